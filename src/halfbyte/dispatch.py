@@ -1,0 +1,137 @@
+"""One way to choose among implementations, for attention, linear layers and whatever follows.
+
+Candidates stand in order of preference. Each answers for a machine (`is_supported`) and for the
+work (`can_implement`), always with a reason. An explicit choice that cannot run is an error that
+says why and what can; nothing falls back silently.
+"""
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+
+CPU = 0
+"""Compute capability that stands for a machine without an NVIDIA GPU."""
+
+Answer = tuple[bool, str]
+"""(can it, why or why not)"""
+
+
+class Implementation(Protocol):
+    """What a candidate must answer."""
+
+    name: str
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+        """Whether it runs on a machine: 90 for SM90, `CPU` for none, None for this machine."""
+        ...
+
+    @classmethod
+    def can_implement(cls, config: Any) -> Answer:
+        """Whether it can do the work that `config` describes."""
+        ...
+
+
+class Verdict(NamedTuple):
+    """A candidate's answer for one machine (and one piece of work, where given)."""
+
+    name: str
+    usable: bool
+    reason: str
+
+
+class NoImplementationError(ValueError):
+    """No candidate, or not the one asked for, can do the work; the message says why."""
+
+
+T = TypeVar("T", bound=Implementation)
+
+
+class Registry(Generic[T]):
+    """Implementations by name, in order of preference, imported when first asked for.
+
+    Args:
+        kind: what they are, for messages ("attention backend").
+        targets: name -> "module:attribute".
+    """
+
+    def __init__(self, kind: str, targets: dict[str, str]) -> None:
+        self.kind = kind
+        self._targets = dict(targets)
+
+    def register(self, name: str, target: str, *, first: bool = False) -> None:
+        """Add an implementation, after the others or before them (`first`)."""
+        if name in self._targets:
+            raise ValueError(f"{self.kind}: {name!r} is already registered")
+        self._targets = (
+            {name: target, **self._targets} if first else {**self._targets, name: target}
+        )
+
+    def names(self) -> list[str]:
+        """Registered names, best first."""
+        return list(self._targets)
+
+    def get(self, name: str) -> type[T]:
+        """The implementation of a name.
+
+        Raises:
+            NoImplementationError: unknown name; the message lists the valid ones.
+        """
+        if name not in self._targets:
+            valid = ", ".join(self._targets)
+            raise NoImplementationError(f"{self.kind}: unknown {name!r}; expected one of {valid}")
+        module, _, attribute = self._targets[name].partition(":")
+        return getattr(import_module(module), attribute)
+
+    def __iter__(self) -> Iterator[type[T]]:
+        return (self.get(name) for name in self._targets)
+
+    def explain(self, config: Any = None, compute_capability: int | None = None) -> list[Verdict]:
+        """Every candidate's verdict for a machine and, where given, for the work."""
+        return [_judge(candidate, config, compute_capability) for candidate in self]
+
+    def select(
+        self, config: Any, explicit: str | None = None, compute_capability: int | None = None
+    ) -> type[T]:
+        """The explicit choice, or the first candidate that can do the work.
+
+        Args:
+            config: the work, as `can_implement` takes it.
+            explicit: a registered name, or None to choose.
+            compute_capability: of the machine to choose for; None for this one.
+
+        Raises:
+            NoImplementationError: the explicit choice is unknown or cannot run, or nothing can.
+        """
+        if explicit is not None:
+            verdict = _judge(self.get(explicit), config, compute_capability)
+            if verdict.usable:
+                return self.get(explicit)
+            usable = [v.name for v in self.explain(config, compute_capability) if v.usable]
+            raise NoImplementationError(
+                f"{self.kind} {explicit!r} cannot be used here: {verdict.reason}; "
+                f"usable: {', '.join(usable) or 'none'}"
+            )
+        verdicts = self.explain(config, compute_capability)
+        for verdict in verdicts:
+            if verdict.usable:
+                return self.get(verdict.name)
+        reasons = "; ".join(f"{v.name}: {v.reason}" for v in verdicts)
+        raise NoImplementationError(f"no {self.kind} can be used here ({reasons})")
+
+
+def current_compute_capability() -> int:
+    """This machine's: 90 for SM90, `CPU` without an NVIDIA GPU."""
+    if not torch.cuda.is_available():
+        return CPU
+    major, minor = torch.cuda.get_device_capability()
+    return major * 10 + minor
+
+
+def _judge(candidate: type[T], config: Any, compute_capability: int | None) -> Verdict:
+    usable, reason = candidate.is_supported(compute_capability)
+    if usable and config is not None:
+        usable, reason = candidate.can_implement(config)
+    return Verdict(candidate.name, usable, reason)

@@ -1,0 +1,52 @@
+"""The paged KV cache: how many bytes it needs, what is written in them, and who holds them."""
+
+from halfbyte.kvcache.allocator import NULL_PAGE, OutOfPagesError, PageAllocator
+from halfbyte.kvcache.plan import KVCacheGroup, KVCachePlan, plan_kv_cache
+from halfbyte.kvcache.pool import PagedKVPool
+from halfbyte.kvcache.quant_methods import (
+    KV_CACHE_QUANT_REGISTRY,
+    KVCacheQuantMethod,
+    get_kv_cache_quant_method,
+)
+from halfbyte.kvcache.scales import KVScales
+from halfbyte.kvcache.sequences import HostSequence, SequenceTables
+from halfbyte.kvcache.specs import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+from halfbyte.kvcache.token_io import read_tokens, reshape_and_cache
+from halfbyte.kvcache.vllm_views import (
+    dequant_nvfp4_kv_cache,
+    nvfp4_kv_cache_full_dim,
+    nvfp4_kv_cache_split_views,
+)
+from halfbyte.layouts import KVCacheDType, PageLayout
+
+__all__ = [
+    "KV_CACHE_QUANT_REGISTRY",
+    "NULL_PAGE",
+    "ChunkedLocalAttentionSpec",
+    "FullAttentionSpec",
+    "HostSequence",
+    "KVCacheDType",
+    "KVCacheGroup",
+    "KVCachePlan",
+    "KVCacheQuantMethod",
+    "KVCacheSpec",
+    "KVScales",
+    "OutOfPagesError",
+    "PageAllocator",
+    "PageLayout",
+    "PagedKVPool",
+    "SequenceTables",
+    "SlidingWindowSpec",
+    "dequant_nvfp4_kv_cache",
+    "get_kv_cache_quant_method",
+    "nvfp4_kv_cache_full_dim",
+    "nvfp4_kv_cache_split_views",
+    "plan_kv_cache",
+    "read_tokens",
+    "reshape_and_cache",
+]

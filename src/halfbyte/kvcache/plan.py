@@ -1,0 +1,147 @@
+"""Hybrid models on one pool: layers whose pages live and die together form a group.
+
+A page of the pool belongs to one group at a time and holds `block_size` tokens of *all* its layers,
+side by side. Layers with full attention, with a window of 128 and with another window are three
+groups. For the groups to share one pool their pages must be of one size, so each group may take a
+multiple of its block size (a page of a light group holds more tokens), and the rest is padding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from halfbyte.kvcache.specs import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
+
+ALIGNMENT = 16
+"""Layers start at multiples of this many bytes, so that kernels can load 16 bytes at a time."""
+MAX_BLOCK_SIZE = 256
+_ACCEPTABLE_WASTE = 0.05
+
+
+@dataclass(frozen=True)
+class KVCacheGroup:
+    """Layers that share block tables.
+
+    Args:
+        layers: indices of the layers.
+        specs: their specs, all of one block size.
+        offsets: byte in the page where each layer starts.
+        content_bytes: bytes of a page that the layers use.
+    """
+
+    layers: tuple[int, ...]
+    specs: tuple[KVCacheSpec, ...]
+    offsets: tuple[int, ...]
+    content_bytes: int
+
+    @classmethod
+    def of(cls, layers: Sequence[int], specs: Sequence[KVCacheSpec]) -> "KVCacheGroup":
+        """Lay the layers of a group side by side."""
+        offsets, end = [], 0
+        for spec in specs:
+            offsets.append(end)
+            end += -(-spec.page_size_bytes // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(layers), tuple(specs), tuple(offsets), end)
+
+    def with_block_size(self, block_size: int) -> "KVCacheGroup":
+        """The same layers with pages of another number of tokens."""
+        return self.of(self.layers, [spec.with_block_size(block_size) for spec in self.specs])
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per page."""
+        return self.specs[0].block_size
+
+    def num_dead_pages(self, num_computed_tokens: int) -> int:
+        """Leading pages of a sequence that no layer of the group will read again."""
+        return self.specs[0].num_dead_pages(num_computed_tokens)
+
+
+@dataclass(frozen=True)
+class KVCachePlan:
+    """Groups that share one pool of pages of `page_bytes`."""
+
+    groups: tuple[KVCacheGroup, ...]
+    page_bytes: int
+
+    @property
+    def waste(self) -> tuple[float, ...]:
+        """Per group, the share of its pages that is padding."""
+        return tuple(1 - group.content_bytes / self.page_bytes for group in self.groups)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes per token of context while every group keeps it, padding included."""
+        return sum(self.page_bytes / group.block_size for group in self.groups)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers over all groups."""
+        return sum(len(group.layers) for group in self.groups)
+
+    def locate(self, layer: int) -> tuple[int, int]:
+        """`(group, index within the group)` of a layer."""
+        for g, group in enumerate(self.groups):
+            if layer in group.layers:
+                return g, group.layers.index(layer)
+        raise ValueError(f"layer: no layer {layer} in this plan of {self.num_layers} layers")
+
+
+def plan_kv_cache(specs: Sequence[KVCacheSpec], *, unify: str = "block_size") -> KVCachePlan:
+    """Group layers and give all groups pages of one size.
+
+    Args:
+        specs: one per layer.
+        unify: `block_size` lets groups take multiples of their block size (up to 256 tokens) so
+            that little is left to pad: the smallest page with at most 5 % of waste in any group,
+            else the least waste. `padding` keeps block sizes and only pads.
+
+    Raises:
+        ValueError: no layers, or an unknown `unify`.
+    """
+    if not specs:
+        raise ValueError("specs: a cache needs at least one layer")
+    if unify not in ("block_size", "padding"):
+        raise ValueError(f"unify: expected 'block_size' or 'padding', got {unify!r}")
+    buckets: dict[tuple[object, ...], list[int]] = {}
+    for layer, spec in enumerate(specs):
+        buckets.setdefault(_lifetime(spec), []).append(layer)
+    groups = [KVCacheGroup.of(layers, [specs[i] for i in layers]) for layers in buckets.values()]
+    if unify == "block_size" and len(groups) > 1:
+        groups = [
+            group.with_block_size(group.block_size * multiplier) if multiplier > 1 else group
+            for group, multiplier in zip(groups, _best_multipliers(groups), strict=True)
+        ]
+    return KVCachePlan(tuple(groups), max(group.content_bytes for group in groups))
+
+
+def _lifetime(spec: KVCacheSpec) -> tuple[object, ...]:
+    """What decides when a page dies, and its size in tokens."""
+    window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+    chunk = spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None
+    return window, chunk, spec.block_size
+
+
+def _best_multipliers(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
+    """Multiples of each group's block size that leave little to pad, the smallest such page first.
+
+    Pages grow linearly with the block size, so sizes are products and nothing needs laying out.
+    """
+    best: tuple[int, ...] = (1,) * len(groups)
+    best_key: tuple[float, int] | None = None
+    # In the best plan some group fills its page; every other one fits as many blocks as it can.
+    for filling in groups:
+        for multiplier in range(1, _max_multiplier(filling) + 1):
+            page = multiplier * filling.content_bytes
+            fits = [min(page // group.content_bytes, _max_multiplier(group)) for group in groups]
+            if min(fits) < 1:
+                continue
+            sizes = [n * group.content_bytes for n, group in zip(fits, groups, strict=True)]
+            waste = 1 - min(sizes) / max(sizes)
+            key = (max(waste, _ACCEPTABLE_WASTE), max(sizes))
+            if best_key is None or key < best_key:
+                best, best_key = tuple(fits), key
+    return best
+
+
+def _max_multiplier(group: KVCacheGroup) -> int:
+    return max(1, MAX_BLOCK_SIZE // group.block_size)

@@ -1,0 +1,187 @@
+"""Global scales of K and V, per layer, and where they came from.
+
+Kept as the largest magnitude (amax) that each layer's K and V may have, because every format
+derives its own decode multiplier from it: `amax / 2688` for nvfp4, `amax / 448` for fp8, and so on.
+A multiplier read from a checkpoint is turned into its amax in float64, which is exact, and comes
+back bit for bit for the format that it was made for.
+
+Scales are fixed before the first request. They never come from live requests: results must not
+depend on who came first or on how a prompt was cut into chunks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from halfbyte.kvcache.quant_methods.base import KVCacheQuantMethod
+
+KV_SCALES_FILE = "kv_scales.json"
+_FORMAT = "halfbyte-kv-scales-1"
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """amax of K and of V per layer.
+
+    Args:
+        k_amax, v_amax: one finite number >= 0 per layer (0: all zeros, scale 1).
+        source: where they came from, for the log ("checkpoint", "user", "calibration on …").
+
+    Raises:
+        ValueError: different lengths, or a number that is negative or not finite.
+    """
+
+    k_amax: tuple[float, ...]
+    v_amax: tuple[float, ...]
+    source: str
+
+    def __post_init__(self) -> None:
+        if len(self.k_amax) != len(self.v_amax):
+            raise ValueError(f"KV scales: {len(self.k_amax)} layers of K, {len(self.v_amax)} of V")
+        for name in ("k_amax", "v_amax"):
+            for layer, amax in enumerate(getattr(self, name)):
+                if not (math.isfinite(amax) and amax >= 0):
+                    raise ValueError(
+                        f"KV scales from {self.source}: {name} of layer {layer} is {amax}, "
+                        "expected a finite number >= 0"
+                    )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that have scales."""
+        return len(self.k_amax)
+
+    def amax_of_layer(self, layer: int) -> tuple[float, float]:
+        """`(k_amax, v_amax)` of a layer.
+
+        Raises:
+            ValueError: the layer has none.
+        """
+        if not 0 <= layer < self.num_layers:
+            raise ValueError(
+                f"KV scales from {self.source}: no layer {layer}, only {self.num_layers}"
+            )
+        return self.k_amax[layer], self.v_amax[layer]
+
+    @classmethod
+    def from_multipliers(
+        cls,
+        k_scales: Sequence[float],
+        v_scales: Sequence[float],
+        k_method: KVCacheQuantMethod,
+        v_method: KVCacheQuantMethod | None = None,
+        source: str = "user",
+    ) -> KVScales:
+        """Of decode multipliers made for given formats (float32 values, one per layer).
+
+        Raises:
+            ValueError: a multiplier that is not a positive finite number.
+        """
+        sides = (
+            ("k_scale", k_scales, k_method),
+            ("v_scale", v_scales, v_method or k_method),
+        )
+        amax: list[tuple[float, ...]] = []
+        for name, values, method in sides:
+            for layer, value in enumerate(values):
+                if not (math.isfinite(value) and value > 0):
+                    raise ValueError(
+                        f"KV scales from {source}: {name} of layer {layer} is {value}, "
+                        "expected a positive finite number"
+                    )
+            # global_scale_from_amax is linear with a short integer divisor, so this is exact.
+            divisor = round(1.0 / method.global_scale_from_amax(1.0))
+            amax.append(tuple(float(value) * divisor for value in values))
+        return cls(amax[0], amax[1], source)
+
+    @classmethod
+    def from_model(cls, model: nn.Module, method: KVCacheQuantMethod) -> KVScales:
+        """Of the `k_scale` and `v_scale` (decode multipliers) on a model's attention modules.
+
+        Attention modules are those with a `layer_idx`; the scales are attributes of the module, of
+        its `attn` child, or `k_proj.k_scale` and `v_proj.v_scale`.
+
+        Raises:
+            ValueError: no attention module, or one without scales.
+        """
+        found: dict[int, tuple[float, float]] = {}
+        for name, module in model.named_modules():
+            layer = getattr(module, "layer_idx", None)
+            if not isinstance(layer, int) or not hasattr(module, "k_proj"):
+                continue
+            k = _find_scale(module, "k_scale", "k_proj")
+            v = _find_scale(module, "v_scale", "v_proj")
+            if k is None or v is None:
+                raise ValueError(f"{name}: no k_scale and v_scale for a {method.name} cache")
+            found[layer] = (k, v)
+        if not found:
+            raise ValueError("model: no attention module with layer_idx, k_scale and v_scale")
+        return cls.from_layers(found, method, source="model")
+
+    @classmethod
+    def from_layers(
+        cls, multipliers: dict[int, tuple[float, float]], method: KVCacheQuantMethod, source: str
+    ) -> KVScales:
+        """Of `{layer: (k_scale, v_scale)}`.
+
+        Raises:
+            ValueError: a layer between 0 and the last one is missing.
+        """
+        missing = sorted(set(range(max(multipliers) + 1)) - set(multipliers))
+        if missing:
+            raise ValueError(f"KV scales from {source}: layers {missing} have none")
+        ordered = [multipliers[layer] for layer in range(len(multipliers))]
+        return cls.from_multipliers(
+            [k for k, _ in ordered], [v for _, v in ordered], method, source=source
+        )
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `kv_scales.json` into a model's folder; its path."""
+        path = Path(folder) / KV_SCALES_FILE
+        fields = {
+            "format": _FORMAT,
+            "source": self.source,
+            "k_amax": list(self.k_amax),
+            "v_amax": list(self.v_amax),
+        }
+        path.write_text(json.dumps(fields, indent=2) + "\n")
+        return path
+
+    @classmethod
+    def load(cls, folder: str | Path) -> KVScales | None:
+        """Read `kv_scales.json` of a model's folder; None if there is none.
+
+        Raises:
+            ValueError: the file is not what `save` writes.
+        """
+        path = Path(folder) / KV_SCALES_FILE
+        if not path.is_file():
+            return None
+        try:
+            fields = json.loads(path.read_text())
+            if fields["format"] != _FORMAT:
+                raise ValueError(f"format is {fields['format']!r}, expected {_FORMAT!r}")
+            k_amax = tuple(float(x) for x in fields["k_amax"])
+            v_amax = tuple(float(x) for x in fields["v_amax"])
+            return cls(k_amax, v_amax, f"{KV_SCALES_FILE} ({fields['source']})")
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: not a file of KV scales: {error}") from None
+
+
+def _find_scale(module: nn.Module, name: str, projection: str) -> float | None:
+    for owner in (module, getattr(module, "attn", None), getattr(module, projection, None)):
+        value = getattr(owner, name, None)
+        if value is not None:
+            return float(
+                value.detach().float().reshape(()) if isinstance(value, torch.Tensor) else value
+            )
+    return None

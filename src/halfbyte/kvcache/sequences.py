@@ -1,0 +1,241 @@
+"""Block tables: which pages hold which tokens of which sequence.
+
+Sequences grow, fork (sharing pages until one of them writes), shrink, leave for host memory and
+come back. Every operation that can run out of pages either happens whole or not at all.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from halfbyte.kvcache.allocator import NULL_PAGE, OutOfPagesError, PageAllocator
+from halfbyte.kvcache.pool import PagedKVPool
+
+SequenceId = Hashable
+
+
+@dataclass
+class _Sequence:
+    length: int
+    tables: list[list[int]]
+    """Page numbers per group; NULL_PAGE where a page has died."""
+
+
+@dataclass(frozen=True)
+class HostSequence:
+    """A sequence that left the pool.
+
+    Args:
+        length: tokens.
+        live: per group, the positions in its table that held a page.
+        table_lengths: per group, pages in its table.
+        data: uint8 `[live pages of all groups, page_bytes]` on the CPU.
+    """
+
+    length: int
+    live: tuple[tuple[int, ...], ...]
+    table_lengths: tuple[int, ...]
+    data: torch.Tensor
+
+
+class SequenceTables:
+    """Sequences over one pool.
+
+    Args:
+        pool: whose pages are handed out.
+        can_grow: enlarge the pool (doubling it) where it would run out.
+    """
+
+    def __init__(self, pool: PagedKVPool, *, can_grow: bool = False) -> None:
+        self.pool = pool
+        self.allocator = PageAllocator(pool.num_pages)
+        self._can_grow = can_grow
+        self._sequences: dict[SequenceId, _Sequence] = {}
+
+    def __contains__(self, seq: SequenceId) -> bool:
+        return seq in self._sequences
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def length(self, seq: SequenceId) -> int:
+        """Tokens of a sequence."""
+        return self._get(seq).length
+
+    def table(self, seq: SequenceId, group: int = 0) -> list[int]:
+        """Page numbers of a sequence in a group, in order of tokens."""
+        return list(self._get(seq).tables[group])
+
+    def add(self, seq: SequenceId) -> None:
+        """Start an empty sequence.
+
+        Raises:
+            ValueError: it exists.
+        """
+        if seq in self._sequences:
+            raise ValueError(f"sequence {seq!r} already exists")
+        self._sequences[seq] = _Sequence(0, [[] for _ in self.pool.plan.groups])
+
+    def num_new_pages(self, seq: SequenceId, count: int) -> int:
+        """Free pages that `append(seq, count)` would take."""
+        return sum(
+            self._missing(seq, group, count) + (self._shared_tail(seq, group, count) is not None)
+            for group in range(len(self.pool.plan.groups))
+        )
+
+    def append(self, seq: SequenceId, count: int) -> None:
+        """Make room for `count` more tokens, which the sequence then owns alone.
+
+        A partly filled last page that another sequence shares is copied first.
+
+        Raises:
+            OutOfPagesError: not enough free pages; the sequence is unchanged.
+        """
+        if count < 0:
+            raise ValueError(f"count: expected a number >= 0, got {count}")
+        sequence = self._get(seq)
+        pages = self._allocate(self.num_new_pages(seq, count))
+        for group, table in enumerate(sequence.tables):
+            missing = self._missing(seq, group, count)
+            tail = self._shared_tail(seq, group, count)
+            if tail is not None:
+                fresh = pages.pop()
+                self.pool.copy_pages([table[tail]], [fresh])
+                self.allocator.release([table[tail]])
+                table[tail] = fresh
+            table.extend(pages[len(pages) - missing :])
+            del pages[len(pages) - missing :]
+        sequence.length += count
+
+    def release_dead_pages(self, seq: SequenceId, num_computed_tokens: int) -> None:
+        """Free pages that no query from `num_computed_tokens` on can reach (sliding windows)."""
+        sequence = self._get(seq)
+        for group, table in zip(self.pool.plan.groups, sequence.tables, strict=True):
+            for i in range(min(group.num_dead_pages(num_computed_tokens), len(table))):
+                self.allocator.release([table[i]])
+                table[i] = NULL_PAGE
+
+    def fork(self, parent: SequenceId, child: SequenceId) -> None:
+        """Start a sequence with the parent's tokens, sharing its pages."""
+        source = self._get(parent)
+        self.add(child)
+        for table in source.tables:
+            self.allocator.retain(table)
+        self._sequences[child] = _Sequence(source.length, [list(t) for t in source.tables])
+
+    def crop(self, seq: SequenceId, length: int) -> None:
+        """Drop the tokens from `length` on.
+
+        Raises:
+            ValueError: `length` is not between 0 and the sequence's, or its window reaches pages
+                that were released as dead.
+        """
+        sequence = self._get(seq)
+        if not 0 <= length <= sequence.length:
+            raise ValueError(f"length: expected 0 .. {sequence.length}, got {length}")
+        groups = self.pool.plan.groups
+        for group, table in zip(groups, sequence.tables, strict=True):
+            keep = -(-length // group.block_size)
+            first = group.num_dead_pages(length)
+            if NULL_PAGE in table[first:keep]:
+                raise ValueError(f"length: the window at {length} reaches pages already released")
+        for group, table in zip(groups, sequence.tables, strict=True):
+            keep = -(-length // group.block_size)
+            self.allocator.release(table[keep:])
+            del table[keep:]
+        sequence.length = length
+
+    def free(self, seq: SequenceId) -> None:
+        """End a sequence and give up its pages."""
+        for table in self._get(seq).tables:
+            self.allocator.release(table)
+        del self._sequences[seq]
+
+    def rename(self, seq: SequenceId, name: SequenceId) -> None:
+        """Call a sequence by another name, which must be free."""
+        if name in self._sequences:
+            raise ValueError(f"sequence {name!r} already exists")
+        self._sequences[name] = self._sequences.pop(seq)
+
+    def move_out(self, seq: SequenceId) -> HostSequence:
+        """Copy a sequence's pages to host memory and end it in the pool."""
+        sequence = self._get(seq)
+        live = tuple(
+            tuple(i for i, page in enumerate(table) if page != NULL_PAGE)
+            for table in sequence.tables
+        )
+        pages = [table[i] for table, at in zip(sequence.tables, live, strict=True) for i in at]
+        lengths = tuple(len(table) for table in sequence.tables)
+        host = HostSequence(sequence.length, live, lengths, self.pool.read_pages(pages))
+        self.free(seq)
+        return host
+
+    def move_in(self, seq: SequenceId, host: HostSequence) -> None:
+        """Bring back a sequence that left with `move_out`, under any free name.
+
+        Raises:
+            OutOfPagesError: not enough free pages; nothing changes.
+        """
+        if seq in self._sequences:
+            raise ValueError(f"sequence {seq!r} already exists")
+        pages = self._allocate(host.data.shape[0])
+        self.pool.write_pages(pages, host.data)
+        tables, taken = [], 0
+        for at, length in zip(host.live, host.table_lengths, strict=True):
+            table = [NULL_PAGE] * length
+            for i in at:
+                table[i] = pages[taken]
+                taken += 1
+            tables.append(table)
+        self._sequences[seq] = _Sequence(host.length, tables)
+
+    def slots(self, seq: SequenceId, start: int, stop: int, group: int = 0) -> torch.Tensor:
+        """Slots (int64, on the CPU) of the tokens `start` .. `stop - 1` of a sequence."""
+        block_size = self.pool.plan.groups[group].block_size
+        positions = torch.arange(start, stop)
+        table = torch.tensor(self._get(seq).tables[group], dtype=torch.int64)
+        return table[positions // block_size] * block_size + positions % block_size
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless tables and allocator agree about every page."""
+        self.allocator.check_integrity()
+        holders = [0] * self.allocator.num_pages
+        for seq, sequence in self._sequences.items():
+            for group, table in zip(self.pool.plan.groups, sequence.tables, strict=True):
+                expected = -(-sequence.length // group.block_size)
+                assert len(table) == expected, f"{seq!r}: {len(table)} pages, not {expected}"
+                for page in table:
+                    holders[page] += page != NULL_PAGE
+        for page, count in enumerate(holders):
+            actual = self.allocator.num_holders(page)
+            assert actual == count, f"page {page}: {actual} holders counted, {count} in tables"
+
+    def _get(self, seq: SequenceId) -> _Sequence:
+        if seq not in self._sequences:
+            raise ValueError(f"sequence {seq!r} does not exist")
+        return self._sequences[seq]
+
+    def _missing(self, seq: SequenceId, group: int, count: int) -> int:
+        sequence = self._get(seq)
+        block_size = self.pool.plan.groups[group].block_size
+        return -(-(sequence.length + count) // block_size) - len(sequence.tables[group])
+
+    def _shared_tail(self, seq: SequenceId, group: int, count: int) -> int | None:
+        """Position in the table of a partly filled page that must be copied before writing."""
+        sequence = self._get(seq)
+        tail, used = divmod(sequence.length, self.pool.plan.groups[group].block_size)
+        if not count or not used:
+            return None
+        page = sequence.tables[group][tail]
+        return tail if self.allocator.num_holders(page) > 1 else None
+
+    def _allocate(self, count: int) -> list[int]:
+        if self._can_grow and count > self.allocator.num_free:
+            needed = self.allocator.num_used + count + 1
+            self.pool.grow(max(2 * self.pool.num_pages, needed))
+            self.allocator.grow(self.pool.num_pages)
+        return self.allocator.allocate(count)
+
+
+__all__ = ["HostSequence", "OutOfPagesError", "SequenceTables"]

@@ -1,0 +1,181 @@
+"""Names of KV cache formats: what a user may ask for, and what a checkpoint declares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+_UNQUANTIZED = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+_ALIASES = {"fp8": "fp8_e4m3", "fp4_e2m1": "nvfp4"}
+# Values that share one block scale; formats absent here have none.
+_SCALE_BLOCK_SIZES = {"nvfp4": 16, "nvfp4_4over6": 16, "fp4_block16": 16, "mxfp4": 32}
+_GLOBAL_SCALE = {"fp8_e4m3", "fp8_e5m2", "nvfp4", "nvfp4_4over6"}
+# ModelOpt's names (`kv_cache_quant_algo` in hf_quant_config.json).
+_MODELOPT_ALGOS = {"FP8": "fp8_e4m3", "NVFP4": "nvfp4"}
+
+
+class KVCacheDType(StrEnum):
+    """Format of the values of a KV cache.
+
+    `AUTO` stands for "what the checkpoint declares, else the model's dtype" and must be resolved
+    before bytes are laid out. `float32` completes the unquantized ones for models that run in it.
+    """
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FP8_E4M3 = "fp8_e4m3"
+    FP8_E5M2 = "fp8_e5m2"
+    NVFP4 = "nvfp4"
+    NVFP4_4OVER6 = "nvfp4_4over6"
+    FP4_BLOCK16 = "fp4_block16"
+    MXFP4 = "mxfp4"
+
+    @classmethod
+    def parse(cls, name: str | KVCacheDType | torch.dtype) -> KVCacheDType:
+        """The dtype of a name or alias (`fp8` = `fp8_e4m3`, `fp4_e2m1` = `nvfp4`).
+
+        Raises:
+            ValueError: unknown name; the message lists the valid ones.
+        """
+        if isinstance(name, torch.dtype):
+            name = str(name).removeprefix("torch.")
+        try:
+            return cls(_ALIASES.get(name, name))
+        except ValueError:
+            valid = ", ".join([member.value for member in cls] + list(_ALIASES))
+            raise ValueError(f"KV cache dtype: unknown {name!r}; expected one of {valid}") from None
+
+    @classmethod
+    def from_checkpoint(cls, config: Any) -> KVCacheDType:
+        """The cache format that a checkpoint's configuration declares.
+
+        Args:
+            config: a transformers config, the dict of a `config.json`, the dict of a ModelOpt
+                `hf_quant_config.json`, or a bare `quantization_config`. Read are ModelOpt's
+                `kv_cache_quant_algo` and `kv_cache_scheme` of ModelOpt and compressed-tensors.
+
+        Returns:
+            The declared format, else the model's dtype (`dtype` or `torch_dtype`), else `AUTO`.
+
+        Raises:
+            ValueError: the checkpoint declares a format that halfbyte does not have.
+        """
+        fields = _as_mapping(config)
+        for section in _quantization_sections(fields):
+            algo = section.get("kv_cache_quant_algo")
+            if algo is not None and str(algo).upper() != "NONE":
+                if str(algo).upper() not in _MODELOPT_ALGOS:
+                    raise ValueError(
+                        f"kv_cache_quant_algo: {algo!r} is not supported; "
+                        f"expected one of {', '.join(_MODELOPT_ALGOS)}"
+                    )
+                return cls(_MODELOPT_ALGOS[str(algo).upper()])
+            scheme = section.get("kv_cache_scheme")
+            if scheme is not None:
+                return cls._from_scheme(_as_mapping(scheme))
+        dtype = fields.get("dtype", fields.get("torch_dtype"))
+        return cls.AUTO if dtype is None else cls.parse(dtype)
+
+    @classmethod
+    def _from_scheme(cls, scheme: Mapping[str, Any]) -> KVCacheDType:
+        kind, bits = scheme.get("type", "float"), scheme.get("num_bits")
+        if kind == "float" and bits == 8:
+            return cls.FP8_E4M3
+        if kind == "float" and bits == 4 and scheme.get("group_size", 16) in (16, None):
+            return cls.NVFP4
+        raise ValueError(
+            f"kv_cache_scheme: {dict(scheme)} is not supported; "
+            "expected type 'float' with num_bits 8 (fp8_e4m3) or 4 in groups of 16 (nvfp4)"
+        )
+
+    def resolve(self, model_dtype: torch.dtype) -> KVCacheDType:
+        """Itself, or for `AUTO` the format of the model's dtype."""
+        return KVCacheDType.parse(model_dtype) if self is KVCacheDType.AUTO else self
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether values are stored in fewer bits than a model computes in."""
+        return self is not KVCacheDType.AUTO and self.value not in _UNQUANTIZED
+
+    @property
+    def is_nvfp4(self) -> bool:
+        """Whether the bits are NVFP4 (whichever recipe wrote them)."""
+        return self in (KVCacheDType.NVFP4, KVCacheDType.NVFP4_4OVER6)
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether values are FP8 with a per-tensor scale."""
+        return self in (KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2)
+
+    @property
+    def has_global_scale(self) -> bool:
+        """Whether dequantization multiplies by a per-tensor float32 scale."""
+        return self.value in _GLOBAL_SCALE
+
+    @property
+    def scale_block_size(self) -> int | None:
+        """Values that share one block scale, or None where there are no block scales."""
+        return _SCALE_BLOCK_SIZES.get(self.value)
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """Dtype of the stored elements: uint8 for quantized formats, else the float dtype itself.
+
+        Raises:
+            ValueError: `AUTO`, which has no bytes until it is resolved.
+        """
+        if self is KVCacheDType.AUTO:
+            raise ValueError("KV cache dtype 'auto' must be resolved before it is stored")
+        return _UNQUANTIZED.get(self.value, torch.uint8)
+
+    def data_bytes(self, head_size: int) -> int:
+        """Bytes of one head of one token, without block scales."""
+        if self.scale_block_size is not None:
+            return head_size // 2
+        return head_size * self.storage_dtype.itemsize
+
+    def scale_bytes(self, head_size: int) -> int:
+        """Bytes of the block scales of one head of one token."""
+        return head_size // self.scale_block_size if self.scale_block_size else 0
+
+    def check_head_size(self, head_size: int, name: str = "head_size") -> None:
+        """Raise ValueError unless heads of this size can be stored."""
+        multiple = self.scale_block_size or 1
+        if head_size <= 0 or head_size % multiple:
+            raise ValueError(
+                f"{name}: {self} needs a positive multiple of {multiple}, got {head_size}"
+            )
+
+
+def _as_mapping(config: Any) -> Mapping[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return config
+    for method in ("to_dict", "model_dump"):
+        if hasattr(config, method):
+            fields = getattr(config, method)()
+            # transformers leaves the dtype out of to_dict() when it was never set in the file.
+            if getattr(config, "dtype", None) is not None:
+                fields = {**fields, "dtype": config.dtype}
+            return fields
+    raise TypeError(f"config: expected a mapping or a transformers config, got {type(config)}")
+
+
+def _quantization_sections(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Where a KV cache format may be declared, most specific first."""
+    sections = [_as_mapping(fields.get("quantization_config")), fields]
+    text_config = fields.get("text_config")
+    if text_config is not None:
+        sections.append(_as_mapping(_as_mapping(text_config).get("quantization_config")))
+    # hf_quant_config.json nests everything under "quantization".
+    return sections + [_as_mapping(section.get("quantization")) for section in sections]
