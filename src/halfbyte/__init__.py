@@ -1,0 +1,29 @@
+"""halfbyte: LLMs on an NVFP4 (4-bit) paged KV cache, on the hardware people own.
+
+The names below are imported when first used, so that `import halfbyte` stays light.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from halfbyte.engine import LLM, RequestOutput, SamplingParams
+    from halfbyte.models import Cache, load_model
+
+__version__ = "0.1.0"
+
+__all__ = ["LLM", "Cache", "RequestOutput", "SamplingParams", "__version__", "load_model"]
+
+_HOMES = {
+    "LLM": "halfbyte.engine",
+    "RequestOutput": "halfbyte.engine",
+    "SamplingParams": "halfbyte.engine",
+    "Cache": "halfbyte.models",
+    "load_model": "halfbyte.models",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'halfbyte' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,14 @@
+"""Reading the cache: causal attention on packed pages, by interchangeable backends."""
+
+from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
+from halfbyte.attention.interface import ATTENTION_BACKENDS, paged_attention
+from halfbyte.attention.reference import attend
+
+__all__ = [
+    "ATTENTION_BACKENDS",
+    "AttentionBackend",
+    "AttentionConfig",
+    "AttentionInputs",
+    "attend",
+    "paged_attention",
+]

@@ -1,0 +1,69 @@
+"""What every attention backend is given, and what it must answer."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from halfbyte.dispatch import Answer
+from halfbyte.layouts import PageLayout
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """The work, without its data: what decides whether a backend can do it."""
+
+    layout: PageLayout
+    num_heads: int
+    query_dtype: torch.dtype
+    device_type: str
+    sliding_window: int | None
+    has_sinks: bool
+    softcap: float | None
+    batch_invariant: bool
+    return_lse: bool
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """The work with its data, already validated; fields as `paged_attention` documents them."""
+
+    query: torch.Tensor
+    pages: torch.Tensor
+    layout: PageLayout
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    scale: float
+    k_scale: float | torch.Tensor
+    v_scale: float | torch.Tensor
+    sliding_window: int | None
+    sinks: torch.Tensor | None
+    softcap: float | None
+    batch_invariant: bool
+    out: torch.Tensor
+    """`[tokens, heads, head_size_v]`, to be written whole."""
+    lse: torch.Tensor | None
+    """float32 `[tokens, heads]`, to be written whole, or None if nobody asks."""
+
+
+class AttentionBackend(ABC):
+    """A way to attend to packed pages. Stateless: one class, never an instance."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+        """Whether it runs on a machine; None means this one."""
+
+    @classmethod
+    @abstractmethod
+    def can_implement(cls, config: AttentionConfig) -> Answer:
+        """Whether it can do the work."""
+
+    @classmethod
+    @abstractmethod
+    def forward(cls, inputs: AttentionInputs) -> None:
+        """Fill `inputs.out`, and `inputs.lse` where it is not None."""

@@ -1,0 +1,216 @@
+"""`paged_attention`: checks its arguments, chooses a backend, runs it."""
+
+from typing import Literal, overload
+
+import torch
+
+from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
+from halfbyte.dispatch import Registry
+from halfbyte.layouts import PageLayout
+
+ATTENTION_BACKENDS: Registry[AttentionBackend] = Registry(
+    "attention backend",
+    {"reference": "halfbyte.attention.reference:ReferenceAttention"},
+)
+
+
+@overload
+def paged_attention(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    *,
+    layout: PageLayout,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+    sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+    batch_invariant: bool = False,
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor: ...
+
+
+@overload
+def paged_attention(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    *,
+    layout: PageLayout,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+    sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+    batch_invariant: bool = False,
+    return_lse: Literal[True],
+    backend: str | None = None,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def paged_attention(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    *,
+    layout: PageLayout,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+    sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of a ragged batch on packed pages.
+
+    The queries of a sequence are its last tokens, whose K and V are already in the cache: query i
+    of n, of a sequence of length L, stands at position L - n + i and attends to keys up to itself.
+
+    Args:
+        query: float `[tokens, heads, head_size]`; sequence s owns rows query_start_loc[s] up to
+            query_start_loc[s + 1]. Heads are a multiple of the layout's KV heads.
+        pages: uint8 `[num_pages, page_stride]`.
+        layout: of `pages`.
+        query_start_loc: int32 `[sequences + 1]`, ascending from 0 to `tokens`.
+        seq_lens: int32 `[sequences]`, tokens in the cache, the queries included. A sequence shorter
+            than its queries (padding of a captured graph) leaves 0 in rows that attend to nothing.
+        block_tables: int32 `[sequences, max_pages]`, page numbers in order of tokens.
+        scale: multiplies the dot products, usually `head_size ** -0.5`.
+        k_scale, v_scale: decode multipliers, floats or float32 scalar tensors.
+        sliding_window: w attends to keys k with `q - k < w`; None for no window.
+        sinks: `[heads]` learned logits that join every row's softmax denominator.
+        softcap: scores become `softcap * tanh(score / softcap)`.
+        batch_invariant: a row is bitwise the same whatever else is in the batch.
+        return_lse: also return the log of the softmax denominators.
+        backend: a name of `ATTENTION_BACKENDS`, or None to choose.
+        out: where to write, `[tokens, heads, head_size_v]`.
+
+    Returns:
+        `[tokens, heads, head_size_v]` of the query's dtype; with `return_lse` a pair with float32
+        `[tokens, heads]` (natural logarithm, sinks included, -inf for rows that attend to nothing).
+
+    Raises:
+        ValueError: arguments that do not fit each other, or a backend that cannot do the work.
+    """
+    inputs = AttentionInputs(
+        query=query,
+        pages=pages,
+        layout=layout,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_tables=block_tables,
+        scale=scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        sliding_window=sliding_window,
+        sinks=sinks,
+        softcap=softcap or None,
+        batch_invariant=batch_invariant,
+        out=_out_like(query, layout) if out is None else out,
+        lse=query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None,
+    )
+    _check(inputs)
+    config = AttentionConfig(
+        layout=layout,
+        num_heads=query.shape[1],
+        query_dtype=query.dtype,
+        device_type=query.device.type,
+        sliding_window=sliding_window,
+        has_sinks=sinks is not None,
+        softcap=inputs.softcap,
+        batch_invariant=batch_invariant,
+        return_lse=return_lse,
+    )
+    ATTENTION_BACKENDS.select(config, explicit=backend).forward(inputs)
+    return inputs.out if inputs.lse is None else (inputs.out, inputs.lse)
+
+
+def _out_like(query: torch.Tensor, layout: PageLayout) -> torch.Tensor:
+    if query.dim() != 3:
+        raise ValueError(f"query: expected [tokens, heads, D], got {tuple(query.shape)}")
+    return query.new_empty((*query.shape[:2], layout.head_size_v))
+
+
+def _check(inputs: AttentionInputs) -> None:
+    query, layout = inputs.query, inputs.layout
+    layout.check_pages(inputs.pages)
+    if query.dim() != 3 or query.shape[2] != layout.head_size or not query.is_floating_point():
+        raise ValueError(
+            f"query: expected float [tokens, heads, {layout.head_size}], "
+            f"got {query.dtype} {tuple(query.shape)}"
+        )
+    if query.shape[1] == 0 or query.shape[1] % layout.num_kv_heads:
+        raise ValueError(
+            f"query: {query.shape[1]} heads are not a multiple of {layout.num_kv_heads} KV heads"
+        )
+    num_seqs = inputs.seq_lens.shape[0] if inputs.seq_lens.dim() == 1 else -1
+    for name, tensor, shape in (
+        ("query_start_loc", inputs.query_start_loc, (num_seqs + 1,)),
+        ("seq_lens", inputs.seq_lens, (num_seqs,)),
+        ("block_tables", inputs.block_tables, (num_seqs, inputs.block_tables.shape[-1])),
+    ):
+        if tensor.dtype != torch.int32 or tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name}: expected int32 {shape} for {num_seqs} sequences, "
+                f"got {tensor.dtype} {tuple(tensor.shape)}"
+            )
+    expected_out = (*query.shape[:2], layout.head_size_v)
+    if tuple(inputs.out.shape) != expected_out or not inputs.out.is_floating_point():
+        raise ValueError(
+            f"out: expected float {expected_out}, got {inputs.out.dtype} {tuple(inputs.out.shape)}"
+        )
+    if inputs.sinks is not None and tuple(inputs.sinks.shape) != (query.shape[1],):
+        raise ValueError(f"sinks: expected [{query.shape[1]}], got {tuple(inputs.sinks.shape)}")
+    if inputs.sliding_window is not None and inputs.sliding_window <= 0:
+        raise ValueError(f"sliding_window: expected at least 1, got {inputs.sliding_window}")
+    if inputs.softcap is not None and inputs.softcap < 0:
+        raise ValueError(f"softcap: expected a positive number, got {inputs.softcap}")
+    for name in ("pages", "query_start_loc", "seq_lens", "block_tables", "sinks", "out"):
+        tensor = getattr(inputs, name)
+        if tensor is not None and tensor.device != query.device:
+            raise ValueError(f"{name}: is on {tensor.device}, query is on {query.device}")
+    if query.device.type == "cpu":
+        _check_values(inputs)
+
+
+def _check_values(inputs: AttentionInputs) -> None:
+    """What cannot be checked on a GPU without waiting for it."""
+    starts = inputs.query_start_loc
+    counts = starts.diff()
+    if starts[0] != 0 or starts[-1] != inputs.query.shape[0] or (counts < 0).any():
+        raise ValueError(
+            f"query_start_loc: expected to ascend from 0 to {inputs.query.shape[0]}, "
+            f"got {starts.tolist()}"
+        )
+    if (inputs.seq_lens < 0).any():
+        raise ValueError(f"seq_lens: expected numbers >= 0, got {inputs.seq_lens.tolist()}")
+    needed = -(-inputs.seq_lens // inputs.layout.block_size)
+    width = inputs.block_tables.shape[1]
+    if needed.numel() and int(needed.max()) > width:
+        raise ValueError(
+            f"block_tables: {int(needed.max())} pages needed for {int(inputs.seq_lens.max())} "
+            f"tokens, the table has {width}"
+        )
+    used = torch.arange(width)[None, :] < needed[:, None]
+    pages = inputs.block_tables[used]
+    if pages.numel() and not 0 <= int(pages.min()) <= int(pages.max()) < inputs.pages.shape[0]:
+        raise ValueError(
+            f"block_tables: page numbers {int(pages.min())} .. {int(pages.max())} are not all in "
+            f"0 .. {inputs.pages.shape[0] - 1}"
+        )

@@ -1,0 +1,137 @@
+"""The reference reader: pure PyTorch, float32 accumulation, one sequence after the other.
+
+It is the oracle of every kernel and runs anywhere, on every format. It reads exactly the tokens
+that a query may attend to, so bytes of slots that were never written cannot matter.
+"""
+
+from typing import ClassVar
+
+import torch
+
+from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
+from halfbyte.dispatch import Answer
+from halfbyte.kvcache import read_tokens
+
+_MAX_SCORES = 2**25
+"""Scores (heads x queries x keys) held at once: 128 MiB in float32."""
+
+
+class ReferenceAttention(AttentionBackend):
+    """Reads through `read_tokens`; a row depends on nothing but its own sequence."""
+
+    name: ClassVar[str] = "reference"
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+        """Always."""
+        return True, "runs wherever PyTorch does"
+
+    @classmethod
+    def can_implement(cls, config: AttentionConfig) -> Answer:
+        """Always."""
+        return True, "every format, head size and option"
+
+    @classmethod
+    def forward(cls, inputs: AttentionInputs) -> None:
+        """See `AttentionBackend.forward`."""
+        starts = inputs.query_start_loc.tolist()
+        lengths = inputs.seq_lens.tolist()
+        block_size = inputs.layout.block_size
+        for i, length in enumerate(lengths):
+            begin, end = starts[i], starts[i + 1]
+            if begin == end:
+                continue
+            first = first_key(length - (end - begin), inputs.sliding_window)
+            positions = torch.arange(first, length, device=inputs.pages.device)
+            table = inputs.block_tables[i].long()
+            slots = table[positions // block_size] * block_size + positions % block_size
+            key, value = read_tokens(
+                inputs.pages, slots, inputs.layout, inputs.k_scale, inputs.v_scale
+            )
+            lse = None if inputs.lse is None else inputs.lse[begin:end]
+            attend(
+                inputs.query[begin:end],
+                key,
+                value,
+                query_positions=torch.arange(length - (end - begin), length, device=key.device),
+                key_positions=positions,
+                scale=inputs.scale,
+                sliding_window=inputs.sliding_window,
+                sinks=inputs.sinks,
+                softcap=inputs.softcap,
+                out=inputs.out[begin:end],
+                lse=lse,
+            )
+
+
+def first_key(first_query: int, sliding_window: int | None) -> int:
+    """Position of the oldest key that a query at `first_query` or later may attend to."""
+    if sliding_window is None:
+        return 0
+    return max(0, first_query - sliding_window + 1)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """Causal attention of one sequence on unpacked K and V, in float32.
+
+    Args:
+        query: `[n, heads, D]`, any float dtype.
+        key, value: float32 `[m, kv_heads, D]` and `[m, kv_heads, Dv]`.
+        query_positions, key_positions: int64 `[n]` and `[m]`, ascending.
+        scale: multiplies the dot products.
+        sliding_window: attends to `q - k < sliding_window`; None for all earlier keys.
+        sinks: `[heads]` logits that take part in the softmax and contribute no value.
+        softcap: scores become `softcap * tanh(score / softcap)`, before masks and sinks.
+        out: `[n, heads, Dv]`, written; rows that may attend to nothing become 0.
+        lse: float32 `[n, heads]`, written: natural log of the softmax denominator, sink included;
+            -inf for rows that may attend to nothing and have no sink.
+    """
+    num_queries, num_heads, _ = query.shape
+    kv_heads = key.shape[1]
+    group = num_heads // kv_heads
+    keys = key.permute(1, 2, 0)  # [kv_heads, D, m]
+    values = value.transpose(0, 1)  # [kv_heads, m, Dv]
+    block = max(1, _MAX_SCORES // max(1, num_heads * key.shape[0]))
+    for begin in range(0, num_queries, block):
+        rows = slice(begin, min(begin + block, num_queries))
+        q = query[rows].float().unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
+        scores = torch.matmul(q.flatten(1, 2), keys).mul_(scale)
+        scores = scores.unflatten(1, (group, q.shape[2]))  # [kv_heads, group, rows, m]
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        distance = query_positions[rows, None] - key_positions[None, :]
+        hidden = distance < 0
+        if sliding_window is not None:
+            hidden = hidden | (distance >= sliding_window)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        sink = None if sinks is None else sinks.float().view(kv_heads, group, 1, 1)
+        weights, denominator_log = _softmax(scores, sink)
+        result = torch.matmul(weights.flatten(1, 2), values)
+        result = result.unflatten(1, (group, q.shape[2])).permute(2, 0, 1, 3).flatten(1, 2)
+        out[rows] = result.to(out.dtype)
+        if lse is not None:
+            lse[rows] = denominator_log.permute(2, 0, 1).flatten(1)
+
+
+def _softmax(scores: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights over the last dimension and the log of their denominator; no NaN for empty rows."""
+    if sink is not None:
+        scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], dim=-1)
+    if scores.shape[-1] == 0:
+        return scores, scores.new_full(scores.shape[:-1], -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    return (weights if sink is None else weights[..., :-1]), lse

@@ -1,0 +1,48 @@
+"""The `halfbyte` command.
+
+Bad input ends in one line on stderr and a non-zero status: 2 for a command line that cannot be
+understood, 1 for anything that goes wrong later, 130 for an interrupt. Heavy imports happen inside
+the commands, so that `--help` answers at once.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from halfbyte import __version__
+from halfbyte.cli.console import print_error
+from halfbyte.cli.evaluate import evaluate
+from halfbyte.cli.generate import generate
+from halfbyte.cli.info import info
+
+app = typer.Typer(
+    help="LLMs on an NVFP4 (4-bit) paged KV cache.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("generate")(generate)
+app.command("eval")(evaluate)
+app.command("info")(info)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print(f"halfbyte {__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line; the entry point of the `halfbyte` script."""
+    try:
+        # Usage errors are typer's: it prints them and exits with status 2.
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
+        print_error(error)
+        sys.exit(1)

@@ -1,0 +1,84 @@
+"""`halfbyte eval`"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from halfbyte.cli.console import out, progress_bar, quiet_libraries
+from halfbyte.cli.options import AttentionBackend, DType, Model, Verbose
+
+
+def evaluate(
+    model: Model = None,
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 file to predict; by default the held-out text.")
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="Formats to measure, separated by commas.")
+    ] = "bfloat16,fp8_e4m3,nvfp4",
+    chunk_size: Annotated[int, typer.Option(help="Tokens fed at once; 1 is true decoding.")] = 512,
+    window: Annotated[int, typer.Option(help="Tokens of context, at most.")] = 1024,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Stop after about so many tokens of text.")
+    ] = 16384,
+    dtype: DType = "auto",
+    attention_backend: AttentionBackend = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Perplexity through the packed cache, and its divergence from a bfloat16 cache."""
+    from halfbyte.assets import bundled_model_path, heldout_texts
+    from halfbyte.evaluation import evaluate_perplexity, text_windows
+    from halfbyte.layouts import KVCacheDType
+    from halfbyte.models import load_model, load_tokenizer
+
+    quiet_libraries(verbose=verbose)
+    names = [KVCacheDType.parse(name.strip()) for name in kv_cache_dtype.split(",")]
+    if window < 2:
+        raise ValueError(f"window: expected at least 2 tokens, got {window}")
+    texts = [_read(text)] if text else list(heldout_texts().values())
+    path = model or bundled_model_path()
+    tokenizer = load_tokenizer(path)
+    loaded = load_model(path, dtype=dtype)
+    window = min(window, getattr(loaded.config, "max_position_embeddings", window))
+    windows, num_bytes = text_windows(tokenizer, texts, window, max_tokens)
+    with progress_bar("eval", "tokens") as on_progress:
+        results = evaluate_perplexity(
+            loaded,
+            windows,
+            names,
+            chunk_size,
+            num_bytes=num_bytes,
+            tokenizer=tokenizer,
+            attention_backend=attention_backend,
+            on_progress=on_progress,
+        )
+    if as_json:
+        print(json.dumps([result.model_dump() for result in results]))
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in ("KV cache", "perplexity", "bits/byte", "KL to bf16", "bytes/token"):
+        table.add_column(heading, justify="left" if heading == "KV cache" else "right")
+    for result in results:
+        table.add_row(
+            result.kv_cache_dtype,
+            f"{result.perplexity:.4f}",
+            f"{result.bits_per_byte:.4f}",
+            f"{result.kl_divergence:.5f}",
+            f"{result.bytes_per_token:,.0f}",
+        )
+    out.print(table)
+    out.print(
+        f"{results[0].tokens:,} tokens predicted, read back from the cache in chunks of "
+        f"{chunk_size}, {window} tokens of context"
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text: {error}") from None

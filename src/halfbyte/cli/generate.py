@@ -1,0 +1,148 @@
+"""`halfbyte generate`"""
+
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from halfbyte.cli.console import out, quiet_libraries
+from halfbyte.cli.options import AttentionBackend, DType, Model, Verbose
+
+if TYPE_CHECKING:
+    from halfbyte.engine import LLM, RequestOutput
+
+
+def generate(
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    model: Model = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="Format of the KV cache; `halfbyte info` lists them.")
+    ] = "nvfp4",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample among tokens that together have this probability.")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text to stop at; repeatable.")] = None,
+    dtype: DType = "auto",
+    attention_backend: AttentionBackend = None,
+    max_batched_tokens: Annotated[
+        int, typer.Option(help="Tokens per step; longer prompts are fed in chunks.")
+    ] = 512,
+    num_pages: Annotated[
+        int | None, typer.Option(help="Pages of the KV cache; by default what fits.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Continue a prompt, every K and V read back from the cache; then say what the cache cost."""
+    from halfbyte.assets import bundled_model_path
+    from halfbyte.engine import LLM, SamplingParams
+    from halfbyte.layouts import KVCacheDType
+
+    quiet_libraries(verbose=verbose)
+    KVCacheDType.parse(kv_cache_dtype)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    if not prompt:
+        raise ValueError("prompt: is empty")
+    started = time.perf_counter()
+    llm = LLM(
+        model or bundled_model_path(),
+        kv_cache_dtype=kv_cache_dtype,
+        dtype=dtype,
+        num_pages=num_pages,
+        max_batched_tokens=max_batched_tokens,
+        attention_backend=attention_backend,
+    )
+    timings: dict[str, float | None] = {"load_s": time.perf_counter() - started}
+    output = _run(llm, prompt, params, timings, show=not as_json)
+    if output.error:
+        raise RuntimeError(output.error)
+    if as_json:
+        print(json.dumps(_report(llm, output, timings)))
+    else:
+        _print_table(llm, output, timings)
+
+
+def _run(
+    llm: "LLM", prompt: str, params: Any, timings: dict[str, float | None], *, show: bool
+) -> "RequestOutput":
+    """Generate, printing prompt and text as they come where `show`; notes times in `timings`."""
+    stream = llm.stream(prompt, params)
+    if show:
+        out.print(prompt, style="bold", markup=False, end="")
+    started = last = time.perf_counter()
+    first: float | None = None
+    count = 0
+    try:
+        while True:
+            try:
+                token = next(stream)
+            except StopIteration as end:
+                output: RequestOutput = end.value[0]
+                break
+            last = time.perf_counter()
+            first = first or last
+            count += 1
+            if show:
+                sys.stdout.write(token.text)
+                sys.stdout.flush()
+    finally:
+        if show:
+            out.print()
+    first = first or last
+    timings["prefill_s"] = first - started
+    timings["decode_s"] = last - first
+    timings["decode_tokens_per_s"] = (count - 1) / (last - first) if count > 1 else None
+    return output
+
+
+def _report(
+    llm: "LLM", output: "RequestOutput", timings: dict[str, float | None]
+) -> dict[str, Any]:
+    plan = llm.pool.plan
+    return {
+        "text": output.text,
+        "tokens": output.token_ids,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "finish_reason": output.finish_reason.value,
+        "kv_cache": {
+            "dtype": llm.pool.layout(0).k_dtype.value,
+            "bytes_per_token": plan.bytes_per_token,
+            "bytes_used": llm.core.tables.allocator.most_used * plan.page_bytes,
+            "scales": llm.kv_scales.source if llm.kv_scales else None,
+        },
+        "timings": timings,
+    }
+
+
+def _print_table(llm: "LLM", output: "RequestOutput", timings: dict[str, float | None]) -> None:
+    from halfbyte.kvcache import plan_kv_cache
+    from halfbyte.models import layer_specs
+
+    ours = llm.pool.plan.bytes_per_token
+    specs = layer_specs(llm.model.config, llm.model.dtype, "bfloat16")
+    bf16 = plan_kv_cache(specs).bytes_per_token
+    rate = timings["decode_tokens_per_s"]
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_row("KV cache", str(llm.pool.layout(0).k_dtype))
+    table.add_row("  per token", f"{ours:,.0f} bytes (bfloat16: {bf16:,.0f}, {bf16 / ours:.2f}x)")
+    table.add_row("  scales", llm.kv_scales.source if llm.kv_scales else "none needed")
+    table.add_row(
+        "tokens", f"{len(output.prompt_token_ids)} read, {len(output.token_ids)} generated"
+    )
+    table.add_row("speed", f"{rate:,.1f} tokens/s" if rate else "one token only")
+    out.print()
+    out.print(table)

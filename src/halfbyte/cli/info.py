@@ -1,0 +1,86 @@
+"""`halfbyte info`"""
+
+import json
+import platform
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from halfbyte.cli.console import out
+
+_PACKAGES = ("halfbyte", "torch", "transformers", "safetensors", "triton", "numpy")
+
+
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """The machine, versions, cache formats, and which backends can run here and why."""
+    report = _collect()
+    if as_json:
+        print(json.dumps(report))
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for section in ("machine", "versions"):
+        for name, value in report[section].items():
+            table.add_row(name, str(value))
+    out.print(table)
+    out.print()
+    formats = Table("KV cache dtype", "bits/value", "scales", box=None, pad_edge=False)
+    for row in report["kv_cache_dtypes"]:
+        formats.add_row(row["name"], f"{row['bits_per_value']:g}", row["scales"])
+    out.print(formats)
+    out.print()
+    backends = Table("attention backend", "usable", "why", box=None, pad_edge=False)
+    for row in report["attention_backends"]:
+        backends.add_row(row["name"], "yes" if row["supported"] else "no", row["reason"])
+    out.print(backends)
+
+
+def _collect() -> dict[str, Any]:
+    import torch
+
+    from halfbyte.attention import ATTENTION_BACKENDS
+    from halfbyte.dispatch import current_compute_capability
+
+    capability = current_compute_capability()
+    return {
+        "machine": {
+            "system": f"{platform.system()} {platform.machine()}",
+            "python": platform.python_version(),
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if capability else None,
+            "compute_capability": capability or None,
+        },
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "kv_cache_dtypes": _formats(),
+        "attention_backends": [
+            {"name": verdict.name, "supported": verdict.usable, "reason": verdict.reason}
+            for verdict in ATTENTION_BACKENDS.explain()
+        ],
+    }
+
+
+def _formats() -> list[dict[str, Any]]:
+    from halfbyte.layouts import KVCacheDType
+
+    rows = []
+    for dtype in KVCacheDType:
+        if dtype is KVCacheDType.AUTO:
+            continue
+        # Bits of a head of 128 values, spread over them.
+        bits = (dtype.data_bytes(128) + dtype.scale_bytes(128)) * 8 / 128
+        scales = [f"one per {dtype.scale_block_size}"] if dtype.scale_block_size else []
+        scales += ["one per layer"] if dtype.has_global_scale else []
+        rows.append(
+            {"name": dtype.value, "bits_per_value": bits, "scales": ", ".join(scales) or "none"}
+        )
+    return rows
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

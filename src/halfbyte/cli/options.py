@@ -1,0 +1,17 @@
+"""Options that several commands have."""
+
+from typing import Annotated
+
+import typer
+
+Model = Annotated[
+    str | None,
+    typer.Option(help="Folder or hub id of a checkpoint; by default the bundled model."),
+]
+DType = Annotated[
+    str, typer.Option(help="Of weights and computation: auto, float32, bfloat16 or float16.")
+]
+AttentionBackend = Annotated[
+    str | None, typer.Option(help="Name of an attention backend; by default the best that runs.")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what is going on.")]

@@ -1,0 +1,119 @@
+"""The loop's body: schedule, run, sample. It knows token ids only, so a server can drive it, too."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from halfbyte.engine.request import FinishReason, Request
+from halfbyte.engine.runner import ModelRunner
+from halfbyte.engine.sampler import Sampler
+from halfbyte.engine.sampling_params import SamplingParams
+from halfbyte.engine.scheduler import Scheduler
+from halfbyte.kvcache import PagedKVPool, SequenceTables
+
+
+class EngineCore:
+    """Requests in, tokens out.
+
+    Args:
+        model: a transformers model of a supported architecture.
+        pool: for its K and V.
+        scales: `(k_scale, v_scale)` per layer.
+        max_model_len: context in tokens.
+        max_batched_tokens: tokens per step.
+        max_num_seqs: requests that run at once.
+        attention_backend: name of an attention backend, or None to choose.
+        batch_invariant: ask for bitwise equal results whatever else is in the batch.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pool: PagedKVPool,
+        scales: list[tuple[float, float]],
+        *,
+        max_model_len: int,
+        max_batched_tokens: int = 512,
+        max_num_seqs: int = 64,
+        attention_backend: str | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.tables = SequenceTables(pool)
+        self.scheduler = Scheduler(self.tables, max_batched_tokens, max_num_seqs)
+        self.runner = ModelRunner(model, self.tables, scales, attention_backend, batch_invariant)
+        self.sampler = Sampler()
+        self.max_model_len = max_model_len
+        self._vocab_size = model.get_input_embeddings().num_embeddings
+        self._eos_ids = eos_token_ids(model)
+        self._next_id = 0
+
+    def request(self, prompt: Iterable[int], params: SamplingParams) -> Request:
+        """Check a prompt and make a request of it, which `add` queues.
+
+        Raises:
+            ValueError: it is empty, leaves no room in the context, or has ids out of range.
+        """
+        tokens = [int(token) for token in prompt]
+        if not tokens:
+            raise ValueError("prompt: is empty")
+        if len(tokens) >= self.max_model_len:
+            raise ValueError(
+                f"prompt: {len(tokens)} tokens leave no room to generate in a context of "
+                f"{self.max_model_len}"
+            )
+        if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+            raise ValueError(
+                f"prompt: token ids {min(tokens)} .. {max(tokens)} are not all in "
+                f"0 .. {self._vocab_size - 1}"
+            )
+        request = Request(self._next_id, tokens, params)
+        self._next_id += 1
+        return request
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.scheduler.add(request)
+
+    def step(self) -> list[tuple[Request, int]]:
+        """Run one step; the tokens that it produced. Requests note by themselves when they end."""
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return []
+        logits = self.runner.run(
+            [(c.request.id, c.request.tokens(c.start, c.start + c.count)) for c in chunks]
+        )
+        produced = [
+            (chunk.request, self._sample(chunk.request, row))
+            for chunk, row in zip(chunks, logits, strict=True)
+            if chunk.completes
+        ]
+        self.scheduler.complete(chunks)
+        return produced
+
+    def abort(self, request: Request, reason: FinishReason) -> None:
+        """End a request now and free its pages; one that has ended stays as it was."""
+        if not request.is_finished:
+            request.finish(reason)
+        self.scheduler.remove(request)
+        self.sampler.forget(request)
+
+    def _sample(self, request: Request, logits: torch.Tensor) -> int:
+        token = self.sampler.sample(request, logits)
+        request.output.append(token)
+        params = request.params
+        if token in params.stop_token_ids or (token in self._eos_ids and not params.ignore_eos):
+            request.finish(FinishReason.STOP)
+        elif len(request.output) >= params.max_tokens or request.num_tokens >= self.max_model_len:
+            request.finish(FinishReason.LENGTH)
+        return token
+
+
+def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """End-of-sequence ids of a model's generation config, or else of its config."""
+    for config in (model.generation_config, model.config):
+        ids: Any = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()

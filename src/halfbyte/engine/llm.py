@@ -1,0 +1,239 @@
+"""`LLM`: text in, text out, with every K and V in a packed, paged cache."""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from halfbyte.engine.core import EngineCore
+from halfbyte.engine.detokenizer import Detokenizer
+from halfbyte.engine.request import FinishReason, Request, RequestOutput
+from halfbyte.engine.sampling_params import SamplingParams
+from halfbyte.kvcache import KVCachePlan, KVScales, PagedKVPool, plan_kv_cache
+from halfbyte.models import (
+    LayerDTypes,
+    layer_multipliers,
+    layer_specs,
+    load_model,
+    load_tokenizer,
+    resolve_kv_scales,
+)
+
+_GPU_MEMORY_SHARE = 0.8
+_CPU_POOL_BYTES = 2 * 2**30
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """One generated token.
+
+    Args:
+        index: of the prompt in the call.
+        token: its id.
+        text: the text that has become certain with it; may be empty.
+    """
+
+    index: int
+    token: int
+    text: str
+
+
+TokenStream = Generator[NewToken, None, list[RequestOutput]]
+
+
+class LLM:
+    """A model ready to generate.
+
+    Args:
+        model: folder or hub id of a checkpoint, or a loaded transformers model.
+        tokenizer: of transformers; by default the checkpoint's. Without one, prompts are token ids.
+        kv_cache_dtype: format, or formats per layer (see `LayerDTypes`).
+        dtype: of weights and computation; `auto` for the checkpoint's.
+        device: by default a GPU if there is one.
+        block_size: tokens per page.
+        num_pages: pages of the pool; by default as many as `max_num_seqs` sequences of full length
+            need, at most 2 GiB on a CPU and 80 % of the free memory on a GPU.
+        max_model_len: context in tokens; by default the model's.
+        max_batched_tokens: tokens per step; longer prompts are fed in chunks.
+        max_num_seqs: requests that run at once.
+        kv_scales: global scales; by default the checkpoint's, else one calibration pass.
+        attention_backend: name of an attention backend, or None to choose.
+        batch_invariant: ask for bitwise equal results whatever else is in the batch.
+
+    Raises:
+        ModelLoadError, UnsupportedModelError: the model cannot be loaded or is not supported.
+        ValueError: an unknown format, or one that cannot store the model's head size.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        tokenizer: Any = None,
+        *,
+        kv_cache_dtype: LayerDTypes = "nvfp4",
+        dtype: str | torch.dtype = "auto",
+        device: torch.device | str | None = None,
+        block_size: int = 16,
+        num_pages: int | None = None,
+        max_model_len: int | None = None,
+        max_batched_tokens: int = 512,
+        max_num_seqs: int = 64,
+        kv_scales: KVScales | None = None,
+        attention_backend: str | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
+        if isinstance(model, str | Path):
+            tokenizer = tokenizer or load_tokenizer(model)
+            model = load_model(model, dtype=dtype, device=device)
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        context = getattr(model.config, "max_position_embeddings", 2**31)
+        if max_model_len is not None and not 0 < max_model_len <= context:
+            raise ValueError(f"max_model_len: expected 1 .. {context}, got {max_model_len}")
+        max_model_len = max_model_len or context
+        specs = layer_specs(model.config, model.dtype, kv_cache_dtype, block_size)
+        formats = {d for spec in specs for d in (spec.layout.k_dtype, spec.layout.v_dtype)}
+        self.kv_scales = resolve_kv_scales(model, formats, given=kv_scales, tokenizer=tokenizer)
+        plan = plan_kv_cache(specs)
+        if num_pages is None:
+            num_pages = _default_num_pages(plan, max_model_len, max_num_seqs, model.device)
+        self.pool = PagedKVPool(plan, num_pages, model.device)
+        self.core = EngineCore(
+            model,
+            self.pool,
+            layer_multipliers(self.pool, self.kv_scales),
+            max_model_len=max_model_len,
+            max_batched_tokens=max_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            attention_backend=attention_backend,
+            batch_invariant=batch_invariant,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for a batch of prompts.
+
+        Args:
+            prompts: texts or lists of token ids, or one of either.
+            sampling_params: for all, or one for each; by default `SamplingParams()`.
+
+        Returns:
+            Outputs in the order of the prompts. A request that ran out of pages has the finish
+            reason `error`; the others are not affected.
+
+        Raises:
+            ValueError: an empty prompt, one that leaves no room in the context, or token ids that
+                the model does not have.
+        """
+        stream = self.stream(prompts, sampling_params)
+        while True:
+            try:
+                next(stream)
+            except StopIteration as end:
+                outputs: list[RequestOutput] = end.value
+                return outputs
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> TokenStream:
+        """As `generate`, yielding every token as it comes; the outputs are the generator's value.
+
+        Prompts are checked at once and queued when the iteration begins; closing the generator ends
+        their requests.
+
+        Raises:
+            ValueError: as `generate`.
+            RuntimeError: at the first token, if another generation of this object is unfinished.
+        """
+        batch = _as_batch(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(batch)
+        if len(sampling_params) != len(batch):
+            raise ValueError(f"sampling_params: {len(sampling_params)} for {len(batch)} prompts")
+        requests = [
+            self.core.request(self._encode(prompt), params)
+            for prompt, params in zip(batch, sampling_params, strict=True)
+        ]
+        return self._run(batch, requests)
+
+    def _run(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> TokenStream:
+        index = {request.id: i for i, request in enumerate(requests)}
+        texts = [
+            Detokenizer(self.tokenizer, request.params.stop) if self.tokenizer else None
+            for request in requests
+        ]
+        if self.core.scheduler.has_work:
+            raise RuntimeError("another generation of this LLM is unfinished; close it first")
+        try:
+            for request in requests:
+                self.core.add(request)
+            while not all(request.is_finished for request in requests):
+                for request, token in self.core.step():
+                    i = index[request.id]
+                    text = texts[i]
+                    piece = text.push(token) if text else ""
+                    if text and text.stopped:
+                        request.finish_reason = FinishReason.STOP
+                        self.core.abort(request, FinishReason.STOP)
+                    elif text and request.is_finished:
+                        piece += text.finish()
+                    yield NewToken(i, token, piece)
+        finally:
+            # Also when the caller stops listening or a step fails: the pool stays whole.
+            for request in requests:
+                self.core.abort(request, FinishReason.ERROR)
+        return [
+            _output(prompt, request, text)
+            for prompt, request, text in zip(prompts, requests, texts, strict=True)
+        ]
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise ValueError("prompt: this model has no tokenizer; give token ids")
+        ids: list[int] = self.tokenizer(prompt).input_ids
+        return ids if prompt else []
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _output(prompt: Prompt, request: Request, text: Detokenizer | None) -> RequestOutput:
+    assert request.finish_reason is not None
+    return RequestOutput(
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=request.prompt,
+        text=text.text if text else "",
+        token_ids=request.output,
+        finish_reason=request.finish_reason,
+        error=request.error,
+    )
+
+
+def _default_num_pages(
+    plan: KVCachePlan, max_model_len: int, max_num_seqs: int, device: torch.device
+) -> int:
+    """Enough for `max_num_seqs` full sequences, within the memory at hand, and for one at least."""
+    per_sequence = sum(
+        max(spec.max_live_pages(max_model_len, max_chunk=max_model_len) for spec in group.specs)
+        for group in plan.groups
+    )
+    budget = _CPU_POOL_BYTES
+    if device.type == "cuda":
+        budget = int(_GPU_MEMORY_SHARE * torch.cuda.mem_get_info(device)[0])
+    affordable = budget // plan.page_bytes
+    return 1 + max(per_sequence, min(max_num_seqs * per_sequence, affordable))

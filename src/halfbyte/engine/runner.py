@@ -1,0 +1,84 @@
+"""Runs a step: token ids in, logits out, K and V through the pool."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from halfbyte.kvcache import SequenceTables
+from halfbyte.models import BATCH_ARGUMENT, ENGINE, PagedBatch, register
+
+
+class ModelRunner:
+    """A model on a pool.
+
+    Args:
+        model: a transformers model of a supported architecture.
+        tables: sequences over the pool that K and V go to.
+        scales: `(k_scale, v_scale)` per layer.
+        attention_backend: name of an attention backend, or None to choose.
+        batch_invariant: ask for bitwise equal rows whatever the batch.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tables: SequenceTables,
+        scales: Sequence[tuple[float, float]],
+        attention_backend: str | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.model = model
+        self.tables = tables
+        self.scales = scales
+        self.attention_backend = attention_backend
+        self.batch_invariant = batch_invariant
+        register()
+
+    @torch.inference_mode()
+    def run(
+        self, chunks: Sequence[tuple[object, Sequence[int]]], *, all_logits: bool = False
+    ) -> torch.Tensor:
+        """Compute the last tokens of sequences, whose slots are already allocated.
+
+        Args:
+            chunks: `(sequence, token ids)`, the ids being the sequence's last tokens.
+            all_logits: return logits of every token instead of each sequence's last.
+
+        Returns:
+            Logits `[sequences or tokens, vocabulary]` in the model's dtype.
+
+        Raises:
+            RuntimeError: the model did not hand the cache on to every layer's attention.
+        """
+        device = self.tables.pool.device
+        batch = PagedBatch.of(
+            self.tables,
+            self.scales,
+            [(seq, len(ids)) for seq, ids in chunks],
+            self.attention_backend,
+            self.batch_invariant,
+        )
+        lengths = [self.tables.length(seq) for seq, _ in chunks]
+        positions = [
+            torch.arange(length - len(ids), length)
+            for (_, ids), length in zip(chunks, lengths, strict=True)
+        ]
+        input_ids = torch.tensor([[token for _, ids in chunks for token in ids]], device=device)
+        if self.model.config._attn_implementation != ENGINE:
+            self.model.set_attn_implementation(ENGINE)
+        # 0 means all of them.
+        keep = 0 if all_logits else batch.query_start_loc[1:].long() - 1
+        output = self.model(
+            input_ids=input_ids,
+            position_ids=torch.cat(positions)[None].to(device),
+            use_cache=False,
+            logits_to_keep=keep,
+            **{BATCH_ARGUMENT: batch},
+        )
+        if len(batch.layers_run) != self.tables.pool.plan.num_layers:
+            raise RuntimeError(
+                f"{type(self.model).__name__}: the cache reached {len(batch.layers_run)} of "
+                f"{self.tables.pool.plan.num_layers} attention layers"
+            )
+        return output.logits[0]

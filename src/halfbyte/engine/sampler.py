@@ -1,0 +1,55 @@
+"""From logits to tokens."""
+
+import torch
+
+from halfbyte.engine.request import Request
+
+
+class Sampler:
+    """Samples each request on its own, with its own generator, so that a seeded request gets the
+    same tokens whatever else is in the batch and whenever it was preempted."""
+
+    def __init__(self) -> None:
+        self._generators: dict[int, torch.Generator] = {}
+
+    def sample(self, request: Request, logits: torch.Tensor) -> int:
+        """The next token id of a request.
+
+        Args:
+            request: whose parameters apply.
+            logits: `[vocabulary]`.
+        """
+        params = request.params
+        if params.temperature == 0:
+            return int(logits.argmax())
+        probabilities = _probabilities(
+            logits.float().cpu() / params.temperature, params.top_k, params.top_p
+        )
+        return int(torch.multinomial(probabilities, 1, generator=self._generator(request)))
+
+    def forget(self, request: Request) -> None:
+        """Drop what is kept for a finished request."""
+        self._generators.pop(request.id, None)
+
+    def _generator(self, request: Request) -> torch.Generator:
+        if request.id not in self._generators:
+            generator = torch.Generator()
+            if request.params.seed is None:
+                generator.seed()
+            else:
+                generator.manual_seed(request.params.seed)
+            self._generators[request.id] = generator
+        return self._generators[request.id]
+
+
+def _probabilities(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    if 0 < top_k < logits.numel():
+        threshold = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < threshold, -torch.inf)
+    probabilities = logits.softmax(dim=-1)
+    if top_p < 1:
+        ordered, order = probabilities.sort(descending=True)
+        # A token stays while those before it have not reached top_p; the first always stays.
+        dropped = ordered.cumsum(0) - ordered >= top_p
+        probabilities = probabilities.index_fill(0, order[dropped], 0.0)
+    return probabilities

@@ -1,0 +1,47 @@
+"""How the next token is chosen and when to stop."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling of one request, with the field's names and defaults.
+
+    Args:
+        max_tokens: tokens to generate at most.
+        temperature: 0 is greedy; higher is more random.
+        top_k: sample among the k most likely tokens; 0 or -1 for all.
+        top_p: sample among the most likely tokens that together reach this probability.
+        seed: makes a request's tokens repeatable, whatever else is in the batch.
+        stop: text that ends generation and is cut off.
+        stop_token_ids: further tokens that end generation, besides the model's own.
+        ignore_eos: generate on past the model's end-of-sequence tokens.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        )
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens: expected at least 1, got {self.max_tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature: expected a number >= 0, got {self.temperature}")
+        if self.top_k < -1:
+            raise ValueError(f"top_k: expected a number >= -1, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: expected a number in (0, 1], got {self.top_p}")
+        if "" in self.stop:
+            raise ValueError("stop: an empty string would stop at once")

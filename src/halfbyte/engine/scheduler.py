@@ -1,0 +1,147 @@
+"""Which tokens of which requests run in the next step. Knows pages, knows no tensors.
+
+First come, first served, in steps of at most `max_batched_tokens` tokens: requests that decode go
+first with one token each, then prompts in chunks, then new requests. When pages run out, the
+youngest running request gives up its pages and starts over later from its tokens; a request that
+alone does not fit fails, and the pool stays whole.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from halfbyte.engine.request import FinishReason, Request
+from halfbyte.kvcache import OutOfPagesError, SequenceTables
+
+
+class ScheduledChunk(NamedTuple):
+    """`count` tokens of a request from `start` on; their slots are allocated."""
+
+    request: Request
+    start: int
+    count: int
+
+    @property
+    def completes(self) -> bool:
+        """Whether the request has all its tokens computed afterwards, so that it can sample."""
+        return self.start + self.count == self.request.num_tokens
+
+
+class Scheduler:
+    """Queues over block tables.
+
+    Args:
+        tables: sequences are named by request id.
+        max_batched_tokens: tokens per step.
+        max_num_seqs: requests that run at once.
+    """
+
+    def __init__(
+        self, tables: SequenceTables, max_batched_tokens: int = 512, max_num_seqs: int = 64
+    ) -> None:
+        if max_batched_tokens < 1 or max_num_seqs < 1:
+            raise ValueError(
+                "max_batched_tokens and max_num_seqs: expected at least 1, got "
+                f"{max_batched_tokens} and {max_num_seqs}"
+            )
+        self.tables = tables
+        self.max_batched_tokens = max_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.waiting.append(request)
+
+    def schedule(self) -> list[ScheduledChunk]:
+        """Choose the next step's tokens and allocate their slots.
+
+        Requests that cannot ever fit are finished with an error on the way. Empty only if no work
+        is left.
+        """
+        chunks: list[ScheduledChunk] = []
+        budget = self.max_batched_tokens
+        for request in list(self.running):
+            if budget == 0:
+                break
+            if request not in self.running:  # preempted by an older one in this very step
+                continue
+            chunk = self._place(request, budget, chunks)
+            if chunk is not None:
+                chunks.append(chunk)
+                budget -= chunk.count
+        while budget and self.waiting and len(self.running) < self.max_num_seqs:
+            request = self.waiting[0]
+            self.tables.add(request.id)
+            try:
+                chunk = self._allocate(request, budget)
+            except OutOfPagesError as error:
+                self.tables.free(request.id)
+                if self.running:
+                    break  # wait for their pages
+                self._fail(self.waiting.popleft(), error)
+                continue
+            self.running.append(self.waiting.popleft())
+            chunks.append(chunk)
+            budget -= chunk.count
+        if not chunks and self.has_work:
+            return self.schedule()  # every candidate failed; others may fit now
+        return chunks
+
+    def complete(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """Note that chunks were computed; free the pages of finished requests and dead windows."""
+        for request, start, count in chunks:
+            request.num_computed = start + count
+            if request.is_finished:
+                self.remove(request)
+            else:
+                self.tables.release_dead_pages(request.id, request.num_computed)
+
+    def remove(self, request: Request) -> None:
+        """Drop a request, wherever it is, and free its pages."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        if request in self.running:
+            self.running.remove(request)
+            self.tables.free(request.id)
+
+    def _place(
+        self, request: Request, budget: int, chunks: list[ScheduledChunk]
+    ) -> ScheduledChunk | None:
+        """Allocate for a running request, preempting younger ones if need be."""
+        while True:
+            try:
+                return self._allocate(request, budget)
+            except OutOfPagesError as error:
+                victim = self.running[-1]
+                if victim is request:
+                    if len(self.running) > 1:
+                        self._preempt(request)
+                    else:
+                        self.remove(request)
+                        self._fail(request, error)
+                    return None
+                self._preempt(victim)
+                chunks[:] = [chunk for chunk in chunks if chunk.request is not victim]
+
+    def _allocate(self, request: Request, budget: int) -> ScheduledChunk:
+        start = request.num_computed
+        count = min(budget, request.num_tokens - start)
+        self.tables.append(request.id, count)
+        return ScheduledChunk(request, start, count)
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self.tables.free(request.id)
+        request.num_computed = 0
+        self.waiting.appendleft(request)
+
+    @staticmethod
+    def _fail(request: Request, error: OutOfPagesError) -> None:
+        request.finish(FinishReason.ERROR, str(error))

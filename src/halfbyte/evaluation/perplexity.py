@@ -1,0 +1,242 @@
+"""Perplexity through the packed cache, and its distance from a bfloat16 cache.
+
+Text is cut into windows; each is fed in chunks of C tokens, every chunk attending to what the cache
+gives back, its own tokens included. C = 1 is true decoding. A single dense prefill that never reads
+the cache would report every format as lossless.
+
+All formats advance in step, so that the divergence from bfloat16 is summed chunk by chunk and no
+logits are kept.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from pydantic import BaseModel
+from transformers import PreTrainedModel
+
+from halfbyte.engine import ModelRunner
+from halfbyte.kvcache import KVScales, PagedKVPool, SequenceTables, plan_kv_cache
+from halfbyte.layouts import KVCacheDType
+from halfbyte.models import layer_multipliers, layer_specs, resolve_kv_scales
+
+BASELINE = KVCacheDType.BFLOAT16
+_MAX_LOGITS = 2**26
+"""Logits of one format held at once: 256 MiB in float32."""
+
+
+class PerplexityResult(BaseModel):
+    """One format's figures.
+
+    `perplexity` is exp of `nll`, the mean negative log-likelihood per predicted token in nats;
+    `kl_divergence` the mean KL(bfloat16 cache || this cache) per predicted token in nats;
+    `bytes_per_token` the cache's bytes per token over all layers; `bits_per_byte` the bits of the
+    whole text over its bytes in UTF-8 (None where the text was given as ids).
+    """
+
+    kv_cache_dtype: str
+    perplexity: float
+    nll: float
+    kl_divergence: float
+    bytes_per_token: float
+    bits_per_byte: float | None
+    chunk_size: int
+    tokens: int
+
+
+class _Track:
+    """One format's pool and sums."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        dtype: KVCacheDType,
+        scales: KVScales | None,
+        num_tokens: int,
+        num_windows: int,
+        block_size: int,
+        attention_backend: str | None,
+    ) -> None:
+        plan = plan_kv_cache(layer_specs(model.config, model.dtype, dtype, block_size))
+        pages = sum(-(-num_tokens // group.block_size) for group in plan.groups)
+        pool = PagedKVPool(plan, 1 + num_windows * pages, model.device)
+        self.dtype = dtype
+        self.tables = SequenceTables(pool)
+        multipliers = layer_multipliers(pool, scales)
+        self.runner = ModelRunner(model, self.tables, multipliers, attention_backend)
+        self.nll = 0.0
+        self.kl = 0.0
+
+    def log_probabilities(self, chunks: Sequence[tuple[int, list[int]]]) -> torch.Tensor:
+        for seq, ids in chunks:
+            self.tables.append(seq, len(ids))
+        return self.runner.run(chunks, all_logits=True).float().log_softmax(-1)
+
+    def add(
+        self, log_p: torch.Tensor, baseline: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        self.nll -= float(log_p[rows, targets].sum(dtype=torch.float64))
+        if log_p is not baseline:
+            gap = (baseline[rows] - log_p[rows]) * baseline[rows].exp()
+            self.kl += float(gap.sum(dtype=torch.float64))
+
+
+def evaluate_perplexity(
+    model: PreTrainedModel,
+    windows: Sequence[Sequence[int]],
+    kv_cache_dtypes: Sequence[str | KVCacheDType],
+    chunk_size: int = 512,
+    *,
+    num_bytes: int | None = None,
+    kv_scales: KVScales | None = None,
+    tokenizer: object = None,
+    block_size: int = 16,
+    attention_backend: str | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[PerplexityResult]:
+    """Measure formats on windows of tokens.
+
+    Args:
+        model: a transformers model of a supported architecture.
+        windows: token ids; the first of each is given, the others are predicted.
+        kv_cache_dtypes: formats to measure; `auto` is the checkpoint's or the model's dtype.
+        chunk_size: tokens fed at once.
+        num_bytes: of the text that the predicted tokens stand for.
+        kv_scales, tokenizer: as for `resolve_kv_scales`.
+        block_size: tokens per page.
+        attention_backend: name of an attention backend, or None to choose.
+        on_progress: called with (tokens done, tokens in all), over all formats.
+
+    Returns:
+        Results in the order of `kv_cache_dtypes`.
+
+    Raises:
+        ValueError: a chunk size below 1, a window without a token to predict or longer than the
+            model's context, or a format that is unknown or cannot store the model's head size.
+    """
+    _check(model, windows, chunk_size)
+    names = [_resolve(model, name) for name in kv_cache_dtypes]
+    scales = resolve_kv_scales(model, set(names), given=kv_scales, tokenizer=tokenizer)
+    unique = list(dict.fromkeys([BASELINE, *names]))
+    vocabulary = model.get_input_embeddings().num_embeddings
+    at_once = max(1, min(len(windows), _MAX_LOGITS // (chunk_size * vocabulary)))
+    longest = max(len(window) for window in windows)
+    tracks = {
+        name: _Track(model, name, scales, longest, at_once, block_size, attention_backend)
+        for name in unique
+    }
+    total = sum(len(window) for window in windows) * len(tracks)
+    done = 0
+    for first in range(0, len(windows), at_once):
+        group = list(enumerate(windows[first : first + at_once]))
+        for track in tracks.values():
+            for seq, _ in group:
+                track.tables.add(seq)
+        for start in range(0, max(len(window) for _, window in group), chunk_size):
+            chunks = [
+                (seq, list(window[start : start + chunk_size]))
+                for seq, window in group
+                if start < len(window)
+            ]
+            rows, targets = _targets(chunks, dict(group), start, model.device)
+            baseline = torch.empty(0)
+            for name in unique:
+                log_p = tracks[name].log_probabilities(chunks)
+                baseline = log_p if name == BASELINE else baseline
+                tracks[name].add(log_p, baseline, targets, rows)
+                done += sum(len(ids) for _, ids in chunks)
+                on_progress(done, total)
+        for track in tracks.values():
+            for seq, _ in group:
+                track.tables.free(seq)
+    predicted = sum(len(window) - 1 for window in windows)
+    return [_result(tracks[name], predicted, chunk_size, num_bytes) for name in names]
+
+
+def text_windows(
+    tokenizer: object, texts: Sequence[str], window: int, max_tokens: int | None = None
+) -> tuple[list[list[int]], int]:
+    """Cut texts into windows of tokens.
+
+    Args:
+        tokenizer: of transformers.
+        texts: each starts a window of its own.
+        window: tokens per window, the first (given, not predicted) included.
+        max_tokens: stop after about so many tokens in all.
+
+    Returns:
+        `(windows, bytes)`: every window begins with the tokenizer's beginning-of-text token where
+        it has one, else with its first token, which then is not predicted; and the UTF-8 bytes of
+        the predicted tokens.
+
+    Raises:
+        ValueError: there is nothing to predict.
+    """
+    bos = getattr(tokenizer, "bos_token_id", None)
+    prefix = [] if bos is None else [bos]
+    step = window - len(prefix)
+    windows: list[list[int]] = []
+    num_bytes = taken = 0
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False).input_ids  # type: ignore[operator]
+        for start in range(0, len(ids), step):
+            if max_tokens is not None and taken >= max_tokens:
+                break
+            piece = prefix + ids[start : start + step]
+            if len(piece) < 2:
+                continue
+            windows.append(piece)
+            taken += len(piece)
+            num_bytes += len(tokenizer.decode(piece[1:]).encode())  # type: ignore[attr-defined]
+    if not windows:
+        raise ValueError("text: has no token to predict")
+    return windows, num_bytes
+
+
+def _check(model: PreTrainedModel, windows: Sequence[Sequence[int]], chunk_size: int) -> None:
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: expected at least 1, got {chunk_size}")
+    if not windows or min(len(window) for window in windows) < 2:
+        raise ValueError("windows: expected one or more windows of at least 2 tokens")
+    context = getattr(model.config, "max_position_embeddings", 2**31)
+    longest = max(len(window) for window in windows)
+    if longest > context:
+        raise ValueError(f"windows: {longest} tokens exceed the model's context of {context}")
+
+
+def _resolve(model: PreTrainedModel, name: str | KVCacheDType) -> KVCacheDType:
+    return layer_specs(model.config, model.dtype, name)[0].layout.k_dtype
+
+
+def _targets(
+    chunks: Sequence[tuple[int, list[int]]],
+    windows: dict[int, Sequence[int]],
+    start: int,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the chunks' logits that predict something, and the tokens that they predict."""
+    rows: list[int] = []
+    targets: list[int] = []
+    offset = 0
+    for seq, ids in chunks:
+        following = windows[seq][start + 1 : start + 1 + len(ids)]
+        rows += range(offset, offset + len(following))
+        targets += following
+        offset += len(ids)
+    return torch.tensor(rows, device=device), torch.tensor(targets, device=device)
+
+
+def _result(
+    track: _Track, predicted: int, chunk_size: int, num_bytes: int | None
+) -> PerplexityResult:
+    nll = track.nll / predicted
+    return PerplexityResult(
+        kv_cache_dtype=track.dtype.value,
+        perplexity=math.exp(nll),
+        nll=nll,
+        kl_divergence=track.kl / predicted,
+        bytes_per_token=track.tables.pool.plan.bytes_per_token,
+        bits_per_byte=track.nll / math.log(2) / num_bytes if num_bytes else None,
+        chunk_size=chunk_size,
+        tokens=predicted,
+    )

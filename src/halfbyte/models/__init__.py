@@ -1,0 +1,34 @@
+"""transformers models on the paged cache: loading, attention functions, `Cache` for `generate`."""
+
+from halfbyte.models.architectures import (
+    SUPPORTED_MODEL_TYPES,
+    LayerDTypes,
+    UnsupportedModelError,
+    check_supported,
+    layer_specs,
+)
+from halfbyte.models.attention_functions import BATCH_ARGUMENT, ENGINE, GENERATE, register
+from halfbyte.models.batch import PagedBatch, layer_multipliers
+from halfbyte.models.cache import Cache
+from halfbyte.models.calibration import calibrate, resolve_kv_scales
+from halfbyte.models.loading import ModelLoadError, load_model, load_tokenizer
+
+__all__ = [
+    "BATCH_ARGUMENT",
+    "ENGINE",
+    "GENERATE",
+    "SUPPORTED_MODEL_TYPES",
+    "Cache",
+    "LayerDTypes",
+    "ModelLoadError",
+    "PagedBatch",
+    "UnsupportedModelError",
+    "calibrate",
+    "check_supported",
+    "layer_multipliers",
+    "layer_specs",
+    "load_model",
+    "load_tokenizer",
+    "register",
+    "resolve_kv_scales",
+]

@@ -1,0 +1,122 @@
+"""Which model architectures run on the paged cache, and the cache that each layer needs.
+
+An allowlist, because support must be tested: StableLM, for one, drops the keyword arguments that
+carry the cache to the attention function and would silently attend to nothing but the chunk.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from halfbyte.kvcache import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from halfbyte.layouts import KVCacheDType
+
+SUPPORTED_MODEL_TYPES = (
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "granite",
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+)
+
+LayerDTypes = str | KVCacheDType | Mapping[str, str] | Sequence[str | KVCacheDType]
+"""One format; or one per kind of layer (`{"full_attention": …, "sliding_attention": …}`); or a
+sequence with one per layer."""
+
+
+class UnsupportedModelError(ValueError):
+    """The architecture is not one that halfbyte is tested with."""
+
+
+def check_supported(config: Any) -> None:
+    """Raise UnsupportedModelError unless the architecture of a transformers config is supported."""
+    model_type = getattr(config, "model_type", None)
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        raise UnsupportedModelError(
+            f"model type {model_type!r} is not supported; supported: "
+            + ", ".join(SUPPORTED_MODEL_TYPES)
+        )
+
+
+def sliding_windows(config: Any) -> list[int | None]:
+    """Per layer, the sliding window in tokens, or None for full attention."""
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        return [window] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in layer_types]
+
+
+def layer_specs(
+    config: Any,
+    dtype: torch.dtype,
+    kv_cache_dtype: LayerDTypes = "auto",
+    block_size: int = 16,
+    *,
+    keep_all: bool = False,
+) -> list[KVCacheSpec]:
+    """Cache specs of every layer of a model.
+
+    Args:
+        config: transformers config of a supported model.
+        dtype: the model's dtype, which `auto` stands for unless the checkpoint declares a format.
+        kv_cache_dtype: format or formats, see `LayerDTypes`.
+        block_size: tokens per page.
+        keep_all: give sliding layers full-attention specs, so that no page ever dies and any
+            length can be cropped to.
+
+    Raises:
+        UnsupportedModelError: the architecture is not supported.
+        ValueError: an unknown format, or one that cannot store the model's head size.
+    """
+    check_supported(config)
+    head_size = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    windows = sliding_windows(config)
+    specs: list[KVCacheSpec] = []
+    for window, name in zip(windows, _per_layer(kv_cache_dtype, windows), strict=True):
+        parsed = KVCacheDType.parse(name)
+        if parsed is KVCacheDType.AUTO:
+            parsed = KVCacheDType.from_checkpoint(config)
+            # An unquantized declaration is the file's dtype; the model may have been cast since.
+            parsed = parsed if parsed.is_quantized else KVCacheDType.parse(dtype)
+        fields: dict[str, Any] = {
+            "block_size": block_size,
+            "num_kv_heads": config.num_key_value_heads,
+            "head_size": head_size,
+            "kv_cache_dtype": parsed,
+            "dtype": dtype,
+        }
+        if window is None or keep_all:
+            specs.append(FullAttentionSpec(**fields))
+        else:
+            specs.append(SlidingWindowSpec(**fields, sliding_window=window))
+    return specs
+
+
+def _per_layer(
+    kv_cache_dtype: LayerDTypes, windows: Sequence[int | None]
+) -> list[str | KVCacheDType]:
+    if isinstance(kv_cache_dtype, str):
+        return [kv_cache_dtype] * len(windows)
+    if isinstance(kv_cache_dtype, Mapping):
+        kinds = ["full_attention" if w is None else "sliding_attention" for w in windows]
+        unknown = set(kv_cache_dtype) - {"full_attention", "sliding_attention"}
+        missing = set(kinds) - set(kv_cache_dtype)
+        if unknown or missing:
+            raise ValueError(
+                "kv_cache_dtype: expected keys full_attention and sliding_attention as the model "
+                f"has them; unknown {sorted(unknown)}, missing {sorted(missing)}"
+            )
+        return [kv_cache_dtype[kind] for kind in kinds]
+    if len(kv_cache_dtype) != len(windows):
+        raise ValueError(f"kv_cache_dtype: {len(kv_cache_dtype)} formats for {len(windows)} layers")
+    return list(kv_cache_dtype)

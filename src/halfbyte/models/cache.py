@@ -1,0 +1,240 @@
+"""`halfbyte.Cache`: the paged cache behind transformers' `generate()`.
+
+    model = halfbyte.load_model(path)
+    cache = halfbyte.Cache(model, "nvfp4")
+    model.generate(**inputs, past_key_values=cache)
+
+transformers thinks in columns: every row of a batch has as many as the longest, padding included.
+The pool holds tokens: row b's sequence is the columns of b whose mask is 1, compact and in order.
+`update` cannot see the mask, so it returns a handle; the attention function, which can, writes the
+chunk and reads it back through the cache. Rows share pages until they differ (beam search).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.cache_utils import CacheLayerMixin
+
+from halfbyte.kvcache import KVScales, PagedKVPool, SequenceTables, plan_kv_cache
+from halfbyte.models.architectures import LayerDTypes, layer_specs
+from halfbyte.models.attention_functions import GENERATE, KVHandle, register
+from halfbyte.models.batch import PagedBatch, layer_multipliers
+from halfbyte.models.calibration import resolve_kv_scales
+
+_INITIAL_PAGES = 64
+
+
+class Cache(transformers.Cache):
+    """A KV cache for `generate()`, packed and paged; it grows as needed.
+
+    Args:
+        model: a transformers model of a supported architecture. Its attention implementation is
+            set to halfbyte's, with which it also runs without this cache.
+        kv_cache_dtype: format, or formats per layer (see `LayerDTypes`).
+        block_size: tokens per page.
+        kv_scales: global scales; by default the checkpoint's, else one calibration pass.
+        attention_backend: name of an attention backend, or None to choose.
+
+    Raises:
+        UnsupportedModelError: the architecture is not supported.
+        ValueError: an unknown format, or one that cannot store the model's head size.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kv_cache_dtype: LayerDTypes = "nvfp4",
+        *,
+        block_size: int = 16,
+        kv_scales: KVScales | None = None,
+        attention_backend: str | None = None,
+    ) -> None:
+        # Sliding layers keep every page, so that any crop and any beam can be served.
+        specs = layer_specs(model.config, model.dtype, kv_cache_dtype, block_size, keep_all=True)
+        formats = {d for s in specs for d in (s.layout.k_dtype, s.layout.v_dtype)}
+        scales = resolve_kv_scales(model, formats, given=kv_scales)
+        pool = PagedKVPool(plan_kv_cache(specs), _INITIAL_PAGES, model.device)
+        self.tables = SequenceTables(pool, can_grow=True)
+        self.kv_scales = scales
+        self._multipliers = layer_multipliers(pool, scales)
+        self._backend = attention_backend
+        self._reset_rows()
+        register()
+        model.set_attn_implementation(GENERATE)
+        super().__init__(layers=[_PagedLayer(self, layer) for layer in range(len(specs))])
+
+    @property
+    def pool(self) -> PagedKVPool:
+        """The pages."""
+        return self.tables.pool
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of one token over all layers."""
+        return self.pool.plan.bytes_per_token
+
+    def attend(
+        self,
+        handle: KVHandle,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """Write the chunk of `handle` and attend to the whole cache.
+
+        Args:
+            handle: what `update` returned for this layer.
+            query: `[batch, heads, queries, D]`, queries as many as the chunk's columns.
+            mask: bool `[batch, columns]`, or None for no padding.
+            options: `scale`, `sliding_window`, `sinks`, `softcap` of `paged_attention`.
+
+        Returns:
+            `[batch, queries, heads, Dv]`; 0 where the query is padding.
+        """
+        if self.layers[handle.layer].num_columns > self._valid.shape[1]:
+            self._begin_step(query.shape[0], query.shape[2], mask)
+        assert self._step is not None
+        assert self._step_tokens is not None
+
+        def flat(x: torch.Tensor) -> torch.Tensor:
+            return x.transpose(1, 2).flatten(0, 1)[self._step_tokens]
+
+        result = self._step.store_and_attend(
+            handle.layer, flat(query), flat(handle.key), flat(handle.value), **options
+        )
+        batch, heads, queries, _ = query.shape
+        out = result.new_zeros((batch * queries, heads, result.shape[-1]))
+        out[self._step_tokens] = result
+        return out.unflatten(0, (batch, queries))
+
+    def crop(self, tokens_to_remove: int, *args: Any, **kwargs: Any) -> None:
+        """Drop columns from the end: -n drops n, a positive number is the length to keep."""
+        columns = self._valid.shape[1]
+        keep = columns + tokens_to_remove if tokens_to_remove <= 0 else tokens_to_remove
+        if keep >= columns:
+            return
+        self._valid = self._valid[:, : max(0, keep)]
+        for row, length in zip(self._rows, self._valid.sum(1).tolist(), strict=True):
+            self.tables.crop(row, length)
+        self._sync_layers()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i becomes a copy of row `beam_idx[i]`."""
+        self._select_rows(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only these rows (indices, or a mask over the rows)."""
+        indices = torch.as_tensor(indices)
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self._select_rows(indices.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times in a row."""
+        self._select_rows([row for row in range(len(self._rows)) for _ in range(repeats)])
+
+    def reset(self) -> None:
+        """Forget every token; scales and pages stay allocated."""
+        for row in self._rows:
+            self.tables.free(row)
+        self._reset_rows()
+        self._sync_layers()
+
+    def _reset_rows(self) -> None:
+        self._rows: list[int] = []
+        self._next_row = 0
+        # Which columns of each row are tokens; kept on the CPU, where the tables are.
+        self._valid = torch.zeros((0, 0), dtype=torch.bool)
+        self._step: PagedBatch | None = None
+        self._step_tokens: torch.Tensor | None = None
+
+    def _sync_layers(self) -> None:
+        for layer in self.layers:
+            layer.num_columns = self._valid.shape[1]
+
+    def _begin_step(self, batch: int, queries: int, mask: torch.Tensor | None) -> None:
+        """Give the new columns' tokens their slots; the first layer of a forward pass does it."""
+        columns = self._valid.shape[1]
+        if not self._rows:
+            self._rows = self._new_rows(batch)
+            self._valid = torch.zeros((batch, 0), dtype=torch.bool)
+        if batch != len(self._rows):
+            raise ValueError(f"batch: the cache holds {len(self._rows)} rows, got {batch}")
+        if mask is None:
+            valid = torch.ones((batch, columns + queries), dtype=torch.bool)
+        else:
+            valid = mask.cpu()
+        if valid.shape[1] != columns + queries or not torch.equal(valid[:, :columns], self._valid):
+            raise ValueError(
+                f"attention_mask: expected {columns + queries} columns, of which the first "
+                f"{columns} as before; got {tuple(valid.shape)}"
+            )
+        counts = valid[:, columns:].sum(1).tolist()
+        chunks = list(zip(self._rows, counts, strict=True))
+        for row, count in chunks:
+            self.tables.append(row, count)
+        self._valid = valid
+        self._step_tokens = valid[:, columns:].flatten().nonzero().flatten().to(self.pool.device)
+        self._step = PagedBatch.of(self.tables, self._multipliers, chunks, self._backend)
+
+    def _new_rows(self, count: int) -> list[int]:
+        rows = list(range(self._next_row, self._next_row + count))
+        self._next_row += count
+        for row in rows:
+            self.tables.add(row)
+        return rows
+
+    def _select_rows(self, indices: Sequence[int]) -> None:
+        rows = list(range(self._next_row, self._next_row + len(indices)))
+        self._next_row += len(rows)
+        for row, source in zip(rows, indices, strict=True):
+            self.tables.fork(self._rows[source], row)
+        for row in self._rows:
+            self.tables.free(row)
+        self._rows = rows
+        self._valid = self._valid[torch.tensor(indices, dtype=torch.int64)]
+
+
+class _PagedLayer(CacheLayerMixin):
+    """One layer's face of the cache; all state but the number of columns is the cache's."""
+
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, cache: Cache, layer: int) -> None:
+        super().__init__()
+        self._cache = cache
+        self._layer = layer
+        self.num_columns = 0
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing: pages are allocated as tokens come."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Handles for K and V, which only halfbyte's attention function understands."""
+        self.num_columns += key_states.shape[2]
+        handle = KVHandle(self._cache, self._layer, key_states, value_states)
+        return handle, handle
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(columns that the mask must cover, first of them)."""
+        return self.num_columns + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Columns so far, padding included."""
+        return self.num_columns
+
+    def get_max_length(self) -> int:
+        """-1: no maximum."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """The older name of `get_max_length`."""
+        return -1
