@@ -5,7 +5,6 @@ work (`can_implement`), always with a reason. An explicit choice that cannot run
 says why and what can; nothing falls back silently.
 """
 
-from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -79,18 +78,13 @@ class Registry(Generic[T]):
         Raises:
             NoImplementationError: unknown name; the message lists the valid ones.
         """
-        if name not in self._targets:
-            valid = ", ".join(self._targets)
-            raise NoImplementationError(f"{self.kind}: unknown {name!r}; expected one of {valid}")
+        self._check_name(name)
         module, _, attribute = self._targets[name].partition(":")
         return getattr(import_module(module), attribute)
 
-    def __iter__(self) -> Iterator[type[T]]:
-        return (self.get(name) for name in self._targets)
-
     def explain(self, config: Any = None, compute_capability: int | None = None) -> list[Verdict]:
         """Every candidate's verdict for a machine and, where given, for the work."""
-        return [_judge(candidate, config, compute_capability) for candidate in self]
+        return [self._judge(name, config, compute_capability) for name in self._targets]
 
     def select(
         self, config: Any, explicit: str | None = None, compute_capability: int | None = None
@@ -106,7 +100,8 @@ class Registry(Generic[T]):
             NoImplementationError: the explicit choice is unknown or cannot run, or nothing can.
         """
         if explicit is not None:
-            verdict = _judge(self.get(explicit), config, compute_capability)
+            self._check_name(explicit)
+            verdict = self._judge(explicit, config, compute_capability)
             if verdict.usable:
                 return self.get(explicit)
             usable = [v.name for v in self.explain(config, compute_capability) if v.usable]
@@ -114,12 +109,28 @@ class Registry(Generic[T]):
                 f"{self.kind} {explicit!r} cannot be used here: {verdict.reason}; "
                 f"usable: {', '.join(usable) or 'none'}"
             )
-        verdicts = self.explain(config, compute_capability)
-        for verdict in verdicts:
-            if verdict.usable:
-                return self.get(verdict.name)
+        verdicts = []
+        for name in self._targets:
+            verdicts.append(self._judge(name, config, compute_capability))
+            if verdicts[-1].usable:
+                return self.get(name)
         reasons = "; ".join(f"{v.name}: {v.reason}" for v in verdicts)
         raise NoImplementationError(f"no {self.kind} can be used here ({reasons})")
+
+    def _check_name(self, name: str) -> None:
+        if name not in self._targets:
+            valid = ", ".join(self._targets)
+            raise NoImplementationError(f"{self.kind}: unknown {name!r}; expected one of {valid}")
+
+    def _judge(self, name: str, config: Any, compute_capability: int | None) -> Verdict:
+        try:
+            candidate = self.get(name)
+        except ImportError as error:
+            return Verdict(name, False, f"cannot be imported: {error}")
+        usable, reason = candidate.is_supported(compute_capability)
+        if usable and config is not None:
+            usable, reason = candidate.can_implement(config)
+        return Verdict(name, usable, reason)
 
 
 def current_compute_capability() -> int:
@@ -128,10 +139,3 @@ def current_compute_capability() -> int:
         return CPU
     major, minor = torch.cuda.get_device_capability()
     return major * 10 + minor
-
-
-def _judge(candidate: type[T], config: Any, compute_capability: int | None) -> Verdict:
-    usable, reason = candidate.is_supported(compute_capability)
-    if usable and config is not None:
-        usable, reason = candidate.can_implement(config)
-    return Verdict(candidate.name, usable, reason)

@@ -1,4 +1,4 @@
-"""The loop's body: schedule, run, sample. It knows token ids only, so a server can drive it, too."""
+"""The loop's body: schedule, run, sample. Token ids only, so that a server can drive it, too."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -82,19 +82,23 @@ class KVCacheDType(StrEnum):
             scheme = section.get("kv_cache_scheme")
             if scheme is not None:
                 return cls._from_scheme(_as_mapping(scheme))
-        dtype = fields.get("dtype", fields.get("torch_dtype"))
-        return cls.AUTO if dtype is None else cls.parse(dtype)
+        for section in (fields, _as_mapping(fields.get("text_config"))):
+            for key in ("dtype", "torch_dtype"):
+                if section.get(key) is not None:
+                    return cls.parse(section[key])
+        return cls.AUTO
 
     @classmethod
     def _from_scheme(cls, scheme: Mapping[str, Any]) -> KVCacheDType:
         kind, bits = scheme.get("type", "float"), scheme.get("num_bits")
-        if kind == "float" and bits == 8:
+        strategy, group_size = scheme.get("strategy"), scheme.get("group_size")
+        if kind == "float" and bits == 8 and strategy in (None, "tensor"):
             return cls.FP8_E4M3
-        if kind == "float" and bits == 4 and scheme.get("group_size", 16) in (16, None):
+        if kind == "float" and bits == 4 and group_size in (16, None):
             return cls.NVFP4
         raise ValueError(
-            f"kv_cache_scheme: {dict(scheme)} is not supported; "
-            "expected type 'float' with num_bits 8 (fp8_e4m3) or 4 in groups of 16 (nvfp4)"
+            f"kv_cache_scheme: {dict(scheme)} is not supported; expected type 'float' with "
+            "num_bits 8 per tensor (fp8_e4m3) or num_bits 4 in groups of 16 (nvfp4)"
         )
 
     def resolve(self, model_dtype: torch.dtype) -> KVCacheDType:

@@ -169,9 +169,12 @@ class PageLayout:
                 f"pages: expected uint8 [num_pages, page_stride], got {pages.dtype} "
                 f"{tuple(pages.shape)}"
             )
-        if pages.shape[1] < self.page_bytes or (pages.shape[0] and pages.stride(1) != 1):
+        # A single page has no neighbour to overlap, whatever its row stride says.
+        row_stride = pages.stride(0) if pages.shape[0] > 1 else self.page_bytes
+        column_stride = pages.stride(1) if pages.numel() else 1
+        if min(pages.shape[1], row_stride) < self.page_bytes or column_stride != 1:
             raise ValueError(
-                f"pages: rows of {pages.shape[1]} bytes (stride {pages.stride(1)}) cannot hold "
+                f"pages: rows of {pages.shape[1]} bytes with strides {pages.stride()} cannot hold "
                 f"contiguous pages of {self.page_bytes} bytes of {self}"
             )
 

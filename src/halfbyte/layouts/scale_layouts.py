@@ -40,8 +40,10 @@ def v_scale_position(
         check_sm100(num_tokens, num_blocks)
         quarter = num_blocks // 4
         row, column = 4 * (t // 4) + s // quarter, 4 * (s % quarter) + t % 4
-    else:
+    elif layout == "linear":
         row, column = t.expand(-1, num_blocks), s.expand(num_tokens, -1)
+    else:
+        raise ValueError(f"layout: expected 'linear' or 'sm100', got {layout!r}")
     return row.contiguous(), column.contiguous()
 
 

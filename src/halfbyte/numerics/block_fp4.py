@@ -3,11 +3,12 @@
 - `mxfp4` (OCP Microscaling Formats v1.0, section 6.3): blocks of 32, exponent
   `floor(log2 amax) - 2`. The block maximum lands in [4, 8): magnitudes above 6 saturate.
 - `fp4_block16`: blocks of 16, exponent `ceil(log2(amax / 6))`. The block maximum lands in (3, 6]:
-  nothing saturates (SGLang's block-wise FP4 KV cache, PR 21954).
+  nothing saturates (SGLang's block-wise FP4 KV cache, PR 21954). Exponents end at 125, so that
+  every value reads back finite.
 
-Exponents come from `frexp`, never from a rounded logarithm. A block of zeros has the smallest
-scale (byte 0) and codes 0; a block that holds a NaN has the NaN scale (0xFF) and codes 0; ±Inf
-counts as the largest finite float32 for the exponent, and saturates.
+Exponents come from `frexp`, never from a rounded logarithm or quotient. A block of zeros has the
+smallest scale (byte 0) and codes 0; a block that holds a NaN has the NaN scale (0xFF) and codes 0;
+±Inf counts as the largest finite float32 for the exponent, and saturates.
 """
 
 import torch
@@ -17,12 +18,16 @@ from halfbyte.numerics.blocks import block_amax, check_packed, split_blocks
 
 MXFP4_BLOCK_SIZE = 32
 FP4_BLOCK16_BLOCK_SIZE = 16
+_LARGEST_FINITE_EXPONENT = 125
+"""6 * 2^125 is the largest product that float32 can hold."""
 
 
 def quantize_mxfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize `x [..., D]`, D % 32 == 0, to `(uint8 [..., D/2], E8M0 uint8 [..., D/32])`."""
-    blocks, amax = _blocks_and_amax(x, MXFP4_BLOCK_SIZE)
-    return _encode(blocks, amax, e8m0.floor_log2(amax) - 2)
+    blocks = split_blocks(x, MXFP4_BLOCK_SIZE)
+    amax = _finite_amax(blocks)
+    # floor(log2 amax) is the exponent of frexp less one.
+    return _encode(blocks, amax, torch.frexp(amax).exponent - 3)
 
 
 def dequantize_mxfp4(
@@ -34,9 +39,12 @@ def dequantize_mxfp4(
 
 def quantize_fp4_block16(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize `x [..., D]`, D % 16 == 0, to `(uint8 [..., D/2], E8M0 uint8 [..., D/16])`."""
-    blocks, amax = _blocks_and_amax(x, FP4_BLOCK16_BLOCK_SIZE)
-    # The float32 quotient never crosses a power of two that the exact one does not.
-    return _encode(blocks, amax, e8m0.ceil_log2(amax / e2m1.E2M1_MAX))
+    blocks = split_blocks(x, FP4_BLOCK16_BLOCK_SIZE)
+    amax = _finite_amax(blocks)
+    # amax = m * 2^e with m in [0.5, 1), and 6 = 0.75 * 2^3; a float32 quotient could underflow.
+    mantissa, exponent = torch.frexp(amax)
+    exponent = exponent - 3 + (mantissa > 0.75).int()
+    return _encode(blocks, amax, exponent.clamp(max=_LARGEST_FINITE_EXPONENT))
 
 
 def dequantize_fp4_block16(
@@ -46,9 +54,8 @@ def dequantize_fp4_block16(
     return _decode(data, scales, FP4_BLOCK16_BLOCK_SIZE, dtype)
 
 
-def _blocks_and_amax(x: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    blocks = split_blocks(x, block_size)
-    return blocks, block_amax(blocks).clamp(max=torch.finfo(torch.float32).max)
+def _finite_amax(blocks: torch.Tensor) -> torch.Tensor:
+    return block_amax(blocks).clamp(max=torch.finfo(torch.float32).max)
 
 
 def _encode(

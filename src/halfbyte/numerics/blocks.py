@@ -30,6 +30,8 @@ def check_packed(data: torch.Tensor, scales: torch.Tensor, block_size: int) -> N
     """Raise ValueError unless `data [..., D/2]` and `scales [..., D/block_size]` fit together."""
     if data.dtype != torch.uint8:
         raise ValueError(f"data: expected packed uint8, got {data.dtype}")
+    if scales.dtype.itemsize != 1:
+        raise ValueError(f"scales: expected a one-byte dtype, got {scales.dtype}")
     expected = (*data.shape[:-1], data.shape[-1] * 2 // block_size)
     if data.shape[-1] * 2 % block_size or tuple(scales.shape) != expected:
         raise ValueError(

@@ -42,17 +42,17 @@ _TIES_ROUND_UP = (False, True, False, True, False, True, False)
 
 @lru_cache(maxsize=16)
 def _boundaries(device: torch.device) -> torch.Tensor:
-    ties = torch.tensor(_TIES, dtype=torch.float32)
+    ties = torch.tensor(_TIES, dtype=torch.float32, device=device)
     below = torch.nextafter(ties, torch.zeros_like(ties))
-    return torch.where(torch.tensor(_TIES_ROUND_UP), below, ties).to(device)
+    return torch.where(torch.tensor(_TIES_ROUND_UP, device=device), below, ties)
 
 
 @lru_cache(maxsize=16)
 def _pair_table(device: torch.device) -> torch.Tensor:
     """float32 `[256, 2]`: the two values that one byte holds, low nibble first."""
-    byte = torch.arange(256)
-    values = torch.tensor(E2M1_VALUES, dtype=torch.float32)
-    return torch.stack([values[byte & 0xF], values[byte >> 4]], dim=1).to(device)
+    byte = torch.arange(256, device=device)
+    values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=device)
+    return torch.stack([values[byte & 0xF], values[byte >> 4]], dim=1)
 
 
 def encode(x: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,8 @@ def encode(x: torch.Tensor) -> torch.Tensor:
         uint8 codes 0..15, the shape of `x`.
     """
     x = x.float()
-    magnitude = torch.bucketize(x.abs(), _boundaries(x.device), out_int32=True).to(torch.uint8)
+    boundaries = _boundaries(x.device)
+    magnitude = torch.bucketize(x.abs().contiguous(), boundaries, out_int32=True).to(torch.uint8)
     return magnitude | sign_bits(x)
 
 

@@ -13,7 +13,7 @@ E8M0_NAN = 0xFF
 
 def encode(exponent: torch.Tensor) -> torch.Tensor:
     """Bytes (uint8) of integer exponents (any int dtype), clamped to -127 .. 127."""
-    return (exponent + E8M0_BIAS).clamp(0, E8M0_MAX_BYTE).to(torch.uint8)
+    return (exponent.int() + E8M0_BIAS).clamp(0, E8M0_MAX_BYTE).to(torch.uint8)
 
 
 def decode(bits: torch.Tensor) -> torch.Tensor:
@@ -22,14 +22,3 @@ def decode(bits: torch.Tensor) -> torch.Tensor:
     # Byte 0 is 2^-127, a float32 subnormal; byte 255 would read as infinity.
     exponent_field = torch.where(bits == 0, 0x0040_0000, exponent_field)
     return torch.where(bits == E8M0_NAN, 0x7FC0_0000, exponent_field).view(torch.float32)
-
-
-def floor_log2(x: torch.Tensor) -> torch.Tensor:
-    """`floor(log2 x)` as int32, exact for every positive finite float32; 0 gives -1 (unused)."""
-    return torch.frexp(x).exponent - 1
-
-
-def ceil_log2(x: torch.Tensor) -> torch.Tensor:
-    """`ceil(log2 x)` as int32, exact for every positive finite float32; 0 gives 0 (unused)."""
-    mantissa, exponent = torch.frexp(x)
-    return exponent - (mantissa == 0.5).to(exponent.dtype)

@@ -18,8 +18,10 @@ _MODULES = {"e4m3": e4m3, "e5m2": e5m2}
 def scale_from_amax(amax: float | torch.Tensor, fmt: Fp8Format = "e4m3") -> torch.Tensor:
     """Decode multiplier (float32) for a tensor whose largest magnitude is `amax`; 1 for amax 0."""
     # In float64, so that `scale * 448` (exact there) gives back the very float32 `scale`.
-    scale = (torch.as_tensor(amax, dtype=torch.float64) / _MAX[fmt]).float()
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
+    if not isinstance(amax, torch.Tensor):
+        amax = torch.tensor(amax, dtype=torch.float64, device="cpu")
+    scale = (amax.double() / _MAX[fmt]).float()
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def quantize(x: torch.Tensor, scale: float | torch.Tensor, fmt: Fp8Format = "e4m3") -> torch.Tensor:

@@ -25,7 +25,8 @@ Recipes over the same bits:
   squared error (ties to 6). 4 leaves the sparse upper codes unused and often fits better (Cook et
   al., "Four Over Six", 2025). Its scale is up to 1.5 times larger, hence the headroom of 256. Each
   error is `((q * s) * g - x)^2` in float32, summed as the pairwise tree `pairwise_sum`, so that
-  every kernel that follows the same order takes the same decision.
+  every kernel that follows the same order takes the same decision. Values so small that their
+  squared errors underflow count as ties.
 """
 
 from typing import Literal
@@ -41,6 +42,7 @@ Recipe = Literal["amax6", "four_over_six"]
 RECIPES: tuple[Recipe, ...] = ("amax6", "four_over_six")
 # Largest block scale that a tensor's amax maps to, per recipe.
 _SCALE_AT_AMAX: dict[str, float] = {"amax6": 448.0, "four_over_six": 256.0}
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def global_scale_from_amax(amax: float | torch.Tensor, recipe: Recipe = "amax6") -> torch.Tensor:
@@ -51,7 +53,8 @@ def global_scale_from_amax(amax: float | torch.Tensor, recipe: Recipe = "amax6")
         recipe: `amax6` gives `amax / 2688`, `four_over_six` gives `amax / 1536`.
 
     Returns:
-        float32 tensor of the shape of `amax`; 1 where `amax` is 0 (an all-zero tensor).
+        float32 tensor of the shape of `amax`; 1 where `amax` is 0 (an all-zero tensor), NaN where
+        it is NaN.
 
     Raises:
         ValueError: unknown recipe, or an `amax` given as a float that is negative or not finite.
@@ -60,11 +63,11 @@ def global_scale_from_amax(amax: float | torch.Tensor, recipe: Recipe = "amax6")
     if not isinstance(amax, torch.Tensor):
         if not 0 <= amax < float("inf"):
             raise ValueError(f"amax: expected a finite number >= 0, got {amax}")
-        amax = torch.tensor(amax, dtype=torch.float64)
-    # In float64, so that `scale * 2688` (exact there) gives back the very float32 `scale`.
+        amax = torch.tensor(min(amax, _FLOAT32_MAX), dtype=torch.float64, device="cpu")
+    # In float64, so that an amax of `scale * 2688` (exact there) gives back the very float32 scale.
     scale = (amax.double() / (e2m1.E2M1_MAX * _SCALE_AT_AMAX[recipe])).float()
     # An amax so small that the division underflows is treated as zero, too.
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def quantize(
@@ -126,11 +129,8 @@ def dequantize(
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     values = e2m1.decode_packed(data).to(compute).unflatten(-1, (scales.shape[-1], BLOCK_SIZE))
     values = values * e4m3.decode(scales, compute)[..., None]
-    if isinstance(global_scale, torch.Tensor):
-        global_scale = _scale_tensor(global_scale, data).to(compute)
-    elif compute == torch.float32:
-        global_scale = float(torch.tensor(global_scale, dtype=torch.float32))
-    return (values * global_scale).flatten(-2).to(dtype)
+    g = _global_scale_for_blocks(global_scale, data).to(compute)
+    return (values * g).flatten(-2).to(dtype)
 
 
 def pairwise_sum(x: torch.Tensor) -> torch.Tensor:
@@ -148,15 +148,23 @@ def _check_recipe(recipe: str) -> None:
 def _global_scale_for_blocks(scale: float | torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if isinstance(scale, torch.Tensor):
         return _scale_tensor(scale, x)
-    if not 0 < scale < float("inf"):
-        raise ValueError(f"global_scale: expected a positive finite number, got {scale}")
-    return torch.tensor(scale, dtype=torch.float32, device=x.device)
+    rounded = torch.tensor(scale, dtype=torch.float32, device="cpu")
+    if not 0 < float(rounded) < float("inf"):
+        raise ValueError(f"global_scale: expected a positive finite float32, got {scale}")
+    return rounded.to(x.device)
 
 
 def _scale_tensor(scale: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A scalar, or `[..., 1, 1]` for a scale that broadcasts against `[..., 1]`."""
     scale = scale.to(device=like.device, dtype=torch.float32)
-    return scale.reshape(()) if scale.numel() == 1 else scale[..., None]
+    if scale.numel() == 1:
+        return scale.reshape(())
+    if scale.shape[-1] != 1:
+        raise ValueError(
+            "global_scale: expected one element, or a last dimension of 1 to broadcast against "
+            f"blocks, got {tuple(scale.shape)}"
+        )
+    return scale[..., None]
 
 
 def _quantize_blocks(
@@ -164,12 +172,15 @@ def _quantize_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes `[..., S, 16]` and E4M3 bytes `[..., S]` with the block maximum mapped to `target`."""
     g_block = g if g.dim() == 0 else g[..., 0]
-    s = e4m3.decode(e4m3.encode(amax / (target * g_block)))
+    # Infinity saturates even where 6 * g overflows, and inf / inf would be NaN.
+    ratio = torch.where(amax == torch.inf, amax, amax / (target * g_block))
+    s = e4m3.decode(e4m3.encode(ratio))
     s = torch.where(amax > 0, s.clamp(min=e4m3.E4M3_MIN_SUBNORMAL), s)
     # NaN blocks keep s = NaN; zero blocks have s = 0, and 0 / 0 must not reach the encoder.
     y = blocks / (s * g_block)[..., None]
-    # The sign is that of x, not of y: a quotient that underflows must not lose it.
-    codes = e2m1.encode(y.abs()) | e2m1.sign_bits(blocks)
+    # 0 / 0, where s * g underflows, must stay 0. The sign is that of x, not of y: a quotient that
+    # underflows must not lose it.
+    codes = e2m1.encode(y.abs().nan_to_num(nan=0.0)) | e2m1.sign_bits(blocks)
     codes = torch.where((amax > 0)[..., None], codes, 0)
     return codes, e4m3.encode(torch.where(amax == 0, 0.0, s))
 

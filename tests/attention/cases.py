@@ -1,0 +1,178 @@
+"""Random ragged batches on packed pages, and what attention on them must give, in float64."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from halfbyte.kvcache import get_kv_cache_quant_method, read_tokens, reshape_and_cache
+from halfbyte.layouts import PageLayout
+
+
+@dataclass
+class Case:
+    """A batch: arguments of `paged_attention`, and where every token of every sequence lies."""
+
+    query: torch.Tensor
+    pages: torch.Tensor
+    layout: PageLayout
+    query_lens: list[int]
+    seq_lens: list[int]
+    block_tables: torch.Tensor
+    slots: list[torch.Tensor]
+    k_scale: float
+    v_scale: float
+    key: torch.Tensor
+    value: torch.Tensor
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `paged_attention` besides query and pages."""
+        starts = torch.tensor([0, *self.query_lens]).cumsum(0).int()
+        return {
+            "layout": self.layout,
+            "query_start_loc": starts,
+            "seq_lens": torch.tensor(self.seq_lens, dtype=torch.int32),
+            "block_tables": self.block_tables,
+            "scale": self.layout.head_size**-0.5,
+            "k_scale": self.k_scale,
+            "v_scale": self.v_scale,
+            **self.options,
+        }
+
+    def expected(self, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and LSE by plain masked softmax on the dequantized cache, all in `dtype`."""
+        outs, lses = [], []
+        begin = 0
+        for n, length, slots in zip(self.query_lens, self.seq_lens, self.slots, strict=True):
+            key, value = read_tokens(
+                self.pages, slots, self.layout, self.k_scale, self.v_scale, torch.float64
+            )
+            query = self.query[begin : begin + n]
+            out, lse = dense(
+                query, key, value, length, self.arguments()["scale"], dtype, **self.options
+            )
+            outs.append(out)
+            lses.append(lse)
+            begin += n
+        return torch.cat(outs), torch.cat(lses)
+
+
+def dense(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    length: int,
+    scale: float,
+    dtype: torch.dtype,
+    sliding_window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of one sequence, head by head, written for clarity."""
+    n, heads, _ = query.shape
+    group = heads // key.shape[1]
+    out = torch.zeros(n, heads, value.shape[-1], dtype=dtype)
+    lse = torch.full((n, heads), -torch.inf, dtype=dtype)
+    positions = torch.arange(length)
+    for i in range(n):
+        at = length - n + i
+        seen = positions <= at
+        if sliding_window is not None:
+            seen &= at - positions < sliding_window
+        for head in range(heads):
+            k = key[seen, head // group].to(dtype)
+            v = value[seen, head // group].to(dtype)
+            logits = (k @ query[i, head].to(dtype)) * scale
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            if sinks is not None:
+                logits = torch.cat([logits, sinks[head : head + 1].to(dtype)])
+            if logits.numel() == 0:
+                continue
+            weights = logits.softmax(0)[: k.shape[0]]
+            out[i, head] = weights @ v
+            lse[i, head] = logits.logsumexp(0)
+    return out, lse
+
+
+def make_case(
+    *,
+    k_dtype: str = "nvfp4",
+    v_dtype: str | None = None,
+    head_size: int = 64,
+    head_size_v: int | None = None,
+    kv_heads: int = 2,
+    group: int = 4,
+    block_size: int = 16,
+    order: str = "HND",
+    v_scale_layout: str = "linear",
+    query_lens: tuple[int, ...] = (1, 5, 1, 17),
+    seq_lens: tuple[int, ...] = (1, 40, 77, 17),
+    query_dtype: torch.dtype = torch.bfloat16,
+    sinks: bool = False,
+    seed: int = 0,
+    **options: Any,
+) -> Case:
+    """Fresh random inputs, ragged lengths, a permuted page table, NaN bytes in unwritten slots."""
+    torch.manual_seed(seed)
+    layout = PageLayout(
+        k_dtype,
+        v_dtype or k_dtype,
+        head_size,
+        head_size_v,
+        kv_heads,
+        block_size,
+        order,  # type: ignore[arg-type]
+        v_scale_layout,  # type: ignore[arg-type]
+    )
+    counts = [-(-length // block_size) for length in seq_lens]
+    num_pages = sum(counts) + 3
+    # 0xFF is NaN as a scale of any format and as bfloat16: unwritten slots must never be read.
+    pages = torch.full((num_pages, layout.page_bytes + 32), 0xFF, dtype=torch.uint8)
+    order_of_pages = torch.randperm(num_pages)
+    block_tables = torch.zeros((len(seq_lens), max([1, *counts])), dtype=torch.int32)
+    slots, used = [], 0
+    for i, (count, length) in enumerate(zip(counts, seq_lens, strict=True)):
+        table = order_of_pages[used : used + count]
+        used += count
+        block_tables[i, :count] = table.int()
+        positions = torch.arange(length)
+        slots.append(table[positions // block_size] * block_size + positions % block_size)
+    total = sum(seq_lens)
+    key = torch.randn(total, kv_heads, head_size)
+    value = torch.randn(total, kv_heads, layout.head_size_v)
+    k_method = get_kv_cache_quant_method(layout.k_dtype)
+    v_method = get_kv_cache_quant_method(layout.v_dtype)
+    k_scale = k_method.global_scale_from_amax(5.0)
+    v_scale = v_method.global_scale_from_amax(6.0)
+    all_slots = torch.cat([torch.empty(0, dtype=torch.int64), *slots])
+    reshape_and_cache(key, value, pages, all_slots, layout, k_scale, v_scale)
+    heads = kv_heads * group
+    if sinks:
+        options["sinks"] = torch.randn(heads) * 2
+    query = torch.randn(sum(query_lens), heads, head_size).to(query_dtype)
+    return Case(
+        query,
+        pages,
+        layout,
+        list(query_lens),
+        list(seq_lens),
+        block_tables,
+        slots,
+        k_scale,
+        v_scale,
+        key,
+        value,
+        options,
+    )
+
+
+def assert_close_to_exact(out: torch.Tensor, case: Case) -> None:
+    """Tier 2: at most twice the error of a bfloat16 computation on the same dequantized cache."""
+    exact, _ = case.expected()
+    baseline, _ = case.expected(torch.bfloat16)
+    error = (out.double() - exact).abs().max()
+    allowed = 2 * (baseline.double() - exact).abs().max() + 1e-5 * exact.abs().max()
+    assert not out.isnan().any()
+    assert error <= allowed, f"error {error:.3g} > {allowed:.3g}"

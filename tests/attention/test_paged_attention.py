@@ -1,0 +1,194 @@
+import pytest
+import torch
+
+from attention.cases import assert_close_to_exact, make_case
+from halfbyte.attention import ATTENTION_BACKENDS, paged_attention
+from halfbyte.dispatch import NoImplementationError
+from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY, reshape_and_cache
+
+OPTIONS = {
+    "plain": {},
+    "window": {"sliding_window": 9},
+    "window-longer-than-sequences": {"sliding_window": 1000},
+    "window-of-one": {"sliding_window": 1},
+    "sinks": {"sinks": True},
+    "softcap": {"softcap": 2.0},
+    "window-sinks-softcap": {"sliding_window": 20, "sinks": True, "softcap": 3.0},
+}
+
+
+@pytest.mark.parametrize("k_dtype", list(KV_CACHE_QUANT_REGISTRY))
+@pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_paged_attention_every_dtype(k_dtype: str, query_dtype: torch.dtype) -> None:
+    case = make_case(k_dtype=k_dtype, query_dtype=query_dtype)
+    assert_close_to_exact(paged_attention(case.query, case.pages, **case.arguments()), case)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_paged_attention_options(options: dict) -> None:
+    case = make_case(**options, query_dtype=torch.float32)
+    out, lse = paged_attention(case.query, case.pages, **case.arguments(), return_lse=True)
+    exact, exact_lse = case.expected()
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"head_size": 128, "group": 1},
+        {"head_size": 64, "group": 8, "kv_heads": 1},
+        {"head_size": 96, "head_size_v": 32},
+        {"head_size": 32, "head_size_v": 64, "order": "NHD"},
+        {"head_size": 128, "v_scale_layout": "sm100"},
+        {"head_size": 16, "block_size": 32},
+        {"k_dtype": "fp8", "v_dtype": "nvfp4"},
+        {"k_dtype": "nvfp4", "v_dtype": "bfloat16", "order": "NHD"},
+        {"k_dtype": "bfloat16", "v_dtype": "mxfp4", "head_size_v": 128},
+    ],
+    ids=lambda shape: "-".join(f"{k}={v}" for k, v in shape.items()),
+)
+def test_paged_attention_shapes(shape: dict) -> None:
+    case = make_case(**shape, query_dtype=torch.float32)
+    out = paged_attention(case.query, case.pages, **case.arguments())
+    exact, _ = case.expected()
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_paged_attention_scale_as_tensor_equals_float() -> None:
+    case = make_case()
+    arguments = case.arguments()
+    expected = paged_attention(case.query, case.pages, **arguments)
+    arguments["k_scale"] = torch.tensor(arguments["k_scale"])
+    arguments["v_scale"] = torch.tensor([arguments["v_scale"]])
+    assert torch.equal(paged_attention(case.query, case.pages, **arguments), expected)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens"),
+    [((), ()), ((0, 2), (5, 2)), ((1, 1), (0, 3)), ((3,), (1,))],
+    ids=["no-sequences", "no-queries-in-one", "empty-sequence", "more-queries-than-tokens"],
+)
+def test_paged_attention_edges(query_lens: tuple[int, ...], seq_lens: tuple[int, ...]) -> None:
+    case = make_case(query_lens=query_lens, seq_lens=seq_lens, query_dtype=torch.float32)
+    out, lse = paged_attention(case.query, case.pages, **case.arguments(), return_lse=True)
+    if not seq_lens:
+        assert out.shape == (0, 8, 64)
+        return
+    exact, exact_lse = case.expected()
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_paged_attention_row_does_not_depend_on_the_batch() -> None:
+    case = make_case()
+    arguments = case.arguments()
+    together = paged_attention(case.query, case.pages, **arguments, batch_invariant=True)
+    begin = 0
+    for i, n in enumerate(case.query_lens):
+        alone = paged_attention(
+            case.query[begin : begin + n],
+            case.pages,
+            **{
+                **arguments,
+                "query_start_loc": torch.tensor([0, n], dtype=torch.int32),
+                "seq_lens": arguments["seq_lens"][i : i + 1],
+                "block_tables": arguments["block_tables"][i : i + 1],
+            },
+            batch_invariant=True,
+        )
+        assert torch.equal(alone, together[begin : begin + n])
+        begin += n
+
+
+def test_paged_attention_reads_the_cache_and_only_the_cache() -> None:
+    case = make_case()
+    before = paged_attention(case.query, case.pages, **case.arguments())
+    case.key.fill_(float("nan"))
+    case.value.fill_(float("nan"))
+    assert torch.equal(paged_attention(case.query, case.pages, **case.arguments()), before)
+
+
+@pytest.mark.parametrize("region", ["k_data", "k_scale", "v_data", "v_scale"])
+def test_paged_attention_sees_a_flipped_byte(region: str) -> None:
+    case = make_case()
+    before = paged_attention(case.query, case.pages, **case.arguments())
+    slot = int(case.slots[1][20])
+    view = getattr(case.layout.views(case.pages), region)
+    view[slot // 16, slot % 16, 0, 0] ^= 0x12
+    changed = paged_attention(case.query, case.pages, **case.arguments()) != before
+    rows = changed.flatten(1).any(1)
+    # Sequence 1 owns rows 1 to 5; nobody else may notice.
+    assert rows.tolist() == [False] + [True] * 5 + [False] * 18
+
+
+def test_paged_attention_reads_the_current_chunk_through_the_cache() -> None:
+    case = make_case(query_lens=(4,), seq_lens=(4,), query_dtype=torch.float32)
+    before = paged_attention(case.query, case.pages, **case.arguments())
+    reshape_and_cache(
+        torch.zeros(1, 2, 64),
+        torch.zeros(1, 2, 64),
+        case.pages,
+        case.slots[0][3:],
+        case.layout,
+        case.k_scale,
+        case.v_scale,
+    )
+    after = paged_attention(case.query, case.pages, **case.arguments())
+    assert torch.equal(before[:3], after[:3])
+    assert not torch.equal(before[3], after[3])
+
+
+def test_paged_attention_writes_to_out() -> None:
+    case = make_case()
+    out = torch.empty(24, 8, 64, dtype=torch.bfloat16)
+    result = paged_attention(case.query, case.pages, **case.arguments(), out=out)
+    assert result is out
+    assert torch.equal(out, paged_attention(case.query, case.pages, **case.arguments()))
+
+
+def test_paged_attention_in_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(query_dtype=torch.float32)
+    whole = paged_attention(case.query, case.pages, **case.arguments())
+    monkeypatch.setattr("halfbyte.attention.reference._MAX_SCORES", 8 * 40 * 2)
+    blocks = paged_attention(case.query, case.pages, **case.arguments())
+    torch.testing.assert_close(blocks, whole, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_tables": torch.zeros(4, 5)}, "block_tables: expected int32"),
+        ({"block_tables": torch.zeros(4, 2, dtype=torch.int32)}, "pages needed"),
+        ({"block_tables": torch.full((4, 5), 99, dtype=torch.int32)}, "page numbers"),
+        ({"seq_lens": torch.tensor([1, 2, 3], dtype=torch.int32)}, "query_start_loc: expected"),
+        ({"seq_lens": torch.tensor([1, -2, 3, 4], dtype=torch.int32)}, "seq_lens: expected"),
+        ({"seq_lens": torch.tensor([1, 40, 77, 17])}, "seq_lens: expected int32"),
+        ({"query_start_loc": torch.tensor([0, 1, 6, 7, 9], dtype=torch.int32)}, "to ascend"),
+        ({"sinks": torch.zeros(3)}, "sinks: expected"),
+        ({"sliding_window": 0}, "sliding_window: expected"),
+        ({"softcap": -1.0}, "softcap: expected"),
+        ({"out": torch.zeros(24, 8, 32)}, "out: expected"),
+        ({"backend": "nonsense"}, "unknown 'nonsense'"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else next(iter(x)),
+)
+def test_paged_attention_refuses(change: dict, message: str) -> None:
+    case = make_case()
+    with pytest.raises(ValueError, match=message):
+        paged_attention(case.query, case.pages, **{**case.arguments(), **change})
+
+
+def test_paged_attention_refuses_queries_and_pages_of_another_layout() -> None:
+    case = make_case()
+    with pytest.raises(ValueError, match="query: expected"):
+        paged_attention(case.query[..., :32], case.pages, **case.arguments())
+    with pytest.raises(ValueError, match="not a multiple of 2 KV heads"):
+        paged_attention(case.query[:, :7], case.pages, **case.arguments())
+    with pytest.raises(ValueError, match="cannot hold"):
+        paged_attention(case.query, case.pages[:, :100], **case.arguments())
+
+
+def test_attention_backends_explicit_unknown_lists_valid() -> None:
+    with pytest.raises(NoImplementationError, match="reference"):
+        ATTENTION_BACKENDS.get("flash")

@@ -1,0 +1,42 @@
+"""Settings for all tests: one thread each, poisoned memory, GPU tests only where there is a GPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+# Workers share the cores, and one BLAS thread each keeps them from waiting for one another.
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def _poison(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
+        return tensor.fill_(float("nan"))
+    if tensor.dtype == torch.uint8:
+        return tensor.fill_(0xFF)
+    return tensor
+
+
+def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def allocate_poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = allocate(*args, **kwargs)
+        return tensor if tensor.requires_grad or tensor.is_meta else _poison(tensor)
+
+    return allocate_poisoned
+
+
+@pytest.fixture(autouse=True)
+def _poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever reads memory that nobody wrote gets NaN instead of a lucky zero."""
+    monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", _poisoned(torch.empty_like))
+    monkeypatch.setattr(torch.Tensor, "new_empty", _poisoned(torch.Tensor.new_empty))

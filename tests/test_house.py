@@ -1,0 +1,71 @@
+"""The rules of the house: imports point down, nothing heavy happens at import."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "halfbyte"
+FLOORS = {
+    "cli": 8,
+    "server": 7,
+    "evaluation": 7,
+    "bench": 7,
+    "plugins": 7,
+    "engine": 6,
+    "models": 5,
+    "attention": 4,
+    "linear": 4,
+    "kvcache": 3,
+    "checkpoints": 3,
+    "kernels": 2,
+    "layouts": 1,
+    "dispatch": 1,
+    "numerics": 0,
+    "assets": 0,
+}
+# The package's own `__init__` and `__main__` are the door, not a room.
+FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.stem == "dispatch")
+
+
+def _room(parts: tuple[str, ...]) -> str:
+    return parts[0].removesuffix(".py")
+
+
+def _imported_rooms(file: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{file}: relative import"
+            names = [node.module]
+        rooms |= {name.split(".")[1] for name in names if name.startswith("halfbyte.")}
+    return rooms
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_point_down_never_sideways(file: Path) -> None:
+    room = _room(file.relative_to(PACKAGE).parts)
+    for imported in _imported_rooms(file) - {room}:
+        assert FLOORS[imported] < FLOORS[room], f"{room} must not import {imported}"
+
+
+def test_every_room_has_a_floor_and_a_sentence() -> None:
+    rooms = {_room(file.relative_to(PACKAGE).parts) for file in FILES}
+    structure = (PACKAGE.parents[1] / "docs" / "structure.md").read_text()
+    assert rooms <= set(FLOORS)
+    assert [room for room in rooms if f"`{room}" not in structure] == []
+
+
+def test_import_touches_neither_cuda_nor_transformers() -> None:
+    code = (
+        "import sys, torch, halfbyte, halfbyte.numerics, halfbyte.kvcache, halfbyte.attention;"
+        "assert not torch.cuda.is_initialized();"
+        "assert 'transformers' not in sys.modules, 'transformers was imported'"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
