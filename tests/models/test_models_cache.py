@@ -1,0 +1,322 @@
+"""`halfbyte.Cache` behind transformers' `generate()`, against transformers' own cache."""
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY, KVScales
+from halfbyte.models import Cache, UnsupportedModelError
+from models.zoo import ARCHITECTURES, make_model, token_ids
+
+CHUNKS = (13, 1, 1, 17, 8)
+
+
+def padded_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, mask and positions of three rows, two of them padded on the left."""
+    ids = token_ids(3, sum(CHUNKS))
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    mask[2, :20] = 0
+    ids[mask == 0] = 0
+    return ids, mask, (mask.cumsum(1) - 1).clamp(min=0)
+
+
+@torch.inference_mode()
+def through_cache(model: PreTrainedModel, cache: Cache) -> torch.Tensor:
+    """Logits of the tokens of `padded_batch`, fed in chunks."""
+    ids, mask, positions = padded_batch()
+    logits = []
+    start = 0
+    for count in CHUNKS:
+        columns = slice(start, start + count)
+        start += count
+        output = model(
+            input_ids=ids[:, columns],
+            attention_mask=mask[:, :start],
+            position_ids=positions[:, columns],
+            past_key_values=cache,
+        )
+        logits.append(output.logits)
+    return torch.cat(logits, 1)[mask.bool()]
+
+
+@torch.inference_mode()
+def eager(model: PreTrainedModel) -> torch.Tensor:
+    """The same logits in one pass of the model's own eager attention."""
+    ids, mask, positions = padded_batch()
+    model.set_attn_implementation("eager")
+    return model(input_ids=ids, attention_mask=mask, position_ids=positions).logits[mask.bool()]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_cache_unquantized_reproduces_eager_logits(architecture: str) -> None:
+    model = make_model(architecture)
+    expected = eager(model)
+    logits = through_cache(model, Cache(model, "float32"))
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_cache_bfloat16_is_as_close_to_exact_as_eager_bfloat16(architecture: str) -> None:
+    exact = eager(make_model(architecture, torch.bfloat16).float())
+    model = make_model(architecture, torch.bfloat16)
+    baseline = (eager(model).float() - exact).abs()
+    error = (through_cache(model, Cache(model, "bfloat16")).float() - exact).abs()
+    assert error.mean() <= 1.5 * baseline.mean()
+    assert error.max() <= 2 * baseline.max()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_cache_nvfp4_differs_from_eager_and_stays_near(architecture: str) -> None:
+    model = make_model(architecture)
+    expected = eager(model)
+    logits = through_cache(model, Cache(model, "nvfp4"))
+    assert not torch.allclose(logits, expected, rtol=1e-3, atol=1e-3)
+    similarity = torch.cosine_similarity(logits.flatten(), expected.flatten(), dim=0)
+    assert similarity > 0.8
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
+def test_switched_model_without_cache_reproduces_eager_logits(architecture: str) -> None:
+    model = make_model(architecture)
+    expected = eager(model)
+    Cache(model, "bfloat16")
+    ids, mask, positions = padded_batch()
+    with torch.inference_mode():
+        dense = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+        chunked = []
+        cache = DynamicCache(config=model.config)
+        for columns in (slice(0, 30), slice(30, 40)):
+            output = model(
+                input_ids=ids[:, columns],
+                attention_mask=mask[:, : columns.stop],
+                position_ids=positions[:, columns],
+                past_key_values=cache,
+            )
+            chunked.append(output.logits)
+    torch.testing.assert_close(dense[mask.bool()], expected, rtol=1e-4, atol=1e-4)
+    if architecture == "llama":  # sliding layers of DynamicCache drop columns that our mask counts
+        torch.testing.assert_close(
+            torch.cat(chunked, 1)[mask.bool()], expected, rtol=1e-4, atol=1e-4
+        )
+
+
+def generate(model: PreTrainedModel, cache: Cache | None, **options: object) -> torch.Tensor:
+    """Greedy generation on a left-padded batch, through our cache or transformers' own."""
+    ids, mask, _ = padded_batch()
+    if cache is None:
+        model.set_attn_implementation("eager")
+    else:
+        options["past_key_values"] = cache
+    return model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=24, do_sample=False, **options
+    )
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_generate_left_padded_batch(architecture: str) -> None:
+    model = make_model(architecture)
+    expected = generate(model, None)
+    assert torch.equal(generate(model, Cache(model, "float32")), expected)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "gpt_oss"])
+def test_generate_beam_search(architecture: str) -> None:
+    model = make_model(architecture)
+    expected = generate(model, None, num_beams=3)
+    cache = Cache(model, "float32")
+    assert torch.equal(generate(model, cache, num_beams=3), expected)
+    cache.tables.check_integrity()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral"])
+def test_generate_prompt_lookup_crops(architecture: str) -> None:
+    model = make_model(architecture)
+    model.set_attn_implementation("eager")
+    # A prompt that repeats itself, so that candidates are found, and mostly rejected.
+    ids = token_ids(1, 8).repeat(1, 4)
+    plain = model.generate(input_ids=ids, max_new_tokens=30, do_sample=False)
+    cache = Cache(model, "float32")
+    looked_up = model.generate(
+        input_ids=ids,
+        max_new_tokens=30,
+        do_sample=False,
+        prompt_lookup_num_tokens=4,
+        past_key_values=cache,
+    )
+    assert torch.equal(looked_up, plain)
+    cache.tables.check_integrity()
+
+
+@pytest.mark.parametrize("kv_cache_dtype", list(KV_CACHE_QUANT_REGISTRY))
+def test_generate_every_dtype_in_a_batch_as_alone(kv_cache_dtype: str) -> None:
+    model = make_model("qwen3")
+    ids, mask, _ = padded_batch()
+    together = generate(model, Cache(model, kv_cache_dtype))
+    for row in range(3):
+        alone = model.generate(
+            input_ids=ids[row][mask[row].bool()][None],
+            max_new_tokens=24,
+            do_sample=False,
+            past_key_values=Cache(model, kv_cache_dtype),
+        )
+        assert torch.equal(alone[0, -24:], together[row, -24:])
+
+
+def test_cache_continues_a_conversation() -> None:
+    model = make_model("llama")
+    first = token_ids(1, 20)
+    cache = Cache(model, "nvfp4")
+    once = model.generate(
+        input_ids=first, max_new_tokens=10, do_sample=False, past_key_values=cache
+    )
+    more = torch.cat([once, token_ids(1, 5, seed=9)], 1)
+    continued = model.generate(
+        input_ids=more, max_new_tokens=10, do_sample=False, past_key_values=cache
+    )
+    anew = model.generate(
+        input_ids=more, max_new_tokens=10, do_sample=False, past_key_values=Cache(model, "nvfp4")
+    )
+    assert torch.equal(continued, anew)
+
+
+def feed(model: PreTrainedModel, cache: Cache, ids: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(input_ids=ids, past_key_values=cache).logits[:, -1]
+
+
+@pytest.mark.parametrize("argument", [-5, 15], ids=["remove-five", "keep-fifteen"])
+def test_cache_crop(argument: int) -> None:
+    model = make_model("gemma2")
+    ids, last = token_ids(2, 20), token_ids(2, 1, seed=5)
+    cache, fresh = Cache(model, "nvfp4"), Cache(model, "nvfp4")
+    feed(model, cache, ids)
+    cache.crop(argument)
+    assert cache.get_seq_length() == 15
+    feed(model, fresh, ids[:, :15])
+    torch.testing.assert_close(feed(model, cache, last), feed(model, fresh, last))
+    cache.crop(0)
+    cache.crop(100)
+    assert cache.get_seq_length() == 16
+    cache.tables.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("method", "argument", "rows"),
+    [
+        ("reorder_cache", torch.tensor([2, 2, 0]), [2, 2, 0]),
+        ("batch_select_indices", torch.tensor([1]), [1]),
+        ("batch_select_indices", torch.tensor([True, False, True]), [0, 2]),
+        ("batch_repeat_interleave", 2, [0, 0, 1, 1, 2, 2]),
+    ],
+    ids=["reorder", "select", "select-mask", "repeat"],
+)
+def test_cache_rows_move_and_then_part(method: str, argument: object, rows: list[int]) -> None:
+    model = make_model("llama")
+    ids = token_ids(3, 21)
+    cache, fresh = Cache(model, "nvfp4"), Cache(model, "nvfp4")
+    feed(model, cache, ids)
+    getattr(cache, method)(argument)
+    feed(model, fresh, ids[rows])
+    for seed in (1, 2):
+        last = token_ids(len(rows), 3, seed=seed)  # copies of one row get different tokens
+        torch.testing.assert_close(feed(model, cache, last), feed(model, fresh, last))
+    cache.tables.check_integrity()
+
+
+def test_cache_reset_frees_everything() -> None:
+    model = make_model("llama")
+    cache = Cache(model, "nvfp4")
+    first = feed(model, cache, token_ids(2, 30))
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert cache.tables.allocator.num_used == 0
+    assert torch.equal(feed(model, cache, token_ids(2, 30)), first)
+
+
+def test_cache_grows_past_its_first_pages() -> None:
+    model = make_model("llama", max_position_embeddings=2048)
+    cache = Cache(model, "nvfp4")
+    pages = cache.pool.num_pages
+    logits = feed(model, cache, token_ids(1, 1500))
+    assert cache.pool.num_pages > pages
+    assert not logits.isnan().any()
+
+
+def test_cache_reads_packed_pages_only() -> None:
+    model = make_model("llama")
+    ids, last = token_ids(1, 20), token_ids(1, 1, seed=3)
+    logits = []
+    for flip in (False, True):
+        cache = Cache(model, "nvfp4")
+        feed(model, cache, ids)
+        if flip:
+            page = cache.tables.table(cache._rows[0])[0]
+            cache.pool.layer_pages(2)[page, 0] ^= 0x77
+        logits.append(feed(model, cache, last))
+    assert not torch.equal(logits[0], logits[1])
+
+
+def test_cache_per_layer_formats() -> None:
+    model = make_model("gemma2")
+    cache = Cache(model, {"full_attention": "nvfp4", "sliding_attention": "bfloat16"})
+    formats = [cache.pool.layout(layer).k_dtype.value for layer in range(4)]
+    assert formats == ["bfloat16", "nvfp4"] * 2
+    assert not feed(model, cache, token_ids(1, 30)).isnan().any()
+
+
+def test_cache_bytes_per_token() -> None:
+    model = make_model("qwen3")  # 4 layers, 2 KV heads of 32: K and V take 18 bytes a head each
+    assert Cache(model, "nvfp4").bytes_per_token == 4 * 2 * 2 * 18
+    assert Cache(model, "bfloat16").bytes_per_token == 4 * 2 * 2 * 64
+
+
+def test_cache_takes_scales_of_the_user() -> None:
+    model = make_model("llama")
+    scales = KVScales((9.0,) * 4, (7.0,) * 4, "user")
+    cache = Cache(model, "nvfp4", kv_scales=scales)
+    assert cache.kv_scales is scales
+    with pytest.raises(ValueError, match="3 layers, the model has 4"):
+        Cache(model, "nvfp4", kv_scales=KVScales((9.0,) * 3, (7.0,) * 3, "user"))
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "message"),
+    [
+        ("nonsense", "unknown 'nonsense'"),
+        ("mxfp4", "multiple of 32, got 16"),
+        (["nvfp4"] * 3, "3 formats for 4 layers"),
+        ({"full_attention": "nvfp4"}, r"missing \['sliding_attention'\]"),
+    ],
+    ids=["unknown", "indivisible", "too-few", "missing-kind"],
+)
+def test_cache_refuses_formats(kv_cache_dtype: object, message: str) -> None:
+    model = make_model("mistral")
+    with pytest.raises(ValueError, match=message):
+        Cache(model, kv_cache_dtype)  # type: ignore[arg-type]
+
+
+def test_cache_refuses_a_mask_that_changes_the_past() -> None:
+    model = make_model("llama")
+    cache = Cache(model, "nvfp4")
+    feed(model, cache, token_ids(1, 10))
+    mask = torch.ones(1, 11, dtype=torch.int64)
+    mask[0, 2] = 0
+    with pytest.raises(ValueError, match="the first 10 as before"):
+        model(input_ids=token_ids(1, 1), attention_mask=mask, past_key_values=cache)
+
+
+def test_cache_refuses_other_architectures() -> None:
+    from transformers import AutoModelForCausalLM, StableLmConfig
+
+    config = StableLmConfig(
+        vocab_size=31,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedModelError, match="'stablelm' is not supported; supported: gem"):
+        Cache(model, "nvfp4")
