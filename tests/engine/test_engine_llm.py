@@ -1,0 +1,177 @@
+"""`LLM` against transformers' own greedy generation, and when things run out."""
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from halfbyte.engine import LLM, FinishReason, SamplingParams
+from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY
+from models.zoo import ARCHITECTURES, make_model, token_ids
+
+GREEDY = SamplingParams(max_tokens=20, temperature=0)
+PROMPTS = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60)]
+
+
+def transformers_greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    model.set_attn_implementation("eager")
+    output = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_llm_unquantized_equals_transformers(architecture: str) -> None:
+    model = make_model(architecture)
+    expected = [transformers_greedy(model, prompt) for prompt in PROMPTS]
+    llm = LLM(model, kv_cache_dtype="float32", num_pages=200, max_batched_tokens=16)
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert [output.token_ids for output in outputs] == expected
+    assert {output.finish_reason for output in outputs} == {FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "nvfp4"])
+def test_llm_sees_the_same_logits_however_a_prompt_is_chunked(
+    architecture: str, kv_cache_dtype: str
+) -> None:
+    model = make_model(architecture)
+    logits = []
+    for chunk in (1, 7, 64):
+        llm = LLM(model, kv_cache_dtype=kv_cache_dtype, num_pages=200)
+        llm.core.tables.add(0)
+        for start in range(0, 60, chunk):
+            ids = PROMPTS[3][start : start + chunk]
+            llm.core.tables.append(0, len(ids))
+            last = llm.core.runner.run([(0, ids)])
+        logits.append(last)
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits[2], logits[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", list(KV_CACHE_QUANT_REGISTRY))
+def test_llm_every_dtype_alone_as_in_a_batch(kv_cache_dtype: str) -> None:
+    model = make_model("qwen3")
+    llm = LLM(model, kv_cache_dtype=kv_cache_dtype, num_pages=100)
+    together = llm.generate(PROMPTS, GREEDY)
+    for prompt, output in zip(PROMPTS, together, strict=True):
+        assert llm.generate(prompt, GREEDY)[0].token_ids == output.token_ids
+
+
+@pytest.mark.parametrize("num_pages", [7, 9, 13])
+def test_llm_preempts_when_pages_run_out(num_pages: int) -> None:
+    model = make_model("llama")
+    expected = LLM(model, kv_cache_dtype="float32", num_pages=100).generate(PROMPTS, GREEDY)
+    llm = LLM(model, kv_cache_dtype="float32", num_pages=num_pages)
+    outputs = llm.generate(PROMPTS, GREEDY)
+    llm.core.tables.check_integrity()
+    assert llm.core.tables.allocator.num_used == 0
+    assert outputs == expected
+
+
+def test_llm_fails_only_the_request_that_cannot_fit() -> None:
+    model = make_model("llama")
+    llm = LLM(model, kv_cache_dtype="nvfp4", num_pages=4)  # 3 pages of 16 tokens to use
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert [output.finish_reason.value for output in outputs] == [
+        "length",
+        "error",
+        "length",
+        "error",
+    ]
+    assert outputs[3].error is not None
+    assert "out of KV cache pages" in outputs[3].error
+    llm.core.tables.check_integrity()
+    assert llm.core.tables.allocator.num_used == 0
+    assert llm.generate(PROMPTS[0], GREEDY)[0].token_ids == outputs[0].token_ids
+
+
+def test_llm_more_requests_than_run_at_once() -> None:
+    model = make_model("llama")
+    expected = LLM(model, kv_cache_dtype="nvfp4").generate(PROMPTS * 2, GREEDY)
+    narrow = LLM(model, kv_cache_dtype="nvfp4", max_num_seqs=2)
+    assert narrow.generate(PROMPTS * 2, GREEDY) == expected
+
+
+def test_llm_seeded_sampling_does_not_depend_on_the_batch() -> None:
+    llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4")
+    params = [SamplingParams(max_tokens=12, seed=seed, top_k=20) for seed in (1, 2, 3, 4)]
+    together = llm.generate(PROMPTS, params)
+    alone = [llm.generate(p, one)[0] for p, one in zip(PROMPTS, params, strict=True)]
+    assert together == alone
+    other = llm.generate(PROMPTS[0], SamplingParams(max_tokens=12, seed=9, top_k=20))
+    assert other[0].token_ids != alone[0].token_ids
+
+
+def test_llm_stops_at_stop_tokens() -> None:
+    llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4")
+    free = llm.generate(PROMPTS[0], GREEDY)[0].token_ids
+    stop = next(token for token in free if token != free[0])
+    params = SamplingParams(max_tokens=20, temperature=0, stop_token_ids=(stop,))
+    output = llm.generate(PROMPTS[0], params)[0]
+    assert output.token_ids == free[: free.index(stop) + 1]
+    assert output.finish_reason is FinishReason.STOP
+
+
+def test_llm_stops_at_the_end_of_the_context() -> None:
+    llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4", max_model_len=40)
+    output = llm.generate(PROMPTS[1], SamplingParams(max_tokens=100, temperature=0))[0]
+    assert len(output.token_ids) == 40 - 33
+    assert output.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([[]], "is empty"),
+        ([[1] * 256], "256 tokens leave no room to generate in a context of 256"),
+        ([[1, 131]], "not all in 0 .. 130"),
+        ([[-1]], "not all in 0 .. 130"),
+        ("text", "has no tokenizer"),
+    ],
+    ids=["empty", "too-long", "id-too-large", "id-negative", "no-tokenizer"],
+)
+def test_llm_refuses_prompts_before_it_starts(prompt: object, message: str) -> None:
+    llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4")
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompt, GREEDY)  # type: ignore[arg-type]
+    assert not llm.core.scheduler.has_work
+
+
+def test_llm_stream_closed_early_frees_its_pages() -> None:
+    llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4")
+    stream = llm.stream(PROMPTS, GREEDY)
+    next(stream)
+    with pytest.raises(RuntimeError, match="another generation"):
+        next(llm.stream(PROMPTS[0], GREEDY))
+    stream.close()
+    assert llm.core.tables.allocator.num_used == 0
+    assert not llm.core.scheduler.has_work
+    assert len(llm.generate(PROMPTS[0], GREEDY)[0].token_ids) == 20
+
+
+def test_llm_stream_gives_every_token_in_order() -> None:
+    llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4")
+    expected = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+    streamed: list[list[int]] = [[] for _ in PROMPTS]
+    for token in llm.stream(PROMPTS, GREEDY):
+        streamed[token.index].append(token.token)
+    assert streamed == expected
+
+
+def test_llm_no_prompts() -> None:
+    assert LLM(make_model("llama"), kv_cache_dtype="nvfp4").generate([], GREEDY) == []
+
+
+def test_llm_sliding_layers_give_up_dead_pages() -> None:
+    model = make_model("mistral")  # every layer has a window of 11
+    llm = LLM(model, kv_cache_dtype="nvfp4", max_batched_tokens=16)
+    llm.generate(PROMPTS[3], SamplingParams(max_tokens=100, temperature=0))
+    assert llm.core.tables.allocator.most_used <= 3
+
+
+def test_llm_mixed_formats_share_a_pool() -> None:
+    formats = {"full_attention": "nvfp4", "sliding_attention": "bfloat16"}
+    llm = LLM(make_model("gpt_oss"), kv_cache_dtype=formats)
+    block_sizes = [group.block_size for group in llm.pool.plan.groups]
+    assert block_sizes[0] < block_sizes[1]
+    assert max(llm.pool.plan.waste) <= 0.05
+    assert len(llm.generate(PROMPTS[3], GREEDY)[0].token_ids) == 20

@@ -1,0 +1,107 @@
+from collections import Counter
+
+import pytest
+import torch
+
+from halfbyte.engine.detokenizer import Detokenizer
+from halfbyte.engine.request import Request
+from halfbyte.engine.sampler import Sampler
+from halfbyte.engine.sampling_params import SamplingParams
+
+LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -torch.inf])
+
+
+def draw(params: SamplingParams, count: int) -> Counter[int]:
+    sampler, request = Sampler(), Request(0, [1], params)
+    return Counter(sampler.sample(request, LOGITS) for _ in range(count))
+
+
+def test_sampler_greedy() -> None:
+    assert draw(SamplingParams(temperature=0), 5) == {0: 5}
+
+
+def test_sampler_follows_the_distribution() -> None:
+    counts = draw(SamplingParams(temperature=1.0, seed=0), 4000)
+    frequencies = torch.tensor([counts[i] / 4000 for i in range(5)])
+    torch.testing.assert_close(frequencies, LOGITS.softmax(0), rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("params", "allowed"),
+    [
+        ({"top_k": 1}, {0}),
+        ({"top_k": 2}, {0, 1}),
+        ({"top_k": -1}, {0, 1, 2, 3}),
+        ({"top_p": 0.6}, {0}),
+        ({"top_p": 0.7}, {0, 1}),
+        ({"top_p": 1e-9}, {0}),
+        ({"top_k": 3, "top_p": 0.95}, {0, 1, 2}),
+    ],
+    ids=str,
+)
+def test_sampler_cuts(params: dict, allowed: set[int]) -> None:
+    # Probabilities are 0.644, 0.237, 0.087 and 0.032.
+    assert set(draw(SamplingParams(temperature=1.0, seed=1, **params), 400)) == allowed
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"stop": ("a", "")}, "stop"),
+    ],
+    ids=str,
+)
+def test_sampling_params_refuse(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**fields)
+
+
+class Bytes:
+    """A tokenizer whose ids are bytes."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+def pieces(text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], Detokenizer]:
+    detokenizer = Detokenizer(Bytes(), stop)
+    out = []
+    for byte in text.encode():
+        out.append(detokenizer.push(byte))
+        if detokenizer.stopped:
+            return out, detokenizer
+    out.append(detokenizer.finish())
+    return out, detokenizer
+
+
+def test_detokenizer_holds_back_half_characters() -> None:
+    out, _ = pieces("a€b")
+    assert out == ["a", "", "", "€", "b", ""]
+
+
+def test_detokenizer_gives_back_an_incomplete_end() -> None:
+    detokenizer = Detokenizer(Bytes())
+    assert detokenizer.push("€".encode()[0]) == ""
+    assert detokenizer.finish() == "�"
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("one END two", ("END",), "one "),
+        ("one EN two", ("END",), "one EN two"),
+        ("ababac!", ("abac",), "ab"),
+        ("x\n\ny", ("\n\n", "y"), "x"),
+        ("tail EN", ("END",), "tail EN"),
+    ],
+    ids=["cut", "not-quite", "overlapping", "first-of-two", "held-back-at-the-end"],
+)
+def test_detokenizer_stop_strings(text: str, stop: tuple[str, ...], expected: str) -> None:
+    out, detokenizer = pieces(text, stop)
+    assert "".join(out) == expected == detokenizer.text
