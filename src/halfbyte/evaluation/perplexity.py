@@ -223,7 +223,10 @@ def _targets(
         rows += range(offset, offset + len(following))
         targets += following
         offset += len(ids)
-    return torch.tensor(rows, device=device), torch.tensor(targets, device=device)
+    return (
+        torch.tensor(rows, dtype=torch.int64, device=device),
+        torch.tensor(targets, dtype=torch.int64, device=device),
+    )
 
 
 def _result(

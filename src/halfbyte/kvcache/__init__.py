@@ -8,7 +8,7 @@ from halfbyte.kvcache.quant_methods import (
     KVCacheQuantMethod,
     get_kv_cache_quant_method,
 )
-from halfbyte.kvcache.scales import KVScales
+from halfbyte.kvcache.scales import KV_SCALES_FILE, KVScales
 from halfbyte.kvcache.sequences import HostSequence, SequenceTables
 from halfbyte.kvcache.specs import (
     ChunkedLocalAttentionSpec,
@@ -26,6 +26,7 @@ from halfbyte.layouts import KVCacheDType, PageLayout
 
 __all__ = [
     "KV_CACHE_QUANT_REGISTRY",
+    "KV_SCALES_FILE",
     "NULL_PAGE",
     "ChunkedLocalAttentionSpec",
     "FullAttentionSpec",

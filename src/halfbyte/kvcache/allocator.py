@@ -62,23 +62,27 @@ class PageAllocator:
 
     def retain(self, pages: Iterable[int]) -> None:
         """Add a holder to each page (the null page is nobody's)."""
-        for page in pages:
-            if page == NULL_PAGE:
-                continue
-            if not self._holders[page]:
-                raise ValueError(f"page {page} is free and cannot be shared")
+        for page in self._checked(pages):
             self._holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
         """Take a holder from each page; a page without holders is free again."""
-        for page in pages:
-            if page == NULL_PAGE:
-                continue
-            if not self._holders[page]:
-                raise ValueError(f"page {page} is free and cannot be released")
+        for page in self._checked(pages):
             self._holders[page] -= 1
             if not self._holders[page]:
                 self._free.append(page)
+
+    def _checked(self, pages: Iterable[int]) -> list[int]:
+        """The pages without the null page.
+
+        Raises:
+            ValueError: one of them is free or does not exist; nothing has changed then.
+        """
+        real = [page for page in pages if page != NULL_PAGE]
+        for page in real:
+            if not 0 < page < self.num_pages or not self._holders[page]:
+                raise ValueError(f"page {page} is free or does not exist: nobody holds it")
+        return real
 
     def num_holders(self, page: int) -> int:
         """Holders of a page; 0 if it is free."""

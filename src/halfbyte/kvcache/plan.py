@@ -25,13 +25,18 @@ class KVCacheGroup:
         layers: indices of the layers.
         specs: their specs, all of one block size.
         offsets: byte in the page where each layer starts.
-        content_bytes: bytes of a page that the layers use.
+        extent: bytes of a page from its start to the end of the last layer.
     """
 
     layers: tuple[int, ...]
     specs: tuple[KVCacheSpec, ...]
     offsets: tuple[int, ...]
-    content_bytes: int
+    extent: int
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes of a page that hold K, V and scales; the rest is padding."""
+        return sum(spec.real_page_size_bytes for spec in self.specs)
 
     @classmethod
     def of(cls, layers: Sequence[int], specs: Sequence[KVCacheSpec]) -> "KVCacheGroup":
@@ -107,11 +112,13 @@ def plan_kv_cache(specs: Sequence[KVCacheSpec], *, unify: str = "block_size") ->
         buckets.setdefault(_lifetime(spec), []).append(layer)
     groups = [KVCacheGroup.of(layers, [specs[i] for i in layers]) for layers in buckets.values()]
     if unify == "block_size" and len(groups) > 1:
+        # Padding that the specs came with was for another page size.
+        groups = [group.with_block_size(group.block_size) for group in groups]
         groups = [
-            group.with_block_size(group.block_size * multiplier) if multiplier > 1 else group
+            group.with_block_size(group.block_size * multiplier)
             for group, multiplier in zip(groups, _best_multipliers(groups), strict=True)
         ]
-    return KVCachePlan(tuple(groups), max(group.content_bytes for group in groups))
+    return KVCachePlan(tuple(groups), max(group.extent for group in groups))
 
 
 def _lifetime(spec: KVCacheSpec) -> tuple[object, ...]:
@@ -131,11 +138,11 @@ def _best_multipliers(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
     # In the best plan some group fills its page; every other one fits as many blocks as it can.
     for filling in groups:
         for multiplier in range(1, _max_multiplier(filling) + 1):
-            page = multiplier * filling.content_bytes
-            fits = [min(page // group.content_bytes, _max_multiplier(group)) for group in groups]
+            page = multiplier * filling.extent
+            fits = [min(page // group.extent, _max_multiplier(group)) for group in groups]
             if min(fits) < 1:
                 continue
-            sizes = [n * group.content_bytes for n, group in zip(fits, groups, strict=True)]
+            sizes = [n * group.extent for n, group in zip(fits, groups, strict=True)]
             waste = 1 - min(sizes) / max(sizes)
             key = (max(waste, _ACCEPTABLE_WASTE), max(sizes))
             if best_key is None or key < best_key:

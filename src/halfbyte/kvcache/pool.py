@@ -91,23 +91,34 @@ class PagedKVPool:
         self.buffer = self.buffer.to(device)
         return self
 
-    def shard(self, rank: int, world_size: int) -> "PagedKVPool":
+    def shard(
+        self, rank: int, world_size: int, pages: Sequence[Sequence[int]] | None = None
+    ) -> "PagedKVPool":
         """A new pool with rank's share of every layer's KV heads, page numbers unchanged.
 
+        Args:
+            rank, world_size: which share, of how many.
+            pages: per group, its pages (`SequenceTables.pages_of_groups`). A page can be cut only
+                by the layout of the group that it belongs to; with one group all are its.
+
         Raises:
-            ValueError: a layer's heads cannot be divided by `world_size`.
+            ValueError: a layer's heads cannot be divided by `world_size`, or there are several
+                groups and no `pages`.
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank: expected 0 .. {world_size - 1}, got {rank}")
+        pages = self._pages_of_groups(pages)
         plan = _plan_with_heads(self.plan, 1, world_size)
         shard = PagedKVPool(plan, self.num_pages, self.device)
         for layer in range(plan.num_layers):
             heads = shard.layout(layer).num_kv_heads
-            _copy_heads(self, rank * heads, shard, 0, layer, heads)
+            _copy_heads(self, rank * heads, shard, 0, layer, heads, pages)
         return shard
 
     @classmethod
-    def from_shards(cls, shards: Sequence["PagedKVPool"]) -> "PagedKVPool":
+    def from_shards(
+        cls, shards: Sequence["PagedKVPool"], pages: Sequence[Sequence[int]] | None = None
+    ) -> "PagedKVPool":
         """The inverse of `shard`: one pool with the heads of all, in order."""
         if not shards or any(shard.plan != shards[0].plan for shard in shards):
             raise ValueError("shards: expected one or more pools of one plan")
@@ -115,11 +126,20 @@ class PagedKVPool:
             raise ValueError("shards: expected pools of one number of pages")
         plan = _plan_with_heads(shards[0].plan, len(shards), 1)
         pool = cls(plan, shards[0].num_pages, shards[0].device)
+        pages = pool._pages_of_groups(pages)
         for rank, shard in enumerate(shards):
             for layer in range(plan.num_layers):
                 heads = shard.layout(layer).num_kv_heads
-                _copy_heads(shard, 0, pool, rank * heads, layer, heads)
+                _copy_heads(shard, 0, pool, rank * heads, layer, heads, pages)
         return pool
+
+    def _pages_of_groups(self, pages: Sequence[Sequence[int]] | None) -> Sequence[Sequence[int]]:
+        num_groups = len(self.plan.groups)
+        if pages is None and num_groups == 1:
+            return [range(self.num_pages)]
+        if pages is None or len(pages) != num_groups:
+            raise ValueError(f"pages: expected the pages of each of {num_groups} groups")
+        return pages
 
 
 def _index(pages: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -143,17 +163,24 @@ def _plan_with_heads(plan: KVCachePlan, numerator: int, denominator: int) -> KVC
                 )
             specs.append(spec.with_num_kv_heads(spec.num_kv_heads * numerator // denominator))
         groups.append(KVCacheGroup.of(group.layers, specs))
-    return KVCachePlan(tuple(groups), max(group.content_bytes for group in groups))
+    return KVCachePlan(tuple(groups), max(group.extent for group in groups))
 
 
 def _copy_heads(
-    source: PagedKVPool, source_head: int, target: PagedKVPool, target_head: int, layer: int, n: int
+    source: PagedKVPool,
+    source_head: int,
+    target: PagedKVPool,
+    target_head: int,
+    layer: int,
+    count: int,
+    pages: Sequence[Sequence[int]],
 ) -> None:
-    """Copy `n` heads of one layer, region by region; bytes only, nothing is decoded."""
+    """Copy `count` heads of one layer, region by region; bytes only, nothing is decoded."""
+    group, _ = source.plan.locate(layer)
+    rows = _index(pages[group], source.device)
     source_views = source.layout(layer).views(source.layer_pages(layer))
     target_views = target.layout(layer).views(target.layer_pages(layer))
     for from_view, to_view in zip(source_views, target_views, strict=True):
         if from_view is not None and to_view is not None:
-            to_view[:, :, target_head : target_head + n] = from_view[
-                :, :, source_head : source_head + n
-            ]
+            heads = from_view[rows, :, source_head : source_head + count]
+            to_view[rows, :, target_head : target_head + count] = heads

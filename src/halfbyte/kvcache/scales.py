@@ -104,11 +104,16 @@ class KVScales:
         return cls(amax[0], amax[1], source)
 
     @classmethod
-    def from_model(cls, model: nn.Module, method: KVCacheQuantMethod) -> KVScales:
+    def from_model(
+        cls,
+        model: nn.Module,
+        method: KVCacheQuantMethod,
+        v_method: KVCacheQuantMethod | None = None,
+    ) -> KVScales:
         """Of the `k_scale` and `v_scale` (decode multipliers) on a model's attention modules.
 
-        Attention modules are those with a `layer_idx`; the scales are attributes of the module, of
-        its `attn` child, or `k_proj.k_scale` and `v_proj.v_scale`.
+        Attention modules are those with a `layer_idx` and a K projection or a scale; the scales are
+        attributes of the module, of its `attn` child, or `k_proj.k_scale` and `v_proj.v_scale`.
 
         Raises:
             ValueError: no attention module, or one without scales.
@@ -116,20 +121,27 @@ class KVScales:
         found: dict[int, tuple[float, float]] = {}
         for name, module in model.named_modules():
             layer = getattr(module, "layer_idx", None)
-            if not isinstance(layer, int) or not hasattr(module, "k_proj"):
+            if not isinstance(layer, int):
                 continue
-            k = _find_scale(module, "k_scale", "k_proj")
-            v = _find_scale(module, "v_scale", "v_proj")
+            k = _find_scale(module, "k_scale", "k_proj", name)
+            v = _find_scale(module, "v_scale", "v_proj", name)
+            if k is None and v is None and not hasattr(module, "k_proj"):
+                continue
             if k is None or v is None:
                 raise ValueError(f"{name}: no k_scale and v_scale for a {method.name} cache")
             found[layer] = (k, v)
         if not found:
             raise ValueError("model: no attention module with layer_idx, k_scale and v_scale")
-        return cls.from_layers(found, method, source="model")
+        return cls.from_layers(found, method, v_method, source="model")
 
     @classmethod
     def from_layers(
-        cls, multipliers: dict[int, tuple[float, float]], method: KVCacheQuantMethod, source: str
+        cls,
+        multipliers: dict[int, tuple[float, float]],
+        method: KVCacheQuantMethod,
+        v_method: KVCacheQuantMethod | None = None,
+        *,
+        source: str,
     ) -> KVScales:
         """Of `{layer: (k_scale, v_scale)}`.
 
@@ -141,7 +153,7 @@ class KVScales:
             raise ValueError(f"KV scales from {source}: layers {missing} have none")
         ordered = [multipliers[layer] for layer in range(len(multipliers))]
         return cls.from_multipliers(
-            [k for k, _ in ordered], [v for _, v in ordered], method, source=source
+            [k for k, _ in ordered], [v for _, v in ordered], method, v_method, source=source
         )
 
     def save(self, folder: str | Path) -> Path:
@@ -170,18 +182,22 @@ class KVScales:
             fields = json.loads(path.read_text())
             if fields["format"] != _FORMAT:
                 raise ValueError(f"format is {fields['format']!r}, expected {_FORMAT!r}")
-            k_amax = tuple(float(x) for x in fields["k_amax"])
-            v_amax = tuple(float(x) for x in fields["v_amax"])
-            return cls(k_amax, v_amax, f"{KV_SCALES_FILE} ({fields['source']})")
-        except (KeyError, TypeError, ValueError) as error:
+            amax = [fields[name] for name in ("k_amax", "v_amax")]
+            if not all(isinstance(values, list) for values in amax):
+                raise ValueError("k_amax and v_amax are not lists")
+            k_amax, v_amax = (tuple(float(x) for x in values) for values in amax)
+            return cls(k_amax, v_amax, str(fields["source"]))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{path}: not a file of KV scales: {error}") from None
 
 
-def _find_scale(module: nn.Module, name: str, projection: str) -> float | None:
+def _find_scale(module: nn.Module, name: str, projection: str, path: str) -> float | None:
     for owner in (module, getattr(module, "attn", None), getattr(module, projection, None)):
         value = getattr(owner, name, None)
+        if isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"{path}.{name}: expected one element, got {tuple(value.shape)}")
+            return float(value.detach())
         if value is not None:
-            return float(
-                value.detach().float().reshape(()) if isinstance(value, torch.Tensor) else value
-            )
+            return float(value)
     return None

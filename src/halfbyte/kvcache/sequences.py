@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from halfbyte.kvcache.allocator import NULL_PAGE, OutOfPagesError, PageAllocator
+from halfbyte.kvcache.plan import KVCachePlan
 from halfbyte.kvcache.pool import PagedKVPool
 
 SequenceId = Hashable
@@ -27,12 +28,14 @@ class HostSequence:
     """A sequence that left the pool.
 
     Args:
+        plan: of the pool that it left.
         length: tokens.
         live: per group, the positions in its table that held a page.
         table_lengths: per group, pages in its table.
         data: uint8 `[live pages of all groups, page_bytes]` on the CPU.
     """
 
+    plan: KVCachePlan
     length: int
     live: tuple[tuple[int, ...], ...]
     table_lengths: tuple[int, ...]
@@ -111,8 +114,10 @@ class SequenceTables:
     def release_dead_pages(self, seq: SequenceId, num_computed_tokens: int) -> None:
         """Free pages that no query from `num_computed_tokens` on can reach (sliding windows)."""
         sequence = self._get(seq)
+        # Past its end the sequence has no queries yet, and its last page is still being filled.
+        num_computed_tokens = min(num_computed_tokens, sequence.length)
         for group, table in zip(self.pool.plan.groups, sequence.tables, strict=True):
-            for i in range(min(group.num_dead_pages(num_computed_tokens), len(table))):
+            for i in range(group.num_dead_pages(num_computed_tokens)):
                 self.allocator.release([table[i]])
                 table[i] = NULL_PAGE
 
@@ -154,9 +159,11 @@ class SequenceTables:
 
     def rename(self, seq: SequenceId, name: SequenceId) -> None:
         """Call a sequence by another name, which must be free."""
+        sequence = self._get(seq)
         if name in self._sequences:
             raise ValueError(f"sequence {name!r} already exists")
-        self._sequences[name] = self._sequences.pop(seq)
+        self._sequences[name] = sequence
+        del self._sequences[seq]
 
     def move_out(self, seq: SequenceId) -> HostSequence:
         """Copy a sequence's pages to host memory and end it in the pool."""
@@ -167,7 +174,9 @@ class SequenceTables:
         )
         pages = [table[i] for table, at in zip(sequence.tables, live, strict=True) for i in at]
         lengths = tuple(len(table) for table in sequence.tables)
-        host = HostSequence(sequence.length, live, lengths, self.pool.read_pages(pages))
+        host = HostSequence(
+            self.pool.plan, sequence.length, live, lengths, self.pool.read_pages(pages)
+        )
         self.free(seq)
         return host
 
@@ -176,9 +185,12 @@ class SequenceTables:
 
         Raises:
             OutOfPagesError: not enough free pages; nothing changes.
+            ValueError: the name is taken, or the sequence left a pool of another plan.
         """
         if seq in self._sequences:
             raise ValueError(f"sequence {seq!r} already exists")
+        if host.plan != self.pool.plan:
+            raise ValueError("host: the sequence left a pool of another plan")
         pages = self._allocate(host.data.shape[0])
         self.pool.write_pages(pages, host.data)
         tables, taken = [], 0
@@ -192,10 +204,20 @@ class SequenceTables:
 
     def slots(self, seq: SequenceId, start: int, stop: int, group: int = 0) -> torch.Tensor:
         """Slots (int64, on the CPU) of the tokens `start` .. `stop - 1` of a sequence."""
+        if not 0 <= start <= stop <= self.length(seq):
+            raise ValueError(f"slots: {start} .. {stop} is not within {self.length(seq)} tokens")
         block_size = self.pool.plan.groups[group].block_size
         positions = torch.arange(start, stop)
         table = torch.tensor(self._get(seq).tables[group], dtype=torch.int64)
         return table[positions // block_size] * block_size + positions % block_size
+
+    def pages_of_groups(self) -> list[list[int]]:
+        """Per group, the pages that its sequences hold, as `PagedKVPool.shard` wants them."""
+        pages: list[set[int]] = [set() for _ in self.pool.plan.groups]
+        for sequence in self._sequences.values():
+            for held, table in zip(pages, sequence.tables, strict=True):
+                held.update(table)
+        return [sorted(held - {NULL_PAGE}) for held in pages]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless tables and allocator agree about every page."""

@@ -74,7 +74,9 @@ class KVCacheSpec:
         return replace(self, block_size=block_size, page_size_padded=None)
 
     def with_num_kv_heads(self, num_kv_heads: int) -> "KVCacheSpec":
-        """The same layer with another number of KV heads, unpadded."""
+        """The same layer with another number of KV heads, unpadded where that changes it."""
+        if num_kv_heads == self.num_kv_heads:
+            return self
         return replace(self, num_kv_heads=num_kv_heads, page_size_padded=None)
 
     def first_needed_token(self, num_computed_tokens: int) -> int:
@@ -89,8 +91,8 @@ class KVCacheSpec:
         """Most pages that a sequence of up to `num_tokens` holds at once, fed in chunks."""
         pages = -(-num_tokens // self.block_size)
         live = self._longest_live_range(max_chunk)
-        # A range that starts inside a page touches one page more than its length needs.
-        return pages if live is None else min(pages, -(-live // self.block_size) + 1)
+        # At worst the range begins with the last token of a page.
+        return pages if live is None else min(pages, (live - 2) // self.block_size + 2)
 
     def _longest_live_range(self, max_chunk: int) -> int | None:
         """Tokens alive at once at the end of a chunk; None where nothing ever dies."""

@@ -46,14 +46,15 @@ def reshape_and_cache(
     key, value = key[:count][keep], value[:count][keep]
     page, offset = slots // layout.block_size, slots % layout.block_size
     views = layout.views(pages)
-    data, scales = _method(layout.k_dtype).quantize(key, k_scale)
-    views.k_data[page, offset] = data
+    # Both are encoded before either is written, so that an error leaves no half token.
+    k_data, k_scales = _method(layout.k_dtype).quantize(key, k_scale)
+    v_data, v_scales = _method(layout.v_dtype).quantize(value, v_scale)
+    views.k_data[page, offset] = k_data
     if views.k_scale is not None:
-        views.k_scale[page, offset] = scales
-    data, scales = _method(layout.v_dtype).quantize(value, v_scale)
-    views.v_data[page, offset] = data
+        views.k_scale[page, offset] = k_scales
+    views.v_data[page, offset] = v_data
     if views.v_scale is not None:
-        views.v_scale[_v_scale_index(layout, page, offset)] = scales
+        views.v_scale[_v_scale_index(layout, page, offset)] = v_scales
 
 
 def read_tokens(

@@ -86,9 +86,9 @@ def dequant_nvfp4_kv_cache(
     if block_size is not None and block_size not in fp4_data.shape[-3:-1]:
         raise ValueError(f"block_size: {block_size} is no dimension of {tuple(fp4_data.shape)}")
     scales = block_scale.view(torch.uint8)
-    if scale_layout == "sm100":
+    if scale_layout != "linear":
         tokens, blocks = scales.shape[-2:]
-        row, column = v_scale_position(tokens, blocks, "sm100", scales.device)
+        row, column = v_scale_position(tokens, blocks, scale_layout, scales.device)
         scales = scales[..., row, column]
     return nvfp4.dequantize(fp4_data, scales, global_scale, dtype)
 
@@ -102,6 +102,14 @@ def _split_side(side: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # The outer of the two dimensions is the one with the larger stride in memory.
     dim_1_is_outer = side.stride(1) >= side.stride(2)
     inner_size = dim_2 if dim_1_is_outer else dim_1
+    dense = (inner_size * full_dim, full_dim)
+    expected = (*(dense if dim_1_is_outer else dense[::-1]), 1)
+    actual = zip(side.shape[1:], side.stride()[1:], expected, strict=True)
+    if any(size > 1 and stride != wanted for size, stride, wanted in actual):
+        raise ValueError(
+            f"kv_cache: a page's side must be dense, got strides {side.stride()} for "
+            f"{tuple(side.shape)}"
+        )
 
     def view(width: int, offset: int) -> torch.Tensor:
         outer, inner = inner_size * width, width

@@ -6,6 +6,7 @@ small models would sink into the subnormals of E4M3, and long-range retrieval wo
 """
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import DynamicCache
 
 from halfbyte.assets import calibration_text
 from halfbyte.checkpoints import read_kv_scales
-from halfbyte.kvcache import KVScales, get_kv_cache_quant_method
+from halfbyte.kvcache import KV_SCALES_FILE, KVScales, get_kv_cache_quant_method
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models.attention_functions import GENERATE, register
 
@@ -122,7 +123,8 @@ def _from_folder(model: nn.Module) -> KVScales | None:
             declared if declared.has_global_scale else KVCacheDType.FP8_E4M3
         )
         return KVScales.from_layers(stored, method, source=f"checkpoint (for {method.name})")
-    return KVScales.load(folder)
+    loaded = KVScales.load(folder)
+    return loaded and replace(loaded, source=f"{KV_SCALES_FILE} ({loaded.source})")
 
 
 def _calibrated(model: nn.Module, tokenizer: Any) -> KVScales:

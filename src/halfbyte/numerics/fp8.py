@@ -27,8 +27,10 @@ def scale_from_amax(amax: float | torch.Tensor, fmt: Fp8Format = "e4m3") -> torc
 def quantize(x: torch.Tensor, scale: float | torch.Tensor, fmt: Fp8Format = "e4m3") -> torch.Tensor:
     """Bytes (uint8, the shape of `x`) of `x / scale` rounded to nearest even, saturating.
 
-    `scale` is a float or a float32 tensor that broadcasts against `x`. NaN becomes 0x7F.
+    `scale` is a positive float or a float32 tensor that broadcasts against `x`. NaN becomes 0x7F.
     """
+    if not isinstance(scale, torch.Tensor) and not 0 < scale < float("inf"):
+        raise ValueError(f"scale: expected a positive finite number, got {scale}")
     divisor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
     return _MODULES[fmt].encode(x.float() / divisor)
 

@@ -42,7 +42,6 @@ Recipe = Literal["amax6", "four_over_six"]
 RECIPES: tuple[Recipe, ...] = ("amax6", "four_over_six")
 # Largest block scale that a tensor's amax maps to, per recipe.
 _SCALE_AT_AMAX: dict[str, float] = {"amax6": 448.0, "four_over_six": 256.0}
-_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def global_scale_from_amax(amax: float | torch.Tensor, recipe: Recipe = "amax6") -> torch.Tensor:
@@ -63,7 +62,7 @@ def global_scale_from_amax(amax: float | torch.Tensor, recipe: Recipe = "amax6")
     if not isinstance(amax, torch.Tensor):
         if not 0 <= amax < float("inf"):
             raise ValueError(f"amax: expected a finite number >= 0, got {amax}")
-        amax = torch.tensor(min(amax, _FLOAT32_MAX), dtype=torch.float64, device="cpu")
+        amax = torch.tensor(amax, dtype=torch.float64, device="cpu")
     # In float64, so that an amax of `scale * 2688` (exact there) gives back the very float32 scale.
     scale = (amax.double() / (e2m1.E2M1_MAX * _SCALE_AT_AMAX[recipe])).float()
     # An amax so small that the division underflows is treated as zero, too.

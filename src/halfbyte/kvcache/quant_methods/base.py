@@ -81,12 +81,10 @@ class KVCacheQuantMethod(ABC):
             head_num: KV heads.
             head_dim: values per head.
             num_layers: layers that have a cache.
-            kv_size: bytes of a stored element of SGLang's interface; for packed formats 1, and for
-                unquantized ones ignored, since the format itself says it.
+            kv_size: bytes of a stored element in SGLang's interface; the format itself knows.
         """
         per_head = self.dtype.data_bytes(head_dim) + self.dtype.scale_bytes(head_dim)
-        size = 2 * head_num * per_head * num_layers
-        return size * kv_size if self.dtype.is_quantized else size
+        return 2 * head_num * per_head * num_layers
 
     def create_buffers(
         self,
@@ -154,11 +152,13 @@ class KVCacheQuantMethod(ABC):
         """
         keep = loc >= 0
         slots = loc[keep].long()
-        for buffer, scale_buffer, x, scale, name in (
-            (k_buffer, k_scale_buffer, cache_k, k_scale, "k_scale"),
-            (v_buffer, v_scale_buffer, cache_v, v_scale, "v_scale"),
+        # Both are encoded before either is written, so that an error leaves no half token.
+        k = self.quantize(cache_k[keep], self._require_scale(k_scale, "k_scale"))
+        v = self.quantize(cache_v[keep], self._require_scale(v_scale, "v_scale"))
+        for buffer, scale_buffer, (data, block_scales) in (
+            (k_buffer, k_scale_buffer, k),
+            (v_buffer, v_scale_buffer, v),
         ):
-            data, block_scales = self.quantize(x[keep], self._require_scale(scale, name))
             buffer[slots] = data
             if scale_buffer is not None and block_scales is not None:
                 scale_buffer[slots] = block_scales

@@ -15,7 +15,7 @@ class UnquantizedKVCacheMethod(KVCacheQuantMethod):
         target = self.dtype.storage_dtype
         if target == torch.float16 and x.dtype != torch.float16:
             limit = torch.finfo(target).max
-            x = x.clamp(-limit, limit)
+            x = x.float().clamp(-limit, limit)  # bfloat16 would round the limit up
         return x.to(target), None
 
     def dequantize(

@@ -1,0 +1,223 @@
+"""The `halfbyte` command, as a user meets it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from halfbyte import __version__
+from halfbyte.assets import bundled_model_path
+from halfbyte.cli import main
+
+
+def run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str
+) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a command, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["halfbyte", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    captured = capsys.readouterr()
+    code = end.value.code
+    return code if isinstance(code, int) else 0, captured.out, captured.err
+
+
+@pytest.fixture
+def halfbyte(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    return lambda *arguments: run(capsys, monkeypatch, *arguments)
+
+
+def test_generate_json(halfbyte) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = halfbyte("generate", "--prompt", "import os\n", "--max-tokens", "8", "--json")
+    assert (code, err) == (0, "")
+    result = json.loads(out)
+    assert len(result["tokens"]) == 8
+    assert result["text"]
+    assert result["kv_cache"]["dtype"] == "nvfp4"
+    page = 16 * result["kv_cache"]["bytes_per_token"]
+    assert result["kv_cache"]["bytes_used"] == page
+    assert result["timings"]["decode_tokens_per_s"] > 0
+
+
+def test_generate_prints_text_and_table(halfbyte) -> None:  # type: ignore[no-untyped-def]
+    arguments = ("generate", "--prompt", "import os\n", "--max-tokens", "8")
+    code, out, _ = halfbyte(*arguments)
+    assert code == 0
+    assert out.startswith("import os\n")
+    assert "bfloat16: " in out
+    assert "3.56x" in out
+    assert "tokens/s" in out
+    text = json.loads(halfbyte(*arguments, "--json")[1])["text"]
+    assert text in out
+
+
+def test_generate_seed_repeats(halfbyte) -> None:  # type: ignore[no-untyped-def]
+    def sample(seed: str) -> str:
+        arguments = ("--prompt", "def ", "--max-tokens", "12", "--temperature", "1", "--json")
+        return json.loads(halfbyte("generate", *arguments, "--seed", seed)[1])["text"]
+
+    assert sample("3") == sample("3")
+    assert len({sample(str(seed)) for seed in range(4)}) > 1
+
+
+def test_generate_stop(halfbyte) -> None:  # type: ignore[no-untyped-def]
+    arguments = ("generate", "--prompt", "import os\nimport ", "--max-tokens", "40", "--json")
+    result = json.loads(halfbyte(*arguments, "--stop", "\n")[1])
+    assert "\n" not in result["text"]
+    assert result["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float16", "fp8", "fp4_e2m1", "nvfp4_4over6", "mxfp4"])
+def test_generate_dtypes(halfbyte, dtype: str) -> None:  # type: ignore[no-untyped-def]
+    arguments = ("--prompt", "x = [", "--max-tokens", "4", "--kv-cache-dtype", dtype, "--json")
+    code, out, _ = halfbyte("generate", *arguments)
+    assert code == 0
+    expected = {"auto": "bfloat16", "fp8": "fp8_e4m3", "fp4_e2m1": "nvfp4"}.get(dtype, dtype)
+    assert json.loads(out)["kv_cache"]["dtype"] == expected
+
+
+def truncated_model(folder: Path) -> Path:
+    for file in bundled_model_path().iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100_000])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "x", "--kv-cache-dtype", "int3"], "unknown 'int3'; expected one of auto"),
+        (["--prompt", ""], "prompt: is empty"),
+        (["--prompt", "x " * 20000], "leave no room to generate in a context of"),
+        (["--prompt", "x", "--model", "/no/such/model"], "/no/such/model: no such folder"),
+        (["--prompt", "x", "--num-pages", "3", "--max-tokens", "99"], "out of KV cache pages"),
+        (["--prompt", "x", "--num-pages", "1"], "num_pages: expected at least 2"),
+        (["--prompt", "x", "--max-tokens", "0"], "max_tokens: expected at least 1"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature"),
+        (["--prompt", "x", "--attention-backend", "abacus"], "unknown 'abacus'"),
+        (["--prompt", "x", "--dtype", "int8"], "int8"),
+    ],
+    ids=lambda x: x[-2] if isinstance(x, list) else "",
+)
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+def test_generate_bad_input(halfbyte, arguments: list, message: str, as_json: bool) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = halfbyte("generate", *arguments, *(["--json"] if as_json else []))
+    assert code == 1
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    if as_json:
+        assert out == ""
+
+
+def test_generate_truncated_model(halfbyte, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    arguments = ("generate", "--prompt", "x", "--model", str(truncated_model(tmp_path)))
+    code, _, err = halfbyte(*arguments)
+    assert code == 1
+    assert err.startswith(f"error: {tmp_path}: cannot be loaded")
+    assert err.count("\n") == 1
+
+
+def test_generate_indivisible_head_size(halfbyte, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    from models.zoo import make_model
+
+    make_model("qwen3", head_dim=24).save_pretrained(tmp_path)
+    for file in bundled_model_path().glob("tokenizer*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    code, _, err = halfbyte("generate", "--prompt", "x", "--model", str(tmp_path))
+    assert code == 1
+    assert "head_size: nvfp4 needs a positive multiple of 16, got 24" in err
+
+
+def test_eval_json(halfbyte, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    text = tmp_path / "text.py"
+    text.write_text("import os\n\n\ndef main():\n    print(os.getcwd())\n")
+    arguments = ("--text", str(text), "--kv-cache-dtype", "bfloat16,nvfp4", "--chunk-size", "4")
+    code, out, err = halfbyte("eval", *arguments, "--json")
+    assert (code, err) == (0, "")
+    bf16, nvfp4 = json.loads(out)
+    assert [bf16["kv_cache_dtype"], nvfp4["kv_cache_dtype"]] == ["bfloat16", "nvfp4"]
+    assert bf16["chunk_size"] == 4
+    assert bf16["kl_divergence"] == 0 < nvfp4["kl_divergence"]
+    assert bf16["bytes_per_token"] / nvfp4["bytes_per_token"] == pytest.approx(32 / 9)
+    assert nvfp4["perplexity"] > 1
+
+
+def test_eval_prints_a_table(halfbyte) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = halfbyte("eval", "--max-tokens", "200", "--window", "100")
+    assert code == 0
+    for name in ("bfloat16", "fp8_e4m3", "nvfp4"):
+        assert name in out
+    assert "read back from the cache in chunks of 512" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text", "/no/such/file"], "No such file"),
+        (["--kv-cache-dtype", "nvfp4,int3"], "unknown 'int3'"),
+        (["--chunk-size", "0"], "chunk_size: expected at least 1"),
+        (["--window", "1"], "window: expected at least 2"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
+def test_eval_bad_input(halfbyte, arguments: list, message: str) -> None:  # type: ignore[no-untyped-def]
+    code, out, err = halfbyte("eval", *arguments)
+    assert (code, out) == (1, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_eval_refuses_what_is_not_text(halfbyte, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    code, _, err = halfbyte("eval", "--text", str(binary))
+    assert code == 1
+    assert "is not UTF-8 text" in err
+
+
+def test_info_json(halfbyte) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = halfbyte("info", "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert report["versions"]["halfbyte"] == __version__
+    assert {
+        "name": "nvfp4",
+        "bits_per_value": 4.5,
+        "scales": "one per 16, one per layer",
+    } in report["kv_cache_dtypes"]
+    assert {
+        "name": "reference",
+        "supported": True,
+        "reason": "runs wherever PyTorch does",
+    } in report["attention_backends"]
+
+
+def test_info_prints_tables(halfbyte) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = halfbyte("info")
+    assert code == 0
+    assert "nvfp4_4over6" in out
+    assert "reference" in out
+
+
+@pytest.mark.parametrize(
+    "arguments", [["generate"], ["nonsense"], ["generate", "--prompt"]], ids=str
+)
+def test_usage_errors_exit_with_2(halfbyte, arguments: list) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = halfbyte(*arguments)
+    assert code == 2
+    assert "Traceback" not in err
+
+
+def test_command_in_a_process_of_its_own() -> None:
+    command = [sys.executable, "-m", "halfbyte"]
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True)
+    assert version.stdout == f"halfbyte {__version__}\n"
+    broken = subprocess.run(
+        [*command, "generate", "--prompt", "x", "--model", "/none"], capture_output=True, text=True
+    )
+    assert broken.returncode == 1
+    assert broken.stderr == "error: /none: no such folder\n"

@@ -1,0 +1,173 @@
+"""Where the specification puts each byte of a page, by plain arithmetic on flat bytes.
+
+Nothing here asks `PageLayout` for an address; what the bytes are is asked of `halfbyte.numerics`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from halfbyte.layouts import PageLayout
+from halfbyte.layouts.page_layout import Order
+from halfbyte.layouts.scale_layouts import VScaleLayout
+from halfbyte.numerics import block_fp4, fp8, nvfp4
+
+UNQUANTIZED = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+DTYPES = (
+    *UNQUANTIZED,
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "nvfp4",
+    "nvfp4_4over6",
+    "fp4_block16",
+    "mxfp4",
+)
+WITH_GLOBAL_SCALE = ("fp8_e4m3", "fp8_e5m2", "nvfp4", "nvfp4_4over6")
+ALIASES = {"fp8": "fp8_e4m3", "fp4_e2m1": "nvfp4"}
+
+Encoded = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def data_width(dtype: str, head_size: int) -> int:
+    """Bytes of one head of one token without block scales."""
+    if dtype in UNQUANTIZED:
+        return head_size * {"float32": 4, "float16": 2, "bfloat16": 2}[dtype]
+    return head_size if dtype.startswith("fp8") else head_size // 2
+
+
+def scale_width(dtype: str, head_size: int) -> int:
+    """Bytes of the block scales of one head of one token."""
+    block = {"nvfp4": 16, "nvfp4_4over6": 16, "fp4_block16": 16, "mxfp4": 32}.get(dtype)
+    return head_size // block if block else 0
+
+
+def head_bytes(dtype: str, head_size: int) -> int:
+    return data_width(dtype, head_size) + scale_width(dtype, head_size)
+
+
+def encode(dtype: str, x: torch.Tensor, scale: float) -> Encoded:
+    """Data and block scales of `x [..., D]`, both as uint8."""
+    if dtype in UNQUANTIZED:
+        if dtype == "float16" and x.dtype != torch.float16:
+            x = x.float().clamp(-65504, 65504)
+        return x.to(UNQUANTIZED[dtype]).contiguous().view(torch.uint8), None
+    if dtype == "fp8_e4m3":
+        return fp8.quantize(x, scale, "e4m3"), None
+    if dtype == "fp8_e5m2":
+        return fp8.quantize(x, scale, "e5m2"), None
+    if dtype == "mxfp4":
+        return block_fp4.quantize_mxfp4(x)
+    if dtype == "fp4_block16":
+        return block_fp4.quantize_fp4_block16(x)
+    data, scales = nvfp4.quantize(x, scale, "amax6" if dtype == "nvfp4" else "four_over_six")
+    return data, scales.view(torch.uint8)
+
+
+def decode(
+    dtype: str, encoded: Encoded, scale: float, out: torch.dtype = torch.float32
+) -> torch.Tensor:
+    data, scales = encoded
+    if dtype in UNQUANTIZED:
+        return data.view(UNQUANTIZED[dtype]).to(out)
+    if dtype == "fp8_e4m3":
+        return fp8.dequantize(data, scale, "e4m3", out)
+    if dtype == "fp8_e5m2":
+        return fp8.dequantize(data, scale, "e5m2", out)
+    assert scales is not None
+    if dtype == "mxfp4":
+        return block_fp4.dequantize_mxfp4(data, scales, out)
+    if dtype == "fp4_block16":
+        return block_fp4.dequantize_fp4_block16(data, scales, out)
+    return nvfp4.dequantize(data, scales, scale, out)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The arguments of a `PageLayout`, and the addresses that follow from them."""
+
+    k_dtype: str
+    v_dtype: str
+    head_size: int
+    head_size_v: int
+    num_kv_heads: int
+    block_size: int
+    order: Order = "HND"
+    v_scale_layout: VScaleLayout = "linear"
+
+    def __str__(self) -> str:
+        name = f"{self.k_dtype}-{self.v_dtype}-{self.head_size}x{self.head_size_v}-{self.order}"
+        return name if self.v_scale_layout == "linear" else f"{name}-{self.v_scale_layout}"
+
+    @property
+    def layout(self) -> PageLayout:
+        return PageLayout(
+            self.k_dtype,
+            self.v_dtype,
+            self.head_size,
+            self.head_size_v,
+            self.num_kv_heads,
+            self.block_size,
+            self.order,
+            self.v_scale_layout,
+        )
+
+    @property
+    def page_bytes(self) -> int:
+        per_head = head_bytes(self.k_dtype, self.head_size)
+        per_head += head_bytes(self.v_dtype, self.head_size_v)
+        return self.block_size * self.num_kv_heads * per_head
+
+    def address(self, region: str, token: int, head: int) -> int:
+        """Byte of the page at which a token's head starts in a region."""
+        widths = {
+            "k_data": data_width(self.k_dtype, self.head_size),
+            "k_scale": scale_width(self.k_dtype, self.head_size),
+            "v_data": data_width(self.v_dtype, self.head_size_v),
+            "v_scale": scale_width(self.v_dtype, self.head_size_v),
+        }
+        start = 0
+        for name, width in widths.items():
+            if name == region:
+                break
+            start += self.block_size * self.num_kv_heads * width
+        if self.order == "HND":
+            return start + (head * self.block_size + token) * widths[region]
+        return start + (token * self.num_kv_heads + head) * widths[region]
+
+    def scale_addresses(self, side: str, token: int, head: int) -> list[int]:
+        """Bytes of the page at which a token's block scales lie, in order of blocks."""
+        dtype, head_size = (
+            (self.k_dtype, self.head_size) if side == "k" else (self.v_dtype, self.head_size_v)
+        )
+        num_blocks = scale_width(dtype, head_size)
+        if side == "k" or self.v_scale_layout == "linear":
+            start = self.address(f"{side}_scale", token, head)
+            return [start + s for s in range(num_blocks)]
+        quarter = num_blocks // 4
+        return [
+            self.address("v_scale", 4 * (token // 4) + s // quarter, head)
+            + 4 * (s % quarter)
+            + token % 4
+            for s in range(num_blocks)
+        ]
+
+    def put(
+        self, flat: torch.Tensor, page_start: int, token: int, side: str, encoded: Encoded
+    ) -> None:
+        """Write one token's encoded heads (`[heads, width]`) into flat bytes."""
+        data, scales = encoded
+        for head in range(self.num_kv_heads):
+            start = page_start + self.address(f"{side}_data", token, head)
+            flat[start : start + data.shape[1]] = data[head]
+            if scales is not None:
+                addresses = torch.tensor(self.scale_addresses(side, token, head))
+                flat[page_start + addresses] = scales[head]
+
+
+def sentinel(*shape: int) -> torch.Tensor:
+    """Random bytes, so that a byte moved or cleared by mistake shows."""
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
