@@ -6,7 +6,7 @@ says why and what can; nothing falls back silently.
 """
 
 from importlib import import_module
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -20,7 +20,7 @@ Answer = tuple[bool, str]
 class Implementation(Protocol):
     """What a candidate must answer."""
 
-    name: str
+    name: ClassVar[str]
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:

@@ -2,10 +2,11 @@
 
 import lzma
 import math
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from halfbyte.assets import bundled_model_path, calibration_text, heldout_texts
 from halfbyte.evaluation import evaluate_perplexity, text_windows
@@ -19,12 +20,12 @@ def tokenizer():  # type: ignore[no-untyped-def]
 
 
 @pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
+def model() -> Any:
     return load_model(bundled_model_path(), dtype="float32", device="cpu")
 
 
 @torch.inference_mode()
-def bits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+def bits(model: Any, ids: list[int]) -> torch.Tensor:
     """Bits of every token but the first, by a dense pass of transformers' own attention."""
     model.set_attn_implementation("sdpa")
     logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
@@ -51,13 +52,13 @@ def test_bundled_tokenizer_round_trips(text: str) -> None:
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-def test_calibration_text_fills_a_context(tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_calibration_text_fills_a_context(tokenizer: Any) -> None:
     assert len(tokenizer(calibration_text()).input_ids) >= 2048
 
 
 def test_bundled_model_compresses_held_out_files_better_than_xz(
-    model: PreTrainedModel,
-    tokenizer,  # type: ignore[no-untyped-def]
+    model: Any,
+    tokenizer: Any,
 ) -> None:
     texts = heldout_texts()
     windows, num_bytes = text_windows(tokenizer, list(texts.values()), 2048)
@@ -70,7 +71,7 @@ def test_bundled_model_compresses_held_out_files_better_than_xz(
     assert ours <= 0.8 * apart / len(everything)
 
 
-def test_bundled_model_copies(model: PreTrainedModel, tokenizer) -> None:  # type: ignore[no-untyped-def]
+def test_bundled_model_copies(model: Any, tokenizer: Any) -> None:
     for text in heldout_texts().values():
         half = tokenizer(text).input_ids[:750]
         cost = bits(model, [tokenizer.bos_token_id, *half, *half])
@@ -78,13 +79,11 @@ def test_bundled_model_copies(model: PreTrainedModel, tokenizer) -> None:  # typ
 
 
 @pytest.fixture(scope="module")
-def windows(tokenizer) -> list[list[int]]:  # type: ignore[no-untyped-def]
+def windows(tokenizer: Any) -> list[list[int]]:
     return text_windows(tokenizer, list(heldout_texts().values()), 160, 640)[0]
 
 
-def test_perplexity_is_the_same_at_every_chunk_size(
-    model: PreTrainedModel, windows: list[list[int]]
-) -> None:
+def test_perplexity_is_the_same_at_every_chunk_size(model: Any, windows: list[list[int]]) -> None:
     names = list(KV_CACHE_QUANT_REGISTRY)
     at_one, *others = (evaluate_perplexity(model, windows, names, c) for c in (1, 16, 512))
     for other in others:
@@ -93,8 +92,8 @@ def test_perplexity_is_the_same_at_every_chunk_size(
 
 
 def test_nvfp4_costs_less_than_two_percent_of_nll(
-    model: PreTrainedModel,
-    tokenizer,  # type: ignore[no-untyped-def]
+    model: Any,
+    tokenizer: Any,
 ) -> None:
     long_windows, _ = text_windows(tokenizer, list(heldout_texts().values()), 1024, 16000)
     names = ["bfloat16", "nvfp4", "nvfp4_4over6"]

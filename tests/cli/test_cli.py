@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from halfbyte import __version__
 from halfbyte.assets import bundled_model_path
 from halfbyte.cli import main
+
+Command = Callable[..., tuple[int, str, str]]
 
 
 def run(
@@ -25,11 +28,11 @@ def run(
 
 
 @pytest.fixture
-def halfbyte(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+def halfbyte(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     return lambda *arguments: run(capsys, monkeypatch, *arguments)
 
 
-def test_generate_json(halfbyte) -> None:  # type: ignore[no-untyped-def]
+def test_generate_json(halfbyte: Command) -> None:
     code, out, err = halfbyte("generate", "--prompt", "import os\n", "--max-tokens", "8", "--json")
     assert (code, err) == (0, "")
     result = json.loads(out)
@@ -41,7 +44,7 @@ def test_generate_json(halfbyte) -> None:  # type: ignore[no-untyped-def]
     assert result["timings"]["decode_tokens_per_s"] > 0
 
 
-def test_generate_prints_text_and_table(halfbyte) -> None:  # type: ignore[no-untyped-def]
+def test_generate_prints_text_and_table(halfbyte: Command) -> None:
     arguments = ("generate", "--prompt", "import os\n", "--max-tokens", "8")
     code, out, _ = halfbyte(*arguments)
     assert code == 0
@@ -53,7 +56,7 @@ def test_generate_prints_text_and_table(halfbyte) -> None:  # type: ignore[no-un
     assert text in out
 
 
-def test_generate_seed_repeats(halfbyte) -> None:  # type: ignore[no-untyped-def]
+def test_generate_seed_repeats(halfbyte: Command) -> None:
     def sample(seed: str) -> str:
         arguments = ("--prompt", "def ", "--max-tokens", "12", "--temperature", "1", "--json")
         return json.loads(halfbyte("generate", *arguments, "--seed", seed)[1])["text"]
@@ -62,7 +65,7 @@ def test_generate_seed_repeats(halfbyte) -> None:  # type: ignore[no-untyped-def
     assert len({sample(str(seed)) for seed in range(4)}) > 1
 
 
-def test_generate_stop(halfbyte) -> None:  # type: ignore[no-untyped-def]
+def test_generate_stop(halfbyte: Command) -> None:
     arguments = ("generate", "--prompt", "import os\nimport ", "--max-tokens", "40", "--json")
     result = json.loads(halfbyte(*arguments, "--stop", "\n")[1])
     assert "\n" not in result["text"]
@@ -70,7 +73,7 @@ def test_generate_stop(halfbyte) -> None:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float16", "fp8", "fp4_e2m1", "nvfp4_4over6", "mxfp4"])
-def test_generate_dtypes(halfbyte, dtype: str) -> None:  # type: ignore[no-untyped-def]
+def test_generate_dtypes(halfbyte: Command, dtype: str) -> None:
     arguments = ("--prompt", "x = [", "--max-tokens", "4", "--kv-cache-dtype", dtype, "--json")
     code, out, _ = halfbyte("generate", *arguments)
     assert code == 0
@@ -103,7 +106,9 @@ def truncated_model(folder: Path) -> Path:
     ids=lambda x: x[-2] if isinstance(x, list) else "",
 )
 @pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
-def test_generate_bad_input(halfbyte, arguments: list, message: str, as_json: bool) -> None:  # type: ignore[no-untyped-def]
+def test_generate_bad_input(
+    halfbyte: Command, arguments: list, message: str, as_json: bool
+) -> None:
     code, out, err = halfbyte("generate", *arguments, *(["--json"] if as_json else []))
     assert code == 1
     assert message in err
@@ -113,7 +118,7 @@ def test_generate_bad_input(halfbyte, arguments: list, message: str, as_json: bo
         assert out == ""
 
 
-def test_generate_truncated_model(halfbyte, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_generate_truncated_model(halfbyte: Command, tmp_path: Path) -> None:
     arguments = ("generate", "--prompt", "x", "--model", str(truncated_model(tmp_path)))
     code, _, err = halfbyte(*arguments)
     assert code == 1
@@ -121,7 +126,7 @@ def test_generate_truncated_model(halfbyte, tmp_path: Path) -> None:  # type: ig
     assert err.count("\n") == 1
 
 
-def test_generate_indivisible_head_size(halfbyte, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_generate_indivisible_head_size(halfbyte: Command, tmp_path: Path) -> None:
     from models.zoo import make_model
 
     make_model("qwen3", head_dim=24).save_pretrained(tmp_path)
@@ -132,7 +137,7 @@ def test_generate_indivisible_head_size(halfbyte, tmp_path: Path) -> None:  # ty
     assert "head_size: nvfp4 needs a positive multiple of 16, got 24" in err
 
 
-def test_eval_json(halfbyte, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_eval_json(halfbyte: Command, tmp_path: Path) -> None:
     text = tmp_path / "text.py"
     text.write_text("import os\n\n\ndef main():\n    print(os.getcwd())\n")
     arguments = ("--text", str(text), "--kv-cache-dtype", "bfloat16,nvfp4", "--chunk-size", "4")
@@ -146,7 +151,7 @@ def test_eval_json(halfbyte, tmp_path: Path) -> None:  # type: ignore[no-untyped
     assert nvfp4["perplexity"] > 1
 
 
-def test_eval_prints_a_table(halfbyte) -> None:  # type: ignore[no-untyped-def]
+def test_eval_prints_a_table(halfbyte: Command) -> None:
     code, out, _ = halfbyte("eval", "--max-tokens", "200", "--window", "100")
     assert code == 0
     for name in ("bfloat16", "fp8_e4m3", "nvfp4"):
@@ -164,14 +169,14 @@ def test_eval_prints_a_table(halfbyte) -> None:  # type: ignore[no-untyped-def]
     ],
     ids=lambda x: x[0] if isinstance(x, list) else "",
 )
-def test_eval_bad_input(halfbyte, arguments: list, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_eval_bad_input(halfbyte: Command, arguments: list, message: str) -> None:
     code, out, err = halfbyte("eval", *arguments)
     assert (code, out) == (1, "")
     assert message in err
     assert err.count("\n") == 1
 
 
-def test_eval_refuses_what_is_not_text(halfbyte, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_eval_refuses_what_is_not_text(halfbyte: Command, tmp_path: Path) -> None:
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
     code, _, err = halfbyte("eval", "--text", str(binary))
@@ -179,7 +184,7 @@ def test_eval_refuses_what_is_not_text(halfbyte, tmp_path: Path) -> None:  # typ
     assert "is not UTF-8 text" in err
 
 
-def test_info_json(halfbyte) -> None:  # type: ignore[no-untyped-def]
+def test_info_json(halfbyte: Command) -> None:
     code, out, _ = halfbyte("info", "--json")
     assert code == 0
     report = json.loads(out)
@@ -196,7 +201,7 @@ def test_info_json(halfbyte) -> None:  # type: ignore[no-untyped-def]
     } in report["attention_backends"]
 
 
-def test_info_prints_tables(halfbyte) -> None:  # type: ignore[no-untyped-def]
+def test_info_prints_tables(halfbyte: Command) -> None:
     code, out, _ = halfbyte("info")
     assert code == 0
     assert "nvfp4_4over6" in out
@@ -206,7 +211,7 @@ def test_info_prints_tables(halfbyte) -> None:  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     "arguments", [["generate"], ["nonsense"], ["generate", "--prompt"]], ids=str
 )
-def test_usage_errors_exit_with_2(halfbyte, arguments: list) -> None:  # type: ignore[no-untyped-def]
+def test_usage_errors_exit_with_2(halfbyte: Command, arguments: list) -> None:
     code, _, err = halfbyte(*arguments)
     assert code == 2
     assert "Traceback" not in err

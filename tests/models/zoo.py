@@ -1,5 +1,7 @@
 """Small random models of every supported architecture."""
 
+from typing import Any
+
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -12,13 +14,12 @@ from transformers import (
     Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
-    PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
-_COMMON = {
+_COMMON: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -72,9 +73,7 @@ _CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
 ARCHITECTURES = tuple(_CONFIGS)
 
 
-def make_model(
-    architecture: str, dtype: torch.dtype = torch.float32, **overrides: object
-) -> PreTrainedModel:
+def make_model(architecture: str, dtype: torch.dtype = torch.float32, **overrides: object) -> Any:
     """A random model with eager attention; weights large enough that attention matters."""
     config_class, fields = _CONFIGS[architecture]
     config = config_class(**{**_COMMON, **fields, **overrides})

@@ -45,7 +45,7 @@ class EngineCore:
         self.runner = ModelRunner(model, self.tables, scales, attention_backend, batch_invariant)
         self.sampler = Sampler()
         self.max_model_len = max_model_len
-        self._vocab_size = model.get_input_embeddings().num_embeddings
+        self._vocab_size = model.config.vocab_size
         self._eos_ids = eos_token_ids(model)
         self._next_id = 0
 

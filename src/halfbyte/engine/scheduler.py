@@ -8,13 +8,14 @@ alone does not fit fails, and the pool stays whole.
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from halfbyte.engine.request import FinishReason, Request
 from halfbyte.kvcache import OutOfPagesError, SequenceTables
 
 
-class ScheduledChunk(NamedTuple):
+@dataclass(frozen=True)
+class ScheduledChunk:
     """`count` tokens of a request from `start` on; their slots are allocated."""
 
     request: Request
@@ -96,8 +97,9 @@ class Scheduler:
 
     def complete(self, chunks: Sequence[ScheduledChunk]) -> None:
         """Note that chunks were computed; free the pages of finished requests and dead windows."""
-        for request, start, count in chunks:
-            request.num_computed = start + count
+        for chunk in chunks:
+            request = chunk.request
+            request.num_computed = chunk.start + chunk.count
             if request.is_finished:
                 self.remove(request)
             else:

@@ -118,7 +118,7 @@ def evaluate_perplexity(
     names = [_resolve(model, name) for name in kv_cache_dtypes]
     scales = resolve_kv_scales(model, set(names), given=kv_scales, tokenizer=tokenizer)
     unique = list(dict.fromkeys([BASELINE, *names]))
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = model.config.vocab_size
     at_once = max(1, min(len(windows), _MAX_LOGITS // (chunk_size * vocabulary)))
     longest = max(len(window) for window in windows)
     tracks = {

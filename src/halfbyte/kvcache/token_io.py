@@ -50,10 +50,10 @@ def reshape_and_cache(
     k_data, k_scales = _method(layout.k_dtype).quantize(key, k_scale)
     v_data, v_scales = _method(layout.v_dtype).quantize(value, v_scale)
     views.k_data[page, offset] = k_data
-    if views.k_scale is not None:
+    if views.k_scale is not None and k_scales is not None:
         views.k_scale[page, offset] = k_scales
     views.v_data[page, offset] = v_data
-    if views.v_scale is not None:
+    if views.v_scale is not None and v_scales is not None:
         views.v_scale[_v_scale_index(layout, page, offset)] = v_scales
 
 

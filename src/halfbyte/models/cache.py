@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from halfbyte.kvcache import KVScales, PagedKVPool, SequenceTables, plan_kv_cache
@@ -45,7 +45,7 @@ class Cache(transformers.Cache):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         kv_cache_dtype: LayerDTypes = "nvfp4",
         *,
         block_size: int = 16,
@@ -61,10 +61,16 @@ class Cache(transformers.Cache):
         self.kv_scales = scales
         self._multipliers = layer_multipliers(pool, scales)
         self._backend = attention_backend
-        self._reset_rows()
+        self._rows: list[int] = []
+        self._next_row = 0
+        # Which columns of each row are tokens; kept on the CPU, where the tables are.
+        self._valid = torch.zeros((0, 0), dtype=torch.bool)
+        self._step: PagedBatch | None = None
+        self._step_tokens: torch.Tensor | None = None
         register()
         model.set_attn_implementation(GENERATE)
-        super().__init__(layers=[_PagedLayer(self, layer) for layer in range(len(specs))])
+        self._paged_layers = [_PagedLayer(self, layer) for layer in range(len(specs))]
+        super().__init__(layers=list(self._paged_layers))
 
     @property
     def pool(self) -> PagedKVPool:
@@ -94,7 +100,7 @@ class Cache(transformers.Cache):
         Returns:
             `[batch, queries, heads, Dv]`; 0 where the query is padding.
         """
-        if self.layers[handle.layer].num_columns > self._valid.shape[1]:
+        if self._paged_layers[handle.layer].num_columns > self._valid.shape[1]:
             self._begin_step(query.shape[0], query.shape[2], mask)
         assert self._step is not None
         assert self._step_tokens is not None
@@ -140,19 +146,13 @@ class Cache(transformers.Cache):
         """Forget every token; scales and pages stay allocated."""
         for row in self._rows:
             self.tables.free(row)
-        self._reset_rows()
+        self._rows = []
+        self._valid = torch.zeros((0, 0), dtype=torch.bool)
+        self._step = self._step_tokens = None
         self._sync_layers()
 
-    def _reset_rows(self) -> None:
-        self._rows: list[int] = []
-        self._next_row = 0
-        # Which columns of each row are tokens; kept on the CPU, where the tables are.
-        self._valid = torch.zeros((0, 0), dtype=torch.bool)
-        self._step: PagedBatch | None = None
-        self._step_tokens: torch.Tensor | None = None
-
     def _sync_layers(self) -> None:
-        for layer in self.layers:
+        for layer in self._paged_layers:
             layer.num_columns = self._valid.shape[1]
 
     def _begin_step(self, batch: int, queries: int, mask: torch.Tensor | None) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from halfbyte.assets import calibration_text
 from halfbyte.checkpoints import read_kv_scales
@@ -29,7 +28,7 @@ MAX_TOKENS = 2048
 
 
 def resolve_kv_scales(
-    model: nn.Module,
+    model: PreTrainedModel,
     dtypes: set[KVCacheDType],
     *,
     given: KVScales | None = None,
@@ -65,7 +64,7 @@ def resolve_kv_scales(
 
 @torch.inference_mode()
 def calibrate(
-    model: nn.Module, input_ids: torch.Tensor, source: str, headroom: float = HEADROOM
+    model: PreTrainedModel, input_ids: torch.Tensor, source: str, headroom: float = HEADROOM
 ) -> KVScales:
     """Run tokens through a model once and record the largest |K| and |V| of each layer.
 
@@ -112,7 +111,7 @@ class _AmaxRecorder(DynamicCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-def _from_folder(model: nn.Module) -> KVScales | None:
+def _from_folder(model: PreTrainedModel) -> KVScales | None:
     folder = Path(getattr(model.config, "_name_or_path", "") or ".not-a-folder")
     if not folder.is_dir():
         return None
@@ -127,7 +126,7 @@ def _from_folder(model: nn.Module) -> KVScales | None:
     return loaded and replace(loaded, source=f"{KV_SCALES_FILE} ({loaded.source})")
 
 
-def _calibrated(model: nn.Module, tokenizer: Any) -> KVScales:
+def _calibrated(model: PreTrainedModel, tokenizer: Any) -> KVScales:
     if tokenizer is None:
         tokenizer = _tokenizer_of(model)
     limit = min(MAX_TOKENS, getattr(model.config, "max_position_embeddings", MAX_TOKENS))
@@ -141,7 +140,7 @@ def _calibrated(model: nn.Module, tokenizer: Any) -> KVScales:
     )
 
 
-def _tokenizer_of(model: nn.Module) -> Any:
+def _tokenizer_of(model: PreTrainedModel) -> Any:
     folder = Path(getattr(model.config, "_name_or_path", "") or ".not-a-folder")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return None

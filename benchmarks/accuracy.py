@@ -1,0 +1,75 @@
+"""What every cache format costs on the bundled model: JSON of the run, and the README's table.
+
+    python benchmarks/accuracy.py [--out benchmarks/results/accuracy.json]
+
+It runs `halfbyte eval` on the held-out text, in chunks of 512 tokens, and writes the table between
+the `accuracy` markers of README.md.
+"""
+
+import argparse
+import datetime
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[1]
+RESULT = REPOSITORY / "benchmarks" / "results" / "accuracy.json"
+FORMATS = "bfloat16,fp8_e4m3,fp8_e5m2,nvfp4_4over6,nvfp4,fp4_block16,mxfp4"
+ARGUMENTS = ("--kv-cache-dtype", FORMATS, "--chunk-size", "512", "--window", "2048")
+MARKERS = re.compile(r"(<!-- accuracy -->\n).*?(<!-- /accuracy -->)", re.DOTALL)
+
+
+def halfbyte(*arguments: str) -> Any:
+    """The JSON that a halfbyte command prints."""
+    command = [sys.executable, "-m", "halfbyte", *arguments, "--json"]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+
+
+def run(max_tokens: int) -> dict[str, Any]:
+    """The results, and what they were measured on."""
+    info = halfbyte("info")
+    arguments = (*ARGUMENTS, "--max-tokens", str(max_tokens))
+    return {
+        "command": "halfbyte eval " + " ".join(arguments),
+        "date": datetime.date.today().isoformat(),
+        "machine": info["machine"],
+        "versions": info["versions"],
+        "results": halfbyte("eval", *arguments),
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """The results in Markdown."""
+    lines = [
+        "| KV cache | bytes per token | perplexity | change in NLL | KL to bf16 |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    baseline = report["results"][0]["nll"]
+    for row in report["results"]:
+        lines.append(
+            f"| `{row['kv_cache_dtype']}` | {row['bytes_per_token']:,.0f} "
+            f"| {row['perplexity']:.3f} | {row['nll'] / baseline - 1:+.2%} "
+            f"| {row['kl_divergence']:.4f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Parse the command line, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--max-tokens", type=int, default=65536, help="of held-out text")
+    arguments = parser.parse_args()
+    report = run(arguments.max_tokens)
+    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+    readme = REPOSITORY / "README.md"
+    text = MARKERS.sub(rf"\g<1>{table(report)}\g<2>", readme.read_text())
+    readme.write_text(text)
+    print(table(report))
+
+
+if __name__ == "__main__":
+    main()
