@@ -1,10 +1,15 @@
 """Settings for all tests: one thread each, poisoned memory, GPU tests only where there is a GPU."""
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+# Commands that tests start must find the package, installed or not.
+os.environ["PYTHONPATH"] = str(Path(__file__).parents[1] / "src")
 
 # Workers share the cores, and one BLAS thread each keeps them from waiting for one another.
 torch.set_num_threads(1)

@@ -1,10 +1,11 @@
 """The pure PyTorch floors on a GPU: the same bits as on a CPU, the same text within rounding."""
 
+from typing import Any
+
 import pytest
 import torch
-from attention.cases import make_case
-from models.zoo import make_model, token_ids
 
+from attention.cases import make_case
 from halfbyte.assets import bundled_model_path
 from halfbyte.attention import paged_attention
 from halfbyte.engine import LLM, SamplingParams
@@ -17,6 +18,7 @@ from halfbyte.kvcache import (
     reshape_and_cache,
 )
 from halfbyte.models import Cache
+from models.zoo import make_model, token_ids
 
 pytestmark = pytest.mark.gpu
 
@@ -72,7 +74,7 @@ def test_paged_attention_agrees_with_a_cpu(dtype: str) -> None:
         k_dtype=dtype, sinks=True, sliding_window=30, softcap=5.0, query_dtype=torch.float32
     )
     expected, _ = case.expected()
-    arguments = {
+    arguments: dict[str, Any] = {
         name: value.cuda() if isinstance(value, torch.Tensor) else value
         for name, value in case.arguments().items()
     }

@@ -1,6 +1,7 @@
 """`halfbyte eval`"""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -57,7 +58,7 @@ def evaluate(
             on_progress=on_progress,
         )
     if as_json:
-        print(json.dumps([result.model_dump() for result in results]))
+        print(json.dumps([asdict(result) for result in results]))
         return
     table = Table(box=None, pad_edge=False)
     for heading in ("KV cache", "perplexity", "bits/byte", "KL to bf16", "bytes/token"):

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from halfbyte import __version__
 from halfbyte.cli.console import out
 
-_PACKAGES = ("halfbyte", "torch", "transformers", "safetensors", "triton", "numpy")
+_PACKAGES = ("torch", "transformers", "safetensors", "triton", "numpy")
 
 
 def info(
@@ -53,7 +54,7 @@ def _collect() -> dict[str, Any]:
             "gpu": torch.cuda.get_device_name() if capability else None,
             "compute_capability": capability or None,
         },
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {"halfbyte": __version__, **{name: _version(name) for name in _PACKAGES}},
         "kv_cache_dtypes": _formats(),
         "attention_backends": [
             {"name": verdict.name, "supported": verdict.usable, "reason": verdict.reason}

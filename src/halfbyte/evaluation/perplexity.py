@@ -10,9 +10,9 @@ logits are kept.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from pydantic import BaseModel
 from transformers import PreTrainedModel
 
 from halfbyte.engine import ModelRunner
@@ -25,7 +25,8 @@ _MAX_LOGITS = 2**26
 """Logits of one format held at once: 256 MiB in float32."""
 
 
-class PerplexityResult(BaseModel):
+@dataclass(frozen=True)
+class PerplexityResult:
     """One format's figures.
 
     `perplexity` is exp of `nll`, the mean negative log-likelihood per predicted token in nats;
