@@ -6,14 +6,21 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+
+define PROMPT
+class Counter:
+    def __init__(self, name, value=0):
+        self.name
+endef
+export PROMPT
 
 .PHONY: demo test check clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
 	@echo "==> halfbyte generate: every K and V is read back from a 4-bit cache"
-	@$(BIN)/halfbyte generate --max-tokens 60 --prompt "$$(printf 'import os\nimport sys\n')"
+	@$(BIN)/halfbyte generate --max-tokens 60 --temperature 0.7 --seed 2 --prompt "$$PROMPT"
 	@echo
 	@echo "==> halfbyte eval: what the formats cost on text the model has not seen"
 	@$(BIN)/halfbyte eval --max-tokens 2048

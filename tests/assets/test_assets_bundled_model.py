@@ -49,7 +49,9 @@ def test_bundled_model_files() -> None:
 )
 def test_bundled_tokenizer_round_trips(text: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
-    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    ids = tokenizer(text).input_ids
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
 def test_calibration_text_fills_a_context(tokenizer: Any) -> None:
@@ -73,7 +75,7 @@ def test_bundled_model_compresses_held_out_files_better_than_xz(
 
 def test_bundled_model_copies(model: Any, tokenizer: Any) -> None:
     for text in heldout_texts().values():
-        half = tokenizer(text).input_ids[:750]
+        half = tokenizer(text, add_special_tokens=False).input_ids[:750]
         cost = bits(model, [tokenizer.bos_token_id, *half, *half])
         assert cost[750:].sum() < 0.25 * cost[:750].sum()
 

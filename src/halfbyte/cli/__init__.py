@@ -5,6 +5,7 @@ understood, 1 for anything that goes wrong later, 130 for an interrupt. Heavy im
 the commands, so that `--help` answers at once.
 """
 
+import os
 import sys
 from typing import Annotated
 
@@ -38,6 +39,8 @@ def _root(
 
 def main() -> None:
     """Run the command line; the entry point of the `halfbyte` script."""
+    # Before torch is loaded: threads that spin while they wait make a shared machine crawl.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         # Usage errors are typer's: it prints them and exits with status 2.
         app()
