@@ -43,6 +43,8 @@ def _imported_rooms(file: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{file}: relative import"
             names = [node.module]
+            if node.module == "halfbyte":
+                names = [f"halfbyte.{alias.name}" for alias in node.names if alias.name in FLOORS]
         rooms |= {name.split(".")[1] for name in names if name.startswith("halfbyte.")}
     return rooms
 

@@ -101,7 +101,10 @@ def truncated_model(folder: Path) -> Path:
         (["--prompt", "x", "--max-tokens", "0"], "max_tokens: expected at least 1"),
         (["--prompt", "x", "--temperature", "-1"], "temperature"),
         (["--prompt", "x", "--attention-backend", "abacus"], "unknown 'abacus'"),
-        (["--prompt", "x", "--dtype", "int8"], "int8"),
+        (["--prompt", "x", "--dtype", "int8"], "dtype: expected one of auto, float32"),
+        (["--prompt", "x", "--seed", str(2**70)], "seed: expected a number in 0 .. 2^63 - 1"),
+        (["--prompt", "\udcff"], "prompt: is not valid text"),
+        (["--prompt", "x", "--num-pages", "-3"], "num_pages: expected at least 1"),
     ],
     ids=lambda x: x[-2] if isinstance(x, list) else "",
 )
@@ -226,3 +229,18 @@ def test_command_in_a_process_of_its_own() -> None:
     )
     assert broken.returncode == 1
     assert broken.stderr == "error: /none: no such folder\n"
+
+
+def test_generate_echoes_the_prompt_as_it_is(halfbyte: Command) -> None:
+    _, out, _ = halfbyte("generate", "--prompt", "a :heart:\tz [bold]", "--max-tokens", "1")
+    assert out.startswith("a :heart:\tz [bold]")
+
+
+def test_eval_keeps_line_ends(halfbyte: Command, tmp_path: Path) -> None:
+    results = []
+    for ends in ("\n", "\r\n"):
+        text = tmp_path / "text.py"
+        text.write_bytes(ends.join(["import os", "import sys", ""]).encode())
+        _, out, _ = halfbyte("eval", "--text", str(text), "--kv-cache-dtype", "nvfp4", "--json")
+        results.append(json.loads(out)[0]["tokens"])
+    assert results[0] < results[1]

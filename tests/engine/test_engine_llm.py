@@ -176,3 +176,32 @@ def test_llm_mixed_formats_share_a_pool() -> None:
     assert block_sizes[0] < block_sizes[1]
     assert max(llm.pool.plan.waste) <= 0.05
     assert len(llm.generate(PROMPTS[3], GREEDY)[0].token_ids) == 20
+
+
+def test_llm_leaves_the_model_as_it_was() -> None:
+    model = make_model("llama")
+    llm = LLM(model, kv_cache_dtype="nvfp4")
+    llm.generate(PROMPTS, GREEDY)
+    assert model.config._attn_implementation == "eager"
+    assert transformers_greedy(model, PROMPTS[0])
+
+
+def test_llm_k_and_v_of_different_formats() -> None:
+    llm = LLM(make_model("llama"), kv_cache_dtype="fp8", v_cache_dtype="nvfp4")
+    layout = llm.pool.layout(0)
+    assert (layout.k_dtype, layout.v_dtype) == ("fp8_e4m3", "nvfp4")
+    assert len(llm.generate(PROMPTS[0], GREEDY)[0].token_ids) == 20
+
+
+def test_llm_takes_tensors_of_token_ids() -> None:
+    llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4")
+    as_list = llm.generate([PROMPTS[0]], GREEDY)
+    assert llm.generate(torch.tensor(PROMPTS[0]), GREEDY) == as_list  # type: ignore[arg-type]
+    assert llm.generate(torch.tensor([PROMPTS[0]]), GREEDY) == as_list  # type: ignore[arg-type]
+
+
+def test_llm_tiny_temperatures_are_greedy() -> None:
+    llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4")
+    greedy = llm.generate(PROMPTS[0], GREEDY)[0].token_ids
+    tiny = SamplingParams(max_tokens=20, temperature=1e-44, seed=0)
+    assert llm.generate(PROMPTS[0], tiny)[0].token_ids == greedy

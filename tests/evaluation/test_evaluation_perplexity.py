@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
+from halfbyte.assets import bundled_model_path
 from halfbyte.evaluation import evaluate_perplexity, text_windows
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY
+from halfbyte.models import load_tokenizer
 from models.zoo import make_model, token_ids
 
 WINDOWS = [token_ids(n, seed=n).tolist() for n in (40, 23, 40)]
@@ -114,8 +116,16 @@ def test_text_windows_predict_every_token_once() -> None:
 
 
 def test_text_windows_stop_after_enough_tokens() -> None:
-    windows, _ = text_windows(Characters(), ["a" * 100], window=11, max_tokens=20)
-    assert len(windows) == 2
+    windows, num_bytes = text_windows(Characters(), ["a" * 100], window=11, max_tokens=20)
+    assert [len(window) for window in windows] == [11, 9]
+    assert num_bytes == 18
+
+
+@pytest.mark.parametrize("window", [2, 3, 8, 64])
+def test_text_windows_count_bytes_of_cut_characters(window: int) -> None:
+    text = "héé 日本語 🎉 naïve\n" * 30
+    _, num_bytes = text_windows(load_tokenizer(bundled_model_path()), [text], window)
+    assert num_bytes == len(text.encode())
 
 
 def test_text_windows_refuse_nothing() -> None:

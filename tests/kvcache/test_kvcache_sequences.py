@@ -299,17 +299,6 @@ def test_move_in_from_another_pool_is_refused_and_changes_nothing(
     tables.check_integrity()
 
 
-def test_rename_keeps_the_pages() -> None:
-    tables = full_tables()
-    tables.add("a")
-    tables.append("a", 6)
-    pages = tables.table("a")
-    tables.rename("a", ("b", 1))
-    assert "a" not in tables
-    assert tables.table(("b", 1)) == pages
-    tables.check_integrity()
-
-
 def test_can_grow_enlarges_pool_and_allocator_together() -> None:
     tables = full_tables(num_pages=3, can_grow=True)
     tables.add("a")
@@ -346,7 +335,6 @@ def test_can_grow_makes_room_for_a_sequence_that_comes_back() -> None:
         ("fork", ("x", "y")),
         ("free", ("x",)),
         ("move_out", ("x",)),
-        ("rename", ("x", "y")),
         ("slots", ("x", 0, 0)),
         ("release_dead_pages", ("x", 0)),
     ],
@@ -368,7 +356,6 @@ def test_taken_names_and_negative_counts_are_refused() -> None:
     for operation in (
         lambda: tables.add("a"),
         lambda: tables.fork("a", "b"),
-        lambda: tables.rename("a", "b"),
         lambda: tables.move_in("a", host),
     ):
         with pytest.raises(ValueError, match="already exists"):

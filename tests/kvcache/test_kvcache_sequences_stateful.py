@@ -226,13 +226,6 @@ class SequencesMachine(RuleBasedStateMachine):
         self.tables.free(name)
         del self.shadow[name]
 
-    @precondition(lambda self: 0 < len(self.shadow) < len(NAMES))
-    @rule(data=st.data())
-    def rename(self, data: st.DataObject) -> None:
-        old, new = self.draw_name(data, taken=True), self.draw_name(data, taken=False)
-        self.tables.rename(old, new)
-        self.shadow[new] = self.shadow.pop(old)
-
     @precondition(lambda self: self.shadow and len(self.hosts) < 2)
     @rule(data=st.data())
     def move_out(self, data: st.DataObject) -> None:

@@ -4,9 +4,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import StableLmConfig, StableLmForCausalLM
 
-from halfbyte.models import ENGINE, ModelLoadError, UnsupportedModelError, load_model, register
+from halfbyte.engine import LLM
+from halfbyte.models import (
+    ENGINE,
+    ModelLoadError,
+    UnsupportedModelError,
+    load_model,
+    load_tokenizer,
+    register,
+)
 from models.zoo import make_model, token_ids
 
 
@@ -95,3 +104,106 @@ def test_engine_attention_without_a_batch_says_what_to_do() -> None:
     model.set_attn_implementation(ENGINE)
     with pytest.raises(RuntimeError, match=r"use halfbyte\.Cache with generate"):
         model(input_ids=token_ids(1, 4))
+
+
+def declare(folder: Path, **fields: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+def add_tensors(folder: Path, name: str, side_names: tuple[str, ...] = ("k", "v")) -> None:
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(4):
+        for side in side_names:
+            weights[name.format(layer=layer, side=side)] = torch.tensor(0.02)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "suffix", ["weight_scale", "weight_scale_2", "input_scale", "weight_packed"]
+)
+def test_load_model_refuses_quantized_weights_that_nobody_reads(folder: Path, suffix: str) -> None:
+    add_tensors(folder, "model.layers.{layer}.self_attn.{side}_proj." + suffix)
+    declare(folder, quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
+    with pytest.raises(ModelLoadError, match=f"quantized weights that cannot be read: .*{suffix}"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("quantization_config", "expected"),
+    [
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}, "nvfp4"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {},
+                "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+            },
+            "fp8_e4m3",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {},
+                "kv_cache_scheme": {"num_bits": 4, "type": "float", "group_size": 16},
+            },
+            "nvfp4",
+        ),
+    ],
+    ids=["modelopt", "compressed-tensors-fp8", "compressed-tensors-nvfp4"],
+)
+def test_load_model_of_a_checkpoint_that_quantizes_only_its_cache(
+    folder: Path, quantization_config: dict, expected: str
+) -> None:
+    add_tensors(folder, "model.layers.{layer}.self_attn.{side}_scale")
+    declare(folder, quantization_config=quantization_config)
+    llm = LLM(load_model(folder), kv_cache_dtype="auto")
+    assert llm.pool.layout(0).k_dtype == expected
+    assert llm.kv_scales is not None
+    assert llm.kv_scales.source == f"checkpoint (for {expected})"
+
+
+def test_load_model_reads_hf_quant_config(folder: Path) -> None:
+    add_tensors(folder, "model.layers.{layer}.self_attn.{side}_proj.{side}_scale")
+    declared = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "NVFP4"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(declared))
+    llm = LLM(load_model(folder), kv_cache_dtype="auto")
+    assert llm.pool.layout(0).k_dtype == "nvfp4"
+    assert llm.kv_scales is not None
+    assert llm.kv_scales.k_amax[0] == pytest.approx(0.02 * 2688, rel=1e-6)
+
+
+def test_load_model_by_hub_id_finds_the_scales(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("halfbyte.models.loading.snapshot_download", lambda *_, **__: str(folder))
+    add_tensors(folder, "model.layers.{layer}.self_attn.{side}_scale")
+    model = load_model("someone/model")
+    assert LLM(model, kv_cache_dtype="fp8").kv_scales.source == "checkpoint (for fp8_e4m3)"  # type: ignore[union-attr]
+
+
+def test_load_model_names_wrong_shapes(folder: Path) -> None:
+    declare(folder, head_dim=16)
+    with pytest.raises(
+        ModelLoadError, match=r"wrong shape: .*k_norm.weight \(file \(32,\), model \(16,\)\)"
+    ):
+        load_model(folder)
+
+
+def test_load_model_refuses_rope_that_depends_on_the_batch(folder: Path) -> None:
+    declare(
+        folder,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    )
+    with pytest.raises(UnsupportedModelError, match="rope type dynamic is not supported"):
+        load_model(folder)
+
+
+def test_load_model_refuses_unknown_dtypes(folder: Path) -> None:
+    with pytest.raises(ValueError, match="dtype: expected one of auto, float32"):
+        load_model(folder, dtype="int8")
+
+
+def test_load_tokenizer_refuses_a_folder_without_one(folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match="has no tokenizer"):
+        load_tokenizer(folder)

@@ -22,6 +22,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 app.command("generate")(generate)
 app.command("eval")(evaluate)
@@ -46,6 +47,8 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         sys.exit(130)
-    except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
+    except Exception as error:
+        if "--verbose" in sys.argv or "-v" in sys.argv:
+            raise
         print_error(error)
         sys.exit(1)

@@ -1,7 +1,6 @@
 """What all commands share: quiet libraries, progress on a terminal, one-line errors."""
 
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,12 +13,19 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 def quiet_libraries(*, verbose: bool) -> None:
     """Keep other libraries' chatter off the screen; halfbyte's own log goes to stderr."""
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    logging.basicConfig(stream=sys.stderr, format="halfbyte: %(message)s")
-    logging.getLogger("halfbyte").setLevel(logging.INFO if verbose else logging.WARNING)
+    hub_logging.set_verbosity_error()
+    logger = logging.getLogger("halfbyte")
+    logger.setLevel(logging.INFO if verbose else logging.WARNING)
+    # On this logger alone: a root handler would repeat what every library says.
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("halfbyte: %(message)s"))
+        logger.addHandler(handler)
 
 
 @contextmanager
@@ -41,4 +47,4 @@ def print_error(error: Exception) -> None:
     """One line on stderr that says what went wrong."""
     message = " ".join(str(error).split()) or type(error).__name__
     err.print("error:", style="bold red", end=" ")
-    err.print(message, markup=False)
+    err.print(message, markup=False, emoji=False)

@@ -80,6 +80,6 @@ def evaluate(
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_bytes().decode()  # read_text would translate line ends
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not UTF-8 text: {error}") from None

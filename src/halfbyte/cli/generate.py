@@ -82,7 +82,8 @@ def _run(
     """Generate, printing prompt and text as they come where `show`; notes times in `timings`."""
     stream = llm.stream(prompt, params)
     if show:
-        out.print(prompt, style="bold", markup=False, end="")
+        # Written as it is: rich would replace tabs, control characters and emoji codes.
+        sys.stdout.write(f"\x1b[1m{prompt}\x1b[0m" if out.is_terminal else prompt)
     started = last = time.perf_counter()
     first: float | None = None
     count = 0
@@ -119,13 +120,19 @@ def _report(
         "prompt_tokens": len(output.prompt_token_ids),
         "finish_reason": output.finish_reason.value,
         "kv_cache": {
-            "dtype": llm.pool.layout(0).k_dtype.value,
+            "dtype": _formats(llm),
             "bytes_per_token": plan.bytes_per_token,
             "bytes_used": llm.core.tables.allocator.most_used * plan.page_bytes,
             "scales": llm.kv_scales.source if llm.kv_scales else None,
         },
         "timings": timings,
     }
+
+
+def _formats(llm: "LLM") -> str:
+    """The format of the cache; several, in order of first use, where layers or K and V differ."""
+    layouts = [llm.pool.layout(layer) for layer in range(llm.pool.plan.num_layers)]
+    return "+".join(dict.fromkeys(d.value for x in layouts for d in (x.k_dtype, x.v_dtype)))
 
 
 def _print_table(llm: "LLM", output: "RequestOutput", timings: dict[str, float | None]) -> None:
@@ -137,7 +144,7 @@ def _print_table(llm: "LLM", output: "RequestOutput", timings: dict[str, float |
     bf16 = plan_kv_cache(specs).bytes_per_token
     rate = timings["decode_tokens_per_s"]
     table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_row("KV cache", str(llm.pool.layout(0).k_dtype))
+    table.add_row("KV cache", _formats(llm))
     table.add_row("  per token", f"{ours:,.0f} bytes (bfloat16: {bf16:,.0f}, {bf16 / ours:.2f}x)")
     table.add_row("  scales", llm.kv_scales.source if llm.kv_scales else "none needed")
     table.add_row(

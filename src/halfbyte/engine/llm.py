@@ -1,6 +1,6 @@
 """`LLM`: text in, text out, with every K and V in a packed, paged cache."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class LLM:
         model: folder or hub id of a checkpoint, or a loaded transformers model.
         tokenizer: of transformers; by default the checkpoint's. Without one, prompts are token ids.
         kv_cache_dtype: format, or formats per layer (see `LayerDTypes`).
+        v_cache_dtype: format or formats of V, where they differ from K's.
         dtype: of weights and computation; `auto` for the checkpoint's.
         device: by default a GPU if there is one.
         block_size: tokens per page.
@@ -76,6 +77,7 @@ class LLM:
         tokenizer: Any = None,
         *,
         kv_cache_dtype: LayerDTypes = "nvfp4",
+        v_cache_dtype: LayerDTypes | None = None,
         dtype: str | torch.dtype = "auto",
         device: torch.device | str | None = None,
         block_size: int = 16,
@@ -96,7 +98,9 @@ class LLM:
         if max_model_len is not None and not 0 < max_model_len <= context:
             raise ValueError(f"max_model_len: expected 1 .. {context}, got {max_model_len}")
         max_model_len = max_model_len or context
-        specs = layer_specs(model.config, model.dtype, kv_cache_dtype, block_size)
+        specs = layer_specs(
+            model.config, model.dtype, kv_cache_dtype, block_size, v_cache_dtype=v_cache_dtype
+        )
         formats = {d for spec in specs for d in (spec.layout.k_dtype, spec.layout.v_dtype)}
         self.kv_scales = resolve_kv_scales(model, formats, given=kv_scales, tokenizer=tokenizer)
         plan = plan_kv_cache(specs)
@@ -177,17 +181,8 @@ class LLM:
         try:
             for request in requests:
                 self.core.add(request)
-            while not all(request.is_finished for request in requests):
-                for request, token in self.core.step():
-                    i = index[request.id]
-                    text = texts[i]
-                    piece = text.push(token) if text else ""
-                    if text and text.stopped:
-                        request.finish_reason = FinishReason.STOP
-                        self.core.abort(request, FinishReason.STOP)
-                    elif text and request.is_finished:
-                        piece += text.finish()
-                    yield NewToken(i, token, piece)
+            with self.core.runner.attached():
+                yield from self._tokens(requests, index, texts)
         finally:
             # Also when the caller stops listening or a step fails: the pool stays whole.
             for request in requests:
@@ -197,16 +192,37 @@ class LLM:
             for prompt, request, text in zip(prompts, requests, texts, strict=True)
         ]
 
+    def _tokens(
+        self, requests: Sequence[Request], index: dict[int, int], texts: list[Detokenizer | None]
+    ) -> Iterator[NewToken]:
+        while not all(request.is_finished for request in requests):
+            for request, token in self.core.step():
+                i = index[request.id]
+                text = texts[i]
+                piece = text.push(token) if text else ""
+                if text and text.stopped:
+                    request.finish_reason = FinishReason.STOP
+                    self.core.abort(request, FinishReason.STOP)
+                elif text and request.is_finished:
+                    piece += text.finish()
+                yield NewToken(i, token, piece)
+
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
             return list(prompt)
         if self.tokenizer is None:
             raise ValueError("prompt: this model has no tokenizer; give token ids")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise ValueError("prompt: is not valid text") from None
         ids: list[int] = self.tokenizer(prompt).input_ids
         return ids if prompt else []
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if hasattr(prompts, "tolist"):  # a tensor or an array of token ids
+        prompts = prompts.tolist()
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Runs a step: token ids in, logits out, K and V through the pool."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
@@ -35,6 +36,22 @@ class ModelRunner:
         self.batch_invariant = batch_invariant
         register()
 
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Give the model the engine's attention, and its own back at the end.
+
+        `run` does it by itself; around many runs it saves walking the modules each time.
+        """
+        before = self.model.config._attn_implementation
+        if before == ENGINE:
+            yield
+            return
+        self.model.set_attn_implementation(ENGINE)
+        try:
+            yield
+        finally:
+            self.model.set_attn_implementation(before)
+
     @torch.inference_mode()
     def run(
         self, chunks: Sequence[tuple[object, Sequence[int]]], *, all_logits: bool = False
@@ -65,17 +82,16 @@ class ModelRunner:
             for (_, ids), length in zip(chunks, lengths, strict=True)
         ]
         input_ids = torch.tensor([[token for _, ids in chunks for token in ids]], device=device)
-        if self.model.config._attn_implementation != ENGINE:
-            self.model.set_attn_implementation(ENGINE)
         # 0 means all of them.
         keep = 0 if all_logits else batch.query_start_loc[1:].long() - 1
-        output = self.model(
-            input_ids=input_ids,
-            position_ids=torch.cat(positions)[None].to(device),
-            use_cache=False,
-            logits_to_keep=keep,
-            **{BATCH_ARGUMENT: batch},
-        )
+        with self.attached():
+            output = self.model(
+                input_ids=input_ids,
+                position_ids=torch.cat(positions)[None].to(device),
+                use_cache=False,
+                logits_to_keep=keep,
+                **{BATCH_ARGUMENT: batch},
+            )
         if len(batch.layers_run) != self.tables.pool.plan.num_layers:
             raise RuntimeError(
                 f"{type(self.model).__name__}: the cache reached {len(batch.layers_run)} of "

@@ -23,7 +23,10 @@ class Sampler:
         if params.temperature == 0:
             return int(logits.argmax())
         probabilities = _probabilities(
-            logits.float().cpu() / params.temperature, params.top_k, params.top_p
+            # The largest becomes 0, so that no temperature, however small, makes infinities.
+            (logits - logits.max()).float().cpu() / params.temperature,
+            params.top_k,
+            params.top_p,
         )
         return int(torch.multinomial(probabilities, 1, generator=self._generator(request)))
 

@@ -39,6 +39,8 @@ class SamplingParams:
             raise ValueError(f"max_tokens: expected at least 1, got {self.max_tokens}")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature: expected a number >= 0, got {self.temperature}")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed: expected a number in 0 .. 2^63 - 1, got {self.seed}")
         if self.top_k < -1:
             raise ValueError(f"top_k: expected a number >= -1, got {self.top_k}")
         if not 0 < self.top_p <= 1:

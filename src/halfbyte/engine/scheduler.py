@@ -50,6 +50,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self._preempted = False
 
     @property
     def has_work(self) -> bool:
@@ -67,17 +68,20 @@ class Scheduler:
         is left.
         """
         chunks: list[ScheduledChunk] = []
+        self._preempted = False
         budget = self.max_batched_tokens
         for request in list(self.running):
             if budget == 0:
                 break
             if request not in self.running:  # preempted by an older one in this very step
                 continue
-            chunk = self._place(request, budget, chunks)
+            chunk = self._place(request, budget)
             if chunk is not None:
                 chunks.append(chunk)
                 budget -= chunk.count
-        while budget and self.waiting and len(self.running) < self.max_num_seqs:
+        # A step that had to take pages away has none to give to newcomers.
+        full = bool(chunks) and self._preempted
+        while budget and self.waiting and len(self.running) < self.max_num_seqs and not full:
             request = self.waiting[0]
             self.tables.add(request.id)
             try:
@@ -113,10 +117,8 @@ class Scheduler:
             self.running.remove(request)
             self.tables.free(request.id)
 
-    def _place(
-        self, request: Request, budget: int, chunks: list[ScheduledChunk]
-    ) -> ScheduledChunk | None:
-        """Allocate for a running request, preempting younger ones if need be."""
+    def _place(self, request: Request, budget: int) -> ScheduledChunk | None:
+        """Allocate for a running request, preempting younger ones, not yet placed, if need be."""
         while True:
             try:
                 return self._allocate(request, budget)
@@ -130,7 +132,6 @@ class Scheduler:
                         self._fail(request, error)
                     return None
                 self._preempt(victim)
-                chunks[:] = [chunk for chunk in chunks if chunk.request is not victim]
 
     def _allocate(self, request: Request, budget: int) -> ScheduledChunk:
         start = request.num_computed
@@ -142,6 +143,7 @@ class Scheduler:
         self.running.remove(request)
         self.tables.free(request.id)
         request.num_computed = 0
+        self._preempted = True
         self.waiting.appendleft(request)
 
     @staticmethod

@@ -128,28 +128,29 @@ def evaluate_perplexity(
     }
     total = sum(len(window) for window in windows) * len(tracks)
     done = 0
-    for first in range(0, len(windows), at_once):
-        group = list(enumerate(windows[first : first + at_once]))
-        for track in tracks.values():
-            for seq, _ in group:
-                track.tables.add(seq)
-        for start in range(0, max(len(window) for _, window in group), chunk_size):
-            chunks = [
-                (seq, list(window[start : start + chunk_size]))
-                for seq, window in group
-                if start < len(window)
-            ]
-            rows, targets = _targets(chunks, dict(group), start, model.device)
-            baseline = torch.empty(0)
-            for name in unique:
-                log_p = tracks[name].log_probabilities(chunks)
-                baseline = log_p if name == BASELINE else baseline
-                tracks[name].add(log_p, baseline, targets, rows)
-                done += sum(len(ids) for _, ids in chunks)
-                on_progress(done, total)
-        for track in tracks.values():
-            for seq, _ in group:
-                track.tables.free(seq)
+    with tracks[BASELINE].runner.attached():
+        for first in range(0, len(windows), at_once):
+            group = list(enumerate(windows[first : first + at_once]))
+            for track in tracks.values():
+                for seq, _ in group:
+                    track.tables.add(seq)
+            for start in range(0, max(len(window) for _, window in group), chunk_size):
+                chunks = [
+                    (seq, list(window[start : start + chunk_size]))
+                    for seq, window in group
+                    if start < len(window)
+                ]
+                rows, targets = _targets(chunks, dict(group), start, model.device)
+                baseline = torch.empty(0)
+                for name in unique:
+                    log_p = tracks[name].log_probabilities(chunks)
+                    baseline = log_p if name == BASELINE else baseline
+                    tracks[name].add(log_p, baseline, targets, rows)
+                    done += sum(len(ids) for _, ids in chunks)
+                    on_progress(done, total)
+            for track in tracks.values():
+                for seq, _ in group:
+                    track.tables.free(seq)
     predicted = sum(len(window) - 1 for window in windows)
     return [_result(tracks[name], predicted, chunk_size, num_bytes) for name in names]
 
@@ -163,7 +164,7 @@ def text_windows(
         tokenizer: of transformers.
         texts: each starts a window of its own.
         window: tokens per window, the first (given, not predicted) included.
-        max_tokens: stop after about so many tokens in all.
+        max_tokens: stop after so many tokens in all.
 
     Returns:
         `(windows, bytes)`: every window begins with the tokenizer's beginning-of-text token where
@@ -180,18 +181,31 @@ def text_windows(
     num_bytes = taken = 0
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False).input_ids  # type: ignore[operator]
+        end = 0
         for start in range(0, len(ids), step):
             if max_tokens is not None and taken >= max_tokens:
                 break
             piece = prefix + ids[start : start + step]
+            if max_tokens is not None:
+                piece = piece[: max(2, max_tokens - taken)]
             if len(piece) < 2:
                 continue
             windows.append(piece)
             taken += len(piece)
-            num_bytes += len(tokenizer.decode(piece[1:]).encode())  # type: ignore[attr-defined]
+            end = start + len(piece) - len(prefix)
+            if not prefix:  # its first token is given, not predicted
+                num_bytes -= _num_bytes(tokenizer, piece[:1])
+        # Windows may cut characters in two, so bytes are counted per text.
+        num_bytes += len(text.encode()) if end == len(ids) else _num_bytes(tokenizer, ids[:end])
     if not windows:
         raise ValueError("text: has no token to predict")
     return windows, num_bytes
+
+
+def _num_bytes(tokenizer: object, ids: list[int]) -> int:
+    """UTF-8 bytes of tokens, without half a character at the end."""
+    text: str = tokenizer.decode(ids)  # type: ignore[attr-defined]
+    return len(text.rstrip("\ufffd").encode())
 
 
 def _check(model: PreTrainedModel, windows: Sequence[Sequence[int]], chunk_size: int) -> None:
@@ -236,7 +250,7 @@ def _result(
     nll = track.nll / predicted
     return PerplexityResult(
         kv_cache_dtype=track.dtype.value,
-        perplexity=math.exp(nll),
+        perplexity=math.exp(nll) if nll < 700 else math.inf,
         nll=nll,
         kl_divergence=track.kl / predicted,
         bytes_per_token=track.tables.pool.plan.bytes_per_token,

@@ -29,6 +29,8 @@ class PagedKVPool:
         num_pages: int,
         device: torch.device | str = "cpu",
     ) -> None:
+        if num_pages < 1:
+            raise ValueError(f"num_pages: expected at least 1, got {num_pages}")
         self.plan = plan if isinstance(plan, KVCachePlan) else plan_kv_cache(plan)
         # Zeroed, so that no reader of a whole page ever meets a stale NaN scale.
         self.buffer = torch.zeros(

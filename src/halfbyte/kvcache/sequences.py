@@ -157,14 +157,6 @@ class SequenceTables:
             self.allocator.release(table)
         del self._sequences[seq]
 
-    def rename(self, seq: SequenceId, name: SequenceId) -> None:
-        """Call a sequence by another name, which must be free."""
-        sequence = self._get(seq)
-        if name in self._sequences:
-            raise ValueError(f"sequence {name!r} already exists")
-        self._sequences[name] = sequence
-        del self._sequences[seq]
-
     def move_out(self, seq: SequenceId) -> HostSequence:
         """Copy a sequence's pages to host memory and end it in the pool."""
         sequence = self._get(seq)

@@ -24,7 +24,7 @@ def nvfp4_kv_cache_full_dim(head_size: int) -> int:
 
 def nvfp4_kv_cache_split_views(
     kv_cache: torch.Tensor,
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Zero-copy views of data and scales.
 
     Args:
@@ -33,9 +33,9 @@ def nvfp4_kv_cache_split_views(
             a permuted view (an HND cache seen as NHD).
 
     Returns:
-        `((k_data, v_data), (k_scale, v_scale))`: uint8 `[num_pages, dim_1, dim_2, D/2]` and
+        `([k_data, v_data], [k_scale, v_scale])`: uint8 `[num_pages, dim_1, dim_2, D/2]` and
         float8_e4m3fn `[num_pages, dim_1, dim_2, D/16]`, in the input's order of dimensions; for
-        one side `((data,), (scale,))`.
+        one side `([data], [scale])`.
 
     Raises:
         ValueError: not uint8, not 4 or 5 dimensions, or a last dimension that is not 9 · D/16.
@@ -48,8 +48,8 @@ def nvfp4_kv_cache_split_views(
     if kv_cache.dim() == 5 and kv_cache.shape[1] != 2:
         raise ValueError(f"kv_cache: dimension 1 must be 2 (K, V), got {kv_cache.shape[1]}")
     sides = kv_cache.unbind(1) if kv_cache.dim() == 5 else (kv_cache,)
-    data, scales = zip(*(_split_side(side) for side in sides), strict=True)
-    return data, scales
+    split = [_split_side(side) for side in sides]
+    return [data for data, _ in split], [scales for _, scales in split]
 
 
 def dequant_nvfp4_kv_cache(

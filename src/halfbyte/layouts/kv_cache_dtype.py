@@ -116,11 +116,6 @@ class KVCacheDType(StrEnum):
         return self in (KVCacheDType.NVFP4, KVCacheDType.NVFP4_4OVER6)
 
     @property
-    def is_fp8(self) -> bool:
-        """Whether values are FP8 with a per-tensor scale."""
-        return self in (KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2)
-
-    @property
     def has_global_scale(self) -> bool:
         """Whether dequantization multiplies by a per-tensor float32 scale."""
         return self.value in _GLOBAL_SCALE

@@ -35,6 +35,11 @@ class UnsupportedModelError(ValueError):
     """The architecture is not one that halfbyte is tested with."""
 
 
+# transformers picks their frequencies by the longest sequence of a forward pass, so that a result
+# would depend on what else is in the batch and on how a prompt was cut.
+_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
 def check_supported(config: Any) -> None:
     """Raise UnsupportedModelError unless the architecture of a transformers config is supported."""
     model_type = getattr(config, "model_type", None)
@@ -43,6 +48,20 @@ def check_supported(config: Any) -> None:
             f"model type {model_type!r} is not supported; supported: "
             + ", ".join(SUPPORTED_MODEL_TYPES)
         )
+    rope_types = _rope_types(getattr(config, "rope_parameters", None)) & _BATCH_DEPENDENT_ROPE
+    if rope_types:
+        raise UnsupportedModelError(
+            f"rope type {', '.join(sorted(rope_types))} is not supported: its positions depend on "
+            "the longest sequence in the batch"
+        )
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    """Rope types of a config's parameters, which may be nested per kind of layer."""
+    if not isinstance(parameters, Mapping):
+        return set()
+    own = {parameters["rope_type"]} if isinstance(parameters.get("rope_type"), str) else set()
+    return own.union(*(_rope_types(value) for value in parameters.values()))
 
 
 def sliding_windows(config: Any) -> list[int | None]:
@@ -60,6 +79,7 @@ def layer_specs(
     kv_cache_dtype: LayerDTypes = "auto",
     block_size: int = 16,
     *,
+    v_cache_dtype: LayerDTypes | None = None,
     keep_all: bool = False,
 ) -> list[KVCacheSpec]:
     """Cache specs of every layer of a model.
@@ -69,6 +89,7 @@ def layer_specs(
         dtype: the model's dtype, which `auto` stands for unless the checkpoint declares a format.
         kv_cache_dtype: format or formats, see `LayerDTypes`.
         block_size: tokens per page.
+        v_cache_dtype: format or formats of V, where they differ from K's.
         keep_all: give sliding layers full-attention specs, so that no page ever dies and any
             length can be cropped to.
 
@@ -81,18 +102,16 @@ def layer_specs(
         config.hidden_size // config.num_attention_heads
     )
     windows = sliding_windows(config)
+    v_cache_dtype = kv_cache_dtype if v_cache_dtype is None else v_cache_dtype
+    k_names, v_names = (_per_layer(x, windows) for x in (kv_cache_dtype, v_cache_dtype))
     specs: list[KVCacheSpec] = []
-    for window, name in zip(windows, _per_layer(kv_cache_dtype, windows), strict=True):
-        parsed = KVCacheDType.parse(name)
-        if parsed is KVCacheDType.AUTO:
-            parsed = KVCacheDType.from_checkpoint(config)
-            # An unquantized declaration is the file's dtype; the model may have been cast since.
-            parsed = parsed if parsed.is_quantized else KVCacheDType.parse(dtype)
+    for window, k_name, v_name in zip(windows, k_names, v_names, strict=True):
         fields: dict[str, Any] = {
             "block_size": block_size,
             "num_kv_heads": config.num_key_value_heads,
             "head_size": head_size,
-            "kv_cache_dtype": parsed,
+            "kv_cache_dtype": _resolve(k_name, config, dtype),
+            "v_cache_dtype": _resolve(v_name, config, dtype),
             "dtype": dtype,
         }
         if window is None or keep_all:
@@ -100,6 +119,15 @@ def layer_specs(
         else:
             specs.append(SlidingWindowSpec(**fields, sliding_window=window))
     return specs
+
+
+def _resolve(name: str | KVCacheDType, config: Any, dtype: torch.dtype) -> KVCacheDType:
+    parsed = KVCacheDType.parse(name)
+    if parsed is KVCacheDType.AUTO:
+        parsed = KVCacheDType.from_checkpoint(config)
+        # An unquantized declaration is the file's dtype; the model may have been cast since.
+        parsed = parsed if parsed.is_quantized else KVCacheDType.parse(dtype)
+    return parsed
 
 
 def _per_layer(

@@ -34,6 +34,7 @@ class Cache(transformers.Cache):
         model: a transformers model of a supported architecture. Its attention implementation is
             set to halfbyte's, with which it also runs without this cache.
         kv_cache_dtype: format, or formats per layer (see `LayerDTypes`).
+        v_cache_dtype: format or formats of V, where they differ from K's.
         block_size: tokens per page.
         kv_scales: global scales; by default the checkpoint's, else one calibration pass.
         attention_backend: name of an attention backend, or None to choose.
@@ -48,12 +49,20 @@ class Cache(transformers.Cache):
         model: PreTrainedModel,
         kv_cache_dtype: LayerDTypes = "nvfp4",
         *,
+        v_cache_dtype: LayerDTypes | None = None,
         block_size: int = 16,
         kv_scales: KVScales | None = None,
         attention_backend: str | None = None,
     ) -> None:
         # Sliding layers keep every page, so that any crop and any beam can be served.
-        specs = layer_specs(model.config, model.dtype, kv_cache_dtype, block_size, keep_all=True)
+        specs = layer_specs(
+            model.config,
+            model.dtype,
+            kv_cache_dtype,
+            block_size,
+            v_cache_dtype=v_cache_dtype,
+            keep_all=True,
+        )
         formats = {d for s in specs for d in (s.layout.k_dtype, s.layout.v_dtype)}
         scales = resolve_kv_scales(model, formats, given=kv_scales)
         pool = PagedKVPool(plan_kv_cache(specs), _INITIAL_PAGES, model.device)

@@ -118,9 +118,10 @@ def _from_folder(model: PreTrainedModel) -> KVScales | None:
     stored = read_kv_scales(folder)
     if stored:
         declared = KVCacheDType.from_checkpoint(model.config)
-        method = get_kv_cache_quant_method(
-            declared if declared.has_global_scale else KVCacheDType.FP8_E4M3
-        )
+        if not declared.has_global_scale:
+            declared = KVCacheDType.FP8_E4M3
+            logger.warning("%s: has KV scales but declares no format; taken as FP8's", folder)
+        method = get_kv_cache_quant_method(declared)
         return KVScales.from_layers(stored, method, source=f"checkpoint (for {method.name})")
     loaded = KVScales.load(folder)
     return loaded and replace(loaded, source=f"{KV_SCALES_FILE} ({loaded.source})")
