@@ -100,7 +100,9 @@ def test_generate_through_the_cache_agrees_with_a_cpu(architecture: str) -> None
 
 def test_llm_generates_on_a_gpu() -> None:
     llm = LLM(bundled_model_path(), kv_cache_dtype="nvfp4", device="cuda")
-    outputs = llm.generate(["import os\nimport ", "def main("], SamplingParams(max_tokens=24))
+    outputs = llm.generate(
+        ["import os\nimport ", "def main("], SamplingParams(max_tokens=24, ignore_eos=True)
+    )
     assert [len(output.token_ids) for output in outputs] == [24, 24]
     assert llm.pool.device.type == "cuda"
     assert llm.core.tables.allocator.num_used == 0

@@ -18,6 +18,9 @@ class AttentionConfig:
     num_heads: int
     query_dtype: torch.dtype
     device_type: str
+    num_tokens: int
+    """Query tokens in all."""
+    num_seqs: int
     sliding_window: int | None
     has_sinks: bool
     softcap: float | None

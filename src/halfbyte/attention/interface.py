@@ -10,7 +10,10 @@ from halfbyte.layouts import PageLayout
 
 ATTENTION_BACKENDS: Registry[AttentionBackend] = Registry(
     "attention backend",
-    {"reference": "halfbyte.attention.reference:ReferenceAttention"},
+    {
+        "cuda": "halfbyte.attention.cuda:CudaAttention",
+        "reference": "halfbyte.attention.reference:ReferenceAttention",
+    },
 )
 
 
@@ -131,6 +134,8 @@ def paged_attention(
         num_heads=query.shape[1],
         query_dtype=query.dtype,
         device_type=query.device.type,
+        num_tokens=query.shape[0],
+        num_seqs=seq_lens.shape[0],
         sliding_window=sliding_window,
         has_sinks=sinks is not None,
         softcap=inputs.softcap,

@@ -1,0 +1,126 @@
+"""CUDA C++ compiled at run time: no build step, no toolkit, about 0.1 s per kernel and process.
+
+NVRTC and the driver are reached through `cuda-bindings`, which PyTorch's CUDA builds depend on.
+Sources are the `.cu` files beside this module; what varies (head size, dtype, ...) is a macro.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+Argument = ctypes.Structure | ctypes.c_void_p | ctypes.c_int | ctypes.c_uint64
+
+_FOLDER = Path(__file__).parent
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a source; the message is its log."""
+
+
+class Kernel(NamedTuple):
+    """A loaded function and the dynamic shared memory that it may use."""
+
+    function: Any
+    shared_bytes: int
+
+
+def compile_source(name: str, macros: dict[str, int | None], architecture: str) -> bytes:
+    """Compile `name.cu` to a cubin; needs no GPU.
+
+    Args:
+        name: of a source in this folder, without suffix.
+        macros: defined for the source; None defines without a value.
+        architecture: such as `sm_80` or `sm_90a`.
+
+    Raises:
+        CompileError: the source does not compile.
+    """
+    from cuda.bindings import nvrtc
+
+    source = (_FOLDER / f"{name}.cu").read_bytes()
+    program = _check(nvrtc.nvrtcCreateProgram(source, f"{name}.cu".encode(), 0, [], []))
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", "--extra-device-vectorization"]
+    options += [f"-D{key}" + ("" if v is None else f"={v}") for key, v in macros.items()]
+    encoded = [option.encode() for option in options]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise CompileError(f"{name}.cu for {architecture}: {log.decode().strip()}")
+    cubin = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
+    _check(nvrtc.nvrtcGetCUBIN(program, cubin))
+    nvrtc.nvrtcDestroyProgram(program)
+    return cubin
+
+
+@lru_cache(maxsize=256)
+def load(
+    name: str,
+    macros: tuple[tuple[str, int | None], ...],
+    functions: tuple[tuple[str, int], ...],
+    device: int,
+) -> dict[str, Kernel]:
+    """Compile for a device and load; cached per process.
+
+    Args:
+        name, macros: as for `compile_source`, the macros as pairs.
+        functions: `(name, bytes of dynamic shared memory)` of the kernels wanted.
+        device: index of the CUDA device.
+    """
+    from cuda.bindings import driver
+
+    major, minor = torch.cuda.get_device_capability(device)
+    suffix = "a" if major >= 9 else ""
+    cubin = compile_source(name, dict(macros), f"sm_{major}{minor}{suffix}")
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # makes sure that the context exists
+        module = _check(driver.cuModuleLoadData(cubin))
+        kernels = {}
+        for function_name, shared_bytes in functions:
+            function = _check(driver.cuModuleGetFunction(module, function_name.encode()))
+            if shared_bytes > 48 * 1024:
+                attribute = driver.CUfunction_attribute
+                _check(
+                    driver.cuFuncSetAttribute(
+                        function,
+                        attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                        shared_bytes,
+                    )
+                )
+            kernels[function_name] = Kernel(function, shared_bytes)
+    return kernels
+
+
+def launch(kernel: Kernel, grid: int, threads: int, arguments: Sequence[Argument]) -> None:
+    """Launch on the current stream, with arguments as their ctypes types say."""
+    from cuda.bindings import driver
+
+    pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+    stream = torch.cuda.current_stream().cuda_stream
+    _check(
+        driver.cuLaunchKernel(
+            kernel.function,
+            grid,
+            1,
+            1,
+            threads,
+            1,
+            1,
+            kernel.shared_bytes,
+            stream,
+            ctypes.addressof(pointers),
+            0,
+        )
+    )
+
+
+def _check(result: tuple[Any, ...]) -> Any:
+    """The values of a binding's result; its status must be success (0)."""
+    status, *values = result
+    if int(status) != 0:
+        raise RuntimeError(f"CUDA: {status.name} ({int(status)})")
+    return values[0] if len(values) == 1 else tuple(values)
