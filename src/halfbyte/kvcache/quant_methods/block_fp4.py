@@ -1,5 +1,6 @@
 """FP4 with power-of-two block scales: `mxfp4` (blocks of 32) and `fp4_block16`."""
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -11,52 +12,42 @@ from halfbyte.numerics import block_fp4
 class _BlockFP4KVCacheMethod(KVCacheQuantMethod):
     """Without a global scale: the block scales span float32's range by themselves."""
 
+    _quantize: ClassVar[Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]
+    _dequantize: ClassVar[Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]]
+
+    def quantize(
+        self, x: torch.Tensor, global_scale: float | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Packed codes and E8M0 block scales."""
+        return type(self)._quantize(x)
+
+    def dequantize(
+        self,
+        data: torch.Tensor,
+        scales: torch.Tensor | None,
+        global_scale: float | torch.Tensor,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """`e2m1 * block_scale` in `dtype`."""
+        assert scales is not None
+        return type(self)._dequantize(data, scales, dtype)
+
     def global_scale_from_amax(self, amax: float) -> float:
         """1: there is no scale."""
         return 1.0
 
 
 class MXFP4KVCacheMethod(_BlockFP4KVCacheMethod):
-    """`quantize_mxfp4` of `halfbyte.numerics.block_fp4` on the bytes of a cache."""
+    """`mxfp4` of `halfbyte.numerics.block_fp4` on the bytes of a cache."""
 
     SCALE_BLOCK_SIZE: ClassVar[int] = block_fp4.MXFP4_BLOCK_SIZE
-
-    def quantize(
-        self, x: torch.Tensor, global_scale: float | torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Packed codes and E8M0 block scales."""
-        return block_fp4.quantize_mxfp4(x)
-
-    def dequantize(
-        self,
-        data: torch.Tensor,
-        scales: torch.Tensor | None,
-        global_scale: float | torch.Tensor,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """`e2m1 * block_scale` in `dtype`."""
-        assert scales is not None
-        return block_fp4.dequantize_mxfp4(data, scales, dtype)
+    _quantize = staticmethod(block_fp4.quantize_mxfp4)
+    _dequantize = staticmethod(block_fp4.dequantize_mxfp4)
 
 
 class FP4Block16KVCacheMethod(_BlockFP4KVCacheMethod):
-    """`quantize_fp4_block16` of `halfbyte.numerics.block_fp4` on the bytes of a cache."""
+    """`fp4_block16` of `halfbyte.numerics.block_fp4` on the bytes of a cache."""
 
     SCALE_BLOCK_SIZE: ClassVar[int] = block_fp4.FP4_BLOCK16_BLOCK_SIZE
-
-    def quantize(
-        self, x: torch.Tensor, global_scale: float | torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Packed codes and E8M0 block scales."""
-        return block_fp4.quantize_fp4_block16(x)
-
-    def dequantize(
-        self,
-        data: torch.Tensor,
-        scales: torch.Tensor | None,
-        global_scale: float | torch.Tensor,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """`e2m1 * block_scale` in `dtype`."""
-        assert scales is not None
-        return block_fp4.dequantize_fp4_block16(data, scales, dtype)
+    _quantize = staticmethod(block_fp4.quantize_fp4_block16)
+    _dequantize = staticmethod(block_fp4.dequantize_fp4_block16)
