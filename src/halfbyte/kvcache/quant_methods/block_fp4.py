@@ -8,18 +8,20 @@ import torch
 from halfbyte.kvcache.quant_methods.base import KVCacheQuantMethod
 from halfbyte.numerics import block_fp4
 
+Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Dequantize = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
+
 
 class _BlockFP4KVCacheMethod(KVCacheQuantMethod):
     """Without a global scale: the block scales span float32's range by themselves."""
 
-    _quantize: ClassVar[Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]
-    _dequantize: ClassVar[Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]]
+    _functions: ClassVar[tuple[Quantize, Dequantize]]
 
     def quantize(
         self, x: torch.Tensor, global_scale: float | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Packed codes and E8M0 block scales."""
-        return type(self)._quantize(x)
+        return self._functions[0](x)
 
     def dequantize(
         self,
@@ -30,7 +32,7 @@ class _BlockFP4KVCacheMethod(KVCacheQuantMethod):
     ) -> torch.Tensor:
         """`e2m1 * block_scale` in `dtype`."""
         assert scales is not None
-        return type(self)._dequantize(data, scales, dtype)
+        return self._functions[1](data, scales, dtype)
 
     def global_scale_from_amax(self, amax: float) -> float:
         """1: there is no scale."""
@@ -41,13 +43,11 @@ class MXFP4KVCacheMethod(_BlockFP4KVCacheMethod):
     """`mxfp4` of `halfbyte.numerics.block_fp4` on the bytes of a cache."""
 
     SCALE_BLOCK_SIZE: ClassVar[int] = block_fp4.MXFP4_BLOCK_SIZE
-    _quantize = staticmethod(block_fp4.quantize_mxfp4)
-    _dequantize = staticmethod(block_fp4.dequantize_mxfp4)
+    _functions = (block_fp4.quantize_mxfp4, block_fp4.dequantize_mxfp4)
 
 
 class FP4Block16KVCacheMethod(_BlockFP4KVCacheMethod):
     """`fp4_block16` of `halfbyte.numerics.block_fp4` on the bytes of a cache."""
 
     SCALE_BLOCK_SIZE: ClassVar[int] = block_fp4.FP4_BLOCK16_BLOCK_SIZE
-    _quantize = staticmethod(block_fp4.quantize_fp4_block16)
-    _dequantize = staticmethod(block_fp4.dequantize_fp4_block16)
+    _functions = (block_fp4.quantize_fp4_block16, block_fp4.dequantize_fp4_block16)
