@@ -176,3 +176,53 @@ def assert_close_to_exact(out: torch.Tensor, case: Case) -> None:
     allowed = 2 * (baseline.double() - exact).abs().max() + 1e-5 * exact.abs().max()
     assert not out.isnan().any()
     assert error <= allowed, f"error {error:.3g} > {allowed:.3g}"
+
+
+_LENGTHS: dict[str, Any] = {"query_lens": (1,) * 6, "seq_lens": (1, 40, 77, 17, 300, 0)}
+DECODE_CASES: dict[str, dict[str, Any]] = {
+    "d128": {"head_size": 128, **_LENGTHS},
+    "d64": {"head_size": 64, **_LENGTHS},
+    "d256": {"head_size": 256, **_LENGTHS},
+    "k64-v128": {"head_size": 64, "head_size_v": 128, **_LENGTHS},
+    "mha": {"head_size": 128, "group": 1, "kv_heads": 3, **_LENGTHS},
+    "group-8": {"head_size": 128, "group": 8, **_LENGTHS},
+    "group-5": {"head_size": 64, "group": 5, **_LENGTHS},
+    "mqa-32": {"head_size": 64, "group": 32, "kv_heads": 1, **_LENGTHS},
+    "nhd": {"head_size": 128, "order": "NHD", **_LENGTHS},
+    "nhd-d64-page-32": {"head_size": 64, "order": "NHD", "block_size": 32, **_LENGTHS},
+    "page-48": {"head_size": 128, "block_size": 48, **_LENGTHS},
+    "float16": {"head_size": 128, "query_dtype": torch.float16, **_LENGTHS},
+    "four-over-six": {"head_size": 128, "k_dtype": "nvfp4_4over6", **_LENGTHS},
+    "sinks-window-softcap": {
+        "head_size": 128,
+        "sinks": True,
+        "sliding_window": 20,
+        "softcap": 3.0,
+        **_LENGTHS,
+    },
+    "window-longer": {"head_size": 64, "sliding_window": 1000, "sinks": True, **_LENGTHS},
+    "several-queries": {
+        "head_size": 64,
+        "group": 8,
+        "query_lens": (4, 3, 0, 8, 1),
+        "seq_lens": (100, 3, 50, 1000, 2),
+    },
+    "several-queries-window": {
+        "head_size": 128,
+        "sliding_window": 100,
+        "query_lens": (2,) * 5,
+        "seq_lens": (2, 50, 102, 1000, 3000),
+    },
+    "ragged": {
+        "head_size": 128,
+        "kv_heads": 1,
+        "query_lens": (1,) * 20,
+        "seq_lens": tuple(range(1, 4000, 200)),
+    },
+    "one-long-sequence": {
+        "head_size": 128,
+        "kv_heads": 1,
+        "query_lens": (1,),
+        "seq_lens": (9001,),
+    },
+}

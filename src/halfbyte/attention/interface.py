@@ -2,6 +2,7 @@
 
 from typing import Literal, overload
 
+import numpy as np
 import torch
 
 from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
@@ -12,6 +13,7 @@ ATTENTION_BACKENDS: Registry[AttentionBackend] = Registry(
     "attention backend",
     {
         "cuda": "halfbyte.attention.cuda:CudaAttention",
+        "cpu": "halfbyte.attention.cpu:CpuAttention",
         "reference": "halfbyte.attention.reference:ReferenceAttention",
     },
 )
@@ -196,26 +198,27 @@ def _check(inputs: AttentionInputs) -> None:
 
 def _check_values(inputs: AttentionInputs) -> None:
     """What cannot be checked on a GPU without waiting for it."""
-    starts = inputs.query_start_loc
-    counts = starts.diff()
-    if starts[0] != 0 or starts[-1] != inputs.query.shape[0] or (counts < 0).any():
+    # NumPy, because a dozen tensor operations would take longer than attention to a short sequence.
+    starts, lengths = inputs.query_start_loc.numpy(), inputs.seq_lens.numpy()
+    if starts[0] != 0 or starts[-1] != inputs.query.shape[0] or (starts[1:] < starts[:-1]).any():
         raise ValueError(
             f"query_start_loc: expected to ascend from 0 to {inputs.query.shape[0]}, "
             f"got {starts.tolist()}"
         )
-    if (inputs.seq_lens < 0).any():
-        raise ValueError(f"seq_lens: expected numbers >= 0, got {inputs.seq_lens.tolist()}")
-    needed = -(-inputs.seq_lens // inputs.layout.block_size)
-    width = inputs.block_tables.shape[1]
-    if needed.numel() and int(needed.max()) > width:
+    if not lengths.size:
+        return
+    if lengths.min() < 0:
+        raise ValueError(f"seq_lens: expected numbers >= 0, got {lengths.tolist()}")
+    needed = -(-lengths // inputs.layout.block_size)
+    tables = inputs.block_tables.numpy()
+    if needed.max() > tables.shape[1]:
         raise ValueError(
-            f"block_tables: {int(needed.max())} pages needed for {int(inputs.seq_lens.max())} "
-            f"tokens, the table has {width}"
+            f"block_tables: {needed.max()} pages needed for {lengths.max()} tokens, "
+            f"the table has {tables.shape[1]}"
         )
-    used = torch.arange(width)[None, :] < needed[:, None]
-    pages = inputs.block_tables[used]
-    if pages.numel() and not 0 <= int(pages.min()) <= int(pages.max()) < inputs.pages.shape[0]:
+    used = tables[np.arange(tables.shape[1]) < needed[:, None]]
+    if used.size and not 0 <= used.min() <= used.max() < inputs.pages.shape[0]:
         raise ValueError(
-            f"block_tables: page numbers {int(pages.min())} .. {int(pages.max())} are not all in "
+            f"block_tables: page numbers {used.min()} .. {used.max()} are not all in "
             f"0 .. {inputs.pages.shape[0] - 1}"
         )
