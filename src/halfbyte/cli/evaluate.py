@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from halfbyte.cli.console import out, progress_bar, quiet_libraries
-from halfbyte.cli.options import AttentionBackend, DType, Model, Verbose
+from halfbyte.cli.options import AttentionBackend, Model, Verbose
 
 
 def evaluate(
@@ -25,12 +25,20 @@ def evaluate(
     max_tokens: Annotated[
         int | None, typer.Option(help="Stop after about so many tokens of text.")
     ] = 16384,
-    dtype: DType = "auto",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of weights and computation: auto, float32, bfloat16 or float16; by default "
+            "float32 on a CPU, so that rounding does not depend on the chunk size, else auto."
+        ),
+    ] = None,
     attention_backend: AttentionBackend = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
     verbose: Verbose = False,
 ) -> None:
     """Perplexity through the packed cache, and its divergence from a bfloat16 cache."""
+    import torch
+
     from halfbyte.assets import bundled_model_path, heldout_texts
     from halfbyte.evaluation import evaluate_perplexity, text_windows
     from halfbyte.layouts import KVCacheDType
@@ -43,7 +51,7 @@ def evaluate(
     texts = [_read(text)] if text else list(heldout_texts().values())
     path = model or bundled_model_path()
     tokenizer = load_tokenizer(path)
-    loaded = load_model(path, dtype=dtype)
+    loaded = load_model(path, dtype=dtype or ("auto" if torch.cuda.is_available() else "float32"))
     window = min(window, getattr(loaded.config, "max_position_embeddings", window))
     windows, num_bytes = text_windows(tokenizer, texts, window, max_tokens)
     with progress_bar("eval", "tokens") as on_progress:
