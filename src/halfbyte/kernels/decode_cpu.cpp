@@ -315,7 +315,7 @@ AVX512 void accumulate_avx512(const float (*weights)[kTile], int rows, const Tok
   accumulate_rows<1>(weights, v, tokens, head_size, acc);
 }
 
-#define AVX2 __attribute__((target("avx2,fma")))
+#define AVX2 __attribute__((target("avx2,fma,f16c")))
 
 // Eight words are half a chunk: lanes 8h .. 8h + 7 of the sixteen.
 AVX2 inline __m256i load_words8(const uint8_t* data, int words) {
@@ -325,9 +325,13 @@ AVX2 inline __m256i load_words8(const uint8_t* data, int words) {
 }
 
 AVX2 inline __m256 load_scales8(const uint8_t* scales, int words) {
-  alignas(32) float s[8] = {0};
-  for (int i = 0; i < words; i += 2) s[i] = s[i + 1] = kE4M3.value[scales[i / 2]];
-  return _mm256_load_ps(s);
+  uint32_t four = 0;
+  std::memcpy(&four, scales, words / 2);
+  const __m128i bytes = _mm_cvtsi32_si128((int)four);
+  const __m128i twice = _mm_cvtepu8_epi16(_mm_unpacklo_epi8(bytes, bytes));
+  const __m256 x = _mm256_mul_ps(_mm256_cvtph_ps(_mm_slli_epi16(twice, 7)), _mm256_set1_ps(256.0f));
+  const __m256i nan = _mm256_cmpeq_epi32(_mm256_cvtepi16_epi32(twice), _mm256_set1_epi32(127));
+  return _mm256_or_ps(x, _mm256_castsi256_ps(nan));  // all ones are a NaN
 }
 
 AVX2 inline __m256 look_up8(__m256i w) {
@@ -336,56 +340,92 @@ AVX2 inline __m256 look_up8(__m256i w) {
   return _mm256_or_ps(x, _mm256_castsi256_ps(sign));
 }
 
-AVX2 void score_avx2(const float* q, int rows, const TokenRow* k, int tokens, int head_size,
-                     float (*scores)[kTile]) {
+template <int ROWS>
+AVX2 void score_rows8(const float* q, const TokenRow* k, int tokens, int head_size,
+                      float (*scores)[kTile]) {
   const int chunks = chunks_of(head_size);
   for (int t = 0; t < tokens; t++) {
-    __m256 total[kRows] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(),
-                           _mm256_setzero_ps()};
+    __m256 total[ROWS];
+    for (int r = 0; r < ROWS; r++) total[r] = _mm256_setzero_ps();
     for (int block = 0; block * 64 < head_size; block++) {
       const int words = std::min(8, (head_size - block * 64) / 8);
       __m256i w = load_words8(k[t].data + block * 32, words);
-      const __m256 s = load_scales8(k[t].scales + block * 4, words);
-      __m256 sum[kRows] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(),
-                           _mm256_setzero_ps()};
+      const float* base = q + block / 2 * kChunk + block % 2 * 8;
+      __m256 sum[ROWS];
+      for (int r = 0; r < ROWS; r++) sum[r] = _mm256_setzero_ps();
+#pragma GCC unroll 8
       for (int n = 0; n < 8; n++) {
         const __m256 x = look_up8(w);
         w = _mm256_srli_epi32(w, 4);
-        for (int r = 0; r < rows; r++)
-          sum[r] = _mm256_fmadd_ps(
-              x, _mm256_loadu_ps(q + ((r * chunks + block / 2) * 8 + n) * 16 + block % 2 * 8), sum[r]);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++)
+          sum[r] = _mm256_fmadd_ps(x, _mm256_loadu_ps(base + r * chunks * kChunk + n * 16), sum[r]);
       }
-      for (int r = 0; r < rows; r++) total[r] = _mm256_fmadd_ps(sum[r], s, total[r]);
+      const __m256 s = load_scales8(k[t].scales + block * 4, words);
+      for (int r = 0; r < ROWS; r++) total[r] = _mm256_fmadd_ps(sum[r], s, total[r]);
     }
-    for (int r = 0; r < rows; r++) {
-      alignas(32) float lanes[8];
-      _mm256_store_ps(lanes, total[r]);
-      float sum = 0.0f;
-      for (float x : lanes) sum += x;
-      scores[r][t] = sum;
+    for (int r = 0; r < ROWS; r++) {
+      __m128 x = _mm_add_ps(_mm256_castps256_ps128(total[r]), _mm256_extractf128_ps(total[r], 1));
+      x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+      scores[r][t] = _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
+    }
+  }
+}
+
+AVX2 void score_avx2(const float* q, int rows, const TokenRow* k, int tokens, int head_size,
+                     float (*scores)[kTile]) {
+  if (rows == 4) return score_rows8<4>(q, k, tokens, head_size, scores);
+  if (rows == 3) return score_rows8<3>(q, k, tokens, head_size, scores);
+  if (rows == 2) return score_rows8<2>(q, k, tokens, head_size, scores);
+  score_rows8<1>(q, k, tokens, head_size, scores);
+}
+
+// Two look-ups of half a chunk at a time, so that four rows' sums stay in registers over a tile.
+template <int ROWS>
+AVX2 void accumulate_rows8(const float (*weights)[kTile], const TokenRow* v, int tokens,
+                           int head_size, float* acc) {
+  const int chunks = chunks_of(head_size);
+  for (int block = 0; block * 64 < head_size; block++) {
+    const int words = std::min(8, (head_size - block * 64) / 8);
+    alignas(32) float scales[kTile][8];
+    for (int t = 0; t < tokens; t++)
+      _mm256_store_ps(scales[t], load_scales8(v[t].scales + block * 4, words));
+    for (int n = 0; n < 8; n += 2) {
+      __m256 sum[ROWS][2];
+      float* at = acc + (block / 2 * 8 + n) * 16 + block % 2 * 8;
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; r++) {
+        sum[r][0] = _mm256_loadu_ps(at + r * chunks * kChunk);
+        sum[r][1] = _mm256_loadu_ps(at + r * chunks * kChunk + 16);
+      }
+      for (int t = 0; t < tokens; t++) {
+        const __m256i w =
+            _mm256_srlv_epi32(load_words8(v[t].data + block * 32, words), _mm256_set1_epi32(4 * n));
+        const __m256 s = _mm256_load_ps(scales[t]);
+        const __m256 x = _mm256_mul_ps(look_up8(w), s);
+        const __m256 y = _mm256_mul_ps(look_up8(_mm256_srli_epi32(w, 4)), s);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) {
+          const __m256 weight = _mm256_broadcast_ss(&weights[r][t]);
+          sum[r][0] = _mm256_fmadd_ps(x, weight, sum[r][0]);
+          sum[r][1] = _mm256_fmadd_ps(y, weight, sum[r][1]);
+        }
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; r++) {
+        _mm256_storeu_ps(at + r * chunks * kChunk, sum[r][0]);
+        _mm256_storeu_ps(at + r * chunks * kChunk + 16, sum[r][1]);
+      }
     }
   }
 }
 
 AVX2 void accumulate_avx2(const float (*weights)[kTile], int rows, const TokenRow* v, int tokens,
                           int head_size, float* acc) {
-  const int chunks = chunks_of(head_size);
-  for (int t = 0; t < tokens; t++) {
-    for (int block = 0; block * 64 < head_size; block++) {
-      const int words = std::min(8, (head_size - block * 64) / 8);
-      __m256i w = load_words8(v[t].data + block * 32, words);
-      const __m256 s = load_scales8(v[t].scales + block * 4, words);
-      for (int n = 0; n < 8; n++) {
-        const __m256 x = _mm256_mul_ps(look_up8(w), s);
-        w = _mm256_srli_epi32(w, 4);
-        for (int r = 0; r < rows; r++) {
-          float* at = acc + ((r * chunks + block / 2) * 8 + n) * 16 + block % 2 * 8;
-          const __m256 weight = _mm256_set1_ps(weights[r][t]);
-          _mm256_storeu_ps(at, _mm256_fmadd_ps(x, weight, _mm256_loadu_ps(at)));
-        }
-      }
-    }
-  }
+  if (rows == 4) return accumulate_rows8<4>(weights, v, tokens, head_size, acc);
+  if (rows == 3) return accumulate_rows8<3>(weights, v, tokens, head_size, acc);
+  if (rows == 2) return accumulate_rows8<2>(weights, v, tokens, head_size, acc);
+  accumulate_rows8<1>(weights, v, tokens, head_size, acc);
 }
 
 #endif  // HALFBYTE_X86
@@ -403,7 +443,8 @@ Kernels choose(int level) {
   if (level >= 2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
     return {"avx512", score_avx512, exp_avx512, accumulate_avx512};
-  if (level >= 1 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+  if (level >= 1 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+      __builtin_cpu_supports("f16c"))
     return {"avx2", score_avx2, exp_portable, accumulate_avx2};
 #endif
   (void)level;
