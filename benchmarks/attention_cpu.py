@@ -74,6 +74,14 @@ def milliseconds(calls: dict[str, Callable[[], torch.Tensor]]) -> dict[str, floa
     return {name: round(statistics.median(values[3:]), 3) for name, values in times.items()}
 
 
+def _processor() -> str:
+    """The processor's name, where the system tells it."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} cores seen" if names else platform.processor()
+
+
 def main() -> None:
     """Parse the command line, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -82,7 +90,8 @@ def main() -> None:
     levels = [level for level in LEVELS if set_level(level) == level and level != "portable"]
     report: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "machine": platform.machine(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
         "instruction_sets": levels,
         "threads": torch.get_num_threads(),
         "versions": {"torch": torch.__version__},

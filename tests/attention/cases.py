@@ -219,6 +219,13 @@ DECODE_CASES: dict[str, dict[str, Any]] = {
         "query_lens": (1,) * 20,
         "seq_lens": tuple(range(1, 4000, 200)),
     },
+    "more-sequences-than-warps": {
+        "head_size": 64,
+        "kv_heads": 8,
+        "group": 1,
+        "query_lens": (1,) * 320,
+        "seq_lens": tuple(1 + i % 40 for i in range(320)),
+    },
     "one-long-sequence": {
         "head_size": 128,
         "kv_heads": 1,

@@ -50,13 +50,30 @@ def config(**changes: Any) -> AttentionConfig:
         "softcap": None,
         "batch_invariant": False,
         "return_lse": False,
+        "compute_capability": 90,
     }
     return AttentionConfig(**{**fields, **changes})
 
 
-@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
-def test_selection_on_gpus(capability: int) -> None:
-    assert ATTENTION_BACKENDS.select(config(), compute_capability=capability).name == "cuda"
+@pytest.mark.parametrize(
+    ("capability", "head_sizes"),
+    [
+        (80, {64, 128}),
+        (86, {64}),
+        (89, {64}),
+        (90, {64, 128, 256}),
+        (100, {64, 128, 256}),
+        (120, {64}),
+    ],
+)
+def test_selection_on_gpus_by_their_shared_memory(capability: int, head_sizes: set[int]) -> None:
+    chosen = set()
+    for head_size in (64, 128, 256):
+        layout = PageLayout("nvfp4", "nvfp4", head_size, None, 8, 16)
+        work = config(layout=layout, compute_capability=capability)
+        if ATTENTION_BACKENDS.select(work, compute_capability=capability).name == "cuda":
+            chosen.add(head_size)
+    assert chosen == head_sizes
 
 
 @pytest.mark.parametrize(

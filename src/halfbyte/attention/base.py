@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from halfbyte.dispatch import Answer
+from halfbyte.dispatch import CPU, Answer
 from halfbyte.layouts import PageLayout
 
 
@@ -26,6 +26,8 @@ class AttentionConfig:
     softcap: float | None
     batch_invariant: bool
     return_lse: bool
+    compute_capability: int = CPU
+    """Of the machine that the work is for, as `dispatch` counts."""
 
 
 @dataclass(frozen=True)

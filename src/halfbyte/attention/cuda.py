@@ -7,8 +7,11 @@ import torch
 
 from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
 from halfbyte.dispatch import CPU, Answer, current_compute_capability
-from halfbyte.kernels.decode_nvfp4 import decode_nvfp4, unsupported_reason
+from halfbyte.kernels.decode_nvfp4 import decode_nvfp4, shared_bytes, unsupported_reason
 
+# Shared memory that one CTA may have (CUDA C++ Programming Guide, "Technical Specifications").
+_SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
+_SMALLEST_SHARED_KIB = 99
 _MAX_MEAN_QUERIES = 8
 """Beyond this the same pages would be unpacked again and again."""
 
@@ -40,6 +43,11 @@ class CudaAttention(AttentionBackend):
         if config.num_tokens > _MAX_MEAN_QUERIES * config.num_seqs:
             return False, "is for decoding: a few query tokens per sequence"
         reason = unsupported_reason(config.layout, config.query_dtype)
+        if reason is None:
+            needed = shared_bytes(config.layout)
+            available = _SHARED_KIB.get(config.compute_capability, _SMALLEST_SHARED_KIB) * 1024
+            if needed > available:
+                reason = f"needs {needed} bytes of shared memory, this GPU has {available}"
         return reason is None, reason or "reads packed nvfp4 pages"
 
     @classmethod

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
-from halfbyte.dispatch import Registry
+from halfbyte.dispatch import CPU, Registry, current_compute_capability
 from halfbyte.layouts import PageLayout
 
 ATTENTION_BACKENDS: Registry[AttentionBackend] = Registry(
@@ -143,6 +143,7 @@ def paged_attention(
         softcap=inputs.softcap,
         batch_invariant=batch_invariant,
         return_lse=return_lse,
+        compute_capability=current_compute_capability() if query.is_cuda else CPU,
     )
     ATTENTION_BACKENDS.select(config, explicit=backend).forward(inputs)
     return inputs.out if inputs.lse is None else (inputs.out, inputs.lse)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from halfbyte.kernels.parameters import REGION_FIELDS, region_fields
 from halfbyte.layouts import PageLayout
 
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2}
@@ -25,11 +26,7 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query", "pages", "query_start_loc", "seq_lens")),
         *((name, ctypes.c_void_p) for name in ("block_tables", "sinks", "out", "lse")),
         ("page_stride", ctypes.c_int64),
-        *(
-            (f"{region}{part}", ctypes.c_int64)
-            for region in ("k_data", "k_scale", "v_data", "v_scale")
-            for part in ("", "_token", "_head")
-        ),
+        *((name, ctypes.c_int64) for name in REGION_FIELDS),
         *((name, ctypes.c_int32) for name in ("num_seqs", "max_pages", "heads", "kv_heads")),
         *((name, ctypes.c_int32) for name in ("head_size", "head_size_v", "block_size")),
         *((name, ctypes.c_int32) for name in ("window", "threads")),
@@ -100,16 +97,6 @@ def decode_nvfp4(
     starts, lengths = query_start_loc.contiguous(), seq_lens.contiguous()
     float_sinks = None if sinks is None else sinks.float().contiguous()
     result = torch.empty(out.shape, dtype=torch.float32)
-    regions = {region.name: region for region in layout.regions}
-    fields = {
-        f"{name}{part}": value
-        for name in ("k_data", "k_scale", "v_data", "v_scale")
-        for part, value in (
-            ("", regions[name].offset),
-            ("_token", regions[name].token_stride),
-            ("_head", regions[name].head_stride),
-        )
-    }
     params = _Params(
         query=q.data_ptr(),
         pages=pages.data_ptr(),
@@ -120,7 +107,7 @@ def decode_nvfp4(
         out=result.data_ptr(),
         lse=None if lse is None else lse.data_ptr(),
         page_stride=pages.stride(0),
-        **fields,
+        **region_fields(layout),
         num_seqs=tables.shape[0],
         max_pages=tables.shape[1],
         heads=query.shape[1],

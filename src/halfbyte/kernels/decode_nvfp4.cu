@@ -294,7 +294,8 @@ extern "C" __global__ void __launch_bounds__(1024) plan_chunks(Params p, int* pl
       for (int w = warps - 1; w >= 0; w--)
         if (warp_sums[w].x) winner = w;
       chunk += winner * stride;
-      if (winner < warps) break;
+      // With more sequences than warps nothing fits; by now every sequence is one chunk.
+      if (winner < warps || chunk >= 1 << 20) break;
     }
   }
   // Exclusive prefix sums, a block of sequences at a time.

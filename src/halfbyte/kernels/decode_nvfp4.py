@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 
 from halfbyte.kernels import nvrtc
+from halfbyte.kernels.parameters import REGION_FIELDS, region_fields
 from halfbyte.layouts import PageLayout
 
 _WARPS = 8
@@ -32,15 +33,11 @@ class _Params(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "pages", "partial_out", "partial_ml")),
         *((name, ctypes.c_void_p) for name in ("plan", "seq_lens", "query_start_loc")),
-        *((name, ctypes.c_void_p) for name in ("block_tables", "k_scale", "v_scale")),
+        *((name, ctypes.c_void_p) for name in ("block_tables", "k_global", "v_global")),
         ("page_stride", ctypes.c_uint64),
         ("query_stride_token", ctypes.c_uint64),
         ("query_stride_head", ctypes.c_uint64),
-        *(
-            (f"{region}{part}", ctypes.c_uint32)
-            for region in ("k_data", "k_scale_bytes", "v_data", "v_scale_bytes")
-            for part in ("", "_token", "_head")
-        ),
+        *((name, ctypes.c_uint32) for name in REGION_FIELDS),
         *((name, ctypes.c_int) for name in ("num_seqs", "max_pages", "kv_heads", "group")),
         ("softmax_scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -106,12 +103,13 @@ def decode_nvfp4(
         )
     query = query if query.stride(2) == 1 else query.contiguous()
     block_tables = block_tables.contiguous()
+    query_start_loc, seq_lens = query_start_loc.contiguous(), seq_lens.contiguous()
     group = num_heads // layout.num_kv_heads
     # Units of four columns, where they are enough for (mostly) one query token per sequence.
     duplicate = group <= 4 and num_tokens <= num_seqs and not batch_invariant
     kernels = _kernels(layout, query.dtype, bool(softcap), duplicate, query.device.index)
     slots = _resident_ctas(query.device.index)
-    max_units = slots * _WARPS // layout.num_kv_heads
+    max_units = max(1, slots * _WARPS // layout.num_kv_heads)
     max_rows = max_units + 2 * num_tokens
     chunk = 0
     if batch_invariant:
@@ -123,13 +121,6 @@ def decode_nvfp4(
         query.new_empty((max_rows, num_heads, layout.head_size_v), dtype=torch.float32),
         query.new_empty((max_rows, num_heads, 2), dtype=torch.float32),
     )
-    regions = {region.name: region for region in layout.regions}
-    fields: dict[str, int] = {}
-    for name in ("k_data", "k_scale", "v_data", "v_scale"):
-        region, field = regions[name], name.replace("scale", "scale_bytes")
-        fields[field] = region.offset
-        fields[f"{field}_token"] = region.token_stride
-        fields[f"{field}_head"] = region.head_stride
     params = _Params(
         query=query.data_ptr(),
         pages=pages.data_ptr(),
@@ -139,12 +130,12 @@ def decode_nvfp4(
         seq_lens=seq_lens.data_ptr(),
         query_start_loc=query_start_loc.data_ptr(),
         block_tables=block_tables.data_ptr(),
-        k_scale=k_scale.data_ptr(),
-        v_scale=v_scale.data_ptr(),
+        k_global=k_scale.data_ptr(),
+        v_global=v_scale.data_ptr(),
         page_stride=pages.stride(0),
         query_stride_token=query.stride(0),
         query_stride_head=query.stride(1),
-        **fields,
+        **region_fields(layout),
         num_seqs=num_seqs,
         max_pages=max_pages,
         kv_heads=layout.num_kv_heads,
