@@ -14,27 +14,53 @@ from halfbyte.layouts import PageLayout
 pytest.importorskip("cuda.bindings.nvrtc")
 
 from halfbyte.kernels import nvrtc
-from halfbyte.kernels.decode_nvfp4 import macros, shared_bytes
+from halfbyte.kernels.decode_nvfp4 import WARPS, Variant, macros, variant
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100a", "sm_120a"])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("head_size", [64, 128, 256])
-def test_kernel_compiles(architecture: str, head_size: int) -> None:
+@pytest.mark.parametrize("group", [4, 16])
+def test_kernels_compile(capability: int, head_size: int, group: int) -> None:
+    architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
-    for softcap, duplicate in ((False, True), (True, False)):
-        options = macros(layout, torch.bfloat16, softcap, duplicate)
-        assert nvrtc.compile_source("decode_nvfp4", options, architecture)[:4] == b"\x7fELF"
+    way = variant(layout, group, 1.0, False, capability)
+    options = macros(layout, group, torch.bfloat16, group == 16, way)
+    for name in ("decode_nvfp4", "decode_merge", "decode_plan"):
+        assert nvrtc.compile_source(name, options, architecture)[:4] == b"\x7fELF"
 
 
 def test_kernel_that_does_not_compile_says_why() -> None:
-    with pytest.raises(nvrtc.CompileError, match=r"decode_nvfp4.cu for sm_90a: .*HEAD_SIZE"):
+    with pytest.raises(nvrtc.CompileError, match=r"decode_nvfp4.cu for sm_90a: .*\bGROUP\b"):
         nvrtc.compile_source("decode_nvfp4", {}, "sm_90a")
 
 
-def test_shared_memory_lets_two_ctas_share_a_multiprocessor() -> None:
-    for head_size in (64, 128):
-        layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
-        assert 2 * (shared_bytes(layout) + 1024) <= 228 * 1024
+@pytest.mark.parametrize(
+    ("capability", "head_size", "group", "expected"),
+    [
+        (90, 128, 4, Variant(64, 1, True, False, 3, 2)),
+        (90, 64, 8, Variant(64, 1, False, False, 4, 2)),
+        (90, 128, 16, Variant(32, 2, False, False, 4, 2)),
+        (90, 128, 32, Variant(32, 4, False, True, 4, 2)),
+        (90, 256, 4, Variant(32, 1, True, False, 3, 2)),
+        (90, 256, 16, Variant(32, 2, False, True, 2, 2)),
+        (80, 128, 4, Variant(32, 1, True, False, 4, 2)),
+        (89, 128, 4, Variant(32, 1, True, False, 2, 2)),
+        (120, 256, 16, Variant(32, 1, False, False, 2, 1)),
+    ],
+)
+def test_variant_fills_a_multiprocessor(
+    capability: int, head_size: int, group: int, expected: Variant
+) -> None:
+    layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
+    way = variant(layout, group, 1.0, False, capability)
+    assert way == expected
+    shared = {90: 228, 80: 164}.get(capability, 100) * 1024
+    assert way.ctas * (WARPS * way.warp_bytes(layout) + 1024) <= shared
+
+
+def test_variant_does_not_depend_on_the_batch_where_rows_must_not() -> None:
+    layout = PageLayout("nvfp4", "nvfp4", 128, None, 2, 16)
+    assert len({variant(layout, 4, queries, True, 90) for queries in (1.0, 2.0, 8.0)}) == 1
 
 
 def config(**changes: Any) -> AttentionConfig:
@@ -55,25 +81,12 @@ def config(**changes: Any) -> AttentionConfig:
     return AttentionConfig(**{**fields, **changes})
 
 
-@pytest.mark.parametrize(
-    ("capability", "head_sizes"),
-    [
-        (80, {64, 128}),
-        (86, {64}),
-        (89, {64}),
-        (90, {64, 128, 256}),
-        (100, {64, 128, 256}),
-        (120, {64}),
-    ],
-)
-def test_selection_on_gpus_by_their_shared_memory(capability: int, head_sizes: set[int]) -> None:
-    chosen = set()
-    for head_size in (64, 128, 256):
-        layout = PageLayout("nvfp4", "nvfp4", head_size, None, 8, 16)
-        work = config(layout=layout, compute_capability=capability)
-        if ATTENTION_BACKENDS.select(work, compute_capability=capability).name == "cuda":
-            chosen.add(head_size)
-    assert chosen == head_sizes
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_selection_on_every_gpu(capability: int, head_size: int) -> None:
+    layout = PageLayout("nvfp4", "nvfp4", head_size, None, 8, 16)
+    work = config(layout=layout, compute_capability=capability)
+    assert ATTENTION_BACKENDS.select(work, compute_capability=capability).name == "cuda"
 
 
 @pytest.mark.parametrize(

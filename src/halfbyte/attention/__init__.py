@@ -1,6 +1,11 @@
 """Reading the cache: causal attention on packed pages, by interchangeable backends."""
 
-from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
+from halfbyte.attention.base import (
+    AttentionBackend,
+    AttentionConfig,
+    AttentionInputs,
+    AttentionPlans,
+)
 from halfbyte.attention.interface import ATTENTION_BACKENDS, paged_attention
 from halfbyte.attention.reference import attend
 
@@ -9,6 +14,7 @@ __all__ = [
     "AttentionBackend",
     "AttentionConfig",
     "AttentionInputs",
+    "AttentionPlans",
     "attend",
     "paged_attention",
 ]

@@ -1,8 +1,9 @@
 """What every attention backend is given, and what it must answer."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -30,6 +31,27 @@ class AttentionConfig:
     """Of the machine that the work is for, as `dispatch` counts."""
 
 
+_Prepared = TypeVar("_Prepared")
+
+
+class AttentionPlans:
+    """What backends prepare once for all layers of a step.
+
+    Hand one object to every call that has the same `query_start_loc` and `seq_lens`, with the same
+    values in them, one call after the other on one stream. In a CUDA graph, make the object inside
+    the capture: then every replay prepares anew, from the lengths of its time.
+    """
+
+    def __init__(self) -> None:
+        self._prepared: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable, prepare: Callable[[], _Prepared]) -> _Prepared:
+        """What was prepared under a key; prepared now if nothing was."""
+        if key not in self._prepared:
+            self._prepared[key] = prepare()
+        return self._prepared[key]
+
+
 @dataclass(frozen=True)
 class AttentionInputs:
     """The work with its data, already validated; fields as `paged_attention` documents them."""
@@ -51,6 +73,7 @@ class AttentionInputs:
     """`[tokens, heads, head_size_v]`, to be written whole."""
     lse: torch.Tensor | None
     """float32 `[tokens, heads]`, to be written whole, or None if nobody asks."""
+    plans: AttentionPlans
 
 
 class AttentionBackend(ABC):

@@ -7,11 +7,8 @@ import torch
 
 from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
 from halfbyte.dispatch import CPU, Answer, current_compute_capability
-from halfbyte.kernels.decode_nvfp4 import decode_nvfp4, shared_bytes, unsupported_reason
+from halfbyte.kernels.decode_nvfp4 import decode_nvfp4, make_plan, unsupported_reason
 
-# Shared memory that one CTA may have (CUDA C++ Programming Guide, "Technical Specifications").
-_SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}
-_SMALLEST_SHARED_KIB = 99
 _MAX_MEAN_QUERIES = 8
 """Beyond this the same pages would be unpacked again and again."""
 
@@ -43,31 +40,43 @@ class CudaAttention(AttentionBackend):
         if config.num_tokens > _MAX_MEAN_QUERIES * config.num_seqs:
             return False, "is for decoding: a few query tokens per sequence"
         reason = unsupported_reason(config.layout, config.query_dtype)
-        if reason is None:
-            needed = shared_bytes(config.layout)
-            available = _SHARED_KIB.get(config.compute_capability, _SMALLEST_SHARED_KIB) * 1024
-            if needed > available:
-                reason = f"needs {needed} bytes of shared memory, this GPU has {available}"
         return reason is None, reason or "reads packed nvfp4 pages"
 
     @classmethod
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`."""
-        device = inputs.query.device
+        query, layout, window = inputs.query, inputs.layout, inputs.sliding_window
+        if query.shape[0] == 0:
+            return
+        max_pages = inputs.block_tables.shape[1]
+        query_start_loc = inputs.query_start_loc.contiguous()
+        seq_lens = inputs.seq_lens.contiguous()
+
+        plan = inputs.plans.get(
+            ("cuda", layout, query.shape[:2], max_pages, window, inputs.batch_invariant),
+            lambda: make_plan(
+                layout,
+                query.shape[1],
+                query.shape[0],
+                query_start_loc,
+                seq_lens,
+                max_pages,
+                window,
+                inputs.batch_invariant,
+            ),
+        )
         decode_nvfp4(
-            inputs.query,
+            query,
             inputs.pages,
-            inputs.layout,
-            inputs.query_start_loc,
-            inputs.seq_lens,
+            layout,
             inputs.block_tables,
             inputs.scale,
-            _on_device(inputs.k_scale, device),
-            _on_device(inputs.v_scale, device),
-            inputs.sliding_window,
+            _on_device(inputs.k_scale, query.device),
+            _on_device(inputs.v_scale, query.device),
+            window,
             None if inputs.sinks is None else inputs.sinks.float().contiguous(),
             inputs.softcap,
-            inputs.batch_invariant,
+            plan,
             inputs.out,
             inputs.lse,
         )

@@ -5,7 +5,12 @@ from typing import Literal, overload
 import numpy as np
 import torch
 
-from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
+from halfbyte.attention.base import (
+    AttentionBackend,
+    AttentionConfig,
+    AttentionInputs,
+    AttentionPlans,
+)
 from halfbyte.dispatch import CPU, Registry, current_compute_capability
 from halfbyte.layouts import PageLayout
 
@@ -38,6 +43,7 @@ def paged_attention(
     return_lse: Literal[False] = False,
     backend: str | None = None,
     out: torch.Tensor | None = None,
+    plans: AttentionPlans | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -60,6 +66,7 @@ def paged_attention(
     return_lse: Literal[True],
     backend: str | None = None,
     out: torch.Tensor | None = None,
+    plans: AttentionPlans | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -81,6 +88,7 @@ def paged_attention(
     return_lse: bool = False,
     backend: str | None = None,
     out: torch.Tensor | None = None,
+    plans: AttentionPlans | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of a ragged batch on packed pages.
 
@@ -105,6 +113,7 @@ def paged_attention(
         return_lse: also return the log of the softmax denominators.
         backend: a name of `ATTENTION_BACKENDS`, or None to choose.
         out: where to write, `[tokens, heads, head_size_v]`.
+        plans: shared by the calls of a step, so that what depends on lengths alone is done once.
 
     Returns:
         `[tokens, heads, head_size_v]` of the query's dtype; with `return_lse` a pair with float32
@@ -129,6 +138,7 @@ def paged_attention(
         batch_invariant=batch_invariant,
         out=_out_like(query, layout) if out is None else out,
         lse=query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None,
+        plans=AttentionPlans() if plans is None else plans,
     )
     _check(inputs)
     config = AttentionConfig(

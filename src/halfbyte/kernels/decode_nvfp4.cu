@@ -1,8 +1,9 @@
 // Split-KV decode attention that reads packed NVFP4 pages.
 //
-// One warp owns one unit of work: a chunk of one sequence's tokens, one KV head, and up to eight
-// query columns (heads of the group x query tokens). It streams 32 tokens at a time through a ring
-// of its own in shared memory (cp.async, no CTA barriers), and keeps everything else in registers.
+// One warp works on one unit of the plan (decode_work.cuh): a chunk of a sequence's tokens, one KV
+// head, and COLS query columns (heads of the group x query tokens). It streams TILE tokens at a time
+// through a ring of its own in shared memory (cp.async, no CTA barriers), and keeps everything else
+// in registers.
 //
 //   S  = K q^T   m16n8k16: A = 16 tokens x 16 dims of K from ldmatrix, B = q. Tokens are the M side,
 //                so a GQA group of up to eight heads needs no padding.
@@ -16,56 +17,49 @@
 // bits, a multiple of 2^-24). Which nibble lands in which half is irrelevant: the order of k inside
 // a matmul is free as long as the other operand follows it, so q is permuted once.
 //
-// The softmax is rescaled lazily: only when some column's maximum has grown by more than 2^4 since
-// the last rescaling. P is kept times 2^11, which uses fp16's range both ways.
+// The softmax is rescaled lazily: a column only when its maximum has grown by more than 2^4 since
+// its last rescaling. P is kept times 2^11, which uses fp16's range both ways.
 //
 // Compiled at run time with these macros:
 //   HEAD_SIZE, HEAD_SIZE_V   multiples of 64
 //   BLOCK_SIZE               tokens per page, a multiple of 16
+//   KV_HEADS, GROUP          query heads = KV_HEADS * GROUP
+//   K_DATA, K_DATA_TOKEN, K_DATA_HEAD and so on: bytes, where a page keeps what
 //   Q_BF16 / Q_FP16          dtype of query and output
 //   SOFTCAP                  1 if used
 //   HND                      1 if a head's tokens are contiguous in a page, else any strides
-//   DUPLICATE                1 for units of up to four columns, see below
+//   TILE                     tokens at a time, a multiple of 16
+//   WARPS, STAGES, CTAS      warps per CTA, tiles in a ring, CTAs per multiprocessor
+//   N_TILES                  matmul columns / 8
+//   DUPLICATE                1 for pieces of four columns (N_TILES 1), see below
+//   COLS                     columns of a piece: 4 with DUPLICATE, else 8 * N_TILES
+//   Q_SHARED                 1 to keep q in shared memory, behind the ring: for many columns
 //
 // A register of unpacked K or V holds values of one of two neighbouring scale blocks, which one the
-// lane decides. With DUPLICATE each column stands twice in B: once for the even
-// blocks, once for the odd. Scales then multiply the few sums (K) and probabilities (V) of their own
-// kind of block instead of every value of A; without it, with up to eight columns, they multiply A.
+// lane decides. With DUPLICATE each column stands twice in B: once for the even blocks, once for the
+// odd. Scales then multiply the few sums (K) and probabilities (V) of their own kind of block instead
+// of every value of A; without it they multiply A.
 
-typedef unsigned int u32;
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned long long u64;
+#include "decode_work.cuh"
 
-#define WARPS 8
-#define TILE 32
-#define STAGES 3
-#define COLS (DUPLICATE ? 4 : 8)
-#define PLAN_CACHE 1024
-#define LOG2E 1.4426950408889634f
-#define NEG_INF (-__int_as_float(0x7f800000))
+#define HALVES (TILE / 16)
 // With DUPLICATE, P is multiplied by scales of up to 448 before it enters the matmul.
 #define P_SHIFT (DUPLICATE ? 3.0f : 11.0f)
 #define RESCALE_STEP 4.0f
+#define NOTHING_YET 1e30f
 
 struct Params {
   const void* query;      // [tokens, heads, HEAD_SIZE]
   const u8* pages;
-  float* partial_out;     // [rows, heads, HEAD_SIZE_V]; a row is a (split, query token)
-  float2* partial_ml;     // [rows, heads]: (max in base 2, sum)
-  const int* plan;        // see plan_chunks
-  const int* seq_lens;
-  const int* query_start_loc;
+  float* partial_out;     // [rows, KV_HEADS, COLS, HEAD_SIZE_V]
+  float2* partial_ml;     // [rows, KV_HEADS, COLS]: (max in base 2, sum)
+  PlanView plan;
   const int* block_tables;
   const float* k_scale;
   const float* v_scale;
-  u64 page_stride;
   u64 query_stride_token, query_stride_head;  // elements
-  u32 k_data, k_data_token, k_data_head;      // bytes
-  u32 k_sf, k_sf_token, k_sf_head;
-  u32 v_data, v_data_token, v_data_head;
-  u32 v_sf, v_sf_token, v_sf_head;
-  int num_seqs, max_pages, kv_heads, group;
+  u32 page_stride;                            // bytes
+  int max_pages;
   float softmax_scale, softcap;
   int window;
 };
@@ -82,6 +76,7 @@ struct Params {
 #define OFF_SF_K (TILE * ROW_K)
 #define OFF_V (OFF_SF_K + TILE * SF_K)
 #define OFF_SF_V (OFF_V + TILE * ROW_V)
+#define Q_BYTES (Q_SHARED ? N_TILES * CHUNKS_K * 512 : 0)
 
 __device__ __forceinline__ u32 smem_address(const void* p) {
   return (u32)__cvta_generic_to_shared(p);
@@ -164,19 +159,16 @@ __device__ __forceinline__ void unpack(u32* h, u32 w) {
   h[3] = (y << 8) & keep;
 }
 
-// Two E4M3 scales, bytes `selector & 15` and `(selector >> 4) & 15` of the eight in (a, b), to a
-// pair of halves; NaN stays NaN.
-__device__ __forceinline__ u32 scale_pair(u32 a, u32 b, u32 selector) {
+// The two E4M3 scales in the low 16 bits to a pair of halves; NaN stays NaN.
+__device__ __forceinline__ u32 scales_to_half2(u32 bytes) {
   u32 y;
 #if __CUDA_ARCH__ >= 890
-  u32 bytes = __byte_perm(a, b, selector);
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"((u16)bytes));
 #else
   // Spread to the upper byte of each half: the value times 2^-8, NaN (0x7F) as 480.
-  u32 bytes = __byte_perm(a, b, ((selector & 15) << 4) | ((selector & 0xF0) << 8));
-  bytes &= 0x7F007F00u;
+  bytes = __byte_perm(bytes, 0, 0x1404) & 0x7F007F00u;
   y = hmul2((bytes >> 1) & 0x3F803F80u, 0x5C005C00u);
-  u32 nan = (bytes + 0x01000100u) & 0x80008000u;
+  const u32 nan = (bytes + 0x01000100u) & 0x80008000u;
   y |= (nan >> 15) * 0x7E00u;
 #endif
   return y;
@@ -185,595 +177,532 @@ __device__ __forceinline__ u32 scale_pair(u32 a, u32 b, u32 selector) {
 __device__ __forceinline__ u32 both_low(u32 x) { return __byte_perm(x, x, 0x1010); }
 __device__ __forceinline__ u32 both_high(u32 x) { return __byte_perm(x, x, 0x3232); }
 
-__device__ __forceinline__ float load_query(const void* q, u64 i) {
+__device__ __forceinline__ void scale_values(u32* h, u32 scale) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) h[i] = hmul2(h[i], scale);
+}
+
+// Whole rows of scales, `WORDS` words at an address aligned to as many (up to four) of them.
+template <int WORDS>
+__device__ __forceinline__ void load_words(u32* x, u32 address) {
+  if (WORDS % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < WORDS; i += 4)
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(x[i]), "=r"(x[i + 1]), "=r"(x[i + 2]), "=r"(x[i + 3])
+                   : "r"(address + 4 * i));
+  } else if (WORDS % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < WORDS; i += 2)
+      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                   : "=r"(x[i]), "=r"(x[i + 1])
+                   : "r"(address + 4 * i));
+  } else {
+#pragma unroll
+    for (int i = 0; i < WORDS; i++)
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x[i]) : "r"(address + 4 * i));
+  }
+}
+
+// Eight consecutive values of q; 16 bytes, aligned.
+__device__ __forceinline__ void load_query(float* x, const void* q, u64 at) {
+  const uint4 words = *(const uint4*)((const u16*)q + at);
+  const u32 w[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
 #if defined(Q_BF16)
-  return __int_as_float((u32)((const u16*)q)[i] << 16);
+    x[2 * i] = __int_as_float(w[i] << 16);
+    x[2 * i + 1] = __int_as_float(w[i] & 0xFFFF0000u);
 #else
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(((const u16*)q)[i]));
+    x[2 * i] = half_to_float(w[i]);
+    x[2 * i + 1] = half_to_float(w[i] >> 16);
+#endif
+  }
+}
+
+// Where a 16-byte chunk of a row lies in the ring: exclusive-or makes ldmatrix free of bank conflicts.
+template <int CHUNKS>
+__device__ __forceinline__ u32 swizzle(int row, int chunk) {
+  const int spread = CHUNKS % 8 == 0   ? row & 7
+                     : CHUNKS % 4 == 0 ? (row >> 1) & 3
+                     : CHUNKS % 2 == 0 ? (row >> 2) & 1
+                                       : 0;
+  return (u32)((row * CHUNKS + (chunk ^ spread)) * 16);
+}
+
+__device__ __forceinline__ u64 page_address(u64 base, u32 page, u32 stride) {
+  u64 y;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(y) : "r"(page), "r"(stride), "l"(base));
   return y;
-#endif
 }
 
-__device__ __forceinline__ u32 swizzle_k(int row, int chunk) {
-  if (CHUNKS_K >= 8) return (u32)(row * ROW_K + ((chunk ^ (row & 7)) << 4));
-  if (CHUNKS_K >= 4) return (u32)(row * ROW_K + ((chunk ^ ((row >> 1) & 3)) << 4));
-  return (u32)(row * ROW_K + ((chunk ^ ((row >> 2) & 1)) << 4));
-}
-
-__device__ __forceinline__ u32 swizzle_v(int row, int chunk) {
-  if (CHUNKS_V >= 8) return (u32)(row * ROW_V + ((chunk ^ (row & 7)) << 4));
-  if (CHUNKS_V >= 4) return (u32)(row * ROW_V + ((chunk ^ ((row >> 1) & 3)) << 4));
-  return (u32)(row * ROW_V + ((chunk ^ ((row >> 2) & 1)) << 4));
-}
-
-// First tile and number of tiles that a sequence's queries need; 0 tiles for an empty one.
-__device__ __forceinline__ int2 tile_range(const Params& p, int seq) {
-  int length = p.seq_lens[seq];
-  int queries = p.query_start_loc[seq + 1] - p.query_start_loc[seq];
-  int first = 0;
-  if (p.window > 0) first = max(0, length - queries - p.window + 1) / TILE;
-  int tiles = queries > 0 ? (length + TILE - 1) / TILE - first : 0;
-  return make_int2(first, max(tiles, 0));
-}
-
-__device__ __forceinline__ int num_queries(const Params& p, int seq) {
-  return p.query_start_loc[seq + 1] - p.query_start_loc[seq];
-}
-
-__device__ __forceinline__ int num_col_tiles(const Params& p, int seq) {
-  return (num_queries(p, seq) * p.group + COLS - 1) / COLS;
-}
-
-// Chooses the chunk so that the units just fill the warps, and numbers units and rows. One CTA.
-//   plan[0]                chunk in tiles
-//   plan[1 + s]            first unit (per KV head) of sequence s; [1 + num_seqs] all of them
-//   plan[2 + num_seqs + s] first row of sequence s
-extern "C" __global__ void __launch_bounds__(1024) plan_chunks(Params p, int* plan, int max_units,
-                                                               int max_rows, int fixed_chunk) {
-  __shared__ int2 warp_sums[32];
-  __shared__ int2 total;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-
-  // What the search asks for again and again: tiles, column tiles and queries of each sequence.
-  __shared__ int4 facts[PLAN_CACHE];
-  auto look_up = [&](int s) {
-    return make_int4(tile_range(p, s).y, num_col_tiles(p, s), num_queries(p, s), 0);
-  };
-  for (int s = threadIdx.x; s < min(p.num_seqs, PLAN_CACHE); s += blockDim.x) facts[s] = look_up(s);
-  __syncthreads();
-  auto units_and_rows = [&](int s, int chunk) {
-    if (s >= p.num_seqs) return make_int2(0, 0);
-    const int4 f = s < PLAN_CACHE ? facts[s] : look_up(s);
-    const int splits = (f.x + chunk - 1) / chunk;
-    return make_int2(splits * f.y, splits * f.z);
-  };
-  auto block_sum = [&](int2 x) {
-    for (int o = 16; o; o >>= 1) {
-      x.x += __shfl_xor_sync(~0u, x.x, o);
-      x.y += __shfl_xor_sync(~0u, x.y, o);
-    }
-    __syncthreads();
-    if (lane == 0) warp_sums[warp] = x;
-    __syncthreads();
-    if (warp == 0) {
-      int2 y = lane < warps ? warp_sums[lane] : make_int2(0, 0);
-      for (int o = 16; o; o >>= 1) {
-        y.x += __shfl_xor_sync(~0u, y.x, o);
-        y.y += __shfl_xor_sync(~0u, y.y, o);
-      }
-      if (lane == 0) total = y;
-    }
-    __syncthreads();
-    return total;
-  };
-
-  int chunk = fixed_chunk;
-  if (chunk == 0) {
-    int2 work = make_int2(0, 0);
-    for (int s = threadIdx.x; s < p.num_seqs; s += blockDim.x) work.x += units_and_rows(s, 1).x;
-    chunk = max(4, (block_sum(work).x + max_units - 1) / max_units);
-    // Each warp tries a candidate, about 1 / 32 apart; the smallest that fits wins.
-    for (int step = 0; step < 64; step++) {
-      const int stride = max(1, chunk >> 5);
-      const int candidate = chunk + warp * stride;
-      int2 sum = make_int2(0, 0);
-      for (int s = lane; s < p.num_seqs; s += 32) {
-        int2 x = units_and_rows(s, candidate);
-        sum.x += x.x;
-        sum.y += x.y;
-      }
-      for (int o = 16; o; o >>= 1) {
-        sum.x += __shfl_xor_sync(~0u, sum.x, o);
-        sum.y += __shfl_xor_sync(~0u, sum.y, o);
-      }
-      __syncthreads();
-      if (lane == 0) warp_sums[warp].x = sum.x <= max_units && sum.y <= max_rows;
-      __syncthreads();
-      int winner = warps;
-      for (int w = warps - 1; w >= 0; w--)
-        if (warp_sums[w].x) winner = w;
-      chunk += winner * stride;
-      // With more sequences than warps nothing fits; by now every sequence is one chunk.
-      if (winner < warps || chunk >= 1 << 20) break;
-    }
-  }
-  // Exclusive prefix sums, a block of sequences at a time.
-  int2 base = make_int2(0, 0);
-  for (int start = 0; start < p.num_seqs; start += blockDim.x) {
-    const int s = start + threadIdx.x;
-    const int2 own = units_and_rows(s, chunk);
-    int2 inclusive = own;
-    for (int o = 1; o < 32; o <<= 1) {
-      int x = __shfl_up_sync(~0u, inclusive.x, o), y = __shfl_up_sync(~0u, inclusive.y, o);
-      if (lane >= o) inclusive.x += x, inclusive.y += y;
-    }
-    __syncthreads();
-    if (lane == 31) warp_sums[warp] = inclusive;
-    __syncthreads();
-    int2 before = base;
-    for (int w = 0; w < warps; w++) {
-      if (w < warp) before.x += warp_sums[w].x, before.y += warp_sums[w].y;
-      base.x += warp_sums[w].x, base.y += warp_sums[w].y;
-    }
-    if (s < p.num_seqs) {
-      plan[1 + s] = before.x + inclusive.x - own.x;
-      plan[2 + p.num_seqs + s] = before.y + inclusive.y - own.y;
-    }
-  }
-  if (threadIdx.x == 0) {
-    plan[0] = chunk;
-    plan[1 + p.num_seqs] = base.x;
-  }
-}
-
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) decode(Params p) {
-  extern __shared__ __align__(128) u8 shared[];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+// A unit's share of a piece: `num_tiles` tiles from `first_tile` on.
+__device__ __forceinline__ void attend(const Params& p, const Piece& piece, int head, u32 row,
+                                       int first_tile, int num_tiles, u32 ring) {
+  const int lane = threadIdx.x & 31;
   const int g = lane >> 2, c = lane & 3;
-  u8* ring = shared + warp * (STAGES * STAGE_BYTES);
-  const u32 ring_address = smem_address(ring);
-  const int chunk = p.plan[0];
-  const int num_units = p.plan[1 + p.num_seqs] * p.kv_heads;
-  const u32 sel_k = (c >> 1) ? 0x31u : 0x20u;  // bytes 1, 3 or 0, 2: this lane's parity of blocks
+  const int length = piece.length, queries = piece.queries;
+  const int columns = GROUP * queries;
+  const int* table = p.block_tables + (u64)piece.seq * p.max_pages;
+  const u32 last_page = (u32)(length - 1) / BLOCK_SIZE;
 
-  // Heads of one chunk are neighbours: their bytes lie in the same pages.
-  for (int unit = blockIdx.x * WARPS + warp; unit < num_units; unit += gridDim.x * WARPS) {
-    const int head = unit % p.kv_heads;
-    const int index = unit / p.kv_heads;
-    int seq = 0, high = p.num_seqs;  // plan[1 + seq] <= index < plan[2 + seq]
-    while (high - seq > 1) {
-      int middle = (seq + high) >> 1;
-      if (p.plan[1 + middle] <= index) seq = middle;
-      else high = middle;
-    }
-    const int2 range = tile_range(p, seq);
-    const int length = p.seq_lens[seq];
-    const int q_begin = p.query_start_loc[seq];
-    const int queries = num_queries(p, seq);
-    const int col_tiles = num_col_tiles(p, seq);
-    const int split = (index - p.plan[1 + seq]) / col_tiles;
-    const int col_tile = (index - p.plan[1 + seq]) % col_tiles;
-    const int first_tile = range.x + split * chunk;
-    const int num_tiles = min(chunk, range.y - split * chunk);
-    const int columns = p.group * queries;
-    const int* table = p.block_tables + (u64)seq * p.max_pages;
-    const int last_page = (length - 1) / BLOCK_SIZE;
-
-    // q, permuted as the unpacked K is, times a power of two per column that suits fp16.
-    u32 q_frag[CHUNKS_K][4];
-    float q_unscale = 1.0f;  // of column g
-    {
-      const int column = col_tile * COLS + g % COLS;
-      const bool valid = column < columns;
-      const bool own = !DUPLICATE || (g >> 2) == (c >> 1);  // this copy's kind of block
-      const u64 base = valid ? (u64)(q_begin + column / p.group) * p.query_stride_token +
-                                   (u64)(head * p.group + column % p.group) * p.query_stride_head
-                             : 0;
-      float largest = 0.0f;
-      for (int d = c; d < HEAD_SIZE; d += 4)
-        if (valid) largest = fmaxf(largest, fabsf(load_query(p.query, base + d)));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      // A power of two that brings the largest value to [2^9, 2^10).
-      int exponent = largest > 0.0f ? 136 - (int)((__float_as_int(largest) >> 23) & 255) : 0;
-      exponent = max(-126, min(126, exponent));
-      const float scale = __int_as_float((127 + exponent) << 23);
-      q_unscale = __int_as_float((127 - exponent) << 23);
-#pragma unroll
-      for (int j = 0; j < CHUNKS_K; j++) {
-        float x[8];
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-          x[i] = valid && own ? load_query(p.query, base + 32 * j + 8 * c + i) * scale : 0.0f;
-        q_frag[j][0] = pack_half2(x[3], x[7]);
-        q_frag[j][1] = pack_half2(x[1], x[5]);
-        q_frag[j][2] = pack_half2(x[2], x[6]);
-        q_frag[j][3] = pack_half2(x[0], x[4]);
-      }
-    }
-    // Logits in base 2 are S * multiplier, for this lane's two columns.
-    const float common = *p.k_scale * p.softmax_scale * 16384.0f;
-    float multiplier[2];
-    int limit[2], lower[2];  // keys of a column: lower <= position <= limit
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      multiplier[i] = __shfl_sync(~0u, q_unscale, (2 * c + i) * 4) * common;
-#if !SOFTCAP
-      multiplier[i] *= LOG2E;
-#endif
-      int column = min(col_tile * COLS + (2 * c + i) % COLS, columns - 1);
-      limit[i] = length - queries + column / p.group;
-      lower[i] = p.window > 0 ? limit[i] - p.window + 1 : 0;
-    }
-    const int all_from = p.window > 0 ? length - p.window : 0;  // every column attends to these:
-    const int all_to = length - queries;                        // all_from <= position <= all_to
-
+  // Pages of a tile, looked up a tile before their bytes are asked for. A tile that may span several
+  // pages gives each lane the page of "its" 16 tokens.
+  constexpr bool ONE_PAGE = BLOCK_SIZE % TILE == 0;
+  constexpr int SHARE = 32 / HALVES;  // lanes per 16 tokens
+  const int own_half = lane / SHARE, own_index = lane % SHARE;
+  auto look_up = [&](int t) {
+    const u32 position = (first_tile + t) * TILE + (ONE_PAGE ? 0 : 16 * own_half);
+    return (u32)table[min(position / BLOCK_SIZE, last_page)];
+  };
 #if HND
-    const u32 k_offset = p.k_data + head * p.k_data_head + lane * 16;
-    const u32 v_offset = p.v_data + head * p.v_data_head + lane * 16;
-    const u32 sf_offset = lane < SF_K ? p.k_sf + head * p.k_sf_head + lane * 16
-                                      : p.v_sf + head * p.v_sf_head + (lane - SF_K) * 16;
-    const u32 sf_target = lane < SF_K ? OFF_SF_K + lane * 16 : OFF_SF_V + (lane - SF_K) * 16;
+  // 16 tokens of one head are contiguous: their 16-byte chunks go to the lanes in turn.
+  u64 k_base = (u64)p.pages + head * K_DATA_HEAD + lane * 16;
+  u64 v_base = K_DATA_HEAD == V_DATA_HEAD ? k_base : (u64)p.pages + head * V_DATA_HEAD + lane * 16;
+  auto sf_offset = [&](int index) {
+    return index < SF_K ? K_SCALE + head * K_SCALE_HEAD + index * 16
+                        : V_SCALE + head * V_SCALE_HEAD + (index - SF_K) * 16;
+  };
+  auto sf_target = [&](int index) {
+    return index < SF_K ? OFF_SF_K + own_half * (16 * SF_K) + index * 16
+                        : OFF_SF_V + own_half * (16 * SF_V) + (index - SF_K) * 16;
+  };
+  const u64 sf_base = (u64)p.pages + sf_offset(own_index);
+  const u32 own_sf_target = sf_target(own_index);
 #endif
-    // Pages of a tile's two halves, looked up a tile before their bytes are asked for.
-    auto look_up = [&](int t, int* page) {
+  auto load_tile = [&](int t, u32 stage, u32 looked_up) {
+    const u32 in_page = (u32)((first_tile + t) * TILE) % BLOCK_SIZE;  // of the first half
 #pragma unroll
-      for (int half = 0; half < 2; half++)
-        page[half] = table[min(((first_tile + t) * TILE + half * 16) / BLOCK_SIZE, last_page)];
-    };
-    auto load_tile = [&](int t, int stage, const int* page_numbers) {
-      const u32 base = ring_address + stage * STAGE_BYTES;
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const int in_page = ((first_tile + t) * TILE + half * 16) % BLOCK_SIZE;
-        const u8* page = p.pages + (u64)(u32)page_numbers[half] * p.page_stride;
+    for (int half = 0; half < HALVES; half++) {
+      const u32 page = ONE_PAGE ? looked_up : __shfl_sync(~0u, looked_up, half * SHARE);
+      const u32 token = ONE_PAGE ? in_page + 16 * half : (in_page + 16 * half) % BLOCK_SIZE;
 #if HND
-        // 16 tokens of one head are contiguous: lane l copies chunk l, l + 32, ... of them.
-        const u8* k = page + (k_offset + in_page * ROW_K);
-        const u8* v = page + (v_offset + in_page * ROW_V);
-        const u8* ks = page + (sf_offset + in_page * (lane < SF_K ? SF_K : SF_V));
+      const u64 k = page_address(k_base, page, p.page_stride) + token * ROW_K;
+      const u64 v = K_DATA_HEAD == V_DATA_HEAD && ROW_K == ROW_V
+                        ? k
+                        : page_address(v_base, page, p.page_stride) + token * ROW_V;
 #pragma unroll
-        for (int i = 0; i < 16 * CHUNKS_K; i += 32)
-          cp_async16(base + half * 16 * ROW_K + swizzle_k((i + lane) / CHUNKS_K, lane % CHUNKS_K),
-                     k + i * 16);
+      for (int i = 0; i < 16 * CHUNKS_K; i += 32)
+        if (16 * CHUNKS_K % 32 == 0 || i + lane < 16 * CHUNKS_K)
+          cp_async16(stage + half * 16 * ROW_K +
+                         swizzle<CHUNKS_K>((i + lane) / CHUNKS_K, (i + lane) % CHUNKS_K),
+                     (const u8*)(k + K_DATA + i * 16));
 #pragma unroll
-        for (int i = 0; i < 16 * CHUNKS_V; i += 32)
-          cp_async16(base + OFF_V + half * 16 * ROW_V +
-                         swizzle_v((i + lane) / CHUNKS_V, lane % CHUNKS_V),
-                     v + i * 16);
-        // 16 tokens' scales are HEAD_SIZE bytes: the first lanes copy K's, the next V's.
-        if (lane < SF_K + SF_V) cp_async16(base + sf_target + half * (lane < SF_K ? 16 * SF_K : 16 * SF_V), ks);
+      for (int i = 0; i < 16 * CHUNKS_V; i += 32)
+        if (16 * CHUNKS_V % 32 == 0 || i + lane < 16 * CHUNKS_V)
+          cp_async16(stage + OFF_V + half * 16 * ROW_V +
+                         swizzle<CHUNKS_V>((i + lane) / CHUNKS_V, (i + lane) % CHUNKS_V),
+                     (const u8*)(v + V_DATA + i * 16));
 #else
-        const u8* k = page + p.k_data + head * p.k_data_head + in_page * p.k_data_token;
-        const u8* v = page + p.v_data + head * p.v_data_head + in_page * p.v_data_token;
-        const u8* ks = page + p.k_sf + head * p.k_sf_head + in_page * p.k_sf_token;
-        const u8* vs = page + p.v_sf + head * p.v_sf_head + in_page * p.v_sf_token;
+      const u8* base = (const u8*)page_address((u64)p.pages, page, p.page_stride);
+      const u8* k = base + K_DATA + head * K_DATA_HEAD + token * K_DATA_TOKEN;
+      const u8* v = base + V_DATA + head * V_DATA_HEAD + token * V_DATA_TOKEN;
+      const u8* ks = base + K_SCALE + head * K_SCALE_HEAD + token * K_SCALE_TOKEN;
+      const u8* vs = base + V_SCALE + head * V_SCALE_HEAD + token * V_SCALE_TOKEN;
 #pragma unroll
-        for (int i = 0; i < 16 * CHUNKS_K; i += 32) {
-          int row = (i + lane) / CHUNKS_K, ch = (i + lane) % CHUNKS_K;
-          cp_async16(base + swizzle_k(half * 16 + row, ch), k + row * p.k_data_token + ch * 16);
-        }
+      for (int i = lane; i < 16 * CHUNKS_K; i += 32)
+        cp_async16(stage + half * 16 * ROW_K + swizzle<CHUNKS_K>(i / CHUNKS_K, i % CHUNKS_K),
+                   k + i / CHUNKS_K * K_DATA_TOKEN + i % CHUNKS_K * 16);
 #pragma unroll
-        for (int i = 0; i < 16 * CHUNKS_V; i += 32) {
-          int row = (i + lane) / CHUNKS_V, ch = (i + lane) % CHUNKS_V;
-          cp_async16(base + OFF_V + swizzle_v(half * 16 + row, ch),
-                     v + row * p.v_data_token + ch * 16);
-        }
+      for (int i = lane; i < 16 * CHUNKS_V; i += 32)
+        cp_async16(
+            stage + OFF_V + half * 16 * ROW_V + swizzle<CHUNKS_V>(i / CHUNKS_V, i % CHUNKS_V),
+            v + i / CHUNKS_V * V_DATA_TOKEN + i % CHUNKS_V * 16);
 #pragma unroll
-        for (int i = 0; i < 16 * WORDS_SF_K; i += 32) {
-          int row = (i + lane) / WORDS_SF_K, w = (i + lane) % WORDS_SF_K;
-          if (row < 16)
-            cp_async4(base + OFF_SF_K + (half * 16 + row) * SF_K + w * 4,
-                      ks + row * p.k_sf_token + w * 4);
-        }
+      for (int i = lane; i < 16 * WORDS_SF_K; i += 32)
+        cp_async4(stage + OFF_SF_K + half * 16 * SF_K + i * 4,
+                  ks + i / WORDS_SF_K * K_SCALE_TOKEN + i % WORDS_SF_K * 4);
 #pragma unroll
-        for (int i = 0; i < 16 * WORDS_SF_V; i += 32) {
-          int row = (i + lane) / WORDS_SF_V, w = (i + lane) % WORDS_SF_V;
-          if (row < 16)
-            cp_async4(base + OFF_SF_V + (half * 16 + row) * SF_V + w * 4,
-                      vs + row * p.v_sf_token + w * 4);
-        }
+      for (int i = lane; i < 16 * WORDS_SF_V; i += 32)
+        cp_async4(stage + OFF_SF_V + half * 16 * SF_V + i * 4,
+                  vs + i / WORDS_SF_V * V_SCALE_TOKEN + i % WORDS_SF_V * 4);
 #endif
-      }
-    };
-    float out[CHUNKS_V][2][4];
+    }
+#if HND
+    // Scales of 16 tokens are SF_K + SF_V chunks; every lane copies of its own 16 tokens.
+    const u32 token = (in_page + 16 * own_half) % BLOCK_SIZE;
+#pragma unroll
+    for (int i = 0; i < SF_K + SF_V; i += SHARE) {
+      const int index = own_index + i;
+      const u64 page = page_address(i == 0 ? sf_base : (u64)p.pages + sf_offset(index), looked_up,
+                                    p.page_stride);
+      const u64 source = page + token * (SF_K == SF_V || index < SF_K ? SF_K : SF_V);
+      if ((SF_K + SF_V) % SHARE == 0 || index < SF_K + SF_V)
+        cp_async16(stage + (i == 0 ? own_sf_target : sf_target(index)), (const u8*)source);
+    }
+#endif
+  };
+
+  // The first tiles are under way while q is prepared.
+#pragma unroll
+  for (int t = 0; t < STAGES - 1; t++) {
+    if (t < num_tiles) load_tile(t, ring + t * STAGE_BYTES, look_up(t));
+    asm volatile("cp.async.commit_group;");
+  }
+  u32 next_page = look_up(STAGES - 1);
+
+  // q, permuted as the unpacked K is, times a power of two per column that suits fp16.
+  const float common = *p.k_scale * p.softmax_scale * 16384.0f * (SOFTCAP ? 1.0f : LOG2E);
+#if !Q_SHARED
+  u32 q_frag[N_TILES][CHUNKS_K][4];
+#endif
+  const u32 q_shared = ring + STAGES * STAGE_BYTES + lane * 16;
+  float multiplier[N_TILES][2];  // logits in base 2 are S * multiplier, for this lane's columns
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++) {
+    const int column = piece.col_tile * COLS + 8 * n + g % COLS;
+    const bool valid = column < columns;
+    const bool own = !DUPLICATE || (g >> 2) == (c >> 1);  // this copy's kind of block
+    const u64 base =
+        valid ? (u64)(piece.q_begin + column / GROUP) * p.query_stride_token +
+                    (u64)(head * GROUP + column % GROUP) * p.query_stride_head
+              : 0;
+    float x[CHUNKS_K][8];
+    float largest = 0.0f;
+#pragma unroll
+    for (int j = 0; j < CHUNKS_K; j++) {
+      load_query(x[j], p.query, base + 32 * j + 8 * c);
+#pragma unroll
+      for (int i = 0; i < 8; i++) largest = fmaxf(largest, fabsf(x[j][i]));
+    }
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    // A power of two that brings the largest value to [2^9, 2^10).
+    int exponent = largest > 0.0f ? 136 - (int)((__float_as_int(largest) >> 23) & 255) : 0;
+    exponent = max(-126, min(126, exponent));
+    const float scale = valid && own ? __int_as_float((127 + exponent) << 23) : 0.0f;
+    const float sign = common < 0.0f ? -scale : scale;
+    const float unscale = __int_as_float((127 - exponent) << 23);
+#pragma unroll
+    for (int j = 0; j < CHUNKS_K; j++) {
+#pragma unroll
+      for (int i = 0; i < 8; i++) x[j][i] = valid && own ? x[j][i] * sign : 0.0f;
+      const u32 h[4] = {pack_half2(x[j][3], x[j][7]), pack_half2(x[j][1], x[j][5]),
+                        pack_half2(x[j][2], x[j][6]), pack_half2(x[j][0], x[j][4])};
+#if Q_SHARED
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(q_shared +
+                                                                    (n * CHUNKS_K + j) * 512),
+                   "r"(h[0]), "r"(h[1]), "r"(h[2]), "r"(h[3])
+                   : "memory");
+#else
+#pragma unroll
+      for (int i = 0; i < 4; i++) q_frag[n][j][i] = h[i];
+#endif
+    }
+    // Positive, so that it can multiply the mask's -inf.
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      multiplier[n][i] =
+          fmaxf(__shfl_sync(~0u, unscale, (2 * c + i) * 4) * fabsf(common), 1e-37f);
+  }
+  const int all_from = p.window > 0 ? length - p.window : 0;  // every column attends to these:
+  const int all_to = length - queries;                        // all_from <= position <= all_to
+
+  float out[N_TILES][CHUNKS_V][2][4];
+  // P = 2^(logit + shift), shift being P_SHIFT minus the maximum; as long as nothing was seen it is so
+  // large that every logit but -inf makes it change.
+  float shift[N_TILES][2], sum[N_TILES][2];
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++) {
 #pragma unroll
     for (int j = 0; j < CHUNKS_V; j++)
 #pragma unroll
-      for (int i = 0; i < 8; i++) out[j][i >> 2][i & 3] = 0.0f;
-    float maximum[2] = {NEG_INF, NEG_INF}, sum[2] = {0.0f, 0.0f};
+      for (int i = 0; i < 8; i++) out[n][j][i >> 2][i & 3] = 0.0f;
+    shift[n][0] = shift[n][1] = NOTHING_YET;
+    sum[n][0] = sum[n][1] = 0.0f;
+  }
+  auto scale_of = [&](int n, int i) { return SOFTCAP ? 1.0f : multiplier[n][i]; };
+  const u32 k_parity = (c >> 1) ? 0x31u : 0x20u;        // bytes of this lane's kind of block
+  const u32 v_parity = (g >> 2) ? 0x7351u : 0x6240u;  // the same of two tokens
+  const u32 ring_end = ring + STAGES * STAGE_BYTES;
+  u32 tile = ring, target = ring + (STAGES - 1) * STAGE_BYTES;
 
+  for (int t = 0; t < num_tiles; t++) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
+    __syncwarp();
+    const int next = t + STAGES - 1;
+    if (next < num_tiles) load_tile(next, target, next_page);
+    asm volatile("cp.async.commit_group;");
+    next_page = look_up(next + 1);
+    target = target + STAGE_BYTES == ring_end ? ring : target + STAGE_BYTES;
+
+    const int position = (first_tile + t) * TILE;
+    const bool partial = position < all_from || position + TILE - 1 > all_to;
+    if (position + TILE > length) {
+      // Slots that were never written may hold NaN scales, and 0 * NaN is NaN.
 #pragma unroll
-    for (int t = 0; t < STAGES - 1; t++) {
-      int page[2];
-      look_up(t, page);
-      if (t < num_tiles) load_tile(t, t, page);
-      asm volatile("cp.async.commit_group;");
-    }
-    int next_pages[2];
-    look_up(STAGES - 1, next_pages);
-    int stage = 0;
-    for (int t = 0; t < num_tiles; t++) {
-      asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
-      __syncwarp();
-      const int next = t + STAGES - 1;
-      if (next < num_tiles) load_tile(next, stage == 0 ? STAGES - 1 : stage - 1, next_pages);
-      asm volatile("cp.async.commit_group;");
-      look_up(next + 1, next_pages);
-      u8* tile = ring + stage * STAGE_BYTES;
-      const u32 tile_address = ring_address + stage * STAGE_BYTES;
-      stage = stage == STAGES - 1 ? 0 : stage + 1;
-
-      const int position = (first_tile + t) * TILE;
-      const bool partial = position < all_from || position + TILE - 1 > all_to;
-      if (position + TILE > length) {
-        // Slots that were never written may hold NaN scales, and 0 * NaN is NaN.
-        if (position + lane >= length) {
+      for (int row = lane; row < TILE; row += 32)
+        if (position + row >= length)
 #pragma unroll
           for (int w = 0; w < WORDS_SF_V; w++)
-            ((u32*)(tile + OFF_SF_V))[lane * WORDS_SF_V + w] = 0;
-        }
-        __syncwarp();
-      }
+            asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + OFF_SF_V + row * SF_V + w * 4),
+                         "r"(0)
+                         : "memory");
+      __syncwarp();
+    }
 
-      float s[2][4];
+    float s[HALVES][N_TILES][4];
+#if N_TILES == 1
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        // Two chains, because a matmul waits for the one before it in its own.
-        float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#if !DUPLICATE
-        float other[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#endif
-        u32 sf0[WORDS_SF_K], sf1[WORDS_SF_K];
-        const u32* sf = (const u32*)(tile + OFF_SF_K) + (half * 16 + g) * WORDS_SF_K;
+    for (int half = 0; half < HALVES; half++) {
+      // Two chains, because a matmul waits for the one before it in its own.
+      float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+      float other[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+      u32 sf0[WORDS_SF_K], sf1[WORDS_SF_K];
+      load_words<WORDS_SF_K>(sf0, tile + OFF_SF_K + (half * 16 + g) * SF_K);
+      load_words<WORDS_SF_K>(sf1, tile + OFF_SF_K + (half * 16 + g + 8) * SF_K);
 #pragma unroll
-        for (int w = 0; w < WORDS_SF_K; w++) {
-          sf0[w] = sf[w];
-          sf1[w] = sf[8 * WORDS_SF_K + w];
-        }
-        const int row = half * 16 + (lane & 15);
+      for (int j = 0; j < CHUNKS_K; j += 2) {
+        u32 r[4];
+        ldmatrix4(r, tile + half * 16 * ROW_K + swizzle<CHUNKS_K>(lane & 15, j + (lane >> 4)));
+        // Blocks of chunks j and j + 1.
+        const u32 scale0 = scales_to_half2(__byte_perm(sf0[j / 2], 0, k_parity));
+        const u32 scale1 = scales_to_half2(__byte_perm(sf1[j / 2], 0, k_parity));
 #pragma unroll
-        for (int j = 0; j < CHUNKS_K; j += 2) {
-          u32 r[4];
-          ldmatrix4(r, tile_address + swizzle_k(row, j + (lane >> 4)));
-          const u32 scale0 = scale_pair(sf0[j / 2], 0, sel_k);  // blocks of chunks j and j + 1
-          const u32 scale1 = scale_pair(sf1[j / 2], 0, sel_k);
-#pragma unroll
-          for (int k = 0; k < 2; k++) {
-            u32 h0[4], h1[4];
-            unpack(h0, r[2 * k]);
-            unpack(h1, r[2 * k + 1]);
+        for (int k = 0; k < 2; k++) {
+          const u32* q = q_frag[0][j + k];
+          u32 h0[4], h1[4];
+          unpack(h0, r[2 * k]);
+          unpack(h1, r[2 * k + 1]);
 #if DUPLICATE
-            float x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-            mma(x, h0[0], h1[0], h0[1], h1[1], q_frag[j + k][0], q_frag[j + k][1]);
-            mma(x, h0[2], h1[2], h0[3], h1[3], q_frag[j + k][2], q_frag[j + k][3]);
-            const float f0 = half_to_float(k ? scale0 >> 16 : scale0);
-            const float f1 = half_to_float(k ? scale1 >> 16 : scale1);
-            acc[0] += f0 * x[0];
-            acc[1] += f0 * x[1];
-            acc[2] += f1 * x[2];
-            acc[3] += f1 * x[3];
+          float x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+          mma(x, h0[0], h1[0], h0[1], h1[1], q[0], q[1]);
+          mma(x, h0[2], h1[2], h0[3], h1[3], q[2], q[3]);
+          const float f0 = half_to_float(k ? scale0 >> 16 : scale0);
+          const float f1 = half_to_float(k ? scale1 >> 16 : scale1);
+          acc[0] += f0 * x[0];
+          acc[1] += f0 * x[1];
+          acc[2] += f1 * x[2];
+          acc[3] += f1 * x[3];
 #else
-            const u32 m0 = k ? both_high(scale0) : both_low(scale0);
-            const u32 m1 = k ? both_high(scale1) : both_low(scale1);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-              h0[i] = hmul2(h0[i], m0);
-              h1[i] = hmul2(h1[i], m1);
-            }
-            mma(acc, h0[0], h1[0], h0[1], h1[1], q_frag[j + k][0], q_frag[j + k][1]);
-            mma(other, h0[2], h1[2], h0[3], h1[3], q_frag[j + k][2], q_frag[j + k][3]);
+          scale_values(h0, k ? both_high(scale0) : both_low(scale0));
+          scale_values(h1, k ? both_high(scale1) : both_low(scale1));
+          mma(acc, h0[0], h1[0], h0[1], h1[1], q[0], q[1]);
+          mma(other, h0[2], h1[2], h0[3], h1[3], q[2], q[3]);
 #endif
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        s[half][0][i] = acc[i] + (DUPLICATE ? __shfl_xor_sync(~0u, acc[i], 2) : other[i]);
+    }
+#else
+    // Many columns share what is unpacked; both halves share what is loaded of q.
+    u32 sf0[HALVES][WORDS_SF_K], sf1[HALVES][WORDS_SF_K];
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+      load_words<WORDS_SF_K>(sf0[half], tile + OFF_SF_K + (half * 16 + g) * SF_K);
+      load_words<WORDS_SF_K>(sf1[half], tile + OFF_SF_K + (half * 16 + g + 8) * SF_K);
+#pragma unroll
+      for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[half][n][i] = 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < CHUNKS_K; j += 2) {
+      u32 r[HALVES][4];
+#pragma unroll
+      for (int half = 0; half < HALVES; half++)
+        ldmatrix4(r[half],
+                  tile + half * 16 * ROW_K + swizzle<CHUNKS_K>(lane & 15, j + (lane >> 4)));
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        u32 h0[HALVES][4], h1[HALVES][4];
+#pragma unroll
+        for (int half = 0; half < HALVES; half++) {
+          const u32 scale0 = scales_to_half2(__byte_perm(sf0[half][j / 2], 0, k_parity));
+          const u32 scale1 = scales_to_half2(__byte_perm(sf1[half][j / 2], 0, k_parity));
+          unpack(h0[half], r[half][2 * k]);
+          unpack(h1[half], r[half][2 * k + 1]);
+          scale_values(h0[half], k ? both_high(scale0) : both_low(scale0));
+          scale_values(h1[half], k ? both_high(scale1) : both_low(scale1));
+        }
+#pragma unroll
+        for (int n = 0; n < N_TILES; n++) {
+#if Q_SHARED
+          u32 q[4];
+          load_words<4>(q, q_shared + (n * CHUNKS_K + j + k) * 512);
+#else
+          const u32* q = q_frag[n][j + k];
+#endif
+#pragma unroll
+          for (int half = 0; half < HALVES; half++) {
+            mma(s[half][n], h0[half][0], h1[half][0], h0[half][1], h1[half][1], q[0], q[1]);
+            mma(s[half][n], h0[half][2], h1[half][2], h0[half][3], h1[half][3], q[2], q[3]);
           }
         }
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-#if DUPLICATE
-          const float other_blocks = __shfl_xor_sync(~0u, acc[i], 2);
-#else
-          const float other_blocks = other[i];
+      }
+    }
 #endif
-          float x = (acc[i] + other_blocks) * multiplier[i & 1];
 #if SOFTCAP
-          x = p.softcap * LOG2E * tanhf(x / p.softcap);
-#endif
-          s[half][i] = x;
-        }
-      }
-      if (partial) {
-        asm volatile("");  // keeps this a branch: most tiles need no mask
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-          const int at = position + (i >> 2) * 16 + g + 8 * ((i >> 1) & 1);
-          if (at > limit[i & 1] || at < lower[i & 1]) s[i >> 2][i & 3] = NEG_INF;
+    for (int half = 0; half < HALVES; half++)
+#pragma unroll
+      for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          s[half][n][i] =
+              p.softcap * LOG2E * tanhf(s[half][n][i] * multiplier[n][i & 1] / p.softcap);
+#endif
+    if (partial) {
+      asm volatile("");  // keeps this a branch: most tiles need no mask
+#pragma unroll
+      for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          // Keys of a column: lower <= position <= limit.
+          const int column =
+              min(piece.col_tile * COLS + 8 * n + (2 * c + i) % COLS, columns - 1);
+          const int limit = length - queries + column / GROUP;
+          const int lower = p.window > 0 ? limit - p.window + 1 : 0;
+#pragma unroll
+          for (int half = 0; half < HALVES; half++)
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+              const int at = position + half * 16 + g + 8 * k;
+              if (at > limit || at < lower) s[half][n][2 * k + i] = NEG_INF;
+            }
         }
-      }
+    }
 
-      float top[2];
-      bool grown = false;
+    float top[N_TILES][2];
+    bool grown = false;
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++)
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        top[i] = fmaxf(fmaxf(s[0][i], s[0][2 + i]), fmaxf(s[1][i], s[1][2 + i]));
-        grown |= top[i] > maximum[i] + RESCALE_STEP;
+        top[n][i] = fmaxf(s[0][n][i], s[0][n][2 + i]);
+#pragma unroll
+        for (int half = 1; half < HALVES; half++)
+          top[n][i] = fmaxf(top[n][i], fmaxf(s[half][n][i], s[half][n][2 + i]));
+        grown |= fmaf(top[n][i], scale_of(n, i), shift[n][i]) > P_SHIFT + RESCALE_STEP;
       }
-      if (__any_sync(~0u, grown)) {
+    if (__any_sync(~0u, grown)) {
+#pragma unroll
+      for (int n = 0; n < N_TILES; n++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
 #pragma unroll
           for (int o = 4; o <= 16; o <<= 1)
-            top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], o));
-          const float m = fmaxf(maximum[i], top[i]);
-          const float factor = m == NEG_INF ? 1.0f : ex2(maximum[i] - m);
-          maximum[i] = m;
-          sum[i] *= factor;
+            top[n][i] = fmaxf(top[n][i], __shfl_xor_sync(~0u, top[n][i], o));
+          // Each column by itself, so that no column changes the rounding of another.
+          if (fmaf(top[n][i], scale_of(n, i), shift[n][i]) > P_SHIFT + RESCALE_STEP) {
+            const float new_shift = P_SHIFT - top[n][i] * scale_of(n, i);
+            const float factor = ex2(new_shift - shift[n][i]);
+            shift[n][i] = new_shift;
+            sum[n][i] *= factor;
 #pragma unroll
-          for (int j = 0; j < CHUNKS_V; j++) {
-            out[j][0][i] *= factor;
-            out[j][0][2 + i] *= factor;
-            out[j][1][i] *= factor;
-            out[j][1][2 + i] *= factor;
+            for (int j = 0; j < CHUNKS_V; j++) {
+              out[n][j][0][i] *= factor;
+              out[n][j][0][2 + i] *= factor;
+              out[n][j][1][i] *= factor;
+              out[n][j][1][2 + i] *= factor;
+            }
           }
         }
-      }
-      float shift[2];
-#pragma unroll
-      for (int i = 0; i < 2; i++)
-        shift[i] = maximum[i] == NEG_INF ? 0.0f : maximum[i] - P_SHIFT;
+    }
 
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
+    for (int half = 0; half < HALVES; half++) {
+      u32 p0[N_TILES], p1[N_TILES];
+#pragma unroll
+      for (int n = 0; n < N_TILES; n++) {
         float e[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-          e[i] = ex2(s[half][i] - shift[i & 1]);
-          sum[i & 1] += e[i];
+          e[i] = ex2(fmaf(s[half][n][i], scale_of(n, i & 1), shift[n][i & 1]));
+          sum[n][i & 1] += e[i];
         }
-        const u32 p0 = movmatrix(pack_half2(e[0], e[1]));
-        const u32 p1 = movmatrix(pack_half2(e[2], e[3]));
-        const u32* sf = (const u32*)(tile + OFF_SF_V) + (half * 16 + 2 * c) * WORDS_SF_V;
-        u32 sa[WORDS_SF_V], sb[WORDS_SF_V], sc[WORDS_SF_V], sd[WORDS_SF_V];
+        p0[n] = movmatrix(pack_half2(e[0], e[1]));
+        p1[n] = movmatrix(pack_half2(e[2], e[3]));
+      }
+      u32 sf0[2 * WORDS_SF_V], sf1[2 * WORDS_SF_V];  // tokens 2c, 2c + 1 and 2c + 8, 2c + 9
+      load_words<2 * WORDS_SF_V>(sf0, tile + OFF_SF_V + (half * 16 + 2 * c) * SF_V);
+      load_words<2 * WORDS_SF_V>(sf1, tile + OFF_SF_V + (half * 16 + 2 * c + 8) * SF_V);
 #pragma unroll
-        for (int w = 0; w < WORDS_SF_V; w++) {
-          sa[w] = sf[w];
-          sb[w] = sf[WORDS_SF_V + w];
-          sc[w] = sf[8 * WORDS_SF_V + w];
-          sd[w] = sf[9 * WORDS_SF_V + w];
-        }
-        const int row = half * 16 + (lane & 15);
+      for (int j = 0; j < CHUNKS_V; j += 2) {
+        u32 r[4];
+        ldmatrix4_trans(r, tile + OFF_V + half * 16 * ROW_V +
+                               swizzle<CHUNKS_V>(lane & 15, j + (lane >> 4)));
+        const u32 both0 = __byte_perm(sf0[j / 2], sf0[WORDS_SF_V + j / 2], v_parity);
+        const u32 both1 = __byte_perm(sf1[j / 2], sf1[WORDS_SF_V + j / 2], v_parity);
 #pragma unroll
-        for (int j = 0; j < CHUNKS_V; j += 2) {
-          u32 r[4];
-          ldmatrix4_trans(r, tile_address + OFF_V + swizzle_v(row, j + (lane >> 4)));
-#pragma unroll
-          for (int k = 0; k < 2; k++) {
-            // Byte 2k + g / 4 of two tokens' scales.
-            const u32 byte = 2 * k + (g >> 2);
-            const u32 selector = byte | ((byte + 4) << 4);
-            const u32 m0 = scale_pair(sa[j / 2], sb[j / 2], selector);
-            const u32 m1 = scale_pair(sc[j / 2], sd[j / 2], selector);
-            u32 h0[4], h1[4];
-            unpack(h0, r[2 * k]);
-            unpack(h1, r[2 * k + 1]);
-#if DUPLICATE
-            const u32 b0 = hmul2(p0, m0), b1 = hmul2(p1, m1);
-#else
-            const u32 b0 = p0, b1 = p1;
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-              h0[i] = hmul2(h0[i], m0);
-              h1[i] = hmul2(h1[i], m1);
-            }
+        for (int k = 0; k < 2; k++) {
+          const u32 m0 = scales_to_half2(k ? both0 >> 16 : both0 & 0xFFFFu);
+          const u32 m1 = scales_to_half2(k ? both1 >> 16 : both1 & 0xFFFFu);
+          u32 h0[4], h1[4];
+          unpack(h0, r[2 * k]);
+          unpack(h1, r[2 * k + 1]);
+#if !DUPLICATE
+          scale_values(h0, m0);
+          scale_values(h1, m1);
 #endif
-            mma(out[j + k][0], h0[0], h0[1], h1[0], h1[1], b0, b1);
-            mma(out[j + k][1], h0[2], h0[3], h1[2], h1[3], b0, b1);
+#pragma unroll
+          for (int n = 0; n < N_TILES; n++) {
+            const u32 b0 = DUPLICATE ? hmul2(p0[n], m0) : p0[n];
+            const u32 b1 = DUPLICATE ? hmul2(p1[n], m1) : p1[n];
+            mma(out[n][j + k][0], h0[0], h0[1], h1[0], h1[1], b0, b1);
+            mma(out[n][j + k][1], h0[2], h0[3], h1[2], h1[3], b0, b1);
           }
         }
       }
     }
-    asm volatile("cp.async.wait_all;");
-    __syncwarp();
+    tile = tile + STAGE_BYTES == ring_end ? ring : tile + STAGE_BYTES;
+  }
+  asm volatile("cp.async.wait_all;");
+  __syncwarp();
 
-    const float unscale = *p.v_scale * 16384.0f;
+  const float unscale = *p.v_scale * 16384.0f;
+  const u64 slots = ((u64)row * KV_HEADS + head) * COLS;
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++)
 #pragma unroll
     for (int i = 0; i < 2; i++) {
+      float all = sum[n][i];
 #pragma unroll
-      for (int o = 4; o <= 16; o <<= 1) sum[i] += __shfl_xor_sync(~0u, sum[i], o);
-      const int column = col_tile * COLS + (2 * c + i) % COLS;
+      for (int o = 4; o <= 16; o <<= 1) all += __shfl_xor_sync(~0u, all, o);
+      const int column = 8 * n + (2 * c + i) % COLS;
       const bool own = !DUPLICATE || (g >> 2) == (c >> 1);
-      if (column < columns && own) {
-        const u64 row = p.plan[2 + p.num_seqs + seq] + split * queries + column / p.group;
-        const u64 slot = row * (p.kv_heads * p.group) + head * p.group + column % p.group;
-        const float inverse = sum[i] > 0.0f ? unscale / sum[i] : 0.0f;
-        float* target = p.partial_out + slot * HEAD_SIZE_V + 4 * g;
+      if (piece.col_tile * COLS + column < columns && own) {
+        const float inverse = all > 0.0f ? unscale / all : 0.0f;
+        float* target = p.partial_out + (slots + column) * HEAD_SIZE_V + 4 * g;
 #pragma unroll
         for (int j = 0; j < CHUNKS_V; j++) {
           // Dims 4g .. 4g + 3 of chunk j.
-          float4 x = make_float4(out[j][1][2 + i] * inverse, out[j][0][2 + i] * inverse,
-                                 out[j][1][i] * inverse, out[j][0][i] * inverse);
-          *(float4*)(target + 32 * j) = x;
+          *(float4*)(target + 32 * j) =
+              make_float4(out[n][j][1][2 + i] * inverse, out[n][j][0][2 + i] * inverse,
+                          out[n][j][1][i] * inverse, out[n][j][0][i] * inverse);
         }
-        if (g % 4 == 0 && (DUPLICATE || g == 0)) p.partial_ml[slot] = make_float2(maximum[i], sum[i] * ex2(-P_SHIFT));
+        if (DUPLICATE ? g % 4 == 0 : g == 0)
+          p.partial_ml[slots + column] =
+              make_float2(all == 0.0f ? NEG_INF : P_SHIFT - shift[n][i],
+                          all * ex2(-P_SHIFT));
       }
     }
-  }
 }
 
-// Joins the chunks of each (token, head): `spread` warps each, which take chunks in turn.
-#define MERGE_WARPS 8
-extern "C" __global__ void __launch_bounds__(MERGE_WARPS * 32)
-    merge(Params p, void* out, float* lse, const float* sinks, u64 out_stride_token,
-          u64 out_stride_head, int num_tokens, int spread) {
-  __shared__ float joined[MERGE_WARPS][HEAD_SIZE_V];
-  __shared__ float totals[MERGE_WARPS];
-  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) % spread;
-  const int base_warp = (threadIdx.x >> 5) - warp;
-  const int row = blockIdx.x * (MERGE_WARPS / spread) + base_warp / spread;
-  const int heads = p.kv_heads * p.group;
-  const int token = row / heads, q_head = row % heads;
-  if (token >= num_tokens) return;  // with spread > 1 all warps of a CTA share a row
-  int seq = 0, high = p.num_seqs;
-  while (high - seq > 1) {
-    int middle = (seq + high) >> 1;
-    if (p.query_start_loc[middle] <= token) seq = middle;
-    else high = middle;
-  }
-  const int queries = num_queries(p, seq);
-  const int begin = 0, end = (p.plan[2 + seq] - p.plan[1 + seq]) / max(1, num_col_tiles(p, seq));
-  const u64 stride = (u64)queries * heads;
-  const u64 base =
-      ((u64)p.plan[2 + p.num_seqs + seq] + token - p.query_start_loc[seq]) * heads + q_head;
-  const float sink = sinks ? sinks[q_head] * LOG2E : NEG_INF;
-  float m = sink;
-  for (int i = begin + lane; i < end; i += 32) m = fmaxf(m, p.partial_ml[i * stride + base].x);
-  for (int o = 16; o; o >>= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, o));
-  float total = 0.0f;
-  const int width = HEAD_SIZE_V / 32;  // consecutive dims of a lane
-  float acc[width];
-#pragma unroll
-  for (int d = 0; d < width; d++) acc[d] = 0.0f;
-#pragma unroll 4
-  for (int i = begin + warp; i < end; i += spread) {
-    const float2 ml = p.partial_ml[i * stride + base];
-    const float weight = ml.x == NEG_INF ? 0.0f : ml.y * ex2(ml.x - m);
-    total += weight;
-    const float2* source = (const float2*)(p.partial_out + (i * stride + base) * HEAD_SIZE_V);
-#pragma unroll
-    for (int d = 0; d < width / 2; d++) {
-      const float2 x = source[lane * (width / 2) + d];
-      acc[2 * d] += weight * x.x;
-      acc[2 * d + 1] += weight * x.y;
-    }
-  }
-  if (spread > 1) {
-#pragma unroll
-    for (int d = 0; d < width; d++) joined[warp][lane * width + d] = acc[d];
-    if (lane == 0) totals[warp] = total;
-    __syncthreads();
-    if (warp != 0) return;
-    for (int w = 1; w < spread; w++) {
-      total += totals[w];
-#pragma unroll
-      for (int d = 0; d < width; d++) acc[d] += joined[w][lane * width + d];
-    }
-  }
-  if (sink != NEG_INF) total += ex2(sink - m);
-  const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
-  const u64 target = token * out_stride_token + q_head * out_stride_head + lane * width;
-#pragma unroll
-  for (int d = 0; d < width; d++) {
-    const float x = acc[d] * inverse;
-    const u64 at = target + d;
-#if defined(Q_BF16)
-    u16 y;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
-    ((u16*)out)[at] = y;
-#else
-    u16 y;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-    ((u16*)out)[at] = y;
+extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) {
+  extern __shared__ __align__(128) u8 shared[];
+  const int warp = threadIdx.x / 32;
+  const u32 ring = smem_address(shared) + warp * (STAGES * STAGE_BYTES + Q_BYTES);
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");  // the merge may take its place, and wait
 #endif
+  const PlanHeader header = p.plan.header();
+  // Heads of one unit are neighbours: their bytes lie in the same pages.
+  for (int i = blockIdx.x * WARPS + warp; i < header.units * KV_HEADS; i += gridDim.x * WARPS) {
+    const int number = i / KV_HEADS, head = i % KV_HEADS;
+    const int begin = number * header.span, end = begin + header.span;
+    const Unit unit = p.plan.unit(number);
+    Piece piece = unit.piece;
+    for (int index = unit.index;;) {
+      const int first = piece.begin + header.overhead;
+      const int from = max(0, begin - first), to = min(piece.num_tiles, end - first);
+      if (from < to)
+        attend(p, piece, head, number + index, piece.first_tile + from, to - from, ring);
+      if (header.overhead == 0 || ++index >= header.pieces) break;
+      piece = p.plan.piece(index);
+      if (piece.begin >= end) break;
+    }
   }
-  if (lse && lane == 0)
-    lse[(u64)token * heads + q_head] = total > 0.0f ? (m + log2f(total)) / LOG2E : NEG_INF;
 }

@@ -1,57 +1,130 @@
-"""Launcher of the split-KV decode kernel for packed NVFP4 pages (`decode_nvfp4.cu`).
+"""Launcher of the split-KV decode kernel for packed NVFP4 pages.
 
-Three launches, none of which waits for the host: a plan that cuts sequences into chunks so that
-they just fill the GPU, the chunks, and their merge. All can be captured in a CUDA graph; lengths
-may change between replays.
+Three launches, none of which waits for the host: a plan that cuts sequences into units of work so
+that they just fill the GPU (`decode_plan.cu`), the units (`decode_nvfp4.cu`), and the merge of what
+they found (`decode_merge.cu`). All can be captured in a CUDA graph; lengths may change between
+replays. The plan depends on lengths alone, so layers may share one: see `make_plan`.
 """
 
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from halfbyte.kernels import nvrtc
-from halfbyte.kernels.parameters import REGION_FIELDS, region_fields
+from halfbyte.kernels.parameters import region_fields
 from halfbyte.layouts import PageLayout
 
-_WARPS = 8
-_TILE = 32
-_STAGES = 3
-_BATCH_INVARIANT_CHUNK = 16
-"""Tiles per chunk where results must not depend on the batch: 512 tokens."""
 _DTYPE_MACROS = {
     torch.bfloat16: "Q_BF16",
     torch.float16: "Q_FP16",
 }
 """Queries enter the matmul as fp16 times a power of two: exact for these two, not for float32."""
 
+# Shared memory of a multiprocessor in KiB (CUDA C++ Programming Guide, "Technical Specifications");
+# one CTA may have one less, and every CTA costs one.
+_SHARED_KIB = {80: 164, 87: 164, 90: 228, 100: 228, 103: 228}
+_SMALLEST_SHARED_KIB = 100
+_BATCH_INVARIANT_SPAN = 512
+"""Tokens per unit where results must not depend on the batch."""
+_OVERHEAD_TOKENS = 64
+"""To begin a piece takes about as long as so many tokens."""
+WARPS = 4
+"""Of a CTA."""
+_HEADER_INTS = 4
+_UNIT_INTS = 12
+_MERGE_THREADS = {"merge_few": 128, "merge_some": 128, "merge_many": 512}
+_PIECE_INTS = 8
+
+
+class Variant(NamedTuple):
+    """How the kernel is compiled for some work; see the head of `decode_nvfp4.cu`."""
+
+    tile: int
+    n_tiles: int
+    duplicate: bool
+    q_shared: bool
+    stages: int
+    ctas: int
+
+    @property
+    def columns(self) -> int:
+        """Query columns of a piece."""
+        return 4 if self.duplicate else 8 * self.n_tiles
+
+    def warp_bytes(self, layout: PageLayout) -> int:
+        """Shared memory of a warp: its ring, and q where that is kept there."""
+        q = self.n_tiles * layout.head_size * 16 if self.q_shared else 0
+        return self.stages * stage_bytes(layout, self.tile) + q
+
+
+class _PlanParams(ctypes.Structure):
+    """`PlanParams` of `decode_plan.cu`, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("plan", "seq_lens", "query_start_loc")),
+        *((name, ctypes.c_int) for name in ("num_seqs", "group", "columns", "tile", "window")),
+        *((name, ctypes.c_int) for name in ("max_units", "units_offset", "pieces_offset")),
+        *((name, ctypes.c_int) for name in ("fixed_span", "overhead")),
+    )
+
+
+class _PlanView(ctypes.Structure):
+    """`PlanView` of `decode_work.cuh`."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("units_offset", ctypes.c_int),
+        ("pieces_offset", ctypes.c_int),
+    )
+
 
 class _Params(ctypes.Structure):
-    """`Params` of the source, field by field."""
+    """`Params` of `decode_nvfp4.cu`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "pages", "partial_out", "partial_ml")),
-        *((name, ctypes.c_void_p) for name in ("plan", "seq_lens", "query_start_loc")),
-        *((name, ctypes.c_void_p) for name in ("block_tables", "k_global", "v_global")),
-        ("page_stride", ctypes.c_uint64),
+        ("plan", _PlanView),
+        *((name, ctypes.c_void_p) for name in ("block_tables", "k_scale", "v_scale")),
         ("query_stride_token", ctypes.c_uint64),
         ("query_stride_head", ctypes.c_uint64),
-        *((name, ctypes.c_uint32) for name in REGION_FIELDS),
-        *((name, ctypes.c_int) for name in ("num_seqs", "max_pages", "kv_heads", "group")),
+        ("page_stride", ctypes.c_uint32),
+        ("max_pages", ctypes.c_int),
         ("softmax_scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("window", ctypes.c_int),
     )
 
 
-@dataclass(frozen=True)
-class _Workspace:
-    """Scratch of one call; kept alive by whoever captured it."""
+class _MergeParams(ctypes.Structure):
+    """`MergeParams` of `decode_merge.cu`."""
 
-    plan: torch.Tensor
+    _fields_ = (
+        ("partial_out", ctypes.c_void_p),
+        ("partial_ml", ctypes.c_void_p),
+        ("plan", _PlanView),
+        *((name, ctypes.c_void_p) for name in ("out", "lse", "sinks")),
+        ("out_stride_token", ctypes.c_uint64),
+        ("out_stride_head", ctypes.c_uint64),
+        ("num_tokens", ctypes.c_int),
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Units of work of a step, made on the GPU, and scratch for what they find."""
+
+    variant: Variant
+    data: torch.Tensor
+    view: _PlanView
     partial_out: torch.Tensor
     partial_ml: torch.Tensor
+    slots: int
+    """CTAs that run at once."""
+    merge: str
+    """Which kernel joins the parts: their number per row decides."""
 
 
 def unsupported_reason(layout: PageLayout, query_dtype: torch.dtype) -> str | None:
@@ -69,12 +142,120 @@ def unsupported_reason(layout: PageLayout, query_dtype: torch.dtype) -> str | No
     return None
 
 
+@lru_cache(maxsize=1024)
+def variant(
+    layout: PageLayout,
+    group: int,
+    mean_queries: float,
+    batch_invariant: bool,
+    compute_capability: int,
+) -> Variant:
+    """The fastest way known to compile for some work on a GPU.
+
+    Eight warps on a multiprocessor saturate the memory of an H200 with rings of about 27 KiB, and
+    leave them 255 registers each; more warps or deeper rings measured the same or slower.
+
+    Args:
+        layout: of the pages.
+        group: query heads per KV head.
+        mean_queries: query tokens per sequence.
+        batch_invariant: leave `mean_queries`, which the batch decides, out of it.
+        compute_capability: as `dispatch` counts, such as 90.
+    """
+    columns = group if batch_invariant else group * max(1.0, mean_queries)
+    duplicate = columns <= 4 and not batch_invariant
+    head_size = max(layout.head_size, layout.head_size_v)
+    # Columns share the unpacking, as far as registers and shared memory go.
+    wanted = 1 if columns <= 8 else 2 if columns <= 16 or head_size > 128 else 4
+    shared = _SHARED_KIB.get(compute_capability, _SMALLEST_SHARED_KIB) * 1024
+    ways = [
+        Variant(tile, n, duplicate, n * max(64, head_size) > 256, stages, ctas)
+        for ctas in (2, 1)
+        for n in (wanted, 2, 1)
+        for tile, stages in ((64, 4 if head_size == 64 else 3), (32, 4), (32, 3), (32, 2))
+        if tile == 32 or (n == 1 and head_size <= 128)
+    ]
+    for way in ways:
+        if way.ctas * (WARPS * way.warp_bytes(layout) + 1024) <= shared:
+            return way
+    raise AssertionError("every supported layout fits some CTA")
+
+
+def stage_bytes(layout: PageLayout, tile: int) -> int:
+    """Shared memory of one tile of K and V with their scales."""
+    return tile * (layout.head_size + layout.head_size_v) * 9 // 16
+
+
+def make_plan(
+    layout: PageLayout,
+    num_heads: int,
+    num_tokens: int,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_pages: int,
+    sliding_window: int | None,
+    batch_invariant: bool,
+) -> Plan:
+    """Cut a step's attention into units that just fill the GPU.
+
+    The plan serves every call with the same layout, heads, window and lengths, one after the other
+    on one stream; calls on several streams at once need one each, for they share its scratch.
+
+    Args:
+        layout, query_start_loc, seq_lens, sliding_window, batch_invariant: as for
+            `halfbyte.attention.paged_attention`; tensors contiguous, on the GPU.
+        num_heads: of the query.
+        num_tokens: of the query, in all.
+        max_pages: that a sequence can have.
+    """
+    device = seq_lens.device
+    num_seqs = seq_lens.shape[0]
+    group = num_heads // layout.num_kv_heads
+    way = variant(layout, group, num_tokens / num_seqs, batch_invariant, _capability(device.index))
+    slots = way.ctas * _multiprocessors(device.index)
+    max_units = max(1, slots * WARPS // layout.num_kv_heads)
+    max_pieces = num_tokens * group // way.columns + num_seqs
+    fixed_span = 0
+    if batch_invariant:
+        fixed_span = _BATCH_INVARIANT_SPAN // way.tile
+        longest = -(-max_pages * layout.block_size // _BATCH_INVARIANT_SPAN)
+        max_units = longest * max_pieces
+    units_offset = _rounded_up(_HEADER_INTS + num_tokens, 8)
+    pieces_offset = _rounded_up(units_offset + _UNIT_INTS * max_units, 8)
+    data = torch.empty(pieces_offset + _PIECE_INTS * max_pieces, dtype=torch.int32, device=device)
+    params = _PlanParams(
+        plan=data.data_ptr(),
+        seq_lens=seq_lens.data_ptr(),
+        query_start_loc=query_start_loc.data_ptr(),
+        num_seqs=num_seqs,
+        group=group,
+        columns=way.columns,
+        tile=way.tile,
+        window=sliding_window or 0,
+        max_units=max_units,
+        units_offset=units_offset,
+        pieces_offset=pieces_offset,
+        fixed_span=fixed_span,
+        overhead=_OVERHEAD_TOKENS // way.tile,
+    )
+    kernels = nvrtc.load("decode_plan", (), (("plan_work", 0),), device.index)
+    nvrtc.launch(kernels["plan_work"], 1, 1024, [params])
+    rows = (max_units + max_pieces) * layout.num_kv_heads * way.columns
+    return Plan(
+        variant=way,
+        data=data,
+        view=_PlanView(data.data_ptr(), units_offset, pieces_offset),
+        partial_out=torch.empty((rows, layout.head_size_v), dtype=torch.float32, device=device),
+        partial_ml=torch.empty((rows, 2), dtype=torch.float32, device=device),
+        slots=slots,
+        merge=_merge_kernel(max_units / max_pieces, batch_invariant),
+    )
+
+
 def decode_nvfp4(
     query: torch.Tensor,
     pages: torch.Tensor,
     layout: PageLayout,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
     block_tables: torch.Tensor,
     scale: float,
     k_scale: torch.Tensor,
@@ -82,7 +263,7 @@ def decode_nvfp4(
     sliding_window: int | None,
     sinks: torch.Tensor | None,
     softcap: float | None,
-    batch_invariant: bool,
+    plan: Plan,
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
@@ -91,126 +272,121 @@ def decode_nvfp4(
     Args:
         k_scale, v_scale: float32 tensors of one element.
         sinks: float32 `[heads]`, contiguous.
+        plan: `make_plan` of the same work.
+
+    Raises:
+        ValueError: pages that are not aligned to 16 bytes, or 4 GiB apart.
     """
     num_tokens, num_heads, _ = query.shape
-    num_seqs, max_pages = block_tables.shape
-    if num_tokens == 0:
-        return
-    if pages.data_ptr() % 16 or pages.stride(0) % 16:
+    if pages.data_ptr() % 16 or pages.stride(0) % 16 or pages.stride(0) >= 2**32:
         raise ValueError(
             f"pages: the kernel copies 16 bytes at a time; the base {pages.data_ptr():#x} and the "
-            f"stride {pages.stride(0)} must be multiples of 16"
+            f"stride {pages.stride(0)} (below 2^32) must be multiples of 16"
         )
-    query = query if query.stride(2) == 1 else query.contiguous()
+    if query.stride(2) != 1 or any(x % 8 for x in (query.data_ptr() // 2, *query.stride()[:2])):
+        query = query.contiguous().clone()
     block_tables = block_tables.contiguous()
-    query_start_loc, seq_lens = query_start_loc.contiguous(), seq_lens.contiguous()
-    group = num_heads // layout.num_kv_heads
-    # Units of four columns, where they are enough for (mostly) one query token per sequence.
-    duplicate = group <= 4 and num_tokens <= num_seqs and not batch_invariant
-    kernels = _kernels(layout, query.dtype, bool(softcap), duplicate, query.device.index)
-    slots = _resident_ctas(query.device.index)
-    max_units = max(1, slots * _WARPS // layout.num_kv_heads)
-    max_rows = max_units + 2 * num_tokens
-    chunk = 0
-    if batch_invariant:
-        chunk = _BATCH_INVARIANT_CHUNK
-        longest = -(-max_pages * layout.block_size // (_TILE * chunk))
-        max_rows = longest * num_tokens
-    workspace = _Workspace(
-        query.new_empty(2 + 2 * num_seqs + 1, dtype=torch.int32),
-        query.new_empty((max_rows, num_heads, layout.head_size_v), dtype=torch.float32),
-        query.new_empty((max_rows, num_heads, 2), dtype=torch.float32),
+    kernels = _kernels(
+        layout,
+        num_heads // layout.num_kv_heads,
+        query.dtype,
+        bool(softcap),
+        plan.variant,
+        query.device.index,
     )
     params = _Params(
         query=query.data_ptr(),
         pages=pages.data_ptr(),
-        partial_out=workspace.partial_out.data_ptr(),
-        partial_ml=workspace.partial_ml.data_ptr(),
-        plan=workspace.plan.data_ptr(),
-        seq_lens=seq_lens.data_ptr(),
-        query_start_loc=query_start_loc.data_ptr(),
+        partial_out=plan.partial_out.data_ptr(),
+        partial_ml=plan.partial_ml.data_ptr(),
+        plan=plan.view,
         block_tables=block_tables.data_ptr(),
-        k_global=k_scale.data_ptr(),
-        v_global=v_scale.data_ptr(),
-        page_stride=pages.stride(0),
+        k_scale=k_scale.data_ptr(),
+        v_scale=v_scale.data_ptr(),
         query_stride_token=query.stride(0),
         query_stride_head=query.stride(1),
-        **region_fields(layout),
-        num_seqs=num_seqs,
-        max_pages=max_pages,
-        kv_heads=layout.num_kv_heads,
-        group=group,
+        page_stride=pages.stride(0),
+        max_pages=block_tables.shape[1],
         softmax_scale=scale,
         softcap=softcap or 0.0,
         window=sliding_window or 0,
     )
-    int32 = ctypes.c_int
-    nvrtc.launch(
-        kernels["plan_chunks"],
-        1,
-        1024,
-        [
-            params,
-            ctypes.c_void_p(workspace.plan.data_ptr()),
-            int32(max_units),
-            int32(max_rows),
-            int32(chunk),
-        ],
+    nvrtc.launch(kernels["decode"], plan.slots, 32 * WARPS, [params])
+    merge = _MergeParams(
+        partial_out=plan.partial_out.data_ptr(),
+        partial_ml=plan.partial_ml.data_ptr(),
+        plan=plan.view,
+        out=out.data_ptr(),
+        lse=None if lse is None else lse.data_ptr(),
+        sinks=None if sinks is None else sinks.data_ptr(),
+        out_stride_token=out.stride(0),
+        out_stride_head=out.stride(1),
+        num_tokens=num_tokens,
     )
-    nvrtc.launch(kernels["decode"], slots, 32 * _WARPS, [params])
     rows = num_tokens * num_heads
-    # Few rows have many chunks each: all warps of a CTA share one.
-    spread = _WARPS if rows < 4 * slots or batch_invariant else 1
-    nvrtc.launch(
-        kernels["merge"],
-        -(-rows * spread // _WARPS),
-        32 * _WARPS,
-        [
-            params,
-            ctypes.c_void_p(out.data_ptr()),
-            ctypes.c_void_p(None if lse is None else lse.data_ptr()),
-            ctypes.c_void_p(None if sinks is None else sinks.data_ptr()),
-            ctypes.c_uint64(out.stride(0)),
-            ctypes.c_uint64(out.stride(1)),
-            int32(num_tokens),
-            int32(spread),
-        ],
-    )
+    overlap = _capability(query.device.index) >= 90
+    if plan.merge == "merge_few":
+        grid = -(-rows * layout.head_size_v // (4 * 128))
+    else:
+        grid = rows * (layout.head_size_v // 32)
+    nvrtc.launch(kernels[plan.merge], grid, _MERGE_THREADS[plan.merge], [merge], overlap=overlap)
 
 
 def macros(
-    layout: PageLayout, dtype: torch.dtype, softcap: bool, duplicate: bool
+    layout: PageLayout, group: int, dtype: torch.dtype, softcap: bool, way: Variant
 ) -> dict[str, int | None]:
-    """Macros that the source is compiled with for some work."""
+    """Macros that `decode_nvfp4.cu` and `decode_merge.cu` are compiled with for some work."""
     return {
         "HEAD_SIZE": layout.head_size,
         "HEAD_SIZE_V": layout.head_size_v,
         "BLOCK_SIZE": layout.block_size,
+        "KV_HEADS": layout.num_kv_heads,
+        "GROUP": group,
         "SOFTCAP": int(softcap),
-        "DUPLICATE": int(duplicate),
         # HND keeps a head's tokens side by side, so that every copy is one of 16 bytes.
         "HND": int(layout.order == "HND"),
+        "TILE": way.tile,
+        "WARPS": WARPS,
+        "STAGES": way.stages,
+        "CTAS": way.ctas,
+        "N_TILES": way.n_tiles,
+        "DUPLICATE": int(way.duplicate),
+        "COLS": way.columns,
+        "Q_SHARED": int(way.q_shared),
         _DTYPE_MACROS[dtype]: None,
+        **{name.upper(): value for name, value in region_fields(layout).items()},
     }
-
-
-def shared_bytes(layout: PageLayout) -> int:
-    """Dynamic shared memory of a CTA."""
-    row = (layout.head_size + layout.head_size_v) * 9 // 16
-    return _WARPS * _STAGES * _TILE * row
 
 
 @lru_cache(maxsize=256)
 def _kernels(
-    layout: PageLayout, dtype: torch.dtype, softcap: bool, duplicate: bool, device: int
+    layout: PageLayout, group: int, dtype: torch.dtype, softcap: bool, way: Variant, device: int
 ) -> dict[str, nvrtc.Kernel]:
-    functions = (("plan_chunks", 0), ("decode", shared_bytes(layout)), ("merge", 0))
-    return nvrtc.load(
-        "decode_nvfp4", tuple(macros(layout, dtype, softcap, duplicate).items()), functions, device
-    )
+    options = tuple(macros(layout, group, dtype, softcap, way).items())
+    shared = WARPS * way.warp_bytes(layout)
+    return {
+        **nvrtc.load("decode_nvfp4", options, (("decode", shared),), device),
+        **nvrtc.load("decode_merge", options, tuple((name, 0) for name in _MERGE_THREADS), device),
+    }
+
+
+def _merge_kernel(most_parts: float, batch_invariant: bool) -> str:
+    """The fastest for rows of up to so many parts; one for all where the order of sums counts."""
+    if batch_invariant:
+        return "merge_some"
+    return "merge_few" if most_parts < 12 else "merge_some" if most_parts < 128 else "merge_many"
+
+
+def _rounded_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
 
 
 @lru_cache(maxsize=8)
-def _resident_ctas(device: int) -> int:
-    """CTAs that run at once: two on every multiprocessor, which the kernel is built for."""
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache(maxsize=8)
+def _capability(device: int) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

@@ -1,7 +1,8 @@
 """CUDA C++ compiled at run time: no build step, no toolkit, about 0.1 s per kernel and process.
 
 NVRTC and the driver are reached through `cuda-bindings`, which PyTorch's CUDA builds depend on.
-Sources are the `.cu` files beside this module; what varies (head size, dtype, ...) is a macro.
+Sources are the `.cu` files beside this module, which may include the `.cuh` files there; what
+varies (head size, dtype, ...) is a macro.
 """
 
 import ctypes
@@ -42,7 +43,11 @@ def compile_source(name: str, macros: dict[str, int | None], architecture: str) 
     from cuda.bindings import nvrtc
 
     source = (_FOLDER / f"{name}.cu").read_bytes()
-    program = _check(nvrtc.nvrtcCreateProgram(source, f"{name}.cu".encode(), 0, [], []))
+    headers = sorted(_FOLDER.glob("*.cuh"))
+    texts, names = [h.read_bytes() for h in headers], [h.name.encode() for h in headers]
+    program = _check(
+        nvrtc.nvrtcCreateProgram(source, f"{name}.cu".encode(), len(headers), texts, names)
+    )
     options = [f"--gpu-architecture={architecture}", "--std=c++17", "--extra-device-vectorization"]
     options += [f"-D{key}" + ("" if v is None else f"={v}") for key, v in macros.items()]
     encoded = [option.encode() for option in options]
@@ -50,7 +55,8 @@ def compile_source(name: str, macros: dict[str, int | None], architecture: str) 
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
         nvrtc.nvrtcGetProgramLog(program, log)
-        raise CompileError(f"{name}.cu for {architecture}: {log.decode().strip()}")
+        message = log.rstrip(b"\0").decode().strip()
+        raise CompileError(f"{name}.cu for {architecture}: {message}")
     cubin = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
     _check(nvrtc.nvrtcGetCUBIN(program, cubin))
     nvrtc.nvrtcDestroyProgram(program)
@@ -95,27 +101,36 @@ def load(
     return kernels
 
 
-def launch(kernel: Kernel, grid: int, threads: int, arguments: Sequence[Argument]) -> None:
-    """Launch on the current stream, with arguments as their ctypes types say."""
+def launch(
+    kernel: Kernel,
+    grid: int,
+    threads: int,
+    arguments: Sequence[Argument],
+    *,
+    overlap: bool = False,
+) -> None:
+    """Launch on the current stream, with arguments as their ctypes types say.
+
+    Args:
+        overlap: let it start before the kernel in front of it has ended ("programmatic dependent
+            launch", SM90 and later); it must wait with `griddepcontrol.wait` before it reads.
+    """
     from cuda.bindings import driver
 
     pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-    stream = torch.cuda.current_stream().cuda_stream
-    _check(
-        driver.cuLaunchKernel(
-            kernel.function,
-            grid,
-            1,
-            1,
-            threads,
-            1,
-            1,
-            kernel.shared_bytes,
-            stream,
-            ctypes.addressof(pointers),
-            0,
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = kernel.shared_bytes
+    config.hStream = torch.cuda.current_stream().cuda_stream
+    if overlap:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = (
+            driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         )
-    )
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+    _check(driver.cuLaunchKernelEx(config, kernel.function, ctypes.addressof(pointers), 0))
 
 
 def _check(result: tuple[Any, ...]) -> Any:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from halfbyte.attention import paged_attention
+from halfbyte.attention import AttentionPlans, paged_attention
 from halfbyte.kvcache import (
     KVScales,
     PagedKVPool,
@@ -38,6 +38,8 @@ class PagedBatch:
     slot_mapping: Sequence[torch.Tensor]
     backend: str | None = None
     batch_invariant: bool = False
+    plans: AttentionPlans = field(default_factory=AttentionPlans)
+    """Shared by the layers, which all have these lengths."""
     layers_run: set[int] = field(default_factory=set)
     """Layers whose attention has run: proof that the object reached them."""
 
@@ -118,6 +120,7 @@ class PagedBatch:
             softcap=softcap,
             batch_invariant=self.batch_invariant,
             backend=self.backend,
+            plans=self.plans,
         )
 
 
