@@ -14,7 +14,7 @@ from halfbyte.layouts import PageLayout
 pytest.importorskip("cuda.bindings.nvrtc")
 
 from halfbyte.kernels import nvrtc
-from halfbyte.kernels.decode_nvfp4 import WARPS, Variant, macros, variant
+from halfbyte.kernels.decode import WARPS, Variant, macros, variant
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
@@ -24,14 +24,15 @@ def test_kernels_compile(capability: int, head_size: int, group: int) -> None:
     architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
     way = variant(layout, group, 1.0, False, capability)
+    assert way is not None
     options = macros(layout, group, torch.bfloat16, group == 16, way)
-    for name in ("decode_nvfp4", "decode_merge", "decode_plan"):
+    for name in ("decode", "decode_merge", "decode_plan"):
         assert nvrtc.compile_source(name, options, architecture)[:4] == b"\x7fELF"
 
 
 def test_kernel_that_does_not_compile_says_why() -> None:
-    with pytest.raises(nvrtc.CompileError, match=r"decode_nvfp4.cu for sm_90a: .*\bGROUP\b"):
-        nvrtc.compile_source("decode_nvfp4", {}, "sm_90a")
+    with pytest.raises(nvrtc.CompileError, match=r"(?s)decode.cu for sm_90a: .*GROUP"):
+        nvrtc.compile_source("decode", {}, "sm_90a")
 
 
 @pytest.mark.parametrize(
@@ -42,10 +43,10 @@ def test_kernel_that_does_not_compile_says_why() -> None:
         (90, 128, 16, Variant(32, 2, False, False, 4, 2)),
         (90, 128, 32, Variant(32, 4, False, True, 4, 2)),
         (90, 256, 4, Variant(32, 1, True, False, 3, 2)),
-        (90, 256, 16, Variant(32, 2, False, True, 2, 2)),
+        (90, 256, 16, Variant(16, 2, False, True, 3, 2)),
         (80, 128, 4, Variant(32, 1, True, False, 4, 2)),
-        (89, 128, 4, Variant(32, 1, True, False, 2, 2)),
-        (120, 256, 16, Variant(32, 1, False, False, 2, 1)),
+        (89, 128, 4, Variant(16, 1, True, False, 3, 2)),
+        (120, 256, 16, Variant(16, 1, False, False, 2, 2)),
     ],
 )
 def test_variant_fills_a_multiprocessor(
@@ -53,7 +54,7 @@ def test_variant_fills_a_multiprocessor(
 ) -> None:
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
     way = variant(layout, group, 1.0, False, capability)
-    assert way == expected
+    assert way == expected is not None
     shared = {90: 228, 80: 164}.get(capability, 100) * 1024
     assert way.ctas * (WARPS * way.warp_bytes(layout) + 1024) <= shared
 
@@ -81,6 +82,24 @@ def config(**changes: Any) -> AttentionConfig:
     return AttentionConfig(**{**fields, **changes})
 
 
+@pytest.mark.parametrize("dtypes", [("fp8", "fp8"), ("bfloat16", "bfloat16"), ("fp8", "nvfp4")])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_of_other_formats_compile(dtypes: tuple[str, str], capability: int) -> None:
+    layout = PageLayout(*dtypes, 128, None, 2, 16, "NHD")
+    way = variant(layout, 4, 1.0, False, capability)
+    assert way is not None
+    options = macros(layout, 4, torch.bfloat16, False, way)
+    architecture = "sm_80" if capability == 80 else "sm_90a"
+    assert nvrtc.compile_source("decode", options, architecture)[:4] == b"\x7fELF"
+
+
+def test_formats_too_wide_for_a_gpu_are_refused() -> None:
+    layout = PageLayout("bfloat16", "bfloat16", 256, None, 8, 16)
+    work = config(layout=layout, compute_capability=89)
+    with pytest.raises(NoImplementationError, match="more shared memory"):
+        ATTENTION_BACKENDS.select(work, explicit="cuda", compute_capability=89)
+
+
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_selection_on_every_gpu(capability: int, head_size: int) -> None:
@@ -92,7 +111,8 @@ def test_selection_on_every_gpu(capability: int, head_size: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"layout": PageLayout("fp8", "nvfp4", 128, None, 8, 16)}, "reads nvfp4"),
+        ({"layout": PageLayout("mxfp4", "nvfp4", 128, None, 8, 16)}, "not K in mxfp4"),
+        ({"layout": PageLayout("fp8", "float16", 128, None, 8, 16)}, "V in float16 for queries of"),
         ({"layout": PageLayout("nvfp4", "nvfp4", 80, None, 8, 16)}, "head sizes 64, 128 and 256"),
         ({"layout": PageLayout("nvfp4", "nvfp4", 64, None, 8, 8)}, "multiple of 16 tokens"),
         (
@@ -103,7 +123,7 @@ def test_selection_on_every_gpu(capability: int, head_size: int) -> None:
         ({"num_tokens": 4096}, "a few query tokens per sequence"),
         ({"device_type": "cpu"}, "not on a GPU"),
     ],
-    ids=["fp8", "d80", "page-8", "sm100", "float32", "prefill", "cpu-tensors"],
+    ids=["mxfp4", "float16", "d80", "page-8", "sm100", "float32", "prefill", "cpu-tensors"],
 )
 def test_selection_falls_back_and_an_explicit_choice_says_why(changes: dict, reason: str) -> None:
     work = config(**changes)

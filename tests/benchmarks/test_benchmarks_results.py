@@ -1,11 +1,14 @@
 """The figures that the README shows are those of the committed run."""
 
 import json
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from halfbyte.bench import GPU_CASES
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -30,3 +33,34 @@ def test_committed_run_says_what_it_was_measured_on(accuracy: Any) -> None:
     assert report["date"]
     assert report["versions"]["torch"]
     assert {row["kv_cache_dtype"] for row in report["results"]} == set(accuracy.FORMATS.split(","))
+
+
+@pytest.fixture
+def attention_decode(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    return import_module("attention_decode")
+
+
+def test_picture_shows_the_committed_run(attention_decode: Any) -> None:
+    report = json.loads(attention_decode.RESULT.read_text())
+    svg = attention_decode.PICTURE.read_text()
+    link = attention_decode.PICTURE.relative_to(REPOSITORY)
+    assert f"]({link})" in (REPOSITORY / "README.md").read_text()
+    assert report["gpu"] in svg
+    for row in report["microseconds"]:
+        for name in ("halfbyte_nvfp4", "flashinfer_fp8", "flashinfer_bf16"):
+            if row["kind"] == "decode" and "single" in row.get(name, {}):
+                assert f">{row[name]['single']:.0f}<" in svg
+
+
+def test_committed_attention_run_is_of_the_cases_that_the_command_measures(
+    attention_decode: Any,
+) -> None:
+    report = json.loads(attention_decode.RESULT.read_text())
+    cases = {case.name: case for case in GPU_CASES}
+    for row in report["microseconds"]:
+        fields = asdict(cases[row["name"]])
+        assert {name: row[name] for name in fields} == fields
+        assert row["halfbyte_nvfp4"]["single"] > 0
+    assert report["date"]
+    assert report["versions"]["flashinfer"]

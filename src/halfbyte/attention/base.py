@@ -3,11 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from halfbyte.dispatch import CPU, Answer
+from halfbyte.dispatch import CPU, Answer, current_compute_capability
 from halfbyte.layouts import PageLayout
 
 
@@ -69,11 +70,42 @@ class AttentionInputs:
     sinks: torch.Tensor | None
     softcap: float | None
     batch_invariant: bool
-    out: torch.Tensor
-    """`[tokens, heads, head_size_v]`, to be written whole."""
+    given_out: torch.Tensor | None
+    """Where the caller wants the result, if anywhere."""
     lse: torch.Tensor | None
     """float32 `[tokens, heads]`, to be written whole, or None if nobody asks."""
     plans: AttentionPlans
+
+    @cached_property
+    def out(self) -> torch.Tensor:
+        """`[tokens, heads, head_size_v]`, to be written whole."""
+        if self.given_out is not None:
+            return self.given_out
+        return self.query.new_empty((*self.query.shape[:2], self.layout.head_size_v))
+
+    def answer(self, result: torch.Tensor) -> None:
+        """Make a tensor of `out`'s shape the output; copied only where the caller gave one."""
+        if self.given_out is None:
+            self.__dict__["out"] = result
+        else:
+            self.given_out.copy_(result)
+
+    def config(self) -> AttentionConfig:
+        """The work, without its data."""
+        return AttentionConfig(
+            layout=self.layout,
+            num_heads=self.query.shape[1],
+            query_dtype=self.query.dtype,
+            device_type=self.query.device.type,
+            num_tokens=self.query.shape[0],
+            num_seqs=self.seq_lens.shape[0],
+            sliding_window=self.sliding_window,
+            has_sinks=self.sinks is not None,
+            softcap=self.softcap,
+            batch_invariant=self.batch_invariant,
+            return_lse=self.lse is not None,
+            compute_capability=current_compute_capability() if self.query.is_cuda else CPU,
+        )
 
 
 class AttentionBackend(ABC):

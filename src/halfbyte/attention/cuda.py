@@ -1,4 +1,4 @@
-"""CUDA C++ on NVIDIA GPUs from SM80: decode straight from packed NVFP4 pages."""
+"""CUDA C++ on NVIDIA GPUs from SM80: decode straight from packed pages."""
 
 from importlib.util import find_spec
 from typing import ClassVar
@@ -7,14 +7,14 @@ import torch
 
 from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
 from halfbyte.dispatch import CPU, Answer, current_compute_capability
-from halfbyte.kernels.decode_nvfp4 import decode_nvfp4, make_plan, unsupported_reason
+from halfbyte.kernels.decode import decode, make_plan, unsupported_reason, variant
 
 _MAX_MEAN_QUERIES = 8
 """Beyond this the same pages would be unpacked again and again."""
 
 
 class CudaAttention(AttentionBackend):
-    """`halfbyte.kernels.decode_nvfp4`; compiled at first use with NVRTC."""
+    """`halfbyte.kernels.decode`; compiled at first use with NVRTC."""
 
     name: ClassVar[str] = "cuda"
 
@@ -30,7 +30,7 @@ class CudaAttention(AttentionBackend):
             return False, f"needs compute capability 8.0, this is {capability / 10}"
         if here and find_spec("cuda.bindings") is None:
             return False, "needs cuda-bindings, which CUDA builds of PyTorch install"
-        return True, "reads packed nvfp4 pages"
+        return True, "reads packed pages"
 
     @classmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:
@@ -39,8 +39,16 @@ class CudaAttention(AttentionBackend):
             return False, f"tensors are on {config.device_type}, not on a GPU"
         if config.num_tokens > _MAX_MEAN_QUERIES * config.num_seqs:
             return False, "is for decoding: a few query tokens per sequence"
-        reason = unsupported_reason(config.layout, config.query_dtype)
-        return reason is None, reason or "reads packed nvfp4 pages"
+        layout = config.layout
+        reason = unsupported_reason(layout, config.query_dtype)
+        group = config.num_heads // layout.num_kv_heads
+        mean_queries = config.num_tokens / max(1, config.num_seqs)
+        machine = config.compute_capability
+        if reason is None and not variant(
+            layout, group, mean_queries, config.batch_invariant, machine
+        ):
+            reason = "needs more shared memory than this GPU has"
+        return reason is None, reason or "reads packed pages"
 
     @classmethod
     def forward(cls, inputs: AttentionInputs) -> None:
@@ -65,7 +73,7 @@ class CudaAttention(AttentionBackend):
                 inputs.batch_invariant,
             ),
         )
-        decode_nvfp4(
+        decode(
             query,
             inputs.pages,
             layout,

@@ -7,11 +7,10 @@ import torch
 
 from halfbyte.attention.base import (
     AttentionBackend,
-    AttentionConfig,
     AttentionInputs,
     AttentionPlans,
 )
-from halfbyte.dispatch import CPU, Registry, current_compute_capability
+from halfbyte.dispatch import Registry
 from halfbyte.layouts import PageLayout
 
 ATTENTION_BACKENDS: Registry[AttentionBackend] = Registry(
@@ -20,6 +19,8 @@ ATTENTION_BACKENDS: Registry[AttentionBackend] = Registry(
         "cuda": "halfbyte.attention.cuda:CudaAttention",
         "cpu": "halfbyte.attention.cpu:CpuAttention",
         "reference": "halfbyte.attention.reference:ReferenceAttention",
+        # Behind the reference, which can do everything: runs when asked for, never by default.
+        "flashinfer": "halfbyte.attention.flashinfer:FlashInferAttention",
     },
 )
 
@@ -136,33 +137,18 @@ def paged_attention(
         sinks=sinks,
         softcap=softcap or None,
         batch_invariant=batch_invariant,
-        out=_out_like(query, layout) if out is None else out,
+        given_out=out,
         lse=query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None,
         plans=AttentionPlans() if plans is None else plans,
     )
     _check(inputs)
-    config = AttentionConfig(
-        layout=layout,
-        num_heads=query.shape[1],
-        query_dtype=query.dtype,
-        device_type=query.device.type,
-        num_tokens=query.shape[0],
-        num_seqs=seq_lens.shape[0],
-        sliding_window=sliding_window,
-        has_sinks=sinks is not None,
-        softcap=inputs.softcap,
-        batch_invariant=batch_invariant,
-        return_lse=return_lse,
-        compute_capability=current_compute_capability() if query.is_cuda else CPU,
-    )
-    ATTENTION_BACKENDS.select(config, explicit=backend).forward(inputs)
+    run(inputs, backend)
     return inputs.out if inputs.lse is None else (inputs.out, inputs.lse)
 
 
-def _out_like(query: torch.Tensor, layout: PageLayout) -> torch.Tensor:
-    if query.dim() != 3:
-        raise ValueError(f"query: expected [tokens, heads, D], got {tuple(query.shape)}")
-    return query.new_empty((*query.shape[:2], layout.head_size_v))
+def run(inputs: AttentionInputs, backend: str | None = None) -> None:
+    """Do checked work with the backend of a name, or with the best."""
+    ATTENTION_BACKENDS.select(inputs.config(), explicit=backend).forward(inputs)
 
 
 def _check(inputs: AttentionInputs) -> None:
@@ -188,21 +174,20 @@ def _check(inputs: AttentionInputs) -> None:
                 f"{name}: expected int32 {shape} for {num_seqs} sequences, "
                 f"got {tensor.dtype} {tuple(tensor.shape)}"
             )
-    expected_out = (*query.shape[:2], layout.head_size_v)
-    if tuple(inputs.out.shape) != expected_out or not inputs.out.is_floating_point():
-        raise ValueError(
-            f"out: expected float {expected_out}, got {inputs.out.dtype} {tuple(inputs.out.shape)}"
-        )
+    out, expected_out = inputs.given_out, (*query.shape[:2], layout.head_size_v)
+    if out is not None and (tuple(out.shape) != expected_out or not out.is_floating_point()):
+        raise ValueError(f"out: expected float {expected_out}, got {out.dtype} {tuple(out.shape)}")
     if inputs.sinks is not None and tuple(inputs.sinks.shape) != (query.shape[1],):
         raise ValueError(f"sinks: expected [{query.shape[1]}], got {tuple(inputs.sinks.shape)}")
     if inputs.sliding_window is not None and inputs.sliding_window <= 0:
         raise ValueError(f"sliding_window: expected at least 1, got {inputs.sliding_window}")
     if inputs.softcap is not None and inputs.softcap < 0:
         raise ValueError(f"softcap: expected a positive number, got {inputs.softcap}")
-    for name in ("pages", "query_start_loc", "seq_lens", "block_tables", "sinks", "out"):
+    for name in ("pages", "query_start_loc", "seq_lens", "block_tables", "sinks", "given_out"):
         tensor = getattr(inputs, name)
         if tensor is not None and tensor.device != query.device:
-            raise ValueError(f"{name}: is on {tensor.device}, query is on {query.device}")
+            label = name.removeprefix("given_")
+            raise ValueError(f"{label}: is on {tensor.device}, query is on {query.device}")
     if query.device.type == "cpu":
         _check_values(inputs)
 

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from halfbyte import __version__
+from halfbyte.cli.bench import bench
 from halfbyte.cli.console import print_error
 from halfbyte.cli.evaluate import evaluate
 from halfbyte.cli.generate import generate
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command("generate")(generate)
 app.command("eval")(evaluate)
 app.command("info")(info)
+app.add_typer(bench, name="bench")
 
 
 @app.callback(invoke_without_command=True)

@@ -26,6 +26,7 @@ class EngineCore:
         max_num_seqs: requests that run at once.
         attention_backend: name of an attention backend, or None to choose.
         batch_invariant: ask for bitwise equal results whatever else is in the batch.
+        cuda_graphs: run decode steps on a GPU as CUDA graphs.
     """
 
     def __init__(
@@ -39,10 +40,18 @@ class EngineCore:
         max_num_seqs: int = 64,
         attention_backend: str | None = None,
         batch_invariant: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:
         self.tables = SequenceTables(pool)
         self.scheduler = Scheduler(self.tables, max_batched_tokens, max_num_seqs)
-        self.runner = ModelRunner(model, self.tables, scales, attention_backend, batch_invariant)
+        self.runner = ModelRunner(
+            model,
+            self.tables,
+            scales,
+            attention_backend,
+            batch_invariant,
+            (max_num_seqs, max_model_len) if cuda_graphs else None,
+        )
         self.sampler = Sampler()
         self.max_model_len = max_model_len
         self._vocab_size = model.config.vocab_size

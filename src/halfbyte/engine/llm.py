@@ -65,6 +65,8 @@ class LLM:
         kv_scales: global scales; by default the checkpoint's, else one calibration pass.
         attention_backend: name of an attention backend, or None to choose.
         batch_invariant: ask for bitwise equal results whatever else is in the batch.
+        cuda_graphs: run decode steps on a GPU as CUDA graphs; models that cannot be captured run
+            without, after one warning.
 
     Raises:
         ModelLoadError, UnsupportedModelError: the model cannot be loaded or is not supported.
@@ -88,6 +90,7 @@ class LLM:
         kv_scales: KVScales | None = None,
         attention_backend: str | None = None,
         batch_invariant: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:
         if isinstance(model, str | Path):
             tokenizer = tokenizer or load_tokenizer(model)
@@ -116,6 +119,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             attention_backend=attention_backend,
             batch_invariant=batch_invariant,
+            cuda_graphs=cuda_graphs,
         )
 
     def generate(

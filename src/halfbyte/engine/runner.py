@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
+from halfbyte.engine.graphs import DecodeGraphs
 from halfbyte.kvcache import SequenceTables
 from halfbyte.models import BATCH_ARGUMENT, ENGINE, PagedBatch, register
 
@@ -19,6 +20,8 @@ class ModelRunner:
         scales: `(k_scale, v_scale)` per layer.
         attention_backend: name of an attention backend, or None to choose.
         batch_invariant: ask for bitwise equal rows whatever the batch.
+        graph_limits: `(sequences, tokens per sequence)` of decode steps to run as CUDA graphs, on a
+            GPU; None for no graphs.
     """
 
     def __init__(
@@ -28,13 +31,24 @@ class ModelRunner:
         scales: Sequence[tuple[float, float]],
         attention_backend: str | None = None,
         batch_invariant: bool = False,
+        graph_limits: tuple[int, int] | None = None,
     ) -> None:
         self.model = model
         self.tables = tables
-        self.scales = scales
+        self.scales: Sequence[tuple[float | torch.Tensor, float | torch.Tensor]] = scales
         self.attention_backend = attention_backend
         self.batch_invariant = batch_invariant
+        self.graphs: DecodeGraphs | None = None
         register()
+        device = tables.pool.device
+        if device.type == "cuda":
+            # Kernels read scales on the GPU; filled once, not once per layer and step.
+            on_device = torch.tensor(scales, dtype=torch.float32, device=device)
+            self.scales = [(k_scale, v_scale) for k_scale, v_scale in on_device]
+            if graph_limits is not None:
+                self.graphs = DecodeGraphs(
+                    model, tables, self.scales, *graph_limits, attention_backend, batch_invariant
+                )
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -68,6 +82,11 @@ class ModelRunner:
         Raises:
             RuntimeError: the model did not hand the cache on to every layer's attention.
         """
+        if self.graphs is not None and not all_logits and self.graphs.can_run(chunks):
+            with self.attached():
+                logits = self.graphs.run(chunks)
+            if logits is not None:
+                return logits
         device = self.tables.pool.device
         batch = PagedBatch.of(
             self.tables,

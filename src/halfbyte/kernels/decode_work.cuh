@@ -12,6 +12,8 @@
 // Unit u's share of piece i is row u + i of the partial results: both only grow along the line, so
 // no two shares meet in a row, and the rows of one piece are neighbours.
 
+#pragma once
+
 typedef unsigned int u32;
 typedef unsigned char u8;
 typedef unsigned short u16;

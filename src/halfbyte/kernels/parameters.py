@@ -8,11 +8,13 @@ REGION_FIELDS = tuple(f"{name}{part}" for name in REGIONS for part in ("", "_tok
 
 
 def region_fields(layout: PageLayout) -> dict[str, int]:
-    """Bytes: offset in the page, stride of tokens and stride of heads, of each region."""
-    regions = {region.name: region for region in layout.regions}
-    values = [
-        value
-        for name in REGIONS
-        for value in (regions[name].offset, regions[name].token_stride, regions[name].head_stride)
-    ]
-    return dict(zip(REGION_FIELDS, values, strict=True))
+    """Bytes: offset in the page, stride of tokens and stride of heads, of each region.
+
+    Formats without block scales have no such regions; their numbers are 0.
+    """
+    fields = dict.fromkeys(REGION_FIELDS, 0)
+    for region in layout.regions:
+        fields[region.name] = region.offset
+        fields[f"{region.name}_token"] = region.token_stride
+        fields[f"{region.name}_head"] = region.head_stride
+    return fields

@@ -31,7 +31,7 @@ class PagedBatch:
     """
 
     pool: PagedKVPool
-    scales: Sequence[tuple[float, float]]
+    scales: Sequence[tuple[float | torch.Tensor, float | torch.Tensor]]
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_tables: Sequence[torch.Tensor]
@@ -47,7 +47,7 @@ class PagedBatch:
     def of(
         cls,
         tables: SequenceTables,
-        scales: Sequence[tuple[float, float]],
+        scales: Sequence[tuple[float | torch.Tensor, float | torch.Tensor]],
         chunks: Sequence[tuple[object, int]],
         backend: str | None = None,
         batch_invariant: bool = False,

@@ -1,7 +1,7 @@
-"""Launcher of the split-KV decode kernel for packed NVFP4 pages.
+"""Launcher of the split-KV decode kernel that reads packed pages.
 
 Three launches, none of which waits for the host: a plan that cuts sequences into units of work so
-that they just fill the GPU (`decode_plan.cu`), the units (`decode_nvfp4.cu`), and the merge of what
+that they just fill the GPU (`decode_plan.cu`), the units (`decode.cu`), and the merge of what
 they found (`decode_merge.cu`). All can be captured in a CUDA graph; lengths may change between
 replays. The plan depends on lengths alone, so layers may share one: see `make_plan`.
 """
@@ -15,13 +15,22 @@ import torch
 
 from halfbyte.kernels import nvrtc
 from halfbyte.kernels.parameters import region_fields
-from halfbyte.layouts import PageLayout
+from halfbyte.layouts import KVCacheDType, PageLayout
 
 _DTYPE_MACROS = {
     torch.bfloat16: "Q_BF16",
     torch.float16: "Q_FP16",
 }
 """Queries enter the matmul as fp16 times a power of two: exact for these two, not for float32."""
+_KINDS = {
+    KVCacheDType.NVFP4: 4,
+    KVCacheDType.NVFP4_4OVER6: 4,
+    KVCacheDType.FP8_E4M3: 8,
+    KVCacheDType.FP8_E5M2: 9,
+    KVCacheDType.FLOAT16: 16,
+    KVCacheDType.BFLOAT16: 17,
+}
+"""`K_KIND` and `V_KIND` of `decode_formats.cuh`."""
 
 # Shared memory of a multiprocessor in KiB (CUDA C++ Programming Guide, "Technical Specifications");
 # one CTA may have one less, and every CTA costs one.
@@ -31,6 +40,8 @@ _BATCH_INVARIANT_SPAN = 512
 """Tokens per unit where results must not depend on the batch."""
 _OVERHEAD_TOKENS = 64
 """To begin a piece takes about as long as so many tokens."""
+_RING_BYTES = 27 * 1024
+"""Of a warp; twice as much, at half the warps, is no faster."""
 WARPS = 4
 """Of a CTA."""
 _HEADER_INTS = 4
@@ -40,7 +51,7 @@ _PIECE_INTS = 8
 
 
 class Variant(NamedTuple):
-    """How the kernel is compiled for some work; see the head of `decode_nvfp4.cu`."""
+    """How the kernel is compiled for some work; see the head of `decode.cu`."""
 
     tile: int
     n_tiles: int
@@ -82,7 +93,7 @@ class _PlanView(ctypes.Structure):
 
 
 class _Params(ctypes.Structure):
-    """`Params` of `decode_nvfp4.cu`."""
+    """`Params` of `decode.cu`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "pages", "partial_out", "partial_ml")),
@@ -129,8 +140,11 @@ class Plan:
 
 def unsupported_reason(layout: PageLayout, query_dtype: torch.dtype) -> str | None:
     """Why the kernel cannot read a layout; None if it can."""
-    if not (layout.k_dtype.is_nvfp4 and layout.v_dtype.is_nvfp4):
-        return f"reads nvfp4, not K {layout.k_dtype} with V {layout.v_dtype}"
+    for name, dtype in (("K", layout.k_dtype), ("V", layout.v_dtype)):
+        if dtype not in _KINDS:
+            return f"reads nvfp4, fp8 and 16-bit caches, not {name} in {dtype}"
+        if not dtype.is_quantized and dtype.storage_dtype != query_dtype:
+            return f"reads {name} in {dtype} for queries of that dtype, not {query_dtype}"
     if {layout.head_size, layout.head_size_v} - {64, 128, 256}:
         return f"head sizes 64, 128 and 256, not {layout.head_size} and {layout.head_size_v}"
     if layout.block_size % 16:
@@ -149,8 +163,8 @@ def variant(
     mean_queries: float,
     batch_invariant: bool,
     compute_capability: int,
-) -> Variant:
-    """The fastest way known to compile for some work on a GPU.
+) -> Variant | None:
+    """The fastest way known to compile for some work on a GPU; None if its memory is too small.
 
     Eight warps on a multiprocessor saturate the memory of an H200 with rings of about 27 KiB, and
     leave them 255 registers each; more warps or deeper rings measured the same or slower.
@@ -163,7 +177,8 @@ def variant(
         compute_capability: as `dispatch` counts, such as 90.
     """
     columns = group if batch_invariant else group * max(1.0, mean_queries)
-    duplicate = columns <= 4 and not batch_invariant
+    nvfp4 = layout.k_dtype.is_nvfp4 and layout.v_dtype.is_nvfp4
+    duplicate = nvfp4 and columns <= 4 and not batch_invariant
     head_size = max(layout.head_size, layout.head_size_v)
     # Columns share the unpacking, as far as registers and shared memory go.
     wanted = 1 if columns <= 8 else 2 if columns <= 16 or head_size > 128 else 4
@@ -172,18 +187,20 @@ def variant(
         Variant(tile, n, duplicate, n * max(64, head_size) > 256, stages, ctas)
         for ctas in (2, 1)
         for n in (wanted, 2, 1)
-        for tile, stages in ((64, 4 if head_size == 64 else 3), (32, 4), (32, 3), (32, 2))
-        if tile == 32 or (n == 1 and head_size <= 128)
+        for tile, stages in ((64, 4), (64, 3), (32, 4), (32, 3), (16, 3), (32, 2), (16, 2))
+        if tile <= 32 or (n == 1 and head_size <= 128)
     ]
     for way in ways:
-        if way.ctas * (WARPS * way.warp_bytes(layout) + 1024) <= shared:
+        ring_fits = way.ctas == 1 or way.stages * stage_bytes(layout, way.tile) <= _RING_BYTES
+        if ring_fits and way.ctas * (WARPS * way.warp_bytes(layout) + 1024) <= shared:
             return way
-    raise AssertionError("every supported layout fits some CTA")
+    return None
 
 
 def stage_bytes(layout: PageLayout, tile: int) -> int:
     """Shared memory of one tile of K and V with their scales."""
-    return tile * (layout.head_size + layout.head_size_v) * 9 // 16
+    sides = ((layout.k_dtype, layout.head_size), (layout.v_dtype, layout.head_size_v))
+    return tile * sum(d.data_bytes(size) + d.scale_bytes(size) for d, size in sides)
 
 
 def make_plan(
@@ -211,7 +228,9 @@ def make_plan(
     device = seq_lens.device
     num_seqs = seq_lens.shape[0]
     group = num_heads // layout.num_kv_heads
-    way = variant(layout, group, num_tokens / num_seqs, batch_invariant, _capability(device.index))
+    capability = _capability(device.index)
+    way = variant(layout, group, num_tokens / num_seqs, batch_invariant, capability)
+    assert way is not None, "the selection asks first"
     slots = way.ctas * _multiprocessors(device.index)
     max_units = max(1, slots * WARPS // layout.num_kv_heads)
     max_pieces = num_tokens * group // way.columns + num_seqs
@@ -252,7 +271,7 @@ def make_plan(
     )
 
 
-def decode_nvfp4(
+def decode(
     query: torch.Tensor,
     pages: torch.Tensor,
     layout: PageLayout,
@@ -335,8 +354,10 @@ def decode_nvfp4(
 def macros(
     layout: PageLayout, group: int, dtype: torch.dtype, softcap: bool, way: Variant
 ) -> dict[str, int | None]:
-    """Macros that `decode_nvfp4.cu` and `decode_merge.cu` are compiled with for some work."""
+    """Macros that `decode.cu` and `decode_merge.cu` are compiled with for some work."""
     return {
+        "K_KIND": _KINDS[layout.k_dtype],
+        "V_KIND": _KINDS[layout.v_dtype],
         "HEAD_SIZE": layout.head_size,
         "HEAD_SIZE_V": layout.head_size_v,
         "BLOCK_SIZE": layout.block_size,
@@ -365,7 +386,7 @@ def _kernels(
     options = tuple(macros(layout, group, dtype, softcap, way).items())
     shared = WARPS * way.warp_bytes(layout)
     return {
-        **nvrtc.load("decode_nvfp4", options, (("decode", shared),), device),
+        **nvrtc.load("decode", options, (("decode", shared),), device),
         **nvrtc.load("decode_merge", options, tuple((name, 0) for name in _MERGE_THREADS), device),
     }
 

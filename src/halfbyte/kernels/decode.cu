@@ -1,4 +1,4 @@
-// Split-KV decode attention that reads packed NVFP4 pages.
+// Split-KV decode attention that reads packed pages of every format of decode_formats.cuh.
 //
 // One warp works on one unit of the plan (decode_work.cuh): a chunk of a sequence's tokens, one KV
 // head, and COLS query columns (heads of the group x query tokens). It streams TILE tokens at a time
@@ -10,18 +10,12 @@
 //   O^T = V^T P^T  m16n8k16: A = 16 dims x 16 tokens of V from ldmatrix.trans, which pairs the
 //                tokens t, t+1 of four dims in one register; P becomes B with movmatrix.
 //
-// E2M1 to fp16 without tables: `s|eem` at the top of an fp16 is the same value times 2^-14,
-// subnormals included. From a word of eight nibbles, two bit selects give four bytes `s0000eem0`
-// each (e5m2 bytes), and a mask with an optional shift by 8 gives a pair of halves: 11 operations
-// for 8 values. Times the block's E4M3 scale the product is exact in fp16 (at most 6 significant
-// bits, a multiple of 2^-24). Which nibble lands in which half is irrelevant: the order of k inside
-// a matmul is free as long as the other operand follows it, so q is permuted once.
-//
 // The softmax is rescaled lazily: a column only when its maximum has grown by more than 2^4 since
 // its last rescaling. P is kept times 2^11, which uses fp16's range both ways.
 //
 // Compiled at run time with these macros:
 //   HEAD_SIZE, HEAD_SIZE_V   multiples of 64
+//   K_KIND, V_KIND           formats
 //   BLOCK_SIZE               tokens per page, a multiple of 16
 //   KV_HEADS, GROUP          query heads = KV_HEADS * GROUP
 //   K_DATA, K_DATA_TOKEN, K_DATA_HEAD and so on: bytes, where a page keeps what
@@ -31,15 +25,16 @@
 //   TILE                     tokens at a time, a multiple of 16
 //   WARPS, STAGES, CTAS      warps per CTA, tiles in a ring, CTAs per multiprocessor
 //   N_TILES                  matmul columns / 8
-//   DUPLICATE                1 for pieces of four columns (N_TILES 1), see below
+//   DUPLICATE                1 for pieces of four columns of nvfp4 (N_TILES 1), see below
 //   COLS                     columns of a piece: 4 with DUPLICATE, else 8 * N_TILES
 //   Q_SHARED                 1 to keep q in shared memory, behind the ring: for many columns
 //
-// A register of unpacked K or V holds values of one of two neighbouring scale blocks, which one the
+// A register of unpacked nvfp4 holds values of one of two neighbouring scale blocks, which one the
 // lane decides. With DUPLICATE each column stands twice in B: once for the even blocks, once for the
 // odd. Scales then multiply the few sums (K) and probabilities (V) of their own kind of block instead
 // of every value of A; without it they multiply A.
 
+#include "decode_formats.cuh"
 #include "decode_work.cuh"
 
 #define HALVES (TILE / 16)
@@ -64,161 +59,24 @@ struct Params {
   int window;
 };
 
-#define ROW_K (HEAD_SIZE / 2)
-#define ROW_V (HEAD_SIZE_V / 2)
-#define SF_K (HEAD_SIZE / 16)
-#define SF_V (HEAD_SIZE_V / 16)
+#define ROW_K (HEAD_SIZE * BITS(K_KIND) / 8)
+#define ROW_V (HEAD_SIZE_V * BITS(V_KIND) / 8)
+#define SF_K (K_KIND == 4 ? HEAD_SIZE / 16 : 0)
+#define SF_V (V_KIND == 4 ? HEAD_SIZE_V / 16 : 0)
 #define CHUNKS_K (ROW_K / 16)
 #define CHUNKS_V (ROW_V / 16)
 #define WORDS_SF_K (SF_K / 4)
 #define WORDS_SF_V (SF_V / 4)
+// 16 x 16 matrices in a row of K, and that ldmatrix brings at a time.
+#define STEPS_K (HEAD_SIZE / 16)
+#define STEPS_V (HEAD_SIZE_V / 16)
+#define LOADED_K (16 / BITS(K_KIND))
+#define LOADED_V (16 / BITS(V_KIND))
 #define STAGE_BYTES (TILE * (ROW_K + SF_K + ROW_V + SF_V))
 #define OFF_SF_K (TILE * ROW_K)
 #define OFF_V (OFF_SF_K + TILE * SF_K)
 #define OFF_SF_V (OFF_V + TILE * ROW_V)
-#define Q_BYTES (Q_SHARED ? N_TILES * CHUNKS_K * 512 : 0)
-
-__device__ __forceinline__ u32 smem_address(const void* p) {
-  return (u32)__cvta_generic_to_shared(p);
-}
-
-__device__ __forceinline__ void cp_async16(u32 dst, const void* src) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src));
-}
-
-__device__ __forceinline__ void cp_async4(u32 dst, const void* src) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src));
-}
-
-__device__ __forceinline__ void ldmatrix4(u32* r, u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
-}
-
-__device__ __forceinline__ void ldmatrix4_trans(u32* r, u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
-}
-
-__device__ __forceinline__ void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ u32 movmatrix(u32 x) {
-  u32 y;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-  return y;
-}
-
-__device__ __forceinline__ float ex2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ u32 pack_half2(float lo, float hi) {
-  u32 y;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));
-  return y;
-}
-
-__device__ __forceinline__ float half_to_float(u32 x) {
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((u16)x));
-  return y;
-}
-
-__device__ __forceinline__ u32 hmul2(u32 a, u32 b) {
-  u32 y;
-  asm("mul.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-  return y;
-}
-
-// (a & mask) | (b & ~mask)
-__device__ __forceinline__ u32 select_bits(u32 a, u32 b, u32 mask) {
-  u32 y;
-  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(y) : "r"(a), "r"(b), "r"(mask));
-  return y;
-}
-
-// Eight nibbles to four pairs of halves, each value times 2^-14. Byte b holds elements 2b (low
-// nibble) and 2b + 1: h0 = (3, 7), h1 = (1, 5), h2 = (2, 6), h3 = (0, 4).
-__device__ __forceinline__ void unpack(u32* h, u32 w) {
-  const u32 keep = 0x8E008E00u;
-  u32 z = select_bits(w >> 3, w, 0x0E0E0E0Eu);
-  u32 y = select_bits(w << 1, w << 4, 0x0E0E0E0Eu);
-  h[0] = z & keep;
-  h[1] = (z << 8) & keep;
-  h[2] = y & keep;
-  h[3] = (y << 8) & keep;
-}
-
-// The two E4M3 scales in the low 16 bits to a pair of halves; NaN stays NaN.
-__device__ __forceinline__ u32 scales_to_half2(u32 bytes) {
-  u32 y;
-#if __CUDA_ARCH__ >= 890
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"((u16)bytes));
-#else
-  // Spread to the upper byte of each half: the value times 2^-8, NaN (0x7F) as 480.
-  bytes = __byte_perm(bytes, 0, 0x1404) & 0x7F007F00u;
-  y = hmul2((bytes >> 1) & 0x3F803F80u, 0x5C005C00u);
-  const u32 nan = (bytes + 0x01000100u) & 0x80008000u;
-  y |= (nan >> 15) * 0x7E00u;
-#endif
-  return y;
-}
-
-__device__ __forceinline__ u32 both_low(u32 x) { return __byte_perm(x, x, 0x1010); }
-__device__ __forceinline__ u32 both_high(u32 x) { return __byte_perm(x, x, 0x3232); }
-
-__device__ __forceinline__ void scale_values(u32* h, u32 scale) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) h[i] = hmul2(h[i], scale);
-}
-
-// Whole rows of scales, `WORDS` words at an address aligned to as many (up to four) of them.
-template <int WORDS>
-__device__ __forceinline__ void load_words(u32* x, u32 address) {
-  if (WORDS % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < WORDS; i += 4)
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(x[i]), "=r"(x[i + 1]), "=r"(x[i + 2]), "=r"(x[i + 3])
-                   : "r"(address + 4 * i));
-  } else if (WORDS % 2 == 0) {
-#pragma unroll
-    for (int i = 0; i < WORDS; i += 2)
-      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
-                   : "=r"(x[i]), "=r"(x[i + 1])
-                   : "r"(address + 4 * i));
-  } else {
-#pragma unroll
-    for (int i = 0; i < WORDS; i++)
-      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x[i]) : "r"(address + 4 * i));
-  }
-}
-
-// Eight consecutive values of q; 16 bytes, aligned.
-__device__ __forceinline__ void load_query(float* x, const void* q, u64 at) {
-  const uint4 words = *(const uint4*)((const u16*)q + at);
-  const u32 w[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-#if defined(Q_BF16)
-    x[2 * i] = __int_as_float(w[i] << 16);
-    x[2 * i + 1] = __int_as_float(w[i] & 0xFFFF0000u);
-#else
-    x[2 * i] = half_to_float(w[i]);
-    x[2 * i + 1] = half_to_float(w[i] >> 16);
-#endif
-  }
-}
+#define Q_BYTES (Q_SHARED ? N_TILES * STEPS_K * 256 : 0)
 
 // Where a 16-byte chunk of a row lies in the ring: exclusive-or makes ldmatrix free of bank conflicts.
 template <int CHUNKS>
@@ -234,6 +92,81 @@ __device__ __forceinline__ u64 page_address(u64 base, u32 page, u32 stride) {
   u64 y;
   asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(y) : "r"(page), "r"(stride), "l"(base));
   return y;
+}
+
+template <bool BF16>
+__device__ __forceinline__ u32 pack(float lo, float hi) {
+  return BF16 ? pack_bf162(lo, hi) : pack_half2(lo, hi);
+}
+
+__device__ __forceinline__ float query_value(const u16* q) {
+#if defined(Q_BF16)
+  return __int_as_float((u32)*q << 16);
+#else
+  return half_to_float(*q);
+#endif
+}
+
+// A lane's part of q for every step of k, in the order in which Operands::of_k has K's dims. The row at
+// `base` is aligned to 16 bytes; c is the lane's place in a group of four.
+__device__ __forceinline__ void load_query(float (*x)[4], const void* query, u64 base, int c) {
+  const u16* q = (const u16*)query + base;
+  if (K_KIND == 4) {
+#pragma unroll
+    for (int j = 0; j < STEPS_K; j += 2) {
+      const uint4 words = *(const uint4*)(q + 16 * j + 8 * c);
+      const u32 w[4] = {words.x, words.y, words.z, words.w};
+      float y[8];
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const u16 half = (u16)(w[i / 2] >> 16 * (i & 1));
+        y[i] = query_value(&half);
+      }
+      // The order of unpack_e2m1.
+      x[j][0] = y[3], x[j][1] = y[7], x[j][2] = y[1], x[j][3] = y[5];
+      x[j + 1][0] = y[2], x[j + 1][1] = y[6], x[j + 1][2] = y[0], x[j + 1][3] = y[4];
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < STEPS_K; j++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        x[j][i] = query_value(q + 16 * j + (K_KIND < 16 ? 4 * c + i : 2 * c + i % 2 + i / 2 * 8));
+  }
+}
+
+// Two steps of K's operands times the scales of tokens g and g + 8.
+__device__ __forceinline__ void scale_k(u32 (*a)[4], u32 scale0, u32 scale1) {
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+#pragma unroll
+    for (int k = 0; k < 4; k++) a[i][k] = hmul2(a[i][k], k & 1 ? scale1 : scale0);
+}
+
+// V's operands times the scales of tokens 2c, 2c + 1 and of tokens 2c + 8, 2c + 9.
+__device__ __forceinline__ void scale_v(u32* a, u32 scale0, u32 scale1) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) a[i] = hmul2(a[i], i < 2 ? scale0 : scale1);
+}
+
+// Column i of the accumulators to a row of partial results, in the order of Operands::of_v.
+__device__ __forceinline__ void store_row(float* row, const float (*out)[4], int i, int g,
+                                          float factor) {
+#pragma unroll
+  for (int j = 0; j < STEPS_V; j++) {
+    const float low = out[j][i] * factor, high = out[j][2 + i] * factor;
+    if (V_KIND == 4) {
+      // Dims 4g .. 4g + 3 of 32: tile 1 has 0 and 2, tile 0 has 1 and 3, the upper rows the first.
+      if (j % 2 == 0)
+        *(float4*)(row + 16 * j + 4 * g) =
+            make_float4(out[j + 1][2 + i] * factor, high, out[j + 1][i] * factor, low);
+    } else if (V_KIND < 16) {
+      *(float2*)(row + 16 * j + 2 * g) = make_float2(low, high);
+    } else {
+      row[16 * j + g] = low;
+      row[16 * j + g + 8] = high;
+    }
+  }
 }
 
 // A unit's share of a piece: `num_tiles` tiles from `first_tile` on.
@@ -257,8 +190,9 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
   };
 #if HND
   // 16 tokens of one head are contiguous: their 16-byte chunks go to the lanes in turn.
-  u64 k_base = (u64)p.pages + head * K_DATA_HEAD + lane * 16;
-  u64 v_base = K_DATA_HEAD == V_DATA_HEAD ? k_base : (u64)p.pages + head * V_DATA_HEAD + lane * 16;
+  const u64 k_base = (u64)p.pages + head * K_DATA_HEAD + lane * 16;
+  const u64 v_base =
+      K_DATA_HEAD == V_DATA_HEAD ? k_base : (u64)p.pages + head * V_DATA_HEAD + lane * 16;
   auto sf_offset = [&](int index) {
     return index < SF_K ? K_SCALE + head * K_SCALE_HEAD + index * 16
                         : V_SCALE + head * V_SCALE_HEAD + (index - SF_K) * 16;
@@ -297,8 +231,6 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
       const u8* base = (const u8*)page_address((u64)p.pages, page, p.page_stride);
       const u8* k = base + K_DATA + head * K_DATA_HEAD + token * K_DATA_TOKEN;
       const u8* v = base + V_DATA + head * V_DATA_HEAD + token * V_DATA_TOKEN;
-      const u8* ks = base + K_SCALE + head * K_SCALE_HEAD + token * K_SCALE_TOKEN;
-      const u8* vs = base + V_SCALE + head * V_SCALE_HEAD + token * V_SCALE_TOKEN;
 #pragma unroll
       for (int i = lane; i < 16 * CHUNKS_K; i += 32)
         cp_async16(stage + half * 16 * ROW_K + swizzle<CHUNKS_K>(i / CHUNKS_K, i % CHUNKS_K),
@@ -308,14 +240,20 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
         cp_async16(
             stage + OFF_V + half * 16 * ROW_V + swizzle<CHUNKS_V>(i / CHUNKS_V, i % CHUNKS_V),
             v + i / CHUNKS_V * V_DATA_TOKEN + i % CHUNKS_V * 16);
+#if K_KIND == 4
+      const u8* ks = base + K_SCALE + head * K_SCALE_HEAD + token * K_SCALE_TOKEN;
 #pragma unroll
       for (int i = lane; i < 16 * WORDS_SF_K; i += 32)
         cp_async4(stage + OFF_SF_K + half * 16 * SF_K + i * 4,
                   ks + i / WORDS_SF_K * K_SCALE_TOKEN + i % WORDS_SF_K * 4);
+#endif
+#if V_KIND == 4
+      const u8* vs = base + V_SCALE + head * V_SCALE_HEAD + token * V_SCALE_TOKEN;
 #pragma unroll
       for (int i = lane; i < 16 * WORDS_SF_V; i += 32)
         cp_async4(stage + OFF_SF_V + half * 16 * SF_V + i * 4,
                   vs + i / WORDS_SF_V * V_SCALE_TOKEN + i % WORDS_SF_V * 4);
+#endif
 #endif
     }
 #if HND
@@ -341,12 +279,15 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
   }
   u32 next_page = look_up(STAGES - 1);
 
-  // q, permuted as the unpacked K is, times a power of two per column that suits fp16.
-  const float common = *p.k_scale * p.softmax_scale * 16384.0f * (SOFTCAP ? 1.0f : LOG2E);
-#if !Q_SHARED
-  u32 q_frag[N_TILES][CHUNKS_K][4];
+  // q, permuted as the unpacked K is. For fp16 operands it is multiplied by a power of two per column
+  // that suits their range.
+  const float k_scale = K_KIND < 16 ? *p.k_scale : 1.0f;
+  const float common = k_scale * p.softmax_scale * Operands<K_KIND>::UNIT * (SOFTCAP ? 1.0f : LOG2E);
+#if Q_SHARED
+  const u32 q_shared = ring + STAGES * STAGE_BYTES + lane * 8;
+#else
+  u32 q_frag[N_TILES][STEPS_K][2];
 #endif
-  const u32 q_shared = ring + STAGES * STAGE_BYTES + lane * 16;
   float multiplier[N_TILES][2];  // logits in base 2 are S * multiplier, for this lane's columns
 #pragma unroll
   for (int n = 0; n < N_TILES; n++) {
@@ -357,36 +298,36 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
         valid ? (u64)(piece.q_begin + column / GROUP) * p.query_stride_token +
                     (u64)(head * GROUP + column % GROUP) * p.query_stride_head
               : 0;
-    float x[CHUNKS_K][8];
-    float largest = 0.0f;
+    float x[STEPS_K][4];
+    load_query(x, p.query, base, c);
+    float unscale = 1.0f, scale = 1.0f;
+    if (K_KIND < 16) {
+      float largest = 0.0f;
 #pragma unroll
-    for (int j = 0; j < CHUNKS_K; j++) {
-      load_query(x[j], p.query, base + 32 * j + 8 * c);
+      for (int j = 0; j < STEPS_K; j++)
 #pragma unroll
-      for (int i = 0; i < 8; i++) largest = fmaxf(largest, fabsf(x[j][i]));
+        for (int i = 0; i < 4; i++) largest = fmaxf(largest, fabsf(x[j][i]));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      // A power of two that brings the largest value to [2^9, 2^10).
+      int exponent = largest > 0.0f ? 136 - (int)((__float_as_int(largest) >> 23) & 255) : 0;
+      exponent = max(-126, min(126, exponent));
+      scale = __int_as_float((127 + exponent) << 23);
+      unscale = __int_as_float((127 - exponent) << 23);
     }
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-    // A power of two that brings the largest value to [2^9, 2^10).
-    int exponent = largest > 0.0f ? 136 - (int)((__float_as_int(largest) >> 23) & 255) : 0;
-    exponent = max(-126, min(126, exponent));
-    const float scale = valid && own ? __int_as_float((127 + exponent) << 23) : 0.0f;
-    const float sign = common < 0.0f ? -scale : scale;
-    const float unscale = __int_as_float((127 - exponent) << 23);
+    if (common < 0.0f) scale = -scale;
 #pragma unroll
-    for (int j = 0; j < CHUNKS_K; j++) {
+    for (int j = 0; j < STEPS_K; j++) {
 #pragma unroll
-      for (int i = 0; i < 8; i++) x[j][i] = valid && own ? x[j][i] * sign : 0.0f;
-      const u32 h[4] = {pack_half2(x[j][3], x[j][7]), pack_half2(x[j][1], x[j][5]),
-                        pack_half2(x[j][2], x[j][6]), pack_half2(x[j][0], x[j][4])};
+      for (int i = 0; i < 4; i++) x[j][i] = valid && own ? x[j][i] * scale : 0.0f;
+      const u32 h0 = pack<K_KIND == 17>(x[j][0], x[j][1]), h1 = pack<K_KIND == 17>(x[j][2], x[j][3]);
 #if Q_SHARED
-      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(q_shared +
-                                                                    (n * CHUNKS_K + j) * 512),
-                   "r"(h[0]), "r"(h[1]), "r"(h[2]), "r"(h[3])
+      asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(q_shared + (n * STEPS_K + j) * 256),
+                   "r"(h0), "r"(h1)
                    : "memory");
 #else
-#pragma unroll
-      for (int i = 0; i < 4; i++) q_frag[n][j][i] = h[i];
+      q_frag[n][j][0] = h0;
+      q_frag[n][j][1] = h1;
 #endif
     }
     // Positive, so that it can multiply the mask's -inf.
@@ -398,16 +339,16 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
   const int all_from = p.window > 0 ? length - p.window : 0;  // every column attends to these:
   const int all_to = length - queries;                        // all_from <= position <= all_to
 
-  float out[N_TILES][CHUNKS_V][2][4];
+  float out[N_TILES][STEPS_V][4];
   // P = 2^(logit + shift), shift being P_SHIFT minus the maximum; as long as nothing was seen it is so
   // large that every logit but -inf makes it change.
   float shift[N_TILES][2], sum[N_TILES][2];
 #pragma unroll
   for (int n = 0; n < N_TILES; n++) {
 #pragma unroll
-    for (int j = 0; j < CHUNKS_V; j++)
+    for (int j = 0; j < STEPS_V; j++)
 #pragma unroll
-      for (int i = 0; i < 8; i++) out[n][j][i >> 2][i & 3] = 0.0f;
+      for (int i = 0; i < 4; i++) out[n][j][i] = 0.0f;
     shift[n][0] = shift[n][1] = NOTHING_YET;
     sum[n][0] = sum[n][1] = 0.0f;
   }
@@ -429,70 +370,77 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
     const int position = (first_tile + t) * TILE;
     const bool partial = position < all_from || position + TILE - 1 > all_to;
     if (position + TILE > length) {
-      // Slots that were never written may hold NaN scales, and 0 * NaN is NaN.
-#pragma unroll
-      for (int row = lane; row < TILE; row += 32)
-        if (position + row >= length)
-#pragma unroll
-          for (int w = 0; w < WORDS_SF_V; w++)
-            asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + OFF_SF_V + row * SF_V + w * 4),
-                         "r"(0)
-                         : "memory");
+      // Slots that were never written may hold NaN, and 0 * NaN is NaN. Codes of nvfp4 cannot.
+      constexpr int WIDTH = V_KIND == 4 ? SF_V : ROW_V;
+      constexpr u32 START = V_KIND == 4 ? OFF_SF_V : OFF_V;
+      for (int i = (length - position) * WIDTH + 4 * lane; i < TILE * WIDTH; i += 128)
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + START + i), "r"(0) : "memory");
       __syncwarp();
     }
 
     float s[HALVES][N_TILES][4];
+    // Chunks of K and operands for 16 tokens.
+    auto k_operands = [&](u32(*a)[4], int half, int j) {
+      u32 r[4];
+      ldmatrix4(r, tile + half * 16 * ROW_K + swizzle<CHUNKS_K>(lane & 15, j + (lane >> 4)));
+      Operands<K_KIND>::of_k(a, r);
+    };
+    // Block scales of tokens g and g + 8 of 16: bytes of this lane's kind of block become halves.
+    auto load_k_scales = [&](u32(*sf)[SF_K ? WORDS_SF_K : 1], int half) {
+      load_words<WORDS_SF_K>(sf[0], tile + OFF_SF_K + (half * 16 + g) * SF_K);
+      load_words<WORDS_SF_K>(sf[1], tile + OFF_SF_K + (half * 16 + g + 8) * SF_K);
+    };
 #if N_TILES == 1
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
       // Two chains, because a matmul waits for the one before it in its own.
-      float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-      float other[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-      u32 sf0[WORDS_SF_K], sf1[WORDS_SF_K];
-      load_words<WORDS_SF_K>(sf0, tile + OFF_SF_K + (half * 16 + g) * SF_K);
-      load_words<WORDS_SF_K>(sf1, tile + OFF_SF_K + (half * 16 + g + 8) * SF_K);
+      float acc[2][4] = {};
+      u32 sf[2][SF_K ? WORDS_SF_K : 1];
+      load_k_scales(sf, half);
 #pragma unroll
       for (int j = 0; j < CHUNKS_K; j += 2) {
-        u32 r[4];
-        ldmatrix4(r, tile + half * 16 * ROW_K + swizzle<CHUNKS_K>(lane & 15, j + (lane >> 4)));
-        // Blocks of chunks j and j + 1.
-        const u32 scale0 = scales_to_half2(__byte_perm(sf0[j / 2], 0, k_parity));
-        const u32 scale1 = scales_to_half2(__byte_perm(sf1[j / 2], 0, k_parity));
+        const auto q = q_frag[0] + j / 2 * LOADED_K;
+        u32 a[LOADED_K][4];
+        k_operands(a, half, j);
+#if K_KIND == 4
+        const u32 scale0 = scales_to_half2(__byte_perm(sf[0][j / 2], 0, k_parity));
+        const u32 scale1 = scales_to_half2(__byte_perm(sf[1][j / 2], 0, k_parity));
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-          const u32* q = q_frag[0][j + k];
-          u32 h0[4], h1[4];
-          unpack(h0, r[2 * k]);
-          unpack(h1, r[2 * k + 1]);
 #if DUPLICATE
           float x[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-          mma(x, h0[0], h1[0], h0[1], h1[1], q[0], q[1]);
-          mma(x, h0[2], h1[2], h0[3], h1[3], q[2], q[3]);
+          mma<false>(x, a[2 * k], q[2 * k][0], q[2 * k][1]);
+          mma<false>(x, a[2 * k + 1], q[2 * k + 1][0], q[2 * k + 1][1]);
           const float f0 = half_to_float(k ? scale0 >> 16 : scale0);
           const float f1 = half_to_float(k ? scale1 >> 16 : scale1);
-          acc[0] += f0 * x[0];
-          acc[1] += f0 * x[1];
-          acc[2] += f1 * x[2];
-          acc[3] += f1 * x[3];
+          acc[0][0] += f0 * x[0];
+          acc[0][1] += f0 * x[1];
+          acc[0][2] += f1 * x[2];
+          acc[0][3] += f1 * x[3];
 #else
-          scale_values(h0, k ? both_high(scale0) : both_low(scale0));
-          scale_values(h1, k ? both_high(scale1) : both_low(scale1));
-          mma(acc, h0[0], h1[0], h0[1], h1[1], q[0], q[1]);
-          mma(other, h0[2], h1[2], h0[3], h1[3], q[2], q[3]);
+          scale_k(a + 2 * k, k ? both_high(scale0) : both_low(scale0),
+                  k ? both_high(scale1) : both_low(scale1));
+          mma<false>(acc[0], a[2 * k], q[2 * k][0], q[2 * k][1]);
+          mma<false>(acc[1], a[2 * k + 1], q[2 * k + 1][0], q[2 * k + 1][1]);
 #endif
         }
+#else
+#pragma unroll
+        for (int k = 0; k < LOADED_K; k++)
+          mma<K_KIND == 17>(acc[(j / 2 * LOADED_K + k) & 1], a[k], q[k][0], q[k][1]);
+#endif
       }
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        s[half][0][i] = acc[i] + (DUPLICATE ? __shfl_xor_sync(~0u, acc[i], 2) : other[i]);
+        s[half][0][i] =
+            acc[0][i] + (DUPLICATE ? __shfl_xor_sync(~0u, acc[0][i], 2) : acc[1][i]);
     }
 #else
-    // Many columns share what is unpacked; both halves share what is loaded of q.
-    u32 sf0[HALVES][WORDS_SF_K], sf1[HALVES][WORDS_SF_K];
+    // Many columns share what is unpacked; all halves share what is loaded of q.
+    u32 sf[HALVES][2][SF_K ? WORDS_SF_K : 1];
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
-      load_words<WORDS_SF_K>(sf0[half], tile + OFF_SF_K + (half * 16 + g) * SF_K);
-      load_words<WORDS_SF_K>(sf1[half], tile + OFF_SF_K + (half * 16 + g + 8) * SF_K);
+      load_k_scales(sf[half], half);
 #pragma unroll
       for (int n = 0; n < N_TILES; n++)
 #pragma unroll
@@ -500,38 +448,32 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
     }
 #pragma unroll
     for (int j = 0; j < CHUNKS_K; j += 2) {
-      u32 r[HALVES][4];
+      u32 a[HALVES][LOADED_K][4];
 #pragma unroll
-      for (int half = 0; half < HALVES; half++)
-        ldmatrix4(r[half],
-                  tile + half * 16 * ROW_K + swizzle<CHUNKS_K>(lane & 15, j + (lane >> 4)));
+      for (int half = 0; half < HALVES; half++) {
+        k_operands(a[half], half, j);
+#if K_KIND == 4
+        const u32 scale0 = scales_to_half2(__byte_perm(sf[half][0][j / 2], 0, k_parity));
+        const u32 scale1 = scales_to_half2(__byte_perm(sf[half][1][j / 2], 0, k_parity));
+        scale_k(a[half], both_low(scale0), both_low(scale1));
+        scale_k(a[half] + 2, both_high(scale0), both_high(scale1));
+#endif
+      }
 #pragma unroll
-      for (int k = 0; k < 2; k++) {
-        u32 h0[HALVES][4], h1[HALVES][4];
-#pragma unroll
-        for (int half = 0; half < HALVES; half++) {
-          const u32 scale0 = scales_to_half2(__byte_perm(sf0[half][j / 2], 0, k_parity));
-          const u32 scale1 = scales_to_half2(__byte_perm(sf1[half][j / 2], 0, k_parity));
-          unpack(h0[half], r[half][2 * k]);
-          unpack(h1[half], r[half][2 * k + 1]);
-          scale_values(h0[half], k ? both_high(scale0) : both_low(scale0));
-          scale_values(h1[half], k ? both_high(scale1) : both_low(scale1));
-        }
+      for (int k = 0; k < LOADED_K; k++)
 #pragma unroll
         for (int n = 0; n < N_TILES; n++) {
+          const int step = j / 2 * LOADED_K + k;
 #if Q_SHARED
-          u32 q[4];
-          load_words<4>(q, q_shared + (n * CHUNKS_K + j + k) * 512);
+          u32 q[2];
+          load_words<2>(q, q_shared + (n * STEPS_K + step) * 256);
 #else
-          const u32* q = q_frag[n][j + k];
+          const u32* q = q_frag[n][step];
 #endif
 #pragma unroll
-          for (int half = 0; half < HALVES; half++) {
-            mma(s[half][n], h0[half][0], h1[half][0], h0[half][1], h1[half][1], q[0], q[1]);
-            mma(s[half][n], h0[half][2], h1[half][2], h0[half][3], h1[half][3], q[2], q[3]);
-          }
+          for (int half = 0; half < HALVES; half++)
+            mma<K_KIND == 17>(s[half][n], a[half][k], q[0], q[1]);
         }
-      }
     }
 #endif
 #if SOFTCAP
@@ -592,11 +534,9 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
             shift[n][i] = new_shift;
             sum[n][i] *= factor;
 #pragma unroll
-            for (int j = 0; j < CHUNKS_V; j++) {
-              out[n][j][0][i] *= factor;
-              out[n][j][0][2 + i] *= factor;
-              out[n][j][1][i] *= factor;
-              out[n][j][1][2 + i] *= factor;
+            for (int j = 0; j < STEPS_V; j++) {
+              out[n][j][i] *= factor;
+              out[n][j][2 + i] *= factor;
             }
           }
         }
@@ -613,36 +553,41 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
           e[i] = ex2(fmaf(s[half][n][i], scale_of(n, i & 1), shift[n][i & 1]));
           sum[n][i & 1] += e[i];
         }
-        p0[n] = movmatrix(pack_half2(e[0], e[1]));
-        p1[n] = movmatrix(pack_half2(e[2], e[3]));
+        p0[n] = movmatrix(pack<V_KIND == 17>(e[0], e[1]));
+        p1[n] = movmatrix(pack<V_KIND == 17>(e[2], e[3]));
       }
+#if V_KIND == 4
       u32 sf0[2 * WORDS_SF_V], sf1[2 * WORDS_SF_V];  // tokens 2c, 2c + 1 and 2c + 8, 2c + 9
       load_words<2 * WORDS_SF_V>(sf0, tile + OFF_SF_V + (half * 16 + 2 * c) * SF_V);
       load_words<2 * WORDS_SF_V>(sf1, tile + OFF_SF_V + (half * 16 + 2 * c + 8) * SF_V);
+#endif
 #pragma unroll
       for (int j = 0; j < CHUNKS_V; j += 2) {
-        u32 r[4];
+        u32 r[4], a[LOADED_V][4];
         ldmatrix4_trans(r, tile + OFF_V + half * 16 * ROW_V +
                                swizzle<CHUNKS_V>(lane & 15, j + (lane >> 4)));
+        Operands<V_KIND>::of_v(a, r);
+#if V_KIND == 4
         const u32 both0 = __byte_perm(sf0[j / 2], sf0[WORDS_SF_V + j / 2], v_parity);
         const u32 both1 = __byte_perm(sf1[j / 2], sf1[WORDS_SF_V + j / 2], v_parity);
+#endif
 #pragma unroll
-        for (int k = 0; k < 2; k++) {
-          const u32 m0 = scales_to_half2(k ? both0 >> 16 : both0 & 0xFFFFu);
-          const u32 m1 = scales_to_half2(k ? both1 >> 16 : both1 & 0xFFFFu);
-          u32 h0[4], h1[4];
-          unpack(h0, r[2 * k]);
-          unpack(h1, r[2 * k + 1]);
+        for (int k = 0; k < LOADED_V; k++) {
+#if V_KIND == 4
+          const u32 m0 = scales_to_half2(k / 2 ? both0 >> 16 : both0 & 0xFFFFu);
+          const u32 m1 = scales_to_half2(k / 2 ? both1 >> 16 : both1 & 0xFFFFu);
 #if !DUPLICATE
-          scale_values(h0, m0);
-          scale_values(h1, m1);
+          scale_v(a[k], m0, m1);
+#endif
 #endif
 #pragma unroll
           for (int n = 0; n < N_TILES; n++) {
-            const u32 b0 = DUPLICATE ? hmul2(p0[n], m0) : p0[n];
-            const u32 b1 = DUPLICATE ? hmul2(p1[n], m1) : p1[n];
-            mma(out[n][j + k][0], h0[0], h0[1], h1[0], h1[1], b0, b1);
-            mma(out[n][j + k][1], h0[2], h0[3], h1[2], h1[3], b0, b1);
+#if DUPLICATE
+            const u32 b0 = hmul2(p0[n], m0), b1 = hmul2(p1[n], m1);
+#else
+            const u32 b0 = p0[n], b1 = p1[n];
+#endif
+            mma<V_KIND == 17>(out[n][j / 2 * LOADED_V + k], a[k], b0, b1);
           }
         }
       }
@@ -652,7 +597,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
   asm volatile("cp.async.wait_all;");
   __syncwarp();
 
-  const float unscale = *p.v_scale * 16384.0f;
+  const float unscale = (V_KIND < 16 ? *p.v_scale : 1.0f) * Operands<V_KIND>::UNIT;
   const u64 slots = ((u64)row * KV_HEADS + head) * COLS;
 #pragma unroll
   for (int n = 0; n < N_TILES; n++)
@@ -665,14 +610,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
       const bool own = !DUPLICATE || (g >> 2) == (c >> 1);
       if (piece.col_tile * COLS + column < columns && own) {
         const float inverse = all > 0.0f ? unscale / all : 0.0f;
-        float* target = p.partial_out + (slots + column) * HEAD_SIZE_V + 4 * g;
-#pragma unroll
-        for (int j = 0; j < CHUNKS_V; j++) {
-          // Dims 4g .. 4g + 3 of chunk j.
-          *(float4*)(target + 32 * j) =
-              make_float4(out[n][j][1][2 + i] * inverse, out[n][j][0][2 + i] * inverse,
-                          out[n][j][1][i] * inverse, out[n][j][0][i] * inverse);
-        }
+        store_row(p.partial_out + (slots + column) * HEAD_SIZE_V, out[n], i, g, inverse);
         if (DUPLICATE ? g % 4 == 0 : g == 0)
           p.partial_ml[slots + column] =
               make_float2(all == 0.0f ? NEG_INF : P_SHIFT - shift[n][i],

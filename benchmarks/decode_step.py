@@ -1,0 +1,188 @@
+"""A whole decode step on one GPU: Llama-3.1-8B's shape, random bf16 weights, CUDA graphs.
+
+    python benchmarks/decode_step.py [--out benchmarks/results/decode_step.json]
+
+For each cache format, the engine's captured step (transformers' model code, halfbyte's store and
+attention) is replayed on a pool of random codes at one length for all sequences, and the attention
+of one layer alone in a graph of its own. A format is worth what it should be if the step is faster
+by what its attention is faster.
+"""
+
+import argparse
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from halfbyte.attention import ATTENTION_BACKENDS, AttentionInputs, AttentionPlans, paged_attention
+from halfbyte.engine.runner import ModelRunner
+from halfbyte.kvcache import PagedKVPool, SequenceTables, plan_kv_cache
+from halfbyte.models import layer_specs
+
+RESULT = Path(__file__).parent / "results" / "decode_step.json"
+
+
+def llama_8b(layers: int) -> Any:
+    """Random bf16 weights of Llama-3.1-8B's shape, made on the GPU."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rope_theta=500000.0,
+        torch_dtype="bfloat16",
+    )
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def milliseconds(graph: torch.cuda.CUDAGraph, repeats: int = 20) -> float:
+    """Median time of a replay."""
+    times = []
+    for _ in range(repeats + 3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times[3:])[repeats // 2]
+
+
+def fill(pool: PagedKVPool, layers: int) -> None:
+    """Random codes with sane scales, or normal values for unquantized formats."""
+    for layer in range(layers):
+        views = pool.layout(layer).views(pool.layer_pages(layer))
+        for data, scales in ((views.k_data, views.k_scale), (views.v_data, views.v_scale)):
+            if data.dtype == torch.uint8:
+                data.random_(0, 256)
+            else:
+                data.normal_()
+            if scales is not None:
+                scales.random_(0x28, 0x48)
+
+
+def measure(model: Any, kv_cache_dtype: str, batch: int, context: int) -> dict[str, Any]:
+    """Milliseconds of a step and of one layer's attention in it."""
+    layers = model.config.num_hidden_layers
+    plan = plan_kv_cache(layer_specs(model.config, model.dtype, kv_cache_dtype, 16))
+    per_sequence = -(-(context + 1) // 16)
+    pool = PagedKVPool(plan, 1 + batch * per_sequence, torch.device("cuda"))
+    fill(pool, layers)
+    tables = SequenceTables(pool)
+    for i in range(batch):
+        tables.add(i)
+    # Page by page in turn, so that no sequence's pages are neighbours.
+    for begin in range(0, context, 16):
+        for i in range(batch):
+            tables.append(i, min(16, context - begin))
+    scales = [(0.02, 0.02)] * layers
+    runner = ModelRunner(model, tables, scales, graph_limits=(batch, context + 1))
+    with runner.attached(), torch.inference_mode():
+        runner.run([(i, [1]) for i in range(batch)])
+        assert runner.graphs is not None
+        (captured,) = runner.graphs._graphs.values()
+        step = milliseconds(captured.graph)
+        attention, backend = _attention(runner, pool, batch)
+    return {
+        "kv_cache_dtype": kv_cache_dtype,
+        "backend": backend,
+        "step_ms": round(step, 3),
+        "attention_ms": round(attention * layers, 3),
+    }
+
+
+def _attention(runner: ModelRunner, pool: PagedKVPool, batch: int) -> tuple[float, str]:
+    """Mean milliseconds of a layer's attention over all layers, and who does it."""
+    assert runner.graphs is not None
+    work = runner.graphs._batch(batch)
+    heads = runner.model.config.num_attention_heads
+    layout = pool.layout(0)
+    query = torch.randn(batch, heads, layout.head_size, dtype=torch.bfloat16, device="cuda")
+    layers = pool.plan.num_layers
+
+    def attend(plans: AttentionPlans) -> None:
+        for layer in range(layers):
+            paged_attention(
+                query,
+                pool.layer_pages(layer),
+                layout=layout,
+                query_start_loc=work.query_start_loc,
+                seq_lens=work.seq_lens,
+                block_tables=work.block_tables[0],
+                scale=layout.head_size**-0.5,
+                k_scale=work.scales[layer][0],
+                v_scale=work.scales[layer][1],
+                plans=plans,
+            )
+
+    attend(AttentionPlans())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend(AttentionPlans())
+    chosen = ATTENTION_BACKENDS.select(
+        AttentionInputs(
+            query=query,
+            pages=pool.layer_pages(0),
+            layout=layout,
+            query_start_loc=work.query_start_loc,
+            seq_lens=work.seq_lens,
+            block_tables=work.block_tables[0],
+            scale=1.0,
+            k_scale=1.0,
+            v_scale=1.0,
+            sliding_window=None,
+            sinks=None,
+            softcap=None,
+            batch_invariant=False,
+            given_out=None,
+            lse=None,
+            plans=AttentionPlans(),
+        ).config()
+    )
+    return milliseconds(graph) / layers, chosen.name
+
+
+def main() -> None:
+    """Parse the command line, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--context", type=int, default=16384)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--formats", default="nvfp4,fp8,bfloat16")
+    arguments = parser.parse_args()
+    model = llama_8b(arguments.layers)
+    report: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "batch": arguments.batch,
+        "context": arguments.context,
+        "layers": arguments.layers,
+        "steps": [],
+    }
+    for kv_cache_dtype in arguments.formats.split(","):
+        row = measure(model, kv_cache_dtype, arguments.batch, arguments.context)
+        print(json.dumps(row), flush=True)
+        report["steps"].append(row)
+        torch.cuda.empty_cache()
+    by_format = {row["kv_cache_dtype"]: row for row in report["steps"]}
+    if {"nvfp4", "bfloat16"} <= set(by_format):
+        four, sixteen = by_format["nvfp4"], by_format["bfloat16"]
+        saved = sixteen["attention_ms"] - four["attention_ms"]
+        report["share_of_saved_attention_time"] = round(
+            (sixteen["step_ms"] - four["step_ms"]) / saved, 3
+        )
+        print(report["share_of_saved_attention_time"])
+    arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

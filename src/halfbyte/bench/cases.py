@@ -1,0 +1,179 @@
+"""What is measured: shapes of heads, batches and lengths, each case with a name of its own."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Kind = Literal["decode", "prefill", "store"]
+_SHORTEST = 64
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The part of a case that a model decides."""
+
+    kv_heads: int
+    group: int
+    head_size: int
+    block_size: int = 16
+    sinks: bool = False
+    query_tokens: int = 1
+    """Query tokens per sequence of a decode step: more than one for speculative decoding."""
+
+
+PRESETS = {
+    "llama": HeadShape(8, 4, 128),
+    "gpt-oss": HeadShape(8, 8, 64, block_size=64, sinks=True),
+    "gemma": HeadShape(1, 8, 256, block_size=64, query_tokens=4),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One piece of work; `dataclasses.asdict` of it begins its row in a report.
+
+    `decode` and `prefill` attend with the last `query_tokens` of every sequence of `context` tokens
+    in the cache (of log-uniform lengths up to that if `ragged`); `store` writes `context` tokens of
+    every sequence.
+    """
+
+    name: str
+    kind: Kind
+    batch: int
+    context: int
+    query_tokens: int
+    kv_heads: int
+    group: int
+    head_size: int
+    block_size: int
+    sinks: bool = False
+    ragged: bool = False
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.kv_heads * self.group
+
+    def lengths(self) -> torch.Tensor:
+        """int32 `[batch]` on the host, the same in every run."""
+        if not self.ragged:
+            return torch.full((self.batch,), self.context, dtype=torch.int32)
+        generator = torch.Generator().manual_seed(0)
+        low = torch.log(torch.tensor(float(min(_SHORTEST, self.context))))
+        span = torch.log(torch.tensor(float(self.context))) - low
+        return torch.exp(low + span * torch.rand(self.batch, generator=generator)).int()
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query token and a key that it attends to."""
+        lengths, n = self.lengths().long(), self.query_tokens
+        return int((n * (lengths - n) + n * (n + 1) // 2).sum())
+
+
+def decode(preset: str, batch: int, context: int, *, ragged: bool = False) -> Case:
+    """A decode step."""
+    name = f"decode-{preset}-{batch}x{context}" + ("-ragged" if ragged else "")
+    return _case(name, "decode", preset, batch, context, PRESETS[preset].query_tokens, ragged)
+
+
+def prefill(preset: str, batch: int, new: int, cached: int = 0) -> Case:
+    """`new` tokens of every sequence on `cached` earlier ones."""
+    name = f"prefill-{preset}-{batch}x{new}-on-{cached}"
+    return _case(name, "prefill", preset, batch, cached + new, new)
+
+
+def store(preset: str, tokens: int) -> Case:
+    """Writing `tokens` tokens to the cache."""
+    return _case(f"store-{preset}-{tokens}", "store", preset, 1, tokens, tokens)
+
+
+def _case(
+    name: str,
+    kind: Kind,
+    preset: str,
+    batch: int,
+    context: int,
+    query_tokens: int,
+    ragged: bool = False,
+) -> Case:
+    for what, number in (("batch", batch), ("context", context)):
+        if number < 1:
+            raise ValueError(f"{what}: expected at least 1, got {number}")
+    shape = PRESETS[preset]
+    return Case(
+        name=name,
+        kind=kind,
+        batch=batch,
+        context=context,
+        query_tokens=min(query_tokens, context),
+        kv_heads=shape.kv_heads,
+        group=shape.group,
+        head_size=shape.head_size,
+        block_size=shape.block_size,
+        sinks=shape.sinks and kind != "store",
+        ragged=ragged,
+    )
+
+
+GPU_CASES = (
+    decode("llama", 64, 8192),
+    decode("llama", 8, 32768),
+    decode("llama", 1, 131072),
+    decode("llama", 128, 1024),
+    decode("gpt-oss", 64, 8192),
+    decode("gemma", 64, 8192),
+    decode("llama", 64, 16384, ragged=True),
+    decode("llama", 16, 32768, ragged=True),
+    decode("llama", 256, 2048, ragged=True),
+    store("llama", 8192),
+    store("llama", 64),
+    prefill("llama", 4, 2048),
+    prefill("llama", 4, 2048, cached=32768),
+)
+CPU_CASES = (
+    decode("llama", 1, 8192),
+    decode("llama", 8, 2048),
+    decode("gpt-oss", 1, 4096),
+    decode("gemma", 1, 4096),
+    decode("llama", 8, 4096, ragged=True),
+    store("llama", 256),
+    prefill("llama", 1, 256),
+    prefill("llama", 1, 256, cached=2048),
+)
+
+
+def grid(presets: Sequence[str], batches: Sequence[int], contexts: Sequence[int]) -> list[Case]:
+    """Decoding, prefill (of whole prompts) and storing, for every combination.
+
+    Raises:
+        ValueError: an unknown preset or a number below 1.
+    """
+    unknown = [name for name in presets if name not in PRESETS]
+    if unknown:
+        raise ValueError(f"heads: unknown {unknown[0]!r}; expected one of {', '.join(PRESETS)}")
+    points = [(p, b, c) for p in presets for b in batches for c in contexts]
+    cases = [
+        *(decode(*point) for point in points),
+        *(prefill(*point) for point in points),
+        *(store(preset, batch * context) for preset, batch, context in points),
+    ]
+    return list({case.name: case for case in cases}.values())
+
+
+def select(cases: Sequence[Case], pattern: str | None) -> list[Case]:
+    """The cases whose name a regular expression finds something in.
+
+    Raises:
+        ValueError: not a regular expression, or none is left.
+    """
+    try:
+        chosen = [case for case in cases if re.search(pattern or "", case.name)]
+    except re.error as error:
+        raise ValueError(f"only: {pattern!r} is not a regular expression: {error}") from None
+    if not chosen:
+        names = ", ".join(case.name for case in cases)
+        raise ValueError(f"only: {pattern!r} matches none of {names}")
+    return chosen

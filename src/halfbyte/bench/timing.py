@@ -1,0 +1,115 @@
+"""How long calls take, and how fast this machine reads and copies memory.
+
+On a GPU every call is captured in a CUDA graph. `single` is the median of replays timed one by one,
+`back_to_back` the mean of replays in a row; calls on different copies of the data take turns, so
+that each finds its data outside the caches. Plans, which depend on lengths alone, are made before.
+A call that waits for the host cannot be captured: it
+is timed as it is, its launches included, and the times say so (`graph` is false).
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+Call = Callable[[], object]
+Times = dict[str, float | bool]
+_SINGLES = 40
+_IN_A_ROW = 20
+_BUDGET_US = {"cuda": 1e6, "cpu": 3e5}
+"""Per series of repetitions: slow calls are repeated less often, down to three times."""
+
+
+def measure(calls: Sequence[Call], device: torch.device) -> Times:
+    """Times of calls that do the same work on different data, in µs.
+
+    Returns:
+        `single`, `back_to_back`, and on a GPU `graph`.
+    """
+    for call in calls[:2]:
+        call()
+    if device.type != "cuda":
+        return _times(calls, _cpu_microseconds, _BUDGET_US["cpu"])
+    torch.cuda.synchronize()
+    captured = not waits_for_host(calls[0])
+    timed = capture(calls) if captured else calls
+    return {**_times(timed, _gpu_microseconds, _BUDGET_US["cuda"]), "graph": captured}
+
+
+def waits_for_host(call: Call) -> bool:
+    """Whether a call on a GPU synchronizes, which a graph cannot hold."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+        torch.cuda.synchronize()
+    return False
+
+
+def capture(calls: Sequence[Call]) -> list[Call]:
+    """Replays of calls captured in CUDA graphs, which share the memory of what they allocate."""
+    pool = torch.cuda.graph_pool_handle()
+    replays: list[Call] = []
+    for call in calls:
+        call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            call()
+        graph.replay()  # the first replay of a graph also sends it to the GPU
+        replays.append(graph.replay)
+    return replays
+
+
+def _times(
+    calls: Sequence[Call], elapsed: Callable[[Sequence[Call]], float], budget: float
+) -> Times:
+    once = elapsed(calls[:1])
+    most = max(3, int(budget / max(once, 1e-3)))
+    singles = [elapsed([calls[i % len(calls)]]) for i in range(min(_SINGLES, most))]
+    row = [calls[i % len(calls)] for i in range(min(_IN_A_ROW, most))]
+    return {
+        "single": round(statistics.median(singles), 1),
+        "back_to_back": round(elapsed(row) / len(row), 1),
+    }
+
+
+def _gpu_microseconds(calls: Sequence[Call]) -> float:
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for call in calls:
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 1e3
+
+
+def _cpu_microseconds(calls: Sequence[Call]) -> float:
+    begin = time.perf_counter()
+    for call in calls:
+        call()
+    return (time.perf_counter() - begin) * 1e6
+
+
+def bandwidths(device: torch.device) -> tuple[float, float]:
+    """(read, copy) in TB/s: a plain reduction over 4 GiB, less where memory is short, and a copy.
+
+    A copy counts the bytes read and the bytes written.
+    """
+    if device.type == "cuda":
+        num_bytes = min(2**32, torch.cuda.mem_get_info(device)[0] // 8)
+    else:
+        num_bytes = 2**27
+    data = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
+    read = measure([data.sum], device)["single"]
+    half = data.shape[0] // 2
+    copied = measure([lambda: data[:half].copy_(data[half : 2 * half])], device)["single"]
+    return round(data.nbytes / read / 1e6, 4), round(2 * half * 4 / copied / 1e6, 4)

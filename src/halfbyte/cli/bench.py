@@ -1,0 +1,129 @@
+"""`halfbyte bench`"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from halfbyte.cli.console import err, out, progress_bar, quiet_libraries
+from halfbyte.cli.options import AttentionBackend, Verbose
+
+if TYPE_CHECKING:
+    import torch
+
+    from halfbyte.bench import Case, Report
+
+_TABLE_WIDTH = 100
+
+bench = typer.Typer(
+    help="Measure halfbyte beside its peers on this machine.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@bench.callback()
+def _group() -> None:
+    # Keeps `attention` a command of its own, though it is the only one.
+    pass
+
+
+@bench.command("attention")
+def attention(
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="Formats of halfbyte's cache, separated by commas.")
+    ] = "nvfp4",
+    only: Annotated[
+        str | None, typer.Option(help="Cases whose name this regular expression is found in.")
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="Sequences: a grid of your own instead of the usual cases.")
+    ] = None,
+    context: Annotated[str | None, typer.Option(help="Tokens per sequence of that grid.")] = None,
+    heads: Annotated[
+        str | None, typer.Option(help="Heads of that grid: llama, gpt-oss, gemma.")
+    ] = None,
+    peers: Annotated[bool, typer.Option(help="Measure FlashInfer and SDPA, too.")] = True,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    attention_backend: AttentionBackend = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write the report there.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the decode steps as SVG (needs matplotlib).")
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Store, decode and prefill: times, bandwidth, error, and what peers take for the same."""
+    from halfbyte.bench import Benchmark, console_tables
+    from halfbyte.bench.picture import draw, require_matplotlib
+
+    quiet_libraries(verbose=verbose)
+    where = _device(device)
+    cases = _cases(where.type, only, batch, context, heads)
+    names = [name.strip() for name in kv_cache_dtype.split(",")]
+    benchmark = Benchmark(where, names, with_peers=peers, backend=attention_backend)
+    # What cannot be written is better known now than after minutes.
+    if picture is not None:
+        require_matplotlib()
+    for file in (as_json, picture):
+        if file is not None:
+            file.touch()
+    with progress_bar("bench", "cases") as on_progress:
+        for done, case in enumerate(cases):
+            on_progress(done, len(cases))
+            benchmark.run(case)
+            if as_json is not None:  # after every case: an interrupt loses one at most
+                as_json.write_text(json.dumps(benchmark.report, indent=2) + "\n")
+    wide = Console(highlight=False, soft_wrap=True, width=max(out.width, _TABLE_WIDTH))
+    for table in console_tables(benchmark.report):
+        wide.print(table)
+        wide.print()
+    _print_machine(benchmark.report)
+    if picture is not None:
+        draw(benchmark.report, picture)
+    for line in benchmark.failures():
+        err.print(line, markup=False, emoji=False, style="red")
+    if benchmark.failures(ours=True):
+        raise typer.Exit(1)
+
+
+def _device(name: str) -> "torch.device":
+    import torch
+
+    available = torch.cuda.is_available()
+    if name not in ("auto", "cuda", "cpu"):
+        raise ValueError(f"device: expected auto, cuda or cpu, got {name!r}")
+    if name == "cuda" and not available:
+        raise ValueError("device: PyTorch finds no GPU here")
+    return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def _cases(
+    device_type: str, only: str | None, batch: str | None, context: str | None, heads: str | None
+) -> "list[Case]":
+    from halfbyte.bench import CPU_CASES, GPU_CASES, grid, select
+
+    if batch or context or heads:
+        presets = [name.strip() for name in (heads or "llama").split(",")]
+        cases = grid(
+            presets, _numbers("batch", batch or "1"), _numbers("context", context or "8192")
+        )
+    else:
+        cases = list(GPU_CASES if device_type == "cuda" else CPU_CASES)
+    return select(cases, only)
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{name}: expected numbers separated by commas, got {text!r}") from None
+
+
+def _print_machine(report: "Report") -> None:
+    machine, read = report["machine"], report["read_terabytes_per_s"] * 1e3
+    name = machine["gpu"] or f"{machine['processor']}, {machine['threads']} threads"
+    out.print(
+        f"{name}: reads {read:,.1f} GB/s, copies {report['copy_terabytes_per_s'] * 1e3:,.1f} GB/s"
+    )

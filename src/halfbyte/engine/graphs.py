@@ -1,0 +1,177 @@
+"""Decode steps as CUDA graphs: one launch instead of hundreds, whatever the lengths.
+
+A graph is captured for a batch of a certain size and replayed for batches up to it. Its inputs
+lie in buffers of their own; sequences that only pad are empty and store nowhere. The attention's
+plan is made inside the graph, so replays follow the lengths.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from halfbyte.kvcache import SequenceTables
+from halfbyte.models import BATCH_ARGUMENT, PagedBatch
+
+_LOGGER = logging.getLogger(__name__)
+_WARM_UPS = 2
+
+
+@dataclass(frozen=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+
+
+class DecodeGraphs:
+    """Runs steps of one token per sequence.
+
+    Args:
+        model: with the engine's attention attached while it runs.
+        tables: sequences over a pool on a GPU.
+        scales: `(k_scale, v_scale)` per layer, tensors on the GPU.
+        max_num_seqs: of a step.
+        max_model_len: tokens of a sequence.
+        attention_backend, batch_invariant: as for `ModelRunner`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tables: SequenceTables,
+        scales: Sequence[tuple[float | torch.Tensor, float | torch.Tensor]],
+        max_num_seqs: int,
+        max_model_len: int,
+        attention_backend: str | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.model = model
+        self.tables = tables
+        self.scales = scales
+        self.attention_backend = attention_backend
+        self.batch_invariant = batch_invariant
+        self.sizes = graph_sizes(max_num_seqs)
+        device, groups = tables.pool.device, tables.pool.plan.groups
+        most = self.sizes[-1]
+        self._input_ids = torch.zeros((1, most), dtype=torch.int64, device=device)
+        self._positions = torch.zeros((1, most), dtype=torch.int64, device=device)
+        self._seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
+        self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self._slots = [torch.full((most,), -1, dtype=torch.int64, device=device) for _ in groups]
+        pages = tables.pool.num_pages
+        widths = [min(pages, -(-max_model_len // group.block_size)) for group in groups]
+        self._block_tables = [
+            torch.zeros((most, width), dtype=torch.int32, device=device) for width in widths
+        ]
+        self._graphs: dict[int, _Graph] = {}
+        self._memory = torch.cuda.graph_pool_handle()
+        self._failure: str | None = None
+
+    @property
+    def captured_sizes(self) -> list[int]:
+        """Batch sizes that graphs exist for so far."""
+        return sorted(self._graphs)
+
+    def can_run(self, chunks: Sequence[tuple[object, Sequence[int]]]) -> bool:
+        """Whether a step is one that graphs exist for."""
+        return (
+            self._failure is None
+            and len(chunks) <= self.sizes[-1]
+            and all(len(ids) == 1 for _, ids in chunks)
+        )
+
+    def run(self, chunks: Sequence[tuple[object, Sequence[int]]]) -> torch.Tensor | None:
+        """Logits `[sequences, vocabulary]`, valid until the next run; None where capturing failed.
+
+        Args:
+            chunks: `(sequence, [token id])`; the slots are already allocated.
+        """
+        size = next(size for size in self.sizes if size >= len(chunks))
+        self._fill(chunks, size)
+        if size not in self._graphs:
+            try:
+                self._graphs[size] = self._capture(size)
+            except Exception as error:
+                # Models whose code asks the GPU for values cannot be captured; they run without.
+                self._failure = f"{type(error).__name__}: {error}"
+                _LOGGER.warning("decoding without CUDA graphs: %s", self._failure)
+                torch.cuda.synchronize()
+                return None
+        graph = self._graphs[size]
+        graph.graph.replay()
+        return graph.logits[: len(chunks)]
+
+    def _fill(self, chunks: Sequence[tuple[object, Sequence[int]]], size: int) -> None:
+        count = len(chunks)
+        lengths = [self.tables.length(seq) for seq, _ in chunks]
+        ids, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        seq_lens = np.zeros(size, np.int32)
+        ids[:count] = [ids[0] for _, ids in chunks]
+        seq_lens[:count] = lengths
+        positions[:count] = seq_lens[:count] - 1
+        _copy(self._input_ids[0, :size], ids)
+        _copy(self._positions[0, :size], positions)
+        _copy(self._seq_lens[:size], seq_lens)
+        for group, (buffer, slots) in enumerate(zip(self._block_tables, self._slots, strict=True)):
+            block_size = self.tables.pool.plan.groups[group].block_size
+            rows = [self.tables.table(seq, group) for seq, _ in chunks]
+            table = np.zeros((count, max(map(len, rows))), np.int32)
+            for row, pages in zip(table, rows, strict=True):
+                row[: len(pages)] = pages
+            last = positions[:count]
+            own = np.full(size, -1, np.int64)
+            own[:count] = table[np.arange(count), last // block_size] * np.int64(block_size)
+            own[:count] += last % block_size
+            _copy(buffer[:count, : table.shape[1]], table)
+            _copy(slots[:size], own)
+
+    def _batch(self, size: int) -> PagedBatch:
+        return PagedBatch(
+            pool=self.tables.pool,
+            scales=self.scales,
+            query_start_loc=self._starts[: size + 1],
+            seq_lens=self._seq_lens[:size],
+            block_tables=[table[:size] for table in self._block_tables],
+            slot_mapping=[slots[:size] for slots in self._slots],
+            backend=self.attention_backend,
+            batch_invariant=self.batch_invariant,
+        )
+
+    def _forward(self, size: int) -> torch.Tensor:
+        batch = self._batch(size)
+        output = self.model(
+            input_ids=self._input_ids[:, :size],
+            position_ids=self._positions[:, :size],
+            use_cache=False,
+            **{BATCH_ARGUMENT: batch},
+        )
+        if len(batch.layers_run) != self.tables.pool.plan.num_layers:
+            raise RuntimeError("the cache did not reach every attention layer")
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def _capture(self, size: int) -> _Graph:
+        # On a stream of its own, as capturing wants it; what runs writes what the replay will.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                self._forward(size)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            logits = self._forward(size)
+        return _Graph(graph, logits)
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture: powers of two up to 8, then multiples of 8, up to the maximum."""
+    sizes = [1, 2, 4, *range(8, max_num_seqs, 8)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def _copy(target: torch.Tensor, values: np.ndarray) -> None:
+    target.copy_(torch.from_numpy(values))

@@ -1,0 +1,416 @@
+"""The FlashInfer backend: what it refuses, what it hands over, and on a GPU what comes back."""
+
+from dataclasses import replace
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+
+from attention.cases import DECODE_CASES, Case, assert_close_to_exact, make_case
+from attention.documented_flashinfer import PrefillWrapper, install, tokens_of
+from halfbyte.attention import ATTENTION_BACKENDS, flashinfer, paged_attention
+from halfbyte.attention.base import AttentionConfig, AttentionInputs, AttentionPlans
+from halfbyte.attention.flashinfer import FlashInferAttention
+from halfbyte.attention.flashinfer_views import flashinfer_dtype, kv_cache_views, page_table
+from halfbyte.dispatch import NoImplementationError
+from halfbyte.kvcache import read_tokens, reshape_and_cache
+from halfbyte.layouts import PageLayout
+
+
+@pytest.fixture
+def documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer as documented, on the CPU."""
+    install(monkeypatch)
+
+
+def forward(case: Case, *, lse: bool = False, **changes: Any) -> AttentionInputs:
+    """The backend's work on a case, whatever the device."""
+    inputs = AttentionInputs(
+        query=case.query,
+        pages=case.pages,
+        batch_invariant=False,
+        given_out=None,
+        lse=torch.full(case.query.shape[:2], torch.nan) if lse else None,
+        plans=AttentionPlans(),
+        **{"sliding_window": None, "sinks": None, "softcap": None, **case.arguments()},
+    )
+    inputs = replace(inputs, **changes)
+    FlashInferAttention.forward(inputs)
+    return inputs
+
+
+_LENGTHS: dict[str, Any] = {"query_lens": (1, 3, 17, 1), "seq_lens": (1, 40, 17, 100)}
+FA2_CASES: dict[str, dict[str, Any]] = {
+    "nvfp4": {},
+    "nvfp4-d128": {"head_size": 128},
+    "nvfp4-d256": {"head_size": 256, "kv_heads": 1},
+    "nvfp4-4over6-nhd": {"k_dtype": "nvfp4_4over6", "order": "NHD", "head_size": 128},
+    "nvfp4-page-48": {"block_size": 48},
+    "fp8": {"k_dtype": "fp8", "head_size": 128},
+    "fp8-nhd": {"k_dtype": "fp8", "order": "NHD"},
+    "fp8-e5m2": {"k_dtype": "fp8_e5m2", "head_size": 128},
+    "bfloat16": {"k_dtype": "bfloat16"},
+    "bfloat16-nhd-d128": {"k_dtype": "bfloat16", "order": "NHD", "head_size": 128},
+    "float16": {"k_dtype": "float16", "query_dtype": torch.float16, "head_size": 128},
+    "window": {"sliding_window": 9, "head_size": 128},
+    "window-of-one": {"sliding_window": 1, "k_dtype": "fp8", "head_size": 128},
+    "softcap-window": {"softcap": 3.0, "sliding_window": 20, "head_size": 128},
+    "empty-and-short": {
+        "head_size": 128,
+        "query_lens": (1, 5, 0, 2, 4),
+        "seq_lens": (0, 3, 7, 33, 4),
+    },
+}
+
+
+@pytest.mark.usefixtures("documented")
+@pytest.mark.parametrize("name", FA2_CASES)
+def test_fa2_as_documented_gives_attention(name: str) -> None:
+    case = make_case(**{**_LENGTHS, **FA2_CASES[name]})
+    inputs = forward(case, lse=True)
+    assert inputs.lse is not None
+    exact, exact_lse = case.expected()
+    torch.testing.assert_close(inputs.out.double(), exact, rtol=2**-8, atol=2e-3)
+    torch.testing.assert_close(inputs.lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("documented")
+def test_fa2_no_row_attends_to_anything() -> None:
+    inputs = forward(make_case(query_lens=(1, 2), seq_lens=(0, 0)), lse=True)
+    assert inputs.lse is not None
+    assert not inputs.out.any()
+    assert (inputs.lse == -torch.inf).all()
+
+
+@pytest.mark.usefixtures("documented")
+def test_fa2_takes_scales_as_tensors_and_writes_to_any_out() -> None:
+    case = make_case(head_size=128)
+    expected = forward(case).out
+    wide = torch.zeros(24, 8, 256)
+    inputs = forward(
+        case,
+        k_scale=torch.tensor([case.k_scale]),
+        v_scale=torch.tensor(case.v_scale),
+        given_out=wide[..., ::2],
+        query=case.query.flip(0).flip(0).transpose(0, 1).contiguous().transpose(0, 1),
+    )
+    assert torch.equal(inputs.out.to(expected.dtype), expected)
+    assert not wide[..., 1::2].any()
+
+
+@pytest.mark.usefixtures("documented")
+def test_fa2_plans_once_per_step_and_table() -> None:
+    case = make_case(head_size=128)
+    plans = AttentionPlans()
+    before = PrefillWrapper.plans
+    first = forward(case, plans=plans).out
+    again = forward(case, plans=plans, block_tables=case.arguments()["block_tables"]).out
+    assert PrefillWrapper.plans == before + 1
+    assert torch.equal(first, again)
+    other = case.block_tables.clone()
+    other[3, :2] = other[2, :2]
+    changed = forward(case, plans=plans, block_tables=other).out
+    assert PrefillWrapper.plans == before + 2
+    assert torch.equal(changed[:7], first[:7])
+    assert not torch.equal(changed[7:], first[7:])
+
+
+def coarse_case(**options: Any) -> Case:
+    """A case whose global scales leave block scales at 72 at most, as trtllm-gen needs."""
+    case = make_case(head_size=128, v_scale_layout="sm100", **options)
+    case.k_scale = case.v_scale = 8.0 / 448
+    slots = torch.cat(case.slots)
+    reshape_and_cache(
+        case.key, case.value, case.pages, slots, case.layout, case.k_scale, case.v_scale
+    )
+    return case
+
+
+@pytest.mark.usefixtures("documented")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"query_lens": (1, 1, 1), "seq_lens": (5, 40, 200)},
+        {"query_lens": (4, 4), "seq_lens": (5, 40), "sinks": True},
+        {"query_lens": (1, 5, 30, 1), "seq_lens": (1, 40, 77, 0), "sliding_window": 20},
+    ],
+    ids=["decode", "four-queries-sinks", "context-window-empty"],
+)
+def test_trtllm_gen_as_documented_gives_attention(options: dict) -> None:
+    case = coarse_case(**options)
+    out = forward(case).out
+    assert out.dtype == case.query.dtype
+    given = torch.empty(out.shape)
+    assert torch.equal(forward(case, given_out=given).out.bfloat16(), out)
+    out = out.double()
+    exact, _ = case.expected()
+    # Queries and output are FP8: 3 bits of mantissa.
+    assert (out - exact).abs().max() < 0.1 * exact.abs().max()
+    similarity = torch.cosine_similarity(out.flatten(), exact.flatten(), dim=0)
+    assert similarity > 0.998
+
+
+@pytest.mark.usefixtures("documented")
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_trtllm_gen_refuses_scales_that_saturate(side: str) -> None:
+    case = coarse_case(query_lens=(1, 2), seq_lens=(20, 40))
+    tensor = getattr(case, side)
+    tensor[20 + 38] *= 100  # a query token of the second sequence
+    arguments = (case.pages, torch.cat(case.slots), case.layout, case.k_scale, case.v_scale)
+    reshape_and_cache(case.key, case.value, *arguments)
+    with pytest.raises(ValueError, match=f"scale of {side[0].upper()} exceeds 72"):
+        forward(case)
+
+
+@pytest.mark.parametrize("k_dtype", ["nvfp4", "fp8", "fp8_e5m2", "bfloat16", "float16"])
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+def test_kv_cache_views_hold_what_the_oracle_reads(k_dtype: str, order: str) -> None:
+    case = make_case(k_dtype=k_dtype, order=order)
+    views = kv_cache_views(case.pages, case.layout)
+    key, value = read_tokens(
+        case.pages, case.slots[2], case.layout, case.k_scale, case.v_scale, torch.float64
+    )
+    pages = case.block_tables[2, :5].long()
+    ours = tokens_of(views.data, views.scales, order, pages, 77)
+    quantized = case.layout.k_dtype.has_global_scale
+    for values, expected, scale in zip(
+        ours, (key, value), (case.k_scale, case.v_scale), strict=True
+    ):
+        torch.testing.assert_close(
+            values * (scale if quantized else 1.0), expected, rtol=1e-6, atol=0
+        )
+    first = views.data[0]
+    assert first.untyped_storage().data_ptr() == case.pages.untyped_storage().data_ptr()
+
+
+def test_page_table_lists_pages_in_order() -> None:
+    tables = torch.tensor([[7, 3, -1], [5, -1, -1], [2, 9, 4]], dtype=torch.int32)
+    table = page_table(tables, [17, 16, 48], 16)
+    assert table.indptr.tolist() == [0, 2, 3, 6]
+    assert table.indices.tolist() == [7, 3, 5, 2, 9, 4]
+    assert table.last_page_len.tolist() == [1, 16, 16]
+
+
+@pytest.mark.parametrize(
+    ("k_dtype", "extra", "message"),
+    [
+        ("nvfp4", 4, "k_data in units of 8 bytes"),
+        ("fp8", 8, "k_data in units of 16 bytes"),
+        ("bfloat16", 8, "k_data in units of 16 bytes"),
+    ],
+)
+def test_kv_cache_views_refuse_misaligned_pages(k_dtype: str, extra: int, message: str) -> None:
+    layout = PageLayout(k_dtype, k_dtype, 64, None, 2, 16)
+    pages = torch.zeros(3, layout.page_bytes + extra, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=message):
+        kv_cache_views(pages, layout)
+
+
+def test_kv_cache_views_refuse_regions_that_are_misaligned() -> None:
+    layout = PageLayout("nvfp4", "nvfp4", 64, None, 1, 1)
+    with pytest.raises(ValueError, match="reads v_data in units of 8 bytes"):
+        kv_cache_views(torch.zeros(3, 128, dtype=torch.uint8), layout)
+    layout = PageLayout("nvfp4", "nvfp4", 128, None, 1, 16, "HND", "sm100")
+    with pytest.raises(ValueError, match="k_data in units of 32 bytes"):
+        kv_cache_views(torch.zeros(3, layout.page_bytes + 16, dtype=torch.uint8), layout)
+    with pytest.raises(ValueError, match="FlashInfer has no K fp8_e4m3 with V nvfp4"):
+        kv_cache_views(
+            torch.zeros(3, 9999, dtype=torch.uint8), PageLayout("fp8", "nvfp4", 64, None, 1, 16)
+        )
+
+
+def config(**changes: Any) -> AttentionConfig:
+    fields: dict[str, Any] = {
+        "layout": PageLayout("nvfp4", "nvfp4", 128, None, 8, 16),
+        "num_heads": 32,
+        "query_dtype": torch.bfloat16,
+        "device_type": "cuda",
+        "num_tokens": 64,
+        "num_seqs": 64,
+        "sliding_window": None,
+        "has_sinks": False,
+        "softcap": None,
+        "batch_invariant": False,
+        "return_lse": False,
+        "compute_capability": 90,
+    }
+    return AttentionConfig(**{**fields, **changes})
+
+
+SM100 = PageLayout("nvfp4", "nvfp4", 128, None, 8, 16, "HND", "sm100")
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
+@pytest.mark.parametrize("dtype", ["nvfp4", "nvfp4_4over6", "fp8", "fp8_e5m2", "bfloat16"])
+def test_fa2_is_for_linear_scales_on_every_gpu(capability: int, dtype: str) -> None:
+    work = config(
+        layout=PageLayout(dtype, dtype, 128, None, 8, 16),
+        compute_capability=capability,
+        sliding_window=100,
+        softcap=30.0,
+        return_lse=True,
+    )
+    backend = ATTENTION_BACKENDS.select(work, "flashinfer", compute_capability=capability)
+    assert backend is FlashInferAttention
+
+
+@pytest.mark.parametrize("capability", [100, 103])
+def test_trtllm_gen_is_for_sm100_scales(capability: int) -> None:
+    work = config(layout=SM100, has_sinks=True, sliding_window=9, compute_capability=capability)
+    assert ATTENTION_BACKENDS.select(work, "flashinfer", compute_capability=capability)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device_type": "cpu"}, "not on a GPU"),
+        ({"batch_invariant": True}, "not batch-invariant"),
+        ({"has_sinks": True}, "no attention sinks"),
+        ({"query_dtype": torch.float32}, "query in bfloat16 or float16"),
+        ({"layout": PageLayout("fp8", "nvfp4", 128, None, 8, 16)}, "K and V alike"),
+        ({"layout": PageLayout("mxfp4", "mxfp4", 128, None, 8, 16)}, "not K mxfp4"),
+        ({"layout": PageLayout("float32", "float32", 128, None, 8, 16)}, "not K float32"),
+        ({"layout": PageLayout("float16", "float16", 128, None, 8, 16)}, "needs a query in it"),
+        ({"layout": PageLayout("nvfp4", "nvfp4", 80, None, 8, 16)}, "head sizes 64, 128 and 256"),
+        ({"layout": PageLayout("nvfp4", "nvfp4", 64, 128, 8, 16)}, "head sizes 64, 128 and 256"),
+        ({"layout": SM100}, "sm100 order are for SM100"),
+        ({"layout": SM100, "compute_capability": 120}, "sm100 order are for SM100"),
+        ({"layout": SM100, "compute_capability": 100, "softcap": 3.0}, "no softcap"),
+        ({"layout": SM100, "compute_capability": 100, "return_lse": True}, "log-sum-exp"),
+        (
+            {
+                "layout": PageLayout("nvfp4", "nvfp4", 64, None, 8, 16, "HND", "sm100"),
+                "compute_capability": 100,
+            },
+            "head sizes 128 and 256",
+        ),
+        (
+            {
+                "layout": PageLayout("nvfp4", "nvfp4", 128, None, 8, 16, "NHD", "sm100"),
+                "compute_capability": 100,
+            },
+            "copy NHD",
+        ),
+        (
+            {
+                "layout": PageLayout("nvfp4", "nvfp4", 128, None, 8, 4, "HND", "sm100"),
+                "compute_capability": 100,
+            },
+            "pages of 16, 32 or 64",
+        ),
+        (
+            {
+                "layout": PageLayout("fp8", "nvfp4", 128, None, 8, 16, "HND", "sm100"),
+                "compute_capability": 100,
+            },
+            "reads K in nvfp4 as well",
+        ),
+    ],
+)
+def test_refusals_say_why(changes: dict, reason: str) -> None:
+    work = config(**changes)
+    with pytest.raises(NoImplementationError, match=reason):
+        ATTENTION_BACKENDS.select(work, "flashinfer", compute_capability=work.compute_capability)
+
+
+def test_never_chosen_by_default() -> None:
+    for capability in (80, 90, 100, 120):
+        for layout in (SM100, PageLayout("bfloat16", "bfloat16", 128, None, 8, 16)):
+            work = config(layout=layout, compute_capability=capability)
+            chosen = ATTENTION_BACKENDS.select(work, compute_capability=capability)
+            assert chosen.name != "flashinfer"
+
+
+@pytest.mark.parametrize(("capability", "reason"), [(0, "needs an NVIDIA GPU"), (75, "8.0")])
+def test_machines_without_it(capability: int, reason: str) -> None:
+    usable, why = FlashInferAttention.is_supported(capability)
+    assert not usable
+    assert reason in why
+
+
+@pytest.mark.parametrize(
+    ("version", "nvcc", "reason"),
+    [
+        (None, True, "which is not installed"),
+        ("0.6.18", True, "0.7.0 or later, this is 0.6.18"),
+        ("0.7.0", False, "needs nvcc"),
+        ("0.10.2.post1", True, None),
+        ("1.0rc1", True, None),
+    ],
+)
+def test_versions_and_compiler(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, nvcc: bool, reason: str | None
+) -> None:
+    def installed(name: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(flashinfer, "current_compute_capability", lambda: 90)
+    monkeypatch.setattr(flashinfer.metadata, "version", installed)
+    monkeypatch.setattr(flashinfer.shutil, "which", lambda name: "/bin/nvcc" if nvcc else None)
+    monkeypatch.setattr(flashinfer.Path, "exists", lambda self: False)
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    flashinfer._missing_package.cache_clear()
+    usable, why = FlashInferAttention.is_supported()
+    flashinfer._missing_package.cache_clear()
+    assert usable == (reason is None)
+    assert (reason or "when asked for") in why
+
+
+def on_gpu(case: Case, **options: Any) -> Any:
+    arguments: dict[str, Any] = {
+        name: value.cuda() if isinstance(value, torch.Tensor) else value
+        for name, value in case.arguments().items()
+    }
+    return paged_attention(
+        case.query.cuda(), case.pages.cuda(), backend="flashinfer", **arguments, **options
+    )
+
+
+GPU_CASES = {
+    **{f"decode-{name}": value for name, value in DECODE_CASES.items()},
+    **{name: {**_LENGTHS, **value} for name, value in FA2_CASES.items()},
+    "long-prefill": {"head_size": 128, "query_lens": (200, 70), "seq_lens": (700, 70)},
+    "fp8-decode": {
+        "k_dtype": "fp8",
+        "head_size": 128,
+        "query_lens": (1,) * 5,
+        "seq_lens": (1, 40, 300, 3000, 17),
+    },
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow  # a dozen kernels, each compiled for 20 s; in parallel with pytest -n
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_flashinfer_attention(name: str) -> None:
+    pytest.importorskip("flashinfer")
+    options = GPU_CASES[name]
+    if options.get("sinks") or options.get("head_size_v"):
+        pytest.skip("fa2 has neither sinks nor, here, two head sizes")
+    case = make_case(**options)
+    out, lse = on_gpu(case, return_lse=True)
+    assert_close_to_exact(out.cpu(), case)
+    _, exact_lse = case.expected()
+    torch.testing.assert_close(lse.cpu().double(), exact_lse, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("query_lens", [(1, 1, 1), (1, 5, 30)], ids=["decode", "context"])
+def test_flashinfer_trtllm_gen_attention(query_lens: tuple[int, ...]) -> None:
+    pytest.importorskip("flashinfer")
+    if torch.cuda.get_device_capability() not in ((10, 0), (10, 3)):
+        pytest.skip("trtllm-gen needs SM100 or SM103")
+    case = coarse_case(query_lens=query_lens, seq_lens=(5, 40, 200))
+    out = on_gpu(case).cpu().double()
+    exact, _ = case.expected()
+    assert torch.cosine_similarity(out.flatten(), exact.flatten(), dim=0) > 0.99
+
+
+def test_flashinfer_dtypes() -> None:
+    assert flashinfer_dtype(SM100) == torch.uint8
+    assert flashinfer_dtype(PageLayout("fp8", "fp8", 64, None, 1, 16)) == torch.float8_e4m3fn
+    assert flashinfer_dtype(PageLayout("fp8", "bfloat16", 64, None, 1, 16)) is None

@@ -1,0 +1,90 @@
+"""`halfbyte bench attention`, as a user meets it on a CPU."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from halfbyte.cli import main
+
+Command = Callable[..., tuple[int, str, str]]
+TINY = ("--device", "cpu", "--batch", "1,2", "--context", "40")
+
+
+@pytest.fixture
+def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Runs `halfbyte bench attention`: exit status, stdout, stderr."""
+    monkeypatch.setattr("halfbyte.bench.timing._SINGLES", 2)
+    monkeypatch.setattr("halfbyte.bench.timing._IN_A_ROW", 2)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["halfbyte", "bench", "attention", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        captured = capsys.readouterr()
+        return end.value.code if isinstance(end.value.code, int) else 0, captured.out, captured.err
+
+    return run
+
+
+def test_prints_a_table_per_kind_and_the_machine(bench: Command) -> None:
+    code, out, err = bench(*TINY, "--heads", "gemma", "--kv-cache-dtype", "nvfp4, fp8")
+    assert (code, err) == (0, "")
+    for part in ("decode ", "prefill ", "store ", "gemma-2x40", "halfbyte_fp8", "GB/s", "TFLOP/s"):
+        assert part in out
+    assert "…" not in out
+    assert "sdpa_bf16" in out
+    last = out.splitlines()[-1]
+    assert "reads" in last
+    assert "copies" in last
+
+
+def test_writes_json_and_picture(bench: Command, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report, picture = tmp_path / "report.json", tmp_path / "picture.svg"
+    arguments = ("--only", "decode-llama-1", "--no-peers", "--json", str(report))
+    code, _, err = bench(*TINY, *arguments, "--picture", str(picture))
+    assert (code, err) == (0, "")
+    (row,) = json.loads(report.read_text())["microseconds"]
+    assert row["name"] == "decode-llama-1x40"
+    assert [name for name in row if "_" in name and isinstance(row[name], dict)] == [
+        "halfbyte_nvfp4"
+    ]
+    assert picture.read_text().startswith("<?xml")
+
+
+def test_ours_that_fails_ends_with_1_after_the_rest(bench: Command, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    arguments = ("--only", "decode", "--attention-backend", "cuda", "--json", str(report))
+    code, out, err = bench(*TINY, *arguments)
+    assert code == 1
+    assert err.count("\n") == 2
+    assert "decode-llama-2x40: halfbyte_nvfp4: NoImplementationError" in err
+    assert "sdpa_bf16" in out
+    assert len(json.loads(report.read_text())["microseconds"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "tpu"], "device: expected auto, cuda or cpu, got 'tpu'"),
+        (["--only", "nothing"], "only: 'nothing' matches none of"),
+        (["--batch", "1,x"], "batch: expected numbers separated by commas, got '1,x'"),
+        (["--context", "0"], "context: expected at least 1"),
+        (["--heads", "bloom"], "heads: unknown 'bloom'"),
+        (["--kv-cache-dtype", "int3"], "unknown 'int3'"),
+        (["--json", "/no/such/folder/report.json", "--device", "cpu"], "/no/such/folder"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
+def test_bad_input_is_one_line(bench: Command, arguments: list, message: str) -> None:
+    code, out, err = bench(*arguments)
+    assert (code, out) == (1, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_usage_error_is_2(bench: Command) -> None:
+    assert bench("--nonsense")[0] == 2

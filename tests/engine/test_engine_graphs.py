@@ -1,0 +1,62 @@
+"""Decode steps as CUDA graphs: the same tokens as without."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from halfbyte.assets import bundled_model_path
+from halfbyte.engine import LLM, SamplingParams
+from halfbyte.engine.graphs import graph_sizes
+from models.zoo import make_model
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [(1, [1]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (20, [1, 2, 4, 8, 16, 20])],
+)
+def test_graph_sizes_end_at_the_largest_batch(most: int, sizes: list[int]) -> None:
+    assert graph_sizes(most) == sizes
+
+
+PROMPTS = ["import os\n", "class A:\n    def __init__(self", "def main():", "x = 1", "for i in"]
+
+
+def texts(cuda_graphs: bool, **options: Any) -> tuple[list[str], LLM]:
+    llm = LLM(bundled_model_path(), device="cuda", cuda_graphs=cuda_graphs, **options)
+    # Lengths differ, so that the batch shrinks as requests end.
+    params = [SamplingParams(max_tokens=20 + 30 * i, ignore_eos=True) for i in range(len(PROMPTS))]
+    return [output.text for output in llm.generate(PROMPTS, params)], llm
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_cache_dtype", ["nvfp4", "bfloat16"])
+def test_graphs_give_the_tokens_of_eager_steps(kv_cache_dtype: str) -> None:
+    with_graphs, llm = texts(True, kv_cache_dtype=kv_cache_dtype, batch_invariant=True)
+    without, _ = texts(False, kv_cache_dtype=kv_cache_dtype, batch_invariant=True)
+    assert llm.core.runner.graphs is not None
+    assert llm.core.runner.graphs.captured_sizes == [1, 2, 4, 8]
+    # Matrices of another height are rounded otherwise, so text may part late; it must begin alike.
+    for a, b in zip(with_graphs, without, strict=True):
+        assert a[:40] == b[:40]
+
+
+@pytest.mark.gpu
+def test_a_model_that_cannot_be_captured_runs_without_graphs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = make_model("llama").cuda()
+    layer = model.model.layers[0]
+    forward = layer.forward
+
+    def asks_the_gpu(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        assert not bool(hidden.isnan().any())
+        return forward(hidden, *args, **kwargs)
+
+    layer.forward = asks_the_gpu
+    llm = LLM(model, kv_cache_dtype="nvfp4")
+    with caplog.at_level(logging.WARNING):
+        outputs = llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=6, ignore_eos=True))
+    assert [len(output.token_ids) for output in outputs] == [6, 6]
+    assert caplog.text.count("decoding without CUDA graphs") == 1
