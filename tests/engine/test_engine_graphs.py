@@ -26,7 +26,10 @@ PROMPTS = ["import os\n", "class A:\n    def __init__(self", "def main():", "x =
 def texts(cuda_graphs: bool, **options: Any) -> tuple[list[str], LLM]:
     llm = LLM(bundled_model_path(), device="cuda", cuda_graphs=cuda_graphs, **options)
     # Lengths differ, so that the batch shrinks as requests end.
-    params = [SamplingParams(max_tokens=20 + 30 * i, ignore_eos=True) for i in range(len(PROMPTS))]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=20 + 30 * i, ignore_eos=True)
+        for i in range(len(PROMPTS))
+    ]
     return [output.text for output in llm.generate(PROMPTS, params)], llm
 
 

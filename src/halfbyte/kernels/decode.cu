@@ -169,52 +169,115 @@ __device__ __forceinline__ void store_row(float* row, const float (*out)[4], int
   }
 }
 
-// A unit's share of a piece: `num_tiles` tiles from `first_tile` on.
-__device__ __forceinline__ void attend(const Params& p, const Piece& piece, int head, u32 row,
-                                       int first_tile, int num_tiles, u32 ring) {
-  const int lane = threadIdx.x & 31;
-  const int g = lane >> 2, c = lane & 3;
-  const int length = piece.length, queries = piece.queries;
-  const int columns = GROUP * queries;
-  const int* table = p.block_tables + (u64)piece.seq * p.max_pages;
-  const u32 last_page = (u32)(length - 1) / BLOCK_SIZE;
+// The tiles of a piece that a unit works on.
+struct Share {
+  int first, stop;
+};
 
-  // Pages of a tile, looked up a tile before their bytes are asked for. A tile that may span several
-  // pages gives each lane the page of "its" 16 tokens.
-  constexpr bool ONE_PAGE = BLOCK_SIZE % TILE == 0;
-  constexpr int SHARE = 32 / HALVES;  // lanes per 16 tokens
-  const int own_half = lane / SHARE, own_index = lane % SHARE;
-  auto look_up = [&](int t) {
-    const u32 position = (first_tile + t) * TILE + (ONE_PAGE ? 0 : 16 * own_half);
-    return (u32)table[min(position / BLOCK_SIZE, last_page)];
-  };
+__device__ __forceinline__ Share share_of(const PlanHeader& header, const Piece& piece, int unit) {
+  const int begin = unit * header.span, start = piece.begin + header.overhead;
+  return {piece.first_tile + max(0, begin - start),
+          piece.first_tile + min(piece.num_tiles, begin + header.span - start)};
+}
+
+// Whether piece `index` begins within a unit that has an earlier one.
+__device__ __forceinline__ bool goes_on(const Params& p, const PlanHeader& header, int index,
+                                        int unit, Piece& piece) {
+  if (header.overhead == 0 || index >= header.pieces) return false;
+  piece = p.plan.piece(index);
+  return piece.begin < (unit + 1) * header.span;
+}
+
+// Streams the tiles of a unit, piece after piece, into the ring, ahead of the arithmetic.
+struct Loader {
+  // A tile that may span several pages gives each lane the page of "its" 16 tokens.
+  static constexpr bool ONE_PAGE = BLOCK_SIZE % TILE == 0;
+  static constexpr int SHARE = 32 / HALVES;  // lanes per 16 tokens
+
+  const Params& p;
+  const PlanHeader& header;
+  int head, unit;
+  u32 ring, target;
+  int index;       // of the piece
+  int tile, stop;  // in the piece; at its stop, nothing is left
+  const int* table;
+  u32 last_page;
+  u32 page;  // of the next tile, looked up a tile before its bytes are asked for
+
+  __device__ __forceinline__ Loader(const Params& p, const PlanHeader& header, const Unit& first,
+                                    int head, int unit, u32 ring)
+      : p(p), header(header), head(head), unit(unit), ring(ring), target(ring), index(first.index) {
+    enter(first.piece);
+    while (tile >= stop && next_piece()) {}
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) {
+      if (i == 0) look_up();
+      step();
+    }
+  }
+
+  __device__ __forceinline__ void enter(const Piece& piece) {
+    const Share share = share_of(header, piece, unit);
+    tile = share.first;
+    stop = share.stop;
+    table = p.block_tables + (u64)piece.seq * p.max_pages;
+    last_page = (u32)(piece.length - 1) / BLOCK_SIZE;
+  }
+
+  __device__ __forceinline__ bool next_piece() {
+    Piece piece;
+    if (!goes_on(p, header, ++index, unit, piece)) return false;
+    enter(piece);
+    return true;
+  }
+
+  __device__ __forceinline__ void look_up() {
+    const u32 position = tile * TILE + (ONE_PAGE ? 0 : threadIdx.x % 32 / SHARE * 16);
+    if (tile < stop) page = table[min(position / BLOCK_SIZE, last_page)];
+  }
+
+  // Asks for the next tile, if there is one.
+  __device__ __forceinline__ void step() {
+    if (tile < stop) {
+      load();
+      tile++;
+      while (tile >= stop && next_piece()) {}
+    }
+    asm volatile("cp.async.commit_group;");
+    look_up();
+    target = target + STAGE_BYTES == ring + STAGES * STAGE_BYTES ? ring : target + STAGE_BYTES;
+  }
+
+  __device__ __forceinline__ void load() const {
+    const int lane = threadIdx.x & 31;
+    const int own_half = lane / SHARE, own_index = lane % SHARE;
+    const u32 stage = target;
+    const u32 in_page = (u32)(tile * TILE) % BLOCK_SIZE;  // of the first half
 #if HND
-  // 16 tokens of one head are contiguous: their 16-byte chunks go to the lanes in turn.
-  const u64 k_base = (u64)p.pages + head * K_DATA_HEAD + lane * 16;
-  const u64 v_base =
-      K_DATA_HEAD == V_DATA_HEAD ? k_base : (u64)p.pages + head * V_DATA_HEAD + lane * 16;
-  auto sf_offset = [&](int index) {
-    return index < SF_K ? K_SCALE + head * K_SCALE_HEAD + index * 16
-                        : V_SCALE + head * V_SCALE_HEAD + (index - SF_K) * 16;
-  };
-  auto sf_target = [&](int index) {
-    return index < SF_K ? OFF_SF_K + own_half * (16 * SF_K) + index * 16
-                        : OFF_SF_V + own_half * (16 * SF_V) + (index - SF_K) * 16;
-  };
-  const u64 sf_base = (u64)p.pages + sf_offset(own_index);
-  const u32 own_sf_target = sf_target(own_index);
+    // 16 tokens of one head are contiguous: their 16-byte chunks go to the lanes in turn.
+    const u64 k_base = (u64)p.pages + head * K_DATA_HEAD + lane * 16;
+    const u64 v_base =
+        K_DATA_HEAD == V_DATA_HEAD ? k_base : (u64)p.pages + head * V_DATA_HEAD + lane * 16;
+    auto sf_offset = [&](int index) {
+      return index < SF_K ? K_SCALE + head * K_SCALE_HEAD + index * 16
+                          : V_SCALE + head * V_SCALE_HEAD + (index - SF_K) * 16;
+    };
+    auto sf_target = [&](int index) {
+      return index < SF_K ? OFF_SF_K + own_half * (16 * SF_K) + index * 16
+                          : OFF_SF_V + own_half * (16 * SF_V) + (index - SF_K) * 16;
+    };
+    const u64 sf_base = (u64)p.pages + sf_offset(own_index);
+    const u32 own_sf_target = sf_target(own_index);
 #endif
-  auto load_tile = [&](int t, u32 stage, u32 looked_up) {
-    const u32 in_page = (u32)((first_tile + t) * TILE) % BLOCK_SIZE;  // of the first half
 #pragma unroll
     for (int half = 0; half < HALVES; half++) {
-      const u32 page = ONE_PAGE ? looked_up : __shfl_sync(~0u, looked_up, half * SHARE);
+      const u32 from = ONE_PAGE ? page : __shfl_sync(~0u, page, half * SHARE);
       const u32 token = ONE_PAGE ? in_page + 16 * half : (in_page + 16 * half) % BLOCK_SIZE;
 #if HND
-      const u64 k = page_address(k_base, page, p.page_stride) + token * ROW_K;
+      const u64 k = page_address(k_base, from, p.page_stride) + token * ROW_K;
       const u64 v = K_DATA_HEAD == V_DATA_HEAD && ROW_K == ROW_V
                         ? k
-                        : page_address(v_base, page, p.page_stride) + token * ROW_V;
+                        : page_address(v_base, from, p.page_stride) + token * ROW_V;
 #pragma unroll
       for (int i = 0; i < 16 * CHUNKS_K; i += 32)
         if (16 * CHUNKS_K % 32 == 0 || i + lane < 16 * CHUNKS_K)
@@ -228,7 +291,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
                          swizzle<CHUNKS_V>((i + lane) / CHUNKS_V, (i + lane) % CHUNKS_V),
                      (const u8*)(v + V_DATA + i * 16));
 #else
-      const u8* base = (const u8*)page_address((u64)p.pages, page, p.page_stride);
+      const u8* base = (const u8*)page_address((u64)p.pages, from, p.page_stride);
       const u8* k = base + K_DATA + head * K_DATA_HEAD + token * K_DATA_TOKEN;
       const u8* v = base + V_DATA + head * V_DATA_HEAD + token * V_DATA_TOKEN;
 #pragma unroll
@@ -262,29 +325,30 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
 #pragma unroll
     for (int i = 0; i < SF_K + SF_V; i += SHARE) {
       const int index = own_index + i;
-      const u64 page = page_address(i == 0 ? sf_base : (u64)p.pages + sf_offset(index), looked_up,
-                                    p.page_stride);
-      const u64 source = page + token * (SF_K == SF_V || index < SF_K ? SF_K : SF_V);
+      const u64 own = page_address(i == 0 ? sf_base : (u64)p.pages + sf_offset(index), page,
+                                   p.page_stride);
+      const u64 source = own + token * (SF_K == SF_V || index < SF_K ? SF_K : SF_V);
       if ((SF_K + SF_V) % SHARE == 0 || index < SF_K + SF_V)
         cp_async16(stage + (i == 0 ? own_sf_target : sf_target(index)), (const u8*)source);
     }
 #endif
-  };
-
-  // The first tiles are under way while q is prepared.
-#pragma unroll
-  for (int t = 0; t < STAGES - 1; t++) {
-    if (t < num_tiles) load_tile(t, ring + t * STAGE_BYTES, look_up(t));
-    asm volatile("cp.async.commit_group;");
   }
-  u32 next_page = look_up(STAGES - 1);
+};
+
+// A unit's share of a piece: its tiles come through the loader's ring.
+__device__ __forceinline__ void attend(const Params& p, const Piece& piece, int head, u32 row,
+                                       Share share, Loader& loader, u32& tile) {
+  const int lane = threadIdx.x & 31;
+  const int g = lane >> 2, c = lane & 3;
+  const int length = piece.length, queries = piece.queries;
+  const int columns = GROUP * queries;
 
   // q, permuted as the unpacked K is. For fp16 operands it is multiplied by a power of two per column
   // that suits their range.
   const float k_scale = K_KIND < 16 ? *p.k_scale : 1.0f;
   const float common = k_scale * p.softmax_scale * Operands<K_KIND>::UNIT * (SOFTCAP ? 1.0f : LOG2E);
 #if Q_SHARED
-  const u32 q_shared = ring + STAGES * STAGE_BYTES + lane * 8;
+  const u32 q_shared = loader.ring + STAGES * STAGE_BYTES + lane * 8;
 #else
   u32 q_frag[N_TILES][STEPS_K][2];
 #endif
@@ -355,19 +419,13 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
   auto scale_of = [&](int n, int i) { return SOFTCAP ? 1.0f : multiplier[n][i]; };
   const u32 k_parity = (c >> 1) ? 0x31u : 0x20u;        // bytes of this lane's kind of block
   const u32 v_parity = (g >> 2) ? 0x7351u : 0x6240u;  // the same of two tokens
-  const u32 ring_end = ring + STAGES * STAGE_BYTES;
-  u32 tile = ring, target = ring + (STAGES - 1) * STAGE_BYTES;
 
-  for (int t = 0; t < num_tiles; t++) {
+  for (int t = share.first; t < share.stop; t++) {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
     __syncwarp();
-    const int next = t + STAGES - 1;
-    if (next < num_tiles) load_tile(next, target, next_page);
-    asm volatile("cp.async.commit_group;");
-    next_page = look_up(next + 1);
-    target = target + STAGE_BYTES == ring_end ? ring : target + STAGE_BYTES;
+    loader.step();
 
-    const int position = (first_tile + t) * TILE;
+    const int position = t * TILE;
     const bool partial = position < all_from || position + TILE - 1 > all_to;
     if (position + TILE > length) {
       // Slots that were never written may hold NaN, and 0 * NaN is NaN. Codes of nvfp4 cannot.
@@ -592,10 +650,9 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
         }
       }
     }
-    tile = tile + STAGE_BYTES == ring_end ? ring : tile + STAGE_BYTES;
+    tile = tile + STAGE_BYTES == loader.ring + STAGES * STAGE_BYTES ? loader.ring
+                                                                     : tile + STAGE_BYTES;
   }
-  asm volatile("cp.async.wait_all;");
-  __syncwarp();
 
   const float unscale = (V_KIND < 16 ? *p.v_scale : 1.0f) * Operands<V_KIND>::UNIT;
   const u64 slots = ((u64)row * KV_HEADS + head) * COLS;
@@ -630,17 +687,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) 
   // Heads of one unit are neighbours: their bytes lie in the same pages.
   for (int i = blockIdx.x * WARPS + warp; i < header.units * KV_HEADS; i += gridDim.x * WARPS) {
     const int number = i / KV_HEADS, head = i % KV_HEADS;
-    const int begin = number * header.span, end = begin + header.span;
     const Unit unit = p.plan.unit(number);
+    Loader loader(p, header, unit, head, number, ring);
+    u32 tile = ring;
     Piece piece = unit.piece;
-    for (int index = unit.index;;) {
-      const int first = piece.begin + header.overhead;
-      const int from = max(0, begin - first), to = min(piece.num_tiles, end - first);
-      if (from < to)
-        attend(p, piece, head, number + index, piece.first_tile + from, to - from, ring);
-      if (header.overhead == 0 || ++index >= header.pieces) break;
-      piece = p.plan.piece(index);
-      if (piece.begin >= end) break;
-    }
+    int index = unit.index;
+    do {
+      const Share share = share_of(header, piece, number);
+      if (share.first < share.stop) attend(p, piece, head, number + index, share, loader, tile);
+    } while (goes_on(p, header, ++index, number, piece));
+    asm volatile("cp.async.wait_all;");
+    __syncwarp();
   }
 }

@@ -255,7 +255,7 @@ def make_plan(
         units_offset=units_offset,
         pieces_offset=pieces_offset,
         fixed_span=fixed_span,
-        overhead=_OVERHEAD_TOKENS // way.tile,
+        overhead=max(1, _OVERHEAD_TOKENS // way.tile),
     )
     kernels = nvrtc.load("decode_plan", (), (("plan_work", 0),), device.index)
     nvrtc.launch(kernels["plan_work"], 1, 1024, [params])

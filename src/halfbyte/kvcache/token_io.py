@@ -1,15 +1,27 @@
-"""Write tokens to their slots and read them back, in pure PyTorch, for every format and layout.
+"""Write tokens to their slots and read them back, for every format and layout.
 
-A slot is `page * block_size + offset`. This is the reference for every store kernel and the way in
-which the reference attention reads.
+A slot is `page * block_size + offset`. `reshape_and_cache_reference` and `read_tokens` are pure
+PyTorch: the reference for every store kernel, and the way in which the reference attention reads.
 """
 
-from functools import cache
+import logging
+import os
+from collections.abc import Callable
+from functools import cache, lru_cache
+from importlib import import_module
+from types import ModuleType
 
 import torch
 
 from halfbyte.kvcache.quant_methods import KVCacheQuantMethod, get_kv_cache_quant_method
 from halfbyte.layouts import KVCacheDType, PageLayout
+
+logger = logging.getLogger(__name__)
+
+_Scale = float | torch.Tensor
+_Store = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, PageLayout, _Scale, _Scale], None
+]
 
 
 def reshape_and_cache(
@@ -23,25 +35,65 @@ def reshape_and_cache(
 ) -> None:
     """Quantize K and V of each token and write them to its slot (vLLM's `reshape_and_cache_flash`).
 
+    On a GPU with Triton that is one kernel launch, which never waits for the GPU and can be
+    captured in a CUDA graph; it skips slots past the last page, and raises for them only where
+    `HALFBYTE_DEBUG=1` is set, which makes every call wait. Elsewhere it is
+    `reshape_and_cache_reference`, whose bytes are the same.
+
     Args:
         key: float16, bfloat16 or float32 `[tokens, num_kv_heads, head_size]`, any strides.
-        value: the same, `[tokens, num_kv_heads, head_size_v]`.
+        value: the same, `[tokens, num_kv_heads, head_size_v]`; its dtype may differ from that of
+            `key`.
         pages: uint8 `[num_pages, page_stride]`, written in place.
-        slot_mapping: int64 `[n]`, n <= tokens; token i goes to slot i, tokens past n are ignored.
-            Negative slots are padding and are skipped.
+        slot_mapping: int64 `[n]`, n <= tokens, on the device of `pages`; token i goes to slot i,
+            tokens past n are ignored. Negative slots are padding and are skipped.
         layout: of `pages`.
-        k_scale, v_scale: decode multipliers, floats or float32 scalar tensors; formats without a
-            global scale ignore them.
+        k_scale, v_scale: decode multipliers, floats or float32 scalar tensors, which are read on
+            their device; formats without a global scale ignore them.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit the layout, or a slot past the last page.
+        ValueError: shapes, dtypes or devices that do not fit the layout, or a slot past the last
+            page where that is checked.
     """
     _check_write(key, value, pages, slot_mapping, layout)
+    store = _gpu_store(layout, key.dtype, value.dtype) if pages.is_cuda else None
+    if store is None:
+        _store_reference(key, value, pages, slot_mapping, layout, k_scale, v_scale)
+        return
+    if os.environ.get("HALFBYTE_DEBUG") == "1":
+        _check_slots(pages, slot_mapping, layout)
+    store(key, value, pages, slot_mapping, layout, k_scale, v_scale)
+
+
+def reshape_and_cache_reference(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: PageLayout,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+) -> None:
+    """`reshape_and_cache` in pure PyTorch on any device: what every store kernel must equal.
+
+    Waits for the device, and always raises ValueError for a slot past the last page.
+    """
+    _check_write(key, value, pages, slot_mapping, layout)
+    _store_reference(key, value, pages, slot_mapping, layout, k_scale, v_scale)
+
+
+def _store_reference(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: PageLayout,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+) -> None:
+    _check_slots(pages, slot_mapping, layout)
     keep = slot_mapping >= 0
     slots = slot_mapping[keep]
-    capacity = pages.shape[0] * layout.block_size
-    if slots.numel() and int(slots.max()) >= capacity:
-        raise ValueError(f"slot_mapping: slot {int(slots.max())} is past the last, {capacity - 1}")
     count = slot_mapping.shape[0]
     key, value = key[:count][keep], value[:count][keep]
     page, offset = slots // layout.block_size, slots % layout.block_size
@@ -88,6 +140,30 @@ def read_tokens(
         views.v_data[page, offset], v_block_scales, v_scale, dtype
     )
     return key, value
+
+
+@lru_cache(maxsize=256)
+def _gpu_store(
+    layout: PageLayout, key_dtype: torch.dtype, value_dtype: torch.dtype
+) -> _Store | None:
+    """The store kernel for such inputs; None, said once in the log, where it cannot be used."""
+    module = _store_kernel_module()
+    if module is None:
+        return None
+    reason = module.unsupported_reason(layout, key_dtype, value_dtype)
+    if reason is None:
+        return module.store_tokens
+    logger.info("K and V are stored by PyTorch operators: the kernel takes %s", reason)
+    return None
+
+
+@cache
+def _store_kernel_module() -> ModuleType | None:
+    try:
+        return import_module("halfbyte.kernels.store")
+    except ImportError as error:
+        logger.info("K and V are stored by PyTorch operators, without Triton: %s", error)
+        return None
 
 
 @cache
@@ -137,8 +213,19 @@ def _check_write(
             f"slot_mapping: expected int64 [tokens], got {slot_mapping.dtype} "
             f"{tuple(slot_mapping.shape)}"
         )
+    if slot_mapping.device != pages.device:
+        raise ValueError(f"slot_mapping: is on {slot_mapping.device}, pages are on {pages.device}")
     if not slot_mapping.shape[0] <= min(key.shape[0], value.shape[0]):
         raise ValueError(
             f"slot_mapping: {slot_mapping.shape[0]} slots for {key.shape[0]} keys and "
             f"{value.shape[0]} values"
+        )
+
+
+def _check_slots(pages: torch.Tensor, slot_mapping: torch.Tensor, layout: PageLayout) -> None:
+    """Raise ValueError for a slot past the last page; waits for the device."""
+    capacity = pages.shape[0] * layout.block_size
+    if slot_mapping.numel() and int(slot_mapping.max()) >= capacity:
+        raise ValueError(
+            f"slot_mapping: slot {int(slot_mapping.max())} is past the last, {capacity - 1}"
         )

@@ -1,0 +1,327 @@
+"""Triton device functions that encode values: the bits of `halfbyte.numerics`, on a GPU.
+
+A row is 16 consecutive values of a head in two halves, `low` and `high`, float32 `[rows, 8]`: a
+block of NVFP4, half a block of MXFP4. A thread holds a row, so that block maxima and packing need
+no exchange between threads. What comes out are int32 words in memory order, `[rows, 2]` of 4-bit
+codes or `[rows, 4]` of bytes, and the byte of the block scale of each row.
+
+How the oracle's bits are met, at a few instructions per value:
+- **Division.** Values that share a divisor d share its reciprocal, too, in two parts: r = 1/d, and
+  l = (h + h^2) * r with h = 1 - d * r, what r lacks. Then x / d is x * r + x * l in one fused
+  multiply-add. Next to every tie of E2M1, E4M3 and E5M2 that falls on the side on which a true
+  division falls, for all 2^23 significands of d (`l = h * r` fails for one of them). It asks that
+  nothing overflows or underflows on the way: values are clamped first, and global scales beyond
+  2^-40 .. 2^40 take the true division.
+- **E2M1.** The magnitude of code c is where F(y) = min(2y, y + 2, y/2 + 4) equals c; F increases,
+  and takes the ties between codes to the ties between integers. So the code is F(y) rounded to an
+  even integer, which adding 1.5 * 2^23 does: three fused multiply-adds and two minima.
+- **FP8** by integer arithmetic, since there are no casts before SM89 nor in Triton's interpreter.
+- **NaN** is asked for: minima and maxima drop it on a GPU unless they are told to propagate it.
+- Products that the oracle rounds must be rounded: launch with `enable_fp_fusion=False`.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+# Launches check global names one by one, so that there are only these two.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+ROUND = tl.constexpr(1.5 * 2**23)
+
+
+@triton.jit
+def bits_of(x):
+    """The bits of float32, as int32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def float_of(bits):
+    """float32 of bits (int32)."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_float32(x):
+    """float16, bfloat16 or float32 widened; by bits, as the interpreter's cast loses subnormals."""
+    if x.dtype == tl.bfloat16:
+        wide = float_of(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    else:
+        wide = x.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def to_bfloat16(x):
+    """float32 to nearest even; NaN is 0x7FC0."""
+    bits = bits_of(x)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded = tl.where(x == x, rounded, 0x7FC0)
+    return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def to_float16(x):
+    """float32 to nearest even, saturating; NaN stays."""
+    x = tl.where(x > 65504.0, 65504.0, x)
+    x = tl.where(x < -65504.0, -65504.0, x)
+    return x.to(tl.float16)
+
+
+@triton.jit
+def fused_multiply_add(x, y, z):
+    """x * y + z, rounded once; the interpreter's own `fma` rounds twice."""
+    if INTERPRETED:
+        exact = tl.cast(x, tl.float64) * tl.cast(y, tl.float64) + tl.cast(z, tl.float64)
+        result = exact.to(tl.float32)
+    else:
+        result = tl.fma(x, y, z)
+    return result
+
+
+@triton.jit
+def can_share(scale):
+    """Whether divisions by a global scale, times a block scale, may share a reciprocal."""
+    return (scale >= 2.0**-40) & (scale <= 2.0**40)  # false for NaN
+
+
+@triton.jit
+def reciprocal_of(divisor):
+    """1 / divisor as an unevaluated sum of two float32."""
+    high = tl.div_rn(1.0, divisor)
+    missing = fused_multiply_add(-divisor, high, 1.0)
+    return high, fused_multiply_add(missing, missing, missing) * high
+
+
+@triton.jit
+def multiply_two_parts(x, high, low):
+    """x * (high + low), rounded once but for the last bits of x * low."""
+    return fused_multiply_add(x, high, x * low)
+
+
+@triton.jit
+def clamp(x, limit):
+    """x within +-limit; NaN stays."""
+    x = tl.minimum(x, limit, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(x, -limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def encode_e4m3_magnitude(bits):
+    """E4M3 (int32) of the bits of float32 in 0 .. 448, to nearest even."""
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # The last place of 2^14 is the smallest subnormal, 2^-9.
+    subnormal = bits_of(float_of(bits) + 16384.0) - 0x46800000
+    return tl.where(bits < 0x3C800000, subnormal, normal)  # 2^-6
+
+
+@triton.jit
+def encode_e5m2_magnitude(bits):
+    """E5M2 (int32) of the bits of float32 in 0 .. 57344, to nearest even."""
+    normal = ((bits + 0xFFFFF + ((bits >> 21) & 1)) >> 21) - (112 << 2)
+    # The last place of 2^7 is the smallest subnormal, 2^-16.
+    subnormal = bits_of(float_of(bits) + 128.0) - 0x43000000
+    return tl.where(bits < 0x38800000, subnormal, normal)  # 2^-14
+
+
+@triton.jit
+def encode_fp8_values(x, sign, kind: tl.constexpr):
+    """FP8 bytes (int32) of x (float32 within the format's range) with the sign of `sign`.
+
+    NaN is 0x7F.
+    """
+    bits = bits_of(x) & 0x7FFFFFFF
+    code = encode_e4m3_magnitude(bits) if kind == "fp8_e4m3" else encode_e5m2_magnitude(bits)
+    return tl.where(x == x, code | ((bits_of(sign) >> 24) & 0x80), 0x7F)
+
+
+@triton.jit
+def decode_e4m3(code):
+    """float32 of E4M3 in 0 .. 448 (int32): a float32 with that exponent field, times 2^120."""
+    return float_of(code << 20) * 2.0**120
+
+
+@triton.jit
+def _pack_bytes(codes):
+    """Words `[rows, 2]` of bytes `[rows, 8]` (int32)."""
+    by_word = tl.reshape(codes, (codes.shape[0], 2, 4))
+    return tl.sum(by_word << (tl.arange(0, 4) * 8)[None, None, :], axis=2)
+
+
+@triton.jit
+def encode_fp8(low, high, scale, kind: tl.constexpr):
+    """Words `[rows, 4]` of `x / scale` in FP8.
+
+    Args:
+        low, high: float32 `[rows, 8]`.
+        scale: float32 scalar.
+        kind: `fp8_e4m3` or `fp8_e5m2`.
+    """
+    largest: tl.constexpr = 448.0 if kind == "fp8_e4m3" else 57344.0
+    if can_share(scale):
+        limit = largest * scale
+        r, r_low = reciprocal_of(scale)
+        y_low = multiply_two_parts(clamp(low, limit), r, r_low)
+        y_high = multiply_two_parts(clamp(high, limit), r, r_low)
+    else:
+        y_low = clamp(tl.div_rn(low, scale), largest)
+        y_high = clamp(tl.div_rn(high, scale), largest)
+        low, high = y_low, y_high
+    # The two parts of 0 may differ in sign, hence the signs of the values themselves.
+    low_words = _pack_bytes(encode_fp8_values(y_low, low, kind))
+    words = tl.join(low_words, _pack_bytes(encode_fp8_values(y_high, high, kind)))
+    return tl.reshape(tl.permute(words, (0, 2, 1)), (low.shape[0], 4))
+
+
+@triton.jit
+def round_e2m1(y):
+    """`ROUND` + the code (float32) of y in 0 .. 6."""
+    code = tl.minimum(tl.fma(y, 2.0, ROUND), y + (ROUND + 2.0))
+    return tl.minimum(code, tl.fma(y, 0.5, ROUND + 4.0))
+
+
+@triton.jit
+def _pack_codes(rounded, x):
+    """Words `[rows]` of what `round_e2m1` gave and the signs of x, both `[rows, 8]`."""
+    codes = bits_of(tl.where(x < 0, rounded + 8.0, rounded))
+    # The bits of ROUND sum to 0x3F400000 over the eight shifts, modulo 2^32.
+    return tl.sum(codes << (tl.arange(0, 8) * 4)[None, :], axis=1) - 0x3F400000
+
+
+@triton.jit
+def _larger(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _amax(low, high):
+    """Largest magnitude of each row; NaN where the row holds one."""
+    both = _larger(tl.abs(low), tl.abs(high))
+    even, odd = tl.split(tl.reshape(both, (low.shape[0], 4, 2)))
+    even, odd = tl.split(tl.reshape(_larger(even, odd), (low.shape[0], 2, 2)))
+    even, odd = tl.split(_larger(even, odd))
+    return _larger(even, odd)
+
+
+@triton.jit
+def _pairwise_sum(x):
+    """Sum of each row of `[rows, 8]`, neighbours first."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], 4, 2)))
+    even, odd = tl.split(tl.reshape(even + odd, (x.shape[0], 2, 2)))
+    even, odd = tl.split(even + odd)
+    return even + odd
+
+
+@triton.jit
+def _squared_error(x, rounded, s, g):
+    """Sum of `((q * s) * g - |x|)^2` over each row, for a block scale s."""
+    # An E2M1 code at the top of float32's mantissa is its value times 2^-126.
+    q = float_of(bits_of(rounded) << 22) * 2.0**126
+    error = (q * s[:, None]) * g - tl.abs(x)
+    return _pairwise_sum(error * error)
+
+
+@triton.jit
+def _nvfp4_magnitudes(x, divisor, shared: tl.constexpr):
+    """`round_e2m1` of |x / divisor|, `divisor` being `[rows]`."""
+    if shared:
+        r, r_low = reciprocal_of(divisor)
+        clamped = tl.minimum(tl.abs(x), (6.0 * divisor)[:, None])
+        y = multiply_two_parts(clamped, r[:, None], r_low[:, None])
+    else:
+        y = tl.abs(tl.div_rn(x, divisor[:, None]))
+        y = tl.where(y == y, tl.minimum(y, 6.0), 0.0)  # 0 / 0 is 0
+    return round_e2m1(y)
+
+
+@triton.jit
+def _nvfp4_candidate(low, high, amax, g, target: tl.constexpr, shared: tl.constexpr):
+    """Block scales that take the maximum to target: as E4M3, as float32, and both halves rounded.
+
+    Scales are 2^-9 at least, whatever the block: a scale of 0 would lose it.
+    """
+    ratio = tl.div_rn(amax, target * g)
+    if not shared:
+        # Infinity saturates even where the divisor is infinite, and an odd scale has no sign.
+        ratio = tl.where(amax == float("inf"), amax, ratio)
+        ratio = tl.where(ratio < 0, 0.0, ratio)
+    code = encode_e4m3_magnitude(bits_of(tl.minimum(ratio, 448.0)))
+    code = tl.maximum(code, 1)
+    s = decode_e4m3(code)
+    if not shared:
+        # A global scale of NaN.
+        code = tl.where(ratio == ratio, code, 0x7F)
+        s = tl.where(ratio == ratio, s, ratio)
+    divisor = s * g
+    low_rounded = _nvfp4_magnitudes(low, divisor, shared)
+    return code, s, low_rounded, _nvfp4_magnitudes(high, divisor, shared)
+
+
+@triton.jit
+def _nvfp4_blocks(low, high, amax, g, four_over_six: tl.constexpr, shared: tl.constexpr):
+    """Scale and rounded halves of the better candidate."""
+    code, s, low_rounded, high_rounded = _nvfp4_candidate(low, high, amax, g, 6.0, shared)
+    if four_over_six:
+        code4, s4, low4, high4 = _nvfp4_candidate(low, high, amax, g, 4.0, shared)
+        error = _squared_error(low, low_rounded, s, g) + _squared_error(high, high_rounded, s, g)
+        error4 = _squared_error(low, low4, s4, g) + _squared_error(high, high4, s4, g)
+        take4 = error4 < error
+        code = tl.where(take4, code4, code)
+        low_rounded = tl.where(take4[:, None], low4, low_rounded)
+        high_rounded = tl.where(take4[:, None], high4, high_rounded)
+    return code, low_rounded, high_rounded
+
+
+@triton.jit
+def encode_nvfp4(low, high, g, four_over_six: tl.constexpr):
+    """NVFP4 blocks of rows.
+
+    Args:
+        low, high: float32 `[rows, 8]`.
+        g: global scale, float32 scalar.
+        four_over_six: the recipe; else amax6.
+
+    Returns:
+        Words `[rows, 2]` and E4M3 scales `[rows]`, int32.
+    """
+    amax = _amax(low, high)
+    if can_share(g):
+        code, low_rounded, high_rounded = _nvfp4_blocks(low, high, amax, g, four_over_six, True)
+    else:
+        code, low_rounded, high_rounded = _nvfp4_blocks(low, high, amax, g, four_over_six, False)
+    words = tl.join(_pack_codes(low_rounded, low), _pack_codes(high_rounded, high))
+    is_number = amax == amax
+    code = tl.where(amax == 0, 0, tl.where(is_number, code, 0x7F))
+    return tl.where(is_number[:, None], words, 0), code
+
+
+@triton.jit
+def encode_block_fp4(low, high, kind: tl.constexpr):
+    """Rows in E2M1 with E8M0 scales.
+
+    Args:
+        low, high: float32 `[rows, 8]`.
+        kind: `fp4_block16`, or `mxfp4`, where two rows make a block.
+
+    Returns:
+        Words `[rows, 2]` and the scale of each row's block `[rows]`, int32.
+    """
+    # Bits of magnitudes compare as integers, NaN above infinity.
+    bits = bits_of(_amax(low, high))
+    if kind == "mxfp4":
+        pairs = tl.reshape(bits, (bits.shape[0] // 2, 2))
+        both = tl.broadcast_to(tl.max(pairs, axis=1)[:, None], pairs.shape)
+        bits = tl.reshape(both, bits.shape)
+    has_nan = bits > 0x7F800000
+    # floor(log2 amax) - 2, or ceil(log2(amax / 6)); subnormals have the smallest scale anyway.
+    scale = (bits >> 23) - 2
+    if kind == "fp4_block16":
+        scale += tl.where((bits & 0x7FFFFF) > 0x400000, 1, 0)
+    # 6 * 2^125 is the largest that float32 holds; infinity ends there, too.
+    scale = tl.minimum(tl.maximum(scale, 0), 252)
+    reciprocal = float_of((254 - scale) << 23)[:, None]
+    low_rounded = round_e2m1(tl.minimum(tl.abs(low) * reciprocal, 6.0))
+    high_rounded = round_e2m1(tl.minimum(tl.abs(high) * reciprocal, 6.0))
+    words = tl.join(_pack_codes(low_rounded, low), _pack_codes(high_rounded, high))
+    return tl.where(has_nan[:, None], 0, words), tl.where(has_nan, 0xFF, scale)
