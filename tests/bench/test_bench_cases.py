@@ -41,11 +41,20 @@ def test_pairs_counts_what_causal_attention_sees(case) -> None:  # type: ignore[
 
 def test_presets_shape_the_cases() -> None:
     gemma, gpt = decode("gemma", 2, 100), decode("gpt-oss", 2, 100)
-    assert (gemma.heads, gemma.kv_heads, gemma.query_tokens) == (8, 1, 4)
+    assert (gemma.heads, gemma.kv_heads, gemma.query_tokens) == (4, 1, 4)
     assert (gpt.heads, gpt.sinks, gpt.block_size) == (64, True, 64)
     assert not store("gpt-oss", 10).sinks
     assert prefill("llama", 2, 100, 28).context == 128
     assert prefill("llama", 2, 100, 28).query_tokens == 100
+
+
+def test_ragged_cases_evened_out_keep_their_tokens() -> None:
+    for case in GPU_CASES:
+        if case.ragged:
+            even = case.evened_out()
+            tokens = int(case.lengths().sum())
+            assert abs(int(even.lengths().sum()) - tokens) <= case.batch / 2
+            assert set(even.lengths().tolist()) == {even.context}
 
 
 def test_grid_has_every_kind_at_every_point() -> None:
@@ -58,7 +67,7 @@ def test_grid_has_every_kind_at_every_point() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((["bloom"], [1], [1]), "heads: unknown 'bloom'; expected one of llama, gpt-oss, gemma"),
+        ((["bloom"], [1], [1]), "heads: unknown 'bloom'; expected one of llama, gpt-oss, gemma, wide"),
         ((["llama"], [0], [1]), "batch: expected at least 1"),
         ((["llama"], [1], [-5]), "context: expected at least 1"),
     ],

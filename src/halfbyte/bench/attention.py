@@ -11,6 +11,7 @@ rest goes on. The report is a plain dict, as it is written to JSON:
             single, back_to_back                  µs, see `timing`
             graph                                 on a GPU: whether captured in a CUDA graph
             single_with_plan                      halfbyte's decode: µs of a step's first layer
+            evened_out                            ragged: the same tokens in sequences of one length
             bytes, terabytes_per_s, fraction      decode: cache read, store: bytes read and written;
                                                   over `back_to_back`; of what the machine reads
                                                   (decode) or copies (store)
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 
 from halfbyte.bench import peers, subjects
-from halfbyte.bench.cases import Case
+from halfbyte.bench.cases import WITHOUT_PEERS, Case
 from halfbyte.bench.data import Cache, make_cache, short_name
 from halfbyte.bench.exact import attention_error
 from halfbyte.bench.machine import machine, versions
@@ -112,7 +113,8 @@ class Benchmark:
     def _attention(self, case: Case, row: Row) -> None:
         # Both are made when first asked for, so that a failure is noted, and shared by all.
         queries = lru_cache(partial(Queries.make, case, self.device))
-        others = peers.flashinfer_formats(case) if self.with_flashinfer else ()
+        with_peers = self.with_peers and case.name not in WITHOUT_PEERS
+        others = peers.flashinfer_formats(case) if self.with_flashinfer and with_peers else ()
         for dtype in dict.fromkeys([*self.dtypes, *others]):
             cache = lru_cache(partial(make_cache, case, dtype, self.device))
             if dtype in self.dtypes:
@@ -121,7 +123,7 @@ class Benchmark:
             if dtype in others:
                 for name, make in peers.flashinfer_peers(case, dtype).items():
                     self._note(row, name, partial(self._peer, case, cache, queries, make))
-        if self.with_peers:
+        if with_peers:
             for name, make_dense in peers.sdpa_peers(case, self.device).items():
                 self._note(row, name, partial(self._dense_peer, case, make_dense))
 
@@ -146,12 +148,21 @@ class Benchmark:
                 case, cache, queries, self.backend, plan_inside=True
             )
             entry["single_with_plan"] = measure(planning, self.device)["single"]
+        if case.ragged:
+            entry["evened_out"] = self._evened_out(case, cache.layout.k_dtype)
         if self.device.type == "cuda":
             entry["workspace_bytes"] = _most_allocated(calls[0])
         entry["error"] = attention_error(calls[0](), queries.query, case, cache, queries.sinks)
         if not entry["error"] < _LARGEST_ERROR:
             raise RuntimeError(f"wrong results: error {entry['error']:.3g} against float64")
         return entry
+
+    def _evened_out(self, case: Case, dtype: str) -> Row:
+        """Times of a batch of as many sequences of one length, with as many tokens in all."""
+        even = case.evened_out()
+        cache = make_cache(even, dtype, self.device)
+        calls = subjects.attention_calls(even, cache, Queries.make(even, self.device), self.backend)
+        return {**measure(calls, self.device), "bytes": cache.num_bytes}
 
     def _peer(
         self,

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -27,7 +27,12 @@ class HeadShape:
 PRESETS = {
     "llama": HeadShape(8, 4, 128),
     "gpt-oss": HeadShape(8, 8, 64, block_size=64, sinks=True),
-    "gemma": HeadShape(1, 8, 256, block_size=64, query_tokens=4),
+    "gemma": HeadShape(1, 4, 256, block_size=64, query_tokens=4),
+    # The first, with one thing changed each.
+    "wide": HeadShape(8, 4, 256),
+    "long-pages": HeadShape(8, 4, 128, block_size=64),
+    "mqa": HeadShape(1, 32, 128),
+    "speculative": HeadShape(8, 4, 128, query_tokens=4),
 }
 
 
@@ -56,6 +61,10 @@ class Case:
     def heads(self) -> int:
         """Query heads."""
         return self.kv_heads * self.group
+
+    def evened_out(self) -> "Case":
+        """As many sequences, all of this case's mean length."""
+        return replace(self, context=round(float(self.lengths().float().mean())), ragged=False)
 
     def lengths(self) -> torch.Tensor:
         """int32 `[batch]` on the host, the same in every run."""
@@ -128,10 +137,20 @@ GPU_CASES = (
     decode("llama", 64, 16384, ragged=True),
     decode("llama", 16, 32768, ragged=True),
     decode("llama", 256, 2048, ragged=True),
+    decode("wide", 32, 8192),
+    decode("long-pages", 64, 8192),
+    decode("mqa", 64, 65536),
+    decode("speculative", 64, 8192),
     store("llama", 8192),
     store("llama", 64),
     prefill("llama", 4, 2048),
     prefill("llama", 4, 2048, cached=32768),
+)
+# Variants to compare with the first case, not with others.
+WITHOUT_PEERS = frozenset(
+    case.name
+    for case in GPU_CASES
+    if case.name.split("-")[1] in ("wide", "long", "mqa", "speculative")
 )
 CPU_CASES = (
     decode("llama", 1, 8192),

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from halfbyte.bench.cases import WITHOUT_PEERS
 from halfbyte.bench.report import case_label, heads_label
 
 BARS = (
@@ -35,7 +36,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
     rows = [
         row
         for row in report["microseconds"]
-        if row["kind"] == "decode" and "single" in row.get("halfbyte_nvfp4", {})
+        if row["kind"] == "decode"
+        and row["name"] not in WITHOUT_PEERS
+        and "single" in row.get("halfbyte_nvfp4", {})
     ]
     if not rows:
         raise ValueError("picture: the report has no decode step on an nvfp4 cache")

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from halfbyte.bench.cases import Case
+from halfbyte.bench.cases import WITHOUT_PEERS, Case
 
 _FIELDS = frozenset(Case.__dataclass_fields__)
 _LAST_HEADINGS = {
@@ -72,7 +72,7 @@ def markdown_table(report: dict[str, Any]) -> str:
         "|---|---|---:|---:|---:|---:|",
     ]
     for row in report["microseconds"]:
-        if row["kind"] != "decode":
+        if row["kind"] != "decode" or row["name"] in WITHOUT_PEERS:
             continue
         times = [
             row.get(name, {}).get("single")
