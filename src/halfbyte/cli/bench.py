@@ -43,7 +43,10 @@ def attention(
     ] = None,
     context: Annotated[str | None, typer.Option(help="Tokens per sequence of that grid.")] = None,
     heads: Annotated[
-        str | None, typer.Option(help="Heads of that grid: llama, gpt-oss, gemma.")
+        str | None,
+        typer.Option(
+            help="Heads of that grid: llama, gpt-oss, gemma, wide, long-pages, mqa, speculative."
+        ),
     ] = None,
     peers: Annotated[bool, typer.Option(help="Measure FlashInfer and SDPA, too.")] = True,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
