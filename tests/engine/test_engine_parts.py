@@ -3,10 +3,12 @@ from collections import Counter
 import pytest
 import torch
 
+from halfbyte.assets import bundled_model_path
 from halfbyte.engine.detokenizer import Detokenizer
 from halfbyte.engine.request import Request
 from halfbyte.engine.sampler import Sampler
 from halfbyte.engine.sampling_params import SamplingParams
+from halfbyte.models import load_tokenizer
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -torch.inf])
 
@@ -89,6 +91,28 @@ def test_detokenizer_gives_back_an_incomplete_end() -> None:
     detokenizer = Detokenizer(Bytes())
     assert detokenizer.push("€".encode()[0]) == ""
     assert detokenizer.finish() == "�"
+
+
+def test_detokenizer_decodes_few_ids_per_token() -> None:
+    seen = []
+
+    class Counting(Bytes):
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            seen.append(len(ids))
+            return super().decode(ids, skip_special_tokens)
+
+    detokenizer = Detokenizer(Counting(), ("END",))
+    text = "x = 'é€😀'  # " * 50
+    assert "".join(map(detokenizer.push, text.encode())) + detokenizer.finish() == text
+    assert max(seen) <= 8
+
+
+@pytest.mark.parametrize("text", ["def f(x):\n    return '日本語 😀'\n\n", "  a\tb  c\n"])
+def test_detokenizer_gives_the_text_of_all_ids(text: str) -> None:
+    tokenizer = load_tokenizer(bundled_model_path())
+    ids = tokenizer(text * 3).input_ids
+    detokenizer = Detokenizer(tokenizer)
+    assert "".join(map(detokenizer.push, ids)) + detokenizer.finish() == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize(

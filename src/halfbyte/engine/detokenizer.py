@@ -19,7 +19,11 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
+        # Ids from `_context` on are decoded again with each token, those up to `_read` for the
+        # sake of what follows them; the text of all ids up to `_read` is settled.
         self._ids: list[int] = []
+        self._context = self._read = 0
+        self._settled = ""
         self._given = 0
         self.text = ""
         self.stopped = False
@@ -35,10 +39,20 @@ class Detokenizer:
         return self._give(len(self.text))
 
     def _update(self) -> None:
-        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        text = self._settled + self._new_text()
+        if len(text) > len(self._settled) and not text.endswith(_INCOMPLETE):
+            self._settled = text
+            self._context, self._read = self._read, len(self._ids)
         ends = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
         self.stopped = bool(ends)
         self.text = text[: min(ends)] if ends else text
+
+    def _new_text(self) -> str:
+        before, now = (
+            self._tokenizer.decode(ids, skip_special_tokens=True)
+            for ids in (self._ids[self._context : self._read], self._ids[self._context :])
+        )
+        return now[len(before) :]
 
     def _certain_length(self) -> int:
         if self.stopped:
