@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from halfbyte.engine.graphs import DecodeGraphs
 from halfbyte.kvcache import SequenceTables
-from halfbyte.models import BATCH_ARGUMENT, ENGINE, PagedBatch, register
+from halfbyte.models import BATCH_ARGUMENT, ENGINE, PagedBatch, multipliers_on, register
 
 
 class ModelRunner:
@@ -35,20 +35,15 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.tables = tables
-        self.scales: Sequence[tuple[float | torch.Tensor, float | torch.Tensor]] = scales
+        self.scales = multipliers_on(tables.pool.device, scales)
         self.attention_backend = attention_backend
         self.batch_invariant = batch_invariant
         self.graphs: DecodeGraphs | None = None
         register()
-        device = tables.pool.device
-        if device.type == "cuda":
-            # Kernels read scales on the GPU; filled once, not once per layer and step.
-            on_device = torch.tensor(scales, dtype=torch.float32, device=device)
-            self.scales = [(k_scale, v_scale) for k_scale, v_scale in on_device]
-            if graph_limits is not None:
-                self.graphs = DecodeGraphs(
-                    model, tables, self.scales, *graph_limits, attention_backend, batch_invariant
-                )
+        if tables.pool.device.type == "cuda" and graph_limits is not None:
+            self.graphs = DecodeGraphs(
+                model, tables, self.scales, *graph_limits, attention_backend, batch_invariant
+            )
 
     @contextmanager
     def attached(self) -> Iterator[None]:

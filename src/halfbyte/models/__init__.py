@@ -8,7 +8,7 @@ from halfbyte.models.architectures import (
     layer_specs,
 )
 from halfbyte.models.attention_functions import BATCH_ARGUMENT, ENGINE, GENERATE, register
-from halfbyte.models.batch import PagedBatch, layer_multipliers
+from halfbyte.models.batch import PagedBatch, layer_multipliers, multipliers_on
 from halfbyte.models.cache import Cache
 from halfbyte.models.calibration import calibrate, resolve_kv_scales
 from halfbyte.models.loading import ModelLoadError, load_model, load_tokenizer
@@ -29,6 +29,7 @@ __all__ = [
     "layer_specs",
     "load_model",
     "load_tokenizer",
+    "multipliers_on",
     "register",
     "resolve_kv_scales",
 ]

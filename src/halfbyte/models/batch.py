@@ -124,6 +124,16 @@ class PagedBatch:
         )
 
 
+def multipliers_on(
+    device: torch.device, scales: Sequence[tuple[float, float]]
+) -> Sequence[tuple[float | torch.Tensor, float | torch.Tensor]]:
+    """Scales where kernels read them: on a GPU as tensors, filled once and not in every step."""
+    if device.type != "cuda":
+        return scales
+    on_device = torch.tensor(scales, dtype=torch.float32, device=device)
+    return [(k_scale, v_scale) for k_scale, v_scale in on_device]
+
+
 def layer_multipliers(pool: PagedKVPool, scales: KVScales | None) -> list[tuple[float, float]]:
     """Decode multipliers `(k_scale, v_scale)` of every layer, for the format that it is stored in.
 

@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 from halfbyte.kvcache import KVScales, PagedKVPool, SequenceTables, plan_kv_cache
 from halfbyte.models.architectures import LayerDTypes, layer_specs
 from halfbyte.models.attention_functions import GENERATE, KVHandle, register
-from halfbyte.models.batch import PagedBatch, layer_multipliers
+from halfbyte.models.batch import PagedBatch, layer_multipliers, multipliers_on
 from halfbyte.models.calibration import resolve_kv_scales
 
 _INITIAL_PAGES = 64
@@ -68,7 +68,7 @@ class Cache(transformers.Cache):
         pool = PagedKVPool(plan_kv_cache(specs), _INITIAL_PAGES, model.device)
         self.tables = SequenceTables(pool, can_grow=True)
         self.kv_scales = scales
-        self._multipliers = layer_multipliers(pool, scales)
+        self._multipliers = multipliers_on(self.pool.device, layer_multipliers(pool, scales))
         self._backend = attention_backend
         self._rows: list[int] = []
         self._next_row = 0
