@@ -1,5 +1,6 @@
 """`paged_attention`: checks its arguments, chooses a backend, runs it."""
 
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import numpy as np
@@ -17,6 +18,8 @@ ATTENTION_BACKENDS: Registry[AttentionBackend] = Registry(
     "attention backend",
     {
         "cuda": "halfbyte.attention.cuda:CudaAttention",
+        "dense": "halfbyte.attention.dense:DenseAttention",
+        "triton": "halfbyte.attention.triton:TritonAttention",
         "cpu": "halfbyte.attention.cpu:CpuAttention",
         "reference": "halfbyte.attention.reference:ReferenceAttention",
         # Behind the reference, which can do everything: runs when asked for, never by default.
@@ -148,7 +151,19 @@ def paged_attention(
 
 def run(inputs: AttentionInputs, backend: str | None = None) -> None:
     """Do checked work with the backend of a name, or with the best."""
+    if backend is None and inputs.batch_invariant:
+        # One and the same for every batch: which is best depends on what else is in it.
+        run_first_of(("triton", "cpu", "reference"), inputs)
+        return
     ATTENTION_BACKENDS.select(inputs.config(), explicit=backend).forward(inputs)
+
+
+def run_first_of(names: Sequence[str], inputs: AttentionInputs) -> None:
+    """Do checked work with the first of some backends that can."""
+    config = inputs.config()
+    usable = {verdict.name for verdict in ATTENTION_BACKENDS.explain(config) if verdict.usable}
+    name = next(name for name in names if name in usable)
+    ATTENTION_BACKENDS.get(name).forward(inputs)
 
 
 def _check(inputs: AttentionInputs) -> None:

@@ -1,0 +1,59 @@
+"""Triton on NVIDIA GPUs from SM80: decode and prefill straight from packed pages, every format."""
+
+from importlib.util import find_spec
+from typing import ClassVar
+
+from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
+from halfbyte.dispatch import CPU, Answer, current_compute_capability
+from halfbyte.kernels.attend_plan import unsupported_reason
+
+
+class TritonAttention(AttentionBackend):
+    """`halfbyte.kernels.attend`; compiled at first use."""
+
+    name: ClassVar[str] = "triton"
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+        """On SM80 and later, with Triton."""
+        here = compute_capability is None
+        capability = current_compute_capability() if here else compute_capability
+        assert capability is not None
+        if capability == CPU:
+            return False, "needs an NVIDIA GPU"
+        if capability < 80:
+            return False, f"needs compute capability 8.0, this is {capability / 10}"
+        if here and find_spec("triton") is None:
+            return False, "needs Triton: pip install halfbyte[gpu]"
+        return True, "reads packed pages of every format"
+
+    @classmethod
+    def can_implement(cls, config: AttentionConfig) -> Answer:
+        """What the kernel's tiles allow."""
+        if config.device_type != "cuda":
+            return False, f"tensors are on {config.device_type}, not on a GPU"
+        reason = unsupported_reason(config.layout, config.query_dtype)
+        return reason is None, reason or "reads packed pages of every format"
+
+    @classmethod
+    def forward(cls, inputs: AttentionInputs) -> None:
+        """See `AttentionBackend.forward`."""
+        from halfbyte.kernels.attend import attend  # imports Triton, which others must not need
+
+        attend(
+            inputs.query,
+            inputs.pages,
+            inputs.layout,
+            inputs.query_start_loc,
+            inputs.seq_lens,
+            inputs.block_tables,
+            inputs.scale,
+            inputs.k_scale,
+            inputs.v_scale,
+            inputs.sliding_window,
+            inputs.sinks,
+            inputs.softcap,
+            inputs.batch_invariant,
+            inputs.out,
+            inputs.lse,
+        )

@@ -1,0 +1,180 @@
+"""What the Triton attention kernel is launched with: operand dtypes, tile sizes, splits.
+
+Needs neither Triton nor a GPU; nothing depends on the values of tensors.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from halfbyte.layouts import KVCacheDType, PageLayout
+
+MAX_HEAD_SIZE = 512
+_QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_EXACT_IN_FLOAT16 = ("nvfp4", "nvfp4_4over6", "fp8_e4m3", "fp8_e5m2", "float16")
+
+# Shared memory of a program (CUDA C++ Programming Guide, "Technical Specifications").
+_SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 101: 227, 103: 227, 110: 227}
+_SMALLEST_SHARED_KIB = 99
+_RESIDENT_PROGRAMS = 3
+"""Programs per multiprocessor that registers (some 150 per thread, 128 threads) let run at once."""
+_MIN_TOKENS_PER_SPLIT = 512
+_MAX_SPLITS = 256
+_PARTIAL_BYTES = 256 * 2**20
+"""Bound on the partial results of one launch; more query tokens take several launches."""
+_BATCH_INVARIANT_SPLIT = 1024
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a plan must know of the machine."""
+
+    capability: int
+    """90 for SM90; 0 for Triton's interpreter."""
+    multiprocessors: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that one program may have."""
+        return _SHARED_KIB.get(self.capability, _SMALLEST_SHARED_KIB) * 1024
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """`block_m` rows of queries against `block_n` keys, and how Triton runs them."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class AttendPlan:
+    """A launch, or several over consecutive query tokens."""
+
+    tiles: Tiles
+    num_splits: int
+    """Programs among which the keys of a row are divided; their results are merged."""
+    split_length: int
+    """Keys per split where they must not depend on the batch; 0 divides each sequence evenly."""
+    tokens_per_launch: int
+
+    @property
+    def merges(self) -> bool:
+        """Whether partial results are written and merged."""
+        return self.num_splits > 1 or self.split_length > 0
+
+
+def unsupported_reason(layout: PageLayout, query_dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot read a layout; None if it can."""
+    for head_size in (layout.head_size, layout.head_size_v):
+        if head_size % 16 or head_size > MAX_HEAD_SIZE:
+            return f"head sizes that are multiples of 16 up to {MAX_HEAD_SIZE}, not {head_size}"
+    if query_dtype not in _QUERY_DTYPES:
+        return f"query in bfloat16, float16 or float32, not {query_dtype}"
+    return None
+
+
+def operand_dtype(cache: KVCacheDType, query_dtype: torch.dtype) -> torch.dtype:
+    """Dtype in which a side of the cache enters a matmul, together with queries or weights.
+
+    float32 wherever float32 is given; float16 where it holds the cache's values exactly, as it has
+    more bits than bfloat16 for queries and weights; else bfloat16 for its range.
+    """
+    if torch.float32 in (query_dtype, cache.storage_dtype):
+        return torch.float32
+    return torch.float16 if cache.value in _EXACT_IN_FLOAT16 else torch.bfloat16
+
+
+def choose_tiles(
+    layout: PageLayout, query_dtype: torch.dtype, rows: int, gpu: Gpu, batch_invariant: bool
+) -> Tiles:
+    """Tile sizes for sequences that have `rows` query rows per KV head (tokens times the group).
+
+    Chosen by compiling for SM80, SM90, SM100 and SM120: hardly a spilled register, and no more
+    shared memory than a GPU has (99 KiB on SM86, SM89 and SM120).
+    """
+    wide = max(32, *(1 << (d - 1).bit_length() for d in (layout.head_size, layout.head_size_v)))
+    large = gpu.shared_bytes >= 160 * 1024
+    sides = (layout.k_dtype, layout.v_dtype)
+    if torch.float32 in (operand_dtype(side, query_dtype) for side in sides):
+        # A head of 512 spills all the same, and leaves no room for a second tile of keys.
+        return Tiles(
+            16, max(16, min(64, 4096 // wide)), 8 if wide == 256 else 4, min(2, 512 // wide)
+        )
+
+    # wgmma (SM90) needs fewer registers for 64 rows than mma does. SM100 keeps to mma, at most 32
+    # rows: Triton's path to tcgen05 does not compile with pinned operands (`kv_tiles._pin`).
+    widest_m = 16 if wide > 256 else 128 if wide <= 128 else 64 if gpu.capability == 90 else 32
+    if 100 <= gpu.capability < 120:
+        widest_m = min(widest_m, 32)
+    block_m = min(widest_m, max(32 if batch_invariant else 16, 1 << (rows - 1).bit_length()))
+    if block_m == 128:
+        return Tiles(128, 64, 8, 3)
+    if block_m == 64:
+        if wide > 128:
+            return Tiles(64, 32, 8, 3)
+        return Tiles(64, 64, 4 if gpu.capability == 90 or wide <= 64 else 8, 3)
+    if block_m == 32:
+        return Tiles(32, 64, 4 if wide <= 128 else 8, 3)
+    # Decode: one tile of packed keys takes few registers, so that a longer one hides more latency.
+    # Two of five stages are the block table's, the others keep two tiles of keys in flight.
+    fp4 = all(side.scale_block_size for side in sides)
+    block_n = (16384 if fp4 and large else 8192) // wide
+    return Tiles(16, max(16, min(128, block_n)), 4, 5 if large and block_n * wide <= 8192 else 3)
+
+
+def make_plan(
+    layout: PageLayout,
+    query_dtype: torch.dtype,
+    num_heads: int,
+    num_tokens: int,
+    num_seqs: int,
+    max_length: int,
+    sliding_window: int | None,
+    batch_invariant: bool,
+    gpu: Gpu,
+) -> AttendPlan:
+    """The launches for a batch.
+
+    Args:
+        layout: of the pages.
+        query_dtype: of the queries.
+        num_heads: query heads.
+        num_tokens: query tokens of all sequences.
+        num_seqs: sequences, at least 1.
+        max_length: tokens that the block table has room for; longer than any sequence.
+        sliding_window: as for `paged_attention`.
+        batch_invariant: whether rows may depend on nothing but their own sequence: then tile sizes
+            depend on the layout, the group and the GPU alone, and splits have a fixed length.
+        gpu: the machine.
+    """
+    group = num_heads // layout.num_kv_heads
+    rows = group if batch_invariant else -(-num_tokens // num_seqs) * group
+    tiles = choose_tiles(layout, query_dtype, rows, gpu, batch_invariant)
+    split_length = 0
+    if batch_invariant:
+        split_length = _BATCH_INVARIANT_SPLIT
+        num_splits = max(1, -(-max_length // split_length))
+    else:
+        heads_per_tile = min(group, tiles.block_m)
+        tokens_per_tile = tiles.block_m // heads_per_tile
+        programs = max(num_seqs, -(-num_tokens // tokens_per_tile)) * layout.num_kv_heads
+        programs *= -(-group // heads_per_tile)
+        resident = gpu.multiprocessors * _RESIDENT_PROGRAMS * 4 // tiles.num_warps
+        # Several short programs per place even out sequences of different lengths; queries of a
+        # prompt are many programs already, and their partial results are large.
+        if tiles.block_m > 32:
+            wanted = resident // programs
+        else:
+            wanted = -(-resident * (2 if num_seqs == 1 else 4) // programs)
+        if sliding_window is not None:
+            max_length = min(max_length, sliding_window + tokens_per_tile)
+        longest = min(_MAX_SPLITS, max_length // _MIN_TOKENS_PER_SPLIT)
+        num_splits = max(1, min(wanted, longest))
+    tokens_per_launch = num_tokens
+    if split_length or num_splits > 1:
+        bytes_per_token = 4 * num_splits * num_heads * (layout.head_size_v + 2)
+        tokens_per_launch = min(num_tokens, max(1, _PARTIAL_BYTES // bytes_per_token))
+    return AttendPlan(tiles, num_splits, split_length, tokens_per_launch)

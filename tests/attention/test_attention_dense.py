@@ -1,0 +1,196 @@
+"""Prefill through unpacked pages: the way on a CPU in Triton's interpreter, the rest on a GPU."""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from attention.cases import Case, assert_close_to_exact, make_case
+from halfbyte.attention import ATTENTION_BACKENDS, AttentionInputs, AttentionPlans, dense
+from halfbyte.attention.base import AttentionConfig
+from halfbyte.attention.dense import DenseAttention, key_blocks, reason_against, rounded_up
+from halfbyte.layouts import PageLayout
+from triton_interpreter import interpreted
+
+
+@pytest.mark.parametrize("cached", [0, 1, 1023, 1024, 5000, 40000, 200_000])
+@pytest.mark.parametrize("most_tokens", [2048, 65536])
+def test_key_blocks_cover_the_cached_tokens(cached: int, most_tokens: int) -> None:
+    blocks = key_blocks(cached, most_tokens)
+    end = 0
+    for begin, stop in blocks:
+        assert begin == end
+        assert stop - begin <= most_tokens
+        end = stop
+    assert 0 <= cached - end < 1024
+    # Few sizes, because cuDNN builds a kernel for each.
+    assert {stop - begin for begin, stop in blocks} <= {2**i for i in range(10, 16)}
+
+
+def test_rounding_leaves_few_sizes_and_little_waste() -> None:
+    assert [rounded_up(n) for n in (1, 256, 257, 1500, 2048)] == [256, 256, 320, 1536, 2048]
+    assert all(n <= rounded_up(n) <= max(256, n * 1.25) for n in range(1, 5000))
+    assert len({rounded_up(n) for n in range(1, 2**15)}) <= 30
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_tokens": 32}, "is for prefill"),
+        ({"batch_invariant": True}, "rounds differently"),
+        ({"device_type": "cpu"}, "not on a GPU"),
+        ({"sliding_window": 128}, "no windows"),
+        ({"softcap": 30.0}, "no soft-cap"),
+        ({"query_dtype": torch.float32}, "query in bfloat16 or float16"),
+        ({"layout": PageLayout("nvfp4", "nvfp4", 64, 128, 8, 16)}, "one head size"),
+        ({"layout": PageLayout("nvfp4", "nvfp4", 512, None, 8, 16)}, "up to 256"),
+    ],
+)
+def test_what_it_leaves_to_others(changes: dict[str, Any], reason: str) -> None:
+    fields: dict[str, Any] = {
+        "layout": PageLayout("nvfp4", "nvfp4", 128, None, 8, 16),
+        "num_heads": 32,
+        "query_dtype": torch.bfloat16,
+        "device_type": "cuda",
+        "num_tokens": 8192,
+        "num_seqs": 4,
+        "sliding_window": None,
+        "has_sinks": False,
+        "softcap": None,
+        "batch_invariant": False,
+        "return_lse": False,
+        "compute_capability": 90,
+    }
+    assert DenseAttention.can_implement(AttentionConfig(**fields))[0]
+    assert reason_against(AttentionConfig(**fields)) is None
+    work = AttentionConfig(**{**fields, **changes})
+    can, why = DenseAttention.can_implement(work)
+    assert reason in (why if not can else str(reason_against(work)))
+
+
+def test_every_gpu_from_sm80() -> None:
+    supported = {c for c in (0, 75, 80, 90, 120) if DenseAttention.is_supported(c)[0]}
+    assert supported == {80, 90, 120}
+
+
+def attend(case: Case, device: str, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The backend itself: on a CPU the selection would not choose it."""
+    arguments = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in case.arguments().items()
+    }
+    query = case.query.to(device)
+    lse = query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None
+    inputs = AttentionInputs(
+        query=query,
+        pages=case.pages.to(device),
+        **{"sliding_window": None, "sinks": None, "softcap": None, **arguments},
+        batch_invariant=False,
+        given_out=None,
+        lse=lse,
+        plans=AttentionPlans(),
+    )
+    DenseAttention.forward(inputs)
+    return inputs.out.cpu(), None if lse is None else lse.cpu()
+
+
+def check(case: Case, device: str) -> None:
+    out, lse = attend(case, device, True)
+    assert_close_to_exact(out, case)
+    assert lse is not None
+    # K is rounded to bfloat16 once its scale is applied, as the baseline's is.
+    torch.testing.assert_close(lse.double(), case.expected()[1], rtol=1e-3, atol=3e-2)
+    alone, _ = attend(case, device, False)
+    assert_close_to_exact(alone, case)
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "prefixes": {"query_lens": (20, 33, 17), "seq_lens": (20, 133, 90)},
+    "equal-without-prefix": {"query_lens": (256, 256), "seq_lens": (256, 256)},
+    "with-decoding-sequences": {
+        "query_lens": (1, 40, 3, 12, 0, 30),
+        "seq_lens": (50, 140, 3, 64, 9, 30),
+    },
+    "windows-go-elsewhere": {
+        "sliding_window": 30,
+        "query_lens": (1, 40, 9),
+        "seq_lens": (50, 140, 30),
+    },
+    "sinks-fp8-k": {
+        "k_dtype": "fp8",
+        "v_dtype": "nvfp4",
+        "sinks": True,
+        "query_lens": (40, 24),
+        "seq_lens": (40, 99),
+    },
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_dense_attention_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "MIN_QUERIES", 16)
+    monkeypatch.setattr(dense, "_KEY_BLOCKS", (64, 32))
+    monkeypatch.setattr(dense, "WORKSPACE_BYTES", 64 * 2 * 2 * 64 * 2)  # 64 tokens
+    for module in ("halfbyte.kernels.unpack", "halfbyte.kernels.combine"):
+        monkeypatch.setitem(sys.modules, module, interpreted(module))
+    check(make_case(head_size=64, group=2, **SMALL[name]), "cpu")
+
+
+def test_combining_more_parts_than_fit_one_launch() -> None:
+    combine = interpreted("halfbyte.kernels.combine").combine
+    torch.manual_seed(0)
+    parts = [(torch.randn(5, 6, 48), torch.randn(6, 5) * 3) for _ in range(11)]
+    parts[3] = (torch.zeros(5, 6, 48), torch.full((6, 5), -torch.inf))
+    sinks = torch.randn(6)
+    out, lse = torch.full((5, 6, 48), torch.nan), torch.full((5, 6), torch.nan)
+    combine(parts, sinks, out, lse)
+    logs = torch.stack([log.t() for _, log in parts]).double()
+    total = torch.cat([logs, sinks.double().expand(1, 5, 6)]).logsumexp(0)
+    weights = (logs - total).exp()
+    exact = sum(w[..., None] * o for w, (o, _) in zip(weights, parts, strict=True))
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse.double(), total, rtol=1e-5, atol=1e-6)
+
+
+LARGE: dict[str, dict[str, Any]] = {
+    "prefixes": {"query_lens": (520, 640), "seq_lens": (520, 1700)},
+    "equal-without-prefix": {"query_lens": (512, 512), "seq_lens": (512, 512)},
+    "with-decoding-sequences": {
+        "query_lens": (1, 530, 3, 100, 0),
+        "seq_lens": (50, 1600, 3, 140, 9),
+    },
+    "sinks": {"sinks": True, "query_lens": (512,), "seq_lens": (1700,)},
+    "bfloat16": {"k_dtype": "bfloat16", "query_lens": (512,), "seq_lens": (1600,)},
+    "head-size-64": {"head_size": 64, "query_lens": (512,), "seq_lens": (1600,)},
+    "head-size-256": {"head_size": 256, "query_lens": (512,), "seq_lens": (1600,)},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LARGE)
+def test_dense_attention_on_a_gpu(name: str) -> None:
+    check(make_case(**{"head_size": 128, "group": 2, "kv_heads": 1, **LARGE[name]}), "cuda")
+
+
+@pytest.mark.gpu
+def test_a_gpu_chooses_it_for_prefill() -> None:
+    case = make_case(head_size=128, query_lens=(1024,), seq_lens=(1024,))
+    inputs = AttentionInputs(
+        query=case.query.cuda(),
+        pages=case.pages.cuda(),
+        **{
+            "sliding_window": None,
+            "sinks": None,
+            "softcap": None,
+            **{
+                name: value.cuda() if isinstance(value, torch.Tensor) else value
+                for name, value in case.arguments().items()
+            },
+        },
+        batch_invariant=False,
+        given_out=None,
+        lse=None,
+        plans=AttentionPlans(),
+    )
+    assert ATTENTION_BACKENDS.select(inputs.config()).name == "dense"
