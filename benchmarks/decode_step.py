@@ -27,7 +27,7 @@ RESULT = Path(__file__).parent / "results" / "decode_step.json"
 
 def llama_8b(layers: int) -> Any:
     """Random bf16 weights of Llama-3.1-8B's shape, made on the GPU."""
-    config = LlamaConfig(
+    config = LlamaConfig(  # type: ignore[call-arg]
         vocab_size=128256,
         hidden_size=4096,
         intermediate_size=14336,
@@ -36,7 +36,6 @@ def llama_8b(layers: int) -> Any:
         num_key_value_heads=8,
         max_position_embeddings=131072,
         rope_theta=500000.0,
-        torch_dtype="bfloat16",
     )
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()

@@ -8,7 +8,7 @@ import torch
 from attention.cases import DECODE_CASES, Case, assert_close_to_exact, make_case
 from halfbyte.attention import ATTENTION_BACKENDS, paged_attention
 from halfbyte.attention.base import AttentionConfig
-from halfbyte.kernels.attend_plan import AttendPlan, Tiles
+from halfbyte.kernels.attend_plan import AttendPlan, Tiles, operand_dtype
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY
 from halfbyte.layouts import PageLayout
 
@@ -401,7 +401,12 @@ def test_triton_attention(name: str, batch_invariant: bool) -> None:
     out, lse = run(case, return_lse=True, batch_invariant=batch_invariant)
     assert_close_to_exact(out.cpu(), case)
     exact, exact_lse = case.expected()
-    torch.testing.assert_close(lse.cpu().double(), exact_lse, rtol=1e-4, atol=1e-4)
+    # float16 queries lose three bits where keys need bfloat16's range.
+    rounded = case.query.dtype == torch.float16 and (
+        operand_dtype(case.layout.k_dtype, torch.float16) == torch.bfloat16
+    )
+    tolerance = 1e-2 if rounded else 1e-4
+    torch.testing.assert_close(lse.cpu().double(), exact_lse, rtol=tolerance, atol=tolerance)
     if case.query.dtype == torch.float32:
         torch.testing.assert_close(out.cpu().double(), exact, rtol=1e-4, atol=1e-4)
 
