@@ -189,5 +189,7 @@ def test_registry_does_not_share_the_dict_it_was_given() -> None:
 def test_current_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dispatch.current_compute_capability() == dispatch.CPU == 0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
+    capabilities = {None: (12, 0), torch.device("cuda", 1): (9, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
     assert dispatch.current_compute_capability() == 120
+    assert dispatch.current_compute_capability(torch.device("cuda", 1)) == 90

@@ -5,6 +5,7 @@ work (`can_implement`), always with a reason. An explicit choice that cannot run
 says why and what can; nothing falls back silently.
 """
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
@@ -87,7 +88,11 @@ class Registry(Generic[T]):
         return [self._judge(name, config, compute_capability) for name in self._targets]
 
     def select(
-        self, config: Any, explicit: str | None = None, compute_capability: int | None = None
+        self,
+        config: Any,
+        explicit: str | None = None,
+        compute_capability: int | None = None,
+        among: Sequence[str] | None = None,
     ) -> type[T]:
         """The explicit choice, or the first candidate that can do the work.
 
@@ -95,6 +100,7 @@ class Registry(Generic[T]):
             config: the work, as `can_implement` takes it.
             explicit: a registered name, or None to choose.
             compute_capability: of the machine to choose for; None for this one.
+            among: names to choose from, best first; by default all.
 
         Raises:
             NoImplementationError: the explicit choice is unknown or cannot run, or nothing can.
@@ -109,8 +115,8 @@ class Registry(Generic[T]):
                 f"{self.kind} {explicit!r} cannot be used here: {verdict.reason}; "
                 f"usable: {', '.join(usable) or 'none'}"
             )
-        verdicts = []
-        for name in self._targets:
+        verdicts: list[Verdict] = []
+        for name in self._targets if among is None else among:
             verdicts.append(self._judge(name, config, compute_capability))
             if verdicts[-1].usable:
                 return self.get(name)
@@ -133,9 +139,13 @@ class Registry(Generic[T]):
         return Verdict(name, usable, reason)
 
 
-def current_compute_capability() -> int:
-    """This machine's: 90 for SM90, `CPU` without an NVIDIA GPU."""
+def current_compute_capability(device: torch.device | None = None) -> int:
+    """This machine's: 90 for SM90, `CPU` without an NVIDIA GPU.
+
+    Args:
+        device: which GPU; by default the current one.
+    """
     if not torch.cuda.is_available():
         return CPU
-    major, minor = torch.cuda.get_device_capability()
+    major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor

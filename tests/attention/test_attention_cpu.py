@@ -1,4 +1,4 @@
-"""The C++ decode kernel on every instruction set that this CPU has."""
+"""C++ attention on every instruction set that this CPU has."""
 
 import logging
 from collections.abc import Iterator
@@ -7,19 +7,57 @@ from typing import Any
 import pytest
 import torch
 
-from attention.cases import DECODE_CASES, make_case
+from attention.cases import DECODE_CASES, Case, make_case
 from halfbyte.attention import ATTENTION_BACKENDS, paged_attention
 from halfbyte.attention import cpu as backend
-from halfbyte.kernels.decode_cpu import LEVELS, library, set_level
+from halfbyte.kernels import cpu_library
+from halfbyte.kernels.cpu_library import LEVELS, library, set_level
+from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY, read_tokens
+from halfbyte.layouts import PageLayout
 
 needs_library = pytest.mark.skipif(library() is None, reason="built without a C++ compiler")
 MORE_CASES: dict[str, dict[str, Any]] = {
     "d16": {"head_size": 16, "query_lens": (1, 1), "seq_lens": (33, 7)},
     "d80": {"head_size": 80, "query_lens": (1, 2), "seq_lens": (33, 700)},
+    "d192-v96": {"head_size": 192, "head_size_v": 96, "query_lens": (1,), "seq_lens": (77,)},
     "d512-v48": {"head_size": 512, "head_size_v": 48, "query_lens": (1,), "seq_lens": (600,)},
     "page-5": {"head_size": 64, "block_size": 5, "query_lens": (3,), "seq_lens": (91,)},
+    "heads-128": {
+        "head_size": 64,
+        "kv_heads": 1,
+        "group": 128,
+        "query_lens": (1, 2),
+        "seq_lens": (1100, 30),
+    },
+    "prefill": {"head_size": 64, "query_lens": (150, 1, 70), "seq_lens": (150, 600, 1030)},
+    "prefill-window-softcap-sinks": {
+        "head_size": 96,
+        "group": 3,
+        "sliding_window": 50,
+        "softcap": 2.0,
+        "sinks": True,
+        "query_lens": (131, 40),
+        "seq_lens": (700, 40),
+    },
+    "more-queries-than-tokens": {"head_size": 32, "query_lens": (90,), "seq_lens": (35,)},
+    "rows-17": {"head_size": 128, "group": 17, "query_lens": (1,), "seq_lens": (300,)},
+    "sm100": {
+        "head_size": 128,
+        "v_scale_layout": "sm100",
+        "query_lens": (1, 30),
+        "seq_lens": (600, 70),
+    },
 }
 CASES = {**DECODE_CASES, **MORE_CASES}
+FORMATS: dict[str, dict[str, Any]] = {
+    **{dtype: {"k_dtype": dtype} for dtype in KV_CACHE_QUANT_REGISTRY},
+    "fp8-nvfp4": {"k_dtype": "fp8", "v_dtype": "nvfp4", "head_size_v": 128},
+    "nvfp4-fp8": {"k_dtype": "nvfp4", "v_dtype": "fp8_e5m2"},
+    "nvfp4-bfloat16": {"k_dtype": "nvfp4", "v_dtype": "bfloat16", "head_size_v": 40},
+    "float16-mxfp4": {"k_dtype": "float16", "head_size": 72, "v_dtype": "mxfp4", "head_size_v": 96},
+    "fp8-odd": {"k_dtype": "fp8", "head_size": 37, "v_dtype": "float32", "head_size_v": 5},
+    "fp8-sm100": {"k_dtype": "fp8", "v_dtype": "nvfp4", "v_scale_layout": "sm100"},
+}
 
 
 @pytest.fixture(params=LEVELS)
@@ -27,15 +65,12 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
     if set_level(request.param) != request.param:
         pytest.skip(f"this CPU has no {request.param}")
     yield request.param
-    set_level("avx512")
+    set_level("avx512bf16")
 
 
-@needs_library
-@pytest.mark.parametrize("name", CASES)
-def test_cpu_attention(level: str, name: str) -> None:
-    case = make_case(**{**CASES[name], "query_dtype": torch.float32})
+def check(case: Case, **arguments: Any) -> None:
     out, lse = paged_attention(
-        case.query, case.pages, backend="cpu", return_lse=True, **case.arguments()
+        case.query, case.pages, backend="cpu", return_lse=True, **case.arguments(), **arguments
     )
     exact, exact_lse = case.expected()
     torch.testing.assert_close(out.double(), exact, rtol=2e-5, atol=2e-6)
@@ -43,18 +78,118 @@ def test_cpu_attention(level: str, name: str) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_cpu_attention_rounds_once(dtype: torch.dtype) -> None:
-    case = make_case(**{**CASES["d128"], "query_dtype": dtype})
-    out = paged_attention(case.query, case.pages, backend="cpu", **case.arguments())
-    exact, _ = case.expected()
-    torch.testing.assert_close(out, exact.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+@pytest.mark.parametrize("name", CASES)
+def test_cpu_attention(level: str, name: str) -> None:
+    check(make_case(**{**CASES[name], "query_dtype": torch.float32}))
 
 
 @needs_library
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_cpu_attention_on_every_format(level: str, name: str, order: str) -> None:
+    lengths = {"query_lens": (1, 40, 5, 1), "seq_lens": (600, 40, 77, 17)}
+    check(make_case(**{**FORMATS[name], **lengths}, order=order, query_dtype=torch.float32))
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["d128", "d80", "rows-17", "k64-v128", "prefill", "page-5"])
+def test_cpu_attention_rounds_once(level: str, name: str, dtype: torch.dtype) -> None:
+    case = make_case(**{**CASES[name], "query_dtype": dtype})
+    out = paged_attention(case.query, case.pages, backend="cpu", **case.arguments())
+    exact, _ = case.expected()
+    torch.testing.assert_close(out, exact.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    # Into float32, the queries being exact: as close as with float32 queries.
+    check(case, out=torch.empty(exact.shape))
+
+
+@needs_library
+@pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cpu_attention_takes_any_strides(level: str, query_dtype: torch.dtype) -> None:
+    case = make_case(query_lens=(30, 1), seq_lens=(40, 90), query_dtype=query_dtype)
+    exact, _ = case.expected()
+    before, query = case.query, case.query.transpose(0, 1).contiguous().transpose(0, 1)
+    outs = {
+        "token stride": torch.full((*exact.shape[:2], 100), 7.0)[:, :, 9:73],
+        "element stride": torch.full((*exact.shape, 2), 7.0)[..., 1],
+        "float64": torch.full(exact.shape, 7.0, dtype=torch.float64),
+    }
+    for out in outs.values():
+        for q in (before, query, query.double(), query.repeat_interleave(2, dim=-1)[..., ::2]):
+            case.query = q
+            check(case, out=out.zero_())
+    assert outs["token stride"]._base is not None
+    assert (outs["token stride"]._base[:, :, 73:] == 7).all()
+
+
+@needs_library
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_cpu_attention_reads_every_code_and_scale(level: str, head_size: int) -> None:
+    # A sequence of one token gives back its V, whatever the score.
+    layout = PageLayout("nvfp4", "nvfp4", head_size, None, 1, 1)
+    pages = torch.zeros(256 * 16, layout.page_bytes, dtype=torch.uint8)
+    views = layout.views(pages)
+    assert views.v_scale is not None
+    assert views.k_scale is not None
+    numbers = torch.arange(len(pages))
+    views.v_data[:] = ((numbers // 256) * 17)[:, None, None, None].byte()
+    views.v_data[..., ::3] ^= 0x5A
+    views.v_scale[:] = ((numbers[:, None] + torch.arange(head_size // 16)) % 256)[:, None, None]
+    arguments: dict[str, Any] = {
+        "layout": layout,
+        "query_start_loc": torch.arange(len(pages) + 1, dtype=torch.int32),
+        "seq_lens": torch.ones(len(pages), dtype=torch.int32),
+        "block_tables": numbers[:, None].int(),
+        "scale": 1.0,
+        "k_scale": 0.37,
+        "v_scale": 0.37,
+    }
+    query = torch.zeros(len(pages), 3, head_size)
+    out = paged_attention(query, pages, backend="cpu", **arguments)
+    _, value = read_tokens(pages, numbers, layout, 0.37, 0.37)
+    torch.testing.assert_close(out, value.expand(-1, 3, -1), rtol=0, atol=0, equal_nan=True)
+    # The same bytes as K: with a query of one element, the score is that element.
+    views.k_data.copy_(views.v_data)
+    views.k_scale.copy_(views.v_scale)
+    views.v_data.zero_()
+    for element in (0, 1, 17, head_size - 1):
+        query.zero_()
+        query[..., element] = 1
+        for dtype in (torch.float32, torch.bfloat16):
+            _, lse = paged_attention(
+                query.to(dtype), pages, backend="cpu", return_lse=True, **arguments
+            )
+            clean = ~value.isnan().any(-1)
+            expected = value[..., element].expand(-1, 3)
+            torch.testing.assert_close(lse[clean[:, 0]], expected[clean[:, 0]], rtol=1e-6, atol=0)
+            assert lse[~clean[:, 0]].isnan().all()
+
+
+@pytest.fixture(params=["openmp", "own threads"])
+def _threads_of(request: pytest.FixtureRequest) -> Iterator[None]:
+    loaded = library()
+    assert loaded is not None
+    if request.param == "own threads":
+        loaded.halfbyte_use_openmp(None)
+    yield
+    loaded.halfbyte_use_openmp(cpu_library._openmp_of_torch())
+
+
+@needs_library
+@pytest.mark.usefixtures("_threads_of")
+@pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_cpu_attention_does_not_depend_on_threads_or_batch(level: str, threads: int) -> None:
-    case = make_case(**{**CASES["ragged"], "query_dtype": torch.float32})
+def test_cpu_attention_does_not_depend_on_threads_or_batch(
+    level: str, threads: int, query_dtype: torch.dtype
+) -> None:
+    query_lens = (*(1,) * 9, 6, 30)
+    case = make_case(
+        head_size=64,
+        kv_heads=5,
+        query_lens=query_lens,
+        seq_lens=(*range(1, 1800, 200), 700, 560),
+        query_dtype=query_dtype,
+    )
     arguments = case.arguments()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -62,15 +197,68 @@ def test_cpu_attention_does_not_depend_on_threads_or_batch(level: str, threads: 
         together = paged_attention(case.query, case.pages, backend="cpu", **arguments)
     finally:
         torch.set_num_threads(before)
-    for i in (0, 7, 19):
+    for i in (0, 4, 8, 9, 10):
+        begin, end = arguments["query_start_loc"][i : i + 2].tolist()
         alone: dict[str, Any] = {
             **arguments,
-            "query_start_loc": torch.tensor([0, 1], dtype=torch.int32),
+            "query_start_loc": torch.tensor([0, end - begin], dtype=torch.int32),
             "seq_lens": arguments["seq_lens"][i : i + 1],
             "block_tables": arguments["block_tables"][i : i + 1],
         }
-        row = paged_attention(case.query[i : i + 1], case.pages, backend="cpu", **alone)
-        assert torch.equal(row[0], together[i])
+        rows = paged_attention(case.query[begin:end], case.pages, backend="cpu", **alone)
+        assert torch.equal(rows, together[begin:end])
+
+
+@needs_library
+@pytest.mark.parametrize("window", [None, 37, 700])
+@pytest.mark.parametrize("name", ["nvfp4", "bfloat16", "fp8-nvfp4", "nvfp4-bfloat16"])
+@pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cpu_attention_does_not_depend_on_chunks(
+    level: str, name: str, window: int | None, query_dtype: torch.dtype
+) -> None:
+    options: dict[str, Any] = {} if window is None else {"sliding_window": window}
+    length, queries = 1100, 75
+    case = make_case(
+        **FORMATS[name],
+        group=3,
+        query_lens=(queries,),
+        seq_lens=(length,),
+        query_dtype=query_dtype,
+        **options,
+    )
+    arguments = case.arguments()
+    whole = paged_attention(case.query, case.pages, backend="cpu", **arguments)
+    begin = 0
+    for count in (1, 1, 2, 3, 5, 20, 42, 1):
+        chunk: dict[str, Any] = {
+            **arguments,
+            "query_start_loc": torch.tensor([0, count], dtype=torch.int32),
+            "seq_lens": torch.tensor([length - queries + begin + count], dtype=torch.int32),
+        }
+        rows = paged_attention(
+            case.query[begin : begin + count], case.pages, backend="cpu", **chunk
+        )
+        assert torch.equal(rows, whole[begin : begin + count])
+        begin += count
+    assert begin == queries
+
+
+@needs_library
+def test_threads_of_our_own_do_all_the_work_again_and_again() -> None:
+    loaded = library()
+    assert loaded is not None
+    case = make_case(**{**CASES["ragged"], "query_dtype": torch.float32})
+    expected = paged_attention(case.query, case.pages, backend="cpu", **case.arguments())
+    before = torch.get_num_threads()
+    loaded.halfbyte_use_openmp(None)
+    try:
+        for threads in (4, 2, 7) * 30:
+            torch.set_num_threads(threads)
+            out = paged_attention(case.query, case.pages, backend="cpu", **case.arguments())
+            assert torch.equal(out, expected)
+    finally:
+        loaded.halfbyte_use_openmp(cpu_library._openmp_of_torch())
+        torch.set_num_threads(before)
 
 
 @needs_library
@@ -85,20 +273,26 @@ def test_cpu_attention_marks_nan_blocks(level: str) -> None:
     assert out[1, :4, :16].isnan().all()
     assert not out[1, :4, 16:].isnan().any()
     assert not out[1, 4:].isnan().any()
+    k_scale = case.layout.views(case.pages).k_scale
+    assert k_scale is not None
+    k_scale[slot // 16, slot % 16, 1, 3] = 0xFF
+    out, lse = paged_attention(
+        case.query, case.pages, backend="cpu", return_lse=True, **case.arguments()
+    )
+    assert not out[0].isnan().any()
+    assert out[1, 4:].isnan().all()
+    assert lse[1, 4:].isnan().all()
+    assert not lse[1, :4].isnan().any()
 
 
 @needs_library
-def test_selection_prefers_the_kernel_for_decoding_nvfp4() -> None:
-    def run(k_dtype: str, query_lens: tuple[int, int]) -> None:
-        case = make_case(k_dtype=k_dtype, query_lens=query_lens, seq_lens=(40, 20))
-        paged_attention(case.query, case.pages, backend="cpu", **case.arguments())
-
+def test_the_kernel_is_chosen_for_all_work_on_the_cpu() -> None:
     assert next(verdict.name for verdict in ATTENTION_BACKENDS.explain() if verdict.usable) == "cpu"
-    run("nvfp4", (1, 1))
-    with pytest.raises(ValueError, match="reads nvfp4, not K fp8_e4m3"):
-        run("fp8", (1, 1))
-    with pytest.raises(ValueError, match="a few query tokens per sequence"):
-        run("nvfp4", (30, 1))
+    for k_dtype, query_lens in (("nvfp4", (1, 1)), ("fp8", (30, 1)), ("mxfp4", (1, 20))):
+        case = make_case(k_dtype=k_dtype, query_lens=query_lens, seq_lens=(40, 20))
+        chosen = paged_attention(case.query, case.pages, **case.arguments())
+        asked = paged_attention(case.query, case.pages, backend="cpu", **case.arguments())
+        assert torch.equal(chosen, asked)
 
 
 def test_without_the_library_the_reference_stands_in_and_one_line_says_so(

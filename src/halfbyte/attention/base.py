@@ -78,17 +78,29 @@ class AttentionInputs:
 
     @cached_property
     def out(self) -> torch.Tensor:
-        """`[tokens, heads, head_size_v]`, to be written whole."""
-        if self.given_out is not None:
-            return self.given_out
+        """`[tokens, heads, head_size_v]`, to be written whole.
+
+        On a GPU of the query's dtype, with rows contiguous and aligned to 16 bytes: the caller's
+        tensor where it is so. On a CPU the caller's tensor, whatever it is.
+        """
+        given = self.given_out
+        if given is not None and (not given.is_cuda or self._suits_kernels(given)):
+            return given
         return self.query.new_empty((*self.query.shape[:2], self.layout.head_size_v))
 
+    def _suits_kernels(self, out: torch.Tensor) -> bool:
+        aligned = not any(x % 8 for x in (out.storage_offset(), *out.stride()[:2]))
+        return out.dtype == self.query.dtype and out.stride(2) == 1 and aligned
+
     def answer(self, result: torch.Tensor) -> None:
-        """Make a tensor of `out`'s shape the output; copied only where the caller gave one."""
-        if self.given_out is None:
-            self.__dict__["out"] = result
-        else:
-            self.given_out.copy_(result)
+        """Make a tensor of `out`'s shape the output, without a copy where the caller gave none."""
+        self.__dict__["out"] = result
+
+    def deliver(self) -> torch.Tensor:
+        """The output, in the caller's tensor if there is one."""
+        if self.given_out is None or self.given_out is self.out:
+            return self.out
+        return self.given_out.copy_(self.out)
 
     def config(self) -> AttentionConfig:
         """The work, without its data."""
@@ -104,8 +116,12 @@ class AttentionInputs:
             softcap=self.softcap,
             batch_invariant=self.batch_invariant,
             return_lse=self.lse is not None,
-            compute_capability=current_compute_capability() if self.query.is_cuda else CPU,
+            compute_capability=_capability(self.query.device),
         )
+
+
+def _capability(device: torch.device) -> int:
+    return current_compute_capability(device) if device.type == "cuda" else CPU
 
 
 class AttentionBackend(ABC):

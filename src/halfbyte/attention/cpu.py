@@ -1,4 +1,4 @@
-"""C++ on CPUs: decode straight from packed NVFP4 pages, with AVX-512, AVX2 or plain loops."""
+"""C++ on CPUs: every format, packed NVFP4 read in place, with AVX-512, AVX2 or plain loops."""
 
 import logging
 from functools import lru_cache
@@ -6,16 +6,14 @@ from typing import ClassVar
 
 from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
 from halfbyte.dispatch import CPU, Answer, current_compute_capability
-from halfbyte.kernels.decode_cpu import decode_nvfp4, library, unsupported_reason
+from halfbyte.kernels.attention_cpu import attention_cpu
+from halfbyte.kernels.cpu_library import library
 
 logger = logging.getLogger("halfbyte")
 
-_MAX_MEAN_QUERIES = 8
-"""Beyond this it is faster to unpack once and multiply matrices."""
-
 
 class CpuAttention(AttentionBackend):
-    """`halfbyte.kernels.decode_cpu`; built with the package."""
+    """`halfbyte.kernels.attention_cpu`; built with the package."""
 
     name: ClassVar[str] = "cpu"
 
@@ -26,22 +24,19 @@ class CpuAttention(AttentionBackend):
             if current_compute_capability() == CPU:  # elsewhere hardly anyone will miss it
                 _log_missing_once()
             return False, "was not built: the package was installed without a C++ compiler"
-        return True, "reads packed nvfp4 pages"
+        return True, "reads packed pages"
 
     @classmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:
-        """What the kernel's layouts allow."""
+        """Every format, head size and option."""
         if config.device_type != "cpu":
             return False, f"tensors are on {config.device_type}, not on the CPU"
-        if config.num_tokens > _MAX_MEAN_QUERIES * config.num_seqs:
-            return False, "is for decoding: a few query tokens per sequence"
-        reason = unsupported_reason(config.layout)
-        return reason is None, reason or "reads packed nvfp4 pages"
+        return True, "every format, head size and option"
 
     @classmethod
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`."""
-        decode_nvfp4(
+        attention_cpu(
             inputs.query,
             inputs.pages,
             inputs.layout,

@@ -53,41 +53,45 @@ class CudaAttention(AttentionBackend):
     @classmethod
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`."""
-        query, layout, window = inputs.query, inputs.layout, inputs.sliding_window
-        if query.shape[0] == 0:
-            return
-        max_pages = inputs.block_tables.shape[1]
-        query_start_loc = inputs.query_start_loc.contiguous()
-        seq_lens = inputs.seq_lens.contiguous()
+        if inputs.query.shape[0]:
+            with torch.cuda.device(inputs.query.device):
+                _decode(inputs)
 
-        plan = inputs.plans.get(
-            ("cuda", layout, query.shape[:2], max_pages, window, inputs.batch_invariant),
-            lambda: make_plan(
-                layout,
-                query.shape[1],
-                query.shape[0],
-                query_start_loc,
-                seq_lens,
-                max_pages,
-                window,
-                inputs.batch_invariant,
-            ),
-        )
-        decode(
-            query,
-            inputs.pages,
+
+def _decode(inputs: AttentionInputs) -> None:
+    query, layout, window = inputs.query, inputs.layout, inputs.sliding_window
+    max_pages = inputs.block_tables.shape[1]
+    query_start_loc = inputs.query_start_loc.contiguous()
+    seq_lens = inputs.seq_lens.contiguous()
+    shape = (query.shape[:2], max_pages, window, inputs.batch_invariant, query.device)
+    plan = inputs.plans.get(
+        ("cuda", layout, *shape),
+        lambda: make_plan(
             layout,
-            inputs.block_tables,
-            inputs.scale,
-            _on_device(inputs.k_scale, query.device),
-            _on_device(inputs.v_scale, query.device),
+            query.shape[1],
+            query.shape[0],
+            query_start_loc,
+            seq_lens,
+            max_pages,
             window,
-            None if inputs.sinks is None else inputs.sinks.float().contiguous(),
-            inputs.softcap,
-            plan,
-            inputs.out,
-            inputs.lse,
-        )
+            inputs.batch_invariant,
+        ),
+    )
+    decode(
+        query,
+        inputs.pages,
+        layout,
+        inputs.block_tables,
+        inputs.scale,
+        _on_device(inputs.k_scale, query.device),
+        _on_device(inputs.v_scale, query.device),
+        window,
+        None if inputs.sinks is None else inputs.sinks.float().contiguous(),
+        inputs.softcap,
+        plan,
+        inputs.out,
+        inputs.lse,
+    )
 
 
 def _on_device(scale: float | torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -10,8 +10,7 @@ numbers of queries are rounded to few sizes. Queries that only pad, and those of
 first rows, are computed and thrown away. Elsewhere PyTorch's FlashAttention does the same work.
 
 A batch may hold prompts and decoding sequences. They are sorted here: sequences of few new tokens
-go to the kernels for decoding, short prompts and those with windows or soft-caps to the general
-one.
+go to the kernels for decoding, short prompts to the general one.
 """
 
 from dataclasses import dataclass, replace
@@ -27,11 +26,11 @@ from halfbyte.attention.base import (
     AttentionInputs,
     AttentionPlans,
 )
-from halfbyte.attention.interface import run_first_of
+from halfbyte.attention.interface import run
 from halfbyte.dispatch import CPU, Answer, current_compute_capability
 
 WORKSPACE_BYTES = 256 * 2**20
-"""For unpacked K and V of one call; padding of the last block may add a quarter."""
+"""For unpacked K and V, of which one block at a time is held."""
 MIN_QUERIES = 512
 """New tokens of a sequence from which unpacking its keys pays."""
 _FEW_QUERIES = 8
@@ -39,6 +38,8 @@ _FEW_QUERIES = 8
 _KEY_BLOCKS = (32768, 16384, 8192, 4096, 2048, 1024)
 """Sizes of blocks of cached tokens."""
 _CUDNN = 90
+_MOST_PARTS = 4
+"""Results of blocks that are held before they are joined."""
 _FOR_DECODING = ("cuda", "triton", "reference")
 _FOR_SHORT_PROMPTS = ("triton", "reference")
 
@@ -119,31 +120,26 @@ class DenseAttention(AttentionBackend):
             return False, "is for prefill: more than a few query tokens per sequence"
         if config.batch_invariant:
             return False, "rounds differently with the batch"
+        layout = config.layout
+        if config.sliding_window is not None or config.softcap is not None:
+            return False, "has no windows and no soft-cap"
+        if layout.head_size != layout.head_size_v:
+            return False, f"K and V of one head size, not {layout.head_size}, {layout.head_size_v}"
+        if layout.head_size % 16 or layout.head_size > 256:
+            return False, f"head sizes up to 256 that 16 divides, not {layout.head_size}"
+        if config.query_dtype not in (torch.bfloat16, torch.float16):
+            return False, f"query in bfloat16 or float16, not {config.query_dtype}"
         return True, "unpacks pages for PyTorch's attention, for prefill"
 
     @classmethod
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`. The first call of a step reads the lengths back."""
-        can_unpack = reason_against(inputs.config()) is None
-        plan = inputs.plans.get(("dense", can_unpack), lambda: _plan(inputs, can_unpack))
+        key = ("dense", _workspace_tokens(inputs), inputs.query.device)
+        plan = inputs.plans.get(key, lambda: _plan(inputs))
         for some in plan.some:
             _attend_some(inputs, some)
         for long in plan.long:
             _attend_long(inputs, long)
-
-
-def reason_against(config: AttentionConfig) -> str | None:
-    """Why the dense kernels cannot do some work; None if they can."""
-    layout = config.layout
-    if config.sliding_window is not None or config.softcap is not None:
-        return "has no windows and no soft-cap"
-    if layout.head_size != layout.head_size_v:
-        return f"K and V of one head size, not {layout.head_size} and {layout.head_size_v}"
-    if layout.head_size % 16 or layout.head_size > 256:
-        return f"head sizes up to 256 that 16 divides, not {layout.head_size}"
-    if config.query_dtype not in (torch.bfloat16, torch.float16):
-        return f"query in bfloat16 or float16, not {config.query_dtype}"
-    return None
 
 
 def key_blocks(cached: int, most_tokens: int) -> list[tuple[int, int]]:
@@ -168,7 +164,7 @@ def rounded_up(tokens: int) -> int:
     return max(256, -(-tokens // step) * step)
 
 
-def _plan(inputs: AttentionInputs, can_unpack: bool) -> _Plan:
+def _plan(inputs: AttentionInputs) -> _Plan:
     starts = inputs.query_start_loc.tolist()
     lengths = inputs.seq_lens.tolist()
     counts = [end - begin for begin, end in pairwise(starts)]
@@ -176,21 +172,31 @@ def _plan(inputs: AttentionInputs, can_unpack: bool) -> _Plan:
     medium: list[int] = []
     long: list[int] = []
     for i, (n, length) in enumerate(zip(counts, lengths, strict=True)):
-        if can_unpack and n >= MIN_QUERIES and length >= n:
+        if n >= MIN_QUERIES and length >= n:
             long.append(i)
         else:
             (few if n <= _FEW_QUERIES else medium).append(i)
+    most = _workspace_tokens(inputs)
     groups: list[list[int]] = []
     for i in long:
         last = groups[-1][-1] if groups else -1
         alike = last == i - 1 and counts[last] == lengths[last] == counts[i] == lengths[i]
-        fits = groups and (len(groups[-1]) + 1) * counts[i] <= _workspace_tokens(inputs)
+        fits = groups and (len(groups[-1]) + 1) * counts[i] <= most
         if alike and fits and counts[i] == rounded_up(counts[i]):
             groups[-1].append(i)
         else:
             groups.append([i])
+    device = inputs.query.device
+    steps: list[_Long] = []
+    for group in groups:
+        first, n, cached = group[0], counts[group[0]], lengths[group[0]] - counts[group[0]]
+        # More queries than half the workspace holds go one part after the other.
+        for begin in range(0, n, most // 2):
+            queries = min(most // 2, n - begin)
+            at = starts[first] + begin
+            steps.append(_long(first, len(group), at, queries, cached + begin, most, device))
     return _Plan(
-        [_long(inputs, group, starts[group[0]], lengths[group[0]]) for group in groups],
+        steps,
         [
             _some(inputs, backends, [(i, starts[i], counts[i]) for i in indices])
             for backends, indices in ((_FOR_DECODING, few), (_FOR_SHORT_PROMPTS, medium))
@@ -199,25 +205,28 @@ def _plan(inputs: AttentionInputs, can_unpack: bool) -> _Plan:
     )
 
 
-def _long(inputs: AttentionInputs, sequences: list[int], query_begin: int, length: int) -> _Long:
-    first, count = sequences[0], len(sequences)
-    queries = int(inputs.query_start_loc[first + 1]) - query_begin
-
-    def block(begin: int, end: int, size: int) -> _Block:
-        columns = torch.tensor([[begin, end, i * size] for i in range(count)], dtype=torch.int32)
-        begins, ends, rows = columns.t().contiguous().to(inputs.query.device)
-        return _Block(begin, end, size, begins, ends, rows)
-
-    cached = key_blocks(length - queries, _workspace_tokens(inputs))
-    rest = cached[-1][1] if cached else 0
-    return _Long(
-        first,
-        count,
-        query_begin,
-        queries,
-        [block(begin, end, end - begin) for begin, end in cached],
-        block(rest, length, rounded_up(length - rest)),
-    )
+def _long(
+    first: int,
+    count: int,
+    query_begin: int,
+    queries: int,
+    cached: int,
+    most_tokens: int,
+    device: torch.device,
+) -> _Long:
+    ranges = [(begin, end, end - begin) for begin, end in key_blocks(cached, most_tokens)]
+    rest, length = ranges[-1][1] if ranges else 0, cached + queries
+    ranges.append((rest, length, rounded_up(length - rest)))
+    # One transfer: the bounds of all blocks, for every sequence.
+    numbers = torch.tensor(
+        [
+            [[begin] * count, [end] * count, [i * size for i in range(count)]]
+            for begin, end, size in ranges
+        ],
+        dtype=torch.int32,
+    ).to(device)
+    blocks = [_Block(*sizes, *on_device) for sizes, on_device in zip(ranges, numbers, strict=True)]
+    return _Long(first, count, query_begin, queries, blocks[:-1], blocks[-1])
 
 
 def _some(
@@ -243,7 +252,7 @@ def _some(
 def _attend_some(inputs: AttentionInputs, some: _Some) -> None:
     """Hand some sequences to the backend that is best for them."""
     if some.rows is None:
-        run_first_of(some.backends, inputs)
+        run(inputs, among=some.backends)
         return
     batch = replace(
         inputs,
@@ -255,27 +264,28 @@ def _attend_some(inputs: AttentionInputs, some: _Some) -> None:
         lse=None if inputs.lse is None else inputs.lse[some.rows],
         plans=some.plans,
     )
-    run_first_of(some.backends, batch)
+    run(batch, among=some.backends)
     inputs.out[some.rows] = batch.out
     if inputs.lse is not None and batch.lse is not None:
         inputs.lse[some.rows] = batch.lse
 
 
 def _attend_long(inputs: AttentionInputs, long: _Long) -> None:
-    from halfbyte.kernels.combine import combine
+    from halfbyte.kernels.combine import combine, join
 
     queries, last = long.queries, long.last
-    parts = []
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
     if long.cached:
         query = _padded_rows(inputs.query, long.query_begin, rounded_up(queries))[None]
         for block in long.cached:
-            key, value = _unpack(inputs, long, block)
-            out, logs = _dense(query, key, value, False, inputs.scale)
+            out, logs = _attend_block(inputs, long, block, query, causal=False)
             parts.append((out[0, :queries], logs[0, :, :queries]))
+            if len(parts) == _MOST_PARTS:
+                parts = [join(parts)]
     before = last.end - last.begin - queries
-    key, value = _unpack(inputs, long, last)
     query = _padded_rows(inputs.query, long.query_begin - before, long.count * last.size)
-    out, logs = _dense(query.unflatten(0, (-1, last.size)), key, value, True, inputs.scale)
+    query = query.unflatten(0, (-1, last.size))
+    out, logs = _attend_block(inputs, long, last, query, causal=True)
     exact = last.size == queries and long.count * queries == inputs.query.shape[0]
     if exact and not parts and inputs.sinks is None and inputs.lse is None:
         inputs.answer(out.flatten(0, 1))
@@ -289,6 +299,13 @@ def _attend_long(inputs: AttentionInputs, long: _Long) -> None:
             inputs.out[at],
             None if inputs.lse is None else inputs.lse[at],
         )
+
+
+def _attend_block(
+    inputs: AttentionInputs, long: _Long, block: _Block, query: torch.Tensor, *, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    key, value = _unpack(inputs, long, block)
+    return _dense(query, key, value, causal, inputs.scale)
 
 
 def _workspace_tokens(inputs: AttentionInputs) -> int:
@@ -351,7 +368,7 @@ def _dense(
         out, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, scale=scale
         )
-    elif current_compute_capability() >= _CUDNN:
+    elif current_compute_capability(query.device) >= _CUDNN:
         out, logs, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=scale
         )

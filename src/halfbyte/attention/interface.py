@@ -1,5 +1,6 @@
 """`paged_attention`: checks its arguments, chooses a backend, runs it."""
 
+import os
 from collections.abc import Sequence
 from typing import Literal, overload
 
@@ -146,24 +147,21 @@ def paged_attention(
     )
     _check(inputs)
     run(inputs, backend)
-    return inputs.out if inputs.lse is None else (inputs.out, inputs.lse)
+    result = inputs.deliver()
+    return result if inputs.lse is None else (result, inputs.lse)
 
 
-def run(inputs: AttentionInputs, backend: str | None = None) -> None:
-    """Do checked work with the backend of a name, or with the best."""
-    if backend is None and inputs.batch_invariant:
-        # One and the same for every batch: which is best depends on what else is in it.
-        run_first_of(("triton", "cpu", "reference"), inputs)
-        return
-    ATTENTION_BACKENDS.select(inputs.config(), explicit=backend).forward(inputs)
+# One for every batch: which backend is best depends on what else is in it.
+_BATCH_INVARIANT = ("triton", "cpu", "reference")
 
 
-def run_first_of(names: Sequence[str], inputs: AttentionInputs) -> None:
-    """Do checked work with the first of some backends that can."""
-    config = inputs.config()
-    usable = {verdict.name for verdict in ATTENTION_BACKENDS.explain(config) if verdict.usable}
-    name = next(name for name in names if name in usable)
-    ATTENTION_BACKENDS.get(name).forward(inputs)
+def run(
+    inputs: AttentionInputs, backend: str | None = None, among: Sequence[str] | None = None
+) -> None:
+    """Do checked work with the backend of a name, or with the best (of some)."""
+    if inputs.batch_invariant and among is None:
+        among = _BATCH_INVARIANT
+    ATTENTION_BACKENDS.select(inputs.config(), explicit=backend, among=among).forward(inputs)
 
 
 def _check(inputs: AttentionInputs) -> None:
@@ -203,14 +201,14 @@ def _check(inputs: AttentionInputs) -> None:
         if tensor is not None and tensor.device != query.device:
             label = name.removeprefix("given_")
             raise ValueError(f"{label}: is on {tensor.device}, query is on {query.device}")
-    if query.device.type == "cpu":
+    if query.device.type == "cpu" or os.environ.get("HALFBYTE_DEBUG") == "1":
         _check_values(inputs)
 
 
 def _check_values(inputs: AttentionInputs) -> None:
-    """What cannot be checked on a GPU without waiting for it."""
+    """What cannot be checked on a GPU without waiting for it, which `HALFBYTE_DEBUG=1` does."""
     # NumPy, because a dozen tensor operations would take longer than attention to a short sequence.
-    starts, lengths = inputs.query_start_loc.numpy(), inputs.seq_lens.numpy()
+    starts, lengths = inputs.query_start_loc.cpu().numpy(), inputs.seq_lens.cpu().numpy()
     if starts[0] != 0 or starts[-1] != inputs.query.shape[0] or (starts[1:] < starts[:-1]).any():
         raise ValueError(
             f"query_start_loc: expected to ascend from 0 to {inputs.query.shape[0]}, "
@@ -221,7 +219,7 @@ def _check_values(inputs: AttentionInputs) -> None:
     if lengths.min() < 0:
         raise ValueError(f"seq_lens: expected numbers >= 0, got {lengths.tolist()}")
     needed = -(-lengths // inputs.layout.block_size)
-    tables = inputs.block_tables.numpy()
+    tables = inputs.block_tables.cpu().numpy()
     if needed.max() > tables.shape[1]:
         raise ValueError(
             f"block_tables: {needed.max()} pages needed for {lengths.max()} tokens, "

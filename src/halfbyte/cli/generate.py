@@ -32,8 +32,8 @@ def generate(
     dtype: DType = "auto",
     attention_backend: AttentionBackend = None,
     max_batched_tokens: Annotated[
-        int, typer.Option(help="Tokens per step; longer prompts are fed in chunks.")
-    ] = 512,
+        int | None, typer.Option(help="Tokens per step; longer prompts are fed in chunks.")
+    ] = None,
     num_pages: Annotated[
         int | None, typer.Option(help="Pages of the KV cache; by default what fits.")
     ] = None,

@@ -61,13 +61,14 @@ class DecodeGraphs:
         self._seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._slots = [torch.full((most,), -1, dtype=torch.int64, device=device) for _ in groups]
-        pages = tables.pool.num_pages
-        widths = [min(pages, -(-max_model_len // group.block_size)) for group in groups]
+        # Dead pages of windows keep their entries, so that the pool's size is no bound.
+        widths = [-(-max_model_len // group.block_size) for group in groups]
         self._block_tables = [
             torch.zeros((most, width), dtype=torch.int32, device=device) for width in widths
         ]
         self._graphs: dict[int, _Graph] = {}
-        self._memory = torch.cuda.graph_pool_handle()
+        with torch.cuda.device(device):
+            self._memory = torch.cuda.graph_pool_handle()
         self._failure: str | None = None
 
     @property
@@ -89,11 +90,19 @@ class DecodeGraphs:
         Args:
             chunks: `(sequence, [token id])`; the slots are already allocated.
         """
+        with torch.cuda.device(self._seq_lens.device):
+            return self._run(chunks)
+
+    def _run(self, chunks: Sequence[tuple[object, Sequence[int]]]) -> torch.Tensor | None:
         size = next(size for size in self.sizes if size >= len(chunks))
         self._fill(chunks, size)
         if size not in self._graphs:
             try:
                 self._graphs[size] = self._capture(size)
+            except torch.OutOfMemoryError as error:
+                self.sizes = [smaller for smaller in self.sizes if smaller < size] or [0]
+                _LOGGER.warning("no CUDA graphs for %d sequences and more: %s", size, error)
+                return None
             except Exception as error:
                 # Models whose code asks the GPU for values cannot be captured; they run without.
                 self._failure = f"{type(error).__name__}: {error}"

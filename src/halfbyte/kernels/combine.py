@@ -108,15 +108,10 @@ def combine(
         lse: float32 `[rows, heads]`, written, sinks included; contiguous heads; or None.
     """
     rows, num_heads, head_size = out.shape
-    parts = [
-        (o.contiguous(), log if log.stride(1) == 1 else log.contiguous()) for o, log in parts
-    ]
+    parts = [(o.contiguous(), log if log.stride(1) == 1 else log.contiguous()) for o, log in parts]
     while len(parts) > _MOST_PARTS:
-        # Sums of sums, kept in float32.
-        joined = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        logs = torch.empty((rows, num_heads), dtype=torch.float32, device=out.device)
-        combine(parts[:_MOST_PARTS], None, joined, logs)
-        parts = [*parts[_MOST_PARTS:], (joined, logs.t().contiguous())]
+        parts = [*parts[_MOST_PARTS:], join(parts[:_MOST_PARTS])]
+    sinks = None if sinks is None else sinks.contiguous()
     outs = [o for o, _ in parts] + [parts[0][0]] * (_MOST_PARTS - len(parts))
     all_logs = [log for _, log in parts] + [parts[0][1]] * (_MOST_PARTS - len(parts))
     block_dims = triton.next_power_of_2(head_size)
@@ -139,3 +134,14 @@ def combine(
         BLOCK_HEADS=block_heads,
         BLOCK_DIMS=block_dims,
     )
+
+
+def join(
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Parts as `combine` takes them to one such part, in float32."""
+    rows, num_heads, _ = parts[0][0].shape
+    out = torch.empty(parts[0][0].shape, dtype=torch.float32, device=parts[0][0].device)
+    logs = torch.empty((rows, num_heads), dtype=torch.float32, device=out.device)
+    combine(parts, None, out, logs)
+    return out, logs.t().contiguous()

@@ -149,6 +149,15 @@ __device__ __forceinline__ void scale_v(u32* a, u32 scale0, u32 scale1) {
   for (int i = 0; i < 4; i++) a[i] = hmul2(a[i], i < 2 ? scale0 : scale1);
 }
 
+// V's rows `from .. to` of a tile, which no query sees: slots that were never written, and keys before
+// every window. They may hold NaN, and 0 * NaN is NaN. Of nvfp4 only the scales can be NaN.
+__device__ __forceinline__ void clear_rows(u32 tile, int from, int to) {
+  constexpr int WIDTH = V_KIND == 4 ? SF_V : ROW_V;
+  constexpr u32 START = V_KIND == 4 ? OFF_SF_V : OFF_V;
+  for (int i = max(from, 0) * WIDTH + 4 * (threadIdx.x & 31); i < min(to, TILE) * WIDTH; i += 128)
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + START + i), "r"(0) : "memory");
+}
+
 // Column i of the accumulators to a row of partial results, in the order of Operands::of_v.
 __device__ __forceinline__ void store_row(float* row, const float (*out)[4], int i, int g,
                                           float factor) {
@@ -402,6 +411,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
   }
   const int all_from = p.window > 0 ? length - p.window : 0;  // every column attends to these:
   const int all_to = length - queries;                        // all_from <= position <= all_to
+  const int first_visible = p.window > 0 ? all_to - p.window + 1 : 0;  // by any column
 
   float out[N_TILES][STEPS_V][4];
   // P = 2^(logit + shift), shift being P_SHIFT minus the maximum; as long as nothing was seen it is so
@@ -427,12 +437,9 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
 
     const int position = t * TILE;
     const bool partial = position < all_from || position + TILE - 1 > all_to;
-    if (position + TILE > length) {
-      // Slots that were never written may hold NaN, and 0 * NaN is NaN. Codes of nvfp4 cannot.
-      constexpr int WIDTH = V_KIND == 4 ? SF_V : ROW_V;
-      constexpr u32 START = V_KIND == 4 ? OFF_SF_V : OFF_V;
-      for (int i = (length - position) * WIDTH + 4 * lane; i < TILE * WIDTH; i += 128)
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + START + i), "r"(0) : "memory");
+    if (position + TILE > length || position < first_visible) {
+      clear_rows(tile, length - position, TILE);
+      clear_rows(tile, 0, first_visible - position);
       __syncwarp();
     }
 

@@ -42,6 +42,7 @@ _OVERHEAD_TOKENS = 64
 """To begin a piece takes about as long as so many tokens."""
 _RING_BYTES = 27 * 1024
 """Of a warp; twice as much, at half the warps, is no faster."""
+_MOST_PARTIAL_BYTES = 2**31
 WARPS = 4
 """Of a CTA."""
 _HEADER_INTS = 4
@@ -260,6 +261,11 @@ def make_plan(
     kernels = nvrtc.load("decode_plan", (), (("plan_work", 0),), device.index)
     nvrtc.launch(kernels["plan_work"], 1, 1024, [params])
     rows = (max_units + max_pieces) * layout.num_kv_heads * way.columns
+    if rows * layout.head_size_v * 4 > _MOST_PARTIAL_BYTES:
+        raise ValueError(
+            f"batch_invariant: {num_seqs} sequences of up to {max_pages} pages need "
+            f"{rows * layout.head_size_v >> 18} MiB for results of parts; ask for backend 'triton'"
+        )
     return Plan(
         variant=way,
         data=data,
@@ -297,10 +303,12 @@ def decode(
         ValueError: pages that are not aligned to 16 bytes, or 4 GiB apart.
     """
     num_tokens, num_heads, _ = query.shape
-    if pages.data_ptr() % 16 or pages.stride(0) % 16 or pages.stride(0) >= 2**32:
+    # The stride of a single page may be anything.
+    page_stride = pages.stride(0) if pages.shape[0] > 1 else 0
+    if pages.data_ptr() % 16 or page_stride % 16 or page_stride >= 2**32:
         raise ValueError(
             f"pages: the kernel copies 16 bytes at a time; the base {pages.data_ptr():#x} and the "
-            f"stride {pages.stride(0)} (below 2^32) must be multiples of 16"
+            f"stride {page_stride} (below 2^32) must be multiples of 16"
         )
     if query.stride(2) != 1 or any(x % 8 for x in (query.data_ptr() // 2, *query.stride()[:2])):
         query = query.contiguous().clone()
@@ -324,7 +332,7 @@ def decode(
         v_scale=v_scale.data_ptr(),
         query_stride_token=query.stride(0),
         query_stride_head=query.stride(1),
-        page_stride=pages.stride(0),
+        page_stride=page_stride,
         max_pages=block_tables.shape[1],
         softmax_scale=scale,
         softcap=softcap or 0.0,

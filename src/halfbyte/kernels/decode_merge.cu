@@ -75,7 +75,7 @@ __device__ __forceinline__ void finish(const MergeParams& p, int token, int q_he
   store4(p.out, token * p.out_stride_token + q_head * p.out_stride_head + dim,
          make_float4(acc.x * inverse, acc.y * inverse, acc.z * inverse, acc.w * inverse));
   if (p.lse && dim == 0)
-    p.lse[(u64)token * HEADS + q_head] = total > 0.0f ? (m + log2f(total)) / LOG2E : NEG_INF;
+    p.lse[(u64)token * HEADS + q_head] = total == 0.0f ? NEG_INF : (m + log2f(total)) / LOG2E;
 }
 
 // For rows of few parts: DIMS / 4 lanes for a row and DIMS of its dims. Everything that a batch of

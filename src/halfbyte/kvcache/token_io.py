@@ -37,8 +37,9 @@ def reshape_and_cache(
 
     On a GPU with Triton that is one kernel launch, which never waits for the GPU and can be
     captured in a CUDA graph; it skips slots past the last page, and raises for them only where
-    `HALFBYTE_DEBUG=1` is set, which makes every call wait. Elsewhere it is
-    `reshape_and_cache_reference`, whose bytes are the same.
+    `HALFBYTE_DEBUG=1` is set, which makes every call wait. On a CPU it is a C++ kernel, where a
+    compiler was at hand at installation. Elsewhere it is `reshape_and_cache_reference`, whose
+    bytes are the same.
 
     Args:
         key: float16, bfloat16 or float32 `[tokens, num_kv_heads, head_size]`, any strides.
@@ -56,11 +57,12 @@ def reshape_and_cache(
             page where that is checked.
     """
     _check_write(key, value, pages, slot_mapping, layout)
-    store = _gpu_store(layout, key.dtype, value.dtype) if pages.is_cuda else None
+    find_store = {"cuda": _gpu_store, "cpu": _cpu_store}.get(pages.device.type)
+    store = None if find_store is None else find_store(layout, key.dtype, value.dtype)
     if store is None:
         _store_reference(key, value, pages, slot_mapping, layout, k_scale, v_scale)
         return
-    if os.environ.get("HALFBYTE_DEBUG") == "1":
+    if pages.is_cuda and os.environ.get("HALFBYTE_DEBUG") == "1":
         _check_slots(pages, slot_mapping, layout)
     store(key, value, pages, slot_mapping, layout, k_scale, v_scale)
 
@@ -153,6 +155,20 @@ def _gpu_store(
     reason = module.unsupported_reason(layout, key_dtype, value_dtype)
     if reason is None:
         return module.store_tokens
+    logger.info("K and V are stored by PyTorch operators: the kernel takes %s", reason)
+    return None
+
+
+@lru_cache(maxsize=256)
+def _cpu_store(
+    layout: PageLayout, key_dtype: torch.dtype, value_dtype: torch.dtype
+) -> _Store | None:
+    """The store kernel for such inputs, which raises for slots past the last page by itself."""
+    from halfbyte.kernels import store_cpu
+
+    reason = store_cpu.unsupported_reason(layout, key_dtype, value_dtype)
+    if reason is None:
+        return store_cpu.store_tokens_cpu
     logger.info("K and V are stored by PyTorch operators: the kernel takes %s", reason)
     return None
 

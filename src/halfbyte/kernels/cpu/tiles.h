@@ -1,0 +1,91 @@
+// What attention asks of an instruction set. Written once for vectors of any width
+// (`tiles_simd.inc`) and, for nvfp4, by hand.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "formats.h"
+
+namespace halfbyte {
+
+constexpr int kSpan = 512;  // tokens scored before their softmax
+constexpr int kTile = 64;   // tokens unpacked at once
+constexpr int kStep = 32;   // tokens read at once where nothing is unpacked to memory
+constexpr int kPad = 16;    // rows of floats are padded to a multiple of this
+
+inline int padded(int n) { return (n + kPad - 1) / kPad * kPad; }
+
+// Where rows of a head lie, token by token; all heads share the addresses and differ in offsets.
+struct Rows {
+  const uint8_t* const* data;
+  const uint8_t* const* scales;
+  int64_t data_offset, scale_offset;
+
+  const uint8_t* data_of(int t) const { return data[t] + data_offset; }
+  const uint8_t* scales_of(int t) const { return scales[t] + scale_offset; }
+  Rows from(int t) const { return {data + t, scales + t, data_offset, scale_offset}; }
+  void prefetch(int t, int element) const {
+    __builtin_prefetch(data_of(t) + element / 2);
+    __builtin_prefetch(scales_of(t) + element / 16);
+  }
+};
+
+// nvfp4 read straight from its bytes, for up to `kStep` tokens. Meanwhile the lines of `ahead`
+// tokens of `next` are fetched, a few at a time: a burst would fill the buffers of outstanding
+// lines and hold up everything else.
+struct PackedKernels {
+  // Sums of products of stored values, scales included, are this many times too small.
+  float factor;
+  // With more query rows it is faster to unpack V once and multiply; the bits are the same.
+  int max_accumulate_rows;
+  // Query rows (float, `stride` apart) in the order that `score` reads.
+  void (*pack)(const float* q, int64_t stride, int rows, int head_size, float* packed);
+  // scores[r * kSpan + t] = q[r] . k[t]; columns up to kStep may be written.
+  void (*score)(const float* packed, int rows, Rows k, int tokens, int head_size, float* scores,
+                Rows next, int ahead);
+  // sums[r] += weights[r * kSpan + t] * v[t], in an order of its own; rows `sum_size` apart.
+  void (*accumulate)(const float* weights, int rows, Rows v, int tokens, int head_size, float* sums,
+                     Rows next, int ahead);
+  // Ends the sums, if that is not null; then element d lies at `position(d)`.
+  void (*fold)(float* sums, int rows, int head_size);
+  int (*position)(int element);
+};
+
+constexpr int kSumChunk = 128;
+
+// Floats of a row of sums, or of packed queries.
+inline int sum_size(int head_size) { return (head_size + kSumChunk - 1) / kSumChunk * kSumChunk; }
+
+struct Kernels {
+  // `size` values of a row; writes up to padded(size).
+  void (*unpack)(int format, const uint8_t* data, const uint8_t* scales, int size, float* out);
+  // out[c][r] = in[r][c] for `columns` columns of kPad rows.
+  void (*transpose)(const float* in, int64_t in_stride, int columns, float* out,
+                    int64_t out_stride);
+  // c[r][n] += a[r][k] * b[k][n], or = where `fresh`; `width` is a multiple of kPad.
+  void (*multiply)(const float* a, int64_t a_stride, int rows, const float* b, int64_t b_stride,
+                   int depth, float* c, int64_t c_stride, int width, bool fresh);
+  // The next three are for n % kPad == 0 values.
+  // x *= multiplier, softcapped where softcap > 0, times log2 e.
+  void (*logits)(float* x, int n, float multiplier, float softcap);
+  float (*largest)(const float* x, int n);  // never NaN
+  // x = 2^(x - shift); the sum.
+  float (*exponentials)(float* x, int n, float shift);
+  // out[i] = first + i * stride.
+  void (*addresses)(const uint8_t* first, int64_t stride, int count, const uint8_t** out);
+  const PackedKernels* packed;           // or null
+  const PackedKernels* packed_bfloat16;  // for queries that are exact in bfloat16, or null
+};
+
+// The best up to the level that is set.
+const Kernels& kernels();
+
+extern const Kernels kPortableKernels;
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define HALFBYTE_X86 1
+extern const Kernels kAvx2Kernels, kAvx512Kernels;
+extern const PackedKernels kPackedBfloat16Avx512;
+#endif
+
+}  // namespace halfbyte

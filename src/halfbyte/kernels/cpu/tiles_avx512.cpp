@@ -1,0 +1,257 @@
+// AVX-512. nvfp4 is read straight from its bytes, as words of eight codes. A look-up (`vpermw`)
+// takes the low bits of both halves of a word, so it gives the bfloat16 of elements 0 and 4 of
+// sixteen words, and of the next after a shift; a shift and a mask make floats of them.
+//
+// K is turned first so that a lane holds a token: scores need no sums over lanes, and a block scale
+// multiplies the sums of its sixteen products. V stays as it lies, a lane holding eight elements of
+// a token, and weights take the block scales.
+
+#include <climits>
+#include <cstring>
+#include <limits>
+
+#include "avx512.h"
+
+#if HALFBYTE_X86
+
+namespace halfbyte {
+namespace {
+
+#define TARGET AVX512
+
+using Vec = __m512;
+constexpr int kLanes = 16;
+constexpr int kColumns = 4;
+constexpr int kHeldRows = 6;
+
+TARGET inline Vec load(const float* x) { return _mm512_loadu_ps(x); }
+TARGET inline void store(float* x, Vec v) { _mm512_storeu_ps(x, v); }
+TARGET inline Vec set(float x) { return _mm512_set1_ps(x); }
+TARGET inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+TARGET inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+TARGET inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+TARGET inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+TARGET inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+TARGET inline Vec larger(Vec a, Vec b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+TARGET inline Vec choose_less(Vec a, Vec b, Vec x, Vec y) {
+  return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x);
+}
+TARGET inline Vec absolute(Vec x) { return _mm512_abs_ps(x); }
+TARGET inline Vec with_sign_of(Vec x, Vec sign) {
+  return _mm512_or_ps(x, _mm512_and_ps(sign, _mm512_castsi512_ps(_mm512_set1_epi32(INT32_MIN))));
+}
+TARGET inline Vec nearest(Vec x) { return _mm512_roundscale_ps(x, 0); }
+TARGET inline Vec times_power(Vec x, Vec power) { return _mm512_scalef_ps(x, power); }
+
+TARGET inline Vec from_float32(const uint8_t* data) { return _mm512_loadu_ps(data); }
+TARGET inline Vec from_float16(const uint8_t* data) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)data));
+}
+TARGET inline Vec from_bfloat16(const uint8_t* data) {
+  const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)data));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+}
+TARGET inline Vec from_e4m3(const uint8_t* data) {
+  const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)data));
+  const __m512i half = half_of_e4m3(_mm512_castsi256_si512(words));
+  return _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(half)), set(256.0f));
+}
+TARGET inline Vec from_e5m2(const uint8_t* data) {  // the upper half of an fp16
+  const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)data));
+  return _mm512_cvtph_ps(_mm256_slli_epi16(words, 8));
+}
+TARGET inline Vec from_e2m1(const uint8_t* data) {
+  const __m512i word = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+  const __m512i shift = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+  const __m512i words = _mm512_castsi128_si512(_mm_loadl_epi64((const __m128i*)data));
+  const __m512i codes = _mm512_srlv_epi32(_mm512_permutexvar_epi32(word, words), shift);
+  return _mm512_permutexvar_ps(codes, _mm512_load_ps(kE2M1));
+}
+
+TARGET void transpose(const float* in, int64_t in_stride, int columns, float* out,
+                      int64_t out_stride) {
+  const uint8_t* rows[16];
+  for (int r = 0; r < 16; r++) rows[r] = (const uint8_t*)(in + r * in_stride);
+  for (int c = 0; c < columns; c += 16) {
+    __m512i turned[16];
+    transpose_16_words(rows, c * 4, turned);
+    const int count = columns - c < 16 ? columns - c : 16;
+    for (int i = 0; i < count; i++) _mm512_storeu_si512(out + (c + i) * out_stride, turned[i]);
+  }
+}
+
+#include "tiles_simd.inc"
+
+// Queries: groups of up to four rows, in each [word][look-up][operand][row].
+void pack(const float* q, int64_t stride, int rows, int head_size, float* packed) {
+  for (; rows > 0; rows -= 4, q += 4 * stride, packed += 4 * sum_size(head_size)) {
+    const int count = rows < 4 ? rows : 4;
+    for (int r = 0; r < count; r++)
+      for (int d = 0; d < head_size; d++)
+        packed[(d / 8 * 8 + d % 4 * 2 + d % 8 / 4) * count + r] = q[r * stride + d];
+  }
+}
+
+constexpr int kOperands = 2;
+TARGET inline __m512i operand(__m512i pair, int o) {
+  return o ? _mm512_and_si512(pair, _mm512_set1_epi32((int)0xffff0000))
+           : _mm512_slli_epi32(pair, 16);
+}
+TARGET inline __m512 multiply_add(__m512 sum, __m512i x, __m512 y) {
+  return _mm512_fmadd_ps(_mm512_castsi512_ps(x), y, sum);
+}
+
+#include "score_avx512.inc"
+
+// V of a chunk of 128 elements, a token at a time: a lane holds a word of eight codes.
+struct WholeChunk {
+  __mmask16 words, blocks;
+
+  static constexpr int kTokens = 1;
+  TARGET explicit WholeChunk(int elements)
+      : words((__mmask16)((1u << elements / 8) - 1)),
+        blocks((__mmask16)((1u << elements / 16) - 1)) {}
+  TARGET __m512i codes(Rows v, int t, int, int element) const {
+    return _mm512_maskz_loadu_epi32(words, v.data_of(t) + element / 2);
+  }
+  // Block scales times 2^-8, each for the two words of its block.
+  TARGET __m512 scales(Rows v, int t, int, int element) const {
+    const __m128i bytes = _mm_maskz_loadu_epi8(blocks, v.scales_of(t) + element / 16);
+    return scales_of_words(_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(bytes, bytes)));
+  }
+  TARGET __m512 weights(const float* row, int t, int) const { return set(row[t]); }
+  TARGET static __m512 scales_of_words(__m256i bytes) {
+    return _mm512_cvtph_ps(_mm512_castsi512_si256(half_of_e4m3(_mm512_castsi256_si512(bytes))));
+  }
+};
+
+// The same for a chunk of up to 64 elements and two tokens, which take turns in the lanes.
+struct HalfChunk {
+  __mmask8 words, blocks;
+
+  static constexpr int kTokens = 2;
+  TARGET explicit HalfChunk(int elements)
+      : words((__mmask8)((1u << elements / 8) - 1)),
+        blocks((__mmask8)((1u << elements / 16) - 1)) {}
+  TARGET __m512i codes(Rows v, int t, int u, int element) const {
+    const __m256i x = _mm256_maskz_loadu_epi32(words, v.data_of(t) + element / 2);
+    const __m256i y = _mm256_maskz_loadu_epi32(words, v.data_of(u) + element / 2);
+    const __m512i turns = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    return _mm512_permutex2var_epi32(_mm512_castsi256_si512(x), turns, _mm512_castsi256_si512(y));
+  }
+  TARGET __m512 scales(Rows v, int t, int u, int element) const {
+    const __m128i x = _mm_maskz_loadu_epi8(blocks, v.scales_of(t) + element / 16);
+    const __m128i y = _mm_maskz_loadu_epi8(blocks, v.scales_of(u) + element / 16);
+    const __m128i turns = _mm_unpacklo_epi8(x, y);
+    return WholeChunk::scales_of_words(_mm256_cvtepi8_epi16(_mm_unpacklo_epi16(turns, turns)));
+  }
+  // After an odd last token the weights are padded with 0.
+  TARGET __m512 weights(const float* row, int t, int) const {
+    double both;
+    std::memcpy(&both, row + t, sizeof both);
+    return _mm512_castpd_ps(_mm512_set1_pd(both));
+  }
+};
+
+// Half of the look-ups at a time, so that four rows' sums stay in registers over the tokens. The
+// first half leaves the weights times block scales for the second.
+template <class CHUNK, int ROWS, int HALF>
+TARGET void accumulate_half(const CHUNK& chunk, const float* weights, Rows v, int tokens,
+                            int element, int size, __m512 (*scaled)[ROWS], float* sums, Rows next,
+                            int ahead) {
+  const __m512i codes = bfloat16_of_e2m1();
+  float* at = sums + element + HALF * 64;
+  __m512 sum[ROWS][4];
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; n++) sum[r][n] = load(at + r * size + n * 16);
+  for (int t = 0; t < tokens; t += CHUNK::kTokens) {
+    const int u = t + 1 < tokens ? t + 1 : t;
+    if (!HALF) {
+      if (t < ahead) next.prefetch(t, element);
+      if (CHUNK::kTokens == 2 && t + 1 < ahead) next.prefetch(t + 1, element);
+      const __m512 scale = chunk.scales(v, t, u, element);
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; r++)
+        scaled[t][r] = _mm512_mul_ps(scale, chunk.weights(weights + r * kSpan, t, u));
+    }
+    __m512i w = chunk.codes(v, t, u, element);
+    if (HALF) w = _mm512_srli_epi32(w, 8);
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; n++) {
+      const __m512i pair = _mm512_permutexvar_epi16(_mm512_srli_epi32(w, 4 * n), codes);
+      const __m512 x = _mm512_castsi512_ps(operand(pair, 0));
+      const __m512 y = _mm512_castsi512_ps(operand(pair, 1));
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; r++) {
+        sum[r][2 * n] = _mm512_fmadd_ps(x, scaled[t][r], sum[r][2 * n]);
+        sum[r][2 * n + 1] = _mm512_fmadd_ps(y, scaled[t][r], sum[r][2 * n + 1]);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; n++) store(at + r * size + n * 16, sum[r][n]);
+}
+
+template <int ROWS>
+TARGET void accumulate_rows(const float* weights, Rows v, int tokens, int head_size, float* sums,
+                            Rows next, int ahead) {
+  const int size = sum_size(head_size);
+  __m512 scaled[kStep][ROWS];
+  for (int d = 0; d < head_size; d += 128) {
+    if (head_size - d <= 64) {
+      const HalfChunk chunk(head_size - d);
+      accumulate_half<HalfChunk, ROWS, 0>(chunk, weights, v, tokens, d, size, scaled, sums, next,
+                                          ahead);
+      accumulate_half<HalfChunk, ROWS, 1>(chunk, weights, v, tokens, d, size, scaled, sums, next,
+                                          ahead);
+    } else {
+      const WholeChunk chunk(head_size - d < 128 ? head_size - d : 128);
+      accumulate_half<WholeChunk, ROWS, 0>(chunk, weights, v, tokens, d, size, scaled, sums, next,
+                                           ahead);
+      accumulate_half<WholeChunk, ROWS, 1>(chunk, weights, v, tokens, d, size, scaled, sums, next,
+                                           ahead);
+    }
+  }
+}
+
+constexpr PackedKernels kPacked = {256.0f,      INT_MAX,        pack, score, accumulate_avx512,
+                                   fold_avx512, position_avx512};
+
+}  // namespace
+
+TARGET void accumulate_avx512(const float* weights, int rows, Rows v, int tokens, int head_size,
+                              float* sums, Rows next, int ahead) {
+  const int size = sum_size(head_size);
+  int fetch = ahead;
+  for (; rows >= 4; rows -= 4, weights += 4 * kSpan, sums += 4 * size, fetch = 0)
+    accumulate_rows<4>(weights, v, tokens, head_size, sums, next, fetch);
+  if (rows == 3) accumulate_rows<3>(weights, v, tokens, head_size, sums, next, fetch);
+  if (rows == 2) accumulate_rows<2>(weights, v, tokens, head_size, sums, next, fetch);
+  if (rows == 1) accumulate_rows<1>(weights, v, tokens, head_size, sums, next, fetch);
+}
+
+void fold_avx512(float* sums, int rows, int head_size) {
+  const int size = sum_size(head_size), last = size - 128;
+  if (head_size - last > 64) return;
+  for (int r = 0; r < rows; r++)
+    for (int n = 0; n < 128; n += 16) {
+      float* lanes = sums + r * size + last + n;
+      for (int i = 0; i < 8; i++) lanes[i] = lanes[2 * i] + lanes[2 * i + 1];
+    }
+}
+
+int position_avx512(int element) {
+  const int n = element % 8;
+  return element / 128 * 128 + (n % 4 * 2 + n / 4) * 16 + element % 128 / 8;
+}
+
+const Kernels kAvx512Kernels = {unpack,       transpose, multiply, logits, largest,
+                                exponentials, addresses, &kPacked, nullptr};
+
+}  // namespace halfbyte
+
+#endif

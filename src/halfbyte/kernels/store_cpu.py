@@ -1,0 +1,108 @@
+"""Launcher of the store of K and V for CPUs (`cpu/store.cpp`)."""
+
+import struct
+from functools import lru_cache
+
+import torch
+
+from halfbyte.kernels.cpu_library import FLOATS, library, pack_layout
+from halfbyte.layouts import KVCacheDType, PageLayout
+
+_SIDE = "P3qif"
+"""`Input` of the source."""
+_CALL = struct.Struct("2P4q2i" + 2 * _SIDE)
+
+
+def unsupported_reason(
+    layout: PageLayout, key_dtype: torch.dtype, value_dtype: torch.dtype
+) -> str | None:
+    """Why the kernel cannot write a layout from such inputs; None if it can."""
+    for name, dtype in (("key", key_dtype), ("value", value_dtype)):
+        if dtype not in FLOATS:
+            return f"{name} in bfloat16, float16 or float32, not {dtype}"
+    if library() is None:
+        return "nothing: the package was installed without a C++ compiler"
+    return None
+
+
+def store_tokens_cpu(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: PageLayout,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+) -> None:
+    """As `halfbyte.kvcache.reshape_and_cache`, on arguments already checked, all on the CPU.
+
+    The bytes are those of `reshape_and_cache_reference`, but for the payload of a NaN that is
+    stored as a float.
+
+    Args:
+        k_scale, v_scale: floats, or float32 tensors of one element.
+
+    Raises:
+        ValueError: a slot past the last page (then nothing is written), a float scale that is not
+            positive and finite, a scale of several elements, or pages whose alignment does not
+            suit a 16- or 32-bit format.
+    """
+    loaded = library()
+    assert loaded is not None
+    _check_alignment(pages, layout)
+    capacity = pages.shape[0] * layout.block_size
+    call = _CALL.pack(
+        pages.data_ptr(),
+        slot_mapping.data_ptr(),
+        slot_mapping.stride(0),
+        slot_mapping.shape[0],
+        pages.stride(0),
+        capacity,
+        torch.get_num_threads(),
+        0,
+        key.data_ptr(),
+        *key.stride(),
+        FLOATS[key.dtype],
+        _multiplier("k_scale", k_scale, layout.k_dtype),
+        value.data_ptr(),
+        *value.stride(),
+        FLOATS[value.dtype],
+        _multiplier("v_scale", v_scale, layout.v_dtype),
+    )
+    past = loaded.halfbyte_store(pack_layout(layout), call)
+    if past >= 0:
+        raise ValueError(f"slot_mapping: slot {past} is past the last, {capacity - 1}")
+
+
+def _multiplier(name: str, scale: float | torch.Tensor, dtype: KVCacheDType) -> float:
+    """The decode multiplier; 1 for formats without one."""
+    if not dtype.has_global_scale:
+        return 1.0
+    if isinstance(scale, torch.Tensor):
+        if scale.numel() != 1:
+            raise ValueError(f"{name}: expected one element, got {tuple(scale.shape)}")
+        return float(scale)
+    try:
+        rounded: float = struct.unpack("f", struct.pack("f", scale))[0]
+    except OverflowError:
+        rounded = float("inf")
+    if not 0 < rounded < float("inf"):
+        raise ValueError(f"{name}: expected a positive finite float32, got {scale}")
+    return rounded
+
+
+@lru_cache(maxsize=256)
+def _alignment(layout: PageLayout) -> int:
+    return max(layout.k_dtype.storage_dtype.itemsize, layout.v_dtype.storage_dtype.itemsize)
+
+
+def _check_alignment(pages: torch.Tensor, layout: PageLayout) -> None:
+    """As `PageLayout.views`, which nothing here needs."""
+    alignment = _alignment(layout)
+    # The stride of a single page may be anything.
+    stride = pages.stride(0) if pages.shape[0] > 1 else 0
+    if alignment > 1 and (pages.data_ptr() | stride) % alignment:
+        raise ValueError(
+            f"pages: the base {pages.data_ptr():#x} and the stride {stride} must be multiples of "
+            f"{alignment} bytes for K in {layout.k_dtype} and V in {layout.v_dtype}"
+        )
