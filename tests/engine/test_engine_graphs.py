@@ -34,15 +34,44 @@ def texts(cuda_graphs: bool, **options: Any) -> tuple[list[str], LLM]:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("kv_cache_dtype", ["nvfp4", "bfloat16"])
-def test_graphs_give_the_tokens_of_eager_steps(kv_cache_dtype: str) -> None:
-    with_graphs, llm = texts(True, kv_cache_dtype=kv_cache_dtype, batch_invariant=True)
-    without, _ = texts(False, kv_cache_dtype=kv_cache_dtype, batch_invariant=True)
+def test_graphs_give_the_tokens_of_eager_steps(kv_cache_dtype: str, batch_invariant: bool) -> None:
+    options: dict[str, Any] = {
+        "kv_cache_dtype": kv_cache_dtype,
+        "batch_invariant": batch_invariant,
+        "max_num_seqs": 8,
+    }
+    with_graphs, llm = texts(True, **options)
+    without, _ = texts(False, **options)
     assert llm.core.runner.graphs is not None
     assert llm.core.runner.graphs.captured_sizes == [1, 2, 4, 8]
     # Matrices of another height are rounded otherwise, so text may part late; it must begin alike.
     for a, b in zip(with_graphs, without, strict=True):
         assert a[:40] == b[:40]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("architecture", ["mistral", "gemma2", "qwen3"])
+def test_graphs_on_hybrid_models_with_a_pool_that_preempts(architecture: str) -> None:
+    prompts = [[i + 1, 2 * i + 1, 5] * (4 + i) for i in range(6)]
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    outputs = []
+    for cuda_graphs in (True, False):
+        model = make_model(architecture).cuda()
+        llm = LLM(
+            model,
+            kv_cache_dtype="bfloat16",
+            cuda_graphs=cuda_graphs,
+            max_num_seqs=6,
+            num_pages=30,
+            max_model_len=128,
+        )
+        outputs.append([output.token_ids for output in llm.generate(prompts, params)])
+        if cuda_graphs:
+            assert llm.core.runner.graphs is not None
+            assert llm.core.runner.graphs.captured_sizes
+    assert [tokens[:20] for tokens in outputs[0]] == [tokens[:20] for tokens in outputs[1]]
 
 
 @pytest.mark.gpu
