@@ -6,7 +6,9 @@ says why and what can; nothing falls back silently.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -137,6 +139,12 @@ class Registry(Generic[T]):
         if usable and config is not None:
             usable, reason = candidate.can_implement(config)
         return Verdict(name, usable, reason)
+
+
+@cache
+def is_installed(module: str) -> bool:
+    """Whether a module can be imported; looked for once per process."""
+    return find_spec(module) is not None
 
 
 def current_compute_capability(device: torch.device | None = None) -> int:

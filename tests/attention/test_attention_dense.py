@@ -73,23 +73,26 @@ def test_every_gpu_from_sm80() -> None:
     assert supported == {80, 90, 120}
 
 
-def attend(case: Case, device: str, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The backend itself: on a CPU the selection would not choose it."""
-    arguments = {
+def inputs_of(case: Case, device: str, lse: torch.Tensor | None = None) -> AttentionInputs:
+    arguments: dict[str, Any] = {
         name: value.to(device) if isinstance(value, torch.Tensor) else value
         for name, value in case.arguments().items()
     }
-    query = case.query.to(device)
-    lse = query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None
-    inputs = AttentionInputs(
-        query=query,
+    options: dict[str, Any] = dict.fromkeys(("sliding_window", "sinks", "softcap", "given_out"))
+    return AttentionInputs(
+        query=case.query.to(device),
         pages=case.pages.to(device),
-        **{"sliding_window": None, "sinks": None, "softcap": None, **arguments},
         batch_invariant=False,
-        given_out=None,
         lse=lse,
         plans=AttentionPlans(),
+        **{**options, **arguments},
     )
+
+
+def attend(case: Case, device: str, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The backend itself: on a CPU the selection would not choose it."""
+    lse = torch.empty(case.query.shape[:2], device=device) if return_lse else None
+    inputs = inputs_of(case, device, lse)
     DenseAttention.forward(inputs)
     return inputs.out.cpu(), None if lse is None else lse.cpu()
 
@@ -171,21 +174,4 @@ def test_dense_attention_on_a_gpu(name: str) -> None:
 @pytest.mark.gpu
 def test_a_gpu_chooses_it_for_prefill() -> None:
     case = make_case(head_size=128, query_lens=(1024,), seq_lens=(1024,))
-    inputs = AttentionInputs(
-        query=case.query.cuda(),
-        pages=case.pages.cuda(),
-        **{
-            "sliding_window": None,
-            "sinks": None,
-            "softcap": None,
-            **{
-                name: value.cuda() if isinstance(value, torch.Tensor) else value
-                for name, value in case.arguments().items()
-            },
-        },
-        batch_invariant=False,
-        given_out=None,
-        lse=None,
-        plans=AttentionPlans(),
-    )
-    assert ATTENTION_BACKENDS.select(inputs.config()).name == "dense"
+    assert ATTENTION_BACKENDS.select(inputs_of(case, "cuda").config()).name == "dense"

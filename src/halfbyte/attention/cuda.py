@@ -1,12 +1,11 @@
 """CUDA C++ on NVIDIA GPUs from SM80: decode straight from packed pages."""
 
-from importlib.util import find_spec
 from typing import ClassVar
 
 import torch
 
 from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
-from halfbyte.dispatch import CPU, Answer, current_compute_capability
+from halfbyte.dispatch import CPU, Answer, current_compute_capability, is_installed
 from halfbyte.kernels.decode import decode, make_plan, unsupported_reason, variant
 
 _MAX_MEAN_QUERIES = 8
@@ -28,7 +27,7 @@ class CudaAttention(AttentionBackend):
             return False, "needs an NVIDIA GPU"
         if capability < 80:
             return False, f"needs compute capability 8.0, this is {capability / 10}"
-        if here and find_spec("cuda.bindings") is None:
+        if here and not is_installed("cuda.bindings"):
             return False, "needs cuda-bindings, which CUDA builds of PyTorch install"
         return True, "reads packed pages"
 

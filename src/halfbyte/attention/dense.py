@@ -14,7 +14,6 @@ go to the kernels for decoding, short prompts to the general one.
 """
 
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import ClassVar
 
@@ -27,7 +26,7 @@ from halfbyte.attention.base import (
     AttentionPlans,
 )
 from halfbyte.attention.interface import run
-from halfbyte.dispatch import CPU, Answer, current_compute_capability
+from halfbyte.dispatch import CPU, Answer, current_compute_capability, is_installed
 
 WORKSPACE_BYTES = 256 * 2**20
 """For unpacked K and V, of which one block at a time is held."""
@@ -107,7 +106,7 @@ class DenseAttention(AttentionBackend):
             return False, "needs an NVIDIA GPU"
         if capability < 80:
             return False, f"needs compute capability 8.0, this is {capability / 10}"
-        if here and find_spec("triton") is None:
+        if here and not is_installed("triton"):
             return False, "needs Triton: pip install halfbyte[gpu]"
         return True, "unpacks pages for PyTorch's attention, for prefill"
 

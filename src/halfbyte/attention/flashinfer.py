@@ -23,7 +23,6 @@ import shutil
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import metadata
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -345,6 +344,6 @@ def _missing_package() -> str | None:
         return f"{needed}, this is {version}"
     # Where FlashInfer itself looks for nvcc (`get_cuda_path` in its `jit/cpp_ext.py`).
     nvcc = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or shutil.which("nvcc")
-    if not (nvcc or Path("/usr/local/cuda").exists() or find_spec("flashinfer_jit_cache")):
+    if not (nvcc or Path("/usr/local/cuda").exists() or is_installed("flashinfer_jit_cache")):
         return "needs nvcc (or flashinfer-jit-cache): FlashInfer compiles its kernels at first use"
     return None

@@ -1,10 +1,9 @@
 """Triton on NVIDIA GPUs from SM80: decode and prefill straight from packed pages, every format."""
 
-from importlib.util import find_spec
 from typing import ClassVar
 
 from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
-from halfbyte.dispatch import CPU, Answer, current_compute_capability
+from halfbyte.dispatch import CPU, Answer, current_compute_capability, is_installed
 from halfbyte.kernels.attend_plan import unsupported_reason
 
 
@@ -23,7 +22,7 @@ class TritonAttention(AttentionBackend):
             return False, "needs an NVIDIA GPU"
         if capability < 80:
             return False, f"needs compute capability 8.0, this is {capability / 10}"
-        if here and find_spec("triton") is None:
+        if here and not is_installed("triton"):
             return False, "needs Triton: pip install halfbyte[gpu]"
         return True, "reads packed pages of every format"
 

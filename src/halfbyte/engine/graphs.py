@@ -126,10 +126,7 @@ class DecodeGraphs:
         _copy(self._seq_lens[:size], seq_lens)
         for group, (buffer, slots) in enumerate(zip(self._block_tables, self._slots, strict=True)):
             block_size = self.tables.pool.plan.groups[group].block_size
-            rows = [self.tables.table(seq, group) for seq, _ in chunks]
-            table = np.zeros((count, max(map(len, rows))), np.int32)
-            for row, pages in zip(table, rows, strict=True):
-                row[: len(pages)] = pages
+            table = self.tables.block_table([seq for seq, _ in chunks], group)
             last = positions[:count]
             own = np.full(size, -1, np.int64)
             own[:count] = table[np.arange(count), last // block_size] * np.int64(block_size)

@@ -4,9 +4,11 @@ Sequences grow, fork (sharing pages until one of them writes), shrink, leave for
 come back. Every operation that can run out of pages either happens whole or not at all.
 """
 
-from collections.abc import Hashable
+from array import array
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from halfbyte.kvcache.allocator import NULL_PAGE, OutOfPagesError, PageAllocator
@@ -19,8 +21,8 @@ SequenceId = Hashable
 @dataclass
 class _Sequence:
     length: int
-    tables: list[list[int]]
-    """Page numbers per group; NULL_PAGE where a page has died."""
+    tables: "list[array[int]]"
+    """Page numbers (int32) per group; NULL_PAGE where a page has died."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,21 @@ class SequenceTables:
 
     def table(self, seq: SequenceId, group: int = 0) -> list[int]:
         """Page numbers of a sequence in a group, in order of tokens."""
-        return list(self._get(seq).tables[group])
+        return self._get(seq).tables[group].tolist()
+
+    def copy_table(self, seq: SequenceId, group: int, row: np.ndarray) -> int:
+        """Copy a sequence's page numbers to the front of an int32 row; how many there are."""
+        table = self._get(seq).tables[group]
+        row[: len(table)] = np.frombuffer(table, dtype=np.int32)
+        return len(table)
+
+    def block_table(self, seqs: Sequence[SequenceId], group: int) -> np.ndarray:
+        """int32 `[sequences, most pages]`: page numbers of a group, zeros after their ends."""
+        width = max((len(self._get(seq).tables[group]) for seq in seqs), default=0)
+        rows = np.zeros((len(seqs), width), np.int32)
+        for seq, row in zip(seqs, rows, strict=True):
+            self.copy_table(seq, group, row)
+        return rows
 
     def add(self, seq: SequenceId) -> None:
         """Start an empty sequence.
@@ -78,7 +94,7 @@ class SequenceTables:
         """
         if seq in self._sequences:
             raise ValueError(f"sequence {seq!r} already exists")
-        self._sequences[seq] = _Sequence(0, [[] for _ in self.pool.plan.groups])
+        self._sequences[seq] = _Sequence(0, [array("i") for _ in self.pool.plan.groups])
 
     def num_new_pages(self, seq: SequenceId, count: int) -> int:
         """Free pages that `append(seq, count)` would take."""
@@ -127,7 +143,7 @@ class SequenceTables:
         self.add(child)
         for table in source.tables:
             self.allocator.retain(table)
-        self._sequences[child] = _Sequence(source.length, [list(t) for t in source.tables])
+        self._sequences[child] = _Sequence(source.length, [table[:] for table in source.tables])
 
     def crop(self, seq: SequenceId, length: int) -> None:
         """Drop the tokens from `length` on.
@@ -187,7 +203,7 @@ class SequenceTables:
         self.pool.write_pages(pages, host.data)
         tables, taken = [], 0
         for at, length in zip(host.live, host.table_lengths, strict=True):
-            table = [NULL_PAGE] * length
+            table = array("i", [NULL_PAGE]) * length
             for i in at:
                 table[i] = pages[taken]
                 taken += 1
@@ -200,8 +216,10 @@ class SequenceTables:
             raise ValueError(f"slots: {start} .. {stop} is not within {self.length(seq)} tokens")
         block_size = self.pool.plan.groups[group].block_size
         positions = torch.arange(start, stop)
-        table = torch.tensor(self._get(seq).tables[group], dtype=torch.int64)
-        return table[positions // block_size] * block_size + positions % block_size
+        first = start // block_size
+        pages = self._get(seq).tables[group][first : -(-stop // block_size)]
+        table = torch.tensor(pages, dtype=torch.int64)
+        return table[positions // block_size - first] * block_size + positions % block_size
 
     def pages_of_groups(self) -> list[list[int]]:
         """Per group, the pages that its sequences hold, as `PagedKVPool.shard` wants them."""

@@ -58,9 +58,8 @@ class PagedBatch:
         lengths = [tables.length(seq) for seq, _ in chunks]
         block_tables, slot_mapping = [], []
         for group in range(len(tables.pool.plan.groups)):
-            rows = [torch.tensor(tables.table(seq, group), dtype=torch.int32) for seq, _ in chunks]
-            padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-            block_tables.append(padded.to(device))
+            rows = tables.block_table([seq for seq, _ in chunks], group)
+            block_tables.append(torch.from_numpy(rows).to(device))
             slots = [
                 tables.slots(seq, length - count, length, group)
                 for (seq, count), length in zip(chunks, lengths, strict=True)
