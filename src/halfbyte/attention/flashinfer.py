@@ -32,7 +32,7 @@ import torch
 
 from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
 from halfbyte.attention.flashinfer_views import flashinfer_dtype, kv_cache_views, page_table
-from halfbyte.dispatch import CPU, Answer, current_compute_capability
+from halfbyte.dispatch import CPU, Answer, current_compute_capability, is_installed
 from halfbyte.layouts import PageLayout
 
 _OLDEST = (0, 7)
