@@ -1,0 +1,226 @@
+// Brings a unit's tiles of K and V into the ring in shared memory, ahead of the arithmetic.
+//
+// A stage of the ring is a tile of TILE tokens: rows of K, their block scales, rows of V, theirs. The
+// macros of geometry are those of decode.cu.
+
+#pragma once
+#include "decode_formats.cuh"
+#include "decode_work.cuh"
+
+struct Params {
+  const void* query;      // [tokens, heads, HEAD_SIZE]
+  const u8* pages;
+  float* partial_out;     // [rows, KV_HEADS, COLS, HEAD_SIZE_V]
+  float2* partial_ml;     // [rows, KV_HEADS, COLS]: (max in base 2, sum)
+  PlanView plan;
+  const int* block_tables;
+  const float* k_scale;
+  const float* v_scale;
+  u64 query_stride_token, query_stride_head;  // elements
+  u32 page_stride;                            // bytes
+  int max_pages;
+  float softmax_scale, softcap;
+  int window;
+};
+
+#define ROW_K (HEAD_SIZE * BITS(K_KIND) / 8)
+#define ROW_V (HEAD_SIZE_V * BITS(V_KIND) / 8)
+#define SF_K (K_KIND == 4 ? HEAD_SIZE / 16 : 0)
+#define SF_V (V_KIND == 4 ? HEAD_SIZE_V / 16 : 0)
+#define CHUNKS_K (ROW_K / 16)
+#define CHUNKS_V (ROW_V / 16)
+#define WORDS_SF_K (SF_K / 4)
+#define WORDS_SF_V (SF_V / 4)
+// 16 x 16 matrices in a row of K, and that ldmatrix brings at a time.
+#define STEPS_K (HEAD_SIZE / 16)
+#define STEPS_V (HEAD_SIZE_V / 16)
+#define LOADED_K (16 / BITS(K_KIND))
+#define LOADED_V (16 / BITS(V_KIND))
+#define STAGE_BYTES (TILE * (ROW_K + SF_K + ROW_V + SF_V))
+#define OFF_SF_K (TILE * ROW_K)
+#define OFF_V (OFF_SF_K + TILE * SF_K)
+#define OFF_SF_V (OFF_V + TILE * ROW_V)
+#define Q_BYTES (Q_SHARED ? N_TILES * STEPS_K * 256 : 0)
+#define HALVES (TILE / 16)
+
+// Where a 16-byte chunk of a row lies in the ring: exclusive-or makes ldmatrix free of bank conflicts.
+template <int CHUNKS>
+__device__ __forceinline__ u32 swizzle(int row, int chunk) {
+  const int spread = CHUNKS % 8 == 0   ? row & 7
+                     : CHUNKS % 4 == 0 ? (row >> 1) & 3
+                     : CHUNKS % 2 == 0 ? (row >> 2) & 1
+                                       : 0;
+  return (u32)((row * CHUNKS + (chunk ^ spread)) * 16);
+}
+
+__device__ __forceinline__ u64 page_address(u64 base, u32 page, u32 stride) {
+  u64 y;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(y) : "r"(page), "r"(stride), "l"(base));
+  return y;
+}
+
+// The tiles of a piece that a unit works on.
+struct Share {
+  int first, stop;
+};
+
+__device__ __forceinline__ Share share_of(const PlanHeader& header, const Piece& piece, int unit) {
+  const int begin = unit * header.span, start = piece.begin + header.overhead;
+  return {piece.first_tile + max(0, begin - start),
+          piece.first_tile + min(piece.num_tiles, begin + header.span - start)};
+}
+
+// Whether piece `index` begins within a unit that has an earlier one.
+__device__ __forceinline__ bool goes_on(const Params& p, const PlanHeader& header, int index,
+                                        int unit, Piece& piece) {
+  if (header.overhead == 0 || index >= header.pieces) return false;
+  piece = p.plan.piece(index);
+  return piece.begin < (unit + 1) * header.span;
+}
+
+// Streams the tiles of a unit, piece after piece, into the ring, ahead of the arithmetic.
+struct Loader {
+  // A tile that may span several pages gives each lane the page of "its" 16 tokens.
+  static constexpr bool ONE_PAGE = BLOCK_SIZE % TILE == 0;
+  static constexpr int SHARE = 32 / HALVES;  // lanes per 16 tokens
+
+  const Params& p;
+  const PlanHeader& header;
+  int head, unit;
+  u32 ring, target;
+  int index;       // of the piece
+  int tile, stop;  // in the piece; at its stop, nothing is left
+  const int* table;
+  u32 last_page;
+  u32 page;  // of the next tile, looked up a tile before its bytes are asked for
+
+  __device__ __forceinline__ Loader(const Params& p, const PlanHeader& header, const Unit& first,
+                                    int head, int unit, u32 ring)
+      : p(p), header(header), head(head), unit(unit), ring(ring), target(ring), index(first.index) {
+    enter(first.piece);
+    while (tile >= stop && next_piece()) {}
+#pragma unroll
+    for (int i = 0; i < STAGES - 1; i++) {
+      if (i == 0) look_up();
+      step();
+    }
+  }
+
+  __device__ __forceinline__ void enter(const Piece& piece) {
+    const Share share = share_of(header, piece, unit);
+    tile = share.first;
+    stop = share.stop;
+    table = p.block_tables + (u64)piece.seq * p.max_pages;
+    last_page = (u32)(piece.length - 1) / BLOCK_SIZE;
+  }
+
+  __device__ __forceinline__ bool next_piece() {
+    Piece piece;
+    if (!goes_on(p, header, ++index, unit, piece)) return false;
+    enter(piece);
+    return true;
+  }
+
+  __device__ __forceinline__ void look_up() {
+    const u32 position = tile * TILE + (ONE_PAGE ? 0 : threadIdx.x % 32 / SHARE * 16);
+    if (tile < stop) page = table[min(position / BLOCK_SIZE, last_page)];
+  }
+
+  // Asks for the next tile, if there is one.
+  __device__ __forceinline__ void step() {
+    if (tile < stop) {
+      load();
+      tile++;
+      while (tile >= stop && next_piece()) {}
+    }
+    asm volatile("cp.async.commit_group;");
+    look_up();
+    target = target + STAGE_BYTES == ring + STAGES * STAGE_BYTES ? ring : target + STAGE_BYTES;
+  }
+
+  __device__ __forceinline__ void load() const {
+    const int lane = threadIdx.x & 31;
+    const int own_half = lane / SHARE, own_index = lane % SHARE;
+    const u32 stage = target;
+    const u32 in_page = (u32)(tile * TILE) % BLOCK_SIZE;  // of the first half
+#if HND
+    // 16 tokens of one head are contiguous: their 16-byte chunks go to the lanes in turn.
+    const u64 k_base = (u64)p.pages + head * K_DATA_HEAD + lane * 16;
+    const u64 v_base =
+        K_DATA_HEAD == V_DATA_HEAD ? k_base : (u64)p.pages + head * V_DATA_HEAD + lane * 16;
+    auto sf_offset = [&](int index) {
+      return index < SF_K ? K_SCALE + head * K_SCALE_HEAD + index * 16
+                          : V_SCALE + head * V_SCALE_HEAD + (index - SF_K) * 16;
+    };
+    auto sf_target = [&](int index) {
+      return index < SF_K ? OFF_SF_K + own_half * (16 * SF_K) + index * 16
+                          : OFF_SF_V + own_half * (16 * SF_V) + (index - SF_K) * 16;
+    };
+    const u64 sf_base = (u64)p.pages + sf_offset(own_index);
+    const u32 own_sf_target = sf_target(own_index);
+#endif
+#pragma unroll
+    for (int half = 0; half < HALVES; half++) {
+      const u32 from = ONE_PAGE ? page : __shfl_sync(~0u, page, half * SHARE);
+      const u32 token = ONE_PAGE ? in_page + 16 * half : (in_page + 16 * half) % BLOCK_SIZE;
+#if HND
+      const u64 k = page_address(k_base, from, p.page_stride) + token * ROW_K;
+      const u64 v = K_DATA_HEAD == V_DATA_HEAD && ROW_K == ROW_V
+                        ? k
+                        : page_address(v_base, from, p.page_stride) + token * ROW_V;
+#pragma unroll
+      for (int i = 0; i < 16 * CHUNKS_K; i += 32)
+        if (16 * CHUNKS_K % 32 == 0 || i + lane < 16 * CHUNKS_K)
+          cp_async16(stage + half * 16 * ROW_K +
+                         swizzle<CHUNKS_K>((i + lane) / CHUNKS_K, (i + lane) % CHUNKS_K),
+                     (const u8*)(k + K_DATA + i * 16));
+#pragma unroll
+      for (int i = 0; i < 16 * CHUNKS_V; i += 32)
+        if (16 * CHUNKS_V % 32 == 0 || i + lane < 16 * CHUNKS_V)
+          cp_async16(stage + OFF_V + half * 16 * ROW_V +
+                         swizzle<CHUNKS_V>((i + lane) / CHUNKS_V, (i + lane) % CHUNKS_V),
+                     (const u8*)(v + V_DATA + i * 16));
+#else
+      const u8* base = (const u8*)page_address((u64)p.pages, from, p.page_stride);
+      const u8* k = base + K_DATA + head * K_DATA_HEAD + token * K_DATA_TOKEN;
+      const u8* v = base + V_DATA + head * V_DATA_HEAD + token * V_DATA_TOKEN;
+#pragma unroll
+      for (int i = lane; i < 16 * CHUNKS_K; i += 32)
+        cp_async16(stage + half * 16 * ROW_K + swizzle<CHUNKS_K>(i / CHUNKS_K, i % CHUNKS_K),
+                   k + i / CHUNKS_K * K_DATA_TOKEN + i % CHUNKS_K * 16);
+#pragma unroll
+      for (int i = lane; i < 16 * CHUNKS_V; i += 32)
+        cp_async16(
+            stage + OFF_V + half * 16 * ROW_V + swizzle<CHUNKS_V>(i / CHUNKS_V, i % CHUNKS_V),
+            v + i / CHUNKS_V * V_DATA_TOKEN + i % CHUNKS_V * 16);
+#if K_KIND == 4
+      const u8* ks = base + K_SCALE + head * K_SCALE_HEAD + token * K_SCALE_TOKEN;
+#pragma unroll
+      for (int i = lane; i < 16 * WORDS_SF_K; i += 32)
+        cp_async4(stage + OFF_SF_K + half * 16 * SF_K + i * 4,
+                  ks + i / WORDS_SF_K * K_SCALE_TOKEN + i % WORDS_SF_K * 4);
+#endif
+#if V_KIND == 4
+      const u8* vs = base + V_SCALE + head * V_SCALE_HEAD + token * V_SCALE_TOKEN;
+#pragma unroll
+      for (int i = lane; i < 16 * WORDS_SF_V; i += 32)
+        cp_async4(stage + OFF_SF_V + half * 16 * SF_V + i * 4,
+                  vs + i / WORDS_SF_V * V_SCALE_TOKEN + i % WORDS_SF_V * 4);
+#endif
+#endif
+    }
+#if HND
+    // Scales of 16 tokens are SF_K + SF_V chunks; every lane copies of its own 16 tokens.
+    const u32 token = (in_page + 16 * own_half) % BLOCK_SIZE;
+#pragma unroll
+    for (int i = 0; i < SF_K + SF_V; i += SHARE) {
+      const int index = own_index + i;
+      const u64 own = page_address(i == 0 ? sf_base : (u64)p.pages + sf_offset(index), page,
+                                   p.page_stride);
+      const u64 source = own + token * (SF_K == SF_V || index < SF_K ? SF_K : SF_V);
+      if ((SF_K + SF_V) % SHARE == 0 || index < SF_K + SF_V)
+        cp_async16(stage + (i == 0 ? own_sf_target : sf_target(index)), (const u8*)source);
+    }
+#endif
+  }
+};
