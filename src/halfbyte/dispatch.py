@@ -62,6 +62,7 @@ class Registry(Generic[T]):
     def __init__(self, kind: str, targets: dict[str, str]) -> None:
         self.kind = kind
         self._targets = dict(targets)
+        self._loaded: dict[str, type[T]] = {}
 
     def register(self, name: str, target: str, *, first: bool = False) -> None:
         """Add an implementation, after the others or before them (`first`)."""
@@ -81,9 +82,11 @@ class Registry(Generic[T]):
         Raises:
             NoImplementationError: unknown name; the message lists the valid ones.
         """
-        self._check_name(name)
-        module, _, attribute = self._targets[name].partition(":")
-        return getattr(import_module(module), attribute)
+        if name not in self._loaded:
+            self._check_name(name)
+            module, _, attribute = self._targets[name].partition(":")
+            self._loaded[name] = getattr(import_module(module), attribute)
+        return self._loaded[name]
 
     def explain(self, config: Any = None, compute_capability: int | None = None) -> list[Verdict]:
         """Every candidate's verdict for a machine and, where given, for the work."""
