@@ -14,7 +14,7 @@ from halfbyte.layouts import PageLayout
 pytest.importorskip("cuda.bindings.nvrtc")
 
 from halfbyte.kernels import nvrtc
-from halfbyte.kernels.decode import WARPS, Variant, macros, variant
+from halfbyte.kernels.decode_variant import WARPS, Variant, macros, variant
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from attention.cases import Case, assert_close_to_exact, make_case
-from halfbyte.attention import ATTENTION_BACKENDS, AttentionInputs, AttentionPlans, dense
+from halfbyte.attention import ATTENTION_BACKENDS, AttentionInputs, AttentionPlans, dense_plan
 from halfbyte.attention.base import AttentionConfig
-from halfbyte.attention.dense import DenseAttention, key_blocks, rounded_up
+from halfbyte.attention.dense import DenseAttention
+from halfbyte.attention.dense_plan import key_blocks, rounded_up
 from halfbyte.layouts import PageLayout
 from triton_interpreter import interpreted
 
@@ -127,9 +128,9 @@ SMALL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SMALL)
 def test_dense_attention_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "MIN_QUERIES", 16)
-    monkeypatch.setattr(dense, "_KEY_BLOCKS", (64, 32))
-    monkeypatch.setattr(dense, "WORKSPACE_BYTES", 64 * 2 * 2 * 64 * 2)  # 64 tokens
+    monkeypatch.setattr(dense_plan, "MIN_QUERIES", 16)
+    monkeypatch.setattr(dense_plan, "_KEY_BLOCKS", (64, 32))
+    monkeypatch.setattr(dense_plan, "WORKSPACE_BYTES", 64 * 2 * 2 * 64 * 2)  # 64 tokens
     for module in ("halfbyte.kernels.unpack", "halfbyte.kernels.combine"):
         monkeypatch.setitem(sys.modules, module, interpreted(module))
     check(make_case(head_size=64, group=2, **SMALL[name]), "cpu")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from halfbyte.dispatch import CPU, Answer, current_compute_capability
+from halfbyte.dispatch import CPU, Answer, current_compute_capability, is_installed
 from halfbyte.layouts import PageLayout
 
 
@@ -143,3 +143,27 @@ class AttentionBackend(ABC):
     @abstractmethod
     def forward(cls, inputs: AttentionInputs) -> None:
         """Fill `inputs.out`, and `inputs.lse` where it is not None."""
+
+
+class GpuAttention(AttentionBackend):
+    """A backend for NVIDIA GPUs from SM80 that needs some module."""
+
+    module: ClassVar[str]
+    """Without it there is no such backend."""
+    module_source: ClassVar[str]
+    """Who installs it, for messages."""
+    purpose: ClassVar[str]
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+        """On SM80 and later, where the module is installed."""
+        here = compute_capability is None
+        capability = current_compute_capability() if here else compute_capability
+        assert capability is not None
+        if capability == CPU:
+            return False, "needs an NVIDIA GPU"
+        if capability < 80:
+            return False, f"needs compute capability 8.0, this is {capability / 10}"
+        if here and not is_installed(cls.module):
+            return False, f"needs {cls.module} ({cls.module_source})"
+        return True, cls.purpose

@@ -4,32 +4,22 @@ from typing import ClassVar
 
 import torch
 
-from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
-from halfbyte.dispatch import CPU, Answer, current_compute_capability, is_installed
-from halfbyte.kernels.decode import decode, make_plan, unsupported_reason, variant
+from halfbyte.attention.base import AttentionConfig, AttentionInputs, GpuAttention
+from halfbyte.dispatch import Answer
+from halfbyte.kernels.decode import decode, make_plan
+from halfbyte.kernels.decode_variant import unsupported_reason, variant
 
 _MAX_MEAN_QUERIES = 8
 """Beyond this the same pages would be unpacked again and again."""
 
 
-class CudaAttention(AttentionBackend):
+class CudaAttention(GpuAttention):
     """`halfbyte.kernels.decode`; compiled at first use with NVRTC."""
 
     name: ClassVar[str] = "cuda"
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        """On SM80 and later."""
-        here = compute_capability is None
-        capability = current_compute_capability() if here else compute_capability
-        assert capability is not None
-        if capability == CPU:
-            return False, "needs an NVIDIA GPU"
-        if capability < 80:
-            return False, f"needs compute capability 8.0, this is {capability / 10}"
-        if here and not is_installed("cuda.bindings"):
-            return False, "needs cuda-bindings, which CUDA builds of PyTorch install"
-        return True, "reads packed pages"
+    module: ClassVar[str] = "cuda.bindings"
+    module_source: ClassVar[str] = "CUDA builds of PyTorch install it"
+    purpose: ClassVar[str] = "reads packed pages, for decoding"
 
     @classmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:

@@ -13,109 +13,47 @@ A batch may hold prompts and decoding sequences. They are sorted here: sequences
 go to the kernels for decoding, short prompts to the general one.
 """
 
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
 from halfbyte.attention.base import (
-    AttentionBackend,
     AttentionConfig,
     AttentionInputs,
-    AttentionPlans,
+    GpuAttention,
+)
+from halfbyte.attention.dense_plan import (
+    FEW_QUERIES,
+    Block,
+    LongSequences,
+    OtherSequences,
+    make_plan,
+    rounded_up,
+    workspace_tokens,
 )
 from halfbyte.attention.interface import run
-from halfbyte.dispatch import CPU, Answer, current_compute_capability, is_installed
+from halfbyte.dispatch import Answer, current_compute_capability
 
-WORKSPACE_BYTES = 256 * 2**20
-"""For unpacked K and V, of which one block at a time is held."""
-MIN_QUERIES = 512
-"""New tokens of a sequence from which unpacking its keys pays."""
-_FEW_QUERIES = 8
-"""New tokens up to which the decode kernels are meant."""
-_KEY_BLOCKS = (32768, 16384, 8192, 4096, 2048, 1024)
-"""Sizes of blocks of cached tokens."""
 _CUDNN = 90
 _MOST_PARTS = 4
 """Results of blocks that are held before they are joined."""
-_FOR_DECODING = ("cuda", "triton", "reference")
-_FOR_SHORT_PROMPTS = ("triton", "reference")
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Keys `begin .. end` of some sequences, `size` rows each in the workspace."""
-
-    begin: int
-    end: int
-    size: int
-    begins: torch.Tensor
-    ends: torch.Tensor
-    rows: torch.Tensor
-
-
-@dataclass(frozen=True)
-class _Long:
-    """Sequences of one length that follow each other, to be attended to together.
-
-    More than one only where nothing was cached before: then keys and queries are as many.
-    """
-
-    first: int
-    count: int
-    query_begin: int
-    queries: int
-    cached: list[_Block]
-    last: _Block
-    """With the new tokens, causal; tokens cached before them become rows of its square."""
-
-
-@dataclass(frozen=True)
-class _Some:
-    """Sequences that another backend takes: their own batch, and where their rows stand."""
-
-    backends: tuple[str, ...]
-    """Names, best first."""
-    rows: torch.Tensor | None
-    """Of the query; None for all of them, in their order."""
-    sequences: torch.Tensor | None
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    plans: AttentionPlans
-
-
-@dataclass(frozen=True)
-class _Plan:
-    long: list[_Long]
-    some: list[_Some]
-
-
-class DenseAttention(AttentionBackend):
+class DenseAttention(GpuAttention):
     """Sorts a batch's sequences; unpacks for those that PyTorch's dense attention does best."""
 
     name: ClassVar[str] = "dense"
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        """On SM80 and later, with Triton."""
-        here = compute_capability is None
-        capability = current_compute_capability() if here else compute_capability
-        assert capability is not None
-        if capability == CPU:
-            return False, "needs an NVIDIA GPU"
-        if capability < 80:
-            return False, f"needs compute capability 8.0, this is {capability / 10}"
-        if here and not is_installed("triton"):
-            return False, "needs Triton: pip install halfbyte[gpu]"
-        return True, "unpacks pages for PyTorch's attention, for prefill"
+    module: ClassVar[str] = "triton"
+    module_source: ClassVar[str] = "pip install halfbyte[gpu]"
+    purpose: ClassVar[str] = "unpacks pages for PyTorch's attention, for prefill"
 
     @classmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:
         """Batches with prompts in them."""
         if config.device_type != "cuda":
             return False, f"tensors are on {config.device_type}, not on a GPU"
-        if config.num_tokens <= _FEW_QUERIES * config.num_seqs:
+        if config.num_tokens <= FEW_QUERIES * config.num_seqs:
             return False, "is for prefill: more than a few query tokens per sequence"
         if config.batch_invariant:
             return False, "rounds differently with the batch"
@@ -128,127 +66,20 @@ class DenseAttention(AttentionBackend):
             return False, f"head sizes up to 256 that 16 divides, not {layout.head_size}"
         if config.query_dtype not in (torch.bfloat16, torch.float16):
             return False, f"query in bfloat16 or float16, not {config.query_dtype}"
-        return True, "unpacks pages for PyTorch's attention, for prefill"
+        return True, cls.purpose
 
     @classmethod
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`. The first call of a step reads the lengths back."""
-        key = ("dense", _workspace_tokens(inputs), inputs.query.device)
-        plan = inputs.plans.get(key, lambda: _plan(inputs))
+        key = ("dense", workspace_tokens(inputs), inputs.query.device)
+        plan = inputs.plans.get(key, lambda: make_plan(inputs))
         for some in plan.some:
             _attend_some(inputs, some)
         for long in plan.long:
             _attend_long(inputs, long)
 
 
-def key_blocks(cached: int, most_tokens: int) -> list[tuple[int, int]]:
-    """Ranges of cached tokens that all queries see, in sizes of `_KEY_BLOCKS`; fewer than the
-    smallest of these are left for the causal block.
-
-    Args:
-        cached: tokens before the queries.
-        most_tokens: that the workspace holds.
-    """
-    blocks, begin = [], 0
-    for size in _KEY_BLOCKS:
-        while size <= min(cached - begin, most_tokens):
-            blocks.append((begin, begin + size))
-            begin += size
-    return blocks
-
-
-def rounded_up(tokens: int) -> int:
-    """The next of four sizes per octave, at least 256."""
-    step = max(64, 1 << max(0, (tokens - 1).bit_length() - 3))
-    return max(256, -(-tokens // step) * step)
-
-
-def _plan(inputs: AttentionInputs) -> _Plan:
-    starts = inputs.query_start_loc.tolist()
-    lengths = inputs.seq_lens.tolist()
-    counts = [end - begin for begin, end in pairwise(starts)]
-    few: list[int] = []
-    medium: list[int] = []
-    long: list[int] = []
-    for i, (n, length) in enumerate(zip(counts, lengths, strict=True)):
-        if n >= MIN_QUERIES and length >= n:
-            long.append(i)
-        else:
-            (few if n <= _FEW_QUERIES else medium).append(i)
-    most = _workspace_tokens(inputs)
-    groups: list[list[int]] = []
-    for i in long:
-        last = groups[-1][-1] if groups else -1
-        alike = last == i - 1 and counts[last] == lengths[last] == counts[i] == lengths[i]
-        fits = groups and (len(groups[-1]) + 1) * counts[i] <= most
-        if alike and fits and counts[i] == rounded_up(counts[i]):
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    device = inputs.query.device
-    steps: list[_Long] = []
-    for group in groups:
-        first, n, cached = group[0], counts[group[0]], lengths[group[0]] - counts[group[0]]
-        # More queries than half the workspace holds go one part after the other.
-        for begin in range(0, n, most // 2):
-            queries = min(most // 2, n - begin)
-            at = starts[first] + begin
-            steps.append(_long(first, len(group), at, queries, cached + begin, most, device))
-    return _Plan(
-        steps,
-        [
-            _some(inputs, backends, [(i, starts[i], counts[i]) for i in indices])
-            for backends, indices in ((_FOR_DECODING, few), (_FOR_SHORT_PROMPTS, medium))
-            if indices
-        ],
-    )
-
-
-def _long(
-    first: int,
-    count: int,
-    query_begin: int,
-    queries: int,
-    cached: int,
-    most_tokens: int,
-    device: torch.device,
-) -> _Long:
-    ranges = [(begin, end, end - begin) for begin, end in key_blocks(cached, most_tokens)]
-    rest, length = ranges[-1][1] if ranges else 0, cached + queries
-    ranges.append((rest, length, rounded_up(length - rest)))
-    # One transfer: the bounds of all blocks, for every sequence.
-    numbers = torch.tensor(
-        [
-            [[begin] * count, [end] * count, [i * size for i in range(count)]]
-            for begin, end, size in ranges
-        ],
-        dtype=torch.int32,
-    ).to(device)
-    blocks = [_Block(*sizes, *on_device) for sizes, on_device in zip(ranges, numbers, strict=True)]
-    return _Long(first, count, query_begin, queries, blocks[:-1], blocks[-1])
-
-
-def _some(
-    inputs: AttentionInputs, backends: tuple[str, ...], sequences: list[tuple[int, int, int]]
-) -> _Some:
-    if len(sequences) == inputs.seq_lens.shape[0]:
-        starts = inputs.query_start_loc
-        return _Some(backends, None, None, starts, inputs.seq_lens, AttentionPlans())
-    device = inputs.query.device
-    rows = torch.cat([torch.arange(begin, begin + n) for _, begin, n in sequences])
-    starts = torch.tensor([0] + [n for _, _, n in sequences]).cumsum(0)
-    indices = torch.tensor([i for i, _, _ in sequences], device=device)
-    return _Some(
-        backends,
-        rows.to(device),
-        indices,
-        starts.to(device, torch.int32),
-        inputs.seq_lens[indices],
-        AttentionPlans(),
-    )
-
-
-def _attend_some(inputs: AttentionInputs, some: _Some) -> None:
+def _attend_some(inputs: AttentionInputs, some: OtherSequences) -> None:
     """Hand some sequences to the backend that is best for them."""
     if some.rows is None:
         run(inputs, among=some.backends)
@@ -269,7 +100,7 @@ def _attend_some(inputs: AttentionInputs, some: _Some) -> None:
         inputs.lse[some.rows] = batch.lse
 
 
-def _attend_long(inputs: AttentionInputs, long: _Long) -> None:
+def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
     from halfbyte.kernels.combine import combine, join
 
     queries, last = long.queries, long.last
@@ -301,16 +132,10 @@ def _attend_long(inputs: AttentionInputs, long: _Long) -> None:
 
 
 def _attend_block(
-    inputs: AttentionInputs, long: _Long, block: _Block, query: torch.Tensor, *, causal: bool
+    inputs: AttentionInputs, long: LongSequences, block: Block, query: torch.Tensor, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     key, value = _unpack(inputs, long, block)
     return _dense(query, key, value, causal, inputs.scale)
-
-
-def _workspace_tokens(inputs: AttentionInputs) -> int:
-    layout = inputs.layout
-    width = layout.num_kv_heads * (layout.head_size + layout.head_size_v)
-    return WORKSPACE_BYTES // (width * inputs.query.element_size())
 
 
 def _padded_rows(query: torch.Tensor, begin: int, count: int) -> torch.Tensor:
@@ -324,7 +149,7 @@ def _padded_rows(query: torch.Tensor, begin: int, count: int) -> torch.Tensor:
 
 
 def _unpack(
-    inputs: AttentionInputs, long: _Long, block: _Block
+    inputs: AttentionInputs, long: LongSequences, block: Block
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V `[count, size, kv_heads, D]` of a block, zeros where it ends before its size."""
     from halfbyte.kernels.unpack import unpack_tokens

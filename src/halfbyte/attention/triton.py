@@ -2,29 +2,18 @@
 
 from typing import ClassVar
 
-from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
-from halfbyte.dispatch import CPU, Answer, current_compute_capability, is_installed
+from halfbyte.attention.base import AttentionConfig, AttentionInputs, GpuAttention
+from halfbyte.dispatch import Answer
 from halfbyte.kernels.attend_plan import unsupported_reason
 
 
-class TritonAttention(AttentionBackend):
+class TritonAttention(GpuAttention):
     """`halfbyte.kernels.attend`; compiled at first use."""
 
     name: ClassVar[str] = "triton"
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        """On SM80 and later, with Triton."""
-        here = compute_capability is None
-        capability = current_compute_capability() if here else compute_capability
-        assert capability is not None
-        if capability == CPU:
-            return False, "needs an NVIDIA GPU"
-        if capability < 80:
-            return False, f"needs compute capability 8.0, this is {capability / 10}"
-        if here and not is_installed("triton"):
-            return False, "needs Triton: pip install halfbyte[gpu]"
-        return True, "reads packed pages of every format"
+    module: ClassVar[str] = "triton"
+    module_source: ClassVar[str] = "pip install halfbyte[gpu]"
+    purpose: ClassVar[str] = "reads packed pages of every format"
 
     @classmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:

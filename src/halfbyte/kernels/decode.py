@@ -9,67 +9,22 @@ replays. The plan depends on lengths alone, so layers may share one: see `make_p
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
 from halfbyte.kernels import nvrtc
-from halfbyte.kernels.parameters import region_fields
-from halfbyte.layouts import KVCacheDType, PageLayout
+from halfbyte.kernels.decode_variant import WARPS, Variant, macros, variant
+from halfbyte.layouts import PageLayout
 
-_DTYPE_MACROS = {
-    torch.bfloat16: "Q_BF16",
-    torch.float16: "Q_FP16",
-}
-"""Queries enter the matmul as fp16 times a power of two: exact for these two, not for float32."""
-_KINDS = {
-    KVCacheDType.NVFP4: 4,
-    KVCacheDType.NVFP4_4OVER6: 4,
-    KVCacheDType.FP8_E4M3: 8,
-    KVCacheDType.FP8_E5M2: 9,
-    KVCacheDType.FLOAT16: 16,
-    KVCacheDType.BFLOAT16: 17,
-}
-"""`K_KIND` and `V_KIND` of `decode_formats.cuh`."""
-
-# Shared memory of a multiprocessor in KiB (CUDA C++ Programming Guide, "Technical Specifications");
-# one CTA may have one less, and every CTA costs one.
-_SHARED_KIB = {80: 164, 87: 164, 90: 228, 100: 228, 103: 228}
-_SMALLEST_SHARED_KIB = 100
 _BATCH_INVARIANT_SPAN = 512
 """Tokens per unit where results must not depend on the batch."""
 _OVERHEAD_TOKENS = 64
 """To begin a piece takes about as long as so many tokens."""
-_RING_BYTES = 27 * 1024
-"""Of a warp; twice as much, at half the warps, is no faster."""
 _MOST_PARTIAL_BYTES = 2**31
-WARPS = 4
-"""Of a CTA."""
 _HEADER_INTS = 4
 _UNIT_INTS = 12
 _MERGE_THREADS = {"merge_few": 128, "merge_some": 128, "merge_many": 512}
 _PIECE_INTS = 8
-
-
-class Variant(NamedTuple):
-    """How the kernel is compiled for some work; see the head of `decode.cu`."""
-
-    tile: int
-    n_tiles: int
-    duplicate: bool
-    q_shared: bool
-    stages: int
-    ctas: int
-
-    @property
-    def columns(self) -> int:
-        """Query columns of a piece."""
-        return 4 if self.duplicate else 8 * self.n_tiles
-
-    def warp_bytes(self, layout: PageLayout) -> int:
-        """Shared memory of a warp: its ring, and q where that is kept there."""
-        q = self.n_tiles * layout.head_size * 16 if self.q_shared else 0
-        return self.stages * stage_bytes(layout, self.tile) + q
 
 
 class _PlanParams(ctypes.Structure):
@@ -137,71 +92,6 @@ class Plan:
     """CTAs that run at once."""
     merge: str
     """Which kernel joins the parts: their number per row decides."""
-
-
-def unsupported_reason(layout: PageLayout, query_dtype: torch.dtype) -> str | None:
-    """Why the kernel cannot read a layout; None if it can."""
-    for name, dtype in (("K", layout.k_dtype), ("V", layout.v_dtype)):
-        if dtype not in _KINDS:
-            return f"reads nvfp4, fp8 and 16-bit caches, not {name} in {dtype}"
-        if not dtype.is_quantized and dtype.storage_dtype != query_dtype:
-            return f"reads {name} in {dtype} for queries of that dtype, not {query_dtype}"
-    if {layout.head_size, layout.head_size_v} - {64, 128, 256}:
-        return f"head sizes 64, 128 and 256, not {layout.head_size} and {layout.head_size_v}"
-    if layout.block_size % 16:
-        return f"pages of a multiple of 16 tokens, not {layout.block_size}"
-    if layout.v_scale_layout != "linear":
-        return f"linear V scales, not {layout.v_scale_layout}"
-    if query_dtype not in _DTYPE_MACROS:
-        return f"query in bfloat16 or float16, not {query_dtype}"
-    return None
-
-
-@lru_cache(maxsize=1024)
-def variant(
-    layout: PageLayout,
-    group: int,
-    mean_queries: float,
-    batch_invariant: bool,
-    compute_capability: int,
-) -> Variant | None:
-    """The fastest way known to compile for some work on a GPU; None if its memory is too small.
-
-    Eight warps on a multiprocessor saturate the memory of an H200 with rings of about 27 KiB, and
-    leave them 255 registers each; more warps or deeper rings measured the same or slower.
-
-    Args:
-        layout: of the pages.
-        group: query heads per KV head.
-        mean_queries: query tokens per sequence.
-        batch_invariant: leave `mean_queries`, which the batch decides, out of it.
-        compute_capability: as `dispatch` counts, such as 90.
-    """
-    columns = group if batch_invariant else group * max(1.0, mean_queries)
-    nvfp4 = layout.k_dtype.is_nvfp4 and layout.v_dtype.is_nvfp4
-    duplicate = nvfp4 and columns <= 4 and not batch_invariant
-    head_size = max(layout.head_size, layout.head_size_v)
-    # Columns share the unpacking, as far as registers and shared memory go.
-    wanted = 1 if columns <= 8 else 2 if columns <= 16 or head_size > 128 else 4
-    shared = _SHARED_KIB.get(compute_capability, _SMALLEST_SHARED_KIB) * 1024
-    ways = [
-        Variant(tile, n, duplicate, n * max(64, head_size) > 256, stages, ctas)
-        for ctas in (2, 1)
-        for n in (wanted, 2, 1)
-        for tile, stages in ((64, 4), (64, 3), (32, 4), (32, 3), (16, 3), (32, 2), (16, 2))
-        if tile <= 32 or (n == 1 and head_size <= 128)
-    ]
-    for way in ways:
-        ring_fits = way.ctas == 1 or way.stages * stage_bytes(layout, way.tile) <= _RING_BYTES
-        if ring_fits and way.ctas * (WARPS * way.warp_bytes(layout) + 1024) <= shared:
-            return way
-    return None
-
-
-def stage_bytes(layout: PageLayout, tile: int) -> int:
-    """Shared memory of one tile of K and V with their scales."""
-    sides = ((layout.k_dtype, layout.head_size), (layout.v_dtype, layout.head_size_v))
-    return tile * sum(d.data_bytes(size) + d.scale_bytes(size) for d, size in sides)
 
 
 def make_plan(
@@ -357,34 +247,6 @@ def decode(
     else:
         grid = rows * (layout.head_size_v // 32)
     nvrtc.launch(kernels[plan.merge], grid, _MERGE_THREADS[plan.merge], [merge], overlap=overlap)
-
-
-def macros(
-    layout: PageLayout, group: int, dtype: torch.dtype, softcap: bool, way: Variant
-) -> dict[str, int | None]:
-    """Macros that `decode.cu` and `decode_merge.cu` are compiled with for some work."""
-    return {
-        "K_KIND": _KINDS[layout.k_dtype],
-        "V_KIND": _KINDS[layout.v_dtype],
-        "HEAD_SIZE": layout.head_size,
-        "HEAD_SIZE_V": layout.head_size_v,
-        "BLOCK_SIZE": layout.block_size,
-        "KV_HEADS": layout.num_kv_heads,
-        "GROUP": group,
-        "SOFTCAP": int(softcap),
-        # HND keeps a head's tokens side by side, so that every copy is one of 16 bytes.
-        "HND": int(layout.order == "HND"),
-        "TILE": way.tile,
-        "WARPS": WARPS,
-        "STAGES": way.stages,
-        "CTAS": way.ctas,
-        "N_TILES": way.n_tiles,
-        "DUPLICATE": int(way.duplicate),
-        "COLS": way.columns,
-        "Q_SHARED": int(way.q_shared),
-        _DTYPE_MACROS[dtype]: None,
-        **{name.upper(): value for name, value in region_fields(layout).items()},
-    }
 
 
 @lru_cache(maxsize=256)

@@ -1,0 +1,180 @@
+"""How `dense` sorts a batch's sequences, and cuts the keys of the long ones into blocks."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from halfbyte.attention.base import AttentionInputs, AttentionPlans
+
+WORKSPACE_BYTES = 256 * 2**20
+"""For unpacked K and V, of which one block at a time is held."""
+MIN_QUERIES = 512
+"""New tokens of a sequence from which unpacking its keys pays."""
+FEW_QUERIES = 8
+"""New tokens up to which the decode kernels are meant."""
+_KEY_BLOCKS = (32768, 16384, 8192, 4096, 2048, 1024)
+"""Sizes of blocks of cached tokens."""
+_FOR_DECODING = ("cuda", "triton", "reference")
+_FOR_SHORT_PROMPTS = ("triton", "reference")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Keys `begin .. end` of some sequences, `size` rows each in the workspace."""
+
+    begin: int
+    end: int
+    size: int
+    begins: torch.Tensor
+    ends: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LongSequences:
+    """Sequences of one length that follow each other, to be attended to together.
+
+    More than one only where nothing was cached before: then keys and queries are as many.
+    """
+
+    first: int
+    count: int
+    query_begin: int
+    queries: int
+    cached: list[Block]
+    last: Block
+    """With the new tokens, causal; tokens cached before them become rows of its square."""
+
+
+@dataclass(frozen=True)
+class OtherSequences:
+    """Sequences that another backend takes: their own batch, and where their rows stand."""
+
+    backends: tuple[str, ...]
+    """Names, best first."""
+    rows: torch.Tensor | None
+    """Of the query; None for all of them, in their order."""
+    sequences: torch.Tensor | None
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    plans: AttentionPlans
+
+
+@dataclass(frozen=True)
+class DensePlan:
+    long: list[LongSequences]
+    some: list[OtherSequences]
+
+
+def key_blocks(cached: int, most_tokens: int) -> list[tuple[int, int]]:
+    """Ranges of cached tokens that all queries see, in sizes of `_KEY_BLOCKS`; fewer than the
+    smallest of these are left for the causal block.
+
+    Args:
+        cached: tokens before the queries.
+        most_tokens: that the workspace holds.
+    """
+    blocks, begin = [], 0
+    for size in _KEY_BLOCKS:
+        while size <= min(cached - begin, most_tokens):
+            blocks.append((begin, begin + size))
+            begin += size
+    return blocks
+
+
+def rounded_up(tokens: int) -> int:
+    """The next of four sizes per octave, at least 256."""
+    step = max(64, 1 << max(0, (tokens - 1).bit_length() - 3))
+    return max(256, -(-tokens // step) * step)
+
+
+def make_plan(inputs: AttentionInputs) -> DensePlan:
+    starts = inputs.query_start_loc.tolist()
+    lengths = inputs.seq_lens.tolist()
+    counts = [end - begin for begin, end in pairwise(starts)]
+    few: list[int] = []
+    medium: list[int] = []
+    long: list[int] = []
+    for i, (n, length) in enumerate(zip(counts, lengths, strict=True)):
+        if n >= MIN_QUERIES and length >= n:
+            long.append(i)
+        else:
+            (few if n <= FEW_QUERIES else medium).append(i)
+    most = workspace_tokens(inputs)
+    groups: list[list[int]] = []
+    for i in long:
+        last = groups[-1][-1] if groups else -1
+        alike = last == i - 1 and counts[last] == lengths[last] == counts[i] == lengths[i]
+        fits = groups and (len(groups[-1]) + 1) * counts[i] <= most
+        if alike and fits and counts[i] == rounded_up(counts[i]):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    device = inputs.query.device
+    steps: list[LongSequences] = []
+    for group in groups:
+        first, n, cached = group[0], counts[group[0]], lengths[group[0]] - counts[group[0]]
+        # More queries than half the workspace holds go one part after the other.
+        for begin in range(0, n, most // 2):
+            queries = min(most // 2, n - begin)
+            at = starts[first] + begin
+            steps.append(_long(first, len(group), at, queries, cached + begin, most, device))
+    return DensePlan(
+        steps,
+        [
+            _some(inputs, backends, [(i, starts[i], counts[i]) for i in indices])
+            for backends, indices in ((_FOR_DECODING, few), (_FOR_SHORT_PROMPTS, medium))
+            if indices
+        ],
+    )
+
+
+def _long(
+    first: int,
+    count: int,
+    query_begin: int,
+    queries: int,
+    cached: int,
+    most_tokens: int,
+    device: torch.device,
+) -> LongSequences:
+    ranges = [(begin, end, end - begin) for begin, end in key_blocks(cached, most_tokens)]
+    rest, length = ranges[-1][1] if ranges else 0, cached + queries
+    ranges.append((rest, length, rounded_up(length - rest)))
+    # One transfer: the bounds of all blocks, for every sequence.
+    numbers = torch.tensor(
+        [
+            [[begin] * count, [end] * count, [i * size for i in range(count)]]
+            for begin, end, size in ranges
+        ],
+        dtype=torch.int32,
+    ).to(device)
+    blocks = [Block(*sizes, *on_device) for sizes, on_device in zip(ranges, numbers, strict=True)]
+    return LongSequences(first, count, query_begin, queries, blocks[:-1], blocks[-1])
+
+
+def _some(
+    inputs: AttentionInputs, backends: tuple[str, ...], sequences: list[tuple[int, int, int]]
+) -> OtherSequences:
+    if len(sequences) == inputs.seq_lens.shape[0]:
+        starts = inputs.query_start_loc
+        return OtherSequences(backends, None, None, starts, inputs.seq_lens, AttentionPlans())
+    device = inputs.query.device
+    rows = torch.cat([torch.arange(begin, begin + n) for _, begin, n in sequences])
+    starts = torch.tensor([0] + [n for _, _, n in sequences]).cumsum(0)
+    indices = torch.tensor([i for i, _, _ in sequences], device=device)
+    return OtherSequences(
+        backends,
+        rows.to(device),
+        indices,
+        starts.to(device, torch.int32),
+        inputs.seq_lens[indices],
+        AttentionPlans(),
+    )
+
+
+def workspace_tokens(inputs: AttentionInputs) -> int:
+    layout = inputs.layout
+    width = layout.num_kv_heads * (layout.head_size + layout.head_size_v)
+    return WORKSPACE_BYTES // (width * inputs.query.element_size())
