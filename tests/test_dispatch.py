@@ -193,3 +193,9 @@ def test_current_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
     assert dispatch.current_compute_capability() == 120
     assert dispatch.current_compute_capability(torch.device("cuda", 1)) == 90
+
+
+def test_is_installed_also_for_modules_of_missing_packages() -> None:
+    assert dispatch.is_installed("torch.nn")
+    assert not dispatch.is_installed("torch.no_such_module")
+    assert not dispatch.is_installed("no_such_package.module")

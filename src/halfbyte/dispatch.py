@@ -147,7 +147,10 @@ class Registry(Generic[T]):
 @cache
 def is_installed(module: str) -> bool:
     """Whether a module can be imported; looked for once per process."""
-    return find_spec(module) is not None
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False
 
 
 def current_compute_capability(device: torch.device | None = None) -> int:
