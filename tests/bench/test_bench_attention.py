@@ -57,12 +57,13 @@ def test_report_says_what_was_measured_and_on_what() -> None:
     assert {name: row[name] for name in fields} == fields
     assert set(row) - set(fields) == {"halfbyte_nvfp4", "halfbyte_fp8", "sdpa_bf16", "sdpa_fp32"}
     ours = row["halfbyte_nvfp4"]
-    assert set(ours) == {"backend", "error", *TIMES, *RATE}
+    assert set(ours) == {"backend", "error", "bfloat16_error", *TIMES, *RATE}
     assert ours["bytes"] == 96 * 8 * 2 * 72
     assert ours["terabytes_per_s"] == pytest.approx(
         ours["bytes"] / ours["back_to_back"] / 1e6, abs=1e-4
     )
     assert ours["error"] < 1e-5
+    assert ours["error"] < 2 * ours["bfloat16_error"]
     assert set(row["sdpa_fp32"]) == TIMES
     assert benchmark.failures() == []
 
@@ -70,7 +71,13 @@ def test_report_says_what_was_measured_and_on_what() -> None:
 def test_prefill_counts_operations_and_store_counts_bytes() -> None:
     benchmark = Benchmark(CPU, with_peers=False)
     row = benchmark.run(prefill("llama", 1, 20, 12))
-    assert set(row["halfbyte_nvfp4"]) == {"backend", "error", "teraflops_per_s", *TIMES}
+    assert set(row["halfbyte_nvfp4"]) == {
+        "backend",
+        "error",
+        "bfloat16_error",
+        "teraflops_per_s",
+        *TIMES,
+    }
     row = benchmark.run(store("llama", 32))
     assert set(row["halfbyte_nvfp4"]) == {*TIMES, *RATE}
 

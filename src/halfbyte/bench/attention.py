@@ -16,7 +16,7 @@ rest goes on. The report is a plain dict, as it is written to JSON:
                                                   over `back_to_back`; of what the machine reads
                                                   (decode) or copies (store)
             teraflops_per_s                       prefill: multiplications and additions, unmasked
-            error                                 see `exact`
+            error, bfloat16_error                 see `exact`
             backend, workspace_bytes              halfbyte's; the most memory a call allocates
             failed                                instead of all that: why
 """
@@ -152,7 +152,8 @@ class Benchmark:
             entry["evened_out"] = self._evened_out(case, cache.layout.k_dtype)
         if self.device.type == "cuda":
             entry["workspace_bytes"] = _most_allocated(calls[0])
-        entry["error"] = attention_error(calls[0](), queries.query, case, cache, queries.sinks)
+        error = attention_error(calls[0](), queries.query, case, cache, queries.sinks)
+        entry["error"], entry["bfloat16_error"] = error
         if not entry["error"] < _LARGEST_ERROR:
             raise RuntimeError(f"wrong results: error {entry['error']:.3g} against float64")
         return entry
@@ -177,7 +178,7 @@ class Benchmark:
         out = calls[0]()
         if cache.layout.v_dtype.has_global_scale:
             out = out.double() * cache.scale
-        entry["error"] = attention_error(out, queries.query, case, cache, None)
+        entry["error"] = attention_error(out, queries.query, case, cache, None).ours
         return entry
 
     def _dense_peer(self, case: Case, make_calls: Callable[[], peers.Calls]) -> Row:
