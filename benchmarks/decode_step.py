@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from halfbyte.attention import ATTENTION_BACKENDS, AttentionInputs, AttentionPlans, paged_attention
+from halfbyte.attention import ATTENTION_BACKENDS, AttentionConfig, AttentionPlans, paged_attention
+from halfbyte.dispatch import current_compute_capability
 from halfbyte.engine.runner import ModelRunner
 from halfbyte.kvcache import PagedKVPool, SequenceTables, plan_kv_cache
 from halfbyte.models import layer_specs
@@ -126,24 +127,15 @@ def _attention(runner: ModelRunner, pool: PagedKVPool, batch: int) -> tuple[floa
     with torch.cuda.graph(graph):
         attend(AttentionPlans())
     chosen = ATTENTION_BACKENDS.select(
-        AttentionInputs(
-            query=query,
-            pages=pool.layer_pages(0),
+        AttentionConfig(
             layout=layout,
-            query_start_loc=work.query_start_loc,
-            seq_lens=work.seq_lens,
-            block_tables=work.block_tables[0],
-            scale=1.0,
-            k_scale=1.0,
-            v_scale=1.0,
-            sliding_window=None,
-            sinks=None,
-            softcap=None,
-            batch_invariant=False,
-            given_out=None,
-            lse=None,
-            plans=AttentionPlans(),
-        ).config()
+            num_heads=heads,
+            query_dtype=query.dtype,
+            device_type="cuda",
+            num_tokens=batch,
+            num_seqs=batch,
+            compute_capability=current_compute_capability(),
+        )
     )
     return milliseconds(graph) / layers, chosen.name
 

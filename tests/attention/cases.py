@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from halfbyte.attention import AttentionConfig
 from halfbyte.kvcache import get_kv_cache_quant_method, read_tokens, reshape_and_cache
 from halfbyte.layouts import PageLayout
 
@@ -56,6 +57,20 @@ class Case:
             lses.append(lse)
             begin += n
         return torch.cat(outs), torch.cat(lses)
+
+
+def config(**changes: Any) -> AttentionConfig:
+    """Work for a backend's selection: a decode step of nvfp4 on an SM90, with changes."""
+    fields: dict[str, Any] = {
+        "layout": PageLayout("nvfp4", "nvfp4", 128, None, 8, 16),
+        "num_heads": 32,
+        "query_dtype": torch.bfloat16,
+        "device_type": "cuda",
+        "num_tokens": 64,
+        "num_seqs": 64,
+        "compute_capability": 90,
+    }
+    return AttentionConfig(**{**fields, **changes})
 
 
 def dense(

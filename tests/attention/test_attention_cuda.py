@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from attention.cases import DECODE_CASES, Case, assert_close_to_exact, make_case
+from attention.cases import DECODE_CASES, Case, assert_close_to_exact, config, make_case
 from halfbyte.attention import ATTENTION_BACKENDS, paged_attention
-from halfbyte.attention.base import AttentionConfig
 from halfbyte.dispatch import NoImplementationError
 from halfbyte.layouts import PageLayout
 
@@ -62,24 +61,6 @@ def test_variant_fills_a_multiprocessor(
 def test_variant_does_not_depend_on_the_batch_where_rows_must_not() -> None:
     layout = PageLayout("nvfp4", "nvfp4", 128, None, 2, 16)
     assert len({variant(layout, 4, queries, True, 90) for queries in (1.0, 2.0, 8.0)}) == 1
-
-
-def config(**changes: Any) -> AttentionConfig:
-    fields: dict[str, Any] = {
-        "layout": PageLayout("nvfp4", "nvfp4", 128, None, 8, 16),
-        "num_heads": 32,
-        "query_dtype": torch.bfloat16,
-        "device_type": "cuda",
-        "num_tokens": 64,
-        "num_seqs": 64,
-        "sliding_window": None,
-        "has_sinks": False,
-        "softcap": None,
-        "batch_invariant": False,
-        "return_lse": False,
-        "compute_capability": 90,
-    }
-    return AttentionConfig(**{**fields, **changes})
 
 
 @pytest.mark.parametrize("dtypes", [("fp8", "fp8"), ("bfloat16", "bfloat16"), ("fp8", "nvfp4")])

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from attention.cases import Case, assert_close_to_exact, make_case
+from attention.cases import Case, assert_close_to_exact, config, make_case
 from halfbyte.attention import ATTENTION_BACKENDS, AttentionInputs, AttentionPlans, dense_plan
-from halfbyte.attention.base import AttentionConfig
 from halfbyte.attention.dense import DenseAttention
 from halfbyte.attention.dense_plan import key_blocks, rounded_up
 from halfbyte.layouts import PageLayout
@@ -49,22 +48,9 @@ def test_rounding_leaves_few_sizes_and_little_waste() -> None:
     ],
 )
 def test_what_it_leaves_to_others(changes: dict[str, Any], reason: str) -> None:
-    fields: dict[str, Any] = {
-        "layout": PageLayout("nvfp4", "nvfp4", 128, None, 8, 16),
-        "num_heads": 32,
-        "query_dtype": torch.bfloat16,
-        "device_type": "cuda",
-        "num_tokens": 8192,
-        "num_seqs": 4,
-        "sliding_window": None,
-        "has_sinks": False,
-        "softcap": None,
-        "batch_invariant": False,
-        "return_lse": False,
-        "compute_capability": 90,
-    }
-    assert DenseAttention.can_implement(AttentionConfig(**fields))[0]
-    can, why = DenseAttention.can_implement(AttentionConfig(**{**fields, **changes}))
+    prompts = {"num_tokens": 8192, "num_seqs": 4}
+    assert DenseAttention.can_implement(config(**prompts))[0]
+    can, why = DenseAttention.can_implement(config(**{**prompts, **changes}))
     assert not can
     assert reason in why
 

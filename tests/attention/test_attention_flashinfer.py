@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from attention.cases import DECODE_CASES, Case, assert_close_to_exact, make_case
+from attention.cases import DECODE_CASES, Case, assert_close_to_exact, config, make_case
 from attention.documented_flashinfer import PrefillWrapper, install, tokens_of
 from halfbyte.attention import ATTENTION_BACKENDS, flashinfer, paged_attention
-from halfbyte.attention.base import AttentionConfig, AttentionInputs, AttentionPlans
+from halfbyte.attention.base import AttentionInputs, AttentionPlans
 from halfbyte.attention.flashinfer import FlashInferAttention
 from halfbyte.attention.flashinfer_views import flashinfer_dtype, kv_cache_views, page_table
 from halfbyte.dispatch import NoImplementationError
@@ -218,24 +218,6 @@ def test_kv_cache_views_refuse_regions_that_are_misaligned() -> None:
         kv_cache_views(
             torch.zeros(3, 9999, dtype=torch.uint8), PageLayout("fp8", "nvfp4", 64, None, 1, 16)
         )
-
-
-def config(**changes: Any) -> AttentionConfig:
-    fields: dict[str, Any] = {
-        "layout": PageLayout("nvfp4", "nvfp4", 128, None, 8, 16),
-        "num_heads": 32,
-        "query_dtype": torch.bfloat16,
-        "device_type": "cuda",
-        "num_tokens": 64,
-        "num_seqs": 64,
-        "sliding_window": None,
-        "has_sinks": False,
-        "softcap": None,
-        "batch_invariant": False,
-        "return_lse": False,
-        "compute_capability": 90,
-    }
-    return AttentionConfig(**{**fields, **changes})
 
 
 SM100 = PageLayout("nvfp4", "nvfp4", 128, None, 8, 16, "HND", "sm100")

@@ -23,11 +23,11 @@ class AttentionConfig:
     num_tokens: int
     """Query tokens in all."""
     num_seqs: int
-    sliding_window: int | None
-    has_sinks: bool
-    softcap: float | None
-    batch_invariant: bool
-    return_lse: bool
+    sliding_window: int | None = None
+    has_sinks: bool = False
+    softcap: float | None = None
+    batch_invariant: bool = False
+    return_lse: bool = False
     compute_capability: int = CPU
     """Of the machine that the work is for, as `dispatch` counts."""
 

@@ -87,11 +87,7 @@ def attention_backend(case: Case, cache: Cache, queries: Queries, backend: str |
         device_type=query.device.type,
         num_tokens=query.shape[0],
         num_seqs=case.batch,
-        sliding_window=None,
         has_sinks=case.sinks,
-        softcap=None,
-        batch_invariant=False,
-        return_lse=False,
         compute_capability=current_compute_capability() if query.is_cuda else CPU,
     )
     return ATTENTION_BACKENDS.select(config, explicit=backend).name

@@ -72,18 +72,12 @@ class SequenceTables:
         """Page numbers of a sequence in a group, in order of tokens."""
         return self._get(seq).tables[group].tolist()
 
-    def copy_table(self, seq: SequenceId, group: int, row: np.ndarray) -> int:
-        """Copy a sequence's page numbers to the front of an int32 row; how many there are."""
-        table = self._get(seq).tables[group]
-        row[: len(table)] = np.frombuffer(table, dtype=np.int32)
-        return len(table)
-
     def block_table(self, seqs: Sequence[SequenceId], group: int) -> np.ndarray:
         """int32 `[sequences, most pages]`: page numbers of a group, zeros after their ends."""
-        width = max((len(self._get(seq).tables[group]) for seq in seqs), default=0)
-        rows = np.zeros((len(seqs), width), np.int32)
-        for seq, row in zip(seqs, rows, strict=True):
-            self.copy_table(seq, group, row)
+        tables = [self._get(seq).tables[group] for seq in seqs]
+        rows = np.zeros((len(seqs), max(map(len, tables), default=0)), np.int32)
+        for table, row in zip(tables, rows, strict=True):
+            row[: len(table)] = np.frombuffer(table, dtype=np.int32)
         return rows
 
     def add(self, seq: SequenceId) -> None:

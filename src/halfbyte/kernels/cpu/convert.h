@@ -23,7 +23,7 @@ inline float float_of(uint32_t bits) {
 
 inline uint16_t to_bfloat16(float x) {
   const uint32_t bits = bits_of(x);
-  if (x != x) return 0x7fc0;
+  if (x != x) return 0xffff;  // as PyTorch converts vectors
   return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 

@@ -133,7 +133,7 @@ TARGET void bfloat16_values(const float* x, float, uint8_t* out) {
         _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(y, y, _CMP_UNORD_Q));
     const __m256i code =
-        _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), _mm256_set1_epi32(0x7fc0), nan);
+        _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), _mm256_set1_epi32(0xffff), nan);
     _mm_storeu_si128((__m128i*)(out + 2 * i), _mm_packus_epi32(_mm256_castsi256_si128(code),
                                                                _mm256_extracti128_si256(code, 1)));
   }

@@ -107,7 +107,7 @@ TARGET void bfloat16_values(const float* x, float, uint8_t* out) {
   const __m512 y = _mm512_loadu_ps(x);
   const __mmask16 nan = _mm512_cmp_ps_mask(y, y, _CMP_UNORD_Q);
   const __m512i code =
-      _mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 16), nan, _mm512_set1_epi32(0x7fc0));
+      _mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 16), nan, _mm512_set1_epi32(0xffff));
   _mm256_storeu_si256((__m256i*)out, _mm512_cvtepi32_epi16(code));
 }
 
