@@ -13,19 +13,19 @@ from halfbyte.layouts import PageLayout
 pytest.importorskip("cuda.bindings.nvrtc")
 
 from halfbyte.kernels import nvrtc
-from halfbyte.kernels.decode_variant import WARPS, Variant, macros, variant
+from halfbyte.kernels.decode_variant import Variant, macros, variant
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("head_size", [64, 128, 256])
-@pytest.mark.parametrize("group", [4, 16])
+@pytest.mark.parametrize("group", [4, 16, 40])
 def test_kernels_compile(capability: int, head_size: int, group: int) -> None:
     architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
     way = variant(layout, group, 1.0, False, capability)
     assert way is not None
-    options = macros(layout, group, torch.bfloat16, group == 16, way)
-    for name in ("decode", "decode_merge", "decode_plan"):
+    options = macros(layout, group, torch.bfloat16, group >= 16, way)
+    for name in (way.source, "decode_merge", "decode_plan"):
         assert nvrtc.compile_source(name, options, architecture)[:4] == b"\x7fELF"
 
 
@@ -40,7 +40,10 @@ def test_kernel_that_does_not_compile_says_why() -> None:
         (90, 128, 4, Variant(64, 1, True, False, 3, 2)),
         (90, 64, 8, Variant(64, 1, False, False, 4, 2)),
         (90, 128, 16, Variant(32, 2, False, False, 4, 2)),
-        (90, 128, 32, Variant(32, 4, False, True, 4, 2)),
+        (90, 128, 32, Variant(64, 4, False, True, 3, 3, True)),
+        (90, 64, 64, Variant(64, 8, False, True, 3, 2, True)),
+        (90, 256, 32, Variant(64, 4, False, True, 3, 2, True)),
+        (100, 128, 32, Variant(32, 4, False, True, 4, 2)),
         (90, 256, 4, Variant(32, 1, True, False, 3, 2)),
         (90, 256, 16, Variant(16, 2, False, True, 3, 2)),
         (80, 128, 4, Variant(32, 1, True, False, 4, 2)),
@@ -54,8 +57,8 @@ def test_variant_fills_a_multiprocessor(
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
     way = variant(layout, group, 1.0, False, capability)
     assert way == expected is not None
-    shared = {90: 228, 80: 164}.get(capability, 100) * 1024
-    assert way.ctas * (WARPS * way.warp_bytes(layout) + 1024) <= shared
+    shared = {90: 228, 100: 228, 80: 164}.get(capability, 100) * 1024
+    assert way.ctas * (way.cta_bytes(layout) + 1024) <= shared
 
 
 def test_variant_does_not_depend_on_the_batch_where_rows_must_not() -> None:

@@ -123,7 +123,7 @@ def make_plan(
     way = variant(layout, group, num_tokens / num_seqs, batch_invariant, capability)
     assert way is not None, "the selection asks first"
     slots = way.ctas * _multiprocessors(device.index)
-    max_units = max(1, slots * WARPS // layout.num_kv_heads)
+    max_units = max(1, slots * way.units_per_cta // layout.num_kv_heads)
     max_pieces = num_tokens * group // way.columns + num_seqs
     fixed_span = 0
     if batch_invariant:
@@ -254,9 +254,9 @@ def _kernels(
     layout: PageLayout, group: int, dtype: torch.dtype, softcap: bool, way: Variant, device: int
 ) -> dict[str, nvrtc.Kernel]:
     options = tuple(macros(layout, group, dtype, softcap, way).items())
-    shared = WARPS * way.warp_bytes(layout)
+    entry = ("decode", way.cta_bytes(layout))
     return {
-        **nvrtc.load("decode", options, (("decode", shared),), device),
+        **nvrtc.load(way.source, options, (entry,), device),
         **nvrtc.load("decode_merge", options, tuple((name, 0) for name in _MERGE_THREADS), device),
     }
 

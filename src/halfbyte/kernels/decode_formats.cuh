@@ -93,6 +93,13 @@ __device__ __forceinline__ u32 hmul2(u32 a, u32 b) {
   return y;
 }
 
+// NaN loses.
+__device__ __forceinline__ u32 max_half2(u32 a, u32 b) {
+  u32 y;
+  asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
 // (a & mask) | (b & ~mask)
 __device__ __forceinline__ u32 select_bits(u32 a, u32 b, u32 mask) {
   u32 y;
@@ -149,8 +156,17 @@ __device__ __forceinline__ u32 e4m3_to_half2(u32 bytes) {
 // An E5M2 value is the upper byte of a half.
 __device__ __forceinline__ u32 e5m2_to_half2(u32 bytes) { return __byte_perm(bytes, 0, 0x1404); }
 
-__device__ __forceinline__ u32 both_low(u32 x) { return __byte_perm(x, x, 0x1010); }
-__device__ __forceinline__ u32 both_high(u32 x) { return __byte_perm(x, x, 0x3232); }
+// One half twice. Written so, a multiplication takes it as it is (`.H0_H0`, `.H1_H1`).
+__device__ __forceinline__ u32 both_low(u32 x) {
+  u32 y;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}" : "=r"(y) : "r"(x));
+  return y;
+}
+__device__ __forceinline__ u32 both_high(u32 x) {
+  u32 y;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}" : "=r"(y) : "r"(x));
+  return y;
+}
 
 __device__ __forceinline__ void scale_values(u32* h, u32 scale) {
 #pragma unroll

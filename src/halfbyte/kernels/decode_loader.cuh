@@ -1,7 +1,8 @@
 // Brings a unit's tiles of K and V into the ring in shared memory, ahead of the arithmetic.
 //
 // A stage of the ring is a tile of TILE tokens: rows of K, their block scales, rows of V, theirs. The
-// macros of geometry are those of decode.cu.
+// macros of geometry are those of decode.cu. One warp fills a ring; or, with RING_WARPS (decode_wide.cu),
+// so many together, each with its part of every tile.
 
 #pragma once
 #include "decode_formats.cuh"
@@ -42,6 +43,9 @@ struct Params {
 #define OFF_SF_V (OFF_V + TILE * ROW_V)
 #define Q_BYTES (Q_SHARED ? N_TILES * STEPS_K * 256 : 0)
 #define HALVES (TILE / 16)
+#ifndef RING_WARPS
+#define RING_WARPS 1
+#endif
 
 // Where a 16-byte chunk of a row lies in the ring: exclusive-or makes ldmatrix free of bank conflicts.
 template <int CHUNKS>
@@ -81,8 +85,9 @@ __device__ __forceinline__ bool goes_on(const Params& p, const PlanHeader& heade
 // Streams the tiles of a unit, piece after piece, into the ring, ahead of the arithmetic.
 struct Loader {
   // A tile that may span several pages gives each lane the page of "its" 16 tokens.
-  static constexpr bool ONE_PAGE = BLOCK_SIZE % TILE == 0;
-  static constexpr int SHARE = 32 / HALVES;  // lanes per 16 tokens
+  static constexpr int WARP_TOKENS = TILE / RING_WARPS, WARP_HALVES = HALVES / RING_WARPS;
+  static constexpr bool ONE_PAGE = BLOCK_SIZE % WARP_TOKENS == 0;
+  static constexpr int SHARE = 32 / WARP_HALVES;  // lanes per 16 tokens
 
   const Params& p;
   const PlanHeader& header;
@@ -106,6 +111,11 @@ struct Loader {
     }
   }
 
+  // Where this warp's tokens begin in a tile.
+  __device__ __forceinline__ static u32 first_token() {
+    return RING_WARPS == 1 ? 0 : threadIdx.x / 32 * WARP_TOKENS;
+  }
+
   __device__ __forceinline__ void enter(const Piece& piece) {
     const Share share = share_of(header, piece, unit);
     tile = share.first;
@@ -122,7 +132,7 @@ struct Loader {
   }
 
   __device__ __forceinline__ void look_up() {
-    const u32 position = tile * TILE + (ONE_PAGE ? 0 : threadIdx.x % 32 / SHARE * 16);
+    const u32 position = tile * TILE + first_token() + (ONE_PAGE ? 0 : threadIdx.x % 32 / SHARE * 16);
     if (tile < stop) page = table[min(position / BLOCK_SIZE, last_page)];
   }
 
@@ -141,8 +151,12 @@ struct Loader {
   __device__ __forceinline__ void load() const {
     const int lane = threadIdx.x & 31;
     const int own_half = lane / SHARE, own_index = lane % SHARE;
-    const u32 stage = target;
-    const u32 in_page = (u32)(tile * TILE) % BLOCK_SIZE;  // of the first half
+    // Where this warp's tokens lie in the page and in the ring.
+    const u32 in_page = (u32)(tile * TILE + first_token()) % BLOCK_SIZE;
+    const u32 own_k = target + first_token() * ROW_K;
+    const u32 own_sf_k = target + OFF_SF_K + first_token() * SF_K;
+    const u32 own_v = target + OFF_V + first_token() * ROW_V;
+    const u32 own_sf_v = target + OFF_SF_V + first_token() * SF_V;
 #if HND
     // 16 tokens of one head are contiguous: their 16-byte chunks go to the lanes in turn.
     const u64 k_base = (u64)p.pages + head * K_DATA_HEAD + lane * 16;
@@ -153,14 +167,14 @@ struct Loader {
                           : V_SCALE + head * V_SCALE_HEAD + (index - SF_K) * 16;
     };
     auto sf_target = [&](int index) {
-      return index < SF_K ? OFF_SF_K + own_half * (16 * SF_K) + index * 16
-                          : OFF_SF_V + own_half * (16 * SF_V) + (index - SF_K) * 16;
+      return index < SF_K ? own_sf_k + own_half * (16 * SF_K) + index * 16
+                          : own_sf_v + own_half * (16 * SF_V) + (index - SF_K) * 16;
     };
     const u64 sf_base = (u64)p.pages + sf_offset(own_index);
     const u32 own_sf_target = sf_target(own_index);
 #endif
 #pragma unroll
-    for (int half = 0; half < HALVES; half++) {
+    for (int half = 0; half < WARP_HALVES; half++) {
       const u32 from = ONE_PAGE ? page : __shfl_sync(~0u, page, half * SHARE);
       const u32 token = ONE_PAGE ? in_page + 16 * half : (in_page + 16 * half) % BLOCK_SIZE;
 #if HND
@@ -171,13 +185,13 @@ struct Loader {
 #pragma unroll
       for (int i = 0; i < 16 * CHUNKS_K; i += 32)
         if (16 * CHUNKS_K % 32 == 0 || i + lane < 16 * CHUNKS_K)
-          cp_async16(stage + half * 16 * ROW_K +
+          cp_async16(own_k + half * 16 * ROW_K +
                          swizzle<CHUNKS_K>((i + lane) / CHUNKS_K, (i + lane) % CHUNKS_K),
                      (const u8*)(k + K_DATA + i * 16));
 #pragma unroll
       for (int i = 0; i < 16 * CHUNKS_V; i += 32)
         if (16 * CHUNKS_V % 32 == 0 || i + lane < 16 * CHUNKS_V)
-          cp_async16(stage + OFF_V + half * 16 * ROW_V +
+          cp_async16(own_v + half * 16 * ROW_V +
                          swizzle<CHUNKS_V>((i + lane) / CHUNKS_V, (i + lane) % CHUNKS_V),
                      (const u8*)(v + V_DATA + i * 16));
 #else
@@ -186,25 +200,25 @@ struct Loader {
       const u8* v = base + V_DATA + head * V_DATA_HEAD + token * V_DATA_TOKEN;
 #pragma unroll
       for (int i = lane; i < 16 * CHUNKS_K; i += 32)
-        cp_async16(stage + half * 16 * ROW_K + swizzle<CHUNKS_K>(i / CHUNKS_K, i % CHUNKS_K),
+        cp_async16(own_k + half * 16 * ROW_K + swizzle<CHUNKS_K>(i / CHUNKS_K, i % CHUNKS_K),
                    k + i / CHUNKS_K * K_DATA_TOKEN + i % CHUNKS_K * 16);
 #pragma unroll
       for (int i = lane; i < 16 * CHUNKS_V; i += 32)
         cp_async16(
-            stage + OFF_V + half * 16 * ROW_V + swizzle<CHUNKS_V>(i / CHUNKS_V, i % CHUNKS_V),
+            own_v + half * 16 * ROW_V + swizzle<CHUNKS_V>(i / CHUNKS_V, i % CHUNKS_V),
             v + i / CHUNKS_V * V_DATA_TOKEN + i % CHUNKS_V * 16);
 #if K_KIND == 4
       const u8* ks = base + K_SCALE + head * K_SCALE_HEAD + token * K_SCALE_TOKEN;
 #pragma unroll
       for (int i = lane; i < 16 * WORDS_SF_K; i += 32)
-        cp_async4(stage + OFF_SF_K + half * 16 * SF_K + i * 4,
+        cp_async4(own_sf_k + half * 16 * SF_K + i * 4,
                   ks + i / WORDS_SF_K * K_SCALE_TOKEN + i % WORDS_SF_K * 4);
 #endif
 #if V_KIND == 4
       const u8* vs = base + V_SCALE + head * V_SCALE_HEAD + token * V_SCALE_TOKEN;
 #pragma unroll
       for (int i = lane; i < 16 * WORDS_SF_V; i += 32)
-        cp_async4(stage + OFF_SF_V + half * 16 * SF_V + i * 4,
+        cp_async4(own_sf_v + half * 16 * SF_V + i * 4,
                   vs + i / WORDS_SF_V * V_SCALE_TOKEN + i % WORDS_SF_V * 4);
 #endif
 #endif
@@ -219,7 +233,7 @@ struct Loader {
                                    p.page_stride);
       const u64 source = own + token * (SF_K == SF_V || index < SF_K ? SF_K : SF_V);
       if ((SF_K + SF_V) % SHARE == 0 || index < SF_K + SF_V)
-        cp_async16(stage + (i == 0 ? own_sf_target : sf_target(index)), (const u8*)source);
+        cp_async16(i == 0 ? own_sf_target : sf_target(index), (const u8*)source);
     }
 #endif
   }

@@ -34,7 +34,7 @@ WARPS = 4
 
 
 class Variant(NamedTuple):
-    """How the kernel is compiled for some work; see the head of `decode.cu`."""
+    """How the kernel is compiled for some work; see the heads of `decode.cu` and `decode_wide.cu`."""
 
     tile: int
     n_tiles: int
@@ -42,16 +42,36 @@ class Variant(NamedTuple):
     q_shared: bool
     stages: int
     ctas: int
+    wide: bool = False
+    """`decode_wide.cu`: the warps of a CTA work on one unit together, not on one each."""
+
+    @property
+    def source(self) -> str:
+        """Name of the source."""
+        return "decode_wide" if self.wide else "decode"
+
+    @property
+    def units_per_cta(self) -> int:
+        """Units that a CTA works on at once."""
+        return 1 if self.wide else WARPS
 
     @property
     def columns(self) -> int:
         """Query columns of a piece."""
         return 4 if self.duplicate else 8 * self.n_tiles
 
-    def warp_bytes(self, layout: PageLayout) -> int:
-        """Shared memory of a warp: its ring, and q where that is kept there."""
+    def cta_bytes(self, layout: PageLayout) -> int:
+        """Shared memory of a CTA: rings, q where that is kept there, what warps exchange."""
+        ring = self.stages * stage_bytes(layout, self.tile)
         q = self.n_tiles * layout.head_size * 16 if self.q_shared else 0
-        return self.stages * stage_bytes(layout, self.tile) + q
+        if self.wide:
+            return ring + q + self.columns * (2 * self.tile + 4 * WARPS)
+        return WARPS * (ring + q)
+
+    def fits(self, layout: PageLayout, compute_capability: int) -> bool:
+        """Whether its CTAs find room in the shared memory of a multiprocessor."""
+        shared = _SHARED_KIB.get(compute_capability, _SMALLEST_SHARED_KIB) * 1024
+        return self.ctas * (self.cta_bytes(layout) + 1024) <= shared
 
 
 def unsupported_reason(layout: PageLayout, query_dtype: torch.dtype) -> str | None:
@@ -98,7 +118,8 @@ def variant(
     head_size = max(layout.head_size, layout.head_size_v)
     # Columns share the unpacking, as far as registers and shared memory go.
     wanted = 1 if columns <= 8 else 2 if columns <= 16 or head_size > 128 else 4
-    shared = _SHARED_KIB.get(compute_capability, _SMALLEST_SHARED_KIB) * 1024
+    if compute_capability == 90 and nvfp4 and columns > 16:
+        return _wide(layout, columns, head_size)
     ways = [
         Variant(tile, n, duplicate, n * max(64, head_size) > 256, stages, ctas)
         for ctas in (2, 1)
@@ -108,9 +129,19 @@ def variant(
     ]
     for way in ways:
         ring_fits = way.ctas == 1 or way.stages * stage_bytes(layout, way.tile) <= _RING_BYTES
-        if ring_fits and way.ctas * (WARPS * way.warp_bytes(layout) + 1024) <= shared:
+        if ring_fits and way.fits(layout, compute_capability):
             return way
     return None
+
+
+def _wide(layout: PageLayout, columns: float, head_size: int) -> Variant:
+    """The way with `wgmma`: as many CTAs as its accumulators leave registers for."""
+    n_tiles = 4 if columns <= 32 else 8
+    most_ctas = 3 if n_tiles == 4 and head_size <= 128 else 2
+    ways = (
+        Variant(64, n_tiles, False, True, 3, ctas, wide=True) for ctas in range(most_ctas, 0, -1)
+    )
+    return next(way for way in ways if way.fits(layout, 90))
 
 
 def stage_bytes(layout: PageLayout, tile: int) -> int:
