@@ -3,13 +3,16 @@
 import json
 import platform
 from importlib import metadata
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from halfbyte import __version__
 from halfbyte.cli.console import out
+
+if TYPE_CHECKING:
+    from halfbyte.dispatch import Verdict
 
 _PACKAGES = ("torch", "transformers", "safetensors", "triton", "numpy")
 
@@ -33,10 +36,16 @@ def info(
         formats.add_row(row["name"], f"{row['bits_per_value']:g}", row["scales"])
     out.print(formats)
     out.print()
-    backends = Table("attention backend", "usable", "why", box=None, pad_edge=False)
-    for row in report["attention_backends"]:
-        backends.add_row(row["name"], "yes" if row["supported"] else "no", row["reason"])
-    out.print(backends)
+    out.print(_backends("attention backend", report["attention_backends"]))
+    out.print()
+    out.print(_backends("linear backend", report["linear_backends"]))
+
+
+def _backends(title: str, rows: list[dict[str, Any]]) -> Table:
+    table = Table(title, "usable", "why", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(row["name"], "yes" if row["supported"] else "no", row["reason"])
+    return table
 
 
 def _collect() -> dict[str, Any]:
@@ -44,6 +53,7 @@ def _collect() -> dict[str, Any]:
 
     from halfbyte.attention import ATTENTION_BACKENDS
     from halfbyte.dispatch import current_compute_capability
+    from halfbyte.linear import LINEAR_BACKENDS
 
     capability = current_compute_capability()
     return {
@@ -56,11 +66,13 @@ def _collect() -> dict[str, Any]:
         },
         "versions": {"halfbyte": __version__, **{name: _version(name) for name in _PACKAGES}},
         "kv_cache_dtypes": _formats(),
-        "attention_backends": [
-            {"name": verdict.name, "supported": verdict.usable, "reason": verdict.reason}
-            for verdict in ATTENTION_BACKENDS.explain()
-        ],
+        "attention_backends": _verdicts(ATTENTION_BACKENDS.explain()),
+        "linear_backends": _verdicts(LINEAR_BACKENDS.explain()),
     }
+
+
+def _verdicts(verdicts: "list[Verdict]") -> list[dict[str, Any]]:
+    return [{"name": v.name, "supported": v.usable, "reason": v.reason} for v in verdicts]
 
 
 def _formats() -> list[dict[str, Any]]:

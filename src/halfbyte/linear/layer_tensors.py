@@ -1,0 +1,184 @@
+"""A layer's tensors between file and module: names and directions of either dialect, checked.
+
+In a file, a layer's tensors have the names of its dialect, and its global scales that dialect's
+direction. In the module there is one form, the one that kernels are given (`base.py`). A reciprocal
+does not always come back to the number it was taken of, so what a file said of a global scale is
+kept as it was said (`StoredScale`) and written back the same.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from halfbyte.checkpoints.dialects import TENSOR_NAMES, CheckpointError, Dialect, TensorNames
+
+Role = Literal["weight", "weight_scale", "weight_global_scale", "input_global_scale", "bias"]
+E4M3_NAN = 0x7F
+
+
+@dataclass(frozen=True)
+class StoredScale:
+    """A global scale as a file has it.
+
+    Args:
+        value: float, one element or one per part, of any shape.
+        is_decode: whether it multiplies codes on their way to values, or divides.
+    """
+
+    value: torch.Tensor
+    is_decode: bool
+
+    def decode(self) -> torch.Tensor:
+        """float32 `[elements]`, the decode multipliers."""
+        return self._in_direction(True)
+
+    def encode(self) -> torch.Tensor:
+        """float32 `[elements]`, the encode multipliers."""
+        return self._in_direction(False)
+
+    def in_dialect(self, names: TensorNames) -> torch.Tensor:
+        """What a file of a dialect says: the very tensor if its direction is the same.
+
+        Else float32, of the shape that is the dialect's custom: `[]` for ModelOpt, `[1]` for
+        compressed-tensors, `[P]` for several parts.
+        """
+        if self.is_decode == names.global_scale_is_decode:
+            return self.value
+        values = self._in_direction(names.global_scale_is_decode)
+        return values.reshape(scale_shape(values.numel(), names))
+
+    def _in_direction(self, is_decode: bool) -> torch.Tensor:
+        values = self.value.float().reshape(-1)
+        return values if is_decode == self.is_decode else torch.ones_like(values) / values
+
+
+def scale_shape(num_parts: int, names: TensorNames) -> tuple[int, ...]:
+    """Shape that a dialect's files give a global scale."""
+    return () if names.global_scale_is_decode and num_parts == 1 else (num_parts,)
+
+
+def file_names(dialect: Dialect) -> dict[str, Role]:
+    """Role of each tensor name of a dialect."""
+    names = TENSOR_NAMES[dialect]
+    return {
+        names.weight: "weight",
+        names.weight_scale: "weight_scale",
+        names.weight_global_scale: "weight_global_scale",
+        names.input_global_scale: "input_global_scale",
+        "bias": "bias",
+    }
+
+
+def dialect_of(names: Iterable[str], otherwise: Dialect) -> Dialect:
+    """Whose names these are; `otherwise` where both have them.
+
+    Raises:
+        CheckpointError: names of both dialects.
+    """
+    present = set(names)
+    own = {dialect: set(file_names(dialect)) for dialect in TENSOR_NAMES}
+    shared = set.intersection(*own.values())
+    found = {dialect: sorted(present & own[dialect] - shared) for dialect in TENSOR_NAMES}
+    spoken = [dialect for dialect in TENSOR_NAMES if found[dialect]]
+    if len(spoken) > 1:
+        listed = " and ".join(f"{', '.join(found[d])} ({d})" for d in spoken)
+        raise CheckpointError(f"expected the tensors of one dialect, found {listed}")
+    return spoken[0] if spoken else otherwise
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a layer can take: N output and K input features, P parts."""
+
+    n: int
+    k: int
+    num_parts: int
+
+    def read(
+        self, tensors: Mapping[str, torch.Tensor], dialect: Dialect, layer_name: str
+    ) -> dict[Role, torch.Tensor]:
+        """Tensors of a file by role: codes as uint8, block scales as float8_e4m3fn.
+
+        Global scales and the bias stay as they are.
+
+        Args:
+            tensors: by file name; some may be absent.
+            dialect: whose names they are.
+            layer_name: for messages; may be empty.
+
+        Raises:
+            CheckpointError: one does not fit; the message names it, what was expected and found.
+        """
+        result: dict[Role, torch.Tensor] = {}
+        for name, role in file_names(dialect).items():
+            if name in tensors:
+                result[role] = self._read(tensors[name], role, full_name(layer_name, name))
+        return result
+
+    def _read(self, tensor: torch.Tensor, role: Role, name: str) -> torch.Tensor:
+        if role == "weight":
+            fits = tensor.dtype.itemsize == 1 and not _is_fp8(tensor.dtype)
+            _check(fits, tensor, name, "uint8", (self.n, self.k // 2))
+            return tensor.view(torch.uint8)
+        if role == "weight_scale":
+            fits = tensor.dtype in (torch.float8_e4m3fn, torch.uint8)
+            _check(fits, tensor, name, "float8_e4m3fn", (self.n, self.k // 16))
+            return tensor.view(torch.float8_e4m3fn)
+        fits = tensor.is_floating_point() and tensor.dtype.itemsize > 1
+        if role == "bias":
+            _check(fits, tensor, name, "float", (self.n,))
+            return tensor
+        counts = {1, self.num_parts} if role == "weight_global_scale" else {1}
+        if not fits or tensor.numel() not in counts:
+            raise CheckpointError(
+                f"{name}: expected float32 with {' or '.join(map(str, sorted(counts)))} elements, "
+                f"found {describe(tensor)}"
+            )
+        return tensor
+
+
+def full_name(layer_name: str, name: str) -> str:
+    """A tensor's name with its layer's, where that is known."""
+    return f"{layer_name}.{name}" if layer_name else name
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Dtype and shape, for messages."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def check_block_scales(scales: torch.Tensor, name: str) -> None:
+    """Raise CheckpointError if a block scale is NaN, as all are before they are loaded, or < 0."""
+    bad = int((scales.view(torch.uint8) >= E4M3_NAN).sum())  # NaN, then everything with a sign
+    if not bad:
+        return
+    nan = int(((scales.view(torch.uint8) & 0x7F) == E4M3_NAN).sum())
+    found = _or_never(nan, scales.numel()) if nan else f"{bad} of {scales.numel()} with a sign"
+    raise CheckpointError(f"{name}: expected finite block scales >= 0, found {found}")
+
+
+def check_global_scale(scale: torch.Tensor, name: str, *, zero_is_valid: bool) -> None:
+    """Raise CheckpointError unless decode multipliers are finite and positive (or 0)."""
+    nan = int(scale.isnan().sum())
+    if nan:
+        found = _or_never(nan, scale.numel())
+    elif bool(((scale < 0) | (scale.isinf())).any()) or not (zero_is_valid or bool(scale.all())):
+        found = f"the decode multiplier {scale.tolist()}"
+    else:
+        return
+    raise CheckpointError(f"{name}: expected a finite scale above 0, found {found}")
+
+
+def _or_never(nan: int, total: int) -> str:
+    return "NaN only: it was never loaded" if nan == total else f"{nan} NaN of {total}"
+
+
+def _check(fits: bool, tensor: torch.Tensor, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+    if not fits or tuple(tensor.shape) != shape:
+        raise CheckpointError(f"{name}: expected {dtype} {list(shape)}, found {describe(tensor)}")
+
+
+def _is_fp8(dtype: torch.dtype) -> bool:
+    return "float8" in str(dtype)

@@ -1,0 +1,305 @@
+"""The tensors of a quantized layer as a module: filled, checked, moved and saved.
+
+The state dict speaks the dialect in `dialect` and reads both. Empty scales are NaN, so that one
+which was never loaded is an error and never 1.0. Codes and scales keep their dtypes in
+`layer.to(dtype)`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from halfbyte.checkpoints.dialects import TENSOR_NAMES, CheckpointError, Dialect
+from halfbyte.linear.base import NvFp4LinearLayerConfig
+from halfbyte.linear.layer_tensors import (
+    E4M3_NAN,
+    Expected,
+    Role,
+    StoredScale,
+    check_block_scales,
+    check_global_scale,
+    dialect_of,
+    file_names,
+    full_name,
+    scale_shape,
+)
+from halfbyte.numerics import nvfp4
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+SCALES = ("weight_global_scale", "input_global_scale", "input_global_scale_inv", "alpha")
+
+
+class LayerState(nn.Module):
+    """What `NvFp4Linear` is made of, without the kernel; arguments as there."""
+
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    weight_global_scale: torch.Tensor
+    input_global_scale: torch.Tensor | None
+    input_global_scale_inv: torch.Tensor | None
+    alpha: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        part_sizes: Sequence[int] | None,
+        quantize_activations: bool,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        dialect: Dialect,
+    ) -> None:
+        super().__init__()
+        if dialect not in TENSOR_NAMES:
+            raise ValueError(f"dialect: expected one of {', '.join(TENSOR_NAMES)}, got {dialect!r}")
+        self.in_features, self.out_features = in_features, out_features
+        self.part_sizes = tuple(part_sizes or (out_features,))
+        self.quantize_activations = quantize_activations
+        self.dtype = _check_dtype(torch.get_default_dtype() if dtype is None else dtype)
+        NvFp4LinearLayerConfig(out_features, in_features, self.dtype, part_sizes=self.part_sizes)
+        self.dialect: Dialect = dialect
+        self.layer_name = ""
+        """In messages; `load_state_dict` sets it."""
+        self._stored: dict[Role, StoredScale] = {}
+        self._make_empty(device, bias)
+
+    def _make_empty(self, device: torch.device | str | None, bias: bool) -> None:
+        n, k, parts = self.out_features, self.in_features, len(self.part_sizes)
+        self._set("weight", torch.zeros(n, k // 2, dtype=torch.uint8, device=device))
+        scales = torch.full((n, k // 16), E4M3_NAN, dtype=torch.uint8, device=device)
+        self._set("weight_scale", scales.view(torch.float8_e4m3fn))
+        for name in SCALES:
+            per_part = not name.startswith("input")
+            shape = (parts,) if per_part else ()
+            empty = torch.full(shape, torch.nan, dtype=torch.float32, device=device)
+            self._set(name, empty if per_part or self.quantize_activations else None)
+        self._set("bias", torch.zeros(n, dtype=self.dtype, device=device) if bias else None)
+
+    def _set(self, name: str, tensor: torch.Tensor | None) -> None:
+        parameter = None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+        self.register_parameter(name, parameter)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return next(self.parameters()).device
+
+    def loaded_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`weight` uint8 `[N, K/2]` and `weight_scale` float8_e4m3fn `[N, K/16]`, as loaded."""
+        return self.weight, self.weight_scale
+
+    def loaded_scale(self, name: str) -> torch.Tensor:
+        """`weight_global_scale` or another small tensor of `SCALES`, as loaded."""
+        return getattr(self, name).detach()
+
+    def unprocess_weights(self) -> None:
+        """Bring the tensors back into the form as loaded, if they are in another."""
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weights `[N, K]`, each part with its own global scale."""
+        weight, scales = self.loaded_weights()
+        rows = self.loaded_scale("weight_global_scale").repeat_interleave(
+            torch.tensor(self.part_sizes, device=weight.device)
+        )
+        return nvfp4.dequantize(weight, scales, rows[:, None], dtype)
+
+    def load_tensors(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        dialect: Dialect | None = None,
+        *,
+        copy: bool = False,
+    ) -> None:
+        """Take over tensors of a checkpoint: all of the layer's, or some now and others later.
+
+        Either all of them are taken or, after an error, none.
+
+        Args:
+            tensors: by their names in the file, without the layer's.
+            dialect: whose names they are; None to see by the names.
+            copy: into the layer's own memory, instead of becoming the layer's tensors.
+
+        Raises:
+            CheckpointError: one that does not fit or that the layer does not know; the message
+                names it, what was expected and what was found.
+        """
+        dialect = dialect or dialect_of(tensors, self.dialect)
+        known = file_names(dialect)
+        for name in tensors:
+            if name not in known or (name == "bias" and self.bias is None):
+                raise CheckpointError(
+                    f"{full_name(self.layer_name, name)}: expected one of {', '.join(known)}, "
+                    f"found a tensor that this {dialect} layer does not have"
+                )
+        expected = Expected(self.out_features, self.in_features, len(self.part_sizes))
+        by_role = expected.read(tensors, dialect, self.layer_name)
+        if copy and self.device.type == "meta" and by_role:
+            raise CheckpointError(
+                f"{self.layer_name or 'NvFp4Linear'}: expected memory to load into, found a layer "
+                "on 'meta': load with assign=True, or call to_empty() first"
+            )
+        self.unprocess_weights()
+        is_decode = TENSOR_NAMES[dialect].global_scale_is_decode
+        for role, tensor in by_role.items():
+            if role in ("weight_global_scale", "input_global_scale"):
+                device = self.device if copy else tensor.device
+                self._keep(role, StoredScale(tensor.detach().clone(), is_decode), device)
+            elif copy:
+                getattr(self, role).data.copy_(tensor)
+            else:
+                tensor = tensor.detach().contiguous()
+                self._set(role, tensor.to(self.dtype) if role == "bias" else tensor)
+        for name in ("alpha", "input_global_scale_inv"):  # of a layer that came from "meta"
+            derived = self._parameters[name]
+            if derived is not None and derived.is_meta and not self.weight.is_meta:
+                self._set(name, torch.full_like(derived, torch.nan, device=self.device))
+
+    def _keep(self, role: Role, stored: StoredScale, device: torch.device | None = None) -> None:
+        """Remember a global scale as a file has it, and set the layer's own of it."""
+        if stored.value.device.type != "meta":
+            # On the host, where a comparison waits for nobody; it is a number or three.
+            stored = StoredScale(stored.value.cpu(), stored.is_decode)
+        self._stored[role] = stored
+        decode = stored.decode().to(self.device if device is None else device)
+        if role == "weight_global_scale":
+            self._set(role, decode.expand(len(self.part_sizes)).clone())
+        elif self.quantize_activations:
+            self._set(role, decode.reshape(()))
+
+    def _store(self, role: Role, decode: torch.Tensor) -> None:
+        """Set a global scale to what a file of this dialect would say of a decode multiplier."""
+        names = TENSOR_NAMES[self.dialect]
+        value = StoredScale(decode, True).in_dialect(names)
+        value = value.reshape(scale_shape(value.numel(), names))
+        self._keep(role, StoredScale(value, names.global_scale_is_decode))
+
+    def _stored_scale(self, role: Role) -> StoredScale:
+        """As the file had it; what the layer has, if somebody wrote that since."""
+        stored = self._stored.get(role)
+        if role == "input_global_scale" and not self.quantize_activations:
+            if stored is None:
+                name = full_name(self.layer_name, role)
+                raise CheckpointError(f"{name}: expected a scale for W4A4, found none")
+            return stored
+        scale = self.loaded_scale(role)
+        if scale.is_meta:
+            return stored or StoredScale(scale, True)
+        scale = scale.cpu()
+        if stored is not None and torch.equal(
+            stored.decode().expand(scale.numel()), scale.view(-1)
+        ):
+            return stored
+        shape = scale_shape(scale.numel(), TENSOR_NAMES["modelopt"])
+        return StoredScale(scale.reshape(shape), True)
+
+    def check_tensors(self) -> None:
+        """That every tensor is there and every scale finite."""
+        names = TENSOR_NAMES[self.dialect]
+        for role in ("weight", "weight_scale", "weight_global_scale", "input_global_scale"):
+            tensor = self._parameters[role]
+            if tensor is not None and tensor.is_meta:
+                name = full_name(self.layer_name, getattr(names, role))
+                raise CheckpointError(f"{name}: expected a tensor, found none: it was never loaded")
+        expected = Expected(self.out_features, self.in_features, len(self.part_sizes))
+        as_file = {names.weight: self.weight, names.weight_scale: self.weight_scale}
+        expected.read(as_file, self.dialect, self.layer_name)
+        check_block_scales(self.weight_scale, full_name(self.layer_name, names.weight_scale))
+        check_global_scale(
+            self.weight_global_scale,
+            full_name(self.layer_name, names.weight_global_scale),
+            zero_is_valid=True,  # an all-zero weight
+        )
+        if self.input_global_scale is not None:
+            check_global_scale(
+                self.input_global_scale,
+                full_name(self.layer_name, names.input_global_scale),
+                zero_is_valid=False,
+            )
+
+    def derive_scales(self) -> None:
+        """Set `alpha` and `input_global_scale_inv` from the scales that files have."""
+        alpha = self.weight_global_scale.detach().clone()
+        if self.input_global_scale is not None:
+            alpha *= self.input_global_scale
+            encode = self._stored_scale("input_global_scale").encode()
+            self._set("input_global_scale_inv", encode.to(alpha.device).reshape(()))
+        self._set("alpha", alpha)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        weight, weight_scale = self.loaded_weights()
+        names = TENSOR_NAMES[self.dialect]
+        tensors = {names.weight: weight, names.weight_scale: weight_scale}
+        roles: list[Role] = ["weight_global_scale"]
+        if self.quantize_activations or "input_global_scale" in self._stored:
+            roles.append("input_global_scale")
+        for role in roles:
+            scale = self._stored_scale(role).in_dialect(names)
+            tensors[getattr(names, role)] = scale.to(weight.device)
+        if self.bias is not None:
+            tensors["bias"] = self.bias
+        for name, tensor in tensors.items():
+            destination[prefix + name] = tensor if keep_vars else tensor.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, torch.Tensor],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        self.layer_name = self.layer_name or prefix.removesuffix(".")
+        found = {
+            key.removeprefix(prefix): value
+            for key, value in state_dict.items()
+            if key.startswith(prefix)
+        }
+        try:
+            dialect = dialect_of(found, self.dialect)
+            roles = file_names(dialect)
+            if self.bias is None:
+                del roles["bias"]
+            optional = set() if self.quantize_activations else {"input_global_scale"}
+            known = {name: found[name] for name in roles if name in found}
+            missing = [n for n, role in roles.items() if n not in found and role not in optional]
+            missing_keys += [prefix + name for name in missing]
+            if strict:
+                unexpected_keys += [prefix + name for name in found if name not in roles]
+            assign = bool(local_metadata.get("assign_to_params_buffers"))
+            self.load_tensors(known, dialect, copy=not assign)
+        except CheckpointError as error:
+            error_msgs.append(str(error))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What `to`, `cuda` and `half` do to the tensors: codes and scales change device only."""
+        probe = torch.zeros(0, dtype=self.dtype, device=self.device)
+        after = fn(probe)
+        _check_dtype(after.dtype)
+        if (after.device, after.dtype) != (probe.device, probe.dtype):
+            self.unprocess_weights()
+
+        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
+            result = fn(tensor)
+            changes = result.dtype != tensor.dtype and tensor is not self.bias
+            return tensor.to(result.device) if changes else result
+
+        super()._apply(keep_dtype, recurse)
+        self.dtype = after.dtype
+        if probe.is_meta and not after.is_meta:
+            self._make_empty(after.device, self.bias is not None)  # to_empty: nothing is loaded
+            self._stored.clear()
+        return self
+
+
+def _check_dtype(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype: expected float16, bfloat16 or float32, got {dtype}")
+    return dtype
