@@ -80,6 +80,8 @@ class KVCacheDType(StrEnum):
                     )
                 return cls(_MODELOPT_ALGOS[str(algo).upper()])
             scheme = section.get("kv_cache_scheme")
+            if isinstance(scheme, str):  # ModelOpt's copy of `kv_cache_quant_algo` in config.json
+                return cls.from_checkpoint({"kv_cache_quant_algo": scheme})
             if scheme is not None:
                 return cls._from_scheme(_as_mapping(scheme))
         for section in (fields, _as_mapping(fields.get("text_config"))):
