@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._device
 
 # Commands that tests start must find the package, installed or not.
 os.environ["PYTHONPATH"] = str(Path(__file__).parents[1] / "src")
+
+# torch remembers its constructors when `torch.device(...)` is first entered as a context; that must
+# not be while they are poisoned, or "meta" would be ignored.
+torch.utils._device._device_constructors()
 
 # Workers share the cores, and one BLAS thread each keeps them from waiting for one another.
 torch.set_num_threads(1)

@@ -6,6 +6,8 @@ The names below are imported when first used, so that `import halfbyte` stays li
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from halfbyte import transformers_hook
+
 if TYPE_CHECKING:
     from halfbyte.engine import LLM, RequestOutput, SamplingParams
     from halfbyte.models import Cache, load_model
@@ -21,6 +23,10 @@ _HOMES = {
     "Cache": "halfbyte.models",
     "load_model": "halfbyte.models",
 }
+
+
+# So that `from_pretrained` reads NVFP4 checkpoints; imports nothing by itself.
+transformers_hook.install()
 
 
 def __getattr__(name: str) -> Any:

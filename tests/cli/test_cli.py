@@ -197,18 +197,20 @@ def test_info_json(halfbyte: Command) -> None:
         "bits_per_value": 4.5,
         "scales": "one per 16, one per layer",
     } in report["kv_cache_dtypes"]
-    assert {
-        "name": "reference",
-        "supported": True,
-        "reason": "runs wherever PyTorch does",
-    } in report["attention_backends"]
+    for kind in ("attention_backends", "linear_backends"):
+        assert {
+            "name": "reference",
+            "supported": True,
+            "reason": "runs wherever PyTorch does",
+        } in report[kind]
 
 
 def test_info_prints_tables(halfbyte: Command) -> None:
     code, out, _ = halfbyte("info")
     assert code == 0
     assert "nvfp4_4over6" in out
-    assert "reference" in out
+    assert "attention backend" in out
+    assert "linear backend" in out
 
 
 @pytest.mark.parametrize(

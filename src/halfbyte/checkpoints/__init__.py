@@ -1,5 +1,26 @@
-"""Files to tensors. So far: the KV scales that checkpoints carry."""
+"""Files to tensors: NVFP4 checkpoints in both dialects, and the KV scales that they carry."""
 
+from halfbyte.checkpoints.dialects import (
+    DIALECTS,
+    TENSOR_NAMES,
+    CheckpointError,
+    Declaration,
+    Dialect,
+    TensorNames,
+    read_declaration,
+)
 from halfbyte.checkpoints.kv_scales import read_kv_scales
+from halfbyte.checkpoints.safetensors_index import CheckpointIndex, TensorEntry
 
-__all__ = ["read_kv_scales"]
+__all__ = [
+    "DIALECTS",
+    "TENSOR_NAMES",
+    "CheckpointError",
+    "CheckpointIndex",
+    "Declaration",
+    "Dialect",
+    "TensorEntry",
+    "TensorNames",
+    "read_declaration",
+    "read_kv_scales",
+]

@@ -9,7 +9,13 @@ import typer
 from rich.table import Table
 
 from halfbyte.cli.console import out, progress_bar, quiet_libraries
-from halfbyte.cli.options import AttentionBackend, Model, Verbose
+from halfbyte.cli.options import (
+    AttentionBackend,
+    LinearBackend,
+    Model,
+    QuantizeActivations,
+    Verbose,
+)
 
 
 def evaluate(
@@ -33,6 +39,8 @@ def evaluate(
         ),
     ] = None,
     attention_backend: AttentionBackend = None,
+    linear_backend: LinearBackend = None,
+    quantize_activations: QuantizeActivations = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
     verbose: Verbose = False,
 ) -> None:
@@ -51,7 +59,12 @@ def evaluate(
     texts = [_read(text)] if text else list(heldout_texts().values())
     path = model or bundled_model_path()
     tokenizer = load_tokenizer(path)
-    loaded = load_model(path, dtype=dtype or ("auto" if torch.cuda.is_available() else "float32"))
+    loaded = load_model(
+        path,
+        dtype=dtype or ("auto" if torch.cuda.is_available() else "float32"),
+        linear_backend=linear_backend,
+        quantize_activations=quantize_activations,
+    )
     window = min(window, getattr(loaded.config, "max_position_embeddings", window))
     windows, num_bytes = text_windows(tokenizer, texts, window, max_tokens)
     with progress_bar("eval", "tokens") as on_progress:

@@ -9,7 +9,14 @@ import typer
 from rich.table import Table
 
 from halfbyte.cli.console import out, quiet_libraries
-from halfbyte.cli.options import AttentionBackend, DType, Model, Verbose
+from halfbyte.cli.options import (
+    AttentionBackend,
+    DType,
+    LinearBackend,
+    Model,
+    QuantizeActivations,
+    Verbose,
+)
 
 if TYPE_CHECKING:
     from halfbyte.engine import LLM, RequestOutput
@@ -31,6 +38,8 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Text to stop at; repeatable.")] = None,
     dtype: DType = "auto",
     attention_backend: AttentionBackend = None,
+    linear_backend: LinearBackend = None,
+    quantize_activations: QuantizeActivations = None,
     max_batched_tokens: Annotated[
         int | None, typer.Option(help="Tokens per step; longer prompts are fed in chunks.")
     ] = None,
@@ -65,6 +74,8 @@ def generate(
         num_pages=num_pages,
         max_batched_tokens=max_batched_tokens,
         attention_backend=attention_backend,
+        linear_backend=linear_backend,
+        quantize_activations=quantize_activations,
     )
     timings: dict[str, float | None] = {"load_s": time.perf_counter() - started}
     output = _run(llm, prompt, params, timings, show=not as_json)

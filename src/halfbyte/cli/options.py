@@ -14,4 +14,15 @@ DType = Annotated[
 AttentionBackend = Annotated[
     str | None, typer.Option(help="Name of an attention backend; by default the best that runs.")
 ]
+LinearBackend = Annotated[
+    str | None,
+    typer.Option(help="Name of a backend for NVFP4 weights; by default the best for each layer."),
+]
+QuantizeActivations = Annotated[
+    bool | None,
+    typer.Option(
+        help="Whether W4A4 layers quantize their activations, emulated if need be; by default "
+        "where the GPU multiplies FP4 natively."
+    ),
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what is going on.")]

@@ -68,6 +68,8 @@ class LLM:
         max_num_seqs: requests that run at once.
         kv_scales: global scales; by default the checkpoint's, else one calibration pass.
         attention_backend: name of an attention backend, or None to choose.
+        linear_backend: name of a backend for NVFP4 layers, or None to choose; see `load_model`.
+        quantize_activations: of layers that are stored as W4A4; see `load_model`.
         batch_invariant: ask for bitwise equal results whatever else is in the batch.
         cuda_graphs: run decode steps on a GPU as CUDA graphs; models that cannot be captured run
             without, after one warning.
@@ -93,12 +95,26 @@ class LLM:
         max_num_seqs: int = 64,
         kv_scales: KVScales | None = None,
         attention_backend: str | None = None,
+        linear_backend: str | None = None,
+        quantize_activations: bool | None = None,
         batch_invariant: bool = False,
         cuda_graphs: bool = True,
     ) -> None:
         if isinstance(model, str | Path):
             tokenizer = tokenizer or load_tokenizer(model)
-            model = load_model(model, dtype=dtype, device=device)
+            model = load_model(
+                model,
+                dtype=dtype,
+                device=device,
+                linear_backend=linear_backend,
+                quantize_activations=quantize_activations,
+                batch_invariant=batch_invariant,
+            )
+        elif linear_backend is not None or quantize_activations is not None:
+            raise ValueError(
+                "linear_backend, quantize_activations: are for models that are loaded here; "
+                "give them to load_model"
+            )
         self.model = model.eval()
         self.tokenizer = tokenizer
         context = getattr(model.config, "max_position_embeddings", 2**31)

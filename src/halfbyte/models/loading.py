@@ -1,30 +1,29 @@
-"""Loading models: transformers' own loading, with clear errors.
+"""Loading models: transformers' own loading, with clear errors; NVFP4 checkpoints our own way.
 
 A hub id is resolved to its local snapshot first, so that all that a checkpoint carries beside its
 weights (KV scales, `hf_quant_config.json`, tokenizer) is found the same way as in a folder.
 """
 
-import json
-import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from halfbyte.checkpoints.dialects import CheckpointError, Declaration, read_declaration
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.attention_functions import register
+from halfbyte.models.checkpoint_loading import load_quantized
+from halfbyte.models.streaming import QUANTIZED_WEIGHT
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _SNAPSHOT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-# Tensors that only quantized weights come with; loading without them would give wrong weights.
-_QUANTIZED_WEIGHT = re.compile(
-    r"\.(weight_(packed|\w*scale\w*)|input_(\w*_)?scale\w*|qweight|qzeros|scales|g_idx|\w+_blocks)$"
-)
 
 
-class ModelLoadError(ValueError):
+class ModelLoadError(CheckpointError):
     """A model could not be loaded; one line that names it and says why."""
 
 
@@ -33,30 +32,67 @@ def load_model(
     *,
     dtype: str | torch.dtype = "auto",
     device: torch.device | str | None = None,
+    linear_backend: str | None = None,
+    quantize_activations: bool | None = None,
+    batch_invariant: bool = False,
 ) -> PreTrainedModel:
     """Load a causal language model for inference.
+
+    Checkpoints with NVFP4 weights, ModelOpt's or compressed-tensors', are streamed from their
+    shards to the device; their headers are compared with the model first.
 
     Args:
         path: folder of a checkpoint in Hugging Face's form, or the id of one on the hub.
         dtype: `auto` for the checkpoint's, or a torch dtype or its name.
         device: where to put it; by default a GPU if there is one, else the CPU.
+        linear_backend: name of a backend of `halfbyte.linear` for NVFP4 layers; by default that of
+            the environment variable `HALFBYTE_NVFP4_GEMM_BACKEND`, else the best for each layer.
+        quantize_activations: whether layers that are stored as W4A4 quantize their activations
+            (emulated where the machine has no FP4 arithmetic). By default only where a backend
+            multiplies FP4 by FP4 natively; elsewhere they run as W4A16, and the log says so.
+        batch_invariant: NVFP4 layers give a row the same bits whatever else is in the batch.
 
     Returns:
         A transformers model in evaluation mode, ready for `halfbyte.Cache` and `halfbyte.LLM`.
 
     Raises:
-        ModelLoadError: no such model, missing, truncated or mismatched files, or quantized weights
-            that nothing here can read.
+        ModelLoadError: no such model, or missing, truncated or mismatched files.
+        CheckpointError: of a quantized checkpoint, a scheme that is not read here, or a tensor
+            that is absent or does not fit; one line.
         UnsupportedModelError: an architecture that halfbyte is not tested with.
+        NoImplementationError: no linear backend, or not the one asked for, can do the work.
+        ValueError: `linear_backend` or `quantize_activations` for a checkpoint that has nothing
+            which they could be for.
     """
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     folder = local_folder(path)
     config = _or_load_error(path, AutoConfig.from_pretrained, folder)
     check_supported(config)
-    _adapt_quantization(path, folder, config)
+    section = getattr(config, "quantization_config", None)
+    declaration = read_declaration(folder, {"quantization_config": section})
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if declaration is not None and declaration.groups:
+        model = load_quantized(
+            folder,
+            config,
+            declaration,
+            dtype=dtype,
+            device=torch.device(device),
+            linear_backend=linear_backend,
+            quantize_activations=quantize_activations,
+            batch_invariant=batch_invariant,
+        )
+        register()
+        return model
+    for name, value in [
+        ("linear_backend", linear_backend),
+        ("quantize_activations", quantize_activations),
+    ]:
+        if value is not None:
+            raise ValueError(f"{name}: got {value!r}, but {path} has no NVFP4 layers")
+    _adapt_quantization(path, config, declaration)
     model, info = _or_load_error(
         path,
         AutoModelForCausalLM.from_pretrained,
@@ -103,19 +139,21 @@ def local_folder(path: str | Path) -> Path:
     return Path(_or_load_error(path, snapshot_download, text, allow_patterns=_SNAPSHOT_FILES))
 
 
-def _adapt_quantization(path: str | Path, folder: Path, config: Any) -> None:
+def _adapt_quantization(path: str | Path, config: Any, declaration: Declaration | None) -> None:
     """Keep what a checkpoint declares of its KV cache where transformers does not trip over it."""
-    file = folder / "hf_quant_config.json"
-    if file.is_file():
-        declared = _or_load_error(path, lambda: json.loads(file.read_text())["quantization"])
-        config.quantization = declared
     section = getattr(config, "quantization_config", None)
-    if isinstance(section, dict) and not section.get("config_groups"):
-        weights = section.get("quant_algo") or section.get("format") not in (None, "dense")
-        if section.get("quant_method") == "compressed-tensors" and not weights:
-            # Only the cache is quantized: no need for the package that unpacks weights.
-            config.quantization = {"kv_cache_scheme": section.get("kv_cache_scheme")}
+    if declaration is not None:
+        # Only the cache is quantized: no need for the packages that unpack weights.
+        config.quantization = dict(declaration.section or {})
+        if section is not None:
             del config.quantization_config
+    elif isinstance(section, Mapping):
+        method = section.get("quant_method")
+        if method not in AUTO_QUANTIZATION_CONFIG_MAPPING and method != "bitsandbytes":
+            raise ModelLoadError(
+                f"{path}: quantization_config.quant_method: expected modelopt, compressed-tensors "
+                f"or a method that transformers reads, found {method!r}"
+            )
 
 
 def _check_complete(path: str | Path, info: dict[str, Any]) -> None:
@@ -128,7 +166,7 @@ def _check_complete(path: str | Path, info: dict[str, Any]) -> None:
     ]
     if mismatched:
         raise ModelLoadError(f"{path}: wrong shape: {_some(mismatched)}")
-    quantized = [name for name in info.get("unexpected_keys", ()) if _QUANTIZED_WEIGHT.search(name)]
+    quantized = [name for name in info.get("unexpected_keys", ()) if QUANTIZED_WEIGHT.search(name)]
     if quantized:
         raise ModelLoadError(
             f"{path}: has quantized weights that cannot be read: {_some(sorted(quantized))}"

@@ -1,0 +1,202 @@
+"""compressed-tensors' declarations: `quantization_config` of `config.json`.
+
+`config_groups` give a scheme to the modules that `targets` name: exact names, `re:` patterns
+(matched from the start of the name) or a class name; the most specific match wins in this order.
+`ignore` takes the same kinds. A group may be a preset's name with its targets. Packed NVFP4 layers
+have the format `nvfp4-pack-quantized`, of the whole file or of a group.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from halfbyte.checkpoints.dialects import (
+    CheckpointError,
+    Declaration,
+    LayerGroup,
+    Scheme,
+    unknown_scheme,
+)
+from halfbyte.dispatch import is_installed
+from halfbyte.layouts import KVCacheDType
+
+NVFP4_FORMAT = "nvfp4-pack-quantized"
+_FP8_FORMATS = ("float-quantized", "naive-quantized")
+_MIXED_FORMAT = "mixed-precision"
+_OTHER_FORMATS = (
+    *_FP8_FORMATS,
+    "int-quantized",
+    "marlin-24",
+    "mxfp4-pack-quantized",
+    "mxfp6-pack-quantized",
+    "mxfp8-quantized",
+    "pack-quantized",
+)
+_UNPACKED_FORMATS = ("dense", "fakequant")
+_PRESETS: dict[str, Scheme] = {"NVFP4": "nvfp4", "NVFP4A16": "nvfp4-a16"}
+_GROUP_SIZE = 16
+
+
+def read(folder: str | Path, section: Mapping[str, Any]) -> Declaration | None:
+    """The declaration of a compressed-tensors checkpoint.
+
+    Args:
+        folder: for messages.
+        section: `quantization_config`.
+
+    Returns:
+        None if no layer is NVFP4 and the package compressed-tensors, through which transformers
+        reads its other formats, is installed.
+
+    Raises:
+        CheckpointError: a format, scheme or transform that is not read here.
+    """
+    form = section.get("format")
+    groups = section.get("config_groups") or {}
+    if not isinstance(groups, Mapping):
+        raise CheckpointError(
+            f"{folder}: config_groups: expected an object, found {type(groups).__name__}"
+        )
+    if form in _OTHER_FORMATS and is_installed("compressed_tensors"):
+        return None
+    packed = bool(groups) and form not in _UNPACKED_FORMATS
+    if packed:
+        _refuse_extras(folder, section)
+    return Declaration(
+        dialect="compressed-tensors",
+        groups=tuple(_groups(folder, form, groups)) if packed else (),
+        ignore=tuple(str(pattern) for pattern in section.get("ignore") or ()),
+        kv_cache_dtype=_kv_cache_dtype(folder, section),
+        section=section,
+    )
+
+
+def scheme_of(declaration: Declaration, module_name: str) -> Scheme | None:
+    """See `Declaration.scheme_of`."""
+    if any(_rank(pattern, module_name) is not None for pattern in declaration.ignore):
+        return None
+    best: tuple[int, Scheme] | None = None
+    for group in declaration.groups:
+        for target in group.targets:
+            rank = _rank(target, module_name)
+            if rank is not None and (best is None or rank < best[0]):
+                best = (rank, group.scheme)
+    return best and best[1]
+
+
+def _rank(pattern: str, name: str) -> int | None:
+    """How a pattern matches a linear layer: 0 by name, 1 by regular expression, 2 by class."""
+    if pattern == name:
+        return 0
+    if pattern.startswith("re:"):
+        return 1 if re.match(pattern.removeprefix("re:"), name) else None
+    return 2 if pattern == "Linear" else None
+
+
+def _groups(
+    folder: str | Path, form: str | None, groups: Mapping[str, Any]
+) -> Iterator[LayerGroup]:
+    for name, group in groups.items():
+        where = f"config_groups.{name}"
+        if isinstance(group, Mapping):
+            if group.get("weights") is None:
+                continue  # of an attention module: how its cache is quantized
+            scheme = _scheme(folder, where, group)
+            _check_format(folder, where, group.get("format") or form, scheme)
+            targets = group.get("targets")
+        elif name.upper() in _PRESETS:
+            scheme, targets = _PRESETS[name.upper()], group
+        else:
+            expected = f"an object or one of {', '.join(_PRESETS)}"
+            raise unknown_scheme(folder, "config_groups", repr(name), expected)
+        if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
+            raise unknown_scheme(folder, f"{where}.targets", targets, "a list of names")
+        for target in targets:
+            _check_pattern(folder, where, target)
+        yield LayerGroup(scheme, tuple(targets))
+
+
+def _scheme(folder: str | Path, where: str, group: Mapping[str, Any]) -> Scheme:
+    weights, inputs = group["weights"], group.get("input_activations")
+    if group.get("output_activations") is not None:
+        raise unknown_scheme(folder, f"{where}.output_activations", "a scheme", "null")
+    if _is_fp8(weights) and (inputs is None or _is_fp8(inputs)):
+        return "fp8"
+    if not _is_nvfp4(weights):
+        raise unknown_scheme(folder, f"{where}.weights", _text(weights), _EXPECTED)
+    if inputs is None:
+        return "nvfp4-a16"
+    if not _is_nvfp4(inputs) or inputs.get("dynamic") is True:
+        raise unknown_scheme(
+            folder, f"{where}.input_activations", _text(inputs), f"null, or {_EXPECTED}"
+        )
+    return "nvfp4"
+
+
+_EXPECTED = "NVFP4 (float, num_bits 4, group_size 16, symmetric, not dynamic)"
+
+
+def _is_nvfp4(args: Any) -> bool:
+    return (
+        isinstance(args, Mapping)
+        and args.get("type", "int") == "float"
+        and args.get("num_bits") == 4
+        and args.get("group_size") == _GROUP_SIZE
+        and args.get("symmetric", True) is True
+        and args.get("actorder") in (None, False)
+        and args.get("scale_dtype") in (None, "torch.float8_e4m3fn", "float8_e4m3fn")
+    )
+
+
+def _is_fp8(args: Any) -> bool:
+    return (
+        isinstance(args, Mapping)
+        and args.get("type") == "float"
+        and args.get("num_bits") == 8
+        and args.get("strategy") in ("tensor", "channel", "token")
+        and args.get("symmetric", True) is True
+    )
+
+
+def _text(args: Any) -> str:
+    if not isinstance(args, Mapping):
+        return repr(args)
+    keys = ("type", "num_bits", "strategy", "group_size", "dynamic", "symmetric")
+    return ", ".join(f"{key} {args[key]}" for key in keys if args.get(key) is not None)
+
+
+def _check_format(folder: str | Path, where: str, form: str | None, scheme: Scheme) -> None:
+    valid = _FP8_FORMATS if scheme == "fp8" else (NVFP4_FORMAT,)
+    if form not in (*valid, _MIXED_FORMAT):
+        raise unknown_scheme(folder, f"{where}: format", repr(form), " or ".join(map(repr, valid)))
+
+
+def _check_pattern(folder: str | Path, where: str, pattern: str) -> None:
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern.removeprefix("re:"))
+        except re.error as error:
+            raise unknown_scheme(
+                folder, where, f"{pattern!r} ({error})", "a regular expression"
+            ) from None
+
+
+def _refuse_extras(folder: str | Path, section: Mapping[str, Any]) -> None:
+    for pattern in section.get("ignore") or ():
+        _check_pattern(folder, "ignore", str(pattern))
+    transforms = section.get("transform_config") or {}
+    if isinstance(transforms, Mapping) and transforms.get("config_groups"):
+        names = ", ".join(transforms["config_groups"])
+        raise unknown_scheme(folder, "transform_config", f"transforms {names}", "none")
+    sparsity = section.get("sparsity_config") or {}
+    if sparsity and sparsity.get("format") not in (None, "dense"):
+        raise unknown_scheme(folder, "sparsity_config.format", sparsity["format"], "'dense'")
+
+
+def _kv_cache_dtype(folder: str | Path, section: Mapping[str, Any]) -> str | None:
+    try:
+        declared = KVCacheDType.from_checkpoint({"kv_cache_scheme": section.get("kv_cache_scheme")})
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    return declared.value if declared.is_quantized else None

@@ -1,0 +1,123 @@
+"""NVIDIA ModelOpt's declarations: `hf_quant_config.json`, or the copy of it in `config.json`.
+
+`hf_quant_config.json` says `{"quantization": {"quant_algo", "exclude_modules", "group_size",
+"kv_cache_quant_algo", "quantized_layers"}}`; the copy (ModelOpt's `convert_hf_quant_config_format`)
+calls the exclusions `ignore`, and the cache's format `kv_cache_scheme`, which is an object for FP8
+and a bare name for the others. Exclusions are names or shell wildcards of module names.
+
+`MIXED_PRECISION` names an algorithm for each layer. FP8 layers are read where they stand beside
+NVFP4 ones.
+"""
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from halfbyte.checkpoints.dialects import (
+    CheckpointError,
+    Declaration,
+    LayerGroup,
+    Scheme,
+    unknown_scheme,
+)
+from halfbyte.layouts import KVCacheDType
+
+_SCHEMES: dict[str, Scheme] = {"NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4-a16"}
+_MIXED_SCHEMES: dict[str, Scheme] = {
+    **_SCHEMES,
+    "FP8": "fp8",
+    "FP8_PER_CHANNEL_PER_TOKEN": "fp8",
+}
+_MIXED = "MIXED_PRECISION"
+_GROUP_SIZE = 16
+
+
+def read(
+    folder: str | Path, section: Mapping[str, Any], config_section: Mapping[str, Any]
+) -> Declaration:
+    """The declaration of a ModelOpt checkpoint.
+
+    Args:
+        folder: for messages.
+        section: what declares: `quantization` of `hf_quant_config.json`, or `quantization_config`.
+        config_section: `quantization_config` of `config.json`; empty where there is none.
+
+    Raises:
+        CheckpointError: an algorithm, group size or KV cache format that is not read here.
+    """
+    nested = section.get("quantization")
+    section = nested if isinstance(nested, Mapping) else section
+    algo = section.get("quant_algo")
+    groups: tuple[LayerGroup, ...] = ()
+    if algo == _MIXED:
+        groups = tuple(_mixed_groups(folder, section))
+    elif algo is not None:
+        groups = (LayerGroup(_scheme(folder, section, _SCHEMES, "quant_algo"), ("Linear",)),)
+    ignore = section.get("exclude_modules", section.get("ignore")) or ()
+    return Declaration(
+        dialect="modelopt",
+        groups=groups,
+        ignore=tuple(str(pattern) for pattern in ignore),
+        kv_cache_dtype=_kv_cache_dtype(folder, section),
+        section={**section, **config_section},
+    )
+
+
+def scheme_of(declaration: Declaration, module_name: str) -> Scheme | None:
+    """See `Declaration.scheme_of`."""
+    if any(_covers(pattern, module_name) for pattern in declaration.ignore):
+        return None
+    for group in declaration.groups:
+        if "Linear" in group.targets or any(_covers(t, module_name) for t in group.targets):
+            return group.scheme
+    return None
+
+
+def _covers(pattern: str, name: str) -> bool:
+    """Whether a pattern names a module or one that contains it."""
+    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+
+
+def _mixed_groups(folder: str | Path, section: Mapping[str, Any]) -> Iterator[LayerGroup]:
+    layers = section.get("quantized_layers")
+    if not isinstance(layers, Mapping) or not layers:
+        raise CheckpointError(
+            f"{folder}: quantized_layers: expected an object with the layers of {_MIXED}, "
+            f"found {layers!r}"
+        )
+    targets: dict[Scheme, list[str]] = {}
+    for name, layer in layers.items():
+        layer = layer if isinstance(layer, Mapping) else {"quant_algo": layer}
+        if layer.get("quant_algo") is None:
+            continue
+        where = f"quantized_layers[{name!r}].quant_algo"
+        targets.setdefault(_scheme(folder, layer, _MIXED_SCHEMES, where), []).append(name)
+    for scheme, names in targets.items():
+        yield LayerGroup(scheme, tuple(names))
+
+
+def _scheme(
+    folder: str | Path, section: Mapping[str, Any], schemes: Mapping[str, Scheme], where: str
+) -> Scheme:
+    algo = str(section["quant_algo"]).upper()
+    if algo not in schemes:
+        mixed = (_MIXED,) if schemes is _SCHEMES else ()
+        raise unknown_scheme(folder, where, repr(algo), f"one of {', '.join((*schemes, *mixed))}")
+    scheme = schemes[algo]
+    group_size = section.get("group_size", _GROUP_SIZE)
+    if scheme != "fp8" and group_size not in (_GROUP_SIZE, None):
+        raise unknown_scheme(folder, f"group_size of {algo}", group_size, str(_GROUP_SIZE))
+    if section.get("pre_quant_scale"):
+        raise unknown_scheme(folder, f"pre_quant_scale of {algo}", "true", "none")
+    return scheme
+
+
+def _kv_cache_dtype(folder: str | Path, section: Mapping[str, Any]) -> str | None:
+    scheme = section.get("kv_cache_quant_algo") or section.get("kv_cache_scheme")
+    key = "kv_cache_scheme" if isinstance(scheme, Mapping) else "kv_cache_quant_algo"
+    try:
+        declared = KVCacheDType.from_checkpoint({key: scheme})
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    return declared.value if declared.is_quantized else None

@@ -1,0 +1,133 @@
+"""Is every tensor of a quantized layer there, of the right dtype and shape, with sane scales?
+
+Dtypes and shapes are compared from the headers, before any weight is loaded. Scales are looked at
+when they are: a NaN, a negative number, or a global scale of 0 would not fail, it would compute.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from halfbyte.checkpoints.dialects import CheckpointError, Declaration, Scheme, TensorNames
+from halfbyte.checkpoints.safetensors_index import CheckpointIndex
+
+FLOATS = ("BF16", "F16", "F32")
+_BLOCK_SIZE = 16
+# Of the KV cache, or repeating what the header says.
+_KNOWN_EXTRAS = frozenset({"k_scale", "v_scale", "q_scale", "output_scale", "weight_shape"})
+_FP8_NAMES = ("weight", "weight_scale", "input_scale")
+
+
+def is_plain(index: CheckpointIndex, layer: str, n: int, k: int, names: TensorNames) -> bool:
+    """Whether a layer lies in the file unquantized: a float weight of full shape, and no scale."""
+    entry = index.tensors.get(f"{layer}.weight")
+    scales = (names.weight_scale, names.weight_global_scale)
+    return (
+        entry is not None
+        and entry.dtype in FLOATS
+        and entry.shape == (n, k)
+        and not any(f"{layer}.{name}" in index for name in scales)
+    )
+
+
+def check_layer(
+    index: CheckpointIndex,
+    declaration: Declaration,
+    layer: str,
+    scheme: Scheme,
+    n: int,
+    k: int,
+    *,
+    has_bias: bool,
+) -> tuple[str, ...]:
+    """Compare the headers with what a quantized linear layer needs.
+
+    Args:
+        index: of the files.
+        declaration: of the checkpoint.
+        layer: its name.
+        scheme: how it is stored.
+        n: output features.
+        k: input features.
+        has_bias: whether the model has a bias there.
+
+    Returns:
+        The names of the tensors to load, after the layer's name and a dot.
+
+    Raises:
+        CheckpointError: one is absent, of another dtype or shape, or one too many.
+    """
+    if scheme == "fp8":
+        used = _check_fp8(index, layer, n, k)
+        known: tuple[str, ...] = _FP8_NAMES
+    else:
+        used = _check_nvfp4(index, declaration.names, layer, scheme, n, k)
+        names = declaration.names
+        known = (
+            names.weight,
+            names.weight_scale,
+            names.weight_global_scale,
+            names.input_global_scale,
+        )
+    if has_bias:
+        index.require(f"{layer}.bias", FLOATS, (n,))
+        used = (*used, "bias")
+    for name in index.names_of(layer) - _KNOWN_EXTRAS - set(known) - set(used):
+        raise CheckpointError(
+            f"{index.folder}: {layer}.{name}: expected no such tensor beside {scheme} weights, "
+            f"found {index.tensors[f'{layer}.{name}']}"
+        )
+    return used
+
+
+def check_scales(
+    folder: object, layer: str, tensors: Iterable[tuple[str, torch.Tensor]], names: TensorNames
+) -> None:
+    """Raise CheckpointError if a scale of a layer could not have been meant.
+
+    Args:
+        folder: for messages.
+        layer: its name.
+        tensors: of the layer, by their names in the file, without the layer's.
+        names: of the dialect.
+    """
+    for name, tensor in tensors:
+        if name in (names.weight_global_scale, names.input_global_scale):
+            values = tensor.float().flatten()
+            bad = values[~(values.isfinite() & (values > 0))]
+            expected = "a finite number above 0"
+        elif name == names.weight_scale:
+            values = tensor.flatten().view(torch.uint8)
+            bad = values[((values & 0x7F) == 0x7F) | (values > 0x80)].view(torch.float8_e4m3fn)
+            expected = "finite block scales, none negative"
+        else:
+            continue
+        if bad.numel():
+            found = f"{float(bad[0])}, and {bad.numel() - 1} more" if bad.numel() > 1 else ""
+            raise CheckpointError(
+                f"{folder}: {layer}.{name}: expected {expected}, found {found or float(bad[0])}"
+            )
+
+
+def _check_nvfp4(
+    index: CheckpointIndex, names: TensorNames, layer: str, scheme: Scheme, n: int, k: int
+) -> tuple[str, ...]:
+    if k % _BLOCK_SIZE:
+        raise CheckpointError(
+            f"{index.folder}: {layer}: expected input features in multiples of {_BLOCK_SIZE} for "
+            f"NVFP4, found {k}"
+        )
+    index.require(f"{layer}.{names.weight}", ("U8",), (n, k // 2))
+    index.require(f"{layer}.{names.weight_scale}", ("F8_E4M3",), (n, k // _BLOCK_SIZE))
+    index.require(f"{layer}.{names.weight_global_scale}", ("F32",), (), (1,))
+    used: tuple[str, ...] = (names.weight, names.weight_scale, names.weight_global_scale)
+    if scheme == "nvfp4":
+        index.require(f"{layer}.{names.input_global_scale}", ("F32",), (), (1,))
+        used = (*used, names.input_global_scale)
+    return used
+
+
+def _check_fp8(index: CheckpointIndex, layer: str, n: int, k: int) -> tuple[str, ...]:
+    index.require(f"{layer}.weight", ("F8_E4M3",), (n, k))
+    index.require(f"{layer}.weight_scale", FLOATS, (), (1,), (1, 1), (n,), (n, 1))
+    return ("weight", "weight_scale")

@@ -1,0 +1,81 @@
+"""Experts of a mixture (Qwen3-MoE), one by one.
+
+transformers fuses them into two 3-D parameters, which `nn.Linear` is not, while files hold a gate,
+an up and a down projection per expert. Where experts are quantized, `Experts` takes the place of
+the fused ones: modules named as in the files, each projection with its own scales and kernel, run
+one expert after the other.
+"""
+
+import torch
+from torch import nn
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+class Expert(nn.Module):
+    """One expert of a mixture: `down(act(gate(x)) * up(x))`."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, act_fn: nn.Module) -> None:
+        super().__init__()
+        self.gate_proj: nn.Module = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj: nn.Module = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj: nn.Module = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.act_fn = act_fn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[tokens, hidden]` to the same."""
+        result: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return result
+
+
+class Experts(nn.ModuleList):
+    """A mixture's experts one by one, with the call of transformers' fused ones."""
+
+    @classmethod
+    def like(cls, fused: nn.Module) -> "Experts":
+        """Unquantized experts of the sizes, dtype and device of fused ones."""
+        gate_up, act_fn = fused.gate_up_proj, fused.act_fn
+        assert isinstance(gate_up, torch.Tensor)
+        assert isinstance(act_fn, nn.Module)
+        num_experts, both, hidden_size = gate_up.shape
+        experts = cls(Expert(hidden_size, both // 2, act_fn) for _ in range(num_experts))
+        return experts.to(gate_up.dtype)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Weighted sum of the experts that each token goes to, as transformers computes it.
+
+        Args:
+            hidden_states: `[tokens, hidden]`.
+            top_k_index: int64 `[tokens, k]`, experts; `len(self)` stands for none.
+            top_k_weights: `[tokens, k]`.
+        """
+        result = torch.zeros_like(hidden_states)
+        choices, weights = top_k_index.flatten(), top_k_weights.flatten()
+        by_expert = choices.argsort(stable=True)
+        # The only wait for the device: how many tokens each expert gets.
+        counts = choices.bincount(minlength=len(self) + 1)[: len(self)].tolist()
+        start = 0
+        for expert, count in zip(self, counts, strict=True):
+            chosen = by_expert[start : start + count]
+            start += count
+            if count:
+                token = chosen // top_k_index.shape[-1]
+                out = expert(hidden_states[token]) * weights[chosen, None]
+                result.index_add_(0, token, out.to(result.dtype))
+        return result
+
+
+def has_fused_experts(module: nn.Module) -> bool:
+    """Whether a module holds experts as two 3-D parameters, gate above up, without biases."""
+    gate_up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
+    return (
+        isinstance(gate_up, nn.Parameter)
+        and isinstance(down, nn.Parameter)
+        and gate_up.dim() == down.dim() == 3
+        and gate_up.shape[1] == 2 * down.shape[2]
+        and gate_up.shape[2] == down.shape[1]
+        and isinstance(getattr(module, "act_fn", None), nn.Module)
+        and not hasattr(module, "gate_up_proj_bias")
+    )

@@ -1,0 +1,220 @@
+"""Weights from a checkpoint's shards into a model on the meta device, one tensor at a time.
+
+Every tensor that is still on the meta device is looked for in the files, and the headers are
+compared with all of them first. Then shard after shard is opened; a tensor goes to the target
+device at once, and a quantized layer to its kernel as soon as it is complete, so that neither the
+host nor the device holds much more than the model and one shard.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from halfbyte.checkpoints.dialects import CheckpointError, Declaration
+from halfbyte.checkpoints.preflight import FLOATS, check_scales
+from halfbyte.checkpoints.safetensors_index import CheckpointIndex
+from halfbyte.linear import NvFp4Linear
+from halfbyte.models.experts import PROJECTIONS, has_fused_experts
+from halfbyte.models.quantized import LayerPlan
+
+# Tensors that only quantized weights come with; loading without them would give wrong weights.
+QUANTIZED_WEIGHT = re.compile(
+    r"\.(weight_(packed|\w*scale\w*)|input_(\w*_)?scale\w*|pre_quant_scale|qweight|qzeros|scales"
+    r"|g_idx|\w+_blocks)$"
+)
+
+_Sink = Callable[[torch.Tensor], None]
+
+
+def stream_weights(
+    model: PreTrainedModel,
+    plan: LayerPlan,
+    declaration: Declaration,
+    index: CheckpointIndex,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> set[str]:
+    """Load every tensor of a model that is on the meta device.
+
+    Args:
+        model: its quantized layers put in place.
+        plan: of them.
+        declaration: of the checkpoint.
+        index: of its files.
+        device: to load to.
+        dtype: of what is not quantized.
+
+    Returns:
+        Names of parameters that are still to be tied to others, which were loaded.
+
+    Raises:
+        CheckpointError: a tensor is absent, does not fit, is one that nothing here reads, or is a
+            scale that cannot be; one line that names it, what was expected and what was found.
+    """
+    sinks: dict[str, _Sink] = {}
+    for name, layer in plan.layers.items():
+        module = model.get_submodule(name)
+        loader = _LayerLoader(name, module, layer.tensors, declaration, index, dtype)
+        sinks |= {f"{name}.{tensor}": loader.sink(tensor) for tensor in layer.tensors}
+    absent: set[str] = set()
+    sinks |= dict(_plain_sinks(model, plan, index, dtype, absent))
+    _check_all_read(model, plan, index, sinks)
+    progress = transformers_logging.tqdm(total=len(sinks), desc="Loading weights")
+    with progress:
+        for name, tensor in index.stream(sinks, device):
+            sinks[name](tensor)
+            progress.update()
+    return absent
+
+
+class _LayerLoader:
+    """Waits for the tensors of one quantized layer and hands them over when all are there."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        expected: tuple[str, ...],
+        declaration: Declaration,
+        index: CheckpointIndex,
+        dtype: torch.dtype,
+    ) -> None:
+        self.name, self.module, self.declaration = name, module, declaration
+        self.missing = set(expected)
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.folder, self.dtype = index.folder, dtype
+
+    def sink(self, tensor_name: str) -> _Sink:
+        def take(tensor: torch.Tensor) -> None:
+            self.tensors[tensor_name] = tensor
+            self.missing.discard(tensor_name)
+            if not self.missing:
+                self._finish()
+
+        return take
+
+    def _finish(self) -> None:
+        tensors, self.tensors = self.tensors, {}
+        if isinstance(self.module, NvFp4Linear):
+            names = self.declaration.names
+            check_scales(self.folder, self.name, tensors.items(), names)
+            self.module.load_tensors(tensors, self.declaration.dialect)
+            self.module.process_weights_after_loading()
+            return
+        scale = tensors["weight_scale"].float()
+        if not bool((scale.isfinite() & (scale > 0)).all()):
+            raise CheckpointError(
+                f"{self.folder}: {self.name}.weight_scale: expected finite numbers above 0, found "
+                f"{scale.flatten()[:4].tolist()}"
+            )
+        # [N] and [N, 1] scale rows, one element all.
+        weight = tensors["weight"].float() * scale.reshape(-1, 1)
+        _assign(self.module, "weight", weight.to(self.dtype))
+        if "bias" in tensors:
+            _assign(self.module, "bias", tensors["bias"].to(self.dtype))
+
+
+def _plain_sinks(
+    model: PreTrainedModel,
+    plan: LayerPlan,
+    index: CheckpointIndex,
+    dtype: torch.dtype,
+    absent: set[str],
+) -> Iterator[tuple[str, _Sink]]:
+    """(name in the files, what takes the tensor) of everything that is not quantized.
+
+    Names that may be absent, because they are tied to others which are there, go to `absent`.
+    """
+    kept_dtypes = model._get_dtype_plan(dtype)
+    tied = _tied_to(model)
+    for module_name, module in model.named_modules():
+        if module_name in plan.layers:
+            continue
+        prefix = f"{module_name}." if module_name else ""
+        if has_fused_experts(module) and f"{prefix}gate_up_proj" not in index:
+            yield from _fused_experts(prefix, module, index, dtype)
+            continue
+        buffers = set(module._buffers) - module._non_persistent_buffers_set
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            is_needed = name in module._parameters or name in buffers
+            full_name = prefix + name
+            if tensor is None or not tensor.is_meta or not is_needed:
+                continue
+            if full_name not in index and any(other in index for other in tied.get(full_name, ())):
+                absent.add(full_name)
+                continue
+            index.require(full_name, FLOATS, tuple(tensor.shape))
+            target = next((d for p, d in kept_dtypes.items() if re.search(p, full_name)), dtype)
+            yield full_name, _assigner(module, name, target)
+
+
+def _tied_to(model: PreTrainedModel) -> dict[str, set[str]]:
+    """Parameters that share a tensor, in both directions."""
+    tied: dict[str, set[str]] = {}
+    for target, source in model.all_tied_weights_keys.items():
+        tied.setdefault(target, set()).add(source)
+        tied.setdefault(source, set()).add(target)
+    return tied
+
+
+def _assigner(module: nn.Module, name: str, dtype: torch.dtype) -> _Sink:
+    return lambda tensor: _assign(module, name, tensor.to(dtype))
+
+
+def _assign(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    if name in module._buffers:
+        module._buffers[name] = tensor
+    else:
+        module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+
+
+def _fused_experts(
+    prefix: str, module: nn.Module, index: CheckpointIndex, dtype: torch.dtype
+) -> Iterator[tuple[str, _Sink]]:
+    """Unquantized experts, which files hold one by one and the model fused."""
+    num_experts, both, hidden_size = module.get_parameter("gate_up_proj").shape
+    size = both // 2
+    places = {
+        "gate_proj": ("gate_up_proj", slice(0, size), (size, hidden_size)),
+        "up_proj": ("gate_up_proj", slice(size, both), (size, hidden_size)),
+        "down_proj": ("down_proj", slice(None), (hidden_size, size)),
+    }
+
+    def place(expert: int, parameter: str, rows: slice) -> _Sink:
+        def copy(tensor: torch.Tensor) -> None:
+            fused = module.get_parameter(parameter)
+            if fused.is_meta:
+                empty = torch.empty(fused.shape, dtype=dtype, device=tensor.device)
+                _assign(module, parameter, empty)
+                fused = module.get_parameter(parameter)
+            fused.data[expert, rows] = tensor.to(dtype)
+
+        return copy
+
+    for i in range(num_experts):
+        for projection in PROJECTIONS:
+            parameter, rows, shape = places[projection]
+            name = f"{prefix}{i}.{projection}.weight"
+            index.require(name, FLOATS, shape)
+            yield name, place(i, parameter, rows)
+
+
+def _check_all_read(
+    model: PreTrainedModel, plan: LayerPlan, index: CheckpointIndex, sinks: dict[str, _Sink]
+) -> None:
+    """Raise CheckpointError if the files hold quantized weights that nothing takes."""
+    ignored = [re.compile(p) for p in model._keys_to_ignore_on_load_unexpected or ()]
+    for name, entry in index.tensors.items():
+        if name in sinks or not QUANTIZED_WEIGHT.search(name):
+            continue
+        if name.rpartition(".")[0] in plan.layers:
+            continue  # compared with the layer's needs already
+        if not any(pattern.search(name) for pattern in ignored):
+            raise CheckpointError(
+                f"{index.folder}: {name}: expected no tensor of quantized weights there by what "
+                f"the checkpoint declares, found {entry}"
+            )

@@ -1,0 +1,113 @@
+"""Lets `AutoModelForCausalLM.from_pretrained` load NVFP4 checkpoints once halfbyte is imported.
+
+transformers looks quantizers up by `quant_method`. `modelopt` is unknown to it; a checkpoint of
+that method would be loaded without its weights, after a warning. `compressed-tensors` it has given
+to the package of that name; only checkpoints which say `"provider": "halfbyte"` are taken from it,
+all others go on to where they went before.
+
+`import halfbyte` must stay light, so nothing here imports transformers. Where it is loaded already
+the registration happens at once, else in the moment that its registry is imported. What is
+registered imports the rest when it is first used.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+METHOD = "halfbyte"  # as `models.quantizer.METHOD`, which is too heavy to import
+
+_REGISTRY = "transformers.quantizers.auto"
+_OURS, _SHARED = "modelopt", "compressed-tensors"
+
+logger = logging.getLogger("halfbyte")
+
+
+def install() -> None:
+    """Register with transformers, now or when it is imported. Does nothing the second time."""
+    if _REGISTRY in sys.modules:
+        _register(sys.modules[_REGISTRY])
+    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport(_REGISTRY, _register))
+
+
+class _AfterImport(MetaPathFinder):
+    """Calls a function with a module right after it was imported for the first time."""
+
+    def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
+        self.name, self.function = name, function
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_call(module: ModuleType) -> None:
+            execute(module)
+            self.function(module)
+
+        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
+        return spec
+
+
+def _register(registry: ModuleType) -> None:
+    """Add our method to transformers' tables; without them, say so and change nothing."""
+    try:
+        configs, quantizers = (
+            registry.AUTO_QUANTIZATION_CONFIG_MAPPING,
+            registry.AUTO_QUANTIZER_MAPPING,
+        )
+        upstream = configs[_SHARED]
+    except (AttributeError, KeyError) as error:
+        logger.warning(
+            "from_pretrained cannot load NVFP4 checkpoints with this transformers (%s); "
+            "halfbyte.load_model can",
+            error,
+        )
+        return
+    if METHOD in quantizers:
+        return
+    quantizers[METHOD] = _make_quantizer
+    configs[METHOD] = _OurConfig
+    configs[_OURS] = _dispatching(configs[_OURS]) if _OURS in configs else _OurConfig
+    configs[_SHARED] = _dispatching(upstream)
+
+
+def _make_quantizer(config: Any, **kwargs: Any) -> Any:
+    from halfbyte.models.quantizer import NvFp4Quantizer
+
+    return NvFp4Quantizer(config, **kwargs)
+
+
+class _OurConfig:
+    """Stands in transformers' table of configurations; makes ours."""
+
+    @staticmethod
+    def from_dict(section: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """See `NvFp4Config.from_dict`."""
+        from halfbyte.models.quantizer import NvFp4Config
+
+        return NvFp4Config.from_dict(section, *args, **kwargs)
+
+
+def _dispatching(upstream: Any) -> Any:
+    """A class like upstream's which gives what halfbyte wrote to halfbyte."""
+
+    def from_dict(cls: type, section: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        from halfbyte.checkpoints.dialects import PROVIDER, PROVIDER_KEY
+
+        ours = section.get(PROVIDER_KEY) == PROVIDER
+        target = _OurConfig if ours else upstream
+        return target.from_dict(section, *args, **kwargs)
+
+    return type(upstream.__name__, (upstream,), {"from_dict": classmethod(from_dict)})
