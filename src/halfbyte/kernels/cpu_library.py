@@ -53,6 +53,12 @@ def library() -> ctypes.CDLL | None:
             loaded.halfbyte_attention.restype = None
             loaded.halfbyte_store.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
             loaded.halfbyte_store.restype = ctypes.c_int64
+            loaded.halfbyte_linear.argtypes = [ctypes.c_char_p]
+            loaded.halfbyte_linear.restype = None
+            loaded.halfbyte_linear_dequantize.argtypes = [ctypes.c_char_p]
+            loaded.halfbyte_linear_dequantize.restype = None
+            loaded.halfbyte_linear_has_wide_vectors.argtypes = []
+            loaded.halfbyte_linear_has_wide_vectors.restype = ctypes.c_int
             loaded.halfbyte_cpu_level.argtypes = [ctypes.c_int]
             loaded.halfbyte_cpu_level.restype = ctypes.c_int
             loaded.halfbyte_use_openmp.argtypes = [ctypes.c_void_p]

@@ -1,0 +1,217 @@
+"""Launcher of products with NVFP4 weights for CPUs (`cpu/linear.cpp`), and the order of weights.
+
+Weights are turned so that a vector holds 16 rows (`cpu/linear.h`): strips of 16 rows, chunks of 64
+columns, words of eight codes. The bytes stay the same, so the way back is exact.
+"""
+
+import ctypes
+import struct
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from halfbyte.kernels.cpu_library import FLOATS, library
+
+STRIP = 16
+"""Rows of weights that lie side by side."""
+CHUNK = 64
+"""Columns to which weights are padded, with zeros."""
+
+# From this many rows of x on, PyTorch's dense product on unpacked weights is faster where it has
+# what our kernel has not: Intel's AMX, Apple's. Unpacking costs as much as some 30 rows.
+_DENSE_ROWS = 64
+_DENSE_VALUES = 1 << 20  # unpacked at a time: they stay in the cache
+_CALL = struct.Struct("6P5q4i")
+"""`LinearCall` of the source."""
+
+
+class PackedWeight(NamedTuple):
+    """NVFP4 weights `[N, K]` in the kernel's order, contiguous."""
+
+    codes: torch.Tensor
+    """uint8 `[strips, chunks, 512]`, in each `[word, row, byte]`."""
+    scales: torch.Tensor
+    """float8_e4m3fn or its bytes `[strips, chunks, 64]`, in each `[block, row]`."""
+    row_scales: torch.Tensor
+    """float32 `[N]`, the global scale of each row's part."""
+
+
+def pack_weight(
+    weight: torch.Tensor, weight_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """NVFP4 weights in the kernel's order, padded with zeros.
+
+    Args:
+        weight: uint8 `[N, K/2]`, the even column in the low nibble.
+        weight_scale: float8_e4m3fn `[N, K/16]`.
+
+    Returns:
+        `codes` and `scales` of a `PackedWeight`.
+    """
+    n, blocks = weight_scale.shape
+    strips, chunks = -(-n // STRIP), -(-blocks * 16 // CHUNK)
+    codes = weight.new_zeros(strips * STRIP, chunks * CHUNK // 2)
+    codes[:n, : blocks * 8] = weight
+    codes = codes.view(torch.int32).view(strips, STRIP, chunks, CHUNK // 8)
+    scales = weight.new_zeros(strips * STRIP, chunks * CHUNK // 16)
+    scales[:n, :blocks] = weight_scale.view(torch.uint8)
+    scales = scales.view(strips, STRIP, chunks, CHUNK // 16)
+    return (
+        codes.permute(0, 2, 3, 1).flatten(2).contiguous().view(torch.uint8),
+        scales.permute(0, 2, 3, 1).flatten(2).contiguous().view(torch.float8_e4m3fn),
+    )
+
+
+def unpack_weight(
+    codes: torch.Tensor, scales: torch.Tensor, n: int, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`weight` and `weight_scale` that `pack_weight` was given, of N rows and K columns."""
+    strips, chunks = codes.shape[:2]
+    words = codes.view(torch.int32).view(strips, chunks, CHUNK // 8, STRIP).permute(0, 3, 1, 2)
+    weight = words.reshape(strips * STRIP, chunks * CHUNK // 8)[:n].contiguous()
+    turned = scales.view(torch.uint8).view(strips, chunks, CHUNK // 16, STRIP).permute(0, 3, 1, 2)
+    weight_scale = turned.reshape(strips * STRIP, chunks * CHUNK // 16)[:n, : k // 16]
+    return (
+        weight.view(torch.uint8)[:, : k // 2].contiguous(),
+        weight_scale.contiguous().view(torch.float8_e4m3fn),
+    )
+
+
+def linear_cpu(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    batch_invariant: bool = True,
+) -> torch.Tensor:
+    """`x @ W^T + bias`, all on the CPU.
+
+    Sums are in float32, so is the bias's addition, and the result is rounded once.
+
+    Args:
+        x: `[M, K]` in float32, float16 or bfloat16; rows of any stride.
+        weight: of `[N, K]`.
+        bias: `[N]` in float32, float16 or bfloat16.
+        batch_invariant: rows are bitwise the same whatever else is in the batch. They always are
+            however many threads there are, and on most machines also without asking: only where
+            PyTorch's dense product is much faster does it serve large M.
+
+    Returns:
+        `[M, N]` of x's dtype.
+
+    Raises:
+        ValueError: the weights are not in the kernel's order, or K or the bias does not fit them.
+    """
+    (m, k), n = x.shape, weight.row_scales.shape[0]
+    _check_weight(weight, k)
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"bias: expected [{n}], got {list(bias.shape)}")
+    if not batch_invariant and m >= _DENSE_ROWS and _is_dense_faster(x.dtype):
+        return _linear_dense(x, weight, bias)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    out = x.new_empty(m, n)
+    _loaded().halfbyte_linear(_call(x, weight, bias, out, k))
+    return out
+
+
+def dequantize_cpu(
+    weight: PackedWeight, k: int, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The weights as `numerics.nvfp4.dequantize` gives them, but turned: `[K, N]`.
+
+    Equal to the last bit, but for the sign of zeros.
+
+    Args:
+        weight: of `[N, K]`.
+        k: K.
+        dtype: float32, float16 or bfloat16.
+        out: where to, contiguous; by default new.
+    """
+    _check_weight(weight, k)
+    out = torch.empty(k, weight.row_scales.shape[0], dtype=dtype) if out is None else out
+    _loaded().halfbyte_linear_dequantize(_call(None, weight, None, out, k))
+    return out
+
+
+def _linear_dense(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    k, n = x.shape[1], weight.row_scales.shape[0]
+    out = x.new_empty(x.shape[0], n)
+    strips = max(1, _DENSE_VALUES // (STRIP * k))
+    workspace = x.new_empty(k * min(n, strips * STRIP))
+    for first in range(0, weight.codes.shape[0], strips):
+        some, rows = slice(first, first + strips), slice(first * STRIP, (first + strips) * STRIP)
+        part = PackedWeight(weight.codes[some], weight.scales[some], weight.row_scales[rows])
+        values = workspace[: k * part.row_scales.shape[0]].view(k, -1)
+        dequantize_cpu(part, k, x.dtype, values)
+        part_bias = None if bias is None else bias[rows].to(x.dtype)
+        out[:, rows] = F.linear(x, values.t(), part_bias)
+    return out
+
+
+def _is_dense_faster(dtype: torch.dtype) -> bool:
+    if not _loaded().halfbyte_linear_has_wide_vectors():
+        return True
+    # PyTorch's own question, without a public name so far.
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    return dtype == torch.bfloat16 and bool(has_amx())
+
+
+def _call(
+    x: torch.Tensor | None,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    k: int,
+) -> bytes:
+    return _CALL.pack(
+        0 if x is None else x.data_ptr(),
+        weight.codes.data_ptr(),
+        weight.scales.data_ptr(),
+        weight.row_scales.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        0 if x is None else x.stride(0),
+        out.stride(0),
+        out.shape[0],
+        weight.row_scales.shape[0],
+        k,
+        FLOATS[out.dtype],
+        0 if bias is None else FLOATS[bias.dtype],
+        torch.get_num_threads(),
+        0,
+    )
+
+
+def _loaded() -> ctypes.CDLL:
+    loaded = library()
+    if loaded is None:
+        raise RuntimeError("the CPU kernels were not built")
+    return loaded
+
+
+def _check_weight(weight: PackedWeight, k: int) -> None:
+    """The kernel reads memory by these shapes. One condition, since small layers feel several."""
+    codes, scales, row_scales = weight
+    strips, chunks = -(-row_scales.shape[0] // STRIP), -(-k // CHUNK)
+    if not (
+        k % 16 == 0
+        and codes.shape == (strips, chunks, STRIP * CHUNK // 2)
+        and scales.shape == (strips, chunks, STRIP * CHUNK // 16)
+        and codes.dtype == torch.uint8
+        and scales.dtype.itemsize == 1
+        and row_scales.dtype == torch.float32
+        and codes.is_contiguous()
+        and scales.is_contiguous()
+        and row_scales.is_contiguous()
+    ):
+        found = ", ".join(
+            f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            for name, tensor in weight._asdict().items()
+        )
+        raise ValueError(
+            f"weight: expected contiguous codes uint8 [{strips}, {chunks}, 512], scales "
+            f"float8_e4m3fn [{strips}, {chunks}, 64] and row_scales float32 for K = {k}, a "
+            f"multiple of 16; got {found}"
+        )
