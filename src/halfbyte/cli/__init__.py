@@ -17,6 +17,7 @@ from halfbyte.cli.console import print_error
 from halfbyte.cli.evaluate import evaluate
 from halfbyte.cli.generate import generate
 from halfbyte.cli.info import info
+from halfbyte.cli.quantize import quantize
 
 app = typer.Typer(
     help="LLMs on an NVFP4 (4-bit) paged KV cache.",
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command("generate")(generate)
 app.command("eval")(evaluate)
 app.command("info")(info)
+app.command("quantize")(quantize)
 app.add_typer(bench, name="bench")
 
 

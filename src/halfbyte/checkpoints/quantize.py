@@ -1,0 +1,227 @@
+"""Tensors of a checkpoint, quantized one group of layers at a time.
+
+Layers that engines fuse (q, k and v; gate and up) get one global scale, from the largest magnitude
+of all of them: an engine that multiplies the fused weight with one scale is then exact. Everything
+else passes through as it is. Memory holds one group of layers and one shard of the result.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from halfbyte.checkpoints.dialects import CheckpointError
+from halfbyte.checkpoints.safetensors_index import CheckpointIndex
+from halfbyte.checkpoints.write_dialects import (
+    OutputFormat,
+    global_scale,
+    kv_scale_tensors,
+    weight_tensors,
+)
+from halfbyte.checkpoints.writer import ShardWriter
+from halfbyte.kernels import cpu_library, store_cpu
+from halfbyte.layouts import KVCacheDType, PageLayout
+from halfbyte.numerics import nvfp4
+
+_CHUNK_VALUES = 2**20
+"""Values quantized at once: temporaries take some 20 bytes for each."""
+_KERNEL_FORMATS: dict[nvfp4.Recipe, KVCacheDType] = {
+    "amax6": KVCacheDType.NVFP4,
+    "four_over_six": KVCacheDType.NVFP4_4OVER6,
+}
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """What is quantized.
+
+    Args:
+        groups: names of the layers to quantize; those of one group share a global scale.
+        ignore: names of the linear layers that stay as they are.
+        attentions: name of the attention module of each decoder layer, in order.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    ignore: tuple[str, ...]
+    attentions: tuple[str, ...]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of all layers to quantize."""
+        return tuple(module for group in self.groups for module in group)
+
+
+@dataclass(frozen=True)
+class CalibrationResult:
+    """Largest magnitudes seen while the model ran.
+
+    Args:
+        input_amax: of the input of each quantized layer.
+        kv_amax: `(K, V)` of each decoder layer.
+        source: what it ran on, for the report.
+    """
+
+    input_amax: Mapping[str, float] = field(default_factory=dict)
+    kv_amax: tuple[tuple[float, float], ...] = ()
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """What quantization cost one layer.
+
+    Args:
+        module: its name.
+        shape: `(N, K)`.
+        global_scale: decode multiplier of the weight.
+        sqnr_db: signal to quantization noise ratio of the weight in dB, 10 log10(sum w^2 /
+            sum (w - w_quantized)^2); None where there is no noise.
+    """
+
+    module: str
+    shape: tuple[int, int]
+    global_scale: float
+    sqnr_db: float | None
+
+
+def quantize_tensors(
+    index: CheckpointIndex,
+    writer: ShardWriter,
+    plan: WeightPlan,
+    output: OutputFormat,
+    calibration: CalibrationResult,
+    on_progress: Callable[[int, int], Any] = lambda done, total: None,
+) -> list[LayerError]:
+    """Write every tensor of a checkpoint, those of the planned layers quantized.
+
+    Args:
+        index: of the unquantized checkpoint.
+        writer: takes the result; not finished here.
+        plan: what to quantize.
+        output: how to write it.
+        calibration: with `input_amax` for every layer where `output.quantize_activations`, and
+            `kv_amax` for every decoder layer where `output.kv_cache_dtype`.
+        on_progress: called with the tensors done and in all.
+
+    Returns:
+        The error of each quantized layer, in the order written.
+
+    Raises:
+        CheckpointError: a weight that is not finite, or not float32, float16 or bfloat16.
+    """
+    group_of = {f"{module}.weight": group for group in plan.groups for module in group}
+    waiting: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    errors: list[LayerError] = []
+    # Sorted by name, the layers of a group lie side by side and none waits for long.
+    for done, (name, tensor) in enumerate(index.stream(sorted(index.tensors))):
+        group = group_of.get(name)
+        if group is None:
+            writer.add(name, tensor)
+        else:
+            waiting[group[0]][name.removesuffix(".weight")] = tensor
+            if len(waiting[group[0]]) == len(group):
+                weights = waiting.pop(group[0])
+                errors += _quantize_group(writer, weights, output, calibration.input_amax)
+        on_progress(done + 1, len(index.tensors))
+    if output.kv_cache_dtype:
+        for attention, (k_amax, v_amax) in zip(plan.attentions, calibration.kv_amax, strict=True):
+            for name, tensor in kv_scale_tensors(output, attention, k_amax, v_amax).items():
+                writer.add(name, tensor)
+    return errors
+
+
+def quantize_weight(
+    weight: torch.Tensor, decode: torch.Tensor, recipe: nvfp4.Recipe = "amax6"
+) -> tuple[torch.Tensor, torch.Tensor, float | None]:
+    """Quantize a matrix a few rows at a time.
+
+    Args:
+        weight: `[N, K]` on the CPU, float32, float16 or bfloat16, K % 16 == 0.
+        decode: float32 `[]`, the global scale.
+        recipe: of `numerics.nvfp4`, whose bits these are.
+
+    Returns:
+        `(data, scales, sqnr_db)`: uint8 `[N, K/2]`, float8_e4m3fn `[N, K/16]`, and the error as
+        `LayerError` has it.
+    """
+    n, k = weight.shape
+    data = torch.empty((n, k // 2), dtype=torch.uint8)
+    scales = torch.empty((n, k // nvfp4.BLOCK_SIZE), dtype=torch.float8_e4m3fn)
+    signal = noise = 0.0
+    rows = max(1, _CHUNK_VALUES // k)
+    for start in range(0, n, rows):
+        part = slice(start, start + rows)
+        data[part], scales[part] = _encode(weight[part], decode, recipe)
+        exact = weight[part].float()
+        error = nvfp4.dequantize(data[part], scales[part], decode) - exact
+        signal += float(exact.square().sum(dtype=torch.float64))
+        noise += float(error.square().sum(dtype=torch.float64))
+    return data, scales, 10 * math.log10(signal / noise) if noise and signal else None
+
+
+def _quantize_group(
+    writer: ShardWriter,
+    weights: Mapping[str, torch.Tensor],
+    output: OutputFormat,
+    input_amax: Mapping[str, float],
+) -> list[LayerError]:
+    amax = max(_amax(f"{module}.weight", weight) for module, weight in weights.items())
+    scale = global_scale(amax, output.dialect, output.recipe)
+    errors = []
+    for module, weight in weights.items():
+        data, scales, sqnr = quantize_weight(weight, scale.decode, output.recipe)
+        seen = input_amax[module] if output.quantize_activations else None
+        for name, tensor in weight_tensors(output, module, data, scales, scale, seen).items():
+            writer.add(name, tensor)
+        n, k = weight.shape
+        errors.append(LayerError(module, (n, k), float(scale.decode), sqnr))
+    return errors
+
+
+def _amax(name: str, weight: torch.Tensor) -> float:
+    """Largest magnitude; a weight that cannot be quantized is an error."""
+    if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise CheckpointError(
+            f"{name}: expected float32, float16 or bfloat16 (an unquantized weight), "
+            f"found {weight.dtype}"
+        )
+    low, high = (float(bound) for bound in weight.aminmax())
+    amax = max(-low, high)
+    if not math.isfinite(low + high):
+        raise CheckpointError(f"{name}: expected finite values, found NaN or infinity")
+    return amax
+
+
+def _encode(
+    rows: torch.Tensor, decode: torch.Tensor, recipe: nvfp4.Recipe
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `nvfp4.quantize`, by the C++ kernel where the package has it.
+
+    The kernel writes pages of a cache; a matrix is the K of one head with a token per row.
+    """
+    if cpu_library.library() is None:
+        return nvfp4.quantize(rows, decode, recipe)
+    n, k = rows.shape
+    layout = _layout(_KERNEL_FORMATS[recipe], n, k)
+    pages = torch.empty((1, layout.page_bytes), dtype=torch.uint8)
+    store_cpu.store_tokens_cpu(
+        rows[:, None],
+        torch.zeros((), dtype=rows.dtype).expand(n, 1, nvfp4.BLOCK_SIZE),
+        pages,
+        torch.arange(n),
+        layout,
+        decode,
+        1.0,
+    )
+    views = layout.views(pages)
+    assert views.k_scale is not None
+    return views.k_data[0, :, 0], views.k_scale[0, :, 0].view(torch.float8_e4m3fn)
+
+
+@lru_cache(maxsize=64)
+def _layout(dtype: KVCacheDType, n: int, k: int) -> PageLayout:
+    return PageLayout(dtype, dtype, k, nvfp4.BLOCK_SIZE, 1, n)

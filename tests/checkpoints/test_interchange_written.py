@@ -1,0 +1,137 @@
+"""Checkpoints that we write, read with the other side's own code on the CPU."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from halfbyte.assets import bundled_model_path
+from halfbyte.checkpoints.write_dialects import (
+    OutputFormat,
+    global_scale,
+    modelopt_file,
+    quantization_config,
+)
+from halfbyte.models.quantize_checkpoint import quantize_checkpoint
+from halfbyte.numerics import nvfp4
+
+RECIPES = ("amax6", "four_over_six")
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def recipe(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory, recipe: str) -> Callable[[str], Path]:
+    """The bundled model, quantized in a dialect."""
+    folders: dict[str, Path] = {}
+
+    def write(dialect: str) -> Path:
+        if dialect not in folders:
+            folders[dialect] = tmp_path_factory.mktemp("written") / dialect
+            quantize_checkpoint(
+                bundled_model_path(),
+                folders[dialect],
+                dialect=dialect,
+                weights="nvfp4-a16",
+                recipe=recipe,
+            )
+        return folders[dialect]
+
+    return write
+
+
+def layers_of(tensors: dict[str, torch.Tensor], suffix: str) -> list[str]:
+    names = [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
+    assert len(names) == 70
+    return names
+
+
+def test_compressed_tensors_reads_the_same_values(written: Callable[[str], Path]) -> None:
+    compressor = pytest.importorskip("compressed_tensors.compressors").NVFP4PackedCompressor
+    config = pytest.importorskip("compressed_tensors.quantization").QuantizationConfig
+    folder = written("compressed-tensors")
+    section = json.loads((folder / "config.json").read_text())["quantization_config"]
+    scheme = config(**section).config_groups["group_0"]
+    tensors = load_file(folder / "model.safetensors")
+    for layer in layers_of(tensors, ".weight_packed"):
+        own = {
+            name: tensors[f"{layer}.{name}"]
+            for name in ("weight_packed", "weight_scale", "weight_global_scale")
+        }
+        theirs = compressor.decompress(own, scheme)["weight"]
+        ours = nvfp4.dequantize(
+            own["weight_packed"],
+            own["weight_scale"],
+            1 / own["weight_global_scale"],
+            torch.bfloat16,
+        )
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_modelopt_reads_the_same_values(written: Callable[[str], Path]) -> None:
+    tensor_class = pytest.importorskip("modelopt.torch.quantization.qtensor").NVFP4QTensor
+    tensors = load_file(written("modelopt") / "model.safetensors")
+    for layer in layers_of(tensors, ".weight_scale_2"):
+        data, scales, scale = (
+            tensors[f"{layer}.{name}"] for name in ("weight", "weight_scale", "weight_scale_2")
+        )
+        shape = (data.shape[0], data.shape[1] * 2)
+        theirs = tensor_class(torch.Size(shape), torch.bfloat16, data).dequantize(
+            dtype=torch.bfloat16, scale=scales, double_scale=scale, block_sizes={-1: 16}
+        )
+        ours = nvfp4.dequantize(data, scales, scale, torch.bfloat16)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_modelopt_quantizes_to_the_same_bits() -> None:
+    """Its own quantizer on the same weight, with the global scale of the file."""
+    tensor_class = pytest.importorskip("modelopt.torch.quantization.qtensor").NVFP4QTensor
+    weight = load_file(bundled_model_path() / "model.safetensors")[
+        "model.layers.3.mlp.down_proj.weight"
+    ]
+    scale = global_scale(float(weight.abs().max()), "modelopt")
+    theirs, scales, _ = tensor_class.quantize(
+        weight.float(), 16, weights_scaling_factor_2=scale.stored
+    )
+    data, ours = nvfp4.quantize(weight, scale.decode)
+    torch.testing.assert_close(ours.view(torch.uint8), scales.view(torch.uint8), rtol=0, atol=0)
+    torch.testing.assert_close(data, theirs._quantized_data, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("weights", ["nvfp4", "nvfp4-a16"])
+@pytest.mark.parametrize("kv_cache_dtype", [None, "nvfp4"])
+def test_compressed_tensors_understands_the_declaration(
+    weights: str, kv_cache_dtype: str | None
+) -> None:
+    theirs = pytest.importorskip("compressed_tensors.quantization")
+    output = OutputFormat("compressed-tensors", weights == "nvfp4", kv_cache_dtype=kv_cache_dtype)
+    config = theirs.QuantizationConfig(**quantization_config(output, ["lm_head"]))
+    preset = theirs.preset_name_to_scheme("NVFP4" if weights == "nvfp4" else "NVFP4A16", ["Linear"])
+    scheme = config.config_groups["group_0"]
+    assert scheme.weights.model_dump() == preset.weights.model_dump()
+    if weights == "nvfp4":
+        assert scheme.input_activations.model_dump() == preset.input_activations.model_dump()
+    else:
+        assert scheme.input_activations is None
+    assert config.ignore == ["lm_head"]
+    assert (config.kv_cache_scheme is None) == (kv_cache_dtype is None)
+    assert config.format == scheme.format == "nvfp4-pack-quantized"
+
+
+def test_modelopt_makes_the_same_declaration() -> None:
+    convert = pytest.importorskip(
+        "modelopt.torch.export.convert_hf_config"
+    ).convert_hf_quant_config_format
+    for activations in (True, False):
+        for kv_cache_dtype in (None, "nvfp4"):
+            output = OutputFormat("modelopt", activations, kv_cache_dtype=kv_cache_dtype)
+            ours = quantization_config(output, ["lm_head"])
+            assert ours.pop("provider") == "halfbyte"
+            assert ours.pop("kv_cache_quant_algo", None) == ("NVFP4" if kv_cache_dtype else None)
+            assert ours == convert(modelopt_file(output, ["lm_head"]))

@@ -1,0 +1,414 @@
+"""`halfbyte quantize`, and running what it wrote."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+import halfbyte as package
+from cli.test_cli import run
+from halfbyte.assets import bundled_model_path, calibration_text
+from halfbyte.checkpoints import DIALECTS, TENSOR_NAMES, CheckpointIndex, Dialect
+from halfbyte.models import load_model
+from halfbyte.models.quantize_checkpoint import quantize_checkpoint
+from halfbyte.numerics import nvfp4
+from models.zoo import make_model, token_ids
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def halfbyte(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    return lambda *arguments: run(capsys, monkeypatch, *arguments)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A small random model with the bundled model's tokenizer."""
+    return small_model(tmp_path / "source")
+
+
+def small_model(folder: Path, architecture: str = "llama") -> Path:
+    transformers_logging.disable_progress_bar()  # it would count as the command's stderr
+    make_model(architecture, torch.bfloat16, vocab_size=4096).save_pretrained(folder)
+    for file in bundled_model_path().glob("tokenizer*"):
+        shutil.copyfile(file, folder / file.name)
+    return folder
+
+
+@pytest.fixture(scope="module", params=DIALECTS)
+def written(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Dialect, Path]:
+    """The bundled model with 4-bit weights, activations and KV cache."""
+    folder = tmp_path_factory.mktemp("written") / "checkpoint"
+    text = folder.with_name("text")
+    text.write_text(calibration_text()[:2000])
+    quantize_checkpoint(
+        bundled_model_path(),
+        folder,
+        dialect=request.param,
+        kv_cache_dtype="nvfp4",
+        calibration_file=text,
+    )
+    return request.param, folder
+
+
+def test_quantize_json(halfbyte: Command, source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    arguments = ("--format", "modelopt", "--weights", "nvfp4-a16", "--json")
+    code, out, err = halfbyte("quantize", str(source), str(target), *arguments)
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert report["destination"] == str(target)
+    assert (report["format"], report["weights"]) == ("modelopt", "nvfp4-a16")
+    assert (report["kv_cache_dtype"], report["calibration"]) == (None, None)
+    assert len(report["layers"]) == 28
+    assert report["ignored"] == ["lm_head"]
+    errors = [layer["sqnr_db"] for layer in report["layers"]]
+    assert report["mean_sqnr_db"] == pytest.approx(sum(errors) / 28)
+    assert report["min_sqnr_db"] == min(errors)
+    assert 19 < min(errors) < 22
+    assert report["bytes"] == sum(f.stat().st_size for f in target.glob("*.safetensors"))
+    stored = json.loads((target / "quantization_report.json").read_text())
+    assert {"destination": str(target), **stored} == report
+
+
+def test_quantize_prints_a_table(halfbyte: Command, source: Path, tmp_path: Path) -> None:
+    arguments = ("--format", "compressed-tensors", "--recipe", "four_over_six")
+    code, out, err = halfbyte("quantize", str(source), str(tmp_path / "target"), *arguments)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    projections = ("down", "gate", "up", "o", "k", "q", "v")
+    assert set(lines[0].split()) == {"layer", *(f"{x}_proj" for x in projections)}
+    assert re.fullmatch(r" +3( +\d\d\.\d\d){7}", lines[4])
+    assert "28 layers in nvfp4 (four_over_six), 1 left as they were" in out
+    assert re.search(r"calibrated on \d+ tokens of the built-in text", out)
+
+
+def test_quantize_copies_what_is_not_weights(
+    halfbyte: Command, source: Path, tmp_path: Path
+) -> None:
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "model.bin").write_bytes(b"pickled")
+    (source / ".cache").mkdir()
+    link = source / "LICENSE"
+    link.symlink_to(bundled_model_path() / "README.md")
+    target = tmp_path / "target"
+    code, _, _ = halfbyte("quantize", str(source), str(target), "--format", "modelopt")
+    assert code == 0
+    copied = {"chat_template.jinja", "LICENSE", "generation_config.json"}
+    copied |= {file.name for file in source.glob("tokenizer*")}
+    made = {"config.json", "hf_quant_config.json", "quantization_report.json", "model.safetensors"}
+    assert {file.name for file in target.iterdir()} == copied | made
+    for name in copied:
+        assert (target / name).read_bytes() == (source / name).read_bytes()
+        assert not (target / name).is_symlink()
+    before, after = (json.loads((f / "config.json").read_text()) for f in (source, target))
+    assert after.pop("quantization_config")["provider"] == "halfbyte"
+    assert after == before
+
+
+def test_quantize_ignores(halfbyte: Command, source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    patterns = ("--ignore", "*.layers.0.*", "--ignore", r"re:.*\.o_proj$")
+    arguments = ("--format", "modelopt", "--weights", "nvfp4-a16", *patterns, "--json")
+    code, out, _ = halfbyte("quantize", str(source), str(target), *arguments)
+    assert code == 0
+    ignored = json.loads(out)["ignored"]
+    assert len(ignored) == 7 + 3 + 1
+    config = json.loads((target / "hf_quant_config.json").read_text())
+    assert config["quantization"]["exclude_modules"] == ignored
+    before, after = (load_file(f / "model.safetensors") for f in (source, target))
+    for module in ignored:
+        assert torch.equal(before[f"{module}.weight"], after[f"{module}.weight"])
+    load_model(target, device="cpu")
+
+
+def test_quantize_shards(halfbyte: Command, source: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "many"]
+    for folder, size in zip(folders, ("5", "0.0005"), strict=True):
+        arguments = ("--format", "modelopt", "--weights", "nvfp4-a16", "--shard-size", size)
+        assert halfbyte("quantize", str(source), str(folder), *arguments)[0] == 0
+    files = list(folders[1].glob("*.safetensors"))
+    assert len(files) > 2
+    # The head and the embedding are larger than a shard, and lie alone.
+    assert sorted(file.stat().st_size for file in files)[-3] < 510_000
+    one, many = (CheckpointIndex.read(folder) for folder in folders)
+    names = list(one.tensors)
+    torch.testing.assert_close(dict(many.stream(names)), dict(one.stream(names)), rtol=0, atol=0)
+
+
+def test_quantize_calibrates_on_a_file(halfbyte: Command, source: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("import os\n" * 20)
+    scales = []
+    for i, more in enumerate(([], ["--calibrate", str(text)])):
+        target = tmp_path / str(i)
+        arguments = ("--format", "modelopt", "--json", *more)
+        code, out, _ = halfbyte("quantize", str(source), str(target), *arguments)
+        assert code == 0
+        name = "model.layers.0.self_attn.o_proj.input_scale"
+        scales.append(float(load_file(target / "model.safetensors")[name]))
+    assert json.loads(out)["calibration"].endswith("tokens of text.txt")
+    assert scales[0] > scales[1] > 0  # more text holds larger magnitudes
+
+
+def test_quantize_force_replaces(halfbyte: Command, source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "old").write_text("")
+    arguments = (str(source), str(target), "--format", "modelopt", "--weights", "nvfp4-a16")
+    code, _, err = halfbyte("quantize", *arguments)
+    assert code == 1
+    assert "exists already (--force replaces it)" in err
+    assert [file.name for file in target.iterdir()] == ["old"]
+    assert halfbyte("quantize", *arguments, "--force")[0] == 0
+    assert not (target / "old").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--format", "gguf"], "format: expected one of modelopt, compressed-tensors, got 'gguf'"),
+        (["--weights", "int4"], "weights: expected one of nvfp4, nvfp4-a16, got 'int4'"),
+        (["--recipe", "magic"], "recipe: expected one of amax6, four_over_six, got 'magic'"),
+        (["--kv-cache-dtype", "int3"], "kv_cache_dtype: expected one of nvfp4, got 'int3'"),
+        (["--ignore", "*.nothing"], "ignore: '*.nothing' matches no linear layer"),
+        (["--shard-size", "0"], "shard_size: expected a positive number, got 0"),
+        (["--calibrate", "/no/such/file"], "No such file"),
+        (["--calibrate", "{source}/model.safetensors"], "is not UTF-8 text"),
+        (["--weights", "nvfp4-a16", "--calibrate", "{source}/config.json"], "no calibration"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_quantize_bad_options(
+    halfbyte: Command, source: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    target = tmp_path / "target"
+    options = [argument.replace("{source}", str(source)) for argument in arguments]
+    code, out, err = halfbyte(
+        "quantize", str(source), str(target), "--format", "modelopt", *options
+    )
+    assert (code, out) == (1, "")
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def quantized_config(source: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (source / "config.json").write_text(json.dumps(config))
+
+
+def packed_weight(source: Path) -> None:
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, source / "model.safetensors")
+
+
+def absent_shard(source: Path) -> None:
+    weight_map = dict.fromkeys(load_file(source / "model.safetensors"), "model-1.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (quantized_config, "expected an unquantized checkpoint, found one quantized by gptq"),
+        (
+            lambda source: (source / "hf_quant_config.json").write_text("{}"),
+            "expected an unquantized checkpoint, found one quantized by modelopt",
+        ),
+        (packed_weight, "q_proj.weight: expected float32, float16 or bfloat16"),
+        (
+            lambda source: (source / "model.safetensors").rename(source / "pytorch_model.bin"),
+            "found pickled weights (pytorch_model.bin)",
+        ),
+        (absent_shard, "expected the shard model-1.safetensors"),
+        (
+            lambda source: (source / "model.safetensors").write_bytes(b"\xff" * 100),
+            "expected a whole safetensors file",
+        ),
+        (lambda source: (source / "config.json").write_text("{"), "config.json: expected JSON"),
+        (lambda source: (source / "config.json").unlink(), "has no config.json"),
+        (
+            lambda source: [file.unlink() for file in source.glob("tokenizer*")],
+            "tokenizer",
+        ),
+    ],
+    ids=[
+        "quantized",
+        "modelopt",
+        "fp8",
+        "pickled",
+        "absent shard",
+        "broken",
+        "config",
+        "no config",
+        "no tokenizer",
+    ],
+)
+def test_quantize_bad_sources(
+    halfbyte: Command,
+    source: Path,
+    tmp_path: Path,
+    spoil: Callable[[Path], object],
+    message: str,
+) -> None:
+    spoil(source)
+    code, out, err = halfbyte(
+        "quantize", str(source), str(tmp_path / "target"), "--format", "modelopt"
+    )
+    assert (code, out) == (1, "")
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("place", ["source/target", "source", "."])
+def test_quantize_keeps_source_and_destination_apart(
+    halfbyte: Command, source: Path, tmp_path: Path, place: str
+) -> None:
+    arguments = ("--format", "modelopt", "--force")
+    before = {file: file.read_bytes() for file in source.iterdir()}
+    code, _, err = halfbyte("quantize", str(source), str(tmp_path / place), *arguments)
+    assert code == 1
+    assert "found one inside the other" in err
+    assert {file: file.read_bytes() for file in source.iterdir()} == before
+
+
+def test_quantize_needs_a_format(halfbyte: Command, source: Path, tmp_path: Path) -> None:
+    assert halfbyte("quantize", str(source), str(tmp_path / "target"))[0] == 2
+
+
+def dequantized(
+    dialect: Dialect, written: Path, source: Path, folder: Path
+) -> tuple[Any, dict[str, float]]:
+    """The source model with the weights that a checkpoint stands for, and its input scales.
+
+    `folder` is where the dequantized checkpoint goes.
+    """
+    names = TENSOR_NAMES[dialect]
+    tensors = load_file(written / "model.safetensors")
+    weights = load_file(source / "model.safetensors")
+    input_scales: dict[str, float] = {}
+    for key in [key for key in tensors if key.endswith(f".{names.weight_global_scale}")]:
+        module = key.removesuffix(f".{names.weight_global_scale}")
+        scale = tensors[key]
+        weights[f"{module}.weight"] = nvfp4.dequantize(
+            tensors[f"{module}.{names.weight}"],
+            tensors[f"{module}.{names.weight_scale}"],
+            scale if names.global_scale_is_decode else 1 / scale,
+        )
+        stored = tensors[f"{module}.{names.input_global_scale}"]
+        input_scales[module] = float(stored if names.global_scale_is_decode else 1 / stored)
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    shutil.copyfile(source / "config.json", folder / "config.json")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval(), input_scales
+
+
+IDS = token_ids(1, 60)
+
+
+@torch.inference_mode()
+def test_written_checkpoint_loads_and_computes_alike(
+    written: tuple[Dialect, Path], tmp_path: Path
+) -> None:
+    dialect, folder = written
+    model = load_model(folder, dtype="float32", device="cpu", quantize_activations=False)
+    expected, _ = dequantized(dialect, folder, bundled_model_path(), tmp_path / "plain")
+    torch.testing.assert_close(model(IDS).logits, expected(IDS).logits, rtol=1e-4, atol=1e-3)
+    unquantized = AutoModelForCausalLM.from_pretrained(bundled_model_path(), dtype=torch.float32)
+    change = (model(IDS).logits - unquantized(IDS).logits).abs().mean()
+    assert 0.02 < float(change) < 0.6  # it is quantized, and it is the same model
+
+
+@torch.inference_mode()
+def test_written_checkpoint_quantizes_activations(
+    written: tuple[Dialect, Path], tmp_path: Path
+) -> None:
+    """Layer by layer, on inputs within and beyond the calibrated range."""
+    dialect, folder = written
+    model = load_model(
+        folder,
+        dtype="float32",
+        device="cpu",
+        quantize_activations=True,
+        linear_backend="reference",
+    )
+    expected, scales = dequantized(dialect, folder, bundled_model_path(), tmp_path / "plain")
+    generator = torch.Generator().manual_seed(0)
+    assert len(scales) == 70
+    for name, scale in scales.items():
+        plain = expected.get_submodule(name)
+        x = torch.randn(5, plain.in_features, generator=generator) * scale * 2688 / 3
+        rounded = nvfp4.dequantize(*nvfp4.quantize(x, scale), scale)
+        found = model.get_submodule(name)(x)
+        torch.testing.assert_close(
+            found, plain(rounded), rtol=1e-4, atol=1e-4 * float(x.abs().max())
+        )
+        assert not torch.allclose(found, plain(x), rtol=1e-3)
+
+
+def test_written_checkpoint_declares_its_cache(written: tuple[Dialect, Path]) -> None:
+    _, folder = written
+    llm = package.LLM(folder, kv_cache_dtype="auto", dtype="float32", device="cpu")
+    assert llm.pool.layout(0).k_dtype.value == "nvfp4"
+    assert llm.kv_scales is not None
+    assert llm.kv_scales.source.startswith("checkpoint")
+    stored = {
+        name.rpartition(".")[2]: float(tensor)
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if re.search(r"layers\.3\.self_attn.*\.[kv]_scale$", name)
+    }
+    assert llm.kv_scales.k_amax[3] == stored["k_scale"] * 2688
+    assert llm.kv_scales.v_amax[3] == stored["v_scale"] * 2688
+
+
+def test_generate_runs_on_a_written_checkpoint(
+    halfbyte: Command, written: tuple[Dialect, Path]
+) -> None:
+    _, folder = written
+    arguments = ("--prompt", "import os\n", "--max-tokens", "8", "--kv-cache-dtype", "auto")
+    code, out, _ = halfbyte("generate", "--model", str(folder), *arguments, "--json")
+    assert code == 0
+    result = json.loads(out)
+    assert len(result["tokens"]) == 8
+    assert result["kv_cache"]["dtype"] == "nvfp4"
+    assert result["kv_cache"]["scales"].startswith("checkpoint")
+
+
+def test_written_checkpoint_loads_in_transformers(written: tuple[Dialect, Path]) -> None:
+    """Tagged as ours, it needs no more than `import halfbyte`."""
+    _, folder = written
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ours = load_model(folder, dtype="float32", device="cpu")
+    with torch.inference_mode():
+        torch.testing.assert_close(model(IDS).logits, ours(IDS).logits, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_experts_are_written_one_by_one(tmp_path: Path, dialect: Dialect) -> None:
+    source = small_model(tmp_path / "source", "qwen3_moe")
+    target = tmp_path / "target"
+    report = quantize_checkpoint(source, target, dialect=dialect)
+    assert len(report.layers) == 4 * (4 + 4 * 3)
+    model = load_model(target, dtype="float32", device="cpu", quantize_activations=False)
+    expected, _ = dequantized(dialect, target, source, tmp_path / "plain")
+    with torch.inference_mode():
+        torch.testing.assert_close(model(IDS).logits, expected(IDS).logits, rtol=1e-4, atol=1e-3)
