@@ -1,0 +1,284 @@
+"""Launchers of the W4A16 kernels on NVIDIA GPUs: few rows of x, and weights unpacked for many.
+
+Weights are in the order of `linear_weights`. `linear_few` (`linear.cu`) streams them once for up to
+64 rows, at the speed of memory up to 16 or so; `linear_unpacked` (`linear_unpack.cu`) writes them
+out in 16 bits and leaves the product to cuBLAS. Neither waits for the host; both can be captured in
+a CUDA graph.
+"""
+
+import ctypes
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from halfbyte.kernels import nvrtc
+from halfbyte.kernels.linear_plan import (
+    ROWS,
+    SPLITS,
+    UNIT_ROWS,
+    FewPlan,
+    Machine,
+    few_plan,
+    k_blocks,
+    row_units,
+)
+from halfbyte.kernels.linear_weights import DTYPES, TILE_N, PackedWeight
+
+_MOST_UNPACKED_BYTES = 2**28
+"""Of the workspace for unpacked weights; larger ones are unpacked and multiplied in pieces."""
+_JOIN_THREADS = 256
+_UNPACK_THREADS = 128
+_UNPACK_BLOCKS = 4
+"""64 k each, of a CTA that unpacks."""
+
+
+class _FewParams(ctypes.Structure):
+    """`Params` of `linear.cu`, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "weight_scale", "row_scale", "x")),
+        *((name, ctypes.c_void_p) for name in ("bias", "out", "partial")),
+        ("x_stride", ctypes.c_uint64),
+        *((name, ctypes.c_int) for name in ("m", "n", "k", "units", "blocks", "groups")),
+        ("round_units", ctypes.c_int),
+    )
+
+
+class _UnpackParams(ctypes.Structure):
+    """`Params` of `linear_unpack.cu`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "weight_scale", "row_scale", "out")),
+        *((name, ctypes.c_int) for name in ("rows", "k", "blocks")),
+    )
+
+
+class _FewKernels(NamedTuple):
+    few: nvrtc.Kernel
+    join: nvrtc.Kernel
+
+
+def linear_few(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    row_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    n: int,
+    batch_invariant: bool = False,
+    plan: FewPlan | None = None,
+) -> torch.Tensor:
+    """x times NVFP4 weights, which pass through the registers once per 64 rows of x or fewer.
+
+    Args:
+        x: `[M, K]`, M >= 1, of the dtype that the weights are packed for.
+        weight, weight_scale, row_scale: as `linear_weights.PackedWeight` has them.
+        bias: `[n]` of x's dtype, contiguous, or None.
+        n: columns of the result.
+        batch_invariant: work in a way that does not depend on M.
+        plan: how to cut up the work; by default `few_plan`.
+
+    Returns:
+        `[M, n]`: sums in float32, times the global scale, plus the bias, rounded once.
+    """
+    m, k = x.shape
+    x = _aligned_rows(x)
+    device = x.device.index
+    machine = machine_of(device)
+    plan = plan or few_plan(n, k, m, machine, batch_invariant)
+    units = row_units(n)
+    out = x.new_empty((m, n))
+    partial = None
+    if plan.joins_through_memory:
+        partial = x.new_empty((plan.split, m, units * UNIT_ROWS), dtype=torch.float32)
+    params = _FewParams(
+        weight=weight.data_ptr(),
+        weight_scale=weight_scale.data_ptr(),
+        row_scale=row_scale.data_ptr(),
+        x=x.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+        partial=None if partial is None else partial.data_ptr(),
+        x_stride=x.stride(0),
+        m=m,
+        n=n,
+        k=k,
+        units=units,
+        blocks=k_blocks(k),
+        groups=plan.groups,
+        round_units=plan.round_units,
+    )
+    kernels = _few_kernels(x.dtype, plan.macros(), machine.block_bytes, device)
+    kernel = kernels.few._replace(shared_bytes=plan.shared_bytes(n, k, m))
+    overlap = machine.capability >= 90
+    with torch.cuda.device(device):
+        nvrtc.launch(kernel, plan.ctas_in_grid(m), 32 * plan.warps, [params], overlap=overlap)
+        if partial is not None:
+            grid = -(-m * units * UNIT_ROWS // _JOIN_THREADS)
+            nvrtc.launch(kernels.join, grid, _JOIN_THREADS, [params], overlap=overlap)
+    return out
+
+
+def linear_unpacked(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    row_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    n: int,
+) -> torch.Tensor:
+    """x times NVFP4 weights, which are written out in x's dtype first; arguments as `linear_few`.
+
+    The workspace is PyTorch's, freed after the call, so that layers share it, in CUDA graphs too.
+    """
+    m, k = x.shape
+    rows = _MOST_UNPACKED_BYTES // (x.element_size() * k) // TILE_N * TILE_N
+    if n <= rows:
+        unpacked = unpack(weight, weight_scale, row_scale, 0, n, k, x.dtype)
+        return torch.nn.functional.linear(x, unpacked, bias)
+    out = x.new_empty((m, n))
+    for start in range(0, n, rows):
+        piece = slice(start, min(n, start + rows))
+        unpacked = unpack(
+            weight, weight_scale, row_scale, start, piece.stop - start, k, x.dtype
+        ).t()
+        if bias is None:
+            torch.mm(x, unpacked, out=out[:, piece])
+        else:
+            torch.addmm(bias[piece], x, unpacked, out=out[:, piece])
+    return out
+
+
+def unpack(
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    row_scale: torch.Tensor,
+    first_row: int,
+    rows: int,
+    k: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Dequantized weights `[rows, k]`, bit for bit as `numerics.nvfp4.dequantize` gives them.
+
+    Args:
+        weight, weight_scale, row_scale: as `linear_weights.PackedWeight` has them.
+        first_row: a multiple of 64.
+        rows: how many from there.
+        k: of the unpadded weight.
+        dtype: that the weights are packed for.
+    """
+    device = weight.device.index
+    tiles = -(-rows // TILE_N)
+    blocks = weight.shape[1]
+    tile = first_row // TILE_N
+    out = torch.empty((rows, k), dtype=dtype, device=weight.device)
+    params = _UnpackParams(
+        weight=weight[tile].data_ptr(),
+        weight_scale=weight_scale[tile].data_ptr(),
+        row_scale=row_scale[first_row:].data_ptr(),
+        out=out.data_ptr(),
+        rows=rows,
+        k=k,
+        blocks=blocks,
+    )
+    kernel = _unpack_kernel(dtype, device)
+    with torch.cuda.device(device):
+        nvrtc.launch(
+            kernel,
+            tiles * -(-blocks // _UNPACK_BLOCKS),
+            _UNPACK_THREADS,
+            [params],
+            overlap=machine_of(device).capability >= 90,
+        )
+    return out
+
+
+def compile_kernels(packed: PackedWeight, batch_invariant: bool, device: int) -> None:
+    """Compile all that calls with a weight may need, so that none does in a graph's capture."""
+    machine = machine_of(device)
+    for m in ROWS:
+        plan = few_plan(packed.n, packed.k, m, machine, batch_invariant)
+        _few_kernels(packed.dtype, plan.macros(), machine.block_bytes, device)
+    _unpack_kernel(packed.dtype, device)
+
+
+@lru_cache(maxsize=8)
+def machine_of(device: int) -> Machine:
+    """What plans need to know of a GPU."""
+    from cuda.bindings import driver
+
+    major, minor = torch.cuda.get_device_capability(device)
+    capability = 10 * major + minor
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    _, handle = driver.cuDeviceGet(device)
+    status, block_bytes = driver.cuDeviceGetAttribute(attribute, handle)
+    if int(status):
+        raise RuntimeError(f"CUDA: {status.name} ({int(status)})")
+    return Machine(
+        capability,
+        block_bytes,
+        tuple(
+            _clusters_at_once(split, block_bytes, device)
+            if capability >= 90 and split > 1
+            else multiprocessors // split
+            for split in SPLITS
+        ),
+    )
+
+
+def _clusters_at_once(size: int, shared_bytes: int, device: int) -> int:
+    """Clusters of so many CTAs, one to a multiprocessor, that run at the same time."""
+    from cuda.bindings import driver
+
+    kernels = nvrtc.load(
+        "linear_unpack", _dtype_macros(DTYPES[0]), (("linear_probe", shared_bytes),), device
+    )
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = size, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = 512, 1, 1
+    config.sharedMemBytes = shared_bytes
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    attribute.value.clusterDim.x = size
+    attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
+    config.attrs, config.numAttrs = [attribute], 1
+    with torch.cuda.device(device):
+        status, clusters = driver.cuOccupancyMaxActiveClusters(
+            kernels["linear_probe"].function, config
+        )
+    if int(status):
+        raise RuntimeError(f"CUDA: {status.name} ({int(status)})")
+    return int(clusters)
+
+
+@lru_cache(maxsize=256)
+def _few_kernels(
+    dtype: torch.dtype, macros: tuple[tuple[str, int], ...], block_bytes: int, device: int
+) -> _FewKernels:
+    kernels = nvrtc.load(
+        "linear",
+        (*_dtype_macros(dtype), *macros),
+        (("linear_few", block_bytes), ("linear_join", 0)),
+        device,
+    )
+    return _FewKernels(kernels["linear_few"], kernels["linear_join"])
+
+
+def _unpack_kernel(dtype: torch.dtype, device: int) -> nvrtc.Kernel:
+    functions = (("linear_unpack", 0),)
+    return nvrtc.load("linear_unpack", _dtype_macros(dtype), functions, device)["linear_unpack"]
+
+
+def _dtype_macros(dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
+    return (("X_BF16", int(dtype == torch.bfloat16)),)
+
+
+def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
+    """x with rows contiguous and aligned to 16 bytes."""
+    if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    return (
+        x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    )

@@ -1,0 +1,195 @@
+// Which CTA and which warp has which part of the work of linear.cu, and how its weights come in.
+//
+// The macros are those of linear.cu.
+
+#pragma once
+#include "linear_values.cuh"
+
+#define THREADS (32 * WARPS)
+#define COLUMNS (8 * COLUMN_TILES)
+#define ITEM_WEIGHTS 2048
+#define ITEM_BYTES 2304
+// Items of a warp whose copies are under way before x is asked for: about what memory delivers until x
+// has come. More would only keep x waiting.
+#define AHEAD_OF_X (WARPS * CTAS >= 16 || STAGES == 2 ? 1 : 2)
+#define SLOT_ROW 36  // floats: a unit's 32 rows of one column, and what keeps banks apart
+#define SLOT_BYTES (COLUMNS * SLOT_ROW * 4)
+
+struct Params {
+  const u8* weight;        // [N/64, K/64, 2048], K padded to 128
+  const u8* weight_scale;  // [N/64, K/64, 256]
+  const float* row_scale;  // [N padded to 64]
+  const u16* x;            // [m, k], rows x_stride values apart, aligned to 16 bytes
+  const u16* bias;         // [n] or null
+  u16* out;                // [m, n]
+  float* partial;          // [SPLIT, m, units * 32], where JOIN is 2
+  u64 x_stride;
+  int m, n, k;
+  int units;   // of 32 rows, in N padded to 64
+  int blocks;  // of 128 k, in K padded
+  int groups;
+  int round_units;
+};
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+  return (u32)__cvta_generic_to_shared(p);
+}
+
+__device__ __forceinline__ void copy16(u32 to, const u8* from, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "l"(policy));
+}
+
+__device__ __forceinline__ void copy8(u32 to, const u8* from, u64 policy) {
+  asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 8, %2;" ::"r"(to), "l"(from),
+               "l"(policy));
+}
+
+// Of values of x, or zeros.
+__device__ __forceinline__ void copy16_or_zeros(u32 to, const u16* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(exists ? 16 : 0));
+}
+
+// Division of numbers from 0 to 2^24, where a kernel of some µs has no time for the general one.
+struct Divisor {
+  int by;
+  float inverse;
+
+  __device__ __forceinline__ explicit Divisor(int by) : by(by) {
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"((float)by));
+  }
+
+  __device__ __forceinline__ int quotient(int x) const {
+    const int q = (int)((float)x * inverse), rest = x - q * by;  // off by one at most
+    return rest < 0 ? q - 1 : rest >= by ? q + 1 : q;
+  }
+};
+
+// How `total` items are cut into segments, one per warp; with fewer items than warps, one item each.
+struct Segments {
+  int total;
+
+  __device__ __forceinline__ explicit Segments(int total) : total(total) {}
+
+  __device__ __forceinline__ int begin(int warp) const {
+    return total < WARPS ? min(warp, total) : warp * total / WARPS;
+  }
+
+  // Whose segment an item lies in.
+  __device__ __forceinline__ int warp_of(int item, const Divisor& by_total) const {
+    return total < WARPS ? item : by_total.quotient((item + 1) * WARPS - 1);
+  }
+};
+
+// A CTA's place: which units and which blocks of k it works on, and for which columns.
+struct Place {
+  int rank, first_column;
+  int first_unit, units;
+  int first_block, blocks;
+
+  __device__ __forceinline__ explicit Place(const Params& p) {
+    const Divisor by_groups(p.groups);
+    const int index = blockIdx.x / SPLIT, pass = by_groups.quotient(index);
+    const int group = index - pass * p.groups;
+    rank = blockIdx.x % SPLIT;
+    first_column = pass * COLUMNS;
+    first_unit = by_groups.quotient(group * p.units);
+    units = by_groups.quotient((group + 1) * p.units) - first_unit;
+    first_block = block_begin(p, rank);
+    blocks = block_begin(p, rank + 1) - first_block;
+  }
+
+  __device__ __forceinline__ static int block_begin(const Params& p, int rank) {
+    return rank * p.blocks / SPLIT;
+  }
+};
+
+// Units of a CTA that are worked on until their sums are joined, and this warp's segment of them.
+struct Round {
+  int first, units;
+  Segments segments;
+  int begin, end;  // of this warp's segment
+
+  __device__ __forceinline__ Round(const Params& p, const Place& place, int first)
+      : first(first),
+        units(min(p.round_units, place.units - first)),
+        segments(units * place.blocks),
+        begin(segments.begin(threadIdx.x >> 5)),
+        end(segments.begin((threadIdx.x >> 5) + 1)) {}
+};
+
+// Copies the items of a warp's segments into its ring, ahead of the arithmetic.
+struct Loader {
+  const Params& p;
+  const Place& place;
+  const u8 *weight, *scale;  // of this lane, in the first square of 64 x 64
+  u64 policy;
+  u32 to_scale;  // from this lane's place among an item's weights to that among its scales
+  u32 at;     // where the next item is, in bytes of scales; weights are at 8 times that
+  int round;  // its first unit
+  int unit;   // of the next item
+  int run;    // items to copy until the unit ends, or the segment
+  int left;   // items of the segment after those
+
+  __device__ __forceinline__ Loader(const Params& p, const Place& place, u32 slot)
+      : p(p), place(place) {
+    const int lane = threadIdx.x & 31;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    weight = p.weight + lane * 16;
+    scale = p.weight_scale + (lane >> 4) * 256 + (lane & 15) * 8;
+    // Keeps the addresses in registers, where they would be made anew for every item.
+    to_scale = ITEM_WEIGHTS - lane * 8;
+    asm volatile("" : "+l"(weight), "+l"(scale), "+r"(to_scale));
+    run = left = 0;
+    enter_round(0);
+#pragma unroll
+    for (int i = 0; i < AHEAD_OF_X; i++) step(slot + i * ITEM_BYTES);
+  }
+
+  // The rest of what fits into the ring before the first item is used up.
+  __device__ __forceinline__ void fill(u32 slot) {
+#pragma unroll
+    for (int i = AHEAD_OF_X; i < STAGES - 1; i++) step(slot + i * ITEM_BYTES);
+  }
+
+  __device__ __forceinline__ void enter_round(int first) {
+    for (round = first; run == 0 && round < place.units; round += p.round_units) {
+      const Round next(p, place, round);
+      const int in_round = Divisor(place.blocks).quotient(next.begin);
+      unit = round + in_round;
+      left = next.end - next.begin;
+      enter_unit(next.begin - in_round * place.blocks);
+    }
+  }
+
+  __device__ __forceinline__ void enter_unit(int block) {
+    const u32 row_unit = place.first_unit + unit;
+    const u32 square = row_unit / 2 * (2 * p.blocks) + 2 * (place.first_block + block);
+    at = square * 256 + row_unit % 2 * 128;
+    run = min(place.blocks - block, left);
+    left -= run;
+  }
+
+  // The next item to a slot, given as this lane's place in it.
+  __device__ __forceinline__ void step(u32 slot) {
+    if (run > 0) {
+      const u8* from = weight + (u64)at * 8;
+      copy16(slot, from, policy);
+      copy16(slot + 512, from + 512, policy);
+      copy16(slot + 1024, from + 2048, policy);
+      copy16(slot + 1536, from + 2560, policy);
+      copy8(slot + to_scale, scale + at, policy);
+      at += 512;
+      if (--run == 0) {
+        if (left > 0) {
+          unit++;
+          enter_unit(0);
+        } else {
+          enter_round(round);
+        }
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+};

@@ -1,0 +1,204 @@
+"""Launcher of the W4A16 kernel for many rows of x on SM90: unpacking inside a `wgmma` matmul.
+
+Weights are in the order of `linear_weights`. See `linear_wide.cu` for how it works.
+"""
+
+import ctypes
+import secrets
+from functools import lru_cache
+from itertools import count
+from typing import NamedTuple
+
+import torch
+
+from halfbyte.kernels import nvrtc
+
+ROWS = 128
+"""Of W, in a tile."""
+STEP = 64
+"""k at a time."""
+_STAGES = {64: 8, 128: 8, 256: 5}
+_CTAS = {64: 2, 128: 1, 256: 1}
+"""On a multiprocessor."""
+_STEP_MICROSECONDS = {64: 0.75, 128: 0.46, 256: 0.7}
+"""Of a tile, by its rows of x, as measured on an H200."""
+_CUT_MICROSECONDS = {64: 2.0, 128: 3.0, 256: 5.0}
+"""To join the parts of tiles that are cut."""
+_LEAST_STEPS = 4
+"""Of a cluster."""
+_THREADS = 384
+_SWIZZLE_BYTES = 1024
+
+
+_RAISED = count(secrets.randbits(64))
+"""Values that raise flags. One is used by one launch, and by every replay of it, which leaves none:
+so flags need no clearing, whatever lay in their memory."""
+
+
+class _TensorMap(ctypes.Structure):
+    _fields_ = (("opaque", ctypes.c_uint64 * 16),)
+
+
+class _Params(ctypes.Structure):
+    """`Params` of `linear_wide.cu`, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "weight_scale", "row_scale", "bias")),
+        *((name, ctypes.c_void_p) for name in ("partial", "flags")),
+        ("raised", ctypes.c_uint64),
+        *((name, ctypes.c_int) for name in ("m", "n", "blocks_n", "blocks_k")),
+        *((name, ctypes.c_int) for name in ("row_pairs", "tiles", "cut_tiles")),
+    )
+
+
+class WidePlan(NamedTuple):
+    """How the work is cut up."""
+
+    tokens: int
+    """Rows of x in a tile."""
+    tiles: int
+    """Of all clusters, those that idle in the last turn counted."""
+    clusters: int
+    """Of two CTAs."""
+    cut_tiles: int
+    """Tiles whose k is cut, so that every cluster has as much to do."""
+
+    def microseconds(self, blocks_k: int) -> float:
+        """What it should take, but for what all plans have in common."""
+        steps = (self.tiles - self.cut_tiles) // self.clusters * blocks_k
+        steps += -(-self.cut_tiles * blocks_k // self.clusters)
+        joining = _CUT_MICROSECONDS[self.tokens] if self.cut_tiles else 0.0
+        return steps * _STEP_MICROSECONDS[self.tokens] + joining
+
+
+@lru_cache(maxsize=1024)
+def wide_plan(n: int, k: int, m: int, multiprocessors: int, tokens: int | None = None) -> WidePlan:
+    """The plan that should take least time.
+
+    Args:
+        tokens: rows of x in a tile, 64, 128 or 256; by default what is faster.
+    """
+    blocks_k = -(-k // STEP)
+    ways = []
+    for size in (tokens,) if tokens else _STAGES:
+        tiles = _row_pairs(n) * -(-m // size)
+        clusters = min(multiprocessors // 2 * _CTAS[size], -(-tiles * blocks_k // _LEAST_STEPS))
+        last = tiles % clusters
+        # All turns but the last two are whole; or all, and some clusters idle in the last.
+        ways.append(WidePlan(size, tiles, clusters, clusters * (tiles > clusters) + last))
+        ways.append(WidePlan(size, -(-tiles // clusters) * clusters, clusters, 0))
+    return min(ways, key=lambda way: way.microseconds(blocks_k))
+
+
+def linear_wide(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    row_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    n: int,
+    plan: WidePlan | None = None,
+) -> torch.Tensor:
+    """x times NVFP4 weights; arguments as `halfbyte.kernels.linear.linear_few`.
+
+    Args:
+        plan: how to cut up the work; by default `wide_plan`.
+
+    Returns:
+        `[M, n]`: sums in float32, times the global scale, plus the bias, rounded once.
+    """
+    m, k = x.shape
+    if x.stride(1) != 1 or x.data_ptr() % 16 or x.stride(0) % 8 or x.stride(0) < k:
+        x = x.contiguous()
+        if k % 8:
+            raise ValueError(f"x: TMA reads rows of a multiple of 8 values, not {k}")
+    device = x.device.index
+    blocks_n, blocks_k = weight.shape[0], weight.shape[1]
+    plan = plan or wide_plan(n, k, m, _multiprocessors(device))
+    out = x.new_empty((m, -(-n // 8) * 8))  # TMA writes rows of a multiple of 16 bytes
+    partial = x.new_empty((plan.clusters * 2 * plan.tokens * ROWS,), dtype=torch.float32)
+    flags = x.new_empty((4 * plan.clusters,), dtype=torch.int64)
+    params = _Params(
+        weight=weight.data_ptr(),
+        weight_scale=weight_scale.data_ptr(),
+        row_scale=row_scale.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        partial=partial.data_ptr(),
+        flags=flags.data_ptr(),
+        raised=next(_RAISED) % 2**64,
+        m=m,
+        n=n,
+        blocks_n=blocks_n,
+        blocks_k=blocks_k,
+        row_pairs=_row_pairs(n),
+        tiles=_row_pairs(n) * -(-m // plan.tokens),
+        cut_tiles=plan.cut_tiles,
+    )
+    maps = (
+        _tensor_map(x.data_ptr(), m, k, x.stride(0), x.dtype, plan.tokens // 2),
+        _tensor_map(out.data_ptr(), m, out.shape[1], out.shape[1], x.dtype, plan.tokens),
+    )
+    with torch.cuda.device(device):
+        kernel = _kernel(x.dtype, plan.tokens, device)
+        nvrtc.launch(kernel, 2 * plan.clusters, _THREADS, [*maps, params])
+    return out[:, :n].contiguous()
+
+
+@lru_cache(maxsize=256)
+def _tensor_map(
+    address: int, m: int, k: int, stride: int, dtype: torch.dtype, rows: int
+) -> _TensorMap:
+    """TMA's description of a matrix `[m, k]`: boxes of `rows` x 64 values, 128-byte swizzle."""
+    from cuda.bindings import driver
+
+    kinds = driver.CUtensorMapDataType
+    status, made = driver.cuTensorMapEncodeTiled(
+        kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+        if dtype == torch.bfloat16
+        else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        2,
+        address,
+        [driver.cuuint64_t(k), driver.cuuint64_t(m)],
+        [driver.cuuint64_t(2 * stride)],
+        [driver.cuuint32_t(STEP), driver.cuuint32_t(rows)],
+        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if int(status) != 0:
+        raise RuntimeError(
+            f"CUDA: {status.name} for a matrix [{m}, {k}], rows {stride} values apart"
+        )
+    box = _TensorMap()
+    ctypes.memmove(ctypes.addressof(box), made.getPtr(), ctypes.sizeof(box))
+    return box
+
+
+@lru_cache(maxsize=32)
+def _kernel(dtype: torch.dtype, tokens: int, device: int) -> nvrtc.Kernel:
+    shared = _SWIZZLE_BYTES + _STAGES[tokens] * (tokens * STEP * 2 + 16) + tokens * ROWS * 2
+    functions = (("linear_wide", shared),)
+    options = tuple(macros(dtype, tokens).items())
+    return nvrtc.load("linear_wide", options, functions, device)["linear_wide"]
+
+
+def macros(dtype: torch.dtype, tokens: int) -> dict[str, int | None]:
+    """Macros that `linear_wide.cu` is compiled with."""
+    return {
+        "X_BF16": int(dtype == torch.bfloat16),
+        "TOKENS": tokens,
+        "STAGES": _STAGES[tokens],
+        "CTAS": _CTAS[tokens],
+    }
+
+
+def _row_pairs(n: int) -> int:
+    """Pairs of tiles of W's rows: a cluster has both."""
+    return -(-n // (2 * ROWS))
+
+
+@lru_cache(maxsize=8)
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

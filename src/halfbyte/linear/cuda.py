@@ -1,0 +1,169 @@
+"""CUDA C++ on NVIDIA GPUs from SM80, W4A16: weights repacked once, read at the speed of memory.
+
+How many rows x has decides the way (`_WAYS`). Few: the weights stream through the registers
+(`kernels/linear.cu`). More, on SM90: they are unpacked inside a `wgmma` matmul
+(`kernels/linear_wide.cu`). Many: they are written out in 16 bits and cuBLAS multiplies, so that a
+prompt is not slower than with weights in 16 bits. A batch-invariant layer takes the first way for
+every number of rows, as its order of sums does not depend on it.
+"""
+
+import math
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from halfbyte.dispatch import CPU, Answer, current_compute_capability, is_installed
+from halfbyte.kernels.linear import compile_kernels, linear_few, linear_unpacked, machine_of
+from halfbyte.kernels.linear_weights import (
+    DTYPES,
+    TILE_K,
+    PackedWeight,
+    pack_weight,
+    unpack_weight,
+)
+from halfbyte.kernels.linear_wide import linear_wide
+from halfbyte.linear.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
+from halfbyte.linear.ops import linear_op
+from halfbyte.linear.runs import matrix_of, set_tensor, tensor_of
+
+_OLDEST = 80
+
+_Product = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, int], torch.Tensor
+]
+
+
+class _Way(NamedTuple):
+    product: _Product
+    most_rows: float = math.inf
+    """Of x; beyond, the next way is faster."""
+    capability: int | None = None
+    """The only one it runs on."""
+
+
+_WAYS = (
+    _Way(linear_few, 64),
+    _Way(linear_wide, 2048, capability=90),
+    _Way(linear_few, 192),
+    _Way(linear_unpacked),
+)
+"""The first that fits is taken."""
+
+
+def _way(m: int, capability: int) -> _Product:
+    return next(
+        way.product for way in _WAYS if m <= way.most_rows and way.capability in (None, capability)
+    )
+
+
+@linear_op("nvfp4_linear_cuda")
+def nvfp4_linear_cuda(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    row_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    n: int,
+    batch_invariant: bool,
+) -> torch.Tensor:
+    """x `[..., K]` times weights as `linear_weights.PackedWeight` has them, to `[..., n]`."""
+    matrix = matrix_of(x)
+    m = matrix.shape[0]
+    if not m:
+        return x.new_empty((*x.shape[:-1], n))
+    bias = None if bias is None else bias.contiguous()
+    if batch_invariant:
+        out = linear_few(matrix, weight, weight_scale, row_scale, bias, n, batch_invariant=True)
+    else:
+        product = _way(m, machine_of(x.device.index).capability)
+        out = product(matrix, weight, weight_scale, row_scale, bias, n)
+    return out.view(*x.shape[:-1], n)
+
+
+class CudaKernel(NvFp4LinearKernel):
+    """`halfbyte.kernels.linear`; compiled at load with NVRTC.
+
+    Its form of a layer: `weight` and `weight_scale`, int32, in the kernels' order, and
+    `weight_row_scale`, float32, for every row the global scale of its part times 2^11.
+    """
+
+    name: ClassVar[str] = "cuda"
+
+    def __init__(self, config: NvFp4LinearLayerConfig) -> None:
+        super().__init__(config)
+        self._zeroed: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+        """On SM80 and later; on this machine also where NVRTC can be reached."""
+        here = compute_capability is None
+        capability = current_compute_capability() if here else compute_capability
+        assert capability is not None
+        if capability == CPU:
+            return False, "needs an NVIDIA GPU"
+        if capability < _OLDEST:
+            return False, f"needs compute capability {_OLDEST / 10}, this is {capability / 10}"
+        if here and not is_installed("cuda.bindings"):
+            return False, "needs cuda.bindings (CUDA builds of PyTorch install it)"
+        return True, "streams repacked weights"
+
+    @classmethod
+    def can_implement(cls, config: NvFp4LinearLayerConfig) -> Answer:
+        """W4A16 of every shape, in 16 bits."""
+        if config.device_type != "cuda":
+            return False, f"tensors are on {config.device_type}, not on a GPU"
+        if config.quantize_activations:
+            return False, "multiplies 16-bit activations: a W4A4 layer's would stay unquantized"
+        if config.dtype not in DTYPES:
+            return False, f"takes bfloat16 and float16, not {str(config.dtype).split('.')[1]}"
+        return True, "W4A16, every shape, batch-invariant"
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Repack the weights and compile the kernels."""
+        packed = pack_weight(
+            tensor_of(layer, "weight"),
+            tensor_of(layer, "weight_scale"),
+            tensor_of(layer, "weight_global_scale"),
+            self.config.part_sizes or (self.config.n,),
+            self.config.dtype,
+        )
+        set_tensor(layer, "weight", packed.weight)
+        set_tensor(layer, "weight_scale", packed.weight_scale)
+        set_tensor(layer, "weight_row_scale", packed.row_scale)
+        padding = -packed.k % TILE_K
+        setattr(layer, "weights_padding_cols", padding // 2)  # noqa: B010 (mypy takes it for a tensor)
+        self._zeroed = packed.zeroed
+        device = packed.weight.device
+        compile_kernels(packed, self.config.batch_invariant, device.index)
+        # The kernels read weights before the kernel in front of them has ended.
+        torch.cuda.current_stream(device).synchronize()
+
+    def apply_weights(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `NvFp4LinearKernel.apply_weights`."""
+        return nvfp4_linear_cuda(
+            x,
+            layer.weight,
+            layer.weight_scale,
+            layer.weight_row_scale,
+            bias,
+            self.config.n,
+            self.config.batch_invariant,
+        )
+
+    def restore_weights(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same bytes in the order as loaded."""
+        return unpack_weight(
+            PackedWeight(
+                tensor_of(layer, "weight"),
+                tensor_of(layer, "weight_scale"),
+                tensor_of(layer, "weight_row_scale"),
+                self.config.n,
+                self.config.k,
+                self.config.dtype,
+                self._zeroed,
+            )
+        )
