@@ -5,6 +5,7 @@ Weights are in the order of `linear_weights`. See `linear_wide.cu` for how it wo
 
 import ctypes
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import count
 from typing import NamedTuple
@@ -108,10 +109,11 @@ def linear_wide(
         `[M, n]`: sums in float32, times the global scale, plus the bias, rounded once.
     """
     m, k = x.shape
-    if x.stride(1) != 1 or x.data_ptr() % 16 or x.stride(0) % 8 or x.stride(0) < k:
-        x = x.contiguous()
-        if k % 8:
-            raise ValueError(f"x: TMA reads rows of a multiple of 8 values, not {k}")
+    if k % 8:
+        raise ValueError(f"x: TMA reads rows of a multiple of 8 values, not {k}")
+    if x.stride(1) != 1 or x.data_ptr() % 16 or (m > 1 and (x.stride(0) % 8 or x.stride(0) < k)):
+        x = x.contiguous().clone() if x.data_ptr() % 16 else x.contiguous()
+    stride = x.stride(0) if m > 1 else k  # that of a single row may be anything
     device = x.device.index
     blocks_n, blocks_k = weight.shape[0], weight.shape[1]
     plan = plan or wide_plan(n, k, m, _multiprocessors(device))
@@ -135,13 +137,19 @@ def linear_wide(
         cut_tiles=plan.cut_tiles,
     )
     maps = (
-        _tensor_map(x.data_ptr(), m, k, x.stride(0), x.dtype, plan.tokens // 2),
+        _tensor_map(x.data_ptr(), m, k, stride, x.dtype, plan.tokens // 2),
         _tensor_map(out.data_ptr(), m, out.shape[1], out.shape[1], x.dtype, plan.tokens),
     )
     with torch.cuda.device(device):
         kernel = _kernel(x.dtype, plan.tokens, device)
         nvrtc.launch(kernel, 2 * plan.clusters, _THREADS, [*maps, params])
     return out[:, :n].contiguous()
+
+
+def compile_wide(dtype: torch.dtype, device: int) -> None:
+    """Compile all that calls may need, so that none does in a graph's capture."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda tokens: _kernel(dtype, tokens, device), _STAGES))
 
 
 @lru_cache(maxsize=256)

@@ -23,7 +23,7 @@ from halfbyte.kernels.linear_weights import (
     pack_weight,
     unpack_weight,
 )
-from halfbyte.kernels.linear_wide import linear_wide
+from halfbyte.kernels.linear_wide import compile_wide, linear_wide
 from halfbyte.linear.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from halfbyte.linear.ops import linear_op
 from halfbyte.linear.runs import matrix_of, set_tensor, tensor_of
@@ -44,7 +44,7 @@ class _Way(NamedTuple):
 
 
 _WAYS = (
-    _Way(linear_few, 64),
+    _Way(linear_few, 32),
     _Way(linear_wide, 2048, capability=90),
     _Way(linear_few, 192),
     _Way(linear_unpacked),
@@ -137,6 +137,8 @@ class CudaKernel(NvFp4LinearKernel):
         self._zeroed = packed.zeroed
         device = packed.weight.device
         compile_kernels(packed, self.config.batch_invariant, device.index)
+        if machine_of(device.index).capability == 90 and not self.config.batch_invariant:
+            compile_wide(packed.dtype, device.index)
         # The kernels read weights before the kernel in front of them has ended.
         torch.cuda.current_stream(device).synchronize()
 
