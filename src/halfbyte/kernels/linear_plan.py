@@ -1,9 +1,10 @@
 """How the work of `linear.cu` is cut up: a choice among a few ways by what they should take.
 
 Every CTA has a range of rows and a share of K: its x lies in shared memory and is read from the
-second-level cache, so that the more CTAs share a range of rows (`split`), the less of x each has to
-read, but their sums must be joined. Time is estimated from the bytes that the busiest CTA reads and
-the matmuls that it does; the constants were read off an H200.
+second-level cache, so that the more CTAs share a range of rows (`split`), the less of x each has
+to read, but their sums must be joined. A way's time is a sum of simple terms (`_Costs`), fitted to
+some 400 ways measured on an H200, with 1 to 64 rows of x and weights of 6144 x 4096, 28672 x 4096
+and 4096 x 14336.
 """
 
 from collections.abc import Iterator
@@ -27,16 +28,58 @@ _ITEM_BYTES = 2304
 _SLOT_BYTES = 1152
 """Of a unit's sums, per tile of 8 columns."""
 _X_PADDING = 16
+_RESERVED_BYTES = 1024
+"""Of shared memory, per CTA, by the system."""
 _INVARIANT_ROWS = 16
 """Rows of x for which batch-invariant work is planned, whatever their number."""
 
-# Per multiprocessor and µs.
-_WEIGHT_BYTES = 34e3
-_X_BYTES = 50e3
-_TILE_MATMULS = 1200.0
-_ROUND_MICROSECONDS = 0.2
-_SPLIT_MICROSECONDS = 0.4
-_MEMORY_JOIN_MICROSECONDS = 2.0
+_Shapes = tuple[tuple[tuple[int, int, int], ...], ...]
+_SHAPES_OF_CTAS: _Shapes = (
+    ((16, 2, 1), (16, 3, 1), (16, 4, 1), (8, 3, 1), (8, 4, 1)),
+    ((16, 2, 1), (16, 3, 1), (16, 4, 1), (8, 3, 1), (8, 4, 1), (8, 2, 2)),
+    ((16, 3, 1), (8, 4, 1), (8, 2, 2)),
+)
+"""By `join`: warps, stages and CTAs on a multiprocessor, of those that were measured."""
+_SMALLEST_SHAPE = (8, 2, 1)
+"""Where none of them fits into shared memory."""
+_MOST_TILES_OF_16_WARPS = 2
+"""Beyond, sums do not fit into registers."""
+
+
+class _Costs(NamedTuple):
+    """µs per unit of what a multiprocessor has to do, on an H200.
+
+    Those of x and of joins were fitted when the kernel fetched x and finished columns one after
+    another; since then they are upper bounds.
+    """
+
+    launch: float = 6.2
+    stream: float = 27e-6
+    """Per byte of weights, if all multiprocessors read (4.9 TB/s)."""
+    latency: float = 0.61
+    """From asking for an item of weights until it is there."""
+    item: float = 0.039
+    """Unpacking 32 rows x 128 k."""
+    tile: float = 0.018
+    """Multiplying an item with 8 columns."""
+    hidden: float = 0.88
+    """The part of the shorter of reading and arithmetic that the longer one hides."""
+    x: float = 11e-6
+    """Per byte of x."""
+    ahead: float = 21e-6
+    """Per byte of weights that x has to wait behind."""
+    column: tuple[float, float, float] = (0.29, 0.28, 0.13)
+    """Per column of a unit that a warp joins, by `join`."""
+    cluster: float = 1.2
+    """Per round of a join as a cluster."""
+    second: float = 0.73
+    """Of the second kernel of a join through memory."""
+    partial: float = 100e-6
+    """Per byte of the sums that it reads."""
+    round: float = 0.36
+
+
+_COSTS = _Costs()
 
 
 class Machine(NamedTuple):
@@ -47,7 +90,15 @@ class Machine(NamedTuple):
     block_bytes: int
     """Shared memory that a CTA may have."""
     groups: tuple[int, ...]
-    """For each of `SPLITS`, the groups of as many CTAs that run at the same time."""
+    """For each of `SPLITS`, how many groups of so many CTAs run at a time: on SM90, clusters."""
+
+    def at_once(self, split: int, join: int) -> int:
+        """Groups that run at the same time, one CTA to a multiprocessor."""
+        return self.groups[SPLITS.index(split)] if join == 1 else self.groups[0] // split
+
+    def bytes_of_cta(self, ctas: int) -> int:
+        """Shared memory that a CTA may have where so many share a multiprocessor's."""
+        return (self.block_bytes + _RESERVED_BYTES) // ctas - _RESERVED_BYTES
 
 
 class FewPlan(NamedTuple):
@@ -100,19 +151,33 @@ class FewPlan(NamedTuple):
         )
 
     def microseconds(self, n: int, k: int, m: int, machine: Machine) -> float:
-        """What it should take, without what every launch takes."""
-        at_once = machine.groups[SPLITS.index(self.split)] * self.ctas
-        waves = -(-self.groups * self.passes(m) // at_once)
-        values = self.units(n) * UNIT_ROWS * k_blocks(k) * TILE_K / self.split
-        weights = values * 0.5625 / _WEIGHT_BYTES
-        matmuls = values / 256 * self.column_tiles / _TILE_MATMULS
-        x = min(m, 8 * self.column_tiles) * k * 2 / self.split / _X_BYTES
-        joins = -(-self.units(n) // self.round_units) * _ROUND_MICROSECONDS
-        if self.split > 1:
-            joins += _SPLIT_MICROSECONDS + 0.05 * self.split
+        """What it should take on its own, alone in a CUDA graph."""
+        c, multiprocessors = _COSTS, machine.groups[0]
+        columns, units = min(m, 8 * self.column_tiles), self.units(n)
+        blocks = -(-k_blocks(k) // self.split)
+        grid = self.passes(m) * self.groups
+        waves = -(-grid // (machine.at_once(self.split, self.join) * self.ctas))
+        resident = min(self.ctas, -(-grid * self.split // multiprocessors))
+        rounds = -(-units // self.round_units)
+        # In a round the warp with most items decides.
+        items = -(-min(self.round_units, units) * blocks // self.warps) * rounds
+        work = items * self.warps * resident * waves * (c.item + c.tile * self.column_tiles)
+        ahead = (self.stages - 1) * self.warps * resident
+        read = max(
+            self.passes(m) * row_units(n) * k_blocks(k) * _ITEM_BYTES / multiprocessors * c.stream,
+            units * blocks * resident * waves / ahead * c.latency,
+        )
+        x = columns * blocks * TILE_K * 2 * resident * waves
+        join = waves * (
+            units * columns / self.warps * c.column[self.join]
+            + rounds * (c.round + (c.cluster if self.join == 1 else 0))
+        )
         if self.joins_through_memory:
-            joins += _MEMORY_JOIN_MICROSECONDS
-        return waves * (max(weights, matmuls) + x + joins)
+            partial = self.split * m * row_units(n) * UNIT_ROWS * 4
+            join += c.second + partial / multiprocessors * c.partial
+        exposed = max(read, work) + (1 - c.hidden) * min(read, work)
+        delay = x * c.x + ahead * waves * _ITEM_BYTES * c.ahead
+        return c.launch + exposed + delay + join
 
 
 def row_units(n: int) -> int:
@@ -134,54 +199,81 @@ def few_plan(n: int, k: int, m: int, machine: Machine, batch_invariant: bool = F
         m: rows of x, any number.
         machine: what it is for.
         batch_invariant: the order of sums must be the same for every m, so all but the number of
-            columns at a time is planned for 16 rows.
+            columns at a time and of stages is planned for up to 16 rows alike.
 
     Raises:
         ValueError: K is too large for the GPU's shared memory.
     """
     m = next((rows for rows in ROWS if rows >= m), ROWS[-1])
-    rows = _INVARIANT_ROWS if batch_invariant else m
-    plans = [plan for plan in _plans(n, k, rows, machine) if plan]
-    if not plans:
-        raise ValueError(f"k={k}: needs more shared memory than the GPU's {machine.block_bytes}")
-    plan = min(plans, key=lambda plan: plan.microseconds(n, k, rows, machine))
     if not batch_invariant:
-        return plan
-    wider = (
-        plan._replace(column_tiles=tiles, stages=stages)
-        for tiles in reversed(_COLUMN_TILES)
-        for stages in range(_MOST_STAGES, 1, -1)
+        return min(_plans(n, k, m, machine), key=lambda p: p.microseconds(n, k, m, machine))
+    plan = _invariant_plan(n, k, machine)
+    variants = list(_variants(plan, n, k, m, machine))
+    return min(variants, key=lambda p: p.microseconds(n, k, m, machine))
+
+
+@lru_cache(maxsize=4096)
+def _invariant_plan(n: int, k: int, machine: Machine) -> FewPlan:
+    """The way that is best for the numbers of rows up to `_INVARIANT_ROWS` together."""
+
+    def microseconds(plan: FewPlan) -> float:
+        rows = [m for m in ROWS if m <= _INVARIANT_ROWS]
+        return sum(
+            min(p.microseconds(n, k, m, machine) for p in _variants(plan, n, k, m, machine))
+            for m in rows
+        )
+
+    return min(_plans(n, k, _INVARIANT_ROWS, machine), key=microseconds)
+
+
+def _variants(plan: FewPlan, n: int, k: int, m: int, machine: Machine) -> list[FewPlan]:
+    """Ways with a plan's order of sums, itself included; of the measured ones, if any is left."""
+    variants = [
+        variant
+        for tiles in _COLUMN_TILES
+        for stages in range(2, _MOST_STAGES + 1)
+        for variant in (plan._replace(column_tiles=tiles, stages=stages),)
         if tiles <= _wanted_tiles(m)
-    )
-    fitting = (plan for plan in wider if plan.shared_bytes(n, k, m) <= machine.block_bytes)
-    return next(fitting, plan)
+        and variant.shared_bytes(n, k, m) <= machine.bytes_of_cta(plan.ctas)
+    ]
+    shapes = _SHAPES_OF_CTAS[plan.join]
+    return [p for p in variants if (p.warps, p.stages, p.ctas) in shapes] or variants
 
 
 def _wanted_tiles(m: int) -> int:
     return next((tiles for tiles in _COLUMN_TILES if 8 * tiles >= m), _COLUMN_TILES[-1])
 
 
-def _plans(n: int, k: int, m: int, machine: Machine) -> Iterator[FewPlan | None]:
-    for split, at_once in zip(SPLITS, machine.groups, strict=True):
-        if split > k_blocks(k) or not at_once:
-            continue
-        join = 0 if split == 1 else 1 if machine.capability >= 90 else 2
-        groups = min(row_units(n), at_once)
+def _plans(n: int, k: int, m: int, machine: Machine) -> list[FewPlan]:
+    measured = list(_plans_of(_SHAPES_OF_CTAS, n, k, m, machine))
+    plans = measured or list(_plans_of(((_SMALLEST_SHAPE,),) * 3, n, k, m, machine))
+    if not plans:
+        raise ValueError(f"k={k}: needs more shared memory than the GPU's {machine.block_bytes}")
+    return plans
+
+
+def _plans_of(shapes: _Shapes, n: int, k: int, m: int, machine: Machine) -> Iterator[FewPlan]:
+    for split, join in _splits_and_joins(k, machine):
         for tiles in _COLUMN_TILES:
-            if tiles <= _wanted_tiles(m):
-                for warps in (16, 8) if tiles <= 2 else (8,):
-                    plan = FewPlan(tiles, split, join, groups, warps)
-                    yield _fitted(plan, n, k, m, machine.block_bytes)
+            for warps, stages, ctas in shapes[join]:
+                if tiles <= _wanted_tiles(m) and (warps < 16 or tiles <= _MOST_TILES_OF_16_WARPS):
+                    groups = min(row_units(n), machine.at_once(split, join) * ctas)
+                    plan = FewPlan(tiles, split, join, groups, warps, stages, ctas)
+                    fitted = _fitted(plan, n, k, m, machine.bytes_of_cta(ctas))
+                    if fitted:
+                        yield fitted
 
 
-def _fitted(plan: FewPlan, n: int, k: int, m: int, block_bytes: int) -> FewPlan | None:
-    """The plan with as few rounds as fit, then as many stages; None if not even the least does."""
+def _splits_and_joins(k: int, machine: Machine) -> Iterator[tuple[int, int]]:
+    for split in SPLITS:
+        for join in (0,) if split == 1 else (1, 2) if machine.capability >= 90 else (2,):
+            if split <= k_blocks(k) and machine.at_once(split, join):
+                yield split, join
+
+
+def _fitted(plan: FewPlan, n: int, k: int, m: int, limit: int) -> FewPlan | None:
+    """The plan with as few rounds as fit into shared memory; None if not even one unit does."""
     units = plan.units(n)
-    for rounds in range(1, units + 1):
-        round_units = -(-units // rounds)
-        for stages in range(_MOST_STAGES, 1, -1):
-            fitted = plan._replace(round_units=round_units, stages=stages)
-            # With two stages memory waits for the arithmetic: rather more rounds.
-            if (stages > 2 or round_units <= 2) and fitted.shared_bytes(n, k, m) <= block_bytes:
-                return fitted
-    return None
+    left = limit - plan._replace(round_units=0).shared_bytes(n, k, m)
+    most = min(units, left // (plan.column_tiles * _SLOT_BYTES))
+    return plan._replace(round_units=-(-units // -(-units // most))) if most > 0 else None

@@ -35,7 +35,7 @@
 #define OUT_BYTES (TOKENS * 64 * 2)  // of a warpgroup
 #define OFF_OUT (STAGES * X_BYTES)
 #define OFF_BARRIERS (OFF_OUT + 2 * OUT_BYTES)
-#define AHEAD 4
+#define AHEAD (TOKENS == 64 ? 2 : 4)  // as registers allow: spilling costs more than it hides
 #define WGMMA_TOKENS (TOKENS < 128 ? TOKENS : 128)
 #define PARTS (TOKENS / WGMMA_TOKENS)
 #define VALUES (WGMMA_TOKENS / 2)  // of an accumulator, per thread
