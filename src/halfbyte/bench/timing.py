@@ -5,11 +5,17 @@ On a GPU every call is captured in a CUDA graph. `single` is the median of repla
 that each finds its data outside the caches. Plans, which depend on lengths alone, are made before.
 A call that waits for the host cannot be captured: it
 is timed as it is, its launches included, and the times say so (`graph` is false).
+
+Where the times of several are compared to a few percent, their repetitions take turns
+(`measure_in_turns`): a GPU's clock moves while it works, and nobody shall have it to himself.
+`back_to_back` is then the median of the rounds' means.
 """
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import cycle, islice
+from typing import NamedTuple
 
 import torch
 
@@ -21,20 +27,60 @@ _BUDGET_US = {"cuda": 1e6, "cpu": 3e5}
 """Per series of repetitions: slow calls are repeated less often, down to three times."""
 
 
+class Ready(NamedTuple):
+    """Calls that can be timed: warmed up, on a GPU captured if they can be."""
+
+    calls: Sequence[Call]
+    captured: bool
+
+
+def ready(calls: Sequence[Call], device: torch.device) -> Ready:
+    """Prepare calls that do the same work on different data."""
+    for call in calls[:2]:
+        call()
+    if device.type != "cuda":
+        return Ready(calls, False)
+    torch.cuda.synchronize()
+    captured = not waits_for_host(calls[0])
+    return Ready(capture(calls) if captured else calls, captured)
+
+
 def measure(calls: Sequence[Call], device: torch.device) -> Times:
     """Times of calls that do the same work on different data, in µs.
 
     Returns:
         `single`, `back_to_back`, and on a GPU `graph`.
     """
-    for call in calls[:2]:
-        call()
-    if device.type != "cuda":
-        return _times(calls, _cpu_microseconds, _BUDGET_US["cpu"])
-    torch.cuda.synchronize()
-    captured = not waits_for_host(calls[0])
-    timed = capture(calls) if captured else calls
-    return {**_times(timed, _gpu_microseconds, _BUDGET_US["cuda"]), "graph": captured}
+    return measure_in_turns({"": ready(calls, device)}, device, rounds=1)[""]
+
+
+def measure_in_turns(
+    subjects: Mapping[str, Ready],
+    device: torch.device,
+    rounds: int,
+    budget_us: float | None = None,
+) -> dict[str, Times]:
+    """Times of several by name, as of `measure`, each repeated some of the times in every round.
+
+    Args:
+        budget_us: per subject and series of repetitions; by default as for `measure`.
+    """
+    elapsed = _gpu_microseconds if device.type == "cuda" else _cpu_microseconds
+    budget = (_BUDGET_US[device.type] if budget_us is None else budget_us) / rounds
+    turns = {name: cycle(subject.calls) for name, subject in subjects.items()}
+    series: dict[str, list[_Series]] = {name: [] for name in subjects}
+    for _ in range(rounds):
+        for name, calls in turns.items():
+            series[name].append(_series(calls, elapsed, budget, rounds))
+    result = {}
+    for name, subject in subjects.items():
+        singles = [single for part in series[name] for single in part.singles]
+        times: Times = {
+            "single": round(statistics.median(singles), 2),
+            "back_to_back": round(statistics.median(part.in_a_row for part in series[name]), 2),
+        }
+        result[name] = {**times, "graph": subject.captured} if device.type == "cuda" else times
+    return result
 
 
 def waits_for_host(call: Call) -> bool:
@@ -68,17 +114,20 @@ def capture(calls: Sequence[Call]) -> list[Call]:
     return replays
 
 
-def _times(
-    calls: Sequence[Call], elapsed: Callable[[Sequence[Call]], float], budget: float
-) -> Times:
-    once = elapsed(calls[:1])
-    most = max(3, int(budget / max(once, 1e-3)))
-    singles = [elapsed([calls[i % len(calls)]]) for i in range(min(_SINGLES, most))]
-    row = [calls[i % len(calls)] for i in range(min(_IN_A_ROW, most))]
-    return {
-        "single": round(statistics.median(singles), 1),
-        "back_to_back": round(elapsed(row) / len(row), 1),
-    }
+class _Series(NamedTuple):
+    singles: list[float]
+    in_a_row: float
+    """Mean."""
+
+
+def _series(
+    calls: Iterator[Call], elapsed: Callable[[Sequence[Call]], float], budget: float, rounds: int
+) -> _Series:
+    once = elapsed([next(calls)])
+    most = max(-(-3 // rounds), int(budget / max(once, 1e-3)))
+    singles = [elapsed([next(calls)]) for _ in range(min(-(-_SINGLES // rounds), most))]
+    row = list(islice(calls, min(_IN_A_ROW, most)))
+    return _Series(singles, elapsed(row) / len(row))
 
 
 def _gpu_microseconds(calls: Sequence[Call]) -> float:

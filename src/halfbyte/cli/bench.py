@@ -16,18 +16,13 @@ if TYPE_CHECKING:
     from halfbyte.bench import Case, Report
 
 _TABLE_WIDTH = 100
+_WIDE_TABLE_WIDTH = 130
 
 bench = typer.Typer(
     help="Measure halfbyte beside its peers on this machine.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-
-
-@bench.callback()
-def _group() -> None:
-    # Keeps `attention` a command of its own, though it is the only one.
-    pass
 
 
 @bench.command("attention")
@@ -85,10 +80,57 @@ def attention(
     _print_machine(benchmark.report)
     if picture is not None:
         draw(benchmark.report, picture)
-    for line in benchmark.failures():
-        err.print(line, markup=False, emoji=False, style="red")
-    if benchmark.failures(ours=True):
-        raise typer.Exit(1)
+    _end(benchmark.failures(), benchmark.failures(ours=True))
+
+
+@bench.command("linear")
+def linear(
+    shapes: Annotated[
+        str | None, typer.Option(help="Weights N x K, such as 6144x4096,4096x14336.")
+    ] = None,
+    m: Annotated[
+        str | None, typer.Option("--m", help="Numbers of rows of x, separated by commas.")
+    ] = None,
+    backends: Annotated[
+        str | None,
+        typer.Option(help="Backends, separated by commas; by default all that can run."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write the report there.")] = None,
+    warm_up: Annotated[
+        bool,
+        typer.Option("--warm-up", help="Compile what backends keep on disk; measure nothing."),
+    ] = False,
+    verbose: Verbose = False,
+) -> None:
+    """x times NVFP4 weights: times of every backend, and what bf16 weights take for the same."""
+    from halfbyte.bench import LinearBenchmark, linear_tables, parse_shapes, to_json
+
+    where = _device(device)
+    benchmark = LinearBenchmark(
+        where,
+        parse_shapes(shapes) if shapes else None,
+        _numbers("m", m) if m else None,
+        [name.strip() for name in backends.split(",")] if backends else None,
+    )
+    if warm_up:
+        benchmark.warm_up()
+        return
+    quiet_libraries(verbose=verbose)
+    if as_json is not None:
+        as_json.touch()  # what cannot be written is better known now than after minutes
+    with progress_bar("bench", "cases") as on_progress:
+        on_progress(0, len(benchmark.cases))
+        for done, _ in enumerate(benchmark.run(), start=1):
+            on_progress(done, len(benchmark.cases))
+            if as_json is not None:  # after every case: an interrupt loses one at most
+                as_json.write_text(to_json(benchmark.report))
+    wide = Console(highlight=False, soft_wrap=True, width=max(out.width, _WIDE_TABLE_WIDTH))
+    for table in linear_tables(benchmark.report):
+        wide.print(table)
+        wide.print()
+    _print_machine(benchmark.report)
+    _end(benchmark.failures(), benchmark.failures(ours=True))
 
 
 def _device(name: str) -> "torch.device":
@@ -130,3 +172,11 @@ def _print_machine(report: "Report") -> None:
     out.print(
         f"{name}: reads {read:,.1f} GB/s, copies {report['copy_terabytes_per_s'] * 1e3:,.1f} GB/s"
     )
+
+
+def _end(failures: list[str], ours: list[str]) -> None:
+    """Print what failed; exit with 1 if any of it is ours."""
+    for line in failures:
+        err.print(line, markup=False, emoji=False, style="red")
+    if ours:
+        raise typer.Exit(1)

@@ -1,0 +1,47 @@
+"""NVFP4 linear layers beside Humming and bfloat16 weights: the run, and its table.
+
+    python benchmarks/linear.py [--out benchmarks/results/linear.json] [--m 1,16] ...
+    python benchmarks/linear.py --table
+
+The first measures, on a GPU best with Humming installed (`pip install humming-kernels[cu13]`), and
+writes the JSON; further options are those of `halfbyte bench linear`. The second prints the table
+of the JSON in Markdown and puts it between the `linear` markers of README.md and docs/linear.md,
+where there are any.
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+from halfbyte.bench import linear_markdown_table
+from halfbyte.cli import main as halfbyte
+
+REPOSITORY = Path(__file__).parents[1]
+RESULT = REPOSITORY / "benchmarks" / "results" / "linear.json"
+PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "linear.md")
+MARKERS = re.compile(r"(<!-- linear -->\n).*?(<!-- /linear -->)", re.DOTALL)
+table = linear_markdown_table
+
+
+def main() -> None:
+    """Measure, or write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--table", action="store_true", help="print the table of what is there")
+    arguments, others = parser.parse_known_args()
+    if not arguments.table:
+        sys.argv = ["halfbyte", "bench", "linear", "--json", str(arguments.out), *others]
+        halfbyte()
+        return
+    text = table(json.loads(arguments.out.read_text()))
+    for page in PAGES:
+        before = page.read_text()
+        if MARKERS.search(before):
+            page.write_text(MARKERS.sub(lambda found: found[1] + text + found[2], before))
+    print(text, end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Reports of the linear benchmark: on the terminal, as JSON, and in Markdown."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from rich.table import Table
+
+from halfbyte.bench.linear_bounds import DENSE, TIMINGS, ours, time_of
+
+Row = dict[str, Any]
+Report = dict[str, Any]
+_TIMING = TIMINGS[0]
+_SHOWN_ROWS = (1, 4, 16, 64, 256, 1024, 4096)
+"""Numbers of rows of x in the Markdown table, where a report has any of them."""
+
+
+def linear_tables(report: Report) -> Iterator[Table]:
+    """A table per shape, single replays in µs; then one of what must hold."""
+    rows = report["microseconds"]
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        chosen = [row for row in rows if row["shape"] == shape]
+        names = list(dict.fromkeys(name for row in chosen for name in row["subjects"]))
+        table = Table(box=None, pad_edge=False)
+        table.add_column(shape, justify="right", no_wrap=True)
+        for heading in [*names, "selected", "/ fastest", "/ dense"]:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in chosen:
+            over = row[_TIMING]
+            table.add_row(
+                f"M {row['m']}",
+                *(_microseconds(row["subjects"].get(name, {})) for name in names),
+                row["selected"],
+                _ratio(over["selected_over_fastest"]),
+                _ratio(over["selected_over_dense"]),
+            )
+        yield table
+    if report["bounds"]:
+        yield _bounds_table(report["bounds"])
+
+
+def _bounds_table(bounds: list[Row]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("must hold", "", "", "worst single", "in a row", ""):
+        justify = "right" if heading in ("worst single", "in a row") else "left"
+        table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    words = {True: "holds", False: "BROKEN", None: "not measured"}
+    for bound in bounds:
+        worst = [
+            f"{_ratio(bound[timing]['worst'])} (M {bound[timing]['m']})"
+            if bound[timing]["m"]
+            else ""
+            for timing in TIMINGS
+        ]
+        table.add_row(
+            bound["meaning"], bound["shape"], bound["rows"], *worst, words[bound["holds"]]
+        )
+    return table
+
+
+def _microseconds(entry: Row) -> str:
+    if "failed" in entry:
+        return "failed"
+    return f"{entry[_TIMING]:,.1f}" if entry else ""
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def linear_markdown_table(report: Report) -> str:
+    """Our kernel beside Humming, bfloat16 weights and a plain read, single replays."""
+    lines = [
+        "| weights N x K | rows of x | halfbyte | Humming | bf16 weights | halfbyte / Humming "
+        "| halfbyte / bf16 | of a plain read |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    rows = report["microseconds"]
+    shown = [row for row in rows if row["m"] in _SHOWN_ROWS] or rows
+    for row in shown:
+        times = [time_of(row, name, _TIMING) for name in (ours(row), "humming", DENSE)]
+        over = row[_TIMING]
+        share = over["ours_of_read"]
+        cells = [
+            f"{row['n']:,} x {row['k']:,}",
+            f"{row['m']:,}",
+            *("" if time is None else _rounded(time) for time in times),
+            _ratio(over["ours_over_humming"]),
+            _ratio(over["ours_over_dense"]),
+            "" if share is None else f"{share:.0%}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _rounded(microseconds: float) -> str:
+    return f"{microseconds:,.1f} µs" if microseconds < 100 else f"{microseconds:,.0f} µs"
+
+
+def to_json(report: Report) -> str:
+    """JSON, indented, with whatever holds no further braces on a line of its own."""
+    text = json.dumps(report, indent=1)
+    return re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda found: " ".join(found[0].split()), text) + "\n"
