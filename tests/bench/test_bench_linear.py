@@ -195,7 +195,8 @@ def test_repetitions_take_turns() -> None:
     }
     order.clear()
     times = measure_in_turns(subjects, CPU, rounds=2)
-    assert "".join(order) == "aaaabbbbaaaabbbb"  # each round: one, one single, two in a row
+    # Each round: one, one single, two in a row; and every round somebody else begins.
+    assert "".join(order) == "aaaabbbbbbbbaaaa"
     assert set(times) == {"a", "b"}
     assert set(times["a"]) == TIMES
 

@@ -130,8 +130,8 @@ def test_on_a_cpu_only_the_choice_is_judged() -> None:
 def test_markdown_table_of_a_run() -> None:
     lines = linear_markdown_table(report(row(1), row(2), row(256, humming=None, cuda=1234.5)))
     assert lines.splitlines()[2:] == [
-        "| 4,096 x 14,336 | 1 | 10.0 µs | 15.0 µs | 40.0 µs | 0.67 | 0.25 | 80% |",
-        "| 4,096 x 14,336 | 256 | 1,234 µs |  | 40.0 µs |  | 30.86 | 1% |",
+        "| 4,096 x 14,336 | 1 | 5.0 µs | 7.5 µs | 20.0 µs | 0.67 | 0.25 | 80% |",
+        "| 4,096 x 14,336 | 256 | 617 µs |  | 20.0 µs |  | 30.86 | 1% |",
     ]
 
 

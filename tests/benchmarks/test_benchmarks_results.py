@@ -14,7 +14,7 @@ from halfbyte.bench.cases import WITHOUT_PEERS
 REPOSITORY = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["accuracy", "attention_decode"])
+@pytest.mark.parametrize("name", ["accuracy", "attention_decode", "weights"])
 def test_readme_shows_the_committed_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
     benchmark = import_module(name)
@@ -34,6 +34,20 @@ def test_committed_run_says_what_it_was_measured_on(accuracy: Any) -> None:
     assert report["date"]
     assert report["versions"]["torch"]
     assert {row["kv_cache_dtype"] for row in report["results"]} == set(accuracy.FORMATS.split(","))
+
+
+def test_committed_weights_run_is_of_the_cases_that_the_script_measures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    weights = import_module("weights")
+    report = json.loads(weights.RESULT.read_text())
+    measured = [(row["weights"], row["recipe"]) for row in report["results"]]
+    assert measured == [(name, recipe) for name, _, recipe in weights.CASES]
+    for row in report["results"]:
+        assert tuple(cache["kv_cache_dtype"] for cache in row["caches"]) == weights.CACHES
+    assert report["date"]
+    assert report["versions"]["torch"]
 
 
 @pytest.fixture

@@ -7,11 +7,14 @@ import pytest
 import torch
 
 from halfbyte.kernels.linear import linear_few, linear_unpacked
+from halfbyte.kernels.linear_plan import Machine
 from halfbyte.kernels.linear_wide import linear_wide
 from halfbyte.linear import LINEAR_BACKENDS, NvFp4Linear, NvFp4LinearLayerConfig
 from halfbyte.linear.cuda import CudaKernel, _way
 from linear.cases import assert_close_enough, random_input, random_layer
 
+H200 = Machine(90, 232448, (132, 66, 32, 16))
+RTX_3090 = Machine(86, 101376, (82, 41, 20, 10))
 CONFIG = NvFp4LinearLayerConfig(
     n=64, k=128, dtype=torch.bfloat16, device_type="cuda", compute_capability=90
 )
@@ -47,18 +50,20 @@ def test_says_what_it_cannot_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("m", "capability", "expected"),
+    ("m", "machine", "expected"),
     [
-        (1, 90, linear_few),
-        (64, 90, linear_few),
-        (65, 90, linear_wide),
-        (65, 80, linear_few),
-        (1000, 80, linear_unpacked),
-        (8192, 90, linear_unpacked),
+        (1, H200, linear_few),
+        (16, H200, linear_few),
+        (64, H200, linear_wide),
+        (2048, H200, linear_wide),
+        (8192, H200, linear_unpacked),
+        (65, RTX_3090, linear_few),
+        (1000, RTX_3090, linear_unpacked),
     ],
 )
-def test_way_for_a_number_of_rows(m: int, capability: int, expected: object) -> None:
-    assert _way(m, capability) is expected
+def test_way_for_a_number_of_rows(m: int, machine: Machine, expected: object) -> None:
+    for n, k in ((6144, 4096), (28672, 4096), (4096, 14336)):
+        assert _way(m, n, k, machine) is expected
 
 
 def cuda_layer(n: int, k: int, dtype: torch.dtype, **options: Any) -> NvFp4Linear:

@@ -131,6 +131,7 @@ def test_compiles_as_one_graph(backend: str, quantize_activations: bool) -> None
 
 
 def test_compiling_an_unprocessed_layer_says_what_to_do() -> None:
+    torch.compiler.reset()  # else Dynamo may have reached its limit of graphs in tests before
     layer = random_layer(8, 32, backend="reference")
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match=r"process_weights_after_loading\(\) before torch.compile"):

@@ -59,19 +59,24 @@ def measure_in_turns(
     device: torch.device,
     rounds: int,
     budget_us: float | None = None,
+    rest_s: float = 0.0,
 ) -> dict[str, Times]:
     """Times of several by name, as of `measure`, each repeated some of the times in every round.
 
     Args:
         budget_us: per subject and series of repetitions; by default as for `measure`.
+        rest_s: seconds that the machine rests before a subject's turn, so that nobody pays for the
+            heat and power of the one before.
     """
     elapsed = _gpu_microseconds if device.type == "cuda" else _cpu_microseconds
     budget = (_BUDGET_US[device.type] if budget_us is None else budget_us) / rounds
     turns = {name: cycle(subject.calls) for name, subject in subjects.items()}
     series: dict[str, list[_Series]] = {name: [] for name in subjects}
-    for _ in range(rounds):
-        for name, calls in turns.items():
-            series[name].append(_series(calls, elapsed, budget, rounds))
+    names = list(turns)
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            time.sleep(rest_s)
+            series[name].append(_series(turns[name], elapsed, budget, rounds))
     result = {}
     for name, subject in subjects.items():
         singles = [single for part in series[name] for single in part.singles]

@@ -34,7 +34,7 @@ WARPS = 4
 
 
 class Variant(NamedTuple):
-    """How the kernel is compiled for some work; see the heads of `decode.cu` and `decode_wide.cu`."""
+    """How a kernel is compiled for some work; see the heads of `decode.cu`, `decode_wide.cu`."""
 
     tile: int
     n_tiles: int

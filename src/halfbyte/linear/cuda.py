@@ -1,29 +1,31 @@
 """CUDA C++ on NVIDIA GPUs from SM80, W4A16: weights repacked once, read at the speed of memory.
 
-How many rows x has decides the way (`_WAYS`). Few: the weights stream through the registers
+How many rows x has decides the way (`_way`). Few: the weights stream through the registers
 (`kernels/linear.cu`). More, on SM90: they are unpacked inside a `wgmma` matmul
 (`kernels/linear_wide.cu`). Many: they are written out in 16 bits and cuBLAS multiplies, so that a
 prompt is not slower than with weights in 16 bits. A batch-invariant layer takes the first way for
 every number of rows, as its order of sums does not depend on it.
 """
 
-import math
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from halfbyte.dispatch import CPU, Answer, current_compute_capability, is_installed
 from halfbyte.kernels.linear import compile_kernels, linear_few, linear_unpacked, machine_of
+from halfbyte.kernels.linear_plan import Machine, few_plan
 from halfbyte.kernels.linear_weights import (
     DTYPES,
     TILE_K,
+    TILE_N,
     PackedWeight,
     pack_weight,
     unpack_weight,
 )
-from halfbyte.kernels.linear_wide import compile_wide, linear_wide
+from halfbyte.kernels.linear_wide import compile_wide, linear_wide, wide_plan
 from halfbyte.linear.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from halfbyte.linear.ops import linear_op
 from halfbyte.linear.runs import matrix_of, set_tensor, tensor_of
@@ -35,27 +37,24 @@ _Product = Callable[
 ]
 
 
-class _Way(NamedTuple):
-    product: _Product
-    most_rows: float = math.inf
-    """Of x; beyond, the next way is faster."""
-    capability: int | None = None
-    """The only one it runs on."""
+_MOST_WIDE_ROWS = 2048
+"""Of x; beyond, cuBLAS makes up for writing the weights out."""
+_MOST_FEW_ROWS = 192
+"""The same where there is no `wgmma`."""
+_WIDE_MICROSECONDS = 13.0
+"""What `linear_wide` takes besides what its plan counts, on an H200."""
 
 
-_WAYS = (
-    _Way(linear_few, 32),
-    _Way(linear_wide, 2048, capability=90),
-    _Way(linear_few, 192),
-    _Way(linear_unpacked),
-)
-"""The first that fits is taken."""
-
-
-def _way(m: int, capability: int) -> _Product:
-    return next(
-        way.product for way in _WAYS if m <= way.most_rows and way.capability in (None, capability)
-    )
+@lru_cache(maxsize=4096)
+def _way(m: int, n: int, k: int, machine: Machine) -> _Product:
+    """The fastest way known for m rows of x."""
+    if machine.capability != 90:
+        return linear_few if m <= _MOST_FEW_ROWS else linear_unpacked
+    if m > _MOST_WIDE_ROWS:
+        return linear_unpacked
+    few = few_plan(n, k, m, machine).microseconds(n, k, m, machine)
+    wide = wide_plan(n, k, m, machine.groups[0]).microseconds(-(-k // TILE_N))
+    return linear_few if few < wide + _WIDE_MICROSECONDS else linear_wide
 
 
 @linear_op("nvfp4_linear_cuda")
@@ -77,7 +76,7 @@ def nvfp4_linear_cuda(
     if batch_invariant:
         out = linear_few(matrix, weight, weight_scale, row_scale, bias, n, batch_invariant=True)
     else:
-        product = _way(m, machine_of(x.device.index).capability)
+        product = _way(m, n, matrix.shape[1], machine_of(x.device.index))
         out = product(matrix, weight, weight_scale, row_scale, bias, n)
     return out.view(*x.shape[:-1], n)
 
