@@ -40,7 +40,6 @@
 #define PARTS (TOKENS / WGMMA_TOKENS)
 #define VALUES (WGMMA_TOKENS / 2)  // of an accumulator, per thread
 #define WORKERS 256
-#define ADDED_AT_ONCE (TOKENS == 128 ? 8 : 4)  // four sums each, of another CTA
 #define THREADS (WORKERS + 128)
 // The loader's registers go to the workers; without that, wgmma is serialized.
 #define LOADER_REGISTERS (CTAS == 2 ? 24 : 40)
@@ -313,51 +312,27 @@ __device__ __forceinline__ void leave_sums(const Params& p, u32 number, u32 rank
                  : "memory");
 }
 
-// Adds what the next clusters did of a tile, one after the other; each is loaded while the one before
-// is added.
+// Adds what the next clusters did of a tile, one after the other.
 __device__ __forceinline__ void add_sums(const Params& p, u32 number, u32 rank, int group, int done,
                                          float (*sums)[VALUES]) {
-  u32 last = number;
   while (done < p.blocks_k) {
-    const Span span(p, ++last);
-    done += span.stop - span.first;
-  }
-  if (last == number) return;
-  u64* const flags = p.flags + 2 * rank + group;
-  for (u32 other = number + 1 + threadIdx.x % 32; other <= last; other += 32) {
+    const Span span(p, ++number);
+    u64* const flag = p.flags + 4 * number + 2 * rank + group;
     u64 found;
     do {
-      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];"
-                   : "=l"(found)
-                   : "l"(flags + 4 * other)
-                   : "memory");
+      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(flag) : "memory");
     } while (found != p.raised);
-  }
-  __syncwarp();
+    const float* const partial = partial_of(p, number, rank);
 #pragma unroll
-  for (int first = 0; first < PARTS * VALUES; first += 4 * ADDED_AT_ONCE) {
-    float4 next[ADDED_AT_ONCE];
-    auto load = [&](u32 other) {
-      const float* const partial = partial_of(p, other, rank) + first * WORKERS;
-#pragma unroll
-      for (int i = 0; i < ADDED_AT_ONCE; i++)
-        next[i] = __ldcg((const float4*)(partial + 4 * i * WORKERS));
-    };
-    load(number + 1);
-    for (u32 other = number + 1; other <= last; other++) {
-      float4 x[ADDED_AT_ONCE];
-#pragma unroll
-      for (int i = 0; i < ADDED_AT_ONCE; i++) x[i] = next[i];
-      if (other < last) load(other + 1);
-#pragma unroll
-      for (int i = 0; i < ADDED_AT_ONCE; i++) {
-        float* d = sums[(first + 4 * i) / VALUES] + (first + 4 * i) % VALUES;
-        d[0] += x[i].x, d[1] += x[i].y, d[2] += x[i].z, d[3] += x[i].w;
-      }
+    for (int i = 0; i < PARTS * VALUES; i += 4) {
+      float* d = sums[i / VALUES] + i % VALUES;
+      const float4 x = __ldcg((const float4*)(partial + i * WORKERS));
+      d[0] += x.x, d[1] += x.y, d[2] += x.z, d[3] += x.w;
     }
+    group_sync(group);
+    if (threadIdx.x % 128 == 0) *flag = 0;
+    done += span.stop - span.first;
   }
-  group_sync(group);
-  for (u32 other = number + 1 + threadIdx.x % 128; other <= last; other += 128) flags[4 * other] = 0;
 }
 
 __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap* out_map, u32 shared,
