@@ -14,7 +14,7 @@ from halfbyte.bench.cases import WITHOUT_PEERS
 REPOSITORY = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["accuracy", "attention_decode", "weights"])
+@pytest.mark.parametrize("name", ["accuracy", "attention_decode", "linear", "weights"])
 def test_readme_shows_the_committed_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
     benchmark = import_module(name)

@@ -13,7 +13,7 @@ Row = dict[str, Any]
 Report = dict[str, Any]
 _TIMING = TIMINGS[1]
 """In a row: starting a graph alone takes as long as a small product."""
-_SHOWN_ROWS = (1, 4, 16, 64, 256, 1024, 4096)
+_SHOWN_ROWS = (1, 16, 64, 256, 1024, 4096)
 """Numbers of rows of x in the Markdown table, where a report has any of them."""
 
 
