@@ -17,6 +17,7 @@
 
 #define RING_WARPS 4
 #include "decode_values.cuh"
+#include "sm90.cuh"
 
 #define P_SHIFT 11.0f
 #define RESCALE_STEP 4.0f
@@ -50,20 +51,6 @@ __device__ __forceinline__ u64 b_descriptor(u32 address, u32 bytes_per_8_columns
       : "=l"(y)
       : "r"(address / 16 | (B_MATRIX / 16) << 16), "r"(bytes_per_8_columns / 16));
   return y;
-}
-
-__device__ __forceinline__ void wgmma_fence() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void wgmma_commit() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
-// What was written to shared memory becomes visible to wgmma.
-__device__ __forceinline__ void fence_async_proxy() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 #define D4(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])

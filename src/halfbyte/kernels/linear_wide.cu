@@ -26,6 +26,7 @@
 //   CTAS       CTAs on a multiprocessor
 
 #include "linear_values.cuh"
+#include "sm90.cuh"
 
 #define ROWS 128
 #define STEP 64
@@ -64,47 +65,6 @@ struct Params {
 
 __device__ __forceinline__ u32 shared_address(const void* p) {
   return (u32)__cvta_generic_to_shared(p);
-}
-
-__device__ __forceinline__ u32 cluster_rank() {
-  u32 y;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(y));
-  return y;
-}
-
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                   : "memory");
-}
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  u32 done;
-  do {
-    asm volatile(
-        "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-  } while (!done);
-}
-
-// Tells the barrier at this address in a CTA of the cluster. Without `.release.cluster`, which would wait
-// for the loads of W that are under way: what it guards was read by then.
-__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 rank) {
-  asm volatile(
-      "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
 }
 
 __device__ __forceinline__ uint4 load_once16(const u8* p) {
@@ -281,7 +241,7 @@ __device__ __forceinline__ void store(const Work& work, const Rows& rows, const 
                  "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
                  : "memory");
   }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  fence_async_proxy();
   group_sync(group);
   if (threadIdx.x % 128 == 0) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
@@ -375,7 +335,7 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
     // The next operands are unpacked while the matmul runs. The wait for x behind them keeps the
     // compiler from doing it later.
     auto step = [&](int i, int k) {
-      asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+      wgmma_fence();
 #pragma unroll
       for (int j = 0; j < 4; j++)
 #pragma unroll
@@ -383,14 +343,14 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
           wgmma(sums[part], a[i & 1][j],
                 x_descriptor(shared + turn.stage * X_BYTES + part * (WGMMA_TOKENS * STEP * 2) + j * 32),
                 k > work.first || j > 0);
-      asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+      wgmma_commit();
       const u32 done = empty + 8 * turn.stage;
       turn.next();
       if (k + 1 < work.stop) {
         unpack(a[(i + 1) & 1], (i + 1) % AHEAD, k + 1);
         barrier_wait(full + 8 * turn.stage, turn.parity);
       }
-      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+      wgmma_wait();
       if (lane < 2) barrier_arrive(done, lane);
     };
     for (int k = work.first; k < work.stop; k += AHEAD)

@@ -1,0 +1,63 @@
+// What SM90 has beyond its predecessors, for the kernels that need it: barriers in shared memory,
+// clusters, and the bookkeeping of `wgmma`.
+
+#pragma once
+
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 y;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(y));
+  return y;
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// Arrives, and has the barrier wait for so many bytes of copies.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  u32 done;
+  do {
+    asm volatile(
+        "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  } while (!done);
+}
+
+// Tells the barrier at this address in a CTA of the cluster. Without `.release.cluster`, which would wait
+// for all loads that are under way: what it guards must have been read by then.
+__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 rank) {
+  asm volatile(
+      "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+// What was written to shared memory becomes visible to wgmma.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
