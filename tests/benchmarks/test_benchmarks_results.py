@@ -81,3 +81,10 @@ def test_committed_attention_run_is_of_the_cases_that_the_command_measures(
         assert row["halfbyte_nvfp4"]["single"] > 0
     assert report["date"]
     assert report["versions"]["flashinfer"]
+
+
+def test_choice_goes_by_the_committed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    linear = import_module("linear")
+    report = json.loads(linear.RESULT.read_text())
+    assert linear.selection(report) == linear.SELECTION.read_text()

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from halfbyte.dispatch import CPU, NoImplementationError, Registry, current_compute_capability
 from halfbyte.linear.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
+from halfbyte.linear.measured import faster_backend
 
 BACKEND_VARIABLE = "HALFBYTE_NVFP4_GEMM_BACKEND"
 
@@ -25,7 +26,7 @@ LINEAR_BACKENDS: Registry[NvFp4LinearKernel] = Registry(
         "reference": "halfbyte.linear.reference:ReferenceKernel",
     },
 )
-"""Best first."""
+"""Best first, as long as nothing is known of the number of rows: see `measured`."""
 
 
 def init_nvfp4_linear_kernel(
@@ -67,7 +68,11 @@ def select_nvfp4_linear_kernel(
             )
         except NoImplementationError as error:
             raise NoImplementationError(f"{BACKEND_VARIABLE}: {error}") from None
-    return LINEAR_BACKENDS.select(config, compute_capability=machine)
+    default = LINEAR_BACKENDS.select(config, compute_capability=machine)
+    if config.m_hint is None:
+        return default
+    usable = [v.name for v in LINEAR_BACKENDS.explain(config, machine) if v.usable]
+    return LINEAR_BACKENDS.get(faster_backend(config, default.name, usable))
 
 
 def _on_this_machine(config: NvFp4LinearLayerConfig) -> NvFp4LinearLayerConfig:
