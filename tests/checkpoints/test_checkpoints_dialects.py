@@ -211,6 +211,11 @@ def with_weights(**fields: object) -> dict[str, Any]:
         ),
         ({"quant_method": "modelopt", "kv_cache_quant_algo": "INT2"}, "'INT2' is not supported"),
         ({**declaration("compressed-tensors"), "format": "nvfp9"}, "format: .*found 'nvfp9'"),
+        (
+            {**with_group(format="nvfp4-pack-quantized"), "format": "foo"},
+            "/folder: format: expected one of nvfp4-pack-quantized, .*found 'foo'",
+        ),
+        ({"quant_method": "compressed-tensors", "format": "sparse-24"}, "found 'sparse-24'"),
         (with_weights(num_bits=8), "weights: expected NVFP4 .*found type float, num_bits 8"),
         (with_weights(group_size=32), "found .*group_size 32"),
         (with_weights(symmetric=False), "found .*symmetric False"),
@@ -241,6 +246,7 @@ def with_weights(**fields: object) -> dict[str, Any]:
             "found 'quark' with FP4 weights",
         ),
         ("NVFP4", "quantization_config: expected an object, found str"),
+        ([], "quantization_config: expected an object, found list"),
     ],
 )
 def test_unknown_schemes_are_named(section: Any, message: str) -> None:

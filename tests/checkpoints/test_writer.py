@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -62,32 +63,96 @@ def test_new_folder_refuses_what_exists(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [destination]
 
 
-@pytest.mark.parametrize("kind", ["folder", "file", "link"])
-def test_new_folder_replaces_what_exists(tmp_path: Path, kind: str) -> None:
-    destination, elsewhere = tmp_path / "x", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "kept").write_text("")
-    if kind == "folder":
-        destination.mkdir()
-        (destination / "old").write_text("")
-    elif kind == "file":
-        destination.write_text("")
-    else:
-        destination.symlink_to(elsewhere)
+@pytest.mark.parametrize(
+    "names",
+    [[], ["config.json", "model-1.safetensors", "notes"], ["quantization_report.json"]],
+    ids=["empty", "checkpoint", "report"],
+)
+def test_new_folder_replaces_a_checkpoint(tmp_path: Path, names: list[str]) -> None:
+    destination = tmp_path / "x"
+    destination.mkdir()
+    for name in names:
+        (destination / name).write_text("")
     with new_folder(destination, replace=True) as folder:
         (folder / "new").write_text("")
     assert [path.name for path in destination.iterdir()] == ["new"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "x"]
-    assert (elsewhere / "kept").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def photos(destination: Path) -> None:
+    destination.mkdir()
+    (destination / "photo.jpg").write_text("")
+
+
+def weights_alone(destination: Path) -> None:
+    destination.mkdir()
+    (destination / "model.safetensors").write_text("")
+
+
+def config_alone(destination: Path) -> None:
+    destination.mkdir()
+    (destination / "config.json").write_text("")
+
+
+def link_to_a_checkpoint(destination: Path) -> None:
+    config_alone(destination.with_name("elsewhere"))
+    weights = destination.with_name("elsewhere") / "model.safetensors"
+    weights.write_text("")
+    destination.symlink_to(weights.parent)
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (photos, "other files"),
+        (weights_alone, "other files"),
+        (config_alone, "other files"),
+        (lambda destination: destination.write_text(""), "a file"),
+        (link_to_a_checkpoint, "a link"),
+        (lambda destination: destination.symlink_to("nowhere"), "a link"),
+    ],
+    ids=["photos", "weights", "config", "file", "link", "dangling"],
+)
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_new_folder_replaces_nothing_else(
+    tmp_path: Path, make: Callable[[Path], object], found: str, when: str
+) -> None:
+    """Neither what is there, nor what appears there as the new folder is written."""
+    destination = tmp_path / "x"
+    if when == "before":
+        make(destination)
+
+    def write() -> None:
+        with new_folder(destination, replace=True):
+            assert when == "meanwhile"
+            make(destination)
+
+    with pytest.raises(CheckpointError, match=f"expected a checkpoint to replace, found {found}"):
+        write()
+    left = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    made = tmp_path / "made"
+    made.mkdir()
+    make(made / "x")
+    assert left == sorted(path.relative_to(made) for path in made.rglob("*"))
+
+
+def test_new_folder_refuses_what_appears_meanwhile(tmp_path: Path) -> None:
+    def write() -> None:
+        with new_folder(tmp_path / "x"):
+            (tmp_path / "x").mkdir()
+
+    with pytest.raises(CheckpointError, match="exists already"):
+        write()
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 def test_new_folder_keeps_what_exists_when_it_fails(tmp_path: Path) -> None:
     destination = tmp_path / "x"
     destination.mkdir()
-    (destination / "old").write_text("")
+    (destination / "quantization_report.json").write_text("")
     with pytest.raises(ValueError, match="halfway"), new_folder(destination, replace=True):
         raise ValueError("halfway")
-    assert (destination / "old").exists()
+    assert (destination / "quantization_report.json").exists()
 
 
 def test_new_folder_that_cannot_be_made(tmp_path: Path) -> None:

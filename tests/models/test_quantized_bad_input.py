@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints.folders import Folder, load_model, make_folder, pack
 from halfbyte.checkpoints import DIALECTS, TENSOR_NAMES, CheckpointError, Dialect
+from halfbyte.checkpoints.dialects import Scheme
 from halfbyte.models import ModelLoadError
 
 LAYER = "model.layers.2.mlp.gate_proj"
@@ -65,7 +66,7 @@ def test_wrong_dtype(folder: Folder, role: str, dtype: str) -> None:
     refuses(folder, rf"{name}: expected \w+ \[.*\], found (I16|BF16|I32) \[")
 
 
-@pytest.mark.parametrize("value", [float("nan"), -1.0])
+@pytest.mark.parametrize("value", [float("nan"), -1.0, -0.0])
 def test_block_scales_that_cannot_be(folder: Folder, value: float) -> None:
     name = f"{LAYER}.weight_scale"
 
@@ -75,7 +76,7 @@ def test_block_scales_that_cannot_be(folder: Folder, value: float) -> None:
         tensors[name] = scales.to(torch.float8_e4m3fn)
 
     folder.change(spoil)
-    refuses(folder, f"{name}: expected finite block scales, none negative, found {value}")
+    refuses(folder, f"{name}: expected finite block scales without a sign, found {value}")
 
 
 @pytest.mark.parametrize("role", ["weight_global_scale", "input_global_scale"])
@@ -157,6 +158,30 @@ def test_absent_shard(tmp_path: Path, dialect: Dialect) -> None:
 def test_unknown_scheme(folder: Folder) -> None:
     folder.declare(quant_algo="NVFP5", format="nvfp5-pack")
     refuses(folder, "(quant_algo|format): expected .*found '(NVFP5|nvfp5-pack)'")
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "nvfp4-a16"])
+def test_declared_nowhere(tmp_path: Path, dialect: Dialect, scheme: Scheme) -> None:
+    folder = make_folder(tmp_path, dialect=dialect, scheme=scheme)
+    folder.config(quantization_config=None)
+    refuses(
+        folder,
+        r"found quantized weights \(tensor model.layers.\d.\S+\), expected a declaration in "
+        r"config.json or hf_quant_config.json$",
+    )
+
+
+@pytest.mark.parametrize("section", [[], [{"quant_method": "modelopt"}], "NVFP4", 4])
+def test_a_declaration_that_is_no_object(folder: Folder, section: object) -> None:
+    folder.config(quantization_config=section)
+    found = type(section).__name__
+    refuses(folder, f"quantization_config: expected an object, found {found}$")
+
+
+@pytest.mark.parametrize(("content", "found"), [("{", "Expecting"), ("[]", "list"), ("\xff", "")])
+def test_a_config_that_is_no_json_object(folder: Folder, content: str, found: str) -> None:
+    (folder.quantized / "config.json").write_bytes(content.encode("latin-1"))
+    refuses(folder, f"config.json: expected (JSON|an object), found .*{found}")
 
 
 def test_unknown_method(folder: Folder) -> None:

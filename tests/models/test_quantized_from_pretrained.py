@@ -128,6 +128,43 @@ def test_a_missing_scale_is_an_error_and_not_random(tmp_path: Path, dialect: Dia
         AutoModelForCausalLM.from_pretrained(folder.quantized)
 
 
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "model.embed_tokens.weight", "model.layers.1.mlp.gate.weight"]
+)
+def test_a_missing_plain_weight_is_an_error_and_not_random(
+    tmp_path: Path, dialect: Dialect, name: str
+) -> None:
+    folder = tagged(tmp_path, "qwen3_moe", dialect)
+    folder.change(lambda tensors: tensors.pop(name))
+    for load in (AutoModelForCausalLM.from_pretrained, load_model):
+        with pytest.raises(CheckpointError, match=rf"{name}: expected .* found no such tensor"):
+            load(folder.quantized)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_a_surplus_quantized_tensor_is_an_error(
+    tmp_path: Path, dialect: Dialect, architecture: str
+) -> None:
+    """Of a layer that the model does not have, in a place like those that it has."""
+    folder = tagged(tmp_path, architecture, dialect)
+    name = "model.layers.99.self_attn.q_proj.weight_scale"
+    folder.change(lambda tensors: tensors.update({name: torch.ones(64, 4)}))
+    for load in (AutoModelForCausalLM.from_pretrained, load_model):
+        with pytest.raises(CheckpointError, match=rf"{name}: expected no tensor of quantized"):
+            load(folder.quantized)
+
+
+def is_of_attention(name: str) -> bool:
+    return "attn" in name and "_proj" in name
+
+
+def test_unquantized_experts_beside_quantized_attention(tmp_path: Path, dialect: Dialect) -> None:
+    folder = tagged(tmp_path, "qwen3_moe", dialect, is_quantized=is_of_attention)
+    folder.declare(ignore=["lm_head", "*mlp*" if dialect == "modelopt" else "re:.*mlp.*"])
+    model = AutoModelForCausalLM.from_pretrained(folder.quantized)
+    assert torch.equal(logits(model), logits(load_model(folder.quantized)))
+
+
 def test_an_unknown_scheme_is_an_error_and_not_skipped(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     folder.declare(quant_algo="INT4_AWQ")

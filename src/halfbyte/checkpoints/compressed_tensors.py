@@ -34,6 +34,7 @@ _OTHER_FORMATS = (
     "pack-quantized",
 )
 _UNPACKED_FORMATS = ("dense", "fakequant")
+_FORMATS = (NVFP4_FORMAT, _MIXED_FORMAT, *_OTHER_FORMATS, *_UNPACKED_FORMATS)
 _PRESETS: dict[str, Scheme] = {"NVFP4": "nvfp4", "NVFP4A16": "nvfp4-a16"}
 _GROUP_SIZE = 16
 
@@ -60,6 +61,8 @@ def read(folder: str | Path, section: Mapping[str, Any]) -> Declaration | None:
         )
     if form in _OTHER_FORMATS and is_installed("compressed_tensors"):
         return None
+    if form is not None and form not in _FORMATS:
+        raise unknown_scheme(folder, "format", repr(form), f"one of {', '.join(_FORMATS)}")
     packed = bool(groups) and form not in _UNPACKED_FORMATS
     if packed:
         _refuse_extras(folder, section)

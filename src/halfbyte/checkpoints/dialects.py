@@ -41,6 +41,11 @@ class CheckpointError(ValueError):
     """A checkpoint is broken or not one that is read here; one line: what, expected, found."""
 
 
+def one_line(error: BaseException) -> str:
+    """An error's message without line ends; its class where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 @dataclass(frozen=True)
 class TensorNames:
     """Names of a quantized layer's tensors, after the layer's own name and a dot.
@@ -128,6 +133,23 @@ class Declaration:
         return scheme_of(self, module_name)
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """The fields of a folder's `config.json`.
+
+    Raises:
+        CheckpointError: it is no JSON object, or its `quantization_config` is none; one line.
+    """
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: expected JSON, found {one_line(error)}") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file}: expected an object, found {type(config).__name__}")
+    _section(folder, config)
+    return config
+
+
 def read_declaration(folder: str | Path, config: Mapping[str, Any]) -> Declaration | None:
     """What a checkpoint declares of its quantization.
 
@@ -145,11 +167,7 @@ def read_declaration(folder: str | Path, config: Mapping[str, Any]) -> Declarati
     """
     from halfbyte.checkpoints import compressed_tensors, modelopt
 
-    section = config.get("quantization_config") or {}
-    if not isinstance(section, Mapping):
-        raise CheckpointError(
-            f"{folder}: quantization_config: expected an object, found {type(section).__name__}"
-        )
+    section = _section(folder, config)
     method = section.get("quant_method")
     if method == "compressed-tensors":
         return compressed_tensors.read(folder, section)
@@ -169,13 +187,24 @@ def unknown_scheme(folder: str | Path, where: str, found: object, expected: str)
     return CheckpointError(f"{folder}: {where}: expected {expected}, found {found}")
 
 
+def _section(folder: str | Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`quantization_config` of the config, empty where it has none."""
+    section = config.get("quantization_config")
+    if section is None:
+        return {}
+    if not isinstance(section, Mapping):
+        raise CheckpointError(
+            f"{folder}: quantization_config: expected an object, found {type(section).__name__}"
+        )
+    return section
+
+
 def _read_modelopt_file(file: Path) -> Mapping[str, Any]:
     try:
         section = json.loads(file.read_text())["quantization"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"{file}: expected a JSON object with 'quantization', found {reason or 'none'}"
+            f"{file}: expected a JSON object with 'quantization', found {one_line(error)}"
         ) from None
     if not isinstance(section, Mapping):
         raise CheckpointError(

@@ -2,27 +2,34 @@
 
 ModelOpt writes `…self_attn.k_proj.k_scale` and `…v_proj.v_scale`, compressed-tensors and vLLM
 `…self_attn.k_scale` and `…self_attn.v_scale` (older files `…attn.k_scale`). All are decode
-multipliers, one element each. Only the tensors' names are read until a name matches.
+multipliers, one element each. For a cache in NVFP4, whose block scales come as it runs, the package
+compressed-tensors has `…self_attn.k_global_scale` and `…v_global_scale` instead, encode multipliers
+(2688 / amax). Only the tensors' names are read until a name matches.
 """
 
 import json
 import re
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 
+from halfbyte.checkpoints.dialects import one_line
+from halfbyte.checkpoints.safetensors_index import INDEX_FILE
+
 _SCALE_NAME = re.compile(
-    r"(?:^|\.)layers\.(?P<layer>\d+)\.(?:[\w.]+\.)?(?P<side>[kv])_scale$",
+    r"(?:^|\.)layers\.(?P<layer>\d+)\.(?:[\w.]+\.)?(?P<side>[kv])_(?P<is_encode>global_)?scale$",
 )
-_INDEX_FILE = "model.safetensors.index.json"
 
 
 def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
     """`{layer: (k_scale, v_scale)}` of a checkpoint's folder; empty if it stores none.
 
+    Scales are decode multipliers, whatever the file has.
+
     Raises:
-        ValueError: a file is broken, a scale has more than one element, or a layer has only one of
-            the two scales.
+        ValueError: a file is broken, a scale has more than one element or another beside it, an
+            encode scale is not a finite number above 0, or a layer has only one of the two scales.
     """
     found: dict[int, dict[str, float]] = {}
     for file in _files_with_scales(Path(folder)):
@@ -32,21 +39,36 @@ def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
                     match = _SCALE_NAME.search(name)
                     if match is None:
                         continue
-                    scale = tensors.get_tensor(name)
-                    if scale.numel() != 1:
-                        raise ValueError(f"{name}: expected one element, got {tuple(scale.shape)}")
-                    found.setdefault(int(match["layer"]), {})[match["side"]] = float(scale)
+                    sides = found.setdefault(int(match["layer"]), {})
+                    scale = _decode_scale(name, tensors.get_tensor(name), match["is_encode"])
+                    other = sides.setdefault(match["side"], scale)
+                    if other is not scale and other != scale:
+                        raise ValueError(
+                            f"{folder}: {name}: expected one {match['side']}_scale in the layer, "
+                            f"found {scale} and {other}"
+                        )
         except SafetensorError as error:
-            raise ValueError(f"{file}: not a readable safetensors file: {error}") from None
+            reason = one_line(error)
+            raise ValueError(f"{file}: not a readable safetensors file: {reason}") from None
     for layer, sides in found.items():
         if len(sides) != 2:
             raise ValueError(f"{folder}: layer {layer} has a {'/'.join(sides)}_scale only")
     return {layer: (sides["k"], sides["v"]) for layer, sides in sorted(found.items())}
 
 
+def _decode_scale(name: str, scale: torch.Tensor, is_encode: str | None) -> float:
+    if scale.numel() != 1:
+        raise ValueError(f"{name}: expected one element, got {tuple(scale.shape)}")
+    if not is_encode:
+        return float(scale)
+    if not (bool(scale.isfinite()) and float(scale) > 0):
+        raise ValueError(f"{name}: expected a finite number above 0, found {float(scale)}")
+    return 1 / float(scale)
+
+
 def _files_with_scales(folder: Path) -> list[Path]:
     """The files to open: all, or where there is an index only those that it names for scales."""
-    index = folder / _INDEX_FILE
+    index = folder / INDEX_FILE
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
     weight_map = json.loads(index.read_text()).get("weight_map", {})

@@ -10,6 +10,7 @@ import torch
 
 from halfbyte.checkpoints.dialects import CheckpointError, Declaration, Scheme, TensorNames
 from halfbyte.checkpoints.safetensors_index import CheckpointIndex
+from halfbyte.numerics.e4m3 import E4M3_NAN
 
 FLOATS = ("BF16", "F16", "F32")
 _BLOCK_SIZE = 16
@@ -80,6 +81,18 @@ def check_layer(
     return used
 
 
+def is_bad_block_scale(scales: torch.Tensor) -> torch.Tensor:
+    """Where E4M3 block scales are NaN or have a sign, -0.0 included: nobody writes such.
+
+    Args:
+        scales: float8_e4m3fn or their bytes, of any shape.
+
+    Returns:
+        bool, of the same shape.
+    """
+    return scales.view(torch.uint8) >= E4M3_NAN  # NaN, then every byte with a sign
+
+
 def check_scales(
     folder: object, layer: str, tensors: Iterable[tuple[str, torch.Tensor]], names: TensorNames
 ) -> None:
@@ -97,9 +110,9 @@ def check_scales(
             bad = values[~(values.isfinite() & (values > 0))]
             expected = "a finite number above 0"
         elif name == names.weight_scale:
-            values = tensor.flatten().view(torch.uint8)
-            bad = values[((values & 0x7F) == 0x7F) | (values > 0x80)].view(torch.float8_e4m3fn)
-            expected = "finite block scales, none negative"
+            scales = tensor.flatten()
+            bad = scales.view(torch.uint8)[is_bad_block_scale(scales)].view(torch.float8_e4m3fn)
+            expected = "finite block scales without a sign"
         else:
             continue
         if bad.numel():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from halfbyte.checkpoints.dialects import CheckpointError
+from halfbyte.checkpoints.dialects import CheckpointError, one_line
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -143,7 +143,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
         shards = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CheckpointError(
-            f"{file}: expected a JSON object with 'weight_map', found {_one_line(error)}"
+            f"{file}: expected a JSON object with 'weight_map', found {_named(error)}"
         ) from None
     for shard in shards:
         is_name = isinstance(shard, str) and Path(shard).name == shard
@@ -196,8 +196,8 @@ def _copy(tensors: Any, name: str, file: Path, device: torch.device | str) -> to
 
 
 def _broken(file: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{file}: expected a whole safetensors file, found {_one_line(error)}")
+    return CheckpointError(f"{file}: expected a whole safetensors file, found {_named(error)}")
 
 
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(error)}"

@@ -18,10 +18,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from halfbyte.checkpoints.dialects import CheckpointError
+from halfbyte.checkpoints.dialects import CheckpointError, one_line
 from halfbyte.checkpoints.safetensors_index import INDEX_FILE, SINGLE_FILE
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
+REPORT_FILE = "quantization_report.json"
 
 
 @contextmanager
@@ -30,21 +31,23 @@ def new_folder(destination: str | Path, *, replace: bool = False) -> Iterator[Pa
 
     Args:
         destination: of the finished folder; folders above it are made.
-        replace: remove what is there, once the new folder is complete.
+        replace: remove the checkpoint (or the empty folder) that is there, once the new folder is
+            complete. Anything else is never removed.
 
     Raises:
-        CheckpointError: `destination` exists and is not to be replaced, or a file operation of the
-            block failed (disk full, no permission). Nothing is left behind then.
+        CheckpointError: `destination` exists and is not to be replaced or is no checkpoint, or a
+            file operation of the block failed (disk full, no permission). Nothing is left behind
+            then.
     """
     destination = Path(os.path.abspath(destination))
-    if os.path.lexists(destination) and not replace:
-        raise CheckpointError(f"{destination}: exists already (--force replaces it)")
+    _check_free(destination, replace)
     folder = destination.with_name(f".{destination.name}.incomplete-{secrets.token_hex(4)}")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
         yield folder
         _sync(folder)
+        _check_free(destination, replace)  # the block may have taken hours
         _move(folder, destination)
     except OSError as error:
         raise CheckpointError(f"{destination}: cannot be written: {error}") from error
@@ -119,7 +122,7 @@ class ShardWriter:
         try:
             save_file(self._pending, path, metadata={"format": "pt"})
         except SafetensorError as error:  # nothing but the disk is left to fail
-            raise OSError(" ".join(str(error).split())) from error
+            raise OSError(one_line(error)) from error
         # safetensors' own files are for their owner alone.
         path.chmod(self.folder.stat().st_mode & 0o666)
         _sync(path)
@@ -138,6 +141,24 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _check_free(destination: Path, replace: bool) -> None:
+    """Raise CheckpointError if there is something that must not be replaced."""
+    if not os.path.lexists(destination):
+        return
+    if not replace:
+        raise CheckpointError(f"{destination}: exists already (--force replaces it)")
+    if destination.is_symlink() or not destination.is_dir():
+        found = "a link" if destination.is_symlink() else "a file"
+        raise CheckpointError(f"{destination}: expected a checkpoint to replace, found {found}")
+    try:
+        names = {path.name for path in destination.iterdir()}
+    except OSError as error:
+        raise CheckpointError(f"{destination}: cannot be read: {one_line(error)}") from error
+    has_weights = any(name.endswith(".safetensors") for name in names)
+    if names and REPORT_FILE not in names and not ("config.json" in names and has_weights):
+        raise CheckpointError(f"{destination}: expected a checkpoint to replace, found other files")
+
+
 def _move(folder: Path, destination: Path) -> None:
     """Rename; what is replaced goes aside first, so that it is lost only when it is replaced."""
     old = folder.with_name(f"{folder.name}.old")
@@ -145,7 +166,4 @@ def _move(folder: Path, destination: Path) -> None:
         destination.rename(old)
     folder.rename(destination)
     _sync(destination.parent)
-    if old.is_dir() and not old.is_symlink():
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        old.unlink(missing_ok=True)
+    shutil.rmtree(old, ignore_errors=True)

@@ -45,6 +45,7 @@ def progress_bar(description: str, unit: str) -> Iterator[Callable[[int, int], N
 
 def print_error(error: Exception) -> None:
     """One line on stderr that says what went wrong."""
-    message = " ".join(str(error).split()) or type(error).__name__
+    from halfbyte.checkpoints.dialects import one_line
+
     err.print("error:", style="bold red", end=" ")
-    err.print(message, markup=False, emoji=False)
+    err.print(one_line(error), markup=False, emoji=False)

@@ -50,13 +50,14 @@ def quantize(
         float, typer.Option(help="Gigabytes of weights per file, and about the memory needed.")
     ] = 5.0,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace the destination if it exists.")
+        bool, typer.Option("--force", help="Replace the destination if it is a checkpoint.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     verbose: Verbose = False,
 ) -> None:
     """Quantize a checkpoint's linear layers to NVFP4, in a form that other engines load, too."""
-    from halfbyte.models.quantize_checkpoint import REPORT_FILE, quantize_checkpoint
+    from halfbyte.checkpoints.writer import REPORT_FILE
+    from halfbyte.models.quantize_checkpoint import quantize_checkpoint
 
     quiet_libraries(verbose=verbose)
     if not shard_size > 0:

@@ -13,9 +13,10 @@ from typing import Literal
 import torch
 
 from halfbyte.checkpoints.dialects import TENSOR_NAMES, CheckpointError, Dialect, TensorNames
+from halfbyte.checkpoints.preflight import is_bad_block_scale
+from halfbyte.numerics.e4m3 import E4M3_NAN
 
 Role = Literal["weight", "weight_scale", "weight_global_scale", "input_global_scale", "bias"]
-E4M3_NAN = 0x7F
 
 
 @dataclass(frozen=True)
@@ -150,13 +151,13 @@ def describe(tensor: torch.Tensor) -> str:
 
 
 def check_block_scales(scales: torch.Tensor, name: str) -> None:
-    """Raise CheckpointError if a block scale is NaN, as all are before they are loaded, or < 0."""
-    bad = int((scales.view(torch.uint8) >= E4M3_NAN).sum())  # NaN, then everything with a sign
+    """Raise CheckpointError if a block scale is NaN, as before loading, or has a sign, as -0.0."""
+    bad = int(is_bad_block_scale(scales).sum())
     if not bad:
         return
     nan = int(((scales.view(torch.uint8) & 0x7F) == E4M3_NAN).sum())
     found = _or_never(nan, scales.numel()) if nan else f"{bad} of {scales.numel()} with a sign"
-    raise CheckpointError(f"{name}: expected finite block scales >= 0, found {found}")
+    raise CheckpointError(f"{name}: expected finite block scales without a sign, found {found}")
 
 
 def check_global_scale(scale: torch.Tensor, name: str, *, zero_is_valid: bool) -> None:

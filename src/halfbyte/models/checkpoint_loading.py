@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from halfbyte.checkpoints.dialects import CheckpointError, Declaration
+from halfbyte.checkpoints.dialects import CheckpointError, Declaration, one_line
 from halfbyte.checkpoints.safetensors_index import CheckpointIndex
 from halfbyte.linear import NvFp4Linear
 from halfbyte.models.quantized import LayerOptions, plan_layers, put_in_place, say_activations
@@ -92,9 +92,8 @@ def _empty_model(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> 
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # whatever a model's constructor makes of odd sizes
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise CheckpointError(
-            f"{folder}: config.json: no model can be made of it: {reason}"
+            f"{folder}: config.json: no model can be made of it: {one_line(error)[:300]}"
         ) from error
     return model
 

@@ -13,7 +13,13 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from halfbyte.checkpoints.dialects import CheckpointError, Declaration, read_declaration
+from halfbyte.checkpoints.dialects import (
+    CheckpointError,
+    Declaration,
+    read_config,
+    read_declaration,
+)
+from halfbyte.checkpoints.safetensors_index import CheckpointIndex
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.attention_functions import register
 from halfbyte.models.checkpoint_loading import load_quantized
@@ -67,6 +73,10 @@ def load_model(
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     folder = local_folder(path)
+    try:
+        read_config(folder)  # what transformers says of a broken one does not tell what is
+    except CheckpointError as error:
+        raise ModelLoadError(str(error)) from None
     config = _or_load_error(path, AutoConfig.from_pretrained, folder)
     check_supported(config)
     section = getattr(config, "quantization_config", None)
@@ -93,6 +103,8 @@ def load_model(
         if value is not None:
             raise ValueError(f"{name}: got {value!r}, but {path} has no NVFP4 layers")
     _adapt_quantization(path, config, declaration)
+    if getattr(config, "quantization_config", None) is None:
+        _check_unquantized(folder)
     model, info = _or_load_error(
         path,
         AutoModelForCausalLM.from_pretrained,
@@ -154,6 +166,20 @@ def _adapt_quantization(path: str | Path, config: Any, declaration: Declaration 
                 f"{path}: quantization_config.quant_method: expected modelopt, compressed-tensors "
                 f"or a method that transformers reads, found {method!r}"
             )
+
+
+def _check_unquantized(folder: Path) -> None:
+    """Raise ModelLoadError if files hold quantized weights, which nothing declares."""
+    try:
+        index = CheckpointIndex.read(folder)
+    except CheckpointError:
+        return  # transformers may know other names; it reports what it cannot read
+    name = next((name for name in index.tensors if QUANTIZED_WEIGHT.search(name)), None)
+    if name is not None:
+        raise ModelLoadError(
+            f"{folder}: found quantized weights (tensor {name}), expected a declaration in "
+            "config.json or hf_quant_config.json"
+        )
 
 
 def _check_complete(path: str | Path, info: dict[str, Any]) -> None:

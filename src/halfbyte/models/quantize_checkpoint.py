@@ -1,6 +1,5 @@
 """A checkpoint in, an NVFP4 checkpoint out: what `halfbyte quantize` runs."""
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +14,8 @@ from halfbyte.checkpoints.dialects import (
     MODELOPT_FILE,
     CheckpointError,
     Dialect,
+    one_line,
+    read_config,
 )
 from halfbyte.checkpoints.quantize import (
     CalibrationResult,
@@ -31,6 +32,7 @@ from halfbyte.checkpoints.write_dialects import (
 )
 from halfbyte.checkpoints.writer import (
     DEFAULT_SHARD_BYTES,
+    REPORT_FILE,
     ShardWriter,
     copy_file,
     new_folder,
@@ -43,7 +45,6 @@ from halfbyte.numerics import nvfp4
 
 WEIGHT_FORMATS = {"nvfp4": True, "nvfp4-a16": False}
 """Names, and whether activations are quantized, too."""
-REPORT_FILE = "quantization_report.json"
 _WEIGHT_FILES = {
     ".safetensors",
     ".bin",
@@ -181,9 +182,12 @@ def _read_text(file: str | Path | None) -> str:
     try:
         text = Path(file).read_bytes().decode()  # read_text would translate line ends
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: is not UTF-8 text: {error}") from None
+        raise ValueError(f"calibrate: {file}: is not UTF-8 text: {error}") from None
+    except OSError as error:
+        reason = error.strerror or one_line(error)
+        raise ValueError(f"calibrate: {file}: cannot be read: {reason}") from None
     if not text.strip():
-        raise ValueError(f"{file}: is empty, expected a text to calibrate on")
+        raise ValueError(f"calibrate: {file}: is empty, expected a text to calibrate on")
     return text
 
 
@@ -197,13 +201,7 @@ def _check_destination(folder: Path, destination: Path) -> None:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     """The fields of config.json, of a checkpoint that is not quantized."""
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{file}: expected JSON, found {error}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file}: expected an object, found {type(config).__name__}")
+    config = read_config(folder)
     section = config.get("quantization_config") or config.get("compression_config")
     if section or (folder / MODELOPT_FILE).is_file():
         method = section.get("quant_method") if isinstance(section, dict) else None
@@ -218,7 +216,7 @@ def _transformers_config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder)
     except Exception as error:  # transformers raises many kinds for broken files
-        reason = " ".join(str(error).split())[:400]
+        reason = one_line(error)[:400]
         raise CheckpointError(f"{folder}: expected a model's config.json, found {reason}") from None
 
 

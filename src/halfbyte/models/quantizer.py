@@ -33,7 +33,7 @@ from halfbyte.models.quantized import (
     say_activations,
     untie,
 )
-from halfbyte.models.streaming import stream_weights
+from halfbyte.models.streaming import check_unquantized, stream_weights
 
 METHOD = PROVIDER
 """The name of the quantizer in transformers' registry; checkpoints keep their own."""
@@ -120,12 +120,14 @@ class NvFp4Quantizer(HfQuantizer):
                 untie(model, name)
                 self._pending[name] = model.get_submodule(name)
                 model.set_submodule(name, _Pending())
+        # Before the patterns below hide what is surplus; what is absent would get random values.
+        check_unquantized(model, self._plan, index, model.dtype)
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(self._unexpected_names())
 
     def _unexpected_names(self) -> Iterator[str]:
         """Patterns of what is in the files and, for the time being, not in the model."""
-        yield r"\.[kv]_scale$"  # read by `checkpoints.read_kv_scales`
+        yield r"\.[kv]_(global_)?scale$"  # read by `checkpoints.read_kv_scales`
         for name in {re.sub(r"\d+", "0", name) for name in self._plan.file_names()}:
             yield f"^{re.escape(name).replace('0', '[0-9]+')}$"
         for name in {re.sub(r"\d+", "0", name) for name in self._plan.experts}:

@@ -71,6 +71,23 @@ def stream_weights(
     return absent
 
 
+def check_unquantized(
+    model: PreTrainedModel, plan: LayerPlan, index: CheckpointIndex, dtype: torch.dtype
+) -> None:
+    """Compare the headers with all that is not quantized, before anything is loaded.
+
+    Args:
+        model: on the meta device, without the modules that are quantized.
+        plan: of these.
+        index: of the files.
+        dtype: of what is not quantized.
+
+    Raises:
+        CheckpointError: as `stream_weights`.
+    """
+    _check_all_read(model, plan, index, dict(_plain_sinks(model, plan, index, dtype, set())))
+
+
 class _LayerLoader:
     """Waits for the tensors of one quantized layer and hands them over when all are there."""
 

@@ -1,0 +1,75 @@
+"""KV scales in a checkpoint's files: names and directions of all who write them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from halfbyte.checkpoints import read_kv_scales
+from halfbyte.checkpoints.write_dialects import OutputFormat, quantization_config
+
+
+def write(folder: Path, scales: dict[str, float]) -> Path:
+    """Write scales of layer 3."""
+    tensors = {
+        f"model.layers.3.self_attn.{name}": torch.tensor([value]) for name, value in scales.items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "scales",
+    [
+        {"k_scale": 0.25, "v_scale": 0.5},
+        {"k_proj.k_scale": 0.25, "v_proj.v_scale": 0.5},
+        {"attn.k_scale": 0.25, "attn.v_scale": 0.5},
+        {"k_global_scale": 4.0, "v_global_scale": 2.0},
+        {"k_scale": 0.25, "k_proj.k_scale": 0.25, "v_scale": 0.5},
+    ],
+    ids=["compressed-tensors", "modelopt", "older", "global", "twice the same"],
+)
+def test_all_are_read_as_decode_multipliers(tmp_path: Path, scales: dict[str, float]) -> None:
+    assert read_kv_scales(write(tmp_path, scales)) == {3: (0.25, 0.5)}
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        ({"k_global_scale": 0.0, "v_global_scale": 2.0}, "k_global_scale: .*above 0, found 0.0"),
+        ({"k_global_scale": 4.0, "v_global_scale": float("nan")}, "v_global_scale: .*found nan"),
+        ({"k_global_scale": 4.0}, "layer 3 has a k_scale only"),
+        (
+            {"k_scale": 0.5, "k_global_scale": 4.0, "v_scale": 0.5},
+            "expected one k_scale in the layer, found ",
+        ),
+    ],
+)
+def test_refuses(tmp_path: Path, scales: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_kv_scales(write(tmp_path, scales))
+
+
+def test_a_broken_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 7)
+    with pytest.raises(ValueError, match="not a readable safetensors file") as error:
+        read_kv_scales(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_compressed_tensors_has_these_names_for_our_declaration() -> None:
+    """Which scales the package itself has for the cache that we declare, and which way they go."""
+    package = "compressed_tensors.quantization"
+    theirs = pytest.importorskip(package)
+    initialize = pytest.importorskip(f"{package}.lifecycle.initialize").initialize_qparams
+    encode_scale = pytest.importorskip(f"{package}.utils.helpers").generate_gparam
+    output = OutputFormat("compressed-tensors", True, kv_cache_dtype="nvfp4")
+    args = theirs.QuantizationArgs(**quantization_config(output, [])["kv_cache_scheme"])
+    attention = torch.nn.Linear(1, 1)
+    before = set(dict(attention.named_parameters()))
+    for side in ("k", "v"):
+        initialize(attention, side, args, (2, None, 16), torch.float32)
+    made = set(dict(attention.named_parameters())) - before
+    assert made == {"k_global_scale", "v_global_scale"}
+    assert float(encode_scale(torch.tensor(-2.0), torch.tensor(8.0))) == 2688 / 8
