@@ -2,8 +2,9 @@
 
 import json
 from dataclasses import asdict
-from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,18 +15,26 @@ from halfbyte.bench.cases import WITHOUT_PEERS
 REPOSITORY = Path(__file__).parents[2]
 
 
+def program(name: str) -> ModuleType:
+    """A program of `benchmarks/`, whose name a folder of tests may have, too."""
+    spec = spec_from_file_location(f"benchmarks_{name}", REPOSITORY / "benchmarks" / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.parametrize("name", ["accuracy", "attention_decode", "linear", "weights"])
-def test_readme_shows_the_committed_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
-    benchmark = import_module(name)
+def test_readme_shows_the_committed_run(name: str) -> None:
+    benchmark = program(name)
     report = json.loads(benchmark.RESULT.read_text())
     assert benchmark.table(report) in (REPOSITORY / "README.md").read_text()
 
 
 @pytest.fixture
-def accuracy(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
-    return import_module("accuracy")
+def accuracy() -> Any:
+    return program("accuracy")
 
 
 def test_committed_run_says_what_it_was_measured_on(accuracy: Any) -> None:
@@ -36,11 +45,8 @@ def test_committed_run_says_what_it_was_measured_on(accuracy: Any) -> None:
     assert {row["kv_cache_dtype"] for row in report["results"]} == set(accuracy.FORMATS.split(","))
 
 
-def test_committed_weights_run_is_of_the_cases_that_the_script_measures(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
-    weights = import_module("weights")
+def test_committed_weights_run_is_of_the_cases_that_the_script_measures() -> None:
+    weights = program("weights")
     report = json.loads(weights.RESULT.read_text())
     measured = [(row["weights"], row["recipe"]) for row in report["results"]]
     assert measured == [(name, recipe) for name, _, recipe in weights.CASES]
@@ -51,9 +57,8 @@ def test_committed_weights_run_is_of_the_cases_that_the_script_measures(
 
 
 @pytest.fixture
-def attention_decode(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
-    return import_module("attention_decode")
+def attention_decode() -> Any:
+    return program("attention_decode")
 
 
 def test_picture_shows_the_committed_run(attention_decode: Any) -> None:
@@ -83,8 +88,7 @@ def test_committed_attention_run_is_of_the_cases_that_the_command_measures(
     assert report["versions"]["flashinfer"]
 
 
-def test_choice_goes_by_the_committed_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
-    linear = import_module("linear")
+def test_choice_goes_by_the_committed_run() -> None:
+    linear = program("linear")
     report = json.loads(linear.RESULT.read_text())
     assert linear.selection(report) == linear.SELECTION.read_text()

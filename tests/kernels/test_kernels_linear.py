@@ -14,11 +14,9 @@ from halfbyte.kernels.linear_weights import (
     unpack_weight,
 )
 from halfbyte.numerics import e2m1, e4m3, nvfp4
+from linear.machines import H200, RTX_3090
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-# As an H200 and an RTX 3090 answer.
-H200 = Machine(90, 232448, (132, 66, 30, 15))
-SMALL = Machine(86, 101376, (82, 41, 20, 10))
 SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (576, 576), (48, 16), (128256, 4096)]
 COMMON_SCALE = 2.0**-9
 
@@ -146,7 +144,7 @@ def test_bad_weights_are_refused(change: dict, message: str) -> None:
         )
 
 
-@pytest.mark.parametrize("machine", [H200, SMALL], ids=["h200", "small"])
+@pytest.mark.parametrize("machine", [H200, RTX_3090], ids=["h200", "rtx-3090"])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_plans_fit_the_machine(n: int, k: int, machine: Machine, batch_invariant: bool) -> None:

@@ -7,9 +7,10 @@ from halfbyte.kernels import linear_wide as wide
 from halfbyte.kernels.linear_weights import DTYPES, pack_weight
 from halfbyte.kernels.linear_wide import STEP, WidePlan, wide_plan
 from halfbyte.numerics import nvfp4
+from linear.machines import H200
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-PROCESSORS = 132
+PROCESSORS = H200.groups[0]
 SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (200, 144), (48, 16), (128256, 4096)]
 
 

@@ -153,7 +153,6 @@ def test_says_what_it_cannot_do() -> None:
     for config, reason in {
         replace(CONFIG, quantize_activations=True): "W4A16 only: it does not quantize activations",
         replace(CONFIG, device_type="cuda"): "tensors are on cuda, not on the CPU",
-        replace(CONFIG, dtype=torch.float64): "takes float32, float16, bfloat16, not float64",
     }.items():
         assert CpuKernel.can_implement(config) == (False, reason)
 

@@ -6,15 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from halfbyte.kernels.linear import linear_few, linear_unpacked
-from halfbyte.kernels.linear_plan import Machine
+from halfbyte.kernels.linear import linear_few, linear_unpacked, machine_of
+from halfbyte.kernels.linear_plan import SPLITS, Machine
 from halfbyte.kernels.linear_wide import linear_wide
 from halfbyte.linear import LINEAR_BACKENDS, NvFp4Linear, NvFp4LinearLayerConfig
 from halfbyte.linear.cuda import CudaKernel, _way
 from linear.cases import assert_close_enough, random_input, random_layer
+from linear.machines import H200, RTX_3090
 
-H200 = Machine(90, 232448, (132, 66, 32, 16))
-RTX_3090 = Machine(86, 101376, (82, 41, 20, 10))
 CONFIG = NvFp4LinearLayerConfig(
     n=64, k=128, dtype=torch.bfloat16, device_type="cuda", compute_capability=90
 )
@@ -64,6 +63,18 @@ def test_says_what_it_cannot_do() -> None:
 def test_way_for_a_number_of_rows(m: int, machine: Machine, expected: object) -> None:
     for n, k in ((6144, 4096), (28672, 4096), (4096, 14336)):
         assert _way(m, n, k, machine) is expected
+
+
+@pytest.mark.gpu
+def test_an_h200_answers_as_the_plans_are_tested() -> None:
+    found = machine_of(0)
+    if (found.capability, found.groups[0]) != (H200.capability, H200.groups[0]):
+        pytest.skip("an SM90 with 132 multiprocessors")
+    assert found.block_bytes == H200.block_bytes
+    assert found.groups[:2] == H200.groups[:2]
+    for split, groups, wanted in zip(SPLITS[2:], found.groups[2:], H200.groups[2:], strict=True):
+        # Chips differ in which multiprocessors are off, so a GPC may lose a cluster or keep it.
+        assert wanted - 2 <= groups <= H200.groups[0] // split
 
 
 def cuda_layer(n: int, k: int, dtype: torch.dtype, **options: Any) -> NvFp4Linear:

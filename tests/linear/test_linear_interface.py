@@ -141,8 +141,11 @@ def test_kernel_knows_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"n": 0}, "n >= 1"),
         ({"part_sizes": (16, 8)}, r"sum to n=32, got \(16, 8\)"),
         ({"part_sizes": (33, -1)}, "positive numbers"),
+        ({"dtype": torch.float64}, "float16, bfloat16 or float32, got torch.float64"),
+        ({"dtype": torch.int8}, "float16, bfloat16 or float32, got torch.int8"),
+        ({"m_hint": 0}, "m_hint: expected None or a number >= 1, got 0"),
     ],
-    ids=["k", "n", "sum", "negative"],
+    ids=["k", "n", "sum", "negative", "float64", "int8", "m-hint"],
 )
 def test_impossible_layers_are_refused(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -35,10 +35,23 @@ from torch import nn
 
 from halfbyte.dispatch import CPU, Answer
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype, if a layer can have it; else ValueError."""
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype: expected float16, bfloat16 or float32, got {dtype}")
+    return dtype
+
 
 @dataclass(frozen=True)
 class NvFp4LinearLayerConfig:
-    """The work, without its data: what decides whether a kernel can do it."""
+    """The work, without its data: what decides whether a kernel can do it.
+
+    Raises:
+        ValueError: work that no layer can have; the message names the field and its value.
+    """
 
     n: int
     """Output features, any number >= 1: kernels pad and slice."""
@@ -52,7 +65,7 @@ class NvFp4LinearLayerConfig:
     batch_invariant: bool = False
     """A row's result must be bitwise the same whatever else is in the batch."""
     m_hint: int | None = None
-    """Tokens per call, where known; None for anything from 1 to thousands."""
+    """Tokens per call, >= 1, where known; None for anything from 1 to thousands."""
     part_sizes: tuple[int, ...] = ()
     """Rows of each fused part; () is one part of n rows."""
     device_type: str = "cpu"
@@ -70,6 +83,9 @@ class NvFp4LinearLayerConfig:
                 f"part_sizes: expected positive numbers that sum to n={self.n}, "
                 f"got {self.part_sizes}"
             )
+        check_dtype(self.dtype)
+        if self.m_hint is not None and self.m_hint < 1:
+            raise ValueError(f"m_hint: expected None or a number >= 1, got {self.m_hint}")
 
 
 class NvFp4LinearKernel(ABC):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from halfbyte.dispatch import Answer
-from halfbyte.kernels.cpu_library import FLOATS, library
+from halfbyte.kernels.cpu_library import library
 from halfbyte.kernels.linear_cpu import PackedWeight, linear_cpu, pack_weight, unpack_weight
 from halfbyte.linear.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from halfbyte.linear.ops import linear_op
@@ -55,9 +55,6 @@ class CpuKernel(NvFp4LinearKernel):
             return False, f"tensors are on {config.device_type}, not on the CPU"
         if config.quantize_activations:
             return False, "W4A16 only: it does not quantize activations"
-        if config.dtype not in FLOATS:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
-            return False, f"takes {names}, not {str(config.dtype).removeprefix('torch.')}"
         return True, "W4A16, every shape, batch-invariant"
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:

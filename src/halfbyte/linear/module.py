@@ -43,10 +43,10 @@ class NvFp4Linear(LayerState):
         backend: a name of `LINEAR_BACKENDS`, or None to choose.
         batch_invariant: a row's result is bitwise the same whatever else is in the batch.
         dialect: of the state dict.
-        m_hint: rows per call, where known.
+        m_hint: rows per call, >= 1, where known.
 
     Raises:
-        ValueError: sizes or a dtype that cannot be.
+        ValueError: sizes, a dtype or a hint that cannot be.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class NvFp4Linear(LayerState):
         self.kernel: NvFp4LinearKernel | None = None
         self._loaded_scales: dict[str, nn.Parameter | None] = {}
         self._device = torch.device("cpu")
+        self.config()  # raises now, not in the first call, what it has against the options
 
     @classmethod
     def from_float(
@@ -219,7 +220,8 @@ class NvFp4Linear(LayerState):
                 )
             self.process_weights_after_loading()
         assert self.kernel is not None
-        if x.shape[-1] != self.in_features or x.dtype != self.dtype or x.device != self._device:
+        fits = x.ndim > 0 and x.shape[-1] == self.in_features
+        if not fits or x.dtype != self.dtype or x.device != self._device:
             raise ValueError(
                 f"x: expected {str(self.dtype).removeprefix('torch.')} "
                 f"[..., {self.in_features}] on {self._device}, "

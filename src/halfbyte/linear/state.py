@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from halfbyte.checkpoints.dialects import TENSOR_NAMES, CheckpointError, Dialect
-from halfbyte.linear.base import NvFp4LinearLayerConfig
+from halfbyte.linear.base import NvFp4LinearLayerConfig, check_dtype
 from halfbyte.linear.layer_tensors import (
-    E4M3_NAN,
     Expected,
     Role,
     StoredScale,
@@ -26,8 +25,8 @@ from halfbyte.linear.layer_tensors import (
     scale_shape,
 )
 from halfbyte.numerics import nvfp4
+from halfbyte.numerics.e4m3 import E4M3_NAN
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SCALES = ("weight_global_scale", "input_global_scale", "input_global_scale_inv", "alpha")
 
 
@@ -59,7 +58,7 @@ class LayerState(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.part_sizes = tuple(part_sizes or (out_features,))
         self.quantize_activations = quantize_activations
-        self.dtype = _check_dtype(torch.get_default_dtype() if dtype is None else dtype)
+        self.dtype = check_dtype(torch.get_default_dtype() if dtype is None else dtype)
         NvFp4LinearLayerConfig(out_features, in_features, self.dtype, part_sizes=self.part_sizes)
         self.dialect: Dialect = dialect
         self.layer_name = ""
@@ -282,7 +281,7 @@ class LayerState(nn.Module):
         """What `to`, `cuda` and `half` do to the tensors: codes and scales change device only."""
         probe = torch.zeros(0, dtype=self.dtype, device=self.device)
         after = fn(probe)
-        _check_dtype(after.dtype)
+        check_dtype(after.dtype)
         if (after.device, after.dtype) != (probe.device, probe.dtype):
             self.unprocess_weights()
 
@@ -297,9 +296,3 @@ class LayerState(nn.Module):
             self._make_empty(after.device, self.bias is not None)  # to_empty: nothing is loaded
             self._stored.clear()
         return self
-
-
-def _check_dtype(dtype: torch.dtype) -> torch.dtype:
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype: expected float16, bfloat16 or float32, got {dtype}")
-    return dtype

@@ -14,7 +14,6 @@ from halfbyte.linear.ops import linear_op
 from halfbyte.linear.runs import matrix_of, set_tensor, tensor_of
 
 _OLDEST = 80
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @linear_op("nvfp4_linear_triton")
@@ -66,9 +65,6 @@ class TritonKernel(NvFp4LinearKernel):
             return False, f"tensors are on {config.device_type}, not on a GPU"
         if config.quantize_activations:
             return False, "W4A16 only: it does not quantize activations"
-        if config.dtype not in _DTYPES:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-            return False, f"takes {names}, not {str(config.dtype).removeprefix('torch.')}"
         return True, "W4A16, every shape, batch-invariant"
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
