@@ -199,3 +199,19 @@ def test_is_installed_also_for_modules_of_missing_packages() -> None:
     assert dispatch.is_installed("torch.nn")
     assert not dispatch.is_installed("torch.no_such_module")
     assert not dispatch.is_installed("no_such_package.module")
+
+
+def test_answers_of_what_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str | None:
+        return dispatch.missing_module("no_such_module", "nobody installs it")
+
+    assert dispatch.runs_on_gpu(0, 80, missing, "works") == (False, "needs an NVIDIA GPU")
+    assert dispatch.runs_on_gpu(75, 80, missing, "works") == (
+        False,
+        "needs compute capability 8.0, this is 7.5",
+    )
+    assert dispatch.runs_on_gpu(90, 80, missing, "works") == (True, "works")
+    monkeypatch.setattr(dispatch, "current_compute_capability", lambda: 90)
+    expected = (False, "needs no_such_module (nobody installs it)")
+    assert dispatch.runs_on_gpu(None, 80, missing, "works") == expected
+    assert dispatch.runs_on_gpu(None, 80, lambda: None, "works") == (True, "works")

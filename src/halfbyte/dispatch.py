@@ -5,7 +5,7 @@ work (`can_implement`), always with a reason. An explicit choice that cannot run
 says why and what can; nothing falls back silently.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -163,3 +163,34 @@ def current_compute_capability(device: torch.device | None = None) -> int:
         return CPU
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
+
+
+def compute_capability_of(device: torch.device) -> int:
+    """That of a device: `CPU` for all but NVIDIA GPUs."""
+    return current_compute_capability(device) if device.type == "cuda" else CPU
+
+
+def runs_on_gpu(
+    compute_capability: int | None, oldest: int, missing: Callable[[], str | None], purpose: str
+) -> Answer:
+    """The answer to `is_supported` of what runs on NVIDIA GPUs from some compute capability on.
+
+    Args:
+        compute_capability: of the machine that is asked about; None for this one.
+        oldest: the compute capability that is needed.
+        missing: what is not installed here, or None; asked on this machine alone.
+        purpose: the reason of a positive answer.
+    """
+    here = compute_capability is None
+    capability = current_compute_capability() if compute_capability is None else compute_capability
+    if capability == CPU:
+        return False, "needs an NVIDIA GPU"
+    if capability < oldest:
+        return False, f"needs compute capability {oldest / 10}, this is {capability / 10}"
+    reason = missing() if here else None
+    return reason is None, reason or purpose
+
+
+def missing_module(module: str, source: str) -> str | None:
+    """Why a module cannot be used, and who installs it; None if it is there."""
+    return None if is_installed(module) else f"needs {module} ({source})"

@@ -103,7 +103,7 @@ def test_a_missing_package_is_named(
     if is_installed(module):
         pytest.skip(f"{module} is installed here")
     kernel = LINEAR_BACKENDS.get(name)
-    for owner in ("halfbyte.linear.weight_only", "halfbyte.linear.native_fp4"):
+    for owner in ("halfbyte.dispatch", "halfbyte.linear.native_fp4"):
         monkeypatch.setattr(f"{owner}.current_compute_capability", lambda: 100)
     usable, why = kernel.is_supported()
     assert not usable
@@ -116,7 +116,7 @@ def test_a_missing_package_is_named(
 def test_humming_versions(
     monkeypatch: pytest.MonkeyPatch, version: str, reason: str | None
 ) -> None:
-    monkeypatch.setattr("halfbyte.linear.weight_only.current_compute_capability", lambda: 90)
+    monkeypatch.setattr("halfbyte.dispatch.current_compute_capability", lambda: 90)
     monkeypatch.setattr(humming.metadata, "version", lambda name: version)
     usable, why = humming.HummingKernel.is_supported()
     assert usable == (reason is None)

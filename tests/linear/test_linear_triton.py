@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from halfbyte import dispatch
 from halfbyte.linear import LINEAR_BACKENDS, NvFp4LinearLayerConfig
-from halfbyte.linear import triton as backend
 from halfbyte.linear.triton import TritonKernel
 from linear.cases import assert_close_enough, random_input, random_layer
 
@@ -155,9 +155,9 @@ def test_machines_without_the_kernel(capability: int, reason: str) -> None:
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "current_compute_capability", lambda: 90)
+    monkeypatch.setattr(dispatch, "current_compute_capability", lambda: 90)
     assert TritonKernel.is_supported()[0]
-    monkeypatch.setattr(backend, "is_installed", lambda module: False)
+    monkeypatch.setattr(dispatch, "is_installed", lambda module: False)
     assert TritonKernel.is_supported() == (False, "needs triton (pip install halfbyte[gpu])")
     assert TritonKernel.is_supported(90)[0]
 

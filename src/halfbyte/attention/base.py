@@ -8,8 +8,11 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from halfbyte.dispatch import CPU, Answer, current_compute_capability, is_installed
+from halfbyte.dispatch import CPU, Answer, compute_capability_of, missing_module, runs_on_gpu
 from halfbyte.layouts import PageLayout
+
+_OLDEST = 80
+"""Compute capability of the GPUs that kernels of ours run on."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +119,8 @@ class AttentionInputs:
             softcap=self.softcap,
             batch_invariant=self.batch_invariant,
             return_lse=self.lse is not None,
-            compute_capability=_capability(self.query.device),
+            compute_capability=compute_capability_of(self.query.device),
         )
-
-
-def _capability(device: torch.device) -> int:
-    return current_compute_capability(device) if device.type == "cuda" else CPU
 
 
 class AttentionBackend(ABC):
@@ -157,13 +156,9 @@ class GpuAttention(AttentionBackend):
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
         """On SM80 and later, where the module is installed."""
-        here = compute_capability is None
-        capability = current_compute_capability() if here else compute_capability
-        assert capability is not None
-        if capability == CPU:
-            return False, "needs an NVIDIA GPU"
-        if capability < 80:
-            return False, f"needs compute capability 8.0, this is {capability / 10}"
-        if here and not is_installed(cls.module):
-            return False, f"needs {cls.module} ({cls.module_source})"
-        return True, cls.purpose
+        return runs_on_gpu(
+            compute_capability,
+            _OLDEST,
+            lambda: missing_module(cls.module, cls.module_source),
+            cls.purpose,
+        )

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from halfbyte.dispatch import CPU, current_compute_capability
+from halfbyte.dispatch import compute_capability_of
 from halfbyte.kernels.decode_formats import (
     e4m3_to_float16,
     e8m0_fp4_to_bfloat16,
@@ -253,6 +253,4 @@ def linear_triton(
     return out.to(x.dtype)
 
 
-@lru_cache(maxsize=8)
-def _capability_of(device: torch.device) -> int:
-    return current_compute_capability(device) if device.type == "cuda" else CPU
+_capability_of = lru_cache(maxsize=8)(compute_capability_of)

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from halfbyte.dispatch import CPU, Answer, current_compute_capability, is_installed
+from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
 from halfbyte.kernels.linear import compile_kernels, linear_few, linear_unpacked, machine_of
 from halfbyte.kernels.linear_plan import Machine, few_plan
 from halfbyte.kernels.linear_weights import (
@@ -97,16 +97,12 @@ class CudaKernel(NvFp4LinearKernel):
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
         """On SM80 and later; on this machine also where NVRTC can be reached."""
-        here = compute_capability is None
-        capability = current_compute_capability() if here else compute_capability
-        assert capability is not None
-        if capability == CPU:
-            return False, "needs an NVIDIA GPU"
-        if capability < _OLDEST:
-            return False, f"needs compute capability {_OLDEST / 10}, this is {capability / 10}"
-        if here and not is_installed("cuda.bindings"):
-            return False, "needs cuda.bindings (CUDA builds of PyTorch install it)"
-        return True, "streams repacked weights"
+        return runs_on_gpu(
+            compute_capability,
+            _OLDEST,
+            lambda: missing_module("cuda.bindings", "CUDA builds of PyTorch install it"),
+            "streams repacked weights",
+        )
 
     @classmethod
     def can_implement(cls, config: NvFp4LinearLayerConfig) -> Answer:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from halfbyte.checkpoints.dialects import Dialect
-from halfbyte.dispatch import CPU, current_compute_capability
+from halfbyte.dispatch import compute_capability_of
 from halfbyte.linear.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from halfbyte.linear.interface import init_nvfp4_linear_kernel
 from halfbyte.linear.layer_tensors import StoredScale, describe
@@ -201,7 +201,7 @@ class NvFp4Linear(LayerState):
             m_hint=self.m_hint,
             part_sizes=self.part_sizes,
             device_type=device.type,
-            compute_capability=current_compute_capability(device) if device.type == "cuda" else CPU,
+            compute_capability=compute_capability_of(device),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

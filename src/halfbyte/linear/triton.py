@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from halfbyte.dispatch import CPU, Answer, current_compute_capability, is_installed
+from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
 from halfbyte.linear.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from halfbyte.linear.ops import linear_op
 from halfbyte.linear.runs import matrix_of, set_tensor, tensor_of
@@ -47,16 +47,12 @@ class TritonKernel(NvFp4LinearKernel):
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
         """On SM80 and later; on this machine also where Triton is installed."""
-        here = compute_capability is None
-        capability = current_compute_capability() if here else compute_capability
-        assert capability is not None
-        if capability == CPU:
-            return False, "needs an NVIDIA GPU"
-        if capability < _OLDEST:
-            return False, f"needs compute capability {_OLDEST / 10}, this is {capability / 10}"
-        if here and not is_installed("triton"):
-            return False, "needs triton (pip install halfbyte[gpu])"
-        return True, "decodes weights as loaded"
+        return runs_on_gpu(
+            compute_capability,
+            _OLDEST,
+            lambda: missing_module("triton", "pip install halfbyte[gpu]"),
+            "decodes weights as loaded",
+        )
 
     @classmethod
     def can_implement(cls, config: NvFp4LinearLayerConfig) -> Answer:

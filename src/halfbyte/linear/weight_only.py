@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from halfbyte.dispatch import CPU, Answer, current_compute_capability
+from halfbyte.dispatch import CPU, Answer, runs_on_gpu
 from halfbyte.linear.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from halfbyte.linear.runs import Run
 
@@ -22,15 +22,7 @@ class WeightOnlyKernel(NvFp4LinearKernel):
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
         """On SM75 and later; on this machine also where the library is installed."""
-        here = compute_capability is None
-        capability = current_compute_capability() if here else compute_capability
-        assert capability is not None
-        if capability == CPU:
-            return False, "needs an NVIDIA GPU"
-        if capability < 75:
-            return False, f"needs compute capability 7.5, this is {capability / 10}"
-        missing = cls.missing() if here else None
-        return missing is None, missing or cls.library
+        return runs_on_gpu(compute_capability, 75, cls.missing, cls.library)
 
     @classmethod
     def can_implement(cls, config: NvFp4LinearLayerConfig) -> Answer:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from halfbyte.checkpoints.dialects import Declaration, Scheme
 from halfbyte.checkpoints.preflight import check_layer, is_plain
 from halfbyte.checkpoints.safetensors_index import CheckpointIndex
-from halfbyte.dispatch import CPU, NoImplementationError, current_compute_capability
+from halfbyte.dispatch import NoImplementationError, compute_capability_of
 from halfbyte.linear import NvFp4Linear, NvFp4LinearLayerConfig, select_nvfp4_linear_kernel
 from halfbyte.models.experts import Experts, has_fused_experts
 
@@ -216,9 +216,7 @@ def _quantizes_activations(
         quantize_activations=True,
         batch_invariant=options.batch_invariant,
         device_type=options.device.type,
-        compute_capability=(
-            current_compute_capability(options.device) if options.device.type == "cuda" else CPU
-        ),
+        compute_capability=compute_capability_of(options.device),
     )
     if config not in chosen:
         chosen[config] = config.compute_capability >= _NATIVE_FP4 and _is_native(
