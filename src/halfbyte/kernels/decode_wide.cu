@@ -20,9 +20,8 @@
 #include "sm90.cuh"
 
 #define P_SHIFT 11.0f
-#define RESCALE_STEP 4.0f
 #define NOTHING_YET 1e30f
-#define MOST_P 0x7800u  // 2^(P_SHIFT + RESCALE_STEP) as fp16
+#define MOST_P 0x7800u  // 2^(P_SHIFT + 4) as fp16
 
 static_assert(TILE == 64 && WARPS == RING_WARPS && COLS == 8 * N_TILES, "one warpgroup per ring");
 static_assert(K_KIND == 4 && V_KIND == 4, "reads nvfp4");
@@ -350,8 +349,9 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
       for (int n = 0; n < N_TILES; n++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          // Each column by itself, so that no column changes the rounding of another.
-          if (fmaf(top[n][i], scale_of(n, i), shift[n][i]) > P_SHIFT + RESCALE_STEP) {
+          // Each column by itself, by what the vote saw, so that no column changes the rounding of
+          // another: larger than this rounds to a half above MOST_P.
+          if (ex2(fmaf(top[n][i], scale_of(n, i), shift[n][i])) > 32776.0f) {
             const float new_shift = P_SHIFT - top[n][i] * scale_of(n, i);
             const float factor = ex2(new_shift - shift[n][i]);
             shift[n][i] = new_shift;
