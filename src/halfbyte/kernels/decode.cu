@@ -381,7 +381,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) {
   extern __shared__ __align__(128) u8 shared[];
   const int warp = threadIdx.x / 32;
-  const u32 ring = smem_address(shared) + warp * (STAGES * STAGE_BYTES + Q_BYTES);
+  const u32 ring = shared_address(shared) + warp * (STAGES * STAGE_BYTES + Q_BYTES);
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");  // the merge may take its place, and wait
 #endif

@@ -17,10 +17,6 @@
 
 #define BITS(kind) ((kind) == 4 ? 4 : (kind) < 16 ? 8 : 16)
 
-__device__ __forceinline__ u32 smem_address(const void* p) {
-  return (u32)__cvta_generic_to_shared(p);
-}
-
 __device__ __forceinline__ void cp_async16(u32 dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src));
 }
@@ -155,23 +151,6 @@ __device__ __forceinline__ u32 e4m3_to_half2(u32 bytes) {
 
 // An E5M2 value is the upper byte of a half.
 __device__ __forceinline__ u32 e5m2_to_half2(u32 bytes) { return __byte_perm(bytes, 0, 0x1404); }
-
-// One half twice. Written so, a multiplication takes it as it is (`.H0_H0`, `.H1_H1`).
-__device__ __forceinline__ u32 both_low(u32 x) {
-  u32 y;
-  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}" : "=r"(y) : "r"(x));
-  return y;
-}
-__device__ __forceinline__ u32 both_high(u32 x) {
-  u32 y;
-  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}" : "=r"(y) : "r"(x));
-  return y;
-}
-
-__device__ __forceinline__ void scale_values(u32* h, u32 scale) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) h[i] = hmul2(h[i], scale);
-}
 
 // Whole rows of scales, `WORDS` words at an address aligned to as many (up to four) of them.
 template <int WORDS>

@@ -84,7 +84,7 @@ __device__ __forceinline__ void wgmma(float (*d)[4], const u32* a, u64 b, bool a
 
 extern __shared__ __align__(128) u8 shared[];
 
-__device__ __forceinline__ u32 ring_address() { return smem_address(shared); }
+__device__ __forceinline__ u32 ring_address() { return shared_address(shared); }
 
 __device__ __forceinline__ float* exchange() { return (float*)(shared + OFF_EXCHANGE); }
 

@@ -13,11 +13,7 @@
 // no two shares meet in a row, and the rows of one piece are neighbours.
 
 #pragma once
-
-typedef unsigned int u32;
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned long long u64;
+#include "basics.cuh"
 
 #define LOG2E 1.4426950408889634f
 #define NEG_INF (-__int_as_float(0x7f800000))

@@ -31,10 +31,6 @@ struct Params {
   int round_units;
 };
 
-__device__ __forceinline__ u32 shared_address(const void* p) {
-  return (u32)__cvta_generic_to_shared(p);
-}
-
 __device__ __forceinline__ void copy16(u32 to, const u8* from, u64 policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "l"(policy));

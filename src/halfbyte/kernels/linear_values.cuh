@@ -3,11 +3,7 @@
 // Macro: X_BF16, 1 for bfloat16 activations, 0 for float16.
 
 #pragma once
-
-typedef unsigned int u32;
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned long long u64;
+#include "basics.cuh"
 
 // A word of eight values to the A registers of one step: pairs of values times 2^-126 (bfloat16) or
 // 2^-14 (float16). `(x ^ y) & keep` is one instruction.
@@ -53,26 +49,13 @@ __device__ __forceinline__ u32 multiply2(u32 a, u32 b) {
   return y;
 }
 
-// Written so that it becomes a modifier of the multiplication's operand and costs nothing.
-__device__ __forceinline__ u32 both_lower(u32 x) {
-  u32 y;
-  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l};}" : "=r"(y) : "r"(x));
-  return y;
-}
-
-__device__ __forceinline__ u32 both_upper(u32 x) {
-  u32 y;
-  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h};}" : "=r"(y) : "r"(x));
-  return y;
-}
-
 // The step's operand A: values times block scales times 2^-11, exact.
 __device__ __forceinline__ void unpack_operand(u32* a, u32 w, u32 scale) {
   unpack_values(a, w);
-  a[0] = multiply2(a[0], both_lower(scale));
-  a[1] = multiply2(a[1], both_upper(scale));
-  a[2] = multiply2(a[2], both_lower(scale));
-  a[3] = multiply2(a[3], both_upper(scale));
+  a[0] = multiply2(a[0], both_low(scale));
+  a[1] = multiply2(a[1], both_high(scale));
+  a[2] = multiply2(a[2], both_low(scale));
+  a[3] = multiply2(a[3], both_high(scale));
 }
 
 // Halves of activations' dtype.

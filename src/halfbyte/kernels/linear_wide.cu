@@ -63,10 +63,6 @@ struct Params {
   int row_pairs, tiles, cut_tiles;
 };
 
-__device__ __forceinline__ u32 shared_address(const void* p) {
-  return (u32)__cvta_generic_to_shared(p);
-}
-
 __device__ __forceinline__ uint4 load_once16(const u8* p) {
   uint4 y;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -2,6 +2,7 @@
 // clusters, and the bookkeeping of `wgmma`.
 
 #pragma once
+#include "basics.cuh"
 
 __device__ __forceinline__ u32 cluster_rank() {
   u32 y;

@@ -11,8 +11,10 @@ from torch import nn
 from halfbyte.dispatch import Answer
 from halfbyte.kernels.cpu_library import library
 from halfbyte.kernels.linear_cpu import PackedWeight, linear_cpu, pack_weight, unpack_weight
-from halfbyte.linear.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
+from halfbyte.linear.base import NvFp4LinearLayerConfig
 from halfbyte.linear.ops import linear_op
+from halfbyte.linear.row_scaled import RowScaledKernel
+from halfbyte.linear.runs import set_tensor, tensor_of
 
 
 @linear_op("nvfp4_linear_cpu")
@@ -32,7 +34,7 @@ def nvfp4_linear_cpu(
     return out.view(*x.shape[:-1], n)
 
 
-class CpuKernel(NvFp4LinearKernel):
+class CpuKernel(RowScaledKernel):
     """`halfbyte.kernels.linear_cpu`; built with the package.
 
     Its form of a layer: `weight` and `weight_scale` in the kernel's order, and `weight_row_scale`,
@@ -40,6 +42,7 @@ class CpuKernel(NvFp4LinearKernel):
     """
 
     name: ClassVar[str] = "cpu"
+    product = staticmethod(nvfp4_linear_cpu)
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
@@ -59,37 +62,16 @@ class CpuKernel(NvFp4LinearKernel):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Turn codes and scales, and give every row its global scale."""
-        codes, scales = pack_weight(
-            layer.get_parameter("weight").detach(), layer.get_parameter("weight_scale").detach()
-        )
-        parts = self.config.part_sizes or (self.config.n,)
-        row_scales = layer.get_parameter("alpha").detach().repeat_interleave(torch.tensor(parts))
-        for name, tensor in (
-            ("weight", codes),
-            ("weight_scale", scales),
-            ("weight_row_scale", row_scales),
-        ):
-            layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-
-    def apply_weights(
-        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See `NvFp4LinearKernel.apply_weights`."""
-        return nvfp4_linear_cpu(
-            x,
-            layer.weight,
-            layer.weight_scale,
-            layer.weight_row_scale,
-            bias,
-            self.config.n,
-            self.config.batch_invariant,
-        )
+        codes, scales = pack_weight(tensor_of(layer, "weight"), tensor_of(layer, "weight_scale"))
+        set_tensor(layer, "weight", codes)
+        set_tensor(layer, "weight_scale", scales)
+        self.set_row_scales(layer)
 
     def restore_weights(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         """The same bytes in the order as loaded."""
         return unpack_weight(
-            layer.get_parameter("weight").detach(),
-            layer.get_parameter("weight_scale").detach(),
+            tensor_of(layer, "weight"),
+            tensor_of(layer, "weight_scale"),
             self.config.n,
             self.config.k,
         )

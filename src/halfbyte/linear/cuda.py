@@ -26,8 +26,9 @@ from halfbyte.kernels.linear_weights import (
     unpack_weight,
 )
 from halfbyte.kernels.linear_wide import compile_wide, linear_wide, wide_plan
-from halfbyte.linear.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
+from halfbyte.linear.base import NvFp4LinearLayerConfig
 from halfbyte.linear.ops import linear_op
+from halfbyte.linear.row_scaled import RowScaledKernel
 from halfbyte.linear.runs import matrix_of, set_tensor, tensor_of
 
 _OLDEST = 80
@@ -81,7 +82,7 @@ def nvfp4_linear_cuda(
     return out.view(*x.shape[:-1], n)
 
 
-class CudaKernel(NvFp4LinearKernel):
+class CudaKernel(RowScaledKernel):
     """`halfbyte.kernels.linear`; compiled at load with NVRTC.
 
     Its form of a layer: `weight` and `weight_scale`, int32, in the kernels' order, and
@@ -89,6 +90,7 @@ class CudaKernel(NvFp4LinearKernel):
     """
 
     name: ClassVar[str] = "cuda"
+    product = staticmethod(nvfp4_linear_cuda)
 
     def __init__(self, config: NvFp4LinearLayerConfig) -> None:
         super().__init__(config)
@@ -136,20 +138,6 @@ class CudaKernel(NvFp4LinearKernel):
             compile_wide(packed.dtype, device.index)
         # The kernels read weights before the kernel in front of them has ended.
         torch.cuda.current_stream(device).synchronize()
-
-    def apply_weights(
-        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See `NvFp4LinearKernel.apply_weights`."""
-        return nvfp4_linear_cuda(
-            x,
-            layer.weight,
-            layer.weight_scale,
-            layer.weight_row_scale,
-            bias,
-            self.config.n,
-            self.config.batch_invariant,
-        )
 
     def restore_weights(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         """The same bytes in the order as loaded."""

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
-from halfbyte.linear.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
+from halfbyte.linear.base import NvFp4LinearLayerConfig
 from halfbyte.linear.ops import linear_op
+from halfbyte.linear.row_scaled import RowScaledKernel
 from halfbyte.linear.runs import matrix_of, set_tensor, tensor_of
 
 _OLDEST = 80
@@ -35,7 +36,7 @@ def nvfp4_linear_triton(
     return out.view(*x.shape[:-1], n)
 
 
-class TritonKernel(NvFp4LinearKernel):
+class TritonKernel(RowScaledKernel):
     """`halfbyte.kernels.linear_triton`; compiled at first use.
 
     Its form of a layer: `weight` and `weight_scale` as loaded, and `weight_row_scale`, float32
@@ -43,6 +44,7 @@ class TritonKernel(NvFp4LinearKernel):
     """
 
     name: ClassVar[str] = "triton"
+    product = staticmethod(nvfp4_linear_triton)
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
@@ -69,23 +71,7 @@ class TritonKernel(NvFp4LinearKernel):
             tensor = tensor_of(layer, name)
             if not tensor.is_contiguous():
                 set_tensor(layer, name, tensor.contiguous())
-        scales = tensor_of(layer, "alpha")
-        sizes = torch.tensor(self.config.part_sizes or (self.config.n,), device=scales.device)
-        set_tensor(layer, "weight_row_scale", scales.repeat_interleave(sizes))
-
-    def apply_weights(
-        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See `NvFp4LinearKernel.apply_weights`."""
-        return nvfp4_linear_triton(
-            x,
-            layer.weight,
-            layer.weight_scale,
-            layer.weight_row_scale,
-            bias,
-            self.config.n,
-            self.config.batch_invariant,
-        )
+        self.set_row_scales(layer)
 
     def restore_weights(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's own tensors."""

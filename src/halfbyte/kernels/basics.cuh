@@ -1,0 +1,25 @@
+// Names and small functions that attention and linear layers share.
+
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+  return (u32)__cvta_generic_to_shared(p);
+}
+
+// One half twice. Written so, a multiplication takes it as it is (`.H0_H0`, `.H1_H1`).
+__device__ __forceinline__ u32 both_low(u32 x) {
+  u32 y;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}" : "=r"(y) : "r"(x));
+  return y;
+}
+
+__device__ __forceinline__ u32 both_high(u32 x) {
+  u32 y;
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}" : "=r"(y) : "r"(x));
+  return y;
+}

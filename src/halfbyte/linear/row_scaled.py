@@ -1,0 +1,37 @@
+"""Kernels of our own: codes, block scales, and one global scale per row, W4A16."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from halfbyte.linear.base import NvFp4LinearKernel
+from halfbyte.linear.runs import set_tensor, tensor_of
+
+
+class RowScaledKernel(NvFp4LinearKernel):
+    """One operator on `weight` and `weight_scale`, in whatever order, and `weight_row_scale`."""
+
+    product: ClassVar[Callable[..., torch.Tensor]]
+    """The operator: x, the three tensors, bias, n, batch_invariant, to `[..., n]`."""
+
+    def set_row_scales(self, layer: nn.Module) -> None:
+        """Give every row the global scale of its part: `weight_row_scale`, float32 `[n]`."""
+        scales = tensor_of(layer, "alpha")
+        sizes = torch.tensor(self.config.part_sizes or (self.config.n,), device=scales.device)
+        set_tensor(layer, "weight_row_scale", scales.repeat_interleave(sizes))
+
+    def apply_weights(
+        self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `NvFp4LinearKernel.apply_weights`."""
+        return type(self).product(
+            x,
+            layer.weight,
+            layer.weight_scale,
+            layer.weight_row_scale,
+            bias,
+            self.config.n,
+            self.config.batch_invariant,
+        )
