@@ -46,6 +46,8 @@ struct Params {
 #ifndef RING_WARPS
 #define RING_WARPS 1
 #endif
+// Each warp has 16 tokens of every 64 of a tile, and all addresses but their pages are known beforehand.
+#define SHARED_RING (HND && RING_WARPS > 1)
 
 // Where a 16-byte chunk of a row lies in the ring: exclusive-or makes ldmatrix free of bank conflicts.
 template <int CHUNKS>
@@ -57,10 +59,26 @@ __device__ __forceinline__ u32 swizzle(int row, int chunk) {
   return (u32)((row * CHUNKS + (chunk ^ spread)) * 16);
 }
 
+// A lane's value, of which the compiler does not see how it came about: with few registers it would
+// compute addresses anew for every tile.
+__device__ __forceinline__ u32 keep(u32 x) {
+  u32 y;
+  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 0x1f, 0xffffffff;"
+               : "=r"(y)
+               : "r"(x), "r"(threadIdx.x & 31));
+  return y;
+}
+
 __device__ __forceinline__ u64 page_address(u64 base, u32 page, u32 stride) {
   u64 y;
   asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(y) : "r"(page), "r"(stride), "l"(base));
   return y;
+}
+
+// The sum is not computed ahead, which would take a register more.
+__device__ __forceinline__ u64 add_offset(u64 base, u32 offset) {
+  asm volatile("" : "+r"(offset));
+  return base + offset;
 }
 
 // The tiles of a piece that a unit works on.
@@ -97,12 +115,36 @@ struct Loader {
   int tile, stop;  // in the piece; at its stop, nothing is left
   const int* table;
   u32 last_page;
+#if SHARED_RING
+  u32 pages[TILE / 64];  // as below, of this warp's tokens
+  // Where this lane's chunks begin: in a page that its warp's tokens begin, and in a stage. V's lie as
+  // K's do where that is so; a lane without scales has nowhere to put them.
+  static constexpr bool ALIKE = ROW_K == ROW_V && K_DATA_HEAD == V_DATA_HEAD;
+  static constexpr u32 NOWHERE = ~0u;
+  u32 first, k_from, k_to, v_from, v_to, sf_from, sf_to;
+#else
   u32 page;  // of the next tile, looked up a tile before its bytes are asked for
+#endif
 
-  __device__ __forceinline__ Loader(const Params& p, const PlanHeader& header, const Unit& first,
+  __device__ __forceinline__ Loader(const Params& p, const PlanHeader& header, const Unit& first_unit,
                                     int head, int unit, u32 ring)
-      : p(p), header(header), head(head), unit(unit), ring(ring), target(ring), index(first.index) {
-    enter(first.piece);
+      : p(p), header(header), head(head), unit(unit), ring(ring), target(ring), index(first_unit.index) {
+#if SHARED_RING
+    const int lane = threadIdx.x & 31;
+    const bool k_side = lane < SF_K;
+    first = keep(threadIdx.x / 32 * 16);
+    k_from = keep(K_DATA + head * K_DATA_HEAD + lane * 16);
+    k_to = keep(first * ROW_K + swizzle<CHUNKS_K>(lane / CHUNKS_K, lane % CHUNKS_K));
+    if (!ALIKE) {
+      v_from = keep(V_DATA + head * V_DATA_HEAD + lane * 16);
+      v_to = keep(OFF_V + first * ROW_V + swizzle<CHUNKS_V>(lane / CHUNKS_V, lane % CHUNKS_V));
+    }
+    sf_from = keep(lane * 16 + (k_side ? K_SCALE + head * K_SCALE_HEAD
+                                       : V_SCALE + head * V_SCALE_HEAD - SF_K * 16));
+    sf_to = keep(lane >= SF_K + SF_V ? NOWHERE
+                 : lane * 16 + (k_side ? OFF_SF_K + first * SF_K : OFF_SF_V + first * SF_V - SF_K * 16));
+#endif
+    enter(first_unit.piece);
     while (tile >= stop && next_piece()) {}
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
@@ -132,8 +174,15 @@ struct Loader {
   }
 
   __device__ __forceinline__ void look_up() {
+    if (tile >= stop) return;
+#if SHARED_RING
+#pragma unroll
+    for (int i = 0; i < TILE / 64; i++)
+      pages[i] = table[min((tile * TILE + 64 * i + first) / BLOCK_SIZE, last_page)];
+#else
     const u32 position = tile * TILE + first_token() + (ONE_PAGE ? 0 : threadIdx.x % 32 / SHARE * 16);
-    if (tile < stop) page = table[min(position / BLOCK_SIZE, last_page)];
+    page = table[min(position / BLOCK_SIZE, last_page)];
+#endif
   }
 
   // Asks for the next tile, if there is one.
@@ -148,6 +197,36 @@ struct Loader {
     target = target + STAGE_BYTES == ring + STAGES * STAGE_BYTES ? ring : target + STAGE_BYTES;
   }
 
+#if SHARED_RING
+  // 16 tokens of one head are contiguous: their 16-byte chunks go to the lanes in turn.
+  __device__ __forceinline__ void load() const {
+#pragma unroll
+    for (int i = 0; i < TILE / 64; i++) {
+      const u32 token = BLOCK_SIZE == 16 ? 0 : (tile * TILE + 64 * i + first) % BLOCK_SIZE;
+      const u64 from = page_address((u64)p.pages, pages[i], p.page_stride);
+      const u64 k = add_offset(from, k_from) + token * ROW_K;
+      copy<CHUNKS_K>(target + k_to + 64 * i * ROW_K, k);
+      if (ALIKE)
+        copy<CHUNKS_V>(target + k_to + OFF_V + 64 * i * ROW_V, k + (V_DATA - K_DATA));
+      else
+        copy<CHUNKS_V>(target + v_to + 64 * i * ROW_V, add_offset(from, v_from) + token * ROW_V);
+      // Scales of 16 tokens are SF_K + SF_V chunks.
+      const bool k_side = (threadIdx.x & 31) < SF_K;
+      cp_async16_if(sf_to != NOWHERE, target + sf_to + 64 * i * (SF_K == SF_V || k_side ? SF_K : SF_V),
+                    (const u8*)(add_offset(from, sf_from) +
+                                token * (SF_K == SF_V || k_side ? SF_K : SF_V)));
+    }
+  }
+
+  // 32 chunks at a time, that is some rows further: the swizzle changes by their number alone.
+  template <int CHUNKS>
+  __device__ __forceinline__ static void copy(u32 to, u64 from) {
+#pragma unroll
+    for (int i = 0; i < 16 * CHUNKS; i += 32)
+      cp_async16((to ^ (CHUNKS % 8 == 0 ? (i / CHUNKS & 7) * 16 : 0)) + i * 16,
+                 (const u8*)(from + i * 16));
+  }
+#else
   __device__ __forceinline__ void load() const {
     const int lane = threadIdx.x & 31;
     const int own_half = lane / SHARE, own_index = lane % SHARE;
@@ -237,4 +316,5 @@ struct Loader {
     }
 #endif
   }
+#endif
 };

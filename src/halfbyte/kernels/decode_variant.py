@@ -65,7 +65,7 @@ class Variant(NamedTuple):
         ring = self.stages * stage_bytes(layout, self.tile)
         q = self.n_tiles * layout.head_size * 16 if self.q_shared else 0
         if self.wide:
-            return ring + q + self.columns * (2 * self.tile + 4 * WARPS)
+            return ring + q + self.columns * (2 * self.tile + 4 * WARPS + 8)
         return WARPS * (ring + q)
 
     def fits(self, layout: PageLayout, compute_capability: int) -> bool:
@@ -139,7 +139,9 @@ def _wide(layout: PageLayout, columns: float, head_size: int) -> Variant:
     n_tiles = 4 if columns <= 32 else 8
     most_ctas = 3 if n_tiles == 4 and head_size <= 128 else 2
     ways = (
-        Variant(64, n_tiles, False, True, 3, ctas, wide=True) for ctas in range(most_ctas, 0, -1)
+        Variant(tile, n_tiles, False, True, stages, ctas, wide=True)
+        for ctas in range(most_ctas, 0, -1)
+        for tile, stages in ((128, 2), (64, 3))
     )
     return next(way for way in ways if way.fits(layout, 90))
 

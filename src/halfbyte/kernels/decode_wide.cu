@@ -13,7 +13,7 @@
 // (RING_WARPS), the maxima of columns and two barriers per tile. Several CTAs on a multiprocessor hide
 // each other's waits. Both K and V are nvfp4.
 //
-// Macros: those of decode.cu but DUPLICATE and Q_SHARED; TILE is 64, WARPS 4, COLS = 8 * N_TILES.
+// Macros: those of decode.cu but DUPLICATE and Q_SHARED; TILE is 64 or 128, WARPS 4, COLS = 8 * N_TILES.
 
 #define RING_WARPS 4
 #include "decode_values.cuh"
@@ -23,7 +23,7 @@
 #define NOTHING_YET 1e30f
 #define MOST_P 0x7800u  // 2^(P_SHIFT + 4) as fp16
 
-static_assert(TILE == 64 && WARPS == RING_WARPS && COLS == 8 * N_TILES, "one warpgroup per ring");
+static_assert(TILE % 64 == 0 && WARPS == RING_WARPS && COLS == 8 * N_TILES, "one warpgroup per ring");
 static_assert(K_KIND == 4 && V_KIND == 4, "reads nvfp4");
 
 // B operands lie as 8 x 8 matrices of 128 bytes, a row of 16 bytes per column, without swizzle: those
@@ -31,7 +31,8 @@ static_assert(K_KIND == 4 && V_KIND == 4, "reads nvfp4");
 #define B_MATRIX 128
 #define OFF_Q (STAGES * STAGE_BYTES)
 #define OFF_P (OFF_Q + COLS * HEAD_SIZE * 2)
-#define OFF_EXCHANGE (OFF_P + COLS * TILE * 2)  // floats [WARPS, COLS]
+#define OFF_EXCHANGE (OFF_P + COLS * TILE * 2)       // floats [WARPS, COLS]
+#define OFF_COLUMNS (OFF_EXCHANGE + WARPS * COLS * 4)  // Columns [COLS / 2]
 
 // 16 rows of V^T are a tile; a chunk of 32 dims has two, and a warp has every fourth chunk. Of 64 dims
 // a warp has one tile.
@@ -39,16 +40,17 @@ static_assert(K_KIND == 4 && V_KIND == 4, "reads nvfp4");
 #define PARTS_V (TILES_V == 1 ? 1 : 2)
 #define CHUNKS_PER_WARP (TILES_V == 1 ? 1 : TILES_V / 2)
 
-// How many halves of V's tile are unpacked while K's matmul runs: as many as there are registers for.
-#define V_AHEAD (HEAD_SIZE + HEAD_SIZE_V <= 256 ? 2 : 1)
 #define V_OPERANDS (2 * PARTS_V * CHUNKS_PER_WARP)  // of 32 tokens
+#define K_STEPS 4                                   // unpacked at a time
+#define SUBTILES (TILE / 64)                        // 64 tokens are M of wgmma
 
-// The matrix at an address (the lower word counts 16 bytes) and its neighbours of k and of columns.
-__device__ __forceinline__ u64 b_descriptor(u32 address, u32 bytes_per_8_columns) {
+// The matrix so many bytes behind the ring's begin (the lower word counts 16 bytes) and its neighbours
+// of k and of columns. The begin comes as `ring / 16`, so that one addition makes a descriptor.
+__device__ __forceinline__ u64 b_descriptor(u32 ring16, u32 offset, u32 bytes_per_8_columns) {
   u64 y;
   asm("mov.b64 %0, {%1, %2};"
       : "=l"(y)
-      : "r"(address / 16 | (B_MATRIX / 16) << 16), "r"(bytes_per_8_columns / 16));
+      : "r"(ring16 + (offset / 16 + (B_MATRIX / 16 << 16))), "r"(bytes_per_8_columns / 16));
   return y;
 }
 
@@ -88,10 +90,33 @@ __device__ __forceinline__ u32 ring_address() { return shared_address(shared); }
 
 __device__ __forceinline__ float* exchange() { return (float*)(shared + OFF_EXCHANGE); }
 
+// What turns S of two columns into P = 2^(S * multiplier + shift). A lane's columns of all tiles would
+// fill its registers.
+struct Columns {
+  float multiplier[2];
+  float shift[2];  // P_SHIFT minus the maximum; NOTHING_YET as long as nothing was seen
+};
+
+__device__ __forceinline__ u32 columns_address(int n, int c) {
+  return ring_address() + OFF_COLUMNS + (4 * n + c) * 16;
+}
+
+__device__ __forceinline__ Columns load_columns(u32 address) {
+  Columns y;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(y.multiplier[0]), "=f"(y.multiplier[1]), "=f"(y.shift[0]), "=f"(y.shift[1])
+               : "r"(address)
+               : "memory");
+  return y;
+}
+
+__device__ __forceinline__ void store_float(u32 address, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+
 // q of a piece to shared memory, in the order of Operands::of_k and times a power of two per column
-// that suits fp16. What S must be multiplied by goes to `multiplier`, for this lane's columns.
-__device__ __forceinline__ void stage_query(const Params& p, const Piece& piece, int head, u32 ring,
-                                            float (*multiplier)[2]) {
+// that suits fp16, and what S must be multiplied by.
+__device__ __forceinline__ void stage_query(const Params& p, const Piece& piece, int head, u32 ring) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int g = lane >> 2, c = lane & 3;
   const int columns = GROUP * piece.queries;
@@ -126,82 +151,88 @@ __device__ __forceinline__ void stage_query(const Params& p, const Piece& piece,
                      : "memory");
       }
     // Positive, so that it can multiply the mask's -inf.
-    if (c == 0)
-      exchange()[8 * n + g] =
-          fmaxf(__int_as_float((127 - exponent) << 23) * fabsf(common), 1e-37f);
+    if (c == 0) {
+      const u32 at = columns_address(n, g >> 1) + (g & 1) * 4;
+      store_float(at, fmaxf(__int_as_float((127 - exponent) << 23) * fabsf(common), 1e-37f));
+      store_float(at + 8, NOTHING_YET);
+    }
   }
   fence_async_proxy();
   __syncthreads();
-#pragma unroll
-  for (int n = 0; n < N_TILES; n++)
-#pragma unroll
-    for (int i = 0; i < 2; i++) multiplier[n][i] = exchange()[8 * n + 2 * c + i];
-  __syncthreads();
 }
 
-// A warp's 16 tokens of K, as operands for every step of k.
-__device__ __forceinline__ void load_k(u32 (*a)[4], u32 tile, int warp, int lane) {
-  const int g = lane >> 2, c = lane & 3;
-  const u32 parity = (c >> 1) ? 0x31u : 0x20u;  // bytes of this lane's kind of block
+// Where a lane finds its parts of a tile: rows and scales of K and V, and which bytes of their words are
+// the scales of its kind of block.
+struct Places {
+  u32 k, sf_k, parity_k, v, sf_v, parity_v;
+
+  __device__ __forceinline__ Places(int warp, int lane) {
+    const int g = lane >> 2, c = lane & 3, chunk = TILES_V == 1 ? warp >> 1 : warp;
+    k = keep(warp * 16 * ROW_K + swizzle<CHUNKS_K>(lane & 15, lane >> 4));
+    sf_k = keep(OFF_SF_K + (warp * 16 + g) * SF_K);
+    parity_k = keep(c >> 1 ? 0x31u : 0x20u);
+    v = keep(OFF_V + swizzle<CHUNKS_V>(lane, chunk));
+    sf_v = keep(OFF_SF_V + 2 * c * SF_V + chunk / 2 * 4);
+    parity_v = keep(0x40u + 0x11u * (2 * (chunk & 1) + (g >> 2)));
+  }
+};
+
+// A warp's 16 tokens of K in a subtile, as operands of K_STEPS steps of k.
+__device__ __forceinline__ void load_k(u32 (*a)[4], u32 tile, const Places& at, int subtile, int first) {
   u32 sf[2][WORDS_SF_K];
-  load_words<WORDS_SF_K>(sf[0], tile + OFF_SF_K + (warp * 16 + g) * SF_K);
-  load_words<WORDS_SF_K>(sf[1], tile + OFF_SF_K + (warp * 16 + g + 8) * SF_K);
+  load_words<WORDS_SF_K>(sf[0], tile + at.sf_k + 64 * subtile * SF_K);
+  load_words<WORDS_SF_K>(sf[1], tile + at.sf_k + (64 * subtile + 8) * SF_K);
 #pragma unroll
-  for (int j = 0; j < CHUNKS_K; j += 2) {
+  for (int j = 0; j < K_STEPS / 2; j += 2) {
     u32 r[4];
-    ldmatrix4(r, tile + warp * 16 * ROW_K + swizzle<CHUNKS_K>(lane & 15, j + (lane >> 4)));
+    ldmatrix4(r, tile + (at.k ^ (first / 2 + j) * 16) + 64 * subtile * ROW_K);
     Operands<K_KIND>::of_k(a + 2 * j, r);
-    const u32 scale0 = scales_to_half2(__byte_perm(sf[0][j / 2], 0, parity));
-    const u32 scale1 = scales_to_half2(__byte_perm(sf[1][j / 2], 0, parity));
+    const int word = (first / 2 + j) / 2;
+    const u32 scale0 = scales_to_half2(__byte_perm(sf[0][word], 0, at.parity_k));
+    const u32 scale1 = scales_to_half2(__byte_perm(sf[1][word], 0, at.parity_k));
     scale_k(a + 2 * j, both_low(scale0), both_low(scale1));
     scale_k(a + 2 * j + 2, both_high(scale0), both_high(scale1));
   }
 }
 
-// A warp's dims of V in one chunk for 32 tokens, as operands [16 tokens][parts of a chunk].
-__device__ __forceinline__ void load_v(u32 (*a)[4], u32 tile, int first, int chunk, int warp,
-                                       int lane) {
-  const int g = lane >> 2, c = lane & 3;
-  // Bytes of this lane's kind of block in the words of two tokens.
-  const u32 parity = 0x40u + 0x11u * (2 * (chunk & 1) + (g >> 2));
+// A warp's dims of V in its i-th chunk for 32 tokens, as operands [16 tokens][parts of a chunk].
+__device__ __forceinline__ void load_v(u32 (*a)[4], u32 tile, const Places& at, int first, int i,
+                                       int warp) {
   u32 r[4], all[4][4];
-  ldmatrix4_trans(r, tile + OFF_V + first * ROW_V + swizzle<CHUNKS_V>(lane, chunk));
+  ldmatrix4_trans(r, tile + (at.v ^ i * 64) + first * ROW_V);
   Operands<V_KIND>::of_v(all, r);
 #pragma unroll
   for (int k = 0; k < 2; k++) {
-    const u32 rows = tile + OFF_SF_V + (first + 16 * k + 2 * c) * SF_V + chunk / 2 * 4;
+    const u32 rows = tile + at.sf_v + (first + 16 * k) * SF_V + i * 8;
     u32 sf[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      asm volatile("ld.shared.u32 %0, [%1];"
-                   : "=r"(sf[i])
-                   : "r"(rows + (i % 2 + i / 2 * 8) * SF_V));
-    const u32 m0 = scales_to_half2(__byte_perm(sf[0], sf[1], parity));
-    const u32 m1 = scales_to_half2(__byte_perm(sf[2], sf[3], parity));
+    for (int x = 0; x < 4; x++)
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(sf[x]) : "r"(rows + (x % 2 + x / 2 * 8) * SF_V));
+    const u32 m0 = scales_to_half2(__byte_perm(sf[0], sf[1], at.parity_v));
+    const u32 m1 = scales_to_half2(__byte_perm(sf[2], sf[3], at.parity_v));
     if (PARTS_V == 1) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) a[k][i] = (warp & 1) ? all[2 * k + 1][i] : all[2 * k][i];
+      for (int x = 0; x < 4; x++) a[k][x] = (warp & 1) ? all[2 * k + 1][x] : all[2 * k][x];
       scale_v(a[k], m0, m1);
     } else {
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
+      for (int part = 0; part < 2; part++) {
 #pragma unroll
-        for (int x = 0; x < 4; x++) a[2 * k + i][x] = all[2 * k + i][x];
-        scale_v(a[2 * k + i], m0, m1);
+        for (int x = 0; x < 4; x++) a[2 * k + part][x] = all[2 * k + part][x];
+        scale_v(a[2 * k + part], m0, m1);
       }
     }
   }
 }
 
 // A warp's dims of V for 32 tokens.
-__device__ __forceinline__ void load_v(u32 (*a)[4], u32 tile, int first, int warp, int lane) {
+__device__ __forceinline__ void load_v(u32 (*a)[4], u32 tile, const Places& at, int first, int warp) {
 #pragma unroll
-  for (int i = 0; i < CHUNKS_PER_WARP; i++)
-    load_v(a + 2 * PARTS_V * i, tile, first, TILES_V == 1 ? warp >> 1 : warp + 4 * i, warp, lane);
+  for (int i = 0; i < CHUNKS_PER_WARP; i++) load_v(a + 2 * PARTS_V * i, tile, at, first, i, warp);
 }
 
 // O^T += V^T P^T for 32 tokens.
-__device__ __forceinline__ void add_values(float (*out)[N_TILES][4], const u32 (*a)[4], u32 p,
+__device__ __forceinline__ void add_values(float (*out)[N_TILES][4], const u32 (*a)[4], u32 ring16,
                                            int first) {
 #pragma unroll
   for (int i = 0; i < CHUNKS_PER_WARP; i++)
@@ -210,7 +241,8 @@ __device__ __forceinline__ void add_values(float (*out)[N_TILES][4], const u32 (
 #pragma unroll
       for (int part = 0; part < PARTS_V; part++)
         wgmma(out[PARTS_V * i + part], a[PARTS_V * (2 * i + k) + part],
-              b_descriptor(p + (first / 8 + 2 * k) * B_MATRIX, TILE / 8 * B_MATRIX), true);
+              b_descriptor(ring16, OFF_P + (first / 8 + 2 * k) * B_MATRIX, TILE / 8 * B_MATRIX),
+              true);
 }
 
 // The largest of a column among all warps.
@@ -242,96 +274,123 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
   const int length = piece.length, queries = piece.queries;
   const int columns = GROUP * queries;
   const u32 ring = ring_address();
-  float multiplier[N_TILES][2];  // logits in base 2 are S * multiplier
-  stage_query(p, piece, head, ring, multiplier);
+  stage_query(p, piece, head, ring);
 
   const int all_from = p.window > 0 ? length - p.window : 0;  // every column attends to these:
   const int all_to = length - queries;                        // all_from <= position <= all_to
   const int first_visible = p.window > 0 ? all_to - p.window + 1 : 0;  // by any column
+  // Tiles that begin in between need no mask, and nothing in them was not written. They are told by one
+  // comparison of what is counted from `inner_from`; if there are none, from beyond all positions.
+  const int inner_to = min(all_to + 1, length) - TILE;
+  const int inner_from = inner_to < max(all_from, first_visible) ? 1 << 30 : max(all_from, first_visible);
+  const u32 inner = max(inner_to - inner_from, 0);
+  const Places places(warp, lane);
+  const u32 ring16 = ring / 16;
 
   float out[TILES_V][N_TILES][4];
-  // P = 2^(logit + shift), shift being P_SHIFT minus the maximum; as long as nothing was seen it is so
-  // large that every logit but -inf makes it change.
-  float shift[N_TILES][2], sum[N_TILES][2];
+  float sum[N_TILES][2];
 #pragma unroll
   for (int n = 0; n < N_TILES; n++) {
 #pragma unroll
     for (int m = 0; m < TILES_V; m++)
 #pragma unroll
       for (int i = 0; i < 4; i++) out[m][n][i] = 0.0f;
-    shift[n][0] = shift[n][1] = NOTHING_YET;
     sum[n][0] = sum[n][1] = 0.0f;
   }
-  auto scale_of = [&](int n, int i) { return SOFTCAP ? 1.0f : multiplier[n][i]; };
+  const u32 p_at = keep(ring + OFF_P + 2 * warp * B_MATRIX + g * 16 + c * 4);
+  const u32 columns_at = keep(columns_address(0, c));
+  auto scale_of = [](const Columns& x, int i) { return SOFTCAP ? 1.0f : x.multiplier[i]; };
 
-  for (int t = share.first; t < share.stop; t++) {
+  int from_inner = share.first * TILE - inner_from;
+  for (int left = share.stop - share.first; left > 0; left--, from_inner += TILE) {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
     __syncthreads();
     loader.step();
 
-    const int position = t * TILE;
-    const bool partial = position < all_from || position + TILE - 1 > all_to;
-    if (position + TILE > length || position < first_visible) {
-      clear_rows(tile, length - position, TILE);
-      clear_rows(tile, 0, first_visible - position);
+    const bool edge = (u32)from_inner > inner;
+    if (edge) {
+      const int position = keep(from_inner + inner_from);
+      const int beyond = length - position, before = first_visible - position;
+      clear_rows(tile, beyond, TILE);
+      clear_rows(tile, 0, before);
       __syncthreads();
     }
 
-    // K's matmul runs while V is unpacked.
-    float s[N_TILES][4];
-    u32 k[STEPS_K][4], v[V_AHEAD][V_OPERANDS][4];
-    load_k(k, tile, warp, lane);
-    wgmma_fence();
+    // While a matmul runs, the operands of the next one are unpacked.
+    float s[SUBTILES][N_TILES][4];
+    u32 k[2][K_STEPS][4];
 #pragma unroll
-    for (int j = 0; j < STEPS_K; j++)
-      wgmma(s, k[j], b_descriptor(ring + OFF_Q + 2 * j * B_MATRIX, HEAD_SIZE / 8 * B_MATRIX), j > 0);
-    wgmma_commit();
+    for (int i = 0; i < SUBTILES * STEPS_K / K_STEPS; i++) {
+      const int subtile = i / (STEPS_K / K_STEPS), first = i % (STEPS_K / K_STEPS) * K_STEPS;
+      if (i >= 2) wgmma_wait<1>();
+      load_k(k[i % 2], tile, places, subtile, first);
+      wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < V_AHEAD; i++) load_v(v[i], tile, 32 * i, warp, lane);
+      for (int j = 0; j < K_STEPS; j++)
+        wgmma(s[subtile], k[i % 2][j],
+              b_descriptor(ring16, OFF_Q + 2 * (first + j) * B_MATRIX, HEAD_SIZE / 8 * B_MATRIX),
+              first + j > 0);
+      wgmma_commit();
+    }
+    Columns x[N_TILES];
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) x[n] = load_columns(columns_at + 64 * n);
     wgmma_wait();
 #if SOFTCAP
 #pragma unroll
     for (int n = 0; n < N_TILES; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        s[n][i] = p.softcap * LOG2E * tanhf(s[n][i] * multiplier[n][i & 1] / p.softcap);
+      for (int i = 0; i < 4 * SUBTILES; i++) {
+        float& y = s[i / 4][n][i % 4];
+        y = p.softcap * LOG2E * tanhf(y * x[n].multiplier[i & 1] / p.softcap);
+      }
 #endif
-    if (partial) {
-      asm volatile("");  // keeps this a branch: most tiles need no mask
+    if (edge) {
+      const int row = keep(from_inner + inner_from + warp * 16 + g), first_column = keep(piece.col_tile * COLS + 2 * c);
 #pragma unroll
       for (int n = 0; n < N_TILES; n++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           // Keys of a column: lower <= position <= limit.
-          const int column = min(piece.col_tile * COLS + 8 * n + 2 * c + i, columns - 1);
+          const int column = min(first_column + 8 * n + i, columns - 1);
           const int limit = length - queries + column / GROUP;
           const int lower = p.window > 0 ? limit - p.window + 1 : 0;
 #pragma unroll
-          for (int k = 0; k < 2; k++) {
-            const int at = position + warp * 16 + g + 8 * k;
-            if (at > limit || at < lower) s[n][2 * k + i] = NEG_INF;
+          for (int k = 0; k < 2 * SUBTILES; k++) {
+            const int at = row + k / 2 * 64 + k % 2 * 8;
+            if (at > limit || at < lower) s[k / 2][n][k % 2 * 2 + i] = NEG_INF;
           }
         }
     }
 
     // P to shared memory; its sums are added once the shift is known to hold. The largest tells: the
-    // packed halves are compared, two at a time.
+    // packed halves are compared, two at a time. Stage by stage, so that latencies overlap.
     float added[N_TILES][2];
     auto write_probabilities = [&]() {
       u32 largest = 0;
 #pragma unroll
-      for (int n = 0; n < N_TILES; n++) {
-        float e[4];
+      for (int subtile = 0; subtile < SUBTILES; subtile++) {
+        u32 pairs[N_TILES][2];
 #pragma unroll
-        for (int i = 0; i < 4; i++) e[i] = ex2(fmaf(s[n][i], scale_of(n, i & 1), shift[n][i & 1]));
-        added[n][0] = e[0] + e[2];
-        added[n][1] = e[1] + e[3];
-        const u32 upper = pack_half2(e[0], e[1]), lower = pack_half2(e[2], e[3]);
-        largest = max_half2(largest, max_half2(upper, lower));
-        const u32 rows = ring + OFF_P + (n * (TILE / 8) + 2 * warp) * B_MATRIX + g * 16 + c * 4;
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(rows), "r"(movmatrix(upper)) : "memory");
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(rows + B_MATRIX), "r"(movmatrix(lower))
-                     : "memory");
+        for (int n = 0; n < N_TILES; n++) {
+          float e[4];
+#pragma unroll
+          for (int i = 0; i < 4; i++)
+            e[i] = ex2(fmaf(s[subtile][n][i], scale_of(x[n], i & 1), x[n].shift[i & 1]));
+#pragma unroll
+          for (int i = 0; i < 2; i++)
+            added[n][i] = subtile == 0 ? e[i] + e[2 + i] : added[n][i] + (e[i] + e[2 + i]);
+          pairs[n][0] = pack_half2(e[0], e[1]);
+          pairs[n][1] = pack_half2(e[2], e[3]);
+          largest = max_half2(largest, max_half2(pairs[n][0], pairs[n][1]));
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * N_TILES; i++) pairs[i / 2][i % 2] = movmatrix(pairs[i / 2][i % 2]);
+#pragma unroll
+        for (int i = 0; i < 2 * N_TILES; i++) {
+          const u32 at = p_at + (i / 2 * (TILE / 8) + subtile * 8 + i % 2) * B_MATRIX;
+          asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(pairs[i / 2][i % 2]) : "memory");
+        }
       }
       fence_async_proxy();
       return largest;
@@ -343,7 +402,12 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
 #pragma unroll
       for (int n = 0; n < N_TILES; n++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) top[n][i] = fmaxf(s[n][i], s[n][2 + i]);
+        for (int i = 0; i < 2; i++) {
+          top[n][i] = fmaxf(s[0][n][i], s[0][n][2 + i]);
+#pragma unroll
+          for (int subtile = 1; subtile < SUBTILES; subtile++)
+            top[n][i] = fmaxf(top[n][i], fmaxf(s[subtile][n][i], s[subtile][n][2 + i]));
+        }
       share_maxima(top, warp, g, c);
 #pragma unroll
       for (int n = 0; n < N_TILES; n++)
@@ -351,10 +415,11 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
         for (int i = 0; i < 2; i++) {
           // Each column by itself, by what the vote saw, so that no column changes the rounding of
           // another: larger than this rounds to a half above MOST_P.
-          if (ex2(fmaf(top[n][i], scale_of(n, i), shift[n][i])) > 32776.0f) {
-            const float new_shift = P_SHIFT - top[n][i] * scale_of(n, i);
-            const float factor = ex2(new_shift - shift[n][i]);
-            shift[n][i] = new_shift;
+          if (ex2(fmaf(top[n][i], scale_of(x[n], i), x[n].shift[i])) > 32776.0f) {
+            const float new_shift = P_SHIFT - top[n][i] * scale_of(x[n], i);
+            const float factor = ex2(new_shift - x[n].shift[i]);
+            x[n].shift[i] = new_shift;
+            if (warp == 0 && g == 0) store_float(columns_at + 64 * n + 8 + 4 * i, new_shift);
             sum[n][i] *= factor;
 #pragma unroll
             for (int m = 0; m < TILES_V; m++) {
@@ -372,16 +437,15 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
       sum[n][1] += added[n][1];
     }
 
-    wgmma_fence();
+    u32 v[2][V_OPERANDS][4];
 #pragma unroll
-    for (int i = 0; i < V_AHEAD; i++) add_values(out, v[i], ring + OFF_P, 32 * i);
-    if (V_AHEAD == 1) {
-      u32 rest[V_OPERANDS][4];
-      load_v(rest, tile, 32, warp, lane);
+    for (int i = 0; i < TILE / 32; i++) {
+      if (i >= 2) wgmma_wait<1>();
+      load_v(v[i % 2], tile, places, 32 * i, warp);
       wgmma_fence();
-      add_values(out, rest, ring + OFF_P, 32);
+      add_values(out, v[i % 2], ring16, 32 * i);
+      wgmma_commit();
     }
-    wgmma_commit();
     wgmma_wait();
     tile = tile + STAGE_BYTES == ring + STAGES * STAGE_BYTES ? ring : tile + STAGE_BYTES;
   }
@@ -405,7 +469,8 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
   const float unscale = *p.v_scale * Operands<V_KIND>::UNIT;
   const u64 slots = ((u64)row * KV_HEADS + head) * COLS;
 #pragma unroll
-  for (int n = 0; n < N_TILES; n++)
+  for (int n = 0; n < N_TILES; n++) {
+    const Columns x = load_columns(columns_at + 64 * n);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int column = 8 * n + 2 * c + i;
@@ -430,8 +495,9 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
       }
       if (warp == 0 && g == 0)
         p.partial_ml[slots + column] = make_float2(
-            all == 0.0f ? NEG_INF : P_SHIFT - shift[n][i], all * ex2(-P_SHIFT));
+            all == 0.0f ? NEG_INF : P_SHIFT - x.shift[i], all * ex2(-P_SHIFT));
     }
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode(Params p) {
