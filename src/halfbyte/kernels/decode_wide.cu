@@ -177,37 +177,58 @@ struct Places {
   }
 };
 
-// A warp's 16 tokens of K in a subtile, as operands of K_STEPS steps of k.
-__device__ __forceinline__ void load_k(u32 (*a)[4], u32 tile, const Places& at, int subtile, int first) {
-  u32 sf[2][WORDS_SF_K];
-  load_words<WORDS_SF_K>(sf[0], tile + at.sf_k + 64 * subtile * SF_K);
-  load_words<WORDS_SF_K>(sf[1], tile + at.sf_k + (64 * subtile + 8) * SF_K);
+// Bytes and scales from shared memory, asked for while the operands before them are unpacked.
+struct RawK {
+  u32 bytes[4];  // 16 tokens x 64 dims
+  u32 scales[2];  // of tokens g and g + 8
+};
+
+struct RawV {
+  u32 bytes[4];  // 32 tokens x 32 dims
+  u32 scales[8];  // of tokens 2c, 2c + 1, 2c + 8, 2c + 9, and of 16 further on
+};
+
+__device__ __forceinline__ u32 load_word(u32 address) {
+  u32 y;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(y) : "r"(address));
+  return y;
+}
+
+// A warp's 16 tokens of K in a subtile, K_STEPS steps of k.
+__device__ __forceinline__ void fetch_k(RawK& raw, u32 tile, const Places& at, int subtile, int first) {
+  ldmatrix4(raw.bytes, tile + (at.k ^ first / 2 * 16) + 64 * subtile * ROW_K);
 #pragma unroll
-  for (int j = 0; j < K_STEPS / 2; j += 2) {
-    u32 r[4];
-    ldmatrix4(r, tile + (at.k ^ (first / 2 + j) * 16) + 64 * subtile * ROW_K);
-    Operands<K_KIND>::of_k(a + 2 * j, r);
-    const int word = (first / 2 + j) / 2;
-    const u32 scale0 = scales_to_half2(__byte_perm(sf[0][word], 0, at.parity_k));
-    const u32 scale1 = scales_to_half2(__byte_perm(sf[1][word], 0, at.parity_k));
-    scale_k(a + 2 * j, both_low(scale0), both_low(scale1));
-    scale_k(a + 2 * j + 2, both_high(scale0), both_high(scale1));
+  for (int i = 0; i < 2; i++)
+    raw.scales[i] = load_word(tile + at.sf_k + (64 * subtile + 8 * i) * SF_K + first);
+}
+
+__device__ __forceinline__ void unpack_k(u32 (*a)[4], const RawK& raw, const Places& at) {
+  Operands<K_KIND>::of_k(a, raw.bytes);
+  const u32 scale0 = scales_to_half2(__byte_perm(raw.scales[0], 0, at.parity_k));
+  const u32 scale1 = scales_to_half2(__byte_perm(raw.scales[1], 0, at.parity_k));
+  scale_k(a, both_low(scale0), both_low(scale1));
+  scale_k(a + 2, both_high(scale0), both_high(scale1));
+}
+
+// A warp's dims of V for 32 tokens.
+__device__ __forceinline__ void fetch_v(RawV* raw, u32 tile, const Places& at, int first) {
+#pragma unroll
+  for (int i = 0; i < CHUNKS_PER_WARP; i++) {
+    ldmatrix4_trans(raw[i].bytes, tile + (at.v ^ i * 64) + first * ROW_V);
+#pragma unroll
+    for (int x = 0; x < 8; x++)
+      raw[i].scales[x] = load_word(tile + at.sf_v + (first + x / 4 * 16 + x / 2 % 2 * 8 + x % 2) * SF_V +
+                                   i * 8);
   }
 }
 
-// A warp's dims of V in its i-th chunk for 32 tokens, as operands [16 tokens][parts of a chunk].
-__device__ __forceinline__ void load_v(u32 (*a)[4], u32 tile, const Places& at, int first, int i,
-                                       int warp) {
-  u32 r[4], all[4][4];
-  ldmatrix4_trans(r, tile + (at.v ^ i * 64) + first * ROW_V);
-  Operands<V_KIND>::of_v(all, r);
+// As operands [16 tokens][parts of a chunk].
+__device__ __forceinline__ void unpack_v(u32 (*a)[4], const RawV& raw, const Places& at, int warp) {
+  u32 all[4][4];
+  Operands<V_KIND>::of_v(all, raw.bytes);
 #pragma unroll
   for (int k = 0; k < 2; k++) {
-    const u32 rows = tile + at.sf_v + (first + 16 * k) * SF_V + i * 8;
-    u32 sf[4];
-#pragma unroll
-    for (int x = 0; x < 4; x++)
-      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(sf[x]) : "r"(rows + (x % 2 + x / 2 * 8) * SF_V));
+    const u32* sf = raw.scales + 4 * k;
     const u32 m0 = scales_to_half2(__byte_perm(sf[0], sf[1], at.parity_v));
     const u32 m1 = scales_to_half2(__byte_perm(sf[2], sf[3], at.parity_v));
     if (PARTS_V == 1) {
@@ -225,10 +246,9 @@ __device__ __forceinline__ void load_v(u32 (*a)[4], u32 tile, const Places& at, 
   }
 }
 
-// A warp's dims of V for 32 tokens.
-__device__ __forceinline__ void load_v(u32 (*a)[4], u32 tile, const Places& at, int first, int warp) {
+__device__ __forceinline__ void unpack_v(u32 (*a)[4], const RawV* raw, const Places& at, int warp) {
 #pragma unroll
-  for (int i = 0; i < CHUNKS_PER_WARP; i++) load_v(a + 2 * PARTS_V * i, tile, at, first, i, warp);
+  for (int i = 0; i < CHUNKS_PER_WARP; i++) unpack_v(a + 2 * PARTS_V * i, raw[i], at, warp);
 }
 
 // O^T += V^T P^T for 32 tokens.
@@ -305,6 +325,8 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
   for (int left = share.stop - share.first; left > 0; left--, from_inner += TILE) {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
     __syncthreads();
+    RawK raw_k[2];
+    fetch_k(raw_k[0], tile, places, 0, 0);
     loader.step();
 
     const bool edge = (u32)from_inner > inner;
@@ -319,11 +341,14 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
     // While a matmul runs, the operands of the next one are unpacked.
     float s[SUBTILES][N_TILES][4];
     u32 k[2][K_STEPS][4];
+    constexpr int PARTS_K = STEPS_K / K_STEPS;
 #pragma unroll
-    for (int i = 0; i < SUBTILES * STEPS_K / K_STEPS; i++) {
-      const int subtile = i / (STEPS_K / K_STEPS), first = i % (STEPS_K / K_STEPS) * K_STEPS;
+    for (int i = 0; i < SUBTILES * PARTS_K; i++) {
+      const int subtile = i / PARTS_K, first = i % PARTS_K * K_STEPS;
+      if (i + 1 < SUBTILES * PARTS_K)
+        fetch_k(raw_k[(i + 1) % 2], tile, places, (i + 1) / PARTS_K, (i + 1) % PARTS_K * K_STEPS);
       if (i >= 2) wgmma_wait<1>();
-      load_k(k[i % 2], tile, places, subtile, first);
+      unpack_k(k[i % 2], raw_k[i % 2], places);
       wgmma_fence();
 #pragma unroll
       for (int j = 0; j < K_STEPS; j++)
@@ -395,6 +420,8 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
       fence_async_proxy();
       return largest;
     };
+    RawV raw_v[2][CHUNKS_PER_WARP];
+    fetch_v(raw_v[0], tile, places, 0);
     const u32 largest = write_probabilities();
     const bool grown = max(largest & 0xFFFFu, largest >> 16) > MOST_P;
     if (__syncthreads_or(grown)) {
@@ -440,8 +467,9 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
     u32 v[2][V_OPERANDS][4];
 #pragma unroll
     for (int i = 0; i < TILE / 32; i++) {
+      if (i + 1 < TILE / 32) fetch_v(raw_v[(i + 1) % 2], tile, places, 32 * (i + 1));
       if (i >= 2) wgmma_wait<1>();
-      load_v(v[i % 2], tile, places, 32 * i, warp);
+      unpack_v(v[i % 2], raw_v[i % 2], places, warp);
       wgmma_fence();
       add_values(out, v[i % 2], ring16, 32 * i);
       wgmma_commit();
