@@ -265,6 +265,14 @@ __device__ __forceinline__ void add_values(float (*out)[N_TILES][4], const u32 (
               true);
 }
 
+// Four 8 x 8 matrices of halves, transposed: a lane has rows 2c and 2c + 1 of column g of each, and says
+// where row lane % 8 of matrix lane / 8 goes.
+__device__ __forceinline__ void store_matrices(u32 address, const u32* x, const u32* y) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(x[0]), "r"(x[1]), "r"(y[0]), "r"(y[1])
+               : "memory");
+}
+
 // The largest of a column among all warps.
 __device__ __forceinline__ void share_maxima(float (*top)[2], int warp, int g, int c) {
 #pragma unroll
@@ -317,7 +325,9 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
       for (int i = 0; i < 4; i++) out[m][n][i] = 0.0f;
     sum[n][0] = sum[n][1] = 0.0f;
   }
-  const u32 p_at = keep(ring + OFF_P + 2 * warp * B_MATRIX + g * 16 + c * 4);
+  // Of a lane's matrix for store_matrices, its row.
+  const u32 p_at = keep(ring + OFF_P + (lane >> 4) * (TILE / 8) * B_MATRIX +
+                        (2 * warp + (lane >> 3 & 1)) * B_MATRIX + (lane & 7) * 16);
   const u32 columns_at = keep(columns_address(0, c));
   auto scale_of = [](const Columns& x, int i) { return SOFTCAP ? 1.0f : x.multiplier[i]; };
 
@@ -410,12 +420,8 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
           largest = max_half2(largest, max_half2(pairs[n][0], pairs[n][1]));
         }
 #pragma unroll
-        for (int i = 0; i < 2 * N_TILES; i++) pairs[i / 2][i % 2] = movmatrix(pairs[i / 2][i % 2]);
-#pragma unroll
-        for (int i = 0; i < 2 * N_TILES; i++) {
-          const u32 at = p_at + (i / 2 * (TILE / 8) + subtile * 8 + i % 2) * B_MATRIX;
-          asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(pairs[i / 2][i % 2]) : "memory");
-        }
+        for (int n = 0; n < N_TILES; n += 2)
+          store_matrices(p_at + (n * (TILE / 8) + subtile * 8) * B_MATRIX, pairs[n], pairs[n + 1]);
       }
       fence_async_proxy();
       return largest;
