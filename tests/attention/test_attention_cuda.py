@@ -40,9 +40,9 @@ def test_kernel_that_does_not_compile_says_why() -> None:
         (90, 128, 4, Variant(64, 1, True, False, 3, 2)),
         (90, 64, 8, Variant(64, 1, False, False, 4, 2)),
         (90, 128, 16, Variant(32, 2, False, False, 4, 2)),
-        (90, 128, 32, Variant(64, 4, False, True, 3, 3, True)),
-        (90, 64, 64, Variant(64, 8, False, True, 3, 2, True)),
-        (90, 256, 32, Variant(64, 4, False, True, 3, 2, True)),
+        (90, 128, 32, Variant(128, 4, False, True, 2, 3, True)),
+        (90, 64, 64, Variant(128, 8, False, True, 2, 2, True)),
+        (90, 256, 32, Variant(128, 4, False, True, 2, 2, True)),
         (100, 128, 32, Variant(32, 4, False, True, 4, 2)),
         (90, 256, 4, Variant(32, 1, True, False, 3, 2)),
         (90, 256, 16, Variant(16, 2, False, True, 3, 2)),
@@ -132,11 +132,41 @@ def run(case: Case, **options: Any) -> Any:
     return paged_attention(case.query.cuda(), pages, backend="cuda", **arguments, **options)
 
 
+_LENGTHS = {"query_lens": (1,) * 8, "seq_lens": (1, 15, 64, 65, 128, 129, 1000, 0)}
+WIDE_CASES: dict[str, dict[str, Any]] = {
+    "group-32-d128": {"head_size": 128, "group": 32, **_LENGTHS},
+    "group-32-d64-page-64": {"head_size": 64, "group": 32, "block_size": 64, **_LENGTHS},
+    "group-32-d256-page-64": {"head_size": 256, "group": 32, "block_size": 64, **_LENGTHS},
+    "group-64-d128-page-48": {"head_size": 128, "group": 64, "block_size": 48, **_LENGTHS},
+    "group-40-d256": {"head_size": 256, "group": 40, "kv_heads": 1, **_LENGTHS},
+    "group-32-k256-v64": {"head_size": 256, "head_size_v": 64, "group": 32, **_LENGTHS},
+    "group-40-k64-v256": {"head_size": 64, "head_size_v": 256, "group": 40, **_LENGTHS},
+    "group-32-k128-v64": {"head_size": 128, "head_size_v": 64, "group": 32, **_LENGTHS},
+    "group-32-d256-nhd": {"head_size": 256, "group": 32, "order": "NHD", **_LENGTHS},
+    "wide-several-queries-window-sinks": {
+        "head_size": 128,
+        "group": 8,
+        "sinks": True,
+        "sliding_window": 90,
+        "query_lens": (9, 4, 0, 5, 17, 4),
+        "seq_lens": (9, 64, 70, 132, 2000, 3001),
+    },
+    "wide-ragged": {
+        "head_size": 128,
+        "group": 32,
+        "kv_heads": 1,
+        "query_lens": (1,) * 40,
+        "seq_lens": tuple(range(1, 8000, 200)),
+    },
+}
+"""Beyond 16 query columns: `decode_wide.cu` on SM90."""
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", DECODE_CASES)
+@pytest.mark.parametrize("name", [*DECODE_CASES, *WIDE_CASES])
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["", "batch-invariant"])
 def test_cuda_attention(name: str, batch_invariant: bool) -> None:
-    case = make_case(**DECODE_CASES[name])
+    case = make_case(**{**DECODE_CASES, **WIDE_CASES}[name])
     out, lse = run(case, return_lse=True, batch_invariant=batch_invariant)
     assert_close_to_exact(out.cpu(), case)
     _, exact_lse = case.expected()

@@ -19,6 +19,12 @@ from linear.machines import H200, RTX_3090
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (576, 576), (48, 16), (128256, 4096)]
 COMMON_SCALE = 2.0**-9
+MACHINES = {
+    "h200": H200,
+    "rtx-3090": RTX_3090,
+    "like-a100": Machine(80, 166912, (108, 54, 27, 13)),
+    "like-rtx-5090": Machine(120, 101376, (170, 85, 40, 20)),
+}
 
 
 def random_weight(n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,28 +150,63 @@ def test_bad_weights_are_refused(change: dict, message: str) -> None:
         )
 
 
-@pytest.mark.parametrize("machine", [H200, RTX_3090], ids=["h200", "rtx-3090"])
-@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+@pytest.mark.parametrize(("n", "k"), [*SHAPES, (8192, 28672)])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_plans_fit_the_machine(n: int, k: int, machine: Machine, batch_invariant: bool) -> None:
     for m in (1, 2, 5, 8, 16, 17, 33, 64, 1000):
         plan = few_plan(n, k, m, machine, batch_invariant)
         assert plan.ctas * (plan.shared_bytes(n, k, m) + 1024) <= machine.block_bytes + 1024
-        ways = machine.groups[0] // plan.split
+        at_once = machine.groups[0] * plan.ctas // plan.split
         if plan.join == 1:
             assert machine.capability >= 90
-            ways = machine.groups[linear_plan.SPLITS.index(plan.split)]
-        assert 1 <= plan.groups <= min(ways * plan.ctas, linear_plan.row_units(n))
+            at_once = machine.groups[linear_plan.SPLITS.index(plan.split)] * plan.ctas
+        assert 1 <= plan.groups <= min(at_once, linear_plan.row_units(n))
+        assert 1 <= plan.round_units <= plan.units(n)
         assert plan.split <= linear_plan.k_blocks(k)
         assert (plan.join == 0) == (plan.split == 1)
         assert 8 * plan.column_tiles * plan.passes(m) >= m
 
 
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_order_of_sums_does_not_depend_on_the_batch(n: int, k: int) -> None:
-    plans = [few_plan(n, k, m, H200, batch_invariant=True) for m in (1, 3, 16, 40, 64, 4096)]
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+@pytest.mark.parametrize(("n", "k"), [*SHAPES, (8192, 28672)])
+def test_order_of_sums_does_not_depend_on_the_batch(n: int, k: int, machine: Machine) -> None:
+    plans = [few_plan(n, k, m, machine, batch_invariant=True) for m in (1, 3, 16, 40, 64, 4096)]
     assert len({p._replace(column_tiles=1, stages=2) for p in plans}) == 1
     assert plans[0].column_tiles == 1
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_every_unit_has_its_group(n: int, k: int, machine: Machine) -> None:
+    """As `Place` of `linear_loader.cuh` counts, from what the launcher hands over."""
+    units = linear_plan.row_units(n)
+    for m in (1, 16, 64):
+        plan = few_plan(n, k, m, machine)
+        each = units // plan.groups
+        more = units - plan.groups * each
+        found: list[int] = []
+        for group in range(plan.groups):
+            first, count = group * each + min(group, more), each + (group < more)
+            assert 1 <= count <= plan.units(n)
+            found += range(first, first + count)
+        assert found == list(range(units))
+
+
+@pytest.mark.parametrize(("split", "units"), [(2, 3), (4, 5), (8, 1), (8, 9)])
+def test_a_cluster_has_room_for_all_sums(split: int, units: int) -> None:
+    """Which CTAs of a cluster send to one, into places that `linear_cluster.cuh` counts so."""
+    n, k = 64 * units, 1024 * split
+    for m in (1, 5, 16):
+        plan = FewPlan(2, split, 1, groups=2, round_units=units)
+        room = plan.shared_bytes(n, k, m) - plan._replace(join=2).shared_bytes(n, k, m)
+        pieces = units * -(-m // 4)
+        for rank in range(split):
+            received = [
+                i // split * split + j for i in range(rank, pieces, split) for j in range(split)
+            ]
+            assert len(set(received)) == len(received)
+            assert (max(received, default=-1) + 1) * 512 <= room
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -178,7 +219,7 @@ def test_an_h200_is_filled(n: int, k: int, batch_invariant: bool) -> None:
         plan = few_plan(n, k, m, H200, batch_invariant)
         assert plan.groups * plan.split >= 120
         assert plan.passes(m) == 1
-        assert (plan.stages - 1) * plan.warps * plan.ctas >= 16
+        assert plan.stages * plan.warps * plan.ctas >= 16
         # The busiest multiprocessor has at most a third more than the mean.
         work = plan.units(n) / linear_plan.row_units(n) * plan.groups
         assert plan.ctas > 1 or work <= 1.4
@@ -187,7 +228,7 @@ def test_an_h200_is_filled(n: int, k: int, batch_invariant: bool) -> None:
 def test_a_narrow_matrix_is_split_along_k() -> None:
     """Where rows are too few for all multiprocessors."""
     assert few_plan(1024, 4096, 8, H200).split >= 4
-    assert few_plan(28672, 4096, 8, H200).split == 1
+    assert few_plan(28672, 4096, 1, H200).split == 1
 
 
 def test_too_large_a_k_is_refused() -> None:
@@ -203,9 +244,10 @@ def test_kernels_compile(capability: int) -> None:
     architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
     join = 1 if capability >= 90 else 2
     for is_bf16, plan in (
-        (1, FewPlan(1, 1, 0, 1)),
+        (1, FewPlan(1, 1, 0, 1, warps=12, stages=2)),
         (0, FewPlan(2, 4, join, 1)),
-        (1, FewPlan(8, 8, join, 1, warps=8)),
+        (0, FewPlan(4, 2, 2, 1, warps=8, ctas=2)),
+        (1, FewPlan(8, 8, join, 1, warps=8, stages=2)),
     ):
         macros: dict[str, int | None] = {"X_BF16": is_bf16, **dict(plan.macros())}
         for name in ("linear", "linear_unpack"):
@@ -259,8 +301,8 @@ def test_every_way_to_cut_the_work(tiles: int, split: int, dtype: torch.dtype) -
         for groups, rounds, warps, stages, ctas in (
             (3, 2, 8, 2, 1),
             (14, 1, 4, 3, 1),
-            (14, 1, 8, 2, 2),
-            (1, 5, 8, 3, 1),
+            (14, 1, 8, 1, 2),
+            (1, 5, 16, 1, 1),
         ):
             if ctas > 1 and tiles > 2:
                 continue

@@ -1,5 +1,8 @@
 """The W4A16 kernel for many rows: plans and compilation anywhere, products on SM90."""
 
+from itertools import pairwise
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -35,16 +38,43 @@ def test_plans_cover_all_tiles(n: int, k: int, m: int) -> None:
     assert plan.cut_tiles <= tiles
     steps = plan.cut_tiles * -(-k // STEP)
     assert plan.cut_tiles == 0 or steps >= plan.clusters
+    assert max(plan.sharers(-(-k // STEP)), default=0) <= 32
+
+
+@pytest.mark.parametrize("crossing", [0, 1, 2])
+@pytest.mark.parametrize(("cut_tiles", "clusters"), [(1, 1), (4, 3), (4, 32), (24, 66), (112, 66)])
+def test_sharers_are_clusters_with_steps(cut_tiles: int, clusters: int, crossing: int) -> None:
+    blocks_k = 9
+    line = blocks_k + crossing
+    spans = [cut_tiles * line * i // clusters for i in range(clusters + 1)]
+    wanted = tuple(
+        sum(a < (tile + 1) * line and b > tile * line + crossing for a, b in pairwise(spans))
+        for tile in range(cut_tiles)
+    )
+    assert WidePlan(64, cut_tiles, clusters, cut_tiles, crossing).sharers(blocks_k) == wanted
 
 
 def test_many_rows_take_large_tiles() -> None:
     assert [wide_plan(28672, 4096, m, PROCESSORS).tokens for m in (33, 128, 256)] == [64, 128, 256]
 
 
-def product(
-    n: int, k: int, m: int, dtype: torch.dtype, plan: WidePlan | None, offset: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(result, the exact one, that of the dequantized weight in `dtype`), of two parts."""
+class Case(NamedTuple):
+    """Arguments of `linear_wide`, and results to compare with."""
+
+    x: torch.Tensor
+    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    bias: torch.Tensor
+    exact: torch.Tensor
+    """In float64."""
+    baseline: torch.Tensor
+    """Of the dequantized weight in x's dtype."""
+
+    def product(self, plan: WidePlan | None = None) -> torch.Tensor:
+        return wide.linear_wide(self.x, *self.weights, self.bias, len(self.bias), plan)
+
+
+def make_case(n: int, k: int, m: int, dtype: torch.dtype, offset: int = 0) -> Case:
+    """Of weights in two parts; rows of x lie `offset` values further apart than they must."""
     data = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
     scales = torch.randint(0x20, 0x60, (n, k // 16), dtype=torch.uint8, device="cuda")
     common = torch.tensor([0.003, 0.7], device="cuda")
@@ -58,14 +88,16 @@ def product(
     )
     x = torch.randn(m, k + offset, device="cuda", dtype=dtype)[:, offset:]
     bias = torch.randn(n, device="cuda", dtype=dtype)
-    tensors = (packed.weight, packed.weight_scale, packed.row_scale)
-    out = wide.linear_wide(x, *tensors, bias, n, plan)
     exact = x.double() @ weight.t() + bias.double()
-    return out, exact, torch.nn.functional.linear(x, weight.to(dtype), bias)
+    baseline = torch.nn.functional.linear(x, weight.to(dtype), bias)
+    torch.cuda.synchronize()  # weights are read before the kernel in front has ended
+    weights = (packed.weight, packed.weight_scale, packed.row_scale)
+    return Case(x, weights, bias, exact, baseline)
 
 
-def assert_close(out: torch.Tensor, exact: torch.Tensor, baseline: torch.Tensor) -> None:
-    allowed = 2 * (baseline.double() - exact).abs().max() + 1e-5 * exact.abs().max()
+def assert_close(out: torch.Tensor, case: Case) -> None:
+    exact = case.exact
+    allowed = 2 * (case.baseline.double() - exact).abs().max() + 1e-5 * exact.abs().max()
     assert (out.double() - exact).abs().max() <= allowed
 
 
@@ -80,8 +112,9 @@ def needs_sm90() -> None:
 @pytest.mark.parametrize(("n", "k"), [(256, 256), (200, 144), (1001, 512), (3072, 1024), (8, 64)])
 def test_products(n: int, k: int, m: int, dtype: torch.dtype) -> None:
     needs_sm90()
+    case = make_case(n, k, m, dtype)
     for tokens in (None, 64, 128, 256):
-        assert_close(*product(n, k, m, dtype, wide_plan(n, k, m, PROCESSORS, tokens)))
+        assert_close(case.product(wide_plan(n, k, m, PROCESSORS, tokens)), case)
 
 
 @pytest.mark.gpu
@@ -90,44 +123,92 @@ def test_products(n: int, k: int, m: int, dtype: torch.dtype) -> None:
 def test_tiles_that_are_cut_anywhere(clusters: int, dtype: torch.dtype) -> None:
     needs_sm90()
     n, k, m = 700, 1024, 200
-    for tokens in (64, 256):
+    case = make_case(n, k, m, dtype)
+    for tokens in (64, 128, 256):
         tiles = -(-n // 256) * -(-m // tokens)
-        plan = WidePlan(tokens, tiles, clusters, tiles)
-        out, exact, baseline = product(n, k, m, dtype, plan)
-        assert_close(out, exact, baseline)
+        assert_close(case.product(WidePlan(tokens, tiles, clusters, tiles)), case)
+
+
+@pytest.mark.gpu
+@DTYPE
+@pytest.mark.parametrize("crossing", [0, 2])
+@pytest.mark.parametrize("sharers", range(1, 9))
+def test_tiles_that_clusters_share(sharers: int, crossing: int, dtype: torch.dtype) -> None:
+    needs_sm90()
+    n, k, tiles = 500, 2048, 4
+    for tokens in (64, 128, 256):
+        for beyond in (3, 20, tokens - 7):  # the last tile has fewer strips than finishers, or all
+            case = make_case(n, k, tokens + beyond, dtype)
+            for clusters in (tiles * sharers, tiles * sharers - 1):
+                plan = WidePlan(tokens, tiles, clusters, tiles, crossing)
+                assert sharers <= max(plan.sharers(k // STEP)) <= sharers + 1
+                assert_close(case.product(plan), case)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("offset", [1, 4, 8], ids=["odd", "8-bytes", "16-bytes"])
 def test_rows_of_x_may_lie_apart(offset: int) -> None:
     needs_sm90()
-    assert_close(*product(256, 256, 70, torch.bfloat16, None, offset))
+    case = make_case(256, 256, 70, torch.bfloat16, offset)
+    assert_close(case.product(), case)
+
+
+def captured(
+    case: Case, plan: WidePlan, launches: int
+) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
+    """A graph of launches, each of which may begin before the one in front has ended."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [case.product(plan) for _ in range(launches)]
+    return graph, outs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("crossing", [0, 2])
+@pytest.mark.parametrize("tokens", [64, 128, 256])
+def test_graphs_that_run_at_once(tokens: int, crossing: int) -> None:
+    needs_sm90()
+    n, k, m = 1536, 4096, 250
+    case = make_case(n, k, m, torch.bfloat16)
+    tiles, clusters = 6 * -(-m // tokens), {64: 132, 128: 66, 256: 66}[tokens]
+    plan = WidePlan(tokens, tiles, clusters, tiles, crossing)
+    wanted = case.product(plan)
+    assert_close(wanted, case)
+    graphs = [captured(case, plan, 4) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for _ in range(10):
+        for out in (out for _, outs in graphs for out in outs):
+            out.fill_(torch.nan)
+        torch.cuda.synchronize()
+        for _ in range(5):
+            for stream, (graph, _) in zip(streams, graphs, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, wanted) for _, outs in graphs for out in outs)
 
 
 @pytest.mark.gpu
 def test_replays_and_streams_give_the_same_bits() -> None:
     needs_sm90()
     n, k, m = 1536, 2048, 100
-    data = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
-    scales = torch.randint(0x20, 0x60, (n, k // 16), dtype=torch.uint8, device="cuda")
-    packed = pack_weight(data, scales, torch.ones(1, device="cuda"), (n,), torch.bfloat16)
-    tensors = (packed.weight, packed.weight_scale, packed.row_scale)
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    case = make_case(n, k, m, torch.bfloat16)
     assert wide_plan(n, k, m, PROCESSORS).cut_tiles > 0
-    wanted = wide.linear_wide(x, *tensors, None, n)
+    wanted = case.product()
+    assert_close(wanted, case)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = wide.linear_wide(x, *tensors, None, n)
+        out = case.product()
     for _ in range(20):
-        captured.fill_(torch.nan)
+        out.fill_(torch.nan)
         graph.replay()
-        assert torch.equal(captured, wanted)
+        assert torch.equal(out, wanted)
     streams = [torch.cuda.Stream() for _ in range(3)]
     torch.cuda.synchronize()
     results = []
     for _ in range(10):
         for stream in streams:
             with torch.cuda.stream(stream):
-                results.append(wide.linear_wide(x, *tensors, None, n))
+                results.append(case.product())
     torch.cuda.synchronize()
     assert all(torch.equal(result, wanted) for result in results)

@@ -81,6 +81,13 @@ __device__ __forceinline__ u64 add_offset(u64 base, u32 offset) {
   return base + offset;
 }
 
+// An entry of a block table. Those after it will be asked for soon, and come with it from memory.
+__device__ __forceinline__ u32 page_number(const int* entry) {
+  u32 y;
+  asm volatile("ld.global.L2::256B.u32 %0, [%1];" : "=r"(y) : "l"(entry));
+  return y;
+}
+
 // The tiles of a piece that a unit works on.
 struct Share {
   int first, stop;
@@ -121,7 +128,9 @@ struct Loader {
   // K's do where that is so; a lane without scales has nowhere to put them.
   static constexpr bool ALIKE = ROW_K == ROW_V && K_DATA_HEAD == V_DATA_HEAD;
   static constexpr u32 NOWHERE = ~0u;
-  u32 first, k_from, k_to, v_from, v_to, sf_from, sf_to;
+  u32 first, k_from, k_to, v_from, v_to, sf_subtile, sf_from, sf_to;
+  // Chunks of scales of 16 tokens, and subtiles whose chunks the lanes have at a time.
+  static constexpr int SF_CHUNKS = SF_K + SF_V, SF_SUBTILES = 32 / SF_CHUNKS;
 #else
   u32 page;  // of the next tile, looked up a tile before its bytes are asked for
 #endif
@@ -131,7 +140,6 @@ struct Loader {
       : p(p), header(header), head(head), unit(unit), ring(ring), target(ring), index(first_unit.index) {
 #if SHARED_RING
     const int lane = threadIdx.x & 31;
-    const bool k_side = lane < SF_K;
     first = keep(threadIdx.x / 32 * 16);
     k_from = keep(K_DATA + head * K_DATA_HEAD + lane * 16);
     k_to = keep(first * ROW_K + swizzle<CHUNKS_K>(lane / CHUNKS_K, lane % CHUNKS_K));
@@ -139,10 +147,15 @@ struct Loader {
       v_from = keep(V_DATA + head * V_DATA_HEAD + lane * 16);
       v_to = keep(OFF_V + first * ROW_V + swizzle<CHUNKS_V>(lane / CHUNKS_V, lane % CHUNKS_V));
     }
-    sf_from = keep(lane * 16 + (k_side ? K_SCALE + head * K_SCALE_HEAD
-                                       : V_SCALE + head * V_SCALE_HEAD - SF_K * 16));
-    sf_to = keep(lane >= SF_K + SF_V ? NOWHERE
-                 : lane * 16 + (k_side ? OFF_SF_K + first * SF_K : OFF_SF_V + first * SF_V - SF_K * 16));
+    const int chunk = lane % SF_CHUNKS, subtile = lane / SF_CHUNKS;
+    const bool k_side = chunk < SF_K;
+    sf_subtile = keep(subtile);
+    sf_from = keep(chunk * 16 + (k_side ? K_SCALE + head * K_SCALE_HEAD
+                                        : V_SCALE + head * V_SCALE_HEAD - SF_K * 16));
+    const u32 row = 64 * subtile + first;
+    sf_to = keep(subtile >= min(SF_SUBTILES, TILE / 64) ? NOWHERE
+                                      : chunk * 16 + (k_side ? OFF_SF_K + row * SF_K
+                                                             : OFF_SF_V + row * SF_V - SF_K * 16));
 #endif
     enter(first_unit.piece);
     while (tile >= stop && next_piece()) {}
@@ -178,10 +191,10 @@ struct Loader {
 #if SHARED_RING
 #pragma unroll
     for (int i = 0; i < TILE / 64; i++)
-      pages[i] = table[min((tile * TILE + 64 * i + first) / BLOCK_SIZE, last_page)];
+      pages[i] = page_number(table + min((tile * TILE + 64 * i + first) / BLOCK_SIZE, last_page));
 #else
     const u32 position = tile * TILE + first_token() + (ONE_PAGE ? 0 : threadIdx.x % 32 / SHARE * 16);
-    page = table[min(position / BLOCK_SIZE, last_page)];
+    page = page_number(table + min(position / BLOCK_SIZE, last_page));
 #endif
   }
 
@@ -200,6 +213,7 @@ struct Loader {
 #if SHARED_RING
   // 16 tokens of one head are contiguous: their 16-byte chunks go to the lanes in turn.
   __device__ __forceinline__ void load() const {
+    static_assert(TILE <= 128, "pages of one or two subtiles");
 #pragma unroll
     for (int i = 0; i < TILE / 64; i++) {
       const u32 token = BLOCK_SIZE == 16 ? 0 : (tile * TILE + 64 * i + first) % BLOCK_SIZE;
@@ -210,11 +224,16 @@ struct Loader {
         copy<CHUNKS_V>(target + k_to + OFF_V + 64 * i * ROW_V, k + (V_DATA - K_DATA));
       else
         copy<CHUNKS_V>(target + v_to + 64 * i * ROW_V, add_offset(from, v_from) + token * ROW_V);
-      // Scales of 16 tokens are SF_K + SF_V chunks.
-      const bool k_side = (threadIdx.x & 31) < SF_K;
-      cp_async16_if(sf_to != NOWHERE, target + sf_to + 64 * i * (SF_K == SF_V || k_side ? SF_K : SF_V),
-                    (const u8*)(add_offset(from, sf_from) +
-                                token * (SF_K == SF_V || k_side ? SF_K : SF_V)));
+    }
+#pragma unroll
+    for (int i = 0; i < TILE / 64; i += SF_SUBTILES) {
+      const u32 subtile = i + sf_subtile;
+      const u32 page = TILE == 64 || subtile == 0 ? pages[0] : pages[TILE / 64 - 1];
+      const u32 token = BLOCK_SIZE == 16 ? 0 : (tile * TILE + 64 * subtile + first) % BLOCK_SIZE;
+      const u32 row = SF_K == SF_V || threadIdx.x % 32 % SF_CHUNKS < SF_K ? SF_K : SF_V;
+      cp_async16_if(sf_to != NOWHERE, target + sf_to + 64 * i * row,
+                    (const u8*)(add_offset(page_address((u64)p.pages, page, p.page_stride), sf_from) +
+                                token * row));
     }
   }
 

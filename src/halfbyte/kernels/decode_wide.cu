@@ -311,7 +311,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
   // comparison of what is counted from `inner_from`; if there are none, from beyond all positions.
   const int inner_to = min(all_to + 1, length) - TILE;
   const int inner_from = inner_to < max(all_from, first_visible) ? 1 << 30 : max(all_from, first_visible);
-  const u32 inner = max(inner_to - inner_from, 0);
+  const u32 inner = keep(max(inner_to - inner_from, 0));
   const Places places(warp, lane);
   const u32 ring16 = ring / 16;
 
@@ -340,7 +340,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
     loader.step();
 
     const bool edge = (u32)from_inner > inner;
-    if (edge) {
+    if (__builtin_expect(edge, 0)) {
       const int position = keep(from_inner + inner_from);
       const int beyond = length - position, before = first_visible - position;
       clear_rows(tile, beyond, TILE);
@@ -380,7 +380,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
         y = p.softcap * LOG2E * tanhf(y * x[n].multiplier[i & 1] / p.softcap);
       }
 #endif
-    if (edge) {
+    if (__builtin_expect(edge, 0)) {
       const int row = keep(from_inner + inner_from + warp * 16 + g), first_column = keep(piece.col_tile * COLS + 2 * c);
 #pragma unroll
       for (int n = 0; n < N_TILES; n++)
@@ -430,7 +430,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
     fetch_v(raw_v[0], tile, places, 0);
     const u32 largest = write_probabilities();
     const bool grown = max(largest & 0xFFFFu, largest >> 16) > MOST_P;
-    if (__syncthreads_or(grown)) {
+    if (__builtin_expect(__syncthreads_or(grown), 0)) {
       float top[N_TILES][2];
 #pragma unroll
       for (int n = 0; n < N_TILES; n++)

@@ -6,14 +6,14 @@
 //   Operands   m16n8k16: A = 16 rows of W x 16 k, unpacked in registers; B = 8 columns (rows of x).
 //              A warp works on a unit of 32 rows of W, 128 k at a time (an item of 2304 bytes).
 //   Loads      Every lane copies its own 16 bytes into a ring of its warp's in shared memory
-//              (cp.async) and reads them back: no barriers. Copies begin before the kernel in front
-//              has ended, because weights do not depend on it.
-//   x          lies in shared memory as it is, for all warps, who begin at different k and so wait for
-//              all of it; rows 16 bytes apart from a multiple of 128, so that ldmatrix has no bank
-//              conflicts.
+//              (cp.async) and reads them back: no barriers. An item's words go to registers at once, so
+//              that its place in the ring is free for the next copy before its arithmetic begins.
+//              Copies begin before the kernel in front has ended, because weights do not depend on it.
+//   x          lies in shared memory for all warps (linear_x.cuh), who begin at different k.
 //   Split      A group of SPLIT CTAs shares a range of units: each has all of them for its share of k.
 //              In a CTA, the items of a round of units lie on a line, unit after unit, that is cut into
-//              one segment per warp.
+//              one segment per warp. Where a segment begins within a unit and goes beyond it, the rest
+//              of that unit comes last, so that most warps begin with the k that arrive first.
 //   Sums       A warp leaves its sum of a unit in slot (warp + unit): both only grow along the line, so
 //              no two sums meet. Then the sums of a unit are added, warp after warp, then CTA after
 //              CTA: always in the same order. Nothing here depends on the number of rows of x, so that
@@ -24,21 +24,12 @@
 //   X_BF16         see linear_values.cuh
 //   COLUMN_TILES   8 columns each: 1, 2, 4 or 8
 //   SPLIT          CTAs of a group
-//   JOIN           how they join their sums: 0 not (SPLIT 1), 1 as a cluster (SM90), 2 through memory
-//                  and `linear_join`
+//   JOIN           how they join their sums: 0 not (SPLIT 1), 1 as a cluster (SM90,
+//                  linear_cluster.cuh), 2 through memory and `linear_join`
 //   WARPS, STAGES, CTAS   warps of a CTA, items in a ring, CTAs on a multiprocessor
 
-#include "linear_loader.cuh"
-
-#define JOIN_COLUMNS 4  // whose sums a lane adds side by side, so that their latencies overlap
-
-__device__ __forceinline__ uint4 load16(u32 address) {
-  uint4 y;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w)
-               : "r"(address));
-  return y;
-}
+#include "linear_cluster.cuh"
+#include "linear_x.cuh"
 
 __device__ __forceinline__ float load_float(u32 address) {
   float y;
@@ -68,25 +59,10 @@ __device__ __forceinline__ void matmul(float* c, const u32* a, u32 b0, u32 b1) {
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Starts to copy the CTA's share of x into shared memory: all of it at once, for its copies wait behind
-// those of weights, and one wait is enough.
-__device__ __forceinline__ void copy_x(const Params& p, const Place& place, int columns, u32 x_shared,
-                                       u32 x_row) {
-  const int chunks = place.blocks * 16, k_left = p.k - place.first_block * 128;
-  const u16* x = p.x + place.first_column * p.x_stride + place.first_block * 128;
-  for (int row = 0; row < columns; row++) {
-#pragma unroll 1
-    for (int chunk = threadIdx.x; chunk < chunks; chunk += THREADS)
-      copy16_or_zeros(x_shared + chunk * 16, x + chunk * 8, chunk * 8 < k_left);
-    x += p.x_stride;
-    x_shared += x_row;
-  }
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
 // What scales and shifts the CTA's rows, on its way from memory long before it is needed.
 __device__ __forceinline__ void fetch_vectors(const Params& p, const Place& place) {
 #if JOIN != 2
+#pragma unroll 1
   for (int i = threadIdx.x; i < place.units; i += THREADS) {
     const int row = (place.first_unit + i) * 32;
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p.row_scale + row));
@@ -95,27 +71,23 @@ __device__ __forceinline__ void fetch_vectors(const Params& p, const Place& plac
 #endif
 }
 
-// Where a lane finds x for ldmatrix: two steps of the only tile of columns, or one step of two tiles.
-// Columns that are not there are copies of the last one.
-__device__ __forceinline__ void x_addresses(u32* address, u32 x_shared, u32 x_row, int columns) {
-  const int lane = threadIdx.x & 31;
-#if COLUMN_TILES == 1
-  address[0] = x_shared + min(lane & 7, columns - 1) * x_row + (lane >> 3) * 16;
-#else
-#pragma unroll
-  for (int i = 0; i < COLUMN_TILES / 2; i++) {
-    const int column = 16 * i + (lane >> 4) * 8 + (lane & 7);
-    address[i] = x_shared + min(column, columns - 1) * x_row + (lane >> 3 & 1) * 16;
-  }
-#endif
-}
+// 32 rows of weights times 64 k of x: a lane's words of an item.
+struct Square {
+  uint4 words[2], scales;
 
-// 32 rows of weights times 64 k of x. `weights` is this lane's place in the ring, `scales` its group's.
-__device__ __forceinline__ void multiply(float (*acc)[COLUMN_TILES][4], u32 weights, u32 scales,
+  // From this lane's place in the ring, and its group's.
+  __device__ __forceinline__ void load(u32 weights, u32 scales_address) {
+    words[0] = load16(weights);
+    words[1] = load16(weights + 512);
+    scales = load16(scales_address);
+  }
+};
+
+__device__ __forceinline__ void multiply(float (*acc)[COLUMN_TILES][4], const Square& w,
                                          const u32* x_address, u32 x_offset, u32 exponent) {
-  const uint4 w0 = load16(weights), w1 = load16(weights + 512), s = load16(scales);
-  const u32 words[2][4] = {{w0.x, w0.y, w0.z, w0.w}, {w1.x, w1.y, w1.z, w1.w}};
-  const u32 scale_words[2][2] = {{s.x, s.y}, {s.z, s.w}};
+  const u32 words[2][4] = {{w.words[0].x, w.words[0].y, w.words[0].z, w.words[0].w},
+                           {w.words[1].x, w.words[1].y, w.words[1].z, w.words[1].w}};
+  const u32 scale_words[2][2] = {{w.scales.x, w.scales.y}, {w.scales.z, w.scales.w}};
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     u32 scale[2][2];
@@ -161,30 +133,6 @@ __device__ __forceinline__ void leave_sums(float (*acc)[COLUMN_TILES][4], u32 sl
         store_float(slot + ((8 * i + j % 2) * SLOT_ROW + 16 * tile + j / 2 * 8) * 4, acc[tile][i][j]);
 }
 
-__device__ __forceinline__ void cluster_barrier() {
-#if JOIN == 1
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ float load_of_rank(u32 address, int rank) {
-  float y = 0.0f;
-#if JOIN == 1
-  u32 remote;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(y) : "r"(remote) : "memory");
-#endif
-  return y;
-}
-
-// Where this lane's row of a unit's sums lies, after a CTA of so many blocks has added them up.
-__device__ __forceinline__ u32 sum_address(u32 slots, int units, int blocks, int unit, int column) {
-  const Segments segments(units * blocks);
-  const int first = segments.warp_of(unit * blocks, Divisor(segments.total));
-  return slots + (first + unit) * SLOT_BYTES + (column * SLOT_ROW + (threadIdx.x & 31)) * 4;
-}
-
 // What becomes of a row's sum. The bias stays as loaded until it is used, so that nothing waits for it.
 struct Finish {
   float scale;
@@ -201,104 +149,111 @@ struct Finish {
 
 // A round's sums, cut into pieces of a unit's 32 rows and JOIN_COLUMNS columns.
 struct Pieces {
-  int of_unit, count, units;
-  Divisor by_columns;
+  const Round& round;
+  int of_unit, count, blocks;
+  Divisor by_columns, by_total;
 
-  __device__ __forceinline__ Pieces(int units, int columns)
-      : of_unit((columns + JOIN_COLUMNS - 1) / JOIN_COLUMNS),
-        count(units * of_unit),
-        units(units),
-        by_columns(of_unit) {}
+  __device__ __forceinline__ Pieces(const Round& round, int blocks, int columns)
+      : round(round),
+        of_unit((columns + JOIN_COLUMNS - 1) / JOIN_COLUMNS),
+        count(round.units * of_unit),
+        blocks(blocks),
+        by_columns(of_unit),
+        by_total(round.segments.total) {}
 
   // The unit of a piece; of one beyond the last, the last.
   __device__ __forceinline__ int unit(int piece) const {
-    return min(by_columns.quotient(piece), units - 1);
+    return min(by_columns.quotient(piece), round.units - 1);
   }
   __device__ __forceinline__ int column(int piece) const {
     return (piece - by_columns.quotient(piece) * of_unit) * JOIN_COLUMNS;
   }
 };
 
-// Adds what `count` warps left of a piece, in their order.
-__device__ __forceinline__ void add_warps(float* sums, u32 address, int count) {
-#pragma unroll
-  for (int j = 0; j < JOIN_COLUMNS; j++) sums[j] = load_float(address + j * SLOT_ROW * 4);
-#pragma unroll 2
-  for (int part = 1; part < count; part++) {
-    address += SLOT_BYTES;
-#pragma unroll
-    for (int j = 0; j < JOIN_COLUMNS; j++) sums[j] += load_float(address + j * SLOT_ROW * 4);
-  }
-}
+// Where a lane's row of a piece begins, and how many warps have left sums of it.
+struct Piece {
+  int unit, column, warps;
+  u32 address;
 
-// The sums of all warps, then of all CTAs of the group, to the output, piece by piece. What finishes the
-// rows of a warp's next piece is on its way while the warp works on one: the latency of memory would
-// be most of a join's time.
+  __device__ __forceinline__ Piece(const Pieces& pieces, int index, u32 slots)
+      : unit(pieces.unit(index)), column(pieces.column(index)) {
+    const Segments& segments = pieces.round.segments;
+    const int first = segments.warp_of(unit * pieces.blocks, pieces.by_total);
+    warps = segments.warp_of((unit + 1) * pieces.blocks - 1, pieces.by_total) - first + 1;
+    address = slots + (first + unit) * SLOT_BYTES + (column * SLOT_ROW + (threadIdx.x & 31)) * 4;
+  }
+
+  // Adds the warps' sums in their order.
+  __device__ __forceinline__ void add(float* sums) const {
+    u32 from = address;
+#pragma unroll
+    for (int j = 0; j < JOIN_COLUMNS; j++) sums[j] = load_float(from + j * SLOT_ROW * 4);
+#pragma unroll 2
+    for (int part = 1; part < warps; part++) {
+      from += SLOT_BYTES;
+#pragma unroll
+      for (int j = 0; j < JOIN_COLUMNS; j++) sums[j] += load_float(from + j * SLOT_ROW * 4);
+    }
+  }
+};
+
+// The sums of all warps, then of all CTAs of the group, to the output, piece by piece. Where a warp's
+// next piece lies, and what finishes its rows, is known before the warp comes to it: these latencies
+// would be most of a join's time.
 __device__ __forceinline__ void join(const Params& p, const Place& place, const Round& round,
-                                     int columns, u32 slots) {
+                                     int columns, u32 slots, ClusterSums& cluster) {
   const int warp = threadIdx.x >> 5;
-  const Pieces pieces(round.units, columns);
-  const Divisor by_total(round.segments.total);
+  const Pieces pieces(round, place.blocks, columns);
   const int first_row = (place.first_unit + round.first) * 32 + (threadIdx.x & 31);
+  Piece next(pieces, warp, slots);
 #if JOIN == 0
-  Finish next(p, first_row + pieces.unit(warp) * 32);
+  Finish next_finish(p, first_row + next.unit * 32);
+#elif JOIN == 1
+  const int begin = warp * SPLIT + place.rank;
+  Finish next_finish(p, first_row + pieces.unit(begin) * 32);
+  cluster.expect(pieces.count, place.rank);
+  if (round.first == 0) cluster.wait_until_ready();
 #endif
   __syncthreads();
+#pragma unroll 1
   for (int i = warp; i < pieces.count; i += WARPS) {
-    const int unit = pieces.unit(i), column = pieces.column(i);
-    const int first = round.segments.warp_of(unit * place.blocks, by_total);
-    const int last = round.segments.warp_of((unit + 1) * place.blocks - 1, by_total);
-    const u32 address = sum_address(slots, round.units, place.blocks, unit, column);
-#if JOIN == 0
-    const Finish finish = next;
-    next = Finish(p, first_row + pieces.unit(i + WARPS) * 32);
-#endif
+    const Piece piece = next;
     float sums[JOIN_COLUMNS];
-    add_warps(sums, address, last - first + 1);
+    piece.add(sums);
+#if JOIN == 1
+    cluster.send(sums, i, place.rank);
+#endif
+    if (i + WARPS < pieces.count) next = Piece(pieces, i + WARPS, slots);
+#if JOIN != 1
+#if JOIN == 0
+    const Finish finish = next_finish;
+    next_finish = Finish(p, first_row + next.unit * 32);
+#endif
 #pragma unroll
     for (int j = 0; j < JOIN_COLUMNS; j++) {
-#if JOIN == 1
-      store_float(address + j * SLOT_ROW * 4, sums[j]);
-#else
-      const int row = first_row + unit * 32, to = place.first_column + column + j;
-      if (column + j < columns)
+      const int row = first_row + piece.unit * 32, to = place.first_column + piece.column + j;
+      if (piece.column + j < columns)
 #if JOIN == 0
         finish.store(p, row, to, sums[j]);
 #else
         p.partial[((u64)place.rank * p.m + to) * p.units * 32 + row] = sums[j];
 #endif
-#endif
     }
+#endif
   }
 #if JOIN == 1
-  const int begin = warp * SPLIT + place.rank;
-  Finish next(p, first_row + pieces.unit(begin) * 32);
-  cluster_barrier();
+  cluster.wait();
+#pragma unroll 1
   for (int i = begin; i < pieces.count; i += WARPS * SPLIT) {
-    const int unit = pieces.unit(i), column = pieces.column(i);
-    const Finish finish = next;
-    next = Finish(p, first_row + pieces.unit(i + WARPS * SPLIT) * 32);
-    float parts[SPLIT][JOIN_COLUMNS];
+    const int row = first_row + pieces.unit(i) * 32, column = pieces.column(i);
+    const Finish finish = next_finish;
+    next_finish = Finish(p, first_row + pieces.unit(i + WARPS * SPLIT) * 32);
+    float sums[JOIN_COLUMNS];
+    cluster.add(sums, i);
 #pragma unroll
-    for (int rank = 0; rank < SPLIT; rank++) {
-      const int blocks = Place::block_begin(p, rank + 1) - Place::block_begin(p, rank);
-      const u32 address = sum_address(slots, round.units, blocks, unit, column);
-#pragma unroll
-      for (int j = 0; j < JOIN_COLUMNS; j++)
-        parts[rank][j] = load_of_rank(address + j * SLOT_ROW * 4, rank);
-    }
-#pragma unroll
-    for (int j = 0; j < JOIN_COLUMNS; j++) {
-      float sum = 0.0f;
-#pragma unroll
-      for (int rank = 0; rank < SPLIT; rank++) sum += parts[rank][j];
-      if (column + j < columns)
-        finish.store(p, first_row + unit * 32, place.first_column + column + j, sum);
-    }
+    for (int j = 0; j < JOIN_COLUMNS; j++)
+      if (column + j < columns) finish.store(p, row, place.first_column + column + j, sums[j]);
   }
-  cluster_barrier();  // nobody writes to its slots, or leaves, while others read them
-#else
-  __syncthreads();
 #endif
 }
 
@@ -312,49 +267,62 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, CTAS) linear_few(P
   extern __shared__ __align__(128) u8 shared[];
   const Place place(p);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int columns = min(COLUMNS, p.m - place.first_column);
-  const u32 x_row = place.blocks * 256 + 16;
-  const u32 rings = shared_address(shared);
+  const u32 barriers = shared_address(shared), rings = barriers + X_BARRIER_BYTES;
   const u32 slots = rings + WARPS * STAGES * ITEM_BYTES;
-  const u32 x_shared = slots + (WARPS + min(p.round_units, place.units)) * SLOT_BYTES;
+  const int round_units = min(p.round_units, place.units);
   const u32 ring = rings + warp * STAGES * ITEM_BYTES + lane * 16;
+  const SharedX x(p, place, barriers, slots + (WARPS + round_units) * SLOT_BYTES);
+  // At the same place in all CTAs of a cluster, whose shares of k may differ by a block.
+  const u32 received = x.first_row + x.columns * ((p.blocks + SPLIT - 1) / SPLIT * 256 + 16);
+  ClusterSums cluster(barriers + 8 * X_PIECES, received);
 
   Loader loader(p, place, ring);
+  x.prepare();
+  cluster.prepare();
   fetch_vectors(p, place);
+  __syncthreads();
   wait_for_previous();
-  copy_x(p, place, columns, x_shared, x_row);
+  x.copy(p, place);
   loader.fill(ring);
   allow_next();
-  asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1 - AHEAD_OF_X) : "memory");
-  __syncthreads();
+  SharedX::wait_for_all<STAGES - AHEAD_OF_X>();
 
   u32 x_address[COLUMN_TILES == 1 ? 1 : COLUMN_TILES / 2];
-  x_addresses(x_address, x_shared, x_row, columns);
+  x.addresses(x_address);
   // From a lane's place among weights to its group's among scales.
   const u32 to_scales = ITEM_WEIGHTS + (lane >> 2) * 16 - lane * 16;
   const u32 exponent = p.m > 0 ? SCALE_EXPONENT : 0;
-  u32 slot = ring, previous = ring + (STAGES - 1) * ITEM_BYTES;
+  u32 slot = ring;
   for (int first = 0; first < place.units; first += p.round_units) {
     const Round round(p, place, first);
-    int item = round.begin;
-    for (int unit = Divisor(place.blocks).quotient(item); item < round.end; unit++) {
-      float acc[2][COLUMN_TILES][4] = {};
-      const int stop = min(round.end, (unit + 1) * place.blocks);
-      u32 x_offset = (item - unit * place.blocks) * 256;
 #pragma unroll 1
-      for (; item < stop; item++) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-        __syncwarp();
-        loader.step(previous);
-        multiply(acc, slot, slot + to_scales, x_address, x_offset, exponent);
-        multiply(acc, slot + 1024, slot + to_scales + 128, x_address, x_offset + 128, exponent);
-        x_offset += 256;
-        previous = slot;
-        slot = slot == ring + (STAGES - 1) * ITEM_BYTES ? ring : slot + ITEM_BYTES;
+    for (int part = 0; part < 2; part++) {
+      int item = part == 0 ? round.turn : round.begin;
+      const int end = part == 0 ? round.end : round.turn;
+      for (int unit = round.unit + (item > round.begin); item < end; unit++) {
+        float acc[2][COLUMN_TILES][4] = {};
+        const int stop = min(end, (unit + 1) * place.blocks);
+        u32 x_offset = (item - unit * place.blocks) * 256;
+#pragma unroll 1
+        for (; item < stop; item++) {
+          asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+          __syncwarp();
+          Square squares[2];
+          squares[0].load(slot, slot + to_scales);
+          squares[1].load(slot + 1024, slot + to_scales + 128);
+          __syncwarp();  // all lanes have read their scales
+          loader.step(slot);
+          x.wait(x_offset);
+          multiply(acc, squares[0], x_address, x_offset, exponent);
+          multiply(acc, squares[1], x_address, x_offset + 128, exponent);
+          x_offset += 256;
+          slot = slot == ring + (STAGES - 1) * ITEM_BYTES ? ring : slot + ITEM_BYTES;
+        }
+        leave_sums(acc, slots + (warp + unit) * SLOT_BYTES);
       }
-      leave_sums(acc, slots + (warp + unit) * SLOT_BYTES);
     }
-    join(p, place, round, columns, slots);
+    join(p, place, round, x.columns, slots, cluster);
+    if (first + p.round_units < place.units) cluster.finish_round();
   }
 }
 

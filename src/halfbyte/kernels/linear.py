@@ -41,7 +41,7 @@ class _FewParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("bias", "out", "partial")),
         ("x_stride", ctypes.c_uint64),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "units", "blocks", "groups")),
-        ("round_units", ctypes.c_int),
+        *((name, ctypes.c_int) for name in ("round_units", "group_units")),
     )
 
 
@@ -108,6 +108,7 @@ def linear_few(
         blocks=k_blocks(k),
         groups=plan.groups,
         round_units=plan.round_units,
+        group_units=units // plan.groups,
     )
     kernels = _few_kernels(x.dtype, plan.macros(), machine.block_bytes, device)
     kernel = kernels.few._replace(shared_bytes=plan.shared_bytes(n, k, m))

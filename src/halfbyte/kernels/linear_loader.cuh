@@ -11,7 +11,7 @@
 #define ITEM_BYTES 2304
 // Items of a warp whose copies are under way before x is asked for: about what memory delivers until x
 // has come. More would only keep x waiting.
-#define AHEAD_OF_X (WARPS * CTAS >= 16 || STAGES == 2 ? 1 : 2)
+#define AHEAD_OF_X (WARPS * CTAS > 8 || STAGES == 1 ? 1 : 2)
 #define SLOT_ROW 36  // floats: a unit's 32 rows of one column, and what keeps banks apart
 #define SLOT_BYTES (COLUMNS * SLOT_ROW * 4)
 
@@ -29,6 +29,7 @@ struct Params {
   int blocks;  // of 128 k, in K padded
   int groups;
   int round_units;
+  int group_units;  // of a group, but for the first ones, which have the remainder's one more
 };
 
 __device__ __forceinline__ void copy16(u32 to, const u8* from, u64 policy) {
@@ -45,6 +46,15 @@ __device__ __forceinline__ void copy8(u32 to, const u8* from, u64 policy) {
 __device__ __forceinline__ void copy16_or_zeros(u32 to, const u16* from, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(exists ? 16 : 0));
+}
+
+__device__ __forceinline__ uint4 load16(u32 address) {
+  uint4 y;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w)
+               : "r"(address)
+               : "memory");
+  return y;
 }
 
 // Division of numbers from 0 to 2^24, where a kernel of some µs has no time for the general one.
@@ -72,6 +82,11 @@ struct Segments {
     return total < WARPS ? min(warp, total) : warp * total / WARPS;
   }
 
+  // The unit that a segment begins in, for so many blocks of k in each.
+  __device__ __forceinline__ int unit(int warp, int units, int blocks) const {
+    return total < WARPS ? Divisor(blocks).quotient(begin(warp)) : warp * units / WARPS;
+  }
+
   // Whose segment an item lies in.
   __device__ __forceinline__ int warp_of(int item, const Divisor& by_total) const {
     return total < WARPS ? item : by_total.quotient((item + 1) * WARPS - 1);
@@ -85,13 +100,13 @@ struct Place {
   int first_block, blocks;
 
   __device__ __forceinline__ explicit Place(const Params& p) {
-    const Divisor by_groups(p.groups);
-    const int index = blockIdx.x / SPLIT, pass = by_groups.quotient(index);
-    const int group = index - pass * p.groups;
+    const int index = blockIdx.x / SPLIT;
+    const int pass = p.m <= COLUMNS ? 0 : Divisor(p.groups).quotient(index);
+    const int group = index - pass * p.groups, more = p.units - p.groups * p.group_units;
     rank = blockIdx.x % SPLIT;
     first_column = pass * COLUMNS;
-    first_unit = by_groups.quotient(group * p.units);
-    units = by_groups.quotient((group + 1) * p.units) - first_unit;
+    first_unit = group * p.group_units + min(group, more);
+    units = p.group_units + (group < more);
     first_block = block_begin(p, rank);
     blocks = block_begin(p, rank + 1) - first_block;
   }
@@ -106,13 +121,19 @@ struct Round {
   int first, units;
   Segments segments;
   int begin, end;  // of this warp's segment
+  int unit;        // that it begins in
+  int turn;        // it is worked on from here to its end, then from its begin to here
 
   __device__ __forceinline__ Round(const Params& p, const Place& place, int first)
       : first(first),
         units(min(p.round_units, place.units - first)),
         segments(units * place.blocks),
         begin(segments.begin(threadIdx.x >> 5)),
-        end(segments.begin((threadIdx.x >> 5) + 1)) {}
+        end(segments.begin((threadIdx.x >> 5) + 1)),
+        unit(segments.unit(threadIdx.x >> 5, units, place.blocks)) {
+    const int next = (unit + 1) * place.blocks;
+    turn = begin > unit * place.blocks && next < end ? next : begin;
+  }
 };
 
 // Copies the items of a warp's segments into its ring, ahead of the arithmetic.
@@ -122,11 +143,13 @@ struct Loader {
   const u8 *weight, *scale;  // of this lane, in the first square of 64 x 64
   u64 policy;
   u32 to_scale;  // from this lane's place among an item's weights to that among its scales
-  u32 at;     // where the next item is, in bytes of scales; weights are at 8 times that
-  int round;  // its first unit
-  int unit;   // of the next item
-  int run;    // items to copy until the unit ends, or the segment
-  int left;   // items of the segment after those
+  u32 at;        // where the next item is, in bytes of scales; weights are at 8 times that
+  int round;     // its first unit
+  int unit;      // of the next item
+  int run;       // items to copy until the unit ends, or the segment
+  int left;      // items of the segment after those, but for
+  int tail;      // those before its turn, which end
+  int tail_unit;
 
   __device__ __forceinline__ Loader(const Params& p, const Place& place, u32 slot)
       : p(p), place(place) {
@@ -137,7 +160,7 @@ struct Loader {
     // Keeps the addresses in registers, where they would be made anew for every item.
     to_scale = ITEM_WEIGHTS - lane * 8;
     asm volatile("" : "+l"(weight), "+l"(scale), "+r"(to_scale));
-    run = left = 0;
+    run = left = tail = 0;
     enter_round(0);
 #pragma unroll
     for (int i = 0; i < AHEAD_OF_X; i++) step(slot + i * ITEM_BYTES);
@@ -146,16 +169,17 @@ struct Loader {
   // The rest of what fits into the ring before the first item is used up.
   __device__ __forceinline__ void fill(u32 slot) {
 #pragma unroll
-    for (int i = AHEAD_OF_X; i < STAGES - 1; i++) step(slot + i * ITEM_BYTES);
+    for (int i = AHEAD_OF_X; i < STAGES; i++) step(slot + i * ITEM_BYTES);
   }
 
   __device__ __forceinline__ void enter_round(int first) {
     for (round = first; run == 0 && round < place.units; round += p.round_units) {
       const Round next(p, place, round);
-      const int in_round = Divisor(place.blocks).quotient(next.begin);
-      unit = round + in_round;
-      left = next.end - next.begin;
-      enter_unit(next.begin - in_round * place.blocks);
+      tail_unit = round + next.unit;
+      tail = next.turn - next.begin;
+      unit = tail_unit + (tail > 0);
+      left = next.end - next.turn;
+      enter_unit(next.turn - (unit - round) * place.blocks);
     }
   }
 
@@ -181,6 +205,11 @@ struct Loader {
         if (left > 0) {
           unit++;
           enter_unit(0);
+        } else if (tail > 0) {
+          unit = tail_unit;
+          left = tail;
+          tail = 0;
+          enter_unit(place.blocks - left);
         } else {
           enter_round(round);
         }

@@ -2,13 +2,12 @@
 
 Every CTA has a range of rows and a share of K: its x lies in shared memory and is read from the
 second-level cache, so that the more CTAs share a range of rows (`split`), the less of x each has
-to read, but their sums must be joined. A way's time is a sum of simple terms (`_Costs`), fitted to
-some 400 ways measured on an H200, with 1 to 64 rows of x and weights of 6144 x 4096, 28672 x 4096
-and 4096 x 14336.
+to read, but their sums must be joined. A way's time is a sum of simple terms (`_Costs`).
 """
 
 from collections.abc import Iterator
 from functools import lru_cache
+from math import hypot
 from typing import NamedTuple
 
 from halfbyte.kernels.linear_weights import TILE_K, TILE_N
@@ -22,12 +21,16 @@ ROWS = (2, 8, 16, 32, 64)
 """Numbers of rows of x that plans are made for; others are planned as the next larger one, or as
 the last, so that few kernels need to be compiled."""
 
-_COLUMN_TILES = (1, 2, 4, 8)
-_MOST_STAGES = 4
+_COLUMN_TILES = (1, 2, 4)
+_MOST_STAGES = 3
 _ITEM_BYTES = 2304
 _SLOT_BYTES = 1152
 """Of a unit's sums, per tile of 8 columns."""
 _X_PADDING = 16
+_BARRIER_BYTES = 128
+_JOIN_COLUMNS = 4
+_PIECE_BYTES = 512
+"""Of the sums that a CTA of a cluster sends to another one at a time."""
 _RESERVED_BYTES = 1024
 """Of shared memory, per CTA, by the system."""
 _INVARIANT_ROWS = 16
@@ -35,48 +38,50 @@ _INVARIANT_ROWS = 16
 
 _Shapes = tuple[tuple[tuple[int, int, int], ...], ...]
 _SHAPES_OF_CTAS: _Shapes = (
-    ((16, 2, 1), (16, 3, 1), (16, 4, 1), (8, 3, 1), (8, 4, 1)),
-    ((16, 2, 1), (16, 3, 1), (16, 4, 1), (8, 3, 1), (8, 4, 1), (8, 2, 2)),
-    ((16, 3, 1), (8, 4, 1), (8, 2, 2)),
+    ((16, 1, 1), (12, 2, 1), (8, 2, 1), (8, 1, 2)),
+    ((16, 1, 1), (8, 2, 1), (8, 1, 2)),
+    ((16, 1, 1), (8, 2, 1), (8, 1, 2)),
 )
 """By `join`: warps, stages and CTAs on a multiprocessor, of those that were measured."""
-_SMALLEST_SHAPE = (8, 2, 1)
+_SMALLEST_SHAPE = (8, 1, 1)
 """Where none of them fits into shared memory."""
-_MOST_TILES_OF_16_WARPS = 2
-"""Beyond, sums do not fit into registers."""
+_MOST_TILES = 32
+"""Column tiles of all warps on a multiprocessor; beyond, nothing was gained."""
 
 
 class _Costs(NamedTuple):
-    """µs per unit of what a multiprocessor has to do, on an H200.
+    """µs per unit of what a multiprocessor has to do.
 
-    Those of x and of joins were fitted when the kernel fetched x and finished columns one after
-    another; since then they are upper bounds.
+    Fitted to the mean of replays in a row, weights rotated, on one H200: some 150 ways for weights
+    of 6144 x 4096, 28672 x 4096 and 4096 x 14336 and 1, 8 and 16 rows of x. For more rows they
+    were only guided by times of an earlier kernel.
     """
 
-    launch: float = 6.2
-    stream: float = 27e-6
-    """Per byte of weights, if all multiprocessors read (4.9 TB/s)."""
-    latency: float = 0.61
-    """From asking for an item of weights until it is there."""
-    item: float = 0.039
+    launch: float = 2.9
+    warp: float = 0.035
+    """To start a warp."""
+    stream: float = 29e-6
+    """Per byte of weights, if all multiprocessors read (4.6 TB/s)."""
+    latency: float = 0.42
+    """From asking for an item of weights until it is there, as far as reads do not overlap."""
+    item: float = 0.047
     """Unpacking 32 rows x 128 k."""
-    tile: float = 0.018
+    tile: float = 0.007
     """Multiplying an item with 8 columns."""
-    hidden: float = 0.88
-    """The part of the shorter of reading and arithmetic that the longer one hides."""
-    x: float = 11e-6
-    """Per byte of x."""
-    ahead: float = 21e-6
-    """Per byte of weights that x has to wait behind."""
-    column: tuple[float, float, float] = (0.29, 0.28, 0.13)
+    wait: float = 0.08
+    """The same, but for each item of a warp: what the other warps do not hide."""
+    x: float = 17e-6
+    """Per byte of x in a CTA, which delays the products."""
+    column: tuple[float, float, float] = (0.45, 0.10, 0.13)
     """Per column of a unit that a warp joins, by `join`."""
-    cluster: float = 1.2
+    round: float = 0.9
+    """Of units that are joined together."""
+    cluster: float = 0.62
     """Per round of a join as a cluster."""
-    second: float = 0.73
+    second: float = 1.9
     """Of the second kernel of a join through memory."""
-    partial: float = 100e-6
+    partial: float = 7.6e-6
     """Per byte of the sums that it reads."""
-    round: float = 0.36
 
 
 _COSTS = _Costs()
@@ -92,9 +97,11 @@ class Machine(NamedTuple):
     groups: tuple[int, ...]
     """For each of `SPLITS`, how many groups of so many CTAs run at a time: on SM90, clusters."""
 
-    def at_once(self, split: int, join: int) -> int:
-        """Groups that run at the same time, one CTA to a multiprocessor."""
-        return self.groups[SPLITS.index(split)] if join == 1 else self.groups[0] // split
+    def at_once(self, split: int, join: int, ctas: int) -> int:
+        """Groups that run at the same time, with so many CTAs to a multiprocessor."""
+        if join == 1:
+            return self.groups[SPLITS.index(split)] * ctas
+        return self.groups[0] * ctas // split
 
     def bytes_of_cta(self, ctas: int) -> int:
         """Shared memory that a CTA may have where so many share a multiprocessor's."""
@@ -109,7 +116,7 @@ class FewPlan(NamedTuple):
     join: int
     groups: int
     warps: int = 16
-    stages: int = 3
+    stages: int = 1
     ctas: int = 1
     round_units: int = 1
 
@@ -144,26 +151,34 @@ class FewPlan(NamedTuple):
     def shared_bytes(self, n: int, k: int, m: int) -> int:
         """Shared memory of a CTA."""
         blocks = -(-k_blocks(k) // self.split)
+        columns, units = min(m, 8 * self.column_tiles), min(self.round_units, self.units(n))
+        received = 0
+        if self.join == 1:
+            pieces = units * -(-columns // _JOIN_COLUMNS)
+            received = -(-pieces // self.split) * self.split * _PIECE_BYTES
         return (
-            self.warps * self.stages * _ITEM_BYTES
-            + (self.warps + min(self.round_units, self.units(n))) * self.column_tiles * _SLOT_BYTES
-            + min(m, 8 * self.column_tiles) * (blocks * TILE_K * 2 + _X_PADDING)
+            _BARRIER_BYTES
+            + self.warps * self.stages * _ITEM_BYTES
+            + (self.warps + units) * self.column_tiles * _SLOT_BYTES
+            + columns * (blocks * TILE_K * 2 + _X_PADDING)
+            + received
         )
 
     def microseconds(self, n: int, k: int, m: int, machine: Machine) -> float:
-        """What it should take on its own, alone in a CUDA graph."""
+        """What it should take, one of many in a row."""
         c, multiprocessors = _COSTS, machine.groups[0]
         columns, units = min(m, 8 * self.column_tiles), self.units(n)
         blocks = -(-k_blocks(k) // self.split)
         grid = self.passes(m) * self.groups
-        waves = -(-grid // (machine.at_once(self.split, self.join) * self.ctas))
+        waves = -(-grid // machine.at_once(self.split, self.join, self.ctas))
         resident = min(self.ctas, -(-grid * self.split // multiprocessors))
         rounds = -(-units // self.round_units)
         # In a round the warp with most items decides.
         items = -(-min(self.round_units, units) * blocks // self.warps) * rounds
-        work = items * self.warps * resident * waves * (c.item + c.tile * self.column_tiles)
-        ahead = (self.stages - 1) * self.warps * resident
-        read = max(
+        side_by_side = self.warps * resident * (c.item + c.tile * self.column_tiles)
+        work = items * waves * (side_by_side + c.wait * self.column_tiles)
+        ahead = self.stages * self.warps * resident
+        read = hypot(
             self.passes(m) * row_units(n) * k_blocks(k) * _ITEM_BYTES / multiprocessors * c.stream,
             units * blocks * resident * waves / ahead * c.latency,
         )
@@ -175,9 +190,8 @@ class FewPlan(NamedTuple):
         if self.joins_through_memory:
             partial = self.split * m * row_units(n) * UNIT_ROWS * 4
             join += c.second + partial / multiprocessors * c.partial
-        exposed = max(read, work) + (1 - c.hidden) * min(read, work)
-        delay = x * c.x + ahead * waves * _ITEM_BYTES * c.ahead
-        return c.launch + exposed + delay + join
+        start = self.warps * resident * waves * c.warp + x * c.x
+        return c.launch + start + max(read, work) + join
 
 
 def row_units(n: int) -> int:
@@ -231,9 +245,9 @@ def _variants(plan: FewPlan, n: int, k: int, m: int, machine: Machine) -> list[F
     variants = [
         variant
         for tiles in _COLUMN_TILES
-        for stages in range(2, _MOST_STAGES + 1)
+        for stages in range(1, _MOST_STAGES + 1)
         for variant in (plan._replace(column_tiles=tiles, stages=stages),)
-        if tiles <= _wanted_tiles(m)
+        if tiles <= min(_wanted_tiles(m), _MOST_TILES // (plan.warps * plan.ctas))
         and variant.shared_bytes(n, k, m) <= machine.bytes_of_cta(plan.ctas)
     ]
     shapes = _SHAPES_OF_CTAS[plan.join]
@@ -256,8 +270,8 @@ def _plans_of(shapes: _Shapes, n: int, k: int, m: int, machine: Machine) -> Iter
     for split, join in _splits_and_joins(k, machine):
         for tiles in _COLUMN_TILES:
             for warps, stages, ctas in shapes[join]:
-                if tiles <= _wanted_tiles(m) and (warps < 16 or tiles <= _MOST_TILES_OF_16_WARPS):
-                    groups = min(row_units(n), machine.at_once(split, join) * ctas)
+                if tiles <= min(_wanted_tiles(m), _MOST_TILES // (warps * ctas)):
+                    groups = min(row_units(n), machine.at_once(split, join, ctas))
                     plan = FewPlan(tiles, split, join, groups, warps, stages, ctas)
                     fitted = _fitted(plan, n, k, m, machine.bytes_of_cta(ctas))
                     if fitted:
@@ -267,13 +281,19 @@ def _plans_of(shapes: _Shapes, n: int, k: int, m: int, machine: Machine) -> Iter
 def _splits_and_joins(k: int, machine: Machine) -> Iterator[tuple[int, int]]:
     for split in SPLITS:
         for join in (0,) if split == 1 else (1, 2) if machine.capability >= 90 else (2,):
-            if split <= k_blocks(k) and machine.at_once(split, join):
+            if split <= k_blocks(k) and machine.at_once(split, join, 1):
                 yield split, join
 
 
 def _fitted(plan: FewPlan, n: int, k: int, m: int, limit: int) -> FewPlan | None:
     """The plan with as few rounds as fit into shared memory; None if not even one unit does."""
     units = plan.units(n)
-    left = limit - plan._replace(round_units=0).shared_bytes(n, k, m)
-    most = min(units, left // (plan.column_tiles * _SLOT_BYTES))
+    most = next(
+        (
+            most
+            for most in range(units, 0, -1)
+            if plan._replace(round_units=most).shared_bytes(n, k, m) <= limit
+        ),
+        0,
+    )
     return plan._replace(round_units=-(-units // -(-units // most))) if most > 0 else None

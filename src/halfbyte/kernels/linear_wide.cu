@@ -6,18 +6,16 @@
 // unpacks while the other's matmul runs.
 //
 //   Tile       128 rows of W (a warpgroup has 64) x TOKENS rows of x, 64 k at a time.
-//   Loads      One thread of a third warpgroup asks for the tiles of x in a ring in shared memory, by
-//              TMA with 128-byte swizzle. W needs no shared memory: a lane loads the 16 bytes that
-//              linear_weights.py put together for it, AHEAD steps before it needs them.
+//   Loads      One thread of a third warpgroup asks for the tiles of x, by TMA with 128-byte swizzle, and
+//              for those of W, which a lane takes 16 bytes at a time, as linear_weights.py put them
+//              together for it. Both go to a ring in shared memory: loads of W to registers would all
+//              count on one scoreboard, so that a wait for the first of them is one for the last. The
+//              first tiles of W are asked for before the kernel in front of this one has ended.
 //   Clusters   of two CTAs have the same rows of x: each asks for half of them, for both.
 //   Result     goes to shared memory, transposed by `stmatrix`, and from there by TMA while the next tile
 //              is under way.
-//   Split      Tiles go to the clusters in turn, those of a turn side by side, so that what they read is
-//              read at the same time. The first `cut_tiles`, which would not fill the last turn, are
-//              cut: their steps lie on a line, of which every cluster has an equal span. A tile that
-//              is cut belongs to the cluster that has its first step, the last of that cluster's span;
-//              the others did their parts first, left them in `partial`, and raised a flag. The order
-//              of sums depends on the shape alone.
+//   Split      linear_wide_work.cuh says who has which tiles, or which part of a tile's k, and
+//              linear_wide_join.cuh how the parts become one.
 //
 // Macros:
 //   X_BF16     see linear_values.cuh
@@ -26,55 +24,61 @@
 //   CTAS       CTAs on a multiprocessor
 
 #include "linear_values.cuh"
-#include "sm90.cuh"
+#include "linear_wide_join.cuh"
 
-#define ROWS 128
-#define STEP 64
 #define X_BYTES (TOKENS * STEP * 2)
 #define BLOCK_BYTES (STEP * STEP / 2)        // of 64 x 64 values
 #define BLOCK_SCALE_BYTES (STEP * STEP / 16)
+#define STAGE_BYTES (X_BYTES + 2 * BLOCK_BYTES + 2 * BLOCK_SCALE_BYTES)
 #define OUT_BYTES (TOKENS * 64 * 2)  // of a warpgroup
+#define STRIP_BYTES (16 * 64 * 2)    // of these
 #define OFF_OUT (STAGES * X_BYTES)
-#define OFF_BARRIERS (OFF_OUT + 2 * OUT_BYTES)
-#define AHEAD (TOKENS == 64 ? 2 : 4)  // as registers allow: spilling costs more than it hides
-#define WGMMA_TOKENS (TOKENS < 128 ? TOKENS : 128)
-#define PARTS (TOKENS / WGMMA_TOKENS)
-#define VALUES (WGMMA_TOKENS / 2)  // of an accumulator, per thread
-#define WORKERS 256
+#define OFF_WEIGHT (OFF_OUT + 2 * OUT_BYTES)
+#define OFF_SCALE (OFF_WEIGHT + STAGES * 2 * BLOCK_BYTES)
+#define OFF_BARRIERS (OFF_SCALE + STAGES * 2 * BLOCK_SCALE_BYTES)
+#define GROUP (TOKENS == 64 ? 2 : 4)  // matmuls to a commit, as registers allow
 #define THREADS (WORKERS + 128)
 // The loader's registers go to the workers; without that, wgmma is serialized.
-#define LOADER_REGISTERS (CTAS == 2 ? 24 : 40)
+#define LOADER_REGISTERS (CTAS == 2 ? 32 : 40)
 #define WORKER_REGISTERS (CTAS == 2 ? 104 : 232)
 
 struct __align__(64) TensorMap {
   u64 opaque[16];
 };
 
-struct Params {
-  const u8* weight;        // [blocks_n, blocks_k, 2048]
-  const u8* weight_scale;  // [blocks_n, blocks_k, 256]
-  const float* row_scale;  // [64 blocks_n]
-  const u16* bias;         // [n] or null
-  float* partial;          // [clusters, 2, TOKENS / 8, WORKERS, 4]
-  u64* flags;              // [clusters, 2, 2], raised by the value `raised`, which lies there never else
-  u64 raised;
-  int m, n;
-  int blocks_n, blocks_k;  // of 64
-  int row_pairs, tiles, cut_tiles;
-};
-
-__device__ __forceinline__ uint4 load_once16(const u8* p) {
+__device__ __forceinline__ uint4 load_shared16(u32 address) {
   uint4 y;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w)
-               : "l"(p));
+               : "r"(address));
   return y;
 }
 
-__device__ __forceinline__ uint2 load_once8(const u8* p) {
+__device__ __forceinline__ uint2 load_shared8(u32 address) {
   uint2 y;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(y.x), "=r"(y.y) : "l"(p));
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(y.x), "=r"(y.y) : "r"(address));
   return y;
+}
+
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// The halves of cluster_sync.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Bytes of W to this address, counted by the barrier.
+__device__ __forceinline__ void copy_weight(u32 to, const u8* from, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
 }
 
 // A box of x to this address in both CTAs of the cluster, whose barriers count its bytes.
@@ -86,11 +90,11 @@ __device__ __forceinline__ void copy_x(u32 to, const TensorMap* map, int k, int 
       : "memory");
 }
 
-// Rows of x, 128 bytes each, swizzled by 128 bytes.
-__device__ __forceinline__ u64 x_descriptor(u32 address) {
-  u64 y;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(y) : "r"(address / 16 | 1u << 16), "r"(1024u / 16 | 1u << 30));
-  return y;
+// Lower word of the descriptor of rows of x, 128 bytes each, swizzled by 128 bytes. It counts 16 bytes, so
+// that one descriptor is another plus a constant. It comes from one lane: so the compiler knows that a
+// warp's lanes have the same one, and keeps descriptors in uniform registers.
+__device__ __forceinline__ u32 x_descriptor(u32 address) {
+  return __shfl_sync(~0u, address / 16 | 1u << 16, 0);
 }
 
 #if X_BF16
@@ -99,78 +103,55 @@ __device__ __forceinline__ u64 x_descriptor(u32 address) {
 #define WGMMA_TYPES "f16.f16"
 #endif
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define D8(i) D4(i), D4(i + 4)
+#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
+#define D32(i) D16(i), D16(i + 16)
+#define NAMES_32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
+  "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_64 \
+  NAMES_32 ", " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
+  "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_128 \
+  NAMES_64 ", " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, " \
+  "%81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, " \
+  "%98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, " \
+  "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#if TOKENS == 64
+#define D D32(0)
+#define WGMMA(t) ".m64n64k16.f32." t " {" NAMES_32 "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;"
+#define ADD "%37"
+#elif TOKENS == 128
+#define D D32(0), D32(32)
+#define WGMMA(t) ".m64n128k16.f32." t " {" NAMES_64 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;"
+#define ADD "%69"
+#else
+#define D D32(0), D32(32), D32(64), D32(96)
+#define WGMMA(t) ".m64n256k16.f32." t " {" NAMES_128 "}, {%128, %129, %130, %131}, %132, p, 1, 1, 0;"
+#define ADD "%133"
+#endif
 
 // d = a b, or d += a b.
-__device__ __forceinline__ void wgmma(float* d, const u32* a, u64 b, bool add) {
-#if TOKENS == 64
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %37, 0;"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." WGMMA_TYPES " "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
-      "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-      "{%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
-      : D8(0), D8(8), D8(16), D8(24)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-#else
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %69, 0;"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." WGMMA_TYPES " "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
-      "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "
-      "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
-      "%62, %63}, "
-      "{%64, %65, %66, %67}, %68, p, 1, 1, 0;}"
-      : D8(0), D8(8), D8(16), D8(24), D8(32), D8(40), D8(48), D8(56)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-#endif
+__device__ __forceinline__ void wgmma(float* d, const u32* a, u32 b_low, bool add) {
+  u64 b;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(b) : "r"(b_low), "r"(1024u / 16 | 1u << 30));
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " ADD ", 0;"
+               "wgmma.mma_async.sync.aligned" WGMMA(WGMMA_TYPES) "}"
+               : D
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
 
-// A cluster's number. Later ones start earlier, so that nobody waits for one that has not started.
-__device__ __forceinline__ u32 cluster_number() { return (gridDim.x - 1 - blockIdx.x) / 2; }
+// The same address in a CTA of the cluster, and an arrival there: see barrier_arrive.
+__device__ __forceinline__ u32 map_to_rank(u32 address, u32 rank) {
+  u32 y;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(y) : "r"(address), "r"(rank));
+  return y;
+}
 
-// A cluster's span of the line of steps.
-struct Span {
-  u32 first, stop;
-
-  __device__ __forceinline__ Span(const Params& p, u32 number) {
-    const u64 steps = (u64)p.cut_tiles * p.blocks_k;
-    first = (u32)(steps * number / (gridDim.x / 2));
-    stop = (u32)(steps * (number + 1) / (gridDim.x / 2));
-  }
-};
-
-// What a CTA does next: a tile, or a part of its k.
-struct Work {
-  int row_block;  // of 64 rows
-  int token, first, stop;
-  u32 at, span_stop, tile;
-
-  __device__ __forceinline__ Work(const Params& p) {
-    const Span span(p, cluster_number());
-    at = span.first;
-    span_stop = span.stop;
-    tile = p.cut_tiles + cluster_number();
-  }
-
-  __device__ __forceinline__ bool next(const Params& p) {
-    u32 own = tile;
-    first = 0;
-    stop = p.blocks_k;
-    if (at < span_stop) {
-      own = at / p.blocks_k;
-      first = at - own * p.blocks_k;
-      stop = min(p.blocks_k, first + (int)(span_stop - at));
-      at += stop - first;
-    } else {
-      tile += gridDim.x / 2;
-    }
-    row_block = 2 * (2 * (int)(own % p.row_pairs) + (int)cluster_rank());
-    token = own / p.row_pairs * TOKENS;
-    return own < p.tiles;
-  }
-};
+__device__ __forceinline__ void barrier_arrive_mapped(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
 
 // A stage of the ring, and the parity of its barriers.
 struct Turn {
@@ -181,25 +162,66 @@ struct Turn {
   }
 };
 
-__device__ __forceinline__ void load_tiles(const Params& p, const TensorMap* map, u32 shared,
-                                           u32 full, u32 empty) {
-  const u32 rank = cluster_rank();
-  Turn turn;
-  for (Work work(p); work.next(p);) {
-    for (int k = work.first; k < work.stop; k++, turn.next()) {
-      const u32 barrier = full + 8 * turn.stage;
-      barrier_wait(empty + 8 * turn.stage, turn.parity ^ 1);
-      barrier_expect(barrier, X_BYTES);
-      copy_x(shared + turn.stage * X_BYTES + rank * (X_BYTES / 2), map, k * STEP,
-             work.token + (int)rank * (TOKENS / 2), barrier);
+// The copies of a step, by the one thread that asks for them.
+struct Loader {
+  const Params& p;
+  const TensorMap* x_map;
+  u32 shared, full, rank;
+
+  // Those of W come first, and have the barrier wait for all.
+  __device__ __forceinline__ void load_weight(int row_block, int k, int stage) const {
+    const u32 barrier = full + 8 * stage;
+    barrier_expect(barrier, STAGE_BYTES);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      // Rows beyond the last are read as the last ones, and not written.
+      const u64 block = (u32)min(row_block + i, p.blocks_n - 1) * p.blocks_k + k;
+      const u32 slot = 2 * stage + i;
+      copy_weight(shared + OFF_WEIGHT + slot * BLOCK_BYTES, p.weight + block * BLOCK_BYTES, BLOCK_BYTES,
+                  barrier);
+      copy_weight(shared + OFF_SCALE + slot * BLOCK_SCALE_BYTES,
+                  p.weight_scale + block * BLOCK_SCALE_BYTES, BLOCK_SCALE_BYTES, barrier);
     }
   }
-}
 
-// A CTA's threads of a warpgroup.
-__device__ __forceinline__ void group_sync(int group) {
-  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
-}
+  __device__ __forceinline__ void load_x(int token, int k, int stage) const {
+    copy_x(shared + stage * X_BYTES + rank * (X_BYTES / 2), x_map, k * STEP,
+           token + (int)rank * (TOKENS / 2), full + 8 * stage);
+  }
+
+  // Fills the ring with W, which the kernel in front of this one does not write. Returns the stages.
+  __device__ __forceinline__ int load_early() const {
+    int stage = 0;
+    for (Work work(p); stage < STAGES && work.next(p);) {
+      const Place place(p, work.tile);
+      for (int k = work.first; k < work.stop && stage < STAGES; k++)
+        load_weight(place.row_block, k, stage++);
+    }
+    return stage;
+  }
+
+  __device__ __forceinline__ void run(u32 empty) const {
+    int early = load_early();
+    wait_for_previous();
+    Turn turn;
+    for (Work work(p); work.next(p);) {
+      const Place place(p, work.tile);
+      for (int k = work.first; k < work.stop; k++, turn.next()) {
+        if (early > 0) {
+          early--;
+        } else {
+          barrier_wait(empty + 8 * turn.stage, turn.parity ^ 1);
+          load_weight(place.row_block, k, turn.stage);
+        }
+        load_x(place.token, k, turn.stage);
+      }
+    }
+    allow_next();
+    // Until the other CTA has told all it will tell barriers here.
+    for (int i = 0; i < STAGES; i++, turn.next())
+      barrier_wait(empty + 8 * turn.stage, turn.parity ^ 1);
+  }
+};
 
 // Factors and biases of a thread's rows (of W), g and g + 8 of its warp's 16.
 struct Rows {
@@ -215,152 +237,144 @@ struct Rows {
   }
 };
 
+// What a worker is. Asked for anew with every tile: in between it is not worth registers.
+struct Worker {
+  int group, warp, lane;
+
+  __device__ __forceinline__ Worker() {
+    u32 thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    const int warps = __shfl_sync(~0u, thread / 32, 0);  // known to be the same for a warp
+    group = warps / 4 - 1, warp = warps % 4, lane = thread % 32;
+  }
+};
+
+// Results that a thread has sent off have left shared memory.
+__device__ __forceinline__ void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 // Of every 8 tokens a thread has 2c, 2c + 1. In shared memory a token's 64 rows are 128 bytes, swizzled.
-__device__ __forceinline__ void store(const Work& work, const Rows& rows, const TensorMap* map,
-                                      u32 out, float (*sums)[VALUES], int group, int warp, int lane) {
-  if (threadIdx.x % 128 == 0)  // the result before has left
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+__device__ __forceinline__ void store(const Place& place, const Share& share, const Rows& rows,
+                                      const TensorMap* map, u32 shared, const float* sums,
+                                      const Worker& self) {
+  const int group = self.group, lane = self.lane;
+  const u32 out = shared + OFF_OUT + group * OUT_BYTES;
+  wait_for_stores();
   group_sync(group);
   // Lanes name rows of four matrices: 8 tokens x 8 rows of W, 8 more rows, and both of 8 more tokens.
-  const u32 token = (lane & 7) + (lane >> 4) * 8, chunk = 2 * warp + (lane >> 3 & 1);
+  const u32 token = (lane & 7) + (lane >> 4) * 8, chunk = 2 * self.warp + (lane >> 3 & 1);
   const u32 address = out + token * 128 + ((chunk ^ (token & 7)) * 16);
 #pragma unroll
-  for (int i = 0; i < PARTS * VALUES; i += 8) {
-    const float* d = sums[i / VALUES] + i % VALUES;
+  for (int strip = 0; strip < STRIPS; strip++) {
+    if (!share.has(strip)) continue;
+    const float* d = sums + strip * 8;
     u32 pairs[4];
 #pragma unroll
     for (int j = 0; j < 4; j++)
       pairs[j] = pack_pair(d[2 * j] * rows.scale[j & 1] + rows.bias[j & 1],
                            d[2 * j + 1] * rows.scale[j & 1] + rows.bias[j & 1]);
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                     address + i / 8 * (16 * 128)),
+                     address + strip * STRIP_BYTES),
                  "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
                  : "memory");
   }
   fence_async_proxy();
   group_sync(group);
-  if (threadIdx.x % 128 == 0) {
+  const u32 strip = threadIdx.x % 128;
+  if (share.has(strip)) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
-                 "r"((work.row_block + group) * 64), "r"(work.token), "r"(out)
+                 "r"((place.row_block + group) * 64), "r"(place.token + (int)strip * 16),
+                 "r"(out + strip * STRIP_BYTES)
                  : "memory");
     asm volatile("cp.async.bulk.commit_group;");
   }
 }
 
-// A thread's sums of a part of a tile, left for the cluster that the tile belongs to.
-__device__ __forceinline__ float* partial_of(const Params& p, u32 cluster, u32 rank) {
-  return p.partial + (u64)(2 * cluster + rank) * (TOKENS * ROWS) + (threadIdx.x - 128) * 4;
-}
-
-__device__ __forceinline__ void leave_sums(const Params& p, u32 number, u32 rank, int group,
-                                           const float (*sums)[VALUES]) {
-  float* const partial = partial_of(p, number, rank);
-#pragma unroll
-  for (int i = 0; i < PARTS * VALUES; i += 4) {
-    const float* d = sums[i / VALUES] + i % VALUES;
-    *(float4*)(partial + i * WORKERS) = make_float4(d[0], d[1], d[2], d[3]);
-  }
-  __threadfence();
-  group_sync(group);
-  if (threadIdx.x % 128 == 0)
-    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p.flags + 4 * number + 2 * rank + group),
-                 "l"(p.raised)
-                 : "memory");
-}
-
-// Adds what the next clusters did of a tile, one after the other.
-__device__ __forceinline__ void add_sums(const Params& p, u32 number, u32 rank, int group, int done,
-                                         float (*sums)[VALUES]) {
-  while (done < p.blocks_k) {
-    const Span span(p, ++number);
-    u64* const flag = p.flags + 4 * number + 2 * rank + group;
-    u64 found;
-    do {
-      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(flag) : "memory");
-    } while (found != p.raised);
-    const float* const partial = partial_of(p, number, rank);
-#pragma unroll
-    for (int i = 0; i < PARTS * VALUES; i += 4) {
-      float* d = sums[i / VALUES] + i % VALUES;
-      const float4 x = __ldcg((const float4*)(partial + i * WORKERS));
-      d[0] += x.x, d[1] += x.y, d[2] += x.z, d[3] += x.w;
+// A tile's result from its sums; of a part, together with other clusters.
+__device__ __forceinline__ void finish(const Params& p, const Work& work, const Rows& rows,
+                                       const TensorMap* map, u32 shared, float* sums) {
+  const Worker self;
+  const int group = self.group;
+  const u32 rank = cluster_rank(), number = cluster_number();
+  const Place place(p, work.tile);
+  const u32 strips = place.strips(p);
+  if (!work.is_part(p)) {
+    store(place, Share(0, strips), rows, map, shared, sums, self);
+  } else if (work.is_tail(p)) {
+    leave_sums(partial_of(p, true, number, rank), strips, Share(0, 0), sums);
+    leave_tail(group);
+  } else {
+    const Join join(p, work.tile);
+    const u32 own = number - join.head;
+    u32 left = exchange_sums(p, join, own, rank, group, strips, sums);
+    for (left = __shfl_sync(~0u, left, 0); left; left &= left - 1) {
+      const Share share(join, strips, __ffs(left) - 1);
+      add_sums(p, join, own, rank, share, sums);
+      store(place, share, rows, map, shared, sums, self);
     }
-    group_sync(group);
-    if (threadIdx.x % 128 == 0) *flag = 0;
-    done += span.stop - span.first;
   }
 }
 
 __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap* out_map, u32 shared,
                                                u32 full, u32 empty) {
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  const u32 rank = cluster_rank();
-  const u32 number = cluster_number();
+  const u32 weight = shared + OFF_WEIGHT + group * BLOCK_BYTES + warp * 512 + lane * 16;
+  const u32 scale = shared + OFF_SCALE + group * BLOCK_SCALE_BYTES + warp / 2 * 128 + lane / 4 * 16 +
+                    warp % 2 * 8;
+  // Lanes 0 and 1 of a warp tell the cluster's two CTAs that it has read a stage.
+  const u32 empty_of_lane = map_to_rank(empty, lane & 1);
+  // From where the compiler does not see its value, see unpack_scales. No cluster has rank 2.
+  const u32 exponent = SCALE_EXPONENT | cluster_rank() >> 1;
+  cluster_wait();
+  wait_for_previous();
+  tell_if_head(p, cluster_number(), cluster_rank(), group);
   Turn turn;
   for (Work work(p); work.next(p);) {
-    // Rows beyond the last are read as the last ones, and not written.
-    const u64 block = (u64)min(work.row_block + group, p.blocks_n - 1) * p.blocks_k;
-    const u8* const weight = p.weight + block * BLOCK_BYTES + warp * 512 + lane * 16;
-    const u8* const scale = p.weight_scale + block * BLOCK_SCALE_BYTES + warp / 2 * 128 +
-                            lane / 4 * 16 + warp % 2 * 8;
-    const Rows rows(p, (work.row_block + group) * 64 + warp * 16 + lane / 4);
-    uint4 w[AHEAD];
-    uint2 packed_scales[AHEAD];
-    auto load = [&](int slot, int k) {
-      k = min(k, work.stop - 1);
-      w[slot] = load_once16(weight + (u64)k * BLOCK_BYTES);
-      packed_scales[slot] = load_once8(scale + (u64)k * BLOCK_SCALE_BYTES);
-    };
-#pragma unroll
-    for (int i = 0; i < AHEAD; i++) load(i, work.first + i);
-    u32 a[2][4][4];
-    auto unpack = [&](u32 (*to)[4], int slot, int k) {
-      u32 scales[4], exponent = SCALE_EXPONENT;
-      asm("" : "+r"(exponent));
-      unpack_scales(scales, packed_scales[slot].x, exponent);
-      unpack_scales(scales + 2, packed_scales[slot].y, exponent);
-      unpack_operand(to[0], w[slot].x, scales[0]);
-      unpack_operand(to[1], w[slot].y, scales[1]);
-      unpack_operand(to[2], w[slot].z, scales[2]);
-      unpack_operand(to[3], w[slot].w, scales[3]);
-      load(slot, k + AHEAD);
-    };
-    unpack(a[0], 0, work.first);
-    barrier_wait(full + 8 * turn.stage, turn.parity);
-    float sums[PARTS][VALUES];
-    // The next operands are unpacked while the matmul runs. The wait for x behind them keeps the
-    // compiler from doing it later.
-    auto step = [&](int i, int k) {
-      wgmma_fence();
-#pragma unroll
-      for (int j = 0; j < 4; j++)
-#pragma unroll
-        for (int part = 0; part < PARTS; part++)
-          wgmma(sums[part], a[i & 1][j],
-                x_descriptor(shared + turn.stage * X_BYTES + part * (WGMMA_TOKENS * STEP * 2) + j * 32),
-                k > work.first || j > 0);
-      wgmma_commit();
-      const u32 done = empty + 8 * turn.stage;
+    const Rows rows(p, (Place(p, work.tile).row_block + group) * 64 + warp * 16 + lane / 4);
+    u32 a[2][GROUP][4];
+    float sums[VALUES];
+    u32 read;  // the barrier of the stage that was multiplied last
+    // The matmuls of a step, GROUP at a time. Operands are unpacked while the group before is multiplied,
+    // in place of those of the group before that, which is done then: so the next group is there when
+    // one ends.
+    auto step = [&](int i, bool first) {
+      const u32 stage = turn.stage, done = read;
+      read = empty_of_lane + 8 * stage;
+      barrier_wait(full + 8 * stage, turn.parity);
       turn.next();
-      if (k + 1 < work.stop) {
-        unpack(a[(i + 1) & 1], (i + 1) % AHEAD, k + 1);
-        barrier_wait(full + 8 * turn.stage, turn.parity);
-      }
-      wgmma_wait();
-      if (lane < 2) barrier_arrive(done, lane);
-    };
-    for (int k = work.first; k < work.stop; k += AHEAD)
+      const uint4 w = load_shared16(weight + stage * (2 * BLOCK_BYTES));
+      const uint2 packed_scales = load_shared8(scale + stage * (2 * BLOCK_SCALE_BYTES));
+      const u32 words[4] = {w.x, w.y, w.z, w.w};
+      u32 scales[4];
+      unpack_scales(scales, packed_scales.x, exponent);
+      unpack_scales(scales + 2, packed_scales.y, exponent);
+      const u32 x = x_descriptor(shared + stage * X_BYTES);
 #pragma unroll
-      for (int i = 0; i < AHEAD; i++)
-        if (k + i < work.stop) step(i, k + i);
-    if (work.first > 0) {
-      leave_sums(p, number, rank, group, sums);
-    } else {
-      add_sums(p, number, rank, group, work.stop, sums);
-      store(work, rows, out_map, shared + OFF_OUT + group * OUT_BYTES, sums, group, warp, lane);
+      for (int at = 0; at < 4; at += GROUP) {
+        u32(*operands)[4] = a[(4 / GROUP * i + at / GROUP) & 1];
+#pragma unroll
+        for (int j = 0; j < GROUP; j++) unpack_operand(operands[j], words[at + j], scales[at + j]);
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < GROUP; j++)
+          wgmma(sums, operands[j], x + (at + j) * 2, !first || at + j > 0);
+        wgmma_commit();
+        if (!first || at > 0) wgmma_wait<1>();
+        if (!first && at == 0 && lane < 2) barrier_arrive_mapped(done);
+      }
+    };
+    step(0, true);
+    for (int left = work.stop - work.first; left > 1; left -= 2) {
+#pragma unroll
+      for (int i = 1; i <= 2; i++)
+        if (i < left) step(i, false);
     }
+    wgmma_wait();
+    if (lane < 2) barrier_arrive_mapped(read);
+    finish(p, work, rows, out_map, shared, sums);
   }
-  if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  wait_for_stores();
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, CTAS)
@@ -370,20 +384,24 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   const u32 base = (shared_address(shared) + 1023) & ~1023u;  // of the swizzle's pattern
   const u32 full = base + OFF_BARRIERS, empty = full + 8 * STAGES;
   if (threadIdx.x == 0) {
+    prefetch_map(&x_map);
+    prefetch_map(&out_map);
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, 16);  // eight warps of two CTAs
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  cluster_sync();
-  wait_for_previous();
+  cluster_arrive();
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
-    if (threadIdx.x == 0) load_tiles(p, &x_map, base, full, empty);
+    cluster_wait();
+    if (threadIdx.x == 0)
+      Loader{p, &x_map, base, full, cluster_rank()}.run(empty);
+    else if (threadIdx.x >= 64)
+      announce_tail(p, threadIdx.x / 32 - 2);
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WORKER_REGISTERS));
     multiply_tiles(p, &out_map, base, full, empty);
   }
-  cluster_sync();  // the other CTA may still write here
 }

@@ -18,22 +18,30 @@ ROWS = 128
 """Of W, in a tile."""
 STEP = 64
 """k at a time."""
-_STAGES = {64: 8, 128: 8, 256: 5}
+_STAGES = {64: 7, 128: 8, 256: 4}
 _CTAS = {64: 2, 128: 1, 256: 1}
 """On a multiprocessor."""
-_STEP_MICROSECONDS = {64: 0.64, 128: 0.46, 256: 0.7}
+_STEP_MICROSECONDS = {64: 0.58, 128: 0.45, 256: 0.66}
 """Of a tile, by its rows of x, as measured on an H200."""
-_CUT_MICROSECONDS = {64: 2.0, 128: 3.0, 256: 5.0}
-"""To join the parts of tiles that are cut."""
+_CROSSING_STEPS = {64: 2, 128: 2, 256: 2}
+"""That a cluster could do while it leaves its sums of a tile and begins the next one."""
+_EXCHANGE_MICROSECONDS = 1.5
+"""To leave sums, tell others, and see theirs: what a join takes however little it adds."""
+_JOIN_BYTES_PER_MICROSECOND = 10e6
+"""At which all clusters together leave sums and load them, through the L2 cache."""
 _LEAST_STEPS = 4
 """Of a cluster."""
+_MOST_SHARERS = 32
+"""Clusters that have a part of the same tile."""
 _THREADS = 384
+_STRIP = 16
+"""Rows of x that a cluster finishes at a time."""
 _SWIZZLE_BYTES = 1024
 
 
-_RAISED = count(secrets.randbits(64))
-"""Values that raise flags. One is used by one launch, and by every replay of it, which leaves none:
-so flags need no clearing, whatever lay in their memory."""
+_RAISED = count(secrets.randbits(64), 2)
+"""Values that raise flags. One and the next are used by one launch, and by every replay of it,
+which leaves none: so flags need no clearing, whatever lay in their memory."""
 
 
 class _TensorMap(ctypes.Structure):
@@ -41,14 +49,14 @@ class _TensorMap(ctypes.Structure):
 
 
 class _Params(ctypes.Structure):
-    """`Params` of `linear_wide.cu`, field by field."""
+    """`Params` of `linear_wide_work.cuh`, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "weight_scale", "row_scale", "bias")),
         *((name, ctypes.c_void_p) for name in ("partial", "flags")),
         ("raised", ctypes.c_uint64),
         *((name, ctypes.c_int) for name in ("m", "n", "blocks_n", "blocks_k")),
-        *((name, ctypes.c_int) for name in ("row_pairs", "tiles", "cut_tiles")),
+        *((name, ctypes.c_int) for name in ("row_pairs", "tiles", "cut_tiles", "crossing")),
     )
 
 
@@ -63,13 +71,32 @@ class WidePlan(NamedTuple):
     """Of two CTAs."""
     cut_tiles: int
     """Tiles whose k is cut, so that every cluster has as much to do."""
+    crossing: int = 0
+    """Steps that a cluster does less for every tile that begins within its span."""
+
+    def sharers(self, blocks_k: int) -> tuple[int, ...]:
+        """Clusters that have a part of each tile that is cut (`Join` of `linear_wide_work.cuh`)."""
+        line = blocks_k + self.crossing
+        places = self.cut_tiles * line
+
+        def cluster_at(place: int) -> int:
+            return ((place + 1) * self.clusters - 1) // places
+
+        return tuple(
+            cluster_at((tile + 1) * line - 1) - cluster_at(tile * line + self.crossing) + 1
+            for tile in range(self.cut_tiles)
+        )
 
     def microseconds(self, blocks_k: int) -> float:
         """What it should take, but for what all plans have in common."""
         steps = (self.tiles - self.cut_tiles) // self.clusters * blocks_k
-        steps += -(-self.cut_tiles * blocks_k // self.clusters)
-        joining = _CUT_MICROSECONDS[self.tokens] if self.cut_tiles else 0.0
-        return steps * _STEP_MICROSECONDS[self.tokens] + joining
+        steps += -(-self.cut_tiles * (blocks_k + self.crossing) // self.clusters)
+        took = steps * _STEP_MICROSECONDS[self.tokens]
+        parts = sum(self.sharers(blocks_k)) - self.cut_tiles
+        if parts:
+            joined = 2 * parts * (2 * ROWS * self.tokens * 4)  # left, and loaded
+            took += _EXCHANGE_MICROSECONDS + joined / _JOIN_BYTES_PER_MICROSECOND
+        return took
 
 
 @lru_cache(maxsize=1024)
@@ -83,11 +110,15 @@ def wide_plan(n: int, k: int, m: int, multiprocessors: int, tokens: int | None =
     ways = []
     for size in (tokens,) if tokens else _STAGES:
         tiles = _row_pairs(n) * -(-m // size)
-        clusters = min(multiprocessors // 2 * _CTAS[size], -(-tiles * blocks_k // _LEAST_STEPS))
+        least_steps = max(_LEAST_STEPS, -(-blocks_k // (_MOST_SHARERS - 2)))
+        clusters = min(multiprocessors // 2 * _CTAS[size], -(-tiles * blocks_k // least_steps))
         last = tiles % clusters
         # All turns but the last two are whole; or all, and some clusters idle in the last.
-        ways.append(WidePlan(size, tiles, clusters, clusters * (tiles > clusters) + last))
+        cut_tiles = clusters * (tiles > clusters) + last
+        ways.append(WidePlan(size, tiles, clusters, cut_tiles, _CROSSING_STEPS[size]))
         ways.append(WidePlan(size, -(-tiles // clusters) * clusters, clusters, 0))
+        if sharers := clusters // tiles:  # of every tile, and no cluster crosses over to another
+            ways.append(WidePlan(size, tiles, sharers * tiles, tiles * (sharers > 1)))
     return min(ways, key=lambda way: way.microseconds(blocks_k))
 
 
@@ -117,9 +148,14 @@ def linear_wide(
     device = x.device.index
     blocks_n, blocks_k = weight.shape[0], weight.shape[1]
     plan = plan or wide_plan(n, k, m, _multiprocessors(device))
+    if max(plan.sharers(blocks_k), default=0) > _MOST_SHARERS:
+        raise ValueError(f"{plan}: more than {_MOST_SHARERS} clusters have parts of a tile")
     out = x.new_empty((m, -(-n // 8) * 8))  # TMA writes rows of a multiple of 16 bytes
-    partial = x.new_empty((plan.clusters * 2 * plan.tokens * ROWS,), dtype=torch.float32)
-    flags = x.new_empty((4 * plan.clusters,), dtype=torch.int64)
+    # With a tile or more per cluster, only the ends of tiles are left.
+    kinds = (plan.cut_tiles > 0) + (0 < plan.cut_tiles < plan.clusters)
+    places = kinds * 2 * plan.clusters
+    partial = x.new_empty((places * plan.tokens * ROWS,), dtype=torch.float32)
+    flags = x.new_empty((4 * plan.clusters * _MOST_SHARERS,), dtype=torch.int64)
     params = _Params(
         weight=weight.data_ptr(),
         weight_scale=weight_scale.data_ptr(),
@@ -135,14 +171,15 @@ def linear_wide(
         row_pairs=_row_pairs(n),
         tiles=_row_pairs(n) * -(-m // plan.tokens),
         cut_tiles=plan.cut_tiles,
+        crossing=plan.crossing,
     )
     maps = (
         _tensor_map(x.data_ptr(), m, k, stride, x.dtype, plan.tokens // 2),
-        _tensor_map(out.data_ptr(), m, out.shape[1], out.shape[1], x.dtype, plan.tokens),
+        _tensor_map(out.data_ptr(), m, out.shape[1], out.shape[1], x.dtype, _STRIP),
     )
     with torch.cuda.device(device):
         kernel = _kernel(x.dtype, plan.tokens, device)
-        nvrtc.launch(kernel, 2 * plan.clusters, _THREADS, [*maps, params])
+        nvrtc.launch(kernel, 2 * plan.clusters, _THREADS, [*maps, params], overlap=True)
     return out[:, :n].contiguous()
 
 
@@ -186,7 +223,8 @@ def _tensor_map(
 
 @lru_cache(maxsize=32)
 def _kernel(dtype: torch.dtype, tokens: int, device: int) -> nvrtc.Kernel:
-    shared = _SWIZZLE_BYTES + _STAGES[tokens] * (tokens * STEP * 2 + 16) + tokens * ROWS * 2
+    stage = (tokens * 2 + ROWS // 2 + ROWS // 16) * STEP + 16
+    shared = _SWIZZLE_BYTES + _STAGES[tokens] * stage + tokens * ROWS * 2
     functions = (("linear_wide", shared),)
     options = tuple(macros(dtype, tokens).items())
     return nvrtc.load("linear_wide", options, functions, device)["linear_wide"]

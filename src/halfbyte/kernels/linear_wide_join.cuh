@@ -1,0 +1,205 @@
+// How the clusters that have parts of a tile finish it together, each some of its tokens, from the sums
+// that all leave in `partial`. The order of sums is that of k, whoever comes first.
+//
+//   Tail       A cluster that goes on to the next tile only leaves its sums, and does not wait.
+//   Waiting    A cluster waits for those that started before it. For the last to start, the tile's head,
+//              it waits only if that one has said that it runs; otherwise it leaves all of its sums and
+//              goes, and the head finishes its tokens. So kernels that share the GPU never wait for
+//              each other's multiprocessors.
+
+#pragma once
+#include "linear_wide_work.cuh"
+
+#define WORKERS 256
+#define VALUES (TOKENS / 2)  // of an accumulator, per thread
+#define STRIP_FLOATS (8 * WORKERS)
+#define MOST_SHARERS 32  // of a tile: a lane each
+// Strips that are added at a time, and of how many clusters they are under way: as registers allow.
+#define ADDED_STRIPS 4
+#define ADDED_AHEAD (TOKENS == 128 ? 2 : 1)
+
+// A CTA's threads of a warpgroup.
+__device__ __forceinline__ void group_sync(int group) {
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+}
+
+// The same, and whether this is so for any of them.
+__device__ __forceinline__ bool group_any(int group, bool here) {
+  u32 any;
+  asm volatile(
+      "{.reg .pred p, q; setp.ne.u32 q, %1, 0; bar.red.or.pred p, %2, 128, q; selp.u32 %0, 1, 0, p;}"
+      : "=r"(any)
+      : "r"((u32)here), "r"(1 + group)
+      : "memory");
+  return __shfl_sync(~0u, any, 0);  // known to be the same for a warp
+}
+
+// A thread's sums of a part of a tile.
+__device__ __forceinline__ float* partial_of(const Params& p, bool tail, u32 cluster, u32 rank) {
+  const u32 place = 2 * ((tail ? 0 : clusters()) + cluster) + rank;
+  return p.partial + (u64)place * (TOKENS * ROWS) + (threadIdx.x - 128) * 4;
+}
+
+// Leaves the sums of these strips but those kept.
+__device__ __forceinline__ void leave_sums(float* partial, u32 strips, const Share& kept,
+                                           const float* sums) {
+#pragma unroll
+  for (u32 strip = 0; strip < STRIPS; strip++) {
+    if (strip >= strips || kept.has(strip)) continue;
+#pragma unroll
+    for (int j = 0; j < 8; j += 4) {
+      const float* d = sums + strip * 8 + j;
+      __stcg((float4*)(partial + strip * STRIP_FLOATS + j * WORKERS),
+             make_float4(d[0], d[1], d[2], d[3]));
+    }
+  }
+}
+
+// Adds what others left of a share, in order of k. The third and later ones begin anew, as sums that come
+// before theirs must be added first; they left theirs, too.
+__device__ __forceinline__ void add_sums(const Params& p, const Join& join, u32 own, u32 rank,
+                                         const Share& share, float* sums) {
+  const bool anew = own > 1;
+  const u32 others = join.sharers - !anew;
+#pragma unroll
+  for (int i = 0; anew && i < VALUES; i++) sums[i] = 0.0f;
+#pragma unroll
+  for (u32 begin = 0; begin < STRIPS; begin += ADDED_STRIPS) {
+    if (begin >= share.stop || begin + ADDED_STRIPS <= share.first) continue;
+    // Without values, the compiler holds registers for it from the kernel's begin.
+    float4 x[ADDED_AHEAD][ADDED_STRIPS][2] = {};
+    auto load = [&](int slot, u32 i) {
+      const u32 other = i + (!anew && i >= own);
+      const float* const partial = partial_of(p, other >= join.finishers, join.head + other, rank);
+#pragma unroll
+      for (u32 j = 0; j < 2 * ADDED_STRIPS; j++)
+        if (share.has(begin + j / 2))
+          x[slot][j / 2][j % 2] = __ldcg(
+              (const float4*)(partial + (begin + j / 2) * STRIP_FLOATS + j % 2 * 4 * WORKERS));
+    };
+    auto add = [&](int slot) {
+#pragma unroll
+      for (u32 j = 0; j < 2 * ADDED_STRIPS; j++) {
+        if (!share.has(begin + j / 2)) continue;
+        float* d = sums + begin * 8 + j * 4;
+        const float4 y = x[slot][j / 2][j % 2];
+        d[0] += y.x, d[1] += y.y, d[2] += y.z, d[3] += y.w;
+      }
+    };
+#pragma unroll
+    for (u32 slot = 0; slot < ADDED_AHEAD; slot++)
+      if (slot < others) load(slot, slot);
+    for (u32 i = 0; i < others; i += ADDED_AHEAD)
+#pragma unroll
+      for (u32 slot = 0; slot < ADDED_AHEAD; slot++) {
+        if (i + slot >= others) break;
+        add(slot);
+        if (i + slot + ADDED_AHEAD < others) load(slot, i + slot + ADDED_AHEAD);
+      }
+  }
+}
+
+// Flags of a finisher: which of a tile's clusters have left their sums; in its own place, whether the
+// head runs. Raised is `raised`, or one more by a cluster that has left all sums and will not finish its
+// share. Nothing else ever has such values, and a launch leaves none: so a replay of it may raise them
+// again, and flags need no clearing, whatever lay in their memory.
+struct Flags {
+  u64* of_cluster;
+
+  __device__ __forceinline__ Flags(const Params& p, u32 cluster, u32 rank, int group)
+      : of_cluster(p.flags + ((2 * cluster + rank) * 2 + group) * MOST_SHARERS) {}
+
+  __device__ __forceinline__ void set(u32 i, u64 value) const {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(of_cluster + i), "l"(value) : "memory");
+  }
+
+  // What this thread, or one that it met at a barrier, wrote before is seen by who sees the flag.
+  __device__ __forceinline__ void raise(u32 i, u64 value) const {
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(of_cluster + i), "l"(value) : "memory");
+  }
+
+  __device__ __forceinline__ u64 get(u32 i) const {
+    u64 found;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(of_cluster + i) : "memory");
+    return found;
+  }
+
+  __device__ __forceinline__ u64 wait(const Params& p, u32 i) const {
+    u64 found;
+    do {
+      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];"
+                   : "=l"(found)
+                   : "l"(of_cluster + i)
+                   : "memory");
+    } while (found - p.raised > 1);
+    return found;
+  }
+};
+
+// A head tells the others that it runs. A thread that does so also takes it back.
+__device__ __forceinline__ void tell_others(const Params& p, const Join& join, u32 rank, int group,
+                                            u64 value) {
+  const u32 finisher = threadIdx.x % 128;
+  if (finisher > 0 && finisher < join.finishers)
+    Flags(p, join.head + finisher, rank, group).set(finisher, value);
+}
+
+__device__ __forceinline__ void tell_if_head(const Params& p, u32 number, u32 rank, int group) {
+  Work work(p);
+  while (work.next_part(p) && !work.is_last(p)) {}
+  if (p.cut_tiles == 0 || !work.is_part(p)) return;
+  const Join join(p, work.tile);
+  if (join.head == number) tell_others(p, join, rank, group, p.raised);
+}
+
+// Workers only arrive when they have left the sums of a tail: a warp beside them waits for that, and for
+// the sums to be written, and raises the flags.
+__device__ __forceinline__ void leave_tail(int group) {
+  asm volatile("bar.arrive %0, 160;" ::"r"(3 + group) : "memory");
+}
+
+__device__ __forceinline__ void announce_tail(const Params& p, int group) {
+  Work work(p);
+  if (!work.next(p) || !work.is_tail(p)) return;
+  const Join join(p, work.tile);
+  asm volatile("bar.sync %0, 160;" ::"r"(3 + group) : "memory");
+  const u32 finisher = threadIdx.x % 32;
+  if (finisher < join.finishers)
+    Flags(p, join.head + finisher, cluster_rank(), group).raise(cluster_number() - join.head, p.raised);
+}
+
+// Leaves the sums of a part for those that finish the tile together, and waits for theirs. Returns the
+// finishers (bits) whose shares are to be finished here: this one; or none; or others that have gone, too.
+__device__ __forceinline__ u32 exchange_sums(const Params& p, const Join& join, u32 own, u32 rank,
+                                             int group, u32 strips, const float* sums) {
+  const u32 lane = threadIdx.x % 32;
+  const bool first_warp = threadIdx.x % 128 < 32;
+  const Flags flags(p, join.head + own, rank, group);
+  const u64 head_runs = own > 0 ? flags.get(own) : p.raised;
+  float* const partial = partial_of(p, false, join.head + own, rank);
+  Share kept(join, strips, own);
+  if (own > 1) kept.stop = kept.first;
+  leave_sums(partial, strips, kept, sums);
+  const bool stays = group_any(group, threadIdx.x % 128 == 0 && head_runs == p.raised);
+  if (!stays) {
+    leave_sums(partial, strips, Share(0, 0), sums);
+    group_sync(group);
+  }
+  if (first_warp && lane < join.finishers && lane != own)
+    Flags(p, join.head + lane, rank, group).raise(own, p.raised + !stays);
+  if (!stays) return 0;
+  u64 found = p.raised;
+  if (lane < join.sharers && lane != own) found = flags.wait(p, lane);
+  const u32 gone = __ballot_sync(~0u, found != p.raised);
+  group_sync(group);
+  if (first_warp && lane < join.sharers && lane != own) flags.set(lane, 0);
+  if (own > 0) return 1u << own;
+  tell_others(p, join, rank, group, 0);
+  for (u32 i = 1; first_warp && i < join.finishers; i++) {
+    if (!(gone >> i & 1) || lane >= join.sharers || lane == i) continue;
+    const Flags theirs(p, join.head + i, rank, group);
+    theirs.wait(p, lane);
+    theirs.set(lane, 0);
+  }
+  return gone | 1;
+}

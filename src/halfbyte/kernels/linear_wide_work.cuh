@@ -1,0 +1,134 @@
+// How linear_wide.cu cuts up its work: tiles of the product, and spans of those whose k is cut.
+//
+//   Turns      Tiles go to the clusters in turn, those of a turn side by side, so that what they read is
+//              read at the same time.
+//   Cuts       The first `cut_tiles`, which would not fill the last turn, lie on a line: each is
+//              `crossing` places, for what it takes to begin a tile, and then its steps. Every cluster
+//              has an equal span of the line.
+//   Parts      A cluster's span is the end of a tile (its tail), whole tiles, and the beginning of one.
+
+#pragma once
+#include "sm90.cuh"
+
+#define ROWS 128              // of W, in a CTA's tile
+#define STEP 64               // of k
+#define STRIPS (TOKENS / 16)  // 16 rows of x: what is stored, and what a cluster finishes, at a time
+
+struct Params {
+  const u8* weight;        // [blocks_n, blocks_k, 2048]
+  const u8* weight_scale;  // [blocks_n, blocks_k, 256]
+  const float* row_scale;  // [64 blocks_n]
+  const u16* bias;         // [n] or null
+  float* partial;          // [2, clusters, 2, TOKENS / 8, WORKERS, 4]: of tails, and of others
+  u64* flags;              // [clusters, 2, 2, MOST_SHARERS], see Flags
+  u64 raised;
+  int m, n;
+  int blocks_n, blocks_k;  // of 64
+  int row_pairs, tiles, cut_tiles;
+  int crossing;  // steps that it takes to begin another tile
+};
+
+// A cluster's number. Later ones start earlier: see linear_wide_join.cuh.
+__device__ __forceinline__ u32 cluster_number() { return (gridDim.x - 1 - blockIdx.x) / 2; }
+__device__ __forceinline__ u32 clusters() { return gridDim.x / 2; }
+
+// Where a tile begins on the line: `crossing` places, then its steps.
+__device__ __forceinline__ u32 line_place(const Params& p, u32 tile) {
+  return tile * (u32)(p.blocks_k + p.crossing);
+}
+
+// A cluster's span of the line.
+struct Span {
+  u32 first, stop;
+
+  __device__ __forceinline__ Span(const Params& p, u32 number) {
+    const u32 places = line_place(p, p.cut_tiles);
+    first = places * number / clusters();
+    stop = places * (number + 1) / clusters();
+  }
+};
+
+// What a CTA does next: a tile, or a part of its k.
+struct Work {
+  u32 tile;
+  int first, stop;
+  u32 at, span_stop, next_whole;
+
+  __device__ __forceinline__ Work(const Params& p) {
+    const Span span(p, cluster_number());
+    at = span.first;
+    span_stop = span.stop;
+    next_whole = p.cut_tiles + cluster_number();
+  }
+
+  __device__ __forceinline__ bool next(const Params& p) {
+    if (!next_part(p)) {
+      tile = next_whole;
+      next_whole += clusters();
+      first = 0;
+      stop = p.blocks_k;
+    }
+    return tile < p.tiles;
+  }
+
+  __device__ __forceinline__ bool next_part(const Params& p) {
+    while (at < span_stop) {
+      tile = at / line_place(p, 1);
+      const int begin = (int)(at - line_place(p, tile)) - p.crossing;
+      first = max(0, begin);
+      stop = min(p.blocks_k, begin + (int)(span_stop - at));
+      at += stop - begin;
+      if (stop > 0) return true;
+    }
+    return false;
+  }
+
+  __device__ __forceinline__ bool is_part(const Params& p) const { return stop - first < p.blocks_k; }
+  // The last of this cluster's parts.
+  __device__ __forceinline__ bool is_last(const Params& p) const { return span_stop <= at + p.crossing; }
+  // The end of a tile, by a cluster that goes on to the next one.
+  __device__ __forceinline__ bool is_tail(const Params& p) const { return is_part(p) && !is_last(p); }
+};
+
+// Where a CTA's tile is.
+struct Place {
+  int row_block;  // of 64 rows
+  int token;
+
+  __device__ __forceinline__ Place(const Params& p, u32 tile) {
+    row_block = 2 * (2 * (int)(tile % p.row_pairs) + (int)cluster_rank());
+    token = tile / p.row_pairs * TOKENS;
+  }
+
+  __device__ __forceinline__ u32 strips(const Params& p) const {
+    return min(STRIPS, (p.m - token + 15) / 16);
+  }
+};
+
+// The clusters that have a part of a tile, in order of k: from `head` so many. All of them finish it but
+// the last if that goes on to the next tile.
+struct Join {
+  u32 head, sharers, finishers;
+
+  __device__ __forceinline__ Join(const Params& p, u32 tile) {
+    const u32 begin = line_place(p, tile) + p.crossing, end = line_place(p, tile + 1);
+    const u32 tail = cluster_at(p, end - 1);
+    head = cluster_at(p, begin);
+    sharers = tail - head + 1;
+    finishers = sharers - (Span(p, tail).stop > end + p.crossing);
+  }
+
+  __device__ __forceinline__ static u32 cluster_at(const Params& p, u32 place) {
+    return ((place + 1) * clusters() - 1) / line_place(p, p.cut_tiles);
+  }
+};
+
+// Strips that a tile's finisher finishes.
+struct Share {
+  u32 first, stop;
+
+  __device__ __forceinline__ Share(u32 first, u32 stop) : first(first), stop(stop) {}
+  __device__ __forceinline__ Share(const Join& join, u32 strips, u32 finisher)
+      : first(strips * finisher / join.finishers), stop(strips * (finisher + 1) / join.finishers) {}
+  __device__ __forceinline__ bool has(u32 strip) const { return strip - first < stop - first; }
+};
