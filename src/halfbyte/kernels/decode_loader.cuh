@@ -81,13 +81,6 @@ __device__ __forceinline__ u64 add_offset(u64 base, u32 offset) {
   return base + offset;
 }
 
-// An entry of a block table. Those after it will be asked for soon, and come with it from memory.
-__device__ __forceinline__ u32 page_number(const int* entry) {
-  u32 y;
-  asm volatile("ld.global.L2::256B.u32 %0, [%1];" : "=r"(y) : "l"(entry));
-  return y;
-}
-
 // The tiles of a piece that a unit works on.
 struct Share {
   int first, stop;
@@ -191,10 +184,10 @@ struct Loader {
 #if SHARED_RING
 #pragma unroll
     for (int i = 0; i < TILE / 64; i++)
-      pages[i] = page_number(table + min((tile * TILE + 64 * i + first) / BLOCK_SIZE, last_page));
+      pages[i] = table[min((tile * TILE + 64 * i + first) / BLOCK_SIZE, last_page)];
 #else
     const u32 position = tile * TILE + first_token() + (ONE_PAGE ? 0 : threadIdx.x % 32 / SHARE * 16);
-    page = page_number(table + min(position / BLOCK_SIZE, last_page));
+    page = table[min(position / BLOCK_SIZE, last_page)];
 #endif
   }
 
