@@ -55,7 +55,7 @@ def test_says_what_it_cannot_do() -> None:
         (16, H200, linear_few),
         (64, H200, linear_wide),
         (2048, H200, linear_wide),
-        (8192, H200, linear_unpacked),
+        (8192, H200, linear_wide),
         (65, RTX_3090, linear_few),
         (1000, RTX_3090, linear_unpacked),
     ],

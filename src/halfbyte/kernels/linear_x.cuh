@@ -43,12 +43,14 @@ struct SharedX {
   // Before the CTA's threads meet and x is asked for.
   __device__ __forceinline__ void prepare() const {
 #if __CUDA_ARCH__ >= 900
-    const int begin = threadIdx.x << piece_bits, left = bytes - begin;
-    if (threadIdx.x < X_PIECES && left > 0) {
-      barrier_init(barriers + threadIdx.x * 8, 1);
-      barrier_expect(barriers + threadIdx.x * 8, columns * min(left, 1 << piece_bits));
+    if (threadIdx.x == 0) {
+#pragma unroll 1
+      for (int i = 0, left = bytes; left > 0; i++, left -= 1 << piece_bits) {
+        barrier_init(barriers + i * 8, 1);
+        barrier_expect(barriers + i * 8, columns * min(left, 1 << piece_bits));
+      }
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     if (bytes < padded) {
 #pragma unroll 1
       for (int i = threadIdx.x; i < columns * 16; i += THREADS)

@@ -2,9 +2,9 @@
 
 How many rows x has decides the way (`_way`). Few: the weights stream through the registers
 (`kernels/linear.cu`). More, on SM90: they are unpacked inside a `wgmma` matmul
-(`kernels/linear_wide.cu`). Many: they are written out in 16 bits and cuBLAS multiplies, so that a
-prompt is not slower than with weights in 16 bits. A batch-invariant layer takes the first way for
-every number of rows, as its order of sums does not depend on it.
+(`kernels/linear_wide.cu`). More, elsewhere: they are written out in 16 bits and cuBLAS multiplies.
+A batch-invariant layer takes the first way for every number of rows, as its order of sums does not
+depend on it.
 """
 
 from collections.abc import Callable
@@ -38,11 +38,9 @@ _Product = Callable[
 ]
 
 
-_MOST_WIDE_ROWS = 2048
-"""Of x; beyond, cuBLAS makes up for writing the weights out."""
 _MOST_FEW_ROWS = 192
-"""The same where there is no `wgmma`."""
-_WIDE_MICROSECONDS = 13.0
+"""Of x, where there is no `wgmma`; beyond, cuBLAS makes up for writing the weights out."""
+_WIDE_MICROSECONDS = 7.4
 """What `linear_wide` takes besides what its plan counts, on an H200."""
 
 
@@ -51,8 +49,6 @@ def _way(m: int, n: int, k: int, machine: Machine) -> _Product:
     """The fastest way known for m rows of x."""
     if machine.capability != 90:
         return linear_few if m <= _MOST_FEW_ROWS else linear_unpacked
-    if m > _MOST_WIDE_ROWS:
-        return linear_unpacked
     few = few_plan(n, k, m, machine).microseconds(n, k, m, machine)
     wide = wide_plan(n, k, m, machine.groups[0]).microseconds(-(-k // TILE_N))
     return linear_few if few < wide + _WIDE_MICROSECONDS else linear_wide
