@@ -135,6 +135,12 @@ def test_markdown_table_of_a_run() -> None:
     ]
 
 
+def test_markdown_table_marks_a_peer_that_was_inexact() -> None:
+    case = row(16)
+    case["subjects"]["humming"]["inexact"] = True
+    assert "| 5.0 µs | 7.5 µs* | 20.0 µs |" in linear_markdown_table(report(case))
+
+
 def test_shapes_are_parsed() -> None:
     assert parse_shapes("6144x4096, 32 X 64") == [(6144, 4096), (32, 64)]
     for text in ("6144", "6144x", "1x2x3", "6144x4096,"):

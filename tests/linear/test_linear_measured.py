@@ -45,14 +45,14 @@ def test_nothing_is_known_far_from_what_was_measured() -> None:
     assert faster_backend(config(k=4096), "cuda", BOTH) == "cuda", "the default was not measured"
 
 
-def test_committed_table_prefers_ours_but_for_one_case() -> None:
+def test_committed_table_prefers_ours() -> None:
     chosen = {
         (case["n"], case["k"], case["m"])
         for case in measured._table()["90"]
         if faster_backend(config(case["n"], case["k"], case["m"]), "cuda", case["microseconds"])
         != "cuda"
     }
-    assert chosen == {(4096, 14336, 32)}
+    assert chosen == set()
 
 
 def test_hint_changes_nothing_where_one_backend_is_left() -> None:

@@ -63,7 +63,12 @@ def _bounds_table(bounds: list[Row]) -> Table:
 def _microseconds(entry: Row) -> str:
     if "failed" in entry:
         return "failed"
-    return f"{entry[_TIMING]:,.1f}" if entry else ""
+    return f"{entry[_TIMING]:,.1f}{_mark(entry)}" if entry else ""
+
+
+def _mark(entry: Row) -> str:
+    """Beside the time of a peer that was less exact than allowed."""
+    return "*" if entry.get("inexact") else ""
 
 
 def _ratio(value: float | None) -> str:
@@ -71,7 +76,10 @@ def _ratio(value: float | None) -> str:
 
 
 def linear_markdown_table(report: Report) -> str:
-    """Our kernel beside Humming, bfloat16 weights and a plain read, replays in a row."""
+    """Our kernel beside Humming, bfloat16 weights and a plain read, replays in a row.
+
+    A star marks a peer that was less exact than allowed.
+    """
     lines = [
         "| weights N x K | rows of x | halfbyte | Humming | bf16 weights | halfbyte / Humming "
         "| halfbyte / bf16 | of a plain read |",
@@ -80,13 +88,14 @@ def linear_markdown_table(report: Report) -> str:
     rows = report["microseconds"]
     shown = [row for row in rows if row["m"] in _SHOWN_ROWS] or rows
     for row in shown:
-        times = [time_of(row, name, _TIMING) for name in (ours(row), "humming", DENSE)]
+        names = (ours(row), "humming", DENSE)
+        times = [(time_of(row, name, _TIMING), row["subjects"].get(name, {})) for name in names]
         over = row[_TIMING]
         share = over["ours_of_read"]
         cells = [
             f"{row['n']:,} x {row['k']:,}",
             f"{row['m']:,}",
-            *("" if time is None else _rounded(time) for time in times),
+            *("" if time is None else _rounded(time) + _mark(entry) for time, entry in times),
             _ratio(over["ours_over_humming"]),
             _ratio(over["ours_over_dense"]),
             "" if share is None else f"{share:.0%}",
