@@ -16,8 +16,7 @@
 // Macros: those of decode.cu but DUPLICATE and Q_SHARED; TILE is 64 or 128, WARPS 4, COLS = 8 * N_TILES.
 
 #define RING_WARPS 4
-#include "decode_values.cuh"
-#include "sm90.cuh"
+#include "decode_wide_operands.cuh"
 
 #define P_SHIFT 11.0f
 #define NOTHING_YET 1e30f
@@ -25,68 +24,6 @@
 
 static_assert(TILE % 64 == 0 && WARPS == RING_WARPS && COLS == 8 * N_TILES, "one warpgroup per ring");
 static_assert(K_KIND == 4 && V_KIND == 4, "reads nvfp4");
-
-// B operands lie as 8 x 8 matrices of 128 bytes, a row of 16 bytes per column, without swizzle: those
-// of 8 columns side by side along k.
-#define B_MATRIX 128
-#define OFF_Q (STAGES * STAGE_BYTES)
-#define OFF_P (OFF_Q + COLS * HEAD_SIZE * 2)
-#define OFF_EXCHANGE (OFF_P + COLS * TILE * 2)       // floats [WARPS, COLS]
-#define OFF_COLUMNS (OFF_EXCHANGE + WARPS * COLS * 4)  // Columns [COLS / 2]
-
-// 16 rows of V^T are a tile; a chunk of 32 dims has two, and a warp has every fourth chunk. Of 64 dims
-// a warp has one tile.
-#define TILES_V (HEAD_SIZE_V / 64)
-#define PARTS_V (TILES_V == 1 ? 1 : 2)
-#define CHUNKS_PER_WARP (TILES_V == 1 ? 1 : TILES_V / 2)
-
-#define V_OPERANDS (2 * PARTS_V * CHUNKS_PER_WARP)  // of 32 tokens
-#define K_STEPS 4                                   // unpacked at a time
-#define SUBTILES (TILE / 64)                        // 64 tokens are M of wgmma
-
-// The matrix so many bytes behind the ring's begin (the lower word counts 16 bytes) and its neighbours
-// of k and of columns. The begin comes as `ring / 16`, so that one addition makes a descriptor.
-__device__ __forceinline__ u64 b_descriptor(u32 ring16, u32 offset, u32 bytes_per_8_columns) {
-  u64 y;
-  asm("mov.b64 %0, {%1, %2};"
-      : "=l"(y)
-      : "r"(ring16 + (offset / 16 + (B_MATRIX / 16 << 16))), "r"(bytes_per_8_columns / 16));
-  return y;
-}
-
-#define D4(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
-
-// d = a b, or d += a b.
-__device__ __forceinline__ void wgmma(float (*d)[4], const u32* a, u64 b, bool add) {
-#if N_TILES == 2
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %13, 0;"
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7}, "
-      "{%8,%9,%10,%11}, %12, p, 1, 1, 0;}"
-      : D4(0), D4(1)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-#elif N_TILES == 4
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %21, 0;"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7,"
-      "%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;}"
-      : D4(0), D4(1), D4(2), D4(3)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-#else
-  static_assert(N_TILES == 8, "16, 32 or 64 columns");
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %37, 0;"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7,"
-      "%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
-      " {%32,%33,%34,%35}, %36, p, 1, 1, 0;}"
-      : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-#endif
-}
-
-extern __shared__ __align__(128) u8 shared[];
-
-__device__ __forceinline__ u32 ring_address() { return shared_address(shared); }
 
 __device__ __forceinline__ float* exchange() { return (float*)(shared + OFF_EXCHANGE); }
 
@@ -161,118 +98,6 @@ __device__ __forceinline__ void stage_query(const Params& p, const Piece& piece,
   __syncthreads();
 }
 
-// Where a lane finds its parts of a tile: rows and scales of K and V, and which bytes of their words are
-// the scales of its kind of block.
-struct Places {
-  u32 k, sf_k, parity_k, v, sf_v, parity_v;
-
-  __device__ __forceinline__ Places(int warp, int lane) {
-    const int g = lane >> 2, c = lane & 3, chunk = TILES_V == 1 ? warp >> 1 : warp;
-    k = keep(warp * 16 * ROW_K + swizzle<CHUNKS_K>(lane & 15, lane >> 4));
-    sf_k = keep(OFF_SF_K + (warp * 16 + g) * SF_K);
-    parity_k = keep(c >> 1 ? 0x31u : 0x20u);
-    v = keep(OFF_V + swizzle<CHUNKS_V>(lane, chunk));
-    sf_v = keep(OFF_SF_V + 2 * c * SF_V + chunk / 2 * 4);
-    parity_v = keep(0x40u + 0x11u * (2 * (chunk & 1) + (g >> 2)));
-  }
-};
-
-// Bytes and scales from shared memory, asked for while the operands before them are unpacked.
-struct RawK {
-  u32 bytes[4];  // 16 tokens x 64 dims
-  u32 scales[2];  // of tokens g and g + 8
-};
-
-struct RawV {
-  u32 bytes[4];  // 32 tokens x 32 dims
-  u32 scales[8];  // of tokens 2c, 2c + 1, 2c + 8, 2c + 9, and of 16 further on
-};
-
-__device__ __forceinline__ u32 load_word(u32 address) {
-  u32 y;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(y) : "r"(address));
-  return y;
-}
-
-// A warp's 16 tokens of K in a subtile, K_STEPS steps of k.
-__device__ __forceinline__ void fetch_k(RawK& raw, u32 tile, const Places& at, int subtile, int first) {
-  ldmatrix4(raw.bytes, tile + (at.k ^ first / 2 * 16) + 64 * subtile * ROW_K);
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-    raw.scales[i] = load_word(tile + at.sf_k + (64 * subtile + 8 * i) * SF_K + first);
-}
-
-__device__ __forceinline__ void unpack_k(u32 (*a)[4], const RawK& raw, const Places& at) {
-  Operands<K_KIND>::of_k(a, raw.bytes);
-  const u32 scale0 = scales_to_half2(__byte_perm(raw.scales[0], 0, at.parity_k));
-  const u32 scale1 = scales_to_half2(__byte_perm(raw.scales[1], 0, at.parity_k));
-  scale_k(a, both_low(scale0), both_low(scale1));
-  scale_k(a + 2, both_high(scale0), both_high(scale1));
-}
-
-// A warp's dims of V for 32 tokens.
-__device__ __forceinline__ void fetch_v(RawV* raw, u32 tile, const Places& at, int first) {
-#pragma unroll
-  for (int i = 0; i < CHUNKS_PER_WARP; i++) {
-    ldmatrix4_trans(raw[i].bytes, tile + (at.v ^ i * 64) + first * ROW_V);
-#pragma unroll
-    for (int x = 0; x < 8; x++)
-      raw[i].scales[x] = load_word(tile + at.sf_v + (first + x / 4 * 16 + x / 2 % 2 * 8 + x % 2) * SF_V +
-                                   i * 8);
-  }
-}
-
-// As operands [16 tokens][parts of a chunk].
-__device__ __forceinline__ void unpack_v(u32 (*a)[4], const RawV& raw, const Places& at, int warp) {
-  u32 all[4][4];
-  Operands<V_KIND>::of_v(all, raw.bytes);
-#pragma unroll
-  for (int k = 0; k < 2; k++) {
-    const u32* sf = raw.scales + 4 * k;
-    const u32 m0 = scales_to_half2(__byte_perm(sf[0], sf[1], at.parity_v));
-    const u32 m1 = scales_to_half2(__byte_perm(sf[2], sf[3], at.parity_v));
-    if (PARTS_V == 1) {
-#pragma unroll
-      for (int x = 0; x < 4; x++) a[k][x] = (warp & 1) ? all[2 * k + 1][x] : all[2 * k][x];
-      scale_v(a[k], m0, m1);
-    } else {
-#pragma unroll
-      for (int part = 0; part < 2; part++) {
-#pragma unroll
-        for (int x = 0; x < 4; x++) a[2 * k + part][x] = all[2 * k + part][x];
-        scale_v(a[2 * k + part], m0, m1);
-      }
-    }
-  }
-}
-
-__device__ __forceinline__ void unpack_v(u32 (*a)[4], const RawV* raw, const Places& at, int warp) {
-#pragma unroll
-  for (int i = 0; i < CHUNKS_PER_WARP; i++) unpack_v(a + 2 * PARTS_V * i, raw[i], at, warp);
-}
-
-// O^T += V^T P^T for 32 tokens.
-__device__ __forceinline__ void add_values(float (*out)[N_TILES][4], const u32 (*a)[4], u32 ring16,
-                                           int first) {
-#pragma unroll
-  for (int i = 0; i < CHUNKS_PER_WARP; i++)
-#pragma unroll
-    for (int k = 0; k < 2; k++)
-#pragma unroll
-      for (int part = 0; part < PARTS_V; part++)
-        wgmma(out[PARTS_V * i + part], a[PARTS_V * (2 * i + k) + part],
-              b_descriptor(ring16, OFF_P + (first / 8 + 2 * k) * B_MATRIX, TILE / 8 * B_MATRIX),
-              true);
-}
-
-// Four 8 x 8 matrices of halves, transposed: a lane has rows 2c and 2c + 1 of column g of each, and says
-// where row lane % 8 of matrix lane / 8 goes.
-__device__ __forceinline__ void store_matrices(u32 address, const u32* x, const u32* y) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
-               "r"(x[0]), "r"(x[1]), "r"(y[0]), "r"(y[1])
-               : "memory");
-}
-
 // The largest of a column among all warps.
 __device__ __forceinline__ void share_maxima(float (*top)[2], int warp, int g, int c) {
 #pragma unroll
@@ -294,6 +119,62 @@ __device__ __forceinline__ void share_maxima(float (*top)[2], int warp, int g, i
         top[n][i] = fmaxf(top[n][i], exchange()[w * COLS + 8 * n + 2 * c + i]);
 }
 
+// Results of a piece, of all its warps, to a row of the partial ones.
+__device__ __forceinline__ void leave_results(const Params& p, const Piece& piece, int head, u32 row,
+                                              u32 columns_at, const float (*out)[N_TILES][4],
+                                              float (*sum)[2]) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int g = lane >> 2, c = lane & 3;
+  const int columns = GROUP * piece.queries;
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#pragma unroll
+      for (int o = 4; o <= 16; o <<= 1) sum[n][i] += __shfl_xor_sync(~0u, sum[n][i], o);
+    }
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      if (g == 0) exchange()[warp * COLS + 8 * n + 2 * c + i] = sum[n][i];
+  __syncthreads();
+
+  const float unscale = *p.v_scale * Operands<V_KIND>::UNIT;
+  const u64 slots = ((u64)row * KV_HEADS + head) * COLS;
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++) {
+    const Columns x = load_columns(columns_at + 64 * n);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int column = 8 * n + 2 * c + i;
+      float all = 0.0f;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) all += exchange()[w * COLS + column];
+      if (piece.col_tile * COLS + column >= columns) continue;
+      const float inverse = all > 0.0f ? unscale / all : 0.0f;
+      float* const partial_out = p.partial_out + (slots + column) * HEAD_SIZE_V;
+      // Of a chunk's dims 4g .. 4g + 3, part 1 has 0 and 2, part 0 has 1 and 3, the upper rows the first.
+#pragma unroll
+      for (int m = 0; m < TILES_V; m += PARTS_V) {
+        const float low = out[m][n][i] * inverse, high = out[m][n][2 + i] * inverse;
+        if (PARTS_V == 1) {
+          float* const at = partial_out + (warp >> 1) * 32 + 4 * g + !(warp & 1);
+          at[0] = high;
+          at[2] = low;
+        } else {
+          *(float4*)(partial_out + (warp + 4 * (m / 2)) * 32 + 4 * g) = make_float4(
+              out[m + 1][n][2 + i] * inverse, high, out[m + 1][n][i] * inverse, low);
+        }
+      }
+      if (warp == 0 && g == 0)
+        p.partial_ml[slots + column] = make_float2(
+            all == 0.0f ? NEG_INF : P_SHIFT - x.shift[i], all * ex2(-P_SHIFT));
+    }
+  }
+}
+
 // A unit's share of a piece: its tiles come through the loader's ring.
 __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int head, u32 row,
                                        Share share, Loader& loader, u32& tile) {
@@ -310,7 +191,8 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
   // Tiles that begin in between need no mask, and nothing in them was not written. They are told by one
   // comparison of what is counted from `inner_from`; if there are none, from beyond all positions.
   const int inner_to = min(all_to + 1, length) - TILE;
-  const int inner_from = inner_to < max(all_from, first_visible) ? 1 << 30 : max(all_from, first_visible);
+  const int lowest = max(all_from, first_visible);
+  const int inner_from = inner_to < lowest ? 1 << 30 : lowest;
   const u32 inner = keep(max(inner_to - inner_from, 0));
   const Places places(warp, lane);
   const u32 ring16 = ring / 16;
@@ -381,7 +263,8 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
       }
 #endif
     if (__builtin_expect(edge, 0)) {
-      const int row = keep(from_inner + inner_from + warp * 16 + g), first_column = keep(piece.col_tile * COLS + 2 * c);
+      const int row = keep(from_inner + inner_from + warp * 16 + g);
+      const int first_column = keep(piece.col_tile * COLS + 2 * c);
 #pragma unroll
       for (int n = 0; n < N_TILES; n++)
 #pragma unroll
@@ -484,54 +367,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
     tile = tile + STAGE_BYTES == ring + STAGES * STAGE_BYTES ? ring : tile + STAGE_BYTES;
   }
 
-  // Sums over all tokens, of all warps.
-#pragma unroll
-  for (int n = 0; n < N_TILES; n++)
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-#pragma unroll
-      for (int o = 4; o <= 16; o <<= 1) sum[n][i] += __shfl_xor_sync(~0u, sum[n][i], o);
-    }
-  __syncthreads();
-#pragma unroll
-  for (int n = 0; n < N_TILES; n++)
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-      if (g == 0) exchange()[warp * COLS + 8 * n + 2 * c + i] = sum[n][i];
-  __syncthreads();
-
-  const float unscale = *p.v_scale * Operands<V_KIND>::UNIT;
-  const u64 slots = ((u64)row * KV_HEADS + head) * COLS;
-#pragma unroll
-  for (int n = 0; n < N_TILES; n++) {
-    const Columns x = load_columns(columns_at + 64 * n);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int column = 8 * n + 2 * c + i;
-      float all = 0.0f;
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) all += exchange()[w * COLS + column];
-      if (piece.col_tile * COLS + column >= columns) continue;
-      const float inverse = all > 0.0f ? unscale / all : 0.0f;
-      float* const partial_out = p.partial_out + (slots + column) * HEAD_SIZE_V;
-      // Of a chunk's dims 4g .. 4g + 3, part 1 has 0 and 2, part 0 has 1 and 3, the upper rows the first.
-#pragma unroll
-      for (int m = 0; m < TILES_V; m += PARTS_V) {
-        const float low = out[m][n][i] * inverse, high = out[m][n][2 + i] * inverse;
-        if (PARTS_V == 1) {
-          float* const at = partial_out + (warp >> 1) * 32 + 4 * g + !(warp & 1);
-          at[0] = high;
-          at[2] = low;
-        } else {
-          *(float4*)(partial_out + (warp + 4 * (m / 2)) * 32 + 4 * g) = make_float4(
-              out[m + 1][n][2 + i] * inverse, high, out[m + 1][n][i] * inverse, low);
-        }
-      }
-      if (warp == 0 && g == 0)
-        p.partial_ml[slots + column] = make_float2(
-            all == 0.0f ? NEG_INF : P_SHIFT - x.shift[i], all * ex2(-P_SHIFT));
-    }
-  }
+  leave_results(p, piece, head, row, columns_at, out, sum);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode(Params p) {
