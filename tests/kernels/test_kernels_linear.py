@@ -315,6 +315,23 @@ def test_every_way_to_cut_the_work(tiles: int, split: int, dtype: torch.dtype) -
 
 @pytest.mark.gpu
 @DTYPE
+def test_sums_of_many_rows_are_joined_in_pieces(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from halfbyte.kernels import linear
+
+    n, k = 448, 1152
+    packed = packed_weight(n, k, dtype, "cuda")
+    arguments = (packed.weight, packed.weight_scale, packed.row_scale, None, n)
+    x = torch.randn(101, k, device="cuda", dtype=dtype)
+    plan = FewPlan(2, 4, 2, 14, warps=8, round_units=1)
+    at_once = linear.linear_few(x, *arguments, plan=plan)
+    monkeypatch.setattr(linear, "_MOST_PARTIAL_BYTES", 30 * 4 * 4 * 448)
+    assert torch.equal(linear.linear_few(x, *arguments, plan=plan), at_once)
+
+
+@pytest.mark.gpu
+@DTYPE
 def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     from halfbyte.kernels.linear import linear_few
 

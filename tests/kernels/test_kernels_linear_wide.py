@@ -41,6 +41,14 @@ def test_plans_cover_all_tiles(n: int, k: int, m: int) -> None:
     assert max(plan.sharers(-(-k // STEP)), default=0) <= 32
 
 
+def test_prompts_of_about_a_length_share_a_plan() -> None:
+    """Serving meets a new length with every prompt."""
+    plans = {wide_plan(6144, 4096, m, PROCESSORS) for m in range(961, 1025)}
+    assert len(plans) == 1
+    (plan,) = plans
+    assert plan is wide_plan(6144, 4096, 1000, PROCESSORS)
+
+
 @pytest.mark.parametrize("crossing", [0, 1, 2])
 @pytest.mark.parametrize(("cut_tiles", "clusters"), [(1, 1), (4, 3), (4, 32), (24, 66), (112, 66)])
 def test_sharers_are_clusters_with_steps(cut_tiles: int, clusters: int, crossing: int) -> None:

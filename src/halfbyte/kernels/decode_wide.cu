@@ -1,6 +1,6 @@
 // Decode attention for many query columns on SM90: as decode.cu, with `wgmma` and four warps per unit.
 //
-// With 16 columns and more the instructions of `mma.sync`, one per 16 x 16 operand and 8 columns, cost
+// With more than 16 columns the instructions of `mma.sync`, one per 16 x 16 operand and 8 columns, cost
 // as much as the unpacking. A warpgroup's `wgmma` takes all columns at once: the operand that was
 // unpacked in registers is A, the small one is B in shared memory.
 //
@@ -21,6 +21,7 @@
 #define P_SHIFT 11.0f
 #define NOTHING_YET 1e30f
 #define MOST_P 0x7800u  // 2^(P_SHIFT + 4) as fp16
+#define MOST_E 32784.0f  // that rounds to it: halfway to the next half, ties to even
 
 static_assert(TILE % 64 == 0 && WARPS == RING_WARPS && COLS == 8 * N_TILES, "one warpgroup per ring");
 static_assert(K_KIND == 4 && V_KIND == 4, "reads nvfp4");
@@ -330,8 +331,8 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           // Each column by itself, by what the vote saw, so that no column changes the rounding of
-          // another: larger than this rounds to a half above MOST_P.
-          if (ex2(fmaf(top[n][i], scale_of(x[n], i), x[n].shift[i])) > 32776.0f) {
+          // another.
+          if (ex2(fmaf(top[n][i], scale_of(x[n], i), x[n].shift[i])) > MOST_E) {
             const float new_shift = P_SHIFT - top[n][i] * scale_of(x[n], i);
             const float factor = ex2(new_shift - x[n].shift[i]);
             x[n].shift[i] = new_shift;

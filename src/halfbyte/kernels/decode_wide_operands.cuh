@@ -41,14 +41,7 @@ __device__ __forceinline__ u64 b_descriptor(u32 ring16, u32 offset, u32 bytes_pe
 
 // d = a b, or d += a b.
 __device__ __forceinline__ void wgmma(float (*d)[4], const u32* a, u64 b, bool add) {
-#if N_TILES == 2
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %13, 0;"
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7}, "
-      "{%8,%9,%10,%11}, %12, p, 1, 1, 0;}"
-      : D4(0), D4(1)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-#elif N_TILES == 4
+#if N_TILES == 4
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %21, 0;"
       "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7,"
@@ -56,7 +49,7 @@ __device__ __forceinline__ void wgmma(float (*d)[4], const u32* a, u64 b, bool a
       : D4(0), D4(1), D4(2), D4(3)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 #else
-  static_assert(N_TILES == 8, "16, 32 or 64 columns");
+  static_assert(N_TILES == 8, "32 or 64 columns");
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %37, 0;"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7,"

@@ -1,7 +1,7 @@
 """Launchers of the W4A16 kernels on NVIDIA GPUs: few rows of x, and weights unpacked for many.
 
 Weights are in the order of `linear_weights`. `linear_few` (`linear.cu`) streams them once for up to
-64 rows, at the speed of memory up to 16 or so; `linear_unpacked` (`linear_unpack.cu`) writes them
+32 rows, at the speed of memory up to 16 or so; `linear_unpacked` (`linear_unpack.cu`) writes them
 out in 16 bits and leaves the product to cuBLAS. Neither waits for the host; both can be captured in
 a CUDA graph.
 """
@@ -27,6 +27,8 @@ from halfbyte.kernels.linear_weights import DTYPES, TILE_N, PackedWeight
 
 _MOST_UNPACKED_BYTES = 2**28
 """Of the workspace for unpacked weights; larger ones are unpacked and multiplied in pieces."""
+_MOST_PARTIAL_BYTES = 2**28
+"""Of sums that are joined through memory; those of more rows of x are computed in pieces."""
 _JOIN_THREADS = 256
 _UNPACK_THREADS = 128
 _UNPACK_BLOCKS = 4
@@ -69,7 +71,7 @@ def linear_few(
     batch_invariant: bool = False,
     plan: FewPlan | None = None,
 ) -> torch.Tensor:
-    """x times NVFP4 weights, which pass through the registers once per 64 rows of x or fewer.
+    """x times NVFP4 weights, which pass through the registers once per 32 rows of x or fewer.
 
     Args:
         x: `[M, K]`, M >= 1, of the dtype that the weights are packed for.
@@ -88,10 +90,14 @@ def linear_few(
     machine = machine_of(device)
     plan = plan or few_plan(n, k, m, machine, batch_invariant)
     units = row_units(n)
-    out = x.new_empty((m, n))
     partial = None
     if plan.joins_through_memory:
+        rows = max(1, _MOST_PARTIAL_BYTES // (4 * plan.split * units * UNIT_ROWS))
+        if m > rows:  # a row's bits do not depend on how many there are
+            parts = (weight, weight_scale, row_scale, bias, n)
+            return torch.cat([linear_few(piece, *parts, plan=plan) for piece in x.split(rows)])
         partial = x.new_empty((plan.split, m, units * UNIT_ROWS), dtype=torch.float32)
+    out = x.new_empty((m, n))
     params = _FewParams(
         weight=weight.data_ptr(),
         weight_scale=weight_scale.data_ptr(),

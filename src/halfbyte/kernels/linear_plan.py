@@ -204,7 +204,6 @@ def k_blocks(k: int) -> int:
     return -(-k // TILE_K)
 
 
-@lru_cache(maxsize=4096)
 def few_plan(n: int, k: int, m: int, machine: Machine, batch_invariant: bool = False) -> FewPlan:
     """The way that should take the least time.
 
@@ -219,6 +218,12 @@ def few_plan(n: int, k: int, m: int, machine: Machine, batch_invariant: bool = F
         ValueError: K is too large for the GPU's shared memory.
     """
     m = next((rows for rows in ROWS if rows >= m), ROWS[-1])
+    return _few_plan(n, k, m, machine, batch_invariant)
+
+
+@lru_cache(maxsize=4096)
+def _few_plan(n: int, k: int, m: int, machine: Machine, batch_invariant: bool) -> FewPlan:
+    """`few_plan` for a number of rows in `ROWS`: a prompt of a new length plans nothing anew."""
     if not batch_invariant:
         return min(_plans(n, k, m, machine), key=lambda p: p.microseconds(n, k, m, machine))
     plan = _invariant_plan(n, k, machine)

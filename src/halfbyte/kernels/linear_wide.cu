@@ -142,7 +142,9 @@ __device__ __forceinline__ void wgmma(float* d, const u32* a, u32 b_low, bool ad
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
 
-// The same address in a CTA of the cluster, and an arrival there: see barrier_arrive.
+// The same address in a CTA of the cluster, and an arrival at a barrier there. Without
+// `.release.cluster`, which would wait for all loads that are under way: what the barrier guards must have
+// been read by then.
 __device__ __forceinline__ u32 map_to_rank(u32 address, u32 rank) {
   u32 y;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(y) : "r"(address), "r"(rank));

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.kernels import nvrtc
+from halfbyte.kernels.linear_weights import TILE_K
 
 ROWS = 128
 """Of W, in a tile."""
@@ -99,14 +100,23 @@ class WidePlan(NamedTuple):
         return took
 
 
-@lru_cache(maxsize=1024)
+def k_steps(k: int) -> int:
+    """Steps of 64 k in K padded."""
+    return -(-k // TILE_K) * (TILE_K // STEP)
+
+
 def wide_plan(n: int, k: int, m: int, multiprocessors: int, tokens: int | None = None) -> WidePlan:
     """The plan that should take least time.
 
     Args:
         tokens: rows of x in a tile, 64, 128 or 256; by default what is faster.
     """
-    blocks_k = -(-k // STEP)
+    m = -(-m // min(_STAGES)) * min(_STAGES)  # all that plans depend on
+    return _wide_plan(n, k_steps(k), m, multiprocessors, tokens)
+
+
+@lru_cache(maxsize=4096)
+def _wide_plan(n: int, blocks_k: int, m: int, multiprocessors: int, tokens: int | None) -> WidePlan:
     ways = []
     for size in (tokens,) if tokens else _STAGES:
         tiles = _row_pairs(n) * -(-m // size)
@@ -120,6 +130,11 @@ def wide_plan(n: int, k: int, m: int, multiprocessors: int, tokens: int | None =
         if sharers := clusters // tiles:  # of every tile, and no cluster crosses over to another
             ways.append(WidePlan(size, tiles, sharers * tiles, tiles * (sharers > 1)))
     return min(ways, key=lambda way: way.microseconds(blocks_k))
+
+
+@lru_cache(maxsize=4096)
+def _most_sharers(plan: WidePlan, blocks_k: int) -> int:
+    return max(plan.sharers(blocks_k), default=0)
 
 
 def linear_wide(
@@ -148,7 +163,7 @@ def linear_wide(
     device = x.device.index
     blocks_n, blocks_k = weight.shape[0], weight.shape[1]
     plan = plan or wide_plan(n, k, m, _multiprocessors(device))
-    if max(plan.sharers(blocks_k), default=0) > _MOST_SHARERS:
+    if _most_sharers(plan, blocks_k) > _MOST_SHARERS:
         raise ValueError(f"{plan}: more than {_MOST_SHARERS} clusters have parts of a tile")
     out = x.new_empty((m, -(-n // 8) * 8))  # TMA writes rows of a multiple of 16 bytes
     # With a tile or more per cluster, only the ends of tiles are left.

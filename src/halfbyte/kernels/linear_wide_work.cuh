@@ -28,7 +28,8 @@ struct Params {
   int crossing;  // steps that it takes to begin another tile
 };
 
-// A cluster's number. Later ones start earlier: see linear_wide_join.cuh.
+// A cluster's number. Later ones start earlier: see linear_wide_join.cuh. That CTAs start in the order of
+// blockIdx is not promised by CUDA, but true of every GPU so far.
 __device__ __forceinline__ u32 cluster_number() { return (gridDim.x - 1 - blockIdx.x) / 2; }
 __device__ __forceinline__ u32 clusters() { return gridDim.x / 2; }
 

@@ -36,16 +36,6 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   } while (!done);
 }
 
-// Tells the barrier at this address in a CTA of the cluster. Without `.release.cluster`, which would wait
-// for all loads that are under way: what it guards must have been read by then.
-__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 rank) {
-  asm volatile(
-      "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
