@@ -11,6 +11,16 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
   return (u32)__cvta_generic_to_shared(p);
 }
 
+__device__ __forceinline__ void store_float(u32 address, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+
+__device__ __forceinline__ float ex2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // One half twice. Written so, a multiplication takes it as it is (`.H0_H0`, `.H1_H1`).
 __device__ __forceinline__ u32 both_low(u32 x) {
   u32 y;

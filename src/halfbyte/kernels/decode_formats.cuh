@@ -65,12 +65,6 @@ __device__ __forceinline__ u32 movmatrix(u32 x) {
   return y;
 }
 
-__device__ __forceinline__ float ex2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 __device__ __forceinline__ u32 pack_half2(float lo, float hi) {
   u32 y;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(hi), "f"(lo));

@@ -15,12 +15,6 @@ struct MergeParams {
   int num_tokens;
 };
 
-__device__ __forceinline__ float ex2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 __device__ __forceinline__ void store4(void* out, u64 at, float4 x) {
   u32 lo, hi;
 #if defined(Q_BF16)

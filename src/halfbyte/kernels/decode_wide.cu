@@ -48,10 +48,6 @@ __device__ __forceinline__ Columns load_columns(u32 address) {
   return y;
 }
 
-__device__ __forceinline__ void store_float(u32 address, float x) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
-}
-
 // q of a piece to shared memory, in the order of Operands::of_k and times a power of two per column
 // that suits fp16, and what S must be multiplied by.
 __device__ __forceinline__ void stage_query(const Params& p, const Piece& piece, int head, u32 ring) {

@@ -37,10 +37,6 @@ __device__ __forceinline__ float load_float(u32 address) {
   return y;
 }
 
-__device__ __forceinline__ void store_float(u32 address, float x) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
-}
-
 __device__ __forceinline__ void load_matrices(u32* r, u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

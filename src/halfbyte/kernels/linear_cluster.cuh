@@ -24,12 +24,9 @@ __device__ __forceinline__ void send16(const float* x, u32 address, u32 barrier,
       : "memory");
 }
 
-__device__ __forceinline__ void cluster_arrive() {
+// Behind a fence that releases what the others must see.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 #endif
 
@@ -54,7 +51,7 @@ struct ClusterSums {
   __device__ __forceinline__ void prepare() const {
     if (threadIdx.x == 0) barrier_init(barrier, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    cluster_arrive();
+    cluster_arrive_relaxed();
   }
   __device__ __forceinline__ void wait_until_ready() const { cluster_wait(); }
 

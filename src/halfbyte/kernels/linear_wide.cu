@@ -64,15 +64,6 @@ __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// The halves of cluster_sync.
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
 // Bytes of W to this address, counted by the barrier.
 __device__ __forceinline__ void copy_weight(u32 to, const u8* from, u32 bytes, u32 barrier) {
   asm volatile(

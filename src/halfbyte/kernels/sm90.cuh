@@ -10,9 +10,17 @@ __device__ __forceinline__ u32 cluster_rank() {
   return y;
 }
 
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                   : "memory");
+  cluster_arrive();
+  cluster_wait();
 }
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
