@@ -11,6 +11,15 @@ __device__ __forceinline__ u32 shared_address(const void* p) {
   return (u32)__cvta_generic_to_shared(p);
 }
 
+__device__ __forceinline__ uint4 load16(u32 address) {
+  uint4 y;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w)
+               : "r"(address)
+               : "memory");
+  return y;
+}
+
 __device__ __forceinline__ void store_float(u32 address, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }

@@ -87,18 +87,12 @@ struct RawV {
   u32 scales[8];  // of tokens 2c, 2c + 1, 2c + 8, 2c + 9, and of 16 further on
 };
 
-__device__ __forceinline__ u32 load_word(u32 address) {
-  u32 y;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(y) : "r"(address));
-  return y;
-}
-
 // A warp's 16 tokens of K in a subtile, K_STEPS steps of k.
 __device__ __forceinline__ void fetch_k(RawK& raw, u32 tile, const Places& at, int subtile, int first) {
   ldmatrix4(raw.bytes, tile + (at.k ^ first / 2 * 16) + 64 * subtile * ROW_K);
 #pragma unroll
   for (int i = 0; i < 2; i++)
-    raw.scales[i] = load_word(tile + at.sf_k + (64 * subtile + 8 * i) * SF_K + first);
+    load_words<1>(raw.scales + i, tile + at.sf_k + (64 * subtile + 8 * i) * SF_K + first);
 }
 
 __device__ __forceinline__ void unpack_k(u32 (*a)[4], const RawK& raw, const Places& at) {
@@ -116,8 +110,8 @@ __device__ __forceinline__ void fetch_v(RawV* raw, u32 tile, const Places& at, i
     ldmatrix4_trans(raw[i].bytes, tile + (at.v ^ i * 64) + first * ROW_V);
 #pragma unroll
     for (int x = 0; x < 8; x++)
-      raw[i].scales[x] = load_word(tile + at.sf_v + (first + x / 4 * 16 + x / 2 % 2 * 8 + x % 2) * SF_V +
-                                   i * 8);
+      load_words<1>(raw[i].scales + x,
+                    tile + at.sf_v + (first + x / 4 * 16 + x / 2 % 2 * 8 + x % 2) * SF_V + i * 8);
   }
 }
 

@@ -48,15 +48,6 @@ __device__ __forceinline__ void copy16_or_zeros(u32 to, const u16* from, bool ex
                "r"(exists ? 16 : 0));
 }
 
-__device__ __forceinline__ uint4 load16(u32 address) {
-  uint4 y;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w)
-               : "r"(address)
-               : "memory");
-  return y;
-}
-
 // Division of numbers from 0 to 2^24, where a kernel of some µs has no time for the general one.
 struct Divisor {
   int by;

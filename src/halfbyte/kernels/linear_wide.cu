@@ -46,14 +46,6 @@ struct __align__(64) TensorMap {
   u64 opaque[16];
 };
 
-__device__ __forceinline__ uint4 load_shared16(u32 address) {
-  uint4 y;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(y.x), "=r"(y.y), "=r"(y.z), "=r"(y.w)
-               : "r"(address));
-  return y;
-}
-
 __device__ __forceinline__ uint2 load_shared8(u32 address) {
   uint2 y;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(y.x), "=r"(y.y) : "r"(address));
@@ -62,14 +54,6 @@ __device__ __forceinline__ uint2 load_shared8(u32 address) {
 
 __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
-// Bytes of W to this address, counted by the barrier.
-__device__ __forceinline__ void copy_weight(u32 to, const u8* from, u32 bytes, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier)
-      : "memory");
 }
 
 // A box of x to this address in both CTAs of the cluster, whose barriers count its bytes.
@@ -170,9 +154,9 @@ struct Loader {
       // Rows beyond the last are read as the last ones, and not written.
       const u64 block = (u32)min(row_block + i, p.blocks_n - 1) * p.blocks_k + k;
       const u32 slot = 2 * stage + i;
-      copy_weight(shared + OFF_WEIGHT + slot * BLOCK_BYTES, p.weight + block * BLOCK_BYTES, BLOCK_BYTES,
+      copy_bulk(shared + OFF_WEIGHT + slot * BLOCK_BYTES, p.weight + block * BLOCK_BYTES, BLOCK_BYTES,
                   barrier);
-      copy_weight(shared + OFF_SCALE + slot * BLOCK_SCALE_BYTES,
+      copy_bulk(shared + OFF_SCALE + slot * BLOCK_SCALE_BYTES,
                   p.weight_scale + block * BLOCK_SCALE_BYTES, BLOCK_SCALE_BYTES, barrier);
     }
   }
@@ -336,7 +320,7 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
       read = empty_of_lane + 8 * stage;
       barrier_wait(full + 8 * stage, turn.parity);
       turn.next();
-      const uint4 w = load_shared16(weight + stage * (2 * BLOCK_BYTES));
+      const uint4 w = load16(weight + stage * (2 * BLOCK_BYTES));
       const uint2 packed_scales = load_shared8(scale + stage * (2 * BLOCK_SCALE_BYTES));
       const u32 words[4] = {w.x, w.y, w.z, w.w};
       u32 scales[4];

@@ -14,13 +14,6 @@
 #define X_PIECES 8
 #define X_BARRIER_BYTES 128  // of which barriers take half
 
-__device__ __forceinline__ void copy_bulk(u32 to, const u16* from, u32 bytes, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier)
-      : "memory");
-}
-
 __device__ __forceinline__ void store_zeros16(u32 address) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }
