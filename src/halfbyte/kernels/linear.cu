@@ -13,7 +13,7 @@
 //   Split      A group of SPLIT CTAs shares a range of units: each has all of them for its share of k.
 //              In a CTA, the items of a round of units lie on a line, unit after unit, that is cut into
 //              one segment per warp. Where a segment begins within a unit and goes beyond it, the rest
-//              of that unit comes last, so that most warps begin with the k that arrive first.
+//              of that unit comes last, so that more warps begin where a unit does.
 //   Sums       A warp leaves its sum of a unit in slot (warp + unit): both only grow along the line, so
 //              no two sums meet. Then the sums of a unit are added, warp after warp, then CTA after
 //              CTA: always in the same order. Nothing here depends on the number of rows of x, so that

@@ -1,9 +1,9 @@
 // x in shared memory, for linear.cu: rows as they are, 16 bytes apart from a multiple of 128, so that
 // ldmatrix has no bank conflicts.
 //
-// On SM90 x arrives in pieces of k, the first ones first, by bulk copies that cost the warps nothing;
-// each has a barrier, so that a warp waits for what it multiplies with alone. Before SM90 all threads
-// copy and then wait for all of it.
+// On SM90 x arrives in pieces of k, by bulk copies that cost the warps nothing; each has a barrier, so that
+// a warp waits for what it multiplies with alone. Before SM90 all threads copy and then wait for all of
+// it.
 //
 // The macros are those of linear.cu.
 
@@ -56,9 +56,11 @@ struct SharedX {
   __device__ __forceinline__ void copy(const Params& p, const Place& place) const {
     const u16* x = p.x + place.first_column * p.x_stride + place.first_block * 128;
 #if __CUDA_ARCH__ >= 900
-    // A lane per piece, a warp per row: lanes take turns, the first one first.
-    const int begin = threadIdx.x % 32 << piece_bits, size = min(bytes - begin, 1 << piece_bits);
-    const u32 barrier = barriers + threadIdx.x % 32 * 8;
+    // A lane per piece, a warp per row. Lanes take turns, in every group from another piece on: all groups
+    // at a time would ask the same few slices of the second-level cache.
+    const int piece = (threadIdx.x + blockIdx.x / SPLIT) % X_PIECES;
+    const int begin = piece << piece_bits, size = min(bytes - begin, 1 << piece_bits);
+    const u32 barrier = barriers + piece * 8;
 #pragma unroll 1
     for (int row = threadIdx.x / 32; row < columns; row += WARPS)
       if (threadIdx.x % 32 < X_PIECES && size > 0)
