@@ -1,8 +1,9 @@
 """The W4A16 kernel for many rows: plans and compilation anywhere, products on SM90."""
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,7 +32,7 @@ def test_kernel_compiles(tokens: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_plans_cover_all_tiles(n: int, k: int, m: int) -> None:
     plan = wide_plan(n, k, m, PROCESSORS)
-    tiles = -(-n // 256) * -(-m // plan.tokens)
+    tiles = -(-n // wide.rows_of_pair(plan.tokens)) * -(-m // plan.tokens)
     assert 0 <= plan.tiles - tiles < plan.clusters
     # Whole turns of all clusters behind the tiles that are cut.
     assert (plan.tiles - plan.cut_tiles) % plan.clusters == 0
@@ -63,7 +64,45 @@ def test_sharers_are_clusters_with_steps(cut_tiles: int, clusters: int, crossing
 
 
 def test_many_rows_take_large_tiles() -> None:
-    assert [wide_plan(28672, 4096, m, PROCESSORS).tokens for m in (33, 128, 256)] == [64, 128, 256]
+    assert [wide_plan(28672, 4096, m, PROCESSORS).tokens for m in (33, 128, 4096)] == [64, 128, 256]
+
+
+@pytest.mark.parametrize("m", [40, 200, 520, 1500, 20000])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_kernels_divide_as_plans_do(n: int, k: int, m: int) -> None:
+    """Multiplying by rounded inverses (`linear_wide_work.cuh`) finds the same tiles and spans."""
+    blocks_k = wide.k_steps(k)
+    for tokens in (64, 128, 256):
+        plan = wide_plan(n, k, m, PROCESSORS, tokens)
+        work = wide.work(plan, n, blocks_k, m)
+        line, places = blocks_k + plan.crossing, plan.cut_tiles * (blocks_k + plan.crossing)
+
+        def quotient(name: str, x: int, work: dict[str, Any] = work) -> int:
+            multiplier: int = work[name].multiplier
+            return x * multiplier >> 31
+
+        def span_begin(number: int, work: dict[str, Any] = work) -> int:
+            span: int = work["span"]
+            return number * span + quotient("clusters", number * work["more"], work)
+
+        for tile in {*range(min(work["tiles"], 300)), work["tiles"] - 1}:
+            assert quotient("row_pairs", tile) == tile // -(-n // wide.rows_of_pair(tokens))
+        begins = [span_begin(number) for number in range(plan.clusters + 1)]
+        assert begins == [places * number // plan.clusters for number in range(plan.clusters + 1)]
+        for number, place in enumerate(begins[: plan.clusters] if places else []):
+            assert quotient("line", place) == place // line
+            about = int(np.float32(place) * np.float32(work["clusters_per_place"]))
+            assert abs(about - number) <= 1
+            last = begins[number + 1] - 1
+            assert abs(int(np.float32(last) * np.float32(work["clusters_per_place"])) - number) <= 1
+
+
+def test_work_that_cannot_be_counted_is_refused() -> None:
+    plan = wide_plan(4096, 4096, 2**31, PROCESSORS)
+    with pytest.raises(ValueError, match="too large"):
+        wide.work(plan, 4096, wide.k_steps(4096), 2**31)
+    with pytest.raises(ValueError, match="2 steps to share among 24 clusters"):
+        wide.work(WidePlan(64, 1, 24, 1), 256, 2, 64)
 
 
 class Case(NamedTuple):
@@ -133,8 +172,21 @@ def test_tiles_that_are_cut_anywhere(clusters: int, dtype: torch.dtype) -> None:
     n, k, m = 700, 1024, 200
     case = make_case(n, k, m, dtype)
     for tokens in (64, 128, 256):
-        tiles = -(-n // 256) * -(-m // tokens)
+        tiles = -(-n // wide.rows_of_pair(tokens)) * -(-m // tokens)
         assert_close(case.product(WidePlan(tokens, tiles, clusters, tiles)), case)
+
+
+@pytest.mark.gpu
+@DTYPE
+@pytest.mark.parametrize("tokens", [64, 128, 256])
+def test_whole_tiles_after_those_that_are_cut(tokens: int, dtype: torch.dtype) -> None:
+    needs_sm90()
+    n, k, m, clusters = 700, 512, 500, 3
+    case = make_case(n, k, m, dtype)
+    tiles = -(-n // wide.rows_of_pair(tokens)) * -(-m // tokens)
+    plan = WidePlan(tokens, tiles, clusters, clusters + tiles % clusters, 2)
+    assert plan.cut_tiles < tiles
+    assert_close(case.product(plan), case)
 
 
 @pytest.mark.gpu
@@ -178,7 +230,10 @@ def test_graphs_that_run_at_once(tokens: int, crossing: int) -> None:
     needs_sm90()
     n, k, m = 1536, 4096, 250
     case = make_case(n, k, m, torch.bfloat16)
-    tiles, clusters = 6 * -(-m // tokens), {64: 132, 128: 66, 256: 66}[tokens]
+    tiles, clusters = (
+        n // wide.rows_of_pair(tokens) * -(-m // tokens),
+        {64: 132, 128: 66, 256: 66}[tokens],
+    )
     plan = WidePlan(tokens, tiles, clusters, tiles, crossing)
     wanted = case.product(plan)
     assert_close(wanted, case)

@@ -23,11 +23,6 @@ __device__ __forceinline__ void send16(const float* x, u32 address, u32 barrier,
       "r"(barrier), "r"(rank), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
       : "memory");
 }
-
-// Behind a fence that releases what the others must see.
-__device__ __forceinline__ void cluster_arrive_relaxed() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
 #endif
 
 struct ClusterSums {

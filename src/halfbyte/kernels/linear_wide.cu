@@ -1,12 +1,12 @@
 // x times NVFP4 weights for many rows of x, on SM90: y[m, n] = sum over k of x[m, k] W[n, k].
 //
 // The product is computed transposed, W x^T: W is A of `wgmma` and comes from registers, where it was
-// unpacked; x^T is B, from shared memory. 64 x 64 values of W take 60 instructions per thread, a
-// sixteenth of the time of their matmul with 256 rows of x; two warpgroups take turns, so that one
-// unpacks while the other's matmul runs.
+// unpacked; x^T is B, from shared memory. 64 x 64 values of W take 60 instructions per thread, and as many
+// again to ask for them and for the matmul: one warpgroup does so while another's matmul runs. With 256
+// rows of x two of them keep the tensor cores busy, with 128 three.
 //
-//   Tile       128 rows of W (a warpgroup has 64) x TOKENS rows of x, 64 k at a time.
-//   Loads      One thread of a third warpgroup asks for the tiles of x, by TMA with 128-byte swizzle, and
+//   Tile       64 rows of W for each of GROUPS warpgroups x TOKENS rows of x, 64 k at a time.
+//   Loads      Threads of one more warpgroup ask for the tiles of x, by TMA with 128-byte swizzle, and
 //              for those of W, which a lane takes 16 bytes at a time, as linear_weights.py put them
 //              together for it. Both go to a ring in shared memory: loads of W to registers would all
 //              count on one scoreboard, so that a wait for the first of them is one for the last. The
@@ -20,6 +20,7 @@
 // Macros:
 //   X_BF16     see linear_values.cuh
 //   TOKENS     64, 128 or 256
+//   GROUPS     warpgroups that multiply: 2 or 3
 //   STAGES     tiles in the ring
 //   CTAS       CTAs on a multiprocessor
 
@@ -29,18 +30,18 @@
 #define X_BYTES (TOKENS * STEP * 2)
 #define BLOCK_BYTES (STEP * STEP / 2)        // of 64 x 64 values
 #define BLOCK_SCALE_BYTES (STEP * STEP / 16)
-#define STAGE_BYTES (X_BYTES + 2 * BLOCK_BYTES + 2 * BLOCK_SCALE_BYTES)
+#define STAGE_BYTES (X_BYTES + GROUPS * (BLOCK_BYTES + BLOCK_SCALE_BYTES))
 #define OUT_BYTES (TOKENS * 64 * 2)  // of a warpgroup
 #define STRIP_BYTES (16 * 64 * 2)    // of these
 #define OFF_OUT (STAGES * X_BYTES)
-#define OFF_WEIGHT (OFF_OUT + 2 * OUT_BYTES)
-#define OFF_SCALE (OFF_WEIGHT + STAGES * 2 * BLOCK_BYTES)
-#define OFF_BARRIERS (OFF_SCALE + STAGES * 2 * BLOCK_SCALE_BYTES)
+#define OFF_WEIGHT (OFF_OUT + GROUPS * OUT_BYTES)
+#define OFF_SCALE (OFF_WEIGHT + STAGES * GROUPS * BLOCK_BYTES)
+#define OFF_BARRIERS (OFF_SCALE + STAGES * GROUPS * BLOCK_SCALE_BYTES)
 #define GROUP (TOKENS == 64 ? 2 : 4)  // matmuls to a commit, as registers allow
 #define THREADS (WORKERS + 128)
 // The loader's registers go to the workers; without that, wgmma is serialized.
-#define LOADER_REGISTERS (CTAS == 2 ? 32 : 40)
-#define WORKER_REGISTERS (CTAS == 2 ? 104 : 232)
+#define LOADER_REGISTERS (CTAS == 2 || GROUPS == 3 ? 32 : 40)
+#define WORKER_REGISTERS (CTAS == 2 ? 104 : GROUPS == 3 ? 160 : 232)
 
 struct __align__(64) TensorMap {
   u64 opaque[16];
@@ -139,64 +140,65 @@ struct Turn {
   }
 };
 
-// The copies of a step, by the one thread that asks for them.
+// What comes to the ring: one thread asks for W, another one for x, so that what each does for a step is
+// less than a matmul takes.
 struct Loader {
   const Params& p;
-  const TensorMap* x_map;
-  u32 shared, full, rank;
+  u32 shared, full, empty;
 
-  // Those of W come first, and have the barrier wait for all.
-  __device__ __forceinline__ void load_weight(int row_block, int k, int stage) const {
-    const u32 barrier = full + 8 * stage;
-    barrier_expect(barrier, STAGE_BYTES);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      // Rows beyond the last are read as the last ones, and not written.
-      const u64 block = (u32)min(row_block + i, p.blocks_n - 1) * p.blocks_k + k;
-      const u32 slot = 2 * stage + i;
-      copy_bulk(shared + OFF_WEIGHT + slot * BLOCK_BYTES, p.weight + block * BLOCK_BYTES, BLOCK_BYTES,
-                  barrier);
-      copy_bulk(shared + OFF_SCALE + slot * BLOCK_SCALE_BYTES,
-                  p.weight_scale + block * BLOCK_SCALE_BYTES, BLOCK_SCALE_BYTES, barrier);
-    }
+  // Until all have read what was in a stage before.
+  __device__ __forceinline__ void wait_for_stage(const Turn& turn) const {
+    barrier_wait(empty + 8 * turn.stage, turn.parity ^ 1);
   }
 
-  __device__ __forceinline__ void load_x(int token, int k, int stage) const {
-    copy_x(shared + stage * X_BYTES + rank * (X_BYTES / 2), x_map, k * STEP,
-           token + (int)rank * (TOKENS / 2), full + 8 * stage);
-  }
-
-  // Fills the ring with W, which the kernel in front of this one does not write. Returns the stages.
-  __device__ __forceinline__ int load_early() const {
-    int stage = 0;
-    for (Work work(p); stage < STAGES && work.next(p);) {
-      const Place place(p, work.tile);
-      for (int k = work.first; k < work.stop && stage < STAGES; k++)
-        load_weight(place.row_block, k, stage++);
-    }
-    return stage;
-  }
-
-  __device__ __forceinline__ void run(u32 empty) const {
-    int early = load_early();
-    wait_for_previous();
+  // W does not come from the kernel in front of this one, which may still run. The barrier waits for all
+  // bytes of the stage, those of x, too.
+  __device__ __forceinline__ void load_weights() const {
     Turn turn;
     for (Work work(p); work.next(p);) {
       const Place place(p, work.tile);
+      const u8 *weight[GROUPS], *scale[GROUPS];
+#pragma unroll
+      for (int i = 0; i < GROUPS; i++) {
+        // Rows beyond the last are read as the last ones, and not written.
+        const u64 row_block = (u32)min(place.row_block + i, p.blocks_n - 1);
+        const u64 block = row_block * p.blocks_k + work.first;
+        weight[i] = p.weight + block * BLOCK_BYTES;
+        scale[i] = p.weight_scale + block * BLOCK_SCALE_BYTES;
+      }
       for (int k = work.first; k < work.stop; k++, turn.next()) {
-        if (early > 0) {
-          early--;
-        } else {
-          barrier_wait(empty + 8 * turn.stage, turn.parity ^ 1);
-          load_weight(place.row_block, k, turn.stage);
+        const u32 barrier = full + 8 * turn.stage;
+        wait_for_stage(turn);
+        barrier_expect(barrier, STAGE_BYTES);
+#pragma unroll
+        for (int i = 0; i < GROUPS; i++) {
+          const u32 slot = GROUPS * turn.stage + i;
+          copy_bulk(shared + OFF_WEIGHT + slot * BLOCK_BYTES, weight[i], BLOCK_BYTES, barrier);
+          copy_bulk(shared + OFF_SCALE + slot * BLOCK_SCALE_BYTES, scale[i], BLOCK_SCALE_BYTES, barrier);
+          weight[i] += BLOCK_BYTES;
+          scale[i] += BLOCK_SCALE_BYTES;
         }
-        load_x(place.token, k, turn.stage);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_x(const TensorMap* map) const {
+    const int rank = cluster_rank();
+    Turn turn;
+    Work work(p);
+    wait_for_previous();
+    while (work.next(p)) {
+      const int token = Place(p, work.tile).token + rank * (TOKENS / 2);
+      for (int k = work.first; k < work.stop; k++, turn.next()) {
+        wait_for_stage(turn);
+        copy_x(shared + turn.stage * X_BYTES + rank * (X_BYTES / 2), map, k * STEP, token,
+               full + 8 * turn.stage);
       }
     }
     allow_next();
     // Until the other CTA has told all it will tell barriers here.
-    for (int i = 0; i < STAGES; i++, turn.next())
-      barrier_wait(empty + 8 * turn.stage, turn.parity ^ 1);
+#pragma unroll 1
+    for (int i = 0; i < STAGES; i++, turn.next()) wait_for_stage(turn);
   }
 };
 
@@ -306,46 +308,59 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
   cluster_wait();
   wait_for_previous();
   tell_if_head(p, cluster_number(), cluster_rank(), group);
-  Turn turn;
+  Turn turn;  // of what is fetched next
+  int stage = 0;  // of what is multiplied next
   for (Work work(p); work.next(p);) {
     const Rows rows(p, (Place(p, work.tile).row_block + group) * 64 + warp * 16 + lane / 4);
-    u32 a[2][GROUP][4];
     float sums[VALUES];
-    u32 read;  // the barrier of the stage that was multiplied last
-    // The matmuls of a step, GROUP at a time. Operands are unpacked while the group before is multiplied,
-    // in place of those of the group before that, which is done then: so the next group is there when
-    // one ends.
-    auto step = [&](int i, bool first) {
-      const u32 stage = turn.stage, done = read;
-      read = empty_of_lane + 8 * stage;
-      barrier_wait(full + 8 * stage, turn.parity);
+    u32 a[2][GROUP][4];
+    uint4 words;
+    uint2 scales;
+    auto fetch = [&] {
+      barrier_wait(full + 8 * turn.stage, turn.parity);
+      words = load16(weight + turn.stage * (GROUPS * BLOCK_BYTES));
+      scales = load_shared8(scale + turn.stage * (GROUPS * BLOCK_SCALE_BYTES));
       turn.next();
-      const uint4 w = load16(weight + stage * (2 * BLOCK_BYTES));
-      const uint2 packed_scales = load_shared8(scale + stage * (2 * BLOCK_SCALE_BYTES));
-      const u32 words[4] = {w.x, w.y, w.z, w.w};
-      u32 scales[4];
-      unpack_scales(scales, packed_scales.x, exponent);
-      unpack_scales(scales + 2, packed_scales.y, exponent);
-      const u32 x = x_descriptor(shared + stage * X_BYTES);
+    };
+    // The operands of GROUP matmuls, of those whose words are here.
+    auto unpack = [&](u32(*operands)[4], int first) {
+      const u32 word[4] = {words.x, words.y, words.z, words.w}, packed[2] = {scales.x, scales.y};
+      u32 factors[2];
+#pragma unroll
+      for (int j = 0; j < GROUP; j++) {
+        const int at = first + j;
+        if (j % 2 == 0) unpack_scales(factors, packed[at / 2], exponent);
+        unpack_operand(operands[j], word[at], factors[at % 2]);
+      }
+    };
+    u32 read;  // the barrier of the stage that was multiplied last
+    // The matmuls of a step, GROUP at a time. What the next group needs is unpacked while they run, in
+    // place of the operands of the group before them.
+    auto step = [&](int i, bool first, bool last) {
+      const u32 x = x_descriptor(shared + stage * X_BYTES), done = read;
+      read = empty_of_lane + 8 * stage;
+      stage = stage == STAGES - 1 ? 0 : stage + 1;
 #pragma unroll
       for (int at = 0; at < 4; at += GROUP) {
-        u32(*operands)[4] = a[(4 / GROUP * i + at / GROUP) & 1];
-#pragma unroll
-        for (int j = 0; j < GROUP; j++) unpack_operand(operands[j], words[at + j], scales[at + j]);
+        const int parity = (4 / GROUP * i + at / GROUP) & 1, next = (at + GROUP) % 4;
+        if (next == 0 && !last) fetch();
+        wgmma_wait();
+        if (!first && at == 0 && lane < 2) barrier_arrive_mapped(done);
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < GROUP; j++)
-          wgmma(sums, operands[j], x + (at + j) * 2, !first || at + j > 0);
+          wgmma(sums, a[parity][j], x + (at + j) * 2, !first || at + j > 0);
         wgmma_commit();
-        if (!first || at > 0) wgmma_wait<1>();
-        if (!first && at == 0 && lane < 2) barrier_arrive_mapped(done);
+        unpack(a[1 - parity], next);
       }
     };
-    step(0, true);
-    for (int left = work.stop - work.first; left > 1; left -= 2) {
-#pragma unroll
-      for (int i = 1; i <= 2; i++)
-        if (i < left) step(i, false);
+    const int steps = __shfl_sync(~0u, work.stop - work.first, 0);
+    fetch();
+    unpack(a[0], 0);
+    step(0, true, steps == 1);
+    for (int left = steps - 1; left > 0; left -= 2) {
+      step(1, false, left == 1);
+      if (left > 1) step(2, false, left == 2);
     }
     wgmma_wait();
     if (lane < 2) barrier_arrive_mapped(read);
@@ -365,18 +380,25 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
     prefetch_map(&out_map);
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, 16);  // eight warps of two CTAs
+      barrier_init(empty + 8 * i, 2 * WORKERS / 32);  // all warps of two CTAs
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  cluster_arrive();
+  __syncwarp();
+  cluster_arrive_relaxed();
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
     cluster_wait();
-    if (threadIdx.x == 0)
-      Loader{p, &x_map, base, full, cluster_rank()}.run(empty);
-    else if (threadIdx.x >= 64)
-      announce_tail(p, threadIdx.x / 32 - 2);
+    const Loader loader{p, base, full, empty};
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same for a warp
+    if (warp == 0) {
+      if (elect_one()) loader.load_weights();
+    } else if (warp == 1) {
+      if (elect_one()) loader.load_x(&x_map);
+    } else {
+      // One after another: a tail is the first that a cluster has, and waits for nobody.
+      for (int group = warp - 2; group < GROUPS; group += 2) announce_tail(p, group);
+    }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WORKER_REGISTERS));
     multiply_tiles(p, &out_map, base, full, empty);

@@ -8,21 +8,23 @@ import secrets
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from halfbyte.kernels import nvrtc
 from halfbyte.kernels.linear_weights import TILE_K
 
-ROWS = 128
-"""Of W, in a tile."""
+GROUP_ROWS = 64
+"""Of W, in a warpgroup's part of a tile."""
 STEP = 64
 """k at a time."""
-_STAGES = {64: 7, 128: 8, 256: 4}
+_GROUPS = {64: 2, 128: 3, 256: 2}
+"""Warpgroups of a CTA that multiply, by a tile's rows of x."""
+_STAGES = {64: 7, 128: 7, 256: 4}
 _CTAS = {64: 2, 128: 1, 256: 1}
 """On a multiprocessor."""
-_STEP_MICROSECONDS = {64: 0.52, 128: 0.36, 256: 0.58}
+_STEP_MICROSECONDS = {64: 0.48, 128: 0.46, 256: 0.60}
 """Of a tile, by its rows of x, as measured on an H200."""
 _CROSSING_STEPS = {64: 2, 128: 2, 256: 2}
 """That a cluster could do while it leaves its sums of a tile and begins the next one."""
@@ -34,10 +36,11 @@ _LEAST_STEPS = 4
 """Of a cluster."""
 _MOST_SHARERS = 32
 """Clusters that have a part of the same tile."""
-_THREADS = 384
 _STRIP = 16
 """Rows of x that a cluster finishes at a time."""
 _SWIZZLE_BYTES = 1024
+_ONE = 2**31
+"""What inverses are scaled by; the kernel divides numbers whose product with `by` is less."""
 
 
 _RAISED = count(secrets.randbits(64), 2)
@@ -49,6 +52,12 @@ class _TensorMap(ctypes.Structure):
     _fields_ = (("opaque", ctypes.c_uint64 * 16),)
 
 
+class _Divisor(ctypes.Structure):
+    """`Divisor` of `linear_wide_work.cuh`, for numbers below `_ONE / by`."""
+
+    _fields_ = (("by", ctypes.c_uint32), ("multiplier", ctypes.c_uint32))
+
+
 class _Params(ctypes.Structure):
     """`Params` of `linear_wide_work.cuh`, field by field."""
 
@@ -57,7 +66,10 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("partial", "flags")),
         ("raised", ctypes.c_uint64),
         *((name, ctypes.c_int) for name in ("m", "n", "blocks_n", "blocks_k")),
-        *((name, ctypes.c_int) for name in ("row_pairs", "tiles", "cut_tiles", "crossing")),
+        *((name, ctypes.c_int) for name in ("tiles", "cut_tiles", "crossing")),
+        *((name, _Divisor) for name in ("row_pairs", "line", "clusters")),
+        *((name, ctypes.c_uint32) for name in ("span", "more")),
+        ("clusters_per_place", ctypes.c_float),
     )
 
 
@@ -95,9 +107,14 @@ class WidePlan(NamedTuple):
         took = steps * _STEP_MICROSECONDS[self.tokens]
         parts = sum(self.sharers(blocks_k)) - self.cut_tiles
         if parts:
-            joined = 2 * parts * (2 * ROWS * self.tokens * 4)  # left, and loaded
+            joined = 2 * parts * (rows_of_pair(self.tokens) * self.tokens * 4)  # left, and loaded
             took += _EXCHANGE_MICROSECONDS + joined / _JOIN_BYTES_PER_MICROSECOND
         return took
+
+
+def rows_of_pair(tokens: int) -> int:
+    """Rows of W in the tiles of a cluster's two CTAs."""
+    return 2 * GROUP_ROWS * _GROUPS[tokens]
 
 
 def k_steps(k: int) -> int:
@@ -119,7 +136,7 @@ def wide_plan(n: int, k: int, m: int, multiprocessors: int, tokens: int | None =
 def _wide_plan(n: int, blocks_k: int, m: int, multiprocessors: int, tokens: int | None) -> WidePlan:
     ways = []
     for size in (tokens,) if tokens else _STAGES:
-        tiles = _row_pairs(n) * -(-m // size)
+        tiles = _row_pairs(n, size) * -(-m // size)
         least_steps = max(_LEAST_STEPS, -(-blocks_k // (_MOST_SHARERS - 2)))
         clusters = min(multiprocessors // 2 * _CTAS[size], -(-tiles * blocks_k // least_steps))
         last = tiles % clusters
@@ -169,8 +186,10 @@ def linear_wide(
     # With a tile or more per cluster, only the ends of tiles are left.
     kinds = (plan.cut_tiles > 0) + (0 < plan.cut_tiles < plan.clusters)
     places = kinds * 2 * plan.clusters
-    partial = x.new_empty((places * plan.tokens * ROWS,), dtype=torch.float32)
-    flags = x.new_empty((4 * plan.clusters * _MOST_SHARERS,), dtype=torch.int64)
+    floats = places * plan.tokens * rows_of_pair(plan.tokens) // 2
+    partial = x.new_empty((floats,), dtype=torch.float32)
+    groups = 2 * _GROUPS[plan.tokens] * plan.clusters
+    flags = x.new_empty((groups * _MOST_SHARERS,), dtype=torch.int64)
     params = _Params(
         weight=weight.data_ptr(),
         weight_scale=weight_scale.data_ptr(),
@@ -183,10 +202,7 @@ def linear_wide(
         n=n,
         blocks_n=blocks_n,
         blocks_k=blocks_k,
-        row_pairs=_row_pairs(n),
-        tiles=_row_pairs(n) * -(-m // plan.tokens),
-        cut_tiles=plan.cut_tiles,
-        crossing=plan.crossing,
+        **work(plan, n, blocks_k, m),
     )
     maps = (
         _tensor_map(x.data_ptr(), m, k, stride, x.dtype, plan.tokens // 2),
@@ -194,8 +210,41 @@ def linear_wide(
     )
     with torch.cuda.device(device):
         kernel = _kernel(x.dtype, plan.tokens, device)
-        nvrtc.launch(kernel, 2 * plan.clusters, _THREADS, [*maps, params], overlap=True)
+        threads = 128 * (_GROUPS[plan.tokens] + 1)
+        nvrtc.launch(kernel, 2 * plan.clusters, threads, [*maps, params], overlap=True)
     return out[:, :n].contiguous()
+
+
+def work(plan: WidePlan, n: int, blocks_k: int, m: int) -> dict[str, Any]:
+    """What `linear_wide_work.cuh` needs of a plan, as fields of its `Params`.
+
+    Args:
+        blocks_k: steps of k.
+
+    Raises:
+        ValueError: numbers that the kernel could not divide.
+    """
+    row_pairs, line = _row_pairs(n, plan.tokens), blocks_k + plan.crossing
+    tiles, places = row_pairs * -(-m // plan.tokens), plan.cut_tiles * line
+    if max(tiles * row_pairs, places * line, plan.clusters**3) >= _ONE:
+        raise ValueError(f"n={n}, k={STEP * blocks_k}, m={m}: too large")
+    if 0 < places < plan.clusters:
+        raise ValueError(f"{plan}: {places} steps to share among {plan.clusters} clusters")
+    return {
+        "tiles": tiles,
+        "cut_tiles": plan.cut_tiles,
+        "crossing": plan.crossing,
+        "row_pairs": _divisor(row_pairs),
+        "line": _divisor(line),
+        "clusters": _divisor(plan.clusters),
+        "span": places // plan.clusters,
+        "more": places % plan.clusters,
+        "clusters_per_place": plan.clusters / max(places, 1),
+    }
+
+
+def _divisor(by: int) -> _Divisor:
+    return _Divisor(by, -(-_ONE // by))
 
 
 def compile_wide(dtype: torch.dtype, device: int) -> None:
@@ -238,8 +287,9 @@ def _tensor_map(
 
 @lru_cache(maxsize=32)
 def _kernel(dtype: torch.dtype, tokens: int, device: int) -> nvrtc.Kernel:
-    stage = (tokens * 2 + ROWS // 2 + ROWS // 16) * STEP + 16
-    shared = _SWIZZLE_BYTES + _STAGES[tokens] * stage + tokens * ROWS * 2
+    rows = rows_of_pair(tokens) // 2
+    stage = (tokens * 2 + rows // 2 + rows // 16) * STEP + 16
+    shared = _SWIZZLE_BYTES + _STAGES[tokens] * stage + tokens * rows * 2
     functions = (("linear_wide", shared),)
     options = tuple(macros(dtype, tokens).items())
     return nvrtc.load("linear_wide", options, functions, device)["linear_wide"]
@@ -250,14 +300,15 @@ def macros(dtype: torch.dtype, tokens: int) -> dict[str, int | None]:
     return {
         "X_BF16": int(dtype == torch.bfloat16),
         "TOKENS": tokens,
+        "GROUPS": _GROUPS[tokens],
         "STAGES": _STAGES[tokens],
         "CTAS": _CTAS[tokens],
     }
 
 
-def _row_pairs(n: int) -> int:
+def _row_pairs(n: int, tokens: int) -> int:
     """Pairs of tiles of W's rows: a cluster has both."""
-    return -(-n // (2 * ROWS))
+    return -(-n // rows_of_pair(tokens))
 
 
 @lru_cache(maxsize=8)

@@ -10,13 +10,11 @@
 #pragma once
 #include "linear_wide_work.cuh"
 
-#define WORKERS 256
+#define WORKERS (128 * GROUPS)
 #define VALUES (TOKENS / 2)  // of an accumulator, per thread
 #define STRIP_FLOATS (8 * WORKERS)
 #define MOST_SHARERS 32  // of a tile: a lane each
-// Strips that are added at a time, and of how many clusters they are under way: as registers allow.
-#define ADDED_STRIPS 4
-#define ADDED_AHEAD (TOKENS == 128 ? 2 : 1)
+#define ADDED_STRIPS 4   // at a time, as registers allow
 
 // A CTA's threads of a warpgroup.
 __device__ __forceinline__ void group_sync(int group) {
@@ -36,7 +34,7 @@ __device__ __forceinline__ bool group_any(int group, bool here) {
 
 // A thread's sums of a part of a tile.
 __device__ __forceinline__ float* partial_of(const Params& p, bool tail, u32 cluster, u32 rank) {
-  const u32 place = 2 * ((tail ? 0 : clusters()) + cluster) + rank;
+  const u32 place = 2 * ((tail ? 0 : p.clusters.by) + cluster) + rank;
   return p.partial + (u64)place * (TOKENS * ROWS) + (threadIdx.x - 128) * 4;
 }
 
@@ -66,36 +64,22 @@ __device__ __forceinline__ void add_sums(const Params& p, const Join& join, u32 
 #pragma unroll
   for (u32 begin = 0; begin < STRIPS; begin += ADDED_STRIPS) {
     if (begin >= share.stop || begin + ADDED_STRIPS <= share.first) continue;
-    // Without values, the compiler holds registers for it from the kernel's begin.
-    float4 x[ADDED_AHEAD][ADDED_STRIPS][2] = {};
-    auto load = [&](int slot, u32 i) {
+    for (u32 i = 0; i < others; i++) {
       const u32 other = i + (!anew && i >= own);
       const float* const partial = partial_of(p, other >= join.finishers, join.head + other, rank);
+      // Without values, the compiler holds registers for it from the kernel's begin.
+      float4 x[2 * ADDED_STRIPS] = {};
 #pragma unroll
       for (u32 j = 0; j < 2 * ADDED_STRIPS; j++)
         if (share.has(begin + j / 2))
-          x[slot][j / 2][j % 2] = __ldcg(
-              (const float4*)(partial + (begin + j / 2) * STRIP_FLOATS + j % 2 * 4 * WORKERS));
-    };
-    auto add = [&](int slot) {
+          x[j] = __ldcg((const float4*)(partial + (begin + j / 2) * STRIP_FLOATS + j % 2 * 4 * WORKERS));
 #pragma unroll
       for (u32 j = 0; j < 2 * ADDED_STRIPS; j++) {
         if (!share.has(begin + j / 2)) continue;
         float* d = sums + begin * 8 + j * 4;
-        const float4 y = x[slot][j / 2][j % 2];
-        d[0] += y.x, d[1] += y.y, d[2] += y.z, d[3] += y.w;
+        d[0] += x[j].x, d[1] += x[j].y, d[2] += x[j].z, d[3] += x[j].w;
       }
-    };
-#pragma unroll
-    for (u32 slot = 0; slot < ADDED_AHEAD; slot++)
-      if (slot < others) load(slot, slot);
-    for (u32 i = 0; i < others; i += ADDED_AHEAD)
-#pragma unroll
-      for (u32 slot = 0; slot < ADDED_AHEAD; slot++) {
-        if (i + slot >= others) break;
-        add(slot);
-        if (i + slot + ADDED_AHEAD < others) load(slot, i + slot + ADDED_AHEAD);
-      }
+    }
   }
 }
 
@@ -107,7 +91,7 @@ struct Flags {
   u64* of_cluster;
 
   __device__ __forceinline__ Flags(const Params& p, u32 cluster, u32 rank, int group)
-      : of_cluster(p.flags + ((2 * cluster + rank) * 2 + group) * MOST_SHARERS) {}
+      : of_cluster(p.flags + ((2 * cluster + rank) * GROUPS + group) * MOST_SHARERS) {}
 
   __device__ __forceinline__ void set(u32 i, u64 value) const {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(of_cluster + i), "l"(value) : "memory");
@@ -155,14 +139,14 @@ __device__ __forceinline__ void tell_if_head(const Params& p, u32 number, u32 ra
 // Workers only arrive when they have left the sums of a tail: a warp beside them waits for that, and for
 // the sums to be written, and raises the flags.
 __device__ __forceinline__ void leave_tail(int group) {
-  asm volatile("bar.arrive %0, 160;" ::"r"(3 + group) : "memory");
+  asm volatile("bar.arrive %0, 160;" ::"r"(1 + GROUPS + group) : "memory");
 }
 
 __device__ __forceinline__ void announce_tail(const Params& p, int group) {
   Work work(p);
   if (!work.next(p) || !work.is_tail(p)) return;
   const Join join(p, work.tile);
-  asm volatile("bar.sync %0, 160;" ::"r"(3 + group) : "memory");
+  asm volatile("bar.sync %0, 160;" ::"r"(1 + GROUPS + group) : "memory");
   const u32 finisher = threadIdx.x % 32;
   if (finisher < join.finishers)
     Flags(p, join.head + finisher, cluster_rank(), group).raise(cluster_number() - join.head, p.raised);

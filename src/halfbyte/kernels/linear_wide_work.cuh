@@ -10,9 +10,17 @@
 #pragma once
 #include "sm90.cuh"
 
-#define ROWS 128              // of W, in a CTA's tile
+#define ROWS (64 * GROUPS)    // of W, in a CTA's tile
 #define STEP 64               // of k
 #define STRIPS (TOKENS / 16)  // 16 rows of x: what is stored, and what a cluster finishes, at a time
+
+// Division by what is known before the launch: what a kernel of some µs does first must not take long.
+struct Divisor {
+  u32 by, multiplier;  // 2^31 / by, rounded up
+
+  // Of an x with x * by < 2^31; the launcher sees to that.
+  __device__ __forceinline__ u32 quotient(u32 x) const { return (u64)x * multiplier >> 31; }
+};
 
 struct Params {
   const u8* weight;        // [blocks_n, blocks_k, 2048]
@@ -20,34 +28,30 @@ struct Params {
   const float* row_scale;  // [64 blocks_n]
   const u16* bias;         // [n] or null
   float* partial;          // [2, clusters, 2, TOKENS / 8, WORKERS, 4]: of tails, and of others
-  u64* flags;              // [clusters, 2, 2, MOST_SHARERS], see Flags
+  u64* flags;              // [clusters, 2, GROUPS, MOST_SHARERS], see Flags
   u64 raised;
   int m, n;
   int blocks_n, blocks_k;  // of 64
-  int row_pairs, tiles, cut_tiles;
-  int crossing;  // steps that it takes to begin another tile
+  int tiles, cut_tiles;
+  int crossing;              // steps that it takes to begin another tile
+  Divisor row_pairs;         // pairs of tiles of W's rows
+  Divisor line;              // places of a tile
+  Divisor clusters;
+  u32 span, more;            // places of a cluster; and what is left of all, for some to have one more
+  float clusters_per_place;
 };
 
 // A cluster's number. Later ones start earlier: see linear_wide_join.cuh. That CTAs start in the order of
 // blockIdx is not promised by CUDA, but true of every GPU so far.
 __device__ __forceinline__ u32 cluster_number() { return (gridDim.x - 1 - blockIdx.x) / 2; }
-__device__ __forceinline__ u32 clusters() { return gridDim.x / 2; }
 
 // Where a tile begins on the line: `crossing` places, then its steps.
-__device__ __forceinline__ u32 line_place(const Params& p, u32 tile) {
-  return tile * (u32)(p.blocks_k + p.crossing);
+__device__ __forceinline__ u32 line_place(const Params& p, u32 tile) { return tile * p.line.by; }
+
+// Where a cluster's span of the line begins; that of the next one is its end.
+__device__ __forceinline__ u32 span_begin(const Params& p, u32 number) {
+  return number * p.span + p.clusters.quotient(number * p.more);
 }
-
-// A cluster's span of the line.
-struct Span {
-  u32 first, stop;
-
-  __device__ __forceinline__ Span(const Params& p, u32 number) {
-    const u32 places = line_place(p, p.cut_tiles);
-    first = places * number / clusters();
-    stop = places * (number + 1) / clusters();
-  }
-};
 
 // What a CTA does next: a tile, or a part of its k.
 struct Work {
@@ -56,16 +60,15 @@ struct Work {
   u32 at, span_stop, next_whole;
 
   __device__ __forceinline__ Work(const Params& p) {
-    const Span span(p, cluster_number());
-    at = span.first;
-    span_stop = span.stop;
+    at = span_begin(p, cluster_number());
+    span_stop = span_begin(p, cluster_number() + 1);
     next_whole = p.cut_tiles + cluster_number();
   }
 
   __device__ __forceinline__ bool next(const Params& p) {
     if (!next_part(p)) {
       tile = next_whole;
-      next_whole += clusters();
+      next_whole += p.clusters.by;
       first = 0;
       stop = p.blocks_k;
     }
@@ -74,7 +77,7 @@ struct Work {
 
   __device__ __forceinline__ bool next_part(const Params& p) {
     while (at < span_stop) {
-      tile = at / line_place(p, 1);
+      tile = p.line.quotient(at);
       const int begin = (int)(at - line_place(p, tile)) - p.crossing;
       first = max(0, begin);
       stop = min(p.blocks_k, begin + (int)(span_stop - at));
@@ -97,8 +100,9 @@ struct Place {
   int token;
 
   __device__ __forceinline__ Place(const Params& p, u32 tile) {
-    row_block = 2 * (2 * (int)(tile % p.row_pairs) + (int)cluster_rank());
-    token = tile / p.row_pairs * TOKENS;
+    const u32 column = p.row_pairs.quotient(tile);
+    row_block = GROUPS * (2 * (int)(tile - column * p.row_pairs.by) + (int)cluster_rank());
+    token = column * TOKENS;
   }
 
   __device__ __forceinline__ u32 strips(const Params& p) const {
@@ -116,11 +120,12 @@ struct Join {
     const u32 tail = cluster_at(p, end - 1);
     head = cluster_at(p, begin);
     sharers = tail - head + 1;
-    finishers = sharers - (Span(p, tail).stop > end + p.crossing);
+    finishers = sharers - (span_begin(p, tail + 1) > end + p.crossing);
   }
 
   __device__ __forceinline__ static u32 cluster_at(const Params& p, u32 place) {
-    return ((place + 1) * clusters() - 1) / line_place(p, p.cut_tiles);
+    const u32 about = (u32)((float)place * p.clusters_per_place);  // off by one at most
+    return place < span_begin(p, about) ? about - 1 : about + (place >= span_begin(p, about + 1));
   }
 };
 
@@ -129,7 +134,11 @@ struct Share {
   u32 first, stop;
 
   __device__ __forceinline__ Share(u32 first, u32 stop) : first(first), stop(stop) {}
-  __device__ __forceinline__ Share(const Join& join, u32 strips, u32 finisher)
-      : first(strips * finisher / join.finishers), stop(strips * (finisher + 1) / join.finishers) {}
+  __device__ __forceinline__ Share(const Join& join, u32 strips, u32 finisher) {
+    const float inverse = __fdividef(1.0f, (float)join.finishers);
+    // Half a strip more than that is far from where rounding could matter.
+    first = (u32)(((float)(strips * finisher) + 0.5f) * inverse);
+    stop = (u32)(((float)(strips * finisher + strips) + 0.5f) * inverse);
+  }
   __device__ __forceinline__ bool has(u32 strip) const { return strip - first < stop - first; }
 };

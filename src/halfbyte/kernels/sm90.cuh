@@ -14,6 +14,11 @@ __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
+// Behind a fence that releases what the others must see.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -21,6 +26,14 @@ __device__ __forceinline__ void cluster_wait() {
 __device__ __forceinline__ void cluster_sync() {
   cluster_arrive();
   cluster_wait();
+}
+
+// Whether this lane is the one of its warp that acts for all. Of it, and of nobody else, the compiler knows
+// that it is alone: what takes uniform registers needs no loop over lanes.
+__device__ __forceinline__ bool elect_one() {
+  u32 elected;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
+  return elected;
 }
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
