@@ -1,0 +1,180 @@
+"""Plans of decode steps, made on the CPU by `decode.make_plan` itself, and the work in them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+import cuda_on_host
+from halfbyte.kernels import decode, nvrtc
+from halfbyte.layouts import PageLayout
+
+_MERGE_MACROS = ("HEAD_SIZE_V", "KV_HEADS", "GROUP", "COLS", "Q_BF16", "Q_FP16")
+"""Without those of the attention kernel, which would make many equal libraries."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A decode step: sequences, and the model and the GPU that decide how it is cut."""
+
+    lengths: Sequence[int]
+    queries: Sequence[int]
+    """Query tokens per sequence."""
+    group: int = 4
+    kv_heads: int = 2
+    head_size: int = 128
+    dtype: str = "nvfp4"
+    window: int | None = None
+    batch_invariant: bool = False
+    capability: int = 90
+    multiprocessors: int = 132
+
+    @property
+    def layout(self) -> PageLayout:
+        return PageLayout(self.dtype, self.dtype, self.head_size, None, self.kv_heads, 16)
+
+    @property
+    def starts(self) -> list[int]:
+        """First query token of every sequence, and their number."""
+        return np.cumsum([0, *self.queries]).tolist()
+
+
+class Share(NamedTuple):
+    """Tiles `first` up to `stop` of a piece, which one unit works on."""
+
+    unit: int
+    piece: int
+    first: int
+    stop: int
+
+
+def random_step(seed: int, most_sequences: int = 300, most_tokens: int = 40_000) -> Step:
+    """Any step that the kernels may meet, with sequences of very different lengths."""
+    rng = Random(seed)
+    count = rng.choice((1, 2, rng.randint(3, 20), rng.randint(3, most_sequences)))
+    longest = max(2, most_tokens // count)
+    lengths = [
+        rng.choice((0, 1, rng.randint(1, 200), rng.randint(1, longest))) for _ in range(count)
+    ]
+    lengths[rng.randrange(count)] = rng.randint(1, most_tokens)
+    most_queries = rng.choice((1, 1, 3, 8))
+    queries = [rng.randint(rng.choice((0, 1)), most_queries) for _ in range(count)]
+    queries[-1] = most_queries
+    return Step(
+        lengths,
+        queries,
+        group=rng.choice((1, 3, 4, 7, 8, 16, 32, 40)),
+        kv_heads=rng.choice((1, 2, 8)),
+        head_size=rng.choice((64, 128, 256)),
+        dtype=rng.choice(("nvfp4", "nvfp4", "fp8")),
+        window=rng.choice((None, None, 1, rng.randint(2, 300), rng.randint(300, 5000))),
+        batch_invariant=rng.random() < 0.2,
+        capability=rng.choice((80, 89, 90, 100)),
+        multiprocessors=rng.choice((1, 3, 16, 82, 132)),
+    )
+
+
+@contextmanager
+def on_host(step: Step) -> Iterator[list[tuple[str, Any]]]:
+    """Let the launcher's kernels run on the CPU, all but the attention kernel, which is left out.
+
+    Yields:
+        What is launched: names of kernels and their parameters.
+    """
+    launched: list[tuple[str, Any]] = []
+
+    def load(name: str, options: Any, functions: Any, device: Any) -> dict[str, Any]:
+        if name in ("decode", "decode_wide"):
+            return {"decode": ("decode", None)}
+        library = cuda_on_host.build(name, {k: v for k, v in options if k in _MERGE_MACROS})
+        return {entry: (entry, getattr(library, entry)) for entry, _ in functions}
+
+    def launch(kernel: Any, grid: int, threads: int, arguments: Any, **_: Any) -> None:
+        name, function = kernel
+        launched.append((name, *arguments))
+        if function is not None:
+            cuda_on_host.launch(function, grid, threads, *arguments)
+
+    decode._kernels.cache_clear()
+    with (
+        patch.object(nvrtc, "load", load),
+        patch.object(nvrtc, "launch", launch),
+        patch.object(decode, "_capability", lambda device: step.capability),
+        patch.object(decode, "_multiprocessors", lambda device: step.multiprocessors),
+    ):
+        yield launched
+    decode._kernels.cache_clear()
+
+
+def make_plan(step: Step) -> decode.Plan:
+    """As the launcher makes it."""
+    return decode.make_plan(
+        step.layout,
+        step.group * step.kv_heads,
+        step.starts[-1],
+        torch.tensor(step.starts, dtype=torch.int32),
+        torch.tensor(step.lengths, dtype=torch.int32),
+        -(-max(step.lengths) // 16),
+        step.window,
+        step.batch_invariant,
+    )
+
+
+class Table(NamedTuple):
+    """The parts of `Plan.data` (`decode_work.cuh`)."""
+
+    span: int
+    units: int
+    overhead: int
+    pieces: int
+    piece_of_token: np.ndarray
+    unit_records: np.ndarray
+    """`[units that fit, 12]`: a piece, its index, and three ints of padding."""
+    piece_records: np.ndarray
+    """`[pieces that fit, 8]`: begin, sequence, column tile, first tile, number of tiles, length,
+    first query token, number of query tokens."""
+
+
+def read(plan: decode.Plan, num_tokens: int) -> Table:
+    data, view = plan.data.numpy(), plan.view
+    units = data[view.units_offset : view.pieces_offset]
+    span, number_of_units, overhead, pieces = data[:4].tolist()
+    return Table(
+        span,
+        number_of_units,
+        overhead,
+        pieces,
+        data[4 : 4 + num_tokens],
+        units[: len(units) // 12 * 12].reshape(-1, 12),
+        data[view.pieces_offset :].reshape(-1, 8),
+    )
+
+
+def shares(table: Table) -> list[Share]:
+    """What the units do: each walks from the piece it begins in along its stretch of the line."""
+    found = []
+    pieces = table.piece_records.tolist()
+    for unit in range(table.units):
+        begin, end = unit * table.span, (unit + 1) * table.span
+        index = int(table.unit_records[unit, 8])
+        while True:
+            start, _, _, first_tile, num_tiles = pieces[index][:5]
+            start += table.overhead
+            first, stop = max(0, begin - start), min(num_tiles, end - start)
+            if first < stop:
+                found.append(Share(unit, index, first_tile + first, first_tile + stop))
+            index += 1
+            # Aligned plans give a unit one piece.
+            if table.overhead == 0 or index == table.pieces or pieces[index][0] >= end:
+                break
+    return found
+
+
+def alone(step: Step, seq: int) -> Step:
+    """The same step with one of its sequences."""
+    return replace(step, lengths=[step.lengths[seq]], queries=[step.queries[seq]])
