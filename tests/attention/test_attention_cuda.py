@@ -67,13 +67,13 @@ def test_variant_does_not_depend_on_the_batch_where_rows_must_not() -> None:
 
 
 @pytest.mark.parametrize("dtypes", [("fp8", "fp8"), ("bfloat16", "bfloat16"), ("fp8", "nvfp4")])
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_kernels_of_other_formats_compile(dtypes: tuple[str, str], capability: int) -> None:
     layout = PageLayout(*dtypes, 128, None, 2, 16, "NHD")
     way = variant(layout, 4, 1.0, False, capability)
     assert way is not None
     options = macros(layout, 4, torch.bfloat16, False, way)
-    architecture = "sm_80" if capability == 80 else "sm_90a"
+    architecture = "sm_80" if capability == 80 else f"sm_{capability}a"
     assert nvrtc.compile_source("decode", options, architecture)[:4] == b"\x7fELF"
 
 

@@ -31,6 +31,8 @@ class AttentionConfig:
     softcap: float | None = None
     batch_invariant: bool = False
     return_lse: bool = False
+    aligned_pages: bool = True
+    """Whether pages begin at multiples of 16 bytes, less than 4 GiB apart."""
     compute_capability: int = CPU
     """Of the machine that the work is for, as `dispatch` counts."""
 
@@ -119,8 +121,15 @@ class AttentionInputs:
             softcap=self.softcap,
             batch_invariant=self.batch_invariant,
             return_lse=self.lse is not None,
+            aligned_pages=_aligned(self.pages),
             compute_capability=compute_capability_of(self.query.device),
         )
+
+
+def _aligned(pages: torch.Tensor) -> bool:
+    # The stride of a single page may be anything.
+    stride = pages.stride(0) if pages.shape[0] > 1 else 0
+    return (pages.data_ptr() | stride) % 16 == 0 and stride < 2**32
 
 
 class AttentionBackend(ABC):

@@ -28,6 +28,8 @@ class CudaAttention(GpuAttention):
             return False, f"tensors are on {config.device_type}, not on a GPU"
         if config.num_tokens > _MAX_MEAN_QUERIES * config.num_seqs:
             return False, "is for decoding: a few query tokens per sequence"
+        if not config.aligned_pages:
+            return False, "pages begin at multiples of 16 bytes, less than 4 GiB apart"
         layout = config.layout
         reason = unsupported_reason(layout, config.query_dtype)
         group = config.num_heads // layout.num_kv_heads

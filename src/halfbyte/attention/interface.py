@@ -1,5 +1,7 @@
 """`paged_attention`: checks its arguments, chooses a backend, runs it."""
 
+import math
+import operator
 import os
 from collections.abc import Sequence
 from typing import Literal, overload
@@ -14,6 +16,10 @@ from halfbyte.attention.base import (
 )
 from halfbyte.dispatch import Registry
 from halfbyte.layouts import PageLayout
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_MOST_TOKENS = 2**31 - 1
+"""Of a sequence, whose length is an int32."""
 
 ATTENTION_BACKENDS: Registry[AttentionBackend] = Registry(
     "attention backend",
@@ -137,7 +143,7 @@ def paged_attention(
         scale=scale,
         k_scale=k_scale,
         v_scale=v_scale,
-        sliding_window=sliding_window,
+        sliding_window=_window(sliding_window),
         sinks=sinks,
         softcap=softcap or None,
         batch_invariant=batch_invariant,
@@ -164,10 +170,31 @@ def run(
     ATTENTION_BACKENDS.select(inputs.config(), explicit=backend, among=among).forward(inputs)
 
 
+def _window(window: int | None) -> int | None:
+    """A window that hides something from sequences of at most 2^31 - 1 tokens, or None."""
+    if window is None:
+        return None
+    try:
+        window = operator.index(window)
+    except TypeError:
+        raise ValueError(f"sliding_window: expected an integer, got {window!r}") from None
+    if window <= 0:
+        raise ValueError(f"sliding_window: expected at least 1, got {window}")
+    return window if window < _MOST_TOKENS else None
+
+
+def _check_multiplier(name: str, scale: float | torch.Tensor) -> None:
+    if isinstance(scale, torch.Tensor):
+        if scale.numel() != 1:
+            raise ValueError(f"{name}: expected one element, got {tuple(scale.shape)}")
+    elif not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
+        raise ValueError(f"{name}: expected a positive finite number, got {scale!r}")
+
+
 def _check(inputs: AttentionInputs) -> None:
     query, layout = inputs.query, inputs.layout
     layout.check_pages(inputs.pages)
-    if query.dim() != 3 or query.shape[2] != layout.head_size or not query.is_floating_point():
+    if query.dim() != 3 or query.shape[2] != layout.head_size or query.dtype not in _DTYPES:
         raise ValueError(
             f"query: expected float [tokens, heads, {layout.head_size}], "
             f"got {query.dtype} {tuple(query.shape)}"
@@ -176,11 +203,14 @@ def _check(inputs: AttentionInputs) -> None:
         raise ValueError(
             f"query: {query.shape[1]} heads are not a multiple of {layout.num_kv_heads} KV heads"
         )
-    num_seqs = inputs.seq_lens.shape[0] if inputs.seq_lens.dim() == 1 else -1
+    if inputs.seq_lens.dim() != 1:
+        raise ValueError(f"seq_lens: expected one dimension, got {tuple(inputs.seq_lens.shape)}")
+    num_seqs = inputs.seq_lens.shape[0]
+    max_pages = inputs.block_tables.shape[-1] if inputs.block_tables.dim() else 0
     for name, tensor, shape in (
         ("query_start_loc", inputs.query_start_loc, (num_seqs + 1,)),
         ("seq_lens", inputs.seq_lens, (num_seqs,)),
-        ("block_tables", inputs.block_tables, (num_seqs, inputs.block_tables.shape[-1])),
+        ("block_tables", inputs.block_tables, (num_seqs, max_pages)),
     ):
         if tensor.dtype != torch.int32 or tuple(tensor.shape) != shape:
             raise ValueError(
@@ -192,10 +222,13 @@ def _check(inputs: AttentionInputs) -> None:
         raise ValueError(f"out: expected float {expected_out}, got {out.dtype} {tuple(out.shape)}")
     if inputs.sinks is not None and tuple(inputs.sinks.shape) != (query.shape[1],):
         raise ValueError(f"sinks: expected [{query.shape[1]}], got {tuple(inputs.sinks.shape)}")
-    if inputs.sliding_window is not None and inputs.sliding_window <= 0:
-        raise ValueError(f"sliding_window: expected at least 1, got {inputs.sliding_window}")
-    if inputs.softcap is not None and inputs.softcap < 0:
-        raise ValueError(f"softcap: expected a positive number, got {inputs.softcap}")
+    if inputs.softcap is not None and not 0 < inputs.softcap < math.inf:
+        raise ValueError(f"softcap: expected a positive finite number, got {inputs.softcap}")
+    if not math.isfinite(inputs.scale):
+        raise ValueError(f"scale: expected a finite number, got {inputs.scale}")
+    for name, dtype in (("k_scale", layout.k_dtype), ("v_scale", layout.v_dtype)):
+        if dtype.has_global_scale:
+            _check_multiplier(name, getattr(inputs, name))
     for name in ("pages", "query_start_loc", "seq_lens", "block_tables", "sinks", "given_out"):
         tensor = getattr(inputs, name)
         if tensor is not None and tensor.device != query.device:

@@ -130,6 +130,12 @@ def make_plan(
         fixed_span = _BATCH_INVARIANT_SPAN // way.tile
         longest = -(-max_pages * layout.block_size // _BATCH_INVARIANT_SPAN)
         max_units = longest * max_pieces
+    rows = (max_units + max_pieces) * layout.num_kv_heads * way.columns
+    if rows * layout.head_size_v * 4 > _MOST_PARTIAL_BYTES:
+        raise ValueError(
+            f"batch_invariant: {num_seqs} sequences of up to {max_pages} pages need "
+            f"{rows * layout.head_size_v >> 18} MiB for results of parts; ask for backend 'triton'"
+        )
     units_offset = _rounded_up(_HEADER_INTS + num_tokens, 8)
     pieces_offset = _rounded_up(units_offset + _UNIT_INTS * max_units, 8)
     data = torch.empty(pieces_offset + _PIECE_INTS * max_pieces, dtype=torch.int32, device=device)
@@ -150,12 +156,6 @@ def make_plan(
     )
     kernels = nvrtc.load("decode_plan", (), (("plan_work", 0),), device.index)
     nvrtc.launch(kernels["plan_work"], 1, 1024, [params])
-    rows = (max_units + max_pieces) * layout.num_kv_heads * way.columns
-    if rows * layout.head_size_v * 4 > _MOST_PARTIAL_BYTES:
-        raise ValueError(
-            f"batch_invariant: {num_seqs} sequences of up to {max_pages} pages need "
-            f"{rows * layout.head_size_v >> 18} MiB for results of parts; ask for backend 'triton'"
-        )
     return Plan(
         variant=way,
         data=data,

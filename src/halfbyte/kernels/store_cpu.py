@@ -19,9 +19,9 @@ def unsupported_reason(
     """Why the kernel cannot write a layout from such inputs; None if it can."""
     for name, dtype in (("key", key_dtype), ("value", value_dtype)):
         if dtype not in FLOATS:
-            return f"{name} in bfloat16, float16 or float32, not {dtype}"
+            return f"takes {name} in bfloat16, float16 or float32, not {dtype}"
     if library() is None:
-        return "nothing: the package was installed without a C++ compiler"
+        return "was not built: the package was installed without a C++ compiler"
     return None
 
 

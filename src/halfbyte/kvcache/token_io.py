@@ -155,7 +155,7 @@ def _gpu_store(
     reason = module.unsupported_reason(layout, key_dtype, value_dtype)
     if reason is None:
         return module.store_tokens
-    logger.info("K and V are stored by PyTorch operators: the kernel takes %s", reason)
+    logger.info("K and V are stored by PyTorch operators: the kernel %s", reason)
     return None
 
 
@@ -169,7 +169,7 @@ def _cpu_store(
     reason = store_cpu.unsupported_reason(layout, key_dtype, value_dtype)
     if reason is None:
         return store_cpu.store_tokens_cpu
-    logger.info("K and V are stored by PyTorch operators: the kernel takes %s", reason)
+    logger.info("K and V are stored by PyTorch operators: the kernel %s", reason)
     return None
 
 
