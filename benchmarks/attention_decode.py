@@ -1,7 +1,7 @@
 """The README's table and picture of decode attention, from the committed run.
 
     halfbyte bench attention --kv-cache-dtype nvfp4,fp8,bfloat16 \
-        --json benchmarks/results/attention_decode.json
+        --out benchmarks/results/attention_decode.json
     python benchmarks/attention_decode.py
 
 The first measures, on a GPU with FlashInfer installed; the second writes.

@@ -56,7 +56,7 @@ def main() -> None:
         SELECTION.write_text(selection(json.loads(arguments.out.read_text())))
         return
     if not arguments.table:
-        sys.argv = ["halfbyte", "bench", "linear", "--json", str(arguments.out), *others]
+        sys.argv = ["halfbyte", "bench", "linear", "--out", str(arguments.out), *others]
         halfbyte()
         return
     text = table(json.loads(arguments.out.read_text()))

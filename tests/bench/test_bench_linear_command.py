@@ -33,7 +33,7 @@ def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 
 def test_prints_a_table_per_shape_and_writes_json(bench: Command, tmp_path: Path) -> None:
     file = tmp_path / "linear.json"
-    code, out, err = bench(*TINY, "--json", str(file))
+    code, out, err = bench(*TINY, "--out", str(file))
     assert (code, err) == (0, "")
     for part in ("64x32", "32x48", "M 20", "dense_bf16", "reference", "plain_read", "must hold"):
         assert part in out
@@ -41,6 +41,12 @@ def test_prints_a_table_per_shape_and_writes_json(bench: Command, tmp_path: Path
     report = json.loads(file.read_text())
     assert len(report["microseconds"]) == 4
     assert report["seconds"] > 0
+
+
+def test_prints_json(bench: Command) -> None:
+    code, out, err = bench(*TINY, "--json")
+    assert (code, err) == (0, "")
+    assert len(json.loads(out)["microseconds"]) == 4
 
 
 def test_warm_up_measures_nothing(bench: Command) -> None:
@@ -56,7 +62,7 @@ def test_warm_up_measures_nothing(bench: Command) -> None:
         (["--m", "0"], "m: expected at least 1, got 0"),
         (["--backends", "abacus"], "linear backend: unknown 'abacus'"),
         (["--backends", "cuda"], "linear backend 'cuda' cannot be used here"),
-        (["--json", "/no/such/folder/report.json"], "/no/such/folder"),
+        (["--out", "/no/such/folder/report.json"], "/no/such/folder"),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else "",
 )

@@ -44,7 +44,7 @@ def test_prints_a_table_per_kind_and_the_machine(bench: Command) -> None:
 def test_writes_json_and_picture(bench: Command, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report, picture = tmp_path / "report.json", tmp_path / "picture.svg"
-    arguments = ("--only", "decode-llama-1", "--no-peers", "--json", str(report))
+    arguments = ("--only", "decode-llama-1", "--no-peers", "--out", str(report))
     code, _, err = bench(*TINY, *arguments, "--picture", str(picture))
     assert (code, err) == (0, "")
     (row,) = json.loads(report.read_text())["microseconds"]
@@ -55,9 +55,16 @@ def test_writes_json_and_picture(bench: Command, tmp_path: Path) -> None:
     assert picture.read_text().startswith("<?xml")
 
 
+def test_prints_json(bench: Command) -> None:
+    code, out, err = bench(*TINY, "--only", "decode-llama-1", "--no-peers", "--json")
+    assert (code, err) == (0, "")
+    (row,) = json.loads(out)["microseconds"]
+    assert row["name"] == "decode-llama-1x40"
+
+
 def test_ours_that_fails_ends_with_1_after_the_rest(bench: Command, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    arguments = ("--only", "decode", "--attention-backend", "cuda", "--json", str(report))
+    arguments = ("--only", "decode", "--attention-backend", "cuda", "--out", str(report))
     code, out, err = bench(*TINY, *arguments)
     assert code == 1
     assert err.count("\n") == 2
@@ -75,7 +82,7 @@ def test_ours_that_fails_ends_with_1_after_the_rest(bench: Command, tmp_path: Pa
         (["--context", "0"], "context: expected at least 1"),
         (["--heads", "bloom"], "heads: unknown 'bloom'"),
         (["--kv-cache-dtype", "int3"], "unknown 'int3'"),
-        (["--json", "/no/such/folder/report.json", "--device", "cpu"], "/no/such/folder"),
+        (["--out", "/no/such/folder/report.json", "--device", "cpu"], "/no/such/folder"),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else "",
 )

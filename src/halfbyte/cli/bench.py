@@ -11,12 +11,20 @@ from halfbyte.cli.console import err, out, progress_bar, quiet_libraries
 from halfbyte.cli.options import AttentionBackend, Verbose
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
+    from rich.table import Table
 
     from halfbyte.bench import Case, Report
 
 _TABLE_WIDTH = 100
 _WIDE_TABLE_WIDTH = 130
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")]
+ReportFile = Annotated[
+    Path | None, typer.Option("--out", help="Write the report there, as JSON, after every case.")
+]
 
 bench = typer.Typer(
     help="Measure halfbyte beside its peers on this machine.",
@@ -46,7 +54,8 @@ def attention(
     peers: Annotated[bool, typer.Option(help="Measure FlashInfer and SDPA, too.")] = True,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     attention_backend: AttentionBackend = None,
-    as_json: Annotated[Path | None, typer.Option("--json", help="Write the report there.")] = None,
+    as_json: AsJson = False,
+    report: ReportFile = None,
     picture: Annotated[
         Path | None, typer.Option(help="Draw the decode steps as SVG (needs matplotlib).")
     ] = None,
@@ -64,20 +73,19 @@ def attention(
     # What cannot be written is better known now than after minutes.
     if picture is not None:
         require_matplotlib()
-    for file in (as_json, picture):
+    for file in (report, picture):
         if file is not None:
             file.touch()
     with progress_bar("bench", "cases") as on_progress:
         for done, case in enumerate(cases):
             on_progress(done, len(cases))
             benchmark.run(case)
-            if as_json is not None:  # after every case: an interrupt loses one at most
-                as_json.write_text(json.dumps(benchmark.report, indent=2) + "\n")
-    wide = Console(highlight=False, soft_wrap=True, width=max(out.width, _TABLE_WIDTH))
-    for table in console_tables(benchmark.report):
-        wide.print(table)
-        wide.print()
-    _print_machine(benchmark.report)
+            if report is not None:  # an interrupt loses one at most
+                report.write_text(json.dumps(benchmark.report, indent=2) + "\n")
+    if as_json:
+        print(json.dumps(benchmark.report))
+    else:
+        _print(console_tables(benchmark.report), _TABLE_WIDTH, benchmark.report)
     if picture is not None:
         draw(benchmark.report, picture)
     _end(benchmark.failures(), benchmark.failures(ours=True))
@@ -96,7 +104,8 @@ def linear(
         typer.Option(help="Backends, separated by commas; by default all that can run."),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    as_json: Annotated[Path | None, typer.Option("--json", help="Write the report there.")] = None,
+    as_json: AsJson = False,
+    report: ReportFile = None,
     warm_up: Annotated[
         bool,
         typer.Option("--warm-up", help="Compile what backends keep on disk; measure nothing."),
@@ -117,19 +126,18 @@ def linear(
         benchmark.warm_up()
         return
     quiet_libraries(verbose=verbose)
-    if as_json is not None:
-        as_json.touch()  # what cannot be written is better known now than after minutes
+    if report is not None:
+        report.touch()  # what cannot be written is better known now than after minutes
     with progress_bar("bench", "cases") as on_progress:
         on_progress(0, len(benchmark.cases))
         for done, _ in enumerate(benchmark.run(), start=1):
             on_progress(done, len(benchmark.cases))
-            if as_json is not None:  # after every case: an interrupt loses one at most
-                as_json.write_text(to_json(benchmark.report))
-    wide = Console(highlight=False, soft_wrap=True, width=max(out.width, _WIDE_TABLE_WIDTH))
-    for table in linear_tables(benchmark.report):
-        wide.print(table)
-        wide.print()
-    _print_machine(benchmark.report)
+            if report is not None:  # an interrupt loses one at most
+                report.write_text(to_json(benchmark.report))
+    if as_json:
+        print(json.dumps(benchmark.report))
+    else:
+        _print(linear_tables(benchmark.report), _WIDE_TABLE_WIDTH, benchmark.report)
     _end(benchmark.failures(), benchmark.failures(ours=True))
 
 
@@ -166,7 +174,11 @@ def _numbers(name: str, text: str) -> list[int]:
         raise ValueError(f"{name}: expected numbers separated by commas, got {text!r}") from None
 
 
-def _print_machine(report: "Report") -> None:
+def _print(tables: "Iterable[Table]", width: int, report: "Report") -> None:
+    wide = Console(highlight=False, soft_wrap=True, width=max(out.width, width))
+    for table in tables:
+        wide.print(table)
+        wide.print()
     machine, read = report["machine"], report["read_terabytes_per_s"] * 1e3
     name = machine["gpu"] or f"{machine['processor']}, {machine['threads']} threads"
     out.print(
