@@ -61,6 +61,7 @@ def run(max_tokens: int) -> dict[str, Any]:
         "commands": [
             "halfbyte quantize BUNDLED CHECKPOINT --format modelopt --weights W --recipe R",
             "halfbyte eval --model CHECKPOINT " + " ".join(arguments),
+            "with --quantize-activations for W4A4, and without --model for bfloat16 weights",
         ],
         "date": datetime.date.today().isoformat(),
         "machine": info["machine"],

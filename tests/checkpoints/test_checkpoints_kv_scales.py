@@ -27,8 +27,10 @@ def write(folder: Path, scales: dict[str, float]) -> Path:
         {"attn.k_scale": 0.25, "attn.v_scale": 0.5},
         {"k_global_scale": 4.0, "v_global_scale": 2.0},
         {"k_scale": 0.25, "k_proj.k_scale": 0.25, "v_scale": 0.5},
+        {"k_scale": 0.25, "k_global_scale": 24.0, "v_scale": 0.5, "v_global_scale": 12.0},
+        {"k_scale": 0.25, "v_global_scale": 2.0},
     ],
-    ids=["compressed-tensors", "modelopt", "older", "global", "twice the same"],
+    ids=["compressed-tensors", "modelopt", "older", "global", "twice the same", "both", "mixed"],
 )
 def test_all_are_read_as_decode_multipliers(tmp_path: Path, scales: dict[str, float]) -> None:
     assert read_kv_scales(write(tmp_path, scales)) == {3: (0.25, 0.5)}
@@ -41,7 +43,7 @@ def test_all_are_read_as_decode_multipliers(tmp_path: Path, scales: dict[str, fl
         ({"k_global_scale": 4.0, "v_global_scale": float("nan")}, "v_global_scale: .*found nan"),
         ({"k_global_scale": 4.0}, "layer 3 has a k_scale only"),
         (
-            {"k_scale": 0.5, "k_global_scale": 4.0, "v_scale": 0.5},
+            {"k_scale": 0.5, "k_proj.k_scale": 0.25, "v_scale": 0.5},
             "expected one k_scale in the layer, found ",
         ),
     ],

@@ -16,19 +16,8 @@ from models.zoo import make_model, token_ids
 
 
 def assert_same_values(layer: NvFp4Linear, theirs: torch.Tensor, name: str) -> None:
-    """bfloat16 values equal, but where their order of roundings decides a tie.
-
-    Exactly, a value is `code * block_scale * global_scale`. It is a tie between two bfloat16
-    numbers whenever the block scale cancels the divisor in `global_scale = amax / 2688`; which of
-    the two it becomes then hangs on the last bit of float32, and they round `block_scale *
-    global_scale` first.
-    """
-    ours, exact = layer.dequantize(torch.bfloat16), layer.dequantize(torch.float64)
-    differ = ours != theirs
-    midpoint = (ours.double() + theirs.double()) / 2
-    assert torch.equal(ours.abs() > 0, theirs.abs() > 0), name
-    tie = (exact - midpoint).abs() <= exact.abs() * 2**-22
-    assert bool((tie | ~differ).all()), name
+    """bfloat16 values equal, ties included (`numerics.nvfp4.readers_agree`)."""
+    assert torch.equal(layer.dequantize(torch.bfloat16), theirs), name
 
 
 def quantized_layers(model: Any) -> dict[str, NvFp4Linear]:

@@ -144,7 +144,11 @@ def test_kv_scale_tensors() -> None:
         "l.0.self_attn.k_proj.k_scale",
         "l.0.self_attn.v_proj.v_scale",
     ]
-    assert list(found["compressed-tensors"]) == ["l.0.self_attn.k_scale", "l.0.self_attn.v_scale"]
+    packed = found["compressed-tensors"]
+    # Of the package itself, encode: 2688 / amax.
+    encode = [packed.pop(f"l.0.self_attn.{side}_global_scale") for side in "kv"]
+    assert torch.allclose(torch.cat(encode), torch.tensor([600.0, 6.0]))
+    assert list(packed) == ["l.0.self_attn.k_scale", "l.0.self_attn.v_scale"]
     for dialect, shape in (("modelopt", ()), ("compressed-tensors", (1,))):
         k, v = found[dialect].values()
         assert k.shape == v.shape == shape

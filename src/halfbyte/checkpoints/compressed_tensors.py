@@ -16,6 +16,7 @@ from halfbyte.checkpoints.dialects import (
     Declaration,
     LayerGroup,
     Scheme,
+    patterns,
     unknown_scheme,
 )
 from halfbyte.dispatch import is_installed
@@ -69,7 +70,7 @@ def read(folder: str | Path, section: Mapping[str, Any]) -> Declaration | None:
     return Declaration(
         dialect="compressed-tensors",
         groups=tuple(_groups(folder, form, groups)) if packed else (),
-        ignore=tuple(str(pattern) for pattern in section.get("ignore") or ()),
+        ignore=patterns(folder, section, "ignore"),
         kv_cache_dtype=_kv_cache_dtype(folder, section),
         section=section,
     )
@@ -186,8 +187,8 @@ def _check_pattern(folder: str | Path, where: str, pattern: str) -> None:
 
 
 def _refuse_extras(folder: str | Path, section: Mapping[str, Any]) -> None:
-    for pattern in section.get("ignore") or ():
-        _check_pattern(folder, "ignore", str(pattern))
+    for pattern in patterns(folder, section, "ignore"):
+        _check_pattern(folder, "ignore", pattern)
     transforms = section.get("transform_config") or {}
     if isinstance(transforms, Mapping) and transforms.get("config_groups"):
         names = ", ".join(transforms["config_groups"])

@@ -187,6 +187,18 @@ def unknown_scheme(folder: str | Path, where: str, found: object, expected: str)
     return CheckpointError(f"{folder}: {where}: expected {expected}, found {found}")
 
 
+def patterns(folder: str | Path, section: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """A list of names of modules, or none.
+
+    Raises:
+        CheckpointError: something else; a string would be taken for a list of its letters.
+    """
+    found = section.get(where) or ()
+    if not isinstance(found, (list, tuple)):
+        raise CheckpointError(f"{folder}: {where}: expected a list, found {found!r}")
+    return tuple(str(pattern) for pattern in found)
+
+
 def _section(folder: str | Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """`quantization_config` of the config, empty where it has none."""
     section = config.get("quantization_config")

@@ -25,13 +25,15 @@ _SCALE_NAME = re.compile(
 def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
     """`{layer: (k_scale, v_scale)}` of a checkpoint's folder; empty if it stores none.
 
-    Scales are decode multipliers, whatever the file has.
+    Scales are decode multipliers, whatever the file has. Where it has both, an encode scale
+    (`k_global_scale`) is another reader's, and the decode scale counts.
 
     Raises:
         ValueError: a file is broken, a scale has more than one element or another beside it, an
             encode scale is not a finite number above 0, or a layer has only one of the two scales.
     """
     found: dict[int, dict[str, float]] = {}
+    encoded: dict[int, dict[str, float]] = {}
     for file in _files_with_scales(Path(folder)):
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -39,7 +41,8 @@ def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
                     match = _SCALE_NAME.search(name)
                     if match is None:
                         continue
-                    sides = found.setdefault(int(match["layer"]), {})
+                    kind = encoded if match["is_encode"] else found
+                    sides = kind.setdefault(int(match["layer"]), {})
                     scale = _decode_scale(name, tensors.get_tensor(name), match["is_encode"])
                     other = sides.setdefault(match["side"], scale)
                     if other is not scale and other != scale:
@@ -50,6 +53,8 @@ def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
         except SafetensorError as error:
             reason = one_line(error)
             raise ValueError(f"{file}: not a readable safetensors file: {reason}") from None
+    for layer, sides in encoded.items():
+        found[layer] = {**sides, **found.get(layer, {})}
     for layer, sides in found.items():
         if len(sides) != 2:
             raise ValueError(f"{folder}: layer {layer} has a {'/'.join(sides)}_scale only")

@@ -19,6 +19,7 @@ from halfbyte.checkpoints.dialects import (
     Declaration,
     LayerGroup,
     Scheme,
+    patterns,
     unknown_scheme,
 )
 from halfbyte.layouts import KVCacheDType
@@ -54,11 +55,11 @@ def read(
         groups = tuple(_mixed_groups(folder, section))
     elif algo is not None:
         groups = (LayerGroup(_scheme(folder, section, _SCHEMES, "quant_algo"), ("Linear",)),)
-    ignore = section.get("exclude_modules", section.get("ignore")) or ()
+    where = "exclude_modules" if "exclude_modules" in section else "ignore"
     return Declaration(
         dialect="modelopt",
         groups=groups,
-        ignore=tuple(str(pattern) for pattern in ignore),
+        ignore=patterns(folder, section, where),
         kv_cache_dtype=_kv_cache_dtype(folder, section),
         section={**section, **config_section},
     )

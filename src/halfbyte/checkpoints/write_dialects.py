@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from halfbyte.checkpoints.dialects import PROVIDER, PROVIDER_KEY, TENSOR_NAMES, Dialect
-from halfbyte.numerics import nvfp4
+from halfbyte.numerics import e2m1, nvfp4
 
 KV_CACHE_DTYPES = ("nvfp4",)
 """Formats of the KV cache that a checkpoint can declare here."""
@@ -77,7 +77,7 @@ def global_scale(amax: float, dialect: Dialect, recipe: nvfp4.Recipe = "amax6") 
     infinity = torch.full_like(stored, torch.inf)
     while True:
         decode = stored if is_decode else 1 / stored
-        if _orders_agree(stored, decode, is_decode):
+        if nvfp4.readers_agree(stored, decode, is_decode=is_decode):
             break
         stored = torch.nextafter(stored, infinity)
     return GlobalScale(stored if is_decode else stored.reshape(1), decode)
@@ -121,16 +121,17 @@ def kv_scale_tensors(
         attention: name of the attention module.
         k_amax, v_amax: largest magnitudes of K and V.
     """
-    names = (
-        ("k_proj.k_scale", "v_proj.v_scale")
-        if output.dialect == "modelopt"
-        else ("k_scale", "v_scale")
-    )
-    shape = () if output.dialect == "modelopt" else (1,)
-    return {
-        f"{attention}.{name}": torch.full(shape, amax / _KV_SCALE_MAX or 1.0, dtype=torch.float32)
-        for name, amax in zip(names, (k_amax, v_amax), strict=True)
-    }
+    tensors: dict[str, torch.Tensor] = {}
+    for side, amax in (("k", k_amax), ("v", v_amax)):
+        scale = amax / _KV_SCALE_MAX or 1.0
+        if output.dialect == "modelopt":
+            tensors[f"{attention}.{side}_proj.{side}_scale"] = torch.tensor(scale)
+        else:
+            tensors[f"{attention}.{side}_scale"] = torch.tensor([scale])
+            # What the package itself has for a cache in NVFP4; without it, it computes NaN.
+            encode = e2m1.E2M1_MAX / scale
+            tensors[f"{attention}.{side}_global_scale"] = torch.tensor([encode])
+    return tensors
 
 
 def quantization_config(output: OutputFormat, ignore: Sequence[str]) -> dict[str, Any]:
@@ -156,17 +157,6 @@ def modelopt_file(output: OutputFormat, ignore: Sequence[str]) -> dict[str, Any]
             "exclude_modules": list(ignore),
         },
     }
-
-
-def _orders_agree(stored: torch.Tensor, decode: torch.Tensor, is_decode: bool) -> bool:
-    """Whether all products of codes and block scales read alike, whoever multiplies.
-
-    Their mantissas are 1 or 1.5 times 1, 1.125, … 1.875; exponents do not matter to rounding.
-    """
-    q = torch.tensor([1.0, 1.5], dtype=torch.float32, device="cpu")[:, None]
-    s = 1 + torch.arange(8, dtype=torch.float32, device="cpu") / 8
-    theirs = q * (s * decode if is_decode else s / stored)
-    return torch.equal(((q * s) * decode).bfloat16(), theirs.bfloat16())
 
 
 def _quant_algo(output: OutputFormat) -> str:

@@ -162,8 +162,14 @@ def _check_free(destination: Path, replace: bool) -> None:
 def _move(folder: Path, destination: Path) -> None:
     """Rename; what is replaced goes aside first, so that it is lost only when it is replaced."""
     old = folder.with_name(f"{folder.name}.old")
-    if os.path.lexists(destination):
+    replaces = os.path.lexists(destination)
+    if replaces:
         destination.rename(old)
-    folder.rename(destination)
+    try:
+        folder.rename(destination)
+    except OSError:
+        if replaces:
+            old.rename(destination)
+        raise
     _sync(destination.parent)
     shutil.rmtree(old, ignore_errors=True)

@@ -14,6 +14,7 @@ import torch
 
 from halfbyte.checkpoints.dialects import TENSOR_NAMES, CheckpointError, Dialect, TensorNames
 from halfbyte.checkpoints.preflight import is_bad_block_scale
+from halfbyte.numerics import nvfp4
 from halfbyte.numerics.e4m3 import E4M3_NAN
 
 Role = Literal["weight", "weight_scale", "weight_global_scale", "input_global_scale", "bias"]
@@ -34,6 +35,27 @@ class StoredScale:
     def decode(self) -> torch.Tensor:
         """float32 `[elements]`, the decode multipliers."""
         return self._in_direction(True)
+
+    def decode_weights(self) -> torch.Tensor:
+        """The same, so that weights become the bfloat16 values that the file's writer reads.
+
+        Where an exact value lies midway between two of them, the order of multiplications would
+        decide; a multiplier a float or two away brings the other order to the same ones.
+        """
+        stored, decode = self.value.float().reshape(-1), self.decode()
+        if decode.is_meta:
+            return decode
+        up, down = torch.full_like(decode, torch.inf), torch.zeros_like(decode)
+        above, below = torch.nextafter(decode, up), torch.nextafter(decode, down)
+        others = (above, below, torch.nextafter(above, up), torch.nextafter(below, down))
+        best = decode
+        for other in others:
+            alike = nvfp4.readers_agree(stored, best, is_decode=self.is_decode)
+            if bool(alike.all()):
+                return best
+            better = ~alike & nvfp4.readers_agree(stored, other, is_decode=self.is_decode)
+            best = torch.where(better, other, best)
+        return best
 
     def encode(self) -> torch.Tensor:
         """float32 `[elements]`, the encode multipliers."""
@@ -173,7 +195,7 @@ def check_global_scale(scale: torch.Tensor, name: str, *, zero_is_valid: bool) -
 
 
 def _or_never(nan: int, total: int) -> str:
-    return "NaN only: it was never loaded" if nan == total else f"{nan} NaN of {total}"
+    return "NaN only: never loaded, or loaded as NaN" if nan == total else f"{nan} NaN of {total}"
 
 
 def _check(fits: bool, tensor: torch.Tensor, name: str, dtype: str, shape: tuple[int, ...]) -> None:

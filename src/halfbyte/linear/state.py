@@ -64,6 +64,8 @@ class LayerState(nn.Module):
         self.layer_name = ""
         """In messages; `load_state_dict` sets it."""
         self._stored: dict[Role, StoredScale] = {}
+        self._given: set[Role] = set()
+        """What `load_tensors` was given: weights that did not come look like zeros."""
         self._make_empty(device, bias)
 
     def _make_empty(self, device: torch.device | str | None, bias: bool) -> None:
@@ -142,6 +144,7 @@ class LayerState(nn.Module):
                 "on 'meta': load with assign=True, or call to_empty() first"
             )
         self.unprocess_weights()
+        self._given |= set(by_role)
         is_decode = TENSOR_NAMES[dialect].global_scale_is_decode
         for role, tensor in by_role.items():
             if role in ("weight_global_scale", "input_global_scale"):
@@ -163,11 +166,12 @@ class LayerState(nn.Module):
             # On the host, where a comparison waits for nobody; it is a number or three.
             stored = StoredScale(stored.value.cpu(), stored.is_decode)
         self._stored[role] = stored
-        decode = stored.decode().to(self.device if device is None else device)
+        device = self.device if device is None else device
         if role == "weight_global_scale":
+            decode = stored.decode_weights().to(device)
             self._set(role, decode.expand(len(self.part_sizes)).clone())
         elif self.quantize_activations:
-            self._set(role, decode.reshape(()))
+            self._set(role, stored.decode().to(device).reshape(()))
 
     def _store(self, role: Role, decode: torch.Tensor) -> None:
         """Set a global scale to what a file of this dialect would say of a decode multiplier."""
@@ -188,10 +192,11 @@ class LayerState(nn.Module):
         if scale.is_meta:
             return stored or StoredScale(scale, True)
         scale = scale.cpu()
-        if stored is not None and torch.equal(
-            stored.decode().expand(scale.numel()), scale.view(-1)
-        ):
-            return stored
+        if stored is not None:
+            weights = role == "weight_global_scale"
+            decode = stored.decode_weights() if weights else stored.decode()
+            if torch.equal(decode.expand(scale.numel()), scale.view(-1)):
+                return stored
         shape = scale_shape(scale.numel(), TENSOR_NAMES["modelopt"])
         return StoredScale(scale.reshape(shape), True)
 
@@ -203,6 +208,9 @@ class LayerState(nn.Module):
             if tensor is not None and tensor.is_meta:
                 name = full_name(self.layer_name, getattr(names, role))
                 raise CheckpointError(f"{name}: expected a tensor, found none: it was never loaded")
+        if "weight_scale" in self._given and "weight" not in self._given:
+            name = full_name(self.layer_name, names.weight)
+            raise CheckpointError(f"{name}: expected a tensor, found none: it was never loaded")
         expected = Expected(self.out_features, self.in_features, len(self.part_sizes))
         as_file = {names.weight: self.weight, names.weight_scale: self.weight_scale}
         expected.read(as_file, self.dialect, self.layer_name)
@@ -295,4 +303,5 @@ class LayerState(nn.Module):
         if probe.is_meta and not after.is_meta:
             self._make_empty(after.device, self.bias is not None)  # to_empty: nothing is loaded
             self._stored.clear()
+            self._given.clear()
         return self

@@ -110,6 +110,7 @@ class NvFp4Quantizer(HfQuantizer):
         section = self.quantization_config.to_dict()
         declaration = read_declaration(folder, {"quantization_config": section})
         if declaration is None or not declaration.groups:
+            check_unquantized(model, self._plan, index, model.dtype)  # nothing packed is left over
             return
         device_map = kwargs.get("device_map") or {"": "cpu"}
         self._declaration, self._index = declaration, index

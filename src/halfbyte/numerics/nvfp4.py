@@ -189,3 +189,25 @@ def _squared_error(
 ) -> torch.Tensor:
     error = (e2m1.decode(codes) * e4m3.decode(scales)[..., None]) * g - blocks
     return pairwise_sum(error * error)
+
+
+def readers_agree(stored: torch.Tensor, decode: torch.Tensor, *, is_decode: bool) -> torch.Tensor:
+    """Whether all products of codes and block scales are the same bfloat16, whoever multiplies.
+
+    halfbyte multiplies a code by its block scale, then by `decode`. ModelOpt and compressed-tensors
+    bring the block scale and the global scale together first. Mantissas are 1 or 1.5 times 1,
+    1.125, … 1.875; exponents do not matter to rounding.
+
+    Args:
+        stored: float32 `[...]`, global scales of a weight as a checkpoint has them.
+        decode: float32 `[...]`, what halfbyte multiplies by instead.
+        is_decode: whether `stored` multiplies codes on their way to values, or divides.
+
+    Returns:
+        bool `[...]`.
+    """
+    q = torch.tensor([1.0, 1.5], dtype=torch.float32, device=stored.device)[:, None]
+    s = 1 + torch.arange(8, dtype=torch.float32, device=stored.device) / 8
+    stored, decode = stored[..., None, None], decode[..., None, None]
+    theirs = q * (s * stored if is_decode else s / stored)
+    return (((q * s) * decode).bfloat16() == theirs.bfloat16()).flatten(-2).all(-1)
