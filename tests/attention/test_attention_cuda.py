@@ -106,8 +106,9 @@ def test_selection_on_every_gpu(capability: int, head_size: int) -> None:
         ({"query_dtype": torch.float32}, "query in bfloat16 or float16"),
         ({"num_tokens": 4096}, "a few query tokens per sequence"),
         ({"device_type": "cpu"}, "not on a GPU"),
+        ({"aligned_pages": False}, "multiples of 16 bytes"),
     ],
-    ids=["mxfp4", "float16", "d80", "page-8", "sm100", "float32", "prefill", "cpu-tensors"],
+    ids=["mxfp4", "float16", "d80", "page-8", "sm100", "float32", "prefill", "cpu", "padding"],
 )
 def test_selection_falls_back_and_an_explicit_choice_says_why(changes: dict, reason: str) -> None:
     work = config(**changes)

@@ -147,6 +147,16 @@ def test_paged_attention_writes_to_out() -> None:
     assert torch.equal(out, paged_attention(case.query, case.pages, **case.arguments()))
 
 
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("window", [2**31 - 2, 2**31 - 1, 2**32 + 5])
+def test_windows_longer_than_any_sequence_hide_nothing(window: int, backend: str | None) -> None:
+    case = make_case()
+    arguments = {**case.arguments(), "backend": backend}
+    whole = paged_attention(case.query, case.pages, **arguments)
+    seen = paged_attention(case.query, case.pages, **arguments, sliding_window=window)
+    torch.testing.assert_close(seen, whole)
+
+
 def test_paged_attention_in_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(query_dtype=torch.float32)
     whole = paged_attention(case.query, case.pages, **case.arguments())
@@ -166,8 +176,18 @@ def test_paged_attention_in_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -
         ({"seq_lens": torch.tensor([1, 40, 77, 17])}, "seq_lens: expected int32"),
         ({"query_start_loc": torch.tensor([0, 1, 6, 7, 9], dtype=torch.int32)}, "to ascend"),
         ({"sinks": torch.zeros(3)}, "sinks: expected"),
+        ({"block_tables": torch.zeros((), dtype=torch.int32)}, "block_tables: expected int32"),
+        ({"seq_lens": torch.ones(4, 1, dtype=torch.int32)}, "seq_lens: expected one dimension"),
         ({"sliding_window": 0}, "sliding_window: expected"),
+        ({"sliding_window": 1.5}, "sliding_window: expected an integer"),
         ({"softcap": -1.0}, "softcap: expected"),
+        ({"softcap": torch.inf}, "softcap: expected"),
+        ({"softcap": torch.nan}, "softcap: expected"),
+        ({"scale": torch.nan}, "scale: expected a finite number"),
+        ({"k_scale": 0.0}, "k_scale: expected a positive finite number"),
+        ({"v_scale": torch.inf}, "v_scale: expected a positive finite number"),
+        ({"v_scale": None}, "v_scale: expected a positive finite number, got None"),
+        ({"k_scale": torch.ones(2)}, r"k_scale: expected one element, got \(2,\)"),
         ({"out": torch.zeros(24, 8, 32)}, "out: expected"),
         ({"backend": "nonsense"}, "unknown 'nonsense'"),
     ],
@@ -183,6 +203,8 @@ def test_paged_attention_refuses_queries_and_pages_of_another_layout() -> None:
     case = make_case()
     with pytest.raises(ValueError, match="query: expected"):
         paged_attention(case.query[..., :32], case.pages, **case.arguments())
+    with pytest.raises(ValueError, match=r"query: expected float .* got torch.float8"):
+        paged_attention(case.query.to(torch.float8_e4m3fn), case.pages, **case.arguments())
     with pytest.raises(ValueError, match="not a multiple of 2 KV heads"):
         paged_attention(case.query[:, :7], case.pages, **case.arguments())
     with pytest.raises(ValueError, match="cannot hold"):

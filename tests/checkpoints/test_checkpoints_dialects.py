@@ -245,6 +245,14 @@ def with_weights(**fields: object) -> dict[str, Any]:
             },
             "found 'quark' with FP4 weights",
         ),
+        (
+            {**declaration("compressed-tensors"), "ignore": "lm_head"},
+            "ignore: expected a list, found 'lm_head'",
+        ),
+        (
+            {**declaration("modelopt"), "exclude_modules": "lm_head"},
+            "exclude_modules: expected a list, found 'lm_head'",
+        ),
         ("NVFP4", "quantization_config: expected an object, found str"),
         ([], "quantization_config: expected an object, found list"),
     ],

@@ -79,6 +79,26 @@ def test_new_folder_replaces_a_checkpoint(tmp_path: Path, names: list[str]) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
+def test_what_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    destination, rename = tmp_path / "x", Path.rename
+    destination.mkdir()
+    (destination / "quantization_report.json").write_text("old")
+
+    def full(path: Path, target: Path) -> Path:
+        if target == destination and not str(path).endswith(".old"):
+            raise OSError("no room")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", full)
+    with (
+        pytest.raises(CheckpointError, match="no room"),
+        new_folder(destination, replace=True) as folder,
+    ):
+        (folder / "new").write_text("")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert (destination / "quantization_report.json").read_text() == "old"
+
+
 def photos(destination: Path) -> None:
     destination.mkdir()
     (destination / "photo.jpg").write_text("")

@@ -211,4 +211,4 @@ def test_unsupported_reason() -> None:
     layout = PageLayout("nvfp4", "mxfp4", 64, None, 2, 16)
     assert unsupported_reason(layout, torch.bfloat16, torch.float32) is None
     reason = unsupported_reason(layout, torch.bfloat16, torch.float64)
-    assert reason == "value in bfloat16, float16 or float32, not torch.float64"
+    assert reason == "takes value in bfloat16, float16 or float32, not torch.float64"

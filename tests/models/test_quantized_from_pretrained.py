@@ -128,6 +128,14 @@ def test_a_missing_scale_is_an_error_and_not_random(tmp_path: Path, dialect: Dia
         AutoModelForCausalLM.from_pretrained(folder.quantized)
 
 
+def test_packed_weights_that_nothing_declares_are_an_error(tmp_path: Path) -> None:
+    folder = tagged(tmp_path, "qwen3", "compressed-tensors")
+    folder.declare(config_groups={})
+    for load in (AutoModelForCausalLM.from_pretrained, load_model):
+        with pytest.raises(CheckpointError, match=r"no such tensor|found quantized weights"):
+            load(folder.quantized)
+
+
 @pytest.mark.parametrize(
     "name", ["model.norm.weight", "model.embed_tokens.weight", "model.layers.1.mlp.gate.weight"]
 )

@@ -134,7 +134,7 @@ def unsupported_reason(
     """Why the kernel cannot write a layout from such inputs; None if it can."""
     for name, dtype in (("key", key_dtype), ("value", value_dtype)):
         if dtype not in _INPUT_DTYPES:
-            return f"{name} in bfloat16, float16 or float32, not {dtype}"
+            return f"takes {name} in bfloat16, float16 or float32, not {dtype}"
     return None
 
 
