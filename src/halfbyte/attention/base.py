@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from halfbyte.dispatch import CPU, Answer, compute_capability_of, missing_module, runs_on_gpu
-from halfbyte.layouts import PageLayout
+from halfbyte.layouts import PageLayout, page_stride
 
 _OLDEST = 80
 """Compute capability of the GPUs that kernels of ours run on."""
@@ -127,8 +127,7 @@ class AttentionInputs:
 
 
 def _aligned(pages: torch.Tensor) -> bool:
-    # The stride of a single page may be anything.
-    stride = pages.stride(0) if pages.shape[0] > 1 else 0
+    stride = page_stride(pages)
     return (pages.data_ptr() | stride) % 16 == 0 and stride < 2**32
 
 

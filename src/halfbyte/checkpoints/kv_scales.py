@@ -3,8 +3,8 @@
 ModelOpt writes `…self_attn.k_proj.k_scale` and `…v_proj.v_scale`, compressed-tensors and vLLM
 `…self_attn.k_scale` and `…self_attn.v_scale` (older files `…attn.k_scale`). All are decode
 multipliers, one element each. For a cache in NVFP4, whose block scales come as it runs, the package
-compressed-tensors has `…self_attn.k_global_scale` and `…v_global_scale` instead, encode multipliers
-(2688 / amax). Only the tensors' names are read until a name matches.
+compressed-tensors has `…self_attn.k_global_scale` and `…v_global_scale`, encode multipliers
+(2688 / amax); halfbyte writes them beside the others. Only names are read until one matches.
 """
 
 import json

@@ -14,7 +14,7 @@ import torch
 
 from halfbyte.kernels import nvrtc
 from halfbyte.kernels.decode_variant import WARPS, Variant, macros, variant
-from halfbyte.layouts import PageLayout
+from halfbyte.layouts import PageLayout, page_stride
 
 _BATCH_INVARIANT_SPAN = 512
 """Tokens per unit where results must not depend on the batch."""
@@ -193,12 +193,11 @@ def decode(
         ValueError: pages that are not aligned to 16 bytes, or 4 GiB apart.
     """
     num_tokens, num_heads, _ = query.shape
-    # The stride of a single page may be anything.
-    page_stride = pages.stride(0) if pages.shape[0] > 1 else 0
-    if pages.data_ptr() % 16 or page_stride % 16 or page_stride >= 2**32:
+    stride = page_stride(pages)
+    if pages.data_ptr() % 16 or stride % 16 or stride >= 2**32:
         raise ValueError(
             f"pages: the kernel copies 16 bytes at a time; the base {pages.data_ptr():#x} and the "
-            f"stride {page_stride} (below 2^32) must be multiples of 16"
+            f"stride {stride} (below 2^32) must be multiples of 16"
         )
     if query.stride(2) != 1 or any(x % 8 for x in (query.data_ptr() // 2, *query.stride()[:2])):
         query = query.contiguous().clone()
@@ -222,7 +221,7 @@ def decode(
         v_scale=v_scale.data_ptr(),
         query_stride_token=query.stride(0),
         query_stride_head=query.stride(1),
-        page_stride=page_stride,
+        page_stride=stride,
         max_pages=block_tables.shape[1],
         softmax_scale=scale,
         softcap=softcap or 0.0,

@@ -52,8 +52,8 @@ class _TensorMap(ctypes.Structure):
     _fields_ = (("opaque", ctypes.c_uint64 * 16),)
 
 
-class _Divisor(ctypes.Structure):
-    """`Divisor` of `linear_wide_work.cuh`, for numbers below `_ONE / by`."""
+class _KnownDivisor(ctypes.Structure):
+    """`KnownDivisor` of `linear_wide_work.cuh`, for numbers below `_ONE / by`."""
 
     _fields_ = (("by", ctypes.c_uint32), ("multiplier", ctypes.c_uint32))
 
@@ -67,7 +67,7 @@ class _Params(ctypes.Structure):
         ("raised", ctypes.c_uint64),
         *((name, ctypes.c_int) for name in ("m", "n", "blocks_n", "blocks_k")),
         *((name, ctypes.c_int) for name in ("tiles", "cut_tiles", "crossing")),
-        *((name, _Divisor) for name in ("row_pairs", "line", "clusters")),
+        *((name, _KnownDivisor) for name in ("row_pairs", "line", "clusters")),
         *((name, ctypes.c_uint32) for name in ("span", "more")),
         ("clusters_per_place", ctypes.c_float),
     )
@@ -243,8 +243,8 @@ def work(plan: WidePlan, n: int, blocks_k: int, m: int) -> dict[str, Any]:
     }
 
 
-def _divisor(by: int) -> _Divisor:
-    return _Divisor(by, -(-_ONE // by))
+def _divisor(by: int) -> _KnownDivisor:
+    return _KnownDivisor(by, -(-_ONE // by))
 
 
 def compile_wide(dtype: torch.dtype, device: int) -> None:

@@ -14,7 +14,7 @@
 #define VALUES (TOKENS / 2)  // of an accumulator, per thread
 #define STRIP_FLOATS (8 * WORKERS)
 #define MOST_SHARERS 32  // of a tile: a lane each
-#define ADDED_STRIPS 4   // at a time, as registers allow
+#define ADDED_STRIPS 4  // at a time, as registers allow
 
 // A CTA's threads of a warpgroup.
 __device__ __forceinline__ void group_sync(int group) {

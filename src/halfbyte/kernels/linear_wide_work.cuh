@@ -15,7 +15,7 @@
 #define STRIPS (TOKENS / 16)  // 16 rows of x: what is stored, and what a cluster finishes, at a time
 
 // Division by what is known before the launch: what a kernel of some µs does first must not take long.
-struct Divisor {
+struct KnownDivisor {
   u32 by, multiplier;  // 2^31 / by, rounded up
 
   // Of an x with x * by < 2^31; the launcher sees to that.
@@ -34,9 +34,9 @@ struct Params {
   int blocks_n, blocks_k;  // of 64
   int tiles, cut_tiles;
   int crossing;              // steps that it takes to begin another tile
-  Divisor row_pairs;         // pairs of tiles of W's rows
-  Divisor line;              // places of a tile
-  Divisor clusters;
+  KnownDivisor row_pairs;    // pairs of tiles of W's rows
+  KnownDivisor line;         // places of a tile
+  KnownDivisor clusters;
   u32 span, more;            // places of a cluster; and what is left of all, for some to have one more
   float clusters_per_place;
 };

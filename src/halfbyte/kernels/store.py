@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels.store_rows import ROW, Side, side_of, store_side
-from halfbyte.layouts import KVCacheDType, PageLayout
+from halfbyte.layouts import KVCacheDType, PageLayout, page_stride
 
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # (rows, warps) of a program: a few tokens spread over many multiprocessors, a prompt has enough.
@@ -161,13 +161,12 @@ def store_tokens(
     num_slots = slot_mapping.shape[0]
     if num_slots == 0:
         return
-    # The stride of a single page may be anything.
-    page_stride = pages.stride(0) if pages.shape[0] > 1 else 0
-    misaligned = pages.data_ptr() | page_stride
+    stride = page_stride(pages)
+    misaligned = pages.data_ptr() | stride
     geometry = _geometry(layout, misaligned % 4 == 0)
     if misaligned % geometry.itemsize:
         raise ValueError(
-            f"pages: the base {pages.data_ptr():#x} and the stride {page_stride} must be multiples "
+            f"pages: the base {pages.data_ptr():#x} and the stride {stride} must be multiples "
             f"of {geometry.itemsize} bytes for K in {layout.k_dtype} and V in {layout.v_dtype}"
         )
     k_multiplier = _multiplier("k_scale", k_scale, layout.k_dtype, pages.device)
@@ -184,7 +183,7 @@ def store_tokens(
             v_multiplier,
             num_slots,
             pages.shape[0] * layout.block_size,
-            page_stride,
+            stride,
             slot_mapping.stride(0),
             *key.stride(),
             *value.stride(),

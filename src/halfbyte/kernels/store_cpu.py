@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 
 from halfbyte.kernels.cpu_library import FLOATS, library, pack_layout
-from halfbyte.layouts import KVCacheDType, PageLayout
+from halfbyte.layouts import KVCacheDType, PageLayout, page_stride
 
 _SIDE = "P3qif"
 """`Input` of the source."""
@@ -99,8 +99,7 @@ def _alignment(layout: PageLayout) -> int:
 def _check_alignment(pages: torch.Tensor, layout: PageLayout) -> None:
     """As `PageLayout.views`, which nothing here needs."""
     alignment = _alignment(layout)
-    # The stride of a single page may be anything.
-    stride = pages.stride(0) if pages.shape[0] > 1 else 0
+    stride = page_stride(pages)
     if alignment > 1 and (pages.data_ptr() | stride) % alignment:
         raise ValueError(
             f"pages: the base {pages.data_ptr():#x} and the stride {stride} must be multiples of "

@@ -223,3 +223,8 @@ class PageLayout:
             self.order,
             self.v_scale_layout,
         )
+
+
+def page_stride(pages: torch.Tensor) -> int:
+    """Bytes from a page to the next; 0 for a single page, whose stride may be anything."""
+    return pages.stride(0) if pages.shape[0] > 1 else 0
