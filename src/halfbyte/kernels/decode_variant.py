@@ -65,7 +65,9 @@ class Variant(NamedTuple):
         ring = self.stages * stage_bytes(layout, self.tile)
         q = self.n_tiles * layout.head_size * 16 if self.q_shared else 0
         if self.wide:
-            return ring + q + self.columns * (2 * self.tile + 4 * WARPS + 8)
+            chunks = max(1, layout.head_size_v // 128)  # of 32 dims, of a warp
+            scales = WARPS * chunks * self.tile * 4
+            return ring + q + self.columns * (2 * self.tile + 4 * WARPS + 8) + scales
         return WARPS * (ring + q)
 
     def fits(self, layout: PageLayout, compute_capability: int) -> bool:

@@ -245,6 +245,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
               b_descriptor(ring16, OFF_Q + 2 * (first + j) * B_MATRIX, HEAD_SIZE / 8 * B_MATRIX),
               first + j > 0);
       wgmma_commit();
+      if (i == 0) stage_scales(tile, places);
     }
     Columns x[N_TILES];
 #pragma unroll
@@ -355,7 +356,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
     for (int i = 0; i < TILE / 32; i++) {
       if (i + 1 < TILE / 32) fetch_v(raw_v[(i + 1) % 2], tile, places, 32 * (i + 1));
       if (i >= 2) wgmma_wait<1>();
-      unpack_v(v[i % 2], raw_v[i % 2], places, warp);
+      unpack_v(v[i % 2], raw_v[i % 2], warp);
       wgmma_fence();
       add_values(out, v[i % 2], ring16, 32 * i);
       wgmma_commit();

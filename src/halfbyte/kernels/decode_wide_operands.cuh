@@ -12,12 +12,16 @@
 #define OFF_P (OFF_Q + COLS * HEAD_SIZE * 2)
 #define OFF_EXCHANGE (OFF_P + COLS * TILE * 2)       // floats [WARPS, COLS]
 #define OFF_COLUMNS (OFF_EXCHANGE + WARPS * COLS * 4)  // Columns [COLS / 2]
+#define OFF_SCALES (OFF_COLUMNS + COLS * 8)            // V's of a warp's chunks, as halves
 
 // 16 rows of V^T are a tile; a chunk of 32 dims has two, and a warp has every fourth chunk. Of 64 dims
 // a warp has one tile.
 #define TILES_V (HEAD_SIZE_V / 64)
 #define PARTS_V (TILES_V == 1 ? 1 : 2)
 #define CHUNKS_PER_WARP (TILES_V == 1 ? 1 : TILES_V / 2)
+
+#define SCALES_CHUNK (TILE * 4)  // bytes of its two blocks' scales for all tokens
+#define SCALES_WARP (CHUNKS_PER_WARP * SCALES_CHUNK)
 
 #define V_OPERANDS (2 * PARTS_V * CHUNKS_PER_WARP)  // of 32 tokens
 #define K_STEPS 4                                   // unpacked at a time
@@ -60,10 +64,11 @@ __device__ __forceinline__ void wgmma(float (*d)[4], const u32* a, u64 b, bool a
 #endif
 }
 
-// Where a lane finds its parts of a tile: rows and scales of K and V, and which bytes of their words are
-// the scales of its kind of block.
+// Where a lane finds its parts of a tile: rows and scales of K and V, and which bytes of K's words are the
+// scales of its kind of block; the order of two tokens of V, where their scales go as halves, and where those
+// of its operands are.
 struct Places {
-  u32 k, sf_k, parity_k, v, sf_v, parity_v;
+  u32 k, sf_k, parity_k, v, sf_v, tokens, scales_to, scales;
 
   __device__ __forceinline__ Places(int warp, int lane) {
     const int g = lane >> 2, c = lane & 3, chunk = TILES_V == 1 ? warp >> 1 : warp;
@@ -71,10 +76,22 @@ struct Places {
     sf_k = keep(OFF_SF_K + (warp * 16 + g) * SF_K);
     parity_k = keep(c >> 1 ? 0x31u : 0x20u);
     v = keep(OFF_V + swizzle<CHUNKS_V>(lane, chunk));
-    sf_v = keep(OFF_SF_V + 2 * c * SF_V + chunk / 2 * 4);
-    parity_v = keep(0x40u + 0x11u * (2 * (chunk & 1) + (g >> 2)));
+    sf_v = keep(OFF_SF_V + (2 * lane + (lane >> 4)) * SF_V + chunk * 2);
+    tokens = keep(lane < 16 ? 0x40u : 0x04u);
+    const u32 own = ring_address() + OFF_SCALES + warp * SCALES_WARP;
+    scales_to = keep(own + (lane >> 4) * 128 + (lane & 3) * 16 + (lane >> 3 & 1) * 8 + (lane >> 2 & 1) * 4);
+    scales = keep(own + (g >> 2) * 64 + c * 16);
   }
 };
+
+__device__ __forceinline__ u32 load_u16(u32 address) {
+  u32 y;
+  asm volatile("{.reg .u16 x; ld.shared.u16 x, [%1]; cvt.u32.u16 %0, x;}"
+               : "=r"(y)
+               : "r"(address)
+               : "memory");
+  return y;
+}
 
 // Bytes and scales from shared memory, asked for while the operands before them are unpacked.
 struct RawK {
@@ -84,7 +101,7 @@ struct RawK {
 
 struct RawV {
   u32 bytes[4];  // 32 tokens x 32 dims
-  u32 scales[8];  // of tokens 2c, 2c + 1, 2c + 8, 2c + 9, and of 16 further on
+  u32 scales[4];  // halves: of tokens 2c, 2c + 1, of 2c + 8, 2c + 9, and the same of 16 further on
 };
 
 // A warp's 16 tokens of K in a subtile, K_STEPS steps of k.
@@ -103,27 +120,43 @@ __device__ __forceinline__ void unpack_k(u32 (*a)[4], const RawK& raw, const Pla
   scale_k(a + 2, both_high(scale0), both_high(scale1));
 }
 
+// Makes halves of the scales of a warp's chunks of V, for a whole tile, and leaves them in the order of RawV:
+// [32 tokens][block][c][4]. Four lanes need the same one, and so each converts a fourth. Of two
+// tokens that belong together the upper lanes load the second one first, for the sake of the banks.
+__device__ __forceinline__ void stage_scales(u32 tile, const Places& at) {
+#pragma unroll
+  for (int i = 0; i < CHUNKS_PER_WARP; i++)
+#pragma unroll
+    for (int subtile = 0; subtile < SUBTILES; subtile++) {
+      const u32 from = tile + at.sf_v;
+      const u32 offset = i * 8 + subtile * 64 * SF_V;
+      const u32 x = load_u16(from + offset), y = load_u16((from ^ SF_V) + offset);
+#pragma unroll
+      for (int block = 0; block < 2; block++) {
+        const u32 both = scales_to_half2(__byte_perm(x, y, at.tokens + 0x11 * block));
+        const u32 to = at.scales_to + i * SCALES_CHUNK + subtile * 256 + block * 64;
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(both) : "memory");
+      }
+    }
+  __syncwarp();
+}
+
 // A warp's dims of V for 32 tokens.
 __device__ __forceinline__ void fetch_v(RawV* raw, u32 tile, const Places& at, int first) {
 #pragma unroll
   for (int i = 0; i < CHUNKS_PER_WARP; i++) {
     ldmatrix4_trans(raw[i].bytes, tile + (at.v ^ i * 64) + first * ROW_V);
-#pragma unroll
-    for (int x = 0; x < 8; x++)
-      load_words<1>(raw[i].scales + x,
-                    tile + at.sf_v + (first + x / 4 * 16 + x / 2 % 2 * 8 + x % 2) * SF_V + i * 8);
+    load_words<4>(raw[i].scales, at.scales + i * SCALES_CHUNK + first * 4);
   }
 }
 
 // As operands [16 tokens][parts of a chunk].
-__device__ __forceinline__ void unpack_v(u32 (*a)[4], const RawV& raw, const Places& at, int warp) {
+__device__ __forceinline__ void unpack_v(u32 (*a)[4], const RawV& raw, int warp) {
   u32 all[4][4];
   Operands<V_KIND>::of_v(all, raw.bytes);
 #pragma unroll
   for (int k = 0; k < 2; k++) {
-    const u32* sf = raw.scales + 4 * k;
-    const u32 m0 = scales_to_half2(__byte_perm(sf[0], sf[1], at.parity_v));
-    const u32 m1 = scales_to_half2(__byte_perm(sf[2], sf[3], at.parity_v));
+    const u32 m0 = raw.scales[2 * k], m1 = raw.scales[2 * k + 1];
     if (PARTS_V == 1) {
 #pragma unroll
       for (int x = 0; x < 4; x++) a[k][x] = (warp & 1) ? all[2 * k + 1][x] : all[2 * k][x];
@@ -139,9 +172,9 @@ __device__ __forceinline__ void unpack_v(u32 (*a)[4], const RawV& raw, const Pla
   }
 }
 
-__device__ __forceinline__ void unpack_v(u32 (*a)[4], const RawV* raw, const Places& at, int warp) {
+__device__ __forceinline__ void unpack_v(u32 (*a)[4], const RawV* raw, int warp) {
 #pragma unroll
-  for (int i = 0; i < CHUNKS_PER_WARP; i++) unpack_v(a + 2 * PARTS_V * i, raw[i], at, warp);
+  for (int i = 0; i < CHUNKS_PER_WARP; i++) unpack_v(a + 2 * PARTS_V * i, raw[i], warp);
 }
 
 // O^T += V^T P^T for 32 tokens.
