@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import triton
 
-from halfbyte.bench.timing import bandwidths, measure
+from halfbyte.bench.timing import bandwidths, measure_in_turns, ready
 from halfbyte.kvcache import reshape_and_cache
 from halfbyte.kvcache.token_io import reshape_and_cache_reference
 from halfbyte.layouts import PageLayout
@@ -76,12 +76,8 @@ def measure_stores(kv_cache_dtype: str, tokens: int, copy_bandwidth: float) -> d
     device = torch.device("cuda")
     calls, num_bytes = stores(kv_cache_dtype, tokens)
 
-    def all_of_them() -> None:
-        for call in calls:
-            call()
-
-    times = measure(calls, device)
-    in_graph = float(measure([all_of_them], device)["single"]) / len(calls)
+    subject = ready(calls, device, in_graph=True)
+    times = measure_in_turns({"": subject}, device, rounds=1)[""]
     return {
         "tokens": tokens,
         "heads": HEADS,
@@ -89,9 +85,8 @@ def measure_stores(kv_cache_dtype: str, tokens: int, copy_bandwidth: float) -> d
         "kv_cache_dtype": kv_cache_dtype,
         "megabytes": round(num_bytes / 1e6, 2),
         **times,
-        "in_graph": round(in_graph, 2),
         "host": round(host_microseconds(calls[0]), 1),
-        "of_copy": round(num_bytes / in_graph / 1e6 / copy_bandwidth, 3),
+        "of_copy": round(num_bytes / times["in_graph"] / 1e6 / copy_bandwidth, 3),
     }
 
 

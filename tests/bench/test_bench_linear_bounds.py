@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from halfbyte.bench import bounds, linear_markdown_table, parse_shapes
-from halfbyte.bench.linear_bounds import ratios
+from halfbyte.bench.linear_bounds import judged_by, ratios
 
 BACKENDS = ("cuda", "humming", "triton", "reference")
 GOOD = {"cuda": 10.0, "humming": 15.0, "triton": 30.0, "dense_bf16": 40.0, "plain_read": 8.0}
@@ -15,24 +15,27 @@ GOOD = {"cuda": 10.0, "humming": 15.0, "triton": 30.0, "dense_bf16": 40.0, "plai
 def row(m: int = 1, n: int = 4096, k: int = 14336, **changes: float | None) -> dict[str, Any]:
     """A case; the times that `changes` names are others, or missing (None).
 
-    In a row everything takes half as long, so that the ratios are the same; `back_to_back_cuda`
-    changes our kernel's alone.
+    In a row, and in a graph, everything takes half as long, so that the ratios are the same;
+    `back_to_back_cuda` and `in_graph_cuda` change our kernel's alone.
     """
-    in_a_row = changes.pop("back_to_back_cuda", None)
+    in_a_row, in_graph = changes.pop("back_to_back_cuda", None), changes.pop("in_graph_cuda", None)
     times = {name: time for name, time in {**GOOD, **changes}.items() if time is not None}
     subjects: dict[str, dict[str, Any]] = {
-        name: {"single": time, "back_to_back": time / 2} for name, time in times.items()
+        name: {"single": time, "back_to_back": time / 2, "in_graph": time / 2}
+        for name, time in times.items()
     }
     subjects["reference"] = {"failed": "RuntimeError: too large"}
     if in_a_row is not None:
         subjects["cuda"]["back_to_back"] = in_a_row
+    if in_graph is not None:
+        subjects["cuda"]["in_graph"] = in_graph
     case: dict[str, Any] = {"shape": f"{n}x{k}", "n": n, "k": k, "m": m, "subjects": subjects}
     case |= {"selected": "cuda", "selected_without_hint": "triton"}
     return {**case, **ratios(case, BACKENDS)}
 
 
 def report(*rows: dict[str, Any], gpu: str | None = "H200") -> dict[str, Any]:
-    return {"gpu": gpu, "microseconds": list(rows)}
+    return {"gpu": gpu, "microseconds": list(rows), "judged_by": judged_by(gpu is not None)}
 
 
 def verdicts(*rows: dict[str, Any]) -> dict[tuple[str, str], bool | None]:
@@ -77,14 +80,24 @@ def test_all_hold_where_they_should() -> None:
         (row(256, dense_bf16=8.9), ("selected_over_dense", "M 256 to 4095")),
         (row(4096, dense_bf16=9.5), ("selected_over_dense", "M >= 4096")),
         (row(64, triton=9.0), ("selected_over_fastest", "every M")),
-        (row(4, back_to_back_cuda=5.65), ("ours_over_humming", "M 1 to 16")),
+        (row(4, in_graph_cuda=5.65), ("ours_over_humming", "M 1 to 16")),
     ],
-    ids=["humming", "read", "dense", "dense-many", "fastest", "in a row alone"],
+    ids=["humming", "read", "dense", "dense-many", "fastest", "in a graph alone"],
 )
 def test_one_case_breaks_a_bound(changed: dict[str, Any], broken: tuple[str, str]) -> None:
     found = verdicts(row(1), changed, row(1024), row(8192))
     assert found[broken] is False
     assert [name for name, holds in found.items() if not holds] == [broken]
+
+
+def test_on_a_gpu_the_time_in_a_graph_decides() -> None:
+    slow_to_start = row(4, back_to_back_cuda=5.65)
+    assert all(verdicts(slow_to_start).values())
+    (bound, *_) = bounds(report(slow_to_start))
+    assert bound["back_to_back"] == {"worst": 0.7533, "m": 4}
+    assert bound["in_graph"] == {"worst": 0.6667, "m": 4}
+    (on_cpu,) = bounds(report(row(4, triton=9.0, back_to_back_cuda=5.65), gpu=None))
+    assert on_cpu["holds"] is False
 
 
 @pytest.mark.parametrize(

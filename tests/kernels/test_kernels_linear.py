@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from halfbyte.kernels import linear_plan
 from halfbyte.kernels.linear_plan import FewPlan
 from halfbyte.kernels.linear_weights import (
     DTYPES,
@@ -187,6 +188,43 @@ def test_few_rows(n: int, k: int, with_bias: bool, dtype: torch.dtype) -> None:
         x = torch.randn(m, k, device="cuda", dtype=dtype)
         out = linear_few(x, *tensors, bias, n)
         assert_rounded_once(out, expected64(x, packed, bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 3, 5, 11, 20])
+def test_what_lies_where_rows_would_be_does_not_matter(m: int) -> None:
+    """Shared memory for rows of x that are not there keeps what it had: NaN of the call before."""
+    from halfbyte.kernels.linear import linear_few, machine_of
+
+    n, k = 6144, 4096
+    packed = packed_weight(n, k, torch.bfloat16, "cuda")
+    arguments = (packed.weight, packed.weight_scale, packed.row_scale, None, n)
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    plan = linear_plan.few_plan(n, k, m, machine_of(0))
+    rows = plan.columns
+    linear_few(x.new_full((rows, k), torch.nan), *arguments, plan=plan)
+    out = linear_few(x, *arguments, plan=plan)
+    assert_rounded_once(out, expected64(x, packed, None))
+
+
+@pytest.mark.gpu
+def test_rows_of_any_stride() -> None:
+    from halfbyte.kernels.linear import linear_few
+
+    packed = packed_weight(128, 208, torch.bfloat16, "cuda")
+    arguments = (packed.weight, packed.weight_scale, packed.row_scale, None, 128)
+    memory = torch.randn(24 * 300, device="cuda", dtype=torch.bfloat16)
+    for m, stride, start in (
+        (1, 3, 0),
+        (3, 208, 0),
+        (3, 256, 8),
+        (9, 300, 0),
+        (5, 209, 1),
+        (4, 0, 0),
+    ):
+        x = torch.as_strided(memory, (m, 208), (stride, 1), start)
+        out = linear_few(x, *arguments)
+        assert_rounded_once(out, expected64(x, packed, None))
 
 
 @pytest.mark.gpu

@@ -12,17 +12,19 @@ as it is written to JSON:
     dtype                                         of x and of the results
     backends, unusable                            that were measured; that cannot run, and why
     warm_up                                       seconds of compiling ahead, and what failed
+    empty                                         on a GPU, times of a kernel that does nothing
+    judged_by                                     the timings that bounds go by
     microseconds: one row per case
         shape, n, k, m                            weights `[n, k]`, x `[m, k]`
         subjects                                  by name:
-            single, back_to_back                  µs, see `timing`
+            single, back_to_back, in_graph        µs, see `timing`; the last on a GPU
             graph                                 on a GPU: whether captured in a CUDA graph
             error, allowed_error                  against float64, over the largest value
-            bytes, terabytes_per_s, by            `plain_read`: over `single`; what reads
+            bytes, terabytes_per_s, by            `plain_read`: by `judged_by`; what reads
             inexact                               true if a peer's error is more than allowed
             failed                                instead of all that: why
         selected, selected_without_hint           what a layer takes that knows m, or does not
-        single, back_to_back                      ratios of times, see `linear_bounds`
+        single, back_to_back, in_graph            ratios of times, see `linear_bounds`
     bounds                                        what must hold, see `linear_bounds`
     seconds                                       the whole run
 """
@@ -38,7 +40,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.bench.linear_bounds import DENSE, OURS, READ, bounds, ratios
+from halfbyte.bench.linear_bounds import DENSE, OURS, READ, bounds, judged_by, ratios
 from halfbyte.bench.linear_cases import (
     CPU_ROWS,
     CPU_SHAPES,
@@ -64,7 +66,7 @@ _READ_ROWS = 16
 _WRONG = "wrong results"
 _INEXACT = 2.0
 """Up to so many times the allowed error a peer is inexact; beyond, wrong."""
-_HOT_ROWS, _REST_S = 1024, 0.05
+_HOT_ROWS, _REST_S = 256, 0.05
 """From so many rows of x a GPU reaches its power limit, and rests before every turn."""
 Row = dict[str, Any]
 Report = dict[str, Any]
@@ -119,6 +121,8 @@ class LinearBenchmark:
             "backends": self.backends,
             "unusable": {v.name: v.reason for v in verdicts if not v.usable},
             "warm_up": None,
+            "empty": None,
+            "judged_by": list(judged_by(on_gpu)),
             "microseconds": [],
             "bounds": [],
             "seconds": None,
@@ -142,6 +146,8 @@ class LinearBenchmark:
             )
         read, copied = bandwidths(self.device)
         self.report["read_terabytes_per_s"], self.report["copy_terabytes_per_s"] = read, copied
+        if self.device.type == "cuda":
+            self.report["empty"] = self._empty()
         for shape in self.shapes:
             weights = Weights(shape, self.device, self.dtype)
             subjects = _Subjects(weights, self.backends)
@@ -161,6 +167,12 @@ class LinearBenchmark:
         """Have the backends compile what they keep on disk, and measure nothing."""
         kept = [name for name in KEPT_ON_DISK if name in self.backends]
         warm_up(self.shapes, self.rows, kept, self.device, self.dtype)
+
+    def _empty(self) -> Times:
+        """Times of filling a single value: what starting a kernel takes."""
+        value = torch.zeros(1, device=self.device)
+        subject = ready([value.zero_], self.device, in_graph=True)
+        return measure_in_turns({"": subject}, self.device, _ROUNDS["cuda"])[""]
 
     def _compile(self) -> None:
         """Compile our CUDA kernels, which are kept by this process alone."""
@@ -188,7 +200,7 @@ class LinearBenchmark:
                 calls = make(x)
                 if name != READ:
                     outs[name] = calls[0]()
-                series[name] = ready(calls, self.device)
+                series[name] = ready(calls, self.device, in_graph=True)
                 entries[name] = {}
             except Exception as error:  # whatever a kernel, ours or a peer's, may raise
                 entries[name] = {"failed": _one_line(error)}
@@ -199,7 +211,9 @@ class LinearBenchmark:
         errors = weights.errors(x, outs, subjects.dense)
         for name, found in times.items():
             if name == READ:
-                entries[name] = _read_entry(found, case.weight_bytes, subjects.read_by)
+                entries[name] = _read_entry(
+                    found, case.weight_bytes, subjects.read_by, self.report["judged_by"][0]
+                )
             else:
                 peer = name not in (*OURS, "reference", *subjects.dense_names)
                 entries[name] = _entry(found, errors.of[name], errors.allowed, peer)
@@ -254,8 +268,8 @@ def _entry(times: Times, error: float, allowed: float, peer: bool) -> Row:
     return entry if exact else {**entry, "inexact": True}
 
 
-def _read_entry(times: Times, num_bytes: int, read_by: str) -> Row:
-    rate = num_bytes / float(times["single"]) / 1e6
+def _read_entry(times: Times, num_bytes: int, read_by: str, timing: str) -> Row:
+    rate = num_bytes / float(times[timing]) / 1e6
     return {**times, "bytes": num_bytes, "terabytes_per_s": round(rate, 4), "by": read_by}
 
 

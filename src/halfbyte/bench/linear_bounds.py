@@ -3,11 +3,12 @@
 Everything here is arithmetic on the report, so that a committed run can be judged again.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 Row = dict[str, Any]
-TIMINGS = ("single", "back_to_back")
+TIMINGS = ("single", "back_to_back", "in_graph")
+"""All that a run may have; see `timing`."""
 OURS = ("cuda", "triton", "cpu")
 """Backends of our own, fastest first; "our kernel" is the first that was measured."""
 DENSE, READ = "dense_bf16", "plain_read"
@@ -49,6 +50,16 @@ _BOUNDS = (
 )
 
 
+def judged_by(on_gpu: bool) -> tuple[str, ...]:
+    """The timings that bounds go by, the first of which is shown.
+
+    On a GPU a layer's time in a graph of many. Graphs of a single call take longer to start than
+    many of these calls to run, and how long depends on the host; those times are in the report,
+    too.
+    """
+    return ("in_graph",) if on_gpu else ("back_to_back", "single")
+
+
 def time_of(row: Row, name: str | None, timing: str) -> float | None:
     """A subject's time in µs; None where it was not measured."""
     time: float | None = row["subjects"].get(name, {}).get(timing)
@@ -57,7 +68,7 @@ def time_of(row: Row, name: str | None, timing: str) -> float | None:
 
 def ours(row: Row) -> str | None:
     """Which of our own backends counts as ours."""
-    return next((name for name in OURS if time_of(row, name, TIMINGS[0])), None)
+    return next((name for name in OURS if time_of(row, name, "single")), None)
 
 
 def ratios(row: Row, backends: Iterable[str]) -> Row:
@@ -90,17 +101,19 @@ def ratios(row: Row, backends: Iterable[str]) -> Row:
 def bounds(report: Row) -> list[Row]:
     """What must hold on an H200, bound by bound and shape by shape; on CPUs, of the choice alone.
 
-    A bound holds if it does in every measured case that it speaks of, by both timings. Where a side
-    of the ratio is missing in one of them, and no other breaks it, `holds` is None.
+    A bound holds if it does in every measured case that it speaks of, by the timings of the
+    report's `judged_by`. Where a side of the ratio is missing in one of them, and no other breaks
+    it, `holds` is None.
 
     Returns:
         For each: `name`, `meaning`, `shape`, `rows`, `limit`; for each timing the `worst` ratio and
         its `m`; `holds`.
     """
-    return list(_bounds(report["microseconds"], on_cpu=report["gpu"] is None))
+    on_cpu = report["gpu"] is None
+    return list(_bounds(report["microseconds"], report["judged_by"], on_cpu))
 
 
-def _bounds(rows: list[Row], on_cpu: bool) -> Iterator[Row]:
+def _bounds(rows: list[Row], judges: Sequence[str], on_cpu: bool) -> Iterator[Row]:
     for bound in _BOUNDS:
         if on_cpu and not bound.on_cpus:
             continue
@@ -110,8 +123,8 @@ def _bounds(rows: list[Row], on_cpu: bool) -> Iterator[Row]:
             if limit is None or not chosen:
                 continue
             worst = {timing: _worst(bound, chosen, timing) for timing in TIMINGS}
-            values = [found["worst"] for found in worst.values()]
-            complete = all(row[t][bound.name] is not None for row in chosen for t in TIMINGS)
+            values = [worst[timing]["worst"] for timing in judges]
+            complete = all(row[t][bound.name] is not None for row in chosen for t in judges)
             kept = [v <= limit if bound.at_most else v >= limit for v in values if v is not None]
             yield {
                 "name": bound.name,

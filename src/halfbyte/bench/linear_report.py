@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -11,15 +11,14 @@ from halfbyte.bench.linear_bounds import DENSE, TIMINGS, ours, time_of
 
 Row = dict[str, Any]
 Report = dict[str, Any]
-_TIMING = TIMINGS[1]
-"""In a row: starting a graph alone takes as long as a small product."""
+_HEADINGS = {"single": "single", "back_to_back": "in a row", "in_graph": "in a graph"}
 _SHOWN_ROWS = (1, 16, 64, 256, 1024, 4096)
 """Numbers of rows of x in the Markdown table, where a report has any of them."""
 
 
 def linear_tables(report: Report) -> Iterator[Table]:
-    """A table per shape, µs of a replay in a row of them; then one of what must hold."""
-    rows = report["microseconds"]
+    """A table per shape, µs by the first timing of `judged_by`; then one of what must hold."""
+    rows, timing = report["microseconds"], report["judged_by"][0]
     for shape in dict.fromkeys(row["shape"] for row in rows):
         chosen = [row for row in rows if row["shape"] == shape]
         names = list(dict.fromkeys(name for row in chosen for name in row["subjects"]))
@@ -28,42 +27,52 @@ def linear_tables(report: Report) -> Iterator[Table]:
         for heading in [*names, "selected", "/ fastest", "/ dense"]:
             table.add_column(heading, justify="right", no_wrap=True)
         for row in chosen:
-            over = row[_TIMING]
+            over = row[timing]
             table.add_row(
                 f"M {row['m']}",
-                *(_microseconds(row["subjects"].get(name, {})) for name in names),
+                *(_microseconds(row["subjects"].get(name, {}), timing) for name in names),
                 row["selected"],
                 _ratio(over["selected_over_fastest"]),
                 _ratio(over["selected_over_dense"]),
             )
         yield table
     if report["bounds"]:
-        yield _bounds_table(report["bounds"])
+        yield _bounds_table(report["bounds"], report["judged_by"])
 
 
-def _bounds_table(bounds: list[Row]) -> Table:
+def _bounds_table(bounds: list[Row], judged_by: Sequence[str]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for heading in ("must hold", "", "", "worst single", "in a row", ""):
-        justify = "right" if heading in ("worst single", "in a row") else "left"
-        table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    timings = [*judged_by, *(timing for timing in TIMINGS if timing not in judged_by)]
+    for heading in ("must hold", "", ""):
+        table.add_column(heading, no_wrap=True)
+    for timing in timings[: len(judged_by)]:
+        table.add_column(f"worst {_HEADINGS[timing]}", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for timing in timings[len(judged_by) :]:
+        table.add_column(f"({_HEADINGS[timing]})", justify="right", no_wrap=True)
     words = {True: "holds", False: "BROKEN", None: "not measured"}
     for bound in bounds:
         worst = [
             f"{_ratio(bound[timing]['worst'])} (M {bound[timing]['m']})"
             if bound[timing]["m"]
             else ""
-            for timing in TIMINGS
+            for timing in timings
         ]
         table.add_row(
-            bound["meaning"], bound["shape"], bound["rows"], *worst, words[bound["holds"]]
+            bound["meaning"],
+            bound["shape"],
+            bound["rows"],
+            *worst[: len(judged_by)],
+            words[bound["holds"]],
+            *worst[len(judged_by) :],
         )
     return table
 
 
-def _microseconds(entry: Row) -> str:
+def _microseconds(entry: Row, timing: str) -> str:
     if "failed" in entry:
         return "failed"
-    return f"{entry[_TIMING]:,.1f}{_mark(entry)}" if entry else ""
+    return f"{entry[timing]:,.1f}{_mark(entry)}" if timing in entry else ""
 
 
 def _mark(entry: Row) -> str:
@@ -76,7 +85,7 @@ def _ratio(value: float | None) -> str:
 
 
 def linear_markdown_table(report: Report) -> str:
-    """Our kernel beside Humming, bfloat16 weights and a plain read, replays in a row.
+    """Our kernel beside Humming, bfloat16 weights and a plain read, by what bounds are judged by.
 
     A star marks a peer that was less exact than allowed.
     """
@@ -85,12 +94,12 @@ def linear_markdown_table(report: Report) -> str:
         "| halfbyte / bf16 | of a plain read |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    rows = report["microseconds"]
+    rows, timing = report["microseconds"], report["judged_by"][0]
     shown = [row for row in rows if row["m"] in _SHOWN_ROWS] or rows
     for row in shown:
         names = (ours(row), "humming", DENSE)
-        times = [(time_of(row, name, _TIMING), row["subjects"].get(name, {})) for name in names]
-        over = row[_TIMING]
+        times = [(time_of(row, name, timing), row["subjects"].get(name, {})) for name in names]
+        over = row[timing]
         share = over["ours_of_read"]
         cells = [
             f"{row['n']:,} x {row['k']:,}",

@@ -6,6 +6,10 @@ that each finds its data outside the caches. Plans, which depend on lengths alon
 A call that waits for the host cannot be captured: it
 is timed as it is, its launches included, and the times say so (`graph` is false).
 
+To start a graph takes 3 to 15 µs, depending on what the host does meanwhile, and is in both times.
+For calls of a few µs there is a third: `in_graph`, the time of a graph that holds a row of calls,
+over their number. So they run in a model's step.
+
 Where the times of several are compared to a few percent, their repetitions take turns
 (`measure_in_turns`): a GPU's clock moves while it works, and nobody shall have it to himself.
 `back_to_back` is then the median of the rounds' means.
@@ -23,8 +27,17 @@ Call = Callable[[], object]
 Times = dict[str, float | bool]
 _SINGLES = 40
 _IN_A_ROW = 20
+_ROW_REPLAYS = 5
+"""Of a graph of so many, in every round."""
 _BUDGET_US = {"cuda": 1e6, "cpu": 3e5}
 """Per series of repetitions: slow calls are repeated less often, down to three times."""
+
+
+class Row(NamedTuple):
+    """A graph that holds some calls, one after another."""
+
+    replay: Call
+    calls: int
 
 
 class Ready(NamedTuple):
@@ -32,24 +45,30 @@ class Ready(NamedTuple):
 
     calls: Sequence[Call]
     captured: bool
+    row: Row | None = None
 
 
-def ready(calls: Sequence[Call], device: torch.device) -> Ready:
-    """Prepare calls that do the same work on different data."""
+def ready(calls: Sequence[Call], device: torch.device, *, in_graph: bool = False) -> Ready:
+    """Prepare calls that do the same work on different data.
+
+    Args:
+        in_graph: capture a row of them in one graph as well, if they can be captured.
+    """
     for call in calls[:2]:
         call()
     if device.type != "cuda":
         return Ready(calls, False)
     torch.cuda.synchronize()
-    captured = not waits_for_host(calls[0])
-    return Ready(capture(calls) if captured else calls, captured)
+    if waits_for_host(calls[0]):
+        return Ready(calls, False)
+    return Ready(capture(calls), True, capture_row(calls) if in_graph else None)
 
 
 def measure(calls: Sequence[Call], device: torch.device) -> Times:
     """Times of calls that do the same work on different data, in µs.
 
     Returns:
-        `single`, `back_to_back`, and on a GPU `graph`.
+        `single`, `back_to_back`, and on a GPU `graph`; `in_graph` of those who are ready for it.
     """
     return measure_in_turns({"": ready(calls, device)}, device, rounds=1)[""]
 
@@ -72,11 +91,14 @@ def measure_in_turns(
     budget = (_BUDGET_US[device.type] if budget_us is None else budget_us) / rounds
     turns = {name: cycle(subject.calls) for name, subject in subjects.items()}
     series: dict[str, list[_Series]] = {name: [] for name in subjects}
+    in_graph: dict[str, list[float]] = {name: [] for name in subjects}
     names = list(turns)
     for i in range(rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
             time.sleep(rest_s)
             series[name].append(_series(turns[name], elapsed, budget, rounds))
+            if row := subjects[name].row:
+                in_graph[name] += _in_graph(row, budget)
     result = {}
     for name, subject in subjects.items():
         singles = [single for part in series[name] for single in part.singles]
@@ -84,6 +106,8 @@ def measure_in_turns(
             "single": round(statistics.median(singles), 2),
             "back_to_back": round(statistics.median(part.in_a_row for part in series[name]), 2),
         }
+        if in_graph[name]:
+            times["in_graph"] = round(statistics.median(in_graph[name]), 2)
         result[name] = {**times, "graph": subject.captured} if device.type == "cuda" else times
     return result
 
@@ -119,6 +143,17 @@ def capture(calls: Sequence[Call]) -> list[Call]:
     return replays
 
 
+def capture_row(calls: Sequence[Call]) -> Row:
+    """A graph of all calls, taking turns until there are `_IN_A_ROW`."""
+    row = list(islice(cycle(calls), max(_IN_A_ROW, len(calls))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in row:
+            call()
+    graph.replay()
+    return Row(graph.replay, len(row))
+
+
 class _Series(NamedTuple):
     singles: list[float]
     in_a_row: float
@@ -133,6 +168,15 @@ def _series(
     singles = [elapsed([next(calls)]) for _ in range(min(-(-_SINGLES // rounds), most))]
     row = list(islice(calls, min(_IN_A_ROW, most)))
     return _Series(singles, elapsed(row) / len(row))
+
+
+def _in_graph(row: Row, budget: float) -> list[float]:
+    """Times per call of some replays."""
+    once = _gpu_microseconds([row.replay])
+    times = [once] + [
+        _gpu_microseconds([row.replay]) for _ in range(min(_ROW_REPLAYS, int(budget / once)) - 1)
+    ]
+    return [time / row.calls for time in times]
 
 
 def _gpu_microseconds(calls: Sequence[Call]) -> float:

@@ -6,8 +6,9 @@
 //   Operands   m16n8k16: A = 16 rows of W x 16 k, unpacked in registers; B = 8 columns (rows of x).
 //              A warp works on a unit of 32 rows of W, 128 k at a time (an item of 2304 bytes).
 //   Loads      Every lane copies its own 16 bytes into a ring of its warp's in shared memory
-//              (cp.async) and reads them back: no barriers. An item's words go to registers at once, so
-//              that its place in the ring is free for the next copy before its arithmetic begins.
+//              (cp.async) and reads them back: no barriers. Each half of an item (64 k) goes to registers
+//              whole, so that its place in the ring is free for the next copy before its arithmetic
+//              begins.
 //              Copies begin before the kernel in front has ended, because weights do not depend on it.
 //   x          lies in shared memory for all warps (linear_x.cuh), who begin at different k.
 //   Split      A group of SPLIT CTAs shares a range of units: each has all of them for its share of k.
@@ -55,11 +56,11 @@ __device__ __forceinline__ void matmul(float* c, const u32* a, u32 b0, u32 b1) {
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// What scales and shifts the CTA's rows, on its way from memory long before it is needed.
+// What scales and shifts the CTA's rows, on its way from memory long before it is needed. By one warp.
 __device__ __forceinline__ void fetch_vectors(const Params& p, const Place& place) {
 #if JOIN != 2
 #pragma unroll 1
-  for (int i = threadIdx.x; i < place.units; i += THREADS) {
+  for (int i = threadIdx.x & 31; i < place.units; i += 32) {
     const int row = (place.first_unit + i) * 32;
     asm volatile("prefetch.global.L2 [%0];" ::"l"(p.row_scale + row));
     if (p.bias && row < p.n) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.bias + row));
@@ -80,7 +81,7 @@ struct Square {
 };
 
 __device__ __forceinline__ void multiply(float (*acc)[COLUMN_TILES][4], const Square& w,
-                                         const u32* x_address, u32 x_offset, u32 exponent) {
+                                         const u32* x_at, u32 x_offset, u32 exponent) {
   const u32 words[2][4] = {{w.words[0].x, w.words[0].y, w.words[0].z, w.words[0].w},
                            {w.words[1].x, w.words[1].y, w.words[1].z, w.words[1].w}};
   const u32 scale_words[2][2] = {{w.scales.x, w.scales.y}, {w.scales.z, w.scales.w}};
@@ -91,7 +92,7 @@ __device__ __forceinline__ void multiply(float (*acc)[COLUMN_TILES][4], const Sq
     unpack_scales(scale[1], scale_words[1][half], exponent);
 #if COLUMN_TILES == 1
     u32 b[4];
-    load_matrices(b, x_address[0] + x_offset + half * 64);
+    load_matrices(b, (x_at[0] + x_offset) ^ half * 64);
 #endif
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -99,7 +100,7 @@ __device__ __forceinline__ void multiply(float (*acc)[COLUMN_TILES][4], const Sq
       u32 b[COLUMN_TILES * 2];
 #pragma unroll
       for (int i = 0; i < COLUMN_TILES / 2; i++)
-        load_matrices(b + 4 * i, x_address[i] + x_offset + (2 * half + j) * 32);
+        load_matrices(b + 4 * i, (x_at[i] + x_offset) ^ (2 * half + j) * 32);
 #endif
 #pragma unroll
       for (int tile = 0; tile < 2; tile++) {
@@ -259,32 +260,39 @@ __device__ __forceinline__ void join(const Params& p, const Place& place, const 
 #define CLUSTER
 #endif
 
-extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, CTAS) linear_few(Params p) {
+extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, CTAS)
+    linear_few(const __grid_constant__ TensorMap x_map, const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 shared[];
   const Place place(p);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const u32 barriers = shared_address(shared), rings = barriers + X_BARRIER_BYTES;
-  const u32 slots = rings + WARPS * STAGES * ITEM_BYTES;
-  const int round_units = min(p.round_units, place.units);
+  // At the same places in all CTAs of a cluster, whose shares of k may differ by a block.
+  const u32 x_start = x_address(shared_address(shared));
+  const u32 barriers = x_start + (p.blocks + SPLIT - 1) / SPLIT * x_block_bytes(p);
+  const u32 rings = barriers + X_BARRIER_BYTES;
   const u32 ring = rings + warp * STAGES * ITEM_BYTES + lane * 16;
-  const SharedX x(p, place, barriers, slots + (WARPS + round_units) * SLOT_BYTES);
-  // At the same place in all CTAs of a cluster, whose shares of k may differ by a block.
-  const u32 received = x.first_row + x.columns * ((p.blocks + SPLIT - 1) / SPLIT * 256 + 16);
-  ClusterSums cluster(barriers + 8 * X_PIECES, received);
-
   Loader loader(p, place, ring);
-  x.prepare();
-  cluster.prepare();
-  fetch_vectors(p, place);
-  __syncthreads();
-  wait_for_previous();
-  x.copy(p, place);
-  loader.fill(ring);
-  allow_next();
-  SharedX::wait_for_all<STAGES - AHEAD_OF_X>();
 
-  u32 x_address[COLUMN_TILES == 1 ? 1 : COLUMN_TILES / 2];
-  x.addresses(x_address);
+  const u32 slots = rings + WARPS * STAGES * ITEM_BYTES;
+  const u32 received = slots + (WARPS + min(p.round_units, place.units)) * SLOT_BYTES;
+  const SharedX x(p, place, barriers, x_start);
+  ClusterSums cluster(barriers + 8 * X_PIECES, received);
+#if __CUDA_ARCH__ >= 900
+  if (warp == 0 && elect_one()) {
+    x.prepare(p);
+    cluster.prepare();
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+#endif
+  __syncthreads();
+  x.copy(&x_map, p, place);
+  loader.fill(ring);
+  cluster.say_ready();
+  if (warp == WARPS - 1) fetch_vectors(p, place);
+  allow_next();
+  SharedX::wait_for_all<2 * (STAGES - AHEAD_OF_X)>();
+
+  u32 x_at[COLUMN_TILES == 1 ? 1 : COLUMN_TILES / 2];
+  x.addresses(x_at);
   // From a lane's place among weights to its group's among scales.
   const u32 to_scales = ITEM_WEIGHTS + (lane >> 2) * 16 - lane * 16;
   const u32 exponent = p.m > 0 ? SCALE_EXPONENT : 0;
@@ -298,20 +306,26 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, CTAS) linear_few(P
       for (int unit = round.unit + (item > round.begin); item < end; unit++) {
         float acc[2][COLUMN_TILES][4] = {};
         const int stop = min(end, (unit + 1) * place.blocks);
-        u32 x_offset = (item - unit * place.blocks) * 256;
+        u32 x_offset = (item - unit * place.blocks) * x.block_bytes;
 #pragma unroll 1
         for (; item < stop; item++) {
-          asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 1) : "memory");
+          // The halves of an item come and go by themselves: what is left to do when the last one has
+          // come is less.
+          Square square;
+          asm volatile("cp.async.wait_group %0;" ::"n"(2 * STAGES - 1) : "memory");
           __syncwarp();
-          Square squares[2];
-          squares[0].load(slot, slot + to_scales);
-          squares[1].load(slot + 1024, slot + to_scales + 128);
+          square.load(slot, slot + to_scales);
           __syncwarp();  // all lanes have read their scales
-          loader.step(slot);
+          loader.step_first(slot);
           x.wait(x_offset);
-          multiply(acc, squares[0], x_address, x_offset, exponent);
-          multiply(acc, squares[1], x_address, x_offset + 128, exponent);
-          x_offset += 256;
+          multiply(acc, square, x_at, x_offset, exponent);
+          asm volatile("cp.async.wait_group %0;" ::"n"(2 * STAGES - 1) : "memory");
+          __syncwarp();
+          square.load(slot + 1024, slot + to_scales + 128);
+          __syncwarp();
+          loader.step_second(slot);
+          multiply(acc, square, x_at, x_offset + x.block_bytes / 2, exponent);
+          x_offset += x.block_bytes;
           slot = slot == ring + (STAGES - 1) * ITEM_BYTES ? ring : slot + ITEM_BYTES;
         }
         leave_sums(acc, slots + (warp + unit) * SLOT_BYTES);

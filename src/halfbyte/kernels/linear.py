@@ -24,6 +24,7 @@ from halfbyte.kernels.linear_plan import (
     row_units,
 )
 from halfbyte.kernels.linear_weights import DTYPES, TILE_N, PackedWeight
+from halfbyte.kernels.tensor_maps import TensorMap, box_rows, row_stride, tensor_map
 
 _MOST_UNPACKED_BYTES = 2**28
 """Of the workspace for unpacked weights; larger ones are unpacked and multiplied in pieces."""
@@ -85,7 +86,7 @@ def linear_few(
         `[M, n]`: sums in float32, times the global scale, plus the bias, rounded once.
     """
     m, k = x.shape
-    x = _aligned_rows(x)
+    x = box_rows(x)
     device = x.device.index
     machine = machine_of(device)
     plan = plan or few_plan(n, k, m, machine, batch_invariant)
@@ -106,7 +107,7 @@ def linear_few(
         bias=None if bias is None else bias.data_ptr(),
         out=out.data_ptr(),
         partial=None if partial is None else partial.data_ptr(),
-        x_stride=x.stride(0),
+        x_stride=row_stride(x),
         m=m,
         n=n,
         k=k,
@@ -119,8 +120,12 @@ def linear_few(
     kernels = _few_kernels(x.dtype, plan.macros(), machine.block_bytes, device)
     kernel = kernels.few._replace(shared_bytes=plan.shared_bytes(n, k, m))
     overlap = machine.capability >= 90
+    x_map = TensorMap()  # without TMA, x is read as the parameters say
+    if overlap:
+        x_map = tensor_map(x.data_ptr(), m, k, row_stride(x), x.dtype, min(m, plan.columns))
     with torch.cuda.device(device):
-        nvrtc.launch(kernel, plan.ctas_in_grid(m), 32 * plan.warps, [params], overlap=overlap)
+        grid = plan.ctas_in_grid(m)
+        nvrtc.launch(kernel, grid, 32 * plan.warps, [x_map, params], overlap=overlap)
         if partial is not None:
             grid = -(-m * units * UNIT_ROWS // _JOIN_THREADS)
             nvrtc.launch(kernels.join, grid, _JOIN_THREADS, [params], overlap=overlap)
@@ -280,12 +285,3 @@ def _unpack_kernel(dtype: torch.dtype, device: int) -> nvrtc.Kernel:
 
 def _dtype_macros(dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
     return (("X_BF16", int(dtype == torch.bfloat16)),)
-
-
-def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
-    """x with rows contiguous and aligned to 16 bytes."""
-    if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
-        return x
-    return (
-        x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
-    )

@@ -42,12 +42,9 @@ struct ClusterSums {
   }
 
 #if JOIN == 1
-  // Makes the barrier known to the cluster.
-  __device__ __forceinline__ void prepare() const {
-    if (threadIdx.x == 0) barrier_init(barrier, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    cluster_arrive_relaxed();
-  }
+  // By one thread, which then makes barriers known to the cluster; and by all, some time after that.
+  __device__ __forceinline__ void prepare() const { barrier_init(barrier, 1); }
+  __device__ __forceinline__ void say_ready() const { cluster_arrive_relaxed(); }
   __device__ __forceinline__ void wait_until_ready() const { cluster_wait(); }
 
   // What this CTA finishes in a round of so many pieces.
@@ -83,5 +80,6 @@ struct ClusterSums {
   }
 #else
   __device__ __forceinline__ void prepare() const {}
+  __device__ __forceinline__ void say_ready() const {}
 #endif
 };

@@ -37,8 +37,8 @@ __device__ __forceinline__ void copy16(u32 to, const u8* from, u64 policy) {
                "l"(policy));
 }
 
-__device__ __forceinline__ void copy8(u32 to, const u8* from, u64 policy) {
-  asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 8, %2;" ::"r"(to), "l"(from),
+__device__ __forceinline__ void copy4(u32 to, const u8* from, u64 policy) {
+  asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
                "l"(policy));
 }
 
@@ -147,9 +147,9 @@ struct Loader {
     const int lane = threadIdx.x & 31;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     weight = p.weight + lane * 16;
-    scale = p.weight_scale + (lane >> 4) * 256 + (lane & 15) * 8;
+    scale = p.weight_scale + lane * 4;
     // Keeps the addresses in registers, where they would be made anew for every item.
-    to_scale = ITEM_WEIGHTS - lane * 8;
+    to_scale = ITEM_WEIGHTS - lane * 12;
     asm volatile("" : "+l"(weight), "+l"(scale), "+r"(to_scale));
     run = left = tail = 0;
     enter_round(0);
@@ -184,13 +184,28 @@ struct Loader {
 
   // The next item to a slot, given as this lane's place in it.
   __device__ __forceinline__ void step(u32 slot) {
+    step_first(slot);
+    step_second(slot);
+  }
+
+  // Its first 64 k.
+  __device__ __forceinline__ void step_first(u32 slot) const {
     if (run > 0) {
       const u8* from = weight + (u64)at * 8;
       copy16(slot, from, policy);
       copy16(slot + 512, from + 512, policy);
+      copy4(slot + to_scale, scale + at, policy);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  // The other 64 k; after that, the next item is another one.
+  __device__ __forceinline__ void step_second(u32 slot) {
+    if (run > 0) {
+      const u8* from = weight + (u64)at * 8;
       copy16(slot + 1024, from + 2048, policy);
       copy16(slot + 1536, from + 2560, policy);
-      copy8(slot + to_scale, scale + at, policy);
+      copy4(slot + to_scale + 128, scale + at + 256, policy);
       at += 512;
       if (--run == 0) {
         if (left > 0) {

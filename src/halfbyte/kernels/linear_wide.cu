@@ -43,18 +43,10 @@
 #define LOADER_REGISTERS (CTAS == 2 || GROUPS == 3 ? 32 : 40)
 #define WORKER_REGISTERS (CTAS == 2 ? 104 : GROUPS == 3 ? 160 : 232)
 
-struct __align__(64) TensorMap {
-  u64 opaque[16];
-};
-
 __device__ __forceinline__ uint2 load_shared8(u32 address) {
   uint2 y;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(y.x), "=r"(y.y) : "r"(address));
   return y;
-}
-
-__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // A box of x to this address in both CTAs of the cluster, whose barriers count its bytes.
@@ -188,7 +180,9 @@ struct Loader {
     Work work(p);
     wait_for_previous();
     while (work.next(p)) {
-      const int token = Place(p, work.tile).token + rank * (TOKENS / 2);
+      // A box wholly beyond the rows takes TMA longer than any other, and what is in it is not used.
+      const int first = Place(p, work.tile).token + rank * (TOKENS / 2);
+      const int token = first < p.m ? first : 0;
       for (int k = work.first; k < work.stop; k++, turn.next()) {
         wait_for_stage(turn);
         copy_x(shared + turn.stage * X_BYTES + rank * (X_BYTES / 2), map, k * STEP, token,

@@ -14,10 +14,11 @@ import torch
 
 from halfbyte.kernels import nvrtc
 from halfbyte.kernels.linear_weights import TILE_K
+from halfbyte.kernels.tensor_maps import BOX_ALIGNMENT, BOX_K, box_rows, row_stride, tensor_map
 
 GROUP_ROWS = 64
 """Of W, in a warpgroup's part of a tile."""
-STEP = 64
+STEP = BOX_K
 """k at a time."""
 _GROUPS = {64: 2, 128: 3, 256: 2}
 """Warpgroups of a CTA that multiply, by a tile's rows of x."""
@@ -38,7 +39,6 @@ _MOST_SHARERS = 32
 """Clusters that have a part of the same tile."""
 _STRIP = 16
 """Rows of x that a cluster finishes at a time."""
-_SWIZZLE_BYTES = 1024
 _ONE = 2**31
 """What inverses are scaled by; the kernel divides numbers whose product with `by` is less."""
 
@@ -46,10 +46,6 @@ _ONE = 2**31
 _RAISED = count(secrets.randbits(64), 2)
 """Values that raise flags. One and the next are used by one launch, and by every replay of it,
 which leaves none: so flags need no clearing, whatever lay in their memory."""
-
-
-class _TensorMap(ctypes.Structure):
-    _fields_ = (("opaque", ctypes.c_uint64 * 16),)
 
 
 class _KnownDivisor(ctypes.Structure):
@@ -172,11 +168,7 @@ def linear_wide(
         `[M, n]`: sums in float32, times the global scale, plus the bias, rounded once.
     """
     m, k = x.shape
-    if k % 8:
-        raise ValueError(f"x: TMA reads rows of a multiple of 8 values, not {k}")
-    if x.stride(1) != 1 or x.data_ptr() % 16 or (m > 1 and (x.stride(0) % 8 or x.stride(0) < k)):
-        x = x.contiguous().clone() if x.data_ptr() % 16 else x.contiguous()
-    stride = x.stride(0) if m > 1 else k  # that of a single row may be anything
+    x = box_rows(x)
     device = x.device.index
     blocks_n, blocks_k = weight.shape[0], weight.shape[1]
     plan = plan or wide_plan(n, k, m, _multiprocessors(device))
@@ -205,8 +197,8 @@ def linear_wide(
         **work(plan, n, blocks_k, m),
     )
     maps = (
-        _tensor_map(x.data_ptr(), m, k, stride, x.dtype, plan.tokens // 2),
-        _tensor_map(out.data_ptr(), m, out.shape[1], out.shape[1], x.dtype, _STRIP),
+        tensor_map(x.data_ptr(), m, k, row_stride(x), x.dtype, plan.tokens // 2),
+        tensor_map(out.data_ptr(), m, out.shape[1], out.shape[1], x.dtype, _STRIP),
     )
     with torch.cuda.device(device):
         kernel = _kernel(x.dtype, plan.tokens, device)
@@ -253,43 +245,11 @@ def compile_wide(dtype: torch.dtype, device: int) -> None:
         list(pool.map(lambda tokens: _kernel(dtype, tokens, device), _STAGES))
 
 
-@lru_cache(maxsize=256)
-def _tensor_map(
-    address: int, m: int, k: int, stride: int, dtype: torch.dtype, rows: int
-) -> _TensorMap:
-    """TMA's description of a matrix `[m, k]`: boxes of `rows` x 64 values, 128-byte swizzle."""
-    from cuda.bindings import driver
-
-    kinds = driver.CUtensorMapDataType
-    status, made = driver.cuTensorMapEncodeTiled(
-        kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-        if dtype == torch.bfloat16
-        else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        2,
-        address,
-        [driver.cuuint64_t(k), driver.cuuint64_t(m)],
-        [driver.cuuint64_t(2 * stride)],
-        [driver.cuuint32_t(STEP), driver.cuuint32_t(rows)],
-        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    if int(status) != 0:
-        raise RuntimeError(
-            f"CUDA: {status.name} for a matrix [{m}, {k}], rows {stride} values apart"
-        )
-    box = _TensorMap()
-    ctypes.memmove(ctypes.addressof(box), made.getPtr(), ctypes.sizeof(box))
-    return box
-
-
 @lru_cache(maxsize=32)
 def _kernel(dtype: torch.dtype, tokens: int, device: int) -> nvrtc.Kernel:
     rows = rows_of_pair(tokens) // 2
     stage = (tokens * 2 + rows // 2 + rows // 16) * STEP + 16
-    shared = _SWIZZLE_BYTES + _STAGES[tokens] * stage + tokens * rows * 2
+    shared = BOX_ALIGNMENT + _STAGES[tokens] * stage + tokens * rows * 2
     functions = (("linear_wide", shared),)
     options = tuple(macros(dtype, tokens).items())
     return nvrtc.load("linear_wide", options, functions, device)["linear_wide"]

@@ -1,9 +1,9 @@
-// x in shared memory, for linear.cu: rows as they are, 16 bytes apart from a multiple of 128, so that
-// ldmatrix has no bank conflicts.
+// x in shared memory, for linear.cu: boxes of 64 k side by side, a row of x in 128 bytes of each. Chunks of 16
+// bytes are exchanged within them as TMA's 128-byte swizzle does it, so that ldmatrix has no bank conflicts. A
+// single row has boxes of its own size, and no bank conflicts to begin with.
 //
-// On SM90 x arrives in pieces of k, by bulk copies that cost the warps nothing; each has a barrier, so that
-// a warp waits for what it multiplies with alone. Before SM90 all threads copy and then wait for all of
-// it.
+// On SM90 TMA brings the boxes; each piece of k has a barrier, so that a warp waits for what it multiplies
+// with alone. Before SM90 all threads copy and then wait for all of it.
 //
 // The macros are those of linear.cu.
 
@@ -11,69 +11,76 @@
 #include "linear_loader.cuh"
 #include "sm90.cuh"
 
+#define X_ALIGNMENT 1024  // where the swizzle's pattern begins anew
 #define X_PIECES 8
 #define X_BARRIER_BYTES 128  // of which barriers take half
+#define X_WARPS 4            // that ask for boxes, a thread each
 
-__device__ __forceinline__ void store_zeros16(u32 address) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+// Where it begins in shared memory.
+__device__ __forceinline__ u32 x_address(u32 shared) {
+  return (shared + X_ALIGNMENT - 1) / X_ALIGNMENT * X_ALIGNMENT;
 }
 
+// Of 128 k, that is of two boxes; the same in all CTAs.
+__device__ __forceinline__ u32 x_block_bytes(const Params& p) { return (p.m == 1 ? 1 : COLUMNS) * 256; }
+
 struct SharedX {
-  u32 barriers, first_row, row_bytes;
-  int columns;
-  int bytes, padded;  // of a row: that exist, and that are multiplied
-  int piece_bits;     // a piece of a row has 2^piece_bits bytes
+  u32 barriers, start, block_bytes;
+  int columns, blocks;
+  int piece_bits;  // a piece has 2^piece_bits blocks
+  bool single;
 
-  __device__ __forceinline__ SharedX(const Params& p, const Place& place, u32 barriers, u32 first_row)
+  __device__ __forceinline__ SharedX(const Params& p, const Place& place, u32 barriers, u32 start)
       : barriers(barriers),
-        first_row(first_row),
-        row_bytes(place.blocks * 256 + 16),
+        start(start),
+        block_bytes(x_block_bytes(p)),
         columns(min(COLUMNS, p.m - place.first_column)),
-        bytes(min(place.blocks * 256, (p.k - place.first_block * 128) * 2)),
-        padded(place.blocks * 256),
-        piece_bits(8 + max(0, 29 - __clz(place.blocks - 1))) {}
+        blocks(place.blocks),
+        piece_bits(max(0, 29 - __clz(place.blocks - 1))),
+        single(p.m == 1) {}
 
-  // Before the CTA's threads meet and x is asked for.
-  __device__ __forceinline__ void prepare() const {
-#if __CUDA_ARCH__ >= 900
-    if (threadIdx.x == 0) {
+  // By one thread, before the CTA's threads meet and x is asked for. Boxes have as many rows in the last
+  // pass as in the others.
+  __device__ __forceinline__ void prepare(const Params& p) const {
+    const int bytes = min(COLUMNS, p.m) * 256;  // that TMA brings of a block
 #pragma unroll 1
-      for (int i = 0, left = bytes; left > 0; i++, left -= 1 << piece_bits) {
-        barrier_init(barriers + i * 8, 1);
-        barrier_expect(barriers + i * 8, columns * min(left, 1 << piece_bits));
-      }
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (int i = 0, left = blocks; left > 0; i++, left -= 1 << piece_bits) {
+      barrier_init(barriers + i * 8, 1);
+      barrier_expect(barriers + i * 8, bytes * min(left, 1 << piece_bits));
     }
-    if (bytes < padded) {
-#pragma unroll 1
-      for (int i = threadIdx.x; i < columns * 16; i += THREADS)
-        if (bytes + i % 16 * 16 < padded)
-          store_zeros16(first_row + i / 16 * row_bytes + bytes + i % 16 * 16);
-    }
-#endif
   }
 
-  __device__ __forceinline__ void copy(const Params& p, const Place& place) const {
-    const u16* x = p.x + place.first_column * p.x_stride + place.first_block * 128;
+  // Asks for x, which the kernel in front may have written.
+  __device__ __forceinline__ void copy(const TensorMap* map, const Params& p, const Place& place) const {
 #if __CUDA_ARCH__ >= 900
-    // A lane per piece, a warp per row. Lanes take turns, in every group from another piece on: all groups
-    // at a time would ask the same few slices of the second-level cache.
-    const int piece = (threadIdx.x + blockIdx.x / SPLIT) % X_PIECES;
-    const int begin = piece << piece_bits, size = min(bytes - begin, 1 << piece_bits);
-    const u32 barrier = barriers + piece * 8;
+    const int warp = threadIdx.x / 32;
+    if (warp < X_WARPS) {
+      if (elect_one()) {
+        wait_for_previous();
+        const int begin = warp * blocks / X_WARPS, end = (warp + 1) * blocks / X_WARPS;
+        // Every group begins elsewhere: all at a time would ask the same few slices of the second-level
+        // cache.
+        int block = (begin + blockIdx.x / SPLIT * 5) % blocks;
 #pragma unroll 1
-    for (int row = threadIdx.x / 32; row < columns; row += WARPS)
-      if (threadIdx.x % 32 < X_PIECES && size > 0)
-        copy_bulk(first_row + row * row_bytes + begin, x + row * p.x_stride + begin / 2, size, barrier);
-    __syncwarp();
+        for (int i = begin; i < end; i++) {
+          const u32 to = start + block * block_bytes, barrier = barriers + (block >> piece_bits) * 8;
+          const int k = (place.first_block + block) * 128;
+          copy_box(to, map, k, place.first_column, barrier);
+          copy_box(to + block_bytes / 2, map, k + 64, place.first_column, barrier);
+          if (++block == blocks) block = 0;
+        }
+      }
+      __syncwarp();
+    }
 #else
-    u32 to = first_row;
-    for (int row = 0; row < columns; row++) {
+    const u16* x = p.x + place.first_column * p.x_stride + place.first_block * 128;
+    const int bytes = (p.k - place.first_block * 128) * 2;  // that exist, of a row
+    for (int row = 0; row < columns; row++, x += p.x_stride) {
+      const int turn = single ? 0 : row & 7;
 #pragma unroll 1
-      for (int at = threadIdx.x * 16; at < padded; at += THREADS * 16)
-        copy16_or_zeros(to + at, x + at / 2, at < bytes);
-      x += p.x_stride;
-      to += row_bytes;
+      for (int i = threadIdx.x; i < blocks * 16; i += THREADS)
+        copy16_or_zeros(start + i / 8 * (block_bytes / 2) + row * 128 + (i % 8 ^ turn) * 16, x + i * 8,
+                        i * 16 < bytes);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
@@ -88,24 +95,26 @@ struct SharedX {
 #endif
   }
 
-  // Waits for what a byte of a row belongs to.
+  // Waits for what a block belongs to, given by where it begins.
   __device__ __forceinline__ void wait(u32 offset) const {
 #if __CUDA_ARCH__ >= 900
-    barrier_wait(barriers + (offset >> piece_bits) * 8, 0);
+    barrier_wait(barriers + (offset >> (31 - __clz(block_bytes) + piece_bits)) * 8, 0);
 #endif
   }
 
-  // Where a lane finds x for ldmatrix: two steps of the only tile of columns, or one step of two tiles.
-  // Columns that are not there are copies of the last one.
+  // Where a lane finds x for ldmatrix in the first box: two steps of the only tile of columns, or the first
+  // step of two tiles. For further steps the address is to be xored with 32 bytes each. Columns that are
+  // not there are whatever lies there: they meet no others.
   __device__ __forceinline__ void addresses(u32* address) const {
     const int lane = threadIdx.x & 31;
 #if COLUMN_TILES == 1
-    address[0] = first_row + min(lane & 7, columns - 1) * row_bytes + (lane >> 3) * 16;
+    const int column = single ? 0 : lane & 7;
+    address[0] = start + column * 128 + (lane >> 3 ^ column) * 16;
 #else
 #pragma unroll
     for (int i = 0; i < COLUMN_TILES / 2; i++) {
-      const int column = 16 * i + (lane >> 4) * 8 + (lane & 7);
-      address[i] = first_row + min(column, columns - 1) * row_bytes + (lane >> 3 & 1) * 16;
+      const int column = single ? 0 : 16 * i + (lane >> 4) * 8 + (lane & 7);
+      address[i] = start + column * 128 + ((lane >> 3 & 1) ^ (column & 7)) * 16;
     }
 #endif
   }

@@ -65,6 +65,24 @@ __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u
       : "memory");
 }
 
+// A matrix in memory (tensor_maps.py).
+struct __align__(64) TensorMap {
+  u64 opaque[16];
+};
+
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// The box that begins with this value of this row to an address in shared memory, counted by the barrier.
+__device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, int k, int row, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(map), "r"(k), "r"(row), "r"(barrier)
+      : "memory");
+}
+
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }

@@ -39,8 +39,8 @@ _Product = Callable[
 
 _MOST_FEW_ROWS = 192
 """Of x, where there is no `wgmma`; beyond, cuBLAS makes up for writing the weights out."""
-_WIDE_MICROSECONDS = 7.4
-"""What `linear_wide` takes besides what its plan counts, on an H200."""
+_WIDE_MICROSECONDS = 3.0
+"""What `linear_wide` takes in a graph besides what its plan counts, on an H200."""
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,84 @@
+"""TMA's descriptions of matrices in memory (SM90 and later), and rows as TMA can read them."""
+
+import ctypes
+from functools import lru_cache
+
+import torch
+
+BOX_K = 64
+"""Values of a row in a box: 128 bytes."""
+BOX_ALIGNMENT = 1024
+"""Bytes: where the pattern of the 128-byte swizzle begins anew in shared memory."""
+
+
+class TensorMap(ctypes.Structure):
+    """A kernel's argument; `TensorMap` of `sm90.cuh`."""
+
+    _fields_ = (("opaque", ctypes.c_uint64 * 16),)
+
+
+@lru_cache(maxsize=256)
+def tensor_map(
+    address: int, m: int, k: int, stride: int, dtype: torch.dtype, rows: int
+) -> TensorMap:
+    """A matrix `[m, k]`, of which boxes of `rows` x 64 values are copied.
+
+    What a box has beyond the matrix is read as zeros, and not written. Chunks of 16 bytes are
+    exchanged as the 128-byte swizzle says, but those of a single row stay in place.
+
+    Args:
+        address: of the first value, a multiple of 16.
+        m, k: rows and columns.
+        stride: values from row to row, a multiple of 8, at least k.
+        dtype: bfloat16 or float16.
+        rows: of a box, up to 256.
+
+    Raises:
+        RuntimeError: the driver refuses it.
+    """
+    from cuda.bindings import driver
+
+    kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    status, made = driver.cuTensorMapEncodeTiled(
+        kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+        if dtype == torch.bfloat16
+        else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        2,
+        address,
+        [driver.cuuint64_t(k), driver.cuuint64_t(m)],
+        [driver.cuuint64_t(2 * stride)],
+        [driver.cuuint32_t(BOX_K), driver.cuuint32_t(rows)],
+        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzles.CU_TENSOR_MAP_SWIZZLE_128B if rows > 1 else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if int(status) != 0:
+        raise RuntimeError(
+            f"CUDA: {status.name} for a matrix [{m}, {k}], rows {stride} values apart"
+        )
+    box = TensorMap()
+    ctypes.memmove(ctypes.addressof(box), made.getPtr(), ctypes.sizeof(box))
+    return box
+
+
+def box_rows(x: torch.Tensor) -> torch.Tensor:
+    """x `[M, K]`, or a copy, with rows contiguous, aligned to 16 bytes, and apart from each other.
+
+    Raises:
+        ValueError: K is not a multiple of 8, so that not all rows can be aligned.
+    """
+    m, k = x.shape
+    if k % 8:
+        raise ValueError(f"x: TMA reads rows of a multiple of 8 values, not {k}")
+    if x.stride(1) == 1 and x.data_ptr() % 16 == 0:
+        if m == 1 or (x.stride(0) % 8 == 0 and x.stride(0) >= k):
+            return x
+        return x.contiguous()
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def row_stride(x: torch.Tensor) -> int:
+    """Values from row to row; that of a single row may be anything, and is K here."""
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1]
