@@ -3,6 +3,9 @@
 import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +40,29 @@ def small_model(folder: Path, architecture: str = "llama") -> Path:
     for file in bundled_model_path().glob("tokenizer*"):
         shutil.copyfile(file, folder / file.name)
     return folder
+
+
+def test_a_process_that_is_asked_to_end_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    """SIGTERM amid writing, as a batch system sends it when time is up."""
+    target = tmp_path / "out" / "target"
+    program = f"""
+import os, sys
+from halfbyte.checkpoints import writer
+from halfbyte.cli import main
+def end(*arguments):
+    left = os.listdir({str(target.parent)!r})
+    print(left, flush=True)
+    os.kill(os.getpid(), {int(signal.SIGTERM)})
+writer.write_json = writer._sync = end
+sys.argv = ["halfbyte", "quantize", {str(source)!r}, {str(target)!r}, "--format", "modelopt"]
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert ".target.incomplete-" in done.stdout
+    assert list(target.parent.iterdir()) == []
 
 
 def test_quantize_json(halfbyte: Command, source: Path, tmp_path: Path) -> None:

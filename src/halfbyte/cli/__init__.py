@@ -1,12 +1,16 @@
 """The `halfbyte` command.
 
 Bad input ends in one line on stderr and a non-zero status: 2 for a command line that cannot be
-understood, 1 for anything that goes wrong later, 130 for an interrupt. Heavy imports happen inside
-the commands, so that `--help` answers at once.
+understood, 1 for anything that goes wrong later, 130 for an interrupt, 143 where the process is
+asked to end (SIGTERM); what it was writing is removed then. Heavy imports happen inside the
+commands, so that `--help` answers at once.
 """
 
 import os
+import signal
 import sys
+from contextlib import suppress
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -42,8 +46,14 @@ def _root(
         raise typer.Exit
 
 
+def _end(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
 def main() -> None:
     """Run the command line; the entry point of the `halfbyte` script."""
+    with suppress(ValueError):  # in another thread than the first, signals are not ours
+        signal.signal(signal.SIGTERM, _end)
     # Before torch is loaded: threads that spin while they wait make a shared machine crawl.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
