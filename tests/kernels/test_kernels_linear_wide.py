@@ -42,6 +42,19 @@ def test_plans_cover_all_tiles(n: int, k: int, m: int) -> None:
     assert max(plan.sharers(-(-k // STEP)), default=0) <= 32
 
 
+def test_tiles_are_not_cut_where_x_outgrows_the_cache() -> None:
+    """Clusters at different k read nothing that others have read; see `WidePlan.microseconds`."""
+    plan = wide_plan(4096, 14336, 4096, 132)
+    assert plan.cut_tiles == 0
+    tiles = 16 * 16
+    cut = WidePlan(256, tiles, 66, 66 + tiles % 66, 2)
+    steps = 14336 // STEP
+    assert cut.microseconds(steps, 4096) > 1.05 * plan.microseconds(steps, 4096)
+    # With fewer rows the same cut would be worth it.
+    assert cut.microseconds(steps, 1024) < plan.microseconds(steps, 1024)
+    assert wide_plan(28672, 4096, 512, 132).cut_tiles > 0
+
+
 def test_prompts_of_about_a_length_share_a_plan() -> None:
     """Serving meets a new length with every prompt."""
     plans = {wide_plan(6144, 4096, m, PROCESSORS) for m in range(961, 1025)}

@@ -33,6 +33,11 @@ _EXCHANGE_MICROSECONDS = 1.1
 """To leave sums, tell others, and see theirs: what a join takes however little it adds."""
 _JOIN_BYTES_PER_MICROSECOND = 4.2e6
 """At which all clusters together leave sums and load them, through the L2 cache."""
+_CACHED_BYTES = 4e7
+"""Of x, that the L2 cache of an H200 keeps while others read it, too."""
+_SCATTERED_BYTES_PER_MICROSECOND = 3.5e6
+"""Of W and x, where it does not. By what 4,096 rows of 4096 x 14336 took with half of the tiles
+cut, compared with 2,048 rows with none cut."""
 _LEAST_STEPS = 4
 """Of a cluster."""
 _MOST_SHARERS = 32
@@ -96,16 +101,30 @@ class WidePlan(NamedTuple):
             for tile in range(self.cut_tiles)
         )
 
-    def microseconds(self, blocks_k: int) -> float:
-        """What it should take, but for what all plans have in common."""
-        steps = (self.tiles - self.cut_tiles) // self.clusters * blocks_k
-        steps += -(-self.cut_tiles * (blocks_k + self.crossing) // self.clusters)
-        took = steps * _STEP_MICROSECONDS[self.tokens]
+    def microseconds(self, blocks_k: int, m: int) -> float:
+        """What it should take, but for what all plans have in common.
+
+        Args:
+            blocks_k: steps of k.
+            m: rows of x.
+        """
+        step = _STEP_MICROSECONDS[self.tokens]
+        whole = (self.tiles - self.cut_tiles) // self.clusters * blocks_k * step
+        cut = -(-self.cut_tiles * (blocks_k + self.crossing) // self.clusters) * step
+        if self.crossing and 2 * m * STEP * blocks_k > _CACHED_BYTES:
+            # Clusters are at different k, and find nothing of x that others have read.
+            cut = max(cut, self._bytes_of_cut_tiles(blocks_k) / _SCATTERED_BYTES_PER_MICROSECOND)
+        took = whole + cut
         parts = sum(self.sharers(blocks_k)) - self.cut_tiles
         if parts:
             joined = 2 * parts * (rows_of_pair(self.tokens) * self.tokens * 4)  # left, and loaded
             took += _EXCHANGE_MICROSECONDS + joined / _JOIN_BYTES_PER_MICROSECOND
         return took
+
+    def _bytes_of_cut_tiles(self, blocks_k: int) -> float:
+        """Of W and x, as often as the tiles need them."""
+        per_k = 2 * self.tokens + rows_of_pair(self.tokens) * 9 / 16
+        return self.cut_tiles * blocks_k * STEP * per_k
 
 
 def rows_of_pair(tokens: int) -> int:
@@ -124,7 +143,7 @@ def wide_plan(n: int, k: int, m: int, multiprocessors: int, tokens: int | None =
     Args:
         tokens: rows of x in a tile, 64, 128 or 256; by default what is faster.
     """
-    m = -(-m // min(_STAGES)) * min(_STAGES)  # all that plans depend on
+    m = -(-m // min(_STAGES)) * min(_STAGES)  # plans need it no more exactly
     return _wide_plan(n, k_steps(k), m, multiprocessors, tokens)
 
 
@@ -142,7 +161,7 @@ def _wide_plan(n: int, blocks_k: int, m: int, multiprocessors: int, tokens: int 
         ways.append(WidePlan(size, -(-tiles // clusters) * clusters, clusters, 0))
         if sharers := clusters // tiles:  # of every tile, and no cluster crosses over to another
             ways.append(WidePlan(size, tiles, sharers * tiles, tiles * (sharers > 1)))
-    return min(ways, key=lambda way: way.microseconds(blocks_k))
+    return min(ways, key=lambda way: way.microseconds(blocks_k, m))
 
 
 @lru_cache(maxsize=4096)
