@@ -135,6 +135,18 @@ def test_what_was_not_measured_is_not_said_to_hold() -> None:
     assert bound["single"] == {"worst": None, "m": None}
 
 
+def test_who_cannot_be_captured_might_be_the_fastest() -> None:
+    """A peer that waits for the host has no time in a graph."""
+    case = row(16)
+    del case["subjects"]["humming"]["in_graph"]
+    case |= ratios(case, BACKENDS)
+    assert case["in_graph"]["fastest"] is case["in_graph"]["selected_over_fastest"] is None
+    assert case["back_to_back"]["fastest"] == "cuda"
+    found = verdicts(row(1), case)
+    assert found["selected_over_fastest", "every M"] is None
+    assert found["ours_over_humming", "M 1 to 16"] is None
+
+
 def test_on_a_cpu_only_the_choice_is_judged() -> None:
     found = bounds(report(row(), gpu=None))
     assert [bound["name"] for bound in found] == ["selected_over_fastest"]

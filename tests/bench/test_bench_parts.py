@@ -12,7 +12,15 @@ from halfbyte.bench.cases import Case, decode, prefill
 from halfbyte.bench.data import copies, make_cache, random_tables, short_name
 from halfbyte.bench.exact import attention_error
 from halfbyte.bench.subjects import Queries, attention_calls, store_calls
-from halfbyte.bench.timing import bandwidths, capture, measure, waits_for_host
+from halfbyte.bench.timing import (
+    bandwidths,
+    capture,
+    measure,
+    measure_in_turns,
+    ready,
+    waits_for_host,
+    whole_turns,
+)
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY, read_tokens
 
 CPU = torch.device("cpu")
@@ -127,6 +135,14 @@ def test_measure_repeats_slow_calls_less_often() -> None:
     assert 6 <= count <= 10
 
 
+@pytest.mark.parametrize(("copies", "expected"), [(1, 20), (3, 21), (15, 30), (20, 20), (33, 33)])
+def test_every_copy_has_as_many_turns(copies: int, expected: int) -> None:
+    calls = [lambda: None for _ in range(copies)]
+    row = whole_turns(calls)
+    assert len(row) == expected
+    assert row == calls * (expected // copies)
+
+
 def test_bandwidths_are_those_of_a_machine() -> None:
     read, copied = bandwidths(CPU)
     assert 1e-4 < copied < 2
@@ -140,10 +156,17 @@ def test_capture_replays_and_calls_that_wait_are_found() -> None:
     def add() -> None:
         x.add_(1)
 
-    (replay,) = capture([add])  # called once, captured, replayed once
+    replay = capture([add])  # called once, captured, replayed once
     replay()
     torch.cuda.synchronize()
     assert x.tolist() == [3.0] * 3
+    subject = ready([add], torch.device("cuda"), in_graph=True)
+    assert subject.row is not None
+    times = measure_in_turns({"": subject}, torch.device("cuda"), rounds=2)[""]
+    assert 0.2 < times["in_graph"] < times["single"]
+    x.zero_()
+    subject.row.replay()
+    assert x.tolist() == [float(subject.row.calls)] * 3
     assert not waits_for_host(add)
     assert waits_for_host(lambda: x.max().item())
     assert torch.cuda.get_sync_debug_mode() == 0

@@ -53,9 +53,9 @@ _BOUNDS = (
 def judged_by(on_gpu: bool) -> tuple[str, ...]:
     """The timings that bounds go by, the first of which is shown.
 
-    On a GPU a layer's time in a graph of many. Graphs of a single call take longer to start than
-    many of these calls to run, and how long depends on the host; those times are in the report,
-    too.
+    On a GPU a layer's time in a graph among others. Graphs of a single call take longer to start
+    than many of these calls to run, and how long depends on the host; those times are in the
+    report, too.
     """
     return ("in_graph",) if on_gpu else ("back_to_back", "single")
 
@@ -82,7 +82,9 @@ def ratios(row: Row, backends: Iterable[str]) -> Row:
     for timing in TIMINGS:
         times = {name: time_of(row, name, timing) for name in backends}
         known = {name: time for name, time in times.items() if time}
-        fastest = min(known, key=lambda name: known[name]) if known else None
+        # Who cannot be captured has no time in a graph, and might be the fastest.
+        complete = all(time or not time_of(row, name, "single") for name, time in times.items())
+        fastest = min(known, key=lambda name: known[name]) if known and complete else None
         selected, own = time_of(row, row["selected"], timing), time_of(row, ours(row), timing)
         without = time_of(row, row["selected_without_hint"], timing)
         best, dense = time_of(row, fastest, timing), time_of(row, DENSE, timing)

@@ -6,9 +6,10 @@ that each finds its data outside the caches. Plans, which depend on lengths alon
 A call that waits for the host cannot be captured: it
 is timed as it is, its launches included, and the times say so (`graph` is false).
 
-To start a graph takes 3 to 15 µs, depending on what the host does meanwhile, and is in both times.
-For calls of a few µs there is a third: `in_graph`, the time of a graph that holds a row of calls,
-over their number. So they run in a model's step.
+To start a graph takes 3 to 17 µs, depending on what the host does meanwhile, and is in both times.
+For calls of a few µs there is a third: `in_graph`, by a graph that holds a row of calls and before
+each of them a kernel that does next to nothing, less what those take by themselves. So nobody gains
+by beginning before a call of his own has ended, which in a model's step is not in front of him.
 
 Where the times of several are compared to a few percent, their repetitions take turns
 (`measure_in_turns`): a GPU's clock moves while it works, and nobody shall have it to himself.
@@ -19,7 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,9 +35,10 @@ _BUDGET_US = {"cuda": 1e6, "cpu": 3e5}
 
 
 class Row(NamedTuple):
-    """A graph that holds some calls, one after another."""
+    """A graph that holds some calls and a kernel before each of them, and one of these kernels."""
 
     replay: Call
+    spacers: Call
     calls: int
 
 
@@ -61,7 +63,9 @@ def ready(calls: Sequence[Call], device: torch.device, *, in_graph: bool = False
     torch.cuda.synchronize()
     if waits_for_host(calls[0]):
         return Ready(calls, False)
-    return Ready(capture(calls), True, capture_row(calls) if in_graph else None)
+    pool = torch.cuda.graph_pool_handle()
+    captured = [capture([call], pool) for call in calls]
+    return Ready(captured, True, _captured_row(calls, device, pool) if in_graph else None)
 
 
 def measure(calls: Sequence[Call], device: torch.device) -> Times:
@@ -128,30 +132,31 @@ def waits_for_host(call: Call) -> bool:
     return False
 
 
-def capture(calls: Sequence[Call]) -> list[Call]:
-    """Replays of calls captured in CUDA graphs, which share the memory of what they allocate."""
-    pool = torch.cuda.graph_pool_handle()
-    replays: list[Call] = []
-    for call in calls:
-        call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            call()
-        graph.replay()  # the first replay of a graph also sends it to the GPU
-        replays.append(graph.replay)
-    return replays
-
-
-def capture_row(calls: Sequence[Call]) -> Row:
-    """A graph of all calls, taking turns until there are `_IN_A_ROW`."""
-    row = list(islice(cycle(calls), max(_IN_A_ROW, len(calls))))
+def capture(calls: Sequence[Call], pool: Any = None) -> Call:
+    """Replay of calls captured in one CUDA graph; graphs of a pool share what they allocate."""
+    calls[0]()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in row:
+    with torch.cuda.graph(graph, pool=pool):
+        for call in calls:
             call()
-    graph.replay()
-    return Row(graph.replay, len(row))
+    graph.replay()  # the first replay of a graph also sends it to the GPU
+    return graph.replay
+
+
+def _captured_row(calls: Sequence[Call], device: torch.device, pool: Any) -> Row:
+    row = whole_turns(calls)
+    spacer = torch.zeros(1, device=device).zero_
+    spaced = [each for call in row for each in (spacer, call)]
+    return Row(capture(spaced, pool), capture([spacer] * len(row), pool), len(row))
+
+
+def whole_turns(calls: Sequence[Call]) -> list[Call]:
+    """At least `_IN_A_ROW` calls, each as often as any other.
+
+    So a call's data is as far back in a row of replays as in one replay.
+    """
+    return list(calls) * -(-_IN_A_ROW // len(calls))
 
 
 class _Series(NamedTuple):
@@ -172,11 +177,11 @@ def _series(
 
 def _in_graph(row: Row, budget: float) -> list[float]:
     """Times per call of some replays."""
-    once = _gpu_microseconds([row.replay])
-    times = [once] + [
-        _gpu_microseconds([row.replay]) for _ in range(min(_ROW_REPLAYS, int(budget / once)) - 1)
-    ]
-    return [time / row.calls for time in times]
+    times: list[float] = []
+    while len(times) < _ROW_REPLAYS and sum(times) * row.calls <= budget:
+        spaced, alone = _gpu_microseconds([row.replay]), _gpu_microseconds([row.spacers])
+        times.append((spaced - alone) / row.calls)
+    return times
 
 
 def _gpu_microseconds(calls: Sequence[Call]) -> float:

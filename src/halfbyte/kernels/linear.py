@@ -121,9 +121,9 @@ def linear_few(
     kernel = kernels.few._replace(shared_bytes=plan.shared_bytes(n, k, m))
     overlap = machine.capability >= 90
     x_map = TensorMap()  # without TMA, x is read as the parameters say
-    if overlap:
-        x_map = tensor_map(x.data_ptr(), m, k, row_stride(x), x.dtype, min(m, plan.columns))
     with torch.cuda.device(device):
+        if overlap:
+            x_map = tensor_map(x.data_ptr(), m, k, row_stride(x), x.dtype, min(m, plan.columns))
         grid = plan.ctas_in_grid(m)
         nvrtc.launch(kernel, grid, 32 * plan.warps, [x_map, params], overlap=overlap)
         if partial is not None:

@@ -175,7 +175,7 @@ class FewPlan(NamedTuple):
         )
 
     def microseconds(self, n: int, k: int, m: int, machine: Machine) -> float:
-        """What it should take, one of many in a row."""
+        """What it should take, one of many in a graph."""
         c, multiprocessors = _COSTS, machine.groups[0]
         columns, units = min(m, self.columns), self.units(n)
         blocks = -(-k_blocks(k) // self.split)

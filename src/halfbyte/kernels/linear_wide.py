@@ -215,11 +215,11 @@ def linear_wide(
         blocks_k=blocks_k,
         **work(plan, n, blocks_k, m),
     )
-    maps = (
-        tensor_map(x.data_ptr(), m, k, row_stride(x), x.dtype, plan.tokens // 2),
-        tensor_map(out.data_ptr(), m, out.shape[1], out.shape[1], x.dtype, _STRIP),
-    )
     with torch.cuda.device(device):
+        maps = (
+            tensor_map(x.data_ptr(), m, k, row_stride(x), x.dtype, plan.tokens // 2),
+            tensor_map(out.data_ptr(), m, out.shape[1], out.shape[1], x.dtype, _STRIP),
+        )
         kernel = _kernel(x.dtype, plan.tokens, device)
         threads = 128 * (_GROUPS[plan.tokens] + 1)
         nvrtc.launch(kernel, 2 * plan.clusters, threads, [*maps, params], overlap=True)
