@@ -1,14 +1,21 @@
 """Prefill through unpacked pages: the way on a CPU in Triton's interpreter, the rest on a GPU."""
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from attention.cases import Case, assert_close_to_exact, config, make_case
-from halfbyte.attention import ATTENTION_BACKENDS, AttentionInputs, AttentionPlans, dense_plan
-from halfbyte.attention.dense import DenseAttention
+from halfbyte.attention import (
+    ATTENTION_BACKENDS,
+    AttentionInputs,
+    AttentionPlans,
+    dense,
+    dense_plan,
+)
+from halfbyte.attention.dense import DenseAttention, uses_cudnn
 from halfbyte.attention.dense_plan import key_blocks, rounded_up
 from halfbyte.layouts import PageLayout
 from triton_interpreter import interpreted
@@ -58,6 +65,31 @@ def test_what_it_leaves_to_others(changes: dict[str, Any], reason: str) -> None:
 def test_every_gpu_from_sm80() -> None:
     supported = {c for c in (0, 75, 80, 90, 120) if DenseAttention.is_supported(c)[0]}
     assert supported == {80, 90, 120}
+
+
+def test_large_heads_go_to_cudnn_on_sm90_alone() -> None:
+    """As PyTorch's own choice has it (`check_cudnn_tensor_shapes`)."""
+    assert [uses_cudnn(c, 128) for c in (80, 89, 90, 100, 120)] == [False, False, True, True, True]
+    assert [c for c in (80, 90, 100, 103, 120) if uses_cudnn(c, 256)] == [90]
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_size"), [(8, 4, 128), (1, 32, 128), (8, 8, 64), (16, 1, 256)]
+)
+def test_memory_for_results_is_bounded(kv_heads: int, group: int, head_size: int) -> None:
+    layout = PageLayout("nvfp4", "nvfp4", head_size, None, kv_heads, 16)
+    case = make_case(head_size=64, query_lens=(1,), seq_lens=(1,))
+    inputs = replace(
+        inputs_of(case, "cpu"),
+        layout=layout,
+        query=torch.empty((0, kv_heads * group, head_size), dtype=torch.bfloat16),
+    )
+    queries = dense_plan.queries_at_once(inputs)
+    row = kv_heads * group * head_size * 2
+    results = (dense_plan.MOST_PARTS + 2) * rounded_up(queries) * row
+    assert results <= dense_plan.RESULT_BYTES
+    assert 2 * queries <= dense_plan.workspace_tokens(inputs)
+    assert queries >= 2048
 
 
 def inputs_of(case: Case, device: str, lse: torch.Tensor | None = None) -> AttentionInputs:
@@ -112,14 +144,21 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("rows_of_results", [1000, 96])
 @pytest.mark.parametrize("name", SMALL)
-def test_dense_attention_on_a_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_attention_on_a_cpu(
+    name: str, rows_of_results: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dense_plan, "MIN_QUERIES", 16)
     monkeypatch.setattr(dense_plan, "_KEY_BLOCKS", (64, 32))
     monkeypatch.setattr(dense_plan, "WORKSPACE_BYTES", 64 * 2 * 2 * 64 * 2)  # 64 tokens
     for module in ("halfbyte.kernels.unpack", "halfbyte.kernels.combine"):
         monkeypatch.setitem(sys.modules, module, interpreted(module))
-    check(make_case(head_size=64, group=2, **SMALL[name]), "cpu")
+    case = make_case(head_size=64, group=2, **SMALL[name])
+    monkeypatch.setattr(
+        dense_plan, "RESULT_BYTES", rows_of_results * case.query[0].numel() * case.query.itemsize
+    )
+    check(case, "cpu")
 
 
 def test_combining_more_parts_than_fit_one_launch() -> None:
@@ -156,6 +195,15 @@ LARGE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", LARGE)
 def test_dense_attention_on_a_gpu(name: str) -> None:
     check(make_case(**{"head_size": 128, "group": 2, "kv_heads": 1, **LARGE[name]}), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_flash_attention_on_a_gpu(head_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other GPUs than SM90 take."""
+    monkeypatch.setattr(dense, "uses_cudnn", lambda *_: False)
+    for sizes in LARGE.values():
+        check(make_case(**{"group": 2, "kv_heads": 1, **sizes, "head_size": head_size}), "cuda")
 
 
 @pytest.mark.gpu

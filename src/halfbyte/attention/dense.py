@@ -7,7 +7,8 @@ denominators; the last block holds the new tokens and is causal.
 
 cuDNN (SM90 and later) builds a kernel for every new shape in about 50 ms, so that blocks and
 numbers of queries are rounded to few sizes. Queries that only pad, and those of a causal square's
-first rows, are computed and thrown away. Elsewhere PyTorch's FlashAttention does the same work.
+first rows, are computed and thrown away. Elsewhere, and for large heads on other GPUs than SM90,
+PyTorch's FlashAttention does the same work.
 
 A batch may hold prompts and decoding sequences. They are sorted here: sequences of few new tokens
 go to the kernels for decoding, short prompts to the general one.
@@ -25,6 +26,7 @@ from halfbyte.attention.base import (
 )
 from halfbyte.attention.dense_plan import (
     FEW_QUERIES,
+    MOST_PARTS,
     Block,
     LongSequences,
     OtherSequences,
@@ -35,9 +37,10 @@ from halfbyte.attention.dense_plan import (
 from halfbyte.attention.interface import run
 from halfbyte.dispatch import Answer, current_compute_capability
 
-_CUDNN = 90
-_MOST_PARTS = 4
-"""Results of blocks that are held before they are joined."""
+
+def uses_cudnn(compute_capability: int, head_size: int) -> bool:
+    """Whether cuDNN attends on such a GPU; PyTorch gives it heads over 128 on SM90 alone."""
+    return compute_capability == 90 or (compute_capability > 90 and head_size <= 128)
 
 
 class DenseAttention(GpuAttention):
@@ -110,7 +113,7 @@ def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
         for block in long.cached:
             out, logs = _attend_block(inputs, long, block, query, causal=False)
             parts.append((out[0, :queries], logs[0, :, :queries]))
-            if len(parts) == _MOST_PARTS:
+            if len(parts) == MOST_PARTS:
                 parts = [join(parts)]
     before = last.end - last.begin - queries
     query = _padded_rows(inputs.query, long.query_begin - before, long.count * last.size)
@@ -192,7 +195,7 @@ def _dense(
         out, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, scale=scale
         )
-    elif current_compute_capability(query.device) >= _CUDNN:
+    elif uses_cudnn(current_compute_capability(query.device), query.shape[-1]):
         out, logs, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=scale
         )

@@ -9,6 +9,10 @@ from halfbyte.attention.base import AttentionInputs, AttentionPlans
 
 WORKSPACE_BYTES = 256 * 2**20
 """For unpacked K and V, of which one block at a time is held."""
+RESULT_BYTES = 640 * 2**20
+"""For what blocks gave the same queries, `MOST_PARTS` and one more, and for the queries."""
+MOST_PARTS = 4
+"""Results of blocks that are held before they are joined."""
 MIN_QUERIES = 512
 """New tokens of a sequence from which unpacking its keys pays."""
 FEW_QUERIES = 8
@@ -101,12 +105,13 @@ def make_plan(inputs: AttentionInputs) -> DensePlan:
             long.append(i)
         else:
             (few if n <= FEW_QUERIES else medium).append(i)
-    most = workspace_tokens(inputs)
+    most, most_queries = workspace_tokens(inputs), queries_at_once(inputs)
     groups: list[list[int]] = []
     for i in long:
         last = groups[-1][-1] if groups else -1
         alike = last == i - 1 and counts[last] == lengths[last] == counts[i] == lengths[i]
-        fits = groups and (len(groups[-1]) + 1) * counts[i] <= most
+        # Sequences that are attended to together have one block each, and one result.
+        fits = groups and (len(groups[-1]) + 1) * counts[i] <= min(most, 2 * most_queries)
         if alike and fits and counts[i] == rounded_up(counts[i]):
             groups[-1].append(i)
         else:
@@ -115,9 +120,9 @@ def make_plan(inputs: AttentionInputs) -> DensePlan:
     steps: list[LongSequences] = []
     for group in groups:
         first, n, cached = group[0], counts[group[0]], lengths[group[0]] - counts[group[0]]
-        # More queries than half the workspace holds go one part after the other.
-        for begin in range(0, n, most // 2):
-            queries = min(most // 2, n - begin)
+        # More queries than the memory is for go one part after the other.
+        for begin in range(0, n, most_queries):
+            queries = min(most_queries, n - begin)
             at = starts[first] + begin
             steps.append(_long(first, len(group), at, queries, cached + begin, most, device))
     return DensePlan(
@@ -172,6 +177,14 @@ def _some(
         inputs.seq_lens[indices],
         AttentionPlans(),
     )
+
+
+def queries_at_once(inputs: AttentionInputs) -> int:
+    """Of a sequence, so that their keys and all results fit: a size of `rounded_up`."""
+    row = inputs.query.shape[1] * inputs.layout.head_size_v * inputs.query.element_size()
+    most = min(workspace_tokens(inputs) // 2, RESULT_BYTES // (row * (MOST_PARTS + 2)))
+    step = max(64, 1 << max(0, most.bit_length() - 3))
+    return max(MIN_QUERIES, most // step * step)
 
 
 def workspace_tokens(inputs: AttentionInputs) -> int:
