@@ -6,10 +6,11 @@
 // of waiting for ever; CUDA leaves open what happens then.
 //
 // It has what the sources that run on it need, no more: shuffles of whole warps, grids and CTAs of
-// one dimension, shared memory that has a name.
+// one dimension. What inline assembly does is in cuda_on_host_ptx.h.
 
 #pragma once
 #include <setjmp.h>
+#include <signal.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -17,14 +18,15 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <tuple>
 #include <vector>
 
-#define __CUDA_ARCH__ 900
 #define __global__
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __align__(n) alignas(n)
+#define __grid_constant__
+#define __align__(n) __attribute__((aligned(n)))
 #define __shared__ static  // one CTA at a time
 
 #define VECTORS(T, name)                                                                   \
@@ -48,17 +50,35 @@ using std::min;
 namespace cuda_on_host {
 
 constexpr int WARP = 32, MOST_THREADS = 1024, STACK_BYTES = 64 * 1024;
+constexpr unsigned MOST_SHARED_BYTES = 256 * 1024;
+// The address of dynamic shared memory: aligned as the sources ask for, and no more.
+constexpr unsigned SHARED_BEGIN = 1024 + 128;
 
 enum Stop { AT_WARP, AT_CTA, AT_END };
+
+// What a lane gives to the others of its warp, of any type.
+struct alignas(16) Message {
+  unsigned char bytes[48];
+};
+
+// A copy into shared memory that nobody has waited for yet.
+struct Copy {
+  unsigned to;
+  const void* from;
+  unsigned bytes, there;
+  int group;
+};
 
 struct Thread {
   bool made;
   ucontext_t begin;
   jmp_buf here;  // not a ucontext, whose switches ask the kernel to save a signal mask
   Stop stop;
-  int line;                     // of the source, where it stopped
-  unsigned long long value;     // that it brings to a shuffle
-  unsigned long long received;  // what its lane brought to the warp's last shuffle
+  int line;                  // of the source, where it stopped
+  Message value;             // that it brings to an operation of its warp
+  Message received;          // what its lane brought to the last one
+  std::vector<Copy> copies;  // oldest first
+  int groups;                // of copies, committed so far
 };
 
 static Thread threads[MOST_THREADS];
@@ -66,6 +86,8 @@ static char* stacks;
 static jmp_buf scheduler;
 static std::function<void()> body;
 static std::vector<void*> shared_variables;  // that the CTA has come across
+alignas(128) static unsigned char dynamic_shared[MOST_SHARED_BYTES];
+static unsigned shared_bytes;
 static char message[256];
 static unsigned random_state;
 
@@ -151,6 +173,8 @@ inline bool run_warp(int first) {
 
 inline bool run_cta(int count) {
   shared_variables.clear();
+  memset(dynamic_shared, 0xFF, shared_bytes);
+  for (int i = 0; i < count; i++) threads[i].copies.clear(), threads[i].groups = 0;
   do {
     const unsigned random = next_random();
     for (int i = 0; i < count / WARP; i++)
@@ -160,22 +184,39 @@ inline bool run_cta(int count) {
   return true;
 }
 
-// Nothing, or what went wrong.
-template <class Params>
-const char* launch(void (*kernel)(Params), int grid, int count, const void* bytes) {
-  if (count % WARP || count > MOST_THREADS) return "threads: whole warps, at most 1024 threads";
-  if (!stacks) stacks = new char[(size_t)MOST_THREADS * STACK_BYTES];
-  Params params;
-  memcpy((void*)&params, bytes, sizeof params);
-  body = [=] { kernel(params); };
-  message[0] = 0;
+// A thread that touches memory that is not there ends the launch, and not the process.
+inline void at_fault(int, siginfo_t* info, void*) {
+  say("block %u, thread %u: nothing lies at %p", blockIdx.x, threadIdx.x, info->si_addr);
+  _longjmp(scheduler, 1);
+}
+
+inline bool run_grid(int grid, int count) {
+  struct sigaction before, mine = {};
+  mine.sa_sigaction = at_fault;
+  mine.sa_flags = SA_SIGINFO | SA_NODEFER;  // nothing returns from it
+  sigaction(SIGSEGV, &mine, &before);
   gridDim.x = grid, blockDim.x = count;
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++)
-    if (!run_cta(count)) {
-      for (Thread& thread : threads) thread.made = false;  // left where they stood
-      return message;
-    }
-  return nullptr;
+    if (!run_cta(count)) break;
+  sigaction(SIGSEGV, &before, nullptr);
+  if (!message[0]) return true;
+  for (Thread& thread : threads) thread.made = false;  // left where they stood
+  return false;
+}
+
+// Nothing, or what went wrong.
+template <class... Params>
+const char* launch(void (*kernel)(Params...), int grid, int count, int bytes,
+                   const void* const* arguments) {
+  if (count % WARP || count > MOST_THREADS) return "threads: whole warps, at most 1024 threads";
+  if (bytes > (int)MOST_SHARED_BYTES) return "dynamic shared memory: at most 256 KiB";
+  if (!stacks) stacks = new char[(size_t)MOST_THREADS * STACK_BYTES];
+  int i = 0;
+  const std::tuple<Params...> params{*(const Params*)arguments[i++]...};
+  body = [=] { std::apply(kernel, params); };
+  message[0] = 0;
+  shared_bytes = bytes;
+  return run_grid(grid, count) ? nullptr : message;
 }
 
 // Shared memory begins with garbage: all ones are NaN, or -1.
@@ -186,31 +227,24 @@ inline void begin_with_garbage(void* variable, size_t bytes) {
   memset(variable, 0xFF, bytes);
 }
 
+// An operation of a whole warp: what all lanes bring can be read once all have come.
 template <class T>
-T shuffle(unsigned mask, T x, int source, int line) {
-  static_assert(sizeof x <= sizeof threads[0].value);
-  if (mask != ~0u) refuse("a shuffle of some of a warp's lanes");
+void bring(const T& x, int line) {
+  static_assert(sizeof x <= sizeof(Message));
   memcpy(&threads[threadIdx.x].value, &x, sizeof x);
   stop(AT_WARP, line);
-  memcpy(&x, &threads[threadIdx.x / WARP * WARP + source % WARP].received, sizeof x);
+}
+inline const void* brought_by(int lane) {
+  return &threads[threadIdx.x / WARP * WARP + lane % WARP].received;
+}
+
+template <class T>
+T shuffle(unsigned mask, T x, int source, int line) {
+  if (mask != ~0u) refuse("a shuffle of some of a warp's lanes");
+  bring(x, line);
+  memcpy(&x, brought_by(source), sizeof x);
   return x;
 }
-
-inline float flush(float x) { return std::fabs(x) < 1.17549435e-38f ? 0.0f : x; }
-
-// Rounds to nearest even. `smallest` is the exponent of the smallest normal value.
-inline unsigned narrow(float x, int mantissa_bits, int smallest) {
-  if (std::isnan(x)) return 0x7FFF;
-  const unsigned infinity = (3 - 2 * smallest) << mantissa_bits;
-  const int exponent = max(std::ilogb(x), smallest);  // ilogb(0) is far below
-  const float in_steps = std::ldexp(std::fabs(x), mantissa_bits - exponent);
-  // Added, so that a carry out of the mantissa raises the exponent, and so does a leading one.
-  unsigned rounded = ((exponent - smallest) << mantissa_bits) + (unsigned)std::nearbyint(in_steps);
-  if (std::isinf(x) || exponent > 1 - smallest) rounded = infinity;
-  return (std::signbit(x) ? 0x8000u : 0u) | rounded;
-}
-inline unsigned to_float16(float x) { return narrow(x, 10, -14); }
-inline unsigned to_bfloat16(float x) { return narrow(x, 7, -126); }
 
 }  // namespace cuda_on_host
 
@@ -241,8 +275,14 @@ inline float __int_as_float(int x) {
   memcpy(&y, &x, sizeof y);
   return y;
 }
+inline float __uint_as_float(unsigned x) { return __int_as_float(x); }
 
-inline size_t __cvta_generic_to_shared(const void*) {
-  cuda_on_host::refuse("addresses in shared memory");
-  return 0;
+template <class T>
+T __ldcs(const T* x) {
+  return *x;
+}
+
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(x); }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+  return ((unsigned long long)high << 32 | low) >> shift % 32;
 }

@@ -1,26 +1,30 @@
 """CUDA sources on the CPU: compiled by a C++ compiler as they are, but for inline assembly.
 
 `cuda_on_host.h` has the part of CUDA that they need. Every `asm` statement becomes the C++ that
-stands for its text in `_ASSEMBLY`; a source with another one is refused. So it is worth running
-sources here whose logic is in C++.
+stands for its text in `_ASSEMBLY`, most of it in `cuda_on_host_ptx.h`; a source with another one is
+refused. What only some GPUs have may be there, as long as no thread comes to it.
 """
 
 import ctypes
+import mmap
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from halfbyte.kernels import nvrtc
 
 SOURCES = Path(nvrtc.__file__).parent
-_HEADER = Path(__file__).with_suffix(".h")
+_HEADER = Path(__file__).with_name("cuda_on_host_ptx.h")
 _COMPILER = shutil.which("c++") or shutil.which("g++")
 _OPTIONS = (
     *("-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off"),
@@ -35,57 +39,109 @@ needs_compiler = pytest.mark.skipif(
 
 _HERE = "cuda_on_host::"
 _ASSEMBLY = {
+    "": "",
     "ex2.approx.ftz.f32 %0, %1;": f"%0 = {_HERE}flush(std::exp2({_HERE}flush(%1)))",
+    "rcp.approx.ftz.f32 %0, %1;": f"%0 = {_HERE}approximate_inverse(%1)",
     "cvt.rn.bf16x2.f32 %0, %1, %2;": f"%0 = {_HERE}to_bfloat16(%1) << 16 | {_HERE}to_bfloat16(%2)",
     "cvt.rn.f16x2.f32 %0, %1, %2;": f"%0 = {_HERE}to_float16(%1) << 16 | {_HERE}to_float16(%2)",
+    "cvt.f32.f16 %0, %1;": f"%0 = {_HERE}of_float16(%1)",
+    "mul.bf16x2 %0, %1, %2;": f"%0 = {_HERE}fma_bfloat16x2(%1, %2, 0x80008000u)",
+    "fma.rn.bf16x2 %0, %1, %2, %3;": f"%0 = {_HERE}fma_bfloat16x2(%1, %2, %3)",
+    "mul.f16x2 %0, %1, %2;": f"%0 = {_HERE}multiply_float16x2(%1, %2)",
+    "{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}": (
+        "%0 = (%1 & 0xFFFF) * 0x10001u"
+    ),
+    "{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}": (
+        "%0 = (%1 >> 16) * 0x10001u"
+    ),
+    "ld.shared.f32 %0, [%1];": f"%0 = {_HERE}load<float>(%1)",
+    "ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];": f"{_HERE}load(%0, %1, %2, %3, %4)",
+    "st.shared.f32 [%0], %1;": f"{_HERE}store<float>(%0, %1)",
+    "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;": f"{_HERE}copy(%0, %1, 16, 16)",
+    "cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;": f"{_HERE}copy(%0, %1, 4, 4)",
+    "cp.async.cg.shared.global [%0], [%1], 16, %2;": f"{_HERE}copy(%0, %1, 16, %2)",
+    "cp.async.commit_group;": f"{_HERE}commit_group()",
+    "cp.async.wait_group %0;": f"{_HERE}wait_group(%0)",
+    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];": (
+        f"{_HERE}load_matrices(%0, %1, %2, %3, %4)"
+    ),
+    "MATMUL {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};": (
+        f"{_HERE}multiply_matrices(MATMUL, %0, %1, %2, %3, %4, %5, %6, %7, %8, %9)"
+    ),
+    "createpolicy.fractional.L2::evict_first.b64 %0, 1.0;": "%0 = 0",
+    "prefetch.global.L2 [%0];": "",
     "griddepcontrol.wait;": "",
-    **{
-        # In headers that a source includes, but nothing that it calls.
-        text: f'{_HERE}refuse("{text.split()[0]}")'
-        for text in (
-            "ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];",
-            "st.shared.f32 [%0], %1;",
-            "{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}",
-            "{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}",
-        )
-    },
+    "griddepcontrol.launch_dependents;": "",
 }
-_STATEMENT = re.compile(r'\basm\s*(?:volatile\s*)?\(\s*"([^"]*)"(.*?)\)\s*;', re.DOTALL)
+_ONLY_ON_GPUS = re.compile(
+    r"(\{\.reg \.\w+ [\w, ]+; ?)?"
+    r"(barrier\.cluster|cp\.async\.bulk|elect|fence|mapa|mbarrier|mov\.u32 %0, %%cluster_ctarank"
+    r"|prefetch\.tensormap|wgmma)\b"
+)
+"""Beginnings of statements that headers have and no thread here comes to."""
+_STATEMENT = re.compile(
+    r'\basm\s*(?:volatile\s*)?\(\s*((?:\w+\s+)?(?:"[^"]*"\s*)+)(.*?)\)\s*;', re.DOTALL
+)
+_TEXT = re.compile(r'"([^"]*)"|(\w+)')
 _OPERAND = re.compile(r'"[=+]?\w"\s*\(((?:[^()]|\([^()]*\))*)\)')
-_SHARED = re.compile(r"\b__shared__\s[\w\s]*?(\w+)\s*((?:\[[^\]]*\]\s*)*);")
+_SHARED = re.compile(
+    r"\b(extern\s+)?__shared__\s(?:__align__\(\d+\)\s)?([\w\s]*?)(\w+)\s*((?:\[[^\]]*\]\s*)*);"
+)
 _INCLUDE = re.compile(r'^#include "(.*)"', re.MULTILINE)
-_KERNEL = re.compile(r"__global__ void [^{;]*?(\w+)\(\w+ \w+\)")
+_KERNEL = re.compile(r"__global__ void [^{;]*?(\w+)\([\w\s,]*\)\s*\{")
 
 
-def build(name: str, macros: dict[str, int | None], folder: Path = SOURCES) -> ctypes.CDLL:
+def build(
+    name: str,
+    macros: dict[str, int | None],
+    folder: Path = SOURCES,
+    capability: int = 90,
+) -> ctypes.CDLL:
     """The kernels of `name.cu`, compiled once per process.
 
     Args:
         name, macros: as for `nvrtc.compile_source`.
         folder: of the source and what it includes.
+        capability: of the GPU that it is compiled for, such as 80.
 
     Raises:
         ValueError: inline assembly that has no C++ here.
         RuntimeError: the compiler refused the source.
     """
-    return _build(name, tuple(macros.items()), folder)
+    return _build(name, (("__CUDA_ARCH__", 10 * capability), *macros.items()), folder)
 
 
-def launch(function: Any, grid: int, threads: int, params: ctypes.Structure) -> None:
+def launch(
+    function: Any, grid: int, threads: int, *arguments: ctypes.Structure, shared_bytes: int = 0
+) -> None:
     """Run a kernel, such as `build(...).plan_work`, to its end.
 
     Args:
         grid: CTAs.
         threads: of a CTA, a multiple of 32.
-        params: the kernel's only argument.
+        arguments: the kernel's.
+        shared_bytes: of dynamic shared memory.
 
     Raises:
-        RuntimeError: threads that did not come to the same barrier or shuffle, or something that
-            only a GPU has.
+        RuntimeError: threads that did not come to the same barrier or operation of a warp, memory
+            that is not theirs, or something that only a GPU has.
     """
-    message = function(grid, threads, ctypes.byref(params))
+    pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+    message = function(grid, threads, shared_bytes, pointers)
     if message is not None:
         raise RuntimeError(message.decode())
+
+
+def guarded(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of NaN, with memory right behind it that no kernel may touch."""
+    count = prod(size)
+    pages = -(-count * dtype.itemsize // mmap.PAGESIZE)
+    memory = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
+    end = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + pages * mmap.PAGESIZE
+    if ctypes.CDLL(None).mprotect(ctypes.c_void_p(end), ctypes.c_size_t(mmap.PAGESIZE), 0):
+        raise OSError("mprotect: could not guard a page")
+    all_bytes = torch.frombuffer(memory, dtype=torch.uint8, count=pages * mmap.PAGESIZE)
+    return all_bytes.fill_(0xFF).view(dtype)[-count:].view(*size)
 
 
 @cache
@@ -104,8 +160,8 @@ def _build(name: str, macros: tuple[tuple[str, int | None], ...], folder: Path) 
         f'#include "{_HEADER}"\n#include "{name}.cu"\n'
         + "".join(
             f'extern "C" __attribute__((visibility("default"))) const char* launch_{kernel}'
-            f"(int grid, int threads, const void* params) {{\n"
-            f"  return {_HERE}launch({kernel}, grid, threads, params);\n}}\n"
+            f"(int grid, int threads, int shared_bytes, const void* const* arguments) {{\n"
+            f"  return {_HERE}launch({kernel}, grid, threads, shared_bytes, arguments);\n}}\n"
             for kernel in kernels
         )
     )
@@ -131,13 +187,25 @@ def _translate(name: str, folder: Path, to: Path) -> None:
     text = _STATEMENT.sub(_host_statement, text)
     if re.search(r"\basm\b\s*(volatile\s*)?\(", text):
         raise ValueError(f"{name}: an asm statement of an unknown form")
-    text = _SHARED.sub(rf"\g<0> {_HERE}begin_with_garbage(&\1, sizeof \1);", text)
+    text = _SHARED.sub(_host_variable, text)
     (to / name).write_text(f'#line 1 "{folder / name}"\n{text}')
 
 
+def _host_variable(match: re.Match[str]) -> str:
+    is_dynamic, kind, name = match[1], match[2], match[3]
+    if is_dynamic:
+        return f"{kind}* const {name} = ({kind}*){_HERE}dynamic_shared;"
+    return f"{match[0]} {_HERE}begin_with_garbage(&{name}, sizeof {name});"
+
+
 def _host_statement(match: re.Match[str]) -> str:
-    text, operands = match[1], _OPERAND.findall(match[2])
-    if text not in _ASSEMBLY:
+    """Literals that stand side by side are one text, and a macro before them is part of it."""
+    text = "".join(f"{macro} " if macro else part for part, macro in _TEXT.findall(match[1]))
+    operands = _OPERAND.findall(match[2])
+    if text in _ASSEMBLY:
+        statement = re.sub(r"%(\d)", lambda number: operands[int(number[1])], _ASSEMBLY[text])
+    elif _ONLY_ON_GPUS.match(text):
+        statement = f'{_HERE}refuse("{text.split(";")[0]}")'
+    else:
         raise ValueError(f"inline assembly that has no C++ here: {text}")
-    statement = re.sub(r"%(\d)", lambda number: operands[int(number[1])], _ASSEMBLY[text])
     return f"{statement};" + "\n" * match[0].count("\n")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cuda_on_host import build, launch, needs_compiler
+from cuda_on_host import build, guarded, launch, needs_compiler
 
 pytestmark = needs_compiler
 
@@ -105,6 +105,14 @@ def test_threads_that_do_not_meet_are_an_error(
     with pytest.raises(RuntimeError, match=message):
         run(library, name)
     assert run(library, "total")[0] == 0, "the next launch begins afresh"
+
+
+def test_memory_that_is_not_there_is_an_error(library: ctypes.CDLL) -> None:
+    out = guarded((32,), torch.int32)
+    launch(library.running_total, 1, 32, Params(out.data_ptr()))
+    assert out[-1] == 31 * 16
+    with pytest.raises(RuntimeError, match=r"block 0, thread \d+: nothing lies at"):
+        launch(library.running_total, 1, 64, Params(out.data_ptr()))
 
 
 def test_conversions_round_as_torch_does(library: ctypes.CDLL) -> None:

@@ -1,0 +1,166 @@
+// What inline assembly stands for, for cuda_on_host.py: shared memory by its 32-bit addresses,
+// copies into it, matrices, halves.
+//
+// A copy destroys what it overwrites at once, and arrives when its thread waits for it: so both a
+// wait that is missing and a copy that begins too early show.
+
+#pragma once
+#include "cuda_on_host.h"
+
+namespace cuda_on_host {
+
+// Leaves the kernel, as `refuse` does.
+template <class... Arguments>
+void fail(const char* format, Arguments... arguments) {
+  say(format, arguments...);
+  stop(AT_END, 0);
+}
+
+inline unsigned to_shared(const void* pointer) {
+  const size_t offset = (const unsigned char*)pointer - dynamic_shared;
+  if (offset >= shared_bytes) refuse("addresses of what is not in dynamic shared memory");
+  return SHARED_BEGIN + offset;
+}
+
+// Where so many bytes lie, if they are the CTA's.
+inline unsigned char* at(unsigned address, unsigned bytes) {
+  const unsigned offset = address - SHARED_BEGIN;
+  if (address % bytes || offset >= shared_bytes || bytes > shared_bytes - offset)
+    fail("block %u, thread %u: %u bytes at offset %d of %u bytes of shared memory", blockIdx.x,
+         threadIdx.x, bytes, (int)offset, shared_bytes);
+  return dynamic_shared + offset;
+}
+
+template <class T>
+T load(unsigned address) {
+  T x;
+  memcpy(&x, at(address, sizeof x), sizeof x);
+  return x;
+}
+
+inline void load(unsigned& x, unsigned& y, unsigned& z, unsigned& w, unsigned address) {
+  const uint4 all = load<uint4>(address);
+  x = all.x, y = all.y, z = all.z, w = all.w;
+}
+
+template <class T>
+void store(unsigned address, T x) {
+  memcpy(at(address, sizeof x), &x, sizeof x);
+}
+
+// So many bytes, of which the first `there` come from memory and the others are zeros.
+inline void copy(unsigned to, const void* from, unsigned bytes, unsigned there) {
+  if ((size_t)from % bytes || there > bytes) fail("a copy of %u bytes from %p", there, from);
+  memset(at(to, bytes), 0xFF, bytes);
+  threads[threadIdx.x].copies.push_back({to, from, bytes, there, threads[threadIdx.x].groups});
+}
+
+inline void commit_group() { threads[threadIdx.x].groups++; }
+
+// Until no more than the last `left` groups are under way.
+inline void wait_group(int left) {
+  Thread& thread = threads[threadIdx.x];
+  auto copy = thread.copies.begin();
+  for (; copy != thread.copies.end() && copy->group < thread.groups - left; copy++) {
+    unsigned char* to = at(copy->to, copy->bytes);
+    memset(to, 0, copy->bytes);
+    memcpy(to, copy->from, copy->there);
+  }
+  thread.copies.erase(thread.copies.begin(), copy);
+}
+
+inline float flush(float x) { return std::fabs(x) < 1.17549435e-38f ? 0.0f : x; }
+
+// Rounds to nearest even. `smallest` is the exponent of the smallest normal value.
+inline unsigned narrow(float x, int mantissa_bits, int smallest) {
+  if (std::isnan(x)) return 0x7FFF;
+  const unsigned infinity = (3 - 2 * smallest) << mantissa_bits;
+  const int exponent = max(std::ilogb(x), smallest);  // ilogb(0) is far below
+  const float in_steps = std::ldexp(std::fabs(x), mantissa_bits - exponent);
+  // Added, so that a carry out of the mantissa raises the exponent, and so does a leading one.
+  unsigned rounded = ((exponent - smallest) << mantissa_bits) + (unsigned)std::nearbyint(in_steps);
+  if (std::isinf(x) || exponent > 1 - smallest) rounded = infinity;
+  return (std::signbit(x) ? 0x8000u : 0u) | rounded;
+}
+inline unsigned to_float16(float x) { return narrow(x, 10, -14); }
+inline unsigned to_bfloat16(float x) { return narrow(x, 7, -126); }
+
+inline float of_bfloat16(unsigned x) { return __int_as_float(x << 16); }
+inline float of_float16(unsigned x) {
+  const bool finite = (x & 0x7C00) != 0x7C00;
+  const float magnitude = finite ? __int_as_float((x & 0x7FFF) << 13) * 0x1p112f
+                                 : __int_as_float(0x7F800000 | (x & 0x3FF) << 13);
+  return x & 0x8000 ? -magnitude : magnitude;
+}
+
+// a * b + c, of both halves. With c = -0 it is a * b, which is exact before it is rounded.
+inline unsigned fma_bfloat16x2(unsigned a, unsigned b, unsigned c) {
+  const auto fma = [](unsigned x, unsigned y, unsigned z) {
+    return to_bfloat16(std::fma(of_bfloat16(x), of_bfloat16(y), of_bfloat16(z)));
+  };
+  return fma(a >> 16, b >> 16, c >> 16) << 16 | fma(a & 0xFFFF, b & 0xFFFF, c & 0xFFFF);
+}
+inline unsigned multiply_float16x2(unsigned a, unsigned b) {
+  const auto multiply = [](unsigned x, unsigned y) {
+    return to_float16(of_float16(x & 0xFFFF) * of_float16(y & 0xFFFF));
+  };
+  return multiply(a >> 16, b >> 16) << 16 | multiply(a, b);
+}
+
+// PTX allows an error of one in the last place: any of the two floats around the truth.
+inline float approximate_inverse(float x) {
+  const double truth = 1 / (double)flush(x);
+  const float near = truth, other = std::nextafter(near, near < truth ? INFINITY : -INFINITY);
+  return flush(near == truth || next_random() & 1 ? near : other);
+}
+
+// Four of 8 x 8 halves; lane i gives the address of row i % 8 of matrix i / 8.
+inline void load_matrices(unsigned& a, unsigned& b, unsigned& c, unsigned& d, unsigned address,
+                          int line = __builtin_LINE()) {
+  const uint4 row = load<uint4>(address);
+  bring(row, line);
+  unsigned* const words[4] = {&a, &b, &c, &d};
+  const int lane = threadIdx.x % WARP;
+  for (int i = 0; i < 4; i++)
+    memcpy(words[i], (const unsigned*)brought_by(8 * i + lane / 4) + lane % 4, 4);
+}
+
+// A lane's part of the operands of m16n8k16: rows g and g + 8 of A and column g of B, where g is
+// lane / 4; k = 2 (lane % 4) + {0, 1, 8, 9}.
+struct Operands {
+  float a[2][4], b[4];
+};
+
+inline void multiply_matrices(const char* type, float& c0, float& c1, float& c2, float& c3,
+                              unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                              unsigned b1, int line = __builtin_LINE()) {
+  const bool is_bfloat16 = strstr(type, "m16n8k16.row.col.f32.bf16.bf16.f32");
+  if (!is_bfloat16 && !strstr(type, "m16n8k16.row.col.f32.f16.f16.f32")) refuse(type);
+  Operands mine;
+  const auto unpack = [=](float* to, unsigned pair) {
+    to[0] = is_bfloat16 ? of_bfloat16(pair & 0xFFFF) : of_float16(pair & 0xFFFF);
+    to[1] = is_bfloat16 ? of_bfloat16(pair >> 16) : of_float16(pair >> 16);
+  };
+  unpack(mine.a[0], a0), unpack(mine.a[0] + 2, a2);
+  unpack(mine.a[1], a1), unpack(mine.a[1] + 2, a3);
+  unpack(mine.b, b0), unpack(mine.b + 2, b1);
+  bring(mine, line);
+  const int lane = threadIdx.x % WARP;
+  float* const sums[2][2] = {{&c0, &c1}, {&c2, &c3}};
+  for (int half = 0; half < 2; half++)
+    for (int column = 0; column < 2; column++) {
+      double sum = *sums[half][column];
+      for (int part = 0; part < 4; part++) {
+        const Operands* a = (const Operands*)brought_by(lane / 4 * 4 + part);
+        const Operands* b = (const Operands*)brought_by((lane % 4 * 2 + column) * 4 + part);
+        for (int i = 0; i < 4; i++) sum += (double)a->a[half][i] * b->b[i];
+      }
+      *sums[half][column] = sum;
+    }
+}
+
+}  // namespace cuda_on_host
+
+inline size_t __cvta_generic_to_shared(const void* pointer) {
+  return cuda_on_host::to_shared(pointer);
+}

@@ -1,0 +1,181 @@
+"""CUDA on the CPU: inline assembly does what PTX says, and shared memory is watched."""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+
+from cuda_on_host import build, launch, needs_compiler
+
+pytestmark = needs_compiler
+
+SOURCE = """
+typedef unsigned u32;
+struct Params { const unsigned char* in; u32* out; int offset; };
+
+extern "C" __global__ void garbage(Params p) {
+  extern __shared__ __align__(128) u32 words[];
+  p.out[threadIdx.x] = words[threadIdx.x];
+  words[threadIdx.x] = 0;
+}
+
+extern "C" __global__ void copies(Params p) {
+  extern __shared__ __align__(128) u32 words[];
+  const u32 to = (u32)__cvta_generic_to_shared(words) + threadIdx.x * 64;
+  words[threadIdx.x * 16] = 1;
+  for (int i = 0; i < 3; i++) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + i * 16), "l"(p.in),
+                 "r"(8));
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  asm volatile("cp.async.wait_group %0;" ::"n"(1) : "memory");
+  for (int i = 0; i < 12; i++) p.out[threadIdx.x * 12 + i] = words[threadIdx.x * 16 + i];
+}
+
+extern "C" __global__ void beyond(Params p) {
+  extern __shared__ __align__(128) u32 words[];
+  const u32 address = (u32)__cvta_generic_to_shared(words) + p.offset;
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(1.0f) : "memory");
+}
+
+extern "C" __global__ void other_gpus(Params p) {
+  if (p.offset) asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+#if BF16
+#define MATMUL "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+#else
+#define MATMUL "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+#endif
+// A [16, 16] and the transpose of B, [8, 16].
+extern "C" __global__ void matmul(Params p) {
+  extern __shared__ __align__(128) unsigned char bytes[];
+  const int lane = threadIdx.x;
+  for (int i = lane; i < 24 * 32; i += 32) bytes[i] = p.in[i];
+  __syncwarp();
+  const u32 address = (u32)__cvta_generic_to_shared(bytes);
+  u32 a[4], b[4];
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(address + lane % 16 * 32 + lane / 16 * 16)
+               : "memory");
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+               : "r"(address + 512 + lane % 8 * 32 + lane / 8 % 2 * 16)
+               : "memory");
+  float c[4] = {1, 2, 3, 4};
+  asm volatile(MATMUL "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  float* out = (float*)p.out + lane / 4 * 8 + lane % 4 * 2;
+  for (int i = 0; i < 4; i++) out[i / 2 * 64 + i % 2] = c[i];
+}
+
+// Pairs, each with the one as far from the other end.
+extern "C" __global__ void halves(Params p) {
+  const u32* in = (const u32*)p.in;
+  for (int i = threadIdx.x; i < p.offset; i += 32) {
+    const u32 x = in[i], y = in[p.offset - 1 - i];
+    u32 product, other;
+    float wide;
+#if BF16
+    asm("mul.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(x), "r"(y));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(other) : "r"(x), "r"(y), "r"(x));
+#else
+    asm("mul.f16x2 %0, %1, %2;" : "=r"(product) : "r"(x), "r"(y));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"((unsigned short)x));
+    other = *(u32*)&wide;
+#endif
+    p.out[i] = product, p.out[p.offset + i] = other;
+  }
+}
+"""
+
+
+class Params(ctypes.Structure):
+    _fields_ = (("input", ctypes.c_void_p), ("out", ctypes.c_void_p), ("offset", ctypes.c_int))
+
+
+DTYPES = {1: torch.bfloat16, 0: torch.float16}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sources")
+    (folder / "some.cu").write_text(SOURCE)
+    return folder
+
+
+def run(
+    folder: Path,
+    name: str,
+    given: torch.Tensor | None = None,
+    *,
+    size: int = 400,
+    offset: int = 0,
+    grid: int = 1,
+    shared_bytes: int = 4096,
+    bf16: int = 1,
+) -> torch.Tensor:
+    """What a warp writes: int32 `[size]`."""
+    out = torch.zeros(size, dtype=torch.int32)
+    given = torch.zeros(16) if given is None else given.contiguous()
+    params = Params(given.data_ptr(), out.data_ptr(), offset)
+    kernel = getattr(build("some", {"BF16": bf16}, folder), name)
+    launch(kernel, grid, 32, params, shared_bytes=shared_bytes)
+    return out
+
+
+def test_shared_memory_of_every_cta_begins_with_garbage(folder: Path) -> None:
+    assert (run(folder, "garbage", grid=2)[:32] == -1).all()
+
+
+def test_copies_arrive_when_they_are_waited_for(folder: Path) -> None:
+    out = run(folder, "copies", torch.arange(1, 5, dtype=torch.int32))
+    assert out[:384].view(32, 12).unique(dim=0).tolist() == [[1, 2, 0, 0] * 2 + [-1] * 4]
+
+
+@pytest.mark.parametrize("offset", [-4, 2, 124, 126, 128])
+def test_shared_memory_ends(folder: Path, offset: int) -> None:
+    if offset == 124:
+        run(folder, "beyond", offset=offset, shared_bytes=128)
+        return
+    message = f"block 0, thread .*: 4 bytes at offset {offset} of 128 bytes"
+    with pytest.raises(RuntimeError, match=message):
+        run(folder, "beyond", offset=offset, shared_bytes=128)
+
+
+def test_assembly_of_other_gpus_is_refused_when_a_thread_comes_to_it(folder: Path) -> None:
+    run(folder, "other_gpus")
+    with pytest.raises(RuntimeError, match=r"not on the host: wgmma\.fence"):
+        run(folder, "other_gpus", offset=1)
+
+
+@pytest.mark.parametrize("bf16", [0, 1])
+def test_matrices(folder: Path, bf16: int) -> None:
+    matrices = torch.randn(24, 16, generator=torch.Generator().manual_seed(0)).to(DTYPES[bf16])
+    out = run(folder, "matmul", matrices, bf16=bf16).view(torch.float32)[:128].view(16, 8)
+    wanted = matrices[:16].double() @ matrices[16:].double().t()
+    wanted += torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]).repeat(1, 8, 4).view(16, 8)
+    torch.testing.assert_close(out, wanted.float(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("bf16", [0, 1])
+def test_halves(folder: Path, bf16: int) -> None:
+    dtype = DTYPES[bf16]
+    bits = torch.randperm(2**16, generator=torch.Generator().manual_seed(0))
+    x = bits.to(torch.int16).view(dtype)
+    pairs = len(x) // 2
+    out = run(folder, "halves", x, size=2 * pairs, offset=pairs, bf16=bf16)
+    y = x.view(-1, 2).flip(0).flatten()
+    torch.testing.assert_close(out[:pairs].view(dtype), x * y, rtol=0, atol=0, equal_nan=True)
+    others = out[pairs:]
+    if bf16:
+        wanted = (x.double() * y.double() + x.double()).float().to(dtype)
+        torch.testing.assert_close(others.view(dtype), wanted, rtol=0, atol=0, equal_nan=True)
+    else:
+        wanted = x[::2].float()
+        torch.testing.assert_close(
+            others.view(torch.float32), wanted, rtol=0, atol=0, equal_nan=True
+        )
