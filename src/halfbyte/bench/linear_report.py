@@ -42,7 +42,8 @@ def linear_tables(report: Report) -> Iterator[Table]:
 
 def _bounds_table(bounds: list[Row], judged_by: Sequence[str]) -> Table:
     table = Table(box=None, pad_edge=False)
-    timings = [*judged_by, *(timing for timing in TIMINGS if timing not in judged_by)]
+    others = [name for name in TIMINGS if any(bound[name]["m"] for bound in bounds)]
+    timings = [*judged_by, *(name for name in others if name not in judged_by)]
     for heading in ("must hold", "", ""):
         table.add_column(heading, no_wrap=True)
     for timing in timings[: len(judged_by)]:
