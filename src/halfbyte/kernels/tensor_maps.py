@@ -17,7 +17,7 @@ class TensorMap(ctypes.Structure):
     _fields_ = (("opaque", ctypes.c_uint64 * 16),)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)  # a step of a model without a graph has hundreds, the same in every step
 def tensor_map(
     address: int, m: int, k: int, stride: int, dtype: torch.dtype, rows: int
 ) -> TensorMap:
