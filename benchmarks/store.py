@@ -2,9 +2,9 @@
 
     python benchmarks/store.py [--out benchmarks/results/store.json]
 
-K and V are bfloat16, 8 heads of 128. `single` and `back_to_back` are graph replays as in
-`halfbyte.bench.timing`; `in_graph` is the time per store of a graph of many, as an engine's decode
-step has one per layer; `host` is what an uncaptured call takes of the CPU. Stores take turns on
+K and V are bfloat16, 8 heads of 128. `single`, `back_to_back` and `in_graph` are those of
+`halfbyte.bench.timing`, the last per store of a graph of many, as an engine's decode step has one
+per layer; `host` is what an uncaptured call takes of the CPU. Stores take turns on
 copies of inputs and pages. The copies of a prompt leave the L2; a decode step's inputs were just
 computed, so its copies are those of 32 layers. Slots are random.
 """

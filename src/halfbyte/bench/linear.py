@@ -55,7 +55,15 @@ from halfbyte.bench.linear_read import plain_read
 from halfbyte.bench.linear_warm_up import KEPT_ON_DISK, compile_ahead, warm_up
 from halfbyte.bench.linear_weights import Weights, dense_calls, layer_calls
 from halfbyte.bench.machine import gpu_state, machine, versions
-from halfbyte.bench.timing import Call, Ready, Times, bandwidths, measure_in_turns, ready
+from halfbyte.bench.timing import (
+    Call,
+    Ready,
+    Times,
+    bandwidths,
+    measure_in_turns,
+    ready,
+    spacer,
+)
 from halfbyte.dispatch import CPU, current_compute_capability
 from halfbyte.linear import LINEAR_BACKENDS, NvFp4LinearLayerConfig, select_nvfp4_linear_kernel
 
@@ -169,9 +177,8 @@ class LinearBenchmark:
         warm_up(self.shapes, self.rows, kept, self.device, self.dtype)
 
     def _empty(self) -> Times:
-        """Times of filling a single value: what starting a kernel takes."""
-        value = torch.zeros(1, device=self.device)
-        subject = ready([value.zero_], self.device, in_graph=True)
+        """Times of a kernel that does next to nothing: what starting one takes."""
+        subject = ready([spacer(self.device)], self.device, in_graph=True)
         return measure_in_turns({"": subject}, self.device, _ROUNDS["cuda"])[""]
 
     def _compile(self) -> None:

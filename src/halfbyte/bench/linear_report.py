@@ -42,32 +42,30 @@ def linear_tables(report: Report) -> Iterator[Table]:
 
 def _bounds_table(bounds: list[Row], judged_by: Sequence[str]) -> Table:
     table = Table(box=None, pad_edge=False)
-    others = [name for name in TIMINGS if any(bound[name]["m"] for bound in bounds)]
-    timings = [*judged_by, *(name for name in others if name not in judged_by)]
+    timed = [name for name in TIMINGS if any(bound[name]["m"] for bound in bounds)]
+    others = [name for name in timed if name not in judged_by]
     for heading in ("must hold", "", ""):
         table.add_column(heading, no_wrap=True)
-    for timing in timings[: len(judged_by)]:
+    for timing in judged_by:
         table.add_column(f"worst {_HEADINGS[timing]}", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    for timing in timings[len(judged_by) :]:
+    for timing in others:
         table.add_column(f"({_HEADINGS[timing]})", justify="right", no_wrap=True)
     words = {True: "holds", False: "BROKEN", None: "not measured"}
     for bound in bounds:
-        worst = [
-            f"{_ratio(bound[timing]['worst'])} (M {bound[timing]['m']})"
-            if bound[timing]["m"]
-            else ""
-            for timing in timings
-        ]
         table.add_row(
             bound["meaning"],
             bound["shape"],
             bound["rows"],
-            *worst[: len(judged_by)],
+            *(_worst(bound[timing]) for timing in judged_by),
             words[bound["holds"]],
-            *worst[len(judged_by) :],
+            *(_worst(bound[timing]) for timing in others),
         )
     return table
+
+
+def _worst(found: Row) -> str:
+    return f"{_ratio(found['worst'])} (M {found['m']})" if found["m"] else ""
 
 
 def _microseconds(entry: Row, timing: str) -> str:

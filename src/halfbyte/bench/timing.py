@@ -8,8 +8,9 @@ is timed as it is, its launches included, and the times say so (`graph` is false
 
 To start a graph takes 3 to 17 µs, depending on what the host does meanwhile, and is in both times.
 For calls of a few µs there is a third: `in_graph`, by a graph that holds a row of calls and before
-each of them a kernel that does next to nothing, less what those take by themselves. So nobody gains
-by beginning before a call of his own has ended, which in a model's step is not in front of him.
+each of them a kernel that does next to nothing (`spacer`), less what those take by themselves. So
+nobody gains by beginning before a call of his own has ended, which in a model's step is not in
+front of him.
 
 Where the times of several are compared to a few percent, their repetitions take turns
 (`measure_in_turns`): a GPU's clock moves while it works, and nobody shall have it to himself.
@@ -19,6 +20,7 @@ Where the times of several are compared to a few percent, their repetitions take
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from itertools import cycle, islice
 from typing import Any, NamedTuple
 
@@ -146,9 +148,18 @@ def capture(calls: Sequence[Call], pool: Any = None) -> Call:
 
 def _captured_row(calls: Sequence[Call], device: torch.device, pool: Any) -> Row:
     row = whole_turns(calls)
-    spacer = torch.zeros(1, device=device).zero_
-    spaced = [each for call in row for each in (spacer, call)]
-    return Row(capture(spaced, pool), capture([spacer] * len(row), pool), len(row))
+    space = spacer(device)
+    spaced = [each for call in row for each in (space, call)]
+    return Row(capture(spaced, pool), capture([space] * len(row), pool), len(row))
+
+
+@cache
+def spacer(device: torch.device) -> Call:
+    """A kernel that fills a single value.
+
+    Kept, because graphs write to where the value was when they were captured.
+    """
+    return partial(torch.zeros(1, device=device).fill_, 0.0)
 
 
 def whole_turns(calls: Sequence[Call]) -> list[Call]:
