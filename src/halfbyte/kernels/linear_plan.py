@@ -11,6 +11,7 @@ from math import hypot
 from typing import NamedTuple
 
 from halfbyte.kernels.linear_weights import TILE_K, TILE_N
+from halfbyte.kernels.tensor_maps import BOX_ALIGNMENT
 
 UNIT_ROWS = 32
 """Rows of a unit, which one warp works on."""
@@ -26,7 +27,6 @@ _MOST_STAGES = 3
 _ITEM_BYTES = 2304
 _SLOT_BYTES = 1152
 """Of a unit's sums, per tile of 8 columns."""
-_X_ALIGNMENT = 1024
 _BARRIER_BYTES = 128
 _JOIN_COLUMNS = 4
 _PIECE_BYTES = 512
@@ -166,7 +166,7 @@ class FewPlan(NamedTuple):
             pieces = units * -(-columns // _JOIN_COLUMNS)
             received = -(-pieces // self.split) * self.split * _PIECE_BYTES
         return (
-            _X_ALIGNMENT
+            BOX_ALIGNMENT
             + rows * blocks * TILE_K * 2
             + _BARRIER_BYTES
             + self.warps * self.stages * _ITEM_BYTES
