@@ -108,6 +108,7 @@ class DecodeGraphs:
                 self._failure = f"{type(error).__name__}: {error}"
                 _LOGGER.warning("decoding without CUDA graphs: %s", self._failure)
                 torch.cuda.synchronize()
+                _free_random_numbers()
                 return None
         graph = self._graphs[size]
         graph.graph.replay()
@@ -177,6 +178,12 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes to capture: powers of two up to 8, then multiples of 8, up to the maximum."""
     sizes = [1, 2, 4, *range(8, max_num_seqs, 8)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def _free_random_numbers() -> None:
+    """A capture that failed leaves PyTorch's generator waiting for its end, refusing all others."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 def _copy(target: torch.Tensor, values: np.ndarray) -> None:

@@ -10,6 +10,7 @@
 //              whole, so that its place in the ring is free for the next copy before its arithmetic
 //              begins.
 //              Copies begin before the kernel in front has ended, because weights do not depend on it.
+//              Only on SM90 and later those of x are asked for first, as they come from the second-level cache.
 //   x          lies in shared memory for all warps (linear_x.cuh), who begin at different k.
 //   Split      A group of SPLIT CTAs shares a range of units: each has all of them for its share of k.
 //              In a CTA, the items of a round of units lie on a line, unit after unit, that is cut into
@@ -18,8 +19,8 @@
 //   Sums       A warp leaves its sum of a unit in slot (warp + unit): both only grow along the line, so
 //              no two sums meet. Then the sums of a unit are added, warp after warp, then CTA after
 //              CTA: always in the same order. Nothing here depends on the number of rows of x, so that
-//              a row's bits do not, as long as the launcher keeps SPLIT, WARPS, `groups` and
-//              `round_units`.
+//              a row's bits do not, as long as the launcher keeps SPLIT, WARPS, GROUPS and
+//              ROUND_UNITS.
 //
 // Macros:
 //   X_BF16         see linear_values.cuh
@@ -28,6 +29,9 @@
 //   JOIN           how they join their sums: 0 not (SPLIT 1), 1 as a cluster (SM90,
 //                  linear_cluster.cuh), 2 through memory and `linear_join`
 //   WARPS, STAGES, CTAS   warps of a CTA, items in a ring, CTAs on a multiprocessor
+// and, all or none, because a quarter of the instructions before the first copy would be divisions:
+//   UNITS, BLOCKS, GROUPS, ROUND_UNITS   as in Params
+//   SINGLE         whether x has one row
 
 #include "linear_cluster.cuh"
 #include "linear_x.cuh"
@@ -81,7 +85,7 @@ struct Square {
 };
 
 __device__ __forceinline__ void multiply(float (*acc)[COLUMN_TILES][4], const Square& w,
-                                         const u32* x_at, u32 x_offset, u32 exponent) {
+                                         const u32 (*x_at)[4], u32 x_offset, u32 exponent) {
   const u32 words[2][4] = {{w.words[0].x, w.words[0].y, w.words[0].z, w.words[0].w},
                            {w.words[1].x, w.words[1].y, w.words[1].z, w.words[1].w}};
   const u32 scale_words[2][2] = {{w.scales.x, w.scales.y}, {w.scales.z, w.scales.w}};
@@ -92,7 +96,7 @@ __device__ __forceinline__ void multiply(float (*acc)[COLUMN_TILES][4], const Sq
     unpack_scales(scale[1], scale_words[1][half], exponent);
 #if COLUMN_TILES == 1
     u32 b[4];
-    load_matrices(b, (x_at[0] + x_offset) ^ half * 64);
+    load_matrices(b, x_at[0][2 * half] + x_offset);
 #endif
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -100,7 +104,7 @@ __device__ __forceinline__ void multiply(float (*acc)[COLUMN_TILES][4], const Sq
       u32 b[COLUMN_TILES * 2];
 #pragma unroll
       for (int i = 0; i < COLUMN_TILES / 2; i++)
-        load_matrices(b + 4 * i, (x_at[i] + x_offset) ^ (2 * half + j) * 32);
+        load_matrices(b + 4 * i, x_at[i][2 * half + j] + x_offset);
 #endif
 #pragma unroll
       for (int tile = 0; tile < 2; tile++) {
@@ -148,23 +152,18 @@ struct Finish {
 struct Pieces {
   const Round& round;
   int of_unit, count, blocks;
-  Divisor by_columns, by_total;
+  RoundDivisor by_total;
 
-  __device__ __forceinline__ Pieces(const Round& round, int blocks, int columns)
+  __device__ __forceinline__ Pieces(const Params& p, const Round& round, int blocks)
       : round(round),
-        of_unit((columns + JOIN_COLUMNS - 1) / JOIN_COLUMNS),
+        of_unit(SINGLE ? 1 : COLUMNS / JOIN_COLUMNS),
         count(round.units * of_unit),
         blocks(blocks),
-        by_columns(of_unit),
         by_total(round.segments.total) {}
 
   // The unit of a piece; of one beyond the last, the last.
-  __device__ __forceinline__ int unit(int piece) const {
-    return min(by_columns.quotient(piece), round.units - 1);
-  }
-  __device__ __forceinline__ int column(int piece) const {
-    return (piece - by_columns.quotient(piece) * of_unit) * JOIN_COLUMNS;
-  }
+  __device__ __forceinline__ int unit(int piece) const { return min(piece / of_unit, round.units - 1); }
+  __device__ __forceinline__ int column(int piece) const { return piece % of_unit * JOIN_COLUMNS; }
 };
 
 // Where a lane's row of a piece begins, and how many warps have left sums of it.
@@ -197,31 +196,64 @@ struct Piece {
 // The sums of all warps, then of all CTAs of the group, to the output, piece by piece. Where a warp's
 // next piece lies, and what finishes its rows, is known before the warp comes to it: these latencies
 // would be most of a join's time.
+#if JOIN == 1
+// The first warps begin with the pieces that other CTAs finish, the last ones with this CTA's own.
 __device__ __forceinline__ void join(const Params& p, const Place& place, const Round& round,
                                      int columns, u32 slots, ClusterSums& cluster) {
-  const int warp = threadIdx.x >> 5;
-  const Pieces pieces(round, place.blocks, columns);
+  const Pieces pieces(p, round, place.blocks);
   const int first_row = (place.first_unit + round.first) * 32 + (threadIdx.x & 31);
-  Piece next(pieces, warp, slots);
-#if JOIN == 0
-  Finish next_finish(p, first_row + next.unit * 32);
-#elif JOIN == 1
-  const int begin = warp * SPLIT + place.rank;
-  Finish next_finish(p, first_row + pieces.unit(begin) * 32);
+  const int own = cluster.own(pieces.count, place.rank);
+  int index = cluster.others(place.warp, place.rank);
+  int own_index = (WARPS - 1 - place.warp) * SPLIT + place.rank;
+  Piece next(pieces, index, slots), next_own(pieces, own_index, slots);
+  Finish next_finish(p, first_row + next_own.unit * 32);
   cluster.expect(pieces.count, place.rank);
   if (round.first == 0) cluster.wait_until_ready();
+  __syncthreads();
+#pragma unroll 1
+  for (int i = place.warp; i < pieces.count - own; i += WARPS) {
+    float sums[JOIN_COLUMNS];
+    next.add(sums);
+    cluster.send(sums, index, place.rank);
+    if (i + WARPS < pieces.count - own) {
+      index = cluster.others(i + WARPS, place.rank);
+      next = Piece(pieces, index, slots);
+    }
+  }
+#pragma unroll 1
+  for (; own_index < pieces.count; own_index += WARPS * SPLIT) {
+    const Piece piece = next_own;
+    const Finish finish = next_finish;
+    float sums[JOIN_COLUMNS];
+    piece.add(sums);
+    if (own_index + WARPS * SPLIT < pieces.count) {
+      next_own = Piece(pieces, own_index + WARPS * SPLIT, slots);
+      next_finish = Finish(p, first_row + next_own.unit * 32);
+    }
+    cluster.wait();
+    cluster.add(sums, own_index, place.rank);
+#pragma unroll
+    for (int j = 0; j < JOIN_COLUMNS; j++)
+      if (piece.column + j < columns)
+        finish.store(p, first_row + piece.unit * 32, place.first_column + piece.column + j, sums[j]);
+  }
+}
+#else
+__device__ __forceinline__ void join(const Params& p, const Place& place, const Round& round,
+                                     int columns, u32 slots, ClusterSums& cluster) {
+  const Pieces pieces(p, round, place.blocks);
+  const int first_row = (place.first_unit + round.first) * 32 + (threadIdx.x & 31);
+  Piece next(pieces, place.warp, slots);
+#if JOIN == 0
+  Finish next_finish(p, first_row + next.unit * 32);
 #endif
   __syncthreads();
 #pragma unroll 1
-  for (int i = warp; i < pieces.count; i += WARPS) {
+  for (int i = place.warp; i < pieces.count; i += WARPS) {
     const Piece piece = next;
     float sums[JOIN_COLUMNS];
     piece.add(sums);
-#if JOIN == 1
-    cluster.send(sums, i, place.rank);
-#endif
     if (i + WARPS < pieces.count) next = Piece(pieces, i + WARPS, slots);
-#if JOIN != 1
 #if JOIN == 0
     const Finish finish = next_finish;
     next_finish = Finish(p, first_row + next.unit * 32);
@@ -233,26 +265,12 @@ __device__ __forceinline__ void join(const Params& p, const Place& place, const 
 #if JOIN == 0
         finish.store(p, row, to, sums[j]);
 #else
-        p.partial[((u64)place.rank * p.m + to) * p.units * 32 + row] = sums[j];
+        p.partial[((u64)place.rank * p.m + to) * UNITS * 32 + row] = sums[j];
 #endif
     }
-#endif
   }
-#if JOIN == 1
-  cluster.wait();
-#pragma unroll 1
-  for (int i = begin; i < pieces.count; i += WARPS * SPLIT) {
-    const int row = first_row + pieces.unit(i) * 32, column = pieces.column(i);
-    const Finish finish = next_finish;
-    next_finish = Finish(p, first_row + pieces.unit(i + WARPS * SPLIT) * 32);
-    float sums[JOIN_COLUMNS];
-    cluster.add(sums, i);
-#pragma unroll
-    for (int j = 0; j < JOIN_COLUMNS; j++)
-      if (column + j < columns) finish.store(p, row, place.first_column + column + j, sums[j]);
-  }
-#endif
 }
+#endif
 
 #if JOIN == 1
 #define CLUSTER __cluster_dims__(SPLIT, 1, 1)
@@ -264,40 +282,41 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, CTAS)
     linear_few(const __grid_constant__ TensorMap x_map, const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 shared[];
   const Place place(p);
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  // At the same places in all CTAs of a cluster, whose shares of k may differ by a block.
-  const u32 x_start = x_address(shared_address(shared));
-  const u32 barriers = x_start + (p.blocks + SPLIT - 1) / SPLIT * x_block_bytes(p);
+  const int lane = threadIdx.x & 31;
+  const u32 x_start = x_address(shared_address(shared)), barriers = x_end(p, x_start);
   const u32 rings = barriers + X_BARRIER_BYTES;
-  const u32 ring = rings + warp * STAGES * ITEM_BYTES + lane * 16;
-  Loader loader(p, place, ring);
-
+  const u32 ring = rings + place.warp * STAGES * ITEM_BYTES + lane * 16;
   const u32 slots = rings + WARPS * STAGES * ITEM_BYTES;
-  const u32 received = slots + (WARPS + min(p.round_units, place.units)) * SLOT_BYTES;
+  const u32 received = slots + (WARPS + min(ROUND_UNITS, place.units)) * SLOT_BYTES;
   const SharedX x(p, place, barriers, x_start);
   ClusterSums cluster(barriers + 8 * X_PIECES, received);
 #if __CUDA_ARCH__ >= 900
-  if (warp == 0 && elect_one()) {
-    x.prepare(p);
-    cluster.prepare();
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
+  x.bring(&x_map, place);
 #endif
-  __syncthreads();
-  x.copy(&x_map, p, place);
+  Loader loader(p, place, ring);
+#if __CUDA_ARCH__ < 900
+  x.copy(p, place);
+#endif
   loader.fill(ring);
+  if (place.warp == WARPS - 1) {
+    cluster.prepare();
+    fetch_vectors(p, place);
+  }
+#if __CUDA_ARCH__ < 900
+  x.wait_for_all<2 * (STAGES - AHEAD_OF_X)>();
+#else
+  __syncthreads();  // barriers are there
   cluster.say_ready();
-  if (warp == WARPS - 1) fetch_vectors(p, place);
   allow_next();
-  SharedX::wait_for_all<2 * (STAGES - AHEAD_OF_X)>();
+#endif
 
-  u32 x_at[COLUMN_TILES == 1 ? 1 : COLUMN_TILES / 2];
+  u32 x_at[X_TILES][4];
   x.addresses(x_at);
   // From a lane's place among weights to its group's among scales.
   const u32 to_scales = ITEM_WEIGHTS + (lane >> 2) * 16 - lane * 16;
   const u32 exponent = p.m > 0 ? SCALE_EXPONENT : 0;
   u32 slot = ring;
-  for (int first = 0; first < place.units; first += p.round_units) {
+  for (int first = 0; first < place.units; first += ROUND_UNITS) {
     const Round round(p, place, first);
 #pragma unroll 1
     for (int part = 0; part < 2; part++) {
@@ -328,18 +347,18 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, CTAS)
           x_offset += x.block_bytes;
           slot = slot == ring + (STAGES - 1) * ITEM_BYTES ? ring : slot + ITEM_BYTES;
         }
-        leave_sums(acc, slots + (warp + unit) * SLOT_BYTES);
+        leave_sums(acc, slots + (place.warp + unit) * SLOT_BYTES);
       }
     }
     join(p, place, round, x.columns, slots, cluster);
-    if (first + p.round_units < place.units) cluster.finish_round();
+    if (first + ROUND_UNITS < place.units) cluster.finish_round();
   }
 }
 
 // Adds the partial sums of the CTAs of a group, in their order: a thread per output.
 extern "C" __global__ void __launch_bounds__(256) linear_join(Params p) {
-  const int index = blockIdx.x * 256 + threadIdx.x, row = index % (p.units * 32);
-  const int column = index / (p.units * 32);
+  const int index = blockIdx.x * 256 + threadIdx.x, row = index % (UNITS * 32);
+  const int column = index / (UNITS * 32);
   if (column >= p.m || row >= p.n) return;
   const float scale = p.row_scale[row];
   const float bias = p.bias ? lower_to_float(p.bias[row]) : 0.0f;
@@ -347,6 +366,6 @@ extern "C" __global__ void __launch_bounds__(256) linear_join(Params p) {
   float sum = 0.0f;
 #pragma unroll
   for (int rank = 0; rank < SPLIT; rank++)
-    sum += p.partial[((u64)rank * p.m + column) * p.units * 32 + row];
+    sum += p.partial[((u64)rank * p.m + column) * UNITS * 32 + row];
   p.out[(u64)column * p.n + row] = (u16)pack_pair(fmaf(sum, scale, bias), 0.0f);
 }

@@ -7,6 +7,7 @@ a CUDA graph.
 """
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,8 +24,14 @@ from halfbyte.kernels.linear_plan import (
     k_blocks,
     row_units,
 )
-from halfbyte.kernels.linear_weights import DTYPES, TILE_N, PackedWeight
-from halfbyte.kernels.tensor_maps import TensorMap, box_rows, row_stride, tensor_map
+from halfbyte.kernels.linear_weights import DTYPES, TILE_K, TILE_N, PackedWeight
+from halfbyte.kernels.tensor_maps import (
+    BOX_K,
+    TensorMap,
+    box_rows,
+    row_stride,
+    tensor_map_of_boxes,
+)
 
 _MOST_UNPACKED_BYTES = 2**28
 """Of the workspace for unpacked weights; larger ones are unpacked and multiplied in pieces."""
@@ -44,7 +51,7 @@ class _FewParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("bias", "out", "partial")),
         ("x_stride", ctypes.c_uint64),
         *((name, ctypes.c_int) for name in ("m", "n", "k", "units", "blocks", "groups")),
-        *((name, ctypes.c_int) for name in ("round_units", "group_units")),
+        ("round_units", ctypes.c_int),
     )
 
 
@@ -86,9 +93,10 @@ def linear_few(
         `[M, n]`: sums in float32, times the global scale, plus the bias, rounded once.
     """
     m, k = x.shape
-    x = box_rows(x)
     device = x.device.index
     machine = machine_of(device)
+    overlap = machine.capability >= 90
+    x = box_rows(torch.nn.functional.pad(x, (0, -k % BOX_K)) if overlap and k % BOX_K else x)
     plan = plan or few_plan(n, k, m, machine, batch_invariant)
     units = row_units(n)
     partial = None
@@ -115,15 +123,16 @@ def linear_few(
         blocks=k_blocks(k),
         groups=plan.groups,
         round_units=plan.round_units,
-        group_units=units // plan.groups,
     )
-    kernels = _few_kernels(x.dtype, plan.macros(), machine.block_bytes, device)
+    kernels = _few_kernels(x.dtype, _few_macros(plan, n, k, m), machine.block_bytes, device)
     kernel = kernels.few._replace(shared_bytes=plan.shared_bytes(n, k, m))
-    overlap = machine.capability >= 90
     x_map = TensorMap()  # without TMA, x is read as the parameters say
     with torch.cuda.device(device):
         if overlap:
-            x_map = tensor_map(x.data_ptr(), m, k, row_stride(x), x.dtype, min(m, plan.columns))
+            boxes = plan.piece_blocks(k) * (TILE_K // BOX_K)
+            x_map = tensor_map_of_boxes(
+                x.data_ptr(), m, x.shape[1], row_stride(x), x.dtype, plan.rows_of_box(m), boxes
+            )
         grid = plan.ctas_in_grid(m)
         nvrtc.launch(kernel, grid, 32 * plan.warps, [x_map, params], overlap=overlap)
         if partial is not None:
@@ -209,9 +218,15 @@ def unpack(
 def compile_kernels(packed: PackedWeight, batch_invariant: bool, device: int) -> None:
     """Compile all that calls with a weight may need, so that none does in a graph's capture."""
     machine = machine_of(device)
-    for m in ROWS:
-        plan = few_plan(packed.n, packed.k, m, machine, batch_invariant)
-        _few_kernels(packed.dtype, plan.macros(), machine.block_bytes, device)
+    n, k = packed.n, packed.k
+    plans = {m: few_plan(n, k, m, machine, batch_invariant) for m in ROWS}
+    variants = {_few_macros(plan, n, k, m) for m, plan in plans.items()}
+
+    def compile_one(macros: tuple[tuple[str, int], ...]) -> None:
+        _few_kernels(packed.dtype, macros, machine.block_bytes, device)
+
+    with ThreadPoolExecutor(len(variants)) as pool:
+        list(pool.map(compile_one, variants))
     _unpack_kernel(packed.dtype, device)
 
 
@@ -265,7 +280,11 @@ def _clusters_at_once(size: int, shared_bytes: int, device: int) -> int:
     return int(clusters)
 
 
-@lru_cache(maxsize=256)
+def _few_macros(plan: FewPlan, n: int, k: int, m: int) -> tuple[tuple[str, int], ...]:
+    return (*plan.macros(), *plan.macros_of_shape(n, k, m))
+
+
+@lru_cache(maxsize=4096)
 def _few_kernels(
     dtype: torch.dtype, macros: tuple[tuple[str, int], ...], block_bytes: int, device: int
 ) -> _FewKernels:

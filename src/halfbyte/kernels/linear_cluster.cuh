@@ -1,7 +1,7 @@
 // How the CTAs of a cluster join their sums, for linear.cu.
 //
-// A piece of sums is finished by one of them, in turn. All send theirs to it, into a place of their own
-// in its shared memory, by stores that arrive at a barrier there: nobody waits but the one who
+// A piece of sums is finished by one of them, in turn. The others send theirs to it, into a place of their
+// own in its shared memory, by stores that arrive at a barrier there: nobody waits but the one who
 // finishes, and nobody reads another's memory, so that all may leave.
 //
 // The macros are those of linear.cu.
@@ -42,15 +42,29 @@ struct ClusterSums {
   }
 
 #if JOIN == 1
-  // By one thread, which then makes barriers known to the cluster; and by all, some time after that.
-  __device__ __forceinline__ void prepare() const { barrier_init(barrier, 1); }
+  // By one warp; and by all, some time after that.
+  __device__ __forceinline__ void prepare() const {
+    if (elect_one()) {
+      barrier_init(barrier, 1);
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncwarp();
+  }
   __device__ __forceinline__ void say_ready() const { cluster_arrive_relaxed(); }
   __device__ __forceinline__ void wait_until_ready() const { cluster_wait(); }
 
-  // What this CTA finishes in a round of so many pieces.
+  // How many pieces of a round this CTA finishes; piece `rank` is the first, SPLIT further the next.
+  __device__ __forceinline__ static int own(int pieces, int rank) {
+    return (pieces - rank + SPLIT - 1) / SPLIT;
+  }
+  // The pieces that it does not finish, one after another.
+  __device__ __forceinline__ static int others(int i, int rank) {
+    const int turn = i / (SPLIT - 1), at = i % (SPLIT - 1);
+    return turn * SPLIT + at + (at >= rank);
+  }
+
   __device__ __forceinline__ void expect(int pieces, int rank) const {
-    if (threadIdx.x == 0)
-      barrier_expect(barrier, (pieces - rank + SPLIT - 1) / SPLIT * SPLIT * SUMS_BYTES);
+    if (threadIdx.x == 0) barrier_expect(barrier, own(pieces, rank) * (SPLIT - 1) * SUMS_BYTES);
   }
 
   __device__ __forceinline__ u32 address(int piece, int rank) const {
@@ -63,11 +77,14 @@ struct ClusterSums {
 
   __device__ __forceinline__ void wait() const { barrier_wait(barrier, parity); }
 
-  // Adds the CTAs' sums in their order.
-  __device__ __forceinline__ void add(float* x, int piece) const {
+  // Adds the CTAs' sums in their order, one of which this CTA has itself.
+  __device__ __forceinline__ void add(float* x, int piece, int own_rank) const {
+    const uint4 own = make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]),
+                                 __float_as_uint(x[3]));
     uint4 parts[SPLIT];
 #pragma unroll
-    for (int rank = 0; rank < SPLIT; rank++) parts[rank] = load16(address(piece, rank));
+    for (int rank = 0; rank < SPLIT; rank++)
+      parts[rank] = rank == own_rank ? own : load16(address(piece, rank));
 #pragma unroll
     for (int j = 0; j < JOIN_COLUMNS; j++) x[j] = 0.0f;
 #pragma unroll

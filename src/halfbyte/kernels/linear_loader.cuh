@@ -7,10 +7,11 @@
 
 #define THREADS (32 * WARPS)
 #define COLUMNS (8 * COLUMN_TILES)
+#define X_TILES ((COLUMN_TILES + 1) / 2)  // that one ldmatrix brings two columns' tiles, or steps, of
 #define ITEM_WEIGHTS 2048
 #define ITEM_BYTES 2304
-// Items of a warp whose copies are under way before x is asked for: about what memory delivers until x
-// has come. More would only keep x waiting.
+// Before SM90, items of a warp whose copies are under way before x is asked for: about what memory delivers
+// until x has come. More would only keep x waiting.
 #define AHEAD_OF_X (WARPS * CTAS > 8 || STAGES == 1 ? 1 : 2)
 #define SLOT_ROW 36  // floats: a unit's 32 rows of one column, and what keeps banks apart
 #define SLOT_BYTES (COLUMNS * SLOT_ROW * 4)
@@ -27,10 +28,20 @@ struct Params {
   int m, n, k;
   int units;   // of 32 rows, in N padded to 64
   int blocks;  // of 128 k, in K padded
-  int groups;
+  int groups;  // of SPLIT CTAs
   int round_units;
-  int group_units;  // of a group, but for the first ones, which have the remainder's one more
 };
+
+// What of it the launcher compiles in: a kernel of some µs has no time for divisions.
+#ifndef UNITS
+#define UNITS p.units
+#define BLOCKS p.blocks
+#define GROUPS p.groups
+#define ROUND_UNITS p.round_units
+#define SINGLE (p.m == 1)
+#elif BLOCKS % SPLIT == 0 && ROUND_UNITS * GROUPS >= UNITS
+#define FIXED_ROUND  // a CTA has one round, of the most units or one less
+#endif
 
 __device__ __forceinline__ void copy16(u32 to, const u8* from, u64 policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
@@ -48,7 +59,7 @@ __device__ __forceinline__ void copy16_or_zeros(u32 to, const u16* from, bool ex
                "r"(exists ? 16 : 0));
 }
 
-// Division of numbers from 0 to 2^24, where a kernel of some µs has no time for the general one.
+// Division of numbers from 0 to 2^24 by one that is not compiled in.
 struct Divisor {
   int by;
   float inverse;
@@ -61,6 +72,23 @@ struct Divisor {
     const int q = (int)((float)x * inverse), rest = x - q * by;  // off by one at most
     return rest < 0 ? q - 1 : rest >= by ? q + 1 : q;
   }
+};
+
+// Division by the items of a round.
+struct RoundDivisor {
+#ifdef FIXED_ROUND
+  static constexpr int ITEMS = UNITS / GROUPS * (BLOCKS / SPLIT);
+  static constexpr int MORE = (UNITS + GROUPS - 1) / GROUPS * (BLOCKS / SPLIT);
+  bool more;
+
+  __device__ __forceinline__ explicit RoundDivisor(int items) : more(items > ITEMS) {}
+  __device__ __forceinline__ int quotient(int x) const { return MORE > ITEMS && more ? x / MORE : x / ITEMS; }
+#else
+  Divisor divisor;
+
+  __device__ __forceinline__ explicit RoundDivisor(int items) : divisor(items) {}
+  __device__ __forceinline__ int quotient(int x) const { return divisor.quotient(x); }
+#endif
 };
 
 // How `total` items are cut into segments, one per warp; with fewer items than warps, one item each.
@@ -79,31 +107,30 @@ struct Segments {
   }
 
   // Whose segment an item lies in.
-  __device__ __forceinline__ int warp_of(int item, const Divisor& by_total) const {
+  __device__ __forceinline__ int warp_of(int item, const RoundDivisor& by_total) const {
     return total < WARPS ? item : by_total.quotient((item + 1) * WARPS - 1);
   }
 };
 
 // A CTA's place: which units and which blocks of k it works on, and for which columns.
 struct Place {
+  int warp;  // of the CTA; the compiler knows that all lanes have the same
   int rank, first_column;
   int first_unit, units;
   int first_block, blocks;
 
-  __device__ __forceinline__ explicit Place(const Params& p) {
-    const int index = blockIdx.x / SPLIT;
-    const int pass = p.m <= COLUMNS ? 0 : Divisor(p.groups).quotient(index);
-    const int group = index - pass * p.groups, more = p.units - p.groups * p.group_units;
-    rank = blockIdx.x % SPLIT;
+  __device__ __forceinline__ explicit Place(const Params& p)
+      : warp(__shfl_sync(~0u, threadIdx.x >> 5, 0)), rank(blockIdx.x % SPLIT) {
+    const int index = blockIdx.x / SPLIT, pass = p.m <= COLUMNS ? 0 : index / GROUPS;
+    const int group = index - pass * GROUPS;
+    // The first groups have the remainder's one more.
+    const int each = UNITS / GROUPS, more = UNITS % GROUPS;
     first_column = pass * COLUMNS;
-    first_unit = group * p.group_units + min(group, more);
-    units = p.group_units + (group < more);
-    first_block = block_begin(p, rank);
-    blocks = block_begin(p, rank + 1) - first_block;
-  }
-
-  __device__ __forceinline__ static int block_begin(const Params& p, int rank) {
-    return rank * p.blocks / SPLIT;
+    first_unit = group * each + (more ? min(group, more) : 0);
+    units = more ? each + (group < more) : each;
+    const int share = BLOCKS / SPLIT, rest = BLOCKS % SPLIT;
+    first_block = rank * share + rank * rest / SPLIT;
+    blocks = rest ? (rank + 1) * share + (rank + 1) * rest / SPLIT - first_block : share;
   }
 };
 
@@ -117,11 +144,11 @@ struct Round {
 
   __device__ __forceinline__ Round(const Params& p, const Place& place, int first)
       : first(first),
-        units(min(p.round_units, place.units - first)),
+        units(min(ROUND_UNITS, place.units - first)),
         segments(units * place.blocks),
-        begin(segments.begin(threadIdx.x >> 5)),
-        end(segments.begin((threadIdx.x >> 5) + 1)),
-        unit(segments.unit(threadIdx.x >> 5, units, place.blocks)) {
+        begin(segments.begin(place.warp)),
+        end(segments.begin(place.warp + 1)),
+        unit(segments.unit(place.warp, units, place.blocks)) {
     const int next = (unit + 1) * place.blocks;
     turn = begin > unit * place.blocks && next < end ? next : begin;
   }
@@ -164,7 +191,7 @@ struct Loader {
   }
 
   __device__ __forceinline__ void enter_round(int first) {
-    for (round = first; run == 0 && round < place.units; round += p.round_units) {
+    for (round = first; run == 0 && round < place.units; round += ROUND_UNITS) {
       const Round next(p, place, round);
       tail_unit = round + next.unit;
       tail = next.turn - next.begin;
@@ -176,7 +203,7 @@ struct Loader {
 
   __device__ __forceinline__ void enter_unit(int block) {
     const u32 row_unit = place.first_unit + unit;
-    const u32 square = row_unit / 2 * (2 * p.blocks) + 2 * (place.first_block + block);
+    const u32 square = row_unit / 2 * (2 * BLOCKS) + 2 * (place.first_block + block);
     at = square * 256 + row_unit % 2 * 128;
     run = min(place.blocks - block, left);
     left -= run;
@@ -217,7 +244,9 @@ struct Loader {
           tail = 0;
           enter_unit(place.blocks - left);
         } else {
+#ifndef FIXED_ROUND
           enter_round(round);
+#endif
         }
       }
     }

@@ -28,6 +28,7 @@ _ITEM_BYTES = 2304
 _SLOT_BYTES = 1152
 """Of a unit's sums, per tile of 8 columns."""
 _BARRIER_BYTES = 128
+_PIECES_OF_X = 8
 _JOIN_COLUMNS = 4
 _PIECE_BYTES = 512
 """Of the sums that a CTA of a cluster sends to another one at a time."""
@@ -58,28 +59,28 @@ class _Costs(NamedTuple):
     cost was fitted to an earlier kernel.
     """
 
-    launch: float = 0.9
-    warp: float = 0.041
+    launch: float = 1.7
+    warp: float = 0.025
     """To start a warp."""
-    stream: float = 28e-6
+    stream: float = 29e-6
     """Per byte of weights, if all multiprocessors read (4.7 TB/s)."""
-    latency: float = 0.52
+    latency: float = 0.36
     """From asking for an item of weights until it is there, as far as reads do not overlap."""
-    item: float = 0.046
+    item: float = 0.048
     """Unpacking 32 rows x 128 k."""
-    tile: float = 0.011
+    tile: float = 0.0087
     """Multiplying an item with 8 columns."""
-    wait: float = 0.047
+    wait: float = 0.041
     """The same, but for each item of a warp: what the other warps do not hide."""
-    x: float = 2.9e-6
+    x: float = 3.5e-6
     """Per byte of x in a CTA, which delays the products."""
-    ahead: float = 0.0062
+    ahead: float = 0.011
     """Per item of weights that is asked for at first, which x waits for."""
-    column: tuple[float, float, float] = (0.15, 0.075, 0.13)
+    column: tuple[float, float, float] = (0.12, 0.059, 0.13)
     """Per column of a unit that a warp joins, by `join`."""
-    round: float = 0.45
+    round: float = 0.42
     """Of units that are joined together."""
-    cluster: float = 0.58
+    cluster: float = 0.32
     """Per round of a join as a cluster."""
     second: float = 1.9
     """Of the second kernel of a join through memory."""
@@ -144,6 +145,24 @@ class FewPlan(NamedTuple):
             ("CTAS", self.ctas),
         )
 
+    def macros_of_shape(self, n: int, k: int, m: int) -> tuple[tuple[str, int], ...]:
+        """What the kernel may be compiled with as well, so that it need not divide."""
+        return (
+            ("UNITS", row_units(n)),
+            ("BLOCKS", k_blocks(k)),
+            ("GROUPS", self.groups),
+            ("ROUND_UNITS", self.round_units),
+            ("SINGLE", int(m == 1)),
+        )
+
+    def rows_of_box(self, m: int) -> int:
+        """Rows of x in a box of shared memory."""
+        return 1 if m == 1 else self.columns
+
+    def piece_blocks(self, k: int) -> int:
+        """Blocks of k of x that TMA brings at a time."""
+        return -(-k_blocks(k) // (self.split * _PIECES_OF_X))
+
     def passes(self, m: int) -> int:
         """Times that the weights are read."""
         return -(-m // self.columns)
@@ -158,16 +177,15 @@ class FewPlan(NamedTuple):
 
     def shared_bytes(self, n: int, k: int, m: int) -> int:
         """Shared memory of a CTA."""
-        blocks = -(-k_blocks(k) // self.split)
-        columns, units = min(m, self.columns), min(self.round_units, self.units(n))
-        rows = 1 if m == 1 else self.columns
+        blocks, piece = -(-k_blocks(k) // self.split), self.piece_blocks(k)
+        rows, units = self.rows_of_box(m), min(self.round_units, self.units(n))
         received = 0
         if self.join == 1:
-            pieces = units * -(-columns // _JOIN_COLUMNS)
+            pieces = units * -(-rows // _JOIN_COLUMNS)
             received = -(-pieces // self.split) * self.split * _PIECE_BYTES
         return (
             BOX_ALIGNMENT
-            + rows * blocks * TILE_K * 2
+            + rows * -(-blocks // piece) * piece * TILE_K * 2
             + _BARRIER_BYTES
             + self.warps * self.stages * _ITEM_BYTES
             + (self.warps + units) * self.column_tiles * _SLOT_BYTES
@@ -286,11 +304,17 @@ def _plans_of(shapes: _Shapes, n: int, k: int, m: int, machine: Machine) -> Iter
         for tiles in _COLUMN_TILES:
             for warps, stages, ctas in shapes[join]:
                 if tiles <= min(_wanted_tiles(m), _MOST_TILES // (warps * ctas)):
-                    groups = min(row_units(n), machine.at_once(split, join, ctas))
+                    groups = _even_groups(n, machine.at_once(split, join, ctas))
                     plan = FewPlan(tiles, split, join, groups, warps, stages, ctas)
                     fitted = _fitted(plan, n, k, m, machine.bytes_of_cta(ctas))
                     if fitted:
                         yield fitted
+
+
+def _even_groups(n: int, most: int) -> int:
+    """As few groups as have no more units each than `most` would have: often all have as many."""
+    units = row_units(n)
+    return -(-units // -(-units // most))
 
 
 def _splits_and_joins(k: int, machine: Machine) -> Iterator[tuple[int, int]]:

@@ -74,12 +74,13 @@ __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// The box that begins with this value of this row to an address in shared memory, counted by the barrier.
-__device__ __forceinline__ void copy_box(u32 to, const TensorMap* map, int k, int row, u32 barrier) {
+// Boxes that begin with this row, the first of them the given one along k, to an address in shared memory,
+// counted by the barrier.
+__device__ __forceinline__ void copy_boxes(u32 to, const TensorMap* map, int row, int box, u32 barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-      "l"(map), "r"(k), "r"(row), "r"(barrier)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+      "l"(map), "r"(0), "r"(row), "r"(box), "r"(barrier)
       : "memory");
 }
 

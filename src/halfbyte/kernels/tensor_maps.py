@@ -36,6 +36,30 @@ def tensor_map(
     Raises:
         RuntimeError: the driver refuses it.
     """
+    return _encode(address, (k, m), (stride,), (BOX_K, rows), dtype)
+
+
+@lru_cache(maxsize=4096)
+def tensor_map_of_boxes(
+    address: int, m: int, k: int, stride: int, dtype: torch.dtype, rows: int, boxes: int
+) -> TensorMap:
+    """The same matrix, as boxes of `rows` x 64 values of which so many, along k, are one copy.
+
+    They come one after another. k is a multiple of 64; otherwise as `tensor_map`.
+    """
+    if k % BOX_K:
+        raise ValueError(f"k: expected a multiple of {BOX_K}, got {k}")
+    return _encode(address, (BOX_K, m, k // BOX_K), (stride, BOX_K), (BOX_K, rows, boxes), dtype)
+
+
+def _encode(
+    address: int,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    dtype: torch.dtype,
+) -> TensorMap:
+    """A map of values; strides are those of all dimensions but the first."""
     from cuda.bindings import driver
 
     kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
@@ -43,24 +67,22 @@ def tensor_map(
         kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
         if dtype == torch.bfloat16
         else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        2,
+        len(sizes),
         address,
-        [driver.cuuint64_t(k), driver.cuuint64_t(m)],
-        [driver.cuuint64_t(2 * stride)],
-        [driver.cuuint32_t(BOX_K), driver.cuuint32_t(rows)],
-        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        [driver.cuuint64_t(size) for size in sizes],
+        [driver.cuuint64_t(2 * stride) for stride in strides],
+        [driver.cuuint32_t(size) for size in box],
+        [driver.cuuint32_t(1) for _ in box],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzles.CU_TENSOR_MAP_SWIZZLE_128B if rows > 1 else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+        swizzles.CU_TENSOR_MAP_SWIZZLE_128B if box[1] > 1 else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if int(status) != 0:
-        raise RuntimeError(
-            f"CUDA: {status.name} for a matrix [{m}, {k}], rows {stride} values apart"
-        )
-    box = TensorMap()
-    ctypes.memmove(ctypes.addressof(box), made.getPtr(), ctypes.sizeof(box))
-    return box
+        raise RuntimeError(f"CUDA: {status.name} for a tensor of {sizes} values, {strides} apart")
+    made_here = TensorMap()
+    ctypes.memmove(ctypes.addressof(made_here), made.getPtr(), ctypes.sizeof(made_here))
+    return made_here
 
 
 def box_rows(x: torch.Tensor) -> torch.Tensor:
