@@ -156,8 +156,11 @@ def test_kernels_compile(capability: int) -> None:
         (1, FewPlan(8, 8, join, 1, warps=8, stages=2)),
     ):
         macros: dict[str, int | None] = {"X_BF16": is_bf16, **dict(plan.macros())}
-        for name in ("linear", "linear_unpack"):
-            assert nvrtc.compile_source(name, macros, architecture)[:4] == b"\x7fELF"
+        assert nvrtc.compile_source("linear_unpack", macros, architecture)[:4] == b"\x7fELF"
+        for m, round_units in ((1, 6), (16, 6), (16, 2)):
+            of_shape = plan._replace(round_units=round_units).macros_of_shape(192, 1024, m)
+            found = nvrtc.compile_source("linear", {**macros, **dict(of_shape)}, architecture)
+            assert found[:4] == b"\x7fELF"
 
 
 def expected64(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:

@@ -53,9 +53,9 @@ _MOST_TILES = 32
 class _Costs(NamedTuple):
     """µs per unit of what a multiprocessor has to do.
 
-    Fitted to times in a graph of many calls, weights rotated, on one H200: 190 ways for weights of
+    Fitted to times in a graph of many calls, weights rotated, on one H200: 360 ways for weights of
     6144 x 4096, 28672 x 4096 and 4096 x 14336 and 1, 8 and 16 rows of x, the order of the fastest
-    above all: in all nine the one chosen is within 1.1 % of the best. What joins through memory
+    above all: in all nine the one chosen is within 1.0 % of the best. What joins through memory
     cost was fitted to an earlier kernel.
     """
 
@@ -63,7 +63,7 @@ class _Costs(NamedTuple):
     warp: float = 0.025
     """To start a warp."""
     stream: float = 29e-6
-    """Per byte of weights, if all multiprocessors read (4.7 TB/s)."""
+    """Per byte of weights, if all multiprocessors read (4.55 TB/s)."""
     latency: float = 0.36
     """From asking for an item of weights until it is there, as far as reads do not overlap."""
     item: float = 0.048
