@@ -92,4 +92,5 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(
         outputs = llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=6, ignore_eos=True))
     assert [len(output.token_ids) for output in outputs] == [6, 6]
     assert caplog.text.count("decoding without CUDA graphs") == 1
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert torch.rand(3, device="cuda").unique().numel() == 3  # random numbers still come

@@ -44,7 +44,7 @@ def test_order_of_sums_does_not_depend_on_the_batch(n: int, k: int, machine: Mac
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_every_unit_has_its_group(n: int, k: int, machine: Machine) -> None:
-    """As `Place` of `linear_loader.cuh` counts, from what the launcher hands over."""
+    """As `Place` of `linear_loader.cuh` counts."""
     units = linear_plan.row_units(n)
     for m in (1, 16, 64):
         plan = few_plan(n, k, m, machine)
@@ -65,11 +65,10 @@ def test_a_cluster_has_room_for_all_sums(split: int, units: int) -> None:
     for m in (1, 5, 16):
         plan = FewPlan(2, split, 1, groups=2, round_units=units)
         room = plan.shared_bytes(n, k, m) - plan._replace(join=2).shared_bytes(n, k, m)
-        pieces = units * -(-m // 4)
+        pieces = units * (1 if m == 1 else plan.columns // 4)
         for rank in range(split):
-            received = [
-                i // split * split + j for i in range(rank, pieces, split) for j in range(split)
-            ]
+            others = [j for j in range(split) if j != rank]
+            received = [i // split * split + j for i in range(rank, pieces, split) for j in others]
             assert len(set(received)) == len(received)
             assert (max(received, default=-1) + 1) * 512 <= room
 

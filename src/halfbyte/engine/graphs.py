@@ -97,6 +97,7 @@ class DecodeGraphs:
         size = next(size for size in self.sizes if size >= len(chunks))
         self._fill(chunks, size)
         if size not in self._graphs:
+            stream = torch.cuda.current_stream()
             try:
                 self._graphs[size] = self._capture(size)
             except torch.OutOfMemoryError as error:
@@ -108,7 +109,7 @@ class DecodeGraphs:
                 self._failure = f"{type(error).__name__}: {error}"
                 _LOGGER.warning("decoding without CUDA graphs: %s", self._failure)
                 torch.cuda.synchronize()
-                _free_random_numbers()
+                _end_failed_capture(stream)
                 return None
         graph = self._graphs[size]
         graph.graph.replay()
@@ -180,8 +181,15 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def _free_random_numbers() -> None:
-    """A capture that failed leaves PyTorch's generator waiting for its end, refusing all others."""
+def _end_failed_capture(stream: torch.cuda.Stream) -> None:
+    """Undo what PyTorch leaves behind: its own stream, and a generator that refuses to be used.
+
+    Args:
+        stream: the current one before the capture.
+
+    The generator gets a copy of its state. Graphs captured before go on with the old one.
+    """
+    torch.cuda.set_stream(stream)
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     generator.graphsafe_set_state(generator.clone_state())
 

@@ -9,8 +9,8 @@
 //              (cp.async) and reads them back: no barriers. Each half of an item (64 k) goes to registers
 //              whole, so that its place in the ring is free for the next copy before its arithmetic
 //              begins.
-//              Copies begin before the kernel in front has ended, because weights do not depend on it.
-//              Only on SM90 and later those of x are asked for first, as they come from the second-level cache.
+//              Copies begin before the kernel in front has ended, because weights do not depend on it;
+//              only the warps that ask for x, from SM90 on, do that first, and wait for that kernel.
 //   x          lies in shared memory for all warps (linear_x.cuh), who begin at different k.
 //   Split      A group of SPLIT CTAs shares a range of units: each has all of them for its share of k.
 //              In a CTA, the items of a round of units lie on a line, unit after unit, that is cut into
@@ -350,6 +350,8 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, CTAS)
         leave_sums(acc, slots + (place.warp + unit) * SLOT_BYTES);
       }
     }
+    // A warp without work has waited for nothing that the kernel in front wrote, such as a copy of the bias.
+    if (round.begin == round.end) x.wait(0);
     join(p, place, round, x.columns, slots, cluster);
     if (first + ROUND_UNITS < place.units) cluster.finish_round();
   }

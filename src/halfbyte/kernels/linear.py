@@ -104,7 +104,8 @@ def linear_few(
         rows = max(1, _MOST_PARTIAL_BYTES // (4 * plan.split * units * UNIT_ROWS))
         if m > rows:  # a row's bits do not depend on how many there are
             parts = (weight, weight_scale, row_scale, bias, n)
-            return torch.cat([linear_few(piece, *parts, plan=plan) for piece in x.split(rows)])
+            pieces = x.tensor_split(-(-m // rows))  # alike, or one of a single row might be left
+            return torch.cat([linear_few(piece, *parts, plan=plan) for piece in pieces])
         partial = x.new_empty((plan.split, m, units * UNIT_ROWS), dtype=torch.float32)
     out = x.new_empty((m, n))
     params = _FewParams(

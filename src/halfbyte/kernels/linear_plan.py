@@ -75,7 +75,7 @@ class _Costs(NamedTuple):
     x: float = 3.5e-6
     """Per byte of x in a CTA, which delays the products."""
     ahead: float = 0.011
-    """Per item of weights that is asked for at first, which x waits for."""
+    """Per item of weights that is asked for at first, which keeps x waiting."""
     column: tuple[float, float, float] = (0.12, 0.059, 0.13)
     """Per column of a unit that a warp joins, by `join`."""
     round: float = 0.42

@@ -1,4 +1,4 @@
-"""CUDA C++ compiled at run time: no build step, no toolkit, about 0.1 s per kernel and process.
+"""CUDA C++ compiled at run time: no build step, no toolkit, 0.1 to 0.5 s per kernel and process.
 
 NVRTC and the driver are reached through `cuda-bindings`, which PyTorch's CUDA builds depend on.
 Sources are the `.cu` files beside this module, which may include the `.cuh` files there; what
@@ -63,7 +63,7 @@ def compile_source(name: str, macros: dict[str, int | None], architecture: str) 
     return cubin
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)  # what was forgotten would be compiled again, perhaps within a capture
 def load(
     name: str,
     macros: tuple[tuple[str, int | None], ...],

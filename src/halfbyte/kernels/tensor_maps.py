@@ -45,7 +45,8 @@ def tensor_map_of_boxes(
 ) -> TensorMap:
     """The same matrix, as boxes of `rows` x 64 values of which so many, along k, are one copy.
 
-    They come one after another. k is a multiple of 64; otherwise as `tensor_map`.
+    They come one after another. k is a multiple of 64; otherwise as `tensor_map`. Of the map's
+    three dimensions (64 values, rows, boxes) the last has the smaller stride, as it may.
     """
     if k % BOX_K:
         raise ValueError(f"k: expected a multiple of {BOX_K}, got {k}")
