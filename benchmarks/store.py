@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import triton
 
-from halfbyte.bench.timing import bandwidths, measure_in_turns, ready
+from halfbyte.bench.timing import bandwidths, measure
 from halfbyte.kvcache import reshape_and_cache
 from halfbyte.kvcache.token_io import reshape_and_cache_reference
 from halfbyte.layouts import PageLayout
@@ -75,9 +75,7 @@ def measure_stores(kv_cache_dtype: str, tokens: int, copy_bandwidth: float) -> d
     """A row of the report; times in µs, `of_copy` the share of the copy bandwidth (TB/s)."""
     device = torch.device("cuda")
     calls, num_bytes = stores(kv_cache_dtype, tokens)
-
-    subject = ready(calls, device, in_graph=True)
-    times = measure_in_turns({"": subject}, device, rounds=1)[""]
+    times = measure(calls, device, in_graph=True)
     return {
         "tokens": tokens,
         "heads": HEADS,

@@ -70,13 +70,17 @@ def ready(calls: Sequence[Call], device: torch.device, *, in_graph: bool = False
     return Ready(captured, True, _captured_row(calls, device, pool) if in_graph else None)
 
 
-def measure(calls: Sequence[Call], device: torch.device) -> Times:
+def measure(calls: Sequence[Call], device: torch.device, *, in_graph: bool = False) -> Times:
     """Times of calls that do the same work on different data, in µs.
+
+    Args:
+        in_graph: as for `ready`.
 
     Returns:
         `single`, `back_to_back`, and on a GPU `graph`; `in_graph` of those who are ready for it.
     """
-    return measure_in_turns({"": ready(calls, device)}, device, rounds=1)[""]
+    subject = ready(calls, device, in_graph=in_graph)
+    return measure_in_turns({"": subject}, device, rounds=1)[""]
 
 
 def measure_in_turns(
