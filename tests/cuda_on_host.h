@@ -1,12 +1,14 @@
-// Runs CUDA C++ on a CPU: one CTA after the other, one thread at a time. See cuda_on_host.py.
+// Runs CUDA C++ on a CPU: one cluster of CTAs after the other, most of one CTA, and one thread at a
+// time. See cuda_on_host.py.
 //
-// A thread is a fiber that runs until its next barrier or shuffle, where it gives way to the next.
-// Warps and lanes take turns in an order that changes, so that a missing barrier shows. Where not
-// all threads of a warp or of a CTA come to the same line, the launch ends with a message instead
-// of waiting for ever; CUDA leaves open what happens then.
+// A thread is a fiber that runs until its next barrier or shuffle, or until it has to wait; there
+// it gives way to the next. CTAs, warps and lanes take turns in an order that changes, so that a
+// missing barrier shows. Where not all threads of a warp or of a CTA come to the same line, or all
+// wait for what does not come, the launch ends with a message instead of waiting for ever; CUDA
+// leaves open what happens then.
 //
-// It has what the sources that run on it need, no more: shuffles of whole warps, grids and CTAs of
-// one dimension. What inline assembly does is in cuda_on_host_ptx.h.
+// It has what the sources that run on it need, no more: shuffles of whole warps, grids, clusters
+// and CTAs of one dimension. What inline assembly does is in cuda_on_host_ptx.h.
 
 #pragma once
 #include <setjmp.h>
@@ -18,6 +20,8 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <map>
+#include <memory>
 #include <tuple>
 #include <vector>
 
@@ -25,9 +29,10 @@
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
-#define __shared__ static  // one CTA at a time
+#define __shared__ static  // one CTA at a time, where they have such variables
 
 #define VECTORS(T, name)                                                                   \
   struct alignas(2 * sizeof(T)) name##2 { T x, y; };                                       \
@@ -49,12 +54,12 @@ using std::min;
 
 namespace cuda_on_host {
 
-constexpr int WARP = 32, MOST_THREADS = 1024, STACK_BYTES = 64 * 1024;
+constexpr int WARP = 32, MOST_THREADS = 1024, MOST_CTAS = 8, STACK_BYTES = 64 * 1024;
 constexpr unsigned MOST_SHARED_BYTES = 256 * 1024;
 // The address of dynamic shared memory: aligned as the sources ask for, and no more.
 constexpr unsigned SHARED_BEGIN = 1024 + 128;
 
-enum Stop { AT_WARP, AT_CTA, AT_END };
+enum Stop { NOWHERE, AT_WARP, AT_CTA, AT_WAIT, AT_END };
 
 // What a lane gives to the others of its warp, of any type.
 struct alignas(16) Message {
@@ -70,33 +75,76 @@ struct Copy {
 };
 
 struct Thread {
-  bool made;
+  bool made = false;
+  std::unique_ptr<char[]> stack;
   ucontext_t begin;
   jmp_buf here;  // not a ucontext, whose switches ask the kernel to save a signal mask
   Stop stop;
   int line;                  // of the source, where it stopped
+  const int* watched;        // until this is no longer what it has seen, it waits
+  int seen;
   Message value;             // that it brings to an operation of its warp
   Message received;          // what its lane brought to the last one
   std::vector<Copy> copies;  // oldest first
   int groups;                // of copies, committed so far
+  int arrivals;              // at the cluster's barrier
+  bool has_to_wait;          // there, after the last of them
 };
 
-static Thread threads[MOST_THREADS];
-static char* stacks;
+// A barrier in shared memory. Its phase ends when all have arrived, and all bytes.
+struct Barrier {
+  int count, pending, bytes, phase;
+
+  bool end_phase() {
+    if (pending || bytes) return false;
+    pending = count;
+    phase++;
+    return true;
+  }
+};
+
+struct Cta {
+  std::vector<Thread> threads;
+  std::map<unsigned, Barrier> barriers;  // by their addresses
+  bool ended;
+  alignas(128) unsigned char shared[MOST_SHARED_BYTES];
+};
+
+// Bytes on their way to a CTA's shared memory, that a barrier there counts.
+struct Delivery {
+  Cta* to;
+  unsigned char* at;
+  std::vector<unsigned char> bytes;
+  Barrier* barrier;
+};
+
+static Cta ctas[MOST_CTAS];  // of the cluster
+static Cta* cta;             // whose turn it is
+static int cluster_size, cluster_phase;
+static std::vector<Delivery> deliveries;
+static unsigned elected;  // the lane that acts for its warp
 static jmp_buf scheduler;
 static std::function<void()> body;
 static std::vector<void*> shared_variables;  // that the CTA has come across
-alignas(128) static unsigned char dynamic_shared[MOST_SHARED_BYTES];
 static unsigned shared_bytes;
 static char message[256];
 static unsigned random_state;
 
+inline Thread& this_thread() { return cta->threads[threadIdx.x]; }
+
 // Give way to the scheduler, which comes back when all the others have come as far.
 inline void stop(Stop where, int line) {
-  Thread& thread = threads[threadIdx.x];
+  Thread& thread = this_thread();
   thread.stop = where;
   thread.line = line;
   if (!_setjmp(thread.here)) _longjmp(scheduler, 1);
+}
+
+// Give way until this has changed.
+inline void wait_while_it_is(const int& watched, int line) {
+  this_thread().watched = &watched;
+  this_thread().seen = watched;
+  stop(AT_WAIT, line);
 }
 
 // The first reason counts: what comes after may follow from it.
@@ -127,12 +175,14 @@ inline void fiber() {
 }
 
 inline void run(int number) {
-  Thread& thread = threads[threadIdx.x = number];
+  threadIdx.x = number;
+  Thread& thread = this_thread();
   if (_setjmp(scheduler)) return;
   if (thread.made) _longjmp(thread.here, 1);
   thread.made = true;
+  thread.stack.reset(new char[STACK_BYTES]);
   getcontext(&thread.begin);
-  thread.begin.uc_stack.ss_sp = stacks + (size_t)number * STACK_BYTES;
+  thread.begin.uc_stack.ss_sp = thread.stack.get();
   thread.begin.uc_stack.ss_size = STACK_BYTES;
   makecontext(&thread.begin, fiber, 0);
   setcontext(&thread.begin);
@@ -149,10 +199,10 @@ inline unsigned next_random() {
 }
 
 inline bool stand_together(int first, int count) {
-  static const char* const names[] = {"a warp's operation", "a barrier", "its end"};
-  const Thread& a = threads[first];
+  static const char* const names[] = {"", "a warp's operation", "a barrier", "a wait", "its end"};
+  const Thread& a = cta->threads[first];
   for (int i = first + 1; i < first + count; i++) {
-    const Thread& b = threads[i];
+    const Thread& b = cta->threads[i];
     if (a.stop != b.stop || a.line != b.line)
       say("block %u: thread %d is at %s (line %d), thread %d at %s (line %d)", blockIdx.x, first,
           names[a.stop], a.line, i, names[b.stop], b.line);
@@ -160,27 +210,141 @@ inline bool stand_together(int first, int count) {
   return !message[0];
 }
 
-// Until all its threads are at a barrier of the CTA, or at their end.
-inline bool run_warp(int first) {
+inline bool any_on_the_way(int first, int count) {
+  const auto on_the_way = [](const Thread& x) { return x.stop == NOWHERE || x.stop == AT_WAIT; };
+  const auto begin = cta->threads.begin() + first;
+  return std::any_of(begin, begin + count, on_the_way);
+}
+
+// Until all are at a barrier of the CTA, at their end, or wait; or, in `short_turns`, only until
+// some operation of the warp. Whether any has moved.
+inline bool run_warp(int first, bool short_turns) {
+  bool moved = false;
   for (;;) {
     const unsigned random = next_random();
-    for (int i = 0; i < WARP; i++) run(first + nth(i, WARP, random));
-    if (!stand_together(first, WARP)) return false;
-    if (threads[first].stop != AT_WARP) return true;
-    for (int i = first; i < first + WARP; i++) threads[i].received = threads[i].value;
+    for (int i = 0; i < WARP; i++) {
+      const int number = first + nth(i, WARP, random);
+      const Thread& thread = cta->threads[number];
+      if (thread.stop == NOWHERE || (thread.stop == AT_WAIT && *thread.watched != thread.seen))
+        run(number), moved = true;
+    }
+    if (!moved || any_on_the_way(first, WARP) || !stand_together(first, WARP)) return moved;
+    if (cta->threads[first].stop != AT_WARP) return true;
+    for (int i = first; i < first + WARP; i++) {
+      cta->threads[i].received = cta->threads[i].value;
+      cta->threads[i].stop = NOWHERE;
+    }
+    if (short_turns && next_random() % 16 == 0) return true;
   }
 }
 
-inline bool run_cta(int count) {
+// The CTA has left: nothing may come to its shared memory any more, and no barrier may wait for it.
+inline void end_cta() {
+  cta->ended = true;
+  for (const Delivery& delivery : deliveries)
+    if (delivery.to == cta) say("block %u ends before all bytes have come to it", blockIdx.x);
+  for (const auto& [address, barrier] : cta->barriers)
+    if (barrier.bytes)
+      say("block %u ends, but at the barrier at offset %u there are %d bytes %s than expected",
+          blockIdx.x, address - SHARED_BEGIN, std::abs(barrier.bytes),
+          barrier.bytes < 0 ? "more" : "less");
+}
+
+// A turn for every warp, after which they may go on from a barrier where all are.
+inline bool run_cta(bool short_turns) {
+  const int count = blockDim.x;
+  const unsigned random = next_random();
+  bool moved = false;
+  for (int i = 0; i < count / WARP && !message[0]; i++)
+    moved |= run_warp(nth(i, count / WARP, random) * WARP, short_turns);
+  if (any_on_the_way(0, count) || !stand_together(0, count)) return moved;
+  if (cta->threads[0].stop == AT_CTA)
+    for (int i = 0; i < count; i++) cta->threads[i].stop = NOWHERE;
+  else
+    end_cta();
+  return true;
+}
+
+// Who has left the kernel need not arrive.
+inline bool pass_cluster_barrier() {
+  for (int rank = 0; rank < cluster_size; rank++)
+    for (unsigned i = 0; i < blockDim.x; i++) {
+      const Thread& thread = ctas[rank].threads[i];
+      if (thread.stop != AT_END && thread.arrivals == cluster_phase) return false;
+    }
+  cluster_phase++;
+  return true;
+}
+
+// Any of what is under way arrives. Whether somebody may have waited for it.
+inline bool deliver() {
+  std::swap(deliveries[next_random() % deliveries.size()], deliveries.back());
+  const Delivery x = std::move(deliveries.back());
+  deliveries.pop_back();
+  memcpy(x.at, x.bytes.data(), x.bytes.size());
+  x.barrier->bytes -= x.bytes.size();
+  return x.barrier->end_phase();
+}
+
+inline void turn_to(unsigned first_block, int rank) {
+  cta = &ctas[rank];
+  blockIdx.x = first_block + rank;
+}
+
+inline void begin_cluster() {
   shared_variables.clear();
-  memset(dynamic_shared, 0xFF, shared_bytes);
-  for (int i = 0; i < count; i++) threads[i].copies.clear(), threads[i].groups = 0;
-  do {
-    const unsigned random = next_random();
-    for (int i = 0; i < count / WARP; i++)
-      if (!run_warp(nth(i, count / WARP, random) * WARP)) return false;
-    if (!stand_together(0, count)) return false;
-  } while (threads[0].stop != AT_END);
+  deliveries.clear();
+  cluster_phase = 0;
+  elected = next_random() % WARP;
+  for (Cta* x = ctas; x < ctas + cluster_size; x++) {
+    if (x->threads.size() < blockDim.x) x->threads = std::vector<Thread>(blockDim.x);
+    for (Thread& thread : x->threads) {
+      thread.stop = NOWHERE;
+      thread.copies.clear();
+      thread.groups = thread.arrivals = 0;
+      thread.has_to_wait = false;
+    }
+    x->barriers.clear();
+    x->ended = false;
+    memset(x->shared, 0xFF, shared_bytes);
+  }
+}
+
+inline void say_who_waits(unsigned first_block) {
+  for (int rank = 0; rank < cluster_size; rank++)
+    for (unsigned i = 0; i < blockDim.x; i++) {
+      const Thread& thread = ctas[rank].threads[i];
+      if (thread.stop == AT_WAIT)
+        say("block %u, thread %u waits for ever (line %d)", first_block + rank, i, thread.line);
+    }
+}
+
+// For some time one CTA may get ahead of the others, what is under way may arrive before anybody
+// has to wait for it, and warps may take short turns; then it is otherwise.
+inline bool run_cluster(unsigned first_block) {
+  begin_cluster();
+  unsigned order = next_random();
+  const auto ended = [](const Cta& x) { return x.ended; };
+  while (!std::all_of(ctas, ctas + cluster_size, ended)) {
+    if (next_random() % 8 == 0) order = next_random();
+    const bool one_ahead = order >> 17 & 1, early = order >> 18 & 1, short_turns = order >> 19 & 1;
+    bool moved = false;
+    const int arriving = early ? next_random() % (deliveries.size() + 1) : 0;
+    for (int i = 0; i < arriving; i++) moved |= deliver();
+    for (int i = 0; i < cluster_size; i++) {
+      turn_to(first_block, nth(i, cluster_size, order));
+      const bool ran = !cta->ended && run_cta(short_turns);
+      if (message[0]) return false;
+      moved |= ran;
+      if (ran && one_ahead) break;
+    }
+    if (pass_cluster_barrier() || moved) continue;
+    while (!deliveries.empty() && !moved) moved = deliver();
+    if (!moved) {
+      say_who_waits(first_block);
+      return false;
+    }
+  }
   return true;
 }
 
@@ -190,37 +354,38 @@ inline void at_fault(int, siginfo_t* info, void*) {
   _longjmp(scheduler, 1);
 }
 
-inline bool run_grid(int grid, int count) {
+inline bool run_grid() {
   struct sigaction before, mine = {};
   mine.sa_sigaction = at_fault;
   mine.sa_flags = SA_SIGINFO | SA_NODEFER;  // nothing returns from it
   sigaction(SIGSEGV, &mine, &before);
-  gridDim.x = grid, blockDim.x = count;
-  for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++)
-    if (!run_cta(count)) break;
+  unsigned block = 0;
+  while (block < gridDim.x && run_cluster(block)) block += cluster_size;
   sigaction(SIGSEGV, &before, nullptr);
   if (!message[0]) return true;
-  for (Thread& thread : threads) thread.made = false;  // left where they stood
+  for (Cta& x : ctas) x.threads.clear();  // left where they stood
   return false;
 }
 
 // Nothing, or what went wrong.
 template <class... Params>
-const char* launch(void (*kernel)(Params...), int grid, int count, int bytes,
+const char* launch(void (*kernel)(Params...), int cluster, int grid, int count, int bytes,
                    const void* const* arguments) {
   if (count % WARP || count > MOST_THREADS) return "threads: whole warps, at most 1024 threads";
   if (bytes > (int)MOST_SHARED_BYTES) return "dynamic shared memory: at most 256 KiB";
-  if (!stacks) stacks = new char[(size_t)MOST_THREADS * STACK_BYTES];
+  if (cluster > MOST_CTAS || grid % cluster) return "grid: whole clusters, of at most 8 CTAs";
   int i = 0;
   const std::tuple<Params...> params{*(const Params*)arguments[i++]...};
   body = [=] { std::apply(kernel, params); };
   message[0] = 0;
   shared_bytes = bytes;
-  return run_grid(grid, count) ? nullptr : message;
+  cluster_size = cluster, gridDim.x = grid, blockDim.x = count;
+  return run_grid() ? nullptr : message;
 }
 
 // Shared memory begins with garbage: all ones are NaN, or -1.
 inline void begin_with_garbage(void* variable, size_t bytes) {
+  if (cluster_size > 1) refuse("variables in shared memory, in a cluster");
   for (void* other : shared_variables)
     if (other == variable) return;
   shared_variables.push_back(variable);
@@ -231,11 +396,11 @@ inline void begin_with_garbage(void* variable, size_t bytes) {
 template <class T>
 void bring(const T& x, int line) {
   static_assert(sizeof x <= sizeof(Message));
-  memcpy(&threads[threadIdx.x].value, &x, sizeof x);
+  memcpy(&this_thread().value, &x, sizeof x);
   stop(AT_WARP, line);
 }
 inline const void* brought_by(int lane) {
-  return &threads[threadIdx.x / WARP * WARP + lane % WARP].received;
+  return &cta->threads[threadIdx.x / WARP * WARP + lane % WARP].received;
 }
 
 template <class T>
@@ -276,6 +441,12 @@ inline float __int_as_float(int x) {
   return y;
 }
 inline float __uint_as_float(unsigned x) { return __int_as_float(x); }
+
+inline unsigned __float_as_uint(float x) {
+  unsigned y;
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
 
 template <class T>
 T __ldcs(const T* x) {

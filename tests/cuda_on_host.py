@@ -72,11 +72,25 @@ _ASSEMBLY = {
     "prefetch.global.L2 [%0];": "",
     "griddepcontrol.wait;": "",
     "griddepcontrol.launch_dependents;": "",
+    "fence.mbarrier_init.release.cluster;": "",
+    "{.reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p;}": f"%0 = {_HERE}elect()",
+    "mbarrier.init.shared::cta.b64 [%0], %1;": f"{_HERE}init_barrier(%0, %1)",
+    "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;": f"{_HERE}arrive_and_expect(%0, %1)",
+    "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}": (
+        f"%0 = {_HERE}try_wait(%1, %2)"
+    ),
+    "barrier.cluster.arrive.release.aligned;": f"{_HERE}arrive_at_cluster()",
+    "barrier.cluster.arrive.relaxed.aligned;": f"{_HERE}arrive_at_cluster()",
+    "barrier.cluster.wait.acquire.aligned;": f"{_HERE}wait_for_cluster()",
+    "{.reg .b32 to, at; mapa.shared::cluster.u32 to, %0, %2; mapa.shared::cluster.u32 at, %1, %2;"
+    "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3, %4, %5, %6}, [at];}": (
+        f"{_HERE}send_floats(%0, %1, %2, %3, %4, %5, %6)"
+    ),
+    "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+    " [%0], [%1, {%2, %3, %4}], [%5];": f"{_HERE}copy_boxes(%0, %1, %2, %3, %4, %5)",
 }
 _ONLY_ON_GPUS = re.compile(
-    r"(\{\.reg \.\w+ [\w, ]+; ?)?"
-    r"(barrier\.cluster|cp\.async\.bulk|elect|fence|mapa|mbarrier|mov\.u32 %0, %%cluster_ctarank"
-    r"|prefetch\.tensormap|wgmma)\b"
+    r"(cp\.async\.bulk|fence\.proxy|mov\.u32 %0, %%cluster_ctarank|prefetch\.tensormap|wgmma)\b"
 )
 """Beginnings of statements that headers have and no thread here comes to."""
 _STATEMENT = re.compile(
@@ -88,7 +102,20 @@ _SHARED = re.compile(
     r"\b(extern\s+)?__shared__\s(?:__align__\(\d+\)\s)?([\w\s]*?)(\w+)\s*((?:\[[^\]]*\]\s*)*);"
 )
 _INCLUDE = re.compile(r'^#include "(.*)"', re.MULTILINE)
-_KERNEL = re.compile(r"__global__ void [^{;]*?(\w+)\([\w\s,]*\)\s*\{")
+_KERNEL = re.compile(r"__global__ void ([^{;]*?)(\w+)\([\w\s,]*\)\s*\{")
+"""What stands before its name, the size of clusters among it, and the name."""
+
+
+class BoxMap(ctypes.Structure):
+    """What takes the place of a `TensorMap` of three dimensions, of values of 16 bits."""
+
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("sizes", ctypes.c_uint64 * 3),
+        ("strides", ctypes.c_uint64 * 2),
+        ("box", ctypes.c_uint32 * 3),
+        ("unused", ctypes.c_uint32 * 17),
+    )
 
 
 def build(
@@ -123,8 +150,10 @@ def launch(
         shared_bytes: of dynamic shared memory.
 
     Raises:
-        RuntimeError: threads that did not come to the same barrier or operation of a warp, memory
-            that is not theirs, or something that only a GPU has.
+        RuntimeError: threads that did not come to the same barrier or operation of a warp, or that
+            wait for ever; memory that is not theirs; a barrier in shared memory that is used
+            before it is made, or at which other bytes arrive than it was told to expect; something
+            that only a GPU has.
     """
     pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     message = function(grid, threads, shared_bytes, pointers)
@@ -158,11 +187,16 @@ def _build(name: str, macros: tuple[tuple[str, int | None], ...], folder: Path) 
     main, library = build_folder / "main.cpp", build_folder / "library.so"
     main.write_text(
         f'#include "{_HEADER}"\n#include "{name}.cu"\n'
+        # Of what stands before a kernel's name, this leaves the size of its clusters, or nothing.
+        "#undef __cluster_dims__\n#define __cluster_dims__(x, y, z) x\n"
+        "inline int cluster_size(int x = 1) { return x; }\n"
         + "".join(
             f'extern "C" __attribute__((visibility("default"))) const char* launch_{kernel}'
             f"(int grid, int threads, int shared_bytes, const void* const* arguments) {{\n"
-            f"  return {_HERE}launch({kernel}, grid, threads, shared_bytes, arguments);\n}}\n"
-            for kernel in kernels
+            f"  const int cluster = cluster_size({' '.join(before.split())});\n"
+            f"  return {_HERE}launch({kernel}, cluster, grid, threads, shared_bytes, arguments);\n"
+            "}\n"
+            for before, kernel in kernels
         )
     )
     options = [f"-D{key}" + ("" if value is None else f"={value}") for key, value in macros]
@@ -171,7 +205,7 @@ def _build(name: str, macros: tuple[tuple[str, int | None], ...], folder: Path) 
     if result.returncode != 0:
         raise RuntimeError(f"{name}.cu on the host: {result.stderr}")
     loaded = ctypes.CDLL(str(library))
-    for kernel in kernels:
+    for _, kernel in kernels:
         function = getattr(loaded, f"launch_{kernel}")
         function.restype = ctypes.c_char_p
         setattr(loaded, kernel, function)
@@ -194,7 +228,7 @@ def _translate(name: str, folder: Path, to: Path) -> None:
 def _host_variable(match: re.Match[str]) -> str:
     is_dynamic, kind, name = match[1], match[2], match[3]
     if is_dynamic:
-        return f"{kind}* const {name} = ({kind}*){_HERE}dynamic_shared;"
+        return f"{kind}* const {name} = ({kind}*){_HERE}cta->shared;"
     return f"{match[0]} {_HERE}begin_with_garbage(&{name}, sizeof {name});"
 
 

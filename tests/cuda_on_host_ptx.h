@@ -1,8 +1,9 @@
 // What inline assembly stands for, for cuda_on_host.py: shared memory by its 32-bit addresses,
-// copies into it, matrices, halves.
+// copies into it, barriers in it, matrices, halves.
 //
-// A copy destroys what it overwrites at once, and arrives when its thread waits for it: so both a
-// wait that is missing and a copy that begins too early show.
+// A copy destroys what it overwrites at once, and arrives when its thread waits for it, or, if a
+// barrier counts it, at any time before that one opens: so both a wait that is missing and a copy
+// that begins too early show. Fences do nothing: what a thread has written is there for all.
 
 #pragma once
 #include "cuda_on_host.h"
@@ -17,18 +18,21 @@ void fail(const char* format, Arguments... arguments) {
 }
 
 inline unsigned to_shared(const void* pointer) {
-  const size_t offset = (const unsigned char*)pointer - dynamic_shared;
+  const size_t offset = (const unsigned char*)pointer - cta->shared;
   if (offset >= shared_bytes) refuse("addresses of what is not in dynamic shared memory");
   return SHARED_BEGIN + offset;
 }
 
-// Where so many bytes lie, if they are the CTA's.
-inline unsigned char* at(unsigned address, unsigned bytes) {
+// Where so many bytes of a CTA lie, if there are as many.
+inline unsigned char* at(Cta& cta, unsigned address, unsigned bytes, unsigned alignment) {
   const unsigned offset = address - SHARED_BEGIN;
-  if (address % bytes || offset >= shared_bytes || bytes > shared_bytes - offset)
+  if (address % alignment || offset >= shared_bytes || bytes > shared_bytes - offset)
     fail("block %u, thread %u: %u bytes at offset %d of %u bytes of shared memory", blockIdx.x,
          threadIdx.x, bytes, (int)offset, shared_bytes);
-  return dynamic_shared + offset;
+  return cta.shared + offset;
+}
+inline unsigned char* at(unsigned address, unsigned bytes) {
+  return at(*cta, address, bytes, bytes);
 }
 
 template <class T>
@@ -52,14 +56,14 @@ void store(unsigned address, T x) {
 inline void copy(unsigned to, const void* from, unsigned bytes, unsigned there) {
   if ((size_t)from % bytes || there > bytes) fail("a copy of %u bytes from %p", there, from);
   memset(at(to, bytes), 0xFF, bytes);
-  threads[threadIdx.x].copies.push_back({to, from, bytes, there, threads[threadIdx.x].groups});
+  this_thread().copies.push_back({to, from, bytes, there, this_thread().groups});
 }
 
-inline void commit_group() { threads[threadIdx.x].groups++; }
+inline void commit_group() { this_thread().groups++; }
 
 // Until no more than the last `left` groups are under way.
 inline void wait_group(int left) {
-  Thread& thread = threads[threadIdx.x];
+  Thread& thread = this_thread();
   auto copy = thread.copies.begin();
   for (; copy != thread.copies.end() && copy->group < thread.groups - left; copy++) {
     unsigned char* to = at(copy->to, copy->bytes);
@@ -67,6 +71,111 @@ inline void wait_group(int left) {
     memcpy(to, copy->from, copy->there);
   }
   thread.copies.erase(thread.copies.begin(), copy);
+}
+
+// In the memory of barriers, so that it shows where something else is written there.
+constexpr unsigned char BARRIER_BYTE = 0xBB;
+constexpr int MOST_BYTES_OF_BARRIER = (1 << 20) - 1;
+
+inline void barrier_fails(unsigned address, const char* why) {
+  fail("block %u, thread %u: the barrier at offset %d %s", blockIdx.x, threadIdx.x,
+       (int)(address - SHARED_BEGIN), why);
+}
+
+inline void init_barrier(unsigned address, int count) {
+  memset(at(address, 8), BARRIER_BYTE, 8);
+  if (!cta->barriers.insert({address, {count, count, 0, 0}}).second)
+    barrier_fails(address, "is made twice");
+}
+
+inline Barrier& barrier_at(Cta& cta, unsigned address) {
+  const unsigned char* memory = at(cta, address, 8, 8);
+  const auto found = cta.barriers.find(address);
+  if (found == cta.barriers.end()) barrier_fails(address, "is not there yet");
+  for (int i = 0; i < 8; i++)
+    if (memory[i] != BARRIER_BYTE) barrier_fails(address, "was overwritten");
+  return found->second;
+}
+
+inline void arrive_and_expect(unsigned address, int bytes) {
+  Barrier& barrier = barrier_at(*cta, address);
+  barrier.bytes += bytes;
+  if (--barrier.pending < 0) barrier_fails(address, "has an arrival too many");
+  if (barrier.bytes > MOST_BYTES_OF_BARRIER) barrier_fails(address, "cannot count as many bytes");
+  barrier.end_phase();
+}
+
+// Whether the phase of this parity has ended. If not, others may do something about it.
+inline bool try_wait(unsigned address, unsigned parity, int line = __builtin_LINE()) {
+  const Barrier& barrier = barrier_at(*cta, address);
+  if (barrier.phase % 2 != parity) return true;
+  wait_while_it_is(barrier.phase, line);
+  return false;
+}
+
+// Any lane may be the one, but it is always the same.
+inline bool elect(int line = __builtin_LINE()) {
+  bring(0, line);
+  return threadIdx.x % WARP == elected;
+}
+
+inline void arrive_at_cluster() {
+  Thread& thread = this_thread();
+  if (thread.has_to_wait) fail("block %u: arrives twice at the cluster's barrier", blockIdx.x);
+  thread.has_to_wait = true;
+  thread.arrivals++;
+}
+
+inline void wait_for_cluster(int line = __builtin_LINE()) {
+  Thread& thread = this_thread();
+  if (!thread.has_to_wait) fail("block %u: has not arrived at the cluster's barrier", blockIdx.x);
+  while (thread.arrivals > cluster_phase) wait_while_it_is(cluster_phase, line);
+  thread.has_to_wait = false;
+}
+
+// What is sent is taken at once, and arrives later.
+inline void send(Cta& to, unsigned address, unsigned alignment, std::vector<unsigned char> bytes,
+                 unsigned barrier) {
+  if (to.ended) fail("block %u sends to a CTA that has ended", blockIdx.x);
+  unsigned char* const place = at(to, address, bytes.size(), alignment);
+  memset(place, 0xFF, bytes.size());
+  deliveries.push_back({&to, place, std::move(bytes), &barrier_at(to, barrier)});
+}
+
+// To these addresses in another CTA of the cluster.
+inline void send_floats(unsigned to, unsigned barrier, int rank, float a, float b, float c,
+                        float d) {
+  if (rank < 0 || rank >= cluster_size) fail("block %u: no CTA has rank %d", blockIdx.x, rank);
+  const float values[] = {a, b, c, d};
+  const unsigned char* const bytes = (const unsigned char*)values;
+  send(ctas[rank], to, 16, {bytes, bytes + sizeof values}, barrier);
+}
+
+// What stands here in a tensor map: `BoxMap` of cuda_on_host.py.
+struct BoxMap {
+  const unsigned char* memory;
+  unsigned long long sizes[3], strides[2];  // values; bytes
+  unsigned box[3];
+};
+
+// Boxes of 64 values of 16 bits, of some rows, that come one after another; beyond the tensor are
+// zeros. Of more than one row, chunks of 16 bytes are exchanged by what their address says.
+inline void copy_boxes(unsigned to, const void* tensor_map, int value, int first_row, int first_box,
+                       unsigned barrier) {
+  const BoxMap& map = *(const BoxMap*)tensor_map;
+  const unsigned rows = map.box[1], boxes = map.box[2];
+  if (value || map.sizes[0] != 64 || map.box[0] != 64) refuse("boxes that are not of 64 values");
+  if (rows > 256 || boxes > 256 || (size_t)map.memory % 16 || map.strides[0] % 16)
+    fail("a tensor map that the driver refuses");
+  std::vector<unsigned char> bytes(boxes * rows * 128);
+  for (unsigned i = 0; i < bytes.size(); i += 16) {
+    const unsigned row = first_row + i / 128 % rows, box = first_box + i / 128 / rows;
+    const unsigned turn = rows > 1 ? (to + i) / 128 % 8 * 16 : 0;
+    if (row < map.sizes[1] && box < map.sizes[2])
+      memcpy(&bytes[i ^ turn],
+             map.memory + row * map.strides[0] + box * map.strides[1] + i % 128, 16);
+  }
+  send(*cta, to, 128, std::move(bytes), barrier);
 }
 
 inline float flush(float x) { return std::fabs(x) < 1.17549435e-38f ? 0.0f : x; }

@@ -14,7 +14,7 @@ import torch
 
 import cuda_on_host
 from cuda_on_host import guarded
-from halfbyte.kernels import linear, nvrtc
+from halfbyte.kernels import linear, nvrtc, tensor_maps
 from halfbyte.kernels.linear_plan import FewPlan, Machine, few_plan, k_blocks, row_units
 from halfbyte.kernels.linear_weights import DTYPES, PackedWeight, unpack_weight
 from halfbyte.numerics import nvfp4
@@ -71,16 +71,17 @@ def name(value: FewPlan | torch.dtype) -> str:
 
 
 @contextmanager
-def on_host(compiled_in: bool = False) -> Iterator[None]:
+def on_host(compiled_in: bool = False, machine: Machine = A100) -> Iterator[None]:
     """Let the launcher's kernels run on the CPU; what it allocates begins as NaN.
 
     Args:
         compiled_in: whether the shape of the work is, for which every one takes the C++ compiler.
+        machine: that the launcher, and the kernels, find.
     """
 
     def load(name: str, macros: Any, functions: Any, device: Any) -> dict[str, nvrtc.Kernel]:
         kept = {key: value for key, value in macros if compiled_in or key not in OF_SHAPE}
-        library = cuda_on_host.build(name, kept, capability=A100.capability)
+        library = cuda_on_host.build(name, kept, capability=machine.capability)
         return {entry: nvrtc.Kernel(getattr(library, entry), size) for entry, size in functions}
 
     def launch(
@@ -91,7 +92,7 @@ def on_host(compiled_in: bool = False) -> Iterator[None]:
         *,
         overlap: bool,
     ) -> None:
-        assert not overlap
+        assert overlap == (machine.capability >= 90)
         shared_bytes = kernel.shared_bytes
         cuda_on_host.launch(kernel.function, grid, threads, *arguments, shared_bytes=shared_bytes)
 
@@ -100,16 +101,29 @@ def on_host(compiled_in: bool = False) -> Iterator[None]:
     ) -> torch.Tensor:
         return guarded(size, dtype or x.dtype)
 
+    def encode(
+        address: int,
+        sizes: tuple[int, ...],
+        strides: tuple[int, ...],
+        box: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> cuda_on_host.BoxMap:
+        in_bytes = tuple(dtype.itemsize * stride for stride in strides)
+        return cuda_on_host.BoxMap(address, sizes, in_bytes, box)
+
     linear._few_kernels.cache_clear()
+    tensor_maps.tensor_map_of_boxes.cache_clear()
     with (
         patch.object(nvrtc, "load", load),
         patch.object(nvrtc, "launch", launch),
-        patch.object(linear, "machine_of", lambda device: A100),
+        patch.object(tensor_maps, "_encode", encode),
+        patch.object(linear, "machine_of", lambda device: machine),
         patch.object(torch.cuda, "device", lambda device: nullcontext()),
         patch.object(torch.Tensor, "new_empty", new_empty),
     ):
         yield
     linear._few_kernels.cache_clear()
+    tensor_maps.tensor_map_of_boxes.cache_clear()
 
 
 def random_x(m: int, k: int, dtype: torch.dtype, seed: int, gap: int = 8) -> torch.Tensor:
@@ -129,6 +143,7 @@ def multiply(
     bias: torch.Tensor | None,
     plan: FewPlan | None,
     compiled_in: bool = False,
+    machine: Machine = A100,
 ) -> torch.Tensor:
     """By the launcher, which finds nothing behind the tensors that it reads and writes."""
 
@@ -138,7 +153,7 @@ def multiply(
     weight, weight_scale = moved(packed.weight), moved(packed.weight_scale)
     row_scale = moved(packed.row_scale)
     bias = None if bias is None else moved(bias)
-    with on_host(compiled_in):
+    with on_host(compiled_in, machine):
         return linear.linear_few(x, weight, weight_scale, row_scale, bias, packed.n, plan=plan)
 
 
