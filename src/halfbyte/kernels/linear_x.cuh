@@ -11,7 +11,7 @@
 #include "linear_loader.cuh"
 #include "sm90.cuh"
 
-#define X_ALIGNMENT 1024  // where the swizzle's pattern begins anew
+#define X_ALIGNMENT 1024                 // where the swizzle's pattern begins anew
 #define X_PIECES 8                       // at most
 #define X_WARPS (WARPS < 4 ? WARPS : 4)  // that ask for them
 #define X_BARRIER_BYTES 128              // of which barriers take half
