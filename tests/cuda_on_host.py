@@ -38,6 +38,17 @@ needs_compiler = pytest.mark.skipif(
 )
 
 _HERE = "cuda_on_host::"
+_MATMULS = {
+    "MATMUL": "MATMUL",  # a macro of the source
+    **{
+        text: f'"{text}"'
+        for text in (
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
+        )
+    },
+}
+"""Instructions, and what C++ calls their texts."""
 _ASSEMBLY = {
     "": "",
     "ex2.approx.ftz.f32 %0, %1;": f"%0 = {_HERE}flush(std::exp2({_HERE}flush(%1)))",
@@ -54,20 +65,41 @@ _ASSEMBLY = {
     "{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}": (
         "%0 = (%1 >> 16) * 0x10001u"
     ),
+    "cvt.rn.f16x2.e4m3x2 %0, %1;": f"%0 = {_HERE}of_e4m3x2(%1)",
+    # The table of a function of three bits: here the third chooses among the others.
+    "lop3.b32 %0, %1, %2, %3, 0xe4;": "%0 = (%1 & %3) | (%2 & ~%3)",
+    "mad.wide.u32 %0, %1, %2, %3;": "%0 = (unsigned long long)%1 * %2 + %3",
     "ld.shared.f32 %0, [%1];": f"%0 = {_HERE}load<float>(%1)",
+    "ld.shared.u32 %0, [%1];": f"%0 = {_HERE}load<unsigned>(%1)",
+    "ld.shared.v2.u32 {%0, %1}, [%2];": f"{_HERE}load(%0, %1, %2)",
     "ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];": f"{_HERE}load(%0, %1, %2, %3, %4)",
     "st.shared.f32 [%0], %1;": f"{_HERE}store<float>(%0, %1)",
+    "st.shared.u32 [%0], %1;": f"{_HERE}store<unsigned>(%0, %1)",
+    "st.shared.v2.u32 [%0], {%1, %2};": f"{_HERE}store<uint2>(%0, {{%1, %2}})",
     "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;": f"{_HERE}copy(%0, %1, 16, 16)",
     "cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;": f"{_HERE}copy(%0, %1, 4, 4)",
     "cp.async.cg.shared.global [%0], [%1], 16, %2;": f"{_HERE}copy(%0, %1, 16, %2)",
+    "cp.async.cg.shared.global [%0], [%1], 16;": f"{_HERE}copy(%0, %1, 16, 16)",
+    "cp.async.ca.shared.global [%0], [%1], 4;": f"{_HERE}copy(%0, %1, 4, 4)",
+    "{.reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}": (
+        f"if (%2) {_HERE}copy(%0, %1, 16, 16)"
+    ),
     "cp.async.commit_group;": f"{_HERE}commit_group()",
     "cp.async.wait_group %0;": f"{_HERE}wait_group(%0)",
+    "cp.async.wait_all;": f"{_HERE}wait_all()",
     "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];": (
         f"{_HERE}load_matrices(%0, %1, %2, %3, %4)"
     ),
-    "MATMUL {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};": (
-        f"{_HERE}multiply_matrices(MATMUL, %0, %1, %2, %3, %4, %5, %6, %7, %8, %9)"
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];": (
+        f"{_HERE}load_transposed_matrices(%0, %1, %2, %3, %4)"
     ),
+    "movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;": f"%0 = {_HERE}transpose(%1)",
+    **{
+        f"{instruction} {{%0, %1, %2, %3}}, {{%4, %5, %6, %7}}, {{%8, %9}}, {{%0, %1, %2, %3}};": (
+            f"{_HERE}multiply_matrices({text}, %0, %1, %2, %3, %4, %5, %6, %7, %8, %9)"
+        )
+        for instruction, text in _MATMULS.items()
+    },
     "createpolicy.fractional.L2::evict_first.b64 %0, 1.0;": "%0 = 0",
     "prefetch.global.L2 [%0];": "",
     "griddepcontrol.wait;": "",
@@ -90,7 +122,8 @@ _ASSEMBLY = {
     " [%0], [%1, {%2, %3, %4}], [%5];": f"{_HERE}copy_boxes(%0, %1, %2, %3, %4, %5)",
 }
 _ONLY_ON_GPUS = re.compile(
-    r"(cp\.async\.bulk|fence\.proxy|mov\.u32 %0, %%cluster_ctarank|prefetch\.tensormap|wgmma)\b"
+    r"(cp\.async\.bulk|fence\.proxy|max\.f16x2|mov\.u32 %0, %%cluster_ctarank"
+    r"|prefetch\.tensormap|shfl\.sync\.idx|wgmma)\b"
 )
 """Beginnings of statements that headers have and no thread here comes to."""
 _STATEMENT = re.compile(
@@ -235,6 +268,7 @@ def _host_variable(match: re.Match[str]) -> str:
 def _host_statement(match: re.Match[str]) -> str:
     """Literals that stand side by side are one text, and a macro before them is part of it."""
     text = "".join(f"{macro} " if macro else part for part, macro in _TEXT.findall(match[1]))
+    text = re.sub(", *", ", ", text)  # with or without a space
     operands = _OPERAND.findall(match[2])
     if text in _ASSEMBLY:
         statement = re.sub(r"%(\d)", lambda number: operands[int(number[1])], _ASSEMBLY[text])

@@ -42,6 +42,10 @@ T load(unsigned address) {
   return x;
 }
 
+inline void load(unsigned& x, unsigned& y, unsigned address) {
+  const uint2 both = load<uint2>(address);
+  x = both.x, y = both.y;
+}
 inline void load(unsigned& x, unsigned& y, unsigned& z, unsigned& w, unsigned address) {
   const uint4 all = load<uint4>(address);
   x = all.x, y = all.y, z = all.z, w = all.w;
@@ -71,6 +75,11 @@ inline void wait_group(int left) {
     memcpy(to, copy->from, copy->there);
   }
   thread.copies.erase(thread.copies.begin(), copy);
+}
+
+inline void wait_all() {
+  commit_group();
+  wait_group(0);
 }
 
 // In the memory of barriers, so that it shows where something else is written there.
@@ -216,6 +225,16 @@ inline unsigned multiply_float16x2(unsigned a, unsigned b) {
   return multiply(a >> 16, b >> 16) << 16 | multiply(a, b);
 }
 
+// The two E4M3 values in the low 16 bits, which a half holds exactly.
+inline unsigned of_e4m3x2(unsigned x) {
+  const auto convert = [](unsigned byte) {
+    // As the bits of a half they are the value times 2^-8, but for NaN.
+    const float magnitude = (byte & 0x7F) == 0x7F ? NAN : of_float16((byte & 0x7F) << 7) * 256;
+    return to_float16(byte & 0x80 ? -magnitude : magnitude);
+  };
+  return convert(x >> 8) << 16 | convert(x);
+}
+
 // PTX allows an error of one in the last place: any of the two floats around the truth.
 inline float approximate_inverse(float x) {
   const double truth = 1 / (double)flush(x);
@@ -232,6 +251,31 @@ inline void load_matrices(unsigned& a, unsigned& b, unsigned& c, unsigned& d, un
   const int lane = threadIdx.x % WARP;
   for (int i = 0; i < 4; i++)
     memcpy(words[i], (const unsigned*)brought_by(8 * i + lane / 4) + lane % 4, 4);
+}
+
+// The same, each of them transposed: a lane has two rows' halves of one column.
+inline void load_transposed_matrices(unsigned& a, unsigned& b, unsigned& c, unsigned& d,
+                                     unsigned address, int line = __builtin_LINE()) {
+  const uint4 row = load<uint4>(address);
+  bring(row, line);
+  unsigned* const words[4] = {&a, &b, &c, &d};
+  const int lane = threadIdx.x % WARP;
+  for (int i = 0; i < 4; i++) {
+    const auto half = [=](int row) {
+      return (unsigned)((const unsigned short*)brought_by(8 * i + row))[lane / 4];
+    };
+    *words[i] = half(lane % 4 * 2 + 1) << 16 | half(lane % 4 * 2);
+  }
+}
+
+// Of 8 x 8 halves: lane i brings two of row i / 4, and gets two of column i / 4.
+inline unsigned transpose(unsigned pair, int line = __builtin_LINE()) {
+  bring(pair, line);
+  const int lane = threadIdx.x % WARP, column = lane / 4;
+  const auto half = [=](int row) {
+    return (unsigned)((const unsigned short*)brought_by(row * 4 + column / 2))[column % 2];
+  };
+  return half(lane % 4 * 2 + 1) << 16 | half(lane % 4 * 2);
 }
 
 // A lane's part of the operands of m16n8k16: rows g and g + 8 of A and column g of B, where g is

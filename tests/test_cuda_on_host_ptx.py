@@ -33,6 +33,20 @@ extern "C" __global__ void copies(Params p) {
   for (int i = 0; i < 12; i++) p.out[threadIdx.x * 12 + i] = words[threadIdx.x * 16 + i];
 }
 
+// Those of even lanes alone; the others keep what they have stored.
+extern "C" __global__ void some_copies(Params p) {
+  extern __shared__ __align__(128) u32 words[];
+  const u32 to = (u32)__cvta_generic_to_shared(words) + threadIdx.x * 16;
+  const int wanted = threadIdx.x % 2 == 0;
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to), "r"(5), "r"(6) : "memory");
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}"
+               ::"r"(to), "l"(p.in), "r"(wanted));
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  u32 x, y;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(to));
+  p.out[threadIdx.x * 2] = x, p.out[threadIdx.x * 2 + 1] = y;
+}
+
 extern "C" __global__ void beyond(Params p) {
   extern __shared__ __align__(128) u32 words[];
   const u32 address = (u32)__cvta_generic_to_shared(words) + p.offset;
@@ -70,6 +84,46 @@ extern "C" __global__ void matmul(Params p) {
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
   float* out = (float*)p.out + lane / 4 * 8 + lane % 4 * 2;
   for (int i = 0; i < 4; i++) out[i / 2 * 64 + i % 2] = c[i];
+}
+
+// Four of 8 x 8, by each of two ways to transpose them.
+extern "C" __global__ void transposes(Params p) {
+  extern __shared__ __align__(128) u32 words[];
+  const int lane = threadIdx.x;
+  for (int i = 0; i < 4; i++) words[i * 32 + lane] = ((const u32*)p.in)[i * 32 + lane];
+  __syncwarp();
+  const u32 address = (u32)__cvta_generic_to_shared(words) + lane * 16;
+  u32 a[4], b[4];
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(address));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+               : "r"(address));
+  for (int i = 0; i < 4; i++) {
+    u32 y;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(b[i]));
+    p.out[i * 32 + lane] = a[i], p.out[128 + i * 32 + lane] = y;
+  }
+}
+
+// Bits as they are picked from others, and whether any lane has one.
+extern "C" __global__ void bits(Params p) {
+  const u32* in = (const u32*)p.in + 4 * threadIdx.x;
+  u32 x;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(x) : "r"(in[0]), "r"(in[1]), "r"(in[2]));
+  u32* out = p.out + 4 * threadIdx.x;
+  out[0] = __byte_perm(in[0], in[1], in[2]), out[1] = x;
+  out[2] = __any_sync(~0u, in[3] == p.offset), out[3] = 0;
+}
+
+extern "C" __global__ void e4m3(Params p) {
+  const unsigned short* in = (const unsigned short*)p.in;
+  for (int i = threadIdx.x; i < 128; i += 32) {
+    u32 y;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"(in[i]));
+    p.out[i] = y;
+  }
 }
 
 // Pairs, each with the one as far from the other end.
@@ -136,6 +190,11 @@ def test_copies_arrive_when_they_are_waited_for(folder: Path) -> None:
     assert out[:384].view(32, 12).unique(dim=0).tolist() == [[1, 2, 0, 0] * 2 + [-1] * 4]
 
 
+def test_copies_of_some_lanes(folder: Path) -> None:
+    out = run(folder, "some_copies", torch.arange(1, 5, dtype=torch.int32))[:64].view(32, 2)
+    assert out.tolist() == [[1, 2], [5, 6]] * 16
+
+
 @pytest.mark.parametrize("offset", [-4, 2, 124, 126, 128])
 def test_shared_memory_ends(folder: Path, offset: int) -> None:
     if offset == 124:
@@ -159,6 +218,36 @@ def test_matrices(folder: Path, bf16: int) -> None:
     wanted = matrices[:16].double() @ matrices[16:].double().t()
     wanted += torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]).repeat(1, 8, 4).view(16, 8)
     torch.testing.assert_close(out, wanted.float(), rtol=1e-6, atol=1e-6)
+
+
+def test_transposed_matrices(folder: Path) -> None:
+    matrices = torch.arange(256, dtype=torch.int16).view(4, 8, 8)
+    out = run(folder, "transposes", matrices)[:256].view(torch.int16).view(2, 4, 8, 8)
+    assert torch.equal(out, matrices.mT.expand(2, 4, 8, 8))
+
+
+def test_bits(folder: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    given = torch.randint(-(2**31), 2**31, (32, 4), generator=generator).int()
+    given[:, 3] = torch.arange(32)
+    for offset in (31, 32):
+        out = run(folder, "bits", given, offset=offset)[:128].view(32, 4)
+        for (a, b, c, _), (permuted, selected, any_is, _) in zip(
+            given.tolist(), out.tolist(), strict=True
+        ):
+            both = (a & 2**32 - 1 | b << 32 & 2**64 - 2**32).to_bytes(8, "little")
+            nibbles = [c >> 4 * i & 15 for i in range(4)]
+            wanted = bytes(both[n & 7] if n < 8 else both[n & 7] // 128 * 255 for n in nibbles)
+            assert permuted == int.from_bytes(wanted, "little", signed=True)
+            assert selected == a & c | b & ~c
+            assert any_is == (offset == 31)
+
+
+def test_e4m3(folder: Path) -> None:
+    x = torch.arange(256, dtype=torch.uint8)
+    out = run(folder, "e4m3", x)[:128].view(torch.float16)
+    wanted = x.view(torch.float8_e4m3fn).to(torch.float16)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("bf16", [0, 1])

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -29,6 +29,8 @@ class Step:
     kv_heads: int = 2
     head_size: int = 128
     dtype: str = "nvfp4"
+    block_size: int = 16
+    order: Literal["HND", "NHD"] = "HND"
     window: int | None = None
     batch_invariant: bool = False
     capability: int = 90
@@ -36,7 +38,10 @@ class Step:
 
     @property
     def layout(self) -> PageLayout:
-        return PageLayout(self.dtype, self.dtype, self.head_size, None, self.kv_heads, 16)
+        return PageLayout(
+            *(self.dtype, self.dtype, self.head_size, None, self.kv_heads),
+            *(self.block_size, self.order),
+        )
 
     @property
     def starts(self) -> list[int]:
@@ -80,8 +85,12 @@ def random_step(seed: int, most_sequences: int = 300, most_tokens: int = 40_000)
 
 
 @contextmanager
-def on_host(step: Step) -> Iterator[list[tuple[str, Any]]]:
-    """Let the launcher's kernels run on the CPU, all but the attention kernel, which is left out.
+def on_host(step: Step, attention: bool = False) -> Iterator[list[tuple[str, Any]]]:
+    """Let the launcher's kernels run on the CPU.
+
+    Args:
+        step: says which GPU the launcher finds.
+        attention: whether the attention kernel runs, too, or is left out.
 
     Yields:
         What is launched: names of kernels and their parameters.
@@ -89,16 +98,19 @@ def on_host(step: Step) -> Iterator[list[tuple[str, Any]]]:
     launched: list[tuple[str, Any]] = []
 
     def load(name: str, options: Any, functions: Any, device: Any) -> dict[str, Any]:
-        if name in ("decode", "decode_wide"):
-            return {"decode": ("decode", None)}
-        library = cuda_on_host.build(name, {k: v for k, v in options if k in _MERGE_MACROS})
-        return {entry: (entry, getattr(library, entry)) for entry, _ in functions}
+        if name not in ("decode", "decode_wide"):
+            library = cuda_on_host.build(name, {k: v for k, v in options if k in _MERGE_MACROS})
+        elif attention:
+            library = cuda_on_host.build(name, dict(options), capability=step.capability)
+        else:
+            return {"decode": ("decode", None, 0)}
+        return {entry: (entry, getattr(library, entry), size) for entry, size in functions}
 
     def launch(kernel: Any, grid: int, threads: int, arguments: Any, **_: Any) -> None:
-        name, function = kernel
+        name, function, size = kernel
         launched.append((name, *arguments))
         if function is not None:
-            cuda_on_host.launch(function, grid, threads, *arguments)
+            cuda_on_host.launch(function, grid, threads, *arguments, shared_bytes=size)
 
     decode._kernels.cache_clear()
     with (
@@ -119,7 +131,7 @@ def make_plan(step: Step) -> decode.Plan:
         step.starts[-1],
         torch.tensor(step.starts, dtype=torch.int32),
         torch.tensor(step.lengths, dtype=torch.int32),
-        -(-max(step.lengths) // 16),
+        -(-max(step.lengths) // step.block_size),
         step.window,
         step.batch_invariant,
     )
