@@ -173,19 +173,30 @@ def assert_product(
     assert worst <= 1, f"{worst:.1f} times the error that roundings may make"
 
 
-@pytest.mark.parametrize(("dtype", "shape"), PLANS, ids=name)
-def test_products_are_right_however_the_work_is_cut(dtype: torch.dtype, shape: FewPlan) -> None:
-    """Where rows of x would be, and between them, is NaN, in memory and in shared memory."""
+def assert_products(
+    dtype: torch.dtype,
+    shape: FewPlan,
+    rows: tuple[int, ...],
+    shapes: tuple[tuple[int, int], ...],
+    machine: Machine,
+) -> None:
+    """Of random weights and cuts, with as many rows of x, of some shapes of weights."""
     rng = Random(repr(shape))
-    for seed, m in enumerate(2 * ROWS):
-        n, k = rng.choice([s for s in SHAPES if k_blocks(s[1]) >= shape.split])
+    for seed, m in enumerate(2 * rows):
+        n, k = rng.choice([s for s in shapes if k_blocks(s[1]) >= shape.split])
         groups = rng.randint(1, row_units(n))
         plan = shape._replace(groups=groups)
         plan = plan._replace(round_units=rng.randint(1, plan.units(n)))
         packed = packed_weight(n, k, dtype)
         bias = random_bias(n, dtype) if seed % 3 == 0 else None
         x = random_x(m, k, dtype, seed, gap=8 * rng.randint(0, 20))
-        assert_product(multiply(x, packed, bias, plan), x, packed, bias)
+        assert_product(multiply(x, packed, bias, plan, machine=machine), x, packed, bias)
+
+
+@pytest.mark.parametrize(("dtype", "shape"), PLANS, ids=name)
+def test_products_are_right_however_the_work_is_cut(dtype: torch.dtype, shape: FewPlan) -> None:
+    """Where rows of x would be, and between them, is NaN, in memory and in shared memory."""
+    assert_products(dtype, shape, ROWS, SHAPES, A100)
 
 
 @DTYPE

@@ -2,13 +2,12 @@
 
 import ctypes
 import shutil
-from random import Random
 
 import pytest
 import torch
 
 import cuda_on_host
-from halfbyte.kernels.linear_plan import FewPlan, few_plan, k_blocks, row_units
+from halfbyte.kernels.linear_plan import FewPlan, few_plan
 from halfbyte.kernels.linear_weights import pack_weight
 from kernels.test_kernels_linear import COMMON_SCALE, packed_weight, random_weight
 from kernels.test_kernels_linear_on_host import (
@@ -16,6 +15,7 @@ from kernels.test_kernels_linear_on_host import (
     DTYPE,
     FP16,
     assert_product,
+    assert_products,
     multiply,
     name,
     random_bias,
@@ -93,16 +93,7 @@ class Exchange(ctypes.Structure):
 
 @pytest.mark.parametrize(("dtype", "shape"), PLANS, ids=name)
 def test_products_are_right_however_the_work_is_cut(dtype: torch.dtype, shape: FewPlan) -> None:
-    rng = Random(repr(shape))
-    for seed, m in enumerate(2 * ROWS):
-        n, k = rng.choice([s for s in SHAPES if k_blocks(s[1]) >= shape.split])
-        groups = rng.randint(1, row_units(n))
-        plan = shape._replace(groups=groups)
-        plan = plan._replace(round_units=rng.randint(1, plan.units(n)))
-        packed = packed_weight(n, k, dtype)
-        bias = random_bias(n, dtype) if seed % 3 == 0 else None
-        x = random_x(m, k, dtype, seed, gap=8 * rng.randint(0, 20))
-        assert_product(multiply(x, packed, bias, plan, machine=H200), x, packed, bias)
+    assert_products(dtype, shape, ROWS, SHAPES, H200)
 
 
 @pytest.mark.parametrize("case", COMPILED_IN.values(), ids=COMPILED_IN)

@@ -29,7 +29,7 @@
 //   JOIN           how they join their sums: 0 not (SPLIT 1), 1 as a cluster (SM90,
 //                  linear_cluster.cuh), 2 through memory and `linear_join`
 //   WARPS, STAGES, CTAS   warps of a CTA, items in a ring, CTAs on a multiprocessor
-// and, all or none, because a quarter of the instructions before the first copy would be divisions:
+// and, all or none, because half of the instructions before the first copy would be divisions:
 //   UNITS, BLOCKS, GROUPS, ROUND_UNITS   as in Params
 //   SINGLE         whether x has one row
 
