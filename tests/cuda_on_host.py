@@ -69,10 +69,18 @@ _ASSEMBLY = {
     # The table of a function of three bits: here the third chooses among the others.
     "lop3.b32 %0, %1, %2, %3, 0xe4;": "%0 = (%1 & %3) | (%2 & ~%3)",
     "mad.wide.u32 %0, %1, %2, %3;": "%0 = (unsigned long long)%1 * %2 + %3",
+    "ld.global.f32 %0, [%1];": "%0 = *(const float*)(%1)",
+    "ld.global.u32 %0, [%1];": "%0 = *(const unsigned*)(%1)",
+    "ld.global.v2.u32 {%0, %1}, [%2];": f"{_HERE}unpack(*(const uint2*)(%2), %0, %1)",
+    "ld.global.v4.u32 {%0, %1, %2, %3}, [%4];": (
+        f"{_HERE}unpack(*(const uint4*)(%4), %0, %1, %2, %3)"
+    ),
     "ld.shared.f32 %0, [%1];": f"%0 = {_HERE}load<float>(%1)",
     "ld.shared.u32 %0, [%1];": f"%0 = {_HERE}load<unsigned>(%1)",
-    "ld.shared.v2.u32 {%0, %1}, [%2];": f"{_HERE}load(%0, %1, %2)",
-    "ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];": f"{_HERE}load(%0, %1, %2, %3, %4)",
+    "ld.shared.v2.u32 {%0, %1}, [%2];": f"{_HERE}unpack({_HERE}load<uint2>(%2), %0, %1)",
+    "ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];": (
+        f"{_HERE}unpack({_HERE}load<uint4>(%4), %0, %1, %2, %3)"
+    ),
     "st.shared.f32 [%0], %1;": f"{_HERE}store<float>(%0, %1)",
     "st.shared.u32 [%0], %1;": f"{_HERE}store<unsigned>(%0, %1)",
     "st.shared.v2.u32 [%0], {%1, %2};": f"{_HERE}store<uint2>(%0, {{%1, %2}})",
@@ -80,7 +88,6 @@ _ASSEMBLY = {
     "cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;": f"{_HERE}copy(%0, %1, 4, 4)",
     "cp.async.cg.shared.global [%0], [%1], 16, %2;": f"{_HERE}copy(%0, %1, 16, %2)",
     "cp.async.cg.shared.global [%0], [%1], 16;": f"{_HERE}copy(%0, %1, 16, 16)",
-    "cp.async.ca.shared.global [%0], [%1], 4;": f"{_HERE}copy(%0, %1, 4, 4)",
     "{.reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}": (
         f"if (%2) {_HERE}copy(%0, %1, 16, 16)"
     ),

@@ -42,12 +42,8 @@ T load(unsigned address) {
   return x;
 }
 
-inline void load(unsigned& x, unsigned& y, unsigned address) {
-  const uint2 both = load<uint2>(address);
-  x = both.x, y = both.y;
-}
-inline void load(unsigned& x, unsigned& y, unsigned& z, unsigned& w, unsigned address) {
-  const uint4 all = load<uint4>(address);
+inline void unpack(uint2 all, unsigned& x, unsigned& y) { x = all.x, y = all.y; }
+inline void unpack(uint4 all, unsigned& x, unsigned& y, unsigned& z, unsigned& w) {
   x = all.x, y = all.y, z = all.z, w = all.w;
 }
 

@@ -1,5 +1,6 @@
 """The merge of a decode step, its CUDA source run on the CPU, against float64."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ KERNELS = ("merge_few", "merge_some", "merge_many")
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 STEPS = {
     "one-long": Step([300_000], [1], kv_heads=1),
+    "one-part-each": Step([100, 0, 90], [1, 2, 1], multiprocessors=1),
     "nothing-cached": Step([0, 0, 40], [1, 2, 1], head_size=64),
     "ragged": Step([900, 0, 33, 7000, 1], [1, 2, 1, 3, 0], group=3, head_size=64),
     "several-pieces": Step([4000, 100, 0, 2], [8, 7, 1, 5], group=7, kv_heads=1),
@@ -29,6 +31,8 @@ STEPS = {
 class Parts(NamedTuple):
     """Results of the attention kernel, and what they come to, by (token, head)."""
 
+    is_one: torch.Tensor
+    """Bool `[tokens, heads]`: there is one part, and the attention kernel has ended the row."""
     out: torch.Tensor
     """Float64 `[tokens, heads, head_size_v]`: sums of weighted values."""
     total: torch.Tensor
@@ -36,21 +40,30 @@ class Parts(NamedTuple):
 
 
 def random_parts(step: Step, plan: decode.Plan, generator: torch.Generator) -> Parts:
-    """Fill the rows that units write, and only those, with parts; a quarter saw nothing."""
+    """Fill the rows that the merge reads, and only those, with parts; a quarter saw nothing."""
     cols, heads = plan.variant.columns, step.kv_heads * step.group
     partial_out = plan.partial_out.view(-1, step.kv_heads, cols, step.head_size)
     partial_ml = plan.partial_ml.view(-1, step.kv_heads, cols, 2)
+    for partial in (partial_out, partial_ml):
+        partial.fill_(torch.nan)
     sums = Parts(
+        torch.zeros(step.starts[-1], heads, dtype=torch.bool),
         torch.zeros(step.starts[-1], heads, step.head_size, dtype=torch.float64),
         torch.zeros(step.starts[-1], heads, dtype=torch.float64),
     )
     table = read(plan, step.starts[-1])
-    for share in shares(table):
+    found = shares(table)
+    number = Counter(share.piece for share in found)
+    for share in found:
         seq, col_tile = table.piece_records[share.piece, 1:3].tolist()
         # Columns are numbered by token, then by head of the KV head's group.
         columns = torch.arange(cols) + col_tile * cols
         columns = columns[columns < step.queries[seq] * step.group]
         tokens = step.starts[seq] + columns // step.group
+        if number[share.piece] == 1:
+            for kv_head in range(step.kv_heads):
+                sums.is_one[tokens, kv_head * step.group + columns % step.group] = True
+            continue
         size = (step.kv_heads, len(columns))
         empty = torch.rand(size, generator=generator) < 0.25
         top = 12 * torch.randn(size, generator=generator)
@@ -99,19 +112,22 @@ def check(step: Step, dtype: torch.dtype, seed: int, with_sinks: bool, with_lse:
             )
             assert [name for name, _ in launched[-2:]] == ["decode", kernel]
             rtol = 1.01 * ROUNDING[dtype]
-            torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=1e-5)
+            torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=1e-5, equal_nan=True)
             assert memory[:, heads:].isnan().all()
             assert memory[..., step.head_size :].isnan().all()
             if lse is not None:
-                torch.testing.assert_close(lse[:-1].double(), expected_lse, rtol=1e-6, atol=1e-5)
+                torch.testing.assert_close(
+                    lse[:-1].double(), expected_lse, rtol=1e-6, atol=1e-5, equal_nan=True
+                )
                 assert lse[-1].isnan().all()
 
 
 def softmax(sums: Parts, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output, 0 where nothing was seen, and the log of the denominators."""
+    """Output, 0 where nothing was seen, and log of the denominators; NaN where it has no say."""
     total = sums.total if sinks is None else sums.total + sinks.double().exp()
     out = torch.where(total[..., None] > 0, sums.out / total[..., None], 0)
-    return out, total.log()
+    out = out.masked_fill(sums.is_one[..., None], torch.nan)
+    return out, total.log().masked_fill(sums.is_one, torch.nan)
 
 
 def arguments(step: Step, dtype: torch.dtype) -> dict[str, Any]:

@@ -41,9 +41,30 @@
 #define RESCALE_STEP 4.0f
 #define NOTHING_YET 1e30f
 
+// What a warp needs of q for a piece, as it lies in memory, and K's global scale.
+struct QueryWords {
+  u32 of[N_TILES][STEPS_K][2];
+  float k_scale;
+
+  __device__ __forceinline__ QueryWords(const Params& p, const Piece& piece, int head) {
+    const int g = (threadIdx.x & 31) >> 2, c = threadIdx.x & 3;
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) {
+      const int column = piece.col_tile * COLS + 8 * n + g % COLS;
+      const u64 base = column < GROUP * piece.queries
+                           ? (u64)(piece.q_begin + column / GROUP) * p.query_stride_token +
+                                 (u64)(head * GROUP + column % GROUP) * p.query_stride_head
+                           : 0;
+      load_query(of[n], p.query, base, c);
+    }
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(k_scale) : "l"(p.k_scale));
+  }
+};
+
 // A unit's share of a piece: its tiles come through the loader's ring.
 __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int head, u32 row,
-                                       Share share, Loader& loader, u32& tile) {
+                                       Share share, const QueryWords& words, Loader& loader,
+                                       u32& tile) {
   const int lane = threadIdx.x & 31;
   const int g = lane >> 2, c = lane & 3;
   const int length = piece.length, queries = piece.queries;
@@ -51,7 +72,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
 
   // q, permuted as the unpacked K is. For fp16 operands it is multiplied by a power of two per column
   // that suits their range.
-  const float k_scale = K_KIND < 16 ? *p.k_scale : 1.0f;
+  const float k_scale = K_KIND < 16 ? words.k_scale : 1.0f;
   const float common = k_scale * p.softmax_scale * Operands<K_KIND>::UNIT * (SOFTCAP ? 1.0f : LOG2E);
 #if Q_SHARED
   const u32 q_shared = loader.ring + STAGES * STAGE_BYTES + lane * 8;
@@ -64,12 +85,8 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
     const int column = piece.col_tile * COLS + 8 * n + g % COLS;
     const bool valid = column < columns;
     const bool own = !DUPLICATE || (g >> 2) == (c >> 1);  // this copy's kind of block
-    const u64 base =
-        valid ? (u64)(piece.q_begin + column / GROUP) * p.query_stride_token +
-                    (u64)(head * GROUP + column % GROUP) * p.query_stride_head
-              : 0;
     float x[STEPS_K][4];
-    load_query(x, p.query, base, c);
+    query_values(x, words.of[n]);
     float unscale = 1.0f, scale = 1.0f;
     if (K_KIND < 16) {
       float largest = 0.0f;
@@ -357,6 +374,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
   }
 
   const float unscale = (V_KIND < 16 ? *p.v_scale : 1.0f) * Operands<V_KIND>::UNIT;
+  const bool whole = share.stop - share.first == piece.num_tiles;
   const u64 slots = ((u64)row * KV_HEADS + head) * COLS;
 #pragma unroll
   for (int n = 0; n < N_TILES; n++)
@@ -365,15 +383,20 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
       float all = sum[n][i];
 #pragma unroll
       for (int o = 4; o <= 16; o <<= 1) all += __shfl_xor_sync(~0u, all, o);
-      const int column = 8 * n + (2 * c + i) % COLS;
+      const int column = 8 * n + (2 * c + i) % COLS, in_piece = piece.col_tile * COLS + column;
       const bool own = !DUPLICATE || (g >> 2) == (c >> 1);
-      if (piece.col_tile * COLS + column < columns && own) {
+      if (in_piece >= columns || !own) continue;
+      const float top = all == 0.0f ? NEG_INF : P_SHIFT - shift[n][i], weight = all * ex2(-P_SHIFT);
+      const bool first = DUPLICATE ? g % 4 == 0 : g == 0;
+      if (whole) {
+        const OutputRow to(piece, head, in_piece);
+        const float share = to.finish(p.output, to.sink(p.output), top, weight, first);
+        const float factor = unscale * ex2(-P_SHIFT) * share;
+        store_row(to.values(p.output), out[n], i, g, factor);
+      } else {
         const float inverse = all > 0.0f ? unscale / all : 0.0f;
         store_row(p.partial_out + (slots + column) * HEAD_SIZE_V, out[n], i, g, inverse);
-        if (DUPLICATE ? g % 4 == 0 : g == 0)
-          p.partial_ml[slots + column] =
-              make_float2(all == 0.0f ? NEG_INF : P_SHIFT - shift[n][i],
-                          all * ex2(-P_SHIFT));
+        if (first) p.partial_ml[slots + column] = make_float2(top, weight);
       }
     }
 }
@@ -390,14 +413,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) 
   for (int i = blockIdx.x * WARPS + warp; i < header.units * KV_HEADS; i += gridDim.x * WARPS) {
     const int number = i / KV_HEADS, head = i % KV_HEADS;
     const Unit unit = p.plan.unit(number);
+    // Asked for before the first tiles, behind whose bytes it would have to wait.
+    QueryWords words(p, unit.piece, head);
     Loader loader(p, header, unit, head, number, ring);
     u32 tile = ring;
     Piece piece = unit.piece;
     int index = unit.index;
-    do {
+    for (;;) {
       const Share share = share_of(header, piece, number);
-      if (share.first < share.stop) attend(p, piece, head, number + index, share, loader, tile);
-    } while (goes_on(p, header, ++index, number, piece));
+      if (share.first < share.stop)
+        attend(p, piece, head, number + index, share, words, loader, tile);
+      if (!goes_on(p, header, ++index, number, piece)) break;
+      words = QueryWords(p, piece, head);
+    }
     asm volatile("cp.async.wait_all;");
     __syncwarp();
   }

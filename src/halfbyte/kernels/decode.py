@@ -48,6 +48,16 @@ class _PlanView(ctypes.Structure):
     )
 
 
+class _Output(ctypes.Structure):
+    """`Output` of `decode_output.cuh`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("out", "lse", "sinks")),
+        ("stride_token", ctypes.c_uint64),
+        ("stride_head", ctypes.c_uint64),
+    )
+
+
 class _Params(ctypes.Structure):
     """`Params` of `decode.cu`."""
 
@@ -62,6 +72,7 @@ class _Params(ctypes.Structure):
         ("softmax_scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("window", ctypes.c_int),
+        ("output", _Output),
     )
 
 
@@ -72,9 +83,7 @@ class _MergeParams(ctypes.Structure):
         ("partial_out", ctypes.c_void_p),
         ("partial_ml", ctypes.c_void_p),
         ("plan", _PlanView),
-        *((name, ctypes.c_void_p) for name in ("out", "lse", "sinks")),
-        ("out_stride_token", ctypes.c_uint64),
-        ("out_stride_head", ctypes.c_uint64),
+        ("output", _Output),
         ("num_tokens", ctypes.c_int),
     )
 
@@ -226,17 +235,20 @@ def decode(
         softmax_scale=scale,
         softcap=softcap or 0.0,
         window=sliding_window or 0,
+        output=_Output(
+            out.data_ptr(),
+            None if lse is None else lse.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            out.stride(0),
+            out.stride(1),
+        ),
     )
     nvrtc.launch(kernels["decode"], plan.slots, 32 * WARPS, [params])
     merge = _MergeParams(
         partial_out=plan.partial_out.data_ptr(),
         partial_ml=plan.partial_ml.data_ptr(),
         plan=plan.view,
-        out=out.data_ptr(),
-        lse=None if lse is None else lse.data_ptr(),
-        sinks=None if sinks is None else sinks.data_ptr(),
-        out_stride_token=out.stride(0),
-        out_stride_head=out.stride(1),
+        output=params.output,
         num_tokens=num_tokens,
     )
     rows = num_tokens * num_heads

@@ -6,12 +6,12 @@
 
 #pragma once
 #include "decode_formats.cuh"
-#include "decode_work.cuh"
+#include "decode_output.cuh"
 
 struct Params {
   const void* query;      // [tokens, heads, HEAD_SIZE]
   const u8* pages;
-  float* partial_out;     // [rows, KV_HEADS, COLS, HEAD_SIZE_V]
+  float* partial_out;     // [rows, KV_HEADS, COLS, HEAD_SIZE_V], of pieces that units share
   float2* partial_ml;     // [rows, KV_HEADS, COLS]: (max in base 2, sum)
   PlanView plan;
   const int* block_tables;
@@ -22,6 +22,7 @@ struct Params {
   int max_pages;
   float softmax_scale, softcap;
   int window;
+  Output output;  // of pieces that a unit has to itself
 };
 
 #define ROW_K (HEAD_SIZE * BITS(K_KIND) / 8)
@@ -235,8 +236,8 @@ struct Loader {
   __device__ __forceinline__ static void copy(u32 to, u64 from) {
 #pragma unroll
     for (int i = 0; i < 16 * CHUNKS; i += 32)
-      cp_async16((to ^ (CHUNKS % 8 == 0 ? (i / CHUNKS & 7) * 16 : 0)) + i * 16,
-                 (const u8*)(from + i * 16));
+      cp_async16_plain((to ^ (CHUNKS % 8 == 0 ? (i / CHUNKS & 7) * 16 : 0)) + i * 16,
+                       (const u8*)(from + i * 16));
   }
 #else
   __device__ __forceinline__ void load() const {

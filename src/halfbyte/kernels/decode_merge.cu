@@ -1,36 +1,24 @@
-// Joins the partial results of each (query token, head), adds the sink, writes output and LSE.
+// Joins the partial results of each (query token, head) that several units worked on, adds the sink,
+// writes output and LSE. Rows of one unit are done, and rows that saw nothing are filled.
 //
 // Macros: HEAD_SIZE_V, KV_HEADS, GROUP, COLS (columns of a piece), Q_BF16 or Q_FP16.
 
-#include "decode_work.cuh"
+#include "decode_output.cuh"
 
 struct MergeParams {
   const float* partial_out;   // [rows, KV_HEADS, COLS, HEAD_SIZE_V], each divided by its own sum
   const float2* partial_ml;   // [rows, KV_HEADS, COLS]: (max in base 2, sum)
   PlanView plan;
-  void* out;
-  float* lse;                 // [tokens, heads] or null
-  const float* sinks;         // [heads] or null
-  u64 out_stride_token, out_stride_head;
+  Output output;
   int num_tokens;
 };
-
-__device__ __forceinline__ void store4(void* out, u64 at, float4 x) {
-  u32 lo, hi;
-#if defined(Q_BF16)
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(lo) : "f"(x.y), "f"(x.x));
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(hi) : "f"(x.w), "f"(x.z));
-#else
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(lo) : "f"(x.y), "f"(x.x));
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(hi) : "f"(x.w), "f"(x.z));
-#endif
-  *(uint2*)((u16*)out + at) = make_uint2(lo, hi);
-}
 
 // The parts of one (token, head): `count` rows of the partial results from `slot` on.
 struct Parts {
   u64 slot;
   int count;
+
+  __device__ __forceinline__ bool are_joined() const { return count == 1; }
 };
 
 constexpr u64 PART_STRIDE = KV_HEADS * COLS;
@@ -61,15 +49,11 @@ __device__ __forceinline__ void add(float4& acc, float weight, float4 x) {
   acc.w += weight * x.w;
 }
 
-__device__ __forceinline__ void finish(const MergeParams& p, int token, int q_head, int dim,
-                                       float4 acc, float m, float total, float sink) {
-  constexpr int HEADS = KV_HEADS * GROUP;
-  if (sink != NEG_INF) total += ex2(sink - m);
-  const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
-  store4(p.out, token * p.out_stride_token + q_head * p.out_stride_head + dim,
-         make_float4(acc.x * inverse, acc.y * inverse, acc.z * inverse, acc.w * inverse));
-  if (p.lse && dim == 0)
-    p.lse[(u64)token * HEADS + q_head] = total == 0.0f ? NEG_INF : (m + log2f(total)) / LOG2E;
+__device__ __forceinline__ void finish(const MergeParams& p, OutputRow row, int dim, float4 acc,
+                                       float m, float total, float sink) {
+  const float factor = row.finish(p.output, sink, m, total, dim == 0);
+  *(uint2*)(row.values(p.output) + dim) = make_uint2(pack_output(acc.x * factor, acc.y * factor),
+                                                     pack_output(acc.z * factor, acc.w * factor));
 }
 
 // For rows of few parts: DIMS / 4 lanes for a row and DIMS of its dims. Everything that a batch of
@@ -83,11 +67,15 @@ extern "C" __global__ void __launch_bounds__(128) merge_few(MergeParams p) {
   if (token >= p.num_tokens) return;
   const int dim = index % SLICES * DIMS + threadIdx.x % LANES * 4;
   const Parts parts = find_parts(p.plan, token, q_head);
+  // One CTA waits in any case, or this kernel might end before the one in front of it.
+  if (parts.are_joined() && blockIdx.x > 0) return;
   const float2* ml = p.partial_ml + parts.slot;
   const float* source = p.partial_out + parts.slot * HEAD_SIZE_V + dim;
-  const float sink = p.sinks ? p.sinks[q_head] * LOG2E : NEG_INF;
+  const OutputRow to(token, q_head);
+  const float sink = to.sink(p.output);
   wait_for_chunks();
-  float m = sink, total = 0.0f;
+  if (parts.are_joined()) return;
+  float m = NEG_INF, total = 0.0f;
   float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   for (int base = 0; base < parts.count; base += BATCH) {
     float2 x[BATCH];
@@ -116,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(128) merge_few(MergeParams p) {
         add(acc, weight, y[i]);
       }
   }
-  finish(p, token, q_head, dim, acc, m, total, sink);
+  finish(p, to, dim, acc, m, total, sink);
 }
 
 // For rows of many parts: a CTA per row and 32 of its dims, THREADS parts a round, in eight steps.
@@ -132,11 +120,15 @@ __device__ __forceinline__ void merge_row(const MergeParams& p) {
   const int row = blockIdx.x / SLICES, token = row / HEADS, q_head = row % HEADS;
   const int dim = blockIdx.x % SLICES * 32 + lane % LANES * 4;
   const Parts parts = find_parts(p.plan, token, q_head);
+  // One CTA waits in any case, or this kernel might end before the one in front of it.
+  if (parts.are_joined() && blockIdx.x > 0) return;
   const float2* ml = p.partial_ml + parts.slot;
   const float* source = p.partial_out + parts.slot * HEAD_SIZE_V + dim;
-  const float sink = p.sinks ? p.sinks[q_head] * LOG2E : NEG_INF;
+  const OutputRow to(token, q_head);
+  const float sink = to.sink(p.output);
   wait_for_chunks();
-  float m = sink, total = 0.0f;
+  if (parts.are_joined()) return;
+  float m = NEG_INF, total = 0.0f;
   float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   for (int base = 0; base < parts.count; base += THREADS) {
     float2 x = make_float2(NEG_INF, 0.0f);
@@ -182,7 +174,7 @@ __device__ __forceinline__ void merge_row(const MergeParams& p) {
   __syncthreads();
   if (threadIdx.x >= LANES) return;
   for (int w = 1; w < THREADS / 32; w++) add(acc, 1.0f, joined[w][lane]);
-  finish(p, token, q_head, dim, acc, m, total, sink);
+  finish(p, to, dim, acc, m, total, sink);
 }
 
 extern "C" __global__ void __launch_bounds__(128) merge_some(MergeParams p) { merge_row<128>(p); }

@@ -10,39 +10,51 @@ __device__ __forceinline__ u32 pack(float lo, float hi) {
   return BF16 ? pack_bf162(lo, hi) : pack_half2(lo, hi);
 }
 
-__device__ __forceinline__ float query_value(const u16* q) {
+__device__ __forceinline__ float query_value(u16 x) {
 #if defined(Q_BF16)
-  return __int_as_float((u32)*q << 16);
+  return __int_as_float((u32)x << 16);
 #else
-  return half_to_float(*q);
+  return half_to_float(x);
 #endif
 }
 
-// A lane's part of q for every step of k, in the order in which Operands::of_k has K's dims. The row at
-// `base` is aligned to 16 bytes; c is the lane's place in a group of four.
-__device__ __forceinline__ void load_query(float (*x)[4], const void* query, u64 base, int c) {
+// A lane's words of a row of q, which is aligned to 16 bytes; c is the lane's place in a group of four.
+// Volatile, so that they are asked for where this stands.
+__device__ __forceinline__ void load_query(u32 (*w)[2], const void* query, u64 base, int c) {
   const u16* q = (const u16*)query + base;
-  if (K_KIND == 4) {
 #pragma unroll
-    for (int j = 0; j < STEPS_K; j += 2) {
-      const uint4 words = *(const uint4*)(q + 16 * j + 8 * c);
-      const u32 w[4] = {words.x, words.y, words.z, words.w};
-      float y[8];
-#pragma unroll
-      for (int i = 0; i < 8; i++) {
-        const u16 half = (u16)(w[i / 2] >> 16 * (i & 1));
-        y[i] = query_value(&half);
-      }
-      // The order of unpack_e2m1.
-      x[j][0] = y[3], x[j][1] = y[7], x[j][2] = y[1], x[j][3] = y[5];
-      x[j + 1][0] = y[2], x[j + 1][1] = y[6], x[j + 1][2] = y[0], x[j + 1][3] = y[4];
+  for (int j = 0; j < STEPS_K; j += 2) {
+    if (K_KIND == 4) {
+      asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(w[j][0]), "=r"(w[j][1]), "=r"(w[j + 1][0]), "=r"(w[j + 1][1])
+                   : "l"(q + 16 * j + 8 * c));
+      continue;
     }
-  } else {
 #pragma unroll
-    for (int j = 0; j < STEPS_K; j++)
+    for (int k = j; k < j + 2; k++) {
+      if (K_KIND < 16) {
+        asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(w[k][0]), "=r"(w[k][1])
+                     : "l"(q + 16 * k + 4 * c));
+      } else {
+        asm volatile("ld.global.u32 %0, [%1];" : "=r"(w[k][0]) : "l"(q + 16 * k + 2 * c));
+        asm volatile("ld.global.u32 %0, [%1];" : "=r"(w[k][1]) : "l"(q + 16 * k + 2 * c + 8));
+      }
+    }
+  }
+}
+
+// Their values for every step of k, in the order in which Operands::of_k has K's dims.
+__device__ __forceinline__ void query_values(float (*x)[4], const u32 (*w)[2]) {
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        x[j][i] = query_value(q + 16 * j + (K_KIND < 16 ? 4 * c + i : 2 * c + i % 2 + i / 2 * 8));
+  for (int j = 0; j < STEPS_K; j += 2) {
+    float y[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) y[i] = query_value((u16)(w[j + i / 4][i / 2 % 2] >> 16 * (i & 1)));
+    // The order of unpack_e2m1.
+    constexpr int OF_E2M1[8] = {3, 7, 1, 5, 2, 6, 0, 4};
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[j + i / 4][i % 4] = y[K_KIND == 4 ? OF_E2M1[i] : i];
   }
 }
 
@@ -75,8 +87,25 @@ __device__ __forceinline__ void clear_rows(u32 tile, int from, int to) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + START + i), "r"(0) : "memory");
 }
 
-// Column i of the accumulators to a row of partial results, in the order of Operands::of_v.
-__device__ __forceinline__ void store_row(float* row, const float (*out)[4], int i, int g,
+// Neighbouring values of a row, of the partial results or of the output.
+__device__ __forceinline__ void store_values(float* to, float a, float b, float c, float d) {
+  *(float4*)to = make_float4(a, b, c, d);
+}
+__device__ __forceinline__ void store_values(u16* to, float a, float b, float c, float d) {
+  *(uint2*)to = make_uint2(pack_output(a, b), pack_output(c, d));
+}
+__device__ __forceinline__ void store_values(float* to, float a, float b) {
+  *(float2*)to = make_float2(a, b);
+}
+__device__ __forceinline__ void store_values(u16* to, float a, float b) {
+  *(u32*)to = pack_output(a, b);
+}
+__device__ __forceinline__ void store_values(float* to, float a) { *to = a; }
+__device__ __forceinline__ void store_values(u16* to, float a) { *to = (u16)pack_output(a, 0.0f); }
+
+// Column i of the accumulators to a row, in the order of Operands::of_v.
+template <class Value>
+__device__ __forceinline__ void store_row(Value* row, const float (*out)[4], int i, int g,
                                           float factor) {
 #pragma unroll
   for (int j = 0; j < STEPS_V; j++) {
@@ -84,13 +113,13 @@ __device__ __forceinline__ void store_row(float* row, const float (*out)[4], int
     if (V_KIND == 4) {
       // Dims 4g .. 4g + 3 of 32: tile 1 has 0 and 2, tile 0 has 1 and 3, the upper rows the first.
       if (j % 2 == 0)
-        *(float4*)(row + 16 * j + 4 * g) =
-            make_float4(out[j + 1][2 + i] * factor, high, out[j + 1][i] * factor, low);
+        store_values(row + 16 * j + 4 * g, out[j + 1][2 + i] * factor, high,
+                     out[j + 1][i] * factor, low);
     } else if (V_KIND < 16) {
-      *(float2*)(row + 16 * j + 2 * g) = make_float2(low, high);
+      store_values(row + 16 * j + 2 * g, low, high);
     } else {
-      row[16 * j + g] = low;
-      row[16 * j + g + 8] = high;
+      store_values(row + 16 * j + g, low);
+      store_values(row + 16 * j + g + 8, high);
     }
   }
 }

@@ -63,8 +63,10 @@ __device__ __forceinline__ void stage_query(const Params& p, const Piece& piece,
         valid ? (u64)(piece.q_begin + column / GROUP) * p.query_stride_token +
                     (u64)(head * GROUP + column % GROUP) * p.query_stride_head
               : 0;
+    u32 words[STEPS_K][2];
+    load_query(words, p.query, base, c);
     float x[STEPS_K][4];
-    load_query(x, p.query, base, c);
+    query_values(x, words);
     float largest = 0.0f;
 #pragma unroll
     for (int j = 0; j < STEPS_K; j++)
@@ -116,10 +118,30 @@ __device__ __forceinline__ void share_maxima(float (*top)[2], int warp, int g, i
         top[n][i] = fmaxf(top[n][i], exchange()[w * COLS + 8 * n + 2 * c + i]);
 }
 
-// Results of a piece, of all its warps, to a row of the partial ones.
+// Column i of the accumulators of eight columns to a row, as far as this warp has it.
+template <class Value>
+__device__ __forceinline__ void store_column(Value* row, const float (*out)[N_TILES][4], int n, int i,
+                                             int warp, int g, float factor) {
+  // Of a chunk's dims 4g .. 4g + 3, part 1 has 0 and 2, part 0 has 1 and 3, the upper rows the first.
+#pragma unroll
+  for (int m = 0; m < TILES_V; m += PARTS_V) {
+    const float low = out[m][n][i] * factor, high = out[m][n][2 + i] * factor;
+    if (PARTS_V == 1) {
+      Value* const at = row + (warp >> 1) * 32 + 4 * g + !(warp & 1);
+      store_values(at, high);
+      store_values(at + 2, low);
+    } else {
+      store_values(row + (warp + 4 * (m / 2)) * 32 + 4 * g, out[m + 1][n][2 + i] * factor, high,
+                   out[m + 1][n][i] * factor, low);
+    }
+  }
+}
+
+// Results of a piece, of all its warps: to the output where all its tiles were here, else to a row of
+// the partial ones.
 __device__ __forceinline__ void leave_results(const Params& p, const Piece& piece, int head, u32 row,
-                                              u32 columns_at, const float (*out)[N_TILES][4],
-                                              float (*sum)[2]) {
+                                              bool whole, u32 columns_at,
+                                              const float (*out)[N_TILES][4], float (*sum)[2]) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int g = lane >> 2, c = lane & 3;
   const int columns = GROUP * piece.queries;
@@ -149,25 +171,20 @@ __device__ __forceinline__ void leave_results(const Params& p, const Piece& piec
       float all = 0.0f;
 #pragma unroll
       for (int w = 0; w < WARPS; w++) all += exchange()[w * COLS + column];
-      if (piece.col_tile * COLS + column >= columns) continue;
-      const float inverse = all > 0.0f ? unscale / all : 0.0f;
-      float* const partial_out = p.partial_out + (slots + column) * HEAD_SIZE_V;
-      // Of a chunk's dims 4g .. 4g + 3, part 1 has 0 and 2, part 0 has 1 and 3, the upper rows the first.
-#pragma unroll
-      for (int m = 0; m < TILES_V; m += PARTS_V) {
-        const float low = out[m][n][i] * inverse, high = out[m][n][2 + i] * inverse;
-        if (PARTS_V == 1) {
-          float* const at = partial_out + (warp >> 1) * 32 + 4 * g + !(warp & 1);
-          at[0] = high;
-          at[2] = low;
-        } else {
-          *(float4*)(partial_out + (warp + 4 * (m / 2)) * 32 + 4 * g) = make_float4(
-              out[m + 1][n][2 + i] * inverse, high, out[m + 1][n][i] * inverse, low);
-        }
+      const int in_piece = piece.col_tile * COLS + column;
+      if (in_piece >= columns) continue;
+      const float top = all == 0.0f ? NEG_INF : P_SHIFT - x.shift[i], weight = all * ex2(-P_SHIFT);
+      const bool first = warp == 0 && g == 0;
+      if (whole) {
+        const OutputRow to(piece, head, in_piece);
+        const float share = to.finish(p.output, to.sink(p.output), top, weight, first);
+        const float factor = unscale * ex2(-P_SHIFT) * share;
+        store_column(to.values(p.output), out, n, i, warp, g, factor);
+      } else {
+        const float inverse = all > 0.0f ? unscale / all : 0.0f;
+        store_column(p.partial_out + (slots + column) * HEAD_SIZE_V, out, n, i, warp, g, inverse);
+        if (first) p.partial_ml[slots + column] = make_float2(top, weight);
       }
-      if (warp == 0 && g == 0)
-        p.partial_ml[slots + column] = make_float2(
-            all == 0.0f ? NEG_INF : P_SHIFT - x.shift[i], all * ex2(-P_SHIFT));
     }
   }
 }
@@ -365,7 +382,8 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
     tile = tile + STAGE_BYTES == ring + STAGES * STAGE_BYTES ? ring : tile + STAGE_BYTES;
   }
 
-  leave_results(p, piece, head, row, columns_at, out, sum);
+  const bool whole = share.stop - share.first == piece.num_tiles;
+  leave_results(p, piece, head, row, whole, columns_at, out, sum);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode(Params p) {
