@@ -88,6 +88,7 @@ _ASSEMBLY = {
     "cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;": f"{_HERE}copy(%0, %1, 4, 4)",
     "cp.async.cg.shared.global [%0], [%1], 16, %2;": f"{_HERE}copy(%0, %1, 16, %2)",
     "cp.async.cg.shared.global [%0], [%1], 16;": f"{_HERE}copy(%0, %1, 16, 16)",
+    "cp.async.ca.shared.global [%0], [%1], 4;": f"{_HERE}copy(%0, %1, 4, 4)",
     "{.reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}": (
         f"if (%2) {_HERE}copy(%0, %1, 16, 16)"
     ),

@@ -1,6 +1,9 @@
 """The CUDA decode kernel: compiled anywhere, run where there is a GPU."""
 
-from typing import Any
+import re
+import subprocess
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -27,6 +30,35 @@ def test_kernels_compile(capability: int, head_size: int, group: int) -> None:
     options = macros(layout, group, torch.bfloat16, group >= 16, way)
     for name in (way.source, "decode_merge", "decode_plan"):
         assert nvrtc.compile_source(name, options, architecture)[:4] == b"\x7fELF"
+
+
+def disassembled(cubin: bytes, folder: Path) -> str:
+    """Machine code as text, by the disassembler that Triton brings."""
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    if not tool.exists():
+        pytest.skip("needs nvdisasm")
+    (folder / "kernel.cubin").write_bytes(cubin)
+    command = [str(tool), "-c", str(folder / "kernel.cubin")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("group", [4, 16, 32])
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+@pytest.mark.parametrize("head_size", [128, 256])
+def test_copies_have_descriptors(
+    head_size: int, order: Literal["HND", "NHD"], group: int, tmp_path: Path
+) -> None:
+    """ptxas has been seen to take them from a register that nothing is ever written to."""
+    layout = PageLayout("nvfp4", "nvfp4", head_size, 64, 2, 16, order)
+    way = variant(layout, group, 1.0, False, 90)
+    assert way is not None
+    options = macros(layout, group, torch.bfloat16, False, way)
+    code = disassembled(nvrtc.compile_source(way.source, options, "sm_90a"), tmp_path)
+    used = set(re.findall(r"LDGSTS\S* .*desc\[(UR\d+)\]", code))
+    written = set(re.findall(r" (?:U[A-Z]|R2UR|S2UR)\S* +(UR\d+),", code))
+    assert used
+    assert used <= written
 
 
 def test_kernel_that_does_not_compile_says_why() -> None:
@@ -133,7 +165,7 @@ def run(case: Case, **options: Any) -> Any:
     return paged_attention(case.query.cuda(), pages, backend="cuda", **arguments, **options)
 
 
-_LENGTHS = {"query_lens": (1,) * 8, "seq_lens": (1, 15, 64, 65, 128, 129, 1000, 0)}
+_LENGTHS: dict[str, Any] = {"query_lens": (1,) * 8, "seq_lens": (1, 15, 64, 65, 128, 129, 1000, 0)}
 WIDE_CASES: dict[str, dict[str, Any]] = {
     "group-32-d128": {"head_size": 128, "group": 32, **_LENGTHS},
     "group-32-d64-page-64": {"head_size": 64, "group": 32, "block_size": 64, **_LENGTHS},
@@ -172,6 +204,62 @@ def test_cuda_attention(name: str, batch_invariant: bool) -> None:
     assert_close_to_exact(out.cpu(), case)
     _, exact_lse = case.expected()
     torch.testing.assert_close(lse.cpu().double(), exact_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [*range(1, 17), 24, 48, 96, 128])
+def test_cuda_attention_of_every_group(group: int) -> None:
+    kv_heads = 2 if group <= 16 else 1
+    case = make_case(head_size=128, group=group, kv_heads=kv_heads, sinks=True, **_LENGTHS)
+    assert_close_to_exact(run(case).cpu(), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [16, 32, 48, 64, 128, 256])
+@pytest.mark.parametrize("group", [4, 32])
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+def test_cuda_attention_of_every_page(block_size: int, group: int, order: str) -> None:
+    lengths: dict[str, Any] = {
+        "query_lens": (1,) * 5,
+        "seq_lens": (1, block_size, 255, 700, 1025),
+    }
+    case = make_case(head_size=128, group=group, block_size=block_size, order=order, **lengths)
+    assert_close_to_exact(run(case).cpu(), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [4, 32])
+def test_cuda_attention_in_a_graph_where_rows_come_to_have_parts_and_lose_them(group: int) -> None:
+    """A row that one unit has to itself is ended by other code than one that several work on."""
+    count, pages = 300, 512
+    case = make_case(
+        head_size=128, group=group, kv_heads=1, query_lens=(1,) * count, seq_lens=(64,) * count
+    )
+    lengths = torch.full((count,), 64, dtype=torch.int32)
+    tables = torch.randint(len(case.pages), (count, pages), dtype=torch.int32)
+    query, cache, seq_lens, block_tables = (
+        x.cuda() for x in (case.query, case.pages.fill_(0x33), lengths, tables)
+    )
+    arguments = {**case.arguments(), "seq_lens": seq_lens, "block_tables": block_tables}
+    arguments["query_start_loc"] = arguments["query_start_loc"].cuda()
+    for name in ("k_scale", "v_scale"):
+        arguments[name] = torch.tensor(arguments[name]).cuda()
+    out = torch.empty_like(query)
+
+    def step() -> None:
+        paged_attention(query, cache, backend="cuda", out=out, **arguments)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    # All values are the same, and so is their mean, however it is put together.
+    ended = out.clone()
+    for longest in (16 * pages, 64, 16 * pages):
+        seq_lens[::7] = longest
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.testing.assert_close(out, ended, rtol=2**-7, atol=0)
 
 
 @pytest.mark.gpu

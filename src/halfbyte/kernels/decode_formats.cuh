@@ -17,7 +17,18 @@
 
 #define BITS(kind) ((kind) == 4 ? 4 : (kind) < 16 ? 8 : 16)
 
-// K and V pass through the second-level cache once: what the next kernels need shall stay there.
+// K and V pass through the second-level cache once: what the next kernels need shall stay there. Not where
+// warps share a ring: for some of those kernels ptxas 13.0 puts the policy into a register that it never
+// sets, which is an illegal instruction.
+#ifdef RING_WARPS
+__device__ __forceinline__ void cp_async16(u32 dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src));
+}
+
+__device__ __forceinline__ void cp_async4(u32 dst, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src));
+}
+#else
 __device__ __forceinline__ u64 evict_first() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -33,11 +44,7 @@ __device__ __forceinline__ void cp_async4(u32 dst, const void* src) {
   asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;" ::"r"(dst), "l"(src),
                "l"(evict_first()));
 }
-
-// Without a policy, for which ptxas 13.0 names registers that are not there, where a ring is shared.
-__device__ __forceinline__ void cp_async16_plain(u32 dst, const void* src) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src));
-}
+#endif
 
 __device__ __forceinline__ void cp_async16_if(bool wanted, u32 dst, const void* src) {
   asm volatile(

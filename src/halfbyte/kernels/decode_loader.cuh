@@ -236,8 +236,8 @@ struct Loader {
   __device__ __forceinline__ static void copy(u32 to, u64 from) {
 #pragma unroll
     for (int i = 0; i < 16 * CHUNKS; i += 32)
-      cp_async16_plain((to ^ (CHUNKS % 8 == 0 ? (i / CHUNKS & 7) * 16 : 0)) + i * 16,
-                       (const u8*)(from + i * 16));
+      cp_async16((to ^ (CHUNKS % 8 == 0 ? (i / CHUNKS & 7) * 16 : 0)) + i * 16,
+                 (const u8*)(from + i * 16));
   }
 #else
   __device__ __forceinline__ void load() const {
