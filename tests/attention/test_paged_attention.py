@@ -148,13 +148,24 @@ def test_paged_attention_writes_to_out() -> None:
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])
-@pytest.mark.parametrize("window", [2**31 - 2, 2**31 - 1, 2**32 + 5])
+@pytest.mark.parametrize("window", [2**24, 2**31 - 2, 2**31 - 1, 2**32 + 5])
 def test_windows_longer_than_any_sequence_hide_nothing(window: int, backend: str | None) -> None:
     case = make_case()
     arguments = {**case.arguments(), "backend": backend}
     whole = paged_attention(case.query, case.pages, **arguments)
     seen = paged_attention(case.query, case.pages, **arguments, sliding_window=window)
     torch.testing.assert_close(seen, whole)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_window_of_any_length_on_a_sequence_shorter_than_its_queries(backend: str | None) -> None:
+    case = make_case(query_lens=(8,), seq_lens=(8,))
+    arguments = {**case.arguments(), "backend": backend}
+    arguments["seq_lens"] = torch.tensor([1], dtype=torch.int32)
+    whole = paged_attention(case.query, case.pages, **arguments)
+    for window in (2**20, 2**31 - 8, 2**31 - 2):
+        seen = paged_attention(case.query, case.pages, **arguments, sliding_window=window)
+        assert torch.equal(seen, whole)
 
 
 def test_paged_attention_in_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,21 @@ def test_quantize_weight_without_error(value: float) -> None:
     assert sqnr is None
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-22, 1e19, 1e30])
+def test_quantize_weight_reports_the_error_of_values_whose_squares_are_no_floats(
+    size: float,
+) -> None:
+    weight = random_weight(64, 64).float()
+    sizes = []
+    for factor in (1.0, size):
+        scaled = weight * factor
+        scale = global_scale(float(scaled.abs().max()), "modelopt")
+        sqnr = quantize_weight(scaled, scale.decode)[2]
+        assert sqnr is not None
+        sizes.append(sqnr)
+    assert sizes[1] == pytest.approx(sizes[0], abs=0.5)
+
+
 def test_quantize_weight_four_over_six_is_closer() -> None:
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     errors = {}

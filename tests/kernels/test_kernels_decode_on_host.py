@@ -48,6 +48,14 @@ CASES: dict[str, tuple[Step, dict[str, Any]]] = {
         replace(NVFP4, lengths=[2, 50, 102, 400, 163], queries=[1, 1, 2, 1, 0], window=100),
         {"sinks": True},
     ),
+    "window-of-a-billion": (
+        replace(NVFP4, lengths=[5, 70, 300], queries=[1, 1, 1], window=2**30),
+        {},
+    ),
+    "window-of-millions-bfloat16": (
+        replace(BF16, lengths=[5, 70], queries=[1, 1], window=2**25),
+        {},
+    ),
     "window-of-one": (replace(NVFP4, lengths=[2, 64, 65], queries=[1, 1, 1], window=1), {}),
     "sinks": (
         replace(SINKS, lengths=[1, 40, 0, 300], queries=[1, 1, 1, 1]),
@@ -130,7 +138,9 @@ def attend(step: Step, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     def empty(size: int | tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
         return guarded((size,) if isinstance(size, int) else size, dtype)
 
-    out = guarded(case.query.shape, case.query.dtype)
+    tokens, heads, _ = case.query.shape
+    memory = guarded((tokens, heads + 1, case.layout.head_size_v + 8), case.query.dtype)
+    out = memory[:, :heads, : case.layout.head_size_v]
     lse = guarded(case.query.shape[:2], torch.float32)
     with on_host(step, attention=True), patch.object(torch, "empty", empty):
         decode.decode(
@@ -148,6 +158,8 @@ def attend(step: Step, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
             out,
             lse,
         )
+    assert memory[:, heads:].isnan().all()
+    assert memory[..., case.layout.head_size_v :].isnan().all()
     return out, lse
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from halfbyte.checkpoints.dialects import Dialect
 from halfbyte.linear import NvFp4Linear, NvFp4LinearLayerConfig
 from halfbyte.numerics import nvfp4
 from linear.cases import assert_close_enough, random_input, random_layer
@@ -59,6 +60,19 @@ def test_fused_parts_give_what_the_parts_give(w4a4: bool, backend: str) -> None:
     )  # fmt: skip
     again.load_state_dict(saved)
     assert torch.equal(again(x), fused(x))
+
+
+@pytest.mark.parametrize("first", ["modelopt", "compressed-tensors"])
+def test_parts_in_both_dialects_keep_their_values(first: Dialect) -> None:
+    """Whose global scales are each other's inverse, which a float does not always survive."""
+    second: Dialect = "modelopt" if first == "compressed-tensors" else "compressed-tensors"
+    for seed in range(40):
+        parts = [
+            random_layer(4, 32, seed=seed, dialect=first),
+            random_layer(4, 32, seed=1000 + seed, dialect=second),
+        ]
+        expected = torch.cat([part.dequantize() for part in parts])
+        assert torch.equal(NvFp4Linear.from_parts(parts).dequantize(), expected)
 
 
 def test_parts_that_cannot_be_one_layer() -> None:

@@ -190,6 +190,10 @@ def test_all_zero_weight_is_no_error() -> None:
         ("weight_scale", torch.zeros(32, 4), r"float8_e4m3fn \[32, 4\], found float32"),
         ("weight_scale_2", torch.zeros(2), r"with 1 elements, found float32 \[2\]"),
         ("weight_scale_2", torch.zeros(1).to(torch.uint8), "found uint8"),
+        ("weight_scale_2", torch.ones(1).bfloat16(), "expected float32 .*found bfloat16"),
+        ("weight_scale_2", torch.ones(1).double(), "expected float32 .*found float64"),
+        ("weight_scale", torch.zeros(32, 4).to(torch.uint8), "found uint8"),
+        ("weight", torch.zeros(32, 32).to(torch.int8), "found int8"),
         ("bias", torch.zeros(31), r"expected float \[32\], found float32 \[31\]"),
     ],
 )

@@ -18,8 +18,6 @@ from halfbyte.dispatch import Registry
 from halfbyte.layouts import PageLayout
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_MOST_TOKENS = 2**31 - 1
-"""Of a sequence, whose length is an int32."""
 
 ATTENTION_BACKENDS: Registry[AttentionBackend] = Registry(
     "attention backend",
@@ -143,7 +141,7 @@ def paged_attention(
         scale=scale,
         k_scale=k_scale,
         v_scale=v_scale,
-        sliding_window=_window(sliding_window),
+        sliding_window=_window(sliding_window, _capacity(block_tables, layout)),
         sinks=sinks,
         softcap=softcap or None,
         batch_invariant=batch_invariant,
@@ -170,8 +168,8 @@ def run(
     ATTENTION_BACKENDS.select(inputs.config(), explicit=backend, among=among).forward(inputs)
 
 
-def _window(window: int | None) -> int | None:
-    """A window that hides something from sequences of at most 2^31 - 1 tokens, or None."""
+def _window(window: int | None, most_tokens: int) -> int | None:
+    """A window that hides something from sequences of at most so many tokens, or None."""
     if window is None:
         return None
     try:
@@ -180,7 +178,12 @@ def _window(window: int | None) -> int | None:
         raise ValueError(f"sliding_window: expected an integer, got {window!r}") from None
     if window <= 0:
         raise ValueError(f"sliding_window: expected at least 1, got {window}")
-    return window if window < _MOST_TOKENS else None
+    return window if window < most_tokens else None
+
+
+def _capacity(block_tables: torch.Tensor, layout: PageLayout) -> int:
+    """Tokens that a sequence can have; the shape of `block_tables` is checked later."""
+    return block_tables.shape[-1] * layout.block_size if block_tables.dim() else 0
 
 
 def _check_multiplier(name: str, scale: float | torch.Tensor) -> None:

@@ -156,10 +156,10 @@ def quantize_weight(
     for start in range(0, n, rows):
         part = slice(start, start + rows)
         data[part], scales[part] = _encode(weight[part], decode, recipe)
-        exact = weight[part].float()
+        exact = weight[part].double()  # squares of small or large values are beyond float32
         error = nvfp4.dequantize(data[part], scales[part], decode) - exact
-        signal += float(exact.square().sum(dtype=torch.float64))
-        noise += float(error.square().sum(dtype=torch.float64))
+        signal += float(exact.square().sum())
+        noise += float(error.square().sum())
     return data, scales, 10 * math.log10(signal / noise) if noise and signal else None
 
 

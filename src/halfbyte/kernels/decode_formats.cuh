@@ -17,10 +17,10 @@
 
 #define BITS(kind) ((kind) == 4 ? 4 : (kind) < 16 ? 8 : 16)
 
-// K and V pass through the second-level cache once: what the next kernels need shall stay there. Not where
-// warps share a ring: for some of those kernels ptxas 13.0 puts the policy into a register that it never
-// sets, which is an illegal instruction.
-#ifdef RING_WARPS
+// K and V pass through the second-level cache once, if not several pieces need them: what the next kernels
+// want shall stay there. Not where warps share a ring: for some of those kernels ptxas 13.0 takes the policy
+// from a register that it never sets, which is an illegal instruction.
+#if defined(RING_WARPS) || GROUP > COLS
 __device__ __forceinline__ void cp_async16(u32 dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src));
 }

@@ -83,7 +83,8 @@ __device__ __forceinline__ void scale_v(u32* a, u32 scale0, u32 scale1) {
 __device__ __forceinline__ void clear_rows(u32 tile, int from, int to) {
   constexpr int WIDTH = V_KIND == 4 ? SF_V : ROW_V;
   constexpr u32 START = V_KIND == 4 ? OFF_SF_V : OFF_V;
-  for (int i = max(from, 0) * WIDTH + 4 * (threadIdx.x & 31); i < min(to, TILE) * WIDTH; i += 128)
+  from = max(from, 0), to = max(min(to, TILE), 0);  // before they are multiplied: windows can be long
+  for (int i = from * WIDTH + 4 * (threadIdx.x & 31); i < to * WIDTH; i += 128)
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + START + i), "r"(0) : "memory");
 }
 

@@ -142,19 +142,19 @@ class Expected:
 
     def _read(self, tensor: torch.Tensor, role: Role, name: str) -> torch.Tensor:
         if role == "weight":
-            fits = tensor.dtype.itemsize == 1 and not _is_fp8(tensor.dtype)
+            fits = tensor.dtype in (torch.uint8, torch.float4_e2m1fn_x2)
             _check(fits, tensor, name, "uint8", (self.n, self.k // 2))
             return tensor.view(torch.uint8)
         if role == "weight_scale":
-            fits = tensor.dtype in (torch.float8_e4m3fn, torch.uint8)
+            fits = tensor.dtype == torch.float8_e4m3fn
             _check(fits, tensor, name, "float8_e4m3fn", (self.n, self.k // 16))
             return tensor.view(torch.float8_e4m3fn)
-        fits = tensor.is_floating_point() and tensor.dtype.itemsize > 1
         if role == "bias":
+            fits = tensor.is_floating_point() and tensor.dtype.itemsize > 1
             _check(fits, tensor, name, "float", (self.n,))
             return tensor
         counts = {1, self.num_parts} if role == "weight_global_scale" else {1}
-        if not fits or tensor.numel() not in counts:
+        if tensor.dtype != torch.float32 or tensor.numel() not in counts:
             raise CheckpointError(
                 f"{name}: expected float32 with {' or '.join(map(str, sorted(counts)))} elements, "
                 f"found {describe(tensor)}"
@@ -201,7 +201,3 @@ def _or_never(nan: int, total: int) -> str:
 def _check(fits: bool, tensor: torch.Tensor, name: str, dtype: str, shape: tuple[int, ...]) -> None:
     if not fits or tuple(tensor.shape) != shape:
         raise CheckpointError(f"{name}: expected {dtype} {list(shape)}, found {describe(tensor)}")
-
-
-def _is_fp8(dtype: torch.dtype) -> bool:
-    return "float8" in str(dtype)

@@ -170,9 +170,10 @@ class NvFp4Linear(LayerState):
 
     def _fuse_scales(self, parts: Sequence["NvFp4Linear"]) -> None:
         stored = [part._stored_scale("weight_global_scale") for part in parts]
-        is_decode = stored[0].is_decode
+        # Of parts in both directions those are converted that are read by their inverse anyway.
+        is_decode = any(scale.is_decode for scale in stored)
         values = [
-            (s.decode() if is_decode else s.encode()).expand(len(p.part_sizes))
+            (s.decode_weights() if is_decode else s.encode()).expand(len(p.part_sizes))
             for s, p in zip(stored, parts, strict=True)
         ]
         self._keep("weight_global_scale", StoredScale(torch.cat(values), is_decode))
