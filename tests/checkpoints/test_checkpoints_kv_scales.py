@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from halfbyte.checkpoints import read_kv_scales
+from halfbyte.checkpoints import CheckpointError, read_kv_scales
 from halfbyte.checkpoints.write_dialects import OutputFormat, quantization_config
 
 
@@ -42,6 +42,10 @@ def test_all_are_read_as_decode_multipliers(tmp_path: Path, scales: dict[str, fl
         ({"k_global_scale": 0.0, "v_global_scale": 2.0}, "k_global_scale: .*above 0, found 0.0"),
         ({"k_global_scale": 4.0, "v_global_scale": float("nan")}, "v_global_scale: .*found nan"),
         ({"k_global_scale": 4.0}, "layer 3 has a k_scale only"),
+        ({"k_scale": float("nan"), "v_scale": 0.5}, "k_scale: .*above 0, found nan"),
+        ({"k_scale": 0.5, "v_scale": 0.0}, "v_scale: .*above 0, found 0.0"),
+        ({"k_scale": -1.0, "v_scale": 0.5}, "k_scale: .*found -1.0"),
+        ({"k_proj.k_scale": 0.5, "v_proj.v_scale": float("inf")}, "v_proj.v_scale: .*found inf"),
         (
             {"k_scale": 0.5, "k_proj.k_scale": 0.25, "v_scale": 0.5},
             "expected one k_scale in the layer, found ",
@@ -49,7 +53,7 @@ def test_all_are_read_as_decode_multipliers(tmp_path: Path, scales: dict[str, fl
     ],
 )
 def test_refuses(tmp_path: Path, scales: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(CheckpointError, match=message):
         read_kv_scales(write(tmp_path, scales))
 
 

@@ -87,6 +87,18 @@ def test_global_scales_that_cannot_be(folder: Folder, role: str, value: float) -
     refuses(folder, f"{name}: expected a finite number above 0, found {value}")
 
 
+@pytest.mark.parametrize("value", [float("nan"), 0.0, -1.0])
+def test_kv_scales_that_cannot_be(folder: Folder, value: float) -> None:
+    attention = "model.layers.1.self_attn"
+    names = {
+        "modelopt": (f"{attention}.k_proj.k_scale", f"{attention}.v_proj.v_scale"),
+        "compressed-tensors": (f"{attention}.k_scale", f"{attention}.v_scale"),
+    }[folder.dialect]
+    scales = dict(zip(names, (torch.tensor(value), torch.tensor(0.5)), strict=True))
+    folder.change(lambda tensors: tensors.update(scales))
+    refuses(folder, f"{names[0]}: expected a finite number above 0, found {value}")
+
+
 @pytest.mark.parametrize("extra", ["pre_quant_scale", "weight_zero_point", "svdquant_lora_a"])
 def test_a_tensor_that_would_be_ignored(folder: Folder, extra: str) -> None:
     name = f"{LAYER}.{extra}"

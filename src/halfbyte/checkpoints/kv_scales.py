@@ -8,13 +8,14 @@ compressed-tensors has `…self_attn.k_global_scale` and `…v_global_scale`, en
 """
 
 import json
+import math
 import re
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from halfbyte.checkpoints.dialects import one_line
+from halfbyte.checkpoints.dialects import CheckpointError, one_line
 from halfbyte.checkpoints.safetensors_index import INDEX_FILE
 
 _SCALE_NAME = re.compile(
@@ -29,8 +30,8 @@ def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
     (`k_global_scale`) is another reader's, and the decode scale counts.
 
     Raises:
-        ValueError: a file is broken, a scale has more than one element or another beside it, an
-            encode scale is not a finite number above 0, or a layer has only one of the two scales.
+        CheckpointError: a file is broken, a scale has more than one element or another beside it or
+            is not a finite number above 0, or a layer has only one of the two scales.
     """
     found: dict[int, dict[str, float]] = {}
     encoded: dict[int, dict[str, float]] = {}
@@ -43,32 +44,33 @@ def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
                         continue
                     kind = encoded if match["is_encode"] else found
                     sides = kind.setdefault(int(match["layer"]), {})
-                    scale = _decode_scale(name, tensors.get_tensor(name), match["is_encode"])
+                    scale = _decode_scale(
+                        f"{folder}: {name}", tensors.get_tensor(name), bool(match["is_encode"])
+                    )
                     other = sides.setdefault(match["side"], scale)
                     if other is not scale and other != scale:
-                        raise ValueError(
+                        raise CheckpointError(
                             f"{folder}: {name}: expected one {match['side']}_scale in the layer, "
                             f"found {scale} and {other}"
                         )
         except SafetensorError as error:
             reason = one_line(error)
-            raise ValueError(f"{file}: not a readable safetensors file: {reason}") from None
+            raise CheckpointError(f"{file}: not a readable safetensors file: {reason}") from None
     for layer, sides in encoded.items():
         found[layer] = {**sides, **found.get(layer, {})}
     for layer, sides in found.items():
         if len(sides) != 2:
-            raise ValueError(f"{folder}: layer {layer} has a {'/'.join(sides)}_scale only")
+            raise CheckpointError(f"{folder}: layer {layer} has a {'/'.join(sides)}_scale only")
     return {layer: (sides["k"], sides["v"]) for layer, sides in sorted(found.items())}
 
 
-def _decode_scale(name: str, scale: torch.Tensor, is_encode: str | None) -> float:
+def _decode_scale(name: str, scale: torch.Tensor, is_encode: bool) -> float:
     if scale.numel() != 1:
-        raise ValueError(f"{name}: expected one element, got {tuple(scale.shape)}")
-    if not is_encode:
-        return float(scale)
-    if not (bool(scale.isfinite()) and float(scale) > 0):
-        raise ValueError(f"{name}: expected a finite number above 0, found {float(scale)}")
-    return 1 / float(scale)
+        raise CheckpointError(f"{name}: expected one element, found {list(scale.shape)}")
+    value = float(scale)
+    if not 0 < value < math.inf:
+        raise CheckpointError(f"{name}: expected a finite number above 0, found {value}")
+    return 1 / value if is_encode else value
 
 
 def _files_with_scales(folder: Path) -> list[Path]:

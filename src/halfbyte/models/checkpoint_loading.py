@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from halfbyte.checkpoints.dialects import CheckpointError, Declaration, one_line
+from halfbyte.checkpoints.kv_scales import read_kv_scales
 from halfbyte.checkpoints.safetensors_index import CheckpointIndex
 from halfbyte.linear import NvFp4Linear
 from halfbyte.models.quantized import LayerOptions, plan_layers, put_in_place, say_activations
@@ -40,6 +41,7 @@ def load_quantized(
 ) -> PreTrainedModel:
     """Load a model with quantized layers. See `load_model`."""
     index = CheckpointIndex.read(folder)
+    read_kv_scales(folder)  # broken ones show before weights are read
     options = LayerOptions(
         dtype=_resolve_dtype(dtype, config, index),
         device=device,

@@ -24,6 +24,7 @@ from halfbyte.checkpoints.dialects import (
     Declaration,
     read_declaration,
 )
+from halfbyte.checkpoints.kv_scales import read_kv_scales
 from halfbyte.checkpoints.safetensors_index import CheckpointIndex
 from halfbyte.models.quantized import (
     LayerOptions,
@@ -107,6 +108,7 @@ class NvFp4Quantizer(HfQuantizer):
             raise CheckpointError("expected a checkpoint's files to load from, found none")
         folder = Path(files[0]).parent
         index = CheckpointIndex.read(folder)
+        read_kv_scales(folder)  # broken ones show before weights are read
         section = self.quantization_config.to_dict()
         declaration = read_declaration(folder, {"quantization_config": section})
         if declaration is None or not declaration.groups:
