@@ -8,7 +8,8 @@
 // leaves open what happens then.
 //
 // It has what the sources that run on it need, no more: shuffles of whole warps, grids, clusters
-// and CTAs of one dimension. What inline assembly does is in cuda_on_host_ptx.h.
+// and CTAs of one dimension. Barriers, shuffles and the like are in cuda_on_host_builtins.h, what inline
+// assembly does in cuda_on_host_ptx.h.
 
 #pragma once
 #include <setjmp.h>
@@ -412,70 +413,3 @@ T shuffle(unsigned mask, T x, int source, int line) {
 }
 
 }  // namespace cuda_on_host
-
-// The default argument is the line of the call.
-inline void __syncthreads(int line = __builtin_LINE()) {
-  cuda_on_host::stop(cuda_on_host::AT_CTA, line);
-}
-inline void __syncwarp(int line = __builtin_LINE()) {
-  cuda_on_host::stop(cuda_on_host::AT_WARP, line);
-}
-
-template <class T>
-T __shfl_sync(unsigned mask, T x, int source, int line = __builtin_LINE()) {
-  return cuda_on_host::shuffle(mask, x, source, line);
-}
-template <class T>
-T __shfl_xor_sync(unsigned mask, T x, int lane_mask, int line = __builtin_LINE()) {
-  return cuda_on_host::shuffle(mask, x, threadIdx.x % 32 ^ lane_mask, line);
-}
-template <class T>
-T __shfl_up_sync(unsigned mask, T x, unsigned delta, int line = __builtin_LINE()) {
-  const unsigned lane = threadIdx.x % 32;
-  return cuda_on_host::shuffle(mask, x, lane < delta ? lane : lane - delta, line);
-}
-
-inline bool __any_sync(unsigned mask, bool x, int line = __builtin_LINE()) {
-  if (mask != ~0u) cuda_on_host::refuse("a vote of some of a warp's lanes");
-  cuda_on_host::bring(x, line);
-  bool any = false;
-  for (int lane = 0; lane < 32; lane++) any |= *(const bool*)cuda_on_host::brought_by(lane);
-  return any;
-}
-
-inline float __int_as_float(int x) {
-  float y;
-  memcpy(&y, &x, sizeof y);
-  return y;
-}
-inline float __uint_as_float(unsigned x) { return __int_as_float(x); }
-
-inline unsigned __float_as_uint(float x) {
-  unsigned y;
-  memcpy(&y, &x, sizeof y);
-  return y;
-}
-
-inline int __float_as_int(float x) { return __float_as_uint(x); }
-
-template <class T>
-T __ldcs(const T* x) {
-  return *x;
-}
-
-inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(x); }
-
-// Bytes of y and x, 0 to 3 being those of x, that the selector's nibbles name.
-inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
-  const unsigned long long bytes = (unsigned long long)y << 32 | x;
-  unsigned z = 0;
-  for (int i = 0; i < 32; i += 8) {
-    const unsigned nibble = selector >> i / 2;
-    const unsigned byte = bytes >> 8 * (nibble & 7) & 0xFF;
-    z |= (nibble & 8 ? (byte >> 7) * 0xFF : byte) << i;
-  }
-  return z;
-}
-inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
-  return ((unsigned long long)high << 32 | low) >> shift % 32;
-}

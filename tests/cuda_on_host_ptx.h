@@ -6,7 +6,7 @@
 // that begins too early show. Fences do nothing: what a thread has written is there for all.
 
 #pragma once
-#include "cuda_on_host.h"
+#include "cuda_on_host_builtins.h"
 
 namespace cuda_on_host {
 
