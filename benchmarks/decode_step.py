@@ -140,6 +140,16 @@ def _attention(runner: ModelRunner, pool: PagedKVPool, batch: int) -> tuple[floa
     return milliseconds(graph) / layers, chosen.name
 
 
+def run_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What a report begins with."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        **{name: getattr(arguments, name) for name in ("batch", "context", "layers")},
+    }
+
+
 def main() -> None:
     """Parse the command line, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -150,15 +160,7 @@ def main() -> None:
     parser.add_argument("--formats", default="nvfp4,fp8,bfloat16")
     arguments = parser.parse_args()
     model = llama_8b(arguments.layers)
-    report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "batch": arguments.batch,
-        "context": arguments.context,
-        "layers": arguments.layers,
-        "steps": [],
-    }
+    report = {**run_of(arguments), "steps": []}
     for kv_cache_dtype in arguments.formats.split(","):
         row = measure(model, kv_cache_dtype, arguments.batch, arguments.context)
         print(json.dumps(row), flush=True)

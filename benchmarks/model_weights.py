@@ -9,13 +9,12 @@ and both are measured again.
 """
 
 import argparse
-import datetime
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from decode_step import llama_8b, measure
+from decode_step import llama_8b, measure, run_of
 from torch import nn
 
 from halfbyte.linear import NvFp4Linear
@@ -58,15 +57,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048, 8192])
     arguments = parser.parse_args()
     model = llama_8b(arguments.layers)
-    report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "layers": arguments.layers,
-        "batch": arguments.batch,
-        "context": arguments.context,
-        "weights": {},
-    }
+    report: dict[str, Any] = {**run_of(arguments), "weights": {}}
     for weights in ("bfloat16", "nvfp4"):
         if weights == "nvfp4":
             quantize(model)
