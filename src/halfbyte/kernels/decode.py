@@ -1,9 +1,10 @@
 """Launcher of the split-KV decode kernel that reads packed pages.
 
 Three launches, none of which waits for the host: a plan that cuts sequences into units of work so
-that they just fill the GPU (`decode_plan.cu`), the units (`decode.cu`), which end the rows that they have to
-themselves, and the merge of what several found (`decode_merge.cu`). All can be captured in a CUDA graph; lengths may change between
-replays. The plan depends on lengths alone, so layers may share one: see `make_plan`.
+that they just fill the GPU (`decode_plan.cu`), the units (`decode.cu`), which end the rows that
+they have to themselves, and the merge of what several found (`decode_merge.cu`). All can be
+captured in a CUDA graph; lengths may change between replays. The plan depends on lengths alone, so
+layers may share one: see `make_plan`.
 """
 
 import ctypes
