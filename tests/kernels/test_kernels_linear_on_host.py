@@ -96,9 +96,7 @@ def on_host(compiled_in: bool = False, machine: Machine = A100) -> Iterator[None
         shared_bytes = kernel.shared_bytes
         cuda_on_host.launch(kernel.function, grid, threads, *arguments, shared_bytes=shared_bytes)
 
-    def new_empty(
-        x: torch.Tensor, size: tuple[int, ...], dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
+    def new_empty(x: torch.Tensor, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return guarded(size, dtype or x.dtype)
 
     def encode(
@@ -112,17 +110,19 @@ def on_host(compiled_in: bool = False, machine: Machine = A100) -> Iterator[None
         return cuda_on_host.BoxMap(address, sizes, in_bytes, box)
 
     linear._few_kernels.cache_clear()
+    linear._few_launch.cache_clear()
     tensor_maps.tensor_map_of_boxes.cache_clear()
     with (
         patch.object(nvrtc, "load", load),
         patch.object(nvrtc, "launch", launch),
         patch.object(tensor_maps, "_encode", encode),
         patch.object(linear, "machine_of", lambda device: machine),
-        patch.object(torch.cuda, "device", lambda device: nullcontext()),
+        patch.object(nvrtc, "on_device", lambda device: nullcontext()),
         patch.object(torch.Tensor, "new_empty", new_empty),
     ):
         yield
     linear._few_kernels.cache_clear()
+    linear._few_launch.cache_clear()
     tensor_maps.tensor_map_of_boxes.cache_clear()
 
 
@@ -230,6 +230,18 @@ def test_sums_of_many_rows_are_joined_in_pieces(monkeypatch: pytest.MonkeyPatch)
     at_once = multiply(x, packed, None, plan)
     monkeypatch.setattr(linear, "_MOST_PARTIAL_BYTES", 10 * 4 * 2 * 128)
     assert torch.equal(multiply(x, packed, None, plan), at_once)
+    outer = multiply(x.reshape(3, 11, 400), packed, None, plan)
+    assert torch.equal(outer, at_once.view(3, 11, 100))
+
+
+def test_rows_of_x_may_have_more_dimensions() -> None:
+    dtype, shape = PLANS[0]
+    packed = packed_weight(100, 400, dtype)
+    plan = shape._replace(groups=2, round_units=2)
+    x = random_x(6, 400, dtype, 3)
+    out = multiply(x, packed, None, plan)
+    assert torch.equal(multiply(x.reshape(2, 3, 400), packed, None, plan), out.view(2, 3, 100))
+    assert torch.equal(multiply(x[0], packed, None, plan), multiply(x[:1], packed, None, plan)[0])
 
 
 @DTYPE

@@ -1,14 +1,17 @@
 """The W4A16 kernel for many rows: plans and compilation anywhere, products on SM90."""
 
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
 from halfbyte.kernels import linear_wide as wide
-from halfbyte.kernels.linear_weights import DTYPES, pack_weight
+from halfbyte.kernels import nvrtc
+from halfbyte.kernels.linear_weights import DTYPES, TILE_N, pack_weight
 from halfbyte.kernels.linear_wide import STEP, WidePlan, wide_plan
 from halfbyte.numerics import nvfp4
 from linear.machines import H200
@@ -22,8 +25,6 @@ SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (200, 144), (48, 16), (128
 @pytest.mark.parametrize("tokens", [64, 128, 256])
 def test_kernel_compiles(tokens: int, dtype: torch.dtype) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
-    from halfbyte.kernels import nvrtc
-
     options = wide.macros(dtype, tokens)
     assert nvrtc.compile_source("linear_wide", options, "sm_90a")[:4] == b"\x7fELF"
 
@@ -116,6 +117,76 @@ def test_work_that_cannot_be_counted_is_refused() -> None:
         wide.work(plan, 4096, wide.k_steps(4096), 2**31)
     with pytest.raises(ValueError, match="2 steps to share among 24 clusters"):
         wide.work(WidePlan(64, 1, 24, 1), 256, 2, 64)
+
+
+class Launched(NamedTuple):
+    """What the launcher does, where nothing is launched."""
+
+    params: Any
+    grid: int
+    out: torch.Tensor
+
+
+def launched(shape: tuple[int, ...], n: int, plan: WidePlan | None = None) -> Launched:
+    """By a call with x of a shape; what it returns is ones, where the kernel would write."""
+    k, dtype = shape[-1], torch.bfloat16
+    calls: list[tuple[Any, int]] = []
+
+    def launch(kernel: object, grid: int, threads: int, arguments: Any, *, overlap: bool) -> None:
+        assert overlap
+        calls.append((arguments[-1], grid))
+
+    def new_empty(x: torch.Tensor, *size: int) -> torch.Tensor:
+        return torch.ones(size, dtype=x.dtype)
+
+    blocks = (-(-n // TILE_N), wide.k_steps(k))
+    weight = torch.empty((*blocks, 512), dtype=torch.int32)
+    x = torch.empty(shape, dtype=dtype)
+    wide._launch.cache_clear()
+    with (
+        patch.object(nvrtc, "launch", launch),
+        patch.object(nvrtc, "on_device", lambda device: nullcontext()),
+        patch.object(wide, "tensor_map", lambda *arguments: None),
+        patch.object(wide, "_kernel", lambda *arguments: None),
+        patch.object(wide, "_multiprocessors", lambda device: PROCESSORS),
+        patch.object(torch.Tensor, "new_empty", new_empty),
+    ):
+        out = wide.linear_wide(x, weight, weight, torch.empty(n), None, n, plan)
+    wide._launch.cache_clear()
+    ((params, grid),) = calls
+    return Launched(params, grid, out)
+
+
+@pytest.mark.parametrize("n", [200, 201])
+def test_what_a_launch_is_given(n: int) -> None:
+    k, m = 144, 70
+    params, grid, out = launched((2, 35, k), n)
+    plan = wide_plan(n, k, m, PROCESSORS)
+    assert grid == 2 * plan.clusters
+    assert (params.work.m, params.work.n) == (m, n)
+    assert (params.work.blocks_n, params.work.blocks_k) == (4, 4)
+    assert params.work.clusters.by == plan.clusters
+    assert out.shape == (2, 35, n)
+    assert out.is_contiguous()
+    assert params.raised not in (launched((2, 35, k), n).params.raised + i for i in (-1, 0, 1))
+
+
+def test_workspace_of_tiles_that_are_cut() -> None:
+    """Sums, then flags; none where every cluster has whole tiles."""
+    tokens, clusters = 64, 5
+    params = launched((128, 512), 700, WidePlan(tokens, 6, clusters, 6)).params
+    places = 2 * clusters
+    floats = places * tokens * wide.rows_of_pair(tokens) // 2
+    assert params.flags == params.partial + 4 * floats
+    assert params.flags % 8 == 0
+    params = launched((128, 512), 700, WidePlan(tokens, 10, clusters, 0)).params
+    assert not params.partial
+    assert not params.flags
+
+
+def test_tiles_of_too_many_clusters_are_refused() -> None:
+    with pytest.raises(ValueError, match="more than 32 clusters have parts of a tile"):
+        launched((64, 8192), 256, WidePlan(64, 1, 40, 1))
 
 
 class Case(NamedTuple):

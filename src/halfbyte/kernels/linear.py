@@ -37,10 +37,21 @@ _MOST_UNPACKED_BYTES = 2**28
 """Of the workspace for unpacked weights; larger ones are unpacked and multiplied in pieces."""
 _MOST_PARTIAL_BYTES = 2**28
 """Of sums that are joined through memory; those of more rows of x are computed in pieces."""
+_NO_MAP = TensorMap()
+"""Without TMA, x is read as the parameters say."""
 _JOIN_THREADS = 256
 _UNPACK_THREADS = 128
 _UNPACK_BLOCKS = 4
 """64 k each, of a CTA that unpacks."""
+
+
+class _FewWork(ctypes.Structure):
+    """The fields of `_FewParams` that are the same in all calls with a shape and a plan."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("m", "n", "k", "units", "blocks", "groups")),
+        ("round_units", ctypes.c_int),
+    )
 
 
 class _FewParams(ctypes.Structure):
@@ -50,8 +61,7 @@ class _FewParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weight", "weight_scale", "row_scale", "x")),
         *((name, ctypes.c_void_p) for name in ("bias", "out", "partial")),
         ("x_stride", ctypes.c_uint64),
-        *((name, ctypes.c_int) for name in ("m", "n", "k", "units", "blocks", "groups")),
-        ("round_units", ctypes.c_int),
+        ("work", _FewWork),
     )
 
 
@@ -69,6 +79,22 @@ class _FewKernels(NamedTuple):
     join: nvrtc.Kernel
 
 
+class _FewLaunch(NamedTuple):
+    """What calls with a shape have in common."""
+
+    plan: FewPlan
+    kernel: nvrtc.Kernel
+    grid: int
+    threads: int
+    overlap: bool
+    rows_of_box: int
+    boxes: int
+    """Of x, in a copy."""
+    work: _FewWork
+    join: nvrtc.Kernel
+    join_grid: int
+
+
 def linear_few(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -82,7 +108,8 @@ def linear_few(
     """x times NVFP4 weights, which pass through the registers once per 32 rows of x or fewer.
 
     Args:
-        x: `[M, K]`, M >= 1, of the dtype that the weights are packed for.
+        x: `[M, K]`, or `[..., K]` if it is contiguous, of the dtype that the weights are packed
+            for; at least one row.
         weight, weight_scale, row_scale: as `linear_weights.PackedWeight` has them.
         bias: `[n]` of x's dtype, contiguous, or None.
         n: columns of the result.
@@ -90,56 +117,76 @@ def linear_few(
         plan: how to cut up the work; by default `few_plan`.
 
     Returns:
-        `[M, n]`: sums in float32, times the global scale, plus the bias, rounded once.
+        `[..., n]`: sums in float32, times the global scale, plus the bias, rounded once.
     """
-    m, k = x.shape
-    device = x.device.index
-    machine = machine_of(device)
-    overlap = machine.capability >= 90
+    device, dtype = x.device.index, x.dtype
+    *outer, k = x.shape
+    m = x.numel() // k
+    launch = _few_launch(m, n, k, dtype, device, batch_invariant, plan)
+    overlap = launch.overlap
     x = box_rows(torch.nn.functional.pad(x, (0, -k % BOX_K)) if overlap and k % BOX_K else x)
-    plan = plan or few_plan(n, k, m, machine, batch_invariant)
-    units = row_units(n)
     partial = None
-    if plan.joins_through_memory:
-        rows = max(1, _MOST_PARTIAL_BYTES // (4 * plan.split * units * UNIT_ROWS))
+    if launch.plan.joins_through_memory:
+        columns = row_units(n) * UNIT_ROWS
+        rows = max(1, _MOST_PARTIAL_BYTES // (4 * launch.plan.split * columns))
         if m > rows:  # a row's bits do not depend on how many there are
             parts = (weight, weight_scale, row_scale, bias, n)
-            pieces = x.tensor_split(-(-m // rows))  # alike, or one of a single row might be left
-            return torch.cat([linear_few(piece, *parts, plan=plan) for piece in pieces])
-        partial = x.new_empty((plan.split, m, units * UNIT_ROWS), dtype=torch.float32)
-    out = x.new_empty((m, n))
+            # Pieces are alike, or one of a single row might be left.
+            pieces = x.view(m, x.shape[-1]).tensor_split(-(-m // rows))
+            outs = [linear_few(piece, *parts, plan=launch.plan) for piece in pieces]
+            return torch.cat(outs).view(*outer, n)
+        partial = x.new_empty(launch.plan.split, m, columns, dtype=torch.float32)
+    out = x.new_empty(*outer, n)
+    stride = row_stride(x)
     params = _FewParams(
-        weight=weight.data_ptr(),
-        weight_scale=weight_scale.data_ptr(),
-        row_scale=row_scale.data_ptr(),
-        x=x.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        out=out.data_ptr(),
-        partial=None if partial is None else partial.data_ptr(),
-        x_stride=row_stride(x),
-        m=m,
-        n=n,
-        k=k,
-        units=units,
-        blocks=k_blocks(k),
-        groups=plan.groups,
-        round_units=plan.round_units,
+        weight.data_ptr(),
+        weight_scale.data_ptr(),
+        row_scale.data_ptr(),
+        x.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        None if partial is None else partial.data_ptr(),
+        stride,
+        launch.work,
     )
-    kernels = _few_kernels(x.dtype, _few_macros(plan, n, k, m), machine.block_bytes, device)
-    kernel = kernels.few._replace(shared_bytes=plan.shared_bytes(n, k, m))
-    x_map = TensorMap()  # without TMA, x is read as the parameters say
-    with torch.cuda.device(device):
+    with nvrtc.on_device(device):
+        x_map = _NO_MAP
         if overlap:
-            boxes = plan.piece_blocks(k) * (TILE_K // BOX_K)
             x_map = tensor_map_of_boxes(
-                x.data_ptr(), m, x.shape[1], row_stride(x), x.dtype, plan.rows_of_box(m), boxes
+                x.data_ptr(), m, x.shape[-1], stride, dtype, launch.rows_of_box, launch.boxes
             )
-        grid = plan.ctas_in_grid(m)
-        nvrtc.launch(kernel, grid, 32 * plan.warps, [x_map, params], overlap=overlap)
+        nvrtc.launch(launch.kernel, launch.grid, launch.threads, (x_map, params), overlap=overlap)
         if partial is not None:
-            grid = -(-m * units * UNIT_ROWS // _JOIN_THREADS)
-            nvrtc.launch(kernels.join, grid, _JOIN_THREADS, [params], overlap=overlap)
+            nvrtc.launch(launch.join, launch.join_grid, _JOIN_THREADS, (params,), overlap=overlap)
     return out
+
+
+@lru_cache(maxsize=4096)
+def _few_launch(
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    device: int,
+    batch_invariant: bool,
+    plan: FewPlan | None,
+) -> _FewLaunch:
+    machine = machine_of(device)
+    plan = plan or few_plan(n, k, m, machine, batch_invariant)
+    kernels = _few_kernels(dtype, _few_macros(plan, n, k, m), machine.block_bytes, device)
+    units = row_units(n)
+    return _FewLaunch(
+        plan,
+        kernel=kernels.few._replace(shared_bytes=plan.shared_bytes(n, k, m)),
+        grid=plan.ctas_in_grid(m),
+        threads=32 * plan.warps,
+        overlap=machine.capability >= 90,
+        rows_of_box=plan.rows_of_box(m),
+        boxes=plan.piece_blocks(k) * (TILE_K // BOX_K),
+        work=_FewWork(m, n, k, units, k_blocks(k), plan.groups, plan.round_units),
+        join=kernels.join,
+        join_grid=-(-m * units * UNIT_ROWS // _JOIN_THREADS),
+    )
 
 
 def linear_unpacked(
@@ -154,12 +201,14 @@ def linear_unpacked(
 
     The workspace is PyTorch's, freed after the call, so that layers share it, in CUDA graphs too.
     """
-    m, k = x.shape
+    x = box_rows(x)  # as libraries want their operands, too
+    *outer, k = x.shape
     rows = _MOST_UNPACKED_BYTES // (x.element_size() * k) // TILE_N * TILE_N
     if n <= rows:
         unpacked = unpack(weight, weight_scale, row_scale, 0, n, k, x.dtype)
         return torch.nn.functional.linear(x, unpacked, bias)
-    out = x.new_empty((m, n))
+    x = x.reshape(-1, k)
+    out = x.new_empty(x.shape[0], n)
     for start in range(0, n, rows):
         piece = slice(start, min(n, start + rows))
         unpacked = unpack(
@@ -169,7 +218,7 @@ def linear_unpacked(
             torch.mm(x, unpacked, out=out[:, piece])
         else:
             torch.addmm(bias[piece], x, unpacked, out=out[:, piece])
-    return out
+    return out.view(*outer, n)
 
 
 def unpack(
@@ -191,29 +240,29 @@ def unpack(
         dtype: that the weights are packed for.
     """
     device = weight.device.index
-    tiles = -(-rows // TILE_N)
+    tile, tiles = first_row // TILE_N, -(-rows // TILE_N)
     blocks = weight.shape[1]
-    tile = first_row // TILE_N
-    out = torch.empty((rows, k), dtype=dtype, device=weight.device)
+    out = weight.new_empty(rows, k, dtype=dtype)
     params = _UnpackParams(
-        weight=weight[tile].data_ptr(),
-        weight_scale=weight_scale[tile].data_ptr(),
-        row_scale=row_scale[first_row:].data_ptr(),
-        out=out.data_ptr(),
-        rows=rows,
-        k=k,
-        blocks=blocks,
+        _address(weight, tile),
+        _address(weight_scale, tile),
+        _address(row_scale, first_row),
+        out.data_ptr(),
+        rows,
+        k,
+        blocks,
     )
     kernel = _unpack_kernel(dtype, device)
-    with torch.cuda.device(device):
-        nvrtc.launch(
-            kernel,
-            tiles * -(-blocks // _UNPACK_BLOCKS),
-            _UNPACK_THREADS,
-            [params],
-            overlap=machine_of(device).capability >= 90,
-        )
+    grid = tiles * -(-blocks // _UNPACK_BLOCKS)
+    overlap = machine_of(device).capability >= 90
+    with nvrtc.on_device(device):
+        nvrtc.launch(kernel, grid, _UNPACK_THREADS, (params,), overlap=overlap)
     return out
+
+
+def _address(tensor: torch.Tensor, index: int) -> int:
+    """Of `tensor[index]`, without a view."""
+    return tensor.data_ptr() + index * tensor.stride(0) * tensor.element_size()
 
 
 def compile_kernels(packed: PackedWeight, batch_invariant: bool, device: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.kernels import nvrtc
-from halfbyte.kernels.linear_weights import TILE_K
+from halfbyte.kernels.linear_weights import TILE_K, TILE_N
 from halfbyte.kernels.tensor_maps import BOX_ALIGNMENT, BOX_K, box_rows, row_stride, tensor_map
 
 GROUP_ROWS = 64
@@ -59,6 +59,18 @@ class _KnownDivisor(ctypes.Structure):
     _fields_ = (("by", ctypes.c_uint32), ("multiplier", ctypes.c_uint32))
 
 
+class _Work(ctypes.Structure):
+    """The fields of `Params` that are the same in all calls with a shape and a plan."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("m", "n", "blocks_n", "blocks_k")),
+        *((name, ctypes.c_int) for name in ("tiles", "cut_tiles", "crossing")),
+        *((name, _KnownDivisor) for name in ("row_pairs", "line", "clusters")),
+        *((name, ctypes.c_uint32) for name in ("span", "more")),
+        ("clusters_per_place", ctypes.c_float),
+    )
+
+
 class _Params(ctypes.Structure):
     """`Params` of `linear_wide_work.cuh`, field by field."""
 
@@ -66,11 +78,7 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weight", "weight_scale", "row_scale", "bias")),
         *((name, ctypes.c_void_p) for name in ("partial", "flags")),
         ("raised", ctypes.c_uint64),
-        *((name, ctypes.c_int) for name in ("m", "n", "blocks_n", "blocks_k")),
-        *((name, ctypes.c_int) for name in ("tiles", "cut_tiles", "crossing")),
-        *((name, _KnownDivisor) for name in ("row_pairs", "line", "clusters")),
-        *((name, ctypes.c_uint32) for name in ("span", "more")),
-        ("clusters_per_place", ctypes.c_float),
+        ("work", _Work),
     )
 
 
@@ -169,6 +177,21 @@ def _most_sharers(plan: WidePlan, blocks_k: int) -> int:
     return max(plan.sharers(blocks_k), default=0)
 
 
+class _Launch(NamedTuple):
+    """What calls with a shape have in common."""
+
+    kernel: nvrtc.Kernel
+    grid: int
+    threads: int
+    tokens: int
+    """Rows of x in a tile."""
+    work: _Work
+    partial_bytes: int
+    """Of the workspace's first part, sums; flags are the second."""
+    workspace_ints: int
+    """Of 4 bytes; 0 where no tile is cut, so that clusters have nothing to tell each other."""
+
+
 def linear_wide(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -184,50 +207,63 @@ def linear_wide(
         plan: how to cut up the work; by default `wide_plan`.
 
     Returns:
-        `[M, n]`: sums in float32, times the global scale, plus the bias, rounded once.
+        `[..., n]`: sums in float32, times the global scale, plus the bias, rounded once.
     """
-    m, k = x.shape
     x = box_rows(x)
-    device = x.device.index
-    blocks_n, blocks_k = weight.shape[0], weight.shape[1]
+    device, dtype = x.device.index, x.dtype
+    *outer, k = x.shape
+    m = x.numel() // k
+    launch = _launch(m, n, k, dtype, device, plan)
+    columns = -(-n // 8) * 8  # TMA writes rows of a multiple of 16 bytes
+    out = x.new_empty(*outer, columns)
+    workspace = weight.new_empty(launch.workspace_ints) if launch.workspace_ints else None
+    partial = 0 if workspace is None else workspace.data_ptr()
+    params = _Params(
+        weight.data_ptr(),
+        weight_scale.data_ptr(),
+        row_scale.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        partial,
+        partial + launch.partial_bytes,
+        next(_RAISED) % 2**64,
+        launch.work,
+    )
+    with nvrtc.on_device(device):
+        arguments = (
+            tensor_map(x.data_ptr(), m, k, row_stride(x), dtype, launch.tokens // 2),
+            tensor_map(out.data_ptr(), m, columns, columns, dtype, _STRIP),
+            params,
+        )
+        nvrtc.launch(launch.kernel, launch.grid, launch.threads, arguments, overlap=True)
+    return out if columns == n else out[..., :n].contiguous()
+
+
+@lru_cache(maxsize=4096)
+def _launch(
+    m: int, n: int, k: int, dtype: torch.dtype, device: int, plan: WidePlan | None
+) -> _Launch:
     plan = plan or wide_plan(n, k, m, _multiprocessors(device))
+    blocks_k = k_steps(k)
     if _most_sharers(plan, blocks_k) > _MOST_SHARERS:
         raise ValueError(f"{plan}: more than {_MOST_SHARERS} clusters have parts of a tile")
-    out = x.new_empty((m, -(-n // 8) * 8))  # TMA writes rows of a multiple of 16 bytes
     # With a tile or more per cluster, only the ends of tiles are left.
     kinds = (plan.cut_tiles > 0) + (0 < plan.cut_tiles < plan.clusters)
     places = kinds * 2 * plan.clusters
-    floats = places * plan.tokens * rows_of_pair(plan.tokens) // 2
-    partial = x.new_empty((floats,), dtype=torch.float32)
-    groups = 2 * _GROUPS[plan.tokens] * plan.clusters
-    flags = x.new_empty((groups * _MOST_SHARERS,), dtype=torch.int64)
-    params = _Params(
-        weight=weight.data_ptr(),
-        weight_scale=weight_scale.data_ptr(),
-        row_scale=row_scale.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        partial=partial.data_ptr(),
-        flags=flags.data_ptr(),
-        raised=next(_RAISED) % 2**64,
-        m=m,
-        n=n,
-        blocks_n=blocks_n,
-        blocks_k=blocks_k,
-        **work(plan, n, blocks_k, m),
+    partial_bytes = 4 * places * plan.tokens * rows_of_pair(plan.tokens) // 2
+    flags = 2 * _GROUPS[plan.tokens] * plan.clusters * _MOST_SHARERS
+    return _Launch(
+        _kernel(dtype, plan.tokens, device),
+        grid=2 * plan.clusters,
+        threads=128 * (_GROUPS[plan.tokens] + 1),
+        tokens=plan.tokens,
+        work=_Work(m, n, -(-n // TILE_N), blocks_k, **work(plan, n, blocks_k, m)),
+        partial_bytes=partial_bytes,
+        workspace_ints=(partial_bytes + 8 * flags) // 4 if plan.cut_tiles else 0,
     )
-    with torch.cuda.device(device):
-        maps = (
-            tensor_map(x.data_ptr(), m, k, row_stride(x), x.dtype, plan.tokens // 2),
-            tensor_map(out.data_ptr(), m, out.shape[1], out.shape[1], x.dtype, _STRIP),
-        )
-        kernel = _kernel(x.dtype, plan.tokens, device)
-        threads = 128 * (_GROUPS[plan.tokens] + 1)
-        nvrtc.launch(kernel, 2 * plan.clusters, threads, [*maps, params], overlap=True)
-    return out[:, :n].contiguous()
 
 
 def work(plan: WidePlan, n: int, blocks_k: int, m: int) -> dict[str, Any]:
-    """What `linear_wide_work.cuh` needs of a plan, as fields of its `Params`.
+    """What `linear_wide_work.cuh` needs of a plan, as fields of `_Work`.
 
     Args:
         blocks_k: steps of k.

@@ -3,12 +3,18 @@
 NVRTC and the driver are reached through `cuda-bindings`, which PyTorch's CUDA builds depend on.
 Sources are the `.cu` files beside this module, which may include the `.cuh` files there; what
 varies (head size, dtype, ...) is a macro.
+
+A model without CUDA graphs launches hundreds of times per step, and the host's time counts:
+`launch` goes to the driver through ctypes, which takes a fraction of what the bindings' objects do.
 """
 
 import ctypes
+import os
 from collections.abc import Sequence
-from functools import lru_cache
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, lru_cache
 from pathlib import Path
+from struct import Struct
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +22,35 @@ import torch
 Argument = ctypes.Structure | ctypes.c_void_p | ctypes.c_int | ctypes.c_uint64
 
 _FOLDER = Path(__file__).parent
+_OVERLAP = 6
+"""`CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`."""
+_HERE = nullcontext()
+_POINTERS = [Struct(f"{count}P").pack for count in range(9)]
+"""Pack addresses of arguments, by how many there are."""
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """`CUlaunchAttribute` of `cuda.h`, with a value that is a number."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_char * 4),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
+
+
+class _LaunchConfig(ctypes.Structure):
+    """`CUlaunchConfig` of `cuda.h`."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
 
 
 class CompileError(RuntimeError):
@@ -101,6 +136,11 @@ def load(
     return kernels
 
 
+def on_device(device: int) -> AbstractContextManager[Any]:
+    """Make the device of a tensor the current one; does nothing, quickly, if it is that."""
+    return _HERE if torch._C._cuda_getDevice() == device else torch.cuda.device(device)
+
+
 def launch(
     kernel: Kernel,
     grid: int,
@@ -114,23 +154,40 @@ def launch(
     Args:
         overlap: let it start before the kernel in front of it has ended ("programmatic dependent
             launch", SM90 and later); it must wait with `griddepcontrol.wait` before it reads.
-    """
-    from cuda.bindings import driver
 
-    pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes = kernel.shared_bytes
-    config.hStream = torch.cuda.current_stream().cuda_stream
+    Raises:
+        RuntimeError: the driver refuses it.
+    """
+    # As PyTorch's compiled code does; `torch.cuda.current_stream` takes ten times as long.
+    stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+    config = _launch_config(grid, threads, kernel.shared_bytes, stream, overlap)
+    pointers = _POINTERS[len(arguments)](*map(ctypes.addressof, arguments))
+    status = _launcher()(ctypes.addressof(config), int(kernel.function), pointers, None)
+    if status:
+        from cuda.bindings import driver
+
+        _check((driver.CUresult(status),))
+
+
+@lru_cache(maxsize=4096)
+def _launch_config(
+    grid: int, threads: int, shared_bytes: int, stream: int, overlap: bool
+) -> _LaunchConfig:
+    """What the driver is told; never written to again, as other threads may be reading it."""
+    config = _LaunchConfig((grid, 1, 1), (threads, 1, 1), shared_bytes, stream)
     if overlap:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = (
-            driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        )
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        config.attrs, config.numAttrs = [attribute], 1
-    _check(driver.cuLaunchKernelEx(config, kernel.function, ctypes.addressof(pointers), 0))
+        config.attributes = ctypes.pointer(_LaunchAttribute(id=_OVERLAP, value=1))
+        config.attribute_count = 1
+    return config
+
+
+@cache
+def _launcher() -> Any:
+    """`cuLaunchKernelEx`; other threads of Python run while it waits for launches in front."""
+    driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    function = driver.cuLaunchKernelEx
+    function.argtypes = [ctypes.c_void_p] * 4
+    return function
 
 
 def _check(result: tuple[Any, ...]) -> Any:

@@ -87,21 +87,26 @@ def _encode(
 
 
 def box_rows(x: torch.Tensor) -> torch.Tensor:
-    """x `[M, K]`, or a copy, with rows contiguous, aligned to 16 bytes, and apart from each other.
+    """x, or a copy, with rows contiguous, aligned to 16 bytes, and apart from each other.
+
+    Args:
+        x: `[M, K]`, or `[..., K]` if it is contiguous.
 
     Raises:
         ValueError: K is not a multiple of 8, so that not all rows can be aligned.
     """
-    m, k = x.shape
+    k = x.shape[-1]
     if k % 8:
         raise ValueError(f"x: TMA reads rows of a multiple of 8 values, not {k}")
-    if x.stride(1) == 1 and x.data_ptr() % 16 == 0:
-        if m == 1 or (x.stride(0) % 8 == 0 and x.stride(0) >= k):
-            return x
-        return x.contiguous()
-    return x.clone(memory_format=torch.contiguous_format)
+    if x.data_ptr() % 16:
+        return x.clone(memory_format=torch.contiguous_format)
+    if x.is_contiguous():  # a single row is, whatever its stride
+        return x
+    if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.stride(0) >= k:
+        return x
+    return x.contiguous()
 
 
 def row_stride(x: torch.Tensor) -> int:
-    """Values from row to row; that of a single row may be anything, and is K here."""
-    return x.stride(0) if x.shape[0] > 1 else x.shape[1]
+    """Values from row to row of x as `box_rows` gives it; K for a single row."""
+    return x.shape[-1] if x.is_contiguous() else x.stride(0)

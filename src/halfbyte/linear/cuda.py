@@ -64,17 +64,18 @@ def nvfp4_linear_cuda(
     batch_invariant: bool,
 ) -> torch.Tensor:
     """x `[..., K]` times weights as `linear_weights.PackedWeight` has them, to `[..., n]`."""
-    matrix = matrix_of(x)
-    m = matrix.shape[0]
+    k = x.shape[-1]
+    m = x.numel() // k
     if not m:
         return x.new_empty((*x.shape[:-1], n))
+    rows = x if x.is_contiguous() else matrix_of(x)
     bias = None if bias is None else bias.contiguous()
     if batch_invariant:
-        out = linear_few(matrix, weight, weight_scale, row_scale, bias, n, batch_invariant=True)
+        out = linear_few(rows, weight, weight_scale, row_scale, bias, n, batch_invariant=True)
     else:
-        product = _way(m, n, matrix.shape[1], machine_of(x.device.index))
-        out = product(matrix, weight, weight_scale, row_scale, bias, n)
-    return out.view(*x.shape[:-1], n)
+        product = _way(m, n, k, machine_of(x.device.index))
+        out = product(rows, weight, weight_scale, row_scale, bias, n)
+    return out if rows is x else out.view(*x.shape[:-1], n)
 
 
 class CudaKernel(RowScaledKernel):

@@ -228,7 +228,7 @@ class NvFp4Linear(LayerState):
                 f"[..., {self.in_features}] on {self._device}, "
                 f"got {describe(x)} on {x.device}"
             )
-        return self.kernel.apply_weights(self, x, self.bias)
+        return self.kernel.apply_weights(self, x, self._parameters["bias"])
 
     @torch.inference_mode(False)  # the tensors outlive the call that made them
     def process_weights_after_loading(self) -> None:

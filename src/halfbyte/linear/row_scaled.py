@@ -26,12 +26,13 @@ class RowScaledKernel(NvFp4LinearKernel):
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `NvFp4LinearKernel.apply_weights`."""
+        tensors, config = layer._parameters, self.config  # `layer.weight` would search for it
         return type(self).product(
             x,
-            layer.weight,
-            layer.weight_scale,
-            layer.weight_row_scale,
+            tensors["weight"],
+            tensors["weight_scale"],
+            tensors["weight_row_scale"],
             bias,
-            self.config.n,
-            self.config.batch_invariant,
+            config.n,
+            config.batch_invariant,
         )
