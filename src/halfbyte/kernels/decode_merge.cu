@@ -59,7 +59,7 @@ __device__ __forceinline__ void finish(const MergeParams& p, OutputRow row, int 
 // For rows of few parts: DIMS / 4 lanes for a row and DIMS of its dims. Everything that a batch of
 // parts needs is asked for at once.
 #define DIMS (HEAD_SIZE_V % 128 == 0 ? 128 : 64)
-#define BATCH 4
+#define BATCH 8
 extern "C" __global__ void __launch_bounds__(128) merge_few(MergeParams p) {
   constexpr int HEADS = KV_HEADS * GROUP, SLICES = HEAD_SIZE_V / DIMS, LANES = DIMS / 4;
   const int index = (blockIdx.x * 128 + threadIdx.x) / LANES;
