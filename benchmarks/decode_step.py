@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from halfbyte.attention import ATTENTION_BACKENDS, AttentionConfig, AttentionPlans, paged_attention
+from halfbyte.bench.machine import versions
 from halfbyte.dispatch import current_compute_capability
 from halfbyte.engine.runner import ModelRunner
 from halfbyte.kvcache import PagedKVPool, SequenceTables, plan_kv_cache
@@ -145,7 +146,7 @@ def run_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
+        "versions": versions(),
         **{name: getattr(arguments, name) for name in ("batch", "context", "layers")},
     }
 

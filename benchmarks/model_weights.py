@@ -2,10 +2,11 @@
 
     python benchmarks/model_weights.py [--out benchmarks/results/model_weights.json]
 
-Llama-3.1-8B's shape with random weights, transformers' model code. `prefill` is a pass over prompts
-without a cache, in tokens per second; `step_ms` the engine's captured decode step on an NVFP4
-cache (`decode_step.py`). Then every linear layer but the output's becomes an `NvFp4Linear` (W4A16),
-and both are measured again.
+Llama-3.1-8B's shape with random weights, transformers' model code. `prefill_tokens_per_s` is a
+pass over prompts without a cache, as Python runs it, and `captured_tokens_per_s` the same in a CUDA
+graph, where the host's time is not in the way; `step_ms` the engine's captured decode step on an
+NVFP4 cache (`decode_step.py`). Then every linear layer but the output's becomes an `NvFp4Linear`
+(W4A16), and all are measured again.
 """
 
 import argparse
@@ -17,24 +18,36 @@ import torch
 from decode_step import llama_8b, measure, run_of
 from torch import nn
 
+from halfbyte.bench.timing import Call, capture
 from halfbyte.linear import NvFp4Linear
 
 RESULT = Path(__file__).parent / "results" / "model_weights.json"
 
 
-def prefill(model: Any, batch: int, length: int, repeats: int = 5) -> float:
-    """Tokens per second, of the median pass."""
+def prefill(model: Any, batch: int, length: int) -> tuple[float, float]:
+    """Tokens per second, run by Python and in a graph."""
     tokens = torch.randint(0, model.config.vocab_size, (batch, length), device="cuda")
-    times = []
+
+    def run() -> None:
+        model(tokens, use_cache=False, logits_to_keep=1)
+
     with torch.inference_mode():
-        for _ in range(repeats + 2):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            model(tokens, use_cache=False, logits_to_keep=1)
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end))
-    return round(batch * length / sorted(times[2:])[repeats // 2] * 1e3, 1)
+        times = median_milliseconds(run), median_milliseconds(capture([run]))
+    by_python, captured = (round(tokens.numel() / time * 1e3, 1) for time in times)
+    return by_python, captured
+
+
+def median_milliseconds(call: Call, repeats: int = 7) -> float:
+    """From the first to the last kernel of a call; the GPU idles before it."""
+    times = []
+    for _ in range(repeats + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times[2:])[repeats // 2]
 
 
 def quantize(model: nn.Module) -> None:
@@ -63,11 +76,10 @@ def main() -> None:
             quantize(model)
         # One prompt, and as many as make 8,192 tokens.
         passes = {(1, n) for n in arguments.prompts} | {(8192 // n, n) for n in arguments.prompts}
+        rates = {f"{count}x{n}": prefill(model, count, n) for count, n in sorted(passes)}
         row = {
-            "prefill_tokens_per_s": {
-                f"{count}x{length}": prefill(model, count, length)
-                for count, length in sorted(passes)
-            },
+            "prefill_tokens_per_s": {name: rate for name, (rate, _) in rates.items()},
+            "captured_tokens_per_s": {name: rate for name, (_, rate) in rates.items()},
             "step_ms": measure(model, "nvfp4", arguments.batch, arguments.context)["step_ms"],
         }
         print(weights, json.dumps(row), flush=True)

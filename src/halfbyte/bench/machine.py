@@ -33,6 +33,7 @@ def versions() -> dict[str, str | None]:
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "triton": _version("triton"),
+        "transformers": _version("transformers"),
         "flashinfer": flashinfer_version(),
         "humming": _version("humming-kernels"),
         "vllm": _version("vllm"),
