@@ -23,6 +23,10 @@ def test_lengths_are_equal_or_log_uniform_and_the_same_every_time() -> None:
     # Log-uniform: half of them below the geometric mean of the bounds, which is 362.
     assert 0.4 < (lengths < 362).float().mean() < 0.6
     assert decode("gemma", 4, 3, ragged=True).lengths().tolist() == [3] * 4
+    narrow = decode("llama", 256, 2048, ragged=True, shortest=512)
+    assert narrow.name == "decode-llama-256x2048-ragged-from-512"
+    assert 512 <= narrow.lengths().min() < 530
+    assert 0.4 < (narrow.lengths() < 1024).float().mean() < 0.6
 
 
 @pytest.mark.parametrize(

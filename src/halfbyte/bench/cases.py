@@ -41,8 +41,8 @@ class Case:
     """One piece of work; `dataclasses.asdict` of it begins its row in a report.
 
     `decode` and `prefill` attend with the last `query_tokens` of every sequence of `context` tokens
-    in the cache (of log-uniform lengths up to that if `ragged`); `store` writes `context` tokens of
-    every sequence.
+    in the cache (if `ragged`, of log-uniform lengths from `shortest` up to that); `store` writes
+    `context` tokens of every sequence.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Case:
     block_size: int
     sinks: bool = False
     ragged: bool = False
+    shortest: int = _SHORTEST
 
     @property
     def heads(self) -> int:
@@ -71,7 +72,7 @@ class Case:
         if not self.ragged:
             return torch.full((self.batch,), self.context, dtype=torch.int32)
         generator = torch.Generator().manual_seed(0)
-        low = torch.log(torch.tensor(float(min(_SHORTEST, self.context))))
+        low = torch.log(torch.tensor(float(min(self.shortest, self.context))))
         span = torch.log(torch.tensor(float(self.context))) - low
         return torch.exp(low + span * torch.rand(self.batch, generator=generator)).int()
 
@@ -82,10 +83,15 @@ class Case:
         return int((n * (lengths - n) + n * (n + 1) // 2).sum())
 
 
-def decode(preset: str, batch: int, context: int, *, ragged: bool = False) -> Case:
+def decode(
+    preset: str, batch: int, context: int, *, ragged: bool = False, shortest: int = _SHORTEST
+) -> Case:
     """A decode step."""
     name = f"decode-{preset}-{batch}x{context}" + ("-ragged" if ragged else "")
-    return _case(name, "decode", preset, batch, context, PRESETS[preset].query_tokens, ragged)
+    if shortest != _SHORTEST:
+        name += f"-from-{shortest}"
+    case = _case(name, "decode", preset, batch, context, PRESETS[preset].query_tokens)
+    return replace(case, ragged=ragged, shortest=shortest)
 
 
 def prefill(preset: str, batch: int, new: int, cached: int = 0) -> Case:
@@ -106,7 +112,6 @@ def _case(
     batch: int,
     context: int,
     query_tokens: int,
-    ragged: bool = False,
 ) -> Case:
     for what, number in (("batch", batch), ("context", context)):
         if number < 1:
@@ -123,7 +128,6 @@ def _case(
         head_size=shape.head_size,
         block_size=shape.block_size,
         sinks=shape.sinks and kind != "store",
-        ragged=ragged,
     )
 
 
@@ -137,6 +141,10 @@ GPU_CASES = (
     decode("llama", 64, 16384, ragged=True),
     decode("llama", 16, 32768, ragged=True),
     decode("llama", 256, 2048, ragged=True),
+    # The longest sixteen times as long as the shortest.
+    decode("llama", 64, 16384, ragged=True, shortest=1024),
+    decode("llama", 16, 32768, ragged=True, shortest=2048),
+    decode("llama", 256, 2048, ragged=True, shortest=128),
     decode("wide", 32, 8192),
     decode("long-pages", 64, 8192),
     decode("mqa", 64, 65536),

@@ -21,8 +21,9 @@ def entries(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def case_label(row: dict[str, Any]) -> str:
-    """`64 x 8,192`, or `64 x up to 8,192` for ragged batches."""
-    return f"{row['batch']} x {'up to ' if row['ragged'] else ''}{row['context']:,}"
+    """`64 x 8,192`, or `64 x 512 to 8,192` for ragged batches."""
+    from_shortest = f"{row['shortest']:,} to " if row["ragged"] else ""
+    return f"{row['batch']} x {from_shortest}{row['context']:,}"
 
 
 def heads_label(row: dict[str, Any]) -> str:

@@ -9,12 +9,17 @@ How the oracle's bits are met, at a few instructions per value:
 - **Division.** Values that share a divisor d share its reciprocal, too, in two parts: r = 1/d, and
   l = (h + h^2) * r with h = 1 - d * r, what r lacks. Then x / d is x * r + x * l in one fused
   multiply-add. Next to every tie of E2M1, E4M3 and E5M2 that falls on the side on which a true
-  division falls, for all 2^23 significands of d (`l = h * r` fails for one of them). It asks that
-  nothing overflows or underflows on the way: values are clamped first, and global scales beyond
-  2^-40 .. 2^40 take the true division.
+  division falls, for all 2^23 significands of d (`l = h * r` fails for one of them). r is the
+  GPU's approximation after a step of Newton's method; were it off by a unit in the last place or
+  two, a single significand, the largest, would fail. It asks that nothing overflows or underflows
+  on the way: values are clamped first, and global scales beyond 2^-40 .. 2^40 take the true
+  division.
 - **E2M1.** The magnitude of code c is where F(y) = min(2y, y + 2, y/2 + 4) equals c; F increases,
   and takes the ties between codes to the ties between integers. So the code is F(y) rounded to an
-  even integer, which adding 1.5 * 2^23 does: three fused multiply-adds and two minima.
+  even integer. Floats are 1 apart below 2^24 and 2 apart beyond, so that the bits of 2y + 2^24 - 4
+  count the codes of the first two lines and those of y + 2^24 the codes of the third: a fused
+  multiply-add, a sum and their minimum.
+- **Block scales in E4M3** by adding and taking away a power of two whose last place is E4M3's.
 - **FP8** by integer arithmetic, since there are no casts before SM89 nor in Triton's interpreter.
 - **NaN** is asked for: minima and maxima drop it on a GPU unless they are told to propagate it.
 - Products that the oracle rounds must be rounded: launch with `enable_fp_fusion=False`.
@@ -27,7 +32,7 @@ import triton.language as tl
 
 # Launches check global names one by one, so that there are only these two.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-ROUND = tl.constexpr(1.5 * 2**23)
+TOP = tl.constexpr(2.0**24)
 
 
 @triton.jit
@@ -89,8 +94,15 @@ def can_share(scale):
 @triton.jit
 def reciprocal_of(divisor):
     """1 / divisor as an unevaluated sum of two float32."""
-    high = tl.div_rn(1.0, divisor)
-    missing = fused_multiply_add(-divisor, high, 1.0)
+    if INTERPRETED:
+        high = tl.div_rn(1.0, divisor)
+    else:
+        # What `div_rn` does between its checks for subnormals, which are not asked for here.
+        high = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [divisor], dtype=tl.float32, is_pure=True, pack=1
+        )
+        high = tl.fma(high, tl.fma(divisor * -1.0, high, 1.0), high)
+    missing = fused_multiply_add(divisor * -1.0, high, 1.0)
     return high, fused_multiply_add(missing, missing, missing) * high
 
 
@@ -137,12 +149,6 @@ def encode_fp8_values(x, sign, kind: tl.constexpr):
 
 
 @triton.jit
-def decode_e4m3(code):
-    """float32 of E4M3 in 0 .. 448 (int32): a float32 with that exponent field, times 2^120."""
-    return float_of(code << 20) * 2.0**120
-
-
-@triton.jit
 def _pack_bytes(codes):
     """Words `[rows, 2]` of bytes `[rows, 8]` (int32)."""
     by_word = tl.reshape(codes, (codes.shape[0], 2, 4))
@@ -176,17 +182,38 @@ def encode_fp8(low, high, scale, kind: tl.constexpr):
 
 @triton.jit
 def round_e2m1(y):
-    """`ROUND` + the code (float32) of y in 0 .. 6."""
-    code = tl.minimum(tl.fma(y, 2.0, ROUND), y + (ROUND + 2.0))
-    return tl.minimum(code, tl.fma(y, 0.5, ROUND + 4.0))
+    """A float32 whose bits are 0x4B7FFFFC + the code of y in 0 .. 6."""
+    return tl.minimum(tl.fma(y, 2.0, TOP - 4.0), y + TOP)
+
+
+@triton.jit
+def _set_sign(code, x):
+    """code + 8 where x < 0, by an addition under a predicate."""
+    if INTERPRETED:
+        result = code + tl.where(x < 0, 8, 0)
+    else:
+        result = tl.inline_asm_elementwise(
+            """{
+            .reg .pred below;
+            setp.lt.f32 below, $2, 0f00000000;
+            mov.b32 $0, $1;
+            @below add.s32 $0, $0, 8;
+            }""",
+            "=&r,r,r",
+            [code, x],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return result
 
 
 @triton.jit
 def _pack_codes(rounded, x):
     """Words `[rows]` of what `round_e2m1` gave and the signs of x, both `[rows, 8]`."""
-    codes = bits_of(tl.where(x < 0, rounded + 8.0, rounded))
-    # The bits of ROUND sum to 0x3F400000 over the eight shifts, modulo 2^32.
-    return tl.sum(codes << (tl.arange(0, 8) * 4)[None, :], axis=1) - 0x3F400000
+    codes = _set_sign(bits_of(rounded), x)
+    # What the bits begin with sums to 0x3F3BBBBC over the eight shifts, modulo 2^32.
+    return tl.sum(codes << (tl.arange(0, 8) * 4)[None, :], axis=1) - 0x3F3BBBBC
 
 
 @triton.jit
@@ -217,7 +244,7 @@ def _pairwise_sum(x):
 def _squared_error(x, rounded, s, g):
     """Sum of `((q * s) * g - |x|)^2` over each row, for a block scale s."""
     # An E2M1 code at the top of float32's mantissa is its value times 2^-126.
-    q = float_of(bits_of(rounded) << 22) * 2.0**126
+    q = float_of((bits_of(rounded) + 4) << 22) * 2.0**126
     error = (q * s[:, None]) * g - tl.abs(x)
     return _pairwise_sum(error * error)
 
@@ -241,14 +268,19 @@ def _nvfp4_candidate(low, high, amax, g, target: tl.constexpr, shared: tl.conste
 
     Scales are 2^-9 at least, whatever the block: a scale of 0 would lose it.
     """
-    ratio = tl.div_rn(amax, target * g)
-    if not shared:
+    if shared:
+        r, r_low = reciprocal_of(target * g)
+        ratio = multiply_two_parts(tl.minimum(amax, 448.0 * (target * g)), r, r_low)
+    else:
+        ratio = tl.div_rn(amax, target * g)
         # Infinity saturates even where the divisor is infinite, and an odd scale has no sign.
         ratio = tl.where(amax == float("inf"), amax, ratio)
         ratio = tl.where(ratio < 0, 0.0, ratio)
-    code = encode_e4m3_magnitude(bits_of(tl.minimum(ratio, 448.0)))
-    code = tl.maximum(code, 1)
-    s = decode_e4m3(code)
+        ratio = tl.minimum(ratio, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    # The last place of a power of two 2^20 times that of the ratio, 2^-6 at least, is E4M3's.
+    power = float_of(tl.maximum(bits_of(ratio) & 0x7F800000, 0x3C800000)) * 2.0**20
+    s = tl.maximum((ratio + power) - power, 2.0**-9)
+    code = bits_of(s * 2.0**-120) >> 20
     if not shared:
         # A global scale of NaN.
         code = tl.where(ratio == ratio, code, 0x7F)

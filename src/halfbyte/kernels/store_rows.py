@@ -176,11 +176,12 @@ def store_side(
         high = _load_half(x, part * 16 + 8, stride, inside, side)
 
     # After the loads of values, which must not wait for it.
-    slot = tl.load(slots + token.to(tl.int64) * slot_stride, mask=inside, other=-1)
-    keep = (slot >= 0) & (slot < capacity)
-    page = slot // side.block_size
+    slot = tl.load(slots + token.to(tl.int64) * slot_stride, mask=inside, other=-1).to(tl.uint64)
+    keep = slot < capacity
+    if capacity.dtype == tl.int32:
+        slot = slot.to(tl.uint32)
     offset = (slot % side.block_size).to(tl.uint32)
-    start = pages + page * page_stride
+    start = pages + (slot // side.block_size).to(tl.int64) * page_stride
     data = start + (data_offset + offset * side.data_token + head * side.data_head)
     if kind == "float32" or kind == "float16" or kind == "bfloat16":
         _store_floats(data, part, low, high, keep, side)
