@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils._device
@@ -50,3 +52,12 @@ def _poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", _poisoned(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", _poisoned(torch.Tensor.new_empty))
+
+
+@pytest.fixture
+def rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product for Triton's interpreter in which a row's sums do not depend on where it stands.
+
+    As on a GPU. NumPy's own takes another order for the last rows of a tile, on some CPUs.
+    """
+    monkeypatch.setattr(np, "matmul", partial(np.einsum, "mk,kn->mn"))

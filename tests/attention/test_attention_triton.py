@@ -160,7 +160,7 @@ def test_attend_long_inputs_in_several_launches() -> None:
     torch.testing.assert_close(several, once, rtol=1e-6, atol=1e-6)
 
 
-def test_attend_row_is_bitwise_the_same_in_any_batch() -> None:
+def test_attend_row_is_bitwise_the_same_in_any_batch(rows_alike: None) -> None:
     case = make_case(query_lens=(3, 1, 6), seq_lens=(50, 77, 20), sliding_window=40, kv_heads=1)
     together, together_lse = interpret(case, FIXED)
     arguments = case.arguments()

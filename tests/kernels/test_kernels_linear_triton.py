@@ -118,7 +118,7 @@ def test_grid_of_many_tiles() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bits_do_not_depend_on_other_rows(dtype: torch.dtype) -> None:
+def test_bits_do_not_depend_on_other_rows(rows_alike: None, dtype: torch.dtype) -> None:
     layer = random_layer(70, 272, bias=True, dtype=dtype)
     x = random_input(150, 272, dtype)
     whole = interpret()(x, *arguments(layer), batch_invariant=True)
