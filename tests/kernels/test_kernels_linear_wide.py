@@ -1,6 +1,5 @@
 """The W4A16 kernel for many rows: plans and compilation anywhere, products on SM90."""
 
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -124,11 +123,13 @@ class Launched(NamedTuple):
 
     params: Any
     grid: int
+    inputs: tuple[torch.Tensor, ...]
+    """weight, weight_scale, row_scale and bias."""
     out: torch.Tensor
 
 
 def launched(shape: tuple[int, ...], n: int, plan: WidePlan | None = None) -> Launched:
-    """By a call with x of a shape; what it returns is ones, where the kernel would write."""
+    """By a call with x of a shape; the kernel would write where `new_empty` gives ones."""
     k, dtype = shape[-1], torch.bfloat16
     calls: list[tuple[Any, int]] = []
 
@@ -140,35 +141,38 @@ def launched(shape: tuple[int, ...], n: int, plan: WidePlan | None = None) -> La
         return torch.ones(size, dtype=x.dtype)
 
     blocks = (-(-n // TILE_N), wide.k_steps(k))
-    weight = torch.empty((*blocks, 512), dtype=torch.int32)
+    weight, weight_scale = (torch.empty((*blocks, size), dtype=torch.int32) for size in (512, 64))
+    inputs = (weight, weight_scale, torch.empty(n), torch.empty(n, dtype=dtype))
     x = torch.empty(shape, dtype=dtype)
     wide._launch.cache_clear()
     with (
         patch.object(nvrtc, "launch", launch),
-        patch.object(nvrtc, "on_device", lambda device: nullcontext()),
         patch.object(wide, "tensor_map", lambda *arguments: None),
         patch.object(wide, "_kernel", lambda *arguments: None),
         patch.object(wide, "_multiprocessors", lambda device: PROCESSORS),
         patch.object(torch.Tensor, "new_empty", new_empty),
     ):
-        out = wide.linear_wide(x, weight, weight, torch.empty(n), None, n, plan)
+        out = wide.linear_wide(x, *inputs, n, plan)
     wide._launch.cache_clear()
     ((params, grid),) = calls
-    return Launched(params, grid, out)
+    return Launched(params, grid, inputs, out)
 
 
 @pytest.mark.parametrize("n", [200, 201])
 def test_what_a_launch_is_given(n: int) -> None:
     k, m = 144, 70
-    params, grid, out = launched((2, 35, k), n)
+    params, grid, inputs, out = launched((2, 35, k), n)
     plan = wide_plan(n, k, m, PROCESSORS)
     assert grid == 2 * plan.clusters
     assert (params.work.m, params.work.n) == (m, n)
     assert (params.work.blocks_n, params.work.blocks_k) == (4, 4)
     assert params.work.clusters.by == plan.clusters
-    assert out.shape == (2, 35, n)
+    pointers = (params.weight, params.weight_scale, params.row_scale, params.bias)
+    assert pointers == tuple(tensor.data_ptr() for tensor in inputs)
+    assert torch.equal(out, torch.ones(2, 35, n, dtype=out.dtype))
     assert out.is_contiguous()
-    assert params.raised not in (launched((2, 35, k), n).params.raised + i for i in (-1, 0, 1))
+    # A launch raises flags with two values.
+    assert launched((2, 35, k), n).params.raised >= params.raised + 2
 
 
 def test_workspace_of_tiles_that_are_cut() -> None:

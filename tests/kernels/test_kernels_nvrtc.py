@@ -1,14 +1,17 @@
 """Launches without the bindings: what the driver is told, on machines without one."""
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from struct import unpack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from halfbyte.kernels import linear, linear_wide, nvrtc
+from halfbyte.linear import NvFp4Linear
 
 DEVICE, STREAM, FUNCTION = 1, 0x123456789ABC, 0xABCDEF012345
 
@@ -18,6 +21,8 @@ class Driver:
 
     def __init__(self) -> None:
         self.status = 0
+        self.first_statuses: list[int] = []
+        """Answered before `status` is."""
         self.configs: list[int] = []
         self.functions: list[int] = []
         self.values: list[int] = []
@@ -27,7 +32,7 @@ class Driver:
         self.configs.append(config)
         self.functions.append(function)
         self.values = [ctypes.c_int.from_address(address).value for address in addresses]
-        return self.status
+        return self.first_statuses.pop(0) if self.first_statuses else self.status
 
 
 @pytest.fixture
@@ -99,15 +104,46 @@ def test_errors_are_named(driver: Driver) -> None:
         nvrtc.launch(nvrtc.Kernel(FUNCTION, 0), 1, 32, [])
 
 
-def test_a_device_is_entered_only_if_it_is_another(
+def test_a_threads_first_launch_binds_the_context(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entered: list[int] = []
-    monkeypatch.setattr(torch.cuda, "device", entered.append)
-    nvrtc.on_device(DEVICE)
-    assert not entered
-    nvrtc.on_device(DEVICE + 1)
-    assert entered == [DEVICE + 1]
+    bound: list[int] = []
+    monkeypatch.setattr(nvrtc, "_bind_context", bound.append)
+    driver.first_statuses = [201]
+    nvrtc.launch(nvrtc.Kernel(FUNCTION, 0), 10, 256, [ctypes.c_int(8)])
+    assert bound == [DEVICE]
+    assert driver.functions == [FUNCTION] * 2
+    assert driver.values == [8]
+    pytest.importorskip("cuda.bindings.driver")
+    driver.status = 201
+    with pytest.raises(RuntimeError, match=r"CUDA_ERROR_INVALID_CONTEXT \(201\)"):
+        nvrtc.launch(nvrtc.Kernel(FUNCTION, 0), 10, 256, [])
+
+
+@pytest.mark.parametrize(("system", "library"), [("posix", "libcuda.so.1"), ("nt", "nvcuda.dll")])
+def test_the_driver_is_told_addresses(
+    monkeypatch: pytest.MonkeyPatch, system: str, library: str
+) -> None:
+    libraries = {library: SimpleNamespace(cuLaunchKernelEx=SimpleNamespace())}
+    monkeypatch.setattr(nvrtc.ctypes, "CDLL", libraries.__getitem__)
+    monkeypatch.setattr(nvrtc, "os", SimpleNamespace(name=system))
+    nvrtc._launcher.cache_clear()
+    try:
+        assert nvrtc._launcher().argtypes == [ctypes.c_void_p] * 4
+    finally:
+        nvrtc._launcher.cache_clear()
+
+
+@pytest.mark.gpu
+def test_gpu_launches_from_a_fresh_thread() -> None:
+    layer = NvFp4Linear.from_float(torch.nn.Linear(256, 128, device="cuda").bfloat16())
+    x = torch.randn(1, 256, device="cuda").bfloat16()
+    expected = layer(x)
+    results: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: results.append(layer(x)))
+    thread.start()
+    thread.join()
+    assert torch.equal(results[0], expected)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import triton.language as tl
 
 from halfbyte.kernels.attend_kernels import attend_kernel, merge_kernel
 from halfbyte.kernels.attend_plan import AttendPlan, Gpu, Tiles, make_plan, operand_dtype
+from halfbyte.kernels.devices import current_device
 from halfbyte.kernels.kv_tiles import (
-    current_device,
     multiplier,
     operand_shift,
     page_stride_of,

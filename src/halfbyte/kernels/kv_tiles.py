@@ -9,7 +9,6 @@ stale NaN would be NaN.
 
 # mypy: disable-error-code="no-untyped-def"
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -103,11 +102,6 @@ def multiplier(
     if isinstance(scale, torch.Tensor) and scale.device == device:
         return 1.0, scale.float()
     return float(scale), None
-
-
-def current_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Launch where the tensor is, whichever GPU is the current one."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.kernels import nvrtc
+from halfbyte.kernels.devices import current_device
 from halfbyte.kernels.linear_plan import (
     ROWS,
     SPLITS,
@@ -149,7 +150,7 @@ def linear_few(
         stride,
         launch.work,
     )
-    with nvrtc.on_device(device):
+    with current_device(x):
         x_map = _NO_MAP
         if overlap:
             x_map = tensor_map_of_boxes(
@@ -255,7 +256,7 @@ def unpack(
     kernel = _unpack_kernel(dtype, device)
     grid = tiles * -(-blocks // _UNPACK_BLOCKS)
     overlap = machine_of(device).capability >= 90
-    with nvrtc.on_device(device):
+    with current_device(weight):
         nvrtc.launch(kernel, grid, _UNPACK_THREADS, (params,), overlap=overlap)
     return out
 

@@ -27,7 +27,7 @@ from halfbyte.kernels.decode_formats import (
     nvfp4_to_float16,
     spread,
 )
-from halfbyte.kernels.kv_tiles import current_device
+from halfbyte.kernels.devices import current_device
 
 _BLOCK = tl.constexpr(16)
 """Values that share a scale."""

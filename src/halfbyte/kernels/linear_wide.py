@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.kernels import nvrtc
+from halfbyte.kernels.devices import current_device
 from halfbyte.kernels.linear_weights import TILE_K, TILE_N
 from halfbyte.kernels.tensor_maps import BOX_ALIGNMENT, BOX_K, box_rows, row_stride, tensor_map
 
@@ -228,7 +229,7 @@ def linear_wide(
         next(_RAISED) % 2**64,
         launch.work,
     )
-    with nvrtc.on_device(device):
+    with current_device(x):
         arguments = (
             tensor_map(x.data_ptr(), m, k, row_stride(x), dtype, launch.tokens // 2),
             tensor_map(out.data_ptr(), m, columns, columns, dtype, _STRIP),

@@ -11,7 +11,6 @@ A model without CUDA graphs launches hundreds of times per step, and the host's 
 import ctypes
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from pathlib import Path
 from struct import Struct
@@ -24,7 +23,8 @@ Argument = ctypes.Structure | ctypes.c_void_p | ctypes.c_int | ctypes.c_uint64
 _FOLDER = Path(__file__).parent
 _OVERLAP = 6
 """`CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`."""
-_HERE = nullcontext()
+_INVALID_CONTEXT = 201
+"""`CUDA_ERROR_INVALID_CONTEXT`."""
 _POINTERS = [Struct(f"{count}P").pack for count in range(9)]
 """Pack addresses of arguments, by how many there are."""
 
@@ -136,11 +136,6 @@ def load(
     return kernels
 
 
-def on_device(device: int) -> AbstractContextManager[Any]:
-    """Make the device of a tensor the current one; does nothing, quickly, if it is that."""
-    return _HERE if torch._C._cuda_getDevice() == device else torch.cuda.device(device)
-
-
 def launch(
     kernel: Kernel,
     grid: int,
@@ -159,10 +154,15 @@ def launch(
         RuntimeError: the driver refuses it.
     """
     # As PyTorch's compiled code does; `torch.cuda.current_stream` takes ten times as long.
-    stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+    device = torch._C._cuda_getDevice()
+    stream = torch._C._cuda_getCurrentRawStream(device)
     config = _launch_config(grid, threads, kernel.shared_bytes, stream, overlap)
     pointers = _POINTERS[len(arguments)](*map(ctypes.addressof, arguments))
-    status = _launcher()(ctypes.addressof(config), int(kernel.function), pointers, None)
+    told = ctypes.addressof(config), int(kernel.function), pointers, None
+    status = _launcher()(*told)
+    if status == _INVALID_CONTEXT:  # this thread has done nothing on a GPU yet
+        _bind_context(device)
+        status = _launcher()(*told)
     if status:
         from cuda.bindings import driver
 
@@ -179,6 +179,14 @@ def _launch_config(
         config.attributes = ctypes.pointer(_LaunchAttribute(id=_OVERLAP, value=1))
         config.attribute_count = 1
     return config
+
+
+def _bind_context(device: int) -> None:
+    """Give the thread PyTorch's context of a device, also while a graph is captured."""
+    from cuda.bindings import driver
+
+    context = _check(driver.cuDevicePrimaryCtxRetain(_check(driver.cuDeviceGet(device))))
+    _check(driver.cuCtxSetCurrent(context))
 
 
 @cache

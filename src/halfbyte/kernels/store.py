@@ -10,7 +10,6 @@ in a CUDA graph. Slots are read by the kernel and may change between replays.
 
 import ctypes
 import math
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from halfbyte.kernels.devices import current_device
 from halfbyte.kernels.store_rows import ROW, Side, side_of, store_side
 from halfbyte.layouts import KVCacheDType, PageLayout, page_stride
 
@@ -173,7 +173,7 @@ def store_tokens(
     v_multiplier = _multiplier("v_scale", v_scale, layout.v_dtype, pages.device)
     num_rows = num_slots * geometry.rows_per_token
     rows, num_warps = _LARGE_TILE if num_rows >= _LARGE_FROM_ROWS else _SMALL_TILE
-    with _current_device(pages):
+    with current_device(pages):
         store_kernel[(-(-num_rows // rows), 2)](
             key,
             value,
@@ -249,10 +249,3 @@ def _multiplier(
     if not 0 < (multiplier if dtype.is_nvfp4 else scale) < math.inf:
         raise ValueError(f"{name}: expected a positive finite float32, got {scale}")
     return multiplier
-
-
-def _current_device(pages: torch.Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which is rarely another than that of the pages."""
-    if pages.is_cuda and pages.device.index != torch.cuda.current_device():
-        return torch.cuda.device(pages.device)
-    return nullcontext()

@@ -22,8 +22,8 @@ from halfbyte.kernels.decode_formats import (
     nvfp4_to_float16,
     spread,
 )
+from halfbyte.kernels.devices import current_device
 from halfbyte.kernels.kv_tiles import (
-    current_device,
     load_fp4_bytes,
     load_plain_rows,
     multiplier,

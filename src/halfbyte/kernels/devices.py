@@ -1,0 +1,14 @@
+"""Which GPU a kernel is launched on."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+_STAY = nullcontext()
+
+
+def current_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Make a tensor's GPU the current one; does nothing, quickly, if it is that."""
+    if not tensor.is_cuda or tensor.device.index == torch._C._cuda_getDevice():
+        return _STAY
+    return torch.cuda.device(tensor.device)
