@@ -9,16 +9,14 @@ How the oracle's bits are met, at a few instructions per value:
 - **Division.** Values that share a divisor d share its reciprocal, too, in two parts: r = 1/d, and
   l = (h + h^2) * r with h = 1 - d * r, what r lacks. Then x / d is x * r + x * l in one fused
   multiply-add. Next to every tie of E2M1, E4M3 and E5M2 that falls on the side on which a true
-  division falls, for all 2^23 significands of d (`l = h * r` fails for one of them). r is the
-  GPU's approximation after a step of Newton's method; were it off by a unit in the last place or
-  two, a single significand, the largest, would fail. It asks that nothing overflows or underflows
-  on the way: values are clamped first, and global scales beyond 2^-40 .. 2^40 take the true
-  division.
+  division falls, for all 2^23 significands of d (`l = h * r` fails for one of them). It asks that
+  r is rounded correctly (`_reciprocal`), and that nothing overflows or underflows on the way:
+  values are clamped first, and global scales beyond 2^-40 .. 2^40 take the true division.
 - **E2M1.** The magnitude of code c is where F(y) = min(2y, y + 2, y/2 + 4) equals c; F increases,
-  and takes the ties between codes to the ties between integers. So the code is F(y) rounded to an
-  even integer. Floats are 1 apart below 2^24 and 2 apart beyond, so that the bits of 2y + 2^24 - 4
-  count the codes of the first two lines and those of y + 2^24 the codes of the third: a fused
-  multiply-add, a sum and their minimum.
+  and takes the ties between codes to the ties between integers. So the code is F(y) rounded to the
+  nearest integer, ties to even. Floats are 1 apart below 2^24 and 2 apart beyond, so that the
+  bits of 2y + 2^24 - 4 count the codes of the first two lines and those of y + 2^24 the codes of
+  the third: a fused multiply-add, a sum and their minimum.
 - **Block scales in E4M3** by adding and taking away a power of two whose last place is E4M3's.
 - **FP8** by integer arithmetic, since there are no casts before SM89 nor in Triton's interpreter.
 - **NaN** is asked for: minima and maxima drop it on a GPU unless they are told to propagate it.
@@ -92,16 +90,27 @@ def can_share(scale):
 
 
 @triton.jit
+def _reciprocal(x):
+    """1 / x, rounded correctly, for x of 2^-60 .. 2^60.
+
+    On a GPU by the instructions that a true one has for such x (`rcp.rn` disassembled for SM80 to
+    SM120): an approximation and a step of Newton's method, without its checks for other x.
+    """
+    if INTERPRETED:
+        result = tl.div_rn(1.0, x)
+    else:
+        result = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+        result = tl.fma(result, tl.fma(x * -1.0, result, 1.0), result)
+    return result
+
+
+@triton.jit
 def reciprocal_of(divisor):
     """1 / divisor as an unevaluated sum of two float32."""
-    if INTERPRETED:
-        high = tl.div_rn(1.0, divisor)
-    else:
-        # What `div_rn` does between its checks for subnormals, which are not asked for here.
-        high = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [divisor], dtype=tl.float32, is_pure=True, pack=1
-        )
-        high = tl.fma(high, tl.fma(divisor * -1.0, high, 1.0), high)
+    high = _reciprocal(divisor)
+    # A minus would be a subtraction from 0.
     missing = fused_multiply_add(divisor * -1.0, high, 1.0)
     return high, fused_multiply_add(missing, missing, missing) * high
 
@@ -199,7 +208,7 @@ def _set_sign(code, x):
             mov.b32 $0, $1;
             @below add.s32 $0, $0, 8;
             }""",
-            "=&r,r,r",
+            "=r,r,r",
             [code, x],
             dtype=tl.int32,
             is_pure=True,
