@@ -38,7 +38,7 @@ def prefill(model: Any, batch: int, length: int) -> tuple[float, float]:
 
 
 def median_milliseconds(call: Call, repeats: int = 7) -> float:
-    """From the first to the last kernel of a call; the GPU idles before it."""
+    """Of a call whose kernels find the GPU idle, until the last one has ended."""
     times = []
     for _ in range(repeats + 2):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -25,6 +25,7 @@ def test_lengths_are_equal_or_log_uniform_and_the_same_every_time() -> None:
     assert decode("gemma", 4, 3, ragged=True).lengths().tolist() == [3] * 4
     narrow = decode("llama", 256, 2048, ragged=True, shortest=512)
     assert narrow.name == "decode-llama-256x2048-ragged-from-512"
+    assert narrow.shortest == 512
     assert 512 <= narrow.lengths().min() < 530
     assert 0.4 < (narrow.lengths() < 1024).float().mean() < 0.6
 
@@ -80,6 +81,11 @@ def test_grid_has_every_kind_at_every_point() -> None:
 def test_grid_refuses(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         grid(*arguments)
+
+
+def test_shortest_sequence_is_at_least_one_token() -> None:
+    with pytest.raises(ValueError, match="shortest: expected at least 1, got 0"):
+        decode("llama", 2, 10, ragged=True, shortest=0)
 
 
 def test_select_by_regular_expression() -> None:

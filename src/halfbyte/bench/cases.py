@@ -72,7 +72,7 @@ class Case:
         if not self.ragged:
             return torch.full((self.batch,), self.context, dtype=torch.int32)
         generator = torch.Generator().manual_seed(0)
-        low = torch.log(torch.tensor(float(min(self.shortest, self.context))))
+        low = torch.log(torch.tensor(float(self.shortest)))
         span = torch.log(torch.tensor(float(self.context))) - low
         return torch.exp(low + span * torch.rand(self.batch, generator=generator)).int()
 
@@ -86,12 +86,18 @@ class Case:
 def decode(
     preset: str, batch: int, context: int, *, ragged: bool = False, shortest: int = _SHORTEST
 ) -> Case:
-    """A decode step."""
-    name = f"decode-{preset}-{batch}x{context}" + ("-ragged" if ragged else "")
-    if shortest != _SHORTEST:
-        name += f"-from-{shortest}"
+    """A decode step.
+
+    Args:
+        ragged: lengths are log-uniform, from `shortest` to `context`.
+        shortest: at least 1; `context` if that is less.
+    """
+    name = f"decode-{preset}-{batch}x{context}"
+    if ragged:
+        name += "-ragged" if shortest == _SHORTEST else f"-ragged-from-{shortest}"
+    _check("shortest", shortest)
     case = _case(name, "decode", preset, batch, context, PRESETS[preset].query_tokens)
-    return replace(case, ragged=ragged, shortest=shortest)
+    return replace(case, ragged=ragged, shortest=min(shortest, context)) if ragged else case
 
 
 def prefill(preset: str, batch: int, new: int, cached: int = 0) -> Case:
@@ -105,6 +111,11 @@ def store(preset: str, tokens: int) -> Case:
     return _case(f"store-{preset}-{tokens}", "store", preset, 1, tokens, tokens)
 
 
+def _check(what: str, number: int) -> None:
+    if number < 1:
+        raise ValueError(f"{what}: expected at least 1, got {number}")
+
+
 def _case(
     name: str,
     kind: Kind,
@@ -113,9 +124,8 @@ def _case(
     context: int,
     query_tokens: int,
 ) -> Case:
-    for what, number in (("batch", batch), ("context", context)):
-        if number < 1:
-            raise ValueError(f"{what}: expected at least 1, got {number}")
+    _check("batch", batch)
+    _check("context", context)
     shape = PRESETS[preset]
     return Case(
         name=name,

@@ -44,7 +44,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         raise ValueError("picture: the report has no decode step on an nvfp4 cache")
     # Text stays text, and the same report gives the same file.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "halfbyte"}):
-        figure = Figure(figsize=(max(6.0, 1.15 * len(rows)), 4.2), layout="constrained")
+        figure = Figure(figsize=(max(10.0, 1.15 * len(rows)), 4.2), layout="constrained")
         _draw_bars(figure.add_subplot(), report, rows)
         figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
 
@@ -83,9 +83,15 @@ def _draw_bars(axes: Any, report: dict[str, Any], rows: list[dict[str, Any]]) ->
     axes.spines[:].set_visible(False)
     axes.margins(x=0.01, y=0.08)
     title = f"µs for attention of one decode step ({report['gpu'] or 'CPU'}; less is better)"
-    axes.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold")
+    axes.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold", pad=26)
     legend = axes.legend(
-        handles=[*drawn, floors], frameon=False, labelcolor=_INK, fontsize=9.5, loc="upper right"
+        handles=[*drawn, floors],
+        frameon=False,
+        labelcolor=_INK,
+        fontsize=9.5,
+        ncols=4,
+        loc="lower left",
+        bbox_to_anchor=(-0.01, 1.0),
     )
     legend.legend_handles[-1].set_path_effects(halo)
 
@@ -98,8 +104,5 @@ def _offset(row: dict[str, Any], name: str) -> float:
 
 def _label(row: dict[str, Any]) -> str:
     """Short lines below a group of bars."""
-    words = [
-        *case_label(row).split(" up "),
-        heads_label(row).split(",")[0].replace(" with", "\nwith"),
-    ]
-    return "\n".join(words).replace("\nto ", "\nup to ")
+    heads = heads_label(row).split(",")[0].replace(" with", "\nwith")
+    return case_label(row).replace(" to ", "\nto ") + "\n" + heads
