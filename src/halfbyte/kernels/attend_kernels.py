@@ -25,6 +25,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
+@triton.constexpr_function
+def _precision(operand):
+    """Products of float32 operands as three of TF32: as exact as float32 sums are."""
+    return "tf32x3" if operand == tl.float32 else "tf32"
+
+
 @triton.jit
 def _first_tile(
     starts,
@@ -72,6 +78,127 @@ def _power_of_two_scaled(query, amax):
     factor = (field << 23).to(tl.float32, bitcast=True)
     inverse = ((254 - field) << 23).to(tl.float32, bitcast=True)
     return query * factor[:, None], inverse
+
+
+@triton.jit
+def _load_query(query, row_live, k: tl.constexpr, k_operand: tl.constexpr, scaled: tl.constexpr):
+    """Rows of the query at the pointers `query`, as operands: even values and odd ones.
+
+    Where K is not of four bits both are all values. Where `scaled`, rows are multiplied by powers
+    of two, whose inverses are the third result.
+    """
+    dims = tl.arange(0, k.padded)[None, :]
+    inverse = tl.full(row_live.shape, 1.0, tl.float32)
+    if k.fp4:
+        pairs = row_live[:, None] & (2 * dims < k.head_size)
+        even = tl.load(query + 2 * dims, mask=pairs, other=0.0).to(tl.float32)
+        odd = tl.load(query + 2 * dims + 1, mask=pairs, other=0.0).to(tl.float32)
+        if scaled:
+            amax = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1)
+            even, inverse = _power_of_two_scaled(even, amax)
+            odd, inverse = _power_of_two_scaled(odd, amax)
+        even = even.to(k_operand)
+        odd = odd.to(k_operand)
+    else:
+        even = tl.load(query + dims, mask=row_live[:, None] & (dims < k.head_size), other=0.0)
+        if scaled:
+            even = even.to(tl.float32)
+            even, inverse = _power_of_two_scaled(even, tl.max(tl.abs(even), 1))
+        even = even.to(k_operand)
+        odd = even
+    return even, odd, inverse
+
+
+@triton.jit
+def _key_range(
+    key_begin,
+    key_end,
+    chunk,
+    num_splits,
+    split: tl.constexpr,
+    split_length: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """Where a program's tiles of keys begin, and where its keys end."""
+    begin = key_begin // block_n * block_n
+    if split_length > 0:
+        begin = tl.maximum(begin, chunk * split_length)
+        end = tl.minimum(key_end, (chunk + 1) * split_length)
+    elif split:
+        tiles = tl.maximum(key_end - begin + block_n - 1, 0) // block_n
+        tiles = (tiles + num_splits - 1) // num_splits
+        begin += chunk * tiles * block_n
+        end = tl.minimum(key_end, begin + tiles * block_n)
+    else:
+        end = key_end
+    return begin, end
+
+
+@triton.jit
+def _dot_keys(
+    even,
+    odd,
+    pages,
+    page_stride,
+    page,
+    slots,
+    kv_head,
+    live,
+    k: tl.constexpr,
+    operand: tl.constexpr,
+    ptx: tl.constexpr,
+    pin: tl.constexpr,
+    casts: tl.constexpr,
+):
+    """Dot products of query rows (`_load_query`) and a tile of keys."""
+    precision: tl.constexpr = _precision(operand)
+    scores = tl.full((even.shape[0], slots.shape[0]), 0.0, tl.float32)
+    if k.fp4:
+        k_even, k_odd = load_fp4(
+            pages, page_stride, page, slots, kv_head, live, k, operand, ptx, pin
+        )
+        scores = tl.dot(even, tl.trans(k_even), scores, input_precision=precision)
+        scores = tl.dot(odd, tl.trans(k_odd), scores, input_precision=precision)
+    else:
+        keys = load_plain(
+            pages, page_stride, page, slots, kv_head, live, k, operand, ptx, pin, casts
+        )
+        scores = tl.dot(even, tl.trans(keys), scores, input_precision=precision)
+    return scores
+
+
+@triton.jit
+def _add_values(
+    acc,
+    acc_odd,
+    rescale,
+    weights,
+    pages,
+    page_stride,
+    page,
+    slots,
+    kv_head,
+    live,
+    v: tl.constexpr,
+    operand: tl.constexpr,
+    ptx: tl.constexpr,
+    pin: tl.constexpr,
+    casts: tl.constexpr,
+):
+    """Sums times `rescale`, plus a tile of values, weighed: of all, or of even and odd ones."""
+    precision: tl.constexpr = _precision(operand)
+    acc *= rescale[:, None]
+    if v.fp4:
+        acc_odd *= rescale[:, None]
+        even, odd = load_fp4(pages, page_stride, page, slots, kv_head, live, v, operand, ptx, pin)
+        acc = tl.dot(weights, even, acc, input_precision=precision)
+        acc_odd = tl.dot(weights, odd, acc_odd, input_precision=precision)
+    else:
+        values = load_plain(
+            pages, page_stride, page, slots, kv_head, live, v, operand, ptx, pin, casts
+        )
+        acc = tl.dot(weights, values, acc, input_precision=precision)
+    return acc, acc_odd
 
 
 @triton.jit
@@ -170,9 +297,6 @@ def attend_kernel(
     heads_per_tile: tl.constexpr = group if group < block_m else block_m
     tokens_per_tile: tl.constexpr = block_m // heads_per_tile
     head_blocks: tl.constexpr = (group + heads_per_tile - 1) // heads_per_tile
-    # Products of float32 operands as three of TF32: as exact as float32 sums are.
-    k_precision: tl.constexpr = "tf32x3" if k_operand == tl.float32 else "tf32"
-    v_precision: tl.constexpr = "tf32x3" if v_operand == tl.float32 else "tf32"
     weight_shift: tl.constexpr = 15 if v_operand == tl.float16 else 0
 
     tile = tl.program_id(0)
@@ -202,17 +326,7 @@ def attend_kernel(
     key_begin = 0
     if windowed:
         key_begin = tl.maximum(begin_token + shift - window + 1, 0)
-    begin = key_begin // block_n * block_n
-    if split_length > 0:
-        begin = tl.maximum(begin, chunk * split_length)
-        end = tl.minimum(key_end, (chunk + 1) * split_length)
-    elif split:
-        tiles = tl.maximum(key_end - begin + block_n - 1, 0) // block_n
-        tiles = (tiles + num_splits - 1) // num_splits
-        begin += chunk * tiles * block_n
-        end = tl.minimum(key_end, begin + tiles * block_n)
-    else:
-        end = key_end
+    begin, end = _key_range(key_begin, key_end, chunk, num_splits, split, split_length, block_n)
 
     if split:
         partial_rows = (chunk * (last_token - first_token)).to(tl.int64) + tokens - first_token
@@ -224,24 +338,7 @@ def attend_kernel(
 
     wide_tokens, wide_heads = tokens.to(tl.int64), heads.to(tl.int64)  # strides may be long
     query += wide_tokens[:, None] * query_token + wide_heads[:, None] * query_head
-    dims = tl.arange(0, k.padded)[None, :]
-    inverse = tl.full((block_m,), 1.0, tl.float32)
-    if k.fp4:
-        pairs = row_live[:, None] & (2 * dims < k.head_size)
-        q_even = tl.load(query + 2 * dims, mask=pairs, other=0.0).to(tl.float32)
-        q_odd = tl.load(query + 2 * dims + 1, mask=pairs, other=0.0).to(tl.float32)
-        if scale_query:
-            amax = tl.max(tl.maximum(tl.abs(q_even), tl.abs(q_odd)), 1)
-            q_even, inverse = _power_of_two_scaled(q_even, amax)
-            q_odd, inverse = _power_of_two_scaled(q_odd, amax)
-        q_even = q_even.to(k_operand)
-        q_odd = q_odd.to(k_operand)
-    else:
-        q = tl.load(query + dims, mask=row_live[:, None] & (dims < k.head_size), other=0.0)
-        if scale_query:
-            q = q.to(tl.float32)
-            q, inverse = _power_of_two_scaled(q, tl.max(tl.abs(q), 1))
-        q = q.to(k_operand)
+    q_even, q_odd, inverse = _load_query(query, row_live, k, k_operand, scale_query)
 
     if k_global_on_device:
         score_scale *= tl.load(k_global)
@@ -254,8 +351,7 @@ def attend_kernel(
     top = tl.full((block_m,), float("-inf"), tl.float32)
     total = tl.full((block_m,), 0.0, tl.float32)
     acc = tl.full((block_m, v.padded), 0.0, tl.float32)
-    if v.fp4:
-        acc_odd = tl.full((block_m, v.padded), 0.0, tl.float32)
+    acc_odd = acc
     for start in tl.range(begin, end, block_n):
         keys = start + tl.arange(0, block_n)
         live = (keys >= key_begin) & (keys < end)
@@ -265,18 +361,21 @@ def attend_kernel(
             page = tl.load(tables + keys // k.block_size, mask=live, other=0).to(tl.int64)
         slots = keys % k.block_size
 
-        scores = tl.full((block_m, block_n), 0.0, tl.float32)
-        if k.fp4:
-            k_even, k_odd = load_fp4(
-                pages, page_stride, page, slots, kv_head, live, k, k_operand, ptx, pin
-            )
-            scores = tl.dot(q_even, tl.trans(k_even), scores, input_precision=k_precision)
-            scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision=k_precision)
-        else:
-            keys_tile = load_plain(
-                pages, page_stride, page, slots, kv_head, live, k, k_operand, ptx, pin, casts
-            )
-            scores = tl.dot(q, tl.trans(keys_tile), scores, input_precision=k_precision)
+        scores = _dot_keys(
+            q_even,
+            q_odd,
+            pages,
+            page_stride,
+            page,
+            slots,
+            kv_head,
+            live,
+            k,
+            k_operand,
+            ptx,
+            pin,
+            casts,
+        )
         scores *= row_scale[:, None]
         if capped:  # cap * tanh(x) with exp2(scores) = e^2x
             scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores))
@@ -291,19 +390,23 @@ def attend_kernel(
         weights = tl.exp2(scores - (unit - weight_shift)[:, None])
         total = total * rescale + tl.sum(weights, 1)
         weights = weights.to(v_operand)
-        acc *= rescale[:, None]
-        if v.fp4:
-            acc_odd *= rescale[:, None]
-            v_even, v_odd = load_fp4(
-                pages, page_stride, page, slots, kv_head, live, v, v_operand, ptx, pin
-            )
-            acc = tl.dot(weights, v_even, acc, input_precision=v_precision)
-            acc_odd = tl.dot(weights, v_odd, acc_odd, input_precision=v_precision)
-        else:
-            values = load_plain(
-                pages, page_stride, page, slots, kv_head, live, v, v_operand, ptx, pin, casts
-            )
-            acc = tl.dot(weights, values, acc, input_precision=v_precision)
+        acc, acc_odd = _add_values(
+            acc,
+            acc_odd,
+            rescale,
+            weights,
+            pages,
+            page_stride,
+            page,
+            slots,
+            kv_head,
+            live,
+            v,
+            v_operand,
+            ptx,
+            pin,
+            casts,
+        )
         top = new_top
 
     if v.fp4:
