@@ -4,8 +4,8 @@
 
 For each cache format, the engine's captured step (transformers' model code, halfbyte's store and
 attention) is replayed on a pool of random codes at one length for all sequences, and the attention
-of one layer alone in a graph of its own. A format is worth what it should be if the step is faster
-by what its attention is faster.
+of all its layers alone in a graph of its own. A format is worth what it should be if the step is
+faster by what its attention is faster.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def fill(pool: PagedKVPool, layers: int) -> None:
 
 
 def measure(model: Any, kv_cache_dtype: str, batch: int, context: int) -> dict[str, Any]:
-    """Milliseconds of a step and of one layer's attention in it."""
+    """Milliseconds of a step and of all its layers' attention."""
     layers = model.config.num_hidden_layers
     plan = plan_kv_cache(layer_specs(model.config, model.dtype, kv_cache_dtype, 16))
     per_sequence = -(-(context + 1) // 16)

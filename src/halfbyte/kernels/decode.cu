@@ -13,7 +13,7 @@
 // S is in decode_scores.cuh; what becomes of it, in decode_softmax.cuh.
 //
 // The softmax is rescaled lazily: a column only when its maximum has grown by more than 2^4 since
-// its last rescaling. P is kept times 2^11, which uses fp16's range both ways.
+// its last rescaling. P is kept times 2^11, which uses fp16's range both ways; with DUPLICATE times 2^3.
 //
 // Compiled at run time with these macros:
 //   HEAD_SIZE, HEAD_SIZE_V   multiples of 64

@@ -1,10 +1,10 @@
 """Launcher of the split-KV decode kernel that reads packed pages.
 
 Three launches, none of which waits for the host: a plan that cuts sequences into units of work so
-that they just fill the GPU (`decode_plan.cu`), the units (`decode.cu`), which end the rows that
-they have to themselves, and the merge of what several found (`decode_merge.cu`). All can be
-captured in a CUDA graph; lengths may change between replays. The plan depends on lengths alone, so
-layers may share one: see `make_plan`.
+that they just fill the GPU (`decode_plan.cu`), the units (`decode.cu` or `decode_wide.cu`), which
+end the rows that they have to themselves, and the merge of what several found (`decode_merge.cu`).
+All can be captured in a CUDA graph; lengths may change between replays. The plan depends on lengths
+alone, so layers may share one: see `make_plan`.
 """
 
 import ctypes
@@ -60,7 +60,7 @@ class _Output(ctypes.Structure):
 
 
 class _Params(ctypes.Structure):
-    """`Params` of `decode.cu`."""
+    """`Params` of `decode_loader.cuh`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query", "pages", "partial_out", "partial_ml")),

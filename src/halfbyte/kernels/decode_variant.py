@@ -157,7 +157,7 @@ def stage_bytes(layout: PageLayout, tile: int) -> int:
 def macros(
     layout: PageLayout, group: int, dtype: torch.dtype, softcap: bool, way: Variant
 ) -> dict[str, int | None]:
-    """Macros that `decode.cu` and `decode_merge.cu` are compiled with for some work."""
+    """Macros that `decode.cu` or `decode_wide.cu`, and `decode_merge.cu`, are compiled with."""
     return {
         "K_KIND": _KINDS[layout.k_dtype],
         "V_KIND": _KINDS[layout.v_dtype],

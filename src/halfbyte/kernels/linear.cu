@@ -24,7 +24,7 @@
 //
 // Macros:
 //   X_BF16         see linear_values.cuh
-//   COLUMN_TILES   8 columns each: 1, 2, 4 or 8
+//   COLUMN_TILES   8 columns each: 1, 2 or 4
 //   SPLIT          CTAs of a group
 //   JOIN           how they join their sums: 0 not (SPLIT 1), 1 as a cluster (SM90,
 //                  linear_cluster.cuh), 2 through memory and `linear_join`
