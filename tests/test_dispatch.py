@@ -187,12 +187,18 @@ def test_registry_does_not_share_the_dict_it_was_given() -> None:
 
 
 def test_current_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert dispatch.current_compute_capability() == dispatch.CPU == 0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    capabilities = {None: (12, 0), torch.device("cuda", 1): (9, 0)}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
-    assert dispatch.current_compute_capability() == 120
-    assert dispatch.current_compute_capability(torch.device("cuda", 1)) == 90
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    capabilities = {2: (12, 0), 1: (9, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.pop)
+    dispatch._capability_of_gpu.cache_clear()
+    for _ in range(2):  # asked once
+        assert dispatch.current_compute_capability() == 120
+        assert dispatch.current_compute_capability(torch.device("cuda", 1)) == 90
+        assert dispatch.compute_capability_of(torch.device("cuda")) == 120
+    dispatch._capability_of_gpu.cache_clear()
 
 
 def test_is_installed_also_for_modules_of_missing_packages() -> None:

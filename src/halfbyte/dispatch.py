@@ -6,7 +6,7 @@ says why and what can; nothing falls back silently.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
@@ -161,7 +161,13 @@ def current_compute_capability(device: torch.device | None = None) -> int:
     """
     if not torch.cuda.is_available():
         return CPU
-    major, minor = torch.cuda.get_device_capability(device)
+    index = None if device is None else device.index
+    return _capability_of_gpu(torch.cuda.current_device() if index is None else index)
+
+
+@lru_cache(maxsize=16)  # PyTorch takes longer than many a kernel
+def _capability_of_gpu(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
     return major * 10 + minor
 
 

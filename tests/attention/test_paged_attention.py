@@ -1,8 +1,15 @@
+from typing import Any
+
 import pytest
 import torch
 
 from attention.cases import assert_close_to_exact, make_case
-from halfbyte.attention import ATTENTION_BACKENDS, paged_attention
+from halfbyte.attention import (
+    ATTENTION_BACKENDS,
+    AttentionConfig,
+    AttentionPlans,
+    paged_attention,
+)
 from halfbyte.dispatch import NoImplementationError
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY, reshape_and_cache
 
@@ -220,6 +227,31 @@ def test_paged_attention_refuses_queries_and_pages_of_another_layout() -> None:
         paged_attention(case.query[:, :7], case.pages, **case.arguments())
     with pytest.raises(ValueError, match="cannot hold"):
         paged_attention(case.query, case.pages[:, :100], **case.arguments())
+
+
+def test_calls_that_share_plans_choose_a_backend_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[tuple] = []
+    select = ATTENTION_BACKENDS.select
+
+    def counted(config: AttentionConfig, **how: Any) -> Any:
+        chosen.append((config.softcap, how["explicit"]))
+        return select(config, **how)
+
+    monkeypatch.setattr(ATTENTION_BACKENDS, "select", counted)
+    case, plans = make_case(query_dtype=torch.float32), AttentionPlans()
+
+    def attend(**options: Any) -> torch.Tensor:
+        return paged_attention(case.query, case.pages, **case.arguments() | options, plans=plans)
+
+    once = attend()
+    assert torch.equal(attend(), once)
+    assert chosen == [(None, None)]
+    # Other work, and another wish, are other choices.
+    attend(softcap=2.0)
+    attend(backend="reference")
+    assert chosen[1:] == [(2.0, None), (None, "reference")]
+    with pytest.raises(NoImplementationError, match="unknown 'nobody'"):
+        attend(backend="nobody")
 
 
 def test_attention_backends_explicit_unknown_lists_valid() -> None:

@@ -41,7 +41,7 @@ _Prepared = TypeVar("_Prepared")
 
 
 class AttentionPlans:
-    """What backends prepare once for all layers of a step.
+    """What is prepared, and which backends are chosen, once for all layers of a step.
 
     Hand one object to every call that has the same `query_start_loc` and `seq_lens`, with the same
     values in them, one call after the other on one stream. In a CUDA graph, make the object inside

@@ -162,10 +162,18 @@ _BATCH_INVARIANT = ("triton", "cpu", "reference")
 def run(
     inputs: AttentionInputs, backend: str | None = None, among: Sequence[str] | None = None
 ) -> None:
-    """Do checked work with the backend of a name, or with the best (of some)."""
+    """Do checked work with the backend of a name, or with the best (of some).
+
+    It is chosen once for all calls that share plans and ask for the same work.
+    """
     if inputs.batch_invariant and among is None:
         among = _BATCH_INVARIANT
-    ATTENTION_BACKENDS.select(inputs.config(), explicit=backend, among=among).forward(inputs)
+    config = inputs.config()
+    chosen = inputs.plans.get(
+        ("backend", backend, None if among is None else tuple(among), config),
+        lambda: ATTENTION_BACKENDS.select(config, explicit=backend, among=among),
+    )
+    chosen.forward(inputs)
 
 
 def _window(window: int | None, most_tokens: int) -> int | None:
