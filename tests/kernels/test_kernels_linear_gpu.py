@@ -44,7 +44,8 @@ def test_few_rows(n: int, k: int, with_bias: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("m", [1, 3, 5, 11, 20])
 def test_what_lies_where_rows_would_be_does_not_matter(m: int) -> None:
     """Shared memory for rows of x that are not there keeps what it had: NaN of the call before."""
-    from halfbyte.kernels.linear import linear_few, machine_of
+    from halfbyte.kernels.linear import linear_few
+    from halfbyte.kernels.linear_machine import machine_of
 
     n, k = 6144, 4096
     packed = packed_weight(n, k, torch.bfloat16, "cuda")
@@ -80,7 +81,8 @@ def test_rows_of_any_stride() -> None:
 @pytest.mark.parametrize("split", [1, 2, 4, 8])
 @pytest.mark.parametrize("tiles", [1, 2, 4, 8])
 def test_every_way_to_cut_the_work(tiles: int, split: int, dtype: torch.dtype) -> None:
-    from halfbyte.kernels.linear import linear_few, machine_of
+    from halfbyte.kernels.linear import linear_few
+    from halfbyte.kernels.linear_machine import machine_of
 
     n, k = 448, 1152
     packed = packed_weight(n, k, dtype, "cuda")

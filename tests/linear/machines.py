@@ -1,4 +1,4 @@
-"""GPUs as `kernels.linear.machine_of` answered on them, for plans that are made without one."""
+"""GPUs as `linear_machine.machine_of` answered on them, for plans that are made without one."""
 
 from halfbyte.kernels.linear_plan import Machine
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from halfbyte.kernels.linear import linear_few, linear_unpacked, machine_of
+from halfbyte.kernels.linear import linear_few, linear_unpacked
+from halfbyte.kernels.linear_machine import machine_of
 from halfbyte.kernels.linear_plan import SPLITS, Machine
 from halfbyte.kernels.linear_wide import linear_wide
 from halfbyte.linear import LINEAR_BACKENDS, NvFp4Linear, NvFp4LinearLayerConfig

@@ -19,186 +19,11 @@ kept times 2^15, so that they have all bits of a float16 down to 2^-29.
 import triton
 import triton.language as tl
 
-from halfbyte.kernels.kv_tiles import load_fp4, load_plain
+from halfbyte.kernels.attend_tiles import add_values, dot_keys, load_query
+from halfbyte.kernels.attend_work import find_sequence, first_tile, key_range
 
 LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.constexpr_function
-def _precision(operand):
-    """Products of float32 operands as three of TF32: as exact as float32 sums are."""
-    return "tf32x3" if operand == tl.float32 else "tf32"
-
-
-@triton.jit
-def _first_tile(
-    starts,
-    sequence,
-    first_token,
-    last_token,
-    tokens_per_tile: tl.constexpr,
-):
-    """First of the tiles reserved for a sequence: at least as many as it needs."""
-    start = tl.minimum(tl.maximum(tl.load(starts + sequence), first_token), last_token)
-    return (start - first_token) // tokens_per_tile + sequence
-
-
-@triton.jit
-def _find_sequence(
-    starts,
-    tile,
-    num_seqs,
-    first_token,
-    last_token,
-    tokens_per_tile: tl.constexpr,
-):
-    """The last sequence whose first tile is not after `tile`, by bisection."""
-    # Where every sequence has one token, sequence s has first tile s + s // tokens_per_tile.
-    guess = ((tile + 1) * tokens_per_tile - 1) // (tokens_per_tile + 1)
-    guess = tl.minimum(guess, num_seqs - 1)
-    here = _first_tile(starts, guess, first_token, last_token, tokens_per_tile) <= tile
-    after = _first_tile(starts, guess + 1, first_token, last_token, tokens_per_tile) <= tile
-    low = tl.where(here, tl.where(after, guess + 1, guess), 0)
-    high = tl.where(here, tl.where(after, num_seqs, guess + 1), guess)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _first_tile(starts, middle, first_token, last_token, tokens_per_tile) <= tile:
-            low = middle
-        else:
-            high = middle
-    return tl.minimum(low, num_seqs - 1)
-
-
-@triton.jit
-def _power_of_two_scaled(query, amax):
-    """Rows times a power of two that brings their `amax` to [2^14, 2^15), and its inverse."""
-    exponent = (amax.to(tl.uint32, bitcast=True) >> 23).to(tl.int32)
-    field = tl.minimum(268 - exponent, 253)  # 127 + 14 - (exponent - 127); both stay normal
-    factor = (field << 23).to(tl.float32, bitcast=True)
-    inverse = ((254 - field) << 23).to(tl.float32, bitcast=True)
-    return query * factor[:, None], inverse
-
-
-@triton.jit
-def _load_query(query, row_live, k: tl.constexpr, k_operand: tl.constexpr, scaled: tl.constexpr):
-    """Rows of the query at the pointers `query`, as operands: even values and odd ones.
-
-    Where K is not of four bits both are all values. Where `scaled`, rows are multiplied by powers
-    of two, whose inverses are the third result.
-    """
-    dims = tl.arange(0, k.padded)[None, :]
-    inverse = tl.full(row_live.shape, 1.0, tl.float32)
-    if k.fp4:
-        pairs = row_live[:, None] & (2 * dims < k.head_size)
-        even = tl.load(query + 2 * dims, mask=pairs, other=0.0).to(tl.float32)
-        odd = tl.load(query + 2 * dims + 1, mask=pairs, other=0.0).to(tl.float32)
-        if scaled:
-            amax = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), 1)
-            even, inverse = _power_of_two_scaled(even, amax)
-            odd, inverse = _power_of_two_scaled(odd, amax)
-        even = even.to(k_operand)
-        odd = odd.to(k_operand)
-    else:
-        even = tl.load(query + dims, mask=row_live[:, None] & (dims < k.head_size), other=0.0)
-        if scaled:
-            even = even.to(tl.float32)
-            even, inverse = _power_of_two_scaled(even, tl.max(tl.abs(even), 1))
-        even = even.to(k_operand)
-        odd = even
-    return even, odd, inverse
-
-
-@triton.jit
-def _key_range(
-    key_begin,
-    key_end,
-    chunk,
-    num_splits,
-    split: tl.constexpr,
-    split_length: tl.constexpr,
-    block_n: tl.constexpr,
-):
-    """Where a program's tiles of keys begin, and where its keys end."""
-    begin = key_begin // block_n * block_n
-    if split_length > 0:
-        begin = tl.maximum(begin, chunk * split_length)
-        end = tl.minimum(key_end, (chunk + 1) * split_length)
-    elif split:
-        tiles = tl.maximum(key_end - begin + block_n - 1, 0) // block_n
-        tiles = (tiles + num_splits - 1) // num_splits
-        begin += chunk * tiles * block_n
-        end = tl.minimum(key_end, begin + tiles * block_n)
-    else:
-        end = key_end
-    return begin, end
-
-
-@triton.jit
-def _dot_keys(
-    even,
-    odd,
-    pages,
-    page_stride,
-    page,
-    slots,
-    kv_head,
-    live,
-    k: tl.constexpr,
-    operand: tl.constexpr,
-    ptx: tl.constexpr,
-    pin: tl.constexpr,
-    casts: tl.constexpr,
-):
-    """Dot products of query rows (`_load_query`) and a tile of keys."""
-    precision: tl.constexpr = _precision(operand)
-    scores = tl.full((even.shape[0], slots.shape[0]), 0.0, tl.float32)
-    if k.fp4:
-        k_even, k_odd = load_fp4(
-            pages, page_stride, page, slots, kv_head, live, k, operand, ptx, pin
-        )
-        scores = tl.dot(even, tl.trans(k_even), scores, input_precision=precision)
-        scores = tl.dot(odd, tl.trans(k_odd), scores, input_precision=precision)
-    else:
-        keys = load_plain(
-            pages, page_stride, page, slots, kv_head, live, k, operand, ptx, pin, casts
-        )
-        scores = tl.dot(even, tl.trans(keys), scores, input_precision=precision)
-    return scores
-
-
-@triton.jit
-def _add_values(
-    acc,
-    acc_odd,
-    rescale,
-    weights,
-    pages,
-    page_stride,
-    page,
-    slots,
-    kv_head,
-    live,
-    v: tl.constexpr,
-    operand: tl.constexpr,
-    ptx: tl.constexpr,
-    pin: tl.constexpr,
-    casts: tl.constexpr,
-):
-    """Sums times `rescale`, plus a tile of values, weighed: of all, or of even and odd ones."""
-    precision: tl.constexpr = _precision(operand)
-    acc *= rescale[:, None]
-    if v.fp4:
-        acc_odd *= rescale[:, None]
-        even, odd = load_fp4(pages, page_stride, page, slots, kv_head, live, v, operand, ptx, pin)
-        acc = tl.dot(weights, even, acc, input_precision=precision)
-        acc_odd = tl.dot(weights, odd, acc_odd, input_precision=precision)
-    else:
-        values = load_plain(
-            pages, page_stride, page, slots, kv_head, live, v, operand, ptx, pin, casts
-        )
-        acc = tl.dot(weights, values, acc, input_precision=precision)
-    return acc, acc_odd
 
 
 @triton.jit
@@ -279,7 +104,7 @@ def attend_kernel(
     """A tile of queries against all its keys, or one split of them.
 
     Grid: (tiles of query tokens, KV heads times blocks of their query heads, splits). Tiles are
-    reserved for sequences by `_first_tile`; those that find no token left end at once.
+    reserved for sequences by `first_tile`; those that find no token left end at once.
 
     Args, beside those of `attend.attend`:
         tables, starts, lengths: `block_tables`, `query_start_loc` and `seq_lens`.
@@ -304,8 +129,8 @@ def attend_kernel(
     head_block = tl.program_id(1) % head_blocks
     chunk = tl.program_id(2)
 
-    sequence = _find_sequence(starts, tile, num_seqs, first_token, last_token, tokens_per_tile)
-    tile -= _first_tile(starts, sequence, first_token, last_token, tokens_per_tile)
+    sequence = find_sequence(starts, tile, num_seqs, first_token, last_token, tokens_per_tile)
+    tile -= first_tile(starts, sequence, first_token, last_token, tokens_per_tile)
     query_end = tl.load(starts + sequence + 1)
     begin_token = tl.maximum(tl.load(starts + sequence), first_token) + tile * tokens_per_tile
     end_token = tl.minimum(query_end, last_token)
@@ -326,7 +151,7 @@ def attend_kernel(
     key_begin = 0
     if windowed:
         key_begin = tl.maximum(begin_token + shift - window + 1, 0)
-    begin, end = _key_range(key_begin, key_end, chunk, num_splits, split, split_length, block_n)
+    begin, end = key_range(key_begin, key_end, chunk, num_splits, split, split_length, block_n)
 
     if split:
         partial_rows = (chunk * (last_token - first_token)).to(tl.int64) + tokens - first_token
@@ -338,7 +163,7 @@ def attend_kernel(
 
     wide_tokens, wide_heads = tokens.to(tl.int64), heads.to(tl.int64)  # strides may be long
     query += wide_tokens[:, None] * query_token + wide_heads[:, None] * query_head
-    q_even, q_odd, inverse = _load_query(query, row_live, k, k_operand, scale_query)
+    q_even, q_odd, inverse = load_query(query, row_live, k, k_operand, scale_query)
 
     if k_global_on_device:
         score_scale *= tl.load(k_global)
@@ -361,7 +186,7 @@ def attend_kernel(
             page = tl.load(tables + keys // k.block_size, mask=live, other=0).to(tl.int64)
         slots = keys % k.block_size
 
-        scores = _dot_keys(
+        scores = dot_keys(
             q_even,
             q_odd,
             pages,
@@ -390,7 +215,7 @@ def attend_kernel(
         weights = tl.exp2(scores - (unit - weight_shift)[:, None])
         total = total * rescale + tl.sum(weights, 1)
         weights = weights.to(v_operand)
-        acc, acc_odd = _add_values(
+        acc, acc_odd = add_values(
             acc,
             acc_odd,
             rescale,

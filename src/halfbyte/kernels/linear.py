@@ -15,17 +15,16 @@ import torch
 
 from halfbyte.kernels import nvrtc
 from halfbyte.kernels.devices import current_device
+from halfbyte.kernels.linear_machine import dtype_macros, machine_of
 from halfbyte.kernels.linear_plan import (
     ROWS,
-    SPLITS,
     UNIT_ROWS,
     FewPlan,
-    Machine,
     few_plan,
     k_blocks,
     row_units,
 )
-from halfbyte.kernels.linear_weights import DTYPES, TILE_K, TILE_N, PackedWeight
+from halfbyte.kernels.linear_weights import TILE_K, TILE_N, PackedWeight
 from halfbyte.kernels.tensor_maps import (
     BOX_K,
     TensorMap,
@@ -281,56 +280,6 @@ def compile_kernels(packed: PackedWeight, batch_invariant: bool, device: int) ->
     _unpack_kernel(packed.dtype, device)
 
 
-@lru_cache(maxsize=8)
-def machine_of(device: int) -> Machine:
-    """What plans need to know of a GPU."""
-    from cuda.bindings import driver
-
-    major, minor = torch.cuda.get_device_capability(device)
-    capability = 10 * major + minor
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-    _, handle = driver.cuDeviceGet(device)
-    status, block_bytes = driver.cuDeviceGetAttribute(attribute, handle)
-    if int(status):
-        raise RuntimeError(f"CUDA: {status.name} ({int(status)})")
-    return Machine(
-        capability,
-        block_bytes,
-        tuple(
-            _clusters_at_once(split, block_bytes, device)
-            if capability >= 90 and split > 1
-            else multiprocessors // split
-            for split in SPLITS
-        ),
-    )
-
-
-def _clusters_at_once(size: int, shared_bytes: int, device: int) -> int:
-    """Clusters of so many CTAs, one to a multiprocessor, that run at the same time."""
-    from cuda.bindings import driver
-
-    kernels = nvrtc.load(
-        "linear_unpack", _dtype_macros(DTYPES[0]), (("linear_probe", shared_bytes),), device
-    )
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = size, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = 512, 1, 1
-    config.sharedMemBytes = shared_bytes
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    attribute.value.clusterDim.x = size
-    attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
-    config.attrs, config.numAttrs = [attribute], 1
-    with torch.cuda.device(device):
-        status, clusters = driver.cuOccupancyMaxActiveClusters(
-            kernels["linear_probe"].function, config
-        )
-    if int(status):
-        raise RuntimeError(f"CUDA: {status.name} ({int(status)})")
-    return int(clusters)
-
-
 def _few_macros(plan: FewPlan, n: int, k: int, m: int) -> tuple[tuple[str, int], ...]:
     return (*plan.macros(), *plan.macros_of_shape(n, k, m))
 
@@ -341,7 +290,7 @@ def _few_kernels(
 ) -> _FewKernels:
     kernels = nvrtc.load(
         "linear",
-        (*_dtype_macros(dtype), *macros),
+        (*dtype_macros(dtype), *macros),
         (("linear_few", block_bytes), ("linear_join", 0)),
         device,
     )
@@ -350,8 +299,4 @@ def _few_kernels(
 
 def _unpack_kernel(dtype: torch.dtype, device: int) -> nvrtc.Kernel:
     functions = (("linear_unpack", 0),)
-    return nvrtc.load("linear_unpack", _dtype_macros(dtype), functions, device)["linear_unpack"]
-
-
-def _dtype_macros(dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
-    return (("X_BF16", int(dtype == torch.bfloat16)),)
+    return nvrtc.load("linear_unpack", dtype_macros(dtype), functions, device)["linear_unpack"]

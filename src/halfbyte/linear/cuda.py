@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
-from halfbyte.kernels.linear import compile_kernels, linear_few, linear_unpacked, machine_of
+from halfbyte.kernels.linear import compile_kernels, linear_few, linear_unpacked
+from halfbyte.kernels.linear_machine import machine_of
 from halfbyte.kernels.linear_plan import Machine, few_plan
 from halfbyte.kernels.linear_weights import (
     DTYPES,

@@ -1,0 +1,64 @@
+"""What linear layers need to know of a GPU to be planned and compiled for it."""
+
+from functools import lru_cache
+
+import torch
+
+from halfbyte.kernels import nvrtc
+from halfbyte.kernels.linear_plan import SPLITS, Machine
+from halfbyte.kernels.linear_weights import DTYPES
+
+
+@lru_cache(maxsize=8)
+def machine_of(device: int) -> Machine:
+    """What plans need to know of a GPU."""
+    from cuda.bindings import driver
+
+    major, minor = torch.cuda.get_device_capability(device)
+    capability = 10 * major + minor
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    _, handle = driver.cuDeviceGet(device)
+    status, block_bytes = driver.cuDeviceGetAttribute(attribute, handle)
+    if int(status):
+        raise RuntimeError(f"CUDA: {status.name} ({int(status)})")
+    return Machine(
+        capability,
+        block_bytes,
+        tuple(
+            _clusters_at_once(split, block_bytes, device)
+            if capability >= 90 and split > 1
+            else multiprocessors // split
+            for split in SPLITS
+        ),
+    )
+
+
+def _clusters_at_once(size: int, shared_bytes: int, device: int) -> int:
+    """Clusters of so many CTAs, one to a multiprocessor, that run at the same time."""
+    from cuda.bindings import driver
+
+    kernels = nvrtc.load(
+        "linear_unpack", dtype_macros(DTYPES[0]), (("linear_probe", shared_bytes),), device
+    )
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = size, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = 512, 1, 1
+    config.sharedMemBytes = shared_bytes
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    attribute.value.clusterDim.x = size
+    attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
+    config.attrs, config.numAttrs = [attribute], 1
+    with torch.cuda.device(device):
+        status, clusters = driver.cuOccupancyMaxActiveClusters(
+            kernels["linear_probe"].function, config
+        )
+    if int(status):
+        raise RuntimeError(f"CUDA: {status.name} ({int(status)})")
+    return int(clusters)
+
+
+def dtype_macros(dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
+    """What the sources of linear layers are compiled with for a dtype of x."""
+    return (("X_BF16", int(dtype == torch.bfloat16)),)
