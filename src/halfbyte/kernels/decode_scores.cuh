@@ -15,11 +15,7 @@ struct QueryWords {
 #pragma unroll
     for (int n = 0; n < N_TILES; n++) {
       const int column = piece.col_tile * COLS + 8 * n + g % COLS;
-      const u64 base = column < GROUP * piece.queries
-                           ? (u64)(piece.q_begin + column / GROUP) * p.query_stride_token +
-                                 (u64)(head * GROUP + column % GROUP) * p.query_stride_head
-                           : 0;
-      load_query(of[n], p.query, base, c);
+      load_query(of[n], p.query, query_row(p, piece, head, column), c);
     }
     asm volatile("ld.global.f32 %0, [%1];" : "=f"(k_scale) : "l"(p.k_scale));
   }
@@ -55,14 +51,7 @@ struct Query {
       query_values(x, words.of[n]);
       float unscale = 1.0f, scale = 1.0f;
       if (K_KIND < 16) {
-        float largest = 0.0f;
-#pragma unroll
-        for (int j = 0; j < STEPS_K; j++)
-#pragma unroll
-          for (int i = 0; i < 4; i++) largest = fmaxf(largest, fabsf(x[j][i]));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-        const int exponent = fp16_exponent(largest);
+        const int exponent = fp16_exponent(x);
         scale = __int_as_float((127 + exponent) << 23);
         unscale = __int_as_float((127 - exponent) << 23);
       }

@@ -18,6 +18,14 @@ __device__ __forceinline__ float query_value(u16 x) {
 #endif
 }
 
+// Where the row of q begins that is a column of a piece, in elements; 0 for columns that are not there.
+__device__ __forceinline__ u64 query_row(const Params& p, const Piece& piece, int head, int column) {
+  return column < GROUP * piece.queries
+             ? (u64)(piece.q_begin + column / GROUP) * p.query_stride_token +
+                   (u64)(head * GROUP + column % GROUP) * p.query_stride_head
+             : 0;
+}
+
 // A lane's words of a row of q, which is aligned to 16 bytes; c is the lane's place in a group of four.
 // Volatile, so that they are asked for where this stands.
 __device__ __forceinline__ void load_query(u32 (*w)[2], const void* query, u64 base, int c) {
@@ -58,8 +66,16 @@ __device__ __forceinline__ void query_values(float (*x)[4], const u32 (*w)[2]) {
   }
 }
 
-// Of the power of two that brings the largest value to [2^9, 2^10).
-__device__ __forceinline__ int fp16_exponent(float largest) {
+// Of the power of two that brings the largest value of a row, of which four lanes have a part each, to
+// [2^9, 2^10).
+__device__ __forceinline__ int fp16_exponent(const float (*x)[4]) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int j = 0; j < STEPS_K; j++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) largest = fmaxf(largest, fabsf(x[j][i]));
+  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
   const int exponent = largest > 0.0f ? 136 - (int)((__float_as_int(largest) >> 23) & 255) : 0;
   return max(-126, min(126, exponent));
 }

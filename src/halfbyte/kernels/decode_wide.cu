@@ -53,28 +53,16 @@ __device__ __forceinline__ Columns load_columns(u32 address) {
 __device__ __forceinline__ void stage_query(const Params& p, const Piece& piece, int head, u32 ring) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int g = lane >> 2, c = lane & 3;
-  const int columns = GROUP * piece.queries;
   const float common = *p.k_scale * p.softmax_scale * Operands<K_KIND>::UNIT * (SOFTCAP ? 1.0f : LOG2E);
   __syncthreads();  // the piece before is done with what lies there
   for (int n = warp; n < N_TILES; n += WARPS) {
     const int column = piece.col_tile * COLS + 8 * n + g;
-    const bool valid = column < columns;
-    const u64 base =
-        valid ? (u64)(piece.q_begin + column / GROUP) * p.query_stride_token +
-                    (u64)(head * GROUP + column % GROUP) * p.query_stride_head
-              : 0;
+    const bool valid = column < GROUP * piece.queries;
     u32 words[STEPS_K][2];
-    load_query(words, p.query, base, c);
+    load_query(words, p.query, query_row(p, piece, head, column), c);
     float x[STEPS_K][4];
     query_values(x, words);
-    float largest = 0.0f;
-#pragma unroll
-    for (int j = 0; j < STEPS_K; j++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) largest = fmaxf(largest, fabsf(x[j][i]));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-    const int exponent = fp16_exponent(largest);
+    const int exponent = fp16_exponent(x);
     float scale = __int_as_float((127 + exponent) << 23);
     if (common < 0.0f) scale = -scale;
     const u32 rows = ring + OFF_Q + (n * (HEAD_SIZE / 8)) * B_MATRIX + g * 16 + c * 4;
