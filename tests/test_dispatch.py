@@ -1,6 +1,7 @@
 """`halfbyte.dispatch`: the order of preference, explicit choices, laziness, other machines."""
 
 import sys
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -193,12 +194,12 @@ def test_current_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     capabilities = {2: (12, 0), 1: (9, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.pop)
-    dispatch._capability_of_gpu.cache_clear()
+    uncached = dispatch.capability_of_gpu.__wrapped__
+    monkeypatch.setattr(dispatch, "capability_of_gpu", lru_cache(uncached))
     for _ in range(2):  # asked once
         assert dispatch.current_compute_capability() == 120
         assert dispatch.current_compute_capability(torch.device("cuda", 1)) == 90
         assert dispatch.compute_capability_of(torch.device("cuda")) == 120
-    dispatch._capability_of_gpu.cache_clear()
 
 
 def test_is_installed_also_for_modules_of_missing_packages() -> None:

@@ -162,11 +162,12 @@ def current_compute_capability(device: torch.device | None = None) -> int:
     if not torch.cuda.is_available():
         return CPU
     index = None if device is None else device.index
-    return _capability_of_gpu(torch.cuda.current_device() if index is None else index)
+    return capability_of_gpu(torch.cuda.current_device() if index is None else index)
 
 
 @lru_cache(maxsize=16)  # PyTorch takes longer than many a kernel
-def _capability_of_gpu(index: int) -> int:
+def capability_of_gpu(index: int) -> int:
+    """That of an NVIDIA GPU by its index; asked for once."""
     major, minor = torch.cuda.get_device_capability(index)
     return major * 10 + minor
 

@@ -116,8 +116,8 @@ def on_host(step: Step, attention: bool = False) -> Iterator[list[tuple[str, Any
     with (
         patch.object(nvrtc, "load", load),
         patch.object(nvrtc, "launch", launch),
-        patch.object(decode, "_capability", lambda device: step.capability),
-        patch.object(decode, "_multiprocessors", lambda device: step.multiprocessors),
+        patch.object(decode, "capability_of_gpu", lambda device: step.capability),
+        patch.object(decode, "multiprocessors", lambda device: step.multiprocessors),
     ):
         yield launched
     decode._kernels.cache_clear()

@@ -149,7 +149,7 @@ def launched(shape: tuple[int, ...], n: int, plan: WidePlan | None = None) -> La
         patch.object(nvrtc, "launch", launch),
         patch.object(wide, "tensor_map", lambda *arguments: None),
         patch.object(wide, "_kernel", lambda *arguments: None),
-        patch.object(wide, "_multiprocessors", lambda device: PROCESSORS),
+        patch.object(wide, "multiprocessors", lambda device: PROCESSORS),
         patch.object(torch.Tensor, "new_empty", new_empty),
     ):
         out = wide.linear_wide(x, *inputs, n, plan)

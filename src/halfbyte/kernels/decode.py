@@ -13,8 +13,10 @@ from functools import lru_cache
 
 import torch
 
+from halfbyte.dispatch import capability_of_gpu
 from halfbyte.kernels import nvrtc
 from halfbyte.kernels.decode_variant import WARPS, Variant, macros, variant
+from halfbyte.kernels.devices import multiprocessors
 from halfbyte.layouts import PageLayout, page_stride
 
 _BATCH_INVARIANT_SPAN = 512
@@ -129,10 +131,10 @@ def make_plan(
     device = seq_lens.device
     num_seqs = seq_lens.shape[0]
     group = num_heads // layout.num_kv_heads
-    capability = _capability(device.index)
+    capability = capability_of_gpu(device.index)
     way = variant(layout, group, num_tokens / num_seqs, batch_invariant, capability)
     assert way is not None, "the selection asks first"
-    slots = way.ctas * _multiprocessors(device.index)
+    slots = way.ctas * multiprocessors(device.index)
     max_units = max(1, slots * way.units_per_cta // layout.num_kv_heads)
     max_pieces = num_tokens * group // way.columns + num_seqs
     fixed_span = 0
@@ -253,7 +255,7 @@ def decode(
         num_tokens=num_tokens,
     )
     rows = num_tokens * num_heads
-    overlap = _capability(query.device.index) >= 90
+    overlap = capability_of_gpu(query.device.index) >= 90
     if plan.merge == "merge_few":
         grid = -(-rows * layout.head_size_v // (4 * 128))
     else:
@@ -282,14 +284,3 @@ def _merge_kernel(most_parts: float, batch_invariant: bool) -> str:
 
 def _rounded_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
-
-
-@lru_cache(maxsize=8)
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@lru_cache(maxsize=8)
-def _capability(device: int) -> int:
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor

@@ -1,6 +1,7 @@
-"""Which GPU a kernel is launched on."""
+"""The GPU that a kernel is launched on."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 
 import torch
 
@@ -12,3 +13,9 @@ def current_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
     if not tensor.is_cuda or tensor.device.index == torch._C._cuda_getDevice():
         return _STAY
     return torch.cuda.device(tensor.device)
+
+
+@lru_cache(maxsize=16)
+def multiprocessors(device: int) -> int:
+    """How many a GPU has, given its index."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

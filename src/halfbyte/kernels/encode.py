@@ -91,7 +91,7 @@ def can_share(scale):
 
 @triton.jit
 def _reciprocal(x):
-    """1 / x, rounded correctly, for x of 2^-60 .. 2^60.
+    """1 / x, rounded correctly, for x of 2^-49 .. 2^49.
 
     On a GPU by the instructions that a true one has for such x (`rcp.rn` disassembled for SM80 to
     SM120): an approximation and a step of Newton's method, without its checks for other x.

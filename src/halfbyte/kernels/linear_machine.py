@@ -4,7 +4,9 @@ from functools import lru_cache
 
 import torch
 
+from halfbyte.dispatch import capability_of_gpu
 from halfbyte.kernels import nvrtc
+from halfbyte.kernels.devices import multiprocessors
 from halfbyte.kernels.linear_plan import SPLITS, Machine
 from halfbyte.kernels.linear_weights import DTYPES
 
@@ -14,9 +16,7 @@ def machine_of(device: int) -> Machine:
     """What plans need to know of a GPU."""
     from cuda.bindings import driver
 
-    major, minor = torch.cuda.get_device_capability(device)
-    capability = 10 * major + minor
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    capability = capability_of_gpu(device)
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
     _, handle = driver.cuDeviceGet(device)
     status, block_bytes = driver.cuDeviceGetAttribute(attribute, handle)
@@ -28,7 +28,7 @@ def machine_of(device: int) -> Machine:
         tuple(
             _clusters_at_once(split, block_bytes, device)
             if capability >= 90 and split > 1
-            else multiprocessors // split
+            else multiprocessors(device) // split
             for split in SPLITS
         ),
     )

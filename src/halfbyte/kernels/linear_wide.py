@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.kernels import nvrtc
-from halfbyte.kernels.devices import current_device
+from halfbyte.kernels.devices import current_device, multiprocessors
 from halfbyte.kernels.linear_weights import TILE_K, TILE_N
 from halfbyte.kernels.tensor_maps import BOX_ALIGNMENT, BOX_K, box_rows, row_stride, tensor_map
 
@@ -243,7 +243,7 @@ def linear_wide(
 def _launch(
     m: int, n: int, k: int, dtype: torch.dtype, device: int, plan: WidePlan | None
 ) -> _Launch:
-    plan = plan or wide_plan(n, k, m, _multiprocessors(device))
+    plan = plan or wide_plan(n, k, m, multiprocessors(device))
     blocks_k = k_steps(k)
     if _most_sharers(plan, blocks_k) > _MOST_SHARERS:
         raise ValueError(f"{plan}: more than {_MOST_SHARERS} clusters have parts of a tile")
@@ -325,8 +325,3 @@ def macros(dtype: torch.dtype, tokens: int) -> dict[str, int | None]:
 def _row_pairs(n: int, tokens: int) -> int:
     """Pairs of tiles of W's rows: a cluster has both."""
     return -(-n // rows_of_pair(tokens))
-
-
-@lru_cache(maxsize=8)
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from halfbyte.dispatch import capability_of_gpu
+
 Argument = ctypes.Structure | ctypes.c_void_p | ctypes.c_int | ctypes.c_uint64
 
 _FOLDER = Path(__file__).parent
@@ -114,9 +116,9 @@ def load(
     """
     from cuda.bindings import driver
 
-    major, minor = torch.cuda.get_device_capability(device)
-    suffix = "a" if major >= 9 else ""
-    cubin = compile_source(name, dict(macros), f"sm_{major}{minor}{suffix}")
+    capability = capability_of_gpu(device)
+    suffix = "a" if capability >= 90 else ""
+    cubin = compile_source(name, dict(macros), f"sm_{capability}{suffix}")
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes sure that the context exists
         module = _check(driver.cuModuleLoadData(cubin))
