@@ -13,7 +13,7 @@ from kernels.decode_plans import Share, Step, make_plan, on_host, random_step, r
 
 pytestmark = needs_compiler
 
-KERNELS = ("merge_few", "merge_some", "merge_many")
+KERNELS = ("merge_few", "merge_several", "merge_some", "merge_many")
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 STEPS = {
     "one-long": Step([300_000], [1], kv_heads=1),
@@ -89,7 +89,7 @@ def row_of(share: Share) -> int:
 
 
 def check(step: Step, dtype: torch.dtype, seed: int, with_sinks: bool, with_lse: bool) -> None:
-    """All three kernels against the same sums, written among memory that must stay as it is."""
+    """All kernels against the same sums, written among memory that must stay as it is."""
     generator = torch.Generator().manual_seed(seed)
     heads, num_tokens = step.kv_heads * step.group, step.starts[-1]
     sinks = 8 * torch.randn(heads, generator=generator) if with_sinks else None

@@ -6,11 +6,12 @@ that each finds its data outside the caches. Plans, which depend on lengths alon
 A call that waits for the host cannot be captured: it
 is timed as it is, its launches included, and the times say so (`graph` is false).
 
-To start a graph takes 3 to 17 µs, depending on what the host does meanwhile, and is in both times.
-For calls of a few µs there is a third: `in_graph`, by a graph that holds a row of calls and before
-each of them a kernel that does next to nothing (`spacer`), less what those take by themselves. So
-nobody gains by beginning before a call of his own has ended, which in a model's step is not in
-front of him.
+Replays are asked for while another kernel keeps the GPU busy, so that none waits for the host, who
+takes 3 to 17 µs to start a graph: times are the GPU's. What it takes itself to start a graph, some 3
+µs for one and 1.5 in a row, is in both. For calls of a few µs there is a third: `in_graph`, by a
+graph that holds a row of calls and before each of them a kernel that does next to nothing
+(`spacer`), less what those take by themselves. So nobody gains by beginning before a call of his own
+has ended, which in a model's step is not in front of him.
 
 Where the times of several are compared to a few percent, their repetitions take turns
 (`measure_in_turns`): a GPU's clock moves while it works, and nobody shall have it to himself.
@@ -32,6 +33,9 @@ _SINGLES = 40
 _IN_A_ROW = 20
 _ROW_REPLAYS = 5
 """Of a graph of so many, in every round."""
+_HEAD_START_CYCLES = 2000 * 50
+"""Of the GPU's clock, which has up to 2,000 of them in a µs: how far the host is to be ahead of the
+GPU, and as much again for every replay but the first."""
 _BUDGET_US = {"cuda": 1e6, "cpu": 3e5}
 """Per series of repetitions: slow calls are repeated less often, down to three times."""
 
@@ -97,7 +101,6 @@ def measure_in_turns(
         rest_s: seconds that the machine rests before a subject's turn, so that nobody pays for the
             heat and power of the one before.
     """
-    elapsed = _gpu_microseconds if device.type == "cuda" else _cpu_microseconds
     budget = (_BUDGET_US[device.type] if budget_us is None else budget_us) / rounds
     turns = {name: cycle(subject.calls) for name, subject in subjects.items()}
     series: dict[str, list[_Series]] = {name: [] for name in subjects}
@@ -106,6 +109,7 @@ def measure_in_turns(
     for i in range(rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
             time.sleep(rest_s)
+            elapsed = _stopwatch(device, subjects[name].captured)
             series[name].append(_series(turns[name], elapsed, budget, rounds))
             if row := subjects[name].row:
                 in_graph[name] += _in_graph(row, budget)
@@ -194,14 +198,27 @@ def _in_graph(row: Row, budget: float) -> list[float]:
     """Times per call of some replays."""
     times: list[float] = []
     while len(times) < _ROW_REPLAYS and sum(times) * row.calls <= budget:
-        spaced, alone = _gpu_microseconds([row.replay]), _gpu_microseconds([row.spacers])
+        spaced, alone = _replay_microseconds([row.replay]), _replay_microseconds([row.spacers])
         times.append((spaced - alone) / row.calls)
     return times
 
 
-def _gpu_microseconds(calls: Sequence[Call]) -> float:
+def _stopwatch(device: torch.device, captured: bool) -> Callable[[Sequence[Call]], float]:
+    """What tells how long calls take, one after the other, in µs."""
+    if device.type != "cuda":
+        return _cpu_microseconds
+    return _replay_microseconds if captured else _gpu_microseconds
+
+
+def _replay_microseconds(replays: Sequence[Call]) -> float:
+    return _gpu_microseconds(replays, _HEAD_START_CYCLES * len(replays))
+
+
+def _gpu_microseconds(calls: Sequence[Call], head_start: int = 0) -> float:
     torch.cuda.synchronize()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if head_start:
+        torch.cuda._sleep(head_start)  # a kernel that only counts cycles
     begin.record()
     for call in calls:
         call()

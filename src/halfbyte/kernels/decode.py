@@ -26,7 +26,7 @@ _OVERHEAD_TOKENS = 64
 _MOST_PARTIAL_BYTES = 2**31
 _HEADER_INTS = 4
 _UNIT_INTS = 12
-_MERGE_THREADS = {"merge_few": 128, "merge_some": 128, "merge_many": 512}
+_MERGE_THREADS = {"merge_few": 128, "merge_several": 128, "merge_some": 128, "merge_many": 512}
 _PIECE_INTS = 8
 
 
@@ -134,7 +134,8 @@ def make_plan(
     capability = capability_of_gpu(device.index)
     way = variant(layout, group, num_tokens / num_seqs, batch_invariant, capability)
     assert way is not None, "the selection asks first"
-    slots = way.ctas * multiprocessors(device.index)
+    processors = multiprocessors(device.index)
+    slots = way.ctas * processors
     max_units = max(1, slots * way.units_per_cta // layout.num_kv_heads)
     max_pieces = num_tokens * group // way.columns + num_seqs
     fixed_span = 0
@@ -175,7 +176,11 @@ def make_plan(
         partial_out=torch.empty((rows, layout.head_size_v), dtype=torch.float32, device=device),
         partial_ml=torch.empty((rows, 2), dtype=torch.float32, device=device),
         slots=slots,
-        merge=_merge_kernel(max_units / max_pieces, batch_invariant),
+        merge=_merge_kernel(
+            max_units / max_pieces,
+            _slice_ctas(num_tokens * num_heads, layout.head_size_v) <= 2 * processors,
+            batch_invariant,
+        ),
     )
 
 
@@ -256,8 +261,8 @@ def decode(
     )
     rows = num_tokens * num_heads
     overlap = capability_of_gpu(query.device.index) >= 90
-    if plan.merge == "merge_few":
-        grid = -(-rows * layout.head_size_v // (4 * 128))
+    if plan.merge in ("merge_few", "merge_several"):
+        grid = _slice_ctas(rows, layout.head_size_v)
     else:
         grid = rows * (layout.head_size_v // 32)
     nvrtc.launch(kernels[plan.merge], grid, _MERGE_THREADS[plan.merge], [merge], overlap=overlap)
@@ -275,11 +280,23 @@ def _kernels(
     }
 
 
-def _merge_kernel(most_parts: float, batch_invariant: bool) -> str:
-    """The fastest for rows of up to so many parts; one for all where the order of sums counts."""
+def _merge_kernel(most_parts: float, find_room: bool, batch_invariant: bool) -> str:
+    """The fastest way known to merge; the same for all where the order of sums counts.
+
+    Args:
+        most_parts: units per piece that there may be, which is about half of the parts of a row.
+        find_room: whether CTAs of many registers find room on the GPU all at once.
+    """
     if batch_invariant:
         return "merge_some"
-    return "merge_few" if most_parts < 12 else "merge_some" if most_parts < 128 else "merge_many"
+    if most_parts < 12:
+        return "merge_several" if most_parts >= 3 and find_room else "merge_few"
+    return "merge_some" if most_parts < 128 else "merge_many"
+
+
+def _slice_ctas(rows: int, head_size_v: int) -> int:
+    """CTAs of the kernels that give a thread four dims of a row."""
+    return -(-rows * head_size_v // (4 * 128))
 
 
 def _rounded_up(x: int, multiple: int) -> int:

@@ -56,11 +56,10 @@ __device__ __forceinline__ void finish(const MergeParams& p, OutputRow row, int 
                                                      pack_output(acc.z * factor, acc.w * factor));
 }
 
-// For rows of few parts: DIMS / 4 lanes for a row and DIMS of its dims. Everything that a batch of
-// parts needs is asked for at once.
+// DIMS / 4 lanes for a row and DIMS of its dims. Everything that BATCH parts need is asked for at once.
 #define DIMS (HEAD_SIZE_V % 128 == 0 ? 128 : 64)
-#define BATCH 8
-extern "C" __global__ void __launch_bounds__(128) merge_few(MergeParams p) {
+template <int BATCH>
+__device__ __forceinline__ void merge_slice(const MergeParams& p) {
   constexpr int HEADS = KV_HEADS * GROUP, SLICES = HEAD_SIZE_V / DIMS, LANES = DIMS / 4;
   const int index = (blockIdx.x * 128 + threadIdx.x) / LANES;
   const int row = index / SLICES, token = row / HEADS, q_head = row % HEADS;
@@ -106,6 +105,11 @@ extern "C" __global__ void __launch_bounds__(128) merge_few(MergeParams p) {
   }
   finish(p, to, dim, acc, m, total, sink);
 }
+
+extern "C" __global__ void __launch_bounds__(128) merge_few(MergeParams p) { merge_slice<8>(p); }
+
+// Takes four times the registers: for rows that find room all at once.
+extern "C" __global__ void __launch_bounds__(128) merge_several(MergeParams p) { merge_slice<32>(p); }
 
 // For rows of many parts: a CTA per row and 32 of its dims, THREADS parts a round, in eight steps.
 #define STEPS 8
