@@ -158,3 +158,21 @@ def test_merge_of_random_batches() -> None:
     small = [s for s in steps if s.starts[-1] * s.group * s.kv_heads * s.head_size <= 32 * 500]
     for seed, step in enumerate(small[:8]):
         check(step, torch.float16, seed, with_sinks=seed % 2 == 0, with_lse=seed % 3 != 0)
+
+
+@pytest.mark.parametrize(
+    ("step", "kernel"),
+    [
+        (Step([100] * 64, [1] * 64, kv_heads=8), "merge_few"),
+        (Step([30_000] * 8, [1] * 8, kv_heads=8), "merge_several"),
+        (Step([30_000] * 60, [1] * 60, kv_heads=1), "merge_several"),
+        # Its rows do not find room at once.
+        (Step([30_000] * 60, [1] * 60, kv_heads=1, group=32, head_size=256), "merge_few"),
+        (Step([30_000] * 2, [1] * 2, kv_heads=8), "merge_some"),
+        (Step([300_000], [1], kv_heads=1), "merge_many"),
+        (Step([300_000], [1], kv_heads=1, batch_invariant=True), "merge_some"),
+    ],
+)
+def test_parts_and_rows_decide_the_kernel(step: Step, kernel: str) -> None:
+    with on_host(step):
+        assert make_plan(step).merge == kernel
