@@ -144,7 +144,9 @@ class Table(NamedTuple):
     units: int
     overhead: int
     pieces: int
-    piece_of_token: np.ndarray
+    token_records: np.ndarray
+    """`[tokens, 8]`: first piece of its sequence, where that begins, positions from one of them to
+    the next, number of tiles, first query token, and three ints of padding."""
     unit_records: np.ndarray
     """`[units that fit, 12]`: a piece, its index, and three ints of padding."""
     piece_records: np.ndarray
@@ -161,7 +163,7 @@ def read(plan: decode.Plan, num_tokens: int) -> Table:
         number_of_units,
         overhead,
         pieces,
-        data[4 : 4 + num_tokens],
+        data[4 : 4 + 8 * num_tokens].reshape(-1, 8),
         units[: len(units) // 12 * 12].reshape(-1, 12),
         data[view.pieces_offset :].reshape(-1, 8),
     )

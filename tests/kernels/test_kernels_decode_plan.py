@@ -77,7 +77,12 @@ def check_records(step: Step, table: Table, works: list[Work]) -> None:
         assert record[3] == tiles.start or not tiles
     assert all(a[0] <= b[0] for a, b in pairwise(pieces))
     first_pieces = np.cumsum([0, *(work.col_tiles for work in works)])[:-1]
-    assert table.piece_of_token.tolist() == np.repeat(first_pieces, step.queries).tolist()
+    assert table.token_records[:, 0].tolist() == np.repeat(first_pieces, step.queries).tolist()
+    for first, begin, cost, tiles, q_begin in table.token_records[:, :5].tolist():
+        same = pieces[pieces[:, 1] == pieces[first, 1]]
+        assert same[:, 0].tolist() == [begin + i * cost for i in range(len(same))]
+        assert (same[:, 4] == tiles).all()
+        assert (same[:, 6] == q_begin).all()
     for record in table.unit_records[: table.units]:
         assert record[:8].tolist() == pieces[record[8]].tolist()
 
@@ -176,7 +181,7 @@ def check(step: Step) -> Table:
     assert table.pieces == sum(work.col_tiles for work in works)
     assert table.units <= max_units
     assert (memory[len(plan.data) :] == UNTOUCHED).all()
-    assert (memory[4 + num_tokens : plan.view.units_offset] == UNTOUCHED).all()
+    assert (memory[4 + 8 * num_tokens : plan.view.units_offset] == UNTOUCHED).all()
     assert (table.unit_records[table.units :] == UNTOUCHED).all()
     assert (table.piece_records[table.pieces :] == UNTOUCHED).all()
     fixed = (512 // tile, 0)

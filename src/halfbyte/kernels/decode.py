@@ -25,6 +25,7 @@ _OVERHEAD_TOKENS = 64
 """To begin a piece takes about as long as so many tokens."""
 _MOST_PARTIAL_BYTES = 2**31
 _HEADER_INTS = 4
+_TOKEN_INTS = 8
 _UNIT_INTS = 12
 _MERGE_THREADS = {"merge_few": 128, "merge_several": 128, "merge_some": 128, "merge_many": 512}
 _PIECE_INTS = 8
@@ -149,7 +150,7 @@ def make_plan(
             f"batch_invariant: {num_seqs} sequences of up to {max_pages} pages need "
             f"{rows * layout.head_size_v >> 18} MiB for results of parts; ask for backend 'triton'"
         )
-    units_offset = _rounded_up(_HEADER_INTS + num_tokens, 8)
+    units_offset = _rounded_up(_HEADER_INTS + _TOKEN_INTS * num_tokens, 8)
     pieces_offset = _rounded_up(units_offset + _UNIT_INTS * max_units, 8)
     data = torch.empty(pieces_offset + _PIECE_INTS * max_pieces, dtype=torch.int32, device=device)
     params = _PlanParams(

@@ -25,14 +25,11 @@ constexpr u64 PART_STRIDE = KV_HEADS * COLS;
 
 __device__ __forceinline__ Parts find_parts(const PlanView& plan, int token, int q_head) {
   const PlanHeader header = plan.header();
-  const int first_piece = plan.piece_of_token(token);
-  Piece piece = plan.piece(first_piece);
-  const int column = (token - piece.q_begin) * GROUP + q_head % GROUP;
-  const int index = first_piece + column / COLS;
-  if (column >= COLS) piece = plan.piece(index);
-  const int begin = piece.begin + header.overhead;
-  const int unit = begin / header.span;
-  const int count = piece.num_tiles > 0 ? (begin + piece.num_tiles - 1) / header.span - unit + 1 : 0;
+  const TokenPieces pieces = plan.pieces_of(token);
+  const int column = (token - pieces.q_begin) * GROUP + q_head % GROUP, col_tile = column / COLS;
+  const int begin = pieces.begin + col_tile * pieces.cost + header.overhead;
+  const int unit = begin / header.span, index = pieces.first + col_tile;
+  const int count = pieces.num_tiles > 0 ? (begin + pieces.num_tiles - 1) / header.span - unit + 1 : 0;
   return {(u64)(unit + index) * PART_STRIDE + q_head / GROUP * COLS + column % COLS, count};
 }
 

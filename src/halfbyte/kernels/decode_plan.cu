@@ -129,7 +129,11 @@ extern "C" __global__ void __launch_bounds__(1024) plan_work(PlanParams p) {
       const int length = p.seq_lens[s];
       const int q_begin = p.query_start_loc[s];
       const int queries = p.query_start_loc[s + 1] - q_begin;
-      for (int q = 0; q < queries; q++) p.plan[4 + q_begin + q] = first;
+      for (int q = 0; q < queries; q++) {
+        int4* token = (int4*)(p.plan + 4) + 2 * (q_begin + q);
+        token[0] = make_int4(first, position, cost, work.tiles);
+        token[1] = make_int4(q_begin, 0, 0, 0);
+      }
       for (int i = 0; i < work.pieces; i++) {
         int4* piece = (int4*)(p.plan + p.pieces_offset) + 2 * (first + i);
         const int4 a = make_int4(position, s, i, work.first_tile);

@@ -29,10 +29,20 @@ struct Piece {
   int queries;     // its sequence's query tokens
 };
 
-// The plan is one int32 array: this header, the first piece of every query token's sequence, the
-// units, and the pieces.
+// The plan is one int32 array: this header, the pieces of every query token's sequence, the units, and
+// the pieces.
 struct PlanHeader {
   int span, units, overhead, pieces;
+};
+
+// The pieces of a sequence lie side by side and are alike, so that one look tells where the parts of a
+// token's rows are.
+struct TokenPieces {
+  int first;      // its index
+  int begin;      // its first position on the line
+  int cost;       // positions from one to the next
+  int num_tiles;  // of each
+  int q_begin;    // the sequence's first query token
 };
 
 // A unit begins in this piece; a copy of it, so that a warp knows its work after one look.
@@ -49,7 +59,11 @@ struct PlanView {
     const int4 x = *(const int4*)data;
     return {x.x, x.y, x.z, x.w};
   }
-  __device__ __forceinline__ int piece_of_token(int token) const { return data[4 + token]; }
+  __device__ __forceinline__ TokenPieces pieces_of(int token) const {
+    const int4* x = (const int4*)(data + 4) + 2 * token;
+    const int4 a = x[0];
+    return {a.x, a.y, a.z, a.w, x[1].x};
+  }
   __device__ __forceinline__ Piece piece(int i) const {
     const int4* x = (const int4*)(data + pieces_offset) + 2 * i;
     const int4 a = x[0], b = x[1];
