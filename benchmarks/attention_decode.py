@@ -4,7 +4,8 @@
         --out benchmarks/results/attention_decode.json
     python benchmarks/attention_decode.py
 
-The first measures, on a GPU with FlashInfer installed; the second writes.
+The first measures, on a GPU with FlashInfer installed; the second writes. Prefill is in
+`attention_prefill.json`: the run that is committed ended before it came to those cases.
 """
 
 import json
