@@ -53,9 +53,8 @@ _BOUNDS = (
 def judged_by(on_gpu: bool) -> tuple[str, ...]:
     """The timings that bounds go by, the first of which is shown.
 
-    On a GPU a layer's time in a graph among others. Graphs of a single call take longer to start
-    than many of these calls to run, and how long depends on the host; those times are in the
-    report, too.
+    On a GPU a layer's time in a graph among others. To start a graph of a single call takes the
+    GPU up to half as long as the shortest of them; those times are in the report, too.
     """
     return ("in_graph",) if on_gpu else ("back_to_back", "single")
 

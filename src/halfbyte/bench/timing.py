@@ -8,7 +8,7 @@ is timed as it is, its launches included, and the times say so (`graph` is false
 
 Replays are asked for while another kernel keeps the GPU busy, so that none waits for the host, who
 takes 3 to 17 µs to start a graph: times are the GPU's. What it takes itself to start a graph, some
-3 µs for one and 1.5 in a row, is in both. For calls of a few µs there is a third: `in_graph`, by a
+3 µs for one and 2 in a row, is in both. For calls of a few µs there is a third: `in_graph`, by a
 graph that holds a row of calls and before each of them a kernel that does next to nothing
 (`spacer`), less what those take by themselves. So nobody gains by beginning before a call of his
 own has ended, which in a model's step is not in front of him.

@@ -108,8 +108,8 @@ def variant(
     """The fastest way known to compile for some work on a GPU; None if its memory is too small.
 
     Eight warps on a multiprocessor saturate the memory of an H200 and leave them 255 registers
-    each; more warps measured the same or slower. With 16-bit caches they need rings of about 27
-    KiB. With nvfp4, where a byte is more work, two tiles of at most 18 KiB are up to 6 % faster:
+    each; more warps measured the same or slower. With fp8 and 16-bit caches they need rings of
+    24 KiB. With nvfp4, where a byte is more work, two tiles of at most 18 KiB are up to 6 % faster:
     what else is asked for waits behind less.
 
     Args:
