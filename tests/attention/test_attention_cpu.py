@@ -12,7 +12,12 @@ from halfbyte.attention import ATTENTION_BACKENDS, paged_attention
 from halfbyte.attention import cpu as backend
 from halfbyte.kernels import cpu_library
 from halfbyte.kernels.cpu_library import LEVELS, library, set_level
-from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY, read_tokens
+from halfbyte.kvcache import (
+    KV_CACHE_QUANT_REGISTRY,
+    read_tokens,
+    reshape_and_cache,
+    token_io,
+)
 from halfbyte.layouts import PageLayout
 
 needs_library = pytest.mark.skipif(library() is None, reason="built without a C++ compiler")
@@ -299,14 +304,23 @@ def test_without_the_library_the_reference_stands_in_and_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     case = make_case(query_dtype=torch.float32)
-    monkeypatch.setattr(backend, "library", lambda: None)
+    for module in (backend, cpu_library):
+        monkeypatch.setattr(module, "library", lambda: None)
     monkeypatch.setattr(backend, "current_compute_capability", lambda: 0)
-    backend._log_missing_once.cache_clear()
-    with caplog.at_level(logging.WARNING, logger="halfbyte"):
-        for _ in range(3):
+    cpu_library.say_missing.cache_clear()
+    token_io._cpu_store.cache_clear()
+    with caplog.at_level(logging.INFO, logger="halfbyte"):
+        for block_size in (8, 16):
+            layout = PageLayout("nvfp4", "nvfp4", 16, None, 1, block_size)
+            pages = torch.zeros(1, layout.page_bytes, dtype=torch.uint8)
+            key, slots = torch.zeros(1, 1, 16), torch.zeros(1, dtype=torch.int64)
+            reshape_and_cache(key, key, pages, slots, layout, 1.0, 1.0)
             out = paged_attention(case.query, case.pages, **case.arguments())
+    token_io._cpu_store.cache_clear()
     exact, _ = case.expected()
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
-    assert caplog.text.count("the CPU kernel was not built") == 1
+    assert [record.message for record in caplog.records] == [
+        "the CPU kernels were not built (no C++ compiler?): the reference stands in"
+    ]
     with pytest.raises(ValueError, match="without a C\\+\\+ compiler"):
         paged_attention(case.query, case.pages, backend="cpu", **case.arguments())

@@ -280,14 +280,15 @@ def test_cuda_attention_batch_invariant_rows_are_bitwise_equal() -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_attention_in_a_graph_follows_changing_lengths() -> None:
+@pytest.mark.parametrize("scales_on", ["cpu", "cuda"])
+def test_cuda_attention_in_a_graph_follows_changing_lengths(scales_on: str) -> None:
     case = make_case(**DECODE_CASES["ragged"])
     arguments: dict[str, Any] = {
         name: value.cuda() if isinstance(value, torch.Tensor) else value
         for name, value in case.arguments().items()
     }
     for name in ("k_scale", "v_scale"):
-        arguments[name] = torch.tensor(arguments[name]).cuda()
+        arguments[name] = torch.tensor(arguments[name], device=scales_on)
     query, pages = case.query.cuda(), case.pages.cuda()
     out = torch.zeros(*query.shape[:2], 128, dtype=query.dtype, device="cuda")
 

@@ -1,5 +1,6 @@
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -205,6 +206,12 @@ def test_paged_attention_in_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -
         ({"k_scale": 0.0}, "k_scale: expected a positive finite number"),
         ({"v_scale": torch.inf}, "v_scale: expected a positive finite number"),
         ({"v_scale": None}, "v_scale: expected a positive finite number, got None"),
+        ({"k_scale": 1e-50}, "k_scale: expected a positive finite number"),
+        ({"scale": None}, "scale: expected a finite number, got None"),
+        ({"softcap": "50"}, "softcap: expected a positive finite number, got '50'"),
+        ({"block_tables": [[0]]}, "block_tables: expected a tensor, got list"),
+        ({"sinks": [0.0] * 8}, "sinks: expected a tensor, got list"),
+        ({"seq_lens": None}, "seq_lens: expected a tensor, got NoneType"),
         ({"k_scale": torch.ones(2)}, r"k_scale: expected one element, got \(2,\)"),
         ({"out": torch.zeros(24, 8, 32)}, "out: expected"),
         ({"backend": "nonsense"}, "unknown 'nonsense'"),
@@ -215,6 +222,51 @@ def test_paged_attention_refuses(change: dict, message: str) -> None:
     case = make_case()
     with pytest.raises(ValueError, match=message):
         paged_attention(case.query, case.pages, **{**case.arguments(), **change})
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_formats_without_a_global_scale_ignore_what_is_given(backend: str | None) -> None:
+    case = make_case(k_dtype="bfloat16", v_dtype="mxfp4")
+    arguments = {**case.arguments(), "backend": backend}
+    plain = paged_attention(case.query, case.pages, **arguments)
+    for scale in (None, 0.0, torch.ones(2)):
+        given = {**arguments, "k_scale": scale, "v_scale": scale}
+        assert torch.equal(paged_attention(case.query, case.pages, **given), plain)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_global_scale_may_be_any_number_or_scalar(backend: str | None) -> None:
+    case = make_case()
+    arguments = {**case.arguments(), "backend": backend}
+    plain = paged_attention(case.query, case.pages, **arguments)
+    for kind in (np.float32, np.float64, torch.tensor, lambda x: torch.tensor([x])):
+        given = {**arguments, "k_scale": kind(case.k_scale), "v_scale": kind(case.v_scale)}
+        assert torch.equal(paged_attention(case.query, case.pages, **given), plain)
+
+
+@pytest.mark.parametrize("capability", [0, 80, 90, 100])
+def test_explanation_says_what_runs_for_rows_that_must_not_depend_on_the_batch(
+    capability: int,
+) -> None:
+    case = make_case()
+    config = AttentionConfig(
+        layout=case.layout,
+        num_heads=8,
+        query_dtype=torch.bfloat16,
+        device_type="cuda" if capability else "cpu",
+        num_tokens=2,
+        num_seqs=2,
+        batch_invariant=True,
+        compute_capability=capability,
+    )
+    chosen = ATTENTION_BACKENDS.select(config, compute_capability=capability)
+    verdicts = ATTENTION_BACKENDS.explain(config, capability)
+    assert chosen.name == next(verdict.name for verdict in verdicts if verdict.usable)
+    assert chosen.name == ("triton" if capability else "cpu")
+    if capability:
+        assert ("cuda", False) in [(verdict.name, verdict.usable) for verdict in verdicts]
+        asked = ATTENTION_BACKENDS.select(config, "cuda", capability)
+        assert asked.name == "cuda"
 
 
 def test_paged_attention_refuses_queries_and_pages_of_another_layout() -> None:

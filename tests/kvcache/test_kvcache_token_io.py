@@ -347,6 +347,8 @@ SLOT_MAPPING = torch.tensor([0, 1])
         pytest.param({"k_scale": 0.0}, "scale", id="zero_k_scale"),
         pytest.param({"v_scale": math.nan}, "scale", id="nan_v_scale"),
         pytest.param({"v_scale": -1.0}, "scale", id="negative_v_scale"),
+        pytest.param({"k_scale": None}, "k_scale: expected a positive", id="no_k_scale"),
+        pytest.param({"slot_mapping": [0, 1]}, "slot_mapping: expected a tensor", id="list"),
     ],
 )
 def test_reshape_and_cache_refuses_and_leaves_the_pages(

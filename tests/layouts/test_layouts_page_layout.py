@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -214,6 +215,12 @@ def test_head_size_v_defaults_to_head_size() -> None:
     assert (layout.order, layout.v_scale_layout) == ("HND", "linear")
 
 
+def test_sizes_become_plain_integers() -> None:
+    layout = make(block_size=torch.tensor(4), head_size=np.int64(64))
+    assert layout == make()
+    assert all(type(x) is int for x in (layout.block_size, layout.head_size, layout.page_bytes))
+
+
 def test_layouts_are_values() -> None:
     assert make("fp8") == make("fp8_e4m3")
     assert hash(make("fp8")) == hash(make("fp8_e4m3"))
@@ -277,6 +284,7 @@ def test_linear_position_is_the_identity() -> None:
         pytest.param({"block_size": 0}, "block_size.*0", id="block-size-0"),
         pytest.param({"num_kv_heads": -1}, "num_kv_heads.*-1", id="heads-negative"),
         pytest.param({"head_size": 0}, "head_size.*0", id="head-size-0"),
+        pytest.param({"head_size": 64.0}, "head_size: expected an integer, got 64.0", id="float"),
         pytest.param({"head_size": 72}, "head_size.*16.*72", id="head-size-72"),
         pytest.param({"head_size_v": 8}, "head_size_v.*16.*8", id="head-size-v-8"),
         pytest.param({"k": "mxfp4", "head_size": 48}, "head_size.*32.*48", id="mxfp4-48"),
@@ -335,4 +343,5 @@ def test_misaligned_pages_are_refused(dtype: str) -> None:
         layout.views(wide[:, 1 : size + 1])
     with pytest.raises(ValueError, match="multiples of"):
         layout.views(torch.zeros(2, size + 1, dtype=torch.uint8))
+    assert layout.views(torch.zeros(1, size + 1, dtype=torch.uint8)).k_data.shape[0] == 1
     make("nvfp4", "fp8").views(torch.zeros(2, size + 1, dtype=torch.uint8)[:, 1:])

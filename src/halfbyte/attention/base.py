@@ -30,6 +30,7 @@ class AttentionConfig:
     has_sinks: bool = False
     softcap: float | None = None
     batch_invariant: bool = False
+    """A row must not depend on the rest of the batch, nor the choice of a backend."""
     return_lse: bool = False
     aligned_pages: bool = True
     """Whether pages begin at multiples of 16 bytes, less than 4 GiB apart."""

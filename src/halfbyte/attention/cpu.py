@@ -1,15 +1,11 @@
 """C++ on CPUs: every format, packed NVFP4 read in place, with AVX-512, AVX2 or plain loops."""
 
-import logging
-from functools import lru_cache
 from typing import ClassVar
 
 from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
 from halfbyte.dispatch import CPU, Answer, current_compute_capability
 from halfbyte.kernels.attention_cpu import attention_cpu
-from halfbyte.kernels.cpu_library import library
-
-logger = logging.getLogger("halfbyte")
+from halfbyte.kernels.cpu_library import library, say_missing
 
 
 class CpuAttention(AttentionBackend):
@@ -22,7 +18,7 @@ class CpuAttention(AttentionBackend):
         """Wherever the kernel was built; every machine has a CPU."""
         if library() is None:
             if current_compute_capability() == CPU:  # elsewhere hardly anyone will miss it
-                _log_missing_once()
+                say_missing()
             return False, "was not built: the package was installed without a C++ compiler"
         return True, "reads packed pages"
 
@@ -52,8 +48,3 @@ class CpuAttention(AttentionBackend):
             inputs.out,
             inputs.lse,
         )
-
-
-@lru_cache(maxsize=1)
-def _log_missing_once() -> None:
-    logger.warning("the CPU kernel was not built (no C++ compiler?): the reference stands in")

@@ -88,5 +88,5 @@ def _decode(inputs: AttentionInputs) -> None:
 
 def _on_device(scale: float | torch.Tensor, device: torch.device) -> torch.Tensor:
     if isinstance(scale, torch.Tensor):
-        return scale.to(device, torch.float32)
+        return scale.float()
     return torch.full((), scale, dtype=torch.float32, device=device)

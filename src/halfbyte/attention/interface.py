@@ -4,6 +4,7 @@ import math
 import operator
 import os
 from collections.abc import Sequence
+from numbers import Real
 from typing import Literal, overload
 
 import numpy as np
@@ -11,15 +12,49 @@ import torch
 
 from halfbyte.attention.base import (
     AttentionBackend,
+    AttentionConfig,
     AttentionInputs,
     AttentionPlans,
 )
-from halfbyte.dispatch import Registry
-from halfbyte.layouts import PageLayout
+from halfbyte.dispatch import Registry, Verdict
+from halfbyte.layouts import KVCacheDType, PageLayout
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
-ATTENTION_BACKENDS: Registry[AttentionBackend] = Registry(
+# One for every batch: which backend is best depends on what else is in it.
+_BATCH_INVARIANT = ("triton", "cpu", "reference")
+
+
+class _AttentionBackends(Registry[AttentionBackend]):
+    """Rows that must not depend on the batch go to backends that take every batch."""
+
+    def explain(
+        self, config: AttentionConfig | None = None, compute_capability: int | None = None
+    ) -> list[Verdict]:
+        verdicts = super().explain(config, compute_capability)
+        if config is None or not config.batch_invariant:
+            return verdicts
+        reason = "batch-invariant by itself, but not chosen: does not take every batch"
+        return [
+            verdict._replace(usable=False, reason=reason)
+            if verdict.usable and verdict.name not in _BATCH_INVARIANT
+            else verdict
+            for verdict in verdicts
+        ]
+
+    def select(
+        self,
+        config: AttentionConfig,
+        explicit: str | None = None,
+        compute_capability: int | None = None,
+        among: Sequence[str] | None = None,
+    ) -> type[AttentionBackend]:
+        if among is None and config.batch_invariant:
+            among = _BATCH_INVARIANT
+        return super().select(config, explicit, compute_capability, among)
+
+
+ATTENTION_BACKENDS = _AttentionBackends(
     "attention backend",
     {
         "cuda": "halfbyte.attention.cuda:CudaAttention",
@@ -112,9 +147,11 @@ def paged_attention(
         query_start_loc: int32 `[sequences + 1]`, ascending from 0 to `tokens`.
         seq_lens: int32 `[sequences]`, tokens in the cache, the queries included. A sequence shorter
             than its queries (padding of a captured graph) leaves 0 in rows that attend to nothing.
-        block_tables: int32 `[sequences, max_pages]`, page numbers in order of tokens.
+        block_tables: int32 `[sequences, max_pages]`, page numbers in order of tokens. Those of
+            pages before the window, of which nothing is attended to, must be numbers of pages, too.
         scale: multiplies the dot products, usually `head_size ** -0.5`.
-        k_scale, v_scale: decode multipliers, floats or float32 scalar tensors.
+        k_scale, v_scale: decode multipliers, floats or float32 scalar tensors; formats without a
+            global scale ignore them.
         sliding_window: w attends to keys k with `q - k < w`; None for no window.
         sinks: `[heads]` learned logits that join every row's softmax denominator.
         softcap: scores become `softcap * tanh(score / softcap)`.
@@ -131,6 +168,19 @@ def paged_attention(
     Raises:
         ValueError: arguments that do not fit each other, or a backend that cannot do the work.
     """
+    tensors = {
+        "query": query,
+        "pages": pages,
+        "query_start_loc": query_start_loc,
+        "seq_lens": seq_lens,
+        "block_tables": block_tables,
+        "sinks": sinks,
+        "out": out,
+    }
+    for name, tensor in tensors.items():
+        optional = name in ("sinks", "out")
+        if not isinstance(tensor, torch.Tensor) and not (optional and tensor is None):
+            raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     inputs = AttentionInputs(
         query=query,
         pages=pages,
@@ -139,8 +189,8 @@ def paged_attention(
         seq_lens=seq_lens,
         block_tables=block_tables,
         scale=scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        k_scale=_multiplier("k_scale", k_scale, layout.k_dtype, query.device),
+        v_scale=_multiplier("v_scale", v_scale, layout.v_dtype, query.device),
         sliding_window=_window(sliding_window, _capacity(block_tables, layout)),
         sinks=sinks,
         softcap=softcap or None,
@@ -155,10 +205,6 @@ def paged_attention(
     return result if inputs.lse is None else (result, inputs.lse)
 
 
-# One for every batch: which backend is best depends on what else is in it.
-_BATCH_INVARIANT = ("triton", "cpu", "reference")
-
-
 def run(
     inputs: AttentionInputs, backend: str | None = None, among: Sequence[str] | None = None
 ) -> None:
@@ -166,8 +212,6 @@ def run(
 
     It is chosen once for all calls that share plans and ask for the same work.
     """
-    if inputs.batch_invariant and among is None:
-        among = _BATCH_INVARIANT
     config = inputs.config()
     chosen = inputs.plans.get(
         ("backend", backend, None if among is None else tuple(among), config),
@@ -194,12 +238,18 @@ def _capacity(block_tables: torch.Tensor, layout: PageLayout) -> int:
     return block_tables.shape[-1] * layout.block_size if block_tables.dim() else 0
 
 
-def _check_multiplier(name: str, scale: float | torch.Tensor) -> None:
-    if isinstance(scale, torch.Tensor):
-        if scale.numel() != 1:
-            raise ValueError(f"{name}: expected one element, got {tuple(scale.shape)}")
-    elif not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
-        raise ValueError(f"{name}: expected a positive finite number, got {scale!r}")
+def _multiplier(
+    name: str, scale: float | torch.Tensor, dtype: KVCacheDType, device: torch.device
+) -> float | torch.Tensor:
+    """A number, or a tensor on the device; 1 for formats without a global scale."""
+    if not dtype.has_global_scale:
+        return 1.0
+    if not isinstance(scale, torch.Tensor):
+        return dtype.check_multiplier(scale, name)
+    if scale.numel() != 1:
+        raise ValueError(f"{name}: expected one element, got {tuple(scale.shape)}")
+    # What lies on the host goes as a number: a copy would wait for the GPU, and break a capture.
+    return float(scale) if scale.device.type == "cpu" else scale.to(device)
 
 
 def _check(inputs: AttentionInputs) -> None:
@@ -233,13 +283,11 @@ def _check(inputs: AttentionInputs) -> None:
         raise ValueError(f"out: expected float {expected_out}, got {out.dtype} {tuple(out.shape)}")
     if inputs.sinks is not None and tuple(inputs.sinks.shape) != (query.shape[1],):
         raise ValueError(f"sinks: expected [{query.shape[1]}], got {tuple(inputs.sinks.shape)}")
-    if inputs.softcap is not None and not 0 < inputs.softcap < math.inf:
-        raise ValueError(f"softcap: expected a positive finite number, got {inputs.softcap}")
-    if not math.isfinite(inputs.scale):
-        raise ValueError(f"scale: expected a finite number, got {inputs.scale}")
-    for name, dtype in (("k_scale", layout.k_dtype), ("v_scale", layout.v_dtype)):
-        if dtype.has_global_scale:
-            _check_multiplier(name, getattr(inputs, name))
+    softcap, scale = inputs.softcap, inputs.scale
+    if softcap is not None and not (isinstance(softcap, Real) and 0 < softcap < math.inf):
+        raise ValueError(f"softcap: expected a positive finite number, got {softcap!r}")
+    if not (isinstance(scale, Real) and math.isfinite(scale)):
+        raise ValueError(f"scale: expected a finite number, got {scale!r}")
     for name in ("pages", "query_start_loc", "seq_lens", "block_tables", "sinks", "given_out"):
         tensor = getattr(inputs, name)
         if tensor is not None and tensor.device != query.device:

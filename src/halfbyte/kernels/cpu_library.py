@@ -5,6 +5,7 @@ chosen when it runs.
 """
 
 import ctypes
+import logging
 import struct
 from functools import lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -38,6 +39,8 @@ FORMATS = {
 FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """The formats that tensors have."""
 
+logger = logging.getLogger("halfbyte")
+
 _LAYOUT = struct.Struct("12q8i")
 
 
@@ -66,6 +69,12 @@ def library() -> ctypes.CDLL | None:
             loaded.halfbyte_use_openmp(_openmp_of_torch())
             return loaded
     return None
+
+
+@lru_cache(maxsize=1)
+def say_missing() -> None:
+    """One line in the log, whatever misses the kernels first."""
+    logger.warning("the CPU kernels were not built (no C++ compiler?): the reference stands in")
 
 
 def set_level(name: str) -> str:

@@ -9,7 +9,6 @@ in a CUDA graph. Slots are read by the kernel and may change between replays.
 # mypy: disable-error-code="no-untyped-def"
 
 import ctypes
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -155,8 +154,8 @@ def store_tokens(
         k_scale, v_scale: floats, or float32 tensors of one element; one on a GPU is read there.
 
     Raises:
-        ValueError: a float scale that is not positive and finite, a scale of several elements, or
-            pages whose alignment does not suit a 16- or 32-bit format.
+        ValueError: a float scale that `KVCacheDType.check_multiplier` refuses, a scale of several
+            elements, or pages whose alignment does not suit a 16- or 32-bit format.
     """
     num_slots = slot_mapping.shape[0]
     if num_slots == 0:
@@ -244,8 +243,4 @@ def _multiplier(
         if scale.device == device or scale.device.type != "cpu":
             return scale.to(device, torch.float32)
         return ctypes.c_float(float(scale)).value
-    multiplier = ctypes.c_float(scale).value
-    # What FP8 divides by may round to 0 or infinity, as in the oracle.
-    if not 0 < (multiplier if dtype.is_nvfp4 else scale) < math.inf:
-        raise ValueError(f"{name}: expected a positive finite float32, got {scale}")
-    return multiplier
+    return dtype.check_multiplier(scale, name)

@@ -20,8 +20,6 @@ def unsupported_reason(
     for name, dtype in (("key", key_dtype), ("value", value_dtype)):
         if dtype not in FLOATS:
             return f"takes {name} in bfloat16, float16 or float32, not {dtype}"
-    if library() is None:
-        return "was not built: the package was installed without a C++ compiler"
     return None
 
 
@@ -43,9 +41,9 @@ def store_tokens_cpu(
         k_scale, v_scale: floats, or float32 tensors of one element.
 
     Raises:
-        ValueError: a slot past the last page (then nothing is written), a float scale that is not
-            positive and finite, a scale of several elements, or pages whose alignment does not
-            suit a 16- or 32-bit format.
+        ValueError: a slot past the last page (then nothing is written), a float scale that
+            `KVCacheDType.check_multiplier` refuses, a scale of several elements, or pages whose
+            alignment does not suit a 16- or 32-bit format.
     """
     loaded = library()
     assert loaded is not None
@@ -82,13 +80,7 @@ def _multiplier(name: str, scale: float | torch.Tensor, dtype: KVCacheDType) -> 
         if scale.numel() != 1:
             raise ValueError(f"{name}: expected one element, got {tuple(scale.shape)}")
         return float(scale)
-    try:
-        rounded: float = struct.unpack("f", struct.pack("f", scale))[0]
-    except OverflowError:
-        rounded = float("inf")
-    if not 0 < rounded < float("inf"):
-        raise ValueError(f"{name}: expected a positive finite float32, got {scale}")
-    return rounded
+    return dtype.check_multiplier(scale, name)
 
 
 @lru_cache(maxsize=256)

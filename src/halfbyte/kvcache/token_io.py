@@ -39,7 +39,7 @@ def reshape_and_cache(
     captured in a CUDA graph; it skips slots past the last page, and raises for them only where
     `HALFBYTE_DEBUG=1` is set, which makes every call wait. On a CPU it is a C++ kernel, where a
     compiler was at hand at installation. Elsewhere it is `reshape_and_cache_reference`, whose
-    bytes are the same.
+    bytes are the same but for the payload of a NaN in a cache of floats.
 
     Args:
         key: float16, bfloat16 or float32 `[tokens, num_kv_heads, head_size]`, any strides.
@@ -164,8 +164,11 @@ def _cpu_store(
     layout: PageLayout, key_dtype: torch.dtype, value_dtype: torch.dtype
 ) -> _Store | None:
     """The store kernel for such inputs, which raises for slots past the last page by itself."""
-    from halfbyte.kernels import store_cpu
+    from halfbyte.kernels import cpu_library, store_cpu
 
+    if cpu_library.library() is None:
+        cpu_library.say_missing()
+        return None
     reason = store_cpu.unsupported_reason(layout, key_dtype, value_dtype)
     if reason is None:
         return store_cpu.store_tokens_cpu
@@ -210,6 +213,12 @@ def _check_write(
     slot_mapping: torch.Tensor,
     layout: PageLayout,
 ) -> None:
+    for name, x in (
+        *(("key", key), ("value", value), ("pages", pages)),
+        ("slot_mapping", slot_mapping),
+    ):
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(f"{name}: expected a tensor, got {type(x).__name__}")
     layout.check_pages(pages)
     for name, x, head_size in (
         ("key", key, layout.head_size),

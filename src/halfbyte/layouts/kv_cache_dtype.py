@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Mapping
 from enum import StrEnum
+from numbers import Real
 from typing import Any
 
 import torch
@@ -155,6 +158,22 @@ class KVCacheDType(StrEnum):
             raise ValueError(
                 f"{name}: {self} needs a positive multiple of {multiple}, got {head_size}"
             )
+
+    def check_multiplier(self, scale: float, name: str) -> float:
+        """A global scale that is given as a number, rounded to float32; 1 for formats without one.
+
+        What FP8 divides by may round to 0 or infinity, as in the oracle.
+
+        Raises:
+            ValueError: not a positive finite number, or none that nvfp4 has in float32.
+        """
+        if not self.has_global_scale:
+            return 1.0
+        number = float(scale) if isinstance(scale, Real) else math.nan
+        rounded = ctypes.c_float(number).value
+        if not 0 < (rounded if self.is_nvfp4 else number) < math.inf:
+            raise ValueError(f"{name}: expected a positive finite number, got {scale!r}")
+        return rounded
 
 
 def _as_mapping(config: Any) -> Mapping[str, Any]:

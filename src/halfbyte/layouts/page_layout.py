@@ -11,6 +11,7 @@ alone, so code that indexes them serves both. Pages are rows of a uint8 tensor w
 exceed `page_bytes`: padding, and pools in which the layers of a group lie side by side.
 """
 
+import operator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -63,8 +64,8 @@ class PageLayout:
         v_scale_layout: `linear`, or `sm100` for V scales as the trtllm-gen reader wants them.
 
     Raises:
-        ValueError: a size that is not positive, a head size that the format cannot store, an
-            unknown order, or `sm100` where it cannot be.
+        ValueError: a size that is not a positive integer, a head size that the format cannot
+            store, an unknown order, or `sm100` where it cannot be.
     """
 
     k_dtype: KVCacheDType
@@ -90,10 +91,12 @@ class PageLayout:
         fields = {
             "k_dtype": KVCacheDType.parse(k_dtype),
             "v_dtype": KVCacheDType.parse(v_dtype),
-            "head_size": head_size,
-            "head_size_v": head_size if head_size_v is None else head_size_v,
-            "num_kv_heads": num_kv_heads,
-            "block_size": block_size,
+            "head_size": _integer("head_size", head_size),
+            "head_size_v": _integer(
+                "head_size_v", head_size if head_size_v is None else head_size_v
+            ),
+            "num_kv_heads": _integer("num_kv_heads", num_kv_heads),
+            "block_size": _integer("block_size", block_size),
             "order": order,
             "v_scale_layout": v_scale_layout,
         }
@@ -194,7 +197,7 @@ class PageLayout:
     def _view(self, pages: torch.Tensor, region: Region) -> torch.Tensor:
         raw = pages.as_strided(
             (pages.shape[0], self.block_size, self.num_kv_heads, region.width),
-            (pages.stride(0), region.token_stride, region.head_stride, 1),
+            (page_stride(pages), region.token_stride, region.head_stride, 1),
             pages.storage_offset() + region.offset,
         )
         if region.dtype.itemsize > 1 and (
@@ -223,6 +226,13 @@ class PageLayout:
             self.order,
             self.v_scale_layout,
         )
+
+
+def _integer(name: str, size: int) -> int:
+    try:
+        return operator.index(size)
+    except TypeError:
+        raise ValueError(f"{name}: expected an integer, got {size!r}") from None
 
 
 def page_stride(pages: torch.Tensor) -> int:
