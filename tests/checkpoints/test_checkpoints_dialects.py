@@ -1,12 +1,15 @@
 import json
 import re
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from checkpoints.folders import declaration
 from halfbyte.checkpoints import CheckpointError, Declaration, read_declaration
+from halfbyte.checkpoints.dialects import LayerGroup
 
 MLP = "model.layers.3.mlp.down_proj"
 EXPERT = "model.layers.0.mlp.experts.17.gate_proj"
@@ -120,6 +123,31 @@ def test_compressed_tensors_mixed_precision() -> None:
         },
     }
     assert schemes(section) == ["nvfp4-a16", "nvfp4-a16", "fp8", None]
+
+
+def test_of_overlapping_targets_the_one_wins_that_the_package_takes() -> None:
+    match = pytest.importorskip("compressed_tensors.utils.match")
+    rng = Random(0)
+    kinds = ("nvfp4", "nvfp4-a16", "fp8")
+    targets = [
+        "Linear",
+        MLP,
+        QUERY,
+        r"re:.*mlp\..*",
+        r"re:.*down_proj",
+        "re:.*",
+        "re:model.*q_proj",
+    ]
+    for _ in range(100):
+        groups = [
+            LayerGroup(kind, tuple(rng.sample(targets, rng.randint(1, 3))))
+            for kind in rng.sample(kinds, 3)
+        ]
+        found = Declaration("compressed-tensors", tuple(groups), (), None, {})
+        of_target = {target: group.scheme for group in groups for target in group.targets}
+        for name in (MLP, EXPERT, QUERY, "lm_head"):
+            matched = match.match_targets(name, torch.nn.Linear(1, 1), of_target)
+            assert found.scheme_of(name) == (of_target[matched[0]] if matched else None)
 
 
 def test_hf_quant_config_wins(tmp_path: Path) -> None:
@@ -242,6 +270,14 @@ def with_weights(**fields: object) -> dict[str, Any]:
             {
                 "quant_method": "quark",
                 "global_quant_config": {"weight": {"dtype": "fp4", "group_size": 16}},
+            },
+            "found 'quark' with FP4 weights",
+        ),
+        (
+            {
+                "quant_method": "quark",
+                "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}},
+                "layer_quant_config": {"*down_proj": {"weight": {"dtype": "fp4"}}},
             },
             "found 'quark' with FP4 weights",
         ),

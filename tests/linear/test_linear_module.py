@@ -30,6 +30,15 @@ def test_from_float_is_the_oracles_quantization(recipe: nvfp4.Recipe) -> None:
         NvFp4Linear.from_float(linear, quantize_activations=True)
 
 
+def test_from_float_shares_no_memory_with_the_layer() -> None:
+    linear = nn.Linear(64, 32, dtype=torch.bfloat16)
+    before = linear.bias.detach().clone()
+    layer = NvFp4Linear.from_float(linear)
+    layer.load_state_dict(NvFp4Linear.from_float(nn.Linear(64, 32).bfloat16()).state_dict())
+    assert torch.equal(linear.bias, before)
+    assert not torch.equal(layer.bias, before)
+
+
 @pytest.mark.parametrize("w4a4", [False, True], ids=["w4a16", "w4a4"])
 @pytest.mark.parametrize("backend", ["reference", "rows_reversed"])
 @pytest.mark.usefixtures("repacking")

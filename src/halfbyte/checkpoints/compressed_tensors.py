@@ -1,7 +1,9 @@
 """compressed-tensors' declarations: `quantization_config` of `config.json`.
 
 `config_groups` give a scheme to the modules that `targets` name: exact names, `re:` patterns
-(matched from the start of the name) or a class name; the most specific match wins in this order.
+(matched from the start of the name) or the class `Linear`; the most specific match wins in this
+order. As in the package, of several patterns the first in the alphabet does, and of groups with the
+same target the last.
 `ignore` takes the same kinds. A group may be a preset's name with its targets. Packed NVFP4 layers
 have the format `nvfp4-pack-quantized`, of the whole file or of a group.
 """
@@ -80,12 +82,12 @@ def scheme_of(declaration: Declaration, module_name: str) -> Scheme | None:
     """See `Declaration.scheme_of`."""
     if any(_rank(pattern, module_name) is not None for pattern in declaration.ignore):
         return None
-    best: tuple[int, Scheme] | None = None
+    best: tuple[tuple[int, str], Scheme] | None = None
     for group in declaration.groups:
         for target in group.targets:
             rank = _rank(target, module_name)
-            if rank is not None and (best is None or rank < best[0]):
-                best = (rank, group.scheme)
+            if rank is not None and (best is None or (rank, target) <= best[0]):
+                best = ((rank, target), group.scheme)
     return best and best[1]
 
 

@@ -227,8 +227,9 @@ def _read_modelopt_file(file: Path) -> Mapping[str, Any]:
 
 def _refuse_quark(folder: str | Path, section: Mapping[str, Any]) -> None:
     """Refuse Quark's 4-bit floats by name; its other formats are left to transformers."""
-    text = json.dumps(section.get("global_quant_config") or section).lower()
-    if "fp4" in text:
+    # Per layer and per class of layers there may be other formats than the global one.
+    parts = [value for name, value in section.items() if name.endswith("quant_config") and value]
+    if "fp4" in json.dumps(parts or section).lower():
         raise unknown_scheme(
             folder,
             "quantization_config.quant_method",

@@ -108,7 +108,7 @@ def _scheme(
     scheme = schemes[algo]
     group_size = section.get("group_size", _GROUP_SIZE)
     if scheme != "fp8" and group_size not in (_GROUP_SIZE, None):
-        raise unknown_scheme(folder, f"group_size of {algo}", group_size, str(_GROUP_SIZE))
+        raise unknown_scheme(folder, f"group_size of {algo}", repr(group_size), str(_GROUP_SIZE))
     if section.get("pre_quant_scale"):
         raise unknown_scheme(folder, f"pre_quant_scale of {algo}", "true", "none")
     return scheme

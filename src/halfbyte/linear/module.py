@@ -125,7 +125,7 @@ class NvFp4Linear(LayerState):
         scales = torch.cat([scales.view(torch.uint8) for _, scales in packed])
         layer._set("weight_scale", scales.view(torch.float8_e4m3fn))
         if linear.bias is not None:
-            layer._set("bias", linear.bias.detach().to(layer.weight.device, layer.dtype))
+            layer._set("bias", linear.bias.detach().to(layer.weight.device, layer.dtype, copy=True))
         return layer
 
     @classmethod
