@@ -9,7 +9,7 @@ import torch
 
 from checkpoints.folders import declaration
 from halfbyte.checkpoints import CheckpointError, Declaration, read_declaration
-from halfbyte.checkpoints.dialects import LayerGroup
+from halfbyte.checkpoints.dialects import LayerGroup, Scheme
 
 MLP = "model.layers.3.mlp.down_proj"
 EXPERT = "model.layers.0.mlp.experts.17.gate_proj"
@@ -128,7 +128,7 @@ def test_compressed_tensors_mixed_precision() -> None:
 def test_of_overlapping_targets_the_one_wins_that_the_package_takes() -> None:
     match = pytest.importorskip("compressed_tensors.utils.match")
     rng = Random(0)
-    kinds = ("nvfp4", "nvfp4-a16", "fp8")
+    kinds: tuple[Scheme, ...] = ("nvfp4", "nvfp4-a16", "fp8")
     targets = [
         "Linear",
         MLP,

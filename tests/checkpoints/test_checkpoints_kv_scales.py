@@ -1,5 +1,6 @@
 """KV scales in a checkpoint's files: names and directions of all who write them."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from halfbyte.checkpoints import CheckpointError, read_kv_scales
+from halfbyte.checkpoints.safetensors_index import INDEX_FILE
 from halfbyte.checkpoints.write_dialects import OutputFormat, quantization_config
 
 
@@ -79,3 +81,17 @@ def test_compressed_tensors_has_these_names_for_our_declaration() -> None:
     made = set(dict(attention.named_parameters())) - before
     assert made == {"k_global_scale", "v_global_scale"}
     assert float(encode_scale(torch.tensor(-2.0), torch.tensor(8.0))) == 2688 / 8
+
+
+def test_scales_come_from_the_file_that_the_weights_come_from(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.{}_scale"
+    for file, value in (("model.safetensors", 0.5), ("model-1.safetensors", 0.25)):
+        save_file({name.format(side): torch.tensor(value) for side in "kv"}, tmp_path / file)
+    shards = {name.format(side): "model-1.safetensors" for side in "kv"}
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": shards}))
+    assert read_kv_scales(tmp_path) == {0: (0.5, 0.5)}
+    (tmp_path / "model.safetensors").unlink()
+    assert read_kv_scales(tmp_path) == {0: (0.25, 0.25)}
+    (tmp_path / "model-1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"expected the shard model-1\.safetensors"):
+        read_kv_scales(tmp_path)

@@ -128,6 +128,41 @@ def test_index_names_a_tensor_that_is_elsewhere(sharded: Path) -> None:
         CheckpointIndex.read(sharded)
 
 
+def test_a_single_file_beside_an_index_of_others(sharded: Path) -> None:
+    save_file(TENSORS, sharded / "model.safetensors")
+    expected = "expected model.safetensors or a model.safetensors.index.json .*, found both"
+    with pytest.raises(CheckpointError, match=expected):
+        CheckpointIndex.read(sharded)
+
+
+def test_an_index_of_the_single_file(single: Path) -> None:
+    """As some tools write it, whatever the number of files."""
+    write_index(single, dict.fromkeys(TENSORS, "model.safetensors"))
+    assert set(CheckpointIndex.read(single).tensors) == set(TENSORS)
+
+
+def test_reads_these_files_and_no_others(sharded: Path) -> None:
+    save_file({"b.weight": torch.ones(3)}, sharded / "model.other.safetensors")
+    index = CheckpointIndex.read_files([sharded / shard(2)])
+    assert set(index.tensors) == {name for name, number in SHARDS.items() if number == 2}
+    index = CheckpointIndex.read_files([sharded / shard(2), sharded / "model.other.safetensors"])
+    assert {name: str(entry) for name, entry in index.tensors.items()} == {
+        "a.weight_scale": "F8_E4M3 [3, 1]",
+        "b.weight": "F32 [3]",
+    }
+    assert torch.equal(dict(index.stream(["b.weight"]))["b.weight"], torch.ones(3))
+
+
+def test_files_that_cannot_be_read(single: Path) -> None:
+    for name, found in [
+        ("absent.safetensors", "expected the shard absent.safetensors, found no such file"),
+        ("pytorch_model.bin", r"found pickled weights \(pytorch_model.bin\)"),
+    ]:
+        with pytest.raises(CheckpointError, match=found) as error:
+            CheckpointIndex.read_files([single / "model.safetensors", single / name])
+        assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "model.bin", "..", 3])
 def test_index_names_files_elsewhere(sharded: Path, name: object) -> None:
     write_index(sharded, {"a.weight": name})

@@ -258,7 +258,7 @@ def absent_shard(source: Path) -> None:
             "expected an unquantized checkpoint, found one quantized by modelopt",
         ),
         (list_for_a_declaration, "quantization_config: expected an object, found list"),
-        (packed_weight, "q_proj.weight: expected float32, float16 or bfloat16"),
+        (packed_weight, "q_proj.weight: expected BF16/F16/F32 [64, 64], found F8_E4M3 [64, 64]"),
         (
             lambda source: (source / "model.safetensors").rename(source / "pytorch_model.bin"),
             "found pickled weights (pytorch_model.bin)",

@@ -34,6 +34,7 @@ def test_from_float_shares_no_memory_with_the_layer() -> None:
     linear = nn.Linear(64, 32, dtype=torch.bfloat16)
     before = linear.bias.detach().clone()
     layer = NvFp4Linear.from_float(linear)
+    assert layer.bias is not None
     layer.load_state_dict(NvFp4Linear.from_float(nn.Linear(64, 32).bfloat16()).state_dict())
     assert torch.equal(linear.bias, before)
     assert not torch.equal(layer.bias, before)

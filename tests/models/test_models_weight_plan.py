@@ -2,10 +2,15 @@
 
 import logging
 import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from halfbyte.checkpoints.dialects import CheckpointError
+from halfbyte.checkpoints.quantize import WeightPlan
+from halfbyte.checkpoints.safetensors_index import CheckpointIndex, TensorEntry
 from halfbyte.models import UnsupportedModelError
 from halfbyte.models.weight_plan import plan_weights
 from models.zoo import ARCHITECTURES, make_model
@@ -29,6 +34,17 @@ def stored(model: object) -> Shapes:
     return shapes
 
 
+def index_of(shapes: Shapes) -> CheckpointIndex:
+    file = Path("folder/model.safetensors")
+    tensors = {name: TensorEntry("BF16", shape, file) for name, shape in shapes.items()}
+    return CheckpointIndex(file.parent, tensors)
+
+
+def plan_of(model: Any, ignore: Sequence[str] = (), shapes: Shapes | None = None) -> WeightPlan:
+    """The plan for a model's own files, or for others."""
+    return plan_weights(model.config, index_of(stored(model) if shapes is None else shapes), ignore)
+
+
 LINEARS = {
     "phi3": {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"},
     "gpt_oss": {f"self_attn.{x}_proj" for x in "qkvo"},
@@ -45,7 +61,7 @@ KEPT = {
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_plan_of_architectures(architecture: str) -> None:
     model = make_model(architecture)
-    plan = plan_weights(model.config, stored(model))
+    plan = plan_of(model)
     linears = LINEARS.get(architecture, DENSE)
     assert set(plan.modules) == {f"model.layers.{i}.{name}" for i in range(4) for name in linears}
     kept = {f"model.layers.{i}.{name}" for i in range(4) for name in KEPT.get(architecture, ())}
@@ -55,7 +71,7 @@ def test_plan_of_architectures(architecture: str) -> None:
 
 def test_plan_groups_what_engines_fuse() -> None:
     model = make_model("llama")
-    groups = [set(group) for group in plan_weights(model.config, stored(model)).groups]
+    groups = [set(group) for group in plan_of(model).groups]
     layer = "model.layers.2"
     assert {f"{layer}.self_attn.{x}_proj" for x in "qkv"} in groups
     assert {f"{layer}.mlp.{x}_proj" for x in ("gate", "up")} in groups
@@ -66,7 +82,7 @@ def test_plan_groups_what_engines_fuse() -> None:
 
 def test_plan_groups_gate_and_up_of_each_expert() -> None:
     model = make_model("qwen3_moe")
-    groups = [set(group) for group in plan_weights(model.config, stored(model)).groups]
+    groups = [set(group) for group in plan_of(model).groups]
     for expert in range(4):
         prefix = f"model.layers.0.mlp.experts.{expert}"
         assert {f"{prefix}.gate_proj", f"{prefix}.up_proj"} in groups
@@ -77,7 +93,12 @@ def test_plan_ignores_a_tied_head() -> None:
     model = make_model("llama", tie_word_embeddings=True)
     shapes = stored(model)
     del shapes["lm_head.weight"]  # files hold the embedding alone
-    assert plan_weights(model.config, shapes).ignore == ("lm_head",)
+    assert plan_of(model, shapes=shapes).ignore == ("lm_head",)
+    shapes["lm_head.weight"] = shapes.pop("model.embed_tokens.weight")  # or the head alone
+    assert plan_of(model, shapes=shapes).ignore == ("lm_head",)
+    del shapes["lm_head.weight"]
+    with pytest.raises(CheckpointError, match=r"expected BF16/F16/F32 \[131, 64\], found no such"):
+        plan_of(model, shapes=shapes)
 
 
 @pytest.mark.parametrize(
@@ -90,67 +111,177 @@ def test_plan_ignores_a_tied_head() -> None:
 )
 def test_plan_ignore_patterns(pattern: str) -> None:
     model = make_model("llama")
-    plan = plan_weights(model.config, stored(model), [pattern])
+    plan = plan_of(model, [pattern])
     assert set(plan.ignore) == {"model.layers.1.mlp.down_proj", "lm_head"}
     assert len(plan.modules) == 27
 
 
 def test_plan_ignores_all_below_a_module() -> None:
     model = make_model("llama")
-    plan = plan_weights(model.config, stored(model), ["model.layers.1"])
+    plan = plan_of(model, ["model.layers.1"])
     assert len(plan.ignore) == 8
     assert len(plan.modules) == 21
 
 
-@pytest.mark.parametrize("pattern", ["lm_head", "model.layers.1.mlp.down", "*.nothing.*"])
+@pytest.mark.parametrize(
+    ("architecture", "pattern"),
+    [
+        ("llama", "lm_head"),
+        ("llama", "model.embed_tokens"),
+        ("llama", "*_layernorm"),
+        ("llama", "re:lm_head$"),
+        ("qwen3_moe", "re:.*mlp.gate$"),
+        ("gpt_oss", "re:.*router"),
+        ("gpt_oss", "*.experts"),  # which the file fuses
+    ],
+)
+def test_plan_takes_patterns_of_what_is_never_quantized(architecture: str, pattern: str) -> None:
+    model = make_model(architecture)
+    assert plan_of(model, [pattern]) == plan_of(model)
+
+
+# The last ones match modules, but none of the layers in them: they would change nothing.
+@pytest.mark.parametrize(
+    "pattern",
+    ["model.layers.1.mlp.down", "*.nothing.*", "lm_head.weight", "", "*.mlp", r"re:.*layers\.1$"],
+)
 def test_plan_refuses_patterns_that_match_nothing(pattern: str) -> None:
     model = make_model("llama")
-    with pytest.raises(ValueError, match=rf"ignore: '{re.escape(pattern)}' matches no linear"):
-        plan_weights(model.config, stored(model), [pattern])
+    with pytest.raises(ValueError, match=f"^ignore: {re.escape(repr(pattern))} matches no linear"):
+        plan_of(model, [pattern])
 
 
 def test_plan_refuses_broken_expressions() -> None:
     model = make_model("llama")
     with pytest.raises(ValueError, match=r"ignore: 're:\(' is no regular expression"):
-        plan_weights(model.config, stored(model), ["re:("])
+        plan_of(model, ["re:("])
 
 
 def test_plan_warns_of_a_split_group(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model("llama")
-    plan_weights(model.config, stored(model), ["*.q_proj"])
+    plan_of(model, ["*.q_proj"])
     assert "only part of the layers that engines fuse with it is quantized" in caplog.text
 
 
 def test_plan_leaves_sizes_that_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model("llama", intermediate_size=88)
     with caplog.at_level(logging.WARNING, "halfbyte"):
-        plan = plan_weights(model.config, stored(model))
+        plan = plan_of(model)
     down = {f"model.layers.{i}.mlp.down_proj" for i in range(4)}
     assert set(plan.ignore) == down | {"lm_head"}
     assert "model.layers.3.mlp.down_proj: left unquantized, its 88 input features" in caplog.text
 
 
-def test_plan_names_a_wrong_shape() -> None:
-    model = make_model("llama")
+EXPERT = "model.layers.1.mlp.experts.3.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "expected"),
+    [
+        ("llama", "model.layers.2.mlp.up_proj.weight", "[96, 64]"),
+        ("llama", "model.layers.0.input_layernorm.weight", "[64]"),
+        ("llama", "model.norm.weight", "[64]"),
+        ("llama", "model.embed_tokens.weight", "[131, 64]"),
+        ("llama", "lm_head.weight", "[131, 64]"),  # not tied here
+        ("qwen2", "model.layers.1.self_attn.q_proj.bias", "[64]"),
+        ("gpt_oss", "model.layers.3.self_attn.sinks", "[4]"),
+        ("gpt_oss", "model.layers.3.mlp.experts.gate_up_proj", "[4, 64, 192]"),
+        ("qwen3_moe", "model.layers.1.mlp.gate.weight", "[4, 64]"),
+        ("qwen3_moe", f"{EXPERT}.weight", "[48, 64]"),
+    ],
+)
+def test_plan_names_an_absent_weight(architecture: str, name: str, expected: str) -> None:
+    model = make_model(architecture)
     shapes = stored(model)
-    shapes["model.layers.1.self_attn.k_proj.weight"] = (32, 48)
-    with pytest.raises(
-        CheckpointError,
-        match=r"^model.layers.1.self_attn.k_proj.weight: expected \[32, 64\], found \[32, 48\]$",
-    ):
-        plan_weights(model.config, shapes)
+    del shapes[name]
+    message = f"folder: {name}: expected BF16/F16/F32 {expected}, found no such tensor"
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+        plan_of(model, shapes=shapes)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("llama", "model.layers.1.self_attn.k_proj.weight"),
+        ("llama", "model.norm.weight"),
+        ("qwen3_moe", f"{EXPERT}.weight"),
+    ],
+)
+def test_plan_names_a_wrong_shape(architecture: str, name: str) -> None:
+    model = make_model(architecture)
+    shapes = stored(model)
+    expected, shapes[name] = list(shapes[name]), (32, 48)
+    message = f"folder: {name}: expected BF16/F16/F32 {expected}, found BF16 [32, 48]"
+    with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
+        plan_of(model, shapes=shapes)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("llama", "visual.weight"),
+        ("llama", "model.norm.bias"),
+        ("llama", "lm_head.bias"),
+        ("llama", "model.layers.9.mlp.up_proj.weight"),
+        ("llama", "model.layers.1.self_attn.rotary_emb.inv_freq"),
+        ("llama", "model.layers.1.self_attn.k_proj.k_scale"),
+        ("qwen3_moe", "model.layers.1.mlp.experts.3.other_proj.weight"),
+    ],
+)
+def test_plan_passes_over_foreign_tensors(architecture: str, name: str) -> None:
+    """As loading does."""
+    model = make_model(architecture)
+    assert plan_of(model, shapes={**stored(model), name: (64, 64)}) == plan_of(model)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "message"),
+    [
+        (
+            "llama",
+            "model.layers.1.mlp.up_proj.bias",
+            "expected no such tensor beside a weight to quantize, found BF16 [48, 64]",
+        ),
+        (
+            "qwen3_moe",
+            f"{EXPERT}.bias",
+            "expected no such tensor beside a weight to quantize, found BF16 [48, 64]",
+        ),
+        (
+            "qwen3_moe",
+            "model.layers.1.mlp.experts.4.up_proj.weight",
+            "expected 4 experts, found BF16 [48, 64] of one more",
+        ),
+        (
+            "llama",
+            "model.layers.1.mlp.up_proj.weight_scale",
+            "expected no tensor of quantized weights there by what the checkpoint declares, "
+            "found BF16 [48, 64]",
+        ),
+    ],
+)
+def test_plan_refuses_what_could_not_be_loaded(architecture: str, name: str, message: str) -> None:
+    model = make_model(architecture)
+    with pytest.raises(CheckpointError, match=f"^folder: {re.escape(f'{name}: {message}')}$"):
+        plan_of(model, shapes={**stored(model), name: (48, 64)})
+
+
+def test_plan_passes_over_a_foreign_bias_of_an_ignored_layer() -> None:
+    model = make_model("llama")
+    layer = "model.layers.1.mlp.up_proj"
+    plan = plan_of(model, [layer], {**stored(model), f"{layer}.bias": (96,)})
+    assert layer in plan.ignore
 
 
 def test_plan_needs_something_to_quantize() -> None:
-    model = make_model("llama")
     with pytest.raises(CheckpointError, match="no linear layer"):
-        plan_weights(model.config, {"lm_head.weight": (131, 64)})
+        plan_of(make_model("llama", hidden_size=40, intermediate_size=88))
     with pytest.raises(CheckpointError, match="no linear layer"):
-        plan_weights(model.config, stored(model), ["model.layers"])
+        plan_of(make_model("llama"), ["model.layers"])
 
 
 def test_plan_refuses_unsupported_models() -> None:
     from transformers import StableLmConfig
 
     with pytest.raises(UnsupportedModelError, match="stablelm"):
-        plan_weights(StableLmConfig(), {})
+        plan_weights(StableLmConfig(), index_of({}))

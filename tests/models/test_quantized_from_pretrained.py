@@ -1,15 +1,17 @@
 """Plain transformers after `import halfbyte`."""
 
 import logging
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
@@ -171,6 +173,119 @@ def test_unquantized_experts_beside_quantized_attention(tmp_path: Path, dialect:
     folder.declare(ignore=["lm_head", "*mlp*" if dialect == "modelopt" else "re:.*mlp.*"])
     model = AutoModelForCausalLM.from_pretrained(folder.quantized)
     assert torch.equal(logits(model), logits(load_model(folder.quantized)))
+
+
+def negate_some(tensors: dict[str, torch.Tensor]) -> None:
+    """Change what is quantized and what is not, so that a mixture would be neither."""
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.uint8:
+            tensors[name] = tensor ^ 0x88  # the signs of both codes
+        elif name.endswith("norm.weight"):
+            tensors[name] = tensor * 1.5
+
+
+def two_sets_of_files(folder: Path, dialect: Dialect) -> tuple[Folder, torch.Tensor, torch.Tensor]:
+    """A folder with an index and shards beside another `model.safetensors`; the logits of both."""
+    single = tagged(folder / "single", "qwen3", dialect)
+    sharded = tagged(folder / "sharded", "qwen3", dialect, shards=2)
+    single.change(negate_some)
+    of_single, of_shards = (logits(load_model(each.quantized)) for each in (single, sharded))
+    assert not torch.equal(of_single, of_shards)
+    shutil.copytree(sharded.quantized, single.quantized, dirs_exist_ok=True)
+    return single, of_single, of_shards
+
+
+def test_all_tensors_come_from_the_files_that_transformers_chose(
+    tmp_path: Path, dialect: Dialect
+) -> None:
+    folder, of_single, of_shards = two_sets_of_files(tmp_path, dialect)
+    file = folder.quantized / "model.safetensors"
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder.quantized)), of_single)
+    both = r"expected model.safetensors or a model.safetensors.index.json .*found both"
+    with pytest.raises(CheckpointError, match=both):
+        load_model(folder.quantized)
+    file.rename(file.with_name("model.other.safetensors"))
+    for variant, expected in (("other", of_single), (None, of_shards)):
+        model = AutoModelForCausalLM.from_pretrained(folder.quantized, variant=variant)
+        assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda file: file.unlink(), "expected the shard {}, found no such file"),
+        (
+            lambda file: file.write_bytes(file.read_bytes()[:-100]),
+            "{}: expected a whole safetensors file, found SafetensorError",
+        ),
+    ],
+    ids=["absent", "truncated"],
+)
+def test_broken_shards(
+    tmp_path: Path, dialect: Dialect, damage: Callable[[Path], object], message: str
+) -> None:
+    folder = tagged(tmp_path, "qwen3", dialect, shards=3)
+    shard = "model-00002-of-00003.safetensors"
+    damage(folder.quantized / shard)
+    with pytest.raises(CheckpointError, match=message.format(shard)):
+        AutoModelForCausalLM.from_pretrained(folder.quantized)
+
+
+def test_pickled_weights_are_refused(tmp_path: Path, dialect: Dialect) -> None:
+    folder = tagged(tmp_path, "qwen3", dialect)
+    (folder.quantized / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(CheckpointError, match=r"found pickled weights \(pytorch_model.bin\)"):
+        AutoModelForCausalLM.from_pretrained(folder.quantized, use_safetensors=False)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize("quantized_head", [True, False])
+def test_a_base_model_has_the_values_of_the_model_with_a_head(
+    tmp_path: Path, architecture: str, dialect: Dialect, quantized_head: bool
+) -> None:
+    folder = tagged(
+        tmp_path,
+        architecture,
+        dialect,
+        is_quantized=lambda name: (
+            name.endswith("_proj.weight") or (quantized_head and "lm_head" in name)
+        ),
+    )
+    folder.declare(ignore=[])
+    loaded: Any = AutoModel.from_pretrained(folder.quantized, output_loading_info=True)
+    model, info = loaded
+    head = {name for name in info.pop("unexpected_keys") if not name.startswith("lm_head.")}
+    assert not head
+    assert not any(info.values()), info
+    assert isinstance(model.hf_quantizer, NvFp4Quantizer)
+    expected = load_model(folder.quantized).model
+    tensors, others = dict(model.state_dict()), expected.state_dict()
+    assert list(tensors) == list(others)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, others[name]), name
+    ids = token_ids(2, 17)
+    with torch.no_grad():
+        assert torch.equal(model(ids).last_hidden_state, expected(ids).last_hidden_state)
+
+
+def test_a_base_model_of_which_only_the_kv_cache_is_quantized(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, is_quantized=lambda name: False)
+    folder.config(quantization_config={"quant_method": "modelopt", "kv_cache_scheme": "NVFP4"})
+    model = AutoModel.from_pretrained(folder.quantized)
+    expected = load_model(folder.plain).model.state_dict()
+    assert all(torch.equal(x, expected[name]) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "model.layers.2.mlp.up_proj.weight_scale"], ids=["plain", "scale"]
+)
+def test_a_base_model_s_missing_tensor_is_named_as_in_the_files(
+    tmp_path: Path, dialect: Dialect, name: str
+) -> None:
+    folder = tagged(tmp_path, "qwen3", dialect)
+    folder.change(lambda tensors: tensors.pop(name))
+    with pytest.raises(CheckpointError, match=rf": {name}: expected .* found no such tensor"):
+        AutoModel.from_pretrained(folder.quantized)
 
 
 def test_an_unknown_scheme_is_an_error_and_not_skipped(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from halfbyte.checkpoints.dialects import CheckpointError, one_line
-from halfbyte.checkpoints.safetensors_index import INDEX_FILE
+from halfbyte.checkpoints.safetensors_index import INDEX_FILE, SINGLE_FILE
 
 _SCALE_NAME = re.compile(
     r"(?:^|\.)layers\.(?P<layer>\d+)\.(?:[\w.]+\.)?(?P<side>[kv])_(?P<is_encode>global_)?scale$",
@@ -30,12 +30,14 @@ def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
     (`k_global_scale`) is another reader's, and the decode scale counts.
 
     Raises:
-        CheckpointError: a file is broken, a scale has more than one element or another beside it or
-            is not a finite number above 0, or a layer has only one of the two scales.
+        CheckpointError: a file is absent or broken, a scale has more than one element or another
+            beside it or is not a finite number above 0, or a layer has only one of the two scales.
     """
     found: dict[int, dict[str, float]] = {}
     encoded: dict[int, dict[str, float]] = {}
     for file in _files_with_scales(Path(folder)):
+        if not file.is_file():
+            raise CheckpointError(f"{folder}: expected the shard {file.name}, found no such file")
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a dict
@@ -75,8 +77,10 @@ def _decode_scale(name: str, scale: torch.Tensor, is_encode: bool) -> float:
 
 def _files_with_scales(folder: Path) -> list[Path]:
     """The files to open: all, or where there is an index only those that it names for scales."""
-    index = folder / INDEX_FILE
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
+    if single.is_file():  # the weights are its, for transformers does not look at the index then
+        return [single]
     weight_map = json.loads(index.read_text()).get("weight_map", {})
     return sorted({folder / file for name, file in weight_map.items() if _SCALE_NAME.search(name)})

@@ -8,7 +8,7 @@ opened, so that a whole checkpoint passes through the host's memory one shard at
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -58,9 +58,12 @@ class CheckpointIndex:
     def read(cls, folder: str | Path) -> "CheckpointIndex":
         """Read the headers of a folder's weights.
 
+        A folder with `model.safetensors` and an index of other files is refused: which of the two
+        is meant cannot be seen, and transformers reads the former without a word.
+
         Raises:
-            CheckpointError: no safetensors, or an index or file that is broken; one line that names
-                it, what was expected and what was found.
+            CheckpointError: no safetensors, both forms of them, or an index or file that is broken;
+                one line that names it, what was expected and what was found.
         """
         folder = Path(folder)
         weight_map = _weight_map(folder)
@@ -78,6 +81,30 @@ class CheckpointIndex:
                     "found no such tensor there"
                 )
         return cls(folder, tensors)
+
+    @classmethod
+    def read_files(cls, files: Sequence[str | Path]) -> "CheckpointIndex":
+        """Read the headers of these files and of no others, whatever else is in their folder.
+
+        Args:
+            files: of one checkpoint. Of a tensor that is in several, the last counts, as it does
+                for transformers.
+
+        Raises:
+            CheckpointError: one is absent, broken or no safetensors file; one line.
+        """
+        tensors: dict[str, TensorEntry] = {}
+        for file in map(Path, files):
+            if file.suffix != ".safetensors":
+                raise CheckpointError(
+                    f"{file.parent}: expected safetensors files, {_found_pickled(file.name)}"
+                )
+            if not file.is_file():
+                raise CheckpointError(
+                    f"{file.parent}: expected the shard {file.name}, found no such file"
+                )
+            tensors |= _read_header(file)
+        return cls(Path(files[0]).parent, tensors)
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -158,6 +185,10 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
                 f"({next(name for name in weight_map if weight_map[name] == shard)}, …), "
                 "found no such file"
             )
+    if shards != [SINGLE_FILE] and (folder / SINGLE_FILE).is_file():
+        raise CheckpointError(
+            f"{folder}: expected {SINGLE_FILE} or a {INDEX_FILE} of other files, found both"
+        )
     return dict(weight_map)
 
 
@@ -166,8 +197,12 @@ def _single_file(folder: Path) -> Path:
     if file.is_file():
         return file
     pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
-    found = f"pickled weights ({pickled[0]}), which can run code" if pickled else "neither"
-    raise CheckpointError(f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, found {found}")
+    found = _found_pickled(pickled[0]) if pickled else "found neither"
+    raise CheckpointError(f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, {found}")
+
+
+def _found_pickled(file: str) -> str:
+    return f"found pickled weights ({file}), which can run code"
 
 
 def _read_header(file: Path) -> dict[str, TensorEntry]:

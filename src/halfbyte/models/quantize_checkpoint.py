@@ -120,8 +120,9 @@ def quantize_checkpoint(
 
     Raises:
         ModelLoadError, UnsupportedModelError: the source is no checkpoint of a supported model.
-        CheckpointError: it is quantized already, has no safetensors or broken ones; the destination
-            exists, lies inside the source, or cannot be written.
+        CheckpointError: it is quantized already, has no safetensors or broken ones, or lacks a
+            weight of the model; the destination exists, lies inside the source, or cannot be
+            written.
         ValueError: an unknown name, a pattern that matches nothing, or a text that is empty.
     """
     output = _output_format(dialect, weights, recipe, kv_cache_dtype)
@@ -134,8 +135,7 @@ def quantize_checkpoint(
     _check_destination(folder, Path(destination))
     config = _read_config(folder)
     index = CheckpointIndex.read(folder)
-    shapes = {name: entry.shape for name, entry in index.tensors.items()}
-    plan = plan_weights(_transformers_config(folder), shapes, ignore)
+    plan = plan_weights(_transformers_config(folder), index, ignore)
     with new_folder(destination, replace=replace) as target:
         calibration = CalibrationResult()
         if output.needs_calibration:

@@ -9,7 +9,6 @@ their tensors, so that its ways with dtypes, fused experts and missing keys cann
 import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,6 +72,34 @@ class _Pending(nn.Module):
     """Keeps the place of a quantized module while transformers loads the others."""
 
 
+class _UnderPrefix(nn.Module):
+    """A base model, its modules named as in the files of a model with a head.
+
+    It has of a `PreTrainedModel` what planning and streaming ask for.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        prefix = model.base_model_prefix
+        self.add_module(prefix, model)
+        self.config, self._get_dtype_plan = model.config, model._get_dtype_plan
+        self.all_tied_weights_keys = {
+            f"{prefix}.{name}": f"{prefix}.{other}"
+            for name, other in model.all_tied_weights_keys.items()
+        }
+        # A head in the files is not asked for, quantized or not.
+        ignored = model._keys_to_ignore_on_load_unexpected or ()
+        self._keys_to_ignore_on_load_unexpected = {*ignored, rf"^(?!{re.escape(prefix)}\.)"}
+
+
+def _named_as_in_files(model: PreTrainedModel, index: CheckpointIndex) -> Any:
+    """The model, or where the files add a prefix to its names, the same modules under it."""
+    prefix = model.base_model_prefix
+    is_base = bool(prefix) and not hasattr(model, prefix)
+    has_prefix = any(name.startswith(f"{prefix}.") for name in index.tensors)
+    return _UnderPrefix(model) if is_base and has_prefix else model
+
+
 class NvFp4Quantizer(HfQuantizer):
     """Loads quantized layers for `from_pretrained`, onto one device."""
 
@@ -106,25 +133,26 @@ class NvFp4Quantizer(HfQuantizer):
         files: Sequence[str] = kwargs.get("checkpoint_files") or ()
         if not files:
             raise CheckpointError("expected a checkpoint's files to load from, found none")
-        folder = Path(files[0]).parent
-        index = CheckpointIndex.read(folder)
+        # Those that transformers takes the other tensors from; the folder may hold more.
+        index = CheckpointIndex.read_files(files)
+        folder, named = index.folder, _named_as_in_files(model, index)
         read_kv_scales(folder)  # broken ones show before weights are read
         section = self.quantization_config.to_dict()
         declaration = read_declaration(folder, {"quantization_config": section})
         if declaration is None or not declaration.groups:
-            check_unquantized(model, self._plan, index, model.dtype)  # nothing packed is left over
+            check_unquantized(named, self._plan, index, model.dtype)  # nothing packed is left over
             return
         device_map = kwargs.get("device_map") or {"": "cpu"}
         self._declaration, self._index = declaration, index
         self._options = LayerOptions(model.dtype, torch.device(device_map[""]))
-        self._plan = plan_layers(model, declaration, index)
+        self._plan = plan_layers(named, declaration, index)
         for name in [*self._plan.experts, *self._plan.layers]:
             if not any(name.startswith(f"{block}.") for block in self._plan.experts):
-                untie(model, name)
-                self._pending[name] = model.get_submodule(name)
-                model.set_submodule(name, _Pending())
+                untie(named, name)
+                self._pending[name] = named.get_submodule(name)
+                named.set_submodule(name, _Pending())
         # Before the patterns below hide what is surplus; what is absent would get random values.
-        check_unquantized(model, self._plan, index, model.dtype)
+        check_unquantized(named, self._plan, index, model.dtype)
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(self._unexpected_names())
 
@@ -142,13 +170,14 @@ class NvFp4Quantizer(HfQuantizer):
         assert self._declaration is not None
         assert self._index is not None
         assert self._options is not None
+        named = _named_as_in_files(model, self._index)
         for name, module in self._pending.items():
-            model.set_submodule(name, module)
+            named.set_submodule(name, module)
         self._pending.clear()
-        put_in_place(model, self._plan, self._declaration, self._options)
+        put_in_place(named, self._plan, self._declaration, self._options)
         options = self._options
         stream_weights(
-            model, self._plan, self._declaration, self._index, options.device, options.dtype
+            named, self._plan, self._declaration, self._index, options.device, options.dtype
         )
         say_activations(model, self._plan, options)
         return model

@@ -4,12 +4,15 @@ The model's own structure decides, built on the meta device: a two-dimensional w
 if its module is an `nn.Linear` of a decoder layer, or one expert of a module that fuses its experts
 in memory (Qwen3-MoE's files hold one matrix per expert and projection). Embeddings, the head and
 routers stay as they are, as everywhere in the field.
+
+The files are compared with the model first, as they are when a quantized checkpoint is loaded: what
+could not be loaded is not written.
 """
 
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,13 +22,19 @@ from transformers import AutoModelForCausalLM
 
 from halfbyte.checkpoints.dialects import CheckpointError
 from halfbyte.checkpoints.quantize import WeightPlan
+from halfbyte.checkpoints.safetensors_index import CheckpointIndex
 from halfbyte.models.architectures import check_supported
+from halfbyte.models.experts import PROJECTIONS
+from halfbyte.models.quantized import LayerPlan
+from halfbyte.models.streaming import check_unquantized
 from halfbyte.numerics import nvfp4
 
 logger = logging.getLogger("halfbyte")
 
 _IN_DECODER_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
-_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<projection>\w+)$")
+_EXPERT = re.compile(
+    rf"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<projection>{'|'.join(PROJECTIONS)})$"
+)
 _FUSED = {
     "q_proj": "qkv",
     "k_proj": "qkv",
@@ -37,35 +46,35 @@ _FUSED = {
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
-def plan_weights(
-    config: Any, shapes: Mapping[str, tuple[int, ...]], ignore: Sequence[str] = ()
-) -> WeightPlan:
+def plan_weights(config: Any, index: CheckpointIndex, ignore: Sequence[str] = ()) -> WeightPlan:
     """Decide what to quantize.
 
     Args:
         config: transformers config of the model.
-        shapes: of the checkpoint's tensors, by name.
+        index: of the checkpoint's files.
         ignore: more layers to leave as they are: names, shell wildcards of names, names of modules
-            that contain them, or `re:` and a regular expression matched from the start.
+            that contain them, or `re:` and a regular expression matched from the start. Modules
+            that stay as they are anyway may be named, too.
 
     Raises:
         UnsupportedModelError: an architecture that halfbyte is not tested with.
-        CheckpointError: a weight whose shape is not the model's, or nothing to quantize.
-        ValueError: a pattern that matches no linear layer, or is no regular expression.
+        CheckpointError: a weight of the model is absent or does not fit, a tensor could not be read
+            beside quantized ones, or there is nothing to quantize.
+        ValueError: a pattern that matches nothing, or is no regular expression.
     """
     check_supported(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    check_unquantized(model, LayerPlan(), index, model.dtype)
     modules = dict(model.named_modules())
-    linear = list(_decoder_linears(modules, shapes))
-    unused = [p for p in ignore if not any(_matches(p, module) for module in linear)]
-    if unused:
-        raise ValueError(f"ignore: {unused[0]!r} matches no linear layer of the decoder layers")
+    linear = list(_decoder_linears(modules, index))
+    _check_patterns(ignore, linear, modules)
     wanted = [m for m in linear if not any(_matches(pattern, m) for pattern in ignore)]
-    quantized = [m for m in wanted if _fits(m, shapes[f"{m}.weight"])]
+    quantized = [m for m in wanted if _fits(m, index.tensors[f"{m}.weight"].shape)]
     if not quantized:
         raise CheckpointError("the checkpoint has no linear layer that can be quantized")
-    fused = [name for name, shape in shapes.items() if len(shape) == 3]
+    _check_surplus(quantized, modules, index)
+    fused = [name for name, entry in index.tensors.items() if len(entry.shape) == 3]
     if fused:
         logger.warning(
             "%s and its like (%d tensors): left unquantized, the file fuses experts in one tensor",
@@ -75,7 +84,7 @@ def plan_weights(
     kept = set(quantized)
     return WeightPlan(
         groups=_groups(quantized, linear),
-        ignore=tuple(dict.fromkeys(m for m in _unquantized(modules, shapes) if m not in kept)),
+        ignore=tuple(dict.fromkeys(m for m in _unquantized(modules, index) if m not in kept)),
         attentions=tuple(name for name, _ in sorted(_attentions(modules), key=lambda x: x[1])),
     )
 
@@ -89,25 +98,61 @@ def experts_projection(module: str) -> tuple[str, str] | None:
     return match["experts"], fused
 
 
-def _decoder_linears(
-    modules: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[str]:
+def _decoder_linears(modules: Mapping[str, nn.Module], index: CheckpointIndex) -> Iterator[str]:
     """Names of the linear layers of the decoder layers, in the order of the files."""
-    for name, shape in shapes.items():
+    for name, entry in index.tensors.items():
         module = name.removesuffix(".weight")
-        if module == name or len(shape) != 2 or not _IN_DECODER_LAYER.search(module):
+        if module == name or len(entry.shape) != 2 or not _IN_DECODER_LAYER.search(module):
             continue
         if module.rpartition(".")[2] in _ROUTERS:
             continue
         owner = modules.get(module)
         if isinstance(owner, nn.Linear):
-            if tuple(owner.weight.shape) != shape:
+            yield module
+        elif owner is None and (match := _EXPERT.match(module)):
+            count = _number_of_experts(modules, module)
+            if 0 < count <= int(match["number"]):
                 raise CheckpointError(
-                    f"{name}: expected {list(owner.weight.shape)}, found {list(shape)}"
+                    f"{index.folder}: {name}: expected {count} experts, found {entry} of one more"
                 )
-            yield module
-        elif owner is None and _fused_parameter(modules, module) is not None:
-            yield module
+            if count:
+                yield module
+
+
+def _check_patterns(ignore: Sequence[str], linear: Sequence[str], modules: Iterable[str]) -> None:
+    """Raise ValueError for a pattern that matches nothing.
+
+    A module that is left alone anyway counts: `lm_head` is in everybody's list. One that contains
+    layers to quantize does not: `*.mlp` matches it and none of them, and would change nothing.
+    """
+    split = [module.split(".") for module in linear]
+    containers = {".".join(names[:i]) for names in split for i in range(len(names))}
+    known = {*linear, *modules} - containers
+    for pattern in ignore:
+        if not any(_matches(pattern, module) for module in known):
+            raise ValueError(
+                f"ignore: {pattern!r} matches no linear layer of the decoder layers, and no module "
+                "that is never quantized"
+            )
+
+
+def _check_surplus(
+    quantized: Sequence[str], modules: Mapping[str, nn.Module], index: CheckpointIndex
+) -> None:
+    """Raise CheckpointError for a tensor that the model lacks in a layer to quantize.
+
+    Elsewhere loading passes over such a tensor; beside a quantized weight it is refused, because
+    it might be part of what the weight means.
+    """
+    for module in quantized:
+        has_bias = getattr(modules.get(module), "bias", None) is not None
+        known = {"weight", "bias"} if has_bias else {"weight"}
+        for name in sorted(index.names_of(module) - known):
+            if not name.endswith("_scale"):  # of the KV cache (`k_proj.k_scale`)
+                raise CheckpointError(
+                    f"{index.folder}: {module}.{name}: expected no such tensor beside a weight to "
+                    f"quantize, found {index.tensors[f'{module}.{name}']}"
+                )
 
 
 def _fits(module: str, shape: tuple[int, ...]) -> bool:
@@ -122,29 +167,28 @@ def _fits(module: str, shape: tuple[int, ...]) -> bool:
     return False
 
 
-def _fused_parameter(modules: Mapping[str, nn.Module], module: str) -> torch.Tensor | None:
+def _number_of_experts(modules: Mapping[str, nn.Module], module: str) -> int:
+    """How many experts the model fuses with that of a projection; 0 if it has none there."""
     projection = experts_projection(module)
     if projection is None:
-        return None
+        return 0
     parameter = getattr(modules.get(projection[0]), projection[1], None)
-    return parameter if isinstance(parameter, torch.Tensor) and parameter.dim() == 3 else None
+    return len(parameter) if isinstance(parameter, torch.Tensor) and parameter.dim() == 3 else 0
 
 
-def _unquantized(
-    modules: Mapping[str, nn.Module], shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[str]:
+def _unquantized(modules: Mapping[str, nn.Module], index: CheckpointIndex) -> Iterator[str]:
     """Names of all that a reader could take for a linear layer, in the order of the model."""
     for module, owner in modules.items():
         # A tied head has no tensor in the files, and yet readers make a layer for it.
-        if isinstance(owner, nn.Linear) or _stores_matrices(owner, module, shapes):
+        if isinstance(owner, nn.Linear) or _stores_matrices(owner, module, index):
             yield module
-    yield from (module for module in _decoder_linears(modules, shapes) if module not in modules)
+    yield from (module for module in _decoder_linears(modules, index) if module not in modules)
 
 
-def _stores_matrices(owner: nn.Module, module: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def _stores_matrices(owner: nn.Module, module: str, index: CheckpointIndex) -> bool:
     """Whether a module is a router or fused experts: bare matrices, stored as it holds them."""
     return not isinstance(owner, nn.Embedding) and any(
-        parameter.dim() in (2, 3) and f"{module}.{name}" in shapes
+        parameter.dim() in (2, 3) and f"{module}.{name}" in index
         for name, parameter in owner.named_parameters(recurse=False)
     )
 

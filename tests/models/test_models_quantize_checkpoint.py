@@ -1,0 +1,86 @@
+"""What is written can be loaded, and what could not be is refused before anything is written."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from halfbyte.assets import bundled_model_path
+from halfbyte.checkpoints.dialects import DIALECTS, CheckpointError
+from halfbyte.models import load_model
+from halfbyte.models.quantize_checkpoint import quantize_checkpoint
+from models.zoo import make_model
+
+LAYER = "model.layers.2.mlp.up_proj"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    config = (bundled_model_path() / "config.json").read_bytes()
+    (folder / "config.json").write_bytes(config)
+    write_weights(folder, load_file(bundled_model_path() / "model.safetensors"))
+    return folder
+
+
+def write_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("name", [f"{LAYER}.weight", "model.norm.weight"])
+def test_quantize_refuses_an_absent_weight(source: Path, dialect: str, name: str) -> None:
+    weights = load_file(source / "model.safetensors")
+    shape = list(weights.pop(name).shape)
+    write_weights(source, weights)
+    target = source.parent / "target"
+    with pytest.raises(CheckpointError) as error:
+        quantize_checkpoint(source, target, dialect=dialect, weights="nvfp4-a16")
+    found = f"{name}: expected BF16/F16/F32 {shape}, found no such tensor"
+    assert str(error.value) == f"{source}: {found}"
+    assert list(source.parent.iterdir()) == [source]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_quantize_copies_foreign_tensors(source: Path, dialect: str) -> None:
+    """`load_model` passes over them in the source, and in what is written."""
+    weights = load_file(source / "model.safetensors")
+    foreign = {"model.norm.bias": torch.ones(3), "other.up_proj.weight": torch.ones(16, 16)}
+    write_weights(source, {**weights, **foreign})
+    load_model(source, device="cpu")
+    target = source.parent / "target"
+    quantize_checkpoint(source, target, dialect=dialect, weights="nvfp4-a16")
+    written = load_file(target / "model.safetensors")
+    assert all(torch.equal(written[name], tensor) for name, tensor in foreign.items())
+    load_model(target, device="cpu")
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_quantize_foreign_bias_of_a_quantized_layer(source: Path, dialect: str) -> None:
+    """Beside a quantized weight loading refuses it; beside one left alone it is foreign as any."""
+    weights = load_file(source / "model.safetensors")
+    write_weights(source, {**weights, f"{LAYER}.bias": torch.ones(704)})
+    target = source.parent / "target"
+    with pytest.raises(CheckpointError, match=rf"{LAYER}.bias: expected no such tensor beside"):
+        quantize_checkpoint(source, target, dialect=dialect, weights="nvfp4-a16")
+    assert list(source.parent.iterdir()) == [source]
+    quantize_checkpoint(source, target, dialect=dialect, weights="nvfp4-a16", ignore=[LAYER])
+    load_model(target, device="cpu")
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_quantize_ignoring_the_head_and_routers_changes_nothing(
+    tmp_path: Path, dialect: str
+) -> None:
+    make_model("qwen3_moe", torch.bfloat16).save_pretrained(tmp_path / "source")
+    written = []
+    for i, ignore in enumerate(([], ["lm_head", "re:.*mlp.gate$"])):
+        target = tmp_path / str(i)
+        quantize_checkpoint(
+            tmp_path / "source", target, dialect=dialect, weights="nvfp4-a16", ignore=ignore
+        )
+        written.append({file.name: file.read_bytes() for file in target.iterdir()})
+    assert written[0] == written[1]
+    load_model(target, device="cpu")
