@@ -81,6 +81,15 @@ def test_generate_dtypes(halfbyte: Command, dtype: str) -> None:
     assert json.loads(out)["kv_cache"]["dtype"] == expected
 
 
+def test_generate_with_another_format_for_v(halfbyte: Command) -> None:
+    formats = ("--kv-cache-dtype", "fp8", "--v-cache-dtype", "nvfp4")
+    code, out, _ = halfbyte(
+        "generate", "--prompt", "x = [", "--max-tokens", "4", *formats, "--json"
+    )
+    assert code == 0
+    assert json.loads(out)["kv_cache"]["dtype"] == "fp8_e4m3+nvfp4"
+
+
 def truncated_model(folder: Path) -> Path:
     for file in bundled_model_path().iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
@@ -93,6 +102,7 @@ def truncated_model(folder: Path) -> Path:
     ("arguments", "message"),
     [
         (["--prompt", "x", "--kv-cache-dtype", "int3"], "unknown 'int3'; expected one of auto"),
+        (["--prompt", "x", "--v-cache-dtype", "int3"], "unknown 'int3'; expected one of auto"),
         (["--prompt", ""], "prompt: is empty"),
         (["--prompt", "x " * 20000], "leave no room to generate in a context of"),
         (["--prompt", "x", "--model", "/no/such/model"], "/no/such/model: no such folder"),

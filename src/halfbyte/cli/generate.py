@@ -29,6 +29,9 @@ def generate(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="Format of the KV cache; `halfbyte info` lists them.")
     ] = "nvfp4",
+    v_cache_dtype: Annotated[
+        str | None, typer.Option(help="Format of V, where it differs from that of K.")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0: all.")] = 0,
     top_p: Annotated[
@@ -55,7 +58,8 @@ def generate(
     from halfbyte.layouts import KVCacheDType
 
     quiet_libraries(verbose=verbose)
-    KVCacheDType.parse(kv_cache_dtype)
+    for name in (kv_cache_dtype, v_cache_dtype or kv_cache_dtype):
+        KVCacheDType.parse(name)
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -70,6 +74,7 @@ def generate(
     llm = LLM(
         model or bundled_model_path(),
         kv_cache_dtype=kv_cache_dtype,
+        v_cache_dtype=v_cache_dtype,
         dtype=dtype,
         num_pages=num_pages,
         max_batched_tokens=max_batched_tokens,
