@@ -93,6 +93,23 @@ def test_variant_fills_a_multiprocessor(
     assert way.ctas * (way.cta_bytes(layout) + 1024) <= shared
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_size", "group", "expected"),
+    [
+        (90, "fp8", 128, 4, Variant(32, 1, False, False, 3, 2)),
+        (90, "fp8", 128, 32, Variant(16, 4, False, True, 3, 2)),
+        (100, "fp8", 64, 32, Variant(32, 4, False, False, 4, 2)),
+        (90, "bfloat16", 128, 4, Variant(16, 1, False, False, 3, 2)),
+        (80, "fp8", 64, 4, Variant(32, 1, False, False, 4, 2)),
+    ],
+)
+def test_variants_of_other_formats(
+    capability: int, dtype: str, head_size: int, group: int, expected: Variant
+) -> None:
+    layout = PageLayout(dtype, dtype, head_size, None, 2, 16)
+    assert variant(layout, group, 1.0, False, capability) == expected
+
+
 def test_variant_does_not_depend_on_the_batch_where_rows_must_not() -> None:
     layout = PageLayout("nvfp4", "nvfp4", 128, None, 2, 16)
     assert len({variant(layout, 4, queries, True, 90) for queries in (1.0, 2.0, 8.0)}) == 1

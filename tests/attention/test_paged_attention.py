@@ -1,3 +1,4 @@
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -205,10 +206,11 @@ def test_paged_attention_in_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -
         ({"scale": torch.nan}, "scale: expected a finite number"),
         ({"k_scale": 0.0}, "k_scale: expected a positive finite number"),
         ({"v_scale": torch.inf}, "v_scale: expected a positive finite number"),
-        ({"v_scale": None}, "v_scale: expected a positive finite number, got None"),
+        ({"v_scale": None}, "v_scale: expected a positive finite number in float32, got None"),
         ({"k_scale": 1e-50}, "k_scale: expected a positive finite number"),
         ({"scale": None}, "scale: expected a finite number, got None"),
-        ({"softcap": "50"}, "softcap: expected a positive finite number, got '50'"),
+        ({"softcap": "50"}, "softcap: expected a finite number, got '50'"),
+        ({"softcap": 10**400}, "softcap: expected a finite number, got 1000"),
         ({"block_tables": [[0]]}, "block_tables: expected a tensor, got list"),
         ({"sinks": [0.0] * 8}, "sinks: expected a tensor, got list"),
         ({"seq_lens": None}, "seq_lens: expected a tensor, got NoneType"),
@@ -239,9 +241,13 @@ def test_a_global_scale_may_be_any_number_or_scalar(backend: str | None) -> None
     case = make_case()
     arguments = {**case.arguments(), "backend": backend}
     plain = paged_attention(case.query, case.pages, **arguments)
-    for kind in (np.float32, np.float64, torch.tensor, lambda x: torch.tensor([x])):
+    for kind in (np.float32, np.array, Decimal, torch.tensor, lambda x: torch.tensor([x])):
         given = {**arguments, "k_scale": kind(case.k_scale), "v_scale": kind(case.v_scale)}
         assert torch.equal(paged_attention(case.query, case.pages, **given), plain)
+    scales = {"scale": torch.tensor(0.25), "softcap": np.float32(30)}
+    given = paged_attention(case.query, case.pages, **{**arguments, **scales})
+    floats = {"scale": 0.25, "softcap": 30.0}
+    assert torch.equal(given, paged_attention(case.query, case.pages, **{**arguments, **floats}))
 
 
 @pytest.mark.parametrize("capability", [0, 80, 90, 100])

@@ -250,7 +250,7 @@ def test_plan_passes_over_foreign_tensors(architecture: str, name: str) -> None:
         (
             "qwen3_moe",
             "model.layers.1.mlp.experts.4.up_proj.weight",
-            "expected 4 experts, found BF16 [48, 64] of one more",
+            "expected 4 experts, found BF16 [48, 64] of number 4",
         ),
         (
             "llama",

@@ -4,7 +4,6 @@ import math
 import operator
 import os
 from collections.abc import Sequence
-from numbers import Real
 from typing import Literal, overload
 
 import numpy as np
@@ -34,7 +33,7 @@ class _AttentionBackends(Registry[AttentionBackend]):
         verdicts = super().explain(config, compute_capability)
         if config is None or not config.batch_invariant:
             return verdicts
-        reason = "batch-invariant by itself, but not chosen: does not take every batch"
+        reason = "runs where it is asked for by name; those are chosen that take every batch"
         return [
             verdict._replace(usable=False, reason=reason)
             if verdict.usable and verdict.name not in _BATCH_INVARIANT
@@ -188,12 +187,12 @@ def paged_attention(
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
         block_tables=block_tables,
-        scale=scale,
+        scale=_number("scale", scale),
         k_scale=_multiplier("k_scale", k_scale, layout.k_dtype, query.device),
         v_scale=_multiplier("v_scale", v_scale, layout.v_dtype, query.device),
         sliding_window=_window(sliding_window, _capacity(block_tables, layout)),
         sinks=sinks,
-        softcap=softcap or None,
+        softcap=None if softcap is None else _number("softcap", softcap) or None,
         batch_invariant=batch_invariant,
         given_out=out,
         lse=query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None,
@@ -238,6 +237,16 @@ def _capacity(block_tables: torch.Tensor, layout: PageLayout) -> int:
     return block_tables.shape[-1] * layout.block_size if block_tables.dim() else 0
 
 
+def _number(name: str, x: float) -> float:
+    """A number or scalar of any kind as a float."""
+    try:
+        if not isinstance(x, str):
+            return float(x)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ValueError(f"{name}: expected a finite number, got {x!r}")
+
+
 def _multiplier(
     name: str, scale: float | torch.Tensor, dtype: KVCacheDType, device: torch.device
 ) -> float | torch.Tensor:
@@ -248,8 +257,10 @@ def _multiplier(
         return dtype.check_multiplier(scale, name)
     if scale.numel() != 1:
         raise ValueError(f"{name}: expected one element, got {tuple(scale.shape)}")
-    # What lies on the host goes as a number: a copy would wait for the GPU, and break a capture.
-    return float(scale) if scale.device.type == "cpu" else scale.to(device)
+    if scale.device.type == "cpu" and device.type != "cpu":
+        # As a number: a copy would wait for the GPU, and break a capture.
+        return torch.full((), float(scale), dtype=torch.float32, device=device)
+    return scale.to(device)
 
 
 def _check(inputs: AttentionInputs) -> None:
@@ -283,11 +294,10 @@ def _check(inputs: AttentionInputs) -> None:
         raise ValueError(f"out: expected float {expected_out}, got {out.dtype} {tuple(out.shape)}")
     if inputs.sinks is not None and tuple(inputs.sinks.shape) != (query.shape[1],):
         raise ValueError(f"sinks: expected [{query.shape[1]}], got {tuple(inputs.sinks.shape)}")
-    softcap, scale = inputs.softcap, inputs.scale
-    if softcap is not None and not (isinstance(softcap, Real) and 0 < softcap < math.inf):
-        raise ValueError(f"softcap: expected a positive finite number, got {softcap!r}")
-    if not (isinstance(scale, Real) and math.isfinite(scale)):
-        raise ValueError(f"scale: expected a finite number, got {scale!r}")
+    if inputs.softcap is not None and not 0 < inputs.softcap < math.inf:
+        raise ValueError(f"softcap: expected a positive finite number, got {inputs.softcap}")
+    if not math.isfinite(inputs.scale):
+        raise ValueError(f"scale: expected a finite number, got {inputs.scale}")
     for name in ("pages", "query_start_loc", "seq_lens", "block_tables", "sinks", "given_out"):
         tensor = getattr(inputs, name)
         if tensor is not None and tensor.device != query.device:

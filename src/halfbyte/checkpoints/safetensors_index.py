@@ -185,7 +185,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
                 f"({next(name for name in weight_map if weight_map[name] == shard)}, …), "
                 "found no such file"
             )
-    if shards != [SINGLE_FILE] and (folder / SINGLE_FILE).is_file():
+    if SINGLE_FILE not in shards and (folder / SINGLE_FILE).is_file():
         raise CheckpointError(
             f"{folder}: expected {SINGLE_FILE} or a {INDEX_FILE} of other files, found both"
         )

@@ -132,7 +132,7 @@ def variant(
         for ctas in (2, 1)
         for n in (wanted, 2, 1)
         for tile, stages in (_NVFP4_RINGS if nvfp4 else _RINGS)
-        if tile <= _most_tokens(n, head_size)
+        if tile <= _most_tokens(n, head_size, nvfp4)
     ]
     for way in ways:
         ring_fits = way.ctas == 1 or way.stages * stage_bytes(layout, way.tile) <= _RING_BYTES
@@ -146,11 +146,11 @@ def _shares_q(n_tiles: int, head_size: int) -> bool:
     return n_tiles * max(64, head_size) > 256
 
 
-def _most_tokens(n_tiles: int, head_size: int) -> int:
-    """Of a tile, for whose logits there are registers."""
+def _most_tokens(n_tiles: int, head_size: int, nvfp4: bool) -> int:
+    """Of a tile, for whose logits there are registers; the least is what nvfp4 was measured with."""
     if n_tiles == 1 and head_size <= 128:
         return 64
-    return 16 if _shares_q(n_tiles, head_size) else 32
+    return 16 if nvfp4 and _shares_q(n_tiles, head_size) else 32
 
 
 def _wide(layout: PageLayout, columns: float, head_size: int) -> Variant:

@@ -6,7 +6,6 @@ import ctypes
 import math
 from collections.abc import Mapping
 from enum import StrEnum
-from numbers import Real
 from typing import Any
 
 import torch
@@ -169,10 +168,14 @@ class KVCacheDType(StrEnum):
         """
         if not self.has_global_scale:
             return 1.0
-        number = float(scale) if isinstance(scale, Real) else math.nan
+        try:
+            number = math.nan if isinstance(scale, str) else float(scale)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
         rounded = ctypes.c_float(number).value
         if not 0 < (rounded if self.is_nvfp4 else number) < math.inf:
-            raise ValueError(f"{name}: expected a positive finite number, got {scale!r}")
+            kind = "number in float32" if self.is_nvfp4 else "number"
+            raise ValueError(f"{name}: expected a positive finite {kind}, got {scale!r}")
         return rounded
 
 

@@ -19,7 +19,7 @@ from halfbyte.checkpoints.dialects import (
     read_config,
     read_declaration,
 )
-from halfbyte.checkpoints.safetensors_index import CheckpointIndex
+from halfbyte.checkpoints.safetensors_index import SINGLE_FILE, CheckpointIndex
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.attention_functions import register
 from halfbyte.models.checkpoint_loading import load_quantized
@@ -171,7 +171,9 @@ def _adapt_quantization(path: str | Path, config: Any, declaration: Declaration 
 def _check_unquantized(folder: Path) -> None:
     """Raise ModelLoadError if files hold quantized weights, which nothing declares."""
     try:
-        index = CheckpointIndex.read(folder)
+        single = folder / SINGLE_FILE  # which transformers prefers to an index
+        is_single = single.is_file()
+        index = CheckpointIndex.read_files([single]) if is_single else CheckpointIndex.read(folder)
     except CheckpointError:
         return  # transformers may know other names; it reports what it cannot read
     name = next((name for name in index.tensors if QUANTIZED_WEIGHT.search(name)), None)

@@ -17,6 +17,7 @@ from halfbyte.checkpoints.dialects import (
     one_line,
     read_config,
 )
+from halfbyte.checkpoints.kv_scales import read_kv_scales
 from halfbyte.checkpoints.quantize import (
     CalibrationResult,
     LayerError,
@@ -136,6 +137,7 @@ def quantize_checkpoint(
     config = _read_config(folder)
     index = CheckpointIndex.read(folder)
     plan = plan_weights(_transformers_config(folder), index, ignore)
+    read_kv_scales(folder)  # are copied, and broken ones could not be loaded
     with new_folder(destination, replace=replace) as target:
         calibration = CalibrationResult()
         if output.needs_calibration:

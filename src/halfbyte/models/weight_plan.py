@@ -113,7 +113,8 @@ def _decoder_linears(modules: Mapping[str, nn.Module], index: CheckpointIndex) -
             count = _number_of_experts(modules, module)
             if 0 < count <= int(match["number"]):
                 raise CheckpointError(
-                    f"{index.folder}: {name}: expected {count} experts, found {entry} of one more"
+                    f"{index.folder}: {name}: expected {count} experts, found {entry} of number "
+                    f"{match['number']}"
                 )
             if count:
                 yield module
