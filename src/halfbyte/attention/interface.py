@@ -240,11 +240,9 @@ def _capacity(block_tables: torch.Tensor, layout: PageLayout) -> int:
 def _number(name: str, x: float) -> float:
     """A number or scalar of any kind as a float."""
     try:
-        if not isinstance(x, str):
-            return float(x)
+        return float(None if isinstance(x, str) else x)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
-        pass
-    raise ValueError(f"{name}: expected a finite number, got {x!r}")
+        raise ValueError(f"{name}: expected a finite number, got {x!r}") from None
 
 
 def _multiplier(
