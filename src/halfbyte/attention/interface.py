@@ -240,9 +240,12 @@ def _capacity(block_tables: torch.Tensor, layout: PageLayout) -> int:
 def _number(name: str, x: float) -> float:
     """A number or scalar of any kind as a float."""
     try:
-        return float(None if isinstance(x, str) else x)  # type: ignore[arg-type]
+        number = math.nan if isinstance(x, str) else float(x)
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name}: expected a finite number, got {x!r}") from None
+        number = math.nan
+    if math.isnan(number):
+        raise ValueError(f"{name}: expected a finite number, got {x!r}")
+    return number
 
 
 def _multiplier(
