@@ -90,6 +90,10 @@ def test_scales_come_from_the_file_that_the_weights_come_from(tmp_path: Path) ->
     shards = {name.format(side): "model-1.safetensors" for side in "kv"}
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": shards}))
     assert read_kv_scales(tmp_path) == {0: (0.5, 0.5)}
+    both = {**shards, "lm_head.weight": "model.safetensors"}  # one set of files after all
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": both}))
+    assert read_kv_scales(tmp_path) == {0: (0.25, 0.25)}
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": shards}))
     (tmp_path / "model.safetensors").unlink()
     assert read_kv_scales(tmp_path) == {0: (0.25, 0.25)}
     (tmp_path / "model-1.safetensors").unlink()

@@ -1,7 +1,5 @@
 """`paged_attention`: checks its arguments, chooses a backend, runs it."""
 
-import math
-import operator
 import os
 from collections.abc import Sequence
 from typing import Literal, overload
@@ -17,6 +15,7 @@ from halfbyte.attention.base import (
 )
 from halfbyte.dispatch import Registry, Verdict
 from halfbyte.layouts import KVCacheDType, PageLayout
+from halfbyte.layouts.arguments import check_tensors, finite_number, integer
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -167,19 +166,15 @@ def paged_attention(
     Raises:
         ValueError: arguments that do not fit each other, or a backend that cannot do the work.
     """
-    tensors = {
-        "query": query,
-        "pages": pages,
-        "query_start_loc": query_start_loc,
-        "seq_lens": seq_lens,
-        "block_tables": block_tables,
-        "sinks": sinks,
-        "out": out,
-    }
-    for name, tensor in tensors.items():
-        optional = name in ("sinks", "out")
-        if not isinstance(tensor, torch.Tensor) and not (optional and tensor is None):
-            raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    optional = {name: x for name, x in (("sinks", sinks), ("out", out)) if x is not None}
+    check_tensors(
+        query=query,
+        pages=pages,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_tables=block_tables,
+        **optional,
+    )
     inputs = AttentionInputs(
         query=query,
         pages=pages,
@@ -187,12 +182,12 @@ def paged_attention(
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
         block_tables=block_tables,
-        scale=_number("scale", scale),
+        scale=finite_number("scale", scale),
         k_scale=_multiplier("k_scale", k_scale, layout.k_dtype, query.device),
         v_scale=_multiplier("v_scale", v_scale, layout.v_dtype, query.device),
         sliding_window=_window(sliding_window, _capacity(block_tables, layout)),
         sinks=sinks,
-        softcap=None if softcap is None else _number("softcap", softcap) or None,
+        softcap=None if softcap is None else finite_number("softcap", softcap) or None,
         batch_invariant=batch_invariant,
         given_out=out,
         lse=query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None,
@@ -223,10 +218,7 @@ def _window(window: int | None, most_tokens: int) -> int | None:
     """A window that hides something from sequences of at most so many tokens, or None."""
     if window is None:
         return None
-    try:
-        window = operator.index(window)
-    except TypeError:
-        raise ValueError(f"sliding_window: expected an integer, got {window!r}") from None
+    window = integer("sliding_window", window)
     if window <= 0:
         raise ValueError(f"sliding_window: expected at least 1, got {window}")
     return window if window < most_tokens else None
@@ -237,31 +229,17 @@ def _capacity(block_tables: torch.Tensor, layout: PageLayout) -> int:
     return block_tables.shape[-1] * layout.block_size if block_tables.dim() else 0
 
 
-def _number(name: str, x: float) -> float:
-    """A number or scalar of any kind as a float."""
-    try:
-        number = math.nan if isinstance(x, str) else float(x)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if math.isnan(number):
-        raise ValueError(f"{name}: expected a finite number, got {x!r}")
-    return number
-
-
 def _multiplier(
     name: str, scale: float | torch.Tensor, dtype: KVCacheDType, device: torch.device
 ) -> float | torch.Tensor:
     """A number, or a tensor on the device; 1 for formats without a global scale."""
-    if not dtype.has_global_scale:
-        return 1.0
-    if not isinstance(scale, torch.Tensor):
-        return dtype.check_multiplier(scale, name)
-    if scale.numel() != 1:
-        raise ValueError(f"{name}: expected one element, got {tuple(scale.shape)}")
-    if scale.device.type == "cpu" and device.type != "cpu":
-        # As a number: a copy would wait for the GPU, and break a capture.
-        return torch.full((), float(scale), dtype=torch.float32, device=device)
-    return scale.to(device)
+    checked = dtype.check_multiplier(scale, name)
+    if not isinstance(checked, torch.Tensor):
+        return checked
+    if checked.device.type == "cpu" and device.type != "cpu":
+        # By its value: a copy would wait for the GPU, and break a capture.
+        return torch.full((), float(checked), dtype=torch.float32, device=device)
+    return checked.to(device)
 
 
 def _check(inputs: AttentionInputs) -> None:
@@ -295,10 +273,8 @@ def _check(inputs: AttentionInputs) -> None:
         raise ValueError(f"out: expected float {expected_out}, got {out.dtype} {tuple(out.shape)}")
     if inputs.sinks is not None and tuple(inputs.sinks.shape) != (query.shape[1],):
         raise ValueError(f"sinks: expected [{query.shape[1]}], got {tuple(inputs.sinks.shape)}")
-    if inputs.softcap is not None and not 0 < inputs.softcap < math.inf:
+    if inputs.softcap is not None and inputs.softcap <= 0:
         raise ValueError(f"softcap: expected a positive finite number, got {inputs.softcap}")
-    if not math.isfinite(inputs.scale):
-        raise ValueError(f"scale: expected a finite number, got {inputs.scale}")
     for name in ("pages", "query_start_loc", "seq_lens", "block_tables", "sinks", "given_out"):
         tensor = getattr(inputs, name)
         if tensor is not None and tensor.device != query.device:

@@ -80,7 +80,7 @@ def _files_with_scales(folder: Path) -> list[Path]:
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
-    if single.is_file():  # the weights are its, for transformers does not look at the index then
-        return [single]
     weight_map = json.loads(index.read_text()).get("weight_map", {})
+    if single.is_file() and SINGLE_FILE not in weight_map.values():
+        return [single]  # whose weights transformers takes, without a look at the index
     return sorted({folder / file for name, file in weight_map.items() if _SCALE_NAME.search(name)})

@@ -235,12 +235,9 @@ def _multiplier(
     name: str, scale: float | torch.Tensor, dtype: KVCacheDType, device: torch.device
 ) -> float | torch.Tensor:
     """The global scale as the kernel takes it: a float32, or a tensor on its device."""
-    if not dtype.has_global_scale:
-        return 1.0
-    if isinstance(scale, torch.Tensor):
-        if scale.numel() != 1:
-            raise ValueError(f"{name}: expected one element, got shape {tuple(scale.shape)}")
-        if scale.device == device or scale.device.type != "cpu":
-            return scale.to(device, torch.float32)
-        return ctypes.c_float(float(scale)).value
-    return dtype.check_multiplier(scale, name)
+    checked = dtype.check_multiplier(scale, name)
+    if not isinstance(checked, torch.Tensor):
+        return checked
+    if checked.device == device or checked.device.type != "cpu":
+        return checked.to(device, torch.float32)
+    return ctypes.c_float(float(checked)).value

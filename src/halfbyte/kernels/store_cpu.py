@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 
 from halfbyte.kernels.cpu_library import FLOATS, library, pack_layout
-from halfbyte.layouts import KVCacheDType, PageLayout, page_stride
+from halfbyte.layouts import PageLayout, page_stride
 
 _SIDE = "P3qif"
 """`Input` of the source."""
@@ -61,26 +61,15 @@ def store_tokens_cpu(
         key.data_ptr(),
         *key.stride(),
         FLOATS[key.dtype],
-        _multiplier("k_scale", k_scale, layout.k_dtype),
+        float(layout.k_dtype.check_multiplier(k_scale, "k_scale")),
         value.data_ptr(),
         *value.stride(),
         FLOATS[value.dtype],
-        _multiplier("v_scale", v_scale, layout.v_dtype),
+        float(layout.v_dtype.check_multiplier(v_scale, "v_scale")),
     )
     past = loaded.halfbyte_store(pack_layout(layout), call)
     if past >= 0:
         raise ValueError(f"slot_mapping: slot {past} is past the last, {capacity - 1}")
-
-
-def _multiplier(name: str, scale: float | torch.Tensor, dtype: KVCacheDType) -> float:
-    """The decode multiplier; 1 for formats without one."""
-    if not dtype.has_global_scale:
-        return 1.0
-    if isinstance(scale, torch.Tensor):
-        if scale.numel() != 1:
-            raise ValueError(f"{name}: expected one element, got {tuple(scale.shape)}")
-        return float(scale)
-    return dtype.check_multiplier(scale, name)
 
 
 @lru_cache(maxsize=256)

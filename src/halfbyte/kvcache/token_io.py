@@ -15,6 +15,7 @@ import torch
 
 from halfbyte.kvcache.quant_methods import KVCacheQuantMethod, get_kv_cache_quant_method
 from halfbyte.layouts import KVCacheDType, PageLayout
+from halfbyte.layouts.arguments import check_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -213,12 +214,7 @@ def _check_write(
     slot_mapping: torch.Tensor,
     layout: PageLayout,
 ) -> None:
-    for name, x in (
-        *(("key", key), ("value", value), ("pages", pages)),
-        ("slot_mapping", slot_mapping),
-    ):
-        if not isinstance(x, torch.Tensor):
-            raise ValueError(f"{name}: expected a tensor, got {type(x).__name__}")
+    check_tensors(key=key, value=value, pages=pages, slot_mapping=slot_mapping)
     layout.check_pages(pages)
     for name, x, head_size in (
         ("key", key, layout.head_size),

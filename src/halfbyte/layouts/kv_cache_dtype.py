@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from halfbyte.layouts.arguments import finite_number
+
 _UNQUANTIZED = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -158,24 +160,27 @@ class KVCacheDType(StrEnum):
                 f"{name}: {self} needs a positive multiple of {multiple}, got {head_size}"
             )
 
-    def check_multiplier(self, scale: float, name: str) -> float:
-        """A global scale that is given as a number, rounded to float32; 1 for formats without one.
+    def check_multiplier(self, scale: float | torch.Tensor, name: str) -> float | torch.Tensor:
+        """A global scale as given, a number rounded to float32; 1 for formats without one.
 
-        What FP8 divides by may round to 0 or infinity, as in the oracle.
+        What FP8 divides by may round to 0 or infinity, as in the oracle. The value of a tensor is
+        not looked at.
 
         Raises:
-            ValueError: not a positive finite number, or none that nvfp4 has in float32.
+            ValueError: a tensor of several elements, not a positive finite number, or none that
+                nvfp4 has in float32.
         """
         if not self.has_global_scale:
             return 1.0
-        try:
-            number = math.nan if isinstance(scale, str) else float(scale)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
+        if isinstance(scale, torch.Tensor):
+            if scale.numel() != 1:
+                raise ValueError(f"{name}: expected one element, got {tuple(scale.shape)}")
+            return scale
+        expected = f"a positive finite number{' in float32' if self.is_nvfp4 else ''}"
+        number = finite_number(name, scale, expected)
         rounded = ctypes.c_float(number).value
         if not 0 < (rounded if self.is_nvfp4 else number) < math.inf:
-            kind = "number in float32" if self.is_nvfp4 else "number"
-            raise ValueError(f"{name}: expected a positive finite {kind}, got {scale!r}")
+            raise ValueError(f"{name}: expected {expected}, got {scale!r}")
         return rounded
 
 

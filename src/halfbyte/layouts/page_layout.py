@@ -11,13 +11,13 @@ alone, so code that indexes them serves both. Pages are rows of a uint8 tensor w
 exceed `page_bytes`: padding, and pools in which the layers of a group lie side by side.
 """
 
-import operator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
 
+from halfbyte.layouts.arguments import integer
 from halfbyte.layouts.kv_cache_dtype import KVCacheDType
 from halfbyte.layouts.scale_layouts import VScaleLayout, check_sm100, v_scale_position
 
@@ -91,12 +91,12 @@ class PageLayout:
         fields = {
             "k_dtype": KVCacheDType.parse(k_dtype),
             "v_dtype": KVCacheDType.parse(v_dtype),
-            "head_size": _integer("head_size", head_size),
-            "head_size_v": _integer(
+            "head_size": integer("head_size", head_size),
+            "head_size_v": integer(
                 "head_size_v", head_size if head_size_v is None else head_size_v
             ),
-            "num_kv_heads": _integer("num_kv_heads", num_kv_heads),
-            "block_size": _integer("block_size", block_size),
+            "num_kv_heads": integer("num_kv_heads", num_kv_heads),
+            "block_size": integer("block_size", block_size),
             "order": order,
             "v_scale_layout": v_scale_layout,
         }
@@ -226,13 +226,6 @@ class PageLayout:
             self.order,
             self.v_scale_layout,
         )
-
-
-def _integer(name: str, size: int) -> int:
-    try:
-        return operator.index(size)
-    except TypeError:
-        raise ValueError(f"{name}: expected an integer, got {size!r}") from None
 
 
 def page_stride(pages: torch.Tensor) -> int:
