@@ -32,6 +32,35 @@ def test_kernels_compile(capability: int, head_size: int, group: int) -> None:
         assert nvrtc.compile_source(name, options, architecture)[:4] == b"\x7fELF"
 
 
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_kernels_that_copy_whole_pages_compile(head_size: int, block_size: int) -> None:
+    layout = PageLayout("nvfp4", "nvfp4", head_size, None, 1, block_size)
+    for group in (32, 64):
+        way = variant(layout, group, 1.0, False, 90)
+        assert way is not None
+        assert way.whole_pages
+        options = macros(layout, group, torch.bfloat16, False, way)
+        assert nvrtc.compile_source(way.source, options, "sm_90a")[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        PageLayout("nvfp4", "nvfp4", 128, None, 2, 16),
+        PageLayout("nvfp4", "nvfp4", 128, 64, 1, 16),
+        PageLayout("nvfp4", "nvfp4", 128, None, 1, 48),
+        PageLayout("nvfp4", "nvfp4", 128, None, 1, 128),
+    ],
+    ids=["two-heads", "k-128-v-64", "page-48", "page-128"],
+)
+def test_pages_unlike_tiles_are_not_copied_whole(layout: PageLayout) -> None:
+    way = variant(layout, 32, 1.0, False, 90)
+    assert way is not None
+    assert way.wide
+    assert not way.whole_pages
+
+
 def disassembled(cubin: bytes, folder: Path) -> str:
     """Machine code as text, by the disassembler that Triton brings."""
     triton = pytest.importorskip("triton")
@@ -242,6 +271,42 @@ def test_cuda_attention_of_every_page(block_size: int, group: int, order: str) -
     }
     case = make_case(head_size=128, group=group, block_size=block_size, order=order, **lengths)
     assert_close_to_exact(run(case).cpu(), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+@pytest.mark.parametrize("group", [20, 64])
+def test_cuda_attention_of_whole_pages(
+    block_size: int, head_size: int, order: str, group: int
+) -> None:
+    """Of one KV head, in rows that other layers' pages share; what was never written is NaN."""
+    case = make_case(
+        head_size=head_size,
+        group=group,
+        kv_heads=1,
+        block_size=block_size,
+        order=order,
+        sliding_window=300,
+        query_lens=(1, 2, 1, 3, 1, 1),
+        seq_lens=(1, 63, 0, 64, 129, 2000),
+    )
+    count, size = case.pages.shape
+    rows = torch.full((count, 3 * size + 16), 0xFF, dtype=torch.uint8, device="cuda")
+    pages = rows[:, size : 2 * size]
+    pages.copy_(case.pages)
+    assert_close_to_exact(run(case, pages=pages).cpu(), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [4, 32])
+def test_cuda_attention_without_pages(group: int) -> None:
+    case = make_case(
+        head_size=128, group=group, kv_heads=1, query_lens=(0, 0), seq_lens=(0, 0), sinks=True
+    )
+    for pages in (case.pages[:0], case.pages):
+        assert run(case, pages=pages.cuda()).shape == (0, group, 128)
 
 
 @pytest.mark.gpu

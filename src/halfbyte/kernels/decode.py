@@ -17,6 +17,7 @@ from halfbyte.dispatch import capability_of_gpu
 from halfbyte.kernels import nvrtc
 from halfbyte.kernels.decode_variant import WARPS, Variant, macros, variant
 from halfbyte.kernels.devices import multiprocessors
+from halfbyte.kernels.tensor_maps import TensorMap, tensor_map_of_pages
 from halfbyte.layouts import PageLayout, page_stride
 
 _BATCH_INVARIANT_SPAN = 512
@@ -252,7 +253,10 @@ def decode(
             out.stride(1),
         ),
     )
-    nvrtc.launch(kernels["decode"], plan.slots, 32 * WARPS, [params])
+    arguments: list[nvrtc.Argument] = [params]
+    if plan.variant.whole_pages:
+        arguments.append(_pages_map(pages, stride, layout))
+    nvrtc.launch(kernels["decode"], plan.slots, 32 * WARPS, arguments)
     merge = _MergeParams(
         partial_out=plan.partial_out.data_ptr(),
         partial_ml=plan.partial_ml.data_ptr(),
@@ -279,6 +283,13 @@ def _kernels(
         **nvrtc.load(way.source, options, (entry,), device),
         **nvrtc.load("decode_merge", options, tuple((name, 0) for name in _MERGE_THREADS), device),
     }
+
+
+def _pages_map(pages: torch.Tensor, stride: int, layout: PageLayout) -> TensorMap:
+    """Pages of one KV head, all of whose rows are as wide as K's."""
+    width = layout.k_dtype.data_bytes(layout.head_size)
+    rows = layout.page_bytes // width
+    return tensor_map_of_pages(pages.data_ptr(), pages.shape[0], rows, width, stride)
 
 
 def _merge_kernel(most_parts: float, find_room: bool, batch_invariant: bool) -> str:

@@ -1,8 +1,9 @@
 // Brings a unit's tiles of K and V into the ring in shared memory, ahead of the arithmetic.
 //
-// A stage of the ring is a tile of TILE tokens: rows of K, their block scales, rows of V, theirs. The
-// macros of geometry are those of decode.cu. One warp fills a ring; or, with RING_WARPS (decode_wide.cu),
-// so many together, each with its part of every tile.
+// A stage of the ring is a tile of TILE tokens: rows of K, their block scales, rows of V, theirs; or, with
+// WHOLE_PAGES (decode_pages.cuh), pages, which are just so. The macros of geometry are those of decode.cu.
+// One warp fills a ring; or, with RING_WARPS (decode_wide.cu), so many together, each with its part of
+// every tile.
 
 #pragma once
 #include "decode_formats.cuh"
@@ -38,10 +39,20 @@ struct Params {
 #define STEPS_V (HEAD_SIZE_V / 16)
 #define LOADED_K (16 / BITS(K_KIND))
 #define LOADED_V (16 / BITS(V_KIND))
-#define STAGE_BYTES (TILE * (ROW_K + SF_K + ROW_V + SF_V))
-#define OFF_SF_K (TILE * ROW_K)
-#define OFF_V (OFF_SF_K + TILE * SF_K)
-#define OFF_SF_V (OFF_V + TILE * ROW_V)
+#ifndef WHOLE_PAGES
+#define WHOLE_PAGES 0
+#endif
+// Tokens whose rows of K stand together, and where what follows them begins.
+#if WHOLE_PAGES
+#define SPAN BLOCK_SIZE
+#else
+#define SPAN TILE
+#endif
+#define SPAN_BYTES (SPAN * (ROW_K + SF_K + ROW_V + SF_V))
+#define OFF_SF_K (SPAN * ROW_K)
+#define OFF_V (OFF_SF_K + SPAN * SF_K)
+#define OFF_SF_V (OFF_V + SPAN * ROW_V)
+#define STAGE_BYTES (TILE / SPAN * SPAN_BYTES)
 #define Q_BYTES (Q_SHARED ? N_TILES * STEPS_K * 256 : 0)
 #define HALVES (TILE / 16)
 #ifndef RING_WARPS
@@ -101,21 +112,60 @@ __device__ __forceinline__ bool goes_on(const Params& p, const PlanHeader& heade
   return piece.begin < (unit + 1) * header.span;
 }
 
-// Streams the tiles of a unit, piece after piece, into the ring, ahead of the arithmetic.
-struct Loader {
+// The tiles of a unit that are still to be asked for, piece after piece.
+struct Tiles {
+  const Params& p;
+  const PlanHeader& header;
+  int head, unit;
+  int index;       // of the piece
+  int tile, stop;  // in the piece; at its stop, nothing is left
+  const int* table;
+  u32 last_page;
+
+  __device__ __forceinline__ Tiles(const Params& p, const PlanHeader& header, int index, int head,
+                                   int unit)
+      : p(p), header(header), head(head), unit(unit), index(index) {}
+
+  __device__ __forceinline__ void begin(const Piece& first) {
+    enter(first);
+    while (tile >= stop && next_piece()) {}
+  }
+
+  __device__ __forceinline__ void advance() {
+    tile++;
+    while (tile >= stop && next_piece()) {}
+  }
+
+  __device__ __forceinline__ void enter(const Piece& piece) {
+    const Share share = share_of(header, piece, unit);
+    tile = share.first;
+    stop = share.stop;
+    table = p.block_tables + (u64)piece.seq * p.max_pages;
+    last_page = (u32)(piece.length - 1) / BLOCK_SIZE;
+  }
+
+  __device__ __forceinline__ bool next_piece() {
+    Piece piece;
+    if (!goes_on(p, header, ++index, unit, piece)) return false;
+    enter(piece);
+    return true;
+  }
+
+  // Where the keys from a position on lie; beyond the sequence's end, its last page.
+  __device__ __forceinline__ u32 page_of(u32 position) const {
+    return table[min(position / BLOCK_SIZE, last_page)];
+  }
+};
+
+#if !WHOLE_PAGES
+// Streams them into the ring, ahead of the arithmetic.
+struct Loader : Tiles {
   // A tile that may span several pages gives each lane the page of "its" 16 tokens.
   static constexpr int WARP_TOKENS = TILE / RING_WARPS, WARP_HALVES = HALVES / RING_WARPS;
   static constexpr bool ONE_PAGE = BLOCK_SIZE % WARP_TOKENS == 0;
   static constexpr int SHARE = 32 / WARP_HALVES;  // lanes per 16 tokens
 
-  const Params& p;
-  const PlanHeader& header;
-  int head, unit;
   u32 ring, target;
-  int index;       // of the piece
-  int tile, stop;  // in the piece; at its stop, nothing is left
-  const int* table;
-  u32 last_page;
 #if SHARED_RING
   u32 pages[TILE / 64];  // as below, of this warp's tokens
   // Where this lane's chunks begin: in a page that its warp's tokens begin, and in a stage. V's lie as
@@ -131,7 +181,7 @@ struct Loader {
 
   __device__ __forceinline__ Loader(const Params& p, const PlanHeader& header, const Unit& first_unit,
                                     int head, int unit, u32 ring)
-      : p(p), header(header), head(head), unit(unit), ring(ring), target(ring), index(first_unit.index) {
+      : Tiles(p, header, first_unit.index, head, unit), ring(ring), target(ring) {
 #if SHARED_RING
     const int lane = threadIdx.x & 31;
     first = keep(threadIdx.x / 32 * 16);
@@ -151,8 +201,7 @@ struct Loader {
                                       : chunk * 16 + (k_side ? OFF_SF_K + row * SF_K
                                                              : OFF_SF_V + row * SF_V - SF_K * 16));
 #endif
-    enter(first_unit.piece);
-    while (tile >= stop && next_piece()) {}
+    begin(first_unit.piece);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
       if (i == 0) look_up();
@@ -165,30 +214,15 @@ struct Loader {
     return RING_WARPS == 1 ? 0 : threadIdx.x / 32 * WARP_TOKENS;
   }
 
-  __device__ __forceinline__ void enter(const Piece& piece) {
-    const Share share = share_of(header, piece, unit);
-    tile = share.first;
-    stop = share.stop;
-    table = p.block_tables + (u64)piece.seq * p.max_pages;
-    last_page = (u32)(piece.length - 1) / BLOCK_SIZE;
-  }
-
-  __device__ __forceinline__ bool next_piece() {
-    Piece piece;
-    if (!goes_on(p, header, ++index, unit, piece)) return false;
-    enter(piece);
-    return true;
-  }
-
   __device__ __forceinline__ void look_up() {
     if (tile >= stop) return;
 #if SHARED_RING
 #pragma unroll
     for (int i = 0; i < TILE / 64; i++)
-      pages[i] = table[min((tile * TILE + 64 * i + first) / BLOCK_SIZE, last_page)];
+      pages[i] = page_of(tile * TILE + 64 * i + first);
 #else
     const u32 position = tile * TILE + first_token() + (ONE_PAGE ? 0 : threadIdx.x % 32 / SHARE * 16);
-    page = table[min(position / BLOCK_SIZE, last_page)];
+    page = page_of(position);
 #endif
   }
 
@@ -196,8 +230,7 @@ struct Loader {
   __device__ __forceinline__ void step() {
     if (tile < stop) {
       load();
-      tile++;
-      while (tile >= stop && next_piece()) {}
+      advance();
     }
     asm volatile("cp.async.commit_group;");
     look_up();
@@ -331,3 +364,4 @@ struct Loader {
   }
 #endif
 };
+#endif

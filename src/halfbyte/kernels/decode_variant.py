@@ -47,6 +47,8 @@ class Variant(NamedTuple):
     ctas: int
     wide: bool = False
     """`decode_wide.cu`: the warps of a CTA work on one unit together, not on one each."""
+    whole_pages: bool = False
+    """`decode_pages.cuh`: TMA brings pages of a single KV head as they are."""
 
     @property
     def source(self) -> str:
@@ -70,7 +72,8 @@ class Variant(NamedTuple):
         if self.wide:
             chunks = max(1, layout.head_size_v // 128)  # of 32 dims, of a warp
             scales = WARPS * chunks * self.tile * 4
-            return ring + q + self.columns * (2 * self.tile + 4 * WARPS + 8) + scales
+            barriers = 8 * self.stages
+            return ring + q + self.columns * (2 * self.tile + 4 * WARPS + 8) + scales + barriers
         return WARPS * (ring + q)
 
     def fits(self, layout: PageLayout, compute_capability: int) -> bool:
@@ -157,12 +160,19 @@ def _wide(layout: PageLayout, columns: float, head_size: int) -> Variant:
     """The way with `wgmma`: as many CTAs as its accumulators leave registers for."""
     n_tiles = 4 if columns <= 32 else 8
     most_ctas = 3 if n_tiles == 4 and head_size <= 128 else 2
+    whole = _pages_like_tiles(layout)
     ways = (
-        Variant(tile, n_tiles, False, True, stages, ctas, wide=True)
+        Variant(tile, n_tiles, False, True, stages, ctas, wide=True, whole_pages=whole)
         for ctas in range(most_ctas, 0, -1)
         for tile, stages in ((128, 2), (64, 3))
     )
     return next(way for way in ways if way.fits(layout, 90))
+
+
+def _pages_like_tiles(layout: PageLayout) -> bool:
+    """Whether a page holds one head, in K's rows and V's alike, and some pages fill a tile."""
+    one_head = layout.num_kv_heads == 1 and layout.head_size == layout.head_size_v
+    return one_head and layout.block_size in (16, 32, 64)
 
 
 def stage_bytes(layout: PageLayout, tile: int) -> int:
@@ -185,7 +195,8 @@ def macros(
         "GROUP": group,
         "SOFTCAP": int(softcap),
         # HND keeps a head's tokens side by side, so that every copy is one of 16 bytes.
-        "HND": int(layout.order == "HND"),
+        "HND": int(layout.order == "HND" or layout.num_kv_heads == 1),
+        "WHOLE_PAGES": int(way.whole_pages),
         "TILE": way.tile,
         "WARPS": WARPS,
         "STAGES": way.stages,

@@ -177,9 +177,27 @@ __device__ __forceinline__ void leave_results(const Params& p, const Piece& piec
   }
 }
 
+#if !WHOLE_PAGES
+// The tile that is worked on, and whether it is there; see decode_pages.cuh for the other one.
+struct Arrivals {
+  u32 at;
+
+  __device__ __forceinline__ explicit Arrivals(u32 ring) : at(ring) {}
+
+  __device__ __forceinline__ u32 tile() const { return at; }
+  __device__ __forceinline__ void wait() const {
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
+  }
+  __device__ __forceinline__ void pass() {
+    const u32 ring = ring_address();
+    at = at + STAGE_BYTES == ring + STAGES * STAGE_BYTES ? ring : at + STAGE_BYTES;
+  }
+};
+#endif
+
 // A unit's share of a piece: its tiles come through the loader's ring.
 __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int head, u32 row,
-                                       Share share, Loader& loader, u32& tile) {
+                                       Share share, Loader& loader, Arrivals& arrivals) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int g = lane >> 2, c = lane & 3;
   const int length = piece.length, queries = piece.queries;
@@ -217,8 +235,9 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
 
   int from_inner = share.first * TILE - inner_from;
   for (int left = share.stop - share.first; left > 0; left--, from_inner += TILE) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
+    arrivals.wait();
     __syncthreads();
+    const u32 tile = arrivals.tile();
     RawK raw_k[2];
     fetch_k(raw_k[0], tile, places, 0, 0);
     loader.step();
@@ -227,8 +246,8 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
     if (__builtin_expect(edge, 0)) {
       const int position = keep(from_inner + inner_from);
       const int beyond = length - position, before = first_visible - position;
-      clear_rows(tile, beyond, TILE);
-      clear_rows(tile, 0, before);
+      clear_scales(tile, beyond, TILE);
+      clear_scales(tile, 0, before);
       __syncthreads();
     }
 
@@ -367,29 +386,46 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
       wgmma_commit();
     }
     wgmma_wait();
-    tile = tile + STAGE_BYTES == ring + STAGES * STAGE_BYTES ? ring : tile + STAGE_BYTES;
+    arrivals.pass();
   }
 
   const bool whole = share.stop - share.first == piece.num_tiles;
   leave_results(p, piece, head, row, whole, columns_at, out, sum);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode(Params p) {
+#if WHOLE_PAGES
+#define MAP , const __grid_constant__ TensorMap map
+#else
+#define MAP
+#endif
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode(Params p MAP) {
   const u32 ring = ring_address();
+#if WHOLE_PAGES
+  prefetch_map(&map);
+  make_barriers(ring + OFF_READY);
+  Arrivals arrivals(ring, ring + OFF_READY);
+#endif
   asm volatile("griddepcontrol.launch_dependents;");  // the merge may take its place, and wait
   const PlanHeader header = p.plan.header();
   for (int x = blockIdx.x; x < header.units * KV_HEADS; x += gridDim.x) {
     const int number = x / KV_HEADS, head = x % KV_HEADS;
     const Unit unit = p.plan.unit(number);
+#if WHOLE_PAGES
+    Loader loader(p, map, header, unit, head, number, arrivals);
+#else
     Loader loader(p, header, unit, head, number, ring);
-    u32 tile = ring;
+    Arrivals arrivals(ring);
+#endif
     Piece piece = unit.piece;
     int index = unit.index;
     do {
       const Share share = share_of(header, piece, number);
-      if (share.first < share.stop) attend(p, piece, head, number + index, share, loader, tile);
+      if (share.first < share.stop) attend(p, piece, head, number + index, share, loader, arrivals);
     } while (goes_on(p, header, ++index, number, piece));
+#if !WHOLE_PAGES
     asm volatile("cp.async.wait_all;");
+#endif
     __syncthreads();
   }
 }

@@ -3,6 +3,9 @@
 
 #pragma once
 #include "decode_values.cuh"
+#if WHOLE_PAGES
+#include "decode_pages.cuh"
+#endif
 #include "sm90.cuh"
 
 // B operands lie as 8 x 8 matrices of 128 bytes, a row of 16 bytes per column, without swizzle: those
@@ -22,12 +25,13 @@
 
 #define SCALES_CHUNK (TILE * 4)  // bytes of its two blocks' scales for all tokens
 #define SCALES_WARP (CHUNKS_PER_WARP * SCALES_CHUNK)
+#define OFF_READY (OFF_SCALES + WARPS * SCALES_WARP)  // barriers of the ring's tiles, with WHOLE_PAGES
 
 #define V_OPERANDS (2 * PARTS_V * CHUNKS_PER_WARP)  // of 32 tokens
 #define K_STEPS 4                                   // unpacked at a time
 #define SUBTILES (TILE / 64)                        // 64 tokens are M of wgmma
 
-extern __shared__ __align__(128) u8 shared[];
+extern __shared__ __align__(1024) u8 shared[];  // where the pattern of every swizzle begins anew
 
 __device__ __forceinline__ u32 ring_address() { return shared_address(shared); }
 
@@ -64,6 +68,38 @@ __device__ __forceinline__ void wgmma(float (*d)[4], const u32* a, u64 b, bool a
 #endif
 }
 
+// Where rows and scales lie in a tile. What is 32 or 64 tokens further on is `behind` so many bytes further on,
+// and exchanged alike.
+template <int WIDTH>
+__device__ __forceinline__ constexpr u32 behind(u32 tokens) {
+  return tokens / SPAN * SPAN_BYTES + tokens % SPAN * WIDTH;
+}
+
+template <int CHUNKS>
+__device__ __forceinline__ u32 data_place(u32 start, u32 token, u32 chunk) {
+#if WHOLE_PAGES
+  return exchanged(start + behind<16 * CHUNKS>(token) + 16 * chunk);
+#else
+  return start + swizzle<CHUNKS>(token, chunk);
+#endif
+}
+
+template <int WIDTH>
+__device__ __forceinline__ u32 scale_place(u32 start, u32 token, u32 byte) {
+  const u32 y = start + behind<WIDTH>(token) + byte;
+#if WHOLE_PAGES
+  return exchanged(y);
+#else
+  return y;
+#endif
+}
+
+#if WHOLE_PAGES
+static_assert(pattern(behind<ROW_K>(32)) == 0 && pattern(behind<ROW_K>(64)) == 0 &&
+                  pattern(behind<SF_K>(64)) == 0 && SPAN_BYTES % 128 == 0,
+              "alike");
+#endif
+
 // Where a lane finds its parts of a tile: rows and scales of K and V, and which bytes of K's words are the
 // scales of its kind of block; the order of two tokens of V, where their scales go as halves, and where those
 // of its operands are.
@@ -72,11 +108,11 @@ struct Places {
 
   __device__ __forceinline__ Places(int warp, int lane) {
     const int g = lane >> 2, c = lane & 3, chunk = TILES_V == 1 ? warp >> 1 : warp;
-    k = keep(warp * 16 * ROW_K + swizzle<CHUNKS_K>(lane & 15, lane >> 4));
-    sf_k = keep(OFF_SF_K + (warp * 16 + g) * SF_K);
+    k = keep(data_place<CHUNKS_K>(behind<ROW_K>(warp * 16), lane & 15, lane >> 4));
+    sf_k = keep(scale_place<SF_K>(OFF_SF_K, warp * 16 + g, 0));
     parity_k = keep(c >> 1 ? 0x31u : 0x20u);
-    v = keep(OFF_V + swizzle<CHUNKS_V>(lane, chunk));
-    sf_v = keep(OFF_SF_V + (2 * lane + (lane >> 4)) * SF_V + chunk * 2);
+    v = keep(data_place<CHUNKS_V>(OFF_V, lane, chunk));
+    sf_v = keep(scale_place<SF_V>(OFF_SF_V, 2 * lane + (lane >> 4), chunk * 2));
     tokens = keep(lane < 16 ? 0x40u : 0x04u);
     const u32 own = ring_address() + OFF_SCALES + warp * SCALES_WARP;
     scales_to = keep(own + (lane >> 4) * 128 + (lane & 3) * 16 + (lane >> 3 & 1) * 8 + (lane >> 2 & 1) * 4);
@@ -106,10 +142,14 @@ struct RawV {
 
 // A warp's 16 tokens of K in a subtile, K_STEPS steps of k.
 __device__ __forceinline__ void fetch_k(RawK& raw, u32 tile, const Places& at, int subtile, int first) {
-  ldmatrix4(raw.bytes, tile + (at.k ^ first / 2 * 16) + 64 * subtile * ROW_K);
+  ldmatrix4(raw.bytes, tile + (at.k ^ first / 2 * 16) + behind<ROW_K>(64 * subtile));
 #pragma unroll
-  for (int i = 0; i < 2; i++)
-    load_words<1>(raw.scales + i, tile + at.sf_k + (64 * subtile + 8 * i) * SF_K + first);
+  for (int i = 0; i < 2; i++) {
+    // Scales of 8 tokens that fill a row of a page are exchanged otherwise than those of the next row.
+    const u32 exchange = WHOLE_PAGES && 8 * SF_K == 128 ? 16 * i : 0;
+    const u32 from = (at.sf_k ^ exchange) + behind<SF_K>(64 * subtile) + 8 * i * SF_K + first;
+    load_words<1>(raw.scales + i, tile + from);
+  }
 }
 
 __device__ __forceinline__ void unpack_k(u32 (*a)[4], const RawK& raw, const Places& at) {
@@ -129,7 +169,7 @@ __device__ __forceinline__ void stage_scales(u32 tile, const Places& at) {
 #pragma unroll
     for (int subtile = 0; subtile < SUBTILES; subtile++) {
       const u32 from = tile + at.sf_v;
-      const u32 offset = i * 8 + subtile * 64 * SF_V;
+      const u32 offset = i * 8 + behind<SF_V>(64 * subtile);
       const u32 x = load_u16(from + offset), y = load_u16((from ^ SF_V) + offset);
 #pragma unroll
       for (int block = 0; block < 2; block++) {
@@ -141,11 +181,21 @@ __device__ __forceinline__ void stage_scales(u32 tile, const Places& at) {
   __syncwarp();
 }
 
+// As clear_rows.
+__device__ __forceinline__ void clear_scales(u32 tile, int from, int to) {
+  if (!WHOLE_PAGES) return clear_rows(tile, from, to);
+  from = max(from, 0), to = max(min(to, TILE), 0);
+  for (int i = from * SF_V + 4 * (threadIdx.x & 31); i < to * SF_V; i += 128) {
+    const u32 place = scale_place<SF_V>(OFF_SF_V, i / SF_V, i % SF_V);
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + place), "r"(0) : "memory");
+  }
+}
+
 // A warp's dims of V for 32 tokens.
 __device__ __forceinline__ void fetch_v(RawV* raw, u32 tile, const Places& at, int first) {
 #pragma unroll
   for (int i = 0; i < CHUNKS_PER_WARP; i++) {
-    ldmatrix4_trans(raw[i].bytes, tile + (at.v ^ i * 64) + first * ROW_V);
+    ldmatrix4_trans(raw[i].bytes, tile + (at.v ^ i * 64) + behind<ROW_V>(first));
     load_words<4>(raw[i].scales, at.scales + i * SCALES_CHUNK + first * 4);
   }
 }

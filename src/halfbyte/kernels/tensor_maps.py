@@ -36,7 +36,7 @@ def tensor_map(
     Raises:
         RuntimeError: the driver refuses it.
     """
-    return _encode(address, (k, m), (stride,), (BOX_K, rows), dtype)
+    return _encode(address, (k, m), (2 * stride,), (BOX_K, rows), dtype)
 
 
 @lru_cache(maxsize=4096)
@@ -50,7 +50,30 @@ def tensor_map_of_boxes(
     """
     if k % BOX_K:
         raise ValueError(f"k: expected a multiple of {BOX_K}, got {k}")
-    return _encode(address, (BOX_K, m, k // BOX_K), (stride, BOX_K), (BOX_K, rows, boxes), dtype)
+    sizes, strides = (BOX_K, m, k // BOX_K), (2 * stride, 2 * BOX_K)
+    return _encode(address, sizes, strides, (BOX_K, rows, boxes), dtype)
+
+
+@lru_cache(maxsize=4096)
+def tensor_map_of_pages(
+    address: int, pages: int, rows: int, row_bytes: int, stride: int
+) -> TensorMap:
+    """Pages of `rows` x `row_bytes` bytes, of which a copy brings a whole one.
+
+    Its chunks of 16 bytes are exchanged as the swizzle of such rows says.
+
+    Args:
+        address: of the first page, a multiple of 16.
+        pages: that there are.
+        rows: up to 256.
+        row_bytes: 32, 64 or 128.
+        stride: bytes from page to page, a multiple of 16.
+
+    Raises:
+        RuntimeError: the driver refuses it.
+    """
+    sizes, box = (row_bytes, rows, pages), (row_bytes, rows, 1)
+    return _encode(address, sizes, (row_bytes, stride), box, torch.uint8)
 
 
 def _encode(
@@ -60,27 +83,37 @@ def _encode(
     box: tuple[int, ...],
     dtype: torch.dtype,
 ) -> TensorMap:
-    """A map of values; strides are those of all dimensions but the first."""
+    """A map of values; strides are bytes, of all dimensions but the first."""
     from cuda.bindings import driver
 
     kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    kind = {
+        torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.float16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        torch.uint8: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+    }[dtype]
+    swizzle = {
+        32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
+        64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
+        128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+    }[box[0] * dtype.itemsize]
     status, made = driver.cuTensorMapEncodeTiled(
-        kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-        if dtype == torch.bfloat16
-        else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        kind,
         len(sizes),
         address,
         [driver.cuuint64_t(size) for size in sizes],
-        [driver.cuuint64_t(2 * stride) for stride in strides],
+        [driver.cuuint64_t(stride) for stride in strides],
         [driver.cuuint32_t(size) for size in box],
         [driver.cuuint32_t(1) for _ in box],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzles.CU_TENSOR_MAP_SWIZZLE_128B if box[1] > 1 else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+        swizzle if box[1] > 1 else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if int(status) != 0:
-        raise RuntimeError(f"CUDA: {status.name} for a tensor of {sizes} values, {strides} apart")
+        raise RuntimeError(
+            f"CUDA: {status.name} for a tensor of {sizes} values, {strides} bytes apart"
+        )
     made_here = TensorMap()
     ctypes.memmove(ctypes.addressof(made_here), made.getPtr(), ctypes.sizeof(made_here))
     return made_here
