@@ -204,15 +204,19 @@ def test_marlin_names_scales_that_it_loses(
         layer.process_weights_after_loading()
 
 
-def test_humming_asks_for_float32_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_humming_asks_for_one_float32_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose K is not split; but where it is to be measured as fast as it goes."""
     calls = documented_weight_only.install_humming(monkeypatch)
     use(monkeypatch)
     assert_right("humming", 64, 128, random_input(3, 128, FP16))
     assert len(calls) == 2, "one at load, which compiles"
-    wanted = {"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "dense"}
+    wanted = {"use_batch_invariant": True, "use_f16_accum": False, "gemm_type": "dense"}
     assert calls[-1] == wanted
-    assert_right("humming", 64, 128, random_input(3, 128, FP16), batch_invariant=True)
-    assert calls[-1] == {**wanted, "use_batch_invariant": True}
+    with humming.HummingKernel.splitting_k():
+        for batch_invariant in (False, True):
+            x = random_input(3, 128, FP16)
+            assert_right("humming", 64, 128, x, batch_invariant=batch_invariant)
+            assert calls[-1] == {**wanted, "use_batch_invariant": batch_invariant}
 
 
 @pytest.mark.parametrize("name", W4A16)

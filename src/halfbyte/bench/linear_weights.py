@@ -16,6 +16,7 @@ from halfbyte.bench.data import GLOBAL_SCALE
 from halfbyte.bench.linear_cases import Shape
 from halfbyte.bench.timing import Call
 from halfbyte.linear import NvFp4Linear
+from halfbyte.linear.humming import HummingKernel
 from halfbyte.numerics import nvfp4
 
 _ROTATED_BYTES = {"cuda": 200_000_000, "cpu": 64_000_000}
@@ -65,7 +66,11 @@ class Weights:
         return x.to(self.dtype)
 
     def layer(self, backend: str) -> NvFp4Linear:
-        """A layer whose weights are in a backend's form."""
+        """A layer whose weights are in a backend's form; Humming's may split K, as by itself."""
+        with HummingKernel.splitting_k():
+            return self._layer(backend)
+
+    def _layer(self, backend: str) -> NvFp4Linear:
         n, k = self.shape
         layer = NvFp4Linear(k, n, bias=False, dtype=self.dtype, device=self.device, backend=backend)
         # Clones, because a kernel may write a new order over the old.

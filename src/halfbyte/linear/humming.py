@@ -6,12 +6,18 @@ bfloat16, subnormals included, so that the only rounding is that to the result's
 scale per output channel would serve fused parts, but in the dtype of the activations; parts with
 different global scales are separate calls instead (`runs`).
 
+By itself Humming has several CTAs add their parts of K to the result, each rounded, in whatever
+order they come: up to 1.4 times the error that backends are held to here. Its batch-invariant mode
+keeps all of K in one float32 sum, for more time with few rows of x, and is what layers get.
+
 N is padded to a multiple of 8 here, and by Humming itself to tiles. Humming cannot give the weights
 back that it repacked.
 """
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module, metadata
 from typing import Any, ClassVar
 
@@ -67,17 +73,28 @@ class HummingKernel(WeightOnlyKernel):
 
     name: ClassVar[str] = "humming"
     library: ClassVar[str] = "the Humming library"
+    _splits_k: ClassVar[bool] = False
 
     def __init__(self, config: NvFp4LinearLayerConfig) -> None:
         super().__init__(config)
         self.layer_configs: list[str] = []
         self.compute_config = json.dumps(
             {
-                "use_batch_invariant": config.batch_invariant,
+                "use_batch_invariant": config.batch_invariant or not self._splits_k,
                 "use_f16_accum": False,
                 "gemm_type": "dense",
             }
         )
+
+    @classmethod
+    @contextmanager
+    def splitting_k(cls) -> Iterator[None]:
+        """Leave splits of K to Humming in layers made meanwhile: to measure it at its best."""
+        cls._splits_k = True
+        try:
+            yield
+        finally:
+            cls._splits_k = False
 
     @classmethod
     def is_batch_invariant(cls, compute_capability: int) -> bool:
