@@ -4,8 +4,7 @@
         --out benchmarks/results/attention_decode.json
     python benchmarks/attention_decode.py
 
-The first measures, on a GPU with FlashInfer installed; the second writes. Prefill is in
-`attention_prefill.json`: the run that is committed ended before it came to those cases.
+The first measures, on a GPU with FlashInfer installed; the second writes.
 """
 
 import json
