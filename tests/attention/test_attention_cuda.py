@@ -2,8 +2,10 @@
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,11 +13,11 @@ import torch
 from attention.cases import DECODE_CASES, Case, assert_close_to_exact, config, make_case
 from halfbyte.attention import ATTENTION_BACKENDS, paged_attention
 from halfbyte.dispatch import NoImplementationError
-from halfbyte.layouts import PageLayout
+from halfbyte.layouts import PageLayout, page_stride
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
-from halfbyte.kernels import nvrtc
+from halfbyte.kernels import decode, nvrtc, tensor_maps
 from halfbyte.kernels.decode_variant import Variant, macros, variant
 
 
@@ -42,6 +44,56 @@ def test_kernels_that_copy_whole_pages_compile(head_size: int, block_size: int) 
         assert way.whole_pages
         options = macros(layout, group, torch.bfloat16, False, way)
         assert nvrtc.compile_source(way.source, options, "sm_90a")[:4] == b"\x7fELF"
+
+
+def spills(way: Variant, layout: PageLayout, group: int, folder: Path) -> int:
+    """Instructions that move registers to memory, or back."""
+    options = macros(layout, group, torch.bfloat16, False, way)
+    code = disassembled(nvrtc.compile_source(way.source, options, "sm_90a"), folder)
+    return len(re.findall(r" (?:STL|LDL)[. ]", code))
+
+
+@pytest.mark.parametrize(
+    ("head_size", "block_size", "group"), [(128, 16, 32), (256, 16, 64), (256, 64, 64)]
+)
+def test_whole_pages_take_no_more_registers(
+    head_size: int, block_size: int, group: int, tmp_path: Path
+) -> None:
+    layout = PageLayout("nvfp4", "nvfp4", head_size, None, 1, block_size)
+    way = variant(layout, group, 1.0, False, 90)
+    assert way is not None
+    assert way.whole_pages
+    usual = spills(way._replace(whole_pages=False), layout, group, tmp_path)
+    assert spills(way, layout, group, tmp_path) <= usual
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+@pytest.mark.parametrize("v_dtype", ["nvfp4", "nvfp4_4over6"])
+def test_a_single_head_is_side_by_side_in_either_order(
+    order: Literal["HND", "NHD"], v_dtype: str
+) -> None:
+    layout = PageLayout("nvfp4", v_dtype, 128, None, 1, 16, order)
+    way = variant(layout, 32, 1.0, False, 90)
+    assert way is not None
+    assert way.whole_pages
+    assert macros(layout, 32, torch.bfloat16, False, way)["HND"] == 1
+
+
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_what_tma_is_told_of_whole_pages(count: int, block_size: int) -> None:
+    layout = PageLayout("nvfp4", "nvfp4", 128, None, 1, block_size)
+    size = layout.page_bytes
+    pages = torch.zeros(count, 2 * size, dtype=torch.uint8)[:, :size]
+    told: list[Any] = []
+    with patch.object(tensor_maps, "_encode", lambda *a: told.append(a)):
+        decode._pages_map(pages, page_stride(pages), layout)
+    ((address, sizes, strides, box, dtype),) = told
+    assert (address, sizes, dtype) == (pages.data_ptr(), (64, size // 64, count), torch.uint8)
+    assert box == (64, size // 64, 1)
+    assert box[1] <= 256
+    assert strides[0] == 64
+    assert strides[1] == (2 * size if count > 1 else size)
 
 
 @pytest.mark.parametrize(
@@ -301,12 +353,33 @@ def test_cuda_attention_of_whole_pages(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [4, 32])
-def test_cuda_attention_without_pages(group: int) -> None:
-    case = make_case(
-        head_size=128, group=group, kv_heads=1, query_lens=(0, 0), seq_lens=(0, 0), sinks=True
+def test_cuda_attention_of_a_single_page(group: int) -> None:
+    case = make_case(head_size=128, group=group, kv_heads=1, query_lens=(1,), seq_lens=(9,))
+    page = int(case.block_tables[0, 0])
+    case = replace(
+        case,
+        pages=case.pages[page : page + 1].clone(),
+        block_tables=torch.zeros_like(case.block_tables),
+        slots=[case.slots[0] % 16],
     )
-    for pages in (case.pages[:0], case.pages):
-        assert run(case, pages=pages.cuda()).shape == (0, group, 128)
+    assert_close_to_exact(run(case).cpu(), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [4, 32])
+def test_cuda_attention_without_pages(group: int) -> None:
+    for queries in (0, 1):
+        case = make_case(
+            head_size=128,
+            group=group,
+            kv_heads=1,
+            query_lens=(queries, queries),
+            seq_lens=(0, 0),
+            sinks=True,
+        )
+        for count in (0, 1, 3):
+            out = run(case, pages=case.pages[:count].cuda())
+            assert torch.equal(out.cpu(), torch.zeros(2 * queries, group, 128, dtype=out.dtype))
 
 
 @pytest.mark.gpu

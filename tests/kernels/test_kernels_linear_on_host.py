@@ -106,8 +106,7 @@ def on_host(compiled_in: bool = False, machine: Machine = A100) -> Iterator[None
         box: tuple[int, ...],
         dtype: torch.dtype,
     ) -> cuda_on_host.BoxMap:
-        in_bytes = tuple(dtype.itemsize * stride for stride in strides)
-        return cuda_on_host.BoxMap(address, sizes, in_bytes, box)
+        return cuda_on_host.BoxMap(address, sizes, strides, box)
 
     linear._few_kernels.cache_clear()
     linear._few_launch.cache_clear()

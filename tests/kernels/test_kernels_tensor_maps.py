@@ -1,9 +1,18 @@
 """Rows of x as TMA reads them."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
-from halfbyte.kernels.tensor_maps import box_rows, row_stride
+from halfbyte.kernels import tensor_maps
+from halfbyte.kernels.tensor_maps import (
+    box_rows,
+    row_stride,
+    tensor_map,
+    tensor_map_of_boxes,
+    tensor_map_of_pages,
+)
 
 X = torch.arange(4 * 48, dtype=torch.float32).view(4, 48).bfloat16()
 FLAT = torch.arange(512, dtype=torch.float32).bfloat16()
@@ -53,3 +62,14 @@ def test_a_single_row_may_have_any_stride() -> None:
 def test_rows_that_cannot_be_aligned_are_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 8 values, not 44"):
         box_rows(X[:, :44])
+
+
+def test_strides_are_told_in_bytes() -> None:
+    bf16 = torch.bfloat16
+    with patch.object(tensor_maps, "_encode", lambda *told: told):
+        matrix = tensor_map.__wrapped__(4096, 10, 192, 200, bf16, 32)
+        boxes = tensor_map_of_boxes.__wrapped__(4096, 10, 192, 200, bf16, 32, 3)
+        pages = tensor_map_of_pages.__wrapped__(4096, 7, 36, 64, 4608)
+    assert matrix == (4096, (192, 10), (400,), (64, 32), bf16)
+    assert boxes == (4096, (64, 10, 3), (400, 128), (64, 32, 3), bf16)
+    assert pages == (4096, (64, 36, 7), (64, 4608), (64, 36, 1), torch.uint8)

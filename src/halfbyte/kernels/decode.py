@@ -255,7 +255,7 @@ def decode(
     )
     arguments: list[nvrtc.Argument] = [params]
     if plan.variant.whole_pages:
-        arguments.append(_pages_map(pages, stride, layout))
+        arguments.append(_pages_map(pages if len(pages) else plan.data[None], stride, layout))
     nvrtc.launch(kernels["decode"], plan.slots, 32 * WARPS, arguments)
     merge = _MergeParams(
         partial_out=plan.partial_out.data_ptr(),
@@ -286,10 +286,15 @@ def _kernels(
 
 
 def _pages_map(pages: torch.Tensor, stride: int, layout: PageLayout) -> TensorMap:
-    """Pages of one KV head, all of whose rows are as wide as K's."""
+    """Pages of one KV head, all of whose rows are as wide as K's.
+
+    Args:
+        pages: at least one; where there are none, any memory, for nothing is read.
+        stride: bytes from page to page; 0 of a single one.
+    """
     width = layout.k_dtype.data_bytes(layout.head_size)
     rows = layout.page_bytes // width
-    return tensor_map_of_pages(pages.data_ptr(), pages.shape[0], rows, width, stride)
+    return tensor_map_of_pages(pages.data_ptr(), len(pages), rows, width, stride or rows * width)
 
 
 def _merge_kernel(most_parts: float, find_room: bool, batch_invariant: bool) -> str:

@@ -39,9 +39,6 @@ struct Params {
 #define STEPS_V (HEAD_SIZE_V / 16)
 #define LOADED_K (16 / BITS(K_KIND))
 #define LOADED_V (16 / BITS(V_KIND))
-#ifndef WHOLE_PAGES
-#define WHOLE_PAGES 0
-#endif
 // Tokens whose rows of K stand together, and where what follows them begins.
 #if WHOLE_PAGES
 #define SPAN BLOCK_SIZE

@@ -1,16 +1,16 @@
 // The ring of decode_wide.cu where a page holds one KV head: TMA brings whole pages.
 //
-// A page is then contiguous, [K | K's scales | V | V's scales] as a tile of the ring is, and one copy that
-// one thread asks for takes the place of nine instructions of each of four warps. To TMA a page is a
-// box of rows of K's width. It exchanges their chunks of 16 bytes as its swizzle of that width says, by
-// address, the scales' among them.
+// A page is then contiguous, [K | K's scales | V | V's scales] as a tile of the ring is. Two to eight copies
+// make a tile of 128 tokens, each asked for by one thread; at head size 128 they replace 36 instructions of
+// warps, and their addresses. To TMA a page is a box of rows of K's width. It exchanges their chunks of 16
+// bytes as its swizzle of that width says, by address, the scales' among them.
 
 #pragma once
 #include "decode_loader.cuh"
 #include "sm90.cuh"
 
 static_assert(KV_HEADS == 1 && ROW_K == ROW_V && K_KIND == 4 && V_KIND == 4, "pages like tiles");
-static_assert(K_SCALE - K_DATA == OFF_SF_K && V_DATA - K_DATA == OFF_V && V_SCALE - K_DATA == OFF_SF_V,
+static_assert(K_DATA == 0 && K_SCALE == OFF_SF_K && V_DATA == OFF_V && V_SCALE == OFF_SF_V,
               "pages like tiles");
 static_assert(64 % BLOCK_SIZE == 0, "what 64 tokens share is a page or several");
 
@@ -45,7 +45,7 @@ struct Arrivals {
   }
 };
 
-// Streams tiles into the ring, ahead of the arithmetic: each warp every fourth page of a tile.
+// Streams tiles into the ring, ahead of the arithmetic, their pages by the warps in turn.
 struct Loader : Tiles {
   const TensorMap& map;
   u32 ring, ready, slot;
@@ -83,7 +83,8 @@ struct Loader : Tiles {
   }
 
   __device__ __forceinline__ void load() const {
-    if ((PAGE_WARPS == RING_WARPS || first < TILE) && elect_one()) {
+    // In this order: the compiler must not see lanes part before they elect one.
+    if (elect_one() && (PAGE_WARPS == RING_WARPS || first < TILE)) {
       const u32 barrier = ready + 8 * slot;
       const u32 to = ring + slot * STAGE_BYTES + first / BLOCK_SIZE * SPAN_BYTES;
       barrier_expect(barrier, TILE_PAGES / PAGE_WARPS * SPAN_BYTES);

@@ -72,7 +72,7 @@ class Variant(NamedTuple):
         if self.wide:
             chunks = max(1, layout.head_size_v // 128)  # of 32 dims, of a warp
             scales = WARPS * chunks * self.tile * 4
-            barriers = 8 * self.stages
+            barriers = 8 * self.stages if self.whole_pages else 0
             return ring + q + self.columns * (2 * self.tile + 4 * WARPS + 8) + scales + barriers
         return WARPS * (ring + q)
 
@@ -170,7 +170,7 @@ def _wide(layout: PageLayout, columns: float, head_size: int) -> Variant:
 
 
 def _pages_like_tiles(layout: PageLayout) -> bool:
-    """Whether a page holds one head, in K's rows and V's alike, and some pages fill a tile."""
+    """Whether a page of nvfp4 holds one head, in K's rows and V's alike, and divides 64 tokens."""
     one_head = layout.num_kv_heads == 1 and layout.head_size == layout.head_size_v
     return one_head and layout.block_size in (16, 32, 64)
 
@@ -194,7 +194,8 @@ def macros(
         "KV_HEADS": layout.num_kv_heads,
         "GROUP": group,
         "SOFTCAP": int(softcap),
-        # HND keeps a head's tokens side by side, so that every copy is one of 16 bytes.
+        # HND keeps a head's tokens side by side, so that every copy is one of 16 bytes. So does NHD
+        # of a single head.
         "HND": int(layout.order == "HND" or layout.num_kv_heads == 1),
         "WHOLE_PAGES": int(way.whole_pages),
         "TILE": way.tile,

@@ -181,7 +181,8 @@ __device__ __forceinline__ void stage_scales(u32 tile, const Places& at) {
   __syncwarp();
 }
 
-// As clear_rows.
+// As clear_rows. The copy that later overwrites what is cleared here comes behind write_probabilities, where
+// every thread has its stores seen by TMA.
 __device__ __forceinline__ void clear_scales(u32 tile, int from, int to) {
   if (!WHOLE_PAGES) return clear_rows(tile, from, to);
   from = max(from, 0), to = max(min(to, TILE), 0);

@@ -7,7 +7,7 @@ scale per output channel would serve fused parts, but in the dtype of the activa
 different global scales are separate calls instead (`runs`).
 
 By itself Humming has several CTAs add their parts of K to the result, each rounded, in whatever
-order they come: up to 1.4 times the error that backends are held to here. Its batch-invariant mode
+order they come: up to 1.34 times the error that backends are held to here. Its batch-invariant mode
 keeps all of K in one float32 sum, for more time with few rows of x, and is what layers get.
 
 N is padded to a multiple of 8 here, and by Humming itself to tiles. Humming cannot give the weights
@@ -90,11 +90,11 @@ class HummingKernel(WeightOnlyKernel):
     @contextmanager
     def splitting_k(cls) -> Iterator[None]:
         """Leave splits of K to Humming in layers made meanwhile: to measure it at its best."""
-        cls._splits_k = True
+        before, cls._splits_k = cls._splits_k, True
         try:
             yield
         finally:
-            cls._splits_k = False
+            cls._splits_k = before
 
     @classmethod
     def is_batch_invariant(cls, compute_capability: int) -> bool:
