@@ -9,7 +9,7 @@
 //
 // It has what the sources that run on it need, no more: shuffles of whole warps, grids, clusters
 // and CTAs of one dimension. Barriers, shuffles and the like are in cuda_on_host_builtins.h, what inline
-// assembly does in cuda_on_host_ptx.h.
+// assembly does in cuda_on_host_ptx.h and cuda_on_host_wgmma.h.
 
 #pragma once
 #include <setjmp.h>
@@ -57,9 +57,6 @@ namespace cuda_on_host {
 
 constexpr int WARP = 32, MOST_THREADS = 1024, MOST_CTAS = 8, STACK_BYTES = 64 * 1024;
 constexpr unsigned MOST_SHARED_BYTES = 256 * 1024;
-// The address of dynamic shared memory: aligned as the sources ask for, and no more.
-constexpr unsigned SHARED_BEGIN = 1024 + 128;
-
 enum Stop { NOWHERE, AT_WARP, AT_CTA, AT_WAIT, AT_END };
 
 // What a lane gives to the others of its warp, of any type.
@@ -72,6 +69,19 @@ struct Copy {
   unsigned to;
   const void* from;
   unsigned bytes, there;
+  int group;
+};
+
+// A matmul whose sums nobody has waited for yet.
+struct Matmul {
+  float* d;
+  const unsigned* a;
+  unsigned words[4];  // of a, as they were
+  float rows[2][16];  // of A, that this lane has sums of
+  unsigned long long b;
+  int columns;
+  bool add;
+  std::vector<float> product;  // if it was early
   int group;
 };
 
@@ -88,6 +98,10 @@ struct Thread {
   Message received;          // what its lane brought to the last one
   std::vector<Copy> copies;  // oldest first
   int groups;                // of copies, committed so far
+  std::vector<Matmul> matmuls;                // oldest first
+  int matmul_groups;                          // committed so far
+  std::map<float*, std::vector<float>> sums;  // of those
+  bool vote;                                  // of the CTA
   int arrivals;              // at the cluster's barrier
   bool has_to_wait;          // there, after the last of them
 };
@@ -107,7 +121,7 @@ struct Barrier {
 struct Cta {
   std::vector<Thread> threads;
   std::map<unsigned, Barrier> barriers;  // by their addresses
-  bool ended;
+  bool ended, voted;
   alignas(128) unsigned char shared[MOST_SHARED_BYTES];
 };
 
@@ -127,7 +141,7 @@ static unsigned elected;  // the lane that acts for its warp
 static jmp_buf scheduler;
 static std::function<void()> body;
 static std::vector<void*> shared_variables;  // that the CTA has come across
-static unsigned shared_bytes;
+static unsigned shared_bytes, shared_begin;
 static char message[256];
 static unsigned random_state;
 
@@ -247,7 +261,7 @@ inline void end_cta() {
   for (const auto& [address, barrier] : cta->barriers)
     if (barrier.bytes)
       say("block %u ends, but at the barrier at offset %u there are %d bytes %s than expected",
-          blockIdx.x, address - SHARED_BEGIN, std::abs(barrier.bytes),
+          blockIdx.x, address - shared_begin, std::abs(barrier.bytes),
           barrier.bytes < 0 ? "more" : "less");
 }
 
@@ -259,9 +273,13 @@ inline bool run_cta(bool short_turns) {
   for (int i = 0; i < count / WARP && !message[0]; i++)
     moved |= run_warp(nth(i, count / WARP, random) * WARP, short_turns);
   if (any_on_the_way(0, count) || !stand_together(0, count)) return moved;
-  if (cta->threads[0].stop == AT_CTA)
-    for (int i = 0; i < count; i++) cta->threads[i].stop = NOWHERE;
-  else
+  if (cta->threads[0].stop == AT_CTA) {
+    cta->voted = false;
+    for (int i = 0; i < count; i++) {
+      cta->threads[i].stop = NOWHERE;
+      cta->voted |= cta->threads[i].vote;
+    }
+  } else
     end_cta();
   return true;
 }
@@ -302,7 +320,10 @@ inline void begin_cluster() {
     for (Thread& thread : x->threads) {
       thread.stop = NOWHERE;
       thread.copies.clear();
-      thread.groups = thread.arrivals = 0;
+      thread.matmuls.clear();
+      thread.sums.clear();
+      thread.groups = thread.arrivals = thread.matmul_groups = 0;
+      thread.vote = false;
       thread.has_to_wait = false;
     }
     x->barriers.clear();
@@ -382,6 +403,12 @@ const char* launch(void (*kernel)(Params...), int cluster, int grid, int count, 
   shared_bytes = bytes;
   cluster_size = cluster, gridDim.x = grid, blockDim.x = count;
   return run_grid() ? nullptr : message;
+}
+
+// Dynamic shared memory: aligned as a source asks for, and no more.
+inline unsigned char* dynamic_shared(unsigned alignment) {
+  shared_begin = 1024 + alignment;
+  return cta->shared;
 }
 
 // Shared memory begins with garbage: all ones are NaN, or -1.

@@ -1,8 +1,9 @@
 """CUDA sources on the CPU: compiled by a C++ compiler as they are, but for inline assembly.
 
 `cuda_on_host.h` has the part of CUDA that they need. Every `asm` statement becomes the C++ that
-stands for its text in `_ASSEMBLY`, most of it in `cuda_on_host_ptx.h`; a source with another one is
-refused. What only some GPUs have may be there, as long as no thread comes to it.
+stands for its text in `_ASSEMBLY`, most of it in `cuda_on_host_ptx.h` and `cuda_on_host_wgmma.h`;
+a source with another one is refused. What only some GPUs have may be there, as long as no thread
+comes to it.
 """
 
 import ctypes
@@ -24,7 +25,7 @@ import torch
 from halfbyte.kernels import nvrtc
 
 SOURCES = Path(nvrtc.__file__).parent
-_HEADER = Path(__file__).with_name("cuda_on_host_ptx.h")
+_HEADER = Path(__file__).with_name("cuda_on_host_wgmma.h")
 _COMPILER = shutil.which("c++") or shutil.which("g++")
 _OPTIONS = (
     *("-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off"),
@@ -49,6 +50,20 @@ _MATMULS = {
     },
 }
 """Instructions, and what C++ calls their texts."""
+
+
+def _wgmma(columns: int) -> str:
+    """Text of a matmul of halves with so many columns; its C++ goes by the names around it."""
+    count = columns // 2
+    sums = ", ".join(f"%{i}" for i in range(count))
+    a = ", ".join(f"%{count + i}" for i in range(4))
+    return (
+        f"{{.reg .pred p; setp.ne.b32 p, %{count + 5}, 0;"
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16 {{{sums}}}, {{{a}}}, "
+        f"%{count + 4}, p, 1, 1, 0;}}"
+    )
+
+
 _ASSEMBLY = {
     "": "",
     "ex2.approx.ftz.f32 %0, %1;": f"%0 = {_HERE}flush(std::exp2({_HERE}flush(%1)))",
@@ -68,6 +83,11 @@ _ASSEMBLY = {
     "cvt.rn.f16x2.e4m3x2 %0, %1;": f"%0 = {_HERE}of_e4m3x2(%1)",
     # The table of a function of three bits: here the third chooses among the others.
     "lop3.b32 %0, %1, %2, %3, 0xe4;": "%0 = (%1 & %3) | (%2 & ~%3)",
+    "max.f16x2 %0, %1, %2;": f"%0 = {_HERE}max_float16x2(%1, %2)",
+    "mov.b64 %0, {%1, %2};": "%0 = (unsigned long long)(unsigned)(%2) << 32 | (unsigned)(%1)",
+    "shfl.sync.idx.b32 %0, %1, %2, 0x1f, 0xffffffff;": (
+        f"%0 = {_HERE}shuffle(~0u, %1, %2, __LINE__)"
+    ),
     "mad.wide.u32 %0, %1, %2, %3;": "%0 = (unsigned long long)%1 * %2 + %3",
     "ld.global.f32 %0, [%1];": "%0 = *(const float*)(%1)",
     "ld.global.u32 %0, [%1];": "%0 = *(const unsigned*)(%1)",
@@ -80,6 +100,12 @@ _ASSEMBLY = {
     "ld.shared.v2.u32 {%0, %1}, [%2];": f"{_HERE}unpack({_HERE}load<uint2>(%2), %0, %1)",
     "ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];": (
         f"{_HERE}unpack({_HERE}load<uint4>(%4), %0, %1, %2, %3)"
+    ),
+    "ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];": (
+        f"{_HERE}unpack({_HERE}load<float4>(%4), %0, %1, %2, %3)"
+    ),
+    "{.reg .u16 x; ld.shared.u16 x, [%1]; cvt.u32.u16 %0, x;}": (
+        f"%0 = {_HERE}load<unsigned short>(%1)"
     ),
     "st.shared.f32 [%0], %1;": f"{_HERE}store<float>(%0, %1)",
     "st.shared.u32 [%0], %1;": f"{_HERE}store<unsigned>(%0, %1)",
@@ -101,6 +127,9 @@ _ASSEMBLY = {
     "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];": (
         f"{_HERE}load_transposed_matrices(%0, %1, %2, %3, %4)"
     ),
+    "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};": (
+        f"{_HERE}store_transposed_matrices(%0, %1, %2, %3, %4)"
+    ),
     "movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;": f"%0 = {_HERE}transpose(%1)",
     **{
         f"{instruction} {{%0, %1, %2, %3}}, {{%4, %5, %6, %7}}, {{%8, %9}}, {{%0, %1, %2, %3}};": (
@@ -108,6 +137,12 @@ _ASSEMBLY = {
         )
         for instruction, text in _MATMULS.items()
     },
+    **{_wgmma(columns): f"{_HERE}wgmma({columns}, &d[0][0], a, b, add)" for columns in (32, 64)},
+    "wgmma.fence.sync.aligned;": "",
+    "wgmma.commit_group.sync.aligned;": f"{_HERE}commit_matmuls()",
+    "wgmma.wait_group.sync.aligned %0;": f"{_HERE}wait_for_matmuls(%0)",
+    "fence.proxy.async.shared::cta;": "",
+    "prefetch.tensormap [%0];": "",
     "createpolicy.fractional.L2::evict_first.b64 %0, 1.0;": "%0 = 0",
     "prefetch.global.L2 [%0];": "",
     "griddepcontrol.wait;": "",
@@ -129,18 +164,15 @@ _ASSEMBLY = {
     "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
     " [%0], [%1, {%2, %3, %4}], [%5];": f"{_HERE}copy_boxes(%0, %1, %2, %3, %4, %5)",
 }
-_ONLY_ON_GPUS = re.compile(
-    r"(cp\.async\.bulk|fence\.proxy|max\.f16x2|mov\.u32 %0, %%cluster_ctarank"
-    r"|prefetch\.tensormap|shfl\.sync\.idx|wgmma)\b"
-)
+_ONLY_ON_GPUS = re.compile(r"(cp\.async\.bulk|mov\.u32 %0, %%cluster_ctarank)\b")
 """Beginnings of statements that headers have and no thread here comes to."""
 _STATEMENT = re.compile(
     r'\basm\s*(?:volatile\s*)?\(\s*((?:\w+\s+)?(?:"[^"]*"\s*)+)(.*?)\)\s*;', re.DOTALL
 )
 _TEXT = re.compile(r'"([^"]*)"|(\w+)')
-_OPERAND = re.compile(r'"[=+]?\w"\s*\(((?:[^()]|\([^()]*\))*)\)')
+_OPERAND = re.compile(r'"[=+]?\w"\s*\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)')
 _SHARED = re.compile(
-    r"\b(extern\s+)?__shared__\s(?:__align__\(\d+\)\s)?([\w\s]*?)(\w+)\s*((?:\[[^\]]*\]\s*)*);"
+    r"\b(extern\s+)?__shared__\s(?:__align__\((\d+)\)\s)?([\w\s]*?)(\w+)\s*((?:\[[^\]]*\]\s*)*);"
 )
 _INCLUDE = re.compile(r'^#include "(.*)"', re.MULTILINE)
 _KERNEL = re.compile(r"__global__ void ([^{;]*?)(\w+)\([\w\s,]*\)\s*\{")
@@ -148,14 +180,15 @@ _KERNEL = re.compile(r"__global__ void ([^{;]*?)(\w+)\([\w\s,]*\)\s*\{")
 
 
 class BoxMap(ctypes.Structure):
-    """What takes the place of a `TensorMap` of three dimensions, of values of 16 bits."""
+    """What takes the place of a `TensorMap` of three dimensions."""
 
     _fields_ = (
         ("address", ctypes.c_uint64),
         ("sizes", ctypes.c_uint64 * 3),
         ("strides", ctypes.c_uint64 * 2),
         ("box", ctypes.c_uint32 * 3),
-        ("unused", ctypes.c_uint32 * 17),
+        ("value_bytes", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32 * 16),
     )
 
 
@@ -267,9 +300,9 @@ def _translate(name: str, folder: Path, to: Path) -> None:
 
 
 def _host_variable(match: re.Match[str]) -> str:
-    is_dynamic, kind, name = match[1], match[2], match[3]
+    is_dynamic, alignment, kind, name = match[1], match[2], match[3], match[4]
     if is_dynamic:
-        return f"{kind}* const {name} = ({kind}*){_HERE}cta->shared;"
+        return f"{kind}* const {name} = ({kind}*){_HERE}dynamic_shared({alignment});"
     return f"{match[0]} {_HERE}begin_with_garbage(&{name}, sizeof {name});"
 
 

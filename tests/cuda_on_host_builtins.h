@@ -8,6 +8,13 @@
 inline void __syncthreads(int line = __builtin_LINE()) {
   cuda_on_host::stop(cuda_on_host::AT_CTA, line);
 }
+// Whether this is so for any thread of the CTA.
+inline bool __syncthreads_or(bool x, int line = __builtin_LINE()) {
+  cuda_on_host::this_thread().vote = x;
+  cuda_on_host::stop(cuda_on_host::AT_CTA, line);
+  cuda_on_host::this_thread().vote = false;
+  return cuda_on_host::cta->voted;
+}
 inline void __syncwarp(int line = __builtin_LINE()) {
   cuda_on_host::stop(cuda_on_host::AT_WARP, line);
 }

@@ -20,12 +20,12 @@ void fail(const char* format, Arguments... arguments) {
 inline unsigned to_shared(const void* pointer) {
   const size_t offset = (const unsigned char*)pointer - cta->shared;
   if (offset >= shared_bytes) refuse("addresses of what is not in dynamic shared memory");
-  return SHARED_BEGIN + offset;
+  return shared_begin + offset;
 }
 
 // Where so many bytes of a CTA lie, if there are as many.
 inline unsigned char* at(Cta& cta, unsigned address, unsigned bytes, unsigned alignment) {
-  const unsigned offset = address - SHARED_BEGIN;
+  const unsigned offset = address - shared_begin;
   if (address % alignment || offset >= shared_bytes || bytes > shared_bytes - offset)
     fail("block %u, thread %u: %u bytes at offset %d of %u bytes of shared memory", blockIdx.x,
          threadIdx.x, bytes, (int)offset, shared_bytes);
@@ -43,6 +43,9 @@ T load(unsigned address) {
 }
 
 inline void unpack(uint2 all, unsigned& x, unsigned& y) { x = all.x, y = all.y; }
+inline void unpack(float4 all, float& x, float& y, float& z, float& w) {
+  x = all.x, y = all.y, z = all.z, w = all.w;
+}
 inline void unpack(uint4 all, unsigned& x, unsigned& y, unsigned& z, unsigned& w) {
   x = all.x, y = all.y, z = all.z, w = all.w;
 }
@@ -84,7 +87,7 @@ constexpr int MOST_BYTES_OF_BARRIER = (1 << 20) - 1;
 
 inline void barrier_fails(unsigned address, const char* why) {
   fail("block %u, thread %u: the barrier at offset %d %s", blockIdx.x, threadIdx.x,
-       (int)(address - SHARED_BEGIN), why);
+       (int)(address - shared_begin), why);
 }
 
 inline void init_barrier(unsigned address, int count) {
@@ -161,24 +164,26 @@ struct BoxMap {
   const unsigned char* memory;
   unsigned long long sizes[3], strides[2];  // values; bytes
   unsigned box[3];
+  unsigned value_bytes;
 };
 
-// Boxes of 64 values of 16 bits, of some rows, that come one after another; beyond the tensor are
-// zeros. Of more than one row, chunks of 16 bytes are exchanged by what their address says.
+// Boxes of rows of 32, 64 or 128 bytes, which are whole ones, that come one after another; beyond the tensor
+// are zeros. Of more than one row, chunks of 16 bytes are exchanged by what their address says.
 inline void copy_boxes(unsigned to, const void* tensor_map, int value, int first_row, int first_box,
                        unsigned barrier) {
   const BoxMap& map = *(const BoxMap*)tensor_map;
-  const unsigned rows = map.box[1], boxes = map.box[2];
-  if (value || map.sizes[0] != 64 || map.box[0] != 64) refuse("boxes that are not of 64 values");
+  const unsigned rows = map.box[1], boxes = map.box[2], width = map.box[0] * map.value_bytes;
+  if (value || map.sizes[0] != map.box[0]) refuse("boxes of parts of rows");
+  if (width != 32 && width != 64 && width != 128) refuse("boxes that no swizzle is for");
   if (rows > 256 || boxes > 256 || (size_t)map.memory % 16 || map.strides[0] % 16)
     fail("a tensor map that the driver refuses");
-  std::vector<unsigned char> bytes(boxes * rows * 128);
+  std::vector<unsigned char> bytes(boxes * rows * width);
   for (unsigned i = 0; i < bytes.size(); i += 16) {
-    const unsigned row = first_row + i / 128 % rows, box = first_box + i / 128 / rows;
-    const unsigned turn = rows > 1 ? (to + i) / 128 % 8 * 16 : 0;
+    const unsigned row = first_row + i / width % rows, box = first_box + i / width / rows;
+    const unsigned turn = rows > 1 ? (to + i) / 128 % (width / 16) * 16 : 0;
     if (row < map.sizes[1] && box < map.sizes[2])
       memcpy(&bytes[i ^ turn],
-             map.memory + row * map.strides[0] + box * map.strides[1] + i % 128, 16);
+             map.memory + row * map.strides[0] + box * map.strides[1] + i % width, 16);
   }
   send(*cta, to, 128, std::move(bytes), barrier);
 }
@@ -219,6 +224,14 @@ inline unsigned multiply_float16x2(unsigned a, unsigned b) {
     return to_float16(of_float16(x & 0xFFFF) * of_float16(y & 0xFFFF));
   };
   return multiply(a >> 16, b >> 16) << 16 | multiply(a, b);
+}
+
+// The larger of both pairs; a number, if there is one.
+inline unsigned max_float16x2(unsigned a, unsigned b) {
+  const auto larger = [](unsigned x, unsigned y) {
+    return to_float16(std::fmax(of_float16(x & 0xFFFF), of_float16(y & 0xFFFF)));
+  };
+  return larger(a >> 16, b >> 16) << 16 | larger(a, b);
 }
 
 // The two E4M3 values in the low 16 bits, which a half holds exactly.

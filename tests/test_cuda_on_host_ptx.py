@@ -12,6 +12,7 @@ pytestmark = needs_compiler
 
 SOURCE = """
 typedef unsigned u32;
+typedef unsigned long long u64;
 struct Params { const unsigned char* in; u32* out; int offset; };
 
 extern "C" __global__ void garbage(Params p) {
@@ -54,7 +55,7 @@ extern "C" __global__ void beyond(Params p) {
 }
 
 extern "C" __global__ void other_gpus(Params p) {
-  if (p.offset) asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  if (p.offset) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 #if BF16
@@ -105,6 +106,69 @@ extern "C" __global__ void transposes(Params p) {
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(b[i]));
     p.out[i * 32 + lane] = a[i], p.out[128 + i * 32 + lane] = y;
   }
+}
+
+#define D4(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+__device__ __forceinline__ void wgmma(float (*d)[4], const u32* a, u64 b, bool add) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %21, 0;"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {%0,%1,%2,%3,%4,%5,%6,%7,"
+      "%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;}"
+      : D4(0), D4(1), D4(2), D4(3)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
+}
+
+// Twice A [16, 16] and the transpose of B, [32, 16]; or what a kernel may not do before it waits.
+extern "C" __global__ void wide_matmul(Params p) {
+  extern __shared__ __align__(1024) unsigned short b_halves[];
+  const int lane = threadIdx.x;
+  const unsigned short *a_in = (const unsigned short*)p.in, *b_in = a_in + 256;
+  for (int i = lane; i < 512; i += 32) {
+    const int n = i / 16, k = i % 16;
+    b_halves[n / 8 * 128 + k / 8 * 64 + n % 8 * 8 + k % 8] = b_in[i];
+  }
+  u32 a[4];
+  for (int i = 0; i < 4; i++)
+    a[i] = *(const u32*)(a_in + (lane / 4 + i % 2 * 8) * 16 + i / 2 * 8 + lane % 4 * 2);
+  __syncwarp();
+  const u32 address = (u32)__cvta_generic_to_shared(b_halves);
+  const u64 b = (u64)(256 / 16) << 32 | (128 / 16) << 16 | address / 16;
+  float d[4][4];
+  wgmma(d, a, b, false);
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  wgmma(d, a, b, true);
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  if (p.offset == 1) asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(1) : "memory");
+  if (p.offset == 2) a[1] ^= 1;
+  if (p.offset == 3) b_halves[lane] = 0x7E00;
+  if (p.offset != 1) asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(0) : "memory");
+  float* out = (float*)p.out + lane / 4 * 32 + lane % 4 * 2;
+  for (int n = 0; n < 4; n++)
+    for (int i = 0; i < 4; i++) out[i / 2 * 256 + n * 8 + i % 2] = d[n][i];
+}
+
+// Four of 8 x 8 loaded transposed, and stored so.
+extern "C" __global__ void matrices_there_and_back(Params p) {
+  extern __shared__ __align__(128) u32 words[];
+  const int lane = threadIdx.x;
+  for (int i = 0; i < 4; i++) words[i * 32 + lane] = ((const u32*)p.in)[i * 32 + lane];
+  __syncwarp();
+  const u32 address = (u32)__cvta_generic_to_shared(words) + lane * 16;
+  u32 a[4];
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(address));
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   address + 512),
+               "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+               : "memory");
+  __syncwarp();
+  for (int i = 0; i < 4; i++) p.out[i * 32 + lane] = words[128 + i * 32 + lane];
+}
+
+extern "C" __global__ void vote(Params p) {
+  p.out[threadIdx.x] = __syncthreads_or(threadIdx.x == p.offset);
+  p.out[32 + threadIdx.x] = __syncthreads_or(false);
 }
 
 // Bits as they are picked from others, and whether any lane has one.
@@ -207,7 +271,7 @@ def test_shared_memory_ends(folder: Path, offset: int) -> None:
 
 def test_assembly_of_other_gpus_is_refused_when_a_thread_comes_to_it(folder: Path) -> None:
     run(folder, "other_gpus")
-    with pytest.raises(RuntimeError, match=r"not on the host: wgmma\.fence"):
+    with pytest.raises(RuntimeError, match=r"not on the host: cp\.async\.bulk"):
         run(folder, "other_gpus", offset=1)
 
 
@@ -218,6 +282,33 @@ def test_matrices(folder: Path, bf16: int) -> None:
     wanted = matrices[:16].double() @ matrices[16:].double().t()
     wanted += torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]]).repeat(1, 8, 4).view(16, 8)
     torch.testing.assert_close(out, wanted.float(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_matmuls_of_sm90(folder: Path, seed: int) -> None:
+    matrices = torch.randn(48, 16, generator=torch.Generator().manual_seed(seed)).half()
+    wanted = 2 * matrices[:16].double() @ matrices[16:].double().t()
+    out = run(folder, "wide_matmul", matrices, size=512).view(torch.float32).view(16, 32)
+    torch.testing.assert_close(out, wanted.float(), rtol=1e-6, atol=1e-6)
+    early = run(folder, "wide_matmul", matrices, size=512, offset=1).view(torch.float32)
+    assert early.isnan().all()
+    with pytest.raises(RuntimeError, match="A changes under a matmul"):
+        run(folder, "wide_matmul", matrices, size=512, offset=2)
+    spoilt = run(folder, "wide_matmul", matrices, size=512, offset=3).view(torch.float32)
+    assert spoilt.isnan().any()
+
+
+def test_matrices_are_stored_transposed_as_they_are_loaded(folder: Path) -> None:
+    matrices = torch.arange(256, dtype=torch.int16)
+    out = run(folder, "matrices_there_and_back", matrices)[:128].view(torch.int16)
+    assert torch.equal(out, matrices)
+
+
+@pytest.mark.parametrize("offset", [0, 17, 40])
+def test_votes_of_a_cta(folder: Path, offset: int) -> None:
+    out = run(folder, "vote", offset=offset)
+    assert (out[:32] == (offset < 32)).all()
+    assert not out[32:64].any()
 
 
 def test_transposed_matrices(folder: Path) -> None:

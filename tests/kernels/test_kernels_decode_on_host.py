@@ -32,7 +32,12 @@ MANY_COLUMNS = Step(
     capability=80,
     multiprocessors=2,
 )
-"""Six ways to compile the attention kernel; every one takes the C++ compiler."""
+WIDE = Step([], [], group=32, kv_heads=2, multiprocessors=1)
+WIDE_NHD = replace(WIDE, head_size=64, order="NHD", block_size=48)
+WHOLE_PAGES = Step([], [], group=32, kv_heads=1, multiprocessors=1)
+WHOLE_PAGES_64 = replace(WHOLE_PAGES, group=8, head_size=64, block_size=64)
+WHOLE_PAGES_256 = replace(WHOLE_PAGES, group=40, head_size=256, block_size=32)
+"""Ways to compile the attention kernel; every one takes the C++ compiler."""
 
 CASES: dict[str, tuple[Step, dict[str, Any]]] = {
     "ragged": (replace(NVFP4, lengths=[1, 40, 77, 0, 300, 64, 129], queries=[1] * 7), {}),
@@ -75,10 +80,30 @@ CASES: dict[str, tuple[Step, dict[str, Any]]] = {
     ),
     "bfloat16": (replace(BF16, lengths=[1, 40, 0, 170], queries=[1] * 4), {}),
     "many-columns": (MANY_COLUMNS, {"sinks": True, "softcap": 3.0}),
+    "wide": (replace(WIDE, lengths=[1, 40, 0, 300, 129], queries=[1] * 5), {"sinks": True}),
+    "wide-nhd": (
+        replace(WIDE_NHD, lengths=[3, 140, 300], queries=[1] * 3, window=90),
+        {"softcap": 3.0},
+    ),
+    "whole-pages": (
+        replace(WHOLE_PAGES, lengths=[1, 40, 300, 0, 65] * 2, queries=[1] * 10),
+        {"sinks": True},
+    ),
+    "whole-pages-of-64": (
+        replace(WHOLE_PAGES_64, lengths=[40, 163, 400, 5], queries=[3, 4, 4, 5], window=100),
+        {},
+    ),
+    "whole-pages-head-size-256": (
+        replace(WHOLE_PAGES_256, lengths=[1, 47, 200, 0], queries=[1] * 4),
+        {"query_dtype": torch.float16},
+    ),
 }
 
 
-BATCHES = ("ragged", "uneven-queries", "batch-invariant", "fp8", "bfloat16", "many-columns")
+BATCHES = (
+    *("ragged", "uneven-queries", "batch-invariant", "fp8", "bfloat16", "many-columns"),
+    *("wide", "wide-nhd", "whole-pages", "whole-pages-of-64", "whole-pages-head-size-256"),
+)
 """Of which random ones are made, with the same kernels."""
 
 
@@ -221,7 +246,7 @@ def test_random_batches(name: str) -> None:
         assert_attention(*attend(batch, case), case)
 
 
-@pytest.mark.parametrize("name", ["ragged", "sinks", "fp8", "bfloat16"])
+@pytest.mark.parametrize("name", ["ragged", "sinks", "fp8", "bfloat16", "wide", "whole-pages"])
 def test_large_queries(name: str) -> None:
     """They make maxima grow, and sums be rescaled, tile after tile."""
     step, options = CASES[name]
@@ -230,7 +255,7 @@ def test_large_queries(name: str) -> None:
     assert_attention(*attend(step, case), case)
 
 
-@pytest.mark.parametrize("name", ["ragged", "sinks", "fp8", "bfloat16"])
+@pytest.mark.parametrize("name", ["ragged", "sinks", "fp8", "bfloat16", "wide", "whole-pages"])
 @pytest.mark.parametrize("factor", [2.0**-90, -(2.0**60)])
 def test_queries_of_any_size(name: str, factor: float) -> None:
     """A power of two, or a sign, may stand in the queries or in the softmax's scale."""
@@ -243,7 +268,8 @@ def test_queries_of_any_size(name: str, factor: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "seq", "position"), [("units-of-many-pieces", 2, 299), ("many-columns", 2, 321)]
+    ("name", "seq", "position"),
+    [("units-of-many-pieces", 2, 299), ("many-columns", 2, 321), ("whole-pages", 2, 299)],
 )
 def test_nan_scales_show(name: str, seq: int, position: int) -> None:
     """In the first 16 dims of the heads and queries that read that block, and nowhere else."""
@@ -272,11 +298,15 @@ def test_rows_do_not_depend_on_the_batch() -> None:
 
 
 def test_cases_have_every_way_to_keep_queries() -> None:
-    ways = set()
+    ways, wide = set(), set()
     for step, _ in CASES.values():
         mean = step.starts[-1] / len(step.lengths)
         args = (step.layout, step.group, mean, step.batch_invariant, step.capability)
         way = variant(*args)
         assert way is not None
-        ways.add((way.duplicate, way.n_tiles, way.q_shared))
+        if way.wide:
+            wide.add((way.tile, way.n_tiles, way.whole_pages))
+        else:
+            ways.add((way.duplicate, way.n_tiles, way.q_shared))
     assert ways == {(True, 1, False), (False, 1, False), (False, 2, False), (False, 4, True)}
+    assert wide == {(128, 4, False), (128, 4, True), (64, 8, True)}

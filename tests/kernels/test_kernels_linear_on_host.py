@@ -106,7 +106,7 @@ def on_host(compiled_in: bool = False, machine: Machine = A100) -> Iterator[None
         box: tuple[int, ...],
         dtype: torch.dtype,
     ) -> cuda_on_host.BoxMap:
-        return cuda_on_host.BoxMap(address, sizes, strides, box)
+        return cuda_on_host.BoxMap(address, sizes, strides, box, dtype.itemsize)
 
     linear._few_kernels.cache_clear()
     linear._few_launch.cache_clear()

@@ -27,7 +27,7 @@
 static_assert(TILE % 64 == 0 && WARPS == RING_WARPS && COLS == 8 * N_TILES, "one warpgroup per ring");
 static_assert(K_KIND == 4 && V_KIND == 4, "reads nvfp4");
 
-__device__ __forceinline__ float* exchange() { return (float*)(shared + OFF_EXCHANGE); }
+__device__ __forceinline__ float* exchange() { return (float*)(shared_memory() + OFF_EXCHANGE); }
 
 // What turns S of two columns into P = 2^(S * multiplier + shift). A lane's columns of all tiles would
 // fill its registers.

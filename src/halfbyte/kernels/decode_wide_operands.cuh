@@ -31,9 +31,12 @@
 #define K_STEPS 4                                   // unpacked at a time
 #define SUBTILES (TILE / 64)                        // 64 tokens are M of wgmma
 
-extern __shared__ __align__(1024) u8 shared[];  // where the pattern of every swizzle begins anew
+__device__ __forceinline__ u8* shared_memory() {
+  extern __shared__ __align__(1024) u8 shared[];  // where the pattern of every swizzle begins anew
+  return shared;
+}
 
-__device__ __forceinline__ u32 ring_address() { return shared_address(shared); }
+__device__ __forceinline__ u32 ring_address() { return shared_address(shared_memory()); }
 
 // The matrix so many bytes behind the ring's begin (the lower word counts 16 bytes) and its neighbours
 // of k and of columns. The begin comes as `ring / 16`, so that one addition makes a descriptor.

@@ -1,0 +1,103 @@
+// What matmuls of SM90 stand for, for cuda_on_host.py: `wgmma` with A in registers and B in shared memory,
+// warp by warp, and the way of its results into shared memory.
+//
+// A matmul reads B when it is asked for or when it is waited for, by chance: so both B that is not there yet
+// and B that is overwritten too early show. Until it is waited for its sums are NaN, and its A must stay.
+
+#pragma once
+#include "cuda_on_host_ptx.h"
+
+namespace cuda_on_host {
+
+// The matrix [16, columns] of halves that a descriptor says: 8 x 8 matrices of 128 bytes, a row of 16 bytes
+// per column, and how far they are apart along k and along columns.
+inline float operand_b(unsigned long long descriptor, int k, int column) {
+  if (descriptor >> 62) refuse("wgmma of a swizzled operand");
+  const auto field = [=](int shift) { return (unsigned)(descriptor >> shift & 0x3FFF) * 16; };
+  const unsigned matrix = field(0) + k / 8 * field(16) + column / 8 * field(32);
+  return of_float16(load<unsigned short>(matrix + column % 8 * 16 + k % 8 * 2));
+}
+
+// A lane's sums are those of rows g and g + 8 of its warp's 16 and columns 8 i + 2 c, 8 i + 2 c + 1, where g is
+// lane / 4 and c lane % 4.
+inline std::vector<float> products(const Matmul& x) {
+  std::vector<float> y(x.columns / 2);
+  for (unsigned i = 0; i < y.size(); i++) {
+    const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+    double sum = 0;
+    for (int k = 0; k < 16; k++) sum += (double)x.rows[i / 2 % 2][k] * operand_b(x.b, k, column);
+    y[i] = sum;
+  }
+  return y;
+}
+
+struct HalfOfA {
+  unsigned words[4];
+  unsigned long long b;
+};
+
+// d = a b, or d += a b, in halves.
+inline void wgmma(int columns, float* d, const unsigned* a, unsigned long long b, bool add,
+                  int line = __builtin_LINE()) {
+  HalfOfA mine{{a[0], a[1], a[2], a[3]}, b};
+  bring(mine, line);
+  Matmul x{d, a, {a[0], a[1], a[2], a[3]}, {}, b, columns, add, {}, this_thread().matmul_groups};
+  const int lane = threadIdx.x % WARP;
+  for (int part = 0; part < 4; part++) {
+    const HalfOfA& other = *(const HalfOfA*)brought_by(lane / 4 * 4 + part);
+    if (other.b != b) fail("block %u, thread %u: lanes have several B", blockIdx.x, threadIdx.x);
+    for (int i = 0; i < 4; i++)
+      for (int half = 0; half < 2; half++)
+        x.rows[i % 2][i / 2 * 8 + 2 * part + half] = of_float16(other.words[i] >> 16 * half & 0xFFFF);
+  }
+  if (next_random() & 1) x.product = products(x);
+  Thread& thread = this_thread();
+  if (!thread.sums.count(d)) {
+    thread.sums[d] = {d, d + columns / 2};
+    std::fill(d, d + columns / 2, NAN);
+  }
+  thread.matmuls.push_back(std::move(x));
+}
+
+inline void commit_matmuls() { this_thread().matmul_groups++; }
+
+// Until no more than the last `left` groups are under way.
+inline void wait_for_matmuls(int left) {
+  Thread& thread = this_thread();
+  auto x = thread.matmuls.begin();
+  for (; x != thread.matmuls.end() && x->group < thread.matmul_groups - left; x++) {
+    if (memcmp(x->a, x->words, sizeof x->words))
+      fail("block %u, thread %u: A changes under a matmul", blockIdx.x, threadIdx.x);
+    const std::vector<float> product = x->product.empty() ? products(*x) : x->product;
+    std::vector<float>& sums = thread.sums[x->d];
+    for (unsigned i = 0; i < sums.size(); i++) sums[i] = x->add ? sums[i] + product[i] : product[i];
+  }
+  thread.matmuls.erase(thread.matmuls.begin(), x);
+  for (auto done = thread.sums.begin(); done != thread.sums.end();) {
+    const auto& [d, sums] = *done;
+    bool under_way = false;
+    for (const Matmul& other : thread.matmuls) under_way |= other.d == d;
+    if (!under_way) std::copy(sums.begin(), sums.end(), d);
+    done = under_way ? std::next(done) : thread.sums.erase(done);
+  }
+}
+
+// Four of 8 x 8 halves, transposed: a lane has rows 2 c and 2 c + 1 of column g of each, and says where row
+// lane % 8 of matrix lane / 8 goes.
+struct Columns4 {
+  unsigned words[4];
+};
+
+inline void store_transposed_matrices(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d,
+                                      int line = __builtin_LINE()) {
+  bring(Columns4{{a, b, c, d}}, line);
+  const int lane = threadIdx.x % WARP, row = lane % 8;
+  unsigned short halves[8];
+  for (int column = 0; column < 8; column++) {
+    const Columns4& other = *(const Columns4*)brought_by(column * 4 + row / 2);
+    halves[column] = other.words[lane / 8] >> 16 * (row % 2);
+  }
+  memcpy(at(address, 16), halves, 16);
+}
+
+}  // namespace cuda_on_host
