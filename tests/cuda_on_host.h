@@ -1,5 +1,5 @@
-// Runs CUDA C++ on a CPU: one cluster of CTAs after the other, most of one CTA, and one thread at a
-// time. See cuda_on_host.py.
+// Runs CUDA C++ on a CPU: some clusters of CTAs at a time, most of one CTA, and one thread at once. See
+// cuda_on_host.py.
 //
 // A thread is a fiber that runs until its next barrier or shuffle, or until it has to wait; there
 // it gives way to the next. CTAs, warps and lanes take turns in an order that changes, so that a
@@ -9,7 +9,7 @@
 //
 // It has what the sources that run on it need, no more: shuffles of whole warps, grids, clusters
 // and CTAs of one dimension. Barriers, shuffles and the like are in cuda_on_host_builtins.h, what inline
-// assembly does in cuda_on_host_ptx.h and cuda_on_host_wgmma.h.
+// assembly does in cuda_on_host_ptx.h, that of SM90 in cuda_on_host_wgmma.h and cuda_on_host_bulk.h.
 
 #pragma once
 #include <setjmp.h>
@@ -55,7 +55,7 @@ using std::min;
 
 namespace cuda_on_host {
 
-constexpr int WARP = 32, MOST_THREADS = 1024, MOST_CTAS = 8, STACK_BYTES = 64 * 1024;
+constexpr int WARP = 32, MOST_THREADS = 1024, MOST_CTAS = 16, STACK_BYTES = 64 * 1024;
 constexpr unsigned MOST_SHARED_BYTES = 256 * 1024;
 enum Stop { NOWHERE, AT_WARP, AT_CTA, AT_WAIT, AT_END };
 
@@ -80,7 +80,7 @@ struct Matmul {
   float rows[2][16];  // of A, that this lane has sums of
   unsigned long long b;
   int columns;
-  bool add;
+  bool add, is_bfloat16;
   std::vector<float> product;  // if it was early
   int group;
 };
@@ -101,6 +101,9 @@ struct Thread {
   std::vector<Matmul> matmuls;                // oldest first
   int matmul_groups;                          // committed so far
   std::map<float*, std::vector<float>> sums;  // of those
+  std::vector<std::function<void()>> stores;  // by TMA, that nobody has waited for yet
+  const unsigned long long* flag;             // that it looked at last
+  unsigned long long seen_flag;
   bool vote;                                  // of the CTA
   int arrivals;              // at the cluster's barrier
   bool has_to_wait;          // there, after the last of them
@@ -118,9 +121,16 @@ struct Barrier {
   }
 };
 
+// One that some threads of a CTA meet at, and whether any of them says so.
+struct NamedBarrier {
+  int arrived = 0, phase = 0;
+  bool any = false, found = false;
+};
+
 struct Cta {
   std::vector<Thread> threads;
   std::map<unsigned, Barrier> barriers;  // by their addresses
+  std::map<int, NamedBarrier> named;     // by their numbers
   bool ended, voted;
   alignas(128) unsigned char shared[MOST_SHARED_BYTES];
 };
@@ -133,9 +143,10 @@ struct Delivery {
   Barrier* barrier;
 };
 
-static Cta ctas[MOST_CTAS];  // of the cluster
+static Cta ctas[MOST_CTAS];  // of clusters that run at the same time
 static Cta* cta;             // whose turn it is
-static int cluster_size, cluster_phase;
+static int cluster_size, ctas_at_once;
+static int cluster_phases[MOST_CTAS];  // of clusters' barriers
 static std::vector<Delivery> deliveries;
 static unsigned elected;  // the lane that acts for its warp
 static jmp_buf scheduler;
@@ -284,15 +295,26 @@ inline bool run_cta(bool short_turns) {
   return true;
 }
 
+// Which of those that run, and the first of its CTAs.
+inline int own_cluster() { return (cta - ctas) / cluster_size; }
+inline Cta& cta_of_rank(int rank) { return ctas[own_cluster() * cluster_size + rank]; }
+
 // Who has left the kernel need not arrive.
-inline bool pass_cluster_barrier() {
+inline bool pass_cluster_barrier(int cluster) {
+  int& phase = cluster_phases[cluster];
   for (int rank = 0; rank < cluster_size; rank++)
     for (unsigned i = 0; i < blockDim.x; i++) {
-      const Thread& thread = ctas[rank].threads[i];
-      if (thread.stop != AT_END && thread.arrivals == cluster_phase) return false;
+      const Thread& thread = ctas[cluster * cluster_size + rank].threads[i];
+      if (thread.stop != AT_END && thread.arrivals == phase) return false;
     }
-  cluster_phase++;
+  phase++;
   return true;
+}
+
+inline bool pass_cluster_barriers() {
+  bool passed = false;
+  for (int i = 0; i < ctas_at_once / cluster_size; i++) passed |= pass_cluster_barrier(i);
+  return passed;
 }
 
 // Any of what is under way arrives. Whether somebody may have waited for it.
@@ -305,62 +327,65 @@ inline bool deliver() {
   return x.barrier->end_phase();
 }
 
-inline void turn_to(unsigned first_block, int rank) {
-  cta = &ctas[rank];
-  blockIdx.x = first_block + rank;
+inline void turn_to(unsigned first_block, int i) {
+  cta = &ctas[i];
+  blockIdx.x = first_block + i;
 }
 
-inline void begin_cluster() {
+inline void begin_clusters() {
   shared_variables.clear();
   deliveries.clear();
-  cluster_phase = 0;
+  std::fill(std::begin(cluster_phases), std::end(cluster_phases), 0);
   elected = next_random() % WARP;
-  for (Cta* x = ctas; x < ctas + cluster_size; x++) {
+  for (Cta* x = ctas; x < ctas + ctas_at_once; x++) {
     if (x->threads.size() < blockDim.x) x->threads = std::vector<Thread>(blockDim.x);
     for (Thread& thread : x->threads) {
       thread.stop = NOWHERE;
       thread.copies.clear();
       thread.matmuls.clear();
       thread.sums.clear();
+      thread.stores.clear();
+      thread.flag = nullptr;
       thread.groups = thread.arrivals = thread.matmul_groups = 0;
       thread.vote = false;
       thread.has_to_wait = false;
     }
     x->barriers.clear();
+    x->named.clear();
     x->ended = false;
     memset(x->shared, 0xFF, shared_bytes);
   }
 }
 
 inline void say_who_waits(unsigned first_block) {
-  for (int rank = 0; rank < cluster_size; rank++)
+  for (int x = 0; x < ctas_at_once; x++)
     for (unsigned i = 0; i < blockDim.x; i++) {
-      const Thread& thread = ctas[rank].threads[i];
+      const Thread& thread = ctas[x].threads[i];
       if (thread.stop == AT_WAIT)
-        say("block %u, thread %u waits for ever (line %d)", first_block + rank, i, thread.line);
+        say("block %u, thread %u waits for ever (line %d)", first_block + x, i, thread.line);
     }
 }
 
 // For some time one CTA may get ahead of the others, what is under way may arrive before anybody
 // has to wait for it, and warps may take short turns; then it is otherwise.
-inline bool run_cluster(unsigned first_block) {
-  begin_cluster();
+inline bool run_clusters(unsigned first_block) {
+  begin_clusters();
   unsigned order = next_random();
   const auto ended = [](const Cta& x) { return x.ended; };
-  while (!std::all_of(ctas, ctas + cluster_size, ended)) {
+  while (!std::all_of(ctas, ctas + ctas_at_once, ended)) {
     if (next_random() % 8 == 0) order = next_random();
     const bool one_ahead = order >> 17 & 1, early = order >> 18 & 1, short_turns = order >> 19 & 1;
     bool moved = false;
     const int arriving = early ? next_random() % (deliveries.size() + 1) : 0;
     for (int i = 0; i < arriving; i++) moved |= deliver();
-    for (int i = 0; i < cluster_size; i++) {
-      turn_to(first_block, nth(i, cluster_size, order));
+    for (int i = 0; i < ctas_at_once; i++) {
+      turn_to(first_block, nth(i, ctas_at_once, order));
       const bool ran = !cta->ended && run_cta(short_turns);
       if (message[0]) return false;
       moved |= ran;
       if (ran && one_ahead) break;
     }
-    if (pass_cluster_barrier() || moved) continue;
+    if (pass_cluster_barriers() || moved) continue;
     while (!deliveries.empty() && !moved) moved = deliver();
     if (!moved) {
       say_who_waits(first_block);
@@ -382,7 +407,11 @@ inline bool run_grid() {
   mine.sa_flags = SA_SIGINFO | SA_NODEFER;  // nothing returns from it
   sigaction(SIGSEGV, &mine, &before);
   unsigned block = 0;
-  while (block < gridDim.x && run_cluster(block)) block += cluster_size;
+  const int most = ctas_at_once;
+  for (; block < gridDim.x; block += ctas_at_once) {
+    ctas_at_once = min(most, int(gridDim.x - block));
+    if (!run_clusters(block)) break;
+  }
   sigaction(SIGSEGV, &before, nullptr);
   if (!message[0]) return true;
   for (Cta& x : ctas) x.threads.clear();  // left where they stood
@@ -391,17 +420,19 @@ inline bool run_grid() {
 
 // Nothing, or what went wrong.
 template <class... Params>
-const char* launch(void (*kernel)(Params...), int cluster, int grid, int count, int bytes,
-                   const void* const* arguments) {
+const char* launch(void (*kernel)(Params...), int cluster, int clusters_at_once, int grid, int count,
+                   int bytes, const void* const* arguments) {
   if (count % WARP || count > MOST_THREADS) return "threads: whole warps, at most 1024 threads";
   if (bytes > (int)MOST_SHARED_BYTES) return "dynamic shared memory: at most 256 KiB";
-  if (cluster > MOST_CTAS || grid % cluster) return "grid: whole clusters, of at most 8 CTAs";
+  if (grid % cluster) return "grid: whole clusters";
+  if (cluster * clusters_at_once > MOST_CTAS) return "clusters: at most 16 CTAs at the same time";
   int i = 0;
   const std::tuple<Params...> params{*(const Params*)arguments[i++]...};
   body = [=] { std::apply(kernel, params); };
   message[0] = 0;
   shared_bytes = bytes;
-  cluster_size = cluster, gridDim.x = grid, blockDim.x = count;
+  cluster_size = cluster, ctas_at_once = cluster * clusters_at_once;
+  gridDim.x = grid, blockDim.x = count;
   return run_grid() ? nullptr : message;
 }
 
@@ -413,7 +444,7 @@ inline unsigned char* dynamic_shared(unsigned alignment) {
 
 // Shared memory begins with garbage: all ones are NaN, or -1.
 inline void begin_with_garbage(void* variable, size_t bytes) {
-  if (cluster_size > 1) refuse("variables in shared memory, in a cluster");
+  if (ctas_at_once > 1) refuse("variables in shared memory, with CTAs side by side");
   for (void* other : shared_variables)
     if (other == variable) return;
   shared_variables.push_back(variable);

@@ -25,7 +25,7 @@ import torch
 from halfbyte.kernels import nvrtc
 
 SOURCES = Path(nvrtc.__file__).parent
-_HEADER = Path(__file__).with_name("cuda_on_host_wgmma.h")
+_HEADER = Path(__file__).with_name("cuda_on_host_bulk.h")
 _COMPILER = shutil.which("c++") or shutil.which("g++")
 _OPTIONS = (
     *("-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off"),
@@ -138,10 +138,41 @@ _ASSEMBLY = {
         for instruction, text in _MATMULS.items()
     },
     **{_wgmma(columns): f"{_HERE}wgmma({columns}, &d[0][0], a, b, add)" for columns in (32, 64)},
+    # Of linear_wide.cu, whose macros stand for themselves here.
+    "{.reg .pred p; setp.ne.b32 p, ADD , 0;wgmma.mma_async.sync.alignedWGMMA WGMMA_TYPES }": (
+        f"{_HERE}wgmma(TOKENS, d, a, b, add, X_BF16)"
+    ),
     "wgmma.fence.sync.aligned;": "",
     "wgmma.commit_group.sync.aligned;": f"{_HERE}commit_matmuls()",
     "wgmma.wait_group.sync.aligned %0;": f"{_HERE}wait_for_matmuls(%0)",
     "fence.proxy.async.shared::cta;": "",
+    "setmaxnreg.dec.sync.aligned.u32 %0;": "",
+    "setmaxnreg.inc.sync.aligned.u32 %0;": "",
+    "mov.u32 %0, %%tid.x;": "%0 = threadIdx.x",
+    "mov.u32 %0, %%cluster_ctarank;": f"%0 = {_HERE}cluster_rank()",
+    "mapa.shared::cluster.u32 %0, %1, %2;": f"%0 = {_HERE}map_to_rank(%1, %2)",
+    "mbarrier.arrive.shared::cluster.b64 _, [%0];": f"{_HERE}arrive_mapped(%0)",
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];": (
+        f"{_HERE}copy_bulk(%0, %1, %2, %3)"
+    ),
+    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+    ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;": (
+        f"{_HERE}copy_box(%0, %1, %2, %3, %4, %5)"
+    ),
+    "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];": (
+        f"{_HERE}store_box(%0, %1, %2, %3)"
+    ),
+    "cp.async.bulk.commit_group;": "",
+    "cp.async.bulk.wait_group.read 0;": f"{_HERE}wait_for_stores()",
+    "bar.sync %0, 128;": f"{_HERE}meet(%0, 128, true, false)",
+    "bar.sync %0, 160;": f"{_HERE}meet(%0, 160, true, false)",
+    "bar.arrive %0, 160;": f"{_HERE}meet(%0, 160, false, false)",
+    "{.reg .pred p, q; setp.ne.u32 q, %1, 0; bar.red.or.pred p, %2, 128, q; "
+    "selp.u32 %0, 1, 0, p;}": f"%0 = {_HERE}meet(%2, 128, true, %1)",
+    "st.relaxed.gpu.global.u64 [%0], %1;": "*(%0) = %1",
+    "st.release.gpu.global.u64 [%0], %1;": "*(%0) = %1",
+    "ld.relaxed.gpu.global.u64 %0, [%1];": "%0 = *(%1)",
+    "ld.acquire.gpu.global.u64 %0, [%1];": f"%0 = {_HERE}look_at_flag(%1)",
     "prefetch.tensormap [%0];": "",
     "createpolicy.fractional.L2::evict_first.b64 %0, 1.0;": "%0 = 0",
     "prefetch.global.L2 [%0];": "",
@@ -164,10 +195,10 @@ _ASSEMBLY = {
     "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
     " [%0], [%1, {%2, %3, %4}], [%5];": f"{_HERE}copy_boxes(%0, %1, %2, %3, %4, %5)",
 }
-_ONLY_ON_GPUS = re.compile(r"(cp\.async\.bulk|mov\.u32 %0, %%cluster_ctarank)\b")
+_ONLY_ON_GPUS = re.compile(r"st\.async\.weak\b")
 """Beginnings of statements that headers have and no thread here comes to."""
 _STATEMENT = re.compile(
-    r'\basm\s*(?:volatile\s*)?\(\s*((?:\w+\s+)?(?:"[^"]*"\s*)+)(.*?)\)\s*;', re.DOTALL
+    r'\basm\s*(?:volatile\s*)?\(\s*((?:(?:"[^"]*"|\w+(?:\(\w*\))?)\s*)+)(.*?)\)\s*;', re.DOTALL
 )
 _TEXT = re.compile(r'"([^"]*)"|(\w+)')
 _OPERAND = re.compile(r'"[=+]?\w"\s*\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)')
@@ -213,7 +244,12 @@ def build(
 
 
 def launch(
-    function: Any, grid: int, threads: int, *arguments: ctypes.Structure, shared_bytes: int = 0
+    function: Any,
+    grid: int,
+    threads: int,
+    *arguments: ctypes.Structure,
+    shared_bytes: int = 0,
+    clusters_at_once: int = 1,
 ) -> None:
     """Run a kernel, such as `build(...).plan_work`, to its end.
 
@@ -222,6 +258,8 @@ def launch(
         threads: of a CTA, a multiple of 32.
         arguments: the kernel's.
         shared_bytes: of dynamic shared memory.
+        clusters_at_once: that run at the same time, in the order of their CTAs; the next ones begin
+            when they have ended.
 
     Raises:
         RuntimeError: threads that did not come to the same barrier or operation of a warp, or that
@@ -230,7 +268,7 @@ def launch(
             that only a GPU has.
     """
     pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-    message = function(grid, threads, shared_bytes, pointers)
+    message = function(clusters_at_once, grid, threads, shared_bytes, pointers)
     if message is not None:
         raise RuntimeError(message.decode())
 
@@ -266,9 +304,11 @@ def _build(name: str, macros: tuple[tuple[str, int | None], ...], folder: Path) 
         "inline int cluster_size(int x = 1) { return x; }\n"
         + "".join(
             f'extern "C" __attribute__((visibility("default"))) const char* launch_{kernel}'
-            f"(int grid, int threads, int shared_bytes, const void* const* arguments) {{\n"
+            "(int at_once, int grid, int threads, int shared_bytes, const void* const* arguments) {"
+            "\n"
             f"  const int cluster = cluster_size({' '.join(before.split())});\n"
-            f"  return {_HERE}launch({kernel}, cluster, grid, threads, shared_bytes, arguments);\n"
+            f"  return {_HERE}launch({kernel}, cluster, at_once, grid, threads, shared_bytes, "
+            "arguments);\n"
             "}\n"
             for before, kernel in kernels
         )

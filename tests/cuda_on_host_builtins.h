@@ -56,10 +56,29 @@ inline unsigned __float_as_uint(float x) {
 
 inline int __float_as_int(float x) { return __float_as_uint(x); }
 
+inline unsigned __ballot_sync(unsigned mask, bool x, int line = __builtin_LINE()) {
+  if (mask != ~0u) cuda_on_host::refuse("a vote of some of a warp's lanes");
+  cuda_on_host::bring(x, line);
+  unsigned all = 0;
+  for (int i = 0; i < 32; i++) all |= *(const bool*)cuda_on_host::brought_by(i) * 1u << i;
+  return all;
+}
+
 template <class T>
 T __ldcs(const T* x) {
   return *x;
 }
+template <class T>
+T __ldcg(const T* x) {
+  return *x;
+}
+template <class T>
+void __stcg(T* to, T x) {
+  *to = x;
+}
+
+inline float __fdividef(float x, float y) { return x / y; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(x); }
 

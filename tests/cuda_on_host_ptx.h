@@ -137,7 +137,8 @@ inline void arrive_at_cluster() {
 inline void wait_for_cluster(int line = __builtin_LINE()) {
   Thread& thread = this_thread();
   if (!thread.has_to_wait) fail("block %u: has not arrived at the cluster's barrier", blockIdx.x);
-  while (thread.arrivals > cluster_phase) wait_while_it_is(cluster_phase, line);
+  const int& phase = cluster_phases[own_cluster()];
+  while (thread.arrivals > phase) wait_while_it_is(phase, line);
   thread.has_to_wait = false;
 }
 
@@ -156,12 +157,12 @@ inline void send_floats(unsigned to, unsigned barrier, int rank, float a, float 
   if (rank < 0 || rank >= cluster_size) fail("block %u: no CTA has rank %d", blockIdx.x, rank);
   const float values[] = {a, b, c, d};
   const unsigned char* const bytes = (const unsigned char*)values;
-  send(ctas[rank], to, 16, {bytes, bytes + sizeof values}, barrier);
+  send(cta_of_rank(rank), to, 16, {bytes, bytes + sizeof values}, barrier);
 }
 
 // What stands here in a tensor map: `BoxMap` of cuda_on_host.py.
 struct BoxMap {
-  const unsigned char* memory;
+  unsigned char* memory;
   unsigned long long sizes[3], strides[2];  // values; bytes
   unsigned box[3];
   unsigned value_bytes;

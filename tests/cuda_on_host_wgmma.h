@@ -9,13 +9,21 @@
 
 namespace cuda_on_host {
 
-// The matrix [16, columns] of halves that a descriptor says: 8 x 8 matrices of 128 bytes, a row of 16 bytes
-// per column, and how far they are apart along k and along columns.
-inline float operand_b(unsigned long long descriptor, int k, int column) {
-  if (descriptor >> 62) refuse("wgmma of a swizzled operand");
+// The matrix [16, columns] that a descriptor says: 8 x 8 matrices of 128 bytes, a row of 16 bytes per
+// column, and how far they are apart along k and along columns; or, with the 128-byte swizzle, 8 columns of 128
+// bytes each, and how far the next 8 are.
+inline unsigned operand_b(unsigned long long descriptor, int k, int column) {
   const auto field = [=](int shift) { return (unsigned)(descriptor >> shift & 0x3FFF) * 16; };
-  const unsigned matrix = field(0) + k / 8 * field(16) + column / 8 * field(32);
-  return of_float16(load<unsigned short>(matrix + column % 8 * 16 + k % 8 * 2));
+  const unsigned columns = field(0) + column / 8 * field(32);
+  if (descriptor >> 62 == 0)
+    return load<unsigned short>(columns + k / 8 * field(16) + column % 8 * 16 + k % 8 * 2);
+  if (descriptor >> 62 != 1) refuse("wgmma of an operand with another swizzle");
+  const unsigned place = columns + column % 8 * 128 + k * 2;
+  return load<unsigned short>(place ^ place / 128 % 8 * 16);
+}
+
+inline float of_16_bits(unsigned x, bool is_bfloat16) {
+  return is_bfloat16 ? of_bfloat16(x) : of_float16(x);
 }
 
 // A lane's sums are those of rows g and g + 8 of its warp's 16 and columns 8 i + 2 c, 8 i + 2 c + 1, where g is
@@ -25,7 +33,8 @@ inline std::vector<float> products(const Matmul& x) {
   for (unsigned i = 0; i < y.size(); i++) {
     const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
     double sum = 0;
-    for (int k = 0; k < 16; k++) sum += (double)x.rows[i / 2 % 2][k] * operand_b(x.b, k, column);
+    for (int k = 0; k < 16; k++)
+      sum += (double)x.rows[i / 2 % 2][k] * of_16_bits(operand_b(x.b, k, column), x.is_bfloat16);
     y[i] = sum;
   }
   return y;
@@ -36,19 +45,21 @@ struct HalfOfA {
   unsigned long long b;
 };
 
-// d = a b, or d += a b, in halves.
+// d = a b, or d += a b, in halves or in bfloat16.
 inline void wgmma(int columns, float* d, const unsigned* a, unsigned long long b, bool add,
-                  int line = __builtin_LINE()) {
+                  bool is_bfloat16 = false, int line = __builtin_LINE()) {
   HalfOfA mine{{a[0], a[1], a[2], a[3]}, b};
   bring(mine, line);
-  Matmul x{d, a, {a[0], a[1], a[2], a[3]}, {}, b, columns, add, {}, this_thread().matmul_groups};
+  Matmul x{d,       a,   {a[0], a[1], a[2], a[3]}, {}, b,
+           columns, add, is_bfloat16,              {}, this_thread().matmul_groups};
   const int lane = threadIdx.x % WARP;
   for (int part = 0; part < 4; part++) {
     const HalfOfA& other = *(const HalfOfA*)brought_by(lane / 4 * 4 + part);
     if (other.b != b) fail("block %u, thread %u: lanes have several B", blockIdx.x, threadIdx.x);
     for (int i = 0; i < 4; i++)
       for (int half = 0; half < 2; half++)
-        x.rows[i % 2][i / 2 * 8 + 2 * part + half] = of_float16(other.words[i] >> 16 * half & 0xFFFF);
+        x.rows[i % 2][i / 2 * 8 + 2 * part + half] =
+            of_16_bits(other.words[i] >> 16 * half & 0xFFFF, is_bfloat16);
   }
   if (next_random() & 1) x.product = products(x);
   Thread& thread = this_thread();

@@ -55,7 +55,7 @@ extern "C" __global__ void beyond(Params p) {
 }
 
 extern "C" __global__ void other_gpus(Params p) {
-  if (p.offset) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  if (p.offset) asm volatile("st.async.weak;" ::: "memory");
 }
 
 #if BF16
@@ -271,7 +271,7 @@ def test_shared_memory_ends(folder: Path, offset: int) -> None:
 
 def test_assembly_of_other_gpus_is_refused_when_a_thread_comes_to_it(folder: Path) -> None:
     run(folder, "other_gpus")
-    with pytest.raises(RuntimeError, match=r"not on the host: cp\.async\.bulk"):
+    with pytest.raises(RuntimeError, match=r"not on the host: st\.async\.weak"):
         run(folder, "other_gpus", offset=1)
 
 

@@ -1,0 +1,173 @@
+"""The W4A16 kernel for many rows: launcher and CUDA source, run on the CPU, against float64."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from ctypes import Structure, memset
+from random import Random
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import cuda_on_host
+from cuda_on_host import guarded, needs_compiler
+from halfbyte.kernels import linear_wide as wide
+from halfbyte.kernels import nvrtc
+from halfbyte.kernels.linear_weights import pack_weight
+from halfbyte.kernels.linear_wide import WidePlan, wide_plan
+from halfbyte.numerics import nvfp4
+
+pytestmark = needs_compiler
+
+
+class Case(NamedTuple):
+    """Arguments of `linear_wide`, and the product in float64."""
+
+    x: torch.Tensor
+    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    bias: torch.Tensor
+    exact: torch.Tensor
+    sizes: torch.Tensor
+    """As `exact`, of absolute values."""
+
+
+def make_case(n: int, k: int, m: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Case:
+    """Of weights in two parts; behind every tensor is nothing."""
+    torch.manual_seed(seed)
+    data = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
+    scales = torch.randint(0x20, 0x60, (n, k // 16), dtype=torch.uint8)
+    common, sizes = torch.tensor([0.003, 0.7]), (n // 3, n - n // 3)
+    packed = pack_weight(data, scales, common, sizes, dtype)
+    row_scales = torch.repeat_interleave(common, torch.tensor(sizes))[:, None]
+    weight = nvfp4.dequantize(data, scales.view(torch.float8_e4m3fn), row_scales, torch.float64)
+    x, bias = torch.randn(m, k, dtype=dtype), torch.randn(n, dtype=dtype)
+    exact = x.double() @ weight.t() + bias.double()
+    absolute = x.double().abs() @ weight.abs().t() + bias.double().abs()
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return guarded(tensor.shape, tensor.dtype).copy_(tensor)
+
+    weights = (moved(packed.weight), moved(packed.weight_scale), moved(packed.row_scale))
+    return Case(moved(x), weights, moved(bias), exact, absolute)
+
+
+@contextmanager
+def on_host(clusters_at_once: Sequence[int]) -> Iterator[None]:
+    """Let the launcher's kernel run on the CPU.
+
+    Args:
+        clusters_at_once: that run at the same time, of a launch and, if there are several, of
+            replays with the same arguments. Before each the sums that clusters leave become NaN,
+            but flags stay as the one before has left them.
+    """
+
+    def kernel(dtype: torch.dtype, tokens: int, device: object) -> tuple[Any, int]:
+        rows = wide.rows_of_pair(tokens) // 2
+        stage = (tokens * 2 + rows // 2 + rows // 16) * wide.STEP + 16
+        shared = wide.BOX_ALIGNMENT + wide._STAGES[tokens] * stage + tokens * rows * 2
+        return cuda_on_host.build("linear_wide", wide.macros(dtype, tokens)).linear_wide, shared
+
+    def launch(
+        kernel: tuple[Any, int], grid: int, threads: int, arguments: Any, *, overlap: bool
+    ) -> None:
+        function, shared = kernel
+        sums = arguments[-1].partial
+        for at_once in clusters_at_once:
+            if sums:
+                memset(sums, 0xFF, arguments[-1].flags - sums)
+            cuda_on_host.launch(
+                function,
+                grid,
+                threads,
+                *arguments,
+                shared_bytes=shared,
+                clusters_at_once=min(at_once, grid // 2),
+            )
+
+    def tensor_map(
+        address: int, m: int, k: int, stride: int, dtype: torch.dtype, rows: int
+    ) -> Structure:
+        return cuda_on_host.BoxMap(address, (k, m, 1), (2 * stride, 0), (64, rows, 1), 2)
+
+    def new_empty(x: torch.Tensor, *size: int) -> torch.Tensor:
+        return guarded(size, x.dtype)
+
+    wide._launch.cache_clear()
+    with (
+        patch.object(nvrtc, "launch", launch),
+        patch.object(wide, "tensor_map", tensor_map),
+        patch.object(wide, "_kernel", kernel),
+        patch.object(wide, "current_device", lambda x: nullcontext()),
+        patch.object(torch.Tensor, "new_empty", new_empty),
+    ):
+        yield
+    wide._launch.cache_clear()
+
+
+def product(case: Case, plan: WidePlan, *clusters_at_once: int) -> torch.Tensor:
+    """By the launcher; see `on_host`."""
+    with on_host(clusters_at_once or [1]):
+        return wide.linear_wide(case.x, *case.weights, case.bias, len(case.bias), plan)
+
+
+def assert_product(out: torch.Tensor, case: Case) -> None:
+    """Operands are exact, and sums float32: one rounding, and those of the sums."""
+    eps = torch.finfo(out.dtype).eps / 2
+    allowed = eps * case.exact.abs() * 1.01 + 2**-18 * case.sizes
+    assert out.isfinite().all()
+    worst = float(((out.double() - case.exact).abs() / allowed).max())
+    assert worst <= 1, f"{worst:.2f} times the error that roundings may make"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [64, 128, 256])
+def test_products(tokens: int, dtype: torch.dtype) -> None:
+    n, k, m = 200, 144, tokens + 9
+    case = make_case(n, k, m, dtype)
+    assert_product(product(case, wide_plan(n, k, m, 8, tokens)), case)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+@pytest.mark.parametrize("crossing", [0, 1])
+@pytest.mark.parametrize("clusters", [2, 3, 4])
+def test_tiles_that_are_cut(clusters: int, crossing: int, at_once: int) -> None:
+    n, k, m, tokens = 300, 512, 70, 64
+    case = make_case(n, k, m)
+    tiles = -(-n // wide.rows_of_pair(tokens)) * -(-m // tokens)
+    out = product(case, WidePlan(tokens, tiles, clusters, tiles, crossing), at_once)
+    assert_product(out, case)
+
+
+def test_the_order_of_clusters_changes_no_bit() -> None:
+    n, k, m, tokens = 256, 768, 40, 64
+    case = make_case(n, k, m)
+    plan = WidePlan(tokens, 1, 4, 1)
+    outs = [product(case, plan, at_once) for at_once in (1, 2, 3, 4, 4, 4)]
+    assert_product(outs[0], case)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize("at_once", [(1, 4, 1, 4), (2, 4, 4), (3, 1, 2, 4), (4, 4, 4, 4)], ids=str)
+def test_replays(at_once: tuple[int, ...]) -> None:
+    """In which clusters may finish what they left to others before, and the other way round."""
+    n, k, m, tokens = 500, 384, 40, 64
+    case = make_case(n, k, m)
+    for plan in (WidePlan(tokens, 2, 4, 2, 1), WidePlan(tokens, 2, 6, 2, 0)):
+        assert_product(product(case, plan, *at_once), case)
+
+
+def test_random_plans() -> None:
+    rng = Random(0)
+    for seed in range(8):
+        tokens = 64
+        n, k, m = rng.randint(1, 600), 16 * rng.randint(1, 40), rng.randint(1, 200)
+        tiles = -(-n // wide.rows_of_pair(tokens)) * -(-m // tokens)
+        most = tiles * wide.k_steps(k)
+        clusters = rng.randint(1, min(6, most))
+        cut = clusters * (tiles > clusters) + tiles % clusters
+        crossing = rng.choice((0, 1, 2)) if cut * wide.k_steps(k) >= clusters else 0
+        plan = WidePlan(tokens, tiles, clusters, cut, crossing)
+        case = make_case(n, k, m, seed=seed)
+        at_once = [rng.randint(1, clusters) for _ in range(rng.randint(1, 3))]
+        assert_product(product(case, plan, *at_once), case)

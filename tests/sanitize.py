@@ -1,0 +1,139 @@
+"""A small call of every way to compile our CUDA and Triton kernels, for compute-sanitizer.
+
+    compute-sanitizer --tool memcheck --report-api-errors no python tests/sanitize.py
+    compute-sanitizer --tool racecheck python tests/sanitize.py decode wide
+
+What is measured is made and checked on the CPU, so that nearly all that runs on the GPU is ours.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from attention.cases import Case, assert_close_to_exact, make_case
+from halfbyte.attention import paged_attention
+from halfbyte.kvcache import reshape_and_cache
+from halfbyte.kvcache.token_io import reshape_and_cache_reference
+from halfbyte.layouts import PageLayout
+from linear.cases import random_input, random_layer
+
+ONE_QUERY: dict[str, Any] = {"query_lens": (1,) * 5, "seq_lens": (1, 40, 0, 300, 129)}
+SEVERAL: dict[str, Any] = {"query_lens": (3, 4, 4), "seq_lens": (40, 163, 400)}
+DECODE: dict[str, dict[str, Any]] = {
+    "four-columns": {"head_size": 128, **ONE_QUERY},
+    "eight-columns": {"head_size": 64, "group": 8, "sinks": True, **ONE_QUERY},
+    "several-queries": {"head_size": 128, "sliding_window": 100, **SEVERAL},
+    "head-size-256": {"head_size": 256, "block_size": 64, **ONE_QUERY},
+    "nhd": {"head_size": 128, "order": "NHD", **ONE_QUERY},
+    "fp8": {"head_size": 128, "k_dtype": "fp8_e4m3", **ONE_QUERY},
+    "bfloat16": {"head_size": 128, "k_dtype": "bfloat16", **ONE_QUERY},
+    "one-long": {"head_size": 128, "query_lens": (1,), "seq_lens": (9000,)},
+    "many-short": {"head_size": 64, "query_lens": (1,) * 60, "seq_lens": tuple(range(60))},
+}
+WIDE: dict[str, dict[str, Any]] = {
+    "several-heads": {"head_size": 128, "group": 32, **ONE_QUERY},
+    "nhd": {"head_size": 64, "group": 32, "order": "NHD", **ONE_QUERY},
+    "whole-pages": {"head_size": 128, "group": 32, "kv_heads": 1, **ONE_QUERY},
+    "whole-pages-of-64": {
+        "head_size": 64,
+        "group": 8,
+        "kv_heads": 1,
+        "block_size": 64,
+        "sliding_window": 100,
+        **SEVERAL,
+    },
+    "whole-pages-64-columns": {
+        "head_size": 256,
+        "group": 64,
+        "kv_heads": 1,
+        "block_size": 32,
+        **ONE_QUERY,
+    },
+}
+FORMATS = ("nvfp4", "nvfp4_4over6", "fp8_e4m3", "mxfp4", "bfloat16")
+
+
+def attend(case: Case, backend: str) -> None:
+    """On the GPU, against float64 on the CPU."""
+    arguments: dict[str, Any] = {
+        name: value.cuda() if isinstance(value, torch.Tensor) else value
+        for name, value in case.arguments().items()
+    }
+    out = paged_attention(case.query.cuda(), case.pages.cuda(), backend=backend, **arguments)
+    assert_close_to_exact(out.cpu(), case)
+
+
+def decode() -> None:
+    """`decode.cu` with plan and merge."""
+    for name, options in DECODE.items():
+        print("decode", name, flush=True)
+        attend(make_case(**options), "cuda")
+
+
+def wide() -> None:
+    """`decode_wide.cu`, on SM90."""
+    for name, options in WIDE.items():
+        print("wide", name, flush=True)
+        attend(make_case(**options), "cuda")
+
+
+def triton() -> None:
+    """The general attention kernel."""
+    for dtype in FORMATS:
+        print("triton", dtype, flush=True)
+        attend(make_case(k_dtype=dtype, head_size=64), "triton")
+
+
+def store() -> None:
+    """The store of every kind of format; slots that are skipped among those that are not."""
+    for dtype in FORMATS:
+        for tokens in (70, 600):
+            print("store", dtype, tokens, flush=True)
+            layout = PageLayout(dtype, dtype, 128, None, 3, 16)
+            key, value = torch.randn(2, tokens, 3, 128).bfloat16()
+            slots = torch.randperm(640)[:tokens]
+            slots[::7] = -1
+            pages = torch.zeros(40, layout.page_bytes, dtype=torch.uint8)
+            on_gpu = pages.cuda()
+            given = key.cuda(), value.cuda()
+            reshape_and_cache(*given, on_gpu, slots.cuda(), layout, 0.002, 0.003)
+            reshape_and_cache_reference(key, value, pages, slots, layout, 0.002, 0.003)
+            assert torch.equal(on_gpu.cpu(), pages)
+
+
+def linear() -> None:
+    """Few rows of x, and many: `linear.cu`, `linear_wide.cu` or `linear_unpack.cu`."""
+    for n, k in ((200, 144), (1000, 1040)):
+        layer = random_layer(n, k, dtype=torch.bfloat16, bias=True, backend="reference")
+        on_gpu = random_layer(n, k, dtype=torch.bfloat16, bias=True, backend="cuda").cuda()
+        weight = layer.dequantize(torch.float64)
+        for m in (1, 9, 40, 200, 700):
+            print("linear", n, k, m, flush=True)
+            x = random_input(m, k, torch.bfloat16)
+            assert layer.bias is not None
+            exact = F.linear(x.double(), weight, layer.bias.double())
+            error = (on_gpu(x.cuda()).cpu().double() - exact).abs().max()
+            assert error <= 0.01 * exact.abs().max()
+
+
+PARTS: dict[str, Callable[[], None]] = {
+    part.__name__: part for part in (decode, wide, triton, store, linear)
+}
+
+
+def main() -> None:
+    """Run the parts that are named, or all."""
+    torch.manual_seed(0)
+    for name in sys.argv[1:] or PARTS:
+        PARTS[name]()
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
