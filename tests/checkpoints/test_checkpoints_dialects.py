@@ -9,6 +9,7 @@ import torch
 
 from checkpoints.folders import declaration
 from halfbyte.checkpoints import CheckpointError, Declaration, read_declaration
+from halfbyte.checkpoints.compressed_tensors import CompressedTensorsDeclaration
 from halfbyte.checkpoints.dialects import LayerGroup, Scheme
 
 MLP = "model.layers.3.mlp.down_proj"
@@ -143,7 +144,7 @@ def test_of_overlapping_targets_the_one_wins_that_the_package_takes() -> None:
             LayerGroup(kind, tuple(rng.sample(targets, rng.randint(1, 3))))
             for kind in rng.sample(kinds, 3)
         ]
-        found = Declaration("compressed-tensors", tuple(groups), (), None, {})
+        found = CompressedTensorsDeclaration(tuple(groups))
         of_target = {target: group.scheme for group in groups for target in group.targets}
         for name in (MLP, EXPERT, QUERY, "lm_head"):
             matched = match.match_targets(name, torch.nn.Linear(1, 1), of_target)

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfbyte.checkpoints.dialects import DIALECTS, Dialect, read_declaration
+from halfbyte.checkpoints.declarations import read_declaration
+from halfbyte.checkpoints.dialects import DIALECTS, Dialect
 from halfbyte.checkpoints.write_dialects import (
     OutputFormat,
     global_scale,

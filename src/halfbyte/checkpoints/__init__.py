@@ -1,5 +1,6 @@
 """Files to tensors: NVFP4 checkpoints in both dialects, and the KV scales that they carry."""
 
+from halfbyte.checkpoints.declarations import read_declaration
 from halfbyte.checkpoints.dialects import (
     DIALECTS,
     TENSOR_NAMES,
@@ -7,7 +8,6 @@ from halfbyte.checkpoints.dialects import (
     Declaration,
     Dialect,
     TensorNames,
-    read_declaration,
 )
 from halfbyte.checkpoints.kv_scales import read_kv_scales
 from halfbyte.checkpoints.safetensors_index import CheckpointIndex, TensorEntry

@@ -42,6 +42,24 @@ _PRESETS: dict[str, Scheme] = {"NVFP4": "nvfp4", "NVFP4A16": "nvfp4-a16"}
 _GROUP_SIZE = 16
 
 
+class CompressedTensorsDeclaration(Declaration):
+    """See `Declaration`; names have precedence over regular expressions, these over classes."""
+
+    dialect = "compressed-tensors"
+
+    def scheme_of(self, module_name: str) -> Scheme | None:
+        """See `Declaration.scheme_of`."""
+        if any(_rank(pattern, module_name) is not None for pattern in self.ignore):
+            return None
+        best: tuple[tuple[int, str], Scheme] | None = None
+        for group in self.groups:
+            for target in group.targets:
+                rank = _rank(target, module_name)
+                if rank is not None and (best is None or (rank, target) <= best[0]):
+                    best = ((rank, target), group.scheme)
+        return best and best[1]
+
+
 def read(folder: str | Path, section: Mapping[str, Any]) -> Declaration | None:
     """The declaration of a compressed-tensors checkpoint.
 
@@ -69,26 +87,12 @@ def read(folder: str | Path, section: Mapping[str, Any]) -> Declaration | None:
     packed = bool(groups) and form not in _UNPACKED_FORMATS
     if packed:
         _refuse_extras(folder, section)
-    return Declaration(
-        dialect="compressed-tensors",
+    return CompressedTensorsDeclaration(
         groups=tuple(_groups(folder, form, groups)) if packed else (),
         ignore=patterns(folder, section, "ignore"),
         kv_cache_dtype=_kv_cache_dtype(folder, section),
         section=section,
     )
-
-
-def scheme_of(declaration: Declaration, module_name: str) -> Scheme | None:
-    """See `Declaration.scheme_of`."""
-    if any(_rank(pattern, module_name) is not None for pattern in declaration.ignore):
-        return None
-    best: tuple[tuple[int, str], Scheme] | None = None
-    for group in declaration.groups:
-        for target in group.targets:
-            rank = _rank(target, module_name)
-            if rank is not None and (best is None or (rank, target) <= best[0]):
-                best = ((rank, target), group.scheme)
-    return best and best[1]
 
 
 def _rank(pattern: str, name: str) -> int | None:

@@ -14,16 +14,14 @@ in the direction of the global scales:
 *Decode* multiplies codes on their way to values (amax / 2688), *encode* is its reciprocal. W4A16
 layers (`nvfp4-a16`) have no activation scale.
 
-What is quantized, and how, stands in `quantization_config` of `config.json`; ModelOpt also writes
-`hf_quant_config.json`, which wins where both exist because it is the original of the two.
 Checkpoints that halfbyte writes carry `"provider": "halfbyte"` in `quantization_config`.
 """
 
-import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 Dialect = Literal["modelopt", "compressed-tensors"]
 DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
@@ -87,18 +85,19 @@ class LayerGroup:
 
 
 @dataclass(frozen=True)
-class Declaration:
-    """What a checkpoint says of its quantization.
+class Declaration(ABC):
+    """What a checkpoint says of its quantization, in one of the dialects.
 
     Args:
-        dialect: whose names and patterns it uses.
         groups: layers by how they are stored; empty where only the KV cache is quantized.
         ignore: patterns of layers that are not quantized although a group's targets name them.
         kv_cache_dtype: name of the KV cache format, or None where none is declared.
         section: the declaration as the file has it.
     """
 
-    dialect: Dialect
+    dialect: ClassVar[Dialect]
+    """Whose names and patterns it uses."""
+
     groups: tuple[LayerGroup, ...] = ()
     ignore: tuple[str, ...] = ()
     kv_cache_dtype: str | None = None
@@ -119,6 +118,7 @@ class Declaration:
         """Names of the tensors of its NVFP4 layers."""
         return TENSOR_NAMES[self.dialect]
 
+    @abstractmethod
     def scheme_of(self, module_name: str) -> Scheme | None:
         """How a linear layer's weight is stored; None if it is not quantized.
 
@@ -126,60 +126,6 @@ class Declaration:
             module_name: as the files have it, for example
                 `model.layers.0.mlp.experts.3.gate_proj`.
         """
-        if self.dialect == "modelopt":
-            from halfbyte.checkpoints.modelopt import scheme_of
-        else:
-            from halfbyte.checkpoints.compressed_tensors import scheme_of
-        return scheme_of(self, module_name)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The fields of a folder's `config.json`.
-
-    Raises:
-        CheckpointError: it is no JSON object, or its `quantization_config` is none; one line.
-    """
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: expected JSON, found {one_line(error)}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file}: expected an object, found {type(config).__name__}")
-    _section(folder, config)
-    return config
-
-
-def read_declaration(folder: str | Path, config: Mapping[str, Any]) -> Declaration | None:
-    """What a checkpoint declares of its quantization.
-
-    Args:
-        folder: of the checkpoint.
-        config: the dict of its `config.json`.
-
-    Returns:
-        None for a checkpoint that is not quantized, or by a method of neither dialect (which is
-        transformers' business).
-
-    Raises:
-        CheckpointError: a broken declaration; or one of these dialects, or of Quark's NVFP4, that
-            is not read here: one line that names the scheme.
-    """
-    from halfbyte.checkpoints import compressed_tensors, modelopt
-
-    section = _section(folder, config)
-    method = section.get("quant_method")
-    if method == "compressed-tensors":
-        return compressed_tensors.read(folder, section)
-    if method == "quark":
-        _refuse_quark(folder, section)
-        return None
-    file = Path(folder) / MODELOPT_FILE
-    if file.is_file():
-        return modelopt.read(folder, _read_modelopt_file(file), section)
-    if str(method).startswith("modelopt"):
-        return modelopt.read(folder, section, section)
-    return None
 
 
 def unknown_scheme(folder: str | Path, where: str, found: object, expected: str) -> CheckpointError:
@@ -197,42 +143,3 @@ def patterns(folder: str | Path, section: Mapping[str, Any], where: str) -> tupl
     if not isinstance(found, (list, tuple)):
         raise CheckpointError(f"{folder}: {where}: expected a list, found {found!r}")
     return tuple(str(pattern) for pattern in found)
-
-
-def _section(folder: str | Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`quantization_config` of the config, empty where it has none."""
-    section = config.get("quantization_config")
-    if section is None:
-        return {}
-    if not isinstance(section, Mapping):
-        raise CheckpointError(
-            f"{folder}: quantization_config: expected an object, found {type(section).__name__}"
-        )
-    return section
-
-
-def _read_modelopt_file(file: Path) -> Mapping[str, Any]:
-    try:
-        section = json.loads(file.read_text())["quantization"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{file}: expected a JSON object with 'quantization', found {one_line(error)}"
-        ) from None
-    if not isinstance(section, Mapping):
-        raise CheckpointError(
-            f"{file}: 'quantization': expected an object, found {type(section).__name__}"
-        )
-    return section
-
-
-def _refuse_quark(folder: str | Path, section: Mapping[str, Any]) -> None:
-    """Refuse Quark's 4-bit floats by name; its other formats are left to transformers."""
-    # Per layer and per class of layers there may be other formats than the global one.
-    parts = [value for name, value in section.items() if name.endswith("quant_config") and value]
-    if "fp4" in json.dumps(parts or section).lower():
-        raise unknown_scheme(
-            folder,
-            "quantization_config.quant_method",
-            "'quark' with FP4 weights (AMD Quark's NVFP4 and MXFP4 are not read)",
-            "'modelopt' or 'compressed-tensors'",
-        )

@@ -34,6 +34,21 @@ _MIXED = "MIXED_PRECISION"
 _GROUP_SIZE = 16
 
 
+class ModelOptDeclaration(Declaration):
+    """See `Declaration`; the first group that names a layer, or one that it is in, has it."""
+
+    dialect = "modelopt"
+
+    def scheme_of(self, module_name: str) -> Scheme | None:
+        """See `Declaration.scheme_of`."""
+        if any(_covers(pattern, module_name) for pattern in self.ignore):
+            return None
+        for group in self.groups:
+            if "Linear" in group.targets or any(_covers(t, module_name) for t in group.targets):
+                return group.scheme
+        return None
+
+
 def read(
     folder: str | Path, section: Mapping[str, Any], config_section: Mapping[str, Any]
 ) -> Declaration:
@@ -56,23 +71,12 @@ def read(
     elif algo is not None:
         groups = (LayerGroup(_scheme(folder, section, _SCHEMES, "quant_algo"), ("Linear",)),)
     where = "exclude_modules" if "exclude_modules" in section else "ignore"
-    return Declaration(
-        dialect="modelopt",
+    return ModelOptDeclaration(
         groups=groups,
         ignore=patterns(folder, section, where),
         kv_cache_dtype=_kv_cache_dtype(folder, section),
         section={**section, **config_section},
     )
-
-
-def scheme_of(declaration: Declaration, module_name: str) -> Scheme | None:
-    """See `Declaration.scheme_of`."""
-    if any(_covers(pattern, module_name) for pattern in declaration.ignore):
-        return None
-    for group in declaration.groups:
-        if "Linear" in group.targets or any(_covers(t, module_name) for t in group.targets):
-            return group.scheme
-    return None
 
 
 def _covers(pattern: str, name: str) -> bool:

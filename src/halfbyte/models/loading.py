@@ -13,12 +13,8 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from halfbyte.checkpoints.dialects import (
-    CheckpointError,
-    Declaration,
-    read_config,
-    read_declaration,
-)
+from halfbyte.checkpoints.declarations import read_config, read_declaration
+from halfbyte.checkpoints.dialects import CheckpointError, Declaration
 from halfbyte.checkpoints.safetensors_index import SINGLE_FILE, CheckpointIndex
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.attention_functions import register

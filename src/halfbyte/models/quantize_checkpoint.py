@@ -9,13 +9,13 @@ import torch
 from transformers import AutoConfig
 
 from halfbyte.assets import calibration_text
+from halfbyte.checkpoints.declarations import read_config
 from halfbyte.checkpoints.dialects import (
     DIALECTS,
     MODELOPT_FILE,
     CheckpointError,
     Dialect,
     one_line,
-    read_config,
 )
 from halfbyte.checkpoints.kv_scales import read_kv_scales
 from halfbyte.checkpoints.quantize import (

@@ -1,0 +1,105 @@
+"""What a checkpoint declares, in whichever of the dialects.
+
+What is quantized, and how, stands in `quantization_config` of `config.json`; ModelOpt also writes
+`hf_quant_config.json`, which wins where both exist because it is the original of the two.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from halfbyte.checkpoints import compressed_tensors, modelopt
+from halfbyte.checkpoints.dialects import (
+    MODELOPT_FILE,
+    CheckpointError,
+    Declaration,
+    one_line,
+    unknown_scheme,
+)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The fields of a folder's `config.json`.
+
+    Raises:
+        CheckpointError: it is no JSON object, or its `quantization_config` is none; one line.
+    """
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: expected JSON, found {one_line(error)}") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{file}: expected an object, found {type(config).__name__}")
+    _section(folder, config)
+    return config
+
+
+def read_declaration(folder: str | Path, config: Mapping[str, Any]) -> Declaration | None:
+    """What a checkpoint declares of its quantization.
+
+    Args:
+        folder: of the checkpoint.
+        config: the dict of its `config.json`.
+
+    Returns:
+        None for a checkpoint that is not quantized, or by a method of neither dialect (which is
+        transformers' business).
+
+    Raises:
+        CheckpointError: a broken declaration; or one of these dialects, or of Quark's NVFP4, that
+            is not read here: one line that names the scheme.
+    """
+    section = _section(folder, config)
+    method = section.get("quant_method")
+    if method == "compressed-tensors":
+        return compressed_tensors.read(folder, section)
+    if method == "quark":
+        _refuse_quark(folder, section)
+        return None
+    file = Path(folder) / MODELOPT_FILE
+    if file.is_file():
+        return modelopt.read(folder, _read_modelopt_file(file), section)
+    if str(method).startswith("modelopt"):
+        return modelopt.read(folder, section, section)
+    return None
+
+
+def _section(folder: str | Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`quantization_config` of the config, empty where it has none."""
+    section = config.get("quantization_config")
+    if section is None:
+        return {}
+    if not isinstance(section, Mapping):
+        raise CheckpointError(
+            f"{folder}: quantization_config: expected an object, found {type(section).__name__}"
+        )
+    return section
+
+
+def _read_modelopt_file(file: Path) -> Mapping[str, Any]:
+    try:
+        section = json.loads(file.read_text())["quantization"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{file}: expected a JSON object with 'quantization', found {one_line(error)}"
+        ) from None
+    if not isinstance(section, Mapping):
+        raise CheckpointError(
+            f"{file}: 'quantization': expected an object, found {type(section).__name__}"
+        )
+    return section
+
+
+def _refuse_quark(folder: str | Path, section: Mapping[str, Any]) -> None:
+    """Refuse Quark's 4-bit floats by name; its other formats are left to transformers."""
+    # Per layer and per class of layers there may be other formats than the global one.
+    parts = [value for name, value in section.items() if name.endswith("quant_config") and value]
+    if "fp4" in json.dumps(parts or section).lower():
+        raise unknown_scheme(
+            folder,
+            "quantization_config.quant_method",
+            "'quark' with FP4 weights (AMD Quark's NVFP4 and MXFP4 are not read)",
+            "'modelopt' or 'compressed-tensors'",
+        )
