@@ -32,7 +32,7 @@ table = linear_markdown_table
 def selection(report: dict[str, Any]) -> str:
     """Times of all backends that were exact, as JSON with a case per line.
 
-    But Humming's, which splits K here, as it does not in layers.
+    Humming's are left out: here it may split K, which it does not do in layers.
     """
     timing, cases = report["judged_by"][0], []
     for row in report["microseconds"]:

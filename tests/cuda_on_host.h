@@ -1,5 +1,5 @@
-// Runs CUDA C++ on a CPU: some clusters of CTAs at a time, most of one CTA, and one thread at once. See
-// cuda_on_host.py.
+// Runs CUDA C++ on a CPU, one thread at a time. Some clusters of CTAs are under way together, by default one;
+// most clusters are a single CTA. See cuda_on_host.py.
 //
 // A thread is a fiber that runs until its next barrier or shuffle, or until it has to wait; there
 // it gives way to the next. CTAs, warps and lanes take turns in an order that changes, so that a
@@ -121,7 +121,7 @@ struct Barrier {
   }
 };
 
-// One that some threads of a CTA meet at, and whether any of them says so.
+// Where some threads of a CTA meet; `found` is whether any of them voted yes in the last phase.
 struct NamedBarrier {
   int arrived = 0, phase = 0;
   bool any = false, found = false;
@@ -436,7 +436,8 @@ const char* launch(void (*kernel)(Params...), int cluster, int clusters_at_once,
   return run_grid() ? nullptr : message;
 }
 
-// Dynamic shared memory: aligned as a source asks for, and no more.
+// Dynamic shared memory, at a multiple of what a source asks for: an odd one for 128, so that a source that
+// needs more shows.
 inline unsigned char* dynamic_shared(unsigned alignment) {
   shared_begin = 1024 + alignment;
   return cta->shared;

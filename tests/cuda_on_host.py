@@ -1,9 +1,8 @@
 """CUDA sources on the CPU: compiled by a C++ compiler as they are, but for inline assembly.
 
 `cuda_on_host.h` has the part of CUDA that they need. Every `asm` statement becomes the C++ that
-stands for its text in `_ASSEMBLY`, most of it in `cuda_on_host_ptx.h` and `cuda_on_host_wgmma.h`;
-a source with another one is refused. What only some GPUs have may be there, as long as no thread
-comes to it.
+stands for its text in `_ASSEMBLY`, most of it in `cuda_on_host_ptx.h`, `cuda_on_host_wgmma.h` and
+`cuda_on_host_bulk.h`; a source with another one is refused.
 """
 
 import ctypes
@@ -195,8 +194,6 @@ _ASSEMBLY = {
     "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
     " [%0], [%1, {%2, %3, %4}], [%5];": f"{_HERE}copy_boxes(%0, %1, %2, %3, %4, %5)",
 }
-_ONLY_ON_GPUS = re.compile(r"st\.async\.weak\b")
-"""Beginnings of statements that headers have and no thread here comes to."""
 _STATEMENT = re.compile(
     r'\basm\s*(?:volatile\s*)?\(\s*((?:(?:"[^"]*"|\w+(?:\(\w*\))?)\s*)+)(.*?)\)\s*;', re.DOTALL
 )
@@ -211,7 +208,11 @@ _KERNEL = re.compile(r"__global__ void ([^{;]*?)(\w+)\([\w\s,]*\)\s*\{")
 
 
 class BoxMap(ctypes.Structure):
-    """What takes the place of a `TensorMap` of three dimensions."""
+    """What takes the place of a `TensorMap` of two or three dimensions, the innermost first.
+
+    Sizes and box are values, strides bytes. The swizzle follows from the width of a row; that the
+    real map asks for the same one is not checked here.
+    """
 
     _fields_ = (
         ("address", ctypes.c_uint64),
@@ -353,8 +354,6 @@ def _host_statement(match: re.Match[str]) -> str:
     operands = _OPERAND.findall(match[2])
     if text in _ASSEMBLY:
         statement = re.sub(r"%(\d)", lambda number: operands[int(number[1])], _ASSEMBLY[text])
-    elif _ONLY_ON_GPUS.match(text):
-        statement = f'{_HERE}refuse("{text.split(";")[0]}")'
     else:
         raise ValueError(f"inline assembly that has no C++ here: {text}")
     return f"{statement};" + "\n" * match[0].count("\n")

@@ -80,8 +80,6 @@ void __stcg(T* to, T x) {
 inline float __fdividef(float x, float y) { return x / y; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
-inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(x); }
-
 // Bytes of y and x, 0 to 3 being those of x, that the selector's nibbles name.
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   const unsigned long long bytes = (unsigned long long)y << 32 | x;

@@ -1,5 +1,5 @@
-// What SM90 has besides matmuls, for cuda_on_host.py: TMA to both CTAs of a cluster and back to memory, bulk copies,
-// barriers of other CTAs, barriers with numbers, and flags in memory that clusters wait for.
+// What SM90 has besides matmuls, for cuda_on_host.py: TMA to both CTAs of a cluster and back to memory, bulk
+// copies, barriers of other CTAs, barriers with numbers, and flags in memory that clusters wait for.
 
 #pragma once
 #include "cuda_on_host_wgmma.h"
@@ -45,6 +45,8 @@ inline unsigned chunk_in_box(unsigned address, unsigned i) {
 inline void copy_box(unsigned to, const void* tensor_map, int value, int first_row, unsigned barrier,
                      unsigned mask) {
   const BoxMap& map = *(const BoxMap*)tensor_map;
+  check_map(map);
+  if (mask >> cluster_size) fail("block %u: a box for CTAs that are not there", blockIdx.x);
   std::vector<unsigned char> bytes(map.box[1] * 128);
   for (unsigned i = 0; i < bytes.size() / 16; i++)
     if (const unsigned char* from = chunk_in_matrix(map, value, first_row, i))
@@ -56,6 +58,8 @@ inline void copy_box(unsigned to, const void* tensor_map, int value, int first_r
 // A box from shared memory: read at once or when it is waited for, by chance.
 inline void store_box(const void* tensor_map, int value, int first_row, unsigned from) {
   const BoxMap map = *(const BoxMap*)tensor_map;
+  check_map(map);
+  at(*cta, from, map.box[1] * 128, 128);
   const auto store = [=] {
     for (unsigned i = 0; i < map.box[1] * 8; i++)
       if (unsigned char* to = chunk_in_matrix(map, value, first_row, i))
@@ -86,7 +90,8 @@ inline bool meet(int number, int count, bool waits, bool says_so, int line = __b
   return barrier.found;
 }
 
-// A flag in memory that somebody else may raise: who finds it as it was the last time gives way until it changes.
+// A flag in memory that somebody else may raise. Who finds it as it was the last time gives way until its lower
+// half changes.
 inline unsigned long long look_at_flag(const unsigned long long* flag, int line = __builtin_LINE()) {
   Thread& thread = this_thread();
   if (thread.flag == flag && thread.seen_flag == *flag) wait_while_it_is(*(const int*)flag, line);

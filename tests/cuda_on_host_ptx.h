@@ -168,6 +168,11 @@ struct BoxMap {
   unsigned value_bytes;
 };
 
+inline void check_map(const BoxMap& map) {
+  if (map.box[1] > 256 || map.box[2] > 256 || (size_t)map.memory % 16 || map.strides[0] % 16)
+    fail("a tensor map that the driver refuses");
+}
+
 // Boxes of rows of 32, 64 or 128 bytes, which are whole ones, that come one after another; beyond the tensor
 // are zeros. Of more than one row, chunks of 16 bytes are exchanged by what their address says.
 inline void copy_boxes(unsigned to, const void* tensor_map, int value, int first_row, int first_box,
@@ -176,8 +181,7 @@ inline void copy_boxes(unsigned to, const void* tensor_map, int value, int first
   const unsigned rows = map.box[1], boxes = map.box[2], width = map.box[0] * map.value_bytes;
   if (value || map.sizes[0] != map.box[0]) refuse("boxes of parts of rows");
   if (width != 32 && width != 64 && width != 128) refuse("boxes that no swizzle is for");
-  if (rows > 256 || boxes > 256 || (size_t)map.memory % 16 || map.strides[0] % 16)
-    fail("a tensor map that the driver refuses");
+  check_map(map);
   std::vector<unsigned char> bytes(boxes * rows * width);
   for (unsigned i = 0; i < bytes.size(); i += 16) {
     const unsigned row = first_row + i / width % rows, box = first_box + i / width / rows;

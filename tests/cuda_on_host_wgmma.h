@@ -1,5 +1,6 @@
 // What matmuls of SM90 stand for, for cuda_on_host.py: `wgmma` with A in registers and B in shared memory,
-// warp by warp, and the way of its results into shared memory.
+// and the way of its results into shared memory. It goes warp by warp: that the four warps of a warpgroup come
+// together, with the same B, is not checked.
 //
 // A matmul reads B when it is asked for or when it is waited for, by chance: so both B that is not there yet
 // and B that is overwritten too early show. Until it is waited for its sums are NaN, and its A must stay.
@@ -40,7 +41,7 @@ inline std::vector<float> products(const Matmul& x) {
   return y;
 }
 
-struct HalfOfA {
+struct LaneOperands {
   unsigned words[4];
   unsigned long long b;
 };
@@ -48,13 +49,13 @@ struct HalfOfA {
 // d = a b, or d += a b, in halves or in bfloat16.
 inline void wgmma(int columns, float* d, const unsigned* a, unsigned long long b, bool add,
                   bool is_bfloat16 = false, int line = __builtin_LINE()) {
-  HalfOfA mine{{a[0], a[1], a[2], a[3]}, b};
+  LaneOperands mine{{a[0], a[1], a[2], a[3]}, b};
   bring(mine, line);
   Matmul x{d,       a,   {a[0], a[1], a[2], a[3]}, {}, b,
            columns, add, is_bfloat16,              {}, this_thread().matmul_groups};
   const int lane = threadIdx.x % WARP;
   for (int part = 0; part < 4; part++) {
-    const HalfOfA& other = *(const HalfOfA*)brought_by(lane / 4 * 4 + part);
+    const LaneOperands& other = *(const LaneOperands*)brought_by(lane / 4 * 4 + part);
     if (other.b != b) fail("block %u, thread %u: lanes have several B", blockIdx.x, threadIdx.x);
     for (int i = 0; i < 4; i++)
       for (int half = 0; half < 2; half++)

@@ -1,9 +1,11 @@
-"""A small call of every way to compile our CUDA and Triton kernels, for compute-sanitizer.
+"""Small calls of our kernels for compute-sanitizer: attention, the store and linear layers.
+
+Not among them: linear layers in Triton, prefill's unpacking and joining, float16.
 
     compute-sanitizer --tool memcheck --report-api-errors no python tests/sanitize.py
     compute-sanitizer --tool racecheck python tests/sanitize.py decode wide
 
-What is measured is made and checked on the CPU, so that nearly all that runs on the GPU is ours.
+Inputs are made and outputs checked on the CPU, so that nearly all that runs on the GPU is ours.
 """
 
 import sys

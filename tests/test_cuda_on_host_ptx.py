@@ -54,10 +54,6 @@ extern "C" __global__ void beyond(Params p) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(1.0f) : "memory");
 }
 
-extern "C" __global__ void other_gpus(Params p) {
-  if (p.offset) asm volatile("st.async.weak;" ::: "memory");
-}
-
 #if BF16
 #define MATMUL "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
 #else
@@ -267,12 +263,6 @@ def test_shared_memory_ends(folder: Path, offset: int) -> None:
     message = f"block 0, thread .*: 4 bytes at offset {offset} of 128 bytes"
     with pytest.raises(RuntimeError, match=message):
         run(folder, "beyond", offset=offset, shared_bytes=128)
-
-
-def test_assembly_of_other_gpus_is_refused_when_a_thread_comes_to_it(folder: Path) -> None:
-    run(folder, "other_gpus")
-    with pytest.raises(RuntimeError, match=r"not on the host: st\.async\.weak"):
-        run(folder, "other_gpus", offset=1)
 
 
 @pytest.mark.parametrize("bf16", [0, 1])

@@ -33,9 +33,11 @@ MANY_COLUMNS = Step(
     multiprocessors=2,
 )
 WIDE = Step([], [], group=32, kv_heads=2, multiprocessors=1)
+WIDE_64 = replace(WIDE, group=64)
 WIDE_NHD = replace(WIDE, head_size=64, order="NHD", block_size=48)
 WHOLE_PAGES = Step([], [], group=32, kv_heads=1, multiprocessors=1)
 WHOLE_PAGES_64 = replace(WHOLE_PAGES, group=8, head_size=64, block_size=64)
+WHOLE_PAGES_32_OF_256 = replace(WHOLE_PAGES, head_size=256)
 WHOLE_PAGES_256 = replace(WHOLE_PAGES, group=40, head_size=256, block_size=32)
 """Ways to compile the attention kernel; every one takes the C++ compiler."""
 
@@ -84,6 +86,11 @@ CASES: dict[str, tuple[Step, dict[str, Any]]] = {
     "wide-nhd": (
         replace(WIDE_NHD, lengths=[3, 140, 300], queries=[1] * 3, window=90),
         {"softcap": 3.0},
+    ),
+    "wide-64-columns": (replace(WIDE_64, lengths=[1, 140, 300], queries=[1] * 3), {}),
+    "whole-pages-32-columns-of-256": (
+        replace(WHOLE_PAGES_32_OF_256, lengths=[1, 140, 70], queries=[1] * 3),
+        {},
     ),
     "whole-pages": (
         replace(WHOLE_PAGES, lengths=[1, 40, 300, 0, 65] * 2, queries=[1] * 10),
@@ -297,7 +304,7 @@ def test_rows_do_not_depend_on_the_batch() -> None:
             assert torch.equal(x, y[rows])
 
 
-def test_cases_have_every_way_to_keep_queries() -> None:
+def test_cases_have_these_ways_to_keep_queries() -> None:
     ways, wide = set(), set()
     for step, _ in CASES.values():
         mean = step.starts[-1] / len(step.lengths)
@@ -309,4 +316,4 @@ def test_cases_have_every_way_to_keep_queries() -> None:
         else:
             ways.add((way.duplicate, way.n_tiles, way.q_shared))
     assert ways == {(True, 1, False), (False, 1, False), (False, 2, False), (False, 4, True)}
-    assert wide == {(128, 4, False), (128, 4, True), (64, 8, True)}
+    assert wide == {(128, 4, False), (128, 8, False), (128, 4, True), (64, 8, True)}

@@ -63,10 +63,9 @@ def on_host(clusters_at_once: Sequence[int]) -> Iterator[None]:
     """
 
     def kernel(dtype: torch.dtype, tokens: int, device: object) -> tuple[Any, int]:
-        rows = wide.rows_of_pair(tokens) // 2
-        stage = (tokens * 2 + rows // 2 + rows // 16) * wide.STEP + 16
-        shared = wide.BOX_ALIGNMENT + wide._STAGES[tokens] * stage + tokens * rows * 2
-        return cuda_on_host.build("linear_wide", wide.macros(dtype, tokens)).linear_wide, shared
+        library = cuda_on_host.build("linear_wide", wide.macros(dtype, tokens))
+        # Shared memory is aligned here: no room is needed to begin further on.
+        return library.linear_wide, wide.shared_bytes(tokens) - wide.BOX_ALIGNMENT
 
     def launch(
         kernel: tuple[Any, int], grid: int, threads: int, arguments: Any, *, overlap: bool

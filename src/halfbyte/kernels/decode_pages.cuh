@@ -17,11 +17,12 @@ static_assert(64 % BLOCK_SIZE == 0, "what 64 tokens share is a page or several")
 #define TILE_PAGES (TILE / BLOCK_SIZE)
 #define PAGE_WARPS (TILE_PAGES < RING_WARPS ? TILE_PAGES : RING_WARPS)  // that ask for pages
 
-// Where a byte lies in the ring that is so far from its begin in the pages, and what decides.
+// TMA's swizzle: the byte at `at` in the pages lies at `exchanged(at)` in the ring; the number of its chunk
+// is XORed with `pattern(at)`.
 __device__ __forceinline__ constexpr u32 pattern(u32 at) { return at >> 7 & (CHUNKS_K - 1); }
 __device__ __forceinline__ constexpr u32 exchanged(u32 at) { return at ^ (pattern(at) << 4); }
 
-// Barriers of a ring's tiles behind it: of each, whether its pages are there.
+// One barrier per stage, at `ready`: it opens when the pages of the stage's tile are there.
 __device__ __forceinline__ void make_barriers(u32 ready) {
   if (threadIdx.x == 0) {
 #pragma unroll

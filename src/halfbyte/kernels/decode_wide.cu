@@ -14,7 +14,8 @@
 // each other's waits. Both K and V are nvfp4.
 //
 // Macros: those of decode.cu but DUPLICATE and Q_SHARED; TILE is 64 or 128, WARPS 4, COLS = 8 * N_TILES.
-//   WHOLE_PAGES  1 if a page holds one KV head, in K's rows and V's alike: see decode_pages.cuh
+//   WHOLE_PAGES  1 if a page holds one KV head, in K's rows and V's alike, and divides 64 tokens: see
+//                decode_pages.cuh
 
 #define RING_WARPS 4
 #include "decode_wide_operands.cuh"

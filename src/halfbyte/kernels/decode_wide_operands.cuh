@@ -32,7 +32,8 @@
 #define SUBTILES (TILE / 64)                        // 64 tokens are M of wgmma
 
 __device__ __forceinline__ u8* shared_memory() {
-  extern __shared__ __align__(1024) u8 shared[];  // where the pattern of every swizzle begins anew
+  // Where the pattern of every swizzle begins anew. SM90 begins it 1 KiB into a CTA's memory.
+  extern __shared__ __align__(1024) u8 shared[];
   return shared;
 }
 

@@ -303,12 +303,20 @@ def compile_wide(dtype: torch.dtype, device: int) -> None:
 
 @lru_cache(maxsize=32)
 def _kernel(dtype: torch.dtype, tokens: int, device: int) -> nvrtc.Kernel:
-    rows = rows_of_pair(tokens) // 2
-    stage = (tokens * 2 + rows // 2 + rows // 16) * STEP + 16
-    shared = BOX_ALIGNMENT + _STAGES[tokens] * stage + tokens * rows * 2
-    functions = (("linear_wide", shared),)
+    functions = (("linear_wide", shared_bytes(tokens)),)
     options = tuple(macros(dtype, tokens).items())
     return nvrtc.load("linear_wide", options, functions, device)["linear_wide"]
+
+
+def shared_bytes(tokens: int) -> int:
+    """Dynamic shared memory of a CTA: the ring's stages, and the tile of the result.
+
+    Args:
+        tokens: rows of x in a tile.
+    """
+    rows = rows_of_pair(tokens) // 2
+    stage = (tokens * 2 + rows // 2 + rows // 16) * STEP + 16
+    return BOX_ALIGNMENT + _STAGES[tokens] * stage + tokens * rows * 2
 
 
 def macros(dtype: torch.dtype, tokens: int) -> dict[str, int | None]:

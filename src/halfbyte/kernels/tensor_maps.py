@@ -67,8 +67,8 @@ def tensor_map_of_pages(
         pages: that there are.
         rows: up to 256.
         row_bytes: 32, 64 or 128.
-        stride: bytes from page to page, a multiple of 16. The driver's documentation asks for one
-            of `row_bytes`; an H200's does without.
+        stride: bytes from page to page, a multiple of 16. The driver's documentation asks for a
+            multiple of `row_bytes`; the driver that was tested, on an H200, takes others, too.
 
     Raises:
         RuntimeError: the driver refuses it.
