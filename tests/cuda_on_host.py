@@ -1,8 +1,8 @@
 """CUDA sources on the CPU: compiled by a C++ compiler as they are, but for inline assembly.
 
 `cuda_on_host.h` has the part of CUDA that they need. Every `asm` statement becomes the C++ that
-stands for its text in `_ASSEMBLY`, most of it in `cuda_on_host_ptx.h`, `cuda_on_host_wgmma.h` and
-`cuda_on_host_bulk.h`; a source with another one is refused.
+stands for its text in `cuda_on_host_assembly.py`, most of it in `cuda_on_host_ptx.h`,
+`cuda_on_host_wgmma.h` and `cuda_on_host_bulk.h`; a source with another one is refused.
 """
 
 import ctypes
@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from cuda_on_host_assembly import ASSEMBLY, HERE
 from halfbyte.kernels import nvrtc
 
 SOURCES = Path(nvrtc.__file__).parent
@@ -37,163 +38,6 @@ needs_compiler = pytest.mark.skipif(
     _COMPILER is None or sys.platform != "linux", reason="needs a C++ compiler, on Linux"
 )
 
-_HERE = "cuda_on_host::"
-_MATMULS = {
-    "MATMUL": "MATMUL",  # a macro of the source
-    **{
-        text: f'"{text}"'
-        for text in (
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32",
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
-        )
-    },
-}
-"""Instructions, and what C++ calls their texts."""
-
-
-def _wgmma(columns: int) -> str:
-    """Text of a matmul of halves with so many columns; its C++ goes by the names around it."""
-    count = columns // 2
-    sums = ", ".join(f"%{i}" for i in range(count))
-    a = ", ".join(f"%{count + i}" for i in range(4))
-    return (
-        f"{{.reg .pred p; setp.ne.b32 p, %{count + 5}, 0;"
-        f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.f16.f16 {{{sums}}}, {{{a}}}, "
-        f"%{count + 4}, p, 1, 1, 0;}}"
-    )
-
-
-_ASSEMBLY = {
-    "": "",
-    "ex2.approx.ftz.f32 %0, %1;": f"%0 = {_HERE}flush(std::exp2({_HERE}flush(%1)))",
-    "rcp.approx.ftz.f32 %0, %1;": f"%0 = {_HERE}approximate_inverse(%1)",
-    "cvt.rn.bf16x2.f32 %0, %1, %2;": f"%0 = {_HERE}to_bfloat16(%1) << 16 | {_HERE}to_bfloat16(%2)",
-    "cvt.rn.f16x2.f32 %0, %1, %2;": f"%0 = {_HERE}to_float16(%1) << 16 | {_HERE}to_float16(%2)",
-    "cvt.f32.f16 %0, %1;": f"%0 = {_HERE}of_float16(%1)",
-    "mul.bf16x2 %0, %1, %2;": f"%0 = {_HERE}fma_bfloat16x2(%1, %2, 0x80008000u)",
-    "fma.rn.bf16x2 %0, %1, %2, %3;": f"%0 = {_HERE}fma_bfloat16x2(%1, %2, %3)",
-    "mul.f16x2 %0, %1, %2;": f"%0 = {_HERE}multiply_float16x2(%1, %2)",
-    "{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}": (
-        "%0 = (%1 & 0xFFFF) * 0x10001u"
-    ),
-    "{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}": (
-        "%0 = (%1 >> 16) * 0x10001u"
-    ),
-    "cvt.rn.f16x2.e4m3x2 %0, %1;": f"%0 = {_HERE}of_e4m3x2(%1)",
-    # The table of a function of three bits: here the third chooses among the others.
-    "lop3.b32 %0, %1, %2, %3, 0xe4;": "%0 = (%1 & %3) | (%2 & ~%3)",
-    "max.f16x2 %0, %1, %2;": f"%0 = {_HERE}max_float16x2(%1, %2)",
-    "mov.b64 %0, {%1, %2};": "%0 = (unsigned long long)(unsigned)(%2) << 32 | (unsigned)(%1)",
-    "shfl.sync.idx.b32 %0, %1, %2, 0x1f, 0xffffffff;": (
-        f"%0 = {_HERE}shuffle(~0u, %1, %2, __LINE__)"
-    ),
-    "mad.wide.u32 %0, %1, %2, %3;": "%0 = (unsigned long long)%1 * %2 + %3",
-    "ld.global.f32 %0, [%1];": "%0 = *(const float*)(%1)",
-    "ld.global.u32 %0, [%1];": "%0 = *(const unsigned*)(%1)",
-    "ld.global.v2.u32 {%0, %1}, [%2];": f"{_HERE}unpack(*(const uint2*)(%2), %0, %1)",
-    "ld.global.v4.u32 {%0, %1, %2, %3}, [%4];": (
-        f"{_HERE}unpack(*(const uint4*)(%4), %0, %1, %2, %3)"
-    ),
-    "ld.shared.f32 %0, [%1];": f"%0 = {_HERE}load<float>(%1)",
-    "ld.shared.u32 %0, [%1];": f"%0 = {_HERE}load<unsigned>(%1)",
-    "ld.shared.v2.u32 {%0, %1}, [%2];": f"{_HERE}unpack({_HERE}load<uint2>(%2), %0, %1)",
-    "ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];": (
-        f"{_HERE}unpack({_HERE}load<uint4>(%4), %0, %1, %2, %3)"
-    ),
-    "ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];": (
-        f"{_HERE}unpack({_HERE}load<float4>(%4), %0, %1, %2, %3)"
-    ),
-    "{.reg .u16 x; ld.shared.u16 x, [%1]; cvt.u32.u16 %0, x;}": (
-        f"%0 = {_HERE}load<unsigned short>(%1)"
-    ),
-    "st.shared.f32 [%0], %1;": f"{_HERE}store<float>(%0, %1)",
-    "st.shared.u32 [%0], %1;": f"{_HERE}store<unsigned>(%0, %1)",
-    "st.shared.v2.u32 [%0], {%1, %2};": f"{_HERE}store<uint2>(%0, {{%1, %2}})",
-    "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;": f"{_HERE}copy(%0, %1, 16, 16)",
-    "cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;": f"{_HERE}copy(%0, %1, 4, 4)",
-    "cp.async.cg.shared.global [%0], [%1], 16, %2;": f"{_HERE}copy(%0, %1, 16, %2)",
-    "cp.async.cg.shared.global [%0], [%1], 16;": f"{_HERE}copy(%0, %1, 16, 16)",
-    "cp.async.ca.shared.global [%0], [%1], 4;": f"{_HERE}copy(%0, %1, 4, 4)",
-    "{.reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}": (
-        f"if (%2) {_HERE}copy(%0, %1, 16, 16)"
-    ),
-    "cp.async.commit_group;": f"{_HERE}commit_group()",
-    "cp.async.wait_group %0;": f"{_HERE}wait_group(%0)",
-    "cp.async.wait_all;": f"{_HERE}wait_all()",
-    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];": (
-        f"{_HERE}load_matrices(%0, %1, %2, %3, %4)"
-    ),
-    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];": (
-        f"{_HERE}load_transposed_matrices(%0, %1, %2, %3, %4)"
-    ),
-    "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};": (
-        f"{_HERE}store_transposed_matrices(%0, %1, %2, %3, %4)"
-    ),
-    "movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;": f"%0 = {_HERE}transpose(%1)",
-    **{
-        f"{instruction} {{%0, %1, %2, %3}}, {{%4, %5, %6, %7}}, {{%8, %9}}, {{%0, %1, %2, %3}};": (
-            f"{_HERE}multiply_matrices({text}, %0, %1, %2, %3, %4, %5, %6, %7, %8, %9)"
-        )
-        for instruction, text in _MATMULS.items()
-    },
-    **{_wgmma(columns): f"{_HERE}wgmma({columns}, &d[0][0], a, b, add)" for columns in (32, 64)},
-    # Of linear_wide.cu, whose macros stand for themselves here.
-    "{.reg .pred p; setp.ne.b32 p, ADD , 0;wgmma.mma_async.sync.alignedWGMMA WGMMA_TYPES }": (
-        f"{_HERE}wgmma(TOKENS, d, a, b, add, X_BF16)"
-    ),
-    "wgmma.fence.sync.aligned;": "",
-    "wgmma.commit_group.sync.aligned;": f"{_HERE}commit_matmuls()",
-    "wgmma.wait_group.sync.aligned %0;": f"{_HERE}wait_for_matmuls(%0)",
-    "fence.proxy.async.shared::cta;": "",
-    "setmaxnreg.dec.sync.aligned.u32 %0;": "",
-    "setmaxnreg.inc.sync.aligned.u32 %0;": "",
-    "mov.u32 %0, %%tid.x;": "%0 = threadIdx.x",
-    "mov.u32 %0, %%cluster_ctarank;": f"%0 = {_HERE}cluster_rank()",
-    "mapa.shared::cluster.u32 %0, %1, %2;": f"%0 = {_HERE}map_to_rank(%1, %2)",
-    "mbarrier.arrive.shared::cluster.b64 _, [%0];": f"{_HERE}arrive_mapped(%0)",
-    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];": (
-        f"{_HERE}copy_bulk(%0, %1, %2, %3)"
-    ),
-    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-    ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;": (
-        f"{_HERE}copy_box(%0, %1, %2, %3, %4, %5)"
-    ),
-    "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];": (
-        f"{_HERE}store_box(%0, %1, %2, %3)"
-    ),
-    "cp.async.bulk.commit_group;": "",
-    "cp.async.bulk.wait_group.read 0;": f"{_HERE}wait_for_stores()",
-    "bar.sync %0, 128;": f"{_HERE}meet(%0, 128, true, false)",
-    "bar.sync %0, 160;": f"{_HERE}meet(%0, 160, true, false)",
-    "bar.arrive %0, 160;": f"{_HERE}meet(%0, 160, false, false)",
-    "{.reg .pred p, q; setp.ne.u32 q, %1, 0; bar.red.or.pred p, %2, 128, q; "
-    "selp.u32 %0, 1, 0, p;}": f"%0 = {_HERE}meet(%2, 128, true, %1)",
-    "st.relaxed.gpu.global.u64 [%0], %1;": "*(%0) = %1",
-    "st.release.gpu.global.u64 [%0], %1;": "*(%0) = %1",
-    "ld.relaxed.gpu.global.u64 %0, [%1];": "%0 = *(%1)",
-    "ld.acquire.gpu.global.u64 %0, [%1];": f"%0 = {_HERE}look_at_flag(%1)",
-    "prefetch.tensormap [%0];": "",
-    "createpolicy.fractional.L2::evict_first.b64 %0, 1.0;": "%0 = 0",
-    "prefetch.global.L2 [%0];": "",
-    "griddepcontrol.wait;": "",
-    "griddepcontrol.launch_dependents;": "",
-    "fence.mbarrier_init.release.cluster;": "",
-    "{.reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p;}": f"%0 = {_HERE}elect()",
-    "mbarrier.init.shared::cta.b64 [%0], %1;": f"{_HERE}init_barrier(%0, %1)",
-    "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;": f"{_HERE}arrive_and_expect(%0, %1)",
-    "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}": (
-        f"%0 = {_HERE}try_wait(%1, %2)"
-    ),
-    "barrier.cluster.arrive.release.aligned;": f"{_HERE}arrive_at_cluster()",
-    "barrier.cluster.arrive.relaxed.aligned;": f"{_HERE}arrive_at_cluster()",
-    "barrier.cluster.wait.acquire.aligned;": f"{_HERE}wait_for_cluster()",
-    "{.reg .b32 to, at; mapa.shared::cluster.u32 to, %0, %2; mapa.shared::cluster.u32 at, %1, %2;"
-    "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3, %4, %5, %6}, [at];}": (
-        f"{_HERE}send_floats(%0, %1, %2, %3, %4, %5, %6)"
-    ),
-    "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-    " [%0], [%1, {%2, %3, %4}], [%5];": f"{_HERE}copy_boxes(%0, %1, %2, %3, %4, %5)",
-}
 _STATEMENT = re.compile(
     r'\basm\s*(?:volatile\s*)?\(\s*((?:(?:"[^"]*"|\w+(?:\(\w*\))?)\s*)+)(.*?)\)\s*;', re.DOTALL
 )
@@ -308,7 +152,7 @@ def _build(name: str, macros: tuple[tuple[str, int | None], ...], folder: Path) 
             "(int at_once, int grid, int threads, int shared_bytes, const void* const* arguments) {"
             "\n"
             f"  const int cluster = cluster_size({' '.join(before.split())});\n"
-            f"  return {_HERE}launch({kernel}, cluster, at_once, grid, threads, shared_bytes, "
+            f"  return {HERE}launch({kernel}, cluster, at_once, grid, threads, shared_bytes, "
             "arguments);\n"
             "}\n"
             for before, kernel in kernels
@@ -343,8 +187,8 @@ def _translate(name: str, folder: Path, to: Path) -> None:
 def _host_variable(match: re.Match[str]) -> str:
     is_dynamic, alignment, kind, name = match[1], match[2], match[3], match[4]
     if is_dynamic:
-        return f"{kind}* const {name} = ({kind}*){_HERE}dynamic_shared({alignment});"
-    return f"{match[0]} {_HERE}begin_with_garbage(&{name}, sizeof {name});"
+        return f"{kind}* const {name} = ({kind}*){HERE}dynamic_shared({alignment});"
+    return f"{match[0]} {HERE}begin_with_garbage(&{name}, sizeof {name});"
 
 
 def _host_statement(match: re.Match[str]) -> str:
@@ -352,8 +196,8 @@ def _host_statement(match: re.Match[str]) -> str:
     text = "".join(f"{macro} " if macro else part for part, macro in _TEXT.findall(match[1]))
     text = re.sub(", *", ", ", text)  # with or without a space
     operands = _OPERAND.findall(match[2])
-    if text in _ASSEMBLY:
-        statement = re.sub(r"%(\d)", lambda number: operands[int(number[1])], _ASSEMBLY[text])
+    if text in ASSEMBLY:
+        statement = re.sub(r"%(\d)", lambda number: operands[int(number[1])], ASSEMBLY[text])
     else:
         raise ValueError(f"inline assembly that has no C++ here: {text}")
     return f"{statement};" + "\n" * match[0].count("\n")
