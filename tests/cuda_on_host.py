@@ -12,17 +12,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from cuda_on_host_assembly import ASSEMBLY, HERE
-from halfbyte.kernels import nvrtc
+from halfbyte.kernels import nvrtc, tensor_maps
 
 SOURCES = Path(nvrtc.__file__).parent
 _HEADER = Path(__file__).with_name("cuda_on_host_bulk.h")
@@ -66,6 +68,34 @@ class BoxMap(ctypes.Structure):
         ("value_bytes", ctypes.c_uint32),
         ("unused", ctypes.c_uint32 * 16),
     )
+
+
+@contextmanager
+def tensor_maps_on_host() -> Iterator[None]:
+    """Let `tensor_maps` make `BoxMap`s, where there is no driver."""
+
+    def encode(
+        address: int,
+        sizes: tuple[int, ...],
+        strides: tuple[int, ...],
+        box: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> BoxMap:
+        missing = 3 - len(sizes)
+        sizes, box = (*sizes, *[1] * missing), (*box, *[1] * missing)
+        return BoxMap(address, sizes, (*strides, *[0] * missing), box, dtype.itemsize)
+
+    cached = (
+        tensor_maps.tensor_map,
+        tensor_maps.tensor_map_of_boxes,
+        tensor_maps.tensor_map_of_pages,
+    )
+    for function in cached:
+        function.cache_clear()
+    with patch.object(tensor_maps, "_encode", encode):
+        yield
+    for function in cached:
+        function.cache_clear()
 
 
 def build(

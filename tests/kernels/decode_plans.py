@@ -84,14 +84,6 @@ def random_step(seed: int, most_sequences: int = 300, most_tokens: int = 40_000)
     )
 
 
-def box_map_of_pages(
-    address: int, pages: int, rows: int, row_bytes: int, stride: int
-) -> cuda_on_host.BoxMap:
-    """As `tensor_map_of_pages`, for the CPU."""
-    sizes, box = (row_bytes, rows, pages), (row_bytes, rows, 1)
-    return cuda_on_host.BoxMap(address, sizes, (row_bytes, stride), box, 1)
-
-
 @contextmanager
 def on_host(step: Step, attention: bool = False) -> Iterator[list[tuple[str, Any]]]:
     """Let the launcher's kernels run on the CPU.
@@ -126,7 +118,7 @@ def on_host(step: Step, attention: bool = False) -> Iterator[list[tuple[str, Any
         patch.object(nvrtc, "launch", launch),
         patch.object(decode, "capability_of_gpu", lambda device: step.capability),
         patch.object(decode, "multiprocessors", lambda device: step.multiprocessors),
-        patch.object(decode, "tensor_map_of_pages", box_map_of_pages),
+        cuda_on_host.tensor_maps_on_host(),
     ):
         yield launched
     decode._kernels.cache_clear()

@@ -14,7 +14,7 @@ import torch
 
 import cuda_on_host
 from cuda_on_host import guarded
-from halfbyte.kernels import linear, nvrtc, tensor_maps
+from halfbyte.kernels import linear, nvrtc
 from halfbyte.kernels.linear_plan import FewPlan, Machine, few_plan, k_blocks, row_units
 from halfbyte.kernels.linear_weights import DTYPES, PackedWeight, unpack_weight
 from halfbyte.numerics import nvfp4
@@ -99,29 +99,18 @@ def on_host(compiled_in: bool = False, machine: Machine = A100) -> Iterator[None
     def new_empty(x: torch.Tensor, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return guarded(size, dtype or x.dtype)
 
-    def encode(
-        address: int,
-        sizes: tuple[int, ...],
-        strides: tuple[int, ...],
-        box: tuple[int, ...],
-        dtype: torch.dtype,
-    ) -> cuda_on_host.BoxMap:
-        return cuda_on_host.BoxMap(address, sizes, strides, box, dtype.itemsize)
-
     linear._few_kernels.cache_clear()
     linear._few_launch.cache_clear()
-    tensor_maps.tensor_map_of_boxes.cache_clear()
     with (
         patch.object(nvrtc, "load", load),
         patch.object(nvrtc, "launch", launch),
-        patch.object(tensor_maps, "_encode", encode),
+        cuda_on_host.tensor_maps_on_host(),
         patch.object(linear, "machine_of", lambda device: machine),
         patch.object(torch.Tensor, "new_empty", new_empty),
     ):
         yield
     linear._few_kernels.cache_clear()
     linear._few_launch.cache_clear()
-    tensor_maps.tensor_map_of_boxes.cache_clear()
 
 
 def random_x(m: int, k: int, dtype: torch.dtype, seed: int, gap: int = 8) -> torch.Tensor:

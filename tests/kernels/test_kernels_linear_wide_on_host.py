@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from ctypes import Structure, memset
+from ctypes import memset
 from random import Random
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -84,18 +84,13 @@ def on_host(clusters_at_once: Sequence[int]) -> Iterator[None]:
                 clusters_at_once=min(at_once, grid // 2),
             )
 
-    def tensor_map(
-        address: int, m: int, k: int, stride: int, dtype: torch.dtype, rows: int
-    ) -> Structure:
-        return cuda_on_host.BoxMap(address, (k, m, 1), (2 * stride, 0), (64, rows, 1), 2)
-
     def new_empty(x: torch.Tensor, *size: int) -> torch.Tensor:
         return guarded(size, x.dtype)
 
     wide._launch.cache_clear()
     with (
         patch.object(nvrtc, "launch", launch),
-        patch.object(wide, "tensor_map", tensor_map),
+        cuda_on_host.tensor_maps_on_host(),
         patch.object(wide, "_kernel", kernel),
         patch.object(wide, "current_device", lambda x: nullcontext()),
         patch.object(torch.Tensor, "new_empty", new_empty),
