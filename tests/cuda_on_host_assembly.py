@@ -72,6 +72,7 @@ ASSEMBLY = {
     "st.shared.f32 [%0], %1;": f"{HERE}store<float>(%0, %1)",
     "st.shared.u32 [%0], %1;": f"{HERE}store<unsigned>(%0, %1)",
     "st.shared.v2.u32 [%0], {%1, %2};": f"{HERE}store<uint2>(%0, {{%1, %2}})",
+    "st.shared.v4.f32 [%0], {%1, %2, %3, %4};": f"{HERE}store<float4>(%0, {{%1, %2, %3, %4}})",
     "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;": f"{HERE}copy(%0, %1, 16, 16)",
     "cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;": f"{HERE}copy(%0, %1, 4, 4)",
     "cp.async.cg.shared.global [%0], [%1], 16, %2;": f"{HERE}copy(%0, %1, 16, %2)",
@@ -143,16 +144,18 @@ ASSEMBLY = {
     "fence.mbarrier_init.release.cluster;": "",
     "{.reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p;}": f"%0 = {HERE}elect()",
     "mbarrier.init.shared::cta.b64 [%0], %1;": f"{HERE}init_barrier(%0, %1)",
-    "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;": f"{HERE}arrive_and_expect(%0, %1)",
+    "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;": (
+        f"{HERE}arrive_and_expect(*{HERE}cta, %0, %1)"
+    ),
     "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}": (
         f"%0 = {HERE}try_wait(%1, %2)"
     ),
     "barrier.cluster.arrive.release.aligned;": f"{HERE}arrive_at_cluster()",
     "barrier.cluster.arrive.relaxed.aligned;": f"{HERE}arrive_at_cluster()",
     "barrier.cluster.wait.acquire.aligned;": f"{HERE}wait_for_cluster()",
-    "{.reg .b32 to, at; mapa.shared::cluster.u32 to, %0, %2; mapa.shared::cluster.u32 at, %1, %2;"
-    "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3, %4, %5, %6}, [at];}": (
-        f"{HERE}send_floats(%0, %1, %2, %3, %4, %5, %6)"
+    "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;": f"{HERE}expect_mapped(%0, %1)",
+    "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];": (
+        f"{HERE}send_floats(%0, %1, %2, %3, %4, %5)"
     ),
     "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
     " [%0], [%1, {%2, %3, %4}], [%5];": f"{HERE}copy_boxes(%0, %1, %2, %3, %4, %5)",

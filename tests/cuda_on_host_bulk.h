@@ -14,13 +14,21 @@ inline unsigned map_to_rank(unsigned address, unsigned rank) {
   return address | (rank + 1) << 24;
 }
 
-inline void arrive_mapped(unsigned mapped) {
-  Cta& other = cta_of_rank((mapped >> 24) - 1);
-  const unsigned address = mapped & 0xFFFFFF;
+inline Cta& cta_of(unsigned mapped) { return cta_of_rank((mapped >> 24) - 1); }
+inline unsigned address_of(unsigned mapped) { return mapped & 0xFFFFFF; }
+
+inline void expect_mapped(unsigned barrier, int bytes) {
+  Cta& other = cta_of(barrier);
   if (other.ended) fail("block %u arrives at a barrier of a CTA that has ended", blockIdx.x);
-  Barrier& barrier = barrier_at(other, address);
-  if (--barrier.pending < 0) barrier_fails(address, "has an arrival too many");
-  barrier.end_phase();
+  arrive_and_expect(other, address_of(barrier), bytes);
+}
+inline void arrive_mapped(unsigned barrier) { expect_mapped(barrier, 0); }
+
+inline void send_floats(unsigned to, float a, float b, float c, float d, unsigned barrier) {
+  if (to >> 24 != barrier >> 24) fail("block %u: a barrier counts bytes of another CTA", blockIdx.x);
+  const float values[] = {a, b, c, d};
+  const unsigned char* const bytes = (const unsigned char*)values;
+  send(cta_of(to), address_of(to), 16, {bytes, bytes + sizeof values}, address_of(barrier));
 }
 
 inline void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier) {

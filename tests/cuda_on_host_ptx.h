@@ -105,8 +105,8 @@ inline Barrier& barrier_at(Cta& cta, unsigned address) {
   return found->second;
 }
 
-inline void arrive_and_expect(unsigned address, int bytes) {
-  Barrier& barrier = barrier_at(*cta, address);
+inline void arrive_and_expect(Cta& cta, unsigned address, int bytes) {
+  Barrier& barrier = barrier_at(cta, address);
   barrier.bytes += bytes;
   if (--barrier.pending < 0) barrier_fails(address, "has an arrival too many");
   if (barrier.bytes > MOST_BYTES_OF_BARRIER) barrier_fails(address, "cannot count as many bytes");
@@ -149,15 +149,6 @@ inline void send(Cta& to, unsigned address, unsigned alignment, std::vector<unsi
   unsigned char* const place = at(to, address, bytes.size(), alignment);
   memset(place, 0xFF, bytes.size());
   deliveries.push_back({&to, place, std::move(bytes), &barrier_at(to, barrier)});
-}
-
-// To these addresses in another CTA of the cluster.
-inline void send_floats(unsigned to, unsigned barrier, int rank, float a, float b, float c,
-                        float d) {
-  if (rank < 0 || rank >= cluster_size) fail("block %u: no CTA has rank %d", blockIdx.x, rank);
-  const float values[] = {a, b, c, d};
-  const unsigned char* const bytes = (const unsigned char*)values;
-  send(cta_of_rank(rank), to, 16, {bytes, bytes + sizeof values}, barrier);
 }
 
 // What stands here in a tensor map: `BoxMap` of cuda_on_host.py.

@@ -1,7 +1,5 @@
 """Small calls of our kernels for compute-sanitizer: attention, the store and linear layers.
 
-Not among them: linear layers in Triton, prefill's unpacking and joining, float16.
-
     compute-sanitizer --tool memcheck --report-api-errors no python tests/sanitize.py
     compute-sanitizer --tool racecheck python tests/sanitize.py decode wide
 
@@ -35,6 +33,7 @@ DECODE: dict[str, dict[str, Any]] = {
     "nhd": {"head_size": 128, "order": "NHD", **ONE_QUERY},
     "fp8": {"head_size": 128, "k_dtype": "fp8_e4m3", **ONE_QUERY},
     "bfloat16": {"head_size": 128, "k_dtype": "bfloat16", **ONE_QUERY},
+    "float16": {"head_size": 128, "query_dtype": torch.float16, **ONE_QUERY},
     "one-long": {"head_size": 128, "query_lens": (1,), "seq_lens": (9000,)},
     "many-short": {"head_size": 64, "query_lens": (1,) * 60, "seq_lens": tuple(range(60))},
 }
@@ -92,6 +91,15 @@ def triton() -> None:
         attend(make_case(k_dtype=dtype, head_size=64), "triton")
 
 
+def prefill() -> None:
+    """Pages unpacked for PyTorch's attention, and its parts joined; with and without a prefix."""
+    for dtype in FORMATS:
+        for seq_lens in ((64, 70, 40), (64, 200, 300)):
+            print("prefill", dtype, seq_lens, flush=True)
+            case = make_case(k_dtype=dtype, query_lens=(64, 70, 40), seq_lens=seq_lens)
+            attend(case, "dense")
+
+
 def store() -> None:
     """The store of every kind of format; slots that are skipped among those that are not."""
     for dtype in FORMATS:
@@ -110,14 +118,21 @@ def store() -> None:
 
 
 def linear() -> None:
-    """Few rows of x, and many: `linear.cu`, `linear_wide.cu` or `linear_unpack.cu`."""
-    for n, k in ((200, 144), (1000, 1040)):
-        layer = random_layer(n, k, dtype=torch.bfloat16, bias=True, backend="reference")
-        on_gpu = random_layer(n, k, dtype=torch.bfloat16, bias=True, backend="cuda").cuda()
+    """Few rows of x, and many: `linear.cu`, `linear_wide.cu` or `linear_unpack.cu`; Triton."""
+    bf16, fp16 = torch.bfloat16, torch.float16
+    for backend, dtype, n, k in (
+        ("cuda", bf16, 200, 144),
+        ("cuda", bf16, 1000, 1040),
+        ("cuda", fp16, 1000, 1040),
+        ("cuda", bf16, 100, 4096),
+        ("triton", bf16, 200, 144),
+    ):
+        layer = random_layer(n, k, dtype=dtype, bias=True, backend="reference")
+        on_gpu = random_layer(n, k, dtype=dtype, bias=True, backend=backend).cuda()
         weight = layer.dequantize(torch.float64)
         for m in (1, 9, 40, 200, 700):
-            print("linear", n, k, m, flush=True)
-            x = random_input(m, k, torch.bfloat16)
+            print("linear", backend, dtype, n, k, m, flush=True)
+            x = random_input(m, k, dtype)
             assert layer.bias is not None
             exact = F.linear(x.double(), weight, layer.bias.double())
             error = (on_gpu(x.cuda()).cpu().double() - exact).abs().max()
@@ -125,7 +140,7 @@ def linear() -> None:
 
 
 PARTS: dict[str, Callable[[], None]] = {
-    part.__name__: part for part in (decode, wide, triton, store, linear)
+    part.__name__: part for part in (decode, wide, triton, prefill, store, linear)
 }
 
 

@@ -1,9 +1,12 @@
 """The W4A16 kernels: the order of weights, and compilation, on any machine."""
 
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 
-from halfbyte.kernels.linear_plan import FewPlan
+from halfbyte.kernels.linear_plan import FewPlan, few_plan
 from halfbyte.kernels.linear_weights import (
     DTYPES,
     ROW_SCALE,
@@ -13,6 +16,7 @@ from halfbyte.kernels.linear_weights import (
     unpack_weight,
 )
 from halfbyte.numerics import e2m1, e4m3
+from linear.machines import H200
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 COMMON_SCALE = 2.0**-9
@@ -150,9 +154,9 @@ def test_kernels_compile(capability: int) -> None:
     join = 1 if capability >= 90 else 2
     for is_bf16, plan in (
         (1, FewPlan(1, 1, 0, 1, warps=12, stages=2)),
-        (0, FewPlan(2, 4, join, 1)),
+        (0, FewPlan(2, 2, join, 1)),
         (0, FewPlan(4, 2, 2, 1, warps=8, ctas=2)),
-        (1, FewPlan(8, 8, join, 1, warps=8, stages=2)),
+        (1, FewPlan(8, 8, 2, 1, warps=8, stages=2)),
     ):
         macros: dict[str, int | None] = {"X_BF16": is_bf16, **dict(plan.macros())}
         assert nvrtc.compile_source("linear_unpack", macros, architecture)[:4] == b"\x7fELF"
@@ -160,3 +164,30 @@ def test_kernels_compile(capability: int) -> None:
             of_shape = plan._replace(round_units=round_units).macros_of_shape(192, 1024, m)
             found = nvrtc.compile_source("linear", {**macros, **dict(of_shape)}, architecture)
             assert found[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("m", [1, 8, 16])
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (28672, 4096), (4096, 14336)])
+def test_copies_of_weights_are_legal_instructions(n: int, k: int, m: int, tmp_path: Path) -> None:
+    """NVRTC 13.0 may take a register for part of an address where `LDGSTS` has no place for it."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    from halfbyte.kernels import nvrtc
+
+    plan = few_plan(n, k, m, H200)
+    shape = dict(plan.macros_of_shape(n, k, m))
+    macros: dict[str, int | None] = {"X_BF16": 1, **dict(plan.macros()), **shape}
+    lines = disassemble(nvrtc.compile_source("linear", macros, "sm_90a"), tmp_path)
+    copies = [line.split("desc")[0] for line in lines if "LDGSTS" in line]
+    assert len(copies) >= 12
+    assert not [line for line in copies if "UR" in line]
+
+
+def disassemble(cubin: bytes, folder: Path) -> list[str]:
+    """Instructions, by the disassembler that comes with Triton."""
+    triton = pytest.importorskip("triton")
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    if not program.exists():
+        pytest.skip("needs nvdisasm")
+    (folder / "kernel.cubin").write_bytes(cubin)
+    command = [str(program), "-c", str(folder / "kernel.cubin")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()

@@ -27,7 +27,7 @@ DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 ROWS = (1, 2, 5, 8, 9, 16, 17, 33)
 SHAPES = ((40, 16), (64, 128), (100, 400), (130, 528), (300, 656), (33, 1296))
 """Of weights."""
-A100 = Machine(80, 163 * 1024, (108, 54, 27, 13))
+A100 = Machine(80, 163 * 1024, 108, 0)
 
 # Shapes of CTAs, whose groups and rounds are to be chosen. Some are such that no plan has them.
 PLANS = (

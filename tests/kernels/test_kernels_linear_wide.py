@@ -16,7 +16,7 @@ from halfbyte.numerics import nvfp4
 from linear.machines import H200
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-PROCESSORS = H200.groups[0]
+PROCESSORS = H200.multiprocessors
 SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (200, 144), (48, 16), (128256, 4096)]
 
 

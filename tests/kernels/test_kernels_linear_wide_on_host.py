@@ -65,7 +65,7 @@ def on_host(clusters_at_once: Sequence[int]) -> Iterator[None]:
     def kernel(dtype: torch.dtype, tokens: int, device: object) -> tuple[Any, int]:
         library = cuda_on_host.build("linear_wide", wide.macros(dtype, tokens))
         # Shared memory is aligned here: no room is needed to begin further on.
-        return library.linear_wide, wide.shared_bytes(tokens) - wide.BOX_ALIGNMENT
+        return library.linear_wide, wide.shared_bytes(tokens)
 
     def launch(
         kernel: tuple[Any, int], grid: int, threads: int, arguments: Any, *, overlap: bool

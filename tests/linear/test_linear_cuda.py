@@ -8,7 +8,7 @@ import torch
 
 from halfbyte.kernels.linear import linear_few, linear_unpacked
 from halfbyte.kernels.linear_machine import machine_of
-from halfbyte.kernels.linear_plan import SPLITS, Machine
+from halfbyte.kernels.linear_plan import Machine
 from halfbyte.kernels.linear_wide import linear_wide
 from halfbyte.linear import LINEAR_BACKENDS, NvFp4Linear, NvFp4LinearLayerConfig
 from halfbyte.linear.cuda import CudaKernel, _way
@@ -69,13 +69,9 @@ def test_way_for_a_number_of_rows(m: int, machine: Machine, expected: object) ->
 @pytest.mark.gpu
 def test_an_h200_answers_as_the_plans_are_tested() -> None:
     found = machine_of(0)
-    if (found.capability, found.groups[0]) != (H200.capability, H200.groups[0]):
+    if found[::2] != H200[::2]:
         pytest.skip("an SM90 with 132 multiprocessors")
-    assert found.block_bytes == H200.block_bytes
-    assert found.groups[:2] == H200.groups[:2]
-    for split, groups, wanted in zip(SPLITS[2:], found.groups[2:], H200.groups[2:], strict=True):
-        # Chips differ in which multiprocessors are off, so a GPC may lose a cluster or keep it.
-        assert wanted - 2 <= groups <= H200.groups[0] // split
+    assert found == H200
 
 
 def cuda_layer(n: int, k: int, dtype: torch.dtype, **options: Any) -> NvFp4Linear:

@@ -16,31 +16,24 @@
 //              In a CTA, the items of a round of units lie on a line, unit after unit, that is cut into
 //              one segment per warp. Where a segment begins within a unit and goes beyond it, the rest
 //              of that unit comes last, so that more warps begin where a unit does.
-//   Sums       A warp leaves its sum of a unit in slot (warp + unit): both only grow along the line, so
-//              no two sums meet. Then the sums of a unit are added, warp after warp, then CTA after
-//              CTA: always in the same order. Nothing here depends on the number of rows of x, so that
-//              a row's bits do not, as long as the launcher keeps SPLIT, WARPS, GROUPS and
+//   Sums       of a unit are left in shared memory and added (linear_sums.cuh), warp after warp, then CTA
+//              after CTA: always in the same order. Nothing here depends on the number of rows of x, so
+//              that a row's bits do not, as long as the launcher keeps SPLIT, WARPS, GROUPS and
 //              ROUND_UNITS.
 //
 // Macros:
 //   X_BF16         see linear_values.cuh
 //   COLUMN_TILES   8 columns each: 1, 2 or 4
 //   SPLIT          CTAs of a group
-//   JOIN           how they join their sums: 0 not (SPLIT 1), 1 as a cluster (SM90,
-//                  linear_cluster.cuh), 2 through memory and `linear_join`
+//   JOIN           how they join their sums: 0 not (SPLIT 1), 1 as a cluster (SPLIT 2, from SM90 on), 2
+//                  through memory and `linear_join`
 //   WARPS, STAGES, CTAS   warps of a CTA, items in a ring, CTAs on a multiprocessor
 // and, all or none, because half of the instructions before the first copy would be divisions:
 //   UNITS, BLOCKS, GROUPS, ROUND_UNITS   as in Params
 //   SINGLE         whether x has one row
 
-#include "linear_cluster.cuh"
+#include "linear_sums.cuh"
 #include "linear_x.cuh"
-
-__device__ __forceinline__ float load_float(u32 address) {
-  float y;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(y) : "r"(address) : "memory");
-  return y;
-}
 
 __device__ __forceinline__ void load_matrices(u32* r, u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -121,157 +114,6 @@ __device__ __forceinline__ void multiply(float (*acc)[COLUMN_TILES][4], const Sq
   }
 }
 
-// A warp's sums of a unit to their slot.
-__device__ __forceinline__ void leave_sums(float (*acc)[COLUMN_TILES][4], u32 slot) {
-  const int lane = threadIdx.x & 31;
-  slot += ((lane & 3) * 2 * SLOT_ROW + (lane >> 2)) * 4;
-#pragma unroll
-  for (int tile = 0; tile < 2; tile++)
-#pragma unroll
-    for (int i = 0; i < COLUMN_TILES; i++)
-#pragma unroll
-      for (int j = 0; j < 4; j++)
-        store_float(slot + ((8 * i + j % 2) * SLOT_ROW + 16 * tile + j / 2 * 8) * 4, acc[tile][i][j]);
-}
-
-// What becomes of a row's sum. The bias stays as loaded until it is used, so that nothing waits for it.
-struct Finish {
-  float scale;
-  u32 bias;
-
-  __device__ __forceinline__ Finish(const Params& p, int row)
-      : scale(p.row_scale[row]), bias(p.bias && row < p.n ? p.bias[row] : 0) {}
-
-  __device__ __forceinline__ void store(const Params& p, int row, int column, float sum) const {
-    if (row < p.n)
-      p.out[(u64)column * p.n + row] = (u16)pack_pair(fmaf(sum, scale, lower_to_float(bias)), 0.0f);
-  }
-};
-
-// A round's sums, cut into pieces of a unit's 32 rows and JOIN_COLUMNS columns.
-struct Pieces {
-  const Round& round;
-  int of_unit, count, blocks;
-  RoundDivisor by_total;
-
-  __device__ __forceinline__ Pieces(const Params& p, const Round& round, int blocks)
-      : round(round),
-        of_unit(SINGLE ? 1 : COLUMNS / JOIN_COLUMNS),
-        count(round.units * of_unit),
-        blocks(blocks),
-        by_total(round.segments.total) {}
-
-  // The unit of a piece; of one beyond the last, the last.
-  __device__ __forceinline__ int unit(int piece) const { return min(piece / of_unit, round.units - 1); }
-  __device__ __forceinline__ int column(int piece) const { return piece % of_unit * JOIN_COLUMNS; }
-};
-
-// Where a lane's row of a piece begins, and how many warps have left sums of it.
-struct Piece {
-  int unit, column, warps;
-  u32 address;
-
-  __device__ __forceinline__ Piece(const Pieces& pieces, int index, u32 slots)
-      : unit(pieces.unit(index)), column(pieces.column(index)) {
-    const Segments& segments = pieces.round.segments;
-    const int first = segments.warp_of(unit * pieces.blocks, pieces.by_total);
-    warps = segments.warp_of((unit + 1) * pieces.blocks - 1, pieces.by_total) - first + 1;
-    address = slots + (first + unit) * SLOT_BYTES + (column * SLOT_ROW + (threadIdx.x & 31)) * 4;
-  }
-
-  // Adds the warps' sums in their order.
-  __device__ __forceinline__ void add(float* sums) const {
-    u32 from = address;
-#pragma unroll
-    for (int j = 0; j < JOIN_COLUMNS; j++) sums[j] = load_float(from + j * SLOT_ROW * 4);
-#pragma unroll 2
-    for (int part = 1; part < warps; part++) {
-      from += SLOT_BYTES;
-#pragma unroll
-      for (int j = 0; j < JOIN_COLUMNS; j++) sums[j] += load_float(from + j * SLOT_ROW * 4);
-    }
-  }
-};
-
-// The sums of all warps, then of all CTAs of the group, to the output, piece by piece. Where a warp's
-// next piece lies, and what finishes its rows, is known before the warp comes to it: these latencies
-// would be most of a join's time.
-#if JOIN == 1
-// The first warps begin with the pieces that other CTAs finish, the last ones with this CTA's own.
-__device__ __forceinline__ void join(const Params& p, const Place& place, const Round& round,
-                                     int columns, u32 slots, ClusterSums& cluster) {
-  const Pieces pieces(p, round, place.blocks);
-  const int first_row = (place.first_unit + round.first) * 32 + (threadIdx.x & 31);
-  const int own = cluster.own(pieces.count, place.rank);
-  int index = cluster.others(place.warp, place.rank);
-  int own_index = (WARPS - 1 - place.warp) * SPLIT + place.rank;
-  Piece next(pieces, index, slots), next_own(pieces, own_index, slots);
-  Finish next_finish(p, first_row + next_own.unit * 32);
-  cluster.expect(pieces.count, place.rank);
-  if (round.first == 0) cluster.wait_until_ready();
-  __syncthreads();
-#pragma unroll 1
-  for (int i = place.warp; i < pieces.count - own; i += WARPS) {
-    float sums[JOIN_COLUMNS];
-    next.add(sums);
-    cluster.send(sums, index, place.rank);
-    if (i + WARPS < pieces.count - own) {
-      index = cluster.others(i + WARPS, place.rank);
-      next = Piece(pieces, index, slots);
-    }
-  }
-#pragma unroll 1
-  for (; own_index < pieces.count; own_index += WARPS * SPLIT) {
-    const Piece piece = next_own;
-    const Finish finish = next_finish;
-    float sums[JOIN_COLUMNS];
-    piece.add(sums);
-    if (own_index + WARPS * SPLIT < pieces.count) {
-      next_own = Piece(pieces, own_index + WARPS * SPLIT, slots);
-      next_finish = Finish(p, first_row + next_own.unit * 32);
-    }
-    cluster.wait();
-    cluster.add(sums, own_index, place.rank);
-#pragma unroll
-    for (int j = 0; j < JOIN_COLUMNS; j++)
-      if (piece.column + j < columns)
-        finish.store(p, first_row + piece.unit * 32, place.first_column + piece.column + j, sums[j]);
-  }
-}
-#else
-__device__ __forceinline__ void join(const Params& p, const Place& place, const Round& round,
-                                     int columns, u32 slots, ClusterSums& cluster) {
-  const Pieces pieces(p, round, place.blocks);
-  const int first_row = (place.first_unit + round.first) * 32 + (threadIdx.x & 31);
-  Piece next(pieces, place.warp, slots);
-#if JOIN == 0
-  Finish next_finish(p, first_row + next.unit * 32);
-#endif
-  __syncthreads();
-#pragma unroll 1
-  for (int i = place.warp; i < pieces.count; i += WARPS) {
-    const Piece piece = next;
-    float sums[JOIN_COLUMNS];
-    piece.add(sums);
-    if (i + WARPS < pieces.count) next = Piece(pieces, i + WARPS, slots);
-#if JOIN == 0
-    const Finish finish = next_finish;
-    next_finish = Finish(p, first_row + next.unit * 32);
-#endif
-#pragma unroll
-    for (int j = 0; j < JOIN_COLUMNS; j++) {
-      const int row = first_row + piece.unit * 32, to = place.first_column + piece.column + j;
-      if (piece.column + j < columns)
-#if JOIN == 0
-        finish.store(p, row, to, sums[j]);
-#else
-        p.partial[((u64)place.rank * p.m + to) * UNITS * 32 + row] = sums[j];
-#endif
-    }
-  }
-}
-#endif
-
 #if JOIN == 1
 #define CLUSTER __cluster_dims__(SPLIT, 1, 1)
 #else
@@ -280,33 +122,43 @@ __device__ __forceinline__ void join(const Params& p, const Place& place, const 
 
 extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, CTAS)
     linear_few(const __grid_constant__ TensorMap x_map, const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) u8 shared[];
+  extern __shared__ __align__(1024) u8 shared[];  // where the swizzle of x begins anew
   const Place place(p);
   const int lane = threadIdx.x & 31;
-  const u32 x_start = x_address(shared_address(shared)), barriers = x_end(p, x_start);
+  const u32 x_start = shared_address(shared), barriers = x_end(p, x_start);
   const u32 rings = barriers + X_BARRIER_BYTES;
-  const u32 ring = rings + place.warp * STAGES * ITEM_BYTES + lane * 16;
-  const u32 slots = rings + WARPS * STAGES * ITEM_BYTES;
-  const u32 received = slots + (WARPS + min(ROUND_UNITS, place.units)) * SLOT_BYTES;
+  // A shuffle that changes nothing, because of NVRTC 13.0: where it knows that a warp's lanes have an address
+  // in common, it encodes `cp.async` with that in a uniform register, which is an illegal instruction.
+  const u32 ring =
+      __shfl_sync(~0u, rings + (threadIdx.x >> 5) * STAGES * ITEM_BYTES + lane * 16, lane);
   const SharedX x(p, place, barriers, x_start);
-  ClusterSums cluster(barriers + 8 * X_PIECES, received);
+  Slots slots(p, place, rings + WARPS * STAGES * ITEM_BYTES, barriers + 8 * X_PIECES);
 #if __CUDA_ARCH__ >= 900
   x.bring(&x_map, place);
 #endif
-  Loader loader(p, place, ring);
+  // What a warp copies first is found in vector registers, as uniform ones take twice as long; its arithmetic
+  // is counted in those.
+  Place of_lanes = place;
+  of_lanes.warp = threadIdx.x >> 5;
+  Loader loader(p, of_lanes, ring);
 #if __CUDA_ARCH__ < 900
   x.copy(p, place);
 #endif
   loader.fill(ring);
   if (place.warp == WARPS - 1) {
-    cluster.prepare();
+    slots.make_barrier();
     fetch_vectors(p, place);
   }
 #if __CUDA_ARCH__ < 900
   x.wait_for_all<2 * (STAGES - AHEAD_OF_X)>();
 #else
-  __syncthreads();  // barriers are there
-  cluster.say_ready();
+  // Barriers are there, of the other CTA, too.
+#if JOIN == 1
+  cluster_arrive_relaxed();
+  cluster_wait();
+#else
+  __syncthreads();
+#endif
   allow_next();
 #endif
 
@@ -318,16 +170,19 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, CTAS)
   u32 slot = ring;
   for (int first = 0; first < place.units; first += ROUND_UNITS) {
     const Round round(p, place, first);
+    const Piece piece(p, place, round, slots, place.warp);
+    int left = 0;
 #pragma unroll 1
     for (int part = 0; part < 2; part++) {
       int item = part == 0 ? round.turn : round.begin;
       const int end = part == 0 ? round.end : round.turn;
       for (int unit = round.unit + (item > round.begin); item < end; unit++) {
         float acc[2][COLUMN_TILES][4] = {};
-        const int stop = min(end, (unit + 1) * place.blocks);
+        int here = min(end, (unit + 1) * place.blocks) - item;  // items of the unit
         u32 x_offset = (item - unit * place.blocks) * x.block_bytes;
+        item += here;
 #pragma unroll 1
-        for (; item < stop; item++) {
+        for (; here > 0; here--) {
           // The halves of an item come and go by themselves: what is left to do when the last one has
           // come is less.
           Square square;
@@ -345,15 +200,16 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, CTAS)
           loader.step_second(slot);
           multiply(acc, square, x_at, x_offset + x.block_bytes / 2, exponent);
           x_offset += x.block_bytes;
-          slot = slot == ring + (STAGES - 1) * ITEM_BYTES ? ring : slot + ITEM_BYTES;
+          if (STAGES > 1) slot = slot == ring + (STAGES - 1) * ITEM_BYTES ? ring : slot + ITEM_BYTES;
         }
-        leave_sums(acc, slots + (place.warp + unit) * SLOT_BYTES);
+        slots.leave(acc, place.warp + unit);
+        left++;
       }
     }
     // A warp without work has waited for nothing that the kernel in front wrote, such as a copy of the bias.
     if (round.begin == round.end) x.wait(0);
-    join(p, place, round, x.columns, slots, cluster);
-    if (first + ROUND_UNITS < place.units) cluster.finish_round();
+    finish(p, place, round, slots, piece, x.columns, left);
+    if (first + ROUND_UNITS < place.units) slots.finish_round();
   }
 }
 

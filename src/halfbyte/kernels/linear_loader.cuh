@@ -13,8 +13,6 @@
 // Before SM90, items of a warp whose copies are under way before x is asked for: about what memory delivers
 // until x has come. More would only keep x waiting.
 #define AHEAD_OF_X (WARPS * CTAS > 8 || STAGES == 1 ? 1 : 2)
-#define SLOT_ROW 36  // floats: a unit's 32 rows of one column, and what keeps banks apart
-#define SLOT_BYTES (COLUMNS * SLOT_ROW * 4)
 
 struct Params {
   const u8* weight;        // [N/64, K/64, 2048], K padded to 128
@@ -128,9 +126,15 @@ struct Place {
     first_column = pass * COLUMNS;
     first_unit = group * each + (more ? min(group, more) : 0);
     units = more ? each + (group < more) : each;
-    const int share = BLOCKS / SPLIT, rest = BLOCKS % SPLIT;
-    first_block = rank * share + rank * rest / SPLIT;
-    blocks = rest ? (rank + 1) * share + (rank + 1) * rest / SPLIT - first_block : share;
+    first_block = first_block_of(p, rank);
+    blocks = blocks_of(p, rank);
+  }
+
+  __device__ __forceinline__ static int first_block_of(const Params& p, int rank) {
+    return rank * (BLOCKS / SPLIT) + rank * (BLOCKS % SPLIT) / SPLIT;
+  }
+  __device__ __forceinline__ static int blocks_of(const Params& p, int rank) {
+    return BLOCKS % SPLIT ? first_block_of(p, rank + 1) - first_block_of(p, rank) : BLOCKS / SPLIT;
   }
 };
 
@@ -162,6 +166,7 @@ struct Loader {
   u64 policy;
   u32 to_scale;  // from this lane's place among an item's weights to that among its scales
   u32 at;        // where the next item is, in bytes of scales; weights are at 8 times that
+  const u8 *item, *item_scale;  // of this lane, in the item whose second half comes next
   int round;     // its first unit
   int unit;      // of the next item
   int run;       // items to copy until the unit ends, or the segment
@@ -173,7 +178,7 @@ struct Loader {
       : p(p), place(place) {
     const int lane = threadIdx.x & 31;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    weight = p.weight + lane * 16;
+    weight = p.weight + lane * 16 + 2048;
     scale = p.weight_scale + lane * 4;
     // Keeps the addresses in registers, where they would be made anew for every item.
     to_scale = ITEM_WEIGHTS - lane * 12;
@@ -216,12 +221,14 @@ struct Loader {
   }
 
   // Its first 64 k.
-  __device__ __forceinline__ void step_first(u32 slot) const {
+  __device__ __forceinline__ void step_first(u32 slot) {
     if (run > 0) {
-      const u8* from = weight + (u64)at * 8;
-      copy16(slot, from, policy);
-      copy16(slot + 512, from + 512, policy);
-      copy4(slot + to_scale, scale + at, policy);
+      item = weight + (u64)at * 8;
+      item_scale = scale + at;
+      asm volatile("" : "+l"(item), "+l"(item_scale));  // not made anew for the second half
+      copy16(slot, item - 2048, policy);
+      copy16(slot + 512, item - 1536, policy);
+      copy4(slot + to_scale, item_scale, policy);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
@@ -229,10 +236,9 @@ struct Loader {
   // The other 64 k; after that, the next item is another one.
   __device__ __forceinline__ void step_second(u32 slot) {
     if (run > 0) {
-      const u8* from = weight + (u64)at * 8;
-      copy16(slot + 1024, from + 2048, policy);
-      copy16(slot + 1536, from + 2560, policy);
-      copy4(slot + to_scale + 128, scale + at + 256, policy);
+      copy16(slot + 1024, item, policy);
+      copy16(slot + 1536, item + 512, policy);
+      copy4(slot + to_scale + 128, item_scale + 256, policy);
       at += 512;
       if (--run == 0) {
         if (left > 0) {

@@ -7,7 +7,7 @@ import torch
 from halfbyte.dispatch import capability_of_gpu
 from halfbyte.kernels import nvrtc
 from halfbyte.kernels.devices import multiprocessors
-from halfbyte.kernels.linear_plan import SPLITS, Machine
+from halfbyte.kernels.linear_plan import PAIR, Machine
 from halfbyte.kernels.linear_weights import DTYPES
 
 
@@ -25,12 +25,8 @@ def machine_of(device: int) -> Machine:
     return Machine(
         capability,
         block_bytes,
-        tuple(
-            _clusters_at_once(split, block_bytes, device)
-            if capability >= 90 and split > 1
-            else multiprocessors(device) // split
-            for split in SPLITS
-        ),
+        multiprocessors(device),
+        _clusters_at_once(PAIR, block_bytes, device) if capability >= 90 else 0,
     )
 
 

@@ -11,12 +11,13 @@ from math import hypot
 from typing import NamedTuple
 
 from halfbyte.kernels.linear_weights import TILE_K, TILE_N
-from halfbyte.kernels.tensor_maps import BOX_ALIGNMENT
 
 UNIT_ROWS = 32
 """Rows of a unit, which one warp works on."""
 SPLITS = (1, 2, 4, 8)
 """CTAs that share a range of rows."""
+PAIR = 2
+"""CTAs of a cluster: larger ones start later, and do not fill a GPU."""
 
 ROWS = (1, 8, 16, 32, 64)
 """Numbers of rows of x that plans are made for; others are planned as the next larger one, or as
@@ -25,13 +26,10 @@ the last, so that few kernels need to be compiled."""
 _COLUMN_TILES = (1, 2, 4)
 _MOST_STAGES = 3
 _ITEM_BYTES = 2304
-_SLOT_BYTES = 1152
+_SLOT_BYTES = 1024
 """Of a unit's sums, per tile of 8 columns."""
 _BARRIER_BYTES = 128
 _PIECES_OF_X = 8
-_JOIN_COLUMNS = 4
-_PIECE_BYTES = 512
-"""Of the sums that a CTA of a cluster sends to another one at a time."""
 _RESERVED_BYTES = 1024
 """Of shared memory, per CTA, by the system."""
 _INVARIANT_ROWS = 16
@@ -53,38 +51,39 @@ _MOST_TILES = 32
 class _Costs(NamedTuple):
     """µs per unit of what a multiprocessor has to do.
 
-    Fitted to times in a graph of many calls, weights rotated, on one H200: 360 ways for weights of
-    6144 x 4096, 28672 x 4096 and 4096 x 14336 and 1, 8 and 16 rows of x, the order of the fastest
-    above all: in all nine the one chosen is within 1.0 % of the best. What joins through memory
-    cost was fitted to an earlier kernel.
+    Fitted to times in a graph of many calls, weights rotated, on one H200: 270 ways for eight
+    shapes of weights (1,024 to 28,672 rows, K = 4,096 to 28,672) and 1, 8 and 16 rows of x, the
+    order of the fastest above all. (Pairs with 16 warps and up to 8 rows were counted with the 0.14
+    less that a later change took off them.) In 18 of 20 cases the one chosen is within 1.3 % of the
+    best; in the others it takes 3 and 6 % more.
     """
 
-    launch: float = 1.7
-    warp: float = 0.025
+    launch: float = 1.41
+    warp: float = 0.001
     """To start a warp."""
-    stream: float = 29e-6
-    """Per byte of weights, if all multiprocessors read (4.55 TB/s)."""
-    latency: float = 0.36
+    stream: float = 29.6e-6
+    """Per byte of weights, if all multiprocessors read (4.46 TB/s)."""
+    latency: float = 0.345
     """From asking for an item of weights until it is there, as far as reads do not overlap."""
-    item: float = 0.048
+    item: float = 0.0385
     """Unpacking 32 rows x 128 k."""
-    tile: float = 0.0087
+    tile: float = 0.0162
     """Multiplying an item with 8 columns."""
-    wait: float = 0.041
+    wait: float = 0.025
     """The same, but for each item of a warp: what the other warps do not hide."""
-    x: float = 3.5e-6
+    x: float = 2.56e-6
     """Per byte of x in a CTA, which delays the products."""
-    ahead: float = 0.011
+    ahead: float = 0.0291
     """Per item of weights that is asked for at first, which keeps x waiting."""
-    column: tuple[float, float, float] = (0.12, 0.059, 0.13)
+    column: tuple[float, float, float] = (0.067, 0.045, 0.044)
     """Per column of a unit that a warp joins, by `join`."""
-    round: float = 0.42
+    round: float = 0.883
     """Of units that are joined together."""
-    cluster: float = 0.32
+    cluster: float = 0.248
     """Per round of a join as a cluster."""
-    second: float = 1.9
+    second: float = 0.28
     """Of the second kernel of a join through memory."""
-    partial: float = 7.6e-6
+    partial: float = 14.3e-6
     """Per byte of the sums that it reads."""
 
 
@@ -98,14 +97,13 @@ class Machine(NamedTuple):
     """As `dispatch` counts."""
     block_bytes: int
     """Shared memory that a CTA may have."""
-    groups: tuple[int, ...]
-    """For each of `SPLITS`, how many groups of so many CTAs run at a time: on SM90, clusters."""
+    multiprocessors: int
+    pairs: int
+    """Clusters of two CTAs, one to a multiprocessor, that run at a time; 0 before SM90."""
 
     def at_once(self, split: int, join: int, ctas: int) -> int:
         """Groups that run at the same time, with so many CTAs to a multiprocessor."""
-        if join == 1:
-            return self.groups[SPLITS.index(split)] * ctas
-        return self.groups[0] * ctas // split
+        return self.pairs * ctas if join == 1 else self.multiprocessors * ctas // split
 
     def bytes_of_cta(self, ctas: int) -> int:
         """Shared memory that a CTA may have where so many share a multiprocessor's."""
@@ -179,22 +177,16 @@ class FewPlan(NamedTuple):
         """Shared memory of a CTA."""
         blocks, piece = -(-k_blocks(k) // self.split), self.piece_blocks(k)
         rows, units = self.rows_of_box(m), min(self.round_units, self.units(n))
-        received = 0
-        if self.join == 1:
-            pieces = units * -(-rows // _JOIN_COLUMNS)
-            received = -(-pieces // self.split) * self.split * _PIECE_BYTES
         return (
-            BOX_ALIGNMENT
-            + rows * -(-blocks // piece) * piece * TILE_K * 2
+            rows * -(-blocks // piece) * piece * TILE_K * 2
             + _BARRIER_BYTES
             + self.warps * self.stages * _ITEM_BYTES
             + (self.warps + units) * self.column_tiles * _SLOT_BYTES
-            + received
         )
 
     def microseconds(self, n: int, k: int, m: int, machine: Machine) -> float:
         """What it should take, one of many in a graph."""
-        c, multiprocessors = _COSTS, machine.groups[0]
+        c, multiprocessors = _COSTS, machine.multiprocessors
         columns, units = min(m, self.columns), self.units(n)
         blocks = -(-k_blocks(k) // self.split)
         grid = self.passes(m) * self.groups
@@ -319,9 +311,9 @@ def _even_groups(n: int, most: int) -> int:
 
 def _splits_and_joins(k: int, machine: Machine) -> Iterator[tuple[int, int]]:
     for split in SPLITS:
-        for join in (0,) if split == 1 else (1, 2) if machine.capability >= 90 else (2,):
-            if split <= k_blocks(k) and machine.at_once(split, join, 1):
-                yield split, join
+        joins = (0,) if split == 1 else (1, 2) if split == PAIR and machine.pairs else (2,)
+        if split <= k_blocks(k) and split <= machine.multiprocessors:
+            yield from ((split, join) for join in joins)
 
 
 def _fitted(plan: FewPlan, n: int, k: int, m: int, limit: int) -> FewPlan | None:

@@ -110,15 +110,8 @@ __device__ __forceinline__ void wgmma(float* d, const u32* a, u32 b_low, bool ad
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
 
-// The same address in a CTA of the cluster, and an arrival at a barrier there. Without
-// `.release.cluster`, which would wait for all loads that are under way: what the barrier guards must have
-// been read by then.
-__device__ __forceinline__ u32 map_to_rank(u32 address, u32 rank) {
-  u32 y;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(y) : "r"(address), "r"(rank));
-  return y;
-}
-
+// An arrival at the barrier of a CTA in the cluster, as `map_to_rank` gave it. Without `.release.cluster`,
+// which would wait for all loads that are under way: what the barrier guards must have been read by then.
 __device__ __forceinline__ void barrier_arrive_mapped(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -366,9 +359,8 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, CTAS)
     linear_wide(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap out_map,
                 const __grid_constant__ Params p) {
-  extern __shared__ __align__(1024) u8 shared[];
-  const u32 base = (shared_address(shared) + 1023) & ~1023u;  // of the swizzle's pattern
-  const u32 full = base + OFF_BARRIERS, empty = full + 8 * STAGES;
+  extern __shared__ __align__(1024) u8 shared[];  // where the swizzle's pattern begins anew
+  const u32 base = shared_address(shared), full = base + OFF_BARRIERS, empty = full + 8 * STAGES;
   if (threadIdx.x == 0) {
     prefetch_map(&x_map);
     prefetch_map(&out_map);

@@ -15,7 +15,7 @@ import torch
 from halfbyte.kernels import nvrtc
 from halfbyte.kernels.devices import current_device, multiprocessors
 from halfbyte.kernels.linear_weights import TILE_K, TILE_N
-from halfbyte.kernels.tensor_maps import BOX_ALIGNMENT, BOX_K, box_rows, row_stride, tensor_map
+from halfbyte.kernels.tensor_maps import BOX_K, box_rows, row_stride, tensor_map
 
 GROUP_ROWS = 64
 """Of W, in a warpgroup's part of a tile."""
@@ -316,7 +316,7 @@ def shared_bytes(tokens: int) -> int:
     """
     rows = rows_of_pair(tokens) // 2
     stage = (tokens * 2 + rows // 2 + rows // 16) * STEP + 16
-    return BOX_ALIGNMENT + _STAGES[tokens] * stage + tokens * rows * 2
+    return _STAGES[tokens] * stage + tokens * rows * 2
 
 
 def macros(dtype: torch.dtype, tokens: int) -> dict[str, int | None]:

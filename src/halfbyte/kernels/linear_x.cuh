@@ -11,17 +11,13 @@
 #include "linear_loader.cuh"
 #include "sm90.cuh"
 
-#define X_ALIGNMENT 1024                 // where the swizzle's pattern begins anew
 #define X_PIECES 8                       // at most
-#define X_WARPS (WARPS < 4 ? WARPS : 4)  // that ask for them
+#define X_WARPS (WARPS < 4 ? WARPS : 4)  // that ask for them, each for some side by side: the first are
+                                         // needed first
+#define X_PIECES_OF_WARP ((X_PIECES + X_WARPS - 1) / X_WARPS)
 #define X_BARRIER_BYTES 128              // of which barriers take half
 // Blocks of a piece: the tensor map's boxes are as many.
 #define X_PIECE ((BLOCKS + SPLIT * X_PIECES - 1) / (SPLIT * X_PIECES))
-
-// Where it begins in shared memory.
-__device__ __forceinline__ u32 x_address(u32 shared) {
-  return (shared + X_ALIGNMENT - 1) / X_ALIGNMENT * X_ALIGNMENT;
-}
 
 // Of 128 k, that is of two boxes; the same in all CTAs.
 __device__ __forceinline__ u32 x_block_bytes(const Params& p) { return (SINGLE ? 1 : COLUMNS) * 256; }
@@ -50,17 +46,18 @@ struct SharedX {
   // Asks for x, which the kernel in front may have written: a thread of some warps, because each takes 70
   // cycles to make a barrier, and not of all, because they wait for that kernel before they ask for weights.
   __device__ __forceinline__ void bring(const TensorMap* map, const Place& place) const {
+    const int first = place.warp * X_PIECES_OF_WARP;
     if (place.warp < X_WARPS && elect_one()) {
 #pragma unroll
-      for (int i = place.warp; i < X_PIECES; i += X_WARPS) {
-        if (i * piece >= blocks) break;
-        barrier_init(barriers + i * 8, 1);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        barrier_expect(barriers + i * 8, piece_bytes);
-      }
+      for (int i = first; i < first + X_PIECES_OF_WARP; i++)
+        if (i * piece < blocks) barrier_init(barriers + i * 8, 1);
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#pragma unroll
+      for (int i = first; i < first + X_PIECES_OF_WARP; i++)
+        if (i * piece < blocks) barrier_expect(barriers + i * 8, piece_bytes);
       wait_for_previous();
 #pragma unroll
-      for (int i = place.warp; i < X_PIECES; i += X_WARPS) {
+      for (int i = first; i < first + X_PIECES_OF_WARP; i++) {
         if (i * piece >= blocks) break;
         copy_boxes(start + i * piece_bytes, map, place.first_column, (place.first_block + i * piece) * 2,
                    barriers + i * 8);

@@ -28,6 +28,13 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_wait();
 }
 
+// The same address in shared memory of a CTA of the cluster.
+__device__ __forceinline__ u32 map_to_rank(u32 address, u32 rank) {
+  u32 y;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(y) : "r"(address), "r"(rank));
+  return y;
+}
+
 // Whether this lane is the one of its warp that acts for all. Of it, and of nobody else, the compiler knows
 // that it is alone: what takes uniform registers needs no loop over lanes.
 __device__ __forceinline__ bool elect_one() {

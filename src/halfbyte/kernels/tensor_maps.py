@@ -7,8 +7,6 @@ import torch
 
 BOX_K = 64
 """Values of a row in a box: 128 bytes."""
-BOX_ALIGNMENT = 1024
-"""Bytes: where the pattern of the 128-byte swizzle begins anew in shared memory."""
 
 
 class TensorMap(ctypes.Structure):

@@ -50,7 +50,7 @@ def _way(m: int, n: int, k: int, machine: Machine) -> _Product:
     if machine.capability != 90:
         return linear_few if m <= _MOST_FEW_ROWS else linear_unpacked
     few = few_plan(n, k, m, machine).microseconds(n, k, m, machine)
-    wide = wide_plan(n, k, m, machine.groups[0]).microseconds(k_steps(k), m)
+    wide = wide_plan(n, k, m, machine.multiprocessors).microseconds(k_steps(k), m)
     return linear_few if few < wide + _WIDE_MICROSECONDS else linear_wide
 
 
