@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from attention.cases import Case, assert_close_to_exact, make_case
 from halfbyte.attention import paged_attention
-from halfbyte.kvcache import reshape_and_cache
+from halfbyte.kvcache import read_tokens, reshape_and_cache
 from halfbyte.kvcache.token_io import reshape_and_cache_reference
 from halfbyte.layouts import PageLayout
 from linear.cases import random_input, random_layer
@@ -92,12 +92,28 @@ def triton() -> None:
 
 
 def prefill() -> None:
-    """Pages unpacked for PyTorch's attention, and its parts joined; with and without a prefix."""
+    """What it adds to PyTorch's attention: pages unpacked, and parts joined."""
+    from halfbyte.kernels.combine import combine
+    from halfbyte.kernels.unpack import unpack_tokens
+
+    lengths = (64, 200, 3)
     for dtype in FORMATS:
-        for seq_lens in ((64, 70, 40), (64, 200, 300)):
-            print("prefill", dtype, seq_lens, flush=True)
-            case = make_case(k_dtype=dtype, query_lens=(64, 70, 40), seq_lens=seq_lens)
-            attend(case, "dense")
+        print("prefill", dtype, flush=True)
+        case = make_case(k_dtype=dtype, query_lens=(1, 1, 1), seq_lens=lengths)
+        layout, scales = case.layout, (case.k_scale, case.v_scale)
+        wanted = read_tokens(case.pages, torch.cat(case.slots), layout, *scales)
+        key, value = (torch.empty_like(x, device="cuda") for x in wanted)
+        tables = case.block_tables.cuda()
+        rows = (0, 0, 0), lengths, (0, 64, 264)
+        unpack_tokens(case.pages.cuda(), layout, tables, *rows, *scales, key, value)
+        assert torch.equal(key.cpu(), wanted[0])
+        assert torch.equal(value.cpu(), wanted[1])
+    outs, logs = torch.randn(3, 50, 8, 64), torch.randn(3, 8, 50)
+    exact = (outs * logs.softmax(0).transpose(1, 2)[..., None]).sum(0)
+    out = torch.empty(50, 8, 64, device="cuda")
+    parts = [(out.cuda(), log.cuda()) for out, log in zip(outs, logs, strict=True)]
+    combine(parts, None, out, torch.empty(50, 8, device="cuda"))
+    assert (out.cpu() - exact).abs().max() < 1e-5
 
 
 def store() -> None:

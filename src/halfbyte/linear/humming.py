@@ -8,8 +8,7 @@ different global scales are separate calls instead (`runs`).
 
 By itself Humming has several CTAs add their parts of K to the result, each rounded, in whatever
 order they come: up to 1.34 times the error that backends are held to here. Layers get its
-batch-invariant mode, which keeps all of K in one float32 sum. With few rows of x it should be
-slower; it has not run on a GPU here yet.
+batch-invariant mode, which keeps all of K in one float32 sum; its speed has not been measured.
 
 N is padded to a multiple of 8 here, and by Humming itself to tiles. Humming cannot give the weights
 back that it repacked.
