@@ -109,6 +109,8 @@ struct Thread {
   bool has_to_wait;          // there, after the last of them
 };
 
+constexpr int MOST_BYTES_OF_BARRIER = (1 << 20) - 1;  // too many, or too few
+
 // A barrier in shared memory. Its phase ends when all have arrived, and all bytes.
 struct Barrier {
   int count, pending, bytes, phase;
@@ -324,6 +326,7 @@ inline bool deliver() {
   deliveries.pop_back();
   memcpy(x.at, x.bytes.data(), x.bytes.size());
   x.barrier->bytes -= x.bytes.size();
+  if (x.barrier->bytes < -MOST_BYTES_OF_BARRIER) refuse("so many bytes that no barrier was told of");
   return x.barrier->end_phase();
 }
 

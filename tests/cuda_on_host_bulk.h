@@ -1,5 +1,6 @@
 // What SM90 has besides matmuls, for cuda_on_host.py: TMA to both CTAs of a cluster and back to memory, bulk
-// copies, barriers of other CTAs, barriers with numbers, and flags in memory that clusters wait for.
+// copies, other CTAs' barriers and stores to their memory, barriers with numbers, and flags in memory that
+// clusters wait for.
 
 #pragma once
 #include "cuda_on_host_wgmma.h"

@@ -83,7 +83,6 @@ inline void wait_all() {
 
 // In the memory of barriers, so that it shows where something else is written there.
 constexpr unsigned char BARRIER_BYTE = 0xBB;
-constexpr int MOST_BYTES_OF_BARRIER = (1 << 20) - 1;
 
 inline void barrier_fails(unsigned address, const char* why) {
   fail("block %u, thread %u: the barrier at offset %d %s", blockIdx.x, threadIdx.x,

@@ -15,11 +15,13 @@ from halfbyte.kernels.linear_weights import (
     pairs_of_word,
     unpack_weight,
 )
-from halfbyte.numerics import e2m1, e4m3
+from halfbyte.numerics import e2m1, e4m3, nvfp4
 from linear.machines import H200
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 COMMON_SCALE = 2.0**-9
+ROW_FACTORS = (1.0, 3.0, 0.5)
+"""Of rows in turn."""
 
 
 def random_weight(n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,9 +33,22 @@ def random_weight(n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Te
 
 
 def packed_weight(n: int, k: int, dtype: torch.dtype, device: str = "cpu") -> PackedWeight:
+    """Of one part per row, so that every row has a scale of its own."""
     data, scales = random_weight(n, k)
-    common = torch.tensor([COMMON_SCALE], device=device)
-    return pack_weight(data.to(device), scales.to(device), common, (n,), dtype)
+    common = COMMON_SCALE * torch.tensor(ROW_FACTORS).repeat(n)[:n]
+    parts = common.to(device), (1,) * n
+    return pack_weight(data.to(device), scales.to(device), *parts, dtype)
+
+
+def dequantized(packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """What a `packed_weight` stands for."""
+    data, scales = unpack_weight(packed)
+    weight = torch.empty(packed.n, packed.k, dtype=dtype, device=data.device)
+    for i, factor in enumerate(ROW_FACTORS):
+        rows = slice(i, None, len(ROW_FACTORS))
+        scale = COMMON_SCALE * factor
+        weight[rows] = nvfp4.dequantize(data[rows], scales[rows], scale, dtype)
+    return weight
 
 
 @DTYPE

@@ -5,16 +5,15 @@ import torch
 
 from halfbyte.kernels import linear_plan
 from halfbyte.kernels.linear_plan import FewPlan
-from halfbyte.kernels.linear_weights import PackedWeight, unpack_weight
-from halfbyte.numerics import nvfp4
-from kernels.test_kernels_linear import COMMON_SCALE, DTYPE, packed_weight
+from halfbyte.kernels.linear_weights import PackedWeight
+from kernels.test_kernels_linear import DTYPE, dequantized, packed_weight
 
 pytestmark = pytest.mark.gpu
 
 
 def expected64(x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """The product in float64, of the weights as loaded."""
-    weight = nvfp4.dequantize(*unpack_weight(packed), COMMON_SCALE, torch.float64)
+    weight = dequantized(packed, torch.float64)
     out = x.double() @ weight.t()
     return out if bias is None else out + bias.double()
 
@@ -144,7 +143,7 @@ def test_unpacked_weights_are_the_dequantized_ones(n: int, k: int, dtype: torch.
 
     packed = packed_weight(n, k, dtype, "cuda")
     tensors = (packed.weight, packed.weight_scale, packed.row_scale)
-    wanted = nvfp4.dequantize(*unpack_weight(packed), COMMON_SCALE, dtype)
+    wanted = dequantized(packed, dtype)
     assert torch.equal(unpack(*tensors, 0, n, k, dtype), wanted)
     start = n // 128 * 64
     assert torch.equal(unpack(*tensors, start, 33, k, dtype), wanted[start : start + 33])

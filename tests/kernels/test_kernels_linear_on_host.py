@@ -16,9 +16,8 @@ import cuda_on_host
 from cuda_on_host import guarded
 from halfbyte.kernels import linear, nvrtc
 from halfbyte.kernels.linear_plan import FewPlan, Machine, few_plan, k_blocks, row_units
-from halfbyte.kernels.linear_weights import DTYPES, PackedWeight, unpack_weight
-from halfbyte.numerics import nvfp4
-from kernels.test_kernels_linear import COMMON_SCALE, packed_weight
+from halfbyte.kernels.linear_weights import DTYPES, PackedWeight
+from kernels.test_kernels_linear import dequantized, packed_weight
 
 pytestmark = cuda_on_host.needs_compiler
 
@@ -148,7 +147,7 @@ def assert_product(
     out: torch.Tensor, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None
 ) -> None:
     """Float32 sums, of 16 k each and of those, rounded once."""
-    weight = nvfp4.dequantize(*unpack_weight(packed), COMMON_SCALE, torch.float64)
+    weight = dequantized(packed, torch.float64)
     wanted = x.double() @ weight.t()
     sizes = x.double().abs() @ weight.t().abs()
     if bias is not None:
@@ -235,7 +234,7 @@ def test_rows_of_x_may_have_more_dimensions() -> None:
 def test_unpacked_weights_are_the_dequantized_ones(dtype: torch.dtype) -> None:
     n, k = 300, 528
     packed = packed_weight(n, k, dtype)
-    wanted = nvfp4.dequantize(*unpack_weight(packed), COMMON_SCALE, dtype)
+    wanted = dequantized(packed, dtype)
     with on_host():
         for first, rows in ((0, n), (128, 33)):
             tensors = (packed.weight, packed.weight_scale, packed.row_scale)

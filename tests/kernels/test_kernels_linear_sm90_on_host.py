@@ -57,7 +57,8 @@ PLANS = (
 COMPILED_IN = {
     "one-round": (2, 300, 1024, 1, 3, 4),
     "several-rounds": (3, 300, 1296, 8, 2, 2),
-    "uneven-shares": (4, 130, 1296, 9, 1, 3),
+    "through-memory": (4, 130, 1296, 9, 1, 3),
+    "two-tiles-of-columns": (5, 300, 1024, 16, 3, 4),
     "two-blocks-of-x": (5, 70, 2416, 33, 2, 2),
     "no-cluster": (1, 130, 1296, 33, 2, 2),
 }

@@ -64,7 +64,6 @@ def on_host(clusters_at_once: Sequence[int]) -> Iterator[None]:
 
     def kernel(dtype: torch.dtype, tokens: int, device: object) -> tuple[Any, int]:
         library = cuda_on_host.build("linear_wide", wide.macros(dtype, tokens))
-        # Shared memory is aligned here: no room is needed to begin further on.
         return library.linear_wide, wide.shared_bytes(tokens)
 
     def launch(

@@ -35,6 +35,10 @@
 #include "linear_sums.cuh"
 #include "linear_x.cuh"
 
+#if JOIN == 1 && SPLIT != 2
+#error "a cluster has two CTAs"
+#endif
+
 __device__ __forceinline__ void load_matrices(u32* r, u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -171,7 +175,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, CTAS)
   for (int first = 0; first < place.units; first += ROUND_UNITS) {
     const Round round(p, place, first);
     const Piece piece(p, place, round, slots, place.warp);
-    int left = 0;
+    int summed = 0;  // units
 #pragma unroll 1
     for (int part = 0; part < 2; part++) {
       int item = part == 0 ? round.turn : round.begin;
@@ -203,12 +207,12 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, CTAS)
           if (STAGES > 1) slot = slot == ring + (STAGES - 1) * ITEM_BYTES ? ring : slot + ITEM_BYTES;
         }
         slots.leave(acc, place.warp + unit);
-        left++;
+        summed++;
       }
     }
     // A warp without work has waited for nothing that the kernel in front wrote, such as a copy of the bias.
     if (round.begin == round.end) x.wait(0);
-    finish(p, place, round, slots, piece, x.columns, left);
+    finish(p, place, round, slots, piece, x.columns, summed);
     if (first + ROUND_UNITS < place.units) slots.finish_round();
   }
 }

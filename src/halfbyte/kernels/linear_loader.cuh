@@ -162,11 +162,11 @@ struct Round {
 struct Loader {
   const Params& p;
   const Place& place;
-  const u8 *weight, *scale;  // of this lane, in the first square of 64 x 64
+  const u8 *weight, *scale;  // of this lane: weights in the second square of 64 x 64, scales in the first
   u64 policy;
   u32 to_scale;  // from this lane's place among an item's weights to that among its scales
   u32 at;        // where the next item is, in bytes of scales; weights are at 8 times that
-  const u8 *item, *item_scale;  // of this lane, in the item whose second half comes next
+  const u8 *item, *item_scale;  // the same, in the item whose second half comes next
   int round;     // its first unit
   int unit;      // of the next item
   int run;       // items to copy until the unit ends, or the segment

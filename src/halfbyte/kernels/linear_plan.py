@@ -14,7 +14,7 @@ from halfbyte.kernels.linear_weights import TILE_K, TILE_N
 
 UNIT_ROWS = 32
 """Rows of a unit, which one warp works on."""
-SPLITS = (1, 2, 4, 8)
+_SPLITS = (1, 2, 4, 8)
 """CTAs that share a range of rows."""
 PAIR = 2
 """CTAs of a cluster: larger ones start later, and do not fill a GPU."""
@@ -181,7 +181,7 @@ class FewPlan(NamedTuple):
             rows * -(-blocks // piece) * piece * TILE_K * 2
             + _BARRIER_BYTES
             + self.warps * self.stages * _ITEM_BYTES
-            + (self.warps + units) * self.column_tiles * _SLOT_BYTES
+            + (self.warps + units - 1) * self.column_tiles * _SLOT_BYTES
         )
 
     def microseconds(self, n: int, k: int, m: int, machine: Machine) -> float:
@@ -310,7 +310,7 @@ def _even_groups(n: int, most: int) -> int:
 
 
 def _splits_and_joins(k: int, machine: Machine) -> Iterator[tuple[int, int]]:
-    for split in SPLITS:
+    for split in _SPLITS:
         joins = (0,) if split == 1 else (1, 2) if split == PAIR and machine.pairs else (2,)
         if split <= k_blocks(k) and split <= machine.multiprocessors:
             yield from ((split, join) for join in joins)

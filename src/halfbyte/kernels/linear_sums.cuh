@@ -5,9 +5,9 @@
 //              columns, 16 bytes per lane.
 //   Pairs      If two CTAs share a unit as a cluster, each finishes one of its two tiles of 16 rows. What
 //              a warp has of the other tile goes straight to the other CTA's shared memory, by stores that
-//              a barrier there counts. All warps of both arrive at it once they have left their sums of a
-//              round. So between a warp's last matmul and the result lies one wait, not one for the CTA and
-//              another one for the cluster; and nobody reads another's memory, so that all may leave.
+//              a barrier there counts; a warp arrives at it with the number of bytes once it has left its sums
+//              of a round. So nothing is added before it is sent; and nobody reads another's memory, so
+//              that all may leave.
 //   Pieces     Of the result, as large as a fragment: a warp adds what all have left of it, warp after
 //              warp, then CTA after CTA. Where its first piece lies, is known before its first matmul.
 //
@@ -65,7 +65,7 @@ struct Slots {
   __device__ __forceinline__ Slots(const Params& p, const Place& place, u32 start, u32 barrier)
       : start(start),
         barrier(barrier),
-        count(WARPS + min(ROUND_UNITS, place.units)),
+        count(WARPS + min(ROUND_UNITS, place.units) - 1),
         rank(JOIN == 1 ? place.rank : 0),
         others(JOIN == 1 ? map_to_rank(start, rank ^ 1) : 0),
         others_barrier(JOIN == 1 ? map_to_rank(barrier, rank ^ 1) : 0) {}
@@ -96,22 +96,19 @@ struct Slots {
   }
 
 #if JOIN == 1
-  // By one warp.
+  // By one warp. The other CTA's warps arrive at it.
   __device__ __forceinline__ void make_barrier() const {
     if (elect_one()) {
-      barrier_init(barrier, 2 * WARPS);
+      barrier_init(barrier, WARPS);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncwarp();
   }
 
-  // Until all have left their sums of a round, of which this warp has left so many.
-  __device__ __forceinline__ void wait_for_all(int left) const {
-    __syncwarp();
-    if (elect_one()) {
-      barrier_expect_mapped(others_barrier, left * SLOT_BYTES);
-      barrier_expect(barrier, 0);
-    }
+  // Until all have left their sums of a round, this warp those of so many units.
+  __device__ __forceinline__ void wait_for_all(int units) const {
+    if (elect_one()) barrier_expect_mapped(others_barrier, units * SLOT_BYTES);
+    __syncthreads();
     barrier_wait(barrier, parity);
   }
 
@@ -155,7 +152,7 @@ struct Piece {
     return round.units * TILES * COLUMN_TILES;
   }
 
-  // Piece `index` of a round; of one beyond the last, nothing but numbers.
+  // Piece `index` of a round; beyond the last, one of the last unit's, which nobody uses.
   __device__ __forceinline__ Piece(const Params& p, const Place& place, const Round& round,
                                    const Slots& slots, int index) {
     const int fragment = index % (TILES * COLUMN_TILES);
@@ -235,18 +232,24 @@ struct Piece {
   }
 };
 
-// A round's sums to the output, piece by piece, of which the warp knows the first.
+// A round's sums to the output, piece by piece, of which the warp knows the first. It has left sums of so many
+// units. What scales the next one is
+// asked for before this one's sums are added.
 __device__ __forceinline__ void finish(const Params& p, const Place& place, const Round& round,
-                                       const Slots& slots, Piece piece, int columns, int left) {
+                                       const Slots& slots, Piece piece, int columns, int units) {
   u32 bias[2];
   piece.load_bias(p, place, bias);
-  slots.wait_for_all(left);
+  slots.wait_for_all(units);
 #pragma unroll 1
   for (int i = place.warp; i < Piece::count(round); i += WARPS) {
+    const Piece now = piece;
+    const u32 now_bias[2] = {bias[0], bias[1]};
+    if (i + WARPS < Piece::count(round)) {
+      piece = Piece(p, place, round, slots, i + WARPS);
+      piece.load_bias(p, place, bias);
+    }
     float sums[4];
-    piece.add(sums);
-    piece.store(p, place, columns, bias, sums);
-    piece = Piece(p, place, round, slots, i + WARPS);
-    piece.load_bias(p, place, bias);
+    now.add(sums);
+    now.store(p, place, columns, now_bias, sums);
   }
 }
