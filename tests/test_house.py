@@ -1,8 +1,9 @@
-"""The rules of the house: imports point down, nothing heavy happens at import."""
+"""The rules of the house: imports point down, in no circle; nothing heavy happens at import."""
 
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,23 @@ def test_imports_point_down_never_sideways(file: Path) -> None:
     room = _room(file.relative_to(PACKAGE).parts)
     for imported in _imported_rooms(file) - {room}:
         assert FLOORS[imported] < FLOORS[room], f"{room} must not import {imported}"
+
+
+def _imported_files(file: Path) -> set[Path]:
+    """Also those that only types need, or that a function imports."""
+    found: set[Path] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("halfbyte."):
+            place = PACKAGE.joinpath(*str(node.module).split(".")[1:])
+            for alias in node.names:
+                candidates = place / alias.name, place
+                names = [(path.with_suffix(".py"), path / "__init__.py") for path in candidates]
+                found.add(next(path for pair in names for path in pair if path.is_file()))
+    return found
+
+
+def test_files_do_not_import_one_another_in_a_circle() -> None:
+    TopologicalSorter({file: _imported_files(file) for file in FILES}).prepare()
 
 
 def test_every_room_has_a_floor_and_a_sentence() -> None:

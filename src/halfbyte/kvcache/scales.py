@@ -16,16 +16,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from halfbyte.kvcache.quant_methods.base import KVCacheQuantMethod
-
 KV_SCALES_FILE = "kv_scales.json"
 _FORMAT = "halfbyte-kv-scales-1"
+
+
+class ScaledFormat(Protocol):
+    """What scales need to know of a cache format; every `KVCacheQuantMethod` does."""
+
+    @property
+    def name(self) -> str:
+        """As messages name it."""
+        ...
+
+    def global_scale_from_amax(self, amax: float) -> float:
+        """Decode multiplier for tensors whose largest magnitude is `amax`, linear in it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -77,8 +87,8 @@ class KVScales:
         cls,
         k_scales: Sequence[float],
         v_scales: Sequence[float],
-        k_method: KVCacheQuantMethod,
-        v_method: KVCacheQuantMethod | None = None,
+        k_method: ScaledFormat,
+        v_method: ScaledFormat | None = None,
         source: str = "user",
     ) -> KVScales:
         """Of decode multipliers made for given formats (float32 values, one per layer).
@@ -107,8 +117,8 @@ class KVScales:
     def from_model(
         cls,
         model: nn.Module,
-        method: KVCacheQuantMethod,
-        v_method: KVCacheQuantMethod | None = None,
+        method: ScaledFormat,
+        v_method: ScaledFormat | None = None,
     ) -> KVScales:
         """Of the `k_scale` and `v_scale` (decode multipliers) on a model's attention modules.
 
@@ -138,8 +148,8 @@ class KVScales:
     def from_layers(
         cls,
         multipliers: dict[int, tuple[float, float]],
-        method: KVCacheQuantMethod,
-        v_method: KVCacheQuantMethod | None = None,
+        method: ScaledFormat,
+        v_method: ScaledFormat | None = None,
         *,
         source: str,
     ) -> KVScales:

@@ -10,7 +10,7 @@ The names contain neither "flash" nor "/", on which transformers acts.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,19 +20,30 @@ from halfbyte.attention import attend
 from halfbyte.models.architectures import sliding_windows
 from halfbyte.models.batch import PagedBatch
 
-if TYPE_CHECKING:
-    from halfbyte.models.cache import Cache
-
 ENGINE = "halfbyte_engine"
 GENERATE = "halfbyte_generate"
 BATCH_ARGUMENT = "halfbyte_batch"
+
+
+class PackedCache(Protocol):
+    """Who gives out handles: `halfbyte.Cache`."""
+
+    def attend(
+        self,
+        handle: "KVHandle",
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """Store a handle's chunk and attend to all that the cache has of its layer."""
+        ...
 
 
 @dataclass(frozen=True)
 class KVHandle:
     """What `Cache.update` returns for K and for V: the chunk's tensors and their cache."""
 
-    cache: "Cache"
+    cache: PackedCache
     layer: int
     key: torch.Tensor
     value: torch.Tensor
