@@ -35,19 +35,31 @@ def _room(parts: tuple[str, ...]) -> str:
     return parts[0].removesuffix(".py")
 
 
-def _imported_rooms(file: Path) -> set[str]:
-    rooms = set()
+def _imported_files(file: Path) -> set[Path]:
+    """Of the package, also those that only types need, or that a function imports."""
+    found: set[Path] = set()
     for node in ast.walk(ast.parse(file.read_text())):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: relative import"
-            names = [node.module]
-            if node.module == "halfbyte":
-                names = [f"halfbyte.{alias.name}" for alias in node.names if alias.name in FLOORS]
-        rooms |= {name.split(".")[1] for name in names if name.startswith("halfbyte.")}
-    return rooms
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        found |= {_file(name) for name in names if name.split(".")[0] == "halfbyte"}
+    return found
+
+
+def _file(name: str) -> Path:
+    """Of a module, or of something in one."""
+    place = PACKAGE.parent.joinpath(*name.split("."))
+    folders = place, place.parent
+    candidates = [(path.with_suffix(".py"), path / "__init__.py") for path in folders]
+    return next(path for pair in candidates for path in pair if path.is_file())
+
+
+def _imported_rooms(file: Path) -> set[str]:
+    door = PACKAGE / "__init__.py"
+    return {_room(path.relative_to(PACKAGE).parts) for path in _imported_files(file) - {door}}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
@@ -55,19 +67,6 @@ def test_imports_point_down_never_sideways(file: Path) -> None:
     room = _room(file.relative_to(PACKAGE).parts)
     for imported in _imported_rooms(file) - {room}:
         assert FLOORS[imported] < FLOORS[room], f"{room} must not import {imported}"
-
-
-def _imported_files(file: Path) -> set[Path]:
-    """Also those that only types need, or that a function imports."""
-    found: set[Path] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("halfbyte."):
-            place = PACKAGE.joinpath(*str(node.module).split(".")[1:])
-            for alias in node.names:
-                candidates = place / alias.name, place
-                names = [(path.with_suffix(".py"), path / "__init__.py") for path in candidates]
-                found.add(next(path for pair in names for path in pair if path.is_file()))
-    return found
 
 
 def test_files_do_not_import_one_another_in_a_circle() -> None:

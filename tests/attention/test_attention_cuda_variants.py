@@ -1,7 +1,6 @@
 """Ways to compile the CUDA decode kernel, and that it compiles, without a GPU."""
 
 import re
-import subprocess
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from halfbyte.layouts import PageLayout, page_stride
+from machine_code import assert_copies_have_descriptors, disassembled
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -113,33 +113,18 @@ def test_pages_unlike_tiles_are_not_copied_whole(layout: PageLayout) -> None:
     assert not way.whole_pages
 
 
-def disassembled(cubin: bytes, folder: Path) -> str:
-    """Machine code as text, by the disassembler that Triton brings."""
-    triton = pytest.importorskip("triton")
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    if not tool.exists():
-        pytest.skip("needs nvdisasm")
-    (folder / "kernel.cubin").write_bytes(cubin)
-    command = [str(tool), "-c", str(folder / "kernel.cubin")]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 @pytest.mark.parametrize("group", [4, 16, 32])
 @pytest.mark.parametrize("order", ["HND", "NHD"])
 @pytest.mark.parametrize("head_size", [128, 256])
 def test_copies_have_descriptors(
     head_size: int, order: Literal["HND", "NHD"], group: int, tmp_path: Path
 ) -> None:
-    """ptxas has been seen to take them from a register that nothing is ever written to."""
     layout = PageLayout("nvfp4", "nvfp4", head_size, 64, 2, 16, order)
     way = variant(layout, group, 1.0, False, 90)
     assert way is not None
     options = macros(layout, group, torch.bfloat16, False, way)
     code = disassembled(nvrtc.compile_source(way.source, options, "sm_90a"), tmp_path)
-    used = set(re.findall(r"LDGSTS\S* .*desc\[(UR\d+)\]", code))
-    written = set(re.findall(r" (?:U[A-Z]|R2UR|S2UR)\S* +(UR\d+),", code))
-    assert used
-    assert used <= written
+    assert_copies_have_descriptors(code)
 
 
 def test_kernel_that_does_not_compile_says_why() -> None:

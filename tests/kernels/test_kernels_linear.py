@@ -1,6 +1,5 @@
 """The W4A16 kernels: the order of weights, and compilation, on any machine."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from halfbyte.kernels.linear_weights import (
 )
 from halfbyte.numerics import e2m1, e4m3, nvfp4
 from linear.machines import H200
+from machine_code import assert_copies_have_descriptors, disassembled
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 COMMON_SCALE = 2.0**-9
@@ -183,26 +183,12 @@ def test_kernels_compile(capability: int) -> None:
 
 @pytest.mark.parametrize("m", [1, 8, 16])
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (28672, 4096), (4096, 14336)])
-def test_copies_of_weights_are_legal_instructions(n: int, k: int, m: int, tmp_path: Path) -> None:
-    """NVRTC 13.0 may take a register for part of an address where `LDGSTS` has no place for it."""
+def test_copies_of_weights_have_descriptors(n: int, k: int, m: int, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     from halfbyte.kernels import nvrtc
 
     plan = few_plan(n, k, m, H200)
     shape = dict(plan.macros_of_shape(n, k, m))
     macros: dict[str, int | None] = {"X_BF16": 1, **dict(plan.macros()), **shape}
-    lines = disassemble(nvrtc.compile_source("linear", macros, "sm_90a"), tmp_path)
-    copies = [line.split("desc")[0] for line in lines if "LDGSTS" in line]
-    assert len(copies) >= 12
-    assert not [line for line in copies if "UR" in line]
-
-
-def disassemble(cubin: bytes, folder: Path) -> list[str]:
-    """Instructions, by the disassembler that comes with Triton."""
-    triton = pytest.importorskip("triton")
-    program = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-    if not program.exists():
-        pytest.skip("needs nvdisasm")
-    (folder / "kernel.cubin").write_bytes(cubin)
-    command = [str(program), "-c", str(folder / "kernel.cubin")]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    code = disassembled(nvrtc.compile_source("linear", macros, "sm_90a"), tmp_path)
+    assert_copies_have_descriptors(code)

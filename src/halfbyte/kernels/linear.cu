@@ -131,8 +131,8 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, CTAS)
   const int lane = threadIdx.x & 31;
   const u32 x_start = shared_address(shared), barriers = x_end(p, x_start);
   const u32 rings = barriers + X_BARRIER_BYTES;
-  // A shuffle that changes nothing, because of NVRTC 13.0: where it knows that a warp's lanes have an address
-  // in common, it encodes `cp.async` with that in a uniform register, which is an illegal instruction.
+  // A shuffle that changes nothing: where ptxas 13.0 knows that a warp's lanes have part of an address in common,
+  // it may take a copy's cache policy from a register that it never sets, see decode_formats.cuh.
   const u32 ring =
       __shfl_sync(~0u, rings + (threadIdx.x >> 5) * STAGES * ITEM_BYTES + lane * 16, lane);
   const SharedX x(p, place, barriers, x_start);
@@ -140,8 +140,8 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, CTAS)
 #if __CUDA_ARCH__ >= 900
   x.bring(&x_map, place);
 #endif
-  // What a warp copies first is found in vector registers, as uniform ones take twice as long; its arithmetic
-  // is counted in those.
+  // Where the first copy is from is computed in vector registers, because uniform ones take twice as long; the
+  // loop below is counted in those.
   Place of_lanes = place;
   of_lanes.warp = threadIdx.x >> 5;
   Loader loader(p, of_lanes, ring);

@@ -178,7 +178,7 @@ struct Loader {
       : p(p), place(place) {
     const int lane = threadIdx.x & 31;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    weight = p.weight + lane * 16 + 2048;
+    weight = p.weight + lane * 16 + 2048;  // copies name places up to 2048 bytes before and behind it
     scale = p.weight_scale + lane * 4;
     // Keeps the addresses in registers, where they would be made anew for every item.
     to_scale = ITEM_WEIGHTS - lane * 12;

@@ -26,24 +26,24 @@ def machine_of(device: int) -> Machine:
         capability,
         block_bytes,
         multiprocessors(device),
-        _clusters_at_once(PAIR, block_bytes, device) if capability >= 90 else 0,
+        _pairs_at_once(block_bytes, device) if capability >= 90 else 0,
     )
 
 
-def _clusters_at_once(size: int, shared_bytes: int, device: int) -> int:
-    """Clusters of so many CTAs, one to a multiprocessor, that run at the same time."""
+def _pairs_at_once(shared_bytes: int, device: int) -> int:
+    """Clusters of two CTAs, one to a multiprocessor, that run at the same time."""
     from cuda.bindings import driver
 
     kernels = nvrtc.load(
         "linear_unpack", dtype_macros(DTYPES[0]), (("linear_probe", shared_bytes),), device
     )
     config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = size, 1, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = PAIR, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = 512, 1, 1
     config.sharedMemBytes = shared_bytes
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    attribute.value.clusterDim.x = size
+    attribute.value.clusterDim.x = PAIR
     attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
     config.attrs, config.numAttrs = [attribute], 1
     with torch.cuda.device(device):

@@ -313,7 +313,8 @@ def _splits_and_joins(k: int, machine: Machine) -> Iterator[tuple[int, int]]:
     for split in _SPLITS:
         joins = (0,) if split == 1 else (1, 2) if split == PAIR and machine.pairs else (2,)
         if split <= k_blocks(k) and split <= machine.multiprocessors:
-            yield from ((split, join) for join in joins)
+            for join in joins:
+                yield split, join
 
 
 def _fitted(plan: FewPlan, n: int, k: int, m: int, limit: int) -> FewPlan | None:

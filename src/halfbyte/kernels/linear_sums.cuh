@@ -38,7 +38,6 @@ __device__ __forceinline__ void store_floats(const float* x, u32 address) {
                : "memory");
 }
 
-#if JOIN == 1
 // Stores to another CTA, counted by a barrier there; both as `map_to_rank` gave them.
 __device__ __forceinline__ void send_floats(const float* x, u32 address, u32 barrier) {
   asm volatile(
@@ -47,13 +46,6 @@ __device__ __forceinline__ void send_floats(const float* x, u32 address, u32 bar
       "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier)
       : "memory");
 }
-
-// Arrives at another CTA's barrier, and has it wait for so many bytes.
-__device__ __forceinline__ void barrier_expect_mapped(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-#endif
 
 // A CTA's slots: those of its own warps and, in a pair, those of the other's, in the order of ranks.
 struct Slots {
@@ -89,6 +81,7 @@ struct Slots {
       send_floats(other, others + at + i * FRAGMENT_BYTES, others_barrier);
       store_floats(own, start + at + i * FRAGMENT_BYTES);
 #else
+#pragma unroll
       for (int tile = 0; tile < 2; tile++)
         store_floats(sums[tile][i], start + at + (tile * COLUMN_TILES + i) * FRAGMENT_BYTES);
 #endif
@@ -100,7 +93,7 @@ struct Slots {
   __device__ __forceinline__ void make_barrier() const {
     if (elect_one()) {
       barrier_init(barrier, WARPS);
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      tell_of_barriers();
     }
     __syncwarp();
   }
@@ -233,8 +226,7 @@ struct Piece {
 };
 
 // A round's sums to the output, piece by piece, of which the warp knows the first. It has left sums of so many
-// units. What scales the next one is
-// asked for before this one's sums are added.
+// units. What scales the next piece is asked for before this one's sums are added.
 __device__ __forceinline__ void finish(const Params& p, const Place& place, const Round& round,
                                        const Slots& slots, Piece piece, int columns, int units) {
   u32 bias[2];

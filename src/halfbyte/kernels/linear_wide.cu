@@ -110,12 +110,6 @@ __device__ __forceinline__ void wgmma(float* d, const u32* a, u32 b_low, bool ad
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
 
-// An arrival at the barrier of a CTA in the cluster, as `map_to_rank` gave it. Without `.release.cluster`,
-// which would wait for all loads that are under way: what the barrier guards must have been read by then.
-__device__ __forceinline__ void barrier_arrive_mapped(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
 // A stage of the ring, and the parity of its barriers.
 struct Turn {
   int stage = 0;
@@ -368,7 +362,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, 2 * WORKERS / 32);  // all warps of two CTAs
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    tell_of_barriers();
   }
   __syncwarp();
   cluster_arrive_relaxed();

@@ -12,10 +12,10 @@
 #include "sm90.cuh"
 
 #define X_PIECES 8                       // at most
-#define X_WARPS (WARPS < 4 ? WARPS : 4)  // that ask for them, each for some side by side: the first are
-                                         // needed first
+#define X_WARPS (WARPS < 4 ? WARPS : 4)  // that ask for them
+// Side by side: so those that come first lie far apart along k, as the places where warps begin do.
 #define X_PIECES_OF_WARP ((X_PIECES + X_WARPS - 1) / X_WARPS)
-#define X_BARRIER_BYTES 128              // of which barriers take half
+#define X_BARRIER_BYTES 128  // of which barriers take half
 // Blocks of a piece: the tensor map's boxes are as many.
 #define X_PIECE ((BLOCKS + SPLIT * X_PIECES - 1) / (SPLIT * X_PIECES))
 
@@ -51,7 +51,7 @@ struct SharedX {
 #pragma unroll
       for (int i = first; i < first + X_PIECES_OF_WARP; i++)
         if (i * piece < blocks) barrier_init(barriers + i * 8, 1);
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      tell_of_barriers();
 #pragma unroll
       for (int i = first; i < first + X_PIECES_OF_WARP; i++)
         if (i * piece < blocks) barrier_expect(barriers + i * 8, piece_bytes);

@@ -47,9 +47,26 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
+// By who has made barriers, before others hear that they are there.
+__device__ __forceinline__ void tell_of_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
 // Arrives, and has the barrier wait for so many bytes of copies.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+// An arrival at the barrier of a CTA in the cluster, as `map_to_rank` gave it. Without `.release.cluster`,
+// which would wait for all loads that are under way: what the barrier guards must have been read by then.
+__device__ __forceinline__ void barrier_arrive_mapped(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// The same, and has the barrier wait for so many bytes.
+__device__ __forceinline__ void barrier_expect_mapped(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
 

@@ -1,0 +1,26 @@
+"""Machine code of CUDA kernels as text, and what must not be in it."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+
+def disassembled(cubin: bytes, folder: Path) -> str:
+    """By the disassembler that Triton brings; `folder` is for a file."""
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    if not tool.exists():
+        pytest.skip("needs nvdisasm")
+    (folder / "kernel.cubin").write_bytes(cubin)
+    command = [str(tool), "-c", str(folder / "kernel.cubin")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def assert_copies_have_descriptors(code: str) -> None:
+    """ptxas 13.0 has been seen to take them from a register that nothing is ever written to."""
+    used = set(re.findall(r"LDGSTS\S* .*desc\[(UR\d+)\]", code))
+    written = set(re.findall(r" (?:U[A-Z]|R2UR|S2UR)\S* +(UR\d+),", code))
+    assert used
+    assert used <= written
