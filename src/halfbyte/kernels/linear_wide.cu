@@ -37,6 +37,7 @@
 #define OFF_WEIGHT (OFF_OUT + GROUPS * OUT_BYTES)
 #define OFF_SCALE (OFF_WEIGHT + STAGES * GROUPS * BLOCK_BYTES)
 #define OFF_BARRIERS (OFF_SCALE + STAGES * GROUPS * BLOCK_SCALE_BYTES)
+#define OFF_STAYS (OFF_BARRIERS + 16 * STAGES)  // a word of each group, see exchange_sums
 #define GROUP (TOKENS == 64 ? 2 : 4)  // matmuls to a commit, as registers allow
 #define THREADS (WORKERS + 128)
 // The loader's registers go to the workers; without that, wgmma is serialized.
@@ -120,7 +121,7 @@ struct Turn {
 };
 
 // What comes to the ring: one thread asks for W, another one for x, so that what each does for a step is
-// less than a matmul takes.
+// less than a matmul takes. What they ask for first they find out while barriers are being made.
 struct Loader {
   const Params& p;
   u32 shared, full, empty;
@@ -133,18 +134,14 @@ struct Loader {
   // W does not come from the kernel in front of this one, which may still run. The barrier waits for all
   // bytes of the stage, those of x, too.
   __device__ __forceinline__ void load_weights() const {
+    Work work(p);
+    bool more = work.next(p);
+    u32 blocks[GROUPS];
+    begin(blocks, work);
+    cluster_wait();
+    if (!elect_one()) return;
     Turn turn;
-    for (Work work(p); work.next(p);) {
-      const Place place(p, work.tile);
-      const u8 *weight[GROUPS], *scale[GROUPS];
-#pragma unroll
-      for (int i = 0; i < GROUPS; i++) {
-        // Rows beyond the last are read as the last ones, and not written.
-        const u64 row_block = (u32)min(place.row_block + i, p.blocks_n - 1);
-        const u64 block = row_block * p.blocks_k + work.first;
-        weight[i] = p.weight + block * BLOCK_BYTES;
-        scale[i] = p.weight_scale + block * BLOCK_SCALE_BYTES;
-      }
+    while (more) {
       for (int k = work.first; k < work.stop; k++, turn.next()) {
         const u32 barrier = full + 8 * turn.stage;
         wait_for_stage(turn);
@@ -152,47 +149,74 @@ struct Loader {
 #pragma unroll
         for (int i = 0; i < GROUPS; i++) {
           const u32 slot = GROUPS * turn.stage + i;
-          copy_bulk(shared + OFF_WEIGHT + slot * BLOCK_BYTES, weight[i], BLOCK_BYTES, barrier);
-          copy_bulk(shared + OFF_SCALE + slot * BLOCK_SCALE_BYTES, scale[i], BLOCK_SCALE_BYTES, barrier);
-          weight[i] += BLOCK_BYTES;
-          scale[i] += BLOCK_SCALE_BYTES;
+          copy_bulk(shared + OFF_WEIGHT + slot * BLOCK_BYTES, p.weight + (u64)blocks[i] * BLOCK_BYTES,
+                    BLOCK_BYTES, barrier);
+          copy_bulk(shared + OFF_SCALE + slot * BLOCK_SCALE_BYTES,
+                    p.weight_scale + (u64)blocks[i] * BLOCK_SCALE_BYTES, BLOCK_SCALE_BYTES, barrier);
+          blocks[i]++;
         }
       }
+      more = work.next(p);
+      begin(blocks, work);
+    }
+  }
+
+  // Where each warpgroup's part of W begins, in blocks of 64 x 64 values.
+  __device__ __forceinline__ void begin(u32* blocks, const Work& work) const {
+    const Place place(p, work.tile);
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) {
+      // Rows beyond the last are read as the last ones, and not written.
+      blocks[i] = min(place.row_block + i, p.blocks_n - 1) * p.blocks_k + work.first;
+      asm volatile("" : "+r"(blocks[i]));  // here, not where it is used
     }
   }
 
   __device__ __forceinline__ void load_x(const TensorMap* map) const {
     const int rank = cluster_rank();
-    Turn turn;
     Work work(p);
+    bool more = work.next(p);
+    int token = token_of(work, rank);
+    asm volatile("" : "+r"(token));  // here, not where it is used
+    cluster_wait();
+    if (!elect_one()) return;
     wait_for_previous();
-    while (work.next(p)) {
-      // A box wholly beyond the rows takes TMA longer than any other, and what is in it is not used.
-      const int first = Place(p, work.tile).token + rank * (TOKENS / 2);
-      const int token = first < p.m ? first : 0;
+    Turn turn;
+    while (more) {
       for (int k = work.first; k < work.stop; k++, turn.next()) {
         wait_for_stage(turn);
         copy_x(shared + turn.stage * X_BYTES + rank * (X_BYTES / 2), map, k * STEP, token,
                full + 8 * turn.stage);
       }
+      more = work.next(p);
+      token = token_of(work, rank);
     }
     allow_next();
     // Until the other CTA has told all it will tell barriers here.
 #pragma unroll 1
     for (int i = 0; i < STAGES; i++, turn.next()) wait_for_stage(turn);
   }
+
+  // The first row of x that this CTA asks for. A box wholly beyond the rows takes TMA longer than any other,
+  // and what is in it is not used.
+  __device__ __forceinline__ int token_of(const Work& work, int rank) const {
+    const int first = Place(p, work.tile).token + rank * (TOKENS / 2);
+    return first < p.m ? first : 0;
+  }
 };
 
-// Factors and biases of a thread's rows (of W), g and g + 8 of its warp's 16.
+// Factors and biases of a thread's rows (of W), g and g + 8 of its warp's 16; biases as loaded, so that nothing
+// waits for them before they are used.
 struct Rows {
-  float scale[2], bias[2];
+  float scale[2];
+  u32 bias[2];
 
   __device__ __forceinline__ Rows(const Params& p, int first) {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int row = first + 8 * i;
       scale[i] = row < 64 * p.blocks_n ? p.row_scale[row] : 0.0f;
-      bias[i] = p.bias && row < p.n ? lower_to_float(p.bias[row]) : 0.0f;
+      bias[i] = p.bias && row < p.n ? p.bias[row] : 0;
     }
   }
 };
@@ -222,6 +246,7 @@ __device__ __forceinline__ void store(const Place& place, const Share& share, co
   const u32 out = shared + OFF_OUT + group * OUT_BYTES;
   wait_for_stores();
   group_sync(group);
+  const float bias[2] = {lower_to_float(rows.bias[0]), lower_to_float(rows.bias[1])};
   // Lanes name rows of four matrices: 8 tokens x 8 rows of W, 8 more rows, and both of 8 more tokens.
   const u32 token = (lane & 7) + (lane >> 4) * 8, chunk = 2 * self.warp + (lane >> 3 & 1);
   const u32 address = out + token * 128 + ((chunk ^ (token & 7)) * 16);
@@ -232,8 +257,8 @@ __device__ __forceinline__ void store(const Place& place, const Share& share, co
     u32 pairs[4];
 #pragma unroll
     for (int j = 0; j < 4; j++)
-      pairs[j] = pack_pair(d[2 * j] * rows.scale[j & 1] + rows.bias[j & 1],
-                           d[2 * j + 1] * rows.scale[j & 1] + rows.bias[j & 1]);
+      pairs[j] = pack_pair(d[2 * j] * rows.scale[j & 1] + bias[j & 1],
+                           d[2 * j + 1] * rows.scale[j & 1] + bias[j & 1]);
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                      address + strip * STRIP_BYTES),
                  "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
@@ -252,26 +277,26 @@ __device__ __forceinline__ void store(const Place& place, const Share& share, co
 }
 
 // A tile's result from its sums; of a part, together with other clusters.
-__device__ __forceinline__ void finish(const Params& p, const Work& work, const Rows& rows,
+__device__ __forceinline__ void finish(const Params& p, const Ending& ending, const Rows& rows,
                                        const TensorMap* map, u32 shared, float* sums) {
   const Worker self;
   const int group = self.group;
-  const u32 rank = cluster_rank(), number = cluster_number();
-  const Place place(p, work.tile);
-  const u32 strips = place.strips(p);
-  if (!work.is_part(p)) {
-    store(place, Share(0, strips), rows, map, shared, sums, self);
-  } else if (work.is_tail(p)) {
-    leave_sums(partial_of(p, true, number, rank), strips, Share(0, 0), sums);
-    leave_tail(group);
+  const u32 rank = cluster_rank();
+  if (!ending.is_part) {
+    store(ending.place, Share(0, ending.strips), rows, map, shared, sums, self);
+  } else if (ending.is_tail) {
+    leave_sums(partial_of(p, true, cluster_number(), rank), ending.strips, Share(0, 0), sums);
+    tell_keeper(group, true);
   } else {
-    const Join join(p, work.tile);
-    const u32 own = number - join.head;
-    u32 left = exchange_sums(p, join, own, rank, group, strips, sums);
-    for (left = __shfl_sync(~0u, left, 0); left; left &= left - 1) {
-      const Share share(join, strips, __ffs(left) - 1);
-      add_sums(p, join, own, rank, share, sums);
-      store(place, share, rows, map, shared, sums, self);
+    u32 gone = 0;  // by those whose shares are finished here, too
+    if (!exchange_sums(p, ending, rank, group, shared + OFF_STAYS, sums, gone)) return;
+    Share share = ending.share;
+    while (true) {
+      add_sums(p, ending.join, ending.own, rank, share, sums);
+      store(ending.place, share, rows, map, shared, sums, self);
+      if (!gone) break;
+      share = Share(ending.join, ending.strips, __ffs(gone) - 1);
+      gone &= gone - 1;
     }
   }
 }
@@ -286,12 +311,14 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
   const u32 empty_of_lane = map_to_rank(empty, lane & 1);
   // From where the compiler does not see its value, see unpack_scales. No cluster has rank 2.
   const u32 exponent = SCALE_EXPONENT | cluster_rank() >> 1;
+  Work work(p);
+  bool more = work.next(p);
+  asm volatile("" : "+r"(work.tile), "+r"(work.first), "+r"(work.stop));  // here, not where they are used
   cluster_wait();
   wait_for_previous();
-  tell_if_head(p, cluster_number(), cluster_rank(), group);
   Turn turn;  // of what is fetched next
   int stage = 0;  // of what is multiplied next
-  for (Work work(p); work.next(p);) {
+  for (; more; more = work.next(p)) {
     const Rows rows(p, (Place(p, work.tile).row_block + group) * 64 + warp * 16 + lane / 4);
     float sums[VALUES];
     u32 a[2][GROUP][4];
@@ -343,9 +370,11 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
       step(1, false, left == 1);
       if (left > 1) step(2, false, left == 2);
     }
+    // While the last matmul runs.
+    const Ending ending(p, work);
     wgmma_wait();
     if (lane < 2) barrier_arrive_mapped(read);
-    finish(p, work, rows, out_map, shared, sums);
+    finish(p, ending, rows, out_map, shared, sums);
   }
   wait_for_stores();
 }
@@ -355,30 +384,32 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
                 const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) u8 shared[];  // where the swizzle's pattern begins anew
   const u32 base = shared_address(shared), full = base + OFF_BARRIERS, empty = full + 8 * STAGES;
-  if (threadIdx.x == 0) {
-    prefetch_map(&x_map);
-    prefetch_map(&out_map);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same for a warp
+  // By a warp that has nothing else to do first, because to make barriers takes a while.
+  if (threadIdx.x == 96) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, 2 * WORKERS / 32);  // all warps of two CTAs
     }
     tell_of_barriers();
+    prefetch_map(&out_map);
   }
+  if (threadIdx.x == 32) prefetch_map(&x_map);
   __syncwarp();
   cluster_arrive_relaxed();
-  if (threadIdx.x < 128) {
+  if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
-    cluster_wait();
     const Loader loader{p, base, full, empty};
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same for a warp
-    if (warp == 0) {
-      if (elect_one()) loader.load_weights();
-    } else if (warp == 1) {
-      if (elect_one()) loader.load_x(&x_map);
-    } else {
-      // One after another: a tail is the first that a cluster has, and waits for nobody.
-      for (int group = warp - 2; group < GROUPS; group += 2) announce_tail(p, group);
-    }
+    // In this order, and with a number that the compiler does not know, or it makes a table of places to
+    // jump to, which has to come from memory.
+    int keeper = warp - 2;
+    asm volatile("" : "+r"(keeper));
+    if (warp == 1)
+      loader.load_x(&x_map);
+    else if (keeper >= 0)
+      keep_flags(p, base + OFF_STAYS, keeper);
+    else
+      loader.load_weights();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WORKER_REGISTERS));
     multiply_tiles(p, &out_map, base, full, empty);

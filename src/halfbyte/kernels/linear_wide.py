@@ -309,14 +309,14 @@ def _kernel(dtype: torch.dtype, tokens: int, device: int) -> nvrtc.Kernel:
 
 
 def shared_bytes(tokens: int) -> int:
-    """Dynamic shared memory of a CTA: the ring's stages, and the tile of the result.
+    """Dynamic shared memory of a CTA: the ring's stages, the tile of the result, and a few words.
 
     Args:
         tokens: rows of x in a tile.
     """
     rows = rows_of_pair(tokens) // 2
     stage = (tokens * 2 + rows // 2 + rows // 16) * STEP + 16
-    return _STAGES[tokens] * stage + tokens * rows * 2
+    return _STAGES[tokens] * stage + tokens * rows * 2 + 16
 
 
 def macros(dtype: torch.dtype, tokens: int) -> dict[str, int | None]:

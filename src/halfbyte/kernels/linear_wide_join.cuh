@@ -32,6 +32,16 @@ __device__ __forceinline__ bool group_any(int group, bool here) {
   return __shfl_sync(~0u, any, 0);  // known to be the same for a warp
 }
 
+__device__ __forceinline__ void store_shared(u32 address, u32 value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ u32 load_shared(u32 address) {
+  u32 y;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(y) : "r"(address) : "memory");
+  return y;
+}
+
 // A thread's sums of a part of a tile.
 __device__ __forceinline__ float* partial_of(const Params& p, bool tail, u32 cluster, u32 rank) {
   const u32 place = 2 * ((tail ? 0 : p.clusters.by) + cluster) + rank;
@@ -120,70 +130,123 @@ struct Flags {
   }
 };
 
-// A head tells the others that it runs. A thread that does so also takes it back.
-__device__ __forceinline__ void tell_others(const Params& p, const Join& join, u32 rank, int group,
-                                            u64 value) {
-  const u32 finisher = threadIdx.x % 128;
-  if (finisher > 0 && finisher < join.finishers)
-    Flags(p, join.head + finisher, rank, group).set(finisher, value);
+// Workers only arrive when they have left the sums of a tail, or seen the flags of a part: a warp beside them
+// waits for that.
+__device__ __forceinline__ void tell_keeper(int group, bool tail) {
+  asm volatile("bar.arrive %0, 160;" ::"r"(1 + GROUPS + 2 * group + tail) : "memory");
 }
 
-__device__ __forceinline__ void tell_if_head(const Params& p, u32 number, u32 rank, int group) {
-  Work work(p);
-  while (work.next_part(p) && !work.is_last(p)) {}
-  if (p.cut_tiles == 0 || !work.is_part(p)) return;
-  const Join join(p, work.tile);
-  if (join.head == number) tell_others(p, join, rank, group, p.raised);
+__device__ __forceinline__ void wait_for_workers(int group, bool tail) {
+  asm volatile("bar.sync %0, 160;" ::"r"(1 + GROUPS + 2 * group + tail) : "memory");
 }
 
-// Workers only arrive when they have left the sums of a tail: a warp beside them waits for that, and for
-// the sums to be written, and raises the flags.
-__device__ __forceinline__ void leave_tail(int group) {
-  asm volatile("bar.arrive %0, 160;" ::"r"(1 + GROUPS + group) : "memory");
-}
+// What is to be done with a tile, or a part of one, when its matmuls have ended.
+struct Ending {
+  Place place;
+  u32 strips;
+  bool is_part, is_tail;
+  // Of a part that is finished together:
+  Join join;
+  u32 own;  // which of the tile's clusters this one is
+  Share share;
 
-__device__ __forceinline__ void announce_tail(const Params& p, int group) {
-  Work work(p);
-  if (!work.next(p) || !work.is_tail(p)) return;
-  const Join join(p, work.tile);
-  asm volatile("bar.sync %0, 160;" ::"r"(1 + GROUPS + group) : "memory");
-  const u32 finisher = threadIdx.x % 32;
-  if (finisher < join.finishers)
-    Flags(p, join.head + finisher, cluster_rank(), group).raise(cluster_number() - join.head, p.raised);
-}
+  __device__ __forceinline__ Ending(const Params& p, const Work& work)
+      : place(p, work.tile),
+        strips(place.strips(p)),
+        is_part(work.is_part(p)),
+        is_tail(work.is_tail(p)),
+        own(0),
+        share(0, 0) {
+    if (is_part && !is_tail) {
+      join = Join(p, work.tile);
+      own = cluster_number() - join.head;
+      share = Share(join, strips, own);
+    }
+    // Here, not where they are used.
+    asm volatile("" : "+r"(place.row_block), "+r"(place.token), "+r"(strips));
+    asm volatile("" : "+r"(join.head), "+r"(join.sharers), "+r"(join.finishers), "+r"(own));
+    asm volatile("" : "+r"(share.first), "+r"(share.stop));
+  }
+};
 
-// Leaves the sums of a part for those that finish the tile together, and waits for theirs. Returns the
-// finishers (bits) whose shares are to be finished here: this one; or none; or others that have gone, too.
-__device__ __forceinline__ u32 exchange_sums(const Params& p, const Join& join, u32 own, u32 rank,
-                                             int group, u32 strips, const float* sums) {
-  const u32 lane = threadIdx.x % 32;
-  const bool first_warp = threadIdx.x % 128 < 32;
+// Leaves the sums of a part for those that finish the tile together, and waits for theirs. False if this
+// cluster has gone. To the head it tells the finishers (bits) who have, and whose shares it finishes.
+__device__ __forceinline__ bool exchange_sums(const Params& p, const Ending& ending, u32 rank, int group,
+                                              u32 stays_of_groups, const float* sums, u32& gone) {
+  const Join& join = ending.join;
+  const u32 lane = threadIdx.x % 32, own = ending.own;
+  const bool first_thread = threadIdx.x % 128 == 0;
   const Flags flags(p, join.head + own, rank, group);
   const u64 head_runs = own > 0 ? flags.get(own) : p.raised;
   float* const partial = partial_of(p, false, join.head + own, rank);
-  Share kept(join, strips, own);
+  Share kept = ending.share;
   if (own > 1) kept.stop = kept.first;
-  leave_sums(partial, strips, kept, sums);
-  const bool stays = group_any(group, threadIdx.x % 128 == 0 && head_runs == p.raised);
+  leave_sums(partial, ending.strips, kept, sums);
+  const bool stays = group_any(group, first_thread && head_runs == p.raised);
   if (!stays) {
-    leave_sums(partial, strips, Share(0, 0), sums);
+    leave_sums(partial, ending.strips, Share(0, 0), sums);
     group_sync(group);
   }
-  if (first_warp && lane < join.finishers && lane != own)
+  if (threadIdx.x % 128 < 32 && lane < join.finishers && lane != own)
     Flags(p, join.head + lane, rank, group).raise(own, p.raised + !stays);
-  if (!stays) return 0;
-  u64 found = p.raised;
-  if (lane < join.sharers && lane != own) found = flags.wait(p, lane);
-  const u32 gone = __ballot_sync(~0u, found != p.raised);
-  group_sync(group);
-  if (first_warp && lane < join.sharers && lane != own) flags.set(lane, 0);
-  if (own > 0) return 1u << own;
-  tell_others(p, join, rank, group, 0);
-  for (u32 i = 1; first_warp && i < join.finishers; i++) {
-    if (!(gone >> i & 1) || lane >= join.sharers || lane == i) continue;
-    const Flags theirs(p, join.head + i, rank, group);
-    theirs.wait(p, lane);
-    theirs.set(lane, 0);
+  if (stays) {
+    u64 found = p.raised;
+    if (lane < join.sharers && lane != own) found = flags.wait(p, lane);
+    gone = __ballot_sync(~0u, found != p.raised);
+    if (own > 0) gone = 0;
+    __syncwarp();  // what one lane has been told of is there for all
   }
-  return gone | 1;
+  if (first_thread) store_shared(stays_of_groups + 4 * group, stays);
+  tell_keeper(group, false);
+  return stays;
+}
+
+// What two warps beside the workers do, each for every second warpgroup: a head tells the others that it runs,
+// flags of a tail are raised when its sums are written, and flags that were seen are taken back.
+__device__ __forceinline__ void keep_flags(const Params& p, u32 stays_of_groups, int first_group) {
+  Work work(p);
+  bool is_tail = false, is_part = false;
+  Join tail, join;
+  if (p.cut_tiles > 0) {
+    while (work.next_part(p)) {
+      if (!work.is_part(p)) continue;
+      // A tail is the first that a cluster has, and waits for nobody.
+      if (work.is_tail(p)) {
+        is_tail = true;
+        tail = Join(p, work.tile);
+      } else {
+        is_part = true;
+        join = Join(p, work.tile);
+      }
+    }
+  }
+  const u32 lane = threadIdx.x % 32, number = cluster_number(), rank = cluster_rank();
+  const u32 own = number - join.head;
+  cluster_wait();
+  wait_for_previous();
+  const bool told = is_part && own == 0 && lane > 0 && lane < join.finishers;
+  for (int group = first_group; told && group < GROUPS; group += 2)
+    Flags(p, join.head + lane, rank, group).set(lane, p.raised);
+  __syncwarp();
+  for (int group = first_group; is_tail && group < GROUPS; group += 2) {
+    wait_for_workers(group, true);
+    if (lane < tail.finishers) Flags(p, tail.head + lane, rank, group).raise(number - tail.head, p.raised);
+    __syncwarp();
+  }
+  for (int group = first_group; is_part && group < GROUPS; group += 2) {
+    wait_for_workers(group, false);
+    if (!load_shared(stays_of_groups + 4 * group)) continue;  // the head takes them back
+    const Flags flags(p, join.head + own, rank, group);
+    const bool seen = lane < join.sharers && lane != own;
+    const u32 gone = __ballot_sync(~0u, seen && flags.get(lane) != p.raised);
+    if (seen) flags.set(lane, 0);
+    if (own > 0) continue;
+    if (told) Flags(p, join.head + lane, rank, group).set(lane, 0);
+    for (u32 i = 1; i < join.finishers; i++) {
+      if (!(gone >> i & 1) || lane >= join.sharers || lane == i) continue;
+      const Flags theirs(p, join.head + i, rank, group);
+      theirs.wait(p, lane);
+      theirs.set(lane, 0);
+    }
+  }
 }

@@ -59,10 +59,15 @@ struct Work {
   int first, stop;
   u32 at, span_stop, next_whole;
 
+  // Computed in vector registers, because uniform ones take twice as long: what a lane adds is 0, which the
+  // compiler does not know.
   __device__ __forceinline__ Work(const Params& p) {
-    at = span_begin(p, cluster_number());
-    span_stop = span_begin(p, cluster_number() + 1);
-    next_whole = p.cut_tiles + cluster_number();
+    u32 thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    const u32 number = cluster_number() + (thread >> 10);
+    at = span_begin(p, number);
+    span_stop = span_begin(p, number + 1);
+    next_whole = p.cut_tiles + number;
   }
 
   __device__ __forceinline__ bool next(const Params& p) {
@@ -113,8 +118,9 @@ struct Place {
 // The clusters that have a part of a tile, in order of k: from `head` so many. All of them finish it but
 // the last if that goes on to the next tile.
 struct Join {
-  u32 head, sharers, finishers;
+  u32 head = 0, sharers = 0, finishers = 0;
 
+  Join() = default;
   __device__ __forceinline__ Join(const Params& p, u32 tile) {
     const u32 begin = line_place(p, tile) + p.crossing, end = line_place(p, tile + 1);
     const u32 tail = cluster_at(p, end - 1);
