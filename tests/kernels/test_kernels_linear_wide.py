@@ -10,8 +10,8 @@ import torch
 
 from halfbyte.kernels import linear_wide as wide
 from halfbyte.kernels import nvrtc
-from halfbyte.kernels.linear_weights import DTYPES, TILE_N, pack_weight
-from halfbyte.kernels.linear_wide import STEP, WidePlan, wide_plan
+from halfbyte.kernels.linear_weights import DTYPES, TILE_K, TILE_N, pack_weight
+from halfbyte.kernels.linear_wide import WidePlan, wide_plan
 from halfbyte.numerics import nvfp4
 from linear.machines import H200
 
@@ -37,9 +37,8 @@ def test_plans_cover_all_tiles(n: int, k: int, m: int) -> None:
     # Whole turns of all clusters behind the tiles that are cut.
     assert (plan.tiles - plan.cut_tiles) % plan.clusters == 0
     assert plan.cut_tiles <= tiles
-    steps = plan.cut_tiles * -(-k // STEP)
-    assert plan.cut_tiles == 0 or steps >= plan.clusters
-    assert max(plan.sharers(-(-k // STEP)), default=0) <= 32
+    assert plan.cut_tiles == 0 or plan.cut_tiles * plan.steps(k) >= plan.clusters
+    assert max(plan.sharers(plan.steps(k)), default=0) <= 32
 
 
 def test_tiles_are_not_cut_where_x_outgrows_the_cache() -> None:
@@ -48,10 +47,9 @@ def test_tiles_are_not_cut_where_x_outgrows_the_cache() -> None:
     assert plan.cut_tiles == 0
     tiles = 16 * 16
     cut = WidePlan(256, tiles, 66, 66 + tiles % 66, 2)
-    steps = 14336 // STEP
-    assert cut.microseconds(steps, 4096) > 1.05 * plan.microseconds(steps, 4096)
+    assert cut.microseconds(14336, 4096) > 1.05 * plan.microseconds(14336, 4096)
     # With fewer rows the same cut would be worth it.
-    assert cut.microseconds(steps, 1024) < plan.microseconds(steps, 1024)
+    assert cut.microseconds(14336, 1024) < plan.microseconds(14336, 1024)
     assert wide_plan(28672, 4096, 512, 132).cut_tiles > 0
 
 
@@ -66,14 +64,14 @@ def test_prompts_of_about_a_length_share_a_plan() -> None:
 @pytest.mark.parametrize("crossing", [0, 1, 2])
 @pytest.mark.parametrize(("cut_tiles", "clusters"), [(1, 1), (4, 3), (4, 32), (24, 66), (112, 66)])
 def test_sharers_are_clusters_with_steps(cut_tiles: int, clusters: int, crossing: int) -> None:
-    blocks_k = 9
-    line = blocks_k + crossing
+    steps = 9
+    line = steps + crossing
     spans = [cut_tiles * line * i // clusters for i in range(clusters + 1)]
     wanted = tuple(
         sum(a < (tile + 1) * line and b > tile * line + crossing for a, b in pairwise(spans))
         for tile in range(cut_tiles)
     )
-    assert WidePlan(64, cut_tiles, clusters, cut_tiles, crossing).sharers(blocks_k) == wanted
+    assert WidePlan(64, cut_tiles, clusters, cut_tiles, crossing).sharers(steps) == wanted
 
 
 def test_many_rows_take_large_tiles() -> None:
@@ -84,11 +82,11 @@ def test_many_rows_take_large_tiles() -> None:
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_kernels_divide_as_plans_do(n: int, k: int, m: int) -> None:
     """Multiplying by rounded inverses (`linear_wide_work.cuh`) finds the same tiles and spans."""
-    blocks_k = wide.k_steps(k)
     for tokens in (64, 128, 256):
         plan = wide_plan(n, k, m, PROCESSORS, tokens)
-        work = wide.work(plan, n, blocks_k, m)
-        line, places = blocks_k + plan.crossing, plan.cut_tiles * (blocks_k + plan.crossing)
+        work = wide.work(plan, n, k, m)
+        line = plan.steps(k) + plan.crossing
+        places = plan.cut_tiles * line
 
         def quotient(name: str, x: int, work: dict[str, Any] = work) -> int:
             multiplier: int = work[name].multiplier
@@ -113,9 +111,9 @@ def test_kernels_divide_as_plans_do(n: int, k: int, m: int) -> None:
 def test_work_that_cannot_be_counted_is_refused() -> None:
     plan = wide_plan(4096, 4096, 2**31, PROCESSORS)
     with pytest.raises(ValueError, match="too large"):
-        wide.work(plan, 4096, wide.k_steps(4096), 2**31)
+        wide.work(plan, 4096, 4096, 2**31)
     with pytest.raises(ValueError, match="2 steps to share among 24 clusters"):
-        wide.work(WidePlan(64, 1, 24, 1), 256, 2, 64)
+        wide.work(WidePlan(64, 1, 24, 1), 256, 200, 64)
 
 
 class Launched(NamedTuple):
@@ -140,7 +138,7 @@ def launched(shape: tuple[int, ...], n: int, plan: WidePlan | None = None) -> La
     def new_empty(x: torch.Tensor, *size: int) -> torch.Tensor:
         return torch.ones(size, dtype=x.dtype)
 
-    blocks = (-(-n // TILE_N), wide.k_steps(k))
+    blocks = (-(-n // TILE_N), -(-k // TILE_K) * 2)
     weight, weight_scale = (torch.empty((*blocks, size), dtype=torch.int32) for size in (512, 64))
     inputs = (weight, weight_scale, torch.empty(n), torch.empty(n, dtype=dtype))
     x = torch.empty(shape, dtype=dtype)
@@ -165,7 +163,7 @@ def test_what_a_launch_is_given(n: int) -> None:
     plan = wide_plan(n, k, m, PROCESSORS)
     assert grid == 2 * plan.clusters
     assert (params.work.m, params.work.n) == (m, n)
-    assert (params.work.blocks_n, params.work.blocks_k) == (4, 4)
+    assert (params.work.blocks_n, params.work.steps) == (4, plan.steps(k))
     assert params.work.clusters.by == plan.clusters
     pointers = (params.weight, params.weight_scale, params.row_scale, params.bias)
     assert pointers == tuple(tensor.data_ptr() for tensor in inputs)
@@ -283,13 +281,13 @@ def test_whole_tiles_after_those_that_are_cut(tokens: int, dtype: torch.dtype) -
 @pytest.mark.parametrize("sharers", range(1, 9))
 def test_tiles_that_clusters_share(sharers: int, crossing: int, dtype: torch.dtype) -> None:
     needs_sm90()
-    n, k, tiles = 500, 2048, 4
+    n, k, tiles = 500, 4096, 4
     for tokens in (64, 128, 256):
         for beyond in (3, 20, tokens - 7):  # the last tile has fewer strips than finishers, or all
             case = make_case(n, k, tokens + beyond, dtype)
             for clusters in (tiles * sharers, tiles * sharers - 1):
                 plan = WidePlan(tokens, tiles, clusters, tiles, crossing)
-                assert sharers <= max(plan.sharers(k // STEP)) <= sharers + 1
+                assert sharers <= max(plan.sharers(plan.steps(k))) <= sharers + 1
                 assert_close(case.product(plan), case)
 
 
@@ -318,11 +316,8 @@ def test_graphs_that_run_at_once(tokens: int, crossing: int) -> None:
     needs_sm90()
     n, k, m = 1536, 4096, 250
     case = make_case(n, k, m, torch.bfloat16)
-    tiles, clusters = (
-        n // wide.rows_of_pair(tokens) * -(-m // tokens),
-        {64: 132, 128: 66, 256: 66}[tokens],
-    )
-    plan = WidePlan(tokens, tiles, clusters, tiles, crossing)
+    tiles = n // wide.rows_of_pair(tokens) * -(-m // tokens)
+    plan = WidePlan(tokens, tiles, 66, tiles, crossing)
     wanted = case.product(plan)
     assert_close(wanted, case)
     graphs = [captured(case, plan, 4) for _ in range(2)]

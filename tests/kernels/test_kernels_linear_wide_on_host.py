@@ -156,10 +156,10 @@ def test_random_plans() -> None:
         tokens = 64
         n, k, m = rng.randint(1, 600), 16 * rng.randint(1, 40), rng.randint(1, 200)
         tiles = -(-n // wide.rows_of_pair(tokens)) * -(-m // tokens)
-        most = tiles * wide.k_steps(k)
-        clusters = rng.randint(1, min(6, most))
+        steps = WidePlan(tokens, tiles, 1, 0).steps(k)
+        clusters = rng.randint(1, min(6, tiles * steps))
         cut = clusters * (tiles > clusters) + tiles % clusters
-        crossing = rng.choice((0, 1, 2)) if cut * wide.k_steps(k) >= clusters else 0
+        crossing = rng.choice((0, 1, 2)) if cut * steps >= clusters else 0
         plan = WidePlan(tokens, tiles, clusters, cut, crossing)
         case = make_case(n, k, m, seed=seed)
         at_once = [rng.randint(1, clusters) for _ in range(rng.randint(1, 3))]

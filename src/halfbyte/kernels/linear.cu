@@ -177,16 +177,17 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, CTAS)
     const Piece piece(p, place, round, slots, place.warp);
     int summed = 0;  // units
 #pragma unroll 1
-    for (int part = 0; part < 2; part++) {
+    for (int part = 0; part < (EVEN_ITEMS ? 1 : 2); part++) {
       int item = part == 0 ? round.turn : round.begin;
       const int end = part == 0 ? round.end : round.turn;
       for (int unit = round.unit + (item > round.begin); item < end; unit++) {
         float acc[2][COLUMN_TILES][4] = {};
-        int here = min(end, (unit + 1) * place.blocks) - item;  // items of the unit
+        // Items of the unit.
+        const int count = EVEN_ITEMS ? EVEN_ITEMS : min(end, (unit + 1) * place.blocks) - item;
         u32 x_offset = (item - unit * place.blocks) * x.block_bytes;
-        item += here;
-#pragma unroll 1
-        for (; here > 0; here--) {
+        item += count;
+#pragma unroll(EVEN_ITEMS ? EVEN_ITEMS : 1)
+        for (int i = 0; i < count; i++) {
           // The halves of an item come and go by themselves: what is left to do when the last one has
           // come is less.
           Square square;

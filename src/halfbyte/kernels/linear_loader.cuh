@@ -39,6 +39,16 @@ struct Params {
 #define SINGLE (p.m == 1)
 #elif BLOCKS % SPLIT == 0 && ROUND_UNITS * GROUPS >= UNITS
 #define FIXED_ROUND  // a CTA has one round, of the most units or one less
+#define CTA_ITEMS (UNITS / GROUPS * (BLOCKS / SPLIT))
+#if UNITS % GROUPS == 0 && CTA_ITEMS % WARPS == 0 && BLOCKS / SPLIT * WARPS % CTA_ITEMS == 0
+#define EVEN_ITEMS (CTA_ITEMS / WARPS)
+#endif
+#endif
+// Items of every warp, where all have as many, and a segment lies within a unit: what there is to count is
+// compiled in as well, and the loop over them unrolled. Otherwise 0.
+#if !defined EVEN_ITEMS || EVEN_ITEMS > 8
+#undef EVEN_ITEMS
+#define EVEN_ITEMS 0
 #endif
 
 __device__ __forceinline__ void copy16(u32 to, const u8* from, u64 policy) {
@@ -151,10 +161,10 @@ struct Round {
         units(min(ROUND_UNITS, place.units - first)),
         segments(units * place.blocks),
         begin(segments.begin(place.warp)),
-        end(segments.begin(place.warp + 1)),
+        end(EVEN_ITEMS ? begin + EVEN_ITEMS : segments.begin(place.warp + 1)),
         unit(segments.unit(place.warp, units, place.blocks)) {
     const int next = (unit + 1) * place.blocks;
-    turn = begin > unit * place.blocks && next < end ? next : begin;
+    turn = !EVEN_ITEMS && begin > unit * place.blocks && next < end ? next : begin;
   }
 };
 
@@ -210,7 +220,7 @@ struct Loader {
     const u32 row_unit = place.first_unit + unit;
     const u32 square = row_unit / 2 * (2 * BLOCKS) + 2 * (place.first_block + block);
     at = square * 256 + row_unit % 2 * 128;
-    run = min(place.blocks - block, left);
+    run = EVEN_ITEMS ? left : min(place.blocks - block, left);
     left -= run;
   }
 

@@ -3,9 +3,9 @@
 // The product is computed transposed, W x^T: W is A of `wgmma` and comes from registers, where it was
 // unpacked; x^T is B, from shared memory. 64 x 64 values of W take 60 instructions per thread, and as many
 // again to ask for them and for the matmul: one warpgroup does so while another's matmul runs. With 256
-// rows of x two of them keep the tensor cores busy, with 128 three.
+// rows of x two of them keep the tensor cores busy, with fewer three.
 //
-//   Tile       64 rows of W for each of GROUPS warpgroups x TOKENS rows of x, 64 k at a time.
+//   Tile       64 rows of W for each of GROUPS warpgroups x TOKENS rows of x, a step of k at a time.
 //   Loads      Threads of one more warpgroup ask for the tiles of x, by TMA with 128-byte swizzle, and
 //              for those of W, which a lane takes 16 bytes at a time, as linear_weights.py put them
 //              together for it. Both go to a ring in shared memory: loads of W to registers would all
@@ -20,16 +20,18 @@
 // Macros:
 //   X_BF16     see linear_values.cuh
 //   TOKENS     64, 128 or 256
+//   STEP       of k: 64 or 128
 //   GROUPS     warpgroups that multiply: 2 or 3
 //   STAGES     tiles in the ring
-//   CTAS       CTAs on a multiprocessor
 
 #include "linear_values.cuh"
 #include "linear_wide_join.cuh"
 
 #define X_BYTES (TOKENS * STEP * 2)
-#define BLOCK_BYTES (STEP * STEP / 2)        // of 64 x 64 values
-#define BLOCK_SCALE_BYTES (STEP * STEP / 16)
+#define BOXES (STEP / 64)               // of 64 k: what TMA brings of x, and a square of W, at a time
+#define MATMULS (STEP / 16)             // to a step
+#define BLOCK_BYTES (64 * STEP / 2)     // a warpgroup's rows of a step
+#define BLOCK_SCALE_BYTES (64 * STEP / 16)
 #define STAGE_BYTES (X_BYTES + GROUPS * (BLOCK_BYTES + BLOCK_SCALE_BYTES))
 #define OUT_BYTES (TOKENS * 64 * 2)  // of a warpgroup
 #define STRIP_BYTES (16 * 64 * 2)    // of these
@@ -38,11 +40,11 @@
 #define OFF_SCALE (OFF_WEIGHT + STAGES * GROUPS * BLOCK_BYTES)
 #define OFF_BARRIERS (OFF_SCALE + STAGES * GROUPS * BLOCK_SCALE_BYTES)
 #define OFF_STAYS (OFF_BARRIERS + 16 * STAGES)  // a word of each group, see exchange_sums
-#define GROUP (TOKENS == 64 ? 2 : 4)  // matmuls to a commit, as registers allow
+#define GROUP 4  // matmuls to a commit, as registers allow
 #define THREADS (WORKERS + 128)
 // The loader's registers go to the workers; without that, wgmma is serialized.
-#define LOADER_REGISTERS (CTAS == 2 || GROUPS == 3 ? 32 : 40)
-#define WORKER_REGISTERS (CTAS == 2 ? 104 : GROUPS == 3 ? 160 : 232)
+#define LOADER_REGISTERS (GROUPS == 3 ? 32 : 40)
+#define WORKER_REGISTERS (GROUPS == 3 ? 160 : 232)
 
 __device__ __forceinline__ uint2 load_shared8(u32 address) {
   uint2 y;
@@ -161,13 +163,13 @@ struct Loader {
     }
   }
 
-  // Where each warpgroup's part of W begins, in blocks of 64 x 64 values.
+  // Where each warpgroup's part of W begins, in blocks of 64 rows and a step of k.
   __device__ __forceinline__ void begin(u32* blocks, const Work& work) const {
     const Place place(p, work.tile);
 #pragma unroll
     for (int i = 0; i < GROUPS; i++) {
       // Rows beyond the last are read as the last ones, and not written.
-      blocks[i] = min(place.row_block + i, p.blocks_n - 1) * p.blocks_k + work.first;
+      blocks[i] = min(place.row_block + i, p.blocks_n - 1) * p.steps + work.first;
       asm volatile("" : "+r"(blocks[i]));  // here, not where it is used
     }
   }
@@ -185,8 +187,10 @@ struct Loader {
     while (more) {
       for (int k = work.first; k < work.stop; k++, turn.next()) {
         wait_for_stage(turn);
-        copy_x(shared + turn.stage * X_BYTES + rank * (X_BYTES / 2), map, k * STEP, token,
-               full + 8 * turn.stage);
+#pragma unroll
+        for (int i = 0; i < BOXES; i++)
+          copy_x(shared + turn.stage * X_BYTES + i * (TOKENS * 128) + rank * (TOKENS * 64), map,
+                 k * STEP + i * 64, token, full + 8 * turn.stage);
       }
       more = work.next(p);
       token = token_of(work, rank);
@@ -322,23 +326,27 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
     const Rows rows(p, (Place(p, work.tile).row_block + group) * 64 + warp * 16 + lane / 4);
     float sums[VALUES];
     u32 a[2][GROUP][4];
-    uint4 words;
-    uint2 scales;
+    uint4 words[BOXES];
+    uint2 scales[BOXES];
     auto fetch = [&] {
       barrier_wait(full + 8 * turn.stage, turn.parity);
-      words = load16(weight + turn.stage * (GROUPS * BLOCK_BYTES));
-      scales = load_shared8(scale + turn.stage * (GROUPS * BLOCK_SCALE_BYTES));
+#pragma unroll
+      for (int i = 0; i < BOXES; i++) {
+        words[i] = load16(weight + turn.stage * (GROUPS * BLOCK_BYTES) + i * 2048);
+        scales[i] = load_shared8(scale + turn.stage * (GROUPS * BLOCK_SCALE_BYTES) + i * 256);
+      }
       turn.next();
     };
     // The operands of GROUP matmuls, of those whose words are here.
     auto unpack = [&](u32(*operands)[4], int first) {
-      const u32 word[4] = {words.x, words.y, words.z, words.w}, packed[2] = {scales.x, scales.y};
       u32 factors[2];
 #pragma unroll
       for (int j = 0; j < GROUP; j++) {
-        const int at = first + j;
-        if (j % 2 == 0) unpack_scales(factors, packed[at / 2], exponent);
-        unpack_operand(operands[j], word[at], factors[at % 2]);
+        const int at = first + j, i = at / 4;
+        const u32 word[4] = {words[i].x, words[i].y, words[i].z, words[i].w};
+        const u32 packed[2] = {scales[i].x, scales[i].y};
+        if (j % 2 == 0) unpack_scales(factors, packed[at / 2 % 2], exponent);
+        unpack_operand(operands[j], word[at % 4], factors[at % 2]);
       }
     };
     u32 read;  // the barrier of the stage that was multiplied last
@@ -349,15 +357,16 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
       read = empty_of_lane + 8 * stage;
       stage = stage == STAGES - 1 ? 0 : stage + 1;
 #pragma unroll
-      for (int at = 0; at < 4; at += GROUP) {
-        const int parity = (4 / GROUP * i + at / GROUP) & 1, next = (at + GROUP) % 4;
+      for (int at = 0; at < MATMULS; at += GROUP) {
+        const int parity = (MATMULS / GROUP * i + at / GROUP) & 1, next = (at + GROUP) % MATMULS;
         if (next == 0 && !last) fetch();
         wgmma_wait();
         if (!first && at == 0 && lane < 2) barrier_arrive_mapped(done);
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < GROUP; j++)
-          wgmma(sums, a[parity][j], x + (at + j) * 2, !first || at + j > 0);
+          wgmma(sums, a[parity][j], x + (at + j) / 4 * (TOKENS * 128 / 16) + (at + j) % 4 * 2,
+                !first || at + j > 0);
         wgmma_commit();
         unpack(a[1 - parity], next);
       }
@@ -379,7 +388,7 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
   wait_for_stores();
 }
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, CTAS)
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
     linear_wide(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap out_map,
                 const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) u8 shared[];  // where the swizzle's pattern begins anew

@@ -15,23 +15,37 @@ import torch
 from halfbyte.kernels import nvrtc
 from halfbyte.kernels.devices import current_device, multiprocessors
 from halfbyte.kernels.linear_weights import TILE_K, TILE_N
-from halfbyte.kernels.tensor_maps import BOX_K, box_rows, row_stride, tensor_map
+from halfbyte.kernels.tensor_maps import box_rows, row_stride, tensor_map
 
 GROUP_ROWS = 64
 """Of W, in a warpgroup's part of a tile."""
-STEP = BOX_K
-"""k at a time."""
-_GROUPS = {64: 2, 128: 3, 256: 2}
-"""Warpgroups of a CTA that multiply, by a tile's rows of x."""
-_STAGES = {64: 7, 128: 7, 256: 4}
-_CTAS = {64: 2, 128: 1, 256: 1}
-"""On a multiprocessor."""
-_STEP_MICROSECONDS = {64: 0.48, 128: 0.46, 256: 0.60}
-"""Of a tile, by its rows of x, as measured on an H200."""
-_CROSSING_STEPS = {64: 2, 128: 2, 256: 2}
+
+
+class _Shape(NamedTuple):
+    """Of a tile, and of the CTAs that compute it."""
+
+    groups: int
+    """Warpgroups that multiply."""
+    step: int
+    """k at a time."""
+    stages: int
+    """Steps in the ring."""
+    step_microseconds: float
+    """As measured on an H200."""
+
+
+_SHAPES = {
+    64: _Shape(3, 128, 6, 0.64),
+    128: _Shape(3, 64, 7, 0.46),
+    256: _Shape(2, 64, 4, 0.60),
+}
+"""By a tile's rows of x."""
+_CROSSING_K = 128
 """That a cluster could do while it leaves its sums of a tile and begins the next one."""
-_EXCHANGE_MICROSECONDS = 1.1
+_EXCHANGE_MICROSECONDS = 0.8
 """To leave sums, tell others, and see theirs: what a join takes however little it adds."""
+_SHARER_MICROSECONDS = 0.33
+"""To load what another cluster has left of a tile: one after another, in order of k."""
 _JOIN_BYTES_PER_MICROSECOND = 4.2e6
 """At which all clusters together leave sums and load them, through the L2 cache."""
 _CACHED_BYTES = 4e7
@@ -39,7 +53,7 @@ _CACHED_BYTES = 4e7
 _SCATTERED_BYTES_PER_MICROSECOND = 3.5e6
 """Of W and x, where it does not. By what 4,096 rows of 4096 x 14336 took with half of the tiles
 cut, compared with 2,048 rows with none cut."""
-_LEAST_STEPS = 4
+_LEAST_K = 256
 """Of a cluster."""
 _MOST_SHARERS = 32
 """Clusters that have a part of the same tile."""
@@ -64,7 +78,7 @@ class _Work(ctypes.Structure):
     """The fields of `Params` that are the same in all calls with a shape and a plan."""
 
     _fields_ = (
-        *((name, ctypes.c_int) for name in ("m", "n", "blocks_n", "blocks_k")),
+        *((name, ctypes.c_int) for name in ("m", "n", "blocks_n", "steps")),
         *((name, ctypes.c_int) for name in ("tiles", "cut_tiles", "crossing")),
         *((name, _KnownDivisor) for name in ("row_pairs", "line", "clusters")),
         *((name, ctypes.c_uint32) for name in ("span", "more")),
@@ -97,9 +111,13 @@ class WidePlan(NamedTuple):
     crossing: int = 0
     """Steps that a cluster does less for every tile that begins within its span."""
 
-    def sharers(self, blocks_k: int) -> tuple[int, ...]:
+    def steps(self, k: int) -> int:
+        """Of k in K padded."""
+        return -(-k // TILE_K) * (TILE_K // _SHAPES[self.tokens].step)
+
+    def sharers(self, steps: int) -> tuple[int, ...]:
         """Clusters that have a part of each tile that is cut (`Join` of `linear_wide_work.cuh`)."""
-        line = blocks_k + self.crossing
+        line = steps + self.crossing
         places = self.cut_tiles * line
 
         def cluster_at(place: int) -> int:
@@ -110,40 +128,35 @@ class WidePlan(NamedTuple):
             for tile in range(self.cut_tiles)
         )
 
-    def microseconds(self, blocks_k: int, m: int) -> float:
+    def microseconds(self, k: int, m: int) -> float:
         """What it should take, but for what all plans have in common.
 
         Args:
-            blocks_k: steps of k.
+            k: of the weight.
             m: rows of x.
         """
-        step = _STEP_MICROSECONDS[self.tokens]
-        whole = (self.tiles - self.cut_tiles) // self.clusters * blocks_k * step
-        cut = -(-self.cut_tiles * (blocks_k + self.crossing) // self.clusters) * step
-        if self.crossing and 2 * m * STEP * blocks_k > _CACHED_BYTES:
+        steps, step = self.steps(k), _SHAPES[self.tokens].step_microseconds
+        whole = (self.tiles - self.cut_tiles) // self.clusters * steps * step
+        cut = -(-self.cut_tiles * (steps + self.crossing) // self.clusters) * step
+        if self.crossing and 2 * m * k > _CACHED_BYTES:
             # Clusters are at different k, and find nothing of x that others have read.
-            cut = max(cut, self._bytes_of_cut_tiles(blocks_k) / _SCATTERED_BYTES_PER_MICROSECOND)
+            cut = max(cut, self._bytes_of_cut_tiles(k) / _SCATTERED_BYTES_PER_MICROSECOND)
         took = whole + cut
-        parts = sum(self.sharers(blocks_k)) - self.cut_tiles
-        if parts:
+        sharers = self.sharers(steps)
+        if parts := sum(sharers) - self.cut_tiles:
             joined = 2 * parts * (rows_of_pair(self.tokens) * self.tokens * 4)  # left, and loaded
             took += _EXCHANGE_MICROSECONDS + joined / _JOIN_BYTES_PER_MICROSECOND
+            took += _SHARER_MICROSECONDS * (max(sharers) - 1)
         return took
 
-    def _bytes_of_cut_tiles(self, blocks_k: int) -> float:
+    def _bytes_of_cut_tiles(self, k: int) -> float:
         """Of W and x, as often as the tiles need them."""
-        per_k = 2 * self.tokens + rows_of_pair(self.tokens) * 9 / 16
-        return self.cut_tiles * blocks_k * STEP * per_k
+        return self.cut_tiles * k * (2 * self.tokens + rows_of_pair(self.tokens) * 9 / 16)
 
 
 def rows_of_pair(tokens: int) -> int:
     """Rows of W in the tiles of a cluster's two CTAs."""
-    return 2 * GROUP_ROWS * _GROUPS[tokens]
-
-
-def k_steps(k: int) -> int:
-    """Steps of 64 k in K padded."""
-    return -(-k // TILE_K) * (TILE_K // STEP)
+    return 2 * GROUP_ROWS * _SHAPES[tokens].groups
 
 
 def wide_plan(n: int, k: int, m: int, multiprocessors: int, tokens: int | None = None) -> WidePlan:
@@ -152,30 +165,34 @@ def wide_plan(n: int, k: int, m: int, multiprocessors: int, tokens: int | None =
     Args:
         tokens: rows of x in a tile, 64, 128 or 256; by default what is faster.
     """
-    m = -(-m // min(_STAGES)) * min(_STAGES)  # plans need it no more exactly
-    return _wide_plan(n, k_steps(k), m, multiprocessors, tokens)
+    k = -(-k // TILE_K) * TILE_K
+    m = -(-m // min(_SHAPES)) * min(_SHAPES)  # plans need it no more exactly
+    return _wide_plan(n, k, m, multiprocessors, tokens)
 
 
 @lru_cache(maxsize=4096)
-def _wide_plan(n: int, blocks_k: int, m: int, multiprocessors: int, tokens: int | None) -> WidePlan:
+def _wide_plan(n: int, k: int, m: int, multiprocessors: int, tokens: int | None) -> WidePlan:
     ways = []
-    for size in (tokens,) if tokens else _STAGES:
+    for size in (tokens,) if tokens else _SHAPES:
         tiles = _row_pairs(n, size) * -(-m // size)
-        least_steps = max(_LEAST_STEPS, -(-blocks_k // (_MOST_SHARERS - 2)))
-        clusters = min(multiprocessors // 2 * _CTAS[size], -(-tiles * blocks_k // least_steps))
+        step = _SHAPES[size].step
+        steps = k // step
+        least_steps = max(_LEAST_K // step, -(-steps // (_MOST_SHARERS - 2)))
+        clusters = min(multiprocessors // 2, -(-tiles * steps // least_steps))
         last = tiles % clusters
         # All turns but the last two are whole; or all, and some clusters idle in the last.
         cut_tiles = clusters * (tiles > clusters) + last
-        ways.append(WidePlan(size, tiles, clusters, cut_tiles, _CROSSING_STEPS[size]))
+        ways.append(WidePlan(size, tiles, clusters, cut_tiles, _CROSSING_K // step))
         ways.append(WidePlan(size, -(-tiles // clusters) * clusters, clusters, 0))
-        if sharers := clusters // tiles:  # of every tile, and no cluster crosses over to another
+        # Of every tile, and no cluster crosses over to another.
+        for sharers in range(1, clusters // tiles + 1):
             ways.append(WidePlan(size, tiles, sharers * tiles, tiles * (sharers > 1)))
-    return min(ways, key=lambda way: way.microseconds(blocks_k, m))
+    return min(ways, key=lambda way: way.microseconds(k, m))
 
 
 @lru_cache(maxsize=4096)
-def _most_sharers(plan: WidePlan, blocks_k: int) -> int:
-    return max(plan.sharers(blocks_k), default=0)
+def _most_sharers(plan: WidePlan, steps: int) -> int:
+    return max(plan.sharers(steps), default=0)
 
 
 class _Launch(NamedTuple):
@@ -244,38 +261,35 @@ def _launch(
     m: int, n: int, k: int, dtype: torch.dtype, device: int, plan: WidePlan | None
 ) -> _Launch:
     plan = plan or wide_plan(n, k, m, multiprocessors(device))
-    blocks_k = k_steps(k)
-    if _most_sharers(plan, blocks_k) > _MOST_SHARERS:
+    steps = plan.steps(k)
+    if _most_sharers(plan, steps) > _MOST_SHARERS:
         raise ValueError(f"{plan}: more than {_MOST_SHARERS} clusters have parts of a tile")
     # With a tile or more per cluster, only the ends of tiles are left.
     kinds = (plan.cut_tiles > 0) + (0 < plan.cut_tiles < plan.clusters)
     places = kinds * 2 * plan.clusters
     partial_bytes = 4 * places * plan.tokens * rows_of_pair(plan.tokens) // 2
-    flags = 2 * _GROUPS[plan.tokens] * plan.clusters * _MOST_SHARERS
+    flags = 2 * _SHAPES[plan.tokens].groups * plan.clusters * _MOST_SHARERS
     return _Launch(
         _kernel(dtype, plan.tokens, device),
         grid=2 * plan.clusters,
-        threads=128 * (_GROUPS[plan.tokens] + 1),
+        threads=128 * (_SHAPES[plan.tokens].groups + 1),
         tokens=plan.tokens,
-        work=_Work(m, n, -(-n // TILE_N), blocks_k, **work(plan, n, blocks_k, m)),
+        work=_Work(m, n, -(-n // TILE_N), steps, **work(plan, n, k, m)),
         partial_bytes=partial_bytes,
         workspace_ints=(partial_bytes + 8 * flags) // 4 if plan.cut_tiles else 0,
     )
 
 
-def work(plan: WidePlan, n: int, blocks_k: int, m: int) -> dict[str, Any]:
+def work(plan: WidePlan, n: int, k: int, m: int) -> dict[str, Any]:
     """What `linear_wide_work.cuh` needs of a plan, as fields of `_Work`.
-
-    Args:
-        blocks_k: steps of k.
 
     Raises:
         ValueError: numbers that the kernel could not divide.
     """
-    row_pairs, line = _row_pairs(n, plan.tokens), blocks_k + plan.crossing
+    row_pairs, line = _row_pairs(n, plan.tokens), plan.steps(k) + plan.crossing
     tiles, places = row_pairs * -(-m // plan.tokens), plan.cut_tiles * line
     if max(tiles * row_pairs, places * line, plan.clusters**3) >= _ONE:
-        raise ValueError(f"n={n}, k={STEP * blocks_k}, m={m}: too large")
+        raise ValueError(f"n={n}, k={k}, m={m}: too large")
     if 0 < places < plan.clusters:
         raise ValueError(f"{plan}: {places} steps to share among {plan.clusters} clusters")
     return {
@@ -298,7 +312,7 @@ def _divisor(by: int) -> _KnownDivisor:
 def compile_wide(dtype: torch.dtype, device: int) -> None:
     """Compile all that calls may need, so that none does in a graph's capture."""
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda tokens: _kernel(dtype, tokens, device), _STAGES))
+        list(pool.map(lambda tokens: _kernel(dtype, tokens, device), _SHAPES))
 
 
 @lru_cache(maxsize=32)
@@ -314,19 +328,20 @@ def shared_bytes(tokens: int) -> int:
     Args:
         tokens: rows of x in a tile.
     """
-    rows = rows_of_pair(tokens) // 2
-    stage = (tokens * 2 + rows // 2 + rows // 16) * STEP + 16
-    return _STAGES[tokens] * stage + tokens * rows * 2 + 16
+    shape, rows = _SHAPES[tokens], rows_of_pair(tokens) // 2
+    stage = (tokens * 2 + rows // 2 + rows // 16) * shape.step + 16
+    return shape.stages * stage + tokens * rows * 2 + 16
 
 
 def macros(dtype: torch.dtype, tokens: int) -> dict[str, int | None]:
     """Macros that `linear_wide.cu` is compiled with."""
+    shape = _SHAPES[tokens]
     return {
         "X_BF16": int(dtype == torch.bfloat16),
         "TOKENS": tokens,
-        "GROUPS": _GROUPS[tokens],
-        "STAGES": _STAGES[tokens],
-        "CTAS": _CTAS[tokens],
+        "STEP": shape.step,
+        "GROUPS": shape.groups,
+        "STAGES": shape.stages,
     }
 
 

@@ -11,7 +11,6 @@
 #include "sm90.cuh"
 
 #define ROWS (64 * GROUPS)    // of W, in a CTA's tile
-#define STEP 64               // of k
 #define STRIPS (TOKENS / 16)  // 16 rows of x: what is stored, and what a cluster finishes, at a time
 
 // Division by what is known before the launch: what a kernel of some µs does first must not take long.
@@ -23,15 +22,16 @@ struct KnownDivisor {
 };
 
 struct Params {
-  const u8* weight;        // [blocks_n, blocks_k, 2048]
-  const u8* weight_scale;  // [blocks_n, blocks_k, 256]
+  const u8* weight;        // [blocks_n, k / 64, 2048]
+  const u8* weight_scale;  // [blocks_n, k / 64, 256]
   const float* row_scale;  // [64 blocks_n]
   const u16* bias;         // [n] or null
   float* partial;          // [2, clusters, 2, TOKENS / 8, WORKERS, 4]: of tails, and of others
   u64* flags;              // [clusters, 2, GROUPS, MOST_SHARERS], see Flags
   u64 raised;
   int m, n;
-  int blocks_n, blocks_k;  // of 64
+  int blocks_n;            // of 64 rows of W
+  int steps;               // of STEP k
   int tiles, cut_tiles;
   int crossing;              // steps that it takes to begin another tile
   KnownDivisor row_pairs;    // pairs of tiles of W's rows
@@ -75,7 +75,7 @@ struct Work {
       tile = next_whole;
       next_whole += p.clusters.by;
       first = 0;
-      stop = p.blocks_k;
+      stop = p.steps;
     }
     return tile < p.tiles;
   }
@@ -85,14 +85,14 @@ struct Work {
       tile = p.line.quotient(at);
       const int begin = (int)(at - line_place(p, tile)) - p.crossing;
       first = max(0, begin);
-      stop = min(p.blocks_k, begin + (int)(span_stop - at));
+      stop = min(p.steps, begin + (int)(span_stop - at));
       at += stop - begin;
       if (stop > 0) return true;
     }
     return false;
   }
 
-  __device__ __forceinline__ bool is_part(const Params& p) const { return stop - first < p.blocks_k; }
+  __device__ __forceinline__ bool is_part(const Params& p) const { return stop - first < p.steps; }
   // The last of this cluster's parts.
   __device__ __forceinline__ bool is_last(const Params& p) const { return span_stop <= at + p.crossing; }
   // The end of a tile, by a cluster that goes on to the next one.

@@ -25,7 +25,7 @@ from halfbyte.kernels.linear_weights import (
     pack_weight,
     unpack_weight,
 )
-from halfbyte.kernels.linear_wide import compile_wide, k_steps, linear_wide, wide_plan
+from halfbyte.kernels.linear_wide import compile_wide, linear_wide, wide_plan
 from halfbyte.linear.base import NvFp4LinearLayerConfig
 from halfbyte.linear.ops import linear_op
 from halfbyte.linear.row_scaled import RowScaledKernel
@@ -50,7 +50,7 @@ def _way(m: int, n: int, k: int, machine: Machine) -> _Product:
     if machine.capability != 90:
         return linear_few if m <= _MOST_FEW_ROWS else linear_unpacked
     few = few_plan(n, k, m, machine).microseconds(n, k, m, machine)
-    wide = wide_plan(n, k, m, machine.multiprocessors).microseconds(k_steps(k), m)
+    wide = wide_plan(n, k, m, machine.multiprocessors).microseconds(k, m)
     return linear_few if few < wide + _WIDE_MICROSECONDS else linear_wide
 
 
