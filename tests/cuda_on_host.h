@@ -56,6 +56,7 @@ using std::min;
 namespace cuda_on_host {
 
 constexpr int WARP = 32, MOST_THREADS = 1024, MOST_CTAS = 16, STACK_BYTES = 64 * 1024;
+constexpr int MOST_TURNS = 20000;  // of a launch in the tests it takes less than 1000
 constexpr unsigned MOST_SHARED_BYTES = 256 * 1024;
 enum Stop { NOWHERE, AT_WARP, AT_CTA, AT_WAIT, AT_END };
 
@@ -175,6 +176,16 @@ inline void wait_while_it_is(const int& watched, int line) {
   stop(AT_WAIT, line);
 }
 
+inline unsigned next_random() {
+  random_state = random_state * 1664525u + 1013904223u;
+  return random_state >> 8;
+}
+
+// Sometimes the others go on first.
+inline void may_give_way(int line) {
+  if (next_random() % 16 == 0) stop(NOWHERE, line);
+}
+
 // The first reason counts: what comes after may follow from it.
 template <class... Arguments>
 void say(const char* format, Arguments... arguments) {
@@ -219,11 +230,6 @@ inline void run(int number) {
 // The numbers below n in an order that `random` decides.
 inline int nth(int i, int n, unsigned random) {
   return (random % n + (random >> 16 & 1 ? i : n - i)) % n;
-}
-
-inline unsigned next_random() {
-  random_state = random_state * 1664525u + 1013904223u;
-  return random_state >> 8;
 }
 
 inline bool stand_together(int first, int count) {
@@ -375,7 +381,11 @@ inline bool run_clusters(unsigned first_block) {
   begin_clusters();
   unsigned order = next_random();
   const auto ended = [](const Cta& x) { return x.ended; };
-  while (!std::all_of(ctas, ctas + ctas_at_once, ended)) {
+  for (int turn = 0; !std::all_of(ctas, ctas + ctas_at_once, ended); turn++) {
+    if (turn == MOST_TURNS) {
+      say("block %u and those beside it go on for ever", first_block);
+      return false;
+    }
     if (next_random() % 8 == 0) order = next_random();
     const bool one_ahead = order >> 17 & 1, early = order >> 18 & 1, short_turns = order >> 19 & 1;
     bool moved = false;

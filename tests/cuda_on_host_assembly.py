@@ -71,6 +71,8 @@ ASSEMBLY = {
     ),
     "st.shared.f32 [%0], %1;": f"{HERE}store<float>(%0, %1)",
     "st.shared.u32 [%0], %1;": f"{HERE}store<unsigned>(%0, %1)",
+    "atom.shared.exch.b32 %0, [%1], %2;": f"%0 = {HERE}exchange(%1, %2)",
+    "atom.shared.or.b32 %0, [%1], 0;": f"%0 = {HERE}load<unsigned>(%1)",
     "st.shared.v2.u32 [%0], {%1, %2};": f"{HERE}store<uint2>(%0, {{%1, %2}})",
     "st.shared.v4.f32 [%0], {%1, %2, %3, %4};": f"{HERE}store<float4>(%0, {{%1, %2, %3, %4}})",
     "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;": f"{HERE}copy(%0, %1, 16, 16)",
@@ -114,6 +116,7 @@ ASSEMBLY = {
     "mov.u32 %0, %%tid.x;": "%0 = threadIdx.x",
     "mov.u32 %0, %%cluster_ctarank;": f"%0 = {HERE}cluster_rank()",
     "mapa.shared::cluster.u32 %0, %1, %2;": f"%0 = {HERE}map_to_rank(%1, %2)",
+    "mbarrier.arrive.shared::cta.b64 _, [%0];": f"{HERE}arrive_and_expect(*{HERE}cta, %0, 0)",
     "mbarrier.arrive.shared::cluster.b64 _, [%0];": f"{HERE}arrive_mapped(%0)",
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];": (
         f"{HERE}copy_bulk(%0, %1, %2, %3)"
@@ -132,8 +135,8 @@ ASSEMBLY = {
     "bar.arrive %0, 160;": f"{HERE}meet(%0, 160, false, false)",
     "{.reg .pred p, q; setp.ne.u32 q, %1, 0; bar.red.or.pred p, %2, 128, q; "
     "selp.u32 %0, 1, 0, p;}": f"%0 = {HERE}meet(%2, 128, true, %1)",
-    "st.relaxed.gpu.global.u64 [%0], %1;": "*(%0) = %1",
-    "st.release.gpu.global.u64 [%0], %1;": "*(%0) = %1",
+    "st.relaxed.gpu.global.u64 [%0], %1;": f"{HERE}set_flag(%0, %1)",
+    "st.release.gpu.global.u64 [%0], %1;": f"{HERE}set_flag(%0, %1)",
     "ld.relaxed.gpu.global.u64 %0, [%1];": "%0 = *(%1)",
     "ld.acquire.gpu.global.u64 %0, [%1];": f"%0 = {HERE}look_at_flag(%1)",
     "prefetch.tensormap [%0];": "",

@@ -73,7 +73,8 @@ T __ldcg(const T* x) {
   return *x;
 }
 template <class T>
-void __stcg(T* to, T x) {
+void __stcg(T* to, T x, int line = __builtin_LINE()) {
+  cuda_on_host::may_give_way(line);
   *to = x;
 }
 

@@ -85,8 +85,9 @@ inline void wait_for_stores() {
   this_thread().stores.clear();
 }
 
-// Of so many threads of a CTA. Who only arrives does not wait.
+// Of so many threads of a CTA. Who only arrives does not wait, but a warp's lanes arrive together.
 inline bool meet(int number, int count, bool waits, bool says_so, int line = __builtin_LINE()) {
+  if (!waits) stop(AT_WARP, line);
   NamedBarrier& barrier = cta->named[number];
   barrier.any |= says_so;
   if (++barrier.arrived == count) {
@@ -97,6 +98,19 @@ inline bool meet(int number, int count, bool waits, bool says_so, int line = __b
     wait_while_it_is(barrier.phase, line);
   }
   return barrier.found;
+}
+
+// A word in shared memory, for others to find.
+inline unsigned exchange(unsigned address, unsigned value, int line = __builtin_LINE()) {
+  may_give_way(line);
+  const unsigned before = load<unsigned>(address);
+  store(address, value);
+  return before;
+}
+
+inline void set_flag(unsigned long long* flag, unsigned long long value, int line = __builtin_LINE()) {
+  may_give_way(line);
+  *flag = value;
 }
 
 // A flag in memory that somebody else may raise. Who finds it as it was the last time gives way until its lower

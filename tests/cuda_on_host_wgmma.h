@@ -73,8 +73,10 @@ inline void wgmma(int columns, float* d, const unsigned* a, unsigned long long b
 
 inline void commit_matmuls() { this_thread().matmul_groups++; }
 
-// Until no more than the last `left` groups are under way.
-inline void wait_for_matmuls(int left) {
+// Until no more than the last `left` groups are under way. A warp's lanes do so together, and sometimes late.
+inline void wait_for_matmuls(int left, int line = __builtin_LINE()) {
+  bring(next_random() % 64 ? 0 : 40, line);
+  for (int turns = *(const int*)brought_by(0); turns > 0; turns--) stop(NOWHERE, line);
   Thread& thread = this_thread();
   auto x = thread.matmuls.begin();
   for (; x != thread.matmuls.end() && x->group < thread.matmul_groups - left; x++) {

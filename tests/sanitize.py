@@ -155,8 +155,33 @@ def linear() -> None:
             assert error <= 0.01 * exact.abs().max()
 
 
+def cuts() -> None:
+    """Tiles of `linear_wide.cu`, whole and cut, with more steps than its ring has places."""
+    from halfbyte.kernels.linear_wide import WidePlan, linear_wide, rows_of_pair
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    n, k, m = 700, 1104, 150
+    layer = random_layer(n, k, dtype=torch.bfloat16, bias=True, backend="reference")
+    packed = random_layer(n, k, dtype=torch.bfloat16, bias=True, backend="cuda").cuda()
+    packed.process_weights_after_loading()
+    tensors = {**dict(packed.named_parameters()), **dict(packed.named_buffers())}
+    weight, scale, rows = tensors["weight"], tensors["weight_scale"], tensors["weight_row_scale"]
+    x = random_input(m, k, torch.bfloat16)
+    assert layer.bias is not None
+    exact = F.linear(x.double(), layer.dequantize(torch.float64), layer.bias.double())
+    for tokens in (64, 128, 256):
+        tiles = -(-n // rows_of_pair(tokens)) * -(-m // tokens)
+        for clusters, cut in ((tiles, 0), (tiles + 1, tiles), (3 * tiles, tiles)):
+            print("cuts", tokens, clusters, cut, flush=True)
+            plan = WidePlan(tokens, tiles, clusters, cut)
+            out = linear_wide(x.cuda(), weight, scale, rows, packed.bias, n, plan)
+            error = (out.cpu().double() - exact).abs().max()
+            assert error <= 0.01 * exact.abs().max()
+
+
 PARTS: dict[str, Callable[[], None]] = {
-    part.__name__: part for part in (decode, wide, triton, prefill, store, linear)
+    part.__name__: part for part in (decode, wide, triton, prefill, store, linear, cuts)
 }
 
 

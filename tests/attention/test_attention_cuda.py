@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from attention.cases import DECODE_CASES, Case, assert_close_to_exact, config, make_case
+from attention.cases import (
+    DECODE_CASES,
+    Case,
+    assert_close_to_exact,
+    assert_graph_follows_lengths,
+    config,
+    make_case,
+)
 from halfbyte.attention import ATTENTION_BACKENDS, paged_attention
 from halfbyte.dispatch import NoImplementationError
 from halfbyte.layouts import PageLayout
@@ -245,32 +252,7 @@ def test_cuda_attention_batch_invariant_rows_are_bitwise_equal() -> None:
 @pytest.mark.parametrize("scales_on", ["cpu", "cuda"])
 def test_cuda_attention_in_a_graph_follows_changing_lengths(scales_on: str) -> None:
     case = make_case(**DECODE_CASES["ragged"])
-    arguments: dict[str, Any] = {
-        name: value.cuda() if isinstance(value, torch.Tensor) else value
-        for name, value in case.arguments().items()
-    }
-    for name in ("k_scale", "v_scale"):
-        arguments[name] = torch.tensor(arguments[name], device=scales_on)
-    query, pages = case.query.cuda(), case.pages.cuda()
-    out = torch.zeros(*query.shape[:2], 128, dtype=query.dtype, device="cuda")
-
-    def step() -> None:
-        paged_attention(query, pages, backend="cuda", out=out, **arguments)
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for lengths in (
-        case.seq_lens,
-        [max(1, n - 1) for n in case.seq_lens],
-        [min(5, n) for n in case.seq_lens],
-    ):
-        arguments["seq_lens"].copy_(torch.tensor(lengths, dtype=torch.int32))
-        graph.replay()
-        replayed = out.clone()
-        step()
-        assert torch.equal(out, replayed)
+    assert_graph_follows_lengths(case, scales_on, backend="cuda")
 
 
 @pytest.mark.gpu

@@ -5,7 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from attention.cases import DECODE_CASES, Case, assert_close_to_exact, make_case
+from attention.cases import (
+    DECODE_CASES,
+    Case,
+    assert_close_to_exact,
+    assert_graph_follows_lengths,
+    make_case,
+)
 from halfbyte.attention import paged_attention
 from halfbyte.kernels.attend_plan import operand_dtype
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY
@@ -143,35 +149,7 @@ def test_triton_attention_batch_invariant_rows_are_bitwise_equal(name: str) -> N
 @pytest.mark.parametrize("batch_invariant", [False, True], ids=["", "batch-invariant"])
 def test_triton_attention_in_a_graph_follows_changing_lengths(batch_invariant: bool) -> None:
     case = make_case(**{**DECODE_CASES["ragged"], "k_dtype": "fp8"})
-    arguments: dict[str, Any] = {
-        name: value.cuda() if isinstance(value, torch.Tensor) else value
-        for name, value in case.arguments().items()
-    }
-    for name in ("k_scale", "v_scale"):
-        arguments[name] = torch.tensor(arguments[name]).cuda()
-    arguments.update(batch_invariant=batch_invariant, backend="triton")
-    query, pages = case.query.cuda(), case.pages.cuda()
-    out = torch.zeros(*query.shape[:2], 128, dtype=query.dtype, device="cuda")
-
-    def step() -> None:
-        paged_attention(query, pages, out=out, **arguments)
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for lengths in (
-        case.seq_lens,
-        [max(1, n - 1) for n in case.seq_lens],
-        [min(5, n) for n in case.seq_lens],
-        [0] * len(case.seq_lens),
-    ):
-        arguments["seq_lens"].copy_(torch.tensor(lengths, dtype=torch.int32))
-        graph.replay()
-        replayed = out.clone()
-        step()
-        assert torch.equal(out, replayed)
-    assert not out.any()
+    assert_graph_follows_lengths(case, backend="triton", batch_invariant=batch_invariant)
 
 
 @pytest.mark.gpu

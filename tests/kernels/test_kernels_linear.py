@@ -182,7 +182,7 @@ def test_kernels_compile(capability: int) -> None:
 
 
 @pytest.mark.parametrize("m", [1, 8, 16])
-@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (28672, 4096), (4096, 14336)])
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (28672, 4096), (4096, 14336), (4096, 4096)])
 def test_copies_of_weights_have_descriptors(n: int, k: int, m: int, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     from halfbyte.kernels import nvrtc

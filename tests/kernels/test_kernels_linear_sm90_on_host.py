@@ -61,6 +61,11 @@ COMPILED_IN = {
     "two-tiles-of-columns": (5, 300, 1024, 16, 3, 4),
     "two-blocks-of-x": (5, 70, 2416, 33, 2, 2),
     "no-cluster": (1, 130, 1296, 33, 2, 2),
+    # Every warp has as many items, of one unit.
+    "even": (0, 192, 1024, 1, 6, 1),
+    "even-pair": (2, 192, 1024, 8, 3, 2),
+    "even-through-memory": (4, 192, 2048, 9, 6, 1),
+    "as-many-but-across-units": (0, 192, 512, 1, 2, 3),
 }
 """Which of the `PLANS`, n, k, m, groups and units of a round."""
 

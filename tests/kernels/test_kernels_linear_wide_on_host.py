@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from ctypes import memset
+from ctypes import memset, string_at
 from random import Random
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,6 +83,14 @@ def on_host(clusters_at_once: Sequence[int]) -> Iterator[None]:
                 shared_bytes=shared,
                 clusters_at_once=min(at_once, grid // 2),
             )
+            if sums:
+                assert not flags_left(arguments[-1], grid, threads)
+
+    def flags_left(params: Any, grid: int, threads: int) -> bool:
+        """A replay would take them for its own."""
+        count = grid * (threads // 128 - 1) * wide._MOST_SHARERS
+        flags = np.frombuffer(string_at(params.flags, 8 * count), np.uint64)
+        return bool(np.isin(flags - np.uint64(params.raised), [0, 1]).any())
 
     def new_empty(x: torch.Tensor, *size: int) -> torch.Tensor:
         return guarded(size, x.dtype)
@@ -121,6 +130,15 @@ def test_products(tokens: int, dtype: torch.dtype) -> None:
     assert_product(product(case, wide_plan(n, k, m, 8, tokens)), case)
 
 
+@pytest.mark.parametrize("tokens", [64, 128, 256])
+def test_a_ring_that_goes_round(tokens: int) -> None:
+    """Nothing comes to a stage while a matmul still reads it."""
+    n, m, k = 70, tokens + 20, 2 * wide._SHAPES[tokens].stages * wide._SHAPES[tokens].step
+    case, plan = make_case(n, k, m), WidePlan(tokens, 2, 1, 0)
+    for _ in range(3):
+        assert_product(product(case, plan), case)
+
+
 @pytest.mark.parametrize("at_once", [1, 2, 4])
 @pytest.mark.parametrize("crossing", [0, 1])
 @pytest.mark.parametrize("clusters", [2, 3, 4])
@@ -148,6 +166,33 @@ def test_replays(at_once: tuple[int, ...]) -> None:
     case = make_case(n, k, m)
     for plan in (WidePlan(tokens, 2, 4, 2, 1), WidePlan(tokens, 2, 6, 2, 0)):
         assert_product(product(case, plan, *at_once), case)
+
+
+def sums_nobody_left(case: Case, plan: WidePlan, clusters_at_once: int) -> int:
+    """Places for sums that nobody has written to."""
+    found: list[int] = []
+    with on_host([clusters_at_once]):
+        on_cpu = nvrtc.launch
+
+        def launch(*arguments: Any, **options: Any) -> None:
+            on_cpu(*arguments, **options)
+            params = arguments[3][-1]
+            left = np.frombuffer(string_at(params.partial, params.flags - params.partial), np.int32)
+            found.append(int((left == -1).sum()))
+
+        with patch.object(nvrtc, "launch", launch):
+            wide.linear_wide(case.x, *case.weights, case.bias, len(case.bias), plan)
+    return found[0]
+
+
+def test_clusters_that_run_at_once_finish_a_tile_together() -> None:
+    """A warpgroup whose tile's head runs keeps its share, the others leave all sums."""
+    case, plan = make_case(256, 768, 60), WidePlan(64, 1, 2, 1)
+    alone = sums_nobody_left(case, plan, 1)
+    together = [sums_nobody_left(case, plan, 2) for _ in range(8)]
+    share = (64 // 2) * wide.GROUP_ROWS
+    assert all((found - alone) % share == 0 for found in together)
+    assert max(together) > alone
 
 
 def test_random_plans() -> None:

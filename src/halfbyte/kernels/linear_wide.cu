@@ -311,8 +311,13 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
   const u32 weight = shared + OFF_WEIGHT + group * BLOCK_BYTES + warp * 512 + lane * 16;
   const u32 scale = shared + OFF_SCALE + group * BLOCK_SCALE_BYTES + warp / 2 * 128 + lane / 4 * 16 +
                     warp % 2 * 8;
-  // Lanes 0 and 1 of a warp tell the cluster's two CTAs that it has read a stage.
-  const u32 empty_of_lane = map_to_rank(empty, lane & 1);
+  // All lanes tell their CTA that they have read a stage, and one for its warp the other CTA, whose copies of x
+  // come here, too.
+  const u32 empty_of_other = map_to_rank(empty, cluster_rank() ^ 1);
+  auto release = [&](u32 barrier) {
+    barrier_arrive(empty + barrier);
+    if (lane == 0) barrier_arrive_mapped(empty_of_other + barrier);
+  };
   // From where the compiler does not see its value, see unpack_scales. No cluster has rank 2.
   const u32 exponent = SCALE_EXPONENT | cluster_rank() >> 1;
   Work work(p);
@@ -349,19 +354,19 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
         unpack_operand(operands[j], word[at % 4], factors[at % 2]);
       }
     };
-    u32 read;  // the barrier of the stage that was multiplied last
+    u32 read;  // the stage that was multiplied last, by its place among barriers
     // The matmuls of a step, GROUP at a time. What the next group needs is unpacked while they run, in
     // place of the operands of the group before them.
     auto step = [&](int i, bool first, bool last) {
       const u32 x = x_descriptor(shared + stage * X_BYTES), done = read;
-      read = empty_of_lane + 8 * stage;
+      read = 8 * stage;
       stage = stage == STAGES - 1 ? 0 : stage + 1;
 #pragma unroll
       for (int at = 0; at < MATMULS; at += GROUP) {
         const int parity = (MATMULS / GROUP * i + at / GROUP) & 1, next = (at + GROUP) % MATMULS;
         if (next == 0 && !last) fetch();
         wgmma_wait();
-        if (!first && at == 0 && lane < 2) barrier_arrive_mapped(done);
+        if (!first && at == 0) release(done);
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < GROUP; j++)
@@ -382,7 +387,7 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
     // While the last matmul runs.
     const Ending ending(p, work);
     wgmma_wait();
-    if (lane < 2) barrier_arrive_mapped(read);
+    release(read);
     finish(p, ending, rows, out_map, shared, sums);
   }
   wait_for_stores();
@@ -398,7 +403,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   if (threadIdx.x == 96) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, 2 * WORKERS / 32);  // all warps of two CTAs
+      barrier_init(empty + 8 * i, WORKERS + WORKERS / 32);  // see multiply_tiles
     }
     tell_of_barriers();
     prefetch_map(&out_map);

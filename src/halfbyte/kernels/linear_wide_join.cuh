@@ -32,13 +32,16 @@ __device__ __forceinline__ bool group_any(int group, bool here) {
   return __shfl_sync(~0u, any, 0);  // known to be the same for a warp
 }
 
-__device__ __forceinline__ void store_shared(u32 address, u32 value) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+// A word that one thread writes before a barrier at which it only arrives, and others read behind it. Atomic,
+// because compute-sanitizer does not see such an order.
+__device__ __forceinline__ void leave_word(u32 address, u32 value) {
+  u32 before;
+  asm volatile("atom.shared.exch.b32 %0, [%1], %2;" : "=r"(before) : "r"(address), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ u32 load_shared(u32 address) {
+__device__ __forceinline__ u32 find_word(u32 address) {
   u32 y;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(y) : "r"(address) : "memory");
+  asm volatile("atom.shared.or.b32 %0, [%1], 0;" : "=r"(y) : "r"(address) : "memory");
   return y;
 }
 
@@ -196,7 +199,7 @@ __device__ __forceinline__ bool exchange_sums(const Params& p, const Ending& end
     if (own > 0) gone = 0;
     __syncwarp();  // what one lane has been told of is there for all
   }
-  if (first_thread) store_shared(stays_of_groups + 4 * group, stays);
+  if (first_thread) leave_word(stays_of_groups + 4 * group, stays);
   tell_keeper(group, false);
   return stays;
 }
@@ -234,8 +237,9 @@ __device__ __forceinline__ void keep_flags(const Params& p, u32 stays_of_groups,
     __syncwarp();
   }
   for (int group = first_group; is_part && group < GROUPS; group += 2) {
+    __syncwarp();
     wait_for_workers(group, false);
-    if (!load_shared(stays_of_groups + 4 * group)) continue;  // the head takes them back
+    if (!find_word(stays_of_groups + 4 * group)) continue;  // the head takes them back
     const Flags flags(p, join.head + own, rank, group);
     const bool seen = lane < join.sharers && lane != own;
     const u32 gone = __ballot_sync(~0u, seen && flags.get(lane) != p.raised);

@@ -58,6 +58,10 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
                : "memory");
 }
 
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // An arrival at the barrier of a CTA in the cluster, as `map_to_rank` gave it. Without `.release.cluster`,
 // which would wait for all loads that are under way: what the barrier guards must have been read by then.
 __device__ __forceinline__ void barrier_arrive_mapped(u32 barrier) {
