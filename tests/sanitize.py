@@ -36,6 +36,9 @@ DECODE: dict[str, dict[str, Any]] = {
     "float16": {"head_size": 128, "query_dtype": torch.float16, **ONE_QUERY},
     "one-long": {"head_size": 128, "query_lens": (1,), "seq_lens": (9000,)},
     "many-short": {"head_size": 64, "query_lens": (1,) * 60, "seq_lens": tuple(range(60))},
+    "different-head-sizes": {"head_size": 128, "head_size_v": 64, **ONE_QUERY},
+    "soft-cap": {"head_size": 128, "softcap": 20.0, **ONE_QUERY},
+    "mixed-formats": {"head_size": 128, "k_dtype": "fp8_e4m3", "v_dtype": "nvfp4", **ONE_QUERY},
 }
 WIDE: dict[str, dict[str, Any]] = {
     "several-heads": {"head_size": 128, "group": 32, **ONE_QUERY},
@@ -57,16 +60,24 @@ WIDE: dict[str, dict[str, Any]] = {
         **ONE_QUERY,
     },
 }
+TRITON: dict[str, dict[str, Any]] = {
+    "head-size-80": {"head_size": 80},
+    "different-head-sizes": {"head_size": 192, "head_size_v": 128, "sinks": True},
+    "sm100": {"head_size": 128, "v_scale_layout": "sm100", "sliding_window": 20},
+    "nhd": {"head_size": 64, "order": "NHD", "softcap": 20.0},
+}
+ORDERS: tuple[tuple[Any, Any], ...] = (("HND", "linear"), ("NHD", "linear"), ("HND", "sm100"))
 FORMATS = ("nvfp4", "nvfp4_4over6", "fp8_e4m3", "mxfp4", "bfloat16")
 
 
-def attend(case: Case, backend: str) -> None:
+def attend(case: Case, backend: str, **options: Any) -> None:
     """On the GPU, against float64 on the CPU."""
     arguments: dict[str, Any] = {
         name: value.cuda() if isinstance(value, torch.Tensor) else value
         for name, value in case.arguments().items()
     }
-    out = paged_attention(case.query.cuda(), case.pages.cuda(), backend=backend, **arguments)
+    arguments.update(options, backend=backend)
+    out = paged_attention(case.query.cuda(), case.pages.cuda(), **arguments)
     assert_close_to_exact(out.cpu(), case)
 
 
@@ -75,6 +86,7 @@ def decode() -> None:
     for name, options in DECODE.items():
         print("decode", name, flush=True)
         attend(make_case(**options), "cuda")
+    attend(make_case(**DECODE["eight-columns"]), "cuda", batch_invariant=True)
 
 
 def wide() -> None:
@@ -89,6 +101,10 @@ def triton() -> None:
     for dtype in FORMATS:
         print("triton", dtype, flush=True)
         attend(make_case(k_dtype=dtype, head_size=64), "triton")
+    for name, options in TRITON.items():
+        print("triton", name, flush=True)
+        attend(make_case(**options), "triton")
+    attend(make_case(), "triton", batch_invariant=True)
 
 
 def prefill() -> None:
@@ -117,11 +133,14 @@ def prefill() -> None:
 
 
 def store() -> None:
-    """The store of every kind of format; slots that are skipped among those that are not."""
-    for dtype in FORMATS:
+    """The store of every kind of format and order; slots are skipped among those that are not."""
+    orders = [(dtype, *ORDERS[0]) for dtype in FORMATS] + [
+        ("nvfp4", *order) for order in ORDERS[1:]
+    ]
+    for dtype, order, v_scale_layout in orders:
         for tokens in (70, 600):
-            print("store", dtype, tokens, flush=True)
-            layout = PageLayout(dtype, dtype, 128, None, 3, 16)
+            print("store", dtype, order, v_scale_layout, tokens, flush=True)
+            layout = PageLayout(dtype, dtype, 128, None, 3, 16, order, v_scale_layout)
             key, value = torch.randn(2, tokens, 3, 128).bfloat16()
             slots = torch.randperm(640)[:tokens]
             slots[::7] = -1
@@ -134,25 +153,49 @@ def store() -> None:
 
 
 def linear() -> None:
-    """Few rows of x, and many: `linear.cu`, `linear_wide.cu` or `linear_unpack.cu`; Triton."""
+    """Few rows of x, and many: `linear.cu`, and `linear_wide.cu` or `linear_unpack.cu`; Triton."""
     bf16, fp16 = torch.bfloat16, torch.float16
-    for backend, dtype, n, k in (
-        ("cuda", bf16, 200, 144),
-        ("cuda", bf16, 1000, 1040),
-        ("cuda", fp16, 1000, 1040),
-        ("cuda", bf16, 100, 4096),
-        ("triton", bf16, 200, 144),
+    for backend, dtype, n, k, batch_invariant in (
+        ("cuda", bf16, 200, 144, False),
+        ("cuda", bf16, 1000, 1040, False),
+        ("cuda", bf16, 1000, 1040, True),
+        ("cuda", fp16, 1000, 1040, False),
+        ("cuda", bf16, 100, 4096, False),
+        ("triton", bf16, 200, 144, False),
     ):
-        layer = random_layer(n, k, dtype=dtype, bias=True, backend="reference")
-        on_gpu = random_layer(n, k, dtype=dtype, bias=True, backend=backend).cuda()
+        options: dict[str, Any] = {"dtype": dtype, "bias": True}
+        layer = random_layer(n, k, backend="reference", **options)
+        options["batch_invariant"] = batch_invariant
+        on_gpu = random_layer(n, k, backend=backend, **options).cuda()
         weight = layer.dequantize(torch.float64)
         for m in (1, 9, 40, 200, 700):
-            print("linear", backend, dtype, n, k, m, flush=True)
+            print("linear", backend, dtype, n, k, batch_invariant, m, flush=True)
             x = random_input(m, k, dtype)
             assert layer.bias is not None
             exact = F.linear(x.double(), weight, layer.bias.double())
             error = (on_gpu(x.cuda()).cpu().double() - exact).abs().max()
             assert error <= 0.01 * exact.abs().max()
+
+
+def unpacked() -> None:
+    """Weights written out by `linear_unpack.cu`, as GPUs other than SM90 have it for many rows."""
+    from halfbyte.kernels.linear import unpack
+
+    n, k = 300, 1104
+    layer, weight, scale, rows = packed_on_gpu(n, k)
+    out = unpack(weight, scale, rows, 64, n - 64, k, torch.bfloat16)
+    assert torch.equal(out.cpu(), layer.dequantize(torch.bfloat16)[64:])
+
+
+def packed_on_gpu(n: int, k: int) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A layer on the CPU, and its weights as our CUDA kernels want them."""
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "bias": True}
+    packed = random_layer(n, k, backend="cuda", **options).cuda()
+    packed.process_weights_after_loading()
+    tensors = {**dict(packed.named_parameters()), **dict(packed.named_buffers())}
+    names = ("weight", "weight_scale", "weight_row_scale")
+    weight, scale, rows = (tensors[name] for name in names)
+    return random_layer(n, k, backend="reference", **options), weight, scale, rows
 
 
 def cuts() -> None:
@@ -162,26 +205,21 @@ def cuts() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         return
     n, k, m = 700, 1104, 150
-    layer = random_layer(n, k, dtype=torch.bfloat16, bias=True, backend="reference")
-    packed = random_layer(n, k, dtype=torch.bfloat16, bias=True, backend="cuda").cuda()
-    packed.process_weights_after_loading()
-    tensors = {**dict(packed.named_parameters()), **dict(packed.named_buffers())}
-    weight, scale, rows = tensors["weight"], tensors["weight_scale"], tensors["weight_row_scale"]
-    x = random_input(m, k, torch.bfloat16)
-    assert layer.bias is not None
-    exact = F.linear(x.double(), layer.dequantize(torch.float64), layer.bias.double())
+    layer, weight, scale, rows = packed_on_gpu(n, k)
+    x, bias = random_input(m, k, torch.bfloat16), layer.bias
+    exact = F.linear(x.double(), layer.dequantize(torch.float64), bias.double())
     for tokens in (64, 128, 256):
         tiles = -(-n // rows_of_pair(tokens)) * -(-m // tokens)
         for clusters, cut in ((tiles, 0), (tiles + 1, tiles), (3 * tiles, tiles)):
             print("cuts", tokens, clusters, cut, flush=True)
             plan = WidePlan(tokens, tiles, clusters, cut)
-            out = linear_wide(x.cuda(), weight, scale, rows, packed.bias, n, plan)
+            out = linear_wide(x.cuda(), weight, scale, rows, bias.cuda(), n, plan)
             error = (out.cpu().double() - exact).abs().max()
             assert error <= 0.01 * exact.abs().max()
 
 
 PARTS: dict[str, Callable[[], None]] = {
-    part.__name__: part for part in (decode, wide, triton, prefill, store, linear, cuts)
+    part.__name__: part for part in (decode, wide, triton, prefill, store, linear, unpacked, cuts)
 }
 
 

@@ -7,7 +7,7 @@ scale per output channel would serve fused parts, but in the dtype of the activa
 different global scales are separate calls instead (`runs`).
 
 By itself Humming has several CTAs add their parts of K to the result, each rounded, in whatever
-order they come: up to 1.34 times the error that backends are held to here. Layers get its
+order they come: up to 1.6 times the error that backends are held to here. Layers get its
 batch-invariant mode, which keeps all of K in one float32 sum; its speed has not been measured.
 
 N is padded to a multiple of 8 here, and by Humming itself to tiles. Humming cannot give the weights

@@ -30,13 +30,13 @@ LINEAR_BACKENDS: Registry[NvFp4LinearKernel] = Registry(
 
 
 def init_nvfp4_linear_kernel(
-    config: NvFp4LinearLayerConfig, backend: str | None = None
+    config: NvFp4LinearLayerConfig, linear_backend: str | None = None
 ) -> NvFp4LinearKernel:
     """The kernel for a layer.
 
     Args:
         config: the layer. On "cuda" with no compute capability given, this machine's is meant.
-        backend: a name of `LINEAR_BACKENDS`; None for the environment variable
+        linear_backend: a name of `LINEAR_BACKENDS`; None for the environment variable
             `HALFBYTE_NVFP4_GEMM_BACKEND` where it is set, else the best that can do the work.
 
     Raises:
@@ -44,11 +44,11 @@ def init_nvfp4_linear_kernel(
             the message gives the reason and what is usable.
     """
     config = _on_this_machine(config)
-    return select_nvfp4_linear_kernel(config, backend)(config)
+    return select_nvfp4_linear_kernel(config, linear_backend)(config)
 
 
 def select_nvfp4_linear_kernel(
-    config: NvFp4LinearLayerConfig, backend: str | None = None
+    config: NvFp4LinearLayerConfig, linear_backend: str | None = None
 ) -> type[NvFp4LinearKernel]:
     """The class that `init_nvfp4_linear_kernel` makes the kernel of.
 
@@ -59,8 +59,8 @@ def select_nvfp4_linear_kernel(
         config.compute_capability == current_compute_capability()
     )
     machine = None if here else config.compute_capability
-    if backend is not None:
-        return LINEAR_BACKENDS.select(config, explicit=backend, compute_capability=machine)
+    if linear_backend is not None:
+        return LINEAR_BACKENDS.select(config, explicit=linear_backend, compute_capability=machine)
     if from_environment := os.environ.get(BACKEND_VARIABLE):
         try:
             return LINEAR_BACKENDS.select(
