@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.attention import AttentionConfig, paged_attention
+from halfbyte.attention import AttentionConfig
 from halfbyte.kvcache import get_kv_cache_quant_method, read_tokens, reshape_and_cache
 from halfbyte.layouts import PageLayout
 
@@ -312,41 +312,3 @@ DECODE_CASES: dict[str, dict[str, Any]] = {
         "seq_lens": (9001,),
     },
 }
-
-
-def assert_graph_follows_lengths(case: Case, scales_on: str = "cuda", **options: Any) -> None:
-    """A captured call gives what the call itself gives, bit for bit, when lengths change.
-
-    Args:
-        case: of head size 128; its lengths, shorter ones and no tokens at all are replayed.
-        scales_on: device of the global scales.
-        options: of `paged_attention`.
-    """
-    arguments: dict[str, Any] = {
-        name: value.cuda() if isinstance(value, torch.Tensor) else value
-        for name, value in case.arguments().items()
-    }
-    for name in ("k_scale", "v_scale"):
-        arguments[name] = torch.tensor(arguments[name], device=scales_on)
-    query, pages = case.query.cuda(), case.pages.cuda()
-    out = torch.zeros(*query.shape[:2], 128, dtype=query.dtype, device="cuda")
-
-    def step() -> None:
-        paged_attention(query, pages, out=out, **options, **arguments)
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    for lengths in (
-        case.seq_lens,
-        [max(1, n - 1) for n in case.seq_lens],
-        [min(5, n) for n in case.seq_lens],
-        [0] * len(case.seq_lens),
-    ):
-        arguments["seq_lens"].copy_(torch.tensor(lengths, dtype=torch.int32))
-        graph.replay()
-        replayed = out.clone()
-        step()
-        assert torch.equal(out, replayed)
-    assert not out.any()

@@ -10,10 +10,10 @@ from attention.cases import (
     DECODE_CASES,
     Case,
     assert_close_to_exact,
-    assert_graph_follows_lengths,
     config,
     make_case,
 )
+from attention.graphs import assert_graph_follows_lengths
 from halfbyte.attention import ATTENTION_BACKENDS, paged_attention
 from halfbyte.dispatch import NoImplementationError
 from halfbyte.layouts import PageLayout

@@ -9,9 +9,9 @@ from attention.cases import (
     DECODE_CASES,
     Case,
     assert_close_to_exact,
-    assert_graph_follows_lengths,
     make_case,
 )
+from attention.graphs import assert_graph_follows_lengths
 from halfbyte.attention import paged_attention
 from halfbyte.kernels.attend_plan import operand_dtype
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY
