@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.utils._device
 
+from halfbyte.kernels import devices
+
 # Commands that tests start must find the package, installed or not.
 os.environ["PYTHONPATH"] = str(Path(__file__).parents[1] / "src")
 
@@ -52,6 +54,9 @@ def _poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", _poisoned(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", _poisoned(torch.Tensor.new_empty))
+    if devices._empty_on_current_gpu:
+        poisoned = _poisoned(devices._empty_on_current_gpu)
+        monkeypatch.setattr(devices, "_empty_on_current_gpu", poisoned)
 
 
 @pytest.fixture

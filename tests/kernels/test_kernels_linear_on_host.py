@@ -15,6 +15,7 @@ import torch
 import cuda_on_host
 from cuda_on_host import guarded
 from halfbyte.kernels import linear, nvrtc
+from halfbyte.kernels.devices import Memory
 from halfbyte.kernels.linear_plan import FewPlan, Machine, few_plan, k_blocks, row_units
 from halfbyte.kernels.linear_weights import DTYPES, PackedWeight
 from kernels.test_kernels_linear import dequantized, packed_weight
@@ -81,7 +82,7 @@ def on_host(compiled_in: bool = False, machine: Machine = A100) -> Iterator[None
     def load(name: str, macros: Any, functions: Any, device: Any) -> dict[str, nvrtc.Kernel]:
         kept = {key: value for key, value in macros if compiled_in or key not in OF_SHAPE}
         library = cuda_on_host.build(name, kept, capability=machine.capability)
-        return {entry: nvrtc.Kernel(getattr(library, entry), size) for entry, size in functions}
+        return {entry: nvrtc.Kernel(getattr(library, entry), size, 0) for entry, size in functions}
 
     def launch(
         kernel: nvrtc.Kernel,
@@ -95,8 +96,8 @@ def on_host(compiled_in: bool = False, machine: Machine = A100) -> Iterator[None
         shared_bytes = kernel.shared_bytes
         cuda_on_host.launch(kernel.function, grid, threads, *arguments, shared_bytes=shared_bytes)
 
-    def new_empty(x: torch.Tensor, *size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return guarded(size, dtype or x.dtype)
+    def allocate(memory: Memory, device: object) -> torch.Tensor:
+        return guarded(memory.shape, memory.dtype)
 
     linear._few_kernels.cache_clear()
     linear._few_launch.cache_clear()
@@ -105,7 +106,7 @@ def on_host(compiled_in: bool = False, machine: Machine = A100) -> Iterator[None
         patch.object(nvrtc, "launch", launch),
         cuda_on_host.tensor_maps_on_host(),
         patch.object(linear, "machine_of", lambda device: machine),
-        patch.object(torch.Tensor, "new_empty", new_empty),
+        patch.object(linear, "allocate", allocate),
     ):
         yield
     linear._few_kernels.cache_clear()

@@ -10,6 +10,7 @@ import torch
 
 from halfbyte.kernels import linear_wide as wide
 from halfbyte.kernels import nvrtc
+from halfbyte.kernels.devices import Memory
 from halfbyte.kernels.linear_weights import DTYPES, TILE_K, TILE_N
 from halfbyte.kernels.linear_wide import WidePlan, wide_plan
 from linear.machines import H200
@@ -126,7 +127,7 @@ class Launched(NamedTuple):
 
 
 def launched(shape: tuple[int, ...], n: int, plan: WidePlan | None = None) -> Launched:
-    """By a call with x of a shape; the kernel would write where `new_empty` gives ones."""
+    """By a call with x of a shape; the kernel would write where `allocate` gives ones."""
     k, dtype = shape[-1], torch.bfloat16
     calls: list[tuple[Any, int]] = []
 
@@ -134,8 +135,8 @@ def launched(shape: tuple[int, ...], n: int, plan: WidePlan | None = None) -> La
         assert overlap
         calls.append((arguments[-1], grid))
 
-    def new_empty(x: torch.Tensor, *size: int) -> torch.Tensor:
-        return torch.ones(size, dtype=x.dtype)
+    def allocate(memory: Memory, device: object) -> torch.Tensor:
+        return torch.ones(memory.shape, dtype=memory.dtype)
 
     blocks = (-(-n // TILE_N), -(-k // TILE_K) * 2)
     weight, weight_scale = (torch.empty((*blocks, size), dtype=torch.int32) for size in (512, 64))
@@ -147,7 +148,7 @@ def launched(shape: tuple[int, ...], n: int, plan: WidePlan | None = None) -> La
         patch.object(wide, "tensor_map", lambda *arguments: None),
         patch.object(wide, "_kernel", lambda *arguments: None),
         patch.object(wide, "multiprocessors", lambda device: PROCESSORS),
-        patch.object(torch.Tensor, "new_empty", new_empty),
+        patch.object(wide, "allocate", allocate),
     ):
         out = wide.linear_wide(x, *inputs, n, plan)
     wide._launch.cache_clear()

@@ -1,7 +1,7 @@
 """The W4A16 kernel for many rows: launcher and CUDA source, run on the CPU, against float64."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from ctypes import memset, string_at
 from random import Random
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ import cuda_on_host
 from cuda_on_host import guarded, needs_compiler
 from halfbyte.kernels import linear_wide as wide
 from halfbyte.kernels import nvrtc
+from halfbyte.kernels.devices import Memory
 from halfbyte.kernels.linear_weights import pack_weight
 from halfbyte.kernels.linear_wide import WidePlan, wide_plan
 from halfbyte.numerics import nvfp4
@@ -92,16 +93,15 @@ def on_host(clusters_at_once: Sequence[int]) -> Iterator[None]:
         flags = np.frombuffer(string_at(params.flags, 8 * count), np.uint64)
         return bool(np.isin(flags - np.uint64(params.raised), [0, 1]).any())
 
-    def new_empty(x: torch.Tensor, *size: int) -> torch.Tensor:
-        return guarded(size, x.dtype)
+    def allocate(memory: Memory, device: object) -> torch.Tensor:
+        return guarded(memory.shape, memory.dtype)
 
     wide._launch.cache_clear()
     with (
         patch.object(nvrtc, "launch", launch),
         cuda_on_host.tensor_maps_on_host(),
         patch.object(wide, "_kernel", kernel),
-        patch.object(wide, "current_device", lambda x: nullcontext()),
-        patch.object(torch.Tensor, "new_empty", new_empty),
+        patch.object(wide, "allocate", allocate),
     ):
         yield
     wide._launch.cache_clear()

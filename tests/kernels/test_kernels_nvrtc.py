@@ -80,7 +80,7 @@ def test_sizes_are_those_of_the_header() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_a_launch_tells_the_driver(driver: Driver, overlap: bool) -> None:
     arguments = [ctypes.c_int(value) for value in (5, 6, 7)]
-    nvrtc.launch(nvrtc.Kernel(FUNCTION, 4096), 10, 256, arguments, overlap=overlap)
+    nvrtc.launch(nvrtc.Kernel(FUNCTION, 4096, DEVICE), 10, 256, arguments, overlap=overlap)
     (config,) = (nvrtc._LaunchConfig.from_address(address) for address in driver.configs)
     assert (*config.grid, *config.block) == (10, 1, 1, 256, 1, 1)
     assert (config.shared_bytes, config.stream) == (4096, STREAM)
@@ -92,7 +92,7 @@ def test_what_a_launch_tells_the_driver(driver: Driver, overlap: bool) -> None:
 def test_launches_alike_share_what_they_tell(driver: Driver) -> None:
     """Nothing of it is written again, so several threads may launch at once."""
     for grid in (10, 10, 11):
-        nvrtc.launch(nvrtc.Kernel(FUNCTION, 0), grid, 256, [ctypes.c_int(1)])
+        nvrtc.launch(nvrtc.Kernel(FUNCTION, 0, DEVICE), grid, 256, [ctypes.c_int(1)])
     first, again, other = driver.configs
     assert first == again != other
 
@@ -101,7 +101,7 @@ def test_errors_are_named(driver: Driver) -> None:
     pytest.importorskip("cuda.bindings.driver")
     driver.status = 1
     with pytest.raises(RuntimeError, match=r"^CUDA: CUDA_ERROR_INVALID_VALUE \(1\)$"):
-        nvrtc.launch(nvrtc.Kernel(FUNCTION, 0), 1, 32, [])
+        nvrtc.launch(nvrtc.Kernel(FUNCTION, 0, DEVICE), 1, 32, [])
 
 
 def test_a_threads_first_launch_binds_the_context(
@@ -110,14 +110,14 @@ def test_a_threads_first_launch_binds_the_context(
     bound: list[int] = []
     monkeypatch.setattr(nvrtc, "_bind_context", bound.append)
     driver.first_statuses = [201]
-    nvrtc.launch(nvrtc.Kernel(FUNCTION, 0), 10, 256, [ctypes.c_int(8)])
+    nvrtc.launch(nvrtc.Kernel(FUNCTION, 0, DEVICE), 10, 256, [ctypes.c_int(8)])
     assert bound == [DEVICE]
     assert driver.functions == [FUNCTION] * 2
     assert driver.values == [8]
     pytest.importorskip("cuda.bindings.driver")
     driver.status = 201
     with pytest.raises(RuntimeError, match=r"CUDA_ERROR_INVALID_CONTEXT \(201\)"):
-        nvrtc.launch(nvrtc.Kernel(FUNCTION, 0), 10, 256, [])
+        nvrtc.launch(nvrtc.Kernel(FUNCTION, 0, DEVICE), 10, 256, [])
 
 
 @pytest.mark.parametrize(("system", "library"), [("posix", "libcuda.so.1"), ("nt", "nvcuda.dll")])

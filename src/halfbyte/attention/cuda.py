@@ -8,7 +8,6 @@ from halfbyte.attention.base import AttentionConfig, AttentionInputs, GpuAttenti
 from halfbyte.dispatch import Answer
 from halfbyte.kernels.decode import decode, make_plan
 from halfbyte.kernels.decode_variant import unsupported_reason, variant
-from halfbyte.kernels.devices import current_device
 
 _MAX_MEAN_QUERIES = 8
 """Beyond this the same pages would be unpacked again and again."""
@@ -46,8 +45,7 @@ class CudaAttention(GpuAttention):
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`."""
         if inputs.query.shape[0]:
-            with current_device(inputs.query):
-                _decode(inputs)
+            _decode(inputs)
 
 
 def _decode(inputs: AttentionInputs) -> None:

@@ -76,8 +76,7 @@ def _read(data: torch.Tensor, out: torch.Tensor, ctas: int) -> None:
         ctypes.c_uint64(data.nbytes // 16),
         ctypes.c_void_p(out.data_ptr()),
     ]
-    with torch.cuda.device(device):
-        nvrtc.launch(_kernel(device), grid, _THREADS, arguments)
+    nvrtc.launch(_kernel(device), grid, _THREADS, arguments)
 
 
 @lru_cache(maxsize=8)
@@ -89,7 +88,8 @@ def _kernel(device: int) -> nvrtc.Kernel:
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes sure that the context exists
         module = _check(driver.cuModuleLoadData(cubin))
-        return nvrtc.Kernel(_check(driver.cuModuleGetFunction(module, b"read_all")), 0)
+        function = _check(driver.cuModuleGetFunction(module, b"read_all"))
+        return nvrtc.Kernel(int(function), 0, device)
 
 
 def compile_read(architecture: str) -> bytes:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.kernels import nvrtc
-from halfbyte.kernels.devices import current_device
+from halfbyte.kernels.devices import Memory, allocate
 from halfbyte.kernels.linear_machine import dtype_macros, machine_of
 from halfbyte.kernels.linear_plan import (
     ROWS,
@@ -83,6 +83,11 @@ class _FewLaunch(NamedTuple):
     """What calls with a shape have in common."""
 
     plan: FewPlan
+    m: int
+    pad: int
+    """Zeros that rows of x need."""
+    pieces: int
+    """Of x's rows, so that sums have room."""
     kernel: nvrtc.Kernel
     grid: int
     threads: int
@@ -91,6 +96,9 @@ class _FewLaunch(NamedTuple):
     boxes: int
     """Of x, in a copy."""
     work: _FewWork
+    out: Memory
+    partial: Memory | None
+    """Sums that are joined through memory."""
     join: nvrtc.Kernel
     join_grid: int
 
@@ -120,23 +128,17 @@ def linear_few(
         `[..., n]`: sums in float32, times the global scale, plus the bias, rounded once.
     """
     device, dtype = x.device.index, x.dtype
-    *outer, k = x.shape
-    m = x.numel() // k
-    launch = _few_launch(m, n, k, dtype, device, batch_invariant, plan)
-    overlap = launch.overlap
-    x = box_rows(torch.nn.functional.pad(x, (0, -k % BOX_K)) if overlap and k % BOX_K else x)
-    partial = None
-    if launch.plan.joins_through_memory:
-        columns = row_units(n) * UNIT_ROWS
-        rows = max(1, _MOST_PARTIAL_BYTES // (4 * launch.plan.split * columns))
-        if m > rows:  # a row's bits do not depend on how many there are
-            parts = (weight, weight_scale, row_scale, bias, n)
-            # Pieces are alike, or one of a single row might be left.
-            pieces = x.view(m, x.shape[-1]).tensor_split(-(-m // rows))
-            outs = [linear_few(piece, *parts, plan=launch.plan) for piece in pieces]
-            return torch.cat(outs).view(*outer, n)
-        partial = x.new_empty(launch.plan.split, m, columns, dtype=torch.float32)
-    out = x.new_empty(*outer, n)
+    launch = _few_launch(x.shape, n, dtype, device, batch_invariant, plan)
+    overlap, m, pad = launch.overlap, launch.m, launch.pad
+    x = box_rows(torch.nn.functional.pad(x, (0, pad)) if pad else x)
+    if launch.pieces > 1:  # a row's bits do not depend on how many there are
+        parts = (weight, weight_scale, row_scale, bias, n)
+        # Pieces are alike, or one of a single row might be left.
+        pieces = x.view(m, x.shape[-1]).tensor_split(launch.pieces)
+        outs = [linear_few(piece, *parts, plan=launch.plan) for piece in pieces]
+        return torch.cat(outs).view(launch.out.shape)
+    partial = None if launch.partial is None else allocate(launch.partial, device)
+    out = allocate(launch.out, device)
     stride = row_stride(x)
     params = _FewParams(
         weight.data_ptr(),
@@ -149,41 +151,52 @@ def linear_few(
         stride,
         launch.work,
     )
-    with current_device(x):
-        x_map = _NO_MAP
-        if overlap:
-            x_map = tensor_map_of_boxes(
-                x.data_ptr(), m, x.shape[-1], stride, dtype, launch.rows_of_box, launch.boxes
-            )
-        nvrtc.launch(launch.kernel, launch.grid, launch.threads, (x_map, params), overlap=overlap)
-        if partial is not None:
-            nvrtc.launch(launch.join, launch.join_grid, _JOIN_THREADS, (params,), overlap=overlap)
+    x_map = _NO_MAP
+    if overlap:
+        x_map = tensor_map_of_boxes(
+            x.data_ptr(), m, x.shape[-1], stride, dtype, launch.rows_of_box, launch.boxes
+        )
+    nvrtc.launch(launch.kernel, launch.grid, launch.threads, (x_map, params), overlap=overlap)
+    if partial is not None:
+        nvrtc.launch(launch.join, launch.join_grid, _JOIN_THREADS, (params,), overlap=overlap)
     return out
 
 
 @lru_cache(maxsize=4096)
 def _few_launch(
-    m: int,
+    shape: torch.Size,
     n: int,
-    k: int,
     dtype: torch.dtype,
     device: int,
     batch_invariant: bool,
     plan: FewPlan | None,
 ) -> _FewLaunch:
+    *outer, k = shape
+    m = shape.numel() // k
     machine = machine_of(device)
+    overlap = machine.capability >= 90
     plan = plan or few_plan(n, k, m, machine, batch_invariant)
     kernels = _few_kernels(dtype, _few_macros(plan, n, k, m), machine.block_bytes, device)
     units = row_units(n)
+    partial, pieces = None, 1
+    if plan.joins_through_memory:
+        columns = units * UNIT_ROWS
+        pieces = -(-m // max(1, _MOST_PARTIAL_BYTES // (4 * plan.split * columns)))
+        partial = Memory.contiguous((plan.split, m, columns), torch.float32)
     return _FewLaunch(
         plan,
+        m=m,
+        pad=-k % BOX_K if overlap else 0,
+        pieces=pieces,
         kernel=kernels.few._replace(shared_bytes=plan.shared_bytes(n, k, m)),
         grid=plan.ctas_in_grid(m),
         threads=32 * plan.warps,
-        overlap=machine.capability >= 90,
+        overlap=overlap,
         rows_of_box=plan.rows_of_box(m),
         boxes=plan.piece_blocks(k) * (TILE_K // BOX_K),
         work=_FewWork(m, n, k, units, k_blocks(k), plan.groups, plan.round_units),
+        out=Memory.contiguous((*outer, n), dtype),
+        partial=partial,
         join=kernels.join,
         join_grid=-(-m * units * UNIT_ROWS // _JOIN_THREADS),
     )
@@ -255,8 +268,7 @@ def unpack(
     kernel = _unpack_kernel(dtype, device)
     grid = tiles * -(-blocks // _UNPACK_BLOCKS)
     overlap = machine_of(device).capability >= 90
-    with current_device(weight):
-        nvrtc.launch(kernel, grid, _UNPACK_THREADS, (params,), overlap=overlap)
+    nvrtc.launch(kernel, grid, _UNPACK_THREADS, (params,), overlap=overlap)
     return out
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.kernels import nvrtc
-from halfbyte.kernels.devices import current_device, multiprocessors
+from halfbyte.kernels.devices import Memory, allocate, multiprocessors
 from halfbyte.kernels.linear_weights import TILE_K, TILE_N
 from halfbyte.kernels.tensor_maps import box_rows, row_stride, tensor_map
 
@@ -201,13 +201,16 @@ class _Launch(NamedTuple):
     kernel: nvrtc.Kernel
     grid: int
     threads: int
+    m: int
+    k: int
     tokens: int
     """Rows of x in a tile."""
     work: _Work
+    out: Memory
+    workspace: Memory | None
+    """None where no tile is cut, so that clusters have nothing to tell each other."""
     partial_bytes: int
     """Of the workspace's first part, sums; flags are the second."""
-    workspace_ints: int
-    """Of 4 bytes; 0 where no tile is cut, so that clusters have nothing to tell each other."""
 
 
 def linear_wide(
@@ -228,13 +231,12 @@ def linear_wide(
         `[..., n]`: sums in float32, times the global scale, plus the bias, rounded once.
     """
     x = box_rows(x)
-    device, dtype = x.device.index, x.dtype
-    *outer, k = x.shape
-    m = x.numel() // k
-    launch = _launch(m, n, k, dtype, device, plan)
-    columns = -(-n // 8) * 8  # TMA writes rows of a multiple of 16 bytes
-    out = x.new_empty(*outer, columns)
-    workspace = weight.new_empty(launch.workspace_ints) if launch.workspace_ints else None
+    dtype = x.dtype
+    device = x.device.index
+    launch = _launch(x.shape, n, dtype, device, plan)
+    kernel, grid, threads, m, k, tokens, work, out_memory, workspace_memory, partial_bytes = launch
+    out = allocate(out_memory, device)
+    workspace = None if workspace_memory is None else allocate(workspace_memory, device)
     partial = 0 if workspace is None else workspace.data_ptr()
     params = _Params(
         weight.data_ptr(),
@@ -242,24 +244,23 @@ def linear_wide(
         row_scale.data_ptr(),
         None if bias is None else bias.data_ptr(),
         partial,
-        partial + launch.partial_bytes,
+        partial + partial_bytes,
         next(_RAISED) % 2**64,
-        launch.work,
+        work,
     )
-    with current_device(x):
-        arguments = (
-            tensor_map(x.data_ptr(), m, k, row_stride(x), dtype, launch.tokens // 2),
-            tensor_map(out.data_ptr(), m, columns, columns, dtype, _STRIP),
-            params,
-        )
-        nvrtc.launch(launch.kernel, launch.grid, launch.threads, arguments, overlap=True)
+    columns = out_memory.shape[-1]
+    x_map = tensor_map(x.data_ptr(), m, k, row_stride(x), dtype, tokens // 2)
+    out_map = tensor_map(out.data_ptr(), m, columns, columns, dtype, _STRIP)
+    nvrtc.launch(kernel, grid, threads, (x_map, out_map, params), overlap=True)
     return out if columns == n else out[..., :n].contiguous()
 
 
 @lru_cache(maxsize=4096)
 def _launch(
-    m: int, n: int, k: int, dtype: torch.dtype, device: int, plan: WidePlan | None
+    shape: torch.Size, n: int, dtype: torch.dtype, device: int, plan: WidePlan | None
 ) -> _Launch:
+    *outer, k = shape
+    m = shape.numel() // k
     plan = plan or wide_plan(n, k, m, multiprocessors(device))
     steps = plan.steps(k)
     if _most_sharers(plan, steps) > _MOST_SHARERS:
@@ -273,10 +274,16 @@ def _launch(
         _kernel(dtype, plan.tokens, device),
         grid=2 * plan.clusters,
         threads=128 * (_SHAPES[plan.tokens].groups + 1),
+        m=m,
+        k=k,
         tokens=plan.tokens,
         work=_Work(m, n, -(-n // TILE_N), steps, **work(plan, n, k, m)),
+        # TMA writes rows of a multiple of 16 bytes.
+        out=Memory.contiguous((*outer, -(-n // 8) * 8), dtype),
+        workspace=Memory.contiguous(((partial_bytes + 8 * flags) // 8,), torch.int64)
+        if plan.cut_tiles
+        else None,
         partial_bytes=partial_bytes,
-        workspace_ints=(partial_bytes + 8 * flags) // 4 if plan.cut_tiles else 0,
     )
 
 

@@ -60,10 +60,14 @@ class CompileError(RuntimeError):
 
 
 class Kernel(NamedTuple):
-    """A loaded function and the dynamic shared memory that it may use."""
+    """A loaded function."""
 
-    function: Any
+    function: int
+    """`CUfunction`."""
     shared_bytes: int
+    """Of dynamic shared memory, that it may use."""
+    device: int
+    """That it was loaded for."""
 
 
 def compile_source(name: str, macros: dict[str, int | None], architecture: str) -> bytes:
@@ -134,7 +138,7 @@ def load(
                         shared_bytes,
                     )
                 )
-            kernels[function_name] = Kernel(function, shared_bytes)
+            kernels[function_name] = Kernel(int(function), shared_bytes, device)
     return kernels
 
 
@@ -146,7 +150,7 @@ def launch(
     *,
     overlap: bool = False,
 ) -> None:
-    """Launch on the current stream, with arguments as their ctypes types say.
+    """Launch on the current stream of the kernel's GPU, with arguments as their ctypes types say.
 
     Args:
         overlap: let it start before the kernel in front of it has ended ("programmatic dependent
@@ -155,12 +159,16 @@ def launch(
     Raises:
         RuntimeError: the driver refuses it.
     """
+    function, shared_bytes, device = kernel
     # As PyTorch's compiled code does; `torch.cuda.current_stream` takes ten times as long.
-    device = torch._C._cuda_getDevice()
+    if device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            launch(kernel, grid, threads, arguments, overlap=overlap)
+        return
     stream = torch._C._cuda_getCurrentRawStream(device)
-    config = _launch_config(grid, threads, kernel.shared_bytes, stream, overlap)
+    config = _launch_config(grid, threads, shared_bytes, stream, overlap)
     pointers = _POINTERS[len(arguments)](*map(ctypes.addressof, arguments))
-    told = ctypes.addressof(config), int(kernel.function), pointers, None
+    told = ctypes.addressof(config), function, pointers, None
     status = _launcher()(*told)
     if status == _INVALID_CONTEXT:  # this thread has done nothing on a GPU yet
         _bind_context(device)

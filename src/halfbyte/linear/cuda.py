@@ -8,7 +8,7 @@ depend on it.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar
 
 import torch
@@ -44,16 +44,6 @@ _WIDE_MICROSECONDS = 4.0
 """What `linear_wide` takes in a graph besides what its plan counts, on an H200."""
 
 
-@lru_cache(maxsize=4096)
-def _way(m: int, n: int, k: int, machine: Machine) -> _Product:
-    """The fastest way known for m rows of x."""
-    if machine.capability != 90:
-        return linear_few if m <= _MOST_FEW_ROWS else linear_unpacked
-    few = few_plan(n, k, m, machine).microseconds(n, k, m, machine)
-    wide = wide_plan(n, k, m, machine.multiprocessors).microseconds(k, m)
-    return linear_few if few < wide + _WIDE_MICROSECONDS else linear_wide
-
-
 @linear_op("nvfp4_linear_cuda")
 def nvfp4_linear_cuda(
     x: torch.Tensor,
@@ -65,18 +55,42 @@ def nvfp4_linear_cuda(
     batch_invariant: bool,
 ) -> torch.Tensor:
     """x `[..., K]` times weights as `linear_weights.PackedWeight` has them, to `[..., n]`."""
-    k = x.shape[-1]
-    m = x.numel() // k
-    if not m:
-        return x.new_empty((*x.shape[:-1], n))
     rows = x if x.is_contiguous() else matrix_of(x)
     bias = None if bias is None else bias.contiguous()
-    if batch_invariant:
-        out = linear_few(rows, weight, weight_scale, row_scale, bias, n, batch_invariant=True)
-    else:
-        product = _way(m, n, k, machine_of(x.device.index))
-        out = product(rows, weight, weight_scale, row_scale, bias, n)
+    product = _product(x.shape, n, x.device.index, batch_invariant)
+    out = product(rows, weight, weight_scale, row_scale, bias, n)
     return out if rows is x else out.view(*x.shape[:-1], n)
+
+
+@lru_cache(maxsize=4096)
+def _product(shape: torch.Size, n: int, device: int, batch_invariant: bool) -> _Product:
+    k = shape[-1]
+    m = shape.numel() // k
+    if not m:
+        return _of_no_rows
+    if batch_invariant:
+        return partial(linear_few, batch_invariant=True)
+    return _way(m, n, k, machine_of(device))
+
+
+def _of_no_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    row_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    n: int,
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], n))
+
+
+def _way(m: int, n: int, k: int, machine: Machine) -> _Product:
+    """The fastest way known for m rows of x."""
+    if machine.capability != 90:
+        return linear_few if m <= _MOST_FEW_ROWS else linear_unpacked
+    few = few_plan(n, k, m, machine).microseconds(n, k, m, machine)
+    wide = wide_plan(n, k, m, machine.multiprocessors).microseconds(k, m)
+    return linear_few if few < wide + _WIDE_MICROSECONDS else linear_wide
 
 
 class CudaKernel(RowScaledKernel):
