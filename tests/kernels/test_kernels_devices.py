@@ -1,4 +1,4 @@
-"""Which GPU is current while a kernel is launched, on machines without one."""
+"""Which GPU is current while a kernel is launched, and memory there, on machines without one."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from halfbyte.kernels.devices import current_device
+from halfbyte.kernels import devices
+from halfbyte.kernels.devices import Memory, allocate, current_device
 
 
 def on(device: torch.device) -> Any:
@@ -24,3 +25,46 @@ def test_a_gpu_is_entered_only_if_it_is_another(monkeypatch: pytest.MonkeyPatch)
     other = torch.device("cuda", 2)
     current_device(on(other))
     assert entered == [other]
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (2, 3, 5), (4, 0, 3), (0,)])
+def test_contiguous_memory(shape: tuple[int, ...]) -> None:
+    memory = Memory.contiguous(shape, torch.float16)
+    assert memory == (shape, torch.empty(shape).stride(), torch.float16)
+
+
+def test_memory_comes_from_the_gpu_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directly where it is the current one."""
+    empty_strided, asked = torch.empty_strided, []
+
+    def elsewhere(shape: Any, stride: Any, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        asked.append(device)
+        return empty_strided(shape, stride, dtype=dtype)
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+
+    def direct(shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return empty_strided(shape, stride, dtype=dtype)
+
+    monkeypatch.setattr(devices, "_empty_on_current_gpu", direct)
+    monkeypatch.setattr(torch, "empty_strided", elsewhere)
+    memory = Memory.contiguous((3, 4), torch.int32)
+    for device in (1, 2):
+        made = allocate(memory, device)
+        assert (made.shape, made.stride(), made.dtype) == memory
+    assert asked == [torch.device("cuda", 2)]
+    monkeypatch.setattr(devices, "_empty_on_current_gpu", None)
+    allocate(memory, 1)
+    assert asked[1:] == [torch.device("cuda", 1)]
+
+
+@pytest.mark.gpu
+def test_gpu_memory() -> None:
+    device = torch.cuda.current_device()
+    with torch.inference_mode():
+        made = allocate(Memory.contiguous((3, 4), torch.bfloat16), device)
+        wanted = torch.empty(3, 4, dtype=torch.bfloat16, device=torch.device("cuda", device))
+    for attribute in ("shape", "dtype", "device", "requires_grad"):
+        assert getattr(made, attribute) == getattr(wanted, attribute)
+    assert made.stride() == wanted.stride()
+    assert made.is_inference()

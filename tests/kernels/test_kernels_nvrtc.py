@@ -3,6 +3,7 @@
 import ctypes
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from struct import unpack
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +88,29 @@ def test_what_a_launch_tells_the_driver(driver: Driver, overlap: bool) -> None:
     assert config.attribute_count == int(overlap)
     assert driver.functions == [FUNCTION]
     assert driver.values == [5, 6, 7]
+
+
+def test_a_kernel_runs_on_the_gpu_it_was_loaded_for(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current = [DEVICE]
+
+    @contextmanager
+    def entered(device: int) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[-1])
+    streams = {DEVICE: STREAM, DEVICE + 1: STREAM + 16}
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", streams.__getitem__)
+    for device in streams:
+        nvrtc.launch(nvrtc.Kernel(FUNCTION, 0, device), 10, 256, [ctypes.c_int(1)], overlap=True)
+    told = [nvrtc._LaunchConfig.from_address(address) for address in driver.configs]
+    assert [config.stream for config in told] == list(streams.values())
+    assert [config.attribute_count for config in told] == [1, 1]
+    assert current == [DEVICE]
 
 
 def test_launches_alike_share_what_they_tell(driver: Driver) -> None:

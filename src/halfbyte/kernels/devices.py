@@ -24,10 +24,7 @@ class Memory(NamedTuple):
     @classmethod
     def contiguous(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
         """One row after the other."""
-        stride = [1]
-        for size in shape[:0:-1]:
-            stride.append(stride[-1] * max(1, size))
-        return cls(shape, tuple(stride[::-1]), dtype)
+        return cls(shape, torch.empty(shape, device="meta").stride(), dtype)
 
 
 def allocate(memory: Memory, device: int) -> torch.Tensor:
