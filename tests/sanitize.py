@@ -179,7 +179,7 @@ def linear() -> None:
 
 def unpacked() -> None:
     """Weights written out by `linear_unpack.cu`, as GPUs other than SM90 have it for many rows."""
-    from halfbyte.kernels.linear import unpack
+    from halfbyte.kernels.linear_unpack import unpack
 
     n, k = 300, 1104
     layer, weight, scale, rows = packed_on_gpu(n, k)
@@ -200,7 +200,8 @@ def packed_on_gpu(n: int, k: int) -> tuple[Any, torch.Tensor, torch.Tensor, torc
 
 def cuts() -> None:
     """Tiles of `linear_wide.cu`, whole and cut, with more steps than its ring has places."""
-    from halfbyte.kernels.linear_wide import WidePlan, linear_wide, rows_of_pair
+    from halfbyte.kernels.linear_wide import linear_wide
+    from halfbyte.kernels.linear_wide_plan import WidePlan, rows_of_pair
 
     if torch.cuda.get_device_capability() != (9, 0):
         return

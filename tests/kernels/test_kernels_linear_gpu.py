@@ -139,7 +139,7 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
 @DTYPE
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (300, 528), (64, 16)])
 def test_unpacked_weights_are_the_dequantized_ones(n: int, k: int, dtype: torch.dtype) -> None:
-    from halfbyte.kernels.linear import unpack
+    from halfbyte.kernels.linear_unpack import unpack
 
     packed = packed_weight(n, k, dtype, "cuda")
     tensors = (packed.weight, packed.weight_scale, packed.row_scale)
@@ -153,23 +153,24 @@ def test_unpacked_weights_are_the_dequantized_ones(n: int, k: int, dtype: torch.
 def test_weights_larger_than_the_workspace(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from halfbyte.kernels import linear
+    from halfbyte.kernels import linear_unpack
 
     n, k = 300, 256
     packed = packed_weight(n, k, dtype, "cuda")
     tensors = (packed.weight, packed.weight_scale, packed.row_scale)
     x = torch.randn(500, k, device="cuda", dtype=dtype)
     bias = torch.randn(n, device="cuda", dtype=dtype)
-    whole = [linear.linear_unpacked(x, *tensors, b, n) for b in (None, bias)]
-    monkeypatch.setattr(linear, "_MOST_UNPACKED_BYTES", 128 * 2 * k)
+    whole = [linear_unpack.linear_unpacked(x, *tensors, b, n) for b in (None, bias)]
+    monkeypatch.setattr(linear_unpack, "_MOST_UNPACKED_BYTES", 128 * 2 * k)
     for out, b in zip(whole, (None, bias), strict=True):
-        pieces = linear.linear_unpacked(x, *tensors, b, n)
+        pieces = linear_unpack.linear_unpacked(x, *tensors, b, n)
         torch.testing.assert_close(pieces, out, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("m", [1, 16, 500])
 def test_in_a_graph(m: int) -> None:
-    from halfbyte.kernels.linear import linear_few, linear_unpacked
+    from halfbyte.kernels.linear import linear_few
+    from halfbyte.kernels.linear_unpack import linear_unpacked
 
     n, k = 640, 1024
     packed = packed_weight(n, k, torch.bfloat16, "cuda")

@@ -14,7 +14,7 @@ import torch
 
 import cuda_on_host
 from cuda_on_host import guarded
-from halfbyte.kernels import linear, nvrtc
+from halfbyte.kernels import linear, linear_unpack, nvrtc
 from halfbyte.kernels.devices import Memory
 from halfbyte.kernels.linear_plan import FewPlan, Machine, few_plan, k_blocks, row_units
 from halfbyte.kernels.linear_weights import DTYPES, PackedWeight
@@ -106,6 +106,7 @@ def on_host(compiled_in: bool = False, machine: Machine = A100) -> Iterator[None
         patch.object(nvrtc, "launch", launch),
         cuda_on_host.tensor_maps_on_host(),
         patch.object(linear, "machine_of", lambda device: machine),
+        patch.object(linear_unpack, "machine_of", lambda device: machine),
         patch.object(linear, "allocate", allocate),
     ):
         yield
@@ -239,7 +240,7 @@ def test_unpacked_weights_are_the_dequantized_ones(dtype: torch.dtype) -> None:
     with on_host():
         for first, rows in ((0, n), (128, 33)):
             tensors = (packed.weight, packed.weight_scale, packed.row_scale)
-            out = linear.unpack(*tensors, first, rows, k, dtype)
+            out = linear_unpack.unpack(*tensors, first, rows, k, dtype)
             assert torch.equal(out, wanted[first : first + rows])
 
 

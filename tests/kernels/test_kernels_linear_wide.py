@@ -1,6 +1,5 @@
-"""The W4A16 kernel for many rows: its plans, its compilation and what a launch is given."""
+"""The W4A16 kernel for many rows: its compilation and what a launch is given."""
 
-from itertools import pairwise
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -12,12 +11,12 @@ from halfbyte.kernels import linear_wide as wide
 from halfbyte.kernels import nvrtc
 from halfbyte.kernels.devices import Memory
 from halfbyte.kernels.linear_weights import DTYPES, TILE_K, TILE_N
-from halfbyte.kernels.linear_wide import WidePlan, wide_plan
+from halfbyte.kernels.linear_wide_plan import WidePlan, rows_of_pair, wide_plan
+from kernels.test_kernels_linear_wide_plan import WEIGHTS
 from linear.machines import H200
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 PROCESSORS = H200.multiprocessors
-SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (200, 144), (48, 16), (128256, 4096)]
 
 
 @DTYPE
@@ -28,58 +27,8 @@ def test_kernel_compiles(tokens: int, dtype: torch.dtype) -> None:
     assert nvrtc.compile_source("linear_wide", options, "sm_90a")[:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize("m", [1, 33, 64, 128, 129, 300, 1024, 4096])
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_plans_cover_all_tiles(n: int, k: int, m: int) -> None:
-    plan = wide_plan(n, k, m, PROCESSORS)
-    tiles = -(-n // wide.rows_of_pair(plan.tokens)) * -(-m // plan.tokens)
-    assert 0 <= plan.tiles - tiles < plan.clusters
-    # Whole turns of all clusters behind the tiles that are cut.
-    assert (plan.tiles - plan.cut_tiles) % plan.clusters == 0
-    assert plan.cut_tiles <= tiles
-    assert plan.cut_tiles == 0 or plan.cut_tiles * plan.steps(k) >= plan.clusters
-    assert max(plan.sharers(plan.steps(k)), default=0) <= 32
-
-
-def test_tiles_are_not_cut_where_x_outgrows_the_cache() -> None:
-    """Clusters at different k read nothing that others have read; see `WidePlan.microseconds`."""
-    plan = wide_plan(4096, 14336, 4096, 132)
-    assert plan.cut_tiles == 0
-    tiles = 16 * 16
-    cut = WidePlan(256, tiles, 66, 66 + tiles % 66, 2)
-    assert cut.microseconds(14336, 4096) > 1.05 * plan.microseconds(14336, 4096)
-    # With fewer rows the same cut would be worth it.
-    assert cut.microseconds(14336, 1024) < plan.microseconds(14336, 1024)
-    assert wide_plan(28672, 4096, 512, 132).cut_tiles > 0
-
-
-def test_prompts_of_about_a_length_share_a_plan() -> None:
-    """Serving meets a new length with every prompt."""
-    plans = {wide_plan(6144, 4096, m, PROCESSORS) for m in range(961, 1025)}
-    assert len(plans) == 1
-    (plan,) = plans
-    assert plan is wide_plan(6144, 4096, 1000, PROCESSORS)
-
-
-@pytest.mark.parametrize("crossing", [0, 1, 2])
-@pytest.mark.parametrize(("cut_tiles", "clusters"), [(1, 1), (4, 3), (4, 32), (24, 66), (112, 66)])
-def test_sharers_are_clusters_with_steps(cut_tiles: int, clusters: int, crossing: int) -> None:
-    steps = 9
-    line = steps + crossing
-    spans = [cut_tiles * line * i // clusters for i in range(clusters + 1)]
-    wanted = tuple(
-        sum(a < (tile + 1) * line and b > tile * line + crossing for a, b in pairwise(spans))
-        for tile in range(cut_tiles)
-    )
-    assert WidePlan(64, cut_tiles, clusters, cut_tiles, crossing).sharers(steps) == wanted
-
-
-def test_many_rows_take_large_tiles() -> None:
-    assert [wide_plan(28672, 4096, m, PROCESSORS).tokens for m in (33, 128, 4096)] == [64, 128, 256]
-
-
 @pytest.mark.parametrize("m", [40, 200, 520, 1500, 20000])
-@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize(("n", "k"), WEIGHTS)
 def test_kernels_divide_as_plans_do(n: int, k: int, m: int) -> None:
     """Multiplying by rounded inverses (`linear_wide_work.cuh`) finds the same tiles and spans."""
     for tokens in (64, 128, 256):
@@ -97,7 +46,7 @@ def test_kernels_divide_as_plans_do(n: int, k: int, m: int) -> None:
             return number * span + quotient("clusters", number * work["more"], work)
 
         for tile in {*range(min(work["tiles"], 300)), work["tiles"] - 1}:
-            assert quotient("row_pairs", tile) == tile // -(-n // wide.rows_of_pair(tokens))
+            assert quotient("row_pairs", tile) == tile // -(-n // rows_of_pair(tokens))
         begins = [span_begin(number) for number in range(plan.clusters + 1)]
         assert begins == [places * number // plan.clusters for number in range(plan.clusters + 1)]
         for number, place in enumerate(begins[: plan.clusters] if places else []):
@@ -178,7 +127,7 @@ def test_workspace_of_tiles_that_are_cut() -> None:
     tokens, clusters = 64, 5
     params = launched((128, 512), 700, WidePlan(tokens, 6, clusters, 6)).params
     places = 2 * clusters
-    floats = places * tokens * wide.rows_of_pair(tokens) // 2
+    floats = places * tokens * rows_of_pair(tokens) // 2
     assert params.flags == params.partial + 4 * floats
     assert params.flags % 8 == 0
     params = launched((128, 512), 700, WidePlan(tokens, 10, clusters, 0)).params

@@ -7,7 +7,7 @@ import torch
 
 from halfbyte.kernels import linear_wide as wide
 from halfbyte.kernels.linear_weights import DTYPES, pack_weight
-from halfbyte.kernels.linear_wide import WidePlan, wide_plan
+from halfbyte.kernels.linear_wide_plan import WidePlan, rows_of_pair, wide_plan
 from halfbyte.numerics import nvfp4
 from linear.machines import H200
 
@@ -82,7 +82,7 @@ def test_tiles_that_are_cut_anywhere(clusters: int, dtype: torch.dtype) -> None:
     n, k, m = 700, 1024, 200
     case = make_case(n, k, m, dtype)
     for tokens in (64, 128, 256):
-        tiles = -(-n // wide.rows_of_pair(tokens)) * -(-m // tokens)
+        tiles = -(-n // rows_of_pair(tokens)) * -(-m // tokens)
         assert_close(case.product(WidePlan(tokens, tiles, clusters, tiles)), case)
 
 
@@ -92,7 +92,7 @@ def test_whole_tiles_after_those_that_are_cut(tokens: int, dtype: torch.dtype) -
     needs_sm90()
     n, k, m, clusters = 700, 512, 500, 3
     case = make_case(n, k, m, dtype)
-    tiles = -(-n // wide.rows_of_pair(tokens)) * -(-m // tokens)
+    tiles = -(-n // rows_of_pair(tokens)) * -(-m // tokens)
     plan = WidePlan(tokens, tiles, clusters, clusters + tiles % clusters, 2)
     assert plan.cut_tiles < tiles
     assert_close(case.product(plan), case)
@@ -136,7 +136,7 @@ def test_graphs_that_run_at_once(tokens: int, crossing: int) -> None:
     needs_sm90()
     n, k, m = 1536, 4096, 250
     case = make_case(n, k, m, torch.bfloat16)
-    tiles = n // wide.rows_of_pair(tokens) * -(-m // tokens)
+    tiles = n // rows_of_pair(tokens) * -(-m // tokens)
     plan = WidePlan(tokens, tiles, 66, tiles, crossing)
     wanted = case.product(plan)
     assert_close(wanted, case)

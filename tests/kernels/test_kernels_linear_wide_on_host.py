@@ -17,7 +17,14 @@ from halfbyte.kernels import linear_wide as wide
 from halfbyte.kernels import nvrtc
 from halfbyte.kernels.devices import Memory
 from halfbyte.kernels.linear_weights import pack_weight
-from halfbyte.kernels.linear_wide import WidePlan, wide_plan
+from halfbyte.kernels.linear_wide_plan import (
+    GROUP_ROWS,
+    MOST_SHARERS,
+    SHAPES,
+    WidePlan,
+    rows_of_pair,
+    wide_plan,
+)
 from halfbyte.numerics import nvfp4
 
 pytestmark = needs_compiler
@@ -89,7 +96,7 @@ def on_host(clusters_at_once: Sequence[int]) -> Iterator[None]:
 
     def flags_left(params: Any, grid: int, threads: int) -> bool:
         """A replay would take them for its own."""
-        count = grid * (threads // 128 - 1) * wide._MOST_SHARERS
+        count = grid * (threads // 128 - 1) * MOST_SHARERS
         flags = np.frombuffer(string_at(params.flags, 8 * count), np.uint64)
         return bool(np.isin(flags - np.uint64(params.raised), [0, 1]).any())
 
@@ -133,7 +140,7 @@ def test_products(tokens: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tokens", [64, 128, 256])
 def test_a_ring_that_goes_round(tokens: int) -> None:
     """Nothing comes to a stage while a matmul still reads it."""
-    n, m, k = 70, tokens + 20, 2 * wide._SHAPES[tokens].stages * wide._SHAPES[tokens].step
+    n, m, k = 70, tokens + 20, 2 * SHAPES[tokens].stages * SHAPES[tokens].step
     case, plan = make_case(n, k, m), WidePlan(tokens, 2, 1, 0)
     for _ in range(3):
         assert_product(product(case, plan), case)
@@ -145,7 +152,7 @@ def test_a_ring_that_goes_round(tokens: int) -> None:
 def test_tiles_that_are_cut(clusters: int, crossing: int, at_once: int) -> None:
     n, k, m, tokens = 300, 512, 70, 64
     case = make_case(n, k, m)
-    tiles = -(-n // wide.rows_of_pair(tokens)) * -(-m // tokens)
+    tiles = -(-n // rows_of_pair(tokens)) * -(-m // tokens)
     out = product(case, WidePlan(tokens, tiles, clusters, tiles, crossing), at_once)
     assert_product(out, case)
 
@@ -190,7 +197,7 @@ def test_clusters_that_run_at_once_finish_a_tile_together() -> None:
     case, plan = make_case(256, 768, 60), WidePlan(64, 1, 2, 1)
     alone = sums_nobody_left(case, plan, 1)
     together = [sums_nobody_left(case, plan, 2) for _ in range(8)]
-    share = (64 // 2) * wide.GROUP_ROWS
+    share = (64 // 2) * GROUP_ROWS
     assert all((found - alone) % share == 0 for found in together)
     assert max(together) > alone
 
@@ -200,7 +207,7 @@ def test_random_plans() -> None:
     for seed in range(8):
         tokens = 64
         n, k, m = rng.randint(1, 600), 16 * rng.randint(1, 40), rng.randint(1, 200)
-        tiles = -(-n // wide.rows_of_pair(tokens)) * -(-m // tokens)
+        tiles = -(-n // rows_of_pair(tokens)) * -(-m // tokens)
         steps = WidePlan(tokens, tiles, 1, 0).steps(k)
         clusters = rng.randint(1, min(6, tiles * steps))
         cut = clusters * (tiles > clusters) + tiles % clusters

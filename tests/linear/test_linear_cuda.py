@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from halfbyte.kernels.linear import linear_few, linear_unpacked
+from halfbyte.kernels.linear import linear_few
 from halfbyte.kernels.linear_machine import machine_of
 from halfbyte.kernels.linear_plan import Machine
+from halfbyte.kernels.linear_unpack import linear_unpacked
 from halfbyte.kernels.linear_wide import linear_wide
 from halfbyte.linear import LINEAR_BACKENDS, NvFp4Linear, NvFp4LinearLayerConfig
 from halfbyte.linear.cuda import CudaKernel, _way

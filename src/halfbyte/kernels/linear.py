@@ -1,9 +1,7 @@
-"""Launchers of the W4A16 kernels on NVIDIA GPUs: few rows of x, and weights unpacked for many.
+"""Launcher of the W4A16 kernel for few rows of x on NVIDIA GPUs.
 
-Weights are in the order of `linear_weights`. `linear_few` (`linear.cu`) streams them once for up to
-32 rows, at the speed of memory up to 16 or so; `linear_unpacked` (`linear_unpack.cu`) writes them
-out in 16 bits and leaves the product to cuBLAS. Neither waits for the host; both can be captured in
-a CUDA graph.
+Weights are in the order of `linear_weights`. `linear.cu` streams them once for up to 32 rows of x,
+at the speed of memory up to 16 or so.
 """
 
 import ctypes
@@ -24,7 +22,7 @@ from halfbyte.kernels.linear_plan import (
     k_blocks,
     row_units,
 )
-from halfbyte.kernels.linear_weights import TILE_K, TILE_N, PackedWeight
+from halfbyte.kernels.linear_weights import TILE_K, PackedWeight
 from halfbyte.kernels.tensor_maps import (
     BOX_K,
     TensorMap,
@@ -33,16 +31,11 @@ from halfbyte.kernels.tensor_maps import (
     tensor_map_of_boxes,
 )
 
-_MOST_UNPACKED_BYTES = 2**28
-"""Of the workspace for unpacked weights; larger ones are unpacked and multiplied in pieces."""
 _MOST_PARTIAL_BYTES = 2**28
 """Of sums that are joined through memory; those of more rows of x are computed in pieces."""
 _NO_MAP = TensorMap()
 """Without TMA, x is read as the parameters say."""
 _JOIN_THREADS = 256
-_UNPACK_THREADS = 128
-_UNPACK_BLOCKS = 4
-"""64 k each, of a CTA that unpacks."""
 
 
 class _FewWork(ctypes.Structure):
@@ -62,15 +55,6 @@ class _FewParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("bias", "out", "partial")),
         ("x_stride", ctypes.c_uint64),
         ("work", _FewWork),
-    )
-
-
-class _UnpackParams(ctypes.Structure):
-    """`Params` of `linear_unpack.cu`."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "weight_scale", "row_scale", "out")),
-        *((name, ctypes.c_int) for name in ("rows", "k", "blocks")),
     )
 
 
@@ -202,82 +186,7 @@ def _few_launch(
     )
 
 
-def linear_unpacked(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    row_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    n: int,
-) -> torch.Tensor:
-    """x times NVFP4 weights, which are written out in x's dtype first; arguments as `linear_few`.
-
-    The workspace is PyTorch's, freed after the call, so that layers share it, in CUDA graphs too.
-    """
-    x = box_rows(x)  # as libraries want their operands, too
-    *outer, k = x.shape
-    rows = _MOST_UNPACKED_BYTES // (x.element_size() * k) // TILE_N * TILE_N
-    if n <= rows:
-        unpacked = unpack(weight, weight_scale, row_scale, 0, n, k, x.dtype)
-        return torch.nn.functional.linear(x, unpacked, bias)
-    x = x.reshape(-1, k)
-    out = x.new_empty(x.shape[0], n)
-    for start in range(0, n, rows):
-        piece = slice(start, min(n, start + rows))
-        unpacked = unpack(
-            weight, weight_scale, row_scale, start, piece.stop - start, k, x.dtype
-        ).t()
-        if bias is None:
-            torch.mm(x, unpacked, out=out[:, piece])
-        else:
-            torch.addmm(bias[piece], x, unpacked, out=out[:, piece])
-    return out.view(*outer, n)
-
-
-def unpack(
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    row_scale: torch.Tensor,
-    first_row: int,
-    rows: int,
-    k: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Dequantized weights `[rows, k]`, bit for bit as `numerics.nvfp4.dequantize` gives them.
-
-    Args:
-        weight, weight_scale, row_scale: as `linear_weights.PackedWeight` has them.
-        first_row: a multiple of 64.
-        rows: how many from there.
-        k: of the unpadded weight.
-        dtype: that the weights are packed for.
-    """
-    device = weight.device.index
-    tile, tiles = first_row // TILE_N, -(-rows // TILE_N)
-    blocks = weight.shape[1]
-    out = weight.new_empty(rows, k, dtype=dtype)
-    params = _UnpackParams(
-        _address(weight, tile),
-        _address(weight_scale, tile),
-        _address(row_scale, first_row),
-        out.data_ptr(),
-        rows,
-        k,
-        blocks,
-    )
-    kernel = _unpack_kernel(dtype, device)
-    grid = tiles * -(-blocks // _UNPACK_BLOCKS)
-    overlap = machine_of(device).capability >= 90
-    nvrtc.launch(kernel, grid, _UNPACK_THREADS, (params,), overlap=overlap)
-    return out
-
-
-def _address(tensor: torch.Tensor, index: int) -> int:
-    """Of `tensor[index]`, without a view."""
-    return tensor.data_ptr() + index * tensor.stride(0) * tensor.element_size()
-
-
-def compile_kernels(packed: PackedWeight, batch_invariant: bool, device: int) -> None:
+def compile_few(packed: PackedWeight, batch_invariant: bool, device: int) -> None:
     """Compile all that calls with a weight may need, so that none does in a graph's capture."""
     machine = machine_of(device)
     n, k = packed.n, packed.k
@@ -289,7 +198,6 @@ def compile_kernels(packed: PackedWeight, batch_invariant: bool, device: int) ->
 
     with ThreadPoolExecutor(len(variants)) as pool:
         list(pool.map(compile_one, variants))
-    _unpack_kernel(packed.dtype, device)
 
 
 def _few_macros(plan: FewPlan, n: int, k: int, m: int) -> tuple[tuple[str, int], ...]:
@@ -307,8 +215,3 @@ def _few_kernels(
         device,
     )
     return _FewKernels(kernels["linear_few"], kernels["linear_join"])
-
-
-def _unpack_kernel(dtype: torch.dtype, device: int) -> nvrtc.Kernel:
-    functions = (("linear_unpack", 0),)
-    return nvrtc.load("linear_unpack", dtype_macros(dtype), functions, device)["linear_unpack"]

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
-from halfbyte.kernels.linear import compile_kernels, linear_few, linear_unpacked
+from halfbyte.kernels.linear import compile_few, linear_few
 from halfbyte.kernels.linear_machine import machine_of
 from halfbyte.kernels.linear_plan import Machine, few_plan
+from halfbyte.kernels.linear_unpack import compile_unpack, linear_unpacked
 from halfbyte.kernels.linear_weights import (
     DTYPES,
     TILE_K,
@@ -25,7 +26,8 @@ from halfbyte.kernels.linear_weights import (
     pack_weight,
     unpack_weight,
 )
-from halfbyte.kernels.linear_wide import compile_wide, linear_wide, wide_plan
+from halfbyte.kernels.linear_wide import compile_wide, linear_wide
+from halfbyte.kernels.linear_wide_plan import wide_plan
 from halfbyte.linear.base import NvFp4LinearLayerConfig
 from halfbyte.linear.ops import linear_op
 from halfbyte.linear.row_scaled import RowScaledKernel
@@ -144,7 +146,8 @@ class CudaKernel(RowScaledKernel):
         setattr(layer, "weights_padding_cols", padding // 2)  # noqa: B010 (mypy takes it for a tensor)
         self._zeroed = packed.zeroed
         device = packed.weight.device
-        compile_kernels(packed, self.config.batch_invariant, device.index)
+        compile_few(packed, self.config.batch_invariant, device.index)
+        compile_unpack(packed.dtype, device.index)
         if machine_of(device.index).capability == 90 and not self.config.batch_invariant:
             compile_wide(packed.dtype, device.index)
         # The kernels read weights before the kernel in front of them has ended.

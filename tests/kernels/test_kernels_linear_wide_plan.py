@@ -1,0 +1,61 @@
+"""How the work of the W4A16 kernel for many rows is cut up."""
+
+from itertools import pairwise
+
+import pytest
+
+from halfbyte.kernels.linear_wide_plan import WidePlan, rows_of_pair, wide_plan
+from linear.machines import H200
+
+PROCESSORS = H200.multiprocessors
+WEIGHTS = [(6144, 4096), (28672, 4096), (4096, 14336), (200, 144), (48, 16), (128256, 4096)]
+
+
+@pytest.mark.parametrize("m", [1, 33, 64, 128, 129, 300, 1024, 4096])
+@pytest.mark.parametrize(("n", "k"), WEIGHTS)
+def test_plans_cover_all_tiles(n: int, k: int, m: int) -> None:
+    plan = wide_plan(n, k, m, PROCESSORS)
+    tiles = -(-n // rows_of_pair(plan.tokens)) * -(-m // plan.tokens)
+    assert 0 <= plan.tiles - tiles < plan.clusters
+    # Whole turns of all clusters behind the tiles that are cut.
+    assert (plan.tiles - plan.cut_tiles) % plan.clusters == 0
+    assert plan.cut_tiles <= tiles
+    assert plan.cut_tiles == 0 or plan.cut_tiles * plan.steps(k) >= plan.clusters
+    assert max(plan.sharers(plan.steps(k)), default=0) <= 32
+
+
+def test_tiles_are_not_cut_where_x_outgrows_the_cache() -> None:
+    """Clusters at different k read nothing that others have read; see `WidePlan.microseconds`."""
+    plan = wide_plan(4096, 14336, 4096, 132)
+    assert plan.cut_tiles == 0
+    tiles = 16 * 16
+    cut = WidePlan(256, tiles, 66, 66 + tiles % 66, 2)
+    assert cut.microseconds(14336, 4096) > 1.05 * plan.microseconds(14336, 4096)
+    # With fewer rows the same cut would be worth it.
+    assert cut.microseconds(14336, 1024) < plan.microseconds(14336, 1024)
+    assert wide_plan(28672, 4096, 512, 132).cut_tiles > 0
+
+
+def test_prompts_of_about_a_length_share_a_plan() -> None:
+    """Serving meets a new length with every prompt."""
+    plans = {wide_plan(6144, 4096, m, PROCESSORS) for m in range(961, 1025)}
+    assert len(plans) == 1
+    (plan,) = plans
+    assert plan is wide_plan(6144, 4096, 1000, PROCESSORS)
+
+
+@pytest.mark.parametrize("crossing", [0, 1, 2])
+@pytest.mark.parametrize(("cut_tiles", "clusters"), [(1, 1), (4, 3), (4, 32), (24, 66), (112, 66)])
+def test_sharers_are_clusters_with_steps(cut_tiles: int, clusters: int, crossing: int) -> None:
+    steps = 9
+    line = steps + crossing
+    spans = [cut_tiles * line * i // clusters for i in range(clusters + 1)]
+    wanted = tuple(
+        sum(a < (tile + 1) * line and b > tile * line + crossing for a, b in pairwise(spans))
+        for tile in range(cut_tiles)
+    )
+    assert WidePlan(64, cut_tiles, clusters, cut_tiles, crossing).sharers(steps) == wanted
+
+
+def test_many_rows_take_large_tiles() -> None:
+    assert [wide_plan(28672, 4096, m, PROCESSORS).tokens for m in (33, 128, 4096)] == [64, 128, 256]
