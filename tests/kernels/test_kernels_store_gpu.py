@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from halfbyte.kernels.encode import multiply_two_parts, reciprocal_of
+from halfbyte.kernels.encode_floats import multiply_two_parts, reciprocal_of
 from halfbyte.kernels.store import store_tokens
 
 pytestmark = pytest.mark.gpu

@@ -11,14 +11,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from halfbyte.kernels.encode import (
-    encode_block_fp4,
-    encode_fp8,
-    encode_nvfp4,
-    to_bfloat16,
-    to_float16,
-    to_float32,
-)
+from halfbyte.kernels.encode import encode_block_fp4, encode_fp8, encode_nvfp4
+from halfbyte.kernels.encode_floats import to_bfloat16, to_float16, to_float32
 from halfbyte.layouts import PageLayout
 
 ROW = 16
