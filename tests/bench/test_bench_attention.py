@@ -114,7 +114,7 @@ def test_only_some_pairs_of_format_and_head_size_are_compiled() -> None:
     [
         (decode("llama", 1, 30), True),
         (prefill("llama", 1, 30), True),
-        (prefill("llama", 1, 30, 2), False),
+        (prefill("llama", 1, 30, 2), True),
         (decode("llama", 1, 30, ragged=True), False),
         (decode("gpt-oss", 1, 30), False),
         (decode("gemma", 1, 30), False),
@@ -124,6 +124,26 @@ def test_only_some_pairs_of_format_and_head_size_are_compiled() -> None:
 )
 def test_sdpa_takes_part_where_it_can_do_the_work(case: Case, expected: bool) -> None:
     assert bool(sdpa_peers(case, CPU)) == expected
+
+
+def test_sdpa_prefills_on_cached_tokens() -> None:
+    call = sdpa_peers(prefill("llama", 1, 5, 3), CPU)["sdpa_fp32"]()[0]
+    query, key, value = call.args  # type: ignore[attr-defined]
+    assert (query.shape, key.shape) == ((1, 32, 5, 128), (1, 32, 8, 128))
+    scores = query @ key.transpose(2, 3) / 128**0.5
+    later = torch.arange(8)[None, :] > 3 + torch.arange(5)[:, None]
+    exact = scores.masked_fill(later, float("-inf")).softmax(-1) @ value
+    torch.testing.assert_close(call(), exact)
+
+
+@pytest.mark.gpu
+def test_gpu_sdpa_prefills_on_cached_tokens() -> None:
+    call = sdpa_peers(prefill("llama", 1, 5, 3), torch.device("cuda"))["sdpa_bf16"]()[0]
+    query, key, value = (x.double() for x in call.args)  # type: ignore[attr-defined]
+    key, value = (x.repeat_interleave(4, 1) for x in (key, value))
+    later = torch.arange(8)[None, :] > 3 + torch.arange(5)[:, None]
+    exact = F.scaled_dot_product_attention(query, key, value, attn_mask=~later.cuda())
+    torch.testing.assert_close(call().double(), exact, rtol=2e-2, atol=2e-2)
 
 
 def test_sdpa_decodes_with_the_group_folded_into_queries() -> None:

@@ -9,6 +9,7 @@ decoding, the group folded into its query dimension, which is far faster than `e
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,13 +58,12 @@ def flashinfer_peers(case: Case, dtype: str) -> dict[str, Callable[[Cache, Queri
 
 def sdpa_peers(case: Case, device: torch.device) -> dict[str, Callable[[], Calls]]:
     """Makers of calls on dense K and V; none where SDPA cannot do the work as it is."""
-    whole = case.kind == "prefill" and case.query_tokens == case.context
-    plain = case.kind == "decode" and case.query_tokens == 1
-    if case.ragged or case.sinks or not (whole or plain):
+    plain = case.kind == "prefill" or (case.kind == "decode" and case.query_tokens == 1)
+    if case.ragged or case.sinks or not plain:
         return {}
     # On a CPU float32 as well, which can be the faster.
     dtypes = [torch.bfloat16, torch.float32] if device.type == "cpu" else [torch.bfloat16]
-    make = _sdpa_prefill if whole else _sdpa_decode
+    make = _sdpa_prefill if case.kind == "prefill" else _sdpa_decode
     return {f"sdpa_{short_name(str(x)[6:])}": partial(make, case, x, device) for x in dtypes}
 
 
@@ -152,8 +152,21 @@ def _sdpa_prefill(case: Case, dtype: torch.dtype, device: torch.device) -> Calls
     key_values = _dense(case, dtype, device, case.kv_heads, repeat)
     shape = (case.batch, case.heads, case.query_tokens, case.head_size)
     query = torch.randn(shape, dtype=dtype, device=device)
-    attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=repeat == 1)
+    causal: dict[str, Any] = {"is_causal": True}
+    if case.query_tokens < case.context:
+        causal = {"attn_mask": _mask_of_the_last(case.query_tokens, case.context, device)}
+    attend = partial(F.scaled_dot_product_attention, enable_gqa=repeat == 1, **causal)
     return [partial(attend, query, *kv) for kv in key_values]
+
+
+def _mask_of_the_last(queries: int, keys: int, device: torch.device) -> torch.Tensor:
+    """Causal, for queries at the end of the keys."""
+    if device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right
+
+        return causal_lower_right(queries, keys)
+    # There, PyTorch would make this of it in every call.
+    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
 
 
 def _dense(
