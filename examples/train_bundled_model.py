@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import lzma
 import math
 import time
 from collections.abc import Iterator
@@ -35,27 +34,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from bundled_corpus import Corpus, load_corpus
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from bundled_corpus import load_corpus
+from bundled_measurements import CONTEXT, measure, nats_per_token, shift_right
+from bundled_tokenizer import encode, train_tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-END_OF_TEXT = "<|endoftext|>"
-PROMPTS = ("def read(self, n):", "import os", "class Stack:\n    def __init__(self):")
-CONTEXT = 2048
 IGNORED = -100  # the label that cross_entropy skips
-
-# How text is cut before the merges are learned: a word may take one leading character along
-# (" self", ".append", "_name"), numbers come in groups of three, and a newline keeps the
-# indentation that follows it, which in Python says more about the newline than about the word.
-PRE_TOKENS = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}+"
-    r"|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+"
-    r"|[\r\n]+[ \t]*"
-    r"|[^\S\r\n]+(?=[^\S\r\n])"
-    r"|\s+"
-)
 
 
 @dataclass(frozen=True)
@@ -77,44 +62,6 @@ class Recipe:
     dropout: float = 0.2
     copy_share: float = 0.2
     seed: int = 0
-
-
-def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Learn a byte-level BPE vocabulary that reproduces any text exactly."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PRE_TOKENS), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    # Every text begins as it did in training; without it the model continues far worse.
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{END_OF_TEXT} $A",
-        pair=f"{END_OF_TEXT} $A {END_OF_TEXT}:1 $B:1",
-        special_tokens=[(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))],
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[Tensor]:
-    """Token ids of each text, without special tokens."""
-    ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    return [torch.tensor(row, dtype=torch.long) for row in ids]
 
 
 def build_model(recipe: Recipe, end_of_text: int) -> Qwen3ForCausalLM:
@@ -243,11 +190,6 @@ def with_copies(
     return windows, windows.masked_fill(in_source, IGNORED)
 
 
-def shift_right(windows: Tensor, end_of_text: int) -> Tensor:
-    """The inputs that predict ``windows``: every window is read as if a text began there."""
-    return F.pad(windows[:, :-1], (1, 0), value=end_of_text)
-
-
 def learning_rate_factor(step: int, recipe: Recipe) -> float:
     """Linear warm-up, then a cosine to zero."""
     if step < recipe.warmup:
@@ -308,135 +250,6 @@ def train(
             log.append(entry)
             print(json.dumps(entry), flush=True)
     return log
-
-
-@torch.no_grad()
-def nats_per_token(
-    model: Qwen3ForCausalLM, ids: Tensor, end_of_text: int, overlap: int = 0
-) -> Tensor:
-    """What each token of a text costs, read in windows of CONTEXT tokens.
-
-    A window is the end-of-text token and CONTEXT - 1 tokens of text.  With ``overlap``, each
-    window but the first starts that many tokens early, and these are read but not counted again.
-    """
-    was_training = model.training
-    model.eval()
-    width = CONTEXT - 1
-    costs = []
-    done = 0
-    while done < len(ids):
-        start = max(0, done - overlap)
-        window = ids[start : start + width].unsqueeze(0)
-        logits = model(input_ids=shift_right(window, end_of_text), use_cache=False).logits
-        cost = F.cross_entropy(logits[0].float(), window[0], reduction="none")
-        costs.append(cost[done - start :])
-        done = start + window.shape[1]
-    model.train(was_training)
-    return torch.cat(costs)
-
-
-def measure_compression(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: dict[str, str]
-) -> dict[str, object]:
-    """Bits per byte of the model and of ``xz -9`` on whole files."""
-    device = model.device
-    end_of_text = tokenizer.eos_token_id
-    files: dict[str, dict[str, float]] = {}
-    totals = {"plain": 0.0, "sliding": 0.0, "xz": 0.0}
-    size = 0
-    for name, text in texts.items():
-        raw = text.encode()
-        ids = encode(tokenizer, [text])[0].to(device)
-        bits = {
-            "plain": nats_per_token(model, ids, end_of_text).sum().item() / math.log(2),
-            "sliding": nats_per_token(model, ids, end_of_text, CONTEXT // 2).sum().item()
-            / math.log(2),
-            "xz": 8.0 * len(lzma.compress(raw, preset=9)),
-        }
-        size += len(raw)
-        for key, value in bits.items():
-            totals[key] += value
-        files[name] = {"bytes": len(raw), "tokens": len(ids)} | {
-            f"{key}_bpb": round(value / len(raw), 4) for key, value in bits.items()
-        }
-    joined = 8 * len(lzma.compress("".join(texts.values()).encode(), preset=9)) / size
-    plain = totals["plain"] / size
-    return {
-        "bytes": size,
-        "model_bpb": round(plain, 4),
-        "model_sliding_bpb": round(totals["sliding"] / size, 4),
-        "xz_per_file_bpb": round(totals["xz"] / size, 4),
-        "xz_joined_bpb": round(joined, 4),
-        "model_over_xz_joined": round(plain / joined, 4),
-        "files": files,
-    }
-
-
-@torch.no_grad()
-def copy_ratios(model: Qwen3ForCausalLM, texts: Tensor, length: int, end_of_text: int) -> Tensor:
-    """What repeating the first ``length`` tokens of a text costs, over what they cost at first.
-
-    Texts of ``length`` tokens are repeated at once, longer ones after a gap.
-    """
-    model.eval()
-    ratios = []
-    for text in texts.split(1):
-        window = torch.cat([text, text[:, :length]], dim=1)
-        logits = model(input_ids=shift_right(window, end_of_text), use_cache=False).logits
-        cost = F.cross_entropy(logits[0].float(), window[0], reduction="none")
-        ratios.append(cost[-length:].sum() / cost[:length].sum())
-    return torch.stack(ratios)
-
-
-def measure_copying(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: dict[str, str]
-) -> dict[str, dict[str, float]]:
-    """Copy ratios over the whole held-out text, and over random tokens."""
-    end_of_text = tokenizer.eos_token_id
-    stream = torch.cat(encode(tokenizer, list(texts.values()))).to(model.device)
-    rng = torch.Generator().manual_seed(0)
-    result = {}
-    for length, gap in ((250, 0), (750, 0), (1000, 0), (400, 600), (400, 1200)):
-        width = length + gap
-        text = stream[: len(stream) // width * width].view(-1, width)
-        noise = torch.randint(1, len(tokenizer), (32, width), generator=rng).to(model.device)
-        for kind, samples in (("text", text), ("random", noise)):
-            ratios = copy_ratios(model, samples, length, end_of_text)
-            result[f"{kind}, {length} tokens, gap {gap}"] = {
-                "samples": len(ratios),
-                "mean": round(ratios.mean().item(), 4),
-                "worst": round(ratios.max().item(), 4),
-                "share_below_0.25": round((ratios < 0.25).float().mean().item(), 4),
-            }
-    return result
-
-
-@torch.no_grad()
-def continuations(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, length: int = 96
-) -> dict[str, str]:
-    """Greedy samples, to look at."""
-    samples = {}
-    for prompt in PROMPTS:
-        prompt_ids = [tokenizer.eos_token_id, *encode(tokenizer, [prompt])[0].tolist()]
-        ids = torch.tensor([prompt_ids], device=model.device)
-        for _ in range(length):
-            logits = model(input_ids=ids, use_cache=False).logits
-            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
-        samples[prompt] = str(tokenizer.decode(ids[0, 1:]))
-    return samples
-
-
-def measure(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, corpus: Corpus
-) -> dict[str, object]:
-    """Everything the model card reports, on the weights as they ship."""
-    return {
-        "held_out": measure_compression(model, tokenizer, corpus.held_out),
-        "validation": measure_compression(model, tokenizer, corpus.validation),
-        "copying": measure_copying(model, tokenizer, corpus.held_out),
-        "continuations": continuations(model, tokenizer),
-    }
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
