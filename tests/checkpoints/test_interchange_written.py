@@ -15,6 +15,7 @@ from halfbyte.checkpoints.write_dialects import (
     modelopt_file,
     quantization_config,
 )
+from halfbyte.linear import NvFp4Linear
 from halfbyte.models.quantize_checkpoint import quantize_checkpoint
 from halfbyte.numerics import nvfp4
 
@@ -135,3 +136,43 @@ def test_modelopt_makes_the_same_declaration() -> None:
             assert ours.pop("provider") == "halfbyte"
             assert ours.pop("kv_cache_quant_algo", None) == ("NVFP4" if kv_cache_dtype else None)
             assert ours == convert(modelopt_file(output, ["lm_head"]))
+
+
+AMAXES = [mantissa / 32 for mantissa in range(128, 256)]
+"""All that a weight in bfloat16 can have, but for powers of two: some make scales next to ties."""
+
+
+def weight_of(amax: float) -> torch.nn.Linear:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(256, 64, bias=False, dtype=torch.bfloat16)
+    linear.weight.data = torch.randn(64, 256).bfloat16().clamp(-3.9, 3.9)
+    linear.weight.data[0, 0] = amax
+    return linear
+
+
+def test_layers_have_the_values_that_modelopt_reads() -> None:
+    """Of its own weights, and of ours."""
+    qtensor = pytest.importorskip("modelopt.torch.quantization.qtensor").NVFP4QTensor
+    for amax in AMAXES:
+        linear = weight_of(amax)
+        tensor, scales, global_scale = qtensor.quantize(linear.weight.data, 16)
+        theirs = NvFp4Linear(256, 64, bias=False, dtype=torch.bfloat16)
+        tensors = (tensor._quantized_data, scales, global_scale)
+        names = ("weight", "weight_scale", "weight_scale_2")
+        theirs.load_state_dict(dict(zip(names, tensors, strict=True)))
+        for layer in (theirs, NvFp4Linear.from_float(linear, dialect="modelopt")):
+            codes, scales, global_scale = (layer.state_dict()[name] for name in names)
+            read = qtensor(torch.Size((64, 256)), torch.bfloat16, codes).dequantize(
+                torch.bfloat16, scale=scales, double_scale=global_scale, block_sizes={-1: 16}
+            )
+            assert torch.equal(layer.dequantize(torch.bfloat16), read), amax
+
+
+def test_layers_have_the_values_that_compressed_tensors_reads() -> None:
+    compressor = pytest.importorskip("compressed_tensors.compressors").NVFP4PackedCompressor
+    preset = pytest.importorskip("compressed_tensors.quantization").preset_name_to_scheme
+    scheme = preset("NVFP4A16", ["Linear"])
+    for amax in AMAXES:
+        layer = NvFp4Linear.from_float(weight_of(amax), dialect="compressed-tensors")
+        read = compressor.decompress(dict(layer.state_dict()), scheme)["weight"]
+        assert torch.equal(layer.dequantize(torch.bfloat16), read.bfloat16()), amax

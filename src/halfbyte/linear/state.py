@@ -101,12 +101,21 @@ class LayerState(nn.Module):
         """Bring the tensors back into the form as loaded, if they are in another."""
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The weights `[N, K]`, each part with its own global scale."""
+        """The weights `[N, K]`, each part with its own global scale.
+
+        In float64 these are the very numbers that kernels multiply by. In other dtypes they are
+        those that the packages of the layer's file read, to the bit
+        (`numerics.nvfp4.dequantize_as_stored`).
+        """
         weight, scales = self.loaded_weights()
-        rows = self.loaded_scale("weight_global_scale").repeat_interleave(
-            torch.tensor(self.part_sizes, device=weight.device)
-        )
-        return nvfp4.dequantize(weight, scales, rows[:, None], dtype)
+        sizes = torch.tensor(self.part_sizes, device=weight.device)
+        if dtype == torch.float64:
+            rows = self.loaded_scale("weight_global_scale").repeat_interleave(sizes)
+            return nvfp4.dequantize(weight, scales, rows[:, None], dtype)
+        stored = self._stored_scale("weight_global_scale")
+        values = stored.value.float().reshape(-1).to(weight.device).expand(len(sizes))
+        rows = values.repeat_interleave(sizes)[:, None]
+        return nvfp4.dequantize_as_stored(weight, scales, rows, stored.is_decode, dtype)
 
     def load_tensors(
         self,

@@ -132,6 +132,39 @@ def dequantize(
     return (values * g).flatten(-2).to(dtype)
 
 
+def dequantize_as_stored(
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    stored: torch.Tensor,
+    is_decode: bool,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Values `e2m1 * (block_scale * stored)`, or `e2m1 * (block_scale / stored)`.
+
+    So ModelOpt (`NVFP4QTensor.dequantize`) and compressed-tensors (`NVFP4PackedCompressor`) read
+    their files, each with the global scale in its own direction. `dequantize` rounds once where
+    these round twice: where an exact value lies next to the middle between two of bfloat16, the one
+    may take the lower and the others the upper.
+
+    Args:
+        data, scales: as for `dequantize`.
+        stored: float32, one element, or one that broadcasts against `[..., S]`, S = D/16.
+        is_decode: whether `stored` multiplies codes on their way to values, or divides.
+        dtype: of the result; products are rounded to float32 before.
+
+    Returns:
+        `[..., D]` of `dtype`.
+
+    Raises:
+        ValueError: `data` and `scales` do not belong together.
+    """
+    check_packed(data, scales, BLOCK_SIZE)
+    s = e4m3.decode(scales, torch.float32)
+    factors = s * stored if is_decode else s / stored
+    values = e2m1.decode_packed(data).unflatten(-1, (scales.shape[-1], BLOCK_SIZE))
+    return (values * factors[..., None]).flatten(-2).to(dtype)
+
+
 def pairwise_sum(x: torch.Tensor) -> torch.Tensor:
     """Sum over the last dimension (a power of two), neighbours first: (x0 + x1) + (x2 + x3) ..."""
     while x.shape[-1] > 1:
