@@ -11,6 +11,7 @@ from checkpoints.folders import declaration
 from halfbyte.checkpoints import CheckpointError, Declaration, read_declaration
 from halfbyte.checkpoints.compressed_tensors import CompressedTensorsDeclaration
 from halfbyte.checkpoints.dialects import LayerGroup, Scheme
+from halfbyte.layouts import KVCacheDType
 
 MLP = "model.layers.3.mlp.down_proj"
 EXPERT = "model.layers.0.mlp.experts.17.gate_proj"
@@ -165,6 +166,30 @@ def test_hf_quant_config_wins(tmp_path: Path) -> None:
         assert found.scheme_of(MLP) == "nvfp4-a16"
         assert found.scheme_of(QUERY) is None
         assert found.kv_cache_dtype == "fp8_e4m3"
+
+
+@pytest.mark.parametrize("algo", [None, "FP8"])
+def test_hf_quant_config_wins_where_the_cache_is_chosen_by_the_models_config(
+    tmp_path: Path, algo: str | None
+) -> None:
+    declared = {"quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": algo, "group_size": 16}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": declared}))
+    copy = {**declaration("modelopt"), "provider": "somebody"}
+    for declares in ({"kv_cache_scheme": "NVFP4"}, {"kv_cache_quant_algo": "NVFP4"}):
+        found = read({**copy, **declares}, tmp_path)
+        assert found.section is not None
+        assert found.section["provider"] == "somebody"
+        kept = KVCacheDType.from_checkpoint({"quantization_config": found.section})
+        assert kept.value == ("auto" if algo is None else "fp8_e4m3")
+
+
+@pytest.mark.parametrize("field", [{"dynamic": True}, {"strategy": "channel"}])
+def test_compressed_tensors_weights_that_are_no_nvfp4(field: dict[str, object]) -> None:
+    section = declaration("compressed-tensors")
+    weights = section["config_groups"]["group_0"]["weights"]
+    section["config_groups"]["group_0"]["weights"] = {**weights, **field}
+    with pytest.raises(CheckpointError, match=r"weights: expected NVFP4 .*not dynamic"):
+        schemes(section)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"quantization": []}'])

@@ -83,6 +83,18 @@ def test_compressed_tensors_has_these_names_for_our_declaration() -> None:
     assert float(encode_scale(torch.tensor(-2.0), torch.tensor(8.0))) == 2688 / 8
 
 
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": null}']
+    + [f'{{"weight_map": {{"model.layers.0.self_attn.k_scale": {x}}}}}' for x in ("5", '"../a"')],
+)
+def test_a_broken_index_is_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / INDEX_FILE).write_text(content)
+    with pytest.raises(CheckpointError, match=r"index.json: expected .*, found") as error:
+        read_kv_scales(tmp_path)
+    assert "\n" not in str(error.value)
+
+
 def test_scales_come_from_the_file_that_the_weights_come_from(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.{}_scale"
     for file, value in (("model.safetensors", 0.5), ("model-1.safetensors", 0.25)):

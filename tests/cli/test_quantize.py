@@ -200,7 +200,8 @@ def test_quantize_force_keeps_what_is_no_checkpoint(
         (["--recipe", "magic"], "recipe: expected one of amax6, four_over_six, got 'magic'"),
         (["--kv-cache-dtype", "int3"], "kv_cache_dtype: expected one of nvfp4, got 'int3'"),
         (["--ignore", "*.nothing"], "ignore: '*.nothing' matches no linear layer"),
-        (["--shard-size", "0"], "shard_size: expected a positive number, got 0"),
+        (["--shard-size", "0"], "shard_size: expected a positive, finite number, got 0"),
+        (["--shard-size", "inf"], "shard_size: expected a positive, finite number, got inf"),
         (
             ["--calibrate", "/no/such/file"],
             "calibrate: /no/such/file: cannot be read: No such file or directory",

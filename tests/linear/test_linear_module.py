@@ -1,6 +1,8 @@
 """`NvFp4Linear`: made of others, handed to kernels that repack and taken back, called."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -28,6 +30,28 @@ def test_from_float_is_the_oracles_quantization(recipe: nvfp4.Recipe) -> None:
         assert torch.equal(layer.weight_scale.view(torch.uint8)[rows], scales.view(torch.uint8))
     with pytest.raises(ValueError, match="input_amax: W4A4 needs"):
         NvFp4Linear.from_float(linear, quantize_activations=True)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_from_float_wants_finite_weights(value: float) -> None:
+    linear = nn.Linear(32, 16)
+    linear.weight.data[3, 5] = value
+    with pytest.raises(ValueError, match="weight: expected finite values"):
+        NvFp4Linear.from_float(linear)
+
+
+def test_first_calls_of_several_threads() -> None:
+    for _ in range(20):
+        layer = random_layer(256, 256)
+        x, barrier = random_input(4, 256), Barrier(3)
+
+        def call(layer: NvFp4Linear = layer, x: torch.Tensor = x) -> torch.Tensor:
+            barrier.wait()  # noqa: B023 (the threads end with the turn)
+            return layer(x)
+
+        with ThreadPoolExecutor(3) as pool:
+            outs = [future.result() for future in [pool.submit(call) for _ in range(3)]]
+        assert all(torch.equal(out, outs[0]) for out in outs)
 
 
 def test_from_float_shares_no_memory_with_the_layer() -> None:

@@ -173,6 +173,16 @@ def test_scale_that_is_not_a_scale(
     assert "\n" not in str(error.value)
 
 
+def test_an_infinite_divisor_is_no_scale() -> None:
+    """Its inverse is 0, which the scale of an all-zero weight may be."""
+    tensors = file_of(random_layer(32, 64), "compressed-tensors")
+    tensors["weight_global_scale"].fill_(torch.inf)
+    layer = empty()
+    layer.load_state_dict(tensors)
+    with pytest.raises(CheckpointError, match=r"expected a finite scale, found \[inf\]"):
+        layer.process_weights_after_loading()
+
+
 def test_all_zero_weight_is_no_error() -> None:
     tensors = file_of(random_layer(32, 64), "modelopt")
     tensors["weight_scale_2"].zero_()
@@ -262,9 +272,22 @@ def test_weights_that_never_came_are_an_error() -> None:
     """They would be zeros."""
     layer = NvFp4Linear.from_float(torch.nn.Linear(32, 16))
     state = layer.state_dict()
-    (name,) = (name for name in state if name in ("weight", "weight_packed"))
-    del state[name]
+    (weight,) = (name for name in state if name in ("weight", "weight_packed"))
+    for name in (weight, "bias"):
+        fresh = NvFp4Linear(32, 16)
+        fresh.load_state_dict({k: v for k, v in state.items() if k != name}, strict=False)
+        with pytest.raises(CheckpointError, match=f"^{name}: expected a tensor, found none"):
+            fresh(torch.zeros(1, 32))
+
+
+def test_a_bias_may_be_zero_or_set() -> None:
+    state = NvFp4Linear.from_float(torch.nn.Linear(32, 16)).state_dict()
     fresh = NvFp4Linear(32, 16)
-    fresh.load_state_dict(state, strict=False)
-    with pytest.raises(CheckpointError, match=f"^{name}: expected a tensor, found none"):
-        fresh(torch.zeros(1, 32))
+    fresh.load_state_dict({**state, "bias": torch.zeros(16)})
+    assert not fresh(torch.zeros(1, 32)).any()
+    fresh = NvFp4Linear(32, 16)
+    del state["bias"]
+    fresh.load_tensors(state)
+    assert fresh.bias is not None
+    fresh.bias.data.fill_(2)
+    assert (fresh(torch.zeros(1, 32)) == 2).all()

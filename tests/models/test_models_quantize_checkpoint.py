@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from halfbyte.assets import bundled_model_path
+from halfbyte.checkpoints import read_kv_scales
 from halfbyte.checkpoints.dialects import DIALECTS, CheckpointError
 from halfbyte.models import load_model
 from halfbyte.models.quantize_checkpoint import quantize_checkpoint
@@ -55,6 +56,40 @@ def test_quantize_copies_foreign_tensors(source: Path, dialect: str) -> None:
     written = load_file(target / "model.safetensors")
     assert all(torch.equal(written[name], tensor) for name, tensor in foreign.items())
     load_model(target, device="cpu")
+
+
+@pytest.mark.parametrize("names", ["self_attn.{0}_scale", "self_attn.{0}_proj.{0}_scale"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_quantize_replaces_kv_scales_of_either_dialect(
+    source: Path, dialect: str, names: str
+) -> None:
+    weights = load_file(source / "model.safetensors")
+    old = {
+        f"model.layers.{layer}.{names.format(side)}": torch.tensor(0.5)
+        for layer in range(10)
+        for side in "kv"
+    }
+    write_weights(source, {**weights, **old})
+    for file in bundled_model_path().glob("token*"):
+        (source / file.name).write_bytes(file.read_bytes())
+    text = source.parent / "text.txt"
+    text.write_text("import os\n" * 20)
+    target = source.parent / "target"
+    options = {"weights": "nvfp4-a16", "kv_cache_dtype": "nvfp4", "calibration_file": text}
+    quantize_checkpoint(source, target, dialect=dialect, **options)  # type: ignore[arg-type]
+    scales = read_kv_scales(target)
+    assert len(scales) == 10
+    assert all(0.5 not in pair for pair in scales.values())
+    load_model(target, device="cpu")
+
+
+def test_quantize_names_a_link_to_nothing_before_it_begins(source: Path) -> None:
+    (source / "README.md").symlink_to(source / "absent")
+    with pytest.raises(CheckpointError, match=r"README.md: expected a file, found a link to noth"):
+        quantize_checkpoint(
+            source, source.parent / "target", dialect="modelopt", weights="nvfp4-a16"
+        )
+    assert list(source.parent.iterdir()) == [source]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

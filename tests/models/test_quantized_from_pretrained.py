@@ -1,5 +1,6 @@
 """Plain transformers after `import halfbyte`."""
 
+import json
 import logging
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import CompressedTensorsConfig
@@ -18,6 +20,7 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 from checkpoints.folders import Folder, declaration, load_model, make_folder, make_mixed_folder
 from halfbyte import LLM, SamplingParams, transformers_hook
 from halfbyte.checkpoints import DIALECTS, CheckpointError, Dialect
+from halfbyte.layouts import KVCacheDType
 from halfbyte.linear import NvFp4Linear
 from halfbyte.models.quantizer import METHOD, NvFp4Config, NvFp4Quantizer
 from models.zoo import token_ids
@@ -208,6 +211,74 @@ def test_all_tensors_come_from_the_files_that_transformers_chose(
     for variant, expected in (("other", of_single), (None, of_shards)):
         model = AutoModelForCausalLM.from_pretrained(folder.quantized, variant=variant)
         assert torch.equal(logits(model), expected)
+
+
+def index_of(folder: Path) -> tuple[Path, dict[str, str]]:
+    file = folder / "model.safetensors.index.json"
+    return file, json.loads(file.read_text())["weight_map"]
+
+
+def outside(folder: Path, weight_map: dict[str, str]) -> None:
+    shard = sorted(set(weight_map.values()))[1]
+    shutil.move(folder / shard, folder.parent / shard)
+    for name, file in weight_map.items():
+        weight_map[name] = f"../{file}" if file == shard else file
+
+
+def wrong_shard(folder: Path, weight_map: dict[str, str]) -> None:
+    first, second, *_ = sorted(set(weight_map.values()))
+    name = next(name for name, file in weight_map.items() if file == first)
+    weight_map[name] = second
+
+
+def second_copy(folder: Path, weight_map: dict[str, str]) -> None:
+    """Of a block scale, in the shard that transformers reads last."""
+    first, *_, last = sorted(set(weight_map.values()))
+    name = next(
+        name for name, file in weight_map.items() if file == first and name.endswith("weight_scale")
+    )
+    scales = load_file(folder / first)[name].view(torch.uint8)
+    tensors = {**load_file(folder / last), name: torch.zeros_like(scales).view(torch.float8_e4m3fn)}
+    save_file(tensors, folder / last, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (outside, r"expected (names of safetensors files in the same folder|the files of one)"),
+        (wrong_shard, "expected in .* found no such tensor there"),
+        (second_copy, r"weight_scale: expected only in model-00001.*found one in model-00003"),
+    ],
+)
+def test_an_index_counts_as_for_load_model(
+    tmp_path: Path,
+    dialect: Dialect,
+    spoil: Callable[[Path, dict[str, str]], None],
+    message: str,
+) -> None:
+    folder = tagged(tmp_path, "qwen3", dialect, shards=3).quantized
+    expected = logits(load_model(folder))
+    file, weight_map = index_of(folder)
+    spoil(folder, weight_map)
+    file.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=message):
+        AutoModelForCausalLM.from_pretrained(folder)
+    if spoil is second_copy:
+        assert torch.equal(logits(load_model(folder)), expected)
+    else:
+        with pytest.raises(CheckpointError, match=message):
+            load_model(folder)
+
+
+def test_hf_quant_config_says_which_cache(tmp_path: Path) -> None:
+    folder = tagged(tmp_path, "qwen3", "modelopt")
+    folder.declare(kv_cache_scheme="NVFP4")
+    declared = {"quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
+    declared["exclude_modules"] = ["lm_head"]
+    (folder.quantized / "hf_quant_config.json").write_text(json.dumps({"quantization": declared}))
+    for load in (AutoModelForCausalLM.from_pretrained, load_model):
+        found = KVCacheDType.from_checkpoint(load(folder.quantized).config)
+        assert found.value == "fp8_e4m3"
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def _scheme(folder: str | Path, where: str, group: Mapping[str, Any]) -> Scheme:
         raise unknown_scheme(folder, f"{where}.output_activations", "a scheme", "null")
     if _is_fp8(weights) and (inputs is None or _is_fp8(inputs)):
         return "fp8"
-    if not _is_nvfp4(weights):
+    if not _is_nvfp4(weights) or weights.get("dynamic"):
         raise unknown_scheme(folder, f"{where}.weights", _text(weights), _EXPECTED)
     if inputs is None:
         return "nvfp4-a16"
@@ -153,6 +153,7 @@ def _is_nvfp4(args: Any) -> bool:
         and args.get("type", "int") == "float"
         and args.get("num_bits") == 4
         and args.get("group_size") == _GROUP_SIZE
+        and args.get("strategy") in (None, "tensor_group")
         and args.get("symmetric", True) is True
         and args.get("actorder") in (None, False)
         and args.get("scale_dtype") in (None, "torch.float8_e4m3fn", "float8_e4m3fn")

@@ -7,7 +7,6 @@ compressed-tensors has `…self_attn.k_global_scale` and `…v_global_scale`, en
 (2688 / amax); halfbyte writes them beside the others. Only names are read until one matches.
 """
 
-import json
 import math
 import re
 from pathlib import Path
@@ -16,11 +15,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from halfbyte.checkpoints.dialects import CheckpointError, one_line
-from halfbyte.checkpoints.safetensors_index import INDEX_FILE, SINGLE_FILE
+from halfbyte.checkpoints.safetensors_index import INDEX_FILE, SINGLE_FILE, read_weight_map
 
 _SCALE_NAME = re.compile(
     r"(?:^|\.)layers\.(?P<layer>\d+)\.(?:[\w.]+\.)?(?P<side>[kv])_(?P<is_encode>global_)?scale$",
 )
+
+
+def is_kv_scale(name: str) -> bool:
+    """Whether a tensor of this name is a layer's K or V scale, in any dialect."""
+    return _SCALE_NAME.search(name) is not None
 
 
 def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
@@ -80,7 +84,7 @@ def _files_with_scales(folder: Path) -> list[Path]:
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
-    weight_map = json.loads(index.read_text()).get("weight_map", {})
+    weight_map = read_weight_map(folder)
     if single.is_file() and SINGLE_FILE not in weight_map.values():
         return [single]  # whose weights transformers takes, without a look at the index
     return sorted({folder / file for name, file in weight_map.items() if _SCALE_NAME.search(name)})

@@ -31,6 +31,10 @@ _MIXED_SCHEMES: dict[str, Scheme] = {
     "FP8_PER_CHANNEL_PER_TOKEN": "fp8",
 }
 _MIXED = "MIXED_PRECISION"
+_DECLARED = (
+    *("quant_algo", "group_size", "quantized_layers", "exclude_modules", "ignore"),
+    *("kv_cache_quant_algo", "kv_cache_scheme"),
+)
 _GROUP_SIZE = 16
 
 
@@ -75,8 +79,13 @@ def read(
         groups=groups,
         ignore=patterns(folder, section, where),
         kv_cache_dtype=_kv_cache_dtype(folder, section),
-        section={**section, **config_section},
+        section={**_undeclared(config_section), **section},
     )
+
+
+def _undeclared(config_section: Mapping[str, Any]) -> dict[str, Any]:
+    """What a copy has beside the declaration, which the original is asked for."""
+    return {name: value for name, value in config_section.items() if name not in _DECLARED}
 
 
 def _covers(pattern: str, name: str) -> bool:

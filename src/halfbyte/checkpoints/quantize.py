@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from halfbyte.checkpoints.dialects import CheckpointError
+from halfbyte.checkpoints.kv_scales import is_kv_scale
 from halfbyte.checkpoints.safetensors_index import CheckpointIndex
 from halfbyte.checkpoints.write_dialects import (
     OutputFormat,
@@ -117,7 +118,10 @@ def quantize_tensors(
     waiting: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     errors: list[LayerError] = []
     # Sorted by name, the layers of a group lie side by side and none waits for long.
-    for done, (name, tensor) in enumerate(index.stream(sorted(index.tensors))):
+    names = sorted(index.tensors)
+    if output.kv_cache_dtype:  # scales of the source, in whatever dialect, would stand beside ours
+        names = [name for name in names if not is_kv_scale(name)]
+    for done, (name, tensor) in enumerate(index.stream(names)):
         group = group_of.get(name)
         if group is None:
             writer.add(name, tensor)
@@ -126,7 +130,7 @@ def quantize_tensors(
             if len(waiting[group[0]]) == len(group):
                 weights = waiting.pop(group[0])
                 errors += _quantize_group(writer, weights, output, calibration.input_amax)
-        on_progress(done + 1, len(index.tensors))
+        on_progress(done + 1, len(names))
     if output.kv_cache_dtype:
         for attention, (k_amax, v_amax) in zip(plan.attentions, calibration.kv_amax, strict=True):
             for name, tensor in kv_scale_tensors(output, attention, k_amax, v_amax).items():

@@ -106,6 +106,36 @@ class CheckpointIndex:
             tensors |= _read_header(file)
         return cls(Path(files[0]).parent, tensors)
 
+    @classmethod
+    def read_chosen(cls, files: Sequence[str | Path]) -> "CheckpointIndex":
+        """Read the headers of the files that transformers chose: those of an index as `read` does.
+
+        Others (`model.safetensors`, also beside an index, or a variant's) as `read_files` does.
+
+        Raises:
+            CheckpointError: what `read` and `read_files` refuse; files of several folders; a tensor
+                of which transformers would take another copy than the index says.
+        """
+        index = cls.read_files(files)
+        outside = [file for file in map(Path, files) if file.parent != index.folder]
+        if outside:
+            raise CheckpointError(
+                f"{index.folder}: expected the files of one folder, found {outside[0]}"
+            )
+        if not (index.folder / INDEX_FILE).is_file():
+            return index
+        if {Path(file).name for file in files} != set(read_weight_map(index.folder).values()):
+            return index
+        chosen = cls.read(index.folder)
+        for name, entry in chosen.tensors.items():
+            last = index.tensors[name].file
+            if last != entry.file:
+                raise CheckpointError(
+                    f"{index.folder}: {name}: expected only in {entry.file.name}, as {INDEX_FILE} "
+                    f"says, found one in {last.name}, too"
+                )
+        return chosen
+
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
 
@@ -162,22 +192,11 @@ class CheckpointIndex:
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
     """Shard of each tensor by the folder's index; None where it has none."""
-    file = folder / INDEX_FILE
-    if not file.is_file():
+    if not (folder / INDEX_FILE).is_file():
         return None
-    try:
-        weight_map = json.loads(file.read_text())["weight_map"]
-        shards = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise CheckpointError(
-            f"{file}: expected a JSON object with 'weight_map', found {_named(error)}"
-        ) from None
+    weight_map = read_weight_map(folder)
+    shards = sorted(set(weight_map.values()))
     for shard in shards:
-        is_name = isinstance(shard, str) and Path(shard).name == shard
-        if not is_name or not shard.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{file}: expected names of safetensors files in the same folder, found {shard!r}"
-            )
         if not (folder / shard).is_file():
             count = sum(value == shard for value in weight_map.values())
             raise CheckpointError(
@@ -189,7 +208,30 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
         raise CheckpointError(
             f"{folder}: expected {SINGLE_FILE} or a {INDEX_FILE} of other files, found both"
         )
-    return dict(weight_map)
+    return weight_map
+
+
+def read_weight_map(folder: Path) -> dict[str, str]:
+    """Shard of each tensor by the folder's index; shards may be absent.
+
+    Raises:
+        CheckpointError: an index that is broken, or names files that are not in the folder itself.
+    """
+    file = folder / INDEX_FILE
+    try:
+        weight_map = dict(json.loads(file.read_text())["weight_map"].items())
+        shards = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise CheckpointError(
+            f"{file}: expected a JSON object with 'weight_map', found {_named(error)}"
+        ) from None
+    for shard in shards:
+        is_name = isinstance(shard, str) and Path(shard).name == shard
+        if not is_name or not shard.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{file}: expected names of safetensors files in the same folder, found {shard!r}"
+            )
+    return weight_map
 
 
 def _single_file(folder: Path) -> Path:

@@ -1,6 +1,7 @@
 """`halfbyte quantize`"""
 
 import json
+import math
 from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -60,8 +61,8 @@ def quantize(
     from halfbyte.models.quantize_checkpoint import quantize_checkpoint
 
     quiet_libraries(verbose=verbose)
-    if not shard_size > 0:
-        raise ValueError(f"shard_size: expected a positive number, got {shard_size}")
+    if not 0 < shard_size < math.inf:
+        raise ValueError(f"shard_size: expected a positive, finite number, got {shard_size}")
     with ExitStack() as bars:
         report = quantize_checkpoint(
             source,

@@ -11,6 +11,7 @@ kernel anew. Codes and scales keep their dtypes in `layer.to(dtype)`.
 """
 
 from collections.abc import Sequence
+from threading import RLock
 from typing import Any, Self
 
 import torch
@@ -26,6 +27,8 @@ from halfbyte.numerics import nvfp4
 
 # Rows quantized at a time: temporaries of some MB instead of several times the weight.
 _QUANTIZED_ROWS = 512
+_PROCESSING = RLock()
+"""Of all layers: a lock of a layer's own could not be copied with it."""
 
 
 class NvFp4Linear(LayerState):
@@ -101,7 +104,8 @@ class NvFp4Linear(LayerState):
             options: of the constructor; `dtype` and `device` are the layer's by default.
 
         Raises:
-            ValueError: W4A4 without `input_amax`, or options that cannot be.
+            ValueError: W4A4 without `input_amax`, options that cannot be, or weights that are not
+                finite.
         """
         weight = linear.weight.detach()
         options = {"dtype": weight.dtype, "device": weight.device, **options}
@@ -110,15 +114,16 @@ class NvFp4Linear(LayerState):
         weight = weight.to(layer.weight.device)
         if layer.quantize_activations and input_amax is None:
             raise ValueError("input_amax: W4A4 needs the largest magnitude of the activations")
-        amax = [part.abs().amax().float() for part in weight.split(layer.part_sizes)]
-        layer._store("weight_global_scale", nvfp4.global_scale_from_amax(torch.stack(amax), recipe))
+        parts = weight.split(layer.part_sizes)
+        amax = torch.stack([part.abs().amax().float() for part in parts])
+        if not weight.is_meta and not bool(amax.isfinite().all()):
+            raise ValueError("weight: expected finite values, found NaN or infinities")
+        layer._store("weight_global_scale", nvfp4.global_scale_from_amax(amax, recipe))
         if input_amax is not None:
             layer._store("input_global_scale", nvfp4.global_scale_from_amax(input_amax))
         packed = [
             nvfp4.quantize(rows, scale, recipe)
-            for part, scale in zip(
-                weight.split(layer.part_sizes), layer.weight_global_scale, strict=True
-            )
+            for part, scale in zip(parts, layer.weight_global_scale, strict=True)
             for rows in part.split(_QUANTIZED_ROWS)
         ]
         layer._set("weight", torch.cat([data for data, _ in packed]))
@@ -239,15 +244,16 @@ class NvFp4Linear(LayerState):
                 finite; one line that names it.
             NoImplementationError: no backend, or not the one asked for, can do the work.
         """
-        if self.kernel is not None:
-            return
-        self.check_tensors()
-        self.derive_scales()
-        kernel = init_nvfp4_linear_kernel(self.config(), self.backend)
-        self._device = self.weight.device
-        self._loaded_scales = {name: self._parameters[name] for name in SCALES}
-        kernel.process_weights_after_loading(self)
-        self.kernel = kernel
+        with _PROCESSING:  # first calls may come from several threads
+            if self.kernel is not None:
+                return
+            self.check_tensors()
+            self.derive_scales()
+            kernel = init_nvfp4_linear_kernel(self.config(), self.backend)
+            self._device = self.weight.device
+            self._loaded_scales = {name: self._parameters[name] for name in SCALES}
+            kernel.process_weights_after_loading(self)
+            self.kernel = kernel
 
     @torch.inference_mode(False)  # the tensors outlive the call that made them
     def unprocess_weights(self) -> None:

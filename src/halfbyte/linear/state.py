@@ -220,15 +220,21 @@ class LayerState(nn.Module):
         if "weight_scale" in self._given and "weight" not in self._given:
             name = full_name(self.layer_name, names.weight)
             raise CheckpointError(f"{name}: expected a tensor, found none: it was never loaded")
+        bias = self._parameters["bias"]
+        expects_bias = "weight_scale" in self._given and "bias" not in self._given
+        if expects_bias and bias is not None and not bool(bias.any()):
+            name = full_name(self.layer_name, "bias")
+            raise CheckpointError(f"{name}: expected a tensor, found none: it was never loaded")
         expected = Expected(self.out_features, self.in_features, len(self.part_sizes))
         as_file = {names.weight: self.weight, names.weight_scale: self.weight_scale}
         expected.read(as_file, self.dialect, self.layer_name)
         check_block_scales(self.weight_scale, full_name(self.layer_name, names.weight_scale))
-        check_global_scale(
-            self.weight_global_scale,
-            full_name(self.layer_name, names.weight_global_scale),
-            zero_is_valid=True,  # an all-zero weight
-        )
+        name = full_name(self.layer_name, names.weight_global_scale)
+        # Zero is that of an all-zero weight, but not as the inverse of infinity.
+        check_global_scale(self.weight_global_scale, name, zero_is_valid=True)
+        stored = self._stored_scale("weight_global_scale").value
+        if bool(stored.isinf().any()):
+            raise CheckpointError(f"{name}: expected a finite scale, found {stored.tolist()}")
         if self.input_global_scale is not None:
             check_global_scale(
                 self.input_global_scale,

@@ -64,8 +64,10 @@ def load_model(
         UnsupportedModelError: an architecture that halfbyte is not tested with.
         NoImplementationError: no linear backend, or not the one asked for, can do the work.
         ValueError: `linear_backend` or `quantize_activations` for a checkpoint that has nothing
-            which they could be for.
+            which they could be for; the device "meta", which holds no weights.
     """
+    if device is not None and torch.device(device).type == "meta":
+        raise ValueError("device: expected one that holds weights, got 'meta'")
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     folder = local_folder(path)

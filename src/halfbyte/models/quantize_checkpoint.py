@@ -137,7 +137,9 @@ def quantize_checkpoint(
     config = _read_config(folder)
     index = CheckpointIndex.read(folder)
     plan = plan_weights(_transformers_config(folder), index, ignore)
-    read_kv_scales(folder)  # are copied, and broken ones could not be loaded
+    other_files = _other_files(folder)
+    if not output.kv_cache_dtype:
+        read_kv_scales(folder)  # are copied, and broken ones could not be loaded
     with new_folder(destination, replace=replace) as target:
         calibration = CalibrationResult()
         if output.needs_calibration:
@@ -153,7 +155,7 @@ def quantize_checkpoint(
         )
         writer.finish()
         report = _report(output, weights, plan, calibration, layers, index, target)
-        _write_other_files(folder, target, config, output, plan.ignore, report)
+        _write_other_files(other_files, target, config, output, plan.ignore, report)
     return report
 
 
@@ -271,8 +273,21 @@ def _size(files: Iterable[Path]) -> int:
     return sum(file.stat().st_size for file in files)
 
 
+def _other_files(folder: Path) -> list[Path]:
+    """All that is not weights and does not declare a quantization."""
+    files = []
+    for file in sorted(folder.iterdir()):
+        hidden = file.name.startswith(".")
+        if hidden or file.is_dir() or file.suffix in _WEIGHT_FILES or file.name in _REPLACED:
+            continue
+        if not file.exists():
+            raise CheckpointError(f"{file}: expected a file, found a link to nothing")
+        files.append(file)
+    return files
+
+
 def _write_other_files(
-    folder: Path,
+    other_files: Sequence[Path],
     target: Path,
     config: dict[str, Any],
     output: OutputFormat,
@@ -280,10 +295,8 @@ def _write_other_files(
     report: QuantizationReport,
 ) -> None:
     """All that is not weights: as in the source, but for what declares the quantization."""
-    for file in sorted(folder.iterdir()):
-        hidden = file.name.startswith(".")
-        if not (hidden or file.is_dir() or file.suffix in _WEIGHT_FILES or file.name in _REPLACED):
-            copy_file(file, target / file.name)
+    for file in other_files:
+        copy_file(file, target / file.name)
     write_json(target / REPORT_FILE, asdict(report))
     if output.dialect == "modelopt":
         write_json(target / MODELOPT_FILE, modelopt_file(output, ignore))

@@ -130,7 +130,7 @@ class NvFp4Quantizer(HfQuantizer):
         if not files:
             raise CheckpointError("expected a checkpoint's files to load from, found none")
         # Those that transformers takes the other tensors from; the folder may hold more.
-        index = CheckpointIndex.read_files(files)
+        index = CheckpointIndex.read_chosen(files)
         folder, named = index.folder, _named_as_in_files(model, index)
         read_kv_scales(folder)  # broken ones show before weights are read
         section = self.quantization_config.to_dict()
@@ -138,6 +138,7 @@ class NvFp4Quantizer(HfQuantizer):
         if declaration is None or not declaration.groups:
             check_unquantized(named, self._plan, index, model.dtype)  # nothing packed is left over
             return
+        self.quantization_config.section = {**section, **(declaration.section or {})}
         device_map = kwargs.get("device_map") or {"": "cpu"}
         self._declaration, self._index = declaration, index
         self._options = LayerOptions(model.dtype, torch.device(device_map[""]))
