@@ -102,7 +102,7 @@ class Registry(Generic[T]):
         """The explicit choice, or the first candidate that can do the work.
 
         Args:
-            config: the work, as `can_implement` takes it.
+            config: the work, as `can_implement` takes it; None to ask for the machine alone.
             explicit: a registered name, or None to choose.
             compute_capability: of the machine to choose for; None for this one.
             among: names to choose from, best first; by default all.

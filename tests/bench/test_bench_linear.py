@@ -158,11 +158,11 @@ def test_errors_are_the_largest_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_weights_are_the_same_in_every_form_and_in_memory_of_their_own() -> None:
     weights = Weights((32, 48), CPU, torch.float32)
-    dense = weights.dense(torch.float32)
+    dense = weights.dense(torch.float64)
     layers = weights.layers("reference")
     assert len(layers) > 1
     for layer in layers:
-        assert torch.equal(layer.dequantize(), dense[0])
+        assert torch.equal(layer.dequantize(torch.float64), dense[0])
     assert len({layer.weight.data_ptr() for layer in layers}) == len(layers)
     assert dense[0].isfinite().all()
     assert 0.4 < (dense[0] < 0).sum() / (dense[0] != 0).sum() < 0.6

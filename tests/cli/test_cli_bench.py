@@ -62,13 +62,18 @@ def test_prints_json(bench: Command) -> None:
     assert row["name"] == "decode-llama-1x40"
 
 
-def test_ours_that_fails_ends_with_1_after_the_rest(bench: Command, tmp_path: Path) -> None:
+def test_ours_that_fails_ends_with_1_after_the_rest(
+    bench: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr("halfbyte.bench.subjects.paged_attention", fail)
     report = tmp_path / "report.json"
-    arguments = ("--only", "decode", "--attention-backend", "cuda", "--out", str(report))
-    code, out, err = bench(*TINY, *arguments)
+    code, out, err = bench(*TINY, "--only", "decode", "--out", str(report))
     assert code == 1
     assert err.count("\n") == 2
-    assert "decode-llama-2x40: halfbyte_nvfp4: NoImplementationError" in err
+    assert "decode-llama-2x40: halfbyte_nvfp4: RuntimeError: out of order" in err
     assert "sdpa_bf16" in out
     assert len(json.loads(report.read_text())["microseconds"]) == 2
 
@@ -82,6 +87,8 @@ def test_ours_that_fails_ends_with_1_after_the_rest(bench: Command, tmp_path: Pa
         (["--context", "0"], "context: expected at least 1"),
         (["--heads", "bloom"], "heads: unknown 'bloom'"),
         (["--kv-cache-dtype", "int3"], "unknown 'int3'"),
+        (["--device", "cpu", "--attention-backend", "zz"], "attention backend: unknown 'zz'"),
+        (["--device", "cpu", "--attention-backend", "cuda"], "'cuda' cannot be used here"),
         (["--out", "/no/such/folder/report.json", "--device", "cpu"], "/no/such/folder"),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else "",

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from halfbyte.dispatch import NoImplementationError
 from halfbyte.engine import LLM, FinishReason, SamplingParams
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY
 from models.zoo import ARCHITECTURES, make_model, token_ids
@@ -110,6 +111,14 @@ def test_llm_stops_at_stop_tokens() -> None:
     output = llm.generate(PROMPTS[0], params)[0]
     assert output.token_ids == free[: free.index(stop) + 1]
     assert output.finish_reason is FinishReason.STOP
+
+
+def test_llm_refuses_options_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"max_batched_tokens and .*: expected at least 1, got 0"):
+        LLM(make_model("llama"), kv_cache_dtype="nvfp4", max_batched_tokens=0)
+    # Before anything is loaded.
+    with pytest.raises(NoImplementationError, match="attention backend: unknown 'zz'"):
+        LLM("/no/such/folder", attention_backend="zz")
 
 
 def test_llm_stops_at_the_end_of_the_context() -> None:

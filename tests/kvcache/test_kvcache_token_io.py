@@ -348,6 +348,10 @@ SLOT_MAPPING = torch.tensor([0, 1])
         pytest.param({"v_scale": math.nan}, "scale", id="nan_v_scale"),
         pytest.param({"v_scale": -1.0}, "scale", id="negative_v_scale"),
         pytest.param({"k_scale": None}, "k_scale: expected a positive", id="no_k_scale"),
+        pytest.param({"k_scale": torch.tensor(0.0)}, "k_scale: expected", id="zero_in_tensor"),
+        pytest.param({"v_scale": torch.tensor(-0.1)}, "v_scale: expected", id="below_0_in_tensor"),
+        pytest.param({"v_scale": torch.tensor(1)}, "v_scale: expected float32", id="int_scale"),
+        pytest.param({"layout": None}, "layout: expected a PageLayout", id="no_layout"),
         pytest.param({"slot_mapping": [0, 1]}, "slot_mapping: expected a tensor", id="list"),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from halfbyte.dispatch import NoImplementationError
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY, KVScales
 from halfbyte.models import Cache, UnsupportedModelError
 from models.zoo import ARCHITECTURES, make_model, token_ids
@@ -289,13 +290,22 @@ def test_cache_takes_scales_of_the_user() -> None:
         ("mxfp4", "multiple of 32, got 16"),
         (["nvfp4"] * 3, "3 formats for 4 layers"),
         ({"full_attention": "nvfp4"}, r"missing \['sliding_attention'\]"),
+        (None, "expected a format or formats, got None"),
+        (3, "expected a format or formats, got 3"),
     ],
-    ids=["unknown", "indivisible", "too-few", "missing-kind"],
+    ids=["unknown", "indivisible", "too-few", "missing-kind", "none", "number"],
 )
 def test_cache_refuses_formats(kv_cache_dtype: object, message: str) -> None:
     model = make_model("mistral")
     with pytest.raises(ValueError, match=message):
         Cache(model, kv_cache_dtype)  # type: ignore[arg-type]
+
+
+def test_cache_refuses_backends_before_anything_runs() -> None:
+    model = make_model("llama")
+    for name, message in (("zz", "unknown 'zz'"), ("cuda", "'cuda' cannot be used here")):
+        with pytest.raises(NoImplementationError, match=message):
+            Cache(model, "nvfp4", attention_backend=name)
 
 
 def test_cache_refuses_a_mask_that_changes_the_past() -> None:

@@ -6,7 +6,11 @@ from halfbyte.attention.base import (
     AttentionInputs,
     AttentionPlans,
 )
-from halfbyte.attention.interface import ATTENTION_BACKENDS, paged_attention
+from halfbyte.attention.interface import (
+    ATTENTION_BACKENDS,
+    check_attention_backend,
+    paged_attention,
+)
 from halfbyte.attention.reference import attend
 
 __all__ = [
@@ -16,5 +20,6 @@ __all__ = [
     "AttentionInputs",
     "AttentionPlans",
     "attend",
+    "check_attention_backend",
     "paged_attention",
 ]

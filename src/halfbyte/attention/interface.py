@@ -13,9 +13,10 @@ from halfbyte.attention.base import (
     AttentionInputs,
     AttentionPlans,
 )
-from halfbyte.dispatch import Registry, Verdict
+from halfbyte.dispatch import CPU, Registry, Verdict
 from halfbyte.layouts import KVCacheDType, PageLayout
-from halfbyte.layouts.arguments import check_tensors, finite_number, integer
+from halfbyte.layouts.arguments import check_tensors, float32_number, integer
+from halfbyte.layouts.page_layout import check_layout
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -42,12 +43,12 @@ class _AttentionBackends(Registry[AttentionBackend]):
 
     def select(
         self,
-        config: AttentionConfig,
+        config: AttentionConfig | None,
         explicit: str | None = None,
         compute_capability: int | None = None,
         among: Sequence[str] | None = None,
     ) -> type[AttentionBackend]:
-        if among is None and config.batch_invariant:
+        if among is None and config is not None and config.batch_invariant:
             among = _BATCH_INVARIANT
         return super().select(config, explicit, compute_capability, among)
 
@@ -64,6 +65,15 @@ ATTENTION_BACKENDS = _AttentionBackends(
         "flashinfer": "halfbyte.attention.flashinfer:FlashInferAttention",
     },
 )
+
+
+def check_attention_backend(name: str | None, device: torch.device) -> None:
+    """Raise NoImplementationError for a backend that is unknown, or runs nothing on a device.
+
+    For those who take a name long before they attend to anything. None is every device's.
+    """
+    if name is not None:
+        ATTENTION_BACKENDS.select(None, name, None if device.type == "cuda" else CPU)
 
 
 @overload
@@ -151,12 +161,13 @@ def paged_attention(
         k_scale, v_scale: decode multipliers, floats or float32 scalar tensors; formats without a
             global scale ignore them.
         sliding_window: w attends to keys k with `q - k < w`; None for no window.
-        sinks: `[heads]` learned logits that join every row's softmax denominator.
+        sinks: `[heads]` learned logits that join every row's softmax denominator; finite, or -inf
+            for heads that have none.
         softcap: scores become `softcap * tanh(score / softcap)`.
         batch_invariant: a row is bitwise the same whatever else is in the batch.
         return_lse: also return the log of the softmax denominators.
         backend: a name of `ATTENTION_BACKENDS`, or None to choose.
-        out: where to write, `[tokens, heads, head_size_v]`.
+        out: where to write, `[tokens, heads, head_size_v]`, every element a place of its own.
         plans: shared by the calls of a step, so that what depends on lengths alone is done once.
 
     Returns:
@@ -167,6 +178,7 @@ def paged_attention(
         ValueError: arguments that do not fit each other, or a backend that cannot do the work.
     """
     optional = {name: x for name, x in (("sinks", sinks), ("out", out)) if x is not None}
+    check_layout(layout)
     check_tensors(
         query=query,
         pages=pages,
@@ -182,12 +194,12 @@ def paged_attention(
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
         block_tables=block_tables,
-        scale=finite_number("scale", scale),
+        scale=float32_number("scale", scale),
         k_scale=_multiplier("k_scale", k_scale, layout.k_dtype, query.device),
         v_scale=_multiplier("v_scale", v_scale, layout.v_dtype, query.device),
         sliding_window=_window(sliding_window, _capacity(block_tables, layout)),
         sinks=sinks,
-        softcap=None if softcap is None else finite_number("softcap", softcap) or None,
+        softcap=None if softcap is None else float32_number("softcap", softcap) or None,
         batch_invariant=batch_invariant,
         given_out=out,
         lse=query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None,
@@ -233,6 +245,7 @@ def _multiplier(
     name: str, scale: float | torch.Tensor, dtype: KVCacheDType, device: torch.device
 ) -> float | torch.Tensor:
     """A number, or a tensor on the device; 1 for formats without a global scale."""
+    dtype.check_multiplier_on_host(scale, name)
     checked = dtype.check_multiplier(scale, name)
     if not isinstance(checked, torch.Tensor):
         return checked
@@ -271,6 +284,8 @@ def _check(inputs: AttentionInputs) -> None:
     out, expected_out = inputs.given_out, (*query.shape[:2], layout.head_size_v)
     if out is not None and (tuple(out.shape) != expected_out or not out.is_floating_point()):
         raise ValueError(f"out: expected float {expected_out}, got {out.dtype} {tuple(out.shape)}")
+    if out is not None and any(size > 1 and not out.stride(i) for i, size in enumerate(out.shape)):
+        raise ValueError(f"out: expected memory of its own for every element, got {out.stride()}")
     if inputs.sinks is not None and tuple(inputs.sinks.shape) != (query.shape[1],):
         raise ValueError(f"sinks: expected [{query.shape[1]}], got {tuple(inputs.sinks.shape)}")
     if inputs.softcap is not None and inputs.softcap <= 0:

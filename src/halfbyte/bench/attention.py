@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from halfbyte.attention import check_attention_backend
 from halfbyte.bench import peers, subjects
 from halfbyte.bench.cases import WITHOUT_PEERS, Case
 from halfbyte.bench.data import Cache, make_cache, short_name
@@ -74,6 +75,7 @@ class Benchmark:
         self.dtypes = list(dict.fromkeys(KVCacheDType.parse(name).value for name in dtypes))
         if KVCacheDType.AUTO in self.dtypes:
             raise ValueError("KV cache dtype: 'auto' is a model's choice; name a format")
+        check_attention_backend(backend, device)
         self.with_peers = with_peers
         self.with_flashinfer = (
             with_peers and device.type == "cuda" and flashinfer_version() is not None

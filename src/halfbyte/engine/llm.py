@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from halfbyte.attention import check_attention_backend
 from halfbyte.engine.core import EngineCore
 from halfbyte.engine.detokenizer import Detokenizer
 from halfbyte.engine.request import FinishReason, Request, RequestOutput
@@ -22,6 +23,7 @@ from halfbyte.models import (
     load_tokenizer,
     resolve_kv_scales,
 )
+from halfbyte.models.loading import device_or_default
 
 _GPU_MEMORY_SHARE = 0.8
 _CPU_POOL_BYTES = 2 * 2**30
@@ -100,6 +102,8 @@ class LLM:
         batch_invariant: bool = False,
         cuda_graphs: bool = True,
     ) -> None:
+        where = device_or_default(device) if isinstance(model, str | Path) else model.device
+        check_attention_backend(attention_backend, where)
         if isinstance(model, str | Path):
             tokenizer = tokenizer or load_tokenizer(model)
             model = load_model(
@@ -135,7 +139,9 @@ class LLM:
             self.pool,
             layer_multipliers(self.pool, self.kv_scales),
             max_model_len=max_model_len,
-            max_batched_tokens=max_batched_tokens or _MAX_BATCHED_TOKENS[self.model.device.type],
+            max_batched_tokens=_MAX_BATCHED_TOKENS[self.model.device.type]
+            if max_batched_tokens is None
+            else max_batched_tokens,
             max_num_seqs=max_num_seqs,
             attention_backend=attention_backend,
             batch_invariant=batch_invariant,

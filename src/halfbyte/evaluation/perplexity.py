@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from halfbyte.attention import check_attention_backend
 from halfbyte.engine import ModelRunner
 from halfbyte.kvcache import KVScales, PagedKVPool, SequenceTables, plan_kv_cache
 from halfbyte.layouts import KVCacheDType
@@ -116,6 +117,7 @@ def evaluate_perplexity(
             model's context, or a format that is unknown or cannot store the model's head size.
     """
     _check(model, windows, chunk_size)
+    check_attention_backend(attention_backend, model.device)
     names = [_resolve(model, name) for name in kv_cache_dtypes]
     scales = resolve_kv_scales(model, set(names), given=kv_scales, tokenizer=tokenizer)
     unique = list(dict.fromkeys([BASELINE, *names]))

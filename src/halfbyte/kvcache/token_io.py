@@ -16,6 +16,7 @@ import torch
 from halfbyte.kvcache.quant_methods import KVCacheQuantMethod, get_kv_cache_quant_method
 from halfbyte.layouts import KVCacheDType, PageLayout
 from halfbyte.layouts.arguments import check_tensors
+from halfbyte.layouts.page_layout import check_layout
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +55,13 @@ def reshape_and_cache(
             their device; formats without a global scale ignore them.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit the layout, or a slot past the last
-            page where that is checked.
+        ValueError: shapes, dtypes or devices that do not fit the layout, a scale that is not
+            positive and finite (of those on a GPU the values are not looked at), or a slot past the
+            last page where that is checked.
     """
     _check_write(key, value, pages, slot_mapping, layout)
+    layout.k_dtype.check_multiplier_on_host(k_scale, "k_scale")
+    layout.v_dtype.check_multiplier_on_host(v_scale, "v_scale")
     find_store = {"cuda": _gpu_store, "cpu": _cpu_store}.get(pages.device.type)
     store = None if find_store is None else find_store(layout, key.dtype, value.dtype)
     if store is None:
@@ -214,6 +218,7 @@ def _check_write(
     slot_mapping: torch.Tensor,
     layout: PageLayout,
 ) -> None:
+    check_layout(layout)
     check_tensors(key=key, value=value, pages=pages, slot_mapping=slot_mapping)
     layout.check_pages(pages)
     for name, x, head_size in (

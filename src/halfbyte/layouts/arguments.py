@@ -1,5 +1,6 @@
 """Arguments of public functions that are not what they must be: one line that names them."""
 
+import ctypes
 import math
 import operator
 
@@ -36,5 +37,17 @@ def finite_number(name: str, x: float, expected: str = "a finite number") -> flo
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
+        raise ValueError(f"{name}: expected {expected}, got {x!r}")
+    return number
+
+
+def float32_number(name: str, x: float, expected: str = "a finite number in float32") -> float:
+    """A number of any kind as Python's, which float32, that kernels compute in, has as well.
+
+    Raises:
+        ValueError: it is none, or is not finite there.
+    """
+    number = finite_number(name, x, expected)
+    if not math.isfinite(ctypes.c_float(number).value):
         raise ValueError(f"{name}: expected {expected}, got {x!r}")
     return number

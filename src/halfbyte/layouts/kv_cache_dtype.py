@@ -163,25 +163,32 @@ class KVCacheDType(StrEnum):
     def check_multiplier(self, scale: float | torch.Tensor, name: str) -> float | torch.Tensor:
         """A global scale as given, a number rounded to float32; 1 for formats without one.
 
-        What FP8 divides by may round to 0 or infinity, as in the oracle. The value of a tensor is
-        not looked at.
+        The value of a tensor is not looked at: on a GPU that would wait for it
+        (`check_multiplier_on_host`).
 
         Raises:
-            ValueError: a tensor of several elements, not a positive finite number, or none that
-                nvfp4 has in float32.
+            ValueError: a tensor that is not float32 or has several elements, or a number that is
+                not positive and finite in float32.
         """
         if not self.has_global_scale:
             return 1.0
         if isinstance(scale, torch.Tensor):
             if scale.numel() != 1:
                 raise ValueError(f"{name}: expected one element, got {tuple(scale.shape)}")
+            if scale.dtype != torch.float32:
+                raise ValueError(f"{name}: expected float32, got {scale.dtype}")
             return scale
-        expected = f"a positive finite number{' in float32' if self.is_nvfp4 else ''}"
-        number = finite_number(name, scale, expected)
-        rounded = ctypes.c_float(number).value
-        if not 0 < (rounded if self.is_nvfp4 else number) < math.inf:
+        expected = "a positive finite number in float32"
+        rounded = ctypes.c_float(finite_number(name, scale, expected)).value
+        if not 0 < rounded < math.inf:
             raise ValueError(f"{name}: expected {expected}, got {scale!r}")
         return rounded
+
+    def check_multiplier_on_host(self, scale: float | torch.Tensor, name: str) -> None:
+        """Raise ValueError as `check_multiplier`, and for the value of a tensor on the host."""
+        checked = self.check_multiplier(scale, name)
+        if isinstance(checked, torch.Tensor) and checked.device.type == "cpu":
+            self.check_multiplier(float(checked), name)
 
 
 def _as_mapping(config: Any) -> Mapping[str, Any]:

@@ -231,3 +231,9 @@ class PageLayout:
 def page_stride(pages: torch.Tensor) -> int:
     """Bytes from a page to the next; 0 for a single page, whose stride may be anything."""
     return pages.stride(0) if pages.shape[0] > 1 else 0
+
+
+def check_layout(layout: object) -> None:
+    """Raise ValueError for what is no `PageLayout`."""
+    if not isinstance(layout, PageLayout):
+        raise ValueError(f"layout: expected a PageLayout, got {type(layout).__name__}")

@@ -145,6 +145,8 @@ def _per_layer(
                 f"has them; unknown {sorted(unknown)}, missing {sorted(missing)}"
             )
         return [kv_cache_dtype[kind] for kind in kinds]
+    if not isinstance(kv_cache_dtype, Sequence):
+        raise ValueError(f"kv_cache_dtype: expected a format or formats, got {kv_cache_dtype!r}")
     if len(kv_cache_dtype) != len(windows):
         raise ValueError(f"kv_cache_dtype: {len(kv_cache_dtype)} formats for {len(windows)} layers")
     return list(kv_cache_dtype)

@@ -18,6 +18,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from halfbyte.attention import check_attention_backend
 from halfbyte.kvcache import KVScales, PagedKVPool, SequenceTables, plan_kv_cache
 from halfbyte.models.architectures import LayerDTypes, layer_specs
 from halfbyte.models.attention_functions import GENERATE, KVHandle, register
@@ -54,6 +55,7 @@ class Cache(transformers.Cache):
         kv_scales: KVScales | None = None,
         attention_backend: str | None = None,
     ) -> None:
+        check_attention_backend(attention_backend, model.device)
         # Sliding layers keep every page, so that any crop and any beam can be served.
         specs = layer_specs(
             model.config,

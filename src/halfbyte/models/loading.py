@@ -79,15 +79,14 @@ def load_model(
     check_supported(config)
     section = getattr(config, "quantization_config", None)
     declaration = read_declaration(folder, {"quantization_config": section})
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_or_default(device)
     if declaration is not None and declaration.groups:
         model = load_quantized(
             folder,
             config,
             declaration,
             dtype=dtype,
-            device=torch.device(device),
+            device=device,
             linear_backend=linear_backend,
             quantize_activations=quantize_activations,
             batch_invariant=batch_invariant,
@@ -116,6 +115,13 @@ def load_model(
     _check_complete(path, info)
     register()
     return model.to(device).eval()
+
+
+def device_or_default(device: torch.device | str | None) -> torch.device:
+    """The one that is asked for, else a GPU if there is one, else the CPU."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
 
 
 def load_tokenizer(path: str | Path) -> Any:
