@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from attention.cases import assert_close_to_exact, make_case
+from attention.cases import Case, assert_close_to_exact, make_case
 from halfbyte.attention import (
     ATTENTION_BACKENDS,
     AttentionConfig,
@@ -108,6 +108,42 @@ def test_paged_attention_row_does_not_depend_on_the_batch() -> None:
         )
         assert torch.equal(alone, together[begin : begin + n])
         begin += n
+
+
+def last_queries(case: Case, count: int, **options: Any) -> torch.Tensor:
+    """The rows of a sequence's last queries, without those in front of them."""
+    arguments = {
+        **case.arguments(),
+        "query_start_loc": torch.tensor([0, count], dtype=torch.int32),
+        **options,
+    }
+    return paged_attention(case.query[-count:], case.pages, **arguments)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_rows_do_not_depend_on_the_queries_that_come_with_them(backend: str) -> None:
+    if not ATTENTION_BACKENDS.get(backend).is_supported()[0]:
+        pytest.skip("was not built")
+    case = make_case(query_lens=(20,), seq_lens=(77,), sliding_window=30)
+    rows = {n: last_queries(case, n, backend=backend, batch_invariant=True) for n in (20, 7, 1)}
+    for count, out in rows.items():
+        assert torch.equal(out, rows[20][-count:])
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_reference_does_not_see_a_hidden_nan(batch_invariant: bool) -> None:
+    """Neither in tokens that are yet to come nor in front of a window."""
+    case = make_case(k_dtype="bfloat16", query_lens=(20,), seq_lens=(40,), sliding_window=5)
+    options = {"backend": "reference", "batch_invariant": batch_invariant}
+    clean = last_queries(case, 20, **options)
+    value = case.layout.views(case.pages).v_data
+    page, offset = case.block_tables[0, 30 // 16], 30 % 16
+    value[page, offset] = torch.nan
+    found = last_queries(case, 20, **options)
+    sees = [30 <= position < 30 + 5 for position in range(20, 40)]
+    assert found.isnan().flatten(1).all(1).tolist() == sees
+    assert found.isnan().flatten(1).any(1).tolist() == sees
+    torch.testing.assert_close(found.nan_to_num(), clean * ~torch.tensor(sees)[:, None, None])
 
 
 def test_paged_attention_reads_the_cache_and_only_the_cache() -> None:

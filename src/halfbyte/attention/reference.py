@@ -1,7 +1,8 @@
 """The reference reader: pure PyTorch, float32 accumulation, one sequence after the other.
 
 It is the oracle of every kernel and runs anywhere, on every format. It reads exactly the tokens
-that a query may attend to, so bytes of slots that were never written cannot matter.
+that a query may attend to, so bytes of slots that were never written cannot matter, nor can a NaN
+in V that a query must not see: 0 times NaN is NaN, so such sequences are worked on query by query.
 """
 
 from typing import ClassVar
@@ -17,7 +18,7 @@ _MAX_SCORES = 2**25
 
 
 class ReferenceAttention(AttentionBackend):
-    """Reads through `read_tokens`; a row depends on nothing but its own sequence."""
+    """Reads through `read_tokens`; batch-invariant rows depend on nothing but their own keys."""
 
     name: ClassVar[str] = "reference"
 
@@ -48,20 +49,25 @@ class ReferenceAttention(AttentionBackend):
             key, value = read_tokens(
                 inputs.pages, slots, inputs.layout, inputs.k_scale, inputs.v_scale
             )
-            lse = None if inputs.lse is None else inputs.lse[begin:end]
-            attend(
-                inputs.query[begin:end],
-                key,
-                value,
-                query_positions=torch.arange(length - (end - begin), length, device=key.device),
-                key_positions=positions,
-                scale=inputs.scale,
-                sliding_window=inputs.sliding_window,
-                sinks=inputs.sinks,
-                softcap=inputs.softcap,
-                out=inputs.out[begin:end],
-                lse=lse,
-            )
+            one_by_one = inputs.batch_invariant or not bool(value.isfinite().all())
+            count = 1 if one_by_one else end - begin
+            for row in range(begin, end, count):
+                rows, position = slice(row, row + count), length - (end - row)
+                oldest = first_key(position, inputs.sliding_window)
+                keys = slice(oldest - first, max(0, position + count - first))
+                attend(
+                    inputs.query[rows],
+                    key[keys],
+                    value[keys],
+                    query_positions=torch.arange(position, position + count, device=key.device),
+                    key_positions=positions[keys],
+                    scale=inputs.scale,
+                    sliding_window=inputs.sliding_window,
+                    sinks=inputs.sinks,
+                    softcap=inputs.softcap,
+                    out=inputs.out[rows],
+                    lse=None if inputs.lse is None else inputs.lse[rows],
+                )
 
 
 def first_key(first_query: int, sliding_window: int | None) -> int:
