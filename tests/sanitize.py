@@ -21,6 +21,7 @@ from halfbyte.attention import paged_attention
 from halfbyte.kvcache import read_tokens, reshape_and_cache
 from halfbyte.kvcache.token_io import reshape_and_cache_reference
 from halfbyte.layouts import PageLayout
+from halfbyte.numerics import nvfp4
 from linear.cases import random_input, random_layer
 
 ONE_QUERY: dict[str, Any] = {"query_lens": (1,) * 5, "seq_lens": (1, 40, 0, 300, 129)}
@@ -184,7 +185,10 @@ def unpacked() -> None:
     n, k = 300, 1104
     layer, weight, scale, rows = packed_on_gpu(n, k)
     out = unpack(weight, scale, rows, 64, n - 64, k, torch.bfloat16)
-    assert torch.equal(out.cpu(), layer.dequantize(torch.bfloat16)[64:])
+    global_scale = layer.loaded_scale("weight_global_scale")
+    codes, scales = layer.loaded_weights()
+    wanted = nvfp4.dequantize(codes, scales, global_scale, torch.bfloat16)
+    assert torch.equal(out.cpu(), wanted[64:])
 
 
 def packed_on_gpu(n: int, k: int) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:

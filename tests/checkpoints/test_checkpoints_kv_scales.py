@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from halfbyte.checkpoints import CheckpointError, read_kv_scales
-from halfbyte.checkpoints.safetensors_index import INDEX_FILE
+from halfbyte.checkpoints.safetensors_index import INDEX_FILE, SINGLE_FILE
 from halfbyte.checkpoints.write_dialects import OutputFormat, quantization_config
 
 
@@ -93,6 +93,11 @@ def test_a_broken_index_is_one_line(tmp_path: Path, content: str) -> None:
     with pytest.raises(CheckpointError, match=r"index.json: expected .*, found") as error:
         read_kv_scales(tmp_path)
     assert "\n" not in str(error.value)
+    save_file(
+        {f"model.layers.0.self_attn.{x}_scale": torch.tensor(0.5) for x in "kv"},
+        tmp_path / SINGLE_FILE,
+    )
+    assert read_kv_scales(tmp_path) == {0: (0.5, 0.5)}
 
 
 def test_scales_come_from_the_file_that_the_weights_come_from(tmp_path: Path) -> None:

@@ -1,15 +1,19 @@
 """Calls of operators: straight to the function, but not where somebody would miss the operator."""
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfbyte.linear import NvFp4Linear, ops
+from halfbyte.linear.cpu import CpuKernel
 from linear.cases import random_input, random_layer
 
 Call = Callable[[], Any]
@@ -126,3 +130,46 @@ def test_gradients_are_refused(layer: NvFp4Linear, x: torch.Tensor) -> None:
     out = layer(x.requires_grad_())
     with pytest.raises(RuntimeError, match="nvfp4_linear_reference is for inference"):
         out.sum().backward()
+
+
+@pytest.fixture
+def on_cpu() -> NvFp4Linear:
+    """With a kernel that reads addresses, which wrapped tensors do not have."""
+    made = random_layer(8, 32, dtype=torch.float32, backend="cpu")
+    if not CpuKernel.is_supported()[0]:
+        pytest.skip("was not built")
+    made.process_weights_after_loading()
+    return made
+
+
+@torch.no_grad()
+def test_functorch_sees_the_operator(on_cpu: NvFp4Linear, x: torch.Tensor) -> None:
+    wanted = on_cpu(x)
+    assert torch.equal(torch.func.functionalize(on_cpu)(x), wanted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vmap says that it loops
+        assert torch.equal(torch.func.vmap(on_cpu)(x), wanted)
+
+
+@torch.no_grad()
+def test_traces_before_dispatch_hold_the_operator(on_cpu: NvFp4Linear, x: torch.Tensor) -> None:
+    traced = make_fx(lambda x: on_cpu(x), pre_dispatch=True)(x)
+    assert "halfbyte.nvfp4_linear_cpu" in traced.code
+    other = random_input(3, 32, torch.float32)
+    assert torch.equal(traced(other), on_cpu(other))
+
+
+@torch.inference_mode()
+def test_function_modes_see_the_operator(layer: NvFp4Linear, x: torch.Tensor) -> None:
+    seen: list[str] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        layer(x)
+    assert any("nvfp4_linear_reference" in name for name in seen)

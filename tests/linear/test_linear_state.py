@@ -280,6 +280,15 @@ def test_weights_that_never_came_are_an_error() -> None:
             fresh(torch.zeros(1, 32))
 
 
+def test_a_bias_that_never_came_to_a_layer_on_meta() -> None:
+    state = NvFp4Linear.from_float(torch.nn.Linear(32, 16)).state_dict()
+    del state["bias"]
+    fresh = NvFp4Linear(32, 16, device="meta")
+    fresh.load_state_dict(state, strict=False, assign=True)
+    with pytest.raises(CheckpointError, match=r"^bias: expected a tensor, found none"):
+        fresh(torch.zeros(1, 32))
+
+
 def test_a_bias_may_be_zero_or_set() -> None:
     state = NvFp4Linear.from_float(torch.nn.Linear(32, 16)).state_dict()
     fresh = NvFp4Linear(32, 16)

@@ -270,15 +270,27 @@ def test_an_index_counts_as_for_load_model(
             load_model(folder)
 
 
-def test_hf_quant_config_says_which_cache(tmp_path: Path) -> None:
+@pytest.mark.parametrize("field", ["kv_cache_scheme", "kv_cache_quant_algo"])
+@pytest.mark.parametrize(
+    ("algo", "expected"),
+    [
+        ({"kv_cache_quant_algo": "FP8"}, "fp8_e4m3"),
+        ({"kv_cache_quant_algo": None}, "float32"),
+        ({}, "float32"),
+    ],
+    ids=["fp8", "null", "none"],
+)
+def test_hf_quant_config_says_which_cache(
+    tmp_path: Path, field: str, algo: dict[str, object], expected: str
+) -> None:
     folder = tagged(tmp_path, "qwen3", "modelopt")
-    folder.declare(kv_cache_scheme="NVFP4")
-    declared = {"quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
+    folder.declare(**{field: "NVFP4"})
+    declared = {"quant_algo": "W4A16_NVFP4", "group_size": 16, **algo}
     declared["exclude_modules"] = ["lm_head"]
     (folder.quantized / "hf_quant_config.json").write_text(json.dumps({"quantization": declared}))
     for load in (AutoModelForCausalLM.from_pretrained, load_model):
         found = KVCacheDType.from_checkpoint(load(folder.quantized).config)
-        assert found.value == "fp8_e4m3"
+        assert found.value == expected
 
 
 @pytest.mark.parametrize(

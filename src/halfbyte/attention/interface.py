@@ -68,9 +68,10 @@ ATTENTION_BACKENDS = _AttentionBackends(
 
 
 def check_attention_backend(name: str | None, device: torch.device) -> None:
-    """Raise NoImplementationError for a backend that is unknown, or runs nothing on a device.
+    """Raise NoImplementationError for a backend that is unknown, or not for a device's machine.
 
-    For those who take a name long before they attend to anything. None is every device's.
+    For those who take a name long before they attend to anything; None is fine everywhere. What a
+    backend has against tensors, their device among it, shows in the first call.
     """
     if name is not None:
         ATTENTION_BACKENDS.select(None, name, None if device.type == "cuda" else CPU)

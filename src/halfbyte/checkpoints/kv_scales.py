@@ -84,7 +84,12 @@ def _files_with_scales(folder: Path) -> list[Path]:
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
-    weight_map = read_weight_map(folder)
+    try:
+        weight_map = read_weight_map(folder)
+    except CheckpointError:
+        if not single.is_file():
+            raise
+        weight_map = {}
     if single.is_file() and SINGLE_FILE not in weight_map.values():
         return [single]  # whose weights transformers takes, without a look at the index
     return sorted({folder / file for name, file in weight_map.items() if _SCALE_NAME.search(name)})

@@ -16,7 +16,7 @@ import torch
 from halfbyte.dispatch import capability_of_gpu
 from halfbyte.kernels import nvrtc
 from halfbyte.kernels.decode_variant import WARPS, Variant, macros, variant
-from halfbyte.kernels.devices import multiprocessors
+from halfbyte.kernels.devices import current_device, multiprocessors
 from halfbyte.kernels.tensor_maps import TensorMap, tensor_map_of_pages
 from halfbyte.layouts import PageLayout, page_stride
 
@@ -294,7 +294,10 @@ def _pages_map(pages: torch.Tensor, stride: int, layout: PageLayout) -> TensorMa
     """
     width = layout.k_dtype.data_bytes(layout.head_size)
     rows = layout.page_bytes // width
-    return tensor_map_of_pages(pages.data_ptr(), len(pages), rows, width, stride or rows * width)
+    with current_device(pages):
+        return tensor_map_of_pages(
+            pages.data_ptr(), len(pages), rows, width, stride or rows * width
+        )
 
 
 def _merge_kernel(most_parts: float, find_room: bool, batch_invariant: bool) -> str:

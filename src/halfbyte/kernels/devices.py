@@ -36,7 +36,10 @@ def allocate(memory: Memory, device: int) -> torch.Tensor:
 
 
 def current_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Make a tensor's GPU the current one; does nothing, quickly, if it is that."""
+    """Make a tensor's GPU the current one; does nothing, quickly, if it is that.
+
+    Triton's launches and the driver's tensor maps need it; `nvrtc.launch` sees to it itself.
+    """
     if not tensor.is_cuda or tensor.device.index == torch._C._cuda_getDevice():
         return _STAY
     return torch.cuda.device(tensor.device)

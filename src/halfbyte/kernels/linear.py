@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.kernels import nvrtc
-from halfbyte.kernels.devices import Memory, allocate
+from halfbyte.kernels.devices import Memory, allocate, current_device
 from halfbyte.kernels.linear_machine import dtype_macros, machine_of
 from halfbyte.kernels.linear_plan import (
     ROWS,
@@ -137,9 +137,10 @@ def linear_few(
     )
     x_map = _NO_MAP
     if overlap:
-        x_map = tensor_map_of_boxes(
-            x.data_ptr(), m, x.shape[-1], stride, dtype, launch.rows_of_box, launch.boxes
-        )
+        with current_device(x):
+            x_map = tensor_map_of_boxes(
+                x.data_ptr(), m, x.shape[-1], stride, dtype, launch.rows_of_box, launch.boxes
+            )
     nvrtc.launch(launch.kernel, launch.grid, launch.threads, (x_map, params), overlap=overlap)
     if partial is not None:
         nvrtc.launch(launch.join, launch.join_grid, _JOIN_THREADS, (params,), overlap=overlap)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.kernels import nvrtc
-from halfbyte.kernels.devices import Memory, allocate, multiprocessors
+from halfbyte.kernels.devices import Memory, allocate, current_device, multiprocessors
 from halfbyte.kernels.linear_weights import TILE_N
 from halfbyte.kernels.linear_wide_plan import (
     MOST_SHARERS,
@@ -120,8 +120,9 @@ def linear_wide(
         work,
     )
     columns = out_memory.shape[-1]
-    x_map = tensor_map(x.data_ptr(), m, k, row_stride(x), dtype, tokens // 2)
-    out_map = tensor_map(out.data_ptr(), m, columns, columns, dtype, _STRIP)
+    with current_device(x):
+        x_map = tensor_map(x.data_ptr(), m, k, row_stride(x), dtype, tokens // 2)
+        out_map = tensor_map(out.data_ptr(), m, columns, columns, dtype, _STRIP)
     nvrtc.launch(kernel, grid, threads, (x_map, out_map, params), overlap=True)
     return out if columns == n else out[..., :n].contiguous()
 

@@ -79,8 +79,8 @@ def linear_op(name: str, *, mutates_args: Iterable[str] = ()) -> Callable[[Linea
         operator: LinearOp = getattr(torch.ops.halfbyte, name).default
 
         @wraps(function)
-        def call(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-            return (function if _is_unobserved(x) else operator)(x, *arguments)
+        def call(x: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
+            return (function if _is_unobserved(x) else operator)(x, *arguments, **named)
 
         return call
 
@@ -98,6 +98,8 @@ def _is_unobserved(x: torch.Tensor) -> bool:
         and type(x) is torch.Tensor  # fake tensors and other subclasses have their own way
         and not torch.is_grad_enabled()
         and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
         and not torch._C._get_tracing_state()
         and not torch._C._autograd._profiler_enabled()
     )

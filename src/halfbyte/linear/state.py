@@ -222,7 +222,7 @@ class LayerState(nn.Module):
             raise CheckpointError(f"{name}: expected a tensor, found none: it was never loaded")
         bias = self._parameters["bias"]
         expects_bias = "weight_scale" in self._given and "bias" not in self._given
-        if expects_bias and bias is not None and not bool(bias.any()):
+        if expects_bias and bias is not None and (bias.is_meta or not bool(bias.any())):
             name = full_name(self.layer_name, "bias")
             raise CheckpointError(f"{name}: expected a tensor, found none: it was never loaded")
         expected = Expected(self.out_features, self.in_features, len(self.part_sizes))

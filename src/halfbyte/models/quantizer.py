@@ -138,7 +138,8 @@ class NvFp4Quantizer(HfQuantizer):
         if declaration is None or not declaration.groups:
             check_unquantized(named, self._plan, index, model.dtype)  # nothing packed is left over
             return
-        self.quantization_config.section = {**section, **(declaration.section or {})}
+        method = section.get("quant_method", declaration.dialect)
+        self.quantization_config.section = {"quant_method": method, **(declaration.section or {})}
         device_map = kwargs.get("device_map") or {"": "cpu"}
         self._declaration, self._index = declaration, index
         self._options = LayerOptions(model.dtype, torch.device(device_map[""]))
