@@ -77,6 +77,22 @@ def run(case: Case, **options: Any) -> Any:
     return paged_attention(case.query.cuda(), pages, backend="cuda", **arguments, **options)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("group", [4, 32], ids=["decode", "decode-wide-of-whole-pages"])
+def test_another_than_the_current_device(group: int) -> None:
+    case = make_case(head_size=128, group=group, kv_heads=1, query_lens=(1, 1), seq_lens=(40, 999))
+    arguments: dict[str, Any] = {
+        name: value.to("cuda:1") if isinstance(value, torch.Tensor) else value
+        for name, value in case.arguments().items()
+    }
+    pages, query = case.pages.to("cuda:1"), case.query.to("cuda:1")
+    out = paged_attention(query, pages, backend="cuda", **arguments)
+    assert out.device == torch.device("cuda:1")
+    assert_close_to_exact(out.cpu(), case)
+    assert torch.cuda.current_device() == 0
+
+
 _LENGTHS: dict[str, Any] = {"query_lens": (1,) * 8, "seq_lens": (1, 15, 64, 65, 128, 129, 1000, 0)}
 WIDE_CASES: dict[str, dict[str, Any]] = {
     "group-32-d128": {"head_size": 128, "group": 32, **_LENGTHS},

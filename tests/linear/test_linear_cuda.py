@@ -108,6 +108,19 @@ def test_inputs_of_any_shape_and_stride() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("m", [1, 16, 200, 700])
+def test_another_than_the_current_device(m: int) -> None:
+    layer = cuda_layer(576, 1088, torch.bfloat16, bias=True).to("cuda:1")
+    x = random_input(m, 1088, torch.bfloat16).to("cuda:1")
+    with torch.inference_mode():
+        out = layer(x)
+    assert out.device == x.device
+    assert_close_enough(layer, x, out)
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
 @DTYPE
 def test_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     layer = cuda_layer(576, 1088, dtype, batch_invariant=True)

@@ -240,8 +240,8 @@ class NvFp4Linear(LayerState):
         """Choose a kernel and hand it the weights; does nothing if that was done.
 
         Raises:
-            CheckpointError: a tensor was never loaded (a bias: and is still zeros), does not fit, or
-                holds a scale that is not finite; one line that names it.
+            CheckpointError: a tensor was never loaded (a bias: and is still zeros), does not fit,
+                or holds a scale that is not finite; one line that names it.
             NoImplementationError: no backend, or not the one asked for, can do the work.
         """
         with _PROCESSING:  # first calls may come from several threads
