@@ -9,7 +9,7 @@ depend on it.
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -75,15 +75,9 @@ def _product(shape: torch.Size, n: int, device: int, batch_invariant: bool) -> _
     return _way(m, n, k, machine_of(device))
 
 
-def _of_no_rows(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    row_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    n: int,
-) -> torch.Tensor:
-    return x.new_empty((*x.shape[:-1], n))
+def _of_no_rows(x: torch.Tensor, *others: Any) -> torch.Tensor:
+    """A product without rows; of the others, as of every `_Product`, n is the last."""
+    return x.new_empty((*x.shape[:-1], others[-1]))
 
 
 def _way(m: int, n: int, k: int, machine: Machine) -> _Product:
