@@ -246,8 +246,7 @@ def _multiplier(
     name: str, scale: float | torch.Tensor, dtype: KVCacheDType, device: torch.device
 ) -> float | torch.Tensor:
     """A number, or a tensor on the device; 1 for formats without a global scale."""
-    dtype.check_multiplier_on_host(scale, name)
-    checked = dtype.check_multiplier(scale, name)
+    checked = dtype.check_multiplier_on_host(scale, name)
     if not isinstance(checked, torch.Tensor):
         return checked
     if checked.device.type == "cpu" and device.type != "cpu":

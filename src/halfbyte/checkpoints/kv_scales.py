@@ -92,4 +92,4 @@ def _files_with_scales(folder: Path) -> list[Path]:
         weight_map = {}
     if single.is_file() and SINGLE_FILE not in weight_map.values():
         return [single]  # whose weights transformers takes, without a look at the index
-    return sorted({folder / file for name, file in weight_map.items() if _SCALE_NAME.search(name)})
+    return sorted({folder / file for name, file in weight_map.items() if is_kv_scale(name)})

@@ -184,11 +184,14 @@ class KVCacheDType(StrEnum):
             raise ValueError(f"{name}: expected {expected}, got {scale!r}")
         return rounded
 
-    def check_multiplier_on_host(self, scale: float | torch.Tensor, name: str) -> None:
-        """Raise ValueError as `check_multiplier`, and for the value of a tensor on the host."""
+    def check_multiplier_on_host(
+        self, scale: float | torch.Tensor, name: str
+    ) -> float | torch.Tensor:
+        """As `check_multiplier`; raises ValueError for the value of a tensor on the host, too."""
         checked = self.check_multiplier(scale, name)
         if isinstance(checked, torch.Tensor) and checked.device.type == "cpu":
             self.check_multiplier(float(checked), name)
+        return checked
 
 
 def _as_mapping(config: Any) -> Mapping[str, Any]:

@@ -215,16 +215,13 @@ class LayerState(nn.Module):
         for role in ("weight", "weight_scale", "weight_global_scale", "input_global_scale"):
             tensor = self._parameters[role]
             if tensor is not None and tensor.is_meta:
-                name = full_name(self.layer_name, getattr(names, role))
-                raise CheckpointError(f"{name}: expected a tensor, found none: it was never loaded")
-        if "weight_scale" in self._given and "weight" not in self._given:
-            name = full_name(self.layer_name, names.weight)
-            raise CheckpointError(f"{name}: expected a tensor, found none: it was never loaded")
-        bias = self._parameters["bias"]
-        expects_bias = "weight_scale" in self._given and "bias" not in self._given
-        if expects_bias and bias is not None and (bias.is_meta or not bool(bias.any())):
-            name = full_name(self.layer_name, "bias")
-            raise CheckpointError(f"{name}: expected a tensor, found none: it was never loaded")
+                raise self._never_loaded(getattr(names, role))
+        if "weight_scale" in self._given:
+            if "weight" not in self._given:
+                raise self._never_loaded(names.weight)
+            bias = None if "bias" in self._given else self._parameters["bias"]
+            if bias is not None and (bias.is_meta or not bool(bias.any())):
+                raise self._never_loaded("bias")
         expected = Expected(self.out_features, self.in_features, len(self.part_sizes))
         as_file = {names.weight: self.weight, names.weight_scale: self.weight_scale}
         expected.read(as_file, self.dialect, self.layer_name)
@@ -241,6 +238,10 @@ class LayerState(nn.Module):
                 full_name(self.layer_name, names.input_global_scale),
                 zero_is_valid=False,
             )
+
+    def _never_loaded(self, name: str) -> CheckpointError:
+        name = full_name(self.layer_name, name)
+        return CheckpointError(f"{name}: expected a tensor, found none: it was never loaded")
 
     def derive_scales(self) -> None:
         """Set `alpha` and `input_global_scale_inv` from the scales that files have."""
