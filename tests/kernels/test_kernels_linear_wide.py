@@ -11,7 +11,7 @@ from halfbyte.kernels import linear_wide as wide
 from halfbyte.kernels import nvrtc
 from halfbyte.kernels.devices import Memory
 from halfbyte.kernels.linear_weights import DTYPES, TILE_K, TILE_N
-from halfbyte.kernels.linear_wide_plan import WidePlan, rows_of_pair, wide_plan
+from halfbyte.kernels.linear_wide_plan import TILES, Tile, WidePlan, wide_plan
 from kernels.test_kernels_linear_wide_plan import WEIGHTS
 from linear.machines import H200
 
@@ -20,10 +20,10 @@ PROCESSORS = H200.multiprocessors
 
 
 @DTYPE
-@pytest.mark.parametrize("tokens", [64, 128, 256])
-def test_kernel_compiles(tokens: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_kernel_compiles(tile: Tile, dtype: torch.dtype) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
-    options = wide.macros(dtype, tokens)
+    options = wide.macros(dtype, tile)
     assert nvrtc.compile_source("linear_wide", options, "sm_90a")[:4] == b"\x7fELF"
 
 
@@ -31,8 +31,8 @@ def test_kernel_compiles(tokens: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("n", "k"), WEIGHTS)
 def test_kernels_divide_as_plans_do(n: int, k: int, m: int) -> None:
     """Multiplying by rounded inverses (`linear_wide_work.cuh`) finds the same tiles and spans."""
-    for tokens in (64, 128, 256):
-        plan = wide_plan(n, k, m, PROCESSORS, tokens)
+    for tile in TILES:
+        plan = wide_plan(n, k, m, PROCESSORS, tile)
         work = wide.work(plan, n, k, m)
         line = plan.steps(k) + plan.crossing
         places = plan.cut_tiles * line
@@ -45,8 +45,8 @@ def test_kernels_divide_as_plans_do(n: int, k: int, m: int) -> None:
             span: int = work["span"]
             return number * span + quotient("clusters", number * work["more"], work)
 
-        for tile in {*range(min(work["tiles"], 300)), work["tiles"] - 1}:
-            assert quotient("row_pairs", tile) == tile // -(-n // rows_of_pair(tokens))
+        for pair in {*range(min(work["tiles"], 300)), work["tiles"] - 1}:
+            assert quotient("row_pairs", pair) == pair // tile.row_pairs(n)
         begins = [span_begin(number) for number in range(plan.clusters + 1)]
         assert begins == [places * number // plan.clusters for number in range(plan.clusters + 1)]
         for number, place in enumerate(begins[: plan.clusters] if places else []):
@@ -62,7 +62,7 @@ def test_work_that_cannot_be_counted_is_refused() -> None:
     with pytest.raises(ValueError, match="too large"):
         wide.work(plan, 4096, 4096, 2**31)
     with pytest.raises(ValueError, match="2 steps to share among 24 clusters"):
-        wide.work(WidePlan(64, 1, 24, 1), 256, 200, 64)
+        wide.work(WidePlan(TILES[0], 1, 24, 1), 256, 200, 64)
 
 
 class Launched(NamedTuple):
@@ -124,17 +124,17 @@ def test_what_a_launch_is_given(n: int) -> None:
 
 def test_workspace_of_tiles_that_are_cut() -> None:
     """Sums, then flags; none where every cluster has whole tiles."""
-    tokens, clusters = 64, 5
-    params = launched((128, 512), 700, WidePlan(tokens, 6, clusters, 6)).params
+    tile, clusters = TILES[0], 5
+    params = launched((128, 512), 700, WidePlan(tile, 6, clusters, 6)).params
     places = 2 * clusters
-    floats = places * tokens * rows_of_pair(tokens) // 2
+    floats = places * tile.tokens * tile.rows
     assert params.flags == params.partial + 4 * floats
     assert params.flags % 8 == 0
-    params = launched((128, 512), 700, WidePlan(tokens, 10, clusters, 0)).params
+    params = launched((128, 512), 700, WidePlan(tile, 10, clusters, 0)).params
     assert not params.partial
     assert not params.flags
 
 
 def test_tiles_of_too_many_clusters_are_refused() -> None:
     with pytest.raises(ValueError, match="more than 32 clusters have parts of a tile"):
-        launched((64, 8192), 256, WidePlan(64, 1, 40, 1))
+        launched((64, 8192), 256, WidePlan(TILES[0], 1, 40, 1))

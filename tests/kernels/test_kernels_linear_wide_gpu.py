@@ -7,7 +7,7 @@ import torch
 
 from halfbyte.kernels import linear_wide as wide
 from halfbyte.kernels.linear_weights import DTYPES, pack_weight
-from halfbyte.kernels.linear_wide_plan import WidePlan, rows_of_pair, wide_plan
+from halfbyte.kernels.linear_wide_plan import TILES, Tile, WidePlan, wide_plan
 from halfbyte.numerics import nvfp4
 from linear.machines import H200
 
@@ -71,8 +71,8 @@ def needs_sm90() -> None:
 def test_products(n: int, k: int, m: int, dtype: torch.dtype) -> None:
     needs_sm90()
     case = make_case(n, k, m, dtype)
-    for tokens in (None, 64, 128, 256):
-        assert_close(case.product(wide_plan(n, k, m, PROCESSORS, tokens)), case)
+    for tile in (None, *TILES):
+        assert_close(case.product(wide_plan(n, k, m, PROCESSORS, tile)), case)
 
 
 @DTYPE
@@ -81,19 +81,19 @@ def test_tiles_that_are_cut_anywhere(clusters: int, dtype: torch.dtype) -> None:
     needs_sm90()
     n, k, m = 700, 1024, 200
     case = make_case(n, k, m, dtype)
-    for tokens in (64, 128, 256):
-        tiles = -(-n // rows_of_pair(tokens)) * -(-m // tokens)
-        assert_close(case.product(WidePlan(tokens, tiles, clusters, tiles)), case)
+    for tile in TILES:
+        tiles = tile.pairs(n, m)
+        assert_close(case.product(WidePlan(tile, tiles, clusters, tiles)), case)
 
 
 @DTYPE
-@pytest.mark.parametrize("tokens", [64, 128, 256])
-def test_whole_tiles_after_those_that_are_cut(tokens: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_whole_tiles_after_those_that_are_cut(tile: Tile, dtype: torch.dtype) -> None:
     needs_sm90()
     n, k, m, clusters = 700, 512, 500, 3
     case = make_case(n, k, m, dtype)
-    tiles = -(-n // rows_of_pair(tokens)) * -(-m // tokens)
-    plan = WidePlan(tokens, tiles, clusters, clusters + tiles % clusters, 2)
+    tiles = tile.pairs(n, m)
+    plan = WidePlan(tile, tiles, clusters, clusters + tiles % clusters, 2)
     assert plan.cut_tiles < tiles
     assert_close(case.product(plan), case)
 
@@ -104,11 +104,15 @@ def test_whole_tiles_after_those_that_are_cut(tokens: int, dtype: torch.dtype) -
 def test_tiles_that_clusters_share(sharers: int, crossing: int, dtype: torch.dtype) -> None:
     needs_sm90()
     n, k, tiles = 500, 4096, 4
-    for tokens in (64, 128, 256):
-        for beyond in (3, 20, tokens - 7):  # the last tile has fewer strips than finishers, or all
-            case = make_case(n, k, tokens + beyond, dtype)
+    for tile in TILES:
+        for beyond in (
+            3,
+            20,
+            tile.tokens - 7,
+        ):  # the last tile has fewer strips than finishers, or all
+            case = make_case(n, k, tile.tokens + beyond, dtype)
             for clusters in (tiles * sharers, tiles * sharers - 1):
-                plan = WidePlan(tokens, tiles, clusters, tiles, crossing)
+                plan = WidePlan(tile, tiles, clusters, tiles, crossing)
                 assert sharers <= max(plan.sharers(plan.steps(k))) <= sharers + 1
                 assert_close(case.product(plan), case)
 
@@ -131,13 +135,13 @@ def captured(
 
 
 @pytest.mark.parametrize("crossing", [0, 2])
-@pytest.mark.parametrize("tokens", [64, 128, 256])
-def test_graphs_that_run_at_once(tokens: int, crossing: int) -> None:
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_graphs_that_run_at_once(tile: Tile, crossing: int) -> None:
     needs_sm90()
     n, k, m = 1536, 4096, 250
     case = make_case(n, k, m, torch.bfloat16)
-    tiles = n // rows_of_pair(tokens) * -(-m // tokens)
-    plan = WidePlan(tokens, tiles, 66, tiles, crossing)
+    tiles = tile.pairs(n, m)
+    plan = WidePlan(tile, tiles, 66, tiles, crossing)
     wanted = case.product(plan)
     assert_close(wanted, case)
     graphs = [captured(case, plan, 4) for _ in range(2)]

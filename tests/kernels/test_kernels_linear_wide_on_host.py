@@ -20,14 +20,16 @@ from halfbyte.kernels.linear_weights import pack_weight
 from halfbyte.kernels.linear_wide_plan import (
     GROUP_ROWS,
     MOST_SHARERS,
-    SHAPES,
+    TILES,
+    Tile,
     WidePlan,
-    rows_of_pair,
     wide_plan,
 )
 from halfbyte.numerics import nvfp4
 
 pytestmark = needs_compiler
+
+NARROW = TILES[0]
 
 
 class Case(NamedTuple):
@@ -71,9 +73,9 @@ def on_host(clusters_at_once: Sequence[int]) -> Iterator[None]:
             but flags stay as the one before has left them.
     """
 
-    def kernel(dtype: torch.dtype, tokens: int, device: object) -> tuple[Any, int]:
-        library = cuda_on_host.build("linear_wide", wide.macros(dtype, tokens))
-        return library.linear_wide, wide.shared_bytes(tokens)
+    def kernel(dtype: torch.dtype, tile: Tile, device: object) -> tuple[Any, int]:
+        library = cuda_on_host.build("linear_wide", wide.macros(dtype, tile))
+        return library.linear_wide, wide.shared_bytes(tile)
 
     def launch(
         kernel: tuple[Any, int], grid: int, threads: int, arguments: Any, *, overlap: bool
@@ -130,18 +132,18 @@ def assert_product(out: torch.Tensor, case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens", [64, 128, 256])
-def test_products(tokens: int, dtype: torch.dtype) -> None:
-    n, k, m = 200, 144, tokens + 9
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_products(tile: Tile, dtype: torch.dtype) -> None:
+    n, k, m = 200, 144, tile.tokens + 9
     case = make_case(n, k, m, dtype)
-    assert_product(product(case, wide_plan(n, k, m, 8, tokens)), case)
+    assert_product(product(case, wide_plan(n, k, m, 8, tile)), case)
 
 
-@pytest.mark.parametrize("tokens", [64, 128, 256])
-def test_a_ring_that_goes_round(tokens: int) -> None:
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_a_ring_that_goes_round(tile: Tile) -> None:
     """Nothing comes to a stage while a matmul still reads it."""
-    n, m, k = 70, tokens + 20, 2 * SHAPES[tokens].stages * SHAPES[tokens].step
-    case, plan = make_case(n, k, m), WidePlan(tokens, 2, 1, 0)
+    n, m, k = 70, tile.tokens + 20, 2 * tile.stages * tile.step
+    case, plan = make_case(n, k, m), WidePlan(tile, 2, 1, 0)
     for _ in range(3):
         assert_product(product(case, plan), case)
 
@@ -150,17 +152,17 @@ def test_a_ring_that_goes_round(tokens: int) -> None:
 @pytest.mark.parametrize("crossing", [0, 1])
 @pytest.mark.parametrize("clusters", [2, 3, 4])
 def test_tiles_that_are_cut(clusters: int, crossing: int, at_once: int) -> None:
-    n, k, m, tokens = 300, 512, 70, 64
+    n, k, m = 300, 512, 70
     case = make_case(n, k, m)
-    tiles = -(-n // rows_of_pair(tokens)) * -(-m // tokens)
-    out = product(case, WidePlan(tokens, tiles, clusters, tiles, crossing), at_once)
+    tiles = NARROW.pairs(n, m)
+    out = product(case, WidePlan(NARROW, tiles, clusters, tiles, crossing), at_once)
     assert_product(out, case)
 
 
 def test_the_order_of_clusters_changes_no_bit() -> None:
-    n, k, m, tokens = 256, 768, 40, 64
+    n, k, m = 256, 768, 40
     case = make_case(n, k, m)
-    plan = WidePlan(tokens, 1, 4, 1)
+    plan = WidePlan(NARROW, 1, 4, 1)
     outs = [product(case, plan, at_once) for at_once in (1, 2, 3, 4, 4, 4)]
     assert_product(outs[0], case)
     assert all(torch.equal(out, outs[0]) for out in outs)
@@ -169,9 +171,9 @@ def test_the_order_of_clusters_changes_no_bit() -> None:
 @pytest.mark.parametrize("at_once", [(1, 4, 1, 4), (2, 4, 4), (3, 1, 2, 4), (4, 4, 4, 4)], ids=str)
 def test_replays(at_once: tuple[int, ...]) -> None:
     """In which clusters may finish what they left to others before, and the other way round."""
-    n, k, m, tokens = 500, 384, 40, 64
+    n, k, m = 500, 384, 40
     case = make_case(n, k, m)
-    for plan in (WidePlan(tokens, 2, 4, 2, 1), WidePlan(tokens, 2, 6, 2, 0)):
+    for plan in (WidePlan(NARROW, 2, 4, 2, 1), WidePlan(NARROW, 2, 6, 2, 0)):
         assert_product(product(case, plan, *at_once), case)
 
 
@@ -194,10 +196,10 @@ def sums_nobody_left(case: Case, plan: WidePlan, clusters_at_once: int) -> int:
 
 def test_clusters_that_run_at_once_finish_a_tile_together() -> None:
     """A warpgroup whose tile's head runs keeps its share, the others leave all sums."""
-    case, plan = make_case(256, 768, 60), WidePlan(64, 1, 2, 1)
+    case, plan = make_case(256, 768, 60), WidePlan(NARROW, 1, 2, 1)
     alone = sums_nobody_left(case, plan, 1)
     together = [sums_nobody_left(case, plan, 2) for _ in range(8)]
-    share = (64 // 2) * GROUP_ROWS
+    share = NARROW.tokens // 2 * GROUP_ROWS
     assert all((found - alone) % share == 0 for found in together)
     assert max(together) > alone
 
@@ -205,14 +207,13 @@ def test_clusters_that_run_at_once_finish_a_tile_together() -> None:
 def test_random_plans() -> None:
     rng = Random(0)
     for seed in range(8):
-        tokens = 64
         n, k, m = rng.randint(1, 600), 16 * rng.randint(1, 40), rng.randint(1, 200)
-        tiles = -(-n // rows_of_pair(tokens)) * -(-m // tokens)
-        steps = WidePlan(tokens, tiles, 1, 0).steps(k)
+        tiles = NARROW.pairs(n, m)
+        steps = WidePlan(NARROW, tiles, 1, 0).steps(k)
         clusters = rng.randint(1, min(6, tiles * steps))
         cut = clusters * (tiles > clusters) + tiles % clusters
         crossing = rng.choice((0, 1, 2)) if cut * steps >= clusters else 0
-        plan = WidePlan(tokens, tiles, clusters, cut, crossing)
+        plan = WidePlan(NARROW, tiles, clusters, cut, crossing)
         case = make_case(n, k, m, seed=seed)
         at_once = [rng.randint(1, clusters) for _ in range(rng.randint(1, 3))]
         assert_product(product(case, plan, *at_once), case)

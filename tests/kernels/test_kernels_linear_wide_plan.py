@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from halfbyte.kernels.linear_wide_plan import WidePlan, rows_of_pair, wide_plan
+from halfbyte.kernels.linear_wide_plan import TILES, WidePlan, wide_plan
 from linear.machines import H200
 
 PROCESSORS = H200.multiprocessors
@@ -15,7 +15,7 @@ WEIGHTS = [(6144, 4096), (28672, 4096), (4096, 14336), (200, 144), (48, 16), (12
 @pytest.mark.parametrize(("n", "k"), WEIGHTS)
 def test_plans_cover_all_tiles(n: int, k: int, m: int) -> None:
     plan = wide_plan(n, k, m, PROCESSORS)
-    tiles = -(-n // rows_of_pair(plan.tokens)) * -(-m // plan.tokens)
+    tiles = plan.tile.pairs(n, m)
     assert 0 <= plan.tiles - tiles < plan.clusters
     # Whole turns of all clusters behind the tiles that are cut.
     assert (plan.tiles - plan.cut_tiles) % plan.clusters == 0
@@ -29,7 +29,7 @@ def test_tiles_are_not_cut_where_x_outgrows_the_cache() -> None:
     plan = wide_plan(4096, 14336, 4096, 132)
     assert plan.cut_tiles == 0
     tiles = 16 * 16
-    cut = WidePlan(256, tiles, 66, 66 + tiles % 66, 2)
+    cut = WidePlan(TILES[-1], tiles, 66, 66 + tiles % 66, 2)
     assert cut.microseconds(14336, 4096) > 1.05 * plan.microseconds(14336, 4096)
     # With fewer rows the same cut would be worth it.
     assert cut.microseconds(14336, 1024) < plan.microseconds(14336, 1024)
@@ -54,8 +54,12 @@ def test_sharers_are_clusters_with_steps(cut_tiles: int, clusters: int, crossing
         sum(a < (tile + 1) * line and b > tile * line + crossing for a, b in pairwise(spans))
         for tile in range(cut_tiles)
     )
-    assert WidePlan(64, cut_tiles, clusters, cut_tiles, crossing).sharers(steps) == wanted
+    assert WidePlan(TILES[0], cut_tiles, clusters, cut_tiles, crossing).sharers(steps) == wanted
 
 
 def test_many_rows_take_large_tiles() -> None:
-    assert [wide_plan(28672, 4096, m, PROCESSORS).tokens for m in (33, 128, 4096)] == [64, 128, 256]
+    assert [str(wide_plan(28672, 4096, m, PROCESSORS).tile) for m in (33, 128, 4096)] == [
+        "192x64",
+        "192x128",
+        "128x256",
+    ]

@@ -17,11 +17,10 @@ from halfbyte.kernels.devices import Memory, allocate, current_device, multiproc
 from halfbyte.kernels.linear_weights import TILE_N
 from halfbyte.kernels.linear_wide_plan import (
     MOST_SHARERS,
-    SHAPES,
+    TILES,
+    Tile,
     WidePlan,
     most_sharers,
-    row_pairs,
-    rows_of_pair,
     wide_plan,
 )
 from halfbyte.kernels.tensor_maps import box_rows, row_stride, tensor_map
@@ -134,21 +133,21 @@ def _launch(
     *outer, k = shape
     m = shape.numel() // k
     plan = plan or wide_plan(n, k, m, multiprocessors(device))
-    steps = plan.steps(k)
+    tile, steps = plan.tile, plan.steps(k)
     if most_sharers(plan, steps) > MOST_SHARERS:
         raise ValueError(f"{plan}: more than {MOST_SHARERS} clusters have parts of a tile")
     # With a tile or more per cluster, only the ends of tiles are left.
     kinds = (plan.cut_tiles > 0) + (0 < plan.cut_tiles < plan.clusters)
     places = kinds * 2 * plan.clusters
-    partial_bytes = 4 * places * plan.tokens * rows_of_pair(plan.tokens) // 2
-    flags = 2 * SHAPES[plan.tokens].groups * plan.clusters * MOST_SHARERS
+    partial_bytes = 4 * places * tile.values_of_pair // 2
+    flags = 2 * tile.groups * plan.clusters * MOST_SHARERS
     return _Launch(
-        _kernel(dtype, plan.tokens, device),
+        _kernel(dtype, tile, device),
         grid=2 * plan.clusters,
-        threads=128 * (SHAPES[plan.tokens].groups + 1),
+        threads=128 * (tile.groups + 1),
         m=m,
         k=k,
-        tokens=plan.tokens,
+        tokens=tile.tokens,
         work=_Work(m, n, -(-n // TILE_N), steps, **work(plan, n, k, m)),
         # TMA writes rows of a multiple of 16 bytes.
         out=Memory.contiguous((*outer, -(-n // 8) * 8), dtype),
@@ -165,8 +164,8 @@ def work(plan: WidePlan, n: int, k: int, m: int) -> dict[str, Any]:
     Raises:
         ValueError: numbers that the kernel could not divide.
     """
-    pairs, line = row_pairs(n, plan.tokens), plan.steps(k) + plan.crossing
-    tiles, places = pairs * -(-m // plan.tokens), plan.cut_tiles * line
+    pairs, line = plan.tile.row_pairs(n), plan.steps(k) + plan.crossing
+    tiles, places = plan.tile.pairs(n, m), plan.cut_tiles * line
     if max(tiles * pairs, places * line, plan.clusters**3) >= _ONE:
         raise ValueError(f"n={n}, k={k}, m={m}: too large")
     if 0 < places < plan.clusters:
@@ -191,34 +190,29 @@ def _divisor(by: int) -> _KnownDivisor:
 def compile_wide(dtype: torch.dtype, device: int) -> None:
     """Compile all that calls may need, so that none does in a graph's capture."""
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda tokens: _kernel(dtype, tokens, device), SHAPES))
+        list(pool.map(lambda tile: _kernel(dtype, tile, device), TILES))
 
 
 @lru_cache(maxsize=32)
-def _kernel(dtype: torch.dtype, tokens: int, device: int) -> nvrtc.Kernel:
-    functions = (("linear_wide", shared_bytes(tokens)),)
-    options = tuple(macros(dtype, tokens).items())
+def _kernel(dtype: torch.dtype, tile: Tile, device: int) -> nvrtc.Kernel:
+    functions = (("linear_wide", shared_bytes(tile)),)
+    options = tuple(macros(dtype, tile).items())
     return nvrtc.load("linear_wide", options, functions, device)["linear_wide"]
 
 
-def shared_bytes(tokens: int) -> int:
-    """Dynamic shared memory of a CTA: the ring's stages, the tile of the result, and a few words.
-
-    Args:
-        tokens: rows of x in a tile.
-    """
-    shape, rows = SHAPES[tokens], rows_of_pair(tokens) // 2
-    stage = (tokens * 2 + rows // 2 + rows // 16) * shape.step + 16
-    return shape.stages * stage + tokens * rows * 2 + 16
+def shared_bytes(tile: Tile) -> int:
+    """Dynamic shared memory of a CTA: the ring's stages, the tile of the result, some words."""
+    rows, tokens = tile.rows, tile.tokens
+    stage = (tokens * 2 + rows // 2 + rows // 16) * tile.step + 16
+    return tile.stages * stage + tokens * rows * 2 + 16
 
 
-def macros(dtype: torch.dtype, tokens: int) -> dict[str, int | None]:
+def macros(dtype: torch.dtype, tile: Tile) -> dict[str, int | None]:
     """Macros that `linear_wide.cu` is compiled with."""
-    shape = SHAPES[tokens]
     return {
         "X_BF16": int(dtype == torch.bfloat16),
-        "TOKENS": tokens,
-        "STEP": shape.step,
-        "GROUPS": shape.groups,
-        "STAGES": shape.stages,
+        "TOKENS": tile.tokens,
+        "STEP": tile.step,
+        "GROUPS": tile.groups,
+        "STAGES": tile.stages,
     }

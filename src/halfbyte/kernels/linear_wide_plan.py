@@ -9,11 +9,13 @@ GROUP_ROWS = 64
 """Of W, in a warpgroup's part of a tile."""
 
 
-class Shape(NamedTuple):
-    """Of a tile, and of the CTAs that compute it."""
+class Tile(NamedTuple):
+    """What a CTA computes at a time, and how; a cluster of two has the same rows of x."""
 
     groups: int
-    """Warpgroups that multiply."""
+    """Warpgroups that multiply, each for 64 rows of W."""
+    tokens: int
+    """Rows of x."""
     step: int
     """k at a time."""
     stages: int
@@ -21,13 +23,34 @@ class Shape(NamedTuple):
     step_microseconds: float
     """As measured on an H200."""
 
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.tokens}"
 
-SHAPES = {
-    64: Shape(3, 128, 6, 0.64),
-    128: Shape(3, 64, 7, 0.46),
-    256: Shape(2, 64, 4, 0.60),
-}
-"""By a tile's rows of x."""
+    @property
+    def rows(self) -> int:
+        """Of W."""
+        return GROUP_ROWS * self.groups
+
+    @property
+    def values_of_pair(self) -> int:
+        """Of the result, in the tiles of a cluster's two CTAs."""
+        return 2 * self.rows * self.tokens
+
+    def row_pairs(self, n: int) -> int:
+        """Pairs of tiles along n rows of W."""
+        return -(-n // (2 * self.rows))
+
+    def pairs(self, n: int, m: int) -> int:
+        """Pairs of tiles of n rows of W and m rows of x."""
+        return self.row_pairs(n) * -(-m // self.tokens)
+
+
+TILES = (
+    Tile(groups=3, tokens=64, step=128, stages=6, step_microseconds=0.64),
+    Tile(groups=3, tokens=128, step=64, stages=7, step_microseconds=0.46),
+    Tile(groups=2, tokens=256, step=64, stages=4, step_microseconds=0.60),
+)
+_LEAST_TOKENS = min(tile.tokens for tile in TILES)
 _CROSSING_K = 128
 """That a cluster could do while it leaves its sums of a tile and begins the next one."""
 _EXCHANGE_MICROSECONDS = 0.8
@@ -50,20 +73,19 @@ MOST_SHARERS = 32
 class WidePlan(NamedTuple):
     """How the work is cut up."""
 
-    tokens: int
-    """Rows of x in a tile."""
+    tile: Tile
     tiles: int
-    """Of all clusters, those that idle in the last turn counted."""
+    """Pairs of all clusters, those that idle in the last turn counted."""
     clusters: int
     """Of two CTAs."""
     cut_tiles: int
-    """Tiles whose k is cut, so that every cluster has as much to do."""
+    """Pairs whose k is cut, so that every cluster has as much to do."""
     crossing: int = 0
     """Steps that a cluster does less for every tile that begins within its span."""
 
     def steps(self, k: int) -> int:
         """Of k in K padded."""
-        return -(-k // TILE_K) * (TILE_K // SHAPES[self.tokens].step)
+        return -(-k // TILE_K) * (TILE_K // self.tile.step)
 
     def sharers(self, steps: int) -> tuple[int, ...]:
         """Clusters that have a part of each tile that is cut (`Join` of `linear_wide_work.cuh`)."""
@@ -85,7 +107,7 @@ class WidePlan(NamedTuple):
             k: of the weight.
             m: rows of x.
         """
-        steps, step = self.steps(k), SHAPES[self.tokens].step_microseconds
+        steps, step = self.steps(k), self.tile.step_microseconds
         whole = (self.tiles - self.cut_tiles) // self.clusters * steps * step
         cut = -(-self.cut_tiles * (steps + self.crossing) // self.clusters) * step
         if self.crossing and 2 * m * k > _CACHED_BYTES:
@@ -94,57 +116,46 @@ class WidePlan(NamedTuple):
         took = whole + cut
         sharers = self.sharers(steps)
         if parts := sum(sharers) - self.cut_tiles:
-            joined = 2 * parts * (rows_of_pair(self.tokens) * self.tokens * 4)  # left, and loaded
+            joined = 2 * parts * self.tile.values_of_pair * 4  # left, and loaded
             took += _EXCHANGE_MICROSECONDS + joined / _JOIN_BYTES_PER_MICROSECOND
             took += _SHARER_MICROSECONDS * (max(sharers) - 1)
         return took
 
     def _bytes_of_cut_tiles(self, k: int) -> float:
         """Of W and x, as often as the tiles need them."""
-        return self.cut_tiles * k * (2 * self.tokens + rows_of_pair(self.tokens) * 9 / 16)
+        return self.cut_tiles * k * (2 * self.tile.tokens + 2 * self.tile.rows * 9 / 16)
 
 
-def rows_of_pair(tokens: int) -> int:
-    """Rows of W in the tiles of a cluster's two CTAs."""
-    return 2 * GROUP_ROWS * SHAPES[tokens].groups
-
-
-def wide_plan(n: int, k: int, m: int, multiprocessors: int, tokens: int | None = None) -> WidePlan:
+def wide_plan(n: int, k: int, m: int, multiprocessors: int, tile: Tile | None = None) -> WidePlan:
     """The plan that should take least time.
 
     Args:
-        tokens: rows of x in a tile, 64, 128 or 256; by default what is faster.
+        tile: one of `TILES`, or another that the kernel has room for; by default the fastest.
     """
     k = -(-k // TILE_K) * TILE_K
-    m = -(-m // min(SHAPES)) * min(SHAPES)  # plans need it no more exactly
-    return _wide_plan(n, k, m, multiprocessors, tokens)
+    m = -(-m // _LEAST_TOKENS) * _LEAST_TOKENS  # plans need it no more exactly
+    return _wide_plan(n, k, m, multiprocessors, (tile,) if tile else TILES)
 
 
 @lru_cache(maxsize=4096)
-def _wide_plan(n: int, k: int, m: int, multiprocessors: int, tokens: int | None) -> WidePlan:
+def _wide_plan(n: int, k: int, m: int, multiprocessors: int, among: tuple[Tile, ...]) -> WidePlan:
     ways = []
-    for size in (tokens,) if tokens else SHAPES:
-        tiles = row_pairs(n, size) * -(-m // size)
-        step = SHAPES[size].step
-        steps = k // step
-        least_steps = max(_LEAST_K // step, -(-steps // (MOST_SHARERS - 2)))
+    for tile in among:
+        tiles = tile.pairs(n, m)
+        steps = k // tile.step
+        least_steps = max(_LEAST_K // tile.step, -(-steps // (MOST_SHARERS - 2)))
         clusters = min(multiprocessors // 2, -(-tiles * steps // least_steps))
         last = tiles % clusters
         # All turns but the last two are whole; or all, and some clusters idle in the last.
         cut_tiles = clusters * (tiles > clusters) + last
-        ways.append(WidePlan(size, tiles, clusters, cut_tiles, _CROSSING_K // step))
-        ways.append(WidePlan(size, -(-tiles // clusters) * clusters, clusters, 0))
+        ways.append(WidePlan(tile, tiles, clusters, cut_tiles, _CROSSING_K // tile.step))
+        ways.append(WidePlan(tile, -(-tiles // clusters) * clusters, clusters, 0))
         # Of every tile, and no cluster crosses over to another.
         for sharers in range(1, clusters // tiles + 1):
-            ways.append(WidePlan(size, tiles, sharers * tiles, tiles * (sharers > 1)))
+            ways.append(WidePlan(tile, tiles, sharers * tiles, tiles * (sharers > 1)))
     return min(ways, key=lambda way: way.microseconds(k, m))
 
 
 @lru_cache(maxsize=4096)
 def most_sharers(plan: WidePlan, steps: int) -> int:
     return max(plan.sharers(steps), default=0)
-
-
-def row_pairs(n: int, tokens: int) -> int:
-    """Pairs of tiles of W's rows: a cluster has both."""
-    return -(-n // rows_of_pair(tokens))
