@@ -1,7 +1,8 @@
 """Lets `AutoModelForCausalLM.from_pretrained` load NVFP4 checkpoints once halfbyte is imported.
 
-transformers looks quantizers up by `quant_method`. `modelopt` is unknown to it; a checkpoint of
-that method would be loaded without its weights, after a warning. `compressed-tensors` it has given
+transformers looks quantizers up by `quant_method`. `modelopt`, and the names with a suffix that
+SGLang has for it, are unknown to it; a checkpoint of such a method would be loaded without its
+weights, after a warning. `compressed-tensors` it has given
 to the package of that name; only checkpoints which say `"provider": "halfbyte"` are taken from it,
 all others go on to where they went before.
 
@@ -22,7 +23,8 @@ from typing import Any
 METHOD = "halfbyte"  # as `models.quantizer.METHOD`, which is too heavy to import
 
 _REGISTRY = "transformers.quantizers.auto"
-_OURS, _SHARED = "modelopt", "compressed-tensors"
+_OURS = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed")
+_SHARED = "compressed-tensors"
 
 logger = logging.getLogger("halfbyte")
 
@@ -79,7 +81,8 @@ def _register(registry: ModuleType) -> None:
         return
     quantizers[METHOD] = _make_quantizer
     configs[METHOD] = _OurConfig
-    configs[_OURS] = _dispatching(configs[_OURS]) if _OURS in configs else _OurConfig
+    for name in _OURS:
+        configs[name] = _dispatching(configs[name]) if name in configs else _OurConfig
     configs[_SHARED] = _dispatching(upstream)
 
 

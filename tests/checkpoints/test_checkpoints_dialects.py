@@ -1,16 +1,12 @@
 import json
 import re
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
-import torch
 
 from checkpoints.folders import declaration
 from halfbyte.checkpoints import CheckpointError, Declaration, read_declaration
-from halfbyte.checkpoints.compressed_tensors import CompressedTensorsDeclaration
-from halfbyte.checkpoints.dialects import LayerGroup, Scheme
 from halfbyte.layouts import KVCacheDType
 
 MLP = "model.layers.3.mlp.down_proj"
@@ -127,31 +123,6 @@ def test_compressed_tensors_mixed_precision() -> None:
     assert schemes(section) == ["nvfp4-a16", "nvfp4-a16", "fp8", None]
 
 
-def test_of_overlapping_targets_the_one_wins_that_the_package_takes() -> None:
-    match = pytest.importorskip("compressed_tensors.utils.match")
-    rng = Random(0)
-    kinds: tuple[Scheme, ...] = ("nvfp4", "nvfp4-a16", "fp8")
-    targets = [
-        "Linear",
-        MLP,
-        QUERY,
-        r"re:.*mlp\..*",
-        r"re:.*down_proj",
-        "re:.*",
-        "re:model.*q_proj",
-    ]
-    for _ in range(100):
-        groups = [
-            LayerGroup(kind, tuple(rng.sample(targets, rng.randint(1, 3))))
-            for kind in rng.sample(kinds, 3)
-        ]
-        found = CompressedTensorsDeclaration(tuple(groups))
-        of_target = {target: group.scheme for group in groups for target in group.targets}
-        for name in (MLP, EXPERT, QUERY, "lm_head"):
-            matched = match.match_targets(name, torch.nn.Linear(1, 1), of_target)
-            assert found.scheme_of(name) == (of_target[matched[0]] if matched else None)
-
-
 def test_hf_quant_config_wins(tmp_path: Path) -> None:
     file = tmp_path / "hf_quant_config.json"
     declared = {
@@ -183,6 +154,32 @@ def test_hf_quant_config_wins_where_the_cache_is_chosen_by_the_models_config(
         assert kept.value == ("auto" if algo is None else "fp8_e4m3")
 
 
+@pytest.mark.parametrize("where", ["hf_quant_config.json", "config.json"])
+def test_modelopt_groups_may_leave_activations_alone(tmp_path: Path, where: str) -> None:
+    """The algorithm's name is that of W4A4 then, too, and the files have no `input_scale`."""
+    weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    group: dict[str, Any] = {"weights": weights, "input_activations": None, "targets": ["Linear"]}
+    section = {**declaration("modelopt", "nvfp4"), "config_groups": {"group_0": group}}
+    if where == "hf_quant_config.json":
+        declared = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+        (tmp_path / where).write_text(json.dumps({"quantization": declared}))
+    assert read(section, tmp_path).scheme_of(MLP) == "nvfp4-a16"
+    group["input_activations"] = weights
+    assert read(section, tmp_path).scheme_of(MLP) == "nvfp4"
+
+
+def test_hf_quant_config_may_be_flat(tmp_path: Path) -> None:
+    declared = {"quant_algo": "W4A16_NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(declared))
+    found = read(None, tmp_path)
+    assert [found.scheme_of(name) for name in (MLP, "lm_head")] == ["nvfp4-a16", None]
+
+
+@pytest.mark.parametrize("order", [None, False, "static", "weight"])
+def test_gptq_s_order_of_work_changes_nothing_in_the_files(order: object) -> None:
+    assert schemes(with_weights(actorder=order))[0] == "nvfp4"
+
+
 @pytest.mark.parametrize("field", [{"dynamic": True}, {"strategy": "channel"}])
 def test_compressed_tensors_weights_that_are_no_nvfp4(field: dict[str, object]) -> None:
     section = declaration("compressed-tensors")
@@ -192,7 +189,7 @@ def test_compressed_tensors_weights_that_are_no_nvfp4(field: dict[str, object]) 
         schemes(section)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"quantization": []}'])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"quantization": []}', '{"a": 1}'])
 def test_broken_hf_quant_config(tmp_path: Path, content: str) -> None:
     (tmp_path / "hf_quant_config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"hf_quant_config.json: .*expected .*object"):
@@ -273,6 +270,12 @@ def with_weights(**fields: object) -> dict[str, Any]:
         (with_weights(num_bits=8), "weights: expected NVFP4 .*found type float, num_bits 8"),
         (with_weights(group_size=32), "found .*group_size 32"),
         (with_weights(symmetric=False), "found .*symmetric False"),
+        (with_weights(actorder="group"), "found .*actorder group"),
+        (with_weights(scale_dtype="torch.uint8"), "found .*scale_dtype torch.uint8"),
+        (
+            with_weights(num_bits=8, strategy="block"),
+            "expected NVFP4 .*or FP8 per tensor or row, found .*strategy block",
+        ),
         (with_group(input_activations={"type": "int", "num_bits": 8}), "input_activations"),
         (with_group(output_activations={"num_bits": 8}), "output_activations"),
         (with_group(targets="Linear"), "targets: expected a list"),

@@ -59,6 +59,20 @@ def test_refuses(tmp_path: Path, scales: dict[str, float], message: str) -> None
         read_kv_scales(write(tmp_path, scales))
 
 
+@pytest.mark.parametrize("names", [("k_proj.k_", "v_proj.v_"), ("k_", "v_")])
+@pytest.mark.parametrize("is_indexed", [False, True])
+def test_affine_caches_are_refused(
+    tmp_path: Path, names: tuple[str, str], is_indexed: bool
+) -> None:
+    """Their declaration is that of a plain FP8 cache, for K and V less their biases."""
+    write(tmp_path, {f"{name}{kind}": 0.5 for name in names for kind in ("scale", "bias")})
+    if is_indexed:
+        biases = {f"model.layers.3.self_attn.{name}bias": "model.safetensors" for name in names}
+        (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": biases}))
+    with pytest.raises(CheckpointError, match=r"k_bias: expected .* alone, found a bias of an aff"):
+        read_kv_scales(tmp_path)
+
+
 def test_a_broken_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x" * 7)
     with pytest.raises(ValueError, match="not a readable safetensors file") as error:

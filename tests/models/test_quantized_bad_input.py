@@ -15,11 +15,6 @@ from halfbyte.models import ModelLoadError
 LAYER = "model.layers.2.mlp.gate_proj"
 
 
-@pytest.fixture(params=DIALECTS)
-def dialect(request: pytest.FixtureRequest) -> Dialect:
-    return request.param
-
-
 @pytest.fixture
 def folder(tmp_path: Path, dialect: Dialect) -> Folder:
     return make_folder(tmp_path, dialect=dialect, scheme="nvfp4")
@@ -113,10 +108,10 @@ def test_a_tensor_that_would_be_ignored(folder: Folder, extra: str) -> None:
 def test_quantized_but_not_declared(folder: Folder) -> None:
     folder.declare(ignore=["lm_head", LAYER])
     packed = TENSOR_NAMES[folder.dialect].weight
-    found = rf"{LAYER}.weight: expected BF16/F16/F32 \[96, 64\], found " + (
-        r"U8 \[96, 32\]" if packed == "weight" else "no such tensor"
-    )
-    refuses(folder, found)
+    is_weight = packed == "weight"
+    expected = r"BF16/F16/F32 \[96, 64\]" if is_weight else "no tensor of quantized weights there"
+    left_out = "as the declaration leaves the layer out"
+    refuses(folder, rf"{LAYER}.{packed}: expected {expected}, {left_out}, found U8 \[96, 32\]")
 
 
 def test_scales_beside_a_plain_weight(folder: Folder) -> None:

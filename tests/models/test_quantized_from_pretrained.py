@@ -26,11 +26,6 @@ from halfbyte.models.quantizer import METHOD, NvFp4Config, NvFp4Quantizer
 from models.zoo import token_ids
 
 
-@pytest.fixture(params=DIALECTS)
-def dialect(request: pytest.FixtureRequest) -> Dialect:
-    return request.param
-
-
 def tagged(folder: Path, architecture: str, dialect: Dialect, **options: Any) -> Folder:
     result = make_folder(folder, architecture, dialect, **options)
     result.declare(provider="halfbyte")
@@ -95,8 +90,10 @@ def test_serves_the_engine(tmp_path: Path, dialect: Dialect) -> None:
     assert theirs == ours
 
 
-def test_an_untagged_modelopt_checkpoint_loads_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["modelopt", "modelopt_fp4", "modelopt_mixed"])
+def test_an_untagged_modelopt_checkpoint_loads_too(tmp_path: Path, method: str) -> None:
     folder = make_folder(tmp_path)
+    folder.declare(quant_method=method)
     model = AutoModelForCausalLM.from_pretrained(folder.quantized)
     assert torch.equal(logits(model), logits(load_model(folder.quantized)))
 

@@ -17,17 +17,11 @@ from checkpoints.folders import (
     make_mixed_folder,
 )
 from halfbyte import LLM, Cache, SamplingParams
-from halfbyte.checkpoints import DIALECTS, CheckpointError, Dialect
+from halfbyte.checkpoints import CheckpointError, Dialect
 from halfbyte.dispatch import NoImplementationError
 from halfbyte.linear import NvFp4Linear
-from halfbyte.models.experts import Experts
 from halfbyte.numerics import nvfp4
 from models.zoo import ARCHITECTURES, token_ids
-
-
-@pytest.fixture(params=DIALECTS)
-def dialect(request: pytest.FixtureRequest) -> Dialect:
-    return request.param
 
 
 @torch.no_grad()
@@ -141,83 +135,6 @@ def test_fp8_scales_that_cannot_be(tmp_path: Path, dialect: Dialect) -> None:
     folder.change(lambda tensors: tensors[name].fill_(torch.nan))
     with pytest.raises(CheckpointError, match=rf"{name}: expected finite numbers above 0"):
         load_model(folder.quantized)
-
-
-class TestExperts:
-    def test_quantized_experts_run_one_by_one(self, tmp_path: Path, dialect: Dialect) -> None:
-        folder = make_folder(
-            tmp_path, "qwen3_moe", dialect, is_quantized=lambda name: ".experts." in name
-        )
-        model = load_model(folder.quantized)
-        assert isinstance(model.model.layers[0].mlp.experts, Experts)
-        assert_same_logits(model, folder)
-
-    def test_unquantized_experts_stay_fused(self, tmp_path: Path, dialect: Dialect) -> None:
-        folder = make_folder(
-            tmp_path, "qwen3_moe", dialect, is_quantized=lambda name: "o_proj" in name
-        )
-        model = load_model(folder.quantized)
-        assert model.model.layers[0].mlp.experts.gate_up_proj.dim() == 3
-        assert_same_logits(model, folder)
-
-    def test_unquantized_experts_may_be_fused_in_the_file(
-        self, tmp_path: Path, dialect: Dialect
-    ) -> None:
-        folder = make_folder(
-            tmp_path, "qwen3_moe", dialect, is_quantized=lambda name: "o_proj" in name
-        )
-
-        def fuse(tensors: dict[str, torch.Tensor]) -> None:
-            for layer in range(4):
-                block = f"model.layers.{layer}.mlp.experts"
-                gate, up, down = (
-                    torch.stack([tensors.pop(f"{block}.{i}.{p}_proj.weight") for i in range(4)])
-                    for p in ("gate", "up", "down")
-                )
-                tensors[f"{block}.gate_up_proj"] = torch.cat([gate, up], 1)
-                tensors[f"{block}.down_proj"] = down
-
-        folder.change(fuse)
-        assert_same_logits(load_model(folder.quantized), folder)
-
-    def test_experts_of_several_schemes(self, tmp_path: Path, dialect: Dialect) -> None:
-        folder = make_folder(
-            tmp_path,
-            "qwen3_moe",
-            dialect,
-            is_quantized=lambda name: ".experts.2." in name or "layers.1.mlp.experts" in name,
-        )
-        model = load_model(folder.quantized)
-        experts = model.model.layers[0].mlp.experts
-        assert isinstance(experts[2].up_proj, NvFp4Linear)
-        assert isinstance(experts[1].up_proj, nn.Linear)
-        assert_same_logits(model, folder)
-
-    def test_each_expert_has_its_own_scales(self, tmp_path: Path, dialect: Dialect) -> None:
-        folder = make_folder(tmp_path, "qwen3_moe", dialect)
-        experts = load_model(folder.quantized).model.layers[0].mlp.experts
-        scales = {float(expert.gate_proj.weight_global_scale) for expert in experts}
-        assert len(scales) == 4
-
-    def test_a_token_may_go_to_no_expert(self, tmp_path: Path) -> None:
-        folder = make_folder(tmp_path, "qwen3_moe")
-        experts = load_model(folder.quantized).model.layers[0].mlp.experts
-        x, weights = torch.randn(3, 64), torch.rand(3, 2)
-        index = torch.tensor([[0, 3], [4, 4], [1, 4]])
-        out = experts(x, index, weights)
-        assert bool((out[1] == 0).all())
-        torch.testing.assert_close(out[2], experts[1](x[2:])[0] * weights[2, 0])
-
-    def test_other_fused_experts_are_refused_by_name(self, tmp_path: Path) -> None:
-        folder = make_folder(tmp_path, "gpt_oss")
-        name = "model.layers.0.mlp.experts.gate_up_proj"
-
-        def quantize(tensors: dict[str, torch.Tensor]) -> None:
-            tensors[name] = torch.zeros(4, 32, 192, dtype=torch.uint8)
-
-        folder.change(quantize)
-        with pytest.raises(CheckpointError, match=rf"{name}: expected BF16/.*found U8 \[4, 32"):
-            load_model(folder.quantized)
 
 
 class TestActivations:

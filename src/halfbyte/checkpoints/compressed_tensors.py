@@ -9,7 +9,8 @@ have the format `nvfp4-pack-quantized`, of the whole file or of a group.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,47 @@ class CompressedTensorsDeclaration(Declaration):
 
     def scheme_of(self, module_name: str) -> Scheme | None:
         """See `Declaration.scheme_of`."""
-        if any(_rank(pattern, module_name) is not None for pattern in self.ignore):
+        if self._ignored.best(module_name) is not None:
             return None
-        best: tuple[tuple[int, str], Scheme] | None = None
-        for group in self.groups:
-            for target in group.targets:
-                rank = _rank(target, module_name)
-                if rank is not None and (best is None or (rank, target) <= best[0]):
-                    best = ((rank, target), group.scheme)
-        return best and best[1]
+        target = self._targets.best(module_name)
+        return None if target is None else self._schemes[target]
+
+    @cached_property
+    def _ignored(self) -> "_Patterns":
+        return _Patterns(self.ignore)
+
+    @cached_property
+    def _targets(self) -> "_Patterns":
+        return _Patterns(self._schemes)
+
+    @cached_property
+    def _schemes(self) -> dict[str, Scheme]:
+        """By target; of groups with the same one the last counts."""
+        return {target: group.scheme for group in self.groups for target in group.targets}
+
+
+class _Patterns:
+    """Names of linear layers, regular expressions, and their class.
+
+    Names are looked up: a mixture's declaration may list every projection of every expert.
+    """
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._names = set(patterns)
+        self._expressions = {
+            pattern: re.compile(pattern.removeprefix("re:"))
+            for pattern in sorted(self._names)
+            if pattern.startswith("re:")
+        }
+
+    def best(self, name: str) -> str | None:
+        """The pattern that says most exactly that a linear layer is meant, None if none does."""
+        if name in self._names:
+            return name
+        for pattern, expression in self._expressions.items():
+            if expression.match(name):
+                return pattern
+        return "Linear" if "Linear" in self._names else None
 
 
 def read(folder: str | Path, section: Mapping[str, Any]) -> Declaration | None:
@@ -95,15 +128,6 @@ def read(folder: str | Path, section: Mapping[str, Any]) -> Declaration | None:
     )
 
 
-def _rank(pattern: str, name: str) -> int | None:
-    """How a pattern matches a linear layer: 0 by name, 1 by regular expression, 2 by class."""
-    if pattern == name:
-        return 0
-    if pattern.startswith("re:"):
-        return 1 if re.match(pattern.removeprefix("re:"), name) else None
-    return 2 if pattern == "Linear" else None
-
-
 def _groups(
     folder: str | Path, form: str | None, groups: Mapping[str, Any]
 ) -> Iterator[LayerGroup]:
@@ -134,7 +158,7 @@ def _scheme(folder: str | Path, where: str, group: Mapping[str, Any]) -> Scheme:
     if _is_fp8(weights) and (inputs is None or _is_fp8(inputs)):
         return "fp8"
     if not _is_nvfp4(weights) or weights.get("dynamic"):
-        raise unknown_scheme(folder, f"{where}.weights", _text(weights), _EXPECTED)
+        raise unknown_scheme(folder, f"{where}.weights", _text(weights), f"{_EXPECTED}, or {_FP8}")
     if inputs is None:
         return "nvfp4-a16"
     if not _is_nvfp4(inputs) or inputs.get("dynamic") is True:
@@ -145,6 +169,10 @@ def _scheme(folder: str | Path, where: str, group: Mapping[str, Any]) -> Scheme:
 
 
 _EXPECTED = "NVFP4 (float, num_bits 4, group_size 16, symmetric, not dynamic)"
+_FP8 = "FP8 per tensor or row"
+_ORDERS = (None, False, "static", "weight")
+"""Of columns by how much they matter, that leave the tensors' as it was: nothing but GPTQ's own
+order of work. Others come with a `weight_g_idx`."""
 
 
 def _is_nvfp4(args: Any) -> bool:
@@ -155,7 +183,7 @@ def _is_nvfp4(args: Any) -> bool:
         and args.get("group_size") == _GROUP_SIZE
         and args.get("strategy") in (None, "tensor_group")
         and args.get("symmetric", True) is True
-        and args.get("actorder") in (None, False)
+        and args.get("actorder") in _ORDERS
         and args.get("scale_dtype") in (None, "torch.float8_e4m3fn", "float8_e4m3fn")
     )
 
@@ -173,7 +201,10 @@ def _is_fp8(args: Any) -> bool:
 def _text(args: Any) -> str:
     if not isinstance(args, Mapping):
         return repr(args)
-    keys = ("type", "num_bits", "strategy", "group_size", "dynamic", "symmetric")
+    keys = (
+        *("type", "num_bits", "strategy", "group_size", "dynamic", "symmetric"),
+        *("actorder", "scale_dtype"),
+    )
     return ", ".join(f"{key} {args[key]}" for key in keys if args.get(key) is not None)
 
 

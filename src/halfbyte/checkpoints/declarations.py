@@ -80,11 +80,15 @@ def _section(folder: str | Path, config: Mapping[str, Any]) -> Mapping[str, Any]
 
 def _read_modelopt_file(file: Path) -> Mapping[str, Any]:
     try:
-        section = json.loads(file.read_text())["quantization"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        declared = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file}: expected a JSON object, found {one_line(error)}") from None
+    if not isinstance(declared, dict) or not {"quantization", "quant_algo"} & declared.keys():
+        found = ", ".join(declared) if isinstance(declared, dict) else type(declared).__name__
         raise CheckpointError(
-            f"{file}: expected a JSON object with 'quantization', found {one_line(error)}"
-        ) from None
+            f"{file}: expected a JSON object with 'quantization', found {found or 'none of it'}"
+        )
+    section = declared.get("quantization", declared)
     if not isinstance(section, Mapping):
         raise CheckpointError(
             f"{file}: 'quantization': expected an object, found {type(section).__name__}"

@@ -5,6 +5,9 @@ ModelOpt writes `…self_attn.k_proj.k_scale` and `…v_proj.v_scale`, compresse
 multipliers, one element each. For a cache in NVFP4, whose block scales come as it runs, the package
 compressed-tensors has `…self_attn.k_global_scale` and `…v_global_scale`, encode multipliers
 (2688 / amax); halfbyte writes them beside the others. Only names are read until one matches.
+
+ModelOpt's affine caches add `…k_proj.k_bias` and `…v_proj.v_bias`, and their scales are those of K
+and V less the bias. They are refused: what they declare is a plain FP8 or NVFP4 cache.
 """
 
 import math
@@ -20,6 +23,7 @@ from halfbyte.checkpoints.safetensors_index import INDEX_FILE, SINGLE_FILE, read
 _SCALE_NAME = re.compile(
     r"(?:^|\.)layers\.(?P<layer>\d+)\.(?:[\w.]+\.)?(?P<side>[kv])_(?P<is_encode>global_)?scale$",
 )
+_BIAS_NAME = re.compile(r"(?:^|\.)layers\.\d+\.(?:[\w.]+\.)?[kv]_bias$")
 
 
 def is_kv_scale(name: str) -> bool:
@@ -35,7 +39,8 @@ def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
 
     Raises:
         CheckpointError: a file is absent or broken, a scale has more than one element or another
-            beside it or is not a finite number above 0, or a layer has only one of the two scales.
+            beside it or is not a finite number above 0, a layer has only one of the two scales, or
+            there are biases beside them.
     """
     found: dict[int, dict[str, float]] = {}
     encoded: dict[int, dict[str, float]] = {}
@@ -45,6 +50,11 @@ def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a dict
+                    if _BIAS_NAME.search(name):
+                        raise CheckpointError(
+                            f"{folder}: {name}: expected K and V scales alone, found a bias of an "
+                            "affine KV cache, which is not read here"
+                        )
                     match = _SCALE_NAME.search(name)
                     if match is None:
                         continue
@@ -80,7 +90,7 @@ def _decode_scale(name: str, scale: torch.Tensor, is_encode: bool) -> float:
 
 
 def _files_with_scales(folder: Path) -> list[Path]:
-    """The files to open: all, or where there is an index only those that it names for scales."""
+    """The files to open: all, or where there is an index only those that it names for them."""
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
@@ -92,4 +102,9 @@ def _files_with_scales(folder: Path) -> list[Path]:
         weight_map = {}
     if single.is_file() and SINGLE_FILE not in weight_map.values():
         return [single]  # whose weights transformers takes, without a look at the index
-    return sorted({folder / file for name, file in weight_map.items() if is_kv_scale(name)})
+    files = {
+        folder / file
+        for name, file in weight_map.items()
+        if is_kv_scale(name) or _BIAS_NAME.search(name)
+    }
+    return sorted(files)

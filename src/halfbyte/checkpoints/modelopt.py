@@ -3,14 +3,18 @@
 `hf_quant_config.json` says `{"quantization": {"quant_algo", "exclude_modules", "group_size",
 "kv_cache_quant_algo", "quantized_layers"}}`; the copy (ModelOpt's `convert_hf_quant_config_format`)
 calls the exclusions `ignore`, and the cache's format `kv_cache_scheme`, which is an object for FP8
-and a bare name for the others. Exclusions are names or shell wildcards of module names.
+and a bare name for the others. Exclusions are names or shell wildcards of module names. Its
+`config_groups` say once more how weights and activations are quantized; where all of them leave
+activations alone, `NVFP4` is W4A16.
 
 `MIXED_PRECISION` names an algorithm for each layer. FP8 layers are read where they stand beside
 NVFP4 ones.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,7 @@ _DECLARED = (
     *("kv_cache_quant_algo", "kv_cache_scheme"),
 )
 _GROUP_SIZE = 16
+_WILD = frozenset("*?[")
 
 
 class ModelOptDeclaration(Declaration):
@@ -45,12 +50,47 @@ class ModelOptDeclaration(Declaration):
 
     def scheme_of(self, module_name: str) -> Scheme | None:
         """See `Declaration.scheme_of`."""
-        if any(_covers(pattern, module_name) for pattern in self.ignore):
+        if self._ignored.first(module_name) is not None:
             return None
-        for group in self.groups:
-            if "Linear" in group.targets or any(_covers(t, module_name) for t in group.targets):
-                return group.scheme
-        return None
+        place = self._targets.first(module_name)
+        return None if place is None else self._schemes[place]
+
+    @cached_property
+    def _ignored(self) -> "_Patterns":
+        return _Patterns(self.ignore)
+
+    @cached_property
+    def _targets(self) -> "_Patterns":
+        targets = (target for group in self.groups for target in group.targets)
+        return _Patterns("*" if target == "Linear" else target for target in targets)
+
+    @cached_property
+    def _schemes(self) -> list[Scheme]:
+        """Of every target."""
+        return [group.scheme for group in self.groups for _ in group.targets]
+
+
+class _Patterns:
+    """Names of modules and wildcards, each for a module and for those inside it.
+
+    Names are looked up: a mixture's declaration may list every projection of every expert.
+    """
+
+    def __init__(self, patterns: Iterable[str]) -> None:
+        self._names: dict[str, int] = {}
+        self._wildcards: list[tuple[int, str]] = []
+        for place, pattern in enumerate(patterns):
+            if not _WILD.isdisjoint(pattern):
+                self._wildcards.append((place, pattern))
+            else:
+                self._names.setdefault(pattern, place)
+
+    def first(self, name: str) -> int | None:
+        """The place of the first pattern that covers a module, None if none does."""
+        ends = (i for i, letter in enumerate(f"{name}.") if letter == ".")
+        places = [self._names[name[:end]] for end in ends if name[:end] in self._names]
+        places += [place for place, pattern in self._wildcards if fnmatchcase(name, pattern)][:1]
+        return min(places, default=None)
 
 
 def read(
@@ -69,17 +109,20 @@ def read(
     nested = section.get("quantization")
     section = nested if isinstance(nested, Mapping) else section
     algo = section.get("quant_algo")
+    whole = {**_undeclared(config_section), **section}
     groups: tuple[LayerGroup, ...] = ()
     if algo == _MIXED:
         groups = tuple(_mixed_groups(folder, section))
     elif algo is not None:
         groups = (LayerGroup(_scheme(folder, section, _SCHEMES, "quant_algo"), ("Linear",)),)
+        if _leaves_activations(whole):
+            groups = tuple(replace(group, scheme="nvfp4-a16") for group in groups)
     where = "exclude_modules" if "exclude_modules" in section else "ignore"
     return ModelOptDeclaration(
         groups=groups,
         ignore=patterns(folder, section, where),
         kv_cache_dtype=_kv_cache_dtype(folder, section),
-        section={**_undeclared(config_section), **section},
+        section=whole,
     )
 
 
@@ -88,9 +131,16 @@ def _undeclared(config_section: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config_section.items() if name not in _DECLARED}
 
 
-def _covers(pattern: str, name: str) -> bool:
-    """Whether a pattern names a module or one that contains it."""
-    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+def _leaves_activations(section: Mapping[str, Any]) -> bool:
+    """Whether all groups of a declaration that has some quantize weights alone."""
+    groups = section.get("config_groups")
+    groups = list(groups.values()) if isinstance(groups, Mapping) else []
+    return bool(groups) and all(
+        isinstance(group, Mapping)
+        and group.get("weights") is not None
+        and group.get("input_activations") is None
+        for group in groups
+    )
 
 
 def _mixed_groups(folder: str | Path, section: Mapping[str, Any]) -> Iterator[LayerGroup]:

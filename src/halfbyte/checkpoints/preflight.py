@@ -13,6 +13,7 @@ from halfbyte.checkpoints.safetensors_index import CheckpointIndex
 from halfbyte.numerics.e4m3 import E4M3_NAN
 
 FLOATS = ("BF16", "F16", "F32")
+PACKED = ("U8", "F8_E4M3")
 _BLOCK_SIZE = 16
 # Of the KV cache, or repeating what the header says.
 _KNOWN_EXTRAS = frozenset({"k_scale", "v_scale", "q_scale", "output_scale", "weight_shape"})
@@ -29,6 +30,22 @@ def is_plain(index: CheckpointIndex, layer: str, n: int, k: int, names: TensorNa
         and entry.shape == (n, k)
         and not any(f"{layer}.{name}" in index for name in scales)
     )
+
+
+def check_unquantized_layer(
+    index: CheckpointIndex, layer: str, n: int, k: int, names: TensorNames
+) -> None:
+    """Raise CheckpointError if a layer `[n, k]` that is declared unquantized is packed."""
+    for name in sorted({names.weight, "weight"}):
+        entry = index.tensors.get(f"{layer}.{name}")
+        if entry is not None and entry.dtype in PACKED:
+            expected = f"{'/'.join(FLOATS)} [{n}, {k}]"
+            if name != "weight":
+                expected = "no tensor of quantized weights there"
+            raise CheckpointError(
+                f"{index.folder}: {layer}.{name}: expected {expected}, as the declaration leaves "
+                f"the layer out, found {entry}"
+            )
 
 
 def check_layer(

@@ -209,6 +209,14 @@ class LayerState(nn.Module):
         shape = scale_shape(scale.numel(), TENSOR_NAMES["modelopt"])
         return StoredScale(scale.reshape(shape), True)
 
+    def leave_activations(self) -> None:
+        """Become a W4A16 layer, one that has no scale to quantize activations with."""
+        self.unprocess_weights()
+        self.quantize_activations = False
+        self._stored.pop("input_global_scale", None)
+        for name in ("input_global_scale", "input_global_scale_inv"):
+            self._set(name, None)
+
     def check_tensors(self) -> None:
         """That every tensor is there and every scale finite."""
         names = TENSOR_NAMES[self.dialect]

@@ -10,14 +10,20 @@ Names of modules are names in the files, with one exception: the fused experts o
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from halfbyte.checkpoints.dialects import Declaration, Scheme
-from halfbyte.checkpoints.preflight import check_layer, is_plain
+from halfbyte.checkpoints.dialects import CheckpointError, Declaration, Scheme
+from halfbyte.checkpoints.preflight import (
+    FLOATS,
+    PACKED,
+    check_layer,
+    check_unquantized_layer,
+    is_plain,
+)
 from halfbyte.checkpoints.safetensors_index import CheckpointIndex
 from halfbyte.dispatch import NoImplementationError, compute_capability_of
 from halfbyte.linear import NvFp4Linear, NvFp4LinearLayerConfig, select_nvfp4_linear_kernel
@@ -75,10 +81,18 @@ class LayerPlan:
     Args:
         layers: by name; those of experts included.
         experts: names of the modules that hold fused experts which the files do not.
+        uncalibrated: layers of experts that are declared W4A4 and, because calibration never
+            reached them, have no activation scale. They are planned as W4A16.
     """
 
     layers: dict[str, PlannedLayer] = field(default_factory=dict)
     experts: list[str] = field(default_factory=list)
+    uncalibrated: list[str] = field(default_factory=list)
+
+    def leave_activations(self, name: str) -> None:
+        """Plan an expert's layer as W4A16 after all."""
+        self.layers[name] = replace(self.layers[name], scheme="nvfp4-a16")
+        self.uncalibrated.append(name)
 
     def count(self, scheme: Scheme) -> int:
         """Layers of a scheme."""
@@ -104,16 +118,24 @@ def plan_layers(
         CheckpointError: a quantized layer's tensor is absent or does not fit.
     """
     plan = LayerPlan()
+    _check_experts(model, index)
     tied = {name.removesuffix(".weight") for name in model.all_tied_weights_keys}
     plain = 0
     for name, n, k, has_bias, block in _linear_layers(model):
         scheme = declaration.scheme_of(name)
         is_fused = block is not None and f"{block}.gate_up_proj" in index
-        if scheme is None or is_fused or (name in tied and not index.names_of(name)):
+        if is_fused or (name in tied and not index.names_of(name)):
+            continue
+        if scheme is None:
+            check_unquantized_layer(index, name, n, k, declaration.names)
             continue
         if is_plain(index, name, n, k, declaration.names):
             plain += 1
             continue
+        input_scale = f"{name}.{declaration.names.input_global_scale}"
+        if block is not None and scheme == "nvfp4" and input_scale not in index:
+            scheme = "nvfp4-a16"
+            plan.uncalibrated.append(name)
         tensors = check_layer(index, declaration, name, scheme, n, k, has_bias=has_bias)
         plan.layers[name] = PlannedLayer(scheme, k, n, has_bias, tensors)
         if block is not None and block not in plan.experts:
@@ -169,6 +191,13 @@ def say_activations(model: nn.Module, plan: LayerPlan, options: LayerOptions) ->
     declared = plan.count("nvfp4")
     layers = [module for module in model.modules() if isinstance(module, NvFp4Linear)]
     quantized = sum(layer.quantize_activations for layer in layers)
+    if plan.uncalibrated:
+        logger.warning(
+            "%s: no activation scale, because calibration never reached the expert; it and %d "
+            "more layers of experts run as W4A16",
+            plan.uncalibrated[0],
+            len(plan.uncalibrated) - 1,
+        )
     if quantized:
         logger.info("%d of %d W4A4 layers quantize their activations", quantized, declared)
     if quantized < declared:
@@ -181,6 +210,20 @@ def say_activations(model: nn.Module, plan: LayerPlan, options: LayerOptions) ->
             if asked
             else "no native FP4 here; quantize_activations=True emulates it",
         )
+
+
+def _check_experts(model: PreTrainedModel, index: CheckpointIndex) -> None:
+    """Raise CheckpointError for quantized experts of a kind that is not taken apart here."""
+    for name, module in model.named_modules():
+        fused = getattr(module, "gate_up_proj", None)
+        if not isinstance(fused, nn.Parameter) or has_fused_experts(module):
+            continue
+        for tensor, entry in index.tensors.items():
+            if tensor.startswith(f"{name}.") and entry.dtype in PACKED:
+                raise CheckpointError(
+                    f"{index.folder}: {tensor}: expected {'/'.join(FLOATS)}, as experts with "
+                    f"biases ({type(module).__name__}) are not read in four bits, found {entry}"
+                )
 
 
 def untie(model: PreTrainedModel, name: str) -> None:

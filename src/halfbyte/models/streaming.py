@@ -58,7 +58,7 @@ def stream_weights(
     sinks: dict[str, _Sink] = {}
     for name, layer in plan.layers.items():
         module = model.get_submodule(name)
-        loader = _LayerLoader(name, module, layer.tensors, declaration, index, dtype)
+        loader = _LayerLoader(name, module, plan, declaration, index, dtype)
         sinks |= {f"{name}.{tensor}": loader.sink(tensor) for tensor in layer.tensors}
     absent: set[str] = set()
     sinks |= dict(_plain_sinks(model, plan, index, dtype, absent))
@@ -95,13 +95,13 @@ class _LayerLoader:
         self,
         name: str,
         module: nn.Module,
-        expected: tuple[str, ...],
+        plan: LayerPlan,
         declaration: Declaration,
         index: CheckpointIndex,
         dtype: torch.dtype,
     ) -> None:
         self.name, self.module, self.declaration = name, module, declaration
-        self.missing = set(expected)
+        self.plan, self.missing = plan, set(plan.layers[name].tensors)
         self.tensors: dict[str, torch.Tensor] = {}
         self.folder, self.dtype = index.folder, dtype
 
@@ -118,6 +118,10 @@ class _LayerLoader:
         tensors, self.tensors = self.tensors, {}
         if isinstance(self.module, NvFp4Linear):
             names = self.declaration.names
+            if self._is_uncalibrated(tensors.get(names.input_global_scale)):
+                del tensors[names.input_global_scale]
+                self.plan.leave_activations(self.name)
+                self.module.leave_activations()
             check_scales(self.folder, self.name, tensors.items(), names)
             self.module.load_tensors(tensors, self.declaration.dialect)
             self.module.process_weights_after_loading()
@@ -133,6 +137,15 @@ class _LayerLoader:
         _assign(self.module, "weight", weight.to(self.dtype))
         if "bias" in tensors:
             _assign(self.module, "bias", tensors["bias"].to(self.dtype))
+
+    def _is_uncalibrated(self, input_global_scale: torch.Tensor | None) -> bool:
+        """Of an expert that calibration never reached, compressed-tensors writes 1 / 0."""
+        return (
+            input_global_scale is not None
+            and not self.declaration.names.global_scale_is_decode
+            and any(self.name.startswith(f"{block}.") for block in self.plan.experts)
+            and bool(input_global_scale.isposinf().all())
+        )
 
 
 def _plain_sinks(

@@ -1,0 +1,76 @@
+"""Which layers the patterns of a declaration mean, by many of them at once."""
+
+from fnmatch import fnmatchcase
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints.test_checkpoints_dialects import EXPERT, MLP, QUERY
+from halfbyte.checkpoints.compressed_tensors import CompressedTensorsDeclaration
+from halfbyte.checkpoints.dialects import LayerGroup, Scheme
+from halfbyte.checkpoints.modelopt import ModelOptDeclaration
+
+KINDS: tuple[Scheme, ...] = ("nvfp4", "nvfp4-a16", "fp8")
+
+
+def test_of_overlapping_targets_the_one_wins_that_the_package_takes() -> None:
+    match = pytest.importorskip("compressed_tensors.utils.match")
+    rng = Random(0)
+    targets = [
+        "Linear",
+        MLP,
+        QUERY,
+        r"re:.*mlp\..*",
+        r"re:.*down_proj",
+        "re:.*",
+        "re:model.*q_proj",
+    ]
+    for _ in range(100):
+        groups = [
+            LayerGroup(kind, tuple(rng.sample(targets, rng.randint(1, 3))))
+            for kind in rng.sample(KINDS, 3)
+        ]
+        found = CompressedTensorsDeclaration(tuple(groups))
+        of_target = {target: group.scheme for group in groups for target in group.targets}
+        for name in (MLP, EXPERT, QUERY, "lm_head"):
+            matched = match.match_targets(name, torch.nn.Linear(1, 1), of_target)
+            assert found.scheme_of(name) == (of_target[matched[0]] if matched else None)
+
+
+def test_modelopt_takes_the_first_pattern_that_covers_a_layer() -> None:
+    rng = Random(0)
+    patterns = [
+        *("Linear", MLP, QUERY, "model.layers.0", "model.layers.3.mlp", "*_proj", "model.*"),
+        *("*.mlp.experts", "*.experts.*", "model.layers.[03].self_attn*", "lm_hea?", "model.layer"),
+    ]
+    for _ in range(200):
+        groups = [
+            LayerGroup(kind, tuple(rng.sample(patterns, rng.randint(1, 3))))
+            for kind in rng.sample(KINDS, 3)
+        ]
+        ignore = tuple(rng.sample(patterns[1:], rng.randint(0, 1)))
+        found = ModelOptDeclaration(tuple(groups), ignore)
+        for name in (MLP, EXPERT, QUERY, "lm_head"):
+
+            def covers(pattern: str, name: str = name) -> bool:
+                is_inside = fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
+                return is_inside or pattern == "Linear"
+
+            first = next((g.scheme for g in groups if any(map(covers, g.targets))), None)
+            assert found.scheme_of(name) == (None if any(map(covers, ignore)) else first)
+
+
+@pytest.mark.parametrize("declared", [ModelOptDeclaration, CompressedTensorsDeclaration])
+def test_lists_of_every_expert_are_looked_up(
+    declared: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of 20,000 names against each of 20,000 layers would take minutes."""
+    names = [f"model.layers.{i}.mlp.experts.{j}.up_proj" for i in range(40) for j in range(500)]
+    found = declared((LayerGroup("nvfp4", tuple(names[::2])), LayerGroup("fp8", tuple(names))))
+    compared: list[str] = []
+    monkeypatch.setattr("halfbyte.checkpoints.modelopt.fnmatchcase", compared.append)
+    last = "fp8" if declared is CompressedTensorsDeclaration else "nvfp4"
+    assert [found.scheme_of(name) for name in names] == [last, "fp8"] * 10000
+    assert not compared
