@@ -25,6 +25,7 @@ import torch
 
 from cuda_on_host_assembly import ASSEMBLY, HERE
 from halfbyte.kernels import nvrtc, tensor_maps
+from halfbyte.kernels.devices import Memory
 
 SOURCES = Path(nvrtc.__file__).parent
 _HEADER = Path(__file__).with_name("cuda_on_host_bulk.h")
@@ -158,6 +159,16 @@ def guarded(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         raise OSError("mprotect: could not guard a page")
     all_bytes = torch.frombuffer(memory, dtype=torch.uint8, count=pages * mmap.PAGESIZE)
     return all_bytes.fill_(0xFF).view(dtype)[-count:].view(*size)
+
+
+def allocate(memory: Memory, device: object) -> torch.Tensor:
+    """In place of `devices.allocate`: `guarded`.
+
+    What is asked for must please PyTorch's entrance for compiled code, which takes tuples of ints
+    alone and no `torch.Size`; the one for the CPU is as strict as that for GPUs.
+    """
+    torch._C._dynamo.guards._empty_strided_cpu(*memory)  # type: ignore[attr-defined]
+    return guarded(memory.shape, memory.dtype)
 
 
 @cache

@@ -15,7 +15,6 @@ import torch
 import cuda_on_host
 from cuda_on_host import guarded
 from halfbyte.kernels import linear, linear_unpack, nvrtc
-from halfbyte.kernels.devices import Memory
 from halfbyte.kernels.linear_plan import FewPlan, Machine, few_plan, k_blocks, row_units
 from halfbyte.kernels.linear_weights import DTYPES, PackedWeight
 from kernels.test_kernels_linear import dequantized, packed_weight
@@ -96,9 +95,6 @@ def on_host(compiled_in: bool = False, machine: Machine = A100) -> Iterator[None
         shared_bytes = kernel.shared_bytes
         cuda_on_host.launch(kernel.function, grid, threads, *arguments, shared_bytes=shared_bytes)
 
-    def allocate(memory: Memory, device: object) -> torch.Tensor:
-        return guarded(memory.shape, memory.dtype)
-
     linear._few_kernels.cache_clear()
     linear._few_launch.cache_clear()
     with (
@@ -107,7 +103,7 @@ def on_host(compiled_in: bool = False, machine: Machine = A100) -> Iterator[None
         cuda_on_host.tensor_maps_on_host(),
         patch.object(linear, "machine_of", lambda device: machine),
         patch.object(linear_unpack, "machine_of", lambda device: machine),
-        patch.object(linear, "allocate", allocate),
+        patch.object(linear, "allocate", cuda_on_host.allocate),
     ):
         yield
     linear._few_kernels.cache_clear()

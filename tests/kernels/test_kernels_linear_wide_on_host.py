@@ -15,7 +15,6 @@ import cuda_on_host
 from cuda_on_host import guarded, needs_compiler
 from halfbyte.kernels import linear_wide as wide
 from halfbyte.kernels import nvrtc
-from halfbyte.kernels.devices import Memory
 from halfbyte.kernels.linear_weights import pack_weight
 from halfbyte.kernels.linear_wide_plan import (
     GROUP_ROWS,
@@ -102,15 +101,12 @@ def on_host(clusters_at_once: Sequence[int]) -> Iterator[None]:
         flags = np.frombuffer(string_at(params.flags, 8 * count), np.uint64)
         return bool(np.isin(flags - np.uint64(params.raised), [0, 1]).any())
 
-    def allocate(memory: Memory, device: object) -> torch.Tensor:
-        return guarded(memory.shape, memory.dtype)
-
     wide._launch.cache_clear()
     with (
         patch.object(nvrtc, "launch", launch),
         cuda_on_host.tensor_maps_on_host(),
         patch.object(wide, "_kernel", kernel),
-        patch.object(wide, "allocate", allocate),
+        patch.object(wide, "allocate", cuda_on_host.allocate),
     ):
         yield
     wide._launch.cache_clear()
