@@ -88,3 +88,16 @@ def test_import_touches_neither_cuda_nor_transformers() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_parts_are_imported_when_they_are_used() -> None:
+    code = (
+        "import sys, halfbyte; assert 'torch' not in sys.modules;"
+        "halfbyte.numerics.nvfp4.quantize, halfbyte.kvcache.reshape_and_cache;"
+        "halfbyte.attention.paged_attention, halfbyte.layouts.PageLayout;"
+        "halfbyte.linear.NvFp4Linear, halfbyte.checkpoints.read_declaration;"
+        "assert 'transformers' not in sys.modules; halfbyte.models.load_model;"
+        "assert not hasattr(halfbyte, 'nonsense')"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -1,6 +1,7 @@
 """halfbyte: LLMs on an NVFP4 (4-bit) paged KV cache, on the hardware people own.
 
-The names below are imported when first used, so that `import halfbyte` stays light.
+The names below, and the package's parts, are imported when first used, so that `import halfbyte`
+stays light.
 """
 
 from importlib import import_module
@@ -23,6 +24,7 @@ _HOMES = {
     "Cache": "halfbyte.models",
     "load_model": "halfbyte.models",
 }
+_PARTS = ("attention", "checkpoints", "kvcache", "layouts", "linear", "models", "numerics")
 
 
 # So that `from_pretrained` reads NVFP4 checkpoints; imports nothing by itself.
@@ -30,6 +32,8 @@ transformers_hook.install()
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PARTS:
+        return import_module(f"halfbyte.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'halfbyte' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -2,12 +2,16 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import BatchEncoding
 
+from halfbyte.assets import bundled_model_path
 from halfbyte.dispatch import NoImplementationError
 from halfbyte.engine import LLM, FinishReason, SamplingParams
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY
+from halfbyte.models import load_model
 from models.zoo import ARCHITECTURES, make_model, token_ids
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0)
@@ -114,11 +118,36 @@ def test_llm_stops_at_stop_tokens() -> None:
 
 
 def test_llm_refuses_options_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match=r"max_batched_tokens and .*: expected at least 1, got 0"):
-        LLM(make_model("llama"), kv_cache_dtype="nvfp4", max_batched_tokens=0)
-    # Before anything is loaded.
+    """Before anything is loaded."""
     with pytest.raises(NoImplementationError, match="attention backend: unknown 'zz'"):
         LLM("/no/such/folder", attention_backend="zz")
+    options: list[tuple[dict[str, Any], str]] = [
+        ({"kv_cache_dtype": "nvpf4"}, "KV cache dtype: unknown 'nvpf4'; expected one of"),
+        ({"v_cache_dtype": ["nvfp4", "fp9"]}, "KV cache dtype: unknown 'fp9'"),
+        ({"kv_cache_dtype": {"full_attention": "x"}}, "KV cache dtype: unknown 'x'"),
+        ({"kv_cache_dtype": 4}, "kv_cache_dtype: expected a format or formats, got 4"),
+        ({"kv_scales": {}}, "kv_scales: expected KVScales, got dict"),
+        ({"tokenizer": "/no/such/tokenizer"}, "/no/such/tokenizer: no such folder"),
+        ({"num_pages": 2.5}, "num_pages: expected an integer, got 2.5"),
+    ]
+    names = ("block_size", "num_pages", "max_model_len", "max_batched_tokens", "max_num_seqs")
+    options += [({name: 0}, f"{name}: expected at least 1, got 0") for name in names]
+    for option, message in options:
+        with pytest.raises(ValueError, match=message):
+            LLM("/no/such/folder", **option)
+    with pytest.raises(ValueError, match=r"max_model_len: expected 1 \.\. 256, got 257"):
+        LLM(make_model("llama"), max_model_len=257)
+
+
+def test_llm_takes_a_tokenizer_s_folder() -> None:
+    llm = LLM(load_model(bundled_model_path(), device="cpu"), str(bundled_model_path()))
+    assert llm.generate("import", GREEDY)[0].text
+
+
+def test_llm_formats_may_be_torch_dtypes() -> None:
+    llm = LLM(make_model("llama"), kv_cache_dtype=torch.bfloat16, v_cache_dtype="fp8")
+    layout = llm.pool.layout(0)
+    assert (layout.k_dtype, layout.v_dtype) == ("bfloat16", "fp8_e4m3")
 
 
 def test_llm_stops_at_the_end_of_the_context() -> None:
@@ -136,8 +165,13 @@ def test_llm_stops_at_the_end_of_the_context() -> None:
         ([[1, 131]], "not all in 0 .. 130"),
         ([[-1]], "not all in 0 .. 130"),
         ("text", "has no tokenizer"),
+        ([[1.5, 2.0]], "prompt: expected an integer, got 1.5"),
+        (b"bytes", "prompts: expected texts or lists of token ids, got bytes"),
+        ([b"bytes"], "prompt: expected a text or a list of token ids, got bytes"),
+        ([None], "prompt: expected a text or a list of token ids, got NoneType"),
+        (BatchEncoding({"input_ids": [[1]]}), "got BatchEncoding .of a tokenizer's result its inp"),
+        ([{"prompt_token_ids": [1]}], "prompt: expected a text or a list of token ids, got dict"),
     ],
-    ids=["empty", "too-long", "id-too-large", "id-negative", "no-tokenizer"],
 )
 def test_llm_refuses_prompts_before_it_starts(prompt: object, message: str) -> None:
     llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4")
@@ -150,7 +184,7 @@ def test_llm_stream_closed_early_frees_its_pages() -> None:
     llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4")
     stream = llm.stream(PROMPTS, GREEDY)
     next(stream)
-    with pytest.raises(RuntimeError, match="another generation"):
+    with pytest.raises(RuntimeError, match="one batch at a time"):
         next(llm.stream(PROMPTS[0], GREEDY))
     stream.close()
     assert llm.core.tables.allocator.num_used == 0
@@ -202,9 +236,20 @@ def test_llm_k_and_v_of_different_formats() -> None:
     assert len(llm.generate(PROMPTS[0], GREEDY)[0].token_ids) == 20
 
 
+def test_llm_refuses_what_is_no_sampling_params() -> None:
+    llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4")
+    for params in ({"max_tokens": 3}, [None]):
+        with pytest.raises(ValueError, match="sampling_params: expected SamplingParams, got"):
+            llm.generate([PROMPTS[0]], params)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="stop: this model has no tokenizer; use stop_token_ids"):
+        llm.generate([PROMPTS[0]], SamplingParams(stop=("sys",)))
+
+
 def test_llm_takes_tensors_of_token_ids() -> None:
     llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4")
     as_list = llm.generate([PROMPTS[0]], GREEDY)
+    assert llm.generate((list(p) for p in PROMPTS[:1]), GREEDY) == as_list  # type: ignore[arg-type]
+    assert llm.generate(list(np.array(PROMPTS[0])), GREEDY) == as_list
     assert llm.generate(torch.tensor(PROMPTS[0]), GREEDY) == as_list  # type: ignore[arg-type]
     assert llm.generate(torch.tensor([PROMPTS[0]]), GREEDY) == as_list  # type: ignore[arg-type]
 
@@ -212,5 +257,6 @@ def test_llm_takes_tensors_of_token_ids() -> None:
 def test_llm_tiny_temperatures_are_greedy() -> None:
     llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4")
     greedy = llm.generate(PROMPTS[0], GREEDY)[0].token_ids
-    tiny = SamplingParams(max_tokens=20, temperature=1e-44, seed=0)
-    assert llm.generate(PROMPTS[0], tiny)[0].token_ids == greedy
+    for temperature in (1e-44, 1e-46, 1e-300):
+        tiny = SamplingParams(max_tokens=20, temperature=temperature, seed=0)
+        assert llm.generate(PROMPTS[0], tiny)[0].token_ids == greedy

@@ -1,5 +1,6 @@
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,12 +57,26 @@ def test_sampler_cuts(params: dict, allowed: set[int]) -> None:
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"stop": ("a", "")}, "stop"),
+        ({"stop": [1]}, r"stop: expected texts, got \[1\]"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids: expected an integer, got 'a'"),
+        ({"max_tokens": "5"}, "max_tokens: expected an integer, got '5'"),
+        ({"max_tokens": 2.5}, "max_tokens: expected an integer, got 2.5"),
+        ({"temperature": "0"}, "temperature: expected a number >= 0, got '0'"),
+        ({"top_k": 1.5}, "top_k: expected an integer, got 1.5"),
+        ({"seed": 1.5}, "seed: expected an integer, got 1.5"),
     ],
     ids=str,
 )
 def test_sampling_params_refuse(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**fields)
+
+
+def test_sampling_params_of_other_kinds() -> None:
+    """As vLLM's users have them."""
+    params = SamplingParams(stop=None, stop_token_ids=None, top_k=np.int64(3))  # type: ignore[arg-type]
+    assert params == SamplingParams(top_k=3)
+    assert SamplingParams(stop="a").stop == ("a",)  # type: ignore[arg-type]
 
 
 class Bytes:

@@ -332,3 +332,30 @@ def test_cache_refuses_other_architectures() -> None:
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UnsupportedModelError, match="'stablelm' is not supported; supported: gem"):
         Cache(model, "nvfp4")
+
+
+def test_cache_refuses_what_is_no_model() -> None:
+    for other in ("path/to/model", make_model("llama").config):
+        with pytest.raises(ValueError, match="model: expected one of transformers, got"):
+            Cache(other)  # type: ignore[arg-type]
+
+
+def test_cache_says_who_may_read_it() -> None:
+    model = make_model("llama")
+    cache = Cache(model, "nvfp4")
+    model.set_attn_implementation("eager")
+    with pytest.raises(AttributeError, match=r"only halfbyte's attention reads a halfbyte\.Cache"):
+        model(token_ids(1, 5), past_key_values=cache)
+
+
+@pytest.mark.parametrize("trained", ["q_proj", "k_proj", "v_proj"])
+def test_cache_has_no_derivative(trained: str) -> None:
+    """Weights that it would leave without a gradient must not look as if they had none."""
+    model = make_model("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    loss = model(token_ids(1, 5), past_key_values=Cache(model, "nvfp4")).logits.sum()
+    with pytest.raises(RuntimeError, match=r"halfbyte\.Cache is for inference and has no deriv"):
+        loss.backward()
+    model(token_ids(1, 5), use_cache=False).logits.sum().backward()
+    assert model.model.layers[0].self_attn.get_submodule(trained).weight.grad is not None

@@ -102,7 +102,7 @@ def test_engine_attention_without_a_batch_says_what_to_do() -> None:
     register()
     model: Any = make_model("llama")
     model.set_attn_implementation(ENGINE)
-    with pytest.raises(RuntimeError, match=r"use halfbyte\.Cache with generate"):
+    with pytest.raises(RuntimeError, match=r"make a halfbyte\.Cache"):
         model(input_ids=token_ids(1, 4))
 
 

@@ -104,3 +104,5 @@ def _read(path: Path) -> str:
         return path.read_bytes().decode()  # read_text would translate line ends
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not UTF-8 text: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None

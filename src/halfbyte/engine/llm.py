@@ -1,8 +1,9 @@
 """`LLM`: text in, text out, with every K and V in a packed, paged cache."""
 
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from halfbyte.engine.detokenizer import Detokenizer
 from halfbyte.engine.request import FinishReason, Request, RequestOutput
 from halfbyte.engine.sampling_params import SamplingParams
 from halfbyte.kvcache import KVCachePlan, KVScales, PagedKVPool, plan_kv_cache
+from halfbyte.layouts.arguments import integer
 from halfbyte.models import (
     LayerDTypes,
+    check_layer_dtypes,
     layer_multipliers,
     layer_specs,
     load_model,
@@ -56,7 +59,8 @@ class LLM:
 
     Args:
         model: folder or hub id of a checkpoint, or a loaded transformers model.
-        tokenizer: of transformers; by default the checkpoint's. Without one, prompts are token ids.
+        tokenizer: of transformers, or the folder or hub id of one; by default the checkpoint's.
+            Without one, prompts are token ids.
         kv_cache_dtype: format, or formats per layer (see `LayerDTypes`).
         v_cache_dtype: format or formats of V, where they differ from K's.
         dtype: of weights and computation; `auto` for the checkpoint's.
@@ -103,7 +107,23 @@ class LLM:
         cuda_graphs: bool = True,
     ) -> None:
         where = device_or_default(device) if isinstance(model, str | Path) else model.device
+        # What can be wrong without the weights shows before they are read.
         check_attention_backend(attention_backend, where)
+        check_layer_dtypes(kv_cache_dtype)
+        check_layer_dtypes(kv_cache_dtype if v_cache_dtype is None else v_cache_dtype)
+        for name, number in (
+            ("block_size", block_size),
+            ("num_pages", num_pages),
+            ("max_model_len", max_model_len),
+            ("max_batched_tokens", max_batched_tokens),
+            ("max_num_seqs", max_num_seqs),
+        ):
+            if number is not None and integer(name, number) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {number}")
+        if kv_scales is not None and not isinstance(kv_scales, KVScales):
+            raise ValueError(f"kv_scales: expected KVScales, got {type(kv_scales).__name__}")
+        if isinstance(tokenizer, str | Path):
+            tokenizer = load_tokenizer(tokenizer)
         if isinstance(model, str | Path):
             tokenizer = tokenizer or load_tokenizer(model)
             model = load_model(
@@ -192,6 +212,11 @@ class LLM:
         batch = _as_batch(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(batch)
+        for params in sampling_params:
+            if not isinstance(params, SamplingParams):
+                raise ValueError(f"sampling_params: expected SamplingParams, got {params!r}")
+            if params.stop and self.tokenizer is None:
+                raise ValueError("stop: this model has no tokenizer; use stop_token_ids")
         if len(sampling_params) != len(batch):
             raise ValueError(f"sampling_params: {len(sampling_params)} for {len(batch)} prompts")
         requests = [
@@ -207,7 +232,10 @@ class LLM:
             for request in requests
         ]
         if self.core.scheduler.has_work:
-            raise RuntimeError("another generation of this LLM is unfinished; close it first")
+            raise RuntimeError(
+                "an LLM generates one batch at a time, and another is unfinished: wait for it, or "
+                "close its stream"
+            )
         try:
             for request in requests:
                 self.core.add(request)
@@ -238,8 +266,12 @@ class LLM:
                 yield NewToken(i, token, piece)
 
     def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Iterable):
+            raise ValueError(
+                f"prompt: expected a text or a list of token ids, got {type(prompt).__name__}"
+            )
         if not isinstance(prompt, str):
-            return list(prompt)
+            return [integer("prompt", token) for token in prompt]
         if self.tokenizer is None:
             raise ValueError("prompt: this model has no tokenizer; give token ids")
         try:
@@ -253,9 +285,15 @@ class LLM:
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if hasattr(prompts, "tolist"):  # a tensor or an array of token ids
         prompts = prompts.tolist()
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, bytes | Mapping):
+        raise ValueError(
+            "prompts: expected texts or lists of token ids, got "
+            f"{type(prompts).__name__} (of a tokenizer's result its input_ids)"
+        )
+    if isinstance(prompts, str):
+        return [prompts]
+    batch: list[Any] = list(prompts)
+    return [batch] if batch and isinstance(batch[0], Integral) else batch
 
 
 def _output(prompt: Prompt, request: Request, text: Detokenizer | None) -> RequestOutput:

@@ -4,6 +4,9 @@ import torch
 
 from halfbyte.engine.request import Request
 
+_LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny
+"""Below, float32 has none."""
+
 
 class Sampler:
     """Samples each request on its own, with its own generator, so that a seeded request gets the
@@ -23,8 +26,8 @@ class Sampler:
         if params.temperature == 0:
             return int(logits.argmax())
         probabilities = _probabilities(
-            # The largest becomes 0, so that no temperature, however small, makes infinities.
-            (logits - logits.max()).float().cpu() / params.temperature,
+            # The largest becomes 0 and stays it, so that no temperature, however small, makes NaN.
+            (logits - logits.max()).float().cpu() / max(params.temperature, _LEAST_TEMPERATURE),
             params.top_k,
             params.top_p,
         )

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from halfbyte.layouts.arguments import finite_number, integer
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -18,7 +20,7 @@ class SamplingParams:
         ignore_eos: generate on past the model's end-of-sequence tokens.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: a number out of its range, or what is none.
     """
 
     max_tokens: int = 16
@@ -31,13 +33,25 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        )
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if not all(isinstance(text, str) for text in stop):
+            raise ValueError(f"stop: expected texts, got {self.stop!r}")
+        kept = {
+            "stop": stop,
+            "stop_token_ids": tuple(
+                integer("stop_token_ids", token) for token in self.stop_token_ids or ()
+            ),
+            "max_tokens": integer("max_tokens", self.max_tokens),
+            "temperature": finite_number("temperature", self.temperature, "a number >= 0"),
+            "top_k": integer("top_k", self.top_k),
+            "top_p": finite_number("top_p", self.top_p, "a number in (0, 1]"),
+            "seed": None if self.seed is None else integer("seed", self.seed),
+        }
+        for name, value in kept.items():
+            object.__setattr__(self, name, value)
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens: expected at least 1, got {self.max_tokens}")
-        if not 0 <= self.temperature < float("inf"):
+        if self.temperature < 0:
             raise ValueError(f"temperature: expected a number >= 0, got {self.temperature}")
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed: expected a number in 0 .. 2^63 - 1, got {self.seed}")

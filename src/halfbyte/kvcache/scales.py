@@ -197,6 +197,8 @@ class KVScales:
                 raise ValueError("k_amax and v_amax are not lists")
             k_amax, v_amax = (tuple(float(x) for x in values) for values in amax)
             return cls(k_amax, v_amax, str(fields["source"]))
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{path}: not a file of KV scales: {error}") from None
 

@@ -104,9 +104,11 @@ class NvFp4Linear(LayerState):
             options: of the constructor; `dtype` and `device` are the layer's by default.
 
         Raises:
-            ValueError: W4A4 without `input_amax`, options that cannot be, or weights that are not
-                finite.
+            ValueError: no `nn.Linear`, W4A4 without `input_amax`, options that cannot be, or
+                weights that are not finite.
         """
+        if not isinstance(linear, nn.Linear):
+            raise ValueError(f"linear: expected an nn.Linear, got {type(linear).__name__}")
         weight = linear.weight.detach()
         options = {"dtype": weight.dtype, "device": weight.device, **options}
         n, k = weight.shape

@@ -4,6 +4,7 @@ from halfbyte.models.architectures import (
     SUPPORTED_MODEL_TYPES,
     LayerDTypes,
     UnsupportedModelError,
+    check_layer_dtypes,
     check_supported,
     layer_specs,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "PagedBatch",
     "UnsupportedModelError",
     "calibrate",
+    "check_layer_dtypes",
     "check_supported",
     "layer_multipliers",
     "layer_specs",

@@ -26,7 +26,8 @@ SUPPORTED_MODEL_TYPES = (
     "qwen3_moe",
 )
 
-LayerDTypes = str | KVCacheDType | Mapping[str, str] | Sequence[str | KVCacheDType]
+DTypeName = str | KVCacheDType | torch.dtype
+LayerDTypes = DTypeName | Mapping[str, DTypeName] | Sequence[DTypeName]
 """One format; or one per kind of layer (`{"full_attention": …, "sliding_attention": …}`); or a
 sequence with one per layer."""
 
@@ -121,7 +122,21 @@ def layer_specs(
     return specs
 
 
-def _resolve(name: str | KVCacheDType, config: Any, dtype: torch.dtype) -> KVCacheDType:
+def check_layer_dtypes(kv_cache_dtype: LayerDTypes) -> None:
+    """Raise ValueError for what names no formats, before there is a model to compare them with."""
+    if isinstance(kv_cache_dtype, str | torch.dtype):
+        names: Sequence[DTypeName] = [kv_cache_dtype]
+    elif isinstance(kv_cache_dtype, Mapping):
+        names = list(kv_cache_dtype.values())
+    elif isinstance(kv_cache_dtype, Sequence):
+        names = kv_cache_dtype
+    else:
+        raise ValueError(f"kv_cache_dtype: expected a format or formats, got {kv_cache_dtype!r}")
+    for name in names:
+        KVCacheDType.parse(name)
+
+
+def _resolve(name: DTypeName, config: Any, dtype: torch.dtype) -> KVCacheDType:
     parsed = KVCacheDType.parse(name)
     if parsed is KVCacheDType.AUTO:
         parsed = KVCacheDType.from_checkpoint(config)
@@ -130,10 +145,9 @@ def _resolve(name: str | KVCacheDType, config: Any, dtype: torch.dtype) -> KVCac
     return parsed
 
 
-def _per_layer(
-    kv_cache_dtype: LayerDTypes, windows: Sequence[int | None]
-) -> list[str | KVCacheDType]:
-    if isinstance(kv_cache_dtype, str):
+def _per_layer(kv_cache_dtype: LayerDTypes, windows: Sequence[int | None]) -> list[DTypeName]:
+    check_layer_dtypes(kv_cache_dtype)
+    if isinstance(kv_cache_dtype, str | torch.dtype):
         return [kv_cache_dtype] * len(windows)
     if isinstance(kv_cache_dtype, Mapping):
         kinds = ["full_attention" if w is None else "sliding_attention" for w in windows]
@@ -145,8 +159,6 @@ def _per_layer(
                 f"has them; unknown {sorted(unknown)}, missing {sorted(missing)}"
             )
         return [kv_cache_dtype[kind] for kind in kinds]
-    if not isinstance(kv_cache_dtype, Sequence):
-        raise ValueError(f"kv_cache_dtype: expected a format or formats, got {kv_cache_dtype!r}")
     if len(kv_cache_dtype) != len(windows):
         raise ValueError(f"kv_cache_dtype: {len(kv_cache_dtype)} formats for {len(windows)} layers")
     return list(kv_cache_dtype)

@@ -48,6 +48,25 @@ class KVHandle:
     key: torch.Tensor
     value: torch.Tensor
 
+    def __getattr__(self, name: str) -> Any:
+        """What another attention would ask of a tensor."""
+        raise AttributeError(
+            f"{name}: only halfbyte's attention reads a halfbyte.Cache: make one for this very "
+            f"model, or call its set_attn_implementation({GENERATE!r})"
+        )
+
+
+class _ForInference(torch.autograd.Function):
+    """Result of a cache, whose way back to Q, K and V is an error instead of a zero."""
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise RuntimeError("halfbyte.Cache is for inference and has no derivative")
+
 
 def register() -> None:
     """Register both functions; doing it again changes nothing."""
@@ -81,7 +100,8 @@ def engine_attention(
     if batch is None:
         raise RuntimeError(
             f"{type(module).__name__}: no {BATCH_ARGUMENT} reached the attention function; "
-            f"{ENGINE!r} is for halfbyte's engine, use halfbyte.Cache with generate()"
+            f"{ENGINE!r} is for halfbyte.LLM, which has this model while a stream of its is open; "
+            "at other times, make a halfbyte.Cache"
         )
     layer = _layer_index(module)
     _check_window(module, layer, sliding_window)
@@ -132,7 +152,11 @@ def generate_attention(
             f"got {tuple(attention_mask.shape)}"
         )
     if isinstance(key, KVHandle):
-        return key.cache.attend(key, query, attention_mask, options), None
+        result = key.cache.attend(key, query, attention_mask, options)
+        inputs = (query, key.key, key.value)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+            result = _ForInference.apply(result, *inputs)
+        return result, None
     assert isinstance(value, torch.Tensor)
     return _dense_attention(query, key, value, attention_mask, options), None
 

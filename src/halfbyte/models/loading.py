@@ -66,7 +66,8 @@ def load_model(
         ValueError: `linear_backend` or `quantize_activations` for a checkpoint that has nothing
             which they could be for; the device "meta", which holds no weights.
     """
-    if device is not None and torch.device(device).type == "meta":
+    device = device_or_default(device)
+    if device.type == "meta":
         raise ValueError("device: expected one that holds weights, got 'meta'")
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -79,7 +80,6 @@ def load_model(
     check_supported(config)
     section = getattr(config, "quantization_config", None)
     declaration = read_declaration(folder, {"quantization_config": section})
-    device = device_or_default(device)
     if declaration is not None and declaration.groups:
         model = load_quantized(
             folder,
@@ -118,10 +118,20 @@ def load_model(
 
 
 def device_or_default(device: torch.device | str | None) -> torch.device:
-    """The one that is asked for, else a GPU if there is one, else the CPU."""
+    """The one that is asked for, else a GPU if there is one, else the CPU.
+
+    Raises:
+        ValueError: no device's name, or a GPU where there is none.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device: {str(error).splitlines()[0]}") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: expected one of this machine, which has no GPU, got '{found}'")
+    return found
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -130,7 +140,12 @@ def load_tokenizer(path: str | Path) -> Any:
     Raises:
         ModelLoadError: it has none, or it cannot be read.
     """
-    tokenizer = _or_load_error(path, AutoTokenizer.from_pretrained, local_folder(path))
+    folder = local_folder(path)
+    try:
+        read_config(folder)  # which the tokenizer's class depends on
+    except CheckpointError as error:
+        raise ModelLoadError(str(error)) from None
+    tokenizer = _or_load_error(path, AutoTokenizer.from_pretrained, folder)
     # Without files transformers makes a tokenizer that turns every text into nothing.
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
         raise ModelLoadError(f"{path}: has no tokenizer")
