@@ -106,7 +106,7 @@ def test_modelopt_quantizes_to_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("weights", ["nvfp4", "nvfp4-a16"])
-@pytest.mark.parametrize("kv_cache_dtype", [None, "nvfp4"])
+@pytest.mark.parametrize("kv_cache_dtype", [None, "nvfp4", "fp8_e4m3"])
 def test_compressed_tensors_understands_the_declaration(
     weights: str, kv_cache_dtype: str | None
 ) -> None:
@@ -121,7 +121,12 @@ def test_compressed_tensors_understands_the_declaration(
     else:
         assert scheme.input_activations is None
     assert config.ignore == ["lm_head"]
-    assert (config.kv_cache_scheme is None) == (kv_cache_dtype is None)
+    cache = config.kv_cache_scheme
+    assert (cache and (cache.num_bits, cache.strategy)) == {
+        None: None,
+        "nvfp4": (4, "tensor_group"),
+        "fp8_e4m3": (8, "tensor"),
+    }[kv_cache_dtype]
     assert config.format == scheme.format == "nvfp4-pack-quantized"
 
 
@@ -130,11 +135,11 @@ def test_modelopt_makes_the_same_declaration() -> None:
         "modelopt.torch.export.convert_hf_config"
     ).convert_hf_quant_config_format
     for activations in (True, False):
-        for kv_cache_dtype in (None, "nvfp4"):
+        for kv_cache_dtype, algo in ((None, None), ("nvfp4", "NVFP4"), ("fp8_e4m3", "FP8")):
             output = OutputFormat("modelopt", activations, kv_cache_dtype=kv_cache_dtype)
             ours = quantization_config(output, ["lm_head"])
             assert ours.pop("provider") == "halfbyte"
-            assert ours.pop("kv_cache_quant_algo", None) == ("NVFP4" if kv_cache_dtype else None)
+            assert ours.pop("kv_cache_quant_algo", None) == algo
             assert ours == convert(modelopt_file(output, ["lm_head"]))
 
 

@@ -150,6 +150,8 @@ def test_kv_scale_tensors() -> None:
     encode = [packed.pop(f"l.0.self_attn.{side}_global_scale") for side in "kv"]
     assert torch.allclose(torch.cat(encode), torch.tensor([600.0, 6.0]))
     assert list(packed) == ["l.0.self_attn.k_scale", "l.0.self_attn.v_scale"]
+    fp8 = OutputFormat("compressed-tensors", False, kv_cache_dtype="fp8_e4m3")
+    assert kv_scale_tensors(fp8, "l.0.self_attn", 4.48, 0.0) == packed
     for dialect, shape in (("modelopt", ()), ("compressed-tensors", (1,))):
         k, v = found[dialect].values()
         assert k.shape == v.shape == shape
@@ -159,7 +161,7 @@ def test_kv_scale_tensors() -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("activations", [False, True])
-@pytest.mark.parametrize("kv_cache_dtype", [None, "nvfp4"])
+@pytest.mark.parametrize("kv_cache_dtype", [None, "nvfp4", "fp8_e4m3"])
 @pytest.mark.parametrize("with_file", [False, True])
 def test_declarations_are_read_back(
     tmp_path: Path,
@@ -186,14 +188,16 @@ def test_declarations_are_read_back(
     assert declared.scheme_of("lm_head") is None
 
 
-@pytest.mark.parametrize("kv_cache_dtype", [None, "nvfp4"])
-def test_modelopt_file_has_what_vllm_requires(kv_cache_dtype: str | None) -> None:
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "algo"), [(None, None), ("nvfp4", "NVFP4"), ("fp8_e4m3", "FP8")]
+)
+def test_modelopt_file_has_what_vllm_requires(kv_cache_dtype: str, algo: str) -> None:
     """vLLM refuses files without these fields, and those of another producer."""
     fields = modelopt_file(OutputFormat("modelopt", True, kv_cache_dtype=kv_cache_dtype), ["a"])
     assert fields["producer"]["name"] == "modelopt"
     assert fields["quantization"] == {
         "quant_algo": "NVFP4",
-        "kv_cache_quant_algo": "NVFP4" if kv_cache_dtype else None,
+        "kv_cache_quant_algo": algo,
         "group_size": 16,
         "exclude_modules": ["a"],
     }

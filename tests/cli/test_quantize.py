@@ -198,7 +198,10 @@ def test_quantize_force_keeps_what_is_no_checkpoint(
         (["--format", "gguf"], "format: expected one of modelopt, compressed-tensors, got 'gguf'"),
         (["--weights", "int4"], "weights: expected one of nvfp4, nvfp4-a16, got 'int4'"),
         (["--recipe", "magic"], "recipe: expected one of amax6, four_over_six, got 'magic'"),
-        (["--kv-cache-dtype", "int3"], "kv_cache_dtype: expected one of nvfp4, got 'int3'"),
+        (
+            ["--kv-cache-dtype", "int3"],
+            "kv_cache_dtype: expected one of nvfp4, fp8_e4m3, fp8, got 'int3'",
+        ),
         (["--ignore", "*.nothing"], "ignore: '*.nothing' matches no linear layer"),
         (["--shard-size", "0"], "shard_size: expected a positive, finite number, got 0"),
         (["--shard-size", "inf"], "shard_size: expected a positive, finite number, got inf"),

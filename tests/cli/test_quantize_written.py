@@ -15,7 +15,7 @@ import halfbyte as package
 from cli.test_cli import run
 from cli.test_quantize import small_model
 from halfbyte.assets import bundled_model_path, calibration_text
-from halfbyte.checkpoints import DIALECTS, TENSOR_NAMES, Dialect
+from halfbyte.checkpoints import DIALECTS, TENSOR_NAMES, Dialect, read_kv_scales
 from halfbyte.models import load_model
 from halfbyte.models.quantize_checkpoint import quantize_checkpoint
 from halfbyte.numerics import nvfp4
@@ -140,6 +140,26 @@ def test_generate_runs_on_a_written_checkpoint(
     assert len(result["tokens"]) == 8
     assert result["kv_cache"]["dtype"] == "nvfp4"
     assert result["kv_cache"]["scales"].startswith("checkpoint")
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_cache_in_fp8(tmp_path: Path, dialect: Dialect) -> None:
+    text = tmp_path / "text"
+    text.write_text(calibration_text()[:500])
+    report = quantize_checkpoint(
+        bundled_model_path(),
+        tmp_path / "checkpoint",
+        dialect=dialect,
+        weights="nvfp4-a16",
+        kv_cache_dtype="fp8",
+        calibration_file=text,
+    )
+    assert report.kv_cache_dtype == "fp8_e4m3"
+    llm = package.LLM(tmp_path / "checkpoint", kv_cache_dtype="auto", device="cpu", num_pages=9)
+    assert llm.pool.layout(0).k_dtype == "fp8_e4m3"
+    assert llm.kv_scales is not None
+    stored = read_kv_scales(tmp_path / "checkpoint")
+    assert llm.kv_scales.k_amax[3] == pytest.approx(stored[3][0] * 448)
 
 
 def test_written_checkpoint_loads_in_transformers(written: tuple[Dialect, Path]) -> None:

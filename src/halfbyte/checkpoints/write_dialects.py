@@ -20,8 +20,8 @@ import torch
 from halfbyte.checkpoints.dialects import PROVIDER, PROVIDER_KEY, TENSOR_NAMES, Dialect
 from halfbyte.numerics import e2m1, nvfp4
 
-KV_CACHE_DTYPES = ("nvfp4",)
-"""Formats of the KV cache that a checkpoint can declare here."""
+KV_CACHE_DTYPES = {"nvfp4": "NVFP4", "fp8_e4m3": "FP8"}
+"""Formats of the KV cache that a checkpoint can declare here, and ModelOpt's names for them."""
 _KV_SCALE_MAX = 448.0
 # Readers of the dialect (vLLM, TensorRT-LLM) refuse another name; the provider says who wrote it.
 _MODELOPT_PRODUCER = {"name": "modelopt", "version": "0.47.0"}
@@ -36,7 +36,8 @@ class OutputFormat:
         dialect: names, directions and declarations.
         quantize_activations: W4A4, which needs the activations' amax; else W4A16.
         recipe: how block scales are chosen.
-        kv_cache_dtype: format that the checkpoint declares for the KV cache, or None.
+        kv_cache_dtype: format that the checkpoint declares for the KV cache, a key of
+            `KV_CACHE_DTYPES`, or None.
     """
 
     dialect: Dialect
@@ -128,9 +129,10 @@ def kv_scale_tensors(
             tensors[f"{attention}.{side}_proj.{side}_scale"] = torch.tensor(scale)
         else:
             tensors[f"{attention}.{side}_scale"] = torch.tensor([scale])
-            # What the package itself has for a cache in NVFP4; without it, it computes NaN.
-            encode = e2m1.E2M1_MAX / scale
-            tensors[f"{attention}.{side}_global_scale"] = torch.tensor([encode])
+            if output.kv_cache_dtype == "nvfp4":
+                # What the package itself has for such a cache; without it, it computes NaN.
+                encode = e2m1.E2M1_MAX / scale
+                tensors[f"{attention}.{side}_global_scale"] = torch.tensor([encode])
     return tensors
 
 
@@ -164,7 +166,7 @@ def _quant_algo(output: OutputFormat) -> str:
 
 
 def _kv_cache_algo(output: OutputFormat) -> str | None:
-    return output.kv_cache_dtype and output.kv_cache_dtype.upper()
+    return output.kv_cache_dtype and KV_CACHE_DTYPES[output.kv_cache_dtype]
 
 
 def _modelopt_config(output: OutputFormat, ignore: Sequence[str]) -> dict[str, Any]:
@@ -178,8 +180,10 @@ def _modelopt_config(output: OutputFormat, ignore: Sequence[str]) -> dict[str, A
         "quant_algo": _quant_algo(output),
     }
     if output.kv_cache_dtype:
-        config["kv_cache_scheme"] = _kv_cache_algo(output)
-        config["kv_cache_quant_algo"] = _kv_cache_algo(output)
+        algo = _kv_cache_algo(output)
+        fp8 = {"dynamic": False, "num_bits": 8, "type": "float"}
+        config["kv_cache_scheme"] = fp8 if algo == "FP8" else algo
+        config["kv_cache_quant_algo"] = algo
     config.update(producer=_MODELOPT_PRODUCER, quant_method="modelopt")
     config[PROVIDER_KEY] = PROVIDER
     return config
@@ -198,6 +202,15 @@ def _compressed_tensors_config(output: OutputFormat, ignore: Sequence[str]) -> d
     }
     # "local": block scales are computed as the layer runs, the global scale is in the file.
     activations = {**weights, "dynamic": "local", "observer": "static_minmax"}
+    fp8 = {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "tensor",
+        "dynamic": False,
+        "observer": "static_minmax",
+    }
+    kv_cache_schemes = {None: None, "nvfp4": activations, "fp8_e4m3": fp8}
     return {
         "config_groups": {
             "group_0": {
@@ -209,7 +222,7 @@ def _compressed_tensors_config(output: OutputFormat, ignore: Sequence[str]) -> d
             }
         },
         "quant_method": "compressed-tensors",
-        "kv_cache_scheme": activations if output.kv_cache_dtype else None,
+        "kv_cache_scheme": kv_cache_schemes[output.kv_cache_dtype],
         "format": _CT_FORMAT,
         "quantization_status": "compressed",
         "global_compression_ratio": None,

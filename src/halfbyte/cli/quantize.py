@@ -35,7 +35,8 @@ def quantize(
         str, typer.Option(help="How block scales are chosen: amax6 or four_over_six.")
     ] = "amax6",
     kv_cache_dtype: Annotated[
-        str | None, typer.Option(help="nvfp4: calibrate K and V, and declare the cache's format.")
+        str | None,
+        typer.Option(help="nvfp4 or fp8: calibrate K and V, declare the format."),
     ] = None,
     calibrate: Annotated[
         Path | None, typer.Option(help="UTF-8 text to calibrate on; by default a built-in one.")

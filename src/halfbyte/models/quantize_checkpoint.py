@@ -39,6 +39,7 @@ from halfbyte.checkpoints.writer import (
     new_folder,
     write_json,
 )
+from halfbyte.layouts import KVCacheDType
 from halfbyte.models.loading import load_model, load_tokenizer, local_folder
 from halfbyte.models.weight_calibration import calibrate_weights
 from halfbyte.models.weight_plan import plan_weights
@@ -112,7 +113,7 @@ def quantize_checkpoint(
         dialect: `modelopt` or `compressed-tensors`.
         weights: `nvfp4` (W4A4: the activations' scales are calibrated) or `nvfp4-a16` (W4A16).
         recipe: `amax6` or `four_over_six`, for the weights' block scales.
-        kv_cache_dtype: `nvfp4` to calibrate K and V and to declare the format of the cache.
+        kv_cache_dtype: `nvfp4` or `fp8` to calibrate K and V and to declare the cache's format.
         calibration_file: UTF-8 text to calibrate on; by default the built-in text.
         ignore: more layers to leave as they are, see `plan_weights`.
         max_shard_bytes: size of a file of weights.
@@ -166,7 +167,8 @@ def _output_format(
     _check_name("weights", weights, tuple(WEIGHT_FORMATS))
     _check_name("recipe", recipe, nvfp4.RECIPES)
     if kv_cache_dtype is not None:
-        _check_name("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
+        _check_name("kv_cache_dtype", kv_cache_dtype, (*KV_CACHE_DTYPES, "fp8"))
+        kv_cache_dtype = KVCacheDType.parse(kv_cache_dtype).value
     return OutputFormat(
         dialect,  # type: ignore[arg-type]
         WEIGHT_FORMATS[weights],
