@@ -67,10 +67,19 @@ def test_lists_of_every_expert_are_looked_up(
     declared: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of 20,000 names against each of 20,000 layers would take minutes."""
-    names = [f"model.layers.{i}.mlp.experts.{j}.up_proj" for i in range(40) for j in range(500)]
-    found = declared((LayerGroup("nvfp4", tuple(names[::2])), LayerGroup("fp8", tuple(names))))
     compared: list[str] = []
+
+    class Name(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            compared.append(self)
+            return str.__eq__(self, other)
+
+    names = [f"model.layers.{i}.mlp.experts.{j}.up_proj" for i in range(40) for j in range(500)]
+    targets = tuple(map(Name, names))
+    found = declared((LayerGroup("nvfp4", targets[::2]), LayerGroup("fp8", targets)), targets[:0])
     monkeypatch.setattr("halfbyte.checkpoints.modelopt.fnmatchcase", compared.append)
     last = "fp8" if declared is CompressedTensorsDeclaration else "nvfp4"
     assert [found.scheme_of(name) for name in names] == [last, "fp8"] * 10000
-    assert not compared
+    assert len(compared) < 10 * len(names)

@@ -168,6 +168,8 @@ def test_llm_stops_at_the_end_of_the_context() -> None:
         ([[1.5, 2.0]], "prompt: expected an integer, got 1.5"),
         (b"bytes", "prompts: expected texts or lists of token ids, got bytes"),
         ([b"bytes"], "prompt: expected a text or a list of token ids, got bytes"),
+        (None, "prompts: expected texts or lists of token ids, got NoneType"),
+        ([torch.tensor(1)], "prompt: expected a text or a list of token ids, got int"),
         ([None], "prompt: expected a text or a list of token ids, got NoneType"),
         (BatchEncoding({"input_ids": [[1]]}), "got BatchEncoding .of a tokenizer's result its inp"),
         ([{"prompt_token_ids": [1]}], "prompt: expected a text or a list of token ids, got dict"),
@@ -238,7 +240,7 @@ def test_llm_k_and_v_of_different_formats() -> None:
 
 def test_llm_refuses_what_is_no_sampling_params() -> None:
     llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4")
-    for params in ({"max_tokens": 3}, [None]):
+    for params in ({"max_tokens": 3}, [None], 3):
         with pytest.raises(ValueError, match="sampling_params: expected SamplingParams, got"):
             llm.generate([PROMPTS[0]], params)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="stop: this model has no tokenizer; use stop_token_ids"):

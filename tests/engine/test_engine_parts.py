@@ -58,6 +58,7 @@ def test_sampler_cuts(params: dict, allowed: set[int]) -> None:
         ({"top_p": 1.5}, "top_p"),
         ({"stop": ("a", "")}, "stop"),
         ({"stop": [1]}, r"stop: expected texts, got \[1\]"),
+        ({"stop_token_ids": 5}, "stop_token_ids: expected a list, got 5"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids: expected an integer, got 'a'"),
         ({"max_tokens": "5"}, "max_tokens: expected an integer, got '5'"),
         ({"max_tokens": 2.5}, "max_tokens: expected an integer, got 2.5"),
@@ -76,6 +77,8 @@ def test_sampling_params_of_other_kinds() -> None:
     """As vLLM's users have them."""
     params = SamplingParams(stop=None, stop_token_ids=None, top_k=np.int64(3))  # type: ignore[arg-type]
     assert params == SamplingParams(top_k=3)
+    params = SamplingParams(stop_token_ids=np.array([1, 2]), stop=np.array(["a"]))  # type: ignore[arg-type]
+    assert (params.stop, params.stop_token_ids) == (("a",), (1, 2))
     assert SamplingParams(stop="a").stop == ("a",)  # type: ignore[arg-type]
 
 

@@ -359,3 +359,23 @@ def test_cache_has_no_derivative(trained: str) -> None:
         loss.backward()
     model(token_ids(1, 5), use_cache=False).logits.sum().backward()
     assert model.model.layers[0].self_attn.get_submodule(trained).weight.grad is not None
+
+
+def test_cache_of_a_compiled_model() -> None:
+    model = make_model("llama")
+    cache = Cache(torch.compile(model, backend="eager"), "float32")  # type: ignore[arg-type]
+    expected = model(token_ids(1, 5), use_cache=False).logits
+    torch.testing.assert_close(model(token_ids(1, 5), past_key_values=cache).logits, expected)
+
+
+def test_hooks_may_change_what_the_cache_gives() -> None:
+    model = make_model("llama")
+    ids, attention = token_ids(1, 5), model.model.layers[1].self_attn
+
+    def logits() -> torch.Tensor:
+        return model(ids, past_key_values=Cache(model, "float32")).logits
+
+    before = logits()
+    handle = attention.o_proj.register_forward_pre_hook(lambda _, args: args[0].mul_(2).div_(2))
+    torch.testing.assert_close(logits(), before)
+    handle.remove()

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import StableLmConfig, StableLmForCausalLM
 
+from halfbyte.assets import bundled_model_path
 from halfbyte.engine import LLM
 from halfbyte.models import (
     ENGINE,
@@ -14,6 +15,7 @@ from halfbyte.models import (
     UnsupportedModelError,
     load_model,
     load_tokenizer,
+    loading,
     register,
 )
 from models.zoo import make_model, token_ids
@@ -202,6 +204,17 @@ def test_load_model_refuses_rope_that_depends_on_the_batch(folder: Path) -> None
 def test_load_model_refuses_unknown_dtypes(folder: Path) -> None:
     with pytest.raises(ValueError, match="dtype: expected one of auto, float32"):
         load_model(folder, dtype="int8")
+
+
+@pytest.mark.parametrize("is_on_hub", [False, True])
+def test_load_tokenizer_of_a_folder_without_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_on_hub: bool
+) -> None:
+    loaded = load_tokenizer(bundled_model_path())
+    loaded.save_pretrained(tmp_path / "tokenizer")
+    monkeypatch.setattr(loading, "snapshot_download", lambda *_, **__: tmp_path / "tokenizer")
+    again = load_tokenizer("somebody/tokenizer" if is_on_hub else tmp_path / "tokenizer")
+    assert again("import os").input_ids == loaded("import os").input_ids
 
 
 def test_load_tokenizer_refuses_a_folder_without_one(folder: Path) -> None:

@@ -99,14 +99,16 @@ def test_unfused_experts_with_biases_are_refused_by_name(tmp_path: Path) -> None
         load_model(folder.quantized)
 
 
+@pytest.mark.parametrize("lost", [1.0, torch.inf])
 @pytest.mark.parametrize("quantize_activations", [None, True])
 def test_experts_that_calibration_never_reached(
     tmp_path: Path,
     dialect: Dialect,
     quantize_activations: bool | None,
+    lost: float,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """ModelOpt leaves their scale out, compressed-tensors writes the inverse of 0."""
+    """ModelOpt leaves their scale out, compressed-tensors writes 1, or once the inverse of 0."""
     folder = make_folder(tmp_path, "qwen3_moe", dialect, "nvfp4")
     expert, scale = "model.layers.1.mlp.experts.2", TENSOR_NAMES[dialect].input_global_scale
     names = [f"{expert}.{name}.{scale}" for name in ("gate_proj", "up_proj", "down_proj")]
@@ -116,7 +118,7 @@ def test_experts_that_calibration_never_reached(
             if dialect == "modelopt":
                 del tensors[name]
             else:
-                tensors[name] = torch.tensor([torch.inf])
+                tensors[name] = torch.tensor([lost])
 
     folder.change(forget)
     model = load_model(folder.quantized, quantize_activations=quantize_activations)

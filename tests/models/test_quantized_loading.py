@@ -160,6 +160,26 @@ class TestActivations:
         weight = load_model(folder.plain).model.layers[1].mlp.up_proj.weight
         torch.testing.assert_close(layer(x), values @ weight.T, rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.parametrize("has_scales", [False, True])
+    def test_groups_that_leave_activations_alone(
+        self, tmp_path: Path, has_scales: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """ModelOpt's algorithm has the same name; scales that are there count more."""
+        folder = make_folder(tmp_path, scheme="nvfp4")
+        weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+        group = {"weights": weights, "input_activations": None, "targets": ["Linear"]}
+        folder.declare(config_groups={"group_0": group})
+
+        def remove_scales(tensors: dict[str, torch.Tensor]) -> None:
+            for name in [name for name in tensors if name.endswith("input_scale")]:
+                del tensors[name]
+
+        if not has_scales:
+            folder.change(remove_scales)
+        assert_same_logits(load_model(folder.quantized), folder)
+        assert ("W4A4" in caplog.text) == has_scales
+        assert "calibration" not in caplog.text
+
     def test_none_to_quantize(self, tmp_path: Path, dialect: Dialect) -> None:
         folder = make_folder(tmp_path, dialect=dialect)
         with pytest.raises(ValueError, match=r"quantize_activations: .*no activation scales"):

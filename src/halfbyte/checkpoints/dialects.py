@@ -92,6 +92,7 @@ class Declaration(ABC):
         groups: layers by how they are stored; empty where only the KV cache is quantized.
         ignore: patterns of layers that are not quantized although a group's targets name them.
         kv_cache_dtype: name of the KV cache format, or None where none is declared.
+        leaves_activations: whether `nvfp4` layers without an activation scale are W4A16 after all.
         section: the declaration as the file has it.
     """
 
@@ -101,6 +102,7 @@ class Declaration(ABC):
     groups: tuple[LayerGroup, ...] = ()
     ignore: tuple[str, ...] = ()
     kv_cache_dtype: str | None = None
+    leaves_activations: bool = False
     section: Mapping[str, Any] | None = None
 
     @property

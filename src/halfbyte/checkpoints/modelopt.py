@@ -5,14 +5,13 @@
 calls the exclusions `ignore`, and the cache's format `kv_cache_scheme`, which is an object for FP8
 and a bare name for the others. Exclusions are names or shell wildcards of module names. Its
 `config_groups` say once more how weights and activations are quantized; where all of them leave
-activations alone, `NVFP4` is W4A16.
+activations alone, `NVFP4` layers without an activation scale are W4A16.
 
 `MIXED_PRECISION` names an algorithm for each layer. FP8 layers are read where they stand beside
 NVFP4 ones.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
@@ -115,13 +114,12 @@ def read(
         groups = tuple(_mixed_groups(folder, section))
     elif algo is not None:
         groups = (LayerGroup(_scheme(folder, section, _SCHEMES, "quant_algo"), ("Linear",)),)
-        if _leaves_activations(whole):
-            groups = tuple(replace(group, scheme="nvfp4-a16") for group in groups)
     where = "exclude_modules" if "exclude_modules" in section else "ignore"
     return ModelOptDeclaration(
         groups=groups,
         ignore=patterns(folder, section, where),
         kv_cache_dtype=_kv_cache_dtype(folder, section),
+        leaves_activations=_leaves_activations(whole),
         section=whole,
     )
 

@@ -212,6 +212,9 @@ class LLM:
         batch = _as_batch(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(batch)
+        if not isinstance(sampling_params, Iterable):
+            raise ValueError(f"sampling_params: expected SamplingParams, got {sampling_params!r}")
+        sampling_params = list(sampling_params)
         for params in sampling_params:
             if not isinstance(params, SamplingParams):
                 raise ValueError(f"sampling_params: expected SamplingParams, got {params!r}")
@@ -266,6 +269,8 @@ class LLM:
                 yield NewToken(i, token, piece)
 
     def _encode(self, prompt: Prompt) -> list[int]:
+        if hasattr(prompt, "tolist"):
+            prompt = prompt.tolist()
         if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Iterable):
             raise ValueError(
                 f"prompt: expected a text or a list of token ids, got {type(prompt).__name__}"
@@ -285,7 +290,7 @@ class LLM:
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if hasattr(prompts, "tolist"):  # a tensor or an array of token ids
         prompts = prompts.tolist()
-    if isinstance(prompts, bytes | Mapping):
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
         raise ValueError(
             "prompts: expected texts or lists of token ids, got "
             f"{type(prompts).__name__} (of a tokenizer's result its input_ids)"

@@ -1,6 +1,8 @@
 """How the next token is chosen and when to stop."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from halfbyte.layouts.arguments import finite_number, integer
 
@@ -33,13 +35,14 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop)
         if not all(isinstance(text, str) for text in stop):
             raise ValueError(f"stop: expected texts, got {self.stop!r}")
         kept = {
             "stop": stop,
             "stop_token_ids": tuple(
-                integer("stop_token_ids", token) for token in self.stop_token_ids or ()
+                integer("stop_token_ids", token)
+                for token in _several("stop_token_ids", self.stop_token_ids)
             ),
             "max_tokens": integer("max_tokens", self.max_tokens),
             "temperature": finite_number("temperature", self.temperature, "a number >= 0"),
@@ -61,3 +64,10 @@ class SamplingParams:
             raise ValueError(f"top_p: expected a number in (0, 1], got {self.top_p}")
         if "" in self.stop:
             raise ValueError("stop: an empty string would stop at once")
+
+
+def _several(name: str, values: Any) -> tuple[Any, ...]:
+    """What an array, a list or None has."""
+    if values is not None and not isinstance(values, Iterable):
+        raise ValueError(f"{name}: expected a list, got {values!r}")
+    return () if values is None else tuple(values)

@@ -61,7 +61,7 @@ class _ForInference(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        return result.view_as(result)
+        return result.clone()  # of a view, hooks could change nothing in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

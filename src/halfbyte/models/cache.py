@@ -55,7 +55,8 @@ class Cache(transformers.Cache):
         kv_scales: KVScales | None = None,
         attention_backend: str | None = None,
     ) -> None:
-        if not isinstance(model, PreTrainedModel):
+        # Whatever passes on what a model has: a compiled one, an adapter's.
+        if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
             raise ValueError(f"model: expected one of transformers, got {type(model).__name__}")
         check_attention_backend(attention_backend, model.device)
         # Sliding layers keep every page, so that any crop and any beam can be served.

@@ -22,6 +22,7 @@ from halfbyte.models.checkpoint_loading import load_quantized
 from halfbyte.models.streaming import QUANTIZED_WEIGHT
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _SNAPSHOT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
@@ -135,16 +136,19 @@ def device_or_default(device: torch.device | str | None) -> torch.device:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """Load the tokenizer of a checkpoint.
+    """Load the tokenizer of a checkpoint, or of a folder or hub id that has nothing else.
 
     Raises:
         ModelLoadError: it has none, or it cannot be read.
     """
-    folder = local_folder(path)
-    try:
-        read_config(folder)  # which the tokenizer's class depends on
-    except CheckpointError as error:
-        raise ModelLoadError(str(error)) from None
+    folder = Path(path)
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        folder = local_folder(path)
+    if (folder / "config.json").is_file():
+        try:
+            read_config(folder)  # which the tokenizer's class may depend on
+        except CheckpointError as error:
+            raise ModelLoadError(str(error)) from None
     tokenizer = _or_load_error(path, AutoTokenizer.from_pretrained, folder)
     # Without files transformers makes a tokenizer that turns every text into nothing.
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):

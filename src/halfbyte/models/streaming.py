@@ -6,6 +6,7 @@ device at once, and a quantized layer to its kernel as soon as it is complete, s
 host nor the device holds much more than the model and one shard.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator
 
@@ -139,12 +140,16 @@ class _LayerLoader:
             _assign(self.module, "bias", tensors["bias"].to(self.dtype))
 
     def _is_uncalibrated(self, input_global_scale: torch.Tensor | None) -> bool:
-        """Of an expert that calibration never reached, compressed-tensors writes 1 / 0."""
+        """Of an expert that calibration never reached, compressed-tensors writes 1 / 0, or 1.
+
+        So would 2688 as the largest magnitude; what it then costs is that an expert's activations
+        are left alone.
+        """
         return (
             input_global_scale is not None
             and not self.declaration.names.global_scale_is_decode
             and any(self.name.startswith(f"{block}.") for block in self.plan.experts)
-            and bool(input_global_scale.isposinf().all())
+            and float(input_global_scale) in (1, math.inf)
         )
 
 
