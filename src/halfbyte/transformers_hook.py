@@ -2,9 +2,9 @@
 
 transformers looks quantizers up by `quant_method`. `modelopt`, and the names with a suffix that
 SGLang has for it, are unknown to it; a checkpoint of such a method would be loaded without its
-weights, after a warning. `compressed-tensors` it has given
-to the package of that name; only checkpoints which say `"provider": "halfbyte"` are taken from it,
-all others go on to where they went before.
+weights, after a warning. `compressed-tensors` it has given to the package of that name; only
+checkpoints which say `"provider": "halfbyte"` are taken from it, all others go on to where they
+went before.
 
 `import halfbyte` must stay light, so nothing here imports transformers. Where it is loaded already
 the registration happens at once, else in the moment that its registry is imported. What is

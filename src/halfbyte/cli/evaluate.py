@@ -47,7 +47,7 @@ def evaluate(
     """Perplexity through the packed cache, and its divergence from a bfloat16 cache."""
     import torch
 
-    from halfbyte.assets import bundled_model_path, heldout_texts
+    from halfbyte.assets import bundled_model_path, heldout_texts, read_text
     from halfbyte.evaluation import evaluate_perplexity, text_windows
     from halfbyte.layouts import KVCacheDType
     from halfbyte.models import load_model, load_tokenizer
@@ -56,7 +56,7 @@ def evaluate(
     names = [KVCacheDType.parse(name.strip()) for name in kv_cache_dtype.split(",")]
     if window < 2:
         raise ValueError(f"window: expected at least 2 tokens, got {window}")
-    texts = [_read(text)] if text else list(heldout_texts().values())
+    texts = [read_text(text)] if text else list(heldout_texts().values())
     path = model or bundled_model_path()
     tokenizer = load_tokenizer(path)
     loaded = load_model(
@@ -97,12 +97,3 @@ def evaluate(
         f"{results[0].tokens:,} tokens predicted, read back from the cache in chunks of "
         f"{chunk_size}, {window} tokens of context"
     )
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_bytes().decode()  # read_text would translate line ends
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 text: {error}") from None
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None

@@ -110,7 +110,8 @@ class LLM:
         # What can be wrong without the weights shows before they are read.
         check_attention_backend(attention_backend, where)
         check_layer_dtypes(kv_cache_dtype)
-        check_layer_dtypes(kv_cache_dtype if v_cache_dtype is None else v_cache_dtype)
+        if v_cache_dtype is not None:
+            check_layer_dtypes(v_cache_dtype)
         for name, number in (
             ("block_size", block_size),
             ("num_pages", num_pages),
@@ -142,7 +143,7 @@ class LLM:
         self.model = model.eval()
         self.tokenizer = tokenizer
         context = getattr(model.config, "max_position_embeddings", 2**31)
-        if max_model_len is not None and not 0 < max_model_len <= context:
+        if max_model_len is not None and max_model_len > context:
             raise ValueError(f"max_model_len: expected 1 .. {context}, got {max_model_len}")
         max_model_len = max_model_len or context
         specs = layer_specs(

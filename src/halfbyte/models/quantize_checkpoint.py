@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from halfbyte.assets import calibration_text
+from halfbyte.assets import calibration_text, read_text
 from halfbyte.checkpoints.declarations import read_config
 from halfbyte.checkpoints.dialects import (
     DIALECTS,
@@ -186,12 +186,9 @@ def _read_text(file: str | Path | None) -> str:
     if file is None:
         return calibration_text()
     try:
-        text = Path(file).read_bytes().decode()  # read_text would translate line ends
-    except UnicodeDecodeError as error:
-        raise ValueError(f"calibrate: {file}: is not UTF-8 text: {error}") from None
-    except OSError as error:
-        reason = error.strerror or one_line(error)
-        raise ValueError(f"calibrate: {file}: cannot be read: {reason}") from None
+        text = read_text(file)
+    except ValueError as error:
+        raise ValueError(f"calibrate: {error}") from None
     if not text.strip():
         raise ValueError(f"calibrate: {file}: is empty, expected a text to calibrate on")
     return text

@@ -133,10 +133,12 @@ def plan_layers(
             plain += 1
             continue
         input_scale = f"{name}.{declaration.names.input_global_scale}"
-        may_lack = declaration.leaves_activations or block is not None
-        if scheme == "nvfp4" and may_lack and input_scale not in index:
-            scheme = "nvfp4-a16"
-            plan.uncalibrated += () if declaration.leaves_activations else (name,)
+        if scheme == "nvfp4" and input_scale not in index:
+            if declaration.leaves_activations:
+                scheme = "nvfp4-a16"
+            elif block is not None:
+                scheme = "nvfp4-a16"
+                plan.uncalibrated.append(name)
         tensors = check_layer(index, declaration, name, scheme, n, k, has_bias=has_bias)
         plan.layers[name] = PlannedLayer(scheme, k, n, has_bias, tensors)
         if block is not None and block not in plan.experts:
