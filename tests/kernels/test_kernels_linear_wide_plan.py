@@ -58,8 +58,9 @@ def test_sharers_are_clusters_with_steps(cut_tiles: int, clusters: int, crossing
 
 
 def test_many_rows_take_large_tiles() -> None:
-    assert [str(wide_plan(28672, 4096, m, PROCESSORS).tile) for m in (33, 128, 4096)] == [
-        "192x64",
+    assert [str(wide_plan(28672, 4096, m, PROCESSORS).tile) for m in (33, 128, 256, 4096)] == [
+        "128x64",
+        "128x128",
         "192x128",
         "128x256",
     ]

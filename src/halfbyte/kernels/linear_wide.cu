@@ -2,8 +2,7 @@
 //
 // The product is computed transposed, W x^T: W is A of `wgmma` and comes from registers, where it was
 // unpacked; x^T is B, from shared memory. 64 x 64 values of W take 60 instructions per thread, and as many
-// again to ask for them and for the matmul: one warpgroup does so while another's matmul runs. With 256
-// rows of x two of them keep the tensor cores busy, with fewer three.
+// again to ask for them and for the matmul: one warpgroup does so while another's matmul runs.
 //
 //   Tile       64 rows of W for each of GROUPS warpgroups x TOKENS rows of x, a step of k at a time.
 //   Loads      Threads of one more warpgroup ask for the tiles of x, by TMA with 128-byte swizzle, and

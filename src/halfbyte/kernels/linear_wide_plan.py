@@ -46,7 +46,8 @@ class Tile(NamedTuple):
 
 
 TILES = (
-    Tile(groups=3, tokens=64, step=128, stages=6, step_microseconds=0.64),
+    Tile(groups=2, tokens=64, step=128, stages=6, step_microseconds=0.44),
+    Tile(groups=2, tokens=128, step=128, stages=4, step_microseconds=0.64),
     Tile(groups=3, tokens=128, step=64, stages=7, step_microseconds=0.46),
     Tile(groups=2, tokens=256, step=64, stages=4, step_microseconds=0.60),
 )
