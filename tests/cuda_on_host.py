@@ -86,17 +86,10 @@ def tensor_maps_on_host() -> Iterator[None]:
         sizes, box = (*sizes, *[1] * missing), (*box, *[1] * missing)
         return BoxMap(address, sizes, (*strides, *[0] * missing), box, dtype.itemsize)
 
-    cached = (
-        tensor_maps.tensor_map,
-        tensor_maps.tensor_map_of_boxes,
-        tensor_maps.tensor_map_of_pages,
-    )
-    for function in cached:
-        function.cache_clear()
+    tensor_maps.tensor_map_of_pages.cache_clear()
     with patch.object(tensor_maps, "_encode", encode):
         yield
-    for function in cached:
-        function.cache_clear()
+    tensor_maps.tensor_map_of_pages.cache_clear()
 
 
 def build(

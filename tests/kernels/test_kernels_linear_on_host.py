@@ -96,7 +96,7 @@ def on_host(compiled_in: bool = False, machine: Machine = A100) -> Iterator[None
         cuda_on_host.launch(kernel.function, grid, threads, *arguments, shared_bytes=shared_bytes)
 
     linear._few_kernels.cache_clear()
-    linear._few_launch.cache_clear()
+    linear.few_product.cache_clear()
     with (
         patch.object(nvrtc, "load", load),
         patch.object(nvrtc, "launch", launch),
@@ -107,7 +107,7 @@ def on_host(compiled_in: bool = False, machine: Machine = A100) -> Iterator[None
     ):
         yield
     linear._few_kernels.cache_clear()
-    linear._few_launch.cache_clear()
+    linear.few_product.cache_clear()
 
 
 def random_x(m: int, k: int, dtype: torch.dtype, seed: int, gap: int = 8) -> torch.Tensor:

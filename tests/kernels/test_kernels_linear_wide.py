@@ -91,7 +91,7 @@ def launched(shape: tuple[int, ...], n: int, plan: WidePlan | None = None) -> La
     weight, weight_scale = (torch.empty((*blocks, size), dtype=torch.int32) for size in (512, 64))
     inputs = (weight, weight_scale, torch.empty(n), torch.empty(n, dtype=dtype))
     x = torch.empty(shape, dtype=dtype)
-    wide._launch.cache_clear()
+    wide.wide_product.cache_clear()
     with (
         patch.object(nvrtc, "launch", launch),
         patch.object(wide, "tensor_map", lambda *arguments: None),
@@ -100,7 +100,7 @@ def launched(shape: tuple[int, ...], n: int, plan: WidePlan | None = None) -> La
         patch.object(wide, "allocate", allocate),
     ):
         out = wide.linear_wide(x, *inputs, n, plan)
-    wide._launch.cache_clear()
+    wide.wide_product.cache_clear()
     ((params, grid),) = calls
     return Launched(params, grid, inputs, out)
 

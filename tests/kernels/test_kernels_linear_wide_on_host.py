@@ -101,7 +101,7 @@ def on_host(clusters_at_once: Sequence[int]) -> Iterator[None]:
         flags = np.frombuffer(string_at(params.flags, 8 * count), np.uint64)
         return bool(np.isin(flags - np.uint64(params.raised), [0, 1]).any())
 
-    wide._launch.cache_clear()
+    wide.wide_product.cache_clear()
     with (
         patch.object(nvrtc, "launch", launch),
         cuda_on_host.tensor_maps_on_host(),
@@ -109,7 +109,7 @@ def on_host(clusters_at_once: Sequence[int]) -> Iterator[None]:
         patch.object(wide, "allocate", cuda_on_host.allocate),
     ):
         yield
-    wide._launch.cache_clear()
+    wide.wide_product.cache_clear()
 
 
 def product(case: Case, plan: WidePlan, *clusters_at_once: int) -> torch.Tensor:

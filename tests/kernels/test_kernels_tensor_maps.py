@@ -67,8 +67,8 @@ def test_rows_that_cannot_be_aligned_are_refused() -> None:
 def test_strides_are_told_in_bytes() -> None:
     bf16 = torch.bfloat16
     with patch.object(tensor_maps, "_encode", lambda *told: told):
-        matrix = tensor_map.__wrapped__(4096, 10, 192, 200, bf16, 32)
-        boxes = tensor_map_of_boxes.__wrapped__(4096, 10, 192, 200, bf16, 32, 3)
+        matrix = tensor_map(4096, 10, 192, 200, bf16, 32)
+        boxes = tensor_map_of_boxes(4096, 10, 192, 200, bf16, 32, 3)
         pages = tensor_map_of_pages.__wrapped__(4096, 7, 36, 64, 4608)
     assert matrix == (4096, (192, 10), (400,), (64, 32), bf16)
     assert boxes == (4096, (64, 10, 3), (400, 128), (64, 32, 3), bf16)

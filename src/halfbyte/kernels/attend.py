@@ -102,7 +102,7 @@ def attend(
     lse_pointer = partial_stats if lse is None else lse
     heads_per_tile = min(kernel["group"], plan.tiles.block_m)
     head_tiles = layout.num_kv_heads * -(-kernel["group"] // heads_per_tile)
-    with current_device(query):
+    with current_device(query.get_device()):
         for first in range(0, num_tokens, plan.tokens_per_launch):
             last = min(num_tokens, first + plan.tokens_per_launch)
             tiles = (last - first) // (plan.tiles.block_m // heads_per_tile) + num_seqs

@@ -294,7 +294,7 @@ def _pages_map(pages: torch.Tensor, stride: int, layout: PageLayout) -> TensorMa
     """
     width = layout.k_dtype.data_bytes(layout.head_size)
     rows = layout.page_bytes // width
-    with current_device(pages):
+    with current_device(pages.get_device()):
         return tensor_map_of_pages(
             pages.data_ptr(), len(pages), rows, width, stride or rows * width
         )

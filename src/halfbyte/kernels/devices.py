@@ -35,14 +35,17 @@ def allocate(memory: Memory, device: int) -> torch.Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=torch.device("cuda", device))
 
 
-def current_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Make a tensor's GPU the current one; does nothing, quickly, if it is that.
+def current_device(device: int) -> AbstractContextManager[object]:
+    """Make a GPU the current one; does nothing, quickly, if it is that.
 
     Triton's launches and the driver's tensor maps need it; `nvrtc.launch` sees to it itself.
+
+    Args:
+        device: as `torch.Tensor.get_device` gives it, which is -1 for the CPU.
     """
-    if not tensor.is_cuda or tensor.device.index == torch._C._cuda_getDevice():
+    if device < 0 or device == torch._C._cuda_getDevice():
         return _STAY
-    return torch.cuda.device(tensor.device)
+    return torch.cuda.device(device)
 
 
 @lru_cache(maxsize=16)

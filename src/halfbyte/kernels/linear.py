@@ -7,6 +7,7 @@ at the speed of memory up to 16 or so.
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from struct import Struct
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from halfbyte.kernels.linear_plan import (
 from halfbyte.kernels.linear_weights import TILE_K, PackedWeight
 from halfbyte.kernels.tensor_maps import (
     BOX_K,
+    MAPS,
     TensorMap,
     box_rows,
     row_stride,
@@ -58,33 +60,113 @@ class _FewParams(ctypes.Structure):
     )
 
 
+_pack_params = Struct(f"7PQ{ctypes.sizeof(_FewWork)}s0P").pack
+"""Bytes of `_FewParams`, in a sixth of the time that its constructor takes."""
+
+
 class _FewKernels(NamedTuple):
     few: nvrtc.Kernel
     join: nvrtc.Kernel
 
 
-class _FewLaunch(NamedTuple):
-    """What calls with a shape have in common."""
+class FewProduct:
+    """Calls with a shape: what they have in common is worked out once.
 
-    plan: FewPlan
-    m: int
-    pad: int
-    """Zeros that rows of x need."""
-    pieces: int
-    """Of x's rows, so that sums have room."""
-    kernel: nvrtc.Kernel
-    grid: int
-    threads: int
-    overlap: bool
-    rows_of_box: int
-    boxes: int
-    """Of x, in a copy."""
-    work: _FewWork
-    out: Memory
-    partial: Memory | None
-    """Sums that are joined through memory."""
-    join: nvrtc.Kernel
-    join_grid: int
+    Args:
+        shape: of x, `[..., K]`.
+        n: columns of the result.
+        dtype: of x and the result.
+        device: index of the GPU.
+        batch_invariant: work in a way that does not depend on the rows.
+        plan: how to cut up the work; by default `few_plan`.
+    """
+
+    def __init__(
+        self,
+        shape: torch.Size,
+        n: int,
+        dtype: torch.dtype,
+        device: int,
+        batch_invariant: bool,
+        plan: FewPlan | None,
+    ) -> None:
+        *outer, k = shape
+        m = shape.numel() // k
+        machine = machine_of(device)
+        self._plan = plan = plan or few_plan(n, k, m, machine, batch_invariant)
+        units = row_units(n)
+        self._m, self._n, self._device = m, n, device
+        self._out = Memory.contiguous((*outer, n), dtype)
+        self._partial: Memory | None = None
+        self._pieces = 1  # of x's rows, so that sums have room
+        if plan.joins_through_memory:
+            columns = units * UNIT_ROWS
+            self._pieces = -(-m // max(1, _MOST_PARTIAL_BYTES // (4 * plan.split * columns)))
+            self._partial = Memory.contiguous((plan.split, m, columns), torch.float32)
+        kernels = _few_kernels(dtype, _few_macros(plan, n, k, m), machine.block_bytes, device)
+        self._kernel = kernels.few._replace(shared_bytes=plan.shared_bytes(n, k, m))
+        self._grid, self._threads = plan.ctas_in_grid(m), 32 * plan.warps
+        self._join, self._join_grid = kernels.join, -(-m * units * UNIT_ROWS // _JOIN_THREADS)
+        self._work = bytes(_FewWork(m, n, k, units, k_blocks(k), plan.groups, plan.round_units))
+        self._overlap = machine.capability >= 90
+        self._pad = -k % BOX_K if self._overlap else 0  # zeros that rows of x need
+        self._k = k = k + self._pad
+        rows_of_box, boxes = plan.rows_of_box(m), plan.piece_blocks(k) * (TILE_K // BOX_K)
+
+        @lru_cache(maxsize=MAPS)
+        def x_map(address: int, stride: int) -> TensorMap:
+            if not self._overlap:  # x is read as the parameters say
+                return _NO_MAP
+            with current_device(device):
+                return tensor_map_of_boxes(address, m, k, stride, dtype, rows_of_box, boxes)
+
+        self._x_map = x_map
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        row_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As `linear_few`."""
+        if self._pad:
+            x = torch.nn.functional.pad(x, (0, self._pad))
+        address, stride = x.data_ptr(), self._k
+        if address % 16 or not x.is_contiguous():
+            x = box_rows(x)
+            address, stride = x.data_ptr(), row_stride(x)
+        if self._pieces > 1:  # a row's bits do not depend on how many there are
+            parts = (weight, weight_scale, row_scale, bias, self._n)
+            # Pieces are alike, or one of a single row might be left.
+            pieces = x.view(self._m, x.shape[-1]).tensor_split(self._pieces)
+            outs = [linear_few(piece, *parts, plan=self._plan) for piece in pieces]
+            return torch.cat(outs).view(self._out.shape)
+        partial = None if self._partial is None else allocate(self._partial, self._device)
+        out = allocate(self._out, self._device)
+        params = _FewParams.from_buffer_copy(
+            _pack_params(
+                weight.data_ptr(),
+                weight_scale.data_ptr(),
+                row_scale.data_ptr(),
+                address,
+                0 if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                0 if partial is None else partial.data_ptr(),
+                stride,
+                self._work,
+            )
+        )
+        arguments, overlap = (self._x_map(address, stride), params), self._overlap
+        nvrtc.launch(self._kernel, self._grid, self._threads, arguments, overlap=overlap)
+        if partial is not None:
+            nvrtc.launch(self._join, self._join_grid, _JOIN_THREADS, (params,), overlap=overlap)
+        return out
+
+
+few_product = lru_cache(maxsize=4096)(FewProduct)
+"""What is kept for a shape."""
 
 
 def linear_few(
@@ -111,80 +193,8 @@ def linear_few(
     Returns:
         `[..., n]`: sums in float32, times the global scale, plus the bias, rounded once.
     """
-    device, dtype = x.device.index, x.dtype
-    launch = _few_launch(x.shape, n, dtype, device, batch_invariant, plan)
-    overlap, m, pad = launch.overlap, launch.m, launch.pad
-    x = box_rows(torch.nn.functional.pad(x, (0, pad)) if pad else x)
-    if launch.pieces > 1:  # a row's bits do not depend on how many there are
-        parts = (weight, weight_scale, row_scale, bias, n)
-        # Pieces are alike, or one of a single row might be left.
-        pieces = x.view(m, x.shape[-1]).tensor_split(launch.pieces)
-        outs = [linear_few(piece, *parts, plan=launch.plan) for piece in pieces]
-        return torch.cat(outs).view(launch.out.shape)
-    partial = None if launch.partial is None else allocate(launch.partial, device)
-    out = allocate(launch.out, device)
-    stride = row_stride(x)
-    params = _FewParams(
-        weight.data_ptr(),
-        weight_scale.data_ptr(),
-        row_scale.data_ptr(),
-        x.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        None if partial is None else partial.data_ptr(),
-        stride,
-        launch.work,
-    )
-    x_map = _NO_MAP
-    if overlap:
-        with current_device(x):
-            x_map = tensor_map_of_boxes(
-                x.data_ptr(), m, x.shape[-1], stride, dtype, launch.rows_of_box, launch.boxes
-            )
-    nvrtc.launch(launch.kernel, launch.grid, launch.threads, (x_map, params), overlap=overlap)
-    if partial is not None:
-        nvrtc.launch(launch.join, launch.join_grid, _JOIN_THREADS, (params,), overlap=overlap)
-    return out
-
-
-@lru_cache(maxsize=4096)
-def _few_launch(
-    shape: torch.Size,
-    n: int,
-    dtype: torch.dtype,
-    device: int,
-    batch_invariant: bool,
-    plan: FewPlan | None,
-) -> _FewLaunch:
-    *outer, k = shape
-    m = shape.numel() // k
-    machine = machine_of(device)
-    overlap = machine.capability >= 90
-    plan = plan or few_plan(n, k, m, machine, batch_invariant)
-    kernels = _few_kernels(dtype, _few_macros(plan, n, k, m), machine.block_bytes, device)
-    units = row_units(n)
-    partial, pieces = None, 1
-    if plan.joins_through_memory:
-        columns = units * UNIT_ROWS
-        pieces = -(-m // max(1, _MOST_PARTIAL_BYTES // (4 * plan.split * columns)))
-        partial = Memory.contiguous((plan.split, m, columns), torch.float32)
-    return _FewLaunch(
-        plan,
-        m=m,
-        pad=-k % BOX_K if overlap else 0,
-        pieces=pieces,
-        kernel=kernels.few._replace(shared_bytes=plan.shared_bytes(n, k, m)),
-        grid=plan.ctas_in_grid(m),
-        threads=32 * plan.warps,
-        overlap=overlap,
-        rows_of_box=plan.rows_of_box(m),
-        boxes=plan.piece_blocks(k) * (TILE_K // BOX_K),
-        work=_FewWork(m, n, k, units, k_blocks(k), plan.groups, plan.round_units),
-        out=Memory.contiguous((*outer, n), dtype),
-        partial=partial,
-        join=kernels.join,
-        join_grid=-(-m * units * UNIT_ROWS // _JOIN_THREADS),
-    )
+    product = few_product(x.shape, n, x.dtype, x.get_device(), batch_invariant, plan)
+    return product(x, weight, weight_scale, row_scale, bias)
 
 
 def compile_few(packed: PackedWeight, batch_invariant: bool, device: int) -> None:

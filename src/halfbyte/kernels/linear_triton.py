@@ -235,7 +235,7 @@ def linear_triton(
     out = x.new_empty((m, n), dtype=torch.float32 if narrow else x.dtype)
     if m == 0:
         return out.to(x.dtype)
-    with current_device(x):
+    with current_device(x.get_device()):
         linear_kernel[(triton.cdiv(m, tiles.m) * triton.cdiv(n, tiles.n),)](
             x,
             weight,

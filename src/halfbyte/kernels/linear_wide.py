@@ -8,7 +8,8 @@ import secrets
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import count
-from typing import Any, NamedTuple
+from struct import Struct
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from halfbyte.kernels.linear_wide_plan import (
     most_sharers,
     wide_plan,
 )
-from halfbyte.kernels.tensor_maps import box_rows, row_stride, tensor_map
+from halfbyte.kernels.tensor_maps import MAPS, TensorMap, box_rows, row_stride, tensor_map
 
 _STRIP = 16
 """Rows of x that a cluster finishes at a time."""
@@ -65,22 +66,97 @@ class _Params(ctypes.Structure):
     )
 
 
-class _Launch(NamedTuple):
-    """What calls with a shape have in common."""
+_pack_params = Struct(f"6PQ{ctypes.sizeof(_Work)}s0P").pack
+"""Bytes of `_Params`, in a sixth of the time that its constructor takes."""
 
-    kernel: nvrtc.Kernel
-    grid: int
-    threads: int
-    m: int
-    k: int
-    tokens: int
-    """Rows of x in a tile."""
-    work: _Work
-    out: Memory
-    workspace: Memory | None
-    """None where no tile is cut, so that clusters have nothing to tell each other."""
-    partial_bytes: int
-    """Of the workspace's first part, sums; flags are the second."""
+
+class WideProduct:
+    """Calls with a shape: what they have in common is worked out once.
+
+    Args:
+        shape: of x, `[..., K]`.
+        n: columns of the result.
+        dtype: of x and the result.
+        device: index of the GPU.
+        plan: how to cut up the work; by default `wide_plan`.
+
+    Raises:
+        ValueError: a plan that the kernel cannot follow, or numbers that it could not divide.
+    """
+
+    def __init__(
+        self, shape: torch.Size, n: int, dtype: torch.dtype, device: int, plan: WidePlan | None
+    ) -> None:
+        *outer, k = shape
+        m = shape.numel() // k
+        plan = plan or wide_plan(n, k, m, multiprocessors(device))
+        tile, steps = plan.tile, plan.steps(k)
+        if most_sharers(plan, steps) > MOST_SHARERS:
+            raise ValueError(f"{plan}: more than {MOST_SHARERS} clusters have parts of a tile")
+        self._kernel = _kernel(dtype, tile, device)
+        self._grid = 2 * plan.clusters
+        self._threads = 128 * (tile.groups + 1)
+        self._k, self._device = k, device
+        self._work = bytes(_Work(m, n, -(-n // TILE_N), steps, **work(plan, n, k, m)))
+        # TMA writes rows of a multiple of 16 bytes.
+        self._n, columns = n, -(-n // 8) * 8
+        self._cut_out = columns > n
+        self._out = Memory.contiguous((*outer, columns), dtype)
+        # With a tile or more per cluster, only the ends of tiles are left.
+        kinds = (plan.cut_tiles > 0) + (0 < plan.cut_tiles < plan.clusters)
+        places = kinds * 2 * plan.clusters
+        self._partial_bytes = 4 * places * tile.values_of_pair // 2
+        flag_bytes = 8 * 2 * tile.groups * plan.clusters * MOST_SHARERS
+        # Where no tile is cut, clusters have nothing to tell each other.
+        words = (self._partial_bytes + flag_bytes) // 8 if plan.cut_tiles else 0
+        self._workspace = Memory.contiguous((words,), torch.int64) if words else None
+
+        @lru_cache(maxsize=MAPS)
+        def x_map(address: int, stride: int) -> TensorMap:
+            with current_device(device):
+                return tensor_map(address, m, k, stride, dtype, tile.tokens // 2)
+
+        @lru_cache(maxsize=MAPS)
+        def out_map(address: int) -> TensorMap:
+            with current_device(device):
+                return tensor_map(address, m, columns, columns, dtype, _STRIP)
+
+        self._x_map, self._out_map = x_map, out_map
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        row_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As `linear_wide`."""
+        address, stride = x.data_ptr(), self._k
+        if address % 16 or not x.is_contiguous():
+            x = box_rows(x)
+            address, stride = x.data_ptr(), row_stride(x)
+        out = allocate(self._out, self._device)
+        partial = flags = 0
+        if self._workspace is not None:
+            workspace = allocate(self._workspace, self._device)
+            partial = workspace.data_ptr()
+            flags = partial + self._partial_bytes
+        params = _Params.from_buffer_copy(
+            _pack_params(
+                weight.data_ptr(),
+                weight_scale.data_ptr(),
+                row_scale.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                partial,
+                flags,
+                next(_RAISED) % 2**64,
+                self._work,
+            )
+        )
+        arguments = self._x_map(address, stride), self._out_map(out.data_ptr()), params
+        nvrtc.launch(self._kernel, self._grid, self._threads, arguments, overlap=True)
+        return out[..., : self._n].contiguous() if self._cut_out else out
 
 
 def linear_wide(
@@ -100,62 +176,12 @@ def linear_wide(
     Returns:
         `[..., n]`: sums in float32, times the global scale, plus the bias, rounded once.
     """
-    x = box_rows(x)
-    dtype = x.dtype
-    device = x.device.index
-    launch = _launch(x.shape, n, dtype, device, plan)
-    kernel, grid, threads, m, k, tokens, work, out_memory, workspace_memory, partial_bytes = launch
-    out = allocate(out_memory, device)
-    workspace = None if workspace_memory is None else allocate(workspace_memory, device)
-    partial = 0 if workspace is None else workspace.data_ptr()
-    params = _Params(
-        weight.data_ptr(),
-        weight_scale.data_ptr(),
-        row_scale.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        partial,
-        partial + partial_bytes,
-        next(_RAISED) % 2**64,
-        work,
-    )
-    columns = out_memory.shape[-1]
-    with current_device(x):
-        x_map = tensor_map(x.data_ptr(), m, k, row_stride(x), dtype, tokens // 2)
-        out_map = tensor_map(out.data_ptr(), m, columns, columns, dtype, _STRIP)
-    nvrtc.launch(kernel, grid, threads, (x_map, out_map, params), overlap=True)
-    return out if columns == n else out[..., :n].contiguous()
+    product = wide_product(x.shape, n, x.dtype, x.get_device(), plan)
+    return product(x, weight, weight_scale, row_scale, bias)
 
 
-@lru_cache(maxsize=4096)
-def _launch(
-    shape: torch.Size, n: int, dtype: torch.dtype, device: int, plan: WidePlan | None
-) -> _Launch:
-    *outer, k = shape
-    m = shape.numel() // k
-    plan = plan or wide_plan(n, k, m, multiprocessors(device))
-    tile, steps = plan.tile, plan.steps(k)
-    if most_sharers(plan, steps) > MOST_SHARERS:
-        raise ValueError(f"{plan}: more than {MOST_SHARERS} clusters have parts of a tile")
-    # With a tile or more per cluster, only the ends of tiles are left.
-    kinds = (plan.cut_tiles > 0) + (0 < plan.cut_tiles < plan.clusters)
-    places = kinds * 2 * plan.clusters
-    partial_bytes = 4 * places * tile.values_of_pair // 2
-    flags = 2 * tile.groups * plan.clusters * MOST_SHARERS
-    return _Launch(
-        _kernel(dtype, tile, device),
-        grid=2 * plan.clusters,
-        threads=128 * (tile.groups + 1),
-        m=m,
-        k=k,
-        tokens=tile.tokens,
-        work=_Work(m, n, -(-n // TILE_N), steps, **work(plan, n, k, m)),
-        # TMA writes rows of a multiple of 16 bytes.
-        out=Memory.contiguous((*outer, -(-n // 8) * 8), dtype),
-        workspace=Memory.contiguous(((partial_bytes + 8 * flags) // 8,), torch.int64)
-        if plan.cut_tiles
-        else None,
-        partial_bytes=partial_bytes,
-    )
+wide_product = lru_cache(maxsize=4096)(WideProduct)
+"""What is kept for a shape."""
 
 
 def work(plan: WidePlan, n: int, k: int, m: int) -> dict[str, Any]:

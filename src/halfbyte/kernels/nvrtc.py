@@ -11,6 +11,7 @@ A model without CUDA graphs launches hundreds of times per step, and the host's 
 import ctypes
 import os
 from collections.abc import Sequence
+from ctypes import addressof
 from functools import cache, lru_cache
 from pathlib import Path
 from struct import Struct
@@ -167,8 +168,8 @@ def launch(
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
     config = _launch_config(grid, threads, shared_bytes, stream, overlap)
-    pointers = _POINTERS[len(arguments)](*map(ctypes.addressof, arguments))
-    told = ctypes.addressof(config), function, pointers, None
+    pointers = _POINTERS[len(arguments)](*[addressof(argument) for argument in arguments])
+    told = addressof(config), function, pointers, None
     status = _launcher()(*told)
     if status == _INVALID_CONTEXT:  # this thread has done nothing on a GPU yet
         _bind_context(device)

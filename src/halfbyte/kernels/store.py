@@ -172,7 +172,7 @@ def store_tokens(
     v_multiplier = _multiplier("v_scale", v_scale, layout.v_dtype, pages.device)
     num_rows = num_slots * geometry.rows_per_token
     rows, num_warps = _LARGE_TILE if num_rows >= _LARGE_FROM_ROWS else _SMALL_TILE
-    with current_device(pages):
+    with current_device(pages.get_device()):
         store_kernel[(-(-num_rows // rows), 2)](
             key,
             value,

@@ -7,6 +7,9 @@ import torch
 
 BOX_K = 64
 """Values of a row in a box: 128 bytes."""
+MAPS = 1024
+"""That calls with a shape keep, each of some 200 bytes: without a graph, a model's tensors lie
+where they lay in the step before."""
 
 
 class TensorMap(ctypes.Structure):
@@ -15,7 +18,6 @@ class TensorMap(ctypes.Structure):
     _fields_ = (("opaque", ctypes.c_uint64 * 16),)
 
 
-@lru_cache(maxsize=4096)  # a step of a model without a graph has hundreds, the same in every step
 def tensor_map(
     address: int, m: int, k: int, stride: int, dtype: torch.dtype, rows: int
 ) -> TensorMap:
@@ -37,7 +39,6 @@ def tensor_map(
     return _encode(address, (k, m), (2 * stride,), (BOX_K, rows), dtype)
 
 
-@lru_cache(maxsize=4096)
 def tensor_map_of_boxes(
     address: int, m: int, k: int, stride: int, dtype: torch.dtype, rows: int, boxes: int
 ) -> TensorMap:

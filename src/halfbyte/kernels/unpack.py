@@ -216,7 +216,7 @@ def unpack_tokens(
     k_factor, k_global = multiplier(k_scale, layout.k_dtype, pages.device)
     v_factor, v_global = multiplier(v_scale, layout.v_dtype, pages.device)
     grid = (-(-max_tokens // _TOKENS), num_seqs, 2 * layout.num_kv_heads)
-    with current_device(pages):
+    with current_device(pages.get_device()):
         unpack_kernel[grid](
             pages,
             block_tables,

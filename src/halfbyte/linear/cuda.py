@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
-from halfbyte.kernels.linear import compile_few, linear_few
+from halfbyte.kernels.linear import compile_few, few_product, linear_few
 from halfbyte.kernels.linear_machine import machine_of
 from halfbyte.kernels.linear_plan import Machine, few_plan
 from halfbyte.kernels.linear_unpack import compile_unpack, linear_unpacked
@@ -26,7 +26,7 @@ from halfbyte.kernels.linear_weights import (
     pack_weight,
     unpack_weight,
 )
-from halfbyte.kernels.linear_wide import compile_wide, linear_wide
+from halfbyte.kernels.linear_wide import compile_wide, linear_wide, wide_product
 from halfbyte.kernels.linear_wide_plan import wide_plan
 from halfbyte.linear.base import NvFp4LinearLayerConfig
 from halfbyte.linear.ops import linear_op
@@ -36,8 +36,9 @@ from halfbyte.linear.runs import matrix_of, set_tensor, tensor_of
 _OLDEST = 80
 
 _Product = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, int], torch.Tensor
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor
 ]
+"""Of x, the weights' three tensors and the bias, for one shape of x."""
 
 
 _MOST_FEW_ROWS = 192
@@ -59,28 +60,34 @@ def nvfp4_linear_cuda(
     """x `[..., K]` times weights as `linear_weights.PackedWeight` has them, to `[..., n]`."""
     rows = x if x.is_contiguous() else matrix_of(x)
     bias = None if bias is None else bias.contiguous()
-    product = _product(x.shape, n, x.device.index, batch_invariant)
-    out = product(rows, weight, weight_scale, row_scale, bias, n)
+    product = _product(x.shape, n, x.dtype, x.get_device(), batch_invariant)
+    out = product(rows, weight, weight_scale, row_scale, bias)
     return out if rows is x else out.view(*x.shape[:-1], n)
 
 
 @lru_cache(maxsize=4096)
-def _product(shape: torch.Size, n: int, device: int, batch_invariant: bool) -> _Product:
+def _product(
+    shape: torch.Size, n: int, dtype: torch.dtype, device: int, batch_invariant: bool
+) -> _Product:
     k = shape[-1]
     m = shape.numel() // k
     if not m:
-        return _of_no_rows
+        return partial(_of_no_rows, n)
     if batch_invariant:
-        return partial(linear_few, batch_invariant=True)
-    return _way(m, n, k, machine_of(device))
+        return few_product(shape, n, dtype, device, True, None)
+    way = _way(m, n, k, machine_of(device))
+    if way is linear_wide:
+        return wide_product(shape, n, dtype, device, None)
+    if way is linear_few:
+        return few_product(shape, n, dtype, device, False, None)
+    return partial(linear_unpacked, n=n)
 
 
-def _of_no_rows(x: torch.Tensor, *others: Any) -> torch.Tensor:
-    """A product without rows; of the others, as of every `_Product`, n is the last."""
-    return x.new_empty((*x.shape[:-1], others[-1]))
+def _of_no_rows(n: int, x: torch.Tensor, *others: Any) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], n))
 
 
-def _way(m: int, n: int, k: int, machine: Machine) -> _Product:
+def _way(m: int, n: int, k: int, machine: Machine) -> Callable[..., torch.Tensor]:
     """The fastest way known for m rows of x."""
     if machine.capability != 90:
         return linear_few if m <= _MOST_FEW_ROWS else linear_unpacked

@@ -33,6 +33,11 @@ from inspect import signature
 from typing import Any
 
 import torch
+from torch import is_grad_enabled
+from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._autograd import _profiler_enabled
+from torch._C._functorch import peek_interpreter_stack
+from torch.compiler import is_compiling
 
 _library = torch.library.Library("halfbyte", "FRAGMENT")
 
@@ -94,12 +99,12 @@ def _is_unobserved(x: torch.Tensor) -> bool:
     in Python takes a fifth of a layer's.
     """
     return (
-        not torch.compiler.is_compiling()
+        not is_compiling()
         and type(x) is torch.Tensor  # fake tensors and other subclasses have their own way
-        and not torch.is_grad_enabled()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch._C._get_tracing_state()
-        and not torch._C._autograd._profiler_enabled()
+        and not is_grad_enabled()
+        and not _len_torch_dispatch_stack()
+        and not _len_torch_function_stack()
+        and peek_interpreter_stack() is None
+        and not _get_tracing_state()
+        and not _profiler_enabled()
     )
