@@ -7,9 +7,9 @@ import torch
 
 BOX_K = 64
 """Values of a row in a box: 128 bytes."""
-MAPS = 1024
-"""That calls with a shape keep, each of some 200 bytes: without a graph, a model's tensors lie
-where they lay in the step before."""
+MAPS = 256
+"""That calls with a shape keep, each of some 350 bytes: without a graph, a model's tensors lie
+where they lay some layers before."""
 
 
 class TensorMap(ctypes.Structure):
