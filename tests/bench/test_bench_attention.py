@@ -1,7 +1,7 @@
 """Whole runs on a CPU, tiny; FlashInfer's entries stand in as documented."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,10 @@ def with_flashinfer(monkeypatch: pytest.MonkeyPatch, *dtypes: str) -> Benchmark:
     benchmark = Benchmark(CPU, dtypes or ("nvfp4",))
     benchmark.with_flashinfer = True
     return benchmark
+
+
+def windowed(case: Case) -> Case:
+    return replace(case, sliding_window=5)
 
 
 def test_report_says_what_was_measured_and_on_what() -> None:
@@ -78,6 +82,8 @@ def test_prefill_counts_operations_and_store_counts_bytes() -> None:
         "teraflops_per_s",
         *TIMES,
     }
+    few = benchmark.run(windowed(prefill("llama", 1, 20, 12)))["halfbyte_nvfp4"]
+    assert few["error"] < 1e-5
     row = benchmark.run(store("llama", 32))
     assert set(row["halfbyte_nvfp4"]) == {*TIMES, *RATE}
 
@@ -90,6 +96,8 @@ def test_prefill_counts_operations_and_store_counts_bytes() -> None:
         (decode("gpt-oss", 2, 40), {"flashinfer_bf16"}),
         (decode("gemma", 2, 40), {"flashinfer_bf16"}),
         (prefill("llama", 2, 20, 12), {"flashinfer_fa2_bf16", "flashinfer_fa3_bf16"}),
+        (windowed(decode("mistral", 2, 40)), {"flashinfer_bf16"}),
+        (windowed(prefill("mistral", 2, 20, 12)), {"flashinfer_fa2_bf16", "flashinfer_fa3_bf16"}),
     ],
     ids=lambda x: x.name if isinstance(x, Case) else "",
 )

@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
-from halfbyte.bench import CPU_CASES, GPU_CASES, grid, select
+from halfbyte.bench import CPU_CASES, GPU_CASES, Case, grid, select
 from halfbyte.bench.cases import decode, prefill, store
 
 
@@ -35,13 +37,15 @@ def test_lengths_are_equal_or_log_uniform_and_the_same_every_time() -> None:
     [decode("gemma", 3, 50), decode("llama", 5, 90, ragged=True), prefill("llama", 2, 7, 11)],
     ids=lambda case: case.name,
 )
-def test_pairs_counts_what_causal_attention_sees(case) -> None:  # type: ignore[no-untyped-def]
-    counted = sum(
-        length - case.query_tokens + i + 1
-        for length in case.lengths().tolist()
-        for i in range(case.query_tokens)
-    )
-    assert case.pairs == counted
+@pytest.mark.parametrize("window", [None, 1, 5, 40])
+def test_what_causal_attention_sees(case: Case, window: int | None) -> None:
+    case = replace(case, sliding_window=window)
+    seen = [
+        [range(max(0, p + 1 - (window or p + 1)), p + 1) for p in range(n - case.query_tokens, n)]
+        for n in case.lengths().tolist()
+    ]
+    assert case.pairs == sum(len(keys) for row in seen for keys in row)
+    assert case.tokens_read == sum(len(set().union(*row)) for row in seen)
 
 
 def test_presets_shape_the_cases() -> None:
@@ -49,6 +53,10 @@ def test_presets_shape_the_cases() -> None:
     assert (gemma.heads, gemma.kv_heads, gemma.query_tokens) == (4, 1, 4)
     assert (gpt.heads, gpt.sinks, gpt.block_size) == (64, True, 64)
     assert not store("gpt-oss", 10).sinks
+    sliding = decode("gpt-oss-sliding", 2, 100)
+    assert replace(sliding, name=gpt.name, sliding_window=None) == gpt
+    assert sliding.sliding_window == 128
+    assert store("gpt-oss-sliding", 10).sliding_window is None
     assert prefill("llama", 2, 100, 28).context == 128
     assert prefill("llama", 2, 100, 28).query_tokens == 100
 

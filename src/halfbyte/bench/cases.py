@@ -22,12 +22,15 @@ class HeadShape:
     sinks: bool = False
     query_tokens: int = 1
     """Query tokens per sequence of a decode step: more than one for speculative decoding."""
+    sliding_window: int | None = None
 
 
 PRESETS = {
     "llama": HeadShape(8, 4, 128),
     "gpt-oss": HeadShape(8, 8, 64, block_size=64, sinks=True),
     "gemma": HeadShape(1, 4, 256, block_size=64, query_tokens=4),
+    "mistral": HeadShape(8, 4, 128, sliding_window=4096),
+    "gpt-oss-sliding": HeadShape(8, 8, 64, block_size=64, sinks=True, sliding_window=128),
     # The first, with one thing changed each.
     "wide": HeadShape(8, 4, 256),
     "long-pages": HeadShape(8, 4, 128, block_size=64),
@@ -57,6 +60,7 @@ class Case:
     sinks: bool = False
     ragged: bool = False
     shortest: int = _SHORTEST
+    sliding_window: int | None = None
 
     @property
     def heads(self) -> int:
@@ -79,8 +83,20 @@ class Case:
     @property
     def pairs(self) -> int:
         """Pairs of a query token and a key that it attends to."""
-        lengths, n = self.lengths().long(), self.query_tokens
-        return int((n * (lengths - n) + n * (n + 1) // 2).sum())
+        rows = torch.arange(self.query_tokens)
+        seen = self.lengths().long()[:, None] - self.query_tokens + 1 + rows
+        return int(self._in_window(seen, 1).sum())
+
+    @property
+    def tokens_read(self) -> int:
+        """Of the cache: those that some query token attends to."""
+        return int(self._in_window(self.lengths().long(), self.query_tokens).sum())
+
+    def _in_window(self, tokens: torch.Tensor, queries: int) -> torch.Tensor:
+        """How many of the last tokens so many query tokens, at their end, attend to."""
+        if self.sliding_window is None:
+            return tokens
+        return tokens.clamp(max=self.sliding_window - 1 + queries)
 
 
 def decode(
@@ -138,6 +154,7 @@ def _case(
         head_size=shape.head_size,
         block_size=shape.block_size,
         sinks=shape.sinks and kind != "store",
+        sliding_window=None if kind == "store" else shape.sliding_window,
     )
 
 
@@ -176,6 +193,7 @@ CPU_CASES = (
     decode("gpt-oss", 1, 4096),
     decode("gemma", 1, 4096),
     decode("llama", 8, 4096, ragged=True),
+    decode("gpt-oss-sliding", 1, 4096),
     store("llama", 256),
     prefill("llama", 1, 256),
     prefill("llama", 1, 256, cached=2048),

@@ -27,11 +27,10 @@ class Cache:
     block_tables: torch.Tensor
     scale: torch.Tensor
     """float32 scalar, the global scale of K and V."""
-
-    @property
-    def num_bytes(self) -> int:
-        """What attention has to read: every token's K and V, once."""
-        return int(int(self.seq_lens.sum()) * self.layout.bytes_per_token)
+    window: int | None
+    """The case's sliding window where it hides anything."""
+    num_bytes: int
+    """What attention has to read: once the K and V of every token that any query attends to."""
 
 
 def make_layout(case: Case, dtype: str) -> PageLayout:
@@ -51,7 +50,16 @@ def make_cache(case: Case, dtype: str, device: torch.device) -> Cache:
         _fill(pages, layout, generator)
         pools.append(pages)
     scale = torch.tensor(GLOBAL_SCALE, device=device)
-    return Cache(layout, pools, lengths.to(device), table.to(device), scale)
+    window = case.sliding_window
+    return Cache(
+        layout,
+        pools,
+        lengths.to(device),
+        table.to(device),
+        scale,
+        None if window is None or window >= int(lengths.max()) else window,
+        int(case.tokens_read * layout.bytes_per_token),
+    )
 
 
 def copies(num_bytes: int, device: torch.device) -> int:

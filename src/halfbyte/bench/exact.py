@@ -42,7 +42,8 @@ def attention_error(
         for i in {0, case.query_tokens // 2, case.query_tokens - 1}:
             seen = length - case.query_tokens + i + 1
             row = s * case.query_tokens + i
-            work = query[row], key[:seen], value[:seen], case, sinks
+            first = 0 if cache.window is None else max(0, seen - cache.window)
+            work = query[row], key[first:seen], value[first:seen], case, sinks
             exact = _attend(*work, torch.float64)
             rounded = _attend(*work, torch.bfloat16)
             errors.append((out[row].double() - exact).abs().max())

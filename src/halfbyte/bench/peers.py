@@ -32,12 +32,12 @@ def flashinfer_version() -> str | None:
 def flashinfer_formats(case: Case) -> tuple[str, ...]:
     """The caches on which FlashInfer is measured.
 
-    Every pair of format and head size is one more kernel to compile, for 20 s or more; hence other
-    head sizes than 128, and prefill, in bfloat16 alone.
+    Every pair of format and head size, with or without a window, is one more kernel to compile, for
+    20 s or more; hence other head sizes than 128, windows and prefill in bfloat16 alone.
     """
     if case.kind == "store":
         return ()
-    if case.kind == "decode" and case.head_size == 128:
+    if case.kind == "decode" and case.head_size == 128 and case.sliding_window is None:
         return ("nvfp4", "fp8_e4m3", "bfloat16")
     return ("bfloat16",)
 
@@ -59,7 +59,7 @@ def flashinfer_peers(case: Case, dtype: str) -> dict[str, Callable[[Cache, Queri
 def sdpa_peers(case: Case, device: torch.device) -> dict[str, Callable[[], Calls]]:
     """Makers of calls on dense K and V; none where SDPA cannot do the work as it is."""
     plain = case.kind == "prefill" or (case.kind == "decode" and case.query_tokens == 1)
-    if case.ragged or case.sinks or not plain:
+    if case.ragged or case.sinks or case.sliding_window or not plain:
         return {}
     # On a CPU float32 as well, which can be the faster.
     dtypes = [torch.bfloat16, torch.float32] if device.type == "cpu" else [torch.bfloat16]
@@ -97,6 +97,7 @@ def _flashinfer_decode(case: Case, cache: Cache, queries: Queries) -> Calls:
         case.block_size,
         q_data_type=query.dtype,
         kv_data_type=flashinfer_dtype(layout),
+        window_left=_window_left(cache),
         q_len_per_req=case.query_tokens,
         # FlashInfer knows this of its prefill wrapper alone: there, splitting corrupts NVFP4.
         disable_split_kv=nvfp4_sm120,
@@ -122,10 +123,16 @@ def _flashinfer_prefill(case: Case, backend: str, cache: Cache, queries: Queries
         case.head_size,
         case.block_size,
         causal=True,
+        window_left=_window_left(cache),
         q_data_type=query.dtype,
         kv_data_type=flashinfer_dtype(layout),
     )
     return _flashinfer_runs(wrapper, cache, query)
+
+
+def _window_left(cache: Cache) -> int:
+    """FlashInfer counts the tokens before the query's own; -1 for no window."""
+    return -1 if cache.window is None else cache.window - 1
 
 
 def _flashinfer_runs(wrapper, cache: Cache, query: torch.Tensor) -> Calls:  # type: ignore[no-untyped-def]

@@ -30,6 +30,8 @@ def heads_label(row: dict[str, Any]) -> str:
     """`8 x 4 x 128`: KV heads, group and head size, and what else is special."""
     label = f"{row['kv_heads']} x {row['group']} x {row['head_size']}"
     label += " with sinks" if row["sinks"] else ""
+    if window := row.get("sliding_window"):
+        label += f", window {window:,}"
     tokens = row["query_tokens"]
     return label + (f", {tokens} query tokens" if row["kind"] == "decode" and tokens > 1 else "")
 

@@ -69,6 +69,7 @@ def attention_calls(
             scale=case.head_size**-0.5,
             k_scale=cache.scale,
             v_scale=cache.scale,
+            sliding_window=cache.window,
             sinks=queries.sinks,
             backend=backend,
             plans=shared,
@@ -87,6 +88,7 @@ def attention_backend(case: Case, cache: Cache, queries: Queries, backend: str |
         device_type=query.device.type,
         num_tokens=query.shape[0],
         num_seqs=case.batch,
+        sliding_window=cache.window,
         has_sinks=case.sinks,
         compute_capability=current_compute_capability() if query.is_cuda else CPU,
     )

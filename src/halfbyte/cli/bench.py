@@ -48,7 +48,8 @@ def attention(
     heads: Annotated[
         str | None,
         typer.Option(
-            help="Heads of that grid: llama, gpt-oss, gemma, wide, long-pages, mqa, speculative."
+            help="Heads of that grid: llama, gpt-oss, gemma, mistral, gpt-oss-sliding, wide, "
+            "long-pages, mqa, speculative."
         ),
     ] = None,
     peers: Annotated[bool, typer.Option(help="Measure FlashInfer and SDPA, too.")] = True,
