@@ -83,7 +83,8 @@ class Registry(Generic[T]):
             NoImplementationError: unknown name; the message lists the valid ones.
         """
         if name not in self._loaded:
-            self._check_name(name)
+            if name not in self._targets:
+                raise NoImplementationError(self._unknown(name))
             module, _, attribute = self._targets[name].partition(":")
             self._loaded[name] = getattr(import_module(module), attribute)
         return self._loaded[name]
@@ -111,15 +112,17 @@ class Registry(Generic[T]):
             NoImplementationError: the explicit choice is unknown or cannot run, or nothing can.
         """
         if explicit is not None:
-            self._check_name(explicit)
-            verdict = self._judge(explicit, config, compute_capability)
-            if verdict.usable:
+            known = explicit in self._targets
+            verdict = self._judge(explicit, config, compute_capability) if known else None
+            if verdict is not None and verdict.usable:
                 return self.get(explicit)
             usable = [v.name for v in self.explain(config, compute_capability) if v.usable]
-            raise NoImplementationError(
-                f"{self.kind} {explicit!r} cannot be used here: {verdict.reason}; "
-                f"usable: {', '.join(usable) or 'none'}"
+            problem = (
+                f"{self._unknown(explicit)}; usable here"
+                if verdict is None
+                else f"{self.kind} {explicit!r} cannot be used here: {verdict.reason}; usable"
             )
+            raise NoImplementationError(f"{problem}: {', '.join(usable) or 'none'}")
         verdicts: list[Verdict] = []
         for name in self._targets if among is None else among:
             verdicts.append(self._judge(name, config, compute_capability))
@@ -128,10 +131,8 @@ class Registry(Generic[T]):
         reasons = "; ".join(f"{v.name}: {v.reason}" for v in verdicts)
         raise NoImplementationError(f"no {self.kind} can be used here ({reasons})")
 
-    def _check_name(self, name: str) -> None:
-        if name not in self._targets:
-            valid = ", ".join(self._targets)
-            raise NoImplementationError(f"{self.kind}: unknown {name!r}; expected one of {valid}")
+    def _unknown(self, name: str) -> str:
+        return f"{self.kind}: unknown {name!r}; expected one of {', '.join(self._targets)}"
 
     def _judge(self, name: str, config: Any, compute_capability: int | None) -> Verdict:
         try:

@@ -5,15 +5,17 @@ import numpy as np
 import pytest
 import torch
 
-from attention.cases import Case, assert_close_to_exact, make_case
+from attention.cases import Case, assert_close_to_exact, config, make_case
 from halfbyte.attention import (
     ATTENTION_BACKENDS,
     AttentionConfig,
     AttentionPlans,
+    interface,
     paged_attention,
 )
 from halfbyte.dispatch import NoImplementationError
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY, reshape_and_cache
+from halfbyte.layouts import PageLayout
 
 OPTIONS = {
     "plain": {},
@@ -356,6 +358,19 @@ def test_calls_that_share_plans_choose_a_backend_once(monkeypatch: pytest.Monkey
     assert chosen[1:] == [(2.0, None), (None, "reference")]
     with pytest.raises(NoImplementationError, match="unknown 'nobody'"):
         attend(backend="nobody")
+
+
+def test_the_reference_on_a_gpu_says_why_it_runs(caplog: pytest.LogCaptureFixture) -> None:
+    odd = config(layout=PageLayout("bfloat16", "bfloat16", 40, None, 8, 16))
+    interface._say_slow.cache_clear()
+    for _ in range(2):
+        chosen = ATTENTION_BACKENDS.select(odd, compute_capability=90)
+        assert chosen.name == "reference"
+    assert ATTENTION_BACKENDS.select(odd, "reference", compute_capability=90) is chosen
+    ATTENTION_BACKENDS.select(config(), compute_capability=90)
+    (message,) = (record.message for record in caplog.records if record.name == "halfbyte")
+    assert message.startswith("attention: the reference runs, slowly")
+    assert "40" in message
 
 
 def test_attention_backends_explicit_unknown_lists_valid() -> None:

@@ -18,6 +18,7 @@ from halfbyte.kernels import linear, linear_unpack, nvrtc
 from halfbyte.kernels.linear_plan import FewPlan, Machine, few_plan, k_blocks, row_units
 from halfbyte.kernels.linear_weights import DTYPES, PackedWeight
 from kernels.test_kernels_linear import dequantized, packed_weight
+from linear.machines import RTX_3090
 
 pytestmark = cuda_on_host.needs_compiler
 
@@ -194,6 +195,16 @@ def test_plans_for_a_gpu_before_sm90(m: int, dtype: torch.dtype) -> None:
     out = multiply(x, packed, bias, None)
     assert_product(out, x, packed, bias)
     assert torch.equal(multiply(x, packed, bias, None, compiled_in=True), out)
+
+
+@pytest.mark.parametrize("m", [1, 16])
+def test_a_k_that_needs_more_ctas_than_usual(m: int) -> None:
+    n, k = 40, 53248
+    plan = few_plan(n, k, 16, RTX_3090)
+    assert plan.split > 8
+    packed = packed_weight(n, k, torch.bfloat16)
+    x = random_x(m, k, torch.bfloat16, 0)
+    assert_product(multiply(x, packed, None, plan, machine=RTX_3090), x, packed, None)
 
 
 @pytest.mark.parametrize(("dtype", "shape"), PLANS[::3], ids=name)

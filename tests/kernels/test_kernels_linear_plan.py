@@ -3,10 +3,11 @@
 import pytest
 
 from halfbyte.kernels import linear_plan
-from halfbyte.kernels.linear_plan import Machine, few_plan
+from halfbyte.kernels.linear_plan import MOST_K, Machine, few_plan
 from linear.machines import H200, RTX_3090
 
 SHAPES = [(6144, 4096), (28672, 4096), (4096, 14336), (576, 576), (48, 16), (128256, 4096)]
+DOWN_OF_405B = (16384, 53248)
 MACHINES = {
     "h200": H200,
     "rtx-3090": RTX_3090,
@@ -16,7 +17,7 @@ MACHINES = {
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
-@pytest.mark.parametrize(("n", "k"), [*SHAPES, (8192, 28672)])
+@pytest.mark.parametrize(("n", "k"), [*SHAPES, (8192, 28672), DOWN_OF_405B, (64, MOST_K)])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_plans_fit_the_machine(n: int, k: int, machine: Machine, batch_invariant: bool) -> None:
     for m in (1, 2, 5, 8, 16, 17, 33, 64, 1000):
@@ -35,7 +36,7 @@ def test_plans_fit_the_machine(n: int, k: int, machine: Machine, batch_invariant
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
-@pytest.mark.parametrize(("n", "k"), [*SHAPES, (8192, 28672)])
+@pytest.mark.parametrize(("n", "k"), [*SHAPES, (8192, 28672), DOWN_OF_405B, (64, MOST_K)])
 def test_order_of_sums_does_not_depend_on_the_batch(n: int, k: int, machine: Machine) -> None:
     plans = [few_plan(n, k, m, machine, batch_invariant=True) for m in (1, 3, 16, 40, 64, 4096)]
     assert len({p._replace(column_tiles=1, stages=2) for p in plans}) == 1

@@ -1,7 +1,9 @@
 """`paged_attention`: checks its arguments, chooses a backend, runs it."""
 
+import logging
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal, overload
 
 import numpy as np
@@ -17,6 +19,8 @@ from halfbyte.dispatch import CPU, Registry, Verdict
 from halfbyte.layouts import KVCacheDType, PageLayout
 from halfbyte.layouts.arguments import check_tensors, float32_number, integer
 from halfbyte.layouts.page_layout import check_layout
+
+logger = logging.getLogger("halfbyte")
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -50,7 +54,18 @@ class _AttentionBackends(Registry[AttentionBackend]):
     ) -> type[AttentionBackend]:
         if among is None and config is not None and config.batch_invariant:
             among = _BATCH_INVARIANT
-        return super().select(config, explicit, compute_capability, among)
+        chosen = super().select(config, explicit, compute_capability, among)
+        on_gpu = config is not None and config.device_type == "cuda"
+        if on_gpu and explicit is None and chosen.name == "reference":
+            verdicts = {v.name: v for v in self.explain(config, compute_capability)}
+            _say_slow(verdicts["triton"].reason)
+        return chosen
+
+
+@lru_cache(maxsize=256)
+def _say_slow(reason: str) -> None:
+    """One line in the log for every reason."""
+    logger.warning("attention: the reference runs, slowly, and waits for the GPU: %s", reason)
 
 
 ATTENTION_BACKENDS = _AttentionBackends(

@@ -14,8 +14,12 @@ from halfbyte.kernels.linear_weights import TILE_K, TILE_N
 
 UNIT_ROWS = 32
 """Rows of a unit, which one warp works on."""
+MOST_K = 2**17
+"""For which there are plans on every GPU."""
 _SPLITS = (1, 2, 4, 8)
 """CTAs that share a range of rows."""
+_MORE_SPLITS = (16, 32)
+"""The same, where a share of x would not fit into shared memory otherwise."""
 PAIR = 2
 """CTAs of a cluster: larger ones start later, and do not fill a GPU."""
 
@@ -235,7 +239,7 @@ def few_plan(n: int, k: int, m: int, machine: Machine, batch_invariant: bool = F
             columns at a time and of stages is planned for up to 16 rows alike.
 
     Raises:
-        ValueError: K is too large for the GPU's shared memory.
+        ValueError: K is too large for the GPU's shared memory; it is not up to `MOST_K`.
     """
     m = next((rows for rows in ROWS if rows >= m), ROWS[-1])
     return _few_plan(n, k, m, machine, batch_invariant)
@@ -284,15 +288,17 @@ def _wanted_tiles(m: int) -> int:
 
 
 def _plans(n: int, k: int, m: int, machine: Machine) -> list[FewPlan]:
-    measured = list(_plans_of(_SHAPES_OF_CTAS, n, k, m, machine))
-    plans = measured or list(_plans_of(((_SMALLEST_SHAPE,),) * 3, n, k, m, machine))
-    if not plans:
-        raise ValueError(f"k={k}: needs more shared memory than the GPU's {machine.block_bytes}")
-    return plans
+    small: _Shapes = ((_SMALLEST_SHAPE,),) * 3
+    for shapes, splits in ((_SHAPES_OF_CTAS, _SPLITS), (small, _SPLITS), (small, _MORE_SPLITS)):
+        if plans := list(_plans_of(shapes, splits, n, k, m, machine)):
+            return plans
+    raise ValueError(f"k={k}: needs more shared memory than the GPU's {machine.block_bytes}")
 
 
-def _plans_of(shapes: _Shapes, n: int, k: int, m: int, machine: Machine) -> Iterator[FewPlan]:
-    for split, join in _splits_and_joins(k, machine):
+def _plans_of(
+    shapes: _Shapes, splits: tuple[int, ...], n: int, k: int, m: int, machine: Machine
+) -> Iterator[FewPlan]:
+    for split, join in _splits_and_joins(splits, k, machine):
         for tiles in _COLUMN_TILES:
             for warps, stages, ctas in shapes[join]:
                 if tiles <= min(_wanted_tiles(m), _MOST_TILES // (warps * ctas)):
@@ -309,8 +315,10 @@ def _even_groups(n: int, most: int) -> int:
     return -(-units // -(-units // most))
 
 
-def _splits_and_joins(k: int, machine: Machine) -> Iterator[tuple[int, int]]:
-    for split in _SPLITS:
+def _splits_and_joins(
+    splits: tuple[int, ...], k: int, machine: Machine
+) -> Iterator[tuple[int, int]]:
+    for split in splits:
         joins = (0,) if split == 1 else (1, 2) if split == PAIR and machine.pairs else (2,)
         if split <= k_blocks(k) and split <= machine.multiprocessors:
             for join in joins:

@@ -17,7 +17,7 @@ from torch import nn
 from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
 from halfbyte.kernels.linear import compile_few, few_product, linear_few
 from halfbyte.kernels.linear_machine import machine_of
-from halfbyte.kernels.linear_plan import Machine, few_plan
+from halfbyte.kernels.linear_plan import MOST_K, Machine, few_plan
 from halfbyte.kernels.linear_unpack import compile_unpack, linear_unpacked
 from halfbyte.kernels.linear_weights import (
     DTYPES,
@@ -122,14 +122,16 @@ class CudaKernel(RowScaledKernel):
 
     @classmethod
     def can_implement(cls, config: NvFp4LinearLayerConfig) -> Answer:
-        """W4A16 of every shape, in 16 bits."""
+        """W4A16 in 16 bits, of every N and of K up to 131,072."""
         if config.device_type != "cuda":
             return False, f"tensors are on {config.device_type}, not on a GPU"
         if config.quantize_activations:
             return False, "multiplies 16-bit activations: a W4A4 layer's would stay unquantized"
         if config.dtype not in DTYPES:
             return False, f"takes bfloat16 and float16, not {str(config.dtype).split('.')[1]}"
-        return True, "W4A16, every shape, batch-invariant"
+        if config.k > MOST_K:
+            return False, f"K up to {MOST_K}, not {config.k}"
+        return True, "W4A16, batch-invariant"
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Repack the weights and compile the kernels."""
