@@ -17,6 +17,7 @@ from halfbyte.attention import (
 )
 from halfbyte.attention.dense import DenseAttention, uses_cudnn
 from halfbyte.attention.dense_plan import key_blocks, rounded_up
+from halfbyte.attention.dense_windows import windowed_chunks
 from halfbyte.layouts import PageLayout
 from triton_interpreter import interpreted
 
@@ -47,7 +48,7 @@ def test_rounding_leaves_few_sizes_and_little_waste() -> None:
         ({"num_tokens": 32}, "is for prefill"),
         ({"batch_invariant": True}, "rounds differently"),
         ({"device_type": "cpu"}, "not on a GPU"),
-        ({"sliding_window": 128}, "no windows"),
+        ({"sliding_window": 40_000}, "windows up to 32768 tokens, not 40000"),
         ({"softcap": 30.0}, "no soft-cap"),
         ({"query_dtype": torch.float32}, "query in bfloat16 or float16"),
         ({"layout": PageLayout("nvfp4", "nvfp4", 64, 128, 8, 16)}, "one head size"),
@@ -141,6 +142,14 @@ SMALL: dict[str, dict[str, Any]] = {
         "query_lens": (40, 24),
         "seq_lens": (40, 99),
     },
+    "window": {"sliding_window": 20, "query_lens": (20, 33, 17), "seq_lens": (20, 133, 90)},
+    "window-of-one": {"sliding_window": 1, "query_lens": (20, 33), "seq_lens": (20, 133)},
+    "window-sinks-and-decoding-sequences": {
+        "sliding_window": 30,
+        "sinks": True,
+        "query_lens": (1, 40, 3, 12, 0, 30, 70),
+        "seq_lens": (50, 140, 3, 64, 9, 30, 70),
+    },
 }
 
 
@@ -161,6 +170,7 @@ def test_dense_attention_on_a_cpu(
     check(case, "cpu")
 
 
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the log of a sum of nothing
 def test_combining_more_parts_than_fit_one_launch() -> None:
     combine = interpreted("halfbyte.kernels.combine").combine
     torch.manual_seed(0)
@@ -188,6 +198,13 @@ LARGE: dict[str, dict[str, Any]] = {
     "bfloat16": {"k_dtype": "bfloat16", "query_lens": (512,), "seq_lens": (1600,)},
     "head-size-64": {"head_size": 64, "query_lens": (512,), "seq_lens": (1600,)},
     "head-size-256": {"head_size": 256, "query_lens": (512,), "seq_lens": (1600,)},
+    "window": {"sliding_window": 300, "query_lens": (520, 640), "seq_lens": (520, 1700)},
+    "window-sinks-and-decoding-sequences": {
+        "sliding_window": 128,
+        "sinks": True,
+        "query_lens": (1, 530, 600, 3, 100, 0),
+        "seq_lens": (50, 1600, 600, 3, 140, 9),
+    },
 }
 
 
@@ -204,6 +221,39 @@ def test_flash_attention_on_a_gpu(head_size: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(dense, "uses_cudnn", lambda *_: False)
     for sizes in LARGE.values():
         check(make_case(**{"group": 2, "kv_heads": 1, **sizes, "head_size": head_size}), "cuda")
+
+
+@pytest.mark.parametrize("most_keys", [64, 100, 1000])
+@pytest.mark.parametrize("most_queries", [16, 1000])
+def test_chunks_hold_every_query_and_the_keys_it_sees(most_keys: int, most_queries: int) -> None:
+    window = 30
+    sequences = [(0, 0, 20, 20), (1, 20, 33, 200), (3, 53, 70, 90), (4, 130, 9, 12)]
+    seen = []
+    for chunks in windowed_chunks(sequences, window, most_keys, most_queries, torch.device("cpu")):
+        assert chunks.keys <= most_keys
+        assert chunks.queries <= most_queries
+        assert chunks.rows[-1] == chunks.keys
+        assert chunks.query_starts[-1] == chunks.queries
+        row = chunks.query_begin
+        for i, sequence in enumerate(chunks.sequences.tolist()):
+            queries = int(chunks.query_starts[i + 1] - chunks.query_starts[i])
+            begin, end = int(chunks.begins[i]), int(chunks.ends[i])
+            assert int(chunks.rows[i + 1] - chunks.rows[i]) == end - begin <= chunks.most_keys
+            assert queries <= chunks.most_queries
+            assert begin == max(0, end - queries - window + 1)
+            seen += [(sequence, row + j, end - queries + j) for j in range(queries)]
+            row += queries
+    wanted = [(i, row + j, n - new + j) for i, row, new, n in sequences for j in range(new)]
+    assert seen == wanted
+
+
+def test_windows_are_left_to_triton_unless_it_is_asked_for() -> None:
+    work = config(num_tokens=8192, num_seqs=4, sliding_window=4096)
+    assert ATTENTION_BACKENDS.select(work, compute_capability=90).name == "triton"
+    assert ATTENTION_BACKENDS.select(work, "dense", compute_capability=90).name == "dense"
+    verdict = next(v for v in ATTENTION_BACKENDS.explain(work, 90) if v.name == "dense")
+    assert not verdict.usable
+    assert "not measured with windows" in verdict.reason
 
 
 @pytest.mark.gpu

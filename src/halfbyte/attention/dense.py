@@ -8,7 +8,8 @@ denominators; the last block holds the new tokens and is causal.
 cuDNN (SM90 and later) builds a kernel for every new shape in about 50 ms, so that blocks and
 numbers of queries are rounded to few sizes. Queries that only pad, and those of a causal square's
 first rows, are computed and thrown away. Elsewhere, and for large heads on other GPUs than SM90,
-PyTorch's FlashAttention does the same work.
+PyTorch's FlashAttention does the same work. With a sliding window it does so everywhere
+(`dense_windows.py`).
 
 A batch may hold prompts and decoding sequences. They are sorted here: sequences of few new tokens
 go to the kernels for decoding, short prompts to the general one.
@@ -32,8 +33,10 @@ from halfbyte.attention.dense_plan import (
     OtherSequences,
     make_plan,
     rounded_up,
+    tokens_that_fit,
     workspace_tokens,
 )
+from halfbyte.attention.dense_windows import attend_windowed
 from halfbyte.attention.interface import run
 from halfbyte.dispatch import Answer, current_compute_capability
 
@@ -61,25 +64,32 @@ class DenseAttention(GpuAttention):
         if config.batch_invariant:
             return False, "rounds differently with the batch"
         layout = config.layout
-        if config.sliding_window is not None or config.softcap is not None:
-            return False, "has no windows and no soft-cap"
+        if config.softcap is not None:
+            return False, "has no soft-cap"
         if layout.head_size != layout.head_size_v:
             return False, f"K and V of one head size, not {layout.head_size}, {layout.head_size_v}"
         if layout.head_size % 16 or layout.head_size > 256:
             return False, f"head sizes up to 256 that 16 divides, not {layout.head_size}"
         if config.query_dtype not in (torch.bfloat16, torch.float16):
             return False, f"query in bfloat16 or float16, not {config.query_dtype}"
+        longest = tokens_that_fit(layout, config.query_dtype) // 2
+        if config.sliding_window is not None and config.sliding_window > longest:
+            return False, f"windows up to {longest} tokens, not {config.sliding_window}"
         return True, cls.purpose
 
     @classmethod
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`. The first call of a step reads the lengths back."""
-        key = ("dense", workspace_tokens(inputs), inputs.query.device)
+        window = inputs.sliding_window
+        key = ("dense", workspace_tokens(inputs), window, inputs.query.device)
         plan = inputs.plans.get(key, lambda: make_plan(inputs))
         for some in plan.some:
             _attend_some(inputs, some)
         for long in plan.long:
             _attend_long(inputs, long)
+        for chunks in plan.windowed:
+            assert window is not None
+            attend_windowed(inputs, chunks, window)
 
 
 def _attend_some(inputs: AttentionInputs, some: OtherSequences) -> None:

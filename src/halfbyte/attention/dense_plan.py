@@ -6,6 +6,8 @@ from itertools import pairwise
 import torch
 
 from halfbyte.attention.base import AttentionInputs, AttentionPlans
+from halfbyte.attention.dense_windows import WindowedChunks, windowed_chunks
+from halfbyte.layouts import PageLayout
 
 WORKSPACE_BYTES = 256 * 2**20
 """For unpacked K and V, of which one block at a time is held."""
@@ -68,6 +70,8 @@ class OtherSequences:
 @dataclass(frozen=True)
 class DensePlan:
     long: list[LongSequences]
+    windowed: list[WindowedChunks]
+    """In place of those, where there is a window."""
     some: list[OtherSequences]
 
 
@@ -106,6 +110,19 @@ def make_plan(inputs: AttentionInputs) -> DensePlan:
         else:
             (few if n <= FEW_QUERIES else medium).append(i)
     most, most_queries = workspace_tokens(inputs), queries_at_once(inputs)
+    device = inputs.query.device
+    some = [
+        _some(inputs, backends, [(i, starts[i], counts[i]) for i in indices])
+        for backends, indices in ((_FOR_DECODING, few), (_FOR_SHORT_PROMPTS, medium))
+        if indices
+    ]
+    if inputs.sliding_window is not None:
+        sequences = [(i, starts[i], counts[i], lengths[i]) for i in long]
+        return DensePlan(
+            [],
+            windowed_chunks(sequences, inputs.sliding_window, most, most_queries, device),
+            some,
+        )
     groups: list[list[int]] = []
     for i in long:
         last = groups[-1][-1] if groups else -1
@@ -116,7 +133,6 @@ def make_plan(inputs: AttentionInputs) -> DensePlan:
             groups[-1].append(i)
         else:
             groups.append([i])
-    device = inputs.query.device
     steps: list[LongSequences] = []
     for group in groups:
         first, n, cached = group[0], counts[group[0]], lengths[group[0]] - counts[group[0]]
@@ -125,14 +141,7 @@ def make_plan(inputs: AttentionInputs) -> DensePlan:
             queries = min(most_queries, n - begin)
             at = starts[first] + begin
             steps.append(_long(first, len(group), at, queries, cached + begin, most, device))
-    return DensePlan(
-        steps,
-        [
-            _some(inputs, backends, [(i, starts[i], counts[i]) for i in indices])
-            for backends, indices in ((_FOR_DECODING, few), (_FOR_SHORT_PROMPTS, medium))
-            if indices
-        ],
-    )
+    return DensePlan(steps, [], some)
 
 
 def _long(
@@ -188,6 +197,10 @@ def queries_at_once(inputs: AttentionInputs) -> int:
 
 
 def workspace_tokens(inputs: AttentionInputs) -> int:
-    layout = inputs.layout
+    return tokens_that_fit(inputs.layout, inputs.query.dtype)
+
+
+def tokens_that_fit(layout: PageLayout, dtype: torch.dtype) -> int:
+    """Whose K and V, unpacked, the workspace holds."""
     width = layout.num_kv_heads * (layout.head_size + layout.head_size_v)
-    return WORKSPACE_BYTES // (width * inputs.query.element_size())
+    return WORKSPACE_BYTES // (width * dtype.itemsize)

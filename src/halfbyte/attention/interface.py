@@ -29,21 +29,32 @@ _BATCH_INVARIANT = ("triton", "cpu", "reference")
 
 
 class _AttentionBackends(Registry[AttentionBackend]):
-    """Rows that must not depend on the batch go to backends that take every batch."""
+    """Some work goes to some backends alone, unless others are asked for by name.
+
+    Rows that must not depend on the batch: to those that take every batch. Windows: not to `dense`,
+    which has not been measured with them.
+    """
 
     def explain(
         self, config: AttentionConfig | None = None, compute_capability: int | None = None
     ) -> list[Verdict]:
         verdicts = super().explain(config, compute_capability)
-        if config is None or not config.batch_invariant:
-            return verdicts
-        reason = "runs where it is asked for by name; those are chosen that take every batch"
+        among, why = self._candidates(config)
+        reason = f"runs where it is asked for by name; {why}"
         return [
             verdict._replace(usable=False, reason=reason)
-            if verdict.usable and verdict.name not in _BATCH_INVARIANT
+            if verdict.usable and verdict.name not in among
             else verdict
             for verdict in verdicts
         ]
+
+    def _candidates(self, config: AttentionConfig | None) -> tuple[Sequence[str], str]:
+        """Names to choose from, and why not from others."""
+        if config is not None and config.batch_invariant:
+            return _BATCH_INVARIANT, "those are chosen that take every batch"
+        if config is not None and config.sliding_window is not None:
+            return [name for name in self.names() if name != "dense"], "not measured with windows"
+        return self.names(), ""
 
     def select(
         self,
@@ -52,8 +63,8 @@ class _AttentionBackends(Registry[AttentionBackend]):
         compute_capability: int | None = None,
         among: Sequence[str] | None = None,
     ) -> type[AttentionBackend]:
-        if among is None and config is not None and config.batch_invariant:
-            among = _BATCH_INVARIANT
+        if among is None:
+            among, _ = self._candidates(config)
         chosen = super().select(config, explicit, compute_capability, among)
         on_gpu = config is not None and config.device_type == "cuda"
         if on_gpu and explicit is None and chosen.name == "reference":
