@@ -14,6 +14,7 @@ from halfbyte.attention import (
     AttentionPlans,
     dense,
     dense_plan,
+    dense_windows,
 )
 from halfbyte.attention.dense import DenseAttention, uses_cudnn
 from halfbyte.attention.dense_plan import key_blocks, rounded_up
@@ -245,6 +246,65 @@ def test_chunks_hold_every_query_and_the_keys_it_sees(most_keys: int, most_queri
             row += queries
     wanted = [(i, row + j, n - new + j) for i, row, new, n in sequences for j in range(new)]
     assert seen == wanted
+
+
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_starts: torch.Tensor,
+    key_starts: torch.Tensor,
+    most_queries: int,
+    most_keys: int,
+    dropout: float,
+    causal: bool,
+    debug: bool,
+    *,
+    scale: float,
+    window_size_left: int,
+    window_size_right: int,
+) -> tuple[torch.Tensor, ...]:
+    """What PyTorch's operator computes; query i of n sees keys up to `keys - n + i`."""
+    assert (dropout, causal, debug, window_size_right) == (0.0, True, False, 0)
+    assert query_starts.dtype == key_starts.dtype == torch.int32
+    outs, logs = [], []
+    group = query.shape[1] // key.shape[1]
+    sizes = query_starts.diff().tolist(), key_starts.diff().tolist()
+    assert (max(sizes[0]), max(sizes[1])) == (most_queries, most_keys)
+    for q, k, v in zip(
+        query.double().split(sizes[0]),
+        key.double().repeat_interleave(group, 1).split(sizes[1]),
+        value.double().repeat_interleave(group, 1).split(sizes[1]),
+        strict=True,
+    ):
+        own = len(k) - len(q) + torch.arange(len(q))[:, None]
+        seen = (torch.arange(len(k)) <= own) & (torch.arange(len(k)) >= own - window_size_left)
+        logits = torch.einsum("qhd,khd->hqk", q, k) * scale
+        logits = logits.masked_fill(~seen, -torch.inf)
+        outs.append(torch.einsum("hqk,khd->qhd", logits.softmax(-1), v))
+        logs.append(logits.logsumexp(-1))
+    nothing = torch.empty(0)
+    return torch.cat(outs).to(query.dtype), torch.cat(logs, 1).float(), nothing, nothing, nothing
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if "window" in name])
+def test_what_flash_attention_is_given(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_plan, "MIN_QUERIES", 16)
+    monkeypatch.setattr(dense_windows, "_flash_on_cpu", dense_windows._flash)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_attention)
+    for module in ("halfbyte.kernels.unpack", "halfbyte.kernels.combine"):
+        monkeypatch.setitem(sys.modules, module, interpreted(module))
+    check(make_case(head_size=64, group=2, **SMALL[name]), "cpu")
+
+
+def test_flash_attention_takes_such_arguments() -> None:
+    """By its fake kernel, which knows names, order and shapes."""
+    chunks = windowed_chunks([(0, 0, 20, 20), (1, 20, 33, 90)], 30, 200, 200, torch.device("cpu"))
+    query = torch.empty(53, 8, 64, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(chunks[0].keys, 2, 64, dtype=torch.bfloat16, device="meta")
+    out, logs = dense_windows._flash(query, key, key, chunks[0], 30, 0.1)
+    assert (out.shape, out.dtype) == ((53, 8, 64), torch.bfloat16)
+    assert (logs.shape, logs.dtype) == ((8, 53), torch.float32)
 
 
 def test_windows_are_left_to_triton_unless_it_is_asked_for() -> None:

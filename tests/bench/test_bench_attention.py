@@ -293,3 +293,19 @@ def test_benchmark_on_a_gpu() -> None:
     assert decoded["workspace_bytes"] > 0
     assert 0 < decoded["in_graph"] < 2 * decoded["single"]
     assert "in_graph" not in benchmark.report["microseconds"][2]["halfbyte_nvfp4"]
+
+
+def test_a_window_has_only_pages_that_are_read() -> None:
+    """Or what takes turns would lie in a GPU's cache."""
+    case = replace(decode("llama", 3, 200, ragged=True), sliding_window=20)
+    cache = data.make_cache(case, "nvfp4", CPU)
+    lengths = case.lengths().tolist()
+    firsts = [max(0, length - 20) // 16 for length in lengths]
+    live = {
+        int(page)
+        for row, first, length in zip(cache.block_tables, firsts, lengths, strict=True)
+        for page in row[first : -(-length // 16)]
+    }
+    assert live == set(range(len(cache.pools[0])))
+    assert len(live) == sum(-(-n // 16) - f for n, f in zip(lengths, firsts, strict=True))
+    assert cache.num_bytes == sum(min(n, 20) for n in lengths) * cache.layout.bytes_per_token

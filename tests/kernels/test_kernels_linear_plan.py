@@ -13,6 +13,8 @@ MACHINES = {
     "rtx-3090": RTX_3090,
     "like-a100": Machine(80, 166912, 108, 0),
     "like-rtx-5090": Machine(120, 101376, 170, 85),
+    "like-rtx-3050": Machine(86, 101376, 20, 0),
+    "like-orin": Machine(87, 166912, 8, 0),
 }
 
 

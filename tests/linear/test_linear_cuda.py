@@ -40,12 +40,12 @@ def test_is_chosen_for_weight_only_layers(capability: int, batch_invariant: bool
 
 
 def test_says_what_it_cannot_do() -> None:
-    assert CudaKernel.can_implement(replace(CONFIG, k=2**17))[0]
+    assert CudaKernel.can_implement(replace(CONFIG, k=2**16))[0]
     for config, reason in {
         replace(CONFIG, quantize_activations=True): "multiplies 16-bit activations",
         replace(CONFIG, device_type="cpu"): "tensors are on cpu, not on a GPU",
         replace(CONFIG, dtype=torch.float32): "takes bfloat16 and float16, not float32",
-        replace(CONFIG, k=2**17 + 16): "K up to 131072, not 131088",
+        replace(CONFIG, k=2**16 + 16): "K up to 65536, not 65552",
     }.items():
         usable, why = CudaKernel.can_implement(config)
         assert not usable

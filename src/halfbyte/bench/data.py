@@ -42,7 +42,10 @@ def make_cache(case: Case, dtype: str, device: torch.device) -> Cache:
     """Random pages for all sequences of a case."""
     layout = make_layout(case, dtype)
     lengths = case.lengths()
-    table, num_pages = random_tables(lengths, case.block_size)
+    window = case.sliding_window
+    hides = window is not None and window < int(lengths.max())
+    hidden = (lengths - (window or 0) - case.query_tokens + 1).clamp(min=0) if hides else None
+    table, num_pages = random_tables(lengths, case.block_size, hidden)
     generator = torch.Generator(device).manual_seed(0)
     pools = []
     for _ in range(copies(num_pages * layout.page_bytes, device)):
@@ -50,14 +53,13 @@ def make_cache(case: Case, dtype: str, device: torch.device) -> Cache:
         _fill(pages, layout, generator)
         pools.append(pages)
     scale = torch.tensor(GLOBAL_SCALE, device=device)
-    window = case.sliding_window
     return Cache(
         layout,
         pools,
         lengths.to(device),
         table.to(device),
         scale,
-        None if window is None or window >= int(lengths.max()) else window,
+        window if hides else None,
         int(case.tokens_read * layout.bytes_per_token),
     )
 
@@ -67,13 +69,24 @@ def copies(num_bytes: int, device: torch.device) -> int:
     return min(_MOST_COPIES[device.type], 1 + _ROTATED_BYTES[device.type] // max(num_bytes, 1))
 
 
-def random_tables(lengths: torch.Tensor, block_size: int) -> tuple[torch.Tensor, int]:
-    """int32 block tables of sequences whose pages lie in random order, and how many pages."""
+def random_tables(
+    lengths: torch.Tensor, block_size: int, hidden: torch.Tensor | None = None
+) -> tuple[torch.Tensor, int]:
+    """int32 block tables of sequences whose pages lie in random order, and how many pages.
+
+    Args:
+        lengths: in tokens.
+        block_size: tokens in a page.
+        hidden: first tokens of each that nobody reads, none by default. Whole pages of them are
+            none of the pages: their entries name the first page.
+    """
     counts = -(-lengths.long() // block_size)
-    total = int(counts.sum())
+    dead = torch.zeros_like(counts) if hidden is None else hidden.long() // block_size
+    total = int((counts - dead).sum())
     order = torch.randperm(total, generator=torch.Generator().manual_seed(0)).int()
     table = torch.zeros((len(counts), int(counts.max())), dtype=torch.int32)
-    table[torch.arange(table.shape[1]) < counts[:, None]] = order
+    place = torch.arange(table.shape[1])
+    table[(dead[:, None] <= place) & (place < counts[:, None])] = order
     return table, total
 
 

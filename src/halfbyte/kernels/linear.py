@@ -27,6 +27,7 @@ from halfbyte.kernels.linear_weights import TILE_K, PackedWeight
 from halfbyte.kernels.tensor_maps import (
     BOX_K,
     MAPS,
+    SHAPES,
     TensorMap,
     box_rows,
     row_stride,
@@ -108,14 +109,14 @@ class FewProduct:
         self._grid, self._threads = plan.ctas_in_grid(m), 32 * plan.warps
         self._join, self._join_grid = kernels.join, -(-m * units * UNIT_ROWS // _JOIN_THREADS)
         self._work = bytes(_FewWork(m, n, k, units, k_blocks(k), plan.groups, plan.round_units))
-        self._overlap = machine.capability >= 90
-        self._pad = -k % BOX_K if self._overlap else 0  # zeros that rows of x need
+        self._overlap = overlap = machine.capability >= 90
+        self._pad = -k % BOX_K if overlap else 0  # zeros that rows of x need
         self._k = k = k + self._pad
         rows_of_box, boxes = plan.rows_of_box(m), plan.piece_blocks(k) * (TILE_K // BOX_K)
 
         @lru_cache(maxsize=MAPS)
         def x_map(address: int, stride: int) -> TensorMap:
-            if not self._overlap:  # x is read as the parameters say
+            if not overlap:  # x is read as the parameters say
                 return _NO_MAP
             with current_device(device):
                 return tensor_map_of_boxes(address, m, k, stride, dtype, rows_of_box, boxes)
@@ -165,7 +166,7 @@ class FewProduct:
         return out
 
 
-few_product = lru_cache(maxsize=4096)(FewProduct)
+few_product = lru_cache(maxsize=SHAPES)(FewProduct)
 """What is kept for a shape."""
 
 

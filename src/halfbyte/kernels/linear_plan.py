@@ -14,12 +14,12 @@ from halfbyte.kernels.linear_weights import TILE_K, TILE_N
 
 UNIT_ROWS = 32
 """Rows of a unit, which one warp works on."""
-MOST_K = 2**17
+MOST_K = 2**16
 """For which there are plans on every GPU."""
 _SPLITS = (1, 2, 4, 8)
 """CTAs that share a range of rows."""
 _MORE_SPLITS = (16, 32)
-"""The same, where a share of x would not fit into shared memory otherwise."""
+"""The same, where not even `_SMALLEST_SHAPE` has room for its share of x otherwise."""
 PAIR = 2
 """CTAs of a cluster: larger ones start later, and do not fill a GPU."""
 

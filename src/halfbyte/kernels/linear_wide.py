@@ -24,7 +24,7 @@ from halfbyte.kernels.linear_wide_plan import (
     most_sharers,
     wide_plan,
 )
-from halfbyte.kernels.tensor_maps import MAPS, TensorMap, box_rows, row_stride, tensor_map
+from halfbyte.kernels.tensor_maps import MAPS, SHAPES, TensorMap, box_rows, row_stride, tensor_map
 
 _STRIP = 16
 """Rows of x that a cluster finishes at a time."""
@@ -180,7 +180,7 @@ def linear_wide(
     return product(x, weight, weight_scale, row_scale, bias)
 
 
-wide_product = lru_cache(maxsize=4096)(WideProduct)
+wide_product = lru_cache(maxsize=SHAPES)(WideProduct)
 """What is kept for a shape."""
 
 

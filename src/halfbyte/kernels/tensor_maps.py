@@ -7,8 +7,10 @@ import torch
 
 BOX_K = 64
 """Values of a row in a box: 128 bytes."""
-MAPS = 256
-"""That calls with a shape keep, each of some 350 bytes: without a graph, a model's tensors lie
+SHAPES = 1024
+"""Of x and weights, whose calls are prepared for."""
+MAPS = 64
+"""That calls with a shape keep, each of some 480 bytes: without a graph, a model's tensors lie
 where they lay some layers before."""
 
 

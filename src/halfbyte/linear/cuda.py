@@ -28,6 +28,7 @@ from halfbyte.kernels.linear_weights import (
 )
 from halfbyte.kernels.linear_wide import compile_wide, linear_wide, wide_product
 from halfbyte.kernels.linear_wide_plan import wide_plan
+from halfbyte.kernels.tensor_maps import SHAPES
 from halfbyte.linear.base import NvFp4LinearLayerConfig
 from halfbyte.linear.ops import linear_op
 from halfbyte.linear.row_scaled import RowScaledKernel
@@ -65,7 +66,7 @@ def nvfp4_linear_cuda(
     return out if rows is x else out.view(*x.shape[:-1], n)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=SHAPES)
 def _product(
     shape: torch.Size, n: int, dtype: torch.dtype, device: int, batch_invariant: bool
 ) -> _Product:
@@ -122,7 +123,7 @@ class CudaKernel(RowScaledKernel):
 
     @classmethod
     def can_implement(cls, config: NvFp4LinearLayerConfig) -> Answer:
-        """W4A16 in 16 bits, of every N and of K up to 131,072."""
+        """W4A16 in 16 bits, of every N and of K up to 65,536."""
         if config.device_type != "cuda":
             return False, f"tensors are on {config.device_type}, not on a GPU"
         if config.quantize_activations:
