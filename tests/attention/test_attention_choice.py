@@ -1,0 +1,85 @@
+"""Which backend runs, and what is said about it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from attention.cases import config, make_case
+from halfbyte.attention import (
+    ATTENTION_BACKENDS,
+    AttentionConfig,
+    AttentionPlans,
+    interface,
+    paged_attention,
+)
+from halfbyte.dispatch import NoImplementationError
+from halfbyte.layouts import PageLayout
+
+
+@pytest.mark.parametrize("capability", [0, 80, 90, 100])
+def test_explanation_says_what_runs_for_rows_that_must_not_depend_on_the_batch(
+    capability: int,
+) -> None:
+    case = make_case()
+    config = AttentionConfig(
+        layout=case.layout,
+        num_heads=8,
+        query_dtype=torch.bfloat16,
+        device_type="cuda" if capability else "cpu",
+        num_tokens=2,
+        num_seqs=2,
+        batch_invariant=True,
+        compute_capability=capability,
+    )
+    chosen = ATTENTION_BACKENDS.select(config, compute_capability=capability)
+    verdicts = ATTENTION_BACKENDS.explain(config, capability)
+    assert chosen.name == next(verdict.name for verdict in verdicts if verdict.usable)
+    assert chosen.name == ("triton" if capability else "cpu")
+    if capability:
+        assert ("cuda", False) in [(verdict.name, verdict.usable) for verdict in verdicts]
+        asked = ATTENTION_BACKENDS.select(config, "cuda", capability)
+        assert asked.name == "cuda"
+
+
+def test_calls_that_share_plans_choose_a_backend_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[tuple] = []
+    select = ATTENTION_BACKENDS.select
+
+    def counted(config: AttentionConfig, **how: Any) -> Any:
+        chosen.append((config.softcap, how["explicit"]))
+        return select(config, **how)
+
+    monkeypatch.setattr(ATTENTION_BACKENDS, "select", counted)
+    case, plans = make_case(query_dtype=torch.float32), AttentionPlans()
+
+    def attend(**options: Any) -> torch.Tensor:
+        return paged_attention(case.query, case.pages, **case.arguments() | options, plans=plans)
+
+    once = attend()
+    assert torch.equal(attend(), once)
+    assert chosen == [(None, None)]
+    # Other work, and another wish, are other choices.
+    attend(softcap=2.0)
+    attend(backend="reference")
+    assert chosen[1:] == [(2.0, None), (None, "reference")]
+    with pytest.raises(NoImplementationError, match="unknown 'nobody'"):
+        attend(backend="nobody")
+
+
+def test_the_reference_on_a_gpu_says_why_it_runs(caplog: pytest.LogCaptureFixture) -> None:
+    odd = config(layout=PageLayout("bfloat16", "bfloat16", 40, None, 8, 16))
+    interface._say_slow.cache_clear()
+    for _ in range(2):
+        chosen = ATTENTION_BACKENDS.select(odd, compute_capability=90)
+        assert chosen.name == "reference"
+    assert ATTENTION_BACKENDS.select(odd, "reference", compute_capability=90) is chosen
+    ATTENTION_BACKENDS.select(config(), compute_capability=90)
+    (message,) = (record.message for record in caplog.records if record.name == "halfbyte")
+    assert message.startswith("attention: the reference runs, slowly")
+    assert "40" in message
+
+
+def test_attention_backends_explicit_unknown_lists_valid() -> None:
+    with pytest.raises(NoImplementationError, match="reference"):
+        ATTENTION_BACKENDS.get("flash")
