@@ -112,17 +112,14 @@ class Registry(Generic[T]):
             NoImplementationError: the explicit choice is unknown or cannot run, or nothing can.
         """
         if explicit is not None:
-            known = explicit in self._targets
-            verdict = self._judge(explicit, config, compute_capability) if known else None
-            if verdict is not None and verdict.usable:
-                return self.get(explicit)
+            problem = self._unknown(explicit)
+            if explicit in self._targets:
+                verdict = self._judge(explicit, config, compute_capability)
+                if verdict.usable:
+                    return self.get(explicit)
+                problem = f"{self.kind} {explicit!r} cannot be used here: {verdict.reason}"
             usable = [v.name for v in self.explain(config, compute_capability) if v.usable]
-            problem = (
-                f"{self._unknown(explicit)}; usable here"
-                if verdict is None
-                else f"{self.kind} {explicit!r} cannot be used here: {verdict.reason}; usable"
-            )
-            raise NoImplementationError(f"{problem}: {', '.join(usable) or 'none'}")
+            raise NoImplementationError(f"{problem}; usable: {', '.join(usable) or 'none'}")
         verdicts: list[Verdict] = []
         for name in self._targets if among is None else among:
             verdicts.append(self._judge(name, config, compute_capability))

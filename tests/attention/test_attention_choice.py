@@ -10,7 +10,7 @@ from halfbyte.attention import (
     ATTENTION_BACKENDS,
     AttentionConfig,
     AttentionPlans,
-    interface,
+    backends,
     paged_attention,
 )
 from halfbyte.dispatch import NoImplementationError
@@ -69,7 +69,7 @@ def test_calls_that_share_plans_choose_a_backend_once(monkeypatch: pytest.Monkey
 
 def test_the_reference_on_a_gpu_says_why_it_runs(caplog: pytest.LogCaptureFixture) -> None:
     odd = config(layout=PageLayout("bfloat16", "bfloat16", 40, None, 8, 16))
-    interface._say_slow.cache_clear()
+    backends._say_slow.cache_clear()
     for _ in range(2):
         chosen = ATTENTION_BACKENDS.select(odd, compute_capability=90)
         assert chosen.name == "reference"

@@ -302,7 +302,7 @@ def test_flash_attention_takes_such_arguments() -> None:
     chunks = windowed_chunks([(0, 0, 20, 20), (1, 20, 33, 90)], 30, 200, 200, torch.device("cpu"))
     query = torch.empty(53, 8, 64, dtype=torch.bfloat16, device="meta")
     key = torch.empty(chunks[0].keys, 2, 64, dtype=torch.bfloat16, device="meta")
-    out, logs = dense_windows._flash(query, key, key, chunks[0], 30, 0.1)
+    out, logs = dense_windows._flash((query, key, key), chunks[0], 30, 0.1)
     assert (out.shape, out.dtype) == ((53, 8, 64), torch.bfloat16)
     assert (logs.shape, logs.dtype) == ((8, 53), torch.float32)
 

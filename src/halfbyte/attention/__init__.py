@@ -1,16 +1,13 @@
 """Reading the cache: causal attention on packed pages, by interchangeable backends."""
 
+from halfbyte.attention.backends import ATTENTION_BACKENDS, check_attention_backend
 from halfbyte.attention.base import (
     AttentionBackend,
     AttentionConfig,
     AttentionInputs,
     AttentionPlans,
 )
-from halfbyte.attention.interface import (
-    ATTENTION_BACKENDS,
-    check_attention_backend,
-    paged_attention,
-)
+from halfbyte.attention.interface import paged_attention
 from halfbyte.attention.reference import attend
 
 __all__ = [

@@ -14,6 +14,9 @@ import torch
 
 from halfbyte.attention.base import AttentionInputs
 
+_Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Query, key and value, `[rows, heads, D]` each."""
+
 
 class Chunk(NamedTuple):
     """New tokens of a sequence, and the keys that they see."""
@@ -147,7 +150,7 @@ def attend_windowed(inputs: AttentionInputs, chunks: WindowedChunks, window: int
     )
     at = slice(chunks.query_begin, chunks.query_begin + chunks.queries)
     attend = _flash if inputs.query.is_cuda else _flash_on_cpu
-    out, logs = attend(inputs.query[at], key, value, chunks, window, inputs.scale)
+    out, logs = attend((inputs.query[at], key, value), chunks, window, inputs.scale)
     whole = chunks.queries == inputs.query.shape[0]
     if whole and inputs.sinks is None and inputs.lse is None:
         inputs.answer(out)
@@ -157,18 +160,11 @@ def attend_windowed(inputs: AttentionInputs, chunks: WindowedChunks, window: int
 
 
 def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    chunks: WindowedChunks,
-    window: int,
-    scale: float,
+    parts: _Parts, chunks: WindowedChunks, window: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `[queries, heads, D]` and log-denominators `[heads, queries]`."""
     out, logs, *_ = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
+        *parts,
         chunks.query_starts,
         chunks.rows,
         chunks.most_queries,
@@ -184,14 +180,10 @@ def _flash(
 
 
 def _flash_on_cpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    chunks: WindowedChunks,
-    window: int,
-    scale: float,
+    parts: _Parts, chunks: WindowedChunks, window: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, chunk by chunk."""
+    query, key, value = parts
     outs, logs = [], []
     queries, keys = chunks.query_starts.diff().tolist(), chunks.rows.diff().tolist()
     group = query.shape[1] // key.shape[1]

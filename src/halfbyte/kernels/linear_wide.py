@@ -71,13 +71,9 @@ _pack_params = Struct(f"6PQ{ctypes.sizeof(_Work)}s0P").pack
 
 
 class WideProduct:
-    """Calls with a shape: what they have in common is worked out once.
+    """Calls with a shape; arguments as `halfbyte.kernels.linear.FewProduct`.
 
     Args:
-        shape: of x, `[..., K]`.
-        n: columns of the result.
-        dtype: of x and the result.
-        device: index of the GPU.
         plan: how to cut up the work; by default `wide_plan`.
 
     Raises:

@@ -9,13 +9,13 @@ depend on it.
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 
 from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
-from halfbyte.kernels.linear import compile_few, few_product, linear_few
+from halfbyte.kernels.linear import compile_few, few_product
 from halfbyte.kernels.linear_machine import machine_of
 from halfbyte.kernels.linear_plan import MOST_K, Machine, few_plan
 from halfbyte.kernels.linear_unpack import compile_unpack, linear_unpacked
@@ -26,7 +26,7 @@ from halfbyte.kernels.linear_weights import (
     pack_weight,
     unpack_weight,
 )
-from halfbyte.kernels.linear_wide import compile_wide, linear_wide, wide_product
+from halfbyte.kernels.linear_wide import compile_wide, wide_product
 from halfbyte.kernels.linear_wide_plan import wide_plan
 from halfbyte.kernels.tensor_maps import SHAPES
 from halfbyte.linear.base import NvFp4LinearLayerConfig
@@ -74,13 +74,11 @@ def _product(
     m = shape.numel() // k
     if not m:
         return partial(_of_no_rows, n)
-    if batch_invariant:
-        return few_product(shape, n, dtype, device, True, None)
-    way = _way(m, n, k, machine_of(device))
-    if way is linear_wide:
+    way = "few" if batch_invariant else _way(m, n, k, machine_of(device))
+    if way == "few":
+        return few_product(shape, n, dtype, device, batch_invariant, None)
+    if way == "wide":
         return wide_product(shape, n, dtype, device, None)
-    if way is linear_few:
-        return few_product(shape, n, dtype, device, False, None)
     return partial(linear_unpacked, n=n)
 
 
@@ -88,13 +86,13 @@ def _of_no_rows(n: int, x: torch.Tensor, *others: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], n))
 
 
-def _way(m: int, n: int, k: int, machine: Machine) -> Callable[..., torch.Tensor]:
+def _way(m: int, n: int, k: int, machine: Machine) -> Literal["few", "wide", "unpacked"]:
     """The fastest way known for m rows of x."""
     if machine.capability != 90:
-        return linear_few if m <= _MOST_FEW_ROWS else linear_unpacked
+        return "few" if m <= _MOST_FEW_ROWS else "unpacked"
     few = few_plan(n, k, m, machine).microseconds(n, k, m, machine)
     wide = wide_plan(n, k, m, machine.multiprocessors).microseconds(k, m)
-    return linear_few if few < wide + _WIDE_MICROSECONDS else linear_wide
+    return "few" if few < wide + _WIDE_MICROSECONDS else "wide"
 
 
 class CudaKernel(RowScaledKernel):
