@@ -144,6 +144,11 @@ SMALL: dict[str, dict[str, Any]] = {
         "seq_lens": (40, 99),
     },
     "window": {"sliding_window": 20, "query_lens": (20, 33, 17), "seq_lens": (20, 133, 90)},
+    "window-over-some": {
+        "sliding_window": 40,
+        "query_lens": (20, 33, 40, 17, 40),
+        "seq_lens": (40, 133, 40, 41, 70),
+    },
     "window-of-one": {"sliding_window": 1, "query_lens": (20, 33), "seq_lens": (20, 133)},
     "window-sinks-and-decoding-sequences": {
         "sliding_window": 30,
@@ -200,6 +205,11 @@ LARGE: dict[str, dict[str, Any]] = {
     "head-size-64": {"head_size": 64, "query_lens": (512,), "seq_lens": (1600,)},
     "head-size-256": {"head_size": 256, "query_lens": (512,), "seq_lens": (1600,)},
     "window": {"sliding_window": 300, "query_lens": (520, 640), "seq_lens": (520, 1700)},
+    "window-over-some": {
+        "sliding_window": 1024,
+        "query_lens": (520, 600, 1024),
+        "seq_lens": (1024, 1700, 1024),
+    },
     "window-sinks-and-decoding-sequences": {
         "sliding_window": 128,
         "sinks": True,
@@ -307,13 +317,9 @@ def test_flash_attention_takes_such_arguments() -> None:
     assert (logs.shape, logs.dtype) == ((8, 53), torch.float32)
 
 
-def test_windows_are_left_to_triton_unless_it_is_asked_for() -> None:
+def test_prefill_with_windows_is_chosen() -> None:
     work = config(num_tokens=8192, num_seqs=4, sliding_window=4096)
-    assert ATTENTION_BACKENDS.select(work, compute_capability=90).name == "triton"
-    assert ATTENTION_BACKENDS.select(work, "dense", compute_capability=90).name == "dense"
-    verdict = next(v for v in ATTENTION_BACKENDS.explain(work, 90) if v.name == "dense")
-    assert not verdict.usable
-    assert "not measured with windows" in verdict.reason
+    assert ATTENTION_BACKENDS.select(work, compute_capability=90).name == "dense"
 
 
 @pytest.mark.gpu

@@ -16,10 +16,9 @@ _BATCH_INVARIANT = ("triton", "cpu", "reference")
 
 
 class _AttentionBackends(Registry[AttentionBackend]):
-    """Some work goes to some backends alone, unless others are asked for by name.
+    """Rows that must not depend on the batch go to those that take every batch.
 
-    Rows that must not depend on the batch: to those that take every batch. Windows: not to `dense`,
-    which has not been measured with them.
+    Unless another is asked for by name.
     """
 
     def explain(
@@ -39,8 +38,6 @@ class _AttentionBackends(Registry[AttentionBackend]):
         """Names to choose from, and why not from others."""
         if config is not None and config.batch_invariant:
             return _BATCH_INVARIANT, "those are chosen that take every batch"
-        if config is not None and config.sliding_window is not None:
-            return [name for name in self.names() if name != "dense"], "not measured with windows"
         return self.names(), ""
 
     def select(

@@ -71,7 +71,7 @@ class OtherSequences:
 class DensePlan:
     long: list[LongSequences]
     windowed: list[WindowedChunks]
-    """In place of those, where there is a window."""
+    """In place of those, where there is a window that is shorter than the sequence."""
     some: list[OtherSequences]
 
 
@@ -116,13 +116,12 @@ def make_plan(inputs: AttentionInputs) -> DensePlan:
         for backends, indices in ((_FOR_DECODING, few), (_FOR_SHORT_PROMPTS, medium))
         if indices
     ]
-    if inputs.sliding_window is not None:
-        sequences = [(i, starts[i], counts[i], lengths[i]) for i in long]
-        return DensePlan(
-            [],
-            windowed_chunks(sequences, inputs.sliding_window, most, most_queries, device),
-            some,
-        )
+    window, windowed = inputs.sliding_window, []
+    if window is not None:
+        # A window that reaches over the whole sequence hides nothing.
+        beyond = [(i, starts[i], counts[i], lengths[i]) for i in long if lengths[i] > window]
+        windowed = windowed_chunks(beyond, window, most, most_queries, device)
+        long = [i for i in long if lengths[i] <= window]
     groups: list[list[int]] = []
     for i in long:
         last = groups[-1][-1] if groups else -1
@@ -141,7 +140,7 @@ def make_plan(inputs: AttentionInputs) -> DensePlan:
             queries = min(most_queries, n - begin)
             at = starts[first] + begin
             steps.append(_long(first, len(group), at, queries, cached + begin, most, device))
-    return DensePlan(steps, [], some)
+    return DensePlan(steps, windowed, some)
 
 
 def _long(

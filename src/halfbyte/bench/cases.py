@@ -165,6 +165,8 @@ GPU_CASES = (
     decode("llama", 128, 1024),
     decode("gpt-oss", 64, 8192),
     decode("gemma", 64, 8192),
+    decode("mistral", 64, 16384),
+    decode("gpt-oss-sliding", 64, 8192),
     decode("llama", 64, 16384, ragged=True),
     decode("llama", 16, 32768, ragged=True),
     decode("llama", 256, 2048, ragged=True),
@@ -180,6 +182,8 @@ GPU_CASES = (
     store("llama", 64),
     prefill("llama", 4, 2048),
     prefill("llama", 4, 2048, cached=32768),
+    prefill("mistral", 1, 16384),
+    prefill("gpt-oss-sliding", 4, 2048),
 )
 # Variants to compare with the first case, not with others.
 WITHOUT_PEERS = frozenset(

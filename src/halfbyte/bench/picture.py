@@ -104,5 +104,6 @@ def _offset(row: dict[str, Any], name: str) -> float:
 
 def _label(row: dict[str, Any]) -> str:
     """Short lines below a group of bars."""
-    heads = heads_label(row).split(",")[0].replace(" with", "\nwith")
-    return case_label(row).replace(" to ", "\nto ") + "\n" + heads
+    heads, *others = heads_label(row).replace(" with", "\nwith").split(", ")
+    window = [text for text in others if text.startswith("window")]
+    return "\n".join([case_label(row).replace(" to ", "\nto "), heads, *window])
