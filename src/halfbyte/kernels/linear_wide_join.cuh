@@ -84,11 +84,11 @@ __device__ __forceinline__ void add_sums(const Params& p, const Join& join, u32 
       float4 x[2 * ADDED_STRIPS] = {};
 #pragma unroll
       for (u32 j = 0; j < 2 * ADDED_STRIPS; j++)
-        if (share.has(begin + j / 2))
+        if (begin + j / 2 < STRIPS && share.has(begin + j / 2))
           x[j] = __ldcg((const float4*)(partial + (begin + j / 2) * STRIP_FLOATS + j % 2 * 4 * WORKERS));
 #pragma unroll
       for (u32 j = 0; j < 2 * ADDED_STRIPS; j++) {
-        if (!share.has(begin + j / 2)) continue;
+        if (begin + j / 2 >= STRIPS || !share.has(begin + j / 2)) continue;
         float* d = sums + begin * 8 + j * 4;
         d[0] += x[j].x, d[1] += x[j].y, d[2] += x[j].z, d[3] += x[j].w;
       }
