@@ -49,7 +49,6 @@ def test_rounding_leaves_few_sizes_and_little_waste() -> None:
         ({"num_tokens": 32}, "is for prefill"),
         ({"batch_invariant": True}, "rounds differently"),
         ({"device_type": "cpu"}, "not on a GPU"),
-        ({"sliding_window": 40_000}, "windows up to 32768 tokens, not 40000"),
         ({"softcap": 30.0}, "no soft-cap"),
         ({"query_dtype": torch.float32}, "query in bfloat16 or float16"),
         ({"layout": PageLayout("nvfp4", "nvfp4", 64, 128, 8, 16)}, "one head size"),
@@ -145,6 +144,11 @@ SMALL: dict[str, dict[str, Any]] = {
     },
     "window": {"sliding_window": 20, "query_lens": (20, 33, 17), "seq_lens": (20, 133, 90)},
     "window-over-some": {
+        "sliding_window": 30,
+        "query_lens": (20, 33, 30, 17, 30),
+        "seq_lens": (30, 133, 30, 31, 70),
+    },
+    "window-of-more-than-the-workspace-holds": {
         "sliding_window": 40,
         "query_lens": (20, 33, 40, 17, 40),
         "seq_lens": (40, 133, 40, 41, 70),

@@ -33,7 +33,6 @@ from halfbyte.attention.dense_plan import (
     OtherSequences,
     make_plan,
     rounded_up,
-    tokens_that_fit,
     workspace_tokens,
 )
 from halfbyte.attention.dense_windows import attend_windowed
@@ -72,9 +71,6 @@ class DenseAttention(GpuAttention):
             return False, f"head sizes up to 256 that 16 divides, not {layout.head_size}"
         if config.query_dtype not in (torch.bfloat16, torch.float16):
             return False, f"query in bfloat16 or float16, not {config.query_dtype}"
-        longest = tokens_that_fit(layout, config.query_dtype) // 2
-        if config.sliding_window is not None and config.sliding_window > longest:
-            return False, f"windows up to {longest} tokens, not {config.sliding_window}"
         return True, cls.purpose
 
     @classmethod

@@ -22,7 +22,7 @@ FEW_QUERIES = 8
 _KEY_BLOCKS = (32768, 16384, 8192, 4096, 2048, 1024)
 """Sizes of blocks of cached tokens."""
 _FOR_DECODING = ("cuda", "triton", "reference")
-_FOR_SHORT_PROMPTS = ("triton", "reference")
+_GENERAL = ("triton", "reference")
 
 
 @dataclass(frozen=True)
@@ -101,27 +101,19 @@ def make_plan(inputs: AttentionInputs) -> DensePlan:
     starts = inputs.query_start_loc.tolist()
     lengths = inputs.seq_lens.tolist()
     counts = [end - begin for begin, end in pairwise(starts)]
-    few: list[int] = []
-    medium: list[int] = []
-    long: list[int] = []
-    for i, (n, length) in enumerate(zip(counts, lengths, strict=True)):
-        if n >= MIN_QUERIES and length >= n:
-            long.append(i)
-        else:
-            (few if n <= FEW_QUERIES else medium).append(i)
     most, most_queries = workspace_tokens(inputs), queries_at_once(inputs)
+    window = inputs.sliding_window
+    few, general, beyond, long = _sorted(counts, lengths, window, most)
     device = inputs.query.device
     some = [
         _some(inputs, backends, [(i, starts[i], counts[i]) for i in indices])
-        for backends, indices in ((_FOR_DECODING, few), (_FOR_SHORT_PROMPTS, medium))
+        for backends, indices in ((_FOR_DECODING, few), (_GENERAL, general))
         if indices
     ]
-    window, windowed = inputs.sliding_window, []
+    windowed: list[WindowedChunks] = []
     if window is not None:
-        # A window that reaches over the whole sequence hides nothing.
-        beyond = [(i, starts[i], counts[i], lengths[i]) for i in long if lengths[i] > window]
-        windowed = windowed_chunks(beyond, window, most, most_queries, device)
-        long = [i for i in long if lengths[i] <= window]
+        sequences = [(i, starts[i], counts[i], lengths[i]) for i in beyond]
+        windowed = windowed_chunks(sequences, window, most, most_queries, device)
     groups: list[list[int]] = []
     for i in long:
         last = groups[-1][-1] if groups else -1
@@ -141,6 +133,28 @@ def make_plan(inputs: AttentionInputs) -> DensePlan:
             at = starts[first] + begin
             steps.append(_long(first, len(group), at, queries, cached + begin, most, device))
     return DensePlan(steps, windowed, some)
+
+
+def _sorted(
+    counts: list[int], lengths: list[int], window: int | None, most_tokens: int
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Indices of sequences: few new tokens, for the general kernel, longer than the window, long.
+
+    Args:
+        most_tokens: that the workspace holds; of a window's keys it must hold as many again.
+    """
+    few: list[int] = []
+    general: list[int] = []
+    beyond: list[int] = []
+    long: list[int] = []
+    for i, (n, length) in enumerate(zip(counts, lengths, strict=True)):
+        if n < MIN_QUERIES or length < n:
+            (few if n <= FEW_QUERIES else general).append(i)
+        elif window is None or length <= window:  # which hides nothing
+            long.append(i)
+        else:
+            (beyond if window <= most_tokens // 2 else general).append(i)
+    return few, general, beyond, long
 
 
 def _long(
