@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from halfbyte.attention import (
     dense_windows,
 )
 from halfbyte.attention.dense import DenseAttention, uses_cudnn
-from halfbyte.attention.dense_plan import key_blocks, rounded_up
+from halfbyte.attention.dense_plan import key_blocks, query_parts, rounded_up
 from halfbyte.attention.dense_windows import windowed_chunks
 from halfbyte.layouts import PageLayout
 from triton_interpreter import interpreted
@@ -163,21 +164,63 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("rows_of_results", [1000, 96])
-@pytest.mark.parametrize("name", SMALL)
-def test_dense_attention_on_a_cpu(
-    name: str, rows_of_results: int, monkeypatch: pytest.MonkeyPatch
+def check_on_a_cpu(
+    options: dict[str, Any], rows_of_results: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With blocks, and memory for them, of few tokens."""
     monkeypatch.setattr(dense_plan, "MIN_QUERIES", 16)
     monkeypatch.setattr(dense_plan, "_KEY_BLOCKS", (64, 32))
     monkeypatch.setattr(dense_plan, "WORKSPACE_BYTES", 64 * 2 * 2 * 64 * 2)  # 64 tokens
     for module in ("halfbyte.kernels.unpack", "halfbyte.kernels.combine"):
         monkeypatch.setitem(sys.modules, module, interpreted(module))
-    case = make_case(head_size=64, group=2, **SMALL[name])
+    case = make_case(head_size=64, group=2, **options)
     monkeypatch.setattr(
         dense_plan, "RESULT_BYTES", rows_of_results * case.query[0].numel() * case.query.itemsize
     )
     check(case, "cpu")
+
+
+@pytest.mark.parametrize("rows_of_results", [1000, 96])
+@pytest.mark.parametrize("name", SMALL)
+def test_dense_attention_on_a_cpu(
+    name: str, rows_of_results: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_on_a_cpu(SMALL[name], rows_of_results, monkeypatch)
+
+
+SQUARES: dict[str, dict[str, Any]] = {
+    "without-prefix": {"sliding_window": 20, "query_lens": (20, 90), "seq_lens": (20, 90)},
+    "behind-a-prefix": {"sliding_window": 70, "query_lens": (33, 40), "seq_lens": (133, 300)},
+    "from-within-the-window": {"sliding_window": 50, "query_lens": (60, 17), "seq_lens": (90, 51)},
+    "window-of-two": {"sliding_window": 2, "query_lens": (20,), "seq_lens": (27,)},
+    "sinks": {"sliding_window": 40, "sinks": True, "query_lens": (1, 90), "seq_lens": (50, 140)},
+}
+
+
+@pytest.mark.parametrize("rows_of_results", [1000, 96])
+@pytest.mark.parametrize("name", SQUARES)
+def test_windows_as_causal_squares(
+    name: str, rows_of_results: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense, "SQUARE_WINDOW", 1)
+    monkeypatch.setattr(dense, "_has_cudnn", lambda inputs: True)
+    attended = Mock(side_effect=dense._attend_edge)
+    monkeypatch.setattr(dense, "_attend_edge", attended)
+    monkeypatch.setattr(dense, "attend_windowed", Mock(side_effect=AssertionError))
+    check_on_a_cpu(SQUARES[name], rows_of_results, monkeypatch)
+    assert attended.called
+
+
+@pytest.mark.parametrize("most_queries", [1000, 13])
+@pytest.mark.parametrize(("queries", "cached"), [(100, 0), (100, 7), (5, 40), (30, 31), (1, 0)])
+def test_parts_of_queries_see_triangles(queries: int, cached: int, most_queries: int) -> None:
+    window = 32
+    assert list(query_parts(50, cached, None, 20)) == [(0, 20), (20, 40), (40, 50)]
+    parts = list(query_parts(queries, cached, window, most_queries))
+    assert [i for part in parts for i in range(*part)] == list(range(queries))
+    for begin, end in parts:
+        assert 0 < end - begin <= min(window, most_queries)
+        assert (cached + begin < window) == (cached + end - 1 < window)
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the log of a sum of nothing
@@ -226,6 +269,13 @@ LARGE: dict[str, dict[str, Any]] = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LARGE)
 def test_dense_attention_on_a_gpu(name: str) -> None:
+    check(make_case(**{"head_size": 128, "group": 2, "kv_heads": 1, **LARGE[name]}), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in LARGE if "window" in name])
+def test_windows_as_causal_squares_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "SQUARE_WINDOW", 1)
     check(make_case(**{"head_size": 128, "group": 2, "kv_heads": 1, **LARGE[name]}), "cuda")
 
 

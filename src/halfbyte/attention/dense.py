@@ -8,8 +8,11 @@ denominators; the last block holds the new tokens and is causal.
 cuDNN (SM90 and later) builds a kernel for every new shape in about 50 ms, so that blocks and
 numbers of queries are rounded to few sizes. Queries that only pad, and those of a causal square's
 first rows, are computed and thrown away. Elsewhere, and for large heads on other GPUs than SM90,
-PyTorch's FlashAttention does the same work. With a sliding window it does so everywhere
-(`dense_windows.py`).
+PyTorch's FlashAttention does the same work.
+
+FlashAttention knows sliding windows (`dense_windows.py`), PyTorch's operator for cuDNN does not.
+With a large window it gets queries in parts of which only two triangles of keys are not seen by
+all: their own, and, from the last to the first, those that the window is about to leave.
 
 A batch may hold prompts and decoding sequences. They are sorted here: sequences of few new tokens
 go to the kernels for decoding, short prompts to the general one.
@@ -28,6 +31,7 @@ from halfbyte.attention.base import (
 from halfbyte.attention.dense_plan import (
     FEW_QUERIES,
     MOST_PARTS,
+    SQUARE_WINDOW,
     Block,
     LongSequences,
     OtherSequences,
@@ -78,7 +82,8 @@ class DenseAttention(GpuAttention):
         """See `AttentionBackend.forward`. The first call of a step reads the lengths back."""
         window = inputs.sliding_window
         key = ("dense", workspace_tokens(inputs), window, inputs.query.device)
-        plan = inputs.plans.get(key, lambda: make_plan(inputs))
+        squares = window is not None and window >= SQUARE_WINDOW and _has_cudnn(inputs)
+        plan = inputs.plans.get(key, lambda: make_plan(inputs, squares=squares))
         for some in plan.some:
             _attend_some(inputs, some)
         for long in plan.long:
@@ -86,6 +91,11 @@ class DenseAttention(GpuAttention):
         for chunks in plan.windowed:
             assert window is not None
             attend_windowed(inputs, chunks, window)
+
+
+def _has_cudnn(inputs: AttentionInputs) -> bool:
+    query = inputs.query
+    return query.is_cuda and uses_cudnn(current_compute_capability(query.device), query.shape[-1])
 
 
 def _attend_some(inputs: AttentionInputs, some: OtherSequences) -> None:
@@ -121,6 +131,8 @@ def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
             parts.append((out[0, :queries], logs[0, :, :queries]))
             if len(parts) == MOST_PARTS:
                 parts = [join(parts)]
+    if long.edge is not None:
+        parts.append(_attend_edge(inputs, long, long.edge))
     before = last.end - last.begin - queries
     query = _padded_rows(inputs.query, long.query_begin - before, long.count * last.size)
     query = query.unflatten(0, (-1, last.size))
@@ -145,6 +157,28 @@ def _attend_block(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     key, value = _unpack(inputs, long, block)
     return _dense(query, key, value, causal, inputs.scale)
+
+
+def _attend_edge(
+    inputs: AttentionInputs, long: LongSequences, edge: Block
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output `[queries, heads, D]` and log-denominators of keys that the window is about to leave.
+
+    From the last to the first, every query sees one of them more: a causal square.
+    """
+    rows = long.queries - 1  # the last query sees none
+    query = inputs.query[long.query_begin : long.query_begin + rows].flip(0)
+    key, value = _unpack(inputs, long, edge)
+    for x in key, value:
+        x[:, :rows] = x[:, :rows].flip(1)
+    query = _padded_rows(query, 0, edge.size)[None]
+    out, logs = _dense(query, key, value, True, inputs.scale)
+    del query, key, value
+    all_out = out.new_zeros((long.queries, *out.shape[2:]))
+    all_logs = logs.new_full((logs.shape[1], long.queries), -torch.inf)
+    all_out[:rows] = out[0, :rows].flip(0)
+    all_logs[:, :rows] = logs[0, :, :rows].flip(1)
+    return all_out, all_logs
 
 
 def _padded_rows(query: torch.Tensor, begin: int, count: int) -> torch.Tensor:

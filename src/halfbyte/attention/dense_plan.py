@@ -1,5 +1,6 @@
 """How `dense` sorts a batch's sequences, and cuts the keys of the long ones into blocks."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,6 +20,8 @@ MIN_QUERIES = 512
 """New tokens of a sequence from which unpacking its keys pays."""
 FEW_QUERIES = 8
 """New tokens up to which the decode kernels are meant."""
+SQUARE_WINDOW = 2048
+"""Windows from which squares of cuDNN's are faster than FlashAttention, reckoned."""
 _KEY_BLOCKS = (32768, 16384, 8192, 4096, 2048, 1024)
 """Sizes of blocks of cached tokens."""
 _FOR_DECODING = ("cuda", "triton", "reference")
@@ -49,6 +52,10 @@ class LongSequences:
     query_begin: int
     queries: int
     cached: list[Block]
+    """Keys that all queries see."""
+    edge: Block | None
+    """With a window, keys before those: the first query sees all of them, each one after it a key
+    less, the last one none."""
     last: Block
     """With the new tokens, causal; tokens cached before them become rows of its square."""
 
@@ -71,7 +78,7 @@ class OtherSequences:
 class DensePlan:
     long: list[LongSequences]
     windowed: list[WindowedChunks]
-    """In place of those, where there is a window that is shorter than the sequence."""
+    """In place of those, where a small window is shorter than the sequence."""
     some: list[OtherSequences]
 
 
@@ -91,19 +98,43 @@ def key_blocks(cached: int, most_tokens: int) -> list[tuple[int, int]]:
     return blocks
 
 
+def query_parts(
+    queries: int, cached: int, window: int | None, most_queries: int
+) -> Iterator[tuple[int, int]]:
+    """Ranges of a sequence's queries that are attended to at a time.
+
+    With a window each has at most as many, and no range holds both queries that the window hides
+    nothing from and others: so the keys that not all of a range see are a triangle.
+    """
+    begin = 0
+    while begin < queries:
+        most = most_queries
+        if window is not None:
+            hides_nothing = window - cached - begin
+            most = min(most, hides_nothing if hides_nothing > 0 else window)
+        end = min(queries, begin + most)
+        yield begin, end
+        begin = end
+
+
 def rounded_up(tokens: int) -> int:
     """The next of four sizes per octave, at least 256."""
     step = max(64, 1 << max(0, (tokens - 1).bit_length() - 3))
     return max(256, -(-tokens // step) * step)
 
 
-def make_plan(inputs: AttentionInputs) -> DensePlan:
+def make_plan(inputs: AttentionInputs, *, squares: bool) -> DensePlan:
+    """How to attend to a batch.
+
+    Args:
+        squares: whether sequences that a window is shorter than are cut into causal squares.
+    """
     starts = inputs.query_start_loc.tolist()
     lengths = inputs.seq_lens.tolist()
     counts = [end - begin for begin, end in pairwise(starts)]
     most, most_queries = workspace_tokens(inputs), queries_at_once(inputs)
     window = inputs.sliding_window
-    few, general, beyond, long = _sorted(counts, lengths, window, most)
+    few, general, beyond, long = _sorted(counts, lengths, None if squares else window, most)
     device = inputs.query.device
     some = [
         _some(inputs, backends, [(i, starts[i], counts[i]) for i in indices])
@@ -118,6 +149,7 @@ def make_plan(inputs: AttentionInputs) -> DensePlan:
     for i in long:
         last = groups[-1][-1] if groups else -1
         alike = last == i - 1 and counts[last] == lengths[last] == counts[i] == lengths[i]
+        alike = alike and (window is None or lengths[i] <= window)
         # Sequences that are attended to together have one block each, and one result.
         fits = groups and (len(groups[-1]) + 1) * counts[i] <= min(most, 2 * most_queries)
         if alike and fits and counts[i] == rounded_up(counts[i]):
@@ -128,10 +160,9 @@ def make_plan(inputs: AttentionInputs) -> DensePlan:
     for group in groups:
         first, n, cached = group[0], counts[group[0]], lengths[group[0]] - counts[group[0]]
         # More queries than the memory is for go one part after the other.
-        for begin in range(0, n, most_queries):
-            queries = min(most_queries, n - begin)
-            at = starts[first] + begin
-            steps.append(_long(first, len(group), at, queries, cached + begin, most, device))
+        for begin, end in query_parts(n, cached, window, most_queries):
+            at, before = starts[first] + begin, cached + begin
+            steps.append(_long(first, len(group), at, end - begin, before, window, most, device))
     return DensePlan(steps, windowed, some)
 
 
@@ -163,12 +194,19 @@ def _long(
     query_begin: int,
     queries: int,
     cached: int,
+    window: int | None,
     most_tokens: int,
     device: torch.device,
 ) -> LongSequences:
-    ranges = [(begin, end, end - begin) for begin, end in key_blocks(cached, most_tokens)]
-    rest, length = ranges[-1][1] if ranges else 0, cached + queries
+    length = cached + queries
+    seen_by_all = 0 if window is None else max(0, length - window)
+    blocks_of_all = key_blocks(cached - seen_by_all, most_tokens)
+    ranges = [(seen_by_all + begin, seen_by_all + end, end - begin) for begin, end in blocks_of_all]
+    rest = ranges[-1][1] if ranges else seen_by_all
     ranges.append((rest, length, rounded_up(length - rest)))
+    has_edge = seen_by_all > 0 and queries > 1
+    if has_edge:
+        ranges.append((seen_by_all - queries + 1, seen_by_all, rounded_up(queries - 1)))
     # One transfer: the bounds of all blocks, for every sequence.
     numbers = torch.tensor(
         [
@@ -178,7 +216,8 @@ def _long(
         dtype=torch.int32,
     ).to(device)
     blocks = [Block(*sizes, *on_device) for sizes, on_device in zip(ranges, numbers, strict=True)]
-    return LongSequences(first, count, query_begin, queries, blocks[:-1], blocks[-1])
+    edge = blocks.pop() if has_edge else None
+    return LongSequences(first, count, query_begin, queries, blocks[:-1], edge, blocks[-1])
 
 
 def _some(
