@@ -103,10 +103,8 @@ ASSEMBLY = {
         for instruction, text in _MATMULS.items()
     },
     **{_wgmma(columns): f"{HERE}wgmma({columns}, &d[0][0], a, b, add)" for columns in (32, 64)},
-    # Of linear_wide.cu, whose macros stand for themselves here.
-    "{.reg .pred p; setp.ne.b32 p, ADD , 0;wgmma.mma_async.sync.alignedWGMMA WGMMA_TYPES }": (
-        f"{HERE}wgmma(TOKENS, d, a, b, add, X_BF16)"
-    ),
+    # Of linear_wide_wgmma.cuh, whose macros stand for themselves here.
+    "WGMMA WGMMA_TYPES ": f"{HERE}wgmma(TOKENS, d, a, b, add, X_BF16)",
     "wgmma.fence.sync.aligned;": "",
     "wgmma.commit_group.sync.aligned;": f"{HERE}commit_matmuls()",
     "wgmma.wait_group.sync.aligned %0;": f"{HERE}wait_for_matmuls(%0)",

@@ -27,6 +27,13 @@ def test_kernel_compiles(tile: Tile, dtype: torch.dtype) -> None:
     assert nvrtc.compile_source("linear_wide", options, "sm_90a")[:4] == b"\x7fELF"
 
 
+@pytest.mark.parametrize("tokens", sorted({*range(64, 257, 16)} - {t.tokens for t in TILES}))
+def test_tiles_of_other_widths_compile(tokens: int) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    options = wide.macros(torch.bfloat16, Tile(2, tokens, 64, 4, 0.0))
+    assert nvrtc.compile_source("linear_wide", options, "sm_90a")[:4] == b"\x7fELF"
+
+
 @pytest.mark.parametrize("m", [40, 200, 520, 1500, 20000])
 @pytest.mark.parametrize(("n", "k"), WEIGHTS)
 def test_kernels_divide_as_plans_do(n: int, k: int, m: int) -> None:

@@ -81,8 +81,8 @@ class DenseAttention(GpuAttention):
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`. The first call of a step reads the lengths back."""
         window = inputs.sliding_window
-        key = ("dense", workspace_tokens(inputs), window, inputs.query.device)
         squares = window is not None and window >= SQUARE_WINDOW and _has_cudnn(inputs)
+        key = ("dense", workspace_tokens(inputs), window, squares, inputs.query.device)
         plan = inputs.plans.get(key, lambda: make_plan(inputs, squares=squares))
         for some in plan.some:
             _attend_some(inputs, some)

@@ -18,13 +18,14 @@
 //
 // Macros:
 //   X_BF16     see linear_values.cuh
-//   TOKENS     64, 128, 144, 160, 176 or 256
+//   TOKENS     a multiple of 16 from 64 to 256
 //   STEP       of k: 64 or 128
 //   GROUPS     warpgroups that multiply: 2 or 3
 //   STAGES     tiles in the ring
 
 #include "linear_values.cuh"
 #include "linear_wide_join.cuh"
+#include "linear_wide_wgmma.cuh"
 
 #define X_BYTES (TOKENS * STEP * 2)
 #define BOXES (STEP / 64)               // of 64 k: what TMA brings of x, and a square of W, at a time
@@ -65,73 +66,6 @@ __device__ __forceinline__ void copy_x(u32 to, const TensorMap* map, int k, int 
 // warp's lanes have the same one, and keeps descriptors in uniform registers.
 __device__ __forceinline__ u32 x_descriptor(u32 address) {
   return __shfl_sync(~0u, address / 16 | 1u << 16, 0);
-}
-
-#if X_BF16
-#define WGMMA_TYPES "bf16.bf16"
-#else
-#define WGMMA_TYPES "f16.f16"
-#endif
-#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define D8(i) D4(i), D4(i + 4)
-#define D32(i) D8(i), D8(i + 8), D8(i + 16), D8(i + 24)
-#define NAMES_32 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, " \
-  "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define NAMES_64 \
-  NAMES_32 ", " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES_72 \
-  NAMES_64 ", " \
-  "%64, %65, %66, %67, %68, %69, %70, %71"
-#define NAMES_80 \
-  NAMES_72 ", " \
-  "%72, %73, %74, %75, %76, %77, %78, %79"
-#define NAMES_88 \
-  NAMES_80 ", " \
-  "%80, %81, %82, %83, %84, %85, %86, %87"
-#define NAMES_128 \
-  NAMES_88 ", " \
-  "%88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, " \
-  "%104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, " \
-  "%118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define WGMMA_OF(tokens, type, sums, a0, a1, a2, a3, b) \
-  ".m64n" #tokens "k16.f32." type " {" sums "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1, 0;"
-#if TOKENS == 64
-#define D D32(0)
-#define WGMMA(t) WGMMA_OF(64, t, NAMES_32, 32, 33, 34, 35, 36)
-#define ADD "%37"
-#elif TOKENS == 128
-#define D D32(0), D32(32)
-#define WGMMA(t) WGMMA_OF(128, t, NAMES_64, 64, 65, 66, 67, 68)
-#define ADD "%69"
-#elif TOKENS == 144
-#define D D32(0), D32(32), D8(64)
-#define WGMMA(t) WGMMA_OF(144, t, NAMES_72, 72, 73, 74, 75, 76)
-#define ADD "%77"
-#elif TOKENS == 160
-#define D D32(0), D32(32), D8(64), D8(72)
-#define WGMMA(t) WGMMA_OF(160, t, NAMES_80, 80, 81, 82, 83, 84)
-#define ADD "%85"
-#elif TOKENS == 176
-#define D D32(0), D32(32), D8(64), D8(72), D8(80)
-#define WGMMA(t) WGMMA_OF(176, t, NAMES_88, 88, 89, 90, 91, 92)
-#define ADD "%93"
-#else
-#define D D32(0), D32(32), D32(64), D32(96)
-#define WGMMA(t) WGMMA_OF(256, t, NAMES_128, 128, 129, 130, 131, 132)
-#define ADD "%133"
-#endif
-
-// d = a b, or d += a b.
-__device__ __forceinline__ void wgmma(float* d, const u32* a, u32 b_low, bool add) {
-  u64 b;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(b) : "r"(b_low), "r"(1024u / 16 | 1u << 30));
-  asm volatile("{.reg .pred p; setp.ne.b32 p, " ADD ", 0;"
-               "wgmma.mma_async.sync.aligned" WGMMA(WGMMA_TYPES) "}"
-               : D
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
 }
 
 // A stage of the ring, and the parity of its barriers.
