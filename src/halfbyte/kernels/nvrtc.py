@@ -1,4 +1,4 @@
-"""CUDA C++ compiled at run time: no build step, no toolkit, 0.1 to 0.5 s per kernel and process.
+"""CUDA C++ compiled at run time: no build step, no toolkit, once per machine and kernel.
 
 NVRTC and the driver are reached through `cuda-bindings`, which PyTorch's CUDA builds depend on.
 Sources are the `.cu` files beside this module, which may include the `.cuh` files there; what
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from halfbyte.dispatch import capability_of_gpu
+from halfbyte.kernels import cubin_cache
 
 Argument = ctypes.Structure | ctypes.c_void_p | ctypes.c_int | ctypes.c_uint64
 
@@ -82,30 +83,62 @@ def compile_source(name: str, macros: dict[str, int | None], architecture: str) 
     Raises:
         CompileError: the source does not compile.
     """
-    from cuda.bindings import nvrtc
-
-    source = (_FOLDER / f"{name}.cu").read_bytes()
-    headers = sorted(_FOLDER.glob("*.cuh"))
-    texts, names = [h.read_bytes() for h in headers], [h.name.encode() for h in headers]
-    program = _check(
-        nvrtc.nvrtcCreateProgram(source, f"{name}.cu".encode(), len(headers), texts, names)
-    )
-    options = [f"--gpu-architecture={architecture}", "--std=c++17", "--extra-device-vectorization"]
-    options += [f"-D{key}" + ("" if v is None else f"={v}") for key, v in macros.items()]
-    encoded = [option.encode() for option in options]
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
-    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
-        nvrtc.nvrtcGetProgramLog(program, log)
-        message = log.rstrip(b"\0").decode().strip()
-        raise CompileError(f"{name}.cu for {architecture}: {message}")
-    cubin = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
-    _check(nvrtc.nvrtcGetCUBIN(program, cubin))
-    nvrtc.nvrtcDestroyProgram(program)
-    return cubin
+    return _Program.of(name, macros, architecture).compiled()
 
 
-@lru_cache(maxsize=4096)  # what was forgotten would be compiled again, perhaps within a capture
+class _Program(NamedTuple):
+    """A source, and what it is compiled with."""
+
+    file: bytes
+    text: bytes
+    headers: list[bytes]
+    """Their texts."""
+    header_files: list[bytes]
+    options: list[bytes]
+
+    @classmethod
+    def of(cls, name: str, macros: dict[str, int | None], architecture: str) -> "_Program":
+        """Arguments as of `compile_source`."""
+        options = [f"-arch={architecture}", "--std=c++17", "--extra-device-vectorization"]
+        options += [f"-D{key}" + ("" if v is None else f"={v}") for key, v in macros.items()]
+        headers = sorted(_FOLDER.glob("*.cuh"))
+        return cls(
+            file=f"{name}.cu".encode(),
+            text=(_FOLDER / f"{name}.cu").read_bytes(),
+            headers=[header.read_bytes() for header in headers],
+            header_files=[header.name.encode() for header in headers],
+            options=[option.encode() for option in options],
+        )
+
+    def made_from(self) -> list[bytes]:
+        """All that the cubin depends on."""
+        from cuda.bindings import nvrtc
+
+        version = str(_check(nvrtc.nvrtcVersion())).encode()
+        return [version, self.text, *self.headers, *self.header_files, *self.options]
+
+    def compiled(self) -> bytes:
+        """The cubin; raises CompileError."""
+        from cuda.bindings import nvrtc
+
+        program = _check(
+            nvrtc.nvrtcCreateProgram(
+                self.text, self.file, len(self.headers), self.headers, self.header_files
+            )
+        )
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(self.options), self.options)
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+            nvrtc.nvrtcGetProgramLog(program, log)
+            message = log.rstrip(b"\0").decode().strip()
+            raise CompileError(f"{self.file.decode()}, {self.options[0].decode()}: {message}")
+        cubin = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
+        _check(nvrtc.nvrtcGetCUBIN(program, cubin))
+        nvrtc.nvrtcDestroyProgram(program)
+        return cubin
+
+
+@lru_cache(maxsize=4096)  # what was forgotten would be loaded again, perhaps within a capture
 def load(
     name: str,
     macros: tuple[tuple[str, int | None], ...],
@@ -123,7 +156,8 @@ def load(
 
     capability = capability_of_gpu(device)
     suffix = "a" if capability >= 90 else ""
-    cubin = compile_source(name, dict(macros), f"sm_{capability}{suffix}")
+    program = _Program.of(name, dict(macros), f"sm_{capability}{suffix}")
+    cubin = cubin_cache.cubin(name, program.made_from(), program.compiled)
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes sure that the context exists
         module = _check(driver.cuModuleLoadData(cubin))
