@@ -167,18 +167,15 @@ def _attend_edge(
     From the last to the first, every query sees one of them more: a causal square.
     """
     rows = long.queries - 1  # the last query sees none
-    query = inputs.query[long.query_begin : long.query_begin + rows].flip(0)
-    key, value = _unpack(inputs, long, edge)
-    for x in key, value:
-        x[:, :rows] = x[:, :rows].flip(1)
-    query = _padded_rows(query, 0, edge.size)[None]
+    places = torch.arange(max(edge.size, long.queries), device=inputs.query.device)
+    order = (rows - 1 - places).clamp(min=0)  # what pads is some row that is there
+    query = inputs.query[None, long.query_begin :].index_select(1, order[: edge.size])
+    key, value = (x.index_select(1, order[: edge.size]) for x in _unpack(inputs, long, edge))
     out, logs = _dense(query, key, value, True, inputs.scale)
     del query, key, value
-    all_out = out.new_zeros((long.queries, *out.shape[2:]))
-    all_logs = logs.new_full((logs.shape[1], long.queries), -torch.inf)
-    all_out[:rows] = out[0, :rows].flip(0)
-    all_logs[:, :rows] = logs[0, :, :rows].flip(1)
-    return all_out, all_logs
+    logs = logs[0].index_select(1, order[: long.queries])
+    logs[:, rows] = -torch.inf
+    return out[0].index_select(0, order[: long.queries]), logs
 
 
 def _padded_rows(query: torch.Tensor, begin: int, count: int) -> torch.Tensor:
