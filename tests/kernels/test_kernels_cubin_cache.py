@@ -80,6 +80,8 @@ def test_without_a_folder_kernels_are_compiled_every_time(
     assert "compiled kernels are not kept" in caplog.text
     monkeypatch.setenv("HALFBYTE_CACHE_DIR", "")
     assert calls(PARTS, PARTS) == 2
+    monkeypatch.setenv("HALFBYTE_CACHE_DIR", "~nobody-of-that-name/folder")
+    assert calls(PARTS, PARTS) == 2
     monkeypatch.delenv("HALFBYTE_CACHE_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
@@ -92,7 +94,7 @@ def test_folders_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
     calls(PARTS)
     assert len([*(tmp_path / "xdg" / "halfbyte").iterdir()]) == 1
-    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     calls(PARTS)
     assert len([*(tmp_path / "home" / ".cache" / "halfbyte").iterdir()]) == 1
 

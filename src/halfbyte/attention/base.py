@@ -46,7 +46,8 @@ class AttentionPlans:
 
     Hand one object to every call that has the same `query_start_loc` and `seq_lens`, with the same
     values in them, one call after the other on one stream. In a CUDA graph, make the object inside
-    the capture: then every replay prepares anew, from the lengths of its time.
+    the capture: then every replay prepares anew, from the lengths of its time. That is for decode
+    steps; `dense`, for prefill, reads lengths back, which no capture allows.
     """
 
     def __init__(self) -> None:

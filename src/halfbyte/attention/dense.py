@@ -36,6 +36,7 @@ from halfbyte.attention.dense_plan import (
     LongSequences,
     OtherSequences,
     make_plan,
+    queries_at_once,
     rounded_up,
     workspace_tokens,
 )
@@ -82,7 +83,8 @@ class DenseAttention(GpuAttention):
         """See `AttentionBackend.forward`. The first call of a step reads the lengths back."""
         window = inputs.sliding_window
         squares = window is not None and window >= SQUARE_WINDOW and _has_cudnn(inputs)
-        key = ("dense", workspace_tokens(inputs), window, squares, inputs.query.device)
+        fit = workspace_tokens(inputs), queries_at_once(inputs)
+        key = ("dense", *fit, window, squares, inputs.query.device)
         plan = inputs.plans.get(key, lambda: make_plan(inputs, squares=squares))
         for some in plan.some:
             _attend_some(inputs, some)
@@ -124,6 +126,8 @@ def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
 
     queries, last = long.queries, long.last
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if long.edge is not None:
+        parts.append(_attend_edge(inputs, long, long.edge))
     if long.cached:
         query = _padded_rows(inputs.query, long.query_begin, rounded_up(queries))[None]
         for block in long.cached:
@@ -131,8 +135,6 @@ def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
             parts.append((out[0, :queries], logs[0, :, :queries]))
             if len(parts) == MOST_PARTS:
                 parts = [join(parts)]
-    if long.edge is not None:
-        parts.append(_attend_edge(inputs, long, long.edge))
     before = last.end - last.begin - queries
     query = _padded_rows(inputs.query, long.query_begin - before, long.count * last.size)
     query = query.unflatten(0, (-1, last.size))

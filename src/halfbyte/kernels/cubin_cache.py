@@ -3,7 +3,8 @@
 They lie in the folder that `HALFBYTE_CACHE_DIR` names, by default `halfbyte` in `XDG_CACHE_HOME`
 or `~/.cache`. With `HALFBYTE_CACHE_DIR` set to nothing, none are kept. A file's name is a hash of
 all that the cubin was made from; in it are the SHA-256 of the rest, and the cubin. Where files can
-be neither read nor written, kernels are compiled, and nothing else happens.
+be neither read nor written, kernels are compiled, and nothing else happens. Nothing is removed: a
+file has some 50 kB. What lies there is run, so that only its user should be able to write to it.
 """
 
 import logging
@@ -43,13 +44,15 @@ def cubin(name: str, made_from: Iterable[bytes], compiled: Callable[[], bytes]) 
 
 def _folder() -> Path | None:
     named = os.environ.get("HALFBYTE_CACHE_DIR")
-    if named is not None:
-        return Path(named).expanduser() if named else None
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        if named is not None:
+            return Path(named).expanduser() if named else None
+        if not base.is_absolute():  # its specification has others ignored
+            base = Path.home() / ".cache"
     except RuntimeError:  # a user without a home
         return None
-    return Path(base) / "halfbyte"
+    return base / "halfbyte"
 
 
 def _read(path: Path) -> bytes | None:

@@ -18,10 +18,10 @@
 //
 // Macros:
 //   X_BF16     see linear_values.cuh
-//   TOKENS     a multiple of 16 from 64 to 256
+//   TOKENS     a multiple of 16 from 64 to 256; with three warpgroups, to 160, as registers allow
 //   STEP       of k: 64 or 128
 //   GROUPS     warpgroups that multiply: 2 or 3
-//   STAGES     tiles in the ring
+//   STAGES     tiles in the ring, at least 3
 
 #include "linear_values.cuh"
 #include "linear_wide_join.cuh"

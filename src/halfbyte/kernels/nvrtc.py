@@ -11,8 +11,10 @@ A model without CUDA graphs launches hundreds of times per step, and the host's 
 import ctypes
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import addressof
 from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from struct import Struct
 from typing import Any, NamedTuple
@@ -114,8 +116,9 @@ class _Program(NamedTuple):
         """All that the cubin depends on."""
         from cuda.bindings import nvrtc
 
-        version = str(_check(nvrtc.nvrtcVersion())).encode()
-        return [version, self.text, *self.headers, *self.header_files, *self.options]
+        compiler = [str(_check(nvrtc.nvrtcVersion())), *_versions_of_packages()]
+        sources = [self.text, *self.headers, *self.header_files]
+        return [*(text.encode() for text in compiler), *sources, *self.options]
 
     def compiled(self) -> bytes:
         """The cubin; raises CompileError."""
@@ -136,6 +139,16 @@ class _Program(NamedTuple):
         _check(nvrtc.nvrtcGetCUBIN(program, cubin))
         nvrtc.nvrtcDestroyProgram(program)
         return cubin
+
+
+@cache
+def _versions_of_packages() -> list[str]:
+    """To the last digit, which NVRTC itself does not tell; empty where it came another way."""
+    versions = []
+    for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
+        with suppress(PackageNotFoundError):
+            versions.append(version(package))
+    return versions
 
 
 @lru_cache(maxsize=4096)  # what was forgotten would be loaded again, perhaps within a capture
