@@ -165,6 +165,7 @@ GPU_CASES = (
     decode("llama", 128, 1024),
     decode("gpt-oss", 64, 8192),
     decode("gemma", 64, 8192),
+    decode("gemma", 256, 8192),  # as many bytes as the first
     decode("mistral", 64, 16384),
     decode("gpt-oss-sliding", 64, 8192),
     decode("llama", 64, 16384, ragged=True),

@@ -9,7 +9,11 @@ Shape = tuple[int, int]
 
 GPU_SHAPES: tuple[Shape, ...] = ((6144, 4096), (28672, 4096), (4096, 14336))
 """q, k and v, gate and up, and down of Llama-3.1-8B."""
-GPU_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+GPU_ROWS = (
+    *(1, 2, 4, 8, 16, 32, 64, 128, 256, 257, 300, 384, 512, 513, 640, 768, 1024),
+    *(1536, 2048, 3072, 4096, 8192),
+)
+"""Powers of two, one more than that, and some between them."""
 CPU_SHAPES: tuple[Shape, ...] = ((2048, 2048), (1024, 4096))
 CPU_ROWS = (1, 4, 16, 64)
 MOST_ROWS = {"reference": 16}
