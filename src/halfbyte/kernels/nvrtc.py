@@ -96,6 +96,7 @@ class _Program(NamedTuple):
     headers: list[bytes]
     """Their texts."""
     header_files: list[bytes]
+    architecture: str
     options: list[bytes]
 
     @classmethod
@@ -109,6 +110,7 @@ class _Program(NamedTuple):
             text=(_FOLDER / f"{name}.cu").read_bytes(),
             headers=[header.read_bytes() for header in headers],
             header_files=[header.name.encode() for header in headers],
+            architecture=architecture,
             options=[option.encode() for option in options],
         )
 
@@ -134,7 +136,7 @@ class _Program(NamedTuple):
             log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
             nvrtc.nvrtcGetProgramLog(program, log)
             message = log.rstrip(b"\0").decode().strip()
-            raise CompileError(f"{self.file.decode()}, {self.options[0].decode()}: {message}")
+            raise CompileError(f"{self.file.decode()} for {self.architecture}: {message}")
         cubin = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
         _check(nvrtc.nvrtcGetCUBIN(program, cubin))
         nvrtc.nvrtcDestroyProgram(program)
