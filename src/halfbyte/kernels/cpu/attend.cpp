@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <new>
 #include <vector>
 
 #include "attention.h"
@@ -22,9 +23,26 @@ struct Side {
   const PackedKernels* packed;  // or null
 };
 
+// Vectors begin where cache lines do: stores of 64 bytes that cross lines take longer.
+template <class T>
+struct LineAllocator {
+  using value_type = T;
+  static constexpr std::align_val_t kLine{64};
+
+  LineAllocator() = default;
+  template <class U>
+  LineAllocator(const LineAllocator<U>&) {}
+  T* allocate(size_t n) { return (T*)::operator new(n * sizeof(T), kLine); }
+  void deallocate(T* x, size_t) { ::operator delete(x, kLine); }
+  bool operator==(const LineAllocator&) const { return true; }
+  bool operator!=(const LineAllocator&) const { return false; }
+};
+
+using Floats = std::vector<float, LineAllocator<float>>;
+
 // What one thread needs, kept between calls. Rows are those of all heads of an item.
 struct Workspace {
-  std::vector<float> q, packed_q, scores, sums, tile, rows, parts, merged, ordered;
+  Floats q, packed_q, scores, sums, tile, rows, parts, merged, ordered;
   std::vector<int> positions;
   std::vector<uint8_t> v_scales;
   const uint8_t *k_data[kSpan], *k_scales[kSpan], *v_data[kSpan], *v_scale_rows[kSpan];
@@ -36,7 +54,7 @@ Workspace& workspace() {
   return w;
 }
 
-void reserve(std::vector<float>& x, size_t n) {
+void reserve(Floats& x, size_t n) {
   if (x.size() < n) x.resize(n);
 }
 
@@ -114,27 +132,31 @@ Rows v_rows(const Batch& batch, const Side& side, int head, int h, const Workspa
   return rows;
 }
 
+// Tokens unpacked at once. With few rows, so few that they stay in the first-level cache.
+int tile_of(const Item& item) { return item.rows <= 8 ? kPad : kTile; }
+
 // scores[t] of up to kTile tokens, by way of floats.
 void score_tile(const Batch& batch, const Item& item, const Side& side, const Rows& k, int count,
                 const float* q, float* scores, Workspace& w) {
   const Kernels& kernels = batch.kernels;
   const int stride = padded(side.size);
   reserve(w.rows, (size_t)kPad * stride);
-  reserve(w.tile, (size_t)side.size * kTile);
+  const int tile = tile_of(item);
+  reserve(w.tile, (size_t)side.size * tile);
   for (int i = 0; i < count; i += kPad) {
     for (int j = i; j < std::min(count, i + kPad); j++)
       kernels.unpack(side.format, k.data_of(j), k.scales_of(j), side.size,
                      w.rows.data() + (size_t)(j - i) * stride);
-    kernels.transpose(w.rows.data(), stride, side.size, w.tile.data() + i, kTile);
+    kernels.transpose(w.rows.data(), stride, side.size, w.tile.data() + i, tile);
   }
-  kernels.multiply(q, stride, item.rows, w.tile.data(), kTile, side.size, scores, kSpan,
+  kernels.multiply(q, stride, item.rows, w.tile.data(), tile, side.size, scores, kSpan,
                    padded(count), true);
 }
 
 void accumulate_tile(const Batch& batch, const Item& item, const Side& side, const Rows& v,
                      int count, const float* weights, float* sums, int sum_stride, Workspace& w) {
   const int stride = padded(side.size);
-  reserve(w.tile, (size_t)kTile * stride);
+  reserve(w.tile, (size_t)tile_of(item) * stride);
   for (int i = 0; i < count; i++)
     batch.kernels.unpack(side.format, v.data_of(i), v.scales_of(i), side.size,
                          w.tile.data() + (size_t)i * stride);
@@ -144,7 +166,7 @@ void accumulate_tile(const Batch& batch, const Item& item, const Side& side, con
 
 void score_span(const Batch& batch, const Item& item, const Side& side, const Side& v_side, int n,
                 Workspace& w) {
-  const int step = side.packed ? kStep : kTile;
+  const int step = side.packed ? kStep : tile_of(item);
   for (int t = 0; t < n; t += step)
     for (int h = 0; h < item.heads; h++) {
       const int head = item.first_head + h, count = std::min(step, n - t), end = t + count;
@@ -165,7 +187,7 @@ void score_span(const Batch& batch, const Item& item, const Side& side, const Si
 
 void accumulate_span(const Batch& batch, const Item& item, const Side& side, int n, int sum_stride,
                      Workspace& w) {
-  const int step = side.packed ? kStep : kTile;
+  const int step = side.packed ? kStep : tile_of(item);
   for (int t = 0; t < n; t += step)
     for (int h = 0; h < item.heads; h++) {
       const int count = std::min(step, n - t), end = t + count;

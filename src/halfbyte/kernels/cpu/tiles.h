@@ -10,7 +10,7 @@
 namespace halfbyte {
 
 constexpr int kSpan = 512;  // tokens scored before their softmax
-constexpr int kTile = 64;   // tokens unpacked at once
+constexpr int kTile = 64;   // tokens unpacked at once, at most
 constexpr int kStep = 32;   // tokens read at once where nothing is unpacked to memory
 constexpr int kPad = 16;    // rows of floats are padded to a multiple of this
 
