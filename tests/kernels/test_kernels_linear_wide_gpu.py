@@ -7,7 +7,7 @@ import torch
 
 from halfbyte.kernels import linear_wide as wide
 from halfbyte.kernels.linear_weights import DTYPES, pack_weight
-from halfbyte.kernels.linear_wide_plan import TILES, Tile, WidePlan, wide_plan
+from halfbyte.kernels.linear_wide_plan import ALL_TILES, Tile, WidePlan, wide_plan
 from halfbyte.numerics import nvfp4
 from linear.machines import H200
 
@@ -71,7 +71,7 @@ def needs_sm90() -> None:
 def test_products(n: int, k: int, m: int, dtype: torch.dtype) -> None:
     needs_sm90()
     case = make_case(n, k, m, dtype)
-    for tile in (None, *TILES):
+    for tile in (None, *ALL_TILES):
         assert_close(case.product(wide_plan(n, k, m, PROCESSORS, tile)), case)
 
 
@@ -81,13 +81,13 @@ def test_tiles_that_are_cut_anywhere(clusters: int, dtype: torch.dtype) -> None:
     needs_sm90()
     n, k, m = 700, 1024, 200
     case = make_case(n, k, m, dtype)
-    for tile in TILES:
+    for tile in ALL_TILES:
         tiles = tile.pairs(n, m)
         assert_close(case.product(WidePlan(tile, tiles, clusters, tiles)), case)
 
 
 @DTYPE
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", ALL_TILES, ids=str)
 def test_whole_tiles_after_those_that_are_cut(tile: Tile, dtype: torch.dtype) -> None:
     needs_sm90()
     n, k, m, clusters = 700, 512, 500, 3
@@ -104,7 +104,7 @@ def test_whole_tiles_after_those_that_are_cut(tile: Tile, dtype: torch.dtype) ->
 def test_tiles_that_clusters_share(sharers: int, crossing: int, dtype: torch.dtype) -> None:
     needs_sm90()
     n, k, tiles = 500, 4096, 4
-    for tile in TILES:
+    for tile in ALL_TILES:
         for beyond in (
             3,
             20,
@@ -135,7 +135,7 @@ def captured(
 
 
 @pytest.mark.parametrize("crossing", [0, 2])
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", ALL_TILES, ids=str)
 def test_graphs_that_run_at_once(tile: Tile, crossing: int) -> None:
     needs_sm90()
     n, k, m = 1536, 4096, 250

@@ -11,7 +11,7 @@ first rows, are computed and thrown away. Elsewhere, and for large heads on othe
 PyTorch's FlashAttention does the same work.
 
 FlashAttention knows sliding windows (`dense_windows.py`), PyTorch's operator for cuDNN does not.
-With a large window it gets queries in parts of which only two triangles of keys are not seen by
+With a large window it can get queries in parts of which only two triangles of keys are not seen by
 all: their own, and, from the last to the first, those that the window is about to leave.
 
 A batch may hold prompts and decoding sequences. They are sorted here: sequences of few new tokens
@@ -82,7 +82,8 @@ class DenseAttention(GpuAttention):
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`. The first call of a step reads the lengths back."""
         window = inputs.sliding_window
-        squares = window is not None and window >= SQUARE_WINDOW and _has_cudnn(inputs)
+        squares = SQUARE_WINDOW is not None and (window or 0) >= SQUARE_WINDOW
+        squares = squares and _has_cudnn(inputs)
         fit = workspace_tokens(inputs), queries_at_once(inputs)
         key = ("dense", *fit, window, squares, inputs.query.device)
         plan = inputs.plans.get(key, lambda: make_plan(inputs, squares=squares))

@@ -18,6 +18,7 @@ from halfbyte.kernels.devices import Memory, allocate, current_device, multiproc
 from halfbyte.kernels.linear_weights import TILE_N
 from halfbyte.kernels.linear_wide_plan import (
     MOST_SHARERS,
+    STRIP,
     TILES,
     Tile,
     WidePlan,
@@ -26,8 +27,6 @@ from halfbyte.kernels.linear_wide_plan import (
 )
 from halfbyte.kernels.tensor_maps import MAPS, SHAPES, TensorMap, box_rows, row_stride, tensor_map
 
-_STRIP = 16
-"""Rows of x that a cluster finishes at a time."""
 _ONE = 2**31
 """What inverses are scaled by; the kernel divides numbers whose product with `by` is less."""
 
@@ -115,7 +114,7 @@ class WideProduct:
         @lru_cache(maxsize=MAPS)
         def out_map(address: int) -> TensorMap:
             with current_device(device):
-                return tensor_map(address, m, columns, columns, dtype, _STRIP)
+                return tensor_map(address, m, columns, columns, dtype, STRIP)
 
         self._x_map, self._out_map = x_map, out_map
 
