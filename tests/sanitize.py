@@ -205,7 +205,7 @@ def packed_on_gpu(n: int, k: int) -> tuple[Any, torch.Tensor, torch.Tensor, torc
 def cuts() -> None:
     """Tiles of `linear_wide.cu`, whole and cut, with more steps than its ring has places."""
     from halfbyte.kernels.linear_wide import linear_wide
-    from halfbyte.kernels.linear_wide_plan import ALL_TILES, WidePlan
+    from halfbyte.kernels.linear_wide_plan import TILES, WidePlan
 
     if torch.cuda.get_device_capability() != (9, 0):
         return
@@ -213,7 +213,7 @@ def cuts() -> None:
     layer, weight, scale, rows = packed_on_gpu(n, k)
     x, bias = random_input(m, k, torch.bfloat16), layer.bias
     exact = F.linear(x.double(), layer.dequantize(torch.float64), bias.double())
-    for tile in ALL_TILES:
+    for tile in TILES:
         tiles = tile.pairs(n, m)
         for clusters, cut in ((tiles, 0), (tiles + 1, tiles), (3 * tiles, tiles)):
             print("cuts", tile, clusters, cut, flush=True)

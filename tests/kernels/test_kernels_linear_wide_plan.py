@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 
 from halfbyte.kernels.linear_wide_plan import TILES, WidePlan, wide_plan
+from kernels.wide_tiles import tile_named
 from linear.machines import H200
 
 PROCESSORS = H200.multiprocessors
@@ -29,7 +30,7 @@ def test_tiles_are_not_cut_where_x_outgrows_the_cache() -> None:
     plan = wide_plan(4096, 14336, 4096, 132)
     assert plan.cut_tiles == 0
     tiles = 16 * 16
-    cut = WidePlan(TILES[-1], tiles, 66, 66 + tiles % 66, 2)
+    cut = WidePlan(tile_named("128x256"), tiles, 66, 66 + tiles % 66, 2)
     assert cut.microseconds(14336, 4096) > 1.05 * plan.microseconds(14336, 4096)
     # With fewer rows the same cut would be worth it.
     assert cut.microseconds(14336, 1024) < plan.microseconds(14336, 1024)
@@ -57,10 +58,19 @@ def test_sharers_are_clusters_with_steps(cut_tiles: int, clusters: int, crossing
     assert WidePlan(TILES[0], cut_tiles, clusters, cut_tiles, crossing).sharers(steps) == wanted
 
 
-def test_many_rows_take_large_tiles() -> None:
-    assert [str(wide_plan(28672, 4096, m, PROCESSORS).tile) for m in (33, 128, 256, 4096)] == [
-        "128x64",
-        "128x128",
-        "192x128",
-        "128x256",
-    ]
+def test_tiles_leave_few_rows_idle() -> None:
+    """In the columns of tiles, and in the turns of clusters."""
+    for m in range(64, 1025, 16):
+        plan = wide_plan(28672, 4096, m, PROCESSORS)
+        tile = plan.tile
+        idle = plan.tiles * tile.values_of_pair / (28672 * m) - 1
+        assert idle <= 0.1, (m, tile)
+
+
+def test_the_fastest_of_all_plans_is_found() -> None:
+    """Tiles whose plans cannot be faster are passed over."""
+    for n, k in WEIGHTS:
+        for m in (16, 80, 272, 1040, 4096):
+            plan = wide_plan(n, k, m, PROCESSORS)
+            fastest = min(wide_plan(n, k, m, PROCESSORS, tile).microseconds(k, m) for tile in TILES)
+            assert plan.microseconds(k, m) == fastest

@@ -82,8 +82,7 @@ class DenseAttention(GpuAttention):
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`. The first call of a step reads the lengths back."""
         window = inputs.sliding_window
-        squares = SQUARE_WINDOW is not None and (window or 0) >= SQUARE_WINDOW
-        squares = squares and _has_cudnn(inputs)
+        squares = (window or 0) >= SQUARE_WINDOW and _has_cudnn(inputs)
         fit = workspace_tokens(inputs), queries_at_once(inputs)
         key = ("dense", *fit, window, squares, inputs.query.device)
         plan = inputs.plans.get(key, lambda: make_plan(inputs, squares=squares))

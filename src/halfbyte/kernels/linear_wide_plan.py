@@ -1,6 +1,8 @@
 """How the work of `linear_wide.cu` is cut up: which tiles, and which of them along k."""
 
+from collections.abc import Iterator
 from functools import lru_cache
+from math import inf
 from typing import NamedTuple
 
 from halfbyte.kernels.linear_weights import TILE_K
@@ -21,7 +23,8 @@ class Tile(NamedTuple):
     stages: int
     """Steps in the ring."""
     step_microseconds: float
-    """As measured on an H200."""
+    """As measured on an H200 with a tile for every CTA: by how much longer K = 14336 takes than
+    K = 4096 in a graph of many calls."""
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.tokens}"
@@ -45,20 +48,31 @@ class Tile(NamedTuple):
         return self.row_pairs(n) * -(-m // self.tokens)
 
 
-TILES = (
-    Tile(groups=2, tokens=64, step=128, stages=6, step_microseconds=0.44),
-    Tile(groups=2, tokens=128, step=128, stages=4, step_microseconds=0.64),
-    Tile(groups=3, tokens=128, step=64, stages=7, step_microseconds=0.46),
-    Tile(groups=2, tokens=256, step=64, stages=4, step_microseconds=0.60),
+_TILES = (
+    # Warpgroups, rows of x, k at a time, stages, µs.
+    (2, 64, 128, 8, 0.477),
+    (2, 80, 128, 7, 0.535),
+    (2, 96, 128, 6, 0.589),
+    (2, 112, 128, 5, 0.657),
+    (2, 128, 128, 4, 0.692),
+    (2, 144, 128, 4, 0.763),
+    (2, 160, 64, 7, 0.418),
+    (2, 176, 64, 6, 0.455),
+    (2, 192, 64, 6, 0.491),
+    (2, 208, 64, 5, 0.529),
+    (2, 224, 64, 5, 0.565),
+    (2, 240, 64, 4, 0.603),
+    (2, 256, 64, 4, 0.641),
+    (3, 64, 64, 8, 0.369),
+    (3, 80, 64, 8, 0.408),
+    (3, 96, 64, 8, 0.444),
+    (3, 112, 64, 8, 0.481),
+    (3, 128, 64, 7, 0.514),
+    (3, 144, 64, 6, 0.563),
+    (3, 160, 64, 6, 0.618),
 )
-"""That plans choose among."""
-UNTRIED_TILES = (
-    Tile(groups=3, tokens=144, step=64, stages=6, step_microseconds=0.51),
-    Tile(groups=3, tokens=160, step=64, stages=6, step_microseconds=0.57),
-    Tile(groups=2, tokens=176, step=64, stages=6, step_microseconds=0.42),
-)
-"""Not chosen before they have run on a GPU; their time is reckoned from the others'."""
-ALL_TILES = TILES + UNTRIED_TILES
+TILES = tuple(Tile(*numbers) for numbers in _TILES)
+"""That plans choose among: all that registers have room for, so that few rows are padding."""
 STRIP = 16
 """Rows of x of which tiles have whole numbers, and that a cluster finishes at a time."""
 _CROSSING_K = 128
@@ -140,8 +154,7 @@ def wide_plan(n: int, k: int, m: int, multiprocessors: int, tile: Tile | None = 
     """The plan that should take least time.
 
     Args:
-        tile: one of `ALL_TILES`, or another that the kernel has room for; by default the fastest of
-            `TILES`.
+        tile: by default the one of `TILES` with the fastest plan.
     """
     k = -(-k // TILE_K) * TILE_K
     m = -(-m // STRIP) * STRIP  # plans need it no more exactly
@@ -150,21 +163,37 @@ def wide_plan(n: int, k: int, m: int, multiprocessors: int, tile: Tile | None = 
 
 @lru_cache(maxsize=4096)
 def _wide_plan(n: int, k: int, m: int, multiprocessors: int, among: tuple[Tile, ...]) -> WidePlan:
-    ways = []
-    for tile in among:
-        tiles = tile.pairs(n, m)
-        steps = k // tile.step
-        least_steps = max(_LEAST_K // tile.step, -(-steps // (MOST_SHARERS - 2)))
-        clusters = min(multiprocessors // 2, -(-tiles * steps // least_steps))
-        last = tiles % clusters
-        # All turns but the last two are whole; or all, and some clusters idle in the last.
-        cut_tiles = clusters * (tiles > clusters) + last
-        ways.append(WidePlan(tile, tiles, clusters, cut_tiles, _CROSSING_K // tile.step))
-        ways.append(WidePlan(tile, -(-tiles // clusters) * clusters, clusters, 0))
-        # Of every tile, and no cluster crosses over to another.
-        for sharers in range(1, clusters // tiles + 1):
-            ways.append(WidePlan(tile, tiles, sharers * tiles, tiles * (sharers > 1)))
-    return min(ways, key=lambda way: way.microseconds(k, m))
+    fewest = {tile: _fewest_microseconds(tile, n, k, m, multiprocessors) for tile in among}
+    best, least = None, inf
+    for tile in sorted(among, key=lambda tile: fewest[tile]):
+        if fewest[tile] >= least:
+            break
+        for way in _ways(tile, n, k, m, multiprocessors):
+            microseconds = way.microseconds(k, m)
+            if microseconds < least:
+                best, least = way, microseconds
+    assert best is not None
+    return best
+
+
+def _fewest_microseconds(tile: Tile, n: int, k: int, m: int, multiprocessors: int) -> float:
+    """That any plan with a tile takes: no cluster idles, and no sums are joined."""
+    return tile.pairs(n, m) * (k // tile.step) / (multiprocessors // 2) * tile.step_microseconds
+
+
+def _ways(tile: Tile, n: int, k: int, m: int, multiprocessors: int) -> Iterator[WidePlan]:
+    tiles = tile.pairs(n, m)
+    steps = k // tile.step
+    least_steps = max(_LEAST_K // tile.step, -(-steps // (MOST_SHARERS - 2)))
+    clusters = min(multiprocessors // 2, -(-tiles * steps // least_steps))
+    last = tiles % clusters
+    # All turns but the last two are whole; or all, and some clusters idle in the last.
+    cut_tiles = clusters * (tiles > clusters) + last
+    yield WidePlan(tile, tiles, clusters, cut_tiles, _CROSSING_K // tile.step)
+    yield WidePlan(tile, -(-tiles // clusters) * clusters, clusters, 0)
+    # Of every tile, and no cluster crosses over to another.
+    for sharers in range(1, clusters // tiles + 1):
+        yield WidePlan(tile, tiles, sharers * tiles, tiles * (sharers > 1))
 
 
 @lru_cache(maxsize=4096)

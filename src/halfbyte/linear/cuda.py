@@ -44,7 +44,7 @@ _Product = Callable[
 
 _MOST_FEW_ROWS = 192
 """Of x, where there is no `wgmma`; beyond, cuBLAS makes up for writing the weights out."""
-_WIDE_MICROSECONDS = 4.0
+_WIDE_MICROSECONDS = 3.5
 """What `linear_wide` takes in a graph besides what its plan counts, on an H200."""
 
 
