@@ -214,7 +214,7 @@ def compile_wide(dtype: torch.dtype, device: int) -> None:
         list(pool.map(lambda tile: _kernel(dtype, tile, device), TILES))
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=64)
 def _kernel(dtype: torch.dtype, tile: Tile, device: int) -> nvrtc.Kernel:
     functions = (("linear_wide", shared_bytes(tile)),)
     options = tuple(macros(dtype, tile).items())
