@@ -135,7 +135,7 @@ def test_generate_truncated_model(halfbyte: Command, tmp_path: Path) -> None:
     arguments = ("generate", "--prompt", "x", "--model", str(truncated_model(tmp_path)))
     code, _, err = halfbyte(*arguments)
     assert code == 1
-    assert err.startswith(f"error: {tmp_path}: cannot be loaded")
+    assert err.startswith(f"error: {tmp_path}/model.safetensors: expected a whole safetensors file")
     assert err.count("\n") == 1
 
 

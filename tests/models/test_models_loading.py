@@ -42,6 +42,14 @@ def corrupt(folder: Path, how: str) -> None:
         weights.write_bytes(b"")
     elif how == "no-weights":
         weights.unlink()
+    elif how == "pickled":
+        weights.rename(folder / "pytorch_model.bin")
+    elif how == "absent-shard":
+        weights.rename(folder / "model-00001-of-00002.safetensors")
+        shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+        weight_map = {"model.embed_tokens.weight": shards[0], "model.norm.weight": shards[1]}
+        index = folder / "model.safetensors.index.json"
+        index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     elif how == "no-config":
         config.unlink()
     elif how == "config-not-json":
@@ -56,20 +64,22 @@ def corrupt(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "how",
+    ("how", "reason"),
     [
-        "truncated",
-        "empty",
-        "no-weights",
-        "no-config",
-        "config-not-json",
-        "other-shape",
-        "more-layers",
+        ("truncated", "expected a whole safetensors file"),
+        ("empty", "expected a whole safetensors file"),
+        ("no-weights", "expected model.safetensors or model.safetensors.index.json, found neither"),
+        ("pickled", r"found pickled weights \(pytorch_model.bin\)"),
+        ("absent-shard", "expected the shard model-00002-of-00002.safetensors"),
+        ("no-config", r"config\.json"),
+        ("config-not-json", r"config\.json"),
+        ("other-shape", "wrong shape"),
+        ("more-layers", "missing"),
     ],
 )
-def test_load_model_refuses_broken_folders(folder: Path, how: str) -> None:
+def test_load_model_refuses_broken_folders(folder: Path, how: str, reason: str) -> None:
     corrupt(folder, how)
-    with pytest.raises(ModelLoadError) as error:
+    with pytest.raises(ModelLoadError, match=reason) as error:
         load_model(folder)
     assert str(folder) in str(error.value)
     assert "\n" not in str(error.value)

@@ -15,7 +15,12 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from halfbyte.checkpoints.declarations import read_config, read_declaration
 from halfbyte.checkpoints.dialects import CheckpointError, Declaration
-from halfbyte.checkpoints.safetensors_index import SINGLE_FILE, CheckpointIndex
+from halfbyte.checkpoints.safetensors_index import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    CheckpointIndex,
+    read_weight_map,
+)
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.attention_functions import register
 from halfbyte.models.checkpoint_loading import load_quantized
@@ -192,13 +197,22 @@ def _adapt_quantization(path: str | Path, config: Any, declaration: Declaration 
 
 
 def _check_unquantized(folder: Path) -> None:
-    """Raise ModelLoadError if files hold quantized weights, which nothing declares."""
+    """Raise ModelLoadError if files hold quantized weights, which nothing declares, or none at all.
+
+    transformers would name the folder alone where weights are pickled, truncated or absent.
+    """
+    single = folder / SINGLE_FILE  # which transformers prefers to an index
     try:
-        single = folder / SINGLE_FILE  # which transformers prefers to an index
-        is_single = single.is_file()
-        index = CheckpointIndex.read_files([single]) if is_single else CheckpointIndex.read(folder)
-    except CheckpointError:
-        return  # transformers may know other names; it reports what it cannot read
+        if single.is_file():
+            index = CheckpointIndex.read_files([single])
+        elif (folder / INDEX_FILE).is_file():
+            # Not by `read`: transformers looks for a tensor in all shards, whatever the index says.
+            shards = sorted(set(read_weight_map(folder).values()))
+            index = CheckpointIndex.read_files([folder / shard for shard in shards])
+        else:
+            index = CheckpointIndex.read(folder)
+    except CheckpointError as error:
+        raise ModelLoadError(str(error)) from None
     name = next((name for name in index.tensors if QUANTIZED_WEIGHT.search(name)), None)
     if name is not None:
         raise ModelLoadError(
