@@ -67,6 +67,15 @@ TRITON: dict[str, dict[str, Any]] = {
     "sm100": {"head_size": 128, "v_scale_layout": "sm100", "sliding_window": 20},
     "nhd": {"head_size": 64, "order": "NHD", "softcap": 20.0},
 }
+PROMPTS: dict[str, Any] = {"query_lens": (20, 70, 40), "seq_lens": (20, 200, 90)}
+ROWS: dict[str, dict[str, Any]] = {
+    "causal": {"head_size": 128, "sinks": True},
+    "window": {"head_size": 64, "sliding_window": 30},
+    "large-window": {"head_size": 64, "sliding_window": 600},
+    "soft-cap": {"head_size": 128, "softcap": 20.0, "sliding_window": 30},
+    "wider-keys": {"head_size": 192, "head_size_v": 128},
+    "head-size-256": {"head_size": 256, "query_dtype": torch.float16},
+}
 ORDERS: tuple[tuple[Any, Any], ...] = (("HND", "linear"), ("NHD", "linear"), ("HND", "sm100"))
 FORMATS = ("nvfp4", "nvfp4_4over6", "fp8_e4m3", "mxfp4", "bfloat16")
 
@@ -109,10 +118,13 @@ def triton() -> None:
 
 
 def prefill() -> None:
-    """What it adds to PyTorch's attention: pages unpacked, and parts joined."""
+    """Our own kernel's, and what PyTorch's attention gets: pages unpacked, and parts joined."""
     from halfbyte.kernels.combine import combine
     from halfbyte.kernels.unpack import unpack_tokens
 
+    for name, options in ROWS.items():
+        print("prefill", name, flush=True)
+        attend(make_case(**PROMPTS, **options), "dense")
     lengths = (64, 200, 3)
     for dtype in FORMATS:
         print("prefill", dtype, flush=True)

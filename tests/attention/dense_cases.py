@@ -37,6 +37,27 @@ SMALL: dict[str, dict[str, Any]] = {
         "query_lens": (20, 33, 40, 17, 40),
         "seq_lens": (40, 133, 40, 41, 70),
     },
+    "softcap": {"softcap": 5.0, "query_lens": (20, 33, 17), "seq_lens": (20, 63, 90)},
+    "softcap-and-window": {
+        "softcap": 5.0,
+        "sinks": True,
+        "sliding_window": 30,
+        "query_lens": (20, 33, 17, 2),
+        "seq_lens": (20, 133, 90, 44),
+    },
+    "wider-keys": {
+        "head_size": 96,
+        "head_size_v": 48,
+        "query_lens": (20, 33),
+        "seq_lens": (20, 50),
+    },
+    "wider-values": {
+        "head_size": 48,
+        "head_size_v": 80,
+        "sinks": True,
+        "query_lens": (20, 33),
+        "seq_lens": (20, 50),
+    },
     "window-of-one": {"sliding_window": 1, "query_lens": (20, 33), "seq_lens": (20, 133)},
     "window-sinks-and-decoding-sequences": {
         "sliding_window": 30,
@@ -107,16 +128,28 @@ def check(case: Case, device: str) -> None:
     assert_close_to_exact(alone, case)
 
 
+def prefer_pytorch(monkeypatch: pytest.MonkeyPatch, from_queries: int) -> None:
+    """For every prompt of so many new tokens that it can take."""
+    monkeypatch.setattr(dense_plan, "MIN_QUERIES", from_queries)
+    monkeypatch.setattr(dense_plan, "MIN_PAIRS", 0)
+    monkeypatch.setattr(dense_plan, "MIN_HEAD_SIZE", 16)
+
+
 def check_on_a_cpu(
-    options: dict[str, Any], rows_of_results: int, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any],
+    rows_of_results: int,
+    monkeypatch: pytest.MonkeyPatch,
+    pytorch_from: int = 16,
 ) -> None:
     """With blocks, and memory for them, of few tokens."""
-    monkeypatch.setattr(dense_plan, "MIN_QUERIES", 16)
+    prefer_pytorch(monkeypatch, pytorch_from)
+    monkeypatch.setattr(dense_plan, "MIN_CHUNK", 10)
     monkeypatch.setattr(dense_plan, "_KEY_BLOCKS", (64, 32))
     monkeypatch.setattr(dense_plan, "WORKSPACE_BYTES", 64 * 2 * 2 * 64 * 2)  # 64 tokens
-    for module in ("halfbyte.kernels.unpack", "halfbyte.kernels.combine"):
+    for name in ("unpack", "combine", "attend_rows"):
+        module = f"halfbyte.kernels.{name}"
         monkeypatch.setitem(sys.modules, module, interpreted(module))
-    case = make_case(head_size=64, group=2, **options)
+    case = make_case(**{"head_size": 64, "group": 2, **options})
     monkeypatch.setattr(
         dense_plan, "RESULT_BYTES", rows_of_results * case.query[0].numel() * case.query.itemsize
     )

@@ -1,4 +1,4 @@
-"""Prefill: pages unpacked into a bounded workspace, then PyTorch's dense attention.
+"""Prefill: pages unpacked into a bounded workspace, then dense attention, PyTorch's or our own.
 
 Where many queries share the keys, unpacking once costs little beside the attention, and dense
 kernels reach speeds that a kernel which unpacks in its inner loop does not. A sequence's cached
@@ -10,12 +10,12 @@ numbers of queries are rounded to few sizes. Queries that only pad, and those of
 first rows, are computed and thrown away. Elsewhere, and for large heads on other GPUs than SM90,
 PyTorch's FlashAttention does the same work.
 
-FlashAttention knows sliding windows (`dense_windows.py`), PyTorch's operator for cuDNN does not.
-With a large window it can get queries in parts of which only two triangles of keys are not seen by
-all: their own, and, from the last to the first, those that the window is about to leave.
+Windows that hide something, soft-caps, K and V of different head sizes, small heads, and prompts of
+fewer queries and keys are our own kernel's (`dense_chunks.py`).
 
 A batch may hold prompts and decoding sequences. They are sorted here: sequences of few new tokens
-go to the kernels for decoding, short prompts to the general one.
+go to the kernels for decoding, and somewhat more behind a long prefix to the general one, because
+then unpacking the prefix would cost more than it saves.
 """
 
 from dataclasses import replace
@@ -28,10 +28,10 @@ from halfbyte.attention.base import (
     AttentionInputs,
     GpuAttention,
 )
+from halfbyte.attention.dense_chunks import attend_chunks
 from halfbyte.attention.dense_plan import (
     FEW_QUERIES,
     MOST_PARTS,
-    SQUARE_WINDOW,
     Block,
     LongSequences,
     OtherSequences,
@@ -40,9 +40,9 @@ from halfbyte.attention.dense_plan import (
     rounded_up,
     workspace_tokens,
 )
-from halfbyte.attention.dense_windows import attend_windowed
 from halfbyte.attention.interface import run
 from halfbyte.dispatch import Answer, current_compute_capability
+from halfbyte.kernels.attend_plan import choose_row_tiles, gpu_of
 
 
 def uses_cudnn(compute_capability: int, head_size: int) -> bool:
@@ -51,12 +51,12 @@ def uses_cudnn(compute_capability: int, head_size: int) -> bool:
 
 
 class DenseAttention(GpuAttention):
-    """Sorts a batch's sequences; unpacks for those that PyTorch's dense attention does best."""
+    """Sorts a batch's sequences; unpacks for those that dense attention does best."""
 
     name: ClassVar[str] = "dense"
     module: ClassVar[str] = "triton"
     module_source: ClassVar[str] = "pip install halfbyte[gpu]"
-    purpose: ClassVar[str] = "unpacks pages for PyTorch's attention, for prefill"
+    purpose: ClassVar[str] = "unpacks pages for dense attention, for prefill"
 
     @classmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:
@@ -68,12 +68,9 @@ class DenseAttention(GpuAttention):
         if config.batch_invariant:
             return False, "rounds differently with the batch"
         layout = config.layout
-        if config.softcap is not None:
-            return False, "has no soft-cap"
-        if layout.head_size != layout.head_size_v:
-            return False, f"K and V of one head size, not {layout.head_size}, {layout.head_size_v}"
-        if layout.head_size % 16 or layout.head_size > 256:
-            return False, f"head sizes up to 256 that 16 divides, not {layout.head_size}"
+        sizes = layout.head_size, layout.head_size_v
+        if any(size % 16 or size > 256 for size in sizes):
+            return False, f"head sizes up to 256 that 16 divides, not {max(sizes)}"
         if config.query_dtype not in (torch.bfloat16, torch.float16):
             return False, f"query in bfloat16 or float16, not {config.query_dtype}"
         return True, cls.purpose
@@ -81,23 +78,19 @@ class DenseAttention(GpuAttention):
     @classmethod
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`. The first call of a step reads the lengths back."""
-        window = inputs.sliding_window
-        squares = (window or 0) >= SQUARE_WINDOW and _has_cudnn(inputs)
-        fit = workspace_tokens(inputs), queries_at_once(inputs)
-        key = ("dense", *fit, window, squares, inputs.query.device)
-        plan = inputs.plans.get(key, lambda: make_plan(inputs, squares=squares))
+        layout, device, window = inputs.layout, inputs.query.device, inputs.sliding_window
+        tiles = choose_row_tiles(layout.head_size, layout.head_size_v, window, gpu_of(device))
+        tokens_per_tile = tiles.tokens(inputs.query.shape[1] // layout.num_kv_heads)
+        fit = workspace_tokens(inputs), queries_at_once(inputs), tokens_per_tile
+        sizes = layout.head_size, layout.head_size_v
+        key = ("dense", *fit, *sizes, window, inputs.softcap is None, device)
+        plan = inputs.plans.get(key, lambda: make_plan(inputs, tokens_per_tile))
         for some in plan.some:
             _attend_some(inputs, some)
         for long in plan.long:
             _attend_long(inputs, long)
-        for chunks in plan.windowed:
-            assert window is not None
-            attend_windowed(inputs, chunks, window)
-
-
-def _has_cudnn(inputs: AttentionInputs) -> bool:
-    query = inputs.query
-    return query.is_cuda and uses_cudnn(current_compute_capability(query.device), query.shape[-1])
+        for chunks in plan.chunks:
+            attend_chunks(inputs, chunks, tiles)
 
 
 def _attend_some(inputs: AttentionInputs, some: OtherSequences) -> None:
@@ -126,8 +119,6 @@ def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
 
     queries, last = long.queries, long.last
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-    if long.edge is not None:
-        parts.append(_attend_edge(inputs, long, long.edge))
     if long.cached:
         query = _padded_rows(inputs.query, long.query_begin, rounded_up(queries))[None]
         for block in long.cached:
@@ -159,25 +150,6 @@ def _attend_block(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     key, value = _unpack(inputs, long, block)
     return _dense(query, key, value, causal, inputs.scale)
-
-
-def _attend_edge(
-    inputs: AttentionInputs, long: LongSequences, edge: Block
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output `[queries, heads, D]` and log-denominators of keys that the window is about to leave.
-
-    From the last to the first, every query sees one of them more: a causal square.
-    """
-    rows = long.queries - 1  # the last query sees none
-    places = torch.arange(max(edge.size, long.queries), device=inputs.query.device)
-    order = (rows - 1 - places).clamp(min=0)  # what pads is some row that is there
-    query = inputs.query[None, long.query_begin :].index_select(1, order[: edge.size])
-    key, value = (x.index_select(1, order[: edge.size]) for x in _unpack(inputs, long, edge))
-    out, logs = _dense(query, key, value, True, inputs.scale)
-    del query, key, value
-    logs = logs[0].index_select(1, order[: long.queries])
-    logs[:, rows] = -torch.inf
-    return out[0].index_select(0, order[: long.queries]), logs
 
 
 def _padded_rows(query: torch.Tensor, begin: int, count: int) -> torch.Tensor:

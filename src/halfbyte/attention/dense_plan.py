@@ -1,13 +1,12 @@
 """How `dense` sorts a batch's sequences, and cuts the keys of the long ones into blocks."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 
 from halfbyte.attention.base import AttentionInputs, AttentionPlans
-from halfbyte.attention.dense_windows import WindowedChunks, windowed_chunks
+from halfbyte.attention.dense_chunks import Chunks, make_chunks
 from halfbyte.layouts import PageLayout
 
 WORKSPACE_BYTES = 256 * 2**20
@@ -17,11 +16,16 @@ RESULT_BYTES = 640 * 2**20
 MOST_PARTS = 4
 """Results of blocks that are held before they are joined."""
 MIN_QUERIES = 512
-"""New tokens of a sequence from which unpacking its keys pays."""
+"""New tokens of a sequence from which PyTorch's attention can be the faster: with cuDNN, and heads
+of `MIN_HEAD_SIZE`, and `MIN_PAIRS` of a query and a key."""
+MIN_HEAD_SIZE = 80
+MIN_PAIRS = 2**21
+MIN_CHUNK = 128
+"""New tokens of a sequence from which unpacking its keys pays, however many."""
+KEYS_PER_QUERY = 128
+"""Cached keys per new token up to which it pays for fewer."""
 FEW_QUERIES = 8
 """New tokens up to which the decode kernels are meant."""
-SQUARE_WINDOW = 2048
-"""Windows from which squares of cuDNN's are taken instead of FlashAttention."""
 _KEY_BLOCKS = (32768, 16384, 8192, 4096, 2048, 1024)
 """Sizes of blocks of cached tokens."""
 _FOR_DECODING = ("cuda", "triton", "reference")
@@ -53,9 +57,6 @@ class LongSequences:
     queries: int
     cached: list[Block]
     """Keys that all queries see."""
-    edge: Block | None
-    """With a window, keys before those: the first query sees all of them, each one after it a key
-    less, the last one none."""
     last: Block
     """With the new tokens, causal; tokens cached before them become rows of its square."""
 
@@ -77,8 +78,8 @@ class OtherSequences:
 @dataclass(frozen=True)
 class DensePlan:
     long: list[LongSequences]
-    windowed: list[WindowedChunks]
-    """In place of those, where a small window is shorter than the sequence."""
+    chunks: list[Chunks]
+    """What our own kernel attends to."""
     some: list[OtherSequences]
 
 
@@ -98,58 +99,36 @@ def key_blocks(cached: int, most_tokens: int) -> list[tuple[int, int]]:
     return blocks
 
 
-def query_parts(
-    queries: int, cached: int, window: int | None, most_queries: int
-) -> Iterator[tuple[int, int]]:
-    """Ranges of a sequence's queries that are attended to at a time.
-
-    With a window each has at most as many, and no range holds both queries that the window hides
-    nothing from and others: so the keys that not all of a range see are a triangle.
-    """
-    begin = 0
-    while begin < queries:
-        most = most_queries
-        if window is not None:
-            hides_nothing = window - cached - begin
-            most = min(most, hides_nothing if hides_nothing > 0 else window)
-        end = min(queries, begin + most)
-        yield begin, end
-        begin = end
-
-
 def rounded_up(tokens: int) -> int:
     """The next of four sizes per octave, at least 256."""
     step = max(64, 1 << max(0, (tokens - 1).bit_length() - 3))
     return max(256, -(-tokens // step) * step)
 
 
-def make_plan(inputs: AttentionInputs, *, squares: bool) -> DensePlan:
+def make_plan(inputs: AttentionInputs, tokens_per_tile: int) -> DensePlan:
     """How to attend to a batch.
 
     Args:
-        squares: whether sequences that a window is shorter than are cut into causal squares.
+        tokens_per_tile: query tokens that a program of our own kernel takes.
     """
     starts = inputs.query_start_loc.tolist()
     lengths = inputs.seq_lens.tolist()
     counts = [end - begin for begin, end in pairwise(starts)]
     most, most_queries = workspace_tokens(inputs), queries_at_once(inputs)
     window = inputs.sliding_window
-    few, general, beyond, long = _sorted(counts, lengths, None if squares else window, most)
+    few, general, short, long = _sorted(counts, lengths, inputs)
     device = inputs.query.device
     some = [
         _some(inputs, backends, [(i, starts[i], counts[i]) for i in indices])
         for backends, indices in ((_FOR_DECODING, few), (_GENERAL, general))
         if indices
     ]
-    windowed: list[WindowedChunks] = []
-    if window is not None:
-        sequences = [(i, starts[i], counts[i], lengths[i]) for i in beyond]
-        windowed = windowed_chunks(sequences, window, most, most_queries, device)
+    sequences = [(i, starts[i], counts[i], lengths[i]) for i in short]
+    chunks = make_chunks(sequences, window, most, tokens_per_tile, device)
     groups: list[list[int]] = []
     for i in long:
         last = groups[-1][-1] if groups else -1
         alike = last == i - 1 and counts[last] == lengths[last] == counts[i] == lengths[i]
-        alike = alike and (window is None or lengths[i] <= window)
         # Sequences that are attended to together have one block each, and one result.
         fits = groups and (len(groups[-1]) + 1) * counts[i] <= min(most, 2 * most_queries)
         if alike and fits and counts[i] == rounded_up(counts[i]):
@@ -160,32 +139,50 @@ def make_plan(inputs: AttentionInputs, *, squares: bool) -> DensePlan:
     for group in groups:
         first, n, cached = group[0], counts[group[0]], lengths[group[0]] - counts[group[0]]
         # More queries than the memory is for go one part after the other.
-        for begin, end in query_parts(n, cached, window, most_queries):
-            at, before = starts[first] + begin, cached + begin
-            steps.append(_long(first, len(group), at, end - begin, before, window, most, device))
-    return DensePlan(steps, windowed, some)
+        for begin in range(0, n, most_queries):
+            at, queries = starts[first] + begin, min(most_queries, n - begin)
+            steps.append(_long(first, len(group), at, queries, cached + begin, most, device))
+    return DensePlan(steps, chunks, some)
 
 
 def _sorted(
-    counts: list[int], lengths: list[int], window: int | None, most_tokens: int
+    counts: list[int], lengths: list[int], inputs: AttentionInputs
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Indices of sequences: few new tokens, for the general kernel, longer than the window, long.
-
-    Args:
-        most_tokens: that the workspace holds; of a window's keys it must hold as many again.
-    """
+    """Indices of sequences: few new tokens, for the general kernel, for our own, for PyTorch's."""
     few: list[int] = []
     general: list[int] = []
-    beyond: list[int] = []
+    short: list[int] = []
     long: list[int] = []
+    layout, window, most = inputs.layout, inputs.sliding_window, workspace_tokens(inputs)
+    plain = inputs.softcap is None and layout.head_size == layout.head_size_v
+    alike = _alike(counts, lengths)
     for i, (n, length) in enumerate(zip(counts, lengths, strict=True)):
-        if n < MIN_QUERIES or length < n:
-            (few if n <= FEW_QUERIES else general).append(i)
-        elif window is None or length <= window:  # which hides nothing
+        hides = window is not None and window < length
+        cached = (min(length, window + n) if window is not None else length) - n
+        # Of a window's keys the workspace must hold as many again.
+        fits = window <= most // 2 if window is not None and hides else length <= most
+        pairs = alike[i] * n * (length - n // 2)
+        for_pytorch = n >= MIN_QUERIES and pairs >= MIN_PAIRS and layout.head_size >= MIN_HEAD_SIZE
+        if n <= FEW_QUERIES:
+            few.append(i)
+        elif length < n:
+            general.append(i)
+        elif plain and not hides and (for_pytorch or (not fits and n >= MIN_CHUNK)):
             long.append(i)
+        elif fits and (n >= MIN_CHUNK or cached <= n * KEYS_PER_QUERY):
+            short.append(i)
         else:
-            (beyond if window <= most_tokens // 2 else general).append(i)
-    return few, general, beyond, long
+            general.append(i)
+    return few, general, short, long
+
+
+def _alike(counts: list[int], lengths: list[int]) -> list[int]:
+    """For every sequence, how many in a row PyTorch's attention takes at once with it."""
+    alike: list[int] = []
+    for (n, length), run in groupby(zip(counts, lengths, strict=True)):
+        size = len(list(run))
+        alike += [size if n == length == rounded_up(n) else 1] * size
+    return alike
 
 
 def _long(
@@ -194,19 +191,13 @@ def _long(
     query_begin: int,
     queries: int,
     cached: int,
-    window: int | None,
     most_tokens: int,
     device: torch.device,
 ) -> LongSequences:
     length = cached + queries
-    seen_by_all = 0 if window is None else max(0, length - window)
-    blocks_of_all = key_blocks(cached - seen_by_all, most_tokens)
-    ranges = [(seen_by_all + begin, seen_by_all + end, end - begin) for begin, end in blocks_of_all]
-    rest = ranges[-1][1] if ranges else seen_by_all
+    ranges = [(begin, end, end - begin) for begin, end in key_blocks(cached, most_tokens)]
+    rest = ranges[-1][1] if ranges else 0
     ranges.append((rest, length, rounded_up(length - rest)))
-    has_edge = seen_by_all > 0 and queries > 1
-    if has_edge:
-        ranges.append((seen_by_all - queries + 1, seen_by_all, rounded_up(queries - 1)))
     # One transfer: the bounds of all blocks, for every sequence.
     numbers = torch.tensor(
         [
@@ -216,8 +207,7 @@ def _long(
         dtype=torch.int32,
     ).to(device)
     blocks = [Block(*sizes, *on_device) for sizes, on_device in zip(ranges, numbers, strict=True)]
-    edge = blocks.pop() if has_edge else None
-    return LongSequences(first, count, query_begin, queries, blocks[:-1], edge, blocks[-1])
+    return LongSequences(first, count, query_begin, queries, blocks[:-1], blocks[-1])
 
 
 def _some(

@@ -185,6 +185,7 @@ GPU_CASES = (
     prefill("llama", 4, 2048, cached=32768),
     prefill("mistral", 1, 16384),
     prefill("gpt-oss-sliding", 4, 2048),
+    prefill("gpt-oss", 4, 2048),
 )
 # Variants to compare with the first case, not with others.
 WITHOUT_PEERS = frozenset(

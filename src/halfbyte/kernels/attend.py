@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 
 from halfbyte.kernels.attend_kernels import attend_kernel, merge_kernel
-from halfbyte.kernels.attend_plan import AttendPlan, Gpu, Tiles, make_plan, operand_dtype
+from halfbyte.kernels.attend_plan import AttendPlan, Tiles, gpu_of, make_plan, operand_dtype
 from halfbyte.kernels.devices import current_device
 from halfbyte.kernels.kv_tiles import (
     multiplier,
@@ -196,12 +196,3 @@ def kernel_constants(
         "pin": capability > 0 and not (capability == 90 and tiles.block_m >= 64),
         "casts": capability >= 89,
     }
-
-
-@lru_cache(maxsize=8)
-def gpu_of(device: torch.device) -> Gpu:
-    """What plans must know of a device; a stand-in for Triton's interpreter."""
-    if device.type == "cpu":
-        return Gpu(capability=0, multiprocessors=2)
-    properties = torch.cuda.get_device_properties(device)
-    return Gpu(10 * properties.major + properties.minor, properties.multi_processor_count)

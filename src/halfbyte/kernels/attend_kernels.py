@@ -27,7 +27,7 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _close_softmax(reference, total, sink):
+def close_softmax(reference, total, sink):
     """What rows are multiplied by at the end, and the natural log of their denominators.
 
     Args:
@@ -250,7 +250,7 @@ def attend_kernel(
         sink = tl.full((block_m,), float("-inf"), tl.float32)
         if has_sinks:
             sink = tl.load(sinks + heads, mask=row_live, other=0.0).to(tl.float32) * LOG2E
-        factor, log = _close_softmax(reference, total, sink)
+        factor, log = close_softmax(reference, total, sink)
         result *= (factor * out_scale)[:, None]
         out += wide_tokens[:, None] * out_token + wide_heads[:, None] * out_head
         tl.store(out + columns * out_column, result, mask=mask)
@@ -313,7 +313,7 @@ def merge_kernel(
     sink = tl.full((1,), float("-inf"), tl.float32)
     if has_sinks:
         sink = tl.load(sinks + head + one).to(tl.float32) * LOG2E
-    factor, log = _close_softmax(top, total, sink)
+    factor, log = close_softmax(top, total, sink)
     token += first_token
     out += token * out_token + head * out_head
     tl.store(out + columns * out_column, acc * (factor * out_scale), mask=columns < head_size_v)

@@ -4,6 +4,7 @@ Needs neither Triton nor a GPU; nothing depends on the values of tensors.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -23,6 +24,8 @@ _MAX_SPLITS = 256
 _PARTIAL_BYTES = 256 * 2**20
 """Bound on the partial results of one launch; more query tokens take several launches."""
 _BATCH_INVARIANT_SPLIT = 1024
+_SMALL_WINDOW = 512
+"""Of which little is left between the edges of a tile's keys."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,15 @@ class Gpu:
         return _SHARED_KIB.get(self.capability, _SMALLEST_SHARED_KIB) * 1024
 
 
+@lru_cache(maxsize=8)
+def gpu_of(device: torch.device) -> Gpu:
+    """What plans must know of a device; a stand-in for Triton's interpreter."""
+    if device.type == "cpu":
+        return Gpu(capability=0, multiprocessors=2)
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(10 * properties.major + properties.minor, properties.multi_processor_count)
+
+
 @dataclass(frozen=True)
 class Tiles:
     """`block_m` rows of queries against `block_n` keys, and how Triton runs them."""
@@ -47,6 +59,10 @@ class Tiles:
     block_n: int
     num_warps: int
     num_stages: int
+
+    def tokens(self, group: int) -> int:
+        """Query tokens of a tile that holds all query heads of a KV head's group, or a part."""
+        return max(1, self.block_m // group)
 
 
 @dataclass(frozen=True)
@@ -123,6 +139,27 @@ def choose_tiles(
     fp4 = all(side.scale_block_size for side in sides)
     block_n = (16384 if fp4 and large else 8192) // wide
     return Tiles(16, max(16, min(128, block_n)), 4, 5 if large and block_n * wide <= 8192 else 3)
+
+
+def choose_row_tiles(
+    head_size: int, head_size_v: int, sliding_window: int | None, gpu: Gpu
+) -> Tiles:
+    """Tile sizes for unpacked rows (`attend_rows`) of head sizes up to 256.
+
+    Measured on an H200; elsewhere chosen as in `choose_tiles`.
+    """
+    wide = max(16, *(1 << (d - 1).bit_length() for d in (head_size, head_size_v)))
+    small_window = sliding_window is not None and sliding_window <= _SMALL_WINDOW
+    if wide <= 64:
+        return Tiles(64, 32, 4, 3) if small_window else Tiles(128, 64, 8, 3)
+    if wide <= 128:
+        return Tiles(64, 64, 4, 3)
+    if gpu.shared_bytes < 160 * 1024:
+        return Tiles(64, 32, 8, 2)
+    if head_size_v > 128 and gpu.capability < 90:
+        # 128 rows of sums would spill.
+        return Tiles(64, 64, 8, 2)
+    return Tiles(128, 64, 8, 3 if head_size_v <= 128 else 2)
 
 
 def make_plan(
