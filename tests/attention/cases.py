@@ -84,9 +84,9 @@ def dense(
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of one sequence, head by head, written for clarity."""
+    """Causal attention of one sequence, query by query, written for clarity."""
     n, heads, _ = query.shape
-    group = heads // key.shape[1]
+    kv_heads = key.shape[1]
     out = torch.zeros(n, heads, value.shape[-1], dtype=dtype)
     lse = torch.full((n, heads), -torch.inf, dtype=dtype)
     positions = torch.arange(length)
@@ -95,19 +95,18 @@ def dense(
         seen = positions <= at
         if sliding_window is not None:
             seen &= at - positions < sliding_window
-        for head in range(heads):
-            k = key[seen, head // group].to(dtype)
-            v = value[seen, head // group].to(dtype)
-            logits = (k @ query[i, head].to(dtype)) * scale
-            if softcap is not None:
-                logits = softcap * torch.tanh(logits / softcap)
-            if sinks is not None:
-                logits = torch.cat([logits, sinks[head : head + 1].to(dtype)])
-            if logits.numel() == 0:
-                continue
-            weights = logits.softmax(0)[: k.shape[0]]
-            out[i, head] = weights @ v
-            lse[i, head] = logits.logsumexp(0)
+        q = query[i].to(dtype).unflatten(0, (kv_heads, -1))
+        k, v = key[seen].to(dtype), value[seen].to(dtype)
+        logits = torch.einsum("hgd,thd->hgt", q, k) * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        if sinks is not None:
+            logits = torch.cat([logits, sinks.to(dtype).view(kv_heads, -1, 1)], 2)
+        if logits.numel() == 0:
+            continue
+        weights = logits.softmax(2)[..., : len(k)]
+        out[i] = torch.einsum("hgt,thd->hgd", weights, v).flatten(0, 1)
+        lse[i] = logits.logsumexp(2).flatten()
     return out, lse
 
 

@@ -16,13 +16,15 @@ RESULT_BYTES = 640 * 2**20
 MOST_PARTS = 4
 """Results of blocks that are held before they are joined."""
 MIN_QUERIES = 512
-"""New tokens of a sequence from which PyTorch's attention can be the faster: with cuDNN, and heads
-of `MIN_HEAD_SIZE`, and `MIN_PAIRS` of a query and a key."""
+"""New tokens of a sequence from which PyTorch's attention can be the faster, with cuDNN: if heads
+have `MIN_HEAD_SIZE`, and queries see `MIN_PAIRS` keys in all. It takes longer to begin than our own
+kernel, and less for a token; so where there is nothing to pad, a token counts as so many pairs."""
 MIN_HEAD_SIZE = 80
 MIN_PAIRS = 2**21
+PAIRS_OF_TOKEN = 1300
 MIN_CHUNK = 128
 """New tokens of a sequence from which unpacking its keys pays, however many."""
-KEYS_PER_QUERY = 128
+KEYS_PER_QUERY = 32
 """Cached keys per new token up to which it pays for fewer."""
 FEW_QUERIES = 8
 """New tokens up to which the decode kernels are meant."""
@@ -155,14 +157,14 @@ def _sorted(
     long: list[int] = []
     layout, window, most = inputs.layout, inputs.sliding_window, workspace_tokens(inputs)
     plain = inputs.softcap is None and layout.head_size == layout.head_size_v
-    alike = _alike(counts, lengths)
+    work = _work_of_calls(counts, lengths)
     for i, (n, length) in enumerate(zip(counts, lengths, strict=True)):
         hides = window is not None and window < length
         cached = (min(length, window + n) if window is not None else length) - n
         # Of a window's keys the workspace must hold as many again.
         fits = window <= most // 2 if window is not None and hides else length <= most
-        pairs = alike[i] * n * (length - n // 2)
-        for_pytorch = n >= MIN_QUERIES and pairs >= MIN_PAIRS and layout.head_size >= MIN_HEAD_SIZE
+        for_pytorch = n >= MIN_QUERIES and layout.head_size >= MIN_HEAD_SIZE
+        for_pytorch = for_pytorch and work[i] >= MIN_PAIRS
         if n <= FEW_QUERIES:
             few.append(i)
         elif length < n:
@@ -176,13 +178,15 @@ def _sorted(
     return few, general, short, long
 
 
-def _alike(counts: list[int], lengths: list[int]) -> list[int]:
-    """For every sequence, how many in a row PyTorch's attention takes at once with it."""
-    alike: list[int] = []
+def _work_of_calls(counts: list[int], lengths: list[int]) -> list[int]:
+    """For every sequence, in pairs of a query and a key, what PyTorch's attention takes at once
+    with it: all that are alike in a row, where it has nothing to pad."""
+    work: list[int] = []
     for (n, length), run in groupby(zip(counts, lengths, strict=True)):
-        size = len(list(run))
-        alike += [size if n == length == rounded_up(n) else 1] * size
-    return alike
+        size, pairs = len(list(run)), n * (length - n // 2)
+        together = n == length == rounded_up(n)
+        work += [size * (pairs + n * PAIRS_OF_TOKEN) if together else pairs] * size
+    return work
 
 
 def _long(
