@@ -201,6 +201,7 @@ def test_what_the_workspace_cannot_hold_goes_to_the_general_kernel() -> None:
         ({}, [(2048, 2048), (700, 700), (512, 9000)], "pytorch own pytorch"),
         ({}, [(512, 512)] * 16, " ".join(["pytorch"] * 16)),
         ({}, [(512, 512)] * 2, "own own"),
+        ({}, [(256, 256)] * 16, " ".join(["pytorch"] * 16)),
         ({}, [(513, 513)] * 16, " ".join(["own"] * 16)),
         ({"softcap": 5.0}, [(2048, 2048), (12, 4000)], "own general"),
         ({"head_size": 64}, [(2048, 2048), (12, 4000)], "own general"),

@@ -17,14 +17,15 @@ MOST_PARTS = 4
 """Results of blocks that are held before they are joined."""
 MIN_QUERIES = 512
 """New tokens of a sequence from which PyTorch's attention can be the faster, with cuDNN: if heads
-have `MIN_HEAD_SIZE`, and queries see `MIN_PAIRS` keys in all. It takes longer to begin than our own
-kernel, and less for a token; so where there is nothing to pad, a token counts as so many pairs."""
+have `MIN_HEAD_SIZE`, and queries see `MIN_PAIRS` keys in all."""
 MIN_HEAD_SIZE = 80
 MIN_PAIRS = 2**21
 PAIRS_OF_TOKEN = 1300
+"""It takes longer to begin than our own kernel, less for a token: where there is nothing to pad,
+however few tokens a sequence has, each of them counts as so many pairs."""
 MIN_CHUNK = 128
 """New tokens of a sequence from which unpacking its keys pays, however many."""
-KEYS_PER_QUERY = 32
+KEYS_PER_QUERY = 64
 """Cached keys per new token up to which it pays for fewer."""
 FEW_QUERIES = 8
 """New tokens up to which the decode kernels are meant."""
@@ -157,14 +158,15 @@ def _sorted(
     long: list[int] = []
     layout, window, most = inputs.layout, inputs.sliding_window, workspace_tokens(inputs)
     plain = inputs.softcap is None and layout.head_size == layout.head_size_v
-    work = _work_of_calls(counts, lengths)
+    calls = _calls(counts, lengths)
     for i, (n, length) in enumerate(zip(counts, lengths, strict=True)):
         hides = window is not None and window < length
         cached = (min(length, window + n) if window is not None else length) - n
         # Of a window's keys the workspace must hold as many again.
         fits = window <= most // 2 if window is not None and hides else length <= most
-        for_pytorch = n >= MIN_QUERIES and layout.head_size >= MIN_HEAD_SIZE
-        for_pytorch = for_pytorch and work[i] >= MIN_PAIRS
+        together, work = calls[i]
+        for_pytorch = layout.head_size >= MIN_HEAD_SIZE and work >= MIN_PAIRS
+        for_pytorch = for_pytorch and (together or n >= MIN_QUERIES)
         if n <= FEW_QUERIES:
             few.append(i)
         elif length < n:
@@ -178,15 +180,16 @@ def _sorted(
     return few, general, short, long
 
 
-def _work_of_calls(counts: list[int], lengths: list[int]) -> list[int]:
-    """For every sequence, in pairs of a query and a key, what PyTorch's attention takes at once
-    with it: all that are alike in a row, where it has nothing to pad."""
-    work: list[int] = []
+def _calls(counts: list[int], lengths: list[int]) -> list[tuple[bool, int]]:
+    """For every sequence, whether PyTorch's attention takes it as it is, with all in a row that are
+    alike; and what such a call has to do, in pairs of a query and a key."""
+    calls: list[tuple[bool, int]] = []
     for (n, length), run in groupby(zip(counts, lengths, strict=True)):
         size, pairs = len(list(run)), n * (length - n // 2)
         together = n == length == rounded_up(n)
-        work += [size * (pairs + n * PAIRS_OF_TOKEN) if together else pairs] * size
-    return work
+        work = size * (pairs + n * PAIRS_OF_TOKEN) if together else pairs
+        calls += [(together, work)] * size
+    return calls
 
 
 def _long(

@@ -114,9 +114,10 @@ struct KeyScales {
 
 #if N_TILES == 1
 // S of a tile. Two chains, because a matmul waits for the one before it in its own.
+template <int COUNT>
 __device__ __forceinline__ void scores(float (*s)[N_TILES][4], const Query& query, u32 tile) {
 #pragma unroll
-  for (int half = 0; half < HALVES; half++) {
+  for (int half = 0; half < COUNT; half++) {
     float acc[2][4] = {};
     KeyScales scales;
     scales.load(tile, half);
@@ -159,10 +160,11 @@ __device__ __forceinline__ void scores(float (*s)[N_TILES][4], const Query& quer
 }
 #else
 // S of a tile. Many columns share what is unpacked; all halves share what is loaded of q.
+template <int COUNT>
 __device__ __forceinline__ void scores(float (*s)[N_TILES][4], const Query& query, u32 tile) {
-  KeyScales scales[HALVES];
+  KeyScales scales[COUNT];
 #pragma unroll
-  for (int half = 0; half < HALVES; half++) {
+  for (int half = 0; half < COUNT; half++) {
     scales[half].load(tile, half);
 #pragma unroll
     for (int n = 0; n < N_TILES; n++)
@@ -171,9 +173,9 @@ __device__ __forceinline__ void scores(float (*s)[N_TILES][4], const Query& quer
   }
 #pragma unroll
   for (int j = 0; j < CHUNKS_K; j += 2) {
-    u32 a[HALVES][LOADED_K][4];
+    u32 a[COUNT][LOADED_K][4];
 #pragma unroll
-    for (int half = 0; half < HALVES; half++) {
+    for (int half = 0; half < COUNT; half++) {
       k_operands(a[half], tile, half, j);
 #if K_KIND == 4
       const u32 scale0 = scales[half].of_token(0, j), scale1 = scales[half].of_token(1, j);
@@ -193,7 +195,7 @@ __device__ __forceinline__ void scores(float (*s)[N_TILES][4], const Query& quer
         const u32* q = query.operands[n][step];
 #endif
 #pragma unroll
-        for (int half = 0; half < HALVES; half++)
+        for (int half = 0; half < COUNT; half++)
           mma<K_KIND == 17>(s[half][n], a[half][k], q[0], q[1]);
       }
   }

@@ -10,9 +10,10 @@
 #define RESCALE_STEP 4.0f
 #define NOTHING_YET 1e30f
 
+template <int COUNT>
 __device__ __forceinline__ void cap(float (*s)[N_TILES][4], const Params& p, const Query& query) {
 #pragma unroll
-  for (int half = 0; half < HALVES; half++)
+  for (int half = 0; half < COUNT; half++)
 #pragma unroll
     for (int n = 0; n < N_TILES; n++)
 #pragma unroll
@@ -43,6 +44,7 @@ struct Visible {
     return position + TILE > length || position < first;
   }
 
+  template <int COUNT>
   __device__ __forceinline__ void mask(float (*s)[N_TILES][4], const Params& p, const Piece& piece,
                                        int position) const {
     const int g = (threadIdx.x & 31) >> 2, c = threadIdx.x & 3;
@@ -56,7 +58,7 @@ struct Visible {
         const int limit = length - queries + column / GROUP;
         const int lower = p.window > 0 ? limit - p.window + 1 : 0;
 #pragma unroll
-        for (int half = 0; half < HALVES; half++)
+        for (int half = 0; half < COUNT; half++)
 #pragma unroll
           for (int k = 0; k < 2; k++) {
             const int at = position + half * 16 + g + 8 * k;
@@ -86,6 +88,7 @@ struct Sums {
   }
 
   // Makes room for larger logits.
+  template <int COUNT>
   __device__ __forceinline__ void rescale(const float (*s)[N_TILES][4], const Query& query) {
     float top[N_TILES][2];
     bool grown = false;
@@ -95,7 +98,7 @@ struct Sums {
       for (int i = 0; i < 2; i++) {
         top[n][i] = fmaxf(s[0][n][i], s[0][n][2 + i]);
 #pragma unroll
-        for (int half = 1; half < HALVES; half++)
+        for (int half = 1; half < COUNT; half++)
           top[n][i] = fmaxf(top[n][i], fmaxf(s[half][n][i], s[half][n][2 + i]));
         grown |= fmaf(top[n][i], query.scale_of(n, i), shift[n][i]) > P_SHIFT + RESCALE_STEP;
       }
@@ -139,10 +142,11 @@ struct Sums {
   }
 
   // Adds V of a tile, weighed.
+  template <int COUNT>
   __device__ __forceinline__ void add(const float (*s)[N_TILES][4], const Query& query, u32 tile) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
-    for (int half = 0; half < HALVES; half++) {
+    for (int half = 0; half < COUNT; half++) {
       u32 p0[N_TILES], p1[N_TILES];
       weigh(p0, p1, s[half], query);
 #if V_KIND == 4
