@@ -9,10 +9,14 @@ anybody else imports stay as they were.
 
 import os
 import sys
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 from unittest.mock import patch
+
+import numpy as np
 
 import halfbyte.kernels as our_kernels
 
@@ -55,6 +59,25 @@ def interpreted(module_name: str) -> ModuleType:
     originals = _replace(_copies())
     try:
         with patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
-            return import_module(module_name)
+            module = import_module(module_name)
+            interpreter = import_module("triton.runtime.interpreter")
+        convert = interpreter._convert_float
+        if not hasattr(convert, "rounds"):
+            interpreter._convert_float = _rounding(convert)
+        return module
     finally:
         _copies().update(_replace(originals))
+
+
+def _rounding(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """The interpreter's conversion of floats: to bfloat16 it cuts off, where GPUs round."""
+
+    def rounding(x: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source.name, target.name) != ("fp32", "bf16"):
+            return convert(x, source, target, mode)
+        bits = np.ascontiguousarray(x).view(np.uint32).astype(np.uint64)
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return np.where(np.isnan(x), 0x7FFF, nearest).astype(np.uint16).reshape(x.shape)
+
+    rounding.rounds = True  # type: ignore[attr-defined]
+    return rounding

@@ -13,7 +13,6 @@ from triton_interpreter import interpreted
 
 SMALL: dict[str, dict[str, Any]] = {
     "prefixes": {"query_lens": (20, 33, 17), "seq_lens": (20, 133, 90)},
-    "equal-without-prefix": {"query_lens": (256, 256), "seq_lens": (256, 256)},
     "with-decoding-sequences": {
         "query_lens": (1, 40, 3, 12, 0, 30),
         "seq_lens": (50, 140, 3, 64, 9, 30),
@@ -36,6 +35,11 @@ SMALL: dict[str, dict[str, Any]] = {
         "sliding_window": 40,
         "query_lens": (20, 33, 40, 17, 40),
         "seq_lens": (40, 133, 40, 41, 70),
+    },
+    "window-larger-than-the-workspace": {
+        "sliding_window": 100,
+        "query_lens": (20, 33, 17, 12),
+        "seq_lens": (20, 50, 133, 12),
     },
     "softcap": {"softcap": 5.0, "query_lens": (20, 33, 17), "seq_lens": (20, 63, 90)},
     "softcap-and-window": {
@@ -135,22 +139,27 @@ def prefer_pytorch(monkeypatch: pytest.MonkeyPatch, from_queries: int) -> None:
     monkeypatch.setattr(dense_plan, "MIN_HEAD_SIZE", 16)
 
 
-def check_on_a_cpu(
+def make_small(
     options: dict[str, Any],
-    rows_of_results: int,
     monkeypatch: pytest.MonkeyPatch,
+    *,
+    workspace_tokens: int = 64,
+    most_queries: int = 64,
     pytorch_from: int = 16,
-) -> None:
-    """With blocks, and memory for them, of few tokens."""
+) -> Case:
+    """A batch for the CPU, where blocks, and memory for them, are of few tokens from now on.
+
+    Args:
+        workspace_tokens: whose K and V fit, if heads are of 64.
+        most_queries: of a sequence, that PyTorch's attention takes at once.
+        pytorch_from: queries from which it takes what it can.
+    """
     prefer_pytorch(monkeypatch, pytorch_from)
     monkeypatch.setattr(dense_plan, "MIN_CHUNK", 10)
     monkeypatch.setattr(dense_plan, "_KEY_BLOCKS", (64, 32))
-    monkeypatch.setattr(dense_plan, "WORKSPACE_BYTES", 64 * 2 * 2 * 64 * 2)  # 64 tokens
+    monkeypatch.setattr(dense_plan, "WORKSPACE_BYTES", workspace_tokens * 2 * 2 * 64 * 2)
+    monkeypatch.setattr(dense_plan, "queries_at_once", lambda inputs: most_queries)
     for name in ("unpack", "combine", "attend_rows"):
         module = f"halfbyte.kernels.{name}"
         monkeypatch.setitem(sys.modules, module, interpreted(module))
-    case = make_case(**{"head_size": 64, "group": 2, **options})
-    monkeypatch.setattr(
-        dense_plan, "RESULT_BYTES", rows_of_results * case.query[0].numel() * case.query.itemsize
-    )
-    check(case, "cpu")
+    return make_case(**{"head_size": 64, "group": 2, **options})

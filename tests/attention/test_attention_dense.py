@@ -1,14 +1,23 @@
 """Prefill through unpacked pages: the way on a CPU in Triton's interpreter, the rest on a GPU."""
 
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from attention.cases import config, make_case
-from attention.dense_cases import LARGE, SMALL, check, check_on_a_cpu, inputs_of, prefer_pytorch
-from halfbyte.attention import ATTENTION_BACKENDS, dense, dense_plan
+from attention.cases import assert_close_to_exact, config, make_case
+from attention.dense_cases import (
+    LARGE,
+    SMALL,
+    attend,
+    check,
+    inputs_of,
+    make_small,
+    prefer_pytorch,
+)
+from halfbyte.attention import ATTENTION_BACKENDS, AttentionPlans, dense, dense_plan
 from halfbyte.attention.dense import DenseAttention, uses_cudnn
 from halfbyte.attention.dense_plan import key_blocks, rounded_up
 from halfbyte.layouts import PageLayout
@@ -77,18 +86,86 @@ def test_memory_for_results_is_bounded(kv_heads: int, group: int, head_size: int
     )
     queries = dense_plan.queries_at_once(inputs)
     row = kv_heads * group * head_size * 2
-    results = (dense_plan.MOST_PARTS + 2) * rounded_up(queries) * row
+    results = dense_plan.ROWS_HELD * rounded_up(queries) * row
     assert results <= dense_plan.RESULT_BYTES
     assert 2 * queries <= dense_plan.workspace_tokens(inputs)
     assert queries >= 2048
 
 
-@pytest.mark.parametrize("rows_of_results", [1000, 96])
+def test_memory_for_results_is_what_joining_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten blocks of cached keys: results are joined three times."""
+    lengths = {"query_lens": (30,), "seq_lens": (30 + 10 * 32,)}
+    case = make_small(lengths, monkeypatch, workspace_tokens=32)
+    combine = sys.modules["halfbyte.kernels.combine"]
+    original, held = combine.join, 0
+
+    def join(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal held
+        joined = original(parts)
+        held = max(held, sum(out.nbytes for out, _ in [*parts, joined]))
+        return joined
+
+    monkeypatch.setattr(combine, "join", join)
+    check(case, "cpu")
+    assert 0 < held == (dense_plan.ROWS_HELD - 1) * case.query.nbytes
+
+
+@pytest.mark.parametrize("most_queries", [16, 64])
 @pytest.mark.parametrize("name", SMALL)
 def test_dense_attention_on_a_cpu(
-    name: str, rows_of_results: int, monkeypatch: pytest.MonkeyPatch
+    name: str, most_queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_on_a_cpu(SMALL[name], rows_of_results, monkeypatch)
+    check(make_small(SMALL[name], monkeypatch, most_queries=most_queries), "cpu")
+
+
+@pytest.mark.parametrize("lens", [(256, 256), (256, 256, 20), (256, 256, 256, 256)], ids=str)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_prompts_that_are_alike_are_taken_together(
+    lens: tuple[int, ...], sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = {"query_lens": lens, "seq_lens": lens, "sinks": sinks}
+    sizes = {"workspace_tokens": 600, "most_queries": 300}
+    case = make_small(lengths, monkeypatch, **sizes)
+    plan = dense_plan.make_plan(inputs_of(case, "cpu"), 16)
+    counts = [long.count for long in plan.long]
+    assert counts == {2: [2], 3: [2, 1], 4: [2, 2]}[len(lens)]
+    check(case, "cpu")
+
+
+def test_layers_that_differ_share_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = {"query_lens": (20, 33, 2), "seq_lens": (20, 60, 44)}
+    plans = AttentionPlans()
+    for options in (
+        {},
+        {"sliding_window": 30},
+        {"sliding_window": 9},
+        {"softcap": 5.0},
+        {"head_size": 48, "head_size_v": 80},
+        {"group": 8},
+        {},
+    ):
+        case = make_small({**lengths, **options}, monkeypatch)
+        inputs = replace(inputs_of(case, "cpu"), plans=plans)
+        DenseAttention.forward(inputs)
+        assert_close_to_exact(inputs.out, case)
+
+
+@pytest.mark.parametrize("scale", [-0.125, 0.0])
+def test_scales_that_are_not_positive(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As positive ones with queries that point the other way."""
+    case = make_small(SMALL["prefixes"], monkeypatch)
+    inputs = replace(inputs_of(case, "cpu"), scale=scale)
+    DenseAttention.forward(inputs)
+    turned = replace(case, query=case.query * (-1.0 if scale else 0.0))
+    assert_close_to_exact(inputs.out, turned)
+
+
+def test_queries_whose_dims_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_small(SMALL["prefixes"], monkeypatch)
+    apart = case.query.transpose(1, 2).contiguous().transpose(1, 2)
+    assert apart.stride(2) != 1
+    out, _ = attend(replace(case, query=apart), "cpu", False)
+    assert_close_to_exact(out, case)
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")  # the log of a sum of nothing

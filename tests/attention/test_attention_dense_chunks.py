@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attention.cases import config, make_case
-from attention.dense_cases import LARGE, SMALL, check, check_on_a_cpu, inputs_of
+from attention.dense_cases import LARGE, SMALL, check, inputs_of, make_small
 from halfbyte.attention import ATTENTION_BACKENDS, dense_plan
 from halfbyte.attention.dense_chunks import make_chunks
 from halfbyte.kernels.attend_plan import Gpu, Tiles, choose_row_tiles
@@ -106,10 +106,18 @@ def test_rows_of_others_are_not_touched(tiles: Tiles, group: int) -> None:
         assert bool((lse[row] == 7.0).all())
 
 
-@pytest.mark.parametrize("name", ["window", "softcap", "window-over-some"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "window",
+        "softcap",
+        "window-over-some",
+        "window-larger-than-the-workspace",
+    ],
+)
 def test_short_prompts_without_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where all are shorter than what PyTorch's attention is taken for."""
-    check_on_a_cpu(SMALL[name], 1000, monkeypatch, pytorch_from=1000)
+    check(make_small(SMALL[name], monkeypatch, pytorch_from=1000), "cpu")
 
 
 @pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
@@ -208,6 +216,8 @@ def test_what_the_workspace_cannot_hold_goes_to_the_general_kernel() -> None:
         # More than the workspace holds.
         ({}, [(300, 70_000), (30, 70_000)], "pytorch general"),
         ({"softcap": 5.0}, [(300, 70_000)], "general"),
+        # A window that hides nothing, of more than the workspace holds.
+        ({"sliding_window": 70_000}, [(300, 300), (2048, 2048)], "own pytorch"),
     ],
     ids=str,
 )
@@ -216,7 +226,7 @@ def test_who_takes_which_sequence(
 ) -> None:
     queries, lengths = ([pair[i] for pair in lens] for i in (0, 1))
     case = make_case(head_size=16, query_lens=(1,), seq_lens=(1,))
-    layout = PageLayout("nvfp4", "nvfp4", options.pop("head_size", 128), None, 8, 16)
+    layout = PageLayout("nvfp4", "nvfp4", options.get("head_size", 128), None, 8, 16)
     inputs = replace(
         inputs_of(case, "cpu"),
         layout=layout,
@@ -224,7 +234,8 @@ def test_who_takes_which_sequence(
         query_start_loc=torch.tensor([0, *queries]).cumsum(0),
         seq_lens=torch.tensor(lengths),
         block_tables=torch.zeros((len(lens), 1), dtype=torch.int32),
-        **options,
+        softcap=options.get("softcap"),
+        sliding_window=options.get("sliding_window"),
     )
     plan = dense_plan.make_plan(inputs, 16)
     taken: dict[int, str] = {}

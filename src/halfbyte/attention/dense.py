@@ -68,9 +68,9 @@ class DenseAttention(GpuAttention):
         if config.batch_invariant:
             return False, "rounds differently with the batch"
         layout = config.layout
-        sizes = layout.head_size, layout.head_size_v
-        if any(size % 16 or size > 256 for size in sizes):
-            return False, f"head sizes up to 256 that 16 divides, not {max(sizes)}"
+        for size in (layout.head_size, layout.head_size_v):
+            if size % 16 or size > 256:
+                return False, f"head sizes up to 256 that 16 divides, not {size}"
         if config.query_dtype not in (torch.bfloat16, torch.float16):
             return False, f"query in bfloat16 or float16, not {config.query_dtype}"
         return True, cls.purpose
@@ -83,7 +83,8 @@ class DenseAttention(GpuAttention):
         tokens_per_tile = tiles.tokens(inputs.query.shape[1] // layout.num_kv_heads)
         fit = workspace_tokens(inputs), queries_at_once(inputs), tokens_per_tile
         sizes = layout.head_size, layout.head_size_v
-        key = ("dense", *fit, *sizes, window, inputs.softcap is None, device)
+        options = window, inputs.softcap is None, inputs.scale > 0
+        key = ("dense", *fit, *sizes, *options, device)
         plan = inputs.plans.get(key, lambda: make_plan(inputs, tokens_per_tile))
         for some in plan.some:
             _attend_some(inputs, some)
@@ -153,9 +154,11 @@ def _attend_block(
 
 
 def _padded_rows(query: torch.Tensor, begin: int, count: int) -> torch.Tensor:
-    """Rows `begin .. begin + count` of the query; beyond its ends, zeros."""
+    """Rows `begin .. begin + count` of the query, their last dimension contiguous; beyond its ends,
+    zeros."""
     if begin >= 0 and begin + count <= query.shape[0]:
-        return query[begin : begin + count]
+        rows = query[begin : begin + count]
+        return rows if rows.stride(2) == 1 else rows.contiguous()
     rows = query.new_zeros((count, *query.shape[1:]))
     first, last = max(0, begin), min(query.shape[0], begin + count)
     rows[first - begin : last - begin] = query[first:last]

@@ -15,6 +15,9 @@ import torch
 from halfbyte.attention.base import AttentionInputs
 from halfbyte.kernels.attend_plan import Tiles
 
+_MOST_CHUNKS = 32768
+"""That are unpacked together: a launch has at most 65,535 of them."""
+
 
 class Chunk(NamedTuple):
     """New tokens of a sequence, and the keys that they see."""
@@ -59,11 +62,13 @@ class Chunks:
         # What sees most keys takes longest, and begins first.
         work = work[work[:, 3].argsort(descending=True, stable=True)]
         columns = [(c.sequence, c.key_begin, c.key_end) for c in chunks]
-        numbers = torch.tensor([*zip(*columns, strict=True), rows], dtype=torch.int32)
+        # Each begins at a multiple of 16 bytes, or Triton would compile for those that do not.
+        numbers = torch.zeros((4, -(-len(chunks) // 4) * 4), dtype=torch.int32)
+        numbers[:, : len(chunks)] = torch.tensor([*zip(*columns, strict=True), rows])
         # One transfer.
         on_device = torch.cat([numbers.flatten(), work.flatten()]).to(device)
         of_chunks, of_tiles = on_device.split([numbers.numel(), work.numel()])
-        sequences, begins, ends, first_rows = of_chunks.view(4, -1)
+        sequences, begins, ends, first_rows = of_chunks.view(4, -1)[:, : len(chunks)]
         first, last = chunks[0].sequence, chunks[-1].sequence
         in_a_row = [c.sequence for c in chunks] == list(range(first, last + 1))
         return cls(
@@ -99,15 +104,16 @@ def make_chunks(
 
     Args:
         sequences: index, first row of the query, new tokens and length of each.
-        window: as of `paged_attention`, at most half of `most_keys`.
-        most_keys: that the workspace holds; without a window no sequence is longer.
+        window: as of `paged_attention`.
+        most_keys: that the workspace holds: no sequence is longer but one that such a window, of
+            at most half as many, hides something from.
         tokens_per_tile: query tokens that a program of the kernel takes.
         device: of the tensors.
     """
     groups: list[list[Chunk]] = []
     room = 0
     for chunk in _chunks(sequences, window, most_keys):
-        if chunk.keys > room:
+        if chunk.keys > room or len(groups[-1]) == _MOST_CHUNKS:
             groups.append([])
             room = most_keys
         groups[-1].append(chunk)
@@ -119,7 +125,7 @@ def _chunks(
     sequences: Iterable[tuple[int, int, int, int]], window: int | None, most_keys: int
 ) -> Iterator[Chunk]:
     for sequence, row, new, length in sequences:
-        if window is None:
+        if window is None or window >= length:
             yield Chunk(sequence, row, new, 0, length)
             continue
         most_queries = most_keys - window + 1

@@ -12,9 +12,12 @@ from halfbyte.layouts import PageLayout
 WORKSPACE_BYTES = 256 * 2**20
 """For unpacked K and V, of which one block at a time is held."""
 RESULT_BYTES = 640 * 2**20
-"""For what blocks gave the same queries, `MOST_PARTS` and one more, and for the queries."""
+"""For what blocks gave the same queries, and for the queries."""
 MOST_PARTS = 4
 """Results of blocks that are held before they are joined."""
+ROWS_HELD = MOST_PARTS + 4
+"""Then, in rows of the query: what was joined before and what is being joined are in float32, all
+but one of the others in 16 bits; and the queries."""
 MIN_QUERIES = 512
 """New tokens of a sequence from which PyTorch's attention can be the faster, with cuDNN: if heads
 have `MIN_HEAD_SIZE`, and queries see `MIN_PAIRS` keys in all."""
@@ -157,7 +160,9 @@ def _sorted(
     short: list[int] = []
     long: list[int] = []
     layout, window, most = inputs.layout, inputs.sliding_window, workspace_tokens(inputs)
-    plain = inputs.softcap is None and layout.head_size == layout.head_size_v
+    # PyTorch's causal masks are hidden keys' logits of -inf, before a scale multiplies them.
+    plain = inputs.softcap is None and inputs.scale > 0
+    plain = plain and layout.head_size == layout.head_size_v
     calls = _calls(counts, lengths)
     for i, (n, length) in enumerate(zip(counts, lengths, strict=True)):
         hides = window is not None and window < length
@@ -240,7 +245,7 @@ def _some(
 def queries_at_once(inputs: AttentionInputs) -> int:
     """Of a sequence, so that their keys and all results fit: a size of `rounded_up`."""
     row = inputs.query.shape[1] * inputs.layout.head_size_v * inputs.query.element_size()
-    most = min(workspace_tokens(inputs) // 2, RESULT_BYTES // (row * (MOST_PARTS + 2)))
+    most = min(workspace_tokens(inputs) // 2, RESULT_BYTES // (row * ROWS_HELD))
     step = max(64, 1 << max(0, most.bit_length() - 3))
     return max(MIN_QUERIES, most // step * step)
 
