@@ -60,7 +60,7 @@ def interpreted(module_name: str) -> ModuleType:
     try:
         with patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
             module = import_module(module_name)
-            interpreter = import_module("triton.runtime.interpreter")
+            interpreter: Any = import_module("triton.runtime.interpreter")
         convert = interpreter._convert_float
         if not hasattr(convert, "rounds"):
             interpreter._convert_float = _rounding(convert)
