@@ -89,22 +89,22 @@ def dense(
     kv_heads = key.shape[1]
     out = torch.zeros(n, heads, value.shape[-1], dtype=dtype)
     lse = torch.full((n, heads), -torch.inf, dtype=dtype)
-    positions = torch.arange(length)
+    # Of bfloat16 numbers, products are summed in float32.
+    sums = torch.promote_types(dtype, torch.float32)
+    query, key, value = (x.to(dtype).to(sums) for x in (query, key, value))
     for i in range(n):
         at = length - n + i
-        seen = positions <= at
-        if sliding_window is not None:
-            seen &= at - positions < sliding_window
-        q = query[i].to(dtype).unflatten(0, (kv_heads, -1))
-        k, v = key[seen].to(dtype), value[seen].to(dtype)
-        logits = torch.einsum("hgd,thd->hgt", q, k) * scale
+        first = 0 if sliding_window is None else max(0, at - sliding_window + 1)
+        q = query[i].unflatten(0, (kv_heads, -1))
+        k, v = (x[first : max(0, at + 1)] for x in (key, value))
+        logits = torch.einsum("hgd,thd->hgt", q, k).to(dtype) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         if sinks is not None:
             logits = torch.cat([logits, sinks.to(dtype).view(kv_heads, -1, 1)], 2)
         if logits.numel() == 0:
             continue
-        weights = logits.softmax(2)[..., : len(k)]
+        weights = logits.softmax(2)[..., : len(k)].to(sums)
         out[i] = torch.einsum("hgt,thd->hgd", weights, v).flatten(0, 1)
         lse[i] = logits.logsumexp(2).flatten()
     return out, lse
