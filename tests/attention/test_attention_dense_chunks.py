@@ -120,6 +120,22 @@ def test_short_prompts_without_pytorch(name: str, monkeypatch: pytest.MonkeyPatc
     check(make_small(SMALL[name], monkeypatch, pytorch_from=1000), "cpu")
 
 
+@pytest.mark.parametrize(("head_size", "head_size_v"), [(16, 16), (80, 80), (256, 256), (32, 192)])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_windows_with_heads_of_every_size(
+    head_size: int, head_size_v: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = {"query_lens": (20, 90), "seq_lens": (20, 300)}
+    options = {"sliding_window": 70, "sinks": True, "softcap": softcap}
+    sizes = {"head_size": head_size, "head_size_v": head_size_v}
+    small = {"workspace_tokens": 2048, "pytorch_from": 1000}
+    case = make_small({**lengths, **options, **sizes}, monkeypatch, **small)
+    plan = dense_plan.make_plan(inputs_of(case, "cpu"), 16)
+    assert not plan.some
+    assert not plan.long
+    check(case, "cpu")
+
+
 @pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
 @pytest.mark.parametrize(
     ("sizes", "options"),
