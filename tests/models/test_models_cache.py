@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from halfbyte.dispatch import NoImplementationError
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY, KVScales
 from halfbyte.models import Cache, UnsupportedModelError
-from models.zoo import ARCHITECTURES, make_model, token_ids
+from models.zoo import ALL_EXPERTS, ARCHITECTURES, make_model, token_ids
 
 CHUNKS = (13, 1, 1, 17, 8)
 
@@ -61,8 +61,9 @@ def test_cache_unquantized_reproduces_eager_logits(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_cache_bfloat16_is_as_close_to_exact_as_eager_bfloat16(architecture: str) -> None:
-    exact = eager(make_model(architecture, torch.bfloat16).float())
-    model = make_model(architecture, torch.bfloat16)
+    options = ALL_EXPERTS.get(architecture, {})
+    exact = eager(make_model(architecture, torch.bfloat16, **options).float())
+    model = make_model(architecture, torch.bfloat16, **options)
     baseline = (eager(model).float() - exact).abs()
     error = (through_cache(model, Cache(model, "bfloat16")).float() - exact).abs()
     assert error.mean() <= 1.5 * baseline.mean()

@@ -71,6 +71,8 @@ _CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
 }
 
 ARCHITECTURES = tuple(_CONFIGS)
+ALL_EXPERTS = {name: {"num_experts_per_tok": 4} for name in ("gpt_oss", "qwen3_moe")}
+"""Overrides by which a router chooses all, so that no rounding makes it choose others."""
 
 
 def make_model(architecture: str, dtype: torch.dtype = torch.float32, **overrides: object) -> Any:
