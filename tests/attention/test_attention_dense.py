@@ -118,8 +118,11 @@ def test_dense_attention_on_a_cpu(
     check(make_small(SMALL[name], monkeypatch, most_queries=most_queries), "cpu")
 
 
-@pytest.mark.parametrize("lens", [(256, 256), (256, 256, 20), (256, 256, 256, 256)], ids=str)
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    ("lens", "sinks"),
+    [((256, 256), False), ((256, 256, 20), True), ((256, 256, 256, 256), True)],
+    ids=str,
+)
 def test_prompts_that_are_alike_are_taken_together(
     lens: tuple[int, ...], sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
