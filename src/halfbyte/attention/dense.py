@@ -28,7 +28,7 @@ from halfbyte.attention.base import (
     AttentionInputs,
     GpuAttention,
 )
-from halfbyte.attention.dense_chunks import attend_chunks
+from halfbyte.attention.dense_chunks import attend_chunks, unpacked
 from halfbyte.attention.dense_plan import (
     FEW_QUERIES,
     MOST_PARTS,
@@ -169,29 +169,14 @@ def _unpack(
     inputs: AttentionInputs, long: LongSequences, block: Block
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V `[count, size, kv_heads, D]` of a block, zeros where it ends before its size."""
-    from halfbyte.kernels.unpack import unpack_tokens
-
-    layout = inputs.layout
-    shape = (long.count, block.size, layout.num_kv_heads, layout.head_size)
-    key, value = inputs.query.new_empty(shape), inputs.query.new_empty(shape)
     count = block.end - block.begin
+    where = slice(long.first, long.first + long.count), block.begins, block.ends, block.rows
+    rows = unpacked(inputs, *where, long.count * block.size, count)
+    key, value = (x.unflatten(0, (long.count, block.size)) for x in rows)
     if count < block.size:
         # Causal rows that count do not see them, but 0 * NaN is NaN.
         key[:, count:].zero_()
         value[:, count:].zero_()
-    unpack_tokens(
-        inputs.pages,
-        layout,
-        inputs.block_tables[long.first : long.first + long.count],
-        block.begins,
-        block.ends,
-        block.rows,
-        inputs.k_scale,
-        inputs.v_scale,
-        key.flatten(0, 1),
-        value.flatten(0, 1),
-        max_tokens=count,
-    )
     return key, value
 
 

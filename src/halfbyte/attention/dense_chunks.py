@@ -136,27 +136,51 @@ def _chunks(
             yield Chunk(sequence, row + begin, queries, first, position + queries)
 
 
-def attend_chunks(inputs: AttentionInputs, chunks: Chunks, tiles: Tiles) -> None:
-    """Write the chunks' rows of the output, and of the LSE where it is asked for."""
-    from halfbyte.kernels.attend_rows import attend_rows
+def unpacked(
+    inputs: AttentionInputs,
+    sequences: torch.Tensor | slice,
+    begins: torch.Tensor,
+    ends: torch.Tensor,
+    first_rows: torch.Tensor,
+    num_rows: int,
+    most_keys: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of some keys of every sequence, in rows `[num_rows, kv_heads, D]` of the workspace.
+
+    Args:
+        begins, ends: int32 `[sequences]`: positions of the keys.
+        first_rows: int32 `[sequences]`: rows where each sequence's keys begin.
+        most_keys: of a sequence.
+    """
     from halfbyte.kernels.unpack import unpack_tokens
 
     layout = inputs.layout
-    key = inputs.query.new_empty((chunks.keys, layout.num_kv_heads, layout.head_size))
-    value = inputs.query.new_empty((chunks.keys, layout.num_kv_heads, layout.head_size_v))
+    key, value = (
+        inputs.query.new_empty((num_rows, layout.num_kv_heads, size))
+        for size in (layout.head_size, layout.head_size_v)
+    )
     unpack_tokens(
         inputs.pages,
         layout,
-        inputs.block_tables[chunks.sequences],
-        chunks.begins,
-        chunks.ends,
-        chunks.rows,
+        inputs.block_tables[sequences],
+        begins,
+        ends,
+        first_rows,
         inputs.k_scale,
         inputs.v_scale,
         key,
         value,
-        max_tokens=chunks.most_keys,
+        max_tokens=most_keys,
     )
+    return key, value
+
+
+def attend_chunks(inputs: AttentionInputs, chunks: Chunks, tiles: Tiles) -> None:
+    """Write the chunks' rows of the output, and of the LSE where it is asked for."""
+    from halfbyte.kernels.attend_rows import attend_rows
+
+    where = chunks.sequences, chunks.begins, chunks.ends, chunks.rows
+    key, value = unpacked(inputs, *where, chunks.keys, chunks.most_keys)
     attend_rows(
         inputs.query,
         key,

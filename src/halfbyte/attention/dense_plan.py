@@ -1,7 +1,7 @@
 """How `dense` sorts a batch's sequences, and cuts the keys of the long ones into blocks."""
 
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import torch
 
@@ -131,18 +131,8 @@ def make_plan(inputs: AttentionInputs, tokens_per_tile: int) -> DensePlan:
     ]
     sequences = [(i, starts[i], counts[i], lengths[i]) for i in short]
     chunks = make_chunks(sequences, window, most, tokens_per_tile, device)
-    groups: list[list[int]] = []
-    for i in long:
-        last = groups[-1][-1] if groups else -1
-        alike = last == i - 1 and counts[last] == lengths[last] == counts[i] == lengths[i]
-        # Sequences that are attended to together have one block each, and one result.
-        fits = groups and (len(groups[-1]) + 1) * counts[i] <= min(most, 2 * most_queries)
-        if alike and fits and counts[i] == rounded_up(counts[i]):
-            groups[-1].append(i)
-        else:
-            groups.append([i])
     steps: list[LongSequences] = []
-    for group in groups:
+    for group in long:
         first, n, cached = group[0], counts[group[0]], lengths[group[0]] - counts[group[0]]
         # More queries than the memory is for go one part after the other.
         for begin in range(0, n, most_queries):
@@ -153,48 +143,64 @@ def make_plan(inputs: AttentionInputs, tokens_per_tile: int) -> DensePlan:
 
 def _sorted(
     counts: list[int], lengths: list[int], inputs: AttentionInputs
-) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Indices of sequences: few new tokens, for the general kernel, for our own, for PyTorch's."""
+) -> tuple[list[int], list[int], list[int], list[range]]:
+    """Indices of sequences: few new tokens, for the general kernel, for our own; and groups of them
+    that PyTorch's attention takes at once."""
     few: list[int] = []
     general: list[int] = []
     short: list[int] = []
-    long: list[int] = []
+    long: list[range] = []
     layout, window, most = inputs.layout, inputs.sliding_window, workspace_tokens(inputs)
     # PyTorch's causal masks are hidden keys' logits of -inf, before a scale multiplies them.
     plain = inputs.softcap is None and inputs.scale > 0
     plain = plain and layout.head_size == layout.head_size_v
-    calls = _calls(counts, lengths)
-    for i, (n, length) in enumerate(zip(counts, lengths, strict=True)):
+    # Sequences that are attended to together have one block each, and one result.
+    for group in _groups(counts, lengths, min(most, 2 * queries_at_once(inputs))):
+        n, length = counts[group[0]], lengths[group[0]]
         hides = window is not None and window < length
         cached = (min(length, window + n) if window is not None else length) - n
         # Of a window's keys the workspace must hold as many again.
         fits = window <= most // 2 if window is not None and hides else length <= most
-        together, work = calls[i]
-        for_pytorch = layout.head_size >= MIN_HEAD_SIZE and work >= MIN_PAIRS
-        for_pytorch = for_pytorch and (together or n >= MIN_QUERIES)
+        suits = _suits_pytorch(n, length, len(group), layout) or (not fits and n >= MIN_CHUNK)
         if n <= FEW_QUERIES:
-            few.append(i)
+            few += group
         elif length < n:
-            general.append(i)
-        elif plain and not hides and (for_pytorch or (not fits and n >= MIN_CHUNK)):
-            long.append(i)
+            general += group
+        elif plain and not hides and suits:
+            long.append(group)
         elif fits and (n >= MIN_CHUNK or cached <= n * KEYS_PER_QUERY):
-            short.append(i)
+            short += group
         else:
-            general.append(i)
+            general += group
     return few, general, short, long
 
 
-def _calls(counts: list[int], lengths: list[int]) -> list[tuple[bool, int]]:
-    """For every sequence, whether PyTorch's attention takes it as it is, with all in a row that are
-    alike; and what such a call has to do, in pairs of a query and a key."""
-    calls: list[tuple[bool, int]] = []
-    for (n, length), run in groupby(zip(counts, lengths, strict=True)):
-        size, pairs = len(list(run)), n * (length - n // 2)
-        together = n == length == rounded_up(n)
-        work = size * (pairs + n * PAIRS_OF_TOKEN) if together else pairs
-        calls += [(together, work)] * size
-    return calls
+def _groups(counts: list[int], lengths: list[int], most_queries: int) -> list[range]:
+    """Sequences that PyTorch's attention could take at once: alike, with nothing to pad, and of at
+    most so many queries; all others one by one."""
+    groups: list[range] = []
+    for i, (n, length) in enumerate(zip(counts, lengths, strict=True)):
+        last = groups[-1] if groups else range(0)
+        alike = last and counts[last[0]] == lengths[last[0]] == n == length
+        if alike and _is_exact(n, length) and (len(last) + 1) * n <= most_queries:
+            groups[-1] = range(last[0], i + 1)
+        else:
+            groups.append(range(i, i + 1))
+    return groups
+
+
+def _is_exact(queries: int, length: int) -> bool:
+    """Whether there is nothing to pad."""
+    return queries == length == rounded_up(queries)
+
+
+def _suits_pytorch(queries: int, length: int, count: int, layout: PageLayout) -> bool:
+    """Whether PyTorch's attention is the faster for a group of as many sequences."""
+    pairs = queries * (length - queries // 2)
+    exact = _is_exact(queries, length)
+    work = count * (pairs + queries * PAIRS_OF_TOKEN) if exact else pairs
+    many = exact or queries >= MIN_QUERIES
+    return layout.head_size >= MIN_HEAD_SIZE and many and work >= MIN_PAIRS
 
 
 def _long(
@@ -251,10 +257,7 @@ def queries_at_once(inputs: AttentionInputs) -> int:
 
 
 def workspace_tokens(inputs: AttentionInputs) -> int:
-    return tokens_that_fit(inputs.layout, inputs.query.dtype)
-
-
-def tokens_that_fit(layout: PageLayout, dtype: torch.dtype) -> int:
     """Whose K and V, unpacked, the workspace holds."""
+    layout = inputs.layout
     width = layout.num_kv_heads * (layout.head_size + layout.head_size_v)
-    return WORKSPACE_BYTES // (width * dtype.itemsize)
+    return WORKSPACE_BYTES // (width * inputs.query.element_size())
