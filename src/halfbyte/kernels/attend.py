@@ -5,7 +5,6 @@ Nothing waits for the GPU: how many programs run, and on what, is decided from s
 tables that change between replays.
 """
 
-import math
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +12,14 @@ import torch
 import triton.language as tl
 
 from halfbyte.kernels.attend_kernels import attend_kernel, merge_kernel
-from halfbyte.kernels.attend_plan import AttendPlan, Tiles, gpu_of, make_plan, operand_dtype
+from halfbyte.kernels.attend_plan import (
+    AttendPlan,
+    Tiles,
+    exponent_factors,
+    gpu_of,
+    make_plan,
+    operand_dtype,
+)
 from halfbyte.kernels.devices import current_device
 from halfbyte.kernels.kv_tiles import (
     multiplier,
@@ -23,7 +29,6 @@ from halfbyte.kernels.kv_tiles import (
 )
 from halfbyte.layouts import PageLayout
 
-_LOG2E = math.log2(math.e)
 _MERGED_AT_ONCE = 16
 """Splits that the merge reads together; part of what makes results reproducible."""
 _TRITON_DTYPES = {
@@ -119,8 +124,7 @@ def attend(
                 lse_pointer,
                 partial_out,
                 partial_stats,
-                score_scale * (2.0 / softcap if softcap else 1.0) * _LOG2E,
-                (softcap or 0.0) * _LOG2E,
+                *exponent_factors(score_scale, softcap),
                 out_scale,
                 sliding_window or 0,
                 num_seqs,

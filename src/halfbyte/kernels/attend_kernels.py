@@ -27,6 +27,30 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def soft_cap(scores, cap):
+    """`cap * tanh(x)` of scores with `exp2(scores) = e^2x`."""
+    return cap - 2.0 * cap / (1.0 + tl.exp2(scores))
+
+
+@triton.jit
+def are_seen(keys, positions, window, windowed: tl.constexpr):
+    """`[rows, keys]`: whether a row at a position attends to a key."""
+    seen = keys[None, :] <= positions[:, None]
+    if windowed:
+        seen &= keys[None, :] > positions[:, None] - window
+    return seen
+
+
+@triton.jit
+def load_sinks(sinks, heads, row_live, has_sinks: tl.constexpr):
+    """Of rows, in base 2; -inf where there are none."""
+    sink = tl.full(heads.shape, float("-inf"), tl.float32)
+    if has_sinks:
+        sink = tl.load(sinks + heads, mask=row_live, other=0.0).to(tl.float32) * LOG2E
+    return sink
+
+
+@triton.jit
 def close_softmax(reference, total, sink):
     """What rows are multiplied by at the end, and the natural log of their denominators.
 
@@ -202,11 +226,9 @@ def attend_kernel(
             casts,
         )
         scores *= row_scale[:, None]
-        if capped:  # cap * tanh(x) with exp2(scores) = e^2x
-            scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores))
-        visible = live[None, :] & (keys[None, :] <= positions[:, None])
-        if windowed:
-            visible &= keys[None, :] > positions[:, None] - window
+        if capped:
+            scores = soft_cap(scores, cap)
+        visible = live[None, :] & are_seen(keys, positions, window, windowed)
         scores = tl.where(visible, scores, float("-inf"))
 
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -247,9 +269,7 @@ def attend_kernel(
         tl.store(partial_stats + 2 * partial_rows + 1, total, mask=row_live)
         tl.store(partial_out + partial_rows[:, None] * v.head_size + columns, result, mask=mask)
     else:
-        sink = tl.full((block_m,), float("-inf"), tl.float32)
-        if has_sinks:
-            sink = tl.load(sinks + heads, mask=row_live, other=0.0).to(tl.float32) * LOG2E
+        sink = load_sinks(sinks, heads, row_live, has_sinks)
         factor, log = close_softmax(reference, total, sink)
         result *= (factor * out_scale)[:, None]
         out += wide_tokens[:, None] * out_token + wide_heads[:, None] * out_head

@@ -3,6 +3,7 @@
 Needs neither Triton nor a GPU; nothing depends on the values of tensors.
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -80,6 +81,17 @@ class AttendPlan:
     def merges(self) -> bool:
         """Whether partial results are written and merged."""
         return self.num_splits > 1 or self.split_length > 0
+
+
+def exponent_factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """What takes dot products to exponents of 2, as `score_scale` and `cap` of the kernels.
+
+    Without a soft-cap the former takes them to logits in base 2. With one it takes them to the
+    exponent of `exp2` that `attend_kernels.soft_cap` needs for tanh, and the latter is the cap in
+    base 2.
+    """
+    log2e = math.log2(math.e)
+    return scale * (2.0 / softcap if softcap else 1.0) * log2e, (softcap or 0.0) * log2e
 
 
 def unsupported_reason(layout: PageLayout, query_dtype: torch.dtype) -> str | None:

@@ -9,14 +9,12 @@ those at the two ends of what it sees, where rows differ.
 
 # mypy: disable-error-code="no-untyped-def"
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 
-from halfbyte.kernels.attend_kernels import LOG2E, close_softmax
-from halfbyte.kernels.attend_plan import Tiles
+from halfbyte.kernels.attend_kernels import are_seen, close_softmax, load_sinks, soft_cap
+from halfbyte.kernels.attend_plan import Tiles, exponent_factors
 from halfbyte.kernels.devices import current_device
 
 _OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -34,22 +32,12 @@ def _load_rows(rows, keys, end, dims, width: tl.constexpr, masked: tl.constexpr)
 
 @triton.jit
 def _add_keys(
-    acc,
-    total,
-    top,
+    sums,
     query,
-    key,
-    value,
-    key_row,
-    value_row,
+    sides,
     start,
-    end,
-    positions,
-    window,
-    score_scale,
-    cap,
-    k_dims,
-    v_dims,
+    seen,
+    factors,
     masked: tl.constexpr,
     windowed: tl.constexpr,
     capped: tl.constexpr,
@@ -59,18 +47,20 @@ def _add_keys(
     block_n: tl.constexpr,
 ):
     """One step of the online softmax, in base 2, over `block_n` keys from `start` on."""
+    acc, total, top = sums
+    key, key_row, k_dims, value, value_row, v_dims = sides
+    end, positions, window = seen
+    score_scale, cap = factors
     keys = start + tl.arange(0, block_n)
     rows = key + keys[:, None] * key_row + k_dims[None, :]
     tile = _load_rows(rows, keys, end, k_dims, head_size, masked).to(query.dtype)
     scores = tl.dot(query, tl.trans(tile))
     if not folded:
         scores *= score_scale
-    if capped:  # cap * tanh(x) with exp2(scores) = e^2x
-        scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores))
+    if capped:
+        scores = soft_cap(scores, cap)
     if masked:
-        visible = keys[None, :] <= positions[:, None]
-        if windowed:
-            visible &= keys[None, :] > positions[:, None] - window
+        visible = are_seen(keys, positions, window, windowed)
         scores = tl.where(visible, scores, float("-inf"))
     # A positive scale that multiplies where the top is taken off costs no operation of its own.
     scale = score_scale if folded else 1.0
@@ -176,24 +166,17 @@ def rows_kernel(
     top = tl.full((block_m,), float("-inf"), tl.float32)
     total = tl.full((block_m,), 0.0, tl.float32)
     acc = tl.full((block_m, padded_v), 0.0, tl.float32)
+    sides = (key, key_row, k_dims, value, value_row, v_dims)
+    seen = (end, positions, window)
+    factors = (score_scale, cap)
     for start in tl.range(middle, middle_end, block_n):
         acc, total, top = _add_keys(
-            acc,
-            total,
-            top,
+            (acc, total, top),
             queries,
-            key,
-            value,
-            key_row,
-            value_row,
+            sides,
             start,
-            end,
-            positions,
-            window,
-            score_scale,
-            cap,
-            k_dims,
-            v_dims,
+            seen,
+            factors,
             False,
             windowed,
             capped,
@@ -207,22 +190,12 @@ def rows_kernel(
         if i >= edge:
             start += middle_end - middle
         acc, total, top = _add_keys(
-            acc,
-            total,
-            top,
+            (acc, total, top),
             queries,
-            key,
-            value,
-            key_row,
-            value_row,
+            sides,
             start,
-            end,
-            positions,
-            window,
-            score_scale,
-            cap,
-            k_dims,
-            v_dims,
+            seen,
+            factors,
             True,
             windowed,
             capped,
@@ -232,9 +205,7 @@ def rows_kernel(
             block_n,
         )
 
-    sink = tl.full((block_m,), float("-inf"), tl.float32)
-    if has_sinks:
-        sink = tl.load(sinks + heads, mask=row_live, other=0.0).to(tl.float32) * LOG2E
+    sink = load_sinks(sinks, heads, row_live, has_sinks)
     factor, log = close_softmax(top, total, sink)
     at = tokens[:, None] * out_token + heads[:, None] * out_head + v_dims[None, :]
     mask = row_live[:, None] & (v_dims < head_size_v)[None, :]
@@ -290,8 +261,7 @@ def attend_rows(
             out if sinks is None else sinks.contiguous(),
             out,
             out if lse is None else lse,
-            scale * math.log2(math.e) * (2.0 / softcap if softcap else 1.0),
-            (softcap or 0.0) * math.log2(math.e),
+            *exponent_factors(scale, softcap),
             sliding_window or 0,
             *query.stride()[:2],
             *key.stride()[:2],
