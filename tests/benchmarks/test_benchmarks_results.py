@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from halfbyte.bench import GPU_CASES, Case
 from halfbyte.bench.cases import WITHOUT_PEERS
@@ -91,3 +92,22 @@ def test_choice_goes_by_the_committed_run() -> None:
     linear = program("linear")
     report = json.loads(linear.RESULT.read_text())
     assert linear.selection(report) == linear.SELECTION.read_text()
+
+
+def test_committed_ways_of_prefill_are_of_the_cases_that_the_script_measures() -> None:
+    ways = program("prefill_ways")
+    report = json.loads(ways.RESULT.read_text())
+    assert report["machine"]["gpu"]
+    assert report["versions"]["torch"]
+    assert len(report["microseconds"]) == len(ways.CASES)
+    for row, case in zip(report["microseconds"], ways.CASES, strict=True):
+        assert {name: row[name] for name in case._fields} == case._asdict()
+        assert row.keys() - set(case._fields) == set(case.ways())
+
+
+def test_ways_of_prefill_are_timed() -> None:
+    """On a CPU, where one backend does them all."""
+    ways = program("prefill_ways")
+    row = ways.measure(ways.Prefill(1, 2, 32, 2, 128, 8), torch.device("cpu"), ["own", "pytorch"])
+    assert row["own"]["single"] > 0
+    assert row["pytorch"]["back_to_back"] > 0

@@ -1,0 +1,157 @@
+"""Prefill of nvfp4 on one GPU, each way that `dense` has by itself: what its sorting rests on.
+
+    python benchmarks/prefill_ways.py [--out benchmarks/results/prefill_ways.json]
+
+`own` is our kernel on unpacked rows, `pytorch` PyTorch's dense attention, `general` the Triton
+kernel that unpacks as it reads; who cannot do the work is left out. Times are those of
+`halfbyte.bench.timing`, of CUDA graphs that hold one call with everything in it, plans apart. Ways
+take turns.
+"""
+
+import argparse
+import datetime
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+
+from halfbyte.attention import AttentionPlans, dense_plan, paged_attention
+from halfbyte.bench.cases import Case
+from halfbyte.bench.data import make_cache
+from halfbyte.bench.machine import machine, versions
+from halfbyte.bench.timing import measure_in_turns, ready
+
+RESULT = Path(__file__).parent / "results" / "prefill_ways.json"
+ALWAYS = 2**60
+WAYS: dict[str, dict[str, Any]] = {
+    "own": {"MIN_PAIRS": ALWAYS, "MIN_CHUNK": 1, "KEYS_PER_QUERY": ALWAYS},
+    "pytorch": {"MIN_PAIRS": 0, "MIN_QUERIES": 9, "MIN_HEAD_SIZE": 16, "MIN_CHUNK": 9},
+    "general": {},
+}
+_BUDGET_US = 4e4
+
+
+class Prefill(NamedTuple):
+    """`new` tokens of every sequence on `cached` earlier ones."""
+
+    kv_heads: int
+    group: int
+    head_size: int
+    batch: int
+    new: int
+    cached: int
+    window: int | None = None
+    softcap: float | None = None
+
+    def ways(self) -> list[str]:
+        """Those that can do it and may be the fastest."""
+        hides = self.window is not None and self.window < self.cached + self.new
+        plain = self.softcap is None and not hides
+        return [
+            "own",
+            *(["pytorch"] if plain and self.new >= 128 else []),
+            *(["general"] if not plain or (self.cached and self.new < 512) else []),
+        ]
+
+
+_NO_PREFIX = ((1, 512), (2, 512), (3, 512), (4, 512), (16, 512), (1, 1024), (2, 1024), (4, 1024))
+_LONGER = ((1, 1280), (1, 1536), (1, 2048), (4, 2048), (3, 700), (8, 700), (4, 256), (16, 256))
+_SHORT = ((16, 128),)
+_PREFIXES = (
+    *((1, 512, 4096), (1, 512, 16384), (4, 512, 8192), (4, 256, 8192), (1, 256, 32768)),
+    *((1, 128, 8192), (1, 128, 32768), (8, 128, 2048), (1, 96, 8192), (1, 64, 2048), (1, 64, 8192)),
+    *((4, 64, 2048), (16, 64, 1024), (8, 64, 512), (1, 32, 1024), (8, 32, 1024), (32, 32, 512)),
+    *((1, 32, 4096), (1, 32, 16384), (1, 16, 512), (8, 16, 512), (32, 16, 512), (1, 16, 1024)),
+    *((32, 16, 1024), (1, 16, 2048), (8, 16, 2048), (1, 16, 4096)),
+)
+CASES = (
+    *(Prefill(8, 4, 128, batch, new, 0) for batch, new in (*_NO_PREFIX, *_LONGER, *_SHORT)),
+    *(Prefill(8, 4, 128, *sizes) for sizes in _PREFIXES),
+    *(Prefill(8, 8, 64, *x, 0) for x in ((1, 1024), (1, 4096), (4, 2048), (16, 512), (1, 8192))),
+    Prefill(8, 8, 64, 1, 2048, 16384),
+    *(Prefill(8, 4, 256, *sizes, 0) for sizes in ((1, 1024), (1, 4096), (4, 2048), (16, 512))),
+    *(Prefill(8, 4, d, *sizes, 0) for d in (80, 96) for sizes in ((4, 2048), (1, 1024))),
+    *(Prefill(8, 4, 128, 1, 16384, 0, window) for window in (1024, 4096)),
+    Prefill(8, 4, 128, 4, 2048, 8192, 2048),
+    Prefill(8, 8, 64, 4, 2048, 0, 128),
+    Prefill(8, 8, 64, 1, 16384, 0, 128),
+    Prefill(8, 4, 64, 4, 64, 2048, 128),
+    Prefill(8, 4, 256, 1, 8192, 0, 1024),
+    Prefill(8, 4, 128, 4, 2048, 0, None, 30.0),
+    Prefill(8, 4, 256, 1, 8192, 0, 4096, 50.0),
+)
+
+
+def measure(case: Prefill, device: torch.device, ways: Sequence[str]) -> dict[str, Any]:
+    """A row of the report: the case, and µs by way."""
+    query_heads, length = case.kv_heads * case.group, case.cached + case.new
+    tokens = case.batch * case.new
+    sizes = Case(
+        name="",
+        kind="prefill",
+        batch=case.batch,
+        context=length,
+        query_tokens=case.new,
+        kv_heads=case.kv_heads,
+        group=case.group,
+        head_size=case.head_size,
+        block_size=16,
+        sliding_window=case.window,
+    )
+    cache = make_cache(sizes, "nvfp4", device)
+    queries = torch.randn(tokens, query_heads, case.head_size, device=device).bfloat16()
+    starts = torch.arange(0, tokens + 1, case.new, dtype=torch.int32, device=device)
+
+    def attend(pages: torch.Tensor, plans: AttentionPlans, backend: str | None) -> torch.Tensor:
+        return paged_attention(
+            queries,
+            pages,
+            layout=cache.layout,
+            query_start_loc=starts,
+            seq_lens=cache.seq_lens,
+            block_tables=cache.block_tables,
+            scale=case.head_size**-0.5,
+            k_scale=cache.scale,
+            v_scale=cache.scale,
+            sliding_window=cache.window,
+            softcap=case.softcap,
+            backend=backend,
+            plans=plans,
+        )
+
+    calls, subjects = {}, {}
+    for way in ways:
+        plans, backend = AttentionPlans(), "triton" if way == "general" else None
+        # Graphs hold the plans' tensors, which nobody else would keep.
+        calls[way] = [partial(attend, pages, plans, backend) for pages in cache.pools[:2]]
+        with patch.multiple(dense_plan, **WAYS[way]):
+            subjects[way] = ready(calls[way], device)
+    times = measure_in_turns(subjects, device, rounds=2, budget_us=_BUDGET_US)
+    return {**case._asdict(), **{way: times[way] for way in subjects}}
+
+
+def main() -> None:
+    """Parse the command line, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    device = torch.device("cuda")
+    report: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(device),
+        "versions": versions(),
+        "microseconds": [],
+    }
+    for case in CASES:
+        row = measure(case, device, case.ways())
+        report["microseconds"].append(row)
+        print(*case, {way: row[way]["single"] for way in case.ways()}, flush=True)
+        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
