@@ -89,15 +89,29 @@ def test_ours_that_fails_ends_with_1_after_the_rest(
         (["--kv-cache-dtype", "int3"], "unknown 'int3'"),
         (["--device", "cpu", "--attention-backend", "zz"], "attention backend: unknown 'zz'"),
         (["--device", "cpu", "--attention-backend", "cuda"], "'cuda' cannot be used here"),
-        (["--out", "/no/such/folder/report.json", "--device", "cpu"], "/no/such/folder"),
+        (["--out", "/no/such/folder/report.json", "--device", "cpu"], "out: [Errno 2]"),
+        (
+            [*TINY, "--only", "store", "--picture", "a.svg"],
+            "picture: shows decode steps on an nvfp4",
+        ),
+        ([*TINY, "--kv-cache-dtype", "fp8", "--picture", "a.svg"], "picture: shows decode steps"),
     ],
-    ids=lambda x: x[0] if isinstance(x, list) else "",
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
-def test_bad_input_is_one_line(bench: Command, arguments: list, message: str) -> None:
+def test_bad_input_is_one_line(
+    bench: Command,
+    arguments: list,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("halfbyte.bench.picture.find_spec", lambda name: name)
+    monkeypatch.chdir(tmp_path)
     code, out, err = bench(*arguments)
     assert (code, out) == (1, "")
     assert message in err
     assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())  # no file that says nothing
 
 
 def test_usage_error_is_2(bench: Command) -> None:

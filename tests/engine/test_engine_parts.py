@@ -53,7 +53,7 @@ def test_sampler_cuts(params: dict, allowed: set[int]) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"top_k": -2}, "top_k"),
+        ({"top_k": -2}, "top_k: expected at least 1, or 0 or -1 for all, got -2"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"stop": ("a", "")}, "stop"),

@@ -121,6 +121,8 @@ def test_parts_that_cannot_be_one_layer() -> None:
         NvFp4Linear.from_parts([a, random_layer(16, 32)])
     with pytest.raises(ValueError, match="at least one"):
         NvFp4Linear.from_parts([])
+    with pytest.raises(ValueError, match="parts: expected NvFp4Linear, got Linear"):
+        NvFp4Linear.from_parts([a, torch.nn.Linear(32, 16)])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("backend", ["reference", "rows_reversed"])

@@ -1,10 +1,11 @@
 """The decode steps of a report as a bar chart in SVG, for light and dark backgrounds."""
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from halfbyte.bench.cases import WITHOUT_PEERS
+from halfbyte.bench.cases import WITHOUT_PEERS, Case
 from halfbyte.bench.report import case_label, heads_label
 
 BARS = (
@@ -17,10 +18,23 @@ _INK = "#7d8590"
 _WIDTH = 0.27
 
 
-def require_matplotlib() -> None:
-    """Raise ValueError unless matplotlib is installed."""
+def check_drawable(kv_cache_dtypes: Sequence[str], cases: Sequence[Case]) -> None:
+    """Raise ValueError, before minutes of measuring, for what `draw` would refuse afterwards."""
+    _require_matplotlib()
+    decodes = any(_is_drawn(case.kind, case.name) for case in cases)
+    if not decodes or "nvfp4" not in kv_cache_dtypes:
+        raise ValueError(
+            "picture: shows decode steps on an nvfp4 cache, and none is to be measured"
+        )
+
+
+def _require_matplotlib() -> None:
     if find_spec("matplotlib") is None:
         raise ValueError("picture: needs matplotlib (pip install 'halfbyte[bench]')")
+
+
+def _is_drawn(kind: str, name: str) -> bool:
+    return kind == "decode" and name not in WITHOUT_PEERS
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -29,16 +43,14 @@ def draw(report: dict[str, Any], path: Path) -> None:
     Raises:
         ValueError: matplotlib is missing, or the report holds no decode step on an NVFP4 cache.
     """
-    require_matplotlib()
+    _require_matplotlib()
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     rows = [
         row
         for row in report["microseconds"]
-        if row["kind"] == "decode"
-        and row["name"] not in WITHOUT_PEERS
-        and "single" in row.get("halfbyte_nvfp4", {})
+        if _is_drawn(row["kind"], row["name"]) and "single" in row.get("halfbyte_nvfp4", {})
     ]
     if not rows:
         raise ValueError("picture: the report has no decode step on an nvfp4 cache")

@@ -42,14 +42,20 @@ def attention(
         str | None, typer.Option(help="Cases whose name this regular expression is found in.")
     ] = None,
     batch: Annotated[
-        str | None, typer.Option(help="Sequences: a grid of your own instead of the usual cases.")
+        str | None,
+        typer.Option(
+            help="Sequences, separated by commas: a grid of your own instead of the usual cases. "
+            "Where only context or heads are given, 1."
+        ),
     ] = None,
-    context: Annotated[str | None, typer.Option(help="Tokens per sequence of that grid.")] = None,
+    context: Annotated[
+        str | None, typer.Option(help="Tokens per sequence of that grid, otherwise 8192.")
+    ] = None,
     heads: Annotated[
         str | None,
         typer.Option(
-            help="Heads of that grid: llama, gpt-oss, gemma, mistral, gpt-oss-sliding, wide, "
-            "long-pages, mqa, speculative."
+            help="Heads of that grid, otherwise llama: gpt-oss, gemma, mistral, gpt-oss-sliding, "
+            "wide, long-pages, mqa, speculative."
         ),
     ] = None,
     peers: Annotated[bool, typer.Option(help="Measure FlashInfer and SDPA, too.")] = True,
@@ -64,19 +70,16 @@ def attention(
 ) -> None:
     """Store, decode and prefill: times, bandwidth, error, and what peers take for the same."""
     from halfbyte.bench import Benchmark, console_tables
-    from halfbyte.bench.picture import draw, require_matplotlib
+    from halfbyte.bench.picture import check_drawable, draw
 
     quiet_libraries(verbose=verbose)
     where = _device(device)
     cases = _cases(where.type, only, batch, context, heads)
     names = [name.strip() for name in kv_cache_dtype.split(",")]
     benchmark = Benchmark(where, names, with_peers=peers, backend=attention_backend)
-    # What cannot be written is better known now than after minutes.
     if picture is not None:
-        require_matplotlib()
-    for file in (report, picture):
-        if file is not None:
-            file.touch()
+        check_drawable(names, cases)
+    _check_writable(out=report, picture=picture)
     with progress_bar("bench", "cases") as on_progress:
         for done, case in enumerate(cases):
             on_progress(done, len(cases))
@@ -127,8 +130,7 @@ def linear(
         benchmark.warm_up()
         return
     quiet_libraries(verbose=verbose)
-    if report is not None:
-        report.touch()  # what cannot be written is better known now than after minutes
+    _check_writable(out=report)
     with progress_bar("bench", "cases") as on_progress:
         on_progress(0, len(benchmark.cases))
         for done, _ in enumerate(benchmark.run(), start=1):
@@ -173,6 +175,16 @@ def _numbers(name: str, text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"{name}: expected numbers separated by commas, got {text!r}") from None
+
+
+def _check_writable(**files: Path | None) -> None:
+    """What cannot be written is better known now than after minutes."""
+    for option, file in files.items():
+        try:
+            if file is not None:
+                file.touch()
+        except OSError as error:
+            raise ValueError(f"{option}: {error}") from None
 
 
 def _print(tables: "Iterable[Table]", width: int, report: "Report") -> None:

@@ -59,7 +59,7 @@ class SamplingParams:
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed: expected a number in 0 .. 2^63 - 1, got {self.seed}")
         if self.top_k < -1:
-            raise ValueError(f"top_k: expected a number >= -1, got {self.top_k}")
+            raise ValueError(f"top_k: expected at least 1, or 0 or -1 for all, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: expected a number in (0, 1], got {self.top_p}")
         if "" in self.stop:

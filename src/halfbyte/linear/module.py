@@ -147,11 +147,15 @@ class NvFp4Linear(LayerState):
             options: of the constructor; by default the first part's.
 
         Raises:
-            ValueError: parts of different K, dtype, device or W4A4, or whose activations have
-                different global scales: one quantized input could not be right for all of them.
+            ValueError: parts that are no `NvFp4Linear`, or of different K, dtype, device or W4A4,
+                or whose activations have different global scales: one quantized input could not be
+                right for all of them.
         """
         if not parts:
             raise ValueError("parts: expected at least one layer")
+        for part in parts:
+            if not isinstance(part, NvFp4Linear):
+                raise ValueError(f"parts: expected NvFp4Linear, got {type(part).__name__}")
         first = parts[0]
         for attribute in ("in_features", "dtype", "quantize_activations", "device"):
             found = {str(getattr(part, attribute)) for part in parts}
