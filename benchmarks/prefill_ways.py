@@ -128,7 +128,7 @@ def measure(case: Prefill, device: torch.device, ways: Sequence[str]) -> dict[st
         plans, backend = AttentionPlans(), "triton" if way == "general" else None
         # Graphs hold the plans' tensors, which nobody else would keep.
         calls[way] = [partial(attend, pages, plans, backend) for pages in cache.pools[:2]]
-        with patch.multiple(dense_plan, **WAYS[way]):
+        with patch.dict(vars(dense_plan), WAYS[way]):
             subjects[way] = ready(calls[way], device)
     times = measure_in_turns(subjects, device, rounds=2, budget_us=_BUDGET_US)
     return {**case._asdict(), **{way: times[way] for way in subjects}}

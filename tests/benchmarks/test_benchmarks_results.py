@@ -111,3 +111,13 @@ def test_ways_of_prefill_are_timed() -> None:
     row = ways.measure(ways.Prefill(1, 2, 32, 2, 128, 8), torch.device("cpu"), ["own", "pytorch"])
     assert row["own"]["single"] > 0
     assert row["pytorch"]["back_to_back"] > 0
+
+
+@pytest.mark.gpu
+def test_every_way_of_prefill_is_timed_on_a_gpu() -> None:
+    ways = program("prefill_ways")
+    case = ways.Prefill(2, 2, 64, 2, 128, 8)
+    assert case.ways() == ["own", "pytorch", "general"]
+    row = ways.measure(case, torch.device("cuda"), case.ways())
+    for name in case.ways():
+        assert row[name]["single"] > 0
