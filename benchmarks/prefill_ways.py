@@ -12,17 +12,17 @@ import argparse
 import datetime
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 
-from halfbyte.attention import AttentionPlans, dense_plan, paged_attention
+from halfbyte.attention import dense_plan
 from halfbyte.bench.cases import Case
 from halfbyte.bench.data import make_cache
 from halfbyte.bench.machine import machine, versions
+from halfbyte.bench.subjects import Queries, attention_calls
 from halfbyte.bench.timing import measure_in_turns, ready
 
 RESULT = Path(__file__).parent / "results" / "prefill_ways.json"
@@ -88,13 +88,11 @@ CASES = (
 
 def measure(case: Prefill, device: torch.device, ways: Sequence[str]) -> dict[str, Any]:
     """A row of the report: the case, and µs by way."""
-    query_heads, length = case.kv_heads * case.group, case.cached + case.new
-    tokens = case.batch * case.new
     sizes = Case(
         name="",
         kind="prefill",
         batch=case.batch,
-        context=length,
+        context=case.cached + case.new,
         query_tokens=case.new,
         kv_heads=case.kv_heads,
         group=case.group,
@@ -102,32 +100,12 @@ def measure(case: Prefill, device: torch.device, ways: Sequence[str]) -> dict[st
         block_size=16,
         sliding_window=case.window,
     )
-    cache = make_cache(sizes, "nvfp4", device)
-    queries = torch.randn(tokens, query_heads, case.head_size, device=device).bfloat16()
-    starts = torch.arange(0, tokens + 1, case.new, dtype=torch.int32, device=device)
-
-    def attend(pages: torch.Tensor, plans: AttentionPlans, backend: str | None) -> torch.Tensor:
-        return paged_attention(
-            queries,
-            pages,
-            layout=cache.layout,
-            query_start_loc=starts,
-            seq_lens=cache.seq_lens,
-            block_tables=cache.block_tables,
-            scale=case.head_size**-0.5,
-            k_scale=cache.scale,
-            v_scale=cache.scale,
-            sliding_window=cache.window,
-            softcap=case.softcap,
-            backend=backend,
-            plans=plans,
-        )
-
+    cache, queries = make_cache(sizes, "nvfp4", device), Queries.make(sizes, device)
     calls, subjects = {}, {}
     for way in ways:
-        plans, backend = AttentionPlans(), "triton" if way == "general" else None
-        # Graphs hold the plans' tensors, which nobody else would keep.
-        calls[way] = [partial(attend, pages, plans, backend) for pages in cache.pools[:2]]
+        backend = "triton" if way == "general" else None
+        # Kept, since graphs hold the plans' tensors, which nobody else would keep.
+        calls[way] = attention_calls(sizes, cache, queries, backend, softcap=case.softcap)[:2]
         with patch.dict(vars(dense_plan), WAYS[way]):
             subjects[way] = ready(calls[way], device)
     times = measure_in_turns(subjects, device, rounds=2, budget_us=_BUDGET_US)

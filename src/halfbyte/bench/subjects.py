@@ -48,6 +48,7 @@ def attention_calls(
     queries: Queries,
     backend: str | None,
     *,
+    softcap: float | None = None,
     plan_inside: bool = False,
 ) -> list[Callable[[], torch.Tensor]]:
     """Calls of `paged_attention`, one per pool; each returns its output.
@@ -71,6 +72,7 @@ def attention_calls(
             v_scale=cache.scale,
             sliding_window=cache.window,
             sinks=queries.sinks,
+            softcap=softcap,
             backend=backend,
             plans=shared,
         )
