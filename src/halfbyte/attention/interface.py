@@ -9,6 +9,7 @@ import torch
 
 from halfbyte.attention.backends import ATTENTION_BACKENDS
 from halfbyte.attention.base import AttentionInputs, AttentionPlans
+from halfbyte.kernels.attention_cpu import lengths_fit
 from halfbyte.layouts import KVCacheDType, PageLayout
 from halfbyte.layouts.arguments import check_tensors, float32_number, integer
 from halfbyte.layouts.page_layout import check_layout
@@ -240,7 +241,16 @@ def _check(inputs: AttentionInputs) -> None:
 
 def _check_values(inputs: AttentionInputs) -> None:
     """What cannot be checked on a GPU without waiting for it, which `HALFBYTE_DEBUG=1` does."""
-    # NumPy, because a dozen tensor operations would take longer than attention to a short sequence.
+    # NumPy, or a dozen tensor operations, take longer than attention to a short sequence.
+    if lengths_fit(
+        inputs.query_start_loc,
+        inputs.seq_lens,
+        inputs.block_tables,
+        inputs.query.shape[0],
+        inputs.pages.shape[0],
+        inputs.layout.block_size,
+    ):
+        return
     starts, lengths = inputs.query_start_loc.cpu().numpy(), inputs.seq_lens.cpu().numpy()
     if starts[0] != 0 or starts[-1] != inputs.query.shape[0] or (starts[1:] < starts[:-1]).any():
         raise ValueError(

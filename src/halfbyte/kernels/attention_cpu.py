@@ -72,5 +72,32 @@ def attention_cpu(
         out.copy_(result)
 
 
+def lengths_fit(
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    num_tokens: int,
+    num_pages: int,
+    block_size: int,
+) -> bool:
+    """Whether the values of int32 tensors of the right shapes are what attention can work with.
+
+    False as well where this cannot tell: without the kernels, off the CPU, or with gaps in memory.
+    """
+    loaded = library()
+    tensors = (query_start_loc, seq_lens, block_tables)
+    if loaded is None or not all(x.device.type == "cpu" and x.is_contiguous() for x in tensors):
+        return False
+    return bool(
+        loaded.halfbyte_fits(
+            *(x.data_ptr() for x in tensors),
+            *block_tables.shape,
+            num_tokens,
+            num_pages,
+            block_size,
+        )
+    )
+
+
 def _without_scale(has_global_scale: bool, scale: float) -> float:
     return scale if has_global_scale else 1.0

@@ -15,7 +15,7 @@ import torch
 
 from halfbyte.layouts import KVCacheDType, PageLayout
 
-LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "avx512bf16": 3}
+LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "avx512vnni": 3, "avx512bf16": 4}
 """Instruction sets; each may use what is before it."""
 
 FORMATS = {
@@ -54,6 +54,8 @@ def library() -> ctypes.CDLL | None:
             loaded = ctypes.CDLL(str(path))
             loaded.halfbyte_attention.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
             loaded.halfbyte_attention.restype = None
+            loaded.halfbyte_fits.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 5
+            loaded.halfbyte_fits.restype = ctypes.c_int
             loaded.halfbyte_store.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
             loaded.halfbyte_store.restype = ctypes.c_int64
             loaded.halfbyte_linear.argtypes = [ctypes.c_char_p]

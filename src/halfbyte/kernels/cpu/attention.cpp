@@ -78,13 +78,13 @@ void cut_tokens(Batch& batch, int seq, int max_heads, int64_t& floats) {
   }
 }
 
-// KV heads of an item: as many as leave each thread several items. Results do not depend on it.
+// KV heads of an item: as many as leave each thread a dozen items. Results do not depend on it.
 int heads_per_item(const Batch& batch) {
   const Call& call = batch.call;
   int64_t parts = 0;
   for (int seq = 0; seq < call.num_seqs; seq++) parts += (call.seq_lens[seq] + kSpan - 1) / kSpan;
   int heads = batch.layout.kv_heads;
-  while (heads > 1 && parts * (batch.layout.kv_heads / heads) < 8 * call.threads)
+  while (heads > 1 && parts * (batch.layout.kv_heads / heads) < 16 * call.threads)
     heads = (heads + 1) / 2;
   return heads;
 }

@@ -1,0 +1,23 @@
+// Whether the lengths and page numbers of a batch fit it: what every call checks, in one look.
+
+#include <cstdint>
+
+#include "api.h"
+
+// int32: starts[seqs + 1] ascend from 0 to `tokens`; lengths[seqs] >= 0 have pages, numbers below
+// `num_pages`, in tables[seqs][max_pages].
+HALFBYTE_API int halfbyte_fits(const int32_t* starts, const int32_t* lengths, const int32_t* tables,
+                               int64_t seqs, int64_t max_pages, int64_t tokens, int64_t num_pages,
+                               int64_t block_size) {
+  if (starts[0] != 0 || starts[seqs] != tokens) return 0;
+  for (int64_t s = 0; s < seqs; s++) {
+    if (starts[s + 1] < starts[s] || lengths[s] < 0) return 0;
+    const int64_t pages = (lengths[s] + block_size - 1) / block_size;
+    if (pages > max_pages) return 0;
+    bool outside = false;  // no branch for every page: a loop of vectors
+    for (int64_t i = 0; i < pages; i++)
+      outside |= (uint32_t)tables[s * max_pages + i] >= (uint64_t)num_pages;
+    if (outside) return 0;
+  }
+  return 1;
+}
