@@ -3,16 +3,18 @@
 import logging
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from attention.cases import DECODE_CASES, Case, make_case
-from halfbyte.attention import ATTENTION_BACKENDS, paged_attention
+from halfbyte.attention import ATTENTION_BACKENDS, interface, paged_attention
 from halfbyte.attention import cpu as backend
 from halfbyte.dispatch import CPU
 from halfbyte.kernels import cpu_library
+from halfbyte.kernels.attention_cpu import lengths_fit
 from halfbyte.kernels.cpu_library import LEVELS, library, set_level
 from halfbyte.kvcache import (
     KV_CACHE_QUANT_REGISTRY,
@@ -319,6 +321,47 @@ def test_cpu_attention_marks_nan_blocks(level: str) -> None:
 
 
 @needs_library
+@needs_library
+def test_cpu_check_of_lengths_says_what_the_one_that_words_errors_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(interface, "lengths_fit", lambda *_: False)
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+    verdicts = []
+    for _ in range(2000):
+        seqs, pages = (int(numbers(low, 4, 1)) for low in (0, 1))
+        steps, tokens = numbers(-1 if seqs == 3 else 0, 3, seqs), int(numbers(0, 7, 1))
+        starts = torch.cat([torch.zeros(1, dtype=torch.int32), steps.cumsum(0).int()])
+        if int(numbers(0, 8, 1)):
+            tokens = int(starts[-1])
+        inputs = SimpleNamespace(
+            query_start_loc=starts + int(numbers(0, 20, 1)) // 19,
+            seq_lens=numbers(-1 if seqs == 2 else 0, 10, seqs),
+            block_tables=numbers(-1 if pages == 1 else 0, 4, seqs, pages),
+            query=torch.empty(max(tokens, 0)),
+            pages=torch.empty(3 if pages == 3 else 4),
+            layout=SimpleNamespace(block_size=4),
+        )
+        fits = lengths_fit(
+            inputs.query_start_loc,
+            inputs.seq_lens,
+            inputs.block_tables,
+            len(inputs.query),
+            len(inputs.pages),
+            inputs.layout.block_size,
+        )
+        try:
+            interface._check_values(inputs)  # type: ignore[arg-type]
+            verdicts.append((fits, True))
+        except ValueError:
+            verdicts.append((fits, False))
+    assert set(verdicts) == {(True, True), (False, False)}
+
+
 def test_the_kernel_is_chosen_for_all_work_on_the_cpu() -> None:
     verdicts = ATTENTION_BACKENDS.explain(compute_capability=CPU)
     assert next(verdict.name for verdict in verdicts if verdict.usable) == "cpu"
