@@ -15,7 +15,7 @@ import torch
 
 from halfbyte.layouts import KVCacheDType, PageLayout
 
-LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "avx512vnni": 3, "avx512bf16": 4}
+LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "avx512bf16": 3}
 """Instruction sets; each may use what is before it."""
 
 FORMATS = {

@@ -11,9 +11,9 @@ alone, so code that indexes them serves both. Pages are rows of a uint8 tensor w
 exceed `page_bytes`: padding, and pools in which the layers of a group lie side by side.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -88,7 +88,7 @@ class PageLayout:
         order: Order = "HND",
         v_scale_layout: VScaleLayout = "linear",
     ) -> None:
-        values = {
+        fields = {
             "k_dtype": KVCacheDType.parse(k_dtype),
             "v_dtype": KVCacheDType.parse(v_dtype),
             "head_size": integer("head_size", head_size),
@@ -100,7 +100,7 @@ class PageLayout:
             "order": order,
             "v_scale_layout": v_scale_layout,
         }
-        for name, value in values.items():
+        for name, value in fields.items():
             object.__setattr__(self, name, value)
         self._check()
 
@@ -126,18 +126,6 @@ class PageLayout:
                     f"block_size: {self.block_size} tokens leave {region.name} at byte "
                     f"{region.offset}, not a multiple of its {region.dtype.itemsize}-byte elements"
                 )
-
-    # Once: layouts are keys of what every call looks up.
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    # Hashes of strings differ from process to process.
-    def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:

@@ -24,17 +24,16 @@ Level best() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) return kAvx512Bf16;
-  if (avx512) return __builtin_cpu_supports("avx512vnni") ? kAvx512Vnni : kAvx512;
+  if (avx512) return __builtin_cpu_supports("avx512bf16") ? kAvx512Bf16 : kAvx512;
   if (avx2) return kAvx2;
 #endif
   return kPortable;
 }
 
 #if HALFBYTE_X86
-Kernels with_bfloat16(const PackedKernels& packed) {
+Kernels with_bfloat16() {
   Kernels kernels = kAvx512Kernels;
-  kernels.packed_bfloat16 = &packed;
+  kernels.packed_bfloat16 = &kPackedBfloat16Avx512;
   return kernels;
 }
 #endif
@@ -49,14 +48,10 @@ Level current_level() {
 
 const Kernels& kernels() {
 #if HALFBYTE_X86
-  static const Kernels vnni = with_bfloat16(kPackedVnni);
-  static const Kernels bfloat16 = with_bfloat16(kPackedBfloat16Avx512);
-  static const bool slow_bfloat16 = __builtin_cpu_is("intel");
+  static const Kernels bfloat16 = with_bfloat16();
   switch (current_level()) {
     case kAvx512Bf16:
-      return slow_bfloat16 ? vnni : bfloat16;
-    case kAvx512Vnni:
-      return vnni;
+      return bfloat16;
     case kAvx512:
       return kAvx512Kernels;
     case kAvx2:

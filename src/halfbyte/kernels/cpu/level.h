@@ -3,7 +3,7 @@
 
 namespace halfbyte {
 
-enum Level { kPortable, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16 };
+enum Level { kPortable, kAvx2, kAvx512, kAvx512Bf16 };
 
 // The best that this CPU has, up to the level that was set.
 Level current_level();

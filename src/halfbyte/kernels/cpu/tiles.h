@@ -85,7 +85,7 @@ extern const Kernels kPortableKernels;
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define HALFBYTE_X86 1
 extern const Kernels kAvx2Kernels, kAvx512Kernels;
-extern const PackedKernels kPackedBfloat16Avx512, kPackedVnni;
+extern const PackedKernels kPackedBfloat16Avx512;
 #endif
 
 }  // namespace halfbyte

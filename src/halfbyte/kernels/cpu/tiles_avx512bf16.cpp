@@ -31,11 +31,7 @@ void pack(const float* q, int64_t stride, int rows, int head_size, float* packed
   }
 }
 
-using Sum = __m512;
-constexpr int kOperands = 1, kBlockFloats = 8;
-TARGET inline __m512i codes_table() { return bfloat16_of_e2m1(); }
-TARGET inline Sum no_sum() { return _mm512_setzero_ps(); }
-TARGET inline __m512 float_of_sum(Sum sum, const float*) { return sum; }
+constexpr int kOperands = 1;
 TARGET inline __m512i operand(__m512i pair, int) { return pair; }
 TARGET inline __m512 multiply_add(__m512 sum, __m512i x, __m512 y) {
   return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y);
