@@ -72,7 +72,7 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
     if set_level(request.param) != request.param:
         pytest.skip(f"this CPU has no {request.param}")
     yield request.param
-    set_level("avx512bf16")
+    set_level(None)
 
 
 def check(case: Case, **arguments: Any) -> None:
@@ -108,6 +108,37 @@ def test_cpu_attention_rounds_once(level: str, name: str, dtype: torch.dtype) ->
     torch.testing.assert_close(out, exact.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
     # Into float32, the queries being exact: as close as with float32 queries.
     check(case, out=torch.empty(exact.shape))
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("octaves", [4, 12, 40, 140])
+@pytest.mark.parametrize(("head_size", "group"), [(16, 1), (80, 6), (128, 3), (272, 4)])
+def test_cpu_attention_multiplies_small_elements_beside_large_ones(
+    level: str, head_size: int, group: int, octaves: int, dtype: torch.dtype
+) -> None:
+    # The LSE of one token is its score.
+    case = make_case(
+        head_size=head_size,
+        group=group,
+        query_lens=(1,) * 40,
+        seq_lens=(1,) * 40,
+        query_dtype=torch.float32,
+    )
+    case.query *= torch.exp2(-octaves * torch.rand(case.query.shape))
+    case.query[3] = 0
+    case.query[4:8, :, 5:] = 0
+    case.query = case.query.to(dtype)
+    _, lse = paged_attention(
+        case.query, case.pages, backend="cpu", return_lse=True, **case.arguments()
+    )
+    _, exact = case.expected()
+    key, _ = read_tokens(
+        case.pages, torch.cat(case.slots), case.layout, case.k_scale, case.v_scale, torch.float64
+    )
+    products = case.query.double() * key.repeat_interleave(group, 1)
+    rounding = 4 * torch.finfo(torch.float32).eps * products.abs().sum(-1) * head_size**-0.5
+    assert (lse.double() - exact).abs().le(rounding + 1e-37).all()
 
 
 @needs_library

@@ -30,7 +30,7 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
     if set_level(request.param) != request.param:
         pytest.skip(f"this CPU has no {request.param}")
     yield request.param
-    set_level("avx512bf16")
+    set_level(None)
 
 
 @pytest.mark.parametrize(("seed", "geometry"), list(enumerate(GEOMETRIES)), ids=str)

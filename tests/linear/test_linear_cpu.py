@@ -24,7 +24,7 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
     if set_level(request.param) != request.param:
         pytest.skip(f"this CPU has no {request.param}")
     yield request.param
-    set_level("avx512bf16")
+    set_level(None)
 
 
 @needs_library

@@ -15,7 +15,7 @@ import torch
 
 from halfbyte.layouts import KVCacheDType, PageLayout
 
-LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "avx512bf16": 3}
+LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "avx512vnni": 3, "avx512bf16": 4}
 """Instruction sets; each may use what is before it."""
 
 FORMATS = {
@@ -79,12 +79,17 @@ def say_missing() -> None:
     logger.warning("the CPU kernels were not built (no C++ compiler?): the reference stands in")
 
 
-def set_level(name: str) -> str:
-    """Use an instruction set of `LEVELS`, or the best before it; the one that will run."""
+def set_level(name: str | None) -> str:
+    """Use an instruction set of `LEVELS`, or the last before it that this CPU has.
+
+    Returns:
+        The one that runs. With None, as at first, that is what is fastest here: on Intel's CPUs
+        "avx512vnni" before "avx512bf16".
+    """
     loaded = library()
     if loaded is None:
         raise RuntimeError("the CPU kernels were not built")
-    return list(LEVELS)[loaded.halfbyte_cpu_level(LEVELS[name])]
+    return list(LEVELS)[loaded.halfbyte_cpu_level(-1 if name is None else LEVELS[name])]
 
 
 @lru_cache(maxsize=256)

@@ -179,8 +179,8 @@ void score_span(const Batch& batch, const Item& item, const Side& side, const Si
       }
       // The next tokens of this head, or the first of its values.
       const Rows next = end < n ? k.from(end) : v_rows(batch, v_side, head, h, w);
-      side.packed->score(w.packed_q.data() + (size_t)h * item.rows * sum_size(side.size), item.rows,
-                         k.from(t), count, side.size, scores, next,
+      side.packed->score(w.packed_q.data() + (size_t)h * item.rows * packed_size(side.size),
+                         item.rows, k.from(t), count, side.size, scores, next,
                          std::min(step, end < n ? n - end : n));
     }
 }
@@ -228,7 +228,7 @@ void load_queries(const Batch& batch, const Item& item, const Side& side, Worksp
   const Call& call = batch.call;
   const int stride = padded(side.size), element = data_bytes(call.query_format, 1);
   reserve(w.q, (size_t)item.heads * item.rows * stride);
-  reserve(w.packed_q, (size_t)item.heads * item.rows * sum_size(side.size));
+  reserve(w.packed_q, (size_t)item.heads * item.rows * packed_size(side.size));
   for (int h = 0; h < item.heads; h++) {
     float* q = w.q.data() + (size_t)h * item.rows * stride;
     for (int r = 0; r < item.rows; r++) {
@@ -241,7 +241,7 @@ void load_queries(const Batch& batch, const Item& item, const Side& side, Worksp
     }
     if (side.packed)
       side.packed->pack(q, stride, item.rows, side.size,
-                        w.packed_q.data() + (size_t)h * item.rows * sum_size(side.size));
+                        w.packed_q.data() + (size_t)h * item.rows * packed_size(side.size));
   }
 }
 

@@ -106,38 +106,51 @@ AVX512 inline void transpose_8_words(const uint8_t* const* rows, int64_t offset,
   }
 }
 
-// out[b] = scale b of sixteen tokens as float times 2^-8, b < 8; `blocks` of them exist.
+// The E4M3 of four tokens' block scales in fp16, times 2^-8: [token][block], eight blocks each, of
+// which `blocks` exist.
+AVX512 inline __m512i scales_of_four(const uint8_t* const* rows, int64_t offset, int blocks) {
+  __m128i x[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++)
+    x[i] = blocks >= 8
+               ? _mm_loadl_epi64((const __m128i*)(rows[i] + offset))
+               : _mm_maskz_loadu_epi8((__mmask16)((1u << blocks) - 1), rows[i] + offset);
+  const __m256i low = _mm256_castsi128_si256(_mm_unpacklo_epi64(x[0], x[1]));
+  const __m256i bytes = _mm256_inserti128_si256(low, _mm_unpacklo_epi64(x[2], x[3]), 1);
+  return half_of_e4m3(_mm512_cvtepi8_epi16(bytes));
+}
+
+AVX512 inline void store_halves(__m512i halves, float* first, float* second) {
+  _mm512_store_ps(first, _mm512_cvtph_ps(_mm512_castsi512_si256(halves)));
+  _mm512_store_ps(second, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1)));
+}
+
+// out[t][b] = scale b of token t as float times 2^-8, for a multiple of four tokens.
+AVX512 inline void unpack_scales(const uint8_t* const* rows, int64_t offset, int blocks, int tokens,
+                                 float (*out)[8]) {
+  for (int t = 0; t < tokens; t += 4)
+    store_halves(scales_of_four(rows + t, offset, blocks), out[t], out[t + 2]);
+}
+
+// out[b][t] = the same for sixteen tokens.
 AVX512 inline void transpose_scales(const uint8_t* const* rows, int64_t offset, int blocks,
                                     float (*out)[16]) {
-  const __mmask16 mask = (__mmask16)((1u << (blocks < 8 ? blocks : 8)) - 1);
-  __m128i a[8], b[8];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) {
-    const __m128i x = _mm_maskz_loadu_epi8(mask, rows[i] + offset);
-    const __m128i y = _mm_maskz_loadu_epi8(mask, rows[i + 8] + offset);
-    a[i] = _mm_unpacklo_epi8(x, y);
-  }
-  // Each step interleaves tokens twice as near, and halves the blocks of a register.
+  const __m512i turned =
+      _mm512_set_epi16(31, 23, 15, 7, 30, 22, 14, 6, 29, 21, 13, 5, 28, 20, 12, 4,  //
+                       27, 19, 11, 3, 26, 18, 10, 2, 25, 17, 9, 1, 24, 16, 8, 0);
+  const __m512i lower = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+  const __m512i upper = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  __m512i a[4];  // [block][four tokens]
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    b[i] = _mm_unpacklo_epi8(a[i], a[i + 4]);
-    b[4 + i] = _mm_unpackhi_epi8(a[i], a[i + 4]);
-  }
+  for (int i = 0; i < 4; i++)
+    a[i] = _mm512_permutexvar_epi16(turned, scales_of_four(rows + 4 * i, offset, blocks));
 #pragma GCC unroll 2
-  for (int i = 0; i < 8; i += 4)
-#pragma GCC unroll 2
-    for (int j = 0; j < 2; j++) {
-      a[i + j] = _mm_unpacklo_epi8(b[i + j], b[i + j + 2]);
-      a[i + j + 2] = _mm_unpackhi_epi8(b[i + j], b[i + j + 2]);
-    }
-#pragma GCC unroll 4
-  for (int i = 0; i < 8; i += 2) {
-    const __m256i pair =
-        _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_unpacklo_epi8(a[i], a[i + 1])),
-                                _mm_unpackhi_epi8(a[i], a[i + 1]), 1);
-    const __m512i half = half_of_e4m3(_mm512_cvtepi8_epi16(pair));
-    _mm512_store_ps(out[i], _mm512_cvtph_ps(_mm512_castsi512_si256(half)));
-    _mm512_store_ps(out[i + 1], _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1)));
+  for (int odd = 0; odd < 2; odd++) {
+    // 128-bit lane l: eight tokens' scale 2 l + odd.
+    const __m512i x = odd ? _mm512_unpackhi_epi64(a[0], a[1]) : _mm512_unpacklo_epi64(a[0], a[1]);
+    const __m512i y = odd ? _mm512_unpackhi_epi64(a[2], a[3]) : _mm512_unpacklo_epi64(a[2], a[3]);
+    store_halves(_mm512_permutex2var_epi64(x, lower, y), out[odd], out[2 + odd]);
+    store_halves(_mm512_permutex2var_epi64(x, upper, y), out[4 + odd], out[6 + odd]);
   }
 }
 

@@ -26,6 +26,7 @@ const LinearKernels& linear_kernels(int format) {
   switch (current_level()) {
     case kAvx512Bf16:
       return format == kBFloat16 ? kLinearAvx512Bf16 : kLinearAvx512;
+    case kAvx512Vnni:
     case kAvx512:
       return kLinearAvx512;
     case kAvx2:

@@ -54,8 +54,11 @@ struct PackedKernels {
 
 constexpr int kSumChunk = 128;
 
-// Floats of a row of sums, or of packed queries.
+// Floats of a row of sums.
 inline int sum_size(int head_size) { return (head_size + kSumChunk - 1) / kSumChunk * kSumChunk; }
+
+// Floats that a row of packed queries may take.
+inline int packed_size(int head_size) { return 2 * sum_size(head_size); }
 
 struct Kernels {
   // `size` values of a row; writes up to padded(size).
@@ -85,7 +88,7 @@ extern const Kernels kPortableKernels;
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define HALFBYTE_X86 1
 extern const Kernels kAvx2Kernels, kAvx512Kernels;
-extern const PackedKernels kPackedBfloat16Avx512;
+extern const PackedKernels kPackedBfloat16Avx512, kPackedVnni;
 #endif
 
 }  // namespace halfbyte

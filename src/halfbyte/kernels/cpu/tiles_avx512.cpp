@@ -9,6 +9,7 @@
 #include <climits>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "avx512.h"
 
@@ -84,7 +85,7 @@ TARGET void transpose(const float* in, int64_t in_stride, int columns, float* ou
 
 // Queries: groups of up to four rows, in each [word][look-up][operand][row].
 void pack(const float* q, int64_t stride, int rows, int head_size, float* packed) {
-  for (; rows > 0; rows -= 4, q += 4 * stride, packed += 4 * sum_size(head_size)) {
+  for (; rows > 0; rows -= 4, q += 4 * stride, packed += 4 * packed_size(head_size)) {
     const int count = rows < 4 ? rows : 4;
     for (int r = 0; r < count; r++)
       for (int d = 0; d < head_size; d++)
@@ -92,7 +93,11 @@ void pack(const float* q, int64_t stride, int rows, int head_size, float* packed
   }
 }
 
-constexpr int kOperands = 2;
+using Sum = __m512;
+constexpr int kOperands = 2, kBlockFloats = 16;
+TARGET inline __m512i codes_table() { return bfloat16_of_e2m1(); }
+TARGET inline Sum no_sum() { return _mm512_setzero_ps(); }
+TARGET inline __m512 float_of_sum(Sum sum, const float*) { return sum; }
 TARGET inline __m512i operand(__m512i pair, int o) {
   return o ? _mm512_and_si512(pair, _mm512_set1_epi32((int)0xffff0000))
            : _mm512_slli_epi32(pair, 16);
@@ -101,49 +106,55 @@ TARGET inline __m512 multiply_add(__m512 sum, __m512i x, __m512 y) {
   return _mm512_fmadd_ps(_mm512_castsi512_ps(x), y, sum);
 }
 
+template <int TILES>
+TARGET inline void complete(const float*, int, int, int, const TurnedChunk<TILES>&, float*) {}
+
 #include "score_avx512.inc"
 
 // V of a chunk of 128 elements, a token at a time: a lane holds a word of eight codes.
 struct WholeChunk {
-  __mmask16 words, blocks;
+  int blocks;
+  __mmask16 words;
 
   static constexpr int kTokens = 1;
   TARGET explicit WholeChunk(int elements)
-      : words((__mmask16)((1u << elements / 8) - 1)),
-        blocks((__mmask16)((1u << elements / 16) - 1)) {}
+      : blocks(elements / 16), words((__mmask16)((1u << elements / 8) - 1)) {}
   TARGET __m512i codes(Rows v, int t, int, int element) const {
     return _mm512_maskz_loadu_epi32(words, v.data_of(t) + element / 2);
   }
-  // Block scales times 2^-8, each for the two words of its block.
-  TARGET __m512 scales(Rows v, int t, int, int element) const {
-    const __m128i bytes = _mm_maskz_loadu_epi8(blocks, v.scales_of(t) + element / 16);
-    return scales_of_words(_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(bytes, bytes)));
+  // Each for the two words of its block.
+  TARGET __m512 scales(const float (*of)[8], int t) const {
+    const __m512i block = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    return _mm512_permutexvar_ps(block, _mm512_castps256_ps512(_mm256_load_ps(of[t])));
   }
   TARGET __m512 weights(const float* row, int t, int) const { return set(row[t]); }
-  TARGET static __m512 scales_of_words(__m256i bytes) {
-    return _mm512_cvtph_ps(_mm512_castsi512_si256(half_of_e4m3(_mm512_castsi256_si512(bytes))));
+};
+
+// The same for all of 128 elements, without a mask.
+struct FullChunk : WholeChunk {
+  TARGET FullChunk() : WholeChunk(128) {}
+  TARGET __m512i codes(Rows v, int t, int, int element) const {
+    return _mm512_loadu_si512(v.data_of(t) + element / 2);
   }
 };
 
 // The same for a chunk of up to 64 elements and two tokens, which take turns in the lanes.
 struct HalfChunk {
-  __mmask8 words, blocks;
+  int blocks;
+  __mmask8 words;
 
   static constexpr int kTokens = 2;
   TARGET explicit HalfChunk(int elements)
-      : words((__mmask8)((1u << elements / 8) - 1)),
-        blocks((__mmask8)((1u << elements / 16) - 1)) {}
+      : blocks(elements / 16), words((__mmask8)((1u << elements / 8) - 1)) {}
   TARGET __m512i codes(Rows v, int t, int u, int element) const {
     const __m256i x = _mm256_maskz_loadu_epi32(words, v.data_of(t) + element / 2);
     const __m256i y = _mm256_maskz_loadu_epi32(words, v.data_of(u) + element / 2);
     const __m512i turns = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     return _mm512_permutex2var_epi32(_mm512_castsi256_si512(x), turns, _mm512_castsi256_si512(y));
   }
-  TARGET __m512 scales(Rows v, int t, int u, int element) const {
-    const __m128i x = _mm_maskz_loadu_epi8(blocks, v.scales_of(t) + element / 16);
-    const __m128i y = _mm_maskz_loadu_epi8(blocks, v.scales_of(u) + element / 16);
-    const __m128i turns = _mm_unpacklo_epi8(x, y);
-    return WholeChunk::scales_of_words(_mm256_cvtepi8_epi16(_mm_unpacklo_epi16(turns, turns)));
+  TARGET __m512 scales(const float (*of)[8], int t) const {
+    const __m512i block = _mm512_setr_epi32(0, 8, 0, 8, 1, 9, 1, 9, 2, 10, 2, 10, 3, 11, 3, 11);
+    return _mm512_permutexvar_ps(block, _mm512_load_ps(of[t]));
   }
   // After an odd last token the weights are padded with 0.
   TARGET __m512 weights(const float* row, int t, int) const {
@@ -153,6 +164,17 @@ struct HalfChunk {
   }
 };
 
+// Past the last token, up to a multiple of four, it stands again.
+TARGET inline void token_scales(Rows v, int tokens, int element, int blocks, float (*scales)[8]) {
+  const int64_t offset = v.scale_offset + element / 16;
+  const int whole = tokens / 4 * 4;
+  unpack_scales(v.scales, offset, blocks, whole, scales);
+  if (whole == tokens) return;
+  const uint8_t* rest[4];
+  for (int i = 0; i < 4; i++) rest[i] = v.scales[whole + i < tokens ? whole + i : tokens - 1];
+  unpack_scales(rest, offset, blocks, 4, scales + whole);
+}
+
 // Half of the look-ups at a time, so that four rows' sums stay in registers over the tokens. The
 // first half leaves the weights times block scales for the second.
 template <class CHUNK, int ROWS, int HALF>
@@ -161,6 +183,8 @@ TARGET void accumulate_half(const CHUNK& chunk, const float* weights, Rows v, in
                             int ahead) {
   const __m512i codes = bfloat16_of_e2m1();
   float* at = sums + element + HALF * 64;
+  alignas(64) float scales[kStep][8];
+  if (!HALF) token_scales(v, tokens, element, chunk.blocks, scales);
   __m512 sum[ROWS][4];
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; r++)
@@ -171,7 +195,7 @@ TARGET void accumulate_half(const CHUNK& chunk, const float* weights, Rows v, in
     if (!HALF) {
       if (t < ahead) next.prefetch(t, element);
       if (CHUNK::kTokens == 2 && t + 1 < ahead) next.prefetch(t + 1, element);
-      const __m512 scale = chunk.scales(v, t, u, element);
+      const __m512 scale = chunk.scales(scales, t);
 #pragma GCC unroll 4
       for (int r = 0; r < ROWS; r++)
         scaled[t][r] = _mm512_mul_ps(scale, chunk.weights(weights + r * kSpan, t, u));
@@ -201,20 +225,19 @@ TARGET void accumulate_rows(const float* weights, Rows v, int tokens, int head_s
                             Rows next, int ahead) {
   const int size = sum_size(head_size);
   __m512 scaled[kStep][ROWS];
+  const auto halves = [&](const auto& chunk, int d) TARGET {
+    using Chunk = std::decay_t<decltype(chunk)>;
+    accumulate_half<Chunk, ROWS, 0>(chunk, weights, v, tokens, d, size, scaled, sums, next, ahead);
+    accumulate_half<Chunk, ROWS, 1>(chunk, weights, v, tokens, d, size, scaled, sums, next, ahead);
+  };
   for (int d = 0; d < head_size; d += 128) {
-    if (head_size - d <= 64) {
-      const HalfChunk chunk(head_size - d);
-      accumulate_half<HalfChunk, ROWS, 0>(chunk, weights, v, tokens, d, size, scaled, sums, next,
-                                          ahead);
-      accumulate_half<HalfChunk, ROWS, 1>(chunk, weights, v, tokens, d, size, scaled, sums, next,
-                                          ahead);
-    } else {
-      const WholeChunk chunk(head_size - d < 128 ? head_size - d : 128);
-      accumulate_half<WholeChunk, ROWS, 0>(chunk, weights, v, tokens, d, size, scaled, sums, next,
-                                           ahead);
-      accumulate_half<WholeChunk, ROWS, 1>(chunk, weights, v, tokens, d, size, scaled, sums, next,
-                                           ahead);
-    }
+    const int elements = head_size - d;
+    if (elements >= 128)
+      halves(FullChunk(), d);
+    else if (elements > 64)
+      halves(WholeChunk(elements), d);
+    else
+      halves(HalfChunk(elements), d);
   }
 }
 

@@ -17,7 +17,7 @@ namespace {
 // Elements n and n + 4 of a word of eight, in one 32-bit lane: [word][n][row] of groups of up to
 // four rows.
 void pack(const float* q, int64_t stride, int rows, int head_size, float* packed) {
-  for (; rows > 0; rows -= 4, q += 4 * stride, packed += 4 * sum_size(head_size)) {
+  for (; rows > 0; rows -= 4, q += 4 * stride, packed += 4 * packed_size(head_size)) {
     const int count = rows < 4 ? rows : 4;
     for (int r = 0; r < count; r++)
       for (int d = 0; d < head_size; d += 8)
@@ -31,11 +31,18 @@ void pack(const float* q, int64_t stride, int rows, int head_size, float* packed
   }
 }
 
-constexpr int kOperands = 1;
+using Sum = __m512;
+constexpr int kOperands = 1, kBlockFloats = 8;
+TARGET inline __m512i codes_table() { return bfloat16_of_e2m1(); }
+TARGET inline Sum no_sum() { return _mm512_setzero_ps(); }
+TARGET inline __m512 float_of_sum(Sum sum, const float*) { return sum; }
 TARGET inline __m512i operand(__m512i pair, int) { return pair; }
 TARGET inline __m512 multiply_add(__m512 sum, __m512i x, __m512 y) {
   return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y);
 }
+
+template <int TILES>
+TARGET inline void complete(const float*, int, int, int, const TurnedChunk<TILES>&, float*) {}
 
 #include "score_avx512.inc"
 
