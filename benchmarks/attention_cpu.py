@@ -17,7 +17,6 @@ import datetime
 import itertools
 import json
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from halfbyte.attention import paged_attention
+from halfbyte.bench.machine import machine, versions
 from halfbyte.kernels.cpu_library import LEVELS, set_level
 from halfbyte.layouts import PageLayout
 
@@ -101,27 +101,18 @@ def milliseconds(calls: dict[str, Callable[[], torch.Tensor]]) -> dict[str, list
     return {name: values[3:] for name, values in times.items()}
 
 
-def _processor() -> str:
-    """The processor's name, where the system tells it."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} cores seen" if names else platform.processor()
-
-
 def main() -> None:
     """Parse the command line, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     levels = [level for level in LEVELS if set_level(level) == level and level != "portable"]
+    set_level(None)
     report: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
-        "instruction_sets": levels,
-        "threads": torch.get_num_threads(),
-        "versions": {"torch": torch.__version__},
+        "machine": machine(torch.device("cpu")),
+        "versions": versions(),
+        "levels": levels,
         "milliseconds": [],
         "milliseconds_min": [],
     }

@@ -11,6 +11,7 @@ import pytest
 from halfbyte import __version__
 from halfbyte.assets import bundled_model_path
 from halfbyte.cli import main
+from halfbyte.kernels.cpu_library import level
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -202,6 +203,7 @@ def test_info_json(halfbyte: Command) -> None:
     assert code == 0
     report = json.loads(out)
     assert report["versions"]["halfbyte"] == __version__
+    assert report["machine"]["cpu_kernels"] == (level() or "not built")
     assert {
         "name": "nvfp4",
         "bits_per_value": 4.5,

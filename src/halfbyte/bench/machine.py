@@ -11,16 +11,18 @@ import torch
 from halfbyte import __version__
 from halfbyte.bench.peers import flashinfer_version
 from halfbyte.dispatch import current_compute_capability
+from halfbyte.kernels.cpu_library import level
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Operating system, processor, threads and, where it was used, the GPU."""
+    """Operating system, processor, threads, CPU kernels and, where it was used, the GPU."""
     on_gpu = device.type == "cuda"
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "processor": _processor(),
         "threads": torch.get_num_threads(),
+        "cpu_kernels": level(),
         "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
         "compute_capability": current_compute_capability() if on_gpu else None,
     }

@@ -53,6 +53,7 @@ def _collect() -> dict[str, Any]:
 
     from halfbyte.attention import ATTENTION_BACKENDS
     from halfbyte.dispatch import current_compute_capability
+    from halfbyte.kernels.cpu_library import level
     from halfbyte.linear import LINEAR_BACKENDS
 
     capability = current_compute_capability()
@@ -61,6 +62,7 @@ def _collect() -> dict[str, Any]:
             "system": f"{platform.system()} {platform.machine()}",
             "python": platform.python_version(),
             "threads": torch.get_num_threads(),
+            "cpu_kernels": level() or "not built",
             "gpu": torch.cuda.get_device_name() if capability else None,
             "compute_capability": capability or None,
         },

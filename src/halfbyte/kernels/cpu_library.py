@@ -64,8 +64,10 @@ def library() -> ctypes.CDLL | None:
             loaded.halfbyte_linear_dequantize.restype = None
             loaded.halfbyte_linear_has_wide_vectors.argtypes = []
             loaded.halfbyte_linear_has_wide_vectors.restype = ctypes.c_int
-            loaded.halfbyte_cpu_level.argtypes = [ctypes.c_int]
+            loaded.halfbyte_cpu_level.argtypes = []
             loaded.halfbyte_cpu_level.restype = ctypes.c_int
+            loaded.halfbyte_set_cpu_level.argtypes = [ctypes.c_int]
+            loaded.halfbyte_set_cpu_level.restype = None
             loaded.halfbyte_use_openmp.argtypes = [ctypes.c_void_p]
             loaded.halfbyte_use_openmp.restype = None
             loaded.halfbyte_use_openmp(_openmp_of_torch())
@@ -79,17 +81,28 @@ def say_missing() -> None:
     logger.warning("the CPU kernels were not built (no C++ compiler?): the reference stands in")
 
 
+def level() -> str | None:
+    """The instruction set of `LEVELS` that runs; None where the kernels were not built."""
+    loaded = library()
+    return None if loaded is None else list(LEVELS)[loaded.halfbyte_cpu_level()]
+
+
 def set_level(name: str | None) -> str:
     """Use an instruction set of `LEVELS`, or the last before it that this CPU has.
 
+    With None, as at first, what is fastest here: on Intel's CPUs "avx512vnni" before "avx512bf16".
+
     Returns:
-        The one that runs. With None, as at first, that is what is fastest here: on Intel's CPUs
-        "avx512vnni" before "avx512bf16".
+        `level()`.
+
+    Raises:
+        RuntimeError: the kernels were not built.
     """
     loaded = library()
     if loaded is None:
         raise RuntimeError("the CPU kernels were not built")
-    return list(LEVELS)[loaded.halfbyte_cpu_level(-1 if name is None else LEVELS[name])]
+    loaded.halfbyte_set_cpu_level(-1 if name is None else LEVELS[name])
+    return list(LEVELS)[loaded.halfbyte_cpu_level()]
 
 
 @lru_cache(maxsize=256)

@@ -79,8 +79,8 @@ const Kernels& kernels() {
 
 }  // namespace halfbyte
 
-// Use at most a level, or below 0 the fastest; the one that will run.
-HALFBYTE_API int halfbyte_cpu_level(int limit) {
-  halfbyte::g_limit = limit;
-  return halfbyte::current_level();
-}
+// The level that runs.
+HALFBYTE_API int halfbyte_cpu_level() { return halfbyte::current_level(); }
+
+// Use at most a level, or below 0 the fastest.
+HALFBYTE_API void halfbyte_set_cpu_level(int limit) { halfbyte::g_limit = limit; }
