@@ -104,7 +104,8 @@ def paged_attention(
         sliding_window: w attends to keys k with `q - k < w`; None for no window.
         sinks: `[heads]` learned logits that join every row's softmax denominator; finite, or -inf
             for heads that have none.
-        softcap: scores become `softcap * tanh(score / softcap)`.
+        softcap: scores become `softcap * tanh(score / softcap)`; from 1e-30 to 1e30, None or 0 for
+            none.
         batch_invariant: a row is bitwise the same whatever else is in the batch.
         return_lse: also return the log of the softmax denominators.
         backend: a name of `ATTENTION_BACKENDS`, or None to choose.
@@ -228,8 +229,8 @@ def _check(inputs: AttentionInputs) -> None:
         raise ValueError(f"out: expected memory of its own for every element, got {out.stride()}")
     if inputs.sinks is not None and tuple(inputs.sinks.shape) != (query.shape[1],):
         raise ValueError(f"sinks: expected [{query.shape[1]}], got {tuple(inputs.sinks.shape)}")
-    if inputs.softcap is not None and inputs.softcap <= 0:
-        raise ValueError(f"softcap: expected a positive finite number, got {inputs.softcap}")
+    if inputs.softcap is not None and not 1e-30 <= inputs.softcap <= 1e30:
+        raise ValueError(f"softcap: expected a number from 1e-30 to 1e30, got {inputs.softcap}")
     for name in ("pages", "query_start_loc", "seq_lens", "block_tables", "sinks", "given_out"):
         tensor = getattr(inputs, name)
         if tensor is not None and tensor.device != query.device:

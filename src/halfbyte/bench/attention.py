@@ -18,7 +18,8 @@ rest goes on. The report is a plain dict, as it is written to JSON:
                                                   (decode) or copies (store)
             teraflops_per_s                       prefill: multiplications and additions, unmasked
             error, bfloat16_error                 see `exact`
-            backend, workspace_bytes              halfbyte's; the most memory a call allocates
+            backend, workspace_bytes              halfbyte's; the most memory a call allocates, its
+                                                  plan and its output included
             failed                                instead of all that: why
 """
 
@@ -146,15 +147,13 @@ class Benchmark:
         backend = subjects.attention_backend(case, cache, queries, self.backend)
         calls = subjects.attention_calls(case, cache, queries, self.backend)
         entry = {"backend": backend, **self._times(case, calls, cache.num_bytes)}
+        planning = subjects.attention_calls(case, cache, queries, self.backend, plan_inside=True)
         if self.device.type == "cuda" and case.kind == "decode":
-            planning = subjects.attention_calls(
-                case, cache, queries, self.backend, plan_inside=True
-            )
             entry["single_with_plan"] = measure(planning, self.device)["single"]
         if case.ragged:
             entry["evened_out"] = self._evened_out(case, cache.layout.k_dtype)
         if self.device.type == "cuda":
-            entry["workspace_bytes"] = _most_allocated(calls[0])
+            entry["workspace_bytes"] = _most_allocated(planning[0])
         error = attention_error(calls[0](), queries.query, case, cache, queries.sinks)
         entry["error"], entry["bfloat16_error"] = error
         if not entry["error"] < _LARGEST_ERROR:
@@ -207,7 +206,7 @@ class Benchmark:
 
 
 def _most_allocated(call: Call) -> int:
-    """Bytes that a call allocates at most, its output included."""
+    """Bytes that a call allocates at most."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

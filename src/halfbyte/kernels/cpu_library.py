@@ -10,6 +10,7 @@ import struct
 from functools import lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,37 +43,47 @@ FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 logger = logging.getLogger("halfbyte")
 
 _LAYOUT = struct.Struct("12q8i")
+_FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
+    "halfbyte_attention": ([ctypes.c_char_p] * 2, None),
+    "halfbyte_fits": ([ctypes.c_void_p] * 3 + [ctypes.c_int64] * 5, ctypes.c_int),
+    "halfbyte_store": ([ctypes.c_char_p] * 2, ctypes.c_int64),
+    "halfbyte_linear": ([ctypes.c_char_p], None),
+    "halfbyte_linear_dequantize": ([ctypes.c_char_p], None),
+    "halfbyte_linear_has_wide_vectors": ([], ctypes.c_int),
+    "halfbyte_cpu_level": ([], ctypes.c_int),
+    "halfbyte_set_cpu_level": ([ctypes.c_int], None),
+    "halfbyte_use_openmp": ([ctypes.c_void_p], None),
+}
+"""Arguments and results."""
 
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
-    """The kernels; None where the package was installed without a C++ compiler."""
+    """The kernels; None where the package was installed without a C++ compiler.
+
+    Raises:
+        ImportError: they were built from other sources.
+    """
     folder = Path(__file__).parent
     for suffix in EXTENSION_SUFFIXES:
         path = folder / f"_cpu{suffix}"
         if path.is_file():
-            loaded = ctypes.CDLL(str(path))
-            loaded.halfbyte_attention.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
-            loaded.halfbyte_attention.restype = None
-            loaded.halfbyte_fits.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 5
-            loaded.halfbyte_fits.restype = ctypes.c_int
-            loaded.halfbyte_store.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
-            loaded.halfbyte_store.restype = ctypes.c_int64
-            loaded.halfbyte_linear.argtypes = [ctypes.c_char_p]
-            loaded.halfbyte_linear.restype = None
-            loaded.halfbyte_linear_dequantize.argtypes = [ctypes.c_char_p]
-            loaded.halfbyte_linear_dequantize.restype = None
-            loaded.halfbyte_linear_has_wide_vectors.argtypes = []
-            loaded.halfbyte_linear_has_wide_vectors.restype = ctypes.c_int
-            loaded.halfbyte_cpu_level.argtypes = []
-            loaded.halfbyte_cpu_level.restype = ctypes.c_int
-            loaded.halfbyte_set_cpu_level.argtypes = [ctypes.c_int]
-            loaded.halfbyte_set_cpu_level.restype = None
-            loaded.halfbyte_use_openmp.argtypes = [ctypes.c_void_p]
-            loaded.halfbyte_use_openmp.restype = None
-            loaded.halfbyte_use_openmp(_openmp_of_torch())
-            return loaded
+            return _load(path)
     return None
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(path))
+    for name, (arguments, result) in _FUNCTIONS.items():
+        try:
+            function = getattr(loaded, name)
+        except AttributeError:
+            raise ImportError(
+                f"{path} was built from other sources than these: install halfbyte again"
+            ) from None
+        function.argtypes, function.restype = arguments, result
+    loaded.halfbyte_use_openmp(_openmp_of_torch())
+    return loaded
 
 
 @lru_cache(maxsize=1)

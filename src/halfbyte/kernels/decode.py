@@ -219,7 +219,7 @@ def decode(
             f"stride {stride} (below 2^32) must be multiples of 16"
         )
     if query.stride(2) != 1 or any(x % 8 for x in (query.data_ptr() // 2, *query.stride()[:2])):
-        query = query.contiguous().clone()
+        query = query.clone(memory_format=torch.contiguous_format)
     block_tables = block_tables.contiguous()
     kernels = _kernels(
         layout,

@@ -78,7 +78,7 @@ void cut_tokens(Batch& batch, int seq, int max_heads, int64_t& floats) {
   }
 }
 
-// KV heads of an item: as many as leave each thread a dozen items. Results do not depend on it.
+// KV heads of an item: as many as leave each thread sixteen items. Results do not depend on it.
 int heads_per_item(const Batch& batch) {
   const Call& call = batch.call;
   int64_t parts = 0;

@@ -81,7 +81,7 @@ struct Kernels {
   const PackedKernels* packed_bfloat16;  // for queries that are exact in bfloat16, or null
 };
 
-// The best up to the level that is set.
+// Those of the level that runs.
 const Kernels& kernels();
 
 extern const Kernels kPortableKernels;

@@ -1,5 +1,5 @@
 // AVX-512 with dot products of 16-bit integers: for queries in bfloat16 where there are no dot
-// products of bfloat16, or slow ones (Intel's take three times as long). Twice a code is an
+// products of bfloat16, or slow ones (Intel's take four times as long). Twice a code is an
 // integer, and a power of two makes integers below 2^15 of the sixteen elements of q that meet a
 // block: exact for all that reach 2^-7 of the largest, which of most queries are 99 in 100. The
 // remainders of the others, bfloat16 too, are multiplied one by one. Sums of a block are exact.
