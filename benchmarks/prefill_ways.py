@@ -28,7 +28,7 @@ from halfbyte.bench.timing import measure_in_turns, ready
 RESULT = Path(__file__).parent / "results" / "prefill_ways.json"
 ALWAYS = 2**60
 WAYS: dict[str, dict[str, Any]] = {
-    "own": {"MIN_PAIRS": ALWAYS, "MIN_CHUNK": 1, "KEYS_PER_QUERY": ALWAYS},
+    "own": {"MIN_PAIRS": ALWAYS, "MIN_CHUNK": 1, "KEYS_PER_QUERY": ALWAYS, "MANY_HEADS": ALWAYS},
     "pytorch": {"MIN_PAIRS": 0, "MIN_QUERIES": 9, "MIN_HEAD_SIZE": 16, "MIN_CHUNK": 9},
     "general": {},
 }

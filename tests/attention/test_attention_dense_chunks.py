@@ -216,6 +216,11 @@ def test_what_the_workspace_cannot_hold_goes_to_the_general_kernel() -> None:
         # Few new tokens; many cached ones for each; fewer.
         ({}, [(3, 400), (12, 4000), (12, 300), (130, 9000)], "few general own own"),
         ({"sliding_window": 100}, [(12, 4000), (600, 4000), (3, 9)], "own own few"),
+        # Two dozen sequences that are one tile of the general kernel each, beside longer ones.
+        ({}, [(16, 600)] * 23 + [(17, 600)], " ".join(["own"] * 24)),
+        ({}, [(16, 600), (17, 600)] * 24, " ".join(["general own"] * 24)),
+        ({}, [(16, 271)] * 24, " ".join(["own"] * 24)),
+        ({"sliding_window": 300}, [(16, 600)] * 24, " ".join(["own"] * 24)),
         # PyTorch's own from many queries on, many keys, or prompts that it takes at once.
         ({}, [(2048, 2048), (700, 700), (512, 9000)], "pytorch own pytorch"),
         ({}, [(512, 512)] * 16, " ".join(["pytorch"] * 16)),

@@ -30,6 +30,11 @@ MIN_CHUNK = 128
 """New tokens of a sequence from which unpacking its keys pays, however many."""
 KEYS_PER_QUERY = 64
 """Cached keys per new token up to which it pays for fewer."""
+ROWS_OF_A_TILE = 64
+MANY_HEADS = 192
+MANY_KEYS = 256
+"""It does not pay for so many KV heads of sequences whose queries are one tile of the general
+kernel each, behind as many cached keys: together they fill the GPU anyway."""
 FEW_QUERIES = 8
 """New tokens up to which the decode kernels are meant."""
 _KEY_BLOCKS = (32768, 16384, 8192, 4096, 2048, 1024)
@@ -148,9 +153,11 @@ def _sorted(
     that PyTorch's attention takes at once."""
     few: list[int] = []
     general: list[int] = []
+    one_tile: list[int] = []
     short: list[int] = []
     long: list[range] = []
     layout, window, most = inputs.layout, inputs.sliding_window, workspace_tokens(inputs)
+    queries_per_tile = ROWS_OF_A_TILE * layout.num_kv_heads // inputs.query.shape[1]
     # PyTorch's causal masks are hidden keys' logits of -inf, before a scale multiplies them.
     plain = inputs.softcap is None and inputs.scale > 0
     plain = plain and layout.head_size == layout.head_size_v
@@ -169,9 +176,14 @@ def _sorted(
         elif plain and not hides and suits:
             long.append(group)
         elif fits and (n >= MIN_CHUNK or cached <= n * KEYS_PER_QUERY):
-            short += group
+            is_one_tile = not hides and n <= queries_per_tile and cached >= MANY_KEYS
+            (one_tile if is_one_tile else short).extend(group)
         else:
             general += group
+    if len(one_tile) * layout.num_kv_heads >= MANY_HEADS:
+        general = sorted([*general, *one_tile])
+    else:
+        short = sorted([*short, *one_tile])
     return few, general, short, long
 
 
