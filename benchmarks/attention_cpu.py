@@ -28,6 +28,7 @@ import torch.nn.functional as F
 
 from halfbyte.attention import paged_attention
 from halfbyte.bench.machine import machine, versions
+from halfbyte.bench.processor import largest_cache_bytes
 from halfbyte.kernels.cpu_library import LEVELS, set_level
 from halfbyte.layouts import PageLayout
 
@@ -79,12 +80,9 @@ def sdpa_call(
 
 def copies_of(batch: int, context: int, levels: int) -> int:
     """Of everybody's data, so that all copies are twice the largest cache of this machine."""
-    folder = Path("/sys/devices/system/cpu/cpu0/cache")
-    sizes = [file.read_text().strip() for file in folder.glob("index*/size")]
-    largest = max((int(size.removesuffix("K")) << 10 for size in sizes), default=1 << 26)
     elements = 2 * batch * context * KV_HEADS * HEAD_SIZE
     bytes_of_all = elements * (levels * 9 / 16 + 2 + 4)
-    return math.ceil(2 * largest / bytes_of_all)
+    return math.ceil(2 * (largest_cache_bytes() or 1 << 26) / bytes_of_all)
 
 
 def milliseconds(calls: dict[str, Callable[[], torch.Tensor]]) -> dict[str, list[float]]:

@@ -29,7 +29,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def with_flashinfer(monkeypatch: pytest.MonkeyPatch, *dtypes: str) -> Benchmark:
     install(monkeypatch)
-    benchmark = Benchmark(CPU, dtypes or ("nvfp4",))
+    benchmark = Benchmark(CPU, dtypes or ("nvfp4",), query_dtype=torch.float32)
     benchmark.with_flashinfer = True
     return benchmark
 
@@ -39,7 +39,7 @@ def windowed(case: Case) -> Case:
 
 
 def test_report_says_what_was_measured_and_on_what() -> None:
-    benchmark = Benchmark(CPU, ("nvfp4", "fp8", "nvfp4"))
+    benchmark = Benchmark(CPU, ("nvfp4", "fp8", "nvfp4"), query_dtype=torch.float32)
     case = decode("llama", 2, 48)
     row = benchmark.run(case)
     report = json.loads(json.dumps(benchmark.report))
@@ -72,8 +72,14 @@ def test_report_says_what_was_measured_and_on_what() -> None:
     assert benchmark.failures() == []
 
 
+def test_queries_are_bfloat16_by_default() -> None:
+    ours = Benchmark(CPU, with_peers=False).run(decode("llama", 2, 48))["halfbyte_nvfp4"]
+    # Results are rounded to bfloat16, and sums are in float32.
+    assert 1e-4 < ours["error"] < ours["bfloat16_error"]
+
+
 def test_prefill_counts_operations_and_store_counts_bytes() -> None:
-    benchmark = Benchmark(CPU, with_peers=False)
+    benchmark = Benchmark(CPU, with_peers=False, query_dtype=torch.float32)
     row = benchmark.run(prefill("llama", 1, 20, 12))
     assert set(row["halfbyte_nvfp4"]) == {
         "backend",

@@ -30,7 +30,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*shapes: tuple[int, int], rows: tuple[int, ...] = (1, 20), **options: Any) -> dict:
-    benchmark = LinearBenchmark(CPU, shapes, rows, **options)
+    benchmark = LinearBenchmark(CPU, shapes, rows, dtype=torch.float32, **options)
     for done, row in enumerate(benchmark.run(), start=1):
         assert benchmark.report["microseconds"][-1] is row
         assert len(benchmark.report["microseconds"]) == done

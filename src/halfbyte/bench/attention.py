@@ -59,6 +59,7 @@ class Benchmark:
         dtypes: names of halfbyte's cache formats.
         with_peers: whether to measure others, too.
         backend: halfbyte's attention backend, None for the best.
+        query_dtype: of halfbyte's and FlashInfer's queries.
 
     Raises:
         ValueError: an unknown format, or `auto`.
@@ -71,8 +72,10 @@ class Benchmark:
         *,
         with_peers: bool = True,
         backend: str | None = None,
+        query_dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.device = device
+        self.query_dtype = query_dtype
         self.dtypes = list(dict.fromkeys(KVCacheDType.parse(name).value for name in dtypes))
         if KVCacheDType.AUTO in self.dtypes:
             raise ValueError("KV cache dtype: 'auto' is a model's choice; name a format")
@@ -116,7 +119,7 @@ class Benchmark:
 
     def _attention(self, case: Case, row: Row) -> None:
         # Both are made when first asked for, so that a failure is noted, and shared by all.
-        queries = lru_cache(partial(Queries.make, case, self.device))
+        queries = lru_cache(partial(Queries.make, case, self.device, self.query_dtype))
         with_peers = self.with_peers and case.name not in WITHOUT_PEERS
         others = peers.flashinfer_formats(case) if self.with_flashinfer and with_peers else ()
         for dtype in dict.fromkeys([*self.dtypes, *others]):
@@ -164,7 +167,8 @@ class Benchmark:
         """Times of a batch of as many sequences of one length, with as many tokens in all."""
         even = case.evened_out()
         cache = make_cache(even, dtype, self.device)
-        calls = subjects.attention_calls(even, cache, Queries.make(even, self.device), self.backend)
+        queries = Queries.make(even, self.device, self.query_dtype)
+        calls = subjects.attention_calls(even, cache, queries, self.backend)
         return {**measure(calls, self.device, in_graph=True), "bytes": cache.num_bytes}
 
     def _peer(

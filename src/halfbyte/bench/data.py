@@ -1,7 +1,7 @@
 """Random caches: codes, scales and page tables as a benchmark needs them.
 
 Zeros and data that fit the caches flatter: codes are random, block scales between 0.25 and 4, pages
-in random order, and every cache comes in enough copies to leave a GPU's L2.
+in random order, and every cache comes in enough copies to leave a GPU's L2 or a CPU's last cache.
 """
 
 from dataclasses import dataclass
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from halfbyte.bench.cases import Case
+from halfbyte.bench.processor import largest_cache_bytes
 from halfbyte.layouts import KVCacheDType, PageLayout
 
-_ROTATED_BYTES = {"cuda": 400_000_000, "cpu": 64_000_000}
-_MOST_COPIES = {"cuda": 256, "cpu": 16}
+_ROTATED_BYTES = {"cuda": 400_000_000, "cpu": max(64_000_000, 2 * largest_cache_bytes())}
+_MOST_COPIES = {"cuda": 256, "cpu": 64}
 GLOBAL_SCALE = 0.02
 
 

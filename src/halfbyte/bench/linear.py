@@ -91,6 +91,7 @@ class LinearBenchmark:
         rows: numbers of rows of x.
         backends: names of `LINEAR_BACKENDS`; by default all that can run, the slow ones for few
             rows only.
+        dtype: of x.
 
     Raises:
         ValueError: a shape or a number of rows that cannot be.
@@ -103,11 +104,12 @@ class LinearBenchmark:
         shapes: Sequence[Shape] | None = None,
         rows: Sequence[int] | None = None,
         backends: Sequence[str] | None = None,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self._begin = time.perf_counter()
         on_gpu = device.type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else device
-        self.dtype = torch.bfloat16 if on_gpu else torch.float32
+        self.dtype = dtype
         self.shapes = list(dict.fromkeys(shapes or (GPU_SHAPES if on_gpu else CPU_SHAPES)))
         self.rows = list(dict.fromkeys(rows or (GPU_ROWS if on_gpu else CPU_ROWS)))
         self.cases = linear_cases(self.shapes, self.rows)

@@ -3,13 +3,13 @@
 import platform
 import subprocess
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from halfbyte import __version__
 from halfbyte.bench.peers import flashinfer_version
+from halfbyte.bench.processor import processor_name
 from halfbyte.dispatch import current_compute_capability
 from halfbyte.kernels.cpu_library import level
 
@@ -20,7 +20,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "threads": torch.get_num_threads(),
         "cpu_kernels": level(),
         "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
@@ -76,11 +76,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _processor() -> str:
-    """The processor's name, where the system tells it."""
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} cores seen" if names else platform.processor()

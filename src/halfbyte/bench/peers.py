@@ -182,7 +182,5 @@ def _dense(
     """K and V `[2, batch, kv_heads * repeat, context, head_size]`, in several copies."""
     shape = (2, case.batch, kv_heads, case.context, case.head_size)
     num_bytes = torch.Size(shape).numel() * repeat * dtype.itemsize
-    return [
-        torch.randn(shape, dtype=dtype, device=device).repeat_interleave(repeat, dim=2)
-        for _ in range(copies(num_bytes, device))
-    ]
+    first = torch.randn(shape, dtype=dtype, device=device).repeat_interleave(repeat, dim=2)
+    return [first, *(first.clone() for _ in range(copies(num_bytes, device) - 1))]

@@ -22,12 +22,14 @@ class Queries:
     """What a case asks of its caches; the same for every format and every peer."""
 
     query: torch.Tensor
-    """`[batch * query_tokens, heads, head_size]`, bfloat16 on a GPU, float32 on a CPU."""
+    """`[batch * query_tokens, heads, head_size]`."""
     start_loc: torch.Tensor
     sinks: torch.Tensor | None
 
     @classmethod
-    def make(cls, case: Case, device: torch.device) -> "Queries":
+    def make(
+        cls, case: Case, device: torch.device, dtype: torch.dtype = torch.bfloat16
+    ) -> "Queries":
         """Random queries (and sinks) of a case."""
         generator = torch.Generator(device).manual_seed(1)
         tokens = case.batch * case.query_tokens
@@ -36,7 +38,7 @@ class Queries:
         for tensor in (query, sinks):
             tensor.normal_(generator=generator)
         return cls(
-            query.bfloat16() if device.type == "cuda" else query,
+            query.to(dtype),
             torch.arange(0, tokens + 1, case.query_tokens, dtype=torch.int32, device=device),
             sinks if case.sinks else None,
         )
@@ -109,7 +111,7 @@ def store_calls(
     tokens = case.batch * case.context
     generator = torch.Generator(device).manual_seed(2)
     shape = (2, tokens, case.kv_heads, case.head_size)
-    element = torch.bfloat16 if device.type == "cuda" else torch.float32
+    element = torch.bfloat16
     written = int(tokens * layout.bytes_per_token)
     num_bytes = 2 * shape[1] * shape[2] * shape[3] * element.itemsize + 8 * tokens + written
     count = copies(num_bytes, device)
