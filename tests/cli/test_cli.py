@@ -180,6 +180,7 @@ def test_eval_prints_a_table(halfbyte: Command) -> None:
         (["--kv-cache-dtype", "nvfp4,int3"], "unknown 'int3'"),
         (["--chunk-size", "0"], "chunk_size: expected at least 1"),
         (["--window", "1"], "window: expected at least 2"),
+        (["--max-tokens", "-1"], "max_tokens: expected at least 2, got -1"),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else "",
 )

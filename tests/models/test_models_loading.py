@@ -91,6 +91,17 @@ def test_load_model_refuses_missing_folders(path: str) -> None:
         load_model(path)
 
 
+def test_load_model_says_that_a_hub_id_is_no_folder_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr("halfbyte.models.loading.snapshot_download", fail)
+    with pytest.raises(ModelLoadError, match=r"nonsense: no such folder; on the hub: .*no network"):
+        load_model("nonsense")
+
+
 def test_load_model_refuses_a_file(folder: Path) -> None:
     with pytest.raises(ModelLoadError, match="is a file"):
         load_model(folder / "config.json")

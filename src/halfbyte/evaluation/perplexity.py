@@ -176,6 +176,8 @@ def text_windows(
     Raises:
         ValueError: there is nothing to predict.
     """
+    if max_tokens is not None and max_tokens < 2:
+        raise ValueError(f"max_tokens: expected at least 2, got {max_tokens}")
     bos = getattr(tokenizer, "bos_token_id", None)
     prefix = [] if bos is None else [bos]
     step = window - len(prefix)

@@ -176,7 +176,8 @@ def local_folder(path: str | Path) -> Path:
         raise ModelLoadError(f"{path}: is a file, expected the folder of a checkpoint")
     if folder.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
         raise ModelLoadError(f"{path}: no such folder")
-    return Path(_or_load_error(path, snapshot_download, text, allow_patterns=_SNAPSHOT_FILES))
+    what = f"{path}: no such folder; on the hub"
+    return Path(_or_load_error(what, snapshot_download, text, allow_patterns=_SNAPSHOT_FILES))
 
 
 def _adapt_quantization(path: str | Path, config: Any, declaration: Declaration | None) -> None:

@@ -25,6 +25,7 @@ namespace {
 
 constexpr int kFewQueries = 4;            // of any number of heads
 constexpr size_t kKeptFloats = 1u << 22;  // of parts, between calls
+constexpr int64_t kMinWork = 1 << 19;     // multiplications that are worth a second thread
 
 int queries_of(const Call& call, int seq) {
   return call.query_start_loc[seq + 1] - call.query_start_loc[seq];
@@ -104,6 +105,14 @@ void cut(Batch& batch) {
   if (batch.parts.size() < (size_t)floats) batch.parts.resize((size_t)floats);
 }
 
+int threads_for(const Batch& batch) {
+  const Layout& layout = batch.layout;
+  int64_t pairs = 0;
+  for (const Item& item : batch.items)
+    pairs += (int64_t)item.heads * item.rows * (item.end - item.begin);
+  return pairs * (layout.head_size + layout.head_size_v) < kMinWork ? 1 : batch.call.threads;
+}
+
 }  // namespace
 }  // namespace halfbyte
 
@@ -119,6 +128,6 @@ HALFBYTE_API void halfbyte_attention(const void* layout, const void* call) {
   const int width = std::max(sum_size(l.head_size_v), padded(l.head_size_v)) + 2;
   Batch batch{l, c, kernels(), c.heads / l.kv_heads, width, items, parts, counters};
   cut(batch);
-  parallel_for((int)items.size(), c.threads, run_item, &batch);
+  parallel_for((int)items.size(), threads_for(batch), run_item, &batch);
   if (parts.size() > kKeptFloats) std::vector<float>().swap(parts);
 }
