@@ -6,6 +6,7 @@ columns, words of eight codes. The bytes stay the same, so the way back is exact
 
 import ctypes
 import struct
+import threading
 from typing import NamedTuple
 
 import torch
@@ -20,8 +21,9 @@ CHUNK = 64
 
 # From this many rows of x on, PyTorch's dense product on unpacked weights is faster where it has
 # what our kernel has not: Intel's AMX, Apple's. Unpacking costs as much as some 30 rows.
-_DENSE_ROWS = 64
-_DENSE_VALUES = 1 << 20  # unpacked at a time: they stay in the cache
+_DENSE_ROWS = 48
+_DENSE_VALUES = 1 << 21  # unpacked at a time: most of them stay in the cache
+_PADDING = 32
 _CALL = struct.Struct("6P5q4i")
 """`LinearCall` of the source."""
 
@@ -139,15 +141,29 @@ def _linear_dense(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | No
     k, n = x.shape[1], weight.row_scales.shape[0]
     out = x.new_empty(x.shape[0], n)
     strips = max(1, _DENSE_VALUES // (STRIP * k))
-    workspace = x.new_empty(k * min(n, strips * STRIP))
+    # Columns whose distance is a power of two would share a few sets of the cache.
+    stride = min(n, strips * STRIP) + _PADDING
+    workspace = _kept(k * stride, x.dtype).view(k, stride)
     for first in range(0, weight.codes.shape[0], strips):
         some, rows = slice(first, first + strips), slice(first * STRIP, (first + strips) * STRIP)
         part = PackedWeight(weight.codes[some], weight.scales[some], weight.row_scales[rows])
-        values = workspace[: k * part.row_scales.shape[0]].view(k, -1)
+        values = workspace[:, : part.row_scales.shape[0]]
         dequantize_cpu(part, k, x.dtype, values)
         part_bias = None if bias is None else bias[rows].to(x.dtype)
         out[:, rows] = F.linear(x, values.t(), part_bias)
     return out
+
+
+_KEEP = threading.local()
+
+
+def _kept(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory of this thread for so many values. New pages would take as long as the product."""
+    num_bytes = size * dtype.itemsize
+    kept = getattr(_KEEP, "bytes", None)
+    if kept is None or kept.nbytes < num_bytes:
+        kept = _KEEP.bytes = torch.empty(num_bytes, dtype=torch.uint8)
+    return kept[:num_bytes].view(dtype)
 
 
 def _is_dense_faster(dtype: torch.dtype) -> bool:

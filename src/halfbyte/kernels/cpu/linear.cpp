@@ -17,7 +17,8 @@ namespace {
 constexpr int64_t kBatchRows = 768;         // of x that are packed at once
 constexpr int64_t kBlockBytes = 768 << 10;  // of packed x that items share: most of an L2
 constexpr int64_t kMinBlockRows = 48;       // of x in an item, which unpacks its weights once
-constexpr int kTurned = 4;                  // strips that are dequantized together: whole lines
+constexpr int kTurnedStrips = 16;           // that are dequantized together: whole lines,
+constexpr int kTurnedChunks = 8;            // and pages of codes as a whole
 constexpr int64_t kMinWork = 1 << 17;       // multiplications that are worth a second thread
 constexpr size_t kKeptFloats = 4 << 20;     // of packed x that a thread keeps
 
@@ -154,17 +155,23 @@ void multiply(const LinearCall& call, int64_t first_row, int64_t rows, std::vect
   parallel_for((int)(groups * blocks), threads, run_item, &batch);
 }
 
-// Rows of some strips as columns of `out`, in the format of the call.
-void dequantize_strips(void* context, int index) {
+int64_t pieces(int64_t size, int64_t of) { return (size + of - 1) / of; }
+
+// Some columns of some strips' rows, as columns of `out`, in the format of the call. Its rows may
+// lie a page apart, so those of a chunk are written for all strips before the next ones.
+void dequantize_some(void* context, int index) {
   const LinearCall& call = *(const LinearCall*)context;
   const LinearKernels& k = linear_kernels(kFloat32);
-  const int64_t chunks = (call.k + kChunk - 1) / kChunk, from = (int64_t)index * kTurned * kStrip;
+  const int64_t chunks = pieces(call.k, kChunk), groups = pieces(chunks, kTurnedChunks);
+  const int64_t from = index / groups * kTurnedStrips * kStrip;
+  const int64_t first = index % groups * kTurnedChunks;
+  const int64_t last = std::min(chunks, first + kTurnedChunks);
   const int64_t element = data_bytes(call.format, 1), stride = call.out_stride * element;
-  float row_scales[kTurned][kStrip] = {};
-  for (int64_t i = 0; i < kTurned * kStrip && from + i < call.n; i++)
+  float row_scales[kTurnedStrips][kStrip] = {};
+  for (int64_t i = 0; i < kTurnedStrips * kStrip && from + i < call.n; i++)
     row_scales[i / kStrip][i % kStrip] = call.row_scales[from + i] * k.factor;
-  for (int64_t c = 0; c < chunks; c++)
-    for (int s = 0; s < kTurned && from + s * kStrip < call.n; s++) {
+  for (int64_t c = first; c < last; c++)
+    for (int s = 0; s < kTurnedStrips && from + s * kStrip < call.n; s++) {
       const int64_t n = from + s * kStrip, chunk = n / kStrip * chunks + c;
       k.dequantize(call.codes + chunk * kCodeBytes, call.scales + chunk * kScaleBytes,
                    (int)std::min<int64_t>(kChunk, call.k - c * kChunk), row_scales[s],
@@ -189,8 +196,9 @@ HALFBYTE_API void halfbyte_linear(const void* call) {
 HALFBYTE_API void halfbyte_linear_dequantize(const void* call) {
   using namespace halfbyte;
   const LinearCall& c = *(const LinearCall*)call;
-  parallel_for((int)((c.n + kTurned * kStrip - 1) / (kTurned * kStrip)), c.threads,
-               dequantize_strips, (void*)call);
+  const int64_t groups = pieces(pieces(c.k, kChunk), kTurnedChunks);
+  parallel_for((int)(groups * pieces(c.n, kTurnedStrips * kStrip)), c.threads, dequantize_some,
+               (void*)call);
 }
 
 // Whether the products above have vectors of more than four floats.
