@@ -117,6 +117,7 @@ struct WholeChunk {
   __mmask16 words;
 
   static constexpr int kTokens = 1;
+  static constexpr bool kReady = false;
   TARGET explicit WholeChunk(int elements)
       : blocks(elements / 16), words((__mmask16)((1u << elements / 8) - 1)) {}
   TARGET __m512i codes(Rows v, int t, int, int element) const {
@@ -144,6 +145,7 @@ struct HalfChunk {
   __mmask8 words;
 
   static constexpr int kTokens = 2;
+  static constexpr bool kReady = false;
   TARGET explicit HalfChunk(int elements)
       : blocks(elements / 16), words((__mmask8)((1u << elements / 8) - 1)) {}
   TARGET __m512i codes(Rows v, int t, int u, int element) const {
@@ -175,16 +177,46 @@ TARGET inline void token_scales(Rows v, int tokens, int element, int blocks, flo
   unpack_scales(rest, offset, blocks, 4, scales + whole);
 }
 
+// Half of the elements of words of codes, four per word.
+template <int HALF>
+TARGET inline void look_up_half(__m512i words, __m512* x) {
+  if (HALF) words = _mm512_srli_epi32(words, 8);
+#pragma GCC unroll 2
+  for (int n = 0; n < 2; n++) {
+    const __m512i pair =
+        _mm512_permutexvar_epi16(_mm512_srli_epi32(words, 4 * n), bfloat16_of_e2m1());
+    x[2 * n] = _mm512_castsi512_ps(operand(pair, 0));
+    x[2 * n + 1] = _mm512_castsi512_ps(operand(pair, 1));
+  }
+}
+
+// A chunk whose look-ups are made once, for many rows.
+template <class CHUNK>
+struct ReadyChunk : CHUNK {
+  __m512 scale[kStep], value[kStep][8];
+
+  static constexpr bool kReady = true;
+  TARGET ReadyChunk(const CHUNK& chunk, Rows v, int tokens, int element) : CHUNK(chunk) {
+    alignas(64) float scales[kStep][8];
+    token_scales(v, tokens, element, chunk.blocks, scales);
+    for (int t = 0; t < tokens; t += CHUNK::kTokens) {
+      const __m512i words = chunk.codes(v, t, t + 1 < tokens ? t + 1 : t, element);
+      scale[t] = chunk.scales(scales, t);
+      look_up_half<0>(words, value[t]);
+      look_up_half<1>(words, value[t] + 4);
+    }
+  }
+};
+
 // Half of the look-ups at a time, so that four rows' sums stay in registers over the tokens. The
 // first half leaves the weights times block scales for the second.
 template <class CHUNK, int ROWS, int HALF>
 TARGET void accumulate_half(const CHUNK& chunk, const float* weights, Rows v, int tokens,
                             int element, int size, __m512 (*scaled)[ROWS], float* sums, Rows next,
                             int ahead) {
-  const __m512i codes = bfloat16_of_e2m1();
   float* at = sums + element + HALF * 64;
   alignas(64) float scales[kStep][8];
-  if (!HALF) token_scales(v, tokens, element, chunk.blocks, scales);
+  if constexpr (!HALF && !CHUNK::kReady) token_scales(v, tokens, element, chunk.blocks, scales);
   __m512 sum[ROWS][4];
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; r++)
@@ -195,24 +227,25 @@ TARGET void accumulate_half(const CHUNK& chunk, const float* weights, Rows v, in
     if (!HALF) {
       if (t < ahead) next.prefetch(t, element);
       if (CHUNK::kTokens == 2 && t + 1 < ahead) next.prefetch(t + 1, element);
-      const __m512 scale = chunk.scales(scales, t);
+      __m512 scale;
+      if constexpr (CHUNK::kReady)
+        scale = chunk.scale[t];
+      else
+        scale = chunk.scales(scales, t);
 #pragma GCC unroll 4
       for (int r = 0; r < ROWS; r++)
         scaled[t][r] = _mm512_mul_ps(scale, chunk.weights(weights + r * kSpan, t, u));
     }
-    __m512i w = chunk.codes(v, t, u, element);
-    if (HALF) w = _mm512_srli_epi32(w, 8);
-#pragma GCC unroll 2
-    for (int n = 0; n < 2; n++) {
-      const __m512i pair = _mm512_permutexvar_epi16(_mm512_srli_epi32(w, 4 * n), codes);
-      const __m512 x = _mm512_castsi512_ps(operand(pair, 0));
-      const __m512 y = _mm512_castsi512_ps(operand(pair, 1));
+    __m512 x[4];
+    if constexpr (CHUNK::kReady)
 #pragma GCC unroll 4
-      for (int r = 0; r < ROWS; r++) {
-        sum[r][2 * n] = _mm512_fmadd_ps(x, scaled[t][r], sum[r][2 * n]);
-        sum[r][2 * n + 1] = _mm512_fmadd_ps(y, scaled[t][r], sum[r][2 * n + 1]);
-      }
-    }
+      for (int n = 0; n < 4; n++) x[n] = chunk.value[t][HALF * 4 + n];
+    else
+      look_up_half<HALF>(chunk.codes(v, t, u, element), x);
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; n++)
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; r++) sum[r][n] = _mm512_fmadd_ps(x[n], scaled[t][r], sum[r][n]);
   }
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; r++)
@@ -220,24 +253,32 @@ TARGET void accumulate_half(const CHUNK& chunk, const float* weights, Rows v, in
     for (int n = 0; n < 4; n++) store(at + r * size + n * 16, sum[r][n]);
 }
 
-template <int ROWS>
-TARGET void accumulate_rows(const float* weights, Rows v, int tokens, int head_size, float* sums,
-                            Rows next, int ahead) {
-  const int size = sum_size(head_size);
+template <int ROWS, class CHUNK>
+TARGET void accumulate_rows(const CHUNK& chunk, const float* weights, Rows v, int tokens,
+                            int element, int size, float* sums, Rows next, int ahead) {
   __m512 scaled[kStep][ROWS];
-  const auto halves = [&](const auto& chunk, int d) TARGET {
-    using Chunk = std::decay_t<decltype(chunk)>;
-    accumulate_half<Chunk, ROWS, 0>(chunk, weights, v, tokens, d, size, scaled, sums, next, ahead);
-    accumulate_half<Chunk, ROWS, 1>(chunk, weights, v, tokens, d, size, scaled, sums, next, ahead);
-  };
-  for (int d = 0; d < head_size; d += 128) {
-    const int elements = head_size - d;
-    if (elements >= 128)
-      halves(FullChunk(), d);
-    else if (elements > 64)
-      halves(WholeChunk(elements), d);
-    else
-      halves(HalfChunk(elements), d);
+  accumulate_half<CHUNK, ROWS, 0>(chunk, weights, v, tokens, element, size, scaled, sums, next,
+                                  ahead);
+  accumulate_half<CHUNK, ROWS, 1>(chunk, weights, v, tokens, element, size, scaled, sums, next,
+                                  ahead);
+}
+
+template <class CHUNK>
+TARGET void accumulate_chunk(const CHUNK& chunk, const float* weights, int rows, Rows v, int tokens,
+                             int element, int size, float* sums, Rows next, int ahead) {
+  if constexpr (!CHUNK::kReady)
+    if (rows > 4)
+      return accumulate_chunk(ReadyChunk<CHUNK>(chunk, v, tokens, element), weights, rows, v,
+                              tokens, element, size, sums, next, ahead);
+  for (; rows > 0; rows -= 4, weights += 4 * kSpan, sums += 4 * size, ahead = 0) {
+    const auto rows_of = [&](auto number) TARGET {
+      accumulate_rows<decltype(number)::value>(chunk, weights, v, tokens, element, size, sums, next,
+                                               ahead);
+    };
+    if (rows >= 4) rows_of(std::integral_constant<int, 4>());
+    if (rows == 3) rows_of(std::integral_constant<int, 3>());
+    if (rows == 2) rows_of(std::integral_constant<int, 2>());
+    if (rows == 1) rows_of(std::integral_constant<int, 1>());
   }
 }
 
@@ -249,12 +290,18 @@ constexpr PackedKernels kPacked = {256.0f,      INT_MAX,        pack, score, acc
 TARGET void accumulate_avx512(const float* weights, int rows, Rows v, int tokens, int head_size,
                               float* sums, Rows next, int ahead) {
   const int size = sum_size(head_size);
-  int fetch = ahead;
-  for (; rows >= 4; rows -= 4, weights += 4 * kSpan, sums += 4 * size, fetch = 0)
-    accumulate_rows<4>(weights, v, tokens, head_size, sums, next, fetch);
-  if (rows == 3) accumulate_rows<3>(weights, v, tokens, head_size, sums, next, fetch);
-  if (rows == 2) accumulate_rows<2>(weights, v, tokens, head_size, sums, next, fetch);
-  if (rows == 1) accumulate_rows<1>(weights, v, tokens, head_size, sums, next, fetch);
+  const auto with = [&](const auto& chunk, int d) TARGET {
+    accumulate_chunk(chunk, weights, rows, v, tokens, d, size, sums, next, ahead);
+  };
+  for (int d = 0; d < head_size; d += 128) {
+    const int elements = head_size - d;
+    if (elements >= 128)
+      with(FullChunk(), d);
+    else if (elements > 64)
+      with(WholeChunk(elements), d);
+    else
+      with(HalfChunk(elements), d);
+  }
 }
 
 void fold_avx512(float* sums, int rows, int head_size) {

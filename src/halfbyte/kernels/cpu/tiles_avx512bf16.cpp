@@ -8,6 +8,7 @@
 
 #include <climits>
 #include <cstring>
+#include <type_traits>
 
 namespace halfbyte {
 namespace {

@@ -11,6 +11,7 @@
 #include <climits>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 namespace halfbyte {
 namespace {
