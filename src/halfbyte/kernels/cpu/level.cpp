@@ -14,29 +14,51 @@ namespace {
 
 std::atomic<int> g_limit{-1};  // or none
 
+#if HALFBYTE_X86
+// By CPUID itself: `__builtin_cpu_supports` does not know F16C everywhere, and is false for all of
+// these in libraries that Zig builds.
+struct Cpuid {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+
+  explicit Cpuid(unsigned leaf, unsigned subleaf = 0) {
+    __get_cpuid_count(leaf, subleaf, &a, &b, &c, &d);
+  }
+};
+
+bool has(unsigned bits, int bit) { return bits >> bit & 1; }
+
+// Whether the system keeps registers: 2 of SSE, 4 of AVX, 0xe0 of AVX-512.
+bool keeps(unsigned registers) {
+  if (!has(Cpuid(1).c, 27)) return false;
+  unsigned low, high;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low & registers) == registers;
+}
+
+bool is_intel() {
+  const Cpuid vendor(0);
+  return vendor.b == 0x756e6547 && vendor.d == 0x49656e69 && vendor.c == 0x6c65746e;
+}
+#endif
+
 Level highest() {
 #if HALFBYTE_X86
-  // Not every compiler's __builtin_cpu_supports knows F16C.
-  unsigned eax, ebx, ecx = 0, edx;
-  const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx >> 29 & 1);
-  __builtin_cpu_init();
-  const bool avx2 = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vl");
-  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-  if (vnni && __builtin_cpu_supports("avx512bf16")) return kAvx512Bf16;
-  if (vnni) return kAvx512Vnni;
-  if (avx512) return kAvx512;
-  if (avx2) return kAvx2;
-#endif
+  const Cpuid one(1), seven(7);
+  const bool fma = has(one.c, 12), f16c = has(one.c, 29), avx2 = has(seven.b, 5);
+  if (!(fma && f16c && avx2 && keeps(0x6))) return kPortable;
+  const bool f = has(seven.b, 16), dq = has(seven.b, 17), bw = has(seven.b, 30);
+  if (!(f && dq && bw && has(seven.b, 31) && keeps(0xe6))) return kAvx2;
+  if (!has(seven.c, 11)) return kAvx512;
+  return seven.a >= 1 && has(Cpuid(7, 1).a, 5) ? kAvx512Bf16 : kAvx512Vnni;
+#else
   return kPortable;
+#endif
 }
 
 // Intel's dot products of bfloat16 take longer than twice as many products of floats.
 Level fastest(Level highest) {
 #if HALFBYTE_X86
-  if (highest == kAvx512Bf16 && __builtin_cpu_is("intel")) return kAvx512Vnni;
+  if (highest == kAvx512Bf16 && is_intel()) return kAvx512Vnni;
 #endif
   return highest;
 }
