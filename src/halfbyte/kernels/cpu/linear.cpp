@@ -22,6 +22,8 @@ constexpr int kTurnedChunks = 8;            // and pages of codes as a whole
 constexpr int64_t kMinWork = 1 << 17;       // multiplications that are worth a second thread
 constexpr size_t kKeptFloats = 4 << 20;     // of packed x that a thread keeps
 
+int64_t pieces(int64_t size, int64_t of) { return (size + of - 1) / of; }
+
 const LinearKernels& linear_kernels(int format) {
 #if HALFBYTE_X86
   switch (current_level()) {
@@ -117,7 +119,7 @@ void run_unpacked(const Batch& batch, int64_t strip, const Block& block) {
 
 void run_item(void* context, int index) {
   const Batch& batch = *(const Batch*)context;
-  const int64_t groups = (batch.strips + batch.item_strips - 1) / batch.item_strips;
+  const int64_t groups = pieces(batch.strips, batch.item_strips);
   const int64_t first = index % groups * batch.item_strips;
   const int64_t last = std::min(batch.strips, first + batch.item_strips);
   const int64_t begin = index / groups * batch.block_rows;
@@ -132,8 +134,8 @@ void cut(Batch& batch, int threads) {
   const LinearKernels& k = batch.kernels;
   batch.unpacked = k.unpacked_rows > 0 && batch.rows > k.packed_rows;
   const int64_t most = batch.unpacked ? k.unpacked_rows : k.packed_rows;
-  const int64_t tiles = (batch.rows + most - 1) / most;
-  batch.tile_rows = (int)((batch.rows + tiles - 1) / tiles);
+  const int64_t tiles = pieces(batch.rows, most);
+  batch.tile_rows = (int)pieces(batch.rows, tiles);
   const int64_t fitting = kBlockBytes / (batch.row_floats() * (int64_t)sizeof(float));
   const int64_t block_tiles = std::max(kMinBlockRows, fitting) / batch.tile_rows;
   batch.block_rows = (int)(std::max<int64_t>(1, block_tiles) * batch.tile_rows);
@@ -141,21 +143,19 @@ void cut(Batch& batch, int threads) {
 }
 
 void multiply(const LinearCall& call, int64_t first_row, int64_t rows, std::vector<float>& packed) {
-  const int64_t strips = (call.n + kStrip - 1) / kStrip, chunks = (call.k + kChunk - 1) / kChunk;
+  const int64_t strips = pieces(call.n, kStrip), chunks = pieces(call.k, kChunk);
   Batch batch{call,   linear_kernels(call.format), first_row, rows, strips, chunks, false, 0, 0, 0,
               nullptr};
   const int threads = rows * call.n * call.k < kMinWork ? 1 : std::max(1, call.threads);
   cut(batch, threads);
   packed.resize((size_t)(rows * batch.row_floats()));
   batch.packed = packed.data();
-  const int tiles = (int)((rows + batch.tile_rows - 1) / batch.tile_rows);
+  const int tiles = (int)pieces(rows, batch.tile_rows);
   parallel_for(tiles, tiles < 4 ? 1 : threads, pack_tile, &batch);
-  const int64_t groups = (strips + batch.item_strips - 1) / batch.item_strips;
-  const int64_t blocks = (rows + batch.block_rows - 1) / batch.block_rows;
+  const int64_t groups = pieces(strips, batch.item_strips);
+  const int64_t blocks = pieces(rows, batch.block_rows);
   parallel_for((int)(groups * blocks), threads, run_item, &batch);
 }
-
-int64_t pieces(int64_t size, int64_t of) { return (size + of - 1) / of; }
 
 // Some columns of some strips' rows, as columns of `out`, in the format of the call. Its rows may
 // lie a page apart, so those of a chunk are written for all strips before the next ones.

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "formats.h"
 
@@ -59,6 +60,15 @@ inline int sum_size(int head_size) { return (head_size + kSumChunk - 1) / kSumCh
 
 // Floats that a row of packed queries may take.
 inline int packed_size(int head_size) { return 2 * sum_size(head_size); }
+
+// f of as many rows, up to four, as a constant. Inlined, or callers' instruction sets keep it apart.
+template <class F>
+__attribute__((always_inline)) inline void with_rows(int rows, const F& f) {
+  if (rows == 4) f(std::integral_constant<int, 4>());
+  if (rows == 3) f(std::integral_constant<int, 3>());
+  if (rows == 2) f(std::integral_constant<int, 2>());
+  if (rows == 1) f(std::integral_constant<int, 1>());
+}
 
 struct Kernels {
   // `size` values of a row; writes up to padded(size).

@@ -278,12 +278,10 @@ TARGET void score(const float* packed, int rows, Rows k, int tokens, int head_si
     if (unpacked) unpack_tokens(from, count, head_size, buffer);
     const float* q = packed;
     float* out = scores + t;
-    int left = rows;
-    for (; left >= 4; left -= 4, q += 4 * stride, out += 4 * kSpan)
-      score_rows<4>(q, from, count, head_size, unpacked, out);
-    if (left == 3) score_rows<3>(q, from, count, head_size, unpacked, out);
-    if (left == 2) score_rows<2>(q, from, count, head_size, unpacked, out);
-    if (left == 1) score_rows<1>(q, from, count, head_size, unpacked, out);
+    for (int left = rows; left > 0; left -= 4, q += 4 * stride, out += 4 * kSpan)
+      with_rows(left < 4 ? left : 4, [&](auto number) TARGET {
+        score_rows<decltype(number)::value>(q, from, count, head_size, unpacked, out);
+      });
   }
 }
 
@@ -338,12 +336,10 @@ TARGET void accumulate_rows(const float* weights, Rows v, int tokens, int head_s
 TARGET void accumulate(const float* weights, int rows, Rows v, int tokens, int head_size,
                        float* sums, Rows next, int ahead) {
   const int size = sum_size(head_size);
-  int fetch = ahead;
-  for (; rows >= 4; rows -= 4, weights += 4 * kSpan, sums += 4 * size, fetch = 0)
-    accumulate_rows<4>(weights, v, tokens, head_size, sums, next, fetch);
-  if (rows == 3) accumulate_rows<3>(weights, v, tokens, head_size, sums, next, fetch);
-  if (rows == 2) accumulate_rows<2>(weights, v, tokens, head_size, sums, next, fetch);
-  if (rows == 1) accumulate_rows<1>(weights, v, tokens, head_size, sums, next, fetch);
+  for (; rows > 0; rows -= 4, weights += 4 * kSpan, sums += 4 * size, ahead = 0)
+    with_rows(rows < 4 ? rows : 4, [&](auto number) TARGET {
+      accumulate_rows<decltype(number)::value>(weights, v, tokens, head_size, sums, next, ahead);
+    });
 }
 
 constexpr PackedKernels kPacked = {1.0f, 8, pack, score, accumulate, nullptr, position};

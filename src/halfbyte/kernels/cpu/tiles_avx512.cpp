@@ -9,7 +9,6 @@
 #include <climits>
 #include <cstring>
 #include <limits>
-#include <type_traits>
 
 #include "avx512.h"
 
@@ -111,14 +110,13 @@ TARGET inline void complete(const float*, int, int, int, const TurnedChunk<TILES
 
 #include "score_avx512.inc"
 
-// V of a chunk of 128 elements, a token at a time: a lane holds a word of eight codes.
-struct WholeChunk {
+// Lanes of V of a chunk of 128 elements, a token at a time: a lane holds a word of eight codes.
+struct WholeLanes {
   int blocks;
   __mmask16 words;
 
   static constexpr int kTokens = 1;
-  static constexpr bool kReady = false;
-  TARGET explicit WholeChunk(int elements)
+  TARGET explicit WholeLanes(int elements)
       : blocks(elements / 16), words((__mmask16)((1u << elements / 8) - 1)) {}
   TARGET __m512i codes(Rows v, int t, int, int element) const {
     return _mm512_maskz_loadu_epi32(words, v.data_of(t) + element / 2);
@@ -128,25 +126,24 @@ struct WholeChunk {
     const __m512i block = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
     return _mm512_permutexvar_ps(block, _mm512_castps256_ps512(_mm256_load_ps(of[t])));
   }
-  TARGET __m512 weights(const float* row, int t, int) const { return set(row[t]); }
+  TARGET __m512 weights(const float* row, int t) const { return set(row[t]); }
 };
 
 // The same for all of 128 elements, without a mask.
-struct FullChunk : WholeChunk {
-  TARGET FullChunk() : WholeChunk(128) {}
+struct FullLanes : WholeLanes {
+  TARGET FullLanes() : WholeLanes(128) {}
   TARGET __m512i codes(Rows v, int t, int, int element) const {
     return _mm512_loadu_si512(v.data_of(t) + element / 2);
   }
 };
 
 // The same for a chunk of up to 64 elements and two tokens, which take turns in the lanes.
-struct HalfChunk {
+struct HalfLanes {
   int blocks;
   __mmask8 words;
 
   static constexpr int kTokens = 2;
-  static constexpr bool kReady = false;
-  TARGET explicit HalfChunk(int elements)
+  TARGET explicit HalfLanes(int elements)
       : blocks(elements / 16), words((__mmask8)((1u << elements / 8) - 1)) {}
   TARGET __m512i codes(Rows v, int t, int u, int element) const {
     const __m256i x = _mm256_maskz_loadu_epi32(words, v.data_of(t) + element / 2);
@@ -159,7 +156,7 @@ struct HalfChunk {
     return _mm512_permutexvar_ps(block, _mm512_load_ps(of[t]));
   }
   // After an odd last token the weights are padded with 0.
-  TARGET __m512 weights(const float* row, int t, int) const {
+  TARGET __m512 weights(const float* row, int t) const {
     double both;
     std::memcpy(&both, row + t, sizeof both);
     return _mm512_castpd_ps(_mm512_set1_pd(both));
@@ -177,71 +174,81 @@ TARGET inline void token_scales(Rows v, int tokens, int element, int blocks, flo
   unpack_scales(rest, offset, blocks, 4, scales + whole);
 }
 
-// Half of the elements of words of codes, four per word.
-template <int HALF>
-TARGET inline void look_up_half(__m512i words, __m512* x) {
-  if (HALF) words = _mm512_srli_epi32(words, 8);
-#pragma GCC unroll 2
-  for (int n = 0; n < 2; n++) {
-    const __m512i pair =
-        _mm512_permutexvar_epi16(_mm512_srli_epi32(words, 4 * n), bfloat16_of_e2m1());
-    x[2 * n] = _mm512_castsi512_ps(operand(pair, 0));
-    x[2 * n + 1] = _mm512_castsi512_ps(operand(pair, 1));
+// V of up to kStep tokens of a chunk, looked up whenever it is asked for.
+template <class LANES>
+struct CodesOfV {
+  LANES lanes;
+  Rows v;
+  int element, tokens;
+  alignas(64) float scales[kStep][8];
+
+  static constexpr int kTokens = LANES::kTokens;
+  TARGET CodesOfV(const LANES& l, Rows rows, int first_element, int count)
+      : lanes(l), v(rows), element(first_element), tokens(count) {
+    token_scales(v, tokens, element, lanes.blocks, scales);
   }
-}
-
-// A chunk whose look-ups are made once, for many rows.
-template <class CHUNK>
-struct ReadyChunk : CHUNK {
-  __m512 scale[kStep], value[kStep][8];
-
-  static constexpr bool kReady = true;
-  TARGET ReadyChunk(const CHUNK& chunk, Rows v, int tokens, int element) : CHUNK(chunk) {
-    alignas(64) float scales[kStep][8];
-    token_scales(v, tokens, element, chunk.blocks, scales);
-    for (int t = 0; t < tokens; t += CHUNK::kTokens) {
-      const __m512i words = chunk.codes(v, t, t + 1 < tokens ? t + 1 : t, element);
-      scale[t] = chunk.scales(scales, t);
-      look_up_half<0>(words, value[t]);
-      look_up_half<1>(words, value[t] + 4);
+  TARGET __m512 scale(int t) const { return lanes.scales(scales, t); }
+  // Half of the elements, four per word, of token t and, where two take turns, the next.
+  template <int HALF>
+  TARGET void values(int t, __m512* x) const {
+    __m512i words = lanes.codes(v, t, t + 1 < tokens ? t + 1 : t, element);
+    if (HALF) words = _mm512_srli_epi32(words, 8);
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; n++) {
+      const __m512i pair =
+          _mm512_permutexvar_epi16(_mm512_srli_epi32(words, 4 * n), bfloat16_of_e2m1());
+      x[2 * n] = _mm512_castsi512_ps(operand(pair, 0));
+      x[2 * n + 1] = _mm512_castsi512_ps(operand(pair, 1));
     }
+  }
+};
+
+// The same, looked up once for many rows.
+template <class LANES>
+struct FloatsOfV {
+  LANES lanes;
+  int element, tokens;
+  __m512 scales[kStep], floats[kStep][8];
+
+  static constexpr int kTokens = LANES::kTokens;
+  TARGET explicit FloatsOfV(const CodesOfV<LANES>& v)
+      : lanes(v.lanes), element(v.element), tokens(v.tokens) {
+    for (int t = 0; t < tokens; t += kTokens) {
+      scales[t] = v.scale(t);
+      v.template values<0>(t, floats[t]);
+      v.template values<1>(t, floats[t] + 4);
+    }
+  }
+  TARGET __m512 scale(int t) const { return scales[t]; }
+  template <int HALF>
+  TARGET void values(int t, __m512* x) const {
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; n++) x[n] = floats[t][HALF * 4 + n];
   }
 };
 
 // Half of the look-ups at a time, so that four rows' sums stay in registers over the tokens. The
 // first half leaves the weights times block scales for the second.
-template <class CHUNK, int ROWS, int HALF>
-TARGET void accumulate_half(const CHUNK& chunk, const float* weights, Rows v, int tokens,
-                            int element, int size, __m512 (*scaled)[ROWS], float* sums, Rows next,
-                            int ahead) {
-  float* at = sums + element + HALF * 64;
-  alignas(64) float scales[kStep][8];
-  if constexpr (!HALF && !CHUNK::kReady) token_scales(v, tokens, element, chunk.blocks, scales);
+template <int ROWS, int HALF, class V>
+TARGET void accumulate_half(const V& v, const float* weights, int size, __m512 (*scaled)[ROWS],
+                            float* sums, Rows next, int ahead) {
+  float* at = sums + v.element + HALF * 64;
   __m512 sum[ROWS][4];
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
     for (int n = 0; n < 4; n++) sum[r][n] = load(at + r * size + n * 16);
-  for (int t = 0; t < tokens; t += CHUNK::kTokens) {
-    const int u = t + 1 < tokens ? t + 1 : t;
+  for (int t = 0; t < v.tokens; t += V::kTokens) {
     if (!HALF) {
-      if (t < ahead) next.prefetch(t, element);
-      if (CHUNK::kTokens == 2 && t + 1 < ahead) next.prefetch(t + 1, element);
-      __m512 scale;
-      if constexpr (CHUNK::kReady)
-        scale = chunk.scale[t];
-      else
-        scale = chunk.scales(scales, t);
+      if (t < ahead) next.prefetch(t, v.element);
+      if (V::kTokens == 2 && t + 1 < ahead) next.prefetch(t + 1, v.element);
+      const __m512 scale = v.scale(t);
 #pragma GCC unroll 4
       for (int r = 0; r < ROWS; r++)
-        scaled[t][r] = _mm512_mul_ps(scale, chunk.weights(weights + r * kSpan, t, u));
+        scaled[t][r] = _mm512_mul_ps(scale, v.lanes.weights(weights + r * kSpan, t));
     }
     __m512 x[4];
-    if constexpr (CHUNK::kReady)
-#pragma GCC unroll 4
-      for (int n = 0; n < 4; n++) x[n] = chunk.value[t][HALF * 4 + n];
-    else
-      look_up_half<HALF>(chunk.codes(v, t, u, element), x);
+    v.template values<HALF>(t, x);
 #pragma GCC unroll 4
     for (int n = 0; n < 4; n++)
 #pragma GCC unroll 4
@@ -253,33 +260,16 @@ TARGET void accumulate_half(const CHUNK& chunk, const float* weights, Rows v, in
     for (int n = 0; n < 4; n++) store(at + r * size + n * 16, sum[r][n]);
 }
 
-template <int ROWS, class CHUNK>
-TARGET void accumulate_rows(const CHUNK& chunk, const float* weights, Rows v, int tokens,
-                            int element, int size, float* sums, Rows next, int ahead) {
-  __m512 scaled[kStep][ROWS];
-  accumulate_half<CHUNK, ROWS, 0>(chunk, weights, v, tokens, element, size, scaled, sums, next,
-                                  ahead);
-  accumulate_half<CHUNK, ROWS, 1>(chunk, weights, v, tokens, element, size, scaled, sums, next,
-                                  ahead);
-}
-
-template <class CHUNK>
-TARGET void accumulate_chunk(const CHUNK& chunk, const float* weights, int rows, Rows v, int tokens,
-                             int element, int size, float* sums, Rows next, int ahead) {
-  if constexpr (!CHUNK::kReady)
-    if (rows > 4)
-      return accumulate_chunk(ReadyChunk<CHUNK>(chunk, v, tokens, element), weights, rows, v,
-                              tokens, element, size, sums, next, ahead);
-  for (; rows > 0; rows -= 4, weights += 4 * kSpan, sums += 4 * size, ahead = 0) {
-    const auto rows_of = [&](auto number) TARGET {
-      accumulate_rows<decltype(number)::value>(chunk, weights, v, tokens, element, size, sums, next,
-                                               ahead);
-    };
-    if (rows >= 4) rows_of(std::integral_constant<int, 4>());
-    if (rows == 3) rows_of(std::integral_constant<int, 3>());
-    if (rows == 2) rows_of(std::integral_constant<int, 2>());
-    if (rows == 1) rows_of(std::integral_constant<int, 1>());
-  }
+template <class V>
+TARGET void accumulate_rows(const V& v, const float* weights, int rows, int size, float* sums,
+                            Rows next, int ahead) {
+  for (; rows > 0; rows -= 4, weights += 4 * kSpan, sums += 4 * size, ahead = 0)
+    with_rows(rows < 4 ? rows : 4, [&](auto number) TARGET {
+      constexpr int kRows = decltype(number)::value;
+      __m512 scaled[kStep][kRows];
+      accumulate_half<kRows, 0>(v, weights, size, scaled, sums, next, ahead);
+      accumulate_half<kRows, 1>(v, weights, size, scaled, sums, next, ahead);
+    });
 }
 
 constexpr PackedKernels kPacked = {256.0f,      INT_MAX,        pack, score, accumulate_avx512,
@@ -290,17 +280,21 @@ constexpr PackedKernels kPacked = {256.0f,      INT_MAX,        pack, score, acc
 TARGET void accumulate_avx512(const float* weights, int rows, Rows v, int tokens, int head_size,
                               float* sums, Rows next, int ahead) {
   const int size = sum_size(head_size);
-  const auto with = [&](const auto& chunk, int d) TARGET {
-    accumulate_chunk(chunk, weights, rows, v, tokens, d, size, sums, next, ahead);
-  };
   for (int d = 0; d < head_size; d += 128) {
+    const auto with = [&](const auto& lanes) TARGET {
+      const CodesOfV codes(lanes, v, d, tokens);
+      if (rows <= 4)
+        accumulate_rows(codes, weights, rows, size, sums, next, ahead);
+      else
+        accumulate_rows(FloatsOfV(codes), weights, rows, size, sums, next, ahead);
+    };
     const int elements = head_size - d;
     if (elements >= 128)
-      with(FullChunk(), d);
+      with(FullLanes());
     else if (elements > 64)
-      with(WholeChunk(elements), d);
+      with(WholeLanes(elements));
     else
-      with(HalfChunk(elements), d);
+      with(HalfLanes(elements));
   }
 }
 

@@ -11,7 +11,6 @@
 #include <climits>
 #include <cstring>
 #include <limits>
-#include <type_traits>
 
 namespace halfbyte {
 namespace {
