@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from halfbyte.bench.cases import Case
-from halfbyte.bench.processor import largest_cache_bytes
+from halfbyte.bench.processor import bytes_beyond_caches
 from halfbyte.layouts import KVCacheDType, PageLayout
 
-_ROTATED_BYTES = {"cuda": 400_000_000, "cpu": max(64_000_000, 2 * largest_cache_bytes())}
+_ROTATED_BYTES = {"cuda": 400_000_000, "cpu": bytes_beyond_caches()}
 _MOST_COPIES = {"cuda": 256, "cpu": 64}
 GLOBAL_SCALE = 0.02
 

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 
 from halfbyte.bench.data import GLOBAL_SCALE
 from halfbyte.bench.linear_cases import Shape
-from halfbyte.bench.processor import largest_cache_bytes
+from halfbyte.bench.processor import bytes_beyond_caches
 from halfbyte.bench.timing import Call
 from halfbyte.linear import NvFp4Linear
 from halfbyte.linear.humming import HummingKernel
 from halfbyte.numerics import nvfp4
 
-_ROTATED_BYTES = {"cuda": 200_000_000, "cpu": max(64_000_000, 2 * largest_cache_bytes())}
+_ROTATED_BYTES = {"cuda": 200_000_000, "cpu": bytes_beyond_caches()}
 """Of a form's copies together: some times the L2 of the largest GPUs, twice a CPU's last cache."""
 _MOST_COPIES = 32
 _ROWS_AT_ONCE = 1024

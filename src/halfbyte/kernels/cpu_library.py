@@ -113,7 +113,7 @@ def set_level(name: str | None) -> str:
     if loaded is None:
         raise RuntimeError("the CPU kernels were not built")
     loaded.halfbyte_set_cpu_level(-1 if name is None else LEVELS[name])
-    return list(LEVELS)[loaded.halfbyte_cpu_level()]
+    return str(level())
 
 
 @lru_cache(maxsize=256)

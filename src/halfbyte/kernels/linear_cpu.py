@@ -23,7 +23,8 @@ CHUNK = 64
 # what our kernel has not: Intel's AMX, Apple's. Unpacking costs as much as some 30 rows.
 _DENSE_ROWS = 48
 _DENSE_VALUES = 1 << 21  # unpacked at a time: most of them stay in the cache
-_PADDING = 32
+_PADDING = 32  # columns between rows of those
+_KEEP = threading.local()
 _CALL = struct.Struct("6P5q4i")
 """`LinearCall` of the source."""
 
@@ -152,9 +153,6 @@ def _linear_dense(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | No
         part_bias = None if bias is None else bias[rows].to(x.dtype)
         out[:, rows] = F.linear(x, values.t(), part_bias)
     return out
-
-
-_KEEP = threading.local()
 
 
 def _kept(size: int, dtype: torch.dtype) -> torch.Tensor:

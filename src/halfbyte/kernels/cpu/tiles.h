@@ -61,7 +61,8 @@ inline int sum_size(int head_size) { return (head_size + kSumChunk - 1) / kSumCh
 // Floats that a row of packed queries may take.
 inline int packed_size(int head_size) { return 2 * sum_size(head_size); }
 
-// f of as many rows, up to four, as a constant. Inlined, or callers' instruction sets keep it apart.
+// f of as many rows, up to four, as a constant. Always inlined, for instruction sets would prevent
+// it.
 template <class F>
 __attribute__((always_inline)) inline void with_rows(int rows, const F& f) {
   if (rows == 4) f(std::integral_constant<int, 4>());
