@@ -1,7 +1,7 @@
 """Settings for all tests: one thread each, poisoned memory, GPU tests only where there is a GPU."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 import torch.utils._device
 
 from halfbyte.kernels import devices
+from halfbyte.kernels.cpu_library import LEVELS, set_level
 
 # Commands that tests start must find the package, installed or not.
 os.environ["PYTHONPATH"] = str(Path(__file__).parents[1] / "src")
@@ -30,6 +31,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """An instruction set of the C++ kernels, which then run on it."""
+    try:
+        if set_level(request.param) != request.param:
+            pytest.skip(f"this CPU has no {request.param}")
+        yield request.param
+    finally:
+        set_level(None)
 
 
 def _poison(tensor: torch.Tensor) -> torch.Tensor:

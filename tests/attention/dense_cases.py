@@ -122,7 +122,7 @@ def attend(case: Case, device: str, return_lse: bool) -> tuple[torch.Tensor, tor
     return inputs.out.cpu(), None if lse is None else lse.cpu()
 
 
-def check(case: Case, device: str) -> None:
+def assert_dense(case: Case, device: str) -> None:
     out, lse = attend(case, device, True)
     assert_close_to_exact(out, case)
     assert lse is not None

@@ -2,20 +2,19 @@
 
 import logging
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from attention.cases import DECODE_CASES, Case, make_case
+from attention.cpu_formats import FORMATS
 from halfbyte.attention import ATTENTION_BACKENDS, paged_attention
 from halfbyte.attention import cpu as backend
 from halfbyte.dispatch import CPU
 from halfbyte.kernels import cpu_library
-from halfbyte.kernels.cpu_library import LEVELS, library, set_level
+from halfbyte.kernels.cpu_library import library
 from halfbyte.kvcache import (
-    KV_CACHE_QUANT_REGISTRY,
     read_tokens,
     reshape_and_cache,
     token_io,
@@ -56,26 +55,9 @@ MORE_CASES: dict[str, dict[str, Any]] = {
     },
 }
 CASES = {**DECODE_CASES, **MORE_CASES}
-FORMATS: dict[str, dict[str, Any]] = {
-    **{dtype: {"k_dtype": dtype} for dtype in KV_CACHE_QUANT_REGISTRY},
-    "fp8-nvfp4": {"k_dtype": "fp8", "v_dtype": "nvfp4", "head_size_v": 128},
-    "nvfp4-fp8": {"k_dtype": "nvfp4", "v_dtype": "fp8_e5m2"},
-    "nvfp4-bfloat16": {"k_dtype": "nvfp4", "v_dtype": "bfloat16", "head_size_v": 40},
-    "float16-mxfp4": {"k_dtype": "float16", "head_size": 72, "v_dtype": "mxfp4", "head_size_v": 96},
-    "fp8-odd": {"k_dtype": "fp8", "head_size": 37, "v_dtype": "float32", "head_size_v": 5},
-    "fp8-sm100": {"k_dtype": "fp8", "v_dtype": "nvfp4", "v_scale_layout": "sm100"},
-}
 
 
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    if set_level(request.param) != request.param:
-        pytest.skip(f"this CPU has no {request.param}")
-    yield request.param
-    set_level(None)
-
-
-def check(case: Case, **arguments: Any) -> None:
+def assert_exact(case: Case, **arguments: Any) -> None:
     out, lse = paged_attention(
         case.query, case.pages, backend="cpu", return_lse=True, **case.arguments(), **arguments
     )
@@ -87,7 +69,7 @@ def check(case: Case, **arguments: Any) -> None:
 @needs_library
 @pytest.mark.parametrize("name", CASES)
 def test_cpu_attention(level: str, name: str) -> None:
-    check(make_case(**{**CASES[name], "query_dtype": torch.float32}))
+    assert_exact(make_case(**{**CASES[name], "query_dtype": torch.float32}))
 
 
 @needs_library
@@ -95,7 +77,7 @@ def test_cpu_attention(level: str, name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_cpu_attention_on_every_format(level: str, name: str, order: str) -> None:
     lengths = {"query_lens": (1, 40, 5, 1), "seq_lens": (600, 40, 77, 17)}
-    check(make_case(**{**FORMATS[name], **lengths}, order=order, query_dtype=torch.float32))
+    assert_exact(make_case(**{**FORMATS[name], **lengths}, order=order, query_dtype=torch.float32))
 
 
 @needs_library
@@ -107,7 +89,7 @@ def test_cpu_attention_rounds_once(level: str, name: str, dtype: torch.dtype) ->
     exact, _ = case.expected()
     torch.testing.assert_close(out, exact.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
     # Into float32, the queries being exact: as close as with float32 queries.
-    check(case, out=torch.empty(exact.shape))
+    assert_exact(case, out=torch.empty(exact.shape))
 
 
 @needs_library
@@ -170,7 +152,7 @@ def test_cpu_attention_takes_any_strides(level: str, query_dtype: torch.dtype) -
     for out in outs.values():
         for q in (before, query, query.double(), query.repeat_interleave(2, dim=-1)[..., ::2]):
             case.query = q
-            check(case, out=out.zero_())
+            assert_exact(case, out=out.zero_())
     assert outs["token stride"]._base is not None
     assert (outs["token stride"]._base[:, :, 73:] == 7).all()
 
@@ -216,102 +198,6 @@ def test_cpu_attention_reads_every_code_and_scale(level: str, head_size: int) ->
             expected = value[..., element].expand(-1, 3)
             torch.testing.assert_close(lse[clean[:, 0]], expected[clean[:, 0]], rtol=1e-6, atol=0)
             assert lse[~clean[:, 0]].isnan().all()
-
-
-@pytest.fixture(params=["openmp", "own threads"])
-def _threads_of(request: pytest.FixtureRequest) -> Iterator[None]:
-    loaded = library()
-    assert loaded is not None
-    if request.param == "own threads":
-        loaded.halfbyte_use_openmp(None)
-    yield
-    loaded.halfbyte_use_openmp(cpu_library._openmp_of_torch())
-
-
-@needs_library
-@pytest.mark.usefixtures("_threads_of")
-@pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_cpu_attention_does_not_depend_on_threads_or_batch(
-    level: str, threads: int, query_dtype: torch.dtype
-) -> None:
-    query_lens = (*(1,) * 9, 6, 30)
-    case = make_case(
-        head_size=64,
-        kv_heads=5,
-        query_lens=query_lens,
-        seq_lens=(*range(1, 1800, 200), 700, 560),
-        query_dtype=query_dtype,
-    )
-    arguments = case.arguments()
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        together = paged_attention(case.query, case.pages, backend="cpu", **arguments)
-    finally:
-        torch.set_num_threads(before)
-    for i in (0, 4, 8, 9, 10):
-        begin, end = arguments["query_start_loc"][i : i + 2].tolist()
-        alone: dict[str, Any] = {
-            **arguments,
-            "query_start_loc": torch.tensor([0, end - begin], dtype=torch.int32),
-            "seq_lens": arguments["seq_lens"][i : i + 1],
-            "block_tables": arguments["block_tables"][i : i + 1],
-        }
-        rows = paged_attention(case.query[begin:end], case.pages, backend="cpu", **alone)
-        assert torch.equal(rows, together[begin:end])
-
-
-@needs_library
-@pytest.mark.parametrize("window", [None, 37, 700])
-@pytest.mark.parametrize("name", ["nvfp4", "bfloat16", "fp8-nvfp4", "nvfp4-bfloat16"])
-@pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_cpu_attention_does_not_depend_on_chunks(
-    level: str, name: str, window: int | None, query_dtype: torch.dtype
-) -> None:
-    options: dict[str, Any] = {} if window is None else {"sliding_window": window}
-    length, queries = 1100, 75
-    case = make_case(
-        **FORMATS[name],
-        group=3,
-        query_lens=(queries,),
-        seq_lens=(length,),
-        query_dtype=query_dtype,
-        **options,
-    )
-    arguments = case.arguments()
-    whole = paged_attention(case.query, case.pages, backend="cpu", **arguments)
-    begin = 0
-    for count in (1, 1, 2, 3, 5, 20, 42, 1):
-        chunk: dict[str, Any] = {
-            **arguments,
-            "query_start_loc": torch.tensor([0, count], dtype=torch.int32),
-            "seq_lens": torch.tensor([length - queries + begin + count], dtype=torch.int32),
-        }
-        rows = paged_attention(
-            case.query[begin : begin + count], case.pages, backend="cpu", **chunk
-        )
-        assert torch.equal(rows, whole[begin : begin + count])
-        begin += count
-    assert begin == queries
-
-
-@needs_library
-def test_threads_of_our_own_do_all_the_work_again_and_again() -> None:
-    loaded = library()
-    assert loaded is not None
-    case = make_case(**{**CASES["ragged"], "query_dtype": torch.float32})
-    expected = paged_attention(case.query, case.pages, backend="cpu", **case.arguments())
-    before = torch.get_num_threads()
-    loaded.halfbyte_use_openmp(None)
-    try:
-        for threads in (4, 2, 7) * 30:
-            torch.set_num_threads(threads)
-            out = paged_attention(case.query, case.pages, backend="cpu", **case.arguments())
-            assert torch.equal(out, expected)
-    finally:
-        loaded.halfbyte_use_openmp(cpu_library._openmp_of_torch())
-        torch.set_num_threads(before)
 
 
 @needs_library

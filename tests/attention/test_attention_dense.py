@@ -11,8 +11,8 @@ from attention.cases import assert_close_to_exact, config, make_case
 from attention.dense_cases import (
     LARGE,
     SMALL,
+    assert_dense,
     attend,
-    check,
     inputs_of,
     make_small,
     prefer_pytorch,
@@ -106,7 +106,7 @@ def test_memory_for_results_is_what_joining_holds(monkeypatch: pytest.MonkeyPatc
         return joined
 
     monkeypatch.setattr(combine, "join", join)
-    check(case, "cpu")
+    assert_dense(case, "cpu")
     assert 0 < held == (dense_plan.ROWS_HELD - 1) * case.query.nbytes
 
 
@@ -115,7 +115,7 @@ def test_memory_for_results_is_what_joining_holds(monkeypatch: pytest.MonkeyPatc
 def test_dense_attention_on_a_cpu(
     name: str, most_queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(make_small(SMALL[name], monkeypatch, most_queries=most_queries), "cpu")
+    assert_dense(make_small(SMALL[name], monkeypatch, most_queries=most_queries), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_prompts_that_are_alike_are_taken_together(
     plan = dense_plan.make_plan(inputs_of(case, "cpu"), 16)
     counts = [long.count for long in plan.long]
     assert counts == {2: [2], 3: [2, 1], 4: [2, 2]}[len(lens)]
-    check(case, "cpu")
+    assert_dense(case, "cpu")
 
 
 def test_layers_that_differ_share_plans(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_combining_more_parts_than_fit_one_launch() -> None:
 @pytest.mark.parametrize("name", LARGE)
 def test_dense_attention_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prefer_pytorch(monkeypatch, 512)
-    check(make_case(**{"head_size": 128, "group": 2, "kv_heads": 1, **LARGE[name]}), "cuda")
+    assert_dense(make_case(**{"head_size": 128, "group": 2, "kv_heads": 1, **LARGE[name]}), "cuda")
 
 
 @pytest.mark.gpu
@@ -204,7 +204,9 @@ def test_flash_attention_on_a_gpu(head_size: int, monkeypatch: pytest.MonkeyPatc
     prefer_pytorch(monkeypatch, 512)
     monkeypatch.setattr(dense, "uses_cudnn", lambda *_: False)
     for sizes in LARGE.values():
-        check(make_case(**{"group": 2, "kv_heads": 1, **sizes, "head_size": head_size}), "cuda")
+        assert_dense(
+            make_case(**{"group": 2, "kv_heads": 1, **sizes, "head_size": head_size}), "cuda"
+        )
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attention.cases import config, dense, make_case
-from attention.dense_cases import LARGE, SMALL, check, inputs_of, make_small
+from attention.dense_cases import LARGE, SMALL, assert_dense, inputs_of, make_small
 from halfbyte.attention import ATTENTION_BACKENDS, dense_plan
 from halfbyte.attention.dense_chunks import make_chunks
 from halfbyte.kernels.attend_plan import Gpu, Tiles, choose_row_tiles
@@ -112,7 +112,7 @@ def test_rows_of_others_are_not_touched(tiles: Tiles, group: int) -> None:
 )
 def test_short_prompts_without_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where all are shorter than what PyTorch's attention is taken for."""
-    check(make_small(SMALL[name], monkeypatch, pytorch_from=1000), "cpu")
+    assert_dense(make_small(SMALL[name], monkeypatch, pytorch_from=1000), "cpu")
 
 
 @pytest.mark.parametrize(("head_size", "head_size_v"), [(16, 16), (80, 80), (256, 256), (32, 192)])
@@ -128,7 +128,7 @@ def test_windows_with_heads_of_every_size(
     plan = dense_plan.make_plan(inputs_of(case, "cpu"), 16)
     assert not plan.some
     assert not plan.long
-    check(case, "cpu")
+    assert_dense(case, "cpu")
 
 
 @pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
@@ -181,7 +181,7 @@ def test_kernel_compiles(sizes: tuple[int, int], options: dict[str, bool], capab
 @pytest.mark.parametrize("name", OTHERS)
 def test_chunks_on_a_gpu(name: str) -> None:
     options: dict[str, Any] = {"head_size": 128, "group": 2, "kv_heads": 1, **OTHERS[name]}
-    check(make_case(**options), "cuda")
+    assert_dense(make_case(**options), "cuda")
 
 
 @pytest.mark.gpu
@@ -189,7 +189,9 @@ def test_chunks_on_a_gpu(name: str) -> None:
 def test_windows_on_a_gpu(head_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, sizes in LARGE.items():
         if "window" in name:
-            check(make_case(**{"group": 8, "kv_heads": 2, **sizes, "head_size": head_size}), "cuda")
+            assert_dense(
+                make_case(**{"group": 8, "kv_heads": 2, **sizes, "head_size": head_size}), "cuda"
+            )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Inputs for store kernels that are hard to get right, and what their pages must be."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,7 +111,7 @@ class StoreCase:
         )
         return buffer.cpu()
 
-    def check(self, store: Any, device: str = "cpu") -> None:
+    def assert_stored(self, store: Any, device: str = "cpu") -> None:
         """Assert that `store` writes the reference's bytes and no others."""
         assert_same_buffers(self, self.stored(store, device), self.expected())
 
@@ -155,3 +156,41 @@ def make_case(geometry: Geometry, seed: int = 0, **changes: Any) -> StoreCase:
 def is_unquantized(geometry: Geometry) -> bool:
     """Whether K or V is kept as floats, which must be aligned."""
     return bool({geometry.k_dtype, geometry.v_dtype} & set(UNQUANTIZED))
+
+
+def assert_every_value_stored(store: Any, k_dtype: str, x: torch.Tensor, k_scale: float) -> None:
+    """One store of values `[n * 256]`, as K in one dtype and V in another of like blocks."""
+    v_dtype = {
+        "fp8_e4m3": "fp8_e5m2",
+        "nvfp4": "nvfp4_4over6",
+        "mxfp4": "fp4_block16",
+        "float16": "bfloat16",
+    }[k_dtype]
+    layout = PageLayout(k_dtype, v_dtype, 256, None, 1, 16)
+    values = x.reshape(-1, 1, 256)
+    slots = torch.arange(len(values))
+    pages = -(-len(values) // 16)
+    case = StoreCase(layout, values, values, slots, k_scale, 1.7 * k_scale, num_pages=pages)
+    case.assert_stored(store)
+
+
+def values_next_to_ties(k_dtype: str, count: int) -> Iterator[tuple[torch.Tensor, float]]:
+    """Values `[4096]` whose quotients are ties of fp8_e4m3 or nvfp4, or next to one, and scales.
+
+    Scales have significands of all ones, of 1, of the next, and `count` at random.
+    """
+    torch.manual_seed(4)
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 0.5])
+    if k_dtype == "fp8_e4m3":
+        ties = torch.arange(17, 33, 2) / 16 * 2.0 ** torch.arange(-4, 4)
+    for significand in [0x7FFFFF, 0, 1, *torch.randint(0, 2**23, (count,)).tolist()]:
+        scale = torch.tensor(0x3C000000 | significand, dtype=torch.int32).view(torch.float32)
+        codes = torch.randint(8, 0x7F, (256, 1, 1), dtype=torch.uint8)
+        block_scales = codes.view(torch.float8_e4m3fn).float() if k_dtype == "nvfp4" else 1.0
+        divisor = block_scales * scale
+        products = (divisor * ties).expand(256, 2, 8)
+        x = (products.contiguous().view(torch.int32) + torch.randint(-2, 3, (256, 2, 8))).int()
+        x = x.view(torch.float32)
+        if k_dtype == "nvfp4":
+            x[:, 1, 7:] = 6 * divisor[:, 0]  # so that the block scale is the one wanted
+        yield x.flatten(), float(scale)

@@ -88,7 +88,9 @@ def row_of(share: Share) -> int:
     return share.unit + share.piece
 
 
-def check(step: Step, dtype: torch.dtype, seed: int, with_sinks: bool, with_lse: bool) -> None:
+def assert_merged(
+    step: Step, dtype: torch.dtype, seed: int, with_sinks: bool, with_lse: bool
+) -> None:
     """All kernels against the same sums, written among memory that must stay as it is."""
     generator = torch.Generator().manual_seed(seed)
     heads, num_tokens = step.kv_heads * step.group, step.starts[-1]
@@ -148,8 +150,8 @@ def arguments(step: Step, dtype: torch.dtype) -> dict[str, Any]:
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_merge_of_edge_cases(step: Step) -> None:
-    check(step, torch.bfloat16, 0, with_sinks=False, with_lse=True)
-    check(step, torch.bfloat16, 1, with_sinks=True, with_lse=True)
+    assert_merged(step, torch.bfloat16, 0, with_sinks=False, with_lse=True)
+    assert_merged(step, torch.bfloat16, 1, with_sinks=True, with_lse=True)
 
 
 def test_merge_of_random_batches() -> None:
@@ -157,7 +159,7 @@ def test_merge_of_random_batches() -> None:
     # A CTA of the slower kernels takes a row and 32 of its dims, and half a millisecond here.
     small = [s for s in steps if s.starts[-1] * s.group * s.kv_heads * s.head_size <= 32 * 500]
     for seed, step in enumerate(small[:8]):
-        check(step, torch.float16, seed, with_sinks=seed % 2 == 0, with_lse=seed % 3 != 0)
+        assert_merged(step, torch.float16, seed, with_sinks=seed % 2 == 0, with_lse=seed % 3 != 0)
 
 
 @pytest.mark.parametrize(

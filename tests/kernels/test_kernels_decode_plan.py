@@ -66,7 +66,7 @@ def work_of(step: Step, seq: int, tile: int, columns: int) -> Work:
     return Work(tiles, -(-queries * step.group // columns))
 
 
-def check_records(step: Step, table: Table, works: list[Work]) -> None:
+def assert_records(step: Step, table: Table, works: list[Work]) -> None:
     """Pieces lie on the line in order, and each tells what its sequence is."""
     pieces = table.piece_records[: table.pieces]
     wanted = [(seq, c) for seq, work in enumerate(works) for c in range(work.col_tiles)]
@@ -87,7 +87,7 @@ def check_records(step: Step, table: Table, works: list[Work]) -> None:
         assert record[:8].tolist() == pieces[record[8]].tolist()
 
 
-def check_shares(step: Step, plan: decode.Plan, table: Table, works: list[Work]) -> None:
+def assert_shares(step: Step, plan: decode.Plan, table: Table, works: list[Work]) -> None:
     """Every tile of every piece belongs to one unit; results have a row each, side by side."""
     found = shares(table)
     done = sorted(
@@ -171,7 +171,7 @@ def make_guarded_plan(step: Step) -> tuple[decode.Plan, torch.Tensor, int]:
     return plan, guarded[0], launched[0][1].max_units
 
 
-def check(step: Step) -> Table:
+def assert_planned(step: Step) -> Table:
     num_tokens = step.starts[-1]
     plan, memory, max_units = make_guarded_plan(step)
     table = read(plan, num_tokens)
@@ -187,31 +187,31 @@ def check(step: Step) -> Table:
     fixed = (512 // tile, 0)
     expected = fixed if step.batch_invariant else expected_span(works, tile, max_units)
     assert (table.span, table.overhead) == expected
-    check_records(step, table, works)
-    check_shares(step, plan, table, works)
+    assert_records(step, table, works)
+    assert_shares(step, plan, table, works)
     return table
 
 
 @pytest.mark.parametrize("step", EDGES.values(), ids=EDGES)
 def test_plan_of_edge_cases(step: Step) -> None:
-    check(step)
-    check(replace(step, batch_invariant=True))
+    assert_planned(step)
+    assert_planned(replace(step, batch_invariant=True))
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_plan_of_random_batches(seed: int) -> None:
     for i in range(20):
-        check(random_step(100 * seed + i))
+        assert_planned(random_step(100 * seed + i))
 
 
 def test_both_ways_to_lay_the_line_are_taken() -> None:
-    assert check(EDGES["same-lengths"]).overhead == 0
-    assert check(EDGES["more-pieces-than-units"]).overhead == 1
+    assert assert_planned(EDGES["same-lengths"]).overhead == 0
+    assert assert_planned(EDGES["more-pieces-than-units"]).overhead == 1
 
 
 def test_fixed_spans_cut_a_sequence_alike_in_every_batch() -> None:
     def cuts(step: Step, seq: int) -> list[tuple[int, int, int]]:
-        table = check(step)
+        table = assert_planned(step)
         records = table.piece_records[:, 1:3].tolist()
         found = ((records[share.piece], share.first, share.stop) for share in shares(table))
         return [(c, first, stop) for (s, c), first, stop in found if s == seq]

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from halfbyte.kernels import linear_cpu as launcher
-from halfbyte.kernels.cpu_library import LEVELS, library, set_level
+from halfbyte.kernels.cpu_library import library
 from halfbyte.kernels.linear_cpu import (
     PackedWeight,
     dequantize_cpu,
@@ -23,14 +23,6 @@ pytestmark = pytest.mark.skipif(library() is None, reason="built without a C++ c
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1, 16), (16, 64), (17, 48), (33, 80), (100, 4096), (130, 336)]
 ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 17, 100]
-
-
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    if set_level(request.param) != request.param:
-        pytest.skip(f"this CPU has no {request.param}")
-    yield request.param
-    set_level(None)
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def arguments(layer: NvFp4Linear) -> tuple[torch.Tensor | None, ...]:
     return layer.weight, layer.weight_scale, row_scale, layer.bias
 
 
-def check_every_code_and_scale(launch: Launcher, dtype: torch.dtype, device: str) -> None:
+def assert_every_code_and_scale(launch: Launcher, dtype: torch.dtype, device: str) -> None:
     """The identity times every E2M1 code and every finite E4M3 scale, each exact."""
     weight = torch.arange(16, dtype=torch.uint8).view(8, 2) @ torch.tensor([1, 16]).byte()
     scales = torch.arange(127, dtype=torch.uint8)[:, None]
@@ -78,7 +78,7 @@ def check_every_code_and_scale(launch: Launcher, dtype: torch.dtype, device: str
     assert torch.equal(out.cpu().float(), exact.t())
 
 
-def check_errors(launch: Launcher, dtype: torch.dtype, device: str, **options: Any) -> None:
+def assert_errors(launch: Launcher, dtype: torch.dtype, device: str, **options: Any) -> None:
     for m, n, k, parts in SHAPES:
         for bias in (False, True):
             layer = random_layer(n, k, bias=bias, part_sizes=parts, dtype=dtype).to(device)
@@ -88,7 +88,7 @@ def check_errors(launch: Launcher, dtype: torch.dtype, device: str, **options: A
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_code_and_scale(dtype: torch.dtype) -> None:
-    check_every_code_and_scale(interpret(), dtype, "cpu")
+    assert_every_code_and_scale(interpret(), dtype, "cpu")
 
 
 def test_bfloat16_ptx_takes_e4m3_scales() -> None:
@@ -107,7 +107,7 @@ def test_bfloat16_ptx_takes_e4m3_scales() -> None:
 def test_error_is_that_of_a_matmul_in_the_same_dtype(
     dtype: torch.dtype, batch_invariant: bool
 ) -> None:
-    check_errors(interpret(), dtype, "cpu", batch_invariant=batch_invariant)
+    assert_errors(interpret(), dtype, "cpu", batch_invariant=batch_invariant)
 
 
 def test_grid_of_many_tiles() -> None:
@@ -210,14 +210,14 @@ def test_kernel_compiles(m: int, k: int, dtype: torch.dtype, capability: int) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_code_and_scale_on_a_gpu(dtype: torch.dtype) -> None:
-    check_every_code_and_scale(compiled(), dtype, "cuda")
+    assert_every_code_and_scale(compiled(), dtype, "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_error_on_a_gpu(dtype: torch.dtype, batch_invariant: bool) -> None:
-    check_errors(compiled(), dtype, "cuda", batch_invariant=batch_invariant)
+    assert_errors(compiled(), dtype, "cuda", batch_invariant=batch_invariant)
 
 
 @pytest.mark.gpu

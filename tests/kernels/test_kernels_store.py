@@ -20,9 +20,11 @@ from kernels.store_cases import (
     GEOMETRIES,
     INPUT_DTYPES,
     StoreCase,
+    assert_every_value_stored,
     is_unquantized,
     make_case,
     nasty_values,
+    values_next_to_ties,
 )
 from kvcache.page_arithmetic import DTYPES, WITH_GLOBAL_SCALE, Geometry
 from triton_interpreter import interpreted
@@ -50,7 +52,7 @@ def store() -> Any:
 def test_store_writes_the_references_bytes_and_no_others(
     store: Any, seed: int, geometry: Geometry
 ) -> None:
-    make_case(geometry, seed, before=16, after=32).check(store.store_tokens)
+    make_case(geometry, seed, before=16, after=32).assert_stored(store.store_tokens)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_store_writes_the_references_bytes_and_no_others(
 def test_store_to_pages_of_every_alignment(
     store: Any, geometry: Geometry, before: int, after: int
 ) -> None:
-    make_case(geometry, before=before, after=after).check(store.store_tokens)
+    make_case(geometry, before=before, after=after).assert_stored(store.store_tokens)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "nvfp4", "mxfp4"])
@@ -82,7 +84,7 @@ def test_store_takes_inputs_of_any_strides(store: Any, dtype: str) -> None:
         "expanded": (case.key[:, :1].expand(-1, 3, -1), case.value[:1].expand(count, -1, -1)),
     }
     for key, value in inputs.values():
-        replace(case, key=key, value=value).check(store.store_tokens)
+        replace(case, key=key, value=value).assert_stored(store.store_tokens)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "nvfp4"])
@@ -91,7 +93,7 @@ def test_store_skips_slots_past_the_last_page_and_tokens_without_slots(
 ) -> None:
     case = make_case(Geometry(dtype, dtype, 64, 64, 3, 8))
     slots = torch.tensor([[0, 9], [40, 9], [2**40, 9], [39, 9], [41, 9], [-1, 9]])[:, 0]
-    replace(case, slots=slots).check(store.store_tokens)
+    replace(case, slots=slots).assert_stored(store.store_tokens)
     for none in (slots[:0], torch.tensor([-1, 40])):
         nothing = replace(case, slots=none)
         assert torch.equal(nothing.stored(store.store_tokens), nothing.buffer)
@@ -107,7 +109,7 @@ def test_store_with_global_scales_of_every_size(
     store: Any, dtype: str, scale: float | torch.Tensor
 ) -> None:
     geometry = Geometry(dtype, dtype, 64, 64, 3, 8)
-    make_case(geometry, k_scale=scale, v_scale=0.011).check(store.store_tokens)
+    make_case(geometry, k_scale=scale, v_scale=0.011).assert_stored(store.store_tokens)
 
 
 @pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
@@ -117,7 +119,7 @@ def test_store_with_a_broken_scale_on_the_device_does_as_the_reference(
 ) -> None:
     geometry = Geometry(dtype, dtype, 64, 64, 3, 8)
     case = make_case(geometry, k_scale=torch.tensor(scale), v_scale=torch.tensor(0.02))
-    case.check(store.store_tokens)
+    case.assert_stored(store.store_tokens)
 
 
 @pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
@@ -149,17 +151,6 @@ def test_store_to_slots_beyond_32_bits(store: Any, tmp_path: Path) -> None:
     assert torch.equal(pages[[0, 2**27, 2**27 + 1, 2**27 + 2]], expected)
 
 
-def check_every_value(store: Any, k_dtype: str, x: torch.Tensor, k_scale: float) -> None:
-    """One store of values `[n * 256]`, as K in one dtype and V in another of like blocks."""
-    v_dtype = {"fp8_e4m3": "fp8_e5m2", "nvfp4": "nvfp4_4over6", "mxfp4": "fp4_block16"}[k_dtype]
-    layout = PageLayout(k_dtype, v_dtype, 256, None, 1, 16)
-    values = x.reshape(-1, 1, 256)
-    slots = torch.arange(len(values))
-    pages = -(-len(values) // 16)
-    case = StoreCase(layout, values, values, slots, k_scale, 1.7 * k_scale, num_pages=pages)
-    case.check(store.store_tokens)
-
-
 @pytest.mark.parametrize("k_dtype", ["fp8_e4m3", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_store_of_every_16_bit_value(
@@ -173,7 +164,7 @@ def test_store_of_every_16_bit_value(
     x = torch.cat([x, x.new_zeros(-len(x) % 256)])
     torch.manual_seed(3)
     for values in (x, x[torch.randperm(len(x))]):
-        check_every_value(store, k_dtype, values, 0.0137)
+        assert_every_value_stored(store.store_tokens, k_dtype, values, 0.0137)
 
 
 @pytest.mark.parametrize("k_dtype", ["fp8_e4m3", "nvfp4"])
@@ -181,21 +172,8 @@ def test_store_divides_truly_next_to_ties(
     store: Any, monkeypatch: pytest.MonkeyPatch, k_dtype: str
 ) -> None:
     monkeypatch.setattr(store, "_SMALL_TILE", (4096, 4))
-    torch.manual_seed(4)
-    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 0.5])
-    if k_dtype == "fp8_e4m3":
-        ties = torch.arange(17, 33, 2) / 16 * 2.0 ** torch.arange(-4, 4)
-    for significand in [0x7FFFFF, 0, 1, *torch.randint(0, 2**23, (6,)).tolist()]:
-        scale = torch.tensor(0x3C000000 | significand, dtype=torch.int32).view(torch.float32)
-        codes = torch.randint(8, 0x7F, (256, 1, 1), dtype=torch.uint8)
-        block_scales = codes.view(torch.float8_e4m3fn).float() if k_dtype == "nvfp4" else 1.0
-        divisor = block_scales * scale
-        products = (divisor * ties).expand(256, 2, 8)
-        x = (products.contiguous().view(torch.int32) + torch.randint(-2, 3, (256, 2, 8))).int()
-        x = x.view(torch.float32)
-        if k_dtype == "nvfp4":
-            x[:, 1, 7:] = 6 * divisor[:, 0]  # so that the block scale is the one wanted
-        check_every_value(store, k_dtype, x.flatten(), float(scale))
+    for x, scale in values_next_to_ties(k_dtype, 6):
+        assert_every_value_stored(store.store_tokens, k_dtype, x, scale)
 
 
 @settings(max_examples=15, deadline=None)
@@ -208,7 +186,7 @@ def test_store_of_any_float32(dtype: str, data: st.DataObject) -> None:
     layout = PageLayout(dtype, dtype, 32, None, 1, 2)
     key, value = row.reshape(1, 1, 32), row.bfloat16().reshape(1, 1, 32)
     case = StoreCase(layout, key, value, torch.tensor([1]), scale, scale, num_pages=1)
-    case.check(interpreted("halfbyte.kernels.store").store_tokens)
+    case.assert_stored(interpreted("halfbyte.kernels.store").store_tokens)
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 100, 120])

@@ -1,7 +1,6 @@
 """The C++ store: the reference's bytes, on every instruction set that this CPU has."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -9,40 +8,39 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from halfbyte.kernels.cpu_library import library, set_level
+from halfbyte.kernels.cpu_library import library
 from halfbyte.kernels.store_cpu import store_tokens_cpu, unsupported_reason
 from halfbyte.layouts import PageLayout
 from kernels.store_cases import (
     GEOMETRIES,
     INPUT_DTYPES,
     StoreCase,
+    assert_every_value_stored,
     is_unquantized,
     make_case,
     nasty_values,
+    values_next_to_ties,
 )
 from kvcache.page_arithmetic import DTYPES, WITH_GLOBAL_SCALE, Geometry
 
-pytestmark = pytest.mark.skipif(library() is None, reason="built without a C++ compiler")
-
-
-@pytest.fixture(params=["portable", "avx2", "avx512"], autouse=True)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    if set_level(request.param) != request.param:
-        pytest.skip(f"this CPU has no {request.param}")
-    yield request.param
-    set_level(None)
+pytestmark = [
+    pytest.mark.skipif(library() is None, reason="built without a C++ compiler"),
+    pytest.mark.usefixtures("level"),
+    # There is nothing more in higher ones.
+    pytest.mark.parametrize("level", ["portable", "avx2", "avx512"], indirect=True),
+]
 
 
 @pytest.mark.parametrize(("seed", "geometry"), list(enumerate(GEOMETRIES)), ids=str)
 def test_store_writes_the_references_bytes_and_no_others(seed: int, geometry: Geometry) -> None:
-    make_case(geometry, seed, before=16, after=32).check(store_tokens_cpu)
+    make_case(geometry, seed, before=16, after=32).assert_stored(store_tokens_cpu)
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_store_to_pages_of_every_alignment(geometry: Geometry) -> None:
     for before, after in ((0, 0), (4, 12), (3, 6)):
         if before % 4 == 0 or not is_unquantized(geometry):  # floats must be aligned
-            make_case(geometry, before=before, after=after).check(store_tokens_cpu)
+            make_case(geometry, before=before, after=after).assert_stored(store_tokens_cpu)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,14 +61,14 @@ def test_store_takes_inputs_of_every_dtype_and_any_strides(
         "expanded": (case.key[:, :1].expand(-1, 3, -1), case.value[:1].expand(count, -1, -1)),
     }
     for key, value in inputs.values():
-        replace(case, key=key, value=value).check(store_tokens_cpu)
+        replace(case, key=key, value=value).assert_stored(store_tokens_cpu)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "nvfp4"])
 def test_store_skips_negative_slots_and_tokens_without_slots(dtype: str) -> None:
     case = make_case(Geometry(dtype, dtype, 64, 64, 3, 8))
     slots = torch.tensor([[0, 9], [-1, 9], [-(2**40), 9], [39, 9], [12, 9]])[:, 0]
-    replace(case, slots=slots).check(store_tokens_cpu)
+    replace(case, slots=slots).assert_stored(store_tokens_cpu)
     for none in (slots[:0], torch.tensor([-1, -40])):
         nothing = replace(case, slots=none)
         assert torch.equal(nothing.stored(store_tokens_cpu), nothing.buffer)
@@ -98,7 +96,7 @@ def test_store_of_many_tokens_on_several_threads(dtype: str, threads: int) -> No
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        StoreCase(layout, key, value, slots, num_pages=32).check(store_tokens_cpu)
+        StoreCase(layout, key, value, slots, num_pages=32).assert_stored(store_tokens_cpu)
     finally:
         torch.set_num_threads(before)
 
@@ -111,7 +109,7 @@ def test_store_of_many_tokens_on_several_threads(dtype: str, threads: int) -> No
 )
 def test_store_with_global_scales_of_every_size(dtype: str, scale: float | torch.Tensor) -> None:
     geometry = Geometry(dtype, dtype, 64, 64, 3, 8)
-    make_case(geometry, k_scale=scale, v_scale=0.011).check(store_tokens_cpu)
+    make_case(geometry, k_scale=scale, v_scale=0.011).assert_stored(store_tokens_cpu)
 
 
 @pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
@@ -121,7 +119,7 @@ def test_store_with_a_broken_scale_in_a_tensor_does_as_the_reference(
 ) -> None:
     geometry = Geometry(dtype, dtype, 64, 64, 3, 8)
     case = make_case(geometry, k_scale=torch.tensor(scale), v_scale=torch.tensor(0.02))
-    case.check(store_tokens_cpu)
+    case.assert_stored(store_tokens_cpu)
 
 
 @pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
@@ -143,29 +141,13 @@ def test_store_refuses_pages_off_the_elements_alignment(dtype: str) -> None:
         case.stored(store_tokens_cpu)
 
 
-def check_every_value(k_dtype: str, x: torch.Tensor, k_scale: float) -> None:
-    """One store of values `[n * 256]`, as K in one dtype and V in another of like blocks."""
-    v_dtype = {
-        "fp8_e4m3": "fp8_e5m2",
-        "nvfp4": "nvfp4_4over6",
-        "mxfp4": "fp4_block16",
-        "float16": "bfloat16",
-    }[k_dtype]
-    layout = PageLayout(k_dtype, v_dtype, 256, None, 1, 16)
-    values = x.reshape(-1, 1, 256)
-    slots = torch.arange(len(values))
-    pages = -(-len(values) // 16)
-    case = StoreCase(layout, values, values, slots, k_scale, 1.7 * k_scale, num_pages=pages)
-    case.check(store_tokens_cpu)
-
-
 @pytest.mark.parametrize("k_dtype", ["float16", "fp8_e4m3", "nvfp4", "mxfp4"])
 @pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_store_of_every_16_bit_value(k_dtype: str, input_dtype: torch.dtype) -> None:
     x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(input_dtype)
     torch.manual_seed(3)
     for values in (x, x[torch.randperm(len(x))]):
-        check_every_value(k_dtype, values, 0.0137)
+        assert_every_value_stored(store_tokens_cpu, k_dtype, values, 0.0137)
 
 
 @pytest.mark.parametrize("k_dtype", ["float16", "fp8_e4m3", "nvfp4", "mxfp4"])
@@ -174,26 +156,13 @@ def test_store_of_random_bits(k_dtype: str) -> None:
     x = torch.randint(-(2**31), 2**31, (2**17,), dtype=torch.int64).int().view(torch.float32)
     near = torch.randn(2**17) * 2.0 ** torch.randint(-30, 20, (2**13, 1)).expand(-1, 16).flatten()
     for values in (x, near, near.half().float()):
-        check_every_value(k_dtype, values, 0.0137)
+        assert_every_value_stored(store_tokens_cpu, k_dtype, values, 0.0137)
 
 
 @pytest.mark.parametrize("k_dtype", ["fp8_e4m3", "nvfp4"])
 def test_store_divides_truly_next_to_ties(k_dtype: str) -> None:
-    torch.manual_seed(4)
-    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 0.5])
-    if k_dtype == "fp8_e4m3":
-        ties = torch.arange(17, 33, 2) / 16 * 2.0 ** torch.arange(-4, 4)
-    for significand in [0x7FFFFF, 0, 1, *torch.randint(0, 2**23, (20,)).tolist()]:
-        scale = torch.tensor(0x3C000000 | significand, dtype=torch.int32).view(torch.float32)
-        codes = torch.randint(8, 0x7F, (256, 1, 1), dtype=torch.uint8)
-        block_scales = codes.view(torch.float8_e4m3fn).float() if k_dtype == "nvfp4" else 1.0
-        divisor = block_scales * scale
-        products = (divisor * ties).expand(256, 2, 8)
-        x = (products.contiguous().view(torch.int32) + torch.randint(-2, 3, (256, 2, 8))).int()
-        x = x.view(torch.float32)
-        if k_dtype == "nvfp4":
-            x[:, 1, 7:] = 6 * divisor[:, 0]  # so that the block scale is the one wanted
-        check_every_value(k_dtype, x.flatten(), float(scale))
+    for x, scale in values_next_to_ties(k_dtype, 20):
+        assert_every_value_stored(store_tokens_cpu, k_dtype, x, scale)
 
 
 @settings(
@@ -208,7 +177,7 @@ def test_store_of_any_float32(dtype: str, data: st.DataObject) -> None:
     layout = PageLayout(dtype, dtype, 32, None, 1, 2)
     key, value = row.reshape(1, 1, 32), row.bfloat16().reshape(1, 1, 32)
     case = StoreCase(layout, key, value, torch.tensor([1]), scale, scale, num_pages=1)
-    case.check(store_tokens_cpu)
+    case.assert_stored(store_tokens_cpu)
 
 
 def test_unsupported_reason() -> None:

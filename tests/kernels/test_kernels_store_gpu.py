@@ -59,7 +59,7 @@ def test_gpu_store_writes_the_references_bytes_and_no_others(
     if is_unquantized(geometry) and before == 3:
         before, after = 8, 8
     case = make_case(geometry, seed, before=before, after=after)
-    case.check(without_waiting(reshape_and_cache), "cuda")
+    case.assert_stored(without_waiting(reshape_and_cache), "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -75,7 +75,7 @@ def test_gpu_store_of_many_tokens(
     slots[::7] = -1
     key, value = (nasty_values((count, heads, head_size), i).to(input_dtype) for i in range(2))
     case = StoreCase(layout, key, value, slots, 0.0137, torch.tensor(0.3), num_pages=num_pages)
-    case.check(without_waiting(reshape_and_cache), "cuda")
+    case.assert_stored(without_waiting(reshape_and_cache), "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,7 +89,7 @@ def test_gpu_store_of_any_float32(dtype: str) -> None:
     value = value.abs().frexp()[0] * torch.randn_like(value).sign()
     slots = torch.randperm(count)
     case = StoreCase(layout, key, value, slots, 0.0137, 0.00031, num_pages=count // 16)
-    case.check(without_waiting(reshape_and_cache), "cuda")
+    case.assert_stored(without_waiting(reshape_and_cache), "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -102,7 +102,7 @@ def test_gpu_store_of_every_16_bit_value(dtype: str, input_dtype: torch.dtype) -
     key, value = x.view(-1, 1, 256), x[torch.randperm(len(x))].view(-1, 1, 256)
     for scale in (1.0, 0.0137, 2.0**-24, 77.7, 1e-20, 1e20):
         case = StoreCase(layout, key, value, torch.arange(256), scale, 3 * scale, num_pages=16)
-        case.check(store_tokens, "cuda")
+        case.assert_stored(store_tokens, "cuda")
 
 
 @pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
@@ -110,7 +110,7 @@ def test_gpu_store_of_every_16_bit_value(dtype: str, input_dtype: torch.dtype) -
 def test_gpu_store_with_odd_scales_on_the_device(dtype: str, scale: float) -> None:
     geometry = Geometry(dtype, dtype, 64, 64, 3, 8)
     case = make_case(geometry, k_scale=torch.tensor(scale), v_scale=torch.tensor(0.02))
-    case.check(without_waiting(reshape_and_cache), "cuda")
+    case.assert_stored(without_waiting(reshape_and_cache), "cuda")
 
 
 def test_gpu_store_with_scale_tensors_on_the_cpu() -> None:
@@ -120,7 +120,7 @@ def test_gpu_store_with_scale_tensors_on_the_cpu() -> None:
         k_scale, v_scale = torch.tensor(scales[0]), torch.tensor([scales[1]])
         reshape_and_cache(key, value, pages, slots, layout, k_scale, v_scale)
 
-    case.check(without_waiting(store), "cuda")
+    case.assert_stored(without_waiting(store), "cuda")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "nvfp4", "mxfp4"])
@@ -185,7 +185,7 @@ def test_gpu_store_skips_slots_past_the_last_page_and_debug_mode_raises(
     slots = case.slots.clone()
     slots[0], slots[2] = 40, 2**40
     case.slots = slots
-    case.check(without_waiting(reshape_and_cache), "cuda")
+    case.assert_stored(without_waiting(reshape_and_cache), "cuda")
     monkeypatch.setenv("HALFBYTE_DEBUG", "1")
     with pytest.raises(ValueError, match=f"slot {2**40} is past the last, 39"):
         case.stored(reshape_and_cache, "cuda")
@@ -193,12 +193,12 @@ def test_gpu_store_skips_slots_past_the_last_page_and_debug_mode_raises(
 
 def test_gpu_store_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_io, "_gpu_store", lambda *arguments: None)
-    make_case(Geometry("nvfp4", "fp8_e4m3", 64, 64, 3, 8)).check(reshape_and_cache, "cuda")
+    make_case(Geometry("nvfp4", "fp8_e4m3", 64, 64, 3, 8)).assert_stored(reshape_and_cache, "cuda")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_gpu_store_on_another_than_the_current_device() -> None:
-    make_case(Geometry("nvfp4", "nvfp4", 64, 64, 3, 8)).check(reshape_and_cache, "cuda:1")
+    make_case(Geometry("nvfp4", "nvfp4", 64, 64, 3, 8)).assert_stored(reshape_and_cache, "cuda:1")
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import torch
 
 from halfbyte.dispatch import CPU
 from halfbyte.kernels import linear_cpu as launcher
-from halfbyte.kernels.cpu_library import LEVELS, library, set_level
+from halfbyte.kernels.cpu_library import library
 from halfbyte.linear import LINEAR_BACKENDS, NvFp4LinearLayerConfig
 from halfbyte.linear import cpu as backend
 from halfbyte.linear.cpu import CpuKernel
@@ -17,14 +17,6 @@ from linear.cases import assert_close_enough, random_input, random_layer
 needs_library = pytest.mark.skipif(library() is None, reason="built without a C++ compiler")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CONFIG = NvFp4LinearLayerConfig(n=40, k=64, dtype=torch.bfloat16)
-
-
-@pytest.fixture(params=LEVELS)
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    if set_level(request.param) != request.param:
-        pytest.skip(f"this CPU has no {request.param}")
-    yield request.param
-    set_level(None)
 
 
 @needs_library
