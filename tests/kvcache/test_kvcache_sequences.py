@@ -373,3 +373,28 @@ def test_slots_outside_the_table_are_refused(start: int, stop: int) -> None:
     tables.append("a", 3)
     with pytest.raises((ValueError, IndexError)):
         tables.slots("a", start, stop)
+
+
+def test_pages_that_could_not_be_filled_are_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = full_tables(20)
+    tables.add("a")
+    tables.append("a", 21)
+    tables.fork("a", "b")
+    host = tables.move_out("a")
+    tables.fork("b", "c")
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tables.pool, "copy_pages", fail)
+        patch.setattr(tables.pool, "write_pages", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            tables.append("b", 1)
+        with pytest.raises(torch.OutOfMemoryError):
+            tables.move_in("a", host)
+    tables.check_integrity()
+    assert tables.length("b") == 21
+    tables.move_in("a", host)
+    tables.append("b", 1)
+    tables.check_integrity()

@@ -9,6 +9,7 @@ from transformers import DynamicCache
 from halfbyte.dispatch import NoImplementationError
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY, KVScales
 from halfbyte.models import Cache, UnsupportedModelError
+from halfbyte.models import batch as batch_module
 from models.zoo import ALL_EXPERTS, ARCHITECTURES, make_model, token_ids
 
 CHUNKS = (13, 1, 1, 17, 8)
@@ -380,3 +381,83 @@ def test_hooks_may_change_what_the_cache_gives() -> None:
     handle = attention.o_proj.register_forward_pre_hook(lambda _, args: args[0].mul_(2).div_(2))
     torch.testing.assert_close(logits(), before)
     handle.remove()
+
+
+@pytest.mark.parametrize("where", ["attend", "store", "tables"])
+def test_cache_after_a_forward_pass_that_failed(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its second layer: the next pass starts from what every layer had."""
+    model = make_model("llama")
+    expected = through_cache(model, Cache(model, "nvfp4"))
+    cache = Cache(model, "nvfp4")
+    ids, mask, positions = padded_batch()
+    owner, name = {
+        "attend": (batch_module, "paged_attention"),
+        "store": (batch_module, "reshape_and_cache"),
+        "tables": (cache.tables, "append"),
+    }[where]
+    function, calls = getattr(owner, name), 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return function(*args, **kwargs)
+
+    def again(start: int, stop: int) -> None:
+        nonlocal calls
+        calls = 0
+        columns = slice(start, stop)
+        with pytest.raises(KeyboardInterrupt):
+            model(
+                input_ids=ids[:, columns] % 7,
+                attention_mask=mask[:, :stop],
+                position_ids=positions[:, columns],
+                past_key_values=cache,
+            )
+        assert cache.get_seq_length() == start
+
+    logits = []
+    start = 0
+    for count in CHUNKS:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, failing)
+            again(start, start + count)
+            again(start, start + count)
+        columns = slice(start, start + count)
+        start += count
+        with torch.inference_mode():
+            output = model(
+                input_ids=ids[:, columns],
+                attention_mask=mask[:, :start],
+                position_ids=positions[:, columns],
+                past_key_values=cache,
+            )
+        logits.append(output.logits)
+        cache.tables.check_integrity()
+    assert torch.equal(torch.cat(logits, 1)[mask.bool()], expected)
+    calls, more = 0, torch.cat([mask, mask.new_ones(3, 3)], 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, failing)
+        with pytest.raises(KeyboardInterrupt):
+            model(input_ids=ids[:, :3], attention_mask=more, past_key_values=cache)
+    cache.crop(start - 8)
+    assert cache.get_seq_length() == start - 8
+    assert [cache.tables.length(row) for row in cache._rows] == mask[:, : start - 8].sum(1).tolist()
+
+
+def test_cache_takes_another_batch_after_a_first_pass_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model("llama")
+    cache = Cache(model, "nvfp4")
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_module, "paged_attention", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(input_ids=token_ids(2, 9), past_key_values=cache)
+    with torch.inference_mode():
+        out = model(input_ids=token_ids(3, 9), past_key_values=cache).logits
+        fresh = model(input_ids=token_ids(3, 9), past_key_values=Cache(model, "nvfp4")).logits
+    assert torch.equal(out, fresh)

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
+from halfbyte.engine.interrupts import interrupts_deferred
 from halfbyte.engine.request import FinishReason, Request
 from halfbyte.engine.runner import ModelRunner
-from halfbyte.engine.sampler import Sampler
+from halfbyte.engine.sampler import Sampler, SavedGenerators
 from halfbyte.engine.sampling_params import SamplingParams
 from halfbyte.engine.scheduler import Scheduler
 from halfbyte.kvcache import PagedKVPool, SequenceTables
@@ -86,20 +86,41 @@ class EngineCore:
         self.scheduler.add(request)
 
     def step(self) -> list[tuple[Request, int]]:
-        """Run one step; the tokens that it produced. Requests note by themselves when they end."""
-        chunks = self.scheduler.schedule()
-        if not chunks:
-            return []
-        logits = self.runner.run(
-            [(c.request.id, c.request.tokens(c.start, c.start + c.count)) for c in chunks]
-        )
-        produced = [
-            (chunk.request, self._sample(chunk.request, row))
-            for chunk, row in zip(chunks, logits, strict=True)
-            if chunk.completes
-        ]
-        self.scheduler.complete(chunks)
+        """Run one step; the tokens that it produced. Requests note by themselves when they end.
+
+        A step happens whole or not at all: whatever is raised, and wherever, requests, block tables
+        and random numbers are afterwards as they were before, and the next step starts from there.
+        """
+        generators: SavedGenerators = []
+        try:
+            with interrupts_deferred():
+                chunks = self.scheduler.schedule()
+            if not chunks:
+                return []
+            logits = self.runner.run(
+                [(c.request.id, c.request.tokens(c.start, c.start + c.count)) for c in chunks]
+            )
+            rows = [
+                (chunk.request, row)
+                for chunk, row in zip(chunks, logits, strict=True)
+                if chunk.completes
+            ]
+            generators = self.sampler.save([request for request, _ in rows])
+            produced = [(request, self.sampler.sample(request, row)) for request, row in rows]
+        except BaseException:
+            with interrupts_deferred():
+                self.scheduler.rollback()
+                self.sampler.restore(generators)
+            raise
+        with interrupts_deferred():
+            for request, token in produced:
+                self._append(request, token)
+            self.scheduler.complete(chunks)
         return produced
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless requests, block tables and pages agree, between two steps."""
+        self.scheduler.check_integrity()
 
     def abort(self, request: Request, reason: FinishReason) -> None:
         """End a request now and free its pages; one that has ended stays as it was."""
@@ -108,15 +129,13 @@ class EngineCore:
         self.scheduler.remove(request)
         self.sampler.forget(request)
 
-    def _sample(self, request: Request, logits: torch.Tensor) -> int:
-        token = self.sampler.sample(request, logits)
+    def _append(self, request: Request, token: int) -> None:
         request.output.append(token)
         params = request.params
         if token in params.stop_token_ids or (token in self._eos_ids and not params.ignore_eos):
             request.finish(FinishReason.STOP)
         elif len(request.output) >= params.max_tokens or request.num_tokens >= self.max_model_len:
             request.finish(FinishReason.LENGTH)
-        return token
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -1,11 +1,17 @@
 """From logits to tokens."""
 
+from collections.abc import Sequence
+
 import torch
 
 from halfbyte.engine.request import Request
 
 _LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny
 """Below, float32 has none."""
+
+
+SavedGenerators = list[tuple[torch.Generator, torch.Tensor]]
+"""Generators, each with the state that it had."""
 
 
 class Sampler:
@@ -32,6 +38,17 @@ class Sampler:
             params.top_p,
         )
         return int(torch.multinomial(probabilities, 1, generator=self._generator(request)))
+
+    def save(self, requests: Sequence[Request]) -> SavedGenerators:
+        """The states of the generators that these requests will draw from."""
+        drawing = [request for request in requests if request.params.temperature > 0]
+        generators = [self._generator(request) for request in drawing]
+        return [(generator, generator.get_state()) for generator in generators]
+
+    def restore(self, saved: SavedGenerators) -> None:
+        """Give generators back the states that `save` returned: what was drawn since is undone."""
+        for generator, state in saved:
+            generator.set_state(state)
 
     def forget(self, request: Request) -> None:
         """Drop what is kept for a finished request."""

@@ -109,6 +109,38 @@ class Scheduler:
             else:
                 self.tables.release_dead_pages(request.id, request.num_computed)
 
+    def rollback(self) -> None:
+        """Undo `schedule` after a step that failed: no slots without tokens that were computed.
+
+        It looks at what is there instead of at the chunks, so it also mends a `schedule` that
+        failed half way. What was preempted stays so, and will be computed again.
+        """
+        for request in self.running:
+            if self.tables.length(request.id) > request.num_computed:
+                self.tables.crop(request.id, request.num_computed)
+        for request in self.waiting:
+            if request.id in self.tables:
+                self.tables.free(request.id)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the tables hold what was computed, no more and no less.
+
+        Holds between steps; while one runs, the tables have slots for the tokens on their way.
+        """
+        self.tables.check_integrity()
+        running = {request.id for request in self.running}
+        assert len(running) == len(self.running), "a request runs twice"
+        waiting = {request.id for request in self.waiting}
+        assert len(waiting) == len(self.waiting), "a request waits twice"
+        assert not running & waiting, f"requests {running & waiting} both run and wait"
+        assert len(self.tables) == len(running), "the tables hold sequences of no running request"
+        for request in self.running:
+            assert request.id in self.tables, f"request {request.id} runs and has no sequence"
+            length = self.tables.length(request.id)
+            assert length == request.num_computed, (
+                f"request {request.id}: slots for {length} tokens, {request.num_computed} computed"
+            )
+
     def remove(self, request: Request) -> None:
         """Drop a request, wherever it is, and free its pages."""
         if request in self.waiting:

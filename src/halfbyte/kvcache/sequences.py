@@ -5,7 +5,8 @@ come back. Every operation that can run out of pages either happens whole or not
 """
 
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,17 +109,23 @@ class SequenceTables:
         if count < 0:
             raise ValueError(f"count: expected a number >= 0, got {count}")
         sequence = self._get(seq)
-        pages = self._allocate(self.num_new_pages(seq, count))
-        for group, table in enumerate(sequence.tables):
-            missing = self._missing(seq, group, count)
-            tail = self._shared_tail(seq, group, count)
-            if tail is not None:
-                fresh = pages.pop()
-                self.pool.copy_pages([table[tail]], [fresh])
-                self.allocator.release([table[tail]])
-                table[tail] = fresh
-            table.extend(pages[len(pages) - missing :])
-            del pages[len(pages) - missing :]
+        missing = [self._missing(seq, group, count) for group in range(len(sequence.tables))]
+        shared = {
+            group: tail
+            for group in range(len(sequence.tables))
+            if (tail := self._shared_tail(seq, group, count)) is not None
+        }
+        pages = self._allocate(sum(missing) + len(shared))
+        with self._released_on_error(pages):
+            sources = [sequence.tables[group][tail] for group, tail in shared.items()]
+            self.pool.copy_pages(sources, pages[: len(shared)])
+        for group, tail in shared.items():
+            table = sequence.tables[group]
+            self.allocator.release([table[tail]])
+            table[tail] = pages.pop(0)
+        for table, number in zip(sequence.tables, missing, strict=True):
+            table.extend(pages[:number])
+            del pages[:number]
         sequence.length += count
 
     def release_dead_pages(self, seq: SequenceId, num_computed_tokens: int) -> None:
@@ -194,7 +201,8 @@ class SequenceTables:
         if host.plan != self.pool.plan:
             raise ValueError("host: the sequence left a pool of another plan")
         pages = self._allocate(host.data.shape[0])
-        self.pool.write_pages(pages, host.data)
+        with self._released_on_error(pages):
+            self.pool.write_pages(pages, host.data)
         tables, taken = [], 0
         for at, length in zip(host.live, host.table_lengths, strict=True):
             table = array("i", [NULL_PAGE]) * length
@@ -255,6 +263,15 @@ class SequenceTables:
             return None
         page = sequence.tables[group][tail]
         return tail if self.allocator.num_holders(page) > 1 else None
+
+    @contextmanager
+    def _released_on_error(self, pages: Sequence[int]) -> Iterator[None]:
+        """Give pages back that no table has yet if filling them fails."""
+        try:
+            yield
+        except BaseException:
+            self.allocator.release(pages)
+            raise
 
     def _allocate(self, count: int) -> list[int]:
         if self._can_grow and count > self.allocator.num_free:

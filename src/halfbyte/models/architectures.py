@@ -41,14 +41,18 @@ class UnsupportedModelError(ValueError):
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
-def check_supported(config: Any) -> None:
-    """Raise UnsupportedModelError unless the architecture of a transformers config is supported."""
-    model_type = getattr(config, "model_type", None)
+def check_model_type(model_type: object) -> None:
+    """Raise UnsupportedModelError unless a `model_type` is one that halfbyte is tested with."""
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise UnsupportedModelError(
             f"model type {model_type!r} is not supported; supported: "
             + ", ".join(SUPPORTED_MODEL_TYPES)
         )
+
+
+def check_supported(config: Any) -> None:
+    """Raise UnsupportedModelError unless the architecture of a transformers config is supported."""
+    check_model_type(getattr(config, "model_type", None))
     rope_types = _rope_types(getattr(config, "rope_parameters", None)) & _BATCH_DEPENDENT_ROPE
     if rope_types:
         raise UnsupportedModelError(

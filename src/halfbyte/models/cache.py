@@ -132,6 +132,7 @@ class Cache(transformers.Cache):
 
     def crop(self, tokens_to_remove: int, *args: Any, **kwargs: Any) -> None:
         """Drop columns from the end: -n drops n, a positive number is the length to keep."""
+        self._undo_unfinished_step()
         columns = self._valid.shape[1]
         keep = columns + tokens_to_remove if tokens_to_remove <= 0 else tokens_to_remove
         if keep >= columns:
@@ -163,6 +164,24 @@ class Cache(transformers.Cache):
         self._rows = []
         self._valid = torch.zeros((0, 0), dtype=torch.bool)
         self._step = self._step_tokens = None
+        self._sync_layers()
+
+    @property
+    def num_columns(self) -> int:
+        """Columns that every layer has, padding included; without those of an unfinished step."""
+        return self._paged_layers[-1].num_columns  # layers run in order
+
+    def _undo_unfinished_step(self) -> None:
+        """Drop the columns of a forward pass that failed before it had reached every layer."""
+        columns = self.num_columns
+        if all(layer.num_columns == columns for layer in self._paged_layers):
+            return
+        if not columns:
+            self.reset()
+            return
+        self._valid = self._valid[:, :columns]
+        for row, length in zip(self._rows, self._valid.sum(1).tolist(), strict=True):
+            self.tables.crop(row, length)
         self._sync_layers()
 
     def _sync_layers(self) -> None:
@@ -202,6 +221,7 @@ class Cache(transformers.Cache):
         return rows
 
     def _select_rows(self, indices: Sequence[int]) -> None:
+        self._undo_unfinished_step()
         rows = list(range(self._next_row, self._next_row + len(indices)))
         self._next_row += len(rows)
         for row, source in zip(rows, indices, strict=True):
@@ -233,17 +253,19 @@ class _PagedLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         """Handles for K and V, which only halfbyte's attention function understands."""
+        if self.num_columns > self._cache.num_columns:  # a second time, by the next forward pass
+            self._cache._undo_unfinished_step()
         self.num_columns += key_states.shape[2]
         handle = KVHandle(self._cache, self._layer, key_states, value_states)
         return handle, handle
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(columns that the mask must cover, first of them)."""
-        return self.num_columns + query_length, 0
+        return self._cache.num_columns + query_length, 0
 
     def get_seq_length(self) -> int:
         """Columns so far, padding included."""
-        return self.num_columns
+        return self._cache.num_columns
 
     def get_max_length(self) -> int:
         """-1: no maximum."""

@@ -18,6 +18,7 @@ from halfbyte.checkpoints import read_kv_scales
 from halfbyte.kvcache import KV_SCALES_FILE, KVScales, get_kv_cache_quant_method
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models.attention_functions import GENERATE, register
+from halfbyte.models.loading import load_tokenizer
 
 logger = logging.getLogger("halfbyte")
 
@@ -145,6 +146,4 @@ def _tokenizer_of(model: PreTrainedModel) -> Any:
     folder = Path(getattr(model.config, "_name_or_path", "") or ".not-a-folder")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return None
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)
+    return load_tokenizer(folder)

@@ -92,7 +92,9 @@ def _empty_model(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> 
         del config.quantization_config
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=False
+            )
     except Exception as error:  # whatever a model's constructor makes of odd sizes
         raise CheckpointError(
             f"{folder}: config.json: no model can be made of it: {one_line(error)[:300]}"
@@ -130,7 +132,7 @@ def _finish(
         raise CheckpointError(f"{folder}: {leftover[0]}: expected to be loaded, found no tensor")
     model.config.name_or_path = config.name_or_path
     if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     section = {"quant_method": declaration.dialect, **(declaration.section or {})}
     quantization_config = NvFp4Config(section)
     model.config.quantization_config = quantization_config

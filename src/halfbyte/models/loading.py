@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from halfbyte.checkpoints.declarations import read_config, read_declaration
+from halfbyte.checkpoints.declarations import read_declaration
 from halfbyte.checkpoints.dialects import CheckpointError, Declaration
 from halfbyte.checkpoints.safetensors_index import (
     INDEX_FILE,
@@ -24,15 +24,18 @@ from halfbyte.checkpoints.safetensors_index import (
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.attention_functions import register
 from halfbyte.models.checkpoint_loading import load_quantized
+from halfbyte.models.local_files import (
+    LOCAL_FILES,
+    ModelLoadError,
+    check_is_data,
+    or_load_error,
+    read_model_config,
+)
 from halfbyte.models.streaming import QUANTIZED_WEIGHT
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _SNAPSHOT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-
-
-class ModelLoadError(CheckpointError):
-    """A model could not be loaded; one line that names it and says why."""
 
 
 def load_model(
@@ -78,11 +81,7 @@ def load_model(
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     folder = local_folder(path)
-    try:
-        read_config(folder)  # what transformers says of a broken one does not tell what is
-    except CheckpointError as error:
-        raise ModelLoadError(str(error)) from None
-    config = _or_load_error(path, AutoConfig.from_pretrained, folder)
+    config = read_model_config(folder)
     check_supported(config)
     section = getattr(config, "quantization_config", None)
     declaration = read_declaration(folder, {"quantization_config": section})
@@ -108,11 +107,12 @@ def load_model(
     _adapt_quantization(path, config, declaration)
     if getattr(config, "quantization_config", None) is None:
         _check_unquantized(folder)
-    model, info = _or_load_error(
+    model, info = or_load_error(
         path,
         AutoModelForCausalLM.from_pretrained,
         folder,
         config=config,
+        **LOCAL_FILES,
         dtype=dtype,
         output_loading_info=True,
         use_safetensors=True,
@@ -150,11 +150,8 @@ def load_tokenizer(path: str | Path) -> Any:
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         folder = local_folder(path)
     if (folder / "config.json").is_file():
-        try:
-            read_config(folder)  # which the tokenizer's class may depend on
-        except CheckpointError as error:
-            raise ModelLoadError(str(error)) from None
-    tokenizer = _or_load_error(path, AutoTokenizer.from_pretrained, folder)
+        check_is_data(folder)  # the tokenizer's class may depend on it
+    tokenizer = or_load_error(path, AutoTokenizer.from_pretrained, folder, **LOCAL_FILES)
     # Without files transformers makes a tokenizer that turns every text into nothing.
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
         raise ModelLoadError(f"{path}: has no tokenizer")
@@ -177,7 +174,7 @@ def local_folder(path: str | Path) -> Path:
     if folder.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
         raise ModelLoadError(f"{path}: no such folder")
     what = f"{path}: no such folder; on the hub"
-    return Path(_or_load_error(what, snapshot_download, text, allow_patterns=_SNAPSHOT_FILES))
+    return Path(or_load_error(what, snapshot_download, text, allow_patterns=_SNAPSHOT_FILES))
 
 
 def _adapt_quantization(path: str | Path, config: Any, declaration: Declaration | None) -> None:
@@ -242,12 +239,3 @@ def _check_complete(path: str | Path, info: dict[str, Any]) -> None:
 def _some(names: list[str]) -> str:
     shown = ", ".join(names[:2])
     return shown if len(names) <= 2 else f"{shown} and {len(names) - 2} more"
-
-
-def _or_load_error(path: str | Path, load: Any, *args: Any, **kwargs: Any) -> Any:
-    try:
-        return load(*args, **kwargs)
-    except Exception as error:  # transformers and safetensors raise many kinds for broken files
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = " ".join(lines[:2]) or type(error).__name__
-        raise ModelLoadError(f"{path}: cannot be loaded: {reason[:400]}") from error

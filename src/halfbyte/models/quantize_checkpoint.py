@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from halfbyte.assets import calibration_text, read_text
 from halfbyte.checkpoints.declarations import read_config
@@ -15,7 +14,6 @@ from halfbyte.checkpoints.dialects import (
     MODELOPT_FILE,
     CheckpointError,
     Dialect,
-    one_line,
 )
 from halfbyte.checkpoints.kv_scales import read_kv_scales
 from halfbyte.checkpoints.quantize import (
@@ -41,6 +39,7 @@ from halfbyte.checkpoints.writer import (
 )
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models.loading import load_model, load_tokenizer, local_folder
+from halfbyte.models.local_files import read_model_config
 from halfbyte.models.weight_calibration import calibrate_weights
 from halfbyte.models.weight_plan import plan_weights
 from halfbyte.numerics import nvfp4
@@ -137,7 +136,7 @@ def quantize_checkpoint(
     _check_destination(folder, Path(destination))
     config = _read_config(folder)
     index = CheckpointIndex.read(folder)
-    plan = plan_weights(_transformers_config(folder), index, ignore)
+    plan = plan_weights(read_model_config(folder), index, ignore)
     other_files = _other_files(folder)
     if not output.kv_cache_dtype:
         read_kv_scales(folder)  # are copied, and broken ones could not be loaded
@@ -213,14 +212,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{method or 'modelopt'}"
         )
     return config
-
-
-def _transformers_config(folder: Path) -> Any:
-    try:
-        return AutoConfig.from_pretrained(folder)
-    except Exception as error:  # transformers raises many kinds for broken files
-        reason = one_line(error)[:400]
-        raise CheckpointError(f"{folder}: expected a model's config.json, found {reason}") from None
 
 
 def _calibrate(

@@ -64,7 +64,7 @@ def plan_weights(config: Any, index: CheckpointIndex, ignore: Sequence[str] = ()
     """
     check_supported(config)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     check_unquantized(model, LayerPlan(), index, model.dtype)
     modules = dict(model.named_modules())
     linear = list(_decoder_linears(modules, index))

@@ -1,0 +1,63 @@
+"""A checkpoint's folder as data: reading it runs none of its code and asks no network.
+
+transformers offers to run what `auto_map` names, and asks on standard input where it was not told;
+it follows an adapter to another model; and an attention implementation in `config.json` may name a
+kernel on the hub. So the model type is looked up before transformers sees the folder, every
+`from_pretrained` of a folder gets `LOCAL_FILES`, and the file chooses no implementation.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from halfbyte.checkpoints.declarations import read_config
+from halfbyte.checkpoints.dialects import CheckpointError, one_line
+from halfbyte.models.architectures import check_model_type
+
+LOCAL_FILES: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+"""Arguments of every `from_pretrained` that is given a folder."""
+
+ADAPTER_FILE = "adapter_config.json"
+
+
+class ModelLoadError(CheckpointError):
+    """A model could not be loaded; one line that names it and says why."""
+
+
+def read_model_config(folder: Path) -> Any:
+    """transformers' configuration of a supported model.
+
+    Raises:
+        ModelLoadError: no readable config.json, or an adapter's folder; one line.
+        UnsupportedModelError: a model type that halfbyte is not tested with, whether transformers
+            or code in the folder knows it.
+    """
+    check_is_data(folder)
+    config = or_load_error(folder, AutoConfig.from_pretrained, folder, **LOCAL_FILES)
+    # Names of kernels, some of which transformers would download; ours are set when they are used.
+    config._attn_implementation = config._experts_implementation = None
+    return config
+
+
+def check_is_data(folder: Path) -> None:
+    """See `read_model_config`; without reading the configuration itself."""
+    try:
+        fields = read_config(folder)  # what transformers says of a broken one does not tell what is
+    except CheckpointError as error:
+        raise ModelLoadError(str(error)) from None
+    if (folder / ADAPTER_FILE).exists():
+        raise ModelLoadError(
+            f"{folder}: found {ADAPTER_FILE}, expected a whole model: merge the adapter into its "
+            "base model first"
+        )
+    check_model_type(fields.get("model_type"))
+
+
+def or_load_error(path: str | Path, load: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `load` returns; its errors as ModelLoadError, in one line."""
+    try:
+        return load(*args, **kwargs)
+    except Exception as error:  # transformers and safetensors raise many kinds for broken files
+        reason = one_line(error)[:400] or type(error).__name__
+        raise ModelLoadError(f"{path}: cannot be loaded: {reason}") from error

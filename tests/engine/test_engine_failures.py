@@ -1,0 +1,211 @@
+"""A step that fails leaves everything as it was: the tokens that follow are the right ones."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from halfbyte.engine import LLM, SamplingParams
+from halfbyte.engine.core import EngineCore
+from halfbyte.engine.interrupts import interrupts_deferred
+from halfbyte.engine.request import FinishReason, Request
+from models.zoo import make_model, token_ids
+
+PROMPTS = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60)]
+PARAMS = [
+    SamplingParams(max_tokens=12, temperature=0),
+    SamplingParams(max_tokens=12, seed=1),
+    SamplingParams(max_tokens=12, temperature=0),
+    SamplingParams(max_tokens=12, seed=3, top_k=30),
+]
+
+
+class InjectedError(Exception):
+    """What the tests raise."""
+
+
+class Interrupter:
+    """Calls a function, or raises before or after the call, the n-th time."""
+
+    def __init__(
+        self, owner: object, name: str, at: int, error: BaseException, after: bool
+    ) -> None:
+        self.calls, self.at, self.error, self.after = 0, at, error, after
+        self.function: Callable[..., Any] = getattr(owner, name)
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.at and not self.after:
+            raise self.error
+        result = self.function(*args, **kwargs)
+        if self.calls == self.at:
+            raise self.error
+        return result
+
+
+def run(core: EngineCore, requests: list[Request]) -> int:
+    """Step until all have ended, going on after failures; how many steps failed."""
+    failures = 0
+    while not all(request.is_finished for request in requests):
+        before = [(list(request.output), request.num_computed) for request in requests]
+        try:
+            core.step()
+        except (InjectedError, KeyboardInterrupt):
+            failures += 1
+            assert [r.output for r in requests] == [output for output, _ in before]
+            for request, (_, computed) in zip(requests, before, strict=True):
+                assert request.num_computed in (computed, 0)  # 0: it was preempted
+        core.check_integrity()
+    assert core.tables.allocator.num_used == 0
+    return failures
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("at", [1, 2, 7])
+@pytest.mark.parametrize(
+    "where", ["runner.run", "sampler.sample", "tables.append", "tables.pool.layer_pages"]
+)
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+@pytest.mark.parametrize("num_pages", [200, 24])
+def test_step_that_failed_did_not_happen(
+    architecture: str, where: str, at: int, after: bool, num_pages: int
+) -> None:
+    llm = LLM(
+        make_model(architecture), kv_cache_dtype="nvfp4", num_pages=num_pages, max_batched_tokens=32
+    )
+    expected = [output.token_ids for output in llm.generate(PROMPTS, PARAMS)]
+    core = llm.core
+    *path, name = where.split(".")
+    owner: Any = core
+    for part in path:
+        owner = getattr(owner, part)
+    interrupter = Interrupter(owner, name, at, InjectedError(), after)
+    requests = [core.request(p, params) for p, params in zip(PROMPTS, PARAMS, strict=True)]
+    for request in requests:
+        core.add(request)
+    with core.runner.attached():
+        assert run(core, requests) == 1
+    assert interrupter.calls > at
+    assert [request.output for request in requests] == expected
+
+
+def test_interrupts_in_every_place_leave_the_next_tokens_right() -> None:
+    """Ctrl-C after 1, 2, … lines of the engine's own code."""
+    llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4", num_pages=12, max_batched_tokens=32)
+    expected = [output.token_ids for output in llm.generate(PROMPTS, PARAMS)]
+    core, previous = llm.core, signal.signal(signal.SIGINT, signal.default_int_handler)
+    files = ("/engine/core.py", "/engine/scheduler.py", "/kvcache/sequences.py", "/allocator.py")
+
+    def interrupt_at(line: int) -> Callable[..., Any]:
+        seen = 0
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal seen
+            if not frame.f_code.co_filename.endswith(files):
+                return None
+            if event == "line":
+                seen += 1
+                if seen == line:
+                    os.kill(os.getpid(), signal.SIGINT)
+            return trace
+
+        return trace
+
+    try:
+        with core.runner.attached():
+            for line in range(1, 1500, 37):
+                requests = [core.request(p, q) for p, q in zip(PROMPTS, PARAMS, strict=True)]
+                for request in requests:
+                    core.add(request)
+                interrupted = False
+                try:
+                    sys.settrace(interrupt_at(line))
+                    while not all(request.is_finished for request in requests):
+                        core.step()
+                except KeyboardInterrupt:
+                    interrupted = True
+                finally:
+                    sys.settrace(None)
+                core.check_integrity()
+                assert interrupted, line
+                run(core, requests)
+                assert [request.output for request in requests] == expected, line
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def test_integrity_sees_slots_that_were_never_computed() -> None:
+    core = LLM(make_model("llama"), kv_cache_dtype="nvfp4", num_pages=20).core
+    request = core.request(PROMPTS[0], PARAMS[0])
+    core.add(request)
+    core.step()
+    core.check_integrity()
+    core.tables.append(request.id, 1)
+    with pytest.raises(AssertionError, match="slots for 6 tokens, 5 computed"):
+        core.check_integrity()
+    core.scheduler.rollback()
+    core.check_integrity()
+    core.tables.add("stray")
+    with pytest.raises(AssertionError, match="no running request"):
+        core.check_integrity()
+
+
+def test_llm_generates_again_after_a_failed_generation() -> None:
+    llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4")
+    expected = llm.generate(PROMPTS, PARAMS)
+    Interrupter(llm.core.runner, "run", 4, InjectedError(), after=False)
+    with pytest.raises(InjectedError):
+        llm.generate(PROMPTS, PARAMS)
+    assert llm.core.tables.allocator.num_used == 0
+    assert llm.generate(PROMPTS, PARAMS) == expected
+
+
+def test_aborts_between_failed_steps() -> None:
+    core = LLM(make_model("llama"), kv_cache_dtype="nvfp4", num_pages=20).core
+    first, second = (core.request(p, q) for p, q in zip(PROMPTS[:2], PARAMS, strict=False))
+    core.add(first)
+    core.add(second)
+    Interrupter(core.runner, "run", 2, InjectedError(), after=True)
+    core.step()
+    with pytest.raises(InjectedError):
+        core.step()
+    core.abort(first, FinishReason.ERROR)
+    core.check_integrity()
+    run(core, [second])
+    assert len(second.output) == 12
+
+
+def test_interrupts_deferred_waits_for_the_end() -> None:
+    done = False
+
+    def interrupted() -> None:
+        nonlocal done
+        os.kill(os.getpid(), signal.SIGINT)
+        done = True
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+            interrupted()
+        assert done
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def test_interrupts_deferred_in_another_thread_changes_nothing() -> None:
+    handlers = []
+
+    def work() -> None:
+        with interrupts_deferred():
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.getsignal(signal.SIGINT)]
