@@ -24,11 +24,12 @@ FLOORS = {
     "kernels": 2,
     "layouts": 1,
     "dispatch": 1,
+    "files": 0,
     "numerics": 0,
     "assets": 0,
 }
 # The package's own `__init__` and `__main__` are the door, not a room.
-FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.stem == "dispatch")
+FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.stem in FLOORS)
 
 
 def _room(parts: tuple[str, ...]) -> str:

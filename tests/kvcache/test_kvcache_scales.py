@@ -2,6 +2,9 @@
 
 import json
 import math
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from kvcache.page_arithmetic import WITH_GLOBAL_SCALE
 
 each_scaled = pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
 positive_float32 = st.floats(width=32, min_value=0, exclude_min=True, allow_infinity=False)
+positive_float64 = st.floats(0, 1e300, exclude_min=True)
 FILE = "kv_scales.json"
 
 
@@ -48,7 +52,7 @@ def test_amax_of_a_multiplier_is_what_the_format_can_reach(dtype: str, reach: in
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.floats(0, 1e300), st.floats(0, 1e300)), max_size=4))
+@given(st.lists(st.tuples(positive_float64, positive_float64), max_size=4))
 def test_save_and_load_keep_every_bit(
     tmp_path_factory: pytest.TempPathFactory, amax: list[tuple[float, float]]
 ) -> None:
@@ -98,6 +102,7 @@ def test_load_reads_the_documented_file(tmp_path: Path) -> None:
         pytest.param(file_text(v_amax="absent"), id="no_v"),
         pytest.param(file_text(k_amax=[1.0]), id="lengths_differ"),
         pytest.param(file_text(k_amax=[1.0, -2.0]), id="negative"),
+        pytest.param(file_text(k_amax=[1.0, 0.0]), id="zero"),
         pytest.param(file_text(k_amax=[1.0, math.nan]), id="nan"),
         pytest.param(file_text(v_amax=[math.inf, 1.0]), id="inf"),
         pytest.param(file_text(k_amax=[1.0, None]), id="none_in_list"),
@@ -119,8 +124,56 @@ def test_load_of_bytes_that_are_no_text_names_the_file(tmp_path: Path) -> None:
         KVScales.load(tmp_path)
 
 
-@pytest.mark.parametrize("bad", [-1.0, -1e-30, math.nan, math.inf, -math.inf])
-def test_amax_must_be_finite_and_not_negative(bad: float) -> None:
+def test_a_stored_zero_is_refused_by_file_and_layer(tmp_path: Path) -> None:
+    """It would become a scale of 1."""
+    (tmp_path / FILE).write_text(file_text(v_amax=[3.0, 0]))
+    with pytest.raises(ValueError, match=rf"{tmp_path}/{FILE}: .*v_amax of layer 1 is 0\.0"):
+        KVScales.load(tmp_path)
+
+
+def test_files_by_their_path(tmp_path: Path) -> None:
+    scales = KVScales((1.0,), (0.1,), "user")
+    path = scales.save_file(tmp_path / "other.json")
+    assert KVScales.load_file(str(path)) == scales
+    assert KVScales.load(tmp_path) is None
+    with pytest.raises(ValueError, match=r"absent\.json: cannot be read: No such file"):
+        KVScales.load_file(tmp_path / "absent.json")
+
+
+def test_save_replaces_what_was_there(tmp_path: Path) -> None:
+    """Also a link, whose target is left alone; the file has the usual permissions."""
+    KVScales((1.0,), (2.0,), "first").save_file(tmp_path / "target")
+    (tmp_path / FILE).symlink_to("target")
+    (tmp_path / "plain").touch()
+    KVScales((3.0,), (4.0,), "second").save(tmp_path)
+    assert KVScales.load_file(tmp_path / "target").source == "first"
+    assert KVScales.load_file(tmp_path / FILE).source == "second"
+    assert (tmp_path / FILE).stat().st_mode == (tmp_path / "plain").stat().st_mode
+    assert {file.name for file in tmp_path.iterdir()} == {"target", "plain", FILE}
+
+
+def test_a_killed_writer_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    """SIGKILL when half of the content is on the disk."""
+    KVScales((1.0,), (2.0,), "before").save(tmp_path)
+    program = f"""
+import os, signal
+from halfbyte.kvcache import KVScales
+def killed(descriptor):
+    os.ftruncate(descriptor, 20)
+    os.kill(os.getpid(), signal.SIGKILL)
+os.fsync = killed
+KVScales((3.0,), (4.0,), "after").save({str(tmp_path)!r})
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=False)
+    assert done.returncode == -signal.SIGKILL
+    loaded = KVScales.load(tmp_path)
+    assert loaded is not None
+    assert loaded.source == "before"
+    assert [file.name for file in tmp_path.glob("*.json")] == [FILE]
+
+
+@pytest.mark.parametrize("bad", [0.0, -0.0, -1.0, -1e-30, math.nan, math.inf, -math.inf])
+def test_amax_must_be_positive_and_finite(bad: float) -> None:
     for k_amax, v_amax in (((bad,), (1.0,)), ((1.0,), (bad,))):
         with pytest.raises(ValueError, match="layer 0"):
             KVScales(k_amax, v_amax, "user")

@@ -9,6 +9,7 @@ from halfbyte.checkpoints.dialects import (
     Dialect,
     TensorNames,
 )
+from halfbyte.checkpoints.fingerprint import fingerprint
 from halfbyte.checkpoints.kv_scales import read_kv_scales
 from halfbyte.checkpoints.safetensors_index import CheckpointIndex, TensorEntry
 
@@ -21,6 +22,7 @@ __all__ = [
     "Dialect",
     "TensorEntry",
     "TensorNames",
+    "fingerprint",
     "read_declaration",
     "read_kv_scales",
 ]

@@ -61,7 +61,7 @@ def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
                     kind = encoded if match["is_encode"] else found
                     sides = kind.setdefault(int(match["layer"]), {})
                     scale = _decode_scale(
-                        f"{folder}: {name}", tensors.get_tensor(name), bool(match["is_encode"])
+                        f"{file}: {name}", tensors.get_tensor(name), bool(match["is_encode"])
                     )
                     other = sides.setdefault(match["side"], scale)
                     if other is not scale and other != scale:

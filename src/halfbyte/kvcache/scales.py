@@ -21,6 +21,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from halfbyte.files import replace_file
+
 KV_SCALES_FILE = "kv_scales.json"
 _FORMAT = "halfbyte-kv-scales-1"
 
@@ -43,11 +45,12 @@ class KVScales:
     """amax of K and of V per layer.
 
     Args:
-        k_amax, v_amax: one finite number >= 0 per layer (0: all zeros, scale 1).
+        k_amax, v_amax: one finite number above 0 per layer. Of a layer that is all zeros nothing is
+            known, and a scale of 1 would be a guess.
         source: where they came from, for the log ("checkpoint", "user", "calibration on …").
 
     Raises:
-        ValueError: different lengths, or a number that is negative or not finite.
+        ValueError: different lengths, or a number that is 0, negative or not finite.
     """
 
     k_amax: tuple[float, ...]
@@ -59,10 +62,10 @@ class KVScales:
             raise ValueError(f"KV scales: {len(self.k_amax)} layers of K, {len(self.v_amax)} of V")
         for name in ("k_amax", "v_amax"):
             for layer, amax in enumerate(getattr(self, name)):
-                if not (math.isfinite(amax) and amax >= 0):
+                if not (math.isfinite(amax) and amax > 0):
                     raise ValueError(
                         f"KV scales from {self.source}: {name} of layer {layer} is {amax}, "
-                        "expected a finite number >= 0"
+                        "expected a finite number above 0"
                     )
 
     @property
@@ -167,15 +170,23 @@ class KVScales:
         )
 
     def save(self, folder: str | Path) -> Path:
-        """Write `kv_scales.json` into a model's folder; its path."""
-        path = Path(folder) / KV_SCALES_FILE
+        """Write `kv_scales.json` into a model's folder, see `save_file`; its path."""
+        return self.save_file(Path(folder) / KV_SCALES_FILE)
+
+    def save_file(self, path: str | Path) -> Path:
+        """Write a file of scales, whole or not at all; its path.
+
+        Raises:
+            OSError: its folder is absent or cannot be written.
+        """
+        path = Path(path)
         fields = {
             "format": _FORMAT,
             "source": self.source,
             "k_amax": list(self.k_amax),
             "v_amax": list(self.v_amax),
         }
-        path.write_text(json.dumps(fields, indent=2) + "\n")
+        replace_file(path, (json.dumps(fields, indent=2) + "\n").encode())
         return path
 
     @classmethod
@@ -186,10 +197,17 @@ class KVScales:
             ValueError: the file is not what `save` writes.
         """
         path = Path(folder) / KV_SCALES_FILE
-        if not path.is_file():
-            return None
+        return cls.load_file(path) if path.is_file() else None
+
+    @classmethod
+    def load_file(cls, path: str | Path) -> KVScales:
+        """Read a file of scales.
+
+        Raises:
+            ValueError: it is absent, or not what `save_file` writes; one line that names it.
+        """
         try:
-            fields = json.loads(path.read_text())
+            fields = json.loads(Path(path).read_text())
             if fields["format"] != _FORMAT:
                 raise ValueError(f"format is {fields['format']!r}, expected {_FORMAT!r}")
             amax = [fields[name] for name in ("k_amax", "v_amax")]
