@@ -27,6 +27,7 @@ FLOORS = {
     "files": 0,
     "numerics": 0,
     "assets": 0,
+    "after_import": 0,
 }
 # The package's own `__init__` and `__main__` are the door, not a room.
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.stem in FLOORS)

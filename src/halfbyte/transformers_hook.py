@@ -12,13 +12,11 @@ registered imports the rest when it is first used.
 """
 
 import logging
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
+
+from halfbyte.after_import import after_import
 
 METHOD = "halfbyte"  # as `models.quantizer.METHOD`, which is too heavy to import
 
@@ -31,35 +29,7 @@ logger = logging.getLogger("halfbyte")
 
 def install() -> None:
     """Register with transformers, now or when it is imported. Does nothing the second time."""
-    if _REGISTRY in sys.modules:
-        _register(sys.modules[_REGISTRY])
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport(_REGISTRY, _register))
-
-
-class _AfterImport(MetaPathFinder):
-    """Calls a function with a module right after it was imported for the first time."""
-
-    def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
-        self.name, self.function = name, function
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_call(module: ModuleType) -> None:
-            execute(module)
-            self.function(module)
-
-        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
-        return spec
+    after_import(_REGISTRY, _register)
 
 
 def _register(registry: ModuleType) -> None:

@@ -1,0 +1,265 @@
+"""A decode step and prefill inside vLLM on one GPU or more: its own variants, and halfbyte's.
+
+    python benchmarks/vllm_step.py [--out benchmarks/results/vllm_step.json]
+
+Llama-3.1-8B's shape with dummy weights. Each variant is a process of its own with vLLM's default
+engine (CUDA graphs, torch.compile). Prompts are random token ids, new ones for every run; steps of
+at most 16,384 tokens, 92 % of the GPU's memory. A step is (time of 66 tokens - time of 2) / 64, the
+better of two; prefill is the prompts' tokens over the time of 2.
+
+    --variants "a;b"   only these
+    --cases 64x8192    only these (batch x context)
+    --tp 2             tensor parallel
+    --profile FILE     instead of timing: kernels of eight steps of the first case, by time
+"""
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+RESULT = Path(__file__).parent / "results" / "vllm_step.json"
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+NVFP4_WEIGHTS: dict[str, Any] = {
+    "quant_method": "modelopt",
+    "quant_algo": "W4A16_NVFP4",
+    "kv_cache_quant_algo": None,
+    "group_size": 16,
+    "exclude_modules": ["lm_head"],
+    "ignore": ["lm_head"],
+}
+
+HALFBYTE = {"attention_backend": "CUSTOM", "kv_cache_dtype": "nvfp4"}
+VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "vllm bf16": (False, {}),
+    "vllm fp8 cache": (False, {"kv_cache_dtype": "fp8"}),
+    "vllm nvfp4 weights, fp8 cache": (True, {"kv_cache_dtype": "fp8"}),
+    "halfbyte nvfp4 cache": (False, HALFBYTE),
+    "halfbyte nvfp4 weights and cache": (True, HALFBYTE),
+}
+"""Name: whether weights are NVFP4, and arguments of `vllm.LLM`."""
+
+CASES = ((64, 8192), (128, 2048), (16, 1024), (1, 4096))
+_SHORT, _LONG = 2, 66
+
+
+def make_model(folder: Path, nvfp4_weights: bool) -> None:
+    """The configuration of a model without weights."""
+    fields = dict(LLAMA_8B)
+    if nvfp4_weights:
+        fields["quantization_config"] = NVFP4_WEIGHTS
+    (folder / "config.json").write_text(json.dumps(fields))
+
+
+def start_engine(name: str, cases: Sequence[tuple[int, int]], tp: int, **more: Any) -> Any:
+    """vLLM's engine of a variant."""
+    from vllm import LLM
+
+    nvfp4_weights, options = VARIANTS[name]
+    folder = Path(tempfile.mkdtemp())
+    make_model(folder, nvfp4_weights)
+    return LLM(
+        str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=max(context for _, context in cases) + 128,
+        max_num_batched_tokens=16384,
+        max_num_seqs=max(batch for batch, _ in cases),
+        gpu_memory_utilization=0.92,
+        tensor_parallel_size=tp,
+        **{**options, **more},
+    )
+
+
+def run_prompts(llm: Any, prompts: list[list[int]], tokens: int) -> float:
+    """Seconds to generate `tokens` tokens for every prompt."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+    begin = time.perf_counter()
+    llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    return time.perf_counter() - begin
+
+
+def random_prompts(batch: int, context: int) -> list[list[int]]:
+    """Token ids that no prefix cache has seen."""
+    import numpy as np
+
+    rng = np.random.default_rng()
+    return rng.integers(0, LLAMA_8B["vocab_size"], (batch, context)).tolist()
+
+
+def measure(llm: Any, batch: int, context: int) -> dict[str, float]:
+    """Milliseconds of a decode step and prefill tokens per second."""
+    run_prompts(llm, random_prompts(batch, 64), 8)
+    times = {
+        tokens: min(run_prompts(llm, random_prompts(batch, context), tokens) for _ in range(2))
+        for tokens in (_SHORT, _LONG)
+    }
+    return {
+        "step_ms": 1e3 * (times[_LONG] - times[_SHORT]) / (_LONG - _SHORT),
+        "prefill_tokens_per_s": batch * context / times[_SHORT],
+    }
+
+
+def measure_steps(llm: Any, batch: int, context: int) -> dict[str, float]:
+    """As `measure` without prefill, which the prefix cache saves: for tuning."""
+    prompts = random_prompts(batch, context)
+    run_prompts(llm, prompts, 4)
+    times = {
+        tokens: min(run_prompts(llm, prompts, tokens) for _ in range(3))
+        for tokens in (_SHORT, _LONG)
+    }
+    return {"step_ms": 1e3 * (times[_LONG] - times[_SHORT]) / (_LONG - _SHORT)}
+
+
+def profile(llm: Any, batch: int, context: int, tokens: int = 16) -> dict[str, Any]:
+    """Where the GPU's time in decode steps goes, in microseconds per step.
+
+    Returns:
+        `kernels`: name, calls and time; `gaps`: time between two kernels, by what stands before
+        and after; both longest first. `busy` and `idle` are their sums.
+    """
+    import torch
+
+    prompts = random_prompts(batch, context)
+    run_prompts(llm, prompts, 4)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        run_prompts(llm, prompts, tokens)
+        torch.cuda.synchronize()
+    spans = sorted(
+        (e.time_range.start, e.time_range.end, e.name)
+        for e in seen.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA
+    )
+    # The first quarter holds the prompts' last tokens, which the prefix cache does not have.
+    spans = spans[len(spans) // 4 :]
+    steps = 0.75 * tokens
+    kernels: dict[str, list[float]] = {}
+    gaps: dict[str, list[float]] = {}
+    end_of_last, last = spans[0][0], "begin"
+    for begin, end, name in spans:
+        kernels.setdefault(name, []).append(end - begin)
+        if begin > end_of_last:
+            gaps.setdefault(f"{last[:60]} -> {name[:60]}", []).append(begin - end_of_last)
+        if end > end_of_last:
+            end_of_last, last = end, name
+
+    def table(rows: dict[str, list[float]]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = [
+            {"name": name[:140], "calls": len(times) / steps, "us": sum(times) / steps}
+            for name, times in rows.items()
+        ]
+        return sorted(found, key=lambda row: -row["us"])[:60]
+
+    return {
+        "busy": sum(map(sum, kernels.values())) / steps,
+        "idle": sum(map(sum, gaps.values())) / steps,
+        "kernels": table(kernels),
+        "gaps": table(gaps),
+    }
+
+
+def one_variant(name: str, arguments: argparse.Namespace) -> None:
+    """Measure in this process and write JSON to the file that was given."""
+    cases = parse_cases(arguments.cases)
+    if arguments.profile:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        rows = profile(start_engine(name, cases, arguments.tp), *cases[0])
+        Path(arguments.one).write_text(json.dumps(rows))
+        return
+    llm = start_engine(name, cases, arguments.tp)
+    run = measure_steps if arguments.steps_only else measure
+    results: dict[str, Any] = {f"{b}x{c}": run(llm, b, c) for b, c in cases}
+    cache = llm.llm_engine.vllm_config.cache_config
+    results["kv_cache_tokens"] = (cache.num_gpu_blocks or 0) * cache.block_size
+    Path(arguments.one).write_text(json.dumps(results))
+
+
+def parse_cases(text: str) -> list[tuple[int, int]]:
+    """`64x8192,1x4096`."""
+    pairs = [case.split("x") for case in text.split(",")]
+    return [(int(batch), int(context)) for batch, context in pairs]
+
+
+def in_process(name: str, arguments: argparse.Namespace) -> Any:
+    """A variant's results, from a process of its own; its error's last lines where it failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        command = [sys.executable, __file__, "--variants", name, "--one", str(out)]
+        command += ["--cases", arguments.cases, "--tp", str(arguments.tp)]
+        command += ["--profile", arguments.profile] if arguments.profile else []
+        command += ["--steps-only"] if arguments.steps_only else []
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ended.returncode or not out.is_file():
+            return {"error": (ended.stdout + ended.stderr)[-6000:]}
+        return json.loads(out.read_text())
+
+
+def main() -> None:
+    """Measure all variants and write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--variants", default=None)
+    parser.add_argument("--cases", default=",".join(f"{b}x{c}" for b, c in CASES))
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--profile", default=None)
+    parser.add_argument("--steps-only", action="store_true")
+    parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        one_variant(arguments.variants, arguments)
+        return
+    names = [
+        n for n in VARIANTS if arguments.variants is None or n in arguments.variants.split(";")
+    ]
+    if arguments.profile:
+        rows = {name: in_process(name, arguments) for name in names}
+        Path(arguments.profile).write_text(json.dumps(rows, indent=1))
+        return
+    import torch
+    import vllm
+
+    from halfbyte.bench.machine import versions
+
+    report: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "tensor_parallel": arguments.tp,
+        "versions": {**versions(), "vllm": vllm.__version__},
+        "results": {},
+    }
+    for name in names:
+        report["results"][name] = in_process(name, arguments)
+        print(name, json.dumps(report["results"][name])[-3000:], flush=True)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""halfbyte inside other engines."""

@@ -1,0 +1,53 @@
+"""halfbyte inside vLLM: an NVFP4 KV cache and NVFP4 linear layers on CPUs and on GPUs from SM80.
+
+vLLM finds `register` through the entry point `vllm.general_plugins` and calls it in every process,
+also for users who never ask for halfbyte. It therefore changes nothing that is not asked for:
+
+    vllm serve MODEL --attention-backend CUSTOM --kv-cache-dtype nvfp4
+
+| file | what it does |
+|---|---|
+| `options` | `--additional-config '{"halfbyte": {…}}'`: one schema, checked in one place |
+| `formats` | which format K and V of a layer have, and the pages that follow from it |
+| `scales` | global scales of a model's and a draft's layers |
+| `checks` | what cannot be served, refused by name before weights are read |
+| `backend` | what the attention backend supports, and pages of both generations of vLLM |
+| `metadata` | one step's lengths and tables, CUDA graphs, scales handed to the layers |
+| `attention` | a layer: stores K and V, attends |
+| `linear`, `linear_kernel` | NVFP4 layers on halfbyte's kernels: whether, and how |
+| `part_scales` | a global scale for each part of a fused layer |
+| `registry`, `cpu_platform` | how vLLM finds the backend, on GPUs and on CPUs |
+| `loading` | what vLLM 0.24 cannot load |
+
+vLLM 0.24 to 0.33; what differs between versions is asked of vLLM's classes, never of its version.
+"""
+
+import logging
+
+logger = logging.getLogger("halfbyte")
+
+_registered = False
+
+
+def register() -> None:
+    """Offer halfbyte's attention and linear layers to vLLM. Does nothing the second time.
+
+    An unknown vLLM gets one line in the log and is left as it is.
+    """
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    try:
+        from halfbyte.plugins.vllm import cpu_platform, linear, registry
+
+        missing = registry.missing_hooks()
+        if missing:
+            raise ImportError(f"it has no {', '.join(missing)}")
+        registry.register_attention()
+        cpu_platform.install()
+        linear.install()
+    except Exception as error:
+        # Another version's vLLM must start as if halfbyte were not installed.
+        reason = " ".join(str(error).split())[:300]
+        logger.warning("halfbyte stays out of this vLLM: %s: %s", type(error).__name__, reason)

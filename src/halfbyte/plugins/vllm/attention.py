@@ -1,0 +1,154 @@
+"""A layer's attention: K and V quantized into its pages, read back packed."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from halfbyte.attention import paged_attention
+from halfbyte.kvcache import KVScales, reshape_and_cache
+from halfbyte.layouts import PageLayout
+from halfbyte.plugins.vllm.checks import check_config
+from halfbyte.plugins.vllm.formats import LayerFormat, block_size_of, pages_of
+from halfbyte.plugins.vllm.loading import accept_shard_ids
+from halfbyte.plugins.vllm.metadata import HalfbyteMetadata
+from halfbyte.plugins.vllm.options import LastModel
+from halfbyte.plugins.vllm.scales import global_scales
+
+
+class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
+    """See vLLM's `AttentionImpl` for the arguments.
+
+    Raises:
+        NotImplementedError: ALiBi, encoders, or an option that halfbyte does not know.
+        ValueError: see `check_config`.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **more: Any,
+    ) -> None:
+        refused = [name for name, value in more.items() if value]
+        if alibi_slopes is not None:
+            refused.append("alibi_slopes")
+        if attn_type != AttentionType.DECODER:
+            refused.append(f"attention type {attn_type}")
+        if refused:
+            raise NotImplementedError(f"halfbyte: {', '.join(refused)} is not supported")
+        config = get_current_vllm_config()
+        options = check_config(config)
+        LastModel.options = options
+        accept_shard_ids()
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.sliding_window, self.softcap, self.sinks = sliding_window, logits_soft_cap, sinks
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.format = LayerFormat.of(kv_cache_dtype, torch.get_default_dtype(), options)
+        self.k_scale: float | torch.Tensor = 1.0
+        self.v_scale: float | torch.Tensor = 1.0
+        self._has_scales = not self.needs_scales
+        self._layout: PageLayout | None = None
+
+    @property
+    def needs_scales(self) -> bool:
+        """Whether K or V is stored in a format with a global scale."""
+        return self.format.k.has_global_scale or self.format.v.has_global_scale
+
+    def set_scales(self, scales: KVScales, layer: int, device: torch.device) -> None:
+        """Take the scales of a layer; on a GPU as tensors, which its kernels read there."""
+        pair: Any = global_scales(scales, layer, self.format)
+        if device.type != "cpu":
+            pair = torch.tensor(pair, dtype=torch.float32, device=device)
+        self.k_scale, self.v_scale = pair
+        self._has_scales = True
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Quantize K and V of the step's tokens and write them to their slots."""
+        if kv_cache.numel() == 0:
+            return
+        pages, layout = self._pages(layer, kv_cache)
+        reshape_and_cache(key, value, pages, slot_mapping, layout, self.k_scale, self.v_scale)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: HalfbyteMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend to the cache, the step's own tokens included.
+
+        Args:
+            query: `[tokens, heads, head_size]`, perhaps padded.
+            kv_cache: the layer's pages.
+            attn_metadata: None while vLLM measures memory; the output is zeros then.
+            output: `[tokens, heads, head_size_v]`, written.
+        """
+        if attn_metadata is None:
+            return output.zero_()
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("halfbyte: quantized attention output is not supported")
+        tokens = attn_metadata.num_actual_tokens
+        pages, layout = self._pages(layer, kv_cache)
+        paged_attention(
+            query[:tokens],
+            pages,
+            layout=layout,
+            query_start_loc=attn_metadata.query_start_loc,
+            seq_lens=attn_metadata.seq_lens,
+            block_tables=attn_metadata.block_tables,
+            scale=self.scale,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+            sliding_window=self.sliding_window,
+            sinks=self.sinks,
+            softcap=self.softcap,
+            batch_invariant=batch_invariant(),
+            out=output[:tokens],
+            plans=attn_metadata.current_plans(),
+        )
+        return output
+
+    def _pages(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, PageLayout]:
+        if not self._has_scales:
+            raise RuntimeError("halfbyte: the layer was given no KV cache scales")
+        block_size = block_size_of(kv_cache)
+        if self._layout is None or self._layout.block_size != block_size:
+            self._layout = self.format.layout(
+                self.head_size, layer.head_size_v, self.num_kv_heads, block_size
+            )
+        return pages_of(kv_cache, self._layout), self._layout
+
+
+@cache
+def batch_invariant() -> bool:
+    """Whether results may not depend on the rest of the batch."""
+    import vllm.envs as envs
+
+    return bool(envs.VLLM_BATCH_INVARIANT)

@@ -1,0 +1,127 @@
+"""The attention backend: what it supports, and its pages in both generations of vLLM.
+
+Up to 0.24 or so a backend gives the shape of the whole cache (`get_kv_cache_shape`), from 0.32 on
+the bytes of a token of a head (`customize_spec`). Each vLLM calls what it knows.
+"""
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
+
+from halfbyte.kvcache import nvfp4_kv_cache_full_dim
+from halfbyte.plugins.vllm.formats import CARRIER, LayerFormat
+from halfbyte.plugins.vllm.options import LastModel
+
+_OLDEST_GPU = 80
+
+
+class HalfbyteAttentionBackend(AttentionBackend):
+    """`--attention-backend CUSTOM`."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        "auto",
+        "float16",
+        "bfloat16",
+        "fp8",
+        "fp8_e4m3",
+        "fp8_e5m2",
+        "nvfp4",
+        "nvfp4_4over6",
+    ]
+
+    @staticmethod
+    def get_name() -> str:
+        """A member of `AttentionBackendEnum`: vLLM looks it up there."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        """The layer's part."""
+        from halfbyte.plugins.vllm.attention import HalfbyteAttentionImpl
+
+        return HalfbyteAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> Any:
+        """The step's part."""
+        from halfbyte.plugins.vllm.metadata import HalfbyteMetadataBuilder
+
+        return HalfbyteMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        """Any multiple of 16, so that vLLM never cuts a block: half a page of ours is no page."""
+        return [MultipleOf(16)]
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """The spec of a layer with the bytes of its format (vLLM from 0.32)."""
+        if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_nvfp4:
+            return spec
+        layer_format = LayerFormat.of(CARRIER, torch.bfloat16, LastModel.options)
+        cell = layer_format.cell_bytes(spec.head_size, spec.head_size_v)
+        return replace(spec, state_content_bytes=cell)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> Any:
+        """Layouts in which a page is one run of bytes (vLLM from 0.32)."""
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
+        return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """The shape of a layer's cache (vLLM 0.24): a page is its K, then its V."""
+        is_nvfp4 = cache_dtype_str.startswith("nvfp4")
+        content = nvfp4_kv_cache_full_dim(head_size) if is_nvfp4 else head_size
+        return (num_blocks, 2, num_kv_heads, block_size, content)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """The order of that shape's dimensions in memory; with layers, block by block."""
+        return (1, 0, 2, 3, 4, 5) if include_num_layers_dimension else (0, 1, 2, 3, 4)
+
+    @classmethod
+    def get_required_kv_cache_layout(cls) -> str:
+        """Head before token."""
+        return "HND"
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Any multiple of the 16 values that share a scale."""
+        return head_size > 0 and head_size % 16 == 0
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Yes."""
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """Yes."""
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Yes, where `VLLM_BATCH_INVARIANT=1` is set."""
+        return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Decoders alone."""
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """CPUs, which have none, and SM80 or later."""
+        return capability is None or capability.to_int() >= _OLDEST_GPU

@@ -1,0 +1,75 @@
+"""What halfbyte's backend cannot serve, refused when the first layer is made, by name."""
+
+from typing import Any
+
+from halfbyte.plugins.vllm.options import Options
+from halfbyte.plugins.vllm.registry import has_page_specs
+
+WHOLE_BLOCK_CONNECTORS = (
+    "DecodeBenchConnector",
+    "ExampleConnector",
+    "LMCacheConnectorV1",
+    "LMCacheMPConnector",
+    "OffloadingConnector",
+    "SharedStorageConnector",
+    "SimpleCPUOffloadConnector",
+)
+"""KV connectors that move whole blocks between engines of one layout: byte copies."""
+
+
+def check_config(vllm_config: Any) -> Options:
+    """The options of a run that halfbyte can serve.
+
+    Args:
+        vllm_config: vLLM's.
+
+    Raises:
+        ValueError: one line that names what is not possible and what to do instead.
+    """
+    options = Options.parse(vllm_config.additional_config)
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            raise _refused(f"{name} = {size}", "use tensor or pipeline parallel")
+    if getattr(cache, "calculate_kv_scales", False):
+        raise _refused(
+            "calculate_kv_scales, which takes scales from live requests", "use `halfbyte calibrate`"
+        )
+    skipped = getattr(cache, "kv_cache_dtype_skip_layers", None)
+    if skipped and not has_page_specs():
+        raise _refused(
+            f"kv_cache_dtype_skip_layers = {skipped} with this vLLM, which gives every layer the "
+            "page of the run's cache dtype",
+            "use vLLM 0.32 or later, or one cache dtype",
+        )
+    if (options.k_dtype or options.v_dtype) and not has_page_specs():
+        raise _refused(
+            "k_dtype and v_dtype with this vLLM, which knows its own cache dtypes alone",
+            "use vLLM 0.32 or later",
+        )
+    _check_connector(getattr(vllm_config, "kv_transfer_config", None))
+    return options
+
+
+def _check_connector(transfer: Any) -> None:
+    for name in _connectors(transfer):
+        if name not in WHOLE_BLOCK_CONNECTORS:
+            raise _refused(
+                f"kv_connector = {name}, which may split pages or move them between layouts",
+                f"use one that moves whole blocks: {', '.join(WHOLE_BLOCK_CONNECTORS)}",
+            )
+
+
+def _connectors(transfer: Any) -> list[str]:
+    """Names of the connectors in use, those that `MultiConnector` joins one by one."""
+    if transfer is None or getattr(transfer, "kv_connector", None) is None:
+        return []
+    if transfer.kv_connector != "MultiConnector":
+        return [transfer.kv_connector]
+    parts = (transfer.kv_connector_extra_config or {}).get("connectors", [])
+    return [str(part.get("kv_connector")) for part in parts]
+
+
+def _refused(what: str, instead: str) -> ValueError:
+    return ValueError(f"halfbyte: {what} is not supported; {instead}")

@@ -1,0 +1,33 @@
+"""`--attention-backend CUSTOM` on CPUs, where vLLM answers CPU_ATTN whatever is asked for."""
+
+from typing import Any
+
+from halfbyte.plugins.vllm.registry import BACKEND_PATH, is_halfbyte
+
+
+def install() -> None:
+    """Let the CPU platform choose halfbyte's backend where it is asked for; no other platform."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    platform = type(current_platform)
+    choose = platform.get_attn_backend_cls.__func__
+
+    def get_attn_backend_cls(
+        cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        if not is_halfbyte(selected_backend):
+            return choose(cls, selected_backend, attn_selector_config, num_heads)
+        from halfbyte.plugins.vllm.backend import HalfbyteAttentionBackend
+
+        reasons = HalfbyteAttentionBackend.validate_configuration(
+            device_capability=None, **attn_selector_config._asdict()
+        )
+        if reasons:
+            raise ValueError(
+                f"halfbyte: attention backend CUSTOM cannot run this: {', '.join(reasons)}"
+            )
+        return BACKEND_PATH
+
+    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)

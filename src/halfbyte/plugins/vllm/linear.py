@@ -1,0 +1,104 @@
+"""NVFP4 linear layers on halfbyte's kernels: when, and how vLLM comes to ask for them.
+
+vLLM chooses a kernel for every NVFP4 layer in one function, `init_nvfp4_linear_kernel`, which
+forces a kernel of its own for W4A16 before it looks at what is registered. So the function itself
+is wrapped: where halfbyte's layers are wanted it answers with them, else it does what it did.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from halfbyte.after_import import after_import
+from halfbyte.plugins.vllm.part_scales import keep_part_scales
+
+_KERNELS = "vllm.model_executor.kernels.linear"
+_QUANTIZATION = "vllm.model_executor.layers.quantization"
+_MODELOPT = f"{_QUANTIZATION}.modelopt"
+_COMPRESSED_TENSORS = f"{_QUANTIZATION}.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4"
+_CHOOSE = "init_nvfp4_linear_kernel"
+_METHODS = (
+    "ModelOptLinearMethod",
+    "ModelOptNvFp4LinearMethod",
+    "ModelOptNvFp4W4A16LinearMethod",
+    "CompressedTensorsW4A4Fp4",
+)
+"""Classes that merge the global scales of parts, of all versions."""
+
+
+def install() -> None:
+    """Wrap vLLM's functions as soon as their modules are imported."""
+    after_import(_KERNELS, _wrap_choice)
+    after_import(_MODELOPT, _wrap_methods)
+    after_import(_COMPRESSED_TENSORS, _wrap_methods)
+
+
+def wants_halfbyte(vllm_config: Any) -> bool:
+    """Whether NVFP4 layers of a run go to halfbyte's kernels; see `Options.linear`."""
+    from vllm.platforms import current_platform
+
+    from halfbyte.plugins.vllm.options import Options
+    from halfbyte.plugins.vllm.registry import is_halfbyte
+
+    if vllm_config is None:
+        return False
+    option = Options.parse(vllm_config.additional_config).linear
+    if option != "auto":
+        return option == "on"
+    if not is_halfbyte(vllm_config.attention_config.backend):
+        return False
+    if current_platform.is_cpu():
+        return True
+    capability = current_platform.get_device_capability()
+    # On SM100 and SM120 vLLM has kernels for the hardware's own FP4 arithmetic.
+    return current_platform.is_cuda() and capability is not None and 80 <= capability.to_int() <= 90
+
+
+def _wrap_choice(kernels: ModuleType) -> None:
+    choose: Callable[..., Any] = getattr(kernels, _CHOOSE)
+
+    @wraps(choose)
+    def init_nvfp4_linear_kernel(use_a16: bool = False) -> Any:
+        return _halfbyte_kernel(kernels, use_a16) or choose(use_a16)
+
+    for module in list(sys.modules.values()):  # those that imported it by name already
+        if getattr(module, "__dict__", {}).get(_CHOOSE) is choose:
+            setattr(module, _CHOOSE, init_nvfp4_linear_kernel)
+
+
+def _wrap_methods(module: ModuleType) -> None:
+    for name in _METHODS:
+        method = vars(module).get(name)
+        if isinstance(method, type):
+            keep_part_scales(method)
+    if hasattr(module, "ModelOptNvFp4W4A16LinearMethod"):  # 0.24 makes Marlin's kernel by itself
+        marlin = vars(module)["MarlinNvFp4LinearKernel"]
+        kernels = sys.modules[_KERNELS]
+        vars(module)["MarlinNvFp4LinearKernel"] = lambda config: (
+            _halfbyte_kernel(kernels, use_a16=True) or marlin(config)
+        )
+
+
+def _halfbyte_kernel(kernels: ModuleType, use_a16: bool) -> Any:
+    """halfbyte's kernel for a layer, or None where it is not wanted."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    if not wants_halfbyte(config) or _linear_backend(kernels, use_a16) != "auto":
+        return None
+    from halfbyte.plugins.vllm.linear_kernel import make_kernel
+
+    return make_kernel(use_a16)
+
+
+def _linear_backend(kernels: ModuleType, use_a16: bool) -> str:
+    """What the user said with `--linear-backend`, which goes before what is automatic."""
+    ask = getattr(kernels, "_get_linear_backend", None)
+    if ask is None:
+        return "auto"
+    try:
+        return str(ask(quantization="nvfp4_w4a16" if use_a16 else "nvfp4_w4a4"))
+    except TypeError:  # 0.24
+        return str(ask())

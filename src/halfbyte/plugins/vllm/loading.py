@@ -1,0 +1,22 @@
+"""vLLM 0.24 cannot load K and V scales of models with fused q, k and v: the loader is mended."""
+
+import inspect
+from typing import Any
+
+
+def accept_shard_ids() -> None:
+    """Let the loader of K and V scales take the shard id that fused layers hand on.
+
+    Without it such checkpoints end in a TypeError. Changes nothing where the loader takes it.
+    """
+    from vllm.model_executor.layers.quantization import kv_cache
+
+    scale = getattr(kv_cache, "KVCacheScaleParameter", None)
+    loader = getattr(scale, "weight_loader", None)
+    if scale is None or loader is None or len(inspect.signature(loader).parameters) != 2:
+        return
+
+    def weight_loader(param: Any, loaded_weight: Any, *shard: Any) -> None:
+        loader(param, loaded_weight)
+
+    scale.weight_loader = staticmethod(weight_loader)

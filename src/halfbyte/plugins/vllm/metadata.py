@@ -1,0 +1,122 @@
+"""One step's lengths and tables; CUDA graphs; and, once, the scales of a group's layers."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
+
+from halfbyte.attention import AttentionPlans
+from halfbyte.kvcache import KVScales
+from halfbyte.plugins.vllm.checks import check_config
+from halfbyte.plugins.vllm.options import Options
+from halfbyte.plugins.vllm.scales import LayerPlace, place_of, scales_of_model
+
+MAX_CAPTURED_QUERIES = 8
+"""Query tokens per sequence up to which a step can be one CUDA graph."""
+
+
+@dataclass
+class HalfbyteMetadata:
+    """A step, shared by the layers of a KV cache group.
+
+    Args:
+        num_actual_tokens: query tokens; in a CUDA graph with those that pad it.
+        query_start_loc: int32 `[sequences + 1]`.
+        seq_lens: int32 `[sequences]`, the queries included.
+        block_tables: int32 `[sequences, max_pages]`.
+    """
+
+    num_actual_tokens: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+    plans: AttentionPlans = field(default_factory=AttentionPlans)
+    captured_plans: AttentionPlans = field(default_factory=AttentionPlans)
+    """Made inside a CUDA graph's capture, so that every replay plans anew for its own lengths."""
+
+    def current_plans(self) -> AttentionPlans:
+        """Those to use now."""
+        is_captured = self.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing()
+        return self.captured_plans if is_captured else self.plans
+
+
+class HalfbyteMetadataBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):
+    """Makes `HalfbyteMetadata`, for one group of layers that share block tables."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+        *more: Any,
+        **options: Any,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, *more, **options)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        give_scales(vllm_config, layer_names, device)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Steps of equally many queries per sequence, as many as the decode kernel takes."""
+        draft = vllm_config.speculative_config
+        queries = 1 + ((draft.num_speculative_tokens or 0) if draft is not None else 0)
+        if queries > MAX_CAPTURED_QUERIES:
+            return AttentionCGSupport.NEVER
+        return cls._cudagraph_support
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> HalfbyteMetadata:
+        """See vLLM's `AttentionMetadataBuilder.build`."""
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise NotImplementedError("halfbyte: only causal attention is supported")
+        return HalfbyteMetadata(
+            common.num_actual_tokens,
+            common.query_start_loc,
+            common.seq_lens,
+            common.block_table_tensor,
+        )
+
+
+def give_scales(vllm_config: Any, layer_names: list[str], device: torch.device) -> None:
+    """Give the layers of a group their scales, after loading and before the first step.
+
+    Raises:
+        ValueError: a quantized layer for which there are none.
+    """
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    options = check_config(vllm_config)
+    num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
+    found: dict[bool, KVScales] = {}
+    layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+    for name, layer in layers.items():
+        # A layer that reads another's cache reads what was stored with that one's scales.
+        source = layer.kv_sharing_target_layer_name or name
+        place = place_of(source, extract_layer_index(source), num_layers)
+        if not layer.impl.needs_scales:
+            continue
+        if place.is_draft not in found:
+            found[place.is_draft] = _scales_for(vllm_config, options, place)
+        layer.impl.set_scales(found[place.is_draft], place.layer, device)
+
+
+def _scales_for(vllm_config: Any, options: Options, place: LayerPlace) -> KVScales:
+    if not place.is_draft:
+        return scales_of_model(
+            vllm_config.model_config, vllm_config.load_config, options.kv_scales, "kv_scales"
+        )
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.draft_model_config is None:
+        raise ValueError(f"halfbyte: layer {place.layer} lies past the model's layers")
+    load_config = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    return scales_of_model(
+        speculative.draft_model_config, load_config, options.draft_kv_scales, "draft_kv_scales"
+    )

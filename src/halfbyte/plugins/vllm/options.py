@@ -1,0 +1,88 @@
+"""What a user may say to the plug-in, in `--additional-config '{"halfbyte": {…}}'`.
+
+It is part of vLLM's configuration, which travels to every worker of every node.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from halfbyte.layouts import KVCacheDType
+
+SECTION = "halfbyte"
+_LINEAR = ("auto", "on", "off")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The section `halfbyte` of vLLM's additional config.
+
+    Raises:
+        ValueError: a value that cannot be; the message names the option.
+    """
+
+    kv_scales: str | None = None
+    """Path of a `kv_scales.json`, on every node; by default scales are looked for: see `scales`."""
+    draft_kv_scales: str | None = None
+    """The same for the layers of a speculative draft."""
+    k_dtype: str | None = None
+    """Format of K where vLLM's cache dtype is `nvfp4`; needs a vLLM that lets a backend define its
+    pages (0.32)."""
+    v_dtype: str | None = None
+    """Format of V, likewise."""
+    linear: str = "auto"
+    """NVFP4 linear layers on halfbyte's kernels: `auto` with halfbyte's attention on CPUs and on
+    SM80 to SM90, `on` wherever they run, `off` never."""
+
+    def __post_init__(self) -> None:
+        for name in ("kv_scales", "draft_kv_scales"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ValueError(f"{SECTION}.{name}: expected a path, got {value!r}")
+        for name in ("k_dtype", "v_dtype"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, str):
+                raise ValueError(f"{SECTION}.{name}: expected a KV cache dtype, got {value!r}")
+            try:
+                KVCacheDType.parse(value)
+            except ValueError as error:
+                raise ValueError(f"{SECTION}.{name}: {error}") from None
+        if self.linear not in _LINEAR:
+            raise ValueError(
+                f"{SECTION}.linear: expected one of {', '.join(_LINEAR)}, got {self.linear!r}"
+            )
+
+    @classmethod
+    def parse(cls, additional_config: Any) -> "Options":
+        """Of vLLM's `additional_config`; defaults where it has no section `halfbyte`.
+
+        Raises:
+            ValueError: the section is no object, or has an unknown or invalid option.
+        """
+        if not isinstance(additional_config, Mapping):
+            return cls()
+        section = additional_config.get(SECTION)
+        if section is None:
+            return cls()
+        if not isinstance(section, Mapping):
+            raise ValueError(f"additional_config.{SECTION}: expected an object, got {section!r}")
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(map(str, section)) - set(known))
+        if unknown:
+            raise ValueError(
+                f"additional_config.{SECTION}: unknown option {', '.join(unknown)}; expected "
+                f"{', '.join(known)}"
+            )
+        return cls(**section)
+
+
+class LastModel:
+    """Options of the model that was made last in this process.
+
+    vLLM asks the backend's class for the pages of a model right after it has made its layers, and
+    gives it no configuration.
+    """
+
+    options = Options()

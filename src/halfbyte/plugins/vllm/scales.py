@@ -1,0 +1,120 @@
+"""Global scales of K and V of the layers that vLLM runs, the target's and a draft's.
+
+vLLM's own scale is 1.0 wherever a checkpoint has none; it never reaches a kernel here. Scales are
+looked for in this order: the option `kv_scales`, the checkpoint, `kv_scales.json` in its folder, a
+calibration in the user's cache folder. Without any the run ends with the command that makes them.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from halfbyte.kvcache import KVScales, get_kv_cache_quant_method
+from halfbyte.plugins.vllm.formats import LayerFormat
+
+logger = logging.getLogger("halfbyte")
+
+DUMMY_AMAX = 8.0
+"""amax of every layer of a model with dummy weights, which exist for benchmarks alone."""
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """Which model a layer belongs to, and its number there."""
+
+    is_draft: bool
+    layer: int
+
+
+def place_of(layer_name: str, layer_number: int, num_target_layers: int) -> LayerPlace:
+    """Of a layer of vLLM's.
+
+    Args:
+        layer_name: as vLLM has it; a draft model of its own begins with `draft_model.`.
+        layer_number: the number in the name. Drafts that share the target's name (EAGLE, MTP) count
+            on from its layers.
+        num_target_layers: of the target model.
+    """
+    if layer_name.startswith("draft_model."):
+        return LayerPlace(True, layer_number)
+    if layer_number >= num_target_layers:
+        return LayerPlace(True, layer_number - num_target_layers)
+    return LayerPlace(False, layer_number)
+
+
+def global_scales(scales: KVScales, layer: int, layer_format: LayerFormat) -> tuple[float, float]:
+    """Decode scales of K and V of a layer; 1.0 for formats without one.
+
+    Raises:
+        ValueError: the scales have no such layer.
+    """
+    pairs = zip((layer_format.k, layer_format.v), scales.amax_of_layer(layer), strict=True)
+    k_scale, v_scale = (
+        get_kv_cache_quant_method(dtype).global_scale_from_amax(amax)
+        if dtype.has_global_scale
+        else 1.0
+        for dtype, amax in pairs
+    )
+    return k_scale, v_scale
+
+
+def scales_of_model(
+    model_config: Any, load_config: Any, given: str | None, option: str
+) -> KVScales:
+    """Scales of a model of vLLM's.
+
+    Args:
+        model_config: vLLM's `ModelConfig`, of the target or the draft.
+        load_config: vLLM's `LoadConfig`.
+        given: path from the options.
+        option: its name, for messages.
+
+    Raises:
+        ValueError: none are found, or files are broken; one line with what to do.
+    """
+    from halfbyte.models import find_kv_scales
+
+    if given is None and str(getattr(load_config, "load_format", "")).endswith("dummy"):
+        num_layers = model_config.hf_text_config.num_hidden_layers
+        amax = (DUMMY_AMAX,) * num_layers
+        logger.warning("dummy weights: KV cache scales for values up to %g", DUMMY_AMAX)
+        return KVScales(amax, amax, "dummy weights")
+    folder = local_folder(
+        str(model_config.model),
+        getattr(model_config, "revision", None),
+        getattr(load_config, "download_dir", None),
+    )
+    scales = find_kv_scales(folder, model_config.hf_config, given=given)
+    if scales is None:
+        raise ValueError(
+            f"halfbyte: no KV cache scales for {model_config.model}: run "
+            f"`halfbyte calibrate {model_config.model}`, or give a file with --additional-config "
+            f'\'{{"halfbyte": {{"{option}": "PATH"}}}}\''
+        )
+    logger.info("KV cache scales: %s", scales.source)
+    return scales
+
+
+def local_folder(model: str, revision: str | None, download_dir: str | None) -> Path:
+    """The folder of a model that vLLM has loaded; of a hub id its snapshot.
+
+    Raises:
+        ValueError: neither a folder nor in the local cache.
+    """
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = snapshot_download(
+            model,
+            revision=revision,
+            cache_dir=download_dir,
+            local_files_only=True,
+            allow_patterns=["*.json", "*.safetensors"],
+        )
+    except Exception as error:  # the hub's client raises many kinds
+        raise ValueError(f"halfbyte: {model}: no folder and not downloaded: {error}") from None
+    return Path(found)
