@@ -140,7 +140,7 @@ def test_kv_scale_tensors() -> None:
     found = {}
     for dialect in DIALECTS:
         output = OutputFormat(dialect, False, kv_cache_dtype="nvfp4")
-        found[dialect] = kv_scale_tensors(output, "l.0.self_attn", 4.48, 0.0)
+        found[dialect] = kv_scale_tensors(output, "l.0.self_attn", 4.48, 8.96)
     assert list(found["modelopt"]) == [
         "l.0.self_attn.k_proj.k_scale",
         "l.0.self_attn.v_proj.v_scale",
@@ -148,15 +148,21 @@ def test_kv_scale_tensors() -> None:
     packed = found["compressed-tensors"]
     # Of the package itself, encode: 2688 / amax.
     encode = [packed.pop(f"l.0.self_attn.{side}_global_scale") for side in "kv"]
-    assert torch.allclose(torch.cat(encode), torch.tensor([600.0, 6.0]))
+    assert torch.allclose(torch.cat(encode), torch.tensor([600.0, 300.0]))
     assert list(packed) == ["l.0.self_attn.k_scale", "l.0.self_attn.v_scale"]
     fp8 = OutputFormat("compressed-tensors", False, kv_cache_dtype="fp8_e4m3")
-    assert kv_scale_tensors(fp8, "l.0.self_attn", 4.48, 0.0) == packed
+    assert kv_scale_tensors(fp8, "l.0.self_attn", 4.48, 8.96) == packed
     for dialect, shape in (("modelopt", ()), ("compressed-tensors", (1,))):
         k, v = found[dialect].values()
         assert k.shape == v.shape == shape
         assert float(k) == pytest.approx(0.01, rel=1e-6)
-        assert float(v) == 1  # nothing was seen: any scale does
+        assert float(v) == pytest.approx(0.02, rel=1e-6)
+
+
+def test_kv_scale_tensors_are_never_zero() -> None:
+    output = OutputFormat("modelopt", False, kv_cache_dtype="nvfp4")
+    with pytest.raises(ValueError, match=r"l\.0: v_amax: expected a number above 0, got 0\.0"):
+        kv_scale_tensors(output, "l.0", 4.48, 0.0)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -126,7 +126,7 @@ def test_llm_refuses_options_that_cannot_be() -> None:
         ({"v_cache_dtype": ["nvfp4", "fp9"]}, "KV cache dtype: unknown 'fp9'"),
         ({"kv_cache_dtype": {"full_attention": "x"}}, "KV cache dtype: unknown 'x'"),
         ({"kv_cache_dtype": 4}, "kv_cache_dtype: expected a format or formats, got 4"),
-        ({"kv_scales": {}}, "kv_scales: expected KVScales, got dict"),
+        ({"kv_scales": {}}, "kv_scales: expected KVScales or a file, got dict"),
         ({"tokenizer": "/no/such/tokenizer"}, "/no/such/tokenizer: no such folder"),
         ({"num_pages": 2.5}, "num_pages: expected an integer, got 2.5"),
     ]

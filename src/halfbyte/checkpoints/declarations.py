@@ -60,7 +60,7 @@ def read_declaration(folder: str | Path, config: Mapping[str, Any]) -> Declarati
         return None
     file = Path(folder) / MODELOPT_FILE
     if file.is_file():
-        return modelopt.read(folder, _read_modelopt_file(file), section)
+        return modelopt.read(folder, read_modelopt_file(file), section)
     if str(method).startswith("modelopt"):
         return modelopt.read(folder, section, section)
     return None
@@ -78,7 +78,12 @@ def _section(folder: str | Path, config: Mapping[str, Any]) -> Mapping[str, Any]
     return section
 
 
-def _read_modelopt_file(file: Path) -> Mapping[str, Any]:
+def read_modelopt_file(file: Path) -> Mapping[str, Any]:
+    """What ModelOpt's `hf_quant_config.json` says of the quantization.
+
+    Raises:
+        CheckpointError: it is no JSON object, or has nothing of the kind; one line.
+    """
     try:
         declared = json.loads(file.read_text())
     except (OSError, ValueError) as error:

@@ -121,10 +121,15 @@ def kv_scale_tensors(
     Args:
         attention: name of the attention module.
         k_amax, v_amax: largest magnitudes of K and V.
+
+    Raises:
+        ValueError: one that is not above 0; readers refuse a scale of 0.
     """
     tensors: dict[str, torch.Tensor] = {}
     for side, amax in (("k", k_amax), ("v", v_amax)):
-        scale = amax / _KV_SCALE_MAX or 1.0
+        if not amax > 0:
+            raise ValueError(f"{attention}: {side}_amax: expected a number above 0, got {amax}")
+        scale = amax / _KV_SCALE_MAX
         if output.dialect == "modelopt":
             tensors[f"{attention}.{side}_proj.{side}_scale"] = torch.tensor(scale)
         else:

@@ -72,7 +72,8 @@ class LLM:
         max_batched_tokens: tokens per step; longer prompts are fed in chunks. By default 512 on a
             CPU and 4,096 on a GPU, whose prefill is efficient for long chunks only.
         max_num_seqs: requests that run at once.
-        kv_scales: global scales; by default the checkpoint's, else one calibration pass.
+        kv_scales: global scales, or a file of them; by default see `find_kv_scales`, else one
+            calibration pass.
         attention_backend: name of an attention backend, or None to choose.
         linear_backend: name of a backend for NVFP4 layers, or None to choose; see `load_model`.
         quantize_activations: of layers that are stored as W4A4; see `load_model`.
@@ -99,7 +100,7 @@ class LLM:
         max_model_len: int | None = None,
         max_batched_tokens: int | None = None,
         max_num_seqs: int = 64,
-        kv_scales: KVScales | None = None,
+        kv_scales: KVScales | str | Path | None = None,
         attention_backend: str | None = None,
         linear_backend: str | None = None,
         quantize_activations: bool | None = None,
@@ -121,8 +122,9 @@ class LLM:
         ):
             if number is not None and integer(name, number) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {number}")
-        if kv_scales is not None and not isinstance(kv_scales, KVScales):
-            raise ValueError(f"kv_scales: expected KVScales, got {type(kv_scales).__name__}")
+        if kv_scales is not None and not isinstance(kv_scales, KVScales | str | Path):
+            found = type(kv_scales).__name__
+            raise ValueError(f"kv_scales: expected KVScales or a file, got {found}")
         if isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(tokenizer)
         if isinstance(model, str | Path):

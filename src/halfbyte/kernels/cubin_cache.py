@@ -1,6 +1,6 @@
 """Compiled CUDA kernels on disk, so that only a machine's first process waits for the compiler.
 
-They lie in `files.cache_folder()`; where that is None, none are kept. A file's name is a hash of all
+They lie in `files.cache_folder()`; if that is None, none are kept. A file's name is a hash of all
 that the cubin was made from; in it are the SHA-256 of the rest, and the cubin. Where files can be
 neither read nor written, kernels are compiled, and nothing else happens. Nothing is removed: a file
 has some 50 kB. What lies there is run, so that only its user should be able to write to it.

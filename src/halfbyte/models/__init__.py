@@ -11,7 +11,8 @@ from halfbyte.models.architectures import (
 from halfbyte.models.attention_functions import BATCH_ARGUMENT, ENGINE, GENERATE, register
 from halfbyte.models.batch import PagedBatch, layer_multipliers, multipliers_on
 from halfbyte.models.cache import Cache
-from halfbyte.models.calibration import calibrate, resolve_kv_scales
+from halfbyte.models.calibration import calibrate
+from halfbyte.models.kv_scales import find_kv_scales, resolve_kv_scales
 from halfbyte.models.loading import ModelLoadError, load_model, load_tokenizer
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "calibrate",
     "check_layer_dtypes",
     "check_supported",
+    "find_kv_scales",
     "layer_multipliers",
     "layer_specs",
     "load_model",

@@ -11,6 +11,7 @@ chunk and reads it back through the cache. Rows share pages until they differ (b
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from halfbyte.kvcache import KVScales, PagedKVPool, SequenceTables, plan_kv_cach
 from halfbyte.models.architectures import LayerDTypes, layer_specs
 from halfbyte.models.attention_functions import GENERATE, KVHandle, register
 from halfbyte.models.batch import PagedBatch, layer_multipliers, multipliers_on
-from halfbyte.models.calibration import resolve_kv_scales
+from halfbyte.models.kv_scales import resolve_kv_scales
 
 _INITIAL_PAGES = 64
 
@@ -37,7 +38,8 @@ class Cache(transformers.Cache):
         kv_cache_dtype: format, or formats per layer (see `LayerDTypes`).
         v_cache_dtype: format or formats of V, where they differ from K's.
         block_size: tokens per page.
-        kv_scales: global scales; by default the checkpoint's, else one calibration pass.
+        kv_scales: global scales, or a file of them; by default see `find_kv_scales`, else one
+            calibration pass.
         attention_backend: name of an attention backend, or None to choose.
 
     Raises:
@@ -52,7 +54,7 @@ class Cache(transformers.Cache):
         *,
         v_cache_dtype: LayerDTypes | None = None,
         block_size: int = 16,
-        kv_scales: KVScales | None = None,
+        kv_scales: KVScales | str | Path | None = None,
         attention_backend: str | None = None,
     ) -> None:
         # Whatever passes on what a model has: a compiled one, an adapter's.

@@ -43,16 +43,16 @@ def load_quantized(
     index = CheckpointIndex.read(folder)
     read_kv_scales(folder)  # broken ones show before weights are read
     options = LayerOptions(
-        dtype=_resolve_dtype(dtype, config, index),
+        dtype=resolve_dtype(dtype, config, index),
         device=device,
         backend=linear_backend,
         quantize_activations=quantize_activations,
         batch_invariant=batch_invariant,
     )
-    model = _empty_model(folder, config, options.dtype)
+    model = empty_model(folder, config, options.dtype)
     plan = plan_layers(model, declaration, index)
     put_in_place(model, plan, declaration, options)
-    _make_buffers(model, device)
+    make_buffers(model, device)
     absent = stream_weights(model, plan, declaration, index, device, options.dtype)
     model.tie_weights(missing_keys=absent, recompute_mapping=False)
     _finish(model, folder, config, declaration)
@@ -69,9 +69,10 @@ def load_quantized(
     return model
 
 
-def _resolve_dtype(
+def resolve_dtype(
     dtype: str | torch.dtype, config: PreTrainedConfig, index: CheckpointIndex
 ) -> torch.dtype:
+    """The dtype asked for; for `auto` the config's, else that of most unquantized weights."""
     if isinstance(dtype, torch.dtype):
         return dtype
     resolved = config.dtype if dtype == "auto" else getattr(torch, dtype)
@@ -85,8 +86,12 @@ def _resolve_dtype(
     return resolved
 
 
-def _empty_model(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model without weights, on the meta device."""
+def empty_model(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without weights, on the meta device.
+
+    Raises:
+        CheckpointError: a config of which no model can be made.
+    """
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -102,7 +107,7 @@ def _empty_model(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> 
     return model
 
 
-def _make_buffers(model: PreTrainedModel, device: torch.device) -> None:
+def make_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Give buffers that no file holds (rotary frequencies, embedding scales) their values.
 
     transformers computes them in `_init_weights`, which leaves parameters alone that are marked as

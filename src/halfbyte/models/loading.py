@@ -140,6 +140,11 @@ def device_or_default(device: torch.device | str | None) -> torch.device:
     return found
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a tokenizer's files."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
 def load_tokenizer(path: str | Path) -> Any:
     """Load the tokenizer of a checkpoint, or of a folder or hub id that has nothing else.
 
@@ -147,7 +152,7 @@ def load_tokenizer(path: str | Path) -> Any:
         ModelLoadError: it has none, or it cannot be read.
     """
     folder = Path(path)
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         folder = local_folder(path)
     if (folder / "config.json").is_file():
         check_is_data(folder)  # the tokenizer's class may depend on it

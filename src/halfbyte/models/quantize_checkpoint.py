@@ -1,5 +1,6 @@
 """A checkpoint in, an NVFP4 checkpoint out: what `halfbyte quantize` runs."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -7,7 +8,6 @@ from typing import Any
 
 import torch
 
-from halfbyte.assets import calibration_text, read_text
 from halfbyte.checkpoints.declarations import read_config
 from halfbyte.checkpoints.dialects import (
     DIALECTS,
@@ -38,6 +38,7 @@ from halfbyte.checkpoints.writer import (
     write_json,
 )
 from halfbyte.layouts import KVCacheDType
+from halfbyte.models.calibration import read_calibration_text, scales_from_amax
 from halfbyte.models.loading import load_model, load_tokenizer, local_folder
 from halfbyte.models.local_files import read_model_config
 from halfbyte.models.weight_calibration import calibrate_weights
@@ -131,7 +132,7 @@ def quantize_checkpoint(
         raise ValueError(
             f"calibrate: weights {weights!r} without a quantized KV cache need no calibration"
         )
-    text = _read_text(calibration_file)
+    text = read_calibration_text(calibration_file, "calibrate")
     folder = local_folder(source)
     _check_destination(folder, Path(destination))
     config = _read_config(folder)
@@ -144,6 +145,10 @@ def quantize_checkpoint(
         calibration = CalibrationResult()
         if output.needs_calibration:
             calibration = _calibrate(folder, plan, text, calibration_file, on_progress)
+            if output.kv_cache_dtype:
+                scales = scales_from_amax(calibration.kv_amax, calibration.source or "", 1.0)
+                kv_amax = tuple(zip(scales.k_amax, scales.v_amax, strict=True))
+                calibration = dataclasses.replace(calibration, kv_amax=kv_amax)
         writer = ShardWriter(target, max_shard_bytes)
         layers = quantize_tensors(
             index,
@@ -179,18 +184,6 @@ def _output_format(
 def _check_name(argument: str, value: str, valid: Sequence[str]) -> None:
     if value not in valid:
         raise ValueError(f"{argument}: expected one of {', '.join(valid)}, got {value!r}")
-
-
-def _read_text(file: str | Path | None) -> str:
-    if file is None:
-        return calibration_text()
-    try:
-        text = read_text(file)
-    except ValueError as error:
-        raise ValueError(f"calibrate: {error}") from None
-    if not text.strip():
-        raise ValueError(f"calibrate: {file}: is empty, expected a text to calibrate on")
-    return text
 
 
 def _check_destination(folder: Path, destination: Path) -> None:

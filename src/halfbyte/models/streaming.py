@@ -28,7 +28,8 @@ QUANTIZED_WEIGHT = re.compile(
     r"|g_idx|\w+_blocks)$"
 )
 
-_Sink = Callable[[torch.Tensor], None]
+Sink = Callable[[torch.Tensor], None]
+"""Takes a tensor of the files, on its device, to its place in the model."""
 
 
 def stream_weights(
@@ -56,20 +57,48 @@ def stream_weights(
         CheckpointError: a tensor is absent, does not fit, is one that nothing here reads, or is a
             scale that cannot be; one line that names it, what was expected and what was found.
     """
-    sinks: dict[str, _Sink] = {}
-    for name, layer in plan.layers.items():
-        module = model.get_submodule(name)
-        loader = _LayerLoader(name, module, plan, declaration, index, dtype)
-        sinks |= {f"{name}.{tensor}": loader.sink(tensor) for tensor in layer.tensors}
-    absent: set[str] = set()
-    sinks |= dict(_plain_sinks(model, plan, index, dtype, absent))
-    _check_all_read(model, plan, index, sinks)
+    sinks, absent = weight_sinks(model, plan, declaration, index, dtype)
     progress = transformers_logging.tqdm(total=len(sinks), desc="Loading weights")
     with progress:
         for name, tensor in index.stream(sinks, device):
             sinks[name](tensor)
             progress.update()
     return absent
+
+
+def weight_sinks(
+    model: PreTrainedModel,
+    plan: LayerPlan,
+    declaration: Declaration | None,
+    index: CheckpointIndex,
+    dtype: torch.dtype,
+) -> tuple[dict[str, Sink], set[str]]:
+    """What takes each tensor of the files that a model on the meta device needs.
+
+    All of a quantized layer's tensors are to be handed over before the layer is used, in any order;
+    every tensor at most once. Nothing is loaded here.
+
+    Args:
+        model, plan, index, dtype: as for `stream_weights`.
+        declaration: of the checkpoint; None for an empty plan.
+
+    Returns:
+        The sinks, by the tensors' names in the files, and the names of parameters that are still to
+        be tied to others.
+
+    Raises:
+        CheckpointError: a tensor is absent, does not fit, or is one that nothing here reads.
+    """
+    sinks: dict[str, Sink] = {}
+    for name, layer in plan.layers.items():
+        assert declaration is not None
+        module = model.get_submodule(name)
+        loader = _LayerLoader(name, module, plan, declaration, index, dtype)
+        sinks |= {f"{name}.{tensor}": loader.sink(tensor) for tensor in layer.tensors}
+    absent: set[str] = set()
+    sinks |= dict(_plain_sinks(model, plan, index, dtype, absent))
+    _check_all_read(model, plan, index, sinks)
+    return sinks, absent
 
 
 def check_unquantized(
@@ -106,7 +135,7 @@ class _LayerLoader:
         self.tensors: dict[str, torch.Tensor] = {}
         self.folder, self.dtype = index.folder, dtype
 
-    def sink(self, tensor_name: str) -> _Sink:
+    def sink(self, tensor_name: str) -> Sink:
         def take(tensor: torch.Tensor) -> None:
             self.tensors[tensor_name] = tensor
             self.missing.discard(tensor_name)
@@ -159,7 +188,7 @@ def _plain_sinks(
     index: CheckpointIndex,
     dtype: torch.dtype,
     absent: set[str],
-) -> Iterator[tuple[str, _Sink]]:
+) -> Iterator[tuple[str, Sink]]:
     """(name in the files, what takes the tensor) of everything that is not quantized.
 
     Names that may be absent, because they are tied to others which are there, go to `absent`.
@@ -196,7 +225,7 @@ def _tied_to(model: PreTrainedModel) -> dict[str, set[str]]:
     return tied
 
 
-def _assigner(module: nn.Module, name: str, dtype: torch.dtype) -> _Sink:
+def _assigner(module: nn.Module, name: str, dtype: torch.dtype) -> Sink:
     return lambda tensor: _assign(module, name, tensor.to(dtype))
 
 
@@ -209,7 +238,7 @@ def _assign(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 def _fused_experts(
     prefix: str, module: nn.Module, index: CheckpointIndex, dtype: torch.dtype
-) -> Iterator[tuple[str, _Sink]]:
+) -> Iterator[tuple[str, Sink]]:
     """Unquantized experts, which files hold one by one and the model fused."""
     num_experts, both, hidden_size = module.get_parameter("gate_up_proj").shape
     size = both // 2
@@ -219,7 +248,7 @@ def _fused_experts(
         "down_proj": ("down_proj", slice(None), (hidden_size, size)),
     }
 
-    def place(expert: int, parameter: str, rows: slice) -> _Sink:
+    def place(expert: int, parameter: str, rows: slice) -> Sink:
         def copy(tensor: torch.Tensor) -> None:
             fused = module.get_parameter(parameter)
             if fused.is_meta:
@@ -239,7 +268,7 @@ def _fused_experts(
 
 
 def _check_all_read(
-    model: PreTrainedModel, plan: LayerPlan, index: CheckpointIndex, sinks: dict[str, _Sink]
+    model: PreTrainedModel, plan: LayerPlan, index: CheckpointIndex, sinks: dict[str, Sink]
 ) -> None:
     """Raise CheckpointError if the files hold quantized weights that nothing takes."""
     ignored = [re.compile(p) for p in model._keys_to_ignore_on_load_unexpected or ()]

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from halfbyte.checkpoints.dialects import CheckpointError
 from halfbyte.checkpoints.quantize import CalibrationResult
-from halfbyte.models.calibration import MAX_TOKENS, calibrate
+from halfbyte.models.calibration import MAX_TOKENS, measure_amax
 from halfbyte.models.weight_plan import experts_projection
 
 
@@ -44,15 +44,14 @@ def calibrate_weights(
 
     Raises:
         CheckpointError: a layer that was never reached, or one whose input is not finite.
+        ValueError: K or V that is not finite.
     """
     window = min(MAX_TOKENS, getattr(model.config, "max_position_embeddings", MAX_TOKENS))
     total = token_ids.shape[1]
     kv_amax: list[tuple[float, float]] | None = None
     with _linear_experts(model), _InputAmax(model, modules) as recorder:
         for start in range(0, total, window):
-            piece = token_ids[:, start : start + window]
-            scales = calibrate(model, piece, source, headroom=1.0)
-            seen = list(zip(scales.k_amax, scales.v_amax, strict=True))
+            seen = measure_amax(model, token_ids[:, start : start + window])
             if kv_amax is None:
                 kv_amax = seen
             else:

@@ -1,0 +1,182 @@
+"""Where the global scales of K and V come from: the first that is there of
+
+1. what the user gives,
+2. the tensors of the checkpoint's own files,
+3. `kv_scales.json` in its folder,
+4. a calibration kept in the user's cache folder, for a folder that cannot be written,
+
+and else a calibration pass in memory. The log says which. 1.0 is never assumed: K and V of small
+models would sink into the subnormals of E4M3, and long-range retrieval would fail.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from halfbyte.assets import calibration_text
+from halfbyte.checkpoints import CheckpointError, fingerprint, read_kv_scales
+from halfbyte.checkpoints.declarations import read_modelopt_file
+from halfbyte.checkpoints.dialects import MODELOPT_FILE
+from halfbyte.files import cache_folder, make_private
+from halfbyte.kvcache import KV_SCALES_FILE, KVScales, get_kv_cache_quant_method
+from halfbyte.layouts import KVCacheDType
+from halfbyte.models.calibration import calibrate, calibration_tokens
+from halfbyte.models.loading import has_tokenizer, load_tokenizer
+
+logger = logging.getLogger("halfbyte")
+
+_CACHE_SUBFOLDER = "kv_scales"
+
+
+def find_kv_scales(
+    folder: Path, config: Any, *, given: KVScales | str | Path | None = None
+) -> KVScales | None:
+    """Scales of a model, without running it.
+
+    Args:
+        folder: of its checkpoint.
+        config: transformers config, or the dict of its `config.json`: for the format that scales in
+            the files were made for, and for the number of layers.
+        given: the user's scales, a file of them, or a folder with a `kv_scales.json`, which win.
+
+    Returns:
+        Scales whose `source` says where they were; None if there are none.
+
+    Raises:
+        ValueError: scales that are given and absent; a broken file, or one with a scale of 0;
+            scales for another number of layers. One line that names the file.
+    """
+    scales = (
+        _given(given)
+        or _from_checkpoint(folder, config)
+        or _from_file(folder)
+        or _from_cache(folder)
+    )
+    if scales is not None:
+        _check_layers(scales, config)
+    return scales
+
+
+def resolve_kv_scales(
+    model: PreTrainedModel,
+    dtypes: set[KVCacheDType],
+    *,
+    given: KVScales | str | Path | None = None,
+    tokenizer: Any = None,
+) -> KVScales | None:
+    """Scales for a model whose layers use the formats `dtypes`.
+
+    Args:
+        model: a loaded transformers model; its folder is looked at if it was loaded from one.
+        dtypes: formats in use.
+        given: as for `find_kv_scales`.
+        tokenizer: encodes the calibration text; without one the folder's is loaded, and without a
+            folder a fixed sequence of token ids is used.
+
+    Returns:
+        None if no format needs scales.
+
+    Raises:
+        ValueError: as `find_kv_scales`; a calibration that gives none.
+    """
+    if not any(dtype.has_global_scale for dtype in dtypes):
+        return None
+    folder = Path(getattr(model.config, "_name_or_path", "") or ".not-a-folder")
+    has_folder = folder.is_dir()
+    scales = find_kv_scales(folder, model.config, given=given) if has_folder else _given(given)
+    if scales is None:
+        if tokenizer is None and has_tokenizer(folder):
+            tokenizer = load_tokenizer(folder)
+        ids, source = calibration_tokens(tokenizer, model.config, calibration_text())
+        scales = calibrate(model, ids, source)
+    _check_layers(scales, model.config)
+    logger.info("KV cache scales: %s", scales.source)
+    return scales
+
+
+def kept_calibration(folder: Path) -> Path | None:
+    """The file in the user's cache folder for the calibration of a model; it need not exist.
+
+    Args:
+        folder: of the model's checkpoint, wherever it lies.
+
+    Returns:
+        None if nothing is to be kept, see `files.cache_folder`.
+
+    Raises:
+        CheckpointError: a folder that has no fingerprint.
+    """
+    cache = cache_folder()
+    return cache and cache / _CACHE_SUBFOLDER / f"{fingerprint(folder)}.json"
+
+
+def keep_calibration(file: Path, scales: KVScales) -> None:
+    """Write the file of `kept_calibration`.
+
+    Raises:
+        OSError: the cache folder cannot be written.
+    """
+    make_private(file.parent.parent)
+    make_private(file.parent)
+    scales.save_file(file)
+
+
+def _given(given: KVScales | str | Path | None) -> KVScales | None:
+    if given is None or isinstance(given, KVScales):
+        return given
+    path = Path(given)
+    file = path / KV_SCALES_FILE if path.is_dir() else path
+    scales = KVScales.load_file(file)
+    return replace(scales, source=f"{file} ({scales.source})")
+
+
+def _from_checkpoint(folder: Path, config: Any) -> KVScales | None:
+    stored = read_kv_scales(folder)
+    if not stored:
+        return None
+    declared = KVCacheDType.AUTO
+    if (folder / MODELOPT_FILE).is_file():  # wins over its copy in config.json
+        declared = KVCacheDType.from_checkpoint(read_modelopt_file(folder / MODELOPT_FILE))
+    if not declared.has_global_scale:
+        declared = KVCacheDType.from_checkpoint(config)
+    if not declared.has_global_scale:
+        declared = KVCacheDType.FP8_E4M3
+        logger.warning("%s: has KV scales but declares no format; taken as FP8's", folder)
+    method = get_kv_cache_quant_method(declared)
+    return KVScales.from_layers(stored, method, source=f"checkpoint (for {method.name})")
+
+
+def _from_file(folder: Path) -> KVScales | None:
+    scales = KVScales.load(folder)
+    return scales and replace(scales, source=f"{KV_SCALES_FILE} ({scales.source})")
+
+
+def _from_cache(folder: Path) -> KVScales | None:
+    cache = cache_folder()
+    if cache is None or not (cache / _CACHE_SUBFOLDER).is_dir():
+        return None  # and no time is spent on a fingerprint
+    try:
+        file = kept_calibration(folder)
+    except CheckpointError as error:
+        logger.debug("no calibration is looked for in the cache folder: %s", error)
+        return None
+    if file is None or not file.is_file():
+        return None
+    scales = KVScales.load_file(file)
+    return replace(scales, source=f"{file} ({scales.source})")
+
+
+def _check_layers(scales: KVScales, config: Any) -> None:
+    if isinstance(config, Mapping):
+        num_layers = config.get("num_hidden_layers")
+    else:
+        num_layers = getattr(config, "num_hidden_layers", None)
+    if num_layers is not None and scales.num_layers != num_layers:
+        raise ValueError(
+            f"KV scales from {scales.source}: {scales.num_layers} layers, "
+            f"the model has {num_layers}"
+        )

@@ -1,0 +1,189 @@
+"""Calibration layer by layer, so that a model need not fit into memory.
+
+The model is made on the meta device and its own forward pass is run once. The embeddings and each
+decoder layer load their weights from the shards when they are called, and lose them when they
+return; masks and rotary embeddings are transformers' own. The output embeddings are never loaded.
+In memory are one layer, and the hidden states of the tokens.
+"""
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfbyte.checkpoints.declarations import read_declaration
+from halfbyte.checkpoints.dialects import CheckpointError
+from halfbyte.checkpoints.safetensors_index import CheckpointIndex
+from halfbyte.kvcache import KVScales
+from halfbyte.models.architectures import check_supported
+from halfbyte.models.attention_functions import GENERATE, register
+from halfbyte.models.calibration import (
+    AmaxRecorder,
+    calibrate,
+    calibration_tokens,
+    read_calibration_text,
+    scales_from_amax,
+)
+from halfbyte.models.checkpoint_loading import empty_model, make_buffers, resolve_dtype
+from halfbyte.models.loading import (
+    device_or_default,
+    has_tokenizer,
+    load_model,
+    load_tokenizer,
+    local_folder,
+)
+from halfbyte.models.local_files import read_model_config
+from halfbyte.models.quantized import LayerOptions, LayerPlan, plan_layers, put_in_place
+from halfbyte.models.streaming import Sink, weight_sinks
+
+logger = logging.getLogger("halfbyte")
+
+OnLayer = Callable[[int, int], Any]
+"""Takes how many layers are done, and how many there are."""
+
+
+def calibrate_checkpoint(
+    path: str | Path,
+    *,
+    text_file: str | Path | None = None,
+    max_tokens: int | None = None,
+    device: torch.device | str | None = None,
+    dtype: str | torch.dtype = "auto",
+    on_layer: OnLayer = lambda done, total: None,
+) -> KVScales:
+    """Measure the KV scales of a checkpoint, whether or not it has some.
+
+    They are those of `calibrate` with the whole model, bit for bit on the CPU. A checkpoint that
+    cannot be streamed layer by layer is loaded whole, and the log says so.
+
+    Args:
+        path: folder or hub id.
+        text_file: of UTF-8 text; by default the built-in text.
+        max_tokens: of the text, see `calibration_tokens`.
+        device: by default a GPU if there is one.
+        dtype: of weights and computation, `auto` for the checkpoint's.
+        on_layer: see `OnLayer`.
+
+    Raises:
+        ModelLoadError, CheckpointError, UnsupportedModelError: as `load_model`.
+        ValueError: a text that cannot be read, is no UTF-8, or is empty; `max_tokens` below 1; an
+            unknown device or dtype; K or V that is not finite, or zero in every layer.
+    """
+    device = device_or_default(device)
+    text = read_calibration_text(text_file, "text")
+    name = "the built-in text" if text_file is None else Path(text_file).name
+    folder = local_folder(path)
+    config = read_model_config(folder)
+    check_supported(config)
+    needs_tokenizer = text_file is not None
+    tokenizer = load_tokenizer(folder) if needs_tokenizer or has_tokenizer(folder) else None
+    ids, source = calibration_tokens(tokenizer, config, text, name, max_tokens)
+    try:
+        streamed = StreamedModel(folder, config, device, dtype)
+    except CheckpointError as error:
+        model = load_model(folder, dtype=dtype, device=device)
+        logger.warning("calibrated with the whole model in memory: %s", error)
+        return calibrate(model, ids, source)
+    return scales_from_amax(streamed.measure_amax(ids, on_layer), source)
+
+
+class StreamedModel:
+    """A model for one forward pass without its output embeddings.
+
+    Args:
+        folder: of an unquantized checkpoint, or of one with NVFP4 layers.
+        config: of `read_model_config`.
+        device: for weights and computation.
+        dtype: `auto` for the checkpoint's.
+
+    Raises:
+        CheckpointError: another kind of checkpoint, or one whose tensors do not fit the model; the
+            headers are compared before a weight is read.
+    """
+
+    def __init__(
+        self, folder: Path, config: Any, device: torch.device, dtype: str | torch.dtype
+    ) -> None:
+        section = getattr(config, "quantization_config", None)
+        declaration = read_declaration(folder, {"quantization_config": section})
+        if declaration is None and section is not None:
+            raise CheckpointError(f"{folder}: is quantized by a method that is read whole")
+        self._index = CheckpointIndex.read(folder)
+        self._device = device
+        resolved = resolve_dtype(dtype, config, self._index)
+        model = empty_model(folder, config, resolved)
+        plan = LayerPlan()
+        if declaration is not None and declaration.groups:
+            plan = plan_layers(model, declaration, self._index)
+            put_in_place(model, plan, declaration, LayerOptions(resolved, device))
+        sinks, absent = weight_sinks(model, plan, declaration, self._index, resolved)
+        base: Any = model.base_model
+        prefix = f"{model.base_model_prefix}."
+        elsewhere = sorted(name for name in absent if name.startswith(prefix))
+        if elsewhere:
+            raise CheckpointError(f"{folder}: {elsewhere[0]}: expected in the files, found none")
+        make_buffers(model, device)
+        register()
+        model.set_attn_implementation(GENERATE)
+        self._base: nn.Module = base.eval()
+        self._on_layer: OnLayer = lambda done, total: None
+        # By part; those of the output embeddings have another prefix.
+        part_of = re.compile(re.escape(prefix) + r"(?:(layers\.\d+|embed_tokens)\.)?")
+        self._sinks: dict[str, dict[str, Sink]] = defaultdict(dict)
+        for name, sink in sinks.items():
+            match = part_of.match(name)
+            if match:
+                self._sinks[match[1] or ""][name] = sink
+        layers = list(base.layers)
+        self._stream("embed_tokens", base.embed_tokens)
+        for i, layer in enumerate(layers):
+            self._stream(f"layers.{i}", layer, partial(self._layer_done, i + 1, len(layers)))
+
+    @torch.inference_mode()
+    def measure_amax(
+        self, input_ids: torch.Tensor, on_layer: OnLayer = lambda done, total: None
+    ) -> list[tuple[float, float]]:
+        """See `calibration.measure_amax`; to be called once, as the weights are gone afterwards.
+
+        Args:
+            input_ids: int64 `[rows, tokens]`.
+            on_layer: see `OnLayer`.
+
+        Raises:
+            CheckpointError: a file that can no longer be read, or a scale that cannot be.
+            ValueError: K or V that is not finite.
+        """
+        self._on_layer = on_layer
+        self._load("")
+        recorder = AmaxRecorder()
+        ids = input_ids.to(self._device)
+        self._base(input_ids=ids, past_key_values=recorder, use_cache=True)
+        return recorder.result()
+
+    def _stream(self, part: str, module: nn.Module, done: Callable[[], Any] = lambda: None) -> None:
+        """Have a module load its weights when it is called, run row by row, and drop them."""
+        run = module.forward
+
+        def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self._load(part)
+            result = torch.cat([run(row, *args, **kwargs) for row in x.split(1)])
+            for tensors in (module._modules, module._parameters, module._buffers):
+                tensors.clear()
+            done()
+            return result
+
+        module.forward = forward
+
+    def _layer_done(self, done: int, total: int) -> None:
+        self._on_layer(done, total)
+
+    def _load(self, part: str) -> None:
+        sinks = self._sinks.pop(part, {})  # they hold modules
+        for name, tensor in self._index.stream(sinks, self._device):
+            sinks[name](tensor)

@@ -1,0 +1,247 @@
+"""Where KV scales are found, and in which order."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from halfbyte.kvcache import KVCacheDType, KVScales
+from halfbyte.models import find_kv_scales, load_model, resolve_kv_scales
+from halfbyte.models.kv_scales import keep_calibration, kept_calibration
+from models.zoo import make_model
+
+NVFP4 = {KVCacheDType.NVFP4}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache folder, which does not exist yet."""
+    monkeypatch.setenv("HALFBYTE_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_model("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def scales_of(amax: float, source: str = "test") -> KVScales:
+    return KVScales((amax,) * 4, (amax,) * 4, source)
+
+
+def add_scales(folder: Path, name: str, declared: dict | None = None) -> None:
+    tensors = {}
+    for layer in range(4):
+        for side in "kv":
+            tensors[name.format(layer=layer, side=side)] = torch.tensor(0.01 * (layer + 1))
+    save_file(tensors, folder / "scales.safetensors")
+    if declared is not None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **declared}))
+
+
+def test_resolve_kv_scales_none_needed() -> None:
+    formats = {KVCacheDType.BFLOAT16, KVCacheDType.MXFP4}
+    assert resolve_kv_scales(make_model("llama"), formats) is None
+
+
+def test_resolve_kv_scales_is_repeatable_and_never_one() -> None:
+    first, second = (resolve_kv_scales(make_model("llama"), NVFP4) for _ in range(2))
+    assert first == second
+    assert first is not None
+    assert "calibration on 256 fixed token ids" in first.source
+    assert 2688.0 not in first.k_amax + first.v_amax
+
+
+def test_resolve_kv_scales_logs_the_source(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="halfbyte"):
+        resolve_kv_scales(make_model("llama"), NVFP4, given=KVScales((1.0,) * 4, (1.0,) * 4, "me"))
+    assert "KV cache scales: me" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.{layer}.self_attn.{side}_proj.{side}_scale",
+        "model.layers.{layer}.self_attn.{side}_scale",
+        "model.layers.{layer}.self_attn.attn.{side}_scale",
+    ],
+    ids=["modelopt", "compressed-tensors", "vllm"],
+)
+def test_resolve_kv_scales_from_checkpoint(folder: Path, name: str) -> None:
+    add_scales(folder, name, {"quantization_config": None})
+    model = make_model("llama")
+    model.config._name_or_path = str(folder)
+    scales = resolve_kv_scales(model, {KVCacheDType.FP8_E4M3})
+    assert scales is not None
+    assert "checkpoint" in scales.source
+    # Nothing declared: the scales are FP8's, amax / 448.
+    assert scales.k_amax[1] == pytest.approx(0.02 * 448, rel=1e-6)
+
+
+def test_resolve_kv_scales_of_a_declared_nvfp4_cache(folder: Path) -> None:
+    add_scales(folder, "model.layers.{layer}.self_attn.{side}_scale")
+    model = make_model("llama")
+    model.config._name_or_path = str(folder)
+    model.config.quantization_config = {"kv_cache_quant_algo": "NVFP4"}
+    scales = resolve_kv_scales(model, NVFP4)
+    assert scales is not None
+    assert scales.k_amax[1] == pytest.approx(0.02 * 2688, rel=1e-6)
+
+
+def test_resolve_kv_scales_from_a_saved_file(folder: Path) -> None:
+    saved = KVScales((1.0, 2.0, 3.0, 4.0), (5.0, 6.0, 7.0, 8.0), "calibration on a text")
+    saved.save(folder)
+    scales = resolve_kv_scales(load_model(folder), NVFP4)
+    assert scales is not None
+    assert (scales.k_amax, scales.v_amax) == (saved.k_amax, saved.v_amax)
+    assert "kv_scales.json" in scales.source
+
+
+def test_resolve_kv_scales_refuses_half_a_layer(folder: Path) -> None:
+    save_file({"model.layers.0.self_attn.k_scale": torch.tensor(0.1)}, folder / "s.safetensors")
+    model = make_model("llama")
+    model.config._name_or_path = str(folder)
+    with pytest.raises(ValueError, match="layer 0 has a k_scale only"):
+        resolve_kv_scales(model, NVFP4)
+
+
+def test_resolve_kv_scales_refuses_a_broken_file(folder: Path) -> None:
+    (folder / "kv_scales.json").write_text("{")
+    with pytest.raises(ValueError, match=r"kv_scales.json: not a file of KV scales"):
+        resolve_kv_scales(load_model(folder), NVFP4)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def test_find_kv_scales_takes_the_first_that_is_there(
+    folder: Path, cache: Path, tmp_path: Path
+) -> None:
+    config = config_of(folder)
+
+    def found(given: KVScales | str | Path | None = None) -> tuple[float, str]:
+        scales = find_kv_scales(folder, config, given=given)
+        assert scales is not None
+        return scales.k_amax[0], scales.source
+
+    assert find_kv_scales(folder, config) is None
+    file = kept_calibration(folder)
+    assert file is not None
+    assert file.parent == cache / "kv_scales"
+    keep_calibration(file, scales_of(1.0, "kept"))
+    assert found() == (1.0, f"{file} (kept)")
+    scales_of(2.0, "stored").save(folder)
+    assert found() == (2.0, "kv_scales.json (stored)")
+    add_scales(folder, "model.layers.{layer}.self_attn.{side}_scale")
+    assert found()[1] == "checkpoint (for fp8_e4m3)"
+    other = tmp_path / "other"
+    other.mkdir()
+    scales_of(4.0, "mine").save(other)
+    for given in (other, str(other), other / "kv_scales.json"):
+        assert found(given) == (4.0, f"{other}/kv_scales.json (mine)")
+    assert found(scales_of(5.0, "user")) == (5.0, "user")
+
+
+def test_find_kv_scales_of_a_config_as_transformers_has_it(folder: Path) -> None:
+    scales_of(2.0).save(folder)
+    model = load_model(folder)
+    assert find_kv_scales(folder, model.config) == find_kv_scales(folder, config_of(folder))
+
+
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_find_kv_scales_reads_modelopts_declaration(folder: Path, is_nested: bool) -> None:
+    add_scales(folder, "model.layers.{layer}.self_attn.{side}_proj.{side}_scale")
+    section = {"quant_algo": None, "kv_cache_quant_algo": "NVFP4"}
+    (folder / "hf_quant_config.json").write_text(
+        json.dumps({"quantization": section} if is_nested else section)
+    )
+    scales = find_kv_scales(folder, config_of(folder))
+    assert scales is not None
+    assert scales.source == "checkpoint (for nvfp4)"
+    assert scales.k_amax[1] == pytest.approx(0.02 * 2688, rel=1e-6)
+
+
+def test_find_kv_scales_keeps_calibrations_by_fingerprint(folder: Path, tmp_path: Path) -> None:
+    """Another place is the same model, other weights are another."""
+    file = kept_calibration(folder)
+    assert file is not None
+    keep_calibration(file, scales_of(1.0))
+    moved = folder.rename(tmp_path / "moved")
+    assert find_kv_scales(moved, config_of(moved)) is not None
+    tensors = load_file(moved / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, moved / "model.safetensors")
+    assert find_kv_scales(moved, config_of(moved)) is None
+
+
+def test_nothing_is_kept_without_a_cache_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HALFBYTE_CACHE_DIR", "")
+    assert kept_calibration(folder) is None
+    assert find_kv_scales(folder, config_of(folder)) is None
+
+
+def test_the_cache_folder_is_the_users_alone(folder: Path, cache: Path) -> None:
+    file = kept_calibration(folder)
+    assert file is not None
+    keep_calibration(file, scales_of(1.0))
+    for private in (cache, cache / "kv_scales"):
+        assert private.stat().st_mode & 0o77 == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("absent", r"absent: cannot be read: No such file"),
+        ("model", r"model/kv_scales\.json: cannot be read: No such file"),
+        ("model/config.json", r"config\.json: not a file of KV scales"),
+    ],
+)
+def test_given_scales_are_never_passed_over(
+    folder: Path, tmp_path: Path, given: str, message: str
+) -> None:
+    add_scales(folder, "model.layers.{layer}.self_attn.{side}_scale")
+    with pytest.raises(ValueError, match=message):
+        find_kv_scales(folder, config_of(folder), given=tmp_path / given)
+    with pytest.raises(ValueError, match=message):
+        resolve_kv_scales(make_model("llama"), NVFP4, given=str(tmp_path / given))
+
+
+def test_scales_for_another_number_of_layers(folder: Path, tmp_path: Path) -> None:
+    KVScales((1.0,), (1.0,), "short").save(folder)
+    message = r"kv_scales\.json \(short\): 1 layers, the model has 4"
+    for config in (config_of(folder), load_model(folder).config):
+        with pytest.raises(ValueError, match=message):
+            find_kv_scales(folder, config)
+    # A config that does not say how many there are (one with several models in it).
+    assert find_kv_scales(folder, {"model_type": "gemma3"}) is not None
+
+
+def test_a_stored_zero_is_refused(folder: Path) -> None:
+    file = folder / "kv_scales.json"
+    scales_of(1.0).save(folder)
+    file.write_text(file.read_text().replace("1.0", "0", 1))
+    with pytest.raises(ValueError, match=r"kv_scales\.json: .*k_amax of layer 0 is 0"):
+        resolve_kv_scales(load_model(folder), NVFP4)
+
+
+def test_a_zero_in_the_checkpoint_is_refused(folder: Path) -> None:
+    name = "model.layers.2.self_attn.v_scale"
+    save_file({name: torch.zeros(1)}, folder / "scales.safetensors")
+    with pytest.raises(ValueError, match=rf"scales\.safetensors: {name}: .*above 0, found 0\.0"):
+        find_kv_scales(folder, config_of(folder))
+
+
+def test_resolve_kv_scales_takes_a_file(tmp_path: Path) -> None:
+    file = scales_of(3.0).save_file(tmp_path / "mine.json")
+    scales = resolve_kv_scales(make_model("llama"), NVFP4, given=file)
+    assert scales is not None
+    assert scales.k_amax == (3.0,) * 4
