@@ -28,12 +28,14 @@ def cache_folder() -> Path | None:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that only its user can enter, with those above it; one that exists stays.
+    """Make a folder that only its user can enter, and those above it; what exists stays as it is.
 
     Raises:
         OSError: it cannot be made.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def replace_file(path: Path, content: bytes) -> None:

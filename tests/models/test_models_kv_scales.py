@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from halfbyte.files import make_private
 from halfbyte.kvcache import KVCacheDType, KVScales
 from halfbyte.models import find_kv_scales, load_model, resolve_kv_scales
-from halfbyte.models.kv_scales import keep_calibration, kept_calibration
+from halfbyte.models.kv_scales import kept_calibration
 from models.zoo import make_model
 
 NVFP4 = {KVCacheDType.NVFP4}
@@ -32,6 +34,14 @@ def folder(tmp_path: Path) -> Path:
 
 def scales_of(amax: float, source: str = "test") -> KVScales:
     return KVScales((amax,) * 4, (amax,) * 4, source)
+
+
+def keep(folder: Path, scales: KVScales) -> Path:
+    """As `halfbyte calibrate` does where a folder cannot be written."""
+    file = kept_calibration(folder)
+    assert file is not None
+    make_private(file.parent)
+    return scales.save_file(file)
 
 
 def add_scales(folder: Path, name: str, declared: dict | None = None) -> None:
@@ -132,10 +142,8 @@ def test_find_kv_scales_takes_the_first_that_is_there(
         return scales.k_amax[0], scales.source
 
     assert find_kv_scales(folder, config) is None
-    file = kept_calibration(folder)
-    assert file is not None
+    file = keep(folder, scales_of(1.0, "kept"))
     assert file.parent == cache / "kv_scales"
-    keep_calibration(file, scales_of(1.0, "kept"))
     assert found() == (1.0, f"{file} (kept)")
     scales_of(2.0, "stored").save(folder)
     assert found() == (2.0, "kv_scales.json (stored)")
@@ -170,9 +178,7 @@ def test_find_kv_scales_reads_modelopts_declaration(folder: Path, is_nested: boo
 
 def test_find_kv_scales_keeps_calibrations_by_fingerprint(folder: Path, tmp_path: Path) -> None:
     """Another place is the same model, other weights are another."""
-    file = kept_calibration(folder)
-    assert file is not None
-    keep_calibration(file, scales_of(1.0))
+    keep(folder, scales_of(1.0))
     moved = folder.rename(tmp_path / "moved")
     assert find_kv_scales(moved, config_of(moved)) is not None
     tensors = load_file(moved / "model.safetensors")
@@ -190,11 +196,22 @@ def test_nothing_is_kept_without_a_cache_folder(
 
 
 def test_the_cache_folder_is_the_users_alone(folder: Path, cache: Path) -> None:
-    file = kept_calibration(folder)
-    assert file is not None
-    keep_calibration(file, scales_of(1.0))
+    keep(folder, scales_of(1.0))
     for private in (cache, cache / "kv_scales"):
         assert private.stat().st_mode & 0o77 == 0
+
+
+def test_a_cache_folder_of_somebody_elses_is_passed_over(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_dir(path: Path) -> bool:
+        if path.is_relative_to(cache):
+            raise PermissionError(13, "Permission denied")
+        return os.path.isdir(path)
+
+    keep(folder, scales_of(1.0))
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    assert find_kv_scales(folder, config_of(folder)) is None
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import typer
 
 from halfbyte import __version__
 from halfbyte.cli.bench import bench
+from halfbyte.cli.calibrate import calibrate
 from halfbyte.cli.console import print_error
 from halfbyte.cli.evaluate import evaluate
 from halfbyte.cli.generate import generate
@@ -34,6 +35,7 @@ app.command("generate")(generate)
 app.command("eval")(evaluate)
 app.command("info")(info)
 app.command("quantize")(quantize)
+app.command("calibrate")(calibrate)
 app.add_typer(bench, name="bench")
 
 

@@ -21,7 +21,7 @@ from halfbyte.assets import calibration_text
 from halfbyte.checkpoints import CheckpointError, fingerprint, read_kv_scales
 from halfbyte.checkpoints.declarations import read_modelopt_file
 from halfbyte.checkpoints.dialects import MODELOPT_FILE
-from halfbyte.files import cache_folder, make_private
+from halfbyte.files import cache_folder
 from halfbyte.kvcache import KV_SCALES_FILE, KVScales, get_kv_cache_quant_method
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models.calibration import calibrate, calibration_tokens
@@ -99,7 +99,9 @@ def resolve_kv_scales(
 
 
 def kept_calibration(folder: Path) -> Path | None:
-    """The file in the user's cache folder for the calibration of a model; it need not exist.
+    """The file in the user's cache folder for the calibration of a model.
+
+    Neither it nor its folder need exist.
 
     Args:
         folder: of the model's checkpoint, wherever it lies.
@@ -112,17 +114,6 @@ def kept_calibration(folder: Path) -> Path | None:
     """
     cache = cache_folder()
     return cache and cache / _CACHE_SUBFOLDER / f"{fingerprint(folder)}.json"
-
-
-def keep_calibration(file: Path, scales: KVScales) -> None:
-    """Write the file of `kept_calibration`.
-
-    Raises:
-        OSError: the cache folder cannot be written.
-    """
-    make_private(file.parent.parent)
-    make_private(file.parent)
-    scales.save_file(file)
 
 
 def _given(given: KVScales | str | Path | None) -> KVScales | None:
@@ -157,14 +148,14 @@ def _from_file(folder: Path) -> KVScales | None:
 
 def _from_cache(folder: Path) -> KVScales | None:
     cache = cache_folder()
-    if cache is None or not (cache / _CACHE_SUBFOLDER).is_dir():
-        return None  # and no time is spent on a fingerprint
     try:
+        if cache is None or not (cache / _CACHE_SUBFOLDER).is_dir():
+            return None  # and no time is spent on a fingerprint
         file = kept_calibration(folder)
-    except CheckpointError as error:
+        if file is None or not file.is_file():
+            return None
+    except (CheckpointError, OSError) as error:  # no fingerprint, or a folder of somebody else's
         logger.debug("no calibration is looked for in the cache folder: %s", error)
-        return None
-    if file is None or not file.is_file():
         return None
     scales = KVScales.load_file(file)
     return replace(scales, source=f"{file} ({scales.source})")

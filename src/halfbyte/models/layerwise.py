@@ -38,7 +38,7 @@ from halfbyte.models.loading import (
     load_tokenizer,
     local_folder,
 )
-from halfbyte.models.local_files import read_model_config
+from halfbyte.models.local_files import ModelLoadError, read_model_config
 from halfbyte.models.quantized import LayerOptions, LayerPlan, plan_layers, put_in_place
 from halfbyte.models.streaming import Sink, weight_sinks
 
@@ -81,8 +81,9 @@ def calibrate_checkpoint(
     folder = local_folder(path)
     config = read_model_config(folder)
     check_supported(config)
-    needs_tokenizer = text_file is not None
-    tokenizer = load_tokenizer(folder) if needs_tokenizer or has_tokenizer(folder) else None
+    tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
+    if tokenizer is None and text_file is not None:
+        raise ModelLoadError(f"{folder}: has no tokenizer, which a text needs")
     ids, source = calibration_tokens(tokenizer, config, text, name, max_tokens)
     try:
         streamed = StreamedModel(folder, config, device, dtype)

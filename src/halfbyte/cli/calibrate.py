@@ -1,0 +1,139 @@
+"""`halfbyte calibrate`"""
+
+import json
+import os
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from halfbyte.cli.console import out, progress_bar, quiet_libraries
+from halfbyte.cli.options import DType, Verbose
+
+if TYPE_CHECKING:
+    from halfbyte.kvcache import KVScales
+
+
+def calibrate(
+    model: Annotated[str, typer.Argument(help="Folder or hub id of a checkpoint.")],
+    text: Annotated[
+        Path | None,
+        typer.Option(help="UTF-8 text to calibrate on; by default a built-in one."),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            help="File to write; by default kv_scales.json in the model's folder, or where that "
+            "cannot be written, and for hub ids, one in the cache folder.",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Of the text; by default as many as the model sees at once, up to 2,048."
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1 …; by default a GPU if there is one.")
+    ] = None,
+    dtype: DType = "auto",
+    force: Annotated[
+        bool, typer.Option("--force", help="Also if the checkpoint has scales of its own.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Measure the scales of a model's KV cache, one layer in memory at a time, and store them."""
+    from halfbyte.models.layerwise import calibrate_checkpoint
+    from halfbyte.models.loading import local_folder
+    from halfbyte.models.local_files import read_model_config
+
+    quiet_libraries(verbose=verbose)
+    folder = local_folder(model)
+    read_model_config(folder)  # what is no model is said before anything else
+    path, is_kept = _destination(model, folder, file)
+    shadow = _comes_first(folder, is_kept=is_kept)
+    if shadow and not force:
+        note = f"{model}: nothing to do: {shadow} (--force measures others all the same)"
+        if as_json:
+            print(json.dumps({"path": None, "note": note}))
+        else:
+            out.print(note, markup=False)
+        return
+    _check_writable(path, is_kept=is_kept)
+    with progress_bar("calibrating", "layers") as update:
+        scales = calibrate_checkpoint(
+            folder,
+            text_file=text,
+            max_tokens=max_tokens,
+            device=device,
+            dtype=dtype,
+            on_layer=update,
+        )
+    scales.save_file(path)
+    if as_json:
+        fields = {"source": scales.source, "k_amax": scales.k_amax, "v_amax": scales.v_amax}
+        print(json.dumps({"path": str(path), "layers": scales.num_layers, **fields}))
+        return
+    out.print(_table(scales))
+    out.print(scales.source, markup=False)
+    out.print(f"{path}: written", markup=False)
+    if shadow:
+        out.print(f"used where it is given as kv_scales, because {shadow}", markup=False)
+
+
+def _destination(model: str, folder: Path, file: Path | None) -> tuple[Path, bool]:
+    """The file to write, and whether it is one of the cache folder."""
+    from halfbyte.kvcache import KV_SCALES_FILE
+    from halfbyte.models.kv_scales import kept_calibration
+
+    if file is not None:
+        return file, False
+    if Path(model).is_dir() and os.access(folder, os.W_OK):
+        return folder / KV_SCALES_FILE, False
+    kept = kept_calibration(folder)
+    if kept is None:
+        raise ValueError(
+            f"{model}: cannot be written, and there is no cache folder (HALFBYTE_CACHE_DIR is "
+            "empty): say where to write with --out"
+        )
+    return kept, True
+
+
+def _comes_first(folder: Path, *, is_kept: bool) -> str | None:
+    """Which scales of the folder would be used in place of what is written; None for none."""
+    from halfbyte.checkpoints import read_kv_scales
+    from halfbyte.kvcache import KV_SCALES_FILE
+
+    if read_kv_scales(folder):
+        return "the checkpoint has KV scales of its own, which come first"
+    if is_kept and (folder / KV_SCALES_FILE).is_file():
+        return f"its folder has a {KV_SCALES_FILE}, which comes first"
+    return None
+
+
+def _check_writable(path: Path, *, is_kept: bool) -> None:
+    """Raise ValueError or OSError before the work rather than after it."""
+    from halfbyte.files import make_private
+
+    if is_kept:
+        make_private(path.parent)
+    if path.is_dir():
+        raise ValueError(f"out: {path}: is a folder, expected the name of a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"out: {path.parent}: no such folder")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"out: {path.parent}: cannot be written")
+
+
+def _table(scales: "KVScales") -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("amax", "layers", "min", "median", "max"):
+        table.add_column(column, justify="left" if column == "amax" else "right")
+    for side, amax in (("K", scales.k_amax), ("V", scales.v_amax)):
+        values = (f"{value:.4g}" for value in (min(amax), median(amax), max(amax)))
+        table.add_row(side, str(scales.num_layers), *values)
+    return table
