@@ -18,6 +18,7 @@ import typer
 from halfbyte import __version__
 from halfbyte.cli.bench import bench
 from halfbyte.cli.calibrate import calibrate
+from halfbyte.cli.chat import chat
 from halfbyte.cli.console import print_error
 from halfbyte.cli.evaluate import evaluate
 from halfbyte.cli.generate import generate
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 app.command("generate")(generate)
 app.command("eval")(evaluate)
+app.command("chat")(chat)
 app.command("info")(info)
 app.command("quantize")(quantize)
 app.command("calibrate")(calibrate)

@@ -45,7 +45,7 @@ def progress_bar(description: str, unit: str) -> Iterator[Callable[[int, int], N
 
 def print_error(error: Exception) -> None:
     """One line on stderr that says what went wrong."""
-    from halfbyte.checkpoints.dialects import one_line
-
+    # As dialects.one_line, which would load torch to print an error.
+    message = " ".join(str(error).split()) or type(error).__name__
     err.print("error:", style="bold red", end=" ")
-    err.print(one_line(error), markup=False, emoji=False)
+    err.print(message, markup=False, emoji=False)

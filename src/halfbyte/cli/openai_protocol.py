@@ -1,0 +1,132 @@
+"""What OpenAI-compatible servers send: server-sent events, chunks of an answer, errors.
+
+Event by event, `data:` lines carry JSON, the last one `[DONE]`. A server may also report an error
+in the middle of a stream, or answer with one JSON object where it does not stream.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+_MAX_ERROR_CHARACTERS = 500
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# A carriage return at the end may be half of a CRLF.
+_LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
+
+
+class EndpointError(RuntimeError):
+    """What went wrong with which URL, and what to do, in one line without control characters."""
+
+    def __init__(self, url: str, problem: str, advice: str) -> None:
+        line = f"{url}: {problem.rstrip().removesuffix('.')}; {advice}"
+        super().__init__(" ".join(strip_control(line).split()))
+
+
+class NoChatTemplateError(EndpointError):
+    """The model has no chat template, so that there are no chat completions."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one event of a stream brings, each of it optional.
+
+    Args:
+        text: of the answer.
+        reasoning: text that the model thinks before it answers.
+        completion_tokens: tokens of the whole answer, reasoning included.
+        finish_reason: why the answer ends here: "stop", "length", …
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    completion_tokens: int | None = None
+    finish_reason: str | None = None
+
+
+def strip_control(text: str) -> str:
+    """The text without control characters, other than line feed and tab."""
+    return _CONTROL.sub("", text)
+
+
+def replace_surrogates(text: str) -> str:
+    """The text with U+FFFD for code points that no encoding can carry."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def event_data(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Data of server-sent events, however their bytes are split; an event cut short is dropped.
+
+    See https://html.spec.whatwg.org/multipage/server-sent-events.html.
+    """
+    rest = b""
+    data: list[bytes] = []
+    for chunk in chunks:
+        *lines, rest = _LINE_END.split(rest + chunk)
+        for line in lines:
+            name, _, value = line.partition(b":")
+            if name == b"data":
+                data.append(value.removeprefix(b" "))
+            elif not line and data:
+                yield b"\n".join(data)
+                data.clear()
+
+
+def parse_json(url: str, content: bytes) -> object:
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):  # not JSON, or not UTF-8
+        start = content[:40].decode(errors="replace")
+        problem = f"expected JSON, got {start!r}"
+        raise EndpointError(
+            url, problem, "check that an OpenAI-compatible server is there"
+        ) from None
+    message = error_message(value)
+    if message:
+        raise EndpointError(url, f"the server reports: {message}", "look at its log")
+    return value
+
+
+def error_message(value: object) -> str:
+    """The message of an error in one of the forms of vLLM, FastAPI and OpenAI; else empty."""
+    error = at(value, "error")
+    if error is None and at(value, "object") == "error":
+        error = value
+    if error is None:
+        error = at(value, "detail")
+    if error is None:
+        return ""
+    message = at(error, "message") or error
+    text = message if isinstance(message, str) else json.dumps(message)
+    return replace_surrogates(text)[:_MAX_ERROR_CHARACTERS]
+
+
+def parse_chunk(url: str, content: bytes) -> Chunk:
+    value = parse_json(url, content)
+    choice = at(value, "choices", 0)
+    # A stream has a delta, an answer in one JSON object a message, a continuation neither.
+    message = at(choice, "delta") or at(choice, "message")
+    tokens = at(value, "usage", "completion_tokens")
+    finish_reason = _text(at(choice, "finish_reason"))
+    return Chunk(
+        text=_text(at(message, "content")) or _text(at(choice, "text")),
+        reasoning=_text(at(message, "reasoning")) or _text(at(message, "reasoning_content")),
+        completion_tokens=tokens if isinstance(tokens, int) else None,
+        finish_reason=finish_reason or None,
+    )
+
+
+def at(value: object, *path: str | int) -> object:
+    """An element of nested JSON, None where there is none."""
+    for key in path:
+        if isinstance(value, dict):
+            value = value.get(key)
+        elif isinstance(value, list) and isinstance(key, int) and key < len(value):
+            value = value[key]
+        else:
+            return None
+    return value
+
+
+def _text(value: object) -> str:
+    return replace_surrogates(value) if isinstance(value, str) else ""
