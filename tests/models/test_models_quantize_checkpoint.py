@@ -1,6 +1,7 @@
 """What is written can be loaded, and what could not be is refused before anything is written."""
 
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -119,3 +120,21 @@ def test_quantize_ignoring_the_head_and_routers_changes_nothing(
         written.append({file.name: file.read_bytes() for file in target.iterdir()})
     assert written[0] == written[1]
     load_model(target, device="cpu")
+
+
+def test_quantize_gives_a_silent_layer_the_median_scale(
+    source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a layer whose V is zero nothing is known; a stored scale of 0 could not be read."""
+    weights = load_file(source / "model.safetensors")
+    weights["model.layers.1.self_attn.v_proj.weight"].zero_()
+    write_weights(source, weights)
+    for file in bundled_model_path().glob("tokenizer*"):
+        (source / file.name).write_bytes(file.read_bytes())
+    target = source.parent / "target"
+    options = {"weights": "nvfp4-a16", "kv_cache_dtype": "fp8"}
+    quantize_checkpoint(source, target, dialect="modelopt", **options)  # type: ignore[arg-type]
+    scales = read_kv_scales(target)
+    others = [v for layer, (_, v) in scales.items() if layer != 1]
+    assert scales[1][1] == pytest.approx(median(others), rel=1e-6)
+    assert "V is all zero in layer 1" in caplog.text
