@@ -64,7 +64,7 @@ def _wrap_choice(kernels: ModuleType) -> None:
         return _halfbyte_kernel(kernels, use_a16) or choose(use_a16)
 
     for module in list(sys.modules.values()):  # those that imported it by name already
-        if getattr(module, "__dict__", {}).get(_CHOOSE) is choose:
+        if isinstance(module, ModuleType) and vars(module).get(_CHOOSE) is choose:
             setattr(module, _CHOOSE, init_nvfp4_linear_kernel)
 
 

@@ -1,0 +1,32 @@
+"""Tests that run a real vLLM, in the virtual environment `make` gives it; skipped elsewhere."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed in this environment")
+
+# Before vLLM is imported: one process, little memory, one thread beside other test workers.
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def _poison_uninitialised_memory() -> None:
+    """Not here: vLLM reads memory of its own that nobody wrote (its dummy runs)."""
+
+
+@pytest.fixture(autouse=True)
+def _release_engines() -> Iterator[None]:
+    """One engine at a time: vLLM's parallel state is the process's."""
+    yield
+    import gc
+
+    gc.collect()

@@ -1,0 +1,155 @@
+"""vLLM and halfbyte's engine on the same prompts."""
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import halfbyte
+from halfbyte.assets import bundled_model_path
+from halfbyte.plugins.vllm.attention import HalfbyteAttentionImpl
+
+BUNDLED = str(bundled_model_path())
+
+# Beginnings that the bundled model goes on from without repeating itself.
+TEXTS = (
+    "    def __init__(self, msg=''):\n        self.message = msg\n        Exception.__init__(",
+    "    def is_active(self):\n        # True if more progress can be made and False otherwise",
+    "t in the current tournament (because the value wins over\nthe last output value), it ",
+    "    def __init__(self, *, skipkeys=False, ensure_ascii=True,\n            check_circular=",
+    "    def punctuation_chars(self):\n        return self._punctuation_chars\n\n    def push",
+    "    def sourcehook(self, newfile):\n        # Hook called on a filename to be sourced.",
+)
+
+
+@contextmanager
+def vllm_engine(model: str | Path = BUNDLED, **options: Any) -> Iterator[Any]:
+    """A `vllm.LLM` in this process, eager, float32 and with our backend unless told otherwise."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "kv_cache_dtype": "nvfp4",
+        "attention_backend": "CUSTOM",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": 32,
+    }
+    options = {**defaults, **options}
+    options = {name: value for name, value in options.items() if value is not None}
+    llm = LLM(str(model), **options)
+    try:
+        yield llm
+    finally:
+        # Now, and not when the last reference goes: the parallel groups are the process's.
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def layers_of(llm: Any) -> dict[str, Any]:
+    """vLLM's attention layers by name."""
+    core = llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    context: dict[str, Any] = runner.compilation_config.static_forward_context
+    return context
+
+
+def assert_ours(llm: Any, kv_cache_dtype: str | None = None) -> None:
+    """Every layer runs on halfbyte's backend, and stores the format that is expected."""
+    layers = layers_of(llm)
+    assert layers
+    for name, layer in layers.items():
+        assert isinstance(layer.impl, HalfbyteAttentionImpl), f"{name}: {type(layer.impl)}"
+        if kv_cache_dtype is not None:
+            assert layer.impl.format.k == layer.impl.format.v == kv_cache_dtype, name
+
+
+def generate(llm: Any, prompts: Sequence[Any], max_tokens: int = 64) -> list[list[int]]:
+    """Greedy tokens of texts or lists of token ids."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
+    asked = [p if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in prompts]
+    outputs = llm.generate(asked, params, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def metrics(llm: Any) -> dict[str, float]:
+    """vLLM's counters by name."""
+    return {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+
+
+def run_apart(prompts: Sequence[Any], **options: Any) -> tuple[list[list[int]], dict[str, float]]:
+    """Tokens and counters of an engine in a process of its own.
+
+    For what leaves a process in which vLLM cannot start another engine.
+    """
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(_run_apart, (list(prompts), options))
+
+
+def _run_apart(
+    prompts: list[Any], options: dict[str, Any]
+) -> tuple[list[list[int]], dict[str, float]]:
+    with vllm_engine(**options, disable_log_stats=False) as llm:
+        assert_ours(llm)
+        return generate(llm, prompts), metrics(llm)
+
+
+def halfbyte_tokens(
+    model: Any, prompts: Sequence[Any], max_tokens: int = 64, **options: Any
+) -> list[list[int]]:
+    """The same of `halfbyte.LLM`."""
+    options = {"dtype": "float32", "kv_cache_dtype": "nvfp4", **options}
+    if not isinstance(model, str | Path):
+        options.pop("dtype")
+    llm = halfbyte.LLM(model, **options)
+    params = halfbyte.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    return [output.token_ids for output in llm.generate(list(prompts), params)]
+
+
+def assert_same_tokens(
+    found: list[list[int]],
+    expected: list[list[int]],
+    prompts: Sequence[Any],
+    model: Any,
+    **options: Any,
+) -> None:
+    """Token for token, but for at most one sequence that parts at a tie.
+
+    The two engines' K differ by rounding, which four bits may turn into another code: where
+    `halfbyte.LLM` holds two tokens for about as likely, each engine may choose its own, and CPUs
+    differ in which. A wrong cache parts in most sequences, and not at ties.
+    """
+    assert varied(expected), "an output that could not tell right from wrong"
+    differ = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
+    assert len(differ) <= 1, f"sequences {differ} differ"
+    for i in differ:
+        at = next(j for j, (a, b) in enumerate(zip(found[i], expected[i], strict=True)) if a != b)
+        logits = halfbyte_logits(model, prompts[i], expected[i][:at], **options)
+        gap = float(logits[expected[i][at]] - logits[found[i][at]])
+        assert gap < 0.1, f"sequence {i} differs from token {at} on, where logits are {gap} apart"
+
+
+def halfbyte_logits(model: Any, prompt: Any, output: list[int], **options: Any) -> torch.Tensor:
+    """Logits after a prompt and some tokens, of `halfbyte.LLM`."""
+    options = {"dtype": "float32", "kv_cache_dtype": "nvfp4", **options}
+    if not isinstance(model, str | Path):
+        options.pop("dtype")
+    llm = halfbyte.LLM(model, **options)
+    ids = llm._encode(prompt) + output
+    llm.core.tables.add("check")
+    llm.core.tables.append("check", len(ids))
+    return llm.core.runner.run([("check", ids)])[0].float()
+
+
+def varied(tokens: list[list[int]]) -> bool:
+    """Whether outputs could tell a right engine from a wrong one: all different, none in a loop."""
+    return len({tuple(t) for t in tokens}) == len(tokens) and all(len(set(t)) > 6 for t in tokens)

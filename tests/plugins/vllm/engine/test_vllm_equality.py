@@ -1,0 +1,119 @@
+"""Token for token as `halfbyte.LLM`, in float32, and as vLLM's own backend without quantization."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plugins.vllm.engine.engines import (
+    BUNDLED,
+    TEXTS,
+    assert_ours,
+    assert_same_tokens,
+    generate,
+    halfbyte_tokens,
+    layers_of,
+    metrics,
+    run_apart,
+    varied,
+    vllm_engine,
+)
+
+
+@pytest.fixture(scope="module")
+def tokens() -> list[list[int]]:
+    """Of vLLM with an nvfp4 cache, which is as `halfbyte.LLM`'s."""
+    with vllm_engine() as llm:
+        assert_ours(llm, "nvfp4")
+        tokens = generate(llm, TEXTS)
+        assert [generate(llm, [text])[0] for text in TEXTS] == tokens  # one by one
+    assert_same_tokens(tokens, halfbyte_tokens(BUNDLED, TEXTS), TEXTS, BUNDLED)
+    return tokens
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2", "nvfp4_4over6"])
+def test_other_formats_equal_halfbyte_s_engine(kv_cache_dtype: str) -> None:
+    expected = halfbyte_tokens(BUNDLED, TEXTS, kv_cache_dtype=kv_cache_dtype)
+    with vllm_engine(kv_cache_dtype=kv_cache_dtype) as llm:
+        assert_ours(llm, {"fp8": "fp8_e4m3"}.get(kv_cache_dtype, kv_cache_dtype))
+        found = generate(llm, TEXTS)
+    assert_same_tokens(found, expected, TEXTS, BUNDLED, kv_cache_dtype=kv_cache_dtype)
+
+
+def test_unquantized_equals_vllm_s_own_attention() -> None:
+    with vllm_engine(kv_cache_dtype="auto", attention_backend=None) as llm:
+        assert not any(
+            type(layer.impl).__module__.startswith("halfbyte") for layer in layers_of(llm).values()
+        )
+        expected = generate(llm, TEXTS)
+    assert varied(expected)
+    with vllm_engine(kv_cache_dtype="auto") as llm:
+        assert_ours(llm, "float32")
+        assert generate(llm, TEXTS) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"block_size": 32},
+        {"max_num_batched_tokens": 64, "enable_chunked_prefill": True, "max_num_seqs": 8},
+        {"num_gpu_blocks_override": 21, "block_size": 16, "max_model_len": 256},
+    ],
+    ids=["block-size", "chunks", "preemption"],
+)
+def test_the_scheduler_s_options_change_no_token(
+    options: dict[str, Any], tokens: list[list[int]]
+) -> None:
+    with vllm_engine(**options, disable_log_stats=False) as llm:
+        assert_ours(llm, "nvfp4")
+        found = generate(llm, TEXTS)
+        counted = metrics(llm)
+    assert found == tokens
+    if "num_gpu_blocks_override" in options:
+        assert counted["vllm:num_preemptions"] > 3
+
+
+def test_drafts_from_the_prompt_change_no_token(tokens: list[list[int]]) -> None:
+    ngram = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 4,
+        "prompt_lookup_min": 1,
+    }
+    found, counted = run_apart(TEXTS, speculative_config=ngram)
+    assert found == tokens
+    assert counted["vllm:spec_decode_num_accepted_tokens"] > 10
+
+
+def test_prefixes_from_the_cache_change_no_token(tokens: list[list[int]]) -> None:
+    with vllm_engine(enable_prefix_caching=True, block_size=16, disable_log_stats=False) as llm:
+        prompts = [TEXTS[1] * 4 + text for text in TEXTS]
+        first, again = generate(llm, prompts), generate(llm, prompts)
+        assert generate(llm, TEXTS) == tokens
+        counted = metrics(llm)
+    assert first == again
+    assert varied(first)
+    assert counted["vllm:prefix_cache_hits"] > 0.4 * counted["vllm:prefix_cache_queries"]
+    with vllm_engine(enable_prefix_caching=False) as llm:
+        assert generate(llm, prompts) == first
+
+
+def test_a_connector_brings_back_whole_blocks(tmp_path: Path, tokens: list[list[int]]) -> None:
+    """Pages to disk, and a second engine that reads them."""
+    transfer = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    prompts = [TEXTS[1] * 4 + text for text in TEXTS]
+    results = []
+    for _ in range(2):
+        with vllm_engine(
+            kv_transfer_config=transfer, block_size=16, enable_prefix_caching=False
+        ) as llm:
+            assert_ours(llm, "nvfp4")
+            results.append(generate(llm, prompts))
+        assert list(tmp_path.rglob("*.safetensors"))
+    assert results[0] == results[1]
+    with vllm_engine(enable_prefix_caching=False) as llm:
+        assert generate(llm, prompts) == results[0]
