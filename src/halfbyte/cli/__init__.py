@@ -20,10 +20,12 @@ from halfbyte.cli.bench import bench
 from halfbyte.cli.calibrate import calibrate
 from halfbyte.cli.chat import chat
 from halfbyte.cli.console import print_error
+from halfbyte.cli.environment import remember_users_environment
 from halfbyte.cli.evaluate import evaluate
 from halfbyte.cli.generate import generate
 from halfbyte.cli.info import info
 from halfbyte.cli.quantize import quantize
+from halfbyte.cli.serve import ServeCommand, serve
 
 app = typer.Typer(
     help="LLMs on an NVFP4 (4-bit) paged KV cache.",
@@ -38,6 +40,7 @@ app.command("chat")(chat)
 app.command("info")(info)
 app.command("quantize")(quantize)
 app.command("calibrate")(calibrate)
+app.command("serve", cls=ServeCommand)(serve)
 app.add_typer(bench, name="bench")
 
 
@@ -58,6 +61,7 @@ def main() -> None:
     """Run the command line; the entry point of the `halfbyte` script."""
     with suppress(ValueError):  # in another thread than the first, signals are not ours
         signal.signal(signal.SIGTERM, _end)
+    remember_users_environment()
     # Before torch is loaded: threads that spin while they wait make a shared machine crawl.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:

@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -47,14 +47,13 @@ def calibrate(
     verbose: Verbose = False,
 ) -> None:
     """Measure the scales of a model's KV cache, one layer in memory at a time, and store them."""
-    from halfbyte.models.layerwise import calibrate_checkpoint
     from halfbyte.models.loading import local_folder
     from halfbyte.models.local_files import read_model_config
 
     quiet_libraries(verbose=verbose)
     folder = local_folder(model)
     read_model_config(folder)  # what is no model is said before anything else
-    path, is_kept = _destination(model, folder, file)
+    path, is_kept = (file, False) if file is not None else destination(model, folder)
     shadow = _comes_first(folder, is_kept=is_kept)
     if shadow and not force:
         note = f"{model}: nothing to do: {shadow} (--force measures others all the same)"
@@ -63,17 +62,8 @@ def calibrate(
         else:
             out.print(note, markup=False)
         return
-    _check_writable(path, is_kept=is_kept)
-    with progress_bar("calibrating", "layers") as update:
-        scales = calibrate_checkpoint(
-            folder,
-            text_file=text,
-            max_tokens=max_tokens,
-            device=device,
-            dtype=dtype,
-            on_layer=update,
-        )
-    scales.save_file(path)
+    measuring = {"text_file": text, "max_tokens": max_tokens, "device": device, "dtype": dtype}
+    scales = measure(folder, path, is_kept=is_kept, **measuring)
     if as_json:
         fields = {"source": scales.source, "k_amax": scales.k_amax, "v_amax": scales.v_amax}
         print(json.dumps({"path": str(path), "layers": scales.num_layers, **fields}))
@@ -85,22 +75,50 @@ def calibrate(
         out.print(f"used where it is given as kv_scales, because {shadow}", markup=False)
 
 
-def _destination(model: str, folder: Path, file: Path | None) -> tuple[Path, bool]:
-    """The file to write, and whether it is one of the cache folder."""
+def destination(model: str, folder: Path) -> tuple[Path, bool]:
+    """The file that a model's scales are written to, and whether it is one of the cache folder.
+
+    Args:
+        model: as the user named it: a folder or a hub id.
+        folder: where it lies.
+
+    Raises:
+        ValueError: the folder cannot be written, and there is no cache folder.
+    """
     from halfbyte.kvcache import KV_SCALES_FILE
     from halfbyte.models.kv_scales import kept_calibration
 
-    if file is not None:
-        return file, False
     if Path(model).is_dir() and os.access(folder, os.W_OK):
         return folder / KV_SCALES_FILE, False
     kept = kept_calibration(folder)
     if kept is None:
         raise ValueError(
             f"{model}: cannot be written, and there is no cache folder (HALFBYTE_CACHE_DIR is "
-            "empty): say where to write with --out"
+            "empty): say where to write with `halfbyte calibrate --out`"
         )
     return kept, True
+
+
+def measure(folder: Path, path: Path, *, is_kept: bool, **measuring: Any) -> "KVScales":
+    """Measure the scales of the model in a folder and write them, with a progress bar.
+
+    Args:
+        folder: of the model.
+        path: file to write.
+        is_kept: see `destination`.
+        measuring: arguments of `calibrate_checkpoint`.
+
+    Raises:
+        ValueError, OSError: the file cannot be written, said before the work; or as
+            `calibrate_checkpoint`.
+    """
+    from halfbyte.models.layerwise import calibrate_checkpoint
+
+    _check_writable(path, is_kept=is_kept)
+    with progress_bar("calibrating", "layers") as update:
+        scales = calibrate_checkpoint(folder, on_layer=update, **measuring)
+    scales.save_file(path)
+    return scales
 
 
 def _comes_first(folder: Path, *, is_kept: bool) -> str | None:

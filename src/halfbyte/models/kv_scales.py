@@ -116,6 +116,23 @@ def kept_calibration(folder: Path) -> Path | None:
     return cache and cache / _CACHE_SUBFOLDER / f"{fingerprint(folder)}.json"
 
 
+def declared_format(folder: Path, config: Any) -> KVCacheDType:
+    """The cache format that a checkpoint declares, as `KVCacheDType.from_checkpoint` reads it.
+
+    Args:
+        folder: of the checkpoint.
+        config: transformers config, or the dict of its `config.json`.
+
+    Raises:
+        ValueError: a format that halfbyte does not have; a broken file.
+    """
+    if (folder / MODELOPT_FILE).is_file():  # wins over its copy in config.json
+        declared = KVCacheDType.from_checkpoint(read_modelopt_file(folder / MODELOPT_FILE))
+        if declared.has_global_scale:
+            return declared
+    return KVCacheDType.from_checkpoint(config)
+
+
 def _given(given: KVScales | str | Path | None) -> KVScales | None:
     if given is None or isinstance(given, KVScales):
         return given
@@ -129,11 +146,7 @@ def _from_checkpoint(folder: Path, config: Any) -> KVScales | None:
     stored = read_kv_scales(folder)
     if not stored:
         return None
-    declared = KVCacheDType.AUTO
-    if (folder / MODELOPT_FILE).is_file():  # wins over its copy in config.json
-        declared = KVCacheDType.from_checkpoint(read_modelopt_file(folder / MODELOPT_FILE))
-    if not declared.has_global_scale:
-        declared = KVCacheDType.from_checkpoint(config)
+    declared = declared_format(folder, config)
     if not declared.has_global_scale:
         declared = KVCacheDType.FP8_E4M3
         logger.warning("%s: has KV scales but declares no format; taken as FP8's", folder)

@@ -163,8 +163,15 @@ def load_tokenizer(path: str | Path) -> Any:
     return tokenizer
 
 
-def local_folder(path: str | Path) -> Path:
+def local_folder(
+    path: str | Path, *, revision: str | None = None, cache_dir: str | Path | None = None
+) -> Path:
     """The folder of a checkpoint; a hub id is downloaded, or found in the local cache.
+
+    Args:
+        path: folder or hub id.
+        revision: of a hub id: a branch, tag or commit.
+        cache_dir: where the hub's files are kept; by default where its client keeps them.
 
     Raises:
         ModelLoadError: no such folder, or one without config.json; a hub id that cannot be had.
@@ -179,7 +186,16 @@ def local_folder(path: str | Path) -> Path:
     if folder.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
         raise ModelLoadError(f"{path}: no such folder")
     what = f"{path}: no such folder; on the hub"
-    return Path(or_load_error(what, snapshot_download, text, allow_patterns=_SNAPSHOT_FILES))
+    return Path(
+        or_load_error(
+            what,
+            snapshot_download,
+            text,
+            revision=revision,
+            cache_dir=cache_dir,
+            allow_patterns=_SNAPSHOT_FILES,
+        )
+    )
 
 
 def _adapt_quantization(path: str | Path, config: Any, declaration: Declaration | None) -> None:

