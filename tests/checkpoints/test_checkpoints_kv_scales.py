@@ -80,14 +80,15 @@ def test_a_broken_file_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_compressed_tensors_has_these_names_for_our_declaration() -> None:
-    """Which scales the package itself has for the cache that we declare, and which way they go."""
+def test_compressed_tensors_has_these_names_for_a_cache_of_4_bits() -> None:
+    """Which scales the package itself has for such a cache, and which way they go."""
     package = "compressed_tensors.quantization"
     theirs = pytest.importorskip(package)
     initialize = pytest.importorskip(f"{package}.lifecycle.initialize").initialize_qparams
     encode_scale = pytest.importorskip(f"{package}.utils.helpers").generate_gparam
-    output = OutputFormat("compressed-tensors", True, kv_cache_dtype="nvfp4")
-    args = theirs.QuantizationArgs(**quantization_config(output, [])["kv_cache_scheme"])
+    declaration = quantization_config(OutputFormat("compressed-tensors", True), [])
+    # A cache is declared as activations are.
+    args = theirs.QuantizationArgs(**declaration["config_groups"]["group_0"]["input_activations"])
     attention = torch.nn.Linear(1, 1)
     before = set(dict(attention.named_parameters()))
     for side in ("k", "v"):

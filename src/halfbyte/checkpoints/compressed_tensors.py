@@ -238,7 +238,8 @@ def _refuse_extras(folder: str | Path, section: Mapping[str, Any]) -> None:
 
 def _kv_cache_dtype(folder: str | Path, section: Mapping[str, Any]) -> str | None:
     try:
-        declared = KVCacheDType.from_checkpoint({"kv_cache_scheme": section.get("kv_cache_scheme")})
+        keys = ("kv_cache_scheme", "kv_cache_quant_algo")
+        declared = KVCacheDType.from_checkpoint({key: section.get(key) for key in keys})
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{folder}: {error}") from None
     return declared.value if declared.is_quantized else None

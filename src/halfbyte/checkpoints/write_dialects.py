@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from halfbyte.checkpoints.dialects import PROVIDER, PROVIDER_KEY, TENSOR_NAMES, Dialect
-from halfbyte.numerics import e2m1, nvfp4
+from halfbyte.numerics import nvfp4
 
 KV_CACHE_DTYPES = {"nvfp4": "NVFP4", "fp8_e4m3": "FP8"}
 """Formats of the KV cache that a checkpoint can declare here, and ModelOpt's names for them."""
@@ -134,10 +134,6 @@ def kv_scale_tensors(
             tensors[f"{attention}.{side}_proj.{side}_scale"] = torch.tensor(scale)
         else:
             tensors[f"{attention}.{side}_scale"] = torch.tensor([scale])
-            if output.kv_cache_dtype == "nvfp4":
-                # What the package itself has for such a cache; without it, it computes NaN.
-                encode = e2m1.E2M1_MAX / scale
-                tensors[f"{attention}.{side}_global_scale"] = torch.tensor([encode])
     return tensors
 
 
@@ -215,7 +211,9 @@ def _compressed_tensors_config(output: OutputFormat, ignore: Sequence[str]) -> d
         "dynamic": False,
         "observer": "static_minmax",
     }
-    kv_cache_schemes = {None: None, "nvfp4": activations, "fp8_e4m3": fp8}
+    # vLLM refuses a `kv_cache_scheme` of 4 bits, and the package itself cannot store such a cache.
+    # ModelOpt's name for the format stands in its place, which both pass over.
+    is_nvfp4 = output.kv_cache_dtype == "nvfp4"
     return {
         "config_groups": {
             "group_0": {
@@ -227,7 +225,8 @@ def _compressed_tensors_config(output: OutputFormat, ignore: Sequence[str]) -> d
             }
         },
         "quant_method": "compressed-tensors",
-        "kv_cache_scheme": kv_cache_schemes[output.kv_cache_dtype],
+        "kv_cache_scheme": fp8 if output.kv_cache_dtype == "fp8_e4m3" else None,
+        **({"kv_cache_quant_algo": "NVFP4"} if is_nvfp4 else {}),
         "format": _CT_FORMAT,
         "quantization_status": "compressed",
         "global_compression_ratio": None,

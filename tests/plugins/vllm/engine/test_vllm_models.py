@@ -1,0 +1,122 @@
+"""Hybrid models, sinks, soft-caps: random small ones, against `halfbyte.LLM` and vLLM's own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halfbyte.layouts import KVCacheDType
+from models.zoo import make_model, token_ids
+from plugins.vllm.engine.engines import (
+    BUNDLED,
+    TEXTS,
+    assert_ours,
+    assert_same_tokens,
+    generate,
+    halfbyte_tokens,
+    layers_of,
+    vllm_engine,
+)
+
+# Some are longer than every window.
+PROMPTS = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60, 81)]
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "gemma2": {"tie_word_embeddings": True},
+    # vLLM's CPU kernels take hidden and expert sizes in multiples of 32.
+    "gpt_oss": {"head_dim": 64, "intermediate_size": 128, "hidden_size": 128},
+}
+
+
+@pytest.fixture(scope="module", params=["gemma3_text", "gemma2", "gpt_oss"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A folder with a random model whose greedy tokens vary."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = make_model(request.param, **OVERRIDES.get(request.param, {}))
+    if model.config.tie_word_embeddings:  # small ones, or every token would follow itself
+        model.get_input_embeddings().weight.data.mul_(0.03)
+    model.save_pretrained(folder)
+    return folder
+
+
+def engine(folder: Path, **options: Any) -> Any:
+    options = {"max_model_len": 200, "block_size": 16, "skip_tokenizer_init": True, **options}
+    return vllm_engine(folder, **options)
+
+
+def calibrate(folder: Path) -> None:
+    from typer.testing import CliRunner
+
+    from halfbyte.cli import app
+
+    result = CliRunner().invoke(app, ["calibrate", str(folder), "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+
+
+def test_unquantized_equals_vllm_s_own_attention(model: Path) -> None:
+    with engine(model, kv_cache_dtype="auto") as llm:
+        assert_ours(llm, "float32")
+        found = generate(llm, PROMPTS, 24)
+    expected = halfbyte_tokens(model, PROMPTS, 24, kv_cache_dtype="float32")
+    assert_same_tokens(found, expected, PROMPTS, model, kv_cache_dtype="float32")
+    with engine(model, kv_cache_dtype="auto", attention_backend=None) as llm:
+        assert generate(llm, PROMPTS, 24) == found
+
+
+def test_nvfp4_equals_halfbyte_s_engine(model: Path) -> None:
+    calibrate(model)
+    expected = halfbyte_tokens(model, PROMPTS, 24)
+    with engine(model) as llm:
+        assert_ours(llm, "nvfp4")
+        windows = {layer.impl.sliding_window for layer in layers_of(llm).values()}
+        assert len(windows) == 2
+        found = generate(llm, PROMPTS, 24)
+    assert_same_tokens(found, expected, PROMPTS, model)
+    with engine(model, max_num_batched_tokens=64, max_num_seqs=5) as llm:
+        assert generate(llm, PROMPTS, 24) == found
+
+
+def test_sliding_layers_may_stay_unquantized(model: Path) -> None:
+    calibrate(model)
+    formats = {"full_attention": "nvfp4", "sliding_attention": "float32"}
+    expected = halfbyte_tokens(model, PROMPTS, 24, kv_cache_dtype=formats)
+    with engine(model, kv_cache_dtype_skip_layers=["sliding_window"]) as llm:
+        impls = [layer.impl for layer in layers_of(llm).values()]
+        kinds = {impl.sliding_window is None: impl.format.k for impl in impls}
+        assert kinds == {True: "nvfp4", False: "float32"}
+        found = generate(llm, PROMPTS, 24)
+    assert_same_tokens(found, expected, PROMPTS, model, kv_cache_dtype=formats)
+
+
+@pytest.mark.parametrize(
+    ("k", "v"), [("fp8", "nvfp4"), ("mxfp4", "fp4_block16"), ("bfloat16", "nvfp4_4over6")]
+)
+def test_k_and_v_of_different_formats(k: str, v: str) -> None:
+    formats = {"kv_cache_dtype": k, "v_cache_dtype": v}
+    expected = halfbyte_tokens(BUNDLED, TEXTS, **formats)
+    options = {"halfbyte": {"k_dtype": k, "v_dtype": v}}
+    with vllm_engine(additional_config=options, block_size=16) as llm:
+        impl = next(iter(layers_of(llm).values())).impl
+        assert (impl.format.k, impl.format.v) == (KVCacheDType.parse(k), v)
+        found = generate(llm, TEXTS)
+        page_bytes = impl.format.layout(64, 64, impl.num_kv_heads, 16).page_bytes
+        num_layers = len(layers_of(llm))
+        assert capacity(llm) // 16 == 2**30 // (page_bytes * num_layers)
+    assert_same_tokens(found, expected, TEXTS, BUNDLED, **formats)
+
+
+def capacity(llm: Any) -> int:
+    """Tokens that the cache holds, as vLLM counts."""
+    cache = llm.llm_engine.vllm_config.cache_config
+    return int(cache.num_gpu_blocks * cache.block_size)
+
+
+def test_equal_memory_holds_3_5_times_the_tokens() -> None:
+    counted, admitted = {}, {}
+    for dtype in ("auto", "nvfp4"):
+        with vllm_engine(dtype="bfloat16", kv_cache_dtype=dtype, block_size=128) as llm:
+            assert_ours(llm, "bfloat16" if dtype == "auto" else dtype)
+            counted[dtype] = capacity(llm)
+            pages = next(iter(layers_of(llm).values())).kv_cache
+            admitted[dtype] = pages.shape[0]
+    assert counted["nvfp4"] / counted["auto"] == pytest.approx(32 / 9, rel=0.002)
+    assert admitted["nvfp4"] / admitted["auto"] == pytest.approx(32 / 9, rel=0.002)

@@ -1,0 +1,120 @@
+"""NVFP4 weights of both dialects on halfbyte's kernels, through vLLM's own loaders."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from halfbyte.models.quantize_checkpoint import quantize_checkpoint
+from halfbyte.plugins.vllm.attention import HalfbyteAttentionImpl
+from plugins.vllm.engine.engines import (
+    BUNDLED,
+    TEXTS,
+    assert_ours,
+    assert_same_tokens,
+    generate,
+    halfbyte_tokens,
+    layers_of,
+    vllm_engine,
+)
+
+KINDS = [
+    ("modelopt", False),
+    ("modelopt", True),
+    ("compressed-tensors", False),
+    ("compressed-tensors", True),
+]
+
+
+@pytest.fixture(autouse=True)
+def _float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's NVFP4 layers take 16 bits only; equality needs float32."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+
+    dtypes = [torch.bfloat16, torch.float16, torch.float32]
+    for config in (ModelOptNvFp4Config, CompressedTensorsConfig):
+        monkeypatch.setattr(config, "get_supported_act_dtypes", lambda *_: dtypes)
+
+
+def quantized(tmp_path: Path, dialect: str, activations: bool) -> Path:
+    out = tmp_path / "quantized"
+    quantize_checkpoint(
+        BUNDLED,
+        out,
+        dialect=dialect,
+        weights="nvfp4" if activations else "nvfp4-a16",
+        kv_cache_dtype="nvfp4",
+    )
+    return out
+
+
+def kernels_of(llm: Any) -> list[Any]:
+    """Kernels of vLLM's NVFP4 layers."""
+    core = llm.llm_engine.engine_core.engine_core
+    model = core.model_executor.driver_worker.worker.model_runner.model
+    found = []
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        scheme = getattr(module, "scheme", None)
+        kernel = getattr(method, "kernel", None) or getattr(scheme, "kernel", None)
+        kernel = kernel or getattr(module, "kernel", None)
+        if kernel is not None:
+            found.append(kernel)
+    return found
+
+
+@pytest.mark.parametrize(("dialect", "activations"), KINDS)
+def test_quantized_checkpoints_equal_halfbyte_s_engine(
+    tmp_path: Path, dialect: str, activations: bool
+) -> None:
+    folder = quantized(tmp_path, dialect, activations)
+    expected = halfbyte_tokens(folder, TEXTS)
+    # ModelOpt's declaration turns vLLM's "auto" into nvfp4.
+    dtype = "auto" if dialect == "modelopt" else "nvfp4"
+    with vllm_engine(folder, kv_cache_dtype=dtype) as llm:
+        assert_ours(llm, "nvfp4")
+        names = {type(kernel).__module__ for kernel in kernels_of(llm)}
+        assert names == {"halfbyte.plugins.vllm.linear_kernel"}
+        found = generate(llm, TEXTS)
+    assert_same_tokens(found, expected, TEXTS, folder)
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_parts_keep_their_own_global_scales(tmp_path: Path, dialect: str) -> None:
+    """k's differs from q's and v's, up's from gate's; their maximum for all would be wrong."""
+    folder = quantized(tmp_path, dialect, activations=False)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = "weight_scale_2" if dialect == "modelopt" else "weight_global_scale"
+    for module, factor in (("k_proj", 1.5), ("v_proj", 0.75), ("up_proj", 0.625)):
+        changed = [key for key in tensors if key.endswith(f"{module}.{name}")]
+        assert changed
+        for key in changed:
+            tensors[key] = tensors[key] * factor
+    save_file(tensors, file, metadata={"format": "pt"})
+    expected = halfbyte_tokens(folder, TEXTS)
+    with vllm_engine(folder) as llm:
+        found = generate(llm, TEXTS)
+    assert_same_tokens(found, expected, TEXTS, folder)
+
+
+def test_layers_without_our_attention(tmp_path: Path) -> None:
+    """By option; and not at all where it is not asked for (vLLM has no such kernel on CPUs)."""
+    folder = quantized(tmp_path, "compressed-tensors", activations=True)
+    expected = halfbyte_tokens(folder, TEXTS, kv_cache_dtype="float32")
+    options: dict[str, Any] = {"attention_backend": None, "kv_cache_dtype": "auto"}
+    with vllm_engine(folder, additional_config={"halfbyte": {"linear": "on"}}, **options) as llm:
+        assert not isinstance(next(iter(layers_of(llm).values())).impl, HalfbyteAttentionImpl)
+        found = generate(llm, TEXTS)
+    assert_same_tokens(found, expected, TEXTS, folder, kv_cache_dtype="float32")
+    for given in ({}, {"halfbyte": {"linear": "off"}}):
+        with (
+            pytest.raises(Exception, match=r"(?i)nvfp4|marlin|kernel"),
+            vllm_engine(folder, additional_config=given, **options),
+        ):
+            pass
