@@ -1,10 +1,13 @@
 # Two commands do everything on a fresh machine with Python 3.11 or later:
 #   make demo   install into .venv, generate text, measure accuracy
-#   make test   install what the tests need, check the code, run the tests
-# Both are quick the second time. PYTHON chooses another interpreter, VENV another folder.
+#   make test   install what the tests need, check the code, run the tests, also inside vLLM
+# Both are quick the second time. PYTHON chooses another interpreter, VENV and VLLM_VENV other folders.
+#   make test-vllm       what takes longer inside vLLM: compilation, two ranks, a server
+#   make test-vllm-0.24  the oldest vLLM that is supported, in an environment of its own (6 GB)
 
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
@@ -15,7 +18,7 @@ class Counter:
 endef
 export PROMPT
 
-.PHONY: demo test check clean
+.PHONY: demo test check test-vllm test-vllm-0.24 clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
@@ -25,9 +28,20 @@ demo: $(VENV)/.installed
 	@echo "==> halfbyte eval: what the formats cost on text the model has not seen"
 	@$(BIN)/halfbyte eval --max-tokens 2048
 
-test: $(VENV)/.installed-dev check
+test: $(VENV)/.installed-dev check $(VLLM_VENV)/.installed
 	@echo "==> pytest"
 	@$(BIN)/pytest --numprocesses auto --quiet
+	@echo "==> pytest inside vLLM"
+	@$(VLLM_PYTEST) --numprocesses 2 --dist loadfile -m "not slow"
+
+test-vllm: $(VLLM_VENV)/.installed
+	@$(VLLM_PYTEST) -m slow
+
+test-vllm-0.24:
+	@$(MAKE) --no-print-directory VLLM_VENV=.venv-vllm-0.24 VLLM_TORCH=2.11.0 \
+		VLLM_PINS=requirements-vllm-0.24.txt .venv-vllm-0.24/.installed
+	@OMP_NUM_THREADS=1 .venv-vllm-0.24/bin/python -m pytest --quiet -p no:cacheprovider \
+		tests/plugins/vllm/engine -m "not slow"
 
 check: $(VENV)/.installed-dev
 	@echo "==> ruff"
@@ -35,6 +49,21 @@ check: $(VENV)/.installed-dev
 	@$(BIN)/ruff format --check --quiet .
 	@echo "==> mypy (the first run takes a minute)"
 	@$(BIN)/mypy
+
+VLLM_TORCH ?= 2.13.0
+VLLM_PINS ?= requirements-vllm.txt
+VLLM_PIP = $(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check
+# One thread: with more, vLLM's and PyTorch's threads wait for one another on a busy machine.
+VLLM_PYTEST = OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --quiet -p no:cacheprovider \
+	tests/plugins/vllm/engine
+
+$(VLLM_VENV)/.installed: $(VLLM_PINS) pyproject.toml
+	@echo "==> installing vLLM into $(VLLM_VENV) (a few minutes the first time)"
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_PIP) torch==$(VLLM_TORCH)
+	@$(VLLM_PIP) --no-deps --requirement $(VLLM_PINS)
+	@$(VLLM_PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
 
 $(VENV)/.venv:
 	@echo "==> making a virtual environment in $(VENV)"
@@ -53,4 +82,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm* .mypy_cache .pytest_cache .ruff_cache .hypothesis

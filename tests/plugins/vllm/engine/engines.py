@@ -63,14 +63,19 @@ def layers_of(llm: Any) -> dict[str, Any]:
     return {name: layer for name, layer in context.items() if hasattr(layer, "kv_cache_dtype")}
 
 
-def assert_ours(llm: Any, kv_cache_dtype: str | None = None) -> None:
-    """Every layer runs on halfbyte's backend, and stores the format that is expected."""
+def assert_ours(llm: Any, kv_cache_dtype: str | None = None) -> list[HalfbyteAttentionImpl]:
+    """Every layer runs on halfbyte's backend, and stores the format that is expected.
+
+    Returns:
+        What runs the layers, in their order.
+    """
     layers = layers_of(llm)
     assert layers
     for name, layer in layers.items():
         assert isinstance(layer.impl, HalfbyteAttentionImpl), f"{name}: {type(layer.impl)}"
         if kv_cache_dtype is not None:
             assert layer.impl.format.k == layer.impl.format.v == kv_cache_dtype, name
+    return [layer.impl for layer in layers.values()]
 
 
 def generate(llm: Any, prompts: Sequence[Any], max_tokens: int = 64) -> list[list[int]]:

@@ -69,7 +69,11 @@ def test_the_scheduler_s_options_change_no_token(
 
 
 def test_preemption_changes_no_token(tokens: list[list[int]]) -> None:
-    options = {"num_gpu_blocks_override": 36, "block_size": 16, "max_model_len": 256}
+    options: dict[str, Any] = {
+        "num_gpu_blocks_override": 36,
+        "block_size": 16,
+        "max_model_len": 256,
+    }
     with vllm_engine(**options, enable_prefix_caching=False, disable_log_stats=False) as llm:
         assert_ours(llm, "nvfp4")
         assert generate(llm, TEXTS * 4) == tokens * 4

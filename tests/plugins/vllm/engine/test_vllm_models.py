@@ -91,7 +91,7 @@ def test_sliding_layers_may_stay_unquantized(model: Path) -> None:
     ("k", "v"), [("fp8", "nvfp4"), ("mxfp4", "fp4_block16"), ("bfloat16", "nvfp4_4over6")]
 )
 def test_k_and_v_of_different_formats(k: str, v: str) -> None:
-    formats = {"kv_cache_dtype": k, "v_cache_dtype": v}
+    formats: dict[str, Any] = {"kv_cache_dtype": k, "v_cache_dtype": v}
     expected = halfbyte_tokens(BUNDLED, TEXTS, **formats)
     options = {"halfbyte": {"k_dtype": k, "v_dtype": v}}
     with vllm_engine(additional_config=options, block_size=16) as llm:

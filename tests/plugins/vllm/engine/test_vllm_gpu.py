@@ -1,0 +1,151 @@
+"""On a GPU: CUDA graphs, compilation, both model runners, several ranks, against eager."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models.zoo import make_model, token_ids
+from plugins.vllm.engine.engines import (
+    BUNDLED,
+    TEXTS,
+    assert_ours,
+    generate,
+    halfbyte_tokens,
+    run_apart,
+    varied,
+    vllm_engine,
+)
+
+pytestmark = pytest.mark.gpu
+
+NGRAM: dict[str, Any] = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 1,
+}
+GPU: dict[str, Any] = {"gpu_memory_utilization": 0.08, "enforce_eager": False, "max_num_seqs": 16}
+
+
+@pytest.fixture(autouse=True, params=["0", "1"], ids=["runner V1", "runner V2"])
+def _model_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)
+
+
+def scored(llm: Any, prompts: Sequence[Any], max_tokens: int = 48) -> list[list[dict[int, float]]]:
+    """Per prompt and step, log-probabilities of the likeliest tokens, the greedy one first."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=5)
+    asked = [p if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in prompts]
+    return [
+        [{token: entry.logprob for token, entry in step.items()} for step in o.outputs[0].logprobs]
+        for o in llm.generate(asked, params, use_tqdm=False)
+    ]
+
+
+def assert_alike(found: Any, expected: Any, within: float) -> None:
+    """Log-probabilities within a bound, until a step whose best two tokens are as close."""
+    compared = 0
+    for one, other in zip(found, expected, strict=True):
+        for a, b in zip(one, other, strict=True):
+            best, other_best = max(a, key=a.__getitem__), max(b, key=b.__getitem__)
+            shared = a.keys() & b.keys()
+            assert shared
+            assert max(abs(a[token] - b[token]) for token in shared) < within
+            compared += 1
+            if best != other_best:
+                assert abs(b[other_best] - b.get(best, -1e9)) < 2 * within
+                break
+    assert compared > 20 * len(found)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["nvfp4", "fp8", "auto"])
+def test_graphs_equal_eager_in_float32(kv_cache_dtype: str) -> None:
+    """Batches and lengths other than at capture; prompts beside decoding sequences."""
+    results = []
+    for eager in (True, False):
+        options = {**GPU, "enforce_eager": eager, "max_num_batched_tokens": 64}
+        with vllm_engine(kv_cache_dtype=kv_cache_dtype, **options) as llm:
+            assert_ours(llm)
+            runs = [generate(llm, TEXTS[:n]) for n in (6, 1, 3)]
+            mixed = generate(llm, [text * n for n, text in enumerate(TEXTS, 1)])
+        results.append([*runs, mixed])
+    assert results[0] == results[1]
+    assert varied(results[0][0])
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["nvfp4", "fp8", "auto"])
+def test_graphs_are_close_to_eager_in_bfloat16(kv_cache_dtype: str) -> None:
+    """Whose decode kernel is CUDA C++, cut into other parts for other batches."""
+    results = []
+    for eager in (True, False):
+        with vllm_engine(
+            dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, **{**GPU, "enforce_eager": eager}
+        ) as llm:
+            assert_ours(llm)
+            results.append(scored(llm, TEXTS) + scored(llm, [t * 7 for t in TEXTS[:3]]))
+    assert_alike(results[1], results[0], 0.15)
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma3_text"])
+def test_sinks_and_windows_in_graphs(architecture: str, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 128}
+    model = make_model(architecture, **(sizes if architecture == "gpt_oss" else {}))
+    model.save_pretrained(tmp_path)
+    prompts = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60, 81)]
+    scales = {"additional_config": {"halfbyte": {"kv_scales": calibrated(tmp_path)}}}
+    results = []
+    for eager in (True, False):
+        with vllm_engine(
+            tmp_path,
+            skip_tokenizer_init=True,
+            max_model_len=200,
+            **{**GPU, "enforce_eager": eager},
+            **scales,
+        ) as llm:
+            assert_ours(llm, "nvfp4")
+            results.append([generate(llm, prompts[:n], 24) for n in (5, 1, 3)])
+    assert results[0] == results[1]
+
+
+def calibrated(folder: Path) -> str:
+    import halfbyte
+    from halfbyte.models import calibrate
+
+    model = halfbyte.load_model(folder, dtype="float32", device="cpu")
+    ids = token_ids(1, 200, seed=9)
+    return str(calibrate(model, ids, "test").save(folder))
+
+
+def test_drafts_from_the_prompt_in_graphs() -> None:
+    """1 + 3 query tokens per sequence."""
+    with vllm_engine(**GPU) as llm:
+        expected = generate(llm, TEXTS)
+    found, counted = run_apart(TEXTS, **GPU, speculative_config=NGRAM)
+    assert found == expected
+    assert counted["vllm:spec_decode_num_accepted_tokens"] > 10
+
+
+def test_equals_halfbyte_s_engine_on_the_same_gpu() -> None:
+    expected = halfbyte_tokens(BUNDLED, TEXTS, device="cuda")
+    with vllm_engine(**GPU) as llm:
+        found = generate(llm, TEXTS)
+    differ = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
+    assert len(differ) <= 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "parallel", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["TP", "PP"]
+)
+def test_two_gpus_give_the_same_tokens(parallel: dict[str, Any]) -> None:
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    with vllm_engine(**GPU) as llm:
+        expected = generate(llm, TEXTS)
+    found, _ = run_apart(TEXTS, **GPU, **parallel, in_process=False)
+    assert found == expected

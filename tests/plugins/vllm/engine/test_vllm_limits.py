@@ -1,0 +1,130 @@
+"""What is refused at start, by name; and loss through vLLM beside halfbyte's own."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import halfbyte
+from halfbyte.assets import heldout_texts
+from halfbyte.evaluation.perplexity import evaluate_perplexity, text_windows
+from halfbyte.kvcache import KV_SCALES_FILE
+from plugins.vllm.engine.engines import BUNDLED, TEXTS, assert_ours, generate, vllm_engine
+
+
+def bundled_copy(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(BUNDLED, folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HALFBYTE_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def refused(message: str, model: str | Path = BUNDLED, **options: Any) -> None:
+    with pytest.raises(Exception, match=message), vllm_engine(model, **options):
+        pass
+
+
+def test_missing_scales_name_the_command(tmp_path: Path) -> None:
+    folder = bundled_copy(tmp_path)
+    (folder / KV_SCALES_FILE).unlink()
+    refused(f"no KV cache scales for {folder}: run `halfbyte calibrate {folder}`", folder)
+    with vllm_engine(folder, kv_cache_dtype="auto") as llm:  # which needs none
+        assert_ours(llm)
+
+
+def test_scales_of_another_model_are_refused(tmp_path: Path) -> None:
+    folder = bundled_copy(tmp_path)
+    file = tmp_path / "other.json"
+    file.write_text((folder / KV_SCALES_FILE).read_text().replace("k_amax", "k_max"))
+    options = {"additional_config": {"halfbyte": {"kv_scales": str(file)}}}
+    refused("other.json", folder, **options)
+    halfbyte.kvcache.KVScales((1.0,) * 3, (1.0,) * 3, "one").save(tmp_path)
+    options = {"additional_config": {"halfbyte": {"kv_scales": str(tmp_path / KV_SCALES_FILE)}}}
+    refused(r"\(one\): 3 layers, the model has 10", folder, **options)
+
+
+def test_scales_that_are_given_are_used(tmp_path: Path) -> None:
+    """Ones with twice the amax: other codes."""
+    stored = halfbyte.kvcache.KVScales.load(BUNDLED)
+    assert stored is not None
+    twice = halfbyte.kvcache.KVScales(
+        tuple(3 * x for x in stored.k_amax), tuple(3 * x for x in stored.v_amax), "three times"
+    )
+    file = twice.save(tmp_path)
+    options: dict[str, Any] = {"additional_config": {"halfbyte": {"kv_scales": str(file)}}}
+    expected = halfbyte.LLM(BUNDLED, dtype="float32", kv_scales=twice).core.runner.scales
+    with vllm_engine(**options) as llm:
+        impls = assert_ours(llm)
+        assert [(impl.k_scale, impl.v_scale) for impl in impls] == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"additional_config": {"halfbyte": {"scale": 1}}}, "unknown option scale"),
+        (
+            {
+                "kv_transfer_config": {
+                    "kv_connector": "NixlConnector",
+                    "kv_role": "kv_both",
+                    "kv_load_failure_policy": "fail",
+                }
+            },
+            "NixlConnector|nixl",
+        ),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "(?i)kv_cache_dtype|int8"),
+    ],
+    ids=["option", "connector", "dtype"],
+)
+def test_wrong_use_is_one_clear_error_at_start(options: dict[str, Any], message: str) -> None:
+    refused(message, **options)
+
+
+def test_head_sizes_that_16_does_not_divide_are_refused(tmp_path: Path) -> None:
+    from models.zoo import make_model
+
+    make_model("llama", hidden_size=96, num_attention_heads=4).save_pretrained(tmp_path)
+    refused("head_size not supported", tmp_path, skip_tokenizer_init=True, max_model_len=128)
+
+
+def test_nothing_changes_until_it_is_asked_for() -> None:
+    with vllm_engine(attention_backend=None, kv_cache_dtype="auto") as llm:
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+        from plugins.vllm.engine.engines import layers_of
+
+        assert {type(layer.impl) for layer in layers_of(llm).values()} == {CPUAttentionBackendImpl}
+        assert generate(llm, TEXTS[:1], 4)
+
+
+def test_loss_is_halfbyte_s_own() -> None:
+    """NLL in bfloat16, nvfp4 cache, within 0.2 %."""
+    from vllm import SamplingParams
+
+    model = halfbyte.load_model(BUNDLED)
+    tokenizer = halfbyte.models.load_tokenizer(BUNDLED)
+    windows, _ = text_windows(tokenizer, list(heldout_texts().values()), 500, 6000)
+    windows = [window for window in windows if len(window) > 8]
+    found = {}
+    for dtype in ("auto", "nvfp4"):
+        with vllm_engine(dtype="bfloat16", kv_cache_dtype=dtype) as llm:
+            assert_ours(llm)
+            params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+            asked = [{"prompt_token_ids": window} for window in windows]
+            outputs = llm.generate(asked, params, use_tqdm=False)
+        total = count = 0.0
+        for window, output in zip(windows, outputs, strict=True):
+            for token, row in zip(window[1:], output.prompt_logprobs[1:], strict=True):
+                total -= row[token].logprob
+                count += 1
+        found[dtype] = total / count
+    own = evaluate_perplexity(model, windows, ["bfloat16", "nvfp4"])
+    for result, dtype in zip(own, found, strict=True):
+        assert found[dtype] == pytest.approx(result.nll, rel=2e-3), dtype
+    # Four bits show, so the cache was read.
+    assert 1.002 < found["nvfp4"] / found["auto"] < 1.03

@@ -1,0 +1,275 @@
+"""Options, formats, pages, layer numbers and refusals of the plug-in, without vLLM."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from halfbyte.kvcache import FullAttentionSpec, KVScales
+from halfbyte.layouts import PageLayout
+from halfbyte.plugins.vllm import checks
+from halfbyte.plugins.vllm.formats import LayerFormat, block_size_of, pages_of
+from halfbyte.plugins.vllm.options import Options
+from halfbyte.plugins.vllm.scales import LayerPlace, global_scales, place_of
+
+GIVEN: dict[str, Any] = {
+    "kv_scales": "/a/b.json",
+    "draft_kv_scales": "/a/c.json",
+    "k_dtype": "fp8",
+    "v_dtype": "nvfp4",
+    "linear": "off",
+}
+
+
+def test_options_are_read() -> None:
+    assert Options.parse({"halfbyte": GIVEN}) == Options(**GIVEN)
+    for nothing in ({}, None, {"other": 1}, {"halfbyte": None}, {"halfbyte": {}}, object()):
+        assert Options.parse(nothing) == Options()
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (3, "additional_config.halfbyte: expected an object, got 3"),
+        ({"kv_scale": "x"}, "unknown option kv_scale; expected kv_scales, draft_kv_scales, k_dt"),
+        ({"kv_scales": 3}, "halfbyte.kv_scales: expected a path, got 3"),
+        ({"draft_kv_scales": ""}, "halfbyte.draft_kv_scales: expected a path, got ''"),
+        ({"k_dtype": "fp9"}, "halfbyte.k_dtype: KV cache dtype: unknown 'fp9'"),
+        ({"v_dtype": ["nvfp4"]}, "halfbyte.v_dtype: expected a KV cache dtype, got"),
+        ({"linear": True}, "halfbyte.linear: expected one of auto, on, off, got True"),
+    ],
+    ids=str,
+)
+def test_options_are_checked(section: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Options.parse({"halfbyte": section})
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "options", "k", "v"),
+    [
+        ("auto", {}, "bfloat16", "bfloat16"),
+        ("float16", {}, "float16", "float16"),
+        ("fp8", {}, "fp8_e4m3", "fp8_e4m3"),
+        ("nvfp4", {}, "nvfp4", "nvfp4"),
+        ("nvfp4_4over6", {}, "nvfp4_4over6", "nvfp4_4over6"),
+        ("nvfp4", {"k_dtype": "fp8"}, "fp8_e4m3", "nvfp4"),
+        ("nvfp4", {"v_dtype": "auto"}, "nvfp4", "bfloat16"),
+        ("nvfp4", {"k_dtype": "mxfp4", "v_dtype": "fp4_block16"}, "mxfp4", "fp4_block16"),
+        ("auto", {"k_dtype": "fp8"}, "bfloat16", "bfloat16"),  # a layer left unquantized
+    ],
+)
+def test_formats_of_a_layer(cache_dtype: str, options: Any, k: str, v: str) -> None:
+    found = LayerFormat.of(cache_dtype, torch.bfloat16, Options(**options))
+    assert (found.k, found.v) == (k, v)
+
+
+def test_formats_refuse_what_the_cache_dtype_cannot_carry() -> None:
+    with pytest.raises(ValueError, match="need --kv-cache-dtype nvfp4, got fp8"):
+        LayerFormat.of("fp8", torch.bfloat16, Options(k_dtype="mxfp4"))
+    with pytest.raises(ValueError, match="unknown 'turboquant'"):
+        LayerFormat.of("turboquant", torch.bfloat16, Options())
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 128), (192, 128), (80, 48)])
+@pytest.mark.parametrize(("k", "v"), [("nvfp4", "nvfp4"), ("fp8", "nvfp4"), ("bfloat16", "fp8")])
+def test_cell_bytes_are_a_page_s_share(k: str, v: str, sizes: tuple[int, int]) -> None:
+    found = LayerFormat.of("nvfp4", torch.bfloat16, Options(k_dtype=k, v_dtype=v))
+    layout = found.layout(*sizes, 5, 16)
+    assert layout.page_bytes == 16 * 5 * found.cell_bytes(*sizes)
+
+
+BLOCK, HEADS, SIZE, PAGES = 16, 3, 32, 7
+LAYOUT = PageLayout("nvfp4", "nvfp4", SIZE, SIZE, HEADS, BLOCK, "HND")
+CELL = LAYOUT.page_bytes // (BLOCK * HEADS)
+
+
+def counted(*shape: int) -> torch.Tensor:
+    return (torch.arange(torch.Size(shape).numel()) % 251).to(torch.uint8).view(shape)
+
+
+CACHES = {
+    "0.24": counted(PAGES, 2, HEADS, BLOCK, CELL // 2),
+    "0.32": counted(PAGES, HEADS, BLOCK, CELL),
+    # Several layers in one block, and a page padded to a hybrid model's size.
+    "0.32 block-major": counted(PAGES, 4, HEADS, BLOCK, CELL)[:, 2],
+    "0.24 padded": counted(PAGES, 2 * HEADS * BLOCK * CELL // 2 + 48)[:, :-48].unflatten(
+        1, (2, HEADS, BLOCK, CELL // 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_pages_are_the_same_memory(name: str) -> None:
+    cache = CACHES[name]
+    assert block_size_of(cache) == BLOCK
+    pages = pages_of(cache, LAYOUT)
+    assert pages.shape == (PAGES, LAYOUT.page_bytes)
+    for page in range(PAGES):
+        assert torch.equal(pages[page], cache[page].flatten())
+    assert pages.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+    LAYOUT.check_pages(pages)
+
+
+def test_pages_of_floats() -> None:
+    layout = PageLayout("bfloat16", "bfloat16", SIZE, SIZE, HEADS, BLOCK, "HND")
+    cache = torch.randn(PAGES, HEADS, BLOCK, 2 * SIZE).bfloat16()
+    assert torch.equal(pages_of(cache, layout), cache.view(torch.uint8).flatten(1))
+
+
+def test_pages_must_be_one_run_of_the_right_size() -> None:
+    with pytest.raises(ValueError, match="has 864 bytes, expected 1728"):
+        pages_of(CACHES["0.32"][:, :, :8], LAYOUT)
+    token_major = counted(PAGES, BLOCK, HEADS, CELL).transpose(1, 2)
+    assert pages_of(token_major, LAYOUT).shape  # one run, whatever vLLM calls its dimensions
+    with pytest.raises(ValueError, match="one run of bytes"):
+        pages_of(counted(PAGES, HEADS, 2 * BLOCK, CELL)[:, :, ::2], LAYOUT)
+
+
+def test_page_bytes_are_what_a_spec_counts() -> None:
+    spec = FullAttentionSpec(BLOCK, HEADS, SIZE, kv_cache_dtype="nvfp4")
+    assert spec.real_page_size_bytes == LAYOUT.page_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "expected"),
+    [
+        ("model.layers.3.self_attn.attn", 3, LayerPlace(False, 3)),
+        ("model.layers.32.self_attn.attn", 32, LayerPlace(True, 0)),
+        ("model.layers.33.mtp_block.self_attn.attn", 33, LayerPlace(True, 1)),
+        ("draft_model.model.layers.3.self_attn.attn", 3, LayerPlace(True, 3)),
+    ],
+)
+def test_layers_of_drafts_are_told_apart(name: str, number: int, expected: LayerPlace) -> None:
+    assert place_of(name, number, 32) == expected
+
+
+def test_global_scales_are_those_of_each_format() -> None:
+    scales = KVScales((2688.0, 896.0), (448.0, 5376.0), "test")
+    nvfp4 = LayerFormat.of("nvfp4", torch.bfloat16, Options())
+    assert global_scales(scales, 0, nvfp4) == (1.0, float(torch.tensor(448 / 2688)))
+    mixed = LayerFormat.of("nvfp4", torch.bfloat16, Options(k_dtype="fp8", v_dtype="mxfp4"))
+    assert global_scales(scales, 1, mixed) == (2.0, 1.0)
+    with pytest.raises(ValueError, match="no layer 2, only 2"):
+        global_scales(scales, 2, nvfp4)
+
+
+def config(**fields: Any) -> Any:
+    """vLLM's configuration, as far as the checks look at it."""
+    given: dict[str, Any] = {
+        "additional_config": {},
+        "cache_config": SimpleNamespace(kv_cache_dtype_skip_layers=None),
+        "parallel_config": SimpleNamespace(decode_context_parallel_size=1),
+        "kv_transfer_config": None,
+    }
+    return SimpleNamespace(**{**given, **fields})
+
+
+def connector(name: str | None, **extra: Any) -> Any:
+    return SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra)
+
+
+@pytest.mark.parametrize("has_page_specs", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, None),
+        ({"kv_transfer_config": connector(None)}, None),
+        ({"kv_transfer_config": connector("OffloadingConnector")}, None),
+        ({"kv_transfer_config": connector("NixlConnector")}, "NixlConnector.*whole blocks: Dec"),
+        (
+            {
+                "kv_transfer_config": connector(
+                    "MultiConnector",
+                    connectors=[
+                        {"kv_connector": "OffloadingConnector"},
+                        {"kv_connector": "MooncakeConnector"},
+                    ],
+                )
+            },
+            "kv_connector = MooncakeConnector",
+        ),
+        (
+            {"parallel_config": SimpleNamespace(decode_context_parallel_size=2)},
+            "decode_context_parallel_size = 2 is not supported; use tensor or pipeline parallel",
+        ),
+        (
+            {"parallel_config": SimpleNamespace(prefill_context_parallel_size=4)},
+            "prefill_context_parallel_size = 4",
+        ),
+        (
+            {"cache_config": SimpleNamespace(calculate_kv_scales=True)},
+            "calculate_kv_scales.*use `halfbyte calibrate`",
+        ),
+        ({"additional_config": {"halfbyte": {"x": 1}}}, "unknown option x"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_configurations_that_cannot_be_served(
+    fields: Any, message: str | None, has_page_specs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "has_page_specs", lambda: has_page_specs)
+    if message is None:
+        assert checks.check_config(config(**fields)) == Options()
+        return
+    with pytest.raises(ValueError, match=message) as error:
+        checks.check_config(config(**fields))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"cache_config": SimpleNamespace(kv_cache_dtype_skip_layers=["0"])},
+            r"kv_cache_dtype_skip_layers = \['0'\] with this vLLM",
+        ),
+        ({"additional_config": {"halfbyte": {"k_dtype": "fp8"}}}, "k_dtype and v_dtype with this"),
+    ],
+)
+def test_what_needs_pages_of_the_backend_s_own(
+    fields: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "has_page_specs", lambda: False)
+    with pytest.raises(ValueError, match=message):
+        checks.check_config(config(**fields))
+    monkeypatch.setattr(checks, "has_page_specs", lambda: True)
+    checks.check_config(config(**fields))
+
+
+def run_python(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:
+    source = f"import sys; sys.path[:0] = {[str(path) for path in paths]!r}\n{code}"
+    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+
+
+def test_the_plug_in_stays_out_of_an_unknown_vllm(tmp_path: Path) -> None:
+    """One line in the log, whatever is missing; and nothing heavy is imported."""
+    code = (
+        "import logging; logging.basicConfig(format='%(message)s')\n"
+        "import halfbyte.plugins.vllm as plugin\n"
+        "plugin.register(); plugin.register()\n"
+        "assert 'transformers' not in sys.modules and 'halfbyte.models' not in sys.modules"
+    )
+    registry = tmp_path / "vllm" / "v1" / "attention" / "backends"
+    registry.mkdir(parents=True)
+    for folder in (registry, *list(registry.parents)[:3]):
+        (folder / "__init__.py").touch()
+    (registry / "registry.py").write_text("class AttentionBackendEnum: pass\n")
+    result = run_python(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("halfbyte stays out of this vLLM") == 1
+    assert "vllm.v1.attention.backends.registry.AttentionBackendEnum.CUSTOM" in result.stderr
+    (registry / "registry.py").write_text("raise RuntimeError('broken\\nmodule')\n")
+    result = run_python(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.strip().splitlines()[1:] == []
+
+
+def test_halfbyte_does_not_import_vllm() -> None:
+    code = "import halfbyte, halfbyte.plugins.vllm, halfbyte.cli; assert 'vllm' not in sys.modules"
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
