@@ -15,7 +15,8 @@ from halfbyte.kernels import devices
 from halfbyte.kernels.cpu_library import LEVELS, set_level
 
 # Commands that tests start must find the package, installed or not.
-os.environ["PYTHONPATH"] = str(Path(__file__).parents[1] / "src")
+_SOURCES = str(Path(__file__).parents[1] / "src")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_SOURCES, os.environ.get("PYTHONPATH"))))
 
 # torch remembers its constructors when `torch.device(...)` is first entered as a context; that must
 # not be while they are poisoned, or "meta" would be ignored.
@@ -49,6 +50,8 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.fill_(float("nan"))
     if tensor.dtype == torch.uint8:
         return tensor.fill_(0xFF)
+    if tensor.dtype == torch.int32:
+        return tensor.fill_(0x3FFFFFFF)
     return tensor
 
 

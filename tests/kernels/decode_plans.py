@@ -35,6 +35,8 @@ class Step:
     batch_invariant: bool = False
     capability: int = 90
     multiprocessors: int = 132
+    padding: int = 0
+    """Query tokens after the last sequence's, as in a captured graph."""
 
     @property
     def layout(self) -> PageLayout:
@@ -129,7 +131,7 @@ def make_plan(step: Step) -> decode.Plan:
     return decode.make_plan(
         step.layout,
         step.group * step.kv_heads,
-        step.starts[-1],
+        step.starts[-1] + step.padding,
         torch.tensor(step.starts, dtype=torch.int32),
         torch.tensor(step.lengths, dtype=torch.int32),
         -(-max(step.lengths) // step.block_size),

@@ -24,6 +24,8 @@ STEPS = {
     "many-columns": Step([9000, 300], [2, 1], group=20, kv_heads=1, head_size=256),
     "units-of-many-pieces": Step([100, 20, 0, 300] * 10, [1] * 40, kv_heads=1, multiprocessors=1),
     "window": Step([5000, 800, 64, 65], [2, 1, 4, 1], group=8, window=130),
+    "padded": Step([900, 0, 33], [1, 2, 1], padding=5),
+    "padded-sequences": Step([900, 33, 500, 0], [1, 1, 0, 0], group=8, padding=2),
     "fixed-spans": Step([5000, 513, 0], [1, 2, 1], group=4, batch_invariant=True),
 }
 
@@ -102,9 +104,10 @@ def assert_merged(
         sums = random_parts(step, plan, generator)
         expected, expected_lse = softmax(sums, sinks)
         for kernel in KERNELS:
-            memory = torch.full((num_tokens, heads + 1, step.head_size + 8), torch.nan, dtype=dtype)
+            rows = num_tokens + step.padding
+            memory = torch.full((rows, heads + 1, step.head_size + 8), torch.nan, dtype=dtype)
             out = memory[:, :heads, : step.head_size]
-            lse = torch.full((num_tokens + 1, heads), torch.nan) if with_lse else None
+            lse = torch.full((rows + 1, heads), torch.nan) if with_lse else None
             decode.decode(
                 **arguments(step, dtype),
                 sinks=sinks,
@@ -114,12 +117,15 @@ def assert_merged(
             )
             assert [name for name, _ in launched[-2:]] == ["decode", kernel]
             rtol = 1.01 * ROUNDING[dtype]
-            torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=1e-5, equal_nan=True)
+            assert (out[num_tokens:] == 0).all()
+            torch.testing.assert_close(
+                out[:num_tokens].double(), expected, rtol=rtol, atol=1e-5, equal_nan=True
+            )
             assert memory[:, heads:].isnan().all()
             assert memory[..., step.head_size :].isnan().all()
             if lse is not None:
                 torch.testing.assert_close(
-                    lse[:-1].double(), expected_lse, rtol=1e-6, atol=1e-5, equal_nan=True
+                    lse[:num_tokens].double(), expected_lse, rtol=1e-6, atol=1e-5, equal_nan=True
                 )
                 assert lse[-1].isnan().all()
 
@@ -136,7 +142,7 @@ def arguments(step: Step, dtype: torch.dtype) -> dict[str, Any]:
     """Of `decode.decode`, those that the merge does not look at."""
     heads = step.kv_heads * step.group
     return {
-        "query": torch.zeros(step.starts[-1], heads, step.head_size, dtype=dtype),
+        "query": torch.zeros(step.starts[-1] + step.padding, heads, step.head_size, dtype=dtype),
         "pages": torch.zeros(1, step.layout.page_bytes, dtype=torch.uint8),
         "layout": step.layout,
         "block_tables": torch.zeros(len(step.lengths), 1, dtype=torch.int32),

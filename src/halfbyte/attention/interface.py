@@ -93,7 +93,8 @@ def paged_attention(
             query_start_loc[s + 1]. Heads are a multiple of the layout's KV heads.
         pages: uint8 `[num_pages, page_stride]`.
         layout: of `pages`.
-        query_start_loc: int32 `[sequences + 1]`, ascending from 0 to `tokens`.
+        query_start_loc: int32 `[sequences + 1]`, ascending from 0 to `tokens`. On a GPU more tokens
+            may follow, which pad a captured graph; their rows of the output are undefined.
         seq_lens: int32 `[sequences]`, tokens in the cache, the queries included. A sequence shorter
             than its queries (padding of a captured graph) leaves 0 in rows that attend to nothing.
         block_tables: int32 `[sequences, max_pages]`, page numbers in order of tokens. Those of

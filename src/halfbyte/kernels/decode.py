@@ -37,7 +37,8 @@ class _PlanParams(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("plan", "seq_lens", "query_start_loc")),
-        *((name, ctypes.c_int) for name in ("num_seqs", "group", "columns", "tile", "window")),
+        *((name, ctypes.c_int) for name in ("num_seqs", "num_tokens", "group", "columns")),
+        *((name, ctypes.c_int) for name in ("tile", "window")),
         *((name, ctypes.c_int) for name in ("max_units", "units_offset", "pieces_offset")),
         *((name, ctypes.c_int) for name in ("fixed_span", "overhead")),
     )
@@ -127,7 +128,8 @@ def make_plan(
         layout, query_start_loc, seq_lens, sliding_window, batch_invariant: as for
             `halfbyte.attention.paged_attention`; tensors contiguous, on the GPU.
         num_heads: of the query.
-        num_tokens: of the query, in all.
+        num_tokens: of the query, in all. Those past the last sequence's pad a captured graph; their
+            rows become 0.
         max_pages: that a sequence can have.
     """
     device = seq_lens.device
@@ -159,6 +161,7 @@ def make_plan(
         seq_lens=seq_lens.data_ptr(),
         query_start_loc=query_start_loc.data_ptr(),
         num_seqs=num_seqs,
+        num_tokens=num_tokens,
         group=group,
         columns=way.columns,
         tile=way.tile,

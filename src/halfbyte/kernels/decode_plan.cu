@@ -11,6 +11,7 @@ struct PlanParams {
   const int* seq_lens;
   const int* query_start_loc;
   int num_seqs;
+  int num_tokens;  // of the query; those past the last sequence's only pad a captured graph
   int group;      // query heads per KV head
   int columns;    // of a piece
   int tile;       // tokens
@@ -149,6 +150,12 @@ extern "C" __global__ void __launch_bounds__(1024) plan_work(PlanParams p) {
         position += cost;
       }
     }
+  }
+  // Without a record of their own, rows that pad would be merged from wherever stale memory points.
+  for (int t = p.query_start_loc[p.num_seqs] + threadIdx.x; t < p.num_tokens; t += blockDim.x) {
+    int4* token = (int4*)(p.plan + 4) + 2 * t;
+    token[0] = make_int4(0, 0, 0, 0);
+    token[1] = make_int4(t, 0, 0, 0);
   }
   if (threadIdx.x == 0)
     *(int4*)p.plan = make_int4(span, (base.x + span - 1) / span, overhead, base.y);
