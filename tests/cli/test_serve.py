@@ -67,6 +67,7 @@ def serve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
         sys.exit(0)
 
     monkeypatch.setattr(launch, "find_spec", lambda name: name == "vllm")
+    monkeypatch.setattr(launch, "entry_points", lambda **_: ("halfbyte",))
     monkeypatch.setattr(launch, "has_distribution", lambda: False)
     monkeypatch.setattr(os, "execvpe", start)
 
@@ -255,12 +256,16 @@ def test_a_vllm_that_may_not_load_halfbyte(serve: Serve, monkeypatch: pytest.Mon
     )
     monkeypatch.setenv("VLLM_PLUGINS", "others,halfbyte")
     assert serve(BUNDLED).status == 0
+    monkeypatch.setattr(launch, "entry_points", lambda **_: ())  # on PYTHONPATH, not installed
+    result = serve(BUNDLED)
+    assert (result.status, result.started) == (1, None)
+    assert "pip install halfbyte" in result.err
 
 
 def test_options_are_checked_before_anything_heavy_is_imported() -> None:
     code = (
         "import sys; from halfbyte.plugins.vllm import launch;"
-        "launch.find_spec = lambda name: True;"
+        "launch.find_spec = launch.entry_points = lambda *_, **__: True;"
         "sys.argv = ['halfbyte', 'serve', 'm', '--additional-config.halfbyte.bogus', '1'];"
         "import atexit; heavy = {'vllm', 'transformers'};"
         "atexit.register(lambda: print(*heavy & set(sys.modules)));"

