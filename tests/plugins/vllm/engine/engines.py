@@ -1,7 +1,9 @@
 """vLLM and halfbyte's engine on the same prompts."""
 
 import gc
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
@@ -93,21 +95,40 @@ def metrics(llm: Any) -> dict[str, float]:
     return {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
 
 
-def run_apart(prompts: Sequence[Any], **options: Any) -> tuple[list[list[int]], dict[str, float]]:
+def run_apart(
+    prompts: Sequence[Any], *, in_process: bool = True, **options: Any
+) -> tuple[list[list[int]], dict[str, float]]:
     """Tokens and counters of an engine in a process of its own.
 
-    For what leaves a process in which vLLM cannot start another engine.
+    For what leaves a process in which vLLM cannot start another engine, and for engines of several
+    processes.
+
+    Args:
+        in_process: whether the engine runs in that process, where its layers can be looked at.
     """
-    with get_context("spawn").Pool(1) as pool:
-        return pool.apply(_run_apart, (list(prompts), options))
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(_run_apart, list(prompts), in_process, options).result()
 
 
 def _run_apart(
-    prompts: list[Any], options: dict[str, Any]
+    prompts: list[Any], in_process: bool, options: dict[str, Any]
 ) -> tuple[list[list[int]], dict[str, float]]:
+    # Of a function sent to the workers, pickled: they are ours, and on this machine.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(in_process))
     with vllm_engine(**options, disable_log_stats=False) as llm:
-        assert_ours(llm)
+        if in_process:
+            assert_ours(llm)
+        else:
+            kinds = llm.collective_rpc(_kinds_of_layers)
+            assert {kind for rank in kinds for kind in rank} == {HalfbyteAttentionImpl.__name__}
         return generate(llm, prompts), metrics(llm)
+
+
+def _kinds_of_layers(worker: Any) -> list[str]:
+    context = worker.model_runner.compilation_config.static_forward_context
+    layers = [layer for layer in context.values() if hasattr(layer, "kv_cache_dtype")]
+    return [type(layer.impl).__name__ for layer in layers]
 
 
 def halfbyte_engine(folder: str | Path, **options: Any) -> halfbyte.LLM:
