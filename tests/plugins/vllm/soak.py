@@ -35,6 +35,8 @@ ABORTED = 0.2
 ANSWER_TOKENS = 64
 FAILURE_S = 5.0
 """In which a request in flight must fail after the server's death."""
+IN_FLIGHT = 8
+"""Requests that are sent right before a kill."""
 SAMPLE_S = 5.0
 """Between two looks at the server's memory."""
 
@@ -90,8 +92,11 @@ class Life:
             time.sleep(max(0.0, min(arrival, sample, end) - time.monotonic()))
             now = time.monotonic()
 
-    def kill(self) -> None:
-        """SIGKILL to every process of the server, and wait for the requests in flight."""
+    def kill(self, tasks: Iterator[Task]) -> None:
+        """SIGKILL to every process of the server while it answers, and wait for the requests."""
+        for _ in range(IN_FLIGHT):
+            self._start(next(tasks))
+        time.sleep(0.2)
         self._killed_at = time.monotonic()
         self.server.kill()
         self._join(FAILURE_S + 5)
@@ -234,7 +239,7 @@ def main() -> None:
             life.traffic(tasks, rng, asked.rate, asked.minutes * (end - begin))
             lives.append(summary(life.memory_mib))
             if end < 1.0:
-                life.kill()
+                life.kill(tasks)
                 lost = life.lost
             else:
                 held = life.finish()
