@@ -15,6 +15,7 @@ also for users who never ask for halfbyte. It therefore changes nothing that is 
 | `metadata` | one step's lengths and tables, CUDA graphs, scales handed to the layers |
 | `attention` | a layer: stores K and V, attends |
 | `linear`, `linear_kernel` | NVFP4 layers on halfbyte's kernels: whether, and how |
+| `connectors` | pages that leave the engine, named by their formats and scales |
 | `part_scales` | a global scale for each part of a fused layer |
 | `registry`, `cpu_platform` | how vLLM finds the backend, on GPUs and on CPUs |
 | `loading` | what vLLM 0.24 cannot load |
@@ -39,7 +40,7 @@ def register() -> None:
         return
     _registered = True
     try:
-        from halfbyte.plugins.vllm import cpu_platform, linear, registry
+        from halfbyte.plugins.vllm import connectors, cpu_platform, linear, registry
 
         missing = registry.missing_hooks()
         if missing:
@@ -47,6 +48,7 @@ def register() -> None:
         registry.register_attention()
         cpu_platform.install()
         linear.install()
+        connectors.install()
     except Exception as error:
         # Another version's vLLM must start as if halfbyte were not installed.
         reason = " ".join(str(error).split())[:300]

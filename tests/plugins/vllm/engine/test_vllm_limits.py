@@ -128,3 +128,35 @@ def test_loss_is_halfbyte_s_own() -> None:
         assert found[dtype] == pytest.approx(result.nll, rel=2e-3), dtype
     # Four bits show, so the cache was read.
     assert 1.002 < found["nvfp4"] / found["auto"] < 1.03
+
+
+def test_pages_of_other_scales_are_not_found(tmp_path: Path) -> None:
+    """By a connector that stores them; they would be read as other values."""
+    stored = halfbyte.kvcache.KVScales.load(BUNDLED)
+    assert stored is not None
+    scales = {}
+    for factor in (1, 40):
+        folder = tmp_path / f"scales-{factor}"
+        folder.mkdir()
+        amax = [tuple(factor * x for x in side) for side in (stored.k_amax, stored.v_amax)]
+        scales[factor] = halfbyte.kvcache.KVScales(amax[0], amax[1], "test").save(folder)
+    transfer = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "pages")},
+    }
+    prompts = [TEXTS[1] * 4 + text for text in TEXTS]
+    found = {}
+    for factor in (1, 40):
+        options: dict[str, Any] = {
+            "additional_config": {"halfbyte": {"kv_scales": str(scales[factor])}},
+            "block_size": 16,
+            "enable_prefix_caching": False,
+        }
+        with vllm_engine(**options) as llm:
+            expected = generate(llm, prompts)
+        with vllm_engine(kv_transfer_config=transfer, **options) as llm:
+            found[factor] = generate(llm, prompts)
+        assert found[factor] == expected
+    assert found[1] != found[40]
+    assert len(list((tmp_path / "pages").iterdir())) == 2

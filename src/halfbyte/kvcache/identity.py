@@ -1,0 +1,34 @@
+"""What two engines must have in common before one reads pages that the other wrote.
+
+A page carries its codes and block scales. Its format and the global scales, from which codes become
+values, belong to all pages of a layer and are not in it: pages that come back with other ones would
+be read as other values without any error.
+"""
+
+import hashlib
+import json
+
+from halfbyte.kvcache.scales import KVScales
+from halfbyte.layouts import KVCacheDType
+
+_VERSION = 1
+
+
+def pages_identity(
+    k_dtype: KVCacheDType | str, v_dtype: KVCacheDType | str, scales: KVScales | None
+) -> str:
+    """A hex SHA-256 of the formats of K and V and of every layer's scales, but not their source.
+
+    Args:
+        k_dtype, v_dtype: formats.
+        scales: None where no format has a global scale.
+    """
+    fields = {
+        "version": _VERSION,
+        "k": str(k_dtype),
+        "v": str(v_dtype),
+        # `float.hex` is exact.
+        "k_amax": scales and [float(amax).hex() for amax in scales.k_amax],
+        "v_amax": scales and [float(amax).hex() for amax in scales.v_amax],
+    }
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

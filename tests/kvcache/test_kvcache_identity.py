@@ -1,0 +1,27 @@
+"""Pages are interchangeable where formats and scales are alike, and not elsewhere."""
+
+from dataclasses import replace
+
+from halfbyte.kvcache import KVScales
+from halfbyte.kvcache.identity import pages_identity
+
+SCALES = KVScales((1.0, 2.0), (3.0, 0.1), "test")
+
+
+def test_pages_identity_is_of_what_decides_values() -> None:
+    identity = pages_identity("nvfp4", "nvfp4", SCALES)
+    assert len(identity) == 64
+    assert pages_identity("nvfp4", "nvfp4", replace(SCALES, source="another place")) == identity
+    others = [
+        pages_identity("nvfp4", "fp8_e4m3", SCALES),
+        pages_identity("nvfp4_4over6", "nvfp4", SCALES),
+        pages_identity("nvfp4", "nvfp4", None),
+        pages_identity("nvfp4", "nvfp4", replace(SCALES, k_amax=(1.0, 2.0000000000000004))),
+        pages_identity("nvfp4", "nvfp4", KVScales(SCALES.v_amax, SCALES.k_amax, "swapped")),
+    ]
+    assert len({identity, *others}) == 6
+
+
+def test_pages_identity_stays_what_it_is() -> None:
+    """It names files of earlier runs."""
+    assert pages_identity("nvfp4", "nvfp4", SCALES).startswith("706c626a72a9842e")
