@@ -11,11 +11,12 @@ import torch
 
 from halfbyte.kvcache import FullAttentionSpec, KVScales
 from halfbyte.layouts import PageLayout
-from halfbyte.plugins.vllm import checks
+from halfbyte.plugins.vllm import checks, support
 from halfbyte.plugins.vllm.formats import LayerFormat, block_size_of, pages_of
 from halfbyte.plugins.vllm.options import Options
 from halfbyte.plugins.vllm.scales import LayerPlace, global_scales, place_of
 
+ROOT = Path(__file__).parents[3]
 GIVEN: dict[str, Any] = {
     "kv_scales": "/a/b.json",
     "draft_kv_scales": "/a/c.json",
@@ -27,6 +28,8 @@ GIVEN: dict[str, Any] = {
 
 def test_options_are_read() -> None:
     assert Options.parse({"halfbyte": GIVEN}) == Options(**GIVEN)
+    for yaml, said in ((True, "on"), (False, "off")):
+        assert Options.parse({"halfbyte": {"linear": yaml}}).linear == said
     for nothing in ({}, None, {"other": 1}, {"halfbyte": None}, {"halfbyte": {}}, object()):
         assert Options.parse(nothing) == Options()
 
@@ -40,7 +43,7 @@ def test_options_are_read() -> None:
         ({"draft_kv_scales": ""}, "halfbyte.draft_kv_scales: expected a path, got ''"),
         ({"k_dtype": "fp9"}, "halfbyte.k_dtype: KV cache dtype: unknown 'fp9'"),
         ({"v_dtype": ["nvfp4"]}, "halfbyte.v_dtype: expected a KV cache dtype, got"),
-        ({"linear": True}, "halfbyte.linear: expected one of auto, on, off, got True"),
+        ({"linear": 1}, "halfbyte.linear: expected one of auto, on, off, got 1"),
     ],
     ids=str,
 )
@@ -180,7 +183,7 @@ def connector(name: str | None, **extra: Any) -> Any:
         ({}, None),
         ({"kv_transfer_config": connector(None)}, None),
         ({"kv_transfer_config": connector("OffloadingConnector")}, None),
-        ({"kv_transfer_config": connector("NixlConnector")}, "NixlConnector.*whole blocks: Dec"),
+        ({"kv_transfer_config": connector("NixlConnector")}, "NixlConnector.*whole blocks: "),
         (
             {
                 "kv_transfer_config": connector(
@@ -273,3 +276,16 @@ def test_halfbyte_does_not_import_vllm() -> None:
     code = "import halfbyte, halfbyte.plugins.vllm, halfbyte.cli; assert 'vllm' not in sys.modules"
     result = run_python(code)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_documented_table_is_the_code_s() -> None:
+    text = (ROOT / "docs" / "vllm.md").read_text()
+    documented = text.split("<!-- support -->\n")[1].split("\n<!-- /support -->")[0]
+    assert documented == support.table()
+    for feature in support.FEATURES:
+        if support.TESTED in feature.known:
+            assert feature.test is not None, feature.name
+        if feature.test is not None:
+            file, name = feature.test.split("::")
+            source = (ROOT / "tests" / "plugins" / "vllm" / "engine" / file).read_text()
+            assert f"\ndef {name}(" in source, feature.test

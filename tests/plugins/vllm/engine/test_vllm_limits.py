@@ -10,7 +10,15 @@ import halfbyte
 from halfbyte.assets import heldout_texts
 from halfbyte.evaluation.perplexity import evaluate_perplexity, text_windows
 from halfbyte.kvcache import KV_SCALES_FILE
-from plugins.vllm.engine.engines import BUNDLED, TEXTS, assert_ours, generate, vllm_engine
+from halfbyte.plugins.vllm.registry import has_page_specs
+from plugins.vllm.engine.engines import (
+    BUNDLED,
+    TEXTS,
+    assert_ours,
+    generate,
+    needs_page_specs,
+    vllm_engine,
+)
 
 
 def bundled_copy(tmp_path: Path) -> Path:
@@ -85,6 +93,22 @@ def test_wrong_use_is_one_clear_error_at_start(options: dict[str, Any], message:
     refused(message, **options)
 
 
+@pytest.mark.skipif(has_page_specs(), reason="this vLLM lets a backend say what a page is")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_cache_dtype_skip_layers": ["0"]}, "kv_cache_dtype_skip_layers"),
+        ({"additional_config": {"halfbyte": {"k_dtype": "fp8"}}}, "k_dtype and v_dtype"),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "kv_connector = ExampleConnector",
+        ),
+    ],
+)
+def test_what_needs_pages_of_our_own_is_refused(options: dict[str, Any], message: str) -> None:
+    refused(message, **options)
+
+
 def test_head_sizes_that_16_does_not_divide_are_refused(tmp_path: Path) -> None:
     from models.zoo import make_model
 
@@ -130,6 +154,7 @@ def test_loss_is_halfbyte_s_own() -> None:
     assert 1.002 < found["nvfp4"] / found["auto"] < 1.03
 
 
+@needs_page_specs
 def test_pages_of_other_scales_are_not_found(tmp_path: Path) -> None:
     """By a connector that stores them; they would be read as other values."""
     stored = halfbyte.kvcache.KVScales.load(BUNDLED)

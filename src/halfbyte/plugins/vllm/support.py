@@ -1,0 +1,120 @@
+"""What runs inside which vLLM, and how that is known: the table of docs/vllm.md.
+
+python -m halfbyte.plugins.vllm.support      prints it
+"""
+
+from typing import NamedTuple
+
+from halfbyte.plugins.vllm.checks import WHOLE_BLOCK_CONNECTORS
+from halfbyte.plugins.vllm.formats import CACHE_DTYPES, NEWER_CACHE_DTYPES
+
+TESTED, SEEN, UNTRIED, REFUSED = "tested", "seen", "not run", "refused"
+LEGEND = {
+    TESTED: "by `make test` or `make test-vllm`",
+    SEEN: "run by hand, by `make test-vllm-0.24` or with the GPU tests",
+    UNTRIED: "nothing is known against it",
+    REFUSED: "an error at start that says so",
+}
+COLUMNS = ("0.24, CPU", "0.24, GPU", "0.32, CPU", "0.32 and 0.33, GPU")
+
+
+class Feature(NamedTuple):
+    """A row: how it is known in each of `COLUMNS`, and the test that shows it."""
+
+    name: str
+    known: tuple[str, str, str, str]
+    test: str | None = None
+
+
+FEATURES = (
+    Feature(
+        f"cache dtypes {', '.join(f'`{name}`' for name in CACHE_DTYPES)}",
+        (SEEN, SEEN, TESTED, UNTRIED),
+        "test_vllm_equality.py::test_other_formats_equal_halfbyte_s_engine",
+    ),
+    Feature(
+        f"{', '.join(f'`{name}`' for name in NEWER_CACHE_DTYPES)}",
+        (REFUSED, REFUSED, TESTED, UNTRIED),
+        "test_vllm_equality.py::test_other_formats_equal_halfbyte_s_engine",
+    ),
+    Feature(
+        "K and V of different formats, `mxfp4`, `fp4_block16` (`k_dtype`, `v_dtype`)",
+        (REFUSED, REFUSED, TESTED, UNTRIED),
+        "test_vllm_models.py::test_k_and_v_of_different_formats",
+    ),
+    Feature(
+        "sliding windows, hybrid models, soft-cap",
+        (SEEN, SEEN, TESTED, UNTRIED),
+        "test_vllm_models.py::test_nvfp4_equals_halfbyte_s_engine",
+    ),
+    Feature(
+        "attention sinks (GPT-OSS)",
+        (UNTRIED, UNTRIED, TESTED, UNTRIED),
+        "test_vllm_models.py::test_nvfp4_equals_halfbyte_s_engine",
+    ),
+    Feature(
+        "layers left unquantized (`kv_cache_dtype_skip_layers`)",
+        (REFUSED, REFUSED, TESTED, UNTRIED),
+        "test_vllm_models.py::test_sliding_layers_may_stay_unquantized",
+    ),
+    Feature(
+        "chunked prefill, prefix caching, preemption",
+        (SEEN, SEEN, TESTED, UNTRIED),
+        "test_vllm_equality.py::test_preemption_changes_no_token",
+    ),
+    Feature(
+        "speculative decoding: ngram",
+        (UNTRIED, UNTRIED, TESTED, UNTRIED),
+        "test_vllm_equality.py::test_drafts_from_the_prompt_change_no_token",
+    ),
+    Feature("speculative decoding: EAGLE, MTP, draft models", (UNTRIED,) * 4),
+    Feature("batch invariance (`VLLM_BATCH_INVARIANT=1`)", (UNTRIED,) * 4),
+    Feature(
+        "full and piecewise CUDA graphs, model runners V1 and V2",
+        ("", SEEN, "", UNTRIED),
+        "test_vllm_gpu.py::test_graphs_equal_eager_in_float32",
+    ),
+    Feature(
+        "`torch.compile`",
+        (UNTRIED, SEEN, TESTED, UNTRIED),
+        "test_vllm_ranks.py::test_compiled_gives_the_same_tokens",
+    ),
+    Feature(
+        "tensor parallel",
+        (UNTRIED, UNTRIED, TESTED, UNTRIED),
+        "test_vllm_ranks.py::test_tensor_parallel_gives_the_same_tokens",
+    ),
+    Feature("pipeline parallel, data parallel, several nodes", (UNTRIED,) * 4),
+    Feature(
+        "NVFP4 weights: ModelOpt, compressed-tensors; parts with scales of their own",
+        (SEEN, SEEN, TESTED, UNTRIED),
+        "test_vllm_weights.py::test_quantized_checkpoints_equal_halfbyte_s_engine",
+    ),
+    Feature(
+        "KV connectors that move whole blocks (0.24: the offloading ones)",
+        (UNTRIED, UNTRIED, TESTED, UNTRIED),
+        "test_vllm_equality.py::test_a_connector_brings_back_whole_blocks",
+    ),
+    Feature(
+        "other KV connectors",
+        (REFUSED,) * 4,
+        "test_vllm_limits.py::test_wrong_use_is_one_clear_error_at_start",
+    ),
+    Feature("MLA, encoders, decode and prefill context parallel, ALiBi", (REFUSED,) * 4),
+)
+
+
+def table() -> str:
+    """Markdown."""
+    rows = [
+        "| | " + " | ".join(f"vLLM {column}" for column in COLUMNS) + " |",
+        "|---|" + "---|" * len(COLUMNS),
+    ]
+    rows += [f"| {feature.name} | " + " | ".join(feature.known) + " |" for feature in FEATURES]
+    legend = "; ".join(f"*{word}*: {meaning}" for word, meaning in LEGEND.items())
+    connectors = ", ".join(f"`{name}`" for name in WHOLE_BLOCK_CONNECTORS)
+    return "\n".join([*rows, "", f"{legend}. Whole blocks are moved by {connectors}."])
+
+
+if __name__ == "__main__":
+    print(table())
