@@ -95,6 +95,7 @@ def give_scales(vllm_config: Any, layer_names: list[str], device: torch.device) 
 
     options = check_config(vllm_config)
     num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
+    _refuse_unread_caches(vllm_config, device)
     found: dict[bool, KVScales] = {}
     layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
     for name, layer in layers.items():
@@ -106,6 +107,21 @@ def give_scales(vllm_config: Any, layer_names: list[str], device: torch.device) 
         if place.is_draft not in found:
             found[place.is_draft] = _scales_for(vllm_config, options, place)
         layer.impl.set_scales(found[place.is_draft], place.layer, device)
+
+
+def _refuse_unread_caches(vllm_config: Any, device: torch.device) -> None:
+    """On CPUs vLLM's own attention takes an nvfp4 cache and quantizes nothing: a draft's, say."""
+    if device.type != "cpu":
+        return
+    for name, layer in get_layers_from_vllm_config(vllm_config, Attention).items():
+        is_ours = hasattr(layer.impl, "needs_scales")
+        if str(layer.kv_cache_dtype).startswith("nvfp4") and not is_ours:
+            kind = type(layer.impl).__name__
+            raise ValueError(
+                f"halfbyte: {name} has an nvfp4 cache and {kind}, which cannot store one; "
+                'for a draft say "attention_backend": "CUSTOM" or "kv_cache_dtype": '
+                '"auto" in --speculative-config'
+            )
 
 
 def _scales_for(vllm_config: Any, options: Options, place: LayerPlace) -> KVScales:

@@ -67,7 +67,12 @@ FEATURES = (
         (UNTRIED, UNTRIED, TESTED, UNTRIED),
         "test_vllm_equality.py::test_drafts_from_the_prompt_change_no_token",
     ),
-    Feature("speculative decoding: EAGLE, MTP, draft models", (UNTRIED,) * 4),
+    Feature(
+        "speculative decoding: draft models",
+        (UNTRIED, UNTRIED, TESTED, UNTRIED),
+        "test_vllm_equality.py::test_a_draft_model_has_scales_of_its_own",
+    ),
+    Feature("speculative decoding: EAGLE, MTP", (UNTRIED,) * 4),
     Feature("batch invariance (`VLLM_BATCH_INVARIANT=1`)", (UNTRIED,) * 4),
     Feature(
         "full and piecewise CUDA graphs, model runners V1 and V2",

@@ -120,7 +120,7 @@ def _run_apart(
 ) -> tuple[list[list[int]], dict[str, float]]:
     # Of a function sent to the workers, pickled: they are ours, and on this machine.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(in_process))
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
     with vllm_engine(**options, disable_log_stats=False) as llm:
         if in_process:
             assert_ours(llm)

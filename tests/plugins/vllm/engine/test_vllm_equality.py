@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from halfbyte.kvcache import KVScales
 from plugins.vllm.engine.engines import (
     BUNDLED,
     TEXTS,
@@ -94,6 +95,31 @@ def test_drafts_from_the_prompt_change_no_token(tokens: list[list[int]]) -> None
     found, counted = run_apart(TEXTS, speculative_config=ngram)
     assert found == tokens
     assert counted["vllm:spec_decode_num_accepted_tokens"] > 10
+
+
+@needs_page_specs
+def test_a_draft_model_has_scales_of_its_own(tokens: list[list[int]], tmp_path: Path) -> None:
+    """The model drafts for itself: with its scales all drafts are right, with wild ones few."""
+    draft = {
+        "method": "draft_model",
+        "model": BUNDLED,
+        "num_speculative_tokens": 2,
+        "attention_backend": "CUSTOM",
+    }
+    stored = KVScales.load(BUNDLED)
+    assert stored is not None
+    amax = [tuple(1e7 * x for x in side) for side in (stored.k_amax, stored.v_amax)]
+    wild = KVScales(amax[0], amax[1], "test").save(tmp_path)
+    shares = []
+    for options in ({}, {"draft_kv_scales": str(wild)}):
+        found, counted = run_apart(
+            TEXTS, speculative_config=draft, additional_config={"halfbyte": options}
+        )
+        assert found == tokens
+        accepted = counted["vllm:spec_decode_num_accepted_tokens"]
+        shares.append(accepted / counted["vllm:spec_decode_num_draft_tokens"])
+    assert shares[0] > 0.95
+    assert shares[1] < 0.8
 
 
 def test_prefixes_from_the_cache_change_no_token(tokens: list[list[int]]) -> None:

@@ -17,6 +17,7 @@ from plugins.vllm.engine.engines import (
     assert_ours,
     generate,
     needs_page_specs,
+    run_apart,
     vllm_engine,
 )
 
@@ -107,6 +108,13 @@ def test_wrong_use_is_one_clear_error_at_start(options: dict[str, Any], message:
 )
 def test_what_needs_pages_of_our_own_is_refused(options: dict[str, Any], message: str) -> None:
     refused(message, **options)
+
+
+@needs_page_specs
+def test_a_draft_whose_attention_cannot_store_the_cache_is_refused() -> None:
+    draft = {"method": "draft_model", "model": BUNDLED, "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match=r'draft_model\.model.*say "attention_backend": "CUSTOM"'):
+        run_apart(TEXTS, speculative_config=draft)
 
 
 def test_head_sizes_that_16_does_not_divide_are_refused(tmp_path: Path) -> None:
