@@ -2,8 +2,8 @@
 
     python benchmarks/vllm_online.py [--out benchmarks/results/vllm_online.json]
 
-One server per variant of `vllm_step.py` (Llama-3.1-8B's shape, dummy weights), then random prompts at
-each request rate. Reported are output tokens per second, time to first token and time per output
+One server per variant of `vllm_step.py` (Llama-3.1-8B's shape, dummy weights), then random prompts
+at each request rate. Reported are output tokens per second, time to first token and time per output
 token, as vLLM's benchmark has them.
 
     --model FOLDER      a real model instead; variants with NVFP4 weights are left out
