@@ -40,7 +40,7 @@ test-vllm: $(VLLM_VENV)/.installed
 test-vllm-0.24:
 	@$(MAKE) --no-print-directory VLLM_VENV=.venv-vllm-0.24 VLLM_TORCH=2.11.0 \
 		VLLM_PINS=requirements-vllm-0.24.txt .venv-vllm-0.24/.installed
-	@OMP_NUM_THREADS=1 .venv-vllm-0.24/bin/python -m pytest --quiet -p no:cacheprovider \
+	@OMP_NUM_THREADS=1 .venv-vllm-0.24/bin/python -m pytest --quiet --disable-warnings -p no:cacheprovider \
 		tests/plugins/vllm/engine -m "not slow"
 
 check: $(VENV)/.installed-dev
@@ -54,7 +54,7 @@ VLLM_TORCH ?= 2.13.0
 VLLM_PINS ?= requirements-vllm.txt
 VLLM_PIP = $(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check
 # One thread: with more, vLLM's and PyTorch's threads wait for one another on a busy machine.
-VLLM_PYTEST = OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --quiet -p no:cacheprovider \
+VLLM_PYTEST = OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --quiet --disable-warnings -p no:cacheprovider \
 	tests/plugins/vllm/engine
 
 $(VLLM_VENV)/.installed: $(VLLM_PINS) pyproject.toml
