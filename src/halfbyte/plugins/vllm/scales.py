@@ -7,7 +7,6 @@ calibration in the user's cache folder. Without any the run ends with the comman
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from halfbyte.kvcache import KVScales, get_kv_cache_quant_method
@@ -74,6 +73,7 @@ def scales_of_model(
         ValueError: none are found, or files are broken; one line with what to do.
     """
     from halfbyte.models import find_kv_scales
+    from halfbyte.models.loading import local_folder
 
     if given is None and str(getattr(load_config, "load_format", "")).endswith("dummy"):
         num_layers = model_config.hf_text_config.num_hidden_layers
@@ -82,8 +82,8 @@ def scales_of_model(
         return KVScales(amax, amax, "dummy weights")
     folder = local_folder(
         str(model_config.model),
-        getattr(model_config, "revision", None),
-        getattr(load_config, "download_dir", None),
+        revision=getattr(model_config, "revision", None),
+        cache_dir=getattr(load_config, "download_dir", None),
     )
     scales = find_kv_scales(folder, model_config.hf_config, given=given)
     if scales is None:
@@ -94,27 +94,3 @@ def scales_of_model(
         )
     logger.info("KV cache scales: %s", scales.source)
     return scales
-
-
-def local_folder(model: str, revision: str | None, download_dir: str | None) -> Path:
-    """The folder of a model that vLLM has loaded; of a hub id its snapshot.
-
-    Raises:
-        ValueError: neither a folder nor in the local cache.
-    """
-    folder = Path(model)
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    try:
-        found = snapshot_download(
-            model,
-            revision=revision,
-            cache_dir=download_dir,
-            local_files_only=True,
-            allow_patterns=["*.json", "*.safetensors"],
-        )
-    except Exception as error:  # the hub's client raises many kinds
-        raise ValueError(f"halfbyte: {model}: no folder and not downloaded: {error}") from None
-    return Path(found)
