@@ -1,6 +1,7 @@
 """Settings for all tests: one thread each, poisoned memory, GPU tests only where there is a GPU."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,11 @@ from halfbyte.kernels.cpu_library import LEVELS, set_level
 # Commands that tests start must find the package, installed or not.
 _SOURCES = str(Path(__file__).parents[1] / "src")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_SOURCES, os.environ.get("PYTHONPATH"))))
+
+# Shells start background jobs with SIGINT ignored, and children would inherit that: tests of Ctrl-C
+# would wait for nothing. A handler is not inherited.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # torch remembers its constructors when `torch.device(...)` is first entered as a context; that must
 # not be while they are poisoned, or "meta" would be ignored.
