@@ -25,22 +25,28 @@ def padded_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return ids, mask, (mask.cumsum(1) - 1).clamp(min=0)
 
 
+def feed(model: Any, cache: Cache, start: int, stop: int, *, wrong: bool = False) -> torch.Tensor:
+    """Logits of the columns `start` .. `stop` of `padded_batch`, or of other ids in their places."""
+    ids, mask, positions = padded_batch()
+    output = model(
+        input_ids=ids[:, start:stop] % 7 if wrong else ids[:, start:stop],
+        attention_mask=mask[:, :stop],
+        position_ids=positions[:, start:stop],
+        past_key_values=cache,
+    )
+    logits: torch.Tensor = output.logits
+    return logits
+
+
 @torch.inference_mode()
 def through_cache(model: Any, cache: Cache) -> torch.Tensor:
     """Logits of the tokens of `padded_batch`, fed in chunks."""
-    ids, mask, positions = padded_batch()
+    _, mask, _ = padded_batch()
     logits = []
     start = 0
     for count in CHUNKS:
-        columns = slice(start, start + count)
+        logits.append(feed(model, cache, start, start + count))
         start += count
-        output = model(
-            input_ids=ids[:, columns],
-            attention_mask=mask[:, :start],
-            position_ids=positions[:, columns],
-            past_key_values=cache,
-        )
-        logits.append(output.logits)
     return torch.cat(logits, 1)[mask.bool()]
 
 
@@ -391,7 +397,7 @@ def test_cache_after_a_forward_pass_that_failed(
     model = make_model("llama")
     expected = through_cache(model, Cache(model, "nvfp4"))
     cache = Cache(model, "nvfp4")
-    ids, mask, positions = padded_batch()
+    ids, mask, _ = padded_batch()
     owner, name = {
         "attend": (batch_module, "paged_attention"),
         "store": (batch_module, "reshape_and_cache"),
@@ -409,14 +415,8 @@ def test_cache_after_a_forward_pass_that_failed(
     def again(start: int, stop: int) -> None:
         nonlocal calls
         calls = 0
-        columns = slice(start, stop)
         with pytest.raises(KeyboardInterrupt):
-            model(
-                input_ids=ids[:, columns] % 7,
-                attention_mask=mask[:, :stop],
-                position_ids=positions[:, columns],
-                past_key_values=cache,
-            )
+            feed(model, cache, start, stop, wrong=True)
         assert cache.get_seq_length() == start
 
     logits = []
@@ -426,16 +426,9 @@ def test_cache_after_a_forward_pass_that_failed(
             patch.setattr(owner, name, failing)
             again(start, start + count)
             again(start, start + count)
-        columns = slice(start, start + count)
-        start += count
         with torch.inference_mode():
-            output = model(
-                input_ids=ids[:, columns],
-                attention_mask=mask[:, :start],
-                position_ids=positions[:, columns],
-                past_key_values=cache,
-            )
-        logits.append(output.logits)
+            logits.append(feed(model, cache, start, start + count))
+        start += count
         cache.tables.check_integrity()
     assert torch.equal(torch.cat(logits, 1)[mask.bool()], expected)
     calls, more = 0, torch.cat([mask, mask.new_ones(3, 3)], 1)

