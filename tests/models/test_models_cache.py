@@ -25,8 +25,10 @@ def padded_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return ids, mask, (mask.cumsum(1) - 1).clamp(min=0)
 
 
-def feed(model: Any, cache: Cache, start: int, stop: int, *, wrong: bool = False) -> torch.Tensor:
-    """Logits of the columns `start` .. `stop` of `padded_batch`, or of other ids in their places."""
+def feed_columns(
+    model: Any, cache: Cache, start: int, stop: int, *, wrong: bool = False
+) -> torch.Tensor:
+    """Logits of columns `start` .. `stop` of `padded_batch`, or of other ids in their places."""
     ids, mask, positions = padded_batch()
     output = model(
         input_ids=ids[:, start:stop] % 7 if wrong else ids[:, start:stop],
@@ -45,7 +47,7 @@ def through_cache(model: Any, cache: Cache) -> torch.Tensor:
     logits = []
     start = 0
     for count in CHUNKS:
-        logits.append(feed(model, cache, start, start + count))
+        logits.append(feed_columns(model, cache, start, start + count))
         start += count
     return torch.cat(logits, 1)[mask.bool()]
 
@@ -416,7 +418,7 @@ def test_cache_after_a_forward_pass_that_failed(
         nonlocal calls
         calls = 0
         with pytest.raises(KeyboardInterrupt):
-            feed(model, cache, start, stop, wrong=True)
+            feed_columns(model, cache, start, stop, wrong=True)
         assert cache.get_seq_length() == start
 
     logits = []
@@ -427,7 +429,7 @@ def test_cache_after_a_forward_pass_that_failed(
             again(start, start + count)
             again(start, start + count)
         with torch.inference_mode():
-            logits.append(feed(model, cache, start, start + count))
+            logits.append(feed_columns(model, cache, start, start + count))
         start += count
         cache.tables.check_integrity()
     assert torch.equal(torch.cat(logits, 1)[mask.bool()], expected)
