@@ -7,9 +7,9 @@ from typing import Literal, overload
 import numpy as np
 import torch
 
-from halfbyte.attention.backends import ATTENTION_BACKENDS
 from halfbyte.attention.base import AttentionInputs, AttentionPlans
-from halfbyte.kernels.attention_cpu import lengths_fit
+from halfbyte.attention.cpu import lengths_fit
+from halfbyte.attention.registry import ATTENTION_BACKENDS
 from halfbyte.layouts import KVCacheDType, PageLayout
 from halfbyte.layouts.arguments import check_tensors, float32_number, integer
 from halfbyte.layouts.page_layout import check_layout

@@ -16,7 +16,7 @@ from halfbyte.kvcache.specs import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
-from halfbyte.kvcache.token_io import read_tokens, reshape_and_cache
+from halfbyte.kvcache.store import STORE_BACKENDS, read_tokens, reshape_and_cache
 from halfbyte.kvcache.vllm_views import (
     dequant_nvfp4_kv_cache,
     nvfp4_kv_cache_full_dim,
@@ -28,6 +28,7 @@ __all__ = [
     "KV_CACHE_QUANT_REGISTRY",
     "KV_SCALES_FILE",
     "NULL_PAGE",
+    "STORE_BACKENDS",
     "ChunkedLocalAttentionSpec",
     "FullAttentionSpec",
     "HostSequence",
