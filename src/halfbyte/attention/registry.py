@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -33,6 +34,13 @@ class _AttentionBackends(Registry[AttentionBackend]):
             else verdict
             for verdict in verdicts
         ]
+
+    def _judge(self, name: str, config: Any, compute_capability: int | None) -> Verdict:
+        verdict = super()._judge(name, config, compute_capability)
+        transform = config is not None and config.transform
+        if verdict.usable and transform and not self.get(name).takes_transforms:
+            return verdict._replace(usable=False, reason="reads K as it is: the recipe plain")
+        return verdict
 
     def _candidates(self, config: AttentionConfig | None) -> tuple[Sequence[str], str]:
         """Names to choose from, and why not from others."""

@@ -8,6 +8,7 @@ from halfbyte.kvcache.quant_methods import (
     KVCacheQuantMethod,
     get_kv_cache_quant_method,
 )
+from halfbyte.kvcache.recipe import KVRecipe
 from halfbyte.kvcache.scales import KV_SCALES_FILE, KVScales
 from halfbyte.kvcache.sequences import HostSequence, SequenceTables
 from halfbyte.kvcache.specs import (
@@ -37,6 +38,7 @@ __all__ = [
     "KVCachePlan",
     "KVCacheQuantMethod",
     "KVCacheSpec",
+    "KVRecipe",
     "KVScales",
     "OutOfPagesError",
     "PageAllocator",

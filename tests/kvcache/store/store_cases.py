@@ -90,6 +90,8 @@ class StoreCase:
             self.layout,
             self.k_scale,
             self.v_scale,
+            None,
+            None,
         )
         return buffer
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 
 from halfbyte.dispatch import CPU, Answer
+from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
 
 Scale = float | torch.Tensor
@@ -23,6 +24,8 @@ class StoreConfig:
     device_type: str
     compute_capability: int = CPU
     """Of the GPU that the pages are on."""
+    transform: bool = False
+    """Whether K is changed before it is packed (`KVTransform`)."""
 
 
 class StoreBackend(ABC):
@@ -51,6 +54,8 @@ class StoreBackend(ABC):
         layout: PageLayout,
         k_scale: Scale,
         v_scale: Scale,
+        transform: KVTransform | None,
+        positions: torch.Tensor | None,
     ) -> None:
         """As `halfbyte.kvcache.reshape_and_cache`, on arguments already checked, on one device.
 
@@ -65,3 +70,26 @@ def check_slots(pages: torch.Tensor, slot_mapping: torch.Tensor, layout: PageLay
         raise ValueError(
             f"slot_mapping: slot {int(slot_mapping.max())} is past the last, {capacity - 1}"
         )
+
+
+def check_positions(
+    positions: torch.Tensor | None, slots: torch.Tensor, transform: KVTransform
+) -> None:
+    """Raise ValueError for positions that a transform cannot use; values are not read on a GPU."""
+    if positions is None:
+        raise ValueError("positions: a recipe other than plain needs them")
+    if positions.dtype != torch.int64 or positions.shape != slots.shape:
+        raise ValueError(
+            f"positions: expected int64 {tuple(slots.shape)}, got {positions.dtype} "
+            f"{tuple(positions.shape)}"
+        )
+    if positions.device != slots.device:
+        raise ValueError(f"positions: are on {positions.device}, slots are on {slots.device}")
+    limit = transform.max_position
+    if limit is not None and positions.device.type == "cpu":
+        real = positions[slots >= 0]
+        if real.numel() and not 0 <= int(real.min()) <= int(real.max()) < limit:
+            raise ValueError(
+                f"positions: expected 0 up to {limit - 1}, for which the calibration has means; "
+                f"got {int(real.min())} up to {int(real.max())}"
+            )

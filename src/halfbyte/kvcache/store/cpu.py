@@ -8,6 +8,7 @@ from halfbyte.dispatch import CPU, Answer, current_compute_capability
 from halfbyte.kernels.cpu.library import FLOATS, library, say_missing
 from halfbyte.kernels.cpu.store import store_tokens_cpu
 from halfbyte.kvcache.store.base import Scale, StoreBackend, StoreConfig
+from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
 
 
@@ -33,6 +34,8 @@ class CpuStore(StoreBackend):
         for name, dtype in (("key", config.key_dtype), ("value", config.value_dtype)):
             if dtype not in FLOATS:
                 return False, f"takes {name} in bfloat16, float16 or float32, not {dtype}"
+        if config.transform:
+            return False, "stores K as it is: the recipe is plain"
         return True, "every format"
 
     @classmethod
@@ -45,6 +48,9 @@ class CpuStore(StoreBackend):
         layout: PageLayout,
         k_scale: Scale,
         v_scale: Scale,
+        transform: KVTransform | None,
+        positions: torch.Tensor | None,
     ) -> None:
         """See `StoreBackend.store`; raises for slots past the last page."""
+        del transform, positions  # refused by `can_implement`
         store_tokens_cpu(key, value, pages, slot_mapping, layout, k_scale, v_scale)

@@ -4,8 +4,9 @@ import os
 
 import torch
 
-from halfbyte.kvcache.store.base import Scale, check_slots
+from halfbyte.kvcache.store.base import Scale, check_positions, check_slots
 from halfbyte.kvcache.store.registry import select_store
+from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
 from halfbyte.layouts.arguments import check_tensors
 from halfbyte.layouts.page_layout import check_layout
@@ -20,6 +21,9 @@ def reshape_and_cache(
     k_scale: Scale,
     v_scale: Scale,
     backend: str | None = None,
+    *,
+    transform: KVTransform | None = None,
+    positions: torch.Tensor | None = None,
 ) -> None:
     """Quantize K and V of each token and write them to its slot (vLLM's `reshape_and_cache_flash`).
 
@@ -40,6 +44,9 @@ def reshape_and_cache(
         k_scale, v_scale: decode multipliers, floats or float32 scalar tensors, which are read on
             their device; formats without a global scale ignore them.
         backend: a name of `STORE_BACKENDS`; by default the best that can do the work.
+        transform: what a recipe does to K first; readers need the same.
+        positions: int64 `[n]`, of each token in its sequence, padding not counted; those of padding
+            slots do not matter. A transform needs them.
 
     Raises:
         NoImplementationError: the backend asked for is unknown or cannot do the work.
@@ -50,10 +57,14 @@ def reshape_and_cache(
     _check_write(key, value, pages, slot_mapping, layout)
     layout.k_dtype.check_multiplier_on_host(k_scale, "k_scale")
     layout.v_dtype.check_multiplier_on_host(v_scale, "v_scale")
-    store = select_store(layout, key.dtype, value.dtype, pages.device, backend)
+    if transform is not None:
+        check_positions(positions, slot_mapping, transform)
+    store = select_store(
+        layout, key.dtype, value.dtype, pages.device, backend, transform is not None
+    )
     if pages.is_cuda and os.environ.get("HALFBYTE_DEBUG") == "1":
         check_slots(pages, slot_mapping, layout)
-    store.store(key, value, pages, slot_mapping, layout, k_scale, v_scale)
+    store.store(key, value, pages, slot_mapping, layout, k_scale, v_scale, transform, positions)
 
 
 def _check_write(

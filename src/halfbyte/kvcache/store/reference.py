@@ -11,6 +11,7 @@ import torch
 from halfbyte.dispatch import Answer
 from halfbyte.kvcache.quant_methods import KVCacheQuantMethod, get_kv_cache_quant_method
 from halfbyte.kvcache.store.base import Scale, StoreBackend, StoreConfig, check_slots
+from halfbyte.kvcache.transform import MARK, KVTransform
 from halfbyte.layouts import KVCacheDType, PageLayout
 
 
@@ -39,6 +40,8 @@ class ReferenceStore(StoreBackend):
         layout: PageLayout,
         k_scale: Scale,
         v_scale: Scale,
+        transform: KVTransform | None,
+        positions: torch.Tensor | None,
     ) -> None:
         """See `StoreBackend.store`."""
         check_slots(pages, slot_mapping, layout)
@@ -46,11 +49,24 @@ class ReferenceStore(StoreBackend):
         slots = slot_mapping[keep]
         count = slot_mapping.shape[0]
         key, value = key[:count][keep], value[:count][keep]
+        first: torch.Tensor | None = None
+        if transform is not None:
+            assert positions is not None
+            positions = positions[keep]
+            at_start = (positions == 0).nonzero().flatten()
+            first = transform.match_first(key[at_start], value[at_start])
+            key = transform.forward(key, positions)
         page, offset = slots // layout.block_size, slots % layout.block_size
         views = layout.views(pages)
         # Both are encoded before either is written, so that an error leaves no half token.
         k_data, k_scales = _method(layout.k_dtype).quantize(key, k_scale)
         v_data, v_scales = _method(layout.v_dtype).quantize(value, v_scale)
+        if first is not None and k_scales is not None:
+            heads = (first >= 0).nonzero()
+            rows = at_start[heads[:, 0]], heads[:, 1]
+            k_data[rows], k_scales[rows] = 0, 0
+            k_data[(*rows, 0)] = first[first >= 0].to(torch.uint8)
+            k_scales[(*rows, 0)] = MARK
         views.k_data[page, offset] = k_data
         if views.k_scale is not None and k_scales is not None:
             views.k_scale[page, offset] = k_scales
@@ -63,25 +79,31 @@ def read_tokens(
     pages: torch.Tensor,
     slots: torch.Tensor,
     layout: PageLayout,
-    k_scale: float | torch.Tensor,
-    v_scale: float | torch.Tensor,
+    k_scale: Scale,
+    v_scale: Scale,
     dtype: torch.dtype = torch.float32,
+    *,
+    transform: KVTransform | None = None,
+    positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dequantized K and V of the tokens in `slots`.
 
     Args:
-        pages, layout, k_scale, v_scale: as for `halfbyte.kvcache.reshape_and_cache`.
+        pages, layout, k_scale, v_scale, transform: as for `halfbyte.kvcache.reshape_and_cache`.
         slots: int64 `[n]`, all >= 0.
         dtype: of the result.
+        positions: int64 `[n]`, of the tokens in their sequences; a transform needs them.
 
     Returns:
         K `[n, num_kv_heads, head_size]` and V `[n, num_kv_heads, head_size_v]`.
     """
     views = layout.views(pages)
     page, offset = slots // layout.block_size, slots % layout.block_size
+    k_data = views.k_data[page, offset]
     k_block_scales = None if views.k_scale is None else views.k_scale[page, offset]
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
     key = _method(layout.k_dtype).dequantize(
-        views.k_data[page, offset], k_block_scales, k_scale, dtype
+        k_data, k_block_scales, k_scale, dtype if transform is None else compute
     )
     v_block_scales = None
     if views.v_scale is not None:
@@ -89,6 +111,17 @@ def read_tokens(
     value = _method(layout.v_dtype).dequantize(
         views.v_data[page, offset], v_block_scales, v_scale, dtype
     )
+    if transform is None:
+        return key, value
+    assert positions is not None
+    key = transform.inverse(key, positions).to(dtype)
+    if transform.first_keys is not None and k_block_scales is not None:
+        assert transform.first_values is not None
+        marked = (k_block_scales[..., 0].view(torch.uint8) == MARK) & (positions == 0)[:, None]
+        token, head = marked.nonzero(as_tuple=True)
+        index = k_data[token, head, 0].long()
+        key[token, head] = transform.first_keys[index, head].to(dtype)
+        value[token, head] = transform.first_values[index, head].to(dtype)
     return key, value
 
 

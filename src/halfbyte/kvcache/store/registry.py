@@ -31,6 +31,7 @@ def select_store(
     value_dtype: torch.dtype,
     device: torch.device,
     backend: str | None = None,
+    transform: bool = False,
 ) -> type[StoreBackend]:
     """The backend for such inputs.
 
@@ -40,7 +41,7 @@ def select_store(
         NoImplementationError: the backend asked for is unknown or cannot do the work.
     """
     capability = compute_capability_of(device)
-    config = StoreConfig(layout, key_dtype, value_dtype, device.type, capability)
+    config = StoreConfig(layout, key_dtype, value_dtype, device.type, capability, transform)
     chosen = STORE_BACKENDS.select(config, explicit=backend)
     missed = _OF_DEVICE.get(device.type)
     if backend is None and chosen.name == "reference" and missed is not None:

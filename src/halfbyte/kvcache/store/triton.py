@@ -6,6 +6,7 @@ import torch
 
 from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
 from halfbyte.kvcache.store.base import Scale, StoreBackend, StoreConfig
+from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
 
 _OLDEST = 80
@@ -35,6 +36,8 @@ class TritonStore(StoreBackend):
         for name, dtype in (("key", config.key_dtype), ("value", config.value_dtype)):
             if dtype not in _INPUT_DTYPES:
                 return False, f"takes {name} in bfloat16, float16 or float32, not {dtype}"
+        if config.transform:
+            return False, "stores K as it is: the recipe is plain"
         return True, "every format"
 
     @classmethod
@@ -47,9 +50,12 @@ class TritonStore(StoreBackend):
         layout: PageLayout,
         k_scale: Scale,
         v_scale: Scale,
+        transform: KVTransform | None,
+        positions: torch.Tensor | None,
     ) -> None:
         """See `StoreBackend.store`; slots past the last page are skipped."""
         # Here, because the import needs Triton.
         from halfbyte.kvcache.store.triton_kernel import store_tokens
 
+        del transform, positions  # refused by `can_implement`
         store_tokens(key, value, pages, slot_mapping, layout, k_scale, v_scale)
