@@ -30,7 +30,7 @@ from halfbyte.bench.data import make_cache
 from halfbyte.bench.machine import machine, versions
 from halfbyte.bench.peers import sdpa_peers
 from halfbyte.bench.subjects import Queries, attention_calls
-from halfbyte.kernels.cpu_library import LEVELS, set_level
+from halfbyte.kernels.cpu.library import LEVELS, set_level
 
 RESULT = Path(__file__).parent / "results" / "attention_cpu.json"
 CPU = torch.device("cpu")

@@ -21,8 +21,8 @@ from halfbyte.attention import ATTENTION_BACKENDS, AttentionConfig, AttentionPla
 from halfbyte.bench.machine import versions
 from halfbyte.dispatch import current_compute_capability
 from halfbyte.engine.runner import ModelRunner
-from halfbyte.kvcache import PagedKVPool, SequenceTables, plan_kv_cache
-from halfbyte.models import layer_specs
+from halfbyte.kvcache import KVScales, PagedKVPool, SequenceTables, plan_kv_cache
+from halfbyte.models import LayerQuantization, layer_specs
 
 RESULT = Path(__file__).parent / "results" / "decode_step.json"
 
@@ -83,8 +83,10 @@ def measure(model: Any, kv_cache_dtype: str, batch: int, context: int) -> dict[s
     for begin in range(0, context, 16):
         for i in range(batch):
             tables.append(i, min(16, context - begin))
-    scales = [(0.02, 0.02)] * layers
-    runner = ModelRunner(model, tables, scales, graph_limits=(batch, context + 1))
+    # Of 0.02 as the decode multiplier of nvfp4.
+    scales = KVScales((53.76,) * layers, (53.76,) * layers, "benchmark")
+    quantization = LayerQuantization.of(pool, scales)
+    runner = ModelRunner(model, tables, quantization, graph_limits=(batch, context + 1))
     with runner.attached(), torch.inference_mode():
         runner.run([(i, [1]) for i in range(batch)])
         assert runner.graphs is not None
@@ -118,8 +120,8 @@ def _attention(runner: ModelRunner, pool: PagedKVPool, batch: int) -> tuple[floa
                 seq_lens=work.seq_lens,
                 block_tables=work.block_tables[0],
                 scale=layout.head_size**-0.5,
-                k_scale=work.scales[layer][0],
-                v_scale=work.scales[layer][1],
+                k_scale=work.layers.scales[layer][0],
+                v_scale=work.layers.scales[layer][1],
                 plans=plans,
             )
 

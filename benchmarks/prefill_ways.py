@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from halfbyte.attention import dense_plan
+from halfbyte.attention.prefill import plan as dense_plan
 from halfbyte.bench.cases import Case
 from halfbyte.bench.data import make_cache
 from halfbyte.bench.machine import machine, versions

@@ -23,7 +23,6 @@ import triton
 
 from halfbyte.bench.timing import bandwidths, measure
 from halfbyte.kvcache import reshape_and_cache
-from halfbyte.kvcache.token_io import reshape_and_cache_reference
 from halfbyte.layouts import PageLayout
 
 RESULT = Path(__file__).parent / "results" / "store.json"
@@ -52,7 +51,7 @@ def stores(kv_cache_dtype: str, tokens: int) -> tuple[list[Call], int]:
         pages = torch.zeros(num_pages, layout.page_bytes, dtype=torch.uint8, device="cuda")
         arguments = (key, value, pages, slots, layout, scale, scale)
         expected = pages.clone()
-        reshape_and_cache_reference(key, value, expected, *arguments[3:])
+        reshape_and_cache(key, value, expected, *arguments[3:], backend="reference")
         reshape_and_cache(*arguments)
         if not torch.equal(pages, expected):
             raise RuntimeError(f"{kv_cache_dtype}: the kernel's bytes are not the reference's")

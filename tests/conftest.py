@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.utils._device
 
-from halfbyte.kernels import devices
-from halfbyte.kernels.cpu_library import LEVELS, set_level
+from halfbyte.kernels.cpu.library import LEVELS, set_level
+from halfbyte.kernels.runtime import devices
 
 # Commands that tests start must find the package, installed or not.
 _SOURCES = str(Path(__file__).parents[1] / "src")

@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from attention.cases import Case, assert_close_to_exact, make_case
 from halfbyte.attention import paged_attention
 from halfbyte.kvcache import read_tokens, reshape_and_cache
-from halfbyte.kvcache.token_io import reshape_and_cache_reference
 from halfbyte.layouts import PageLayout
 from halfbyte.numerics import nvfp4
 from linear.cases import random_input, random_layer
@@ -119,8 +118,8 @@ def triton() -> None:
 
 def prefill() -> None:
     """Our own kernel's, and what PyTorch's attention gets: pages unpacked, and parts joined."""
-    from halfbyte.kernels.combine import combine
-    from halfbyte.kernels.unpack import unpack_tokens
+    from halfbyte.attention.prefill.combine import combine
+    from halfbyte.attention.prefill.unpack import unpack_tokens
 
     for name, options in ROWS.items():
         print("prefill", name, flush=True)
@@ -161,12 +160,12 @@ def store() -> None:
             on_gpu = pages.cuda()
             given = key.cuda(), value.cuda()
             reshape_and_cache(*given, on_gpu, slots.cuda(), layout, 0.002, 0.003)
-            reshape_and_cache_reference(key, value, pages, slots, layout, 0.002, 0.003)
+            reshape_and_cache(key, value, pages, slots, layout, 0.002, 0.003, backend="reference")
             assert torch.equal(on_gpu.cpu(), pages)
 
 
 def linear() -> None:
-    """Few rows of x, and many: `linear.cu`, and `linear_wide.cu` or `linear_unpack.cu`; Triton."""
+    """Few rows of x, and many: `gemv.cu`, and `gemm_sm90/gemm.cu` or `dequant.cu`; Triton."""
     bf16, fp16 = torch.bfloat16, torch.float16
     for backend, dtype, n, k, batch_invariant in (
         ("cuda", bf16, 200, 144, False),
@@ -191,8 +190,8 @@ def linear() -> None:
 
 
 def unpacked() -> None:
-    """Weights written out by `linear_unpack.cu`, as GPUs other than SM90 have it for many rows."""
-    from halfbyte.kernels.linear_unpack import unpack
+    """Weights written out by `dequant.cu`, as GPUs other than SM90 have it for many rows."""
+    from halfbyte.linear.w4a16.dequant.launcher import unpack
 
     n, k = 300, 1104
     layer, weight, scale, rows = packed_on_gpu(n, k)
@@ -215,9 +214,9 @@ def packed_on_gpu(n: int, k: int) -> tuple[Any, torch.Tensor, torch.Tensor, torc
 
 
 def cuts() -> None:
-    """Tiles of `linear_wide.cu`, whole and cut, with more steps than its ring has places."""
-    from halfbyte.kernels.linear_wide import linear_wide
-    from halfbyte.kernels.linear_wide_plan import TILES, WidePlan
+    """Tiles of `gemm_sm90/gemm.cu`, whole and cut, with more steps than its ring has places."""
+    from halfbyte.linear.w4a16.gemm_sm90.launcher import linear_wide
+    from halfbyte.linear.w4a16.gemm_sm90.plan import TILES, WidePlan
 
     if torch.cuda.get_device_capability() != (9, 0):
         return

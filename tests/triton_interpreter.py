@@ -7,25 +7,50 @@ ours, decorated for the interpreter; the C++ extension below them is shared. The
 anybody else imports stay as they were.
 """
 
+import ast
 import os
 import sys
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
-import halfbyte.kernels as our_kernels
+import halfbyte
 
-_OURS = our_kernels.__name__ + "."
+_PACKAGE = Path(halfbyte.__file__).parent
+
+
+@cache
+def _with_kernels() -> frozenset[str]:
+    """Our modules that have kernels in Triton, and those that import these at their head."""
+    imports = {
+        ".".join(("halfbyte", *path.relative_to(_PACKAGE).with_suffix("").parts)): _imported(path)
+        for path in _PACKAGE.rglob("*.py")
+    }
+    found = {"triton"}
+    while more := {name for name, names in imports.items() if names & found} - found:
+        found |= more
+    return frozenset(found)
+
+
+def _imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
 
 
 def _is_copied(name: str) -> bool:
-    in_triton = name == "triton" or name.startswith("triton.")
-    return name.startswith(_OURS) or (in_triton and not name.startswith("triton._C"))
+    in_triton = name.startswith("triton.") and not name.startswith("triton._C")
+    return in_triton or name in _with_kernels()
 
 
 @cache
@@ -40,20 +65,20 @@ def _replace(modules: dict[str, ModuleType]) -> dict[str, ModuleType]:
     for name in previous:
         del sys.modules[name]
     sys.modules.update(modules)
-    # An import also binds a module in its package, and this package there is but once.
+    # An import also binds a module in its package, and our packages are there but once.
     for name in {**previous, **modules}:
-        leaf = name.removeprefix(_OURS)
-        if leaf != name and name in modules:
-            setattr(our_kernels, leaf, modules[name])
-        elif leaf != name and hasattr(our_kernels, leaf):
-            delattr(our_kernels, leaf)
+        package, _, leaf = name.rpartition(".")
+        if package.startswith("halfbyte.") and name in modules:
+            setattr(sys.modules[package], leaf, modules[name])
+        elif package.startswith("halfbyte.") and hasattr(sys.modules[package], leaf):
+            delattr(sys.modules[package], leaf)
     return previous
 
 
 def interpreted(module_name: str) -> ModuleType:
-    """A module under `halfbyte.kernels` whose kernels run on CPU tensors, in the interpreter.
+    """A module of ours whose Triton kernels run on CPU tensors, in the interpreter.
 
-    Jit functions that it imports from other modules of `halfbyte.kernels` are interpreted, too.
+    Jit functions that it imports from other modules of ours are interpreted, too.
     The same module is returned for the same name.
     """
     originals = _replace(_copies())

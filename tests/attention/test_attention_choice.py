@@ -10,8 +10,8 @@ from halfbyte.attention import (
     ATTENTION_BACKENDS,
     AttentionConfig,
     AttentionPlans,
-    backends,
     paged_attention,
+    registry,
 )
 from halfbyte.dispatch import NoImplementationError
 from halfbyte.layouts import PageLayout
@@ -69,7 +69,7 @@ def test_calls_that_share_plans_choose_a_backend_once(monkeypatch: pytest.Monkey
 
 def test_the_reference_on_a_gpu_says_why_it_runs(caplog: pytest.LogCaptureFixture) -> None:
     odd = config(layout=PageLayout("bfloat16", "bfloat16", 40, None, 8, 16))
-    backends._say_slow.cache_clear()
+    registry._say_slow.cache_clear()
     for _ in range(2):
         chosen = ATTENTION_BACKENDS.select(odd, compute_capability=90)
         assert chosen.name == "reference"

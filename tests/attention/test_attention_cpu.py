@@ -12,13 +12,14 @@ from attention.cpu_formats import FORMATS
 from halfbyte.attention import ATTENTION_BACKENDS, paged_attention
 from halfbyte.attention import cpu as backend
 from halfbyte.dispatch import CPU
-from halfbyte.kernels import cpu_library
-from halfbyte.kernels.cpu_library import library
+from halfbyte.kernels.cpu import library as cpu_library
+from halfbyte.kernels.cpu.library import library
 from halfbyte.kvcache import (
     read_tokens,
     reshape_and_cache,
-    token_io,
 )
+from halfbyte.kvcache.store import cpu as store_backend
+from halfbyte.kvcache.store.registry import select_store
 from halfbyte.layouts import PageLayout
 
 needs_library = pytest.mark.skipif(library() is None, reason="built without a C++ compiler")
@@ -239,11 +240,12 @@ def test_without_the_library_the_reference_stands_in_and_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     case = make_case(query_dtype=torch.float32)
-    for module in (backend, cpu_library):
+    for module in (backend, store_backend, cpu_library):
         monkeypatch.setattr(module, "library", lambda: None)
-    monkeypatch.setattr(backend, "current_compute_capability", lambda: 0)
+    for module in (backend, store_backend):
+        monkeypatch.setattr(module, "current_compute_capability", lambda: 0)
     cpu_library.say_missing.cache_clear()
-    token_io._cpu_store.cache_clear()
+    select_store.cache_clear()
     with caplog.at_level(logging.INFO, logger="halfbyte"):
         for block_size in (8, 16):
             layout = PageLayout("nvfp4", "nvfp4", 16, None, 1, block_size)
@@ -251,7 +253,7 @@ def test_without_the_library_the_reference_stands_in_and_one_line_says_so(
             key, slots = torch.zeros(1, 1, 16), torch.zeros(1, dtype=torch.int64)
             reshape_and_cache(key, key, pages, slots, layout, 1.0, 1.0)
             out = paged_attention(case.query, case.pages, **case.arguments())
-    token_io._cpu_store.cache_clear()
+    select_store.cache_clear()
     exact, _ = case.expected()
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
     assert [record.message for record in caplog.records] == [

@@ -9,8 +9,8 @@ import torch
 from attention.cases import DECODE_CASES, make_case
 from attention.cpu_formats import FORMATS
 from halfbyte.attention import paged_attention
-from halfbyte.kernels import cpu_library
-from halfbyte.kernels.cpu_library import library
+from halfbyte.kernels.cpu import library as cpu_library
+from halfbyte.kernels.cpu.library import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="built without a C++ compiler")
 

@@ -19,7 +19,7 @@ from halfbyte.checkpoints.quantize import (
 from halfbyte.checkpoints.safetensors_index import CheckpointIndex
 from halfbyte.checkpoints.write_dialects import OutputFormat, global_scale
 from halfbyte.checkpoints.writer import ShardWriter
-from halfbyte.kernels import cpu_library
+from halfbyte.kernels.cpu import library as cpu_library
 from halfbyte.numerics import nvfp4
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

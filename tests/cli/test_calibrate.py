@@ -20,7 +20,7 @@ from halfbyte import LLM
 from halfbyte.assets import calibration_text
 from halfbyte.kvcache import KVScales
 from halfbyte.models import calibrate, find_kv_scales, load_model, load_tokenizer, loading
-from halfbyte.models.calibration import calibration_tokens
+from halfbyte.models.calibration import calibration_tokens, usual_first_tokens
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -63,7 +63,7 @@ def test_writes_into_the_models_folder(halfbyte: Command, model: Path) -> None:
     tokenizer = load_tokenizer(model)
     ids, source = calibration_tokens(tokenizer, loaded.config, calibration_text())
     stored = KVScales.load(model)
-    assert stored == calibrate(loaded, ids, source)
+    assert stored == calibrate(loaded, ids, source, first_tokens=usual_first_tokens(tokenizer))
     assert source == "calibration on 256 tokens of the built-in text"
     lines = out.splitlines()
     assert lines[0].split() == ["amax", "layers", "min", "median", "max"]
@@ -88,7 +88,7 @@ def test_text_and_max_tokens(halfbyte: Command, model: Path, tmp_path: Path) -> 
     tokenizer = load_tokenizer(model)
     ids, source = calibration_tokens(tokenizer, loaded.config, text.read_text(), "text.txt", 600)
     assert ids.shape == (3, 200)
-    expected = calibrate(loaded, ids, source)
+    expected = calibrate(loaded, ids, source, first_tokens=usual_first_tokens(tokenizer))
     result = json.loads(out)
     assert result == {
         "path": f"{model}/kv_scales.json",

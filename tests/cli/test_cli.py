@@ -11,7 +11,7 @@ import pytest
 from halfbyte import __version__
 from halfbyte.assets import bundled_model_path
 from halfbyte.cli import main
-from halfbyte.kernels.cpu_library import level
+from halfbyte.kernels.cpu.library import level
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -210,7 +210,7 @@ def test_info_json(halfbyte: Command) -> None:
         "bits_per_value": 4.5,
         "scales": "one per 16, one per layer",
     } in report["kv_cache_dtypes"]
-    for kind in ("attention_backends", "linear_backends"):
+    for kind in ("store_backends", "attention_backends", "linear_backends"):
         assert {
             "name": "reference",
             "supported": True,

@@ -1,6 +1,6 @@
 """GPUs as `linear_machine.machine_of` answered on them, for plans that are made without one."""
 
-from halfbyte.kernels.linear_plan import Machine
+from halfbyte.linear.w4a16.gemv.plan import Machine
 
 H200 = Machine(90, 232448, 132, 66)
 RTX_3090 = Machine(86, 101376, 82, 0)

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfbyte.linear import NvFp4Linear, ops
-from halfbyte.linear.cpu import CpuKernel
+from halfbyte.linear.w4a16.cpu import CpuKernel
 from linear.cases import random_input, random_layer
 
 Call = Callable[[], Any]

@@ -13,9 +13,11 @@ import torch
 from halfbyte.bench.linear_weights import Weights
 from halfbyte.layouts import swizzle_128x4
 from halfbyte.layouts.gemm_layouts import pad_weight
-from halfbyte.linear import LINEAR_BACKENDS, NvFp4Linear, NvFp4LinearLayerConfig, fbgemm, humming
+from halfbyte.linear import LINEAR_BACKENDS, NvFp4Linear, NvFp4LinearLayerConfig
 from halfbyte.linear.base import NvFp4LinearKernel
-from halfbyte.linear.native_fp4 import NativeFp4Kernel
+from halfbyte.linear.w4a4 import fbgemm
+from halfbyte.linear.w4a4.native_fp4 import NativeFp4Kernel
+from halfbyte.linear.w4a16 import humming
 from linear import documented_peers, documented_weight_only
 from linear.cases import assert_close_enough, random_input, random_layer, reference64
 from linear.peers import BF16, FP16, W4A4, W4A16, dtypes_of
@@ -63,7 +65,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
         assert backend is not None
         return LINEAR_BACKENDS.get(backend)(config)
 
-    monkeypatch.setattr("halfbyte.linear.module.init_nvfp4_linear_kernel", init)
+    monkeypatch.setattr("halfbyte.linear.layer.init_nvfp4_linear_kernel", init)
 
 
 def layer_for(name: str, n: int, k: int, **options: Any) -> NvFp4Linear:
@@ -159,7 +161,7 @@ def test_a_wrong_order_would_be_noticed(
         return padded.contiguous()
 
     module = "flashinfer_trtllm" if name == "flashinfer_trtllm" else "native_fp4"
-    monkeypatch.setattr(f"halfbyte.linear.{module}.swizzle_128x4", linear)
+    monkeypatch.setattr(f"halfbyte.linear.w4a4.{module}.swizzle_128x4", linear)
     assert not torch.equal(layer_for(name, 256, 128, dtype=BF16)(x), right)
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from halfbyte.dispatch import NoImplementationError, is_installed
-from halfbyte.linear import LINEAR_BACKENDS, NvFp4LinearLayerConfig, humming
+from halfbyte.linear import LINEAR_BACKENDS, NvFp4LinearLayerConfig
+from halfbyte.linear.w4a16 import humming
 from linear.peers import ALL_DTYPES, BF16, FP16, W4A4, W4A16, dtypes_of
 
 
@@ -103,7 +104,7 @@ def test_a_missing_package_is_named(
     if is_installed(module):
         pytest.skip(f"{module} is installed here")
     kernel = LINEAR_BACKENDS.get(name)
-    for owner in ("halfbyte.dispatch", "halfbyte.linear.native_fp4"):
+    for owner in ("halfbyte.dispatch", "halfbyte.linear.w4a4.native_fp4"):
         monkeypatch.setattr(f"{owner}.current_compute_capability", lambda: 100)
     usable, why = kernel.is_supported()
     assert not usable
@@ -129,7 +130,7 @@ def test_humming_versions(
 def test_torch_must_be_for_a_cuda_that_knows_fp4(
     monkeypatch: pytest.MonkeyPatch, cuda: str | None, reason: str | None
 ) -> None:
-    monkeypatch.setattr("halfbyte.linear.native_fp4.current_compute_capability", lambda: 100)
+    monkeypatch.setattr("halfbyte.linear.w4a4.native_fp4.current_compute_capability", lambda: 100)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     usable, why = LINEAR_BACKENDS.get("torch_scaled_mm").is_supported()
     assert usable == (reason is None)

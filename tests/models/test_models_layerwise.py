@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from checkpoints.folders import Folder, load_model, make_folder, make_mixed_folder
 from halfbyte.checkpoints import CheckpointError, CheckpointIndex, Dialect
 from halfbyte.models import calibrate
+from halfbyte.models.amax import AmaxRecorder
 from halfbyte.models.calibration import calibration_tokens, measure_amax
 from halfbyte.models.layerwise import StreamedModel, calibrate_checkpoint
 from halfbyte.models.local_files import read_model_config
@@ -29,11 +30,17 @@ def streamed(folder: Path, dtype: str = "auto") -> StreamedModel:
     return StreamedModel(folder, read_model_config(folder), torch.device("cpu"), dtype)
 
 
+def amax_of(model: StreamedModel, ids: torch.Tensor) -> list[tuple[float, float]]:
+    recorder = AmaxRecorder()
+    model.run(ids, recorder)
+    return recorder.result()
+
+
 def assert_same_amax(folder: Path, dtype: str = "auto") -> None:
     """As of the whole model, bit for bit."""
     expected = measure_amax(load_model(folder, dtype=dtype), IDS)
     assert len(expected) == 4
-    assert streamed(folder, dtype).measure_amax(IDS) == expected
+    assert amax_of(streamed(folder, dtype), IDS) == expected
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
@@ -83,7 +90,7 @@ def test_a_declared_cache_alone(tmp_path: Path) -> None:
 def test_progress_and_order(tmp_path: Path) -> None:
     make_model("llama").save_pretrained(tmp_path)
     seen: list[tuple[int, int]] = []
-    streamed(tmp_path).measure_amax(IDS, lambda done, total: seen.append((done, total)))
+    streamed(tmp_path).run(IDS, AmaxRecorder(), lambda done, total: seen.append((done, total)))
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
@@ -97,7 +104,7 @@ def test_output_embeddings_are_not_read(tmp_path: Path, monkeypatch: pytest.Monk
         return stream(self, names, device)
 
     monkeypatch.setattr(CheckpointIndex, "stream", noted)
-    streamed(tmp_path).measure_amax(IDS)
+    streamed(tmp_path).run(IDS, AmaxRecorder())
     tensors = set(load_file(tmp_path / "model.safetensors"))
     assert sorted(asked) == sorted(tensors - {"lm_head.weight"})
 
@@ -142,7 +149,7 @@ def test_memory_does_not_grow_with_the_layers(
         folder = make_folder(tmp_path / str(layers), architecture, num_hidden_layers=layers)
         path = folder.quantized if quantized else folder.plain
         with watched_memory() as seen:
-            streamed(path).measure_amax(token_ids(1, 8))
+            amax_of(streamed(path), token_ids(1, 8))
         assert len(seen) == layers
         peaks[layers] = max(seen)
     total = sum(t.nbytes for t in load_file(path / "model.safetensors").values())

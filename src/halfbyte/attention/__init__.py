@@ -1,6 +1,5 @@
 """Reading the cache: causal attention on packed pages, by interchangeable backends."""
 
-from halfbyte.attention.backends import ATTENTION_BACKENDS, check_attention_backend
 from halfbyte.attention.base import (
     AttentionBackend,
     AttentionConfig,
@@ -9,6 +8,7 @@ from halfbyte.attention.base import (
 )
 from halfbyte.attention.interface import paged_attention
 from halfbyte.attention.reference import attend
+from halfbyte.attention.registry import ATTENTION_BACKENDS, check_attention_backend
 
 __all__ = [
     "ATTENTION_BACKENDS",

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from halfbyte.dispatch import CPU, Answer, compute_capability_of, missing_module, runs_on_gpu
+from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout, page_stride
 
 _OLDEST = 80
@@ -34,6 +35,8 @@ class AttentionConfig:
     return_lse: bool = False
     aligned_pages: bool = True
     """Whether pages begin at multiples of 16 bytes, less than 4 GiB apart."""
+    transform: bool = False
+    """Whether K was changed before it was packed (`KVTransform`)."""
     compute_capability: int = CPU
     """Of the machine that the work is for, as `dispatch` counts."""
 
@@ -82,6 +85,7 @@ class AttentionInputs:
     lse: torch.Tensor | None
     """float32 `[tokens, heads]`, to be written whole, or None if nobody asks."""
     plans: AttentionPlans
+    transform: KVTransform | None = None
 
     @cached_property
     def out(self) -> torch.Tensor:
@@ -124,6 +128,7 @@ class AttentionInputs:
             batch_invariant=self.batch_invariant,
             return_lse=self.lse is not None,
             aligned_pages=_aligned(self.pages),
+            transform=self.transform is not None,
             compute_capability=compute_capability_of(self.query.device),
         )
 
@@ -137,6 +142,8 @@ class AttentionBackend(ABC):
     """A way to attend to packed pages. Stateless: one class, never an instance."""
 
     name: ClassVar[str]
+    takes_transforms: ClassVar[bool] = False
+    """Whether it reads K that went through a `KVTransform`."""
 
     @classmethod
     @abstractmethod

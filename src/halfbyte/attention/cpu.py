@@ -1,15 +1,116 @@
-"""C++ on CPUs: every format, packed NVFP4 read in place, with AVX-512, AVX2 or plain loops."""
+"""C++ on CPUs: every format, packed NVFP4 read in place, with AVX-512, AVX2 or plain loops.
 
+The source is `kernels/cpu/attention/attention.cpp`.
+"""
+
+import struct
 from typing import ClassVar
+
+import torch
 
 from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
 from halfbyte.dispatch import CPU, Answer, current_compute_capability
-from halfbyte.kernels.attention_cpu import attention_cpu
-from halfbyte.kernels.cpu_library import library, say_missing
+from halfbyte.kernels.cpu.library import FLOATS, library, pack_layout, say_missing
+from halfbyte.layouts import PageLayout
+
+_CALL = struct.Struct("8P5q8i4f")
+"""`Call` of the source."""
+
+
+def attention_cpu(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    layout: PageLayout,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    k_scale: float,
+    v_scale: float,
+    sliding_window: int | None,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """As `halfbyte.attention.paged_attention`, on arguments already checked, all on the CPU.
+
+    Rows are bitwise the same whatever else is in the batch, however many queries come with them
+    and however many threads there are.
+    """
+    loaded = library()
+    assert loaded is not None
+    if query.dtype not in FLOATS or query.stride(2) != 1:
+        query = query.contiguous() if query.dtype in FLOATS else query.float().contiguous()
+    result = out
+    if out.dtype not in FLOATS or out.stride(2) != 1:
+        result = torch.empty(out.shape, dtype=torch.float32)
+    # Named, so that they outlive the call.
+    tables, starts = block_tables.contiguous(), query_start_loc.contiguous()
+    lengths = seq_lens.contiguous()
+    float_sinks = None if sinks is None else sinks.float().contiguous()
+    call = _CALL.pack(
+        query.data_ptr(),
+        pages.data_ptr(),
+        starts.data_ptr(),
+        lengths.data_ptr(),
+        tables.data_ptr(),
+        0 if float_sinks is None else float_sinks.data_ptr(),
+        result.data_ptr(),
+        0 if lse is None else lse.data_ptr(),
+        pages.stride(0),
+        *query.stride()[:2],
+        *result.stride()[:2],
+        FLOATS[query.dtype],
+        FLOATS[result.dtype],
+        *tables.shape,
+        query.shape[1],
+        sliding_window or 0,
+        torch.get_num_threads(),
+        0,
+        scale,
+        _without_scale(layout.k_dtype.has_global_scale, k_scale),
+        _without_scale(layout.v_dtype.has_global_scale, v_scale),
+        softcap or 0.0,
+    )
+    loaded.halfbyte_attention(pack_layout(layout), call)
+    if result is not out:
+        out.copy_(result)
+
+
+def lengths_fit(
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    num_tokens: int,
+    num_pages: int,
+    block_size: int,
+) -> bool:
+    """Whether the values of int32 tensors of the right shapes are what attention can work with.
+
+    False as well where this cannot tell: without the kernels, off the CPU, or with gaps in memory.
+    """
+    loaded = library()
+    tensors = (query_start_loc, seq_lens, block_tables)
+    if loaded is None or not all(x.device.type == "cpu" and x.is_contiguous() for x in tensors):
+        return False
+    return bool(
+        loaded.halfbyte_fits(
+            *(x.data_ptr() for x in tensors),
+            *block_tables.shape,
+            num_tokens,
+            num_pages,
+            block_size,
+        )
+    )
+
+
+def _without_scale(has_global_scale: bool, scale: float) -> float:
+    return scale if has_global_scale else 1.0
 
 
 class CpuAttention(AttentionBackend):
-    """`halfbyte.kernels.attention_cpu`; built with the package."""
+    """`attention_cpu`; built with the package."""
 
     name: ClassVar[str] = "cpu"
 

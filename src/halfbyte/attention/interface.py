@@ -7,9 +7,10 @@ from typing import Literal, overload
 import numpy as np
 import torch
 
-from halfbyte.attention.backends import ATTENTION_BACKENDS
 from halfbyte.attention.base import AttentionInputs, AttentionPlans
-from halfbyte.kernels.attention_cpu import lengths_fit
+from halfbyte.attention.cpu import lengths_fit
+from halfbyte.attention.registry import ATTENTION_BACKENDS
+from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import KVCacheDType, PageLayout
 from halfbyte.layouts.arguments import check_tensors, float32_number, integer
 from halfbyte.layouts.page_layout import check_layout
@@ -37,6 +38,7 @@ def paged_attention(
     backend: str | None = None,
     out: torch.Tensor | None = None,
     plans: AttentionPlans | None = None,
+    transform: KVTransform | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -60,6 +62,7 @@ def paged_attention(
     backend: str | None = None,
     out: torch.Tensor | None = None,
     plans: AttentionPlans | None = None,
+    transform: KVTransform | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -82,6 +85,7 @@ def paged_attention(
     backend: str | None = None,
     out: torch.Tensor | None = None,
     plans: AttentionPlans | None = None,
+    transform: KVTransform | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of a ragged batch on packed pages.
 
@@ -112,6 +116,7 @@ def paged_attention(
         backend: a name of `ATTENTION_BACKENDS`, or None to choose.
         out: where to write, `[tokens, heads, head_size_v]`, every element a place of its own.
         plans: shared by the calls of a step, so that what depends on lengths alone is done once.
+        transform: what K went through before it was packed, the one that it was stored with.
 
     Returns:
         `[tokens, heads, head_size_v]` of the query's dtype; with `return_lse` a pair with float32
@@ -147,6 +152,7 @@ def paged_attention(
         given_out=out,
         lse=query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None,
         plans=AttentionPlans() if plans is None else plans,
+        transform=transform,
     )
     _check(inputs)
     run(inputs, backend)

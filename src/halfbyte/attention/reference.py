@@ -21,6 +21,7 @@ class ReferenceAttention(AttentionBackend):
     """Reads through `read_tokens`; batch-invariant rows depend on nothing but their own keys."""
 
     name: ClassVar[str] = "reference"
+    takes_transforms: ClassVar[bool] = True
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
@@ -47,7 +48,13 @@ class ReferenceAttention(AttentionBackend):
             table = inputs.block_tables[i].long()
             slots = table[positions // block_size] * block_size + positions % block_size
             key, value = read_tokens(
-                inputs.pages, slots, inputs.layout, inputs.k_scale, inputs.v_scale
+                inputs.pages,
+                slots,
+                inputs.layout,
+                inputs.k_scale,
+                inputs.v_scale,
+                transform=inputs.transform,
+                positions=positions,
             )
             one_by_one = inputs.batch_invariant or not bool(value.isfinite().all())
             count = 1 if one_by_one else end - begin

@@ -15,7 +15,7 @@ from halfbyte.bench.linear_bounds import judged_by
 from halfbyte.bench.linear_weights import rotation
 from halfbyte.bench.timing import Call, measure_in_turns, ready
 from halfbyte.dispatch import is_installed
-from halfbyte.kernels import nvrtc
+from halfbyte.kernels.runtime import nvrtc
 
 _THREADS = 512
 _CTAS = (1, 2, 4)

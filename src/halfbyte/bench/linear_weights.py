@@ -17,7 +17,7 @@ from halfbyte.bench.linear_cases import Shape
 from halfbyte.bench.processor import bytes_beyond_caches
 from halfbyte.bench.timing import Call
 from halfbyte.linear import NvFp4Linear
-from halfbyte.linear.humming import HummingKernel
+from halfbyte.linear.w4a16.humming import HummingKernel
 from halfbyte.numerics import nvfp4
 
 _ROTATED_BYTES = {"cuda": 200_000_000, "cpu": bytes_beyond_caches()}

@@ -11,7 +11,7 @@ from halfbyte import __version__
 from halfbyte.bench.peers import flashinfer_version
 from halfbyte.bench.processor import processor_name
 from halfbyte.dispatch import current_compute_capability
-from halfbyte.kernels.cpu_library import level
+from halfbyte.kernels.cpu.library import level
 
 
 def machine(device: torch.device) -> dict[str, Any]:

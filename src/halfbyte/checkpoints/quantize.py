@@ -24,7 +24,8 @@ from halfbyte.checkpoints.write_dialects import (
     weight_tensors,
 )
 from halfbyte.checkpoints.writer import ShardWriter
-from halfbyte.kernels import cpu_library, store_cpu
+from halfbyte.kernels.cpu import library as cpu_library
+from halfbyte.kernels.cpu import store as store_cpu
 from halfbyte.layouts import KVCacheDType, PageLayout
 from halfbyte.numerics import nvfp4
 

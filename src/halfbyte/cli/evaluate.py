@@ -26,6 +26,10 @@ def evaluate(
     kv_cache_dtype: Annotated[
         str, typer.Option(help="Formats to measure, separated by commas.")
     ] = "bfloat16,fp8_e4m3,nvfp4",
+    kv_recipe: Annotated[
+        str,
+        typer.Option(help="Recipes to measure for NVFP4 formats, separated by commas."),
+    ] = "plain",
     chunk_size: Annotated[int, typer.Option(help="Tokens fed at once; 1 is true decoding.")] = 512,
     window: Annotated[int, typer.Option(help="Tokens of context, at most.")] = 1024,
     max_tokens: Annotated[
@@ -74,6 +78,7 @@ def evaluate(
             names,
             chunk_size,
             num_bytes=num_bytes,
+            kv_recipes=[name.strip() for name in kv_recipe.split(",")],
             tokenizer=tokenizer,
             attention_backend=attention_backend,
             on_progress=on_progress,
@@ -86,7 +91,7 @@ def evaluate(
         table.add_column(heading, justify="left" if heading == "KV cache" else "right")
     for result in results:
         table.add_row(
-            result.kv_cache_dtype,
+            result.kv_cache_dtype + ("" if result.kv_recipe == "plain" else f" {result.kv_recipe}"),
             f"{result.perplexity:.4f}",
             f"{result.bits_per_byte:.4f}",
             f"{result.kl_divergence:.5f}",

@@ -36,6 +36,8 @@ def info(
         formats.add_row(row["name"], f"{row['bits_per_value']:g}", row["scales"])
     out.print(formats)
     out.print()
+    out.print(_backends("store backend", report["store_backends"]))
+    out.print()
     out.print(_backends("attention backend", report["attention_backends"]))
     out.print()
     out.print(_backends("linear backend", report["linear_backends"]))
@@ -53,7 +55,8 @@ def _collect() -> dict[str, Any]:
 
     from halfbyte.attention import ATTENTION_BACKENDS
     from halfbyte.dispatch import current_compute_capability
-    from halfbyte.kernels.cpu_library import level
+    from halfbyte.kernels.cpu.library import level
+    from halfbyte.kvcache import STORE_BACKENDS
     from halfbyte.linear import LINEAR_BACKENDS
 
     capability = current_compute_capability()
@@ -68,6 +71,7 @@ def _collect() -> dict[str, Any]:
         },
         "versions": {"halfbyte": __version__, **{name: _version(name) for name in _PACKAGES}},
         "kv_cache_dtypes": _formats(),
+        "store_backends": _verdicts(STORE_BACKENDS.explain()),
         "attention_backends": _verdicts(ATTENTION_BACKENDS.explain()),
         "linear_backends": _verdicts(LINEAR_BACKENDS.explain()),
     }

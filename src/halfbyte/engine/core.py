@@ -12,6 +12,7 @@ from halfbyte.engine.sampler import Sampler, SavedGenerators
 from halfbyte.engine.sampling_params import SamplingParams
 from halfbyte.engine.scheduler import Scheduler
 from halfbyte.kvcache import PagedKVPool, SequenceTables
+from halfbyte.models import LayerQuantization
 
 
 class EngineCore:
@@ -20,7 +21,7 @@ class EngineCore:
     Args:
         model: a transformers model of a supported architecture.
         pool: for its K and V.
-        scales: `(k_scale, v_scale)` per layer.
+        layers: how each layer's K and V are quantized.
         max_model_len: context in tokens.
         max_batched_tokens: tokens per step.
         max_num_seqs: requests that run at once.
@@ -33,7 +34,7 @@ class EngineCore:
         self,
         model: PreTrainedModel,
         pool: PagedKVPool,
-        scales: list[tuple[float, float]],
+        layers: LayerQuantization,
         *,
         max_model_len: int,
         max_batched_tokens: int = 512,
@@ -47,7 +48,7 @@ class EngineCore:
         self.runner = ModelRunner(
             model,
             self.tables,
-            scales,
+            layers,
             attention_backend,
             batch_invariant,
             (max_num_seqs, max_model_len) if cuda_graphs else None,

@@ -15,12 +15,12 @@ from halfbyte.engine.core import EngineCore
 from halfbyte.engine.detokenizer import Detokenizer
 from halfbyte.engine.request import FinishReason, Request, RequestOutput
 from halfbyte.engine.sampling_params import SamplingParams
-from halfbyte.kvcache import KVCachePlan, KVScales, PagedKVPool, plan_kv_cache
+from halfbyte.kvcache import KVCachePlan, KVRecipe, KVScales, PagedKVPool, plan_kv_cache
 from halfbyte.layouts.arguments import integer
 from halfbyte.models import (
     LayerDTypes,
+    LayerQuantization,
     check_layer_dtypes,
-    layer_multipliers,
     layer_specs,
     load_model,
     load_tokenizer,
@@ -74,6 +74,7 @@ class LLM:
         max_num_seqs: requests that run at once.
         kv_scales: global scales, or a file of them; by default see `find_kv_scales`, else one
             calibration pass.
+        kv_recipe: what is done to K and V before they are packed, see `KVRecipe`.
         attention_backend: name of an attention backend, or None to choose.
         linear_backend: name of a backend for NVFP4 layers, or None to choose; see `load_model`.
         quantize_activations: of layers that are stored as W4A4; see `load_model`.
@@ -101,6 +102,7 @@ class LLM:
         max_batched_tokens: int | None = None,
         max_num_seqs: int = 64,
         kv_scales: KVScales | str | Path | None = None,
+        kv_recipe: str | KVRecipe = "plain",
         attention_backend: str | None = None,
         linear_backend: str | None = None,
         quantize_activations: bool | None = None,
@@ -113,6 +115,7 @@ class LLM:
         check_layer_dtypes(kv_cache_dtype)
         if v_cache_dtype is not None:
             check_layer_dtypes(v_cache_dtype)
+        recipe = KVRecipe.parse(kv_recipe)
         for name, number in (
             ("block_size", block_size),
             ("num_pages", num_pages),
@@ -149,10 +152,17 @@ class LLM:
             raise ValueError(f"max_model_len: expected 1 .. {context}, got {max_model_len}")
         max_model_len = max_model_len or context
         specs = layer_specs(
-            model.config, model.dtype, kv_cache_dtype, block_size, v_cache_dtype=v_cache_dtype
+            model.config,
+            model.dtype,
+            kv_cache_dtype,
+            block_size,
+            v_cache_dtype=v_cache_dtype,
+            recipe=recipe,
         )
         formats = {d for spec in specs for d in (spec.layout.k_dtype, spec.layout.v_dtype)}
-        self.kv_scales = resolve_kv_scales(model, formats, given=kv_scales, tokenizer=tokenizer)
+        self.kv_scales = resolve_kv_scales(
+            model, formats, given=kv_scales, tokenizer=tokenizer, recipe=recipe
+        )
         plan = plan_kv_cache(specs)
         if num_pages is None:
             num_pages = _default_num_pages(plan, max_model_len, max_num_seqs, model.device)
@@ -160,7 +170,7 @@ class LLM:
         self.core = EngineCore(
             model,
             self.pool,
-            layer_multipliers(self.pool, self.kv_scales),
+            LayerQuantization.of(self.pool, self.kv_scales, recipe),
             max_model_len=max_model_len,
             max_batched_tokens=_MAX_BATCHED_TOKENS[self.model.device.type]
             if max_batched_tokens is None

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from halfbyte.engine.graphs import DecodeGraphs
 from halfbyte.kvcache import SequenceTables
-from halfbyte.models import BATCH_ARGUMENT, ENGINE, PagedBatch, multipliers_on, register
+from halfbyte.models import BATCH_ARGUMENT, ENGINE, LayerQuantization, PagedBatch, register
 
 
 class ModelRunner:
@@ -17,7 +17,7 @@ class ModelRunner:
     Args:
         model: a transformers model of a supported architecture.
         tables: sequences over the pool that K and V go to.
-        scales: `(k_scale, v_scale)` per layer.
+        layers: how each layer's K and V are quantized.
         attention_backend: name of an attention backend, or None to choose.
         batch_invariant: ask for bitwise equal rows whatever the batch.
         graph_limits: `(sequences, tokens per sequence)` of decode steps to run as CUDA graphs, on a
@@ -28,21 +28,21 @@ class ModelRunner:
         self,
         model: PreTrainedModel,
         tables: SequenceTables,
-        scales: Sequence[tuple[float, float]],
+        layers: LayerQuantization,
         attention_backend: str | None = None,
         batch_invariant: bool = False,
         graph_limits: tuple[int, int] | None = None,
     ) -> None:
         self.model = model
         self.tables = tables
-        self.scales = multipliers_on(tables.pool.device, scales)
+        self.layers = layers
         self.attention_backend = attention_backend
         self.batch_invariant = batch_invariant
         self.graphs: DecodeGraphs | None = None
         register()
         if tables.pool.device.type == "cuda" and graph_limits is not None:
             self.graphs = DecodeGraphs(
-                model, tables, self.scales, *graph_limits, attention_backend, batch_invariant
+                model, tables, self.layers, *graph_limits, attention_backend, batch_invariant
             )
 
     @contextmanager
@@ -85,7 +85,7 @@ class ModelRunner:
         device = self.tables.pool.device
         batch = PagedBatch.of(
             self.tables,
-            self.scales,
+            self.layers,
             [(seq, len(ids)) for seq, ids in chunks],
             self.attention_backend,
             self.batch_invariant,

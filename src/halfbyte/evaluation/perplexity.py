@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from halfbyte.attention import check_attention_backend
 from halfbyte.engine import ModelRunner
-from halfbyte.kvcache import KVScales, PagedKVPool, SequenceTables, plan_kv_cache
+from halfbyte.kvcache import KVRecipe, KVScales, PagedKVPool, SequenceTables, plan_kv_cache
 from halfbyte.layouts import KVCacheDType
-from halfbyte.models import layer_multipliers, layer_specs, resolve_kv_scales
+from halfbyte.models import LayerQuantization, layer_specs, resolve_kv_scales
 
 BASELINE = KVCacheDType.BFLOAT16
 _MAX_LOGITS = 2**26
@@ -28,7 +28,7 @@ _MAX_LOGITS = 2**26
 
 @dataclass(frozen=True)
 class PerplexityResult:
-    """One format's figures.
+    """One format's and recipe's figures.
 
     `perplexity` is exp of `nll`, the mean negative log-likelihood per predicted token in nats;
     `kl_divergence` the mean KL(bfloat16 cache || this cache) per predicted token in nats;
@@ -37,6 +37,7 @@ class PerplexityResult:
     """
 
     kv_cache_dtype: str
+    kv_recipe: str
     perplexity: float
     nll: float
     kl_divergence: float
@@ -47,25 +48,28 @@ class PerplexityResult:
 
 
 class _Track:
-    """One format's pool and sums."""
+    """One format's and recipe's pool and sums."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         dtype: KVCacheDType,
+        recipe: KVRecipe,
         scales: KVScales | None,
         num_tokens: int,
         num_windows: int,
         block_size: int,
         attention_backend: str | None,
     ) -> None:
-        plan = plan_kv_cache(layer_specs(model.config, model.dtype, dtype, block_size))
+        specs = layer_specs(model.config, model.dtype, dtype, block_size, recipe=recipe)
+        plan = plan_kv_cache(specs)
         pages = sum(-(-num_tokens // group.block_size) for group in plan.groups)
         pool = PagedKVPool(plan, 1 + num_windows * pages, model.device)
         self.dtype = dtype
+        self.recipe = recipe
         self.tables = SequenceTables(pool)
-        multipliers = layer_multipliers(pool, scales)
-        self.runner = ModelRunner(model, self.tables, multipliers, attention_backend)
+        layers = LayerQuantization.of(pool, scales, recipe)
+        self.runner = ModelRunner(model, self.tables, layers, attention_backend)
         self.nll = 0.0
         self.kl = 0.0
 
@@ -91,6 +95,7 @@ def evaluate_perplexity(
     *,
     num_bytes: int | None = None,
     kv_scales: KVScales | None = None,
+    kv_recipes: Sequence[str | KVRecipe] = ("plain",),
     tokenizer: object = None,
     block_size: int = 16,
     attention_backend: str | None = None,
@@ -105,12 +110,13 @@ def evaluate_perplexity(
         chunk_size: tokens fed at once.
         num_bytes: of the text that the predicted tokens stand for.
         kv_scales, tokenizer: as for `resolve_kv_scales`.
+        kv_recipes: to measure; those other than `plain` for NVFP4 formats alone.
         block_size: tokens per page.
         attention_backend: name of an attention backend, or None to choose.
         on_progress: called with (tokens done, tokens in all), over all formats.
 
     Returns:
-        Results in the order of `kv_cache_dtypes`.
+        Results in the order of `kv_cache_dtypes`, and of `kv_recipes` for each.
 
     Raises:
         ValueError: a chunk size below 1, a window without a token to predict or longer than the
@@ -119,18 +125,40 @@ def evaluate_perplexity(
     _check(model, windows, chunk_size)
     check_attention_backend(attention_backend, model.device)
     names = [_resolve(model, name) for name in kv_cache_dtypes]
-    scales = resolve_kv_scales(model, set(names), given=kv_scales, tokenizer=tokenizer)
-    unique = list(dict.fromkeys([BASELINE, *names]))
+    recipes = [KVRecipe.parse(recipe) for recipe in kv_recipes]
+    if not recipes:
+        raise ValueError("kv_recipes: expected one or more")
+    pairs = [(name, recipe) for name in names for recipe in recipes]
+    pairs = [pair for pair in pairs if pair[1].is_plain or pair[0].is_nvfp4] or [
+        (name, KVRecipe()) for name in names
+    ]
+    scales = {
+        changes_k: resolve_kv_scales(
+            model, set(names), given=kv_scales, tokenizer=tokenizer, recipe=recipe
+        )
+        for changes_k, recipe in {recipe.changes_k: recipe for _, recipe in pairs}.items()
+    }
+    baseline_pair = (BASELINE, KVRecipe())
+    scales.setdefault(False, None)
+    unique = list(dict.fromkeys([baseline_pair, *pairs]))
     vocabulary = model.config.vocab_size
     at_once = max(1, min(len(windows), _MAX_LOGITS // (chunk_size * vocabulary)))
     longest = max(len(window) for window in windows)
     tracks = {
-        name: _Track(model, name, scales, longest, at_once, block_size, attention_backend)
-        for name in unique
+        pair: _Track(
+            model,
+            *pair,
+            scales[pair[1].changes_k],
+            longest,
+            at_once,
+            block_size,
+            attention_backend,
+        )
+        for pair in unique
     }
     total = sum(len(window) for window in windows) * len(tracks)
     done = 0
-    with tracks[BASELINE].runner.attached():
+    with tracks[baseline_pair].runner.attached():
         for first in range(0, len(windows), at_once):
             group = list(enumerate(windows[first : first + at_once]))
             for track in tracks.values():
@@ -144,17 +172,17 @@ def evaluate_perplexity(
                 ]
                 rows, targets = _targets(chunks, dict(group), start, model.device)
                 baseline = torch.empty(0)
-                for name in unique:
-                    log_p = tracks[name].log_probabilities(chunks)
-                    baseline = log_p if name == BASELINE else baseline
-                    tracks[name].add(log_p, baseline, targets, rows)
+                for pair in unique:
+                    log_p = tracks[pair].log_probabilities(chunks)
+                    baseline = log_p if pair == baseline_pair else baseline
+                    tracks[pair].add(log_p, baseline, targets, rows)
                     done += sum(len(ids) for _, ids in chunks)
                     on_progress(done, total)
             for track in tracks.values():
                 for seq, _ in group:
                     track.tables.free(seq)
     predicted = sum(len(window) - 1 for window in windows)
-    return [_result(tracks[name], predicted, chunk_size, num_bytes) for name in names]
+    return [_result(tracks[pair], predicted, chunk_size, num_bytes) for pair in pairs]
 
 
 def text_windows(
@@ -254,6 +282,7 @@ def _result(
     nll = track.nll / predicted
     return PerplexityResult(
         kv_cache_dtype=track.dtype.value,
+        kv_recipe=track.recipe.name,
         perplexity=math.exp(nll) if nll < 700 else math.inf,
         nll=nll,
         kl_divergence=track.kl / predicted,

@@ -1,1 +1,1 @@
-"""The oracle's functions written for speed: a public launcher and a private kernel per file."""
+"""What the kernels of several operations share."""

@@ -8,6 +8,7 @@ from halfbyte.kvcache.quant_methods import (
     KVCacheQuantMethod,
     get_kv_cache_quant_method,
 )
+from halfbyte.kvcache.recipe import KVRecipe
 from halfbyte.kvcache.scales import KV_SCALES_FILE, KVScales
 from halfbyte.kvcache.sequences import HostSequence, SequenceTables
 from halfbyte.kvcache.specs import (
@@ -16,7 +17,7 @@ from halfbyte.kvcache.specs import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
-from halfbyte.kvcache.token_io import read_tokens, reshape_and_cache
+from halfbyte.kvcache.store import STORE_BACKENDS, read_tokens, reshape_and_cache
 from halfbyte.kvcache.vllm_views import (
     dequant_nvfp4_kv_cache,
     nvfp4_kv_cache_full_dim,
@@ -28,6 +29,7 @@ __all__ = [
     "KV_CACHE_QUANT_REGISTRY",
     "KV_SCALES_FILE",
     "NULL_PAGE",
+    "STORE_BACKENDS",
     "ChunkedLocalAttentionSpec",
     "FullAttentionSpec",
     "HostSequence",
@@ -36,6 +38,7 @@ __all__ = [
     "KVCachePlan",
     "KVCacheQuantMethod",
     "KVCacheSpec",
+    "KVRecipe",
     "KVScales",
     "OutOfPagesError",
     "PageAllocator",

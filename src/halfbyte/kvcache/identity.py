@@ -1,13 +1,15 @@
 """What two engines must have in common before one reads pages that the other wrote.
 
-A page carries its codes and block scales. Its format and the global scales, from which codes become
-values, belong to all pages of a layer and are not in it: pages that come back with other ones would
-be read as other values without any error.
+A page carries its codes and block scales. Its format, the global scales from which codes become
+values, and what a recipe did to K belong to all pages of a layer and are not in it: pages that come
+back with other ones would be read as other values without any error.
 """
 
 import hashlib
 import json
+from typing import Any
 
+from halfbyte.kvcache.recipe import KVRecipe
 from halfbyte.kvcache.scales import KVScales
 from halfbyte.layouts import KVCacheDType
 
@@ -15,15 +17,19 @@ _VERSION = 1
 
 
 def pages_identity(
-    k_dtype: KVCacheDType | str, v_dtype: KVCacheDType | str, scales: KVScales | None
+    k_dtype: KVCacheDType | str,
+    v_dtype: KVCacheDType | str,
+    scales: KVScales | None,
+    recipe: KVRecipe | None = None,
 ) -> str:
-    """A hex SHA-256 of the formats of K and V and of every layer's scales, but not their source.
+    """A hex SHA-256 of formats, recipe and every layer's scales, but not of their source.
 
     Args:
         k_dtype, v_dtype: formats.
         scales: None where no format has a global scale.
+        recipe: by default `plain`.
     """
-    fields = {
+    fields: dict[str, Any] = {
         "version": _VERSION,
         "k": str(k_dtype),
         "v": str(v_dtype),
@@ -31,4 +37,7 @@ def pages_identity(
         "k_amax": scales and [float(amax).hex() for amax in scales.k_amax],
         "v_amax": scales and [float(amax).hex() for amax in scales.v_amax],
     }
+    if recipe is not None and recipe.changes_k:
+        fields["recipe"] = recipe.name
+        fields["calibration"] = scales and scales.calibration and scales.calibration.sha256()
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

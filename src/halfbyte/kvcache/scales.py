@@ -11,6 +11,7 @@ depend on who came first or on how a prompt was cut into chunks.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 from halfbyte.files import replace_file
+from halfbyte.kvcache.calibration import KVCalibration
 
 KV_SCALES_FILE = "kv_scales.json"
 _FORMAT = "halfbyte-kv-scales-1"
@@ -48,6 +50,7 @@ class KVScales:
         k_amax, v_amax: one finite number above 0 per layer. Of a layer that is all zeros nothing is
             known, and a scale of 1 would be a guess.
         source: where they came from, for the log ("checkpoint", "user", "calibration on …").
+        calibration: what recipes other than `plain` need; None where that was not measured.
 
     Raises:
         ValueError: different lengths, or a number that is 0, negative or not finite.
@@ -56,6 +59,7 @@ class KVScales:
     k_amax: tuple[float, ...]
     v_amax: tuple[float, ...]
     source: str
+    calibration: KVCalibration | None = None
 
     def __post_init__(self) -> None:
         if len(self.k_amax) != len(self.v_amax):
@@ -67,6 +71,11 @@ class KVScales:
                         f"KV scales from {self.source}: {name} of layer {layer} is {amax}, "
                         "expected a finite number above 0"
                     )
+        if self.calibration and len(self.calibration.layers) != len(self.k_amax):
+            raise ValueError(
+                f"KV scales from {self.source}: {len(self.k_amax)} layers, and a calibration of "
+                f"{len(self.calibration.layers)}"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -176,6 +185,8 @@ class KVScales:
     def save_file(self, path: str | Path) -> Path:
         """Write a file of scales, whole or not at all; its path.
 
+        A calibration goes into a safetensors file beside it, first.
+
         Raises:
             OSError: its folder is absent or cannot be written.
         """
@@ -186,6 +197,10 @@ class KVScales:
             "k_amax": list(self.k_amax),
             "v_amax": list(self.v_amax),
         }
+        if self.calibration is not None:
+            data = self.calibration.to_bytes()
+            replace_file(calibration_file(path), data)
+            fields["calibration"] = hashlib.sha256(data).hexdigest()
         replace_file(path, (json.dumps(fields, indent=2) + "\n").encode())
         return path
 
@@ -214,11 +229,28 @@ class KVScales:
             if not all(isinstance(values, list) for values in amax):
                 raise ValueError("k_amax and v_amax are not lists")
             k_amax, v_amax = (tuple(float(x) for x in values) for values in amax)
-            return cls(k_amax, v_amax, str(fields["source"]))
+            calibration = _load_calibration(Path(path), fields.get("calibration"))
+            return cls(k_amax, v_amax, str(fields["source"]), calibration)
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{path}: not a file of KV scales: {error}") from None
+
+
+def calibration_file(path: Path) -> Path:
+    """The safetensors sibling of a file of scales."""
+    return path.with_suffix(".safetensors")
+
+
+def _load_calibration(path: Path, sha256: object) -> KVCalibration | None:
+    """What belongs to a file of scales that names this hash; None where it names none."""
+    if sha256 is None:
+        return None
+    sibling = calibration_file(path)
+    data = sibling.read_bytes()
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise ValueError(f"{sibling.name} beside it is of another calibration")
+    return KVCalibration.from_bytes(data)
 
 
 def _find_scale(module: nn.Module, name: str, projection: str, path: str) -> float | None:

@@ -1,12 +1,12 @@
 """4-bit matmul: linear layers with NVFP4 weights, by interchangeable kernels."""
 
 from halfbyte.linear.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
-from halfbyte.linear.interface import (
+from halfbyte.linear.layer import NvFp4Linear
+from halfbyte.linear.registry import (
     LINEAR_BACKENDS,
     init_nvfp4_linear_kernel,
     select_nvfp4_linear_kernel,
 )
-from halfbyte.linear.module import NvFp4Linear
 
 __all__ = [
     "LINEAR_BACKENDS",

@@ -9,7 +9,7 @@ from halfbyte.models.architectures import (
     layer_specs,
 )
 from halfbyte.models.attention_functions import BATCH_ARGUMENT, ENGINE, GENERATE, register
-from halfbyte.models.batch import PagedBatch, layer_multipliers, multipliers_on
+from halfbyte.models.batch import LayerQuantization, PagedBatch
 from halfbyte.models.cache import Cache
 from halfbyte.models.calibration import calibrate
 from halfbyte.models.kv_scales import find_kv_scales, resolve_kv_scales
@@ -22,6 +22,7 @@ __all__ = [
     "SUPPORTED_MODEL_TYPES",
     "Cache",
     "LayerDTypes",
+    "LayerQuantization",
     "ModelLoadError",
     "PagedBatch",
     "UnsupportedModelError",
@@ -29,11 +30,9 @@ __all__ = [
     "check_layer_dtypes",
     "check_supported",
     "find_kv_scales",
-    "layer_multipliers",
     "layer_specs",
     "load_model",
     "load_tokenizer",
-    "multipliers_on",
     "register",
     "resolve_kv_scales",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.kvcache import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from halfbyte.kvcache import FullAttentionSpec, KVCacheSpec, KVRecipe, SlidingWindowSpec
 from halfbyte.layouts import KVCacheDType
 
 SUPPORTED_MODEL_TYPES = (
@@ -86,6 +86,7 @@ def layer_specs(
     *,
     v_cache_dtype: LayerDTypes | None = None,
     keep_all: bool = False,
+    recipe: KVRecipe | None = None,
 ) -> list[KVCacheSpec]:
     """Cache specs of every layer of a model.
 
@@ -97,6 +98,7 @@ def layer_specs(
         v_cache_dtype: format or formats of V, where they differ from K's.
         keep_all: give sliding layers full-attention specs, so that no page ever dies and any
             length can be cropped to.
+        recipe: of K and V; by default `plain`.
 
     Raises:
         UnsupportedModelError: the architecture is not supported.
@@ -115,8 +117,8 @@ def layer_specs(
             "block_size": block_size,
             "num_kv_heads": config.num_key_value_heads,
             "head_size": head_size,
-            "kv_cache_dtype": _resolve(k_name, config, dtype),
-            "v_cache_dtype": _resolve(v_name, config, dtype),
+            "kv_cache_dtype": _resolve(k_name, config, dtype, recipe),
+            "v_cache_dtype": _resolve(v_name, config, dtype, recipe),
             "dtype": dtype,
         }
         if window is None or keep_all:
@@ -140,12 +142,16 @@ def check_layer_dtypes(kv_cache_dtype: LayerDTypes) -> None:
         KVCacheDType.parse(name)
 
 
-def _resolve(name: DTypeName, config: Any, dtype: torch.dtype) -> KVCacheDType:
+def _resolve(
+    name: DTypeName, config: Any, dtype: torch.dtype, recipe: KVRecipe | None = None
+) -> KVCacheDType:
     parsed = KVCacheDType.parse(name)
     if parsed is KVCacheDType.AUTO:
         parsed = KVCacheDType.from_checkpoint(config)
         # An unquantized declaration is the file's dtype; the model may have been cast since.
         parsed = parsed if parsed.is_quantized else KVCacheDType.parse(dtype)
+    if parsed is KVCacheDType.NVFP4 and recipe is not None and recipe.four_over_six:
+        return KVCacheDType.NVFP4_4OVER6
     return parsed
 
 

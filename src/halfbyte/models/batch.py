@@ -7,12 +7,85 @@ import torch
 
 from halfbyte.attention import AttentionPlans, paged_attention
 from halfbyte.kvcache import (
+    KVRecipe,
     KVScales,
     PagedKVPool,
     SequenceTables,
     get_kv_cache_quant_method,
     reshape_and_cache,
 )
+from halfbyte.kvcache.calibration import KVCalibration
+from halfbyte.kvcache.transform import KVTransform
+
+
+@dataclass(frozen=True)
+class LayerQuantization:
+    """How each layer's K and V become bits, and back.
+
+    Args:
+        scales: `(k_scale, v_scale)` per layer, where kernels read them: on a GPU tensors, filled
+            once and not in every step.
+        transforms: per layer what a recipe does to K first, or None.
+    """
+
+    scales: Sequence[tuple[float | torch.Tensor, float | torch.Tensor]]
+    transforms: Sequence[KVTransform | None]
+
+    @property
+    def has_transforms(self) -> bool:
+        """Whether a layer's K is changed."""
+        return any(transform is not None for transform in self.transforms)
+
+    @classmethod
+    def of(
+        cls, pool: PagedKVPool, scales: KVScales | None, recipe: KVRecipe | None = None
+    ) -> "LayerQuantization":
+        """Of every layer in a pool, for the format that it is stored in.
+
+        Args:
+            pool: of the layers.
+            scales: None where no format has a global scale.
+            recipe: by default `plain`. It holds for layers whose K is NVFP4.
+
+        Raises:
+            ValueError: a layer needs a scale and there is none, or a recipe needs a calibration.
+        """
+        multipliers: list[tuple[float, float]] = []
+        transforms: list[KVTransform | None] = []
+        for layer in range(pool.plan.num_layers):
+            layout = pool.layout(layer)
+            methods = [get_kv_cache_quant_method(d) for d in (layout.k_dtype, layout.v_dtype)]
+            transforms.append(None)
+            if not any(method.needs_global_scale() for method in methods):
+                multipliers.append((1.0, 1.0))
+                continue
+            if scales is None:
+                raise ValueError(f"KV scales: layer {layer} is {layout.k_dtype} and has no scale")
+            amax = scales.amax_of_layer(layer)
+            if recipe is not None and recipe.changes_k and layout.k_dtype.is_nvfp4:
+                calibration = calibration_of(scales, recipe)
+                amax = calibration.amax(layer, recipe)
+                transforms[-1] = calibration.transform(layer, recipe, pool.device)
+            k, v = (m.global_scale_from_amax(a) for m, a in zip(methods, amax, strict=True))
+            multipliers.append((k, v))
+        if pool.device.type != "cuda":
+            return cls(multipliers, transforms)
+        on_device = torch.tensor(multipliers, dtype=torch.float32, device=pool.device)
+        return cls([(k_scale, v_scale) for k_scale, v_scale in on_device], transforms)
+
+
+def calibration_of(scales: KVScales, recipe: KVRecipe) -> KVCalibration:
+    """What a recipe needs, of scales that must have it.
+
+    Raises:
+        ValueError: they have none.
+    """
+    if scales.calibration is None:
+        raise ValueError(
+            f"kv_recipe {recipe.name}: needs a calibration of K, and the scales from "
+            f"{scales.source} have none; `halfbyte calibrate` measures it"
+        )
+    return scales.calibration
 
 
 @dataclass(frozen=True)
@@ -21,21 +94,23 @@ class PagedBatch:
 
     Args:
         pool: where K and V are written and read.
-        scales: `(k_scale, v_scale)` per layer.
+        layers: how each layer's K and V are quantized.
         query_start_loc: int32 `[sequences + 1]`.
         seq_lens: int32 `[sequences]`, this batch's tokens included.
         block_tables: per group, int32 `[sequences, max_pages]`.
         slot_mapping: per group, int64 `[tokens]`.
+        positions: int64 `[tokens]`, of each token in its sequence; None where no layer asks.
         backend: name of an attention backend, or None to choose.
         batch_invariant: ask for bitwise equal rows whatever the batch.
     """
 
     pool: PagedKVPool
-    scales: Sequence[tuple[float | torch.Tensor, float | torch.Tensor]]
+    layers: LayerQuantization
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_tables: Sequence[torch.Tensor]
     slot_mapping: Sequence[torch.Tensor]
+    positions: torch.Tensor | None = None
     backend: str | None = None
     batch_invariant: bool = False
     plans: AttentionPlans = field(default_factory=AttentionPlans)
@@ -47,7 +122,7 @@ class PagedBatch:
     def of(
         cls,
         tables: SequenceTables,
-        scales: Sequence[tuple[float | torch.Tensor, float | torch.Tensor]],
+        layers: LayerQuantization,
         chunks: Sequence[tuple[object, int]],
         backend: str | None = None,
         batch_invariant: bool = False,
@@ -65,13 +140,19 @@ class PagedBatch:
                 for (seq, count), length in zip(chunks, lengths, strict=True)
             ]
             slot_mapping.append(torch.cat(slots).to(device))
+        positions = None
+        if layers.has_transforms:
+            ranges = zip(chunks, lengths, strict=True)
+            ends = [torch.arange(length - count, length) for (_, count), length in ranges]
+            positions = torch.cat(ends).to(device)
         return cls(
             pool=tables.pool,
-            scales=scales,
+            layers=layers,
             query_start_loc=counts.cumsum(0).to(device, torch.int32),
             seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
             block_tables=block_tables,
             slot_mapping=slot_mapping,
+            positions=positions,
             backend=backend,
             batch_invariant=batch_invariant,
         )
@@ -102,8 +183,20 @@ class PagedBatch:
         self.layers_run.add(layer)
         group, _ = self.pool.plan.locate(layer)
         pages, layout = self.pool.layer_pages(layer), self.pool.layout(layer)
-        k_scale, v_scale = self.scales[layer]
-        reshape_and_cache(key, value, pages, self.slot_mapping[group], layout, k_scale, v_scale)
+        k_scale, v_scale = self.layers.scales[layer]
+        transform = self.layers.transforms[layer]
+        slots = self.slot_mapping[group]
+        reshape_and_cache(
+            key,
+            value,
+            pages,
+            slots,
+            layout,
+            k_scale,
+            v_scale,
+            transform=transform,
+            positions=self.positions,
+        )
         return paged_attention(
             query,
             pages,
@@ -120,35 +213,5 @@ class PagedBatch:
             batch_invariant=self.batch_invariant,
             backend=self.backend,
             plans=self.plans,
+            transform=transform,
         )
-
-
-def multipliers_on(
-    device: torch.device, scales: Sequence[tuple[float, float]]
-) -> Sequence[tuple[float | torch.Tensor, float | torch.Tensor]]:
-    """Scales where kernels read them: on a GPU as tensors, filled once and not in every step."""
-    if device.type != "cuda":
-        return scales
-    on_device = torch.tensor(scales, dtype=torch.float32, device=device)
-    return [(k_scale, v_scale) for k_scale, v_scale in on_device]
-
-
-def layer_multipliers(pool: PagedKVPool, scales: KVScales | None) -> list[tuple[float, float]]:
-    """Decode multipliers `(k_scale, v_scale)` of every layer, for the format that it is stored in.
-
-    Raises:
-        ValueError: a layer needs a scale and there is none.
-    """
-    multipliers = []
-    for layer in range(pool.plan.num_layers):
-        layout = pool.layout(layer)
-        methods = [get_kv_cache_quant_method(d) for d in (layout.k_dtype, layout.v_dtype)]
-        if not any(method.needs_global_scale() for method in methods):
-            multipliers.append((1.0, 1.0))
-            continue
-        if scales is None:
-            raise ValueError(f"KV scales: layer {layer} is {layout.k_dtype} and has no scale")
-        amax = scales.amax_of_layer(layer)
-        k, v = (m.global_scale_from_amax(a) for m, a in zip(methods, amax, strict=True))
-        multipliers.append((k, v))
-    return multipliers

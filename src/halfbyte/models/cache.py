@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from halfbyte.attention import check_attention_backend
-from halfbyte.kvcache import KVScales, PagedKVPool, SequenceTables, plan_kv_cache
+from halfbyte.kvcache import KVRecipe, KVScales, PagedKVPool, SequenceTables, plan_kv_cache
 from halfbyte.models.architectures import LayerDTypes, layer_specs
 from halfbyte.models.attention_functions import GENERATE, KVHandle, register
-from halfbyte.models.batch import PagedBatch, layer_multipliers, multipliers_on
+from halfbyte.models.batch import LayerQuantization, PagedBatch
 from halfbyte.models.kv_scales import resolve_kv_scales
 
 _INITIAL_PAGES = 64
@@ -40,6 +40,7 @@ class Cache(transformers.Cache):
         block_size: tokens per page.
         kv_scales: global scales, or a file of them; by default see `find_kv_scales`, else one
             calibration pass.
+        kv_recipe: what is done to K and V before they are packed, see `KVRecipe`.
         attention_backend: name of an attention backend, or None to choose.
 
     Raises:
@@ -55,12 +56,14 @@ class Cache(transformers.Cache):
         v_cache_dtype: LayerDTypes | None = None,
         block_size: int = 16,
         kv_scales: KVScales | str | Path | None = None,
+        kv_recipe: str | KVRecipe = "plain",
         attention_backend: str | None = None,
     ) -> None:
         # Whatever passes on what a model has: a compiled one, an adapter's.
         if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
             raise ValueError(f"model: expected one of transformers, got {type(model).__name__}")
         check_attention_backend(attention_backend, model.device)
+        recipe = KVRecipe.parse(kv_recipe)
         # Sliding layers keep every page, so that any crop and any beam can be served.
         specs = layer_specs(
             model.config,
@@ -69,13 +72,14 @@ class Cache(transformers.Cache):
             block_size,
             v_cache_dtype=v_cache_dtype,
             keep_all=True,
+            recipe=recipe,
         )
         formats = {d for s in specs for d in (s.layout.k_dtype, s.layout.v_dtype)}
-        scales = resolve_kv_scales(model, formats, given=kv_scales)
+        scales = resolve_kv_scales(model, formats, given=kv_scales, recipe=recipe)
         pool = PagedKVPool(plan_kv_cache(specs), _INITIAL_PAGES, model.device)
         self.tables = SequenceTables(pool, can_grow=True)
         self.kv_scales = scales
-        self._multipliers = multipliers_on(self.pool.device, layer_multipliers(pool, scales))
+        self._layers = LayerQuantization.of(pool, scales, recipe)
         self._backend = attention_backend
         self._rows: list[int] = []
         self._next_row = 0
@@ -213,7 +217,7 @@ class Cache(transformers.Cache):
             self.tables.append(row, count)
         self._valid = valid
         self._step_tokens = valid[:, columns:].flatten().nonzero().flatten().to(self.pool.device)
-        self._step = PagedBatch.of(self.tables, self._multipliers, chunks, self._backend)
+        self._step = PagedBatch.of(self.tables, self._layers, chunks, self._backend)
 
     def _new_rows(self, count: int) -> list[int]:
         rows = list(range(self._next_row, self._next_row + count))

@@ -1,18 +1,20 @@
 """The largest |K| and |V| of each layer, measured by running a fixed text through a model once."""
 
 import logging
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from halfbyte.assets import calibration_text, read_text
 from halfbyte.kvcache import KVScales
+from halfbyte.models.amax import AmaxRecorder
 from halfbyte.models.attention_functions import GENERATE, register
+from halfbyte.models.key_statistics import KVRecorder
 
 logger = logging.getLogger("halfbyte")
 
@@ -25,23 +27,53 @@ _FIXED_IDS = 512
 
 
 def calibrate(
-    model: PreTrainedModel, input_ids: torch.Tensor, source: str, headroom: float = HEADROOM
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    source: str,
+    headroom: float = HEADROOM,
+    *,
+    first_tokens: Sequence[int] = (),
 ) -> KVScales:
-    """Run tokens through a model once and record the largest |K| and |V| of each layer.
+    """Run tokens through a model once and measure K and V of each layer.
 
     Args:
         model: a transformers model; it is left as it was.
         input_ids: int64 `[rows, tokens]`; rows are run one after the other.
         source: for the log.
         headroom: factor over the largest magnitude seen.
+        first_tokens: ids that sequences usually begin with, see `usual_first_tokens`.
 
     Raises:
         ValueError: K or V that is not finite, or of every layer zero.
     """
-    return scales_from_amax(measure_amax(model, input_ids), source, headroom)
+    recorder = KVRecorder(model, first_tokens, input_ids.shape[0])
+    firsts = [torch.tensor([[token]]) for token in first_tokens]
+    _run(model, [*input_ids.split(1), *firsts], recorder)
+    return kv_scales_of(recorder, source, headroom)
 
 
-@torch.inference_mode()
+def kv_scales_of(recorder: KVRecorder, source: str, headroom: float = HEADROOM) -> KVScales:
+    """Scales of what a recorder has seen, and a calibration where it has seen enough."""
+    scales = scales_from_amax(recorder.result(), source, headroom)
+    try:
+        return replace(scales, calibration=recorder.calibration(headroom))
+    except ValueError as error:
+        logger.info("K and V can be stored as they are alone: %s", error)
+        return scales
+
+
+def usual_first_tokens(tokenizer: Any) -> list[int]:
+    """Ids that sequences of a tokenizer begin with: BOS, and the chat template's first token."""
+    if tokenizer is None:
+        return []
+    found = [getattr(tokenizer, "bos_token_id", None)]
+    found += list(tokenizer("a").input_ids[: len(tokenizer("").input_ids)])[:1]
+    if getattr(tokenizer, "chat_template", None):
+        message = [{"role": "user", "content": "a"}]
+        found += tokenizer.apply_chat_template(message, tokenize=True, return_dict=False)[:1]
+    return list(dict.fromkeys(int(token) for token in found if token is not None))
+
+
 def measure_amax(model: PreTrainedModel, input_ids: torch.Tensor) -> list[tuple[float, float]]:
     """Largest |K| and |V| of each layer, as the cache gets them (K after RoPE).
 
@@ -53,56 +85,23 @@ def measure_amax(model: PreTrainedModel, input_ids: torch.Tensor) -> list[tuple[
         ValueError: K or V that is not finite.
     """
     recorder = AmaxRecorder()
+    _run(model, input_ids.split(1), recorder)
+    return recorder.result()
+
+
+@torch.inference_mode()
+def _run(model: PreTrainedModel, rows: Sequence[torch.Tensor], recorder: AmaxRecorder) -> None:
     training, attention = model.training, model.config._attn_implementation
     # One attention for all callers, so that a model has the same scales whoever asks first.
     register()
     model.set_attn_implementation(GENERATE)
     try:
         model.eval()
-        for row in input_ids.to(model.device).split(1):
-            model(input_ids=row, past_key_values=recorder, use_cache=True)
+        for row in rows:
+            model(input_ids=row.to(model.device), past_key_values=recorder, use_cache=True)
     finally:
         model.set_attn_implementation(attention)
         model.train(training)
-    return recorder.result()
-
-
-class AmaxRecorder(DynamicCache):
-    """A cache that notes the largest magnitudes passing through it, and keeps nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._amax: dict[int, torch.Tensor] = {}
-
-    def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `transformers.Cache`: what came in, as if it were the first chunk."""
-        seen = torch.stack([x.abs().amax().float() for x in (key_states, value_states)])
-        before = self._amax.get(layer_idx, seen)
-        self._amax[layer_idx] = torch.maximum(before, seen)  # keeps a NaN
-        return key_states, value_states
-
-    def result(self) -> list[tuple[float, float]]:
-        """`(K, V)` of each layer.
-
-        Raises:
-            ValueError: a magnitude that is not finite.
-        """
-        amax = [self._amax[layer].tolist() for layer in range(len(self._amax))]
-        for layer, pair in enumerate(amax):
-            for side, value in zip("KV", pair, strict=True):
-                if not math.isfinite(value):
-                    raise ValueError(
-                        f"calibration: the largest |{side}| of layer {layer} is {value}, expected "
-                        "a finite number"
-                    )
-        return [(k, v) for k, v in amax]
 
 
 def scales_from_amax(

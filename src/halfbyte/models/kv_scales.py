@@ -22,9 +22,9 @@ from halfbyte.checkpoints import CheckpointError, fingerprint, read_kv_scales
 from halfbyte.checkpoints.declarations import read_modelopt_file
 from halfbyte.checkpoints.dialects import MODELOPT_FILE
 from halfbyte.files import cache_folder
-from halfbyte.kvcache import KV_SCALES_FILE, KVScales, get_kv_cache_quant_method
+from halfbyte.kvcache import KV_SCALES_FILE, KVRecipe, KVScales, get_kv_cache_quant_method
 from halfbyte.layouts import KVCacheDType
-from halfbyte.models.calibration import calibrate, calibration_tokens
+from halfbyte.models.calibration import calibrate, calibration_tokens, usual_first_tokens
 from halfbyte.models.loading import has_tokenizer, load_tokenizer
 
 logger = logging.getLogger("halfbyte")
@@ -33,7 +33,11 @@ _CACHE_SUBFOLDER = "kv_scales"
 
 
 def find_kv_scales(
-    folder: Path, config: Any, *, given: KVScales | str | Path | None = None
+    folder: Path,
+    config: Any,
+    *,
+    given: KVScales | str | Path | None = None,
+    recipe: KVRecipe | None = None,
 ) -> KVScales | None:
     """Scales of a model, without running it.
 
@@ -42,6 +46,7 @@ def find_kv_scales(
         config: transformers config, or the dict of its `config.json`: for the format that scales in
             the files were made for, and for the number of layers.
         given: the user's scales, a file of them, or a folder with a `kv_scales.json`, which win.
+        recipe: by default `plain`. Of those that change K, only scales with a calibration count.
 
     Returns:
         Scales whose `source` says where they were; None if there are none.
@@ -52,9 +57,9 @@ def find_kv_scales(
     """
     scales = (
         _given(given)
-        or _from_checkpoint(folder, config)
-        or _from_file(folder)
-        or _from_cache(folder)
+        or _fitting(_from_checkpoint(folder, config), recipe)
+        or _fitting(_from_file(folder), recipe)
+        or _fitting(_from_cache(folder), recipe)
     )
     if scales is not None:
         _check_layers(scales, config)
@@ -67,6 +72,7 @@ def resolve_kv_scales(
     *,
     given: KVScales | str | Path | None = None,
     tokenizer: Any = None,
+    recipe: KVRecipe | None = None,
 ) -> KVScales | None:
     """Scales for a model whose layers use the formats `dtypes`.
 
@@ -76,6 +82,7 @@ def resolve_kv_scales(
         given: as for `find_kv_scales`.
         tokenizer: encodes the calibration text; without one the folder's is loaded, and without a
             folder a fixed sequence of token ids is used.
+        recipe: as for `find_kv_scales`.
 
     Returns:
         None if no format needs scales.
@@ -87,15 +94,25 @@ def resolve_kv_scales(
         return None
     folder = Path(getattr(model.config, "_name_or_path", "") or ".not-a-folder")
     has_folder = folder.is_dir()
-    scales = find_kv_scales(folder, model.config, given=given) if has_folder else _given(given)
+    scales = _given(given)
+    if has_folder and scales is None:
+        scales = find_kv_scales(folder, model.config, recipe=recipe)
     if scales is None:
         if tokenizer is None and has_tokenizer(folder):
             tokenizer = load_tokenizer(folder)
         ids, source = calibration_tokens(tokenizer, model.config, calibration_text())
-        scales = calibrate(model, ids, source)
+        scales = calibrate(model, ids, source, first_tokens=usual_first_tokens(tokenizer))
     _check_layers(scales, model.config)
     logger.info("KV cache scales: %s", scales.source)
     return scales
+
+
+def _fitting(scales: KVScales | None, recipe: KVRecipe | None) -> KVScales | None:
+    """Scales that a recipe can use; those without a calibration are of K as it is."""
+    if scales is None or recipe is None or not recipe.changes_k or scales.calibration is not None:
+        return scales
+    logger.info("KV cache scales from %s: passed over, kv_recipe needs others", scales.source)
+    return None
 
 
 def kept_calibration(folder: Path) -> Path | None:

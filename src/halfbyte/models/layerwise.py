@@ -21,16 +21,18 @@ from halfbyte.checkpoints.declarations import read_declaration
 from halfbyte.checkpoints.dialects import CheckpointError
 from halfbyte.checkpoints.safetensors_index import CheckpointIndex
 from halfbyte.kvcache import KVScales
+from halfbyte.models.amax import AmaxRecorder
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.attention_functions import GENERATE, register
 from halfbyte.models.calibration import (
-    AmaxRecorder,
     calibrate,
     calibration_tokens,
+    kv_scales_of,
     read_calibration_text,
-    scales_from_amax,
+    usual_first_tokens,
 )
 from halfbyte.models.checkpoint_loading import empty_model, make_buffers, resolve_dtype
+from halfbyte.models.key_statistics import KVRecorder
 from halfbyte.models.loading import (
     device_or_default,
     has_tokenizer,
@@ -85,13 +87,19 @@ def calibrate_checkpoint(
     if tokenizer is None and text_file is not None:
         raise ModelLoadError(f"{folder}: has no tokenizer, which a text needs")
     ids, source = calibration_tokens(tokenizer, config, text, name, max_tokens)
+    first_tokens = usual_first_tokens(tokenizer)
     try:
         streamed = StreamedModel(folder, config, device, dtype)
     except CheckpointError as error:
         model = load_model(folder, dtype=dtype, device=device)
         logger.warning("calibrated with the whole model in memory: %s", error)
-        return calibrate(model, ids, source)
-    return scales_from_amax(streamed.measure_amax(ids, on_layer), source)
+        return calibrate(model, ids, source, first_tokens=first_tokens)
+    recorder = KVRecorder(streamed.model, first_tokens, ids.shape[0])
+    # Rows are equally long; of the last ones, position 0 alone counts.
+    firsts = ids[:1].repeat(len(first_tokens), 1)
+    firsts[:, 0] = torch.tensor(first_tokens, dtype=ids.dtype)
+    streamed.run(torch.cat([ids, firsts]), recorder, on_layer)
+    return kv_scales_of(recorder, source)
 
 
 class StreamedModel:
@@ -130,6 +138,7 @@ class StreamedModel:
         if elsewhere:
             raise CheckpointError(f"{folder}: {elsewhere[0]}: expected in the files, found none")
         make_buffers(model, device)
+        self.model = model
         register()
         model.set_attn_implementation(GENERATE)
         self._base: nn.Module = base.eval()
@@ -147,25 +156,26 @@ class StreamedModel:
             self._stream(f"layers.{i}", layer, partial(self._layer_done, i + 1, len(layers)))
 
     @torch.inference_mode()
-    def measure_amax(
-        self, input_ids: torch.Tensor, on_layer: OnLayer = lambda done, total: None
-    ) -> list[tuple[float, float]]:
-        """See `calibration.measure_amax`; to be called once, as the weights are gone afterwards.
+    def run(
+        self,
+        input_ids: torch.Tensor,
+        recorder: AmaxRecorder,
+        on_layer: OnLayer = lambda done, total: None,
+    ) -> None:
+        """One forward pass; to be called once, as the weights are gone afterwards.
 
         Args:
             input_ids: int64 `[rows, tokens]`.
+            recorder: takes every layer's K and V, row by row.
             on_layer: see `OnLayer`.
 
         Raises:
             CheckpointError: a file that can no longer be read, or a scale that cannot be.
-            ValueError: K or V that is not finite.
         """
         self._on_layer = on_layer
         self._load("")
-        recorder = AmaxRecorder()
         ids = input_ids.to(self._device)
         self._base(input_ids=ids, past_key_values=recorder, use_cache=True)
-        return recorder.result()
 
     def _stream(self, part: str, module: nn.Module, done: Callable[[], Any] = lambda: None) -> None:
         """Have a module load its weights when it is called, run row by row, and drop them."""

@@ -1,7 +1,7 @@
 // What the AVX-512 sources share: bytes of several tokens turned so that a lane holds a token.
 #pragma once
 
-#include "tiles.h"
+#include "attention/tiles.h"
 
 #if HALFBYTE_X86
 

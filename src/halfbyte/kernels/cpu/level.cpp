@@ -3,7 +3,7 @@
 #include <atomic>
 
 #include "api.h"
-#include "tiles.h"
+#include "attention/tiles.h"
 
 #if HALFBYTE_X86
 #include <cpuid.h>

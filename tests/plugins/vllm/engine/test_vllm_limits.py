@@ -66,7 +66,7 @@ def test_scales_that_are_given_are_used(tmp_path: Path) -> None:
     )
     file = twice.save(tmp_path)
     options: dict[str, Any] = {"additional_config": {"halfbyte": {"kv_scales": str(file)}}}
-    expected = halfbyte.LLM(BUNDLED, dtype="float32", kv_scales=twice).core.runner.scales
+    expected = halfbyte.LLM(BUNDLED, dtype="float32", kv_scales=twice).core.runner.layers.scales
     with vllm_engine(**options) as llm:
         impls = assert_ours(llm)
         assert [(impl.k_scale, impl.v_scale) for impl in impls] == list(expected)

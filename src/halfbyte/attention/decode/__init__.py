@@ -1,0 +1,1 @@
+"""Decode straight from packed pages, in CUDA C++ for NVIDIA GPUs from SM80."""

@@ -1,0 +1,252 @@
+"""CUDA C++ on NVIDIA GPUs from SM80: decode straight from packed pages."""
+
+import ctypes
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+
+from halfbyte.attention.base import AttentionConfig, AttentionInputs, GpuAttention
+from halfbyte.attention.decode.plan import MERGE_THREADS, Plan, PlanView, make_plan, slice_ctas
+from halfbyte.attention.decode.variant import WARPS, Variant, macros, unsupported_reason, variant
+from halfbyte.dispatch import Answer, capability_of_gpu
+from halfbyte.kernels.runtime import nvrtc
+from halfbyte.kernels.runtime.devices import current_device
+from halfbyte.kernels.runtime.tensor_maps import TensorMap, tensor_map_of_pages
+from halfbyte.layouts import PageLayout, page_stride
+
+_MAX_MEAN_QUERIES = 8
+"""Beyond this the same pages would be unpacked again and again."""
+
+
+class _Output(ctypes.Structure):
+    """`Output` of `output.cuh`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("out", "lse", "sinks")),
+        ("stride_token", ctypes.c_uint64),
+        ("stride_head", ctypes.c_uint64),
+    )
+
+
+class _Params(ctypes.Structure):
+    """`Params` of `loader.cuh`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query", "pages", "partial_out", "partial_ml")),
+        ("plan", PlanView),
+        *((name, ctypes.c_void_p) for name in ("block_tables", "k_scale", "v_scale")),
+        ("query_stride_token", ctypes.c_uint64),
+        ("query_stride_head", ctypes.c_uint64),
+        ("page_stride", ctypes.c_uint32),
+        ("max_pages", ctypes.c_int),
+        ("softmax_scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("window", ctypes.c_int),
+        ("output", _Output),
+    )
+
+
+class _MergeParams(ctypes.Structure):
+    """`MergeParams` of `merge.cu`."""
+
+    _fields_ = (
+        ("partial_out", ctypes.c_void_p),
+        ("partial_ml", ctypes.c_void_p),
+        ("plan", PlanView),
+        ("output", _Output),
+        ("num_tokens", ctypes.c_int),
+    )
+
+
+class CudaAttention(GpuAttention):
+    """`decode`; compiled at first use with NVRTC."""
+
+    name: ClassVar[str] = "cuda"
+    module: ClassVar[str] = "cuda.bindings"
+    module_source: ClassVar[str] = "CUDA builds of PyTorch install it"
+    purpose: ClassVar[str] = "reads packed pages, for decoding"
+
+    @classmethod
+    def can_implement(cls, config: AttentionConfig) -> Answer:
+        """What the kernel's layouts allow."""
+        if config.device_type != "cuda":
+            return False, f"tensors are on {config.device_type}, not on a GPU"
+        if config.num_tokens > _MAX_MEAN_QUERIES * config.num_seqs:
+            return False, "is for decoding: a few query tokens per sequence"
+        if not config.aligned_pages:
+            return False, "pages begin at multiples of 16 bytes, less than 4 GiB apart"
+        layout = config.layout
+        reason = unsupported_reason(layout, config.query_dtype)
+        group = config.num_heads // layout.num_kv_heads
+        mean_queries = config.num_tokens / max(1, config.num_seqs)
+        machine = config.compute_capability
+        if reason is None and not variant(
+            layout, group, mean_queries, config.batch_invariant, machine
+        ):
+            reason = "needs more shared memory than this GPU has"
+        return reason is None, reason or "reads packed pages"
+
+    @classmethod
+    def forward(cls, inputs: AttentionInputs) -> None:
+        """See `AttentionBackend.forward`."""
+        if inputs.query.shape[0]:
+            _decode(inputs)
+
+
+def _decode(inputs: AttentionInputs) -> None:
+    query, layout, window = inputs.query, inputs.layout, inputs.sliding_window
+    max_pages = inputs.block_tables.shape[1]
+    query_start_loc = inputs.query_start_loc.contiguous()
+    seq_lens = inputs.seq_lens.contiguous()
+    shape = (query.shape[:2], max_pages, window, inputs.batch_invariant, query.device)
+    plan = inputs.plans.get(
+        ("cuda", layout, *shape),
+        lambda: make_plan(
+            layout,
+            query.shape[1],
+            query.shape[0],
+            query_start_loc,
+            seq_lens,
+            max_pages,
+            window,
+            inputs.batch_invariant,
+        ),
+    )
+    decode(
+        query,
+        inputs.pages,
+        layout,
+        inputs.block_tables,
+        inputs.scale,
+        _on_device(inputs.k_scale, query.device),
+        _on_device(inputs.v_scale, query.device),
+        window,
+        None if inputs.sinks is None else inputs.sinks.float().contiguous(),
+        inputs.softcap,
+        plan,
+        inputs.out,
+        inputs.lse,
+    )
+
+
+def _on_device(scale: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    if isinstance(scale, torch.Tensor):
+        return scale.float()
+    return torch.full((), scale, dtype=torch.float32, device=device)
+
+
+def decode(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    layout: PageLayout,
+    block_tables: torch.Tensor,
+    scale: float,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    sliding_window: int | None,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
+    plan: Plan,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """As `halfbyte.attention.paged_attention`, on arguments already checked, all on one GPU.
+
+    Args:
+        k_scale, v_scale: float32 tensors of one element.
+        sinks: float32 `[heads]`, contiguous.
+        plan: `make_plan` of the same work.
+
+    Raises:
+        ValueError: pages that are not aligned to 16 bytes, or 4 GiB apart.
+    """
+    num_tokens, num_heads, _ = query.shape
+    stride = page_stride(pages)
+    if pages.data_ptr() % 16 or stride % 16 or stride >= 2**32:
+        raise ValueError(
+            f"pages: the kernel copies 16 bytes at a time; the base {pages.data_ptr():#x} and the "
+            f"stride {stride} (below 2^32) must be multiples of 16"
+        )
+    if query.stride(2) != 1 or any(x % 8 for x in (query.data_ptr() // 2, *query.stride()[:2])):
+        query = query.clone(memory_format=torch.contiguous_format)
+    block_tables = block_tables.contiguous()
+    kernels = _kernels(
+        layout,
+        num_heads // layout.num_kv_heads,
+        query.dtype,
+        bool(softcap),
+        plan.variant,
+        query.device.index,
+    )
+    params = _Params(
+        query=query.data_ptr(),
+        pages=pages.data_ptr(),
+        partial_out=plan.partial_out.data_ptr(),
+        partial_ml=plan.partial_ml.data_ptr(),
+        plan=plan.view,
+        block_tables=block_tables.data_ptr(),
+        k_scale=k_scale.data_ptr(),
+        v_scale=v_scale.data_ptr(),
+        query_stride_token=query.stride(0),
+        query_stride_head=query.stride(1),
+        page_stride=stride,
+        max_pages=block_tables.shape[1],
+        softmax_scale=scale,
+        softcap=softcap or 0.0,
+        window=sliding_window or 0,
+        output=_Output(
+            out.data_ptr(),
+            None if lse is None else lse.data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            out.stride(0),
+            out.stride(1),
+        ),
+    )
+    arguments: list[nvrtc.Argument] = [params]
+    if plan.variant.whole_pages:
+        arguments.append(_pages_map(pages if len(pages) else plan.data[None], stride, layout))
+    nvrtc.launch(kernels["decode"], plan.slots, 32 * WARPS, arguments)
+    merge = _MergeParams(
+        partial_out=plan.partial_out.data_ptr(),
+        partial_ml=plan.partial_ml.data_ptr(),
+        plan=plan.view,
+        output=params.output,
+        num_tokens=num_tokens,
+    )
+    rows = num_tokens * num_heads
+    overlap = capability_of_gpu(query.device.index) >= 90
+    if plan.merge in ("merge_few", "merge_several"):
+        grid = slice_ctas(rows, layout.head_size_v)
+    else:
+        grid = rows * (layout.head_size_v // 32)
+    nvrtc.launch(kernels[plan.merge], grid, MERGE_THREADS[plan.merge], [merge], overlap=overlap)
+
+
+@lru_cache(maxsize=256)
+def _kernels(
+    layout: PageLayout, group: int, dtype: torch.dtype, softcap: bool, way: Variant, device: int
+) -> dict[str, nvrtc.Kernel]:
+    options = tuple(macros(layout, group, dtype, softcap, way).items())
+    entry = ("decode", way.cta_bytes(layout))
+    return {
+        **nvrtc.load(way.source, options, (entry,), device),
+        **nvrtc.load(
+            "attention/decode/merge.cu", options, tuple((name, 0) for name in MERGE_THREADS), device
+        ),
+    }
+
+
+def _pages_map(pages: torch.Tensor, stride: int, layout: PageLayout) -> TensorMap:
+    """Pages of one KV head, all of whose rows are as wide as K's.
+
+    Args:
+        pages: at least one; where there are none, any memory, for nothing is read.
+        stride: bytes from page to page; 0 of a single one.
+    """
+    width = layout.k_dtype.data_bytes(layout.head_size)
+    rows = layout.page_bytes // width
+    with current_device(pages.get_device()):
+        return tensor_map_of_pages(
+            pages.data_ptr(), len(pages), rows, width, stride or rows * width
+        )

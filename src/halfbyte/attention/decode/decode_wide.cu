@@ -1,0 +1,433 @@
+// Decode attention for many query columns on SM90: as decode.cu, with `wgmma` and four warps per unit.
+//
+// With more than 16 columns the instructions of `mma.sync`, one per 16 x 16 operand and 8 columns, cost
+// as much as the unpacking. A warpgroup's `wgmma` takes all columns at once: the operand that was
+// unpacked in registers is A, the small one is B in shared memory.
+//
+//   S  = K q^T     m64nCOLSk16: A = 64 tokens x 16 dims, a warp has 16 tokens. B = q, put into
+//                  shared memory once per piece.
+//   O^T = V^T P^T  m64nCOLSk16: A = 64 dims x 16 tokens, a warp has 16 dims. B = P, which each warp
+//                  writes for its tokens.
+//
+// A CTA is one warpgroup and works on one unit of the plan; its warps share a ring in shared memory
+// (RING_WARPS), the maxima of columns and two barriers per tile. Several CTAs on a multiprocessor hide
+// each other's waits. Both K and V are nvfp4.
+//
+// Macros: those of decode.cu but DUPLICATE and Q_SHARED; TILE is 64 or 128, WARPS 4, COLS = 8 * N_TILES.
+//   WHOLE_PAGES  1 if a page holds one KV head, in K's rows and V's alike, and divides 64 tokens: see
+//                pages.cuh
+
+#define RING_WARPS 4
+#include "attention/decode/wide_operands.cuh"
+
+#define P_SHIFT 11.0f
+#define NOTHING_YET 1e30f
+#define MOST_P 0x7800u  // 2^(P_SHIFT + 4) as fp16
+#define MOST_E 32784.0f  // that rounds to it: halfway to the next half, ties to even
+
+static_assert(TILE % 64 == 0 && WARPS == RING_WARPS && COLS == 8 * N_TILES, "one warpgroup per ring");
+static_assert(K_KIND == 4 && V_KIND == 4, "reads nvfp4");
+
+__device__ __forceinline__ float* exchange() { return (float*)(shared_memory() + OFF_EXCHANGE); }
+
+// What turns S of two columns into P = 2^(S * multiplier + shift). A lane's columns of all tiles would
+// fill its registers.
+struct Columns {
+  float multiplier[2];
+  float shift[2];  // P_SHIFT minus the maximum; NOTHING_YET as long as nothing was seen
+};
+
+__device__ __forceinline__ u32 columns_address(int n, int c) {
+  return ring_address() + OFF_COLUMNS + (4 * n + c) * 16;
+}
+
+__device__ __forceinline__ Columns load_columns(u32 address) {
+  Columns y;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(y.multiplier[0]), "=f"(y.multiplier[1]), "=f"(y.shift[0]), "=f"(y.shift[1])
+               : "r"(address)
+               : "memory");
+  return y;
+}
+
+// q of a piece to shared memory, in the order of Operands::of_k and times a power of two per column
+// that suits fp16, and what S must be multiplied by.
+__device__ __forceinline__ void stage_query(const Params& p, const Piece& piece, int head, u32 ring) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int g = lane >> 2, c = lane & 3;
+  const float common = *p.k_scale * p.softmax_scale * Operands<K_KIND>::UNIT * (SOFTCAP ? 1.0f : LOG2E);
+  __syncthreads();  // the piece before is done with what lies there
+  for (int n = warp; n < N_TILES; n += WARPS) {
+    const int column = piece.col_tile * COLS + 8 * n + g;
+    const bool valid = column < GROUP * piece.queries;
+    u32 words[STEPS_K][2];
+    load_query(words, p.query, query_row(p, piece, head, column), c);
+    float x[STEPS_K][4];
+    query_values(x, words);
+    const int exponent = fp16_exponent(x);
+    float scale = __int_as_float((127 + exponent) << 23);
+    if (common < 0.0f) scale = -scale;
+    const u32 rows = ring + OFF_Q + (n * (HEAD_SIZE / 8)) * B_MATRIX + g * 16 + c * 4;
+#pragma unroll
+    for (int j = 0; j < STEPS_K; j++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const u32 pair = valid ? pack_half2(x[j][2 * i] * scale, x[j][2 * i + 1] * scale) : 0;
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(rows + (2 * j + i) * B_MATRIX), "r"(pair)
+                     : "memory");
+      }
+    // Positive, so that it can multiply the mask's -inf.
+    if (c == 0) {
+      const u32 at = columns_address(n, g >> 1) + (g & 1) * 4;
+      store_float(at, fmaxf(__int_as_float((127 - exponent) << 23) * fabsf(common), 1e-37f));
+      store_float(at + 8, NOTHING_YET);
+    }
+  }
+  fence_async_proxy();
+  __syncthreads();
+}
+
+// The largest of a column among all warps.
+__device__ __forceinline__ void share_maxima(float (*top)[2], int warp, int g, int c) {
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#pragma unroll
+      for (int o = 4; o <= 16; o <<= 1)
+        top[n][i] = fmaxf(top[n][i], __shfl_xor_sync(~0u, top[n][i], o));
+      if (g == 0) exchange()[warp * COLS + 8 * n + 2 * c + i] = top[n][i];
+    }
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+#pragma unroll
+      for (int w = 0; w < WARPS; w++)
+        top[n][i] = fmaxf(top[n][i], exchange()[w * COLS + 8 * n + 2 * c + i]);
+}
+
+// Column i of the accumulators of eight columns to a row, as far as this warp has it.
+template <class Value>
+__device__ __forceinline__ void store_column(Value* row, const float (*out)[N_TILES][4], int n, int i,
+                                             int warp, int g, float factor) {
+  // Of a chunk's dims 4g .. 4g + 3, part 1 has 0 and 2, part 0 has 1 and 3, the upper rows the first.
+#pragma unroll
+  for (int m = 0; m < TILES_V; m += PARTS_V) {
+    const float low = out[m][n][i] * factor, high = out[m][n][2 + i] * factor;
+    if (PARTS_V == 1) {
+      Value* const at = row + (warp >> 1) * 32 + 4 * g + !(warp & 1);
+      store_values(at, high);
+      store_values(at + 2, low);
+    } else {
+      store_values(row + (warp + 4 * (m / 2)) * 32 + 4 * g, out[m + 1][n][2 + i] * factor, high,
+                   out[m + 1][n][i] * factor, low);
+    }
+  }
+}
+
+// Results of a piece, of all its warps: to the output where all its tiles were here, else to a row of
+// the partial ones.
+__device__ __forceinline__ void leave_results(const Params& p, const Piece& piece, int head, u32 row,
+                                              bool whole, u32 columns_at,
+                                              const float (*out)[N_TILES][4], float (*sum)[2]) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int g = lane >> 2, c = lane & 3;
+  const int columns = GROUP * piece.queries;
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#pragma unroll
+      for (int o = 4; o <= 16; o <<= 1) sum[n][i] += __shfl_xor_sync(~0u, sum[n][i], o);
+    }
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      if (g == 0) exchange()[warp * COLS + 8 * n + 2 * c + i] = sum[n][i];
+  __syncthreads();
+
+  const float unscale = *p.v_scale * Operands<V_KIND>::UNIT;
+  const u64 slots = ((u64)row * KV_HEADS + head) * COLS;
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++) {
+    const Columns x = load_columns(columns_at + 64 * n);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int column = 8 * n + 2 * c + i;
+      float all = 0.0f;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) all += exchange()[w * COLS + column];
+      const int in_piece = piece.col_tile * COLS + column;
+      if (in_piece >= columns) continue;
+      const float top = all == 0.0f ? NEG_INF : P_SHIFT - x.shift[i], weight = all * ex2(-P_SHIFT);
+      const bool first = warp == 0 && g == 0;
+      if (whole) {
+        const OutputRow to(piece, head, in_piece);
+        const float share = to.finish(p.output, to.sink(p.output), top, weight, first);
+        const float factor = unscale * ex2(-P_SHIFT) * share;
+        store_column(to.values(p.output), out, n, i, warp, g, factor);
+      } else {
+        const float inverse = all > 0.0f ? unscale / all : 0.0f;
+        store_column(p.partial_out + (slots + column) * HEAD_SIZE_V, out, n, i, warp, g, inverse);
+        if (first) p.partial_ml[slots + column] = make_float2(top, weight);
+      }
+    }
+  }
+}
+
+#if !WHOLE_PAGES
+// The tile that is worked on, and whether it is there; see pages.cuh for the other one.
+struct Arrivals {
+  u32 at;
+
+  __device__ __forceinline__ explicit Arrivals(u32 ring) : at(ring) {}
+
+  __device__ __forceinline__ u32 tile() const { return at; }
+  __device__ __forceinline__ void wait() const {
+    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
+  }
+  __device__ __forceinline__ void pass() {
+    const u32 ring = ring_address();
+    at = at + STAGE_BYTES == ring + STAGES * STAGE_BYTES ? ring : at + STAGE_BYTES;
+  }
+};
+#endif
+
+// A unit's share of a piece: its tiles come through the loader's ring.
+__device__ __forceinline__ void attend(const Params& p, const Piece& piece, int head, u32 row,
+                                       Share share, Loader& loader, Arrivals& arrivals) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int g = lane >> 2, c = lane & 3;
+  const int length = piece.length, queries = piece.queries;
+  const int columns = GROUP * queries;
+  const u32 ring = ring_address();
+  stage_query(p, piece, head, ring);
+
+  const int all_from = p.window > 0 ? length - p.window : 0;  // every column attends to these:
+  const int all_to = length - queries;                        // all_from <= position <= all_to
+  const int first_visible = p.window > 0 ? all_to - p.window + 1 : 0;  // by any column
+  // Tiles that begin in between need no mask, and nothing in them was not written. They are told by one
+  // comparison of what is counted from `inner_from`; if there are none, from beyond all positions.
+  const int inner_to = min(all_to + 1, length) - TILE;
+  const int lowest = max(all_from, first_visible);
+  const int inner_from = inner_to < lowest ? 1 << 30 : lowest;
+  const u32 inner = keep(max(inner_to - inner_from, 0));
+  const Places places(warp, lane);
+  const u32 ring16 = ring / 16;
+
+  float out[TILES_V][N_TILES][4];
+  float sum[N_TILES][2];
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++) {
+#pragma unroll
+    for (int m = 0; m < TILES_V; m++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) out[m][n][i] = 0.0f;
+    sum[n][0] = sum[n][1] = 0.0f;
+  }
+  // Of a lane's matrix for store_matrices, its row.
+  const u32 p_at = keep(ring + OFF_P + (lane >> 4) * (TILE / 8) * B_MATRIX +
+                        (2 * warp + (lane >> 3 & 1)) * B_MATRIX + (lane & 7) * 16);
+  const u32 columns_at = keep(columns_address(0, c));
+  auto scale_of = [](const Columns& x, int i) { return SOFTCAP ? 1.0f : x.multiplier[i]; };
+
+  int from_inner = share.first * TILE - inner_from;
+  for (int left = share.stop - share.first; left > 0; left--, from_inner += TILE) {
+    arrivals.wait();
+    __syncthreads();
+    const u32 tile = arrivals.tile();
+    RawK raw_k[2];
+    fetch_k(raw_k[0], tile, places, 0, 0);
+    loader.step();
+
+    const bool edge = (u32)from_inner > inner;
+    if (__builtin_expect(edge, 0)) {
+      const int position = keep(from_inner + inner_from);
+      const int beyond = length - position, before = first_visible - position;
+      clear_scales(tile, beyond, TILE);
+      clear_scales(tile, 0, before);
+      __syncthreads();
+    }
+
+    // While a matmul runs, the operands of the next one are unpacked.
+    float s[SUBTILES][N_TILES][4];
+    u32 k[2][K_STEPS][4];
+    constexpr int PARTS_K = STEPS_K / K_STEPS;
+#pragma unroll
+    for (int i = 0; i < SUBTILES * PARTS_K; i++) {
+      const int subtile = i / PARTS_K, first = i % PARTS_K * K_STEPS;
+      if (i + 1 < SUBTILES * PARTS_K)
+        fetch_k(raw_k[(i + 1) % 2], tile, places, (i + 1) / PARTS_K, (i + 1) % PARTS_K * K_STEPS);
+      if (i >= 2) wgmma_wait<1>();
+      unpack_k(k[i % 2], raw_k[i % 2], places);
+      wgmma_fence();
+#pragma unroll
+      for (int j = 0; j < K_STEPS; j++)
+        wgmma(s[subtile], k[i % 2][j],
+              b_descriptor(ring16, OFF_Q + 2 * (first + j) * B_MATRIX, HEAD_SIZE / 8 * B_MATRIX),
+              first + j > 0);
+      wgmma_commit();
+      if (i == 0) stage_scales(tile, places);
+    }
+    Columns x[N_TILES];
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) x[n] = load_columns(columns_at + 64 * n);
+    wgmma_wait();
+#if SOFTCAP
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+      for (int i = 0; i < 4 * SUBTILES; i++) {
+        float& y = s[i / 4][n][i % 4];
+        y = p.softcap * LOG2E * tanhf(y * x[n].multiplier[i & 1] / p.softcap);
+      }
+#endif
+    if (__builtin_expect(edge, 0)) {
+      const int row = keep(from_inner + inner_from + warp * 16 + g);
+      const int first_column = keep(piece.col_tile * COLS + 2 * c);
+#pragma unroll
+      for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          // Keys of a column: lower <= position <= limit.
+          const int column = min(first_column + 8 * n + i, columns - 1);
+          const int limit = length - queries + column / GROUP;
+          const int lower = p.window > 0 ? limit - p.window + 1 : 0;
+#pragma unroll
+          for (int k = 0; k < 2 * SUBTILES; k++) {
+            const int at = row + k / 2 * 64 + k % 2 * 8;
+            if (at > limit || at < lower) s[k / 2][n][k % 2 * 2 + i] = NEG_INF;
+          }
+        }
+    }
+
+    // P to shared memory; its sums are added once the shift is known to hold. The largest tells: the
+    // packed halves are compared, two at a time. Stage by stage, so that latencies overlap.
+    float added[N_TILES][2];
+    auto write_probabilities = [&]() {
+      u32 largest = 0;
+#pragma unroll
+      for (int subtile = 0; subtile < SUBTILES; subtile++) {
+        u32 pairs[N_TILES][2];
+#pragma unroll
+        for (int n = 0; n < N_TILES; n++) {
+          float e[4];
+#pragma unroll
+          for (int i = 0; i < 4; i++)
+            e[i] = ex2(fmaf(s[subtile][n][i], scale_of(x[n], i & 1), x[n].shift[i & 1]));
+#pragma unroll
+          for (int i = 0; i < 2; i++)
+            added[n][i] = subtile == 0 ? e[i] + e[2 + i] : added[n][i] + (e[i] + e[2 + i]);
+          pairs[n][0] = pack_half2(e[0], e[1]);
+          pairs[n][1] = pack_half2(e[2], e[3]);
+          largest = max_half2(largest, max_half2(pairs[n][0], pairs[n][1]));
+        }
+#pragma unroll
+        for (int n = 0; n < N_TILES; n += 2)
+          store_matrices(p_at + (n * (TILE / 8) + subtile * 8) * B_MATRIX, pairs[n], pairs[n + 1]);
+      }
+      fence_async_proxy();
+      return largest;
+    };
+    RawV raw_v[2][CHUNKS_PER_WARP];
+    fetch_v(raw_v[0], tile, places, 0);
+    const u32 largest = write_probabilities();
+    const bool grown = max(largest & 0xFFFFu, largest >> 16) > MOST_P;
+    if (__builtin_expect(__syncthreads_or(grown), 0)) {
+      float top[N_TILES][2];
+#pragma unroll
+      for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          top[n][i] = fmaxf(s[0][n][i], s[0][n][2 + i]);
+#pragma unroll
+          for (int subtile = 1; subtile < SUBTILES; subtile++)
+            top[n][i] = fmaxf(top[n][i], fmaxf(s[subtile][n][i], s[subtile][n][2 + i]));
+        }
+      share_maxima(top, warp, g, c);
+#pragma unroll
+      for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          // Each column by itself, by what the vote saw, so that no column changes the rounding of
+          // another.
+          if (ex2(fmaf(top[n][i], scale_of(x[n], i), x[n].shift[i])) > MOST_E) {
+            const float new_shift = P_SHIFT - top[n][i] * scale_of(x[n], i);
+            const float factor = ex2(new_shift - x[n].shift[i]);
+            x[n].shift[i] = new_shift;
+            if (warp == 0 && g == 0) store_float(columns_at + 64 * n + 8 + 4 * i, new_shift);
+            sum[n][i] *= factor;
+#pragma unroll
+            for (int m = 0; m < TILES_V; m++) {
+              out[m][n][i] *= factor;
+              out[m][n][2 + i] *= factor;
+            }
+          }
+        }
+      write_probabilities();
+      __syncthreads();
+    }
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) {
+      sum[n][0] += added[n][0];
+      sum[n][1] += added[n][1];
+    }
+
+    u32 v[2][V_OPERANDS][4];
+#pragma unroll
+    for (int i = 0; i < TILE / 32; i++) {
+      if (i + 1 < TILE / 32) fetch_v(raw_v[(i + 1) % 2], tile, places, 32 * (i + 1));
+      if (i >= 2) wgmma_wait<1>();
+      unpack_v(v[i % 2], raw_v[i % 2], warp);
+      wgmma_fence();
+      add_values(out, v[i % 2], ring16, 32 * i);
+      wgmma_commit();
+    }
+    wgmma_wait();
+    arrivals.pass();
+  }
+
+  const bool whole = share.stop - share.first == piece.num_tiles;
+  leave_results(p, piece, head, row, whole, columns_at, out, sum);
+}
+
+#if WHOLE_PAGES
+#define MAP , const __grid_constant__ TensorMap map
+#else
+#define MAP
+#endif
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode(Params p MAP) {
+  const u32 ring = ring_address();
+#if WHOLE_PAGES
+  prefetch_map(&map);
+  make_barriers(ring + OFF_READY);
+  Arrivals arrivals(ring, ring + OFF_READY);
+#endif
+  asm volatile("griddepcontrol.launch_dependents;");  // the merge may take its place, and wait
+  const PlanHeader header = p.plan.header();
+  for (int x = blockIdx.x; x < header.units * KV_HEADS; x += gridDim.x) {
+    const int number = x / KV_HEADS, head = x % KV_HEADS;
+    const Unit unit = p.plan.unit(number);
+#if WHOLE_PAGES
+    Loader loader(p, map, header, unit, head, number, arrivals);
+#else
+    Loader loader(p, header, unit, head, number, ring);
+    Arrivals arrivals(ring);
+#endif
+    Piece piece = unit.piece;
+    int index = unit.index;
+    do {
+      const Share share = share_of(header, piece, number);
+      if (share.first < share.stop) attend(p, piece, head, number + index, share, loader, arrivals);
+    } while (goes_on(p, header, ++index, number, piece));
+#if !WHOLE_PAGES
+    asm volatile("cp.async.wait_all;");
+#endif
+    __syncthreads();
+  }
+}

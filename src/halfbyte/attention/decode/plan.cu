@@ -1,0 +1,162 @@
+// Makes the plan of a decode step on the GPU, so that nothing waits for the host and a captured graph
+// follows new lengths. One CTA. See work.cuh for what a plan is.
+
+#include "attention/decode/work.cuh"
+
+#define CACHED_SEQS 1024
+#define MIN_SPAN_TOKENS 128
+
+struct PlanParams {
+  int* plan;
+  const int* seq_lens;
+  const int* query_start_loc;
+  int num_seqs;
+  int num_tokens;  // of the query; those past the last sequence's only pad a captured graph
+  int group;      // query heads per KV head
+  int columns;    // of a piece
+  int tile;       // tokens
+  int window;     // 0 for none
+  int max_units;  // that run at once
+  int units_offset, pieces_offset;
+  int fixed_span;  // not 0: units of so many tiles, whatever the batch
+  int overhead;    // tiles' worth of time to begin a piece
+};
+
+struct Work {
+  int first_tile, tiles, pieces;
+};
+
+__device__ __forceinline__ Work look_up(const PlanParams& p, int seq) {
+  const int length = p.seq_lens[seq];
+  const int queries = p.query_start_loc[seq + 1] - p.query_start_loc[seq];
+  const int first = p.window > 0 ? max(0, length - queries - p.window + 1) / p.tile : 0;
+  const int tiles = queries > 0 ? max(0, (length + p.tile - 1) / p.tile - first) : 0;
+  return {first, tiles, (queries * p.group + p.columns - 1) / p.columns};
+}
+
+extern "C" __global__ void __launch_bounds__(1024) plan_work(PlanParams p) {
+  __shared__ int2 warp_sums[32];
+  __shared__ int2 total;
+  __shared__ int2 cached[CACHED_SEQS];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+
+  for (int s = threadIdx.x; s < min(p.num_seqs, CACHED_SEQS); s += blockDim.x) {
+    const Work w = look_up(p, s);
+    cached[s] = make_int2(w.tiles, w.pieces);
+  }
+  __syncthreads();
+  auto tiles_and_pieces = [&](int s) {
+    if (s < CACHED_SEQS) return cached[s];
+    const Work w = look_up(p, s);
+    return make_int2(w.tiles, w.pieces);
+  };
+
+  // All positions and pieces.
+  int2 sum = make_int2(0, 0);
+  for (int s = threadIdx.x; s < p.num_seqs; s += blockDim.x) {
+    const int2 x = tiles_and_pieces(s);
+    sum.x += x.x * x.y;
+    sum.y += x.x > 0 ? x.y : 0;
+  }
+  for (int o = 16; o; o >>= 1) {
+    sum.x += __shfl_xor_sync(~0u, sum.x, o);
+    sum.y += __shfl_xor_sync(~0u, sum.y, o);
+  }
+  if (lane == 0) warp_sums[warp] = sum;
+  __syncthreads();
+  if (warp == 0) {
+    sum = lane < warps ? warp_sums[lane] : make_int2(0, 0);
+    for (int o = 16; o; o >>= 1) {
+      sum.x += __shfl_xor_sync(~0u, sum.x, o);
+      sum.y += __shfl_xor_sync(~0u, sum.y, o);
+    }
+    if (lane == 0) total = sum;
+  }
+  __syncthreads();
+
+  int span = p.fixed_span, overhead = 0;
+  if (span == 0) {
+    const int smallest = max(1, MIN_SPAN_TOKENS / p.tile);
+    const int even = max(smallest, (total.x + p.max_units - 1) / p.max_units);
+    const int continuous =
+        max(smallest, (total.x + p.overhead * total.y + p.max_units - 1) / p.max_units);
+    // Each warp tries a span of aligned chunks; the smallest that fits wins, unless the continuous
+    // line, whose units may begin one more piece than those, is faster still.
+    const int candidate = even + warp;
+    int units = 0;
+    for (int s = lane; s < p.num_seqs; s += 32) {
+      const int2 x = tiles_and_pieces(s);
+      units += (x.x + candidate - 1) / candidate * x.y;
+    }
+    for (int o = 16; o; o >>= 1) units += __shfl_xor_sync(~0u, units, o);
+    if (lane == 0) warp_sums[warp].x = units <= p.max_units;
+    __syncthreads();
+    int winner = warps;
+    for (int w = warps - 1; w >= 0; w--)
+      if (warp_sums[w].x) winner = w;
+    const bool aligned = winner < warps && even + winner <= continuous + p.overhead;
+    span = aligned ? even + winner : continuous;
+    overhead = aligned ? 0 : p.overhead;
+    __syncthreads();
+  }
+
+  // Every piece's place on the line: exclusive prefix sums, a block of sequences at a time.
+  const bool is_aligned = overhead == 0;
+  int2 base = make_int2(0, 0);  // positions, pieces
+  for (int start = 0; start < p.num_seqs; start += blockDim.x) {
+    const int s = start + threadIdx.x;
+    Work work = {0, 0, 0};
+    if (s < p.num_seqs) work = look_up(p, s);
+    int cost = 0;
+    if (work.tiles > 0)
+      cost = is_aligned ? (work.tiles + span - 1) / span * span : overhead + work.tiles;
+    const int2 own = make_int2(cost * work.pieces, work.pieces);
+    int2 inclusive = own;
+    for (int o = 1; o < 32; o <<= 1) {
+      const int x = __shfl_up_sync(~0u, inclusive.x, o), y = __shfl_up_sync(~0u, inclusive.y, o);
+      if (lane >= o) inclusive.x += x, inclusive.y += y;
+    }
+    __syncthreads();
+    if (lane == 31) warp_sums[warp] = inclusive;
+    __syncthreads();
+    int2 before = base;
+    for (int w = 0; w < warps; w++) {
+      if (w < warp) before.x += warp_sums[w].x, before.y += warp_sums[w].y;
+      base.x += warp_sums[w].x, base.y += warp_sums[w].y;
+    }
+    if (s < p.num_seqs) {
+      int position = before.x + inclusive.x - own.x;
+      const int first = before.y + inclusive.y - own.y;
+      const int length = p.seq_lens[s];
+      const int q_begin = p.query_start_loc[s];
+      const int queries = p.query_start_loc[s + 1] - q_begin;
+      for (int q = 0; q < queries; q++) {
+        int4* token = (int4*)(p.plan + 4) + 2 * (q_begin + q);
+        token[0] = make_int4(first, position, cost, work.tiles);
+        token[1] = make_int4(q_begin, 0, 0, 0);
+      }
+      for (int i = 0; i < work.pieces; i++) {
+        int4* piece = (int4*)(p.plan + p.pieces_offset) + 2 * (first + i);
+        const int4 a = make_int4(position, s, i, work.first_tile);
+        const int4 b = make_int4(work.tiles, length, q_begin, queries);
+        piece[0] = a;
+        piece[1] = b;
+        for (int u = (position + span - 1) / span; u * span < position + cost; u++) {
+          int4* unit = (int4*)(p.plan + p.units_offset) + 3 * u;
+          unit[0] = a;
+          unit[1] = b;
+          unit[2] = make_int4(first + i, 0, 0, 0);
+        }
+        position += cost;
+      }
+    }
+  }
+  // Without a record of their own, rows that pad would be merged from wherever stale memory points.
+  for (int t = p.query_start_loc[p.num_seqs] + threadIdx.x; t < p.num_tokens; t += blockDim.x) {
+    int4* token = (int4*)(p.plan + 4) + 2 * t;
+    token[0] = make_int4(0, 0, 0, 0);
+    token[1] = make_int4(t, 0, 0, 0);
+  }
+  if (threadIdx.x == 0)
+    *(int4*)p.plan = make_int4(span, (base.x + span - 1) / span, overhead, base.y);
+}

@@ -1,0 +1,142 @@
+// What the decode kernels share: queries into operands, scales onto operands, results out.
+//
+// The macros are those of decode.cu.
+
+#pragma once
+#include "attention/decode/loader.cuh"
+
+template <bool BF16>
+__device__ __forceinline__ u32 pack(float lo, float hi) {
+  return BF16 ? pack_bf162(lo, hi) : pack_half2(lo, hi);
+}
+
+__device__ __forceinline__ float query_value(u16 x) {
+#if defined(Q_BF16)
+  return __int_as_float((u32)x << 16);
+#else
+  return half_to_float(x);
+#endif
+}
+
+// Where the row of q begins that is a column of a piece, in elements; 0 for columns that are not there.
+__device__ __forceinline__ u64 query_row(const Params& p, const Piece& piece, int head, int column) {
+  return column < GROUP * piece.queries
+             ? (u64)(piece.q_begin + column / GROUP) * p.query_stride_token +
+                   (u64)(head * GROUP + column % GROUP) * p.query_stride_head
+             : 0;
+}
+
+// A lane's words of a row of q, which is aligned to 16 bytes; c is the lane's place in a group of four.
+// Volatile, so that they are asked for where this stands.
+__device__ __forceinline__ void load_query(u32 (*w)[2], const void* query, u64 base, int c) {
+  const u16* q = (const u16*)query + base;
+#pragma unroll
+  for (int j = 0; j < STEPS_K; j += 2) {
+    if (K_KIND == 4) {
+      asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(w[j][0]), "=r"(w[j][1]), "=r"(w[j + 1][0]), "=r"(w[j + 1][1])
+                   : "l"(q + 16 * j + 8 * c));
+      continue;
+    }
+#pragma unroll
+    for (int k = j; k < j + 2; k++) {
+      if (K_KIND < 16) {
+        asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(w[k][0]), "=r"(w[k][1])
+                     : "l"(q + 16 * k + 4 * c));
+      } else {
+        asm volatile("ld.global.u32 %0, [%1];" : "=r"(w[k][0]) : "l"(q + 16 * k + 2 * c));
+        asm volatile("ld.global.u32 %0, [%1];" : "=r"(w[k][1]) : "l"(q + 16 * k + 2 * c + 8));
+      }
+    }
+  }
+}
+
+// Their values for every step of k, in the order in which Operands::of_k has K's dims.
+__device__ __forceinline__ void query_values(float (*x)[4], const u32 (*w)[2]) {
+#pragma unroll
+  for (int j = 0; j < STEPS_K; j += 2) {
+    float y[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) y[i] = query_value((u16)(w[j + i / 4][i / 2 % 2] >> 16 * (i & 1)));
+    // The order of unpack_e2m1.
+    constexpr int OF_E2M1[8] = {3, 7, 1, 5, 2, 6, 0, 4};
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[j + i / 4][i % 4] = y[K_KIND == 4 ? OF_E2M1[i] : i];
+  }
+}
+
+// Of the power of two that brings the largest value of a row, of which four lanes have a part each, to
+// [2^9, 2^10).
+__device__ __forceinline__ int fp16_exponent(const float (*x)[4]) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int j = 0; j < STEPS_K; j++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) largest = fmaxf(largest, fabsf(x[j][i]));
+  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+  const int exponent = largest > 0.0f ? 136 - (int)((__float_as_int(largest) >> 23) & 255) : 0;
+  return max(-126, min(126, exponent));
+}
+
+// Two steps of K's operands times the scales of tokens g and g + 8.
+__device__ __forceinline__ void scale_k(u32 (*a)[4], u32 scale0, u32 scale1) {
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+#pragma unroll
+    for (int k = 0; k < 4; k++) a[i][k] = hmul2(a[i][k], k & 1 ? scale1 : scale0);
+}
+
+// V's operands times the scales of tokens 2c, 2c + 1 and of tokens 2c + 8, 2c + 9.
+__device__ __forceinline__ void scale_v(u32* a, u32 scale0, u32 scale1) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) a[i] = hmul2(a[i], i < 2 ? scale0 : scale1);
+}
+
+// V's rows `from .. to` of a tile, which no query sees: slots that were never written, and keys before
+// every window. They may hold NaN, and 0 * NaN is NaN. Of nvfp4 only the scales can be NaN.
+__device__ __forceinline__ void clear_rows(u32 tile, int from, int to) {
+  constexpr int WIDTH = V_KIND == 4 ? SF_V : ROW_V;
+  constexpr u32 START = V_KIND == 4 ? OFF_SF_V : OFF_V;
+  from = max(from, 0), to = max(min(to, TILE), 0);  // before they are multiplied: windows can be long
+  for (int i = from * WIDTH + 4 * (threadIdx.x & 31); i < to * WIDTH; i += 128)
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + START + i), "r"(0) : "memory");
+}
+
+// Neighbouring values of a row, of the partial results or of the output.
+__device__ __forceinline__ void store_values(float* to, float a, float b, float c, float d) {
+  *(float4*)to = make_float4(a, b, c, d);
+}
+__device__ __forceinline__ void store_values(u16* to, float a, float b, float c, float d) {
+  *(uint2*)to = make_uint2(pack_output(a, b), pack_output(c, d));
+}
+__device__ __forceinline__ void store_values(float* to, float a, float b) {
+  *(float2*)to = make_float2(a, b);
+}
+__device__ __forceinline__ void store_values(u16* to, float a, float b) {
+  *(u32*)to = pack_output(a, b);
+}
+__device__ __forceinline__ void store_values(float* to, float a) { *to = a; }
+__device__ __forceinline__ void store_values(u16* to, float a) { *to = (u16)pack_output(a, 0.0f); }
+
+// Column i of the accumulators to a row, in the order of Operands::of_v.
+template <class Value>
+__device__ __forceinline__ void store_row(Value* row, const float (*out)[4], int i, int g,
+                                          float factor) {
+#pragma unroll
+  for (int j = 0; j < STEPS_V; j++) {
+    const float low = out[j][i] * factor, high = out[j][2 + i] * factor;
+    if (V_KIND == 4) {
+      // Dims 4g .. 4g + 3 of 32: tile 1 has 0 and 2, tile 0 has 1 and 3, the upper rows the first.
+      if (j % 2 == 0)
+        store_values(row + 16 * j + 4 * g, out[j + 1][2 + i] * factor, high,
+                     out[j + 1][i] * factor, low);
+    } else if (V_KIND < 16) {
+      store_values(row + 16 * j + 2 * g, low, high);
+    } else {
+      store_values(row + 16 * j + g, low);
+      store_values(row + 16 * j + g + 8, high);
+    }
+  }
+}

@@ -1,0 +1,211 @@
+"""Which way the decode kernel is compiled for some work, and what it cannot do at all."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from halfbyte.kernels.runtime.parameters import region_fields
+from halfbyte.layouts import KVCacheDType, PageLayout
+
+_DTYPE_MACROS = {
+    torch.bfloat16: "Q_BF16",
+    torch.float16: "Q_FP16",
+}
+"""Queries enter the matmul as fp16 times a power of two: exact for these two, not for float32."""
+_KINDS = {
+    KVCacheDType.NVFP4: 4,
+    KVCacheDType.NVFP4_4OVER6: 4,
+    KVCacheDType.FP8_E4M3: 8,
+    KVCacheDType.FP8_E5M2: 9,
+    KVCacheDType.FLOAT16: 16,
+    KVCacheDType.BFLOAT16: 17,
+}
+"""`K_KIND` and `V_KIND` of `formats.cuh`."""
+
+# Shared memory of a multiprocessor in KiB (CUDA C++ Programming Guide, "Technical Specifications");
+# one CTA may have one less, and every CTA costs one.
+_SHARED_KIB = {80: 164, 87: 164, 90: 228, 100: 228, 103: 228}
+_SMALLEST_SHARED_KIB = 100
+_RING_BYTES = 27 * 1024
+"""Of a warp; twice as much, at half the warps, is no faster."""
+_NVFP4_RINGS = ((64, 2), (32, 2), (16, 2))
+_RINGS = ((64, 4), (64, 3), (32, 4), (32, 3), (16, 3), (32, 2), (16, 2))
+"""Tokens of a tile and tiles of a ring, best first."""
+WARPS = 4
+"""Of a CTA."""
+
+
+class Variant(NamedTuple):
+    """How a kernel is compiled for some work; see the heads of `decode.cu`, `decode_wide.cu`."""
+
+    tile: int
+    n_tiles: int
+    duplicate: bool
+    q_shared: bool
+    stages: int
+    ctas: int
+    wide: bool = False
+    """`decode_wide.cu`: the warps of a CTA work on one unit together, not on one each."""
+    whole_pages: bool = False
+    """`pages.cuh`: TMA brings pages of a single KV head as they are."""
+
+    @property
+    def source(self) -> str:
+        """Of the kernel, in the package."""
+        return f"attention/decode/{'decode_wide' if self.wide else 'decode'}.cu"
+
+    @property
+    def units_per_cta(self) -> int:
+        """Units that a CTA works on at once."""
+        return 1 if self.wide else WARPS
+
+    @property
+    def columns(self) -> int:
+        """Query columns of a piece."""
+        return 4 if self.duplicate else 8 * self.n_tiles
+
+    def cta_bytes(self, layout: PageLayout) -> int:
+        """Shared memory of a CTA: rings, q where that is kept there, what warps exchange."""
+        ring = self.stages * stage_bytes(layout, self.tile)
+        q = self.n_tiles * layout.head_size * 16 if self.q_shared else 0
+        if self.wide:
+            chunks = max(1, layout.head_size_v // 128)  # of 32 dims, of a warp
+            scales = WARPS * chunks * self.tile * 4
+            barriers = 8 * self.stages if self.whole_pages else 0
+            return ring + q + self.columns * (2 * self.tile + 4 * WARPS + 8) + scales + barriers
+        return WARPS * (ring + q)
+
+    def fits(self, layout: PageLayout, compute_capability: int) -> bool:
+        """Whether its CTAs find room in the shared memory of a multiprocessor."""
+        shared = _SHARED_KIB.get(compute_capability, _SMALLEST_SHARED_KIB) * 1024
+        return self.ctas * (self.cta_bytes(layout) + 1024) <= shared
+
+
+def unsupported_reason(layout: PageLayout, query_dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot read a layout; None if it can."""
+    for name, dtype in (("K", layout.k_dtype), ("V", layout.v_dtype)):
+        if dtype not in _KINDS:
+            return f"reads nvfp4, fp8 and 16-bit caches, not {name} in {dtype}"
+        if not dtype.is_quantized and dtype.storage_dtype != query_dtype:
+            return f"reads {name} in {dtype} for queries of that dtype, not {query_dtype}"
+    if {layout.head_size, layout.head_size_v} - {64, 128, 256}:
+        return f"head sizes 64, 128 and 256, not {layout.head_size} and {layout.head_size_v}"
+    if layout.block_size % 16:
+        return f"pages of a multiple of 16 tokens, not {layout.block_size}"
+    if layout.v_scale_layout != "linear":
+        return f"linear V scales, not {layout.v_scale_layout}"
+    if query_dtype not in _DTYPE_MACROS:
+        return f"query in bfloat16 or float16, not {query_dtype}"
+    return None
+
+
+@lru_cache(maxsize=1024)
+def variant(
+    layout: PageLayout,
+    group: int,
+    mean_queries: float,
+    batch_invariant: bool,
+    compute_capability: int,
+) -> Variant | None:
+    """The fastest way known to compile for some work on a GPU; None if its memory is too small.
+
+    Eight warps on a multiprocessor saturate the memory of an H200 and leave them 255 registers
+    each; more warps measured the same or slower. With fp8 and 16-bit caches they need rings of
+    24 KiB. With nvfp4, where a byte is more work, two tiles of at most 18 KiB are up to 6 % faster:
+    what else is asked for waits behind less.
+
+    Args:
+        layout: of the pages.
+        group: query heads per KV head.
+        mean_queries: query tokens per sequence.
+        batch_invariant: leave `mean_queries`, which the batch decides, out of it.
+        compute_capability: as `dispatch` counts, such as 90.
+    """
+    columns = group if batch_invariant else group * max(1.0, mean_queries)
+    nvfp4 = layout.k_dtype.is_nvfp4 and layout.v_dtype.is_nvfp4
+    duplicate = nvfp4 and columns <= 4 and not batch_invariant
+    head_size = max(layout.head_size, layout.head_size_v)
+    # Columns share the unpacking, as far as registers and shared memory go.
+    wanted = 1 if columns <= 8 else 2 if columns <= 16 or head_size > 128 else 4
+    if compute_capability == 90 and nvfp4 and columns > 16:
+        return _wide(layout, columns, head_size)
+    ways = [
+        Variant(tile, n, duplicate, _shares_q(n, head_size), stages, ctas)
+        for ctas in (2, 1)
+        for n in (wanted, 2, 1)
+        for tile, stages in (_NVFP4_RINGS if nvfp4 else _RINGS)
+        if tile <= _most_tokens(n, head_size, nvfp4)
+    ]
+    for way in ways:
+        ring_fits = way.ctas == 1 or way.stages * stage_bytes(layout, way.tile) <= _RING_BYTES
+        if ring_fits and way.fits(layout, compute_capability):
+            return way
+    return None
+
+
+def _shares_q(n_tiles: int, head_size: int) -> bool:
+    """Whether registers end before q is in them."""
+    return n_tiles * max(64, head_size) > 256
+
+
+def _most_tokens(n_tiles: int, head_size: int, nvfp4: bool) -> int:
+    """Of a tile, for whose logits there are registers; 16 was measured for nvfp4 alone."""
+    if n_tiles == 1 and head_size <= 128:
+        return 64
+    return 16 if nvfp4 and _shares_q(n_tiles, head_size) else 32
+
+
+def _wide(layout: PageLayout, columns: float, head_size: int) -> Variant:
+    """The way with `wgmma`: as many CTAs as its accumulators leave registers for."""
+    n_tiles = 4 if columns <= 32 else 8
+    most_ctas = 3 if n_tiles == 4 and head_size <= 128 else 2
+    whole = _pages_like_tiles(layout)
+    ways = (
+        Variant(tile, n_tiles, False, True, stages, ctas, wide=True, whole_pages=whole)
+        for ctas in range(most_ctas, 0, -1)
+        for tile, stages in ((128, 2), (64, 3))
+    )
+    return next(way for way in ways if way.fits(layout, 90))
+
+
+def _pages_like_tiles(layout: PageLayout) -> bool:
+    """Whether a page of nvfp4 holds one head, in K's rows and V's alike, and divides 64 tokens."""
+    one_head = layout.num_kv_heads == 1 and layout.head_size == layout.head_size_v
+    return one_head and layout.block_size in (16, 32, 64)
+
+
+def stage_bytes(layout: PageLayout, tile: int) -> int:
+    """Shared memory of one tile of K and V with their scales."""
+    sides = ((layout.k_dtype, layout.head_size), (layout.v_dtype, layout.head_size_v))
+    return tile * sum(d.data_bytes(size) + d.scale_bytes(size) for d, size in sides)
+
+
+def macros(
+    layout: PageLayout, group: int, dtype: torch.dtype, softcap: bool, way: Variant
+) -> dict[str, int | None]:
+    """Macros that `decode.cu` or `decode_wide.cu`, and `merge.cu`, are compiled with."""
+    return {
+        "K_KIND": _KINDS[layout.k_dtype],
+        "V_KIND": _KINDS[layout.v_dtype],
+        "HEAD_SIZE": layout.head_size,
+        "HEAD_SIZE_V": layout.head_size_v,
+        "BLOCK_SIZE": layout.block_size,
+        "KV_HEADS": layout.num_kv_heads,
+        "GROUP": group,
+        "SOFTCAP": int(softcap),
+        # HND keeps a head's tokens side by side, so that every copy is one of 16 bytes. So does NHD
+        # of a single head.
+        "HND": int(layout.order == "HND" or layout.num_kv_heads == 1),
+        "WHOLE_PAGES": int(way.whole_pages),
+        "TILE": way.tile,
+        "WARPS": WARPS,
+        "STAGES": way.stages,
+        "CTAS": way.ctas,
+        "N_TILES": way.n_tiles,
+        "DUPLICATE": int(way.duplicate),
+        "COLS": way.columns,
+        "Q_SHARED": int(way.q_shared),
+        _DTYPE_MACROS[dtype]: None,
+        **{name.upper(): value for name, value in region_fields(layout).items()},
+    }

@@ -1,0 +1,1 @@
+"""Attention straight from packed pages of every format, in Triton."""

@@ -1,0 +1,202 @@
+"""Launcher of the Triton attention kernels (`attend_kernels`): every format, decode and prefill.
+
+Nothing waits for the GPU: how many programs run, and on what, is decided from shapes
+(`attend_plan`), so that a launch can be captured in a CUDA graph and follows lengths and block
+tables that change between replays.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from halfbyte.attention.paged.kernels import attend_kernel, merge_kernel
+from halfbyte.attention.paged.plan import (
+    AttendPlan,
+    Tiles,
+    exponent_factors,
+    gpu_of,
+    make_plan,
+    operand_dtype,
+)
+from halfbyte.kernels.formats.kv_tiles import (
+    multiplier,
+    operand_shift,
+    page_stride_of,
+    side_geometry,
+)
+from halfbyte.kernels.runtime.devices import current_device
+from halfbyte.layouts import PageLayout
+
+_MERGED_AT_ONCE = 16
+"""Splits that the merge reads together; part of what makes results reproducible."""
+_TRITON_DTYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+}
+
+
+def attend(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    layout: PageLayout,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+    sliding_window: int | None,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
+    batch_invariant: bool,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    plan: AttendPlan | None = None,
+) -> None:
+    """As `halfbyte.attention.paged_attention`, on arguments already checked, all on one GPU.
+
+    Never waits for the GPU.
+
+    Args:
+        k_scale, v_scale: floats, or tensors of one element; one on the GPU is read there.
+        out: any strides.
+        lse: float32 `[tokens, heads]`, contiguous, or None.
+        plan: how to launch, instead of `make_plan`'s choice.
+
+    Raises:
+        ValueError: pages whose alignment does not suit a 16- or 32-bit format.
+    """
+    num_tokens, num_heads, _ = query.shape
+    num_seqs, max_pages = block_tables.shape
+    if num_tokens == 0:
+        return
+    page_stride = page_stride_of(pages, layout)
+    gpu = gpu_of(query.device)
+    plan = plan or make_plan(
+        layout,
+        query.dtype,
+        num_heads,
+        num_tokens,
+        num_seqs,
+        max_pages * layout.block_size,
+        sliding_window,
+        batch_invariant,
+        gpu,
+    )
+    kernel = kernel_constants(layout, query.dtype, num_heads, plan.tiles, gpu.capability)
+    query = query if query.stride(2) == 1 else query.contiguous()
+    block_tables = block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()
+    k_factor, k_global = multiplier(k_scale, layout.k_dtype, query.device)
+    v_factor, v_global = multiplier(v_scale, layout.v_dtype, query.device)
+    score_scale = scale * k_factor * 2.0 ** operand_shift(kernel["k"].kind, kernel["casts"])
+    out_scale = v_factor * 2.0 ** operand_shift(kernel["v"].kind, kernel["casts"])
+    merged_rows = (plan.num_splits, plan.tokens_per_launch, num_heads) if plan.merges else (0, 0, 0)
+    partial_out = query.new_empty((*merged_rows, layout.head_size_v), dtype=torch.float32)
+    partial_stats = query.new_empty((*merged_rows, 2), dtype=torch.float32)
+    closing = {
+        "v_global_on_device": v_global is not None,
+        "has_sinks": sinks is not None,
+        "has_lse": lse is not None,
+    }
+    # Any pointer stands for what is absent and never read.
+    v_global_pointer = partial_stats if v_global is None else v_global
+    sinks_pointer = partial_stats if sinks is None else sinks.contiguous()
+    lse_pointer = partial_stats if lse is None else lse
+    heads_per_tile = min(kernel["group"], plan.tiles.block_m)
+    head_tiles = layout.num_kv_heads * -(-kernel["group"] // heads_per_tile)
+    with current_device(query.get_device()):
+        for first in range(0, num_tokens, plan.tokens_per_launch):
+            last = min(num_tokens, first + plan.tokens_per_launch)
+            tiles = (last - first) // (plan.tiles.block_m // heads_per_tile) + num_seqs
+            attend_kernel[(tiles, head_tiles, plan.num_splits)](
+                query,
+                pages,
+                block_tables,
+                query_start_loc.contiguous(),
+                seq_lens.contiguous(),
+                partial_stats if k_global is None else k_global,
+                v_global_pointer,
+                sinks_pointer,
+                out,
+                lse_pointer,
+                partial_out,
+                partial_stats,
+                *exponent_factors(score_scale, softcap),
+                out_scale,
+                sliding_window or 0,
+                num_seqs,
+                first,
+                last,
+                plan.num_splits,
+                block_tables.stride(0),
+                query.stride(0),
+                query.stride(1),
+                *out.stride(),
+                page_stride,
+                k_global_on_device=k_global is not None,
+                windowed=sliding_window is not None,
+                capped=bool(softcap),
+                split=plan.merges,
+                split_length=plan.split_length,
+                num_warps=plan.tiles.num_warps,
+                num_stages=plan.tiles.num_stages,
+                **closing,
+                **kernel,
+            )
+            if plan.merges:
+                merge_kernel[(last - first, num_heads)](
+                    partial_out,
+                    partial_stats,
+                    v_global_pointer,
+                    sinks_pointer,
+                    out,
+                    lse_pointer,
+                    out_scale,
+                    plan.num_splits,
+                    first,
+                    last - first,
+                    *out.stride(),
+                    num_heads=num_heads,
+                    head_size_v=layout.head_size_v,
+                    padded_v=1 << (layout.head_size_v - 1).bit_length(),
+                    block=_MERGED_AT_ONCE,
+                    **closing,
+                )
+
+
+@lru_cache(maxsize=256)
+def kernel_constants(
+    layout: PageLayout,
+    query_dtype: torch.dtype,
+    num_heads: int,
+    tiles: Tiles,
+    capability: int,
+) -> dict[str, Any]:
+    """What the kernel is compiled for beyond the options of a call.
+
+    Args:
+        capability: of the GPU (90 for SM90); 0 for Triton's interpreter, which has no inline
+            assembly and no true bfloat16 matmul.
+    """
+    operands = [operand_dtype(side, query_dtype) for side in (layout.k_dtype, layout.v_dtype)]
+    if capability == 0:
+        operands = [torch.float32 if dtype == torch.bfloat16 else dtype for dtype in operands]
+    return {
+        "k": side_geometry(layout, "k"),
+        "v": side_geometry(layout, "v"),
+        "kv_heads": layout.num_kv_heads,
+        "group": num_heads // layout.num_kv_heads,
+        "k_operand": _TRITON_DTYPES[operands[0]],
+        "v_operand": _TRITON_DTYPES[operands[1]],
+        # bfloat16 reaches beyond float16; a power of two per row brings it back.
+        "scale_query": operands[0] == torch.float16 and query_dtype == torch.bfloat16,
+        "block_m": tiles.block_m,
+        "block_n": tiles.block_n,
+        "ptx": capability > 0,
+        # wgmma reads keys and values from shared memory anyway.
+        "pin": capability > 0 and not (capability == 90 and tiles.block_m >= 64),
+        "casts": capability >= 89,
+    }

@@ -1,0 +1,49 @@
+"""Triton on NVIDIA GPUs from SM80: decode and prefill straight from packed pages, every format."""
+
+from typing import ClassVar
+
+from halfbyte.attention.base import AttentionConfig, AttentionInputs, GpuAttention
+from halfbyte.attention.paged.plan import unsupported_reason
+from halfbyte.dispatch import Answer
+
+
+class TritonAttention(GpuAttention):
+    """`halfbyte.attention.paged.launcher`; compiled at first use."""
+
+    name: ClassVar[str] = "triton"
+    module: ClassVar[str] = "triton"
+    module_source: ClassVar[str] = "pip install halfbyte[gpu]"
+    purpose: ClassVar[str] = "reads packed pages of every format"
+
+    @classmethod
+    def can_implement(cls, config: AttentionConfig) -> Answer:
+        """What the kernel's tiles allow."""
+        if config.device_type != "cuda":
+            return False, f"tensors are on {config.device_type}, not on a GPU"
+        reason = unsupported_reason(config.layout, config.query_dtype)
+        return reason is None, reason or "reads packed pages of every format"
+
+    @classmethod
+    def forward(cls, inputs: AttentionInputs) -> None:
+        """See `AttentionBackend.forward`."""
+        from halfbyte.attention.paged.launcher import (
+            attend,  # imports Triton, which others must not need
+        )
+
+        attend(
+            inputs.query,
+            inputs.pages,
+            inputs.layout,
+            inputs.query_start_loc,
+            inputs.seq_lens,
+            inputs.block_tables,
+            inputs.scale,
+            inputs.k_scale,
+            inputs.v_scale,
+            inputs.sliding_window,
+            inputs.sinks,
+            inputs.softcap,
+            inputs.batch_invariant,
+            inputs.out,
+            inputs.lse,
+        )

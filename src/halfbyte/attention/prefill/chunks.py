@@ -1,0 +1,196 @@
+"""Prefill by our own kernel: the keys that new tokens see, unpacked, and attention to these rows.
+
+For what PyTorch's dense attention leaves out or does not do as fast: windows, soft-caps, K and V
+of different head sizes, and prompts that are too short for it. One launch unpacks the keys of as
+many sequences as the workspace has room for, another attends.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from halfbyte.attention.base import AttentionInputs
+from halfbyte.attention.paged.plan import Tiles
+
+_MOST_CHUNKS = 32768
+"""That are unpacked together: a launch has at most 65,535 of them."""
+
+
+class Chunk(NamedTuple):
+    """New tokens of a sequence, and the keys that they see."""
+
+    sequence: int
+    query_begin: int
+    """Row of the query."""
+    queries: int
+    key_begin: int
+    """Position in the sequence."""
+    key_end: int
+
+    @property
+    def keys(self) -> int:
+        """How many."""
+        return self.key_end - self.key_begin
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Chunks whose keys are in the workspace together."""
+
+    keys: int
+    most_keys: int
+    """Of a chunk."""
+    sequences: torch.Tensor | slice
+    begins: torch.Tensor
+    ends: torch.Tensor
+    rows: torch.Tensor
+    """Of the workspace, where each chunk's keys begin."""
+    work: torch.Tensor
+    """As `kernels.attend_rows` takes it."""
+
+    @classmethod
+    def of(cls, chunks: list[Chunk], tokens_per_tile: int, device: torch.device) -> "Chunks":
+        """What kernels are told of chunks."""
+        keys = [c.keys for c in chunks]
+        rows = list(accumulate(keys, initial=0))[:-1]
+        work = torch.cat(
+            [_work(c, row, tokens_per_tile) for c, row in zip(chunks, rows, strict=True)]
+        )
+        # What sees most keys takes longest, and begins first.
+        work = work[work[:, 3].argsort(descending=True, stable=True)]
+        columns = [(c.sequence, c.key_begin, c.key_end) for c in chunks]
+        # Each begins at a multiple of 16 bytes, or Triton would compile for those that do not.
+        numbers = torch.zeros((4, -(-len(chunks) // 4) * 4), dtype=torch.int32)
+        numbers[:, : len(chunks)] = torch.tensor([*zip(*columns, strict=True), rows])
+        # One transfer.
+        on_device = torch.cat([numbers.flatten(), work.flatten()]).to(device)
+        of_chunks, of_tiles = on_device.split([numbers.numel(), work.numel()])
+        sequences, begins, ends, first_rows = of_chunks.view(4, -1)[:, : len(chunks)]
+        first, last = chunks[0].sequence, chunks[-1].sequence
+        in_a_row = [c.sequence for c in chunks] == list(range(first, last + 1))
+        return cls(
+            sum(keys),
+            max(keys),
+            slice(first, last + 1) if in_a_row else sequences,
+            begins,
+            ends,
+            first_rows,
+            of_tiles.view(-1, 4),
+        )
+
+
+def _work(chunk: Chunk, row: int, tokens_per_tile: int) -> torch.Tensor:
+    """int32 `[tiles, 4]` of a chunk whose keys begin at a row of the workspace."""
+    begins = torch.arange(0, chunk.queries, tokens_per_tile, dtype=torch.int32)
+    work = torch.empty((len(begins), 4), dtype=torch.int32)
+    work[:, 0] = begins + chunk.query_begin
+    work[:, 1] = (chunk.queries - begins).clamp(max=tokens_per_tile)
+    work[:, 2] = row
+    work[:, 3] = begins + chunk.keys - chunk.queries
+    return work
+
+
+def make_chunks(
+    sequences: Iterable[tuple[int, int, int, int]],
+    window: int | None,
+    most_keys: int,
+    tokens_per_tile: int,
+    device: torch.device,
+) -> list[Chunks]:
+    """Chunks that are attended to together, so that keys fit.
+
+    Args:
+        sequences: index, first row of the query, new tokens and length of each.
+        window: as of `paged_attention`.
+        most_keys: that the workspace holds: no sequence is longer but one that such a window, of
+            at most half as many, hides something from.
+        tokens_per_tile: query tokens that a program of the kernel takes.
+        device: of the tensors.
+    """
+    groups: list[list[Chunk]] = []
+    room = 0
+    for chunk in _chunks(sequences, window, most_keys):
+        if chunk.keys > room or len(groups[-1]) == _MOST_CHUNKS:
+            groups.append([])
+            room = most_keys
+        groups[-1].append(chunk)
+        room -= chunk.keys
+    return [Chunks.of(group, tokens_per_tile, device) for group in groups]
+
+
+def _chunks(
+    sequences: Iterable[tuple[int, int, int, int]], window: int | None, most_keys: int
+) -> Iterator[Chunk]:
+    for sequence, row, new, length in sequences:
+        if window is None or window >= length:
+            yield Chunk(sequence, row, new, 0, length)
+            continue
+        most_queries = most_keys - window + 1
+        for begin in range(0, new, most_queries):
+            queries = min(most_queries, new - begin)
+            position = length - new + begin
+            first = max(0, position - window + 1)
+            yield Chunk(sequence, row + begin, queries, first, position + queries)
+
+
+def unpacked(
+    inputs: AttentionInputs,
+    sequences: torch.Tensor | slice,
+    begins: torch.Tensor,
+    ends: torch.Tensor,
+    first_rows: torch.Tensor,
+    num_rows: int,
+    most_keys: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of some keys of every sequence, in rows `[num_rows, kv_heads, D]` of the workspace.
+
+    Args:
+        begins, ends: int32 `[sequences]`: positions of the keys.
+        first_rows: int32 `[sequences]`: rows where each sequence's keys begin.
+        most_keys: of a sequence.
+    """
+    from halfbyte.attention.prefill.unpack import unpack_tokens
+
+    layout = inputs.layout
+    key, value = (
+        inputs.query.new_empty((num_rows, layout.num_kv_heads, size))
+        for size in (layout.head_size, layout.head_size_v)
+    )
+    unpack_tokens(
+        inputs.pages,
+        layout,
+        inputs.block_tables[sequences],
+        begins,
+        ends,
+        first_rows,
+        inputs.k_scale,
+        inputs.v_scale,
+        key,
+        value,
+        max_tokens=most_keys,
+    )
+    return key, value
+
+
+def attend_chunks(inputs: AttentionInputs, chunks: Chunks, tiles: Tiles) -> None:
+    """Write the chunks' rows of the output, and of the LSE where it is asked for."""
+    from halfbyte.attention.prefill.rows import attend_rows
+
+    where = chunks.sequences, chunks.begins, chunks.ends, chunks.rows
+    key, value = unpacked(inputs, *where, chunks.keys, chunks.most_keys)
+    attend_rows(
+        inputs.query,
+        key,
+        value,
+        chunks.work,
+        tiles,
+        inputs.scale,
+        inputs.sliding_window,
+        inputs.sinks,
+        inputs.softcap,
+        inputs.out,
+        inputs.lse,
+    )

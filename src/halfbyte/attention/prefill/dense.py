@@ -1,0 +1,206 @@
+"""Prefill: pages unpacked into a bounded workspace, then dense attention, PyTorch's or our own.
+
+Where many queries share the keys, unpacking once costs little beside the attention, and dense
+kernels reach speeds that a kernel which unpacks in its inner loop does not. A sequence's cached
+tokens are taken in blocks, each attended to by itself and joined by the logs of the softmax
+denominators; the last block holds the new tokens and is causal.
+
+cuDNN (SM90 and later) builds a kernel for every new shape in about 50 ms, so that blocks and
+numbers of queries are rounded to few sizes. Queries that only pad, and those of a causal square's
+first rows, are computed and thrown away. Elsewhere, and for large heads on other GPUs than SM90,
+PyTorch's FlashAttention does the same work.
+
+Windows that hide something, soft-caps, K and V of different head sizes, small heads, and prompts of
+fewer queries and keys are our own kernel's (`dense_chunks.py`).
+
+A batch may hold prompts and decoding sequences. They are sorted here: sequences of few new tokens
+go to the kernels for decoding, and somewhat more behind a long prefix to the general one, because
+then unpacking the prefix would cost more than it saves.
+"""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from halfbyte.attention.base import (
+    AttentionConfig,
+    AttentionInputs,
+    GpuAttention,
+)
+from halfbyte.attention.interface import run
+from halfbyte.attention.paged.plan import choose_row_tiles, gpu_of
+from halfbyte.attention.prefill.chunks import attend_chunks, unpacked
+from halfbyte.attention.prefill.plan import (
+    FEW_QUERIES,
+    MOST_PARTS,
+    Block,
+    LongSequences,
+    OtherSequences,
+    make_plan,
+    queries_at_once,
+    rounded_up,
+    workspace_tokens,
+)
+from halfbyte.dispatch import Answer, current_compute_capability
+
+
+def uses_cudnn(compute_capability: int, head_size: int) -> bool:
+    """Whether cuDNN attends on such a GPU; PyTorch gives it heads over 128 on SM90 alone."""
+    return compute_capability == 90 or (compute_capability > 90 and head_size <= 128)
+
+
+class DenseAttention(GpuAttention):
+    """Sorts a batch's sequences; unpacks for those that dense attention does best."""
+
+    name: ClassVar[str] = "dense"
+    module: ClassVar[str] = "triton"
+    module_source: ClassVar[str] = "pip install halfbyte[gpu]"
+    purpose: ClassVar[str] = "unpacks pages for dense attention, for prefill"
+
+    @classmethod
+    def can_implement(cls, config: AttentionConfig) -> Answer:
+        """Batches with prompts in them."""
+        if config.device_type != "cuda":
+            return False, f"tensors are on {config.device_type}, not on a GPU"
+        if config.num_tokens <= FEW_QUERIES * config.num_seqs:
+            return False, "is for prefill: more than a few query tokens per sequence"
+        if config.batch_invariant:
+            return False, "rounds differently with the batch"
+        layout = config.layout
+        for size in (layout.head_size, layout.head_size_v):
+            if size % 16 or size > 256:
+                return False, f"head sizes up to 256 that 16 divides, not {size}"
+        if config.query_dtype not in (torch.bfloat16, torch.float16):
+            return False, f"query in bfloat16 or float16, not {config.query_dtype}"
+        return True, cls.purpose
+
+    @classmethod
+    def forward(cls, inputs: AttentionInputs) -> None:
+        """See `AttentionBackend.forward`. The first call of a step reads the lengths back."""
+        layout, device, window = inputs.layout, inputs.query.device, inputs.sliding_window
+        tiles = choose_row_tiles(layout.head_size, layout.head_size_v, window, gpu_of(device))
+        tokens_per_tile = tiles.tokens(inputs.query.shape[1] // layout.num_kv_heads)
+        fit = workspace_tokens(inputs), queries_at_once(inputs), tokens_per_tile
+        sizes = layout.head_size, layout.head_size_v
+        options = window, inputs.softcap is None, inputs.scale > 0
+        key = ("dense", *fit, *sizes, *options, device)
+        plan = inputs.plans.get(key, lambda: make_plan(inputs, tokens_per_tile))
+        for some in plan.some:
+            _attend_some(inputs, some)
+        for long in plan.long:
+            _attend_long(inputs, long)
+        for chunks in plan.chunks:
+            attend_chunks(inputs, chunks, tiles)
+
+
+def _attend_some(inputs: AttentionInputs, some: OtherSequences) -> None:
+    """Hand some sequences to the backend that is best for them."""
+    if some.rows is None:
+        run(inputs, among=some.backends)
+        return
+    batch = replace(
+        inputs,
+        query=inputs.query[some.rows],
+        query_start_loc=some.query_start_loc,
+        seq_lens=some.seq_lens,
+        block_tables=inputs.block_tables[some.sequences],
+        given_out=None,
+        lse=None if inputs.lse is None else inputs.lse[some.rows],
+        plans=some.plans,
+    )
+    run(batch, among=some.backends)
+    inputs.out[some.rows] = batch.out
+    if inputs.lse is not None and batch.lse is not None:
+        inputs.lse[some.rows] = batch.lse
+
+
+def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
+    from halfbyte.attention.prefill.combine import combine, join
+
+    queries, last = long.queries, long.last
+    parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if long.cached:
+        query = _padded_rows(inputs.query, long.query_begin, rounded_up(queries))[None]
+        for block in long.cached:
+            out, logs = _attend_block(inputs, long, block, query, causal=False)
+            parts.append((out[0, :queries], logs[0, :, :queries]))
+            if len(parts) == MOST_PARTS:
+                parts = [join(parts)]
+    before = last.end - last.begin - queries
+    query = _padded_rows(inputs.query, long.query_begin - before, long.count * last.size)
+    query = query.unflatten(0, (-1, last.size))
+    out, logs = _attend_block(inputs, long, last, query, causal=True)
+    exact = last.size == queries and long.count * queries == inputs.query.shape[0]
+    if exact and not parts and inputs.sinks is None and inputs.lse is None:
+        inputs.answer(out.flatten(0, 1))
+        return
+    own = slice(before, before + queries)
+    for i in range(long.count):
+        at = slice(long.query_begin + i * queries, long.query_begin + (i + 1) * queries)
+        combine(
+            [*parts, (out[i, own], logs[i, :, own])],
+            inputs.sinks,
+            inputs.out[at],
+            None if inputs.lse is None else inputs.lse[at],
+        )
+
+
+def _attend_block(
+    inputs: AttentionInputs, long: LongSequences, block: Block, query: torch.Tensor, *, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    key, value = _unpack(inputs, long, block)
+    return _dense(query, key, value, causal, inputs.scale)
+
+
+def _padded_rows(query: torch.Tensor, begin: int, count: int) -> torch.Tensor:
+    """Rows `begin .. begin + count` of the query, their last dimension contiguous; beyond its ends,
+    zeros."""
+    if begin >= 0 and begin + count <= query.shape[0]:
+        rows = query[begin : begin + count]
+        return rows if rows.stride(2) == 1 else rows.contiguous()
+    rows = query.new_zeros((count, *query.shape[1:]))
+    first, last = max(0, begin), min(query.shape[0], begin + count)
+    rows[first - begin : last - begin] = query[first:last]
+    return rows
+
+
+def _unpack(
+    inputs: AttentionInputs, long: LongSequences, block: Block
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V `[count, size, kv_heads, D]` of a block, zeros where it ends before its size."""
+    count = block.end - block.begin
+    where = slice(long.first, long.first + long.count), block.begins, block.ends, block.rows
+    rows = unpacked(inputs, *where, long.count * block.size, count)
+    key, value = (x.unflatten(0, (long.count, block.size)) for x in rows)
+    if count < block.size:
+        # Causal rows that count do not see them, but 0 * NaN is NaN.
+        key[:, count:].zero_()
+        value[:, count:].zero_()
+    return key, value
+
+
+def _dense(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense attention of `[batch, tokens, heads, D]`, causal from the top left.
+
+    Returns:
+        Output `[batch, tokens, heads, D]` and log-denominators `[batch, heads, tokens]`.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if not query.is_cuda:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        out, logs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, scale=scale
+        )
+    elif uses_cudnn(current_compute_capability(query.device), query.shape[-1]):
+        out, logs, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, False, scale=scale
+        )
+        logs = logs.squeeze(-1)
+    else:
+        out, logs, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, causal, False, scale=scale
+        )
+    return out.transpose(1, 2), logs

@@ -1,0 +1,296 @@
+"""Attention of new tokens to unpacked rows of K and V, in Triton: for prefill.
+
+What PyTorch's dense attention leaves out, or does not do as fast: sliding windows, soft-caps, sinks
+and LSE in one pass, K and V of different head sizes, and many short sequences at once. A program
+owns a tile of queries of one sequence and KV head: a few tokens times the query heads of the group,
+which all read the same keys. Keys that every row of the tile sees come first, without a mask; then
+those at the two ends of what it sees, where rows differ.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+
+from halfbyte.attention.paged.kernels import are_seen, close_softmax, load_sinks, soft_cap
+from halfbyte.attention.paged.plan import Tiles, exponent_factors
+from halfbyte.kernels.runtime.devices import current_device
+
+_OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def _load_rows(rows, keys, end, dims, width: tl.constexpr, masked: tl.constexpr):
+    """`[keys, dims]` elements; zeros past `width`, and where `masked` from `end` on."""
+    if masked:
+        return tl.load(rows, mask=(keys < end)[:, None] & (dims < width)[None, :], other=0.0)
+    if dims.shape[0] == width:
+        return tl.load(rows)
+    return tl.load(rows, mask=(dims < width)[None, :], other=0.0)
+
+
+@triton.jit
+def _add_keys(
+    sums,
+    query,
+    sides,
+    start,
+    seen,
+    factors,
+    masked: tl.constexpr,
+    windowed: tl.constexpr,
+    capped: tl.constexpr,
+    folded: tl.constexpr,
+    head_size: tl.constexpr,
+    head_size_v: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """One step of the online softmax, in base 2, over `block_n` keys from `start` on."""
+    acc, total, top = sums
+    key, key_row, k_dims, value, value_row, v_dims = sides
+    end, positions, window = seen
+    score_scale, cap = factors
+    keys = start + tl.arange(0, block_n)
+    rows = key + keys[:, None] * key_row + k_dims[None, :]
+    tile = _load_rows(rows, keys, end, k_dims, head_size, masked).to(query.dtype)
+    scores = tl.dot(query, tl.trans(tile))
+    if not folded:
+        scores *= score_scale
+    if capped:
+        scores = soft_cap(scores, cap)
+    if masked:
+        visible = are_seen(keys, positions, window, windowed)
+        scores = tl.where(visible, scores, float("-inf"))
+    # A positive scale that multiplies where the top is taken off costs no operation of its own.
+    scale = score_scale if folded else 1.0
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    unit = new_top
+    if masked:
+        unit = tl.where(new_top == float("-inf"), 0.0, new_top)
+    rescale = tl.exp2(top - unit)
+    weights = tl.exp2(scores * scale - unit[:, None])
+    total = total * rescale + tl.sum(weights, 1)
+    acc *= rescale[:, None]
+    rows = value + keys[:, None] * value_row + v_dims[None, :]
+    tile = _load_rows(rows, keys, end, v_dims, head_size_v, masked).to(query.dtype)
+    acc = tl.dot(weights.to(query.dtype), tile, acc)
+    return acc, total, new_top
+
+
+# As in `attend_kernels`: what changes from batch to batch must not make new variants.
+@triton.jit(do_not_specialize=["window"])
+def rows_kernel(
+    query,
+    key,
+    value,
+    tiles,
+    sinks,
+    out,
+    lse,
+    score_scale,
+    cap,
+    window,
+    query_token,
+    query_head,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    out_token,
+    out_head,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_size: tl.constexpr,
+    head_size_v: tl.constexpr,
+    padded: tl.constexpr,
+    padded_v: tl.constexpr,
+    operand: tl.constexpr,
+    windowed: tl.constexpr,
+    capped: tl.constexpr,
+    folded: tl.constexpr,
+    has_sinks: tl.constexpr,
+    has_lse: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+):
+    """A tile of queries against all keys that it sees.
+
+    Grid: tiles times KV heads times blocks of their query heads, tiles slowest.
+
+    Args, beside those of `attend_rows`:
+        score_scale: takes dot products to logits times log2(e), or where `capped` to the exponent
+            of `exp2` that tanh needs.
+        cap: `softcap * log2(e)`.
+        operand: dtype that enters matmuls.
+        folded: whether `score_scale` is positive and nothing comes between it and the softmax.
+    """
+    heads_per_tile: tl.constexpr = group if group < block_m else block_m
+    head_blocks: tl.constexpr = (group + heads_per_tile - 1) // heads_per_tile
+    tiles += tl.program_id(0) // (kv_heads * head_blocks) * 4
+    kv_head = tl.program_id(0) % (kv_heads * head_blocks) // head_blocks
+    head_block = tl.program_id(0) % head_blocks
+    first_token = tl.load(tiles)
+    count = tl.load(tiles + 1)
+    first_row = tl.load(tiles + 2).to(tl.int64)
+    position = tl.load(tiles + 3)
+
+    rows = tl.arange(0, block_m)
+    tokens = (first_token + rows // heads_per_tile).to(tl.int64)
+    group_heads = head_block * heads_per_tile + rows % heads_per_tile
+    row_live = (rows // heads_per_tile < count) & (group_heads < group)
+    heads = (kv_head * group + group_heads).to(tl.int64)
+    positions = position + rows // heads_per_tile
+    k_dims = tl.arange(0, padded)
+    v_dims = tl.arange(0, padded_v)
+
+    at = tokens[:, None] * query_token + heads[:, None] * query_head + k_dims[None, :]
+    mask = row_live[:, None] & (k_dims < head_size)[None, :]
+    queries = tl.load(query + at, mask=mask, other=0.0).to(operand)
+    key += first_row * key_row + kv_head * key_head
+    value += first_row * value_row + kv_head * value_head
+
+    # Keys that some row sees: begin .. end. Those from seen_by_all on are hidden from none, up to
+    # the first row's own.
+    begin = 0
+    edge = 0
+    end = position + count
+    if windowed:
+        begin = tl.maximum(position - window + 1, 0)
+        seen_by_all = tl.maximum(end - window, 0)
+        edge = (seen_by_all - begin + block_n - 1) // block_n
+    middle = begin + edge * block_n
+    middle_end = middle + tl.maximum(position + 1 - middle, 0) // block_n * block_n
+    rest = tl.maximum(end - middle_end + block_n - 1, 0) // block_n
+
+    top = tl.full((block_m,), float("-inf"), tl.float32)
+    total = tl.full((block_m,), 0.0, tl.float32)
+    acc = tl.full((block_m, padded_v), 0.0, tl.float32)
+    sides = (key, key_row, k_dims, value, value_row, v_dims)
+    seen = (end, positions, window)
+    factors = (score_scale, cap)
+    for start in tl.range(middle, middle_end, block_n):
+        acc, total, top = _add_keys(
+            (acc, total, top),
+            queries,
+            sides,
+            start,
+            seen,
+            factors,
+            False,
+            windowed,
+            capped,
+            folded,
+            head_size,
+            head_size_v,
+            block_n,
+        )
+    for i in tl.range(0, edge + rest):
+        start = begin + i * block_n
+        if i >= edge:
+            start += middle_end - middle
+        acc, total, top = _add_keys(
+            (acc, total, top),
+            queries,
+            sides,
+            start,
+            seen,
+            factors,
+            True,
+            windowed,
+            capped,
+            folded,
+            head_size,
+            head_size_v,
+            block_n,
+        )
+
+    sink = load_sinks(sinks, heads, row_live, has_sinks)
+    factor, log = close_softmax(top, total, sink)
+    at = tokens[:, None] * out_token + heads[:, None] * out_head + v_dims[None, :]
+    mask = row_live[:, None] & (v_dims < head_size_v)[None, :]
+    tl.store(out + at, acc * factor[:, None], mask=mask)
+    if has_lse:
+        tl.store(lse + tokens * (kv_heads * group) + heads, log, mask=row_live)
+
+
+def attend_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    work: torch.Tensor,
+    tiles: Tiles,
+    scale: float,
+    sliding_window: int | None,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Write the rows of the output, and of the LSE, of the query tokens in `work`.
+
+    Never waits for the GPU.
+
+    Args:
+        query: bfloat16 or float16 `[tokens, heads, head_size]`.
+        key: of the same dtype, `[rows, kv_heads, head_size]`, contiguous in the last dimension.
+        value: likewise, `[rows, kv_heads, head_size_v]`.
+        work: int32 `[tiles, 4]`: first query token; number of them, at most `tiles.tokens(group)`;
+            row of the first key that may be seen; and how many rows behind it stands the first
+            query token's own key. Rows from the first key to the last token's own are of one
+            sequence. The longest first ends earliest.
+        tiles: by which the work was cut (`attend_plan.choose_row_tiles`).
+        scale: of the dot products.
+        sliding_window, sinks, softcap: as for `paged_attention`.
+        out: of the query's dtype, `[tokens, heads, head_size_v]`, contiguous in the last dimension.
+        lse: float32 `[tokens, heads]`, contiguous, or None.
+    """
+    _, num_heads, head_size = query.shape
+    kv_heads, head_size_v = value.shape[1:]
+    group = num_heads // kv_heads
+    query = query if query.stride(2) == 1 else query.contiguous()
+    head_blocks = -(-group // tiles.block_m)
+    grid = (work.shape[0] * kv_heads * head_blocks,)
+    with current_device(query.get_device()):
+        rows_kernel[grid](
+            query,
+            key,
+            value,
+            work,
+            # Any pointer stands for what is absent and never read.
+            out if sinks is None else sinks.contiguous(),
+            out,
+            out if lse is None else lse,
+            *exponent_factors(scale, softcap),
+            sliding_window or 0,
+            *query.stride()[:2],
+            *key.stride()[:2],
+            *value.stride()[:2],
+            *out.stride()[:2],
+            # Triton's interpreter has no bfloat16 matmul.
+            operand=_OPERANDS[query.dtype] if query.is_cuda else tl.float32,
+            has_sinks=sinks is not None,
+            has_lse=lse is not None,
+            **row_constants(kv_heads, group, head_size, head_size_v, tiles),
+            windowed=sliding_window is not None,
+            capped=bool(softcap),
+            folded=not softcap and scale > 0,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+        )
+
+
+def row_constants(
+    kv_heads: int, group: int, head_size: int, head_size_v: int, tiles: Tiles
+) -> dict[str, int]:
+    """What the kernel is compiled for beyond the options of a call."""
+    return {
+        "kv_heads": kv_heads,
+        "group": group,
+        "head_size": head_size,
+        "head_size_v": head_size_v,
+        "padded": triton.next_power_of_2(head_size),
+        "padded_v": triton.next_power_of_2(head_size_v),
+        "block_m": tiles.block_m,
+        "block_n": tiles.block_n,
+    }

@@ -1,0 +1,95 @@
+"""Which backend attends: the registry, and what it keeps from some of them."""
+
+import logging
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from halfbyte.attention.base import AttentionBackend, AttentionConfig
+from halfbyte.dispatch import CPU, Registry, Verdict
+
+logger = logging.getLogger("halfbyte")
+
+# One for every batch: which backend is best depends on what else is in it.
+_BATCH_INVARIANT = ("triton", "cpu", "reference")
+
+
+class _AttentionBackends(Registry[AttentionBackend]):
+    """Rows that must not depend on the batch go to those that take every batch.
+
+    Unless another is asked for by name.
+    """
+
+    def explain(
+        self, config: AttentionConfig | None = None, compute_capability: int | None = None
+    ) -> list[Verdict]:
+        verdicts = super().explain(config, compute_capability)
+        among, why = self._candidates(config)
+        reason = f"runs where it is asked for by name; {why}"
+        return [
+            verdict._replace(usable=False, reason=reason)
+            if verdict.usable and verdict.name not in among
+            else verdict
+            for verdict in verdicts
+        ]
+
+    def _judge(self, name: str, config: Any, compute_capability: int | None) -> Verdict:
+        verdict = super()._judge(name, config, compute_capability)
+        transform = config is not None and config.transform
+        if verdict.usable and transform and not self.get(name).takes_transforms:
+            return verdict._replace(usable=False, reason="reads K as it is: the recipe plain")
+        return verdict
+
+    def _candidates(self, config: AttentionConfig | None) -> tuple[Sequence[str], str]:
+        """Names to choose from, and why not from others."""
+        if config is not None and config.batch_invariant:
+            return _BATCH_INVARIANT, "those are chosen that take every batch"
+        return self.names(), ""
+
+    def select(
+        self,
+        config: AttentionConfig | None,
+        explicit: str | None = None,
+        compute_capability: int | None = None,
+        among: Sequence[str] | None = None,
+    ) -> type[AttentionBackend]:
+        if among is None:
+            among, _ = self._candidates(config)
+        chosen = super().select(config, explicit, compute_capability, among)
+        on_gpu = config is not None and config.device_type == "cuda"
+        if on_gpu and explicit is None and chosen.name == "reference":
+            verdicts = {v.name: v for v in self.explain(config, compute_capability)}
+            _say_slow(verdicts["triton"].reason)
+        return chosen
+
+
+@lru_cache(maxsize=256)
+def _say_slow(reason: str) -> None:
+    """One line in the log for every reason."""
+    logger.warning("attention: the reference runs, slowly, and waits for the GPU: %s", reason)
+
+
+ATTENTION_BACKENDS = _AttentionBackends(
+    "attention backend",
+    {
+        "cuda": "halfbyte.attention.decode.cuda:CudaAttention",
+        "dense": "halfbyte.attention.prefill.dense:DenseAttention",
+        "triton": "halfbyte.attention.paged.triton:TritonAttention",
+        "cpu": "halfbyte.attention.cpu:CpuAttention",
+        "reference": "halfbyte.attention.reference:ReferenceAttention",
+        # Behind the reference, which can do everything: runs when asked for, never by default.
+        "flashinfer": "halfbyte.attention.flashinfer:FlashInferAttention",
+    },
+)
+
+
+def check_attention_backend(name: str | None, device: torch.device) -> None:
+    """Raise NoImplementationError for a backend that is unknown, or not for a device's machine.
+
+    For those who take a name long before they attend to anything; None is fine everywhere. What a
+    backend has against tensors, their device among it, shows in the first call.
+    """
+    if name is not None:
+        ATTENTION_BACKENDS.select(None, name, None if device.type == "cuda" else CPU)

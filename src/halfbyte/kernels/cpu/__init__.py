@@ -1,0 +1,1 @@
+"""The C++ kernels for CPUs, and how Python reaches them."""

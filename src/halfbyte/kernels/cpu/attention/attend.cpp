@@ -1,0 +1,350 @@
+// One item of attention: from its rows of q and its tokens' bytes to rows of the result.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <vector>
+
+#include "attention/attention.h"
+#include "convert.h"
+
+namespace halfbyte {
+namespace {
+
+constexpr float kNegInf = -std::numeric_limits<float>::infinity();
+
+// K or V: where its bytes lie and how it is read.
+struct Side {
+  int format, size;
+  Region data, scale;
+  int data_bytes, scale_bytes;  // of a head of a token
+  const PackedKernels* packed;  // or null
+};
+
+// Vectors begin where cache lines do: stores of 64 bytes that cross lines take longer.
+template <class T>
+struct LineAllocator {
+  using value_type = T;
+  static constexpr std::align_val_t kLine{64};
+
+  LineAllocator() = default;
+  template <class U>
+  LineAllocator(const LineAllocator<U>&) {}
+  T* allocate(size_t n) { return (T*)::operator new(n * sizeof(T), kLine); }
+  void deallocate(T* x, size_t) { ::operator delete(x, kLine); }
+  bool operator==(const LineAllocator&) const { return true; }
+  bool operator!=(const LineAllocator&) const { return false; }
+};
+
+using Floats = std::vector<float, LineAllocator<float>>;
+
+// What one thread needs, kept between calls. Rows are those of all heads of an item.
+struct Workspace {
+  Floats q, packed_q, scores, sums, tile, rows, parts, merged, ordered;
+  std::vector<int> positions;
+  std::vector<uint8_t> v_scales;
+  const uint8_t *k_data[kSpan], *k_scales[kSpan], *v_data[kSpan], *v_scale_rows[kSpan];
+  float maximum[kMaxRows], total[kMaxRows];
+};
+
+Workspace& workspace() {
+  thread_local Workspace w;
+  return w;
+}
+
+void reserve(Floats& x, size_t n) {
+  if (x.size() < n) x.resize(n);
+}
+
+Side make_side(int format, int size, const Region& data, const Region& scale) {
+  const int block = scale_block(format);
+  return {format, size, data, scale, data_bytes(format, size), block ? size / block : 0, nullptr};
+}
+
+Side k_side(const Batch& batch) {
+  const Layout& l = batch.layout;
+  Side side = make_side(l.k_format, l.head_size, l.k_data, l.k_scale);
+  if (!is_nvfp4(side.format)) return side;
+  side.packed = batch.kernels.packed;
+  if (batch.kernels.packed_bfloat16 && batch.call.query_format == kBFloat16)
+    side.packed = batch.kernels.packed_bfloat16;
+  return side;
+}
+
+Side v_side(const Batch& batch, int rows) {
+  const Layout& l = batch.layout;
+  Side side = make_side(l.v_format, l.head_size_v, l.v_data, l.v_scale);
+  const PackedKernels* packed = batch.kernels.packed;
+  if (packed && is_nvfp4(side.format) && rows <= packed->max_accumulate_rows) side.packed = packed;
+  return side;
+}
+
+// Addresses of `n` tokens from `first` on, for head 0; for formats without block scales, some for
+// those, too. Hidden tokens before t0, which nobody may read, stand at the address of t0.
+void locate(const Batch& batch, int seq, const Side& side, int first, int t0, int n,
+            const uint8_t** data, const uint8_t** scales) {
+  const Call& call = batch.call;
+  const int block_size = batch.layout.block_size, hidden = t0 - first;
+  const int32_t* table = call.block_tables + (int64_t)seq * call.max_pages + t0 / block_size;
+  int in_page = t0 % block_size;
+  for (int t = hidden; t < n; in_page = 0) {
+    const int count = std::min(block_size - in_page, n - t);
+    const uint8_t* page = call.pages + *table++ * call.page_stride;
+    batch.kernels.addresses(page + side.data.offset + in_page * side.data.token, side.data.token,
+                            count, data + t);
+    batch.kernels.addresses(page + side.scale.offset + in_page * side.scale.token, side.scale.token,
+                            count, scales + t);
+    t += count;
+  }
+  std::fill(data, data + hidden, data[hidden]);
+  std::fill(scales, scales + hidden, scales[hidden]);
+}
+
+// V scales of the sm100 order in linear rows, head by head: scale s of token t lies at row
+// 4 (t / 4) + s / quarter and column 4 (s % quarter) + t % 4 of its page.
+void gather_sm100(const Batch& batch, const Item& item, int first, int t0, int n, Workspace& w) {
+  const int quarter = batch.layout.sm100_quarter, width = 4 * quarter;
+  const Region& region = batch.layout.v_scale;
+  w.v_scales.resize((size_t)item.heads * kSpan * width);
+  for (int t = 0; t < n; t++) {
+    const int in_group = std::max(t0, first + t) % batch.layout.block_size % 4;
+    for (int h = 0; h < item.heads; h++) {
+      const uint8_t* group =
+          w.v_scale_rows[t] + (item.first_head + h) * region.head - in_group * region.token;
+      uint8_t* row = w.v_scales.data() + ((size_t)h * kSpan + t) * width;
+      for (int s = 0; s < width; s++)
+        row[s] = group[s / quarter * region.token + 4 * (s % quarter) + in_group];
+    }
+    w.v_scale_rows[t] = w.v_scales.data() + (size_t)t * width;
+  }
+}
+
+Rows rows_of(const Side& side, const uint8_t* const* data, const uint8_t* const* scales, int head) {
+  return {data, scales, head * side.data.head, head * side.scale.head};
+}
+
+// Of the h-th head of an item.
+Rows v_rows(const Batch& batch, const Side& side, int head, int h, const Workspace& w) {
+  Rows rows = rows_of(side, w.v_data, w.v_scale_rows, head);
+  if (batch.layout.sm100_quarter) rows.scale_offset = (int64_t)h * kSpan * side.scale_bytes;
+  return rows;
+}
+
+// Tokens unpacked at once. With few rows, so few that they stay in the first-level cache.
+int tile_of(const Item& item) { return item.rows <= 8 ? kPad : kTile; }
+
+// scores[t] of up to kTile tokens, by way of floats.
+void score_tile(const Batch& batch, const Item& item, const Side& side, const Rows& k, int count,
+                const float* q, float* scores, Workspace& w) {
+  const Kernels& kernels = batch.kernels;
+  const int stride = padded(side.size);
+  reserve(w.rows, (size_t)kPad * stride);
+  const int tile = tile_of(item);
+  reserve(w.tile, (size_t)side.size * tile);
+  for (int i = 0; i < count; i += kPad) {
+    for (int j = i; j < std::min(count, i + kPad); j++)
+      kernels.unpack(side.format, k.data_of(j), k.scales_of(j), side.size,
+                     w.rows.data() + (size_t)(j - i) * stride);
+    kernels.transpose(w.rows.data(), stride, side.size, w.tile.data() + i, tile);
+  }
+  kernels.multiply(q, stride, item.rows, w.tile.data(), tile, side.size, scores, kSpan,
+                   padded(count), true);
+}
+
+void accumulate_tile(const Batch& batch, const Item& item, const Side& side, const Rows& v,
+                     int count, const float* weights, float* sums, int sum_stride, Workspace& w) {
+  const int stride = padded(side.size);
+  reserve(w.tile, (size_t)tile_of(item) * stride);
+  for (int i = 0; i < count; i++)
+    batch.kernels.unpack(side.format, v.data_of(i), v.scales_of(i), side.size,
+                         w.tile.data() + (size_t)i * stride);
+  batch.kernels.multiply(weights, kSpan, item.rows, w.tile.data(), stride, count, sums, sum_stride,
+                         stride, false);
+}
+
+void score_span(const Batch& batch, const Item& item, const Side& side, const Side& v_side, int n,
+                Workspace& w) {
+  const int step = side.packed ? kStep : tile_of(item);
+  for (int t = 0; t < n; t += step)
+    for (int h = 0; h < item.heads; h++) {
+      const int head = item.first_head + h, count = std::min(step, n - t), end = t + count;
+      const Rows k = rows_of(side, w.k_data, w.k_scales, head);
+      float* scores = w.scores.data() + (size_t)h * item.rows * kSpan + t;
+      if (!side.packed) {
+        score_tile(batch, item, side, k.from(t), count,
+                   w.q.data() + (size_t)h * item.rows * padded(side.size), scores, w);
+        continue;
+      }
+      // The next tokens of this head, or the first of its values.
+      const Rows next = end < n ? k.from(end) : v_rows(batch, v_side, head, h, w);
+      side.packed->score(w.packed_q.data() + (size_t)h * item.rows * packed_size(side.size),
+                         item.rows, k.from(t), count, side.size, scores, next,
+                         std::min(step, end < n ? n - end : n));
+    }
+}
+
+void accumulate_span(const Batch& batch, const Item& item, const Side& side, int n, int sum_stride,
+                     Workspace& w) {
+  const int step = side.packed ? kStep : tile_of(item);
+  for (int t = 0; t < n; t += step)
+    for (int h = 0; h < item.heads; h++) {
+      const int count = std::min(step, n - t), end = t + count;
+      const Rows v = v_rows(batch, side, item.first_head + h, h, w);
+      const float* weights = w.scores.data() + (size_t)h * item.rows * kSpan + t;
+      float* sums = w.sums.data() + (size_t)h * item.rows * sum_stride;
+      if (side.packed)
+        side.packed->accumulate(weights, item.rows, v.from(t), count, side.size, sums, v.from(end),
+                                std::min(step, n - end));
+      else
+        accumulate_tile(batch, item, side, v.from(t), count, weights, sums, sum_stride, w);
+    }
+}
+
+// Scores of `n` tokens from `first` on, hidden before t0, to weights.
+void softmax_span(const Batch& batch, const Item& item, int first, int t0, int n, float multiplier,
+                  Workspace& w) {
+  const Call& call = batch.call;
+  const Kernels& kernels = batch.kernels;
+  const int queries = call.query_start_loc[item.seq + 1] - call.query_start_loc[item.seq];
+  const int first_position = call.seq_lens[item.seq] - queries;
+  for (int i = 0; i < item.heads * item.rows; i++) {
+    const int position = first_position + (item.first_row + i % item.rows) / batch.group;
+    const int oldest = call.window > 0 ? std::max(t0, position - call.window + 1) : t0;
+    const int from = std::clamp(oldest - first, 0, n);
+    const int to = std::clamp(position + 1 - first, from, n);
+    float* row = w.scores.data() + (size_t)i * kSpan;
+    kernels.logits(row, padded(n), multiplier, call.softcap);
+    std::fill(row, row + from, kNegInf);
+    std::fill(row + to, row + padded(n), kNegInf);
+    w.maximum[i] = kernels.largest(row, padded(n));
+    const float shift = w.maximum[i] == kNegInf ? 0.0f : w.maximum[i];
+    w.total[i] = kernels.exponentials(row, padded(n), shift);
+  }
+}
+
+void load_queries(const Batch& batch, const Item& item, const Side& side, Workspace& w) {
+  const Call& call = batch.call;
+  const int stride = padded(side.size), element = data_bytes(call.query_format, 1);
+  reserve(w.q, (size_t)item.heads * item.rows * stride);
+  reserve(w.packed_q, (size_t)item.heads * item.rows * packed_size(side.size));
+  for (int h = 0; h < item.heads; h++) {
+    float* q = w.q.data() + (size_t)h * item.rows * stride;
+    for (int r = 0; r < item.rows; r++) {
+      const int row = item.first_row + r;
+      const int64_t token = call.query_start_loc[item.seq] + row / batch.group;
+      const int head = (item.first_head + h) * batch.group + row % batch.group;
+      const int64_t at = token * call.query_token + head * call.query_head;
+      batch.kernels.unpack(call.query_format, call.query + at * element, nullptr, side.size,
+                           q + (size_t)r * stride);
+    }
+    if (side.packed)
+      side.packed->pack(q, stride, item.rows, side.size,
+                        w.packed_q.data() + (size_t)h * item.rows * packed_size(side.size));
+  }
+}
+
+// A row of the result from its parts, `stride` floats apart.
+void finish_row(const Batch& batch, const Item& item, int head, int r, const float* part,
+                int64_t stride, int sum_stride, float multiplier, Workspace& w) {
+  const Call& call = batch.call;
+  const int row = item.first_row + r, size = batch.layout.head_size_v;
+  const int64_t token = call.query_start_loc[item.seq] + row / batch.group;
+  const int query_head = head * batch.group + row % batch.group;
+  const float sink = call.sinks ? call.sinks[query_head] * 1.44269504f : kNegInf;
+  float maximum = sink;
+  for (int i = 0; i < item.parts; i++) maximum = std::max(maximum, part[i * stride + sum_stride]);
+  const float shift = maximum == kNegInf ? 0.0f : maximum;
+  float total = std::exp2(sink - shift);
+  w.merged.assign(sum_stride, 0.0f);
+  float* merged = w.merged.data();
+  for (int i = 0; i < item.parts; i++) {
+    const float* sums = part + i * stride;
+    // A part that attends to nothing has the weight 0; NaN stays NaN.
+    const float weight = std::exp2(sums[sum_stride] - shift);
+    total += sums[sum_stride] == kNegInf ? sums[sum_stride + 1] : weight * sums[sum_stride + 1];
+    for (int d = 0; d < sum_stride; d++) merged[d] += weight * sums[d];
+  }
+  if (!w.positions.empty()) {
+    w.ordered.resize(size);
+    for (int d = 0; d < size; d++) w.ordered[d] = merged[w.positions[d]];
+    merged = w.ordered.data();
+  }
+  const float scale = total == 0.0f ? 0.0f : multiplier / total;
+  for (int d = 0; d < size; d++) merged[d] *= scale;
+  store_as(call.out_format, merged, size,
+           call.out + (token * call.out_token + query_head * call.out_head) *
+                          data_bytes(call.out_format, 1));
+  if (call.lse)
+    call.lse[token * call.heads + query_head] =
+        total == 0.0f ? kNegInf : (shift + std::log2(total)) * 0.693147181f;
+}
+
+// Tokens t0 .. end, of one part, to its sums, their maximum and their total.
+void attend_part(const Batch& batch, const Item& item, const Side& k, const Side& v, int t0,
+                 int end, int sum_stride, Workspace& w) {
+  const int rows = item.heads * item.rows;
+  w.sums.assign((size_t)rows * sum_stride, 0.0f);
+  std::fill(w.maximum, w.maximum + rows, kNegInf);
+  std::fill(w.total, w.total + rows, 0.0f);
+  if (t0 == end) return;
+  // Lanes hold the same tokens wherever a window begins.
+  const int first = t0 / kPad * kPad, n = end - first;
+  locate(batch, item.seq, k, first, t0, n, w.k_data, w.k_scales);
+  locate(batch, item.seq, v, first, t0, n, w.v_data, w.v_scale_rows);
+  if (batch.layout.sm100_quarter) gather_sm100(batch, item, first, t0, n, w);
+  score_span(batch, item, k, v, n, w);
+  const float factor = k.packed ? k.packed->factor : 1.0f;
+  softmax_span(batch, item, first, t0, n, batch.call.softmax_scale * batch.call.k_global * factor,
+               w);
+  accumulate_span(batch, item, v, n, sum_stride, w);
+  if (v.packed && v.packed->fold) v.packed->fold(w.sums.data(), rows, v.size);
+}
+
+// Rows of all heads to part `part` of `parts`.
+void leave_part(const Batch& batch, const Item& item, int part, int sum_stride, float* parts,
+                const Workspace& w) {
+  for (int i = 0; i < item.heads * item.rows; i++) {
+    const int64_t at = ((int64_t)i / item.rows * item.parts + part) * item.rows + i % item.rows;
+    float* row = parts + at * batch.width;
+    std::memcpy(row, w.sums.data() + (size_t)i * sum_stride, sum_stride * sizeof(float));
+    row[sum_stride] = w.maximum[i];
+    row[sum_stride + 1] = w.total[i];
+  }
+}
+
+}  // namespace
+
+void run_item(void* context, int index) {
+  const Batch& batch = *(const Batch*)context;
+  const Item& item = batch.items[index];
+  Workspace& w = workspace();
+  const Side k = k_side(batch), v = v_side(batch, item.rows);
+  const int sum_stride = v.packed ? sum_size(v.size) : padded(v.size);
+  const bool alone = item.counter < 0;
+  const int64_t part_size = (int64_t)item.rows * batch.width;
+  reserve(w.scores, (size_t)item.heads * item.rows * kSpan);
+  if (alone) reserve(w.parts, (size_t)(item.heads * item.parts * part_size));
+  float* parts = alone ? w.parts.data() : batch.parts.data() + item.first_part;
+  load_queries(batch, item, k, w);
+  int t0 = item.begin, part = item.part;
+  do {
+    const int end = std::min(item.end, (t0 / kSpan + 1) * kSpan);
+    attend_part(batch, item, k, v, t0, end, sum_stride, w);
+    leave_part(batch, item, part++, sum_stride, parts, w);
+    t0 = end;
+  } while (t0 < item.end);
+  if (!alone && __atomic_sub_fetch(&batch.counters[item.counter], 1, __ATOMIC_ACQ_REL) != 0) return;
+
+  w.positions.clear();
+  for (int d = 0; v.packed && d < v.size; d++) w.positions.push_back(v.packed->position(d));
+  const float multiplier = batch.call.v_global * (v.packed ? v.packed->factor : 1.0f);
+  for (int h = 0; h < item.heads; h++)
+    for (int r = 0; r < item.rows; r++)
+      finish_row(batch, item, item.first_head + h, r,
+                 parts + h * item.parts * part_size + (int64_t)r * batch.width, part_size,
+                 sum_stride, multiplier, w);
+}
+
+}  // namespace halfbyte

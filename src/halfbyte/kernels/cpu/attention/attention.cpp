@@ -1,0 +1,133 @@
+// Causal attention of a ragged batch on packed pages.
+//
+// Work is cut into items of one sequence, a few KV heads and up to 64 query rows (queries x heads
+// of a group, for each of those KV heads). Tokens are cut at every 512th; each part has a softmax
+// of its own, and parts are merged at the end. With few rows, as in decoding, every part is an
+// item, and the last to end merges. A row's sums depend on nothing but the row and its tokens: it
+// is bitwise the same whatever else is in the batch, however many queries come with it and however
+// many threads there are.
+//
+// A part is three steps: scores, their softmax, values; heads
+// innermost, so that pages are read nearly in order. nvfp4 is read straight from its bytes where
+// the instruction set has kernels for that (`PackedKernels`); all other formats are unpacked to
+// float, a tile at a time, and multiplied.
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "api.h"
+#include "attention/attention.h"
+#include "threads.h"
+
+namespace halfbyte {
+namespace {
+
+constexpr int kFewQueries = 4;            // of any number of heads
+constexpr size_t kKeptFloats = 1u << 22;  // of parts, between calls
+constexpr int64_t kMinWork = 1 << 19;     // multiplications that are worth a second thread
+
+int queries_of(const Call& call, int seq) {
+  return call.query_start_loc[seq + 1] - call.query_start_loc[seq];
+}
+
+int first_key(const Call& call, int first_position) {
+  return call.window > 0 ? std::max(0, first_position - call.window + 1) : 0;
+}
+
+// Rows of an item: whole queries, if one fits.
+int block_of_rows(const Batch& batch) {
+  return std::min(kMaxRows, std::max(1, kMaxRows / batch.group) * batch.group);
+}
+
+// Many rows, as in prefill: blocks of rows, each through all its tokens; the longest first.
+void cut_rows(Batch& batch, int seq) {
+  const int queries = queries_of(batch.call, seq), rows = queries * batch.group;
+  const int first = batch.call.seq_lens[seq] - queries, block = block_of_rows(batch);
+  for (int row = (rows - 1) / block * block; row >= 0; row -= block) {
+    const int count = std::min(block, rows - row);
+    const int end = std::max(0, first + (row + count - 1) / batch.group + 1);
+    const int begin = std::min(first_key(batch.call, first + row / batch.group), end);
+    const int parts = std::max(1, (end + kSpan - 1) / kSpan - begin / kSpan);
+    for (int head = 0; head < batch.layout.kv_heads; head++)
+      batch.items.push_back({seq, head, 1, row, count, begin, end, 0, parts, 0, -1});
+  }
+}
+
+// Few rows, as in decoding: parts of the tokens, too.
+void cut_tokens(Batch& batch, int seq, int max_heads, int64_t& floats) {
+  const int kv_heads = batch.layout.kv_heads, block = block_of_rows(batch);
+  const int queries = queries_of(batch.call, seq), rows = queries * batch.group;
+  const int length = batch.call.seq_lens[seq], first = first_key(batch.call, length - queries);
+  const int from = first / kSpan, parts = std::max(1, (length + kSpan - 1) / kSpan - from);
+  for (int row = 0; row < rows; row += block) {
+    const int count = std::min(block, rows - row);
+    const int heads = std::min({max_heads, kv_heads, std::max(1, kMaxRows / count)});
+    const int64_t head_floats = (int64_t)parts * count * batch.width;
+    const int counter = (int)batch.counters.size();
+    for (int part = 0; part < parts; part++) {
+      const int begin = std::min(length, std::max(first, (from + part) * kSpan));
+      const int end = std::min(length, (from + part + 1) * kSpan);
+      for (int head = 0; head < kv_heads; head += heads)
+        batch.items.push_back({seq, head, std::min(heads, kv_heads - head), row, count, begin, end,
+                               part, parts, floats + head * head_floats,
+                               parts == 1 ? -1 : counter + head / heads});
+    }
+    if (parts == 1) continue;
+    floats += kv_heads * head_floats;
+    batch.counters.insert(batch.counters.end(), (kv_heads + heads - 1) / heads, parts);
+  }
+}
+
+// KV heads of an item: as many as leave each thread sixteen items. Results do not depend on it.
+int heads_per_item(const Batch& batch) {
+  const Call& call = batch.call;
+  int64_t parts = 0;
+  for (int seq = 0; seq < call.num_seqs; seq++) parts += (call.seq_lens[seq] + kSpan - 1) / kSpan;
+  int heads = batch.layout.kv_heads;
+  while (heads > 1 && parts * (batch.layout.kv_heads / heads) < 16 * call.threads)
+    heads = (heads + 1) / 2;
+  return heads;
+}
+
+void cut(Batch& batch) {
+  const Call& call = batch.call;
+  const int heads = heads_per_item(batch);
+  int64_t floats = 0;
+  const auto few = [&](int seq) {
+    const int queries = queries_of(call, seq);
+    return queries * batch.group <= kMaxRows || queries <= kFewQueries;
+  };
+  for (int seq = 0; seq < call.num_seqs; seq++)
+    if (!few(seq)) cut_rows(batch, seq);
+  for (int seq = 0; seq < call.num_seqs; seq++)
+    if (few(seq)) cut_tokens(batch, seq, heads, floats);
+  if (batch.parts.size() < (size_t)floats) batch.parts.resize((size_t)floats);
+}
+
+int threads_for(const Batch& batch) {
+  const Layout& layout = batch.layout;
+  int64_t pairs = 0;
+  for (const Item& item : batch.items)
+    pairs += (int64_t)item.heads * item.rows * (item.end - item.begin);
+  return pairs * (layout.head_size + layout.head_size_v) < kMinWork ? 1 : batch.call.threads;
+}
+
+}  // namespace
+}  // namespace halfbyte
+
+HALFBYTE_API void halfbyte_attention(const void* layout, const void* call) {
+  using namespace halfbyte;
+  thread_local std::vector<Item> items;
+  thread_local std::vector<float> parts;
+  thread_local std::vector<int> counters;
+  items.clear();
+  counters.clear();
+  const Layout& l = *(const Layout*)layout;
+  const Call& c = *(const Call*)call;
+  const int width = std::max(sum_size(l.head_size_v), padded(l.head_size_v)) + 2;
+  Batch batch{l, c, kernels(), c.heads / l.kv_heads, width, items, parts, counters};
+  cut(batch);
+  parallel_for((int)items.size(), threads_for(batch), run_item, &batch);
+  if (parts.size() > kKeptFloats) std::vector<float>().swap(parts);
+}

@@ -1,0 +1,52 @@
+// Attention's work, whole and in items.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "attention/tiles.h"
+
+namespace halfbyte {
+
+constexpr int kMaxRows = 64;  // of an item
+
+// Field by field the `_CALL` of attention_cpu.py. Strides are in elements.
+struct Call {
+  const uint8_t* query;  // [tokens, heads, head_size]
+  const uint8_t* pages;
+  const int32_t* query_start_loc;
+  const int32_t* seq_lens;
+  const int32_t* block_tables;
+  const float* sinks;  // [heads] or null
+  uint8_t* out;        // [tokens, heads, head_size_v]
+  float* lse;          // [tokens, heads] or null
+  int64_t page_stride, query_token, query_head, out_token, out_head;
+  int32_t query_format, out_format, num_seqs, max_pages, heads, window, threads, unused;
+  float softmax_scale, k_global, v_global, softcap;
+};
+
+struct Item {
+  int seq, first_head, heads;  // KV heads
+  int first_row, rows;         // of each head
+  int begin, end;              // tokens
+  int part;                    // its first part of the tokens
+  int parts;                   // of all that see these rows; an item has one or all of them
+  int64_t first_part;          // row 0 of part 0 of the first head in `Batch::parts`
+  int counter;                 // of parts still to come; negative if the item has all of them
+};
+
+struct Batch {
+  const Layout& layout;
+  const Call& call;
+  const Kernels& kernels;
+  int group;
+  int width;  // floats of a row of `parts`: sums, their maximum (log2), the sum of their weights
+  std::vector<Item>& items;
+  std::vector<float>& parts;  // [head][part][row][width] for each sequence in parts
+  std::vector<int>& counters;
+};
+
+// Batch, index of an item.
+void run_item(void* context, int index);
+
+}  // namespace halfbyte

@@ -1,0 +1,126 @@
+// Writes K and V of tokens to their slots, in any format and layout.
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "api.h"
+#include "store/encode.h"
+#include "level.h"
+#include "threads.h"
+
+namespace halfbyte {
+namespace {
+
+constexpr int64_t kItemValues = 16384;  // values of an item, about; fewer are not worth a thread
+
+// Field by field `_SIDE` of store_cpu.py. Strides are in elements.
+struct Input {
+  const uint8_t* x;  // [tokens, kv_heads, size]
+  int64_t token, head, element;
+  int32_t format;
+  float global_scale;
+};
+
+struct Call {
+  uint8_t* pages;
+  const int64_t* slots;
+  int64_t slot_stride, num_slots, page_stride, capacity;
+  int32_t threads, unused;
+  Input key, value;
+};
+
+struct Side {
+  const Input& input;
+  Region data, scale;
+  int format, size, sm100_quarter;
+};
+
+struct Batch {
+  const Layout& layout;
+  const Call& call;
+  const Kernels& kernels;
+  Encode encode;
+  int tokens_per_item;
+};
+
+Encode best_encode() {
+#if HALFBYTE_X86
+  if (current_level() >= kAvx512) return encode_avx512;
+  if (current_level() >= kAvx2) return encode_avx2;
+#endif
+  return encode_portable;
+}
+
+// A row of values side by side, at `row` if they are not so already.
+const uint8_t* contiguous(const uint8_t* first, int64_t stride, int bytes, int size, uint8_t* row) {
+  if (stride == 1) return first;
+  for (int d = 0; d < size; d++) std::memcpy(row + d * bytes, first + d * stride * bytes, bytes);
+  return row;
+}
+
+void store_row(const Batch& batch, const Side& side, int64_t token, int head, uint8_t* page,
+               int in_page, std::vector<uint8_t>& bytes, std::vector<float>& floats) {
+  const Input& input = side.input;
+  const int element = data_bytes(input.format, 1);
+  bytes.resize((size_t)side.size * 4 + 64);
+  floats.resize(padded(side.size));
+  const uint8_t* x = contiguous(input.x + (token * input.token + head * input.head) * element,
+                                input.element, element, side.size, bytes.data());
+  uint8_t* data = page + side.data.offset + in_page * side.data.token + head * side.data.head;
+  if (input.format == side.format) {
+    std::memcpy(data, x, (size_t)side.size * element);
+    return;
+  }
+  batch.kernels.unpack(input.format, x, nullptr, side.size, floats.data());
+  uint8_t* first = page + side.scale.offset + head * side.scale.head;
+  if (side.sm100_quarter == 0) {
+    batch.encode(side.format, floats.data(), side.size, input.global_scale, data,
+                 first + in_page * side.scale.token);
+    return;
+  }
+  // Scale s lies at row 4 (t / 4) + s / quarter and column 4 (s % quarter) + t % 4.
+  uint8_t* scales = bytes.data();
+  batch.encode(side.format, floats.data(), side.size, input.global_scale, data, scales);
+  for (int s = 0; s < 4 * side.sm100_quarter; s++)
+    first[(in_page / 4 * 4 + s / side.sm100_quarter) * side.scale.token +
+          4 * (s % side.sm100_quarter) + in_page % 4] = scales[s];
+}
+
+void run_item(void* context, int index) {
+  const Batch& batch = *(const Batch*)context;
+  const Layout& l = batch.layout;
+  const Call& call = batch.call;
+  thread_local std::vector<uint8_t> bytes;
+  thread_local std::vector<float> floats;
+  const Side sides[] = {
+      {call.key, l.k_data, l.k_scale, l.k_format, l.head_size, 0},
+      {call.value, l.v_data, l.v_scale, l.v_format, l.head_size_v, l.sm100_quarter}};
+  const int64_t first = (int64_t)index * batch.tokens_per_item;
+  const int64_t last = std::min(call.num_slots, first + batch.tokens_per_item);
+  for (int64_t token = first; token < last; token++) {
+    const int64_t slot = call.slots[token * call.slot_stride];
+    if (slot < 0) continue;
+    uint8_t* page = call.pages + slot / l.block_size * call.page_stride;
+    for (const Side& side : sides)
+      for (int head = 0; head < l.kv_heads; head++)
+        store_row(batch, side, token, head, page, (int)(slot % l.block_size), bytes, floats);
+  }
+}
+
+}  // namespace
+}  // namespace halfbyte
+
+// The first slot past the last page, before anything is written; -1 if all was stored.
+HALFBYTE_API int64_t halfbyte_store(const void* layout, const void* call) {
+  using namespace halfbyte;
+  const Layout& l = *(const Layout*)layout;
+  const Call& c = *(const Call*)call;
+  for (int64_t i = 0; i < c.num_slots; i++)
+    if (c.slots[i * c.slot_stride] >= c.capacity) return c.slots[i * c.slot_stride];
+  const int64_t values = (int64_t)l.kv_heads * (l.head_size + l.head_size_v);
+  const int tokens = (int)std::max<int64_t>(1, kItemValues / values);
+  Batch batch{l, c, kernels(), best_encode(), tokens};
+  parallel_for((int)((c.num_slots + tokens - 1) / tokens), c.threads, run_item, &batch);
+  return -1;
+}

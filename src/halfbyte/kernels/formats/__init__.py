@@ -1,0 +1,1 @@
+"""Encoding, decoding and tiles of every format, for Triton kernels."""

@@ -1,0 +1,1 @@
+"""CUDA C++ at run time: NVRTC, the cache of cubins, tensor maps, devices."""

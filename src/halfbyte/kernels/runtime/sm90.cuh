@@ -1,0 +1,132 @@
+// What SM90 has beyond its predecessors, for the kernels that need it: barriers in shared memory,
+// clusters, and the bookkeeping of `wgmma`.
+
+#pragma once
+#include "kernels/runtime/basics.cuh"
+
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 y;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(y));
+  return y;
+}
+
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
+// Behind a fence that releases what the others must see.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  cluster_arrive();
+  cluster_wait();
+}
+
+// The same address in shared memory of a CTA of the cluster.
+__device__ __forceinline__ u32 map_to_rank(u32 address, u32 rank) {
+  u32 y;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(y) : "r"(address), "r"(rank));
+  return y;
+}
+
+// Whether this lane is the one of its warp that acts for all. Of it, and of nobody else, the compiler knows
+// that it is alone: what takes uniform registers needs no loop over lanes.
+__device__ __forceinline__ bool elect_one() {
+  u32 elected;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
+  return elected;
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// By who has made barriers, before others hear that they are there.
+__device__ __forceinline__ void tell_of_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Arrives, and has the barrier wait for so many bytes of copies.
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// An arrival at the barrier of a CTA in the cluster, as `map_to_rank` gave it. Without `.release.cluster`,
+// which would wait for all loads that are under way: what the barrier guards must have been read by then.
+__device__ __forceinline__ void barrier_arrive_mapped(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// The same, and has the barrier wait for so many bytes.
+__device__ __forceinline__ void barrier_expect_mapped(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  u32 done;
+  do {
+    asm volatile(
+        "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  } while (!done);
+}
+
+// Bytes to this address in shared memory, counted by the barrier.
+__device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// A matrix in memory (tensor_maps.py).
+struct __align__(64) TensorMap {
+  u64 opaque[16];
+};
+
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Boxes that begin with this row, the first of them the given one along k, to an address in shared memory,
+// counted by the barrier.
+__device__ __forceinline__ void copy_boxes(u32 to, const TensorMap* map, int row, int box, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+      "l"(map), "r"(0), "r"(row), "r"(box), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Until no more than the last `LEFT` committed groups are under way.
+template <int LEFT = 0>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+// What was written to shared memory becomes visible to wgmma.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}

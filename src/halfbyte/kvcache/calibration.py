@@ -1,0 +1,188 @@
+"""What recipes need to know of a model's K and V, measured once, and its file.
+
+The file is a safetensors sibling of `kv_scales.json`, which holds its SHA-256: the two belong
+together, and neither is read without the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from halfbyte.kvcache.recipe import KVRecipe
+from halfbyte.kvcache.transform import KVTransform
+
+_FORMAT = "halfbyte-kv-calibration-1"
+
+
+@dataclass(frozen=True, eq=False)
+class RopeAverages:
+    """What a rotary embedding does to a constant, averaged over segments of positions.
+
+    Args:
+        cos, sin: float32 `[segments, D]`, see `transform`.
+        partner: int64 `[D]`, the channel that each is rotated with.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    partner: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCalibration:
+    """One layer's measurements.
+
+    Args:
+        mean: float32 `[kv_heads, D]`, of K before RoPE, from position 4 on.
+        k_amax: largest |K'| from position 1 on, headroom included, for the four combinations of
+            `center` and `rotate`: of neither, rotation, centring, both.
+        v_amax: the same of V.
+        first_keys, first_values: `[tokens, kv_heads, D]` and `[tokens, kv_heads, Dv]` of the
+            model's dtype, at position 0.
+        rope: index among the calibration's rotary embeddings.
+    """
+
+    mean: torch.Tensor
+    k_amax: tuple[float, ...]
+    v_amax: float
+    first_keys: torch.Tensor
+    first_values: torch.Tensor
+    rope: int
+
+
+@dataclass(frozen=True, eq=False)
+class KVCalibration:
+    """A model's measurements.
+
+    Args:
+        segment: tokens that share a mean.
+        first_tokens: ids of the tokens that `first_keys` are of, in their order.
+        layers: of the model, in order.
+        ropes: rotary embeddings; models with several kinds of layers may have several.
+    """
+
+    segment: int
+    first_tokens: tuple[int, ...]
+    layers: tuple[LayerCalibration, ...]
+    ropes: tuple[RopeAverages, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KVCalibration) and self.to_bytes() == other.to_bytes()
+
+    def __hash__(self) -> int:
+        return hash(self.to_bytes())
+
+    def amax(self, layer: int, recipe: KVRecipe) -> tuple[float, float]:
+        """`(k_amax, v_amax)` of a layer under a recipe that changes K."""
+        measured = self.layers[layer]
+        return measured.k_amax[2 * recipe.center + recipe.rotate], measured.v_amax
+
+    def transform(
+        self, layer: int, recipe: KVRecipe, device: torch.device | str = "cpu"
+    ) -> KVTransform:
+        """What a recipe does to a layer's K, with its tensors on a device."""
+        measured = self.layers[layer]
+        centring: dict[str, Any] = {}
+        if recipe.center:
+            rope = self.ropes[measured.rope]
+            centring = {
+                "mean": measured.mean.to(device),
+                "partner_mean": measured.mean[:, rope.partner].contiguous().to(device),
+                "cos": rope.cos.to(device),
+                "sin": rope.sin.to(device),
+            }
+        first: dict[str, Any] = {}
+        if recipe.keep_first_token and self.first_tokens:
+            first = {
+                "first_keys": measured.first_keys.to(device),
+                "first_values": measured.first_values.to(device),
+            }
+        return KVTransform(recipe.rotate, self.segment, **centring, **first)
+
+    def sha256(self) -> str:
+        """Of everything that changes what pages mean, whatever file it came from."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """As a safetensors file; equal calibrations give equal bytes."""
+        tensors: dict[str, torch.Tensor] = {}
+        for i, rope in enumerate(self.ropes):
+            tensors[f"rope.{i}.cos"], tensors[f"rope.{i}.sin"] = rope.cos, rope.sin
+            tensors[f"rope.{i}.partner"] = rope.partner
+        for i, layer in enumerate(self.layers):
+            tensors[f"layers.{i}.mean"] = layer.mean
+            tensors[f"layers.{i}.first_keys"] = layer.first_keys
+            tensors[f"layers.{i}.first_values"] = layer.first_values
+            amax = torch.tensor([*layer.k_amax, layer.v_amax], dtype=torch.float64)
+            tensors[f"layers.{i}.amax"] = amax
+        fields = {
+            "format": _FORMAT,
+            "segment": self.segment,
+            "first_tokens": list(self.first_tokens),
+            "ropes": [layer.rope for layer in self.layers],
+        }
+        contiguous = {
+            name: tensor.cpu().clone().contiguous() for name, tensor in sorted(tensors.items())
+        }
+        return safetensors.torch.save(contiguous, {"calibration": json.dumps(fields)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> KVCalibration:
+        """Of `to_bytes`.
+
+        Raises:
+            ValueError: something else, or numbers that cannot be right.
+        """
+        try:
+            size = int.from_bytes(data[:8], "little")
+            fields = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["calibration"])
+            if fields["format"] != _FORMAT:
+                raise ValueError(f"format is {fields['format']!r}, expected {_FORMAT!r}")
+            tensors = safetensors.torch.load(data)
+            ropes = [
+                RopeAverages(*(tensors[f"rope.{i}.{part}"] for part in ("cos", "sin", "partner")))
+                for i in range(1 + max(fields["ropes"]))
+            ]
+            layers = [
+                _layer_of(tensors, i, rope, ropes[rope]) for i, rope in enumerate(fields["ropes"])
+            ]
+            first_tokens = tuple(int(token) for token in fields["first_tokens"])
+            segment = int(fields["segment"])
+        except (KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"no calibration: {type(error).__name__}: {error}") from None
+        except (ValueError, safetensors.SafetensorError) as error:
+            raise ValueError(f"no calibration: {error}") from None
+        if segment < 1 or any(len(layer.first_keys) != len(first_tokens) for layer in layers):
+            raise ValueError("no calibration: its parts do not belong together")
+        return cls(segment, first_tokens, tuple(layers), tuple(ropes))
+
+
+def _layer_of(
+    tensors: dict[str, torch.Tensor], index: int, rope: int, averages: RopeAverages
+) -> LayerCalibration:
+    mean, first_keys, first_values, amax = (
+        tensors[f"layers.{index}.{part}"] for part in ("mean", "first_keys", "first_values", "amax")
+    )
+    heads, head_size = mean.shape
+    fitting = (
+        amax.shape == (5,)
+        and first_keys.shape[1:] == (heads, head_size)
+        and first_values.shape[:2] == first_keys.shape[:2]
+        and averages.cos.shape[1:] == averages.sin.shape[1:] == averages.partner.shape
+        and averages.partner.shape == (head_size,)
+        and int(averages.partner.min()) >= 0
+        and int(averages.partner.max()) < head_size
+    )
+    if not fitting:
+        raise ValueError(f"layer {index} has tensors of sizes that do not fit")
+    numbers = amax.tolist()
+    if not (amax.isfinite() & (amax > 0)).all() or not mean.isfinite().all():
+        raise ValueError(f"layer {index} has {numbers}, expected numbers above 0")
+    k0, k1, k2, k3, v = numbers
+    return LayerCalibration(mean, (k0, k1, k2, k3), v, first_keys, first_values, rope)

@@ -1,0 +1,72 @@
+"""What is done to K and V before they are packed: named recipes over the same four-bit formats.
+
+K of a language model is hard to store in four bits for three reasons: more than half of its energy
+is a constant per channel, which RoPE turns with the position; a few channels are much larger than
+the others; and the first token's K is unlike all others and draws a third of the attention.
+`balanced` takes the constant away (a mean per segment of positions, see `transform`), spreads what
+is left over the channels of a head (a Hadamard transform), and keeps the first token in 16 bits.
+Pages have the same bytes per token. `plain` is what other programs read and write.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+SEGMENT = 64
+"""Tokens that share a mean of K."""
+
+RecipeName = Literal["plain", "balanced"]
+
+
+@dataclass(frozen=True)
+class KVRecipe:
+    """How K and V become four bits. Fields combine freely; `RECIPES` has names for some.
+
+    Args:
+        center: subtract the mean of K, measured before RoPE and turned to the token's segment.
+        rotate: multiply K by a Hadamard matrix, and Q when it is read.
+        keep_first_token: read K and V at position 0 in the model's dtype, for the tokens that a
+            calibration has seen there.
+        four_over_six: choose each block's scale among two, by squared error.
+    """
+
+    center: bool = False
+    rotate: bool = False
+    keep_first_token: bool = False
+    four_over_six: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether pages hold K and V as they are."""
+        return self == RECIPES["plain"]
+
+    @property
+    def changes_k(self) -> bool:
+        """Whether pages hold something else than K, so that readers must know of it."""
+        return self.center or self.rotate or self.keep_first_token
+
+    @property
+    def name(self) -> str:
+        """Its name, or its fields where it has none."""
+        for name, recipe in RECIPES.items():
+            if recipe == self:
+                return name
+        return "+".join(field for field in self.__dataclass_fields__ if getattr(self, field))
+
+    @classmethod
+    def parse(cls, name: "str | KVRecipe") -> "KVRecipe":
+        """The recipe of a name.
+
+        Raises:
+            ValueError: an unknown name; the message lists the valid ones.
+        """
+        if isinstance(name, KVRecipe):
+            return name
+        if name not in RECIPES:
+            raise ValueError(f"kv_recipe: unknown {name!r}; expected one of {', '.join(RECIPES)}")
+        return RECIPES[name]
+
+
+RECIPES: dict[str, KVRecipe] = {
+    "plain": KVRecipe(),
+    "balanced": KVRecipe(center=True, rotate=True, keep_first_token=True, four_over_six=True),
+}

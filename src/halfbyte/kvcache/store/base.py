@@ -1,0 +1,95 @@
+"""What a way to store K and V must answer."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from halfbyte.dispatch import CPU, Answer
+from halfbyte.kvcache.transform import KVTransform
+from halfbyte.layouts import PageLayout
+
+Scale = float | torch.Tensor
+"""A decode multiplier: a float, or a float32 tensor of one element."""
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """The work, without its data."""
+
+    layout: PageLayout
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+    device_type: str
+    compute_capability: int = CPU
+    """Of the GPU that the pages are on."""
+    transform: bool = False
+    """Whether K is changed before it is packed (`KVTransform`)."""
+
+
+class StoreBackend(ABC):
+    """A way to encode K and V and write them to their slots. Stateless: never an instance."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+        """Whether it runs on a machine; None means this one."""
+
+    @classmethod
+    @abstractmethod
+    def can_implement(cls, config: StoreConfig) -> Answer:
+        """Whether it can do the work."""
+
+    @classmethod
+    @abstractmethod
+    def store(
+        cls,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pages: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        layout: PageLayout,
+        k_scale: Scale,
+        v_scale: Scale,
+        transform: KVTransform | None,
+        positions: torch.Tensor | None,
+    ) -> None:
+        """As `halfbyte.kvcache.reshape_and_cache`, on arguments already checked, on one device.
+
+        The bytes are those of `ReferenceStore`, but for the payload of a NaN stored as a float.
+        """
+
+
+def check_slots(pages: torch.Tensor, slot_mapping: torch.Tensor, layout: PageLayout) -> None:
+    """Raise ValueError for a slot past the last page; waits for the device."""
+    capacity = pages.shape[0] * layout.block_size
+    if slot_mapping.numel() and int(slot_mapping.max()) >= capacity:
+        raise ValueError(
+            f"slot_mapping: slot {int(slot_mapping.max())} is past the last, {capacity - 1}"
+        )
+
+
+def check_positions(
+    positions: torch.Tensor | None, slots: torch.Tensor, transform: KVTransform
+) -> None:
+    """Raise ValueError for positions that a transform cannot use; values are not read on a GPU."""
+    if positions is None:
+        raise ValueError("positions: a recipe other than plain needs them")
+    if positions.dtype != torch.int64 or positions.shape != slots.shape:
+        raise ValueError(
+            f"positions: expected int64 {tuple(slots.shape)}, got {positions.dtype} "
+            f"{tuple(positions.shape)}"
+        )
+    if positions.device != slots.device:
+        raise ValueError(f"positions: are on {positions.device}, slots are on {slots.device}")
+    limit = transform.max_position
+    if limit is not None and positions.device.type == "cpu":
+        real = positions[slots >= 0]
+        if real.numel() and not 0 <= int(real.min()) <= int(real.max()) < limit:
+            raise ValueError(
+                f"positions: expected 0 up to {limit - 1}, for which the calibration has means; "
+                f"got {int(real.min())} up to {int(real.max())}"
+            )

@@ -1,0 +1,61 @@
+"""Triton on NVIDIA GPUs from SM80: every format, one launch that never waits for the GPU."""
+
+from typing import ClassVar
+
+import torch
+
+from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
+from halfbyte.kvcache.store.base import Scale, StoreBackend, StoreConfig
+from halfbyte.kvcache.transform import KVTransform
+from halfbyte.layouts import PageLayout
+
+_OLDEST = 80
+_INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class TritonStore(StoreBackend):
+    """`triton_kernel.store_tokens`; compiled at first use."""
+
+    name: ClassVar[str] = "triton"
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+        """On SM80 and later, where Triton is installed."""
+        return runs_on_gpu(
+            compute_capability,
+            _OLDEST,
+            lambda: missing_module("triton", "pip install halfbyte[gpu]"),
+            "writes packed pages of every format in one launch",
+        )
+
+    @classmethod
+    def can_implement(cls, config: StoreConfig) -> Answer:
+        """Every format, from floats of 16 and 32 bits."""
+        if config.device_type != "cuda":
+            return False, f"tensors are on {config.device_type}, not on a GPU"
+        for name, dtype in (("key", config.key_dtype), ("value", config.value_dtype)):
+            if dtype not in _INPUT_DTYPES:
+                return False, f"takes {name} in bfloat16, float16 or float32, not {dtype}"
+        if config.transform:
+            return False, "stores K as it is: the recipe is plain"
+        return True, "every format"
+
+    @classmethod
+    def store(
+        cls,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pages: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        layout: PageLayout,
+        k_scale: Scale,
+        v_scale: Scale,
+        transform: KVTransform | None,
+        positions: torch.Tensor | None,
+    ) -> None:
+        """See `StoreBackend.store`; slots past the last page are skipped."""
+        # Here, because the import needs Triton.
+        from halfbyte.kvcache.store.triton_kernel import store_tokens
+
+        del transform, positions  # refused by `can_implement`
+        store_tokens(key, value, pages, slot_mapping, layout, k_scale, v_scale)

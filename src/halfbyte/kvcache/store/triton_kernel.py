@@ -1,0 +1,232 @@
+"""Store kernel: K and V of new tokens are encoded and written to their slots, in one launch.
+
+The bytes are those of the reference (`kvcache/store/reference.py`). A thread takes a row
+of 16 values, which in bfloat16 are two loads of 16 bytes, and writes their codes as words; programs
+of the grid's second axis take K or V. Nothing waits for the host, so that a launch can be captured
+in a CUDA graph. Slots are read by the kernel and may change between replays.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import ctypes
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from halfbyte.kernels.runtime.devices import current_device
+from halfbyte.kvcache.store.triton_rows import ROW, Side, side_of, store_side
+from halfbyte.layouts import KVCacheDType, PageLayout, page_stride
+
+# (rows, warps) of a program: a few tokens spread over many multiprocessors, a prompt has enough.
+_SMALL_TILE = (64, 2)
+_LARGE_TILE = (128, 4)
+_LARGE_FROM_ROWS = 2**15
+
+
+@triton.jit(do_not_specialize=["num_slots", "capacity"])
+def store_kernel(
+    key,
+    value,
+    pages,
+    slots,
+    k_scale,
+    v_scale,
+    num_slots,
+    capacity,
+    page_stride,
+    slot_stride,
+    key_stride_token,
+    key_stride_head,
+    key_stride,
+    value_stride_token,
+    value_stride_head,
+    value_stride,
+    k_side: tl.constexpr,
+    v_side: tl.constexpr,
+    k_offsets: tl.constexpr,
+    v_offsets: tl.constexpr,
+    k_dense: tl.constexpr,
+    v_dense: tl.constexpr,
+    k_scale_on_device: tl.constexpr,
+    v_scale_on_device: tl.constexpr,
+    rows: tl.constexpr,
+):
+    """Rows `[program_id(0) * rows, ...)` of K (`program_id(1)` 0) or V (1).
+
+    Slots outside `0 .. capacity - 1` are skipped.
+    """
+    is_value = tl.program_id(1) == 1
+    if (
+        k_side == v_side
+        and k_dense == v_dense
+        and k_scale_on_device == v_scale_on_device
+        and key.dtype == value.dtype
+    ):  # one body for both
+        store_side(
+            tl.where(is_value, value, key),
+            tl.where(is_value, value_stride_token, key_stride_token),
+            tl.where(is_value, value_stride_head, key_stride_head),
+            tl.where(is_value, value_stride, key_stride),
+            tl.where(is_value, v_scale, k_scale),
+            tl.where(is_value, v_offsets[0], k_offsets[0]),
+            tl.where(is_value, v_offsets[1], k_offsets[1]),
+            pages,
+            page_stride,
+            slots,
+            slot_stride,
+            num_slots,
+            capacity,
+            k_side,
+            k_dense,
+            k_scale_on_device,
+            rows,
+        )
+    elif is_value:
+        store_side(
+            value,
+            value_stride_token,
+            value_stride_head,
+            value_stride,
+            v_scale,
+            v_offsets[0],
+            v_offsets[1],
+            pages,
+            page_stride,
+            slots,
+            slot_stride,
+            num_slots,
+            capacity,
+            v_side,
+            v_dense,
+            v_scale_on_device,
+            rows,
+        )
+    else:
+        store_side(
+            key,
+            key_stride_token,
+            key_stride_head,
+            key_stride,
+            k_scale,
+            k_offsets[0],
+            k_offsets[1],
+            pages,
+            page_stride,
+            slots,
+            slot_stride,
+            num_slots,
+            capacity,
+            k_side,
+            k_dense,
+            k_scale_on_device,
+            rows,
+        )
+
+
+def store_tokens(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: PageLayout,
+    k_scale: float | torch.Tensor,
+    v_scale: float | torch.Tensor,
+) -> None:
+    """As `halfbyte.kvcache.reshape_and_cache`, on arguments already checked, all on one GPU.
+
+    Never waits for the GPU; slots past the last page are skipped.
+
+    Args:
+        k_scale, v_scale: floats, or float32 tensors of one element; one on a GPU is read there.
+
+    Raises:
+        ValueError: a float scale that `KVCacheDType.check_multiplier` refuses, a scale of several
+            elements, or pages whose alignment does not suit a 16- or 32-bit format.
+    """
+    num_slots = slot_mapping.shape[0]
+    if num_slots == 0:
+        return
+    stride = page_stride(pages)
+    misaligned = pages.data_ptr() | stride
+    geometry = _geometry(layout, misaligned % 4 == 0)
+    if misaligned % geometry.itemsize:
+        raise ValueError(
+            f"pages: the base {pages.data_ptr():#x} and the stride {stride} must be multiples "
+            f"of {geometry.itemsize} bytes for K in {layout.k_dtype} and V in {layout.v_dtype}"
+        )
+    k_multiplier = _multiplier("k_scale", k_scale, layout.k_dtype, pages.device)
+    v_multiplier = _multiplier("v_scale", v_scale, layout.v_dtype, pages.device)
+    num_rows = num_slots * geometry.rows_per_token
+    rows, num_warps = _LARGE_TILE if num_rows >= _LARGE_FROM_ROWS else _SMALL_TILE
+    with current_device(pages.get_device()):
+        store_kernel[(-(-num_rows // rows), 2)](
+            key,
+            value,
+            pages,
+            slot_mapping,
+            k_multiplier,
+            v_multiplier,
+            num_slots,
+            pages.shape[0] * layout.block_size,
+            stride,
+            slot_mapping.stride(0),
+            *key.stride(),
+            *value.stride(),
+            k_side=geometry.key,
+            v_side=geometry.value,
+            k_offsets=geometry.key_offsets,
+            v_offsets=geometry.value_offsets,
+            k_dense=_is_dense(key),
+            v_dense=_is_dense(value),
+            k_scale_on_device=isinstance(k_multiplier, torch.Tensor),
+            v_scale_on_device=isinstance(v_multiplier, torch.Tensor),
+            rows=rows,
+            num_warps=num_warps,
+            enable_fp_fusion=False,
+        )
+
+
+class _Geometry(NamedTuple):
+    key: Side
+    value: Side
+    key_offsets: tuple[int, int]
+    """Bytes of the page before the data and before the scales."""
+    value_offsets: tuple[int, int]
+    itemsize: int
+    """Bytes of the largest stored float; 1 where there is none."""
+    rows_per_token: int
+    """Of K or V, whichever has more."""
+
+
+@lru_cache(maxsize=256)
+def _geometry(layout: PageLayout, pages_aligned: bool) -> _Geometry:
+    key, key_offsets = side_of(layout, "k", pages_aligned)
+    value, value_offsets = side_of(layout, "v", pages_aligned)
+    return _Geometry(
+        key,
+        value,
+        key_offsets,
+        value_offsets,
+        max(layout.k_dtype.storage_dtype.itemsize, layout.v_dtype.storage_dtype.itemsize),
+        layout.num_kv_heads * -(-max(layout.head_size, layout.head_size_v) // ROW),
+    )
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether the heads of `[tokens, heads, D]` lie side by side, in whole rows."""
+    return x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.shape[2] % ROW == 0
+
+
+def _multiplier(
+    name: str, scale: float | torch.Tensor, dtype: KVCacheDType, device: torch.device
+) -> float | torch.Tensor:
+    """The global scale as the kernel takes it: a float32, or a tensor on its device."""
+    checked = dtype.check_multiplier(scale, name)
+    if not isinstance(checked, torch.Tensor):
+        return checked
+    if checked.device == device or checked.device.type != "cpu":
+        return checked.to(device, torch.float32)
+    return ctypes.c_float(float(checked)).value

@@ -1,0 +1,116 @@
+"""A layer's K on its way into pages and back: the mean of its segment, the rotation, token 0.
+
+    packed    K' = hadamard(K - mean(segment))
+    scores    q . K = hadamard(q) . K' + q . mean(segment)
+
+The mean of a segment of positions is what RoPE makes of the channel's constant there, averaged:
+
+    mean(s)[c] = cos[s, c] * m[c] + sin[s, c] * m[partner(c)]
+
+with `m` the mean of K before RoPE, and `cos[s]`, `sin[s]` the rotary embedding's own factors (signs
+included), averaged over the positions of segment s. Products are rounded to float32 before their
+sum, and the difference `K - mean` before the rotation, so that kernels can be bit-equal.
+
+Token 0 of a sequence: K and V there depend on the token's id alone, so those of the usual first
+tokens are constants of the model. Where a KV head's K and V at position 0 are such constants, the
+page says so: the first block scale of K is `MARK`, a NaN that no quantizer writes, and the first
+byte of its data is the constant's index. Readers then take K and V from the constants. Any other
+first token is packed like the rest.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from halfbyte.numerics.hadamard import hadamard
+
+MARK = 0xFF
+"""Block scale of K that says: this slot's K and V are constants of the model."""
+MATCH_TOLERANCE = 2.0**-6
+"""Of the largest magnitude: how far K and V may be from a constant and still be taken for it.
+
+The same token's K and V differ in rounding alone, by the order of sums of a matrix product.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class KVTransform:
+    """Of one layer, on the device of its pages.
+
+    Args:
+        rotate: whether K is multiplied by the Hadamard matrix.
+        segment: tokens that share a mean.
+        mean: float32 `[kv_heads, D]`, K before RoPE; None where K is not centred.
+        partner_mean: the same with channels exchanged as RoPE pairs them.
+        cos, sin: float32 `[segments, D]`.
+        first_keys, first_values: `[tokens, kv_heads, D]` and `[tokens, kv_heads, Dv]` in the
+            model's dtype; None where the first token is packed like the others.
+    """
+
+    rotate: bool
+    segment: int
+    mean: torch.Tensor | None = None
+    partner_mean: torch.Tensor | None = None
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    first_keys: torch.Tensor | None = None
+    first_values: torch.Tensor | None = None
+
+    @property
+    def max_position(self) -> int | None:
+        """Positions below this have a mean; None where there is no limit."""
+        return None if self.cos is None else self.cos.shape[0] * self.segment
+
+    def means(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """What is subtracted from K at positions `[n]`: float32 `[n, kv_heads, D]`, or None."""
+        if self.mean is None:
+            return None
+        assert self.cos is not None
+        assert self.sin is not None
+        assert self.partner_mean is not None
+        segments = positions // self.segment
+        cos, sin = self.cos[segments][:, None], self.sin[segments][:, None]
+        return cos * self.mean + sin * self.partner_mean
+
+    def forward(self, key: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """K' of K.
+
+        Args:
+            key: float `[n, kv_heads, D]`.
+            positions: int64 `[n]`, in the sequence.
+
+        Returns:
+            float32 `[n, kv_heads, D]`.
+        """
+        result = key.float()
+        means = self.means(positions)
+        if means is not None:
+            result = result - means
+        return hadamard(result) if self.rotate else result
+
+    def inverse(self, packed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """K of K', in its dtype (float32 or float64)."""
+        result = hadamard(packed) if self.rotate else packed
+        means = self.means(positions)
+        return result if means is None else result + means
+
+    def match_first(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Which constant each head's K and V at position 0 are.
+
+        Args:
+            key, value: `[n, kv_heads, D]` and `[n, kv_heads, Dv]`, all at position 0.
+
+        Returns:
+            int64 `[n, kv_heads]`, -1 for none.
+        """
+        found = torch.full(key.shape[:2], -1, dtype=torch.int64, device=key.device)
+        if self.first_keys is None or self.first_values is None:
+            return found
+        for index in reversed(range(self.first_keys.shape[0])):
+            same = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device)
+            for x, constants in ((key, self.first_keys), (value, self.first_values)):
+                constant = constants[index].float()
+                distance = (x.float() - constant).abs().amax(-1)
+                same &= distance <= MATCH_TOLERANCE * constant.abs().amax(-1)
+            found[same] = index
+        return found

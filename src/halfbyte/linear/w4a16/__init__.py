@@ -1,0 +1,1 @@
+"""NVFP4 weights times 16-bit activations."""

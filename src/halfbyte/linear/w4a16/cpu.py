@@ -1,0 +1,298 @@
+"""C++ on CPUs, W4A16: packed weights are streamed with AVX-512, AVX2 or plain vectors.
+
+Weights are turned so that a vector holds 16 rows (`kernels/cpu/linear/linear.h`): strips of 16
+rows, chunks of 64 columns, words of eight codes. The bytes stay the same, so the way back is exact.
+Every sum has one order, so rows are bitwise the same whatever else is in the batch.
+"""
+
+import ctypes
+import struct
+import threading
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from halfbyte.dispatch import Answer
+from halfbyte.kernels.cpu.library import FLOATS, library
+from halfbyte.linear.base import NvFp4LinearLayerConfig
+from halfbyte.linear.ops import linear_op
+from halfbyte.linear.runs import set_tensor, tensor_of
+from halfbyte.linear.w4a16.row_scaled import RowScaledKernel
+
+STRIP = 16
+"""Rows of weights that lie side by side."""
+CHUNK = 64
+"""Columns to which weights are padded, with zeros."""
+
+# From this many rows of x on, PyTorch's dense product on unpacked weights is faster where it has
+# what our kernel has not: Intel's AMX, Apple's. Unpacking costs as much as some 30 rows.
+_DENSE_ROWS = 48
+_DENSE_VALUES = 1 << 21  # unpacked at a time: most of them stay in the cache
+_PADDING = 32  # columns between rows of those
+_KEEP = threading.local()
+_CALL = struct.Struct("6P5q4i")
+"""`LinearCall` of the source."""
+
+
+class PackedWeight(NamedTuple):
+    """NVFP4 weights `[N, K]` in the kernel's order, contiguous."""
+
+    codes: torch.Tensor
+    """uint8 `[strips, chunks, 512]`, in each `[word, row, byte]`."""
+    scales: torch.Tensor
+    """float8_e4m3fn or its bytes `[strips, chunks, 64]`, in each `[block, row]`."""
+    row_scales: torch.Tensor
+    """float32 `[N]`, the global scale of each row's part."""
+
+
+def pack_weight(
+    weight: torch.Tensor, weight_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """NVFP4 weights in the kernel's order, padded with zeros.
+
+    Args:
+        weight: uint8 `[N, K/2]`, the even column in the low nibble.
+        weight_scale: float8_e4m3fn `[N, K/16]`.
+
+    Returns:
+        `codes` and `scales` of a `PackedWeight`.
+    """
+    n, blocks = weight_scale.shape
+    strips, chunks = -(-n // STRIP), -(-blocks * 16 // CHUNK)
+    codes = weight.new_zeros(strips * STRIP, chunks * CHUNK // 2)
+    codes[:n, : blocks * 8] = weight
+    codes = codes.view(torch.int32).view(strips, STRIP, chunks, CHUNK // 8)
+    scales = weight.new_zeros(strips * STRIP, chunks * CHUNK // 16)
+    scales[:n, :blocks] = weight_scale.view(torch.uint8)
+    scales = scales.view(strips, STRIP, chunks, CHUNK // 16)
+    return (
+        codes.permute(0, 2, 3, 1).flatten(2).contiguous().view(torch.uint8),
+        scales.permute(0, 2, 3, 1).flatten(2).contiguous().view(torch.float8_e4m3fn),
+    )
+
+
+def unpack_weight(
+    codes: torch.Tensor, scales: torch.Tensor, n: int, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`weight` and `weight_scale` that `pack_weight` was given, of N rows and K columns."""
+    strips, chunks = codes.shape[:2]
+    words = codes.view(torch.int32).view(strips, chunks, CHUNK // 8, STRIP).permute(0, 3, 1, 2)
+    weight = words.reshape(strips * STRIP, chunks * CHUNK // 8)[:n].contiguous()
+    turned = scales.view(torch.uint8).view(strips, chunks, CHUNK // 16, STRIP).permute(0, 3, 1, 2)
+    weight_scale = turned.reshape(strips * STRIP, chunks * CHUNK // 16)[:n, : k // 16]
+    return (
+        weight.view(torch.uint8)[:, : k // 2].contiguous(),
+        weight_scale.contiguous().view(torch.float8_e4m3fn),
+    )
+
+
+def linear_cpu(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    batch_invariant: bool = True,
+) -> torch.Tensor:
+    """`x @ W^T + bias`, all on the CPU.
+
+    Sums are in float32, so is the bias's addition, and the result is rounded once.
+
+    Args:
+        x: `[M, K]` in float32, float16 or bfloat16; rows of any stride.
+        weight: of `[N, K]`.
+        bias: `[N]` in float32, float16 or bfloat16.
+        batch_invariant: rows are bitwise the same whatever else is in the batch. They always are
+            however many threads there are, and on most machines also without asking: only where
+            PyTorch's dense product is much faster does it serve large M.
+
+    Returns:
+        `[M, N]` of x's dtype.
+
+    Raises:
+        ValueError: the weights are not in the kernel's order, or K or the bias does not fit them.
+    """
+    (m, k), n = x.shape, weight.row_scales.shape[0]
+    _check_weight(weight, k)
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"bias: expected [{n}], got {list(bias.shape)}")
+    if not batch_invariant and m >= _DENSE_ROWS and _is_dense_faster(x.dtype):
+        return _linear_dense(x, weight, bias)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    out = x.new_empty(m, n)
+    _loaded().halfbyte_linear(_call(x, weight, bias, out, k))
+    return out
+
+
+def dequantize_cpu(
+    weight: PackedWeight, k: int, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The weights as `numerics.nvfp4.dequantize` gives them, but turned: `[K, N]`.
+
+    Equal to the last bit, but for the sign of zeros.
+
+    Args:
+        weight: of `[N, K]`.
+        k: K.
+        dtype: float32, float16 or bfloat16.
+        out: where to, contiguous; by default new.
+    """
+    _check_weight(weight, k)
+    out = torch.empty(k, weight.row_scales.shape[0], dtype=dtype) if out is None else out
+    _loaded().halfbyte_linear_dequantize(_call(None, weight, None, out, k))
+    return out
+
+
+def _linear_dense(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    k, n = x.shape[1], weight.row_scales.shape[0]
+    out = x.new_empty(x.shape[0], n)
+    strips = max(1, _DENSE_VALUES // (STRIP * k))
+    # Columns whose distance is a power of two would share a few sets of the cache.
+    stride = min(n, strips * STRIP) + _PADDING
+    workspace = _kept(k * stride, x.dtype).view(k, stride)
+    for first in range(0, weight.codes.shape[0], strips):
+        some, rows = slice(first, first + strips), slice(first * STRIP, (first + strips) * STRIP)
+        part = PackedWeight(weight.codes[some], weight.scales[some], weight.row_scales[rows])
+        values = workspace[:, : part.row_scales.shape[0]]
+        dequantize_cpu(part, k, x.dtype, values)
+        part_bias = None if bias is None else bias[rows].to(x.dtype)
+        out[:, rows] = F.linear(x, values.t(), part_bias)
+    return out
+
+
+def _kept(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory of this thread for so many values. New pages would take as long as the product."""
+    num_bytes = size * dtype.itemsize
+    kept = getattr(_KEEP, "bytes", None)
+    if kept is None or kept.nbytes < num_bytes:
+        kept = _KEEP.bytes = torch.empty(num_bytes, dtype=torch.uint8)
+    return kept[:num_bytes].view(dtype)
+
+
+def _is_dense_faster(dtype: torch.dtype) -> bool:
+    if not _loaded().halfbyte_linear_has_wide_vectors():
+        return True
+    # PyTorch's own question, without a public name so far.
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    return dtype == torch.bfloat16 and bool(has_amx())
+
+
+def _call(
+    x: torch.Tensor | None,
+    weight: PackedWeight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    k: int,
+) -> bytes:
+    return _CALL.pack(
+        0 if x is None else x.data_ptr(),
+        weight.codes.data_ptr(),
+        weight.scales.data_ptr(),
+        weight.row_scales.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        0 if x is None else x.stride(0),
+        out.stride(0),
+        out.shape[0],
+        weight.row_scales.shape[0],
+        k,
+        FLOATS[out.dtype],
+        0 if bias is None else FLOATS[bias.dtype],
+        torch.get_num_threads(),
+        0,
+    )
+
+
+def _loaded() -> ctypes.CDLL:
+    loaded = library()
+    if loaded is None:
+        raise RuntimeError("the CPU kernels were not built")
+    return loaded
+
+
+def _check_weight(weight: PackedWeight, k: int) -> None:
+    """The kernel reads memory by these shapes. One condition, since small layers feel several."""
+    codes, scales, row_scales = weight
+    strips, chunks = -(-row_scales.shape[0] // STRIP), -(-k // CHUNK)
+    if not (
+        k % 16 == 0
+        and codes.shape == (strips, chunks, STRIP * CHUNK // 2)
+        and scales.shape == (strips, chunks, STRIP * CHUNK // 16)
+        and codes.dtype == torch.uint8
+        and scales.dtype.itemsize == 1
+        and row_scales.dtype == torch.float32
+        and codes.is_contiguous()
+        and scales.is_contiguous()
+        and row_scales.is_contiguous()
+    ):
+        found = ", ".join(
+            f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            for name, tensor in weight._asdict().items()
+        )
+        raise ValueError(
+            f"weight: expected contiguous codes uint8 [{strips}, {chunks}, 512], scales "
+            f"float8_e4m3fn [{strips}, {chunks}, 64] and row_scales float32 for K = {k}, a "
+            f"multiple of 16; got {found}"
+        )
+
+
+@linear_op("nvfp4_linear_cpu")
+def nvfp4_linear_cpu(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    row_scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    n: int,
+    batch_invariant: bool,
+) -> torch.Tensor:
+    """`linear_cpu` of x `[..., K]`, to `[..., N]`; the others as in `PackedWeight`."""
+    weight = PackedWeight(codes, scales, row_scales)
+    rows = x.reshape(-1, x.shape[-1])
+    out = linear_cpu(rows, weight, bias, batch_invariant=batch_invariant)
+    return out.view(*x.shape[:-1], n)
+
+
+class CpuKernel(RowScaledKernel):
+    """`linear_cpu`; built with the package.
+
+    Its form of a layer: `weight` and `weight_scale` in the kernel's order, and `weight_row_scale`,
+    float32 `[N]`, the global scale of each row's part.
+    """
+
+    name: ClassVar[str] = "cpu"
+    product = staticmethod(nvfp4_linear_cpu)
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+        """Wherever the kernel was built; every machine has a CPU."""
+        if library() is None:
+            return False, "was not built: the package was installed without a C++ compiler"
+        return True, "streams packed weights"
+
+    @classmethod
+    def can_implement(cls, config: NvFp4LinearLayerConfig) -> Answer:
+        """W4A16 of every shape, on the CPU."""
+        if config.device_type != "cpu":
+            return False, f"tensors are on {config.device_type}, not on the CPU"
+        if config.quantize_activations:
+            return False, "W4A16 only: it does not quantize activations"
+        return True, "W4A16, every shape, batch-invariant"
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Turn codes and scales, and give every row its global scale."""
+        codes, scales = pack_weight(tensor_of(layer, "weight"), tensor_of(layer, "weight_scale"))
+        set_tensor(layer, "weight", codes)
+        set_tensor(layer, "weight_scale", scales)
+        self.set_row_scales(layer)
+
+    def restore_weights(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same bytes in the order as loaded."""
+        return unpack_weight(
+            tensor_of(layer, "weight"),
+            tensor_of(layer, "weight_scale"),
+            self.config.n,
+            self.config.k,
+        )

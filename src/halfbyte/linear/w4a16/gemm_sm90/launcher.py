@@ -1,0 +1,246 @@
+"""Launcher of the W4A16 kernel for many rows of x on SM90: unpacking inside a `wgmma` matmul.
+
+Weights are in the order of `linear_weights`. See `gemm.cu` for how it works.
+"""
+
+import ctypes
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from itertools import count
+from struct import Struct
+from typing import Any
+
+import torch
+
+from halfbyte.kernels.runtime import nvrtc
+from halfbyte.kernels.runtime.devices import Memory, allocate, current_device, multiprocessors
+from halfbyte.kernels.runtime.tensor_maps import (
+    MAPS,
+    SHAPES,
+    TensorMap,
+    box_rows,
+    row_stride,
+    tensor_map,
+)
+from halfbyte.linear.w4a16.gemm_sm90.plan import (
+    MOST_SHARERS,
+    STRIP,
+    TILES,
+    Tile,
+    WidePlan,
+    most_sharers,
+    wide_plan,
+)
+from halfbyte.linear.w4a16.packed_weight import TILE_N
+
+_ONE = 2**31
+"""What inverses are scaled by; the kernel divides numbers whose product with `by` is less."""
+
+
+_RAISED = count(secrets.randbits(64), 2)
+"""Values that raise flags. One and the next are used by one launch, and by every replay of it,
+which leaves none: so flags need no clearing, whatever lay in their memory."""
+
+
+class _KnownDivisor(ctypes.Structure):
+    """`KnownDivisor` of `work.cuh`, for numbers below `_ONE / by`."""
+
+    _fields_ = (("by", ctypes.c_uint32), ("multiplier", ctypes.c_uint32))
+
+
+class _Work(ctypes.Structure):
+    """The fields of `Params` that are the same in all calls with a shape and a plan."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("m", "n", "blocks_n", "steps")),
+        *((name, ctypes.c_int) for name in ("tiles", "cut_tiles", "crossing")),
+        *((name, _KnownDivisor) for name in ("row_pairs", "line", "clusters")),
+        *((name, ctypes.c_uint32) for name in ("span", "more")),
+        ("clusters_per_place", ctypes.c_float),
+    )
+
+
+class _Params(ctypes.Structure):
+    """`Params` of `work.cuh`, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "weight_scale", "row_scale", "bias")),
+        *((name, ctypes.c_void_p) for name in ("partial", "flags")),
+        ("raised", ctypes.c_uint64),
+        ("work", _Work),
+    )
+
+
+_pack_params = Struct(f"6PQ{ctypes.sizeof(_Work)}s0P").pack
+"""Bytes of `_Params`: with `from_buffer_copy` half of the time that its constructor takes."""
+
+
+class WideProduct:
+    """Calls with a shape; arguments as `halfbyte.linear.w4a16.gemv.launcher.FewProduct`.
+
+    Args:
+        plan: how to cut up the work; by default `wide_plan`.
+
+    Raises:
+        ValueError: a plan that the kernel cannot follow, or numbers that it could not divide.
+    """
+
+    def __init__(
+        self, shape: torch.Size, n: int, dtype: torch.dtype, device: int, plan: WidePlan | None
+    ) -> None:
+        *outer, k = shape
+        m = shape.numel() // k
+        plan = plan or wide_plan(n, k, m, multiprocessors(device))
+        tile, steps = plan.tile, plan.steps(k)
+        if most_sharers(plan, steps) > MOST_SHARERS:
+            raise ValueError(f"{plan}: more than {MOST_SHARERS} clusters have parts of a tile")
+        self._kernel = _kernel(dtype, tile, device)
+        self._grid = 2 * plan.clusters
+        self._threads = 128 * (tile.groups + 1)
+        self._k, self._device = k, device
+        self._work = bytes(_Work(m, n, -(-n // TILE_N), steps, **work(plan, n, k, m)))
+        # TMA writes rows of a multiple of 16 bytes.
+        self._n, columns = n, -(-n // 8) * 8
+        self._cut_out = columns > n
+        self._out = Memory.contiguous((*outer, columns), dtype)
+        # With a tile or more per cluster, only the ends of tiles are left.
+        kinds = (plan.cut_tiles > 0) + (0 < plan.cut_tiles < plan.clusters)
+        places = kinds * 2 * plan.clusters
+        self._partial_bytes = 4 * places * tile.values_of_pair // 2
+        flag_bytes = 8 * 2 * tile.groups * plan.clusters * MOST_SHARERS
+        # Where no tile is cut, clusters have nothing to tell each other.
+        words = (self._partial_bytes + flag_bytes) // 8 if plan.cut_tiles else 0
+        self._workspace = Memory.contiguous((words,), torch.int64) if words else None
+
+        @lru_cache(maxsize=MAPS)
+        def x_map(address: int, stride: int) -> TensorMap:
+            with current_device(device):
+                return tensor_map(address, m, k, stride, dtype, tile.tokens // 2)
+
+        @lru_cache(maxsize=MAPS)
+        def out_map(address: int) -> TensorMap:
+            with current_device(device):
+                return tensor_map(address, m, columns, columns, dtype, STRIP)
+
+        self._x_map, self._out_map = x_map, out_map
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor,
+        row_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """As `linear_wide`."""
+        address, stride = x.data_ptr(), self._k
+        if address % 16 or not x.is_contiguous():
+            x = box_rows(x)
+            address, stride = x.data_ptr(), row_stride(x)
+        out = allocate(self._out, self._device)
+        partial = flags = 0
+        if self._workspace is not None:
+            workspace = allocate(self._workspace, self._device)
+            partial = workspace.data_ptr()
+            flags = partial + self._partial_bytes
+        params = _Params.from_buffer_copy(
+            _pack_params(
+                weight.data_ptr(),
+                weight_scale.data_ptr(),
+                row_scale.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                partial,
+                flags,
+                next(_RAISED) % 2**64,
+                self._work,
+            )
+        )
+        arguments = self._x_map(address, stride), self._out_map(out.data_ptr()), params
+        nvrtc.launch(self._kernel, self._grid, self._threads, arguments, overlap=True)
+        return out[..., : self._n].contiguous() if self._cut_out else out
+
+
+def linear_wide(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    row_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    n: int,
+    plan: WidePlan | None = None,
+) -> torch.Tensor:
+    """x times NVFP4 weights; arguments as `halfbyte.linear.w4a16.gemv.launcher.linear_few`.
+
+    Args:
+        plan: how to cut up the work; by default `wide_plan`.
+
+    Returns:
+        `[..., n]`: sums in float32, times the global scale, plus the bias, rounded once.
+    """
+    product = wide_product(x.shape, n, x.dtype, x.get_device(), plan)
+    return product(x, weight, weight_scale, row_scale, bias)
+
+
+wide_product = lru_cache(maxsize=SHAPES)(WideProduct)
+"""What is kept for a shape."""
+
+
+def work(plan: WidePlan, n: int, k: int, m: int) -> dict[str, Any]:
+    """What `work.cuh` needs of a plan, as fields of `_Work`.
+
+    Raises:
+        ValueError: numbers that the kernel could not divide.
+    """
+    pairs, line = plan.tile.row_pairs(n), plan.steps(k) + plan.crossing
+    tiles, places = plan.tile.pairs(n, m), plan.cut_tiles * line
+    if max(tiles * pairs, places * line, plan.clusters**3) >= _ONE:
+        raise ValueError(f"n={n}, k={k}, m={m}: too large")
+    if 0 < places < plan.clusters:
+        raise ValueError(f"{plan}: {places} steps to share among {plan.clusters} clusters")
+    return {
+        "tiles": tiles,
+        "cut_tiles": plan.cut_tiles,
+        "crossing": plan.crossing,
+        "row_pairs": _divisor(pairs),
+        "line": _divisor(line),
+        "clusters": _divisor(plan.clusters),
+        "span": places // plan.clusters,
+        "more": places % plan.clusters,
+        "clusters_per_place": plan.clusters / max(places, 1),
+    }
+
+
+def _divisor(by: int) -> _KnownDivisor:
+    return _KnownDivisor(by, -(-_ONE // by))
+
+
+def compile_wide(dtype: torch.dtype, device: int) -> None:
+    """Compile all that calls may need, so that none does in a graph's capture."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda tile: _kernel(dtype, tile, device), TILES))
+
+
+@lru_cache(maxsize=64)
+def _kernel(dtype: torch.dtype, tile: Tile, device: int) -> nvrtc.Kernel:
+    functions = (("linear_wide", shared_bytes(tile)),)
+    options = tuple(macros(dtype, tile).items())
+    return nvrtc.load("linear/w4a16/gemm_sm90/gemm.cu", options, functions, device)["linear_wide"]
+
+
+def shared_bytes(tile: Tile) -> int:
+    """Dynamic shared memory of a CTA: the ring's stages, the tile of the result, some words."""
+    rows, tokens = tile.rows, tile.tokens
+    stage = (tokens * 2 + rows // 2 + rows // 16) * tile.step + 16
+    return tile.stages * stage + tokens * rows * 2 + 16
+
+
+def macros(dtype: torch.dtype, tile: Tile) -> dict[str, int | None]:
+    """Macros that `gemm.cu` is compiled with."""
+    return {
+        "X_BF16": int(dtype == torch.bfloat16),
+        "TOKENS": tile.tokens,
+        "STEP": tile.step,
+        "GROUPS": tile.groups,
+        "STAGES": tile.stages,
+    }

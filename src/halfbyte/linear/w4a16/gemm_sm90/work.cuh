@@ -1,0 +1,150 @@
+// How gemm.cu cuts up its work: tiles of the product, and spans of those whose k is cut.
+//
+//   Turns      Tiles go to the clusters in turn, those of a turn side by side, so that what they read is
+//              read at the same time.
+//   Cuts       The first `cut_tiles`, which would not fill the last turn, lie on a line: each is
+//              `crossing` places, for what it takes to begin a tile, and then its steps. Every cluster
+//              has an equal span of the line.
+//   Parts      A cluster's span is the end of a tile (its tail), whole tiles, and the beginning of one.
+
+#pragma once
+#include "kernels/runtime/sm90.cuh"
+
+#define ROWS (64 * GROUPS)    // of W, in a CTA's tile
+#define STRIPS (TOKENS / 16)  // 16 rows of x: what is stored, and what a cluster finishes, at a time
+
+// Division by what is known before the launch: what a kernel of some µs does first must not take long.
+struct KnownDivisor {
+  u32 by, multiplier;  // 2^31 / by, rounded up
+
+  // Of an x with x * by < 2^31; the launcher sees to that.
+  __device__ __forceinline__ u32 quotient(u32 x) const { return (u64)x * multiplier >> 31; }
+};
+
+struct Params {
+  const u8* weight;        // [blocks_n, k / 64, 2048]
+  const u8* weight_scale;  // [blocks_n, k / 64, 256]
+  const float* row_scale;  // [64 blocks_n]
+  const u16* bias;         // [n] or null
+  float* partial;          // [2, clusters, 2, TOKENS / 8, WORKERS, 4]: of tails, and of others
+  u64* flags;              // [clusters, 2, GROUPS, MOST_SHARERS], see Flags
+  u64 raised;
+  int m, n;
+  int blocks_n;            // of 64 rows of W
+  int steps;               // of STEP k
+  int tiles, cut_tiles;
+  int crossing;              // steps that it takes to begin another tile
+  KnownDivisor row_pairs;    // pairs of tiles of W's rows
+  KnownDivisor line;         // places of a tile
+  KnownDivisor clusters;
+  u32 span, more;            // places of a cluster; and what is left of all, for some to have one more
+  float clusters_per_place;
+};
+
+// A cluster's number. Later ones start earlier: see join.cuh. That CTAs start in the order of
+// blockIdx is not promised by CUDA, but true of every GPU so far.
+__device__ __forceinline__ u32 cluster_number() { return (gridDim.x - 1 - blockIdx.x) / 2; }
+
+// Where a tile begins on the line: `crossing` places, then its steps.
+__device__ __forceinline__ u32 line_place(const Params& p, u32 tile) { return tile * p.line.by; }
+
+// Where a cluster's span of the line begins; that of the next one is its end.
+__device__ __forceinline__ u32 span_begin(const Params& p, u32 number) {
+  return number * p.span + p.clusters.quotient(number * p.more);
+}
+
+// What a CTA does next: a tile, or a part of its k.
+struct Work {
+  u32 tile;
+  int first, stop;
+  u32 at, span_stop, next_whole;
+
+  // Computed in vector registers, because uniform ones take twice as long: what a lane adds is 0, which the
+  // compiler does not know.
+  __device__ __forceinline__ Work(const Params& p) {
+    u32 thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    const u32 number = cluster_number() + (thread >> 10);
+    at = span_begin(p, number);
+    span_stop = span_begin(p, number + 1);
+    next_whole = p.cut_tiles + number;
+  }
+
+  __device__ __forceinline__ bool next(const Params& p) {
+    if (!next_part(p)) {
+      tile = next_whole;
+      next_whole += p.clusters.by;
+      first = 0;
+      stop = p.steps;
+    }
+    return tile < p.tiles;
+  }
+
+  __device__ __forceinline__ bool next_part(const Params& p) {
+    while (at < span_stop) {
+      tile = p.line.quotient(at);
+      const int begin = (int)(at - line_place(p, tile)) - p.crossing;
+      first = max(0, begin);
+      stop = min(p.steps, begin + (int)(span_stop - at));
+      at += stop - begin;
+      if (stop > 0) return true;
+    }
+    return false;
+  }
+
+  __device__ __forceinline__ bool is_part(const Params& p) const { return stop - first < p.steps; }
+  // The last of this cluster's parts.
+  __device__ __forceinline__ bool is_last(const Params& p) const { return span_stop <= at + p.crossing; }
+  // The end of a tile, by a cluster that goes on to the next one.
+  __device__ __forceinline__ bool is_tail(const Params& p) const { return is_part(p) && !is_last(p); }
+};
+
+// Where a CTA's tile is.
+struct Place {
+  int row_block;  // of 64 rows
+  int token;
+
+  __device__ __forceinline__ Place(const Params& p, u32 tile) {
+    const u32 column = p.row_pairs.quotient(tile);
+    row_block = GROUPS * (2 * (int)(tile - column * p.row_pairs.by) + (int)cluster_rank());
+    token = column * TOKENS;
+  }
+
+  __device__ __forceinline__ u32 strips(const Params& p) const {
+    return min(STRIPS, (p.m - token + 15) / 16);
+  }
+};
+
+// The clusters that have a part of a tile, in order of k: from `head` so many. All of them finish it but
+// the last if that goes on to the next tile.
+struct Join {
+  u32 head = 0, sharers = 0, finishers = 0;
+
+  Join() = default;
+  __device__ __forceinline__ Join(const Params& p, u32 tile) {
+    const u32 begin = line_place(p, tile) + p.crossing, end = line_place(p, tile + 1);
+    const u32 tail = cluster_at(p, end - 1);
+    head = cluster_at(p, begin);
+    sharers = tail - head + 1;
+    finishers = sharers - (span_begin(p, tail + 1) > end + p.crossing);
+  }
+
+  __device__ __forceinline__ static u32 cluster_at(const Params& p, u32 place) {
+    const u32 about = (u32)((float)place * p.clusters_per_place);  // off by one at most
+    return place < span_begin(p, about) ? about - 1 : about + (place >= span_begin(p, about + 1));
+  }
+};
+
+// Strips that a tile's finisher finishes.
+struct Share {
+  u32 first, stop;
+
+  __device__ __forceinline__ Share(u32 first, u32 stop) : first(first), stop(stop) {}
+  __device__ __forceinline__ Share(const Join& join, u32 strips, u32 finisher) {
+    const float inverse = __fdividef(1.0f, (float)join.finishers);
+    // Half a strip more than that is far from where rounding could matter.
+    first = (u32)(((float)(strips * finisher) + 0.5f) * inverse);
+    stop = (u32)(((float)(strips * finisher + strips) + 0.5f) * inverse);
+  }
+  __device__ __forceinline__ bool has(u32 strip) const { return strip - first < stop - first; }
+};

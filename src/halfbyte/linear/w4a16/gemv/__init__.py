@@ -1,0 +1,1 @@
+"""Few rows of x: weights stream once through the registers."""

@@ -1,0 +1,234 @@
+// x times NVFP4 weights for few rows of x: y[m, n] = sum over k of x[m, k] W[n, k].
+//
+// The weights pass once through the registers, as fast as memory gives them; everything else is
+// arranged around that.
+//
+//   Operands   m16n8k16: A = 16 rows of W x 16 k, unpacked in registers; B = 8 columns (rows of x).
+//              A warp works on a unit of 32 rows of W, 128 k at a time (an item of 2304 bytes).
+//   Loads      Every lane copies its own 16 bytes into a ring of its warp's in shared memory
+//              (cp.async) and reads them back: no barriers. Each half of an item (64 k) goes to registers
+//              whole, so that its place in the ring is free for the next copy before its arithmetic
+//              begins.
+//              Copies begin before the kernel in front has ended, because weights do not depend on it;
+//              only the warps that ask for x, from SM90 on, do that first, and wait for that kernel.
+//   x          lies in shared memory for all warps (x.cuh), who begin at different k.
+//   Split      A group of SPLIT CTAs shares a range of units: each has all of them for its share of k.
+//              In a CTA, the items of a round of units lie on a line, unit after unit, that is cut into
+//              one segment per warp. Where a segment begins within a unit and goes beyond it, the rest
+//              of that unit comes last, so that more warps begin where a unit does.
+//   Sums       of a unit are left in shared memory and added (sums.cuh), warp after warp, then CTA
+//              after CTA: always in the same order. Nothing here depends on the number of rows of x, so
+//              that a row's bits do not, as long as the launcher keeps SPLIT, WARPS, GROUPS and
+//              ROUND_UNITS.
+//
+// Macros:
+//   X_BF16         see values.cuh
+//   COLUMN_TILES   8 columns each: 1, 2 or 4
+//   SPLIT          CTAs of a group
+//   JOIN           how they join their sums: 0 not (SPLIT 1), 1 as a cluster (SPLIT 2, from SM90 on), 2
+//                  through memory and `linear_join`
+//   WARPS, STAGES, CTAS   warps of a CTA, items in a ring, CTAs on a multiprocessor
+// and, all or none, because half of the instructions before the first copy would be divisions:
+//   UNITS, BLOCKS, GROUPS, ROUND_UNITS   as in Params
+//   SINGLE         whether x has one row
+
+#include "linear/w4a16/gemv/sums.cuh"
+#include "linear/w4a16/gemv/x.cuh"
+
+#if JOIN == 1 && SPLIT != 2
+#error "a cluster has two CTAs"
+#endif
+
+__device__ __forceinline__ void load_matrices(u32* r, u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void matmul(float* c, const u32* a, u32 b0, u32 b1) {
+#if X_BF16
+#define MATMUL "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+#else
+#define MATMUL "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+#endif
+  asm volatile(MATMUL "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// What scales and shifts the CTA's rows, on its way from memory long before it is needed. By one warp.
+__device__ __forceinline__ void fetch_vectors(const Params& p, const Place& place) {
+#if JOIN != 2
+#pragma unroll 1
+  for (int i = threadIdx.x & 31; i < place.units; i += 32) {
+    const int row = (place.first_unit + i) * 32;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(p.row_scale + row));
+    if (p.bias && row < p.n) asm volatile("prefetch.global.L2 [%0];" ::"l"(p.bias + row));
+  }
+#endif
+}
+
+// 32 rows of weights times 64 k of x: a lane's words of an item.
+struct Square {
+  uint4 words[2], scales;
+
+  // From this lane's place in the ring, and its group's.
+  __device__ __forceinline__ void load(u32 weights, u32 scales_address) {
+    words[0] = load16(weights);
+    words[1] = load16(weights + 512);
+    scales = load16(scales_address);
+  }
+};
+
+__device__ __forceinline__ void multiply(float (*acc)[COLUMN_TILES][4], const Square& w,
+                                         const u32 (*x_at)[4], u32 x_offset, u32 exponent) {
+  const u32 words[2][4] = {{w.words[0].x, w.words[0].y, w.words[0].z, w.words[0].w},
+                           {w.words[1].x, w.words[1].y, w.words[1].z, w.words[1].w}};
+  const u32 scale_words[2][2] = {{w.scales.x, w.scales.y}, {w.scales.z, w.scales.w}};
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    u32 scale[2][2];
+    unpack_scales(scale[0], scale_words[0][half], exponent);
+    unpack_scales(scale[1], scale_words[1][half], exponent);
+#if COLUMN_TILES == 1
+    u32 b[4];
+    load_matrices(b, x_at[0][2 * half] + x_offset);
+#endif
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+#if COLUMN_TILES > 1
+      u32 b[COLUMN_TILES * 2];
+#pragma unroll
+      for (int i = 0; i < COLUMN_TILES / 2; i++)
+        load_matrices(b + 4 * i, x_at[i][2 * half + j] + x_offset);
+#endif
+#pragma unroll
+      for (int tile = 0; tile < 2; tile++) {
+        u32 a[4];
+        unpack_operand(a, words[tile][2 * half + j], scale[tile][j]);
+#if COLUMN_TILES == 1
+        matmul(acc[tile][0], a, b[2 * j], b[2 * j + 1]);
+#else
+#pragma unroll
+        for (int i = 0; i < COLUMN_TILES; i++) matmul(acc[tile][i], a, b[2 * i], b[2 * i + 1]);
+#endif
+      }
+    }
+  }
+}
+
+#if JOIN == 1
+#define CLUSTER __cluster_dims__(SPLIT, 1, 1)
+#else
+#define CLUSTER
+#endif
+
+extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, CTAS)
+    linear_few(const __grid_constant__ TensorMap x_map, const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) u8 shared[];  // where the swizzle of x begins anew
+  const Place place(p);
+  const int lane = threadIdx.x & 31;
+  const u32 x_start = shared_address(shared), barriers = x_end(p, x_start);
+  const u32 rings = barriers + X_BARRIER_BYTES;
+  // A shuffle that changes nothing: where ptxas 13.0 knows that a warp's lanes have part of an address in common,
+  // it may take a copy's cache policy from a register that it never sets, see formats.cuh.
+  const u32 ring =
+      __shfl_sync(~0u, rings + (threadIdx.x >> 5) * STAGES * ITEM_BYTES + lane * 16, lane);
+  const SharedX x(p, place, barriers, x_start);
+  Slots slots(p, place, rings + WARPS * STAGES * ITEM_BYTES, barriers + 8 * X_PIECES);
+#if __CUDA_ARCH__ >= 900
+  x.bring(&x_map, place);
+#endif
+  // Where the first copy is from is computed in vector registers, because uniform ones take twice as long; the
+  // loop below is counted in those.
+  Place of_lanes = place;
+  of_lanes.warp = threadIdx.x >> 5;
+  Loader loader(p, of_lanes, ring);
+#if __CUDA_ARCH__ < 900
+  x.copy(p, place);
+#endif
+  loader.fill(ring);
+  if (place.warp == WARPS - 1) {
+    slots.make_barrier();
+    fetch_vectors(p, place);
+  }
+#if __CUDA_ARCH__ < 900
+  x.wait_for_all<2 * (STAGES - AHEAD_OF_X)>();
+#else
+  // Barriers are there, of the other CTA, too.
+#if JOIN == 1
+  cluster_arrive_relaxed();
+  cluster_wait();
+#else
+  __syncthreads();
+#endif
+  allow_next();
+#endif
+
+  u32 x_at[X_TILES][4];
+  x.addresses(x_at);
+  // From a lane's place among weights to its group's among scales.
+  const u32 to_scales = ITEM_WEIGHTS + (lane >> 2) * 16 - lane * 16;
+  const u32 exponent = p.m > 0 ? SCALE_EXPONENT : 0;
+  u32 slot = ring;
+  for (int first = 0; first < place.units; first += ROUND_UNITS) {
+    const Round round(p, place, first);
+    const Piece piece(p, place, round, slots, place.warp);
+    int summed = 0;  // units
+#pragma unroll 1
+    for (int part = 0; part < (EVEN_ITEMS ? 1 : 2); part++) {
+      int item = part == 0 ? round.turn : round.begin;
+      const int end = part == 0 ? round.end : round.turn;
+      for (int unit = round.unit + (item > round.begin); item < end; unit++) {
+        float acc[2][COLUMN_TILES][4] = {};
+        // Items of the unit.
+        const int count = EVEN_ITEMS ? EVEN_ITEMS : min(end, (unit + 1) * place.blocks) - item;
+        u32 x_offset = (item - unit * place.blocks) * x.block_bytes;
+        item += count;
+#pragma unroll(EVEN_ITEMS ? EVEN_ITEMS : 1)
+        for (int i = 0; i < count; i++) {
+          // The halves of an item come and go by themselves: what is left to do when the last one has
+          // come is less.
+          Square square;
+          asm volatile("cp.async.wait_group %0;" ::"n"(2 * STAGES - 1) : "memory");
+          __syncwarp();
+          square.load(slot, slot + to_scales);
+          __syncwarp();  // all lanes have read their scales
+          loader.step_first(slot);
+          x.wait(x_offset);
+          multiply(acc, square, x_at, x_offset, exponent);
+          asm volatile("cp.async.wait_group %0;" ::"n"(2 * STAGES - 1) : "memory");
+          __syncwarp();
+          square.load(slot + 1024, slot + to_scales + 128);
+          __syncwarp();
+          loader.step_second(slot);
+          multiply(acc, square, x_at, x_offset + x.block_bytes / 2, exponent);
+          x_offset += x.block_bytes;
+          if (STAGES > 1) slot = slot == ring + (STAGES - 1) * ITEM_BYTES ? ring : slot + ITEM_BYTES;
+        }
+        slots.leave(acc, place.warp + unit);
+        summed++;
+      }
+    }
+    // A warp without work has waited for nothing that the kernel in front wrote, such as a copy of the bias.
+    if (round.begin == round.end) x.wait(0);
+    finish(p, place, round, slots, piece, x.columns, summed);
+    if (first + ROUND_UNITS < place.units) slots.finish_round();
+  }
+}
+
+// Adds the partial sums of the CTAs of a group, in their order: a thread per output.
+extern "C" __global__ void __launch_bounds__(256) linear_join(Params p) {
+  const int index = blockIdx.x * 256 + threadIdx.x, row = index % (UNITS * 32);
+  const int column = index / (UNITS * 32);
+  if (column >= p.m || row >= p.n) return;
+  const float scale = p.row_scale[row];
+  const float bias = p.bias ? lower_to_float(p.bias[row]) : 0.0f;
+  wait_for_previous();
+  float sum = 0.0f;
+#pragma unroll
+  for (int rank = 0; rank < SPLIT; rank++)
+    sum += p.partial[((u64)rank * p.m + column) * UNITS * 32 + row];
+  p.out[(u64)column * p.n + row] = (u16)pack_pair(fmaf(sum, scale, bias), 0.0f);
+}

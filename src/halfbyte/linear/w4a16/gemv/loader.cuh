@@ -1,0 +1,271 @@
+// Which CTA and which warp has which part of the work of gemv.cu, and how its weights come in.
+//
+// The macros are those of gemv.cu.
+
+#pragma once
+#include "linear/w4a16/values.cuh"
+
+#define THREADS (32 * WARPS)
+#define COLUMNS (8 * COLUMN_TILES)
+#define X_TILES ((COLUMN_TILES + 1) / 2)  // that one ldmatrix brings two columns' tiles, or steps, of
+#define ITEM_WEIGHTS 2048
+#define ITEM_BYTES 2304
+// Before SM90, items of a warp whose copies are under way before x is asked for: about what memory delivers
+// until x has come. More would only keep x waiting.
+#define AHEAD_OF_X (WARPS * CTAS > 8 || STAGES == 1 ? 1 : 2)
+
+struct Params {
+  const u8* weight;        // [N/64, K/64, 2048], K padded to 128
+  const u8* weight_scale;  // [N/64, K/64, 256]
+  const float* row_scale;  // [N padded to 64]
+  const u16* x;            // [m, k], rows x_stride values apart, aligned to 16 bytes
+  const u16* bias;         // [n] or null
+  u16* out;                // [m, n]
+  float* partial;          // [SPLIT, m, units * 32], where JOIN is 2
+  u64 x_stride;
+  int m, n, k;
+  int units;   // of 32 rows, in N padded to 64
+  int blocks;  // of 128 k, in K padded
+  int groups;  // of SPLIT CTAs
+  int round_units;
+};
+
+// What of it the launcher compiles in: a kernel of some µs has no time for divisions.
+#ifndef UNITS
+#define UNITS p.units
+#define BLOCKS p.blocks
+#define GROUPS p.groups
+#define ROUND_UNITS p.round_units
+#define SINGLE (p.m == 1)
+#elif BLOCKS % SPLIT == 0 && ROUND_UNITS * GROUPS >= UNITS
+#define FIXED_ROUND  // a CTA has one round, of the most units or one less
+#define CTA_ITEMS (UNITS / GROUPS * (BLOCKS / SPLIT))
+#if UNITS % GROUPS == 0 && CTA_ITEMS % WARPS == 0 && BLOCKS / SPLIT * WARPS % CTA_ITEMS == 0
+#define EVEN_ITEMS (CTA_ITEMS / WARPS)
+#endif
+#endif
+// Items of every warp, where all have as many, and a segment lies within a unit: what there is to count is
+// compiled in as well, and the loop over them unrolled. Otherwise 0.
+#if !defined EVEN_ITEMS || EVEN_ITEMS > 8
+#undef EVEN_ITEMS
+#define EVEN_ITEMS 0
+#endif
+
+__device__ __forceinline__ void copy16(u32 to, const u8* from, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "l"(policy));
+}
+
+__device__ __forceinline__ void copy4(u32 to, const u8* from, u64 policy) {
+  asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
+               "l"(policy));
+}
+
+// Of values of x, or zeros.
+__device__ __forceinline__ void copy16_or_zeros(u32 to, const u16* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(exists ? 16 : 0));
+}
+
+// Division of numbers from 0 to 2^24 by one that is not compiled in.
+struct Divisor {
+  int by;
+  float inverse;
+
+  __device__ __forceinline__ explicit Divisor(int by) : by(by) {
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"((float)by));
+  }
+
+  __device__ __forceinline__ int quotient(int x) const {
+    const int q = (int)((float)x * inverse), rest = x - q * by;  // off by one at most
+    return rest < 0 ? q - 1 : rest >= by ? q + 1 : q;
+  }
+};
+
+// Division by the items of a round.
+struct RoundDivisor {
+#ifdef FIXED_ROUND
+  static constexpr int ITEMS = UNITS / GROUPS * (BLOCKS / SPLIT);
+  static constexpr int MORE = (UNITS + GROUPS - 1) / GROUPS * (BLOCKS / SPLIT);
+  bool more;
+
+  __device__ __forceinline__ explicit RoundDivisor(int items) : more(items > ITEMS) {}
+  __device__ __forceinline__ int quotient(int x) const { return MORE > ITEMS && more ? x / MORE : x / ITEMS; }
+#else
+  Divisor divisor;
+
+  __device__ __forceinline__ explicit RoundDivisor(int items) : divisor(items) {}
+  __device__ __forceinline__ int quotient(int x) const { return divisor.quotient(x); }
+#endif
+};
+
+// How `total` items are cut into segments, one per warp; with fewer items than warps, one item each.
+struct Segments {
+  int total;
+
+  __device__ __forceinline__ explicit Segments(int total) : total(total) {}
+
+  __device__ __forceinline__ int begin(int warp) const {
+    return total < WARPS ? min(warp, total) : warp * total / WARPS;
+  }
+
+  // The unit that a segment begins in, for so many blocks of k in each.
+  __device__ __forceinline__ int unit(int warp, int units, int blocks) const {
+    return total < WARPS ? Divisor(blocks).quotient(begin(warp)) : warp * units / WARPS;
+  }
+
+  // Whose segment an item lies in.
+  __device__ __forceinline__ int warp_of(int item, const RoundDivisor& by_total) const {
+    return total < WARPS ? item : by_total.quotient((item + 1) * WARPS - 1);
+  }
+};
+
+// A CTA's place: which units and which blocks of k it works on, and for which columns.
+struct Place {
+  int warp;  // of the CTA; the compiler knows that all lanes have the same
+  int rank, first_column;
+  int first_unit, units;
+  int first_block, blocks;
+
+  __device__ __forceinline__ explicit Place(const Params& p)
+      : warp(__shfl_sync(~0u, threadIdx.x >> 5, 0)), rank(blockIdx.x % SPLIT) {
+    const int index = blockIdx.x / SPLIT, pass = p.m <= COLUMNS ? 0 : index / GROUPS;
+    const int group = index - pass * GROUPS;
+    // The first groups have the remainder's one more.
+    const int each = UNITS / GROUPS, more = UNITS % GROUPS;
+    first_column = pass * COLUMNS;
+    first_unit = group * each + (more ? min(group, more) : 0);
+    units = more ? each + (group < more) : each;
+    first_block = first_block_of(p, rank);
+    blocks = blocks_of(p, rank);
+  }
+
+  __device__ __forceinline__ static int first_block_of(const Params& p, int rank) {
+    return rank * (BLOCKS / SPLIT) + rank * (BLOCKS % SPLIT) / SPLIT;
+  }
+  __device__ __forceinline__ static int blocks_of(const Params& p, int rank) {
+    return BLOCKS % SPLIT ? first_block_of(p, rank + 1) - first_block_of(p, rank) : BLOCKS / SPLIT;
+  }
+};
+
+// Units of a CTA that are worked on until their sums are joined, and this warp's segment of them.
+struct Round {
+  int first, units;
+  Segments segments;
+  int begin, end;  // of this warp's segment
+  int unit;        // that it begins in
+  int turn;        // it is worked on from here to its end, then from its begin to here
+
+  __device__ __forceinline__ Round(const Params& p, const Place& place, int first)
+      : first(first),
+        units(min(ROUND_UNITS, place.units - first)),
+        segments(units * place.blocks),
+        begin(segments.begin(place.warp)),
+        end(EVEN_ITEMS ? begin + EVEN_ITEMS : segments.begin(place.warp + 1)),
+        unit(segments.unit(place.warp, units, place.blocks)) {
+    const int next = (unit + 1) * place.blocks;
+    turn = !EVEN_ITEMS && begin > unit * place.blocks && next < end ? next : begin;
+  }
+};
+
+// Copies the items of a warp's segments into its ring, ahead of the arithmetic.
+struct Loader {
+  const Params& p;
+  const Place& place;
+  const u8 *weight, *scale;  // of this lane: weights in the second square of 64 x 64, scales in the first
+  u64 policy;
+  u32 to_scale;  // from this lane's place among an item's weights to that among its scales
+  u32 at;        // where the next item is, in bytes of scales; weights are at 8 times that
+  const u8 *item, *item_scale;  // the same, in the item whose second half comes next
+  int round;     // its first unit
+  int unit;      // of the next item
+  int run;       // items to copy until the unit ends, or the segment
+  int left;      // items of the segment after those, but for
+  int tail;      // those before its turn, which end
+  int tail_unit;
+
+  __device__ __forceinline__ Loader(const Params& p, const Place& place, u32 slot)
+      : p(p), place(place) {
+    const int lane = threadIdx.x & 31;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    weight = p.weight + lane * 16 + 2048;  // copies name places up to 2048 bytes before and behind it
+    scale = p.weight_scale + lane * 4;
+    // Keeps the addresses in registers, where they would be made anew for every item.
+    to_scale = ITEM_WEIGHTS - lane * 12;
+    asm volatile("" : "+l"(weight), "+l"(scale), "+r"(to_scale));
+    run = left = tail = 0;
+    enter_round(0);
+#pragma unroll
+    for (int i = 0; i < AHEAD_OF_X; i++) step(slot + i * ITEM_BYTES);
+  }
+
+  // The rest of what fits into the ring before the first item is used up.
+  __device__ __forceinline__ void fill(u32 slot) {
+#pragma unroll
+    for (int i = AHEAD_OF_X; i < STAGES; i++) step(slot + i * ITEM_BYTES);
+  }
+
+  __device__ __forceinline__ void enter_round(int first) {
+    for (round = first; run == 0 && round < place.units; round += ROUND_UNITS) {
+      const Round next(p, place, round);
+      tail_unit = round + next.unit;
+      tail = next.turn - next.begin;
+      unit = tail_unit + (tail > 0);
+      left = next.end - next.turn;
+      enter_unit(next.turn - (unit - round) * place.blocks);
+    }
+  }
+
+  __device__ __forceinline__ void enter_unit(int block) {
+    const u32 row_unit = place.first_unit + unit;
+    const u32 square = row_unit / 2 * (2 * BLOCKS) + 2 * (place.first_block + block);
+    at = square * 256 + row_unit % 2 * 128;
+    run = EVEN_ITEMS ? left : min(place.blocks - block, left);
+    left -= run;
+  }
+
+  // The next item to a slot, given as this lane's place in it.
+  __device__ __forceinline__ void step(u32 slot) {
+    step_first(slot);
+    step_second(slot);
+  }
+
+  // Its first 64 k.
+  __device__ __forceinline__ void step_first(u32 slot) {
+    if (run > 0) {
+      item = weight + (u64)at * 8;
+      item_scale = scale + at;
+      asm volatile("" : "+l"(item), "+l"(item_scale));  // not made anew for the second half
+      copy16(slot, item - 2048, policy);
+      copy16(slot + 512, item - 1536, policy);
+      copy4(slot + to_scale, item_scale, policy);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  // The other 64 k; after that, the next item is another one.
+  __device__ __forceinline__ void step_second(u32 slot) {
+    if (run > 0) {
+      copy16(slot + 1024, item, policy);
+      copy16(slot + 1536, item + 512, policy);
+      copy4(slot + to_scale + 128, item_scale + 256, policy);
+      at += 512;
+      if (--run == 0) {
+        if (left > 0) {
+          unit++;
+          enter_unit(0);
+        } else if (tail > 0) {
+          unit = tail_unit;
+          left = tail;
+          tail = 0;
+          enter_unit(place.blocks - left);
+        } else {
+#ifndef FIXED_ROUND
+          enter_round(round);
+#endif
+        }
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+};

@@ -1,0 +1,247 @@
+// Where the warps of gemv.cu leave their sums, and how these become the result.
+//
+//   Slots      A warp leaves its sum of a unit in slot (warp + unit): both only grow along the line, so
+//              that no two sums meet. A slot is made of fragments as the matmul has them: 16 rows of W x 8
+//              columns, 16 bytes per lane.
+//   Pairs      If two CTAs share a unit as a cluster, each finishes one of its two tiles of 16 rows. What
+//              a warp has of the other tile goes straight to the other CTA's shared memory, by stores that
+//              a barrier there counts; a warp arrives at it with the number of bytes once it has left its sums
+//              of a round. So nothing is added before it is sent; and nobody reads another's memory, so
+//              that all may leave.
+//   Pieces     Of the result, as large as a fragment: a warp adds what all have left of it, warp after
+//              warp, then CTA after CTA. Where its first piece lies, is known before its first matmul.
+//
+// The macros are those of gemv.cu.
+
+#pragma once
+#include "linear/w4a16/gemv/loader.cuh"
+#include "kernels/runtime/sm90.cuh"
+
+#define SOURCES (JOIN == 1 ? 2 : 1)  // CTAs whose sums a CTA adds
+#define TILES (2 / SOURCES)          // of 16 rows, that it finishes of a unit
+#define FRAGMENT_BYTES 512
+#define PARTS 4  // of a sum that are on their way at a time, from each CTA
+#define SLOT_BYTES (TILES * COLUMN_TILES * FRAGMENT_BYTES)
+
+__device__ __forceinline__ float4 load_floats(u32 address) {
+  float4 y;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(y.x), "=f"(y.y), "=f"(y.z), "=f"(y.w)
+               : "r"(address)
+               : "memory");
+  return y;
+}
+
+__device__ __forceinline__ void store_floats(const float* x, u32 address) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]),
+               "f"(x[3])
+               : "memory");
+}
+
+// Stores to another CTA, counted by a barrier there; both as `map_to_rank` gave them.
+__device__ __forceinline__ void send_floats(const float* x, u32 address, u32 barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+          address),
+      "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier)
+      : "memory");
+}
+
+// A CTA's slots: those of its own warps and, in a pair, those of the other's, in the order of ranks.
+struct Slots {
+  u32 start, barrier;
+  int count, rank;  // of a source, and the one that this CTA is
+  u32 others, others_barrier;
+  u32 parity = 0;  // of the round
+
+  __device__ __forceinline__ Slots(const Params& p, const Place& place, u32 start, u32 barrier)
+      : start(start),
+        barrier(barrier),
+        count(WARPS + min(ROUND_UNITS, place.units) - 1),
+        rank(JOIN == 1 ? place.rank : 0),
+        others(JOIN == 1 ? map_to_rank(start, rank ^ 1) : 0),
+        others_barrier(JOIN == 1 ? map_to_rank(barrier, rank ^ 1) : 0) {}
+
+  // Of a lane, from where the slots begin.
+  __device__ __forceinline__ u32 offset(int source, int slot) const {
+    return (source * count + slot) * SLOT_BYTES + (threadIdx.x & 31) * 16;
+  }
+
+  __device__ __forceinline__ void leave(float (*sums)[COLUMN_TILES][4], int slot) const {
+    const u32 at = offset(rank, slot);
+#pragma unroll
+    for (int i = 0; i < COLUMN_TILES; i++) {
+#if JOIN == 1
+      float own[4], other[4];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        own[j] = rank ? sums[1][i][j] : sums[0][i][j];
+        other[j] = rank ? sums[0][i][j] : sums[1][i][j];
+      }
+      send_floats(other, others + at + i * FRAGMENT_BYTES, others_barrier);
+      store_floats(own, start + at + i * FRAGMENT_BYTES);
+#else
+#pragma unroll
+      for (int tile = 0; tile < 2; tile++)
+        store_floats(sums[tile][i], start + at + (tile * COLUMN_TILES + i) * FRAGMENT_BYTES);
+#endif
+    }
+  }
+
+#if JOIN == 1
+  // By one warp. The other CTA's warps arrive at it.
+  __device__ __forceinline__ void make_barrier() const {
+    if (elect_one()) {
+      barrier_init(barrier, WARPS);
+      tell_of_barriers();
+    }
+    __syncwarp();
+  }
+
+  // Until all have left their sums of a round, this warp those of so many units.
+  __device__ __forceinline__ void wait_for_all(int units) const {
+    if (elect_one()) barrier_expect_mapped(others_barrier, units * SLOT_BYTES);
+    __syncthreads();
+    barrier_wait(barrier, parity);
+  }
+
+  // Nobody leaves, or sends, sums where others are still reading.
+  __device__ __forceinline__ void finish_round() {
+    parity ^= 1;
+    cluster_sync();
+  }
+#else
+  __device__ __forceinline__ void make_barrier() const {}
+  __device__ __forceinline__ void wait_for_all(int) const { __syncthreads(); }
+  __device__ __forceinline__ void finish_round() const { __syncthreads(); }
+#endif
+};
+
+// Who has left sums of a round's units, of a source.
+struct Line {
+  int blocks;
+  Segments segments;
+  RoundDivisor by_total;
+
+  __device__ __forceinline__ Line(int units, int blocks)
+      : blocks(blocks), segments(units * blocks), by_total(segments.total) {}
+
+  __device__ __forceinline__ int first_warp(int unit) const {
+    return segments.warp_of(unit * blocks, by_total);
+  }
+  __device__ __forceinline__ int last_warp(int unit) const {
+    return segments.warp_of((unit + 1) * blocks - 1, by_total);
+  }
+};
+
+// Of a round's result.
+struct Piece {
+  int row, column;  // its first, the row from the CTA's first one, the column from that of this pass
+  u32 address[SOURCES];
+  int warps[SOURCES];
+  float scale[2];  // of a lane's rows, g and g + 8
+
+  __device__ __forceinline__ static int count(const Round& round) {
+    return round.units * TILES * COLUMN_TILES;
+  }
+
+  // Piece `index` of a round; beyond the last, one of the last unit's, which nobody uses.
+  __device__ __forceinline__ Piece(const Params& p, const Place& place, const Round& round,
+                                   const Slots& slots, int index) {
+    const int fragment = index % (TILES * COLUMN_TILES);
+    const int unit = min(index / (TILES * COLUMN_TILES), round.units - 1);
+    const int tile = JOIN == 1 ? slots.rank : fragment / COLUMN_TILES;
+    row = (round.first + unit) * 32 + tile * 16;
+    column = fragment % COLUMN_TILES * 8;
+#pragma unroll
+    for (int source = 0; source < SOURCES; source++) {
+      const Line line(round.units, JOIN == 1 ? place.blocks_of(p, source) : place.blocks);
+      const int first = line.first_warp(unit);
+      warps[source] = line.last_warp(unit) - first + 1;
+      address[source] = slots.start + slots.offset(source, first + unit) + fragment * FRAGMENT_BYTES;
+    }
+#if JOIN != 2
+#pragma unroll
+    for (int i = 0; i < 2; i++) scale[i] = p.row_scale[row_of_lane(place, i)];
+#endif
+  }
+
+  __device__ __forceinline__ int row_of_lane(const Place& place, int i) const {
+    return place.first_unit * 32 + row + (threadIdx.x & 31) / 4 + 8 * i;
+  }
+
+  // The sums of all warps and CTAs, in their order.
+  __device__ __forceinline__ void add(float* sums) const {
+    float of[SOURCES][4] = {};
+    const int most = max(warps[0], warps[SOURCES - 1]);
+#pragma unroll 1
+    for (int begin = 0; begin < most; begin += PARTS) {
+      float4 x[SOURCES][PARTS];
+#pragma unroll
+      for (int source = 0; source < SOURCES; source++)
+#pragma unroll
+        for (int j = 0; j < PARTS; j++) {
+          x[source][j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          if (begin + j < warps[source])
+            x[source][j] = load_floats(address[source] + (begin + j) * SLOT_BYTES);
+        }
+#pragma unroll
+      for (int source = 0; source < SOURCES; source++)
+#pragma unroll
+        for (int j = 0; j < PARTS; j++) {
+          of[source][0] += x[source][j].x, of[source][1] += x[source][j].y;
+          of[source][2] += x[source][j].z, of[source][3] += x[source][j].w;
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) sums[j] = JOIN == 1 ? of[0][j] + of[SOURCES - 1][j] : of[0][j];
+  }
+
+  // Biases of a lane's rows, as loaded, so that nothing waits for them before they are used.
+  __device__ __forceinline__ void load_bias(const Params& p, const Place& place, u32* bias) const {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int row = row_of_lane(place, i);
+      bias[i] = JOIN != 2 && p.bias && row < p.n ? p.bias[row] : 0;
+    }
+  }
+
+  // To the output, or where the kernel that joins parts of k finds them.
+  __device__ __forceinline__ void store(const Params& p, const Place& place, int columns, const u32* bias,
+                                        const float* sums) const {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int row = row_of_lane(place, j / 2), at = column + (threadIdx.x & 3) * 2 + j % 2;
+      const u64 to = place.first_column + at;
+      if (at >= columns) continue;
+#if JOIN == 2
+      p.partial[((u64)place.rank * p.m + to) * UNITS * 32 + row] = sums[j];
+#else
+      if (row < p.n)
+        p.out[to * p.n + row] =
+            (u16)pack_pair(fmaf(sums[j], scale[j / 2], lower_to_float(bias[j / 2])), 0.0f);
+#endif
+    }
+  }
+};
+
+// A round's sums to the output, piece by piece, of which the warp knows the first. It has left sums of so many
+// units. What scales the next piece is asked for before this one's sums are added.
+__device__ __forceinline__ void finish(const Params& p, const Place& place, const Round& round,
+                                       const Slots& slots, Piece piece, int columns, int units) {
+  u32 bias[2];
+  piece.load_bias(p, place, bias);
+  slots.wait_for_all(units);
+#pragma unroll 1
+  for (int i = place.warp; i < Piece::count(round); i += WARPS) {
+    const Piece now = piece;
+    const u32 now_bias[2] = {bias[0], bias[1]};
+    if (i + WARPS < Piece::count(round)) {
+      piece = Piece(p, place, round, slots, i + WARPS);
+      piece.load_bias(p, place, bias);
+    }
+    float sums[4];
+    now.add(sums);
+    now.store(p, place, columns, now_bias, sums);
+  }
+}

@@ -1,0 +1,63 @@
+"""What linear layers need to know of a GPU to be planned and compiled for it."""
+
+from functools import lru_cache
+
+import torch
+
+from halfbyte.dispatch import capability_of_gpu
+from halfbyte.kernels.runtime import nvrtc
+from halfbyte.kernels.runtime.devices import multiprocessors
+from halfbyte.linear.w4a16.gemv.plan import PAIR, Machine
+from halfbyte.linear.w4a16.packed_weight import DTYPES
+
+
+@lru_cache(maxsize=8)
+def machine_of(device: int) -> Machine:
+    """What plans need to know of a GPU."""
+    from cuda.bindings import driver
+
+    capability = capability_of_gpu(device)
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    _, handle = driver.cuDeviceGet(device)
+    status, block_bytes = driver.cuDeviceGetAttribute(attribute, handle)
+    if int(status):
+        raise RuntimeError(f"CUDA: {status.name} ({int(status)})")
+    return Machine(
+        capability,
+        block_bytes,
+        multiprocessors(device),
+        _pairs_at_once(block_bytes, device) if capability >= 90 else 0,
+    )
+
+
+def _pairs_at_once(shared_bytes: int, device: int) -> int:
+    """Clusters of two CTAs, one to a multiprocessor, that run at the same time."""
+    from cuda.bindings import driver
+
+    kernels = nvrtc.load(
+        "linear/w4a16/dequant/dequant.cu",
+        dtype_macros(DTYPES[0]),
+        (("linear_probe", shared_bytes),),
+        device,
+    )
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = PAIR, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = 512, 1, 1
+    config.sharedMemBytes = shared_bytes
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    attribute.value.clusterDim.x = PAIR
+    attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1
+    config.attrs, config.numAttrs = [attribute], 1
+    with torch.cuda.device(device):
+        status, clusters = driver.cuOccupancyMaxActiveClusters(
+            kernels["linear_probe"].function, config
+        )
+    if int(status):
+        raise RuntimeError(f"CUDA: {status.name} ({int(status)})")
+    return int(clusters)
+
+
+def dtype_macros(dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
+    """What the sources of linear layers are compiled with for a dtype of x."""
+    return (("X_BF16", int(dtype == torch.bfloat16)),)

@@ -1,0 +1,1 @@
+"""NVFP4 weights times NVFP4 activations, by libraries for Blackwell."""

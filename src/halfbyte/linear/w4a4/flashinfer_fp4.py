@@ -1,0 +1,99 @@
+"""FlashInfer's FP4 matmuls, of which `mm_fp4` has several; what our backends for them share.
+
+FlashInfer compiles its kernels, or loads compiled ones, at the first call; its autotuner runs only
+where a program asks for it (`flashinfer.autotune`).
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Collection
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from halfbyte.dispatch import is_installed
+from halfbyte.linear.w4a4.native_fp4 import Multiply, NativeFp4Kernel, Operand, Quantize
+
+_OLDEST = (0, 7)
+
+MM_FP4_CAPABILITIES = frozenset({100, 103, 107, 110, 120, 121})
+"""What `mm_fp4` is for, by FlashInfer's own list (0.7.0)."""
+
+
+def flashinfer() -> Any:
+    """The package, imported when first needed: it takes seconds."""
+    return import_module("flashinfer")
+
+
+def quantize(x: torch.Tensor, global_scale: torch.Tensor, *, is_8x4: bool = False) -> Operand:
+    """By `flashinfer.fp4_quantize`.
+
+    Args:
+        x: float16 or bfloat16 `[M, K]`, K % 16 == 0.
+        global_scale: float32 `[1]`, encode.
+        is_8x4: block scales in tiles of 8 instead of 128 rows, for trtllm-gen and few rows.
+    """
+    codes, scales = flashinfer().fp4_quantize(
+        x,
+        global_scale,
+        sf_vec_size=16,
+        sf_use_ue8m0=False,
+        is_sf_swizzled_layout=True,
+        is_sf_8x4_layout=is_8x4,
+    )
+    return Operand(codes, scales, global_scale)
+
+
+def multiply(
+    left: Operand, right: Operand, dtype: torch.dtype, *, backend: str, is_8x4: bool = False
+) -> torch.Tensor:
+    """By `flashinfer.mm_fp4`, which takes the right side transposed; `right` holds alpha."""
+    product: torch.Tensor = flashinfer().mm_fp4(
+        left.codes,
+        right.codes.t(),
+        left.block_scales.view(torch.uint8),
+        right.block_scales.view(torch.uint8).t(),
+        right.global_scale,
+        dtype,
+        block_size=16,
+        use_8x4_sf_layout=is_8x4,
+        backend=backend,
+        use_nvfp4=True,
+    )
+    return product
+
+
+def functions(backend: str) -> tuple[Quantize, Multiply]:
+    """For `native_fp4_op`: the backends of `mm_fp4` that know scales in tiles of 128 x 4 alone."""
+
+    def multiply_by(
+        left: Operand, right: Operand, dtype: torch.dtype, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return multiply(left, right, dtype, backend=backend)
+
+    return quantize, multiply_by
+
+
+class FlashInferFp4Kernel(NativeFp4Kernel):
+    """A backend of `flashinfer.mm_fp4`."""
+
+    capabilities: ClassVar[Collection[int]] = MM_FP4_CAPABILITIES
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """FlashInfer, and a compiler or its compiled kernels."""
+        needed = "needs flashinfer-python 0.7.0 or later"
+        try:
+            version = metadata.version("flashinfer-python")
+        except metadata.PackageNotFoundError:
+            return f"{needed}, which is not installed"
+        if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _OLDEST:
+            return f"{needed}, this is {version}"
+        # Where FlashInfer itself looks for nvcc (`get_cuda_path` in its `jit/cpp_ext.py`).
+        nvcc = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or shutil.which("nvcc")
+        if not (nvcc or Path("/usr/local/cuda").exists() or is_installed("flashinfer_jit_cache")):
+            return "needs nvcc (or flashinfer-jit-cache): FlashInfer compiles kernels at first use"
+        return None

@@ -1,0 +1,201 @@
+"""Plans of decode steps, made on the CPU by `make_plan` itself, and the work in them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+import cuda_on_host
+from halfbyte.attention.decode import cuda
+from halfbyte.attention.decode import plan as plans
+from halfbyte.attention.decode.plan import Plan
+from halfbyte.kernels.runtime import nvrtc
+from halfbyte.layouts import PageLayout
+
+_MERGE_MACROS = ("HEAD_SIZE_V", "KV_HEADS", "GROUP", "COLS", "Q_BF16", "Q_FP16")
+"""Without those of the attention kernel, which would make many equal libraries."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A decode step: sequences, and the model and the GPU that decide how it is cut."""
+
+    lengths: Sequence[int]
+    queries: Sequence[int]
+    """Query tokens per sequence."""
+    group: int = 4
+    kv_heads: int = 2
+    head_size: int = 128
+    dtype: str = "nvfp4"
+    block_size: int = 16
+    order: Literal["HND", "NHD"] = "HND"
+    window: int | None = None
+    batch_invariant: bool = False
+    capability: int = 90
+    multiprocessors: int = 132
+    padding: int = 0
+    """Query tokens after the last sequence's, as in a captured graph."""
+
+    @property
+    def layout(self) -> PageLayout:
+        return PageLayout(
+            *(self.dtype, self.dtype, self.head_size, None, self.kv_heads),
+            *(self.block_size, self.order),
+        )
+
+    @property
+    def starts(self) -> list[int]:
+        """First query token of every sequence, and their number."""
+        return np.cumsum([0, *self.queries]).tolist()
+
+
+class Share(NamedTuple):
+    """Tiles `first` up to `stop` of a piece, which one unit works on."""
+
+    unit: int
+    piece: int
+    first: int
+    stop: int
+
+
+def random_step(seed: int, most_sequences: int = 300, most_tokens: int = 40_000) -> Step:
+    """Any step that the kernels may meet, with sequences of very different lengths."""
+    rng = Random(seed)
+    count = rng.choice((1, 2, rng.randint(3, 20), rng.randint(3, most_sequences)))
+    longest = max(2, most_tokens // count)
+    lengths = [
+        rng.choice((0, 1, rng.randint(1, 200), rng.randint(1, longest))) for _ in range(count)
+    ]
+    lengths[rng.randrange(count)] = rng.randint(1, most_tokens)
+    most_queries = rng.choice((1, 1, 3, 8))
+    queries = [rng.randint(rng.choice((0, 1)), most_queries) for _ in range(count)]
+    queries[-1] = most_queries
+    return Step(
+        lengths,
+        queries,
+        group=rng.choice((1, 3, 4, 7, 8, 16, 32, 40)),
+        kv_heads=rng.choice((1, 2, 8)),
+        head_size=rng.choice((64, 128, 256)),
+        dtype=rng.choice(("nvfp4", "nvfp4", "fp8")),
+        window=rng.choice((None, None, 1, rng.randint(2, 300), rng.randint(300, 5000))),
+        batch_invariant=rng.random() < 0.2,
+        capability=rng.choice((80, 89, 90, 100)),
+        multiprocessors=rng.choice((1, 3, 16, 82, 132)),
+    )
+
+
+@contextmanager
+def on_host(step: Step, attention: bool = False) -> Iterator[list[tuple[str, Any]]]:
+    """Let the launcher's kernels run on the CPU.
+
+    Args:
+        step: says which GPU the launcher finds.
+        attention: whether the attention kernel runs, too, or is left out.
+
+    Yields:
+        What is launched: names of kernels and their parameters.
+    """
+    launched: list[tuple[str, Any]] = []
+
+    def load(name: str, options: Any, functions: Any, device: Any) -> dict[str, Any]:
+        if not name.endswith(("/decode.cu", "/decode_wide.cu")):
+            library = cuda_on_host.build(name, {k: v for k, v in options if k in _MERGE_MACROS})
+        elif attention:
+            library = cuda_on_host.build(name, dict(options), capability=step.capability)
+        else:
+            return {"decode": ("decode", None, 0)}
+        return {entry: (entry, getattr(library, entry), size) for entry, size in functions}
+
+    def launch(kernel: Any, grid: int, threads: int, arguments: Any, **_: Any) -> None:
+        name, function, size = kernel
+        launched.append((name, arguments[0]))
+        if function is not None:
+            cuda_on_host.launch(function, grid, threads, *arguments, shared_bytes=size)
+
+    cuda._kernels.cache_clear()
+    with (
+        patch.object(nvrtc, "load", load),
+        patch.object(nvrtc, "launch", launch),
+        patch.object(cuda, "capability_of_gpu", lambda device: step.capability),
+        patch.object(plans, "capability_of_gpu", lambda device: step.capability),
+        patch.object(plans, "multiprocessors", lambda device: step.multiprocessors),
+        cuda_on_host.tensor_maps_on_host(),
+    ):
+        yield launched
+    cuda._kernels.cache_clear()
+
+
+def make_plan(step: Step) -> Plan:
+    """As the launcher makes it."""
+    return plans.make_plan(
+        step.layout,
+        step.group * step.kv_heads,
+        step.starts[-1] + step.padding,
+        torch.tensor(step.starts, dtype=torch.int32),
+        torch.tensor(step.lengths, dtype=torch.int32),
+        -(-max(step.lengths) // step.block_size),
+        step.window,
+        step.batch_invariant,
+    )
+
+
+class Table(NamedTuple):
+    """The parts of `Plan.data` (`attention/decode/work.cuh`)."""
+
+    span: int
+    units: int
+    overhead: int
+    pieces: int
+    token_records: np.ndarray
+    """`[tokens, 8]`: first piece of its sequence, where that begins, positions from one of them to
+    the next, number of tiles, first query token, and three ints of padding."""
+    unit_records: np.ndarray
+    """`[units that fit, 12]`: a piece, its index, and three ints of padding."""
+    piece_records: np.ndarray
+    """`[pieces that fit, 8]`: begin, sequence, column tile, first tile, number of tiles, length,
+    first query token, number of query tokens."""
+
+
+def read(plan: Plan, num_tokens: int) -> Table:
+    data, view = plan.data.numpy(), plan.view
+    units = data[view.units_offset : view.pieces_offset]
+    span, number_of_units, overhead, pieces = data[:4].tolist()
+    return Table(
+        span,
+        number_of_units,
+        overhead,
+        pieces,
+        data[4 : 4 + 8 * num_tokens].reshape(-1, 8),
+        units[: len(units) // 12 * 12].reshape(-1, 12),
+        data[view.pieces_offset :].reshape(-1, 8),
+    )
+
+
+def shares(table: Table) -> list[Share]:
+    """What the units do: each walks from the piece it begins in along its stretch of the line."""
+    found = []
+    pieces = table.piece_records.tolist()
+    for unit in range(table.units):
+        begin, end = unit * table.span, (unit + 1) * table.span
+        index = int(table.unit_records[unit, 8])
+        while True:
+            start, _, _, first_tile, num_tiles = pieces[index][:5]
+            start += table.overhead
+            first, stop = max(0, begin - start), min(num_tiles, end - start)
+            if first < stop:
+                found.append(Share(unit, index, first_tile + first, first_tile + stop))
+            index += 1
+            # Aligned plans give a unit one piece.
+            if table.overhead == 0 or index == table.pieces or pieces[index][0] >= end:
+                break
+    return found
+
+
+def alone(step: Step, seq: int) -> Step:
+    """The same step with one of its sequences."""
+    return replace(step, lengths=[step.lengths[seq]], queries=[step.queries[seq]])

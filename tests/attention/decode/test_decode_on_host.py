@@ -1,0 +1,319 @@
+"""Decode attention: the launcher and its CUDA sources, run on the CPU, against float64."""
+
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from attention.cases import Case, dense, make_case
+from attention.decode.decode_plans import Step, alone, make_plan, on_host
+from cuda_on_host import guarded, needs_compiler
+from halfbyte.attention.decode import cuda
+from halfbyte.attention.decode.variant import variant
+from halfbyte.kvcache import read_tokens
+
+pytestmark = needs_compiler
+
+NVFP4 = Step([], [], multiprocessors=3)
+SINKS = Step([], [], group=8, kv_heads=1, head_size=64, multiprocessors=2)
+FP8 = Step([], [], dtype="fp8_e4m3", capability=80, multiprocessors=2)
+E5M2 = Step([], [], dtype="fp8_e5m2", group=1, head_size=256, block_size=32, multiprocessors=1)
+BF16 = Step([], [], dtype="bfloat16", group=16, kv_heads=1, head_size=64, multiprocessors=1)
+MANY_COLUMNS = Step(
+    *([3, 17, 330, 0], [3, 2, 6, 1]),
+    group=8,
+    block_size=48,
+    order="NHD",
+    window=70,
+    capability=80,
+    multiprocessors=2,
+)
+WIDE = Step([], [], group=32, kv_heads=2, multiprocessors=1)
+WIDE_64 = replace(WIDE, group=64)
+WIDE_NHD = replace(WIDE, head_size=64, order="NHD", block_size=48)
+WHOLE_PAGES = Step([], [], group=32, kv_heads=1, multiprocessors=1)
+WHOLE_PAGES_64 = replace(WHOLE_PAGES, group=8, head_size=64, block_size=64)
+WHOLE_PAGES_32_OF_256 = replace(WHOLE_PAGES, head_size=256)
+WHOLE_PAGES_256 = replace(WHOLE_PAGES, group=40, head_size=256, block_size=32)
+"""Ways to compile the attention kernel; every one takes the C++ compiler."""
+
+CASES: dict[str, tuple[Step, dict[str, Any]]] = {
+    "ragged": (replace(NVFP4, lengths=[1, 40, 77, 0, 300, 64, 129], queries=[1] * 7), {}),
+    "units-of-many-pieces": (
+        replace(NVFP4, lengths=[1, 40, 300, 0, 65] * 2, queries=[1] * 10, multiprocessors=1),
+        {},
+    ),
+    "uneven-queries": (
+        replace(NVFP4, lengths=[70, 3, 130, 20, 0, 2], queries=[3, 0, 1, 0, 1, 0]),
+        {},
+    ),
+    "window": (
+        replace(NVFP4, lengths=[2, 50, 102, 400, 163], queries=[1, 1, 2, 1, 0], window=100),
+        {"sinks": True},
+    ),
+    "window-of-a-billion": (
+        replace(NVFP4, lengths=[5, 70, 300], queries=[1, 1, 1], window=2**30),
+        {},
+    ),
+    "window-of-millions-bfloat16": (
+        replace(BF16, lengths=[5, 70], queries=[1, 1], window=2**25),
+        {},
+    ),
+    "window-of-one": (replace(NVFP4, lengths=[2, 64, 65], queries=[1, 1, 1], window=1), {}),
+    "sinks": (
+        replace(SINKS, lengths=[1, 40, 0, 300], queries=[1, 1, 1, 1]),
+        {"sinks": True},
+    ),
+    "batch-invariant": (
+        replace(SINKS, lengths=[100, 3, 50, 700, 2], queries=[4, 3, 0, 8, 5], batch_invariant=True),
+        {"sinks": True},
+    ),
+    "fp8": (
+        replace(FP8, lengths=[4, 50, 102, 300], queries=[2, 2, 1, 3], window=90),
+        {"sinks": True},
+    ),
+    "e5m2-of-float16": (
+        replace(E5M2, lengths=[1, 47, 200], queries=[1, 1, 1]),
+        {"query_dtype": torch.float16},
+    ),
+    "bfloat16": (replace(BF16, lengths=[1, 40, 0, 170], queries=[1] * 4), {}),
+    "many-columns": (MANY_COLUMNS, {"sinks": True, "softcap": 3.0}),
+    "wide": (replace(WIDE, lengths=[1, 40, 0, 300, 129], queries=[1] * 5), {"sinks": True}),
+    "wide-nhd": (
+        replace(WIDE_NHD, lengths=[3, 140, 300], queries=[1] * 3, window=90),
+        {"softcap": 3.0},
+    ),
+    "wide-64-columns": (replace(WIDE_64, lengths=[1, 140, 300], queries=[1] * 3), {}),
+    "whole-pages-32-columns-of-256": (
+        replace(WHOLE_PAGES_32_OF_256, lengths=[1, 140, 70], queries=[1] * 3),
+        {},
+    ),
+    "whole-pages": (
+        replace(WHOLE_PAGES, lengths=[1, 40, 300, 0, 65] * 2, queries=[1] * 10),
+        {"sinks": True},
+    ),
+    "whole-pages-of-64": (
+        replace(WHOLE_PAGES_64, lengths=[40, 163, 400, 5], queries=[3, 4, 4, 5], window=100),
+        {},
+    ),
+    "whole-pages-head-size-256": (
+        replace(WHOLE_PAGES_256, lengths=[1, 47, 200, 0], queries=[1] * 4),
+        {"query_dtype": torch.float16},
+    ),
+}
+
+
+BATCHES = (
+    *("ragged", "uneven-queries", "batch-invariant", "fp8", "bfloat16", "many-columns"),
+    *("wide", "wide-nhd", "whole-pages", "whole-pages-of-64", "whole-pages-head-size-256"),
+)
+"""Of which random ones are made, with the same kernels."""
+
+
+class Expected(NamedTuple):
+    """Of float64, by (token, head)."""
+
+    out: torch.Tensor
+    sizes: torch.Tensor
+    """As `out`, of absolute values of V."""
+    lse: torch.Tensor
+
+
+def case_of(step: Step, **options: Any) -> Case:
+    """Tokens of the step on packed pages; NaN where no query looks, so before windows, too."""
+    if step.window is not None:
+        options["sliding_window"] = step.window
+    case = make_case(
+        k_dtype=step.dtype,
+        head_size=step.head_size,
+        kv_heads=step.kv_heads,
+        group=step.group,
+        block_size=step.block_size,
+        order=step.order,
+        query_lens=tuple(step.queries),
+        seq_lens=tuple(step.lengths),
+        **options,
+    )
+    if step.window is not None:
+        for length, queries, slots in zip(step.lengths, step.queries, case.slots, strict=True):
+            hidden = slots[: max(0, length - queries - step.window + 1)]
+            at = (hidden // step.block_size, hidden % step.block_size)
+            for view in case.layout.views(case.pages):
+                if view is not None:
+                    view[at] = 0xFF if view.dtype == torch.uint8 else torch.nan
+    return case
+
+
+def only(case: Case, seq: int) -> Case:
+    """The same with one of its sequences."""
+    first, last = sum(case.query_lens[:seq]), sum(case.query_lens[: seq + 1])
+    return replace(
+        case,
+        query=case.query[first:last],
+        query_lens=[case.query_lens[seq]],
+        seq_lens=[case.seq_lens[seq]],
+        block_tables=case.block_tables[seq : seq + 1],
+        slots=[case.slots[seq]],
+    )
+
+
+def attend(step: Step, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE by the launcher; behind the tensors that it is given, or makes, is nothing."""
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        return guarded(x.shape, x.dtype).copy_(x)
+
+    def empty(size: int | tuple[int, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
+        return guarded((size,) if isinstance(size, int) else size, dtype)
+
+    tokens, heads, _ = case.query.shape
+    memory = guarded((tokens, heads + 1, case.layout.head_size_v + 8), case.query.dtype)
+    out = memory[:, :heads, : case.layout.head_size_v]
+    lse = guarded(case.query.shape[:2], torch.float32)
+    with on_host(step, attention=True), patch.object(torch, "empty", empty):
+        cuda.decode(
+            moved(case.query),
+            moved(case.pages),
+            case.layout,
+            moved(case.block_tables),
+            case.arguments()["scale"],
+            torch.tensor(case.k_scale),
+            torch.tensor(case.v_scale),
+            step.window,
+            case.options.get("sinks"),
+            case.options.get("softcap"),
+            make_plan(step),
+            out,
+            lse,
+        )
+    assert memory[:, heads:].isnan().all()
+    assert memory[..., case.layout.head_size_v :].isnan().all()
+    return out, lse
+
+
+def expected(case: Case) -> Expected:
+    """By plain masked softmax on the dequantized cache."""
+    parts = []
+    begins = torch.tensor([0, *case.query_lens]).cumsum(0).tolist()
+    scale = case.arguments()["scale"]
+    for (begin, end), length, slots in zip(
+        pairwise(begins), case.seq_lens, case.slots, strict=True
+    ):
+        key, value = read_tokens(
+            case.pages, slots, case.layout, case.k_scale, case.v_scale, torch.float64
+        )
+        values = torch.cat([value, value.abs()], dim=-1)
+        query = case.query[begin:end]
+        out, lse = dense(query, key, values, length, scale, torch.float64, **case.options)
+        parts.append((*out.chunk(2, dim=-1), lse))
+    return Expected(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def assert_attention(out: torch.Tensor, lse: torch.Tensor, case: Case) -> None:
+    """Probabilities enter the matmul in 16 bits, with scales of nvfp4 perhaps rounded twice."""
+    wanted = expected(case)
+    v_dtype = case.layout.v_dtype
+    operand = torch.float16 if v_dtype.is_quantized else v_dtype.storage_dtype
+    roundings = 2 if v_dtype.is_nvfp4 else 1
+    bound = torch.finfo(out.dtype).eps / 2 * wanted.out.abs()
+    bound += torch.finfo(operand).eps / 2 * roundings * wanted.sizes + 1e-7
+    assert out.isfinite().all()
+    worst = float(((out.double() - wanted.out).abs() / bound).max())
+    assert worst <= 1, f"{worst:.2f} times the error that roundings may make"
+    torch.testing.assert_close(lse.double(), wanted.lse, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention(name: str) -> None:
+    step, options = CASES[name]
+    case = case_of(step, **options)
+    assert_attention(*attend(step, case), case)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_random_batches(name: str) -> None:
+    step, options = CASES[name]
+    rng = Random(name)
+    for seed in range(6):
+        # The mean of queries, which decides how the kernel is compiled, stays as it is.
+        queries = rng.sample(step.queries, len(step.queries))
+        lengths = [rng.choice((0, 1, rng.randint(2, 90), rng.randint(2, 600))) for _ in queries]
+        batch = replace(
+            step,
+            queries=queries,
+            lengths=lengths,
+            window=rng.choice((None, 1, rng.randint(2, 200))),
+            multiprocessors=rng.randint(1, 4),
+        )
+        case = case_of(batch, **options, seed=seed)
+        assert_attention(*attend(batch, case), case)
+
+
+@pytest.mark.parametrize("name", ["ragged", "sinks", "fp8", "bfloat16", "wide", "whole-pages"])
+def test_large_queries(name: str) -> None:
+    """They make maxima grow, and sums be rescaled, tile after tile."""
+    step, options = CASES[name]
+    case = case_of(step, **options)
+    case.query.mul_(-40)
+    assert_attention(*attend(step, case), case)
+
+
+@pytest.mark.parametrize("name", ["ragged", "sinks", "fp8", "bfloat16", "wide", "whole-pages"])
+@pytest.mark.parametrize("factor", [2.0**-90, -(2.0**60)])
+def test_queries_of_any_size(name: str, factor: float) -> None:
+    """A power of two, or a sign, may stand in the queries or in the softmax's scale."""
+    step, options = CASES[name]
+    case = case_of(step, **options)
+    scale = step.head_size**-0.5 / factor
+    scaled = replace(case, query=case.query * factor, options={**case.options, "scale": scale})
+    for x, y in zip(attend(step, scaled), attend(step, case), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("name", "seq", "position"),
+    [("units-of-many-pieces", 2, 299), ("many-columns", 2, 321), ("whole-pages", 2, 299)],
+)
+def test_nan_scales_show(name: str, seq: int, position: int) -> None:
+    """In the first 16 dims of the heads and queries that read that block, and nowhere else."""
+    step, options = CASES[name]
+    case = case_of(step, **options)
+    page, token = divmod(int(case.slots[seq][position]), step.block_size)
+    scales = case.layout.views(case.pages).v_scale
+    assert scales is not None
+    scales[page, token, 0, 0] = 0x7F
+    out, lse = attend(step, case)
+    wanted = torch.zeros(out.shape, dtype=torch.bool)
+    wanted[step.starts[seq] : step.starts[seq + 1], : step.group, :16] = True
+    assert torch.equal(out.isnan(), wanted)
+    assert not lse.isnan().any()
+
+
+def test_rows_do_not_depend_on_the_batch() -> None:
+    step, options = CASES["batch-invariant"]
+    case = case_of(step, **options)
+    together = attend(step, case)
+    for seq in (0, 3):
+        rows = slice(step.starts[seq], step.starts[seq + 1])
+        by_itself = attend(replace(alone(step, seq), multiprocessors=1), only(case, seq))
+        for x, y in zip(by_itself, together, strict=True):
+            assert torch.equal(x, y[rows])
+
+
+def test_cases_have_these_ways_to_keep_queries() -> None:
+    ways, wide = set(), set()
+    for step, _ in CASES.values():
+        mean = step.starts[-1] / len(step.lengths)
+        args = (step.layout, step.group, mean, step.batch_invariant, step.capability)
+        way = variant(*args)
+        assert way is not None
+        if way.wide:
+            wide.add((way.tile, way.n_tiles, way.whole_pages))
+        else:
+            ways.add((way.duplicate, way.n_tiles, way.q_shared))
+    assert ways == {(True, 1, False), (False, 1, False), (False, 2, False), (False, 4, True)}
+    assert wide == {(128, 4, False), (128, 8, False), (128, 4, True), (64, 8, True)}

@@ -1,0 +1,222 @@
+"""The plan of a decode step, its CUDA source run on the CPU: all work once, and balanced."""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from attention.decode.decode_plans import (
+    Share,
+    Step,
+    Table,
+    alone,
+    make_plan,
+    on_host,
+    random_step,
+    read,
+    shares,
+)
+from cuda_on_host import needs_compiler
+from halfbyte.attention.decode import plan as plans
+from halfbyte.attention.decode.plan import Plan
+
+pytestmark = needs_compiler
+
+UNTOUCHED = -77
+EDGES = {
+    "one-token": Step([1], [1]),
+    "nothing-cached": Step([0, 0, 0], [1, 2, 1]),
+    "no-queries": Step([50, 70], [0, 0]),
+    "empty-at-both-ends": Step([0, 5000, 0, 0, 300, 0], [1, 1, 0, 2, 1, 1]),
+    "shorter-than-its-queries": Step([3, 700], [8, 8], window=2),
+    "one-unit": Step([900, 20, 0, 77], [1, 2, 1, 1], kv_heads=8, multiprocessors=1),
+    "one-long": Step([300_000, *[1] * 63], [1] * 64),
+    "same-lengths": Step([8192] * 64, [1] * 64, kv_heads=8),
+    "more-pieces-than-units": Step([100] * 300, [8] * 300, kv_heads=8, multiprocessors=3),
+    "last-cached": Step(list(range(1024)), [1] * 1024),
+    "more-than-cached": Step([*range(1023), 40_000, 70_000, *range(500), 0], [1] * 1526, group=8),
+    "more-than-two-blocks": Step([i * 37 % 900 for i in range(2100)], [i % 3 for i in range(2100)]),
+    "window-of-one": Step([1, 2, 64, 65, 5000], [1, 1, 3, 8, 4], window=1),
+    "window-longer-than-all": Step([10, 2000, 999], [1, 2, 8], window=4000),
+    "many-columns": Step([4000, 100, 0], [8, 7, 1], group=40),
+    "fixed-spans": Step([513, 512, 511, 0, 9000, 1], [1, 2, 1, 1, 8, 1], batch_invariant=True),
+}
+
+
+class Work(NamedTuple):
+    """What a sequence asks for, from the definition of attention alone."""
+
+    tiles: range
+    col_tiles: int
+
+
+def work_of(step: Step, seq: int, tile: int, columns: int) -> Work:
+    """Tiles that any query token of the sequence sees, and groups of its query columns."""
+    length, queries = step.lengths[seq], step.queries[seq]
+    seen: set[int] = set()
+    for position in range(length - queries, length):
+        oldest = 0 if step.window is None else max(0, position - step.window + 1)
+        if position >= 0:
+            seen |= {oldest // tile, position // tile}
+    tiles = range(min(seen), max(seen) + 1) if seen else range(0)
+    return Work(tiles, -(-queries * step.group // columns))
+
+
+def assert_records(step: Step, table: Table, works: list[Work]) -> None:
+    """Pieces lie on the line in order, and each tells what its sequence is."""
+    pieces = table.piece_records[: table.pieces]
+    wanted = [(seq, c) for seq, work in enumerate(works) for c in range(work.col_tiles)]
+    assert pieces[:, 1:3].tolist() == [list(pair) for pair in wanted]
+    for (seq, _), record in zip(wanted, pieces.tolist(), strict=True):
+        tiles = works[seq].tiles
+        assert record[4:] == [len(tiles), step.lengths[seq], step.starts[seq], step.queries[seq]]
+        assert record[3] == tiles.start or not tiles
+    assert all(a[0] <= b[0] for a, b in pairwise(pieces))
+    first_pieces = np.cumsum([0, *(work.col_tiles for work in works)])[:-1]
+    assert table.token_records[:, 0].tolist() == np.repeat(first_pieces, step.queries).tolist()
+    for first, begin, cost, tiles, q_begin in table.token_records[:, :5].tolist():
+        same = pieces[pieces[:, 1] == pieces[first, 1]]
+        assert same[:, 0].tolist() == [begin + i * cost for i in range(len(same))]
+        assert (same[:, 4] == tiles).all()
+        assert (same[:, 6] == q_begin).all()
+    for record in table.unit_records[: table.units]:
+        assert record[:8].tolist() == pieces[record[8]].tolist()
+
+
+def assert_shares(step: Step, plan: Plan, table: Table, works: list[Work]) -> None:
+    """Every tile of every piece belongs to one unit; results have a row each, side by side."""
+    found = shares(table)
+    done = sorted(
+        (*table.piece_records[share.piece, 1:3].tolist(), tile)
+        for share in found
+        for tile in range(share.first, share.stop)
+    )
+    assert done == [
+        (seq, c, tile)
+        for seq, w in enumerate(works)
+        for c in range(w.col_tiles)
+        for tile in w.tiles
+    ]
+    # No warp is started for nothing.
+    assert {share.unit for share in found} == set(range(table.units))
+    rows = [share.unit + share.piece for share in found]
+    assert len(set(rows)) == len(rows)
+    assert max(rows, default=0) < len(plan.partial_ml) // (step.kv_heads * plan.variant.columns)
+    for a, b in pairwise(sorted(found, key=lambda share: (share.piece, share.unit))):
+        assert a.piece != b.piece or (b.unit == a.unit + 1 and a.stop == b.first)
+    if table.overhead == 0:
+        assert len({share.unit for share in found}) == len(found), "a unit has two pieces"
+    for unit, loads in groups(found).items():
+        assert sum(share.stop - share.first for share in loads) <= table.span, unit
+
+
+def groups(found: list[Share]) -> dict[int, list[Share]]:
+    by_unit: dict[int, list[Share]] = {}
+    for share in found:
+        by_unit.setdefault(share.unit, []).append(share)
+    return by_unit
+
+
+def smallest_span(
+    least: int, units: Callable[[int], int], max_units: int, longest: int
+) -> int | None:
+    """The smallest span, from `least` on, that takes no more than so many units."""
+    spans = range(least, max(least, longest) + 1)
+    at = bisect_left(spans, True, key=lambda span: units(span) <= max_units)
+    return spans[at] if at < len(spans) else None
+
+
+def expected_span(works: list[Work], tile: int, max_units: int) -> tuple[int, int]:
+    """Span and overhead: equal chunks where they are as good as a line that is cut anywhere.
+
+    Chunks have at least 128 tokens. To begin a piece takes the time of 64, which counts where the
+    line is cut anywhere: there a unit may begin one piece more.
+    """
+    least, overhead = max(1, 128 // tile), max(1, 64 // tile)
+    costs = np.array([(len(w.tiles), w.col_tiles) for w in works if w.tiles], int).reshape(-1, 2)
+    tiles, pieces = costs.T
+    line = int(((tiles + overhead) * pieces).sum())
+    anywhere = smallest_span(least, lambda span: -(-line // span), max_units, line)
+    chunks = smallest_span(
+        least,
+        lambda span: int((-(-tiles // span) * pieces).sum()),
+        max_units,
+        max(tiles, default=1),
+    )
+    assert anywhere is not None
+    if chunks is not None and chunks <= anywhere + overhead:
+        return chunks, 0
+    return anywhere, overhead
+
+
+def make_guarded_plan(step: Step) -> tuple[Plan, torch.Tensor, int]:
+    """The plan, memory that begins with its data and goes on `UNTOUCHED`, and `max_units`."""
+    guarded: list[torch.Tensor] = []
+
+    def empty(size: int | tuple[int, int], **options: object) -> torch.Tensor:
+        if isinstance(size, int):
+            guarded.append(torch.full((size + 4096,), UNTOUCHED, dtype=torch.int32))
+            return guarded[0][:size]
+        return torch.zeros(1).expand(*size)  # partial results: only their number counts here
+
+    with pytest.MonkeyPatch.context() as patch, on_host(step) as launched:
+        patch.setattr(torch, "empty", empty)
+        patch.setattr(plans, "_MOST_PARTIAL_BYTES", 2**60)
+        plan = make_plan(step)
+    assert [name for name, _ in launched] == ["plan_work"]
+    return plan, guarded[0], launched[0][1].max_units
+
+
+def assert_planned(step: Step) -> Table:
+    num_tokens = step.starts[-1]
+    plan, memory, max_units = make_guarded_plan(step)
+    table = read(plan, num_tokens)
+    tile, columns = plan.variant.tile, plan.variant.columns
+    works = [work_of(step, seq, tile, columns) for seq in range(len(step.lengths))]
+
+    assert table.pieces == sum(work.col_tiles for work in works)
+    assert table.units <= max_units
+    assert (memory[len(plan.data) :] == UNTOUCHED).all()
+    assert (memory[4 + 8 * num_tokens : plan.view.units_offset] == UNTOUCHED).all()
+    assert (table.unit_records[table.units :] == UNTOUCHED).all()
+    assert (table.piece_records[table.pieces :] == UNTOUCHED).all()
+    fixed = (512 // tile, 0)
+    expected = fixed if step.batch_invariant else expected_span(works, tile, max_units)
+    assert (table.span, table.overhead) == expected
+    assert_records(step, table, works)
+    assert_shares(step, plan, table, works)
+    return table
+
+
+@pytest.mark.parametrize("step", EDGES.values(), ids=EDGES)
+def test_plan_of_edge_cases(step: Step) -> None:
+    assert_planned(step)
+    assert_planned(replace(step, batch_invariant=True))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_plan_of_random_batches(seed: int) -> None:
+    for i in range(20):
+        assert_planned(random_step(100 * seed + i))
+
+
+def test_both_ways_to_lay_the_line_are_taken() -> None:
+    assert assert_planned(EDGES["same-lengths"]).overhead == 0
+    assert assert_planned(EDGES["more-pieces-than-units"]).overhead == 1
+
+
+def test_fixed_spans_cut_a_sequence_alike_in_every_batch() -> None:
+    def cuts(step: Step, seq: int) -> list[tuple[int, int, int]]:
+        table = assert_planned(step)
+        records = table.piece_records[:, 1:3].tolist()
+        found = ((records[share.piece], share.first, share.stop) for share in shares(table))
+        return [(c, first, stop) for (s, c), first, stop in found if s == seq]
+
+    step = EDGES["fixed-spans"]
+    for seq in range(len(step.lengths)):
+        assert cuts(step, seq) == cuts(alone(step, seq), 0)

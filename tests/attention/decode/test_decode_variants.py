@@ -1,0 +1,195 @@
+"""Ways to compile the CUDA decode kernel, and that it compiles, without a GPU."""
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from halfbyte.layouts import PageLayout, page_stride
+from machine_code import assert_copies_have_descriptors, disassembled
+
+pytest.importorskip("cuda.bindings.nvrtc")
+
+from halfbyte.attention.decode import cuda
+from halfbyte.attention.decode.variant import Variant, macros, variant
+from halfbyte.kernels.runtime import nvrtc, tensor_maps
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("group", [4, 16, 40])
+def test_kernels_compile(capability: int, head_size: int, group: int) -> None:
+    architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
+    layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
+    way = variant(layout, group, 1.0, False, capability)
+    assert way is not None
+    options = macros(layout, group, torch.bfloat16, group >= 16, way)
+    for name in (way.source, "attention/decode/merge.cu", "attention/decode/plan.cu"):
+        assert nvrtc.compile_source(name, options, architecture)[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_kernels_that_copy_whole_pages_compile(head_size: int, block_size: int) -> None:
+    layout = PageLayout("nvfp4", "nvfp4", head_size, None, 1, block_size)
+    for group in (32, 64):
+        way = variant(layout, group, 1.0, False, 90)
+        assert way is not None
+        assert way.whole_pages
+        options = macros(layout, group, torch.bfloat16, False, way)
+        assert nvrtc.compile_source(way.source, options, "sm_90a")[:4] == b"\x7fELF"
+
+
+def spills(way: Variant, layout: PageLayout, group: int, folder: Path) -> int:
+    """How many instructions move registers to local memory, or back."""
+    options = macros(layout, group, torch.bfloat16, False, way)
+    code = disassembled(nvrtc.compile_source(way.source, options, "sm_90a"), folder)
+    return len(re.findall(r" (?:STL|LDL)[. ]", code))
+
+
+@pytest.mark.parametrize(
+    ("head_size", "block_size", "group"), [(128, 16, 32), (256, 16, 64), (256, 64, 64)]
+)
+def test_whole_pages_spill_no_more(
+    head_size: int, block_size: int, group: int, tmp_path: Path
+) -> None:
+    layout = PageLayout("nvfp4", "nvfp4", head_size, None, 1, block_size)
+    way = variant(layout, group, 1.0, False, 90)
+    assert way is not None
+    assert way.whole_pages
+    usual = spills(way._replace(whole_pages=False), layout, group, tmp_path)
+    assert spills(way, layout, group, tmp_path) <= usual
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+@pytest.mark.parametrize("v_dtype", ["nvfp4", "nvfp4_4over6"])
+def test_a_single_head_is_side_by_side_in_either_order(
+    order: Literal["HND", "NHD"], v_dtype: str
+) -> None:
+    layout = PageLayout("nvfp4", v_dtype, 128, None, 1, 16, order)
+    way = variant(layout, 32, 1.0, False, 90)
+    assert way is not None
+    assert way.whole_pages
+    assert macros(layout, 32, torch.bfloat16, False, way)["HND"] == 1
+
+
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_what_tma_is_told_of_whole_pages(count: int, block_size: int) -> None:
+    layout = PageLayout("nvfp4", "nvfp4", 128, None, 1, block_size)
+    size = layout.page_bytes
+    pages = torch.zeros(count, 2 * size, dtype=torch.uint8)[:, :size]
+    told: list[Any] = []
+    uncached = tensor_maps.tensor_map_of_pages.__wrapped__
+    with (
+        patch.object(tensor_maps, "_encode", lambda *a: told.append(a)),
+        patch.object(cuda, "tensor_map_of_pages", uncached),
+    ):
+        cuda._pages_map(pages, page_stride(pages), layout)
+    ((address, sizes, strides, box, dtype),) = told
+    assert (address, sizes, dtype) == (pages.data_ptr(), (64, size // 64, count), torch.uint8)
+    assert box == (64, size // 64, 1)
+    assert box[1] <= 256
+    assert strides[0] == 64
+    assert strides[1] == (2 * size if count > 1 else size)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        PageLayout("nvfp4", "nvfp4", 128, None, 2, 16),
+        PageLayout("nvfp4", "nvfp4", 128, 64, 1, 16),
+        PageLayout("nvfp4", "nvfp4", 128, None, 1, 48),
+        PageLayout("nvfp4", "nvfp4", 128, None, 1, 128),
+    ],
+    ids=["two-heads", "k-128-v-64", "page-48", "page-128"],
+)
+def test_pages_unlike_tiles_are_not_copied_whole(layout: PageLayout) -> None:
+    way = variant(layout, 32, 1.0, False, 90)
+    assert way is not None
+    assert way.wide
+    assert not way.whole_pages
+
+
+@pytest.mark.parametrize("group", [4, 16, 32])
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+@pytest.mark.parametrize("head_size", [128, 256])
+def test_copies_have_descriptors(
+    head_size: int, order: Literal["HND", "NHD"], group: int, tmp_path: Path
+) -> None:
+    layout = PageLayout("nvfp4", "nvfp4", head_size, 64, 2, 16, order)
+    way = variant(layout, group, 1.0, False, 90)
+    assert way is not None
+    options = macros(layout, group, torch.bfloat16, False, way)
+    code = disassembled(nvrtc.compile_source(way.source, options, "sm_90a"), tmp_path)
+    assert_copies_have_descriptors(code)
+
+
+def test_kernel_that_does_not_compile_says_why() -> None:
+    with pytest.raises(nvrtc.CompileError, match=r"(?s)/decode.cu for sm_90a: .*GROUP"):
+        nvrtc.compile_source("attention/decode/decode.cu", {}, "sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_size", "group", "expected"),
+    [
+        (90, 128, 4, Variant(64, 1, True, False, 2, 2)),
+        (90, 64, 8, Variant(64, 1, False, False, 2, 2)),
+        (90, 128, 16, Variant(32, 2, False, False, 2, 2)),
+        (90, 128, 32, Variant(128, 4, False, True, 2, 3, True)),
+        (90, 64, 64, Variant(128, 8, False, True, 2, 2, True)),
+        (90, 256, 32, Variant(128, 4, False, True, 2, 2, True)),
+        (100, 128, 32, Variant(16, 4, False, True, 2, 2)),
+        (90, 256, 4, Variant(32, 1, True, False, 2, 2)),
+        (90, 256, 16, Variant(16, 2, False, True, 2, 2)),
+        (80, 128, 4, Variant(64, 1, True, False, 2, 2)),
+        (89, 128, 4, Variant(32, 1, True, False, 2, 2)),
+        (120, 256, 16, Variant(16, 1, False, False, 2, 2)),
+    ],
+)
+def test_variant_fills_a_multiprocessor(
+    capability: int, head_size: int, group: int, expected: Variant
+) -> None:
+    layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
+    way = variant(layout, group, 1.0, False, capability)
+    assert way == expected is not None
+    shared = {90: 228, 100: 228, 80: 164}.get(capability, 100) * 1024
+    assert way.ctas * (way.cta_bytes(layout) + 1024) <= shared
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_size", "group", "expected"),
+    [
+        (90, "fp8", 128, 4, Variant(32, 1, False, False, 3, 2)),
+        (90, "fp8", 128, 32, Variant(16, 4, False, True, 3, 2)),
+        (100, "fp8", 64, 32, Variant(32, 4, False, False, 4, 2)),
+        (90, "bfloat16", 128, 4, Variant(16, 1, False, False, 3, 2)),
+        (80, "fp8", 64, 4, Variant(32, 1, False, False, 4, 2)),
+    ],
+)
+def test_variants_of_other_formats(
+    capability: int, dtype: str, head_size: int, group: int, expected: Variant
+) -> None:
+    layout = PageLayout(dtype, dtype, head_size, None, 2, 16)
+    assert variant(layout, group, 1.0, False, capability) == expected
+
+
+def test_variant_does_not_depend_on_the_batch_where_rows_must_not() -> None:
+    layout = PageLayout("nvfp4", "nvfp4", 128, None, 2, 16)
+    assert len({variant(layout, 4, queries, True, 90) for queries in (1.0, 2.0, 8.0)}) == 1
+
+
+@pytest.mark.parametrize("dtypes", [("fp8", "fp8"), ("bfloat16", "bfloat16"), ("fp8", "nvfp4")])
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_kernels_of_other_formats_compile(dtypes: tuple[str, str], capability: int) -> None:
+    layout = PageLayout(*dtypes, 128, None, 2, 16, "NHD")
+    way = variant(layout, 4, 1.0, False, capability)
+    assert way is not None
+    options = macros(layout, 4, torch.bfloat16, False, way)
+    architecture = "sm_80" if capability == 80 else f"sm_{capability}a"
+    assert (
+        nvrtc.compile_source("attention/decode/decode.cu", options, architecture)[:4] == b"\x7fELF"
+    )

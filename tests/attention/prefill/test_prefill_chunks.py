@@ -1,0 +1,271 @@
+"""Prefill by our own kernel: how batches are cut for it, and the kernel on rows, also on a GPU."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attention.cases import config, dense, make_case
+from attention.prefill.dense_cases import LARGE, SMALL, assert_dense, inputs_of, make_small
+from halfbyte.attention import ATTENTION_BACKENDS
+from halfbyte.attention.paged.plan import Gpu, Tiles, choose_row_tiles
+from halfbyte.attention.prefill import plan as dense_plan
+from halfbyte.attention.prefill.chunks import make_chunks
+from halfbyte.layouts import PageLayout
+from triton_interpreter import interpreted
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 20.0, "query_lens": (520, 70), "seq_lens": (520, 1700)},
+    "softcap-and-window": {
+        "softcap": 20.0,
+        "sinks": True,
+        "sliding_window": 200,
+        "query_lens": (520, 70, 3),
+        "seq_lens": (520, 1700, 90),
+    },
+    "wider-keys": {
+        "head_size": 192,
+        "head_size_v": 128,
+        "query_lens": (520, 70),
+        "seq_lens": (520, 1700),
+    },
+    "wider-values": {
+        "head_size": 80,
+        "head_size_v": 256,
+        "query_lens": (520, 70),
+        "seq_lens": (520, 1700),
+    },
+    "short-prompts": {"query_lens": (70, 300, 64, 63), "seq_lens": (70, 300, 64, 63)},
+    "group-of-three": {"group": 3, "query_lens": (70, 300), "seq_lens": (90, 300)},
+    "group-of-200": {"group": 200, "query_lens": (70,), "seq_lens": (90,)},
+    "float16": {"query_dtype": torch.float16, "query_lens": (70, 300), "seq_lens": (90, 300)},
+}
+
+
+@pytest.mark.parametrize("tokens_per_tile", [1, 5, 16, 64])
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("most_keys", [200, 260, 1000])
+def test_work_holds_every_query_once(
+    most_keys: int, window: int | None, tokens_per_tile: int
+) -> None:
+    sequences = [(0, 0, 20, 20), (1, 20, 33, 200), (3, 53, 70, 90), (4, 130, 9, 12)]
+    seen = []
+    device = torch.device("cpu")
+    for chunks in make_chunks(sequences, window, most_keys, tokens_per_tile, device):
+        assert chunks.keys <= most_keys
+        assert chunks.work.dtype == torch.int32
+        table = torch.arange(5)[chunks.sequences].tolist()
+        counts = (chunks.ends - chunks.begins).tolist()
+        assert (sum(counts), max(counts)) == (chunks.keys, chunks.most_keys)
+        ends = (chunks.rows + chunks.ends - chunks.begins).tolist()
+        assert chunks.rows.tolist() == [0, *ends[:-1]]
+        for token, count, row, position in chunks.work.tolist():
+            assert 1 <= count <= tokens_per_tile
+            i = chunks.rows.tolist().index(row)
+            assert position + count <= counts[i]
+            begin = int(chunks.begins[i])
+            for j in range(count):
+                own = begin + position + j
+                assert begin <= (0 if window is None else max(0, own - window + 1))
+                seen.append((table[i], token + j, own))
+        longest = chunks.work[:, 3].tolist()
+        assert longest == sorted(longest, reverse=True)
+    wanted = [(i, row + j, n - new + j) for i, row, new, n in sequences for j in range(new)]
+    assert sorted(seen) == wanted
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 40])
+@pytest.mark.parametrize("tiles", [Tiles(16, 16, 4, 2), Tiles(32, 64, 4, 2)], ids=str)
+def test_rows_of_others_are_not_touched(tiles: Tiles, group: int) -> None:
+    """Nor do keys of others count, NaN among them."""
+    attend_rows = interpreted("halfbyte.attention.prefill.rows").attend_rows
+    torch.manual_seed(0)
+    query = torch.randn(30, 2 * group, 16)
+    key, value = torch.randn(60, 2, 16), torch.randn(60, 2, 32)
+    sequences = [(0, 3, 21, 21), (1, 27, 2, 33)]
+    (chunks,) = make_chunks(sequences, None, 100, tiles.tokens(group), torch.device("cpu"))
+    key[54:], value[54:] = torch.nan, torch.nan
+    out, lse = torch.full((30, 2 * group, 32), 7.0), torch.full((30, 2 * group), 7.0)
+    sinks = torch.randn(2 * group)
+    attend_rows(query, key, value, chunks.work, tiles, -0.3, None, sinks, None, out, lse)
+    for _, row, new, length in sequences:
+        first = 0 if row == 3 else 21
+        k, v = (x[first : first + length].double() for x in (key, value))
+        exact, exact_lse = dense(
+            query[row : row + new], k, v, length, -0.3, torch.float64, sinks=sinks
+        )
+        for ours, wanted in ((out, exact), (lse, exact_lse)):
+            torch.testing.assert_close(ours[row : row + new].double(), wanted, rtol=1e-5, atol=1e-5)
+    for row in (0, 1, 2, 24, 25, 26, 29):
+        assert bool((out[row] == 7.0).all())
+        assert bool((lse[row] == 7.0).all())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "window",
+        "softcap",
+        "window-over-some",
+        "window-larger-than-the-workspace",
+    ],
+)
+def test_short_prompts_without_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where all are shorter than what PyTorch's attention is taken for."""
+    assert_dense(make_small(SMALL[name], monkeypatch, pytorch_from=1000), "cpu")
+
+
+@pytest.mark.parametrize(("head_size", "head_size_v"), [(16, 16), (80, 80), (256, 256), (32, 192)])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_windows_with_heads_of_every_size(
+    head_size: int, head_size_v: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = {"query_lens": (20, 90), "seq_lens": (20, 300)}
+    options = {"sliding_window": 70, "sinks": True, "softcap": softcap}
+    sizes = {"head_size": head_size, "head_size_v": head_size_v}
+    small = {"workspace_tokens": 2048, "pytorch_from": 1000}
+    case = make_small({**lengths, **options, **sizes}, monkeypatch, **small)
+    plan = dense_plan.make_plan(inputs_of(case, "cpu"), 16)
+    assert not plan.some
+    assert not plan.long
+    assert_dense(case, "cpu")
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((64, 64), {"windowed": True, "has_sinks": True}),
+        ((64, 64), {"has_lse": True}),
+        ((128, 128), {"windowed": True}),
+        ((128, 128), {"capped": True}),
+        ((192, 128), {}),
+        ((256, 256), {"windowed": True, "capped": True}),
+    ],
+    ids=str,
+)
+def test_kernel_compiles(sizes: tuple[int, int], options: dict[str, bool], capability: int) -> None:
+    pytest.importorskip("triton")
+    import triton.language as tl
+
+    from halfbyte.attention.prefill.rows import row_constants, rows_kernel
+    from triton_compiler import compile_kernel
+
+    gpu = Gpu(capability, 100)
+    window = 128 if options.get("windowed") else None
+    tiles = choose_row_tiles(*sizes, window, gpu)
+    switches = ("windowed", "capped", "has_sinks", "has_lse")
+    usage = compile_kernel(
+        rows_kernel,
+        {
+            **dict.fromkeys(("query", "key", "value", "out"), "*bf16"),
+            **dict.fromkeys(("sinks", "lse"), "*fp32"),
+            **dict.fromkeys(("score_scale", "cap"), "fp32"),
+            "tiles": "*i32",
+        },
+        {
+            **row_constants(8, 4, *sizes, tiles),
+            **{name: options.get(name, False) for name in switches},
+            "operand": tl.bfloat16,
+            "folded": not options.get("capped"),
+        },
+        capability,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    assert usage.shared <= gpu.shared_bytes
+    assert usage.stack <= 64
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OTHERS)
+def test_chunks_on_a_gpu(name: str) -> None:
+    options: dict[str, Any] = {"head_size": 128, "group": 2, "kv_heads": 1, **OTHERS[name]}
+    assert_dense(make_case(**options), "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_size", [48, 64, 96, 256])
+def test_windows_on_a_gpu(head_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, sizes in LARGE.items():
+        if "window" in name:
+            assert_dense(
+                make_case(**{"group": 8, "kv_heads": 2, **sizes, "head_size": head_size}), "cuda"
+            )
+
+
+@pytest.mark.parametrize(
+    "options", [{"sliding_window": 4096}, {"softcap": 30.0}, {"sliding_window": 128}], ids=str
+)
+def test_is_chosen_for_prefill(options: dict[str, Any]) -> None:
+    work = config(num_tokens=8192, num_seqs=4, **options)
+    assert ATTENTION_BACKENDS.select(work, compute_capability=90).name == "dense"
+
+
+def test_what_the_workspace_cannot_hold_goes_to_the_general_kernel() -> None:
+    case = make_case(head_size=64, query_lens=(70, 70), seq_lens=(70, 300), softcap=5.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense_plan, "workspace_tokens", lambda inputs: 100)
+        plan = dense_plan.make_plan(inputs_of(case, "cpu"), 16)
+    assert [chunks.keys for chunks in plan.chunks] == [70]
+    assert [some.backends[0] for some in plan.some] == ["triton"]
+    assert plan.long == []
+
+
+@pytest.mark.parametrize(
+    ("options", "lens", "takers"),
+    [
+        # Few new tokens; many cached ones for each; fewer.
+        ({}, [(3, 400), (12, 4000), (12, 300), (130, 9000)], "few general own own"),
+        ({"sliding_window": 100}, [(12, 4000), (600, 4000), (3, 9)], "own own few"),
+        # Two dozen sequences that are one tile of the general kernel each, beside longer ones.
+        ({}, [(16, 600)] * 23 + [(17, 600)], " ".join(["own"] * 24)),
+        ({}, [(16, 600), (17, 600)] * 24, " ".join(["general own"] * 24)),
+        ({}, [(16, 271)] * 24, " ".join(["own"] * 24)),
+        ({"sliding_window": 300}, [(16, 600)] * 24, " ".join(["own"] * 24)),
+        # PyTorch's own from many queries on, many keys, or prompts that it takes at once.
+        ({}, [(2048, 2048), (700, 700), (512, 9000)], "pytorch own pytorch"),
+        ({}, [(512, 512)] * 16, " ".join(["pytorch"] * 16)),
+        ({}, [(512, 512)] * 2, "own own"),
+        ({}, [(256, 256)] * 16, " ".join(["pytorch"] * 16)),
+        ({}, [(513, 513)] * 16, " ".join(["own"] * 16)),
+        ({"softcap": 5.0}, [(2048, 2048), (12, 4000)], "own general"),
+        ({"head_size": 64}, [(2048, 2048), (12, 4000)], "own general"),
+        # More than the workspace holds.
+        ({}, [(300, 70_000), (30, 70_000)], "pytorch general"),
+        ({"softcap": 5.0}, [(300, 70_000)], "general"),
+        # A window that hides nothing, of more than the workspace holds.
+        ({"sliding_window": 70_000}, [(300, 300), (2048, 2048)], "own pytorch"),
+    ],
+    ids=str,
+)
+def test_who_takes_which_sequence(
+    options: dict[str, Any], lens: list[tuple[int, int]], takers: str
+) -> None:
+    queries, lengths = ([pair[i] for pair in lens] for i in (0, 1))
+    case = make_case(head_size=16, query_lens=(1,), seq_lens=(1,))
+    layout = PageLayout("nvfp4", "nvfp4", options.get("head_size", 128), None, 8, 16)
+    inputs = replace(
+        inputs_of(case, "cpu"),
+        layout=layout,
+        query=torch.empty((0, 32, layout.head_size), dtype=torch.bfloat16),
+        query_start_loc=torch.tensor([0, *queries]).cumsum(0),
+        seq_lens=torch.tensor(lengths),
+        block_tables=torch.zeros((len(lens), 1), dtype=torch.int32),
+        softcap=options.get("softcap"),
+        sliding_window=options.get("sliding_window"),
+    )
+    plan = dense_plan.make_plan(inputs, 16)
+    taken: dict[int, str] = {}
+    for some in plan.some:
+        rows = range(sum(queries)) if some.rows is None else some.rows.tolist()
+        taken |= dict.fromkeys(rows, "few" if some.backends[0] == "cuda" else "general")
+    for chunks in plan.chunks:
+        for token, count, *_ in chunks.work.tolist():
+            taken |= dict.fromkeys(range(token, token + count), "own")
+    for long in plan.long:
+        end = long.query_begin + long.count * long.queries
+        taken |= dict.fromkeys(range(long.query_begin, end), "pytorch")
+    wanted = [taker for n, taker in zip(queries, takers.split(), strict=True) for _ in range(n)]
+    assert [taken[i] for i in range(sum(queries))] == wanted

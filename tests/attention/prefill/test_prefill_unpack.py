@@ -1,0 +1,192 @@
+"""Unpacking tokens into workspaces: interpreted on a CPU, compiled for GPUs, run on one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from attention.cases import Case, make_case
+from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY, read_tokens
+from halfbyte.layouts import PageLayout
+
+pytest.importorskip("triton")
+
+from triton_compiler import SHARED_BYTES, compile_kernel
+from triton_interpreter import interpreted
+
+RANGES = {"begins": (0, 3, 10, 16), "ends": (1, 40, 77, 16)}
+SHAPES: dict[str, dict[str, Any]] = {
+    "nhd": {"order": "NHD", "head_size": 128},
+    "sm100": {"v_scale_layout": "sm100", "head_size_v": 128},
+    "fp8-k": {"k_dtype": "fp8", "v_dtype": "nvfp4"},
+    "e5m2-nhd-page-8": {"k_dtype": "fp8_e5m2", "order": "NHD", "block_size": 8},
+    "mxfp4-page-1": {"k_dtype": "mxfp4", "block_size": 1},
+    "d80-v16": {"k_dtype": "fp4_block16", "head_size": 80, "head_size_v": 16},
+    "d96": {"k_dtype": "float16", "head_size": 96},
+    "d256": {"k_dtype": "nvfp4", "v_dtype": "bfloat16", "head_size": 256, "kv_heads": 1},
+}
+
+
+def unpack(
+    unpack_tokens: Callable[..., None], case: Case, dtype: torch.dtype, device: str, **changes: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of `RANGES`, one sequence after the other with a row between; K in HND memory."""
+    layout = case.layout
+    counts = [e - b for b, e in zip(RANGES["begins"], RANGES["ends"], strict=True)]
+    rows = [sum(counts[:i]) + i for i in range(len(counts))]
+    total = sum(counts) + len(counts)
+    k_out = torch.full((layout.num_kv_heads, total, layout.head_size), 7.0, dtype=dtype).to(device)
+    v_out = torch.full((total, layout.num_kv_heads, layout.head_size_v), 7.0, dtype=dtype).to(
+        device
+    )
+    arguments: dict[str, Any] = {
+        **RANGES,
+        "rows": rows,
+        "k_scale": case.k_scale,
+        "v_scale": torch.tensor(case.v_scale).to(device),
+        **changes,
+    }
+    unpack_tokens(
+        case.pages.to(device),
+        layout,
+        case.block_tables.to(device),
+        k_out=k_out.transpose(0, 1),
+        v_out=v_out,
+        **arguments,
+    )
+    return k_out.transpose(0, 1).cpu(), v_out.cpu()
+
+
+def expected(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    layout = case.layout
+    keys, values = [], []
+    for slots, begin, end in zip(case.slots, *RANGES.values(), strict=True):
+        key, value = read_tokens(
+            case.pages, slots[begin:end], layout, case.k_scale, case.v_scale, dtype
+        )
+        keys += [key, torch.full((1, layout.num_kv_heads, layout.head_size), 7.0, dtype=dtype)]
+        values += [
+            value,
+            torch.full((1, layout.num_kv_heads, layout.head_size_v), 7.0, dtype=dtype),
+        ]
+    return torch.cat(keys), torch.cat(values)
+
+
+def assert_bits(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def interpret(case: Case, dtype: torch.dtype, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return unpack(
+        interpreted("halfbyte.attention.prefill.unpack").unpack_tokens,
+        case,
+        dtype,
+        "cpu",
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("dtype", [d for d in KV_CACHE_QUANT_REGISTRY if "float" not in d])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_unpack_every_byte_of_every_format(dtype: str) -> None:
+    case = make_case(k_dtype=dtype)
+    case.pages = torch.randint(0, 256, case.pages.shape, dtype=torch.uint8)
+    assert_bits(interpret(case, torch.float32), expected(case, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", list(KV_CACHE_QUANT_REGISTRY))
+def test_unpack_rounds_once(dtype: str) -> None:
+    case = make_case(k_dtype=dtype)
+    assert_bits(interpret(case, torch.float16), expected(case, torch.float16))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_unpack_shapes(name: str) -> None:
+    case = make_case(**SHAPES[name])
+    assert_bits(interpret(case, torch.float32), expected(case, torch.float32))
+
+
+def test_unpack_ranges_as_tensors_and_bounded() -> None:
+    case = make_case()
+    tensors = {name: torch.tensor(x, dtype=torch.int32) for name, x in RANGES.items()}
+    assert_bits(interpret(case, torch.float32, **tensors), expected(case, torch.float32))
+    # Programs take 64 tokens each: the bound leaves out the end of the longest range.
+    k_out, v_out = interpret(case, torch.float32, max_tokens=64)
+    k_want, v_want = expected(case, torch.float32)
+    k_want[42 + 64 - 2 : -2], v_want[42 + 64 - 2 : -2] = 7.0, 7.0
+    assert_bits((k_out, v_out), (k_want, v_want))
+
+
+def test_unpack_nothing() -> None:
+    case = make_case()
+    k_out, v_out = interpret(case, torch.float32, begins=(5,) * 4, ends=(5, 4, 5, 0))
+    assert (k_out == 7).all()
+    assert (v_out == 7).all()
+
+
+def test_unpack_refuses_workspaces_that_do_not_fit() -> None:
+    from halfbyte.attention.prefill.unpack import unpack_tokens
+
+    case = make_case()
+    k_out = torch.zeros(100, 2, 64)
+    for wrong in (torch.zeros(100, 2, 32), torch.zeros(100, 64, 2).mT):
+        with pytest.raises(ValueError, match=r"v_out: expected \[rows, 2, 64\]"):
+            unpack_tokens(
+                case.pages, case.layout, case.block_tables, [0], [1], [0], 1.0, 1.0, k_out, wrong
+            )
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize(("dtype", "head_size"), [("nvfp4", 128), ("fp8", 64), ("mxfp4", 96)])
+def test_unpack_kernel_compiles(dtype: str, head_size: int, capability: int) -> None:
+    from halfbyte.attention.prefill.unpack import unpack_kernel
+    from halfbyte.kernels.formats.kv_tiles import side_geometry
+
+    layout = PageLayout(dtype, dtype, head_size, None, 8, 16)
+    usage = compile_kernel(
+        unpack_kernel,
+        {
+            **dict.fromkeys(("tables", "begins", "ends", "first_rows"), "*i32"),
+            **dict.fromkeys(("k_global", "v_global"), "*fp32"),
+            **dict.fromkeys(("k_out", "v_out"), "*bf16"),
+            **dict.fromkeys(("k_factor", "v_factor"), "fp32"),
+            "pages": "*u8",
+        },
+        {
+            "k": side_geometry(layout, "k"),
+            "v": side_geometry(layout, "v"),
+            "kv_heads": 8,
+            "k_global_on_device": True,
+            "v_global_on_device": True,
+            "num_tokens": 64,
+            "ptx": True,
+        },
+        capability,
+    )
+    assert usage.shared <= SHARED_BYTES[capability] // 8
+    assert usage.stack == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", [*KV_CACHE_QUANT_REGISTRY, *SHAPES])
+def test_unpack_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    from halfbyte.attention.prefill.unpack import unpack_tokens
+
+    case = make_case(**SHAPES.get(name, {"k_dtype": name, "head_size": 128}))
+    for ranges in ({}, {n: torch.tensor(x, dtype=torch.int32).cuda() for n, x in RANGES.items()}):
+        got = unpack(unpack_tokens, case, dtype, "cuda", **ranges)
+        assert_bits(got, expected(case, dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [d for d in KV_CACHE_QUANT_REGISTRY if "float" not in d])
+def test_unpack_every_byte_on_a_gpu(dtype: str) -> None:
+    from halfbyte.attention.prefill.unpack import unpack_tokens
+
+    case = make_case(k_dtype=dtype, head_size=128)
+    case.pages = torch.randint(0, 256, case.pages.shape, dtype=torch.uint8)
+    got = unpack(unpack_tokens, case, torch.float32, "cuda")
+    assert_bits(got, expected(case, torch.float32))

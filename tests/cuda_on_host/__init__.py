@@ -1,0 +1,19 @@
+"""CUDA sources on the CPU: see `build`."""
+
+from cuda_on_host.build import (
+    allocate,
+    build,
+    guarded,
+    launch,
+    needs_compiler,
+    tensor_maps_on_host,
+)
+
+__all__ = [
+    "allocate",
+    "build",
+    "guarded",
+    "launch",
+    "needs_compiler",
+    "tensor_maps_on_host",
+]

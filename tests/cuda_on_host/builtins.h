@@ -1,0 +1,97 @@
+// What CUDA C++ has besides the language's own: barriers, shuffles and votes of whole warps, casts of
+// bits, for build.py.
+
+#pragma once
+#include "cuda.h"
+
+// The default argument is the line of the call.
+inline void __syncthreads(int line = __builtin_LINE()) {
+  cuda_on_host::stop(cuda_on_host::AT_CTA, line);
+}
+// Whether this is so for any thread of the CTA.
+inline bool __syncthreads_or(bool x, int line = __builtin_LINE()) {
+  cuda_on_host::this_thread().vote = x;
+  cuda_on_host::stop(cuda_on_host::AT_CTA, line);
+  cuda_on_host::this_thread().vote = false;
+  return cuda_on_host::cta->voted;
+}
+inline void __syncwarp(int line = __builtin_LINE()) {
+  cuda_on_host::stop(cuda_on_host::AT_WARP, line);
+}
+
+template <class T>
+T __shfl_sync(unsigned mask, T x, int source, int line = __builtin_LINE()) {
+  return cuda_on_host::shuffle(mask, x, source, line);
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T x, int lane_mask, int line = __builtin_LINE()) {
+  return cuda_on_host::shuffle(mask, x, threadIdx.x % 32 ^ lane_mask, line);
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T x, unsigned delta, int line = __builtin_LINE()) {
+  const unsigned lane = threadIdx.x % 32;
+  return cuda_on_host::shuffle(mask, x, lane < delta ? lane : lane - delta, line);
+}
+
+inline bool __any_sync(unsigned mask, bool x, int line = __builtin_LINE()) {
+  if (mask != ~0u) cuda_on_host::refuse("a vote of some of a warp's lanes");
+  cuda_on_host::bring(x, line);
+  bool any = false;
+  for (int lane = 0; lane < 32; lane++) any |= *(const bool*)cuda_on_host::brought_by(lane);
+  return any;
+}
+
+inline float __int_as_float(int x) {
+  float y;
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
+inline float __uint_as_float(unsigned x) { return __int_as_float(x); }
+
+inline unsigned __float_as_uint(float x) {
+  unsigned y;
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
+
+inline int __float_as_int(float x) { return __float_as_uint(x); }
+
+inline unsigned __ballot_sync(unsigned mask, bool x, int line = __builtin_LINE()) {
+  if (mask != ~0u) cuda_on_host::refuse("a vote of some of a warp's lanes");
+  cuda_on_host::bring(x, line);
+  unsigned all = 0;
+  for (int i = 0; i < 32; i++) all |= *(const bool*)cuda_on_host::brought_by(i) * 1u << i;
+  return all;
+}
+
+template <class T>
+T __ldcs(const T* x) {
+  return *x;
+}
+template <class T>
+T __ldcg(const T* x) {
+  return *x;
+}
+template <class T>
+void __stcg(T* to, T x, int line = __builtin_LINE()) {
+  cuda_on_host::may_give_way(line);
+  *to = x;
+}
+
+inline float __fdividef(float x, float y) { return x / y; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+
+// Bytes of y and x, 0 to 3 being those of x, that the selector's nibbles name.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const unsigned long long bytes = (unsigned long long)y << 32 | x;
+  unsigned z = 0;
+  for (int i = 0; i < 32; i += 8) {
+    const unsigned nibble = selector >> i / 2;
+    const unsigned byte = bytes >> 8 * (nibble & 7) & 0xFF;
+    z |= (nibble & 8 ? (byte >> 7) * 0xFF : byte) << i;
+  }
+  return z;
+}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+  return ((unsigned long long)high << 32 | low) >> shift % 32;
+}

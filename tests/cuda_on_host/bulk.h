@@ -1,0 +1,125 @@
+// What SM90 has besides matmuls, for build.py: TMA to both CTAs of a cluster and back to memory, bulk
+// copies, other CTAs' barriers and stores to their memory, barriers with numbers, and flags in memory that
+// clusters wait for.
+
+#pragma once
+#include "wgmma.h"
+
+namespace cuda_on_host {
+
+inline int cluster_rank() { return (cta - ctas) % cluster_size; }
+
+// The same place in another CTA of the cluster. A CTA's shared memory is smaller than 2^24.
+inline unsigned map_to_rank(unsigned address, unsigned rank) {
+  if (rank >= (unsigned)cluster_size) fail("block %u: no CTA has rank %u", blockIdx.x, rank);
+  return address | (rank + 1) << 24;
+}
+
+inline Cta& cta_of(unsigned mapped) { return cta_of_rank((mapped >> 24) - 1); }
+inline unsigned address_of(unsigned mapped) { return mapped & 0xFFFFFF; }
+
+inline void expect_mapped(unsigned barrier, int bytes) {
+  Cta& other = cta_of(barrier);
+  if (other.ended) fail("block %u arrives at a barrier of a CTA that has ended", blockIdx.x);
+  arrive_and_expect(other, address_of(barrier), bytes);
+}
+inline void arrive_mapped(unsigned barrier) { expect_mapped(barrier, 0); }
+
+inline void send_floats(unsigned to, float a, float b, float c, float d, unsigned barrier) {
+  if (to >> 24 != barrier >> 24) fail("block %u: a barrier counts bytes of another CTA", blockIdx.x);
+  const float values[] = {a, b, c, d};
+  const unsigned char* const bytes = (const unsigned char*)values;
+  send(cta_of(to), address_of(to), 16, {bytes, bytes + sizeof values}, address_of(barrier));
+}
+
+inline void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  if (bytes % 16 || (size_t)from % 16) fail("a bulk copy of %u bytes from %p", bytes, from);
+  const unsigned char* const first = (const unsigned char*)from;
+  send(*cta, to, 16, {first, first + bytes}, barrier);
+}
+
+// Chunk `i` of a box of some rows of 128 bytes: where it is in the matrix, or null beyond it, and in the
+// box, by an address with the 128-byte swizzle.
+inline unsigned char* chunk_in_matrix(const BoxMap& map, int value, int first_row, unsigned i) {
+  const unsigned column = value + i % 8 * 16 / map.value_bytes, row = first_row + i / 8;
+  if (map.box[0] * map.value_bytes != 128) refuse("boxes of rows that are not of 128 bytes");
+  if (column >= map.sizes[0] || row >= map.sizes[1]) return nullptr;
+  return map.memory + row * map.strides[0] + column * map.value_bytes;
+}
+inline unsigned chunk_in_box(unsigned address, unsigned i) {
+  return i * 16 ^ (address + i * 16) / 128 % 8 * 16;
+}
+
+// A box to the same place in all CTAs that `mask` names, and counted by barriers in the same place.
+inline void copy_box(unsigned to, const void* tensor_map, int value, int first_row, unsigned barrier,
+                     unsigned mask) {
+  const BoxMap& map = *(const BoxMap*)tensor_map;
+  check_map(map);
+  if (mask >> cluster_size) fail("block %u: a box for CTAs that are not there", blockIdx.x);
+  std::vector<unsigned char> bytes(map.box[1] * 128);
+  for (unsigned i = 0; i < bytes.size() / 16; i++)
+    if (const unsigned char* from = chunk_in_matrix(map, value, first_row, i))
+      memcpy(&bytes[chunk_in_box(to, i)], from, 16);
+  for (int rank = 0; rank < cluster_size; rank++)
+    if (mask >> rank & 1) send(cta_of_rank(rank), to, 128, bytes, barrier);
+}
+
+// A box from shared memory: read at once or when it is waited for, by chance.
+inline void store_box(const void* tensor_map, int value, int first_row, unsigned from) {
+  const BoxMap map = *(const BoxMap*)tensor_map;
+  check_map(map);
+  at(*cta, from, map.box[1] * 128, 128);
+  const auto store = [=] {
+    for (unsigned i = 0; i < map.box[1] * 8; i++)
+      if (unsigned char* to = chunk_in_matrix(map, value, first_row, i))
+        memcpy(to, at(from + chunk_in_box(from, i), 16), 16);
+  };
+  if (next_random() & 1)
+    store();
+  else
+    this_thread().stores.push_back(store);
+}
+
+inline void wait_for_stores() {
+  for (const auto& store : this_thread().stores) store();
+  this_thread().stores.clear();
+}
+
+// Of so many threads of a CTA. Who only arrives does not wait, but a warp's lanes arrive together.
+inline bool meet(int number, int count, bool waits, bool says_so, int line = __builtin_LINE()) {
+  if (!waits) stop(AT_WARP, line);
+  NamedBarrier& barrier = cta->named[number];
+  barrier.any |= says_so;
+  if (++barrier.arrived == count) {
+    barrier.found = barrier.any;
+    barrier.arrived = 0, barrier.any = false;
+    barrier.phase++;
+  } else if (waits) {
+    wait_while_it_is(barrier.phase, line);
+  }
+  return barrier.found;
+}
+
+// A word in shared memory, for others to find.
+inline unsigned exchange(unsigned address, unsigned value, int line = __builtin_LINE()) {
+  may_give_way(line);
+  const unsigned before = load<unsigned>(address);
+  store(address, value);
+  return before;
+}
+
+inline void set_flag(unsigned long long* flag, unsigned long long value, int line = __builtin_LINE()) {
+  may_give_way(line);
+  *flag = value;
+}
+
+// A flag in memory that somebody else may raise. Who finds it as it was the last time gives way until its lower
+// half changes.
+inline unsigned long long look_at_flag(const unsigned long long* flag, int line = __builtin_LINE()) {
+  Thread& thread = this_thread();
+  if (thread.flag == flag && thread.seen_flag == *flag) wait_while_it_is(*(const int*)flag, line);
+  thread.flag = flag, thread.seen_flag = *flag;
+  return *flag;
+}
+
+}  // namespace cuda_on_host

@@ -1,0 +1,487 @@
+// Runs CUDA C++ on a CPU, one thread at a time. Some clusters of CTAs are under way together, by default one;
+// most clusters are a single CTA. See build.py.
+//
+// A thread is a fiber that runs until its next barrier or shuffle, or until it has to wait; there
+// it gives way to the next. CTAs, warps and lanes take turns in an order that changes, so that a
+// missing barrier shows. Where not all threads of a warp or of a CTA come to the same line, or all
+// wait for what does not come, the launch ends with a message instead of waiting for ever; CUDA
+// leaves open what happens then.
+//
+// It has what the sources that run on it need, no more: shuffles of whole warps, grids, clusters
+// and CTAs of one dimension. Barriers, shuffles and the like are in builtins.h, what inline
+// assembly does in ptx.h, that of SM90 in wgmma.h and bulk.h.
+
+#pragma once
+#include <setjmp.h>
+#include <signal.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <tuple>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+#define __grid_constant__
+#define __align__(n) __attribute__((aligned(n)))
+#define __shared__ static  // one CTA at a time, where they have such variables
+
+#define VECTORS(T, name)                                                                   \
+  struct alignas(2 * sizeof(T)) name##2 { T x, y; };                                       \
+  struct alignas(4 * sizeof(T)) name##4 { T x, y, z, w; };                                 \
+  inline name##2 make_##name##2(T x, T y) { return {x, y}; }                               \
+  inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
+VECTORS(int, int)
+VECTORS(unsigned, uint)
+VECTORS(float, float)
+#undef VECTORS
+
+struct uint3 {
+  unsigned x, y, z;
+};
+static uint3 threadIdx, blockIdx, blockDim{1, 1, 1}, gridDim{1, 1, 1};
+
+using std::max;
+using std::min;
+
+namespace cuda_on_host {
+
+constexpr int WARP = 32, MOST_THREADS = 1024, MOST_CTAS = 16, STACK_BYTES = 64 * 1024;
+constexpr int MOST_TURNS = 20000;  // of a launch in the tests it takes less than 1000
+constexpr unsigned MOST_SHARED_BYTES = 256 * 1024;
+enum Stop { NOWHERE, AT_WARP, AT_CTA, AT_WAIT, AT_END };
+
+// What a lane gives to the others of its warp, of any type.
+struct alignas(16) Message {
+  unsigned char bytes[48];
+};
+
+// A copy into shared memory that nobody has waited for yet.
+struct Copy {
+  unsigned to;
+  const void* from;
+  unsigned bytes, there;
+  int group;
+};
+
+// A matmul whose sums nobody has waited for yet.
+struct Matmul {
+  float* d;
+  const unsigned* a;
+  unsigned words[4];  // of a, as they were
+  float rows[2][16];  // of A, that this lane has sums of
+  unsigned long long b;
+  int columns;
+  bool add, is_bfloat16;
+  std::vector<float> product;  // if it was early
+  int group;
+};
+
+struct Thread {
+  bool made = false;
+  std::unique_ptr<char[]> stack;
+  ucontext_t begin;
+  jmp_buf here;  // not a ucontext, whose switches ask the kernel to save a signal mask
+  Stop stop;
+  int line;                  // of the source, where it stopped
+  const int* watched;        // until this is no longer what it has seen, it waits
+  int seen;
+  Message value;             // that it brings to an operation of its warp
+  Message received;          // what its lane brought to the last one
+  std::vector<Copy> copies;  // oldest first
+  int groups;                // of copies, committed so far
+  std::vector<Matmul> matmuls;                // oldest first
+  int matmul_groups;                          // committed so far
+  std::map<float*, std::vector<float>> sums;  // of those
+  std::vector<std::function<void()>> stores;  // by TMA, that nobody has waited for yet
+  const unsigned long long* flag;             // that it looked at last
+  unsigned long long seen_flag;
+  bool vote;                                  // of the CTA
+  int arrivals;              // at the cluster's barrier
+  bool has_to_wait;          // there, after the last of them
+};
+
+constexpr int MOST_BYTES_OF_BARRIER = (1 << 20) - 1;  // too many, or too few
+
+// A barrier in shared memory. Its phase ends when all have arrived, and all bytes.
+struct Barrier {
+  int count, pending, bytes, phase;
+
+  bool end_phase() {
+    if (pending || bytes) return false;
+    pending = count;
+    phase++;
+    return true;
+  }
+};
+
+// Where some threads of a CTA meet; `found` is whether any of them voted yes in the last phase.
+struct NamedBarrier {
+  int arrived = 0, phase = 0;
+  bool any = false, found = false;
+};
+
+struct Cta {
+  std::vector<Thread> threads;
+  std::map<unsigned, Barrier> barriers;  // by their addresses
+  std::map<int, NamedBarrier> named;     // by their numbers
+  bool ended, voted;
+  alignas(128) unsigned char shared[MOST_SHARED_BYTES];
+};
+
+// Bytes on their way to a CTA's shared memory, that a barrier there counts.
+struct Delivery {
+  Cta* to;
+  unsigned char* at;
+  std::vector<unsigned char> bytes;
+  Barrier* barrier;
+};
+
+static Cta ctas[MOST_CTAS];  // of clusters that run at the same time
+static Cta* cta;             // whose turn it is
+static int cluster_size, ctas_at_once;
+static int cluster_phases[MOST_CTAS];  // of clusters' barriers
+static std::vector<Delivery> deliveries;
+static unsigned elected;  // the lane that acts for its warp
+static jmp_buf scheduler;
+static std::function<void()> body;
+static std::vector<void*> shared_variables;  // that the CTA has come across
+static unsigned shared_bytes, shared_begin;
+static char message[256];
+static unsigned random_state;
+
+inline Thread& this_thread() { return cta->threads[threadIdx.x]; }
+
+// Give way to the scheduler, which comes back when all the others have come as far.
+inline void stop(Stop where, int line) {
+  Thread& thread = this_thread();
+  thread.stop = where;
+  thread.line = line;
+  if (!_setjmp(thread.here)) _longjmp(scheduler, 1);
+}
+
+// Give way until this has changed.
+inline void wait_while_it_is(const int& watched, int line) {
+  this_thread().watched = &watched;
+  this_thread().seen = watched;
+  stop(AT_WAIT, line);
+}
+
+inline unsigned next_random() {
+  random_state = random_state * 1664525u + 1013904223u;
+  return random_state >> 8;
+}
+
+// Sometimes the others go on first.
+inline void may_give_way(int line) {
+  if (next_random() % 16 == 0) stop(NOWHERE, line);
+}
+
+// The first reason counts: what comes after may follow from it.
+template <class... Arguments>
+void say(const char* format, Arguments... arguments) {
+  if (!message[0]) snprintf(message, sizeof message, format, arguments...);
+}
+
+inline void refuse(const char* what) {
+  say("not on the host: %s", what);
+  stop(AT_END, 0);
+}
+
+// What a thread reads without having written it is NaN, where the compiler keeps it in memory.
+__attribute__((noinline)) inline void fill_stack() {
+  char below[4096];
+  memset(below, 0xFF, sizeof below);
+  asm volatile("" ::"r"(below) : "memory");  // or the compiler leaves it out
+}
+
+// A fiber serves one CTA after the other.
+inline void fiber() {
+  for (;;) {
+    fill_stack();
+    body();
+    stop(AT_END, 0);
+  }
+}
+
+inline void run(int number) {
+  threadIdx.x = number;
+  Thread& thread = this_thread();
+  if (_setjmp(scheduler)) return;
+  if (thread.made) _longjmp(thread.here, 1);
+  thread.made = true;
+  thread.stack.reset(new char[STACK_BYTES]);
+  getcontext(&thread.begin);
+  thread.begin.uc_stack.ss_sp = thread.stack.get();
+  thread.begin.uc_stack.ss_size = STACK_BYTES;
+  makecontext(&thread.begin, fiber, 0);
+  setcontext(&thread.begin);
+}
+
+// The numbers below n in an order that `random` decides.
+inline int nth(int i, int n, unsigned random) {
+  return (random % n + (random >> 16 & 1 ? i : n - i)) % n;
+}
+
+inline bool stand_together(int first, int count) {
+  static const char* const names[] = {"", "a warp's operation", "a barrier", "a wait", "its end"};
+  const Thread& a = cta->threads[first];
+  for (int i = first + 1; i < first + count; i++) {
+    const Thread& b = cta->threads[i];
+    if (a.stop != b.stop || a.line != b.line)
+      say("block %u: thread %d is at %s (line %d), thread %d at %s (line %d)", blockIdx.x, first,
+          names[a.stop], a.line, i, names[b.stop], b.line);
+  }
+  return !message[0];
+}
+
+inline bool any_on_the_way(int first, int count) {
+  const auto on_the_way = [](const Thread& x) { return x.stop == NOWHERE || x.stop == AT_WAIT; };
+  const auto begin = cta->threads.begin() + first;
+  return std::any_of(begin, begin + count, on_the_way);
+}
+
+// Until all are at a barrier of the CTA, at their end, or wait; or, in `short_turns`, only until
+// some operation of the warp. Whether any has moved.
+inline bool run_warp(int first, bool short_turns) {
+  bool moved = false;
+  for (;;) {
+    const unsigned random = next_random();
+    for (int i = 0; i < WARP; i++) {
+      const int number = first + nth(i, WARP, random);
+      const Thread& thread = cta->threads[number];
+      if (thread.stop == NOWHERE || (thread.stop == AT_WAIT && *thread.watched != thread.seen))
+        run(number), moved = true;
+    }
+    if (!moved || any_on_the_way(first, WARP) || !stand_together(first, WARP)) return moved;
+    if (cta->threads[first].stop != AT_WARP) return true;
+    for (int i = first; i < first + WARP; i++) {
+      cta->threads[i].received = cta->threads[i].value;
+      cta->threads[i].stop = NOWHERE;
+    }
+    if (short_turns && next_random() % 16 == 0) return true;
+  }
+}
+
+// The CTA has left: nothing may come to its shared memory any more, and no barrier may wait for it.
+inline void end_cta() {
+  cta->ended = true;
+  for (const Delivery& delivery : deliveries)
+    if (delivery.to == cta) say("block %u ends before all bytes have come to it", blockIdx.x);
+  for (const auto& [address, barrier] : cta->barriers)
+    if (barrier.bytes)
+      say("block %u ends, but at the barrier at offset %u there are %d bytes %s than expected",
+          blockIdx.x, address - shared_begin, std::abs(barrier.bytes),
+          barrier.bytes < 0 ? "more" : "less");
+}
+
+// A turn for every warp, after which they may go on from a barrier where all are.
+inline bool run_cta(bool short_turns) {
+  const int count = blockDim.x;
+  const unsigned random = next_random();
+  bool moved = false;
+  for (int i = 0; i < count / WARP && !message[0]; i++)
+    moved |= run_warp(nth(i, count / WARP, random) * WARP, short_turns);
+  if (any_on_the_way(0, count) || !stand_together(0, count)) return moved;
+  if (cta->threads[0].stop == AT_CTA) {
+    cta->voted = false;
+    for (int i = 0; i < count; i++) {
+      cta->threads[i].stop = NOWHERE;
+      cta->voted |= cta->threads[i].vote;
+    }
+  } else
+    end_cta();
+  return true;
+}
+
+// Which of those that run, and the first of its CTAs.
+inline int own_cluster() { return (cta - ctas) / cluster_size; }
+inline Cta& cta_of_rank(int rank) { return ctas[own_cluster() * cluster_size + rank]; }
+
+// Who has left the kernel need not arrive.
+inline bool pass_cluster_barrier(int cluster) {
+  int& phase = cluster_phases[cluster];
+  for (int rank = 0; rank < cluster_size; rank++)
+    for (unsigned i = 0; i < blockDim.x; i++) {
+      const Thread& thread = ctas[cluster * cluster_size + rank].threads[i];
+      if (thread.stop != AT_END && thread.arrivals == phase) return false;
+    }
+  phase++;
+  return true;
+}
+
+inline bool pass_cluster_barriers() {
+  bool passed = false;
+  for (int i = 0; i < ctas_at_once / cluster_size; i++) passed |= pass_cluster_barrier(i);
+  return passed;
+}
+
+// Any of what is under way arrives. Whether somebody may have waited for it.
+inline bool deliver() {
+  std::swap(deliveries[next_random() % deliveries.size()], deliveries.back());
+  const Delivery x = std::move(deliveries.back());
+  deliveries.pop_back();
+  memcpy(x.at, x.bytes.data(), x.bytes.size());
+  x.barrier->bytes -= x.bytes.size();
+  if (x.barrier->bytes < -MOST_BYTES_OF_BARRIER) refuse("so many bytes that no barrier was told of");
+  return x.barrier->end_phase();
+}
+
+inline void turn_to(unsigned first_block, int i) {
+  cta = &ctas[i];
+  blockIdx.x = first_block + i;
+}
+
+inline void begin_clusters() {
+  shared_variables.clear();
+  deliveries.clear();
+  std::fill(std::begin(cluster_phases), std::end(cluster_phases), 0);
+  elected = next_random() % WARP;
+  for (Cta* x = ctas; x < ctas + ctas_at_once; x++) {
+    if (x->threads.size() < blockDim.x) x->threads = std::vector<Thread>(blockDim.x);
+    for (Thread& thread : x->threads) {
+      thread.stop = NOWHERE;
+      thread.copies.clear();
+      thread.matmuls.clear();
+      thread.sums.clear();
+      thread.stores.clear();
+      thread.flag = nullptr;
+      thread.groups = thread.arrivals = thread.matmul_groups = 0;
+      thread.vote = false;
+      thread.has_to_wait = false;
+    }
+    x->barriers.clear();
+    x->named.clear();
+    x->ended = false;
+    memset(x->shared, 0xFF, shared_bytes);
+  }
+}
+
+inline void say_who_waits(unsigned first_block) {
+  for (int x = 0; x < ctas_at_once; x++)
+    for (unsigned i = 0; i < blockDim.x; i++) {
+      const Thread& thread = ctas[x].threads[i];
+      if (thread.stop == AT_WAIT)
+        say("block %u, thread %u waits for ever (line %d)", first_block + x, i, thread.line);
+    }
+}
+
+// For some time one CTA may get ahead of the others, what is under way may arrive before anybody
+// has to wait for it, and warps may take short turns; then it is otherwise.
+inline bool run_clusters(unsigned first_block) {
+  begin_clusters();
+  unsigned order = next_random();
+  const auto ended = [](const Cta& x) { return x.ended; };
+  for (int turn = 0; !std::all_of(ctas, ctas + ctas_at_once, ended); turn++) {
+    if (turn == MOST_TURNS) {
+      say("block %u and those beside it go on for ever", first_block);
+      return false;
+    }
+    if (next_random() % 8 == 0) order = next_random();
+    const bool one_ahead = order >> 17 & 1, early = order >> 18 & 1, short_turns = order >> 19 & 1;
+    bool moved = false;
+    const int arriving = early ? next_random() % (deliveries.size() + 1) : 0;
+    for (int i = 0; i < arriving; i++) moved |= deliver();
+    for (int i = 0; i < ctas_at_once; i++) {
+      turn_to(first_block, nth(i, ctas_at_once, order));
+      const bool ran = !cta->ended && run_cta(short_turns);
+      if (message[0]) return false;
+      moved |= ran;
+      if (ran && one_ahead) break;
+    }
+    if (pass_cluster_barriers() || moved) continue;
+    while (!deliveries.empty() && !moved) moved = deliver();
+    if (!moved) {
+      say_who_waits(first_block);
+      return false;
+    }
+  }
+  return true;
+}
+
+// A thread that touches memory that is not there ends the launch, and not the process.
+inline void at_fault(int, siginfo_t* info, void*) {
+  say("block %u, thread %u: nothing lies at %p", blockIdx.x, threadIdx.x, info->si_addr);
+  _longjmp(scheduler, 1);
+}
+
+inline bool run_grid() {
+  struct sigaction before, mine = {};
+  mine.sa_sigaction = at_fault;
+  mine.sa_flags = SA_SIGINFO | SA_NODEFER;  // nothing returns from it
+  sigaction(SIGSEGV, &mine, &before);
+  unsigned block = 0;
+  const int most = ctas_at_once;
+  for (; block < gridDim.x; block += ctas_at_once) {
+    ctas_at_once = min(most, int(gridDim.x - block));
+    if (!run_clusters(block)) break;
+  }
+  sigaction(SIGSEGV, &before, nullptr);
+  if (!message[0]) return true;
+  for (Cta& x : ctas) x.threads.clear();  // left where they stood
+  return false;
+}
+
+// Nothing, or what went wrong.
+template <class... Params>
+const char* launch(void (*kernel)(Params...), int cluster, int clusters_at_once, int grid, int count,
+                   int bytes, const void* const* arguments) {
+  if (count % WARP || count > MOST_THREADS) return "threads: whole warps, at most 1024 threads";
+  if (bytes > (int)MOST_SHARED_BYTES) return "dynamic shared memory: at most 256 KiB";
+  if (grid % cluster) return "grid: whole clusters";
+  if (cluster * clusters_at_once > MOST_CTAS) return "clusters: at most 16 CTAs at the same time";
+  int i = 0;
+  const std::tuple<Params...> params{*(const Params*)arguments[i++]...};
+  body = [=] { std::apply(kernel, params); };
+  message[0] = 0;
+  shared_bytes = bytes;
+  cluster_size = cluster, ctas_at_once = cluster * clusters_at_once;
+  gridDim.x = grid, blockDim.x = count;
+  return run_grid() ? nullptr : message;
+}
+
+// Dynamic shared memory, at a multiple of what a source asks for: an odd one for 128, so that a source that
+// needs more shows.
+inline unsigned char* dynamic_shared(unsigned alignment) {
+  shared_begin = 1024 + alignment;
+  return cta->shared;
+}
+
+// Shared memory begins with garbage: all ones are NaN, or -1.
+inline void begin_with_garbage(void* variable, size_t bytes) {
+  if (ctas_at_once > 1) refuse("variables in shared memory, with CTAs side by side");
+  for (void* other : shared_variables)
+    if (other == variable) return;
+  shared_variables.push_back(variable);
+  memset(variable, 0xFF, bytes);
+}
+
+// An operation of a whole warp: what all lanes bring can be read once all have come.
+template <class T>
+void bring(const T& x, int line) {
+  static_assert(sizeof x <= sizeof(Message));
+  memcpy(&this_thread().value, &x, sizeof x);
+  stop(AT_WARP, line);
+}
+inline const void* brought_by(int lane) {
+  return &cta->threads[threadIdx.x / WARP * WARP + lane % WARP].received;
+}
+
+template <class T>
+T shuffle(unsigned mask, T x, int source, int line) {
+  if (mask != ~0u) refuse("a shuffle of some of a warp's lanes");
+  bring(x, line);
+  memcpy(&x, brought_by(source), sizeof x);
+  return x;
+}
+
+}  // namespace cuda_on_host

@@ -1,0 +1,224 @@
+"""The compiled store kernel on a GPU: the reference's bytes, without waiting for the GPU."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from halfbyte.kvcache import reshape_and_cache
+from halfbyte.layouts import PageLayout
+from kvcache.page_arithmetic import DTYPES, WITH_GLOBAL_SCALE, Geometry
+from kvcache.store.store_cases import (
+    GEOMETRIES,
+    StoreCase,
+    assert_same_buffers,
+    is_unquantized,
+    make_case,
+    nasty_values,
+)
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from halfbyte.kernels.formats.encode_floats import multiply_two_parts, reciprocal_of
+from halfbyte.kvcache.store.triton_kernel import store_tokens
+
+pytestmark = pytest.mark.gpu
+
+Call = Callable[..., None]
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Any operation of PyTorch that waits for the GPU raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def without_waiting(store: Call) -> Call:
+    def call(*arguments: Any) -> None:
+        with waiting_is_an_error():
+            store(*arguments)
+
+    return call
+
+
+@pytest.mark.parametrize(("seed", "geometry"), list(enumerate(GEOMETRIES)), ids=str)
+@pytest.mark.parametrize(("before", "after"), [(0, 0), (16, 32), (4, 12), (3, 6)], ids=str)
+def test_gpu_store_writes_the_references_bytes_and_no_others(
+    seed: int, geometry: Geometry, before: int, after: int
+) -> None:
+    if is_unquantized(geometry) and before == 3:
+        before, after = 8, 8
+    case = make_case(geometry, seed, before=before, after=after)
+    case.assert_stored(without_waiting(reshape_and_cache), "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("heads", "head_size"), [(8, 128), (3, 96), (1, 512)], ids=str)
+def test_gpu_store_of_many_tokens(
+    dtype: str, input_dtype: torch.dtype, heads: int, head_size: int
+) -> None:
+    layout = PageLayout(dtype, dtype, head_size, None, heads, 16)
+    count, num_pages = 1500, 100
+    torch.manual_seed(5)
+    slots = torch.randperm(num_pages * 16)[:count]
+    slots[::7] = -1
+    key, value = (nasty_values((count, heads, head_size), i).to(input_dtype) for i in range(2))
+    case = StoreCase(layout, key, value, slots, 0.0137, torch.tensor(0.3), num_pages=num_pages)
+    case.assert_stored(without_waiting(reshape_and_cache), "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gpu_store_of_any_float32(dtype: str) -> None:
+    layout = PageLayout(dtype, dtype, 128, None, 8, 16)
+    count = 2048
+    torch.manual_seed(6)
+    bits = torch.randint(-(2**31), 2**31, (2, count, 8, 128), dtype=torch.int64).int()
+    key, value = bits.view(torch.float32)
+    # Blocks of like magnitudes, where all bits matter.
+    value = value.abs().frexp()[0] * torch.randn_like(value).sign()
+    slots = torch.randperm(count)
+    case = StoreCase(layout, key, value, slots, 0.0137, 0.00031, num_pages=count // 16)
+    case.assert_stored(without_waiting(reshape_and_cache), "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gpu_store_of_every_16_bit_value(dtype: str, input_dtype: torch.dtype) -> None:
+    layout = PageLayout(dtype, dtype, 256, None, 1, 16)
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(input_dtype)
+    x = torch.where(x.isfinite(), x, 0)
+    torch.manual_seed(7)
+    key, value = x.view(-1, 1, 256), x[torch.randperm(len(x))].view(-1, 1, 256)
+    for scale in (1.0, 0.0137, 2.0**-24, 77.7, 1e-20, 1e20):
+        case = StoreCase(layout, key, value, torch.arange(256), scale, 3 * scale, num_pages=16)
+        case.assert_stored(store_tokens, "cuda")
+
+
+@pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
+@pytest.mark.parametrize("scale", [0.0, -0.01, float("nan"), float("inf"), 1e-42, 3e38])
+def test_gpu_store_with_odd_scales_on_the_device(dtype: str, scale: float) -> None:
+    geometry = Geometry(dtype, dtype, 64, 64, 3, 8)
+    case = make_case(geometry, k_scale=torch.tensor(scale), v_scale=torch.tensor(0.02))
+    case.assert_stored(without_waiting(reshape_and_cache), "cuda")
+
+
+def test_gpu_store_with_scale_tensors_on_the_cpu() -> None:
+    case = make_case(Geometry("nvfp4", "fp8_e4m3", 64, 64, 3, 8))
+
+    def store(key: Any, value: Any, pages: Any, slots: Any, layout: Any, *scales: float) -> None:
+        k_scale, v_scale = torch.tensor(scales[0]), torch.tensor([scales[1]])
+        reshape_and_cache(key, value, pages, slots, layout, k_scale, v_scale)
+
+    case.assert_stored(without_waiting(store), "cuda")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "nvfp4", "mxfp4"])
+def test_gpu_store_takes_inputs_of_any_strides(dtype: str) -> None:
+    case = make_case(Geometry(dtype, dtype, 64, 64, 3, 8))
+    expected = case.expected()
+    count = len(case.slots)
+
+    def store(key: torch.Tensor, value: torch.Tensor, *rest: Any) -> None:
+        fused = torch.zeros(count, 3 * 64 + 9, dtype=value.dtype, device="cuda")
+        strided = fused[:, 4:-5].unflatten(1, (3, 64))
+        strided.copy_(value)
+        key = key.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+        with waiting_is_an_error():
+            reshape_and_cache(key, strided, *rest)
+
+    assert_same_buffers(case, case.stored(store, "cuda"), expected)
+
+
+def test_gpu_store_of_a_prompt_equals_the_reference_on_the_gpu() -> None:
+    for dtype in DTYPES:
+        layout = PageLayout(dtype, dtype, 128, None, 8, 16)
+        torch.manual_seed(8)
+        key, value = torch.randn(2, 8192, 8, 128, device="cuda").bfloat16()
+        slots = torch.randperm(8192, device="cuda")
+        pages = torch.zeros(512, layout.page_bytes, dtype=torch.uint8, device="cuda")
+        expected = pages.clone()
+        reshape_and_cache(key, value, expected, slots, layout, 0.002, 0.003, backend="reference")
+        with waiting_is_an_error():
+            reshape_and_cache(key, value, pages, slots, layout, 0.002, 0.003)
+        assert torch.equal(pages, expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "nvfp4", "nvfp4_4over6"])
+def test_gpu_store_in_a_graph_follows_changing_slots_and_values(dtype: str) -> None:
+    layout = PageLayout(dtype, dtype, 128, None, 8, 16)
+    key, value = torch.randn(2, 64, 8, 128, device="cuda").bfloat16()
+    slots = torch.arange(64, device="cuda")
+    scale = torch.tensor(0.002, device="cuda")
+    pages = torch.zeros(8, layout.page_bytes, dtype=torch.uint8, device="cuda")
+    expected = pages.clone()
+    reshape_and_cache(key, value, pages, slots, layout, scale, scale)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        reshape_and_cache(key, value, pages, slots, layout, scale, scale)
+    for i in range(3):
+        key.normal_()
+        scale.fill_(0.002 * (i + 1))
+        slots.copy_(torch.randperm(128)[:64])
+        slots[i] = -1
+        pages.zero_()
+        expected.zero_()
+        graph.replay()
+        reshape_and_cache(key, value, expected, slots, layout, scale, scale, backend="reference")
+        assert torch.equal(pages, expected)
+
+
+def test_gpu_store_skips_slots_past_the_last_page_and_debug_mode_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = make_case(Geometry("nvfp4", "nvfp4", 64, 64, 3, 8))
+    slots = case.slots.clone()
+    slots[0], slots[2] = 40, 2**40
+    case.slots = slots
+    case.assert_stored(without_waiting(reshape_and_cache), "cuda")
+    monkeypatch.setenv("HALFBYTE_DEBUG", "1")
+    with pytest.raises(ValueError, match=f"slot {2**40} is past the last, 39"):
+        case.stored(reshape_and_cache, "cuda")
+
+
+def test_gpu_store_by_the_reference() -> None:
+    case = make_case(Geometry("nvfp4", "fp8_e4m3", 64, 64, 3, 8))
+    case.assert_stored(partial(reshape_and_cache, backend="reference"), "cuda")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_gpu_store_on_another_than_the_current_device() -> None:
+    make_case(Geometry("nvfp4", "nvfp4", 64, 64, 3, 8)).assert_stored(reshape_and_cache, "cuda:1")
+
+
+@triton.jit
+def _divide(x, divisors, quotients, size: tl.constexpr):  # type: ignore[no-untyped-def]
+    index = tl.program_id(0) * size + tl.arange(0, size)
+    high, low = reciprocal_of(tl.load(divisors + index))
+    tl.store(quotients + index, multiply_two_parts(tl.load(x + index), high, low))
+
+
+def test_gpu_shared_division_falls_on_the_side_of_a_true_one_for_every_divisor() -> None:
+    significands = torch.arange(2**23, dtype=torch.int32, device="cuda")
+    divisors = (significands | 0x3F800000).view(torch.float32)
+    quotients = torch.zeros_like(divisors)
+    for odd in range(1, 33, 2):
+        # All ties of E2M1, E4M3 and E5M2 are such numbers times powers of two.
+        tie = odd / 2 ** (odd.bit_length() - 1)
+        nearest = (tie * divisors).view(torch.int32)
+        for steps in range(-3, 4):
+            x = (nearest + steps).view(torch.float32)
+            _divide[(2**23 // 1024,)](x, divisors, quotients, size=1024, enable_fp_fusion=False)
+            true = x / divisors
+            assert torch.equal(quotients < tie, true < tie)
+            assert torch.equal(quotients > tie, true > tie)

@@ -1,0 +1,321 @@
+"""The store kernel: the reference's bytes, in Triton's interpreter; compiled for every GPU."""
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from halfbyte.dispatch import NoImplementationError
+from halfbyte.kvcache import reshape_and_cache
+from halfbyte.kvcache.store import registry
+from halfbyte.layouts import PageLayout
+from kvcache.page_arithmetic import DTYPES, WITH_GLOBAL_SCALE, Geometry
+from kvcache.store.store_cases import (
+    GEOMETRIES,
+    INPUT_DTYPES,
+    StoreCase,
+    assert_every_value_stored,
+    is_unquantized,
+    make_case,
+    nasty_values,
+    values_next_to_ties,
+)
+from triton_interpreter import interpreted
+
+pytest.importorskip("triton")
+
+import triton
+
+from halfbyte.kvcache.store import triton_kernel as compiled
+from halfbyte.kvcache.store.triton_rows import side_of
+
+# NumPy, which the interpreter computes with, warns of 0 / 0 and of overflows.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+QUANTIZED = [dtype for dtype in DTYPES if dtype not in ("float32", "float16", "bfloat16")]
+
+
+@pytest.fixture(scope="module")
+def store() -> Any:
+    """`halfbyte.kvcache.store.triton_kernel` in the interpreter."""
+    return interpreted("halfbyte.kvcache.store.triton_kernel")
+
+
+@pytest.mark.parametrize(("seed", "geometry"), list(enumerate(GEOMETRIES)), ids=str)
+def test_store_writes_the_references_bytes_and_no_others(
+    store: Any, seed: int, geometry: Geometry
+) -> None:
+    make_case(geometry, seed, before=16, after=32).assert_stored(store.store_tokens)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "before", "after"),
+    [
+        (geometry, before, after)
+        for geometry in GEOMETRIES[::3]
+        for before, after in ((0, 0), (4, 12), (3, 6))
+        if before % 4 == 0 or not is_unquantized(geometry)  # floats must be aligned
+    ],
+    ids=str,
+)
+def test_store_to_pages_of_every_alignment(
+    store: Any, geometry: Geometry, before: int, after: int
+) -> None:
+    make_case(geometry, before=before, after=after).assert_stored(store.store_tokens)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "nvfp4", "mxfp4"])
+def test_store_takes_inputs_of_any_strides(store: Any, dtype: str) -> None:
+    case = make_case(Geometry(dtype, dtype, 64, 32, 3, 8))
+    count = len(case.slots)
+    fused = torch.zeros(count, 3 * 64 + 3 * 32 + 5, dtype=case.value.dtype)
+    value = fused[:, 3 * 64 : -5].unflatten(1, (3, 32))
+    value.copy_(case.value)
+    inputs = {
+        "transposed": (case.key.permute(1, 2, 0).contiguous().permute(2, 0, 1), value),
+        "heads_first": (case.key.transpose(0, 1).contiguous().transpose(0, 1), value),
+        "expanded": (case.key[:, :1].expand(-1, 3, -1), case.value[:1].expand(count, -1, -1)),
+    }
+    for key, value in inputs.values():
+        replace(case, key=key, value=value).assert_stored(store.store_tokens)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "nvfp4"])
+def test_store_skips_slots_past_the_last_page_and_tokens_without_slots(
+    store: Any, dtype: str
+) -> None:
+    case = make_case(Geometry(dtype, dtype, 64, 64, 3, 8))
+    slots = torch.tensor([[0, 9], [40, 9], [2**40, 9], [39, 9], [41, 9], [-1, 9]])[:, 0]
+    replace(case, slots=slots).assert_stored(store.store_tokens)
+    for none in (slots[:0], torch.tensor([-1, 40])):
+        nothing = replace(case, slots=none)
+        assert torch.equal(nothing.stored(store.store_tokens), nothing.buffer)
+
+
+@pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
+@pytest.mark.parametrize(
+    "scale",
+    [1.0, 2.0**-40, 2.0**-41, 2.0**41, 1e-20, 3e37, 1e-42, torch.tensor(0.3), torch.tensor([7e-4])],
+    ids=str,
+)
+def test_store_with_global_scales_of_every_size(
+    store: Any, dtype: str, scale: float | torch.Tensor
+) -> None:
+    geometry = Geometry(dtype, dtype, 64, 64, 3, 8)
+    make_case(geometry, k_scale=scale, v_scale=0.011).assert_stored(store.store_tokens)
+
+
+@pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
+@pytest.mark.parametrize("scale", [0.0, -0.01, math.nan, math.inf])
+def test_store_with_a_broken_scale_on_the_device_does_as_the_reference(
+    store: Any, dtype: str, scale: float
+) -> None:
+    geometry = Geometry(dtype, dtype, 64, 64, 3, 8)
+    case = make_case(geometry, k_scale=torch.tensor(scale), v_scale=torch.tensor(0.02))
+    case.assert_stored(store.store_tokens)
+
+
+@pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, torch.ones(2)], ids=str)
+def test_store_refuses_bad_scales(store: Any, dtype: str, scale: float | torch.Tensor) -> None:
+    case = make_case(Geometry(dtype, "float32", 64, 64, 3, 8), k_scale=scale)
+    with pytest.raises(ValueError, match="k_scale"):
+        case.stored(store.store_tokens)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_store_refuses_pages_off_the_elements_alignment(store: Any, dtype: str) -> None:
+    case = make_case(Geometry("nvfp4", dtype, 64, 64, 3, 8), before=1, after=3)
+    with pytest.raises(ValueError, match="multiples of"):
+        case.stored(store.store_tokens)
+
+
+def test_store_to_slots_beyond_32_bits(store: Any, tmp_path: Path) -> None:
+    layout = PageLayout("nvfp4", "nvfp4", 16, None, 1, 16)
+    shape = (2**27 + 3, layout.page_bytes)
+    sparse = np.memmap(tmp_path / "pages", np.uint8, "w+", shape=shape)
+    pages = torch.from_numpy(sparse)
+    key, value = nasty_values((2, 6, 1, 16))
+    slots = torch.tensor([2**31 + 5, 2**31 + 47, 2**31 + 48, 2**32 + 7, 7, -1])
+    store.store_tokens(key, value, pages, slots, layout, 0.02, 0.01)
+    expected = torch.zeros(4, layout.page_bytes, dtype=torch.uint8)
+    near = torch.tensor([16 + 5, 48 + 15, -1, -1, 7, -1])
+    reshape_and_cache(key, value, expected, near, layout, 0.02, 0.01, backend="reference")
+    assert torch.equal(pages[[0, 2**27, 2**27 + 1, 2**27 + 2]], expected)
+
+
+@pytest.mark.parametrize("k_dtype", ["fp8_e4m3", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_store_of_every_16_bit_value(
+    store: Any, monkeypatch: pytest.MonkeyPatch, k_dtype: str, input_dtype: torch.dtype
+) -> None:
+    # Large programs, which are few: what the interpreter is good at.
+    monkeypatch.setattr(store, "_SMALL_TILE", (4096, 4))
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
+    x = bits.view(input_dtype)
+    x = x[x.isfinite()]
+    x = torch.cat([x, x.new_zeros(-len(x) % 256)])
+    torch.manual_seed(3)
+    for values in (x, x[torch.randperm(len(x))]):
+        assert_every_value_stored(store.store_tokens, k_dtype, values, 0.0137)
+
+
+@pytest.mark.parametrize("k_dtype", ["fp8_e4m3", "nvfp4"])
+def test_store_divides_truly_next_to_ties(
+    store: Any, monkeypatch: pytest.MonkeyPatch, k_dtype: str
+) -> None:
+    monkeypatch.setattr(store, "_SMALL_TILE", (4096, 4))
+    for x, scale in values_next_to_ties(k_dtype, 6):
+        assert_every_value_stored(store.store_tokens, k_dtype, x, scale)
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "nvfp4", "nvfp4_4over6", "fp4_block16"])
+def test_store_of_any_float32(dtype: str, data: st.DataObject) -> None:
+    floats = data.draw(st.sampled_from([st.floats(width=32), st.floats(width=16)]))
+    row = torch.tensor(data.draw(st.lists(floats, min_size=32, max_size=32)))
+    scale = data.draw(st.floats(2.0**-60, 2.0**60, width=32))
+    layout = PageLayout(dtype, dtype, 32, None, 1, 2)
+    key, value = row.reshape(1, 1, 32), row.bfloat16().reshape(1, 1, 32)
+    case = StoreCase(layout, key, value, torch.tensor([1]), scale, scale, num_pages=1)
+    case.assert_stored(interpreted("halfbyte.kvcache.store.triton_kernel").store_tokens)
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100, 120])
+@pytest.mark.parametrize(
+    ("k_dtype", "v_dtype"),
+    [("nvfp4", "nvfp4"), ("fp8_e4m3", "nvfp4_4over6"), ("mxfp4", "bfloat16")],
+)
+def test_kernel_compiles(
+    architecture: int,
+    k_dtype: str,
+    v_dtype: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    layout = PageLayout(k_dtype, v_dtype, 128, None, 8, 16)
+    kernel = compile_for(architecture, layout)
+    assert kernel.asm["cubin"][:4] == b"\x7fELF"
+    ptx = kernel.asm["ptx"]
+    # Subnormals are kept, no product is fused into a sum, and divisions are true ones or products
+    # with a reciprocal that begins as an approximation, which a GPU test tries for every divisor.
+    reciprocal = "rcp.approx.ftz.f32"
+    assert (reciprocal in ptx) == (k_dtype != "mxfp4")
+    ptx = ptx.replace(reciprocal, "")
+    for inexact in (".ftz", "div.full", "div.approx", "rcp.approx", " mul.f32", " add.f32"):
+        assert inexact not in ptx
+    assert "ld.global.v4.b32" in ptx
+    if k_dtype == v_dtype:
+        # Threads that hold whole blocks exchange nothing, and write both words of a block at once.
+        assert kernel.metadata.shared == 0
+        assert "st.global.v2.b32" in ptx
+
+
+def compile_for(architecture: int, layout: PageLayout) -> Any:
+    """The kernel for bfloat16 inputs, heads side by side, and a float scale."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = compiled.store_kernel.arg_names
+    (k_side, k_offsets), (v_side, v_offsets) = (side_of(layout, side, True) for side in "kv")
+    constants = {
+        "slot_stride": 1,
+        "key_stride": 1,
+        "value_stride": 1,
+        "k_side": k_side,
+        "v_side": v_side,
+        "k_offsets": k_offsets,
+        "v_offsets": v_offsets,
+        "k_dense": True,
+        "v_dense": True,
+        "k_scale_on_device": False,
+        "v_scale_on_device": False,
+        "rows": 128,
+    }
+    types = {"key": "*bf16", "value": "*bf16", "pages": "*u8", "slots": "*i64"}
+    types |= {"k_scale": "fp32", "v_scale": "fp32"}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
+    }
+    aligned = [n for n in names if n in ("key", "value", "pages", "slots") or "stride" in n]
+    attributes = {
+        (names.index(name),): [["tt.divisibility", 16]] for name in aligned if name not in constants
+    }
+    source = ASTSource(compiled.store_kernel, signature, constants, attributes)
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+@pytest.fixture
+def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The choice as on a machine with an H100."""
+    monkeypatch.setattr("halfbyte.dispatch.current_compute_capability", lambda *device: 90)
+    for cached in (registry.select_store, registry._say_slow):
+        cached.cache_clear()
+    yield
+    for cached in (registry.select_store, registry._say_slow):
+        cached.cache_clear()
+
+
+def chosen_on_a_gpu(
+    dtype: str, key_dtype: torch.dtype, value_dtype: torch.dtype, backend: str | None = None
+) -> str:
+    layout = PageLayout(dtype, dtype, 64, None, 2, 16)
+    device = torch.device("cuda:0")
+    return registry.select_store(layout, key_dtype, value_dtype, device, backend).name
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_is_chosen_for_every_format(dtype: str) -> None:
+    for key_dtype, value_dtype in zip(INPUT_DTYPES, reversed(INPUT_DTYPES), strict=True):
+        assert chosen_on_a_gpu(dtype, key_dtype, value_dtype) == "triton"
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_kernel_is_not_chosen_for_float64_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "halfbyte"):
+        for dtype in ("nvfp4", "fp8_e4m3"):
+            assert chosen_on_a_gpu(dtype, torch.bfloat16, torch.float64) == "reference"
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "value in bfloat16, float16 or float32, not torch.float64" in caplog.text
+    with pytest.raises(NoImplementationError, match=r"'triton' cannot be used here.*float64"):
+        chosen_on_a_gpu("nvfp4", torch.bfloat16, torch.float64, "triton")
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_without_triton_the_log_says_so_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("halfbyte.dispatch.is_installed", lambda module: module != "triton")
+    with caplog.at_level(logging.INFO, "halfbyte"):
+        for dtype in DTYPES:
+            assert chosen_on_a_gpu(dtype, torch.bfloat16, torch.bfloat16) == "reference"
+    assert len(caplog.records) == 1
+    assert "needs triton" in caplog.text
+
+
+@pytest.mark.usefixtures("_on_a_gpu")
+def test_unknown_store_backend_is_refused_with_the_names() -> None:
+    with pytest.raises(NoImplementationError, match=r"'numba'; expected one of triton, cpu, ref"):
+        chosen_on_a_gpu("nvfp4", torch.bfloat16, torch.bfloat16, "numba")
+
+
+def test_nasty_values_are_nasty() -> None:
+    x = nasty_values((9, 3, 64))
+    assert x.isnan().any()
+    assert x.isinf().any()
+    assert ((x != 0) & (x.abs() < 2.0**-126)).any()
+    assert (torch.signbit(x) & (x == 0)).any()

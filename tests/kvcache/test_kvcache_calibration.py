@@ -1,0 +1,144 @@
+"""A calibration and its file: everything comes back, and nothing else is taken for one."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfbyte.kvcache import KVRecipe, KVScales
+from halfbyte.kvcache.calibration import KVCalibration, LayerCalibration, RopeAverages
+from halfbyte.kvcache.identity import pages_identity
+from halfbyte.kvcache.recipe import RECIPES
+
+
+def make_calibration(seed: int = 0, layers: int = 3) -> KVCalibration:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    partner = torch.arange(32).roll(16)
+    ropes = tuple(RopeAverages(random(5, 32), random(5, 32), partner) for _ in range(2))
+    measured = tuple(
+        LayerCalibration(
+            mean=random(2, 32),
+            k_amax=(7.0 + layer, 6.0, 5.0, 4.0),
+            v_amax=0.1,
+            first_keys=random(2, 2, 32).bfloat16(),
+            first_values=random(2, 2, 16).bfloat16(),
+            rope=layer % 2,
+        )
+        for layer in range(layers)
+    )
+    return KVCalibration(64, (1, 17), measured, ropes)
+
+
+def make_scales(calibration: KVCalibration | None) -> KVScales:
+    return KVScales((3.0, 2.0, 1.0), (1.0, 1.0, 1.0), "test", calibration)
+
+
+def test_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
+    scales = make_scales(make_calibration())
+    path = scales.save(tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "kv_scales.json",
+        "kv_scales.safetensors",
+    ]
+    loaded = KVScales.load_file(path)
+    assert loaded == scales
+    assert loaded.calibration is not None
+    assert loaded.calibration.first_tokens == (1, 17)
+    assert loaded.calibration.layers[2].k_amax == (9.0, 6.0, 5.0, 4.0)
+    first = loaded.calibration.layers[1].first_keys
+    assert first.dtype == torch.bfloat16
+    assert loaded != make_scales(make_calibration(1))
+    assert loaded != make_scales(None)
+
+
+def test_recipes_take_what_they_need() -> None:
+    calibration = make_calibration()
+    balanced = RECIPES["balanced"]
+    assert calibration.amax(0, balanced) == (4.0, 0.1)
+    assert calibration.amax(0, KVRecipe(rotate=True)) == (6.0, 0.1)
+    assert calibration.amax(0, KVRecipe(center=True)) == (5.0, 0.1)
+    transform = calibration.transform(1, balanced)
+    assert transform.rotate
+    assert transform.segment == 64
+    assert transform.max_position == 5 * 64
+    assert transform.cos is calibration.ropes[1].cos
+    assert transform.partner_mean is not None
+    assert torch.equal(transform.partner_mean, calibration.layers[1].mean.roll(16, -1))
+    turned = calibration.transform(1, KVRecipe(rotate=True))
+    assert turned.mean is None
+    assert turned.first_keys is None
+    assert turned.max_position is None
+
+
+def test_file_without_its_sibling_or_with_another_is_refused(tmp_path: Path) -> None:
+    path = make_scales(make_calibration()).save(tmp_path)
+    sibling = tmp_path / "kv_scales.safetensors"
+    other = tmp_path / "other"
+    other.mkdir()
+    make_scales(make_calibration(1)).save(other)
+    sibling.write_bytes((other / sibling.name).read_bytes())
+    with pytest.raises(ValueError, match=r"kv_scales.json: .*kv_scales.safetensors .* another"):
+        KVScales.load_file(path)
+    sibling.unlink()
+    with pytest.raises(ValueError, match=r"kv_scales.json: cannot be read: No such file"):
+        KVScales.load_file(path)
+    make_scales(None).save(tmp_path)  # names no sibling, and needs none
+    assert KVScales.load_file(path).calibration is None
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"\xff" * 100, bytes(16)], ids=len)
+def test_what_is_no_calibration_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="no calibration"):
+        KVCalibration.from_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mean": torch.full((2, 32), torch.nan)},
+        {"mean": torch.zeros(2, 16)},
+        {"v_amax": 0.0},
+        {"k_amax": (1.0, -1.0, 1.0, 1.0)},
+        {"first_keys": torch.zeros(1, 2, 32)},
+        {"first_values": torch.zeros(2, 3, 16)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_numbers_that_cannot_be_are_refused(change: dict) -> None:
+    calibration = make_calibration()
+    broken = replace(calibration.layers[1], **change)
+    layers = (calibration.layers[0], broken, calibration.layers[2])
+    with pytest.raises(ValueError, match="no calibration"):
+        KVCalibration.from_bytes(replace(calibration, layers=layers).to_bytes())
+
+
+def test_scales_and_calibration_have_the_same_layers() -> None:
+    with pytest.raises(ValueError, match="3 layers, and a calibration of 2"):
+        make_scales(make_calibration(layers=2))
+
+
+def test_identity_of_pages_knows_recipe_and_calibration() -> None:
+    scales, others = (make_scales(make_calibration(seed)) for seed in (0, 1))
+    balanced = RECIPES["balanced"]
+    identities = [
+        pages_identity("nvfp4", "nvfp4", scales),
+        pages_identity("nvfp4", "nvfp4", scales, balanced),
+        pages_identity("nvfp4", "nvfp4", others, balanced),
+        pages_identity("nvfp4", "nvfp4", scales, replace(balanced, rotate=False)),
+    ]
+    assert len(set(identities)) == 4
+    assert pages_identity("nvfp4", "nvfp4", others) == identities[0]
+    assert pages_identity("nvfp4", "nvfp4", make_scales(None), KVRecipe()) == identities[0]
+
+
+def test_recipes_have_names() -> None:
+    for name in RECIPES:
+        assert KVRecipe.parse(name).name == name
+    assert KVRecipe(center=True, rotate=True).name == "center+rotate"
+    with pytest.raises(ValueError, match="kv_recipe: unknown 'best'; expected one of plain, bal"):
+        KVRecipe.parse("best")

@@ -1,0 +1,169 @@
+"""K on its way into pages and back: means, rotation, constants of first tokens."""
+
+import pytest
+import torch
+
+from halfbyte.kvcache import read_tokens, reshape_and_cache
+from halfbyte.kvcache.transform import MARK
+from halfbyte.layouts import PageLayout
+from halfbyte.numerics import nvfp4
+from halfbyte.numerics.hadamard import hadamard
+from kvcache.transforms import SEGMENT, make_transform
+
+HEADS, HEAD_SIZE, TOKENS = 2, 64, 50
+K_SCALE, V_SCALE = 0.01, 0.004
+
+
+def layout_of(order: str = "HND", k_dtype: str = "nvfp4_4over6") -> PageLayout:
+    return PageLayout(k_dtype, "nvfp4_4over6", HEAD_SIZE, None, HEADS, 16, order)  # type: ignore[arg-type]
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, TOKENS, HEADS, HEAD_SIZE, generator=generator)
+    return key.to(dtype), value.to(dtype)
+
+
+def stored(
+    key: torch.Tensor, value: torch.Tensor, layout: PageLayout, **options: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pages, and the slots of the tokens, which are at positions 0, 1, ..."""
+    pages = torch.zeros(5, layout.page_bytes, dtype=torch.uint8)
+    slots = torch.randperm(80, generator=torch.Generator().manual_seed(1))[: len(key)]
+    reshape_and_cache(key, value, pages, slots, layout, K_SCALE, V_SCALE, **options)  # type: ignore[arg-type]
+    return pages, slots
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("center", [False, True])
+def test_what_is_packed_is_nvfp4_of_what_is_left_of_k(
+    order: str, rotate: bool, center: bool
+) -> None:
+    transform = make_transform(rotate=rotate, center=center, first_tokens=0)
+    key, value = tensors()
+    layout = layout_of(order)
+    positions = torch.arange(TOKENS)
+    pages, slots = stored(key, value, layout, transform=transform, positions=positions)
+    left = key.clone()
+    if center:
+        assert transform.cos is not None
+        assert transform.sin is not None
+        assert transform.mean is not None
+        for position in range(TOKENS):
+            s = position // SEGMENT
+            turned = transform.mean.roll(HEAD_SIZE // 2, -1)
+            left[position] -= transform.cos[s] * transform.mean + transform.sin[s] * turned
+    left = hadamard(left) if rotate else left
+    data, scales = nvfp4.quantize(left, K_SCALE, "four_over_six")
+    views = layout.views(pages)
+    assert views.k_scale is not None
+    assert torch.equal(views.k_data[slots // 16, slots % 16], data)
+    assert torch.equal(views.k_scale[slots // 16, slots % 16], scales.view(torch.uint8))
+    plain, _ = stored(key, value, layout)
+    k_bytes = HEADS * 16 * (HEAD_SIZE // 2 + HEAD_SIZE // 16)
+    assert torch.equal(pages[:, k_bytes:], plain[:, k_bytes:])  # V is not changed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_read_is_k(dtype: torch.dtype) -> None:
+    transform = make_transform(first_tokens=0)
+    key, value = tensors()
+    layout, positions = layout_of(), torch.arange(TOKENS)
+    pages, slots = stored(key, value, layout, transform=transform, positions=positions)
+    options = {"transform": transform, "positions": positions}
+    k, v = read_tokens(pages, slots, layout, K_SCALE, V_SCALE, dtype, **options)  # type: ignore[arg-type]
+    assert k.dtype == v.dtype == dtype
+    # The error is that of the transformed K, which the rotation only spreads.
+    packed, plain_v = read_tokens(pages, slots, layout, K_SCALE, V_SCALE, dtype)
+    error = packed - transform.forward(key, positions).to(dtype)
+    torch.testing.assert_close((k - key).norm(dim=-1), error.norm(dim=-1), rtol=1e-3, atol=1e-4)
+    assert torch.equal(v, plain_v)
+    assert (k - key).norm() < 0.15 * key.norm() * 3  # means are thrice as large as K is
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_first_tokens_that_are_known_are_read_exactly(dtype: torch.dtype) -> None:
+    transform = make_transform(dtype=dtype)
+    assert transform.first_keys is not None
+    assert transform.first_values is not None
+    layout = layout_of()
+    for index in range(2):
+        key, value = tensors(dtype)
+        noise = 1 + 2**-8 * torch.randn(HEADS, HEAD_SIZE)
+        key[0] = transform.first_keys[index] * noise  # as another order of sums gives it
+        value[0] = transform.first_values[index]
+        options = {"transform": transform, "positions": torch.arange(TOKENS)}
+        pages, slots = stored(key, value, layout, **options)
+        k, v = read_tokens(pages, slots, layout, K_SCALE, V_SCALE, **options)  # type: ignore[arg-type]
+        assert torch.equal(k[0], transform.first_keys[index].float())
+        assert torch.equal(v[0], transform.first_values[index].float())
+        views = layout.views(pages)
+        assert views.k_scale is not None
+        page, offset = int(slots[0]) // 16, int(slots[0]) % 16
+        assert views.k_scale[page, offset].tolist() == [[MARK, 0, 0, 0]] * HEADS
+        assert views.k_data[page, offset].tolist() == [[index] + [0] * 31] * HEADS
+
+
+def test_other_first_tokens_are_packed_like_the_rest() -> None:
+    """Also where only one head, K or V is a constant: heads are told apart."""
+    transform = make_transform()
+    assert transform.first_keys is not None
+    assert transform.first_values is not None
+    key, value = tensors()
+    key[0, 0] = transform.first_keys[1, 0]  # V of this head is not
+    key[0, 1], value[0, 1] = transform.first_keys[1, 1], transform.first_values[1, 1]
+    key[7], value[7] = transform.first_keys[0], transform.first_values[0]  # not at position 0
+    layout, positions = layout_of(), torch.arange(TOKENS)
+    options = {"transform": transform, "positions": positions}
+    pages, slots = stored(key, value, layout, **options)
+    k, v = read_tokens(pages, slots, layout, K_SCALE, V_SCALE, **options)  # type: ignore[arg-type]
+    assert torch.equal(k[0, 1], transform.first_keys[1, 1])
+    assert torch.equal(v[0, 1], transform.first_values[1, 1])
+    without = make_transform(first_tokens=0)
+    others, slots = stored(key, value, layout, transform=without, positions=positions)
+    options["transform"] = without
+    k_other, v_other = read_tokens(others, slots, layout, K_SCALE, V_SCALE, **options)  # type: ignore[arg-type]
+    assert torch.equal(k[0, 0], k_other[0, 0])
+    assert torch.equal(k[1:], k_other[1:])
+    assert torch.equal(v[0, 0], v_other[0, 0])
+    assert torch.equal(v[1:], v_other[1:])
+
+
+def test_padding_is_skipped_whatever_its_position() -> None:
+    transform = make_transform()
+    key, value = tensors()
+    layout = layout_of()
+    pages = torch.zeros(5, layout.page_bytes, dtype=torch.uint8)
+    slots = torch.tensor([3, -1, 5])
+    for padding in (0, -1, 10**6):
+        positions = torch.tensor([70, padding, 71])
+        again = pages.clone()
+        options = {"transform": transform, "positions": positions}
+        reshape_and_cache(key, value, again, slots, layout, K_SCALE, V_SCALE, **options)  # type: ignore[arg-type]
+        k, _ = read_tokens(
+            again,
+            slots[[0, 2]],
+            layout,
+            K_SCALE,
+            V_SCALE,
+            transform=transform,
+            positions=positions[[0, 2]],
+        )
+        assert k.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        (None, "a recipe other than plain needs them"),
+        (torch.arange(3), r"expected int64 \(50,\), got torch.int64 \(3,\)"),
+        (torch.arange(TOKENS, dtype=torch.int32), "got torch.int32"),
+        (torch.arange(TOKENS) + 100, "expected 0 up to 127, for which the calibration has means"),
+        (torch.arange(TOKENS) - 1, "got -1 up to 48"),
+    ],
+)
+def test_positions_that_cannot_be_are_refused(positions: torch.Tensor | None, message: str) -> None:
+    key, value = tensors()
+    with pytest.raises(ValueError, match=f"positions: .*{message}"):
+        stored(key, value, layout_of(), transform=make_transform(), positions=positions)

@@ -1,0 +1,36 @@
+"""A `KVTransform` with made-up means, angles and first tokens."""
+
+import torch
+
+from halfbyte.kvcache.transform import KVTransform
+
+SEGMENT = 16
+
+
+def make_transform(
+    heads: int = 2,
+    head_size: int = 64,
+    head_size_v: int | None = None,
+    *,
+    rotate: bool = True,
+    center: bool = True,
+    first_tokens: int = 2,
+    segments: int = 8,
+    dtype: torch.dtype = torch.float32,
+) -> KVTransform:
+    generator = torch.Generator().manual_seed(3)
+    angles = torch.rand(segments, head_size // 2, generator=generator) * 6
+    partner = torch.arange(head_size).roll(head_size // 2)
+    mean = 3 * torch.randn(heads, head_size, generator=generator)
+    firsts = 9 * torch.randn(first_tokens, heads, head_size, generator=generator)
+    values = torch.randn(first_tokens, heads, head_size_v or head_size, generator=generator)
+    return KVTransform(
+        rotate,
+        SEGMENT,
+        mean=mean if center else None,
+        partner_mean=mean[:, partner] if center else None,
+        cos=angles.cos().repeat(1, 2) if center else None,
+        sin=torch.cat([-angles.sin(), angles.sin()], 1) if center else None,
+        first_keys=firsts.to(dtype) if first_tokens else None,
+        first_values=values.to(dtype) if first_tokens else None,
+    )

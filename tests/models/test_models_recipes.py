@@ -1,0 +1,160 @@
+"""Recipes of K and V in `LLM`, `Cache` and evaluation: through packed pages, on small models."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from halfbyte import LLM, Cache, SamplingParams, load_model
+from halfbyte.assets import bundled_model_path, heldout_texts
+from halfbyte.evaluation import evaluate_perplexity, text_windows
+from halfbyte.kvcache import KVRecipe, KVScales
+from halfbyte.kvcache.recipe import RECIPES
+from halfbyte.models import calibrate, load_tokenizer
+from halfbyte.models.calibration import usual_first_tokens
+from models.zoo import ARCHITECTURES, make_model, token_ids
+
+BALANCED = RECIPES["balanced"]
+
+
+def generated(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    llm = LLM(model, dtype="float32", kv_recipe="balanced", num_pages=400, **options)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    return [list(output.token_ids) for output in llm.generate(prompts, params)]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    lengths = (1, 5, 64, 65, 130)
+    return [token_ids(1, length)[0].tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tokens_do_not_depend_on_chunks_or_on_company(
+    architecture: str, prompts: list[list[int]]
+) -> None:
+    model = make_model(architecture)
+    together = generated(model, prompts)
+    assert generated(model, prompts, max_batched_tokens=16) == together
+    assert [generated(model, [prompt])[0] for prompt in prompts] == together
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_cache_reads_what_the_engine_reads(architecture: str) -> None:
+    """Also behind left padding, and in rows that are copies of others."""
+    model = make_model(architecture)
+    ids = token_ids(2, 80)
+    scales = calibrate(model, token_ids(1, 200), "test", first_tokens=ids[:, 0].tolist())
+    with torch.inference_mode():
+        rows = []
+        for padding in (0, 9):
+            cache = Cache(model, "nvfp4", kv_scales=scales, kv_recipe=BALANCED)
+            mask = torch.ones(2, 80 + padding, dtype=torch.int64)
+            mask[:, :padding] = 0
+            padded = torch.cat([ids[:, :padding], ids], 1)
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            for begin, end in ((0, 40), (40, 41), (41, 80 + padding)):
+                out = model(
+                    padded[:, begin:end],
+                    attention_mask=mask[:, :end],
+                    position_ids=positions[:, begin:end],
+                    past_key_values=cache,
+                )
+            rows.append(out.logits[:, -1])
+    torch.testing.assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-4)
+    cache = Cache(model, "nvfp4", kv_scales=scales, kv_recipe=BALANCED)
+    with torch.inference_mode():
+        model(ids[:1], past_key_values=cache)
+        cache.batch_repeat_interleave(2)
+        cache.crop(-16)
+        again = model(ids[:1, -16:].expand(2, -1), past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(again, rows[0][:1].expand(2, -1), rtol=1e-4, atol=1e-4)
+
+
+def test_balanced_is_closer_than_plain_on_the_bundled_model() -> None:
+    path = bundled_model_path()
+    model, tokenizer = load_model(path, dtype="float32"), load_tokenizer(path)
+    windows, _ = text_windows(tokenizer, list(heldout_texts().values())[:1], 512, 1024)
+    plain, balanced = evaluate_perplexity(
+        model, windows, ["nvfp4"], 128, tokenizer=tokenizer, kv_recipes=["plain", "balanced"]
+    )
+    assert (plain.kv_recipe, balanced.kv_recipe) == ("plain", "balanced")
+    assert balanced.kv_cache_dtype == "nvfp4"
+    assert balanced.bytes_per_token == plain.bytes_per_token
+    assert 0 < balanced.kl_divergence < 0.7 * plain.kl_divergence
+
+
+def test_layers_of_other_formats_stay_as_they_are() -> None:
+    """K in fp8 has no recipe: the very logits of `plain`."""
+    model = make_model("llama")
+    scales = calibrate(model, token_ids(1, 100), "test")
+    logits = []
+    for recipe in ("plain", "balanced"):
+        cache = Cache(model, "fp8", kv_scales=scales, kv_recipe=recipe)
+        with torch.inference_mode():
+            logits.append(model(token_ids(1, 40), past_key_values=cache).logits)
+    assert torch.equal(*logits)
+
+
+def test_first_tokens_are_constants_of_the_model() -> None:
+    """Text that begins with a known token: its K and V read as if there were no cache."""
+    model = make_model("llama")
+    ids = token_ids(1, 30)
+    scales = calibrate(model, token_ids(1, 100), "test", first_tokens=[int(ids[0, 0])])
+    assert scales.calibration is not None
+    only_first = KVRecipe(keep_first_token=True)
+    for known in (True, False):
+        cache = Cache(model, "nvfp4", kv_scales=scales, kv_recipe=only_first)
+        start = ids if known else (ids + 1) % model.config.vocab_size
+        with torch.inference_mode():
+            model(start, past_key_values=cache)
+        layout = cache.pool.layout(0)
+        views = layout.views(cache.pool.layer_pages(0))
+        assert views.k_scale is not None
+        page = int(cache.tables.block_table([cache._rows[0]], 0)[0, 0])
+        assert ((views.k_scale[page, 0, :, 0] == 0xFF) == known).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (KVScales((9.0,) * 4, (9.0,) * 4, "user"), "balanced: needs a calibration of K, .* user"),
+    ],
+)
+def test_scales_without_a_calibration_are_refused(given: KVScales, message: str) -> None:
+    model = make_model("llama")
+    given = replace(
+        given,
+        k_amax=(9.0,) * model.config.num_hidden_layers,
+        v_amax=(9.0,) * model.config.num_hidden_layers,
+    )
+    with pytest.raises(ValueError, match=message):
+        Cache(model, "nvfp4", kv_scales=given, kv_recipe="balanced")
+    with pytest.raises(ValueError, match="kv_recipe: unknown 'best'"):
+        Cache(model, "nvfp4", kv_recipe="best")
+
+
+def test_stored_scales_without_a_calibration_are_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model("llama")
+    model.save_pretrained(tmp_path)
+    layers = model.config.num_hidden_layers
+    KVScales((99.0,) * layers, (99.0,) * layers, "old").save(tmp_path)
+    model = load_model(tmp_path, dtype="float32", device="cpu")
+    assert Cache(model, "nvfp4").kv_scales.k_amax[0] == 99.0  # type: ignore[union-attr]
+    with caplog.at_level("INFO", "halfbyte"):
+        found = Cache(model, "nvfp4", kv_recipe="balanced").kv_scales
+    assert found is not None
+    assert found.k_amax[0] < 99.0
+    assert "kv_scales.json (old): passed over, kv_recipe needs others" in caplog.text
+
+
+def test_usual_first_tokens_of_a_tokenizer() -> None:
+    tokenizer = load_tokenizer(bundled_model_path())
+    found = usual_first_tokens(tokenizer)
+    assert tokenizer.bos_token_id is None or tokenizer.bos_token_id in found
+    assert len(found) == len(set(found))
+    assert usual_first_tokens(None) == []
