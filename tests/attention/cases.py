@@ -8,6 +8,7 @@ import torch
 from halfbyte.attention import AttentionConfig
 from halfbyte.kvcache import get_kv_cache_quant_method, read_tokens, reshape_and_cache
 from halfbyte.layouts import PageLayout
+from kvcache.transforms import SEGMENT, make_transform
 
 
 @dataclass
@@ -46,13 +47,20 @@ class Case:
         outs, lses = [], []
         begin = 0
         for n, length, slots in zip(self.query_lens, self.seq_lens, self.slots, strict=True):
+            options = dict(self.options)
             key, value = read_tokens(
-                self.pages, slots, self.layout, self.k_scale, self.v_scale, torch.float64
+                self.pages,
+                slots,
+                self.layout,
+                self.k_scale,
+                self.v_scale,
+                torch.float64,
+                transform=options.pop("transform", None),
+                positions=torch.arange(length),
             )
             query = self.query[begin : begin + n]
-            out, lse = dense(
-                query, key, value, length, self.arguments()["scale"], dtype, **self.options
-            )
+            scale = self.arguments()["scale"]
+            out, lse = dense(query, key, value, length, scale, dtype, **options)
             outs.append(out)
             lses.append(lse)
             begin += n
@@ -126,9 +134,13 @@ def make_case(
     query_dtype: torch.dtype = torch.bfloat16,
     sinks: bool = False,
     seed: int = 0,
+    transform: dict[str, Any] | None = None,
     **options: Any,
 ) -> Case:
-    """Fresh random inputs, ragged lengths, a permuted page table, NaN bytes in unwritten slots."""
+    """Fresh random inputs, ragged lengths, a permuted page table, NaN bytes in unwritten slots.
+
+    With the arguments of a transform, every other sequence begins with a token that it knows.
+    """
     torch.manual_seed(seed)
     layout = PageLayout(
         k_dtype,
@@ -161,7 +173,20 @@ def make_case(
     k_scale = k_method.global_scale_from_amax(5.0)
     v_scale = v_method.global_scale_from_amax(6.0)
     all_slots = torch.cat([torch.empty(0, dtype=torch.int64), *slots])
-    reshape_and_cache(key, value, pages, all_slots, layout, k_scale, v_scale)
+    changed: dict[str, Any] = {}
+    if transform is not None:
+        segments = 1 + max(seq_lens) // SEGMENT
+        changes = make_transform(kv_heads, head_size, head_size_v, segments=segments, **transform)
+        options["transform"] = changes
+        positions = torch.cat([torch.arange(length) for length in seq_lens])
+        means = changes.means(positions)
+        key = key if means is None else key + means
+        if changes.first_keys is not None and changes.first_values is not None:
+            for i, first in enumerate((positions == 0).nonzero().flatten()[::2]):
+                index = i % len(changes.first_keys)
+                key[first], value[first] = changes.first_keys[index], changes.first_values[index]
+        changed = {"transform": changes, "positions": positions, "backend": "reference"}
+    reshape_and_cache(key, value, pages, all_slots, layout, k_scale, v_scale, **changed)
     heads = kv_heads * group
     if sinks:
         options["sinks"] = torch.randn(heads) * 2
@@ -310,4 +335,41 @@ DECODE_CASES: dict[str, dict[str, Any]] = {
         "query_lens": (1,),
         "seq_lens": (9001,),
     },
+}
+
+
+_ALL: dict[str, Any] = {}
+TRANSFORM_CASES: dict[str, dict[str, Any]] = {
+    "d128": {"head_size": 128, **_LENGTHS},
+    "d64-group-8": {"head_size": 64, "group": 8, **_LENGTHS},
+    "d96": {"head_size": 96, **_LENGTHS},
+    "d256": {"head_size": 256, **_LENGTHS},
+    "mqa-32": {"head_size": 64, "group": 32, "kv_heads": 1, **_LENGTHS},
+    "k64-v128-nhd": {"head_size": 64, "head_size_v": 128, "order": "NHD", **_LENGTHS},
+    "page-48": {"head_size": 128, "block_size": 48, **_LENGTHS},
+    "several-queries": {
+        "head_size": 64,
+        "query_lens": (4, 3, 0, 8, 1, 16),
+        "seq_lens": (100, 3, 50, 1000, 2, 16),
+    },
+    "prefill": {"head_size": 64, "query_lens": (150, 1, 70), "seq_lens": (150, 600, 1030)},
+    "window": {
+        "head_size": 128,
+        "sliding_window": 20,
+        "query_lens": (1, 1, 1, 30, 1),
+        "seq_lens": (20, 21, 600, 41, 1),
+    },
+    "sinks-softcap": {"head_size": 128, "sinks": True, "softcap": 3.0, **_LENGTHS},
+    "long": {"head_size": 128, "kv_heads": 1, "query_lens": (1,), "seq_lens": (5000,)},
+    "centred-alone": {"head_size": 64, "transform": {"rotate": False, "first_tokens": 0}},
+    "rotated-alone": {"head_size": 64, "transform": {"center": False, "first_tokens": 0}},
+    "first-token-alone": {"head_size": 64, "transform": {"center": False, "rotate": False}},
+    "sm100": {"head_size": 64, "v_scale_layout": "sm100"},
+    "float32": {"head_size": 64, "query_dtype": torch.float32, **_LENGTHS},
+    "fp8-v": {"head_size": 64, "v_dtype": "fp8_e4m3", **_LENGTHS},
+}
+"""What K may go through; by default all of it."""
+TRANSFORM_CASES = {
+    name: {"k_dtype": "nvfp4_4over6", "transform": _ALL, **case}
+    for name, case in TRANSFORM_CASES.items()
 }

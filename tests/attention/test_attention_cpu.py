@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from attention.cases import DECODE_CASES, Case, make_case
+from attention.cases import (
+    DECODE_CASES,
+    TRANSFORM_CASES,
+    Case,
+    make_case,
+)
 from attention.cpu_formats import FORMATS
 from halfbyte.attention import ATTENTION_BACKENDS, paged_attention
 from halfbyte.attention import cpu as backend
@@ -71,6 +76,22 @@ def assert_exact(case: Case, **arguments: Any) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_cpu_attention(level: str, name: str) -> None:
     assert_exact(make_case(**{**CASES[name], "query_dtype": torch.float32}))
+
+
+@needs_library
+@pytest.mark.parametrize("name", TRANSFORM_CASES)
+def test_cpu_attention_to_k_that_a_recipe_changed(level: str, name: str) -> None:
+    assert_exact(make_case(**{**TRANSFORM_CASES[name], "query_dtype": torch.float32}))
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["d128", "mqa-32", "prefill"])
+def test_cpu_attention_by_a_recipe_rounds_once(level: str, name: str, dtype: torch.dtype) -> None:
+    case = make_case(**{**TRANSFORM_CASES[name], "query_dtype": dtype})
+    out = paged_attention(case.query, case.pages, backend="cpu", **case.arguments())
+    exact, _ = case.expected()
+    torch.testing.assert_close(out, exact.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
 
 
 @needs_library

@@ -28,8 +28,9 @@ def _threads_of(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("_threads_of")
 @pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("transform", [None, {}], ids=["plain", "recipe"])
 def test_cpu_attention_does_not_depend_on_threads_or_batch(
-    level: str, threads: int, query_dtype: torch.dtype
+    level: str, threads: int, query_dtype: torch.dtype, transform: dict | None
 ) -> None:
     query_lens = (*(1,) * 9, 6, 30)
     case = make_case(
@@ -38,6 +39,7 @@ def test_cpu_attention_does_not_depend_on_threads_or_batch(
         query_lens=query_lens,
         seq_lens=(*range(1, 1800, 200), 700, 560),
         query_dtype=query_dtype,
+        transform=transform,
     )
     arguments = case.arguments()
     before = torch.get_num_threads()
@@ -59,7 +61,7 @@ def test_cpu_attention_does_not_depend_on_threads_or_batch(
 
 
 @pytest.mark.parametrize("window", [None, 37, 700])
-@pytest.mark.parametrize("name", ["nvfp4", "bfloat16", "fp8-nvfp4", "nvfp4-bfloat16"])
+@pytest.mark.parametrize("name", ["nvfp4", "bfloat16", "fp8-nvfp4", "nvfp4-bfloat16", "recipe"])
 @pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_cpu_attention_does_not_depend_on_chunks(
     level: str, name: str, window: int | None, query_dtype: torch.dtype
@@ -67,7 +69,7 @@ def test_cpu_attention_does_not_depend_on_chunks(
     options: dict[str, Any] = {} if window is None else {"sliding_window": window}
     length, queries = 1100, 75
     case = make_case(
-        **FORMATS[name],
+        **({"transform": {}} if name == "recipe" else FORMATS[name]),
         group=3,
         query_lens=(queries,),
         seq_lens=(length,),

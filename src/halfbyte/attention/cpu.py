@@ -11,9 +11,10 @@ import torch
 from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
 from halfbyte.dispatch import CPU, Answer, current_compute_capability
 from halfbyte.kernels.cpu.library import FLOATS, library, pack_layout, say_missing
+from halfbyte.kernels.cpu.transform import CpuTransform
 from halfbyte.layouts import PageLayout
 
-_CALL = struct.Struct("8P5q8i4f")
+_CALL = struct.Struct("9P5q8i4f")
 """`Call` of the source."""
 
 
@@ -32,6 +33,7 @@ def attention_cpu(
     softcap: float | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    transform: CpuTransform | None = None,
 ) -> None:
     """As `halfbyte.attention.paged_attention`, on arguments already checked, all on the CPU.
 
@@ -58,6 +60,7 @@ def attention_cpu(
         0 if float_sinks is None else float_sinks.data_ptr(),
         result.data_ptr(),
         0 if lse is None else lse.data_ptr(),
+        0 if transform is None else transform.address,
         pages.stride(0),
         *query.stride()[:2],
         *result.stride()[:2],
@@ -113,6 +116,7 @@ class CpuAttention(AttentionBackend):
     """`attention_cpu`; built with the package."""
 
     name: ClassVar[str] = "cpu"
+    takes_transforms: ClassVar[bool] = True
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
@@ -148,4 +152,5 @@ class CpuAttention(AttentionBackend):
             inputs.softcap,
             inputs.out,
             inputs.lse,
+            None if inputs.transform is None else inputs.transform.for_cpu,
         )

@@ -19,9 +19,11 @@ first token is packed like the rest.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
+from halfbyte.kernels.cpu.transform import CpuTransform
 from halfbyte.numerics.hadamard import hadamard
 
 MARK = 0xFF
@@ -55,6 +57,20 @@ class KVTransform:
     sin: torch.Tensor | None = None
     first_keys: torch.Tensor | None = None
     first_values: torch.Tensor | None = None
+
+    @cached_property
+    def for_cpu(self) -> CpuTransform:
+        """As the C++ kernels read it."""
+        centring, first = None, None
+        if self.mean is not None:
+            assert self.partner_mean is not None
+            assert self.cos is not None
+            assert self.sin is not None
+            centring = (self.mean, self.partner_mean, self.cos, self.sin)
+        if self.first_keys is not None:
+            assert self.first_values is not None
+            first = (self.first_keys, self.first_values)
+        return CpuTransform(self.rotate, self.segment, centring, first)
 
     @property
     def max_position(self) -> int | None:

@@ -6,11 +6,12 @@ from functools import lru_cache
 import torch
 
 from halfbyte.kernels.cpu.library import FLOATS, library, pack_layout
+from halfbyte.kernels.cpu.transform import CpuTransform
 from halfbyte.layouts import PageLayout, page_stride
 
 _SIDE = "P3qif"
 """`Input` of the source."""
-_CALL = struct.Struct("2P4q2i" + 2 * _SIDE)
+_CALL = struct.Struct("2P4q2i2Pq" + 2 * _SIDE)
 
 
 def store_tokens_cpu(
@@ -21,6 +22,8 @@ def store_tokens_cpu(
     layout: PageLayout,
     k_scale: float | torch.Tensor,
     v_scale: float | torch.Tensor,
+    transform: CpuTransform | None = None,
+    positions: torch.Tensor | None = None,
 ) -> None:
     """As `halfbyte.kvcache.reshape_and_cache`, on arguments already checked, all on the CPU.
 
@@ -29,6 +32,8 @@ def store_tokens_cpu(
 
     Args:
         k_scale, v_scale: floats, or float32 tensors of one element.
+        transform: of K, whose format then is an NVFP4 one.
+        positions: int64 `[n]`, for a transform.
 
     Raises:
         ValueError: a slot past the last page (then nothing is written), a float scale that
@@ -48,6 +53,9 @@ def store_tokens_cpu(
         capacity,
         torch.get_num_threads(),
         0,
+        0 if transform is None else transform.address,
+        0 if positions is None else positions.data_ptr(),
+        0 if positions is None else positions.stride(0),
         key.data_ptr(),
         *key.stride(),
         FLOATS[key.dtype],

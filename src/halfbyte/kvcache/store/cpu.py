@@ -34,8 +34,6 @@ class CpuStore(StoreBackend):
         for name, dtype in (("key", config.key_dtype), ("value", config.value_dtype)):
             if dtype not in FLOATS:
                 return False, f"takes {name} in bfloat16, float16 or float32, not {dtype}"
-        if config.transform:
-            return False, "stores K as it is: the recipe is plain"
         return True, "every format"
 
     @classmethod
@@ -52,5 +50,7 @@ class CpuStore(StoreBackend):
         positions: torch.Tensor | None,
     ) -> None:
         """See `StoreBackend.store`; raises for slots past the last page."""
-        del transform, positions  # refused by `can_implement`
-        store_tokens_cpu(key, value, pages, slot_mapping, layout, k_scale, v_scale)
+        changed = None if transform is None else transform.for_cpu
+        store_tokens_cpu(
+            key, value, pages, slot_mapping, layout, k_scale, v_scale, changed, positions
+        )

@@ -13,6 +13,7 @@
 namespace halfbyte {
 namespace {
 
+constexpr int kMaxScales = 512;  // of a row of V in the order sm100
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
 // K or V: where its bytes lie and how it is read.
@@ -43,6 +44,7 @@ using Floats = std::vector<float, LineAllocator<float>>;
 // What one thread needs, kept between calls. Rows are those of all heads of an item.
 struct Workspace {
   Floats q, packed_q, scores, sums, tile, rows, parts, merged, ordered;
+  Floats raw_q, turned, bias, first_key, first_value;  // for a transform of K
   std::vector<int> positions;
   std::vector<uint8_t> v_scales;
   const uint8_t *k_data[kSpan], *k_scales[kSpan], *v_data[kSpan], *v_scale_rows[kSpan];
@@ -68,7 +70,8 @@ Side k_side(const Batch& batch) {
   Side side = make_side(l.k_format, l.head_size, l.k_data, l.k_scale);
   if (!is_nvfp4(side.format)) return side;
   side.packed = batch.kernels.packed;
-  if (batch.kernels.packed_bfloat16 && batch.call.query_format == kBFloat16)
+  const bool rotated = batch.call.transform && batch.call.transform->rotate;
+  if (batch.kernels.packed_bfloat16 && batch.call.query_format == kBFloat16 && !rotated)
     side.packed = batch.kernels.packed_bfloat16;
   return side;
 }
@@ -202,6 +205,27 @@ void accumulate_span(const Batch& batch, const Item& item, const Side& side, int
     }
 }
 
+// Adds q . mean to the scores of `n` tokens from `first` on, over what they are multiplied by later.
+void add_means(const Batch& batch, const Item& item, int first, int n, float multiplier,
+               Workspace& w) {
+  const Transform& t = *batch.call.transform;
+  const int depth = 2 * batch.layout.head_size, rows = item.heads * item.rows;
+  const int segment = first / t.segment, width = padded((first + n - 1) / t.segment - segment + 1);
+  reserve(w.bias, (size_t)rows * width);
+  batch.kernels.multiply(w.turned.data(), depth, rows, t.turn + segment, t.turn_stride, depth,
+                         w.bias.data(), width, width, true);
+  for (int i = 0; i < rows; i++) {
+    float* row = w.scores.data() + (size_t)i * kSpan;
+    const float* bias = w.bias.data() + (size_t)i * width;
+    for (int s = 0, begin = 0; begin < n; s++) {
+      const int end = std::min(n, (segment + s + 1) * t.segment - first);
+      const float value = bias[s] / multiplier;
+      for (int j = begin; j < end; j++) row[j] += value;
+      begin = end;
+    }
+  }
+}
+
 // Scores of `n` tokens from `first` on, hidden before t0, to weights.
 void softmax_span(const Batch& batch, const Item& item, int first, int t0, int n, float multiplier,
                   Workspace& w) {
@@ -209,6 +233,8 @@ void softmax_span(const Batch& batch, const Item& item, int first, int t0, int n
   const Kernels& kernels = batch.kernels;
   const int queries = call.query_start_loc[item.seq + 1] - call.query_start_loc[item.seq];
   const int first_position = call.seq_lens[item.seq] - queries;
+  // Position 0 may be a constant of the model, and comes at the end.
+  if (call.transform && call.transform->first_tokens > 0) t0 = std::max(t0, 1);
   for (int i = 0; i < item.heads * item.rows; i++) {
     const int position = first_position + (item.first_row + i % item.rows) / batch.group;
     const int oldest = call.window > 0 ? std::max(t0, position - call.window + 1) : t0;
@@ -222,6 +248,83 @@ void softmax_span(const Batch& batch, const Item& item, int first, int t0, int n
     const float shift = w.maximum[i] == kNegInf ? 0.0f : w.maximum[i];
     w.total[i] = kernels.exponentials(row, padded(n), shift);
   }
+}
+
+// Keeps a row of q for what is not rotated, and rotates it.
+void transform_query(const Batch& batch, const Item& item, int h, int r, float* q, Workspace& w) {
+  const Transform& t = *batch.call.transform;
+  const int size = batch.layout.head_size, rows = item.heads * item.rows;
+  const size_t at = (size_t)h * item.rows + r;
+  reserve(w.raw_q, (size_t)rows * size);
+  std::memcpy(w.raw_q.data() + at * size, q, size * sizeof(float));
+  if (t.mean) {
+    reserve(w.turned, (size_t)rows * 2 * size);
+    float* turned = w.turned.data() + at * 2 * size;
+    const int64_t head = (int64_t)(item.first_head + h) * size;
+    for (int d = 0; d < size; d++) turned[d] = q[d] * t.mean[head + d];
+    for (int d = 0; d < size; d++) turned[size + d] = q[d] * t.partner_mean[head + d];
+  }
+  if (t.rotate) hadamard(q, size);
+}
+
+// K and V at position 0 of an item's heads: constants of the model, or what is packed there.
+void load_first_token(const Batch& batch, const Item& item, Workspace& w) {
+  const Call& call = batch.call;
+  const Layout& l = batch.layout;
+  const Transform& t = *call.transform;
+  const int stride = padded(l.head_size), stride_v = padded(l.head_size_v);
+  reserve(w.first_key, (size_t)item.heads * stride);
+  reserve(w.first_value, (size_t)item.heads * stride_v);
+  const int32_t* table = call.block_tables + (int64_t)item.seq * call.max_pages;
+  const uint8_t* page = call.pages + *table * call.page_stride;
+  thread_local std::vector<float> mean;
+  mean.resize(l.head_size);
+  for (int h = 0; h < item.heads; h++) {
+    const int head = item.first_head + h;
+    float* key = w.first_key.data() + (size_t)h * stride;
+    float* value = w.first_value.data() + (size_t)h * stride_v;
+    const uint8_t* data = page + l.k_data.offset + head * l.k_data.head;
+    const uint8_t* scales = page + l.k_scale.offset + head * l.k_scale.head;
+    if (scales[0] == kFirstTokenMark && data[0] < t.first_tokens) {
+      const int64_t at = (int64_t)data[0] * l.kv_heads + head;
+      std::memcpy(key, t.first_keys + at * l.head_size, l.head_size * sizeof(float));
+      std::memcpy(value, t.first_values + at * l.head_size_v, l.head_size_v * sizeof(float));
+      continue;
+    }
+    batch.kernels.unpack(l.k_format, data, scales, l.head_size, key);
+    for (int d = 0; d < l.head_size; d++) key[d] *= call.k_global;
+    if (t.rotate) hadamard(key, l.head_size);
+    if (t.mean) {
+      segment_mean(t, 0, head, l.head_size, mean.data());
+      for (int d = 0; d < l.head_size; d++) key[d] += mean[d];
+    }
+    scales = page + l.v_scale.offset + head * l.v_scale.head;
+    uint8_t ordered[kMaxScales];
+    if (l.sm100_quarter) {  // token 0's scale s lies at row s / quarter, column 4 (s % quarter)
+      for (int s = 0; s < 4 * l.sm100_quarter; s++)
+        ordered[s] = scales[s / l.sm100_quarter * l.v_scale.token + 4 * (s % l.sm100_quarter)];
+      scales = ordered;
+    }
+    batch.kernels.unpack(l.v_format, page + l.v_data.offset + head * l.v_data.head, scales,
+                         l.head_size_v, value);
+    for (int d = 0; d < l.head_size_v; d++) value[d] *= call.v_global;
+  }
+}
+
+// The score of position 0 for the r-th row of the h-th head, times log2 e; -inf if it is hidden.
+float first_token_score(const Batch& batch, const Item& item, int h, int r, const Workspace& w) {
+  const Call& call = batch.call;
+  const int queries = call.query_start_loc[item.seq + 1] - call.query_start_loc[item.seq];
+  const int position = call.seq_lens[item.seq] - queries + (item.first_row + r) / batch.group;
+  if (position < 0 || (call.window > 0 && position >= call.window)) return kNegInf;
+  const int size = batch.layout.head_size;
+  const float* q = w.raw_q.data() + ((size_t)h * item.rows + r) * size;
+  const float* key = w.first_key.data() + (size_t)h * padded(size);
+  float score = 0.0f;
+  for (int d = 0; d < size; d++) score += q[d] * key[d];
+  score *= call.softmax_scale;
+  if (call.softcap > 0) score = call.softcap * std::tanh(score / call.softcap);
+  return score * 1.44269504f;
 }
 
 void load_queries(const Batch& batch, const Item& item, const Side& side, Workspace& w) {
@@ -238,6 +341,7 @@ void load_queries(const Batch& batch, const Item& item, const Side& side, Worksp
       const int64_t at = token * call.query_token + head * call.query_head;
       batch.kernels.unpack(call.query_format, call.query + at * element, nullptr, side.size,
                            q + (size_t)r * stride);
+      if (call.transform) transform_query(batch, item, h, r, q + (size_t)r * stride, w);
     }
     if (side.packed)
       side.packed->pack(q, stride, item.rows, side.size,
@@ -246,14 +350,16 @@ void load_queries(const Batch& batch, const Item& item, const Side& side, Worksp
 }
 
 // A row of the result from its parts, `stride` floats apart.
-void finish_row(const Batch& batch, const Item& item, int head, int r, const float* part,
-                int64_t stride, int sum_stride, float multiplier, Workspace& w) {
+void finish_row(const Batch& batch, const Item& item, int h, int r, const float* part, int64_t stride,
+                int sum_stride, float multiplier, Workspace& w) {
   const Call& call = batch.call;
-  const int row = item.first_row + r, size = batch.layout.head_size_v;
+  const int head = item.first_head + h, row = item.first_row + r, size = batch.layout.head_size_v;
   const int64_t token = call.query_start_loc[item.seq] + row / batch.group;
   const int query_head = head * batch.group + row % batch.group;
   const float sink = call.sinks ? call.sinks[query_head] * 1.44269504f : kNegInf;
-  float maximum = sink;
+  const bool has_first = call.transform && call.transform->first_tokens > 0;
+  const float first = has_first ? first_token_score(batch, item, h, r, w) : kNegInf;
+  float maximum = std::max(sink, first);
   for (int i = 0; i < item.parts; i++) maximum = std::max(maximum, part[i * stride + sum_stride]);
   const float shift = maximum == kNegInf ? 0.0f : maximum;
   float total = std::exp2(sink - shift);
@@ -270,6 +376,12 @@ void finish_row(const Batch& batch, const Item& item, int head, int r, const flo
     w.ordered.resize(size);
     for (int d = 0; d < size; d++) w.ordered[d] = merged[w.positions[d]];
     merged = w.ordered.data();
+  }
+  if (first != kNegInf) {
+    const float weight = std::exp2(first - shift), factor = weight / multiplier;
+    const float* value = w.first_value.data() + (size_t)h * padded(size);
+    total += weight;
+    for (int d = 0; d < size; d++) merged[d] += factor * value[d];
   }
   const float scale = total == 0.0f ? 0.0f : multiplier / total;
   for (int d = 0; d < size; d++) merged[d] *= scale;
@@ -295,9 +407,10 @@ void attend_part(const Batch& batch, const Item& item, const Side& k, const Side
   locate(batch, item.seq, v, first, t0, n, w.v_data, w.v_scale_rows);
   if (batch.layout.sm100_quarter) gather_sm100(batch, item, first, t0, n, w);
   score_span(batch, item, k, v, n, w);
-  const float factor = k.packed ? k.packed->factor : 1.0f;
-  softmax_span(batch, item, first, t0, n, batch.call.softmax_scale * batch.call.k_global * factor,
-               w);
+  const float factor = batch.call.k_global * (k.packed ? k.packed->factor : 1.0f);
+  if (batch.call.transform && batch.call.transform->mean)
+    add_means(batch, item, first, n, factor, w);
+  softmax_span(batch, item, first, t0, n, batch.call.softmax_scale * factor, w);
   accumulate_span(batch, item, v, n, sum_stride, w);
   if (v.packed && v.packed->fold) v.packed->fold(w.sums.data(), rows, v.size);
 }
@@ -340,9 +453,12 @@ void run_item(void* context, int index) {
   w.positions.clear();
   for (int d = 0; v.packed && d < v.size; d++) w.positions.push_back(v.packed->position(d));
   const float multiplier = batch.call.v_global * (v.packed ? v.packed->factor : 1.0f);
+  const Transform* transform = batch.call.transform;
+  if (transform && transform->first_tokens > 0 && batch.call.seq_lens[item.seq] > 0)
+    load_first_token(batch, item, w);
   for (int h = 0; h < item.heads; h++)
     for (int r = 0; r < item.rows; r++)
-      finish_row(batch, item, item.first_head + h, r,
+      finish_row(batch, item, h, r,
                  parts + h * item.parts * part_size + (int64_t)r * batch.width, part_size,
                  sum_stride, multiplier, w);
 }

@@ -5,12 +5,13 @@
 #include <vector>
 
 #include "attention/tiles.h"
+#include "transform.h"
 
 namespace halfbyte {
 
 constexpr int kMaxRows = 64;  // of an item
 
-// Field by field the `_CALL` of attention_cpu.py. Strides are in elements.
+// Field by field the `_CALL` of attention/cpu.py. Strides are in elements.
 struct Call {
   const uint8_t* query;  // [tokens, heads, head_size]
   const uint8_t* pages;
@@ -20,6 +21,7 @@ struct Call {
   const float* sinks;  // [heads] or null
   uint8_t* out;        // [tokens, heads, head_size_v]
   float* lse;          // [tokens, heads] or null
+  const Transform* transform;  // what K went through, or null
   int64_t page_stride, query_token, query_head, out_token, out_head;
   int32_t query_format, out_format, num_seqs, max_pages, heads, window, threads, unused;
   float softmax_scale, k_global, v_global, softcap;

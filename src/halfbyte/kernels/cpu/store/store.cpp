@@ -8,13 +8,14 @@
 #include "store/encode.h"
 #include "level.h"
 #include "threads.h"
+#include "transform.h"
 
 namespace halfbyte {
 namespace {
 
 constexpr int64_t kItemValues = 16384;  // values of an item, about; fewer are not worth a thread
 
-// Field by field `_SIDE` of store_cpu.py. Strides are in elements.
+// Field by field `_SIDE` of store.py. Strides are in elements.
 struct Input {
   const uint8_t* x;  // [tokens, kv_heads, size]
   int64_t token, head, element;
@@ -27,6 +28,9 @@ struct Call {
   const int64_t* slots;
   int64_t slot_stride, num_slots, page_stride, capacity;
   int32_t threads, unused;
+  const Transform* transform;  // or null
+  const int64_t* positions;    // of the tokens in their sequences, for a transform
+  int64_t position_stride;
   Input key, value;
 };
 
@@ -59,21 +63,62 @@ const uint8_t* contiguous(const uint8_t* first, int64_t stride, int bytes, int s
   return row;
 }
 
-void store_row(const Batch& batch, const Side& side, int64_t token, int head, uint8_t* page,
-               int in_page, std::vector<uint8_t>& bytes, std::vector<float>& floats) {
+// A row of a token's K or V, at `bytes` if its values do not lie side by side.
+const uint8_t* row_of(const Side& side, int64_t token, int head, std::vector<uint8_t>& bytes) {
   const Input& input = side.input;
   const int element = data_bytes(input.format, 1);
   bytes.resize((size_t)side.size * 4 + 64);
+  return contiguous(input.x + (token * input.token + head * input.head) * element, input.element,
+                    element, side.size, bytes.data());
+}
+
+// K on its way: centred, rotated. At position 0, where K and V may be those of a first token that is
+// known: its number, or -1.
+int transform_key(const Batch& batch, const Side& value, int64_t token, int head, float* key,
+                  std::vector<uint8_t>& bytes) {
+  const Transform& t = *batch.call.transform;
+  const Layout& l = batch.layout;
+  const int64_t position = batch.call.positions[token * batch.call.position_stride];
+  thread_local std::vector<float> other;
+  other.resize(std::max(padded(l.head_size), padded(l.head_size_v)));
+  if (position == 0 && t.first_tokens > 0) {
+    batch.kernels.unpack(value.input.format, row_of(value, token, head, bytes), nullptr,
+                         l.head_size_v, other.data());
+    const int first = match_first(t, key, other.data(), head, l.kv_heads, l.head_size, l.head_size_v);
+    if (first >= 0) return first;
+  }
+  if (t.mean) {
+    segment_mean(t, position, head, l.head_size, other.data());
+    for (int d = 0; d < l.head_size; d++) key[d] -= other[d];
+  }
+  if (t.rotate) hadamard(key, l.head_size);
+  return -1;
+}
+
+void store_row(const Batch& batch, const Side& side, const Side* value, int64_t token, int head,
+               uint8_t* page, int in_page, std::vector<uint8_t>& bytes,
+               std::vector<float>& floats) {
+  const Input& input = side.input;
   floats.resize(padded(side.size));
-  const uint8_t* x = contiguous(input.x + (token * input.token + head * input.head) * element,
-                                input.element, element, side.size, bytes.data());
+  const uint8_t* x = row_of(side, token, head, bytes);
   uint8_t* data = page + side.data.offset + in_page * side.data.token + head * side.data.head;
   if (input.format == side.format) {
-    std::memcpy(data, x, (size_t)side.size * element);
+    std::memcpy(data, x, (size_t)data_bytes(input.format, side.size));
     return;
   }
   batch.kernels.unpack(input.format, x, nullptr, side.size, floats.data());
   uint8_t* first = page + side.scale.offset + head * side.scale.head;
+  if (value) {  // K that a recipe changes
+    const int number = transform_key(batch, *value, token, head, floats.data(), bytes);
+    if (number >= 0) {
+      uint8_t* scales = first + in_page * side.scale.token;
+      std::memset(data, 0, (size_t)data_bytes(side.format, side.size));
+      std::memset(scales, 0, (size_t)side.size / scale_block(side.format));
+      data[0] = (uint8_t)number;
+      scales[0] = kFirstTokenMark;
+      return;
+    }
+  }
   if (side.sm100_quarter == 0) {
     batch.encode(side.format, floats.data(), side.size, input.global_scale, data,
                  first + in_page * side.scale.token);
@@ -102,9 +147,11 @@ void run_item(void* context, int index) {
     const int64_t slot = call.slots[token * call.slot_stride];
     if (slot < 0) continue;
     uint8_t* page = call.pages + slot / l.block_size * call.page_stride;
-    for (const Side& side : sides)
+    for (const Side& side : sides) {
+      const Side* value = call.transform && &side == sides ? sides + 1 : nullptr;
       for (int head = 0; head < l.kv_heads; head++)
-        store_row(batch, side, token, head, page, (int)(slot % l.block_size), bytes, floats);
+        store_row(batch, side, value, token, head, page, (int)(slot % l.block_size), bytes, floats);
+    }
   }
 }
 

@@ -1,0 +1,66 @@
+// What a recipe does to K before it is packed, and to queries: `halfbyte.kvcache.transform`, step by
+// step in float32 and in its order (-ffp-contract=off).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace halfbyte {
+
+constexpr uint8_t kFirstTokenMark = 0xff;
+constexpr float kMatchTolerance = 0.015625f;  // 2^-6
+
+// Field by field `_TRANSFORM` of transform.py.
+struct Transform {
+  const float *mean, *partner_mean;         // [kv_heads, head_size], or null: K is not centred
+  const float *cos, *sin;                   // [segments, head_size]
+  const float* turn;                        // [2 head_size, turn_stride]: cos, then sin, by column
+  const float *first_keys, *first_values;   // [first_tokens, kv_heads, size]
+  int64_t turn_stride;
+  int32_t segment, rotate, first_tokens, unused;
+};
+
+// The mean of a head in the segment of a position.
+inline void segment_mean(const Transform& t, int64_t position, int head, int size, float* out) {
+  const int64_t segment = position / t.segment;
+  const float *cos = t.cos + segment * size, *sin = t.sin + segment * size;
+  const float *mean = t.mean + (int64_t)head * size, *partner = t.partner_mean + (int64_t)head * size;
+  for (int d = 0; d < size; d++) out[d] = cos[d] * mean[d] + sin[d] * partner[d];
+}
+
+// Butterflies of neighbours first, then the factor; in blocks of the largest power of two in size.
+inline void hadamard(float* x, int size) {
+  const int block = size & -size;
+  for (int stride = 1; stride < block; stride *= 2)
+    for (int i = 0; i < size; i += 2 * stride)
+      for (int j = i; j < i + stride; j++) {
+        const float a = x[j], b = x[j + stride];
+        x[j] = a + b;
+        x[j + stride] = a - b;
+      }
+  const float factor = (float)(1.0 / std::sqrt((double)block));
+  for (int d = 0; d < size; d++) x[d] *= factor;
+}
+
+inline bool is_close(const float* x, const float* constant, int size) {
+  float largest = 0.0f;
+  for (int d = 0; d < size; d++) largest = std::fmax(largest, std::fabs(constant[d]));
+  for (int d = 0; d < size; d++)
+    if (!(std::fabs(x[d] - constant[d]) <= kMatchTolerance * largest)) return false;  // NaN, too
+  return true;
+}
+
+// Which first token a head's K and V are; -1 for none.
+inline int match_first(const Transform& t, const float* key, const float* value, int head,
+                       int kv_heads, int size, int size_v) {
+  for (int i = 0; i < t.first_tokens; i++) {
+    const int64_t at = (int64_t)i * kv_heads + head;
+    if (is_close(key, t.first_keys + at * size, size) &&
+        is_close(value, t.first_values + at * size_v, size_v))
+      return i;
+  }
+  return -1;
+}
+
+}  // namespace halfbyte
