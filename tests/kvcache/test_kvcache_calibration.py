@@ -19,7 +19,10 @@ def make_calibration(seed: int = 0, layers: int = 3) -> KVCalibration:
         return torch.randn(*shape, generator=generator)
 
     partner = torch.arange(32).roll(16)
-    ropes = tuple(RopeAverages(random(5, 32), random(5, 32), partner) for _ in range(2))
+    turning = torch.cat([-torch.eye(16), torch.eye(16)], 1)
+    ropes = tuple(
+        RopeAverages(random(5, 16).repeat(1, 2), random(5, 16) @ turning, partner) for _ in range(2)
+    )
     measured = tuple(
         LayerCalibration(
             mean=random(2, 32),
@@ -67,8 +70,8 @@ def test_recipes_take_what_they_need() -> None:
     assert transform.segment == 64
     assert transform.max_position == 5 * 64
     assert transform.cos is calibration.ropes[1].cos
-    assert transform.partner_mean is not None
-    assert torch.equal(transform.partner_mean, calibration.layers[1].mean.roll(16, -1))
+    assert transform.partner is not None
+    assert transform.partner.tolist() == [*range(16, 32), *range(16)]
     turned = calibration.transform(1, KVRecipe(rotate=True))
     assert turned.mean is None
     assert turned.first_keys is None

@@ -28,7 +28,7 @@ def make_transform(
         rotate,
         SEGMENT,
         mean=mean if center else None,
-        partner_mean=mean[:, partner] if center else None,
+        partner=partner if center else None,
         cos=angles.cos().repeat(1, 2) if center else None,
         sin=torch.cat([-angles.sin(), angles.sin()], 1) if center else None,
         first_keys=firsts.to(dtype) if first_tokens else None,

@@ -33,6 +33,17 @@ class RopeAverages:
     sin: torch.Tensor
     partner: torch.Tensor
 
+    def turns_pairs(self) -> bool:
+        """Whether both channels of a pair have the same cosine, and sines of opposite sign."""
+        partner, channels = self.partner, torch.arange(len(self.partner))
+        alone = partner == channels
+        return (
+            torch.equal(partner[partner], channels)
+            and torch.equal(self.cos[:, partner], self.cos)
+            and torch.equal(self.sin[:, partner], -self.sin)
+            and not self.sin[:, alone].any()
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class LayerCalibration:
@@ -93,7 +104,7 @@ class KVCalibration:
             rope = self.ropes[measured.rope]
             centring = {
                 "mean": measured.mean.to(device),
-                "partner_mean": measured.mean[:, rope.partner].contiguous().to(device),
+                "partner": rope.partner.to(device),
                 "cos": rope.cos.to(device),
                 "sin": rope.sin.to(device),
             }
@@ -178,6 +189,7 @@ def _layer_of(
         and averages.partner.shape == (head_size,)
         and int(averages.partner.min()) >= 0
         and int(averages.partner.max()) < head_size
+        and averages.turns_pairs()
     )
     if not fitting:
         raise ValueError(f"layer {index} has tensors of sizes that do not fit")

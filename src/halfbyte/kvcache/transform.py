@@ -8,7 +8,8 @@ The mean of a segment of positions is what RoPE makes of the channel's constant 
     mean(s)[c] = cos[s, c] * m[c] + sin[s, c] * m[partner(c)]
 
 with `m` the mean of K before RoPE, and `cos[s]`, `sin[s]` the rotary embedding's own factors (signs
-included), averaged over the positions of segment s. Products are rounded to float32 before their
+included), averaged over the positions of segment s: both channels of a pair have the same cosine,
+and sines of opposite sign. Products are rounded to float32 before their
 sum, and the difference `K - mean` before the rotation, so that kernels can be bit-equal.
 
 Token 0 of a sequence: K and V there depend on the token's id alone, so those of the usual first
@@ -43,7 +44,7 @@ class KVTransform:
         rotate: whether K is multiplied by the Hadamard matrix.
         segment: tokens that share a mean.
         mean: float32 `[kv_heads, D]`, K before RoPE; None where K is not centred.
-        partner_mean: the same with channels exchanged as RoPE pairs them.
+        partner: int64 `[D]`, the channel that RoPE turns each one with.
         cos, sin: float32 `[segments, D]`.
         first_keys, first_values: `[tokens, kv_heads, D]` and `[tokens, kv_heads, Dv]` in the
             model's dtype; None where the first token is packed like the others.
@@ -52,7 +53,7 @@ class KVTransform:
     rotate: bool
     segment: int
     mean: torch.Tensor | None = None
-    partner_mean: torch.Tensor | None = None
+    partner: torch.Tensor | None = None
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
     first_keys: torch.Tensor | None = None
@@ -63,14 +64,13 @@ class KVTransform:
         """As the C++ kernels read it."""
         centring, first = None, None
         if self.mean is not None:
-            assert self.partner_mean is not None
             assert self.cos is not None
             assert self.sin is not None
-            centring = (self.mean, self.partner_mean, self.cos, self.sin)
+            centring = (self.mean, self.cos, self.sin)
         if self.first_keys is not None:
             assert self.first_values is not None
             first = (self.first_keys, self.first_values)
-        return CpuTransform(self.rotate, self.segment, centring, first)
+        return CpuTransform(self.rotate, self.segment, centring, self.partner, first)
 
     @property
     def max_position(self) -> int | None:
@@ -83,10 +83,9 @@ class KVTransform:
             return None
         assert self.cos is not None
         assert self.sin is not None
-        assert self.partner_mean is not None
         segments = positions // self.segment
         cos, sin = self.cos[segments][:, None], self.sin[segments][:, None]
-        return cos * self.mean + sin * self.partner_mean
+        return cos * self.mean + sin * self.mean[:, self.partner]
 
     def forward(self, key: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """K' of K.

@@ -73,7 +73,10 @@ class RotaryProbe:
             factors = self.factors(torch.arange(begin * segment, end * segment))
             parts.append([x.double().unflatten(0, (-1, segment)).mean(1) for x in factors])
         cos, sin = (torch.cat(part).float() for part in zip(*parts, strict=True))
-        return RopeAverages(cos, sin, self.partner)
+        averages = RopeAverages(cos, sin, self.partner)
+        if not averages.turns_pairs():
+            raise ValueError("the rotary embedding does more than to turn pairs of channels")
+        return averages
 
     def turned_back(self, key: torch.Tensor) -> torch.Tensor:
         """K before RoPE, of K after it: float32 `[n, heads, D]`, positions 0 up to n.

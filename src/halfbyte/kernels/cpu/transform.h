@@ -15,10 +15,11 @@ constexpr float kMatchTolerance = 0.015625f;  // 2^-6
 struct Transform {
   const float *mean, *partner_mean;         // [kv_heads, head_size], or null: K is not centred
   const float *cos, *sin;                   // [segments, head_size]
-  const float* turn;                        // [2 head_size, turn_stride]: cos, then sin, by column
+  const float* turn;                        // [2 pairs, turn_stride]: cos, then sin, by pair
   const float *first_keys, *first_values;   // [first_tokens, kv_heads, size]
+  const int32_t *one, *other;               // [pairs] channels that turn together; one that stays: twice
   int64_t turn_stride;
-  int32_t segment, rotate, first_tokens, unused;
+  int32_t segment, rotate, first_tokens, pairs;
 };
 
 // The mean of a head in the segment of a position.
@@ -32,13 +33,27 @@ inline void segment_mean(const Transform& t, int64_t position, int head, int siz
 // Butterflies of neighbours first, then the factor; in blocks of the largest power of two in size.
 inline void hadamard(float* x, int size) {
   const int block = size & -size;
-  for (int stride = 1; stride < block; stride *= 2)
-    for (int i = 0; i < size; i += 2 * stride)
-      for (int j = i; j < i + stride; j++) {
-        const float a = x[j], b = x[j + stride];
-        x[j] = a + b;
-        x[j + stride] = a - b;
+  int stride = 1;
+  if (block >= 4) {
+    stride = 4;
+    for (int i = 0; i < size; i += 4) {
+      const float a = x[i] + x[i + 1], b = x[i] - x[i + 1];
+      const float c = x[i + 2] + x[i + 3], d = x[i + 2] - x[i + 3];
+      x[i] = a + c;
+      x[i + 1] = b + d;
+      x[i + 2] = a - c;
+      x[i + 3] = b - d;
+    }
+  }
+  for (; stride < block; stride *= 2)
+    for (int i = 0; i < size; i += 2 * stride) {
+      float *__restrict low = x + i, *__restrict high = x + i + stride;
+      for (int j = 0; j < stride; j++) {
+        const float a = low[j], b = high[j];
+        low[j] = a + b;
+        high[j] = a - b;
       }
+    }
   const float factor = (float)(1.0 / std::sqrt((double)block));
   for (int d = 0; d < size; d++) x[d] *= factor;
 }

@@ -4,20 +4,22 @@ import ctypes
 import struct
 
 import torch
+import torch.nn.functional as F
 
-_TRANSFORM = struct.Struct("7Pq4i")
+_TRANSFORM = struct.Struct("9Pq4i")
 _COLUMNS_AT_ONCE = 512 + 16
 """Segments that attention may read behind the last one."""
 
 
 class CpuTransform:
-    """Tensors of a transform, all float32 and contiguous on the CPU, and their addresses.
+    """Tensors of a transform, contiguous on the CPU, and their addresses.
 
     Args:
         rotate: whether K is multiplied by the Hadamard matrix.
         segment: tokens that share a mean.
-        centring: `mean`, `partner_mean` `[kv_heads, D]`, `cos` and `sin` `[segments, D]`; None
-            where K is not centred.
+        centring: `mean` `[kv_heads, D]`, `cos` and `sin` `[segments, D]`; None where K is not
+            centred.
+        partner: int64 `[D]`, see `kvcache.transform`.
         first: K and V of first tokens, `[tokens, kv_heads, D]` and `[tokens, kv_heads, Dv]`; None
             where they are packed like the others.
     """
@@ -26,24 +28,27 @@ class CpuTransform:
         self,
         rotate: bool,
         segment: int,
-        centring: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None,
+        centring: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+        partner: torch.Tensor | None,
         first: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
-        self._kept = [x.float().contiguous() for x in (*(centring or ()), *(first or ()))]
-        addresses = [x.data_ptr() for x in self._kept]
-        columns = 0
-        if centring is None:
-            addresses = [0] * 5 + addresses
-        else:
-            turn = torch.cat(self._kept[2:4], 1).T
-            columns = turn.shape[1] + _COLUMNS_AT_ONCE
-            padded = torch.zeros(turn.shape[0], columns)
-            padded[:, : turn.shape[1]] = turn
-            self._kept.append(padded)
-            addresses.insert(4, padded.data_ptr())
-        addresses += [0] * (7 - len(addresses))
+        tensors: list[torch.Tensor | None] = [None] * 9
+        columns = pairs = 0
+        if centring is not None:
+            assert partner is not None
+            mean, cos, sin = centring
+            one = (torch.arange(len(partner)) <= partner).nonzero().flatten()
+            turn = torch.cat([cos[:, one], sin[:, one]], 1).T
+            columns, pairs = turn.shape[1] + _COLUMNS_AT_ONCE, len(one)
+            turn = F.pad(turn, (0, _COLUMNS_AT_ONCE))
+            tensors[:5] = mean, mean[:, partner], cos, sin, turn
+            tensors[7:] = one.int(), partner[one].int()
+        if first is not None:
+            tensors[5:7] = (x.float() for x in first)
+        self._kept = [None if x is None else x.contiguous() for x in tensors]
+        addresses = [0 if x is None else x.data_ptr() for x in self._kept]
         count = 0 if first is None else len(first[0])
-        packed = _TRANSFORM.pack(*addresses, columns, segment, rotate, count, 0)
+        packed = _TRANSFORM.pack(*addresses, columns, segment, rotate, count, pairs)
         self._buffer = ctypes.create_string_buffer(packed, len(packed))
 
     @property

@@ -70,8 +70,7 @@ Side k_side(const Batch& batch) {
   Side side = make_side(l.k_format, l.head_size, l.k_data, l.k_scale);
   if (!is_nvfp4(side.format)) return side;
   side.packed = batch.kernels.packed;
-  const bool rotated = batch.call.transform && batch.call.transform->rotate;
-  if (batch.kernels.packed_bfloat16 && batch.call.query_format == kBFloat16 && !rotated)
+  if (batch.kernels.packed_bfloat16 && batch.call.query_format == kBFloat16)
     side.packed = batch.kernels.packed_bfloat16;
   return side;
 }
@@ -209,7 +208,7 @@ void accumulate_span(const Batch& batch, const Item& item, const Side& side, int
 void add_means(const Batch& batch, const Item& item, int first, int n, float multiplier,
                Workspace& w) {
   const Transform& t = *batch.call.transform;
-  const int depth = 2 * batch.layout.head_size, rows = item.heads * item.rows;
+  const int depth = 2 * t.pairs, rows = item.heads * item.rows;
   const int segment = first / t.segment, width = padded((first + n - 1) / t.segment - segment + 1);
   reserve(w.bias, (size_t)rows * width);
   batch.kernels.multiply(w.turned.data(), depth, rows, t.turn + segment, t.turn_stride, depth,
@@ -258,13 +257,20 @@ void transform_query(const Batch& batch, const Item& item, int h, int r, float* 
   reserve(w.raw_q, (size_t)rows * size);
   std::memcpy(w.raw_q.data() + at * size, q, size * sizeof(float));
   if (t.mean) {
-    reserve(w.turned, (size_t)rows * 2 * size);
-    float* turned = w.turned.data() + at * 2 * size;
-    const int64_t head = (int64_t)(item.first_head + h) * size;
-    for (int d = 0; d < size; d++) turned[d] = q[d] * t.mean[head + d];
-    for (int d = 0; d < size; d++) turned[size + d] = q[d] * t.partner_mean[head + d];
+    reserve(w.turned, (size_t)rows * 2 * t.pairs);
+    float* turned = w.turned.data() + at * 2 * t.pairs;
+    const float* mean = t.mean + (int64_t)(item.first_head + h) * size;
+    for (int i = 0; i < t.pairs; i++) {
+      const int a = t.one[i], b = t.other[i];
+      turned[i] = a == b ? q[a] * mean[a] : q[a] * mean[a] + q[b] * mean[b];
+      turned[t.pairs + i] = q[a] * mean[b] - q[b] * mean[a];
+    }
   }
-  if (t.rotate) hadamard(q, size);
+  if (!t.rotate) return;
+  hadamard(q, size);
+  if (batch.call.query_format != kBFloat16) return;
+  // Rounded once, as the kernels for such queries take them.
+  for (int d = 0; d < size; d++) q[d] = float_of((uint32_t)to_bfloat16(q[d]) << 16);
 }
 
 // K and V at position 0 of an item's heads: constants of the model, or what is packed there.
