@@ -3,6 +3,7 @@
 So that halfbyte can add to a package without importing it: `import halfbyte` stays light.
 """
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
@@ -10,18 +11,30 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
+logger = logging.getLogger("halfbyte")
+
 
 def after_import(name: str, function: Callable[[ModuleType], None]) -> None:
     """Call `function(module)` now if the module is imported already, else right after its import.
 
-    A second call with the same name and function does nothing while the first still waits.
+    A second call with the same name and function does nothing while the first still waits. Where
+    the function fails, the log says so in one line, and the package stays as it is.
     """
     if name in sys.modules:
-        function(sys.modules[name])
+        _call(function, sys.modules[name])
         return
     waiting = [finder for finder in sys.meta_path if isinstance(finder, _AfterImport)]
     if not any((finder.name, finder.function) == (name, function) for finder in waiting):
         sys.meta_path.insert(0, _AfterImport(name, function))
+
+
+def _call(function: Callable[[ModuleType], None], module: ModuleType) -> None:
+    try:
+        function(module)
+    except Exception as error:  # of a version that nobody has tried; its users may not need us
+        logger.warning(
+            "halfbyte stays out of %s: %s: %s", module.__name__, type(error).__name__, error
+        )
 
 
 class _AfterImport(MetaPathFinder):
@@ -43,7 +56,7 @@ class _AfterImport(MetaPathFinder):
 
         def execute_and_call(module: ModuleType) -> None:
             execute(module)
-            self.function(module)
+            _call(self.function, module)
 
         spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
         return spec

@@ -45,8 +45,8 @@ def test_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
     scales = make_scales(make_calibration())
     path = scales.save(tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "kv_scales.calibration",
         "kv_scales.json",
-        "kv_scales.safetensors",
     ]
     loaded = KVScales.load_file(path)
     assert loaded == scales
@@ -80,18 +80,32 @@ def test_recipes_take_what_they_need() -> None:
 
 def test_file_without_its_sibling_or_with_another_is_refused(tmp_path: Path) -> None:
     path = make_scales(make_calibration()).save(tmp_path)
-    sibling = tmp_path / "kv_scales.safetensors"
+    sibling = tmp_path / "kv_scales.calibration"
     other = tmp_path / "other"
     other.mkdir()
     make_scales(make_calibration(1)).save(other)
     sibling.write_bytes((other / sibling.name).read_bytes())
-    with pytest.raises(ValueError, match=r"kv_scales.json: .*kv_scales.safetensors .* another"):
+    with pytest.raises(ValueError, match=r"kv_scales.json: .*kv_scales.calibration .* another"):
         KVScales.load_file(path)
     sibling.unlink()
     with pytest.raises(ValueError, match=r"kv_scales.json: cannot be read: No such file"):
         KVScales.load_file(path)
     make_scales(None).save(tmp_path)  # names no sibling, and needs none
     assert KVScales.load_file(path).calibration is None
+
+
+def test_calibration_replaces_no_other_file(tmp_path: Path) -> None:
+    scales = make_scales(make_calibration())
+    scales.save(tmp_path)
+    scales.save(tmp_path)  # its own again
+    other = tmp_path / "model.calibration"
+    other.write_bytes(b"weights")
+    for name in ("model.json", "model.calibration"):
+        with pytest.raises(ValueError, match=r"model\.calibration: is "):
+            scales.save_file(tmp_path / name)
+    assert other.read_bytes() == b"weights"
+    assert not (tmp_path / "model.json").exists()
+    assert not list(tmp_path.glob("*.safetensors"))  # which loaders take for weights
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"\xff" * 100, bytes(16)], ids=len)

@@ -136,6 +136,7 @@ def _comes_first(folder: Path, *, is_kept: bool) -> str | None:
 def _check_writable(path: Path, *, is_kept: bool) -> None:
     """Raise ValueError or OSError before the work rather than after it."""
     from halfbyte.files import make_private
+    from halfbyte.kvcache.scales import check_calibration_file
 
     if is_kept:
         make_private(path.parent)
@@ -145,6 +146,7 @@ def _check_writable(path: Path, *, is_kept: bool) -> None:
         raise ValueError(f"out: {path.parent}: no such folder")
     if not os.access(path.parent, os.W_OK):
         raise ValueError(f"out: {path.parent}: cannot be written")
+    check_calibration_file(path)
 
 
 def _table(scales: "KVScales") -> Table:

@@ -1,7 +1,7 @@
 """What recipes need to know of a model's K and V, measured once, and its file.
 
-The file is a safetensors sibling of `kv_scales.json`, which holds its SHA-256: the two belong
-together, and neither is read without the other.
+The file is a sibling of `kv_scales.json`, which holds its SHA-256: the two belong together, and the
+one is not read without the other.
 """
 
 from __future__ import annotations

@@ -185,10 +185,11 @@ class KVScales:
     def save_file(self, path: str | Path) -> Path:
         """Write a file of scales, whole or not at all; its path.
 
-        A calibration goes into a safetensors file beside it, first.
+        A calibration goes into a file beside it, first (`calibration_file`).
 
         Raises:
             OSError: its folder is absent or cannot be written.
+            ValueError: the calibration's place is taken by another file.
         """
         path = Path(path)
         fields = {
@@ -199,6 +200,7 @@ class KVScales:
         }
         if self.calibration is not None:
             data = self.calibration.to_bytes()
+            check_calibration_file(path)
             replace_file(calibration_file(path), data)
             fields["calibration"] = hashlib.sha256(data).hexdigest()
         replace_file(path, (json.dumps(fields, indent=2) + "\n").encode())
@@ -238,8 +240,26 @@ class KVScales:
 
 
 def calibration_file(path: Path) -> Path:
-    """The safetensors sibling of a file of scales."""
-    return path.with_suffix(".safetensors")
+    """The sibling of a file of scales that has the calibration.
+
+    It is in the format of safetensors, but not named so: loaders take every such file in a model's
+    folder for weights.
+    """
+    return path.with_suffix(".calibration")
+
+
+def check_calibration_file(path: Path) -> None:
+    """Raise ValueError where a calibration beside a file of scales would replace something else."""
+    sibling = calibration_file(path)
+    if sibling == path:
+        raise ValueError(f"{path}: is the name of its calibration, expected another, as in *.json")
+    if sibling.exists():
+        try:
+            KVCalibration.from_bytes(sibling.read_bytes())
+        except ValueError:
+            raise ValueError(
+                f"{sibling}: is in the calibration's place and is none; move it, or write elsewhere"
+            ) from None
 
 
 def _load_calibration(path: Path, sha256: object) -> KVCalibration | None:

@@ -193,9 +193,12 @@ def _from_cache(folder: Path) -> KVScales | None:
 
 def _check_layers(scales: KVScales, config: Any) -> None:
     if isinstance(config, Mapping):
+        text = config.get("text_config")
+        config = text if isinstance(text, Mapping) else config
         num_layers = config.get("num_hidden_layers")
     else:
-        num_layers = getattr(config, "num_hidden_layers", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        num_layers = getattr(text, "num_hidden_layers", None)
     if num_layers is not None and scales.num_layers != num_layers:
         raise ValueError(
             f"KV scales from {scales.source}: {scales.num_layers} layers, "

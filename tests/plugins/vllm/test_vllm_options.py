@@ -11,7 +11,7 @@ import torch
 
 from halfbyte.kvcache import FullAttentionSpec, KVScales
 from halfbyte.layouts import PageLayout
-from halfbyte.plugins.vllm import checks, support
+from halfbyte.plugins.vllm import checks, connectors, support
 from halfbyte.plugins.vllm.formats import LayerFormat, block_size_of, pages_of
 from halfbyte.plugins.vllm.options import Options
 from halfbyte.plugins.vllm.scales import LayerPlace, global_scales, place_of
@@ -32,6 +32,9 @@ def test_options_are_read() -> None:
         assert Options.parse({"halfbyte": {"linear": yaml}}).linear == said
     for nothing in ({}, None, {"other": 1}, {"halfbyte": None}, {"halfbyte": {}}, object()):
         assert Options.parse(nothing) == Options()
+
+
+EXTRA, FOLDER = "kv_connector_extra_config", "shared_storage_path"
 
 
 @pytest.mark.parametrize(
@@ -145,6 +148,8 @@ def test_page_bytes_are_what_a_spec_counts() -> None:
         ("model.layers.32.self_attn.attn", 32, LayerPlace(True, 0)),
         ("model.layers.33.mtp_block.self_attn.attn", 33, LayerPlace(True, 1)),
         ("draft_model.model.layers.3.self_attn.attn", 3, LayerPlace(True, 3)),
+        ("mtp.layers.0.self_attn.attn", 0, LayerPlace(True, 0)),
+        ("model.mtp.layers.1.self_attn.attn", 1, LayerPlace(True, 1)),
     ],
 )
 def test_layers_of_drafts_are_told_apart(name: str, number: int, expected: LayerPlace) -> None:
@@ -165,7 +170,7 @@ def config(**fields: Any) -> Any:
     """vLLM's configuration, as far as the checks look at it."""
     given: dict[str, Any] = {
         "additional_config": {},
-        "cache_config": SimpleNamespace(kv_cache_dtype_skip_layers=None),
+        "cache_config": SimpleNamespace(cache_dtype="nvfp4", kv_cache_dtype_skip_layers=None),
         "parallel_config": SimpleNamespace(decode_context_parallel_size=1),
         "kv_transfer_config": None,
     }
@@ -209,6 +214,14 @@ def connector(name: str | None, **extra: Any) -> Any:
             "calculate_kv_scales.*use `halfbyte calibrate`",
         ),
         ({"additional_config": {"halfbyte": {"x": 1}}}, "unknown option x"),
+        (
+            {"additional_config": {"halfbyte": {"kv_scales": "/nowhere.json"}}},
+            "kv_scales: /nowhere.json, which is not there, is not supported; give a file",
+        ),
+        (
+            {"kv_transfer_config": connector("OffloadingConnector", canonical_layout=True)},
+            "canonical_layout.*leave it out",
+        ),
     ],
     ids=lambda x: str(x)[:40],
 )
@@ -216,6 +229,7 @@ def test_configurations_that_cannot_be_served(
     fields: Any, message: str | None, has_page_specs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "has_page_specs", lambda: has_page_specs)
+    monkeypatch.setattr(connectors, "is_installed", lambda: True)
     if message is None:
         assert checks.check_config(config(**fields)) == Options()
         return
@@ -228,7 +242,11 @@ def test_configurations_that_cannot_be_served(
     ("fields", "message"),
     [
         (
-            {"cache_config": SimpleNamespace(kv_cache_dtype_skip_layers=["0"])},
+            {
+                "cache_config": SimpleNamespace(
+                    cache_dtype="nvfp4", kv_cache_dtype_skip_layers=["0"]
+                )
+            },
             r"kv_cache_dtype_skip_layers = \['0'\] with this vLLM",
         ),
         ({"additional_config": {"halfbyte": {"k_dtype": "fp8"}}}, "k_dtype and v_dtype with this"),
@@ -242,6 +260,62 @@ def test_what_needs_pages_of_the_backend_s_own(
         checks.check_config(config(**fields))
     monkeypatch.setattr(checks, "has_page_specs", lambda: True)
     checks.check_config(config(**fields))
+
+
+@pytest.mark.parametrize("option", ["k_dtype", "v_dtype"])
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+def test_formats_of_their_own_need_the_cache_dtype_that_carries_them(
+    option: str, cache_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "has_page_specs", lambda: True)
+    cache = SimpleNamespace(cache_dtype=cache_dtype, kv_cache_dtype_skip_layers=None)
+    asked = {"halfbyte": {option: "mxfp4"}}
+    with pytest.raises(ValueError, match=f"cache dtype {cache_dtype}.*use --kv-cache-dtype nvfp4"):
+        checks.check_config(config(cache_config=cache, additional_config=asked))
+
+
+def test_connectors_of_an_unknown_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "has_page_specs", lambda: True)
+    monkeypatch.setattr(connectors, "is_installed", lambda: False)
+    checks.check_config(config())
+    with pytest.raises(ValueError, match="a KV connector with this vLLM"):
+        checks.check_config(config(kv_transfer_config=connector("OffloadingConnector")))
+
+
+def test_folders_of_joined_connectors_are_named_too() -> None:
+    inner = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {FOLDER: "/pages"}}
+    other = {"kv_connector": "OffloadingConnector"}
+    given = {
+        "connectors": [
+            inner,
+            other,
+            {"kv_connector": "MultiConnector", EXTRA: {"connectors": [inner]}},
+        ]
+    }
+    named = connectors._named_folders(given, "abc")
+    first, second, third = named["connectors"]
+    assert first[EXTRA] == {FOLDER: "/pages/halfbyte-abc"}
+    assert second == other
+    assert third[EXTRA]["connectors"][0][EXTRA] == {FOLDER: "/pages/halfbyte-abc"}
+    assert inner[EXTRA] == {FOLDER: "/pages"}  # as it was
+
+
+def test_package_that_is_other_than_expected_stays_as_it_is(tmp_path: Path) -> None:
+    """One line in the log; its import works."""
+    (tmp_path / "strange_package.py").write_text("value = 7")
+    code = (
+        "import logging; logging.basicConfig(format='%(message)s')\n"
+        "from halfbyte.after_import import after_import\n"
+        "after_import('strange_package', lambda module: module.no_such_name)\n"
+        "import strange_package\n"
+        "assert strange_package.value == 7\n"
+        "after_import('strange_package', lambda module: module.nor_this)"
+    )
+    result = run_python(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+    lines = result.stderr.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("halfbyte stays out of strange_package: AttributeError: ")
 
 
 def run_python(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:

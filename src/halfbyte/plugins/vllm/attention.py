@@ -50,7 +50,7 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
             raise NotImplementedError(f"halfbyte: {', '.join(refused)} is not supported")
         config = get_current_vllm_config()
         options = check_config(config)
-        LastModel.options = options
+        LastModel.options, LastModel.dtype = options, torch.get_default_dtype()
         accept_shard_ids()
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads

@@ -58,7 +58,7 @@ class HalfbyteAttentionBackend(AttentionBackend):
         """The spec of a layer with the bytes of its format (vLLM from 0.32)."""
         if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_nvfp4:
             return spec
-        layer_format = LayerFormat.of(CARRIER, torch.bfloat16, LastModel.options)
+        layer_format = LayerFormat.of(CARRIER, LastModel.dtype, LastModel.options)
         cell = layer_format.cell_bytes(spec.head_size, spec.head_size_v)
         return replace(spec, state_content_bytes=cell)
 

@@ -1,7 +1,11 @@
 """What halfbyte's backend cannot serve, refused when the first layer is made, by name."""
 
+import json
+import os
 from typing import Any
 
+from halfbyte.plugins.vllm import connectors
+from halfbyte.plugins.vllm.formats import CARRIER
 from halfbyte.plugins.vllm.options import Options
 from halfbyte.plugins.vllm.registry import has_page_specs
 
@@ -51,6 +55,15 @@ def check_config(vllm_config: Any) -> Options:
             "k_dtype and v_dtype with this vLLM, which knows its own cache dtypes alone,",
             "use vLLM 0.32 or later",
         )
+    if (options.k_dtype or options.v_dtype) and cache.cache_dtype != CARRIER:
+        raise _refused(
+            f"k_dtype or v_dtype with the cache dtype {cache.cache_dtype}",
+            f"use --kv-cache-dtype {CARRIER}",
+        )
+    for name in ("kv_scales", "draft_kv_scales"):
+        path = getattr(options, name)
+        if path is not None and not os.path.exists(path):
+            raise _refused(f"{name}: {path}, which is not there,", "give a file of KV scales")
     _check_connector(getattr(vllm_config, "kv_transfer_config", None))
     return options
 
@@ -63,6 +76,17 @@ def _check_connector(transfer: Any) -> None:
                 f"kv_connector = {name}, which may split pages or move them between layouts,",
                 f"use one that moves whole blocks: {', '.join(allowed)}",
             )
+    extra = getattr(transfer, "kv_connector_extra_config", None) or {}
+    if "canonical_layout" in json.dumps(extra, default=str):
+        raise _refused(
+            "canonical_layout, which cuts pages by vLLM's own order of K and V,",
+            "leave it out",
+        )
+    if _connectors(transfer) and not connectors.is_installed():
+        raise _refused(
+            "a KV connector with this vLLM, whose connectors cannot be told the pages' scales,",
+            "use a vLLM that docs/vllm.md names",
+        )
 
 
 def _connectors(transfer: Any) -> list[str]:

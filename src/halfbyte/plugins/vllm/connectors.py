@@ -7,7 +7,10 @@ name, and the folder where there is one, end in the identity of the pages (`kvca
 """
 
 import copy
+import hashlib
+import json
 from functools import wraps
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -15,18 +18,29 @@ from halfbyte.after_import import after_import
 from halfbyte.kvcache.identity import pages_identity
 from halfbyte.plugins.vllm.formats import LayerFormat
 from halfbyte.plugins.vllm.options import Options
-from halfbyte.plugins.vllm.registry import is_halfbyte
+from halfbyte.plugins.vllm.registry import uses_halfbyte
 from halfbyte.plugins.vllm.scales import scales_of_model
 
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 _FOLDER = "shared_storage_path"
 """Of vLLM's example connector, which names files by their tokens alone."""
+_EXTRA = "kv_connector_extra_config"
+"""Of a connector that another one joins."""
 _MARK = "#halfbyte-"
 
 
 def install() -> None:
     """Wrap vLLM's factory of connectors as soon as it is imported."""
     after_import(_FACTORY, _wrap_factory)
+
+
+def is_installed() -> bool:
+    """Whether connectors that this vLLM makes get the names; False for an unknown vLLM."""
+    try:
+        factory = import_module(_FACTORY).KVConnectorFactory
+        return hasattr(factory.create_connector, "__wrapped__")
+    except (ImportError, AttributeError):
+        return False
 
 
 def named_by_pages(vllm_config: Any) -> Any:
@@ -36,25 +50,71 @@ def named_by_pages(vllm_config: Any) -> Any:
         vllm_config: vLLM's; it stays as it is.
     """
     model_config = vllm_config.model_config
-    if not is_halfbyte(vllm_config.attention_config.backend) or _MARK in str(model_config.model):
+    if not uses_halfbyte(vllm_config) or _MARK in str(model_config.model):
         return vllm_config
-    options = Options.parse(vllm_config.additional_config)
-    formats = LayerFormat.of(vllm_config.cache_config.cache_dtype, model_config.dtype, options)
-    scales = None
-    if formats.k.has_global_scale or formats.v.has_global_scale:
-        scales = scales_of_model(
-            model_config, vllm_config.load_config, options.kv_scales, "kv_scales"
-        )
-    identity = pages_identity(formats.k, formats.v, scales)[:16]
+    identity = _identity(vllm_config)[:16]
     config = copy.copy(vllm_config)
     config.model_config = copy.copy(model_config)
     config.model_config.model = f"{model_config.model}{_MARK}{identity}"
     config.kv_transfer_config = copy.copy(vllm_config.kv_transfer_config)
-    extra = dict(config.kv_transfer_config.kv_connector_extra_config or {})
-    if _FOLDER in extra:
-        extra[_FOLDER] = f"{extra[_FOLDER]}/halfbyte-{identity}"
-    config.kv_transfer_config.kv_connector_extra_config = extra
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    config.kv_transfer_config.kv_connector_extra_config = _named_folders(extra or {}, identity)
     return config
+
+
+def _named_folders(extra: dict[str, Any], identity: str) -> dict[str, Any]:
+    """Options of a connector, and of those that it joins, with folders that end in an identity."""
+    named = dict(extra)
+    if _FOLDER in named:
+        named[_FOLDER] = f"{named[_FOLDER]}/halfbyte-{identity}"
+    if isinstance(named.get("connectors"), list):
+        named["connectors"] = [
+            {**part, _EXTRA: _named_folders(part[_EXTRA], identity)} if part.get(_EXTRA) else part
+            for part in named["connectors"]
+        ]
+    return named
+
+
+def _identity(vllm_config: Any) -> str:
+    """A hex SHA-256 of everything that pages of a run have in common and do not say themselves."""
+    options = Options.parse(vllm_config.additional_config)
+    cache, load_config = vllm_config.cache_config, vllm_config.load_config
+    draft = vllm_config.speculative_config
+    draft_config = getattr(draft, "draft_model_config", None)
+    draft_dtype = getattr(draft, "kv_cache_dtype", None) or cache.cache_dtype
+    parts = [
+        _identity_of_model(
+            cache.cache_dtype, vllm_config.model_config, load_config, options, "kv_scales"
+        )
+    ]
+    if draft_config is not None:
+        load_config = getattr(draft, "draft_load_config", None) or load_config
+        parts.append(
+            _identity_of_model(draft_dtype, draft_config, load_config, options, "draft_kv_scales")
+        )
+    fields = {
+        "models": parts,
+        "skipped": sorted(map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ())),
+        # A page holds the KV heads of a rank: pages of fewer ranks are no pages of more, joined.
+        "ranks": vllm_config.parallel_config.tensor_parallel_size,
+    }
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _identity_of_model(
+    cache_dtype: str, model_config: Any, load_config: Any, options: Options, option: str
+) -> str:
+    formats = LayerFormat.of(cache_dtype, model_config.dtype, options)
+    scales = None
+    if formats.k.has_global_scale or formats.v.has_global_scale:
+        try:
+            given = getattr(options, option)
+            scales = scales_of_model(model_config, load_config, given, option)
+        except ValueError:
+            if option == "kv_scales":
+                raise
+            # A draft without layers of its own; one that needs scales is refused when it gets them.
+    return pages_identity(formats.k, formats.v, scales)
 
 
 def _wrap_factory(module: ModuleType) -> None:

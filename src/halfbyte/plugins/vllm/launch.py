@@ -199,5 +199,11 @@ def _attention_backend(said: Said) -> str | None:
     backend = said.value(BACKEND)
     if backend is None:
         config = said.json("--attention-config", "-ac")
-        backend = config.get("backend") if isinstance(config, dict) else None
+        config = config if isinstance(config, dict) else {}
+        backend = config.get("backend")
+        if config.get("backend_per_kind"):
+            raise ValueError(
+                "--attention-config: backend_per_kind is for `vllm serve`; `halfbyte serve` gives "
+                "every layer halfbyte's attention"
+            )
     return None if backend is None else str(backend).upper()

@@ -40,14 +40,14 @@ def wants_halfbyte(vllm_config: Any) -> bool:
     from vllm.platforms import current_platform
 
     from halfbyte.plugins.vllm.options import Options
-    from halfbyte.plugins.vllm.registry import is_halfbyte
+    from halfbyte.plugins.vllm.registry import uses_halfbyte
 
     if vllm_config is None:
         return False
     option = Options.parse(vllm_config.additional_config).linear
     if option != "auto":
         return option == "on"
-    if not is_halfbyte(vllm_config.attention_config.backend):
+    if not uses_halfbyte(vllm_config):
         return False
     if current_platform.is_cpu():
         return True

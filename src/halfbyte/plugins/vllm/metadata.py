@@ -12,7 +12,7 @@ from halfbyte.attention import AttentionPlans
 from halfbyte.kvcache import KVScales
 from halfbyte.plugins.vllm.checks import check_config
 from halfbyte.plugins.vllm.options import Options
-from halfbyte.plugins.vllm.scales import LayerPlace, place_of, scales_of_model
+from halfbyte.plugins.vllm.scales import LayerPlace, is_same_folder, place_of, scales_of_model
 
 MAX_CAPTURED_QUERIES = 8
 """Query tokens per sequence up to which a step can be one CUDA graph."""
@@ -110,17 +110,22 @@ def give_scales(vllm_config: Any, layer_names: list[str], device: torch.device) 
 
 
 def _refuse_unread_caches(vllm_config: Any, device: torch.device) -> None:
-    """On CPUs vLLM's own attention takes an nvfp4 cache and quantizes nothing: a draft's, say."""
-    if device.type != "cpu":
-        return
+    """Layers of vLLM's own attention beside ours, a draft's say, with a cache that loses.
+
+    On CPUs it takes an nvfp4 cache and quantizes nothing; and where it does quantize, it has a
+    scale of 1.0 for what has none.
+    """
     for name, layer in get_layers_from_vllm_config(vllm_config, Attention).items():
-        is_ours = hasattr(layer.impl, "needs_scales")
-        if str(layer.kv_cache_dtype).startswith("nvfp4") and not is_ours:
-            kind = type(layer.impl).__name__
+        if hasattr(layer.impl, "needs_scales"):
+            continue
+        dtype, kind = str(layer.kv_cache_dtype), type(layer.impl).__name__
+        stores = not (dtype.startswith("nvfp4") and device.type == "cpu")
+        scales = [getattr(layer, f"_{side}_scale_float", 1.0) for side in "kv"]
+        if dtype.startswith(("nvfp4", "fp8")) and (not stores or scales == [1.0, 1.0]):
+            why = "has no scales for it" if stores else "cannot store one"
             raise ValueError(
-                f"halfbyte: {name} has an nvfp4 cache and {kind}, which cannot store one; "
-                'for a draft say "attention_backend": "CUSTOM" or "kv_cache_dtype": '
-                '"auto" in --speculative-config'
+                f"halfbyte: {name} has a cache of {dtype} and {kind}, which {why}; "
+                'for a draft say "attention_backend": "CUSTOM" in --speculative-config'
             )
 
 
@@ -133,6 +138,12 @@ def _scales_for(vllm_config: Any, options: Options, place: LayerPlace) -> KVScal
     if speculative is None or speculative.draft_model_config is None:
         raise ValueError(f"halfbyte: layer {place.layer} lies past the model's layers")
     load_config = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
-    return scales_of_model(
-        speculative.draft_model_config, load_config, options.draft_kv_scales, "draft_kv_scales"
-    )
+    draft_config, given = speculative.draft_model_config, options.draft_kv_scales
+    is_inside = given is None and speculative.method != "draft_model"
+    if is_inside and is_same_folder(vllm_config.model_config, draft_config, load_config):
+        raise ValueError(
+            f"halfbyte: draft layer {place.layer} of {draft_config.model} has no KV cache scales "
+            "of its own; give a file of them as draft_kv_scales in --additional-config, or leave "
+            "the draft's cache unquantized"
+        )
+    return scales_of_model(draft_config, load_config, given, "draft_kv_scales")

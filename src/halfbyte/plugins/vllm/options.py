@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from halfbyte.layouts import KVCacheDType
 
 SECTION = "halfbyte"
@@ -82,10 +84,11 @@ class Options:
 
 
 class LastModel:
-    """Options of the model that was made last in this process.
+    """Options and dtype of the model that was made last in this process.
 
     vLLM asks the backend's class for the pages of a model right after it has made its layers, and
     gives it no configuration.
     """
 
     options = Options()
+    dtype = torch.bfloat16

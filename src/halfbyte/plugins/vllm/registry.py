@@ -30,10 +30,21 @@ def missing_hooks() -> list[str]:
 
 
 def register_attention() -> None:
-    """Make `--attention-backend CUSTOM` mean halfbyte's backend."""
+    """Make `--attention-backend CUSTOM` mean halfbyte's backend.
+
+    Raises:
+        RuntimeError: it means another plug-in's already.
+    """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CUSTOM, BACKEND_PATH)
+    custom = AttentionBackendEnum.CUSTOM
+    try:
+        taken = custom.get_path()
+    except ValueError:  # nobody has registered one
+        taken = BACKEND_PATH
+    if taken != BACKEND_PATH:
+        raise RuntimeError(f"attention backend CUSTOM is {taken}, of another plug-in")
+    register_backend(custom, BACKEND_PATH)
 
 
 def is_halfbyte(backend: Any) -> bool:
@@ -41,7 +52,22 @@ def is_halfbyte(backend: Any) -> bool:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     custom = AttentionBackendEnum.CUSTOM
+    if isinstance(backend, str):
+        backend = AttentionBackendEnum.__members__.get(backend.upper())
     return backend is custom and bool(custom.get_path() == BACKEND_PATH)
+
+
+def uses_halfbyte(vllm_config: Any) -> bool:
+    """Whether some layers of a run have halfbyte's attention, a kind of layers or a draft's, too.
+
+    Args:
+        vllm_config: vLLM's.
+    """
+    attention = vllm_config.attention_config
+    chosen = [attention.backend, *(getattr(attention, "backend_per_kind", None) or {}).values()]
+    draft = getattr(vllm_config, "speculative_config", None)
+    chosen.append(getattr(draft, "attention_backend", None))
+    return any(is_halfbyte(backend) for backend in chosen if backend is not None)
 
 
 def has_page_specs() -> bool:

@@ -7,6 +7,7 @@ calibration in the user's cache folder. Without any the run ends with the comman
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from halfbyte.kvcache import KVScales, get_kv_cache_quant_method
@@ -30,12 +31,13 @@ def place_of(layer_name: str, layer_number: int, num_target_layers: int) -> Laye
     """Of a layer of vLLM's.
 
     Args:
-        layer_name: as vLLM has it; a draft model of its own begins with `draft_model.`.
+        layer_name: as vLLM has it; a draft model of its own begins with `draft_model.`, and some
+            models' own draft layers (MTP) with `mtp.`.
         layer_number: the number in the name. Drafts that share the target's name (EAGLE, MTP) count
             on from its layers.
         num_target_layers: of the target model.
     """
-    if layer_name.startswith("draft_model."):
+    if layer_name.startswith("draft_model.") or "mtp" in layer_name.split(".")[:2]:
         return LayerPlace(True, layer_number)
     if layer_number >= num_target_layers:
         return LayerPlace(True, layer_number - num_target_layers)
@@ -73,18 +75,14 @@ def scales_of_model(
         ValueError: none are found, or files are broken; one line with what to do.
     """
     from halfbyte.models import find_kv_scales
-    from halfbyte.models.loading import local_folder
 
     if given is None and str(getattr(load_config, "load_format", "")).endswith("dummy"):
         num_layers = model_config.hf_text_config.num_hidden_layers
         amax = (DUMMY_AMAX,) * num_layers
         logger.warning("dummy weights: KV cache scales for values up to %g", DUMMY_AMAX)
         return KVScales(amax, amax, "dummy weights")
-    folder = local_folder(
-        str(model_config.model),
-        revision=getattr(model_config, "revision", None),
-        cache_dir=getattr(load_config, "download_dir", None),
-    )
+    # A file that is given needs no folder, as of GGUF files, to be found.
+    folder = Path() if given is not None else _folder(model_config, load_config)
     scales = find_kv_scales(folder, model_config.hf_config, given=given)
     if scales is None:
         raise ValueError(
@@ -94,3 +92,21 @@ def scales_of_model(
         )
     logger.info("KV cache scales: %s", scales.source)
     return scales
+
+
+def is_same_folder(model_config: Any, draft_config: Any, load_config: Any) -> bool:
+    """Whether a draft's layers lie in its target's checkpoint, whose scales are not theirs."""
+    names = {str(config.model) for config in (model_config, draft_config)}
+    if len(names) == 1:
+        return True
+    return _folder(model_config, load_config) == _folder(draft_config, load_config)
+
+
+def _folder(model_config: Any, load_config: Any) -> Path:
+    from halfbyte.models.loading import local_folder
+
+    return local_folder(
+        str(model_config.model),
+        revision=getattr(model_config, "revision", None),
+        cache_dir=getattr(load_config, "download_dir", None),
+    )

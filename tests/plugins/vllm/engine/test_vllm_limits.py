@@ -163,8 +163,12 @@ def test_loss_is_halfbyte_s_own() -> None:
 
 
 @needs_page_specs
-def test_pages_of_other_scales_are_not_found(tmp_path: Path) -> None:
-    """By a connector that stores them; they would be read as other values."""
+@pytest.mark.parametrize("joined", [False, True], ids=["alone", "joined"])
+def test_pages_of_other_scales_are_not_found(tmp_path: Path, joined: bool) -> None:
+    """By a connector that stores them; they would be read as other values.
+
+    Joined, it is one of several, and halfbyte's attention is that of a kind of layers.
+    """
     stored = halfbyte.kvcache.KVScales.load(BUNDLED)
     assert stored is not None
     scales = {}
@@ -178,6 +182,15 @@ def test_pages_of_other_scales_are_not_found(tmp_path: Path) -> None:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "pages")},
     }
+    attention: dict[str, Any] = {}
+    if joined:
+        extra = {"connectors": [transfer]}
+        transfer = {**transfer, "kv_connector": "MultiConnector"}
+        transfer["kv_connector_extra_config"] = extra
+        attention = {
+            "attention_backend": None,
+            "attention_config": {"backend_per_kind": {"full_attention": "CUSTOM"}},
+        }
     prompts = [TEXTS[1] * 4 + text for text in TEXTS]
     found = {}
     for factor in (1, 40):
@@ -185,8 +198,10 @@ def test_pages_of_other_scales_are_not_found(tmp_path: Path) -> None:
             "additional_config": {"halfbyte": {"kv_scales": str(scales[factor])}},
             "block_size": 16,
             "enable_prefix_caching": False,
+            **attention,
         }
         with vllm_engine(**options) as llm:
+            assert_ours(llm)
             expected = generate(llm, prompts)
         with vllm_engine(kv_transfer_config=transfer, **options) as llm:
             found[factor] = generate(llm, prompts)
