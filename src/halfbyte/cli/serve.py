@@ -63,6 +63,9 @@ def serve(
     v_dtype: Annotated[
         str | None, typer.Option(help="Format of V where --kv-cache-dtype is nvfp4.")
     ] = None,
+    kv_recipe: Annotated[
+        str | None, typer.Option(help="What is done to K and V in NVFP4: plain or balanced.")
+    ] = None,
     linear: Annotated[
         str | None,
         typer.Option(
@@ -98,6 +101,7 @@ def serve(
             "draft_kv_scales": draft_kv_scales,
             "k_dtype": k_dtype,
             "v_dtype": v_dtype,
+            "kv_recipe": kv_recipe,
             "linear": linear,
         },
     )
@@ -138,7 +142,7 @@ def _provide_scales(plan: "ServePlan") -> None:
     config = read_config(folder)
     if is_declared and not declared_format(folder, config).has_global_scale:
         return
-    if find_kv_scales(folder, config) is not None:
+    if find_kv_scales(folder, config, recipe=options.recipe) is not None:
         return
     path, is_kept = destination(plan.model, folder)
     err.print(f"no KV cache scales for {plan.model}: measuring them", markup=False)

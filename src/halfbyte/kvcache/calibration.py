@@ -1,7 +1,6 @@
 """What recipes need to know of a model's K and V, measured once, and its file.
 
-The file is a sibling of `kv_scales.json`, which holds its SHA-256: the two belong together, and the
-one is not read without the other.
+The file is a sibling of `kv_scales.json`, which holds its SHA-256: another one is refused.
 """
 
 from __future__ import annotations
@@ -95,15 +94,19 @@ class KVCalibration:
         return measured.k_amax[2 * recipe.center + recipe.rotate], measured.v_amax
 
     def transform(
-        self, layer: int, recipe: KVRecipe, device: torch.device | str = "cpu"
+        self,
+        layer: int,
+        recipe: KVRecipe,
+        device: torch.device | str = "cpu",
+        heads: slice = slice(None),
     ) -> KVTransform:
-        """What a recipe does to a layer's K, with its tensors on a device."""
+        """What a recipe does to K of a layer's heads, with its tensors on a device."""
         measured = self.layers[layer]
         centring: dict[str, Any] = {}
         if recipe.center:
             rope = self.ropes[measured.rope]
             centring = {
-                "mean": measured.mean.to(device),
+                "mean": measured.mean[heads].to(device),
                 "partner": rope.partner.to(device),
                 "cos": rope.cos.to(device),
                 "sin": rope.sin.to(device),
@@ -111,8 +114,8 @@ class KVCalibration:
         first: dict[str, Any] = {}
         if recipe.keep_first_token and self.first_tokens:
             first = {
-                "first_keys": measured.first_keys.to(device),
-                "first_values": measured.first_values.to(device),
+                "first_keys": measured.first_keys[:, heads].to(device),
+                "first_values": measured.first_values[:, heads].to(device),
             }
         return KVTransform(recipe.rotate, self.segment, **centring, **first)
 

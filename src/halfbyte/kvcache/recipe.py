@@ -11,6 +11,8 @@ Pages have the same bytes per token. `plain` is what other programs read and wri
 from dataclasses import dataclass
 from typing import Literal
 
+from halfbyte.layouts import KVCacheDType
+
 SEGMENT = 64
 """Tokens that share a mean of K."""
 
@@ -33,6 +35,10 @@ class KVRecipe:
     rotate: bool = False
     keep_first_token: bool = False
     four_over_six: bool = False
+
+    def format_of(self, dtype: KVCacheDType) -> KVCacheDType:
+        """The format that stands for one that was asked for: the same bits, other scales."""
+        return KVCacheDType.NVFP4_4OVER6 if dtype.is_nvfp4 and self.four_over_six else dtype
 
     @property
     def is_plain(self) -> bool:

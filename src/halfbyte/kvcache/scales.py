@@ -24,6 +24,7 @@ from torch import nn
 
 from halfbyte.files import replace_file
 from halfbyte.kvcache.calibration import KVCalibration
+from halfbyte.kvcache.recipe import KVRecipe
 
 KV_SCALES_FILE = "kv_scales.json"
 _FORMAT = "halfbyte-kv-scales-1"
@@ -93,6 +94,19 @@ class KVScales:
                 f"KV scales from {self.source}: no layer {layer}, only {self.num_layers}"
             )
         return self.k_amax[layer], self.v_amax[layer]
+
+    def calibration_for(self, recipe: KVRecipe) -> KVCalibration:
+        """What a recipe that changes K needs.
+
+        Raises:
+            ValueError: these scales have none.
+        """
+        if self.calibration is None:
+            raise ValueError(
+                f"kv_recipe {recipe.name}: needs a calibration of K, and the scales from "
+                f"{self.source} have none; `halfbyte calibrate` measures it"
+            )
+        return self.calibration
 
     @classmethod
     def from_multipliers(
@@ -263,10 +277,14 @@ def check_calibration_file(path: Path) -> None:
 
 
 def _load_calibration(path: Path, sha256: object) -> KVCalibration | None:
-    """What belongs to a file of scales that names this hash; None where it names none."""
-    if sha256 is None:
-        return None
+    """What belongs to a file of scales that names this hash; None where it names none.
+
+    None also where the sibling is gone, as of a file that was copied alone: its scales are whole
+    without it, and recipes that need it say so.
+    """
     sibling = calibration_file(path)
+    if sha256 is None or not sibling.exists():
+        return None
     data = sibling.read_bytes()
     if hashlib.sha256(data).hexdigest() != sha256:
         raise ValueError(f"{sibling.name} beside it is of another calibration")

@@ -150,9 +150,7 @@ def _resolve(
         parsed = KVCacheDType.from_checkpoint(config)
         # An unquantized declaration is the file's dtype; the model may have been cast since.
         parsed = parsed if parsed.is_quantized else KVCacheDType.parse(dtype)
-    if parsed is KVCacheDType.NVFP4 and recipe is not None and recipe.four_over_six:
-        return KVCacheDType.NVFP4_4OVER6
-    return parsed
+    return parsed if recipe is None else recipe.format_of(parsed)
 
 
 def _per_layer(kv_cache_dtype: LayerDTypes, windows: Sequence[int | None]) -> list[DTypeName]:

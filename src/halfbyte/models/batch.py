@@ -14,7 +14,6 @@ from halfbyte.kvcache import (
     get_kv_cache_quant_method,
     reshape_and_cache,
 )
-from halfbyte.kvcache.calibration import KVCalibration
 from halfbyte.kvcache.transform import KVTransform
 
 
@@ -63,7 +62,7 @@ class LayerQuantization:
                 raise ValueError(f"KV scales: layer {layer} is {layout.k_dtype} and has no scale")
             amax = scales.amax_of_layer(layer)
             if recipe is not None and recipe.changes_k and layout.k_dtype.is_nvfp4:
-                calibration = calibration_of(scales, recipe)
+                calibration = scales.calibration_for(recipe)
                 amax = calibration.amax(layer, recipe)
                 transforms[-1] = calibration.transform(layer, recipe, pool.device)
             k, v = (m.global_scale_from_amax(a) for m, a in zip(methods, amax, strict=True))
@@ -72,20 +71,6 @@ class LayerQuantization:
             return cls(multipliers, transforms)
         on_device = torch.tensor(multipliers, dtype=torch.float32, device=pool.device)
         return cls([(k_scale, v_scale) for k_scale, v_scale in on_device], transforms)
-
-
-def calibration_of(scales: KVScales, recipe: KVRecipe) -> KVCalibration:
-    """What a recipe needs, of scales that must have it.
-
-    Raises:
-        ValueError: they have none.
-    """
-    if scales.calibration is None:
-        raise ValueError(
-            f"kv_recipe {recipe.name}: needs a calibration of K, and the scales from "
-            f"{scales.source} have none; `halfbyte calibrate` measures it"
-        )
-    return scales.calibration
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from halfbyte.layouts import PageLayout
 from halfbyte.plugins.vllm import checks, connectors, support
 from halfbyte.plugins.vllm.formats import LayerFormat, block_size_of, pages_of
 from halfbyte.plugins.vllm.options import Options
-from halfbyte.plugins.vllm.scales import LayerPlace, global_scales, place_of
+from halfbyte.plugins.vllm.scales import LayerPlace, global_scales, heads_of_rank, place_of
 
 ROOT = Path(__file__).parents[3]
 GIVEN: dict[str, Any] = {
@@ -164,6 +164,32 @@ def test_global_scales_are_those_of_each_format() -> None:
     assert global_scales(scales, 1, mixed) == (2.0, 1.0)
     with pytest.raises(ValueError, match="no layer 2, only 2"):
         global_scales(scales, 2, nvfp4)
+
+
+@pytest.mark.parametrize(
+    ("total", "own", "ranks", "expected"),
+    [
+        (8, 8, 1, [range(8)]),
+        (8, 4, 2, [range(4), range(4, 8)]),
+        (2, 1, 4, [range(1), range(1), range(1, 2), range(1, 2)]),
+        (1, 1, 2, [range(1), range(1)]),
+    ],
+)
+def test_heads_of_ranks(total: int, own: int, ranks: int, expected: list[range]) -> None:
+    heads = [heads_of_rank(total, own, rank, ranks) for rank in range(ranks)]
+    assert [range(total)[part] for part in heads] == expected
+
+
+def test_recipe_decides_format_and_scale() -> None:
+    options = Options(kv_recipe="balanced")
+    both = LayerFormat.of("nvfp4", torch.bfloat16, options)
+    assert (both.k, both.v) == ("nvfp4_4over6", "nvfp4_4over6")
+    assert LayerFormat.of("fp8", torch.bfloat16, options).k == "fp8_e4m3"
+    with pytest.raises(ValueError, match="kv_recipe: expected one of plain, balanced, got 'best'"):
+        Options(kv_recipe="best")
+    scales = KVScales((1.0,), (1.0,), "user")
+    with pytest.raises(ValueError, match=r"balanced: needs a calibration of K, .* user"):
+        global_scales(scales, 0, both, options.recipe)
 
 
 def config(**fields: Any) -> Any:

@@ -5,17 +5,25 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
+from vllm.forward_context import get_forward_context
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from halfbyte.attention import paged_attention
 from halfbyte.kvcache import KVScales, reshape_and_cache
+from halfbyte.kvcache.recipe import RECIPES
+from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
 from halfbyte.plugins.vllm.checks import check_config
 from halfbyte.plugins.vllm.formats import LayerFormat, block_size_of, pages_of
 from halfbyte.plugins.vllm.loading import accept_shard_ids
 from halfbyte.plugins.vllm.metadata import HalfbyteMetadata
 from halfbyte.plugins.vllm.options import LastModel
-from halfbyte.plugins.vllm.scales import global_scales
+from halfbyte.plugins.vllm.scales import global_scales, heads_of_rank
 
 
 class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
@@ -61,6 +69,12 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         self.k_scale: float | torch.Tensor = 1.0
         self.v_scale: float | torch.Tensor = 1.0
         self._has_scales = not self.needs_scales
+        self.recipe = options.recipe if self.format.k.is_nvfp4 else RECIPES["plain"]
+        self.transform: KVTransform | None = None
+        if self.recipe.changes_k and not current_platform.is_cpu():
+            raise NotImplementedError(
+                f"halfbyte: kv_recipe {self.recipe.name} runs on CPUs alone so far; leave it out"
+            )
         self._layout: PageLayout | None = None
 
     @property
@@ -70,7 +84,14 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
 
     def set_scales(self, scales: KVScales, layer: int, device: torch.device) -> None:
         """Take the scales of a layer; on a GPU as tensors, which its kernels read there."""
-        pair: Any = global_scales(scales, layer, self.format)
+        recipe = self.recipe if self.recipe.changes_k else None
+        pair: Any = global_scales(scales, layer, self.format, recipe)
+        if recipe is not None:
+            calibration = scales.calibration_for(recipe)
+            total = calibration.layers[layer].mean.shape[0]
+            rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+            heads = heads_of_rank(total, self.num_kv_heads, rank, ranks)
+            self.transform = calibration.transform(layer, recipe, device, heads)
         if device.type != "cpu":
             pair = torch.tensor(pair, dtype=torch.float32, device=device)
         self.k_scale, self.v_scale = pair
@@ -88,7 +109,16 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         if kv_cache.numel() == 0:
             return
         pages, layout = self._pages(layer, kv_cache)
-        reshape_and_cache(key, value, pages, slot_mapping, layout, self.k_scale, self.v_scale)
+        changed: dict[str, Any] = {}
+        if self.transform is not None:
+            metadata: Any = get_forward_context().attn_metadata
+            # Slots that pad a step have no position.
+            positions = metadata[layer.layer_name].positions
+            slot_mapping = slot_mapping[: positions.shape[0]]
+            changed = {"transform": self.transform, "positions": positions}
+        reshape_and_cache(
+            key, value, pages, slot_mapping, layout, self.k_scale, self.v_scale, **changed
+        )
 
     def forward(
         self,
@@ -132,6 +162,7 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
             batch_invariant=batch_invariant(),
             out=output[:tokens],
             plans=attn_metadata.current_plans(),
+            transform=self.transform,
         )
         return output
 

@@ -109,12 +109,12 @@ def _identity_of_model(
     if formats.k.has_global_scale or formats.v.has_global_scale:
         try:
             given = getattr(options, option)
-            scales = scales_of_model(model_config, load_config, given, option)
+            scales = scales_of_model(model_config, load_config, given, option, options.recipe)
         except ValueError:
             if option == "kv_scales":
                 raise
             # A draft without layers of its own; one that needs scales is refused when it gets them.
-    return pages_identity(formats.k, formats.v, scales)
+    return pages_identity(formats.k, formats.v, scales, options.recipe)
 
 
 def _wrap_factory(module: ModuleType) -> None:

@@ -35,6 +35,7 @@ class LayerFormat:
                 another one than nvfp4.
         """
         both = KVCacheDType.parse(model_dtype if cache_dtype == "auto" else cache_dtype)
+        both = options.recipe.format_of(both)
         if cache_dtype != CARRIER:
             # Layers left unquantized (kv_cache_dtype_skip_layers) stay so.
             if both.is_quantized and (options.k_dtype or options.v_dtype):
@@ -44,7 +45,9 @@ class LayerFormat:
                 )
             return cls(both, both)
         given = (
-            both if d is None else KVCacheDType.parse(d).resolve(model_dtype)
+            both
+            if d is None
+            else options.recipe.format_of(KVCacheDType.parse(d).resolve(model_dtype))
             for d in (options.k_dtype, options.v_dtype)
         )
         return cls(*given)

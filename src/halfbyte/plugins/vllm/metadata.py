@@ -1,6 +1,7 @@
 """One step's lengths and tables; CUDA graphs; and, once, the scales of a group's layers."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,17 @@ class HalfbyteMetadata:
     plans: AttentionPlans = field(default_factory=AttentionPlans)
     captured_plans: AttentionPlans = field(default_factory=AttentionPlans)
     """Made inside a CUDA graph's capture, so that every replay plans anew for its own lengths."""
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """int64 `[tokens]`, of each token in its sequence; 0 of those that pad."""
+        starts = self.query_start_loc.long()
+        counts = starts.diff()
+        first = (self.seq_lens.long() - counts - starts[:-1]).repeat_interleave(counts)
+        positions = torch.zeros(self.num_actual_tokens, dtype=torch.int64, device=starts.device)
+        used = first.shape[0]
+        positions[:used] = first + torch.arange(used, device=starts.device)
+        return positions
 
     def current_plans(self) -> AttentionPlans:
         """Those to use now."""
@@ -132,7 +144,11 @@ def _refuse_unread_caches(vllm_config: Any, device: torch.device) -> None:
 def _scales_for(vllm_config: Any, options: Options, place: LayerPlace) -> KVScales:
     if not place.is_draft:
         return scales_of_model(
-            vllm_config.model_config, vllm_config.load_config, options.kv_scales, "kv_scales"
+            vllm_config.model_config,
+            vllm_config.load_config,
+            options.kv_scales,
+            "kv_scales",
+            options.recipe,
         )
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.draft_model_config is None:
@@ -146,4 +162,4 @@ def _scales_for(vllm_config: Any, options: Options, place: LayerPlace) -> KVScal
             "of its own; give a file of them as draft_kv_scales in --additional-config, or leave "
             "the draft's cache unquantized"
         )
-    return scales_of_model(draft_config, load_config, given, "draft_kv_scales")
+    return scales_of_model(draft_config, load_config, given, "draft_kv_scales", options.recipe)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from halfbyte.kvcache.recipe import RECIPES, KVRecipe
 from halfbyte.layouts import KVCacheDType
 
 SECTION = "halfbyte"
@@ -32,6 +33,8 @@ class Options:
     pages (0.32)."""
     v_dtype: str | None = None
     """Format of V, likewise."""
+    kv_recipe: str = "plain"
+    """What is done to K and V in NVFP4 before they are packed, see `halfbyte.kvcache.KVRecipe`."""
     linear: str = "auto"
     """NVFP4 linear layers on halfbyte's kernels: `auto` with halfbyte's attention on CPUs and on
     SM80 to SM90, `on` wherever they run, `off` never."""
@@ -51,10 +54,19 @@ class Options:
                 KVCacheDType.parse(value)
             except ValueError as error:
                 raise ValueError(f"{SECTION}.{name}: {error}") from None
+        if self.kv_recipe not in RECIPES:
+            raise ValueError(
+                f"{SECTION}.kv_recipe: expected one of {', '.join(RECIPES)}, got {self.kv_recipe!r}"
+            )
         if self.linear not in _LINEAR:
             raise ValueError(
                 f"{SECTION}.linear: expected one of {', '.join(_LINEAR)}, got {self.linear!r}"
             )
+
+    @property
+    def recipe(self) -> KVRecipe:
+        """That of `kv_recipe`."""
+        return RECIPES[self.kv_recipe]
 
     @classmethod
     def parse(cls, additional_config: Any) -> "Options":

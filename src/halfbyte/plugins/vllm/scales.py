@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfbyte.kvcache import KVScales, get_kv_cache_quant_method
+from halfbyte.kvcache import KVRecipe, KVScales, get_kv_cache_quant_method
 from halfbyte.plugins.vllm.formats import LayerFormat
 
 logger = logging.getLogger("halfbyte")
@@ -44,13 +44,21 @@ def place_of(layer_name: str, layer_number: int, num_target_layers: int) -> Laye
     return LayerPlace(False, layer_number)
 
 
-def global_scales(scales: KVScales, layer: int, layer_format: LayerFormat) -> tuple[float, float]:
+def global_scales(
+    scales: KVScales, layer: int, layer_format: LayerFormat, recipe: KVRecipe | None = None
+) -> tuple[float, float]:
     """Decode scales of K and V of a layer; 1.0 for formats without one.
 
+    Args:
+        recipe: one that changes this layer's K, if any.
+
     Raises:
-        ValueError: the scales have no such layer.
+        ValueError: the scales have no such layer, or no calibration for the recipe.
     """
-    pairs = zip((layer_format.k, layer_format.v), scales.amax_of_layer(layer), strict=True)
+    amax = scales.amax_of_layer(layer)
+    if recipe is not None:
+        amax = scales.calibration_for(recipe).amax(layer, recipe)
+    pairs = zip((layer_format.k, layer_format.v), amax, strict=True)
     k_scale, v_scale = (
         get_kv_cache_quant_method(dtype).global_scale_from_amax(amax)
         if dtype.has_global_scale
@@ -60,8 +68,23 @@ def global_scales(scales: KVScales, layer: int, layer_format: LayerFormat) -> tu
     return k_scale, v_scale
 
 
+def heads_of_rank(total: int, own: int, rank: int, ranks: int) -> slice:
+    """KV heads of a tensor-parallel rank, as vLLM shards them.
+
+    Args:
+        total: of the model.
+        own: of a rank: its share, or one that several ranks hold where there are fewer than ranks.
+    """
+    start = rank * own if total >= ranks else rank * total // ranks
+    return slice(start, start + own)
+
+
 def scales_of_model(
-    model_config: Any, load_config: Any, given: str | None, option: str
+    model_config: Any,
+    load_config: Any,
+    given: str | None,
+    option: str,
+    recipe: KVRecipe | None = None,
 ) -> KVScales:
     """Scales of a model of vLLM's.
 
@@ -70,6 +93,7 @@ def scales_of_model(
         load_config: vLLM's `LoadConfig`.
         given: path from the options.
         option: its name, for messages.
+        recipe: of the run.
 
     Raises:
         ValueError: none are found, or files are broken; one line with what to do.
@@ -83,7 +107,7 @@ def scales_of_model(
         return KVScales(amax, amax, "dummy weights")
     # A file that is given needs no folder, as of GGUF files, to be found.
     folder = Path() if given is not None else _folder(model_config, load_config)
-    scales = find_kv_scales(folder, model_config.hf_config, given=given)
+    scales = find_kv_scales(folder, model_config.hf_config, given=given, recipe=recipe)
     if scales is None:
         raise ValueError(
             f"halfbyte: no KV cache scales for {model_config.model}: run "

@@ -1,0 +1,44 @@
+"""Recipes of K and V inside vLLM: token for token as `halfbyte.LLM`, in float32."""
+
+from typing import Any
+
+import pytest
+
+from plugins.vllm.engine.engines import (
+    BUNDLED,
+    TEXTS,
+    assert_ours,
+    assert_same_tokens,
+    generate,
+    halfbyte_tokens,
+    run_apart,
+    vllm_engine,
+)
+
+BALANCED: dict[str, Any] = {"additional_config": {"halfbyte": {"kv_recipe": "balanced"}}}
+
+
+def test_balanced_equals_halfbyte_s_engine() -> None:
+    """Whatever the chunks, the block size and the prefixes; not the tokens of `plain`."""
+    expected = halfbyte_tokens(BUNDLED, TEXTS, kv_recipe="balanced")
+    with vllm_engine(**BALANCED, block_size=32) as llm:
+        for impl in assert_ours(llm, "nvfp4_4over6"):
+            assert impl.transform is not None
+            assert impl.transform.mean is not None
+            assert impl.transform.first_keys is not None
+        found = generate(llm, TEXTS)
+        assert generate(llm, TEXTS) == found  # prefixes from the cache
+    assert_same_tokens(found, expected, TEXTS, BUNDLED, kv_recipe="balanced")
+    chunked: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
+    with vllm_engine(**BALANCED, **chunked, enable_prefix_caching=False) as llm:
+        assert generate(llm, TEXTS) == found
+    with vllm_engine(kv_cache_dtype="nvfp4_4over6") as llm:
+        assert generate(llm, TEXTS) != found
+
+
+@pytest.mark.slow
+def test_balanced_on_two_ranks_changes_no_token() -> None:
+    with vllm_engine(**BALANCED) as llm:
+        expected = generate(llm, TEXTS)
+    found, _ = run_apart(TEXTS, in_process=False, tensor_parallel_size=2, **BALANCED)
+    assert found == expected
