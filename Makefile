@@ -3,6 +3,7 @@
 #   make test   install what the tests need, check the code, run the tests, also inside vLLM
 # Both are quick the second time. PYTHON chooses another interpreter, VENV and VLLM_VENV other folders.
 #   make test-vllm       what takes longer inside vLLM: compilation, two ranks, a server
+#   make accuracy        what formats and recipes cost on two real models, which it fetches into MODELS
 #   make test-vllm-0.24  the oldest vLLM that is supported, in an environment of its own (6 GB)
 
 PYTHON ?= python3
@@ -18,7 +19,9 @@ class Counter:
 endef
 export PROMPT
 
-.PHONY: demo test check test-vllm test-vllm-0.24 clean
+MODELS ?= .models
+
+.PHONY: demo test check accuracy test-vllm test-vllm-0.24 clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
@@ -42,6 +45,10 @@ test-vllm-0.24:
 		VLLM_PINS=requirements-vllm-0.24.txt .venv-vllm-0.24/.installed
 	@OMP_NUM_THREADS=1 .venv-vllm-0.24/bin/python -m pytest --quiet --disable-warnings -p no:cacheprovider \
 		tests/plugins/vllm/engine -m "not slow"
+
+accuracy: $(VENV)/.installed-dev
+	@$(PIP) gguf accelerate
+	@$(BIN)/python benchmarks/kv_recipes.py $(MODELS)
 
 check: $(VENV)/.installed-dev
 	@echo "==> ruff"

@@ -45,6 +45,8 @@ def test_evaluate_perplexity_is_the_same_for_every_chunk_size() -> None:
             assert a.kv_cache_dtype == b.kv_cache_dtype
             assert a.nll == pytest.approx(b.nll, rel=2e-4)
             assert a.kl_divergence == pytest.approx(b.kl_divergence, rel=2e-2, abs=1e-5)
+            assert a.nll_increase == pytest.approx(b.nll_increase, rel=2e-2, abs=1e-4)
+            assert a.top1 == pytest.approx(b.top1, abs=0.02)
 
 
 def test_evaluate_perplexity_reads_the_cache() -> None:
@@ -52,6 +54,13 @@ def test_evaluate_perplexity_reads_the_cache() -> None:
     results = evaluate_perplexity(model, WINDOWS, list(KV_CACHE_QUANT_REGISTRY), 512)
     by_name = {result.kv_cache_dtype: result for result in results}
     assert by_name["bfloat16"].kl_divergence == 0
+    assert (by_name["bfloat16"].nll_increase, by_name["bfloat16"].top1) == (0, 1)
+    for result in results:
+        increase = result.nll - by_name["bfloat16"].nll
+        assert result.nll_increase == pytest.approx(increase, rel=1e-3, abs=1e-6)
+        assert result.nll_increase_stderr >= 0
+    assert by_name["nvfp4"].top1 <= by_name["fp8_e4m3"].top1 <= 1
+    assert by_name["nvfp4"].nll_increase_stderr > by_name["fp8_e4m3"].nll_increase_stderr
     assert by_name["float32"].kl_divergence < 1e-4
     # A single chunk as long as the text still shows what the format loses.
     assert by_name["fp8_e4m3"].kl_divergence > 1e-4

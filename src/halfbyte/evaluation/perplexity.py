@@ -31,15 +31,21 @@ class PerplexityResult:
     """One format's and recipe's figures.
 
     `perplexity` is exp of `nll`, the mean negative log-likelihood per predicted token in nats;
-    `kl_divergence` the mean KL(bfloat16 cache || this cache) per predicted token in nats;
-    `bytes_per_token` the cache's bytes per token over all layers; `bits_per_byte` the bits of the
-    whole text over its bytes in UTF-8 (None where the text was given as ids).
+    `nll_increase` the mean of what each token's is above that with a bfloat16 cache, and
+    `nll_increase_stderr` the standard error of that mean, tokens taken as independent; `top1` the
+    share of tokens for which both caches have the same most likely next token; `kl_divergence` the
+    mean KL(bfloat16 cache || this cache) per predicted token in nats; `bytes_per_token` the cache's
+    bytes per token over all layers; `bits_per_byte` the bits of the whole text over its bytes in
+    UTF-8 (None where the text was given as ids).
     """
 
     kv_cache_dtype: str
     kv_recipe: str
     perplexity: float
     nll: float
+    nll_increase: float
+    nll_increase_stderr: float
+    top1: float
     kl_divergence: float
     bytes_per_token: float
     bits_per_byte: float | None
@@ -72,6 +78,8 @@ class _Track:
         self.runner = ModelRunner(model, self.tables, layers, attention_backend)
         self.nll = 0.0
         self.kl = 0.0
+        self.increase = self.squared_increase = 0.0
+        self.same_top1 = 0
 
     def log_probabilities(self, chunks: Sequence[tuple[int, list[int]]]) -> torch.Tensor:
         for seq, ids in chunks:
@@ -82,9 +90,15 @@ class _Track:
         self, log_p: torch.Tensor, baseline: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor
     ) -> None:
         self.nll -= float(log_p[rows, targets].sum(dtype=torch.float64))
-        if log_p is not baseline:
-            gap = (baseline[rows] - log_p[rows]) * baseline[rows].exp()
-            self.kl += float(gap.sum(dtype=torch.float64))
+        if log_p is baseline:
+            self.same_top1 += len(rows)
+            return
+        expected, found = baseline[rows], log_p[rows]
+        self.kl += float(((expected - found) * expected.exp()).sum(dtype=torch.float64))
+        increase = (baseline[rows, targets] - log_p[rows, targets]).double()
+        self.increase += float(increase.sum())
+        self.squared_increase += float(increase.square().sum())
+        self.same_top1 += int((expected.argmax(-1) == found.argmax(-1)).sum())
 
 
 def evaluate_perplexity(
@@ -279,12 +293,16 @@ def _targets(
 def _result(
     track: _Track, predicted: int, chunk_size: int, num_bytes: int | None
 ) -> PerplexityResult:
-    nll = track.nll / predicted
+    nll, increase = track.nll / predicted, track.increase / predicted
+    variance = max(0.0, track.squared_increase / predicted - increase**2)
     return PerplexityResult(
         kv_cache_dtype=track.dtype.value,
         kv_recipe=track.recipe.name,
         perplexity=math.exp(nll) if nll < 700 else math.inf,
         nll=nll,
+        nll_increase=increase,
+        nll_increase_stderr=math.sqrt(variance / predicted),
+        top1=track.same_top1 / predicted,
         kl_divergence=track.kl / predicted,
         bytes_per_token=track.tables.pool.plan.bytes_per_token,
         bits_per_byte=track.nll / math.log(2) / num_bytes if num_bytes else None,

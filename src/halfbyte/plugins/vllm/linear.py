@@ -1,13 +1,14 @@
 """NVFP4 linear layers on halfbyte's kernels: when, and how vLLM comes to ask for them.
 
 vLLM chooses a kernel for every NVFP4 layer in one function, `init_nvfp4_linear_kernel`, which
-forces a kernel of its own for W4A16 before it looks at what is registered. So the function itself
-is wrapped: where halfbyte's layers are wanted it answers with them, else it does what it did.
+forces a kernel of its own for W4A16 before it looks at what is registered. So the function is
+wrapped in the modules of the two dialects that halfbyte reads: where its layers are wanted it
+answers with them, else it does what it did. Others that call it (Quark) get what they got.
 """
 
-import sys
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -30,9 +31,8 @@ _METHODS = (
 
 def install() -> None:
     """Wrap vLLM's functions as soon as their modules are imported."""
-    after_import(_KERNELS, _wrap_choice)
-    after_import(_MODELOPT, _wrap_methods)
-    after_import(_COMPRESSED_TENSORS, _wrap_methods)
+    after_import(_MODELOPT, _wrap_module)
+    after_import(_COMPRESSED_TENSORS, _wrap_module)
 
 
 def wants_halfbyte(vllm_config: Any) -> bool:
@@ -56,46 +56,41 @@ def wants_halfbyte(vllm_config: Any) -> bool:
     return current_platform.is_cuda() and capability is not None and 80 <= capability.to_int() <= 90
 
 
-def _wrap_choice(kernels: ModuleType) -> None:
-    choose: Callable[..., Any] = getattr(kernels, _CHOOSE)
+def _wrap_module(module: ModuleType) -> None:
+    """Let the layers that a module of vLLM's defines ask for halfbyte's kernels first."""
+    choose: Callable[..., Any] = vars(module)[_CHOOSE]
 
     @wraps(choose)
     def init_nvfp4_linear_kernel(use_a16: bool = False) -> Any:
-        return _halfbyte_kernel(kernels, use_a16) or choose(use_a16)
+        return _halfbyte_kernel(use_a16) or choose(use_a16)
 
-    for module in list(sys.modules.values()):  # those that imported it by name already
-        if isinstance(module, ModuleType) and vars(module).get(_CHOOSE) is choose:
-            setattr(module, _CHOOSE, init_nvfp4_linear_kernel)
-
-
-def _wrap_methods(module: ModuleType) -> None:
+    vars(module)[_CHOOSE] = init_nvfp4_linear_kernel
     for name in _METHODS:
         method = vars(module).get(name)
         if isinstance(method, type):
             keep_part_scales(method)
     if hasattr(module, "ModelOptNvFp4W4A16LinearMethod"):  # 0.24 makes Marlin's kernel by itself
         marlin = vars(module)["MarlinNvFp4LinearKernel"]
-        kernels = sys.modules[_KERNELS]
         vars(module)["MarlinNvFp4LinearKernel"] = lambda config: (
-            _halfbyte_kernel(kernels, use_a16=True) or marlin(config)
+            _halfbyte_kernel(use_a16=True) or marlin(config)
         )
 
 
-def _halfbyte_kernel(kernels: ModuleType, use_a16: bool) -> Any:
+def _halfbyte_kernel(use_a16: bool) -> Any:
     """halfbyte's kernel for a layer, or None where it is not wanted."""
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
-    if not wants_halfbyte(config) or _linear_backend(kernels, use_a16) != "auto":
+    if not wants_halfbyte(config) or _linear_backend(use_a16) != "auto":
         return None
     from halfbyte.plugins.vllm.linear_kernel import make_kernel
 
     return make_kernel(use_a16)
 
 
-def _linear_backend(kernels: ModuleType, use_a16: bool) -> str:
+def _linear_backend(use_a16: bool) -> str:
     """What the user said with `--linear-backend`, which goes before what is automatic."""
-    ask = getattr(kernels, "_get_linear_backend", None)
+    ask = getattr(import_module(_KERNELS), "_get_linear_backend", None)
     if ask is None:
         return "auto"
     try:
