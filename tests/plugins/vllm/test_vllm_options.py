@@ -245,6 +245,10 @@ def connector(name: str | None, **extra: Any) -> Any:
             "kv_scales: /nowhere.json, which is not there, is not supported; give a file",
         ),
         (
+            {"model_config": SimpleNamespace(enable_sleep_mode=False)},
+            None,
+        ),
+        (
             {"kv_transfer_config": connector("OffloadingConnector", canonical_layout=True)},
             "canonical_layout.*leave it out",
         ),
@@ -276,6 +280,10 @@ def test_configurations_that_cannot_be_served(
             r"kv_cache_dtype_skip_layers = \['0'\] with this vLLM",
         ),
         ({"additional_config": {"halfbyte": {"k_dtype": "fp8"}}}, "k_dtype and v_dtype with this"),
+        (
+            {"model_config": SimpleNamespace(enable_sleep_mode=True)},
+            "enable_sleep_mode with this vLLM.*use vLLM 0.32 or later",
+        ),
     ],
 )
 def test_what_needs_pages_of_the_backend_s_own(

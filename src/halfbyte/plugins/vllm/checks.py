@@ -55,6 +55,12 @@ def check_config(vllm_config: Any) -> Options:
             "k_dtype and v_dtype with this vLLM, which knows its own cache dtypes alone,",
             "use vLLM 0.32 or later",
         )
+    model_config = getattr(vllm_config, "model_config", None)
+    if getattr(model_config, "enable_sleep_mode", False) and not has_page_specs():
+        raise _refused(
+            "enable_sleep_mode with this vLLM, which loses the scales of the cache asleep,",
+            "use vLLM 0.32 or later",
+        )
     if (options.k_dtype or options.v_dtype) and cache.cache_dtype != CARRIER:
         raise _refused(
             f"k_dtype or v_dtype with the cache dtype {cache.cache_dtype}",

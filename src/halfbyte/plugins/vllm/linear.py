@@ -6,14 +6,17 @@ wrapped in the modules of the two dialects that halfbyte reads: where its layers
 answers with them, else it does what it did. Others that call it (Quark) get what they got.
 """
 
+import logging
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from halfbyte.after_import import after_import
 from halfbyte.plugins.vllm.part_scales import keep_part_scales
+
+logger = logging.getLogger("halfbyte")
 
 _KERNELS = "vllm.model_executor.kernels.linear"
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
@@ -81,11 +84,21 @@ def _halfbyte_kernel(use_a16: bool) -> Any:
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
-    if not wants_halfbyte(config) or _linear_backend(use_a16) != "auto":
+    if not wants_halfbyte(config):
+        return None
+    asked = _linear_backend(use_a16)
+    if asked != "auto":
+        _say_overruled(asked)
         return None
     from halfbyte.plugins.vllm.linear_kernel import make_kernel
 
     return make_kernel(use_a16)
+
+
+@cache
+def _say_overruled(backend: str) -> None:
+    """One line in the log."""
+    logger.warning("NVFP4 linear layers run on %s, as --linear-backend says", backend)
 
 
 def _linear_backend(use_a16: bool) -> str:

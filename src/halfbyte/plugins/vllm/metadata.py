@@ -13,6 +13,7 @@ from halfbyte.attention import AttentionPlans
 from halfbyte.kvcache import KVScales
 from halfbyte.plugins.vllm.checks import check_config
 from halfbyte.plugins.vllm.options import Options
+from halfbyte.plugins.vllm.registry import has_page_specs
 from halfbyte.plugins.vllm.scales import LayerPlace, is_same_folder, place_of, scales_of_model
 
 MAX_CAPTURED_QUERIES = 8
@@ -114,6 +115,11 @@ def give_scales(vllm_config: Any, layer_names: list[str], device: torch.device) 
         # A layer that reads another's cache reads what was stored with that one's scales.
         source = layer.kv_sharing_target_layer_name or name
         place = place_of(source, extract_layer_index(source), num_layers)
+        if layer.head_size_v != layer.head_size and not has_page_specs():
+            raise ValueError(
+                f"halfbyte: {name} has K of {layer.head_size} and V of {layer.head_size_v}, which "
+                "this vLLM cannot express; use vLLM 0.32 or later"
+            )
         if not layer.impl.needs_scales:
             continue
         if place.is_draft not in found:

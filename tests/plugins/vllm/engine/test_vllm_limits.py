@@ -1,6 +1,8 @@
 """What is refused at start, by name; and loss through vLLM beside halfbyte's own."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,19 @@ def test_nothing_changes_until_it_is_asked_for() -> None:
 
         assert {type(layer.impl) for layer in layers_of(llm).values()} == {CPUAttentionBackendImpl}
         assert generate(llm, TEXTS[:1], 4)
+
+
+def test_another_plug_in_s_backend_stays() -> None:
+    code = (
+        "from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend\n"
+        "register_backend(AttentionBackendEnum.CUSTOM, 'other.Backend')\n"
+        "import halfbyte.plugins.vllm as plugin\n"
+        "plugin.register()\n"
+        "print(AttentionBackendEnum.CUSTOM.get_path())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == "other.Backend"
+    assert "stays out of this vLLM: RuntimeError: attention backend CUSTOM is" in result.stderr
 
 
 def test_loss_is_halfbyte_s_own() -> None:
