@@ -372,6 +372,11 @@ class TestScales:
         file.write_text(json.dumps(scales))
         result = serve(str(model))
         assert (result.status, result.started) == (1, None)
+        assert "of a model with " in result.err
+        del scales["model"]
+        file.write_text(json.dumps(scales))
+        result = serve(str(model))
+        assert (result.status, result.started) == (1, None)
         assert "2 layers, the model has 4" in result.err
 
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from halfbyte.files import make_private
 from halfbyte.kvcache import KVCacheDType, KVScales
-from halfbyte.models import find_kv_scales, load_model, resolve_kv_scales
+from halfbyte.models import calibrate, find_kv_scales, load_model, resolve_kv_scales
 from halfbyte.models.kv_scales import kept_calibration
-from models.zoo import make_model
+from models.zoo import make_model, token_ids
 
 NVFP4 = {KVCacheDType.NVFP4}
 
@@ -262,3 +262,22 @@ def test_resolve_kv_scales_takes_a_file(tmp_path: Path) -> None:
     scales = resolve_kv_scales(make_model("llama"), NVFP4, given=file)
     assert scales is not None
     assert scales.k_amax == (3.0,) * 4
+
+
+def test_scales_of_another_model_with_as_many_layers_are_refused(tmp_path: Path) -> None:
+    """Told apart by family and sizes; scales that do not say of which model are taken."""
+    path = calibrate(make_model("qwen3"), token_ids(1, 40), "test").save(tmp_path)
+    model = make_model("llama")
+    assert calibrate(model, token_ids(1, 40), "own").shape["model_type"] == "llama"
+    with pytest.raises(ValueError, match="of a model with model_type qwen3, this one has llama"):
+        resolve_kv_scales(model, {KVCacheDType.NVFP4}, given=path)
+    fields = json.loads(path.read_text())
+    del fields["model"]
+    path.write_text(json.dumps(fields))
+    assert resolve_kv_scales(model, {KVCacheDType.NVFP4}, given=path) is not None
+
+
+def test_a_fine_tune_takes_its_base_models_scales(tmp_path: Path) -> None:
+    scales = calibrate(make_model("llama"), token_ids(1, 40), "test")
+    model = make_model("llama", vocab_size=140)
+    assert resolve_kv_scales(model, {KVCacheDType.NVFP4}, given=scales) == scales

@@ -14,8 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +28,14 @@ from halfbyte.kvcache.recipe import KVRecipe
 
 KV_SCALES_FILE = "kv_scales.json"
 _FORMAT = "halfbyte-kv-scales-1"
+_SHAPE = (
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
 
 
 class ScaledFormat(Protocol):
@@ -52,6 +60,7 @@ class KVScales:
             known, and a scale of 1 would be a guess.
         source: where they came from, for the log ("checkpoint", "user", "calibration on …").
         calibration: what recipes other than `plain` need; None where that was not measured.
+        shape: of the model that they were measured on, see `shape_of_model`; empty if not known.
 
     Raises:
         ValueError: different lengths, or a number that is 0, negative or not finite.
@@ -61,6 +70,7 @@ class KVScales:
     v_amax: tuple[float, ...]
     source: str
     calibration: KVCalibration | None = None
+    shape: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if len(self.k_amax) != len(self.v_amax):
@@ -211,6 +221,7 @@ class KVScales:
             "source": self.source,
             "k_amax": list(self.k_amax),
             "v_amax": list(self.v_amax),
+            "model": dict(self.shape),
         }
         if self.calibration is not None:
             data = self.calibration.to_bytes()
@@ -246,11 +257,30 @@ class KVScales:
                 raise ValueError("k_amax and v_amax are not lists")
             k_amax, v_amax = (tuple(float(x) for x in values) for values in amax)
             calibration = _load_calibration(Path(path), fields.get("calibration"))
-            return cls(k_amax, v_amax, str(fields["source"]), calibration)
+            return cls(
+                k_amax, v_amax, str(fields["source"]), calibration, dict(fields.get("model", {}))
+            )
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{path}: not a file of KV scales: {error}") from None
+
+
+def shape_of_model(config: object) -> dict[str, object]:
+    """What tells a model from others of another family or size; fine-tunes have the same.
+
+    Args:
+        config: of transformers, or the mapping of a `config.json`; what it does not say is left
+            out.
+    """
+    fields = config if isinstance(config, Mapping) else vars(config)
+    text = fields.get("text_config")
+    if text is not None:
+        fields = text if isinstance(text, Mapping) else vars(text)
+    named = {name: fields.get(name) for name in _SHAPE}
+    if not isinstance(config, Mapping) and named["model_type"] is None:
+        named["model_type"] = getattr(config, "model_type", None)
+    return {name: value for name, value in named.items() if isinstance(value, int | str)}
 
 
 def calibration_file(path: Path) -> Path:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from halfbyte.assets import calibration_text, read_text
 from halfbyte.kvcache import KVScales
+from halfbyte.kvcache.scales import shape_of_model
 from halfbyte.models.amax import AmaxRecorder
 from halfbyte.models.attention_functions import GENERATE, register
 from halfbyte.models.key_statistics import KVRecorder
@@ -49,12 +50,15 @@ def calibrate(
     recorder = KVRecorder(model, first_tokens, input_ids.shape[0])
     firsts = [torch.tensor([[token]]) for token in first_tokens]
     _run(model, [*input_ids.split(1), *firsts], recorder)
-    return kv_scales_of(recorder, source, headroom)
+    return kv_scales_of(recorder, model.config, source, headroom)
 
 
-def kv_scales_of(recorder: KVRecorder, source: str, headroom: float = HEADROOM) -> KVScales:
-    """Scales of what a recorder has seen, and a calibration where it has seen enough."""
+def kv_scales_of(
+    recorder: KVRecorder, config: Any, source: str, headroom: float = HEADROOM
+) -> KVScales:
+    """Scales of what a recorder has seen of a model, and a calibration where that is enough."""
     scales = scales_from_amax(recorder.result(), source, headroom)
+    scales = replace(scales, shape=shape_of_model(config))
     try:
         return replace(scales, calibration=recorder.calibration(headroom))
     except ValueError as error:

@@ -23,6 +23,7 @@ from halfbyte.checkpoints.declarations import read_modelopt_file
 from halfbyte.checkpoints.dialects import MODELOPT_FILE
 from halfbyte.files import cache_folder
 from halfbyte.kvcache import KV_SCALES_FILE, KVRecipe, KVScales, get_kv_cache_quant_method
+from halfbyte.kvcache.scales import shape_of_model
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models.calibration import calibrate, calibration_tokens, usual_first_tokens
 from halfbyte.models.loading import has_tokenizer, load_tokenizer
@@ -62,7 +63,7 @@ def find_kv_scales(
         or _fitting(_from_cache(folder), recipe)
     )
     if scales is not None:
-        _check_layers(scales, config)
+        _check_model(scales, config)
     return scales
 
 
@@ -102,7 +103,7 @@ def resolve_kv_scales(
             tokenizer = load_tokenizer(folder)
         ids, source = calibration_tokens(tokenizer, model.config, calibration_text())
         scales = calibrate(model, ids, source, first_tokens=usual_first_tokens(tokenizer))
-    _check_layers(scales, model.config)
+    _check_model(scales, model.config)
     logger.info("KV cache scales: %s", scales.source)
     return scales
 
@@ -191,7 +192,15 @@ def _from_cache(folder: Path) -> KVScales | None:
     return replace(scales, source=f"{file} ({scales.source})")
 
 
-def _check_layers(scales: KVScales, config: Any) -> None:
+def _check_model(scales: KVScales, config: Any) -> None:
+    """Raise ValueError for scales of another model, as far as can be told."""
+    shape = shape_of_model(config)
+    for name in scales.shape.keys() & shape.keys():
+        if scales.shape[name] != shape[name]:
+            raise ValueError(
+                f"KV scales from {scales.source}: of a model with {name} {scales.shape[name]}, "
+                f"this one has {shape[name]}"
+            )
     if isinstance(config, Mapping):
         text = config.get("text_config")
         config = text if isinstance(text, Mapping) else config

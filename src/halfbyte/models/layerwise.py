@@ -99,7 +99,7 @@ def calibrate_checkpoint(
     firsts = ids[:1].repeat(len(first_tokens), 1)
     firsts[:, 0] = torch.tensor(first_tokens, dtype=ids.dtype)
     streamed.run(torch.cat([ids, firsts]), recorder, on_layer)
-    return kv_scales_of(recorder, source)
+    return kv_scales_of(recorder, config, source)
 
 
 class StreamedModel:

@@ -15,6 +15,7 @@ from halfbyte.plugins.vllm.formats import LayerFormat
 
 logger = logging.getLogger("halfbyte")
 
+_OF_DRAFTS = ("num_hidden_layers", "quantization_config")
 DUMMY_AMAX = 8.0
 """amax of every layer of a model with dummy weights, which exist for benchmarks alone."""
 
@@ -107,7 +108,12 @@ def scales_of_model(
         return KVScales(amax, amax, "dummy weights")
     # A file that is given needs no folder, as of GGUF files, to be found.
     folder = Path() if given is not None else _folder(model_config, load_config)
-    scales = find_kv_scales(folder, model_config.hf_config, given=given, recipe=recipe)
+    config = model_config.hf_config
+    if option != "kv_scales":
+        # vLLM gives a draft's configuration another type, and other sizes, than its folder has.
+        named = {name: getattr(config, name, None) for name in _OF_DRAFTS}
+        config = {name: value for name, value in named.items() if value is not None}
+    scales = find_kv_scales(folder, config, given=given, recipe=recipe)
     if scales is None:
         raise ValueError(
             f"halfbyte: no KV cache scales for {model_config.model}: run "
