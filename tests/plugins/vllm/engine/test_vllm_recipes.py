@@ -32,7 +32,7 @@ def test_balanced_equals_halfbyte_s_engine() -> None:
     chunked: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
     with vllm_engine(**BALANCED, **chunked, enable_prefix_caching=False) as llm:
         assert generate(llm, TEXTS) == found
-    with vllm_engine(kv_cache_dtype="nvfp4_4over6") as llm:
+    with vllm_engine() as llm:
         assert generate(llm, TEXTS) != found
 
 
