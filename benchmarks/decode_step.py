@@ -22,7 +22,7 @@ from halfbyte.bench.machine import versions
 from halfbyte.dispatch import current_compute_capability
 from halfbyte.engine.runner import ModelRunner
 from halfbyte.kvcache import KVScales, PagedKVPool, SequenceTables, plan_kv_cache
-from halfbyte.models import LayerQuantization, layer_specs
+from halfbyte.models import KVQuantization, layer_specs
 
 RESULT = Path(__file__).parent / "results" / "decode_step.json"
 
@@ -83,9 +83,9 @@ def measure(model: Any, kv_cache_dtype: str, batch: int, context: int) -> dict[s
     for begin in range(0, context, 16):
         for i in range(batch):
             tables.append(i, min(16, context - begin))
-    # Of 0.02 as the decode multiplier of nvfp4.
+    # amax whose scale in nvfp4 is 0.02.
     scales = KVScales((53.76,) * layers, (53.76,) * layers, "benchmark")
-    quantization = LayerQuantization.of(pool, scales)
+    quantization = KVQuantization.of(pool, scales)
     runner = ModelRunner(model, tables, quantization, graph_limits=(batch, context + 1))
     with runner.attached(), torch.inference_mode():
         runner.run([(i, [1]) for i in range(batch)])
@@ -120,8 +120,8 @@ def _attention(runner: ModelRunner, pool: PagedKVPool, batch: int) -> tuple[floa
                 seq_lens=work.seq_lens,
                 block_tables=work.block_tables[0],
                 scale=layout.head_size**-0.5,
-                k_scale=work.layers.scales[layer][0],
-                v_scale=work.layers.scales[layer][1],
+                k_scale=work.quantization.scales[layer][0],
+                v_scale=work.quantization.scales[layer][1],
                 plans=plans,
             )
 

@@ -31,7 +31,7 @@ def after_import(name: str, function: Callable[[ModuleType], None]) -> None:
 def _call(function: Callable[[ModuleType], None], module: ModuleType) -> None:
     try:
         function(module)
-    except Exception as error:  # of a version that nobody has tried; its users may not need us
+    except Exception as error:  # an untested version of the package must still import
         logger.warning(
             "halfbyte stays out of %s: %s: %s", module.__name__, type(error).__name__, error
         )

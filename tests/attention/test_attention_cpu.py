@@ -24,7 +24,6 @@ from halfbyte.kvcache import (
     read_tokens,
     reshape_and_cache,
 )
-from halfbyte.kvcache.store import cpu as store_backend
 from halfbyte.kvcache.store.registry import select_store
 from halfbyte.layouts import PageLayout
 
@@ -262,10 +261,9 @@ def test_without_the_library_the_reference_stands_in_and_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     case = make_case(query_dtype=torch.float32)
-    for module in (backend, store_backend, cpu_library):
+    for module in (backend, cpu_library):
         monkeypatch.setattr(module, "library", lambda: None)
-    for module in (backend, store_backend):
-        monkeypatch.setattr(module, "current_compute_capability", lambda: 0)
+    monkeypatch.setattr(cpu_library, "current_compute_capability", lambda: 0)
     cpu_library.say_missing.cache_clear()
     select_store.cache_clear()
     with caplog.at_level(logging.INFO, logger="halfbyte"):

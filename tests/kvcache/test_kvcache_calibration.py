@@ -7,34 +7,10 @@ import pytest
 import torch
 
 from halfbyte.kvcache import KVRecipe, KVScales
-from halfbyte.kvcache.calibration import KVCalibration, LayerCalibration, RopeAverages
+from halfbyte.kvcache.calibration import KVCalibration
 from halfbyte.kvcache.identity import pages_identity
 from halfbyte.kvcache.recipe import RECIPES
-
-
-def make_calibration(seed: int = 0, layers: int = 3) -> KVCalibration:
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    partner = torch.arange(32).roll(16)
-    turning = torch.cat([-torch.eye(16), torch.eye(16)], 1)
-    ropes = tuple(
-        RopeAverages(random(5, 16).repeat(1, 2), random(5, 16) @ turning, partner) for _ in range(2)
-    )
-    measured = tuple(
-        LayerCalibration(
-            mean=random(2, 32),
-            k_amax=(7.0 + layer, 6.0, 5.0, 4.0),
-            v_amax=0.1,
-            first_keys=random(2, 2, 32).bfloat16(),
-            first_values=random(2, 2, 16).bfloat16(),
-            rope=layer % 2,
-        )
-        for layer in range(layers)
-    )
-    return KVCalibration(64, (1, 17), measured, ropes)
+from kvcache.transforms import make_calibration
 
 
 def make_scales(calibration: KVCalibration | None) -> KVScales:
@@ -50,6 +26,7 @@ def test_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
     ]
     loaded = KVScales.load_file(path)
     assert loaded == scales
+    assert hash(loaded) == hash(scales)
     assert loaded.calibration is not None
     assert loaded.calibration.first_tokens == (1, 17)
     assert loaded.calibration.layers[2].k_amax == (9.0, 6.0, 5.0, 4.0)

@@ -1,7 +1,8 @@
-"""A `KVTransform` with made-up means, angles and first tokens."""
+"""A `KVTransform` and a calibration with made-up means, angles and first tokens."""
 
 import torch
 
+from halfbyte.kvcache.calibration import KVCalibration, LayerCalibration, RopeAverages
 from halfbyte.kvcache.transform import KVTransform
 
 SEGMENT = 16
@@ -34,3 +35,28 @@ def make_transform(
         first_keys=firsts.to(dtype) if first_tokens else None,
         first_values=values.to(dtype) if first_tokens else None,
     )
+
+
+def make_calibration(seed: int = 0, layers: int = 3) -> KVCalibration:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    partner = torch.arange(32).roll(16)
+    turning = torch.cat([-torch.eye(16), torch.eye(16)], 1)
+    ropes = tuple(
+        RopeAverages(random(5, 16).repeat(1, 2), random(5, 16) @ turning, partner) for _ in range(2)
+    )
+    measured = tuple(
+        LayerCalibration(
+            mean=random(2, 32),
+            k_amax=(7.0 + layer, 6.0, 5.0, 4.0),
+            v_amax=0.1,
+            first_keys=random(2, 2, 32).bfloat16(),
+            first_values=random(2, 2, 16).bfloat16(),
+            rope=layer % 2,
+        )
+        for layer in range(layers)
+    )
+    return KVCalibration(64, (1, 17), measured, ropes)

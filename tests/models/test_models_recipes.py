@@ -86,6 +86,20 @@ def test_balanced_is_closer_than_plain_on_the_bundled_model() -> None:
     assert 0 < balanced.kl_divergence < 0.7 * plain.kl_divergence
 
 
+def test_every_format_that_was_asked_for_is_evaluated() -> None:
+    """Those without recipes by `plain`, whichever recipes others have."""
+    model = make_model("llama")
+    windows = [token_ids(1, 20)[0].tolist()]
+    results = evaluate_perplexity(
+        model, windows, ["bfloat16", "nvfp4", "fp8"], 16, kv_recipes=["balanced"]
+    )
+    assert [(result.kv_cache_dtype, result.kv_recipe) for result in results] == [
+        ("bfloat16", "plain"),
+        ("nvfp4", "balanced"),
+        ("fp8_e4m3", "plain"),
+    ]
+
+
 def test_layers_of_other_formats_stay_as_they_are() -> None:
     """K in fp8 has no recipe: the very logits of `plain`."""
     model = make_model("llama")

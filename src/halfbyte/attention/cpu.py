@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 
 from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
-from halfbyte.dispatch import CPU, Answer, current_compute_capability
-from halfbyte.kernels.cpu.library import FLOATS, library, pack_layout, say_missing
+from halfbyte.dispatch import Answer
+from halfbyte.kernels.cpu.library import FLOATS, is_built, library, pack_layout
 from halfbyte.kernels.cpu.transform import CpuTransform
 from halfbyte.layouts import PageLayout
 
@@ -121,11 +121,7 @@ class CpuAttention(AttentionBackend):
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
         """Wherever the kernel was built; every machine has a CPU."""
-        if library() is None:
-            if current_compute_capability() == CPU:  # elsewhere hardly anyone will miss it
-                say_missing()
-            return False, "was not built: the package was installed without a C++ compiler"
-        return True, "reads packed pages"
+        return is_built("reads packed pages")
 
     @classmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:

@@ -39,7 +39,7 @@ class _AttentionBackends(Registry[AttentionBackend]):
         verdict = super()._judge(name, config, compute_capability)
         transform = config is not None and config.transform
         if verdict.usable and transform and not self.get(name).takes_transforms:
-            return verdict._replace(usable=False, reason="reads K as it is: the recipe plain")
+            return verdict._replace(usable=False, reason="reads the recipe plain alone")
         return verdict
 
     def _candidates(self, config: AttentionConfig | None) -> tuple[Sequence[str], str]:

@@ -12,7 +12,7 @@ from halfbyte.engine.sampler import Sampler, SavedGenerators
 from halfbyte.engine.sampling_params import SamplingParams
 from halfbyte.engine.scheduler import Scheduler
 from halfbyte.kvcache import PagedKVPool, SequenceTables
-from halfbyte.models import LayerQuantization
+from halfbyte.models import KVQuantization
 
 
 class EngineCore:
@@ -21,7 +21,7 @@ class EngineCore:
     Args:
         model: a transformers model of a supported architecture.
         pool: for its K and V.
-        layers: how each layer's K and V are quantized.
+        quantization: of each layer's K and V.
         max_model_len: context in tokens.
         max_batched_tokens: tokens per step.
         max_num_seqs: requests that run at once.
@@ -34,7 +34,7 @@ class EngineCore:
         self,
         model: PreTrainedModel,
         pool: PagedKVPool,
-        layers: LayerQuantization,
+        quantization: KVQuantization,
         *,
         max_model_len: int,
         max_batched_tokens: int = 512,
@@ -48,7 +48,7 @@ class EngineCore:
         self.runner = ModelRunner(
             model,
             self.tables,
-            layers,
+            quantization,
             attention_backend,
             batch_invariant,
             (max_num_seqs, max_model_len) if cuda_graphs else None,

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from halfbyte.kvcache import SequenceTables
-from halfbyte.models import BATCH_ARGUMENT, LayerQuantization, PagedBatch
+from halfbyte.models import BATCH_ARGUMENT, KVQuantization, PagedBatch
 
 _LOGGER = logging.getLogger(__name__)
 _WARM_UPS = 2
@@ -32,7 +32,7 @@ class DecodeGraphs:
     Args:
         model: with the engine's attention attached while it runs.
         tables: sequences over a pool on a GPU.
-        layers: how each layer's K and V are quantized, tensors on the GPU.
+        quantization: of each layer's K and V, with tensors on the GPU.
         max_num_seqs: of a step.
         max_model_len: tokens of a sequence.
         attention_backend, batch_invariant: as for `ModelRunner`.
@@ -42,7 +42,7 @@ class DecodeGraphs:
         self,
         model: PreTrainedModel,
         tables: SequenceTables,
-        layers: LayerQuantization,
+        quantization: KVQuantization,
         max_num_seqs: int,
         max_model_len: int,
         attention_backend: str | None = None,
@@ -50,7 +50,7 @@ class DecodeGraphs:
     ) -> None:
         self.model = model
         self.tables = tables
-        self.layers = layers
+        self.quantization = quantization
         self.attention_backend = attention_backend
         self.batch_invariant = batch_invariant
         self.sizes = graph_sizes(max_num_seqs)
@@ -139,7 +139,7 @@ class DecodeGraphs:
     def _batch(self, size: int) -> PagedBatch:
         return PagedBatch(
             pool=self.tables.pool,
-            layers=self.layers,
+            quantization=self.quantization,
             query_start_loc=self._starts[: size + 1],
             seq_lens=self._seq_lens[:size],
             block_tables=[table[:size] for table in self._block_tables],

@@ -18,8 +18,8 @@ from halfbyte.engine.sampling_params import SamplingParams
 from halfbyte.kvcache import KVCachePlan, KVRecipe, KVScales, PagedKVPool, plan_kv_cache
 from halfbyte.layouts.arguments import integer
 from halfbyte.models import (
+    KVQuantization,
     LayerDTypes,
-    LayerQuantization,
     check_layer_dtypes,
     layer_specs,
     load_model,
@@ -170,7 +170,7 @@ class LLM:
         self.core = EngineCore(
             model,
             self.pool,
-            LayerQuantization.of(self.pool, self.kv_scales, recipe),
+            KVQuantization.of(self.pool, self.kv_scales, recipe),
             max_model_len=max_model_len,
             max_batched_tokens=_MAX_BATCHED_TOKENS[self.model.device.type]
             if max_batched_tokens is None

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from halfbyte.engine.graphs import DecodeGraphs
 from halfbyte.kvcache import SequenceTables
-from halfbyte.models import BATCH_ARGUMENT, ENGINE, LayerQuantization, PagedBatch, register
+from halfbyte.models import BATCH_ARGUMENT, ENGINE, KVQuantization, PagedBatch, register
 
 
 class ModelRunner:
@@ -17,7 +17,7 @@ class ModelRunner:
     Args:
         model: a transformers model of a supported architecture.
         tables: sequences over the pool that K and V go to.
-        layers: how each layer's K and V are quantized.
+        quantization: of each layer's K and V.
         attention_backend: name of an attention backend, or None to choose.
         batch_invariant: ask for bitwise equal rows whatever the batch.
         graph_limits: `(sequences, tokens per sequence)` of decode steps to run as CUDA graphs, on a
@@ -28,21 +28,21 @@ class ModelRunner:
         self,
         model: PreTrainedModel,
         tables: SequenceTables,
-        layers: LayerQuantization,
+        quantization: KVQuantization,
         attention_backend: str | None = None,
         batch_invariant: bool = False,
         graph_limits: tuple[int, int] | None = None,
     ) -> None:
         self.model = model
         self.tables = tables
-        self.layers = layers
+        self.quantization = quantization
         self.attention_backend = attention_backend
         self.batch_invariant = batch_invariant
         self.graphs: DecodeGraphs | None = None
         register()
         if tables.pool.device.type == "cuda" and graph_limits is not None:
             self.graphs = DecodeGraphs(
-                model, tables, self.layers, *graph_limits, attention_backend, batch_invariant
+                model, tables, self.quantization, *graph_limits, attention_backend, batch_invariant
             )
 
     @contextmanager
@@ -85,23 +85,18 @@ class ModelRunner:
         device = self.tables.pool.device
         batch = PagedBatch.of(
             self.tables,
-            self.layers,
+            self.quantization,
             [(seq, len(ids)) for seq, ids in chunks],
             self.attention_backend,
             self.batch_invariant,
         )
-        lengths = [self.tables.length(seq) for seq, _ in chunks]
-        positions = [
-            torch.arange(length - len(ids), length)
-            for (_, ids), length in zip(chunks, lengths, strict=True)
-        ]
         input_ids = torch.tensor([[token for _, ids in chunks for token in ids]], device=device)
         # 0 means all of them.
         keep = 0 if all_logits else batch.query_start_loc[1:].long() - 1
         with self.attached():
             output = self.model(
                 input_ids=input_ids,
-                position_ids=torch.cat(positions)[None].to(device),
+                position_ids=batch.positions[None],
                 use_cache=False,
                 logits_to_keep=keep,
                 **{BATCH_ARGUMENT: batch},

@@ -19,7 +19,7 @@ from halfbyte.attention import check_attention_backend
 from halfbyte.engine import ModelRunner
 from halfbyte.kvcache import KVRecipe, KVScales, PagedKVPool, SequenceTables, plan_kv_cache
 from halfbyte.layouts import KVCacheDType
-from halfbyte.models import LayerQuantization, layer_specs, resolve_kv_scales
+from halfbyte.models import KVQuantization, layer_specs, resolve_kv_scales
 
 BASELINE = KVCacheDType.BFLOAT16
 _MAX_LOGITS = 2**26
@@ -74,8 +74,8 @@ class _Track:
         self.dtype = dtype
         self.recipe = recipe
         self.tables = SequenceTables(pool)
-        layers = LayerQuantization.of(pool, scales, recipe)
-        self.runner = ModelRunner(model, self.tables, layers, attention_backend)
+        quantization = KVQuantization.of(pool, scales, recipe)
+        self.runner = ModelRunner(model, self.tables, quantization, attention_backend)
         self.nll = 0.0
         self.kl = 0.0
         self.increase = self.squared_increase = 0.0
@@ -124,13 +124,13 @@ def evaluate_perplexity(
         chunk_size: tokens fed at once.
         num_bytes: of the text that the predicted tokens stand for.
         kv_scales, tokenizer: as for `resolve_kv_scales`.
-        kv_recipes: to measure; those other than `plain` for NVFP4 formats alone.
+        kv_recipes: of NVFP4 formats; others have `plain` alone.
         block_size: tokens per page.
         attention_backend: name of an attention backend, or None to choose.
         on_progress: called with (tokens done, tokens in all), over all formats.
 
     Returns:
-        Results in the order of `kv_cache_dtypes`, and of `kv_recipes` for each.
+        Results in the order of `kv_cache_dtypes`, and of `kv_recipes` for those of NVFP4.
 
     Raises:
         ValueError: a chunk size below 1, a window without a token to predict or longer than the
@@ -142,9 +142,8 @@ def evaluate_perplexity(
     recipes = [KVRecipe.parse(recipe) for recipe in kv_recipes]
     if not recipes:
         raise ValueError("kv_recipes: expected one or more")
-    pairs = [(name, recipe) for name in names for recipe in recipes]
-    pairs = [pair for pair in pairs if pair[1].is_plain or pair[0].is_nvfp4] or [
-        (name, KVRecipe()) for name in names
+    pairs = [
+        (name, recipe) for name in names for recipe in (recipes if name.is_nvfp4 else [KVRecipe()])
     ]
     scales = {
         changes_k: resolve_kv_scales(

@@ -9,14 +9,11 @@ Pages have the same bytes per token. `plain` is what other programs read and wri
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from halfbyte.layouts import KVCacheDType
 
 SEGMENT = 64
 """Tokens that share a mean of K."""
-
-RecipeName = Literal["plain", "balanced"]
 
 
 @dataclass(frozen=True)
@@ -39,11 +36,6 @@ class KVRecipe:
     def format_of(self, dtype: KVCacheDType) -> KVCacheDType:
         """The format that stands for one that was asked for: the same bits, other scales."""
         return KVCacheDType.NVFP4_4OVER6 if dtype.is_nvfp4 and self.four_over_six else dtype
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether pages hold K and V as they are."""
-        return self == RECIPES["plain"]
 
     @property
     def changes_k(self) -> bool:

@@ -70,7 +70,7 @@ class KVScales:
     v_amax: tuple[float, ...]
     source: str
     calibration: KVCalibration | None = None
-    shape: Mapping[str, object] = field(default_factory=dict)
+    shape: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if len(self.k_amax) != len(self.v_amax):

@@ -9,7 +9,7 @@ from halfbyte.models.architectures import (
     layer_specs,
 )
 from halfbyte.models.attention_functions import BATCH_ARGUMENT, ENGINE, GENERATE, register
-from halfbyte.models.batch import LayerQuantization, PagedBatch
+from halfbyte.models.batch import KVQuantization, PagedBatch
 from halfbyte.models.cache import Cache
 from halfbyte.models.calibration import calibrate
 from halfbyte.models.kv_scales import find_kv_scales, resolve_kv_scales
@@ -21,8 +21,8 @@ __all__ = [
     "GENERATE",
     "SUPPORTED_MODEL_TYPES",
     "Cache",
+    "KVQuantization",
     "LayerDTypes",
-    "LayerQuantization",
     "ModelLoadError",
     "PagedBatch",
     "UnsupportedModelError",

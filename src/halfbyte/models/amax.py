@@ -1,6 +1,8 @@
-"""A cache that notes the largest |K| and |V| of each layer."""
+"""The largest |K| and |V| of each layer: who notes them, and what stands for zeros."""
 
 import math
+from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -43,3 +45,21 @@ class AmaxRecorder(DynamicCache):
                         "a finite number"
                     )
         return [(k, v) for k, v in amax]
+
+
+def without_zeros(amax: Sequence[float], side: str, source: str) -> list[float]:
+    """amax of every layer, with the others' median for those that are 0.
+
+    Args:
+        amax: finite and not negative.
+        side: what it is of, for the message: K or V.
+        source: where it was measured, for the message.
+
+    Raises:
+        ValueError: it is zero in every layer.
+    """
+    others = [value for value in amax if value]
+    if not others:
+        raise ValueError(f"{source}: {side} is zero in every layer, expected one that is not")
+    fill = median(others)
+    return [value or fill for value in amax]

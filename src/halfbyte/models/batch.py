@@ -11,14 +11,14 @@ from halfbyte.kvcache import (
     KVScales,
     PagedKVPool,
     SequenceTables,
-    get_kv_cache_quant_method,
     reshape_and_cache,
 )
+from halfbyte.kvcache.layer import LayerQuantization
 from halfbyte.kvcache.transform import KVTransform
 
 
 @dataclass(frozen=True)
-class LayerQuantization:
+class KVQuantization:
     """How each layer's K and V become bits, and back.
 
     Args:
@@ -30,43 +30,18 @@ class LayerQuantization:
     scales: Sequence[tuple[float | torch.Tensor, float | torch.Tensor]]
     transforms: Sequence[KVTransform | None]
 
-    @property
-    def has_transforms(self) -> bool:
-        """Whether a layer's K is changed."""
-        return any(transform is not None for transform in self.transforms)
-
     @classmethod
     def of(
         cls, pool: PagedKVPool, scales: KVScales | None, recipe: KVRecipe | None = None
-    ) -> "LayerQuantization":
-        """Of every layer in a pool, for the format that it is stored in.
-
-        Args:
-            pool: of the layers.
-            scales: None where no format has a global scale.
-            recipe: by default `plain`. It holds for layers whose K is NVFP4.
-
-        Raises:
-            ValueError: a layer needs a scale and there is none, or a recipe needs a calibration.
-        """
-        multipliers: list[tuple[float, float]] = []
-        transforms: list[KVTransform | None] = []
-        for layer in range(pool.plan.num_layers):
-            layout = pool.layout(layer)
-            methods = [get_kv_cache_quant_method(d) for d in (layout.k_dtype, layout.v_dtype)]
-            transforms.append(None)
-            if not any(method.needs_global_scale() for method in methods):
-                multipliers.append((1.0, 1.0))
-                continue
-            if scales is None:
-                raise ValueError(f"KV scales: layer {layer} is {layout.k_dtype} and has no scale")
-            amax = scales.amax_of_layer(layer)
-            if recipe is not None and recipe.changes_k and layout.k_dtype.is_nvfp4:
-                calibration = scales.calibration_for(recipe)
-                amax = calibration.amax(layer, recipe)
-                transforms[-1] = calibration.transform(layer, recipe, pool.device)
-            k, v = (m.global_scale_from_amax(a) for m, a in zip(methods, amax, strict=True))
-            multipliers.append((k, v))
+    ) -> "KVQuantization":
+        """Of every layer in a pool; arguments and errors as of `LayerQuantization.of`."""
+        layouts = [pool.layout(layer) for layer in range(pool.plan.num_layers)]
+        layers = [
+            LayerQuantization.of(scales, i, layout.k_dtype, layout.v_dtype, recipe, pool.device)
+            for i, layout in enumerate(layouts)
+        ]
+        transforms = [layer.transform for layer in layers]
+        multipliers = [(layer.k_scale, layer.v_scale) for layer in layers]
         if pool.device.type != "cuda":
             return cls(multipliers, transforms)
         on_device = torch.tensor(multipliers, dtype=torch.float32, device=pool.device)
@@ -79,23 +54,23 @@ class PagedBatch:
 
     Args:
         pool: where K and V are written and read.
-        layers: how each layer's K and V are quantized.
+        quantization: of each layer's K and V.
         query_start_loc: int32 `[sequences + 1]`.
         seq_lens: int32 `[sequences]`, this batch's tokens included.
         block_tables: per group, int32 `[sequences, max_pages]`.
         slot_mapping: per group, int64 `[tokens]`.
-        positions: int64 `[tokens]`, of each token in its sequence; None where no layer asks.
+        positions: int64 `[tokens]`, of each token in its sequence.
         backend: name of an attention backend, or None to choose.
         batch_invariant: ask for bitwise equal rows whatever the batch.
     """
 
     pool: PagedKVPool
-    layers: LayerQuantization
+    quantization: KVQuantization
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_tables: Sequence[torch.Tensor]
     slot_mapping: Sequence[torch.Tensor]
-    positions: torch.Tensor | None = None
+    positions: torch.Tensor
     backend: str | None = None
     batch_invariant: bool = False
     plans: AttentionPlans = field(default_factory=AttentionPlans)
@@ -107,7 +82,7 @@ class PagedBatch:
     def of(
         cls,
         tables: SequenceTables,
-        layers: LayerQuantization,
+        quantization: KVQuantization,
         chunks: Sequence[tuple[object, int]],
         backend: str | None = None,
         batch_invariant: bool = False,
@@ -125,19 +100,18 @@ class PagedBatch:
                 for (seq, count), length in zip(chunks, lengths, strict=True)
             ]
             slot_mapping.append(torch.cat(slots).to(device))
-        positions = None
-        if layers.has_transforms:
-            ranges = zip(chunks, lengths, strict=True)
-            ends = [torch.arange(length - count, length) for (_, count), length in ranges]
-            positions = torch.cat(ends).to(device)
+        positions = [
+            torch.arange(length - count, length)
+            for (_, count), length in zip(chunks, lengths, strict=True)
+        ]
         return cls(
             pool=tables.pool,
-            layers=layers,
+            quantization=quantization,
             query_start_loc=counts.cumsum(0).to(device, torch.int32),
             seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
             block_tables=block_tables,
             slot_mapping=slot_mapping,
-            positions=positions,
+            positions=torch.cat(positions).to(device),
             backend=backend,
             batch_invariant=batch_invariant,
         )
@@ -168,8 +142,8 @@ class PagedBatch:
         self.layers_run.add(layer)
         group, _ = self.pool.plan.locate(layer)
         pages, layout = self.pool.layer_pages(layer), self.pool.layout(layer)
-        k_scale, v_scale = self.layers.scales[layer]
-        transform = self.layers.transforms[layer]
+        k_scale, v_scale = self.quantization.scales[layer]
+        transform = self.quantization.transforms[layer]
         slots = self.slot_mapping[group]
         reshape_and_cache(
             key,

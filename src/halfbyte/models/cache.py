@@ -23,7 +23,7 @@ from halfbyte.attention import check_attention_backend
 from halfbyte.kvcache import KVRecipe, KVScales, PagedKVPool, SequenceTables, plan_kv_cache
 from halfbyte.models.architectures import LayerDTypes, layer_specs
 from halfbyte.models.attention_functions import GENERATE, KVHandle, register
-from halfbyte.models.batch import LayerQuantization, PagedBatch
+from halfbyte.models.batch import KVQuantization, PagedBatch
 from halfbyte.models.kv_scales import resolve_kv_scales
 
 _INITIAL_PAGES = 64
@@ -79,7 +79,7 @@ class Cache(transformers.Cache):
         pool = PagedKVPool(plan_kv_cache(specs), _INITIAL_PAGES, model.device)
         self.tables = SequenceTables(pool, can_grow=True)
         self.kv_scales = scales
-        self._layers = LayerQuantization.of(pool, scales, recipe)
+        self._quantization = KVQuantization.of(pool, scales, recipe)
         self._backend = attention_backend
         self._rows: list[int] = []
         self._next_row = 0
@@ -217,7 +217,7 @@ class Cache(transformers.Cache):
             self.tables.append(row, count)
         self._valid = valid
         self._step_tokens = valid[:, columns:].flatten().nonzero().flatten().to(self.pool.device)
-        self._step = PagedBatch.of(self.tables, self._layers, chunks, self._backend)
+        self._step = PagedBatch.of(self.tables, self._quantization, chunks, self._backend)
 
     def _new_rows(self, count: int) -> list[int]:
         rows = list(range(self._next_row, self._next_row + count))

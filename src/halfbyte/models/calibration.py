@@ -4,7 +4,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 from halfbyte.assets import calibration_text, read_text
 from halfbyte.kvcache import KVScales
 from halfbyte.kvcache.scales import shape_of_model
-from halfbyte.models.amax import AmaxRecorder
+from halfbyte.models.amax import AmaxRecorder, without_zeros
 from halfbyte.models.attention_functions import GENERATE, register
 from halfbyte.models.key_statistics import KVRecorder
 
@@ -125,24 +124,17 @@ def scales_from_amax(
         ValueError: one side is zero in every layer.
     """
     sides = []
-    for i, side in enumerate("KV"):
-        values = [pair[i] for pair in amax]
-        zeros = [layer for layer, value in enumerate(values) if value == 0]
+    for side, measured in zip("KV", zip(*amax, strict=True), strict=True):
+        values = without_zeros(measured, side, source)
+        zeros = [layer for layer, value in enumerate(measured) if not value]
         if zeros:
-            others = [value for value in values if value]
-            if not others:
-                raise ValueError(
-                    f"{source}: {side} is zero in every layer, expected one that is not"
-                )
-            fill = median(others)
             logger.warning(
                 "%s: %s is all zero in layer %s; scaled by the other layers' median, %.4g",
                 source,
                 side,
                 ", ".join(map(str, zeros)),
-                fill,
+                values[zeros[0]],
             )
-            values = [value or fill for value in values]
         sides.append(tuple(headroom * value for value in values))
     return KVScales(sides[0], sides[1], source)
 

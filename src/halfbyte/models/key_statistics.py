@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import torch
@@ -11,9 +10,9 @@ from transformers import PreTrainedModel
 
 from halfbyte.kvcache.calibration import KVCalibration, LayerCalibration
 from halfbyte.kvcache.recipe import SEGMENT
-from halfbyte.models.amax import AmaxRecorder
+from halfbyte.kvcache.transform import KVTransform
+from halfbyte.models.amax import AmaxRecorder, without_zeros
 from halfbyte.models.rotary import RotaryProbe
-from halfbyte.numerics.hadamard import hadamard
 
 _FIRST_OF_MEAN = 4
 """The first tokens' K is unlike the others'."""
@@ -84,12 +83,14 @@ class KVRecorder(AmaxRecorder):
         """What was measured, with a headroom over the magnitudes.
 
         Raises:
-            ValueError: a magnitude that is not finite, or is zero in every layer.
+            ValueError: K or V is zero in every layer, past the first token.
         """
         measured = [self._measured[layer] for layer in range(len(self._measured))]
-        columns = zip(*(layer.k_amax for layer in measured), strict=True)
-        k_amax = [_scaled(column, "K", headroom) for column in columns]
-        v_amax = _scaled([m.v_amax for m in measured], "V", headroom)
+        columns = zip(*((*layer.k_amax, layer.v_amax) for layer in measured), strict=True)
+        *k_amax, v_amax = (
+            [headroom * value for value in without_zeros(column, side, "tokens past the first")]
+            for side, column in zip("KKKKV", columns, strict=True)
+        )
         layers = [
             replace(layer, k_amax=tuple(column[i] for column in k_amax), v_amax=v_amax[i])
             for i, layer in enumerate(measured)
@@ -105,13 +106,17 @@ class KVRecorder(AmaxRecorder):
         before = torch.cat([turned_back(key)[_FIRST_OF_MEAN:] for key, _ in texts])
         mean = before.double().mean(0).float() if len(before) else texts[0][0][0].float() * 0
         mean, averages = mean.cpu(), self._averages[rope]
+        fields = {"cos": averages.cos, "sin": averages.sin, "partner": averages.partner}
+        # In the order of `LayerCalibration.k_amax`.
+        transforms = [
+            KVTransform(rotate, self._segment, **({"mean": mean, **fields} if center else {}))
+            for center in (False, True)
+            for rotate in (False, True)
+        ]
         k_amax, v_amax = torch.zeros(4), 0.0
         for key, value in texts:
-            segments = torch.arange(key.shape[0]) // self._segment
-            cos, sin = averages.cos[segments][:, None], averages.sin[segments][:, None]
-            x = key.float().cpu()
-            centred = x - (cos * mean + sin * mean[:, averages.partner])
-            seen = [_amax(y) for y in (x, hadamard(x), centred, hadamard(centred))]
+            x, positions = key.cpu(), torch.arange(key.shape[0])
+            seen = [_amax(transform.forward(x, positions)) for transform in transforms]
             k_amax = torch.maximum(k_amax, torch.tensor(seen))  # keeps a NaN
             v_amax = max(v_amax, _amax(value))
         k0, k1, k2, k3 = k_amax.tolist()
@@ -129,13 +134,3 @@ class KVRecorder(AmaxRecorder):
 def _amax(x: torch.Tensor) -> float:
     """Largest magnitude of all tokens but the first."""
     return float(x[1:].abs().amax()) if len(x) > 1 else 0.0
-
-
-def _scaled(amax: Sequence[float], side: str, headroom: float) -> list[float]:
-    """With headroom; layers of zeros get the others' median."""
-    if not all(value < float("inf") for value in amax):
-        raise ValueError(f"calibration: {side} is not finite in a layer")
-    others = [value for value in amax if value]
-    if not others:
-        raise ValueError(f"calibration: {side} is zero in every layer, expected one that is not")
-    return [headroom * (value or median(others)) for value in amax]

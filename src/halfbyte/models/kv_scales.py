@@ -10,7 +10,6 @@ models would sink into the subnormals of E4M3, and long-range retrieval would fa
 """
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,13 +200,7 @@ def _check_model(scales: KVScales, config: Any) -> None:
                 f"KV scales from {scales.source}: of a model with {name} {scales.shape[name]}, "
                 f"this one has {shape[name]}"
             )
-    if isinstance(config, Mapping):
-        text = config.get("text_config")
-        config = text if isinstance(text, Mapping) else config
-        num_layers = config.get("num_hidden_layers")
-    else:
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        num_layers = getattr(text, "num_hidden_layers", None)
+    num_layers = shape.get("num_hidden_layers")
     if num_layers is not None and scales.num_layers != num_layers:
         raise ValueError(
             f"KV scales from {scales.source}: {scales.num_layers} layers, "

@@ -166,7 +166,7 @@ def make_guarded_plan(step: Step) -> tuple[Plan, torch.Tensor, int]:
 
     with pytest.MonkeyPatch.context() as patch, on_host(step) as launched:
         patch.setattr(torch, "empty", empty)
-        patch.setattr(plans, "_MOST_PARTIAL_BYTES", 2**60)
+        patch.setattr(plans, "_MAX_PARTIAL_BYTES", 2**60)
         plan = make_plan(step)
     assert [name for name, _ in launched] == ["plan_work"]
     return plan, guarded[0], launched[0][1].max_units

@@ -9,7 +9,6 @@ import torch
 from halfbyte.dispatch import CPU
 from halfbyte.kernels.cpu.library import library
 from halfbyte.linear import LINEAR_BACKENDS, NvFp4LinearLayerConfig
-from halfbyte.linear.w4a16 import cpu as backend
 from halfbyte.linear.w4a16 import cpu as launcher
 from halfbyte.linear.w4a16.cpu import CpuKernel
 from linear.cases import assert_close_enough, random_input, random_layer
@@ -150,7 +149,7 @@ def test_says_what_it_cannot_do() -> None:
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "library", lambda: None)
+    monkeypatch.setattr("halfbyte.kernels.cpu.library.library", lambda: None)
     usable, reason = CpuKernel.is_supported(CPU)
     assert not usable
     assert "without a C++ compiler" in reason

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from halfbyte.kvcache import FullAttentionSpec, KVScales
+from halfbyte.kvcache import FullAttentionSpec
 from halfbyte.layouts import PageLayout
 from halfbyte.plugins.vllm import checks, connectors, support
 from halfbyte.plugins.vllm.formats import LayerFormat, block_size_of, pages_of
 from halfbyte.plugins.vllm.options import Options
-from halfbyte.plugins.vllm.scales import LayerPlace, global_scales, heads_of_rank, place_of
+from halfbyte.plugins.vllm.scales import LayerPlace, heads_of_rank, place_of
 
 ROOT = Path(__file__).parents[3]
 GIVEN: dict[str, Any] = {
@@ -156,16 +156,6 @@ def test_layers_of_drafts_are_told_apart(name: str, number: int, expected: Layer
     assert place_of(name, number, 32) == expected
 
 
-def test_global_scales_are_those_of_each_format() -> None:
-    scales = KVScales((2688.0, 896.0), (448.0, 5376.0), "test")
-    nvfp4 = LayerFormat.of("nvfp4", torch.bfloat16, Options())
-    assert global_scales(scales, 0, nvfp4) == (1.0, float(torch.tensor(448 / 2688)))
-    mixed = LayerFormat.of("nvfp4", torch.bfloat16, Options(k_dtype="fp8", v_dtype="mxfp4"))
-    assert global_scales(scales, 1, mixed) == (2.0, 1.0)
-    with pytest.raises(ValueError, match="no layer 2, only 2"):
-        global_scales(scales, 2, nvfp4)
-
-
 @pytest.mark.parametrize(
     ("total", "own", "ranks", "expected"),
     [
@@ -180,16 +170,13 @@ def test_heads_of_ranks(total: int, own: int, ranks: int, expected: list[range])
     assert [range(total)[part] for part in heads] == expected
 
 
-def test_recipe_decides_format_and_scale() -> None:
+def test_recipe_decides_the_format() -> None:
     options = Options(kv_recipe="balanced")
     both = LayerFormat.of("nvfp4", torch.bfloat16, options)
     assert (both.k, both.v) == ("nvfp4_4over6", "nvfp4_4over6")
     assert LayerFormat.of("fp8", torch.bfloat16, options).k == "fp8_e4m3"
     with pytest.raises(ValueError, match="kv_recipe: expected one of plain, balanced, got 'best'"):
         Options(kv_recipe="best")
-    scales = KVScales((1.0,), (1.0,), "user")
-    with pytest.raises(ValueError, match=r"balanced: needs a calibration of K, .* user"):
-        global_scales(scales, 0, both, options.recipe)
 
 
 def config(**fields: Any) -> Any:

@@ -22,7 +22,7 @@ _BATCH_INVARIANT_SPAN = 512
 """Tokens per unit where results must not depend on the batch."""
 _OVERHEAD_TOKENS = 64
 """To begin a piece takes about as long as so many tokens."""
-_MOST_PARTIAL_BYTES = 2**31
+_MAX_PARTIAL_BYTES = 2**31
 _HEADER_INTS = 4
 _TOKEN_INTS = 8
 _UNIT_INTS = 12
@@ -106,7 +106,7 @@ def make_plan(
         longest = -(-max_pages * layout.block_size // _BATCH_INVARIANT_SPAN)
         max_units = longest * max_pieces
     rows = (max_units + max_pieces) * layout.num_kv_heads * way.columns
-    if rows * layout.head_size_v * 4 > _MOST_PARTIAL_BYTES:
+    if rows * layout.head_size_v * 4 > _MAX_PARTIAL_BYTES:
         raise ValueError(
             f"batch_invariant: {num_seqs} sequences of up to {max_pages} pages need "
             f"{rows * layout.head_size_v >> 18} MiB for results of parts; ask for backend 'triton'"
@@ -147,18 +147,18 @@ def make_plan(
     )
 
 
-def _merge_kernel(most_parts: float, find_room: bool, batch_invariant: bool) -> str:
+def _merge_kernel(max_parts: float, find_room: bool, batch_invariant: bool) -> str:
     """The fastest way known to merge; the same for all where the order of sums counts.
 
     Args:
-        most_parts: units per piece that there may be, which is about half of the parts of a row.
+        max_parts: units per piece that there may be, which is about half of the parts of a row.
         find_room: whether CTAs of many registers find room on the GPU all at once.
     """
     if batch_invariant:
         return "merge_some"
-    if most_parts < 12:
-        return "merge_several" if most_parts >= 3 and find_room else "merge_few"
-    return "merge_some" if most_parts < 128 else "merge_many"
+    if max_parts < 12:
+        return "merge_several" if max_parts >= 3 and find_room else "merge_few"
+    return "merge_some" if max_parts < 128 else "merge_many"
 
 
 def slice_ctas(rows: int, head_size_v: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from halfbyte.dispatch import CPU, Answer, current_compute_capability
 from halfbyte.layouts import KVCacheDType, PageLayout
 
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "avx512vnni": 3, "avx512bf16": 4}
@@ -90,6 +91,19 @@ def _load(path: Path) -> ctypes.CDLL:
 def say_missing() -> None:
     """One line in the log, whatever misses the kernels first."""
     logger.warning("the CPU kernels were not built (no C++ compiler?): the reference stands in")
+
+
+def is_built(purpose: str) -> Answer:
+    """Whether the kernels are there, and for what; a CPU without them says so once in the log.
+
+    Args:
+        purpose: the reason of a positive answer.
+    """
+    if library() is not None:
+        return True, purpose
+    if current_compute_capability() == CPU:  # elsewhere hardly anyone will miss them
+        say_missing()
+    return False, "was not built: the package was installed without a C++ compiler"
 
 
 def level() -> str | None:

@@ -6,12 +6,13 @@ from typing import ClassVar
 
 import torch
 
-from halfbyte.dispatch import CPU, Answer
+from halfbyte.dispatch import Answer
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
 
 Scale = float | torch.Tensor
 """A decode multiplier: a float, or a float32 tensor of one element."""
+_INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,17 @@ class StoreConfig:
     key_dtype: torch.dtype
     value_dtype: torch.dtype
     device_type: str
-    compute_capability: int = CPU
-    """Of the GPU that the pages are on."""
     transform: bool = False
     """Whether K is changed before it is packed (`KVTransform`)."""
+
+    def answer_of(self, device_type: str) -> Answer:
+        """That of a kernel for one kind of device, which takes floats of 16 and 32 bits."""
+        if self.device_type != device_type:
+            return False, f"tensors are on {self.device_type}, not on {device_type}"
+        for name, dtype in (("key", self.key_dtype), ("value", self.value_dtype)):
+            if dtype not in _INPUT_DTYPES:
+                return False, f"takes {name} in bfloat16, float16 or float32, not {dtype}"
+        return True, "every format"
 
 
 class StoreBackend(ABC):

@@ -4,8 +4,8 @@ from typing import ClassVar
 
 import torch
 
-from halfbyte.dispatch import CPU, Answer, current_compute_capability
-from halfbyte.kernels.cpu.library import FLOATS, library, say_missing
+from halfbyte.dispatch import Answer
+from halfbyte.kernels.cpu.library import is_built
 from halfbyte.kernels.cpu.store import store_tokens_cpu
 from halfbyte.kvcache.store.base import Scale, StoreBackend, StoreConfig
 from halfbyte.kvcache.transform import KVTransform
@@ -20,21 +20,12 @@ class CpuStore(StoreBackend):
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
         """Wherever the kernel was built; every machine has a CPU."""
-        if library() is None:
-            if current_compute_capability() == CPU:  # elsewhere hardly anyone will miss it
-                say_missing()
-            return False, "was not built: the package was installed without a C++ compiler"
-        return True, "writes packed pages of every format"
+        return is_built("writes packed pages of every format")
 
     @classmethod
     def can_implement(cls, config: StoreConfig) -> Answer:
         """Every format, from floats of 16 and 32 bits."""
-        if config.device_type != "cpu":
-            return False, f"tensors are on {config.device_type}, not on the CPU"
-        for name, dtype in (("key", config.key_dtype), ("value", config.value_dtype)):
-            if dtype not in FLOATS:
-                return False, f"takes {name} in bfloat16, float16 or float32, not {dtype}"
-        return True, "every format"
+        return config.answer_of("cpu")
 
     @classmethod
     def store(

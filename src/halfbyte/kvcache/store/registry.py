@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import torch
 
-from halfbyte.dispatch import Registry, compute_capability_of
+from halfbyte.dispatch import Registry
 from halfbyte.kvcache.store.base import StoreBackend, StoreConfig
 from halfbyte.layouts import PageLayout
 
@@ -40,8 +40,7 @@ def select_store(
     Raises:
         NoImplementationError: the backend asked for is unknown or cannot do the work.
     """
-    capability = compute_capability_of(device)
-    config = StoreConfig(layout, key_dtype, value_dtype, device.type, capability, transform)
+    config = StoreConfig(layout, key_dtype, value_dtype, device.type, transform)
     chosen = STORE_BACKENDS.select(config, explicit=backend)
     missed = _OF_DEVICE.get(device.type)
     if backend is None and chosen.name == "reference" and missed is not None:

@@ -10,7 +10,6 @@ from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
 
 _OLDEST = 80
-_INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class TritonStore(StoreBackend):
@@ -31,14 +30,9 @@ class TritonStore(StoreBackend):
     @classmethod
     def can_implement(cls, config: StoreConfig) -> Answer:
         """Every format, from floats of 16 and 32 bits."""
-        if config.device_type != "cuda":
-            return False, f"tensors are on {config.device_type}, not on a GPU"
-        for name, dtype in (("key", config.key_dtype), ("value", config.value_dtype)):
-            if dtype not in _INPUT_DTYPES:
-                return False, f"takes {name} in bfloat16, float16 or float32, not {dtype}"
         if config.transform:
-            return False, "stores K as it is: the recipe is plain"
-        return True, "every format"
+            return False, "writes the recipe plain alone"
+        return config.answer_of("cuda")
 
     @classmethod
     def store(

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from halfbyte.dispatch import Answer
-from halfbyte.kernels.cpu.library import FLOATS, library
+from halfbyte.kernels.cpu.library import FLOATS, is_built, library
 from halfbyte.linear.base import NvFp4LinearLayerConfig
 from halfbyte.linear.ops import linear_op
 from halfbyte.linear.runs import set_tensor, tensor_of
@@ -268,9 +268,7 @@ class CpuKernel(RowScaledKernel):
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
         """Wherever the kernel was built; every machine has a CPU."""
-        if library() is None:
-            return False, "was not built: the package was installed without a C++ compiler"
-        return True, "streams packed weights"
+        return is_built("streams packed weights")
 
     @classmethod
     def can_implement(cls, config: NvFp4LinearLayerConfig) -> Answer:

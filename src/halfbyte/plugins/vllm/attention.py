@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from halfbyte.attention import paged_attention
 from halfbyte.kvcache import KVScales, reshape_and_cache
+from halfbyte.kvcache.layer import LayerQuantization
 from halfbyte.kvcache.recipe import RECIPES
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
@@ -23,7 +24,7 @@ from halfbyte.plugins.vllm.formats import LayerFormat, block_size_of, pages_of
 from halfbyte.plugins.vllm.loading import accept_shard_ids
 from halfbyte.plugins.vllm.metadata import HalfbyteMetadata
 from halfbyte.plugins.vllm.options import LastModel
-from halfbyte.plugins.vllm.scales import global_scales, heads_of_rank
+from halfbyte.plugins.vllm.scales import heads_of_rank
 
 
 class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
@@ -84,14 +85,16 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
 
     def set_scales(self, scales: KVScales, layer: int, device: torch.device) -> None:
         """Take the scales of a layer; on a GPU as tensors, which its kernels read there."""
-        recipe = self.recipe if self.recipe.changes_k else None
-        pair: Any = global_scales(scales, layer, self.format, recipe)
-        if recipe is not None:
-            calibration = scales.calibration_for(recipe)
-            total = calibration.layers[layer].mean.shape[0]
+        heads = slice(None)
+        if self.recipe.changes_k:
+            total = scales.calibration_for(self.recipe).layers[layer].mean.shape[0]
             rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
             heads = heads_of_rank(total, self.num_kv_heads, rank, ranks)
-            self.transform = calibration.transform(layer, recipe, device, heads)
+        quantization = LayerQuantization.of(
+            scales, layer, self.format.k, self.format.v, self.recipe, device, heads
+        )
+        self.transform = quantization.transform
+        pair: Any = (quantization.k_scale, quantization.v_scale)
         if device.type != "cpu":
             pair = torch.tensor(pair, dtype=torch.float32, device=device)
         self.k_scale, self.v_scale = pair

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halfbyte.kvcache import KVRecipe, KVScales, get_kv_cache_quant_method
-from halfbyte.plugins.vllm.formats import LayerFormat
+from halfbyte.kvcache import KVRecipe, KVScales
 
 logger = logging.getLogger("halfbyte")
 
@@ -43,30 +42,6 @@ def place_of(layer_name: str, layer_number: int, num_target_layers: int) -> Laye
     if layer_number >= num_target_layers:
         return LayerPlace(True, layer_number - num_target_layers)
     return LayerPlace(False, layer_number)
-
-
-def global_scales(
-    scales: KVScales, layer: int, layer_format: LayerFormat, recipe: KVRecipe | None = None
-) -> tuple[float, float]:
-    """Decode scales of K and V of a layer; 1.0 for formats without one.
-
-    Args:
-        recipe: one that changes this layer's K, if any.
-
-    Raises:
-        ValueError: the scales have no such layer, or no calibration for the recipe.
-    """
-    amax = scales.amax_of_layer(layer)
-    if recipe is not None:
-        amax = scales.calibration_for(recipe).amax(layer, recipe)
-    pairs = zip((layer_format.k, layer_format.v), amax, strict=True)
-    k_scale, v_scale = (
-        get_kv_cache_quant_method(dtype).global_scale_from_amax(amax)
-        if dtype.has_global_scale
-        else 1.0
-        for dtype, amax in pairs
-    )
-    return k_scale, v_scale
 
 
 def heads_of_rank(total: int, own: int, rank: int, ranks: int) -> slice:

@@ -45,6 +45,11 @@ FEATURES = (
         "test_vllm_models.py::test_k_and_v_of_different_formats",
     ),
     Feature(
+        "recipe `balanced` (`kv_recipe`)",
+        (SEEN, REFUSED, TESTED, REFUSED),
+        "test_vllm_recipes.py::test_balanced_equals_halfbyte_s_engine",
+    ),
+    Feature(
         "sliding windows, hybrid models, soft-cap",
         (SEEN, PARTLY, TESTED, UNTRIED),
         "test_vllm_models.py::test_nvfp4_equals_halfbyte_s_engine",

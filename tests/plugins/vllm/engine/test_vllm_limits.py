@@ -68,10 +68,10 @@ def test_scales_that_are_given_are_used(tmp_path: Path) -> None:
     )
     file = twice.save(tmp_path)
     options: dict[str, Any] = {"additional_config": {"halfbyte": {"kv_scales": str(file)}}}
-    expected = halfbyte.LLM(BUNDLED, dtype="float32", kv_scales=twice).core.runner.layers.scales
+    runner = halfbyte.LLM(BUNDLED, dtype="float32", kv_scales=twice).core.runner
     with vllm_engine(**options) as llm:
         impls = assert_ours(llm)
-        assert [(impl.k_scale, impl.v_scale) for impl in impls] == list(expected)
+        assert [(impl.k_scale, impl.v_scale) for impl in impls] == list(runner.quantization.scales)
 
 
 @pytest.mark.parametrize(
