@@ -1,4 +1,4 @@
-"""GPUs as `linear_machine.machine_of` answered on them, for plans that are made without one."""
+"""GPUs as `machine_of` answered on them, for plans that are made without one."""
 
 from halfbyte.linear.w4a16.gemv.plan import Machine
 

@@ -1,7 +1,7 @@
-"""Launcher of the Triton attention kernels (`attend_kernels`): every format, decode and prefill.
+"""Launcher of the Triton attention kernels (`kernels.py`): every format, decode and prefill.
 
 Nothing waits for the GPU: how many programs run, and on what, is decided from shapes
-(`attend_plan`), so that a launch can be captured in a CUDA graph and follows lengths and block
+(`plan.py`), so that a launch can be captured in a CUDA graph and follows lengths and block
 tables that change between replays.
 """
 

@@ -87,7 +87,7 @@ def exponent_factors(scale: float, softcap: float | None) -> tuple[float, float]
     """What takes dot products to exponents of 2, as `score_scale` and `cap` of the kernels.
 
     Without a soft-cap the former takes them to logits in base 2. With one it takes them to the
-    exponent of `exp2` that `attend_kernels.soft_cap` needs for tanh, and the latter is the cap in
+    exponent of `exp2` that `kernels.soft_cap` needs for tanh, and the latter is the cap in
     base 2.
     """
     log2e = math.log2(math.e)

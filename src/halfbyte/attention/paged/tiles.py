@@ -1,4 +1,4 @@
-"""Tiles of attention as matmuls, for the kernels of `attend_kernels`: rows of the query, K, V.
+"""Tiles of attention as matmuls, for the kernels of `kernels.py`: rows of the query, K, V.
 
 Formats of four bits have their even values and their odd ones apart (`kv_tiles`), and so have
 queries that meet them, and sums of such values.

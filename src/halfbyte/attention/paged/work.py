@@ -1,4 +1,4 @@
-"""Which sequence, and which of its keys, a program of `attend_kernels` works on.
+"""Which sequence, and which of its keys, a program of `kernels.py` works on.
 
 Every sequence has tiles of query tokens reserved, at least as many as it needs; how many is known
 from shapes alone, so that nothing waits for the GPU.

@@ -11,7 +11,7 @@ first rows, are computed and thrown away. Elsewhere, and for large heads on othe
 PyTorch's FlashAttention does the same work.
 
 Windows that hide something, soft-caps, K and V of different head sizes, small heads, and prompts of
-fewer queries and keys are our own kernel's (`dense_chunks.py`).
+fewer queries and keys are our own kernel's (`chunks.py`).
 
 A batch may hold prompts and decoding sequences. They are sorted here: sequences of few new tokens
 go to the kernels for decoding, and somewhat more behind a long prefix to the general one, because

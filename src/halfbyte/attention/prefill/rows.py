@@ -78,7 +78,7 @@ def _add_keys(
     return acc, total, new_top
 
 
-# As in `attend_kernels`: what changes from batch to batch must not make new variants.
+# As in `paged/kernels.py`: what changes from batch to batch must not make new variants.
 @triton.jit(do_not_specialize=["window"])
 def rows_kernel(
     query,
@@ -239,7 +239,7 @@ def attend_rows(
             row of the first key that may be seen; and how many rows behind it stands the first
             query token's own key. Rows from the first key to the last token's own are of one
             sequence. The longest first ends earliest.
-        tiles: by which the work was cut (`attend_plan.choose_row_tiles`).
+        tiles: by which the work was cut (`paged.plan.choose_row_tiles`).
         scale: of the dot products.
         sliding_window, sinks, softcap: as for `paged_attention`.
         out: of the query's dtype, `[tokens, heads, head_size_v]`, contiguous in the last dimension.

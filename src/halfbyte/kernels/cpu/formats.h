@@ -1,4 +1,4 @@
-// The formats of a cache, by the numbers that `cpu_library.py` gives them, and their tables.
+// The formats of a cache, by the numbers that `library.py` gives them, and their tables.
 #pragma once
 
 #include <cmath>
@@ -76,7 +76,7 @@ struct Region {
   int64_t offset, token, head;
 };
 
-// A `PageLayout`; `pack_layout` of `cpu_library.py` writes it.
+// A `PageLayout`; `pack_layout` of `library.py` writes it.
 struct Layout {
   Region k_data, k_scale, v_data, v_scale;
   int32_t k_format, v_format, kv_heads, head_size, head_size_v, block_size;

@@ -58,7 +58,7 @@ def nvfp4_linear_cuda(
     n: int,
     batch_invariant: bool,
 ) -> torch.Tensor:
-    """x `[..., K]` times weights as `linear_weights.PackedWeight` has them, to `[..., n]`."""
+    """x `[..., K]` times weights as `PackedWeight` has them, to `[..., n]`."""
     rows = x if x.is_contiguous() else matrix_of(x)
     bias = None if bias is None else bias.contiguous()
     product = _product(x.shape, n, x.dtype, x.get_device(), batch_invariant)

@@ -2,8 +2,8 @@
 
 A program owns a tile of the result and walks over k. It decodes its tile of weights, without the
 global scale, into the dtype of x, where `e2m1 * block_scale` is exact up to a power of two
-(`decode_formats`), and leaves the products to the tensor cores, with sums in float32. The power of
-two, the global scale of the row and the bias follow at the end, then the only rounding.
+(`formats/decode.py`), and leaves the products to the tensor cores, with sums in float32. The power
+of two, the global scale of the row and the bias follow at the end, then the only rounding.
 
 Nothing is split over k: a result has one order of sums per tile size, and every launch gives the
 same bits. The batch-invariant mode has one tile size for any number of rows, so that a row's bits

@@ -1,4 +1,4 @@
-// Weights in the order of linear_weights.py: from bits to operands of the matmul.
+// Weights in the order of packed_weight.py: from bits to operands of the matmul.
 //
 // Macro: X_BF16, 1 for bfloat16 activations, 0 for float16.
 

@@ -37,7 +37,9 @@ def test_balanced_equals_halfbyte_s_engine() -> None:
 
 
 @pytest.mark.slow
-def test_balanced_on_two_ranks_changes_no_token() -> None:
+def test_balanced_on_two_ranks_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     with vllm_engine(**BALANCED) as llm:
         expected = generate(llm, TEXTS)
     found, _ = run_apart(TEXTS, in_process=False, tensor_parallel_size=2, **BALANCED)

@@ -1,4 +1,4 @@
-// Weights in the order of linear_weights.py to bfloat16 or float16 [rows, k], for a dense matmul: the
+// Weights in the order of packed_weight.py to bfloat16 or float16 [rows, k], for a dense matmul: the
 // dequantized weights, bit for bit.
 //
 // A CTA has 64 rows and 256 k, a warp 16 of the rows. The halves go through shared memory, so that

@@ -1,6 +1,6 @@
 """Launcher of the kernel that writes NVFP4 weights out in 16 bits, and a product by cuBLAS.
 
-Weights are in the order of `linear_weights`. See `dequant.cu` for how it works.
+Weights are in the order of `packed_weight`. See `dequant.cu` for how it works.
 """
 
 import ctypes
@@ -73,7 +73,7 @@ def unpack(
     """Dequantized weights `[rows, k]`, bit for bit as `numerics.nvfp4.dequantize` gives them.
 
     Args:
-        weight, weight_scale, row_scale: as `linear_weights.PackedWeight` has them.
+        weight, weight_scale, row_scale: as `PackedWeight` has them.
         first_row: a multiple of 64.
         rows: how many from there.
         k: of the unpadded weight.

@@ -6,7 +6,7 @@
 //
 //   Tile       64 rows of W for each of GROUPS warpgroups x TOKENS rows of x, a step of k at a time.
 //   Loads      Threads of one more warpgroup ask for the tiles of x, by TMA with 128-byte swizzle, and
-//              for those of W, which a lane takes 16 bytes at a time, as linear_weights.py put them
+//              for those of W, which a lane takes 16 bytes at a time, as packed_weight.py put them
 //              together for it. Both go to a ring in shared memory: loads of W to registers would all
 //              count on one scoreboard, so that a wait for the first of them is one for the last. The
 //              first tiles of W are asked for before the kernel in front of this one has ended.

@@ -1,6 +1,6 @@
 """Launcher of the W4A16 kernel for many rows of x on SM90: unpacking inside a `wgmma` matmul.
 
-Weights are in the order of `linear_weights`. See `gemm.cu` for how it works.
+Weights are in the order of `packed_weight`. See `gemm.cu` for how it works.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
 """Launcher of the W4A16 kernel for few rows of x on NVIDIA GPUs.
 
-Weights are in the order of `linear_weights`. `gemv.cu` streams them once for up to 32 rows of x,
+Weights are in the order of `packed_weight`. `gemv.cu` streams them once for up to 32 rows of x,
 at the speed of memory up to 16 or so.
 """
 
@@ -185,7 +185,7 @@ def linear_few(
     Args:
         x: `[M, K]`, or `[..., K]` if it is contiguous, of the dtype that the weights are packed
             for; at least one row.
-        weight, weight_scale, row_scale: as `linear_weights.PackedWeight` has them.
+        weight, weight_scale, row_scale: as `PackedWeight` has them.
         bias: `[n]` of x's dtype, contiguous, or None.
         n: columns of the result.
         batch_invariant: work in a way that does not depend on M.
