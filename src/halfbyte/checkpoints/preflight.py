@@ -90,7 +90,7 @@ def check_layer(
     if has_bias:
         index.require(f"{layer}.bias", FLOATS, (n,))
         used = (*used, "bias")
-    for name in index.names_of(layer) - _KNOWN_EXTRAS - set(known) - set(used):
+    for name in sorted(index.names_of(layer) - _KNOWN_EXTRAS - set(known) - set(used)):
         raise CheckpointError(
             f"{index.folder}: {layer}.{name}: expected no such tensor beside {scheme} weights, "
             f"found {index.tensors[f'{layer}.{name}']}"

@@ -194,8 +194,8 @@ def _from_cache(folder: Path) -> KVScales | None:
 def _check_model(scales: KVScales, config: Any) -> None:
     """Raise ValueError for scales of another model, as far as can be told."""
     shape = shape_of_model(config)
-    for name in scales.shape.keys() & shape.keys():
-        if scales.shape[name] != shape[name]:
+    for name in shape:  # in the order of `shape_of_model`, so that the message is always the same
+        if name in scales.shape and scales.shape[name] != shape[name]:
             raise ValueError(
                 f"KV scales from {scales.source}: of a model with {name} {scales.shape[name]}, "
                 f"this one has {shape[name]}"
