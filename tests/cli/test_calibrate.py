@@ -127,9 +127,17 @@ def test_a_hub_id(
     halfbyte: Command, model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose snapshot lies in the hub's cache, and is left as it is."""
-    monkeypatch.setattr(loading, "snapshot_download", lambda *args, **kwargs: str(model))
-    code, out, _ = halfbyte("somebody/model", "--json")
+    asked = {}
+
+    def download(name: str, *, revision: str, cache_dir: Path, **_: object) -> str:
+        asked[name] = (revision, str(cache_dir))
+        return str(model)
+
+    monkeypatch.setattr(loading, "snapshot_download", download)
+    of_hub = ("--revision", "v2", "--download-dir", "/models")
+    code, out, _ = halfbyte("somebody/model", "--json", *of_hub)
     assert code == 0
+    assert asked == {"somebody/model": ("v2", "/models")}
     assert Path(json.loads(out)["path"]).parent == cache / "kv_scales"
     assert not (model / "kv_scales.json").exists()
 

@@ -40,6 +40,12 @@ def calibrate(
         str | None, typer.Option(help="cpu, cuda, cuda:1 …; by default a GPU if there is one.")
     ] = None,
     dtype: DType = "auto",
+    revision: Annotated[
+        str | None, typer.Option(help="Of a hub id: a branch, tag or commit.")
+    ] = None,
+    download_dir: Annotated[
+        Path | None, typer.Option(help="Where files of a hub id are kept, as vLLM has it.")
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Also if the checkpoint has scales of its own.")
     ] = False,
@@ -51,7 +57,7 @@ def calibrate(
     from halfbyte.models.local_files import read_model_config
 
     quiet_libraries(verbose=verbose)
-    folder = local_folder(model)
+    folder = local_folder(model, revision=revision, cache_dir=download_dir)
     read_model_config(folder)  # what is no model is said before anything else
     path, is_kept = (file, False) if file is not None else destination(model, folder)
     shadow = _comes_first(folder, is_kept=is_kept)

@@ -10,7 +10,7 @@ also for users who never ask for halfbyte. It therefore changes nothing that is 
 | `options` | `--additional-config '{"halfbyte": {…}}'`: one schema, checked in one place |
 | `formats` | which format K and V of a layer have, and the pages that follow from it |
 | `scales` | global scales of a model's and a draft's layers |
-| `checks` | what cannot be served, refused by name before weights are read |
+| `checks` | options, and what cannot be served: refused by name before weights are read |
 | `backend` | what the attention backend supports, and pages of both generations of vLLM |
 | `metadata` | one step's lengths and tables, CUDA graphs, scales handed to the layers |
 | `attention` | a layer: stores K and V, attends |
@@ -43,12 +43,13 @@ def register() -> None:
         return
     _registered = True
     try:
-        from halfbyte.plugins.vllm import connectors, cpu_platform, linear, registry
+        from halfbyte.plugins.vllm import checks, connectors, cpu_platform, linear, registry
 
         missing = registry.missing_hooks()
         if missing:
             raise ImportError(f"it has no {', '.join(missing)}")
         registry.register_attention()
+        checks.install()
         cpu_platform.install()
         linear.install()
         connectors.install()

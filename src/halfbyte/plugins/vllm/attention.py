@@ -24,7 +24,7 @@ from halfbyte.plugins.vllm.formats import LayerFormat, block_size_of, pages_of
 from halfbyte.plugins.vllm.loading import accept_shard_ids
 from halfbyte.plugins.vllm.metadata import HalfbyteMetadata
 from halfbyte.plugins.vllm.options import LastModel
-from halfbyte.plugins.vllm.scales import heads_of_rank
+from halfbyte.plugins.vllm.scales import check_scales, heads_of_rank
 
 
 class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
@@ -56,7 +56,10 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         if attn_type != AttentionType.DECODER:
             refused.append(f"attention type {attn_type}")
         if refused:
-            raise NotImplementedError(f"halfbyte: {', '.join(refused)} is not supported")
+            raise NotImplementedError(
+                f"halfbyte: {', '.join(refused)} is not supported; use vLLM's own backend: leave "
+                "out --attention-backend"
+            )
         config = get_current_vllm_config()
         options = check_config(config)
         LastModel.options, LastModel.dtype = options, torch.get_default_dtype()
@@ -70,6 +73,9 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         self.k_scale: float | torch.Tensor = 1.0
         self.v_scale: float | torch.Tensor = 1.0
         self._has_scales = not self.needs_scales
+        if self.needs_scales and LastModel.with_scales is not config.model_config:
+            check_scales(config, options)  # before the weights are loaded, which takes minutes
+            LastModel.with_scales = config.model_config
         self.recipe = options.recipe if self.format.k.is_nvfp4 else RECIPES["plain"]
         self.transform: KVTransform | None = None
         if self.recipe.changes_k and not current_platform.is_cpu():

@@ -20,6 +20,15 @@ from halfbyte.plugins.vllm.formats import (
 from halfbyte.plugins.vllm.options import LastModel
 
 _OLDEST_GPU = 80
+_INSTEAD = {
+    "head_size": "16 values share a scale, so it must be a multiple of 16",
+    "dtype": "use --dtype bfloat16, float16 or float32",
+    "kv_cache_dtype": f"use --kv-cache-dtype {CARRIER}, fp8, bfloat16 or auto",
+    "block_size": "use --block-size 16 or a multiple of it",
+    "compute capability": f"use a GPU from SM{_OLDEST_GPU}",
+}
+"""What to do about a reason of vLLM's, by what it begins with."""
+_OWN_BACKEND = "use vLLM's own backend: leave out --attention-backend"
 
 
 class HalfbyteAttentionBackend(AttentionBackend):
@@ -93,6 +102,12 @@ class HalfbyteAttentionBackend(AttentionBackend):
         return "HND"
 
     @classmethod
+    def validate_configuration(cls, *arguments: Any, **named: Any) -> list[str]:
+        """What vLLM finds unsupported, each with what to do instead."""
+        reasons = super().validate_configuration(*arguments, **named)
+        return [f"{reason} ({_instead_of(reason)})" for reason in reasons]
+
+    @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         """Any multiple of the 16 values that share a scale."""
         return head_size > 0 and head_size % 16 == 0
@@ -121,3 +136,7 @@ class HalfbyteAttentionBackend(AttentionBackend):
     def supports_compute_capability(cls, capability: Any) -> bool:
         """CPUs, which have none, and SM80 or later."""
         return capability is None or capability.to_int() >= _OLDEST_GPU
+
+
+def _instead_of(reason: str) -> str:
+    return next((text for name, text in _INSTEAD.items() if reason.startswith(name)), _OWN_BACKEND)

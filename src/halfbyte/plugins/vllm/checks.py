@@ -1,13 +1,16 @@
-"""What halfbyte's backend cannot serve, refused when the first layer is made, by name."""
+"""What halfbyte cannot serve, refused by name: options with vLLM's configuration, the rest when
+the first layer is made, before weights are read."""
 
 import json
 import os
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from halfbyte.plugins.vllm import connectors
 from halfbyte.plugins.vllm.formats import CARRIER
-from halfbyte.plugins.vllm.options import Options
-from halfbyte.plugins.vllm.registry import has_page_specs
+from halfbyte.plugins.vllm.options import SECTION, Options
+from halfbyte.plugins.vllm.registry import has_page_specs, uses_halfbyte
 
 WHOLE_BLOCK_CONNECTORS = (
     "DecodeBenchConnector",
@@ -21,6 +24,29 @@ WHOLE_BLOCK_CONNECTORS = (
 """KV connectors that move whole blocks between engines of one layout: byte copies."""
 OFFLOADING_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 """Those of them that do so in vLLM 0.24, too, where others take K and V apart."""
+
+
+def install() -> None:
+    """Check halfbyte's own options wherever vLLM checks its own; without any nothing changes."""
+    from vllm.config import VllmConfig
+
+    check_own: Callable[[Any], None] = VllmConfig.__post_init__
+
+    @wraps(check_own)
+    def check_both(self: Any) -> None:
+        check_own(self)
+        _check_options(self)
+
+    VllmConfig.__post_init__ = check_both
+
+
+def _check_options(vllm_config: Any) -> None:
+    """Raise ValueError for options that are unknown, invalid or without effect."""
+    options = Options.parse(vllm_config.additional_config)
+    # A draft's configuration, which vLLM makes from the whole run's, may have another backend.
+    if vllm_config.speculative_config is None and not uses_halfbyte(vllm_config):
+        for name in options.of_attention():
+            raise ValueError(f"{SECTION}.{name}: needs --attention-backend CUSTOM")
 
 
 def check_config(vllm_config: Any) -> Options:

@@ -27,7 +27,6 @@ PLUGIN = "halfbyte"
 """Name of the entry point."""
 
 _FILES = ("kv_scales", "draft_kv_scales")
-_NEED_OUR_BACKEND = (*_FILES, "k_dtype", "v_dtype")
 
 
 @dataclass(frozen=True)
@@ -103,9 +102,8 @@ def plan_serve(arguments: Sequence[str], ours: Mapping[str, str | None]) -> Serv
         filled += [CACHE_DTYPE, OUR_CACHE_DTYPE]
         cache_dtype = OUR_CACHE_DTYPE
     if not is_ours:
-        idle = [name for name in _NEED_OUR_BACKEND if getattr(options, name) is not None]
-        if idle:
-            raise ValueError(f"{SECTION}.{idle[0]}: needs {BACKEND} {OUR_BACKEND}, got {backend}")
+        for name in options.of_attention():
+            raise ValueError(f"{SECTION}.{name}: needs {BACKEND} {OUR_BACKEND}, got {backend}")
     rest = list(arguments)
     if any(value is not None for value in ours.values()):
         rest = said.without(ADDITIONAL)

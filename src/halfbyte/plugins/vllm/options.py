@@ -68,6 +68,15 @@ class Options:
         """That of `kv_recipe`."""
         return RECIPES[self.kv_recipe]
 
+    def of_attention(self) -> list[str]:
+        """Options other than their defaults that have no effect without halfbyte's attention."""
+        defaults = Options()
+        return [
+            field.name
+            for field in fields(self)
+            if field.name != "linear" and getattr(self, field.name) != getattr(defaults, field.name)
+        ]
+
     @classmethod
     def parse(cls, additional_config: Any) -> "Options":
         """Of vLLM's `additional_config`; defaults where it has no section `halfbyte`.
@@ -104,3 +113,5 @@ class LastModel:
 
     options = Options()
     dtype = torch.bfloat16
+    with_scales: Any = None
+    """vLLM's configuration of the model for which scales were found last."""

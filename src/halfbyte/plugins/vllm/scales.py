@@ -6,11 +6,13 @@ calibration in the user's cache folder. Without any the run ends with the comman
 """
 
 import logging
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from halfbyte.kvcache import KVRecipe, KVScales
+from halfbyte.plugins.vllm.options import Options
 
 logger = logging.getLogger("halfbyte")
 
@@ -92,11 +94,28 @@ def scales_of_model(
     if scales is None:
         raise ValueError(
             f"halfbyte: no KV cache scales for {model_config.model}: run "
-            f"`halfbyte calibrate {model_config.model}`, or give a file with --additional-config "
+            f"`{_calibrate_command(model_config, load_config)}`, or give a file with "
+            "--additional-config "
             f'\'{{"halfbyte": {{"{option}": "PATH"}}}}\''
         )
     logger.info("KV cache scales: %s", scales.source)
     return scales
+
+
+def check_scales(vllm_config: Any, options: Options) -> None:
+    """Raise ValueError if there are no scales for the model whose layers are being made.
+
+    A draft's are looked for after loading, when its layers are told apart from the target's.
+
+    Args:
+        vllm_config: vLLM's.
+        options: of the run.
+    """
+    model_config = vllm_config.model_config
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if model_config is not draft:
+        given, load_config = options.kv_scales, vllm_config.load_config
+        scales_of_model(model_config, load_config, given, "kv_scales", options.recipe)
 
 
 def is_same_folder(model_config: Any, draft_config: Any, load_config: Any) -> bool:
@@ -105,6 +124,17 @@ def is_same_folder(model_config: Any, draft_config: Any, load_config: Any) -> bo
     if len(names) == 1:
         return True
     return _folder(model_config, load_config) == _folder(draft_config, load_config)
+
+
+def _calibrate_command(model_config: Any, load_config: Any) -> str:
+    words = ["halfbyte", "calibrate", str(model_config.model)]
+    for name, value in (
+        ("--revision", getattr(model_config, "revision", None)),
+        ("--download-dir", getattr(load_config, "download_dir", None)),
+    ):
+        if value is not None:
+            words += [name, str(value)]
+    return shlex.join(words)
 
 
 def _folder(model_config: Any, load_config: Any) -> Path:

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import BloomConfig, BloomForCausalLM, DeepseekV2Config, DeepseekV2ForCausalLM
 
 import halfbyte
 from halfbyte.assets import heldout_texts
 from halfbyte.evaluation.perplexity import evaluate_perplexity, text_windows
 from halfbyte.kvcache import KV_SCALES_FILE
 from halfbyte.plugins.vllm.registry import has_page_specs
+from models.zoo import make_model
 from plugins.vllm.engine.engines import (
     BUNDLED,
     TEXTS,
@@ -22,6 +24,8 @@ from plugins.vllm.engine.engines import (
     run_apart,
     vllm_engine,
 )
+
+NO_TOKENIZER: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 128}
 
 
 def bundled_copy(tmp_path: Path) -> Path:
@@ -46,6 +50,16 @@ def test_missing_scales_name_the_command(tmp_path: Path) -> None:
     refused(f"no KV cache scales for {folder}: run `halfbyte calibrate {folder}`", folder)
     with vllm_engine(folder, kv_cache_dtype="auto") as llm:  # which needs none
         assert_ours(llm)
+
+
+def test_missing_scales_are_said_before_weights_are_read(tmp_path: Path) -> None:
+    folder = bundled_copy(tmp_path)
+    (folder / KV_SCALES_FILE).unlink()
+    with pytest.raises(ValueError, match="no KV cache scales for") as caught, vllm_engine(folder):
+        pass
+    functions = {entry.name for entry in caught.traceback}
+    assert "initialize_model" in functions
+    assert "load_weights" not in functions
 
 
 def test_scales_of_another_model_are_refused(tmp_path: Path) -> None:
@@ -79,6 +93,15 @@ def test_scales_that_are_given_are_used(tmp_path: Path) -> None:
     [
         ({"additional_config": {"halfbyte": {"scale": 1}}}, "unknown option scale"),
         (
+            {"additional_config": {"halfbyte": {"scale": 1}}, "attention_backend": None},
+            "unknown option scale",
+        ),
+        (
+            {"additional_config": {"halfbyte": {"k_dtype": "fp8"}}, "attention_backend": None},
+            "halfbyte.k_dtype: needs --attention-backend CUSTOM",
+        ),
+        ({"block_size": 8}, "block_size not supported.*use --block-size 16 or a multiple"),
+        (
             {
                 "kv_transfer_config": {
                     "kv_connector": "NixlConnector",
@@ -86,11 +109,14 @@ def test_scales_that_are_given_are_used(tmp_path: Path) -> None:
                     "kv_load_failure_policy": "fail",
                 }
             },
-            "NixlConnector|nixl",
+            "kv_connector = NixlConnector, which may split pages.*use one that moves whole blocks",
         ),
-        ({"kv_cache_dtype": "int8_per_token_head"}, "(?i)kv_cache_dtype|int8"),
+        (
+            {"kv_cache_dtype": "int8_per_token_head"},
+            "kv_cache_dtype not supported.*use --kv-cache-dtype nvfp4",
+        ),
     ],
-    ids=["option", "connector", "dtype"],
+    ids=["option", "option-idle", "option-no-effect", "block", "connector", "dtype"],
 )
 def test_wrong_use_is_one_clear_error_at_start(options: dict[str, Any], message: str) -> None:
     refused(message, **options)
@@ -120,10 +146,36 @@ def test_a_draft_whose_attention_cannot_store_the_cache_is_refused() -> None:
 
 
 def test_head_sizes_that_16_does_not_divide_are_refused(tmp_path: Path) -> None:
-    from models.zoo import make_model
-
     make_model("llama", hidden_size=96, num_attention_heads=4).save_pretrained(tmp_path)
-    refused("head_size not supported", tmp_path, skip_tokenizer_init=True, max_model_len=128)
+    refused("head_size not supported.*multiple of 16", tmp_path, **NO_TOKENIZER)
+
+
+def test_models_with_alibi_are_refused(tmp_path: Path) -> None:
+    config = BloomConfig(vocab_size=512, hidden_size=64, n_layer=2, n_head=4)
+    BloomForCausalLM(config).save_pretrained(tmp_path)
+    refused("alibi_slopes.*leave out --attention-backend", tmp_path, **NO_TOKENIZER)
+
+
+@pytest.mark.parametrize("dtype", ["nvfp4", "auto"])
+def test_models_with_latent_attention_are_refused(tmp_path: Path, dtype: str) -> None:
+    """By vLLM itself where the cache is NVFP4."""
+    config = DeepseekV2Config(
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=64,
+        kv_lora_rank=32,
+        q_lora_rank=None,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        first_k_dense_replace=2,
+        max_position_embeddings=256,
+    )
+    DeepseekV2ForCausalLM(config).save_pretrained(tmp_path)
+    refused("(?i)MLA.*(not supported|use)", tmp_path, kv_cache_dtype=dtype, **NO_TOKENIZER)
 
 
 def test_nothing_changes_until_it_is_asked_for() -> None:

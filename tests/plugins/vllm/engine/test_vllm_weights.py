@@ -114,7 +114,7 @@ def test_layers_without_our_attention(tmp_path: Path) -> None:
     assert_same_tokens(found, expected, TEXTS, folder, kv_cache_dtype="float32")
     for given in ({}, {"halfbyte": {"linear": "off"}}):
         with (
-            pytest.raises(Exception, match=r"(?i)nvfp4|marlin|kernel"),
+            pytest.raises(Exception, match="find a kernel that can implement the NVFP4 linear"),
             vllm_engine(folder, additional_config=given, **options),
         ):
             pass
