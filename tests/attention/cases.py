@@ -8,7 +8,7 @@ import torch
 from halfbyte.attention import AttentionConfig
 from halfbyte.kvcache import get_kv_cache_quant_method, read_tokens, reshape_and_cache
 from halfbyte.layouts import PageLayout
-from kvcache.transforms import SEGMENT, make_transform
+from kvcache.transforms import SEGMENT, make_transform, on
 
 
 @dataclass
@@ -28,10 +28,10 @@ class Case:
     value: torch.Tensor
     options: dict[str, Any] = field(default_factory=dict)
 
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `paged_attention` besides query and pages."""
+    def arguments(self, device: str = "cpu") -> dict[str, Any]:
+        """Keyword arguments of `paged_attention` besides query and pages; tensors on a device."""
         starts = torch.tensor([0, *self.query_lens]).cumsum(0).int()
-        return {
+        arguments = {
             "layout": self.layout,
             "query_start_loc": starts,
             "seq_lens": torch.tensor(self.seq_lens, dtype=torch.int32),
@@ -41,6 +41,25 @@ class Case:
             "v_scale": self.v_scale,
             **self.options,
         }
+        return {name: on(value, device) for name, value in arguments.items()}
+
+    def read(self, slots: torch.Tensor, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a sequence in float64; zeros before the window of all its queries."""
+        length = len(slots)
+        window = self.options.get("sliding_window") or length
+        first = min(length, max(0, length - queries - window + 1))
+        rows = read_tokens(
+            self.pages,
+            slots[first:],
+            self.layout,
+            self.k_scale,
+            self.v_scale,
+            torch.float64,
+            transform=self.options.get("transform"),
+            positions=torch.arange(first, length),
+        )
+        key, value = (torch.cat([x.new_zeros(first, *x.shape[1:]), x]) for x in rows)
+        return key, value
 
     def expected(self, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and LSE by plain masked softmax on the dequantized cache, all in `dtype`."""
@@ -48,16 +67,8 @@ class Case:
         begin = 0
         for n, length, slots in zip(self.query_lens, self.seq_lens, self.slots, strict=True):
             options = dict(self.options)
-            key, value = read_tokens(
-                self.pages,
-                slots,
-                self.layout,
-                self.k_scale,
-                self.v_scale,
-                torch.float64,
-                transform=options.pop("transform", None),
-                positions=torch.arange(length),
-            )
+            options.pop("transform", None)
+            key, value = self.read(slots, n)
             query = self.query[begin : begin + n]
             scale = self.arguments()["scale"]
             out, lse = dense(query, key, value, length, scale, dtype, **options)
@@ -175,7 +186,7 @@ def make_case(
     all_slots = torch.cat([torch.empty(0, dtype=torch.int64), *slots])
     changed: dict[str, Any] = {}
     if transform is not None:
-        segments = 1 + max(seq_lens) // SEGMENT
+        segments = 1 + max(seq_lens) // transform.get("segment", SEGMENT)
         changes = make_transform(kv_heads, head_size, head_size_v, segments=segments, **transform)
         options["transform"] = changes
         positions = torch.cat([torch.arange(length) for length in seq_lens])

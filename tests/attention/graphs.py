@@ -16,10 +16,7 @@ def assert_graph_follows_lengths(case: Case, scales_on: str = "cuda", **options:
         scales_on: device of the global scales.
         options: of `paged_attention`.
     """
-    arguments: dict[str, Any] = {
-        name: value.cuda() if isinstance(value, torch.Tensor) else value
-        for name, value in case.arguments().items()
-    }
+    arguments = case.arguments("cuda")
     for name in ("k_scale", "v_scale"):
         arguments[name] = torch.tensor(arguments[name], device=scales_on)
     query, pages = case.query.cuda(), case.pages.cuda()

@@ -59,6 +59,7 @@ ASSEMBLY = {
     ),
     "ld.shared.f32 %0, [%1];": f"%0 = {HERE}load<float>(%1)",
     "ld.shared.u32 %0, [%1];": f"%0 = {HERE}load<unsigned>(%1)",
+    "ld.shared.v2.f32 {%0, %1}, [%2];": f"{HERE}unpack({HERE}load<float2>(%2), %0, %1)",
     "ld.shared.v2.u32 {%0, %1}, [%2];": f"{HERE}unpack({HERE}load<uint2>(%2), %0, %1)",
     "ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];": (
         f"{HERE}unpack({HERE}load<uint4>(%4), %0, %1, %2, %3)"

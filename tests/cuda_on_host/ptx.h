@@ -43,6 +43,7 @@ T load(unsigned address) {
 }
 
 inline void unpack(uint2 all, unsigned& x, unsigned& y) { x = all.x, y = all.y; }
+inline void unpack(float2 all, float& x, float& y) { x = all.x, y = all.y; }
 inline void unpack(float4 all, float& x, float& y, float& z, float& w) {
   x = all.x, y = all.y, z = all.z, w = all.w;
 }

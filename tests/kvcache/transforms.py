@@ -1,5 +1,8 @@
 """A `KVTransform` and a calibration with made-up means, angles and first tokens."""
 
+from dataclasses import fields, replace
+from typing import Any
+
 import torch
 
 from halfbyte.kvcache.calibration import KVCalibration, LayerCalibration, RopeAverages
@@ -16,6 +19,7 @@ def make_transform(
     rotate: bool = True,
     center: bool = True,
     first_tokens: int = 2,
+    segment: int = SEGMENT,
     segments: int = 8,
     dtype: torch.dtype = torch.float32,
 ) -> KVTransform:
@@ -27,7 +31,7 @@ def make_transform(
     values = torch.randn(first_tokens, heads, head_size_v or head_size, generator=generator)
     return KVTransform(
         rotate,
-        SEGMENT,
+        segment,
         mean=mean if center else None,
         partner=partner if center else None,
         cos=angles.cos().repeat(1, 2) if center else None,
@@ -35,6 +39,13 @@ def make_transform(
         first_keys=firsts.to(dtype) if first_tokens else None,
         first_values=values.to(dtype) if first_tokens else None,
     )
+
+
+def on(x: Any, device: torch.device | str) -> Any:
+    """A tensor, or a transform with its tensors, on a device; anything else as it is."""
+    if isinstance(x, KVTransform):
+        return replace(x, **{field.name: on(getattr(x, field.name), device) for field in fields(x)})
+    return x.to(device) if isinstance(x, torch.Tensor) else x
 
 
 def make_calibration(seed: int = 0, layers: int = 3) -> KVCalibration:

@@ -37,6 +37,8 @@ class AttentionConfig:
     """Whether pages begin at multiples of 16 bytes, less than 4 GiB apart."""
     transform: bool = False
     """Whether K was changed before it was packed (`KVTransform`)."""
+    segment: int = 0
+    """Tokens that share a mean of K; 0 where K is not centred."""
     compute_capability: int = CPU
     """Of the machine that the work is for, as `dispatch` counts."""
 
@@ -129,6 +131,7 @@ class AttentionInputs:
             return_lse=self.lse is not None,
             aligned_pages=_aligned(self.pages),
             transform=self.transform is not None,
+            segment=0 if self.transform is None else self.transform.shared_tokens,
             compute_capability=compute_capability_of(self.query.device),
         )
 

@@ -21,8 +21,10 @@ first token is packed like the rest.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from halfbyte.kernels.cpu.transform import CpuTransform
 from halfbyte.numerics.hadamard import hadamard
@@ -34,6 +36,38 @@ MATCH_TOLERANCE = 2.0**-6
 
 The same token's K and V differ in rounding alone, by the order of sums of a matrix product.
 """
+
+
+class MeanTables(NamedTuple):
+    """What kernels make means from: contiguous, float32, on the device of the pages."""
+
+    cos: torch.Tensor
+    """`[segments, D]`"""
+    sin: torch.Tensor
+    mean: torch.Tensor
+    """`[kv_heads, D]`, of each channel."""
+    partner_mean: torch.Tensor
+    """Of the channel that RoPE turns it with."""
+
+
+class PairTables(NamedTuple):
+    """The same by pairs of channels, of which there are half as many, for dot products:
+
+        q . mean(s) = sum over pairs of  cos[s] (q[low] m[low] + q[high] m[high])
+                                       + sin[s] (q[low] m[high] - q[high] m[low])
+
+    A channel that RoPE leaves alone is a pair by itself, with 0 for the mean of the other.
+    """
+
+    low: torch.Tensor
+    """int32 `[pairs]`, channels; as many as a power of two from 16 on, the last ones perhaps 0."""
+    high: torch.Tensor
+    cos: torch.Tensor
+    """float32 `[segments, pairs]`"""
+    sin: torch.Tensor
+    low_mean: torch.Tensor
+    """float32 `[kv_heads, pairs]`"""
+    high_mean: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +105,67 @@ class KVTransform:
             assert self.first_values is not None
             first = (self.first_keys, self.first_values)
         return CpuTransform(self.rotate, self.segment, centring, self.partner, first)
+
+    @cached_property
+    def mean_tables(self) -> MeanTables | None:
+        """For kernels that store; None where K is not centred."""
+        if self.mean is None or self.cos is None or self.sin is None:
+            return None
+        tables = self.cos, self.sin, self.mean, self.mean[:, self.partner]
+        return MeanTables(*(table.float().contiguous() for table in tables))
+
+    @cached_property
+    def pair_tables(self) -> PairTables | None:
+        """For kernels that read; None where K is not centred."""
+        if self.mean is None or self.cos is None or self.sin is None:
+            return None
+        assert self.partner is not None
+        partner = self.partner.cpu()
+        low = (torch.arange(len(partner)) <= partner).nonzero().flatten()
+        high = partner[low]
+        padding = max(16, 1 << (len(low) - 1).bit_length()) - len(low)
+        columns = [table[:, low.to(table.device)] for table in (self.cos, self.sin, self.mean)]
+        columns.append(self.mean[:, high.to(self.mean.device)] * (low != high).to(self.mean.device))
+        channels = [F.pad(x.int(), (0, padding)).to(self.mean.device) for x in (low, high)]
+        return PairTables(*channels, *(F.pad(x.float(), (0, padding)) for x in columns))
+
+    @cached_property
+    def packed_first_keys(self) -> torch.Tensor | None:
+        """float32 `[tokens, kv_heads, D]`, rotated as K' is, for kernels that unpack."""
+        if self.first_keys is None:
+            return None
+        keys = self.first_keys.float()
+        return (hadamard(keys) if self.rotate else keys).contiguous()
+
+    def packed_means(self, tokens: int) -> torch.Tensor | None:
+        """float32 `[segments, kv_heads, D]`, means rotated as K' is, for kernels that unpack.
+
+        Kept for as many segments as were asked for: 4 MiB for 65,536 tokens, 8 heads of 128 and
+        segments of 64.
+
+        Args:
+            tokens: that a sequence may have; segments without a mean have none here.
+        """
+        if self.cos is None:
+            return None
+        count = min(-(-tokens // self.segment), len(self.cos))
+        kept = self._packed_means
+        if not kept or len(kept[0]) < count:
+            count = min(1 << (count - 1).bit_length(), len(self.cos)) if count else 0
+            starts = torch.arange(count, device=self.cos.device) * self.segment
+            means = self.means(starts)
+            assert means is not None
+            kept[:] = [(hadamard(means) if self.rotate else means).contiguous()]
+        return kept[0]
+
+    @cached_property
+    def _packed_means(self) -> list[torch.Tensor]:
+        return []
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens that share a mean; 0 where K is not centred."""
+        return 0 if self.mean is None else self.segment
 
     @property
     def max_position(self) -> int | None:

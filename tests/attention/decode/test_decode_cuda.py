@@ -69,12 +69,9 @@ def test_machines_without_the_kernel(capability: int, reason: str) -> None:
 
 
 def run(case: Case, **options: Any) -> Any:
-    arguments: dict[str, Any] = {
-        name: value.cuda() if isinstance(value, torch.Tensor) else value
-        for name, value in case.arguments().items()
-    }
     pages = options.pop("pages", case.pages.cuda())
-    return paged_attention(case.query.cuda(), pages, backend="cuda", **arguments, **options)
+    arguments = {**case.arguments("cuda"), **options}
+    return paged_attention(case.query.cuda(), pages, backend="cuda", **arguments)
 
 
 @pytest.mark.gpu
@@ -82,12 +79,8 @@ def run(case: Case, **options: Any) -> Any:
 @pytest.mark.parametrize("group", [4, 32], ids=["decode", "decode-wide-of-whole-pages"])
 def test_another_than_the_current_device(group: int) -> None:
     case = make_case(head_size=128, group=group, kv_heads=1, query_lens=(1, 1), seq_lens=(40, 999))
-    arguments: dict[str, Any] = {
-        name: value.to("cuda:1") if isinstance(value, torch.Tensor) else value
-        for name, value in case.arguments().items()
-    }
     pages, query = case.pages.to("cuda:1"), case.query.to("cuda:1")
-    out = paged_attention(query, pages, backend="cuda", **arguments)
+    out = paged_attention(query, pages, backend="cuda", **case.arguments("cuda:1"))
     assert out.device == torch.device("cuda:1")
     assert_close_to_exact(out.cpu(), case)
     assert torch.cuda.current_device() == 0
@@ -132,6 +125,30 @@ def test_cuda_attention(name: str, batch_invariant: bool) -> None:
     assert_close_to_exact(out.cpu(), case)
     _, exact_lse = case.expected()
     torch.testing.assert_close(lse.cpu().double(), exact_lse, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*DECODE_CASES, *WIDE_CASES])
+@pytest.mark.parametrize("batch_invariant", [False, True], ids=["", "batch-invariant"])
+def test_cuda_attention_to_k_that_a_recipe_changed(name: str, batch_invariant: bool) -> None:
+    changes = {"k_dtype": "nvfp4", "transform": {"segment": 64}}
+    case = make_case(**{**DECODE_CASES, **WIDE_CASES}[name] | changes)
+    out, lse = run(case, return_lse=True, batch_invariant=batch_invariant)
+    assert_close_to_exact(out.cpu(), case)
+    _, exact_lse = case.expected()
+    torch.testing.assert_close(lse.cpu().double(), exact_lse, rtol=1e-3, atol=5e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"center": False}, {"rotate": False}, {"first_tokens": 0}])
+def test_cuda_attention_to_parts_of_a_recipe(options: dict[str, bool]) -> None:
+    case = make_case(head_size=128, transform={"segment": 64, **options}, **_LENGTHS)
+    assert_close_to_exact(run(case).cpu(), case)
+
+
+def test_means_of_fewer_tokens_than_a_tile_are_left_to_others() -> None:
+    can, reason = ATTENTION_BACKENDS.get("cuda").can_implement(config(transform=True, segment=16))
+    assert (can, reason) == (False, "means of multiples of 64 tokens, not 16")
 
 
 @pytest.mark.gpu
@@ -266,8 +283,11 @@ def test_cuda_attention_batch_invariant_rows_are_bitwise_equal() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scales_on", ["cpu", "cuda"])
-def test_cuda_attention_in_a_graph_follows_changing_lengths(scales_on: str) -> None:
-    case = make_case(**DECODE_CASES["ragged"])
+@pytest.mark.parametrize("transform", [None, {"segment": 64}], ids=["", "recipe"])
+def test_cuda_attention_in_a_graph_follows_changing_lengths(
+    scales_on: str, transform: dict[str, int] | None
+) -> None:
+    case = make_case(**DECODE_CASES["ragged"], transform=transform)
     assert_graph_follows_lengths(case, scales_on, backend="cuda")
 
 

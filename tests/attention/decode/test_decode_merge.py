@@ -9,6 +9,7 @@ import torch
 
 from attention.decode.decode_plans import Share, Step, make_plan, on_host, random_step, read, shares
 from cuda_on_host import needs_compiler
+from halfbyte.attention.base import AttentionInputs, AttentionPlans
 from halfbyte.attention.decode import cuda
 from halfbyte.attention.decode.plan import Plan
 
@@ -109,13 +110,8 @@ def assert_merged(
             memory = torch.full((rows, heads + 1, step.head_size + 8), torch.nan, dtype=dtype)
             out = memory[:, :heads, : step.head_size]
             lse = torch.full((rows + 1, heads), torch.nan) if with_lse else None
-            cuda.decode(
-                **arguments(step, dtype),
-                sinks=sinks,
-                plan=replace(plan, merge=kernel),
-                out=out,
-                lse=lse,
-            )
+            inputs = AttentionInputs(**arguments(step, dtype), sinks=sinks, given_out=out, lse=lse)
+            cuda.decode(inputs, replace(plan, merge=kernel))
             assert [name for name, _ in launched[-2:]] == ["decode", kernel]
             rtol = 1.01 * ROUNDING[dtype]
             assert (out[num_tokens:] == 0).all()
@@ -140,9 +136,13 @@ def softmax(sums: Parts, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torc
 
 
 def arguments(step: Step, dtype: torch.dtype) -> dict[str, Any]:
-    """Of `decode.decode`, those that the merge does not look at."""
+    """Of `AttentionInputs`, those that the merge does not look at."""
     heads = step.kv_heads * step.group
     return {
+        "query_start_loc": torch.tensor(step.starts, dtype=torch.int32),
+        "seq_lens": torch.tensor(step.lengths, dtype=torch.int32),
+        "batch_invariant": step.batch_invariant,
+        "plans": AttentionPlans(),
         "query": torch.zeros(step.starts[-1] + step.padding, heads, step.head_size, dtype=dtype),
         "pages": torch.zeros(1, step.layout.page_bytes, dtype=torch.uint8),
         "layout": step.layout,

@@ -1,5 +1,6 @@
 """Decode attention: the launcher and its CUDA sources, run on the CPU, against float64."""
 
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -9,12 +10,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from attention.cases import Case, dense, make_case
+from attention.cases import Case, assert_close_to_exact, dense, make_case
 from attention.decode.decode_plans import Step, alone, make_plan, on_host
 from cuda_on_host import guarded, needs_compiler
+from halfbyte.attention.base import AttentionInputs, AttentionPlans
 from halfbyte.attention.decode import cuda
 from halfbyte.attention.decode.variant import variant
-from halfbyte.kvcache import read_tokens
+from triton_interpreter import interpreted
 
 pytestmark = needs_compiler
 
@@ -106,6 +108,38 @@ CASES: dict[str, tuple[Step, dict[str, Any]]] = {
     ),
 }
 
+RECIPE: dict[str, Any] = {"transform": {"segment": 64}}
+CHANGED: dict[str, tuple[Step, dict[str, Any]]] = {
+    "ragged": (replace(NVFP4, lengths=[1, 40, 77, 0, 300, 64, 129], queries=[1] * 7), RECIPE),
+    "several-queries-window": (
+        replace(NVFP4, lengths=[70, 3, 130, 300, 2], queries=[3, 1, 1, 2, 2], window=66),
+        {**RECIPE, "sinks": True},
+    ),
+    "many-columns-softcap": (MANY_COLUMNS, {**RECIPE, "sinks": True, "softcap": 3.0}),
+    "without-first-tokens": (
+        replace(SINKS, lengths=[1, 40, 0, 300], queries=[1] * 4),
+        {"transform": {"segment": 64, "first_tokens": 0}},
+    ),
+    "first-tokens-alone": (
+        replace(SINKS, lengths=[1, 40, 0, 300], queries=[1] * 4),
+        {"transform": {"segment": 64, "center": False, "rotate": False}},
+    ),
+    "wide": (replace(WIDE, lengths=[1, 40, 0, 300, 129], queries=[1] * 5), RECIPE),
+    "wide-64-columns": (replace(WIDE_64, lengths=[1, 140, 300], queries=[1] * 3), RECIPE),
+    "wide-nhd-softcap": (
+        replace(WIDE_NHD, lengths=[3, 140, 300], queries=[1] * 3, window=90),
+        {**RECIPE, "softcap": 3.0},
+    ),
+    "whole-pages-head-size-256": (
+        replace(WHOLE_PAGES_256, lengths=[1, 47, 200, 0], queries=[1] * 4),
+        RECIPE,
+    ),
+    "whole-pages-of-64": (
+        replace(WHOLE_PAGES_64, lengths=[40, 163, 400, 5], queries=[3, 4, 4, 5], window=100),
+        RECIPE,
+    ),
+}
+"""K that a recipe changed."""
 
 BATCHES = (
     *("ragged", "uneven-queries", "batch-invariant", "fp8", "bfloat16", "many-columns"),
@@ -174,22 +208,26 @@ def attend(step: Step, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     memory = guarded((tokens, heads + 1, case.layout.head_size_v + 8), case.query.dtype)
     out = memory[:, :heads, : case.layout.head_size_v]
     lse = guarded(case.query.shape[:2], torch.float32)
-    with on_host(step, attention=True), patch.object(torch, "empty", empty):
-        cuda.decode(
-            moved(case.query),
-            moved(case.pages),
-            case.layout,
-            moved(case.block_tables),
-            case.arguments()["scale"],
-            torch.tensor(case.k_scale),
-            torch.tensor(case.v_scale),
-            step.window,
-            case.options.get("sinks"),
-            case.options.get("softcap"),
-            make_plan(step),
-            out,
-            lse,
-        )
+    launcher = "halfbyte.attention.queries.launcher"
+    modules = {launcher: interpreted(launcher)} if "transform" in case.options else {}
+    options: dict[str, Any] = dict.fromkeys(("sliding_window", "sinks", "softcap"))
+    options |= case.arguments()
+    options |= {side: torch.tensor(options[side]) for side in ("k_scale", "v_scale")}
+    inputs = AttentionInputs(
+        query=moved(case.query),
+        pages=moved(case.pages),
+        batch_invariant=step.batch_invariant,
+        given_out=out,
+        lse=lse,
+        plans=AttentionPlans(),
+        **options | {"block_tables": moved(case.block_tables)},
+    )
+    with (
+        on_host(step, attention=True),
+        patch.dict(sys.modules, modules),
+        patch.object(torch, "empty", empty),
+    ):
+        cuda.decode(inputs, make_plan(step))
     assert memory[:, heads:].isnan().all()
     assert memory[..., case.layout.head_size_v :].isnan().all()
     return out, lse
@@ -203,12 +241,12 @@ def expected(case: Case) -> Expected:
     for (begin, end), length, slots in zip(
         pairwise(begins), case.seq_lens, case.slots, strict=True
     ):
-        key, value = read_tokens(
-            case.pages, slots, case.layout, case.k_scale, case.v_scale, torch.float64
-        )
+        options = dict(case.options)
+        options.pop("transform", None)
+        key, value = case.read(slots, end - begin)
         values = torch.cat([value, value.abs()], dim=-1)
         query = case.query[begin:end]
-        out, lse = dense(query, key, values, length, scale, torch.float64, **case.options)
+        out, lse = dense(query, key, values, length, scale, torch.float64, **options)
         parts.append((*out.chunk(2, dim=-1), lse))
     return Expected(*map(torch.cat, zip(*parts, strict=True)))
 
@@ -232,6 +270,17 @@ def test_attention(name: str) -> None:
     step, options = CASES[name]
     case = case_of(step, **options)
     assert_attention(*attend(step, case), case)
+
+
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.parametrize("factor", [1, -40], ids=["", "large-queries"])
+def test_attention_to_k_that_a_recipe_changed(name: str, factor: int) -> None:
+    step, options = CHANGED[name]
+    case = case_of(step, **options)
+    case.query.mul_(factor)
+    out, lse = attend(step, case)
+    assert_close_to_exact(out, case)
+    torch.testing.assert_close(lse.double(), expected(case).lse, rtol=1e-3, atol=0.05 * abs(factor))
 
 
 @pytest.mark.parametrize("name", BATCHES)

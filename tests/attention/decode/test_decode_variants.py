@@ -43,11 +43,19 @@ def test_kernels_that_copy_whole_pages_compile(head_size: int, block_size: int) 
         assert nvrtc.compile_source(way.source, options, "sm_90a")[:4] == b"\x7fELF"
 
 
-def spills(way: Variant, layout: PageLayout, group: int, folder: Path) -> int:
+def spills(way: Variant, layout: PageLayout, group: int, folder: Path, segment: int = 0) -> int:
     """How many instructions move registers to local memory, or back."""
-    options = macros(layout, group, torch.bfloat16, False, way)
+    options = macros(layout, group, torch.bfloat16, False, way, segment, segment > 0)
     code = disassembled(nvrtc.compile_source(way.source, options, "sm_90a"), folder)
     return len(re.findall(r" (?:STL|LDL)[. ]", code))
+
+
+@pytest.mark.parametrize(("head_size", "group"), [(64, 8), (128, 1), (128, 4), (128, 8), (128, 16)])
+def test_recipes_spill_nothing(head_size: int, group: int, tmp_path: Path) -> None:
+    layout = PageLayout("nvfp4", "nvfp4", head_size, None, 8, 16)
+    way = variant(layout, group, 1.0, False, 90)
+    assert way is not None
+    assert spills(way, layout, group, tmp_path, segment=64) == 0
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,8 @@ def test_operands_hold_what_the_cache_holds() -> None:
         (("bfloat16", "bfloat16", 128), 4, {}),
         (("fp8", "fp8", 128), 4, {"windowed": True}),
         (("nvfp4", "nvfp4", 128), 4, {}),
+        (("nvfp4", "nvfp4", 128), 4, {"recipe": True}),
+        (("nvfp4", "nvfp4", 128), 1024, {"recipe": True, "windowed": True}),
         (("nvfp4", "nvfp4", 256), 1024, {"capped": True}),
         (("mxfp4", "mxfp4", 64), 1024, {}),
         (("fp8_e5m2", "nvfp4", 128), 32, {"has_sinks": True}),
@@ -106,12 +108,13 @@ def test_attend_kernel_compiles(
     gpu = Gpu(capability, 100)
     tiles = choose_tiles(layout, torch.bfloat16, rows, gpu, batch_invariant=False)
     switches = ("windowed", "capped", "has_sinks", "has_lse")
-    pointers = ("k_global", "v_global", "sinks", "lse", "partial_out", "partial_stats")
+    pointers = ["k_global", "v_global", "sinks", "lse", "partial_out", "partial_stats"]
+    pointers += ["bias", "first_scores"]
     usage = compile_kernel(
         attend_kernel,
         {
-            **dict.fromkeys(("query", "out"), "*bf16"),
-            **dict.fromkeys(("tables", "starts", "lengths"), "*i32"),
+            **dict.fromkeys(("query", "out", "first_values"), "*bf16"),
+            **dict.fromkeys(("tables", "starts", "lengths", "first_indices"), "*i32"),
             **dict.fromkeys(pointers, "*fp32"),
             **dict.fromkeys(("score_scale", "cap", "out_scale"), "fp32"),
             "pages": "*u8",
@@ -121,6 +124,8 @@ def test_attend_kernel_compiles(
             **{name: options.get(name, False) for name in switches},
             "k_global_on_device": True,
             "v_global_on_device": True,
+            "segment": 64 if options.get("recipe") else 0,
+            "knows_first": options.get("recipe", False),
             "split": rows < 64,
             "split_length": 0,
             "out_column": 1,

@@ -1,14 +1,15 @@
 """The Triton attention kernel, interpreted on a CPU, and where it is chosen."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from attention.cases import Case, assert_close_to_exact, make_case
+from attention.cases import TRANSFORM_CASES, Case, assert_close_to_exact, make_case
 from attention.cases import config as attention_config
 from halfbyte.attention import ATTENTION_BACKENDS
-from halfbyte.attention.base import AttentionConfig
+from halfbyte.attention.base import AttentionConfig, AttentionInputs, AttentionPlans
 from halfbyte.attention.paged.plan import AttendPlan, Tiles
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY
 from halfbyte.layouts import PageLayout
@@ -28,24 +29,30 @@ SMALL: dict[str, Any] = {"query_lens": (1, 5, 1), "seq_lens": (1, 40, 77)}
 
 
 def interpret(
-    case: Case, plan: AttendPlan | None = None, batch_invariant: bool = False, **changes: Any
+    case: Case,
+    plan: AttendPlan | None = None,
+    batch_invariant: bool = False,
+    out: torch.Tensor | None = None,
+    **changes: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and LSE by the interpreter, which cannot round to bfloat16: float32 stands in."""
     attend = interpreted("halfbyte.attention.paged.launcher").attend
     arguments = {"query": case.query, "pages": case.pages, **case.arguments(), **changes}
     query = arguments["query"]
     dtype = torch.float32 if query.dtype == torch.bfloat16 else query.dtype
-    out = torch.empty(*query.shape[:2], case.layout.head_size_v, dtype=dtype)
-    lse = torch.empty(query.shape[:2])
+    if out is None:
+        out = torch.empty(*query.shape[:2], case.layout.head_size_v, dtype=dtype)
     defaults = {"sliding_window": None, "sinks": None, "softcap": None}
-    attend(
+    inputs = AttentionInputs(
         **{**defaults, **arguments},
         batch_invariant=batch_invariant,
-        out=out,
-        lse=lse,
-        plan=plan,
+        given_out=out,
+        lse=torch.empty(query.shape[:2]),
+        plans=AttentionPlans(),
     )
-    return out, lse
+    attend(inputs, plan)
+    assert inputs.lse is not None
+    return inputs.out, inputs.lse
 
 
 def assert_exact(out: torch.Tensor, lse: torch.Tensor, case: Case, tolerance: float = 2e-5) -> None:
@@ -66,6 +73,35 @@ def test_attend_every_format(dtype: str, query_dtype: torch.dtype, plan: str) ->
     assert_close_to_exact(out, case)
     if query_dtype == torch.float32:
         assert_exact(out, lse, case)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        *(
+            (name, ("whole", "split")[i % 2])
+            for i, name in enumerate(TRANSFORM_CASES)
+            if name != "prefill"  # takes half a minute
+        ),
+        ("d128", "tile-of-two-segments"),
+        ("window", "split"),
+        ("sinks-softcap", "fixed-splits"),
+    ],
+)
+def test_attend_to_k_that_a_recipe_changed(name: str, plan: str) -> None:
+    case = make_case(**{**TRANSFORM_CASES[name], "query_dtype": torch.float32})
+    plans = {
+        **PLANS,
+        "fixed-splits": replace(FIXED, num_splits=10),
+        "tile-of-two-segments": replace(SPLIT, tiles=replace(TILES, block_n=32)),
+    }
+    assert_exact(*interpret(case, plans[plan]), case)
+
+
+@pytest.mark.parametrize("query_dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_attend_to_k_that_a_recipe_changed_in_16_bits(query_dtype: torch.dtype) -> None:
+    case = make_case(**{**TRANSFORM_CASES["d128"], "query_dtype": query_dtype})
+    assert_close_to_exact(interpret(case, SPLIT)[0], case)
 
 
 @pytest.mark.parametrize(
@@ -242,18 +278,7 @@ def test_attend_views_of_queries_and_output() -> None:
     assert torch.equal(interpret(case, WHOLE, query=spread[..., 0])[0], expected)
     for out in (torch.empty(64, 8, 7).permute(2, 1, 0), torch.empty(8, 7, 100)[..., 4:68].mT.mT):
         out = out.transpose(0, 1) if out.shape[0] == 8 else out
-        interpreted("halfbyte.attention.paged.launcher").attend(
-            case.query,
-            case.pages,
-            **case.arguments(),
-            sliding_window=None,
-            sinks=None,
-            softcap=None,
-            batch_invariant=False,
-            out=out,
-            lse=None,
-            plan=SPLIT,
-        )
+        interpret(case, SPLIT, query=case.query, out=out)
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from attention.cases import (
     DECODE_CASES,
+    TRANSFORM_CASES,
     Case,
     assert_close_to_exact,
     make_case,
@@ -15,6 +16,7 @@ from attention.graphs import assert_graph_follows_lengths
 from halfbyte.attention import paged_attention
 from halfbyte.attention.paged.plan import operand_dtype
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY
+from kvcache.transforms import on
 
 pytest.importorskip("triton")
 
@@ -84,14 +86,19 @@ GPU_CASES = {
     **{f"format-{name}": case for name, case in FORMAT_CASES.items()},
     **{f"shape-{name}": {**LENGTHS, **case} for name, case in SHAPE_CASES.items()},
 }
+RECIPE_CASES = {
+    **TRANSFORM_CASES,
+    **{
+        f"segment-64-{name}": {**case, "transform": {"segment": 64}}
+        for name, case in TRANSFORM_CASES.items()
+        if not case["transform"]
+    },
+}
 
 
 def run(case: Case, **options: Any) -> Any:
-    arguments: dict[str, Any] = {**case.arguments(), **options}
-    on_gpu: dict[str, Any] = {
-        name: value.cuda() if isinstance(value, torch.Tensor) else value
-        for name, value in arguments.items()
-    }
+    arguments = {**case.arguments(), **options}
+    on_gpu: dict[str, Any] = {name: on(value, "cuda") for name, value in arguments.items()}
     query, pages = on_gpu.pop("query", case.query.cuda()), on_gpu.pop("pages", case.pages.cuda())
     return paged_attention(query, pages, backend="triton", **on_gpu)
 
@@ -113,6 +120,19 @@ def test_triton_attention(name: str, batch_invariant: bool) -> None:
         pytest.xfail("float16 queries lose three bits where keys need bfloat16's range")
     torch.testing.assert_close(lse.cpu().double(), exact_lse, rtol=1e-4, atol=1e-4)
     if case.query.dtype == torch.float32:
+        torch.testing.assert_close(out.cpu().double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", list(RECIPE_CASES))
+@pytest.mark.parametrize("batch_invariant", [False, True], ids=["", "batch-invariant"])
+def test_triton_attention_to_k_that_a_recipe_changed(name: str, batch_invariant: bool) -> None:
+    case = make_case(**RECIPE_CASES[name])
+    out, lse = run(case, return_lse=True, batch_invariant=batch_invariant)
+    assert_close_to_exact(out.cpu(), case)
+    torch.testing.assert_close(lse.cpu().double(), case.expected()[1], rtol=1e-3, atol=5e-2)
+    if case.query.dtype == torch.float32:
+        exact, _ = case.expected()
         torch.testing.assert_close(out.cpu().double(), exact, rtol=1e-4, atol=1e-4)
 
 

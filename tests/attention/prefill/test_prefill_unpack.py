@@ -9,6 +9,7 @@ import torch
 from attention.cases import Case, make_case
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY, read_tokens
 from halfbyte.layouts import PageLayout
+from halfbyte.numerics.hadamard import hadamard
 
 pytest.importorskip("triton")
 
@@ -108,6 +109,34 @@ def test_unpack_shapes(name: str) -> None:
     assert_bits(interpret(case, torch.float32), expected(case, torch.float32))
 
 
+@pytest.mark.parametrize("options", [{}, {"rotate": False}, {"center": False}], ids=str)
+@pytest.mark.parametrize("sizes", [(64, 64), (96, 32)], ids=str)
+def test_unpack_k_that_a_recipe_changed(options: dict[str, Any], sizes: tuple[int, int]) -> None:
+    """K comes rotated; V of a first token that is a constant is the constant."""
+    head_size, head_size_v = sizes
+    case = make_case(head_size=head_size, head_size_v=head_size_v, transform=options)
+    transform = case.options["transform"]
+    key, value = interpret(case, torch.float32, transform=transform)
+    rotated = hadamard(key) if transform.rotate else key
+    gaps = torch.tensor([1, 1 + 37 + 1, 1 + 37 + 1 + 67 + 1, len(key) - 1])
+    rotated[gaps] = 7.0
+    keys, values = [], []
+    for slots, begin, end in zip(case.slots, *RANGES.values(), strict=True):
+        k, v = read_tokens(
+            case.pages,
+            slots[begin:end],
+            case.layout,
+            case.k_scale,
+            case.v_scale,
+            transform=transform,
+            positions=torch.arange(begin, end),
+        )
+        keys += [k, torch.full((1, *k.shape[1:]), 7.0)]
+        values += [v, torch.full((1, *v.shape[1:]), 7.0)]
+    torch.testing.assert_close(rotated, torch.cat(keys), rtol=1e-5, atol=1e-5)
+    assert torch.equal(value, torch.cat(values))
+
+
 def test_unpack_ranges_as_tensors_and_bounded() -> None:
     case = make_case()
     tensors = {name: torch.tensor(x, dtype=torch.int32) for name, x in RANGES.items()}
@@ -139,8 +168,11 @@ def test_unpack_refuses_workspaces_that_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
-@pytest.mark.parametrize(("dtype", "head_size"), [("nvfp4", 128), ("fp8", 64), ("mxfp4", 96)])
-def test_unpack_kernel_compiles(dtype: str, head_size: int, capability: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "segment"),
+    [("nvfp4", 128, 0), ("fp8", 64, 0), ("mxfp4", 96, 0), ("nvfp4", 128, 64), ("nvfp4", 256, 64)],
+)
+def test_unpack_kernel_compiles(dtype: str, head_size: int, segment: int, capability: int) -> None:
     from halfbyte.attention.prefill.unpack import unpack_kernel
     from halfbyte.kernels.formats.kv_tiles import side_geometry
 
@@ -149,8 +181,8 @@ def test_unpack_kernel_compiles(dtype: str, head_size: int, capability: int) -> 
         unpack_kernel,
         {
             **dict.fromkeys(("tables", "begins", "ends", "first_rows"), "*i32"),
-            **dict.fromkeys(("k_global", "v_global"), "*fp32"),
-            **dict.fromkeys(("k_out", "v_out"), "*bf16"),
+            **dict.fromkeys(("k_global", "v_global", "means", "first_keys"), "*fp32"),
+            **dict.fromkeys(("k_out", "v_out", "first_values"), "*bf16"),
             **dict.fromkeys(("k_factor", "v_factor"), "fp32"),
             "pages": "*u8",
         },
@@ -160,6 +192,9 @@ def test_unpack_kernel_compiles(dtype: str, head_size: int, capability: int) -> 
             "kv_heads": 8,
             "k_global_on_device": True,
             "v_global_on_device": True,
+            "segment": segment,
+            "knows_first": segment > 0,
+            "mark": 255,
             "num_tokens": 64,
             "ptx": True,
         },

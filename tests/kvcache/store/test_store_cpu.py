@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from halfbyte.kernels.cpu.library import library
 from halfbyte.kernels.cpu.store import store_tokens_cpu
-from halfbyte.kvcache import reshape_and_cache
 from halfbyte.kvcache.store import StoreConfig
 from halfbyte.kvcache.store.cpu import CpuStore
-from halfbyte.kvcache.transform import MARK
 from halfbyte.layouts import PageLayout
 from kvcache.page_arithmetic import DTYPES, WITH_GLOBAL_SCALE, Geometry
+from kvcache.store.recipe_cases import RECIPE_OPTIONS, assert_stored_as_by_the_reference
 from kvcache.store.store_cases import (
     GEOMETRIES,
     INPUT_DTYPES,
@@ -26,7 +25,6 @@ from kvcache.store.store_cases import (
     nasty_values,
     values_next_to_ties,
 )
-from kvcache.transforms import make_transform
 
 pytestmark = [
     pytest.mark.skipif(library() is None, reason="built without a C++ compiler"),
@@ -195,53 +193,7 @@ def test_cpu_store_says_what_it_takes() -> None:
 
 
 @pytest.mark.parametrize("input_dtype", INPUT_DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"rotate": False},
-        {"center": False},
-        {"first_tokens": 0},
-        {"head_size": 128, "heads": 5},
-        {"head_size": 96, "head_size_v": 32},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", RECIPE_OPTIONS, ids=str)
 def test_store_of_k_that_a_recipe_changes(options: dict, input_dtype: torch.dtype) -> None:
-    """The reference's bytes, whatever the instruction set, and the first token's mark."""
-    transform = make_transform(**{"segments": 20, "dtype": input_dtype, **options})
-    heads, head_size = options.get("heads", 2), options.get("head_size", 64)
-    head_size_v = options.get("head_size_v", head_size)
-    layout = PageLayout("nvfp4_4over6", "nvfp4", head_size, head_size_v, heads, 16)
-    key = 4 * nasty_values((300, heads, head_size)).clamp(-1e3, 1e3)
-    value = nasty_values((300, heads, head_size_v), seed=1)
-    slots = torch.randperm(320)[:300]
-    slots[7] = -1
-    positions = torch.arange(300)
-    positions[150:] -= 150
-    if transform.first_keys is not None and transform.first_values is not None:
-        key[150], value[150] = transform.first_keys[1].float(), transform.first_values[1].float()
-        key[0] = transform.first_keys[0].float() * (1 + 2.0**-5)  # too far away
-    arguments = (key.to(input_dtype), value.to(input_dtype))
-    pages = []
-    for backend in ("reference", "cpu"):
-        page = torch.zeros(20, layout.page_bytes, dtype=torch.uint8)
-        reshape_and_cache(
-            *arguments,
-            page,
-            slots,
-            layout,
-            0.02,
-            0.01,
-            backend,
-            transform=transform,
-            positions=positions,
-        )
-        pages.append(page)
-    assert torch.equal(*pages)
-    views = layout.views(pages[1])
-    assert views.k_scale is not None
-    page_of, offset = slots[150] // 16, slots[150] % 16
-    marked = views.k_scale[page_of, offset, :, 0] == MARK
-    assert marked.all() == (transform.first_keys is not None)
-    assert (views.k_scale == MARK).sum() == heads * (transform.first_keys is not None)
+    """Whatever the instruction set."""
+    assert_stored_as_by_the_reference(CpuStore.store, options, input_dtype)

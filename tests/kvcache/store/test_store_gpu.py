@@ -11,8 +11,10 @@ import torch
 from halfbyte.kvcache import reshape_and_cache
 from halfbyte.layouts import PageLayout
 from kvcache.page_arithmetic import DTYPES, WITH_GLOBAL_SCALE, Geometry
+from kvcache.store.recipe_cases import RECIPE_OPTIONS, assert_stored_as_by_the_reference
 from kvcache.store.store_cases import (
     GEOMETRIES,
+    INPUT_DTYPES,
     StoreCase,
     assert_same_buffers,
     is_unquantized,
@@ -222,3 +224,15 @@ def test_gpu_shared_division_falls_on_the_side_of_a_true_one_for_every_divisor()
             true = x / divisors
             assert torch.equal(quotients < tie, true < tie)
             assert torch.equal(quotients > tie, true > tie)
+
+
+@pytest.mark.parametrize("input_dtype", INPUT_DTYPES, ids=str)
+@pytest.mark.parametrize("options", RECIPE_OPTIONS, ids=str)
+def test_gpu_store_of_k_that_a_recipe_changes(
+    options: dict[str, Any], input_dtype: torch.dtype
+) -> None:
+    def store(*arguments: Any) -> None:
+        *rest, transform, positions = arguments
+        reshape_and_cache(*rest, transform=transform, positions=positions)
+
+    assert_stored_as_by_the_reference(without_waiting(store), options, input_dtype, "cuda")

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from halfbyte.dispatch import NoImplementationError
 from halfbyte.kvcache import reshape_and_cache
 from halfbyte.kvcache.store import registry
+from halfbyte.kvcache.transform import MARK, MATCH_TOLERANCE
 from halfbyte.layouts import PageLayout
 from kvcache.page_arithmetic import DTYPES, WITH_GLOBAL_SCALE, Geometry
+from kvcache.store.recipe_cases import RECIPE_OPTIONS, assert_stored_as_by_the_reference
 from kvcache.store.store_cases import (
     GEOMETRIES,
     INPUT_DTYPES,
@@ -221,12 +223,42 @@ def test_kernel_compiles(
         assert "st.global.v2.b32" in ptx
 
 
-def compile_for(architecture: int, layout: PageLayout) -> Any:
-    """The kernel for bfloat16 inputs, heads side by side, and a float scale."""
+@pytest.mark.parametrize("architecture", [80, 90, 120])
+def test_kernel_for_recipes_compiles(
+    architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    constants = {
+        "centred": True,
+        "segment": 64,
+        "block": 128,
+        "norm": 0.08838834764,
+        "knows_first": True,
+        "mark": MARK,
+        "tolerance": MATCH_TOLERANCE,
+    }
+    layout = PageLayout("nvfp4_4over6", "nvfp4_4over6", 128, None, 8, 16)
+    kernel = compile_for(architecture, layout, compiled.store_transformed_kernel, constants)
+    assert kernel.asm["cubin"][:4] == b"\x7fELF"
+    ptx = kernel.asm["ptx"].replace("rcp.approx.ftz.f32", "")
+    for inexact in (".ftz", "div.full", "div.approx", "rcp.approx", " mul.f32", " add.f32"):
+        assert inexact not in ptx
+    # Rows are exchanged by shuffles; only whether a program has a first token goes through memory.
+    assert kernel.metadata.shared <= 16
+    assert "st.global.v2.b32" in ptx
+
+
+def compile_for(
+    architecture: int,
+    layout: PageLayout,
+    store_kernel: Any = compiled.store_kernel,
+    more: dict[str, Any] | None = None,
+) -> Any:
+    """A kernel for bfloat16 inputs, heads side by side, and a float scale."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    names = compiled.store_kernel.arg_names
+    names = store_kernel.arg_names
     (k_side, k_offsets), (v_side, v_offsets) = (side_of(layout, side, True) for side in "kv")
     constants = {
         "slot_stride": 1,
@@ -241,17 +273,20 @@ def compile_for(architecture: int, layout: PageLayout) -> Any:
         "k_scale_on_device": False,
         "v_scale_on_device": False,
         "rows": 128,
+        **(more or {}),
     }
     types = {"key": "*bf16", "value": "*bf16", "pages": "*u8", "slots": "*i64"}
-    types |= {"k_scale": "fp32", "v_scale": "fp32"}
+    types |= {"k_scale": "fp32", "v_scale": "fp32", "positions": "*i64"}
+    types |= dict.fromkeys(("cos", "sin", "mean", "partner_mean"), "*fp32")
+    types |= dict.fromkeys(("first_keys", "first_values"), "*bf16")
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32") for name in names
     }
-    aligned = [n for n in names if n in ("key", "value", "pages", "slots") or "stride" in n]
+    aligned = [n for n in names if types.get(n, "").startswith("*") or "stride" in n]
     attributes = {
         (names.index(name),): [["tt.divisibility", 16]] for name in aligned if name not in constants
     }
-    source = ASTSource(compiled.store_kernel, signature, constants, attributes)
+    source = ASTSource(store_kernel, signature, constants, attributes)
     options = {"num_warps": 4, "enable_fp_fusion": False}
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
@@ -319,3 +354,11 @@ def test_nasty_values_are_nasty() -> None:
     assert x.isinf().any()
     assert ((x != 0) & (x.abs() < 2.0**-126)).any()
     assert (torch.signbit(x) & (x == 0)).any()
+
+
+@pytest.mark.parametrize("input_dtype", INPUT_DTYPES, ids=str)
+@pytest.mark.parametrize("options", RECIPE_OPTIONS, ids=str)
+def test_store_of_k_that_a_recipe_changes(
+    store: Any, options: dict[str, Any], input_dtype: torch.dtype
+) -> None:
+    assert_stored_as_by_the_reference(store.store_tokens, options, input_dtype, count=44)

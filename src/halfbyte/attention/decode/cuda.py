@@ -1,6 +1,7 @@
 """CUDA C++ on NVIDIA GPUs from SM80: decode straight from packed pages."""
 
 import ctypes
+import math
 from functools import lru_cache
 from typing import ClassVar
 
@@ -15,6 +16,9 @@ from halfbyte.kernels.runtime.devices import current_device
 from halfbyte.kernels.runtime.tensor_maps import TensorMap, tensor_map_of_pages
 from halfbyte.layouts import PageLayout, page_stride
 
+_TOKENS_OF_A_TILE = 64
+"""At most, or in a part of one, whose means must be the same."""
+_LOG2E = math.log2(math.e)
 _MAX_MEAN_QUERIES = 8
 """Beyond this the same pages would be unpacked again and again."""
 
@@ -26,6 +30,15 @@ class _Output(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("out", "lse", "sinks")),
         ("stride_token", ctypes.c_uint64),
         ("stride_head", ctypes.c_uint64),
+    )
+
+
+class _Changed(ctypes.Structure):
+    """`Changed` of `loader.cuh`."""
+
+    _fields_ = (
+        *((n, ctypes.c_void_p) for n in ("bias", "first_scores", "first_indices", "first_values")),
+        ("bias_stride", ctypes.c_uint64),
     )
 
 
@@ -44,6 +57,7 @@ class _Params(ctypes.Structure):
         ("softcap", ctypes.c_float),
         ("window", ctypes.c_int),
         ("output", _Output),
+        ("changed", _Changed),
     )
 
 
@@ -66,6 +80,7 @@ class CudaAttention(GpuAttention):
     module: ClassVar[str] = "cuda.bindings"
     module_source: ClassVar[str] = "CUDA builds of PyTorch install it"
     purpose: ClassVar[str] = "reads packed pages, for decoding"
+    takes_transforms: ClassVar[bool] = True
 
     @classmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:
@@ -78,6 +93,8 @@ class CudaAttention(GpuAttention):
             return False, "pages begin at multiples of 16 bytes, less than 4 GiB apart"
         layout = config.layout
         reason = unsupported_reason(layout, config.query_dtype)
+        if reason is None and config.segment % _TOKENS_OF_A_TILE:
+            reason = f"means of multiples of {_TOKENS_OF_A_TILE} tokens, not {config.segment}"
         group = config.num_heads // layout.num_kv_heads
         mean_queries = config.num_tokens / max(1, config.num_seqs)
         machine = config.compute_capability
@@ -91,42 +108,25 @@ class CudaAttention(GpuAttention):
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`."""
         if inputs.query.shape[0]:
-            _decode(inputs)
+            decode(inputs)
 
 
-def _decode(inputs: AttentionInputs) -> None:
+def _plan(inputs: AttentionInputs) -> Plan:
     query, layout, window = inputs.query, inputs.layout, inputs.sliding_window
     max_pages = inputs.block_tables.shape[1]
-    query_start_loc = inputs.query_start_loc.contiguous()
-    seq_lens = inputs.seq_lens.contiguous()
     shape = (query.shape[:2], max_pages, window, inputs.batch_invariant, query.device)
-    plan = inputs.plans.get(
+    return inputs.plans.get(
         ("cuda", layout, *shape),
         lambda: make_plan(
             layout,
             query.shape[1],
             query.shape[0],
-            query_start_loc,
-            seq_lens,
+            inputs.query_start_loc.contiguous(),
+            inputs.seq_lens.contiguous(),
             max_pages,
             window,
             inputs.batch_invariant,
         ),
-    )
-    decode(
-        query,
-        inputs.pages,
-        layout,
-        inputs.block_tables,
-        inputs.scale,
-        _on_device(inputs.k_scale, query.device),
-        _on_device(inputs.v_scale, query.device),
-        window,
-        None if inputs.sinks is None else inputs.sinks.float().contiguous(),
-        inputs.softcap,
-        plan,
-        inputs.out,
-        inputs.lse,
     )
 
 
@@ -136,31 +136,17 @@ def _on_device(scale: float | torch.Tensor, device: torch.device) -> torch.Tenso
     return torch.full((), scale, dtype=torch.float32, device=device)
 
 
-def decode(
-    query: torch.Tensor,
-    pages: torch.Tensor,
-    layout: PageLayout,
-    block_tables: torch.Tensor,
-    scale: float,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
-    sliding_window: int | None,
-    sinks: torch.Tensor | None,
-    softcap: float | None,
-    plan: Plan,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
-    """As `halfbyte.attention.paged_attention`, on arguments already checked, all on one GPU.
+def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
+    """Fill `inputs.out`, and `inputs.lse` where it is not None. Never waits for the GPU.
 
     Args:
-        k_scale, v_scale: float32 tensors of one element.
-        sinks: float32 `[heads]`, contiguous.
-        plan: `make_plan` of the same work.
+        inputs: of `paged_attention`, checked, all on one GPU.
+        plan: `make_plan` of the same work; by default that of the inputs' plans.
 
     Raises:
         ValueError: pages that are not aligned to 16 bytes, or 4 GiB apart.
     """
+    query, pages, layout, out = inputs.query, inputs.pages, inputs.layout, inputs.out
     num_tokens, num_heads, _ = query.shape
     stride = page_stride(pages)
     if pages.data_ptr() % 16 or stride % 16 or stride >= 2**32:
@@ -168,15 +154,38 @@ def decode(
             f"pages: the kernel copies 16 bytes at a time; the base {pages.data_ptr():#x} and the "
             f"stride {stride} (below 2^32) must be multiples of 16"
         )
+    plan = plan or _plan(inputs)
+    changed = _Changed()
+    segment, knows_first = 0, False
+    kept: tuple[torch.Tensor | None, ...] = ()
+    if inputs.transform is not None:
+        # Here, because the import needs Triton.
+        from halfbyte.attention.queries.launcher import transform_queries
+
+        made = transform_queries(inputs, inputs.scale * (1.0 if inputs.softcap else _LOG2E))
+        values = None if made.first_values is None else made.first_values.to(query.dtype)
+        kept = (made.bias, made.first_scores, made.first_indices, values)
+        query = made.query
+        knows_first = made.first_scores is not None
+        if made.bias is not None:
+            segment, changed.bias_stride = made.segment, made.bias.shape[2]
+        names = ("bias", "first_scores", "first_indices", "first_values")
+        for name, tensor in zip(names, kept, strict=True):
+            if tensor is not None:
+                setattr(changed, name, tensor.data_ptr())
     if query.stride(2) != 1 or any(x % 8 for x in (query.data_ptr() // 2, *query.stride()[:2])):
         query = query.clone(memory_format=torch.contiguous_format)
-    block_tables = block_tables.contiguous()
+    block_tables = inputs.block_tables.contiguous()
+    k_scale, v_scale = (_on_device(x, query.device) for x in (inputs.k_scale, inputs.v_scale))
+    sinks = None if inputs.sinks is None else inputs.sinks.float().contiguous()
     kernels = _kernels(
         layout,
         num_heads // layout.num_kv_heads,
         query.dtype,
-        bool(softcap),
+        bool(inputs.softcap),
         plan.variant,
+        segment,
+        knows_first,
         query.device.index,
     )
     params = _Params(
@@ -192,16 +201,17 @@ def decode(
         query_stride_head=query.stride(1),
         page_stride=stride,
         max_pages=block_tables.shape[1],
-        softmax_scale=scale,
-        softcap=softcap or 0.0,
-        window=sliding_window or 0,
+        softmax_scale=inputs.scale,
+        softcap=inputs.softcap or 0.0,
+        window=inputs.sliding_window or 0,
         output=_Output(
             out.data_ptr(),
-            None if lse is None else lse.data_ptr(),
+            None if inputs.lse is None else inputs.lse.data_ptr(),
             None if sinks is None else sinks.data_ptr(),
             out.stride(0),
             out.stride(1),
         ),
+        changed=changed,
     )
     arguments: list[nvrtc.Argument] = [params]
     if plan.variant.whole_pages:
@@ -225,9 +235,16 @@ def decode(
 
 @lru_cache(maxsize=256)
 def _kernels(
-    layout: PageLayout, group: int, dtype: torch.dtype, softcap: bool, way: Variant, device: int
+    layout: PageLayout,
+    group: int,
+    dtype: torch.dtype,
+    softcap: bool,
+    way: Variant,
+    segment: int,
+    knows_first: bool,
+    device: int,
 ) -> dict[str, nvrtc.Kernel]:
-    options = tuple(macros(layout, group, dtype, softcap, way).items())
+    options = tuple(macros(layout, group, dtype, softcap, way, segment, knows_first).items())
     entry = ("decode", way.cta_bytes(layout))
     return {
         **nvrtc.load(way.source, options, (entry,), device),

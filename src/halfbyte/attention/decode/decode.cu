@@ -29,6 +29,7 @@
 //   N_TILES                  matmul columns / 8
 //   DUPLICATE                1 for pieces of four columns of nvfp4 (N_TILES 1), see below
 //   COLS                     columns of a piece: 4 with DUPLICATE, else 8 * N_TILES
+//   SEGMENT, KNOWS_FIRST     of K that a recipe changed (changed.cuh), else 0
 //   Q_SHARED                 1 to keep q in shared memory, behind the ring: for many columns
 //
 // A register of unpacked nvfp4 holds values of one of two neighbouring scale blocks, which one the
@@ -45,18 +46,18 @@
 // The first 16 * COUNT tokens of a tile.
 template <int COUNT>
 __device__ __forceinline__ void attend_tile(const Params& p, const Piece& piece, const Query& query,
-                                            const Visible& visible, int position, u32 tile,
-                                            Sums& sums) {
+                                            const Visible& visible, const Bias& bias,
+                                            int position, u32 tile, Sums& sums) {
   float s[COUNT][N_TILES][4];
   const bool partial = COUNT < HALVES || visible.is_partial(position);
   scores<COUNT>(s, query, tile);
-  if (SOFTCAP) cap<COUNT>(s, p, query);
+  if (SOFTCAP) cap<COUNT>(s, p, query, bias);
   if (partial) {
     asm volatile("");  // keeps this a branch: most tiles need no mask
     visible.mask<COUNT>(s, p, piece, position);
   }
-  sums.rescale<COUNT>(s, query);
-  sums.add<COUNT>(s, query, tile);
+  sums.rescale<COUNT>(s, query, bias);
+  sums.add<COUNT>(s, query, bias, tile);
 }
 
 // A unit's share of a piece: its tiles come through the loader's ring.
@@ -64,14 +65,17 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
                                        Share share, const QueryWords& words, Loader& loader,
                                        u32& tile) {
   const Query query(p, piece, words, loader.ring + STAGES * STAGE_BYTES);
-  const Visible visible(p, piece);
+  const Visible visible(p, piece, head);
+  Bias bias(p, piece, head, share.first * TILE);
   Sums sums;
+  if (KNOWS_FIRST && share.first == 0 && visible.constant) sums.begin_with_constant(p, piece, head);
   for (int t = share.first; t < share.stop; t++) {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
     __syncwarp();
     loader.step();
 
     const int position = t * TILE;
+    bias.step(p, min(t + 1, share.stop - 1) * TILE);
     if (visible.has_hidden_rows(position)) {
       clear_rows(tile, visible.length - position, TILE);
       clear_rows(tile, 0, visible.first - position);
@@ -79,9 +83,9 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
     }
     if (HALF_TILES && visible.length - position <= TILE / 2) {
       asm volatile("");  // keeps this a branch
-      attend_tile<HALF_TILES ? HALVES / 2 : HALVES>(p, piece, query, visible, position, tile, sums);
+      attend_tile<HALF_TILES ? HALVES / 2 : HALVES>(p, piece, query, visible, bias, position, tile, sums);
     } else {
-      attend_tile<HALVES>(p, piece, query, visible, position, tile, sums);
+      attend_tile<HALVES>(p, piece, query, visible, bias, position, tile, sums);
     }
     tile = tile + STAGE_BYTES == loader.ring + STAGES * STAGE_BYTES ? loader.ring
                                                                      : tile + STAGE_BYTES;

@@ -24,6 +24,7 @@
 #define NOTHING_YET 1e30f
 #define MOST_P 0x7800u  // 2^(P_SHIFT + 4) as fp16
 #define MOST_E 32784.0f  // that rounds to it: halfway to the next half, ties to even
+#define BIAS_IN_SHIFT (SEGMENT && !SOFTCAP)
 
 static_assert(TILE % 64 == 0 && WARPS == RING_WARPS && COLS == 8 * N_TILES, "one warpgroup per ring");
 static_assert(K_KIND == 4 && V_KIND == 4, "reads nvfp4");
@@ -127,6 +128,87 @@ __device__ __forceinline__ void store_column(Value* row, const float (*out)[N_TI
   }
 }
 
+// What `store_column` would write back, times a factor.
+__device__ __forceinline__ void load_column(const u16* row, float (*out)[N_TILES][4], int n, int i,
+                                            int warp, int g, float factor) {
+#pragma unroll
+  for (int m = 0; m < TILES_V; m += PARTS_V) {
+    if (PARTS_V == 1) {
+      const u16* const at = row + (warp >> 1) * 32 + 4 * g + !(warp & 1);
+      out[m][n][2 + i] = query_value(at[0]) * factor;
+      out[m][n][i] = query_value(at[2]) * factor;
+    } else {
+      const u16* const at = row + (warp + 4 * (m / 2)) * 32 + 4 * g;
+      out[m + 1][n][2 + i] = query_value(at[0]) * factor;
+      out[m][n][2 + i] = query_value(at[1]) * factor;
+      out[m + 1][n][i] = query_value(at[2]) * factor;
+      out[m][n][i] = query_value(at[3]) * factor;
+    }
+  }
+}
+
+// Begins a piece with a first token that is none of the page's.
+__device__ __forceinline__ void begin_with_constant(const Params& p, const Piece& piece, int head,
+                                                    u32 columns_at, float (*out)[N_TILES][4],
+                                                    float (*sum)[2]) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int g = lane >> 2, c = lane & 3;
+  const float unscale = *p.v_scale * Operands<V_KIND>::UNIT;
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const FirstToken first(p, piece, head, piece.col_tile * COLS + 8 * n + 2 * c + i);
+      if (first.index < 0) continue;
+      if (warp == 0 && g == 0) {  // the sums of lanes are added
+        store_float(columns_at + 64 * n + 8 + 4 * i, P_SHIFT - first.logit);
+        sum[n][i] = ex2(P_SHIFT);
+      }
+      load_column(first.value(p, head), out, n, i, warp, g, ex2(P_SHIFT) / unscale);
+    }
+}
+
+// q . mean of the columns for a tile's subtiles: a thread asks for one of them, a tile ahead, and puts it
+// where all find it.
+struct Bias {
+#if SEGMENT
+  u64 row;
+  int last;  // segment of the sequence
+  float next;
+
+  __device__ __forceinline__ Bias(const Params& p, const Piece& piece, int head, int position)
+      : row(changed_row(piece, head, piece.col_tile * COLS + threadIdx.x % COLS) *
+            p.changed.bias_stride),
+        last((piece.length - 1) / SEGMENT) {
+    ask(p, position);
+  }
+
+  __device__ __forceinline__ void ask(const Params& p, int position) {
+    const int subtile = threadIdx.x / COLS;
+    if (subtile < SUBTILES)
+      next = load_bias(p, row, min((position + 64 * subtile) / SEGMENT, last));
+  }
+
+  __device__ __forceinline__ void show() const {
+    if (threadIdx.x < SUBTILES * COLS) store_float(ring_address() + OFF_BIAS + 4 * threadIdx.x, next);
+  }
+
+  __device__ __forceinline__ static float2 of(int subtile, int n, int c) {
+    float2 y;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(y.x), "=f"(y.y)
+                 : "r"(ring_address() + OFF_BIAS + 4 * (subtile * COLS + 8 * n + 2 * c))
+                 : "memory");
+    return y;
+  }
+#else
+  __device__ __forceinline__ Bias(const Params&, const Piece&, int, int) {}
+  __device__ __forceinline__ void ask(const Params&, int) {}
+  __device__ __forceinline__ void show() const {}
+  __device__ __forceinline__ static float2 of(int, int, int) { return make_float2(0.0f, 0.0f); }
+#endif
+};
+
 // Results of a piece, of all its warps: to the output where all its tiles were here, else to a row of
 // the partial ones.
 __device__ __forceinline__ void leave_results(const Params& p, const Piece& piece, int head, u32 row,
@@ -207,8 +289,10 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
   const u32 ring = ring_address();
   stage_query(p, piece, head, ring);
 
-  const int all_from = p.window > 0 ? length - p.window : 0;  // every column attends to these:
-  const int all_to = length - queries;                        // all_from <= position <= all_to
+  const bool constant = has_constant(p, piece, head, piece.col_tile * COLS);
+  // Every column attends to these: all_from <= position <= all_to.
+  const int all_from = max(p.window > 0 ? length - p.window : 0, (int)constant);
+  const int all_to = length - queries;
   const int first_visible = p.window > 0 ? all_to - p.window + 1 : 0;  // by any column
   // Tiles that begin in between need no mask, and nothing in them was not written. They are told by one
   // comparison of what is counted from `inner_from`; if there are none, from beyond all positions.
@@ -234,11 +318,22 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
                         (2 * warp + (lane >> 3 & 1)) * B_MATRIX + (lane & 7) * 16);
   const u32 columns_at = keep(columns_address(0, c));
   auto scale_of = [](const Columns& x, int i) { return SOFTCAP ? 1.0f : x.multiplier[i]; };
+  // What turns logits of a subtile into exponents; soft-caps have the bias in their logits.
+  auto shifted = [&](float* shift, const Columns& x, int subtile, int n) {
+    const float2 added = BIAS_IN_SHIFT ? Bias::of(subtile, n, c) : make_float2(0.0f, 0.0f);
+    shift[0] = BIAS_IN_SHIFT ? x.shift[0] + added.x : x.shift[0];
+    shift[1] = BIAS_IN_SHIFT ? x.shift[1] + added.y : x.shift[1];
+  };
 
+  if (KNOWS_FIRST && share.first == 0 && constant)
+    begin_with_constant(p, piece, head, columns_at, out, sum);
+  Bias bias(p, piece, head, share.first * TILE);
   int from_inner = share.first * TILE - inner_from;
   for (int left = share.stop - share.first; left > 0; left--, from_inner += TILE) {
     arrivals.wait();
+    bias.show();
     __syncthreads();
+    bias.ask(p, from_inner + inner_from + TILE);
     const u32 tile = arrivals.tile();
     RawK raw_k[2];
     fetch_k(raw_k[0], tile, places, 0, 0);
@@ -283,7 +378,9 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
 #pragma unroll
       for (int i = 0; i < 4 * SUBTILES; i++) {
         float& y = s[i / 4][n][i % 4];
-        y = p.softcap * LOG2E * tanhf(y * x[n].multiplier[i & 1] / p.softcap);
+        const float2 added = Bias::of(i / 4, n, c);
+        y = y * x[n].multiplier[i & 1] + (SEGMENT ? (i & 1 ? added.y : added.x) : 0.0f);
+        y = p.softcap * LOG2E * tanhf(y / p.softcap);
       }
 #endif
     if (__builtin_expect(edge, 0)) {
@@ -296,7 +393,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
           // Keys of a column: lower <= position <= limit.
           const int column = min(first_column + 8 * n + i, columns - 1);
           const int limit = length - queries + column / GROUP;
-          const int lower = p.window > 0 ? limit - p.window + 1 : 0;
+          const int lower = max(p.window > 0 ? limit - p.window + 1 : 0, (int)constant);
 #pragma unroll
           for (int k = 0; k < 2 * SUBTILES; k++) {
             const int at = row + k / 2 * 64 + k % 2 * 8;
@@ -315,10 +412,11 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
         u32 pairs[N_TILES][2];
 #pragma unroll
         for (int n = 0; n < N_TILES; n++) {
-          float e[4];
+          float e[4], shift[2];
+          shifted(shift, x[n], subtile, n);
 #pragma unroll
           for (int i = 0; i < 4; i++)
-            e[i] = ex2(fmaf(s[subtile][n][i], scale_of(x[n], i & 1), x[n].shift[i & 1]));
+            e[i] = ex2(fmaf(s[subtile][n][i], scale_of(x[n], i & 1), shift[i & 1]));
 #pragma unroll
           for (int i = 0; i < 2; i++)
             added[n][i] = subtile == 0 ? e[i] + e[2 + i] : added[n][i] + (e[i] + e[2 + i]);
@@ -338,25 +436,42 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
     const u32 largest = write_probabilities();
     const bool grown = max(largest & 0xFFFFu, largest >> 16) > MOST_P;
     if (__builtin_expect(__syncthreads_or(grown), 0)) {
-      float top[N_TILES][2];
+      // With a bias, which may differ between subtiles, the largest exponent and the largest logit.
+      float top[N_TILES][2], most[N_TILES][2];
 #pragma unroll
       for (int n = 0; n < N_TILES; n++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          top[n][i] = fmaxf(s[0][n][i], s[0][n][2 + i]);
+        for (int subtile = 0; subtile < SUBTILES; subtile++) {
+          const float2 added = BIAS_IN_SHIFT ? Bias::of(subtile, n, c) : make_float2(0.0f, 0.0f);
+          float shift[2];
+          shifted(shift, x[n], subtile, n);
 #pragma unroll
-          for (int subtile = 1; subtile < SUBTILES; subtile++)
-            top[n][i] = fmaxf(top[n][i], fmaxf(s[subtile][n][i], s[subtile][n][2 + i]));
+          for (int i = 0; i < 2; i++) {
+            float largest = fmaxf(s[subtile][n][i], s[subtile][n][2 + i]);
+            if (BIAS_IN_SHIFT) {
+              const float exponent = fmaf(largest, scale_of(x[n], i), shift[i]);
+              most[n][i] = subtile == 0 ? exponent : fmaxf(most[n][i], exponent);
+              largest = largest * scale_of(x[n], i) + (i ? added.y : added.x);
+            }
+            top[n][i] = subtile == 0 ? largest : fmaxf(top[n][i], largest);
+          }
         }
       share_maxima(top, warp, g, c);
+      if (BIAS_IN_SHIFT) {
+        __syncthreads();
+        share_maxima(most, warp, g, c);
+      }
 #pragma unroll
       for (int n = 0; n < N_TILES; n++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
           // Each column by itself, by what the vote saw, so that no column changes the rounding of
           // another.
-          if (ex2(fmaf(top[n][i], scale_of(x[n], i), x[n].shift[i])) > MOST_E) {
-            const float new_shift = P_SHIFT - top[n][i] * scale_of(x[n], i);
+          const float exponent =
+              BIAS_IN_SHIFT ? most[n][i] : fmaf(top[n][i], scale_of(x[n], i), x[n].shift[i]);
+          if (ex2(exponent) > MOST_E) {
+            const float logit = BIAS_IN_SHIFT ? top[n][i] : top[n][i] * scale_of(x[n], i);
+            const float new_shift = P_SHIFT - logit;
             const float factor = ex2(new_shift - x[n].shift[i]);
             x[n].shift[i] = new_shift;
             if (warp == 0 && g == 0) store_float(columns_at + 64 * n + 8 + 4 * i, new_shift);

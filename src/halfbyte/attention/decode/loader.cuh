@@ -9,6 +9,15 @@
 #include "attention/decode/formats.cuh"
 #include "attention/decode/output.cuh"
 
+// Of queries for K that a recipe changed: `TransformedQuery` of attention/queries.
+struct Changed {
+  const float* bias;         // [tokens, heads, bias_stride], in the logits' unit
+  const float* first_scores; // [tokens, heads]
+  const int* first_indices;
+  const void* first_values;  // [constants, KV_HEADS, HEAD_SIZE_V] in the query's dtype
+  u64 bias_stride;
+};
+
 struct Params {
   const void* query;      // [tokens, heads, HEAD_SIZE]
   const u8* pages;
@@ -24,6 +33,7 @@ struct Params {
   float softmax_scale, softcap;
   int window;
   Output output;  // of pieces that a unit has to itself
+  Changed changed;
 };
 
 #define ROW_K (HEAD_SIZE * BITS(K_KIND) / 8)

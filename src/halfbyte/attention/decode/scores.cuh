@@ -3,7 +3,7 @@
 // The macros are those of decode.cu.
 
 #pragma once
-#include "attention/decode/values.cuh"
+#include "attention/decode/changed.cuh"
 
 // What a warp needs of q for a piece, as it lies in memory, and K's global scale.
 struct QueryWords {

@@ -10,8 +10,57 @@
 #define RESCALE_STEP 4.0f
 #define NOTHING_YET 1e30f
 
+// q . mean of a lane's columns for the tile at hand, asked for a tile ahead.
+struct Bias {
+#if SEGMENT
+  u64 rows[N_TILES][2];
+  float of[N_TILES][2], next[N_TILES][2];
+
+  __device__ __forceinline__ Bias(const Params& p, const Piece& piece, int head, int position) {
+    const int c = threadIdx.x & 3;
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int column = piece.col_tile * COLS + 8 * n + (2 * c + i) % COLS;
+        rows[n][i] = changed_row(piece, head, column) * p.changed.bias_stride;
+      }
+    ask(p, position);
+  }
+
+  __device__ __forceinline__ void ask(const Params& p, int position) {
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) next[n][i] = load_bias(p, rows[n][i], position / SEGMENT);
+  }
+
+  // The next tile becomes the one at hand; the one behind it is at `position`.
+  __device__ __forceinline__ void step(const Params& p, int position) {
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) of[n][i] = next[n][i];
+    ask(p, position);
+  }
+
+  // A logit that was not yet scaled to base 2.
+  __device__ __forceinline__ float added(float logit, int n, int i) const { return logit + of[n][i]; }
+  // What turns logits of the tile into exponents; soft-caps have the bias in their logits.
+  __device__ __forceinline__ float shifted(float shift, int n, int i) const {
+    return SOFTCAP ? shift : shift + of[n][i];
+  }
+#else
+  __device__ __forceinline__ Bias(const Params&, const Piece&, int, int) {}
+  __device__ __forceinline__ void step(const Params&, int) {}
+  __device__ __forceinline__ float added(float logit, int, int) const { return logit; }
+  __device__ __forceinline__ float shifted(float shift, int, int) const { return shift; }
+#endif
+};
+
 template <int COUNT>
-__device__ __forceinline__ void cap(float (*s)[N_TILES][4], const Params& p, const Query& query) {
+__device__ __forceinline__ void cap(float (*s)[N_TILES][4], const Params& p, const Query& query,
+                                    const Bias& bias) {
 #pragma unroll
   for (int half = 0; half < COUNT; half++)
 #pragma unroll
@@ -19,7 +68,8 @@ __device__ __forceinline__ void cap(float (*s)[N_TILES][4], const Params& p, con
 #pragma unroll
       for (int i = 0; i < 4; i++)
         s[half][n][i] =
-            p.softcap * LOG2E * tanhf(s[half][n][i] * query.multiplier[n][i & 1] / p.softcap);
+            p.softcap * LOG2E *
+            tanhf(bias.added(s[half][n][i] * query.multiplier[n][i & 1], n, i & 1) / p.softcap);
 }
 
 // Which keys the columns of a piece attend to.
@@ -27,10 +77,13 @@ struct Visible {
   int length, queries, columns;
   int all_from, all_to;  // every column attends to these: all_from <= position <= all_to
   int first;             // that any column attends to
+  bool constant;         // the first token is none of the page's
 
-  __device__ __forceinline__ Visible(const Params& p, const Piece& piece)
+  __device__ __forceinline__ Visible(const Params& p, const Piece& piece, int head)
       : length(piece.length), queries(piece.queries), columns(GROUP * piece.queries) {
+    constant = has_constant(p, piece, head, piece.col_tile * COLS);
     all_from = p.window > 0 ? length - p.window : 0;
+    if (constant) all_from = max(all_from, 1);
     all_to = length - queries;
     first = p.window > 0 ? all_to - p.window + 1 : 0;
   }
@@ -56,7 +109,7 @@ struct Visible {
         const int column =
             min(piece.col_tile * COLS + 8 * n + (2 * c + i) % COLS, columns - 1);
         const int limit = length - queries + column / GROUP;
-        const int lower = p.window > 0 ? limit - p.window + 1 : 0;
+        const int lower = max(p.window > 0 ? limit - p.window + 1 : 0, (int)constant);
 #pragma unroll
         for (int half = 0; half < COUNT; half++)
 #pragma unroll
@@ -87,9 +140,26 @@ struct Sums {
     }
   }
 
+  // Begins with a first token that is none of the page's.
+  __device__ __forceinline__ void begin_with_constant(const Params& p, const Piece& piece, int head) {
+    const int g = (threadIdx.x & 31) >> 2, c = threadIdx.x & 3;
+    const float unscale = (V_KIND < 16 ? *p.v_scale : 1.0f) * Operands<V_KIND>::UNIT;
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const FirstToken first(p, piece, head, piece.col_tile * COLS + 8 * n + (2 * c + i) % COLS);
+        if (first.index < 0) continue;
+        shift[n][i] = P_SHIFT - first.logit;
+        if (g == 0) sum[n][i] = ex2(P_SHIFT);  // the sums of lanes are added
+        load_row(out[n], first.value(p, head), i, g, ex2(P_SHIFT) / unscale);
+      }
+  }
+
   // Makes room for larger logits.
   template <int COUNT>
-  __device__ __forceinline__ void rescale(const float (*s)[N_TILES][4], const Query& query) {
+  __device__ __forceinline__ void rescale(const float (*s)[N_TILES][4], const Query& query,
+                                          const Bias& bias) {
     float top[N_TILES][2];
     bool grown = false;
 #pragma unroll
@@ -100,7 +170,8 @@ struct Sums {
 #pragma unroll
         for (int half = 1; half < COUNT; half++)
           top[n][i] = fmaxf(top[n][i], fmaxf(s[half][n][i], s[half][n][2 + i]));
-        grown |= fmaf(top[n][i], query.scale_of(n, i), shift[n][i]) > P_SHIFT + RESCALE_STEP;
+        grown |= fmaf(top[n][i], query.scale_of(n, i), bias.shifted(shift[n][i], n, i)) >
+                 P_SHIFT + RESCALE_STEP;
       }
     if (__any_sync(~0u, grown)) {
 #pragma unroll
@@ -111,8 +182,9 @@ struct Sums {
           for (int o = 4; o <= 16; o <<= 1)
             top[n][i] = fmaxf(top[n][i], __shfl_xor_sync(~0u, top[n][i], o));
           // Each column by itself, so that no column changes the rounding of another.
-          if (fmaf(top[n][i], query.scale_of(n, i), shift[n][i]) > P_SHIFT + RESCALE_STEP) {
-            const float new_shift = P_SHIFT - top[n][i] * query.scale_of(n, i);
+          if (fmaf(top[n][i], query.scale_of(n, i), bias.shifted(shift[n][i], n, i)) >
+              P_SHIFT + RESCALE_STEP) {
+            const float new_shift = P_SHIFT - bias.shifted(top[n][i] * query.scale_of(n, i), n, i);
             const float factor = ex2(new_shift - shift[n][i]);
             shift[n][i] = new_shift;
             sum[n][i] *= factor;
@@ -127,13 +199,14 @@ struct Sums {
   }
 
   // P of 16 tokens as operand B, added to the sums.
-  __device__ __forceinline__ void weigh(u32* p0, u32* p1, const float (*s)[4], const Query& query) {
+  __device__ __forceinline__ void weigh(u32* p0, u32* p1, const float (*s)[4], const Query& query,
+                                        const Bias& bias) {
 #pragma unroll
     for (int n = 0; n < N_TILES; n++) {
       float e[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        e[i] = ex2(fmaf(s[n][i], query.scale_of(n, i & 1), shift[n][i & 1]));
+        e[i] = ex2(fmaf(s[n][i], query.scale_of(n, i & 1), bias.shifted(shift[n][i & 1], n, i & 1)));
         sum[n][i & 1] += e[i];
       }
       p0[n] = movmatrix(pack<V_KIND == 17>(e[0], e[1]));
@@ -143,12 +216,13 @@ struct Sums {
 
   // Adds V of a tile, weighed.
   template <int COUNT>
-  __device__ __forceinline__ void add(const float (*s)[N_TILES][4], const Query& query, u32 tile) {
+  __device__ __forceinline__ void add(const float (*s)[N_TILES][4], const Query& query,
+                                      const Bias& bias, u32 tile) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int half = 0; half < COUNT; half++) {
       u32 p0[N_TILES], p1[N_TILES];
-      weigh(p0, p1, s[half], query);
+      weigh(p0, p1, s[half], query, bias);
 #if V_KIND == 4
       const int g = lane >> 2, c = lane & 3;
       const u32 parity = (g >> 2) ? 0x7351u : 0x6240u;  // bytes of this lane's kind of block

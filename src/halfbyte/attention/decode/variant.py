@@ -73,6 +73,7 @@ class Variant(NamedTuple):
             chunks = max(1, layout.head_size_v // 128)  # of 32 dims, of a warp
             scales = WARPS * chunks * self.tile * 4
             barriers = 8 * self.stages if self.whole_pages else 0
+            barriers += self.columns * self.tile // 16  # scores of means, see changed.cuh
             return ring + q + self.columns * (2 * self.tile + 4 * WARPS + 8) + scales + barriers
         return WARPS * (ring + q)
 
@@ -182,9 +183,19 @@ def stage_bytes(layout: PageLayout, tile: int) -> int:
 
 
 def macros(
-    layout: PageLayout, group: int, dtype: torch.dtype, softcap: bool, way: Variant
+    layout: PageLayout,
+    group: int,
+    dtype: torch.dtype,
+    softcap: bool,
+    way: Variant,
+    segment: int = 0,
+    knows_first: bool = False,
 ) -> dict[str, int | None]:
-    """Macros that `decode.cu` or `decode_wide.cu`, and `merge.cu`, are compiled with."""
+    """Macros that `decode.cu` or `decode_wide.cu`, and `merge.cu`, are compiled with.
+
+    Args:
+        segment, knows_first: as `changed.cuh` has them.
+    """
     return {
         "K_KIND": _KINDS[layout.k_dtype],
         "V_KIND": _KINDS[layout.v_dtype],
@@ -194,6 +205,8 @@ def macros(
         "KV_HEADS": layout.num_kv_heads,
         "GROUP": group,
         "SOFTCAP": int(softcap),
+        "SEGMENT": segment,
+        "KNOWS_FIRST": int(knows_first),
         # HND keeps a head's tokens side by side, so that every copy is one of 16 bytes. So does NHD
         # of a single head.
         "HND": int(layout.order == "HND" or layout.num_kv_heads == 1),

@@ -74,6 +74,7 @@ def close_softmax(reference, total, sink):
 @triton.jit(
     do_not_specialize=[
         *("num_seqs", "first_token", "last_token", "num_splits", "window", "table_stride"),
+        "bias_stride",
     ]
 )
 def attend_kernel(
@@ -89,6 +90,10 @@ def attend_kernel(
     lse,
     partial_out,
     partial_stats,
+    bias,
+    first_scores,
+    first_indices,
+    first_values,
     score_scale,
     cap,
     out_scale,
@@ -98,6 +103,7 @@ def attend_kernel(
     last_token,
     num_splits,
     table_stride,
+    bias_stride,
     query_token,
     query_head,
     out_token,
@@ -117,6 +123,8 @@ def attend_kernel(
     capped: tl.constexpr,
     has_sinks: tl.constexpr,
     has_lse: tl.constexpr,
+    segment: tl.constexpr,
+    knows_first: tl.constexpr,
     split: tl.constexpr,
     split_length: tl.constexpr,
     block_m: tl.constexpr,
@@ -136,12 +144,16 @@ def attend_kernel(
         partial_out: float32 `[splits, tokens, heads, head_size_v]`, written where `split`.
         partial_stats: float32 `[splits, tokens, heads, 2]`: log2 of the unit of a row's weights,
             and their sum in it.
+        bias, first_scores, first_indices, first_values: of `TransformedQuery`, for the tokens of
+            this launch; the first is read where `segment`, the others where `knows_first`.
+        bias_stride: segments of a row of `bias`.
         score_scale: takes dot products to logits times log2(e), or where `capped` to the exponent
             of `exp2` that tanh needs.
         cap: `softcap * log2(e)`.
         out_scale: what outputs are multiplied by.
         first_token, last_token: query tokens of this launch.
         split_length: tokens per split, counted from position 0; 0 divides a tile's keys evenly.
+        segment: tokens that share a mean of K; 0 where K is not centred.
     """
     heads_per_tile: tl.constexpr = group if group < block_m else block_m
     tokens_per_tile: tl.constexpr = block_m // heads_per_tile
@@ -186,7 +198,8 @@ def attend_kernel(
             return
 
     wide_tokens, wide_heads = tokens.to(tl.int64), heads.to(tl.int64)  # strides may be long
-    query += wide_tokens[:, None] * query_token + wide_heads[:, None] * query_head
+    launch_rows = (wide_tokens - first_token) * (kv_heads * group) + heads
+    query += (wide_tokens - first_token)[:, None] * query_token + wide_heads[:, None] * query_head
     q_even, q_odd, inverse = load_query(query, row_live, k, k_operand, scale_query)
 
     if k_global_on_device:
@@ -201,6 +214,18 @@ def attend_kernel(
     total = tl.full((block_m,), 0.0, tl.float32)
     acc = tl.full((block_m, v.padded), 0.0, tl.float32)
     acc_odd = acc
+    first_key = tl.full((block_m,), 0, tl.int32)  # of those in the pages
+    if knows_first:
+        index = tl.load(first_indices + launch_rows, mask=row_live, other=-1)
+        first_key = tl.where(index >= 0, 1, 0)
+        # The part with position 0 begins with what is not in the pages.
+        begins_here = row_live & (index >= 0) & (begin == 0)
+        top = tl.load(first_scores + launch_rows, mask=begins_here, other=float("-inf"))
+        total = tl.where(begins_here, 2.0**weight_shift, 0.0)
+        first_values += (tl.maximum(index, 0) * kv_heads + kv_head)[:, None] * v.head_size
+        acc, acc_odd = load_query(first_values, begins_here, v, tl.float32, False)[:2]
+        acc *= 2.0**weight_shift / out_scale
+        acc_odd *= 2.0**weight_shift / out_scale
     for start in tl.range(begin, end, block_n):
         keys = start + tl.arange(0, block_n)
         live = (keys >= key_begin) & (keys < end)
@@ -226,9 +251,19 @@ def attend_kernel(
             casts,
         )
         scores *= row_scale[:, None]
+        if segment > 0:
+            if segment % block_n == 0:
+                column = bias + launch_rows * bias_stride + start // segment
+                scores += tl.load(column, mask=row_live, other=0.0)[:, None]
+            else:
+                columns = (launch_rows * bias_stride)[:, None] + (keys // segment)[None, :]
+                is_known = row_live[:, None] & live[None, :]
+                scores += tl.load(bias + columns, mask=is_known, other=0.0)
         if capped:
             scores = soft_cap(scores, cap)
         visible = live[None, :] & are_seen(keys, positions, window, windowed)
+        if knows_first:
+            visible &= keys[None, :] >= first_key[:, None]
         scores = tl.where(visible, scores, float("-inf"))
 
         new_top = tl.maximum(top, tl.max(scores, 1))

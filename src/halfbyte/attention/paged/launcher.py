@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from halfbyte.attention.base import AttentionInputs
 from halfbyte.attention.paged.kernels import attend_kernel, merge_kernel
 from halfbyte.attention.paged.plan import (
     AttendPlan,
@@ -20,6 +21,7 @@ from halfbyte.attention.paged.plan import (
     make_plan,
     operand_dtype,
 )
+from halfbyte.attention.queries.launcher import TransformedQuery, bias_bytes, transform_queries
 from halfbyte.kernels.formats.kv_tiles import (
     multiplier,
     operand_shift,
@@ -31,6 +33,8 @@ from halfbyte.layouts import PageLayout
 
 _MERGED_AT_ONCE = 16
 """Splits that the merge reads together; part of what makes results reproducible."""
+_MOST_BIAS_BYTES = 2**28
+"""Of the scores of segments' means that are held at once."""
 _TRITON_DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
@@ -38,39 +42,20 @@ _TRITON_DTYPES = {
 }
 
 
-def attend(
-    query: torch.Tensor,
-    pages: torch.Tensor,
-    layout: PageLayout,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    scale: float,
-    k_scale: float | torch.Tensor,
-    v_scale: float | torch.Tensor,
-    sliding_window: int | None,
-    sinks: torch.Tensor | None,
-    softcap: float | None,
-    batch_invariant: bool,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    plan: AttendPlan | None = None,
-) -> None:
-    """As `halfbyte.attention.paged_attention`, on arguments already checked, all on one GPU.
-
-    Never waits for the GPU.
+def attend(inputs: AttentionInputs, plan: AttendPlan | None = None) -> None:
+    """Fill `inputs.out`, and `inputs.lse` where it is not None. Never waits for the GPU.
 
     Args:
-        k_scale, v_scale: floats, or tensors of one element; one on the GPU is read there.
-        out: any strides.
-        lse: float32 `[tokens, heads]`, contiguous, or None.
+        inputs: of `paged_attention`, checked, all on one GPU. Scales may be floats, or tensors of
+            one element; one on the GPU is read there.
         plan: how to launch, instead of `make_plan`'s choice.
 
     Raises:
         ValueError: pages whose alignment does not suit a 16- or 32-bit format.
     """
+    query, pages, layout, out = inputs.query, inputs.pages, inputs.layout, inputs.out
     num_tokens, num_heads, _ = query.shape
-    num_seqs, max_pages = block_tables.shape
+    num_seqs, max_pages = inputs.block_tables.shape
     if num_tokens == 0:
         return
     page_stride = page_stride_of(pages, layout)
@@ -82,41 +67,54 @@ def attend(
         num_tokens,
         num_seqs,
         max_pages * layout.block_size,
-        sliding_window,
-        batch_invariant,
+        inputs.sliding_window,
+        inputs.batch_invariant,
         gpu,
     )
     kernel = kernel_constants(layout, query.dtype, num_heads, plan.tiles, gpu.capability)
     query = query if query.stride(2) == 1 else query.contiguous()
+    block_tables = inputs.block_tables
     block_tables = block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()
-    k_factor, k_global = multiplier(k_scale, layout.k_dtype, query.device)
-    v_factor, v_global = multiplier(v_scale, layout.v_dtype, query.device)
-    score_scale = scale * k_factor * 2.0 ** operand_shift(kernel["k"].kind, kernel["casts"])
+    k_factor, k_global = multiplier(inputs.k_scale, layout.k_dtype, query.device)
+    v_factor, v_global = multiplier(inputs.v_scale, layout.v_dtype, query.device)
+    unit = k_factor * 2.0 ** operand_shift(kernel["k"].kind, kernel["casts"])
+    exponents, cap = exponent_factors(inputs.scale, inputs.softcap)
     out_scale = v_factor * 2.0 ** operand_shift(kernel["v"].kind, kernel["casts"])
-    merged_rows = (plan.num_splits, plan.tokens_per_launch, num_heads) if plan.merges else (0, 0, 0)
+    tokens_per_launch = plan.tokens_per_launch
+    if inputs.transform is not None:
+        tokens_per_launch = min(tokens_per_launch, max(1, _MOST_BIAS_BYTES // bias_bytes(inputs)))
+    merged_rows = (plan.num_splits, min(tokens_per_launch, num_tokens), num_heads)
+    if not plan.merges:
+        merged_rows = (0, 0, 0)
     partial_out = query.new_empty((*merged_rows, layout.head_size_v), dtype=torch.float32)
     partial_stats = query.new_empty((*merged_rows, 2), dtype=torch.float32)
     closing = {
         "v_global_on_device": v_global is not None,
-        "has_sinks": sinks is not None,
-        "has_lse": lse is not None,
+        "has_sinks": inputs.sinks is not None,
+        "has_lse": inputs.lse is not None,
     }
     # Any pointer stands for what is absent and never read.
     v_global_pointer = partial_stats if v_global is None else v_global
-    sinks_pointer = partial_stats if sinks is None else sinks.contiguous()
-    lse_pointer = partial_stats if lse is None else lse
+    sinks_pointer = partial_stats if inputs.sinks is None else inputs.sinks.contiguous()
+    lse_pointer = partial_stats if inputs.lse is None else inputs.lse
     heads_per_tile = min(kernel["group"], plan.tiles.block_m)
     head_tiles = layout.num_kv_heads * -(-kernel["group"] // heads_per_tile)
+    changed: TransformedQuery | None = None
     with current_device(query.get_device()):
-        for first in range(0, num_tokens, plan.tokens_per_launch):
-            last = min(num_tokens, first + plan.tokens_per_launch)
+        for first in range(0, num_tokens, tokens_per_launch):
+            last = min(num_tokens, first + tokens_per_launch)
             tiles = (last - first) // (plan.tiles.block_m // heads_per_tile) + num_seqs
+            own = query[first:last]
+            if inputs.transform is not None:
+                changed = transform_queries(inputs, exponents, slice(first, last))
+                own = changed.query
+            extra = () if changed is None else changed[1:5]
             attend_kernel[(tiles, head_tiles, plan.num_splits)](
-                query,
+                own,
                 pages,
                 block_tables,
-                query_start_loc.contiguous(),
-                seq_lens.contiguous(),
+                inputs.query_start_loc.contiguous(),
+                inputs.seq_lens.contiguous(),
                 partial_stats if k_global is None else k_global,
                 v_global_pointer,
                 sinks_pointer,
@@ -124,21 +122,26 @@ def attend(
                 lse_pointer,
                 partial_out,
                 partial_stats,
-                *exponent_factors(score_scale, softcap),
+                *(partial_stats if x is None else x for x in extra or (None,) * 4),
+                exponents * unit,
+                cap,
                 out_scale,
-                sliding_window or 0,
+                inputs.sliding_window or 0,
                 num_seqs,
                 first,
                 last,
                 plan.num_splits,
                 block_tables.stride(0),
-                query.stride(0),
-                query.stride(1),
+                changed.bias.shape[2] if changed is not None and changed.bias is not None else 0,
+                own.stride(0),
+                own.stride(1),
                 *out.stride(),
                 page_stride,
                 k_global_on_device=k_global is not None,
-                windowed=sliding_window is not None,
-                capped=bool(softcap),
+                windowed=inputs.sliding_window is not None,
+                capped=bool(inputs.softcap),
+                segment=changed.segment if changed is not None and changed.bias is not None else 0,
+                knows_first=changed is not None and changed.first_scores is not None,
                 split=plan.merges,
                 split_length=plan.split_length,
                 num_warps=plan.tiles.num_warps,

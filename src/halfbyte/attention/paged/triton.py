@@ -14,6 +14,7 @@ class TritonAttention(GpuAttention):
     module: ClassVar[str] = "triton"
     module_source: ClassVar[str] = "pip install halfbyte[gpu]"
     purpose: ClassVar[str] = "reads packed pages of every format"
+    takes_transforms: ClassVar[bool] = True
 
     @classmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:
@@ -26,24 +27,7 @@ class TritonAttention(GpuAttention):
     @classmethod
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`."""
-        from halfbyte.attention.paged.launcher import (
-            attend,  # imports Triton, which others must not need
-        )
+        # Here, because the import needs Triton.
+        from halfbyte.attention.paged.launcher import attend
 
-        attend(
-            inputs.query,
-            inputs.pages,
-            inputs.layout,
-            inputs.query_start_loc,
-            inputs.seq_lens,
-            inputs.block_tables,
-            inputs.scale,
-            inputs.k_scale,
-            inputs.v_scale,
-            inputs.sliding_window,
-            inputs.sinks,
-            inputs.softcap,
-            inputs.batch_invariant,
-            inputs.out,
-            inputs.lse,
-        )
+        attend(inputs)

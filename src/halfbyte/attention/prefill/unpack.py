@@ -1,9 +1,10 @@
 """Unpack tokens of the cache into contiguous workspaces, in Triton, for every format.
 
 For attention of many queries, which pays for unpacking once and multiplies dense matrices after.
-The values are those of `halfbyte.kvcache.read_tokens`, rounded once. A program takes K or
-V of one head and a run of tokens of one sequence. A thread takes eight values at a time, of which
-it stores 16 bytes: no exchange between threads.
+The values are those of `halfbyte.kvcache.read_tokens`, rounded once; K that a recipe changed comes
+as K' plus the mean of its segment, rotated as K' is, for queries that are rotated, too. A program
+takes K or V of one head and a run of tokens of one sequence. A thread takes eight values at a time,
+of which it stores 16 bytes: no exchange between threads.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -30,6 +31,7 @@ from halfbyte.kernels.formats.kv_tiles import (
     side_geometry,
 )
 from halfbyte.kernels.runtime.devices import current_device
+from halfbyte.kvcache.transform import MARK, KVTransform
 from halfbyte.layouts import PageLayout
 
 # What decoding leaves out: E2M1 times E4M3 comes times 2^-7, E4M3 times 2^-8.
@@ -51,10 +53,21 @@ def _unpack_side(
     head,
     live,
     factor,
+    means,
+    constant,
+    is_constant,
     side: tl.constexpr,
+    centred: tl.constexpr,
+    knows_first: tl.constexpr,
     ptx: tl.constexpr,
 ):
-    """K or V of one head in `slots` of `page`, times `factor`, to `rows` of `out`."""
+    """K or V of one head in `slots` of `page`, times `factor`, to `rows` of `out`.
+
+    Args:
+        means: pointers `[tokens]` to what is added to each token's values, where `centred`.
+        constant: pointer to what stands in place of tokens that are `is_constant`, where
+            `knows_first`.
+    """
     if side.fp4:
         packed, scales = load_fp4_bytes(pages, page_stride, page, slots, head, live, side, 4)
         if side.kind == "nvfp4":
@@ -65,8 +78,15 @@ def _unpack_side(
             factors = spread(e8m0_to_float32(scales), 16 if side.kind == "mxfp4" else 8)
             even = e2m1_to_float32(packed) * factors
             odd = e2m1_to_float32(packed >> 4) * factors
-        even = (even * factor).to(out.dtype.element_ty)
-        odd = (odd * factor).to(out.dtype.element_ty)
+        even *= factor
+        odd *= factor
+        if centred:
+            pairs = 2 * tl.arange(0, side.padded)[None, :]
+            mask = live[:, None] & (pairs < side.head_size)
+            even += tl.load(means[:, None] + pairs, mask=mask, other=0.0)
+            odd += tl.load(means[:, None] + pairs + 1, mask=mask, other=0.0)
+        even = even.to(out.dtype.element_ty)
+        odd = odd.to(out.dtype.element_ty)
         values = tl.reshape(tl.join(even, odd), (slots.shape[0], 2 * side.padded))
     else:
         values = load_plain_rows(pages, page_stride, page, slots, head, live, side, 8)
@@ -75,11 +95,16 @@ def _unpack_side(
             values = fp8_to_float16(values, kind, ptx).to(tl.float32) * factor
         values = values.to(tl.float32).to(out.dtype.element_ty)
     columns = tl.arange(0, values.shape[1])[None, :]
+    mask = live[:, None] & (columns < side.head_size)
+    if knows_first:  # noqa: SIM102 - which the compiler knows
+        if tl.max(is_constant.to(tl.int32), 0) > 0:
+            known = tl.load(constant + columns, mask=columns < side.head_size, other=0.0)
+            values = tl.where(is_constant[:, None], known.to(out.dtype.element_ty), values)
     out += rows[:, None] * out_token + head * out_head + columns
-    tl.store(out, values, mask=live[:, None] & (columns < side.head_size))
+    tl.store(out, values, mask=mask)
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "num_segments"])
 def unpack_kernel(
     pages,
     tables,
@@ -90,10 +115,14 @@ def unpack_kernel(
     v_global,
     k_out,
     v_out,
+    means,
+    first_keys,
+    first_values,
     k_factor,
     v_factor,
     page_stride,
     table_stride,
+    num_segments,
     k_out_token,
     k_out_head,
     v_out_token,
@@ -103,10 +132,20 @@ def unpack_kernel(
     kv_heads: tl.constexpr,
     k_global_on_device: tl.constexpr,
     v_global_on_device: tl.constexpr,
+    segment: tl.constexpr,
+    knows_first: tl.constexpr,
+    mark: tl.constexpr,
     num_tokens: tl.constexpr,
     ptx: tl.constexpr,
 ):
-    """Tokens `begins[s] + program_id(0) * num_tokens` on of sequence s = `program_id(1)`."""
+    """Tokens `begins[s] + program_id(0) * num_tokens` on of sequence s = `program_id(1)`.
+
+    Args, beside those of `unpack_tokens`:
+        means: float32 `[num_segments, kv_heads, head_size]`, rotated as K'; read where `segment`,
+            the tokens that share one.
+        first_keys, first_values: `[constants, kv_heads, size]`, read where `knows_first`; K rotated
+            as K'.
+    """
     sequence = tl.program_id(1)
     begin = tl.load(begins + sequence)
     first = begin + tl.program_id(0) * num_tokens
@@ -120,9 +159,24 @@ def unpack_kernel(
     slots = tokens % k.block_size
     rows = (tl.load(first_rows + sequence) + tokens - begin).to(tl.int64)
     head = tl.program_id(2) % kv_heads
+    is_constant = live & (tokens < 0)
+    constant = 0
+    if knows_first:
+        start = pages + tl.load(tables).to(tl.int64) * page_stride
+        # A page before the window may be another sequence's: position 0 is asked for or not there.
+        has_start = first == 0
+        scale_byte = tl.load(start + k.scale + head * k.scale_head, mask=has_start, other=0)
+        index = tl.load(start + k.data + head * k.data_head, mask=has_start, other=0)
+        is_marked = has_start & (scale_byte == mark)
+        is_constant = live & is_marked & (tokens == 0)
+        constant = tl.where(is_marked, index.to(tl.int32), 0) * kv_heads + head
     if tl.program_id(2) < kv_heads:
         if k_global_on_device:
             k_factor *= tl.load(k_global)
+        of_token = means
+        if segment > 0:
+            turn = tl.minimum(tokens // segment, num_segments - 1)
+            of_token = means + (turn * kv_heads + head) * k.head_size
         _unpack_side(
             k_out,
             k_out_token,
@@ -135,7 +189,12 @@ def unpack_kernel(
             head,
             live,
             k_factor,
+            of_token,
+            first_keys + constant * k.head_size,
+            is_constant,
             k,
+            segment > 0,
+            knows_first,
             ptx,
         )
     else:
@@ -153,7 +212,12 @@ def unpack_kernel(
             head,
             live,
             v_factor,
+            means,
+            first_values + constant * v.head_size,
+            is_constant,
             v,
+            False,
+            knows_first,
             ptx,
         )
 
@@ -170,6 +234,7 @@ def unpack_tokens(
     k_out: torch.Tensor,
     v_out: torch.Tensor,
     max_tokens: int | None = None,
+    transform: KVTransform | None = None,
 ) -> None:
     """Dequantize tokens `begins[s] .. ends[s] - 1` of every sequence s to `rows[s]` and following.
 
@@ -188,6 +253,7 @@ def unpack_tokens(
         v_out: likewise, `[rows, kv_heads, head_size_v]`.
         max_tokens: bound on `ends[s] - begins[s]`; by default the largest of numbers, or the rows
             of `k_out`. Tokens past it may be left out.
+        transform: what K in NVFP4 went through; `k_out` is then rotated, as queries must be.
 
     Raises:
         ValueError: shapes, strides or alignments that do not fit.
@@ -216,6 +282,10 @@ def unpack_tokens(
     k_factor, k_global = multiplier(k_scale, layout.k_dtype, pages.device)
     v_factor, v_global = multiplier(v_scale, layout.v_dtype, pages.device)
     grid = (-(-max_tokens // _TOKENS), num_seqs, 2 * layout.num_kv_heads)
+    means = first_keys = first_values = None
+    if transform is not None:
+        means = transform.packed_means(block_tables.shape[1] * layout.block_size)
+        first_keys, first_values = transform.packed_first_keys, transform.first_values
     with current_device(pages.get_device()):
         unpack_kernel[grid](
             pages,
@@ -225,10 +295,14 @@ def unpack_tokens(
             pages if v_global is None else v_global,
             k_out,
             v_out,
+            pages if means is None else means,
+            pages if first_keys is None else first_keys,
+            pages if first_values is None else first_values.contiguous(),
             k_factor * _FACTORS.get(k.kind, 1.0),
             v_factor * _FACTORS.get(v.kind, 1.0),
             page_stride,
             block_tables.stride(0),
+            0 if means is None else len(means),
             *k_out.stride()[:2],
             *v_out.stride()[:2],
             k=k,
@@ -236,6 +310,9 @@ def unpack_tokens(
             kv_heads=layout.num_kv_heads,
             k_global_on_device=k_global is not None,
             v_global_on_device=v_global is not None,
+            segment=0 if transform is None or means is None else transform.segment,
+            knows_first=first_keys is not None,
+            mark=MARK,
             num_tokens=_TOKENS,
             ptx=pages.is_cuda,
         )

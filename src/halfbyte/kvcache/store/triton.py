@@ -30,8 +30,6 @@ class TritonStore(StoreBackend):
     @classmethod
     def can_implement(cls, config: StoreConfig) -> Answer:
         """Every format, from floats of 16 and 32 bits."""
-        if config.transform:
-            return False, "writes the recipe plain alone"
         return config.answer_of("cuda")
 
     @classmethod
@@ -51,5 +49,6 @@ class TritonStore(StoreBackend):
         # Here, because the import needs Triton.
         from halfbyte.kvcache.store.triton_kernel import store_tokens
 
-        del transform, positions  # refused by `can_implement`
-        store_tokens(key, value, pages, slot_mapping, layout, k_scale, v_scale)
+        store_tokens(
+            key, value, pages, slot_mapping, layout, k_scale, v_scale, transform, positions
+        )

@@ -10,7 +10,7 @@ in a CUDA graph. Slots are read by the kernel and may change between replays.
 
 import ctypes
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,7 +18,10 @@ import triton.language as tl
 
 from halfbyte.kernels.runtime.devices import current_device
 from halfbyte.kvcache.store.triton_rows import ROW, Side, side_of, store_side
+from halfbyte.kvcache.store.triton_transform import store_transformed_kernel
+from halfbyte.kvcache.transform import MARK, MATCH_TOLERANCE, KVTransform
 from halfbyte.layouts import KVCacheDType, PageLayout, page_stride
+from halfbyte.numerics.hadamard import block_size
 
 # (rows, warps) of a program: a few tokens spread over many multiprocessors, a prompt has enough.
 _SMALL_TILE = (64, 2)
@@ -134,6 +137,8 @@ def store_tokens(
     layout: PageLayout,
     k_scale: float | torch.Tensor,
     v_scale: float | torch.Tensor,
+    transform: KVTransform | None = None,
+    positions: torch.Tensor | None = None,
 ) -> None:
     """As `halfbyte.kvcache.reshape_and_cache`, on arguments already checked, all on one GPU.
 
@@ -141,6 +146,8 @@ def store_tokens(
 
     Args:
         k_scale, v_scale: floats, or float32 tensors of one element; one on a GPU is read there.
+        transform: of K in NVFP4, its tensors on the GPU.
+        positions: see `reshape_and_cache`.
 
     Raises:
         ValueError: a float scale that `KVCacheDType.check_multiplier` refuses, a scale of several
@@ -161,16 +168,29 @@ def store_tokens(
     v_multiplier = _multiplier("v_scale", v_scale, layout.v_dtype, pages.device)
     num_rows = num_slots * geometry.rows_per_token
     rows, num_warps = _LARGE_TILE if num_rows >= _LARGE_FROM_ROWS else _SMALL_TILE
+    kernel: Any = store_kernel
+    tensors: tuple[torch.Tensor, ...] = ()
+    numbers: tuple[int, ...] = ()
+    constants: dict[str, Any] = {}
+    if transform is not None:
+        assert positions is not None
+        kernel = store_transformed_kernel
+        tensors, numbers, constants = _transform_arguments(
+            transform, positions, layout.head_size, pages
+        )
     with current_device(pages.get_device()):
-        store_kernel[(-(-num_rows // rows), 2)](
+        kernel[(-(-num_rows // rows), 2)](
             key,
             value,
             pages,
             slot_mapping,
+            *tensors[:1],
             k_multiplier,
             v_multiplier,
+            *tensors[1:],
             num_slots,
             pages.shape[0] * layout.block_size,
+            *numbers,
             stride,
             slot_mapping.stride(0),
             *key.stride(),
@@ -186,7 +206,31 @@ def store_tokens(
             rows=rows,
             num_warps=num_warps,
             enable_fp_fusion=False,
+            **constants,
         )
+
+
+def _transform_arguments(
+    transform: KVTransform, positions: torch.Tensor, head_size: int, absent: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], tuple[int, int], dict[str, Any]]:
+    """Tensors, numbers and constants of `store_transformed_kernel`; `absent` stands for none."""
+    tables, first = transform.mean_tables, transform.first_keys
+    means = (absent,) * 4 if tables is None else tables
+    firsts = (absent,) * 2
+    if first is not None and transform.first_values is not None:
+        firsts = first.contiguous(), transform.first_values.contiguous()
+    numbers = (0 if first is None else len(first), 0 if tables is None else len(tables.cos))
+    block = block_size(head_size) if transform.rotate else 0
+    constants = {
+        "centred": tables is not None,
+        "segment": transform.segment,
+        "block": block,
+        "norm": ctypes.c_float(block**-0.5).value if block else 1.0,
+        "knows_first": first is not None,
+        "mark": MARK,
+        "tolerance": MATCH_TOLERANCE,
+    }
+    return (positions.contiguous(), *means, *firsts), numbers, constants
 
 
 class _Geometry(NamedTuple):

@@ -61,7 +61,7 @@ def side_of(layout: PageLayout, side: str, pages_aligned: bool) -> tuple[Side, t
 
 
 @triton.jit
-def _load_half(x, element, stride, inside, side: tl.constexpr):
+def load_half(x, element, stride, inside, side: tl.constexpr):
     """Eight values of every row, from `element` of the head at `x` on; 0 where there are none."""
     elements = element[:, None] + tl.arange(0, 8)[None, :]
     mask = inside[:, None]
@@ -99,7 +99,7 @@ def _store_floats(data, part, low, high, keep, side: tl.constexpr):
 
 
 @triton.jit
-def _store_words(data, part, words, keep, side: tl.constexpr):
+def store_words(data, part, words, keep, side: tl.constexpr):
     """Words `[rows, n]` of codes, to the heads at `data` (pointers to bytes)."""
     num_words: tl.constexpr = words.shape[1]
     mask = keep[:, None]
@@ -117,7 +117,7 @@ def _store_words(data, part, words, keep, side: tl.constexpr):
 
 
 @triton.jit
-def _store_scales(start, offset, head, part, scales, keep, side: tl.constexpr):
+def store_scales(start, offset, head, part, scales, keep, side: tl.constexpr):
     """The byte of every row's block, to the scales at `start`; two rows are an mxfp4 block."""
     per_head: tl.constexpr = side.head_size // 16
     line, column = offset, part
@@ -129,6 +129,53 @@ def _store_scales(start, offset, head, part, scales, keep, side: tl.constexpr):
         column = part % (per_head // 4) * 4 + offset % 4
     position = line * side.scale_token + head * side.scale_head + column
     tl.store(start + position, scales.to(tl.uint8), mask=keep)
+
+
+@triton.jit
+def place_of_row(rows: tl.constexpr, side: tl.constexpr):
+    """Token, head, and part of the head of each of the program's rows."""
+    per_head: tl.constexpr = (side.head_size + 15) // 16
+    per_token: tl.constexpr = side.num_heads * per_head
+    row = (tl.program_id(0) * rows + tl.arange(0, rows)).to(tl.uint32)
+    return row // per_token, row // per_head % side.num_heads, row % per_head
+
+
+@triton.jit
+def load_rows(
+    x,
+    stride_token,
+    stride_head,
+    stride,
+    token,
+    head,
+    part,
+    inside,
+    side: tl.constexpr,
+    dense: tl.constexpr,
+):
+    """Halves `[rows, 8]` of K or V, in its dtype; `dense` where heads lie side by side."""
+    per_head: tl.constexpr = (side.head_size + 15) // 16
+    x += token.to(tl.int64) * stride_token
+    if dense:
+        row = head * per_head + part
+        low = load_half(x, row * 16, 1, inside, side)
+        high = load_half(x, row * 16 + 8, 1, inside, side)
+    else:
+        x += head.to(tl.int64) * stride_head
+        low = load_half(x, part * 16, stride, inside, side)
+        high = load_half(x, part * 16 + 8, stride, inside, side)
+    return low, high
+
+
+@triton.jit
+def slot_of_token(slots, slot_stride, token, inside, capacity, side: tl.constexpr):
+    """Page and offset in it of each row's token, and whether it has a place in the cache."""
+    slot = tl.load(slots + token.to(tl.int64) * slot_stride, mask=inside, other=-1).to(tl.uint64)
+    keep = slot < capacity
+    if capacity.dtype == tl.int32:
+        slot = slot.to(tl.uint32)
+    page = (slot // side.block_size).to(tl.int64)
+    return page, (slot % side.block_size).to(tl.uint32), keep
 
 
 @triton.jit
@@ -153,29 +200,14 @@ def store_side(
 ):
     """K or V of the program's rows."""
     kind: tl.constexpr = side.kind
-    per_head: tl.constexpr = (side.head_size + 15) // 16
-    per_token: tl.constexpr = side.num_heads * per_head
-    row = (tl.program_id(0) * rows + tl.arange(0, rows)).to(tl.uint32)
-    token = row // per_token
-    head = row // per_head % side.num_heads
-    part = row % per_head
+    token, head, part = place_of_row(rows, side)
     inside = token < num_slots
-    x += token.to(tl.int64) * stride_token
-    if dense:  # heads side by side, whole rows
-        low = _load_half(x, row % per_token * 16, 1, inside, side)
-        high = _load_half(x, row % per_token * 16 + 8, 1, inside, side)
-    else:
-        x += head.to(tl.int64) * stride_head
-        low = _load_half(x, part * 16, stride, inside, side)
-        high = _load_half(x, part * 16 + 8, stride, inside, side)
-
+    low, high = load_rows(
+        x, stride_token, stride_head, stride, token, head, part, inside, side, dense
+    )
     # After the loads of values, which must not wait for it.
-    slot = tl.load(slots + token.to(tl.int64) * slot_stride, mask=inside, other=-1).to(tl.uint64)
-    keep = slot < capacity
-    if capacity.dtype == tl.int32:
-        slot = slot.to(tl.uint32)
-    offset = (slot % side.block_size).to(tl.uint32)
-    start = pages + (slot // side.block_size).to(tl.int64) * page_stride
+    page, offset, keep = slot_of_token(slots, slot_stride, token, inside, capacity, side)
+    start = pages + page * page_stride
     data = start + (data_offset + offset * side.data_token + head * side.data_head)
     if kind == "float32" or kind == "float16" or kind == "bfloat16":
         _store_floats(data, part, low, high, keep, side)
@@ -189,6 +221,5 @@ def store_side(
                 words, scales = encode_nvfp4(low, high, g, kind == "nvfp4_4over6")
             else:
                 words, scales = encode_block_fp4(low, high, kind)
-            start += scale_offset
-            _store_scales(start, offset, head, part, scales, keep, side)
-        _store_words(data, part, words, keep, side)
+            store_scales(start + scale_offset, offset, head, part, scales, keep, side)
+        store_words(data, part, words, keep, side)

@@ -1,0 +1,71 @@
+// K that a recipe changed (attention/queries): what its means add to the logits of a tile, and the first
+// token of a sequence where the page says that it is a constant of the model.
+//
+// Macros:
+//   SEGMENT      tokens that share a mean, a multiple of TILE or of 64; 0 where K is not centred
+//   KNOWS_FIRST  1 if pages may mark the first token
+//
+// The bias of a tile is the same for all of its tokens, so it joins the shift in the exponent and no logit
+// changes. A unit that has a piece's first tile begins its sums with the constant, and masks its slot.
+
+#pragma once
+#include "attention/decode/values.cuh"
+
+// The row of a column of a piece, in tensors [tokens, heads]; of the last one for columns beyond.
+__device__ __forceinline__ u32 changed_row(const Piece& piece, int head, int column) {
+  column = min(column, GROUP * piece.queries - 1);
+  return (u32)(piece.q_begin + column / GROUP) * (KV_HEADS * GROUP) + head * GROUP + column % GROUP;
+}
+
+// q . mean of a row and a segment. Where the row attends to no token of the segment it was never
+// computed, and may be anything; the logits there are -inf, to which any number can be added.
+__device__ __forceinline__ float load_bias(const Params& p, u64 row_begin, int segment) {
+  return fmaxf(fminf(p.changed.bias[row_begin + segment], 1e30f), -1e30f);
+}
+
+// What stands in place of the first token of a row's sequence.
+struct FirstToken {
+  int index;     // of the constant; -1 if the page has the token, or the row does not attend to it
+  float logit;  // times log2(e)
+
+  __device__ __forceinline__ FirstToken(const Params& p, const Piece& piece, int head, int column) {
+    const u32 row = changed_row(piece, head, column);
+    index = p.changed.first_indices[row];
+    logit = p.changed.first_scores[row];
+  }
+
+  __device__ __forceinline__ const u16* value(const Params& p, int head) const {
+    return (const u16*)p.changed.first_values + ((u64)max(index, 0) * KV_HEADS + head) * HEAD_SIZE_V;
+  }
+};
+
+// Whether any column of a piece attends to a first token that the page does not have. Its first column is
+// of the earliest query, whose window reaches back the furthest; all are of one KV head.
+__device__ __forceinline__ bool has_constant(const Params& p, const Piece& piece, int head,
+                                             int first_column) {
+#if KNOWS_FIRST
+  return p.changed.first_indices[changed_row(piece, head, first_column)] >= 0;
+#else
+  return false;
+#endif
+}
+
+// Column i of the accumulators of a row of values times a factor: what store_row would write back.
+__device__ __forceinline__ void load_row(float (*out)[4], const u16* row, int i, int g, float factor) {
+#pragma unroll
+  for (int j = 0; j < STEPS_V; j++) {
+    if (V_KIND == 4) {
+      if (j % 2 == 0) {
+        const u16* at = row + 16 * j + 4 * g;
+        out[j + 1][2 + i] = query_value(at[0]) * factor;
+        out[j][2 + i] = query_value(at[1]) * factor;
+        out[j + 1][i] = query_value(at[2]) * factor;
+        out[j][i] = query_value(at[3]) * factor;
+      }
+    } else {
+      const int low = V_KIND < 16 ? 16 * j + 2 * g : 16 * j + g;
+      out[j][i] = query_value(row[low]) * factor;
+      out[j][2 + i] = query_value(row[V_KIND < 16 ? low + 1 : low + 8]) * factor;
+    }
+  }
+}

@@ -1,0 +1,182 @@
+"""Launcher of the kernel that makes queries ready for K that a recipe changed."""
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+from halfbyte.attention.base import AttentionInputs
+from halfbyte.attention.queries.kernel import transform_kernel
+from halfbyte.attention.queries.positions import QueryPositions
+from halfbyte.kernels.formats.kv_tiles import page_stride_of, side_geometry
+from halfbyte.kernels.runtime.devices import current_device
+from halfbyte.kvcache.transform import MARK, KVTransform
+from halfbyte.numerics.hadamard import block_size
+
+# (rows, segments, warps) of a program: tables of means are read once per program.
+_SMALL_TILE = (16, 64, 4)
+_LARGE_TILE = (32, 64, 4)
+_LARGE_FROM_ROWS = 1024
+_STAGES = 2
+_OPERANDS = {
+    torch.float16: (tl.float16, "tf32"),
+    torch.bfloat16: (tl.bfloat16, "tf32"),
+    torch.float32: (tl.float32, "tf32x3"),  # as exact as sums of float32 are
+}
+
+
+class TransformedQuery(NamedTuple):
+    """What kernels that read pages need of a query and a transform.
+
+    Tensors are None where a transform has no such part.
+    """
+
+    query: torch.Tensor
+    """`[tokens, heads, D]` in the query's dtype, rotated as K is."""
+    bias: torch.Tensor | None
+    """float32 `[tokens, heads, segments]`, `q . mean * bias_scale`; undefined past a sequence's
+    end and before its window."""
+    first_scores: torch.Tensor | None
+    """float32 `[tokens, heads]`: logits of position 0 times log2(e), soft-cap included, where K
+    and V there are constants that the row attends to; else -inf."""
+    first_indices: torch.Tensor | None
+    """int32 `[tokens, heads]`: which constants; else -1, and position 0 is packed as others are."""
+    first_values: torch.Tensor | None
+    """`[constants, kv_heads, Dv]`, V of the constants."""
+    segment: int
+    """Tokens that share a mean."""
+
+
+def bias_bytes(inputs: AttentionInputs) -> int:
+    """Bytes of `TransformedQuery.bias` for one query token."""
+    assert inputs.transform is not None
+    return 4 * inputs.query.shape[1] * _num_segments(inputs, inputs.transform)
+
+
+def _num_segments(inputs: AttentionInputs, transform: KVTransform) -> int:
+    most_tokens = inputs.block_tables.shape[1] * inputs.layout.block_size
+    return -(-most_tokens // transform.segment)
+
+
+def transform_queries(
+    inputs: AttentionInputs, bias_scale: float, tokens: slice = slice(None)
+) -> TransformedQuery:
+    """Make queries ready for pages of K in NVFP4 that `inputs.transform` changed.
+
+    Never waits for the GPU, but for the first call with a transform.
+
+    Args:
+        inputs: of `paged_attention`, checked, with a transform.
+        bias_scale: what `q . mean` is multiplied by.
+        tokens: of the query, in a row; by default all.
+    """
+    transform = inputs.transform
+    assert transform is not None
+    positions = inputs.plans.get(
+        ("query positions", inputs.query.shape[0]),
+        lambda: QueryPositions.of(inputs.query_start_loc, inputs.seq_lens, inputs.query.shape[0]),
+    )
+    query = inputs.query[tokens]
+    query = query if query.stride(2) == 1 else query.contiguous()
+    num_tokens, num_heads, _ = query.shape
+    max_segments = _num_segments(inputs, transform) if transform.pair_tables is not None else 0
+    bias = scores = indices = None
+    if max_segments:
+        bias = query.new_empty((num_tokens, num_heads, max_segments), dtype=torch.float32)
+    if transform.first_keys is not None:
+        scores = query.new_empty((num_tokens, num_heads), dtype=torch.float32)
+        indices = query.new_empty((num_tokens, num_heads), dtype=torch.int32)
+    values = transform.first_values
+    result = TransformedQuery(
+        query.new_empty(query.shape) if transform.rotate else query,
+        bias,
+        scores,
+        indices,
+        None if values is None else values.contiguous(),
+        transform.segment,
+    )
+    if query.numel():
+        _launch(inputs, transform, query, tuple(x[tokens] for x in positions), result, bias_scale)
+    return result
+
+
+def rotate_queries(inputs: AttentionInputs) -> torch.Tensor:
+    """Queries of `inputs`, rotated as its transform rotates K. Never waits for the GPU."""
+    transform, query = inputs.transform, inputs.query
+    if transform is None or not transform.rotate:
+        return query
+    query = query if query.stride(2) == 1 else query.contiguous()
+    rotated = query.new_empty(query.shape)
+    if query.numel():
+        places = inputs.seq_lens, inputs.seq_lens  # not read
+        result = TransformedQuery(rotated, None, None, None, None, transform.segment)
+        _launch(inputs, transform, query, places, result, 0.0)
+    return rotated
+
+
+def _launch(
+    inputs: AttentionInputs,
+    transform: KVTransform,
+    query: torch.Tensor,
+    positions: tuple[torch.Tensor, ...],
+    result: TransformedQuery,
+    bias_scale: float,
+) -> None:
+    """Fill the tensors that `result` has."""
+    layout, first = inputs.layout, transform.first_keys
+    _, num_heads, head_size = query.shape
+    rows = query.shape[0] * num_heads
+    tables = None if result.bias is None else transform.pair_tables
+    bias_stride = 0 if result.bias is None else result.bias.shape[2]
+    block_tables = inputs.block_tables
+    if block_tables.stride(1) != 1:
+        block_tables = block_tables.contiguous()
+    block = block_size(head_size) if transform.rotate else 0
+    operand, precision = _OPERANDS[query.dtype]
+    if not query.is_cuda and operand == tl.bfloat16:  # which the interpreter cannot multiply
+        operand, precision = _OPERANDS[torch.float32]
+    # Tiles of other sizes may round differently.
+    is_large = rows >= _LARGE_FROM_ROWS and not inputs.batch_invariant
+    tile, segments, warps = _LARGE_TILE if is_large else _SMALL_TILE
+    knows_first = result.first_scores is not None
+    # Any pointer stands for what is absent and never read.
+    made = (result.query, result.bias, result.first_scores, result.first_indices)
+    with current_device(query.get_device()):
+        transform_kernel[(-(-rows // tile), 1 + -(-bias_stride // segments))](
+            query,
+            *positions,
+            block_tables,
+            inputs.pages,
+            *((query,) * 6 if tables is None else tables),
+            query if first is None else first.contiguous(),
+            *(query if x is None else x for x in made),
+            inputs.scale,
+            bias_scale,
+            inputs.softcap or 0.0,
+            rows,
+            0 if tables is None else len(tables.cos),
+            bias_stride,
+            block_tables.stride(0),
+            page_stride_of(inputs.pages, layout),
+            inputs.sliding_window or 0,
+            *query.stride()[:2],
+            k=side_geometry(layout, "k"),
+            heads=num_heads,
+            group=num_heads // layout.num_kv_heads,
+            padded=max(32, 1 << (head_size - 1).bit_length()),
+            block=block,
+            norm=ctypes.c_float(block**-0.5).value if block else 1.0,
+            operand=operand,
+            precision=precision,
+            pairs=0 if tables is None else tables.cos.shape[1],
+            segment=transform.segment,
+            knows_first=knows_first,
+            mark=MARK,
+            windowed=inputs.sliding_window is not None,
+            capped=bool(inputs.softcap),
+            rows=tile,
+            segments=segments,
+            num_warps=warps,
+            num_stages=_STAGES,
+        )

@@ -1,0 +1,39 @@
+"""Which sequence each query token is of, and where it stands in it."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class QueryPositions(NamedTuple):
+    """Of the query tokens of a step.
+
+    Made of PyTorch's operators that never wait for a GPU, so that it can be captured in a graph.
+    """
+
+    sequences: torch.Tensor
+    """int32 `[tokens]`, the number of the sequence; -1 of tokens that pad a captured graph."""
+    positions: torch.Tensor
+    """int64 `[tokens]`, in the sequence; -1 of padding and of tokens before its beginning."""
+
+    @classmethod
+    def of(
+        cls, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int
+    ) -> "QueryPositions":
+        """Of `paged_attention`'s arguments.
+
+        Args:
+            query_start_loc: int32 `[sequences + 1]`.
+            seq_lens: int32 `[sequences]`, the queries included.
+            num_tokens: query tokens, perhaps more than the last sequence's.
+        """
+        tokens = torch.arange(num_tokens, dtype=torch.int32, device=seq_lens.device)
+        ends = query_start_loc[1:].contiguous()
+        sequences = torch.searchsorted(ends, tokens, right=True)
+        is_real = sequences < seq_lens.shape[0]
+        known = sequences.clamp(max=max(0, seq_lens.shape[0] - 1))
+        if not seq_lens.shape[0]:
+            return cls(tokens.fill_(-1), tokens.long())
+        positions = seq_lens[known].long() - (ends[known] - tokens)
+        is_real &= positions >= 0
+        return cls(torch.where(is_real, sequences, -1).int(), torch.where(is_real, positions, -1))

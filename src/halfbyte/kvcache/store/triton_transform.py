@@ -1,0 +1,260 @@
+"""Store kernel for K that a recipe changes: the mean taken away, rotated, the first token marked.
+
+As `triton_kernel.store_kernel`, to the bits of the reference (`kvcache/transform.py` has the
+definitions). A thread has 16 values of a head: butterflies of neighbours up to 8 apart stay in it,
+those further apart are sums over two threads. Tokens at position 0 are compared with the constants
+in a branch that no other program takes.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+from halfbyte.kernels.formats.encode import encode_nvfp4
+from halfbyte.kernels.formats.encode_floats import to_float32
+from halfbyte.kvcache.store.triton_rows import (
+    load_half,
+    load_rows,
+    place_of_row,
+    slot_of_token,
+    store_scales,
+    store_side,
+    store_words,
+)
+
+
+@triton.jit
+def _butterfly_in_thread(x, stride: tl.constexpr):
+    """Of columns of `[rows, 8]` that are `stride` apart."""
+    rows: tl.constexpr = x.shape[0]
+    pairs = tl.permute(tl.reshape(x, (rows, 4 // stride, 2, stride)), (0, 1, 3, 2))
+    a, b = tl.split(pairs)
+    y = tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2))
+    return tl.reshape(y, (rows, 8))
+
+
+@triton.jit
+def _butterfly_of_rows(x, stride: tl.constexpr):
+    """Of rows of `[rows, 8]` that are `stride` apart."""
+    rows: tl.constexpr = x.shape[0]
+    pairs = tl.reshape(x, (rows // (2 * stride), 2, stride * 8))
+    is_upper = (tl.arange(0, 2) == 1)[None, :, None]
+    # The sum of two has one rounding, and a + (-b) is a - b.
+    total = tl.sum(pairs, axis=1)[:, None, :]
+    difference = tl.sum(tl.where(is_upper, -pairs, pairs), axis=1)[:, None, :]
+    return tl.reshape(tl.where(is_upper, difference, total), (rows, 8))
+
+
+@triton.jit
+def rotate_rows(low, high, block: tl.constexpr, norm: tl.constexpr):
+    """Hadamard transform of heads whose rows lie side by side.
+
+    Args:
+        low, high: float32 `[rows, 8]`.
+        block: values that are transformed together, a power of two from 16 on.
+        norm: float32 of `block ** -0.5`.
+    """
+    stride: tl.constexpr = 1
+    for i in tl.static_range(3):
+        low = _butterfly_in_thread(low, stride << i)
+        high = _butterfly_in_thread(high, stride << i)
+    both = low + high
+    high = low - high
+    low = both
+    for i in tl.static_range(5):
+        if 32 << i <= block:
+            low = _butterfly_of_rows(low, stride << i)
+            high = _butterfly_of_rows(high, stride << i)
+    return low * norm, high * norm
+
+
+@triton.jit
+def _subtract_mean(
+    low, high, cos, sin, mean, partner_mean, segment, head, part, inside, side: tl.constexpr
+):
+    """K minus the mean of its segment; products are rounded before their sum."""
+    size: tl.constexpr = side.head_size
+    cos += segment * size
+    sin += segment * size
+    mean += head.to(tl.int64) * size
+    partner_mean += head.to(tl.int64) * size
+    at = part * 16
+    low -= load_half(cos, at, 1, inside, side) * load_half(mean, at, 1, inside, side) + load_half(
+        sin, at, 1, inside, side
+    ) * load_half(partner_mean, at, 1, inside, side)
+    at += 8
+    high -= load_half(cos, at, 1, inside, side) * load_half(mean, at, 1, inside, side) + load_half(
+        sin, at, 1, inside, side
+    ) * load_half(partner_mean, at, 1, inside, side)
+    return low, high
+
+
+@triton.jit
+def _largest(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _is_constant(
+    x, stride_token, stride_head, stride, constants, token, head, inside, tolerance, side
+):
+    """Whether K or V of each row's head is a constant: bool `[rows]`.
+
+    Args:
+        constants: pointer to K or V of one first token, `[heads, head_size]`.
+    """
+    x += token.to(tl.int64) * stride_token + head.to(tl.int64) * stride_head
+    constants += head.to(tl.int64) * side.head_size
+    distance = tl.full(token.shape, 0.0, tl.float32)
+    size = tl.full(token.shape, 0.0, tl.float32)
+    for half in tl.range(0, (side.head_size + 7) // 8):
+        element = tl.full(token.shape, 0, tl.int32) + half * 8
+        values = to_float32(load_half(x, element, stride, inside, side))
+        expected = to_float32(load_half(constants, element, 1, inside, side))
+        distance = _largest(distance, tl.max(tl.abs(values - expected), 1))
+        distance = tl.where(tl.max((values != values).to(tl.int32), 1) > 0, float("nan"), distance)
+        size = _largest(size, tl.max(tl.abs(expected), 1))
+    return distance <= tolerance * size
+
+
+@triton.jit(do_not_specialize=["num_slots", "capacity", "num_first", "num_segments"])
+def store_transformed_kernel(
+    key,
+    value,
+    pages,
+    slots,
+    positions,
+    k_scale,
+    v_scale,
+    cos,
+    sin,
+    mean,
+    partner_mean,
+    first_keys,
+    first_values,
+    num_slots,
+    capacity,
+    num_first,
+    num_segments,
+    page_stride,
+    slot_stride,
+    key_stride_token,
+    key_stride_head,
+    key_stride,
+    value_stride_token,
+    value_stride_head,
+    value_stride,
+    k_side: tl.constexpr,
+    v_side: tl.constexpr,
+    k_offsets: tl.constexpr,
+    v_offsets: tl.constexpr,
+    k_dense: tl.constexpr,
+    v_dense: tl.constexpr,
+    k_scale_on_device: tl.constexpr,
+    v_scale_on_device: tl.constexpr,
+    centred: tl.constexpr,
+    segment: tl.constexpr,
+    block: tl.constexpr,
+    norm: tl.constexpr,
+    knows_first: tl.constexpr,
+    mark: tl.constexpr,
+    tolerance: tl.constexpr,
+    rows: tl.constexpr,
+):
+    """As `store_kernel`, for K in NVFP4.
+
+    Args, beside those of `store_kernel`:
+        positions: int64 `[num_slots]`.
+        cos, sin: float32 `[num_segments, head_size]`, read where `centred`.
+        mean, partner_mean: float32 `[heads, head_size]`, of each channel and of the one that RoPE
+            turns it with.
+        first_keys, first_values: `[num_first, heads, size]`, read where `knows_first`.
+        block: of the rotation; 0 for none.
+    """
+    if tl.program_id(1) == 1:
+        store_side(
+            value,
+            value_stride_token,
+            value_stride_head,
+            value_stride,
+            v_scale,
+            v_offsets[0],
+            v_offsets[1],
+            pages,
+            page_stride,
+            slots,
+            slot_stride,
+            num_slots,
+            capacity,
+            v_side,
+            v_dense,
+            v_scale_on_device,
+            rows,
+        )
+        return
+    token, head, part = place_of_row(rows, k_side)
+    inside = token < num_slots
+    low, high = load_rows(
+        key,
+        key_stride_token,
+        key_stride_head,
+        key_stride,
+        token,
+        head,
+        part,
+        inside,
+        k_side,
+        k_dense,
+    )
+    low, high = to_float32(low), to_float32(high)
+    position = tl.load(positions + token.to(tl.int64), mask=inside, other=1)
+    page, offset, keep = slot_of_token(slots, slot_stride, token, inside, capacity, k_side)
+    if centred:
+        # Padding may have any position; of it nothing is stored.
+        turn = tl.minimum(tl.maximum(position // segment, 0), num_segments - 1)
+        low, high = _subtract_mean(
+            low, high, cos, sin, mean, partner_mean, turn, head, part, inside, k_side
+        )
+    if block > 0:
+        low, high = rotate_rows(low, high, block, norm)
+    g = tl.load(k_scale) if k_scale_on_device else tl.cast(k_scale, tl.float32)
+    words, scales = encode_nvfp4(low, high, g, k_side.kind == "nvfp4_4over6")
+    if knows_first:
+        at_start = keep & (position == 0)
+        if tl.max(at_start.to(tl.int32), 0) > 0:
+            found = tl.full(token.shape, -1, tl.int32)
+            for i in tl.range(0, num_first):
+                index = num_first - 1 - i  # the first of equals
+                same = _is_constant(
+                    key,
+                    key_stride_token,
+                    key_stride_head,
+                    key_stride,
+                    first_keys + index * (k_side.num_heads * k_side.head_size),
+                    token,
+                    head,
+                    at_start,
+                    tolerance,
+                    k_side,
+                ) & _is_constant(
+                    value,
+                    value_stride_token,
+                    value_stride_head,
+                    value_stride,
+                    first_values + index * (v_side.num_heads * v_side.head_size),
+                    token,
+                    head,
+                    at_start,
+                    tolerance,
+                    v_side,
+                )
+                found = tl.where(at_start & same, index, found)
+            marked = found >= 0
+            is_word = (part == 0)[:, None] & (tl.arange(0, 2) == 0)[None, :]
+            words = tl.where(marked[:, None], tl.where(is_word, found[:, None], 0), words)
+            scales = tl.where(marked, tl.where(part == 0, mark, 0), scales)
+    start = pages + page * page_stride
+    data = start + (k_offsets[0] + offset * k_side.data_token + head * k_side.data_head)
+    store_scales(start + k_offsets[1], offset, head, part, scales, keep, k_side)
+    store_words(data, part, words, keep, k_side)

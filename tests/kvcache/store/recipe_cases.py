@@ -1,0 +1,76 @@
+"""K that a recipe changes: inputs of a store, and what its pages must be."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from halfbyte.kvcache.store.reference import ReferenceStore
+from halfbyte.kvcache.transform import MARK
+from halfbyte.layouts import PageLayout
+from kvcache.store.store_cases import nasty_values
+from kvcache.transforms import make_transform, on
+
+RECIPE_OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"rotate": False},
+    {"center": False},
+    {"first_tokens": 0},
+    {"head_size": 128, "heads": 5},
+    {"head_size": 96, "head_size_v": 32},
+    {"head_size": 256, "heads": 1, "head_size_v": 16},
+)
+
+
+def assert_stored_as_by_the_reference(
+    store: Callable[..., None],
+    options: dict[str, Any],
+    input_dtype: torch.dtype,
+    device: str = "cpu",
+    count: int = 300,
+) -> None:
+    """The reference's bytes, and the first token's mark.
+
+    Args:
+        store: as `StoreBackend.store`.
+        options: of `make_transform`.
+        count: tokens, of two sequences of as many.
+    """
+    transform = make_transform(**{"segments": 20, "dtype": input_dtype, **options})
+    heads, head_size = options.get("heads", 2), options.get("head_size", 64)
+    head_size_v = options.get("head_size_v", head_size)
+    layout = PageLayout("nvfp4_4over6", "nvfp4", head_size, head_size_v, heads, 16)
+    key = 4 * nasty_values((count, heads, head_size)).clamp(-1e3, 1e3)
+    value = nasty_values((count, heads, head_size_v), seed=1)
+    slots = torch.randperm(320)[:count]
+    slots[7] = -1
+    positions = torch.arange(count)
+    positions[7] = -(10**9)  # of padding, which may be anything
+    second = count // 2
+    positions[second:] -= second
+    if transform.first_keys is not None and transform.first_values is not None:
+        key[second] = transform.first_keys[1].float()
+        value[second] = transform.first_values[1].float()
+        key[0] = transform.first_keys[0].float() * (1 + 2.0**-5)  # too far away
+    pages = []
+    for write, where in ((ReferenceStore.store, "cpu"), (store, device)):
+        page = torch.zeros(20, layout.page_bytes, dtype=torch.uint8, device=where)
+        write(
+            key.to(where, input_dtype),
+            value.to(where, input_dtype),
+            page,
+            slots.to(where),
+            layout,
+            0.02,
+            0.01,
+            on(transform, where),
+            positions.to(where),
+        )
+        pages.append(page.cpu())
+    assert torch.equal(*pages)
+    views = layout.views(pages[1])
+    assert views.k_scale is not None
+    page_of, offset = slots[second] // 16, slots[second] % 16
+    marked = views.k_scale[page_of, offset, :, 0] == MARK
+    assert marked.all() == (transform.first_keys is not None)
+    assert (views.k_scale == MARK).sum() == heads * (transform.first_keys is not None)
