@@ -55,6 +55,8 @@ class LayerQuantization(NamedTuple):
             calibration = scales.calibration_for(recipe)
             k_amax, v_amax = calibration.amax(layer, recipe)
             transform = calibration.transform(layer, recipe, device, heads)
+            if transform.is_on_gpu:
+                transform.prepare()
         k_scale, v_scale = (
             method.global_scale_from_amax(amax)
             for method, amax in ((k_method, k_amax), (v_method, v_amax))

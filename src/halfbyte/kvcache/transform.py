@@ -129,6 +129,16 @@ class KVTransform:
         channels = [F.pad(x.int(), (0, padding)).to(self.mean.device) for x in (low, high)]
         return PairTables(*channels, *(F.pad(x.float(), (0, padding)) for x in columns))
 
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether kernels on a GPU read it."""
+        tensors = (self.mean, self.first_keys)
+        return any(tensor is not None and tensor.is_cuda for tensor in tensors)
+
+    def prepare(self) -> None:
+        """Make the tables of GPU kernels now: what waits for the GPU cannot be captured."""
+        _ = self.mean_tables, self.pair_tables, self.packed_first_keys
+
     @cached_property
     def packed_first_keys(self) -> torch.Tensor | None:
         """float32 `[tokens, kv_heads, D]`, rotated as K' is, for kernels that unpack."""

@@ -223,6 +223,13 @@ def connector(name: str | None, **extra: Any) -> Any:
             "prefill_context_parallel_size = 4",
         ),
         (
+            {
+                "additional_config": {"halfbyte": {"kv_recipe": "balanced"}},
+                "compilation_config": SimpleNamespace(use_inductor_graph_partition=True),
+            },
+            "kv_recipe balanced with use_inductor_graph_partition.*leave one of them out",
+        ),
+        (
             {"cache_config": SimpleNamespace(calculate_kv_scales=True)},
             "calculate_kv_scales.*use `halfbyte calibrate`",
         ),

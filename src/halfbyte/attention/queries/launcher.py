@@ -73,9 +73,8 @@ def transform_queries(
     """
     transform = inputs.transform
     assert transform is not None
-    positions = inputs.plans.get(
-        ("query positions", inputs.query.shape[0]),
-        lambda: QueryPositions.of(inputs.query_start_loc, inputs.seq_lens, inputs.query.shape[0]),
+    positions = QueryPositions.of_step(
+        inputs.plans, inputs.query_start_loc, inputs.seq_lens, inputs.query.shape[0]
     )
     query = inputs.query[tokens]
     query = query if query.stride(2) == 1 else query.contiguous()

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from halfbyte.attention.base import AttentionPlans
+
 
 class QueryPositions(NamedTuple):
     """Of the query tokens of a step.
@@ -37,3 +39,16 @@ class QueryPositions(NamedTuple):
         positions = seq_lens[known].long() - (ends[known] - tokens)
         is_real &= positions >= 0
         return cls(torch.where(is_real, sequences, -1).int(), torch.where(is_real, positions, -1))
+
+    @classmethod
+    def of_step(
+        cls,
+        plans: AttentionPlans,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        num_tokens: int,
+    ) -> "QueryPositions":
+        """The same, made once for all layers that share plans."""
+        return plans.get(
+            ("query positions", num_tokens), lambda: cls.of(query_start_loc, seq_lens, num_tokens)
+        )

@@ -10,7 +10,6 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
 )
 from vllm.forward_context import get_forward_context
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from halfbyte.attention import paged_attention
@@ -78,10 +77,6 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
             LastModel.with_scales = config.model_config
         self.recipe = options.recipe if self.format.k.is_nvfp4 else RECIPES["plain"]
         self.transform: KVTransform | None = None
-        if self.recipe.changes_k and not current_platform.is_cpu():
-            raise NotImplementedError(
-                f"halfbyte: kv_recipe {self.recipe.name} runs on CPUs alone so far; leave it out"
-            )
         self._layout: PageLayout | None = None
 
     @property
@@ -122,7 +117,7 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         if self.transform is not None:
             metadata: Any = get_forward_context().attn_metadata
             # Slots that pad a step have no position.
-            positions = metadata[layer.layer_name].positions
+            positions = metadata[layer.layer_name].positions()
             slot_mapping = slot_mapping[: positions.shape[0]]
             changed = {"transform": self.transform, "positions": positions}
         reshape_and_cache(

@@ -92,6 +92,13 @@ def check_config(vllm_config: Any) -> Options:
             f"k_dtype or v_dtype with the cache dtype {cache.cache_dtype}",
             f"use --kv-cache-dtype {CARRIER}",
         )
+    compilation = getattr(vllm_config, "compilation_config", None)
+    if options.recipe.changes_k and getattr(compilation, "use_inductor_graph_partition", False):
+        raise _refused(
+            f"kv_recipe {options.recipe.name} with use_inductor_graph_partition, whose graphs "
+            "would keep the positions of the step that they were captured with,",
+            "leave one of them out",
+        )
     for name in ("kv_scales", "draft_kv_scales"):
         path = getattr(options, name)
         if path is not None and not os.path.exists(path):

@@ -1,7 +1,6 @@
 """One step's lengths and tables; CUDA graphs; and, once, the scales of a group's layers."""
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +9,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
 from halfbyte.attention import AttentionPlans
+from halfbyte.attention.queries import QueryPositions
 from halfbyte.kvcache import KVScales
 from halfbyte.plugins.vllm.checks import check_config
 from halfbyte.plugins.vllm.options import Options
@@ -39,16 +39,11 @@ class HalfbyteMetadata:
     captured_plans: AttentionPlans = field(default_factory=AttentionPlans)
     """Made inside a CUDA graph's capture, so that every replay plans anew for its own lengths."""
 
-    @cached_property
     def positions(self) -> torch.Tensor:
-        """int64 `[tokens]`, of each token in its sequence; 0 of those that pad."""
-        starts = self.query_start_loc.long()
-        counts = starts.diff()
-        first = (self.seq_lens.long() - counts - starts[:-1]).repeat_interleave(counts)
-        positions = torch.zeros(self.num_actual_tokens, dtype=torch.int64, device=starts.device)
-        used = first.shape[0]
-        positions[:used] = first + torch.arange(used, device=starts.device)
-        return positions
+        """int64 `[tokens]`, of each token in its sequence; -1 of those that pad."""
+        return QueryPositions.of_step(
+            self.current_plans(), self.query_start_loc, self.seq_lens, self.num_actual_tokens
+        ).positions
 
     def current_plans(self) -> AttentionPlans:
         """Those to use now."""

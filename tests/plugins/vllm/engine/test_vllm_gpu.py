@@ -76,12 +76,16 @@ def assert_alike(found: Any, expected: Any) -> None:
     assert sum(differences) / len(differences) < 0.06
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["nvfp4", "fp8", "auto"])
-def test_graphs_equal_eager_in_float32(kv_cache_dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "recipe"),
+    [("nvfp4", "plain"), ("nvfp4", "balanced"), ("fp8", "plain"), ("auto", "plain")],
+)
+def test_graphs_equal_eager_in_float32(kv_cache_dtype: str, recipe: str) -> None:
     """Batches and lengths other than at capture; prompts beside decoding sequences."""
     results = []
     for eager in (True, False):
         options = {**GPU, "enforce_eager": eager, "max_num_batched_tokens": 64}
+        options["additional_config"] = {"halfbyte": {"kv_recipe": recipe}}
         with vllm_engine(kv_cache_dtype=kv_cache_dtype, **options) as llm:
             assert_ours(llm)
             runs = [generate(llm, TEXTS[:n]) for n in (6, 1, 3)]
@@ -91,14 +95,17 @@ def test_graphs_equal_eager_in_float32(kv_cache_dtype: str) -> None:
     assert varied(results[0][0])
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["nvfp4", "fp8", "auto"])
-def test_graphs_are_close_to_eager_in_bfloat16(kv_cache_dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "recipe"),
+    [("nvfp4", "plain"), ("nvfp4", "balanced"), ("fp8", "plain"), ("auto", "plain")],
+)
+def test_graphs_are_close_to_eager_in_bfloat16(kv_cache_dtype: str, recipe: str) -> None:
     """Whose decode kernel is CUDA C++, cut into other parts for other batches."""
     results = []
     for eager in (True, False):
-        with vllm_engine(
-            dtype="bfloat16", kv_cache_dtype=kv_cache_dtype, **{**GPU, "enforce_eager": eager}
-        ) as llm:
+        options = {**GPU, "enforce_eager": eager, "kv_cache_dtype": kv_cache_dtype}
+        options["additional_config"] = {"halfbyte": {"kv_recipe": recipe}}
+        with vllm_engine(dtype="bfloat16", **options) as llm:
             assert_ours(llm)
             results.append(scored(llm, TEXTS) + scored(llm, [t * 7 for t in TEXTS[:3]]))
     assert_alike(results[1], results[0])
@@ -149,9 +156,10 @@ def test_drafts_from_the_prompt_in_graphs() -> None:
     assert counted["vllm:spec_decode_num_accepted_tokens"] > 10
 
 
-def test_equals_halfbyte_s_engine_on_the_same_gpu() -> None:
-    expected = halfbyte_tokens(BUNDLED, TEXTS, device="cuda")
-    with vllm_engine(**GPU) as llm:
+@pytest.mark.parametrize("recipe", ["plain", "balanced"])
+def test_equals_halfbyte_s_engine_on_the_same_gpu(recipe: str) -> None:
+    expected = halfbyte_tokens(BUNDLED, TEXTS, device="cuda", kv_recipe=recipe)
+    with vllm_engine(**GPU, additional_config={"halfbyte": {"kv_recipe": recipe}}) as llm:
         found = generate(llm, TEXTS)
     differ = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
     assert len(differ) <= 1
