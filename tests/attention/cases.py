@@ -7,6 +7,7 @@ import torch
 
 from halfbyte.attention import AttentionConfig
 from halfbyte.kvcache import get_kv_cache_quant_method, read_tokens, reshape_and_cache
+from halfbyte.kvcache.recent import RecentInputs
 from halfbyte.layouts import PageLayout
 from kvcache.transforms import SEGMENT, make_transform, on
 
@@ -61,14 +62,24 @@ class Case:
         key, value = (torch.cat([x.new_zeros(first, *x.shape[1:]), x]) for x in rows)
         return key, value
 
+    def exact(self, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a sequence as the model made them, in the query's dtype."""
+        first, last = sum(self.seq_lens[:seq]), sum(self.seq_lens[: seq + 1])
+        key, value = (x[first:last].to(self.query.dtype) for x in (self.key, self.value))
+        return key, value
+
     def expected(self, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and LSE by plain masked softmax on the dequantized cache, all in `dtype`."""
-        outs, lses = [], []
+        outs: list[torch.Tensor] = []
+        lses: list[torch.Tensor] = []
         begin = 0
         for n, length, slots in zip(self.query_lens, self.seq_lens, self.slots, strict=True):
             options = dict(self.options)
             options.pop("transform", None)
+            recent = options.pop("recent", None)
             key, value = self.read(slots, n)
+            if recent is not None:
+                options["recent"] = (*self.exact(len(outs)), recent.tokens)
             query = self.query[begin : begin + n]
             scale = self.arguments()["scale"]
             out, lse = dense(query, key, value, length, scale, dtype, **options)
@@ -102,8 +113,13 @@ def dense(
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float | None = None,
+    recent: tuple[torch.Tensor, torch.Tensor, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of one sequence, query by query, written for clarity."""
+    """Causal attention of one sequence, query by query, written for clarity.
+
+    Args:
+        recent: K and V of the sequence that queries less than so many tokens away see.
+    """
     n, heads, _ = query.shape
     kv_heads = key.shape[1]
     out = torch.zeros(n, heads, value.shape[-1], dtype=dtype)
@@ -116,6 +132,12 @@ def dense(
         first = 0 if sliding_window is None else max(0, at - sliding_window + 1)
         q = query[i].unflatten(0, (kv_heads, -1))
         k, v = (x[first : max(0, at + 1)] for x in (key, value))
+        if recent is not None:
+            begin = max(first, at + 1 - recent[2])
+            k, v = (
+                torch.cat([x[: begin - first], exact[begin : max(0, at + 1)].to(dtype).to(sums)])
+                for x, exact in ((k, recent[0]), (v, recent[1]))
+            )
         logits = torch.einsum("hgd,thd->hgt", q, k).to(dtype) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
@@ -146,11 +168,13 @@ def make_case(
     sinks: bool = False,
     seed: int = 0,
     transform: dict[str, Any] | None = None,
+    recent: int = 0,
     **options: Any,
 ) -> Case:
     """Fresh random inputs, ragged lengths, a permuted page table, NaN bytes in unwritten slots.
 
-    With the arguments of a transform, every other sequence begins with a token that it knows.
+    With the arguments of a transform, every other sequence begins with a token that it knows. With
+    a number of recent tokens, rings hold those before the queries, and NaN elsewhere.
     """
     torch.manual_seed(seed)
     layout = PageLayout(
@@ -198,6 +222,8 @@ def make_case(
                 key[first], value[first] = changes.first_keys[index], changes.first_values[index]
         changed = {"transform": changes, "positions": positions, "backend": "reference"}
     reshape_and_cache(key, value, pages, all_slots, layout, k_scale, v_scale, **changed)
+    if recent:
+        options["recent"] = _recent_inputs(key, value, recent, query_lens, seq_lens, query_dtype)
     heads = kv_heads * group
     if sinks:
         options["sinks"] = torch.randn(heads) * 2
@@ -216,6 +242,32 @@ def make_case(
         value,
         options,
     )
+
+
+def _recent_inputs(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tokens: int,
+    query_lens: tuple[int, ...],
+    seq_lens: tuple[int, ...],
+    dtype: torch.dtype,
+) -> RecentInputs:
+    """Of all tokens' K and V, one sequence after the other."""
+    ring, entries = tokens + 16, torch.randperm(len(seq_lens) + 3)[: len(seq_lens)]
+    rings, own = [], []
+    for x in (key, value):
+        kept = torch.full((len(seq_lens) + 3, x.shape[1], ring, x.shape[2]), torch.nan)
+        new, begin = [], 0
+        for entry, n, length in zip(entries, query_lens, seq_lens, strict=True):
+            rows = x[begin : begin + length]
+            begin += length
+            old = max(0, length - n)
+            for position in range(max(0, old - ring), old):
+                kept[entry, :, position % ring] = rows[position]
+            new += [torch.zeros(n - length + old, *x.shape[1:]), rows[old:]]
+        rings.append(kept.to(dtype))
+        own.append(torch.cat(new).to(dtype))
+    return RecentInputs(tokens, rings[0], rings[1], entries.int(), own[0], own[1])
 
 
 def assert_close_to_exact(out: torch.Tensor, case: Case) -> None:
@@ -348,6 +400,47 @@ DECODE_CASES: dict[str, dict[str, Any]] = {
     },
 }
 
+
+RECENT_CASES: dict[str, dict[str, Any]] = {
+    "d128": {"head_size": 128, **_LENGTHS},
+    "lengths-around-it": {
+        "head_size": 64,
+        "query_lens": (1,) * 8,
+        "seq_lens": (15, 16, 17, 63, 64, 65, 66, 129),
+    },
+    "several-queries": {
+        "head_size": 64,
+        "query_lens": (4, 3, 0, 8, 1, 16, 2),
+        "seq_lens": (100, 3, 50, 1000, 2, 16, 65),
+    },
+    "prefill": {"head_size": 64, "query_lens": (150, 1, 70), "seq_lens": (150, 600, 1030)},
+    "window": {
+        "head_size": 128,
+        "sliding_window": 100,
+        "query_lens": (1, 1, 1, 30, 1),
+        "seq_lens": (20, 101, 600, 141, 1),
+    },
+    "window-below": {
+        "head_size": 64,
+        "sliding_window": 40,
+        "query_lens": (1, 3, 1, 30, 1),
+        "seq_lens": (20, 101, 600, 141, 1),
+    },
+    "sinks-softcap": {"head_size": 64, "sinks": True, "softcap": 3.0, **_LENGTHS},
+    "recipe": {"head_size": 64, "transform": {}, **_LENGTHS},
+    "recipe-several-queries": {
+        "head_size": 128,
+        "transform": {},
+        "sliding_window": 200,
+        "query_lens": (4, 3, 8, 1, 70),
+        "seq_lens": (66, 3, 1000, 64, 300),
+    },
+    "mqa-fp8-v": {"head_size": 64, "group": 32, "kv_heads": 1, "v_dtype": "fp8", **_LENGTHS},
+    "float16": {"head_size": 64, "query_dtype": torch.float16, **_LENGTHS},
+    "float32": {"head_size": 64, "query_dtype": torch.float32, **_LENGTHS},
+}
+"""With the last 64 tokens beside the pages."""
+RECENT_CASES = {name: {"recent": 64, **case} for name, case in RECENT_CASES.items()}
 
 _ALL: dict[str, Any] = {}
 TRANSFORM_CASES: dict[str, dict[str, Any]] = {

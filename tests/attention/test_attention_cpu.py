@@ -9,6 +9,7 @@ import torch
 
 from attention.cases import (
     DECODE_CASES,
+    RECENT_CASES,
     TRANSFORM_CASES,
     Case,
     assert_close_to_exact,
@@ -63,9 +64,9 @@ MORE_CASES: dict[str, dict[str, Any]] = {
 CASES = {**DECODE_CASES, **MORE_CASES}
 
 
-def assert_exact(case: Case, atol: float = 2e-6, **arguments: Any) -> None:
+def assert_exact(case: Case, atol: float = 2e-6, backend: str = "cpu", **arguments: Any) -> None:
     out, lse = paged_attention(
-        case.query, case.pages, backend="cpu", return_lse=True, **case.arguments(), **arguments
+        case.query, case.pages, backend=backend, return_lse=True, **case.arguments(), **arguments
     )
     exact, exact_lse = case.expected()
     torch.testing.assert_close(out.double(), exact, rtol=2e-5, atol=atol)
@@ -83,6 +84,22 @@ def test_cpu_attention(level: str, name: str) -> None:
 def test_cpu_attention_to_k_that_a_recipe_changed(level: str, name: str) -> None:
     case = make_case(**{**TRANSFORM_CASES[name], "query_dtype": torch.float32})
     assert_exact(case, atol=1e-5)  # means are large, and cancel
+
+
+@needs_library
+@pytest.mark.parametrize("name", RECENT_CASES)
+def test_cpu_attention_to_the_last_tokens_as_they_are(level: str, name: str) -> None:
+    case = make_case(**{**RECENT_CASES[name], "query_dtype": torch.float32})
+    assert_exact(case, atol=1e-5)
+    case = make_case(**RECENT_CASES[name])
+    out = paged_attention(case.query, case.pages, backend="cpu", **case.arguments())
+    assert_close_to_exact(out, case)
+
+
+@pytest.mark.parametrize("name", RECENT_CASES)
+def test_reference_to_the_last_tokens_as_they_are(name: str) -> None:
+    case = make_case(**{**RECENT_CASES[name], "query_dtype": torch.float32})
+    assert_exact(case, atol=1e-5, backend="reference")
 
 
 @needs_library

@@ -28,9 +28,11 @@ def _threads_of(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("_threads_of")
 @pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("transform", [None, {}], ids=["plain", "recipe"])
+@pytest.mark.parametrize(
+    ("transform", "recent"), [(None, 0), ({}, 0), ({}, 64)], ids=["plain", "recipe", "recent"]
+)
 def test_cpu_attention_does_not_depend_on_threads_or_batch(
-    level: str, threads: int, query_dtype: torch.dtype, transform: dict | None
+    level: str, threads: int, query_dtype: torch.dtype, transform: dict | None, recent: int
 ) -> None:
     query_lens = (*(1,) * 9, 6, 30)
     case = make_case(
@@ -40,6 +42,7 @@ def test_cpu_attention_does_not_depend_on_threads_or_batch(
         seq_lens=(*range(1, 1800, 200), 700, 560),
         query_dtype=query_dtype,
         transform=transform,
+        recent=recent,
     )
     arguments = case.arguments()
     before = torch.get_num_threads()
@@ -56,12 +59,18 @@ def test_cpu_attention_does_not_depend_on_threads_or_batch(
             "seq_lens": arguments["seq_lens"][i : i + 1],
             "block_tables": arguments["block_tables"][i : i + 1],
         }
+        if recent:
+            kept = arguments["recent"]
+            rows_of = {"key": kept.key[begin:end], "value": kept.value[begin:end]}
+            alone["recent"] = kept._replace(entries=kept.entries[i : i + 1], **rows_of)
         rows = paged_attention(case.query[begin:end], case.pages, backend="cpu", **alone)
         assert torch.equal(rows, together[begin:end])
 
 
 @pytest.mark.parametrize("window", [None, 37, 700])
-@pytest.mark.parametrize("name", ["nvfp4", "bfloat16", "fp8-nvfp4", "nvfp4-bfloat16", "recipe"])
+@pytest.mark.parametrize(
+    "name", ["nvfp4", "bfloat16", "fp8-nvfp4", "nvfp4-bfloat16", "recipe", "recent"]
+)
 @pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_cpu_attention_does_not_depend_on_chunks(
     level: str, name: str, window: int | None, query_dtype: torch.dtype
@@ -69,7 +78,8 @@ def test_cpu_attention_does_not_depend_on_chunks(
     options: dict[str, Any] = {} if window is None else {"sliding_window": window}
     length, queries = 1100, 75
     case = make_case(
-        **({"transform": {}} if name == "recipe" else FORMATS[name]),
+        **({"transform": {}} if name in ("recipe", "recent") else FORMATS[name]),
+        recent=64 if name == "recent" else 0,
         group=3,
         query_lens=(queries,),
         seq_lens=(length,),
@@ -85,10 +95,19 @@ def test_cpu_attention_does_not_depend_on_chunks(
             "query_start_loc": torch.tensor([0, count], dtype=torch.int32),
             "seq_lens": torch.tensor([length - queries + begin + count], dtype=torch.int32),
         }
+        if name == "recent":
+            kept = arguments["recent"]
+            own = {side: getattr(kept, side)[begin : begin + count] for side in ("key", "value")}
+            chunk["recent"] = kept._replace(**own)
         rows = paged_attention(
             case.query[begin : begin + count], case.pages, backend="cpu", **chunk
         )
         assert torch.equal(rows, whole[begin : begin + count])
+        if name == "recent":
+            positions = torch.arange(begin, begin + count) + length - queries
+            entry, ring = int(kept.entries[0]), kept.keys.shape[2]
+            for kept_rows, new in ((kept.keys, own["key"]), (kept.values, own["value"])):
+                kept_rows[entry, :, positions % ring] = new.transpose(0, 1)
         begin += count
     assert begin == queries
 

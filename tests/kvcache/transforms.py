@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from halfbyte.kvcache.calibration import KVCalibration, LayerCalibration, RopeAverages
+from halfbyte.kvcache.recent import RecentInputs
 from halfbyte.kvcache.transform import KVTransform
 
 SEGMENT = 16
@@ -42,9 +43,11 @@ def make_transform(
 
 
 def on(x: Any, device: torch.device | str) -> Any:
-    """A tensor, or a transform with its tensors, on a device; anything else as it is."""
+    """Tensors, also those of a transform or of the last tokens, on a device; else as it is."""
     if isinstance(x, KVTransform):
         return replace(x, **{field.name: on(getattr(x, field.name), device) for field in fields(x)})
+    if isinstance(x, RecentInputs):
+        return RecentInputs(*(on(value, device) for value in x))
     return x.to(device) if isinstance(x, torch.Tensor) else x
 
 

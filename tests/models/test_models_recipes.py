@@ -10,7 +10,7 @@ import torch
 from halfbyte import LLM, Cache, SamplingParams, load_model
 from halfbyte.assets import bundled_model_path, heldout_texts
 from halfbyte.evaluation import evaluate_perplexity, text_windows
-from halfbyte.kvcache import KVRecipe, KVScales
+from halfbyte.kvcache import KVRecipe, KVScales, read_tokens
 from halfbyte.kvcache.recipe import RECIPES
 from halfbyte.models import calibrate, load_tokenizer
 from halfbyte.models.calibration import usual_first_tokens
@@ -71,6 +71,88 @@ def test_cache_reads_what_the_engine_reads(architecture: str) -> None:
         cache.crop(-16)
         again = model(ids[:1, -16:].expand(2, -1), past_key_values=cache).logits[:, -1]
     torch.testing.assert_close(again, rows[0][:1].expand(2, -1), rtol=1e-4, atol=1e-4)
+
+
+def test_preemption_changes_no_token(prompts: list[list[int]]) -> None:
+    model = make_model("llama")
+    expected = generated(model, prompts)
+    llm = LLM(model, dtype="float32", kv_recipe="balanced", num_pages=14, max_num_seqs=5)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    found = [list(output.token_ids) for output in llm.generate(prompts, params)]
+    assert found == expected
+    assert llm.core.tables.recent is not None
+    assert len(llm.core.tables.recent._free) == llm.core.tables.recent._count
+
+
+def test_more_taken_back_than_the_rings_can_bring_back(prompts: list[list[int]]) -> None:
+    """The tokens that they have overwritten are read from the pages from then on."""
+    model = make_model("llama")
+    ids = token_ids(1, 200)
+    cache = Cache(model, "nvfp4", kv_recipe="balanced")
+    with torch.inference_mode():
+        expected = model(ids[:, :150], past_key_values=cache).logits[:, -1]
+        model(ids[:, 150:], past_key_values=cache)
+        cache.crop(149)
+        tables = cache.tables
+        assert tables.recent is not None
+        row, pair = cache._rows[0], tables.recent[0]
+        assert pair is not None
+        # 200 tokens less a ring of 80 leave those from 120 on; 86 to 119 are missing.
+        assert tables._get(row).kept_from == 120
+        kept = pair[0][tables.entry(row)].clone()
+        again = model(ids[:, 149:150], past_key_values=cache).logits[:, -1]
+        assert tables._get(row).kept_from == 86
+    slots = tables.slots(row, 86, 149)
+    rows, _ = read_tokens(
+        cache.pool.layer_pages(0),
+        slots,
+        cache.pool.layout(0),
+        *cache._quantization.scales[0],
+        transform=cache._quantization.transforms[0],
+        positions=torch.arange(86, 149),
+    )
+    ring = pair[0][tables.entry(row)]
+    for position in range(86, 149):
+        found, as_packed = ring[:, position % 80], rows[position - 86]
+        assert torch.equal(found, as_packed if position < 120 else kept[:, position % 80])
+    assert 0 < (again - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+def test_rows_of_a_cache_part_ways(prompts: list[list[int]]) -> None:
+    """Copies of a row have rings of their own."""
+    model = make_model("llama")
+    ids = token_ids(2, 90)
+    scales = calibrate(model, token_ids(1, 200), "test", first_tokens=ids[:, 0].tolist())
+    with torch.inference_mode():
+        alone = []
+        for tail in (ids[:1, 70:], ids[1:, 70:]):
+            cache = Cache(model, "nvfp4", kv_scales=scales, kv_recipe="balanced")
+            model(ids[:1, :70], past_key_values=cache)
+            alone.append(model(tail, past_key_values=cache).logits[:, -1])
+        cache = Cache(model, "nvfp4", kv_scales=scales, kv_recipe="balanced")
+        model(ids[:1, :70].expand(2, -1), past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 1]))
+        both = model(ids[:, 70:], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(both, torch.cat(alone), rtol=1e-4, atol=1e-4)
+
+
+def test_the_last_tokens_bring_it_closer_still() -> None:
+    path = bundled_model_path()
+    model, tokenizer = load_model(path, dtype="float32"), load_tokenizer(path)
+    windows, _ = text_windows(tokenizer, list(heldout_texts().values())[:1], 512, 1024)
+    divergence = {}
+    for chunk in (128, 16):
+        without, balanced = evaluate_perplexity(
+            model,
+            windows,
+            ["nvfp4"],
+            chunk,
+            tokenizer=tokenizer,
+            kv_recipes=[BALANCED.of_pages, BALANCED],
+        )
+        divergence[chunk] = balanced.kl_divergence
+        assert 0 < balanced.kl_divergence < 0.4 * without.kl_divergence
+    assert divergence[16] == pytest.approx(divergence[128], rel=1e-4)
 
 
 def test_balanced_is_closer_than_plain_on_the_bundled_model() -> None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from halfbyte.dispatch import CPU, Answer, compute_capability_of, missing_module, runs_on_gpu
+from halfbyte.kvcache.recent import RecentInputs
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout, page_stride
 
@@ -39,6 +40,8 @@ class AttentionConfig:
     """Whether K was changed before it was packed (`KVTransform`)."""
     segment: int = 0
     """Tokens that share a mean of K; 0 where K is not centred."""
+    recent: bool = False
+    """Whether the last tokens are not read from the pages (`RecentInputs`)."""
     compute_capability: int = CPU
     """Of the machine that the work is for, as `dispatch` counts."""
 
@@ -88,6 +91,7 @@ class AttentionInputs:
     """float32 `[tokens, heads]`, to be written whole, or None if nobody asks."""
     plans: AttentionPlans
     transform: KVTransform | None = None
+    recent: RecentInputs | None = None
 
     @cached_property
     def out(self) -> torch.Tensor:
@@ -132,6 +136,7 @@ class AttentionInputs:
             aligned_pages=_aligned(self.pages),
             transform=self.transform is not None,
             segment=0 if self.transform is None else self.transform.shared_tokens,
+            recent=self.recent is not None,
             compute_capability=compute_capability_of(self.query.device),
         )
 
@@ -147,6 +152,8 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     takes_transforms: ClassVar[bool] = False
     """Whether it reads K that went through a `KVTransform`."""
+    takes_recent: ClassVar[bool] = False
+    """Whether it reads the last tokens from `RecentInputs`."""
 
     @classmethod
     @abstractmethod

@@ -3,6 +3,7 @@
 The source is `kernels/cpu/attention/attention.cpp`.
 """
 
+import ctypes
 import struct
 from typing import ClassVar
 
@@ -12,10 +13,13 @@ from halfbyte.attention.base import AttentionBackend, AttentionConfig, Attention
 from halfbyte.dispatch import Answer
 from halfbyte.kernels.cpu.library import FLOATS, is_built, library, pack_layout
 from halfbyte.kernels.cpu.transform import CpuTransform
+from halfbyte.kvcache.recent import RecentInputs, packed_part
 from halfbyte.layouts import PageLayout
 
-_CALL = struct.Struct("9P5q8i4f")
+_CALL = struct.Struct("10P5q8i4f")
 """`Call` of the source."""
+_RECENT = struct.Struct("6P4q4i")
+"""`Recent` of the source."""
 
 
 def attention_cpu(
@@ -34,6 +38,7 @@ def attention_cpu(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     transform: CpuTransform | None = None,
+    recent: RecentInputs | None = None,
 ) -> None:
     """As `halfbyte.attention.paged_attention`, on arguments already checked, all on the CPU.
 
@@ -50,6 +55,11 @@ def attention_cpu(
     # Named, so that they outlive the call.
     tables, starts = block_tables.contiguous(), query_start_loc.contiguous()
     lengths = seq_lens.contiguous()
+    window = sliding_window or 0
+    of_recent, kept = b"", [lengths]
+    if recent is not None:
+        of_recent, lengths, window, kept = _recent(recent, lengths, window)
+    recent_buffer = ctypes.create_string_buffer(of_recent, max(1, len(of_recent)))
     float_sinks = None if sinks is None else sinks.float().contiguous()
     call = _CALL.pack(
         query.data_ptr(),
@@ -61,6 +71,7 @@ def attention_cpu(
         result.data_ptr(),
         0 if lse is None else lse.data_ptr(),
         0 if transform is None else transform.address,
+        0 if recent is None else ctypes.addressof(recent_buffer),
         pages.stride(0),
         *query.stride()[:2],
         *result.stride()[:2],
@@ -68,7 +79,7 @@ def attention_cpu(
         FLOATS[result.dtype],
         *tables.shape,
         query.shape[1],
-        sliding_window or 0,
+        window,
         torch.get_num_threads(),
         0,
         scale,
@@ -77,8 +88,37 @@ def attention_cpu(
         softcap or 0.0,
     )
     loaded.halfbyte_attention(pack_layout(layout), call)
+    del kept
     if result is not out:
         out.copy_(result)
+
+
+def _recent(
+    recent: RecentInputs, seq_lens: torch.Tensor, window: int
+) -> tuple[bytes, torch.Tensor, int, list[torch.Tensor]]:
+    """`Recent` of the source, lengths and window of what is read packed, and what must outlive
+    the call."""
+    key, value = (
+        x if x.dtype == ring.dtype and x.stride(2) == 1 else x.to(ring.dtype).contiguous()
+        for x, ring in ((recent.key, recent.keys), (recent.value, recent.values))
+    )
+    entries = recent.entries.contiguous()
+    packed = _RECENT.pack(
+        recent.keys.data_ptr(),
+        recent.values.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        entries.data_ptr(),
+        seq_lens.data_ptr(),
+        *key.stride()[:2],
+        *value.stride()[:2],
+        recent.tokens,
+        recent.keys.shape[2],
+        FLOATS[recent.keys.dtype],
+        window,
+    )
+    lengths, packed_window = packed_part(recent.tokens, seq_lens, window)
+    return packed, lengths, packed_window, [key, value, entries, seq_lens]
 
 
 def lengths_fit(
@@ -117,6 +157,7 @@ class CpuAttention(AttentionBackend):
 
     name: ClassVar[str] = "cpu"
     takes_transforms: ClassVar[bool] = True
+    takes_recent: ClassVar[bool] = True
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
@@ -149,4 +190,5 @@ class CpuAttention(AttentionBackend):
             inputs.out,
             inputs.lse,
             None if inputs.transform is None else inputs.transform.for_cpu,
+            inputs.recent,
         )

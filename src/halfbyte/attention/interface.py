@@ -10,6 +10,7 @@ import torch
 from halfbyte.attention.base import AttentionInputs, AttentionPlans
 from halfbyte.attention.cpu import lengths_fit
 from halfbyte.attention.registry import ATTENTION_BACKENDS
+from halfbyte.kvcache.recent import RecentInputs
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import KVCacheDType, PageLayout
 from halfbyte.layouts.arguments import check_tensors, float32_number, integer
@@ -39,6 +40,7 @@ def paged_attention(
     out: torch.Tensor | None = None,
     plans: AttentionPlans | None = None,
     transform: KVTransform | None = None,
+    recent: RecentInputs | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -63,6 +65,7 @@ def paged_attention(
     out: torch.Tensor | None = None,
     plans: AttentionPlans | None = None,
     transform: KVTransform | None = None,
+    recent: RecentInputs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -86,6 +89,7 @@ def paged_attention(
     out: torch.Tensor | None = None,
     plans: AttentionPlans | None = None,
     transform: KVTransform | None = None,
+    recent: RecentInputs | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of a ragged batch on packed pages.
 
@@ -117,6 +121,8 @@ def paged_attention(
         out: where to write, `[tokens, heads, head_size_v]`, every element a place of its own.
         plans: shared by the calls of a step, so that what depends on lengths alone is done once.
         transform: what K went through before it was packed, the one that it was stored with.
+        recent: the last tokens as the model made them, which are read instead of those in the
+            pages.
 
     Returns:
         `[tokens, heads, head_size_v]` of the query's dtype; with `return_lse` a pair with float32
@@ -153,6 +159,7 @@ def paged_attention(
         lse=query.new_empty(query.shape[:2], dtype=torch.float32) if return_lse else None,
         plans=AttentionPlans() if plans is None else plans,
         transform=transform,
+        recent=recent,
     )
     _check(inputs)
     run(inputs, backend)
@@ -238,6 +245,8 @@ def _check(inputs: AttentionInputs) -> None:
         raise ValueError(f"sinks: expected [{query.shape[1]}], got {tuple(inputs.sinks.shape)}")
     if inputs.softcap is not None and not 1e-30 <= inputs.softcap <= 1e30:
         raise ValueError(f"softcap: expected a number from 1e-30 to 1e30, got {inputs.softcap}")
+    if inputs.recent is not None:
+        _check_recent(inputs, inputs.recent)
     for name in ("pages", "query_start_loc", "seq_lens", "block_tables", "sinks", "given_out"):
         tensor = getattr(inputs, name)
         if tensor is not None and tensor.device != query.device:
@@ -245,6 +254,33 @@ def _check(inputs: AttentionInputs) -> None:
             raise ValueError(f"{label}: is on {tensor.device}, query is on {query.device}")
     if query.device.type == "cpu" or os.environ.get("HALFBYTE_DEBUG") == "1":
         _check_values(inputs)
+
+
+def _check_recent(inputs: AttentionInputs, recent: RecentInputs) -> None:
+    layout, ring = inputs.layout, recent.keys.shape[2] if recent.keys.dim() == 4 else 0
+    num_entries, num_seqs = len(recent.keys), inputs.seq_lens.shape[0]
+    heads, sizes = layout.num_kv_heads, (layout.head_size, layout.head_size_v)
+    for name, tensor, shape in (
+        ("keys", recent.keys, (num_entries, heads, ring, sizes[0])),
+        ("values", recent.values, (num_entries, heads, ring, sizes[1])),
+        ("key", recent.key, (inputs.query.shape[0], heads, sizes[0])),
+        ("value", recent.value, (inputs.query.shape[0], heads, sizes[1])),
+    ):
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+            raise ValueError(
+                f"recent.{name}: expected float {shape}, got {tensor.dtype} {tuple(tensor.shape)}"
+            )
+    if not (recent.keys.is_contiguous() and recent.values.is_contiguous()):
+        raise ValueError("recent: expected contiguous rings")
+    if recent.entries.dtype != torch.int32 or recent.entries.shape != (num_seqs,):
+        raise ValueError(
+            f"recent.entries: expected int32 {(num_seqs,)}, got {recent.entries.dtype} "
+            f"{tuple(recent.entries.shape)}"
+        )
+    if not 1 <= recent.tokens <= min(ring, 256):
+        raise ValueError(
+            f"recent.tokens: expected 1 up to the ring's {ring} slots, got {recent.tokens}"
+        )
 
 
 def _check_values(inputs: AttentionInputs) -> None:

@@ -12,6 +12,7 @@ import torch
 from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
 from halfbyte.dispatch import Answer
 from halfbyte.kvcache import read_tokens
+from halfbyte.kvcache.recent import RecentInputs
 
 _MAX_SCORES = 2**25
 """Scores (heads x queries x keys) held at once: 128 MiB in float32."""
@@ -22,6 +23,7 @@ class ReferenceAttention(AttentionBackend):
 
     name: ClassVar[str] = "reference"
     takes_transforms: ClassVar[bool] = True
+    takes_recent: ClassVar[bool] = True
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
@@ -39,6 +41,7 @@ class ReferenceAttention(AttentionBackend):
         starts = inputs.query_start_loc.tolist()
         lengths = inputs.seq_lens.tolist()
         block_size = inputs.layout.block_size
+        reach = 0 if inputs.recent is None else inputs.recent.tokens
         for i, length in enumerate(lengths):
             begin, end = starts[i], starts[i + 1]
             if begin == end:
@@ -56,6 +59,9 @@ class ReferenceAttention(AttentionBackend):
                 transform=inputs.transform,
                 positions=positions,
             )
+            exact = None
+            if inputs.recent is not None:
+                exact = _recent_rows(inputs.recent, i, slice(begin, end), positions)
             one_by_one = inputs.batch_invariant or not bool(value.isfinite().all())
             count = 1 if one_by_one else end - begin
             for row in range(begin, end, count):
@@ -74,7 +80,31 @@ class ReferenceAttention(AttentionBackend):
                     softcap=inputs.softcap,
                     out=inputs.out[rows],
                     lse=None if inputs.lse is None else inputs.lse[rows],
+                    recent=None if exact is None else (exact[0][keys], exact[1][keys], reach),
                 )
+
+
+def _recent_rows(
+    recent: RecentInputs, seq: int, rows: slice, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a sequence at some positions up to its last, float32; zeros where nobody looks.
+
+    Args:
+        rows: of the step's tokens.
+        positions: int64 `[m]`, ascending by one, to the end of the sequence.
+    """
+    found = []
+    count, new = len(positions), rows.stop - rows.start
+    for ring, own in ((recent.keys, recent.key), (recent.values, recent.value)):
+        result = torch.zeros((count, *own.shape[1:]), device=own.device)
+        kept = min(new, count)
+        result[count - kept :] = own[rows][new - kept :].float()
+        old = min(count - kept, recent.tokens - 1)
+        at = slice(count - kept - old, count - kept)
+        slots = positions[at] % ring.shape[2]
+        result[at] = ring[int(recent.entries[seq])][:, slots].transpose(0, 1).float()
+        found.append(result)
+    return found[0], found[1]
 
 
 def first_key(first_query: int, sliding_window: int | None) -> int:
@@ -97,6 +127,7 @@ def attend(
     softcap: float | None,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
+    recent: tuple[torch.Tensor, torch.Tensor, int] | None = None,
 ) -> None:
     """Causal attention of one sequence on unpacked K and V, in float32.
 
@@ -111,6 +142,8 @@ def attend(
         out: `[n, heads, Dv]`, written; rows that may attend to nothing become 0.
         lse: float32 `[n, heads]`, written: natural log of the softmax denominator, sink included;
             -inf for rows that may attend to nothing and have no sink.
+        recent: other K and V of the same shapes, which stand in their place for queries less than
+            so many tokens away.
     """
     num_queries, num_heads, _ = query.shape
     kv_heads = key.shape[1]
@@ -121,18 +154,28 @@ def attend(
     for begin in range(0, num_queries, block):
         rows = slice(begin, min(begin + block, num_queries))
         q = query[rows].float().unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
-        scores = torch.matmul(q.flatten(1, 2), keys).mul_(scale)
+        distance = query_positions[rows, None] - key_positions[None, :]
+        scores = torch.matmul(q.flatten(1, 2), keys)
+        if recent is not None:
+            is_recent = (distance < recent[2]).repeat(group, 1)  # [group * rows, m]
+            nearer = torch.matmul(q.flatten(1, 2), recent[0].permute(1, 2, 0))
+            scores = torch.where(is_recent, nearer, scores)
+        scores = scores.mul_(scale)
         scores = scores.unflatten(1, (group, q.shape[2]))  # [kv_heads, group, rows, m]
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        distance = query_positions[rows, None] - key_positions[None, :]
         hidden = distance < 0
         if sliding_window is not None:
             hidden = hidden | (distance >= sliding_window)
         scores = scores.masked_fill(hidden, -torch.inf)
         sink = None if sinks is None else sinks.float().view(kv_heads, group, 1, 1)
         weights, denominator_log = _softmax(scores, sink)
-        result = torch.matmul(weights.flatten(1, 2), values)
+        flat = weights.flatten(1, 2)
+        if recent is None:
+            result = torch.matmul(flat, values)
+        else:
+            result = torch.matmul(flat.masked_fill(is_recent, 0.0), values)
+            result += torch.matmul(flat.masked_fill(~is_recent, 0.0), recent[1].transpose(0, 1))
         result = result.unflatten(1, (group, q.shape[2])).permute(2, 0, 1, 3).flatten(1, 2)
         out[rows] = result.to(out.dtype)
         if lse is not None:

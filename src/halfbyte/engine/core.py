@@ -12,6 +12,7 @@ from halfbyte.engine.sampler import Sampler, SavedGenerators
 from halfbyte.engine.sampling_params import SamplingParams
 from halfbyte.engine.scheduler import Scheduler
 from halfbyte.kvcache import PagedKVPool, SequenceTables
+from halfbyte.kvcache.recent import RecentTokens
 from halfbyte.models import KVQuantization
 
 
@@ -28,6 +29,7 @@ class EngineCore:
         attention_backend: name of an attention backend, or None to choose.
         batch_invariant: ask for bitwise equal results whatever else is in the batch.
         cuda_graphs: run decode steps on a GPU as CUDA graphs.
+        recent: rings for the last tokens of the sequences; None for none.
     """
 
     def __init__(
@@ -42,8 +44,9 @@ class EngineCore:
         attention_backend: str | None = None,
         batch_invariant: bool = False,
         cuda_graphs: bool = True,
+        recent: RecentTokens | None = None,
     ) -> None:
-        self.tables = SequenceTables(pool)
+        self.tables = SequenceTables(pool, recent=recent)
         self.scheduler = Scheduler(self.tables, max_batched_tokens, max_num_seqs)
         self.runner = ModelRunner(
             model,

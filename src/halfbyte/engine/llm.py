@@ -16,6 +16,7 @@ from halfbyte.engine.detokenizer import Detokenizer
 from halfbyte.engine.request import FinishReason, Request, RequestOutput
 from halfbyte.engine.sampling_params import SamplingParams
 from halfbyte.kvcache import KVCachePlan, KVRecipe, KVScales, PagedKVPool, plan_kv_cache
+from halfbyte.kvcache.recent import RecentTokens
 from halfbyte.layouts.arguments import integer
 from halfbyte.models import (
     KVQuantization,
@@ -179,6 +180,7 @@ class LLM:
             attention_backend=attention_backend,
             batch_invariant=batch_invariant,
             cuda_graphs=cuda_graphs,
+            recent=RecentTokens.of(self.pool, recipe, model.dtype, 1 + max_num_seqs),
         )
 
     def generate(

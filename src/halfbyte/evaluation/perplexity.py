@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from halfbyte.attention import check_attention_backend
 from halfbyte.engine import ModelRunner
 from halfbyte.kvcache import KVRecipe, KVScales, PagedKVPool, SequenceTables, plan_kv_cache
+from halfbyte.kvcache.recent import RecentTokens
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models import KVQuantization, layer_specs, resolve_kv_scales
 
@@ -73,7 +74,7 @@ class _Track:
         pool = PagedKVPool(plan, 1 + num_windows * pages, model.device)
         self.dtype = dtype
         self.recipe = recipe
-        self.tables = SequenceTables(pool)
+        self.tables = SequenceTables(pool, recent=RecentTokens.of(pool, recipe, model.dtype))
         quantization = KVQuantization.of(pool, scales, recipe)
         self.runner = ModelRunner(model, self.tables, quantization, attention_backend)
         self.nll = 0.0

@@ -38,6 +38,6 @@ def pages_identity(
         "v_amax": scales and [float(amax).hex() for amax in scales.v_amax],
     }
     if recipe is not None and recipe.changes_k:
-        fields["recipe"] = recipe.name
+        fields["recipe"] = recipe.of_pages.name
         fields["calibration"] = scales and scales.calibration and scales.calibration.sha256()
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

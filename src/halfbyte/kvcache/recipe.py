@@ -4,11 +4,12 @@ K of a language model is hard to store in four bits for three reasons: more than
 is a constant per channel, which RoPE turns with the position; a few channels are much larger than
 the others; and the first token's K is unlike all others and draws a third of the attention.
 `balanced` takes the constant away (a mean per segment of positions, see `transform`), spreads what
-is left over the channels of a head (a Hadamard transform), and keeps the first token in 16 bits.
-Pages have the same bytes per token. `plain` is what other programs read and write.
+is left over the channels of a head (a Hadamard transform), and keeps the first token and the last
+64 in 16 bits (`recent`). Pages have the same bytes per token. `plain` is what other programs read
+and write.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from halfbyte.layouts import KVCacheDType
 
@@ -26,12 +27,15 @@ class KVRecipe:
         keep_first_token: read K and V at position 0 in the model's dtype, for the tokens that a
             calibration has seen there.
         four_over_six: choose each block's scale among two, by squared error.
+        recent_tokens: read K and V of so many last tokens in the model's dtype, up to 256. They are
+            packed as well when they come, so that pages do not depend on it.
     """
 
     center: bool = False
     rotate: bool = False
     keep_first_token: bool = False
     four_over_six: bool = False
+    recent_tokens: int = 0
 
     def format_of(self, dtype: KVCacheDType) -> KVCacheDType:
         """The format that stands for one that was asked for: the same bits, other scales."""
@@ -43,12 +47,19 @@ class KVRecipe:
         return self.center or self.rotate or self.keep_first_token
 
     @property
+    def of_pages(self) -> "KVRecipe":
+        """What of it the bytes of a page depend on."""
+        return replace(self, recent_tokens=0)
+
+    @property
     def name(self) -> str:
         """Its name, or its fields where it has none."""
         for name, recipe in RECIPES.items():
             if recipe == self:
                 return name
-        return "+".join(field for field in self.__dataclass_fields__ if getattr(self, field))
+        named = {field: getattr(self, field) for field in self.__dataclass_fields__}
+        parts = (f if value is True else f"{f}={value}" for f, value in named.items() if value)
+        return "+".join(parts)
 
     @classmethod
     def parse(cls, name: "str | KVRecipe") -> "KVRecipe":
@@ -66,5 +77,7 @@ class KVRecipe:
 
 RECIPES: dict[str, KVRecipe] = {
     "plain": KVRecipe(),
-    "balanced": KVRecipe(center=True, rotate=True, keep_first_token=True, four_over_six=True),
+    "balanced": KVRecipe(
+        center=True, rotate=True, keep_first_token=True, four_over_six=True, recent_tokens=64
+    ),
 }

@@ -15,6 +15,7 @@ import torch
 from halfbyte.kvcache.allocator import NULL_PAGE, OutOfPagesError, PageAllocator
 from halfbyte.kvcache.plan import KVCachePlan
 from halfbyte.kvcache.pool import PagedKVPool
+from halfbyte.kvcache.recent import RecentTokens
 
 SequenceId = Hashable
 
@@ -24,6 +25,10 @@ class _Sequence:
     length: int
     tables: "list[array[int]]"
     """Page numbers (int32) per group; NULL_PAGE where a page has died."""
+    entry: int = 0
+    """Of `RecentTokens`, where there are any."""
+    kept_from: int = 0
+    """Positions from here on are in the entry, as far as its ring reaches back."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,7 @@ class HostSequence:
         live: per group, the positions in its table that held a page.
         table_lengths: per group, pages in its table.
         data: uint8 `[live pages of all groups, page_bytes]` on the CPU.
+        recent: its last tokens in every layer that has them, and from which position on.
     """
 
     plan: KVCachePlan
@@ -43,6 +49,7 @@ class HostSequence:
     live: tuple[tuple[int, ...], ...]
     table_lengths: tuple[int, ...]
     data: torch.Tensor
+    recent: tuple[list[torch.Tensor], int] = ([], 0)
 
 
 class SequenceTables:
@@ -51,10 +58,18 @@ class SequenceTables:
     Args:
         pool: whose pages are handed out.
         can_grow: enlarge the pool (doubling it) where it would run out.
+        recent: rings for the last tokens of every sequence; None for none.
     """
 
-    def __init__(self, pool: PagedKVPool, *, can_grow: bool = False) -> None:
+    def __init__(
+        self,
+        pool: PagedKVPool,
+        *,
+        can_grow: bool = False,
+        recent: RecentTokens | None = None,
+    ) -> None:
         self.pool = pool
+        self.recent = recent
         self.allocator = PageAllocator(pool.num_pages)
         self._can_grow = can_grow
         self._sequences: dict[SequenceId, _Sequence] = {}
@@ -89,7 +104,7 @@ class SequenceTables:
         """
         if seq in self._sequences:
             raise ValueError(f"sequence {seq!r} already exists")
-        self._sequences[seq] = _Sequence(0, [array("i") for _ in self.pool.plan.groups])
+        self._add(seq, _Sequence(0, [array("i") for _ in self.pool.plan.groups]))
 
     def num_new_pages(self, seq: SequenceId, count: int) -> int:
         """Free pages that `append(seq, count)` would take."""
@@ -141,10 +156,15 @@ class SequenceTables:
     def fork(self, parent: SequenceId, child: SequenceId) -> None:
         """Start a sequence with the parent's tokens, sharing its pages."""
         source = self._get(parent)
-        self.add(child)
+        if child in self._sequences:
+            raise ValueError(f"sequence {child!r} already exists")
         for table in source.tables:
             self.allocator.retain(table)
-        self._sequences[child] = _Sequence(source.length, [table[:] for table in source.tables])
+        tables = [table[:] for table in source.tables]
+        copy = _Sequence(source.length, tables, kept_from=source.kept_from)
+        self._add(child, copy)
+        if self.recent is not None:
+            self.recent.copy(source.entry, copy.entry)
 
     def crop(self, seq: SequenceId, length: int) -> None:
         """Drop the tokens from `length` on.
@@ -166,12 +186,18 @@ class SequenceTables:
             keep = -(-length // group.block_size)
             self.allocator.release(table[keep:])
             del table[keep:]
+        if self.recent is not None and length < sequence.length:
+            # What the ring has overwritten since.
+            sequence.kept_from = max(sequence.kept_from, sequence.length - self.recent.ring)
         sequence.length = length
 
     def free(self, seq: SequenceId) -> None:
         """End a sequence and give up its pages."""
-        for table in self._get(seq).tables:
+        sequence = self._get(seq)
+        for table in sequence.tables:
             self.allocator.release(table)
+        if self.recent is not None:
+            self.recent.give_back(sequence.entry)
         del self._sequences[seq]
 
     def move_out(self, seq: SequenceId) -> HostSequence:
@@ -183,9 +209,9 @@ class SequenceTables:
         )
         pages = [table[i] for table, at in zip(sequence.tables, live, strict=True) for i in at]
         lengths = tuple(len(table) for table in sequence.tables)
-        host = HostSequence(
-            self.pool.plan, sequence.length, live, lengths, self.pool.read_pages(pages)
-        )
+        data = self.pool.read_pages(pages)
+        recent = (self.recent.read(sequence.entry) if self.recent else [], sequence.kept_from)
+        host = HostSequence(self.pool.plan, sequence.length, live, lengths, data, recent)
         self.free(seq)
         return host
 
@@ -210,7 +236,29 @@ class SequenceTables:
                 table[i] = pages[taken]
                 taken += 1
             tables.append(table)
-        self._sequences[seq] = _Sequence(host.length, tables)
+        kept, kept_from = host.recent
+        sequence = _Sequence(host.length, tables, kept_from=kept_from if kept else host.length)
+        self._add(seq, sequence)
+        if self.recent is not None and kept:
+            self.recent.write(sequence.entry, kept)
+
+    def entry(self, seq: SequenceId) -> int:
+        """Of a sequence in `recent`."""
+        return self._get(seq).entry
+
+    def fill_recent(self, seq: SequenceId, length: int) -> range:
+        """Positions that attention after `length` tokens reads from the ring and does not find.
+
+        The caller fills them; from then on they count as found.
+        """
+        if self.recent is None:
+            return range(0)
+        sequence = self._get(seq)
+        first = max(0, length - self.recent.tokens + 1)
+        missing = range(first, min(sequence.kept_from, length))
+        if missing:
+            sequence.kept_from = first
+        return missing
 
     def slots(self, seq: SequenceId, start: int, stop: int, group: int = 0) -> torch.Tensor:
         """Slots (int64, on the CPU) of the tokens `start` .. `stop - 1` of a sequence."""
@@ -244,6 +292,11 @@ class SequenceTables:
         for page, count in enumerate(holders):
             actual = self.allocator.num_holders(page)
             assert actual == count, f"page {page}: {actual} holders counted, {count} in tables"
+
+    def _add(self, seq: SequenceId, sequence: _Sequence) -> None:
+        if self.recent is not None:
+            sequence.entry = self.recent.take()
+        self._sequences[seq] = sequence
 
     def _get(self, seq: SequenceId) -> _Sequence:
         if seq not in self._sequences:

@@ -11,9 +11,11 @@ from halfbyte.kvcache import (
     KVScales,
     PagedKVPool,
     SequenceTables,
+    read_tokens,
     reshape_and_cache,
 )
 from halfbyte.kvcache.layer import LayerQuantization
+from halfbyte.kvcache.recent import RecentInputs, RecentTokens
 from halfbyte.kvcache.transform import KVTransform
 
 
@@ -49,6 +51,63 @@ class KVQuantization:
 
 
 @dataclass(frozen=True)
+class RecentBatch:
+    """What a step does with the last tokens of its sequences.
+
+    Args:
+        tokens: the rings.
+        entries: int32 `[sequences]`.
+        rows: int64 `[n]`, of the step's tokens, those that stay in the rings after it.
+        places: entry and slot of each, int64 `[n]` and `[n]`.
+        missing: per sequence that has any, its number in the batch and positions that are read from
+            its ring and must first be filled from the pages.
+    """
+
+    tokens: RecentTokens
+    entries: torch.Tensor
+    rows: torch.Tensor
+    places: tuple[torch.Tensor, torch.Tensor]
+    missing: Sequence[tuple[int, torch.Tensor]]
+
+    @classmethod
+    def of(
+        cls, tables: SequenceTables, chunks: Sequence[tuple[object, int]]
+    ) -> "RecentBatch | None":
+        """Of the last `count` tokens of each `(sequence, count)`; None without rings."""
+        if tables.recent is None:
+            return None
+        device, ring = tables.pool.device, tables.recent.ring
+        entries, rows, owners, slots, missing = [], [], [], [], []
+        row = 0
+        for number, (seq, count) in enumerate(chunks):
+            length, entry = tables.length(seq), tables.entry(seq)
+            entries.append(entry)
+            kept = min(count, ring)
+            row += count
+            rows.append(torch.arange(row - kept, row))
+            owners.append(torch.full((kept,), entry))
+            slots.append(torch.arange(length - kept, length) % ring)
+            if positions := tables.fill_recent(seq, length - count):
+                missing.append((number, torch.arange(positions.start, positions.stop)))
+        place = (torch.cat(owners).to(device), torch.cat(slots).to(device))
+        return cls(
+            tables.recent,
+            torch.tensor(entries, dtype=torch.int32, device=device),
+            torch.cat(rows).to(device),
+            place,
+            missing,
+        )
+
+    def remember(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put the step's tokens of a layer into the rings."""
+        pair = self.tokens[layer]
+        assert pair is not None
+        owner, slot = self.places
+        for ring, x in zip(pair, (key, value), strict=True):
+            ring[owner, :, slot] = x[self.rows].to(ring.dtype)
+
+
+@dataclass(frozen=True)
 class PagedBatch:
     """A flat ragged batch, handed to every layer's attention.
 
@@ -75,6 +134,7 @@ class PagedBatch:
     batch_invariant: bool = False
     plans: AttentionPlans = field(default_factory=AttentionPlans)
     """Shared by the layers, which all have these lengths."""
+    recent: RecentBatch | None = None
     layers_run: set[int] = field(default_factory=set)
     """Layers whose attention has run: proof that the object reached them."""
 
@@ -114,6 +174,7 @@ class PagedBatch:
             positions=torch.cat(positions).to(device),
             backend=backend,
             batch_invariant=batch_invariant,
+            recent=RecentBatch.of(tables, chunks),
         )
 
     def store_and_attend(
@@ -156,7 +217,8 @@ class PagedBatch:
             transform=transform,
             positions=self.positions,
         )
-        return paged_attention(
+        recent = self._recent_inputs(layer, key, value)
+        result = paged_attention(
             query,
             pages,
             layout=layout,
@@ -173,4 +235,46 @@ class PagedBatch:
             backend=self.backend,
             plans=self.plans,
             transform=transform,
+            recent=recent,
         )
+        if self.recent is not None and recent is not None:
+            self.recent.remember(layer, key, value)
+        return result
+
+    def _recent_inputs(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor
+    ) -> RecentInputs | None:
+        """The last tokens of a layer; None for one that reads all from the pages."""
+        pair = None if self.recent is None else self.recent.tokens[layer]
+        if self.recent is None or pair is None:
+            return None
+        for number, positions in self.recent.missing:
+            self._fill(layer, number, positions)
+        keys, values = pair
+        return RecentInputs(
+            self.recent.tokens.tokens, keys, values, self.recent.entries, key, value
+        )
+
+    def _fill(self, layer: int, number: int, positions: torch.Tensor) -> None:
+        """Put tokens of a sequence into its ring as the pages have them."""
+        assert self.recent is not None
+        pair = self.recent.tokens[layer]
+        assert pair is not None
+        group, _ = self.pool.plan.locate(layer)
+        layout, device = self.pool.layout(layer), self.pool.device
+        positions = positions.to(device)
+        table = self.block_tables[group][number].long()
+        size = layout.block_size
+        k_scale, v_scale = self.quantization.scales[layer]
+        rows = read_tokens(
+            self.pool.layer_pages(layer),
+            table[positions // size] * size + positions % size,
+            layout,
+            k_scale,
+            v_scale,
+            transform=self.quantization.transforms[layer],
+            positions=positions,
+        )
+        entry = int(self.recent.entries[number])
+        for ring, x in zip(pair, rows, strict=True):
+            ring[entry, :, positions % ring.shape[2]] = x.transpose(0, 1).to(ring.dtype)

@@ -21,6 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from halfbyte.attention import check_attention_backend
 from halfbyte.kvcache import KVRecipe, KVScales, PagedKVPool, SequenceTables, plan_kv_cache
+from halfbyte.kvcache.recent import RecentTokens
 from halfbyte.models.architectures import LayerDTypes, layer_specs
 from halfbyte.models.attention_functions import GENERATE, KVHandle, register
 from halfbyte.models.batch import KVQuantization, PagedBatch
@@ -77,7 +78,8 @@ class Cache(transformers.Cache):
         formats = {d for s in specs for d in (s.layout.k_dtype, s.layout.v_dtype)}
         scales = resolve_kv_scales(model, formats, given=kv_scales, recipe=recipe)
         pool = PagedKVPool(plan_kv_cache(specs), _INITIAL_PAGES, model.device)
-        self.tables = SequenceTables(pool, can_grow=True)
+        recent = RecentTokens.of(pool, recipe, model.dtype)
+        self.tables = SequenceTables(pool, can_grow=True, recent=recent)
         self.kv_scales = scales
         self._quantization = KVQuantization.of(pool, scales, recipe)
         self._backend = attention_backend

@@ -65,8 +65,8 @@ class Options:
 
     @property
     def recipe(self) -> KVRecipe:
-        """That of `kv_recipe`."""
-        return RECIPES[self.kv_recipe]
+        """That of `kv_recipe`, all tokens from the pages: vLLM has no place for rings yet."""
+        return RECIPES[self.kv_recipe].of_pages
 
     def of_attention(self) -> list[str]:
         """Options other than their defaults that have no effect without halfbyte's attention."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from halfbyte.kvcache import KVRecipe
 from models.zoo import make_model, token_ids
 from plugins.vllm.engine.engines import (
     BUNDLED,
@@ -158,7 +159,9 @@ def test_drafts_from_the_prompt_in_graphs() -> None:
 
 @pytest.mark.parametrize("recipe", ["plain", "balanced"])
 def test_equals_halfbyte_s_engine_on_the_same_gpu(recipe: str) -> None:
-    expected = halfbyte_tokens(BUNDLED, TEXTS, device="cuda", kv_recipe=recipe)
+    expected = halfbyte_tokens(
+        BUNDLED, TEXTS, device="cuda", kv_recipe=KVRecipe.parse(recipe).of_pages
+    )
     with vllm_engine(**GPU, additional_config={"halfbyte": {"kv_recipe": recipe}}) as llm:
         found = generate(llm, TEXTS)
     differ = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]

@@ -45,6 +45,8 @@ using Floats = std::vector<float, LineAllocator<float>>;
 struct Workspace {
   Floats q, packed_q, scores, sums, tile, rows, parts, merged, ordered;
   Floats raw_q, turned, bias, first_key, first_value;  // for a transform of K
+  Floats recent_sums;
+  float recent_maximum[kMaxRows], recent_total[kMaxRows];
   std::vector<int> positions;
   std::vector<uint8_t> v_scales;
   const uint8_t *k_data[kSpan], *k_scales[kSpan], *v_data[kSpan], *v_scale_rows[kSpan];
@@ -355,6 +357,81 @@ void load_queries(const Batch& batch, const Item& item, const Side& side, Worksp
   }
 }
 
+// Addresses of the tokens `first` .. first + n - 1 of a head, which lie in the ring or are the step's.
+// Hidden tokens before t0, which nobody may read, stand at the address of t0.
+void locate_recent(const Batch& batch, const Item& item, int head, int first, int t0, int n,
+                   Workspace& w) {
+  const Call& call = batch.call;
+  const Recent& recent = *call.recent;
+  const int start = call.query_start_loc[item.seq];
+  const int first_new = recent.lengths[item.seq] - (call.query_start_loc[item.seq + 1] - start);
+  const int64_t element = data_bytes(recent.format, 1);
+  const int64_t ring = ((int64_t)recent.entries[item.seq] * batch.layout.kv_heads + head) * recent.ring;
+  for (int t = 0; t < n; t++) {
+    const int position = std::max(first + t, t0);
+    if (position >= first_new) {
+      const int64_t token = start + position - first_new;
+      w.k_data[t] = recent.key + (token * recent.key_token + head * recent.key_head) * element;
+      w.v_data[t] = recent.value + (token * recent.value_token + head * recent.value_head) * element;
+    } else {
+      const int64_t slot = ring + position % recent.ring;
+      w.k_data[t] = recent.keys + slot * batch.layout.head_size * element;
+      w.v_data[t] = recent.values + slot * batch.layout.head_size_v * element;
+    }
+  }
+}
+
+// Attention of an item's rows to their last tokens, as the model made them. Lanes hold the same tokens
+// whatever other rows are in the item.
+void attend_recent(const Batch& batch, const Item& item, Workspace& w) {
+  const Call& call = batch.call;
+  const Recent& recent = *call.recent;
+  const Kernels& kernels = batch.kernels;
+  const Layout& l = batch.layout;
+  const int queries = call.query_start_loc[item.seq + 1] - call.query_start_loc[item.seq];
+  const int first_position = recent.lengths[item.seq] - queries;
+  const int reach = recent.window > 0 ? std::min(recent.window, recent.tokens) : recent.tokens;
+  const int earliest = first_position + item.first_row / batch.group;
+  const int latest = first_position + (item.first_row + item.rows - 1) / batch.group;
+  const int stride = padded(l.head_size), stride_v = padded(l.head_size_v), rows = item.heads * item.rows;
+  reserve(w.recent_sums, (size_t)rows * stride_v);
+  std::fill(w.recent_sums.begin(), w.recent_sums.begin() + (size_t)rows * stride_v, 0.0f);
+  std::fill(w.recent_maximum, w.recent_maximum + rows, kNegInf);
+  std::fill(w.recent_total, w.recent_total + rows, 0.0f);
+  if (latest < 0) return;  // a sequence shorter than its queries
+  const int t0 = std::max(0, earliest - reach + 1), first = t0 / kPad * kPad, n = latest + 1 - first;
+  const Region none{};
+  const Side k = make_side(recent.format, l.head_size, none, none);
+  const Side v = make_side(recent.format, l.head_size_v, none, none);
+  // Rotated queries are for what is packed.
+  const float* q = call.transform ? w.raw_q.data() : w.q.data();
+  const int step = tile_of(item);
+  for (int h = 0; h < item.heads; h++) {
+    locate_recent(batch, item, item.first_head + h, first, t0, n, w);
+    const Rows keys{w.k_data, w.k_data, 0, 0}, values{w.v_data, w.v_data, 0, 0};
+    float* scores = w.scores.data() + (size_t)h * item.rows * kSpan;
+    for (int t = 0; t < n; t += step)
+      score_tile(batch, item, k, keys.from(t), std::min(step, n - t),
+                 q + (size_t)h * item.rows * stride, scores + t, w);
+    for (int r = 0; r < item.rows; r++) {
+      const int i = h * item.rows + r;
+      const int position = first_position + (item.first_row + r) / batch.group;
+      const int from = std::clamp(std::max(t0, position - reach + 1) - first, 0, n);
+      const int to = std::clamp(position + 1 - first, from, n);
+      float* row = scores + (size_t)r * kSpan;
+      kernels.logits(row, padded(n), call.softmax_scale, call.softcap);
+      std::fill(row, row + from, kNegInf);
+      std::fill(row + to, row + padded(n), kNegInf);
+      w.recent_maximum[i] = kernels.largest(row, padded(n));
+      const float shift = w.recent_maximum[i] == kNegInf ? 0.0f : w.recent_maximum[i];
+      w.recent_total[i] = kernels.exponentials(row, padded(n), shift);
+    }
+    for (int t = 0; t < n; t += step)
+      accumulate_tile(batch, item, v, values.from(t), std::min(step, n - t), scores + t,
+                      w.recent_sums.data() + (size_t)h * item.rows * stride_v, stride_v, w);
+  }
+}
+
 // A row of the result from its parts, `stride` floats apart.
 void finish_row(const Batch& batch, const Item& item, int h, int r, const float* part, int64_t stride,
                 int sum_stride, float multiplier, Workspace& w) {
@@ -365,7 +442,9 @@ void finish_row(const Batch& batch, const Item& item, int h, int r, const float*
   const float sink = call.sinks ? call.sinks[query_head] * 1.44269504f : kNegInf;
   const bool has_first = call.transform && call.transform->first_tokens > 0;
   const float first = has_first ? first_token_score(batch, item, h, r, w) : kNegInf;
-  float maximum = std::max(sink, first);
+  const int i_recent = h * item.rows + r;
+  const float recent = call.recent ? w.recent_maximum[i_recent] : kNegInf;
+  float maximum = std::max({sink, first, recent});
   for (int i = 0; i < item.parts; i++) maximum = std::max(maximum, part[i * stride + sum_stride]);
   const float shift = maximum == kNegInf ? 0.0f : maximum;
   float total = std::exp2(sink - shift);
@@ -388,6 +467,13 @@ void finish_row(const Batch& batch, const Item& item, int h, int r, const float*
     const float* value = w.first_value.data() + (size_t)h * padded(size);
     total += weight;
     for (int d = 0; d < size; d++) merged[d] += factor * value[d];
+  }
+  if (call.recent) {
+    const float weight = std::exp2(recent - shift), factor = weight / multiplier;
+    const float* sums = w.recent_sums.data() + (size_t)i_recent * padded(size);
+    // As for parts: one that attends to nothing has the weight 0, and NaN stays NaN.
+    total += recent == kNegInf ? w.recent_total[i_recent] : weight * w.recent_total[i_recent];
+    for (int d = 0; d < size; d++) merged[d] += factor * sums[d];
   }
   const float scale = total == 0.0f ? 0.0f : multiplier / total;
   for (int d = 0; d < size; d++) merged[d] *= scale;
@@ -462,6 +548,7 @@ void run_item(void* context, int index) {
   const Transform* transform = batch.call.transform;
   if (transform && transform->first_tokens > 0 && batch.call.seq_lens[item.seq] > 0)
     load_first_token(batch, item, w);
+  if (batch.call.recent) attend_recent(batch, item, w);
   for (int h = 0; h < item.heads; h++)
     for (int r = 0; r < item.rows; r++)
       finish_row(batch, item, h, r,

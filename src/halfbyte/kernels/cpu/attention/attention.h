@@ -11,6 +11,19 @@ namespace halfbyte {
 
 constexpr int kMaxRows = 64;  // of an item
 
+// K and V of the last tokens as the model made them. Field by field the `_RECENT` of attention/cpu.py;
+// strides are in elements.
+struct Recent {
+  const uint8_t *keys, *values;  // [entries, kv_heads, ring, size]: position p is in slot p % ring
+  const uint8_t *key, *value;    // of the step's tokens, [tokens, kv_heads, size]
+  const int32_t* entries;        // [num_seqs]
+  const int32_t* lengths;        // [num_seqs]; `Call::seq_lens` are those of what is read packed
+  int64_t key_token, key_head, value_token, value_head;
+  int32_t tokens;  // a query at p reads keys after p - tokens from here
+  int32_t ring, format;
+  int32_t window;  // of the layer; `Call::window` is that of what is read packed
+};
+
 // Field by field the `_CALL` of attention/cpu.py. Strides are in elements.
 struct Call {
   const uint8_t* query;  // [tokens, heads, head_size]
@@ -22,6 +35,7 @@ struct Call {
   uint8_t* out;        // [tokens, heads, head_size_v]
   float* lse;          // [tokens, heads] or null
   const Transform* transform;  // what K went through, or null
+  const Recent* recent;        // or null
   int64_t page_stride, query_token, query_head, out_token, out_head;
   int32_t query_format, out_format, num_seqs, max_pages, heads, window, threads, unused;
   float softmax_scale, k_global, v_global, softcap;

@@ -1,0 +1,168 @@
+"""The last tokens of running sequences, K and V as the model made them.
+
+The nearest keys draw much of the attention: the last 16 tokens a third of it in small language
+models. So a query at position p reads K and V of positions after p - R from here, and older ones
+from the pages, where all tokens are packed when they come. Nothing is copied later, results do not
+depend on how a prompt was cut into chunks, and the memory is that of the sequences that run, not of
+the tokens that are kept.
+
+A sequence has an entry, a ring of R + `SLACK` slots per layer and KV head; position p is in slot
+p % ring. The slack lets tokens be taken back (rejected drafts) without losing what they overwrote.
+Where more is taken back, the slots are filled from the pages.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from halfbyte.kvcache.pool import PagedKVPool
+from halfbyte.kvcache.recipe import KVRecipe
+from halfbyte.layouts import PageLayout
+
+logger = logging.getLogger("halfbyte")
+
+SLACK = 16
+"""Tokens that can be taken back."""
+
+
+class RecentInputs(NamedTuple):
+    """What attention of one layer reads beside the pages.
+
+    Args:
+        tokens: R; a query at p reads keys after p - R from here.
+        keys, values: rings `[entries, kv_heads, ring, D]` and `[entries, kv_heads, ring, Dv]`, with
+            the tokens before this step's.
+        entries: int32 `[sequences]`.
+        key, value: of the step's tokens, `[tokens, kv_heads, D]` and `[tokens, kv_heads, Dv]`, in
+            the order of the queries.
+    """
+
+    tokens: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    entries: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+def packed_part(tokens: int, seq_lens: torch.Tensor, window: int) -> tuple[torch.Tensor, int]:
+    """Lengths and window with which a kernel reads what is not among the last tokens.
+
+    Queries keep their distance from the end: one at p becomes one at p - R.
+
+    Args:
+        tokens: R.
+        seq_lens: int32 `[sequences]`.
+        window: 0 for none.
+    """
+    if 0 < window <= tokens:  # all is among them
+        return torch.zeros_like(seq_lens), 0
+    return (seq_lens - tokens).clamp_(min=0), max(0, window - tokens)
+
+
+class RecentTokens:
+    """Rings of all layers that have them, and who holds which entry.
+
+    Args:
+        layouts: per layer, of its pages.
+        tokens: R, from 1 to 256.
+        dtype: the model's.
+        device: where they lie.
+        capacity: entries to begin with; there are always enough.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[PageLayout],
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        capacity: int = 8,
+    ) -> None:
+        if not 1 <= tokens <= 256:
+            raise ValueError(f"tokens: expected 1 to 256, got {tokens}")
+        self.tokens = tokens
+        self.ring = tokens + SLACK
+        self._free: list[int] = []
+        self._count = 0
+        self._layers: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        for layout in layouts:
+            if not layout.k_dtype.is_nvfp4:
+                self._layers.append(None)
+                continue
+            shape = (0, layout.num_kv_heads, self.ring)
+            key, value = (
+                torch.zeros((*shape, size), dtype=dtype, device=device)
+                for size in (layout.head_size, layout.head_size_v)
+            )
+            self._layers.append((key, value))
+        self._grow(capacity)
+
+    @classmethod
+    def of(
+        cls, pool: PagedKVPool, recipe: KVRecipe, dtype: torch.dtype, capacity: int = 8
+    ) -> "RecentTokens | None":
+        """Those of a pool's layers with K in NVFP4; None where a recipe keeps none.
+
+        Args:
+            dtype: the model's.
+            capacity: entries to begin with.
+        """
+        layouts = [pool.layout(layer) for layer in range(pool.plan.num_layers)]
+        if not recipe.recent_tokens or not any(layout.k_dtype.is_nvfp4 for layout in layouts):
+            return None
+        if pool.device.type != "cpu":
+            logger.warning(
+                "kv_recipe: the last %d tokens are read from the pages, like all others: kernels "
+                "that read them as they are exist for CPUs alone so far",
+                recipe.recent_tokens,
+            )
+            return None
+        return cls(layouts, recipe.recent_tokens, dtype, pool.device, capacity)
+
+    def __getitem__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """K and V `[entries, kv_heads, ring, size]` of a layer, or None."""
+        return self._layers[layer]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(x.nbytes for pair in self._layers if pair is not None for x in pair)
+
+    def take(self) -> int:
+        """An entry of one's own."""
+        if not self._free:
+            self._grow(2 * self._count)
+        return self._free.pop()
+
+    def give_back(self, entry: int) -> None:
+        """End an entry."""
+        self._free.append(entry)
+
+    def copy(self, source: int, target: int) -> None:
+        """All layers' tokens of an entry to another."""
+        for pair in self._layers:
+            for x in pair or ():
+                x[target] = x[source]
+
+    def read(self, entry: int) -> list[torch.Tensor]:
+        """An entry's tokens, on the CPU."""
+        return [x[entry].to("cpu", copy=True) for pair in self._layers for x in pair or ()]
+
+    def write(self, entry: int, data: Sequence[torch.Tensor]) -> None:
+        """What `read` gave."""
+        tensors = [x for pair in self._layers for x in pair or ()]
+        for x, rows in zip(tensors, data, strict=True):
+            x[entry] = rows.to(x.device)
+
+    def _grow(self, count: int) -> None:
+        """Enlarge to `count` entries; views taken before keep the old memory."""
+        extra = count - self._count
+        for i, pair in enumerate(self._layers):
+            if pair is not None:
+                key, value = (torch.cat([x, x.new_zeros((extra, *x.shape[1:]))]) for x in pair)
+                self._layers[i] = key, value
+        self._free += range(count - 1, self._count - 1, -1)
+        self._count = count

@@ -1,0 +1,110 @@
+"""Rings for the last tokens of sequences: who holds which, and what they still have."""
+
+import pytest
+import torch
+
+from halfbyte.kvcache import FullAttentionSpec, PagedKVPool, SequenceTables
+from halfbyte.kvcache.recent import SLACK, RecentTokens, packed_part
+from halfbyte.kvcache.recipe import KVRecipe
+
+NVFP4 = FullAttentionSpec(16, 2, 32, kv_cache_dtype="nvfp4", dtype=torch.float32)
+FP8 = FullAttentionSpec(16, 2, 32, kv_cache_dtype="fp8", dtype=torch.float32)
+
+
+def make_tables(tokens: int = 20, pages: int = 40) -> SequenceTables:
+    pool = PagedKVPool([NVFP4, FP8], pages)
+    recent = RecentTokens.of(pool, KVRecipe(recent_tokens=tokens), torch.float32, capacity=2)
+    assert recent is not None
+    return SequenceTables(pool, recent=recent)
+
+
+def rings(recent: RecentTokens) -> tuple[torch.Tensor, torch.Tensor]:
+    pair = recent[0]
+    assert pair is not None
+    return pair
+
+
+def test_layers_without_four_bits_have_none() -> None:
+    recent = make_tables().recent
+    assert recent is not None
+    assert recent[1] is None
+    key, value = rings(recent)
+    assert key.shape == value.shape == (2, 2, 20 + SLACK, 32)
+    assert recent.num_bytes == 2 * key.nbytes
+    assert RecentTokens.of(PagedKVPool([FP8], 2), KVRecipe(recent_tokens=20), torch.float32) is None
+    assert RecentTokens.of(PagedKVPool([NVFP4], 2), KVRecipe(), torch.float32) is None
+    with pytest.raises(ValueError, match="tokens: expected 1 to 256, got 300"):
+        RecentTokens([NVFP4.layout], 300, torch.float32)
+
+
+def test_sequences_have_entries_of_their_own() -> None:
+    tables = make_tables()
+    recent = tables.recent
+    assert recent is not None
+    for seq in "abc":
+        tables.add(seq)
+    entries = [tables.entry(seq) for seq in "abc"]
+    assert sorted(entries) == [0, 1, 2]
+    key, value = rings(recent)
+    key[entries[0]], value[entries[0]] = 1.0, 2.0
+    tables.append("a", 30)
+    tables.fork("a", "d")
+    entry = tables.entry("d")
+    assert entry not in entries
+    key, value = rings(recent)  # grown
+    assert (key[entry] == 1).all()
+    assert (value[entry] == 2).all()
+    host = tables.move_out("d")
+    key[entry] = 7.0
+    tables.move_in("e", host)
+    assert (key[tables.entry("e")] == 1).all()
+    for seq in "abce":
+        tables.free(seq)
+    assert len(set(recent._free)) == recent._count
+
+
+@pytest.mark.parametrize(
+    ("length", "crop", "missing"),
+    [
+        (30, 30, range(0)),
+        (30, 25, range(0)),  # within the slack
+        (100, 84, range(0)),
+        (100, 83, range(64, 64)),
+        (100, 82, range(63, 64)),
+        (100, 60, range(41, 60)),
+        (100, 3, range(3)),
+        (36, 3, range(0)),
+        (37, 3, range(1)),
+    ],
+)
+def test_what_a_ring_has_overwritten_is_missing(length: int, crop: int, missing: range) -> None:
+    tables = make_tables()
+    tables.add("a")
+    tables.append("a", length)
+    assert not tables.fill_recent("a", length)
+    tables.crop("a", crop)
+    assert list(tables.fill_recent("a", crop)) == list(missing)
+    assert not tables.fill_recent("a", crop)  # filled
+    host = tables.move_out("a")
+    tables.move_in("b", host)
+    assert not tables.fill_recent("b", crop)
+
+
+def test_a_sequence_from_a_pool_without_rings_misses_all() -> None:
+    plain = SequenceTables(PagedKVPool([NVFP4, FP8], 9))
+    plain.add("a")
+    plain.append("a", 30)
+    tables = make_tables()
+    tables.move_in("a", plain.move_out("a"))
+    assert tables.fill_recent("a", 30) == range(11, 30)
+
+
+def test_lengths_and_window_of_what_is_packed() -> None:
+    lengths = torch.tensor([0, 5, 64, 65, 1000], dtype=torch.int32)
+    shorter, window = packed_part(64, lengths, 0)
+    assert (shorter.tolist(), window) == ([0, 0, 0, 1, 936], 0)
+    shorter, window = packed_part(64, lengths, 100)
+    assert (shorter.tolist(), window) == ([0, 0, 0, 1, 936], 36)
+    shorter, window = packed_part(64, lengths, 64)
+    assert (shorter.tolist(), window) == ([0] * 5, 0)
+    assert lengths[4] == 1000
