@@ -179,7 +179,13 @@ def run(
         ("backend", backend, None if among is None else tuple(among), config),
         lambda: ATTENTION_BACKENDS.select(config, explicit=backend, among=among),
     )
-    chosen.forward(inputs)
+    if inputs.recent is None or chosen.takes_recent:
+        chosen.forward(inputs)
+        return
+    # Here, because the import needs Triton.
+    from halfbyte.attention.recent.launcher import attend_with_recent
+
+    attend_with_recent(inputs, chosen)
 
 
 def _window(window: int | None, most_tokens: int) -> int | None:

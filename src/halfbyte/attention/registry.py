@@ -40,7 +40,7 @@ class _AttentionBackends(Registry[AttentionBackend]):
         transform = config is not None and config.transform
         if verdict.usable and transform and not self.get(name).takes_transforms:
             return verdict._replace(usable=False, reason="reads the recipe plain alone")
-        recent = config is not None and config.recent
+        recent = config is not None and config.recent and config.device_type != "cuda"
         if verdict.usable and recent and not self.get(name).takes_recent:
             return verdict._replace(usable=False, reason="reads all tokens from the pages")
         return verdict

@@ -70,6 +70,11 @@ SMALL: dict[str, dict[str, Any]] = {
         "query_lens": (1, 40, 3, 12, 0, 30, 70),
         "seq_lens": (50, 140, 3, 64, 9, 30, 70),
     },
+    "shorter-than-their-queries": {
+        "sinks": True,
+        "query_lens": (30, 33, 20, 40, 3),
+        "seq_lens": (10, 133, 0, 25, 2),
+    },
     "recipe": {
         "transform": {},
         "query_lens": (20, 33, 17, 1, 5),

@@ -94,10 +94,18 @@ class DenseAttention(GpuAttention):
             from halfbyte.attention.queries.launcher import rotate_queries
 
             query = rotate_queries(inputs)  # as unpacked K is
+        if plan.empty is not None:
+            _fill_empty(inputs, plan.empty)
         for long in plan.long:
             _attend_long(inputs, query, long)
         for chunks in plan.chunks:
             attend_chunks(inputs, query, chunks, tiles)
+
+
+def _fill_empty(inputs: AttentionInputs, rows: torch.Tensor) -> None:
+    inputs.out[rows] = 0
+    if inputs.lse is not None:
+        inputs.lse[rows] = -torch.inf if inputs.sinks is None else inputs.sinks.float()
 
 
 def _attend_some(inputs: AttentionInputs, some: OtherSequences) -> None:

@@ -92,6 +92,8 @@ class DensePlan:
     chunks: list[Chunks]
     """What our own kernel attends to."""
     some: list[OtherSequences]
+    empty: torch.Tensor | None = None
+    """Rows of the query before their sequence's beginning, which attend to nothing."""
 
 
 def key_blocks(cached: int, most_tokens: int) -> list[tuple[int, int]]:
@@ -125,12 +127,17 @@ def make_plan(inputs: AttentionInputs, tokens_per_tile: int) -> DensePlan:
     starts = inputs.query_start_loc.tolist()
     lengths = inputs.seq_lens.tolist()
     counts = [end - begin for begin, end in pairwise(starts)]
+    # A sequence shorter than its queries begins with rows that attend to nothing.
+    beyond = [max(0, n - length) for n, length in zip(counts, lengths, strict=True)]
+    starts = [start + n for start, n in zip(starts, beyond, strict=False)]
+    counts = [n - less for n, less in zip(counts, beyond, strict=True)]
     most, most_queries = workspace_tokens(inputs), queries_at_once(inputs)
     window = inputs.sliding_window
-    few, general, short, long = _sorted(counts, lengths, inputs)
+    few, general, short, long = _sorted(starts, counts, lengths, inputs)
     device = inputs.query.device
+    is_whole = not any(beyond)
     some = [
-        _some(inputs, backends, [(i, starts[i], counts[i]) for i in indices])
+        _some(inputs, backends, [(i, starts[i], counts[i]) for i in indices], is_whole)
         for backends, indices in ((_FOR_DECODING, few), (_GENERAL, general))
         if indices
     ]
@@ -143,11 +150,13 @@ def make_plan(inputs: AttentionInputs, tokens_per_tile: int) -> DensePlan:
         for begin in range(0, n, most_queries):
             at, queries = starts[first] + begin, min(most_queries, n - begin)
             steps.append(_long(first, len(group), at, queries, cached + begin, most, device))
-    return DensePlan(steps, chunks, some)
+    rows = [torch.arange(start - n, start) for start, n in zip(starts, beyond, strict=True)]
+    empty = None if is_whole else torch.cat(rows).to(device)
+    return DensePlan(steps, chunks, some, empty)
 
 
 def _sorted(
-    counts: list[int], lengths: list[int], inputs: AttentionInputs
+    starts: list[int], counts: list[int], lengths: list[int], inputs: AttentionInputs
 ) -> tuple[list[int], list[int], list[int], list[range]]:
     """Indices of sequences: few new tokens, for the general kernel, for our own; and groups of them
     that PyTorch's attention takes at once."""
@@ -162,7 +171,7 @@ def _sorted(
     plain = inputs.softcap is None and inputs.scale > 0
     plain = plain and layout.head_size == layout.head_size_v
     # Sequences that are attended to together have one block each, and one result.
-    for group in _groups(counts, lengths, min(most, 2 * queries_at_once(inputs))):
+    for group in _groups(starts, counts, lengths, min(most, 2 * queries_at_once(inputs))):
         n, length = counts[group[0]], lengths[group[0]]
         hides = window is not None and window < length
         cached = (min(length, window + n) if window is not None else length) - n
@@ -171,8 +180,6 @@ def _sorted(
         suits = _suits_pytorch(n, length, len(group), layout) or (not fits and n >= MIN_CHUNK)
         if n <= FEW_QUERIES:
             few += group
-        elif length < n:
-            general += group
         elif plain and not hides and suits:
             long.append(group)
         elif fits and (n >= MIN_CHUNK or cached <= n * KEYS_PER_QUERY):
@@ -187,13 +194,16 @@ def _sorted(
     return few, general, short, long
 
 
-def _groups(counts: list[int], lengths: list[int], most_queries: int) -> list[range]:
-    """Sequences that PyTorch's attention could take at once: alike, with nothing to pad, and of at
-    most so many queries; all others one by one."""
+def _groups(
+    starts: list[int], counts: list[int], lengths: list[int], most_queries: int
+) -> list[range]:
+    """Sequences that PyTorch's attention could take at once: alike, with nothing to pad, their rows
+    in a row, and of at most so many queries; all others one by one."""
     groups: list[range] = []
     for i, (n, length) in enumerate(zip(counts, lengths, strict=True)):
         last = groups[-1] if groups else range(0)
         alike = last and counts[last[0]] == lengths[last[0]] == n == length
+        alike = alike and starts[i - 1] + counts[i - 1] == starts[i]
         if alike and _is_exact(n, length) and (len(last) + 1) * n <= most_queries:
             groups[-1] = range(last[0], i + 1)
         else:
@@ -241,9 +251,12 @@ def _long(
 
 
 def _some(
-    inputs: AttentionInputs, backends: tuple[str, ...], sequences: list[tuple[int, int, int]]
+    inputs: AttentionInputs,
+    backends: tuple[str, ...],
+    sequences: list[tuple[int, int, int]],
+    is_whole: bool,
 ) -> OtherSequences:
-    if len(sequences) == inputs.seq_lens.shape[0]:
+    if is_whole and len(sequences) == inputs.seq_lens.shape[0]:
         starts = inputs.query_start_loc
         return OtherSequences(backends, None, None, starts, inputs.seq_lens, AttentionPlans())
     device = inputs.query.device

@@ -1,0 +1,120 @@
+"""Attention to the last tokens and to the pages, joined."""
+
+from dataclasses import replace
+
+import torch
+import triton.language as tl
+
+from halfbyte.attention.base import AttentionBackend, AttentionInputs, AttentionPlans
+from halfbyte.attention.paged.plan import exponent_factors
+from halfbyte.attention.prefill.combine import combine
+from halfbyte.attention.recent.kernel import recent_kernel
+from halfbyte.kernels.runtime.devices import current_device
+from halfbyte.kvcache.recent import RecentInputs, packed_part
+
+_OPERANDS = {
+    torch.float16: (tl.float16, "tf32"),
+    torch.bfloat16: (tl.bfloat16, "tf32"),
+    torch.float32: (tl.float32, "tf32x3"),
+}
+_KEYS = 32
+"""That a program takes at a time."""
+_STAGES = 2
+
+
+def attend_with_recent(inputs: AttentionInputs, backend: type[AttentionBackend]) -> None:
+    """Fill `inputs.out`, and `inputs.lse` where it is not None.
+
+    Args:
+        inputs: of `paged_attention`, checked, all on one GPU, with `recent`.
+        backend: for the pages.
+    """
+    recent = inputs.recent
+    assert recent is not None
+    parts = [attend_recent(inputs, recent)]
+    window = inputs.sliding_window
+    if window is None or window > recent.tokens:
+        lengths, _ = inputs.plans.get(
+            ("lengths without the last tokens", recent.tokens),
+            lambda: packed_part(recent.tokens, inputs.seq_lens, 0),
+        )
+        packed = replace(
+            inputs,
+            seq_lens=lengths,
+            sliding_window=None if window is None else window - recent.tokens,
+            sinks=None,
+            given_out=None,
+            lse=inputs.query.new_empty(inputs.query.shape[:2], dtype=torch.float32),
+            plans=inputs.plans.get(("without the last tokens", recent.tokens), AttentionPlans),
+            recent=None,
+        )
+        backend.forward(packed)
+        assert packed.lse is not None
+        parts.append((packed.out, packed.lse.t()))
+    combine(parts, inputs.sinks, inputs.out, inputs.lse)
+
+
+def attend_recent(
+    inputs: AttentionInputs, recent: RecentInputs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of every query to its last tokens alone, without sinks.
+
+    Returns:
+        float32 `[tokens, heads, Dv]` and the log of the softmax denominators `[heads, tokens]`.
+    """
+    query, layout = inputs.query, inputs.layout
+    query = query if query.stride(2) == 1 else query.contiguous()
+    key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (recent.key, recent.value))
+    num_tokens, num_heads, head_size = query.shape
+    # Rows that pad a captured graph have no sequence, and are not written.
+    out = query.new_zeros((num_tokens, num_heads, layout.head_size_v), dtype=torch.float32)
+    lse = query.new_full((num_heads, num_tokens), -torch.inf, dtype=torch.float32)
+    num_seqs = inputs.seq_lens.shape[0]
+    if not num_tokens or not num_seqs:
+        return out, lse
+    group = num_heads // layout.num_kv_heads
+    # Larger heads leave no registers for more rows.
+    many = num_tokens > 8 * num_seqs and max(head_size, layout.head_size_v) <= 128
+    block_m = 64 if many else 16
+    heads_per_tile = min(group, block_m)
+    tiles = num_tokens // (block_m // heads_per_tile) + num_seqs
+    operand, precision = _OPERANDS[query.dtype]
+    if not query.is_cuda and operand == tl.bfloat16:  # which the interpreter cannot multiply
+        operand, precision = _OPERANDS[torch.float32]
+    window = inputs.sliding_window or recent.tokens
+    sizes = (head_size, layout.head_size_v)
+    with current_device(query.get_device()):
+        recent_kernel[(tiles, layout.num_kv_heads * -(-group // heads_per_tile))](
+            query,
+            recent.keys,
+            recent.values,
+            recent.entries.contiguous(),
+            key,
+            value,
+            inputs.query_start_loc.contiguous(),
+            inputs.seq_lens.contiguous(),
+            out,
+            lse,
+            *exponent_factors(inputs.scale, inputs.softcap),
+            num_seqs,
+            num_tokens,
+            min(window, recent.tokens),
+            *query.stride()[:2],
+            *key.stride()[:2],
+            *value.stride()[:2],
+            lse.stride(0),
+            kv_heads=layout.num_kv_heads,
+            group=group,
+            ring=recent.keys.shape[2],
+            head_size=head_size,
+            head_size_v=layout.head_size_v,
+            padded=max(16, 1 << (sizes[0] - 1).bit_length()),
+            padded_v=max(16, 1 << (sizes[1] - 1).bit_length()),
+            operand=operand,
+            precision=precision,
+            capped=bool(inputs.softcap),
+            block_m=block_m,
+            block_n=_KEYS,
+            num_stages=_STAGES,
+        )
+    return out, lse
