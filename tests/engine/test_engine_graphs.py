@@ -35,10 +35,16 @@ def texts(cuda_graphs: bool, **options: Any) -> tuple[list[str], LLM]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize("kv_cache_dtype", ["nvfp4", "bfloat16"])
-def test_graphs_give_the_tokens_of_eager_steps(kv_cache_dtype: str, batch_invariant: bool) -> None:
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "kv_recipe"),
+    [("nvfp4", "plain"), ("nvfp4", "balanced"), ("bfloat16", "plain")],
+)
+def test_graphs_give_the_tokens_of_eager_steps(
+    kv_cache_dtype: str, kv_recipe: str, batch_invariant: bool
+) -> None:
     options: dict[str, Any] = {
         "kv_cache_dtype": kv_cache_dtype,
+        "kv_recipe": kv_recipe,
         "batch_invariant": batch_invariant,
         "max_num_seqs": 8,
     }

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from halfbyte.kvcache import SequenceTables
 from halfbyte.models import BATCH_ARGUMENT, KVQuantization, PagedBatch
+from halfbyte.models.batch import RecentBatch
 
 _LOGGER = logging.getLogger(__name__)
 _WARM_UPS = 2
@@ -66,6 +67,9 @@ class DecodeGraphs:
         self._block_tables = [
             torch.zeros((most, width), dtype=torch.int32, device=device) for width in widths
         ]
+        self._entries = torch.zeros(most, dtype=torch.int32, device=device)
+        self._rows = torch.arange(most, device=device)
+        self._rings = 0
         self._graphs: dict[int, _Graph] = {}
         with torch.cuda.device(device):
             self._memory = torch.cuda.graph_pool_handle()
@@ -82,6 +86,9 @@ class DecodeGraphs:
             self._failure is None
             and len(chunks) <= self.sizes[-1]
             and all(len(ids) == 1 for _, ids in chunks)
+            and not any(
+                self.tables.misses_recent(seq, self.tables.length(seq) - 1) for seq, _ in chunks
+            )
         )
 
     def run(self, chunks: Sequence[tuple[object, Sequence[int]]]) -> torch.Tensor | None:
@@ -96,6 +103,9 @@ class DecodeGraphs:
     def _run(self, chunks: Sequence[tuple[object, Sequence[int]]]) -> torch.Tensor | None:
         size = next(size for size in self.sizes if size >= len(chunks))
         self._fill(chunks, size)
+        if self.tables.recent is not None and self._rings != self.tables.recent.count:
+            self._graphs.clear()  # the rings have moved
+            self._rings = self.tables.recent.count
         if size not in self._graphs:
             stream = torch.cuda.current_stream()
             try:
@@ -126,6 +136,10 @@ class DecodeGraphs:
         _copy(self._input_ids[0, :size], ids)
         _copy(self._positions[0, :size], positions)
         _copy(self._seq_lens[:size], seq_lens)
+        if self.tables.recent is not None:
+            entries = np.zeros(size, np.int32)
+            entries[:count] = [self.tables.entry(seq) for seq, _ in chunks]
+            _copy(self._entries[:size], entries)
         for group, (buffer, slots) in enumerate(zip(self._block_tables, self._slots, strict=True)):
             block_size = self.tables.pool.plan.groups[group].block_size
             table = self.tables.block_table([seq for seq, _ in chunks], group)
@@ -137,6 +151,12 @@ class DecodeGraphs:
             _copy(slots[:size], own)
 
     def _batch(self, size: int) -> PagedBatch:
+        recent, positions = self.tables.recent, self._positions[0, :size]
+        of_recent = None
+        if recent is not None:
+            entries = self._entries[:size]
+            places = (entries.long(), positions % recent.ring)
+            of_recent = RecentBatch(recent, entries, self._rows[:size], places, ())
         return PagedBatch(
             pool=self.tables.pool,
             quantization=self.quantization,
@@ -144,7 +164,8 @@ class DecodeGraphs:
             seq_lens=self._seq_lens[:size],
             block_tables=[table[:size] for table in self._block_tables],
             slot_mapping=[slots[:size] for slots in self._slots],
-            positions=self._positions[0, :size],
+            positions=positions,
+            recent=of_recent,
             backend=self.attention_backend,
             batch_invariant=self.batch_invariant,
         )

@@ -11,7 +11,6 @@ p % ring. The slack lets tokens be taken back (rejected drafts) without losing w
 Where more is taken back, the slots are filled from the pages.
 """
 
-import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,8 +19,6 @@ import torch
 from halfbyte.kvcache.pool import PagedKVPool
 from halfbyte.kvcache.recipe import KVRecipe
 from halfbyte.layouts import PageLayout
-
-logger = logging.getLogger("halfbyte")
 
 SLACK = 16
 """Tokens that can be taken back."""
@@ -70,7 +67,7 @@ class RecentTokens:
         tokens: R, from 1 to 256.
         dtype: the model's.
         device: where they lie.
-        capacity: entries to begin with; there are always enough.
+        capacity: entries to begin with, at least 2; there are always enough.
     """
 
     def __init__(
@@ -85,8 +82,9 @@ class RecentTokens:
             raise ValueError(f"tokens: expected 1 to 256, got {tokens}")
         self.tokens = tokens
         self.ring = tokens + SLACK
+        self.count = 0
+        """Entries; the first is nobody's: rows that pad a captured graph write there."""
         self._free: list[int] = []
-        self._count = 0
         self._layers: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         for layout in layouts:
             if not layout.k_dtype.is_nvfp4:
@@ -98,7 +96,7 @@ class RecentTokens:
                 for size in (layout.head_size, layout.head_size_v)
             )
             self._layers.append((key, value))
-        self._grow(capacity)
+        self._grow(max(2, capacity))
 
     @classmethod
     def of(
@@ -108,17 +106,10 @@ class RecentTokens:
 
         Args:
             dtype: the model's.
-            capacity: entries to begin with.
+            capacity: entries to begin with; with more the rings move to other memory.
         """
         layouts = [pool.layout(layer) for layer in range(pool.plan.num_layers)]
         if not recipe.recent_tokens or not any(layout.k_dtype.is_nvfp4 for layout in layouts):
-            return None
-        if pool.device.type != "cpu":
-            logger.warning(
-                "kv_recipe: the last %d tokens are read from the pages, like all others: kernels "
-                "that read them as they are exist for CPUs alone so far",
-                recipe.recent_tokens,
-            )
             return None
         return cls(layouts, recipe.recent_tokens, dtype, pool.device, capacity)
 
@@ -134,7 +125,7 @@ class RecentTokens:
     def take(self) -> int:
         """An entry of one's own."""
         if not self._free:
-            self._grow(2 * self._count)
+            self._grow(2 * self.count)
         return self._free.pop()
 
     def give_back(self, entry: int) -> None:
@@ -159,10 +150,10 @@ class RecentTokens:
 
     def _grow(self, count: int) -> None:
         """Enlarge to `count` entries; views taken before keep the old memory."""
-        extra = count - self._count
+        extra = count - self.count
         for i, pair in enumerate(self._layers):
             if pair is not None:
                 key, value = (torch.cat([x, x.new_zeros((extra, *x.shape[1:]))]) for x in pair)
                 self._layers[i] = key, value
-        self._free += range(count - 1, self._count - 1, -1)
-        self._count = count
+        self._free += range(count - 1, max(1, self.count) - 1, -1)
+        self.count = count

@@ -246,6 +246,10 @@ class SequenceTables:
         """Of a sequence in `recent`."""
         return self._get(seq).entry
 
+    def misses_recent(self, seq: SequenceId, length: int) -> bool:
+        """Whether attention after `length` tokens reads from the ring what it does not have."""
+        return self.recent is not None and len(self._missing_recent(seq, length)) > 0
+
     def fill_recent(self, seq: SequenceId, length: int) -> range:
         """Positions that attention after `length` tokens reads from the ring and does not find.
 
@@ -253,11 +257,9 @@ class SequenceTables:
         """
         if self.recent is None:
             return range(0)
-        sequence = self._get(seq)
-        first = max(0, length - self.recent.tokens + 1)
-        missing = range(first, min(sequence.kept_from, length))
+        missing = self._missing_recent(seq, length)
         if missing:
-            sequence.kept_from = first
+            self._get(seq).kept_from = missing.start
         return missing
 
     def slots(self, seq: SequenceId, start: int, stop: int, group: int = 0) -> torch.Tensor:
@@ -292,6 +294,11 @@ class SequenceTables:
         for page, count in enumerate(holders):
             actual = self.allocator.num_holders(page)
             assert actual == count, f"page {page}: {actual} holders counted, {count} in tables"
+
+    def _missing_recent(self, seq: SequenceId, length: int) -> range:
+        assert self.recent is not None
+        first = max(0, length - self.recent.tokens + 1)
+        return range(first, min(self._get(seq).kept_from, length))
 
     def _add(self, seq: SequenceId, sequence: _Sequence) -> None:
         if self.recent is not None:
