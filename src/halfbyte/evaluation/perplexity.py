@@ -23,6 +23,8 @@ from halfbyte.layouts import KVCacheDType
 from halfbyte.models import KVQuantization, layer_specs, resolve_kv_scales
 
 BASELINE = KVCacheDType.BFLOAT16
+POSITIONS = 2048
+"""Tokens of the context that share a figure in `PerplexityResult.kl_by_position`."""
 _MAX_LOGITS = 2**26
 """Logits of one format held at once: 256 MiB in float32."""
 
@@ -35,9 +37,10 @@ class PerplexityResult:
     `nll_increase` the mean of what each token's is above that with a bfloat16 cache, and
     `nll_increase_stderr` the standard error of that mean, tokens taken as independent; `top1` the
     share of tokens for which both caches have the same most likely next token; `kl_divergence` the
-    mean KL(bfloat16 cache || this cache) per predicted token in nats; `bytes_per_token` the cache's
-    bytes per token over all layers; `bits_per_byte` the bits of the whole text over its bytes in
-    UTF-8 (None where the text was given as ids).
+    mean KL(bfloat16 cache || this cache) per predicted token in nats, and `kl_by_position` the same
+    for the first `POSITIONS` tokens of the context, the next ones and so on; `bytes_per_token` the
+    cache's bytes per token over all layers; `bits_per_byte` the bits of the whole text over its
+    bytes in UTF-8 (None where the text was given as ids).
     """
 
     kv_cache_dtype: str
@@ -48,6 +51,7 @@ class PerplexityResult:
     nll_increase_stderr: float
     top1: float
     kl_divergence: float
+    kl_by_position: tuple[float, ...]
     bytes_per_token: float
     bits_per_byte: float | None
     chunk_size: int
@@ -78,7 +82,9 @@ class _Track:
         quantization = KVQuantization.of(pool, scales, recipe)
         self.runner = ModelRunner(model, self.tables, quantization, attention_backend)
         self.nll = 0.0
-        self.kl = 0.0
+        ranges = -(-num_tokens // POSITIONS)
+        self.kl = torch.zeros(ranges, dtype=torch.float64)
+        self.rows = torch.zeros(ranges, dtype=torch.int64)
         self.increase = self.squared_increase = 0.0
         self.same_top1 = 0
 
@@ -88,14 +94,23 @@ class _Track:
         return self.runner.run(chunks, all_logits=True).float().log_softmax(-1)
 
     def add(
-        self, log_p: torch.Tensor, baseline: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor
+        self,
+        log_p: torch.Tensor,
+        baseline: torch.Tensor,
+        targets: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
     ) -> None:
+        """Count a chunk's rows of log-probabilities that predict something, at some positions."""
+        ranges = positions // POSITIONS
+        self.rows += ranges.bincount(minlength=len(self.rows))
         self.nll -= float(log_p[rows, targets].sum(dtype=torch.float64))
         if log_p is baseline:
             self.same_top1 += len(rows)
             return
         expected, found = baseline[rows], log_p[rows]
-        self.kl += float(((expected - found) * expected.exp()).sum(dtype=torch.float64))
+        divergence = ((expected - found) * expected.exp()).sum(-1, dtype=torch.float64)
+        self.kl.index_add_(0, ranges, divergence.cpu())
         increase = (baseline[rows, targets] - log_p[rows, targets]).double()
         self.increase += float(increase.sum())
         self.squared_increase += float(increase.square().sum())
@@ -184,12 +199,12 @@ def evaluate_perplexity(
                     for seq, window in group
                     if start < len(window)
                 ]
-                rows, targets = _targets(chunks, dict(group), start, model.device)
+                rows, targets, positions = _targets(chunks, dict(group), start, model.device)
                 baseline = torch.empty(0)
                 for pair in unique:
                     log_p = tracks[pair].log_probabilities(chunks)
                     baseline = log_p if pair == baseline_pair else baseline
-                    tracks[pair].add(log_p, baseline, targets, rows)
+                    tracks[pair].add(log_p, baseline, targets, rows, positions)
                     done += sum(len(ids) for _, ids in chunks)
                     on_progress(done, total)
             for track in tracks.values():
@@ -274,19 +289,23 @@ def _targets(
     windows: dict[int, Sequence[int]],
     start: int,
     device: torch.device,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of the chunks' logits that predict something, and the tokens that they predict."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of the chunks' logits that predict something, the tokens that they predict, and, on the
+    CPU, the rows' positions."""
     rows: list[int] = []
     targets: list[int] = []
+    positions: list[int] = []
     offset = 0
     for seq, ids in chunks:
         following = windows[seq][start + 1 : start + 1 + len(ids)]
         rows += range(offset, offset + len(following))
         targets += following
+        positions += range(start, start + len(following))
         offset += len(ids)
     return (
         torch.tensor(rows, dtype=torch.int64, device=device),
         torch.tensor(targets, dtype=torch.int64, device=device),
+        torch.tensor(positions, dtype=torch.int64),
     )
 
 
@@ -303,7 +322,8 @@ def _result(
         nll_increase=increase,
         nll_increase_stderr=math.sqrt(variance / predicted),
         top1=track.same_top1 / predicted,
-        kl_divergence=track.kl / predicted,
+        kl_divergence=float(track.kl.sum()) / predicted,
+        kl_by_position=tuple((track.kl / track.rows.clamp(min=1)).tolist()),
         bytes_per_token=track.tables.pool.plan.bytes_per_token,
         bits_per_byte=track.nll / math.log(2) / num_bytes if num_bytes else None,
         chunk_size=chunk_size,
