@@ -6,6 +6,7 @@ import torch
 from halfbyte.kvcache import FullAttentionSpec, PagedKVPool, SequenceTables
 from halfbyte.kvcache.recent import SLACK, RecentTokens, packed_part
 from halfbyte.kvcache.recipe import KVRecipe
+from triton_interpreter import interpreted
 
 NVFP4 = FullAttentionSpec(16, 2, 32, kv_cache_dtype="nvfp4", dtype=torch.float32)
 FP8 = FullAttentionSpec(16, 2, 32, kv_cache_dtype="fp8", dtype=torch.float32)
@@ -108,3 +109,24 @@ def test_lengths_and_window_of_what_is_packed() -> None:
     shorter, window = packed_part(64, lengths, 64)
     assert (shorter.tolist(), window) == ([0] * 5, 0)
     assert lengths[4] == 1000
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_kernel_writes_what_pytorch_does(device: str) -> None:
+    pytest.importorskip("triton")
+    recent = RecentTokens([NVFP4.layout], 20, torch.bfloat16, device, capacity=5)
+    key, value = torch.randn(2, 9, 3, 32, device=device)[:, :, :2].bfloat16()
+    rows = torch.tensor([0, 2, 3, 8], device=device)
+    places = torch.tensor([1, 4, 4, 2], device=device), torch.tensor([35, 0, 1, 17], device=device)
+    keys, values = (ring.clone() for ring in rings(recent))
+    expected = keys.clone(), values.clone()
+    for ring, x in zip(expected, (key, value), strict=True):
+        ring[places[0], :, places[1]] = x[rows]
+    if device == "cpu":
+        recent.remember(0, key, value, rows, *places)
+        kernel = interpreted("halfbyte.kvcache.recent_kernel").remember
+        kernel(key, value, keys, values, rows, *places)
+        assert all(torch.equal(a, b) for a, b in zip((keys, values), expected, strict=True))
+    else:
+        recent.remember(0, key, value, rows, *places)
+    assert all(torch.equal(a, b) for a, b in zip(rings(recent), expected, strict=True))

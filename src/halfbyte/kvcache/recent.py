@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from halfbyte.dispatch import missing_module
 from halfbyte.kvcache.pool import PagedKVPool
 from halfbyte.kvcache.recipe import KVRecipe
 from halfbyte.layouts import PageLayout
@@ -137,6 +138,33 @@ class RecentTokens:
         for pair in self._layers:
             for x in pair or ():
                 x[target] = x[source]
+
+    def remember(
+        self,
+        layer: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: torch.Tensor,
+        owners: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """Put tokens of a step into a layer's rings.
+
+        Args:
+            key, value: of the step's tokens, `[tokens, kv_heads, D]` and `[tokens, kv_heads, Dv]`.
+            rows: int64 `[n]`, which of them.
+            owners, slots: int64 `[n]`, entry and slot of each.
+        """
+        pair = self._layers[layer]
+        assert pair is not None
+        if key.is_cuda and not missing_module("triton", ""):
+            # Here, because the import needs Triton.
+            from halfbyte.kvcache.recent_kernel import remember
+
+            remember(key, value, *pair, rows, owners, slots)
+            return
+        for ring, x in zip(pair, (key, value), strict=True):
+            ring[owners, :, slots] = x[rows].to(ring.dtype)
 
     def read(self, entry: int) -> list[torch.Tensor]:
         """An entry's tokens, on the CPU."""

@@ -100,11 +100,7 @@ class RecentBatch:
 
     def remember(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put the step's tokens of a layer into the rings."""
-        pair = self.tokens[layer]
-        assert pair is not None
-        owner, slot = self.places
-        for ring, x in zip(pair, (key, value), strict=True):
-            ring[owner, :, slot] = x[self.rows].to(ring.dtype)
+        self.tokens.remember(layer, key, value, self.rows, *self.places)
 
 
 @dataclass(frozen=True)

@@ -138,8 +138,29 @@ CHANGED: dict[str, tuple[Step, dict[str, Any]]] = {
         replace(WHOLE_PAGES_64, lengths=[40, 163, 400, 5], queries=[3, 4, 4, 5], window=100),
         RECIPE,
     ),
+    "recent": (
+        replace(NVFP4, lengths=[1, 40, 77, 0, 300, 64, 65], queries=[1] * 7),
+        {**RECIPE, "recent": 64, "sinks": True},
+    ),
+    "recent-alone": (replace(NVFP4, lengths=[1, 40, 77, 300], queries=[1] * 4), {"recent": 64}),
+    "recent-several-queries-window": (
+        replace(NVFP4, lengths=[70, 3, 130, 300, 2], queries=[3, 1, 1, 2, 2], window=100),
+        {**RECIPE, "recent": 64},
+    ),
+    "recent-window-below": (
+        replace(NVFP4, lengths=[70, 3, 130, 300, 2], queries=[1] * 5, window=50),
+        {**RECIPE, "recent": 64},
+    ),
+    "recent-wide-softcap": (
+        replace(WIDE_NHD, lengths=[3, 140, 300, 0], queries=[1] * 4),
+        {**RECIPE, "recent": 64, "softcap": 3.0},
+    ),
+    "recent-whole-pages": (
+        replace(WHOLE_PAGES_256, lengths=[1, 47, 200, 0], queries=[1] * 4),
+        {**RECIPE, "recent": 64},
+    ),
 }
-"""K that a recipe changed."""
+"""K that a recipe changed, and the last tokens as they are."""
 
 BATCHES = (
     *("ragged", "uneven-queries", "batch-invariant", "fp8", "bfloat16", "many-columns"),
@@ -208,8 +229,11 @@ def attend(step: Step, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     memory = guarded((tokens, heads + 1, case.layout.head_size_v + 8), case.query.dtype)
     out = memory[:, :heads, : case.layout.head_size_v]
     lse = guarded(case.query.shape[:2], torch.float32)
-    launcher = "halfbyte.attention.queries.launcher"
-    modules = {launcher: interpreted(launcher)} if "transform" in case.options else {}
+    has_recent = "recent" in case.options
+    launchers = [f"halfbyte.attention.{name}.launcher" for name in ("queries", "recent")]
+    modules = {}
+    if has_recent or "transform" in case.options:
+        modules = {launcher: interpreted(launcher) for launcher in launchers}
     options: dict[str, Any] = dict.fromkeys(("sliding_window", "sinks", "softcap"))
     options |= case.arguments()
     options |= {side: torch.tensor(options[side]) for side in ("k_scale", "v_scale")}
@@ -227,7 +251,7 @@ def attend(step: Step, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         patch.dict(sys.modules, modules),
         patch.object(torch, "empty", empty),
     ):
-        cuda.decode(inputs, make_plan(step))
+        cuda.decode(inputs, None if has_recent else make_plan(step))
     assert memory[:, heads:].isnan().all()
     assert memory[..., case.layout.head_size_v :].isnan().all()
     return out, lse
@@ -235,7 +259,7 @@ def attend(step: Step, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 def expected(case: Case) -> Expected:
     """By plain masked softmax on the dequantized cache."""
-    parts = []
+    parts: list[tuple[torch.Tensor, ...]] = []
     begins = torch.tensor([0, *case.query_lens]).cumsum(0).tolist()
     scale = case.arguments()["scale"]
     for (begin, end), length, slots in zip(
@@ -243,6 +267,9 @@ def expected(case: Case) -> Expected:
     ):
         options = dict(case.options)
         options.pop("transform", None)
+        if (recent := options.pop("recent", None)) is not None:
+            own_key, own = case.exact(len(parts))
+            options["recent"] = (own_key, torch.cat([own, own.abs()], dim=-1), recent.tokens)
         key, value = case.read(slots, end - begin)
         values = torch.cat([value, value.abs()], dim=-1)
         query = case.query[begin:end]

@@ -45,7 +45,8 @@ def test_kernels_that_copy_whole_pages_compile(head_size: int, block_size: int) 
 
 def spills(way: Variant, layout: PageLayout, group: int, folder: Path, segment: int = 0) -> int:
     """How many instructions move registers to local memory, or back."""
-    options = macros(layout, group, torch.bfloat16, False, way, segment, segment > 0)
+    changes = (segment, segment > 0, segment > 0)
+    options = macros(layout, group, torch.bfloat16, False, way, *changes)
     code = disassembled(nvrtc.compile_source(way.source, options, "sm_90a"), folder)
     return len(re.findall(r" (?:STL|LDL)[. ]", code))
 

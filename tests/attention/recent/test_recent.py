@@ -67,8 +67,9 @@ def test_kernel_compiles(head_size: int, block_m: int, capability: int) -> None:
         recent_kernel,
         {
             **dict.fromkeys(("query", "keys", "values", "key", "value"), "*bf16"),
-            **dict.fromkeys(("entries", "starts", "lengths"), "*i32"),
-            **dict.fromkeys(("out", "lse"), "*fp32"),
+            **dict.fromkeys(("entries", "starts", "lengths", "first_indices"), "*i32"),
+            **dict.fromkeys(("out", "lse", "first_scores"), "*fp32"),
+            "first_values": "*bf16",
             **dict.fromkeys(("score_scale", "cap"), "fp32"),
         },
         {
@@ -82,6 +83,7 @@ def test_kernel_compiles(head_size: int, block_m: int, capability: int) -> None:
             "operand": tl.bfloat16,
             "precision": "tf32",
             "capped": True,
+            "knows_first": True,
             "block_m": block_m,
             "block_n": 32,
         },

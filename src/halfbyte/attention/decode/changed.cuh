@@ -4,6 +4,8 @@
 // Macros:
 //   SEGMENT      tokens that share a mean, a multiple of TILE or of 64; 0 where K is not centred
 //   KNOWS_FIRST  1 if pages may mark the first token
+//   INITIAL      1 if rows have attended to something already (the last tokens, the first one if it is a
+//                constant): what that gave is where the sums of a piece's first tile begin
 //
 // The bias of a tile is the same for all of its tokens, so it joins the shift in the exponent and no logit
 // changes. A unit that has a piece's first tile begins its sums with the constant, and masks its slot.
@@ -50,22 +52,38 @@ __device__ __forceinline__ bool has_constant(const Params& p, const Piece& piece
 #endif
 }
 
+__device__ __forceinline__ float value_of(u16 x) { return query_value(x); }
+__device__ __forceinline__ float value_of(float x) { return x; }
+
+// What a row has attended to already.
+struct Initial {
+  float lse;  // in base 2; -inf for nothing
+  const float* value;
+
+  __device__ __forceinline__ Initial(const Params& p, const Piece& piece, int head, int column) {
+    const u32 row = changed_row(piece, head, column);
+    lse = p.changed.initial_lse[row];
+    value = p.changed.initial_out + (u64)row * HEAD_SIZE_V;
+  }
+};
+
 // Column i of the accumulators of a row of values times a factor: what store_row would write back.
-__device__ __forceinline__ void load_row(float (*out)[4], const u16* row, int i, int g, float factor) {
+template <class Value>
+__device__ __forceinline__ void load_row(float (*out)[4], const Value* row, int i, int g, float factor) {
 #pragma unroll
   for (int j = 0; j < STEPS_V; j++) {
     if (V_KIND == 4) {
       if (j % 2 == 0) {
-        const u16* at = row + 16 * j + 4 * g;
-        out[j + 1][2 + i] = query_value(at[0]) * factor;
-        out[j][2 + i] = query_value(at[1]) * factor;
-        out[j + 1][i] = query_value(at[2]) * factor;
-        out[j][i] = query_value(at[3]) * factor;
+        const Value* at = row + 16 * j + 4 * g;
+        out[j + 1][2 + i] = value_of(at[0]) * factor;
+        out[j][2 + i] = value_of(at[1]) * factor;
+        out[j + 1][i] = value_of(at[2]) * factor;
+        out[j][i] = value_of(at[3]) * factor;
       }
     } else {
       const int low = V_KIND < 16 ? 16 * j + 2 * g : 16 * j + g;
-      out[j][i] = query_value(row[low]) * factor;
-      out[j][2 + i] = query_value(row[V_KIND < 16 ? low + 1 : low + 8]) * factor;
+      out[j][i] = value_of(row[low]) * factor;
+      out[j][2 + i] = value_of(row[V_KIND < 16 ? low + 1 : low + 8]) * factor;
     }
   }
 }

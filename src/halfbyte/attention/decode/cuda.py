@@ -3,7 +3,7 @@
 import ctypes
 import math
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -37,7 +37,8 @@ class _Changed(ctypes.Structure):
     """`Changed` of `loader.cuh`."""
 
     _fields_ = (
-        *((n, ctypes.c_void_p) for n in ("bias", "first_scores", "first_indices", "first_values")),
+        *((name, ctypes.c_void_p) for name in ("bias", "first_scores", "first_indices")),
+        *((name, ctypes.c_void_p) for name in ("first_values", "initial_out", "initial_lse")),
         ("bias_stride", ctypes.c_uint64),
     )
 
@@ -81,6 +82,7 @@ class CudaAttention(GpuAttention):
     module_source: ClassVar[str] = "CUDA builds of PyTorch install it"
     purpose: ClassVar[str] = "reads packed pages, for decoding"
     takes_transforms: ClassVar[bool] = True
+    takes_recent: ClassVar[bool] = True
 
     @classmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:
@@ -111,12 +113,57 @@ class CudaAttention(GpuAttention):
             decode(inputs)
 
 
-def _plan(inputs: AttentionInputs) -> Plan:
+class _Prepared(NamedTuple):
+    """What the kernel is given beside the pages, for K that a recipe changed, or nothing of it."""
+
+    inputs: AttentionInputs
+    """Lengths and window of what is read from the pages."""
+    query: torch.Tensor
+    changed: _Changed
+    segment: int
+    knows_first: bool
+    has_initial: bool
+    kept: tuple[torch.Tensor | None, ...]
+    """What must live as long as the launch is prepared."""
+
+
+def _prepare(inputs: AttentionInputs) -> _Prepared:
+    """Rotate queries, score means and first tokens, attend to the last tokens."""
+    recent, packed = inputs.recent, inputs
+    if inputs.transform is None and recent is None:
+        return _Prepared(inputs, inputs.query, _Changed(), 0, False, False, ())
+    # Here, because the imports need Triton.
+    from halfbyte.attention.queries.launcher import TransformedQuery, transform_queries
+    from halfbyte.attention.recent.launcher import attend_recent, without_recent
+
+    if recent is not None:
+        packed = without_recent(inputs, recent)
+    made = TransformedQuery(inputs.query, None, None, None, None, 0)
+    if inputs.transform is not None:
+        made = transform_queries(packed, inputs.scale * (1.0 if inputs.softcap else _LOG2E))
+    values = None if made.first_values is None else made.first_values.to(inputs.query.dtype)
+    initial: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if recent is not None:
+        initial = attend_recent(inputs, recent, made)
+    kept = (made.bias, made.first_scores, made.first_indices, values, *initial)
+    addresses = (None if tensor is None else tensor.data_ptr() for tensor in kept)
+    return _Prepared(
+        packed,
+        made.query,
+        _Changed(*addresses, 0 if made.bias is None else made.bias.shape[2]),
+        0 if made.bias is None else made.segment,
+        made.first_scores is not None,
+        recent is not None,
+        kept,
+    )
+
+
+def _plan(inputs: AttentionInputs, has_initial: bool) -> Plan:
     query, layout, window = inputs.query, inputs.layout, inputs.sliding_window
     max_pages = inputs.block_tables.shape[1]
     shape = (query.shape[:2], max_pages, window, inputs.batch_invariant, query.device)
     return inputs.plans.get(
-        ("cuda", layout, *shape),
+        ("cuda", layout, *shape, has_initial),
         lambda: make_plan(
             layout,
             query.shape[1],
@@ -126,6 +173,7 @@ def _plan(inputs: AttentionInputs) -> Plan:
             max_pages,
             window,
             inputs.batch_invariant,
+            has_initial,
         ),
     )
 
@@ -146,33 +194,17 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
     Raises:
         ValueError: pages that are not aligned to 16 bytes, or 4 GiB apart.
     """
-    query, pages, layout, out = inputs.query, inputs.pages, inputs.layout, inputs.out
-    num_tokens, num_heads, _ = query.shape
+    pages, layout, out = inputs.pages, inputs.layout, inputs.out
+    num_tokens, num_heads, _ = inputs.query.shape
     stride = page_stride(pages)
     if pages.data_ptr() % 16 or stride % 16 or stride >= 2**32:
         raise ValueError(
             f"pages: the kernel copies 16 bytes at a time; the base {pages.data_ptr():#x} and the "
             f"stride {stride} (below 2^32) must be multiples of 16"
         )
-    plan = plan or _plan(inputs)
-    changed = _Changed()
-    segment, knows_first = 0, False
-    kept: tuple[torch.Tensor | None, ...] = ()
-    if inputs.transform is not None:
-        # Here, because the import needs Triton.
-        from halfbyte.attention.queries.launcher import transform_queries
-
-        made = transform_queries(inputs, inputs.scale * (1.0 if inputs.softcap else _LOG2E))
-        values = None if made.first_values is None else made.first_values.to(query.dtype)
-        kept = (made.bias, made.first_scores, made.first_indices, values)
-        query = made.query
-        knows_first = made.first_scores is not None
-        if made.bias is not None:
-            segment, changed.bias_stride = made.segment, made.bias.shape[2]
-        names = ("bias", "first_scores", "first_indices", "first_values")
-        for name, tensor in zip(names, kept, strict=True):
-            if tensor is not None:
-                setattr(changed, name, tensor.data_ptr())
+    prepared = _prepare(inputs)
+    plan = plan or _plan(prepared.inputs, prepared.has_initial)
+    query = prepared.query
     if query.stride(2) != 1 or any(x % 8 for x in (query.data_ptr() // 2, *query.stride()[:2])):
         query = query.clone(memory_format=torch.contiguous_format)
     block_tables = inputs.block_tables.contiguous()
@@ -184,8 +216,9 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
         query.dtype,
         bool(inputs.softcap),
         plan.variant,
-        segment,
-        knows_first,
+        prepared.segment,
+        prepared.knows_first,
+        prepared.has_initial,
         query.device.index,
     )
     params = _Params(
@@ -203,7 +236,7 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
         max_pages=block_tables.shape[1],
         softmax_scale=inputs.scale,
         softcap=inputs.softcap or 0.0,
-        window=inputs.sliding_window or 0,
+        window=prepared.inputs.sliding_window or 0,
         output=_Output(
             out.data_ptr(),
             None if inputs.lse is None else inputs.lse.data_ptr(),
@@ -211,7 +244,7 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
             out.stride(0),
             out.stride(1),
         ),
-        changed=changed,
+        changed=prepared.changed,
     )
     arguments: list[nvrtc.Argument] = [params]
     if plan.variant.whole_pages:
@@ -242,9 +275,11 @@ def _kernels(
     way: Variant,
     segment: int,
     knows_first: bool,
+    has_initial: bool,
     device: int,
 ) -> dict[str, nvrtc.Kernel]:
-    options = tuple(macros(layout, group, dtype, softcap, way, segment, knows_first).items())
+    changes = (segment, knows_first, has_initial)
+    options = tuple(macros(layout, group, dtype, softcap, way, *changes).items())
     entry = ("decode", way.cta_bytes(layout))
     return {
         **nvrtc.load(way.source, options, (entry,), device),

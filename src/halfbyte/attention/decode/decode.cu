@@ -29,7 +29,7 @@
 //   N_TILES                  matmul columns / 8
 //   DUPLICATE                1 for pieces of four columns of nvfp4 (N_TILES 1), see below
 //   COLS                     columns of a piece: 4 with DUPLICATE, else 8 * N_TILES
-//   SEGMENT, KNOWS_FIRST     of K that a recipe changed (changed.cuh), else 0
+//   SEGMENT, KNOWS_FIRST, INITIAL  of K that a recipe changed (changed.cuh), else 0
 //   Q_SHARED                 1 to keep q in shared memory, behind the ring: for many columns
 //
 // A register of unpacked nvfp4 holds values of one of two neighbouring scale blocks, which one the
@@ -68,7 +68,11 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
   const Visible visible(p, piece, head);
   Bias bias(p, piece, head, share.first * TILE);
   Sums sums;
-  if (KNOWS_FIRST && share.first == 0 && visible.constant) sums.begin_with_constant(p, piece, head);
+#if INITIAL
+  if (share.first == piece.first_tile) sums.begin_with_initial(p, piece, head);
+#elif KNOWS_FIRST
+  if (share.first == 0 && visible.constant) sums.begin_with_constant(p, piece, head);
+#endif
   for (int t = share.first; t < share.stop; t++) {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
     __syncwarp();

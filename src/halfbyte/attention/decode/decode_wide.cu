@@ -129,26 +129,28 @@ __device__ __forceinline__ void store_column(Value* row, const float (*out)[N_TI
 }
 
 // What `store_column` would write back, times a factor.
-__device__ __forceinline__ void load_column(const u16* row, float (*out)[N_TILES][4], int n, int i,
+template <class Value>
+__device__ __forceinline__ void load_column(const Value* row, float (*out)[N_TILES][4], int n, int i,
                                             int warp, int g, float factor) {
 #pragma unroll
   for (int m = 0; m < TILES_V; m += PARTS_V) {
     if (PARTS_V == 1) {
-      const u16* const at = row + (warp >> 1) * 32 + 4 * g + !(warp & 1);
-      out[m][n][2 + i] = query_value(at[0]) * factor;
-      out[m][n][i] = query_value(at[2]) * factor;
+      const Value* const at = row + (warp >> 1) * 32 + 4 * g + !(warp & 1);
+      out[m][n][2 + i] = value_of(at[0]) * factor;
+      out[m][n][i] = value_of(at[2]) * factor;
     } else {
-      const u16* const at = row + (warp + 4 * (m / 2)) * 32 + 4 * g;
-      out[m + 1][n][2 + i] = query_value(at[0]) * factor;
-      out[m][n][2 + i] = query_value(at[1]) * factor;
-      out[m + 1][n][i] = query_value(at[2]) * factor;
-      out[m][n][i] = query_value(at[3]) * factor;
+      const Value* const at = row + (warp + 4 * (m / 2)) * 32 + 4 * g;
+      out[m + 1][n][2 + i] = value_of(at[0]) * factor;
+      out[m][n][2 + i] = value_of(at[1]) * factor;
+      out[m + 1][n][i] = value_of(at[2]) * factor;
+      out[m][n][i] = value_of(at[3]) * factor;
     }
   }
 }
 
-// Begins a piece with a first token that is none of the page's.
-__device__ __forceinline__ void begin_with_constant(const Params& p, const Piece& piece, int head,
+// Begins a piece with what its rows have attended to already: a first token that is none of the page's,
+// or, with INITIAL, all that is not read from the pages.
+__device__ __forceinline__ void begin_with(const Params& p, const Piece& piece, int head,
                                                     u32 columns_at, float (*out)[N_TILES][4],
                                                     float (*sum)[2]) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -158,13 +160,22 @@ __device__ __forceinline__ void begin_with_constant(const Params& p, const Piece
   for (int n = 0; n < N_TILES; n++)
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const FirstToken first(p, piece, head, piece.col_tile * COLS + 8 * n + 2 * c + i);
+      const int column = piece.col_tile * COLS + 8 * n + 2 * c + i;
+#if INITIAL
+      const Initial initial(p, piece, head, column);
+      if (initial.lse == NEG_INF) continue;
+      const float lse = initial.lse;
+      load_column(initial.value, out, n, i, warp, g, ex2(P_SHIFT) / unscale);
+#else
+      const FirstToken first(p, piece, head, column);
       if (first.index < 0) continue;
+      const float lse = first.logit;
+      load_column(first.value(p, head), out, n, i, warp, g, ex2(P_SHIFT) / unscale);
+#endif
       if (warp == 0 && g == 0) {  // the sums of lanes are added
-        store_float(columns_at + 64 * n + 8 + 4 * i, P_SHIFT - first.logit);
+        store_float(columns_at + 64 * n + 8 + 4 * i, P_SHIFT - lse);
         sum[n][i] = ex2(P_SHIFT);
       }
-      load_column(first.value(p, head), out, n, i, warp, g, ex2(P_SHIFT) / unscale);
     }
 }
 
@@ -325,8 +336,8 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
     shift[1] = BIAS_IN_SHIFT ? x.shift[1] + added.y : x.shift[1];
   };
 
-  if (KNOWS_FIRST && share.first == 0 && constant)
-    begin_with_constant(p, piece, head, columns_at, out, sum);
+  if (INITIAL ? share.first == piece.first_tile : KNOWS_FIRST && share.first == 0 && constant)
+    begin_with(p, piece, head, columns_at, out, sum);
   Bias bias(p, piece, head, share.first * TILE);
   int from_inner = share.first * TILE - inner_from;
   for (int left = share.stop - share.first; left > 0; left--, from_inner += TILE) {

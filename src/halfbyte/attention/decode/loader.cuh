@@ -15,6 +15,8 @@ struct Changed {
   const float* first_scores; // [tokens, heads]
   const int* first_indices;
   const void* first_values;  // [constants, KV_HEADS, HEAD_SIZE_V] in the query's dtype
+  const float* initial_out;  // [tokens, heads, HEAD_SIZE_V]
+  const float* initial_lse;  // [tokens, heads], in base 2
   u64 bias_stride;
 };
 

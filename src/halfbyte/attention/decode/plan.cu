@@ -20,6 +20,7 @@ struct PlanParams {
   int units_offset, pieces_offset;
   int fixed_span;  // not 0: units of so many tiles, whatever the batch
   int overhead;    // tiles' worth of time to begin a piece
+  int least_tiles;  // of a sequence with queries: 1 where these have attended to something already
 };
 
 struct Work {
@@ -30,7 +31,8 @@ __device__ __forceinline__ Work look_up(const PlanParams& p, int seq) {
   const int length = p.seq_lens[seq];
   const int queries = p.query_start_loc[seq + 1] - p.query_start_loc[seq];
   const int first = p.window > 0 ? max(0, length - queries - p.window + 1) / p.tile : 0;
-  const int tiles = queries > 0 ? max(0, (length + p.tile - 1) / p.tile - first) : 0;
+  const int tiles =
+      queries > 0 ? max(p.least_tiles, (length + p.tile - 1) / p.tile - first) : 0;
   return {first, tiles, (queries * p.group + p.columns - 1) / p.columns};
 }
 

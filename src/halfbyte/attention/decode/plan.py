@@ -38,7 +38,7 @@ class _PlanParams(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("num_seqs", "num_tokens", "group", "columns")),
         *((name, ctypes.c_int) for name in ("tile", "window")),
         *((name, ctypes.c_int) for name in ("max_units", "units_offset", "pieces_offset")),
-        *((name, ctypes.c_int) for name in ("fixed_span", "overhead")),
+        *((name, ctypes.c_int) for name in ("fixed_span", "overhead", "least_tiles")),
     )
 
 
@@ -76,6 +76,7 @@ def make_plan(
     max_pages: int,
     sliding_window: int | None,
     batch_invariant: bool,
+    has_initial: bool = False,
 ) -> Plan:
     """Cut a step's attention into units that just fill the GPU.
 
@@ -89,6 +90,8 @@ def make_plan(
         num_tokens: of the query, in all. Those past the last sequence's pad a captured graph; their
             rows become 0.
         max_pages: that a sequence can have.
+        has_initial: rows have attended to something already, so that every sequence with queries
+            needs a unit, one without tokens as well.
     """
     device = seq_lens.device
     num_seqs = seq_lens.shape[0]
@@ -129,6 +132,7 @@ def make_plan(
         pieces_offset=pieces_offset,
         fixed_span=fixed_span,
         overhead=max(1, _OVERHEAD_TOKENS // way.tile),
+        least_tiles=int(has_initial),
     )
     kernels = nvrtc.load("attention/decode/plan.cu", (), (("plan_work", 0),), device.index)
     nvrtc.launch(kernels["plan_work"], 1, 1024, [params])

@@ -156,6 +156,22 @@ struct Sums {
       }
   }
 
+  // Begins with what rows have attended to already.
+  __device__ __forceinline__ void begin_with_initial(const Params& p, const Piece& piece, int head) {
+    const int g = (threadIdx.x & 31) >> 2, c = threadIdx.x & 3;
+    const float unscale = (V_KIND < 16 ? *p.v_scale : 1.0f) * Operands<V_KIND>::UNIT;
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const Initial initial(p, piece, head, piece.col_tile * COLS + 8 * n + (2 * c + i) % COLS);
+        if (initial.lse == NEG_INF) continue;
+        shift[n][i] = P_SHIFT - initial.lse;
+        if (g == 0) sum[n][i] = ex2(P_SHIFT);  // the sums of lanes are added
+        load_row(out[n], initial.value, i, g, ex2(P_SHIFT) / unscale);
+      }
+  }
+
   // Makes room for larger logits.
   template <int COUNT>
   __device__ __forceinline__ void rescale(const float (*s)[N_TILES][4], const Query& query,

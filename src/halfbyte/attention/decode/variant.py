@@ -190,11 +190,12 @@ def macros(
     way: Variant,
     segment: int = 0,
     knows_first: bool = False,
+    has_initial: bool = False,
 ) -> dict[str, int | None]:
     """Macros that `decode.cu` or `decode_wide.cu`, and `merge.cu`, are compiled with.
 
     Args:
-        segment, knows_first: as `changed.cuh` has them.
+        segment, knows_first, has_initial: as `changed.cuh` has them.
     """
     return {
         "K_KIND": _KINDS[layout.k_dtype],
@@ -207,6 +208,7 @@ def macros(
         "SOFTCAP": int(softcap),
         "SEGMENT": segment,
         "KNOWS_FIRST": int(knows_first),
+        "INITIAL": int(has_initial),
         # HND keeps a head's tokens side by side, so that every copy is one of 16 bytes. So does NHD
         # of a single head.
         "HND": int(layout.order == "HND" or layout.num_kv_heads == 1),

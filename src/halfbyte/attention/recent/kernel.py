@@ -8,8 +8,6 @@ import triton.language as tl
 from halfbyte.attention.paged.kernels import soft_cap
 from halfbyte.attention.paged.work import find_sequence, first_tile
 
-_LN2 = tl.constexpr(0.6931471805599453)
-
 
 @triton.jit
 def _load_rows(
@@ -43,6 +41,9 @@ def recent_kernel(
     value,
     starts,
     lengths,
+    first_scores,
+    first_indices,
+    first_values,
     out,
     lse,
     score_scale,
@@ -56,7 +57,6 @@ def recent_kernel(
     key_head,
     value_token,
     value_head,
-    lse_head,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     ring: tl.constexpr,
@@ -67,6 +67,7 @@ def recent_kernel(
     operand: tl.constexpr,
     precision: tl.constexpr,
     capped: tl.constexpr,
+    knows_first: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
 ):
@@ -76,8 +77,10 @@ def recent_kernel(
     blocks that begin at multiples of `block_n`, so that a row's sums do not depend on other rows.
 
     Args, beside those of `RecentInputs`:
+        first_scores, first_indices, first_values: of `TransformedQuery`: a first token that is none
+            of the page's is attended to as well; read where `knows_first`.
         out: float32 `[tokens, heads, head_size_v]`.
-        lse: float32 `[heads, tokens]`, natural log; -inf for rows that stand nowhere.
+        lse: float32 `[tokens, heads]`, log2 of the denominators; -inf for rows that stand nowhere.
         score_scale, cap: as of `attend_kernel`.
     """
     heads_per_tile: tl.constexpr = group if group < block_m else block_m
@@ -114,6 +117,17 @@ def recent_kernel(
     top = tl.full((block_m,), float("-inf"), tl.float32)
     total = tl.full((block_m,), 0.0, tl.float32)
     acc = tl.full((block_m, padded_v), 0.0, tl.float32)
+    launch_row = wide_token * (kv_heads * group) + wide_head
+    if knows_first:
+        index = tl.load(first_indices + launch_row, mask=inside, other=-1)
+        top = tl.load(first_scores + launch_row, mask=inside, other=float("-inf"))
+        is_constant = index >= 0
+        total = tl.where(is_constant, 1.0, 0.0)
+        constant = (tl.maximum(index, 0) * kv_heads + kv_head) * head_size_v
+        columns_v = tl.arange(0, padded_v)[None, :]
+        known = is_constant[:, None] & (columns_v < head_size_v)
+        acc = tl.load(first_values + constant[:, None] + columns_v, mask=known, other=0.0)
+        acc = acc.to(tl.float32)
     for begin in tl.range(first // block_n * block_n, end, block_n):
         at = begin + tl.arange(0, block_n)
         live = (at >= first) & (at < end)
@@ -156,8 +170,7 @@ def recent_kernel(
     some = total > 0.0
     result = acc / tl.where(some, total, 1.0)[:, None]
     columns = tl.arange(0, padded_v)[None, :]
-    target = out + (wide_token * (kv_heads * group) + wide_head)[:, None] * head_size_v + columns
+    target = out + launch_row[:, None] * head_size_v + columns
     tl.store(target, result, mask=inside[:, None] & (columns < head_size_v))
-    log = (top + tl.log2(tl.where(some, total, 1.0))) * _LN2
-    log = tl.where(some, log, float("-inf"))
-    tl.store(lse + wide_head * lse_head + wide_token, log, mask=inside)
+    log = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
+    tl.store(lse + launch_row, log, mask=inside)

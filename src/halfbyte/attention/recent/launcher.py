@@ -1,5 +1,6 @@
 """Attention to the last tokens and to the pages, joined."""
 
+import math
 from dataclasses import replace
 
 import torch
@@ -8,6 +9,7 @@ import triton.language as tl
 from halfbyte.attention.base import AttentionBackend, AttentionInputs, AttentionPlans
 from halfbyte.attention.paged.plan import exponent_factors
 from halfbyte.attention.prefill.combine import combine
+from halfbyte.attention.queries.launcher import TransformedQuery
 from halfbyte.attention.recent.kernel import recent_kernel
 from halfbyte.kernels.runtime.devices import current_device
 from halfbyte.kvcache.recent import RecentInputs, packed_part
@@ -20,6 +22,24 @@ _OPERANDS = {
 _KEYS = 32
 """That a program takes at a time."""
 _STAGES = 2
+_LN2 = math.log(2.0)
+
+
+def without_recent(inputs: AttentionInputs, recent: RecentInputs) -> AttentionInputs:
+    """The same work on what is read from the pages; its output is its own."""
+    window = inputs.sliding_window
+    key = ("lengths of what is packed", recent.tokens, window or 0)
+    lengths, packed_window = inputs.plans.get(
+        key, lambda: packed_part(recent.tokens, inputs.seq_lens, window or 0)
+    )
+    return replace(
+        inputs,
+        seq_lens=lengths,
+        sliding_window=packed_window or None,
+        given_out=None,
+        plans=inputs.plans.get(("packed", *key), AttentionPlans),
+        recent=None,
+    )
 
 
 def attend_with_recent(inputs: AttentionInputs, backend: type[AttentionBackend]) -> None:
@@ -31,44 +51,35 @@ def attend_with_recent(inputs: AttentionInputs, backend: type[AttentionBackend])
     """
     recent = inputs.recent
     assert recent is not None
-    parts = [attend_recent(inputs, recent)]
+    out, lse = attend_recent(inputs, recent)
+    parts = [(out, lse.t() * _LN2)]
     window = inputs.sliding_window
     if window is None or window > recent.tokens:
-        lengths, _ = inputs.plans.get(
-            ("lengths without the last tokens", recent.tokens),
-            lambda: packed_part(recent.tokens, inputs.seq_lens, 0),
-        )
-        packed = replace(
-            inputs,
-            seq_lens=lengths,
-            sliding_window=None if window is None else window - recent.tokens,
-            sinks=None,
-            given_out=None,
-            lse=inputs.query.new_empty(inputs.query.shape[:2], dtype=torch.float32),
-            plans=inputs.plans.get(("without the last tokens", recent.tokens), AttentionPlans),
-            recent=None,
-        )
+        rows = inputs.query.new_empty(inputs.query.shape[:2], dtype=torch.float32)
+        packed = replace(without_recent(inputs, recent), sinks=None, lse=rows)
         backend.forward(packed)
-        assert packed.lse is not None
-        parts.append((packed.out, packed.lse.t()))
+        parts.append((packed.out, rows.t()))
     combine(parts, inputs.sinks, inputs.out, inputs.lse)
 
 
 def attend_recent(
-    inputs: AttentionInputs, recent: RecentInputs
+    inputs: AttentionInputs, recent: RecentInputs, changed: TransformedQuery | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every query to its last tokens alone, without sinks.
 
+    Args:
+        changed: adds a first token that is none of the page's.
+
     Returns:
-        float32 `[tokens, heads, Dv]` and the log of the softmax denominators `[heads, tokens]`.
+        float32 `[tokens, heads, Dv]` and log2 of the softmax denominators `[tokens, heads]`; rows
+        past the last sequence's are undefined.
     """
     query, layout = inputs.query, inputs.layout
     query = query if query.stride(2) == 1 else query.contiguous()
     key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (recent.key, recent.value))
     num_tokens, num_heads, head_size = query.shape
-    # Rows that pad a captured graph have no sequence, and are not written.
-    out = query.new_zeros((num_tokens, num_heads, layout.head_size_v), dtype=torch.float32)
-    lse = query.new_full((num_heads, num_tokens), -torch.inf, dtype=torch.float32)
+    out = query.new_empty((num_tokens, num_heads, layout.head_size_v), dtype=torch.float32)
+    lse = query.new_empty((num_tokens, num_heads), dtype=torch.float32)
     num_seqs = inputs.seq_lens.shape[0]
     if not num_tokens or not num_seqs:
         return out, lse
@@ -83,6 +94,7 @@ def attend_recent(
         operand, precision = _OPERANDS[torch.float32]
     window = inputs.sliding_window or recent.tokens
     sizes = (head_size, layout.head_size_v)
+    first = (None,) * 3 if changed is None else changed[2:5]
     with current_device(query.get_device()):
         recent_kernel[(tiles, layout.num_kv_heads * -(-group // heads_per_tile))](
             query,
@@ -93,6 +105,7 @@ def attend_recent(
             value,
             inputs.query_start_loc.contiguous(),
             inputs.seq_lens.contiguous(),
+            *(lse if x is None else x for x in first),
             out,
             lse,
             *exponent_factors(inputs.scale, inputs.softcap),
@@ -102,7 +115,6 @@ def attend_recent(
             *query.stride()[:2],
             *key.stride()[:2],
             *value.stride()[:2],
-            lse.stride(0),
             kv_heads=layout.num_kv_heads,
             group=group,
             ring=recent.keys.shape[2],
@@ -113,6 +125,7 @@ def attend_recent(
             operand=operand,
             precision=precision,
             capped=bool(inputs.softcap),
+            knows_first=first[0] is not None,
             block_m=block_m,
             block_n=_KEYS,
             num_stages=_STAGES,

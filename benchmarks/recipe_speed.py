@@ -1,0 +1,214 @@
+"""What recipes of the KV cache cost in time on one GPU: decode, prefill and store beside `plain`.
+
+    python benchmarks/recipe_speed.py [--out benchmarks/results/recipe_speed.json]
+
+Llama-3.1-8B's heads (32 of 128, 8 of K and V), pages of 16 tokens. Times are those of
+`halfbyte.bench.timing`: graphs of one call, plans made before, as a model's layers share them. What
+is compared takes turns. `balanced` is measured without the last tokens, which are read from rings,
+and with 64 of them; its store includes the ring.
+"""
+
+import argparse
+import datetime
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfbyte.attention import AttentionPlans, paged_attention
+from halfbyte.bench.machine import versions
+from halfbyte.bench.timing import measure_in_turns, ready
+from halfbyte.kvcache import reshape_and_cache
+from halfbyte.kvcache.recent import RecentInputs, RecentTokens
+from halfbyte.kvcache.transform import KVTransform
+from halfbyte.layouts import PageLayout
+
+RESULT = Path(__file__).parent / "results" / "recipe_speed.json"
+HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, SEGMENT, RECENT = 32, 8, 128, 16, 64, 64
+LAYOUT = PageLayout("nvfp4_4over6", "nvfp4_4over6", HEAD_SIZE, None, KV_HEADS, BLOCK_SIZE)
+ROUNDS = 8
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step: sequences, tokens of each in the cache, queries of each, a window."""
+
+    seqs: int
+    length: int
+    queries: int = 1
+    window: int | None = None
+
+    @property
+    def name(self) -> str:
+        kind = "decode" if self.queries == 1 else "prefill"
+        window = f" window {self.window}" if self.window else ""
+        return f"{kind} {self.seqs} x {self.length}{window}"
+
+
+CASES = (
+    Case(64, 8192),
+    Case(8, 32768),
+    Case(1, 131072),
+    Case(128, 1024),
+    Case(64, 8192, window=1024),
+    Case(64, 8192, window=128),
+    Case(4, 2048, queries=2048),
+    Case(1, 16384, queries=16384),
+    Case(1, 32768, queries=4096),
+)
+STORES = (64, 8192)
+
+
+def make_transform(tokens: int, device: torch.device) -> KVTransform:
+    """Means and angles as of a model: half of K's energy, RoPE's frequencies."""
+    frequencies = 500000.0 ** -(torch.arange(HEAD_SIZE // 2) / (HEAD_SIZE // 2))
+    starts = torch.arange(-(-tokens // SEGMENT)) * SEGMENT + SEGMENT / 2
+    angles = starts[:, None] * frequencies
+    mean = torch.randn(KV_HEADS, HEAD_SIZE)
+    transform = KVTransform(
+        True,
+        SEGMENT,
+        mean=mean.to(device),
+        partner=torch.arange(HEAD_SIZE).roll(HEAD_SIZE // 2).to(device),
+        cos=angles.cos().repeat(1, 2).to(device),
+        sin=torch.cat([-angles.sin(), angles.sin()], 1).to(device),
+        first_keys=torch.randn(2, KV_HEADS, HEAD_SIZE, device=device).bfloat16(),
+        first_values=torch.randn(2, KV_HEADS, HEAD_SIZE, device=device).bfloat16(),
+    )
+    transform.prepare()
+    return transform
+
+
+def random_kv(tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """bfloat16 K and V."""
+    key, value = torch.randn(2, tokens, KV_HEADS, HEAD_SIZE, device=device).bfloat16()
+    return key, value
+
+
+def attention_calls(case: Case, device: torch.device) -> dict[str, Call]:
+    """Calls by name, on the same lengths and pages of their own."""
+    pages_per_seq = -(-case.length // BLOCK_SIZE)
+    num_pages = case.seqs * pages_per_seq
+    tables = torch.randperm(num_pages, device=device).int().view(case.seqs, pages_per_seq)
+    query = torch.randn(case.seqs * case.queries, HEADS, HEAD_SIZE, device=device).bfloat16()
+    arguments: dict[str, Any] = {
+        "layout": LAYOUT,
+        "query_start_loc": torch.arange(case.seqs + 1, device=device).int() * case.queries,
+        "seq_lens": torch.full((case.seqs,), case.length, dtype=torch.int32, device=device),
+        "block_tables": tables,
+        "scale": HEAD_SIZE**-0.5,
+        "k_scale": torch.tensor(0.002, device=device),
+        "v_scale": torch.tensor(0.002, device=device),
+        "sliding_window": case.window,
+    }
+    transform = make_transform(case.length, device)
+    ring = torch.randn(2, case.seqs, KV_HEADS, RECENT + 16, HEAD_SIZE, device=device).bfloat16()
+    key, value = random_kv(case.seqs * case.queries, device)
+    entries = torch.arange(case.seqs, device=device).int()
+    recent = RecentInputs(RECENT, ring[0].contiguous(), ring[1].contiguous(), entries, key, value)
+    calls: dict[str, Call] = {}
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "without the last tokens": {"transform": transform},
+        "balanced": {"transform": transform, "recent": recent},
+    }
+    for name, options in ways.items():
+        pages = torch.zeros(num_pages, LAYOUT.page_bytes, dtype=torch.uint8, device=device)
+        for seq in range(case.seqs):
+            positions = torch.arange(case.length, device=device)
+            slots = tables[seq].long()[positions // BLOCK_SIZE] * BLOCK_SIZE
+            slots += positions % BLOCK_SIZE
+            changed: dict[str, Any] = {}
+            if options:
+                changed = {"transform": transform, "positions": positions}
+            scales = (arguments["k_scale"], arguments["v_scale"])
+            reshape_and_cache(
+                *random_kv(case.length, device), pages, slots, LAYOUT, *scales, **changed
+            )
+        calls[name] = partial(
+            paged_attention, query, pages, plans=AttentionPlans(), **arguments, **options
+        )
+    return calls
+
+
+def store_calls(tokens: int, device: torch.device) -> dict[str, Call]:
+    """Stores of as many tokens by name: of a step of one token each, or of one prompt."""
+    is_step = tokens <= 256
+    pages = torch.zeros(2 * tokens, LAYOUT.page_bytes, dtype=torch.uint8, device=device)
+    key, value = random_kv(tokens, device)
+    slots = torch.randperm(len(pages) * BLOCK_SIZE, device=device)[:tokens]
+    scale = torch.tensor(0.002, device=device)
+    positions = torch.randint(1, 8192, (tokens,), device=device)
+    if not is_step:
+        positions = torch.arange(tokens, device=device)
+    transform = make_transform(8192, device)
+    capacity = tokens if is_step else 2
+    rings = RecentTokens([LAYOUT], RECENT, torch.bfloat16, device, capacity)
+    rows = torch.arange(tokens, device=device)[-tokens if is_step else -rings.ring :]
+    owners = rows if is_step else torch.zeros_like(rows)
+    places = positions[rows] % rings.ring
+
+    def plain() -> None:
+        reshape_and_cache(key, value, pages, slots, LAYOUT, scale, scale)
+
+    def changed() -> None:
+        reshape_and_cache(
+            key, value, pages, slots, LAYOUT, scale, scale, transform=transform, positions=positions
+        )
+
+    def balanced() -> None:
+        changed()
+        rings.remember(0, key, value, rows, owners, places)
+
+    return {"plain": plain, "without the last tokens": changed, "balanced": balanced}
+
+
+def measure(calls: dict[str, Call], device: torch.device) -> dict[str, Any]:
+    """Times in µs, and what each costs beside `plain`."""
+    subjects = {name: ready([call], device, in_graph=True) for name, call in calls.items()}
+    times = measure_in_turns(subjects, device, ROUNDS)
+    plain = times["plain"]["single"]
+    return {name: {**t, "of_plain": round(t["single"] / plain, 3)} for name, t in times.items()}
+
+
+def table(report: dict[str, Any]) -> str:
+    """Single calls in Markdown."""
+    names = ("plain", "without the last tokens", "balanced")
+    lines = ["| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    for case, times in report["microseconds"].items():
+        cells = [f"{times[n]['single']:.1f} ({times[n]['of_plain']:.2f})" for n in names]
+        lines.append(f"| {case} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Parse the command line, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    device = torch.device("cuda")
+    report: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "versions": versions(),
+        "microseconds": {},
+    }
+    for case in CASES:
+        report["microseconds"][case.name] = measure(attention_calls(case, device), device)
+        torch.cuda.empty_cache()
+    for tokens in STORES:
+        report["microseconds"][f"store {tokens}"] = measure(store_calls(tokens, device), device)
+    for times in report["microseconds"].values():
+        assert all(math.isfinite(t["single"]) for t in times.values())
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(table(report))
+
+
+if __name__ == "__main__":
+    main()
