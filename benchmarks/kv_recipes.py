@@ -1,4 +1,4 @@
-"""What formats and recipes of the KV cache cost on real models: JSON of the run, and a table.
+"""What formats and recipes of the KV cache cost on real models: JSON of the run, and tables.
 
     make accuracy
 
@@ -19,11 +19,13 @@ from real_models import MODELS, model_folder, texts
 
 from halfbyte import load_model
 from halfbyte.bench.machine import versions
-from halfbyte.evaluation import PerplexityResult, evaluate_perplexity, text_windows
+from halfbyte.evaluation import evaluate_perplexity, text_windows
 from halfbyte.kvcache import KVRecipe
 from halfbyte.models import load_tokenizer
 
-RESULT = Path(__file__).parent / "results" / "kv_recipes.json"
+REPOSITORY = Path(__file__).parents[1]
+RESULT = REPOSITORY / "benchmarks" / "results" / "kv_recipes.json"
+PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "accuracy.md")
 FORMATS = ("bfloat16", "fp8_e4m3", "nvfp4_4over6", "nvfp4")
 BALANCED = KVRecipe.parse("balanced")
 RECIPES = ("plain", BALANCED.of_pages, BALANCED)
@@ -67,34 +69,55 @@ def measure_long(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The results in Markdown."""
+    """Cost on texts of 2,048 tokens, in Markdown."""
     lines = [
         "| model | K/V cache | change in NLL | KL to bf16 | top-1 agreement |",
         "|---|---|---:|---:|---:|",
     ]
     for name, rows in report["models"].items():
-        for fields in rows:
-            row = PerplexityResult(**fields)
-            if row.kv_cache_dtype == "bfloat16":
+        for row in rows:
+            if row["kv_cache_dtype"] == "bfloat16":
                 continue
-            baseline = row.nll - row.nll_increase
-            recipe = NAMES.get(row.kv_recipe, row.kv_recipe)
-            label = row.kv_cache_dtype + ("" if recipe == "plain" else f", {recipe}")
+            baseline = row["nll"] - row["nll_increase"]
             lines.append(
-                f"| {name} | {label} | {row.nll_increase / baseline:+.2%} "
-                f"± {row.nll_increase_stderr / baseline:.2%} | {row.kl_divergence:.4f} "
-                f"| {row.top1:.3f} |"
+                f"| {name} | {_label(row)} | {row['nll_increase'] / baseline:+.2%} "
+                f"± {row['nll_increase_stderr'] / baseline:.2%} | {row['kl_divergence']:.4f} "
+                f"| {row['top1']:.3f} |"
             )
+    return "\n".join(lines) + "\n"
+
+
+def table_by_position(report: dict[str, Any]) -> str:
+    """KL by position in one long context, in Markdown."""
+    tables = []
     for name, rows in report["long"].items():
         ranges = [f"{2 * i}k to {2 * i + 2}k" for i in range(len(rows[0]["kl_by_position"]))]
-        lines += ["", f"| KL, {name} | " + " | ".join(ranges) + " |"]
+        lines = [f"| {name}, KL to bf16 | " + " | ".join(ranges) + " |"]
         lines.append("|---|" + "---:|" * len(ranges))
-        for row in rows[1:]:
-            recipe = NAMES.get(row["kv_recipe"], row["kv_recipe"])
-            label = row["kv_cache_dtype"] + ("" if recipe == "plain" else f", {recipe}")
-            figures = " | ".join(f"{x:.4f}" for x in row["kl_by_position"])
-            lines.append(f"| {label} | {figures} |")
-    return "\n".join(lines) + "\n"
+        for row in rows:
+            if row["kv_cache_dtype"] != "bfloat16":
+                figures = " | ".join(f"{x:.4f}" for x in row["kl_by_position"])
+                lines.append(f"| {_label(row)} | {figures} |")
+        tables.append("\n".join(lines) + "\n")
+    return "\n".join(tables)
+
+
+def _label(row: dict[str, Any]) -> str:
+    recipe = NAMES.get(row["kv_recipe"], row["kv_recipe"])
+    return f"`{row['kv_cache_dtype']}`" + ("" if recipe == "plain" else f", {recipe}")
+
+
+def write_tables(report: dict[str, Any]) -> None:
+    """Put the tables between their markers in README.md and docs/accuracy.md."""
+    made = {"real-models": table(report), "by-position": table_by_position(report)}
+    for page in PAGES:
+        text = page.read_text()
+        for name, content in made.items():
+            begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+            if begin in text:
+                before, rest = text.split(begin)
+                text = before + begin + content + end + rest.split(end)[1]
+        page.write_text(text)
 
 
 def main() -> None:
@@ -119,7 +142,9 @@ def main() -> None:
         "long": {name: measure_long(arguments.folder, name) for name in MODELS},
     }
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_tables(report)
     print(table(report))
+    print(table_by_position(report))
 
 
 if __name__ == "__main__":
