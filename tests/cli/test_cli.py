@@ -173,6 +173,16 @@ def test_eval_prints_a_table(halfbyte: Command) -> None:
     assert "read back from the cache in chunks of 512" in out
 
 
+def test_eval_of_retrieval(halfbyte: Command) -> None:
+    arguments = ("--retrieval", "500", "--kv-cache-dtype", "bfloat16,nvfp4")
+    code, out, _ = halfbyte("eval", *arguments, "--kv-recipe", "balanced")
+    assert code == 0
+    assert "nvfp4 balanced" in out
+    assert "5 facts and a random segment, twice, in " in out
+    code, out, _ = halfbyte("eval", *arguments, "--json")
+    assert [row["asked"] for row in json.loads(out)] == [5, 5]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -181,6 +191,8 @@ def test_eval_prints_a_table(halfbyte: Command) -> None:
         (["--chunk-size", "0"], "chunk_size: expected at least 1"),
         (["--window", "1"], "window: expected at least 2"),
         (["--max-tokens", "-1"], "max_tokens: expected at least 2, got -1"),
+        (["--retrieval", "100"], "tokens: 100 for 1 facts need"),
+        (["--retrieval", "5000"], "contexts: expected 1 up to 2048 tokens, got"),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else "",
 )

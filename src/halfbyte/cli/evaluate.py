@@ -1,9 +1,10 @@
 """`halfbyte eval`"""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -16,6 +17,12 @@ from halfbyte.cli.options import (
     QuantizeActivations,
     Verbose,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from halfbyte.evaluation import PerplexityResult, RetrievalResult
+    from halfbyte.layouts import KVCacheDType
 
 
 def evaluate(
@@ -35,6 +42,13 @@ def evaluate(
     max_tokens: Annotated[
         int | None, typer.Option(help="Stop after about so many tokens of text.")
     ] = 16384,
+    retrieval: Annotated[
+        int | None,
+        typer.Option(
+            help="Instead, look for facts and a repeated segment in a context of so many tokens of "
+            "the text; for models that answer questions."
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -69,6 +83,14 @@ def evaluate(
         linear_backend=linear_backend,
         quantize_activations=quantize_activations,
     )
+    options: dict[str, Any] = {
+        "kv_recipes": [name.strip() for name in kv_recipe.split(",")],
+        "tokenizer": tokenizer,
+        "attention_backend": attention_backend,
+    }
+    if retrieval is not None:
+        _look_for_facts(loaded, "\n".join(texts), names, retrieval, chunk_size, as_json, options)
+        return
     window = min(window, getattr(loaded.config, "max_position_embeddings", window))
     windows, num_bytes = text_windows(tokenizer, texts, window, max_tokens)
     with progress_bar("eval", "tokens") as on_progress:
@@ -78,27 +100,78 @@ def evaluate(
             names,
             chunk_size,
             num_bytes=num_bytes,
-            kv_recipes=[name.strip() for name in kv_recipe.split(",")],
-            tokenizer=tokenizer,
-            attention_backend=attention_backend,
             on_progress=on_progress,
+            **options,
         )
     if as_json:
         print(json.dumps([asdict(result) for result in results]))
         return
-    table = Table(box=None, pad_edge=False)
-    for heading in ("KV cache", "perplexity", "bits/byte", "KL to bf16", "bytes/token"):
-        table.add_column(heading, justify="left" if heading == "KV cache" else "right")
+    rows = []
     for result in results:
-        table.add_row(
-            result.kv_cache_dtype + ("" if result.kv_recipe == "plain" else f" {result.kv_recipe}"),
-            f"{result.perplexity:.4f}",
-            f"{result.bits_per_byte:.4f}",
-            f"{result.kl_divergence:.5f}",
-            f"{result.bytes_per_token:,.0f}",
+        baseline = result.nll - result.nll_increase
+        change = f"{result.nll_increase / baseline:+.2%}"
+        if result.nll_increase_stderr:
+            change += f" ± {result.nll_increase_stderr / baseline:.2%}"
+        rows.append(
+            (
+                _name(result),
+                f"{result.perplexity:.4f}",
+                change,
+                f"{result.kl_divergence:.5f}",
+                f"{result.top1:.1%}",
+                f"{result.bytes_per_token:,.0f}",
+            )
         )
-    out.print(table)
+    headings = ("KV cache", "perplexity", "change in NLL", "KL to bf16", "top-1", "bytes/token")
+    _print_table(headings, rows)
     out.print(
         f"{results[0].tokens:,} tokens predicted, read back from the cache in chunks of "
         f"{chunk_size}, {window} tokens of context"
     )
+
+
+def _look_for_facts(
+    model: "PreTrainedModel",
+    text: str,
+    names: list["KVCacheDType"],
+    tokens: int,
+    chunk_size: int,
+    as_json: bool,
+    options: dict[str, Any],
+) -> None:
+    from halfbyte.evaluation import evaluate_retrieval, make_context
+
+    facts = max(1, min(32, tokens // 100))
+    context = make_context(options["tokenizer"], text, tokens, facts, seed=1)
+    results = evaluate_retrieval(model, [context], names, chunk_size, **options)
+    if as_json:
+        print(json.dumps([asdict(result) for result in results]))
+        return
+    rows = [
+        (
+            _name(result),
+            f"{result.codes} of {result.asked}",
+            f"{result.digits:.1%}",
+            f"{result.repeated_nll:.3f}",
+            f"{result.repeated_top1:.1%}",
+        )
+        for result in results
+    ]
+    _print_table(("KV cache", "codes", "their tokens", "NLL of the repetition", "top-1"), rows)
+    out.print(
+        f"{facts} facts and a random segment, twice, in {len(context.ids):,} tokens, read back "
+        f"from the cache in chunks of {chunk_size}"
+    )
+
+
+def _name(result: "PerplexityResult | RetrievalResult") -> str:
+    return result.kv_cache_dtype + ("" if result.kv_recipe == "plain" else f" {result.kv_recipe}")
+
+
+def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == headings[0] else "right")
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)

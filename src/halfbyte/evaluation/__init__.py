@@ -1,5 +1,13 @@
 """What a format costs in accuracy, measured through the cache."""
 
 from halfbyte.evaluation.perplexity import PerplexityResult, evaluate_perplexity, text_windows
+from halfbyte.evaluation.retrieval import RetrievalResult, evaluate_retrieval, make_context
 
-__all__ = ["PerplexityResult", "evaluate_perplexity", "text_windows"]
+__all__ = [
+    "PerplexityResult",
+    "RetrievalResult",
+    "evaluate_perplexity",
+    "evaluate_retrieval",
+    "make_context",
+    "text_windows",
+]

@@ -16,11 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from halfbyte.attention import check_attention_backend
-from halfbyte.engine import ModelRunner
-from halfbyte.kvcache import KVRecipe, KVScales, PagedKVPool, SequenceTables, plan_kv_cache
-from halfbyte.kvcache.recent import RecentTokens
+from halfbyte.evaluation.caches import MeasuredCache, cache_names, scales_of
+from halfbyte.kvcache import KVRecipe, KVScales
 from halfbyte.layouts import KVCacheDType
-from halfbyte.models import KVQuantization, layer_specs, resolve_kv_scales
 
 BASELINE = KVCacheDType.BFLOAT16
 POSITIONS = 2048
@@ -58,40 +56,20 @@ class PerplexityResult:
     tokens: int
 
 
-class _Track:
-    """One format's and recipe's pool and sums."""
+class _Sums:
+    """What one format and recipe has lost so far.
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        dtype: KVCacheDType,
-        recipe: KVRecipe,
-        scales: KVScales | None,
-        num_tokens: int,
-        num_windows: int,
-        block_size: int,
-        attention_backend: str | None,
-    ) -> None:
-        specs = layer_specs(model.config, model.dtype, dtype, block_size, recipe=recipe)
-        plan = plan_kv_cache(specs)
-        pages = sum(-(-num_tokens // group.block_size) for group in plan.groups)
-        pool = PagedKVPool(plan, 1 + num_windows * pages, model.device)
-        self.dtype = dtype
-        self.recipe = recipe
-        self.tables = SequenceTables(pool, recent=RecentTokens.of(pool, recipe, model.dtype))
-        quantization = KVQuantization.of(pool, scales, recipe)
-        self.runner = ModelRunner(model, self.tables, quantization, attention_backend)
+    Args:
+        num_tokens: of the longest window.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
         self.nll = 0.0
         ranges = -(-num_tokens // POSITIONS)
         self.kl = torch.zeros(ranges, dtype=torch.float64)
         self.rows = torch.zeros(ranges, dtype=torch.int64)
         self.increase = self.squared_increase = 0.0
         self.same_top1 = 0
-
-    def log_probabilities(self, chunks: Sequence[tuple[int, list[int]]]) -> torch.Tensor:
-        for seq, ids in chunks:
-            self.tables.append(seq, len(ids))
-        return self.runner.run(chunks, all_logits=True).float().log_softmax(-1)
 
     def add(
         self,
@@ -154,45 +132,29 @@ def evaluate_perplexity(
     """
     _check(model, windows, chunk_size)
     check_attention_backend(attention_backend, model.device)
-    names = [_resolve(model, name) for name in kv_cache_dtypes]
-    recipes = [KVRecipe.parse(recipe) for recipe in kv_recipes]
-    if not recipes:
-        raise ValueError("kv_recipes: expected one or more")
-    pairs = [
-        (name, recipe) for name in names for recipe in (recipes if name.is_nvfp4 else [KVRecipe()])
-    ]
-    scales = {
-        changes_k: resolve_kv_scales(
-            model, set(names), given=kv_scales, tokenizer=tokenizer, recipe=recipe
-        )
-        for changes_k, recipe in {recipe.changes_k: recipe for _, recipe in pairs}.items()
-    }
-    baseline_pair = (BASELINE, KVRecipe())
-    scales.setdefault(False, None)
-    unique = list(dict.fromkeys([baseline_pair, *pairs]))
+    names = cache_names(model, kv_cache_dtypes, kv_recipes)
+    scales = scales_of(model, names, kv_scales, tokenizer)
+    baseline_name = (BASELINE, KVRecipe())
+    scales.setdefault(baseline_name, None)
+    unique = list(dict.fromkeys([baseline_name, *names]))
     vocabulary = model.config.vocab_size
     at_once = max(1, min(len(windows), _MAX_LOGITS // (chunk_size * vocabulary)))
     longest = max(len(window) for window in windows)
-    tracks = {
-        pair: _Track(
-            model,
-            *pair,
-            scales[pair[1].changes_k],
-            longest,
-            at_once,
-            block_size,
-            attention_backend,
+    caches = {
+        name: MeasuredCache(
+            model, name, scales[name], longest, at_once, block_size, attention_backend
         )
-        for pair in unique
+        for name in unique
     }
-    total = sum(len(window) for window in windows) * len(tracks)
+    sums = {name: _Sums(longest) for name in unique}
+    total = sum(len(window) for window in windows) * len(caches)
     done = 0
-    with tracks[baseline_pair].runner.attached():
+    with caches[baseline_name].runner.attached():
         for first in range(0, len(windows), at_once):
             group = list(enumerate(windows[first : first + at_once]))
-            for track in tracks.values():
+            for cache in caches.values():
                 for seq, _ in group:
-                    track.tables.add(seq)
+                    cache.tables.add(seq)
             for start in range(0, max(len(window) for _, window in group), chunk_size):
                 chunks = [
                     (seq, list(window[start : start + chunk_size]))
@@ -201,17 +163,17 @@ def evaluate_perplexity(
                 ]
                 rows, targets, positions = _targets(chunks, dict(group), start, model.device)
                 baseline = torch.empty(0)
-                for pair in unique:
-                    log_p = tracks[pair].log_probabilities(chunks)
-                    baseline = log_p if pair == baseline_pair else baseline
-                    tracks[pair].add(log_p, baseline, targets, rows, positions)
+                for name in unique:
+                    log_p = caches[name].log_probabilities(chunks)
+                    baseline = log_p if name == baseline_name else baseline
+                    sums[name].add(log_p, baseline, targets, rows, positions)
                     done += sum(len(ids) for _, ids in chunks)
                     on_progress(done, total)
-            for track in tracks.values():
+            for cache in caches.values():
                 for seq, _ in group:
-                    track.tables.free(seq)
+                    cache.tables.free(seq)
     predicted = sum(len(window) - 1 for window in windows)
-    return [_result(tracks[pair], predicted, chunk_size, num_bytes) for pair in pairs]
+    return [_result(caches[name], sums[name], predicted, chunk_size, num_bytes) for name in names]
 
 
 def text_windows(
@@ -280,10 +242,6 @@ def _check(model: PreTrainedModel, windows: Sequence[Sequence[int]], chunk_size:
         raise ValueError(f"windows: {longest} tokens exceed the model's context of {context}")
 
 
-def _resolve(model: PreTrainedModel, name: str | KVCacheDType) -> KVCacheDType:
-    return layer_specs(model.config, model.dtype, name)[0].layout.k_dtype
-
-
 def _targets(
     chunks: Sequence[tuple[int, list[int]]],
     windows: dict[int, Sequence[int]],
@@ -310,22 +268,22 @@ def _targets(
 
 
 def _result(
-    track: _Track, predicted: int, chunk_size: int, num_bytes: int | None
+    cache: MeasuredCache, sums: _Sums, predicted: int, chunk_size: int, num_bytes: int | None
 ) -> PerplexityResult:
-    nll, increase = track.nll / predicted, track.increase / predicted
-    variance = max(0.0, track.squared_increase / predicted - increase**2)
+    nll, increase = sums.nll / predicted, sums.increase / predicted
+    variance = max(0.0, sums.squared_increase / predicted - increase**2)
     return PerplexityResult(
-        kv_cache_dtype=track.dtype.value,
-        kv_recipe=track.recipe.name,
+        kv_cache_dtype=cache.dtype.value,
+        kv_recipe=cache.recipe.name,
         perplexity=math.exp(nll) if nll < 700 else math.inf,
         nll=nll,
         nll_increase=increase,
         nll_increase_stderr=math.sqrt(variance / predicted),
-        top1=track.same_top1 / predicted,
-        kl_divergence=float(track.kl.sum()) / predicted,
-        kl_by_position=tuple((track.kl / track.rows.clamp(min=1)).tolist()),
-        bytes_per_token=track.tables.pool.plan.bytes_per_token,
-        bits_per_byte=track.nll / math.log(2) / num_bytes if num_bytes else None,
+        top1=sums.same_top1 / predicted,
+        kl_divergence=float(sums.kl.sum()) / predicted,
+        kl_by_position=tuple((sums.kl / sums.rows.clamp(min=1)).tolist()),
+        bytes_per_token=cache.bytes_per_token,
+        bits_per_byte=sums.nll / math.log(2) / num_bytes if num_bytes else None,
         chunk_size=chunk_size,
         tokens=predicted,
     )
