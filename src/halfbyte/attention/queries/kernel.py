@@ -110,6 +110,7 @@ def transform_kernel(
     Args, beside those of `transform_queries`:
         low, high, cos, sin, low_mean, high_mean: `PairTables`, of `num_segments` segments; read
             where `pairs`.
+        sequences, positions: `QueryPositions`; read where `pairs` or `knows_first`.
         rotated: `[num_rows, head_size]`, written where `block`.
         bias: float32 `[num_rows, bias_stride]`, `q . mean * bias_scale`.
         first_scores, first_indices: float32 and int32 `[num_rows]`, written where `knows_first`.
@@ -122,7 +123,9 @@ def transform_kernel(
     token = (row // heads).to(tl.int64)
     head = row % heads
     kv_head = head // group
-    position = tl.load(positions + token, mask=inside, other=-1)
+    position = tl.full((rows,), -1, tl.int64)
+    if knows_first or pairs > 0:
+        position = tl.load(positions + token, mask=inside, other=-1)
     query += token * query_token + head * query_head
     if tl.program_id(1) == 0:
         if block > 0:
