@@ -84,9 +84,9 @@ def attend_recent(
     if not num_tokens or not num_seqs:
         return out, lse
     group = num_heads // layout.num_kv_heads
-    # Larger heads leave no registers for more rows.
-    many = num_tokens > 8 * num_seqs and max(head_size, layout.head_size_v) <= 128
-    block_m = 64 if many else 16
+    # Larger heads leave no registers for more rows; and other tiles may round differently.
+    many = num_tokens > 8 * num_seqs and not inputs.batch_invariant
+    block_m = 64 if many and max(head_size, layout.head_size_v) <= 128 else 16
     heads_per_tile = min(group, block_m)
     tiles = num_tokens // (block_m // heads_per_tile) + num_seqs
     operand, precision = _OPERANDS[query.dtype]
