@@ -62,6 +62,10 @@ VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {
     "vllm nvfp4 weights, fp8 cache": (True, {"kv_cache_dtype": "fp8"}),
     "halfbyte nvfp4 cache": (False, HALFBYTE),
     "halfbyte nvfp4 weights and cache": (True, HALFBYTE),
+    "halfbyte nvfp4 weights and cache, balanced": (
+        True,
+        {**HALFBYTE, "additional_config": {"halfbyte": {"kv_recipe": "balanced"}}},
+    ),
 }
 """Name: whether weights are NVFP4, and arguments of `vllm.LLM`."""
 

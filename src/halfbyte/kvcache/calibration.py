@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import safetensors.torch
@@ -104,13 +105,8 @@ class KVCalibration:
         measured = self.layers[layer]
         centring: dict[str, Any] = {}
         if recipe.center:
-            rope = self.ropes[measured.rope]
-            centring = {
-                "mean": measured.mean[heads].to(device),
-                "partner": rope.partner.to(device),
-                "cos": rope.cos.to(device),
-                "sin": rope.sin.to(device),
-            }
+            rope = self._rope_on(measured.rope, torch.device(device))
+            centring = {"mean": measured.mean[heads].to(device), **vars(rope)}
         first: dict[str, Any] = {}
         if recipe.keep_first_token and self.first_tokens:
             first = {
@@ -118,6 +114,18 @@ class KVCalibration:
                 "first_values": measured.first_values[:, heads].to(device),
             }
         return KVTransform(recipe.rotate, self.segment, **centring, **first)
+
+    def _rope_on(self, index: int, device: torch.device) -> RopeAverages:
+        """A rotary embedding's tables on a device, once for all layers."""
+        key = (index, device)
+        if key not in self._moved:
+            rope = self.ropes[index]
+            self._moved[key] = RopeAverages(*(x.to(device) for x in vars(rope).values()))
+        return self._moved[key]
+
+    @cached_property
+    def _moved(self) -> dict[tuple[int, torch.device], RopeAverages]:
+        return {}
 
     def sha256(self) -> str:
         """Of everything that changes what pages mean, whatever file it came from."""

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from halfbyte.kvcache import KVRecipe, KVScales
+from halfbyte.kvcache.calibration import KVCalibration, LayerCalibration, RopeAverages
+from halfbyte.kvcache.recipe import SEGMENT
 from halfbyte.plugins.vllm.options import Options
 
 logger = logging.getLogger("halfbyte")
@@ -82,7 +86,10 @@ def scales_of_model(
         num_layers = model_config.hf_text_config.num_hidden_layers
         amax = (DUMMY_AMAX,) * num_layers
         logger.warning("dummy weights: KV cache scales for values up to %g", DUMMY_AMAX)
-        return KVScales(amax, amax, "dummy weights")
+        calibration = None
+        if recipe is not None and recipe.changes_k:
+            calibration = _dummy_calibration(model_config)
+        return KVScales(amax, amax, "dummy weights", calibration)
     # A file that is given needs no folder, as of GGUF files, to be found.
     folder = Path() if given is not None else _folder(model_config, load_config)
     config = model_config.hf_config
@@ -100,6 +107,22 @@ def scales_of_model(
         )
     logger.info("KV cache scales: %s", scales.source)
     return scales
+
+
+def _dummy_calibration(model_config: Any) -> KVCalibration:
+    """Means of zero, and the angles of a usual rotary embedding: as much work as real ones."""
+    config = model_config.hf_text_config
+    heads, size = model_config.get_total_num_kv_heads(), model_config.get_head_size()
+    starts = torch.arange(0, config.max_position_embeddings, SEGMENT) + SEGMENT / 2
+    angles = starts[:, None] * 10000.0 ** -(torch.arange(size // 2) / (size // 2))
+    rope = RopeAverages(
+        angles.cos().repeat(1, 2),
+        torch.cat([-angles.sin(), angles.sin()], 1),
+        torch.arange(size).roll(size // 2),
+    )
+    none = torch.zeros(1, heads, size)
+    layer = LayerCalibration(none[0], (DUMMY_AMAX,) * 4, DUMMY_AMAX, none, none, 0)
+    return KVCalibration(SEGMENT, (0,), (layer,) * config.num_hidden_layers, (rope,))
 
 
 def check_scales(vllm_config: Any, options: Options) -> None:

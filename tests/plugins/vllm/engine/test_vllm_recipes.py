@@ -1,10 +1,12 @@
 """Recipes of K and V inside vLLM: token for token as `halfbyte.LLM`, in float32."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from halfbyte.kvcache import KVRecipe
+from models.zoo import make_model
 from plugins.vllm.engine.engines import (
     BUNDLED,
     TEXTS,
@@ -37,6 +39,16 @@ def test_balanced_equals_halfbyte_s_engine() -> None:
         assert generate(llm, TEXTS) == found
     with vllm_engine() as llm:
         assert generate(llm, TEXTS) != found
+
+
+def test_dummy_weights_have_a_calibration(tmp_path: Path) -> None:
+    """For benchmarks, of the model's sizes."""
+    make_model("llama").config.save_pretrained(tmp_path)
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 128}
+    with vllm_engine(tmp_path, load_format="dummy", **options, **BALANCED) as llm:
+        for impl in assert_ours(llm, "nvfp4_4over6"):
+            assert impl.transform is not None
+        assert [len(tokens) for tokens in generate(llm, [[1, 2, 3], [4] * 70], 8)] == [8, 8]
 
 
 @pytest.mark.slow
