@@ -31,6 +31,18 @@ def test_kernels_compile(capability: int, head_size: int, group: int) -> None:
         assert nvrtc.compile_source(name, options, architecture)[:4] == b"\x7fELF"
 
 
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize(("head_size", "group"), [(128, 4), (64, 8), (256, 2), (128, 40)])
+def test_kernels_for_recipes_compile(capability: int, head_size: int, group: int) -> None:
+    architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
+    layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
+    way = variant(layout, group, 1.0, False, capability)
+    assert way is not None
+    for changes in ((64, True, True), (0, True, False)):
+        options = macros(layout, group, torch.bfloat16, group >= 16, way, *changes)
+        assert nvrtc.compile_source(way.source, options, architecture)[:4] == b"\x7fELF"
+
+
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 def test_kernels_that_copy_whole_pages_compile(head_size: int, block_size: int) -> None:
