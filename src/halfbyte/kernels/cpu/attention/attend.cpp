@@ -46,6 +46,9 @@ struct Workspace {
   Floats q, packed_q, scores, sums, tile, rows, parts, merged, ordered;
   Floats raw_q, turned, bias, first_key, first_value;  // for a transform of K
   Floats recent_sums;
+  // Whose queries are loaded: parts of the same rows often follow each other on a thread.
+  uint64_t serial = 0;
+  int seq, first_head, heads, first_row, rows_loaded;
   float recent_maximum[kMaxRows], recent_total[kMaxRows];
   std::vector<int> positions;
   std::vector<uint8_t> v_scales;
@@ -337,6 +340,12 @@ float first_token_score(const Batch& batch, const Item& item, int h, int r, cons
 
 void load_queries(const Batch& batch, const Item& item, const Side& side, Workspace& w) {
   const Call& call = batch.call;
+  const bool same = w.serial == batch.serial && w.seq == item.seq && w.heads == item.heads &&
+                    w.first_head == item.first_head && w.first_row == item.first_row &&
+                    w.rows_loaded == item.rows;
+  if (same) return;
+  w.serial = batch.serial, w.seq = item.seq, w.heads = item.heads, w.first_head = item.first_head;
+  w.first_row = item.first_row, w.rows_loaded = item.rows;
   const int stride = padded(side.size), element = data_bytes(call.query_format, 1);
   reserve(w.q, (size_t)item.heads * item.rows * stride);
   reserve(w.packed_q, (size_t)item.heads * item.rows * packed_size(side.size));
@@ -381,6 +390,18 @@ void locate_recent(const Batch& batch, const Item& item, int head, int first, in
   }
 }
 
+// Asks for the rows of a head's last tokens, before it is their turn.
+void prefetch_recent(const Batch& batch, const Item& item, int head, int first, int t0, int n,
+                     Workspace& w) {
+  locate_recent(batch, item, head, first, t0, n, w);
+  const int element = data_bytes(batch.call.recent->format, 1);
+  const int bytes = batch.layout.head_size * element, bytes_v = batch.layout.head_size_v * element;
+  for (int t = t0 - first; t < n; t++) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(w.k_data[t] + i);
+    for (int i = 0; i < bytes_v; i += 64) __builtin_prefetch(w.v_data[t] + i);
+  }
+}
+
 // Attention of an item's rows to their last tokens, as the model made them. Lanes hold the same tokens
 // whatever other rows are in the item.
 void attend_recent(const Batch& batch, const Item& item, Workspace& w) {
@@ -406,7 +427,9 @@ void attend_recent(const Batch& batch, const Item& item, Workspace& w) {
   // Rotated queries are for what is packed.
   const float* q = call.transform ? w.raw_q.data() : w.q.data();
   const int step = tile_of(item);
+  prefetch_recent(batch, item, item.first_head, first, t0, n, w);
   for (int h = 0; h < item.heads; h++) {
+    if (h + 1 < item.heads) prefetch_recent(batch, item, item.first_head + h + 1, first, t0, n, w);
     locate_recent(batch, item, item.first_head + h, first, t0, n, w);
     const Rows keys{w.k_data, w.k_data, 0, 0}, values{w.v_data, w.v_data, 0, 0};
     float* scores = w.scores.data() + (size_t)h * item.rows * kSpan;

@@ -13,6 +13,7 @@
 // float, a tile at a time, and multiplied.
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -126,7 +127,8 @@ HALFBYTE_API void halfbyte_attention(const void* layout, const void* call) {
   const Layout& l = *(const Layout*)layout;
   const Call& c = *(const Call*)call;
   const int width = std::max(sum_size(l.head_size_v), padded(l.head_size_v)) + 2;
-  Batch batch{l, c, kernels(), c.heads / l.kv_heads, width, items, parts, counters};
+  static std::atomic<uint64_t> calls{0};
+  Batch batch{l, c, kernels(), c.heads / l.kv_heads, width, items, parts, counters, ++calls};
   cut(batch);
   parallel_for((int)items.size(), threads_for(batch), run_item, &batch);
   if (parts.size() > kKeptFloats) std::vector<float>().swap(parts);

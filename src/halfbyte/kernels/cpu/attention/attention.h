@@ -60,6 +60,7 @@ struct Batch {
   std::vector<Item>& items;
   std::vector<float>& parts;  // [head][part][row][width] for each sequence in parts
   std::vector<int>& counters;
+  uint64_t serial;  // of the call, which no other has
 };
 
 // Batch, index of an item.
