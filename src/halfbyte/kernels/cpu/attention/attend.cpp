@@ -390,18 +390,6 @@ void locate_recent(const Batch& batch, const Item& item, int head, int first, in
   }
 }
 
-// Asks for the rows of a head's last tokens, before it is their turn.
-void prefetch_recent(const Batch& batch, const Item& item, int head, int first, int t0, int n,
-                     Workspace& w) {
-  locate_recent(batch, item, head, first, t0, n, w);
-  const int element = data_bytes(batch.call.recent->format, 1);
-  const int bytes = batch.layout.head_size * element, bytes_v = batch.layout.head_size_v * element;
-  for (int t = t0 - first; t < n; t++) {
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(w.k_data[t] + i);
-    for (int i = 0; i < bytes_v; i += 64) __builtin_prefetch(w.v_data[t] + i);
-  }
-}
-
 // Attention of an item's rows to their last tokens, as the model made them. Lanes hold the same tokens
 // whatever other rows are in the item.
 void attend_recent(const Batch& batch, const Item& item, Workspace& w) {
@@ -427,9 +415,7 @@ void attend_recent(const Batch& batch, const Item& item, Workspace& w) {
   // Rotated queries are for what is packed.
   const float* q = call.transform ? w.raw_q.data() : w.q.data();
   const int step = tile_of(item);
-  prefetch_recent(batch, item, item.first_head, first, t0, n, w);
   for (int h = 0; h < item.heads; h++) {
-    if (h + 1 < item.heads) prefetch_recent(batch, item, item.first_head + h + 1, first, t0, n, w);
     locate_recent(batch, item, item.first_head + h, first, t0, n, w);
     const Rows keys{w.k_data, w.k_data, 0, 0}, values{w.v_data, w.v_data, 0, 0};
     float* scores = w.scores.data() + (size_t)h * item.rows * kSpan;
