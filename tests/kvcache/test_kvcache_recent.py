@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfbyte.kvcache import FullAttentionSpec, PagedKVPool, SequenceTables
+from halfbyte.kvcache import FullAttentionSpec, PagedKVPool, SequenceTables, plan_kv_cache
 from halfbyte.kvcache.recent import SLACK, RecentTokens, packed_part
 from halfbyte.kvcache.recipe import KVRecipe
 from triton_interpreter import interpreted
@@ -14,7 +14,7 @@ FP8 = FullAttentionSpec(16, 2, 32, kv_cache_dtype="fp8", dtype=torch.float32)
 
 def make_tables(tokens: int = 20, pages: int = 40) -> SequenceTables:
     pool = PagedKVPool([NVFP4, FP8], pages)
-    recent = RecentTokens.of(pool, KVRecipe(recent_tokens=tokens), torch.float32, capacity=2)
+    recent = RecentTokens.of(pool.plan, KVRecipe(recent_tokens=tokens), torch.float32, capacity=2)
     assert recent is not None
     return SequenceTables(pool, recent=recent)
 
@@ -32,8 +32,8 @@ def test_layers_without_four_bits_have_none() -> None:
     key, value = rings(recent)
     assert key.shape == value.shape == (2, 2, 20 + SLACK, 32)
     assert recent.num_bytes == 2 * key.nbytes
-    assert RecentTokens.of(PagedKVPool([FP8], 2), KVRecipe(recent_tokens=20), torch.float32) is None
-    assert RecentTokens.of(PagedKVPool([NVFP4], 2), KVRecipe(), torch.float32) is None
+    assert RecentTokens.of(plan_kv_cache([FP8]), KVRecipe(recent_tokens=20), torch.float32) is None
+    assert RecentTokens.of(plan_kv_cache([NVFP4]), KVRecipe(), torch.float32) is None
     with pytest.raises(ValueError, match="tokens: expected 1 to 256, got 300"):
         RecentTokens([NVFP4.layout], 300, torch.float32)
 
@@ -82,13 +82,14 @@ def test_what_a_ring_has_overwritten_is_missing(length: int, crop: int, missing:
     tables = make_tables()
     tables.add("a")
     tables.append("a", length)
-    assert not tables.fill_recent("a", length)
+    assert not tables.missing_recent("a", length)
     tables.crop("a", crop)
-    assert list(tables.fill_recent("a", crop)) == list(missing)
-    assert not tables.fill_recent("a", crop)  # filled
+    assert list(tables.missing_recent("a", crop)) == list(missing)
     host = tables.move_out("a")
     tables.move_in("b", host)
-    assert not tables.fill_recent("b", crop)
+    assert list(tables.missing_recent("b", crop)) == list(missing)
+    tables.fill_recent("b", missing.start)
+    assert not tables.missing_recent("b", crop)
 
 
 def test_a_sequence_from_a_pool_without_rings_misses_all() -> None:
@@ -97,7 +98,7 @@ def test_a_sequence_from_a_pool_without_rings_misses_all() -> None:
     plain.append("a", 30)
     tables = make_tables()
     tables.move_in("a", plain.move_out("a"))
-    assert tables.fill_recent("a", 30) == range(11, 30)
+    assert tables.missing_recent("a", 30) == range(11, 30)
 
 
 def test_lengths_and_window_of_what_is_packed() -> None:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -116,6 +117,37 @@ def test_more_taken_back_than_the_rings_can_bring_back(prompts: list[list[int]])
         found, as_packed = ring[:, position % 80], rows[position - 86]
         assert torch.equal(found, as_packed if position < 120 else kept[:, position % 80])
     assert 0 < (again - expected).abs().max() < 0.1 * expected.abs().max()
+
+
+def test_a_step_that_fails_leaves_nothing_half_filled() -> None:
+    """Rings that were being filled from the pages are filled again by the next step."""
+    model = make_model("llama")
+    ids = token_ids(1, 200)
+    scales = calibrate(model, token_ids(1, 200), "test")
+    layer = model.model.layers[1]
+    logits = []
+    for fails in (False, True):
+        cache = Cache(model, "nvfp4", kv_scales=scales, kv_recipe="balanced")
+        with torch.inference_mode():
+            model(ids[:, :199], past_key_values=cache)
+            cache.crop(-60)
+            if fails:
+                with (
+                    patch.object(layer.self_attn, "forward", side_effect=KeyboardInterrupt),
+                    pytest.raises(KeyboardInterrupt),
+                ):
+                    model(ids[:, 139:140], past_key_values=cache)
+            logits.append(model(ids[:, 139:140], past_key_values=cache).logits)
+    assert torch.equal(*logits)
+
+
+def test_a_cache_ends_where_the_means_do() -> None:
+    model = make_model("llama", max_position_embeddings=128)
+    cache = Cache(model, "nvfp4", kv_recipe="balanced")
+    with torch.inference_mode():
+        model(token_ids(1, 128), past_key_values=cache)
+        with pytest.raises(ValueError, match=r"means of K for 128 tokens.*a sequence has 129"):
+            model(token_ids(1, 1), past_key_values=cache)
 
 
 def test_rows_of_a_cache_part_ways(prompts: list[list[int]]) -> None:

@@ -132,7 +132,8 @@ class AttentionInputs:
             has_sinks=self.sinks is not None,
             softcap=self.softcap,
             batch_invariant=self.batch_invariant,
-            return_lse=self.lse is not None,
+            # What the last tokens gave is joined by it.
+            return_lse=self.lse is not None or (self.recent is not None and self.query.is_cuda),
             aligned_pages=_aligned(self.pages),
             transform=self.transform is not None,
             segment=0 if self.transform is None else self.transform.shared_tokens,

@@ -87,7 +87,7 @@ class DecodeGraphs:
             and len(chunks) <= self.sizes[-1]
             and all(len(ids) == 1 for _, ids in chunks)
             and not any(
-                self.tables.misses_recent(seq, self.tables.length(seq) - 1) for seq, _ in chunks
+                self.tables.missing_recent(seq, self.tables.length(seq) - 1) for seq, _ in chunks
             )
         )
 
@@ -156,7 +156,7 @@ class DecodeGraphs:
         if recent is not None:
             entries = self._entries[:size]
             places = (entries.long(), positions % recent.ring)
-            of_recent = RecentBatch(recent, entries, self._rows[:size], places, ())
+            of_recent = RecentBatch(self.tables, entries, self._rows[:size], places, ())
         return PagedBatch(
             pool=self.tables.pool,
             quantization=self.quantization,

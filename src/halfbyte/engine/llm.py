@@ -165,6 +165,8 @@ class LLM:
             model, formats, given=kv_scales, tokenizer=tokenizer, recipe=recipe
         )
         plan = plan_kv_cache(specs)
+        # First, because the pool takes most of what is left.
+        recent = RecentTokens.of(plan, recipe, model.dtype, model.device, 1 + max_num_seqs)
         if num_pages is None:
             num_pages = _default_num_pages(plan, max_model_len, max_num_seqs, model.device)
         self.pool = PagedKVPool(plan, num_pages, model.device)
@@ -180,7 +182,7 @@ class LLM:
             attention_backend=attention_backend,
             batch_invariant=batch_invariant,
             cuda_graphs=cuda_graphs,
-            recent=RecentTokens.of(self.pool, recipe, model.dtype, 1 + max_num_seqs),
+            recent=recent,
         )
 
     def generate(

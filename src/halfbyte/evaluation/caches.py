@@ -83,7 +83,7 @@ class MeasuredCache:
         plan = plan_kv_cache(specs)
         pages = sum(-(-num_tokens // group.block_size) for group in plan.groups)
         pool = PagedKVPool(plan, 1 + num_seqs * pages, model.device)
-        recent = RecentTokens.of(pool, self.recipe, model.dtype, 1 + num_seqs)
+        recent = RecentTokens.of(plan, self.recipe, model.dtype, model.device, 1 + num_seqs)
         self.tables = SequenceTables(pool, recent=recent)
         quantization = KVQuantization.of(pool, scales, self.recipe)
         self.runner = ModelRunner(model, self.tables, quantization, attention_backend)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.dispatch import missing_module
-from halfbyte.kvcache.pool import PagedKVPool
+from halfbyte.kvcache.plan import KVCachePlan
 from halfbyte.kvcache.recipe import KVRecipe
 from halfbyte.layouts import PageLayout
 
@@ -101,18 +101,25 @@ class RecentTokens:
 
     @classmethod
     def of(
-        cls, pool: PagedKVPool, recipe: KVRecipe, dtype: torch.dtype, capacity: int = 8
+        cls,
+        plan: KVCachePlan,
+        recipe: KVRecipe,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        capacity: int = 8,
     ) -> "RecentTokens | None":
-        """Those of a pool's layers with K in NVFP4; None where a recipe keeps none.
+        """Those of a plan's layers with K in NVFP4; None where a recipe keeps none.
 
         Args:
             dtype: the model's.
+            device: where they lie.
             capacity: entries to begin with; with more the rings move to other memory.
         """
-        layouts = [pool.layout(layer) for layer in range(pool.plan.num_layers)]
+        places = [plan.locate(layer) for layer in range(plan.num_layers)]
+        layouts = [plan.groups[group].specs[index].layout for group, index in places]
         if not recipe.recent_tokens or not any(layout.k_dtype.is_nvfp4 for layout in layouts):
             return None
-        return cls(layouts, recipe.recent_tokens, dtype, pool.device, capacity)
+        return cls(layouts, recipe.recent_tokens, dtype, device, capacity)
 
     def __getitem__(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """K and V `[entries, kv_heads, ring, size]` of a layer, or None."""

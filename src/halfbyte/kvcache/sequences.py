@@ -246,21 +246,16 @@ class SequenceTables:
         """Of a sequence in `recent`."""
         return self._get(seq).entry
 
-    def misses_recent(self, seq: SequenceId, length: int) -> bool:
-        """Whether attention after `length` tokens reads from the ring what it does not have."""
-        return self.recent is not None and len(self._missing_recent(seq, length)) > 0
-
-    def fill_recent(self, seq: SequenceId, length: int) -> range:
-        """Positions that attention after `length` tokens reads from the ring and does not find.
-
-        The caller fills them; from then on they count as found.
-        """
+    def missing_recent(self, seq: SequenceId, length: int) -> range:
+        """Positions that attention after `length` tokens reads from the ring and does not find."""
         if self.recent is None:
             return range(0)
-        missing = self._missing_recent(seq, length)
-        if missing:
-            self._get(seq).kept_from = missing.start
-        return missing
+        first = max(0, length - self.recent.tokens + 1)
+        return range(first, min(self._get(seq).kept_from, length))
+
+    def fill_recent(self, seq: SequenceId, first: int) -> None:
+        """The ring has positions from `first` on again, in every layer."""
+        self._get(seq).kept_from = first
 
     def slots(self, seq: SequenceId, start: int, stop: int, group: int = 0) -> torch.Tensor:
         """Slots (int64, on the CPU) of the tokens `start` .. `stop - 1` of a sequence."""
@@ -294,11 +289,6 @@ class SequenceTables:
         for page, count in enumerate(holders):
             actual = self.allocator.num_holders(page)
             assert actual == count, f"page {page}: {actual} holders counted, {count} in tables"
-
-    def _missing_recent(self, seq: SequenceId, length: int) -> range:
-        assert self.recent is not None
-        first = max(0, length - self.recent.tokens + 1)
-        return range(first, min(self._get(seq).kept_from, length))
 
     def _add(self, seq: SequenceId, sequence: _Sequence) -> None:
         if self.recent is not None:

@@ -32,6 +32,16 @@ class KVQuantization:
     scales: Sequence[tuple[float | torch.Tensor, float | torch.Tensor]]
     transforms: Sequence[KVTransform | None]
 
+    def check_length(self, length: int) -> None:
+        """Raise ValueError for a sequence of more tokens than K has means for."""
+        limits = (x.max_position for x in self.transforms if x is not None)
+        limit = min((x for x in limits if x is not None), default=length)
+        if length > limit:
+            raise ValueError(
+                f"kv_recipe: the calibration has means of K for {limit} tokens, the model's "
+                f"context; a sequence has {length}"
+            )
+
     @classmethod
     def of(
         cls, pool: PagedKVPool, scales: KVScales | None, recipe: KVRecipe | None = None
@@ -55,19 +65,19 @@ class RecentBatch:
     """What a step does with the last tokens of its sequences.
 
     Args:
-        tokens: the rings.
+        tables: of the sequences, with the rings.
         entries: int32 `[sequences]`.
         rows: int64 `[n]`, of the step's tokens, those that stay in the rings after it.
         places: entry and slot of each, int64 `[n]` and `[n]`.
-        missing: per sequence that has any, its number in the batch and positions that are read from
-            its ring and must first be filled from the pages.
+        missing: per sequence that has any, its number in the batch, its name, and positions that
+            are read from its ring and must first be filled from the pages.
     """
 
-    tokens: RecentTokens
+    tables: SequenceTables
     entries: torch.Tensor
     rows: torch.Tensor
     places: tuple[torch.Tensor, torch.Tensor]
-    missing: Sequence[tuple[int, torch.Tensor]]
+    missing: Sequence[tuple[int, object, range]]
 
     @classmethod
     def of(
@@ -87,20 +97,31 @@ class RecentBatch:
             rows.append(torch.arange(row - kept, row))
             owners.append(torch.full((kept,), entry))
             slots.append(torch.arange(length - kept, length) % ring)
-            if positions := tables.fill_recent(seq, length - count):
-                missing.append((number, torch.arange(positions.start, positions.stop)))
+            if positions := tables.missing_recent(seq, length - count):
+                missing.append((number, seq, positions))
         place = (torch.cat(owners).to(device), torch.cat(slots).to(device))
         return cls(
-            tables.recent,
+            tables,
             torch.tensor(entries, dtype=torch.int32, device=device),
             torch.cat(rows).to(device),
             place,
             missing,
         )
 
+    @property
+    def tokens(self) -> RecentTokens:
+        """The rings."""
+        assert self.tables.recent is not None
+        return self.tables.recent
+
     def remember(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put the step's tokens of a layer into the rings."""
         self.tokens.remember(layer, key, value, self.rows, *self.places)
+
+    def end(self) -> None:
+        """All layers have run: what was missing is there."""
+        for _, seq, positions in self.missing:
+            self.tables.fill_recent(seq, positions.start)
 
 
 @dataclass(frozen=True)
@@ -147,6 +168,7 @@ class PagedBatch:
         device = tables.pool.device
         counts = torch.tensor([0] + [count for _, count in chunks])
         lengths = [tables.length(seq) for seq, _ in chunks]
+        quantization.check_length(max(lengths, default=0))
         block_tables, slot_mapping = [], []
         for group in range(len(tables.pool.plan.groups)):
             rows = tables.block_table([seq for seq, _ in chunks], group)
@@ -233,8 +255,11 @@ class PagedBatch:
             transform=transform,
             recent=recent,
         )
-        if self.recent is not None and recent is not None:
-            self.recent.remember(layer, key, value)
+        if self.recent is not None:
+            if recent is not None:
+                self.recent.remember(layer, key, value)
+            if len(self.layers_run) == self.pool.plan.num_layers:
+                self.recent.end()
         return result
 
     def _recent_inputs(
@@ -244,8 +269,8 @@ class PagedBatch:
         pair = None if self.recent is None else self.recent.tokens[layer]
         if self.recent is None or pair is None:
             return None
-        for number, positions in self.recent.missing:
-            self._fill(layer, number, positions)
+        for number, _, positions in self.recent.missing:
+            self._fill(layer, number, torch.arange(positions.start, positions.stop))
         keys, values = pair
         return RecentInputs(
             self.recent.tokens.tokens, keys, values, self.recent.entries, key, value

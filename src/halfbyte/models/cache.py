@@ -78,7 +78,7 @@ class Cache(transformers.Cache):
         formats = {d for s in specs for d in (s.layout.k_dtype, s.layout.v_dtype)}
         scales = resolve_kv_scales(model, formats, given=kv_scales, recipe=recipe)
         pool = PagedKVPool(plan_kv_cache(specs), _INITIAL_PAGES, model.device)
-        recent = RecentTokens.of(pool, recipe, model.dtype)
+        recent = RecentTokens.of(pool.plan, recipe, model.dtype, model.device)
         self.tables = SequenceTables(pool, can_grow=True, recent=recent)
         self.kv_scales = scales
         self._quantization = KVQuantization.of(pool, scales, recipe)

@@ -142,6 +142,19 @@ CHANGED: dict[str, tuple[Step, dict[str, Any]]] = {
         replace(NVFP4, lengths=[1, 40, 77, 0, 300, 64, 65], queries=[1] * 7),
         {**RECIPE, "recent": 64, "sinks": True},
     ),
+    "recent-short-table": (replace(NVFP4, lengths=[5], queries=[1]), {**RECIPE, "recent": 64}),
+    "recent-wide-short-table": (
+        replace(WIDE, lengths=[5, 9], queries=[1, 1]),
+        {**RECIPE, "recent": 64},
+    ),
+    "queries-before-the-beginning": (
+        replace(NVFP4, lengths=[66, 300, 65], queries=[4, 1, 2]),
+        {**RECIPE, "recent": 64},
+    ),
+    "sequences-shorter-than-their-queries": (
+        replace(NVFP4, lengths=[2, 300, 1], queries=[4, 1, 3]),
+        RECIPE,
+    ),
     "recent-alone": (replace(NVFP4, lengths=[1, 40, 77, 300], queries=[1] * 4), {"recent": 64}),
     "recent-several-queries-window": (
         replace(NVFP4, lengths=[70, 3, 130, 300, 2], queries=[3, 1, 1, 2, 2], window=100),

@@ -55,21 +55,32 @@ def test_prompts_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
-@pytest.mark.parametrize(("head_size", "block_m"), [(64, 16), (128, 64), (256, 16)])
-def test_kernel_compiles(head_size: int, block_m: int, capability: int) -> None:
-    import triton.language as tl
-
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "block_m"),
+    [
+        (torch.bfloat16, 64, 16),
+        (torch.bfloat16, 128, 64),
+        (torch.bfloat16, 256, 16),
+        (torch.float16, 512, 16),
+        (torch.float32, 128, 16),
+        (torch.float32, 256, 16),
+    ],
+)
+def test_kernel_compiles(dtype: torch.dtype, head_size: int, block_m: int, capability: int) -> None:
     from halfbyte.attention.recent import launcher
     from halfbyte.attention.recent.kernel import recent_kernel
 
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 8, 16)
+    operand, precision = launcher._OPERANDS[dtype]
+    pointer = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
+    tile = launcher.tile_of_keys(launcher.is_large(dtype, head_size))
+    names = ("query", "keys", "values", "key", "value", "first_values")
     usage = compile_kernel(
         recent_kernel,
         {
-            **dict.fromkeys(("query", "keys", "values", "key", "value"), "*bf16"),
+            **dict.fromkeys(names, pointer),
             **dict.fromkeys(("entries", "starts", "lengths", "first_indices"), "*i32"),
             **dict.fromkeys(("out", "lse", "first_scores"), "*fp32"),
-            "first_values": "*bf16",
             **dict.fromkeys(("score_scale", "cap"), "fp32"),
         },
         {
@@ -80,18 +91,18 @@ def test_kernel_compiles(head_size: int, block_m: int, capability: int) -> None:
             "head_size_v": head_size,
             "padded": head_size,
             "padded_v": head_size,
-            "operand": tl.bfloat16,
-            "precision": "tf32",
+            "operand": operand,
+            "precision": precision,
             "capped": True,
             "knows_first": True,
             "block_m": block_m,
-            "block_n": 32,
+            "block_n": tile["block_n"],
         },
         capability,
-        num_stages=launcher._STAGES,
+        num_stages=tile["num_stages"],
     )
     assert usage.shared <= SHARED_BYTES[capability]
-    assert usage.stack <= 64
+    assert usage.stack <= (384 if dtype == torch.float32 else 64)
 
 
 @pytest.mark.gpu

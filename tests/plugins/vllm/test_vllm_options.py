@@ -190,6 +190,13 @@ def config(**fields: Any) -> Any:
     return SimpleNamespace(**{**given, **fields})
 
 
+def compilation(**fields: Any) -> SimpleNamespace:
+    """A configuration with piecewise CUDA graphs."""
+    return SimpleNamespace(
+        cudagraph_mode=SimpleNamespace(has_piecewise_cudagraphs=lambda: True), **fields
+    )
+
+
 def connector(name: str | None, **extra: Any) -> Any:
     return SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra)
 
@@ -225,9 +232,18 @@ def connector(name: str | None, **extra: Any) -> Any:
         (
             {
                 "additional_config": {"halfbyte": {"kv_recipe": "balanced"}},
-                "compilation_config": SimpleNamespace(use_inductor_graph_partition=True),
+                "compilation_config": compilation(use_inductor_graph_partition=True),
             },
-            "kv_recipe balanced with use_inductor_graph_partition.*leave one of them out",
+            "kv_recipe balanced with piecewise CUDA graphs that hold.*cudagraph_mode FULL or NONE",
+        ),
+        (
+            {
+                "additional_config": {"halfbyte": {"kv_recipe": "balanced"}},
+                "compilation_config": compilation(
+                    splitting_ops_contain_kv_cache_update=lambda: False
+                ),
+            },
+            "kv_recipe balanced with piecewise CUDA graphs that hold",
         ),
         (
             {"cache_config": SimpleNamespace(calculate_kv_scales=True)},

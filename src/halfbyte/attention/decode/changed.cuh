@@ -25,27 +25,13 @@ __device__ __forceinline__ float load_bias(const Params& p, u64 row_begin, int s
   return fmaxf(fminf(p.changed.bias[row_begin + segment], 1e30f), -1e30f);
 }
 
-// What stands in place of the first token of a row's sequence.
-struct FirstToken {
-  int index;     // of the constant; -1 if the page has the token, or the row does not attend to it
-  float logit;  // times log2(e)
-
-  __device__ __forceinline__ FirstToken(const Params& p, const Piece& piece, int head, int column) {
-    const u32 row = changed_row(piece, head, column);
-    index = p.changed.first_indices[row];
-    logit = p.changed.first_scores[row];
-  }
-
-  __device__ __forceinline__ const u16* value(const Params& p, int head) const {
-    return (const u16*)p.changed.first_values + ((u64)max(index, 0) * KV_HEADS + head) * HEAD_SIZE_V;
-  }
-};
-
-// Whether any column of a piece attends to a first token that the page does not have. Its first column is
-// of the earliest query, whose window reaches back the furthest; all are of one KV head.
+// Whether any column of a piece attends to a first token that the page does not have. Its first column
+// that stands in the sequence is of the earliest query, whose window reaches back the furthest; all are of
+// one KV head.
 __device__ __forceinline__ bool has_constant(const Params& p, const Piece& piece, int head,
                                              int first_column) {
 #if KNOWS_FIRST
+  first_column = max(first_column, (piece.queries - piece.length) * GROUP);
   return p.changed.first_indices[changed_row(piece, head, first_column)] >= 0;
 #else
   return false;
@@ -55,17 +41,40 @@ __device__ __forceinline__ bool has_constant(const Params& p, const Piece& piece
 __device__ __forceinline__ float value_of(u16 x) { return query_value(x); }
 __device__ __forceinline__ float value_of(float x) { return x; }
 
-// What a row has attended to already.
-struct Initial {
+// What a row has attended to before it comes to its first tile: all that is not read from the pages, or a
+// first token that is none of the page's.
+struct Before {
   float lse;  // in base 2; -inf for nothing
+#if INITIAL
   const float* value;
 
-  __device__ __forceinline__ Initial(const Params& p, const Piece& piece, int head, int column) {
+  __device__ __forceinline__ Before(const Params& p, const Piece& piece, int head, int column) {
     const u32 row = changed_row(piece, head, column);
     lse = p.changed.initial_lse[row];
     value = p.changed.initial_out + (u64)row * HEAD_SIZE_V;
   }
+#else
+  const u16* value;
+
+  __device__ __forceinline__ Before(const Params& p, const Piece& piece, int head, int column) {
+    const u32 row = changed_row(piece, head, column);
+    const int index = p.changed.first_indices[row];
+    lse = index < 0 ? NEG_INF : p.changed.first_scores[row];
+    value = (const u16*)p.changed.first_values + ((u64)max(index, 0) * KV_HEADS + head) * HEAD_SIZE_V;
+  }
+#endif
 };
+
+// Whether a unit's share of a piece is where its rows bring along what they have attended to.
+__device__ __forceinline__ bool begins_with_something(const Piece& piece, int first_tile, bool constant) {
+#if INITIAL
+  return first_tile == piece.first_tile;
+#elif KNOWS_FIRST
+  return first_tile == 0 && constant;
+#else
+  return false;
+#endif
+}
 
 // Column i of the accumulators of a row of values times a factor: what store_row would write back.
 template <class Value>

@@ -68,11 +68,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
   const Visible visible(p, piece, head);
   Bias bias(p, piece, head, share.first * TILE);
   Sums sums;
-#if INITIAL
-  if (share.first == piece.first_tile) sums.begin_with_initial(p, piece, head);
-#elif KNOWS_FIRST
-  if (share.first == 0 && visible.constant) sums.begin_with_constant(p, piece, head);
-#endif
+  if (begins_with_something(piece, share.first, visible.constant)) sums.begin_with(p, piece, head);
   for (int t = share.first; t < share.stop; t++) {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
     __syncwarp();

@@ -148,8 +148,7 @@ __device__ __forceinline__ void load_column(const Value* row, float (*out)[N_TIL
   }
 }
 
-// Begins a piece with what its rows have attended to already: a first token that is none of the page's,
-// or, with INITIAL, all that is not read from the pages.
+// Begins a piece with what its rows have attended to already.
 __device__ __forceinline__ void begin_with(const Params& p, const Piece& piece, int head,
                                                     u32 columns_at, float (*out)[N_TILES][4],
                                                     float (*sum)[2]) {
@@ -160,20 +159,11 @@ __device__ __forceinline__ void begin_with(const Params& p, const Piece& piece, 
   for (int n = 0; n < N_TILES; n++)
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const int column = piece.col_tile * COLS + 8 * n + 2 * c + i;
-#if INITIAL
-      const Initial initial(p, piece, head, column);
-      if (initial.lse == NEG_INF) continue;
-      const float lse = initial.lse;
-      load_column(initial.value, out, n, i, warp, g, ex2(P_SHIFT) / unscale);
-#else
-      const FirstToken first(p, piece, head, column);
-      if (first.index < 0) continue;
-      const float lse = first.logit;
-      load_column(first.value(p, head), out, n, i, warp, g, ex2(P_SHIFT) / unscale);
-#endif
+      const Before before(p, piece, head, piece.col_tile * COLS + 8 * n + 2 * c + i);
+      if (before.lse == NEG_INF) continue;
+      load_column(before.value, out, n, i, warp, g, ex2(P_SHIFT) / unscale);
       if (warp == 0 && g == 0) {  // the sums of lanes are added
-        store_float(columns_at + 64 * n + 8 + 4 * i, P_SHIFT - lse);
+        store_float(columns_at + 64 * n + 8 + 4 * i, P_SHIFT - before.lse);
         sum[n][i] = ex2(P_SHIFT);
       }
     }
@@ -336,7 +326,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
     shift[1] = BIAS_IN_SHIFT ? x.shift[1] + added.y : x.shift[1];
   };
 
-  if (INITIAL ? share.first == piece.first_tile : KNOWS_FIRST && share.first == 0 && constant)
+  if (begins_with_something(piece, share.first, constant))
     begin_with(p, piece, head, columns_at, out, sum);
   Bias bias(p, piece, head, share.first * TILE);
   int from_inner = share.first * TILE - inner_from;

@@ -150,7 +150,8 @@ struct Tiles {
     tile = share.first;
     stop = share.stop;
     table = p.block_tables + (u64)piece.seq * p.max_pages;
-    last_page = (u32)(piece.length - 1) / BLOCK_SIZE;
+    // Of no tokens there is a tile, too, where rows bring something along.
+    last_page = (u32)max(piece.length - 1, 0) / BLOCK_SIZE;
   }
 
   __device__ __forceinline__ bool next_piece() {

@@ -140,35 +140,19 @@ struct Sums {
     }
   }
 
-  // Begins with a first token that is none of the page's.
-  __device__ __forceinline__ void begin_with_constant(const Params& p, const Piece& piece, int head) {
-    const int g = (threadIdx.x & 31) >> 2, c = threadIdx.x & 3;
-    const float unscale = (V_KIND < 16 ? *p.v_scale : 1.0f) * Operands<V_KIND>::UNIT;
-#pragma unroll
-    for (int n = 0; n < N_TILES; n++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const FirstToken first(p, piece, head, piece.col_tile * COLS + 8 * n + (2 * c + i) % COLS);
-        if (first.index < 0) continue;
-        shift[n][i] = P_SHIFT - first.logit;
-        if (g == 0) sum[n][i] = ex2(P_SHIFT);  // the sums of lanes are added
-        load_row(out[n], first.value(p, head), i, g, ex2(P_SHIFT) / unscale);
-      }
-  }
-
   // Begins with what rows have attended to already.
-  __device__ __forceinline__ void begin_with_initial(const Params& p, const Piece& piece, int head) {
+  __device__ __forceinline__ void begin_with(const Params& p, const Piece& piece, int head) {
     const int g = (threadIdx.x & 31) >> 2, c = threadIdx.x & 3;
     const float unscale = (V_KIND < 16 ? *p.v_scale : 1.0f) * Operands<V_KIND>::UNIT;
 #pragma unroll
     for (int n = 0; n < N_TILES; n++)
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const Initial initial(p, piece, head, piece.col_tile * COLS + 8 * n + (2 * c + i) % COLS);
-        if (initial.lse == NEG_INF) continue;
-        shift[n][i] = P_SHIFT - initial.lse;
+        const Before before(p, piece, head, piece.col_tile * COLS + 8 * n + (2 * c + i) % COLS);
+        if (before.lse == NEG_INF) continue;
+        shift[n][i] = P_SHIFT - before.lse;
         if (g == 0) sum[n][i] = ex2(P_SHIFT);  // the sums of lanes are added
-        load_row(out[n], initial.value, i, g, ex2(P_SHIFT) / unscale);
+        load_row(out[n], before.value, i, g, ex2(P_SHIFT) / unscale);
       }
   }
 

@@ -82,7 +82,9 @@ def attend(inputs: AttentionInputs, plan: AttendPlan | None = None) -> None:
     out_scale = v_factor * 2.0 ** operand_shift(kernel["v"].kind, kernel["casts"])
     tokens_per_launch = plan.tokens_per_launch
     if inputs.transform is not None:
-        tokens_per_launch = min(tokens_per_launch, max(1, _MOST_BIAS_BYTES // bias_bytes(inputs)))
+        tokens_per_launch = min(
+            tokens_per_launch, max(1, _MOST_BIAS_BYTES // max(1, bias_bytes(inputs)))
+        )
     merged_rows = (plan.num_splits, min(tokens_per_launch, num_tokens), num_heads)
     if not plan.merges:
         merged_rows = (0, 0, 0)

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from halfbyte.kernels.runtime.devices import current_device
+
 _MOST_PARTS = 4
 
 
@@ -116,24 +118,25 @@ def combine(
     all_logs = [log for _, log in parts] + [parts[0][1]] * (_MOST_PARTS - len(parts))
     block_dims = triton.next_power_of_2(head_size)
     block_heads = min(triton.next_power_of_2(num_heads), max(1, 2048 // block_dims))
-    _combine[rows, triton.cdiv(num_heads, block_heads)](
-        out,
-        out.stride(0),
-        out.stride(1),
-        out if lse is None else lse,
-        0 if lse is None else lse.stride(0),
-        out if sinks is None else sinks,
-        *outs,
-        *all_logs,
-        *(log.stride(0) for log in all_logs),
-        num_heads=num_heads,
-        head_size=head_size,
-        num_parts=len(parts),
-        has_sinks=sinks is not None,
-        wants_lse=lse is not None,
-        BLOCK_HEADS=block_heads,
-        BLOCK_DIMS=block_dims,
-    )
+    with current_device(out.get_device()):
+        _combine[rows, triton.cdiv(num_heads, block_heads)](
+            out,
+            out.stride(0),
+            out.stride(1),
+            out if lse is None else lse,
+            0 if lse is None else lse.stride(0),
+            out if sinks is None else sinks,
+            *outs,
+            *all_logs,
+            *(log.stride(0) for log in all_logs),
+            num_heads=num_heads,
+            head_size=head_size,
+            num_parts=len(parts),
+            has_sinks=sinks is not None,
+            wants_lse=lse is not None,
+            BLOCK_HEADS=block_heads,
+            BLOCK_DIMS=block_dims,
+        )
 
 
 def join(

@@ -126,7 +126,7 @@ def transform_kernel(
     position = tl.full((rows,), -1, tl.int64)
     if knows_first or pairs > 0:
         position = tl.load(positions + token, mask=inside, other=-1)
-    query += token * query_token + head * query_head
+    query += token * query_token + head.to(tl.int64) * query_head
     if tl.program_id(1) == 0:
         if block > 0:
             out = rotated + row.to(tl.int64) * k.head_size
@@ -166,7 +166,8 @@ def transform_kernel(
             oldest = tl.min(nearest, 0) - window + 1
         if (first * segment <= latest) & ((first + segments) * segment > oldest):
             number = first + tl.arange(0, segments)
-            known = (number < num_segments)[:, None]
+            # Past the last mean the last one holds, as for what is stored.
+            of_table = tl.minimum(number, num_segments - 1)
             mask = inside[:, None]
             score = tl.full((rows, segments), 0.0, tl.float32)
             for begin in tl.range(0, pairs, at_once):
@@ -177,9 +178,9 @@ def transform_kernel(
                 of_head = (kv_head * pairs)[:, None] + pair
                 m_low = tl.load(low_mean + of_head, mask=mask, other=0.0)
                 m_high = tl.load(high_mean + of_head, mask=mask, other=0.0)
-                of_segment = (number * pairs)[:, None] + pair
-                cosines = tl.trans(tl.load(cos + of_segment, mask=known, other=0.0))
-                sines = tl.trans(tl.load(sin + of_segment, mask=known, other=0.0))
+                of_segment = (of_table * pairs)[:, None] + pair
+                cosines = tl.trans(tl.load(cos + of_segment))
+                sines = tl.trans(tl.load(sin + of_segment))
                 along = q_low * m_low + q_high * m_high
                 across = q_low * m_high - q_high * m_low
                 score = tl.dot(along, cosines, score, input_precision="tf32x3")

@@ -55,6 +55,8 @@ def bias_bytes(inputs: AttentionInputs) -> int:
 
 
 def _num_segments(inputs: AttentionInputs, transform: KVTransform) -> int:
+    if not transform.shared_tokens:
+        return 0
     most_tokens = inputs.block_tables.shape[1] * inputs.layout.block_size
     return -(-most_tokens // transform.segment)
 
@@ -79,7 +81,7 @@ def transform_queries(
     query = inputs.query[tokens]
     query = query if query.stride(2) == 1 else query.contiguous()
     num_tokens, num_heads, _ = query.shape
-    max_segments = _num_segments(inputs, transform) if transform.pair_tables is not None else 0
+    max_segments = _num_segments(inputs, transform)
     bias = scores = indices = None
     if max_segments:
         bias = query.new_empty((num_tokens, num_heads, max_segments), dtype=torch.float32)

@@ -19,10 +19,17 @@ _OPERANDS = {
     torch.bfloat16: (tl.bfloat16, "tf32"),
     torch.float32: (tl.float32, "tf32x3"),
 }
-_KEYS = 32
-"""That a program takes at a time."""
-_STAGES = 2
 _LN2 = math.log(2.0)
+
+
+def is_large(dtype: torch.dtype, head_size: int) -> bool:
+    """Whether tiles of usual sizes find no room in the shared memory of every GPU."""
+    return dtype == torch.float32 or head_size > 256
+
+
+def tile_of_keys(is_wide: bool) -> dict[str, int]:
+    """Keys that a program takes at a time, and how many such tiles are under way."""
+    return {"block_n": 16 if is_wide else 32, "num_stages": 1 if is_wide else 2}
 
 
 def without_recent(inputs: AttentionInputs, recent: RecentInputs) -> AttentionInputs:
@@ -84,8 +91,9 @@ def attend_recent(
     if not num_tokens or not num_seqs:
         return out, lse
     group = num_heads // layout.num_kv_heads
+    is_wide = is_large(query.dtype, max(head_size, layout.head_size_v))
     # Larger heads leave no registers for more rows; and other tiles may round differently.
-    many = num_tokens > 8 * num_seqs and not inputs.batch_invariant
+    many = num_tokens > 8 * num_seqs and not inputs.batch_invariant and not is_wide
     block_m = 64 if many and max(head_size, layout.head_size_v) <= 128 else 16
     heads_per_tile = min(group, block_m)
     tiles = num_tokens // (block_m // heads_per_tile) + num_seqs
@@ -127,7 +135,6 @@ def attend_recent(
             capped=bool(inputs.softcap),
             knows_first=first[0] is not None,
             block_m=block_m,
-            block_n=_KEYS,
-            num_stages=_STAGES,
+            **tile_of_keys(is_wide),
         )
     return out, lse

@@ -101,6 +101,11 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         self.k_scale, self.v_scale = pair
         self._has_scales = True
 
+    @property
+    def max_position(self) -> int | None:
+        """Tokens that the layer's recipe has means of K for; None where there is no limit."""
+        return None if self.transform is None else self.transform.max_position
+
     def do_kv_cache_update(
         self,
         layer: Any,
@@ -116,6 +121,8 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         changed: dict[str, Any] = {}
         if self.transform is not None:
             metadata: Any = get_forward_context().attn_metadata
+            if metadata is None:  # a dummy run, in which no token has a slot
+                return
             # Slots that pad a step have no position.
             positions = metadata[layer.layer_name].positions()
             slot_mapping = slot_mapping[: positions.shape[0]]

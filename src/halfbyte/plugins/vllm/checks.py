@@ -92,12 +92,12 @@ def check_config(vllm_config: Any) -> Options:
             f"k_dtype or v_dtype with the cache dtype {cache.cache_dtype}",
             f"use --kv-cache-dtype {CARRIER}",
         )
-    compilation = getattr(vllm_config, "compilation_config", None)
-    if options.recipe.changes_k and getattr(compilation, "use_inductor_graph_partition", False):
+    if options.recipe.changes_k and _captures_stores(vllm_config):
         raise _refused(
-            f"kv_recipe {options.recipe.name} with use_inductor_graph_partition, whose graphs "
-            "would keep the positions of the step that they were captured with,",
-            "leave one of them out",
+            f"kv_recipe {options.kv_recipe} with piecewise CUDA graphs that hold the cache's "
+            "update, and would keep the positions of the step that they were captured with,",
+            "leave out use_inductor_graph_partition and splitting_ops, or use "
+            "cudagraph_mode FULL or NONE",
         )
     for name in ("kv_scales", "draft_kv_scales"):
         path = getattr(options, name)
@@ -105,6 +105,18 @@ def check_config(vllm_config: Any) -> Options:
             raise _refused(f"{name}: {path}, which is not there,", "give a file of KV scales")
     _check_connector(getattr(vllm_config, "kv_transfer_config", None))
     return options
+
+
+def _captures_stores(vllm_config: Any) -> bool:
+    """Whether graphs of parts of the model hold what writes the cache."""
+    compilation = getattr(vllm_config, "compilation_config", None)
+    mode = getattr(compilation, "cudagraph_mode", None)
+    if mode is None or not mode.has_piecewise_cudagraphs():
+        return False
+    if getattr(compilation, "use_inductor_graph_partition", False):
+        return True
+    splits_at_updates = getattr(compilation, "splitting_ops_contain_kv_cache_update", None)
+    return splits_at_updates is not None and not splits_at_updates()
 
 
 def _check_connector(transfer: Any) -> None:

@@ -120,6 +120,12 @@ def give_scales(vllm_config: Any, layer_names: list[str], device: torch.device) 
         if place.is_draft not in found:
             found[place.is_draft] = _scales_for(vllm_config, options, place)
         layer.impl.set_scales(found[place.is_draft], place.layer, device)
+        most, limit = vllm_config.model_config.max_model_len, layer.impl.max_position
+        if limit is not None and most > limit:
+            raise ValueError(
+                f"halfbyte: kv_recipe {options.kv_recipe}: the calibration has means of K for "
+                f"{limit} tokens; use --max-model-len {limit}, or kv_recipe plain"
+            )
 
 
 def _refuse_unread_caches(vllm_config: Any, device: torch.device) -> None:
