@@ -32,6 +32,24 @@ def test_readme_shows_the_committed_run(name: str) -> None:
     assert benchmark.table(report) in (REPOSITORY / "README.md").read_text()
 
 
+def test_docs_show_the_committed_run_of_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And that it was of all models, formats and recipes."""
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    benchmark = program("kv_recipes")
+    report = json.loads(benchmark.RESULT.read_text())
+    assert set(report["models"]) == set(report["long"]) == set(benchmark.MODELS)
+    for page in benchmark.PAGES:
+        assert benchmark.table(report) in page.read_text()
+    assert benchmark.table_by_position(report) in benchmark.PAGES[1].read_text()
+    for name, most in (("SmolLM2-135M-Instruct", 0.6), ("gemma-3-270m", 1.05)):
+        rows = report["models"][name]
+        assert len(rows) == len(benchmark.FORMATS) + len(benchmark.RECIPES) - 1
+        by_name = {(row["kv_cache_dtype"], row["kv_recipe"]): row for row in rows}
+        fp8, balanced = by_name["fp8_e4m3", "plain"], by_name["nvfp4", "balanced"]
+        assert balanced["kl_divergence"] <= most * fp8["kl_divergence"]
+        assert balanced["nll_increase"] < fp8["nll_increase"]
+
+
 @pytest.fixture
 def accuracy() -> Any:
     return program("accuracy")
