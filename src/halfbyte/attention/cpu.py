@@ -56,10 +56,9 @@ def attention_cpu(
     tables, starts = block_tables.contiguous(), query_start_loc.contiguous()
     lengths = seq_lens.contiguous()
     window = sliding_window or 0
-    of_recent, kept = b"", [lengths]
+    recent_call = None if recent is None else _Recent(recent, lengths, window)
     if recent is not None:
-        of_recent, lengths, window, kept = _recent(recent, lengths, window)
-    recent_buffer = ctypes.create_string_buffer(of_recent, max(1, len(of_recent)))
+        lengths, window = packed_part(recent.tokens, lengths, window)
     float_sinks = None if sinks is None else sinks.float().contiguous()
     call = _CALL.pack(
         query.data_ptr(),
@@ -71,7 +70,7 @@ def attention_cpu(
         result.data_ptr(),
         0 if lse is None else lse.data_ptr(),
         0 if transform is None else transform.address,
-        0 if recent is None else ctypes.addressof(recent_buffer),
+        0 if recent_call is None else recent_call.address,
         pages.stride(0),
         *query.stride()[:2],
         *result.stride()[:2],
@@ -88,37 +87,37 @@ def attention_cpu(
         softcap or 0.0,
     )
     loaded.halfbyte_attention(pack_layout(layout), call)
-    del kept
     if result is not out:
         out.copy_(result)
 
 
-def _recent(
-    recent: RecentInputs, seq_lens: torch.Tensor, window: int
-) -> tuple[bytes, torch.Tensor, int, list[torch.Tensor]]:
-    """`Recent` of the source, lengths and window of what is read packed, and what must outlive
-    the call."""
-    key, value = (
-        x if x.dtype == ring.dtype and x.stride(2) == 1 else x.to(ring.dtype).contiguous()
-        for x, ring in ((recent.key, recent.keys), (recent.value, recent.values))
-    )
-    entries = recent.entries.contiguous()
-    packed = _RECENT.pack(
-        recent.keys.data_ptr(),
-        recent.values.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        entries.data_ptr(),
-        seq_lens.data_ptr(),
-        *key.stride()[:2],
-        *value.stride()[:2],
-        recent.tokens,
-        recent.keys.shape[2],
-        FLOATS[recent.keys.dtype],
-        window,
-    )
-    lengths, packed_window = packed_part(recent.tokens, seq_lens, window)
-    return packed, lengths, packed_window, [key, value, entries, seq_lens]
+class _Recent:
+    """`Recent` of the source, and what must outlive the call.
+
+    Args:
+        seq_lens: int32 `[sequences]`, contiguous.
+        window: 0 for none.
+    """
+
+    def __init__(self, recent: RecentInputs, seq_lens: torch.Tensor, window: int) -> None:
+        key, value = (
+            x if x.dtype == ring.dtype and x.stride(2) == 1 else x.to(ring.dtype).contiguous()
+            for x, ring in ((recent.key, recent.keys), (recent.value, recent.values))
+        )
+        tensors = (recent.keys, recent.values, key, value, recent.entries.contiguous(), seq_lens)
+        packed = _RECENT.pack(
+            *(tensor.data_ptr() for tensor in tensors),
+            *key.stride()[:2],
+            *value.stride()[:2],
+            recent.tokens,
+            recent.keys.shape[2],
+            FLOATS[recent.keys.dtype],
+            window,
+        )
+        self._kept = tensors
+        self._buffer = ctypes.create_string_buffer(packed, len(packed))
+        self.address = ctypes.addressof(self._buffer)
+        """Of the C++ struct, as long as this lives."""
 
 
 def lengths_fit(

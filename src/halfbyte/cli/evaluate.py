@@ -106,6 +106,14 @@ def evaluate(
     if as_json:
         print(json.dumps([asdict(result) for result in results]))
         return
+    _print_perplexity(results)
+    out.print(
+        f"{results[0].tokens:,} tokens predicted, read back from the cache in chunks of "
+        f"{chunk_size}, {window} tokens of context"
+    )
+
+
+def _print_perplexity(results: Sequence["PerplexityResult"]) -> None:
     rows = []
     for result in results:
         baseline = result.nll - result.nll_increase
@@ -124,10 +132,6 @@ def evaluate(
         )
     headings = ("KV cache", "perplexity", "change in NLL", "KL to bf16", "top-1", "bytes/token")
     _print_table(headings, rows)
-    out.print(
-        f"{results[0].tokens:,} tokens predicted, read back from the cache in chunks of "
-        f"{chunk_size}, {window} tokens of context"
-    )
 
 
 def _look_for_facts(

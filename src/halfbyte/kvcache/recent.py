@@ -1,10 +1,10 @@
 """The last tokens of running sequences, K and V as the model made them.
 
-The nearest keys draw much of the attention: the last 16 tokens a third of it in small language
-models. So a query at position p reads K and V of positions after p - R from here, and older ones
-from the pages, where all tokens are packed when they come. Nothing is copied later, results do not
-depend on how a prompt was cut into chunks, and the memory is that of the sequences that run, not of
-the tokens that are kept.
+The nearest keys draw much of the attention: the last 16 tokens almost a third of it in small
+language models. So a query at position p reads K and V of positions after p - R from here, and
+older ones from the pages, where all tokens are packed when they come. Nothing is copied later,
+results do not depend on how a prompt was cut into chunks, and the memory is that of the sequences
+that run, not of the tokens that are kept.
 
 A sequence has an entry, a ring of R + `SLACK` slots per layer and KV head; position p is in slot
 p % ring. The slack lets tokens be taken back (rejected drafts) without losing what they overwrote.

@@ -31,7 +31,7 @@ def test_positions_of_queries() -> None:
     assert QueryPositions.of(starts[:1], lengths[:0], 2).sequences.tolist() == [-1, -1]
 
 
-def check(transform_queries: Any, name: str, device: str) -> None:
+def assert_transformed(transform_queries: Any, name: str, device: str) -> None:
     case = make_case(**TRANSFORM_CASES[name])
     transform: KVTransform = case.options["transform"]
     inputs = inputs_of(case, device)
@@ -88,7 +88,9 @@ def _is_marked(case: Any, slots: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_queries_in_the_interpreter(name: str) -> None:
-    check(interpreted("halfbyte.attention.queries.launcher").transform_queries, name, "cpu")
+    assert_transformed(
+        interpreted("halfbyte.attention.queries.launcher").transform_queries, name, "cpu"
+    )
 
 
 @pytest.mark.gpu
@@ -96,7 +98,7 @@ def test_queries_in_the_interpreter(name: str) -> None:
 def test_queries_on_a_gpu(name: str) -> None:
     from halfbyte.attention.queries.launcher import transform_queries
 
-    check(transform_queries, name, "cuda")
+    assert_transformed(transform_queries, name, "cuda")
 
 
 @pytest.mark.gpu
@@ -147,7 +149,6 @@ def test_kernel_compiles(head_size: int, capability: int) -> None:
             "block": head_size,
             "norm": 0.125,
             "operand": tl.bfloat16,
-            "precision": "tf32",
             "pairs": head_size // 2,
             "segment": 64,
             "knows_first": True,

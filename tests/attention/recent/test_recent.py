@@ -69,9 +69,9 @@ def test_prompts_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernel_compiles(dtype: torch.dtype, head_size: int, block_m: int, capability: int) -> None:
     from halfbyte.attention.recent import launcher
     from halfbyte.attention.recent.kernel import recent_kernel
+    from halfbyte.kernels.formats.dot_operands import dot_operand
 
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 8, 16)
-    operand, precision = launcher._OPERANDS[dtype]
     pointer = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
     tile = launcher.tile_of_keys(launcher.is_large(dtype, head_size))
     names = ("query", "keys", "values", "key", "value", "first_values")
@@ -91,8 +91,7 @@ def test_kernel_compiles(dtype: torch.dtype, head_size: int, block_m: int, capab
             "head_size_v": head_size,
             "padded": head_size,
             "padded_v": head_size,
-            "operand": operand,
-            "precision": precision,
+            "operand": dot_operand(dtype),
             "capped": True,
             "knows_first": True,
             "block_m": block_m,

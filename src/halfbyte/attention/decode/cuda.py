@@ -33,8 +33,8 @@ class _Output(ctypes.Structure):
     )
 
 
-class _Changed(ctypes.Structure):
-    """`Changed` of `loader.cuh`."""
+class _Transformed(ctypes.Structure):
+    """`Transformed` of `loader.cuh`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("bias", "first_scores", "first_indices")),
@@ -58,7 +58,7 @@ class _Params(ctypes.Structure):
         ("softcap", ctypes.c_float),
         ("window", ctypes.c_int),
         ("output", _Output),
-        ("changed", _Changed),
+        ("transformed", _Transformed),
     )
 
 
@@ -119,7 +119,7 @@ class _Prepared(NamedTuple):
     inputs: AttentionInputs
     """Lengths and window of what is read from the pages."""
     query: torch.Tensor
-    changed: _Changed
+    transformed: _Transformed
     segment: int
     knows_first: bool
     has_initial: bool
@@ -131,14 +131,14 @@ def _prepare(inputs: AttentionInputs) -> _Prepared:
     """Rotate queries, score means and first tokens, attend to the last tokens."""
     recent, packed = inputs.recent, inputs
     if inputs.transform is None and recent is None:
-        return _Prepared(inputs, inputs.query, _Changed(), 0, False, False, ())
+        return _Prepared(inputs, inputs.query, _Transformed(), 0, False, False, ())
     # Here, because the imports need Triton.
     from halfbyte.attention.queries.launcher import TransformedQuery, transform_queries
     from halfbyte.attention.recent.launcher import attend_recent, without_recent
 
     if recent is not None:
         packed = without_recent(inputs, recent)
-    made = TransformedQuery(inputs.query, None, None, None, None, 0)
+    made = TransformedQuery(inputs.query)
     if inputs.transform is not None:
         made = transform_queries(packed, inputs.scale * (1.0 if inputs.softcap else _LOG2E))
     values = None if made.first_values is None else made.first_values.to(inputs.query.dtype)
@@ -150,8 +150,8 @@ def _prepare(inputs: AttentionInputs) -> _Prepared:
     return _Prepared(
         packed,
         made.query,
-        _Changed(*addresses, 0 if made.bias is None else made.bias.shape[2]),
-        0 if made.bias is None else made.segment,
+        _Transformed(*addresses, made.num_segments),
+        made.segment,
         made.first_scores is not None,
         recent is not None,
         kept,
@@ -244,7 +244,7 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
             out.stride(0),
             out.stride(1),
         ),
-        changed=prepared.changed,
+        transformed=prepared.transformed,
     )
     arguments: list[nvrtc.Argument] = [params]
     if plan.variant.whole_pages:

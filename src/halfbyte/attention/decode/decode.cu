@@ -29,7 +29,7 @@
 //   N_TILES                  matmul columns / 8
 //   DUPLICATE                1 for pieces of four columns of nvfp4 (N_TILES 1), see below
 //   COLS                     columns of a piece: 4 with DUPLICATE, else 8 * N_TILES
-//   SEGMENT, KNOWS_FIRST, INITIAL  of K that a recipe changed (changed.cuh), else 0
+//   SEGMENT, KNOWS_FIRST, INITIAL  of K that a recipe changed (transformed.cuh), else 0
 //   Q_SHARED                 1 to keep q in shared memory, behind the ring: for many columns
 //
 // A register of unpacked nvfp4 holds values of one of two neighbouring scale blocks, which one the

@@ -22,8 +22,8 @@
 
 #define P_SHIFT 11.0f
 #define NOTHING_YET 1e30f
-#define MOST_P 0x7800u  // 2^(P_SHIFT + 4) as fp16
-#define MOST_E 32784.0f  // that rounds to it: halfway to the next half, ties to even
+#define MAX_P 0x7800u  // 2^(P_SHIFT + 4) as fp16
+#define MAX_E 32784.0f  // that rounds to it: halfway to the next half, ties to even
 #define BIAS_IN_SHIFT (SEGMENT && !SOFTCAP)
 
 static_assert(TILE % 64 == 0 && WARPS == RING_WARPS && COLS == 8 * N_TILES, "one warpgroup per ring");
@@ -178,8 +178,8 @@ struct Bias {
   float next;
 
   __device__ __forceinline__ Bias(const Params& p, const Piece& piece, int head, int position)
-      : row(changed_row(piece, head, piece.col_tile * COLS + threadIdx.x % COLS) *
-            p.changed.bias_stride),
+      : row(piece_row(piece, head, piece.col_tile * COLS + threadIdx.x % COLS) *
+            p.transformed.bias_stride),
         last((piece.length - 1) / SEGMENT) {
     ask(p, position);
   }
@@ -321,9 +321,9 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
   auto scale_of = [](const Columns& x, int i) { return SOFTCAP ? 1.0f : x.multiplier[i]; };
   // What turns logits of a subtile into exponents; soft-caps have the bias in their logits.
   auto shifted = [&](float* shift, const Columns& x, int subtile, int n) {
-    const float2 added = BIAS_IN_SHIFT ? Bias::of(subtile, n, c) : make_float2(0.0f, 0.0f);
-    shift[0] = BIAS_IN_SHIFT ? x.shift[0] + added.x : x.shift[0];
-    shift[1] = BIAS_IN_SHIFT ? x.shift[1] + added.y : x.shift[1];
+    const float2 bias_of = BIAS_IN_SHIFT ? Bias::of(subtile, n, c) : make_float2(0.0f, 0.0f);
+    shift[0] = BIAS_IN_SHIFT ? x.shift[0] + bias_of.x : x.shift[0];
+    shift[1] = BIAS_IN_SHIFT ? x.shift[1] + bias_of.y : x.shift[1];
   };
 
   if (begins_with_something(piece, share.first, constant))
@@ -379,8 +379,8 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
 #pragma unroll
       for (int i = 0; i < 4 * SUBTILES; i++) {
         float& y = s[i / 4][n][i % 4];
-        const float2 added = Bias::of(i / 4, n, c);
-        y = y * x[n].multiplier[i & 1] + (SEGMENT ? (i & 1 ? added.y : added.x) : 0.0f);
+        const float2 bias_of = Bias::of(i / 4, n, c);
+        y = y * x[n].multiplier[i & 1] + (SEGMENT ? (i & 1 ? bias_of.y : bias_of.x) : 0.0f);
         y = p.softcap * LOG2E * tanhf(y / p.softcap);
       }
 #endif
@@ -435,15 +435,15 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
     RawV raw_v[2][CHUNKS_PER_WARP];
     fetch_v(raw_v[0], tile, places, 0);
     const u32 largest = write_probabilities();
-    const bool grown = max(largest & 0xFFFFu, largest >> 16) > MOST_P;
+    const bool grown = max(largest & 0xFFFFu, largest >> 16) > MAX_P;
     if (__builtin_expect(__syncthreads_or(grown), 0)) {
       // With a bias, which may differ between subtiles, the largest exponent and the largest logit.
-      float top[N_TILES][2], most[N_TILES][2];
+      float top[N_TILES][2], exponents[N_TILES][2];
 #pragma unroll
       for (int n = 0; n < N_TILES; n++)
 #pragma unroll
         for (int subtile = 0; subtile < SUBTILES; subtile++) {
-          const float2 added = BIAS_IN_SHIFT ? Bias::of(subtile, n, c) : make_float2(0.0f, 0.0f);
+          const float2 bias_of = BIAS_IN_SHIFT ? Bias::of(subtile, n, c) : make_float2(0.0f, 0.0f);
           float shift[2];
           shifted(shift, x[n], subtile, n);
 #pragma unroll
@@ -451,8 +451,8 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
             float largest = fmaxf(s[subtile][n][i], s[subtile][n][2 + i]);
             if (BIAS_IN_SHIFT) {
               const float exponent = fmaf(largest, scale_of(x[n], i), shift[i]);
-              most[n][i] = subtile == 0 ? exponent : fmaxf(most[n][i], exponent);
-              largest = largest * scale_of(x[n], i) + (i ? added.y : added.x);
+              exponents[n][i] = subtile == 0 ? exponent : fmaxf(exponents[n][i], exponent);
+              largest = largest * scale_of(x[n], i) + (i ? bias_of.y : bias_of.x);
             }
             top[n][i] = subtile == 0 ? largest : fmaxf(top[n][i], largest);
           }
@@ -460,7 +460,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
       share_maxima(top, warp, g, c);
       if (BIAS_IN_SHIFT) {
         __syncthreads();
-        share_maxima(most, warp, g, c);
+        share_maxima(exponents, warp, g, c);
       }
 #pragma unroll
       for (int n = 0; n < N_TILES; n++)
@@ -469,8 +469,8 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
           // Each column by itself, by what the vote saw, so that no column changes the rounding of
           // another.
           const float exponent =
-              BIAS_IN_SHIFT ? most[n][i] : fmaf(top[n][i], scale_of(x[n], i), x[n].shift[i]);
-          if (ex2(exponent) > MOST_E) {
+              BIAS_IN_SHIFT ? exponents[n][i] : fmaf(top[n][i], scale_of(x[n], i), x[n].shift[i]);
+          if (ex2(exponent) > MAX_E) {
             const float logit = BIAS_IN_SHIFT ? top[n][i] : top[n][i] * scale_of(x[n], i);
             const float new_shift = P_SHIFT - logit;
             const float factor = ex2(new_shift - x[n].shift[i]);

@@ -10,7 +10,7 @@
 #include "attention/decode/output.cuh"
 
 // Of queries for K that a recipe changed: `TransformedQuery` of attention/queries.
-struct Changed {
+struct Transformed {
   const float* bias;         // [tokens, heads, bias_stride], in the logits' unit
   const float* first_scores; // [tokens, heads]
   const int* first_indices;
@@ -35,7 +35,7 @@ struct Params {
   float softmax_scale, softcap;
   int window;
   Output output;  // of pieces that a unit has to itself
-  Changed changed;
+  Transformed transformed;
 };
 
 #define ROW_K (HEAD_SIZE * BITS(K_KIND) / 8)

@@ -3,7 +3,7 @@
 // The macros are those of decode.cu.
 
 #pragma once
-#include "attention/decode/changed.cuh"
+#include "attention/decode/transformed.cuh"
 
 // What a warp needs of q for a piece, as it lies in memory, and K's global scale.
 struct QueryWords {

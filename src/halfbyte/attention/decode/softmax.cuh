@@ -23,7 +23,7 @@ struct Bias {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int column = piece.col_tile * COLS + 8 * n + (2 * c + i) % COLS;
-        rows[n][i] = changed_row(piece, head, column) * p.changed.bias_stride;
+        rows[n][i] = piece_row(piece, head, column) * p.transformed.bias_stride;
       }
     ask(p, position);
   }
@@ -45,7 +45,7 @@ struct Bias {
   }
 
   // A logit that was not yet scaled to base 2.
-  __device__ __forceinline__ float added(float logit, int n, int i) const { return logit + of[n][i]; }
+  __device__ __forceinline__ float plus(float logit, int n, int i) const { return logit + of[n][i]; }
   // What turns logits of the tile into exponents; soft-caps have the bias in their logits.
   __device__ __forceinline__ float shifted(float shift, int n, int i) const {
     return SOFTCAP ? shift : shift + of[n][i];
@@ -53,7 +53,7 @@ struct Bias {
 #else
   __device__ __forceinline__ Bias(const Params&, const Piece&, int, int) {}
   __device__ __forceinline__ void step(const Params&, int) {}
-  __device__ __forceinline__ float added(float logit, int, int) const { return logit; }
+  __device__ __forceinline__ float plus(float logit, int, int) const { return logit; }
   __device__ __forceinline__ float shifted(float shift, int, int) const { return shift; }
 #endif
 };
@@ -69,7 +69,7 @@ __device__ __forceinline__ void cap(float (*s)[N_TILES][4], const Params& p, con
       for (int i = 0; i < 4; i++)
         s[half][n][i] =
             p.softcap * LOG2E *
-            tanhf(bias.added(s[half][n][i] * query.multiplier[n][i & 1], n, i & 1) / p.softcap);
+            tanhf(bias.plus(s[half][n][i] * query.multiplier[n][i & 1], n, i & 1) / p.softcap);
 }
 
 // Which keys the columns of a piece attend to.

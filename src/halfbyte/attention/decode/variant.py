@@ -73,7 +73,7 @@ class Variant(NamedTuple):
             chunks = max(1, layout.head_size_v // 128)  # of 32 dims, of a warp
             scales = WARPS * chunks * self.tile * 4
             barriers = 8 * self.stages if self.whole_pages else 0
-            barriers += self.columns * self.tile // 16  # scores of means, see changed.cuh
+            barriers += self.columns * self.tile // 16  # scores of means, see transformed.cuh
             return ring + q + self.columns * (2 * self.tile + 4 * WARPS + 8) + scales + barriers
         return WARPS * (ring + q)
 
@@ -195,7 +195,7 @@ def macros(
     """Macros that `decode.cu` or `decode_wide.cu`, and `merge.cu`, are compiled with.
 
     Args:
-        segment, knows_first, has_initial: as `changed.cuh` has them.
+        segment, knows_first, has_initial: as `transformed.cuh` has them.
     """
     return {
         "K_KIND": _KINDS[layout.k_dtype],

@@ -2,7 +2,7 @@
 // them.
 
 #pragma once
-#include "attention/decode/changed.cuh"
+#include "attention/decode/transformed.cuh"
 #if WHOLE_PAGES
 #include "attention/decode/pages.cuh"
 #endif
@@ -25,7 +25,7 @@
 
 #define SCALES_CHUNK (TILE * 4)  // bytes of its two blocks' scales for all tokens
 #define SCALES_WARP (CHUNKS_PER_WARP * SCALES_CHUNK)
-#define OFF_BIAS (OFF_SCALES + WARPS * SCALES_WARP)    // floats [SUBTILES, COLS], see changed.cuh
+#define OFF_BIAS (OFF_SCALES + WARPS * SCALES_WARP)    // floats [SUBTILES, COLS], see transformed.cuh
 #define OFF_READY (OFF_BIAS + COLS * TILE / 16)  // barriers of the ring's tiles, with WHOLE_PAGES
 
 #define V_OPERANDS (2 * PARTS_V * CHUNKS_PER_WARP)  // of 32 tokens

@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton.language as tl
 
 from halfbyte.attention.base import AttentionInputs
 from halfbyte.attention.paged.kernels import attend_kernel, merge_kernel
@@ -22,6 +21,7 @@ from halfbyte.attention.paged.plan import (
     operand_dtype,
 )
 from halfbyte.attention.queries.launcher import TransformedQuery, bias_bytes, transform_queries
+from halfbyte.kernels.formats.dot_operands import dot_operand
 from halfbyte.kernels.formats.kv_tiles import (
     multiplier,
     operand_shift,
@@ -33,13 +33,8 @@ from halfbyte.layouts import PageLayout
 
 _MERGED_AT_ONCE = 16
 """Splits that the merge reads together; part of what makes results reproducible."""
-_MOST_BIAS_BYTES = 2**28
+_MAX_BIAS_BYTES = 2**28
 """Of the scores of segments' means that are held at once."""
-_TRITON_DTYPES = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-}
 
 
 def attend(inputs: AttentionInputs, plan: AttendPlan | None = None) -> None:
@@ -83,7 +78,7 @@ def attend(inputs: AttentionInputs, plan: AttendPlan | None = None) -> None:
     tokens_per_launch = plan.tokens_per_launch
     if inputs.transform is not None:
         tokens_per_launch = min(
-            tokens_per_launch, max(1, _MOST_BIAS_BYTES // max(1, bias_bytes(inputs)))
+            tokens_per_launch, max(1, _MAX_BIAS_BYTES // max(1, bias_bytes(inputs)))
         )
     merged_rows = (plan.num_splits, min(tokens_per_launch, num_tokens), num_heads)
     if not plan.merges:
@@ -101,18 +96,15 @@ def attend(inputs: AttentionInputs, plan: AttendPlan | None = None) -> None:
     lse_pointer = partial_stats if inputs.lse is None else inputs.lse
     heads_per_tile = min(kernel["group"], plan.tiles.block_m)
     head_tiles = layout.num_kv_heads * -(-kernel["group"] // heads_per_tile)
-    changed: TransformedQuery | None = None
     with current_device(query.get_device()):
         for first in range(0, num_tokens, tokens_per_launch):
             last = min(num_tokens, first + tokens_per_launch)
             tiles = (last - first) // (plan.tiles.block_m // heads_per_tile) + num_seqs
-            own = query[first:last]
+            made = TransformedQuery(query[first:last])
             if inputs.transform is not None:
-                changed = transform_queries(inputs, exponents, slice(first, last))
-                own = changed.query
-            extra = () if changed is None else changed[1:5]
+                made = transform_queries(inputs, exponents, slice(first, last))
             attend_kernel[(tiles, head_tiles, plan.num_splits)](
-                own,
+                made.query,
                 pages,
                 block_tables,
                 inputs.query_start_loc.contiguous(),
@@ -124,7 +116,7 @@ def attend(inputs: AttentionInputs, plan: AttendPlan | None = None) -> None:
                 lse_pointer,
                 partial_out,
                 partial_stats,
-                *(partial_stats if x is None else x for x in extra or (None,) * 4),
+                *(partial_stats if x is None else x for x in made[1:5]),
                 exponents * unit,
                 cap,
                 out_scale,
@@ -134,16 +126,16 @@ def attend(inputs: AttentionInputs, plan: AttendPlan | None = None) -> None:
                 last,
                 plan.num_splits,
                 block_tables.stride(0),
-                changed.bias.shape[2] if changed is not None and changed.bias is not None else 0,
-                own.stride(0),
-                own.stride(1),
+                made.num_segments,
+                made.query.stride(0),
+                made.query.stride(1),
                 *out.stride(),
                 page_stride,
                 k_global_on_device=k_global is not None,
                 windowed=inputs.sliding_window is not None,
                 capped=bool(inputs.softcap),
-                segment=changed.segment if changed is not None and changed.bias is not None else 0,
-                knows_first=changed is not None and changed.first_scores is not None,
+                segment=made.segment,
+                knows_first=made.first_scores is not None,
                 split=plan.merges,
                 split_length=plan.split_length,
                 num_warps=plan.tiles.num_warps,
@@ -187,15 +179,13 @@ def kernel_constants(
             assembly and no true bfloat16 matmul.
     """
     operands = [operand_dtype(side, query_dtype) for side in (layout.k_dtype, layout.v_dtype)]
-    if capability == 0:
-        operands = [torch.float32 if dtype == torch.bfloat16 else dtype for dtype in operands]
     return {
         "k": side_geometry(layout, "k"),
         "v": side_geometry(layout, "v"),
         "kv_heads": layout.num_kv_heads,
         "group": num_heads // layout.num_kv_heads,
-        "k_operand": _TRITON_DTYPES[operands[0]],
-        "v_operand": _TRITON_DTYPES[operands[1]],
+        "k_operand": dot_operand(operands[0], capability == 0),
+        "v_operand": dot_operand(operands[1], capability == 0),
         # bfloat16 reaches beyond float16; a power of two per row brings it back.
         "scale_query": operands[0] == torch.float16 and query_dtype == torch.bfloat16,
         "block_m": tiles.block_m,

@@ -9,13 +9,8 @@ queries that meet them, and sums of such values.
 import triton
 import triton.language as tl
 
+from halfbyte.kernels.formats.dot_operands import dot_precision
 from halfbyte.kernels.formats.kv_tiles import load_fp4, load_plain
-
-
-@triton.constexpr_function
-def _precision(operand):
-    """Products of float32 operands as three of TF32: as exact as float32 sums are."""
-    return "tf32x3" if operand == tl.float32 else "tf32"
 
 
 @triton.jit
@@ -74,7 +69,7 @@ def dot_keys(
     casts: tl.constexpr,
 ):
     """Dot products of query rows (`load_query`) and a tile of keys."""
-    precision: tl.constexpr = _precision(operand)
+    precision: tl.constexpr = dot_precision(operand)
     scores = tl.full((even.shape[0], slots.shape[0]), 0.0, tl.float32)
     if k.fp4:
         k_even, k_odd = load_fp4(
@@ -109,7 +104,7 @@ def add_values(
     casts: tl.constexpr,
 ):
     """Sums times `rescale`, plus a tile of values, weighed: of all, or of even and odd ones."""
-    precision: tl.constexpr = _precision(operand)
+    precision: tl.constexpr = dot_precision(operand)
     acc *= rescale[:, None]
     if v.fp4:
         acc_odd *= rescale[:, None]

@@ -5,6 +5,8 @@
 import triton
 import triton.language as tl
 
+from halfbyte.kernels.formats.dot_operands import dot_precision
+
 _LOG2E = tl.constexpr(1.4426950408889634)
 _CHANNELS = tl.constexpr(32)
 """Rows of the Hadamard matrix that are multiplied at a time."""
@@ -42,7 +44,6 @@ def _rotate(
     block: tl.constexpr,
     norm: tl.constexpr,
     operand: tl.constexpr,
-    precision: tl.constexpr,
 ):
     """Heads at the pointers `query`, rotated in float32 and rounded once, to those at `out`."""
     total = tl.full((query.shape[0], padded), 0.0, tl.float32)
@@ -50,7 +51,7 @@ def _rotate(
         dims = first + tl.arange(0, _CHANNELS)[None, :]
         x = tl.load(query[:, None] + dims, mask=inside[:, None] & (dims < head_size), other=0.0)
         matrix = hadamard_rows(first, _CHANNELS, padded, block, operand)
-        total = tl.dot(x.to(operand), matrix, total, input_precision=precision)
+        total = tl.dot(x.to(operand), matrix, total, input_precision=dot_precision(operand))
     columns = tl.arange(0, padded)[None, :]
     result = (total * norm).to(out.dtype.element_ty)
     tl.store(out[:, None] + columns, result, mask=inside[:, None] & (columns < head_size))
@@ -92,7 +93,6 @@ def transform_kernel(
     block: tl.constexpr,
     norm: tl.constexpr,
     operand: tl.constexpr,
-    precision: tl.constexpr,
     pairs: tl.constexpr,
     segment: tl.constexpr,
     knows_first: tl.constexpr,
@@ -130,7 +130,7 @@ def transform_kernel(
     if tl.program_id(1) == 0:
         if block > 0:
             out = rotated + row.to(tl.int64) * k.head_size
-            _rotate(query, out, inside, k.head_size, padded, block, norm, operand, precision)
+            _rotate(query, out, inside, k.head_size, padded, block, norm, operand)
         if knows_first:
             sequence = tl.load(sequences + token, mask=inside, other=-1)
             # Pages of tokens before the window may be another sequence's by now.

@@ -4,11 +4,11 @@ import ctypes
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
 
 from halfbyte.attention.base import AttentionInputs
 from halfbyte.attention.queries.kernel import transform_kernel
 from halfbyte.attention.queries.positions import QueryPositions
+from halfbyte.kernels.formats.dot_operands import dot_operand
 from halfbyte.kernels.formats.kv_tiles import page_stride_of, side_geometry
 from halfbyte.kernels.runtime.devices import current_device
 from halfbyte.kvcache.transform import MARK, KVTransform
@@ -19,11 +19,6 @@ _SMALL_TILE = (16, 64, 4)
 _LARGE_TILE = (32, 64, 4)
 _LARGE_FROM_ROWS = 1024
 _STAGES = 2
-_OPERANDS = {
-    torch.float16: (tl.float16, "tf32"),
-    torch.bfloat16: (tl.bfloat16, "tf32"),
-    torch.float32: (tl.float32, "tf32x3"),  # as exact as sums of float32 are
-}
 
 
 class TransformedQuery(NamedTuple):
@@ -34,18 +29,23 @@ class TransformedQuery(NamedTuple):
 
     query: torch.Tensor
     """`[tokens, heads, D]` in the query's dtype, rotated as K is."""
-    bias: torch.Tensor | None
+    bias: torch.Tensor | None = None
     """float32 `[tokens, heads, segments]`, `q . mean * bias_scale`; undefined past a sequence's
     end and before its window."""
-    first_scores: torch.Tensor | None
+    first_scores: torch.Tensor | None = None
     """float32 `[tokens, heads]`: logits of position 0 times log2(e), soft-cap included, where K
     and V there are constants that the row attends to; else -inf."""
-    first_indices: torch.Tensor | None
+    first_indices: torch.Tensor | None = None
     """int32 `[tokens, heads]`: which constants; else -1, and position 0 is packed as others are."""
-    first_values: torch.Tensor | None
+    first_values: torch.Tensor | None = None
     """`[constants, kv_heads, Dv]`, V of the constants."""
-    segment: int
-    """Tokens that share a mean."""
+    segment: int = 0
+    """Tokens that share a mean; 0 without `bias`."""
+
+    @property
+    def num_segments(self) -> int:
+        """Of `bias`, the stride of its rows; 0 without it."""
+        return 0 if self.bias is None else self.bias.shape[2]
 
 
 def bias_bytes(inputs: AttentionInputs) -> int:
@@ -57,8 +57,8 @@ def bias_bytes(inputs: AttentionInputs) -> int:
 def _num_segments(inputs: AttentionInputs, transform: KVTransform) -> int:
     if not transform.shared_tokens:
         return 0
-    most_tokens = inputs.block_tables.shape[1] * inputs.layout.block_size
-    return -(-most_tokens // transform.segment)
+    max_tokens = inputs.block_tables.shape[1] * inputs.layout.block_size
+    return -(-max_tokens // transform.segment)
 
 
 def transform_queries(
@@ -95,7 +95,7 @@ def transform_queries(
         scores,
         indices,
         None if values is None else values.contiguous(),
-        transform.segment,
+        transform.segment if max_segments else 0,
     )
     if query.numel():
         _launch(inputs, transform, query, tuple(x[tokens] for x in positions), result, bias_scale)
@@ -111,8 +111,7 @@ def rotate_queries(inputs: AttentionInputs) -> torch.Tensor:
     rotated = query.new_empty(query.shape)
     if query.numel():
         places = inputs.seq_lens, inputs.seq_lens  # not read
-        result = TransformedQuery(rotated, None, None, None, None, transform.segment)
-        _launch(inputs, transform, query, places, result, 0.0)
+        _launch(inputs, transform, query, places, TransformedQuery(rotated), 0.0)
     return rotated
 
 
@@ -129,35 +128,29 @@ def _launch(
     _, num_heads, head_size = query.shape
     rows = query.shape[0] * num_heads
     tables = None if result.bias is None else transform.pair_tables
-    bias_stride = 0 if result.bias is None else result.bias.shape[2]
     block_tables = inputs.block_tables
     if block_tables.stride(1) != 1:
         block_tables = block_tables.contiguous()
     block = block_size(head_size) if transform.rotate else 0
-    operand, precision = _OPERANDS[query.dtype]
-    if not query.is_cuda and operand == tl.bfloat16:  # which the interpreter cannot multiply
-        operand, precision = _OPERANDS[torch.float32]
     # Tiles of other sizes may round differently.
     is_large = rows >= _LARGE_FROM_ROWS and not inputs.batch_invariant
     tile, segments, warps = _LARGE_TILE if is_large else _SMALL_TILE
-    knows_first = result.first_scores is not None
     # Any pointer stands for what is absent and never read.
-    made = (result.query, result.bias, result.first_scores, result.first_indices)
     with current_device(query.get_device()):
-        transform_kernel[(-(-rows // tile), 1 + -(-bias_stride // segments))](
+        transform_kernel[(-(-rows // tile), 1 + -(-result.num_segments // segments))](
             query,
             *positions,
             block_tables,
             inputs.pages,
             *((query,) * 6 if tables is None else tables),
             query if first is None else first.contiguous(),
-            *(query if x is None else x for x in made),
+            *(query if x is None else x for x in result[:4]),
             inputs.scale,
             bias_scale,
             inputs.softcap or 0.0,
             rows,
             0 if tables is None else len(tables.cos),
-            bias_stride,
+            result.num_segments,
             block_tables.stride(0),
             page_stride_of(inputs.pages, layout),
             inputs.sliding_window or 0,
@@ -168,11 +161,10 @@ def _launch(
             padded=max(32, 1 << (head_size - 1).bit_length()),
             block=block,
             norm=ctypes.c_float(block**-0.5).value if block else 1.0,
-            operand=operand,
-            precision=precision,
+            operand=dot_operand(query.dtype, interpreted=not query.is_cuda),
             pairs=0 if tables is None else tables.cos.shape[1],
             segment=transform.segment,
-            knows_first=knows_first,
+            knows_first=result.first_scores is not None,
             mark=MARK,
             windowed=inputs.sliding_window is not None,
             capped=bool(inputs.softcap),

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from halfbyte.attention.paged.kernels import soft_cap
 from halfbyte.attention.paged.work import find_sequence, first_tile
+from halfbyte.kernels.formats.dot_operands import dot_precision
 
 
 @triton.jit
@@ -65,7 +66,6 @@ def recent_kernel(
     padded: tl.constexpr,
     padded_v: tl.constexpr,
     operand: tl.constexpr,
-    precision: tl.constexpr,
     capped: tl.constexpr,
     knows_first: tl.constexpr,
     block_m: tl.constexpr,
@@ -144,7 +144,7 @@ def recent_kernel(
             head_size,
             padded,
         ).to(operand)
-        scores = tl.dot(q, tl.trans(k), input_precision=precision) * score_scale
+        scores = tl.dot(q, tl.trans(k), input_precision=dot_precision(operand)) * score_scale
         if capped:
             scores = soft_cap(scores, cap)
         distance = position[:, None] - at[None, :]
@@ -165,7 +165,8 @@ def recent_kernel(
             head_size_v,
             padded_v,
         ).to(operand)
-        acc = tl.dot(weights.to(operand), v, acc * rescale[:, None], input_precision=precision)
+        acc *= rescale[:, None]
+        acc = tl.dot(weights.to(operand), v, acc, input_precision=dot_precision(operand))
         top = new_top
     some = total > 0.0
     result = acc / tl.where(some, total, 1.0)[:, None]

@@ -4,21 +4,16 @@ import math
 from dataclasses import replace
 
 import torch
-import triton.language as tl
 
 from halfbyte.attention.base import AttentionBackend, AttentionInputs, AttentionPlans
 from halfbyte.attention.paged.plan import exponent_factors
 from halfbyte.attention.prefill.combine import combine
 from halfbyte.attention.queries.launcher import TransformedQuery
 from halfbyte.attention.recent.kernel import recent_kernel
+from halfbyte.kernels.formats.dot_operands import dot_operand
 from halfbyte.kernels.runtime.devices import current_device
 from halfbyte.kvcache.recent import RecentInputs, packed_part
 
-_OPERANDS = {
-    torch.float16: (tl.float16, "tf32"),
-    torch.bfloat16: (tl.bfloat16, "tf32"),
-    torch.float32: (tl.float32, "tf32x3"),
-}
 _LN2 = math.log(2.0)
 
 
@@ -70,12 +65,12 @@ def attend_with_recent(inputs: AttentionInputs, backend: type[AttentionBackend])
 
 
 def attend_recent(
-    inputs: AttentionInputs, recent: RecentInputs, changed: TransformedQuery | None = None
+    inputs: AttentionInputs, recent: RecentInputs, made: TransformedQuery | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every query to its last tokens alone, without sinks.
 
     Args:
-        changed: adds a first token that is none of the page's.
+        made: adds a first token that is none of the page's.
 
     Returns:
         float32 `[tokens, heads, Dv]` and log2 of the softmax denominators `[tokens, heads]`; rows
@@ -97,12 +92,9 @@ def attend_recent(
     block_m = 64 if many and max(head_size, layout.head_size_v) <= 128 else 16
     heads_per_tile = min(group, block_m)
     tiles = num_tokens // (block_m // heads_per_tile) + num_seqs
-    operand, precision = _OPERANDS[query.dtype]
-    if not query.is_cuda and operand == tl.bfloat16:  # which the interpreter cannot multiply
-        operand, precision = _OPERANDS[torch.float32]
     window = inputs.sliding_window or recent.tokens
     sizes = (head_size, layout.head_size_v)
-    first = (None,) * 3 if changed is None else changed[2:5]
+    first = (None,) * 3 if made is None else made[2:5]
     with current_device(query.get_device()):
         recent_kernel[(tiles, layout.num_kv_heads * -(-group // heads_per_tile))](
             query,
@@ -130,8 +122,7 @@ def attend_recent(
             head_size_v=layout.head_size_v,
             padded=max(16, 1 << (sizes[0] - 1).bit_length()),
             padded_v=max(16, 1 << (sizes[1] - 1).bit_length()),
-            operand=operand,
-            precision=precision,
+            operand=dot_operand(query.dtype, interpreted=not query.is_cuda),
             capped=bool(inputs.softcap),
             knows_first=first[0] is not None,
             block_m=block_m,

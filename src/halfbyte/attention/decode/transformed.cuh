@@ -14,7 +14,7 @@
 #include "attention/decode/values.cuh"
 
 // The row of a column of a piece, in tensors [tokens, heads]; of the last one for columns beyond.
-__device__ __forceinline__ u32 changed_row(const Piece& piece, int head, int column) {
+__device__ __forceinline__ u32 piece_row(const Piece& piece, int head, int column) {
   column = min(column, GROUP * piece.queries - 1);
   return (u32)(piece.q_begin + column / GROUP) * (KV_HEADS * GROUP) + head * GROUP + column % GROUP;
 }
@@ -22,7 +22,7 @@ __device__ __forceinline__ u32 changed_row(const Piece& piece, int head, int col
 // q . mean of a row and a segment. Where the row attends to no token of the segment it was never
 // computed, and may be anything; the logits there are -inf, to which any number can be added.
 __device__ __forceinline__ float load_bias(const Params& p, u64 row_begin, int segment) {
-  return fmaxf(fminf(p.changed.bias[row_begin + segment], 1e30f), -1e30f);
+  return fmaxf(fminf(p.transformed.bias[row_begin + segment], 1e30f), -1e30f);
 }
 
 // Whether any column of a piece attends to a first token that the page does not have. Its first column
@@ -32,7 +32,7 @@ __device__ __forceinline__ bool has_constant(const Params& p, const Piece& piece
                                              int first_column) {
 #if KNOWS_FIRST
   first_column = max(first_column, (piece.queries - piece.length) * GROUP);
-  return p.changed.first_indices[changed_row(piece, head, first_column)] >= 0;
+  return p.transformed.first_indices[piece_row(piece, head, first_column)] >= 0;
 #else
   return false;
 #endif
@@ -49,18 +49,18 @@ struct Before {
   const float* value;
 
   __device__ __forceinline__ Before(const Params& p, const Piece& piece, int head, int column) {
-    const u32 row = changed_row(piece, head, column);
-    lse = p.changed.initial_lse[row];
-    value = p.changed.initial_out + (u64)row * HEAD_SIZE_V;
+    const u32 row = piece_row(piece, head, column);
+    lse = p.transformed.initial_lse[row];
+    value = p.transformed.initial_out + (u64)row * HEAD_SIZE_V;
   }
 #else
   const u16* value;
 
   __device__ __forceinline__ Before(const Params& p, const Piece& piece, int head, int column) {
-    const u32 row = changed_row(piece, head, column);
-    const int index = p.changed.first_indices[row];
-    lse = index < 0 ? NEG_INF : p.changed.first_scores[row];
-    value = (const u16*)p.changed.first_values + ((u64)max(index, 0) * KV_HEADS + head) * HEAD_SIZE_V;
+    const u32 row = piece_row(piece, head, column);
+    const int index = p.transformed.first_indices[row];
+    lse = index < 0 ? NEG_INF : p.transformed.first_scores[row];
+    value = (const u16*)p.transformed.first_values + ((u64)max(index, 0) * KV_HEADS + head) * HEAD_SIZE_V;
   }
 #endif
 };

@@ -1,0 +1,23 @@
+"""Operands of `tl.dot`: their dtypes, and how exact products of float32 are."""
+
+import torch
+import triton
+import triton.language as tl
+
+_DTYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+}
+
+
+def dot_operand(dtype: torch.dtype, interpreted: bool = False) -> tl.dtype:
+    """Triton's name of float16, bfloat16 or float32; float32 for bfloat16 in Triton's interpreter,
+    which cannot multiply it."""
+    return tl.float32 if interpreted and dtype == torch.bfloat16 else _DTYPES[dtype]
+
+
+@triton.constexpr_function
+def dot_precision(operand: tl.dtype) -> str:
+    """Products of float32 operands as three of TF32: as exact as float32 sums are."""
+    return "tf32x3" if operand == tl.float32 else "tf32"
