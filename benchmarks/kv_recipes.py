@@ -18,7 +18,7 @@ import torch
 from real_models import MODELS, model_folder, texts
 
 from halfbyte import load_model
-from halfbyte.bench.machine import versions
+from halfbyte.bench.machine import machine, versions
 from halfbyte.evaluation import evaluate_perplexity, text_windows
 from halfbyte.kvcache import KVRecipe
 from halfbyte.models import load_tokenizer
@@ -130,7 +130,7 @@ def main() -> None:
     arguments = parser.parse_args()
     report = {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{torch.get_num_threads()} CPU threads",
+        "machine": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "versions": versions(),
         "tokens_of_each_text": arguments.tokens,
         "chunk_size": arguments.chunk_size,

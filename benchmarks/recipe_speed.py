@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from halfbyte.attention import AttentionPlans, paged_attention
-from halfbyte.bench.machine import versions
+from halfbyte.bench.machine import machine, versions
 from halfbyte.bench.timing import measure_in_turns, ready
 from halfbyte.kvcache import reshape_and_cache
 from halfbyte.kvcache.recent import RecentInputs, RecentTokens
@@ -195,7 +195,7 @@ def main() -> None:
     device = torch.device("cuda")
     report: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "gpu": torch.cuda.get_device_name(),
+        "machine": machine(device),
         "versions": versions(),
         "microseconds": {},
     }
