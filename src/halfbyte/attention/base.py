@@ -2,14 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from halfbyte.dispatch import CPU, Answer, compute_capability_of, missing_module, runs_on_gpu
-from halfbyte.kvcache.recent import RecentInputs
+from halfbyte.kvcache.recent import RecentInputs, packed_part
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout, page_stride
 
@@ -118,6 +118,32 @@ class AttentionInputs:
         if self.given_out is None or self.given_out is self.out:
             return self.out
         return self.given_out.copy_(self.out)
+
+    @cached_property
+    def packed(self) -> "AttentionInputs":
+        """The work on what is read from the pages; its output is its own."""
+        if self.recent is None:
+            return self
+        tokens, window = self.recent.tokens, self.sliding_window
+        key = ("lengths of what is packed", tokens, window or 0)
+        lengths, packed_window = self.plans.get(
+            key, lambda: packed_part(tokens, self.seq_lens, window or 0)
+        )
+        return replace(
+            self,
+            seq_lens=lengths,
+            sliding_window=packed_window or None,
+            given_out=None,
+            plans=self.plans.get(("packed", *key), AttentionPlans),
+            recent=None,
+        )
+
+    @property
+    def num_segments(self) -> int:
+        """Means of K that a sequence of all that block tables have room for has; 0 without."""
+        if self.transform is None or not self.transform.shared_tokens:
+            return 0
+        return -(-self.block_tables.shape[1] * self.layout.block_size // self.transform.segment)
 
     def config(self) -> AttentionConfig:
         """The work, without its data."""

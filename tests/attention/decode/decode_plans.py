@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import cuda_on_host
-from halfbyte.attention.decode import cuda
+from halfbyte.attention.decode import cuda, prepare
 from halfbyte.attention.decode import plan as plans
 from halfbyte.attention.decode.plan import Plan
 from halfbyte.kernels.runtime import nvrtc
@@ -103,7 +103,9 @@ def on_host(step: Step, attention: bool = False) -> Iterator[list[tuple[str, Any
     launched: list[tuple[str, Any]] = []
 
     def load(name: str, options: Any, functions: Any, device: Any) -> dict[str, Any]:
-        if not name.endswith(("/decode.cu", "/decode_wide.cu")):
+        if name.endswith("/prepare.cu"):
+            library = cuda_on_host.build(name, dict(options), capability=step.capability)
+        elif not name.endswith(("/decode.cu", "/decode_wide.cu")):
             library = cuda_on_host.build(name, {k: v for k, v in options if k in _MERGE_MACROS})
         elif attention:
             library = cuda_on_host.build(name, dict(options), capability=step.capability)
@@ -117,7 +119,7 @@ def on_host(step: Step, attention: bool = False) -> Iterator[list[tuple[str, Any
         if function is not None:
             cuda_on_host.launch(function, grid, threads, *arguments, shared_bytes=size)
 
-    cuda._kernels.cache_clear()
+    _forget_kernels()
     with (
         patch.object(nvrtc, "load", load),
         patch.object(nvrtc, "launch", launch),
@@ -127,7 +129,12 @@ def on_host(step: Step, attention: bool = False) -> Iterator[list[tuple[str, Any
         cuda_on_host.tensor_maps_on_host(),
     ):
         yield launched
+    _forget_kernels()
+
+
+def _forget_kernels() -> None:
     cuda._kernels.cache_clear()
+    prepare._kernels.cache_clear()
 
 
 def make_plan(step: Step) -> Plan:

@@ -1,6 +1,5 @@
 """Decode attention: the launcher and its CUDA sources, run on the CPU, against float64."""
 
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -16,7 +15,6 @@ from cuda_on_host import guarded, needs_compiler
 from halfbyte.attention.base import AttentionInputs, AttentionPlans
 from halfbyte.attention.decode import cuda
 from halfbyte.attention.decode.variant import variant
-from triton_interpreter import interpreted
 
 pytestmark = needs_compiler
 
@@ -243,10 +241,6 @@ def attend(step: Step, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     out = memory[:, :heads, : case.layout.head_size_v]
     lse = guarded(case.query.shape[:2], torch.float32)
     has_recent = "recent" in case.options
-    launchers = [f"halfbyte.attention.{name}.launcher" for name in ("queries", "recent")]
-    modules = {}
-    if has_recent or "transform" in case.options:
-        modules = {launcher: interpreted(launcher) for launcher in launchers}
     options: dict[str, Any] = dict.fromkeys(("sliding_window", "sinks", "softcap"))
     options |= case.arguments()
     options |= {side: torch.tensor(options[side]) for side in ("k_scale", "v_scale")}
@@ -261,7 +255,6 @@ def attend(step: Step, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     )
     with (
         on_host(step, attention=True),
-        patch.dict(sys.modules, modules),
         patch.object(torch, "empty", empty),
     ):
         cuda.decode(inputs, None if has_recent else make_plan(step))

@@ -14,7 +14,7 @@ from machine_code import assert_copies_have_descriptors, disassembled
 pytest.importorskip("cuda.bindings.nvrtc")
 
 from halfbyte.attention.decode import cuda
-from halfbyte.attention.decode.variant import Variant, macros, variant
+from halfbyte.attention.decode.variant import Variant, geometry_macros, macros, variant
 from halfbyte.kernels.runtime import nvrtc, tensor_maps
 
 
@@ -39,8 +39,28 @@ def test_kernels_for_recipes_compile(capability: int, head_size: int, group: int
     way = variant(layout, group, 1.0, False, capability)
     assert way is not None
     for changes in ((64, True, True), (0, True, False)):
-        options = macros(layout, group, torch.bfloat16, group >= 16, way, *changes)
+        options = macros(layout, group, torch.bfloat16, group >= 16, way, True, *changes)
         assert nvrtc.compile_source(way.source, options, architecture)[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize(("head_size", "group"), [(128, 4), (64, 8), (256, 2), (128, 40)])
+def test_what_stands_in_front_compiles(
+    capability: int, head_size: int, group: int, tmp_path: Path
+) -> None:
+    architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
+    layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
+    for dtype in (torch.bfloat16, torch.float16):
+        options = {
+            **geometry_macros(layout, group, dtype, group >= 16),
+            "ROTATE": 1,
+            "RECENT": 64,
+            "SEGMENT": 64,
+            "KNOWS_FIRST": 1,
+            "PAIRS": head_size // 2,
+        }
+        cubin = nvrtc.compile_source("attention/decode/prepare.cu", options, architecture)
+        assert not re.search(r" (?:STL|LDL)[. ]", disassembled(cubin, tmp_path))
 
 
 @pytest.mark.parametrize("head_size", [64, 128, 256])
@@ -57,7 +77,7 @@ def test_kernels_that_copy_whole_pages_compile(head_size: int, block_size: int) 
 
 def spills(way: Variant, layout: PageLayout, group: int, folder: Path, segment: int = 0) -> int:
     """How many instructions move registers to local memory, or back."""
-    changes = (segment, segment > 0, segment > 0)
+    changes = (segment > 0, segment, segment > 0, segment > 0)
     options = macros(layout, group, torch.bfloat16, False, way, *changes)
     code = disassembled(nvrtc.compile_source(way.source, options, "sm_90a"), folder)
     return len(re.findall(r" (?:STL|LDL)[. ]", code))

@@ -1,14 +1,14 @@
 """CUDA C++ on NVIDIA GPUs from SM80: decode straight from packed pages."""
 
 import ctypes
-import math
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
 from halfbyte.attention.base import AttentionConfig, AttentionInputs, GpuAttention
 from halfbyte.attention.decode.plan import MERGE_THREADS, Plan, PlanView, make_plan, slice_ctas
+from halfbyte.attention.decode.prepare import Transformed, aligned, prepare
 from halfbyte.attention.decode.variant import WARPS, Variant, macros, unsupported_reason, variant
 from halfbyte.dispatch import Answer, capability_of_gpu
 from halfbyte.kernels.runtime import nvrtc
@@ -18,7 +18,6 @@ from halfbyte.layouts import PageLayout, page_stride
 
 _TOKENS_OF_A_TILE = 64
 """At most, or in a part of one, whose means must be the same."""
-_LOG2E = math.log2(math.e)
 _MAX_MEAN_QUERIES = 8
 """Beyond this the same pages would be unpacked again and again."""
 
@@ -30,16 +29,6 @@ class _Output(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("out", "lse", "sinks")),
         ("stride_token", ctypes.c_uint64),
         ("stride_head", ctypes.c_uint64),
-    )
-
-
-class _Transformed(ctypes.Structure):
-    """`Transformed` of `loader.cuh`."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("bias", "first_scores", "first_indices")),
-        *((name, ctypes.c_void_p) for name in ("first_values", "initial_out", "initial_lse")),
-        ("bias_stride", ctypes.c_uint64),
     )
 
 
@@ -58,7 +47,7 @@ class _Params(ctypes.Structure):
         ("softcap", ctypes.c_float),
         ("window", ctypes.c_int),
         ("output", _Output),
-        ("transformed", _Transformed),
+        ("transformed", Transformed),
     )
 
 
@@ -113,51 +102,6 @@ class CudaAttention(GpuAttention):
             decode(inputs)
 
 
-class _Prepared(NamedTuple):
-    """What the kernel is given beside the pages, for K that a recipe changed, or nothing of it."""
-
-    inputs: AttentionInputs
-    """Lengths and window of what is read from the pages."""
-    query: torch.Tensor
-    transformed: _Transformed
-    segment: int
-    knows_first: bool
-    has_initial: bool
-    kept: tuple[torch.Tensor | None, ...]
-    """What must live as long as the launch is prepared."""
-
-
-def _prepare(inputs: AttentionInputs) -> _Prepared:
-    """Rotate queries, score means and first tokens, attend to the last tokens."""
-    recent, packed = inputs.recent, inputs
-    if inputs.transform is None and recent is None:
-        return _Prepared(inputs, inputs.query, _Transformed(), 0, False, False, ())
-    # Here, because the imports need Triton.
-    from halfbyte.attention.queries.launcher import TransformedQuery, transform_queries
-    from halfbyte.attention.recent.launcher import attend_recent, without_recent
-
-    if recent is not None:
-        packed = without_recent(inputs, recent)
-    made = TransformedQuery(inputs.query)
-    if inputs.transform is not None:
-        made = transform_queries(packed, inputs.scale * (1.0 if inputs.softcap else _LOG2E))
-    values = None if made.first_values is None else made.first_values.to(inputs.query.dtype)
-    initial: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    if recent is not None:
-        initial = attend_recent(inputs, recent, made)
-    kept = (made.bias, made.first_scores, made.first_indices, values, *initial)
-    addresses = (None if tensor is None else tensor.data_ptr() for tensor in kept)
-    return _Prepared(
-        packed,
-        made.query,
-        _Transformed(*addresses, made.num_segments),
-        made.segment,
-        made.first_scores is not None,
-        recent is not None,
-        kept,
-    )
-
-
 def _plan(inputs: AttentionInputs, has_initial: bool) -> Plan:
     query, layout, window = inputs.query, inputs.layout, inputs.sliding_window
     max_pages = inputs.block_tables.shape[1]
@@ -202,20 +146,20 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
             f"pages: the kernel copies 16 bytes at a time; the base {pages.data_ptr():#x} and the "
             f"stride {stride} (below 2^32) must be multiples of 16"
         )
-    prepared = _prepare(inputs)
-    plan = plan or _plan(prepared.inputs, prepared.has_initial)
-    query = prepared.query
-    if query.stride(2) != 1 or any(x % 8 for x in (query.data_ptr() // 2, *query.stride()[:2])):
-        query = query.clone(memory_format=torch.contiguous_format)
+    # Before the kernel that the attention kernel may overlap: there it would have to be waited for.
+    plan = plan or _plan(inputs.packed, inputs.recent is not None)
     block_tables = inputs.block_tables.contiguous()
-    k_scale, v_scale = (_on_device(x, query.device) for x in (inputs.k_scale, inputs.v_scale))
+    k_scale, v_scale = (_on_device(x, pages.device) for x in (inputs.k_scale, inputs.v_scale))
     sinks = None if inputs.sinks is None else inputs.sinks.float().contiguous()
+    prepared = prepare(inputs)
+    query = aligned(prepared.query)
     kernels = _kernels(
         layout,
         num_heads // layout.num_kv_heads,
         query.dtype,
         bool(inputs.softcap),
         plan.variant,
+        prepared.is_launched,
         prepared.segment,
         prepared.knows_first,
         prepared.has_initial,
@@ -249,7 +193,9 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
     arguments: list[nvrtc.Argument] = [params]
     if plan.variant.whole_pages:
         arguments.append(_pages_map(pages if len(pages) else plan.data[None], stride, layout))
-    nvrtc.launch(kernels["decode"], plan.slots, 32 * WARPS, arguments)
+    overlap = capability_of_gpu(query.device.index) >= 90
+    in_front = overlap and prepared.is_launched
+    nvrtc.launch(kernels["decode"], plan.slots, 32 * WARPS, arguments, overlap=in_front)
     merge = _MergeParams(
         partial_out=plan.partial_out.data_ptr(),
         partial_ml=plan.partial_ml.data_ptr(),
@@ -258,7 +204,6 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
         num_tokens=num_tokens,
     )
     rows = num_tokens * num_heads
-    overlap = capability_of_gpu(query.device.index) >= 90
     if plan.merge in ("merge_few", "merge_several"):
         grid = slice_ctas(rows, layout.head_size_v)
     else:
@@ -273,12 +218,13 @@ def _kernels(
     dtype: torch.dtype,
     softcap: bool,
     way: Variant,
+    prepared: bool,
     segment: int,
     knows_first: bool,
     has_initial: bool,
     device: int,
 ) -> dict[str, nvrtc.Kernel]:
-    changes = (segment, knows_first, has_initial)
+    changes = (prepared, segment, knows_first, has_initial)
     options = tuple(macros(layout, group, dtype, softcap, way, *changes).items())
     entry = ("decode", way.cta_bytes(layout))
     return {

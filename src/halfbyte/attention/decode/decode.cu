@@ -29,6 +29,7 @@
 //   N_TILES                  matmul columns / 8
 //   DUPLICATE                1 for pieces of four columns of nvfp4 (N_TILES 1), see below
 //   COLS                     columns of a piece: 4 with DUPLICATE, else 8 * N_TILES
+//   PREPARED                 1 if prepare.cu is in front, and may still run
 //   SEGMENT, KNOWS_FIRST, INITIAL  of K that a recipe changed (transformed.cuh), else 0
 //   Q_SHARED                 1 to keep q in shared memory, behind the ring: for many columns
 //
@@ -65,7 +66,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
                                        Share share, const QueryWords& words, Loader& loader,
                                        u32& tile) {
   const Query query(p, piece, words, loader.ring + STAGES * STAGE_BYTES);
-  const Visible visible(p, piece, head);
+  const Visible visible(p, piece, head, share.first);
   Bias bias(p, piece, head, share.first * TILE);
   Sums sums;
   if (begins_with_something(piece, share.first, visible.constant)) sums.begin_with(p, piece, head);
@@ -97,17 +98,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) 
   extern __shared__ __align__(128) u8 shared[];
   const int warp = threadIdx.x / 32;
   const u32 ring = shared_address(shared) + warp * (STAGES * STAGE_BYTES + Q_BYTES);
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");  // the merge may take its place, and wait
-#endif
+  allow_next();  // the merge may take its place, and wait
   const PlanHeader header = p.plan.header();
   // Heads of one unit are neighbours: their bytes lie in the same pages.
   for (int i = blockIdx.x * WARPS + warp; i < header.units * KV_HEADS; i += gridDim.x * WARPS) {
     const int number = i / KV_HEADS, head = i % KV_HEADS;
     const Unit unit = p.plan.unit(number);
+#if PREPARED
+    // Pages are complete; what else is read comes from the kernel in front, which may still run.
+    Loader loader(p, header, unit, head, number, ring);
+    wait_for_previous();
+    QueryWords words(p, unit.piece, head);
+#else
     // Asked for before the first tiles, behind whose bytes it would have to wait.
     QueryWords words(p, unit.piece, head);
     Loader loader(p, header, unit, head, number, ring);
+#endif
     u32 tile = ring;
     Piece piece = unit.piece;
     int index = unit.index;

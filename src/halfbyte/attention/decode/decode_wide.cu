@@ -290,7 +290,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
   const u32 ring = ring_address();
   stage_query(p, piece, head, ring);
 
-  const bool constant = has_constant(p, piece, head, piece.col_tile * COLS);
+  const bool constant = has_constant(p, piece, head, piece.col_tile * COLS, share.first);
   // Every column attends to these: all_from <= position <= all_to.
   const int all_from = max(p.window > 0 ? length - p.window : 0, (int)constant);
   const int all_to = length - queries;
@@ -524,7 +524,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode(Params p M
   make_barriers(ring + OFF_READY);
   Arrivals arrivals(ring, ring + OFF_READY);
 #endif
-  asm volatile("griddepcontrol.launch_dependents;");  // the merge may take its place, and wait
+  allow_next();  // the merge may take its place, and wait
   const PlanHeader header = p.plan.header();
   for (int x = blockIdx.x; x < header.units * KV_HEADS; x += gridDim.x) {
     const int number = x / KV_HEADS, head = x % KV_HEADS;
@@ -535,6 +535,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode(Params p M
     Loader loader(p, header, unit, head, number, ring);
     Arrivals arrivals(ring);
 #endif
+    if (PREPARED) wait_for_previous();  // see decode.cu
     Piece piece = unit.piece;
     int index = unit.index;
     do {

@@ -104,6 +104,20 @@ __device__ __forceinline__ float half_to_float(u32 x) {
   return y;
 }
 
+template <bool BF16>
+__device__ __forceinline__ u32 pack(float lo, float hi) {
+  return BF16 ? pack_bf162(lo, hi) : pack_half2(lo, hi);
+}
+
+// Of the query's dtype.
+__device__ __forceinline__ float query_value(u16 x) {
+#if defined(Q_BF16)
+  return __int_as_float((u32)x << 16);
+#else
+  return half_to_float(x);
+#endif
+}
+
 __device__ __forceinline__ u32 hmul2(u32 a, u32 b) {
   u32 y;
   asm("mul.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));

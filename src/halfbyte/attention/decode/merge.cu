@@ -33,12 +33,6 @@ __device__ __forceinline__ Parts find_parts(const PlanView& plan, int token, int
   return {(u64)(unit + index) * PART_STRIDE + q_head / GROUP * COLS + column % COLS, count};
 }
 
-__device__ __forceinline__ void wait_for_chunks() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
 __device__ __forceinline__ void add(float4& acc, float weight, float4 x) {
   acc.x += weight * x.x;
   acc.y += weight * x.y;
@@ -69,7 +63,7 @@ __device__ __forceinline__ void merge_slice(const MergeParams& p) {
   const float* source = p.partial_out + parts.slot * HEAD_SIZE_V + dim;
   const OutputRow to(token, q_head);
   const float sink = to.sink(p.output);
-  wait_for_chunks();
+  wait_for_previous();
   if (parts.are_joined()) return;
   float m = NEG_INF, total = 0.0f;
   float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -127,7 +121,7 @@ __device__ __forceinline__ void merge_row(const MergeParams& p) {
   const float* source = p.partial_out + parts.slot * HEAD_SIZE_V + dim;
   const OutputRow to(token, q_head);
   const float sink = to.sink(p.output);
-  wait_for_chunks();
+  wait_for_previous();
   if (parts.are_joined()) return;
   float m = NEG_INF, total = 0.0f;
   float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

@@ -77,11 +77,12 @@ struct Visible {
   int length, queries, columns;
   int all_from, all_to;  // every column attends to these: all_from <= position <= all_to
   int first;             // that any column attends to
-  bool constant;         // the first token is none of the page's
+  bool constant;         // the first token is among them, and none of the page's
 
-  __device__ __forceinline__ Visible(const Params& p, const Piece& piece, int head)
+  // `first_tile`: of those that the masks are for.
+  __device__ __forceinline__ Visible(const Params& p, const Piece& piece, int head, int first_tile)
       : length(piece.length), queries(piece.queries), columns(GROUP * piece.queries) {
-    constant = has_constant(p, piece, head, piece.col_tile * COLS);
+    constant = has_constant(p, piece, head, piece.col_tile * COLS, first_tile);
     all_from = p.window > 0 ? length - p.window : 0;
     if (constant) all_from = max(all_from, 1);
     all_to = length - queries;

@@ -25,12 +25,13 @@ __device__ __forceinline__ float load_bias(const Params& p, u64 row_begin, int s
   return fmaxf(fminf(p.transformed.bias[row_begin + segment], 1e30f), -1e30f);
 }
 
-// Whether any column of a piece attends to a first token that the page does not have. Its first column
-// that stands in the sequence is of the earliest query, whose window reaches back the furthest; all are of
-// one KV head.
+// Whether any column of a piece attends to a first token that the page does not have; asked by who has the
+// tile of it. The piece's first column that stands in the sequence is of the earliest query, whose window
+// reaches back the furthest; all are of one KV head.
 __device__ __forceinline__ bool has_constant(const Params& p, const Piece& piece, int head,
-                                             int first_column) {
+                                             int first_column, int first_tile) {
 #if KNOWS_FIRST
+  if (first_tile > 0) return false;
   first_column = max(first_column, (piece.queries - piece.length) * GROUP);
   return p.transformed.first_indices[piece_row(piece, head, first_column)] >= 0;
 #else

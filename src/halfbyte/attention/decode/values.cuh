@@ -5,19 +5,6 @@
 #pragma once
 #include "attention/decode/loader.cuh"
 
-template <bool BF16>
-__device__ __forceinline__ u32 pack(float lo, float hi) {
-  return BF16 ? pack_bf162(lo, hi) : pack_half2(lo, hi);
-}
-
-__device__ __forceinline__ float query_value(u16 x) {
-#if defined(Q_BF16)
-  return __int_as_float((u32)x << 16);
-#else
-  return half_to_float(x);
-#endif
-}
-
 // Where the row of q begins that is a column of a piece, in elements; 0 for columns that are not there.
 __device__ __forceinline__ u64 query_row(const Params& p, const Piece& piece, int head, int column) {
   return column < GROUP * piece.queries

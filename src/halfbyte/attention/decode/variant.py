@@ -182,12 +182,28 @@ def stage_bytes(layout: PageLayout, tile: int) -> int:
     return tile * sum(d.data_bytes(size) + d.scale_bytes(size) for d, size in sides)
 
 
+def geometry_macros(
+    layout: PageLayout, group: int, dtype: torch.dtype, softcap: bool
+) -> dict[str, int | None]:
+    """Macros that all kernels that read queries and pages are compiled with."""
+    return {
+        "HEAD_SIZE": layout.head_size,
+        "HEAD_SIZE_V": layout.head_size_v,
+        "KV_HEADS": layout.num_kv_heads,
+        "GROUP": group,
+        "SOFTCAP": int(softcap),
+        _DTYPE_MACROS[dtype]: None,
+        **{name.upper(): value for name, value in region_fields(layout).items()},
+    }
+
+
 def macros(
     layout: PageLayout,
     group: int,
     dtype: torch.dtype,
     softcap: bool,
     way: Variant,
+    prepared: bool = False,
     segment: int = 0,
     knows_first: bool = False,
     has_initial: bool = False,
@@ -195,17 +211,15 @@ def macros(
     """Macros that `decode.cu` or `decode_wide.cu`, and `merge.cu`, are compiled with.
 
     Args:
+        prepared: whether `prepare.cu` is in front.
         segment, knows_first, has_initial: as `transformed.cuh` has them.
     """
     return {
+        **geometry_macros(layout, group, dtype, softcap),
         "K_KIND": _KINDS[layout.k_dtype],
         "V_KIND": _KINDS[layout.v_dtype],
-        "HEAD_SIZE": layout.head_size,
-        "HEAD_SIZE_V": layout.head_size_v,
         "BLOCK_SIZE": layout.block_size,
-        "KV_HEADS": layout.num_kv_heads,
-        "GROUP": group,
-        "SOFTCAP": int(softcap),
+        "PREPARED": int(prepared),
         "SEGMENT": segment,
         "KNOWS_FIRST": int(knows_first),
         "INITIAL": int(has_initial),
@@ -221,6 +235,4 @@ def macros(
         "DUPLICATE": int(way.duplicate),
         "COLS": way.columns,
         "Q_SHARED": int(way.q_shared),
-        _DTYPE_MACROS[dtype]: None,
-        **{name.upper(): value for name, value in region_fields(layout).items()},
     }

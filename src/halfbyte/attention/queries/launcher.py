@@ -50,15 +50,7 @@ class TransformedQuery(NamedTuple):
 
 def bias_bytes(inputs: AttentionInputs) -> int:
     """Bytes of `TransformedQuery.bias` for one query token."""
-    assert inputs.transform is not None
-    return 4 * inputs.query.shape[1] * _num_segments(inputs, inputs.transform)
-
-
-def _num_segments(inputs: AttentionInputs, transform: KVTransform) -> int:
-    if not transform.shared_tokens:
-        return 0
-    max_tokens = inputs.block_tables.shape[1] * inputs.layout.block_size
-    return -(-max_tokens // transform.segment)
+    return 4 * inputs.query.shape[1] * inputs.num_segments
 
 
 def transform_queries(
@@ -81,7 +73,7 @@ def transform_queries(
     query = inputs.query[tokens]
     query = query if query.stride(2) == 1 else query.contiguous()
     num_tokens, num_heads, _ = query.shape
-    max_segments = _num_segments(inputs, transform)
+    max_segments = inputs.num_segments
     bias = scores = indices = None
     if max_segments:
         bias = query.new_empty((num_tokens, num_heads, max_segments), dtype=torch.float32)

@@ -42,3 +42,17 @@ __device__ __forceinline__ u32 both_high(u32 x) {
   asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {high, high};}" : "=r"(y) : "r"(x));
   return y;
 }
+
+// A kernel that was launched to overlap with the one before it: memory of that one may be read after
+// wait_for_previous. allow_next lets the next one start.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void allow_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}

@@ -86,17 +86,3 @@ __device__ __forceinline__ u32 pack_pair(float lower, float upper) {
 #endif
   return y;
 }
-
-// A kernel that was launched to overlap with the one before it: memory of that one may be read after
-// wait_for_previous. allow_next lets the next one start.
-__device__ __forceinline__ void wait_for_previous() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void allow_next() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
