@@ -29,7 +29,7 @@ demo: $(VENV)/.installed
 	@$(BIN)/halfbyte generate --max-tokens 60 --temperature 0.7 --seed 2 --prompt "$$PROMPT"
 	@echo
 	@echo "==> halfbyte eval: what the formats cost on text the model has not seen"
-	@$(BIN)/halfbyte eval --max-tokens 2048
+	@$(BIN)/halfbyte eval --kv-recipe plain,balanced --max-tokens 2048
 
 test: $(VENV)/.installed-dev check $(VLLM_VENV)/.installed
 	@echo "==> pytest"

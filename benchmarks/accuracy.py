@@ -18,7 +18,10 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "accuracy.json"
 FORMATS = "bfloat16,fp8_e4m3,fp8_e5m2,nvfp4_4over6,nvfp4,fp4_block16,mxfp4"
-ARGUMENTS = ("--kv-cache-dtype", FORMATS, "--chunk-size", "512", "--window", "2048")
+ARGUMENTS = (
+    *("--kv-cache-dtype", FORMATS, "--kv-recipe", "plain"),
+    *("--chunk-size", "512", "--window", "2048"),
+)
 MARKERS = re.compile(r"(<!-- accuracy -->\n).*?(<!-- /accuracy -->)", re.DOTALL)
 
 

@@ -24,7 +24,7 @@ from halfbyte.attention import AttentionPlans, paged_attention
 from halfbyte.bench.machine import machine, versions
 from halfbyte.bench.timing import measure_in_turns, ready
 from halfbyte.kvcache import reshape_and_cache
-from halfbyte.kvcache.recent import RecentInputs, RecentTokens
+from halfbyte.kvcache.recent import RecentInputs, RecentTokens, RingSlots
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
 
@@ -157,14 +157,27 @@ def store_calls(tokens: int, device: torch.device) -> dict[str, Call]:
     def plain() -> None:
         reshape_and_cache(key, value, pages, slots, LAYOUT, scale, scale)
 
-    def changed() -> None:
+    ring_slots = rings.slots(0, rows, owners, places)
+
+    def changed(recent: RingSlots | None = None) -> None:
         reshape_and_cache(
-            key, value, pages, slots, LAYOUT, scale, scale, transform=transform, positions=positions
+            key,
+            value,
+            pages,
+            slots,
+            LAYOUT,
+            scale,
+            scale,
+            transform=transform,
+            positions=positions,
+            recent=recent,
         )
 
     def balanced() -> None:
-        changed()
-        rings.remember(0, key, value, rows, owners, places)
+        # As `models.batch` does: a prompt's tokens go to the rings after its attention.
+        changed(ring_slots if is_step else None)
+        if not is_step:
+            ring_slots.write(key, value)
 
     return {"plain": plain, "without the last tokens": changed, "balanced": balanced}
 

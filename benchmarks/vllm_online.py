@@ -58,7 +58,14 @@ def free_port() -> int:
 
 def serve_command(model: str, port: int, options: dict[str, Any], more: list[str]) -> list[str]:
     """`vllm serve` with the options of a variant."""
-    given = [x for name, value in options.items() for x in (f"--{name.replace('_', '-')}", value)]
+    given = [
+        x
+        for name, value in options.items()
+        for x in (
+            f"--{name.replace('_', '-')}",
+            json.dumps(value) if isinstance(value, dict) else value,
+        )
+    ]
     return [*RUN, "serve", model, "--port", str(port), "--host", "127.0.0.1", *given, *more]
 
 

@@ -3,13 +3,15 @@
     python benchmarks/vllm_step.py [--out benchmarks/results/vllm_step.json]
 
 Llama-3.1-8B's shape with dummy weights. Each variant is a process of its own with vLLM's default
-engine (CUDA graphs, torch.compile). Prompts are random token ids, new ones for every run; steps of
-at most 16,384 tokens, 92 % of the GPU's memory. A step is (time of 66 tokens - time of 2) / 64, the
-better of two; prefill is the prompts' tokens over the time of 2.
+engine (CUDA graphs, torch.compile). Prompts are random token ids; steps of at most 16,384 tokens,
+92 % of the GPU's memory. Prefill is the tokens of new prompts over the time to answer them with 2
+tokens, the better of two. A step is (time of 66 tokens - time of 2) / 64 of prompts that the prefix
+cache holds, the best of three: the difference of two prefills of many seconds would drown it.
 
     --variants "a;b"   only these
     --cases 64x8192    only these (batch x context)
     --tp 2             tensor parallel
+    --gpus 2           so many variants at a time, each on a GPU of its own
     --profile FILE     instead of timing: kernels of eight steps of the first case, by time
 """
 
@@ -17,11 +19,13 @@ import argparse
 import datetime
 import json
 import os
+import queue
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +59,23 @@ NVFP4_WEIGHTS: dict[str, Any] = {
     "ignore": ["lm_head"],
 }
 
-HALFBYTE = {"attention_backend": "CUSTOM", "kv_cache_dtype": "nvfp4"}
+
+def halfbyte(kv_recipe: str) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for halfbyte's cache."""
+    return {
+        "attention_backend": "CUSTOM",
+        "kv_cache_dtype": "nvfp4",
+        "additional_config": {"halfbyte": {"kv_recipe": kv_recipe}},
+    }
+
+
 VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {
     "vllm bf16": (False, {}),
     "vllm fp8 cache": (False, {"kv_cache_dtype": "fp8"}),
     "vllm nvfp4 weights, fp8 cache": (True, {"kv_cache_dtype": "fp8"}),
-    "halfbyte nvfp4 cache": (False, HALFBYTE),
-    "halfbyte nvfp4 weights and cache": (True, HALFBYTE),
-    "halfbyte nvfp4 weights and cache, balanced": (
-        True,
-        {**HALFBYTE, "additional_config": {"halfbyte": {"kv_recipe": "balanced"}}},
-    ),
+    "halfbyte nvfp4 cache": (False, halfbyte("plain")),
+    "halfbyte nvfp4 weights and cache": (True, halfbyte("plain")),
+    "halfbyte nvfp4 weights and cache, balanced": (True, halfbyte("balanced")),
 }
 """Name: whether weights are NVFP4, and arguments of `vllm.LLM`."""
 
@@ -122,25 +132,18 @@ def random_prompts(batch: int, context: int) -> list[list[int]]:
 def measure(llm: Any, batch: int, context: int) -> dict[str, float]:
     """Milliseconds of a decode step and prefill tokens per second."""
     run_prompts(llm, random_prompts(batch, 64), 8)
-    times = {
-        tokens: min(run_prompts(llm, random_prompts(batch, context), tokens) for _ in range(2))
-        for tokens in (_SHORT, _LONG)
-    }
-    return {
-        "step_ms": 1e3 * (times[_LONG] - times[_SHORT]) / (_LONG - _SHORT),
-        "prefill_tokens_per_s": batch * context / times[_SHORT],
-    }
-
-
-def measure_steps(llm: Any, batch: int, context: int) -> dict[str, float]:
-    """As `measure` without prefill, which the prefix cache saves: for tuning."""
-    prompts = random_prompts(batch, context)
-    run_prompts(llm, prompts, 4)
+    prefills = []
+    for _ in range(2):
+        prompts = random_prompts(batch, context)
+        prefills.append(run_prompts(llm, prompts, _SHORT))
     times = {
         tokens: min(run_prompts(llm, prompts, tokens) for _ in range(3))
         for tokens in (_SHORT, _LONG)
     }
-    return {"step_ms": 1e3 * (times[_LONG] - times[_SHORT]) / (_LONG - _SHORT)}
+    return {
+        "step_ms": 1e3 * (times[_LONG] - times[_SHORT]) / (_LONG - _SHORT),
+        "prefill_tokens_per_s": batch * context / min(prefills),
+    }
 
 
 def profile(llm: Any, batch: int, context: int, tokens: int = 16) -> dict[str, Any]:
@@ -199,8 +202,7 @@ def one_variant(name: str, arguments: argparse.Namespace) -> None:
         Path(arguments.one).write_text(json.dumps(rows))
         return
     llm = start_engine(name, cases, arguments.tp)
-    run = measure_steps if arguments.steps_only else measure
-    results: dict[str, Any] = {f"{b}x{c}": run(llm, b, c) for b, c in cases}
+    results: dict[str, Any] = {f"{b}x{c}": measure(llm, b, c) for b, c in cases}
     cache = llm.llm_engine.vllm_config.cache_config
     results["kv_cache_tokens"] = (cache.num_gpu_blocks or 0) * cache.block_size
     Path(arguments.one).write_text(json.dumps(results))
@@ -212,15 +214,24 @@ def parse_cases(text: str) -> list[tuple[int, int]]:
     return [(int(batch), int(context)) for batch, context in pairs]
 
 
-def in_process(name: str, arguments: argparse.Namespace) -> Any:
-    """A variant's results, from a process of its own; its error's last lines where it failed."""
+def in_process(name: str, arguments: argparse.Namespace, gpu: int | None = None) -> Any:
+    """A variant's results, from a process of its own; its error's last lines where it failed.
+
+    Args:
+        gpu: the only one that it sees; None for all.
+    """
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpu is not None:
+        shown = shown.split(",")[gpu] if shown else str(gpu)
+    seen = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, __file__, "--variants", name, "--one", str(out)]
         command += ["--cases", arguments.cases, "--tp", str(arguments.tp)]
         command += ["--profile", arguments.profile] if arguments.profile else []
-        command += ["--steps-only"] if arguments.steps_only else []
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        ended = subprocess.run(
+            command, capture_output=True, text=True, check=False, env={**os.environ, **seen}
+        )
         if ended.returncode or not out.is_file():
             return {"error": (ended.stdout + ended.stderr)[-6000:]}
         return json.loads(out.read_text())
@@ -233,8 +244,8 @@ def main() -> None:
     parser.add_argument("--variants", default=None)
     parser.add_argument("--cases", default=",".join(f"{b}x{c}" for b, c in CASES))
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--profile", default=None)
-    parser.add_argument("--steps-only", action="store_true")
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -256,13 +267,26 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(),
         "tensor_parallel": arguments.tp,
+        "variants_at_a_time": arguments.gpus,
         "versions": {**versions(), "vllm": vllm.__version__},
         "results": {},
     }
-    for name in names:
-        report["results"][name] = in_process(name, arguments)
-        print(name, json.dumps(report["results"][name])[-3000:], flush=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    for gpu in range(arguments.gpus):
+        free.put(gpu if arguments.gpus > 1 else None)
+
+    def run(name: str) -> tuple[str, Any]:
+        gpu = free.get()
+        try:
+            return name, in_process(name, arguments, gpu)
+        finally:
+            free.put(gpu)
+
+    with ThreadPoolExecutor(arguments.gpus) as pool:
+        for name, result in pool.map(run, names):
+            report["results"][name] = result
+            print(name, json.dumps(result)[-3000:], flush=True)
+            arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

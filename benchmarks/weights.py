@@ -24,7 +24,10 @@ from halfbyte.assets import bundled_model_path
 REPOSITORY = Path(__file__).parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "weights.json"
 CACHES = ("bfloat16", "nvfp4")
-EVAL = ("--kv-cache-dtype", ",".join(CACHES), "--chunk-size", "512", "--window", "2048")
+EVAL = (
+    *("--kv-cache-dtype", ",".join(CACHES), "--kv-recipe", "plain"),
+    *("--chunk-size", "512", "--window", "2048"),
+)
 CASES = (
     ("bfloat16", None, None),
     ("W4A16", "nvfp4-a16", "four_over_six"),

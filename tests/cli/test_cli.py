@@ -39,7 +39,8 @@ def test_generate_json(halfbyte: Command) -> None:
     result = json.loads(out)
     assert len(result["tokens"]) == 8
     assert result["text"]
-    assert result["kv_cache"]["dtype"] == "nvfp4"
+    assert result["kv_cache"]["dtype"] == "nvfp4_4over6"
+    assert result["kv_cache"]["recipe"] == "balanced"
     page = 16 * result["kv_cache"]["bytes_per_token"]
     assert result["kv_cache"]["bytes_used"] == page
     assert result["timings"]["decode_tokens_per_s"] > 0
@@ -76,8 +77,9 @@ def test_generate_stop(halfbyte: Command) -> None:
 @pytest.mark.parametrize("dtype", ["auto", "float16", "fp8", "fp4_e2m1", "nvfp4_4over6", "mxfp4"])
 def test_generate_dtypes(halfbyte: Command, dtype: str) -> None:
     arguments = ("--prompt", "x = [", "--max-tokens", "4", "--kv-cache-dtype", dtype, "--json")
-    code, out, _ = halfbyte("generate", *arguments)
+    code, out, _ = halfbyte("generate", *arguments, "--kv-recipe", "plain")
     assert code == 0
+    assert json.loads(out)["kv_cache"]["recipe"] == "plain"
     expected = {"auto": "bfloat16", "fp8": "fp8_e4m3", "fp4_e2m1": "nvfp4"}.get(dtype, dtype)
     assert json.loads(out)["kv_cache"]["dtype"] == expected
 

@@ -123,11 +123,10 @@ def test_kernel_writes_what_pytorch_does(device: str) -> None:
     expected = keys.clone(), values.clone()
     for ring, x in zip(expected, (key, value), strict=True):
         ring[places[0], :, places[1]] = x[rows]
+    slots = recent.slots(0, rows, *places)
+    slots.write(key, value)
     if device == "cpu":
-        recent.remember(0, key, value, rows, *places)
-        kernel = interpreted("halfbyte.kvcache.recent_kernel").remember
-        kernel(key, value, keys, values, rows, *places)
+        kernel = interpreted("halfbyte.kvcache.recent_kernel").write
+        kernel(keys, values, rows, *places, key, value)
         assert all(torch.equal(a, b) for a, b in zip((keys, values), expected, strict=True))
-    else:
-        recent.remember(0, key, value, rows, *places)
     assert all(torch.equal(a, b) for a, b in zip(rings(recent), expected, strict=True))

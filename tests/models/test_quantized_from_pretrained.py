@@ -119,7 +119,7 @@ def test_only_the_kv_cache_is_quantized(tmp_path: Path) -> None:
     folder.config(quantization_config={"quant_method": "modelopt", "kv_cache_scheme": "NVFP4"})
     model = AutoModelForCausalLM.from_pretrained(folder.quantized)
     assert torch.equal(logits(model), logits(load_model(folder.plain)))
-    assert LLM(model, kv_cache_dtype="auto").pool.layout(0).k_dtype == "nvfp4"
+    assert LLM(model, kv_cache_dtype="auto").pool.layout(0).k_dtype.is_nvfp4
 
 
 def test_a_missing_scale_is_an_error_and_not_random(tmp_path: Path, dialect: Dialect) -> None:

@@ -34,9 +34,11 @@ def evaluate(
         str, typer.Option(help="Formats to measure, separated by commas.")
     ] = "bfloat16,fp8_e4m3,nvfp4",
     kv_recipe: Annotated[
-        str,
-        typer.Option(help="Recipes to measure for NVFP4 formats, separated by commas."),
-    ] = "plain",
+        str | None,
+        typer.Option(
+            help="Recipes to measure for NVFP4 formats, separated by commas; by default balanced."
+        ),
+    ] = None,
     chunk_size: Annotated[int, typer.Option(help="Tokens fed at once; 1 is true decoding.")] = 512,
     window: Annotated[int, typer.Option(help="Tokens of context, at most.")] = 1024,
     max_tokens: Annotated[
@@ -84,7 +86,7 @@ def evaluate(
         quantize_activations=quantize_activations,
     )
     options: dict[str, Any] = {
-        "kv_recipes": [name.strip() for name in kv_recipe.split(",")],
+        "kv_recipes": kv_recipe and [name.strip() for name in kv_recipe.split(",")],
         "tokenizer": tokenizer,
         "attention_backend": attention_backend,
     }

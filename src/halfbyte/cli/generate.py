@@ -32,6 +32,12 @@ def generate(
     v_cache_dtype: Annotated[
         str | None, typer.Option(help="Format of V, where it differs from that of K.")
     ] = None,
+    kv_recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="What is done to K and V in NVFP4: plain or balanced; by default balanced."
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0: all.")] = 0,
     top_p: Annotated[
@@ -75,6 +81,7 @@ def generate(
         model or bundled_model_path(),
         kv_cache_dtype=kv_cache_dtype,
         v_cache_dtype=v_cache_dtype,
+        kv_recipe=kv_recipe,
         dtype=dtype,
         num_pages=num_pages,
         max_batched_tokens=max_batched_tokens,
@@ -137,6 +144,7 @@ def _report(
         "finish_reason": output.finish_reason.value,
         "kv_cache": {
             "dtype": _formats(llm),
+            "recipe": llm.recipe.name,
             "bytes_per_token": plan.bytes_per_token,
             "bytes_used": llm.core.tables.allocator.most_used * plan.page_bytes,
             "scales": llm.kv_scales.source if llm.kv_scales else None,
@@ -161,6 +169,8 @@ def _print_table(llm: "LLM", output: "RequestOutput", timings: dict[str, float |
     rate = timings["decode_tokens_per_s"]
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_row("KV cache", _formats(llm))
+    if llm.recipe.name != "plain":
+        table.add_row("  recipe", llm.recipe.name)
     table.add_row("  per token", f"{ours:,.0f} bytes (bfloat16: {bf16:,.0f}, {bf16 / ours:.2f}x)")
     table.add_row("  scales", llm.kv_scales.source if llm.kv_scales else "none needed")
     table.add_row(

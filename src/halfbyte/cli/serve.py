@@ -64,7 +64,10 @@ def serve(
         str | None, typer.Option(help="Format of V where --kv-cache-dtype is nvfp4.")
     ] = None,
     kv_recipe: Annotated[
-        str | None, typer.Option(help="What is done to K and V in NVFP4: plain or balanced.")
+        str | None,
+        typer.Option(
+            help="What is done to K and V in NVFP4: plain or balanced; by default balanced."
+        ),
     ] = None,
     linear: Annotated[
         str | None,
@@ -142,7 +145,8 @@ def _provide_scales(plan: "ServePlan") -> None:
     config = read_config(folder)
     if is_declared and not declared_format(folder, config).has_global_scale:
         return
-    if find_kv_scales(folder, config, recipe=options.recipe) is not None:
+    recipe = None if options.kv_recipe is None else options.recipe  # any scales decide the default
+    if find_kv_scales(folder, config, recipe=recipe) is not None:
         return
     path, is_kept = destination(plan.model, folder)
     err.print(f"no KV cache scales for {plan.model}: measuring them", markup=False)

@@ -111,15 +111,16 @@ class EngineCore:
             ]
             generators = self.sampler.save([request for request, _ in rows])
             produced = [(request, self.sampler.sample(request, row)) for request, row in rows]
+            with interrupts_deferred():
+                for request, token in produced:
+                    self._append(request, token)
+                self.scheduler.complete(chunks)
+                generators = []  # what is done stays
         except BaseException:
             with interrupts_deferred():
                 self.scheduler.rollback()
                 self.sampler.restore(generators)
             raise
-        with interrupts_deferred():
-            for request, token in produced:
-                self._append(request, token)
-            self.scheduler.complete(chunks)
         return produced
 
     def check_integrity(self) -> None:

@@ -156,7 +156,7 @@ class DecodeGraphs:
         if recent is not None:
             entries = self._entries[:size]
             places = (entries.long(), positions % recent.ring)
-            of_recent = RecentBatch(self.tables, entries, self._rows[:size], places, ())
+            of_recent = RecentBatch(self.tables, entries, self._rows[:size], places, (), True)
         return PagedBatch(
             pool=self.tables.pool,
             quantization=self.quantization,

@@ -22,11 +22,10 @@ from halfbyte.models import (
     KVQuantization,
     LayerDTypes,
     check_layer_dtypes,
-    layer_specs,
     load_model,
     load_tokenizer,
-    resolve_kv_scales,
 )
+from halfbyte.models.kv_setup import KVSetup
 from halfbyte.models.loading import device_or_default
 
 _GPU_MEMORY_SHARE = 0.8
@@ -75,7 +74,8 @@ class LLM:
         max_num_seqs: requests that run at once.
         kv_scales: global scales, or a file of them; by default see `find_kv_scales`, else one
             calibration pass.
-        kv_recipe: what is done to K and V before they are packed, see `KVRecipe`.
+        kv_recipe: what is done to K and V before they are packed, see `KVRecipe`; by default
+            `balanced`, or `plain` where scales or the backend are for K as it is.
         attention_backend: name of an attention backend, or None to choose.
         linear_backend: name of a backend for NVFP4 layers, or None to choose; see `load_model`.
         quantize_activations: of layers that are stored as W4A4; see `load_model`.
@@ -103,7 +103,7 @@ class LLM:
         max_batched_tokens: int | None = None,
         max_num_seqs: int = 64,
         kv_scales: KVScales | str | Path | None = None,
-        kv_recipe: str | KVRecipe = "plain",
+        kv_recipe: str | KVRecipe | None = None,
         attention_backend: str | None = None,
         linear_backend: str | None = None,
         quantize_activations: bool | None = None,
@@ -116,7 +116,8 @@ class LLM:
         check_layer_dtypes(kv_cache_dtype)
         if v_cache_dtype is not None:
             check_layer_dtypes(v_cache_dtype)
-        recipe = KVRecipe.parse(kv_recipe)
+        if kv_recipe is not None:
+            kv_recipe = KVRecipe.parse(kv_recipe)
         for name, number in (
             ("block_size", block_size),
             ("num_pages", num_pages),
@@ -152,18 +153,17 @@ class LLM:
         if max_model_len is not None and max_model_len > context:
             raise ValueError(f"max_model_len: expected 1 .. {context}, got {max_model_len}")
         max_model_len = max_model_len or context
-        specs = layer_specs(
-            model.config,
-            model.dtype,
+        specs, self.kv_scales, self.recipe = KVSetup.of(
+            model,
             kv_cache_dtype,
             block_size,
             v_cache_dtype=v_cache_dtype,
-            recipe=recipe,
+            kv_scales=kv_scales,
+            kv_recipe=kv_recipe,
+            attention_backend=attention_backend,
+            tokenizer=tokenizer,
         )
-        formats = {d for spec in specs for d in (spec.layout.k_dtype, spec.layout.v_dtype)}
-        self.kv_scales = resolve_kv_scales(
-            model, formats, given=kv_scales, tokenizer=tokenizer, recipe=recipe
-        )
+        recipe = self.recipe
         plan = plan_kv_cache(specs)
         # First, because the pool takes most of what is left.
         recent = RecentTokens.of(plan, recipe, model.dtype, model.device, 1 + max_num_seqs)

@@ -10,6 +10,7 @@ from halfbyte.kvcache import KVRecipe, KVScales, PagedKVPool, SequenceTables, pl
 from halfbyte.kvcache.recent import RecentTokens
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models import KVQuantization, layer_specs, resolve_kv_scales
+from halfbyte.models.kv_setup import default_recipe
 
 CacheName = tuple[KVCacheDType, KVRecipe]
 
@@ -17,20 +18,28 @@ CacheName = tuple[KVCacheDType, KVRecipe]
 def cache_names(
     model: PreTrainedModel,
     kv_cache_dtypes: Sequence[str | KVCacheDType],
-    kv_recipes: Sequence[str | KVRecipe],
+    kv_recipes: Sequence[str | KVRecipe] | None,
+    kv_scales: KVScales | None = None,
+    attention_backend: str | None = None,
 ) -> list[CacheName]:
     """Every format with every recipe; those without recipes with `plain` alone.
+
+    Args:
+        kv_recipes: None for the one of `default_recipe`, which takes the other arguments.
 
     Raises:
         ValueError: an unknown format or recipe, no recipe, or a format that cannot store the
             model's head size.
     """
-    recipes = [KVRecipe.parse(recipe) for recipe in kv_recipes]
-    if not recipes:
-        raise ValueError("kv_recipes: expected one or more")
     formats = [
         layer_specs(model.config, model.dtype, name)[0].layout.k_dtype for name in kv_cache_dtypes
     ]
+    if kv_recipes is None and any(name.is_nvfp4 for name in formats):
+        kv_recipes = [default_recipe(model, kv_scales, attention_backend)]
+    recipes = [KVRecipe.parse(recipe) for recipe in ("plain",) if kv_recipes is None]
+    recipes += [KVRecipe.parse(recipe) for recipe in kv_recipes or ()]
+    if not recipes:
+        raise ValueError("kv_recipes: expected one or more")
     return [
         (name, recipe)
         for name in formats

@@ -103,7 +103,7 @@ def evaluate_perplexity(
     *,
     num_bytes: int | None = None,
     kv_scales: KVScales | None = None,
-    kv_recipes: Sequence[str | KVRecipe] = ("plain",),
+    kv_recipes: Sequence[str | KVRecipe] | None = None,
     tokenizer: object = None,
     block_size: int = 16,
     attention_backend: str | None = None,
@@ -118,7 +118,8 @@ def evaluate_perplexity(
         chunk_size: tokens fed at once.
         num_bytes: of the text that the predicted tokens stand for.
         kv_scales, tokenizer: as for `resolve_kv_scales`.
-        kv_recipes: of NVFP4 formats; others have `plain` alone.
+        kv_recipes: of NVFP4 formats, by default that of `default_recipe`; others have `plain`
+            alone.
         block_size: tokens per page.
         attention_backend: name of an attention backend, or None to choose.
         on_progress: called with (tokens done, tokens in all), over all formats.
@@ -132,7 +133,7 @@ def evaluate_perplexity(
     """
     _check(model, windows, chunk_size)
     check_attention_backend(attention_backend, model.device)
-    names = cache_names(model, kv_cache_dtypes, kv_recipes)
+    names = cache_names(model, kv_cache_dtypes, kv_recipes, kv_scales, attention_backend)
     scales = scales_of(model, names, kv_scales, tokenizer)
     baseline_name = (BASELINE, KVRecipe())
     scales.setdefault(baseline_name, None)

@@ -89,6 +89,11 @@ class KVCalibration:
     def __hash__(self) -> int:
         return hash(self.to_bytes())
 
+    @property
+    def max_position(self) -> int:
+        """Positions below this have a mean in every layer."""
+        return self.segment * min(len(rope.cos) for rope in self.ropes)
+
     def amax(self, layer: int, recipe: KVRecipe) -> tuple[float, float]:
         """`(k_amax, v_amax)` of a layer under a recipe that changes K."""
         measured = self.layers[layer]

@@ -45,6 +45,37 @@ class RecentInputs(NamedTuple):
     value: torch.Tensor
 
 
+class RingSlots(NamedTuple):
+    """Where tokens of a step go in a layer's rings.
+
+    Args:
+        keys, values: rings, as of `RecentInputs`.
+        rows: int64 `[n]`, which tokens of the step.
+        owners, slots: int64 `[n]`, entry and slot of each.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    rows: torch.Tensor
+    owners: torch.Tensor
+    slots: torch.Tensor
+
+    def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put tokens into the rings, in a launch of their own; never waits for a GPU.
+
+        Args:
+            key, value: of the step's tokens, `[tokens, kv_heads, D]` and `[tokens, kv_heads, Dv]`.
+        """
+        if key.is_cuda and not missing_module("triton", ""):
+            # Here, because the import needs Triton.
+            from halfbyte.kvcache.recent_kernel import write
+
+            write(*self, key, value)
+            return
+        for ring, x in zip((self.keys, self.values), (key, value), strict=True):
+            ring[self.owners, :, self.slots] = x[self.rows].to(ring.dtype)
+
+
 def packed_part(tokens: int, seq_lens: torch.Tensor, window: int) -> tuple[torch.Tensor, int]:
     """Lengths and window with which a kernel reads what is not among the last tokens.
 
@@ -146,32 +177,13 @@ class RecentTokens:
             for x in pair or ():
                 x[target] = x[source]
 
-    def remember(
-        self,
-        layer: int,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        rows: torch.Tensor,
-        owners: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> None:
-        """Put tokens of a step into a layer's rings.
-
-        Args:
-            key, value: of the step's tokens, `[tokens, kv_heads, D]` and `[tokens, kv_heads, Dv]`.
-            rows: int64 `[n]`, which of them.
-            owners, slots: int64 `[n]`, entry and slot of each.
-        """
+    def slots(
+        self, layer: int, rows: torch.Tensor, owners: torch.Tensor, slots: torch.Tensor
+    ) -> RingSlots:
+        """Where tokens of a step go in the rings that a layer has."""
         pair = self._layers[layer]
         assert pair is not None
-        if key.is_cuda and not missing_module("triton", ""):
-            # Here, because the import needs Triton.
-            from halfbyte.kvcache.recent_kernel import remember
-
-            remember(key, value, *pair, rows, owners, slots)
-            return
-        for ring, x in zip(pair, (key, value), strict=True):
-            ring[owners, :, slots] = x[rows].to(ring.dtype)
+        return RingSlots(*pair, rows, owners, slots)
 
     def read(self, entry: int) -> list[torch.Tensor]:
         """An entry's tokens, on the CPU."""

@@ -8,16 +8,42 @@ import triton.language as tl
 
 from halfbyte.kernels.runtime.devices import current_device
 
-
-@triton.jit
-def _copy_head(x, ring, head_size: tl.constexpr, padded: tl.constexpr):
-    dims = tl.arange(0, padded)
-    mask = dims < head_size
-    tl.store(ring + dims, tl.load(x + dims, mask=mask).to(ring.dtype.element_ty), mask=mask)
+_PAIRS = 8
 
 
 @triton.jit
-def remember_kernel(
+def write_heads(
+    x,
+    stride_token,
+    stride_head,
+    stride,
+    ring,
+    rows,
+    owners,
+    slots,
+    count,
+    pairs: tl.constexpr,
+    heads: tl.constexpr,
+    ring_size: tl.constexpr,
+    size: tl.constexpr,
+    padded: tl.constexpr,
+):
+    """K or V of pairs `[program_id(0) * pairs, ...)` of one of `count` tokens and a head."""
+    pair = tl.program_id(0) * pairs + tl.arange(0, pairs)
+    i, head = pair // heads, (pair % heads).to(tl.int64)
+    inside = i < count
+    token = tl.load(rows + i, mask=inside, other=0)
+    owner = tl.load(owners + i, mask=inside, other=0)
+    slot = tl.load(slots + i, mask=inside, other=0)
+    dims = tl.arange(0, padded)[None, :]
+    mask = inside[:, None] & (dims < size)
+    x += (token * stride_token + head * stride_head)[:, None] + dims * stride
+    ring += (((owner * heads + head) * ring_size + slot) * size)[:, None] + dims
+    tl.store(ring, tl.load(x, mask=mask).to(ring.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["count"])
+def write_kernel(
     key,
     value,
     keys,
@@ -25,56 +51,74 @@ def remember_kernel(
     rows,
     owners,
     slots,
+    count,
     key_token,
     key_head,
+    key_stride,
     value_token,
     value_head,
-    kv_heads: tl.constexpr,
-    ring: tl.constexpr,
+    value_stride,
+    pairs: tl.constexpr,
+    heads: tl.constexpr,
+    ring_size: tl.constexpr,
     head_size: tl.constexpr,
     head_size_v: tl.constexpr,
     padded: tl.constexpr,
     padded_v: tl.constexpr,
 ):
-    """K and V of one head (`program_id(1)`) of the step's token `rows[program_id(0)]`."""
-    i, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    token = tl.load(rows + i)
-    place = (tl.load(owners + i) * kv_heads + head) * ring + tl.load(slots + i)
-    _copy_head(
-        key + token * key_token + head * key_head, keys + place * head_size, head_size, padded
-    )
-    _copy_head(
-        value + token * value_token + head * value_head,
-        values + place * head_size_v,
-        head_size_v,
-        padded_v,
-    )
+    """K (`program_id(1)` 0) or V (1) of some pairs of a token and a head."""
+    if tl.program_id(1) == 0:
+        write_heads(
+            key,
+            key_token,
+            key_head,
+            key_stride,
+            keys,
+            rows,
+            owners,
+            slots,
+            count,
+            pairs,
+            heads,
+            ring_size,
+            head_size,
+            padded,
+        )
+    else:
+        write_heads(
+            value,
+            value_token,
+            value_head,
+            value_stride,
+            values,
+            rows,
+            owners,
+            slots,
+            count,
+            pairs,
+            heads,
+            ring_size,
+            head_size_v,
+            padded_v,
+        )
 
 
-def remember(
-    key: torch.Tensor,
-    value: torch.Tensor,
+def write(
     keys: torch.Tensor,
     values: torch.Tensor,
     rows: torch.Tensor,
     owners: torch.Tensor,
     slots: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
 ) -> None:
-    """Write token `rows[i]` to slot `slots[i]` of entry `owners[i]`; never waits for the GPU.
-
-    Args:
-        key, value: `[tokens, kv_heads, D]` and `[tokens, kv_heads, Dv]`, contiguous heads.
-        keys, values: rings `[entries, kv_heads, ring, D]` and `[entries, kv_heads, ring, Dv]`,
-            contiguous.
-        rows, owners, slots: int64 `[n]`.
-    """
-    if not len(rows):
+    """See `recent.RingSlots` and its `write`."""
+    count, (_, heads, ring_size, head_size) = len(rows), keys.shape
+    if not count:
         return
-    key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
-    _, kv_heads, ring, head_size = keys.shape
     head_size_v = values.shape[3]
     with current_device(keys.get_device()):
-        remember_kernel[(len(rows), kv_heads)](
+        write_kernel[-(-count * heads // _PAIRS), 2](
             key,
             value,
             keys,
@@ -82,13 +126,14 @@ def remember(
             rows,
             owners,
             slots,
-            *key.stride()[:2],
-            *value.stride()[:2],
-            kv_heads=kv_heads,
-            ring=ring,
+            count,
+            *key.stride(),
+            *value.stride(),
+            pairs=_PAIRS,
+            heads=heads,
+            ring_size=ring_size,
             head_size=head_size,
             head_size_v=head_size_v,
             padded=1 << (head_size - 1).bit_length(),
             padded_v=1 << (head_size_v - 1).bit_length(),
-            num_warps=1,
         )

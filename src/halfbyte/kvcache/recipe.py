@@ -75,6 +75,8 @@ class KVRecipe:
         return RECIPES[name]
 
 
+DEFAULT = "balanced"
+"""Where nobody says otherwise and scales allow it."""
 RECIPES: dict[str, KVRecipe] = {
     "plain": KVRecipe(),
     "balanced": KVRecipe(

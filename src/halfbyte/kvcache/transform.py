@@ -108,7 +108,7 @@ class KVTransform:
 
     @cached_property
     def mean_tables(self) -> MeanTables | None:
-        """For kernels that store; None where K is not centred."""
+        """For kernels that store or unpack; None where K is not centred."""
         if self.mean is None or self.cos is None or self.sin is None:
             return None
         tables = self.cos, self.sin, self.mean, self.mean[:, self.partner]
@@ -116,7 +116,7 @@ class KVTransform:
 
     @cached_property
     def pair_tables(self) -> PairTables | None:
-        """For kernels that read; None where K is not centred."""
+        """For kernels that score; None where K is not centred."""
         if self.mean is None or self.cos is None or self.sin is None:
             return None
         assert self.partner is not None
@@ -137,40 +137,7 @@ class KVTransform:
 
     def prepare(self) -> None:
         """Make the tables of GPU kernels now: what waits for the GPU cannot be captured."""
-        _ = self.mean_tables, self.pair_tables, self.packed_first_keys
-
-    @cached_property
-    def packed_first_keys(self) -> torch.Tensor | None:
-        """float32 `[tokens, kv_heads, D]`, rotated as K' is, for kernels that unpack."""
-        if self.first_keys is None:
-            return None
-        keys = self.first_keys.float()
-        return (hadamard(keys) if self.rotate else keys).contiguous()
-
-    def packed_means(self, tokens: int) -> torch.Tensor | None:
-        """float32 `[segments, kv_heads, D]`, means rotated as K' is, for kernels that unpack.
-
-        Kept for as many segments as were asked for: 4 MiB for 65,536 tokens, 8 heads of 128 and
-        segments of 64.
-
-        Args:
-            tokens: that a sequence may have; segments without a mean have none here.
-        """
-        if self.cos is None:
-            return None
-        count = min(-(-tokens // self.segment), len(self.cos))
-        kept = self._packed_means
-        if not kept or len(kept[0]) < count:
-            count = min(1 << (count - 1).bit_length(), len(self.cos)) if count else 0
-            starts = torch.arange(count, device=self.cos.device) * self.segment
-            means = self.means(starts)
-            assert means is not None
-            kept[:] = [(hadamard(means) if self.rotate else means).contiguous()]
-        return kept[0]
-
-    @cached_property
-    def _packed_means(self) -> list[torch.Tensor]:
-        return []
+        _ = self.mean_tables, self.pair_tables
 
     @property
     def shared_tokens(self) -> int:

@@ -15,7 +15,7 @@ from halfbyte.kvcache import (
     reshape_and_cache,
 )
 from halfbyte.kvcache.layer import LayerQuantization
-from halfbyte.kvcache.recent import RecentInputs, RecentTokens
+from halfbyte.kvcache.recent import SLACK, RecentInputs, RecentTokens, RingSlots
 from halfbyte.kvcache.transform import KVTransform
 
 
@@ -71,6 +71,8 @@ class RecentBatch:
         places: entry and slot of each, int64 `[n]` and `[n]`.
         missing: per sequence that has any, its number in the batch, its name, and positions that
             are read from its ring and must first be filled from the pages.
+        is_short: whether no sequence has more tokens than a ring has slots that the step's queries
+            do not read.
     """
 
     tables: SequenceTables
@@ -78,6 +80,7 @@ class RecentBatch:
     rows: torch.Tensor
     places: tuple[torch.Tensor, torch.Tensor]
     missing: Sequence[tuple[int, object, range]]
+    is_short: bool
 
     @classmethod
     def of(
@@ -106,6 +109,7 @@ class RecentBatch:
             torch.cat(rows).to(device),
             place,
             missing,
+            all(count <= SLACK + 1 for _, count in chunks),
         )
 
     @property
@@ -114,9 +118,11 @@ class RecentBatch:
         assert self.tables.recent is not None
         return self.tables.recent
 
-    def remember(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put the step's tokens of a layer into the rings."""
-        self.tokens.remember(layer, key, value, self.rows, *self.places)
+    def slots(self, layer: int) -> RingSlots | None:
+        """Where the step's tokens go in the rings of a layer; None for one without."""
+        if self.tokens[layer] is None:
+            return None
+        return self.tokens.slots(layer, self.rows, *self.places)
 
     def end(self) -> None:
         """All layers have run: what was missing is there."""
@@ -224,6 +230,9 @@ class PagedBatch:
         k_scale, v_scale = self.quantization.scales[layer]
         transform = self.quantization.transforms[layer]
         slots = self.slot_mapping[group]
+        rings = None if self.recent is None else self.recent.slots(layer)
+        # The tokens of a prompt overwrite what its own queries read: they come after these.
+        early = self.recent is not None and self.recent.is_short
         reshape_and_cache(
             key,
             value,
@@ -234,6 +243,7 @@ class PagedBatch:
             v_scale,
             transform=transform,
             positions=self.positions,
+            recent=rings if early else None,
         )
         recent = self._recent_inputs(layer, key, value)
         result = paged_attention(
@@ -256,8 +266,8 @@ class PagedBatch:
             recent=recent,
         )
         if self.recent is not None:
-            if recent is not None:
-                self.recent.remember(layer, key, value)
+            if rings is not None and not early:
+                rings.write(key, value)
             if len(self.layers_run) == self.pool.plan.num_layers:
                 self.recent.end()
         return result

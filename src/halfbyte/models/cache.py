@@ -22,10 +22,10 @@ from transformers.cache_utils import CacheLayerMixin
 from halfbyte.attention import check_attention_backend
 from halfbyte.kvcache import KVRecipe, KVScales, PagedKVPool, SequenceTables, plan_kv_cache
 from halfbyte.kvcache.recent import RecentTokens
-from halfbyte.models.architectures import LayerDTypes, layer_specs
+from halfbyte.models.architectures import LayerDTypes
 from halfbyte.models.attention_functions import GENERATE, KVHandle, register
 from halfbyte.models.batch import KVQuantization, PagedBatch
-from halfbyte.models.kv_scales import resolve_kv_scales
+from halfbyte.models.kv_setup import KVSetup
 
 _INITIAL_PAGES = 64
 
@@ -41,7 +41,8 @@ class Cache(transformers.Cache):
         block_size: tokens per page.
         kv_scales: global scales, or a file of them; by default see `find_kv_scales`, else one
             calibration pass.
-        kv_recipe: what is done to K and V before they are packed, see `KVRecipe`.
+        kv_recipe: what is done to K and V before they are packed, see `KVRecipe`; by default
+            `balanced`, or `plain` where scales or the backend are for K as it is.
         attention_backend: name of an attention backend, or None to choose.
 
     Raises:
@@ -57,30 +58,28 @@ class Cache(transformers.Cache):
         v_cache_dtype: LayerDTypes | None = None,
         block_size: int = 16,
         kv_scales: KVScales | str | Path | None = None,
-        kv_recipe: str | KVRecipe = "plain",
+        kv_recipe: str | KVRecipe | None = None,
         attention_backend: str | None = None,
     ) -> None:
         # Whatever passes on what a model has: a compiled one, an adapter's.
         if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
             raise ValueError(f"model: expected one of transformers, got {type(model).__name__}")
         check_attention_backend(attention_backend, model.device)
-        recipe = KVRecipe.parse(kv_recipe)
         # Sliding layers keep every page, so that any crop and any beam can be served.
-        specs = layer_specs(
-            model.config,
-            model.dtype,
+        specs, scales, recipe = KVSetup.of(
+            model,
             kv_cache_dtype,
             block_size,
             v_cache_dtype=v_cache_dtype,
             keep_all=True,
-            recipe=recipe,
+            kv_scales=kv_scales,
+            kv_recipe=kv_recipe,
+            attention_backend=attention_backend,
         )
-        formats = {d for s in specs for d in (s.layout.k_dtype, s.layout.v_dtype)}
-        scales = resolve_kv_scales(model, formats, given=kv_scales, recipe=recipe)
         pool = PagedKVPool(plan_kv_cache(specs), _INITIAL_PAGES, model.device)
         recent = RecentTokens.of(pool.plan, recipe, model.dtype, model.device)
         self.tables = SequenceTables(pool, can_grow=True, recent=recent)
-        self.kv_scales = scales
+        self.kv_scales, self.recipe = scales, recipe
         self._quantization = KVQuantization.of(pool, scales, recipe)
         self._backend = attention_backend
         self._rows: list[int] = []

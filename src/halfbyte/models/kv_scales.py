@@ -92,11 +92,8 @@ def resolve_kv_scales(
     """
     if not any(dtype.has_global_scale for dtype in dtypes):
         return None
-    folder = Path(getattr(model.config, "_name_or_path", "") or ".not-a-folder")
-    has_folder = folder.is_dir()
-    scales = _given(given)
-    if has_folder and scales is None:
-        scales = find_kv_scales(folder, model.config, recipe=recipe)
+    folder = _folder_of(model)
+    scales = known_kv_scales(model, given, recipe)
     if scales is None:
         if tokenizer is None and has_tokenizer(folder):
             tokenizer = load_tokenizer(folder)
@@ -105,6 +102,23 @@ def resolve_kv_scales(
     _check_model(scales, model.config)
     logger.info("KV cache scales: %s", scales.source)
     return scales
+
+
+def known_kv_scales(
+    model: PreTrainedModel,
+    given: KVScales | str | Path | None = None,
+    recipe: KVRecipe | None = None,
+) -> KVScales | None:
+    """Scales of a loaded model, without running it; arguments and errors as of `find_kv_scales`."""
+    scales = _given(given)
+    if scales is None and _folder_of(model).is_dir():
+        scales = find_kv_scales(_folder_of(model), model.config, recipe=recipe)
+    return scales
+
+
+def _folder_of(model: PreTrainedModel) -> Path:
+    """Where a model was loaded from; a path that is no folder for others."""
+    return Path(getattr(model.config, "_name_or_path", "") or ".not-a-folder")
 
 
 def _fitting(scales: KVScales | None, recipe: KVRecipe | None) -> KVScales | None:

@@ -9,7 +9,7 @@ import torch
 from attention.cases import Case, make_case
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY, read_tokens
 from halfbyte.layouts import PageLayout
-from halfbyte.numerics.hadamard import hadamard
+from kvcache.transforms import on
 
 pytest.importorskip("triton")
 
@@ -109,17 +109,7 @@ def test_unpack_shapes(name: str) -> None:
     assert_bits(interpret(case, torch.float32), expected(case, torch.float32))
 
 
-@pytest.mark.parametrize("options", [{}, {"rotate": False}, {"center": False}], ids=str)
-@pytest.mark.parametrize("sizes", [(64, 64), (96, 32)], ids=str)
-def test_unpack_k_that_a_recipe_changed(options: dict[str, Any], sizes: tuple[int, int]) -> None:
-    """K comes rotated; V of a first token that is a constant is the constant."""
-    head_size, head_size_v = sizes
-    case = make_case(head_size=head_size, head_size_v=head_size_v, transform=options)
-    transform = case.options["transform"]
-    key, value = interpret(case, torch.float32, transform=transform)
-    rotated = hadamard(key) if transform.rotate else key
-    gaps = torch.tensor([1, 1 + 37 + 1, 1 + 37 + 1 + 67 + 1, len(key) - 1])
-    rotated[gaps] = 7.0
+def expected_of_recipe(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     keys, values = [], []
     for slots, begin, end in zip(case.slots, *RANGES.values(), strict=True):
         k, v = read_tokens(
@@ -128,13 +118,31 @@ def test_unpack_k_that_a_recipe_changed(options: dict[str, Any], sizes: tuple[in
             case.layout,
             case.k_scale,
             case.v_scale,
-            transform=transform,
+            transform=case.options["transform"],
             positions=torch.arange(begin, end),
         )
         keys += [k, torch.full((1, *k.shape[1:]), 7.0)]
         values += [v, torch.full((1, *v.shape[1:]), 7.0)]
-    torch.testing.assert_close(rotated, torch.cat(keys), rtol=1e-5, atol=1e-5)
-    assert torch.equal(value, torch.cat(values))
+    return torch.cat(keys), torch.cat(values)
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "all": {},
+    "segments-of-64": {"segment": 64},
+    "not-rotated": {"rotate": False},
+    "not-centred": {"center": False},
+}
+
+
+@pytest.mark.parametrize("options", RECIPES)
+@pytest.mark.parametrize("sizes", [(64, 64), (96, 32), (80, 128), (256, 16)], ids=str)
+def test_unpack_k_that_a_recipe_changed(options: str, sizes: tuple[int, int]) -> None:
+    """Changed back; a first token that is a constant is the constant."""
+    case = make_case(head_size=sizes[0], head_size_v=sizes[1], transform=RECIPES[options])
+    key, value = interpret(case, torch.float32, transform=case.options["transform"])
+    keys, values = expected_of_recipe(case)
+    torch.testing.assert_close(key, keys, rtol=1e-5, atol=1e-5)
+    assert torch.equal(value, values)
 
 
 def test_unpack_ranges_as_tensors_and_bounded() -> None:
@@ -170,19 +178,29 @@ def test_unpack_refuses_workspaces_that_do_not_fit() -> None:
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize(
     ("dtype", "head_size", "segment"),
-    [("nvfp4", 128, 0), ("fp8", 64, 0), ("mxfp4", 96, 0), ("nvfp4", 128, 64), ("nvfp4", 256, 64)],
+    [
+        ("nvfp4", 128, 0),
+        ("fp8", 64, 0),
+        ("mxfp4", 96, 0),
+        ("nvfp4", 64, 64),
+        ("nvfp4", 128, 64),
+        ("nvfp4", 256, 64),
+    ],
 )
 def test_unpack_kernel_compiles(dtype: str, head_size: int, segment: int, capability: int) -> None:
-    from halfbyte.attention.prefill.unpack import unpack_kernel
+    from halfbyte.attention.prefill.unpack import choose_tile, unpack_kernel
     from halfbyte.kernels.formats.kv_tiles import side_geometry
 
     layout = PageLayout(dtype, dtype, head_size, None, 8, 16)
+    tile = choose_tile(head_size, segment > 0, capability)
     usage = compile_kernel(
         unpack_kernel,
         {
             **dict.fromkeys(("tables", "begins", "ends", "first_rows"), "*i32"),
-            **dict.fromkeys(("k_global", "v_global", "means", "first_keys"), "*fp32"),
-            **dict.fromkeys(("k_out", "v_out", "first_values"), "*bf16"),
+            **dict.fromkeys(("k_global", "v_global"), "*fp32"),
+            **dict.fromkeys(("cos", "sin", "mean", "partner_mean"), "*fp32"),
+            **dict.fromkeys(("k_out", "v_out", "first_keys", "first_values"), "*bf16"),
+            "matrix": "*fp16",
             **dict.fromkeys(("k_factor", "v_factor"), "fp32"),
             "pages": "*u8",
         },
@@ -192,16 +210,20 @@ def test_unpack_kernel_compiles(dtype: str, head_size: int, segment: int, capabi
             "kv_heads": 8,
             "k_global_on_device": True,
             "v_global_on_device": True,
+            "rotated": segment > 0,
             "segment": segment,
             "knows_first": segment > 0,
             "mark": 255,
-            "num_tokens": 64,
+            "num_tokens": tile.num_tokens,
             "ptx": True,
         },
         capability,
+        num_warps=tile.num_warps,
     )
-    assert usage.shared <= SHARED_BYTES[capability] // 8
-    assert usage.stack == 0
+    # Half of a rotated head of 256 has a matrix of 32 KiB.
+    programs = 2 if segment and head_size == 256 else 8
+    assert usage.shared <= SHARED_BYTES[capability] // programs
+    assert usage.stack <= 16
 
 
 @pytest.mark.gpu
@@ -214,6 +236,20 @@ def test_unpack_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     for ranges in ({}, {n: torch.tensor(x, dtype=torch.int32).cuda() for n, x in RANGES.items()}):
         got = unpack(unpack_tokens, case, dtype, "cuda", **ranges)
         assert_bits(got, expected(case, dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", RECIPES)
+@pytest.mark.parametrize("head_size", [64, 96, 128, 256])
+def test_unpack_k_that_a_recipe_changed_on_a_gpu(options: str, head_size: int) -> None:
+    from halfbyte.attention.prefill.unpack import unpack_tokens
+
+    case = make_case(head_size=head_size, transform=RECIPES[options])
+    transform = on(case.options["transform"], "cuda")
+    key, value = unpack(unpack_tokens, case, torch.float32, "cuda", transform=transform)
+    keys, values = expected_of_recipe(case)
+    torch.testing.assert_close(key, keys, rtol=1e-5, atol=1e-5)
+    assert torch.equal(value, values)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """Attention to the last tokens as they are, on GPUs: interpreted on a CPU, compiled, run on one."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from attention.cases import DECODE_CASES, RECENT_CASES, assert_close_to_exact, make_case
 from attention.graphs import assert_graph_follows_lengths
 from attention.prefill.dense_cases import inputs_of, make_small
-from halfbyte.attention import AttentionInputs, paged_attention
+from halfbyte.attention import AttentionInputs, AttentionPlans, paged_attention
 from halfbyte.attention.prefill.dense import DenseAttention
 from halfbyte.layouts import PageLayout
 
@@ -26,9 +27,16 @@ class _Interpreted:
         interpreted("halfbyte.attention.paged.launcher").attend(inputs)
 
 
-@pytest.mark.parametrize("name", [name for name in RECENT_CASES if name != "prefill"])
+# A tile of 16 rows has three tokens of five heads, and a row that is nobody's.
+CASES: dict[str, dict[str, Any]] = {
+    **RECENT_CASES,
+    "group-5": {**RECENT_CASES["several-queries"], "group": 5},
+}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "prefill"])
 def test_in_the_interpreter(name: str) -> None:
-    case = make_case(**{**RECENT_CASES[name], "query_dtype": torch.float32})
+    case = make_case(**{**CASES[name], "query_dtype": torch.float32})
     lse = torch.empty(case.query.shape[:2])
     inputs = inputs_of(case, "cpu", lse)
     interpreted("halfbyte.attention.recent.launcher").attend_with_recent(inputs, _Interpreted)
@@ -37,10 +45,12 @@ def test_in_the_interpreter(name: str) -> None:
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
 
 
-def test_prompts_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("group", [2, 5])
+def test_prompts_in_the_interpreter(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of new sequences, whose first rows find nothing in the pages, and of others."""
     options: dict[str, Any] = {
         "recent": 20,
+        "group": group,
         "transform": {},
         "sinks": True,
         "query_lens": (60, 33, 70, 1, 5),
@@ -54,33 +64,72 @@ def test_prompts_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(lse.double(), case.expected()[1], rtol=1e-3, atol=0.1)
 
 
+@pytest.mark.usefixtures("rows_alike")
+def test_batch_invariant_rows_are_bitwise_equal() -> None:
+    """Of a prompt in one step among others, and alone in two."""
+    lens: dict[str, Any] = {"query_lens": (40, 1, 9), "seq_lens": (140, 70, 9)}
+    case = make_case(**{**RECENT_CASES["d128"], **lens, "kv_heads": 1, "recent": 20})
+    together = replace(inputs_of(case, "cpu"), batch_invariant=True)
+    attend = interpreted("halfbyte.attention.recent.launcher").attend_with_recent
+    attend(together, _Interpreted)
+    recent = together.recent
+    assert recent is not None
+    first = case.query_lens[0]
+    ring = recent.keys.shape[2]
+    entry = int(recent.entries[0])
+    for begin, end in ((0, 25), (25, first)):
+        before = case.seq_lens[0] - first + begin
+        for rings, new in ((recent.keys, recent.key), (recent.values, recent.value)):
+            for i in range(begin):
+                rings[entry, :, (before - begin + i) % ring] = new[i]
+        alone = replace(
+            together,
+            query=case.query[begin:end],
+            query_start_loc=torch.tensor([0, end - begin], dtype=torch.int32),
+            seq_lens=torch.tensor([before + end - begin], dtype=torch.int32),
+            block_tables=case.block_tables[:1],
+            plans=AttentionPlans(),
+            recent=recent._replace(
+                entries=recent.entries[:1],
+                key=recent.key[begin:end],
+                value=recent.value[begin:end],
+            ),
+        )
+        attend(alone, _Interpreted)
+        assert torch.equal(alone.out, together.out[begin:end])
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize(
-    ("dtype", "head_size", "block_m"),
+    ("dtype", "head_size", "prefill"),
     [
-        (torch.bfloat16, 64, 16),
-        (torch.bfloat16, 128, 64),
-        (torch.bfloat16, 256, 16),
-        (torch.float16, 512, 16),
-        (torch.float32, 128, 16),
-        (torch.float32, 256, 16),
+        (torch.bfloat16, 64, True),
+        (torch.bfloat16, 128, True),
+        (torch.bfloat16, 128, False),
+        (torch.float16, 256, True),
+        (torch.bfloat16, 256, False),
+        (torch.float16, 512, True),
+        (torch.float32, 128, True),
+        (torch.float32, 256, False),
     ],
 )
-def test_kernel_compiles(dtype: torch.dtype, head_size: int, block_m: int, capability: int) -> None:
+def test_kernel_compiles(
+    dtype: torch.dtype, head_size: int, prefill: bool, capability: int
+) -> None:
     from halfbyte.attention.recent import launcher
     from halfbyte.attention.recent.kernel import recent_kernel
     from halfbyte.kernels.formats.dot_operands import dot_operand
 
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 8, 16)
     pointer = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[dtype]
-    tile = launcher.tile_of_keys(launcher.is_large(dtype, head_size))
-    names = ("query", "keys", "values", "key", "value", "first_values")
+    tiles = launcher.choose_tiles(dtype, head_size, prefill)
+    names = ("query", "keys", "values", "key", "value", "out")
     usage = compile_kernel(
         recent_kernel,
         {
             **dict.fromkeys(names, pointer),
-            **dict.fromkeys(("entries", "starts", "lengths", "first_indices"), "*i32"),
-            **dict.fromkeys(("out", "lse", "first_scores"), "*fp32"),
+            **dict.fromkeys(("entries", "starts", "lengths"), "*i32"),
+            **dict.fromkeys(("packed_lse", "sinks", "lse"), "*fp32"),
             **dict.fromkeys(("score_scale", "cap"), "fp32"),
         },
         {
@@ -93,22 +142,26 @@ def test_kernel_compiles(dtype: torch.dtype, head_size: int, block_m: int, capab
             "padded_v": head_size,
             "operand": dot_operand(dtype),
             "capped": True,
-            "knows_first": True,
-            "block_m": block_m,
-            "block_n": tile["block_n"],
+            "joins": True,
+            "has_sinks": True,
+            "has_lse": True,
+            "apart": prefill,
+            "block_m": tiles.block_m,
+            "block_n": tiles.block_n,
         },
         capability,
-        num_stages=tile["num_stages"],
+        **launcher.launch_options(tiles, capability),
     )
-    assert usage.shared <= SHARED_BYTES[capability]
-    assert usage.stack <= (384 if dtype == torch.float32 else 64)
+    # SM86 and SM89 run what is compiled for SM80, with as little memory as SM120.
+    assert usage.shared <= min(SHARED_BYTES[capability], SHARED_BYTES[120])
+    assert usage.stack <= (384 if dtype == torch.float32 else 32)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", [None, "triton"])
-@pytest.mark.parametrize("name", RECENT_CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str, backend: str | None) -> None:
-    case = make_case(**RECENT_CASES[name])
+    case = make_case(**CASES[name])
     out, lse = paged_attention(
         case.query.cuda(),
         case.pages.cuda(),

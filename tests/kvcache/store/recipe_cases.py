@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from halfbyte.kvcache.recent import RingSlots
 from halfbyte.kvcache.store.reference import ReferenceStore
 from halfbyte.kvcache.transform import MARK
 from halfbyte.layouts import PageLayout
@@ -29,7 +30,7 @@ def assert_stored_as_by_the_reference(
     device: str = "cpu",
     count: int = 300,
 ) -> None:
-    """The reference's bytes, and the first token's mark.
+    """The reference's bytes, the first token's mark, and tokens that are also kept in rings.
 
     Args:
         store: as `StoreBackend.store`.
@@ -52,8 +53,15 @@ def assert_stored_as_by_the_reference(
         key[second] = transform.first_keys[1].float()
         value[second] = transform.first_values[1].float()
         key[0] = transform.first_keys[0].float() * (1 + 2.0**-5)  # too far away
-    pages = []
+    rows = torch.arange(count - 30, count, 2)
+    owners, ring_slots = torch.arange(len(rows)) % 3, torch.arange(len(rows)) + 2
+    pages, rings = [], []
     for write, where in ((ReferenceStore.store, "cpu"), (store, device)):
+        rings_of_all = [
+            torch.zeros(3, heads, 20, size, dtype=input_dtype, device=where)
+            for size in (head_size, head_size_v)
+        ]
+        places = (x.to(where) for x in (rows, owners, ring_slots))
         page = torch.zeros(20, layout.page_bytes, dtype=torch.uint8, device=where)
         write(
             key.to(where, input_dtype),
@@ -65,9 +73,15 @@ def assert_stored_as_by_the_reference(
             0.01,
             on(transform, where),
             positions.to(where),
+            RingSlots(*rings_of_all, *places),
         )
         pages.append(page.cpu())
+        rings.append([ring.cpu() for ring in rings_of_all])
     assert torch.equal(*pages)
+    for ring, expected, x in zip(rings[1], rings[0], (key, value), strict=True):
+        torch.testing.assert_close(ring, expected, rtol=0, atol=0, equal_nan=True)
+        kept = ring[owners, :, ring_slots]
+        torch.testing.assert_close(kept, x[rows].to(input_dtype), rtol=0, atol=0, equal_nan=True)
     views = layout.views(pages[1])
     assert views.k_scale is not None
     page_of, offset = slots[second] // 16, slots[second] % 16

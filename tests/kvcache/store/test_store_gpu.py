@@ -232,7 +232,7 @@ def test_gpu_store_of_k_that_a_recipe_changes(
     options: dict[str, Any], input_dtype: torch.dtype
 ) -> None:
     def store(*arguments: Any) -> None:
-        *rest, transform, positions = arguments
-        reshape_and_cache(*rest, transform=transform, positions=positions)
+        *rest, transform, positions, recent = arguments
+        reshape_and_cache(*rest, transform=transform, positions=positions, recent=recent)
 
     assert_stored_as_by_the_reference(without_waiting(store), options, input_dtype, "cuda")

@@ -236,6 +236,10 @@ def test_kernel_for_recipes_compiles(
         "knows_first": True,
         "mark": MARK,
         "tolerance": MATCH_TOLERANCE,
+        "ring_size": 80,
+        "pairs": 16,
+        "padded": 128,
+        "padded_v": 128,
     }
     layout = PageLayout("nvfp4_4over6", "nvfp4_4over6", 128, None, 8, 16)
     kernel = compile_for(architecture, layout, compiled.store_transformed_kernel, constants)
@@ -278,7 +282,8 @@ def compile_for(
     types = {"key": "*bf16", "value": "*bf16", "pages": "*u8", "slots": "*i64"}
     types |= {"k_scale": "fp32", "v_scale": "fp32", "positions": "*i64"}
     types |= dict.fromkeys(("cos", "sin", "mean", "partner_mean"), "*fp32")
-    types |= dict.fromkeys(("first_keys", "first_values"), "*bf16")
+    types |= dict.fromkeys(("first_keys", "first_values", "ring_keys", "ring_values"), "*bf16")
+    types |= dict.fromkeys(("ring_rows", "ring_owners", "ring_slots"), "*i64")
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32") for name in names
     }

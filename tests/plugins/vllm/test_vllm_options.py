@@ -70,7 +70,7 @@ def test_options_are_checked(section: Any, message: str) -> None:
     ],
 )
 def test_formats_of_a_layer(cache_dtype: str, options: Any, k: str, v: str) -> None:
-    found = LayerFormat.of(cache_dtype, torch.bfloat16, Options(**options))
+    found = LayerFormat.of(cache_dtype, torch.bfloat16, Options(kv_recipe="plain", **options))
     assert (found.k, found.v) == (k, v)
 
 
@@ -255,7 +255,10 @@ def connector(name: str | None, **extra: Any) -> Any:
             "kv_scales: /nowhere.json, which is not there, is not supported; give a file",
         ),
         (
-            {"model_config": SimpleNamespace(enable_sleep_mode=False)},
+            {
+                "model_config": SimpleNamespace(enable_sleep_mode=False),
+                "additional_config": {"halfbyte": {"kv_recipe": "plain"}},
+            },
             None,
         ),
         (
@@ -271,7 +274,8 @@ def test_configurations_that_cannot_be_served(
     monkeypatch.setattr(checks, "has_page_specs", lambda: has_page_specs)
     monkeypatch.setattr(connectors, "is_installed", lambda: True)
     if message is None:
-        assert checks.check_config(config(**fields)) == Options()
+        found = checks.check_config(config(**fields))
+        assert found == Options.parse(fields.get("additional_config"))
         return
     with pytest.raises(ValueError, match=message) as error:
         checks.check_config(config(**fields))
@@ -291,7 +295,10 @@ def test_configurations_that_cannot_be_served(
         ),
         ({"additional_config": {"halfbyte": {"k_dtype": "fp8"}}}, "k_dtype and v_dtype with this"),
         (
-            {"model_config": SimpleNamespace(enable_sleep_mode=True)},
+            {
+                "model_config": SimpleNamespace(enable_sleep_mode=True),
+                "additional_config": {"halfbyte": {"kv_recipe": "plain"}},
+            },
             "enable_sleep_mode with this vLLM.*use vLLM 0.32 or later",
         ),
     ],

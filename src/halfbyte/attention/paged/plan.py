@@ -133,7 +133,7 @@ def choose_tiles(
         )
 
     # wgmma (SM90) needs fewer registers for 64 rows than mma does. SM100 keeps to mma, at most 32
-    # rows: Triton's path to tcgen05 does not compile with pinned operands (`kv_tiles._pin`).
+    # rows: Triton's path to tcgen05 does not compile with pinned operands (`kv_tiles.pinned`).
     widest_m = 16 if wide > 256 else 128 if wide <= 128 else 64 if gpu.capability == 90 else 32
     if 100 <= gpu.capability < 120:
         widest_m = min(widest_m, 32)

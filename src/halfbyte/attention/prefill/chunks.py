@@ -176,20 +176,14 @@ def unpacked(
     return key, value
 
 
-def attend_chunks(
-    inputs: AttentionInputs, query: torch.Tensor, chunks: Chunks, tiles: Tiles
-) -> None:
-    """Write the chunks' rows of the output, and of the LSE where it is asked for.
-
-    Args:
-        query: of the inputs, rotated where K in the pages is.
-    """
+def attend_chunks(inputs: AttentionInputs, chunks: Chunks, tiles: Tiles) -> None:
+    """Write the chunks' rows of the output, and of the LSE where it is asked for."""
     from halfbyte.attention.prefill.rows import attend_rows
 
     where = chunks.sequences, chunks.begins, chunks.ends, chunks.rows
     key, value = unpacked(inputs, *where, chunks.keys, chunks.most_keys)
     attend_rows(
-        query,
+        inputs.query,
         key,
         value,
         chunks.work,

@@ -19,7 +19,7 @@ from halfbyte.kernels.runtime.devices import current_device
 _MOST_PARTS = 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _combine(
     out,
     out_stride_row,
@@ -39,22 +39,25 @@ def _combine(
     l1_stride_head,
     l2_stride_head,
     l3_stride_head,
+    num_rows,
     num_heads: tl.constexpr,
     head_size: tl.constexpr,
     num_parts: tl.constexpr,
     has_sinks: tl.constexpr,
     wants_lse: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,  # noqa: N803
     BLOCK_HEADS: tl.constexpr,  # noqa: N803
     BLOCK_DIMS: tl.constexpr,  # noqa: N803
 ):
-    """One row of `[rows, num_heads, head_size]`, BLOCK_HEADS heads of it."""
-    row = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    """BLOCK_ROWS rows of `[num_rows, num_heads, head_size]`, BLOCK_HEADS heads of each."""
+    pairs = tl.arange(0, BLOCK_ROWS * BLOCK_HEADS)
+    row = (tl.program_id(0) * BLOCK_ROWS + pairs // BLOCK_HEADS).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_HEADS + pairs % BLOCK_HEADS
     dims = tl.arange(0, BLOCK_DIMS)
-    valid = heads < num_heads
+    valid = (row < num_rows) & (heads < num_heads)
     mask = valid[:, None] & (dims < head_size)[None, :]
     at = (row * num_heads + heads)[:, None] * head_size + dims[None, :]
-    top = tl.full((BLOCK_HEADS,), -float("inf"), tl.float32)
+    top = tl.full(pairs.shape, -float("inf"), tl.float32)
     if has_sinks:
         sink = tl.load(sinks + heads, mask=valid, other=-float("inf")).to(tl.float32)
         top = sink
@@ -88,7 +91,7 @@ def _combine(
     if has_sinks:
         total += tl.exp(sink - top)
     result = result / tl.where(total == 0.0, 1.0, total)[:, None]
-    target = out + row * out_stride_row + (heads * out_stride_head)[:, None] + dims[None, :]
+    target = out + (row * out_stride_row + heads * out_stride_head)[:, None] + dims[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=mask)
     if wants_lse:
         tl.store(lse + row * lse_stride_row + heads, top + tl.log(total), mask=valid)
@@ -117,9 +120,12 @@ def combine(
     outs = [o for o, _ in parts] + [parts[0][0]] * (_MOST_PARTS - len(parts))
     all_logs = [log for _, log in parts] + [parts[0][1]] * (_MOST_PARTS - len(parts))
     block_dims = triton.next_power_of_2(head_size)
-    block_heads = min(triton.next_power_of_2(num_heads), max(1, 2048 // block_dims))
+    # Logs of 8 rows of a head are a sector of memory. A thread has 32 values.
+    block_rows = 8
+    values_of_head = block_rows * block_dims
+    block_heads = min(triton.next_power_of_2(num_heads), max(1, 4096 // values_of_head))
     with current_device(out.get_device()):
-        _combine[rows, triton.cdiv(num_heads, block_heads)](
+        _combine[triton.cdiv(rows, block_rows), triton.cdiv(num_heads, block_heads)](
             out,
             out.stride(0),
             out.stride(1),
@@ -129,11 +135,13 @@ def combine(
             *outs,
             *all_logs,
             *(log.stride(0) for log in all_logs),
+            rows,
             num_heads=num_heads,
             head_size=head_size,
             num_parts=len(parts),
             has_sinks=sinks is not None,
             wants_lse=lse is not None,
+            BLOCK_ROWS=block_rows,
             BLOCK_HEADS=block_heads,
             BLOCK_DIMS=block_dims,
         )

@@ -89,17 +89,12 @@ class DenseAttention(GpuAttention):
         plan = inputs.plans.get(key, lambda: make_plan(inputs, tokens_per_tile))
         for some in plan.some:
             _attend_some(inputs, some)
-        query = inputs.query
-        if inputs.transform is not None and (plan.long or plan.chunks):
-            from halfbyte.attention.queries.launcher import rotate_queries
-
-            query = rotate_queries(inputs)  # as unpacked K is
         if plan.empty is not None:
             _fill_empty(inputs, plan.empty)
         for long in plan.long:
-            _attend_long(inputs, query, long)
+            _attend_long(inputs, long)
         for chunks in plan.chunks:
-            attend_chunks(inputs, query, chunks, tiles)
+            attend_chunks(inputs, chunks, tiles)
 
 
 def _fill_empty(inputs: AttentionInputs, rows: torch.Tensor) -> None:
@@ -129,20 +124,20 @@ def _attend_some(inputs: AttentionInputs, some: OtherSequences) -> None:
         inputs.lse[some.rows] = batch.lse
 
 
-def _attend_long(inputs: AttentionInputs, all_queries: torch.Tensor, long: LongSequences) -> None:
+def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
     from halfbyte.attention.prefill.combine import combine, join
 
     queries, last = long.queries, long.last
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
     if long.cached:
-        query = _padded_rows(all_queries, long.query_begin, rounded_up(queries))[None]
+        query = _padded_rows(inputs.query, long.query_begin, rounded_up(queries))[None]
         for block in long.cached:
             out, logs = _attend_block(inputs, long, block, query, causal=False)
             parts.append((out[0, :queries], logs[0, :, :queries]))
             if len(parts) == MOST_PARTS:
                 parts = [join(parts)]
     before = last.end - last.begin - queries
-    query = _padded_rows(all_queries, long.query_begin - before, long.count * last.size)
+    query = _padded_rows(inputs.query, long.query_begin - before, long.count * last.size)
     query = query.unflatten(0, (-1, last.size))
     out, logs = _attend_block(inputs, long, last, query, causal=True)
     exact = last.size == queries and long.count * queries == inputs.query.shape[0]

@@ -1,20 +1,32 @@
 """Unpack tokens of the cache into contiguous workspaces, in Triton, for every format.
 
 For attention of many queries, which pays for unpacking once and multiplies dense matrices after.
-The values are those of `halfbyte.kvcache.read_tokens`, rounded once; K that a recipe changed comes
-as K' plus the mean of its segment, rotated as K' is, for queries that are rotated, too. A program
-takes K or V of one head and a run of tokens of one sequence. A thread takes eight values at a time,
-of which it stores 16 bytes: no exchange between threads.
+The values are those of `halfbyte.kvcache.read_tokens`, rounded once. A program takes K or V of one
+head and a run of tokens of one sequence. A thread takes eight values at a time, of which it stores
+16 bytes: no exchange between threads.
+
+Where K was rotated (`kvcache/transform.py`), it is rotated back here: K has fewer heads than the
+queries, which dense kernels then take as they are. Bytes come apart into values of even and of odd
+channels, which the first butterfly of the Hadamard transform pairs anyway:
+
+    K[2m]     = sum over a of  (even[a] + odd[a]) H[a, m]
+    K[2m + 1] = sum over a of  (even[a] - odd[a]) H[a, m]
+
+with the matrix H of +-1 of half the size. Both values of a pair have one block scale, so that sums
+and differences are exact in float16, and so are products with +-1; sums are float32.
 """
 
 # mypy: disable-error-code="no-untyped-def"
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from halfbyte.attention.paged.plan import gpu_of
 from halfbyte.kernels.formats.decode import (
     e2m1_to_float32,
     e4m3_to_float16,
@@ -28,16 +40,45 @@ from halfbyte.kernels.formats.kv_tiles import (
     load_plain_rows,
     multiplier,
     page_stride_of,
+    pinned,
     side_geometry,
 )
 from halfbyte.kernels.runtime.devices import current_device
 from halfbyte.kvcache.transform import MARK, KVTransform
 from halfbyte.layouts import PageLayout
+from halfbyte.numerics.hadamard import block_size, hadamard
 
 # What decoding leaves out: E2M1 times E4M3 comes times 2^-7, E4M3 times 2^-8.
 _FACTORS = {"nvfp4": 2.0**7, "fp8_e4m3": 2.0**8}
-_TOKENS = 64
-"""Tokens per program: 4 KiB of packed values of a head of 128."""
+
+
+class Tile(NamedTuple):
+    """What a program takes."""
+
+    num_tokens: int
+    num_warps: int
+
+
+def choose_tile(head_size: int, rotated: bool, capability: int) -> Tile:
+    """4 KiB of packed values of a head of 128, or less where the matmul would spill registers."""
+    if rotated and head_size > 128:
+        return Tile(32, 8)
+    return Tile(32 if rotated and capability != 90 else 64, 4)
+
+
+@triton.jit
+def _mean(tables, segment, head, columns, size: tl.constexpr):
+    """What centring took from K of a head, in one segment or in as many as there are rows."""
+    cos, sin, mean, partner_mean = tables
+    in_segment = segment * size + columns
+    in_head = head * size + columns
+    mask = columns < size
+    direct = tl.load(cos + in_segment, mask=mask, other=0.0) * tl.load(
+        mean + in_head, mask=mask, other=0.0
+    )
+    return direct + tl.load(sin + in_segment, mask=mask, other=0.0) * tl.load(
+        partner_mean + in_head, mask=mask, other=0.0
+    )
 
 
 @triton.jit
@@ -50,58 +91,73 @@ def _unpack_side(
     page,
     slots,
     rows,
+    tokens,
     head,
     live,
     factor,
-    means,
+    matrix,
+    tables,
+    num_segments,
     constant,
-    is_constant,
+    has_constant,
     side: tl.constexpr,
-    centred: tl.constexpr,
+    rotated: tl.constexpr,
+    segment: tl.constexpr,
     knows_first: tl.constexpr,
+    num_tokens: tl.constexpr,
     ptx: tl.constexpr,
 ):
     """K or V of one head in `slots` of `page`, times `factor`, to `rows` of `out`.
 
     Args:
-        means: pointers `[tokens]` to what is added to each token's values, where `centred`.
-        constant: pointer to what stands in place of tokens that are `is_constant`, where
-            `knows_first`.
+        tokens: positions.
+        matrix: float16 `[side.padded, side.padded]`, see `_half_matrix`; read where `rotated`.
+        tables, num_segments: `MeanTables`, of the means that are added where `segment`.
+        constant: pointer to what stands in place of the first token if it `has_constant`; read
+            where `knows_first`.
     """
     if side.fp4:
         packed, scales = load_fp4_bytes(pages, page_stride, page, slots, head, live, side, 4)
         if side.kind == "nvfp4":
             factors = spread(e4m3_to_float16(scales) * 32768.0, 8)
             even, odd = nvfp4_to_float16(packed, factors, ptx)
+            if rotated:
+                # Pinned, or bytes would be brought into the layout of the matmul one by one.
+                even, odd = pinned(even, ptx), pinned(odd, ptx)
+                a = tl.arange(0, side.padded)
+                h = tl.load(matrix + a[:, None] * side.padded + a[None, :])
+                even, odd = tl.dot(even + odd, h), tl.dot(even - odd, h)
             even, odd = even.to(tl.float32), odd.to(tl.float32)
         else:
             factors = spread(e8m0_to_float32(scales), 16 if side.kind == "mxfp4" else 8)
             even = e2m1_to_float32(packed) * factors
             odd = e2m1_to_float32(packed >> 4) * factors
-        even *= factor
-        odd *= factor
-        if centred:
-            pairs = 2 * tl.arange(0, side.padded)[None, :]
-            mask = live[:, None] & (pairs < side.head_size)
-            even += tl.load(means[:, None] + pairs, mask=mask, other=0.0)
-            odd += tl.load(means[:, None] + pairs + 1, mask=mask, other=0.0)
-        even = even.to(out.dtype.element_ty)
-        odd = odd.to(out.dtype.element_ty)
-        values = tl.reshape(tl.join(even, odd), (slots.shape[0], 2 * side.padded))
+        values = tl.reshape(tl.join(even, odd), (num_tokens, 2 * side.padded)) * factor
     else:
         values = load_plain_rows(pages, page_stride, page, slots, head, live, side, 8)
         if side.kind == "fp8_e4m3" or side.kind == "fp8_e5m2":
             kind: tl.constexpr = side.kind  # a plain string cannot be an argument
             values = fp8_to_float16(values, kind, ptx).to(tl.float32) * factor
-        values = values.to(tl.float32).to(out.dtype.element_ty)
-    columns = tl.arange(0, values.shape[1])[None, :]
-    mask = live[:, None] & (columns < side.head_size)
-    if knows_first:  # noqa: SIM102 - which the compiler knows
-        if tl.max(is_constant.to(tl.int32), 0) > 0:
-            known = tl.load(constant + columns, mask=columns < side.head_size, other=0.0)
-            values = tl.where(is_constant[:, None], known.to(out.dtype.element_ty), values)
-    out += rows[:, None] * out_token + head * out_head + columns
-    tl.store(out, values, mask=mask)
+        values = values.to(tl.float32)
+    columns = tl.arange(0, values.shape[1])
+    if segment > 0:
+        last = num_segments - 1  # past it, the last mean holds
+        if segment % num_tokens == 0:
+            turn = tl.minimum(tl.min(tokens, 0) // segment, last)
+            # Pinned, or each thread would read the many columns that a matmul leaves it with.
+            values += pinned(_mean(tables, turn, head, columns, side.head_size), ptx)[None, :]
+        else:
+            turn = tl.minimum(tokens // segment, last)[:, None]
+            values += _mean(tables, turn, head, columns[None, :], side.head_size)
+    inside = columns < side.head_size
+    out += head * out_head + columns
+    if knows_first:
+        place = out + tl.min(rows, 0) * out_token
+        known = tl.load(constant + columns, mask=inside & has_constant, other=0.0)
+        tl.store(place, known.to(out.dtype.element_ty), mask=inside & has_constant)
+        live &= (tokens > 0) | ~has_constant
+    place = out[None, :] + rows[:, None] * out_token
+    tl.store(place, values.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_segments"])
@@ -115,7 +171,11 @@ def unpack_kernel(
     v_global,
     k_out,
     v_out,
-    means,
+    matrix,
+    cos,
+    sin,
+    mean,
+    partner_mean,
     first_keys,
     first_values,
     k_factor,
@@ -132,51 +192,50 @@ def unpack_kernel(
     kv_heads: tl.constexpr,
     k_global_on_device: tl.constexpr,
     v_global_on_device: tl.constexpr,
+    rotated: tl.constexpr,
     segment: tl.constexpr,
     knows_first: tl.constexpr,
     mark: tl.constexpr,
     num_tokens: tl.constexpr,
     ptx: tl.constexpr,
 ):
-    """Tokens `begins[s] + program_id(0) * num_tokens` on of sequence s = `program_id(1)`.
+    """`num_tokens` tokens of sequence s = `program_id(1)`, from `begins[s]` on or, where K is
+    centred, from the multiple of `num_tokens` before it on.
 
     Args, beside those of `unpack_tokens`:
-        means: float32 `[num_segments, kv_heads, head_size]`, rotated as K'; read where `segment`,
+        matrix: see `_half_matrix`; read where K was `rotated`, whose norm is in `k_factor`.
+        cos, sin, mean, partner_mean: `MeanTables`, of `num_segments` means; read where `segment`,
             the tokens that share one.
-        first_keys, first_values: `[constants, kv_heads, size]`, read where `knows_first`; K rotated
-            as K'.
+        first_keys, first_values: `[constants, kv_heads, size]`, read where `knows_first`.
     """
     sequence = tl.program_id(1)
     begin = tl.load(begins + sequence)
-    first = begin + tl.program_id(0) * num_tokens
+    first = tl.program_id(0) * num_tokens
+    # So that a segment ends where a program does.
+    first += begin // num_tokens * num_tokens if segment > 0 else begin
     end = tl.load(ends + sequence)
     if first >= end:
         return
     tokens = first + tl.arange(0, num_tokens)
-    live = tokens < end
+    live = (tokens >= begin) & (tokens < end)
     tables += sequence.to(tl.int64) * table_stride
     page = tl.load(tables + tokens // k.block_size, mask=live, other=0).to(tl.int64)
     slots = tokens % k.block_size
     rows = (tl.load(first_rows + sequence) + tokens - begin).to(tl.int64)
     head = tl.program_id(2) % kv_heads
-    is_constant = live & (tokens < 0)
+    has_constant = False
     constant = 0
     if knows_first:
         start = pages + tl.load(tables).to(tl.int64) * page_stride
         # A page before the window may be another sequence's: position 0 is asked for or not there.
-        has_start = first == 0
+        has_start = (first == 0) & (begin == 0)
         scale_byte = tl.load(start + k.scale + head * k.scale_head, mask=has_start, other=0)
         index = tl.load(start + k.data + head * k.data_head, mask=has_start, other=0)
-        is_marked = has_start & (scale_byte == mark)
-        is_constant = live & is_marked & (tokens == 0)
-        constant = tl.where(is_marked, index.to(tl.int32), 0) * kv_heads + head
+        has_constant = has_start & (scale_byte == mark)
+        constant = tl.where(has_constant, index.to(tl.int32), 0) * kv_heads + head
     if tl.program_id(2) < kv_heads:
         if k_global_on_device:
             k_factor *= tl.load(k_global)
-        of_token = means
-        if segment > 0:
-            turn = tl.minimum(tokens // segment, num_segments - 1)
-            of_token = means + (turn * kv_heads + head) * k.head_size
         _unpack_side(
             k_out,
             k_out_token,
@@ -186,15 +245,20 @@ def unpack_kernel(
             page,
             slots,
             rows,
+            tokens,
             head,
             live,
             k_factor,
-            of_token,
+            matrix,
+            (cos, sin, mean, partner_mean),
+            num_segments,
             first_keys + constant * k.head_size,
-            is_constant,
+            has_constant,
             k,
-            segment > 0,
+            rotated,
+            segment,
             knows_first,
+            num_tokens,
             ptx,
         )
     else:
@@ -209,17 +273,33 @@ def unpack_kernel(
             page,
             slots,
             rows,
+            tokens,
             head,
             live,
             v_factor,
-            means,
+            matrix,
+            (cos, sin, mean, partner_mean),
+            num_segments,
             first_values + constant * v.head_size,
-            is_constant,
+            has_constant,
             v,
             False,
+            0,
             knows_first,
+            num_tokens,
             ptx,
         )
+
+
+@lru_cache(maxsize=16)
+def _half_matrix(head_size: int, padded: int, device: torch.device) -> torch.Tensor:
+    """float16 `[padded, padded]` of +1 and -1: the Hadamard matrix of half a head, zeros beyond."""
+    half = block_size(head_size) // 2
+    signs = hadamard(torch.eye(half)).sign()
+    matrix = torch.zeros(padded, padded, dtype=torch.float16)
+    for begin in range(0, head_size // 2, half):
+        matrix[begin : begin + half, begin : begin + half] = signs
+    return matrix.to(device)
 
 
 def unpack_tokens(
@@ -253,7 +333,7 @@ def unpack_tokens(
         v_out: likewise, `[rows, kv_heads, head_size_v]`.
         max_tokens: bound on `ends[s] - begins[s]`; by default the largest of numbers, or the rows
             of `k_out`. Tokens past it may be left out.
-        transform: what K in NVFP4 went through; `k_out` is then rotated, as queries must be.
+        transform: what K in NVFP4 went through, which is undone.
 
     Raises:
         ValueError: shapes, strides or alignments that do not fit.
@@ -281,13 +361,23 @@ def unpack_tokens(
     k, v = side_geometry(layout, "k"), side_geometry(layout, "v")
     k_factor, k_global = multiplier(k_scale, layout.k_dtype, pages.device)
     v_factor, v_global = multiplier(v_scale, layout.v_dtype, pages.device)
-    grid = (-(-max_tokens // _TOKENS), num_seqs, 2 * layout.num_kv_heads)
-    means = first_keys = first_values = None
+    matrix = tables = first_keys = first_values = None
     if transform is not None:
-        means = transform.packed_means(block_tables.shape[1] * layout.block_size)
-        first_keys, first_values = transform.packed_first_keys, transform.first_values
+        tables, first_keys, first_values = (
+            transform.mean_tables,
+            transform.first_keys,
+            transform.first_values,
+        )
+        if transform.rotate:
+            matrix = _half_matrix(layout.head_size, k.padded, pages.device)
+            k_factor *= block_size(layout.head_size) ** -0.5
+    capability = gpu_of(pages.device).capability
+    tile = choose_tile(layout.head_size, matrix is not None, capability)
+    tiles = -(-max_tokens // tile.num_tokens)
+    if tables is not None:
+        tiles += 1  # of which the first may begin before the range
     with current_device(pages.get_device()):
-        unpack_kernel[grid](
+        unpack_kernel[tiles, num_seqs, 2 * layout.num_kv_heads](
             pages,
             block_tables,
             *(_int32(x, pages.device) for x in (begins, ends, rows)),
@@ -295,14 +385,15 @@ def unpack_tokens(
             pages if v_global is None else v_global,
             k_out,
             v_out,
-            pages if means is None else means,
-            pages if first_keys is None else first_keys,
+            pages if matrix is None else matrix,
+            *((pages,) * 4 if tables is None else tables),
+            pages if first_keys is None else first_keys.contiguous(),
             pages if first_values is None else first_values.contiguous(),
             k_factor * _FACTORS.get(k.kind, 1.0),
             v_factor * _FACTORS.get(v.kind, 1.0),
             page_stride,
             block_tables.stride(0),
-            0 if means is None else len(means),
+            0 if tables is None else len(tables.cos),
             *k_out.stride()[:2],
             *v_out.stride()[:2],
             k=k,
@@ -310,11 +401,13 @@ def unpack_tokens(
             kv_heads=layout.num_kv_heads,
             k_global_on_device=k_global is not None,
             v_global_on_device=v_global is not None,
-            segment=0 if transform is None or means is None else transform.segment,
+            rotated=matrix is not None,
+            segment=0 if transform is None or tables is None else transform.segment,
             knows_first=first_keys is not None,
             mark=MARK,
-            num_tokens=_TOKENS,
+            num_tokens=tile.num_tokens,
             ptx=pages.is_cuda,
+            num_warps=tile.num_warps,
         )
 
 

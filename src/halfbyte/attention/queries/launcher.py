@@ -94,19 +94,6 @@ def transform_queries(
     return result
 
 
-def rotate_queries(inputs: AttentionInputs) -> torch.Tensor:
-    """Queries of `inputs`, rotated as its transform rotates K. Never waits for the GPU."""
-    transform, query = inputs.transform, inputs.query
-    if transform is None or not transform.rotate:
-        return query
-    query = query if query.stride(2) == 1 else query.contiguous()
-    rotated = query.new_empty(query.shape)
-    if query.numel():
-        places = inputs.seq_lens, inputs.seq_lens  # not read
-        _launch(inputs, transform, query, places, TransformedQuery(rotated), 0.0)
-    return rotated
-
-
 def _launch(
     inputs: AttentionInputs,
     transform: KVTransform,

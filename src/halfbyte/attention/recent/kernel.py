@@ -5,13 +5,20 @@
 import triton
 import triton.language as tl
 
-from halfbyte.attention.paged.kernels import soft_cap
+from halfbyte.attention.paged.kernels import LOG2E, close_softmax, load_sinks, soft_cap
 from halfbyte.attention.paged.work import find_sequence, first_tile
 from halfbyte.kernels.formats.dot_operands import dot_precision
 
 
 @triton.jit
-def _load_rows(
+def _load(x, offsets, live, head_size: tl.constexpr, padded: tl.constexpr):
+    """K or V `[keys, padded]` at `x + offsets`; zeros of keys that are not `live`."""
+    dims = tl.arange(0, padded)[None, :]
+    return tl.load(x + offsets[:, None] + dims, mask=live[:, None] & (dims < head_size), other=0.0)
+
+
+@triton.jit
+def _load_either(
     ring,
     new,
     in_ring,
@@ -22,17 +29,43 @@ def _load_rows(
     padded: tl.constexpr,
 ):
     """K or V `[keys, padded]`: of the step's tokens at `new + in_new`, of others in the ring."""
-    dims = tl.arange(0, padded)[None, :]
-    inside = dims < head_size
-    of_ring = live & ~is_new
-    old = tl.load(ring + in_ring[:, None] + dims, mask=of_ring[:, None] & inside, other=0.0)
-    own = tl.load(new + in_new[:, None] + dims, mask=(live & is_new)[:, None] & inside, other=0.0)
+    old = _load(ring, in_ring, live & ~is_new, head_size, padded)
+    own = _load(new, in_new, live & is_new, head_size, padded)
     return tl.where(is_new[:, None], own.to(old.dtype), old)
 
 
-@triton.jit(
-    do_not_specialize=["num_seqs", "num_tokens", "window", "reach"],
-)
+@triton.jit
+def _add_keys(
+    sums,
+    q,
+    k,
+    v,
+    distance,
+    reach,
+    factors,
+    capped: tl.constexpr,
+    operand: tl.constexpr,
+):
+    """One step of the online softmax, in base 2; `distance` is of rows from keys."""
+    acc, total, top = sums
+    score_scale, cap = factors
+    k, v = k.to(operand), v.to(operand)
+    scores = tl.dot(q, tl.trans(k), input_precision=dot_precision(operand)) * score_scale
+    if capped:
+        scores = soft_cap(scores, cap)
+    visible = (distance >= 0) & (distance < reach)
+    scores = tl.where(visible, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    unit = tl.where(new_top == float("-inf"), 0.0, new_top)
+    rescale = tl.exp2(top - unit)
+    weights = tl.exp2(scores - unit[:, None])
+    total = total * rescale + tl.sum(weights, 1)
+    acc *= rescale[:, None]
+    acc = tl.dot(weights.to(operand), v, acc, input_precision=dot_precision(operand))
+    return acc, total, new_top
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "reach"])
 def recent_kernel(
     query,
     keys,
@@ -42,9 +75,8 @@ def recent_kernel(
     value,
     starts,
     lengths,
-    first_scores,
-    first_indices,
-    first_values,
+    packed_lse,
+    sinks,
     out,
     lse,
     score_scale,
@@ -58,6 +90,8 @@ def recent_kernel(
     key_head,
     value_token,
     value_head,
+    out_token,
+    out_head,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     ring: tl.constexpr,
@@ -67,29 +101,37 @@ def recent_kernel(
     padded_v: tl.constexpr,
     operand: tl.constexpr,
     capped: tl.constexpr,
-    knows_first: tl.constexpr,
+    joins: tl.constexpr,
+    has_sinks: tl.constexpr,
+    has_lse: tl.constexpr,
+    apart: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
 ):
-    """A tile of queries of one sequence and KV head against their last `reach` tokens.
+    """A tile of rows, a few tokens times the heads of a group, against their last tokens.
 
-    Grid: (tiles of query tokens, KV heads times blocks of their query heads). Keys are taken in
-    blocks that begin at multiples of `block_n`, so that a row's sums do not depend on other rows.
+    Grid: tiles times KV heads times blocks of their query heads, tiles slowest, so that programs
+    that run together read whole tokens.
 
     Args, beside those of `RecentInputs`:
-        first_scores, first_indices, first_values: of `TransformedQuery`: a first token that is none
-            of the page's is attended to as well; read where `knows_first`.
-        out: float32 `[tokens, heads, head_size_v]`.
-        lse: float32 `[tokens, heads]`, log2 of the denominators; -inf for rows that stand nowhere.
+        starts, lengths: int32 `[sequences + 1]` and `[sequences]`, as of `paged_attention`.
+        packed_lse: float32 `[tokens, heads]`, natural logs of the denominators of attention to the
+            pages without sinks, read where `joins`; `out` then holds its result.
+        sinks: `[heads]`, read where `has_sinks`.
+        out: `[tokens, heads, Dv]`, contiguous heads.
+        lse: float32 `[tokens, heads]`, natural logs, written where `has_lse`.
         score_scale, cap: as of `attend_kernel`.
+        reach: a row sees the keys that are fewer than so many positions before it.
+        apart: whether keys of the ring and of the step are taken one after the other, so that
+            loads can be under way before they are needed; a row's sums then depend on its tile.
     """
     heads_per_tile: tl.constexpr = group if group < block_m else block_m
     tokens_per_tile: tl.constexpr = block_m // heads_per_tile
     head_blocks: tl.constexpr = (group + heads_per_tile - 1) // heads_per_tile
-    kv_head = tl.program_id(1) // head_blocks
-    head_block = tl.program_id(1) % head_blocks
+    kv_head = tl.program_id(0) % (kv_heads * head_blocks) // head_blocks
+    head_block = tl.program_id(0) % head_blocks
 
-    tile = tl.program_id(0)
+    tile = tl.program_id(0) // (kv_heads * head_blocks)
     sequence = find_sequence(starts, tile, num_seqs, 0, num_tokens, tokens_per_tile)
     tile -= first_tile(starts, sequence, 0, num_tokens, tokens_per_tile)
     start = tl.load(starts + sequence)
@@ -100,78 +142,86 @@ def recent_kernel(
     length = tl.load(lengths + sequence)
     first_new = length - (query_end - start)  # position of the sequence's first query
     row = tl.arange(0, block_m)
-    token = begin_token + row // heads_per_tile
+    row_token = row // heads_per_tile
+    token = begin_token + row_token
     group_head = head_block * heads_per_tile + row % heads_per_tile
-    inside = (token < query_end) & (group_head < group)
+    # Rows past the tile's tokens are another program's, which replaces the result there.
+    inside = (row < tokens_per_tile * heads_per_tile) & (token < query_end) & (group_head < group)
     head = kv_head * group + group_head
     position = first_new + token - start
 
-    wide_token, wide_head = token.to(tl.int64), head.to(tl.int64)
-    dims = tl.arange(0, padded)[None, :]
-    place = query + wide_token[:, None] * query_token + wide_head[:, None] * query_head + dims
-    q = tl.load(place, mask=inside[:, None] & (dims < head_size), other=0.0).to(operand)
+    # Offsets of rows from a scalar of 64 bits take half the registers.
+    wide_begin = begin_token.to(tl.int64)
+    query += wide_begin * query_token
+    q = _load(query, row_token * query_token + head * query_head, inside, head_size, padded)
+    q = q.to(operand)
 
     entry = (tl.load(entries + sequence).to(tl.int64) * kv_heads + kv_head) * ring
-    end = tl.minimum(first_new + (query_end - start), tl.max(tl.where(inside, position, -1), 0) + 1)
+    key += kv_head * key_head
+    value += kv_head * value_head
+    end = tl.minimum(length, tl.max(tl.where(inside, position, -1), 0) + 1)
     first = tl.maximum(first_new + begin_token - start - reach + 1, 0)
     top = tl.full((block_m,), float("-inf"), tl.float32)
     total = tl.full((block_m,), 0.0, tl.float32)
     acc = tl.full((block_m, padded_v), 0.0, tl.float32)
-    launch_row = wide_token * (kv_heads * group) + wide_head
-    if knows_first:
-        index = tl.load(first_indices + launch_row, mask=inside, other=-1)
-        top = tl.load(first_scores + launch_row, mask=inside, other=float("-inf"))
-        is_constant = index >= 0
-        total = tl.where(is_constant, 1.0, 0.0)
-        constant = (tl.maximum(index, 0) * kv_heads + kv_head) * head_size_v
-        columns_v = tl.arange(0, padded_v)[None, :]
-        known = is_constant[:, None] & (columns_v < head_size_v)
-        acc = tl.load(first_values + constant[:, None] + columns_v, mask=known, other=0.0)
-        acc = acc.to(tl.float32)
-    for begin in tl.range(first // block_n * block_n, end, block_n):
-        at = begin + tl.arange(0, block_n)
-        live = (at >= first) & (at < end)
-        is_new = at >= first_new
-        slot = entry + at % ring
-        own = (start + at - first_new).to(tl.int64)
-        k = _load_rows(
-            keys,
-            key + kv_head * key_head,
-            slot * head_size,
-            own * key_token,
-            is_new,
-            live,
-            head_size,
-            padded,
-        ).to(operand)
-        scores = tl.dot(q, tl.trans(k), input_precision=dot_precision(operand)) * score_scale
-        if capped:
-            scores = soft_cap(scores, cap)
-        distance = position[:, None] - at[None, :]
-        visible = live[None, :] & (distance >= 0) & (distance < reach)
-        scores = tl.where(visible, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
+    sums = (acc, total, top)
+    factors = (score_scale, cap)
+    if apart:
+        for begin in tl.range(first, tl.minimum(end, first_new), block_n):
+            at = begin + tl.arange(0, block_n)
+            live = at < tl.minimum(end, first_new)
+            slot = entry + at % ring
+            k = _load(keys, slot * head_size, live, head_size, padded)
+            v = _load(values, slot * head_size_v, live, head_size_v, padded_v)
+            distance = tl.where(live[None, :], position[:, None] - at[None, :], -1)
+            sums = _add_keys(sums, q, k, v, distance, reach, factors, capped, operand)
+        for begin in tl.range(tl.maximum(first, first_new), end, block_n):
+            at = begin + tl.arange(0, block_n)
+            live = at < end
+            own = (start + at - first_new).to(tl.int64)
+            k = _load(key, own * key_token, live, head_size, padded)
+            v = _load(value, own * value_token, live, head_size_v, padded_v)
+            distance = position[:, None] - at[None, :]
+            sums = _add_keys(sums, q, k, v, distance, reach, factors, capped, operand)
+    else:
+        for begin in tl.range(first // block_n * block_n, end, block_n):
+            at = begin + tl.arange(0, block_n)
+            live = (at >= first) & (at < end)
+            is_new = at >= first_new
+            slot = entry + at % ring
+            own = (start + at - first_new).to(tl.int64)
+            k = _load_either(
+                keys, key, slot * head_size, own * key_token, is_new, live, head_size, padded
+            )
+            v = _load_either(
+                values,
+                value,
+                slot * head_size_v,
+                own * value_token,
+                is_new,
+                live,
+                head_size_v,
+                padded_v,
+            )
+            distance = tl.where(live[None, :], position[:, None] - at[None, :], -1)
+            sums = _add_keys(sums, q, k, v, distance, reach, factors, capped, operand)
+    acc, total, top = sums
+    out += wide_begin * out_token
+    in_out = row_token * out_token + head * out_head
+    in_lse = wide_begin * (kv_heads * group) + (row_token * (kv_heads * group) + head)
+    if joins:
+        log = tl.load(packed_lse + in_lse, mask=inside, other=float("-inf")) * LOG2E
+        new_top = tl.maximum(top, log)
         unit = tl.where(new_top == float("-inf"), 0.0, new_top)
-        rescale = tl.exp2(top - unit)
-        weights = tl.exp2(scores - unit[:, None])
-        total = total * rescale + tl.sum(weights, 1)
-        v = _load_rows(
-            values,
-            value + kv_head * value_head,
-            slot * head_size_v,
-            own * value_token,
-            is_new,
-            live,
-            head_size_v,
-            padded_v,
-        ).to(operand)
-        acc *= rescale[:, None]
-        acc = tl.dot(weights.to(operand), v, acc, input_precision=dot_precision(operand))
-        top = new_top
-    some = total > 0.0
-    result = acc / tl.where(some, total, 1.0)[:, None]
+        rescale, weight = tl.exp2(top - unit), tl.exp2(log - unit)
+        # Rows without keys in the pages may hold anything.
+        packed = _load(out, in_out, inside & (weight > 0.0), head_size_v, padded_v)
+        acc = acc * rescale[:, None] + packed.to(tl.float32) * weight[:, None]
+        total, top = total * rescale + weight, new_top
+    factor, log = close_softmax(top, total, load_sinks(sinks, head, inside, has_sinks))
     columns = tl.arange(0, padded_v)[None, :]
-    target = out + launch_row[:, None] * head_size_v + columns
-    tl.store(target, result, mask=inside[:, None] & (columns < head_size_v))
-    log = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
-    tl.store(lse + launch_row, log, mask=inside)
+    result = acc * factor[:, None]
+    mask = inside[:, None] & (columns < head_size_v)
+    tl.store(out + in_out[:, None] + columns, result.to(out.dtype.element_ty), mask=mask)
+    if has_lse:
+        tl.store(lse + in_lse, log, mask=inside)

@@ -105,7 +105,7 @@ def multiplier(
 
 
 @triton.jit
-def _pin(operand, pin: tl.constexpr):
+def pinned(operand, pin: tl.constexpr):
     """The same values, in the layout in which they were computed.
 
     Triton would rather bring bytes into the matmul's layout before it decodes them, one load from
@@ -204,7 +204,7 @@ def load_fp4(
     Args, beside those of `load_fp4_bytes`:
         operand: dtype of the result; float16 for nvfp4 alone, which it holds exactly.
         ptx: whether to use inline PTX.
-        pin: whether to keep decoded values from being moved (see `_pin`).
+        pin: whether to keep decoded values from being moved (see `pinned`).
     """
     packed, scale_bytes = load_fp4_bytes(pages, page_stride, page, slots, head, live, side)
     block: tl.constexpr = 16 if side.kind == "mxfp4" else 8
@@ -221,7 +221,7 @@ def load_fp4(
         factors = spread(e8m0_to_float32(scale_bytes) * 0.015625, block)
         even = e2m1_to_float32(packed) * factors
         odd = e2m1_to_float32(packed >> 4) * factors
-    return _pin(even.to(operand), pin), _pin(odd.to(operand), pin)
+    return pinned(even.to(operand), pin), pinned(odd.to(operand), pin)
 
 
 @triton.jit
@@ -264,8 +264,8 @@ def load_plain(
     """
     values = load_plain_rows(pages, page_stride, page, slots, head, live, side)
     if side.kind == "fp8_e4m3" and casts:
-        return _pin(values.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(operand), pin)
+        return pinned(values.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(operand), pin)
     if side.kind == "fp8_e4m3" or side.kind == "fp8_e5m2":
         kind: tl.constexpr = side.kind  # a plain string cannot be an argument
-        return _pin(fp8_to_float16(values, kind, ptx).to(operand), pin)
+        return pinned(fp8_to_float16(values, kind, ptx).to(operand), pin)
     return values.to(operand)

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 
 from halfbyte.dispatch import Answer
+from halfbyte.kvcache.recent import RingSlots
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
 
@@ -64,6 +65,7 @@ class StoreBackend(ABC):
         v_scale: Scale,
         transform: KVTransform | None,
         positions: torch.Tensor | None,
+        recent: RingSlots | None = None,
     ) -> None:
         """As `halfbyte.kvcache.reshape_and_cache`, on arguments already checked, on one device.
 

@@ -7,6 +7,7 @@ import torch
 from halfbyte.dispatch import Answer
 from halfbyte.kernels.cpu.library import is_built
 from halfbyte.kernels.cpu.store import store_tokens_cpu
+from halfbyte.kvcache.recent import RingSlots
 from halfbyte.kvcache.store.base import Scale, StoreBackend, StoreConfig
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
@@ -39,9 +40,12 @@ class CpuStore(StoreBackend):
         v_scale: Scale,
         transform: KVTransform | None,
         positions: torch.Tensor | None,
+        recent: RingSlots | None = None,
     ) -> None:
         """See `StoreBackend.store`; raises for slots past the last page."""
         changed = None if transform is None else transform.for_cpu
         store_tokens_cpu(
             key, value, pages, slot_mapping, layout, k_scale, v_scale, changed, positions
         )
+        if recent is not None:
+            recent.write(key, value)

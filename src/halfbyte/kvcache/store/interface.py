@@ -4,6 +4,7 @@ import os
 
 import torch
 
+from halfbyte.kvcache.recent import RingSlots
 from halfbyte.kvcache.store.base import Scale, check_positions, check_slots
 from halfbyte.kvcache.store.registry import select_store
 from halfbyte.kvcache.transform import KVTransform
@@ -24,6 +25,7 @@ def reshape_and_cache(
     *,
     transform: KVTransform | None = None,
     positions: torch.Tensor | None = None,
+    recent: RingSlots | None = None,
 ) -> None:
     """Quantize K and V of each token and write them to its slot (vLLM's `reshape_and_cache_flash`).
 
@@ -47,6 +49,8 @@ def reshape_and_cache(
         transform: what a recipe does to K first; readers need the same.
         positions: int64 `[n]`, of each token in its sequence, padding not counted; those of padding
             slots do not matter. A transform needs them.
+        recent: where some of the tokens are also kept as they are; on a GPU with a transform that
+            is part of the same launch.
 
     Raises:
         NoImplementationError: the backend asked for is unknown or cannot do the work.
@@ -64,7 +68,9 @@ def reshape_and_cache(
     )
     if pages.is_cuda and os.environ.get("HALFBYTE_DEBUG") == "1":
         check_slots(pages, slot_mapping, layout)
-    store.store(key, value, pages, slot_mapping, layout, k_scale, v_scale, transform, positions)
+    store.store(
+        key, value, pages, slot_mapping, layout, k_scale, v_scale, transform, positions, recent
+    )
 
 
 def _check_write(

@@ -10,6 +10,7 @@ import torch
 
 from halfbyte.dispatch import Answer
 from halfbyte.kvcache.quant_methods import KVCacheQuantMethod, get_kv_cache_quant_method
+from halfbyte.kvcache.recent import RingSlots
 from halfbyte.kvcache.store.base import Scale, StoreBackend, StoreConfig, check_slots
 from halfbyte.kvcache.transform import MARK, KVTransform
 from halfbyte.layouts import KVCacheDType, PageLayout
@@ -42,9 +43,12 @@ class ReferenceStore(StoreBackend):
         v_scale: Scale,
         transform: KVTransform | None,
         positions: torch.Tensor | None,
+        recent: RingSlots | None = None,
     ) -> None:
         """See `StoreBackend.store`."""
         check_slots(pages, slot_mapping, layout)
+        if recent is not None:
+            recent.write(key, value)
         keep = slot_mapping >= 0
         slots = slot_mapping[keep]
         count = slot_mapping.shape[0]

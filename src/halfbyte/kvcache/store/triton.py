@@ -5,6 +5,7 @@ from typing import ClassVar
 import torch
 
 from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
+from halfbyte.kvcache.recent import RingSlots
 from halfbyte.kvcache.store.base import Scale, StoreBackend, StoreConfig
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
@@ -44,11 +45,12 @@ class TritonStore(StoreBackend):
         v_scale: Scale,
         transform: KVTransform | None,
         positions: torch.Tensor | None,
+        recent: RingSlots | None = None,
     ) -> None:
         """See `StoreBackend.store`; slots past the last page are skipped."""
         # Here, because the import needs Triton.
         from halfbyte.kvcache.store.triton_kernel import store_tokens
 
         store_tokens(
-            key, value, pages, slot_mapping, layout, k_scale, v_scale, transform, positions
+            key, value, pages, slot_mapping, layout, k_scale, v_scale, transform, positions, recent
         )

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels.runtime.devices import current_device
+from halfbyte.kvcache.recent import RingSlots
 from halfbyte.kvcache.store.triton_rows import ROW, Side, side_of, store_side
 from halfbyte.kvcache.store.triton_transform import store_transformed_kernel
 from halfbyte.kvcache.transform import MARK, MATCH_TOLERANCE, KVTransform
@@ -139,6 +140,7 @@ def store_tokens(
     v_scale: float | torch.Tensor,
     transform: KVTransform | None = None,
     positions: torch.Tensor | None = None,
+    recent: RingSlots | None = None,
 ) -> None:
     """As `halfbyte.kvcache.reshape_and_cache`, on arguments already checked, all on one GPU.
 
@@ -147,13 +149,15 @@ def store_tokens(
     Args:
         k_scale, v_scale: floats, or float32 tensors of one element; one on a GPU is read there.
         transform: of K in NVFP4, its tensors on the GPU.
-        positions: see `reshape_and_cache`.
+        positions, recent: see `reshape_and_cache`.
 
     Raises:
         ValueError: a float scale that `KVCacheDType.check_multiplier` refuses, a scale of several
             elements, or pages whose alignment does not suit a 16- or 32-bit format.
     """
     num_slots = slot_mapping.shape[0]
+    if recent is not None and (transform is None or num_slots == 0):
+        recent.write(key, value)
     if num_slots == 0:
         return
     stride = page_stride(pages)
@@ -172,14 +176,21 @@ def store_tokens(
     tensors: tuple[torch.Tensor, ...] = ()
     numbers: tuple[int, ...] = ()
     constants: dict[str, Any] = {}
+    grid = (-(-num_rows // rows), 2)
     if transform is not None:
         assert positions is not None
         kernel = store_transformed_kernel
         tensors, numbers, constants = _transform_arguments(
             transform, positions, layout.head_size, pages
         )
+        of_rings = _ring_arguments(recent, layout, rows, pages)
+        tensors, numbers = (*tensors, *of_rings[0]), (*numbers, of_rings[1])
+        constants |= of_rings[2]
+        if recent is not None:
+            programs = -(-len(recent.rows) * layout.num_kv_heads // constants["pairs"])
+            grid = (max(grid[0], programs), 3)
     with current_device(pages.get_device()):
-        kernel[(-(-num_rows // rows), 2)](
+        kernel[grid](
             key,
             value,
             pages,
@@ -231,6 +242,22 @@ def _transform_arguments(
         "tolerance": MATCH_TOLERANCE,
     }
     return (positions.contiguous(), *means, *firsts), numbers, constants
+
+
+def _ring_arguments(
+    recent: RingSlots | None, layout: PageLayout, rows: int, absent: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], int, dict[str, Any]]:
+    """The same for the rings, of which a program copies as many values as it encodes."""
+    padded, padded_v = (1 << (n - 1).bit_length() for n in (layout.head_size, layout.head_size_v))
+    constants = {
+        "ring_size": 0 if recent is None else recent.keys.shape[2],
+        "pairs": max(1, rows * ROW // max(padded, padded_v)),
+        "padded": padded,
+        "padded_v": padded_v,
+    }
+    if recent is None:
+        return (absent,) * 5, 0, constants
+    return tuple(recent), len(recent.rows), constants
 
 
 class _Geometry(NamedTuple):

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels.formats.encode import encode_nvfp4
-from halfbyte.kernels.formats.encode_floats import to_float32
+from halfbyte.kernels.formats.encode_floats import bits_of, float_of, to_float32
+from halfbyte.kvcache.recent_kernel import write_heads
 from halfbyte.kvcache.store.triton_rows import (
     load_half,
     load_rows,
@@ -39,11 +40,12 @@ def _butterfly_of_rows(x, stride: tl.constexpr):
     """Of rows of `[rows, 8]` that are `stride` apart."""
     rows: tl.constexpr = x.shape[0]
     pairs = tl.reshape(x, (rows // (2 * stride), 2, stride * 8))
-    is_upper = (tl.arange(0, 2) == 1)[None, :, None]
-    # The sum of two has one rounding, and a + (-b) is a - b.
-    total = tl.sum(pairs, axis=1)[:, None, :]
-    difference = tl.sum(tl.where(is_upper, -pairs, pairs), axis=1)[:, None, :]
-    return tl.reshape(tl.where(is_upper, difference, total), (rows, 8))
+    # What two rows differ in takes each to the other: one exchange, and the compiler cancels the
+    # bits that are taken away twice.
+    bits = bits_of(pairs)
+    other = float_of(bits ^ tl.xor_sum(bits, axis=1)[:, None, :])
+    sign = tl.where((tl.arange(0, 2) == 1)[None, :, None], -1.0, 1.0)
+    return tl.reshape(tl.fma(pairs, sign, other), (rows, 8))
 
 
 @triton.jit
@@ -118,7 +120,7 @@ def _is_constant(
     return distance <= tolerance * size
 
 
-@triton.jit(do_not_specialize=["num_slots", "capacity", "num_first", "num_segments"])
+@triton.jit(do_not_specialize=["num_slots", "capacity", "num_first", "num_segments", "num_kept"])
 def store_transformed_kernel(
     key,
     value,
@@ -133,10 +135,16 @@ def store_transformed_kernel(
     partner_mean,
     first_keys,
     first_values,
+    ring_keys,
+    ring_values,
+    ring_rows,
+    ring_owners,
+    ring_slots,
     num_slots,
     capacity,
     num_first,
     num_segments,
+    num_kept,
     page_stride,
     slot_stride,
     key_stride_token,
@@ -160,9 +168,13 @@ def store_transformed_kernel(
     knows_first: tl.constexpr,
     mark: tl.constexpr,
     tolerance: tl.constexpr,
+    ring_size: tl.constexpr,
+    pairs: tl.constexpr,
+    padded: tl.constexpr,
+    padded_v: tl.constexpr,
     rows: tl.constexpr,
 ):
-    """As `store_kernel`, for K in NVFP4.
+    """As `store_kernel`, for K in NVFP4; programs 2 of the second axis write to rings.
 
     Args, beside those of `store_kernel`:
         positions: int64 `[num_slots]`.
@@ -170,8 +182,47 @@ def store_transformed_kernel(
         mean, partner_mean: float32 `[heads, head_size]`, of each channel and of the one that RoPE
             turns it with.
         first_keys, first_values: `[num_first, heads, size]`, read where `knows_first`.
+        ring_keys, ring_values, ring_rows, ring_owners, ring_slots: `RingSlots`, of `num_kept`
+            tokens; read where there is a program 2.
         block: of the rotation; 0 for none.
+        ring_size: slots of a ring; 0 for none.
+        pairs: of a token and a head, that a program copies.
     """
+    if ring_size > 0:  # noqa: SIM102 - which the compiler knows
+        if tl.program_id(1) == 2:
+            write_heads(
+                key,
+                key_stride_token,
+                key_stride_head,
+                key_stride,
+                ring_keys,
+                ring_rows,
+                ring_owners,
+                ring_slots,
+                num_kept,
+                pairs,
+                k_side.num_heads,
+                ring_size,
+                k_side.head_size,
+                padded,
+            )
+            write_heads(
+                value,
+                value_stride_token,
+                value_stride_head,
+                value_stride,
+                ring_values,
+                ring_rows,
+                ring_owners,
+                ring_slots,
+                num_kept,
+                pairs,
+                v_side.num_heads,
+                ring_size,
+                v_side.head_size,
+                padded_v,
+            )
+            return
     if tl.program_id(1) == 1:
         store_side(
             value,

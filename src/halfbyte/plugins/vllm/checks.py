@@ -10,6 +10,7 @@ from typing import Any
 from halfbyte.plugins.vllm import connectors
 from halfbyte.plugins.vllm.formats import CARRIER
 from halfbyte.plugins.vllm.options import SECTION, Options
+from halfbyte.plugins.vllm.recipes import captures_stores, settled
 from halfbyte.plugins.vllm.registry import has_page_specs, uses_halfbyte
 
 WHOLE_BLOCK_CONNECTORS = (
@@ -92,7 +93,8 @@ def check_config(vllm_config: Any) -> Options:
             f"k_dtype or v_dtype with the cache dtype {cache.cache_dtype}",
             f"use --kv-cache-dtype {CARRIER}",
         )
-    if options.recipe.changes_k and _captures_stores(vllm_config):
+    options = settled(vllm_config)
+    if options.recipe.changes_k and captures_stores(vllm_config):
         raise _refused(
             f"kv_recipe {options.kv_recipe} with piecewise CUDA graphs that hold the cache's "
             "update, and would keep the positions of the step that they were captured with,",
@@ -105,18 +107,6 @@ def check_config(vllm_config: Any) -> Options:
             raise _refused(f"{name}: {path}, which is not there,", "give a file of KV scales")
     _check_connector(getattr(vllm_config, "kv_transfer_config", None))
     return options
-
-
-def _captures_stores(vllm_config: Any) -> bool:
-    """Whether graphs of parts of the model hold what writes the cache."""
-    compilation = getattr(vllm_config, "compilation_config", None)
-    mode = getattr(compilation, "cudagraph_mode", None)
-    if mode is None or not mode.has_piecewise_cudagraphs():
-        return False
-    if getattr(compilation, "use_inductor_graph_partition", False):
-        return True
-    splits_at_updates = getattr(compilation, "splitting_ops_contain_kv_cache_update", None)
-    return splits_at_updates is not None and not splits_at_updates()
 
 
 def _check_connector(transfer: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.kvcache.recipe import RECIPES, KVRecipe
+from halfbyte.kvcache.recipe import DEFAULT, RECIPES, KVRecipe
 from halfbyte.layouts import KVCacheDType
 
 SECTION = "halfbyte"
@@ -33,8 +33,9 @@ class Options:
     pages (0.32)."""
     v_dtype: str | None = None
     """Format of V, likewise."""
-    kv_recipe: str = "plain"
-    """What is done to K and V in NVFP4 before they are packed, see `halfbyte.kvcache.KVRecipe`."""
+    kv_recipe: str | None = None
+    """What is done to K and V in NVFP4 before they are packed, see `halfbyte.kvcache.KVRecipe`; by
+    default see `scales.settled`."""
     linear: str = "auto"
     """NVFP4 linear layers on halfbyte's kernels: `auto` with halfbyte's attention on CPUs and on
     SM80 to SM90, `on` wherever they run, `off` never."""
@@ -54,7 +55,7 @@ class Options:
                 KVCacheDType.parse(value)
             except ValueError as error:
                 raise ValueError(f"{SECTION}.{name}: {error}") from None
-        if self.kv_recipe not in RECIPES:
+        if self.kv_recipe is not None and self.kv_recipe not in RECIPES:
             raise ValueError(
                 f"{SECTION}.kv_recipe: expected one of {', '.join(RECIPES)}, got {self.kv_recipe!r}"
             )
@@ -66,7 +67,7 @@ class Options:
     @property
     def recipe(self) -> KVRecipe:
         """That of `kv_recipe`, all tokens from the pages: vLLM has no place for rings yet."""
-        return RECIPES[self.kv_recipe].of_pages
+        return RECIPES[self.kv_recipe or DEFAULT].of_pages
 
     def of_attention(self) -> list[str]:
         """Options other than their defaults that have no effect without halfbyte's attention."""
@@ -113,5 +114,7 @@ class LastModel:
 
     options = Options()
     dtype = torch.bfloat16
+    settled: tuple[Any, Any, Options] | None = None
+    """vLLM's configuration of it, the additional one, and what `scales.settled` made of them."""
     with_scales: Any = None
     """vLLM's configuration of the model for which scales were found last."""

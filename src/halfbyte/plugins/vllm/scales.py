@@ -80,9 +80,7 @@ def scales_of_model(
     Raises:
         ValueError: none are found, or files are broken; one line with what to do.
     """
-    from halfbyte.models import find_kv_scales
-
-    if given is None and str(getattr(load_config, "load_format", "")).endswith("dummy"):
+    if given is None and has_no_weights(load_config):
         num_layers = model_config.hf_text_config.num_hidden_layers
         amax = (DUMMY_AMAX,) * num_layers
         logger.warning("dummy weights: KV cache scales for values up to %g", DUMMY_AMAX)
@@ -90,8 +88,10 @@ def scales_of_model(
         if recipe is not None and recipe.changes_k:
             calibration = _dummy_calibration(model_config)
         return KVScales(amax, amax, "dummy weights", calibration)
+    from halfbyte.models import find_kv_scales
+
     # A file that is given needs no folder, as of GGUF files, to be found.
-    folder = Path() if given is not None else _folder(model_config, load_config)
+    folder = Path() if given is not None else folder_of(model_config, load_config)
     config = model_config.hf_config
     if option != "kv_scales":
         # vLLM gives a draft's configuration another type, and other sizes, than its folder has.
@@ -146,7 +146,12 @@ def is_same_folder(model_config: Any, draft_config: Any, load_config: Any) -> bo
     names = {str(config.model) for config in (model_config, draft_config)}
     if len(names) == 1:
         return True
-    return _folder(model_config, load_config) == _folder(draft_config, load_config)
+    return folder_of(model_config, load_config) == folder_of(draft_config, load_config)
+
+
+def has_no_weights(load_config: Any) -> bool:
+    """Whether weights are dummies, which exist for benchmarks alone."""
+    return str(getattr(load_config, "load_format", "")).endswith("dummy")
 
 
 def _calibrate_command(model_config: Any, load_config: Any) -> str:
@@ -160,7 +165,8 @@ def _calibrate_command(model_config: Any, load_config: Any) -> str:
     return shlex.join(words)
 
 
-def _folder(model_config: Any, load_config: Any) -> Path:
+def folder_of(model_config: Any, load_config: Any) -> Path:
+    """Where a model's files are, fetched if need be."""
     from halfbyte.models.loading import local_folder
 
     return local_folder(

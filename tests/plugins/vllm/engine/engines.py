@@ -34,8 +34,14 @@ TEXTS = (
 
 
 @contextmanager
-def vllm_engine(model: str | Path = BUNDLED, **options: Any) -> Iterator[Any]:
-    """A `vllm.LLM` in this process, eager, float32 and with our backend unless told otherwise."""
+def vllm_engine(
+    model: str | Path = BUNDLED, *, kv_recipe: str | None = "plain", **options: Any
+) -> Iterator[Any]:
+    """A `vllm.LLM` in this process, eager, float32 and with our backend unless told otherwise.
+
+    Args:
+        kv_recipe: where the additional config says none; None leaves it to the plug-in.
+    """
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -49,6 +55,9 @@ def vllm_engine(model: str | Path = BUNDLED, **options: Any) -> Iterator[Any]:
     }
     options = {**defaults, **options}
     options = {name: value for name, value in options.items() if value is not None}
+    section = (options.get("additional_config") or {}).get("halfbyte", {})
+    if kv_recipe is not None and options.get("attention_backend") == "CUSTOM":
+        options["additional_config"] = {"halfbyte": {"kv_recipe": kv_recipe, **section}}
     llm = None
     try:
         llm = LLM(str(model), **options)
@@ -137,8 +146,9 @@ def _kinds_of_layers(worker: Any) -> list[str]:
 
 
 def halfbyte_engine(folder: str | Path, **options: Any) -> halfbyte.LLM:
-    """`halfbyte.LLM` in float32, without a tokenizer where the folder has none."""
-    options = {"kv_cache_dtype": "nvfp4", **options}
+    """`halfbyte.LLM` in float32, recipe `plain` unless told otherwise, without a tokenizer where
+    the folder has none."""
+    options = {"kv_cache_dtype": "nvfp4", "kv_recipe": "plain", **options}
     if (Path(folder) / "tokenizer.json").is_file():
         return halfbyte.LLM(folder, dtype="float32", **options)
     return halfbyte.LLM(halfbyte.load_model(folder, dtype="float32"), **options)

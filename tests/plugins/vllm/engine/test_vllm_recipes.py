@@ -1,11 +1,13 @@
 """Recipes of K and V inside vLLM: token for token as `halfbyte.LLM`, in float32."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from halfbyte.kvcache import KVRecipe
+from halfbyte.models import find_kv_scales
 from models.zoo import make_model
 from plugins.vllm.engine.engines import (
     BUNDLED,
@@ -39,6 +41,24 @@ def test_balanced_equals_halfbyte_s_engine() -> None:
         assert generate(llm, TEXTS) == found
     with vllm_engine() as llm:
         assert generate(llm, TEXTS) != found
+
+
+def test_balanced_is_the_default(tmp_path: Path) -> None:
+    """Where scales have a calibration; else `plain`."""
+    with vllm_engine(kv_recipe=None) as llm:
+        for impl in assert_ours(llm, "nvfp4_4over6"):
+            assert impl.transform is not None
+        found = generate(llm, TEXTS[:2])
+    with vllm_engine(**BALANCED) as llm:
+        assert generate(llm, TEXTS[:2]) == found
+    file = tmp_path / "scales.json"
+    scales = find_kv_scales(Path(BUNDLED), {})
+    assert scales is not None
+    replace(scales, calibration=None).save_file(file)
+    given = {"halfbyte": {"kv_scales": str(file)}}
+    with vllm_engine(kv_recipe=None, additional_config=given) as llm:
+        for impl in assert_ours(llm, "nvfp4"):
+            assert impl.transform is None
 
 
 def test_dummy_weights_have_a_calibration(tmp_path: Path) -> None:

@@ -1,0 +1,113 @@
+"""What a cache for a model is made of: specs of its layers, their scales, and the recipe."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
+
+from halfbyte.attention.registry import ATTENTION_BACKENDS
+from halfbyte.kvcache import KVRecipe, KVScales
+from halfbyte.kvcache.recipe import DEFAULT, RECIPES
+from halfbyte.kvcache.specs import KVCacheSpec
+from halfbyte.models.architectures import LayerDTypes, layer_specs
+from halfbyte.models.kv_scales import known_kv_scales, resolve_kv_scales
+
+logger = logging.getLogger("halfbyte")
+
+
+class KVSetup(NamedTuple):
+    """Of all layers."""
+
+    specs: Sequence[KVCacheSpec]
+    scales: KVScales | None
+    """None if no format needs any."""
+    recipe: KVRecipe
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        kv_cache_dtype: LayerDTypes,
+        block_size: int,
+        *,
+        v_cache_dtype: LayerDTypes | None = None,
+        keep_all: bool = False,
+        kv_scales: KVScales | str | Path | None = None,
+        kv_recipe: str | KVRecipe | None = None,
+        attention_backend: str | None = None,
+        tokenizer: Any = None,
+    ) -> "KVSetup":
+        """Find scales, or measure them.
+
+        Args:
+            model: a loaded transformers model.
+            kv_cache_dtype, block_size, v_cache_dtype, keep_all: as for `layer_specs`.
+            kv_scales, tokenizer: as for `resolve_kv_scales`.
+            kv_recipe: by default see `default_recipe`.
+            attention_backend: the one that was asked for by name.
+
+        Raises:
+            ValueError: as those functions do; an unknown recipe.
+        """
+
+        def specs_for(recipe: KVRecipe) -> Sequence[KVCacheSpec]:
+            return layer_specs(
+                model.config,
+                model.dtype,
+                kv_cache_dtype,
+                block_size,
+                v_cache_dtype=v_cache_dtype,
+                keep_all=keep_all,
+                recipe=recipe,
+            )
+
+        recipe = KVRecipe.parse("plain" if kv_recipe is None else kv_recipe)
+        specs = specs_for(recipe)
+        if kv_recipe is None and any(spec.layout.k_dtype.is_nvfp4 for spec in specs):
+            recipe = default_recipe(model, kv_scales, attention_backend)
+            specs = specs_for(recipe)
+        formats = {d for s in specs for d in (s.layout.k_dtype, s.layout.v_dtype)}
+        scales = resolve_kv_scales(
+            model, formats, given=kv_scales, tokenizer=tokenizer, recipe=recipe
+        )
+        is_measured = scales is None or scales.calibration is not None
+        if kv_recipe is None and recipe.changes_k and not is_measured:
+            recipe = RECIPES["plain"]  # what the recipe needs cannot be measured; the log said why
+            specs = specs_for(recipe)
+        return cls(specs, scales, recipe)
+
+
+def default_recipe(
+    model: PreTrainedModel,
+    kv_scales: KVScales | str | Path | None = None,
+    attention_backend: str | None = None,
+) -> KVRecipe:
+    """`balanced`; `plain` where scales or a backend that somebody chose are for K as it is.
+
+    Args:
+        model: as for `KVSetup.of`, and all else, too.
+
+    Raises:
+        ValueError: as `find_kv_scales`.
+    """
+    backend = attention_backend and ATTENTION_BACKENDS.get(attention_backend)
+    if backend and not backend.takes_transforms:
+        logger.info("attention backend %s reads kv_recipe plain alone", attention_backend)
+        return RECIPES["plain"]
+    scales = known_kv_scales(model, kv_scales)
+    return RECIPES[recipe_for(scales)]
+
+
+def recipe_for(scales: KVScales | None) -> str:
+    """Name of the recipe that is best with known scales; said once where that is not `balanced`."""
+    if scales is None or scales.calibration is not None:
+        return DEFAULT
+    logger.warning(
+        "KV cache scales from %s are for K as it is: kv_recipe plain; `halfbyte calibrate` "
+        "measures what kv_recipe %s needs, which loses less",
+        scales.source,
+        DEFAULT,
+    )
+    return "plain"
