@@ -50,6 +50,31 @@ def test_docs_show_the_committed_run_of_recipes(monkeypatch: pytest.MonkeyPatch)
         assert balanced["nll_increase"] < fp8["nll_increase"]
 
 
+def test_docs_show_the_committed_runs_inside_vllm() -> None:
+    figures = program("vllm_figures")
+    report = json.loads(figures.RESULT.read_text())
+    for page in figures.PAGES:
+        assert figures.table(report) in page.read_text()
+    recipes = json.loads(figures.RECIPES.read_text())
+    assert figures.recipes_table(recipes) in figures.RECIPES_PAGE.read_text()
+    svg = figures.PICTURE.read_text()
+    results = report["results"]
+    for row in results.values():
+        for case in figures.cases_of(report):
+            assert f">{row[case]['step_ms']:.1f}<" in svg
+    # What was to be reached, and was.
+    ours = results["halfbyte nvfp4 weights and cache"]["64x8192"]
+    balanced = results["halfbyte nvfp4 weights and cache, balanced"]["64x8192"]
+    theirs = [row["64x8192"] for name, row in results.items() if name.startswith("vllm")]
+    assert ours["step_ms"] <= 7.8
+    assert ours["step_ms"] <= 0.48 * min(row["step_ms"] for row in theirs)
+    bf16 = results["vllm bf16"]["64x8192"]["prefill_tokens_per_s"]
+    assert ours["prefill_tokens_per_s"] >= 1.1 * bf16
+    assert balanced["step_ms"] <= 1.06 * ours["step_ms"]
+    for case in ("decode 64 x 8192", "decode 8 x 32768"):
+        assert recipes["microseconds"][case]["balanced"]["of_plain"] <= 1.08
+
+
 @pytest.fixture
 def accuracy() -> Any:
     return program("accuracy")

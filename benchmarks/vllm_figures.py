@@ -1,0 +1,119 @@
+"""Tables and the picture of decode steps inside vLLM, from the committed runs.
+
+    python benchmarks/vllm_figures.py
+
+`vllm_step.py` and `recipe_speed.py` measure; this writes README.md and docs/.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[1]
+RESULT = REPOSITORY / "benchmarks" / "results" / "vllm_step.json"
+RECIPES = REPOSITORY / "benchmarks" / "results" / "recipe_speed.json"
+PICTURE = REPOSITORY / "docs" / "vllm_step.svg"
+PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "vllm.md")
+RECIPES_PAGE = REPOSITORY / "docs" / "recipes.md"
+COLORS = ("#8a96a3", "#5c8fd6", "#3b6fb6", "#f4a261", "#e8590c", "#b23c00")
+_INK = "#7d8590"
+
+
+def cases_of(report: dict[str, Any]) -> list[str]:
+    """`64x8192` and so on, of the first variant."""
+    first = next(iter(report["results"].values()))
+    return [name for name, figures in first.items() if isinstance(figures, dict)]
+
+
+def label(case: str) -> str:
+    """`64 x 8,192`."""
+    batch, context = map(int, case.split("x"))
+    return f"{batch} x {context:,}"
+
+
+def table(report: dict[str, Any]) -> str:
+    """Milliseconds of a step, prefill of the first case, and tokens that fit, in Markdown."""
+    cases = cases_of(report)
+    heads = [*map(label, cases), f"prefill {label(cases[0])}", "tokens held"]
+    lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
+    for name, figures in report["results"].items():
+        steps = [f"{figures[case]['step_ms']:.2f} ms" for case in cases]
+        prefill = f"{figures[cases[0]]['prefill_tokens_per_s'] / 1e3:.1f}k/s"
+        tokens = f"{figures['kv_cache_tokens'] / 1e3:,.0f}k"
+        lines.append("| " + " | ".join((name, *steps, prefill, tokens)) + " |")
+    return "\n".join(lines)
+
+
+def recipes_table(report: dict[str, Any]) -> str:
+    """Microseconds of single calls, and what they are of `plain`, in Markdown."""
+    names = ("plain", "without the last tokens", "balanced")
+    lines = ["| µs | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    for case, times in report["microseconds"].items():
+        cells = [
+            f"{times[n]['single']:.1f}" + ("" if n == "plain" else f" ({times[n]['of_plain']:.2f})")
+            for n in names
+        ]
+        lines.append(f"| {case} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Bars of milliseconds, for light and dark backgrounds."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    cases, variants = cases_of(report), list(report["results"].items())
+    width = 0.84 / len(variants)
+    # Text stays text, and the same report gives the same file.
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "halfbyte"}):
+        figure = Figure(figsize=(11, 4.2), layout="constrained")
+        axes = figure.add_subplot()
+        for i, (name, figures) in enumerate(variants):
+            offset = (i - (len(variants) - 1) / 2) * width
+            bars = axes.bar(
+                [x + offset for x in range(len(cases))],
+                [figures[case]["step_ms"] for case in cases],
+                0.92 * width,
+                color=COLORS[i],
+                label=name,
+            )
+            axes.bar_label(bars, fmt="%.1f", color=_INK, fontsize=9, padding=1.5)
+        axes.set_xticks(range(len(cases)), map(label, cases), fontsize=9)
+        axes.tick_params(colors=_INK, length=0, labelsize=9)
+        axes.yaxis.grid(True, color=_INK, alpha=0.25, linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.spines[:].set_visible(False)
+        axes.margins(x=0.01, y=0.08)
+        title = (
+            f"ms of a decode step in vLLM, Llama-3.1-8B's shape ({report['gpu']}; less is better)"
+        )
+        axes.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold", pad=44)
+        axes.legend(
+            frameon=False,
+            labelcolor=_INK,
+            fontsize=9.5,
+            ncols=3,
+            loc="lower left",
+            bbox_to_anchor=(-0.01, 1.0),
+        )
+        figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
+
+
+def write(page: Path, marker: str, text: str) -> None:
+    """Put a table between a page's markers."""
+    markers = re.compile(rf"(<!-- {marker} -->\n).*?(<!-- /{marker} -->)", re.DOTALL)
+    page.write_text(markers.sub(lambda found: f"{found[1]}{text}\n{found[2]}", page.read_text()))
+
+
+def main() -> None:
+    """Write all."""
+    report = json.loads(RESULT.read_text())
+    for page in PAGES:
+        write(page, "vllm-step", table(report))
+    write(RECIPES_PAGE, "recipe-speed", recipes_table(json.loads(RECIPES.read_text())))
+    draw(report, PICTURE)
+
+
+if __name__ == "__main__":
+    main()
