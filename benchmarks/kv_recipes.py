@@ -5,11 +5,14 @@
 Each model (`real_models`) predicts the texts in windows of 2,048 tokens that are fed in chunks, so
 that everything is read back from packed pages. Calibration is on the built-in text; nothing was
 tuned on these.
+
+    --only greedy,retrieval   measures these parts anew, and keeps the rest of the JSON
 """
 
 import argparse
 import datetime
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,13 @@ from real_models import MODELS, model_folder, texts
 
 from halfbyte import load_model
 from halfbyte.bench.machine import machine, versions
-from halfbyte.evaluation import evaluate_perplexity, text_windows
+from halfbyte.evaluation import (
+    evaluate_greedy,
+    evaluate_perplexity,
+    evaluate_retrieval,
+    make_context,
+    text_windows,
+)
 from halfbyte.kvcache import KVRecipe
 from halfbyte.models import load_tokenizer
 
@@ -34,6 +43,12 @@ WINDOW = 2048
 LONG = {"SmolLM2-135M-Instruct": 8192, "gemma-3-270m": 18432}
 """Tokens of one window of the encyclopedia, for figures by position."""
 LONG_FORMATS = ("bfloat16", "fp8_e4m3", "nvfp4")
+PROMPT, NEW_TOKENS, PROMPTS_OF_TEXT = 192, 64, 16
+"""Of greedy continuations."""
+CONTEXTS, CONTEXT_TOKENS, FACTS = 6, 1500, 10
+"""Of retrieval, for the model that answers questions."""
+ANSWERS = "SmolLM2-135M-Instruct"
+PARTS = ("models", "long", "greedy", "retrieval")
 
 
 def measure(folder: Path, name: str, tokens: int, chunk_size: int) -> list[dict[str, Any]]:
@@ -64,6 +79,43 @@ def measure_long(folder: Path, name: str) -> list[dict[str, Any]]:
     windows, _ = text_windows(tokenizer, [text], length, length)
     results = evaluate_perplexity(
         model, windows[:1], LONG_FORMATS, 128, tokenizer=tokenizer, kv_recipes=RECIPES
+    )
+    return [asdict(result) for result in results]
+
+
+def measure_greedy(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Continuations of pieces of all texts."""
+    path = model_folder(folder, name)
+    tokenizer = load_tokenizer(path)
+    prompts = []
+    for text in texts(folder).values():
+        pieces, _ = text_windows(tokenizer, [text], PROMPT, PROMPT * PROMPTS_OF_TEXT)
+        prompts += [piece for piece in pieces if len(piece) == PROMPT][:PROMPTS_OF_TEXT]
+    results = evaluate_greedy(
+        load_model(path, dtype="float32"),
+        prompts,
+        NEW_TOKENS,
+        LONG_FORMATS,
+        tokenizer=tokenizer,
+        kv_recipes=RECIPES,
+    )
+    return [asdict(result) for result in results]
+
+
+def measure_retrieval(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Facts in the encyclopedia."""
+    path = model_folder(folder, name)
+    tokenizer = load_tokenizer(path)
+    text = texts(folder)["encyclopedia"]
+    contexts = [
+        make_context(tokenizer, text, CONTEXT_TOKENS, FACTS, seed) for seed in range(CONTEXTS)
+    ]
+    results = evaluate_retrieval(
+        load_model(path, dtype="float32"),
+        contexts,
+        LONG_FORMATS,
+        tokenizer=tokenizer,
+        kv_recipes=RECIPES,
     )
     return [asdict(result) for result in results]
 
@@ -102,6 +154,30 @@ def table_by_position(report: dict[str, Any]) -> str:
     return "\n".join(tables)
 
 
+def table_of_text(report: dict[str, Any]) -> str:
+    """Greedy continuations and retrieval, in Markdown."""
+    lines = [
+        "| model | K/V cache | tokens that agree with bf16 | of prompts |",
+        "|---|---|---:|---:|",
+    ]
+    for name, rows in report["greedy"].items():
+        for row in rows:
+            if row["kv_cache_dtype"] != "bfloat16":
+                lines.append(
+                    f"| {name} | {_label(row)} | {row['agreed']:.1f} ± {row['agreed_stderr']:.1f} "
+                    f"of {row['new_tokens']} | {row['whole']} of {row['prompts']} |"
+                )
+    lines += ["", "| model | K/V cache | codes found | NLL of a repeated segment |"]
+    lines += ["|---|---|---:|---:|"]
+    for name, rows in report["retrieval"].items():
+        lines += [
+            f"| {name} | {_label(row)} | {row['codes']} of {row['asked']} "
+            f"| {row['repeated_nll']:.2f} |"
+            for row in rows
+        ]
+    return "\n".join(lines) + "\n"
+
+
 def _label(row: dict[str, Any]) -> str:
     recipe = NAMES.get(row["kv_recipe"], row["kv_recipe"])
     return f"`{row['kv_cache_dtype']}`" + ("" if recipe == "plain" else f", {recipe}")
@@ -109,7 +185,11 @@ def _label(row: dict[str, Any]) -> str:
 
 def write_tables(report: dict[str, Any]) -> None:
     """Put the tables between their markers in README.md and docs/accuracy.md."""
-    made = {"real-models": table(report), "by-position": table_by_position(report)}
+    made = {
+        "real-models": table(report),
+        "by-position": table_by_position(report),
+        "text": table_of_text(report),
+    }
     for page in PAGES:
         text = page.read_text()
         for name, content in made.items():
@@ -127,24 +207,35 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--tokens", type=int, default=2048, help="of each text")
     parser.add_argument("--chunk-size", type=int, default=512)
+    parser.add_argument("--only", default=",".join(PARTS), help="parts to measure, by commas")
     arguments = parser.parse_args()
-    report = {
+    folder, parts = arguments.folder, arguments.only.split(",")
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
+        "models": lambda: {
+            name: measure(folder, name, arguments.tokens, arguments.chunk_size) for name in MODELS
+        },
+        "long": lambda: {name: measure_long(folder, name) for name in MODELS},
+        "greedy": lambda: {name: measure_greedy(folder, name) for name in MODELS},
+        "retrieval": lambda: {ANSWERS: measure_retrieval(folder, ANSWERS)},
+    }
+    if unknown := set(parts) - set(ways):
+        parser.error(f"--only: unknown {', '.join(sorted(unknown))}; expected {', '.join(PARTS)}")
+    report: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "machine": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "versions": versions(),
         "tokens_of_each_text": arguments.tokens,
         "chunk_size": arguments.chunk_size,
         "window": WINDOW,
-        "models": {
-            name: measure(arguments.folder, name, arguments.tokens, arguments.chunk_size)
-            for name in MODELS
-        },
-        "long": {name: measure_long(arguments.folder, name) for name in MODELS},
     }
+    if set(parts) != set(PARTS):
+        report = json.loads(arguments.out.read_text())
+    for part in parts:
+        report[part] = ways[part]()
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     write_tables(report)
-    print(table(report))
-    print(table_by_position(report))
+    for text in (table(report), table_by_position(report), table_of_text(report)):
+        print(text)
 
 
 if __name__ == "__main__":

@@ -185,10 +185,25 @@ def test_eval_of_retrieval(halfbyte: Command) -> None:
     assert [row["asked"] for row in json.loads(out)] == [5, 5]
 
 
+def test_eval_of_greedy_continuations(halfbyte: Command) -> None:
+    arguments = ("--greedy", "6", "--window", "40", "--max-tokens", "120")
+    formats = ("--kv-cache-dtype", "bfloat16,nvfp4", "--kv-recipe", "plain,balanced")
+    code, out, _ = halfbyte("eval", *arguments, *formats)
+    assert code == 0
+    assert "nvfp4 balanced" in out
+    assert "prompts, continued by 6 tokens each, greedily" in out
+    rows = json.loads(halfbyte("eval", *arguments, *formats, "--json")[1])
+    assert [(row["agreed"], row["new_tokens"]) for row in rows[:1]] == [(6, 6)]
+    assert all(0 <= row["agreed"] <= 6 for row in rows)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--text", "/no/such/file"], "No such file"),
+        (["--greedy", "0"], "new_tokens: expected at least 1, got 0"),
+        (["--greedy", "4000"], "greedy: 4000 tokens leave no room in a context of 2048"),
+        (["--greedy", "4", "--retrieval", "500"], "greedy, retrieval: are measured one at a time"),
         (["--kv-cache-dtype", "nvfp4,int3"], "unknown 'int3'"),
         (["--chunk-size", "0"], "chunk_size: expected at least 1"),
         (["--window", "1"], "window: expected at least 2"),

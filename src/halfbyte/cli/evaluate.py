@@ -21,7 +21,7 @@ from halfbyte.cli.options import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from halfbyte.evaluation import PerplexityResult, RetrievalResult
+    from halfbyte.evaluation import GreedyResult, PerplexityResult, RetrievalResult
     from halfbyte.layouts import KVCacheDType
 
 
@@ -49,6 +49,13 @@ def evaluate(
         typer.Option(
             help="Instead, look for facts and a repeated segment in a context of so many tokens of "
             "the text; for models that answer questions."
+        ),
+    ] = None,
+    greedy: Annotated[
+        int | None,
+        typer.Option(
+            help="Instead, continue every window of text by so many tokens, and count those before "
+            "the first that differs from what a bfloat16 cache gives."
         ),
     ] = None,
     dtype: Annotated[
@@ -90,11 +97,19 @@ def evaluate(
         "tokenizer": tokenizer,
         "attention_backend": attention_backend,
     }
+    if retrieval is not None and greedy is not None:
+        raise ValueError("greedy, retrieval: are measured one at a time")
     if retrieval is not None:
         _look_for_facts(loaded, "\n".join(texts), names, retrieval, chunk_size, as_json, options)
         return
-    window = min(window, getattr(loaded.config, "max_position_embeddings", window))
+    context = getattr(loaded.config, "max_position_embeddings", window + (greedy or 0))
+    if greedy is not None and greedy > context - 2:
+        raise ValueError(f"greedy: {greedy} tokens leave no room in a context of {context}")
+    window = min(window, context - (greedy or 0))
     windows, num_bytes = text_windows(tokenizer, texts, window, max_tokens)
+    if greedy is not None:
+        _continue_greedily(loaded, windows, greedy, names, chunk_size, as_json, options)
+        return
     with progress_bar("eval", "tokens") as on_progress:
         results = evaluate_perplexity(
             loaded,
@@ -136,6 +151,33 @@ def _print_perplexity(results: Sequence["PerplexityResult"]) -> None:
     _print_table(headings, rows)
 
 
+def _continue_greedily(
+    model: "PreTrainedModel",
+    windows: "Sequence[Sequence[int]]",
+    new_tokens: int,
+    names: list["KVCacheDType"],
+    chunk_size: int,
+    as_json: bool,
+    options: dict[str, Any],
+) -> None:
+    from halfbyte.evaluation import evaluate_greedy
+
+    results = evaluate_greedy(model, windows, new_tokens, names, chunk_size, **options)
+    if as_json:
+        print(json.dumps([asdict(result) for result in results]))
+        return
+    rows = [
+        (
+            _name(result),
+            f"{result.agreed:.1f} ± {result.agreed_stderr:.1f}",
+            f"{result.whole} of {result.prompts}",
+        )
+        for result in results
+    ]
+    _print_table(("KV cache", "tokens that agree", "prompts whose all do"), rows)
+    out.print(f"{len(windows)} prompts, continued by {new_tokens} tokens each, greedily")
+
+
 def _look_for_facts(
     model: "PreTrainedModel",
     text: str,
@@ -170,7 +212,7 @@ def _look_for_facts(
     )
 
 
-def _name(result: "PerplexityResult | RetrievalResult") -> str:
+def _name(result: "GreedyResult | PerplexityResult | RetrievalResult") -> str:
     return result.kv_cache_dtype + ("" if result.kv_recipe == "plain" else f" {result.kv_recipe}")
 
 

@@ -1,0 +1,130 @@
+"""For how many tokens greedy decoding writes the same as with a bfloat16 cache."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from halfbyte.attention import check_attention_backend
+from halfbyte.evaluation.caches import MeasuredCache, cache_names, scales_of
+from halfbyte.evaluation.perplexity import BASELINE
+from halfbyte.kvcache import KVRecipe, KVScales
+from halfbyte.layouts import KVCacheDType
+
+
+@dataclass(frozen=True)
+class GreedyResult:
+    """One format's and recipe's figures.
+
+    `agreed` is the mean number of tokens, of `new_tokens`, before the first that differs, and
+    `agreed_stderr` its standard error over prompts; `whole` the number of `prompts` of whose tokens
+    none does.
+    """
+
+    kv_cache_dtype: str
+    kv_recipe: str
+    agreed: float
+    agreed_stderr: float
+    whole: int
+    prompts: int
+    new_tokens: int
+
+
+def evaluate_greedy(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    kv_cache_dtypes: Sequence[str | KVCacheDType],
+    chunk_size: int = 512,
+    *,
+    kv_scales: KVScales | None = None,
+    kv_recipes: Sequence[str | KVRecipe] | None = None,
+    tokenizer: object = None,
+    attention_backend: str | None = None,
+) -> list[GreedyResult]:
+    """Measure formats and recipes on continuations of prompts, which nothing ends early.
+
+    Args:
+        model: a transformers model of a supported architecture.
+        prompts: token ids.
+        new_tokens: to generate for each.
+        kv_cache_dtypes, kv_recipes, kv_scales, tokenizer, attention_backend: as for
+            `evaluate_perplexity`.
+        chunk_size: tokens of a prompt fed at once.
+
+    Raises:
+        ValueError: no prompts, an empty one or one that leaves no room in the model's context, less
+            than one new token, or as `evaluate_perplexity`.
+    """
+    for argument, number in (("new_tokens", new_tokens), ("chunk_size", chunk_size)):
+        if number < 1:
+            raise ValueError(f"{argument}: expected at least 1, got {number}")
+    lengths = [len(prompt) for prompt in prompts]
+    limit = getattr(model.config, "max_position_embeddings", 2**31) - new_tokens
+    if not lengths or not 0 < min(lengths) <= max(lengths) <= limit:
+        raise ValueError(f"prompts: expected some of 1 up to {limit} tokens, got {lengths}")
+    check_attention_backend(attention_backend, model.device)
+    names = cache_names(model, kv_cache_dtypes, kv_recipes, kv_scales, attention_backend)
+    scales = scales_of(model, names, kv_scales, tokenizer)
+    longest = max(lengths) + new_tokens
+
+    def cache_of(name: tuple[KVCacheDType, KVRecipe]) -> MeasuredCache:
+        found = scales.get(name)
+        return MeasuredCache(
+            model, name, found, longest, len(prompts), attention_backend=attention_backend
+        )
+
+    baseline = cache_of((BASELINE, KVRecipe()))
+    expected = _continue(baseline, prompts, new_tokens, chunk_size)
+    results = []
+    for name in names:
+        found = _continue(cache_of(name), prompts, new_tokens, chunk_size, expected)
+        pairs = zip(found, expected, strict=True)
+        agreed = torch.tensor([_shared(*pair) for pair in pairs], dtype=torch.float64)
+        results.append(
+            GreedyResult(
+                kv_cache_dtype=name[0].value,
+                kv_recipe=name[1].name,
+                agreed=float(agreed.mean()),
+                agreed_stderr=float(agreed.std(correction=0) / len(agreed) ** 0.5),
+                whole=int((agreed == new_tokens).sum()),
+                prompts=len(prompts),
+                new_tokens=new_tokens,
+            )
+        )
+    return results
+
+
+def _continue(
+    cache: MeasuredCache,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    chunk_size: int,
+    expected: Sequence[Sequence[int]] | None = None,
+) -> list[list[int]]:
+    """Greedy continuations, up to the first token that is not the expected one."""
+    written: list[list[int]] = []
+    with cache.runner.attached():
+        for seq, prompt in enumerate(prompts):
+            cache.tables.add(seq)
+            for begin in range(0, len(prompt), chunk_size):
+                rows = cache.log_probabilities([(seq, list(prompt[begin : begin + chunk_size]))])
+            written.append([int(rows[-1].argmax())])
+        for _ in range(new_tokens - 1):
+            running = [
+                seq
+                for seq, tokens in enumerate(written)
+                if expected is None or tokens[-1] == expected[seq][len(tokens) - 1]
+            ]
+            if not running:
+                break
+            rows = cache.log_probabilities([(seq, written[seq][-1:]) for seq in running])
+            for seq, row in zip(running, rows, strict=True):
+                written[seq].append(int(row.argmax()))
+    return written
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens before the first that differs."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
