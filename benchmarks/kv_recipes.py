@@ -220,18 +220,24 @@ def main() -> None:
     }
     if unknown := set(parts) - set(ways):
         parser.error(f"--only: unknown {', '.join(sorted(unknown))}; expected {', '.join(PARTS)}")
-    report: dict[str, Any] = {
+    now: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "machine": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "versions": versions(),
+    }
+    report: dict[str, Any] = {
+        **now,
         "tokens_of_each_text": arguments.tokens,
         "chunk_size": arguments.chunk_size,
         "window": WINDOW,
     }
-    if set(parts) != set(PARTS):
+    is_whole = set(parts) == set(PARTS)
+    if not is_whole:
         report = json.loads(arguments.out.read_text())
     for part in parts:
         report[part] = ways[part]()
+        if not is_whole:
+            report.setdefault("measured_apart", {})[part] = now
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     write_tables(report)
     for text in (table(report), table_by_position(report), table_of_text(report)):

@@ -22,7 +22,7 @@ _INK = "#7d8590"
 
 def cases_of(report: dict[str, Any]) -> list[str]:
     """`64x8192` and so on, of the first variant."""
-    first = next(iter(report["results"].values()))
+    first = next(row for row in report["results"].values() if "error" not in row)
     return [name for name, figures in first.items() if isinstance(figures, dict)]
 
 
@@ -38,6 +38,8 @@ def table(report: dict[str, Any]) -> str:
     heads = [*map(label, cases), f"prefill {label(cases[0])}", "tokens held"]
     lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
     for name, figures in report["results"].items():
+        if "error" in figures:
+            continue
         steps = [f"{figures[case]['step_ms']:.2f} ms" for case in cases]
         prefill = f"{figures[cases[0]]['prefill_tokens_per_s'] / 1e3:.1f}k/s"
         tokens = f"{figures['kv_cache_tokens'] / 1e3:,.0f}k"
@@ -63,7 +65,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    cases, variants = cases_of(report), list(report["results"].items())
+    cases = cases_of(report)
+    variants = [pair for pair in report["results"].items() if "error" not in pair[1]]
     width = 0.84 / len(variants)
     # Text stays text, and the same report gives the same file.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "halfbyte"}):

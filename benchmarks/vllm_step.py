@@ -8,7 +8,7 @@ engine (CUDA graphs, torch.compile). Prompts are random token ids; steps of at m
 tokens, the better of two. A step is (time of 66 tokens - time of 2) / 64 of prompts that the prefix
 cache holds, the best of three: the difference of two prefills of many seconds would drown it.
 
-    --variants "a;b"   only these
+    --variants "a;b"   only these; others stay in the file if GPU and versions are the same
     --cases 64x8192    only these (batch x context)
     --tp 2             tensor parallel
     --gpus 2           so many variants at a time, each on a GPU of its own
@@ -271,6 +271,10 @@ def main() -> None:
         "versions": {**versions(), "vllm": vllm.__version__},
         "results": {},
     }
+    if arguments.variants is not None and arguments.out.is_file():
+        before = json.loads(arguments.out.read_text())
+        if all(before.get(name) == report[name] for name in ("gpu", "tensor_parallel", "versions")):
+            report["results"] = before["results"]
     free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     for gpu in range(arguments.gpus):
         free.put(gpu if arguments.gpus > 1 else None)

@@ -31,11 +31,35 @@ def write(folder: Path, scales: dict[str, float]) -> Path:
         {"k_scale": 0.25, "k_proj.k_scale": 0.25, "v_scale": 0.5},
         {"k_scale": 0.25, "k_global_scale": 24.0, "v_scale": 0.5, "v_global_scale": 12.0},
         {"k_scale": 0.25, "v_global_scale": 2.0},
+        {"k_proj.output_scale": 0.25, "v_proj.output_scale": 0.5, "q_proj.output_scale": 9.0},
     ],
-    ids=["compressed-tensors", "modelopt", "older", "global", "twice the same", "both", "mixed"],
+    ids=[
+        *("compressed-tensors", "modelopt", "older", "global", "twice the same", "both", "mixed"),
+        "outputs",
+    ],
 )
 def test_all_are_read_as_decode_multipliers(tmp_path: Path, scales: dict[str, float]) -> None:
     assert read_kv_scales(write(tmp_path, scales)) == {3: (0.25, 0.5)}
+
+
+def test_one_scale_may_be_for_both(tmp_path: Path) -> None:
+    assert read_kv_scales(write(tmp_path, {"attn.kv_scale": 0.25})) == {3: (0.25, 0.25)}
+
+
+def test_names_are_matched_whole(tmp_path: Path) -> None:
+    """A draft or a tower beside the model has layers of the same numbers."""
+    names = {
+        "model.layers.0.self_attn.": 1.0,
+        "model.language_model.layers.1.self_attn.": 2.0,
+        "layers.2.self_attn.": 3.0,
+        "mtp.layers.0.self_attn.": 10.0,
+        "model.mtp.layers.0.self_attn.": 10.0,
+        "eagle_module.layers.1.self_attn.": 10.0,
+        "model.vision_tower.encoder.layers.2.self_attn.": 10.0,
+    }
+    scales = {f"{n}{side}_scale": torch.tensor(x) for n, x in names.items() for side in "kv"}
+    save_file(scales, tmp_path / "model.safetensors")
+    assert read_kv_scales(tmp_path) == {0: (1.0, 1.0), 1: (2.0, 2.0), 2: (3.0, 3.0)}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from cli.test_cli import run
 from cli.test_quantize import small_model
-from halfbyte import LLM
+from halfbyte import LLM, Cache
 from halfbyte.assets import calibration_text
 from halfbyte.kvcache import KVScales
 from halfbyte.models import calibrate, find_kv_scales, load_model, load_tokenizer, loading
@@ -142,32 +142,46 @@ def test_a_hub_id(
     assert not (model / "kv_scales.json").exists()
 
 
-def test_scales_of_its_own_come_first(halfbyte: Command, model: Path) -> None:
+def test_scales_of_its_own_come_first_for_plain_alone(halfbyte: Command, model: Path) -> None:
+    """What is measured beside them is what the default recipe takes."""
     add_own_scales(model)
-    code, out, err = halfbyte(str(model))
-    assert (code, err) == (0, "")
-    assert out == (
-        f"{model}: nothing to do: the checkpoint has KV scales of its own, which come first "
-        "(--force measures others all the same)\n"
-    )
-    assert not (model / "kv_scales.json").exists()
-    code, out, _ = halfbyte(str(model), "--json")
+    loaded = load_model(model)
+    assert Cache(loaded, "nvfp4").recipe.name == "plain"
+    code, out, _ = halfbyte(str(model))
     assert code == 0
-    assert json.loads(out)["path"] is None
-    code, out, _ = halfbyte(str(model), "--force")
-    assert code == 0
-    assert "used where it is given as kv_scales, because the checkpoint has" in out
-    assert (model / "kv_scales.json").is_file()
+    assert f"{model / 'kv_scales.json'}: written" in out
+    for dtype, recipe, source in (
+        ("nvfp4", None, "kv_scales.json"),
+        ("nvfp4", "plain", "checkpoint"),
+        ("fp8", None, "checkpoint"),
+    ):
+        cache = Cache(loaded, dtype, kv_recipe=recipe)
+        assert cache.kv_scales is not None
+        assert cache.kv_scales.source.startswith(source)
+        assert cache.recipe.name == ("balanced" if source == "kv_scales.json" else "plain")
 
 
 def test_a_file_in_a_folder_that_cannot_be_written_comes_first(
-    halfbyte: Command, read_only: Path, cache: Path
+    halfbyte: Command, read_only: Path, model: Path, cache: Path
 ) -> None:
+    """If it has a calibration."""
     KVScales((1.0,) * 4, (1.0,) * 4, "published").save(read_only)
     code, out, _ = halfbyte(str(read_only))
     assert code == 0
-    assert "its folder has a kv_scales.json, which comes first" in out
+    (written,) = cache.glob("kv_scales/*.json")
+    KVScales.load_file(written).save(read_only)
+    for file in cache.glob("kv_scales/*"):
+        file.unlink()
+    code, out, _ = halfbyte(str(read_only))
+    assert code == 0
+    assert "nothing to do: its folder has a kv_scales.json with a calibration, which comes" in out
+    assert "(--force measures others all the same)" in out
     assert not list(cache.glob("kv_scales/*"))
+    code, out, _ = halfbyte(str(read_only), "--json")
+    assert json.loads(out)["path"] is None
+    code, out, _ = halfbyte(str(read_only), "--force")
+    assert code == 0
+    assert "used where it is given as kv_scales, because its folder has a kv_scales.json" in out
 
 
 def test_a_model_without_a_tokenizer(halfbyte: Command, model: Path, tmp_path: Path) -> None:

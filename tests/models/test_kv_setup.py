@@ -4,10 +4,13 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from halfbyte import LLM, Cache
+from halfbyte import LLM, Cache, load_model
 from halfbyte.kvcache import KV_SCALES_FILE, KVScales
-from halfbyte.models import calibrate
+from halfbyte.models import calibrate, local_files
 from halfbyte.models.key_statistics import KVRecorder
 from halfbyte.models.kv_setup import default_recipe
 from models.zoo import make_model, token_ids
@@ -62,3 +65,52 @@ def test_a_model_whose_k_cannot_be_measured_is_plain(monkeypatch: pytest.MonkeyP
     cache = Cache(make_model("llama"), "nvfp4")
     assert cache.recipe.name == "plain"
     assert cache.pool.layout(0).k_dtype == "nvfp4"
+
+
+def test_a_model_s_folder_stays_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the process goes, and by a hub id as well."""
+    small = make_model("llama")
+    small.save_pretrained(tmp_path / "model")
+    PLAIN_SCALES.save(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    loaded = load_model("model")
+    by_hub = AutoModelForCausalLM.from_pretrained("model")
+    monkeypatch.chdir(tmp_path.parent)
+    asked: list[tuple[str, object]] = []
+
+    def download(name: str, **options: object) -> str:
+        asked.append((name, options["local_files_only"]))
+        return str(tmp_path / "model")
+
+    monkeypatch.setattr(local_files, "snapshot_download", download)
+    for model, name in ((loaded, "model"), (by_hub, "somebody/model")):
+        model.config._name_or_path = name
+        cache = Cache(model, "fp8")
+        assert cache.kv_scales is not None
+        assert cache.kv_scales.k_amax == PLAIN_SCALES.k_amax
+    assert set(asked) == {("somebody/model", True)}
+    by_hub.config._name_or_path = "nobody/nothing"
+    monkeypatch.undo()
+    cache = Cache(by_hub, "fp8")
+    assert cache.kv_scales is not None
+    assert cache.kv_scales.k_amax != PLAIN_SCALES.k_amax
+
+
+def test_scales_with_a_calibration_win_over_a_checkpoint_s_own(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(4):
+        for side in "kv":
+            name = f"model.layers.{layer}.self_attn.{side}_proj.{side}_scale"
+            tensors[name] = torch.tensor(0.05)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    model = load_model(tmp_path)
+    assert Cache(model, "nvfp4").recipe.name == "plain"
+    calibrate(model, token_ids(1, 40), "a test").save(tmp_path)
+    cache = Cache(model, "nvfp4")
+    assert cache.recipe.name == "balanced"
+    assert cache.kv_scales is not None
+    assert cache.kv_scales.source.startswith(KV_SCALES_FILE)
+    of_plain = Cache(model, "nvfp4", kv_recipe="plain").kv_scales
+    assert of_plain is not None
+    assert of_plain.source.startswith("checkpoint")

@@ -1,8 +1,9 @@
 """K and V scales inside a checkpoint's safetensors files.
 
 ModelOpt writes `…self_attn.k_proj.k_scale` and `…v_proj.v_scale`, compressed-tensors and vLLM
-`…self_attn.k_scale` and `…self_attn.v_scale` (older files `…attn.k_scale`). All are decode
-multipliers, one element each. For a cache in NVFP4, whose block scales come as it runs, the package
+`…self_attn.k_scale` and `…self_attn.v_scale` (older files `…attn.k_scale`, `…k_proj.output_scale`
+and `…v_proj.output_scale`, or one `…attn.kv_scale` for both). All are decode multipliers, one
+element each. For a cache in NVFP4, whose block scales come as it runs, the package
 compressed-tensors has `…self_attn.k_global_scale` and `…v_global_scale`, encode multipliers
 (2688 / amax); halfbyte writes them beside the others. Only names are read until one matches.
 
@@ -20,10 +21,14 @@ from safetensors import SafetensorError, safe_open
 from halfbyte.checkpoints.dialects import CheckpointError, one_line
 from halfbyte.checkpoints.safetensors_index import INDEX_FILE, SINGLE_FILE, read_weight_map
 
+_OTHER_MODELS = r"(?:mtp|eagle_module|draft_model|vision_model|vision_tower|visual|audio_tower)"
+"""Words in the names of what lies beside a language model in its file: a draft, a tower."""
+_LAYER = rf"^(?!(?:\w+\.)*{_OTHER_MODELS}\.)(?:\w+\.)*?layers\.(?P<layer>\d+)\.(?:[\w.]+\.)?"
 _SCALE_NAME = re.compile(
-    r"(?:^|\.)layers\.(?P<layer>\d+)\.(?:[\w.]+\.)?(?P<side>[kv])_(?P<is_encode>global_)?scale$",
+    _LAYER + r"(?:(?P<side>[kv])_(?P<is_encode>global_)?scale|"
+    r"(?P<projection>[kv])_proj\.output_scale|(?P<both>kv)_scale)$"
 )
-_BIAS_NAME = re.compile(r"(?:^|\.)layers\.\d+\.(?:[\w.]+\.)?[kv]_bias$")
+_BIAS_NAME = re.compile(_LAYER + r"[kv]_bias$")
 
 
 def is_kv_scale(name: str) -> bool:
@@ -63,12 +68,13 @@ def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
                     scale = _decode_scale(
                         f"{file}: {name}", tensors.get_tensor(name), bool(match["is_encode"])
                     )
-                    other = sides.setdefault(match["side"], scale)
-                    if other is not scale and other != scale:
-                        raise CheckpointError(
-                            f"{folder}: {name}: expected one {match['side']}_scale in the layer, "
-                            f"found {scale} and {other}"
-                        )
+                    for side in match["side"] or match["projection"] or match["both"]:
+                        other = sides.setdefault(side, scale)
+                        if other != scale:
+                            raise CheckpointError(
+                                f"{folder}: {name}: expected one {side}_scale in the layer, "
+                                f"found {scale} and {other}"
+                            )
         except SafetensorError as error:
             reason = one_line(error)
             raise CheckpointError(f"{file}: not a readable safetensors file: {reason}") from None

@@ -129,13 +129,11 @@ def measure(folder: Path, path: Path, *, is_kept: bool, **measuring: Any) -> "KV
 
 def _comes_first(folder: Path, *, is_kept: bool) -> str | None:
     """Which scales of the folder would be used in place of what is written; None for none."""
-    from halfbyte.checkpoints import read_kv_scales
-    from halfbyte.kvcache import KV_SCALES_FILE
+    from halfbyte.kvcache import KV_SCALES_FILE, KVScales
 
-    if read_kv_scales(folder):
-        return "the checkpoint has KV scales of its own, which come first"
-    if is_kept and (folder / KV_SCALES_FILE).is_file():
-        return f"its folder has a {KV_SCALES_FILE}, which comes first"
+    # Others, the checkpoint's own among them, come first for the recipe `plain` alone.
+    if is_kept and (scales := KVScales.load(folder)) is not None and scales.calibration:
+        return f"its folder has a {KV_SCALES_FILE} with a calibration, which comes first"
     return None
 
 

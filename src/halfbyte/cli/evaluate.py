@@ -169,7 +169,8 @@ def _continue_greedily(
     rows = [
         (
             _name(result),
-            f"{result.agreed:.1f} ± {result.agreed_stderr:.1f}",
+            f"{result.agreed:.1f}"
+            + ("" if result.agreed_stderr is None else f" ± {result.agreed_stderr:.1f}"),
             f"{result.whole} of {result.prompts}",
         )
         for result in results

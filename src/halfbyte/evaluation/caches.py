@@ -1,6 +1,7 @@
 """Formats and recipes under test: a pool each, all fed the same tokens."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -10,7 +11,7 @@ from halfbyte.kvcache import KVRecipe, KVScales, PagedKVPool, SequenceTables, pl
 from halfbyte.kvcache.recent import RecentTokens
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models import KVQuantization, layer_specs, resolve_kv_scales
-from halfbyte.models.kv_setup import default_recipe
+from halfbyte.models.kv_setup import KVSetup
 
 CacheName = tuple[KVCacheDType, KVRecipe]
 
@@ -21,11 +22,12 @@ def cache_names(
     kv_recipes: Sequence[str | KVRecipe] | None,
     kv_scales: KVScales | None = None,
     attention_backend: str | None = None,
+    tokenizer: object = None,
 ) -> list[CacheName]:
     """Every format with every recipe; those without recipes with `plain` alone.
 
     Args:
-        kv_recipes: None for the one of `default_recipe`, which takes the other arguments.
+        kv_recipes: None for the one that `KVSetup.of` chooses with the other arguments.
 
     Raises:
         ValueError: an unknown format or recipe, no recipe, or a format that cannot store the
@@ -35,9 +37,11 @@ def cache_names(
         layer_specs(model.config, model.dtype, name)[0].layout.k_dtype for name in kv_cache_dtypes
     ]
     if kv_recipes is None and any(name.is_nvfp4 for name in formats):
-        kv_recipes = [default_recipe(model, kv_scales, attention_backend)]
-    recipes = [KVRecipe.parse(recipe) for recipe in ("plain",) if kv_recipes is None]
-    recipes += [KVRecipe.parse(recipe) for recipe in kv_recipes or ()]
+        options: dict[str, Any] = {"kv_scales": kv_scales, "attention_backend": attention_backend}
+        kv_recipes = [KVSetup.of(model, "nvfp4", 16, tokenizer=tokenizer, **options).recipe]
+    if kv_recipes is None:
+        kv_recipes = ["plain"]
+    recipes = [KVRecipe.parse(recipe) for recipe in kv_recipes]
     if not recipes:
         raise ValueError("kv_recipes: expected one or more")
     return [

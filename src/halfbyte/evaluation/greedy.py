@@ -18,14 +18,14 @@ class GreedyResult:
     """One format's and recipe's figures.
 
     `agreed` is the mean number of tokens, of `new_tokens`, before the first that differs, and
-    `agreed_stderr` its standard error over prompts; `whole` the number of `prompts` of whose tokens
-    none does.
+    `agreed_stderr` its standard error over prompts, None for one prompt; `whole` the number of
+    `prompts` whose tokens all agree.
     """
 
     kv_cache_dtype: str
     kv_recipe: str
     agreed: float
-    agreed_stderr: float
+    agreed_stderr: float | None
     whole: int
     prompts: int
     new_tokens: int
@@ -65,7 +65,7 @@ def evaluate_greedy(
     if not lengths or not 0 < min(lengths) <= max(lengths) <= limit:
         raise ValueError(f"prompts: expected some of 1 up to {limit} tokens, got {lengths}")
     check_attention_backend(attention_backend, model.device)
-    names = cache_names(model, kv_cache_dtypes, kv_recipes, kv_scales, attention_backend)
+    names = cache_names(model, kv_cache_dtypes, kv_recipes, kv_scales, attention_backend, tokenizer)
     scales = scales_of(model, names, kv_scales, tokenizer)
     longest = max(lengths) + new_tokens
 
@@ -87,7 +87,7 @@ def evaluate_greedy(
                 kv_cache_dtype=name[0].value,
                 kv_recipe=name[1].name,
                 agreed=float(agreed.mean()),
-                agreed_stderr=float(agreed.std(correction=0) / len(agreed) ** 0.5),
+                agreed_stderr=float(agreed.std() / n**0.5) if (n := len(prompts)) > 1 else None,
                 whole=int((agreed == new_tokens).sum()),
                 prompts=len(prompts),
                 new_tokens=new_tokens,

@@ -133,7 +133,7 @@ def evaluate_perplexity(
     """
     _check(model, windows, chunk_size)
     check_attention_backend(attention_backend, model.device)
-    names = cache_names(model, kv_cache_dtypes, kv_recipes, kv_scales, attention_backend)
+    names = cache_names(model, kv_cache_dtypes, kv_recipes, kv_scales, attention_backend, tokenizer)
     scales = scales_of(model, names, kv_scales, tokenizer)
     baseline_name = (BASELINE, KVRecipe())
     scales.setdefault(baseline_name, None)

@@ -147,7 +147,7 @@ def evaluate_retrieval(
     if not 0 < longest <= limit:
         raise ValueError(f"contexts: expected 1 up to {limit} tokens, got {longest}")
     check_attention_backend(attention_backend, model.device)
-    names = cache_names(model, kv_cache_dtypes, kv_recipes, kv_scales, attention_backend)
+    names = cache_names(model, kv_cache_dtypes, kv_recipes, kv_scales, attention_backend, tokenizer)
     scales = scales_of(model, names, kv_scales, tokenizer)
     results = []
     for name in names:

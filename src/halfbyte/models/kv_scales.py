@@ -26,6 +26,7 @@ from halfbyte.kvcache.scales import shape_of_model
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models.calibration import calibrate, calibration_tokens, usual_first_tokens
 from halfbyte.models.loading import has_tokenizer, load_tokenizer
+from halfbyte.models.local_files import folder_of
 
 logger = logging.getLogger("halfbyte")
 
@@ -46,7 +47,7 @@ def find_kv_scales(
         config: transformers config, or the dict of its `config.json`: for the format that scales in
             the files were made for, and for the number of layers.
         given: the user's scales, a file of them, or a folder with a `kv_scales.json`, which win.
-        recipe: by default `plain`. Of those that change K, only scales with a calibration count.
+        recipe: of those that change K, only scales with a calibration count; None for any.
 
     Returns:
         Scales whose `source` says where they were; None if there are none.
@@ -92,10 +93,10 @@ def resolve_kv_scales(
     """
     if not any(dtype.has_global_scale for dtype in dtypes):
         return None
-    folder = _folder_of(model)
     scales = known_kv_scales(model, given, recipe)
     if scales is None:
-        if tokenizer is None and has_tokenizer(folder):
+        folder = folder_of(model)
+        if tokenizer is None and folder is not None and has_tokenizer(folder):
             tokenizer = load_tokenizer(folder)
         ids, source = calibration_tokens(tokenizer, model.config, calibration_text())
         scales = calibrate(model, ids, source, first_tokens=usual_first_tokens(tokenizer))
@@ -111,14 +112,10 @@ def known_kv_scales(
 ) -> KVScales | None:
     """Scales of a loaded model, without running it; arguments and errors as of `find_kv_scales`."""
     scales = _given(given)
-    if scales is None and _folder_of(model).is_dir():
-        scales = find_kv_scales(_folder_of(model), model.config, recipe=recipe)
+    folder = None if scales is not None else folder_of(model)
+    if folder is not None and folder.is_dir():
+        scales = find_kv_scales(folder, model.config, recipe=recipe)
     return scales
-
-
-def _folder_of(model: PreTrainedModel) -> Path:
-    """Where a model was loaded from; a path that is no folder for others."""
-    return Path(getattr(model.config, "_name_or_path", "") or ".not-a-folder")
 
 
 def _fitting(scales: KVScales | None, recipe: KVRecipe | None) -> KVScales | None:

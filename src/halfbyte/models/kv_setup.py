@@ -96,8 +96,9 @@ def default_recipe(
     if backend and not backend.takes_transforms:
         logger.info("attention backend %s reads kv_recipe plain alone", attention_backend)
         return RECIPES["plain"]
-    scales = known_kv_scales(model, kv_scales)
-    return RECIPES[recipe_for(scales)]
+    # Those with a calibration first, though others may come before them for `plain`.
+    scales = known_kv_scales(model, kv_scales, RECIPES[DEFAULT])
+    return RECIPES[recipe_for(scales or known_kv_scales(model, kv_scales))]
 
 
 def recipe_for(scales: KVScales | None) -> str:

@@ -30,6 +30,7 @@ from halfbyte.models.local_files import (
     check_is_data,
     or_load_error,
     read_model_config,
+    remember_folder,
 )
 from halfbyte.models.streaming import QUANTIZED_WEIGHT
 
@@ -96,6 +97,7 @@ def load_model(
             quantize_activations=quantize_activations,
             batch_invariant=batch_invariant,
         )
+        remember_folder(model, folder)
         register()
         return model
     for name, value in [
@@ -119,6 +121,7 @@ def load_model(
         ignore_mismatched_sizes=True,  # reported below, in one line
     )
     _check_complete(path, info)
+    remember_folder(model, folder)
     register()
     return model.to(device).eval()
 

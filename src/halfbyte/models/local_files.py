@@ -9,6 +9,8 @@ kernel on the hub. So the model type is looked up before transformers sees the f
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+from torch import nn
 from transformers import AutoConfig
 
 from halfbyte.checkpoints.declarations import read_config
@@ -19,6 +21,37 @@ LOCAL_FILES: dict[str, Any] = {"trust_remote_code": False, "local_files_only": T
 """Arguments of every `from_pretrained` that is given a folder."""
 
 ADAPTER_FILE = "adapter_config.json"
+
+
+_FOLDER = "_halfbyte_folder"
+"""Attribute of models, of `remember_folder`."""
+
+
+def remember_folder(model: nn.Module, folder: Path) -> None:
+    """Keep with a model where its checkpoint is, wherever the process goes from here."""
+    setattr(model, _FOLDER, folder.absolute())
+
+
+def folder_of(model: nn.Module) -> Path | None:
+    """Where the checkpoint of a loaded model is on this machine; None if it is not known.
+
+    That is what `remember_folder` kept; for models that transformers loaded, the path that it was
+    given, or the snapshot of a hub id in the hub's own cache.
+    """
+    kept: Path | None = getattr(model, _FOLDER, None)
+    if kept is not None:
+        return kept
+    config: Any = getattr(model, "config", None)
+    name = getattr(config, "_name_or_path", None) or ""
+    if not name:
+        return None
+    if Path(name).is_dir():
+        return Path(name)
+    commit = getattr(config, "_commit_hash", None)
+    try:
+        return Path(snapshot_download(name, revision=commit, local_files_only=True))
+    except Exception:  # no id, or not in the cache: of many kinds, by the version of the client
+        return None
 
 
 class ModelLoadError(CheckpointError):

@@ -1,7 +1,9 @@
 """Options, formats, pages, layer numbers and refusals of the plug-in, without vLLM."""
 
+import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from halfbyte.kvcache import FullAttentionSpec
+from halfbyte.kvcache import FullAttentionSpec, KVScales
+from halfbyte.kvcache.calibration import KVCalibration, LayerCalibration, RopeAverages
 from halfbyte.layouts import PageLayout
 from halfbyte.plugins.vllm import checks, connectors, support
 from halfbyte.plugins.vllm.formats import LayerFormat, block_size_of, pages_of
 from halfbyte.plugins.vllm.options import Options
+from halfbyte.plugins.vllm.recipes import settled
 from halfbyte.plugins.vllm.scales import LayerPlace, heads_of_rank, place_of
 
 ROOT = Path(__file__).parents[3]
@@ -188,6 +192,66 @@ def config(**fields: Any) -> Any:
         "kv_transfer_config": None,
     }
     return SimpleNamespace(**{**given, **fields})
+
+
+def model_config(folder: Path, layers: int, scales: KVScales | None) -> SimpleNamespace:
+    """vLLM's, of a folder with a configuration and scales alone."""
+    folder.mkdir()
+    fields = {"num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps(fields))
+    if scales is not None:
+        scales.save(folder)
+    return SimpleNamespace(model=str(folder), hf_config=SimpleNamespace(**fields), max_model_len=64)
+
+
+def calibrated(layers: int) -> KVScales:
+    """Scales with a calibration for 128 tokens."""
+    amax = (8.0,) * layers
+    rope = RopeAverages(torch.ones(2, 16), torch.zeros(2, 16), torch.arange(16).roll(8))
+    none = torch.zeros(1, 1, 16)
+    layer = LayerCalibration(none[0], (8.0,) * 4, 8.0, none, none, 0)
+    return KVScales(amax, amax, "test", KVCalibration(64, (0,), (layer,) * layers, (rope,)))
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "max_model_len", "recipe"),
+    [
+        (calibrated(4), calibrated(2), 64, "balanced"),
+        (calibrated(4), None, 64, "balanced"),
+        (calibrated(4), replace(calibrated(2), calibration=None), 64, "plain"),
+        (replace(calibrated(4), calibration=None), calibrated(2), 64, "plain"),
+        (calibrated(4), calibrated(2), 129, "plain"),
+        (None, None, 64, "balanced"),
+    ],
+)
+def test_a_run_has_one_default_recipe(
+    tmp_path: Path,
+    target: KVScales | None,
+    draft: KVScales | None,
+    max_model_len: int,
+    recipe: str,
+) -> None:
+    """The target's and the draft's, of another shape, whose layers are made under its own."""
+    of_target = model_config(tmp_path / "target", 4, target)
+    of_target.max_model_len = max_model_len
+    of_draft = model_config(tmp_path / "draft", 2, draft)
+    run = config(
+        model_config=of_target,
+        load_config=SimpleNamespace(load_format="auto"),
+        speculative_config=SimpleNamespace(
+            draft_model_config=of_draft, target_model_config=of_target
+        ),
+    )
+    assert settled(run).kv_recipe == recipe
+    run.model_config = of_draft
+    assert settled(run).kv_recipe == recipe
+    run.model_config, run.additional_config = of_target, {"halfbyte": {"kv_recipe": "plain"}}
+    assert settled(run).kv_recipe == "plain"
+    if target is not None:
+        file = target.save_file(tmp_path / "given.json")
+        run.additional_config = {"halfbyte": {"kv_scales": str(file)}}
+        run.model_config = of_draft
+        assert settled(run).kv_recipe == recipe
 
 
 def compilation(**fields: Any) -> SimpleNamespace:

@@ -127,4 +127,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) 
     asm volatile("cp.async.wait_all;");
     __syncwarp();
   }
+  // One CTA waits in any case, or this kernel might end before the one in front of it.
+  if (PREPARED && blockIdx.x == 0) wait_for_previous();
 }

@@ -547,4 +547,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode(Params p M
 #endif
     __syncthreads();
   }
+  if (PREPARED && blockIdx.x == 0) wait_for_previous();  // see decode.cu
 }

@@ -9,7 +9,7 @@
 #include "attention/decode/formats.cuh"
 #include "attention/decode/output.cuh"
 
-// Of queries for K that a recipe changed: `TransformedQuery` of attention/queries.
+// What prepare.cu leaves for rows whose K a recipe changed.
 struct Transformed {
   const float* bias;         // [tokens, heads, bias_stride], in the logits' unit
   const float* first_scores; // [tokens, heads]

@@ -148,8 +148,9 @@ def prepare(inputs: AttentionInputs) -> Prepared:
             give({name: x.to(query.dtype).contiguous() for name, x in firsts.items()})
             give({"first_indices": indices, "first_scores": floats(num_tokens, num_heads)})
     if recent is not None:
-        key, value = aligned(recent.key), aligned(recent.value)
-        give({"ring_keys": recent.keys, "ring_values": recent.values, "new_keys": key})
+        keys, values = recent.keys.to(query.dtype), recent.values.to(query.dtype)
+        key, value = (aligned(x.to(query.dtype)) for x in (recent.key, recent.value))
+        give({"ring_keys": keys, "ring_values": values, "new_keys": key})
         give({"new_values": value})
         params.key_stride_token, params.key_stride_head = key.stride()[:2]
         params.value_stride_token, params.value_stride_head = value.stride()[:2]

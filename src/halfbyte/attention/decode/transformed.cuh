@@ -1,4 +1,4 @@
-// K that a recipe changed (attention/queries): what its means add to the logits of a tile, and the first
+// K that a recipe changed (prepare.cu): what its means add to the logits of a tile, and the first
 // token of a sequence where the page says that it is a constant of the model.
 //
 // Macros:

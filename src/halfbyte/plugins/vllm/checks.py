@@ -93,6 +93,10 @@ def check_config(vllm_config: Any) -> Options:
             f"k_dtype or v_dtype with the cache dtype {cache.cache_dtype}",
             f"use --kv-cache-dtype {CARRIER}",
         )
+    for name in ("kv_scales", "draft_kv_scales"):
+        path = getattr(options, name)
+        if path is not None and not os.path.exists(path):
+            raise _refused(f"{name}: {path}, which is not there,", "give a file of KV scales")
     options = settled(vllm_config)
     if options.recipe.changes_k and captures_stores(vllm_config):
         raise _refused(
@@ -101,10 +105,6 @@ def check_config(vllm_config: Any) -> Options:
             "leave out use_inductor_graph_partition and splitting_ops, or use "
             "cudagraph_mode FULL or NONE",
         )
-    for name in ("kv_scales", "draft_kv_scales"):
-        path = getattr(options, name)
-        if path is not None and not os.path.exists(path):
-            raise _refused(f"{name}: {path}, which is not there,", "give a file of KV scales")
     _check_connector(getattr(vllm_config, "kv_transfer_config", None))
     return options
 

@@ -2,73 +2,100 @@
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from halfbyte.kvcache import KVScales
-from halfbyte.kvcache.recipe import DEFAULT
+from halfbyte.kvcache.recipe import DEFAULT, RECIPES
 from halfbyte.plugins.vllm.formats import LayerFormat
 from halfbyte.plugins.vllm.options import LastModel, Options
-from halfbyte.plugins.vllm.scales import folder_of, has_no_weights
+from halfbyte.plugins.vllm.scales import has_no_weights, is_same_folder, place_of_scales
 
 logger = logging.getLogger("halfbyte")
 
 
 def settled(vllm_config: Any) -> Options:
-    """The options of a run, with a recipe.
+    """The options of a run, with a recipe, the same for its target and its draft.
 
     By default it is `balanced`; `plain` where the scales that there are, the draft's among them,
     are for K as it is, where K has no means for the run's context, or where graphs of parts of the
     model hold what writes the cache.
 
     Args:
-        vllm_config: vLLM's.
+        vllm_config: vLLM's, of the run or of its draft.
 
     Raises:
         ValueError: as `Options.parse`; broken files of scales.
     """
-    model_config = getattr(vllm_config, "model_config", None)
     additional = vllm_config.additional_config
+    target, draft = _models(vllm_config)
     known = LastModel.settled
-    if known is not None and known[0] is model_config and known[1] is additional:
+    if known is not None and known[0] is target and known[1] is additional:
         return known[2]
     options = Options.parse(additional)
-    if options.kv_recipe is None and model_config is not None:
-        options = replace(options, kv_recipe=_default_recipe(vllm_config, options))
-    LastModel.settled = (model_config, additional, options)
+    if options.kv_recipe is None and target is not None:
+        options = replace(options, kv_recipe=_default_recipe(vllm_config, target, draft, options))
+    LastModel.settled = (target, additional, options)
     return options
 
 
-def _default_recipe(vllm_config: Any, options: Options) -> str:
-    from halfbyte.models import find_kv_scales
+def _models(vllm_config: Any) -> tuple[Any, Any]:
+    """vLLM's configurations of the run's target and draft; None for what there is not.
+
+    While a draft's layers are made, its own stands where the target's does otherwise.
+    """
+    speculative = getattr(vllm_config, "speculative_config", None)
+    target = getattr(vllm_config, "model_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None and target is draft:
+        target = getattr(speculative, "target_model_config", None) or target
+    return target, draft
+
+
+def _default_recipe(vllm_config: Any, target: Any, draft: Any, options: Options) -> str:
     from halfbyte.models.kv_setup import recipe_for
 
-    model_config, load_config = vllm_config.model_config, vllm_config.load_config
-    if captures_stores(vllm_config) or not _has_nvfp4_keys(vllm_config, options):
+    if not _has_nvfp4_keys(vllm_config, options):
         return "plain"
-    if options.kv_scales is None and has_no_weights(load_config):
-        return DEFAULT
-    found: list[KVScales | None] = []
-    if options.draft_kv_scales is not None:
-        found.append(find_kv_scales(Path(), {}, given=options.draft_kv_scales))
-    given = options.kv_scales
-    folder = Path() if given is not None else folder_of(model_config, load_config)
-    found.append(find_kv_scales(folder, model_config.hf_config, given=given))
+    if captures_stores(vllm_config):
+        logger.warning("piecewise CUDA graphs that hold the cache's update: kv_recipe plain")
+        return "plain"
+    speculative, load_config = vllm_config.speculative_config, vllm_config.load_config
+    found = [_known_scales(target, load_config, options.kv_scales, "kv_scales")]
+    if draft is not None:
+        load_config = getattr(speculative, "draft_load_config", None) or load_config
+        given = options.draft_kv_scales
+        own_dtype = getattr(speculative, "kv_cache_dtype", None)
+        is_alike = own_dtype in (None, vllm_config.cache_config.cache_dtype)
+        if is_alike and (given is not None or not is_same_folder(target, draft, load_config)):
+            found.append(_known_scales(draft, load_config, given, "draft_kv_scales"))
     for scales in found:
         if scales is None:
             continue
         if recipe_for(scales) != DEFAULT or scales.calibration is None:
             return "plain"
         limit = scales.calibration.max_position
-        if limit < model_config.max_model_len:
+        if limit < target.max_model_len:
             logger.warning(
                 "KV cache scales from %s: means of K for %d tokens of %d: kv_recipe plain",
-                *(scales.source, limit, model_config.max_model_len),
+                *(scales.source, limit, target.max_model_len),
             )
             return "plain"
     return DEFAULT
+
+
+def _known_scales(
+    model_config: Any, load_config: Any, given: str | None, option: str
+) -> KVScales | None:
+    """Scales with a calibration, else any; None where there are none, or no weights for them."""
+    from halfbyte.models import find_kv_scales
+
+    if given is None and has_no_weights(load_config):
+        return None
+    folder, config = place_of_scales(model_config, load_config, given, option)
+    calibrated = find_kv_scales(folder, config, given=given, recipe=RECIPES[DEFAULT])
+    return calibrated or find_kv_scales(folder, config, given=given)
 
 
 def _has_nvfp4_keys(vllm_config: Any, options: Options) -> bool:

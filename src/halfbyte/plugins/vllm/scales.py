@@ -90,13 +90,7 @@ def scales_of_model(
         return KVScales(amax, amax, "dummy weights", calibration)
     from halfbyte.models import find_kv_scales
 
-    # A file that is given needs no folder, as of GGUF files, to be found.
-    folder = Path() if given is not None else folder_of(model_config, load_config)
-    config = model_config.hf_config
-    if option != "kv_scales":
-        # vLLM gives a draft's configuration another type, and other sizes, than its folder has.
-        named = {name: getattr(config, name, None) for name in _OF_DRAFTS}
-        config = {name: value for name, value in named.items() if value is not None}
+    folder, config = place_of_scales(model_config, load_config, given, option)
     scales = find_kv_scales(folder, config, given=given, recipe=recipe)
     if scales is None:
         raise ValueError(
@@ -107,6 +101,20 @@ def scales_of_model(
         )
     logger.info("KV cache scales: %s", scales.source)
     return scales
+
+
+def place_of_scales(
+    model_config: Any, load_config: Any, given: str | None, option: str
+) -> tuple[Path, Any]:
+    """Folder and configuration for `find_kv_scales`; arguments as of `scales_of_model`."""
+    # A file that is given needs no folder, as of GGUF files, to be found.
+    folder = Path() if given is not None else folder_of(model_config, load_config)
+    config = model_config.hf_config
+    if option != "kv_scales":
+        # vLLM gives a draft's configuration another type, and other sizes, than its folder has.
+        named = {name: getattr(config, name, None) for name in _OF_DRAFTS}
+        config = {name: value for name, value in named.items() if value is not None}
+    return folder, config
 
 
 def _dummy_calibration(model_config: Any) -> KVCalibration:
