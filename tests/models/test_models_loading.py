@@ -11,6 +11,7 @@ from halfbyte.assets import bundled_model_path
 from halfbyte.engine import LLM
 from halfbyte.models import (
     ENGINE,
+    Cache,
     ModelLoadError,
     UnsupportedModelError,
     load_model,
@@ -220,6 +221,30 @@ def test_load_model_refuses_rope_that_depends_on_the_batch(folder: Path) -> None
     )
     with pytest.raises(UnsupportedModelError, match="rope type dynamic is not supported"):
         load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "option", "value", "message"),
+    [
+        ("gemma3_text", "use_bidirectional_attention", True, "use_bidirectional_attention = True"),
+        ("llama", "is_causal", False, "is_causal = False is not supported"),
+        ("llama", "attention_chunk_size", 64, "attention_chunk_size = 64"),
+        ("qwen3", "layer_types", ["chunked_attention"] * 4, "layer_types: chunked_attention not"),
+    ],
+)
+def test_options_that_change_the_mask_are_refused(
+    tmp_path: Path, architecture: str, option: str, value: object, message: str
+) -> None:
+    """They would run as causal attention, and give other logits without a word."""
+    model = make_model(architecture)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), option: value}))
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_model(tmp_path)
+    setattr(model.config, option, value)
+    with pytest.raises(UnsupportedModelError, match=message):
+        Cache(model, "bfloat16")
 
 
 def test_load_model_refuses_unknown_dtypes(folder: Path) -> None:

@@ -36,6 +36,16 @@ class UnsupportedModelError(ValueError):
     """The architecture is not one that halfbyte is tested with."""
 
 
+_USUAL_OPTIONS: dict[str, object] = {
+    "add_cross_attention": False,
+    "attention_chunk_size": None,
+    "is_causal": True,
+    "is_encoder_decoder": False,
+    "use_bidirectional_attention": False,
+}
+"""What decides about masks in transformers' own code, with the values that are supported."""
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
 # transformers picks their frequencies by the longest sequence of a forward pass, so that a result
 # would depend on what else is in the batch and on how a prompt was cut.
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -58,6 +68,18 @@ def check_supported(config: Any) -> None:
         raise UnsupportedModelError(
             f"rope type {', '.join(sorted(rope_types))} is not supported: its positions depend on "
             "the longest sequence in the batch"
+        )
+    for name, usual in _USUAL_OPTIONS.items():
+        value = getattr(config, name, usual)
+        if value is not None and value != usual:
+            raise UnsupportedModelError(
+                f"{name} = {value!r} is not supported: every token attends to those before it"
+            )
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES))
+    if unknown:
+        raise UnsupportedModelError(
+            f"layer_types: {', '.join(map(str, unknown))} not supported; supported: "
+            + ", ".join(_LAYER_TYPES)
         )
 
 
