@@ -31,6 +31,10 @@ _PARTS = ("attention", "checkpoints", "kvcache", "layouts", "linear", "models", 
 transformers_hook.install()
 
 
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_PARTS})
+
+
 def __getattr__(name: str) -> Any:
     if name in _PARTS:
         return import_module(f"halfbyte.{name}")

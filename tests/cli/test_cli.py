@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import halfbyte as package
 from halfbyte import __version__
 from halfbyte.assets import bundled_model_path
 from halfbyte.cli import main
@@ -288,3 +289,24 @@ def test_eval_keeps_line_ends(halfbyte: Command, tmp_path: Path) -> None:
         _, out, _ = halfbyte("eval", "--text", str(text), "--kv-cache-dtype", "nvfp4", "--json")
         results.append(json.loads(out)[0]["tokens"])
     assert results[0] < results[1]
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["generate", "-h"], ["bench", "attention", "-h"]])
+def test_short_help(halfbyte: Command, arguments: list[str]) -> None:
+    code, out, _ = halfbyte(*arguments)
+    assert code == 0
+    assert out.lstrip().startswith("Usage: ")
+
+
+@pytest.mark.parametrize("command", ["generate", "eval"])
+def test_an_empty_name_is_no_model(halfbyte: Command, command: str) -> None:
+    """As of a shell's variable that is not set."""
+    more = ("--prompt", "x") if command == "generate" else ()
+    code, out, err = halfbyte(command, "--model", "", *more)
+    assert (code, out) == (2, "")
+    assert "expected a folder or hub id, got an empty name" in err
+
+
+def test_names_of_the_package() -> None:
+    assert {"LLM", "Cache", "SamplingParams", "load_model", "attention"} <= set(dir(package))
+    assert "Any" not in dir(package)

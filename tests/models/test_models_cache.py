@@ -1,5 +1,8 @@
 """`halfbyte.Cache` behind transformers' `generate()`, against transformers' own cache."""
 
+import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -456,3 +459,30 @@ def test_cache_takes_another_batch_after_a_first_pass_that_failed(
         out = model(input_ids=token_ids(3, 9), past_key_values=cache).logits
         fresh = model(input_ids=token_ids(3, 9), past_key_values=Cache(model, "nvfp4")).logits
     assert torch.equal(out, fresh)
+
+
+def test_a_cache_that_is_deleted_frees_its_pool_at_once() -> None:
+    model = make_model("llama")
+    cache = Cache(model, "nvfp4")
+    feed(model, cache, token_ids(1, 20))
+    pool = weakref.ref(cache.pool)
+    gc.disable()
+    try:
+        del cache
+        assert pool() is None
+    finally:
+        gc.enable()
+
+
+def test_copies_go_on_by_themselves() -> None:
+    """As transformers' documentation reuses the cache of a prompt."""
+    model = make_model("llama")
+    cache = Cache(model, "nvfp4")
+    feed(model, cache, token_ids(1, 70))
+    copied = copy.deepcopy(cache)
+    other = feed(model, cache, token_ids(1, 3, seed=1))
+    same = feed(model, copied, token_ids(1, 3, seed=1))
+    assert torch.equal(other, same)
+    assert not torch.equal(feed(model, copied, token_ids(1, 3, seed=2)), other)
+    del cache
+    assert copied.get_seq_length() == 76

@@ -33,6 +33,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 app.command("generate")(generate)
 app.command("eval")(evaluate)
@@ -40,7 +41,8 @@ app.command("chat")(chat)
 app.command("info")(info)
 app.command("quantize")(quantize)
 app.command("calibrate")(calibrate)
-app.command("serve", cls=ServeCommand)(serve)
+# `-h` is handed to vLLM there.
+app.command("serve", cls=ServeCommand, context_settings={"help_option_names": ["--help"]})(serve)
 app.add_typer(bench, name="bench")
 
 

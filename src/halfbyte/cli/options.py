@@ -4,9 +4,19 @@ from typing import Annotated
 
 import typer
 
+
+def _named(value: str | None) -> str | None:
+    """Not empty, as a shell's unset variable is."""
+    if value is not None and not value.strip():
+        raise typer.BadParameter("expected a folder or hub id, got an empty name")
+    return value
+
+
 Model = Annotated[
     str | None,
-    typer.Option(help="Folder or hub id of a checkpoint; by default the bundled model."),
+    typer.Option(
+        help="Folder or hub id of a checkpoint; by default the bundled model.", callback=_named
+    ),
 ]
 DType = Annotated[
     str, typer.Option(help="Of weights and computation: auto, float32, bfloat16 or float16.")

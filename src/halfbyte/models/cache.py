@@ -10,6 +10,8 @@ The pool holds tokens: row b's sequence is the columns of b whose mask is 1, com
 chunk and reads it back through the cache. Rows share pages until they differ (beam search).
 """
 
+import copy
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,14 @@ class Cache(transformers.Cache):
         model.set_attn_implementation(GENERATE)
         self._paged_layers = [_PagedLayer(self, layer) for layer in range(len(specs))]
         super().__init__(layers=list(self._paged_layers))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Cache":
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update({k: copy.deepcopy(x, memo) for k, x in self.__dict__.items()})
+        for layer in copied._paged_layers:
+            layer.belong_to(copied)
+        return copied
 
     @property
     def pool(self) -> PagedKVPool:
@@ -248,10 +258,21 @@ class _PagedLayer(CacheLayerMixin):
 
     def __init__(self, cache: Cache, layer: int) -> None:
         super().__init__()
-        self._cache = cache
+        self._owner = weakref.ref(cache)  # or `del cache` would leave its pool to the collector
         self._layer = layer
         self.num_columns = 0
         self.is_initialized = True
+
+    @property
+    def _cache(self) -> Cache:
+        cache = self._owner()
+        if cache is None:
+            raise ReferenceError("halfbyte.Cache: its layers live no longer than it does")
+        return cache
+
+    def belong_to(self, cache: Cache) -> None:
+        """Be a layer of a copy."""
+        self._owner = weakref.ref(cache)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing: pages are allocated as tokens come."""
