@@ -486,3 +486,11 @@ def test_copies_go_on_by_themselves() -> None:
     assert not torch.equal(feed(model, copied, token_ids(1, 3, seed=2)), other)
     del cache
     assert copied.get_seq_length() == 76
+
+
+def test_attention_weights_are_not_to_be_had() -> None:
+    model = make_model("llama")
+    ids, cache = token_ids(1, 5), Cache(model, "nvfp4")
+    with pytest.raises(ValueError, match=r"output_attentions: .* has no weights to give"):
+        model(input_ids=ids, past_key_values=cache, output_attentions=True)
+    assert model(input_ids=ids, past_key_values=cache).logits.isfinite().all()

@@ -146,6 +146,11 @@ def generate_attention(
         "sinks": s_aux,
         "softcap": softcap,
     }
+    if kwargs.get("output_attentions"):
+        raise ValueError(
+            "output_attentions: halfbyte's attention has no weights to give; for those use "
+            "transformers' own cache and attn_implementation='eager'"
+        )
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(
             "attention_mask: halfbyte needs a 2-D [batch, tokens] mask of padding, "
