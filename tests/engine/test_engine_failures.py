@@ -139,6 +139,39 @@ def test_interrupts_in_every_place_leave_the_next_tokens_right() -> None:
         signal.signal(signal.SIGINT, previous)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("victim", [0, 1], ids=["greedy", "sampled"])
+def test_numbers_of_one_request_do_not_end_the_others(victim: int, number: float) -> None:
+    llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4", num_pages=20)
+    expected = [output.token_ids for output in llm.generate(PROMPTS, PARAMS)]
+    core = llm.core
+    requests = [core.request(p, q) for p, q in zip(PROMPTS, PARAMS, strict=True)]
+    for request in requests:
+        core.add(request)
+    function = core.runner.run
+
+    def spoiled(chunks: Any, **options: Any) -> Any:
+        logits = function(chunks, **options).clone()
+        for i, (seq, _) in enumerate(chunks):
+            if seq == requests[victim].id and len(requests[victim].output) == 3:
+                logits[i] = number
+        return logits
+
+    with core.runner.attached():
+        core.runner.run = spoiled  # type: ignore[method-assign]
+        run(core, requests)
+    assert requests[victim].finish_reason == FinishReason.ERROR
+    assert requests[victim].error == f"the model's logits have {number} for their largest"
+    assert requests[victim].output == expected[victim][:3]
+    for i, request in enumerate(requests):
+        if i != victim:
+            assert request.output == expected[i]
+    assert core.tables.allocator.num_used == 0
+    assert not core.sampler._generators
+    del core.runner.run
+    assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == expected
+
+
 def test_integrity_sees_slots_that_were_never_computed() -> None:
     core = LLM(make_model("llama"), kv_cache_dtype="nvfp4", num_pages=20).core
     request = core.request(PROMPTS[0], PARAMS[0])

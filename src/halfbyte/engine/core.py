@@ -3,12 +3,13 @@
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from halfbyte.engine.interrupts import interrupts_deferred
 from halfbyte.engine.request import FinishReason, Request
 from halfbyte.engine.runner import ModelRunner
-from halfbyte.engine.sampler import Sampler, SavedGenerators
+from halfbyte.engine.sampler import NoTokenError, Sampler, SavedGenerators
 from halfbyte.engine.sampling_params import SamplingParams
 from halfbyte.engine.scheduler import Scheduler
 from halfbyte.kvcache import PagedKVPool, SequenceTables
@@ -110,10 +111,17 @@ class EngineCore:
                 if chunk.completes
             ]
             generators = self.sampler.save([request for request, _ in rows])
-            produced = [(request, self.sampler.sample(request, row)) for request, row in rows]
+            sampled = [(request, self._sample(request, row)) for request, row in rows]
+            produced: list[tuple[Request, int]] = []
             with interrupts_deferred():
-                for request, token in produced:
-                    self._append(request, token)
+                for request, token in sampled:
+                    if isinstance(token, NoTokenError):  # the others go on
+                        request.finish(FinishReason.ERROR, str(token))
+                    else:
+                        self._append(request, token)
+                        produced.append((request, token))
+                    if request.is_finished:
+                        self.sampler.forget(request)
                 self.scheduler.complete(chunks)
                 generators = []  # what is done stays
         except BaseException:
@@ -122,6 +130,12 @@ class EngineCore:
                 self.sampler.restore(generators)
             raise
         return produced
+
+    def _sample(self, request: Request, logits: torch.Tensor) -> int | NoTokenError:
+        try:
+            return self.sampler.sample(request, logits)
+        except NoTokenError as error:
+            return error
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless requests, block tables and pages agree, between two steps."""

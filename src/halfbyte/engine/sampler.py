@@ -1,5 +1,6 @@
 """From logits to tokens."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -8,6 +9,10 @@ from halfbyte.engine.request import Request
 
 _LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny
 """Below, float32 has none."""
+
+
+class NoTokenError(ValueError):
+    """Logits from which no token follows."""
 
 
 SavedGenerators = list[tuple[torch.Generator, torch.Tensor]]
@@ -27,10 +32,18 @@ class Sampler:
         Args:
             request: whose parameters apply.
             logits: `[vocabulary]`.
+
+        Raises:
+            NoTokenError: NaN among them, or a largest one that is infinite.
         """
         params = request.params
         if params.temperature == 0:
-            return int(logits.argmax())
+            likeliest = logits.argmax()
+            # In one transfer; NaN counts as the largest.
+            token, largest = torch.stack((likeliest.double(), logits[likeliest].double())).tolist()
+            _check(largest)
+            return int(token)
+        _check(float(logits.max()))
         probabilities = _probabilities(
             # The largest becomes 0 and stays it, so that no temperature, however small, makes NaN.
             (logits - logits.max()).float().cpu() / max(params.temperature, _LEAST_TEMPERATURE),
@@ -63,6 +76,11 @@ class Sampler:
                 generator.manual_seed(request.params.seed)
             self._generators[request.id] = generator
         return self._generators[request.id]
+
+
+def _check(largest: float) -> None:
+    if not math.isfinite(largest):
+        raise NoTokenError(f"the model's logits have {largest} for their largest")
 
 
 def _probabilities(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
