@@ -310,3 +310,12 @@ def test_an_empty_name_is_no_model(halfbyte: Command, command: str) -> None:
 def test_names_of_the_package() -> None:
     assert {"LLM", "Cache", "SamplingParams", "load_model", "attention"} <= set(dir(package))
     assert "Any" not in dir(package)
+
+
+def test_generate_in_a_smaller_context(halfbyte: Command) -> None:
+    arguments = ("--prompt", "import os", "--max-tokens", "50", "--json", "--max-model-len", "12")
+    code, out, _ = halfbyte("generate", *arguments)
+    assert code == 0
+    result = json.loads(out)
+    assert result["prompt_tokens"] + len(result["tokens"]) == 12
+    assert result["finish_reason"] == "length"

@@ -1,5 +1,6 @@
 """`LLM` against transformers' own greedy generation, and when things run out."""
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from transformers import BatchEncoding
 from halfbyte.assets import bundled_model_path
 from halfbyte.dispatch import NoImplementationError
 from halfbyte.engine import LLM, FinishReason, SamplingParams
+from halfbyte.engine import llm as llm_module
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY
 from halfbyte.models import load_model
 from models.zoo import ARCHITECTURES, make_model, token_ids
@@ -262,3 +264,27 @@ def test_llm_tiny_temperatures_are_greedy() -> None:
     for temperature in (1e-44, 1e-46, 1e-300):
         tiny = SamplingParams(max_tokens=20, temperature=temperature, seed=0)
         assert llm.generate(PROMPTS[0], tiny)[0].token_ids == greedy
+
+
+def test_the_pool_keeps_to_its_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where not even one sequence of full length fits, which is said."""
+    model = make_model("llama")
+    whole = LLM(model, kv_cache_dtype="nvfp4", max_num_seqs=1)
+    sequence = (whole.pool.num_pages - 1) * whole.pool.plan.page_bytes
+    monkeypatch.setattr(llm_module, "_CPU_POOL_BYTES", sequence // 2)
+    with caplog.at_level(logging.WARNING, logger="halfbyte"):
+        llm = LLM(model, kv_cache_dtype="nvfp4")
+    assert (llm.pool.num_pages - 1) * llm.pool.plan.page_bytes <= sequence // 2
+    (message,) = caplog.messages
+    context = model.config.max_position_embeddings
+    assert message.startswith(
+        f"the KV cache has room for 50 % of a sequence of max_model_len {context}; "
+    )
+    assert f"num_pages ({whole.pool.num_pages} for one sequence)" in message
+    long, short = [1] * (context - 10), [1] * 20
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    failed, served = llm.generate([long, short], params)
+    assert failed.error
+    assert len(served.token_ids) == 4

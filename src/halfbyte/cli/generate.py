@@ -55,6 +55,9 @@ def generate(
     num_pages: Annotated[
         int | None, typer.Option(help="Pages of the KV cache; by default what fits.")
     ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Context in tokens; by default the model's.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     verbose: Verbose = False,
 ) -> None:
@@ -84,6 +87,7 @@ def generate(
         kv_recipe=kv_recipe,
         dtype=dtype,
         num_pages=num_pages,
+        max_model_len=max_model_len,
         max_batched_tokens=max_batched_tokens,
         attention_backend=attention_backend,
         linear_backend=linear_backend,

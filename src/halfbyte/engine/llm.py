@@ -1,5 +1,6 @@
 """`LLM`: text in, text out, with every K and V in a packed, paged cache."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from halfbyte.models import (
 )
 from halfbyte.models.kv_setup import KVSetup
 from halfbyte.models.loading import device_or_default
+
+logger = logging.getLogger("halfbyte")
 
 _GPU_MEMORY_SHARE = 0.8
 _CPU_POOL_BYTES = 2 * 2**30
@@ -67,7 +70,8 @@ class LLM:
         device: by default a GPU if there is one.
         block_size: tokens per page.
         num_pages: pages of the pool; by default as many as `max_num_seqs` sequences of full length
-            need, at most 2 GiB on a CPU and 80 % of the free memory on a GPU.
+            need, at most 2 GiB on a CPU and 80 % of the free memory on a GPU; the log says so where
+            that is less than one of them needs.
         max_model_len: context in tokens; by default the model's.
         max_batched_tokens: tokens per step; longer prompts are fed in chunks. By default 512 on a
             CPU and 4,096 on a GPU, whose prefill is efficient for long chunks only.
@@ -333,7 +337,7 @@ def _output(prompt: Prompt, request: Request, text: Detokenizer | None) -> Reque
 def _default_num_pages(
     plan: KVCachePlan, max_model_len: int, max_num_seqs: int, device: torch.device
 ) -> int:
-    """Enough for `max_num_seqs` full sequences, within the memory at hand, and for one at least."""
+    """Enough for `max_num_seqs` full sequences, within the memory at hand."""
     per_sequence = sum(
         max(spec.max_live_pages(max_model_len, max_chunk=max_model_len) for spec in group.specs)
         for group in plan.groups
@@ -341,5 +345,11 @@ def _default_num_pages(
     budget = _CPU_POOL_BYTES
     if device.type == "cuda":
         budget = int(_GPU_MEMORY_SHARE * torch.cuda.mem_get_info(device)[0])
-    affordable = budget // plan.page_bytes
-    return 1 + max(per_sequence, min(max_num_seqs * per_sequence, affordable))
+    affordable = max(1, budget // plan.page_bytes)
+    if affordable < per_sequence:
+        logger.warning(
+            "the KV cache has room for %.0f %% of a sequence of max_model_len %d; longer ones will "
+            "end with an error: give a smaller max_model_len, or num_pages (%d for one sequence)",
+            *(100 * affordable / per_sequence, max_model_len, 1 + per_sequence),
+        )
+    return 1 + min(max_num_seqs * per_sequence, affordable)

@@ -31,6 +31,8 @@ from halfbyte.models.local_files import folder_of
 logger = logging.getLogger("halfbyte")
 
 _CACHE_SUBFOLDER = "kv_scales"
+_SMALLEST_AMAX, _LARGEST_AMAX = 2.0**-10, 2.0**16
+"""Of K and V of any model that is known, first tokens included."""
 
 
 def find_kv_scales(
@@ -203,7 +205,16 @@ def _from_cache(folder: Path) -> KVScales | None:
 
 
 def _check_model(scales: KVScales, config: Any) -> None:
-    """Raise ValueError for scales of another model, as far as can be told."""
+    """Raise ValueError for scales of another model, as far as can be told; warn of odd ones."""
+    for side, amax in (("K", scales.k_amax), ("V", scales.v_amax)):
+        for layer, value in enumerate(amax):
+            if not _SMALLEST_AMAX <= value <= _LARGEST_AMAX:
+                logger.warning(
+                    "KV scales from %s: layer %d has a scale for |%s| up to %g; is it the inverse "
+                    "of what is meant, or of another unit?",
+                    *(scales.source, layer, side, value),
+                )
+                break
     shape = shape_of_model(config)
     for name in shape:  # in the order of `shape_of_model`, so that the message is always the same
         if name in scales.shape and scales.shape[name] != shape[name]:
