@@ -229,6 +229,7 @@ def test_paged_attention_in_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -
         ({"seq_lens": torch.tensor([1, 40, 77, 17])}, "seq_lens: expected int32"),
         ({"query_start_loc": torch.tensor([0, 1, 6, 7, 9], dtype=torch.int32)}, "to ascend"),
         ({"sinks": torch.zeros(3)}, "sinks: expected"),
+        ({"sinks": torch.full((8,), torch.nan)}, "sinks: expected logits or -inf, got NaN"),
         ({"block_tables": torch.zeros((), dtype=torch.int32)}, "block_tables: expected int32"),
         ({"seq_lens": torch.ones(4, 1, dtype=torch.int32)}, "seq_lens: expected one dimension"),
         ({"sliding_window": 0}, "sliding_window: expected"),

@@ -249,6 +249,9 @@ def _check(inputs: AttentionInputs) -> None:
         raise ValueError(f"out: expected memory of its own for every element, got {out.stride()}")
     if inputs.sinks is not None and tuple(inputs.sinks.shape) != (query.shape[1],):
         raise ValueError(f"sinks: expected [{query.shape[1]}], got {tuple(inputs.sinks.shape)}")
+    # Where looking at them waits for no GPU.
+    if inputs.sinks is not None and not inputs.sinks.is_cuda and inputs.sinks.isnan().any():
+        raise ValueError("sinks: expected logits or -inf, got NaN")
     if inputs.softcap is not None and not 1e-30 <= inputs.softcap <= 1e30:
         raise ValueError(f"softcap: expected a number from 1e-30 to 1e30, got {inputs.softcap}")
     if inputs.recent is not None:
