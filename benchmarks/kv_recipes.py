@@ -157,7 +157,7 @@ def table_by_position(report: dict[str, Any]) -> str:
 def table_of_text(report: dict[str, Any]) -> str:
     """Greedy continuations and retrieval, in Markdown."""
     lines = [
-        "| model | K/V cache | tokens that agree with bf16 | of prompts |",
+        "| model | K/V cache | tokens that agree with bf16 | prompts whose all do |",
         "|---|---|---:|---:|",
     ]
     for name, rows in report["greedy"].items():

@@ -41,6 +41,8 @@ def test_docs_show_the_committed_run_of_recipes(monkeypatch: pytest.MonkeyPatch)
     for page in benchmark.PAGES:
         assert benchmark.table(report) in page.read_text()
     assert benchmark.table_by_position(report) in benchmark.PAGES[1].read_text()
+    assert benchmark.table_of_text(report) in benchmark.PAGES[1].read_text()
+    assert set(report["greedy"]) == set(benchmark.MODELS)
     for name, most in (("SmolLM2-135M-Instruct", 0.6), ("gemma-3-270m", 1.05)):
         rows = report["models"][name]
         assert len(rows) == len(benchmark.FORMATS) + len(benchmark.RECIPES) - 1
