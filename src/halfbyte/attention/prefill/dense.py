@@ -98,9 +98,14 @@ class DenseAttention(GpuAttention):
 
 
 def _fill_empty(inputs: AttentionInputs, rows: torch.Tensor) -> None:
-    inputs.out[rows] = 0
-    if inputs.lse is not None:
-        inputs.lse[rows] = -torch.inf if inputs.sinks is None else inputs.sinks.float()
+    # Not by assignment, which takes a number from the host's memory and waits for it.
+    inputs.out.index_fill_(0, rows, 0)
+    if inputs.lse is None:
+        return
+    if inputs.sinks is None:
+        inputs.lse.index_fill_(0, rows, -torch.inf)
+    else:
+        inputs.lse[rows] = inputs.sinks.float()
 
 
 def _attend_some(inputs: AttentionInputs, some: OtherSequences) -> None:
@@ -168,9 +173,11 @@ def _padded_rows(query: torch.Tensor, begin: int, count: int) -> torch.Tensor:
     if begin >= 0 and begin + count <= query.shape[0]:
         rows = query[begin : begin + count]
         return rows if rows.stride(2) == 1 else rows.contiguous()
-    rows = query.new_zeros((count, *query.shape[1:]))
-    first, last = max(0, begin), min(query.shape[0], begin + count)
-    rows[first - begin : last - begin] = query[first:last]
+    rows = query.new_empty((count, *query.shape[1:]))
+    first, last = max(0, begin) - begin, min(query.shape[0], begin + count) - begin
+    rows[:first].zero_()
+    rows[first:last] = query[begin + first : begin + last]
+    rows[last:].zero_()
     return rows
 
 
