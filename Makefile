@@ -25,7 +25,7 @@ MODELS ?= .models
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
-	@echo "==> halfbyte generate: every K and V is read back from a 4-bit cache"
+	@echo "==> halfbyte generate: K and V are read back from a 4-bit cache, the last 64 tokens' from 16 bits"
 	@$(BIN)/halfbyte generate --max-tokens 60 --temperature 0.7 --seed 2 --prompt "$$PROMPT"
 	@echo
 	@echo "==> halfbyte eval: what the formats cost on text the model has not seen"
