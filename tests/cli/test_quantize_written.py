@@ -113,7 +113,8 @@ def test_written_checkpoint_quantizes_activations(
 
 def test_written_checkpoint_declares_its_cache(written: tuple[Dialect, Path]) -> None:
     _, folder = written
-    llm = package.LLM(folder, kv_cache_dtype="auto", dtype="float32", device="cpu")
+    options: dict[str, Any] = {"kv_cache_dtype": "auto", "dtype": "float32", "device": "cpu"}
+    llm = package.LLM(folder, **options, kv_recipe="plain")
     assert llm.pool.layout(0).k_dtype.value == "nvfp4"
     assert llm.kv_scales is not None
     assert llm.kv_scales.source.startswith("checkpoint")
@@ -124,6 +125,11 @@ def test_written_checkpoint_declares_its_cache(written: tuple[Dialect, Path]) ->
     }
     assert llm.kv_scales.k_amax[3] == stored["k_scale"] * 2688
     assert llm.kv_scales.v_amax[3] == stored["v_scale"] * 2688
+    # The file beside them, with what the default recipe needs.
+    llm = package.LLM(folder, **options)
+    assert llm.recipe.name == "balanced"
+    assert llm.kv_scales is not None
+    assert llm.kv_scales.source.startswith("kv_scales.json")
 
 
 def test_generate_runs_on_a_written_checkpoint(
@@ -138,6 +144,11 @@ def test_generate_runs_on_a_written_checkpoint(
     assert code == 0
     result = json.loads(out)
     assert len(result["tokens"]) == 8
+    assert result["kv_cache"]["dtype"] == "nvfp4_4over6"
+    assert result["kv_cache"]["scales"].startswith("kv_scales.json")
+    code, out, _ = run(capsys, monkeypatch, *command, "--kv-recipe", "plain")
+    assert code == 0
+    result = json.loads(out)
     assert result["kv_cache"]["dtype"] == "nvfp4"
     assert result["kv_cache"]["scales"].startswith("checkpoint")
 
