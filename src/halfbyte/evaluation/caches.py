@@ -1,11 +1,11 @@
 """Formats and recipes under test: a pool each, all fed the same tokens."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from halfbyte.attention import check_attention_backend
 from halfbyte.engine import ModelRunner
 from halfbyte.kvcache import KVRecipe, KVScales, PagedKVPool, SequenceTables, plan_kv_cache
 from halfbyte.kvcache.recent import RecentTokens
@@ -16,57 +16,58 @@ from halfbyte.models.kv_setup import KVSetup
 CacheName = tuple[KVCacheDType, KVRecipe]
 
 
-def cache_names(
+def names_and_scales(
     model: PreTrainedModel,
     kv_cache_dtypes: Sequence[str | KVCacheDType],
     kv_recipes: Sequence[str | KVRecipe] | None,
-    kv_scales: KVScales | None = None,
-    attention_backend: str | None = None,
-    tokenizer: object = None,
-) -> list[CacheName]:
-    """Every format with every recipe; those without recipes with `plain` alone.
+    kv_scales: KVScales | None,
+    tokenizer: object,
+    attention_backend: str | None,
+) -> tuple[list[CacheName], dict[CacheName, KVScales | None]]:
+    """Every format with every recipe, `plain` alone for K other than NVFP4; and scales of each.
 
     Args:
-        kv_recipes: None for the one that `KVSetup.of` chooses with the other arguments.
+        kv_cache_dtypes: formats.
+        kv_recipes: None for the one that `KVSetup.of` chooses.
+        kv_scales, tokenizer: as for `resolve_kv_scales`, called once for all recipes that take the
+            same scales.
+        attention_backend: name of an attention backend, or None to choose.
 
     Raises:
+        NoImplementationError: a backend that is unknown or not for the model's device.
         ValueError: an unknown format or recipe, no recipe, or a format that cannot store the
             model's head size.
     """
+    check_attention_backend(attention_backend, model.device)
     formats = [
         layer_specs(model.config, model.dtype, name)[0].layout.k_dtype for name in kv_cache_dtypes
     ]
+    found: dict[bool, KVScales | None] = {}
     if kv_recipes is None and any(name.is_nvfp4 for name in formats):
-        options: dict[str, Any] = {"kv_scales": kv_scales, "attention_backend": attention_backend}
-        kv_recipes = [KVSetup.of(model, "nvfp4", 16, tokenizer=tokenizer, **options).recipe]
-    if kv_recipes is None:
-        kv_recipes = ["plain"]
-    recipes = [KVRecipe.parse(recipe) for recipe in kv_recipes]
+        setup = KVSetup.of(
+            model,
+            "nvfp4",
+            16,
+            kv_scales=kv_scales,
+            tokenizer=tokenizer,
+            attention_backend=attention_backend,
+        )
+        kv_recipes = [setup.recipe]
+        found[setup.recipe.changes_k] = setup.scales
+    recipes = [KVRecipe.parse(r) for r in (["plain"] if kv_recipes is None else kv_recipes)]
     if not recipes:
         raise ValueError("kv_recipes: expected one or more")
-    return [
+    names = [
         (name, recipe)
         for name in formats
         for recipe in (recipes if name.is_nvfp4 else [KVRecipe()])
     ]
-
-
-def scales_of(
-    model: PreTrainedModel, names: Sequence[CacheName], given: KVScales | None, tokenizer: object
-) -> dict[CacheName, KVScales | None]:
-    """Scales for each; found or measured once for all recipes that take the same.
-
-    Args:
-        given, tokenizer: as for `resolve_kv_scales`.
-    """
-    formats = {name for name, _ in names}
-    found: dict[bool, KVScales | None] = {}
     for _, recipe in names:
         if recipe.changes_k not in found:
             found[recipe.changes_k] = resolve_kv_scales(
-                model, formats, given=given, tokenizer=tokenizer, recipe=recipe
+                model, set(formats), given=kv_scales, tokenizer=tokenizer, recipe=recipe
             )
-    return {name: found[name[1].changes_k] for name in names}
+    return names, {name: found[name[1].changes_k] for name in names}
 
 
 class MeasuredCache:

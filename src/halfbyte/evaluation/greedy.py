@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from halfbyte.attention import check_attention_backend
-from halfbyte.evaluation.caches import MeasuredCache, cache_names, scales_of
+from halfbyte.evaluation.caches import CacheName, MeasuredCache, names_and_scales
 from halfbyte.evaluation.perplexity import BASELINE
 from halfbyte.kvcache import KVRecipe, KVScales
 from halfbyte.layouts import KVCacheDType
@@ -64,15 +63,19 @@ def evaluate_greedy(
     limit = getattr(model.config, "max_position_embeddings", 2**31) - new_tokens
     if not lengths or not 0 < min(lengths) <= max(lengths) <= limit:
         raise ValueError(f"prompts: expected some of 1 up to {limit} tokens, got {lengths}")
-    check_attention_backend(attention_backend, model.device)
-    names = cache_names(model, kv_cache_dtypes, kv_recipes, kv_scales, attention_backend, tokenizer)
-    scales = scales_of(model, names, kv_scales, tokenizer)
+    names, scales = names_and_scales(
+        model, kv_cache_dtypes, kv_recipes, kv_scales, tokenizer, attention_backend
+    )
     longest = max(lengths) + new_tokens
 
-    def cache_of(name: tuple[KVCacheDType, KVRecipe]) -> MeasuredCache:
-        found = scales.get(name)
+    def cache_of(name: CacheName) -> MeasuredCache:
         return MeasuredCache(
-            model, name, found, longest, len(prompts), attention_backend=attention_backend
+            model,
+            name,
+            scales.get(name),  # the baseline needs none
+            longest,
+            len(prompts),
+            attention_backend=attention_backend,
         )
 
     baseline = cache_of((BASELINE, KVRecipe()))

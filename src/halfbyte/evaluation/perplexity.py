@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from halfbyte.attention import check_attention_backend
-from halfbyte.evaluation.caches import MeasuredCache, cache_names, scales_of
+from halfbyte.evaluation.caches import MeasuredCache, names_and_scales
 from halfbyte.kvcache import KVRecipe, KVScales
 from halfbyte.layouts import KVCacheDType
 
@@ -132,9 +131,9 @@ def evaluate_perplexity(
             model's context, or a format that is unknown or cannot store the model's head size.
     """
     _check(model, windows, chunk_size)
-    check_attention_backend(attention_backend, model.device)
-    names = cache_names(model, kv_cache_dtypes, kv_recipes, kv_scales, attention_backend, tokenizer)
-    scales = scales_of(model, names, kv_scales, tokenizer)
+    names, scales = names_and_scales(
+        model, kv_cache_dtypes, kv_recipes, kv_scales, tokenizer, attention_backend
+    )
     baseline_name = (BASELINE, KVRecipe())
     scales.setdefault(baseline_name, None)
     unique = list(dict.fromkeys([baseline_name, *names]))

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from halfbyte.attention import check_attention_backend
-from halfbyte.evaluation.caches import MeasuredCache, cache_names, scales_of
+from halfbyte.evaluation.caches import MeasuredCache, names_and_scales
 from halfbyte.kvcache import KVRecipe, KVScales
 from halfbyte.layouts import KVCacheDType
 
@@ -146,9 +145,9 @@ def evaluate_retrieval(
     limit = getattr(model.config, "max_position_embeddings", 2**31)
     if not 0 < longest <= limit:
         raise ValueError(f"contexts: expected 1 up to {limit} tokens, got {longest}")
-    check_attention_backend(attention_backend, model.device)
-    names = cache_names(model, kv_cache_dtypes, kv_recipes, kv_scales, attention_backend, tokenizer)
-    scales = scales_of(model, names, kv_scales, tokenizer)
+    names, scales = names_and_scales(
+        model, kv_cache_dtypes, kv_recipes, kv_scales, tokenizer, attention_backend
+    )
     results = []
     for name in names:
         cache = MeasuredCache(

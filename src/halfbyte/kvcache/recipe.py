@@ -76,7 +76,7 @@ class KVRecipe:
 
 
 DEFAULT = "balanced"
-"""Where nobody says otherwise and scales allow it."""
+"""The default recipe, where the scales have a calibration."""
 RECIPES: dict[str, KVRecipe] = {
     "plain": KVRecipe(),
     "balanced": KVRecipe(

@@ -1,7 +1,7 @@
 """What a cache for a model is made of: specs of its layers, their scales, and the recipe."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ class KVSetup(NamedTuple):
             kv_cache_dtype, block_size, v_cache_dtype, keep_all: as for `layer_specs`.
             kv_scales, tokenizer: as for `resolve_kv_scales`.
             kv_recipe: by default see `default_recipe`.
-            attention_backend: the one that was asked for by name.
+            attention_backend: the requested one, if any.
 
         Raises:
             ValueError: as those functions do; an unknown recipe.
@@ -84,7 +84,8 @@ def default_recipe(
     kv_scales: KVScales | str | Path | None = None,
     attention_backend: str | None = None,
 ) -> KVRecipe:
-    """`balanced`; `plain` where scales or a backend that somebody chose are for K as it is.
+    """`balanced`; `plain` where the known scales have no calibration, or the requested backend
+    reads `plain` alone.
 
     Args:
         model: as for `KVSetup.of`, and all else, too.
@@ -96,13 +97,22 @@ def default_recipe(
     if backend and not backend.takes_transforms:
         logger.info("attention backend %s reads kv_recipe plain alone", attention_backend)
         return RECIPES["plain"]
-    # Those with a calibration first, though others may come before them for `plain`.
-    scales = known_kv_scales(model, kv_scales, RECIPES[DEFAULT])
-    return RECIPES[recipe_for(scales or known_kv_scales(model, kv_scales))]
+    scales = calibrated_or_any(lambda recipe: known_kv_scales(model, kv_scales, recipe))
+    return RECIPES[recipe_for(scales)]
+
+
+def calibrated_or_any(find: Callable[[KVRecipe | None], KVScales | None]) -> KVScales | None:
+    """The scales that decide the default recipe: those with a calibration, though others may come
+    first for `plain`; else any.
+
+    Args:
+        find: the scales that a recipe can use, or any for None.
+    """
+    return find(RECIPES[DEFAULT]) or find(None)
 
 
 def recipe_for(scales: KVScales | None) -> str:
-    """Name of the recipe that is best with known scales; said once where that is not `balanced`."""
+    """Name of the default recipe with known scales; a warning where that is not `balanced`."""
     if scales is None or scales.calibration is not None:
         return DEFAULT
     logger.warning(

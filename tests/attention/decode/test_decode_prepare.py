@@ -29,7 +29,7 @@ def made(inputs: AttentionInputs, prepared: Prepared) -> TransformedQuery:
         of_address.get(struct.first_scores),
         of_address.get(struct.first_indices),
         of_address.get(struct.first_values),
-        prepared.segment,
+        0 if prepared.variant is None else prepared.variant.segment,
     )
 
 

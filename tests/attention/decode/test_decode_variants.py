@@ -14,7 +14,8 @@ from machine_code import assert_copies_have_descriptors, disassembled
 pytest.importorskip("cuda.bindings.nvrtc")
 
 from halfbyte.attention.decode import cuda
-from halfbyte.attention.decode.variant import Variant, geometry_macros, macros, variant
+from halfbyte.attention.decode.prepare import PrepareVariant
+from halfbyte.attention.decode.variant import Variant, macros, variant
 from halfbyte.kernels.runtime import nvrtc, tensor_maps
 
 
@@ -50,15 +51,9 @@ def test_what_stands_in_front_compiles(
 ) -> None:
     architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
+    way = PrepareVariant(group, group >= 16, True, 64, 64, head_size // 2, True)
     for dtype in (torch.bfloat16, torch.float16):
-        options = {
-            **geometry_macros(layout, group, dtype, group >= 16),
-            "ROTATE": 1,
-            "RECENT": 64,
-            "SEGMENT": 64,
-            "KNOWS_FIRST": 1,
-            "PAIRS": head_size // 2,
-        }
+        options = way.macros(layout, dtype)
         cubin = nvrtc.compile_source("attention/decode/prepare.cu", options, architecture)
         assert not re.search(r" (?:STL|LDL)[. ]", disassembled(cubin, tmp_path))
 

@@ -17,7 +17,7 @@ from halfbyte.layouts import PageLayout
 from halfbyte.plugins.vllm import checks, connectors, support
 from halfbyte.plugins.vllm.formats import LayerFormat, block_size_of, pages_of
 from halfbyte.plugins.vllm.options import Options
-from halfbyte.plugins.vllm.recipes import settled
+from halfbyte.plugins.vllm.recipes import resolve_options
 from halfbyte.plugins.vllm.scales import LayerPlace, heads_of_rank, place_of
 
 ROOT = Path(__file__).parents[3]
@@ -242,16 +242,16 @@ def test_a_run_has_one_default_recipe(
             draft_model_config=of_draft, target_model_config=of_target
         ),
     )
-    assert settled(run).kv_recipe == recipe
+    assert resolve_options(run).kv_recipe == recipe
     run.model_config = of_draft
-    assert settled(run).kv_recipe == recipe
+    assert resolve_options(run).kv_recipe == recipe
     run.model_config, run.additional_config = of_target, {"halfbyte": {"kv_recipe": "plain"}}
-    assert settled(run).kv_recipe == "plain"
+    assert resolve_options(run).kv_recipe == "plain"
     if target is not None:
         file = target.save_file(tmp_path / "given.json")
         run.additional_config = {"halfbyte": {"kv_scales": str(file)}}
         run.model_config = of_draft
-        assert settled(run).kv_recipe == recipe
+        assert resolve_options(run).kv_recipe == recipe
 
 
 def compilation(**fields: Any) -> SimpleNamespace:

@@ -2,13 +2,13 @@
 
 import ctypes
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from halfbyte.attention.base import AttentionConfig, AttentionInputs, GpuAttention
 from halfbyte.attention.decode.plan import MERGE_THREADS, Plan, PlanView, make_plan, slice_ctas
-from halfbyte.attention.decode.prepare import Transformed, aligned, prepare
+from halfbyte.attention.decode.prepare import PrepareVariant, Transformed, aligned, prepare
 from halfbyte.attention.decode.variant import WARPS, Variant, macros, unsupported_reason, variant
 from halfbyte.dispatch import Answer, capability_of_gpu
 from halfbyte.kernels.runtime import nvrtc
@@ -146,7 +146,7 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
             f"pages: the kernel copies 16 bytes at a time; the base {pages.data_ptr():#x} and the "
             f"stride {stride} (below 2^32) must be multiples of 16"
         )
-    # Before the kernel that the attention kernel may overlap: there it would have to be waited for.
+    # Planned before `prepare`: nothing may stand between it and the kernel that overlaps with it.
     plan = plan or _plan(inputs.packed, inputs.recent is not None)
     block_tables = inputs.block_tables.contiguous()
     k_scale, v_scale = (_on_device(x, pages.device) for x in (inputs.k_scale, inputs.v_scale))
@@ -159,10 +159,7 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
         query.dtype,
         bool(inputs.softcap),
         plan.variant,
-        prepared.is_launched,
-        prepared.segment,
-        prepared.knows_first,
-        prepared.has_initial,
+        prepared.variant,
         query.device.index,
     )
     params = _Params(
@@ -180,7 +177,7 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
         max_pages=block_tables.shape[1],
         softmax_scale=inputs.scale,
         softcap=inputs.softcap or 0.0,
-        window=prepared.inputs.sliding_window or 0,
+        window=inputs.packed.sliding_window or 0,
         output=_Output(
             out.data_ptr(),
             None if inputs.lse is None else inputs.lse.data_ptr(),
@@ -194,7 +191,7 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
     if plan.variant.whole_pages:
         arguments.append(_pages_map(pages if len(pages) else plan.data[None], stride, layout))
     overlap = capability_of_gpu(query.device.index) >= 90
-    in_front = overlap and prepared.is_launched
+    in_front = overlap and prepared.variant is not None
     nvrtc.launch(kernels["decode"], plan.slots, 32 * WARPS, arguments, overlap=in_front)
     merge = _MergeParams(
         partial_out=plan.partial_out.data_ptr(),
@@ -218,14 +215,18 @@ def _kernels(
     dtype: torch.dtype,
     softcap: bool,
     way: Variant,
-    prepared: bool,
-    segment: int,
-    knows_first: bool,
-    has_initial: bool,
+    prepared: PrepareVariant | None,
     device: int,
 ) -> dict[str, nvrtc.Kernel]:
-    changes = (prepared, segment, knows_first, has_initial)
-    options = tuple(macros(layout, group, dtype, softcap, way, *changes).items())
+    changes: dict[str, Any] = {}
+    if prepared is not None:
+        changes = {
+            "prepared": True,
+            "segment": prepared.segment,
+            "knows_first": prepared.knows_first,
+            "has_initial": prepared.recent > 0,
+        }
+    options = tuple(macros(layout, group, dtype, softcap, way, **changes).items())
     entry = ("decode", way.cta_bytes(layout))
     return {
         **nvrtc.load(way.source, options, (entry,), device),

@@ -1,5 +1,5 @@
-// What rows of a decode step need before pages are read, where a recipe changed K or the last tokens are read
-// as the model made them; in front of decode.cu or decode_wide.cu, whose first pages come while this runs.
+// Runs before decode.cu or decode_wide.cu where a recipe changed K or keeps the last tokens in 16 bits; their
+// first page loads overlap with it. For every row (a query token's head) it writes
 //
 //   rotated   q times the Hadamard matrix, as K was before it was packed
 //   initial   attention to the last tokens, and to a first token that is a constant of the model
@@ -21,22 +21,20 @@
 //   SEGMENT                  tokens that share a mean; 0 where K is not centred
 //   PAIRS                    of channels, a multiple of 16
 //   KNOWS_FIRST              1 if pages may mark the first token
+//   MARK                     block scale of K at position 0 that marks a constant, whose index is K's first byte
+//   WARPS, ROWS              of a CTA: warps, and heads of a query token
+//   TILE_ROWS, TILE_SEGMENTS  32 each: tile of a CTA that multiplies means
 
 #include "attention/decode/formats.cuh"
 #include "attention/decode/output.cuh"
 
-#define MARK 0xFF  // block scale of K at position 0: a constant of the model, whose index is K's first byte
-#define WARPS 4
 #define THREADS (32 * WARPS)
 #define HEADS (KV_HEADS * GROUP)
-#define ROWS (GROUP < 16 ? GROUP : 16)         // of a CTA
 #define ROW_BLOCKS ((GROUP + ROWS - 1) / ROWS)  // of a KV head
 #define UPPER (ROWS > 8)                        // whether rows 8 to 15 of a matmul are used
 #define STRIDE_V (HEAD_SIZE_V + 4)              // of a row of O in shared memory
-#define TILE_ROWS 32
-#define TILE_SEGMENTS 32
 
-// What is known of a query token: one look, and everything else can be asked for.
+// A query token's place: one 16-byte load, after which all others can be issued.
 struct Token {
   int sequence;  // -1 of tokens that stand nowhere: padding, and those before their sequence's beginning
   int position;  // in the sequence; -1 likewise
@@ -231,7 +229,7 @@ __device__ __forceinline__ void attend(const Params& p, const Rows& rows, Shared
   for (int step = 0; step < (RECENT + 63) / 64; step++) {
     keys.begin = position - RECENT + 1 + 64 * step + 16 * warp;
     if (keys.begin >= keys.stop) break;
-    // Everything is asked for at once; dims 32 i + 8 t on of rows g and g + 8, dims 64 i + 8 g on of V.
+    // All loads are issued together: of K and q dims 32 i + 8 t on of rows g and g + 8, of V dims 64 i + 8 g on.
     uint4 k[2][CHUNKS], v[4][CHUNKS_V], q[2][CHUNKS];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -361,7 +359,7 @@ __device__ __forceinline__ void join(const Params& p, const Rows& rows, int firs
 __device__ __forceinline__ void prepare_rows(const Params& p, int number, Shared& shared) {
   const int warp = threadIdx.x / 32;
   const Rows rows(p, number);
-  // Asked for here, and looked at when the last tokens are under way.
+  // Loaded early, used after the last tokens' loads are issued.
   const int page = KNOWS_FIRST ? first_page(p, rows) : -1;
 #if RECENT
   if (rows.known.position >= 0)
@@ -437,7 +435,7 @@ __device__ __forceinline__ void multiply_means(const Params& p, int number, Quer
   const int blocks = (p.bias_segments + TILE_SEGMENTS - 1) / TILE_SEGMENTS, num_rows = p.tokens * HEADS;
   const int first_row = number / blocks * TILE_ROWS, first_segment = number % blocks * TILE_SEGMENTS;
   const int last_row = min(first_row + TILE_ROWS, num_rows) - 1;
-  // All is asked for before anything is looked at.
+  // All loads are issued before the first use.
   uint4 pieces[PIECES];
 #pragma unroll
   for (int i = 0; i < PIECES; i++) {

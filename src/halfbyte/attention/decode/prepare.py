@@ -10,15 +10,17 @@ import torch
 from halfbyte.attention.base import AttentionInputs
 from halfbyte.attention.decode.variant import geometry_macros
 from halfbyte.kernels.runtime import nvrtc
+from halfbyte.kvcache.recent import RecentInputs
+from halfbyte.kvcache.transform import MARK, KVTransform, PairTables
 from halfbyte.layouts import PageLayout, page_stride
 
 _LOG2E = math.log2(math.e)
 _THREADS = 128
 _WARPS = _THREADS // 32
 _MAX_ROWS = 16
-"""Heads of a query token, of one KV head, in a CTA."""
+"""Heads of a query token, of one KV head, per CTA."""
 _TILE_ROWS, _TILE_SEGMENTS = 32, 32
-"""Of the CTAs that multiply rows with means."""
+"""Tile of a CTA that multiplies rows with means."""
 
 
 class Transformed(ctypes.Structure):
@@ -71,21 +73,81 @@ class _FindParams(ctypes.Structure):
     )
 
 
+class PrepareVariant(NamedTuple):
+    """What the kernel is compiled for, beside the layout and the query's dtype."""
+
+    group: int
+    """Query heads per KV head."""
+    softcap: bool
+    rotate: bool
+    recent: int
+    """Last tokens read from rings; 0 for none."""
+    segment: int
+    """Tokens that share a mean; 0 where K is not centred."""
+    pairs: int
+    """Pairs of channels, of `PairTables`; 0 where K is not centred."""
+    knows_first: bool
+    """Whether pages may mark the first token."""
+
+    @property
+    def rows(self) -> int:
+        """Heads of a query token per CTA."""
+        return min(self.group, _MAX_ROWS)
+
+    def ctas(self, num_tokens: int, kv_heads: int, num_segments: int) -> int:
+        """Grid size: CTAs of rows, then CTAs of means."""
+        of_rows = num_tokens * kv_heads * -(-self.group // self.rows)
+        if not self.segment:
+            return of_rows
+        num_rows = num_tokens * kv_heads * self.group
+        return of_rows + -(-num_rows // _TILE_ROWS) * -(-num_segments // _TILE_SEGMENTS)
+
+    def shared_bytes(self, layout: PageLayout) -> int:
+        """Dynamic shared memory: the larger of `Shared` and `Queries` of `prepare.cu`."""
+        sums = self.rows * (_WARPS * (layout.head_size_v + 4) + 2 * _WARPS + 1)
+        queries = 2 * _TILE_ROWS * (layout.head_size + 8) + 4 * self.pairs
+        return max(4 * sums if self.recent else 0, queries if self.segment else 0)
+
+    def macros(self, layout: PageLayout, dtype: torch.dtype) -> dict[str, int | None]:
+        """Macros that `prepare.cu` is compiled with."""
+        return {
+            **geometry_macros(layout, self.group, dtype, self.softcap),
+            "ROTATE": int(self.rotate),
+            "RECENT": self.recent,
+            "SEGMENT": self.segment,
+            "PAIRS": self.pairs,
+            "KNOWS_FIRST": int(self.knows_first),
+            "MARK": MARK,
+            "WARPS": _WARPS,
+            "ROWS": self.rows,
+            "TILE_ROWS": _TILE_ROWS,
+            "TILE_SEGMENTS": _TILE_SEGMENTS,
+        }
+
+
 class Prepared(NamedTuple):
     """What the attention kernel is given beside the pages."""
 
-    inputs: AttentionInputs
-    """Lengths and window of what is read from the pages."""
     query: torch.Tensor
     transformed: Transformed
-    segment: int
-    """Tokens that share a mean; 0 where K is not centred."""
-    knows_first: bool
-    has_initial: bool
-    is_launched: bool
-    """Whether a kernel is in front of the attention kernel, that may still run."""
+    variant: PrepareVariant | None
+    """None without a transform or last tokens: no kernel was launched."""
     kept: tuple[torch.Tensor, ...] = ()
-    """What must live as long as the launch is prepared."""
+    """Keeps the launch's tensors alive."""
+
+
+class _Arguments:
+    """Of a launch: the struct, and the tensors that it points to."""
+
+    def __init__(self, **numbers: float) -> None:
+        self.params = _Params(**numbers)
+        self.tensors: list[torch.Tensor] = []
+
+    def bind(self, **tensors: torch.Tensor) -> None:
+        """Point fields of the struct to tensors."""
+        for name, tensor in tensors.items():
+            setattr(self.params, name, tensor.data_ptr())
+            self.tensors.append(tensor)
 
 
 def prepare(inputs: AttentionInputs) -> Prepared:
@@ -96,103 +158,106 @@ def prepare(inputs: AttentionInputs) -> Prepared:
     Args:
         inputs: of `paged_attention`, checked, all on one GPU.
     """
-    transform, recent = inputs.transform, inputs.recent
+    transform, recent, layout = inputs.transform, inputs.recent, inputs.layout
     if transform is None and recent is None:
-        return Prepared(inputs, inputs.query, Transformed(), 0, False, False, False)
-    packed, layout = inputs.packed, inputs.layout
-    query = aligned(inputs.query)
+        return Prepared(inputs.query, Transformed(), None)
+    query = rotated = aligned(inputs.query)
     num_tokens, num_heads, _ = query.shape
-    params = _Params(
-        query=query.data_ptr(),
+    block_tables = inputs.block_tables.contiguous()
+    arguments = _Arguments(
         query_stride_token=query.stride(0),
         query_stride_head=query.stride(1),
-        pages=inputs.pages.data_ptr(),
+        max_pages=block_tables.shape[1],
         page_stride=page_stride(inputs.pages),
-        packed_window=packed.sliding_window or 0,
+        packed_window=inputs.packed.sliding_window or 0,
         has_packed=1,
         softmax_scale=inputs.scale,
         softcap=inputs.softcap or 0.0,
         bias_scale=inputs.scale * (1.0 if inputs.softcap else _LOG2E),
         tokens=num_tokens,
     )
-    kept = [query]
-
-    def give(tensors: dict[str, torch.Tensor]) -> None:
-        for name, tensor in tensors.items():
-            setattr(params, name, tensor.data_ptr())
-            kept.append(tensor)
-
-    def floats(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=query.device)
-
-    block_tables = inputs.block_tables.contiguous()
-    params.max_pages = block_tables.shape[1]
-    segments = packed.num_segments
-    tables = None if transform is None or not segments else transform.pair_tables
-    rotated, segment, knows_first = query, 0, False
+    arguments.bind(query=query, pages=inputs.pages, block_tables=block_tables)
+    tables = None
     if transform is not None:
-        if transform.rotate:
-            rotated = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-            give({"rotated": rotated})
-        if tables is not None:
-            segment = transform.segment
-            names = ("low", "high", "cosines", "sines", "low_mean", "high_mean")
-            give(dict(zip(names, tables, strict=True)))
-            params.mean_segments = len(tables.cos)
-            params.bias_segments = segments
-            give({"bias": floats(num_tokens, num_heads, segments)})
-        if transform.first_keys is not None and transform.first_values is not None:
-            knows_first = True
-            indices = torch.empty((num_tokens, num_heads), dtype=torch.int32, device=query.device)
-            firsts = {"first_keys": transform.first_keys, "first_values": transform.first_values}
-            give({name: x.to(query.dtype).contiguous() for name, x in firsts.items()})
-            give({"first_indices": indices, "first_scores": floats(num_tokens, num_heads)})
+        tables = transform.pair_tables if inputs.num_segments else None
+        rotated = _bind_transform(arguments, transform, tables, query, inputs.num_segments)
     if recent is not None:
-        keys, values = recent.keys.to(query.dtype), recent.values.to(query.dtype)
-        key, value = (aligned(x.to(query.dtype)) for x in (recent.key, recent.value))
-        give({"ring_keys": keys, "ring_values": values, "new_keys": key})
-        give({"new_values": value})
-        params.key_stride_token, params.key_stride_head = key.stride()[:2]
-        params.value_stride_token, params.value_stride_head = value.stride()[:2]
-        params.ring = recent.keys.shape[2]
-        window = inputs.sliding_window
-        params.reach = min(window or recent.tokens, recent.tokens)
-        params.has_packed = int(window is None or window > recent.tokens)
-        give({"initial_out": floats(num_tokens, num_heads, layout.head_size_v)})
-        give({"initial_lse": floats(num_tokens, num_heads)})
-    group = num_heads // layout.num_kv_heads
-    rows_of_cta = min(group, _MAX_ROWS)
-    kernels = _kernels(
-        layout,
-        group,
-        query.dtype,
-        bool(inputs.softcap),
-        transform is not None and transform.rotate,
-        0 if recent is None else recent.tokens,
-        segment,
-        0 if tables is None else tables.cos.shape[1],
-        knows_first,
-        query.device.index,
+        _bind_recent(arguments, recent, query, inputs)
+    params = arguments.params
+    variant = PrepareVariant(
+        group=num_heads // layout.num_kv_heads,
+        softcap=bool(inputs.softcap),
+        rotate=rotated is not query,
+        recent=0 if recent is None else recent.tokens,
+        segment=0 if transform is None or tables is None else transform.segment,
+        pairs=0 if tables is None else tables.cos.shape[1],
+        knows_first=bool(params.first_keys),
     )
-    ctas = num_tokens * layout.num_kv_heads * -(-group // rows_of_cta)
-    if tables is not None:
-        ctas += -(-num_tokens * num_heads // _TILE_ROWS) * -(-segments // _TILE_SEGMENTS)
-    give({"tokens_known": _tokens(inputs, kernels["find_tokens"]), "block_tables": block_tables})
+    kernels = _kernels(layout, query.dtype, variant, query.device.index)
+    arguments.bind(tokens_known=_tokens(inputs, kernels["find_tokens"]))
+    ctas = variant.ctas(num_tokens, layout.num_kv_heads, params.bias_segments)
     nvrtc.launch(kernels["prepare"], ctas, _THREADS, [params])
-    return Prepared(
-        packed,
-        rotated,
-        Transformed(
-            *(params.bias, params.first_scores, params.first_indices),
-            *(params.first_values, params.initial_out, params.initial_lse),
-            segments if segment else 0,
-        ),
-        segment,
-        knows_first,
-        recent is not None,
-        True,
-        tuple(kept),
+    transformed = Transformed(
+        *(params.bias, params.first_scores, params.first_indices, params.first_values),
+        *(params.initial_out, params.initial_lse, params.bias_segments),
     )
+    return Prepared(rotated, transformed, variant, tuple(arguments.tensors))
+
+
+def _bind_transform(
+    arguments: _Arguments,
+    transform: KVTransform,
+    tables: PairTables | None,
+    query: torch.Tensor,
+    num_segments: int,
+) -> torch.Tensor:
+    """Bind what the transform has and what it gives; the query for the attention kernel."""
+    num_tokens, num_heads, _ = query.shape
+    rotated = query
+    if transform.rotate:
+        rotated = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        arguments.bind(rotated=rotated)
+    if tables is not None:
+        names = ("low", "high", "cosines", "sines", "low_mean", "high_mean")
+        arguments.bind(
+            **dict(zip(names, tables, strict=True)),
+            bias=_floats(query, num_tokens, num_heads, num_segments),
+        )
+        arguments.params.mean_segments = len(tables.cos)
+        arguments.params.bias_segments = num_segments
+    if transform.first_keys is not None and transform.first_values is not None:
+        arguments.bind(
+            first_keys=transform.first_keys.to(query.dtype).contiguous(),
+            first_values=transform.first_values.to(query.dtype).contiguous(),
+            first_indices=_floats(query, num_tokens, num_heads).view(torch.int32),
+            first_scores=_floats(query, num_tokens, num_heads),
+        )
+    return rotated
+
+
+def _bind_recent(
+    arguments: _Arguments, recent: RecentInputs, query: torch.Tensor, inputs: AttentionInputs
+) -> None:
+    """Bind the rings, the step's K and V, and what attention to the last tokens gives."""
+    key, value = (aligned(x.to(query.dtype)) for x in (recent.key, recent.value))
+    arguments.bind(
+        ring_keys=recent.keys.to(query.dtype),
+        ring_values=recent.values.to(query.dtype),
+        new_keys=key,
+        new_values=value,
+        initial_out=_floats(query, *query.shape[:2], inputs.layout.head_size_v),
+        initial_lse=_floats(query, *query.shape[:2]),
+    )
+    params, window = arguments.params, inputs.sliding_window
+    params.key_stride_token, params.key_stride_head = key.stride()[:2]
+    params.value_stride_token, params.value_stride_head = value.stride()[:2]
+    params.ring = recent.keys.shape[2]
+    params.reach = min(window or recent.tokens, recent.tokens)
+    params.has_packed = int(window is None or window > recent.tokens)
+
+
+def _floats(query: torch.Tensor, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=query.device)
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
@@ -227,28 +292,8 @@ def _tokens(inputs: AttentionInputs, kernel: nvrtc.Kernel) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _kernels(
-    layout: PageLayout,
-    group: int,
-    dtype: torch.dtype,
-    softcap: bool,
-    rotate: bool,
-    recent: int,
-    segment: int,
-    pairs: int,
-    knows_first: bool,
-    device: int,
+    layout: PageLayout, dtype: torch.dtype, variant: PrepareVariant, device: int
 ) -> dict[str, nvrtc.Kernel]:
-    macros = {
-        **geometry_macros(layout, group, dtype, softcap),
-        "ROTATE": int(rotate),
-        "RECENT": recent,
-        "SEGMENT": segment,
-        "PAIRS": pairs,
-        "KNOWS_FIRST": int(knows_first),
-    }
-    rows = min(group, _MAX_ROWS)
-    shared_bytes = 4 * _WARPS * rows * (layout.head_size_v + 4) + 4 * rows * (2 * _WARPS + 1)
-    query_bytes = 2 * _TILE_ROWS * (layout.head_size + 8) + 4 * pairs
-    shared_bytes = max(shared_bytes if recent else 0, query_bytes if segment else 0)
-    entries = (("prepare", shared_bytes), ("find_tokens", 0))
-    return nvrtc.load("attention/decode/prepare.cu", tuple(macros.items()), entries, device)
+    macros = tuple(variant.macros(layout, dtype).items())
+    entries = (("prepare", variant.shared_bytes(layout)), ("find_tokens", 0))
+    return nvrtc.load("attention/decode/prepare.cu", macros, entries, device)

@@ -177,7 +177,7 @@ def unpacked(
 
 
 def attend_chunks(inputs: AttentionInputs, chunks: Chunks, tiles: Tiles) -> None:
-    """Write the chunks' rows of the output, and of the LSE where it is asked for."""
+    """Write the chunks' rows of the output, and of the LSE if the inputs have one."""
     from halfbyte.attention.prefill.rows import attend_rows
 
     where = chunks.sequences, chunks.begins, chunks.ends, chunks.rows

@@ -14,9 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from halfbyte.attention.prefill.plan import MAX_PARTS
 from halfbyte.kernels.runtime.devices import current_device
-
-_MOST_PARTS = 4
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -114,11 +113,11 @@ def combine(
     """
     rows, num_heads, head_size = out.shape
     parts = [(o.contiguous(), log if log.stride(1) == 1 else log.contiguous()) for o, log in parts]
-    while len(parts) > _MOST_PARTS:
-        parts = [*parts[_MOST_PARTS:], join(parts[:_MOST_PARTS])]
+    while len(parts) > MAX_PARTS:
+        parts = [*parts[MAX_PARTS:], join(parts[:MAX_PARTS])]
     sinks = None if sinks is None else sinks.contiguous()
-    outs = [o for o, _ in parts] + [parts[0][0]] * (_MOST_PARTS - len(parts))
-    all_logs = [log for _, log in parts] + [parts[0][1]] * (_MOST_PARTS - len(parts))
+    outs = [o for o, _ in parts] + [parts[0][0]] * (MAX_PARTS - len(parts))
+    all_logs = [log for _, log in parts] + [parts[0][1]] * (MAX_PARTS - len(parts))
     block_dims = triton.next_power_of_2(head_size)
     # Logs of 8 rows of a head are a sector of memory. A thread has 32 values.
     block_rows = 8

@@ -33,7 +33,7 @@ from halfbyte.attention.paged.plan import choose_row_tiles, gpu_of
 from halfbyte.attention.prefill.chunks import attend_chunks, unpacked
 from halfbyte.attention.prefill.plan import (
     FEW_QUERIES,
-    MOST_PARTS,
+    MAX_PARTS,
     Block,
     LongSequences,
     OtherSequences,
@@ -139,7 +139,7 @@ def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
         for block in long.cached:
             out, logs = _attend_block(inputs, long, block, query, causal=False)
             parts.append((out[0, :queries], logs[0, :, :queries]))
-            if len(parts) == MOST_PARTS:
+            if len(parts) == MAX_PARTS:
                 parts = [join(parts)]
     before = last.end - last.begin - queries
     query = _padded_rows(inputs.query, long.query_begin - before, long.count * last.size)

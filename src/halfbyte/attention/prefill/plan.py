@@ -13,9 +13,9 @@ WORKSPACE_BYTES = 256 * 2**20
 """For unpacked K and V, of which one block at a time is held."""
 RESULT_BYTES = 640 * 2**20
 """For what blocks gave the same queries, and for the queries."""
-MOST_PARTS = 4
-"""Results of blocks that are held before they are joined."""
-ROWS_HELD = MOST_PARTS + 4
+MAX_PARTS = 4
+"""Max results of blocks that one launch joins."""
+ROWS_HELD = MAX_PARTS + 4
 """Then, in rows of the query: what was joined before and what is being joined are in float32, all
 but one of the others in 16 bits; and the queries."""
 MIN_QUERIES = 512

@@ -10,7 +10,7 @@ from typing import Any
 from halfbyte.plugins.vllm import connectors
 from halfbyte.plugins.vllm.formats import CARRIER
 from halfbyte.plugins.vllm.options import SECTION, Options
-from halfbyte.plugins.vllm.recipes import captures_stores, settled
+from halfbyte.plugins.vllm.recipes import captures_stores, resolve_options
 from halfbyte.plugins.vllm.registry import has_page_specs, uses_halfbyte
 
 WHOLE_BLOCK_CONNECTORS = (
@@ -97,7 +97,7 @@ def check_config(vllm_config: Any) -> Options:
         path = getattr(options, name)
         if path is not None and not os.path.exists(path):
             raise _refused(f"{name}: {path}, which is not there,", "give a file of KV scales")
-    options = settled(vllm_config)
+    options = resolve_options(vllm_config)
     if options.recipe.changes_k and captures_stores(vllm_config):
         raise _refused(
             f"kv_recipe {options.kv_recipe} with piecewise CUDA graphs that hold the cache's "

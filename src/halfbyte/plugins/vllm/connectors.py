@@ -18,7 +18,7 @@ from halfbyte.after_import import after_import
 from halfbyte.kvcache.identity import pages_identity
 from halfbyte.plugins.vllm.formats import LayerFormat
 from halfbyte.plugins.vllm.options import Options
-from halfbyte.plugins.vllm.recipes import settled
+from halfbyte.plugins.vllm.recipes import resolve_options
 from halfbyte.plugins.vllm.registry import uses_halfbyte
 from halfbyte.plugins.vllm.scales import scales_of_model
 
@@ -78,7 +78,7 @@ def _named_folders(extra: dict[str, Any], identity: str) -> dict[str, Any]:
 
 def _identity(vllm_config: Any) -> str:
     """A hex SHA-256 of everything that pages of a run have in common and do not say themselves."""
-    options = settled(vllm_config)
+    options = resolve_options(vllm_config)
     cache, load_config = vllm_config.cache_config, vllm_config.load_config
     draft = vllm_config.speculative_config
     draft_config = getattr(draft, "draft_model_config", None)

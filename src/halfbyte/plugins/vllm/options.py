@@ -35,7 +35,7 @@ class Options:
     """Format of V, likewise."""
     kv_recipe: str | None = None
     """What is done to K and V in NVFP4 before they are packed, see `halfbyte.kvcache.KVRecipe`; by
-    default see `recipes.settled`."""
+    default see `recipes.resolve_options`."""
     linear: str = "auto"
     """NVFP4 linear layers on halfbyte's kernels: `auto` with halfbyte's attention on CPUs and on
     SM80 to SM90, `on` wherever they run, `off` never."""
@@ -114,7 +114,7 @@ class LastModel:
 
     options = Options()
     dtype = torch.bfloat16
-    settled: tuple[Any, Any, Options] | None = None
-    """vLLM's configuration of it, the additional one, and what `recipes.settled` made of them."""
+    resolved: tuple[Any, Any, Options] | None = None
+    """vLLM's configuration of it, the additional one, and what `resolve_options` made of them."""
     with_scales: Any = None
     """vLLM's configuration of the model for which scales were found last."""

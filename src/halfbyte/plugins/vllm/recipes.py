@@ -1,4 +1,4 @@
-"""Which recipe a run of vLLM's has where nobody says so."""
+"""The options of a vLLM run, with its default recipe."""
 
 import logging
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from halfbyte.kvcache import KVScales
-from halfbyte.kvcache.recipe import DEFAULT, RECIPES
+from halfbyte.kvcache.recipe import DEFAULT
 from halfbyte.plugins.vllm.formats import LayerFormat
 from halfbyte.plugins.vllm.options import LastModel, Options
 from halfbyte.plugins.vllm.scales import has_no_weights, is_same_folder, place_of_scales
@@ -15,7 +15,7 @@ from halfbyte.plugins.vllm.scales import has_no_weights, is_same_folder, place_o
 logger = logging.getLogger("halfbyte")
 
 
-def settled(vllm_config: Any) -> Options:
+def resolve_options(vllm_config: Any) -> Options:
     """The options of a run, with a recipe, the same for its target and its draft.
 
     By default it is `balanced`; `plain` where the scales that there are, the draft's among them,
@@ -30,13 +30,13 @@ def settled(vllm_config: Any) -> Options:
     """
     additional = vllm_config.additional_config
     target, draft = _models(vllm_config)
-    known = LastModel.settled
+    known = LastModel.resolved
     if known is not None and known[0] is target and known[1] is additional:
         return known[2]
     options = Options.parse(additional)
     if options.kv_recipe is None and target is not None:
         options = replace(options, kv_recipe=_default_recipe(vllm_config, target, draft, options))
-    LastModel.settled = (target, additional, options)
+    LastModel.resolved = (target, additional, options)
     return options
 
 
@@ -73,8 +73,9 @@ def _default_recipe(vllm_config: Any, target: Any, draft: Any, options: Options)
     for scales in found:
         if scales is None:
             continue
-        if recipe_for(scales) != DEFAULT or scales.calibration is None:
-            return "plain"
+        name = recipe_for(scales)
+        if scales.calibration is None:
+            return name
         limit = scales.calibration.max_position
         if limit < target.max_model_len:
             logger.warning(
@@ -90,12 +91,14 @@ def _known_scales(
 ) -> KVScales | None:
     """Scales with a calibration, else any; None where there are none, or no weights for them."""
     from halfbyte.models import find_kv_scales
+    from halfbyte.models.kv_setup import calibrated_or_any
 
     if given is None and has_no_weights(load_config):
         return None
     folder, config = place_of_scales(model_config, load_config, given, option)
-    calibrated = find_kv_scales(folder, config, given=given, recipe=RECIPES[DEFAULT])
-    return calibrated or find_kv_scales(folder, config, given=given)
+    return calibrated_or_any(
+        lambda recipe: find_kv_scales(folder, config, given=given, recipe=recipe)
+    )
 
 
 def _has_nvfp4_keys(vllm_config: Any, options: Options) -> bool:
