@@ -133,14 +133,20 @@ def layer_specs(
     windows = sliding_windows(config)
     v_cache_dtype = kv_cache_dtype if v_cache_dtype is None else v_cache_dtype
     k_names, v_names = (_per_layer(x, windows) for x in (kv_cache_dtype, v_cache_dtype))
+    declared: Sequence[tuple[KVCacheDType, KVCacheDType]] = [(KVCacheDType.AUTO,) * 2] * len(
+        windows
+    )
+    if any(KVCacheDType.parse(x) is KVCacheDType.AUTO for x in (*k_names, *v_names)):
+        declared = KVCacheDType.layers_from_checkpoint(config, len(windows))
     specs: list[KVCacheSpec] = []
-    for window, k_name, v_name in zip(windows, k_names, v_names, strict=True):
+    layers = zip(windows, k_names, v_names, declared, strict=True)
+    for window, k_name, v_name, (k_declared, v_declared) in layers:
         fields: dict[str, Any] = {
             "block_size": block_size,
             "num_kv_heads": config.num_key_value_heads,
             "head_size": head_size,
-            "kv_cache_dtype": _resolve(k_name, config, dtype, recipe),
-            "v_cache_dtype": _resolve(v_name, config, dtype, recipe),
+            "kv_cache_dtype": _resolve(k_name, k_declared, dtype, recipe),
+            "v_cache_dtype": _resolve(v_name, v_declared, dtype, recipe),
             "dtype": dtype,
         }
         if window is None or keep_all:
@@ -165,13 +171,12 @@ def check_layer_dtypes(kv_cache_dtype: LayerDTypes) -> None:
 
 
 def _resolve(
-    name: DTypeName, config: Any, dtype: torch.dtype, recipe: KVRecipe | None = None
+    name: DTypeName, declared: KVCacheDType, dtype: torch.dtype, recipe: KVRecipe | None = None
 ) -> KVCacheDType:
     parsed = KVCacheDType.parse(name)
     if parsed is KVCacheDType.AUTO:
-        parsed = KVCacheDType.from_checkpoint(config)
         # An unquantized declaration is the file's dtype; the model may have been cast since.
-        parsed = parsed if parsed.is_quantized else KVCacheDType.parse(dtype)
+        parsed = declared if declared.is_quantized else KVCacheDType.parse(dtype)
     return parsed if recipe is None else recipe.format_of(parsed)
 
 

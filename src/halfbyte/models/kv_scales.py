@@ -22,8 +22,9 @@ from halfbyte.checkpoints.declarations import read_modelopt_file
 from halfbyte.checkpoints.dialects import MODELOPT_FILE
 from halfbyte.files import cache_folder
 from halfbyte.kvcache import KV_SCALES_FILE, KVRecipe, KVScales, get_kv_cache_quant_method
-from halfbyte.kvcache.scales import shape_of_model
+from halfbyte.kvcache.scales import NO_SCALE, shape_of_model
 from halfbyte.layouts import KVCacheDType
+from halfbyte.layouts.kv_declarations import read_declared_cache
 from halfbyte.models.calibration import calibrate, calibration_tokens, usual_first_tokens
 from halfbyte.models.loading import has_tokenizer, load_tokenizer
 from halfbyte.models.local_files import folder_of
@@ -154,13 +155,18 @@ def declared_format(folder: Path, config: Any) -> KVCacheDType:
         config: transformers config, or the dict of its `config.json`.
 
     Raises:
-        ValueError: a format that halfbyte does not have; a broken file.
+        ValueError: a format that halfbyte does not have, or several; a broken file.
     """
-    if (folder / MODELOPT_FILE).is_file():  # wins over its copy in config.json
-        declared = KVCacheDType.from_checkpoint(read_modelopt_file(folder / MODELOPT_FILE))
-        if declared.has_global_scale:
-            return declared
-    return KVCacheDType.from_checkpoint(config)
+    return KVCacheDType.from_checkpoint(_declaring(folder, config))
+
+
+def _declaring(folder: Path, config: Any) -> Any:
+    """What declares the cache's format: ModelOpt's file, which wins over its copy in the config."""
+    if (folder / MODELOPT_FILE).is_file():
+        section = read_modelopt_file(folder / MODELOPT_FILE)
+        if read_declared_cache(section) is not None:
+            return section
+    return config
 
 
 def _given(given: KVScales | str | Path | None) -> KVScales | None:
@@ -176,12 +182,28 @@ def _from_checkpoint(folder: Path, config: Any) -> KVScales | None:
     stored = read_kv_scales(folder)
     if not stored:
         return None
-    declared = declared_format(folder, config)
-    if not declared.has_global_scale:
-        declared = KVCacheDType.FP8_E4M3
+    num_layers = max(stored) + 1
+    known = shape_of_model(config).get("num_hidden_layers")
+    if isinstance(known, int) and known < num_layers:
+        raise ValueError(f"KV scales from {folder}: {num_layers} layers, the model has {known}")
+    num_layers = known if isinstance(known, int) else num_layers
+    formats = KVCacheDType.layers_from_checkpoint(_declaring(folder, config), num_layers)
+    if not any(dtype.has_global_scale for layer in stored for dtype in formats[layer]):
         logger.warning("%s: has KV scales but declares no format; taken as FP8's", folder)
-    method = get_kv_cache_quant_method(declared)
-    return KVScales.from_layers(stored, method, source=f"checkpoint (for {method.name})")
+    amax = [(NO_SCALE, NO_SCALE)] * num_layers
+    names: dict[str, None] = {}
+    for layer, (k_scale, v_scale) in stored.items():
+        k_method, v_method = (
+            get_kv_cache_quant_method(d if d.has_global_scale else KVCacheDType.FP8_E4M3)
+            for d in formats[layer]
+        )
+        names |= {k_method.name: None, v_method.name: None}
+        one = KVScales.from_multipliers(
+            [k_scale], [v_scale], k_method, v_method, f"layer {layer} of {folder}"
+        )
+        amax[layer] = one.amax_of_layer(0)
+    k_amax, v_amax = zip(*amax, strict=True)
+    return KVScales(k_amax, v_amax, f"checkpoint (for {', '.join(names)})")
 
 
 def _from_file(folder: Path) -> KVScales | None:
@@ -208,7 +230,7 @@ def _check_model(scales: KVScales, config: Any) -> None:
     """Raise ValueError for scales of another model, as far as can be told; warn of odd ones."""
     for side, amax in (("K", scales.k_amax), ("V", scales.v_amax)):
         for layer, value in enumerate(amax):
-            if not _SMALLEST_AMAX <= value <= _LARGEST_AMAX:
+            if value is not NO_SCALE and not _SMALLEST_AMAX <= value <= _LARGEST_AMAX:
                 logger.warning(
                     "KV scales from %s: layer %d has a scale for |%s| up to %g; is it the inverse "
                     "of what is meant, or of another unit?",

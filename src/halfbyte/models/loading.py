@@ -24,6 +24,7 @@ from halfbyte.checkpoints.safetensors_index import (
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.attention_functions import register
 from halfbyte.models.checkpoint_loading import load_quantized
+from halfbyte.models.foreign_cache import without_cache
 from halfbyte.models.local_files import (
     LOCAL_FILES,
     ModelLoadError,
@@ -216,6 +217,9 @@ def _adapt_quantization(path: str | Path, config: Any, declaration: Declaration 
                 f"{path}: quantization_config.quant_method: expected modelopt, compressed-tensors "
                 f"or a method that transformers reads, found {method!r}"
             )
+        config.quantization_config, cache = without_cache(section)
+        if cache:
+            config.quantization = cache
 
 
 def _check_unquantized(folder: Path) -> None:
