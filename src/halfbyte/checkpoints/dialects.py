@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
+from halfbyte.files import read_json_object
 from halfbyte.layouts.kv_declarations import read_declared_cache
 
 Dialect = Literal["modelopt", "compressed-tensors"]
@@ -37,13 +38,47 @@ PROVIDER = "halfbyte"
 MODELOPT_FILE = "hf_quant_config.json"
 
 
+_MAX_MESSAGE = 600
+"""Characters of an error: files may hold values of any length where a name belongs."""
+
+
 class CheckpointError(ValueError):
-    """A checkpoint is broken or not one that is read here; one line: what, expected, found."""
+    """A checkpoint is broken or not one that is read here; one line: what, expected, found.
+
+    What is too long for a line is cut in the middle.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))
+
+
+def shortened(text: str, length: int = _MAX_MESSAGE) -> str:
+    """A text on one line, its middle left out where it is longer than `length` characters."""
+    line = " ".join(str(text).split())
+    half = (length - 3) // 2
+    line = line if len(line) <= length else f"{line[:half]} … {line[-half:]}"
+    # Also what is no character for a terminal: half a surrogate pair, an escape sequence.
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message without line ends; its class where it says nothing."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """An error's message without line ends; its class where it says nothing or a name alone."""
+    text = shortened(str(error))
+    if isinstance(error, KeyError) and " " not in text:
+        text = f"unknown name {text}"
+    return text or type(error).__name__
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """As `files.read_json_object`.
+
+    Raises:
+        CheckpointError: what it refuses.
+    """
+    try:
+        return read_json_object(file)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from halfbyte.files import replace_file
+from halfbyte.files import read_json_object, replace_file
 from halfbyte.kvcache.calibration import KVCalibration
 from halfbyte.kvcache.recipe import KVRecipe
 
@@ -254,8 +254,8 @@ class KVScales:
         Raises:
             ValueError: it is absent, or not what `save_file` writes; one line that names it.
         """
+        fields = read_json_object(Path(path))
         try:
-            fields = json.loads(Path(path).read_text())
             if fields["format"] != _FORMAT:
                 raise ValueError(f"format is {fields['format']!r}, expected {_FORMAT!r}")
             amax = [fields[name] for name in ("k_amax", "v_amax")]

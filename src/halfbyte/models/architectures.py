@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from halfbyte.checkpoints.dialects import shortened
 from halfbyte.kvcache import FullAttentionSpec, KVCacheSpec, KVRecipe, SlidingWindowSpec
 from halfbyte.layouts import KVCacheDType
 
@@ -35,6 +36,9 @@ sequence with one per layer."""
 class UnsupportedModelError(ValueError):
     """The architecture is not one that halfbyte is tested with."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))
+
 
 _USUAL_OPTIONS: dict[str, object] = {
     "add_cross_attention": False,
@@ -48,7 +52,8 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 # transformers picks their frequencies by the longest sequence of a forward pass, so that a result
 # would depend on what else is in the batch and on how a prompt was cut.
-_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def check_model_type(model_type: object) -> None:
@@ -63,12 +68,16 @@ def check_model_type(model_type: object) -> None:
 def check_supported(config: Any) -> None:
     """Raise UnsupportedModelError unless the architecture of a transformers config is supported."""
     check_model_type(getattr(config, "model_type", None))
-    rope_types = _rope_types(getattr(config, "rope_parameters", None)) & _BATCH_DEPENDENT_ROPE
-    if rope_types:
-        raise UnsupportedModelError(
-            f"rope type {', '.join(sorted(rope_types))} is not supported: its positions depend on "
-            "the longest sequence in the batch"
-        )
+    for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
+        if rope_type in _BATCH_DEPENDENT_ROPE:
+            raise UnsupportedModelError(
+                f"rope type {rope_type} is not supported: its positions depend on the longest "
+                "sequence in the batch"
+            )
+        if rope_type not in _ROPE_TYPES:
+            raise UnsupportedModelError(
+                f"rope type {rope_type!r} is not supported; supported: {', '.join(_ROPE_TYPES)}"
+            )
     for name, usual in _USUAL_OPTIONS.items():
         value = getattr(config, name, usual)
         if value is not None and value != usual:
@@ -83,12 +92,12 @@ def check_supported(config: Any) -> None:
         )
 
 
-def _rope_types(parameters: Any) -> set[str]:
+def _rope_types(parameters: Any) -> list[object]:
     """Rope types of a config's parameters, which may be nested per kind of layer."""
     if not isinstance(parameters, Mapping):
-        return set()
-    own = {parameters["rope_type"]} if isinstance(parameters.get("rope_type"), str) else set()
-    return own.union(*(_rope_types(value) for value in parameters.values()))
+        return []
+    own = [parameters["rope_type"]] if parameters.get("rope_type") is not None else []
+    return own + [one for value in parameters.values() for one in _rope_types(value)]
 
 
 def sliding_windows(config: Any) -> list[int | None]:

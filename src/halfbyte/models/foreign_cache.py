@@ -1,9 +1,9 @@
 """One owner of a quantized cache: what other packages would do to K and V before ours sees them.
 
 compressed-tensors hooks the attention modules of a checkpoint that declares a quantized cache, and
-rounds K and V on their way to whatever cache there is. They would be rounded a second time here, to
-other values. So the declaration is kept from the package where halfbyte loads a model, and its hooks
-go where a cache is made for a model that `from_pretrained` loaded.
+rounds K and V on their way to any cache. Ours would round them a second time, to other values. So
+the declaration is kept from the package where halfbyte loads a model, and its hooks are removed
+where a cache is made for a model that `from_pretrained` loaded.
 """
 
 import logging

@@ -17,15 +17,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from halfbyte.assets import calibration_text
-from halfbyte.checkpoints import CheckpointError, fingerprint, read_kv_scales
-from halfbyte.checkpoints.declarations import read_modelopt_file
-from halfbyte.checkpoints.dialects import MODELOPT_FILE
+from halfbyte.checkpoints import CheckpointError, fingerprint
 from halfbyte.files import cache_folder
 from halfbyte.kvcache import KV_SCALES_FILE, KVRecipe, KVScales, get_kv_cache_quant_method
 from halfbyte.kvcache.scales import NO_SCALE, shape_of_model
 from halfbyte.layouts import KVCacheDType
-from halfbyte.layouts.kv_declarations import read_declared_cache
 from halfbyte.models.calibration import calibrate, calibration_tokens, usual_first_tokens
+from halfbyte.models.checkpoint import StoredScales, checkpoint_of, declaring
 from halfbyte.models.loading import has_tokenizer, load_tokenizer
 from halfbyte.models.local_files import folder_of
 
@@ -59,15 +57,22 @@ def find_kv_scales(
         ValueError: scales that are given and absent; a broken file, or one with a scale of 0;
             scales for another number of layers. One line that names the file.
     """
-    scales = (
-        _given(given)
-        or _fitting(_from_checkpoint(folder, config), recipe)
-        or _fitting(_from_file(folder), recipe)
-        or _fitting(_from_cache(folder), recipe)
-    )
+    scales = _given(given) or _found(folder, config, None, recipe)
     if scales is not None:
         _check_model(scales, config)
     return scales
+
+
+def _found(
+    folder: Path, config: Any, stored: StoredScales | None, recipe: KVRecipe | None
+) -> KVScales | None:
+    """Scales of a checkpoint; those among its tensors are read, unless they are known already."""
+    stored = StoredScales.read(folder, config) if stored is None else stored
+    return (
+        _fitting(_from_checkpoint(stored, config), recipe)
+        or _fitting(_from_file(folder), recipe)
+        or _fitting(_from_cache(folder), recipe)
+    )
 
 
 def resolve_kv_scales(
@@ -98,7 +103,8 @@ def resolve_kv_scales(
         return None
     scales = known_kv_scales(model, given, recipe)
     if scales is None:
-        folder = folder_of(model)
+        checkpoint = checkpoint_of(model)
+        folder = folder_of(model) if checkpoint is None else checkpoint.folder
         if tokenizer is None and folder is not None and has_tokenizer(folder):
             tokenizer = load_tokenizer(folder)
         ids, source = calibration_tokens(tokenizer, model.config, calibration_text())
@@ -114,10 +120,18 @@ def known_kv_scales(
     recipe: KVRecipe | None = None,
 ) -> KVScales | None:
     """Scales of a loaded model, without running it; arguments and errors as of `find_kv_scales`."""
-    scales = _given(given)
-    folder = None if scales is not None else folder_of(model)
-    if folder is not None and folder.is_dir():
-        scales = find_kv_scales(folder, model.config, recipe=recipe)
+    if given is not None:
+        return _given(given)
+    checkpoint = checkpoint_of(model)
+    if checkpoint is not None:  # whose tensors are known, wherever its folder has gone
+        scales = _found(checkpoint.folder, model.config, checkpoint.kv_scales, recipe)
+    else:
+        folder = folder_of(model)
+        if folder is None or not folder.is_dir():
+            return None
+        scales = _found(folder, model.config, None, recipe)
+    if scales is not None:
+        _check_model(scales, model.config)
     return scales
 
 
@@ -157,16 +171,7 @@ def declared_format(folder: Path, config: Any) -> KVCacheDType:
     Raises:
         ValueError: a format that halfbyte does not have, or several; a broken file.
     """
-    return KVCacheDType.from_checkpoint(_declaring(folder, config))
-
-
-def _declaring(folder: Path, config: Any) -> Any:
-    """What declares the cache's format: ModelOpt's file, which wins over its copy in the config."""
-    if (folder / MODELOPT_FILE).is_file():
-        section = read_modelopt_file(folder / MODELOPT_FILE)
-        if read_declared_cache(section) is not None:
-            return section
-    return config
+    return KVCacheDType.from_checkpoint(declaring(folder, config))
 
 
 def _given(given: KVScales | str | Path | None) -> KVScales | None:
@@ -178,8 +183,8 @@ def _given(given: KVScales | str | Path | None) -> KVScales | None:
     return replace(scales, source=f"{file} ({scales.source})")
 
 
-def _from_checkpoint(folder: Path, config: Any) -> KVScales | None:
-    stored = read_kv_scales(folder)
+def _from_checkpoint(found: StoredScales, config: Any) -> KVScales | None:
+    stored, folder = found.multipliers, found.folder
     if not stored:
         return None
     num_layers = max(stored) + 1
@@ -187,7 +192,7 @@ def _from_checkpoint(folder: Path, config: Any) -> KVScales | None:
     if isinstance(known, int) and known < num_layers:
         raise ValueError(f"KV scales from {folder}: {num_layers} layers, the model has {known}")
     num_layers = known if isinstance(known, int) else num_layers
-    formats = KVCacheDType.layers_from_checkpoint(_declaring(folder, config), num_layers)
+    formats = KVCacheDType.layers_from_checkpoint(found.declaring, num_layers)
     if not any(dtype.has_global_scale for layer in stored for dtype in formats[layer]):
         logger.warning("%s: has KV scales but declares no format; taken as FP8's", folder)
     amax = [(NO_SCALE, NO_SCALE)] * num_layers

@@ -32,6 +32,7 @@ from halfbyte.models.calibration import (
     usual_first_tokens,
 )
 from halfbyte.models.checkpoint_loading import empty_model, make_buffers, resolve_dtype
+from halfbyte.models.config_fields import check_sizes
 from halfbyte.models.key_statistics import KVRecorder
 from halfbyte.models.loading import (
     device_or_default,
@@ -124,6 +125,7 @@ class StreamedModel:
         if declaration is None and section is not None:
             raise CheckpointError(f"{folder}: is quantized by a method that is read whole")
         self._index = CheckpointIndex.read(folder)
+        check_sizes(config, self._index)
         self._device = device
         resolved = resolve_dtype(dtype, config, self._index)
         model = empty_model(folder, config, resolved)

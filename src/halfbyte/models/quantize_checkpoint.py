@@ -39,6 +39,7 @@ from halfbyte.checkpoints.writer import (
 )
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models.calibration import read_calibration_text, scales_from_amax
+from halfbyte.models.config_fields import check_sizes
 from halfbyte.models.loading import load_model, load_tokenizer, local_folder
 from halfbyte.models.local_files import read_model_config
 from halfbyte.models.weight_calibration import calibrate_weights
@@ -137,7 +138,9 @@ def quantize_checkpoint(
     _check_destination(folder, Path(destination))
     config = _read_config(folder)
     index = CheckpointIndex.read(folder)
-    plan = plan_weights(read_model_config(folder), index, ignore)
+    model_config = read_model_config(folder)
+    check_sizes(model_config, index)
+    plan = plan_weights(model_config, index, ignore)
     other_files = _other_files(folder)
     if not output.kv_cache_dtype:
         read_kv_scales(folder)  # are copied, and broken ones could not be loaded
