@@ -19,7 +19,7 @@ _FILE = "tokenizer.json"
 _OTHER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _TEXT = "A text: 12 words, x = f(y)\\n\\ttabs, é and 漢字."
 _SECONDS = 60
-_MEMORY = 4 << 30
+_MEMORY = 1 << 30
 _TRY = f"""
 import sys
 try:
