@@ -42,6 +42,7 @@ class HostSequence:
         table_lengths: per group, pages in its table.
         data: uint8 `[live pages of all groups, page_bytes]` on the CPU.
         recent: its last tokens in every layer that has them, and from which position on.
+        identity: of the pool that it left, see `PagedKVPool`.
     """
 
     plan: KVCachePlan
@@ -50,6 +51,7 @@ class HostSequence:
     table_lengths: tuple[int, ...]
     data: torch.Tensor
     recent: tuple[list[torch.Tensor], int] = ([], 0)
+    identity: str | None = None
 
 
 class SequenceTables:
@@ -211,7 +213,9 @@ class SequenceTables:
         lengths = tuple(len(table) for table in sequence.tables)
         data = self.pool.read_pages(pages)
         recent = (self.recent.read(sequence.entry) if self.recent else [], sequence.kept_from)
-        host = HostSequence(self.pool.plan, sequence.length, live, lengths, data, recent)
+        host = HostSequence(
+            self.pool.plan, sequence.length, live, lengths, data, recent, self.pool.identity
+        )
         self.free(seq)
         return host
 
@@ -220,12 +224,15 @@ class SequenceTables:
 
         Raises:
             OutOfPagesError: not enough free pages; nothing changes.
-            ValueError: the name is taken, or the sequence left a pool of another plan.
+            ValueError: the name is taken, or the sequence left a pool of another plan, or one with
+                other scales or another recipe: its pages would be read as other values.
         """
         if seq in self._sequences:
             raise ValueError(f"sequence {seq!r} already exists")
         if host.plan != self.pool.plan:
             raise ValueError("host: the sequence left a pool of another plan")
+        if host.identity != self.pool.identity:
+            raise ValueError("host: the sequence left a pool of other scales or another recipe")
         pages = self._allocate(host.data.shape[0])
         with self._released_on_error(pages):
             self.pool.write_pages(pages, host.data)

@@ -14,6 +14,7 @@ from halfbyte.kvcache import (
     read_tokens,
     reshape_and_cache,
 )
+from halfbyte.kvcache.identity import plan_identity
 from halfbyte.kvcache.layer import LayerQuantization
 from halfbyte.kvcache.recent import SLACK, RecentInputs, RecentTokens, RingSlots
 from halfbyte.kvcache.transform import KVTransform
@@ -46,12 +47,21 @@ class KVQuantization:
     def of(
         cls, pool: PagedKVPool, scales: KVScales | None, recipe: KVRecipe | None = None
     ) -> "KVQuantization":
-        """Of every layer in a pool; arguments and errors as of `LayerQuantization.of`."""
+        """Of every layer in a pool, which gets an identity; see `LayerQuantization.of`.
+
+        Raises:
+            ValueError: as `LayerQuantization.of`; the pool has pages of other scales or another
+                recipe.
+        """
         layouts = [pool.layout(layer) for layer in range(pool.plan.num_layers)]
         layers = [
             LayerQuantization.of(scales, i, layout.k_dtype, layout.v_dtype, recipe, pool.device)
             for i, layout in enumerate(layouts)
         ]
+        identity = plan_identity(pool.plan, scales, recipe)
+        if pool.identity not in (None, identity):
+            raise ValueError("pool: has pages of other scales or another recipe")
+        pool.identity = identity
         transforms = [layer.transform for layer in layers]
         multipliers = [(layer.k_scale, layer.v_scale) for layer in layers]
         if pool.device.type != "cuda":

@@ -33,6 +33,7 @@ from halfbyte.models.streaming import stream_into, weight_sinks
 
 logger = logging.getLogger("halfbyte")
 
+_NAMES = ("float32", "bfloat16", "float16")
 _TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
@@ -112,7 +113,11 @@ def resolve_dtype(
             if name.endswith(".weight") and entry.dtype in _TORCH_DTYPES:
                 sizes[entry.dtype] += torch.Size(entry.shape).numel()
         resolved = _TORCH_DTYPES[sizes.most_common(1)[0][0]] if sizes else torch.bfloat16
-    assert isinstance(resolved, torch.dtype)
+    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
+        raise CheckpointError(
+            f"{index.folder}: config.json: dtype: expected one of {', '.join(_NAMES)}, "
+            f"found {resolved!r}"
+        )
     return resolved
 
 
