@@ -89,23 +89,19 @@ def change_json(folder: Path, random: Random) -> str:
         fields[key] = value = _value(random, fields.get(key))
         return _write(file, fields, f"{key} = {value!r}"[:200])
     place: Any = fields
-    path = []
-    while True:
-        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
-        if not keys:
-            break
-        key = random.choice(keys)
-        path.append(key)
-        inner = place[key]
+    path: list[Any] = []
+    while place:
+        path.append(random.choice(list(place if isinstance(place, dict) else range(len(place)))))
+        inner = place[path[-1]]
         if isinstance(inner, dict | list) and inner and random.random() < 0.7:
             place = inner
             continue
         if random.random() < 0.15:
-            del place[key]
-        else:
-            place[key] = _value(random, inner)
-        break
-    return _write(file, fields, f"changed {path}"[:200])
+            del place[path[-1]]
+            return _write(file, fields, f"without {path}"[:200])
+        place[path[-1]] = value = _value(random, inner)
+        return _write(file, fields, f"{path} = {value!r}"[:200])
+    return "nothing"
 
 
 def change_declaration(folder: Path, random: Random) -> str:

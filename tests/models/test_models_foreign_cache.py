@@ -18,9 +18,10 @@ pytest.importorskip("compressed_tensors")
 FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 
-def write(folder: Path, **section: Any) -> Path:
+def write(folder: Path, sizes: dict[str, Any] | None = None, **section: Any) -> Path:
     """FP8 weights, and KV scales that the declaration may or may not mention."""
-    make_model("llama").save_pretrained(folder)
+    model = make_model("llama", **(sizes or {}))
+    model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         scale = tensors[name].abs().amax() / 448
@@ -28,7 +29,7 @@ def write(folder: Path, **section: Any) -> Path:
             name: (tensors[name] / scale).to(torch.float8_e4m3fn),
             f"{name}_scale": scale.reshape(1),
         }
-    for layer in range(4):
+    for layer in range(model.config.num_hidden_layers):
         for side in "kv":
             tensors[f"model.layers.{layer}.self_attn.{side}_scale"] = torch.tensor([0.05])
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -49,7 +50,7 @@ def write(folder: Path, **section: Any) -> Path:
 def values(model: Any, cache: Any) -> tuple[torch.Tensor, ...]:
     with torch.inference_mode():
         logits = model(token_ids(1, 40), past_key_values=cache, use_cache=True).logits
-    layers = cache.layers if isinstance(cache, DynamicCache) else ()
+    layers: Any = cache.layers if isinstance(cache, DynamicCache) else ()
     return (logits, *(layer.values for layer in layers))
 
 
@@ -68,8 +69,8 @@ def test_k_and_v_reach_our_cache_bit_for_bit(tmp_path: Path, is_older: bool) -> 
         values(model, DynamicCache()), values(plain, DynamicCache()), strict=True
     ):
         assert torch.equal(found, expected)
-    found, expected = (values(m, halfbyte.Cache(m, "float32")) for m in (model, plain))
-    assert torch.equal(found[0], expected[0])
+    ours, theirs = (values(m, halfbyte.Cache(m, "float32"))[0] for m in (model, plain))
+    assert torch.equal(ours, theirs)
     cache = halfbyte.Cache(model, "auto")
     assert cache.pool.layout(0).k_dtype == "fp8_e4m3"
     assert cache.kv_scales is not None

@@ -10,7 +10,7 @@ import resource
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -26,6 +26,9 @@ from halfbyte.assets import bundled_model_path
 from halfbyte.checkpoints import CheckpointError
 from halfbyte.kvcache import KVScales
 from halfbyte.models import UnsupportedModelError, load_model, load_tokenizer
+from halfbyte.models.layerwise import calibrate_checkpoint
+from halfbyte.models.quantize_checkpoint import quantize_checkpoint
+from models.test_models_foreign_cache import write as write_foreign
 from models.zoo import make_model
 
 CASES = int(os.environ.get("HALFBYTE_FUZZ_CASES", "60"))
@@ -34,7 +37,12 @@ SECONDS = 20
 GIB = 1 << 30
 LONGEST = 1000
 EXPECTED = (CheckpointError, UnsupportedModelError)
-SMALL = {"num_hidden_layers": 2, "vocab_size": 4096, "hidden_size": 32, "intermediate_size": 48}
+SMALL: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "vocab_size": 4096,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+}
 CODE = "from pathlib import Path\nPath({marker!r}).write_text('ran')\nclass Evil: pass\nE = Evil\n"
 
 
@@ -56,7 +64,8 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     gemma = make_model("gemma3_text", torch.bfloat16, layer_types=layer_types, **SMALL)
     gemma.save_pretrained(root / "d")
     KVScales((1.0, 2.0), (3.0, 4.0), "calibration").save(root / "d")
-    found = [plain.quantized, plain.plain, moe.quantized, foreign.quantized, root / "d"]
+    write_foreign(root / "e", SMALL, kv_cache_scheme=scheme)
+    found = [root / "e", plain.quantized, plain.plain, moe.quantized, foreign.quantized, root / "d"]
     for folder in found:
         for file in bundled_model_path().glob("tokenizer*"):
             shutil.copy(file, folder)
@@ -78,6 +87,8 @@ class Watch:
 
     def __init__(self) -> None:
         self.is_on = False
+        self.allowed = ""
+        """Folder that may be written to."""
         self.seen: list[str] = []
         sys.addaudithook(self)
 
@@ -88,19 +99,19 @@ class Watch:
             self.seen.append(f"{event} {args}"[:300])
         elif event == "subprocess.Popen" and list(args[1])[:2] != [sys.executable, "-c"]:
             self.seen.append(f"{event} {args[:2]}"[:300])
-        elif _is_write(event, args) and not _may_write(args[0]):
+        elif _is_write(event, args) and not self._may_write(args[0]):
             self.seen.append(f"{event} {args}"[:300])
+
+    def _may_write(self, path: Any) -> bool:
+        text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+        is_allowed = bool(self.allowed) and text.startswith(self.allowed)
+        return not text or is_allowed or text == os.devnull or "__pycache__" in text
 
 
 def _is_write(event: str, args: tuple[Any, ...]) -> bool:
     if event == "open":
         return bool((args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
     return event in ("os.remove", "os.rename", "os.mkdir", "os.symlink")
-
-
-def _may_write(path: Any) -> bool:
-    text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
-    return not text or text == os.devnull or "__pycache__" in text
 
 
 @pytest.fixture(scope="module")
@@ -146,24 +157,39 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def outcome(folder: Path) -> str:
-    """Load and use a folder as far as it goes: `loaded`, or the one line that was said."""
+def load_and_use(folder: Path, _: Path) -> None:
+    """As far as it goes."""
     try:
         load_tokenizer(folder)
     except EXPECTED as error:
-        said = str(error)
-        check_line(said)
+        check_line(str(error))
+    halfbyte.Cache(load_model(folder, device="cpu"), "auto", kv_recipe="plain")
+
+
+def calibrate(folder: Path, _: Path) -> None:
+    calibrate_checkpoint(folder, device="cpu", max_tokens=64)
+
+
+def quantize(folder: Path, out: Path) -> None:
+    quantize_checkpoint(folder, out, dialect="modelopt", weights="nvfp4-a16")
+
+
+USES = (load_and_use, load_and_use, load_and_use, calibrate, quantize)
+
+
+def outcome(use: Callable[[Path, Path], None], folder: Path, out: Path) -> str:
+    """`used`, or the one line that was said."""
     try:
-        model = load_model(folder, device="cpu")
+        use(folder, out)
     except EXPECTED as error:
         check_line(str(error))
         return str(error)
-    try:
-        halfbyte.Cache(model, "auto", kv_recipe="plain")
     except ValueError as error:  # formats and scales that a model cannot have
+        if type(error) is not ValueError:
+            raise
         check_line(str(error))
         return str(error)
-    return "loaded"
+    return "used"
 
 
 def check_line(line: str) -> None:
@@ -178,22 +204,27 @@ def test_one_clear_line(
 ) -> None:
     monkeypatch.setenv("HALFBYTE_CACHE_DIR", "")
     monkeypatch.setattr(sys, "stdin", open(os.devnull))  # noqa: SIM115 - closed with the process
+    out = tmp_path / "out"
     for base in bases:
-        assert outcome(base) == "loaded", base
+        assert outcome(load_and_use, base, out) == "used", base
+    assert outcome(quantize, bases[2], out) == "used"
+    watch.allowed = str(tmp_path)
     marker = tmp_path / "ran"
-    loaded, failures = 0, []
+    used, failures = 0, []
     for seed in range(SEED, SEED + CASES):
         random = Random(seed)
         folder = tmp_path / "case"
         shutil.copytree(random.choice(bases), folder, symlinks=True)
         (folder / "evil.py").write_text(CODE.format(marker=str(marker)))
         done = mutate(folder, random)
+        use = random.choice(USES)
+        shutil.rmtree(out, ignore_errors=True)
         forget_peak()
         before = peak()
         watch.seen, watch.is_on = [], True
         try:
             with bounds():
-                loaded += outcome(folder) == "loaded"
+                used += outcome(use, folder, out) == "used"
             problem = ""
         except (KeyboardInterrupt, SystemExit):
             raise
@@ -206,9 +237,9 @@ def test_one_clear_line(
         problem += " ".join(watch.seen)
         problem += " ran code" if marker.exists() else ""
         if problem:
-            failures.append(f"seed {seed}: {done}: {problem}")
+            failures.append(f"seed {seed}: {use.__name__}: {done}: {problem}")
             print(failures[-1], flush=True)
         shutil.rmtree(folder)
-    print(f"{CASES} cases, {loaded} loaded")
+    print(f"{CASES} cases, {used} used")
     assert not failures, "\n".join(failures)
-    assert CASES < 30 or loaded < CASES, "nothing was refused"
+    assert CASES < 30 or 0 < used < CASES, f"{used} of {CASES} were used"

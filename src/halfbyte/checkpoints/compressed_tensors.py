@@ -8,13 +8,15 @@ same target the last.
 have the format `nvfp4-pack-quantized`, of the whole file or of a group.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import regex
+
 from halfbyte.checkpoints.dialects import (
+    CheckpointError,
     Declaration,
     LayerGroup,
     Scheme,
@@ -48,6 +50,8 @@ _OTHER_FORMATS = (
 _UNPACKED_FORMATS = ("dense", "fakequant")
 _FORMATS = (NVFP4_FORMAT, _MIXED_FORMAT, *_OTHER_FORMATS, *_UNPACKED_FORMATS)
 _PRESETS: dict[str, Scheme] = {"NVFP4": "nvfp4", "NVFP4A16": "nvfp4-a16"}
+_SECONDS = 2
+"""That a pattern may take for a name: some take longer than anybody waits."""
 _GROUP_FIELDS = ("targets", "weights", "input_activations", "format")
 
 
@@ -86,7 +90,7 @@ class _Patterns:
     def __init__(self, patterns: Iterable[str]) -> None:
         self._names = set(patterns)
         self._expressions = {
-            pattern: re.compile(pattern.removeprefix("re:"))
+            pattern: regex.compile(pattern.removeprefix("re:"))
             for pattern in sorted(self._names)
             if pattern.startswith("re:")
         }
@@ -96,8 +100,14 @@ class _Patterns:
         if name in self._names:
             return name
         for pattern, expression in self._expressions.items():
-            if expression.match(name):
-                return pattern
+            try:
+                if expression.match(name, timeout=_SECONDS):
+                    return pattern
+            except TimeoutError:
+                raise CheckpointError(
+                    f"{pattern!r}: expected a pattern that can be matched, found one that takes "
+                    f"more than {_SECONDS} s for {name}"
+                ) from None
         return "Linear" if "Linear" in self._names else None
 
 
@@ -194,8 +204,8 @@ def _check_format(folder: str | Path, where: str, form: str | None, scheme: Sche
 def _check_pattern(folder: str | Path, where: str, pattern: str) -> None:
     if pattern.startswith("re:"):
         try:
-            re.compile(pattern.removeprefix("re:"))
-        except re.error as error:
+            regex.compile(pattern.removeprefix("re:"))
+        except regex.error as error:
             raise unknown_scheme(
                 folder, where, f"{pattern!r} ({error})", "a regular expression"
             ) from None

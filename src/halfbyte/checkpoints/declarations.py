@@ -64,14 +64,13 @@ def read_declaration(folder: str | Path, config: Mapping[str, Any]) -> Declarati
 
 def _section(folder: str | Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """`quantization_config` of the config, empty where it has none."""
-    section = config.get("quantization_config")
-    if section is None:
-        return {}
-    if not isinstance(section, Mapping):
-        raise CheckpointError(
-            f"{folder}: quantization_config: expected an object, found {type(section).__name__}"
-        )
-    return section
+    for name in ("quantization", "quantization_config"):
+        section = config.get(name)
+        if section is not None and not isinstance(section, Mapping):
+            raise CheckpointError(
+                f"{folder}: {name}: expected an object, found {type(section).__name__}"
+            )
+    return config.get("quantization_config") or {}
 
 
 def read_modelopt_file(file: Path) -> Mapping[str, Any]:

@@ -115,7 +115,7 @@ class KVCacheDType(StrEnum):
     @classmethod
     def _unquantized(cls, config: Any) -> KVCacheDType:
         fields = _as_mapping(config)
-        for section in (fields, _as_mapping(fields.get("text_config"))):
+        for section in (fields, _section(fields, "text_config")):
             for key in ("dtype", "torch_dtype"):
                 if section.get(key) is not None:
                     return cls.parse(section[key])
@@ -231,9 +231,15 @@ def _declared(config: Any) -> DeclaredCache | None:
 
 def _quantization_sections(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Where a KV cache format may be declared, most specific first."""
-    sections = [_as_mapping(fields.get("quantization_config")), fields]
-    text_config = fields.get("text_config")
-    if text_config is not None:
-        sections.append(_as_mapping(_as_mapping(text_config).get("quantization_config")))
+    sections = [_section(fields, "quantization_config"), fields]
+    text_config = _section(fields, "text_config")
+    sections.append(_section(text_config, "quantization_config"))
     # hf_quant_config.json nests everything under "quantization".
-    return sections + [_as_mapping(section.get("quantization")) for section in sections]
+    return sections + [_section(section, "quantization") for section in sections]
+
+
+def _section(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    try:
+        return _as_mapping(fields.get(name))
+    except TypeError:
+        raise ValueError(f"{name}: expected an object, found {fields[name]!r}") from None

@@ -27,7 +27,7 @@ _SIZES = {
     ),
 }
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.(?:\w+\.)*?(?:experts\.(\d+)\.)?\w")
+_LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.(?:(?:\w+\.)*experts\.(\d+)\.)?")
 
 
 def check_fields(where: object, fields: Mapping[str, Any]) -> None:
@@ -84,6 +84,11 @@ def check_sizes(config: Any, index: CheckpointIndex) -> None:
         raise CheckpointError(
             f"{index.folder}: experts: expected {declared}, as config.json says, found {stored} in "
             "the files"
+        )
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if chosen is not None and declared is not None and chosen > declared:
+        raise CheckpointError(
+            f"{index.folder}: num_experts_per_tok: expected 1 .. {declared}, found {chosen}"
         )
     embeddings = index.tensors.get("model.embed_tokens.weight") or index.tensors.get(
         "embed_tokens.weight"
