@@ -6,6 +6,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+_MAX_MESSAGE = 600
+"""Characters of an error: files may hold values of any length where a name belongs."""
+
+
+def shortened(text: str, length: int = _MAX_MESSAGE) -> str:
+    """A text on one line, its middle left out where it is longer than `length` characters."""
+    line = " ".join(str(text).split())
+    half = (length - 3) // 2
+    line = line if len(line) <= length else f"{line[:half]} … {line[-half:]}"
+    # Also what is no character for a terminal: half a surrogate pair, an escape sequence.
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
+
 
 def read_json_object(path: Path) -> dict[str, Any]:
     """The fields of a JSON file that holds an object.

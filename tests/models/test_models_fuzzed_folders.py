@@ -111,7 +111,9 @@ class Watch:
 def _is_write(event: str, args: tuple[Any, ...]) -> bool:
     if event == "open":
         return bool((args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
-    return event in ("os.remove", "os.rename", "os.mkdir", "os.symlink")
+    if event == "os.remove" and args[1] != -1:  # `shutil.rmtree`, whose own event has the path
+        return False
+    return event in ("os.remove", "os.rename", "os.mkdir", "os.symlink", "shutil.rmtree")
 
 
 @pytest.fixture(scope="module")

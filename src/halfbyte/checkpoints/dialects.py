@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
-from halfbyte.files import read_json_object
+from halfbyte.files import read_json_object, shortened
 from halfbyte.layouts.kv_declarations import read_declared_cache
 
 Dialect = Literal["modelopt", "compressed-tensors"]
@@ -38,10 +38,6 @@ PROVIDER = "halfbyte"
 MODELOPT_FILE = "hf_quant_config.json"
 
 
-_MAX_MESSAGE = 600
-"""Characters of an error: files may hold values of any length where a name belongs."""
-
-
 class CheckpointError(ValueError):
     """A checkpoint is broken or not one that is read here; one line: what, expected, found.
 
@@ -50,15 +46,6 @@ class CheckpointError(ValueError):
 
     def __init__(self, message: str) -> None:
         super().__init__(shortened(message))
-
-
-def shortened(text: str, length: int = _MAX_MESSAGE) -> str:
-    """A text on one line, its middle left out where it is longer than `length` characters."""
-    line = " ".join(str(text).split())
-    half = (length - 3) // 2
-    line = line if len(line) <= length else f"{line[:half]} … {line[-half:]}"
-    # Also what is no character for a terminal: half a surrogate pair, an escape sequence.
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
 
 
 def one_line(error: BaseException) -> str:

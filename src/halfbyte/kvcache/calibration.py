@@ -17,6 +17,7 @@ import torch
 from halfbyte.kvcache.recipe import KVRecipe
 from halfbyte.kvcache.transform import KVTransform
 
+_BROKEN = (KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)
 _FORMAT = "halfbyte-kv-calibration-1"
 
 
@@ -181,7 +182,7 @@ class KVCalibration:
             ]
             first_tokens = tuple(int(token) for token in fields["first_tokens"])
             segment = int(fields["segment"])
-        except (KeyError, TypeError, RecursionError) as error:
+        except _BROKEN as error:
             raise ValueError(f"no calibration: {type(error).__name__}: {error}") from None
         except (ValueError, safetensors.SafetensorError) as error:
             raise ValueError(f"no calibration: {error}") from None

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from halfbyte.files import read_json_object, replace_file
+from halfbyte.files import read_json_object, replace_file, shortened
 from halfbyte.kvcache.calibration import KVCalibration
 from halfbyte.kvcache.recipe import KVRecipe
 
@@ -263,13 +263,14 @@ class KVScales:
                 raise ValueError("k_amax and v_amax are not lists")
             k_amax, v_amax = (tuple(map(_number, values)) for values in amax)
             calibration = _load_calibration(Path(path), fields.get("calibration"))
-            return cls(
-                k_amax, v_amax, str(fields["source"]), calibration, dict(fields.get("model", {}))
-            )
+            source = fields["source"]
+            if not isinstance(source, str) or source != shortened(source):
+                raise ValueError("source is not a line of text")
+            return cls(k_amax, v_amax, source, calibration, dict(fields.get("model", {})))
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"{path}: not a file of KV scales: {error}") from None
+            raise ValueError(shortened(f"{path}: not a file of KV scales: {error}")) from None
 
 
 def _number(value: object) -> float:

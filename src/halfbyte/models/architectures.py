@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.checkpoints.dialects import shortened
+from halfbyte.files import shortened
 from halfbyte.kvcache import FullAttentionSpec, KVCacheSpec, KVRecipe, SlidingWindowSpec
 from halfbyte.layouts import KVCacheDType
 

@@ -57,9 +57,10 @@ def find_kv_scales(
         ValueError: scales that are given and absent; a broken file, or one with a scale of 0;
             scales for another number of layers. One line that names the file.
     """
-    scales = _given(given) or _found(folder, config, None, recipe)
-    if scales is not None:
-        _check_model(scales, config)
+    scales = _given(given)
+    if scales is None:
+        return _found(folder, config, None, recipe)
+    _check_model(scales, config)
     return scales
 
 
@@ -67,7 +68,21 @@ def _found(
     folder: Path, config: Any, stored: StoredScales | None, recipe: KVRecipe | None
 ) -> KVScales | None:
     """Scales of a checkpoint; those among its tensors are read, unless they are known already."""
-    stored = StoredScales.read(folder, config) if stored is None else stored
+    try:
+        stored = StoredScales.read(folder, config) if stored is None else stored
+        scales = _first(folder, config, stored, recipe)
+        if scales is not None:
+            _check_model(scales, config)
+        return scales
+    except CheckpointError:
+        raise
+    except ValueError as error:  # of what is in the folder
+        raise CheckpointError(str(error)) from None
+
+
+def _first(
+    folder: Path, config: Any, stored: StoredScales, recipe: KVRecipe | None
+) -> KVScales | None:
     return (
         _fitting(_from_checkpoint(stored, config), recipe)
         or _fitting(_from_file(folder), recipe)
@@ -124,15 +139,11 @@ def known_kv_scales(
         return _given(given)
     checkpoint = checkpoint_of(model)
     if checkpoint is not None:  # whose tensors are known, wherever its folder has gone
-        scales = _found(checkpoint.folder, model.config, checkpoint.kv_scales, recipe)
-    else:
-        folder = folder_of(model)
-        if folder is None or not folder.is_dir():
-            return None
-        scales = _found(folder, model.config, None, recipe)
-    if scales is not None:
-        _check_model(scales, model.config)
-    return scales
+        return _found(checkpoint.folder, model.config, checkpoint.kv_scales, recipe)
+    folder = folder_of(model)
+    if folder is None or not folder.is_dir():
+        return None
+    return _found(folder, model.config, None, recipe)
 
 
 def _fitting(scales: KVScales | None, recipe: KVRecipe | None) -> KVScales | None:

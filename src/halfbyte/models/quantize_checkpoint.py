@@ -266,8 +266,9 @@ def _other_files(folder: Path) -> list[Path]:
         hidden = file.name.startswith(".")
         if hidden or file.is_dir() or file.suffix in _WEIGHT_FILES or file.name in _REPLACED:
             continue
-        if not file.exists():
-            raise CheckpointError(f"{file}: expected a file, found a link to nothing")
+        if not file.is_file():
+            found = "something else" if file.exists() else "a link to nothing"
+            raise CheckpointError(f"{file}: expected a file, found {found}")
         files.append(file)
     return files
 

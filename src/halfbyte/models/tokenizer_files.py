@@ -12,7 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from halfbyte.checkpoints.dialects import read_json, shortened
+from halfbyte.checkpoints.dialects import read_json
+from halfbyte.files import shortened
 from halfbyte.models.local_files import ModelLoadError, or_load_error
 
 _FILE = "tokenizer.json"
