@@ -132,6 +132,8 @@ class TestOneLine:
             ({"hidden_act": "frob"}, "no model can be made of it: unknown name 'frob'"),
             ({"rms_norm_eps": "small"}, "rms_norm_eps"),
             ({"dtype": {"value": "float32"}}, "dtype: expected one of float32, bfloat16, float16"),
+            ({"dtype": "float64"}, "dtype: expected one of float32, bfloat16, float16"),
+            ({"dtype": "int8"}, "dtype: expected one of float32, bfloat16, float16"),
             ({"quantization_config": {"quant_method": ["modelopt"]}}, "quant_method: expected a n"),
         ],
     )
@@ -176,6 +178,14 @@ class TestOneLine:
         (folder / "model.safetensors.index.json").write_text(index)
         with pytest.raises(ModelLoadError, match="names of safetensors files") as error:
             load_model(folder)
+        assert len(str(error.value)) < 700
+
+    @pytest.mark.parametrize("path", ["x" * 5000, "/" + "x" * 5000, "a/" + "b" * 300])
+    def test_of_paths(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        with pytest.raises(ModelLoadError) as error:
+            load_model(Path(path))
+        assert str(error.value).startswith(path[:200])
         assert len(str(error.value)) < 700
 
     def test_of_an_empty_index(self, folder: Path) -> None:

@@ -45,6 +45,19 @@ def test_quantize_refuses_an_absent_weight(source: Path, dialect: str, name: str
     assert list(source.parent.iterdir()) == [source]
 
 
+@pytest.mark.parametrize("what", ["device", "pipe"])
+def test_quantize_copies_no_devices(source: Path, what: str) -> None:
+    """A copy of `/dev/zero` would fill the disk."""
+    file = source / "chat_template.jinja"
+    file.unlink(missing_ok=True)
+    file.symlink_to("/dev/zero") if what == "device" else os.mkfifo(file)
+    with pytest.raises(CheckpointError, match=r"jinja: expected a file, found something else"):
+        quantize_checkpoint(
+            source, source.parent / "target", dialect="modelopt", weights="nvfp4-a16"
+        )
+    assert list(source.parent.iterdir()) == [source]
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_quantize_copies_foreign_tensors(source: Path, dialect: str) -> None:
     """`load_model` passes over them in the source, and in what is written."""
@@ -87,6 +100,19 @@ def test_quantize_replaces_kv_scales_of_either_dialect(
 def test_quantize_names_a_link_to_nothing_before_it_begins(source: Path) -> None:
     (source / "README.md").symlink_to(source / "absent")
     with pytest.raises(CheckpointError, match=r"README.md: expected a file, found a link to noth"):
+        quantize_checkpoint(
+            source, source.parent / "target", dialect="modelopt", weights="nvfp4-a16"
+        )
+    assert list(source.parent.iterdir()) == [source]
+
+
+@pytest.mark.parametrize("what", ["device", "pipe"])
+def test_quantize_copies_no_devices(source: Path, what: str) -> None:
+    """A copy of `/dev/zero` would fill the disk."""
+    file = source / "chat_template.jinja"
+    file.unlink(missing_ok=True)
+    file.symlink_to("/dev/zero") if what == "device" else os.mkfifo(file)
+    with pytest.raises(CheckpointError, match=r"jinja: expected a file, found something else"):
         quantize_checkpoint(
             source, source.parent / "target", dialect="modelopt", weights="nvfp4-a16"
         )

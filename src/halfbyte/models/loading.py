@@ -4,6 +4,7 @@ A hub id is resolved to its local snapshot first, so that all that a checkpoint 
 weights (KV scales, `hf_quant_config.json`, tokenizer) is found the same way as in a folder.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -182,11 +183,11 @@ def local_folder(
         ModelLoadError: no such folder, or one without config.json; a hub id that cannot be had.
     """
     folder, text = Path(path), str(path)
-    if folder.is_dir():
+    if os.path.isdir(folder):  # pathlib's raises for names that are too long
         if not (folder / "config.json").is_file():
             raise ModelLoadError(f"{path}: the folder has no config.json")
         return folder
-    if folder.exists():
+    if os.path.exists(folder):
         raise ModelLoadError(f"{path}: is a file, expected the folder of a checkpoint")
     if folder.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
         raise ModelLoadError(f"{path}: no such folder")
