@@ -1,5 +1,6 @@
 """What is written can be loaded, and what could not be is refused before anything is written."""
 
+import os
 from pathlib import Path
 from statistics import median
 
@@ -100,19 +101,6 @@ def test_quantize_replaces_kv_scales_of_either_dialect(
 def test_quantize_names_a_link_to_nothing_before_it_begins(source: Path) -> None:
     (source / "README.md").symlink_to(source / "absent")
     with pytest.raises(CheckpointError, match=r"README.md: expected a file, found a link to noth"):
-        quantize_checkpoint(
-            source, source.parent / "target", dialect="modelopt", weights="nvfp4-a16"
-        )
-    assert list(source.parent.iterdir()) == [source]
-
-
-@pytest.mark.parametrize("what", ["device", "pipe"])
-def test_quantize_copies_no_devices(source: Path, what: str) -> None:
-    """A copy of `/dev/zero` would fill the disk."""
-    file = source / "chat_template.jinja"
-    file.unlink(missing_ok=True)
-    file.symlink_to("/dev/zero") if what == "device" else os.mkfifo(file)
-    with pytest.raises(CheckpointError, match=r"jinja: expected a file, found something else"):
         quantize_checkpoint(
             source, source.parent / "target", dialect="modelopt", weights="nvfp4-a16"
         )

@@ -113,7 +113,7 @@ def resolve_dtype(
             if name.endswith(".weight") and entry.dtype in _TORCH_DTYPES:
                 sizes[entry.dtype] += torch.Size(entry.shape).numel()
         resolved = _TORCH_DTYPES[sizes.most_common(1)[0][0]] if sizes else torch.bfloat16
-    if resolved not in _TORCH_DTYPES.values():
+    if not isinstance(resolved, torch.dtype) or resolved not in _TORCH_DTYPES.values():
         raise CheckpointError(
             f"{index.folder}: config.json: dtype: expected one of {', '.join(_NAMES)}, "
             f"found {resolved!r}"
