@@ -19,7 +19,8 @@ from halfbyte.models.local_files import ModelLoadError, or_load_error
 _FILE = "tokenizer.json"
 _OTHER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _TEXT = "A text: 12 words, x = f(y)\\n\\ttabs, é and 漢字."
-_SECONDS = 60
+_SECONDS = 15
+"""And one more for each MiB of the file."""
 _MEMORY = 1 << 30
 _TRY = f"""
 import sys
@@ -82,6 +83,7 @@ def _reason_against(file: str, size: int, mtime_ns: int) -> str | None:
     if not sys.executable:
         return None
     command = [sys.executable, "-c", _TRY, file, str(_MEMORY + 64 * size)]
+    seconds = _SECONDS + (size >> 20)
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
     try:
         result = subprocess.run(
@@ -90,11 +92,11 @@ def _reason_against(file: str, size: int, mtime_ns: int) -> str | None:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_SECONDS,
+            timeout=seconds,
             env=environment,
         )
     except subprocess.TimeoutExpired:
-        return f"encoding a short text takes more than {_SECONDS} s"
+        return f"encoding a short text takes more than {seconds} s"
     except OSError:
         return None
     if result.returncode == 0:
