@@ -18,6 +18,7 @@ from halfbyte.assets import bundled_model_path
 from halfbyte.checkpoints import DIALECTS, CheckpointError
 from halfbyte.models import ModelLoadError, UnsupportedModelError, find_kv_scales, load_tokenizer
 from halfbyte.models.calibration import calibrate
+from halfbyte.models.layerwise import calibrate_checkpoint
 from models.zoo import ARCHITECTURES, make_model, token_ids
 
 
@@ -249,6 +250,17 @@ class TestTokenizers:
             load_tokenizer(tokenizer)
         assert "\n" not in str(error.value)
         assert str(tokenizer) in str(error.value)
+
+    def test_that_has_more_tokens_than_the_model(self, tokenizer: Path) -> None:
+        file = tokenizer / "tokenizer_config.json"
+        fields = json.loads(file.read_text())
+        file.write_text(json.dumps({**fields, "bos_token": "<a token of its own>"}))
+        (tokenizer / "kv_scales.json").unlink()
+        message = r"the tokenizer has a token 4096, the model a vocabulary of 4096"
+        with pytest.raises(ValueError, match=message):
+            calibrate_checkpoint(tokenizer, device="cpu", max_tokens=64)
+        with pytest.raises(ValueError, match=message):
+            halfbyte.Cache(load_model(tokenizer), "nvfp4")
 
     def test_a_panic_is_an_error_like_others(self, tokenizer: Path) -> None:
         """Files without a `tokenizer.json` are put together in this process."""

@@ -27,6 +27,7 @@ from halfbyte.models.attention_functions import GENERATE, register
 from halfbyte.models.calibration import (
     calibrate,
     calibration_tokens,
+    check_vocabulary,
     kv_scales_of,
     read_calibration_text,
     usual_first_tokens,
@@ -89,6 +90,7 @@ def calibrate_checkpoint(
         raise ModelLoadError(f"{folder}: has no tokenizer, which a text needs")
     ids, source = calibration_tokens(tokenizer, config, text, name, max_tokens)
     first_tokens = usual_first_tokens(tokenizer)
+    check_vocabulary(config, ids, first_tokens)
     try:
         streamed = StreamedModel(folder, config, device, dtype)
     except CheckpointError as error:
