@@ -4,6 +4,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from transformers import PreTrainedModel
 from halfbyte.attention import check_attention_backend
 from halfbyte.engine.core import EngineCore
 from halfbyte.engine.detokenizer import Detokenizer
-from halfbyte.engine.request import FinishReason, Request, RequestOutput
+from halfbyte.engine.outputs import RequestOutput, completion_of
+from halfbyte.engine.request import FinishReason, Request
 from halfbyte.engine.sampling_params import SamplingParams
 from halfbyte.kvcache import KVCachePlan, KVRecipe, KVScales, PagedKVPool, plan_kv_cache
 from halfbyte.kvcache.recent import RecentTokens
@@ -47,11 +49,13 @@ class NewToken:
         index: of the prompt in the call.
         token: its id.
         text: the text that has become certain with it; may be empty.
+        completion: which of the prompt's `SamplingParams.n`.
     """
 
     index: int
     token: int
     text: str
+    completion: int = 0
 
 
 TokenStream = Generator[NewToken, None, list[RequestOutput]]
@@ -187,6 +191,9 @@ class LLM:
             batch_invariant=batch_invariant,
             cuda_graphs=cuda_graphs,
             recent=recent,
+            eos_ids=()
+            if getattr(tokenizer, "eos_token_id", None) is None
+            else (tokenizer.eos_token_id,),
         )
 
     def generate(
@@ -244,50 +251,67 @@ class LLM:
         if len(sampling_params) != len(batch):
             raise ValueError(f"sampling_params: {len(sampling_params)} for {len(batch)} prompts")
         requests = [
-            self.core.request(self._encode(prompt), params)
-            for prompt, params in zip(batch, sampling_params, strict=True)
+            [self.core.request(ids, params, completion) for completion in range(params.n)]
+            for ids, params in zip(map(self._encode, batch), sampling_params, strict=True)
         ]
         return self._run(batch, requests)
 
-    def _run(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> TokenStream:
-        index = {request.id: i for i, request in enumerate(requests)}
-        texts = [
-            Detokenizer(self.tokenizer, request.params.stop) if self.tokenizer else None
-            for request in requests
-        ]
+    def _run(self, prompts: Sequence[Prompt], requests: Sequence[Sequence[Request]]) -> TokenStream:
+        places = {
+            request.id: (index, completion)
+            for index, of_prompt in enumerate(requests)
+            for completion, request in enumerate(of_prompt)
+        }
+        texts = [[self._detokenizer(request) for request in one] for one in requests]
         if self.core.scheduler.has_work:
             raise RuntimeError(
                 "an LLM generates one batch at a time, and another is unfinished: wait for it, or "
                 "close its stream"
             )
         try:
-            for request in requests:
+            for request in chain.from_iterable(requests):
                 self.core.add(request)
             with self.core.runner.attached():
-                yield from self._tokens(requests, index, texts)
+                yield from self._tokens(places, texts)
+            for text in chain.from_iterable(texts):
+                if text:  # of one that ended with an error
+                    text.finish()
         finally:
             # Also when the caller stops listening or a step fails: the pool stays whole.
-            for request in requests:
+            for request in chain.from_iterable(requests):
                 self.core.abort(request, FinishReason.ERROR)
         return [
-            _output(prompt, request, text)
-            for prompt, request, text in zip(prompts, requests, texts, strict=True)
+            RequestOutput(
+                prompt if isinstance(prompt, str) else None,
+                of_prompt[0].prompt,
+                [
+                    completion_of(*x)
+                    for x in zip(of_prompt, range(len(of_prompt)), text, strict=True)
+                ],
+            )
+            for prompt, of_prompt, text in zip(prompts, requests, texts, strict=True)
         ]
 
     def _tokens(
-        self, requests: Sequence[Request], index: dict[int, int], texts: list[Detokenizer | None]
+        self, places: dict[int, tuple[int, int]], texts: Sequence[Sequence[Detokenizer | None]]
     ) -> Iterator[NewToken]:
-        while not all(request.is_finished for request in requests):
+        while self.core.scheduler.has_work:
             for request, token in self.core.step():
-                i = index[request.id]
-                text = texts[i]
+                index, completion = places[request.id]
+                text = texts[index][completion]
                 piece = text.push(token) if text else ""
                 if text and text.stopped:
-                    request.finish_reason = FinishReason.STOP
+                    request.finish(FinishReason.STOP)
                     self.core.abort(request, FinishReason.STOP)
                 elif text and request.is_finished:
                     piece += text.finish()
-                yield NewToken(i, token, piece)
+                yield NewToken(index, token, piece, completion)
+
+    def _detokenizer(self, request: Request) -> Detokenizer | None:
+        if self.tokenizer is None:
+            return None
+        params = request.params
+        return Detokenizer(self.tokenizer, params.stop, request.prompt, params.min_tokens)
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if hasattr(prompt, "tolist"):
@@ -320,18 +344,6 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     batch: list[Any] = list(prompts)
     return [batch] if batch and isinstance(batch[0], Integral) else batch
-
-
-def _output(prompt: Prompt, request: Request, text: Detokenizer | None) -> RequestOutput:
-    assert request.finish_reason is not None
-    return RequestOutput(
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=request.prompt,
-        text=text.text if text else "",
-        token_ids=request.output,
-        finish_reason=request.finish_reason,
-        error=request.error,
-    )
 
 
 def _default_num_pages(
