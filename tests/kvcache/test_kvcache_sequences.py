@@ -183,6 +183,21 @@ def test_release_dead_pages_frees_those_before_the_window_of_the_next_query() ->
         tables.check_integrity()
 
 
+def test_release_dead_pages_goes_through_each_page_once() -> None:
+    """A step of a long sequence costs what one of a short sequence does."""
+    tables = window_tables(num_pages=400)
+    tables.add("a")
+    released: list[int] = []
+    release = tables.allocator.release
+    tables.allocator.release = lambda pages: released.extend(pages) or release(pages)  # type: ignore[func-returns-value]
+    for length in range(1, 1000):
+        tables.append("a", 1)
+        tables.release_dead_pages("a", length)
+    tables.check_integrity()
+    assert NULL_PAGE not in released
+    assert len(released) == tables.table("a", group=1).count(NULL_PAGE)
+
+
 def test_release_dead_pages_of_a_fork_keeps_the_parents() -> None:
     tables = window_tables()
     tables.add("a")

@@ -92,10 +92,9 @@ class _Window:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int]) -> None:
         self._decode = decode
-        self._ids = list(before[-_CONTEXT:])
-        self._text = decode(self._ids) if self._ids else ""
+        self._ids, self._text = self._beginning(before)
         # Characters of `_text` that were given out; half a one of the prompt is the output's.
-        self._given = len(self._text.rstrip(_INCOMPLETE))
+        self._given = len(self._text.rstrip(_INCOMPLETE)) or max(0, len(self._text) - _MAX_OPEN)
         self._open = 0  # tokens since the text last ended with a character
 
     def push(self, token: int) -> tuple[str, bool]:
@@ -122,6 +121,16 @@ class _Window:
         """The text that was not certain."""
         text, self._given = self._text[self._given :], len(self._text)
         return text
+
+    def _beginning(self, before: Sequence[int]) -> tuple[list[int], str]:
+        """The last ids of a prompt, from the beginning of a character on, and their text."""
+        ids, text = list(before[-_CONTEXT:]), ""
+        for count in range(_CONTEXT, _CONTEXT + _MAX_OPEN + 1):
+            ids = list(before[-count:])
+            text = self._decode(ids) if ids else ""
+            if not text.startswith(_INCOMPLETE):
+                break
+        return ids, text
 
     def _shorten(self) -> None:
         """Keep the last ids, where they decode to the end of the same text.

@@ -7,11 +7,28 @@ from typing import Any, Self
 from halfbyte.layouts.arguments import finite_number, integer
 
 _ONLY_IN_VLLM = frozenset(
-    "allowed_token_ids bad_words best_of detokenize extra_args flat_logprobs guided_decoding "
-    "include_stop_str_in_output logit_bias logits_processors output_kind prompt_logprobs "
-    "repetition_detection skip_clone skip_reading_prefix_cache skip_special_tokens "
-    "spaces_between_special_tokens structured_outputs thinking_token_budget "
-    "truncate_prompt_tokens".split()
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "best_of",
+        "detokenize",
+        "extra_args",
+        "flat_logprobs",
+        "guided_decoding",
+        "include_stop_str_in_output",
+        "logit_bias",
+        "logits_processors",
+        "output_kind",
+        "prompt_logprobs",
+        "repetition_detection",
+        "skip_clone",
+        "skip_reading_prefix_cache",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "structured_outputs",
+        "thinking_token_budget",
+        "truncate_prompt_tokens",
+    }
 )
 
 

@@ -57,6 +57,11 @@ class Scheduler:
         """Whether any request is unfinished."""
         return bool(self.waiting or self.running)
 
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run."""
+        return len(self.waiting) + len(self.running)
+
     def add(self, request: Request) -> None:
         """Queue a request."""
         self.waiting.append(request)
@@ -180,4 +185,8 @@ class Scheduler:
 
     @staticmethod
     def _fail(request: Request, error: OutOfPagesError) -> None:
-        request.finish(FinishReason.ERROR, str(error))
+        request.finish(
+            FinishReason.ERROR,
+            f"{error}, for {request.num_tokens:,} tokens of this request alone: give more "
+            "num_pages (a larger gpu_memory_utilization), or a max_model_len that fits",
+        )

@@ -149,7 +149,10 @@ class SequenceTables:
         # Past its end the sequence has no queries yet, and its last page is still being filled.
         num_computed_tokens = min(num_computed_tokens, sequence.length)
         for group, table in zip(self.pool.plan.groups, sequence.tables, strict=True):
-            for i in range(group.num_dead_pages(num_computed_tokens)):
+            # Backwards to those that died before, so that a step costs the same at any length.
+            for i in range(group.num_dead_pages(num_computed_tokens) - 1, -1, -1):
+                if table[i] == NULL_PAGE:
+                    break
                 self.allocator.release([table[i]])
                 table[i] = NULL_PAGE
 
