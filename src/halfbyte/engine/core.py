@@ -150,9 +150,10 @@ class EngineCore:
 
     def abort(self, request: Request, reason: FinishReason) -> None:
         """End a request now and free its pages; one that has ended stays as it was."""
-        if not request.is_finished:
-            request.finish(reason)
-        self.scheduler.remove(request)
+        with interrupts_deferred():
+            if not request.is_finished:
+                request.finish(reason)
+            self.scheduler.remove(request)
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:

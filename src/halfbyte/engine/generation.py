@@ -7,6 +7,7 @@ from typing import Any
 
 from halfbyte.engine.core import EngineCore
 from halfbyte.engine.detokenizer import Detokenizer
+from halfbyte.engine.interrupts import interrupts_deferred
 from halfbyte.engine.memory import memory_errors_name
 from halfbyte.engine.outputs import RequestOutput, completion_of
 from halfbyte.engine.prompts import Prompt
@@ -71,8 +72,9 @@ def run(
                 text.finish()
     finally:
         # Also when the caller stops listening or a step fails: the pool stays whole.
-        for request in chain.from_iterable(requests):
-            core.abort(request, FinishReason.ERROR)
+        with interrupts_deferred():
+            for request in chain.from_iterable(requests):
+                core.abort(request, FinishReason.ERROR)
     return [
         RequestOutput(
             prompt if isinstance(prompt, str) else None,
