@@ -7,6 +7,7 @@ plan is made inside the graph, so replays follow the lengths.
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from halfbyte.kvcache import SequenceTables
+from halfbyte.linear.invariant.products import InvariantProducts
 from halfbyte.models import BATCH_ARGUMENT, KVQuantization, PagedBatch
 from halfbyte.models.batch import RecentBatch
 
@@ -172,12 +174,13 @@ class DecodeGraphs:
 
     def _forward(self, size: int) -> torch.Tensor:
         batch = self._batch(size)
-        output = self.model(
-            input_ids=self._input_ids[:, :size],
-            position_ids=self._positions[:, :size],
-            use_cache=False,
-            **{BATCH_ARGUMENT: batch},
-        )
+        with InvariantProducts() if self.batch_invariant else nullcontext():
+            output = self.model(
+                input_ids=self._input_ids[:, :size],
+                position_ids=self._positions[:, :size],
+                use_cache=False,
+                **{BATCH_ARGUMENT: batch},
+            )
         if len(batch.layers_run) != self.tables.pool.plan.num_layers:
             raise RuntimeError("the cache did not reach every attention layer")
         logits: torch.Tensor = output.logits[0]

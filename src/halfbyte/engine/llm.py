@@ -12,6 +12,7 @@ from halfbyte.engine.core import EngineCore
 from halfbyte.engine.generation import NewToken, TokenStream, run
 from halfbyte.engine.memory import default_num_pages, make_pool, memory_errors_name
 from halfbyte.engine.options import (
+    check_batch_invariant,
     check_cache_options,
     check_memory_share,
     check_sizes,
@@ -71,7 +72,8 @@ class LLM:
         attention_backend: name of an attention backend, or None to choose.
         linear_backend: name of a backend for NVFP4 layers, or None to choose; see `load_model`.
         quantize_activations: of layers that are stored as W4A4; see `load_model`.
-        batch_invariant: ask for bitwise equal results whatever else is in the batch.
+        batch_invariant: bitwise equal results whatever else is in the batch and however prompts are
+            cut into chunks: every matrix product of the model sums in one order.
         cuda_graphs: run decode steps on a GPU as CUDA graphs; models that cannot be captured run
             without, after one warning.
         gpu_memory_utilization: share of the GPU's memory that may be in use with the cache, weights
@@ -147,6 +149,8 @@ class LLM:
                 "linear_backend, quantize_activations: are for models that are loaded here; "
                 "give them to load_model"
             )
+        if batch_invariant:
+            check_batch_invariant(model)
         self.model = model.eval()
         self.tokenizer = tokenizer
         context = getattr(model.config, "max_position_embeddings", 2**31)

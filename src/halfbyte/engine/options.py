@@ -4,10 +4,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from halfbyte.attention import check_attention_backend
 from halfbyte.kvcache import KVScales
 from halfbyte.layouts.arguments import finite_number, integer
+from halfbyte.linear import NvFp4Linear
 from halfbyte.models import LayerDTypes, check_layer_dtypes
 
 
@@ -51,6 +53,15 @@ def check_memory_share(
         raise ValueError(
             f"gpu_memory_utilization: is for GPUs, and the device is {device}; give num_pages"
         )
+
+
+def check_batch_invariant(model: PreTrainedModel) -> None:
+    """Raise ValueError for a model with layers that were loaded without it."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, NvFp4Linear) and not layer.batch_invariant:
+            raise ValueError(
+                f"batch_invariant: {name} was loaded without it; give it to load_model as well"
+            )
 
 
 def one_of(name: str, value: int | None, alias: str, other: int | None) -> int | None:
