@@ -37,7 +37,7 @@ def test_chat_writes_the_template_s_text_with_its_special_tokens() -> None:
 
 def test_chat_of_several_conversations() -> None:
     llm = make_llm()
-    longer = [
+    longer: list[dict[str, Any]] = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
     ]

@@ -10,6 +10,7 @@ from halfbyte.engine import LLM, SamplingParams
 from halfbyte.linear import NvFp4Linear
 from models.zoo import ARCHITECTURES, make_model, token_ids
 
+LAYERS = ["sliding_attention", "full_attention"]
 PROMPT = token_ids(60, seed=60).tolist()
 
 
@@ -57,13 +58,14 @@ def test_logits_do_not_depend_on_the_batch_nor_on_chunks(architecture: str) -> N
     assert_invariant(make_model(architecture, intermediate_size=100), kv_cache_dtype="nvfp4")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("dtype", "threads"), [(torch.bfloat16, 2), (torch.float16, 1)])
 def test_logits_of_smaller_floats_on_several_threads(dtype: torch.dtype, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        model = make_model("gemma2", dtype, hidden_size=128, intermediate_size=700)
+        model = make_model(
+            "gemma2", dtype, num_hidden_layers=2, intermediate_size=700, layer_types=LAYERS
+        )
         assert_invariant(model, kv_cache_dtype="fp8")
     finally:
         torch.set_num_threads(before)
@@ -74,7 +76,7 @@ def test_seeded_tokens_do_not_depend_on_the_batch() -> None:
     llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4", batch_invariant=True)
     prompts = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60, 2)]
     params = [
-        SamplingParams(max_tokens=60, seed=i, temperature=0 if i == 2 else 1.0, logprobs=1)
+        SamplingParams(max_tokens=30, seed=i, temperature=0 if i == 2 else 1.0, logprobs=1)
         for i in range(5)
     ]
     together = llm.generate(prompts, params)
@@ -111,5 +113,7 @@ def test_layers_that_were_loaded_without_it_are_refused() -> None:
     linear = model.model.layers[0].self_attn.q_proj
     layer = NvFp4Linear(linear.in_features, linear.out_features, bias=False, dtype=torch.float32)
     model.model.layers[0].self_attn.q_proj = layer
-    with pytest.raises(ValueError, match="batch_invariant: model.layers.0.self_attn.q_proj was"):
+    with pytest.raises(
+        ValueError, match=r"batch_invariant: model\.layers\.0\.self_attn\.q_proj was"
+    ):
         LLM(model, batch_invariant=True, kv_cache_dtype="float32")

@@ -159,7 +159,12 @@ def test_a_step_asks_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     transfers = []
     tolist = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: transfers.append(x.shape) or tolist(x))
+
+    def counted(x: torch.Tensor) -> Any:
+        transfers.append(x.shape)
+        return tolist(x)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
     logits = torch.randn(len(MIXED), 131)
     with Count() as mode:
         Sampler().sample(mixed_requests(), logits)

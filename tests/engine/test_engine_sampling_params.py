@@ -67,12 +67,12 @@ def test_sampling_params_refuse_further_fields(fields: dict, message: str) -> No
 @pytest.mark.parametrize("name", ["logit_bias", "best_of", "bad_words", "structured_outputs"])
 def test_sampling_params_that_only_vllm_has_are_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: halfbyte's own engine does not have it"):
-        SamplingParams(**{name: None})
+        SamplingParams(**{name: None})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=1)  # type: ignore[call-arg]
 
 
 def test_sampling_params_are_copied_and_replaced() -> None:
-    params = SamplingParams(max_tokens=None, seed=np.int64(5))
+    params = SamplingParams(max_tokens=None, seed=5)
     assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
     assert dataclasses.replace(params, n=3) == SamplingParams(max_tokens=None, seed=5, n=3)

@@ -6,6 +6,7 @@ share one, which are mostly all, go through together. Nothing here waits for a G
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ def penalize(requests: Sequence[Request], scores: torch.Tensor) -> torch.Tensor:
         if penalty != 1:
             processor = RepetitionPenaltyLogitsProcessor(penalty)
             table = to_device(_id_table(requests, rows), torch.int64, scores.device)
-            scores = _replace(scores, rows, lambda x, p=processor, t=table: p(t, x))
+            scores = _replace(scores, rows, partial(processor, table))
     amounts = [*_additive_penalties(requests), *_forbidden(requests)]
     if amounts:
         places, subtracted = zip(*amounts, strict=True)
@@ -70,7 +71,7 @@ def warp(requests: Sequence[Request], scores: torch.Tensor) -> torch.Tensor:
         for value, rows in _groups(map(parameter, requests)):
             if value != off:
                 cut = warper(value)
-                scores = _replace(scores, rows, lambda x, cut=cut: _cut(cut, x))
+                scores = _replace(scores, rows, partial(_cut, cut))
     return scores
 
 

@@ -82,9 +82,10 @@ def _with_text(message: Message) -> dict[str, Any]:
         return dict(message)
     parts = content if isinstance(content, Iterable) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    if not all(isinstance(text, str) for text in texts):
+    known = [text for text in texts if isinstance(text, str)]
+    if len(known) < len(texts):
         raise ValueError(f"messages: expected text as content, got {content!r:.80}")
-    return {**message, "content": "\n".join(texts)}
+    return {**message, "content": "\n".join(known)}
 
 
 def apply_chat_template(

@@ -51,6 +51,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._preempted = False
+        self._is_open = False  # a step has been scheduled, and neither completed nor rolled back
 
     @property
     def has_work(self) -> bool:
@@ -72,6 +73,9 @@ class Scheduler:
         Requests that cannot ever fit are finished with an error on the way. Empty only if no work
         is left.
         """
+        if self._is_open:  # a second Ctrl-C came before `rollback`
+            self.rollback()
+        self._is_open = True
         chunks: list[ScheduledChunk] = []
         self._preempted = False
         budget = self.max_batched_tokens
@@ -100,6 +104,7 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             chunks.append(chunk)
             budget -= chunk.count
+        self._is_open = bool(chunks)
         if not chunks and self.has_work:
             return self.schedule()  # every candidate failed; others may fit now
         return chunks
@@ -113,6 +118,7 @@ class Scheduler:
                 self.remove(request)
             else:
                 self.tables.release_dead_pages(request.id, request.num_computed)
+        self._is_open = False
 
     def rollback(self) -> None:
         """Undo `schedule` after a step that failed: no slots without tokens that were computed.
@@ -126,6 +132,7 @@ class Scheduler:
         for request in self.waiting:
             if request.id in self.tables:
                 self.tables.free(request.id)
+        self._is_open = False
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the tables hold what was computed, no more and no less.

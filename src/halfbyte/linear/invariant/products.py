@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halfbyte.dispatch import missing_module
@@ -20,9 +21,43 @@ from halfbyte.linear.invariant.elementwise import ELEMENTWISE
 
 _ATEN = torch.ops.aten
 
+# What models call most often besides products, and what is as invariant as it is: the rest goes by
+# way of its operators, each of which is looked at.
+_WITHOUT_PRODUCTS = frozenset(
+    (
+        *("__get__", "__getitem__", "__setitem__", "__len__", "__int__", "__bool__", "size", "dim"),
+        *("__floordiv__", "data_ptr", "stride", "numel", "is_floating_point", "is_contiguous"),
+        *("contiguous", "to", "float", "int", "type_as", "new_empty", "empty_like", "zeros_like"),
+        *("arange", "view", "reshape", "flatten", "transpose", "unsqueeze", "chunk", "cat", "pad"),
+        *("mul", "add", "add_", "sub", "neg", "div", "pow", "mean", "sum", "min", "max", "ge"),
+        *("le", "clamp", "clamp_", "cos", "sin", "tanh", "softmax", "embedding", "topk", "sort"),
+        *("nonzero", "cumsum", "histc", "isnan", "any", "dropout", "_set_grad_enabled"),
+    )
+)
 
-class InvariantProducts(TorchDispatchMode):
+
+class InvariantProducts(TorchFunctionMode):
     """A context in which matrix products are batch invariant, in the thread that enters it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operators = _InvariantOperators()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _WITHOUT_PRODUCTS:
+            return func(*args, **kwargs)
+        is_linear = func is torch.nn.functional.linear and bool(args)
+        if is_linear and _product_of(args[0].device) is not None:
+            return _linear(*args, **kwargs)
+        with self._operators:
+            return func(*args, **kwargs)
+
+
+class _InvariantOperators(TorchDispatchMode):
+    """The same for every operator that a function comes down to; sees all, at a price."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -69,6 +104,14 @@ def _product_of(device: torch.device) -> Callable[[Any, Any], torch.Tensor] | No
 def _is_composite(func: Any) -> bool:
     """Whether an operator is made of others, which inference mode would hide from this one."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    out = product(x.reshape(-1, x.shape[-1]), weight)
+    out = out if bias is None else out + bias
+    return out.to(x.dtype).view(*x.shape[:-1], len(weight))
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 import halfbyte
 from halfbyte.assets import bundled_model_path
+from halfbyte.engine.prompts import encode
 from halfbyte.plugins.vllm.attention import HalfbyteAttentionImpl
 from halfbyte.plugins.vllm.registry import has_page_specs
 
@@ -191,7 +192,7 @@ def halfbyte_logits(
 ) -> torch.Tensor:
     """Logits after a prompt and some tokens, of `halfbyte.LLM`."""
     llm = halfbyte_engine(model, **options)
-    ids = llm._encode(prompt) + output
+    ids = encode(llm.tokenizer, prompt) + output
     llm.core.tables.add("check")
     llm.core.tables.append("check", len(ids))
     return llm.core.runner.run([("check", ids)])[0].float()
