@@ -206,6 +206,25 @@ def test_noise_is_gumbel_and_the_same_in_every_batch() -> None:
     assert float(correlations.abs().max()) < 5 / 10007**0.5
 
 
+def test_noise_of_the_kernel_is_the_same() -> None:
+    """In Triton's interpreter; and it compiles for GPUs."""
+    pytest.importorskip("triton")
+    from halfbyte.engine.noise_kernel import noise_kernel
+    from triton_compiler import compile_kernel
+    from triton_interpreter import interpreted
+
+    keys = torch.tensor([noise_keys(s, p) for s in range(3) for p in (0, 9)], dtype=torch.int32)
+    scores = torch.randn(6, 5003)
+    expected = scores + gumbel_noise(keys, 5003)
+    result = interpreted("halfbyte.engine.noise_kernel").add_gumbel_noise(scores.clone(), keys)
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=2e-6)
+    for capability in (80, 90, 120):
+        usage = compile_kernel(
+            noise_kernel, {"scores": "*fp32", "keys": "*i32"}, {"block": 1024}, capability
+        )
+        assert usage.stack == 0
+
+
 def test_noise_never_changes() -> None:
     """Seeded results are kept by people: these numbers stay."""
     assert noise_keys(7, 3) == (1767208896, -180737630)

@@ -19,7 +19,7 @@ from halfbyte.engine.options import (
     one_of,
 )
 from halfbyte.engine.outputs import RequestOutput
-from halfbyte.engine.progress import progress_bar
+from halfbyte.engine.progress import capture_bar, progress_bar
 from halfbyte.engine.prompts import (
     Message,
     Prompt,
@@ -74,8 +74,8 @@ class LLM:
         quantize_activations: of layers that are stored as W4A4; see `load_model`.
         batch_invariant: bitwise equal results whatever else is in the batch and however prompts are
             cut into chunks: every matrix product of the model sums in one order.
-        cuda_graphs: run decode steps on a GPU as CUDA graphs; models that cannot be captured run
-            without, after one warning.
+        cuda_graphs: run decode steps on a GPU as CUDA graphs, captured at once; models that cannot
+            be captured run without, after one warning.
         gpu_memory_utilization: share of the GPU's memory that may be in use with the cache, weights
             and other programs included, as in vLLM; instead of `num_pages`.
         max_num_batched_tokens: vLLM's name for `max_batched_tokens`.
@@ -194,6 +194,10 @@ class LLM:
             if getattr(tokenizer, "eos_token_id", None) is None
             else (tokenizer.eos_token_id,),
         )
+
+        graphs = self.core.runner.graphs
+        with capture_bar(len(graphs.sizes) if graphs else 0) as progress:
+            self.core.runner.capture_graphs(progress)
 
     def __repr__(self) -> str:
         formats = dict.fromkeys(

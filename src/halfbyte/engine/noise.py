@@ -10,6 +10,8 @@ do, in the last bits of float32.
 
 import torch
 
+from halfbyte.dispatch import missing_module
+
 _MASK64 = 2**64 - 1
 # lowbias32, a bijection of 32-bit words found by search: Wellons, "Prospecting for hash functions"
 # (2018), https://nullprogram.com/blog/2018/07/31/. As signed numbers, which wrap alike.
@@ -40,6 +42,21 @@ def gumbel_noise(keys: torch.Tensor, count: int) -> torch.Tensor:
     uniform = hashed.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
     exponential = uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
     return exponential.log_().neg_()
+
+
+def add_gumbel_noise(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Add the noise to scores in place, on a GPU with Triton in one launch.
+
+    Args:
+        scores: float32 `[rows, count]`, contiguous.
+        keys: int32 `[rows, 2]`, see `noise_keys`.
+    """
+    if scores.is_cuda and not missing_module("triton", ""):
+        # Here, because the import needs Triton.
+        from halfbyte.engine.noise_kernel import add_gumbel_noise as in_one_launch
+
+        return in_one_launch(scores, keys)
+    return scores.add_(gumbel_noise(keys, scores.shape[-1]))
 
 
 def _hash(words: torch.Tensor) -> torch.Tensor:

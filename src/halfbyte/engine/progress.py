@@ -1,10 +1,20 @@
-"""A progress bar for many prompts."""
+"""Progress bars for many prompts and for start-up."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tqdm.auto import tqdm
+
+
+@contextmanager
+def capture_bar(total: int) -> Iterator[Callable[[], None]]:
+    """A function to call after each of so many CUDA graphs; shown on a terminal."""
+    if not total or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    with tqdm(total=total, desc="CUDA graphs", unit="graph", leave=False) as bar:
+        yield lambda: bar.update() and None
 
 
 @contextmanager

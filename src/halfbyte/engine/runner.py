@@ -1,6 +1,6 @@
 """Runs a step: token ids in, logits out, K and V through the pool."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -61,6 +61,17 @@ class ModelRunner:
             yield
         finally:
             self.model.set_attn_implementation(before)
+
+    @torch.inference_mode()
+    def capture_graphs(self, progress: Callable[[], None]) -> None:
+        """Capture the CUDA graphs, where there are to be any, before a request needs them.
+
+        Args:
+            progress: called after each.
+        """
+        if self.graphs is not None:
+            with self.attached():
+                self.graphs.capture_all(progress)
 
     @torch.inference_mode()
     def run(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from halfbyte.engine.logits import penalize, to_device, warp
-from halfbyte.engine.noise import gumbel_noise, noise_keys
+from halfbyte.engine.noise import add_gumbel_noise, noise_keys
 from halfbyte.engine.request import Request
 
 
@@ -85,9 +85,9 @@ def _sampled(token: float, largest: float, largest_allowed: float) -> Sampled:
 def _draw(requests: Sequence[Request], scores: torch.Tensor) -> torch.Tensor:
     """Tokens `[requests]`, by the Gumbel-max trick."""
     keys = [noise_keys(request.seed, len(request.output)) for request in requests]
-    scores = warp(requests, scores)
-    noise = gumbel_noise(to_device(keys, torch.int32, scores.device), scores.shape[-1])
-    return noise.add_(scores).argmax(-1)
+    # New memory, as `warp` leaves what it is given as it is.
+    scores = warp(requests, scores).contiguous()
+    return add_gumbel_noise(scores, to_device(keys, torch.int32, scores.device)).argmax(-1)
 
 
 def _count(request: Request, vocabulary: int) -> int:
