@@ -183,7 +183,7 @@ def drive_core(engine: Engine, rng: random.Random, counts: Counter[str]) -> None
         if request.finish_reason is FinishReason.ERROR:
             assert request.output == case.tokens[: len(request.output)]
         else:
-            assert request.output == case.tokens
+            assert request.output == case.tokens, (request.output, case.tokens, request.error)
 
 
 def drive_llm(engine: Engine, rng: random.Random, counts: Counter[str]) -> None:

@@ -39,7 +39,7 @@ def penalize(requests: Sequence[Request], scores: torch.Tensor) -> torch.Tensor:
     """
     for penalty, rows in _groups(r.params.repetition_penalty for r in requests):
         if penalty != 1:
-            processor = RepetitionPenaltyLogitsProcessor(penalty)
+            processor: Any = RepetitionPenaltyLogitsProcessor(penalty)
             table = to_device(_id_table(requests, rows), torch.int64, scores.device)
             scores = _replace(scores, rows, partial(processor, table))
     amounts = [*_additive_penalties(requests), *_forbidden(requests)]

@@ -56,7 +56,11 @@ def add_gumbel_noise(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         from halfbyte.engine.noise_kernel import add_gumbel_noise as in_one_launch
 
         return in_one_launch(scores, keys)
-    return scores.add_(gumbel_noise(keys, scores.shape[-1]))
+    # On a CPU row by row: what is made stays in its cache, and no row's place matters.
+    count = 1 if scores.device.type == "cpu" else len(scores)
+    for some, of_some in zip(scores.split(count), keys.split(count), strict=True):
+        some += gumbel_noise(of_some, scores.shape[-1])
+    return scores
 
 
 def _hash(words: torch.Tensor) -> torch.Tensor:

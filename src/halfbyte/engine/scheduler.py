@@ -126,8 +126,10 @@ class Scheduler:
         It looks at what is there instead of at the chunks, so it also mends a `schedule` that
         failed half way. What was preempted stays so, and will be computed again.
         """
-        for request in self.running:
-            if self.tables.length(request.id) > request.num_computed:
+        for request in list(self.running):
+            if request.is_finished:  # the step failed after its last token
+                self.remove(request)
+            elif self.tables.length(request.id) > request.num_computed:
                 self.tables.crop(request.id, request.num_computed)
         for request in self.waiting:
             if request.id in self.tables:
