@@ -53,10 +53,10 @@ def test_sampler_greedy() -> None:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_sampler_follows_the_distribution(temperature: float) -> None:
     """Over positions of a seed, and over seeds at a position: chi squared, 3 degrees of freedom."""
-    expected = (LOGITS / temperature).softmax(0)[:4] * 4000
-    positions = draw(4000, temperature=temperature, seed=0)
-    requests = [make_request(SamplingParams(temperature=temperature, seed=i)) for i in range(4000)]
-    seeds = Counter(x.token for x in Sampler().sample(requests, LOGITS.expand(4000, -1)))
+    expected = (LOGITS / temperature).softmax(0)[:4] * 1500
+    positions = draw(1500, temperature=temperature, seed=0)
+    requests = [make_request(SamplingParams(temperature=temperature, seed=i)) for i in range(1500)]
+    seeds = Counter(x.token for x in Sampler().sample(requests, LOGITS.expand(1500, -1)))
     for counts in (positions, seeds):
         assert counts[4] == 0
         observed = torch.tensor([counts[i] for i in range(4)])
@@ -78,13 +78,13 @@ def test_sampler_follows_the_distribution(temperature: float) -> None:
         ({"min_p": 0.37}, {0}),
         ({"min_p": 1.0}, {0}),
         ({"min_p": 0.1}, {0, 1, 2}),
-        ({"temperature": 0.1, "top_k": 2}, {0, 1}),
+        ({"temperature": 0.3, "top_k": 2}, {0, 1}),
     ],
     ids=str,
 )
 def test_sampler_cuts(params: dict[str, Any], allowed: set[int]) -> None:
     # Probabilities are 0.644, 0.237, 0.087 and 0.032; shares of the largest 1, 0.368, 0.135, 0.05.
-    count = 40000 if params.get("temperature") else 400
+    count = 400
     requests = [make_request(SamplingParams(seed=i, **params)) for i in range(count)]
     drawn = {x.token for x in Sampler().sample(requests, LOGITS.expand(count, -1))}
     assert drawn == allowed
