@@ -36,6 +36,26 @@ def test_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
     assert loaded != make_scales(None)
 
 
+def test_files_are_read_whatever_the_default_device(tmp_path: Path) -> None:
+    """As where an engine makes a model's layers on a GPU."""
+    scales = make_scales(make_calibration())
+    path = scales.save(tmp_path)
+    (tmp_path / "again").mkdir()
+    transform = make_calibration().transform(0, RECIPES["balanced"])
+    expected = transform.pair_tables
+    transform = make_calibration().transform(0, RECIPES["balanced"])
+    with torch.device("meta"):
+        loaded = KVScales.load_file(path)
+        found = transform.pair_tables
+        again = scales.save(tmp_path / "again")
+    assert loaded == scales
+    assert KVScales.load_file(again) == scales
+    assert expected is not None
+    assert found is not None
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_recipes_take_what_they_need() -> None:
     calibration = make_calibration()
     balanced = RECIPES["balanced"]

@@ -35,7 +35,8 @@ class RopeAverages:
 
     def turns_pairs(self) -> bool:
         """Whether both channels of a pair have the same cosine, and sines of opposite sign."""
-        partner, channels = self.partner, torch.arange(len(self.partner))
+        partner = self.partner
+        channels = torch.arange(len(partner), device=partner.device)
         alone = partner == channels
         return (
             torch.equal(partner[partner], channels)
@@ -146,7 +147,8 @@ class KVCalibration:
             tensors[f"layers.{i}.mean"] = layer.mean
             tensors[f"layers.{i}.first_keys"] = layer.first_keys
             tensors[f"layers.{i}.first_values"] = layer.first_values
-            amax = torch.tensor([*layer.k_amax, layer.v_amax], dtype=torch.float64)
+            numbers = [*layer.k_amax, layer.v_amax]
+            amax = torch.tensor(numbers, dtype=torch.float64, device="cpu")
             tensors[f"layers.{i}.amax"] = amax
         fields = {
             "format": _FORMAT,

@@ -121,7 +121,8 @@ class KVTransform:
             return None
         assert self.partner is not None
         partner = self.partner.cpu()
-        low = (torch.arange(len(partner)) <= partner).nonzero().flatten()
+        is_first = torch.arange(len(partner), device="cpu") <= partner
+        low = is_first.nonzero().flatten()
         high = partner[low]
         padding = max(16, 1 << (len(low) - 1).bit_length()) - len(low)
         columns = [table[:, low.to(table.device)] for table in (self.cos, self.sin, self.mean)]

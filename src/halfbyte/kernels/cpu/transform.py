@@ -37,7 +37,8 @@ class CpuTransform:
         if centring is not None:
             assert partner is not None
             mean, cos, sin = centring
-            one = (torch.arange(len(partner)) <= partner).nonzero().flatten()
+            is_first = torch.arange(len(partner), device="cpu") <= partner
+            one = is_first.nonzero().flatten()
             turn = torch.cat([cos[:, one], sin[:, one]], 1).T
             columns, pairs = turn.shape[1] + _COLUMNS_AT_ONCE, len(one)
             turn = F.pad(turn, (0, _COLUMNS_AT_ONCE))

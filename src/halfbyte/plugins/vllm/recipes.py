@@ -10,7 +10,12 @@ from halfbyte.kvcache import KVScales
 from halfbyte.kvcache.recipe import DEFAULT
 from halfbyte.plugins.vllm.formats import LayerFormat
 from halfbyte.plugins.vllm.options import LastModel, Options
-from halfbyte.plugins.vllm.scales import has_no_weights, is_same_folder, place_of_scales
+from halfbyte.plugins.vllm.scales import (
+    has_no_weights,
+    is_same_folder,
+    on_the_host,
+    place_of_scales,
+)
 
 logger = logging.getLogger("halfbyte")
 
@@ -86,6 +91,7 @@ def _default_recipe(vllm_config: Any, target: Any, draft: Any, options: Options)
     return DEFAULT
 
 
+@on_the_host()
 def _known_scales(
     model_config: Any, load_config: Any, given: str | None, option: str
 ) -> KVScales | None:

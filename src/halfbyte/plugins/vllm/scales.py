@@ -7,6 +7,8 @@ calibration in the user's cache folder. Without any the run ends with the comman
 
 import logging
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,19 @@ def heads_of_rank(total: int, own: int, rank: int, ranks: int) -> slice:
     return slice(start, start + own)
 
 
+@contextmanager
+def on_the_host() -> Iterator[None]:
+    """Undo what vLLM sets while it makes a model: the GPU as default device, and its dtype."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+@on_the_host()
 def scales_of_model(
     model_config: Any,
     load_config: Any,

@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from halfbyte.kvcache import KVRecipe
 from halfbyte.models import find_kv_scales
+from halfbyte.plugins.vllm.checks import check_config
+from halfbyte.plugins.vllm.scales import check_scales
 from models.zoo import make_model
 from plugins.vllm.engine.engines import (
     BUNDLED,
@@ -59,6 +62,28 @@ def test_balanced_is_the_default(tmp_path: Path) -> None:
     with vllm_engine(kv_recipe=None, additional_config=given) as llm:
         for impl in assert_ours(llm, "nvfp4"):
             assert impl.transform is None
+
+
+def test_scales_are_read_while_layers_are_made() -> None:
+    """When vLLM has set the GPU as default device, here `meta`, and the model's dtype."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    def config() -> Any:
+        options: dict[str, Any] = {"attention_backend": "CUSTOM", "kv_cache_dtype": "nvfp4"}
+        return EngineArgs(model=BUNDLED, max_model_len=128, **options).create_engine_config()
+
+    expected = check_config(config())
+    assert expected.kv_recipe == "balanced"
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            vllm_config = config()
+            assert check_config(vllm_config) == expected
+            check_scales(vllm_config, expected)
+            assert torch.get_default_dtype() == torch.bfloat16
+            assert torch.empty(0).device.type == "meta"
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_dummy_weights_have_a_calibration(tmp_path: Path) -> None:
