@@ -12,14 +12,17 @@ cache holds, the best of three: the difference of two prefills of many seconds w
     --cases 64x8192    only these (batch x context)
     --tp 2             tensor parallel
     --gpus 2           so many variants at a time, each on a GPU of its own
+    --seconds 150      that a variant may take; what it has measured by then stays
     --profile FILE     instead of timing: kernels of eight steps of the first case, by time
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -194,7 +197,8 @@ def profile(llm: Any, batch: int, context: int, tokens: int = 16) -> dict[str, A
 
 
 def one_variant(name: str, arguments: argparse.Namespace) -> None:
-    """Measure in this process and write JSON to the file that was given."""
+    """Measure in this process and write JSON to the file that was given, case by case."""
+    begin = time.perf_counter()
     cases = parse_cases(arguments.cases)
     if arguments.profile:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -202,10 +206,14 @@ def one_variant(name: str, arguments: argparse.Namespace) -> None:
         Path(arguments.one).write_text(json.dumps(rows))
         return
     llm = start_engine(name, cases, arguments.tp)
-    results: dict[str, Any] = {f"{b}x{c}": measure(llm, b, c) for b, c in cases}
     cache = llm.llm_engine.vllm_config.cache_config
-    results["kv_cache_tokens"] = (cache.num_gpu_blocks or 0) * cache.block_size
-    Path(arguments.one).write_text(json.dumps(results))
+    results: dict[str, Any] = {
+        "kv_cache_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
+        "start_s": round(time.perf_counter() - begin, 1),
+    }
+    for batch, context in cases:
+        results[f"{batch}x{context}"] = measure(llm, batch, context)
+        Path(arguments.one).write_text(json.dumps(results))  # what there is, if time runs out
 
 
 def parse_cases(text: str) -> list[tuple[int, int]]:
@@ -216,6 +224,8 @@ def parse_cases(text: str) -> list[tuple[int, int]]:
 
 def in_process(name: str, arguments: argparse.Namespace, gpu: int | None = None) -> Any:
     """A variant's results, from a process of its own; its error's last lines where it failed.
+
+    What it measured before it failed or ran out of time stays.
 
     Args:
         gpu: the only one that it sees; None for all.
@@ -229,12 +239,24 @@ def in_process(name: str, arguments: argparse.Namespace, gpu: int | None = None)
         command = [sys.executable, __file__, "--variants", name, "--one", str(out)]
         command += ["--cases", arguments.cases, "--tp", str(arguments.tp)]
         command += ["--profile", arguments.profile] if arguments.profile else []
-        ended = subprocess.run(
-            command, capture_output=True, text=True, check=False, env={**os.environ, **seen}
-        )
-        if ended.returncode or not out.is_file():
-            return {"error": (ended.stdout + ended.stderr)[-6000:]}
-        return json.loads(out.read_text())
+        log = Path(folder) / "log"
+        with log.open("w") as lines:
+            process = subprocess.Popen(
+                command, stdout=lines, stderr=lines, env={**os.environ, **seen}, process_group=0
+            )
+            try:
+                failed = bool(process.wait(arguments.seconds))
+            except subprocess.TimeoutExpired:
+                failed = True
+                lines.write(f"\nstopped after {arguments.seconds} s")
+            finally:
+                # Its engine, too, or it would keep the GPU's memory.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        found = json.loads(out.read_text()) if out.is_file() else {}
+        if failed or not found:
+            found["error"] = log.read_text()[-6000:]
+        return found
 
 
 def main() -> None:
@@ -245,6 +267,7 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(f"{b}x{c}" for b, c in CASES))
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=None)
     parser.add_argument("--profile", default=None)
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
