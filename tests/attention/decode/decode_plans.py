@@ -123,7 +123,6 @@ def on_host(step: Step, attention: bool = False) -> Iterator[list[tuple[str, Any
     with (
         patch.object(nvrtc, "load", load),
         patch.object(nvrtc, "launch", launch),
-        patch.object(cuda, "capability_of_gpu", lambda device: step.capability),
         patch.object(plans, "capability_of_gpu", lambda device: step.capability),
         patch.object(plans, "multiprocessors", lambda device: step.multiprocessors),
         cuda_on_host.tensor_maps_on_host(),

@@ -80,14 +80,17 @@ def test_sizes_are_those_of_the_header() -> None:
     assert ctypes.sizeof(nvrtc._LaunchAttribute) == 72
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_what_a_launch_tells_the_driver(driver: Driver, overlap: bool) -> None:
+@pytest.mark.parametrize(("overlap", "capability"), [(False, 90), (True, 80), (True, 90)])
+def test_what_a_launch_tells_the_driver(
+    driver: Driver, overlap: bool, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvrtc, "capability_of_gpu", lambda device: capability)
     arguments = [ctypes.c_int(value) for value in (5, 6, 7)]
     nvrtc.launch(nvrtc.Kernel(FUNCTION, 4096, DEVICE), 10, 256, arguments, overlap=overlap)
     (config,) = (nvrtc._LaunchConfig.from_address(address) for address in driver.configs)
     assert (*config.grid, *config.block) == (10, 1, 1, 256, 1, 1)
     assert (config.shared_bytes, config.stream) == (4096, STREAM)
-    assert config.attribute_count == int(overlap)
+    assert config.attribute_count == int(overlap and capability == 90)
     assert driver.functions == [FUNCTION]
     assert driver.values == [5, 6, 7]
 
@@ -107,11 +110,13 @@ def test_a_kernel_runs_on_the_gpu_it_was_loaded_for(
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[-1])
     streams = {DEVICE: STREAM, DEVICE + 1: STREAM + 16}
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", streams.__getitem__)
+    capabilities = {DEVICE: 80, DEVICE + 1: 90}
+    monkeypatch.setattr(nvrtc, "capability_of_gpu", capabilities.__getitem__)
     for device in streams:
         nvrtc.launch(nvrtc.Kernel(FUNCTION, 0, device), 10, 256, [ctypes.c_int(1)], overlap=True)
     told = [nvrtc._LaunchConfig.from_address(address) for address in driver.configs]
     assert [config.stream for config in told] == list(streams.values())
-    assert [config.attribute_count for config in told] == [1, 1]
+    assert [config.attribute_count for config in told] == [0, 1]
     assert current == [DEVICE]
 
 

@@ -277,6 +277,7 @@ def compile_for(
         "k_scale_on_device": False,
         "v_scale_on_device": False,
         "rows": 128,
+        "overlaps": architecture >= 90,
         **(more or {}),
     }
     types = {"key": "*bf16", "value": "*bf16", "pages": "*u8", "slots": "*i64"}
@@ -292,7 +293,7 @@ def compile_for(
         (names.index(name),): [["tt.divisibility", 16]] for name in aligned if name not in constants
     }
     source = ASTSource(store_kernel, signature, constants, attributes)
-    options = {"num_warps": 4, "enable_fp_fusion": False}
+    options = {"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": architecture >= 90}
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 

@@ -10,7 +10,7 @@ from halfbyte.attention.base import AttentionConfig, AttentionInputs, GpuAttenti
 from halfbyte.attention.decode.plan import MERGE_THREADS, Plan, PlanView, make_plan, slice_ctas
 from halfbyte.attention.decode.prepare import PrepareVariant, Transformed, aligned, prepare
 from halfbyte.attention.decode.variant import WARPS, Variant, macros, unsupported_reason, variant
-from halfbyte.dispatch import Answer, capability_of_gpu
+from halfbyte.dispatch import Answer
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import current_device
 from halfbyte.kernels.runtime.tensor_maps import TensorMap, tensor_map_of_pages
@@ -190,9 +190,7 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
     arguments: list[nvrtc.Argument] = [params]
     if plan.variant.whole_pages:
         arguments.append(_pages_map(pages if len(pages) else plan.data[None], stride, layout))
-    overlap = capability_of_gpu(query.device.index) >= 90
-    in_front = overlap and prepared.variant is not None
-    nvrtc.launch(kernels["decode"], plan.slots, 32 * WARPS, arguments, overlap=in_front)
+    nvrtc.launch(kernels["decode"], plan.slots, 32 * WARPS, arguments, overlap=True)
     merge = _MergeParams(
         partial_out=plan.partial_out.data_ptr(),
         partial_ml=plan.partial_ml.data_ptr(),
@@ -205,7 +203,7 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
         grid = slice_ctas(rows, layout.head_size_v)
     else:
         grid = rows * (layout.head_size_v // 32)
-    nvrtc.launch(kernels[plan.merge], grid, MERGE_THREADS[plan.merge], [merge], overlap=overlap)
+    nvrtc.launch(kernels[plan.merge], grid, MERGE_THREADS[plan.merge], [merge], overlap=True)
 
 
 @lru_cache(maxsize=256)

@@ -98,6 +98,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) 
   extern __shared__ __align__(128) u8 shared[];
   const int warp = threadIdx.x / 32;
   const u32 ring = shared_address(shared) + warp * (STAGES * STAGE_BYTES + Q_BYTES);
+#if !PREPARED
+  wait_for_previous();  // for the plan, too
+#endif
   allow_next();  // the merge may take its place, and wait
   const PlanHeader header = p.plan.header();
   // Heads of one unit are neighbours: their bytes lie in the same pages.

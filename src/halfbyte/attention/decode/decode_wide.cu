@@ -524,6 +524,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode(Params p M
   make_barriers(ring + OFF_READY);
   Arrivals arrivals(ring, ring + OFF_READY);
 #endif
+#if !PREPARED
+  wait_for_previous();  // see decode.cu
+#endif
   allow_next();  // the merge may take its place, and wait
   const PlanHeader header = p.plan.header();
   for (int x = blockIdx.x; x < header.units * KV_HEADS; x += gridDim.x) {

@@ -64,6 +64,7 @@ __device__ __forceinline__ void merge_slice(const MergeParams& p) {
   const OutputRow to(token, q_head);
   const float sink = to.sink(p.output);
   wait_for_previous();
+  allow_next();
   if (parts.are_joined()) return;
   float m = NEG_INF, total = 0.0f;
   float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -122,6 +123,7 @@ __device__ __forceinline__ void merge_row(const MergeParams& p) {
   const OutputRow to(token, q_head);
   const float sink = to.sink(p.output);
   wait_for_previous();
+  allow_next();
   if (parts.are_joined()) return;
   float m = NEG_INF, total = 0.0f;
   float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

@@ -513,6 +513,8 @@ __device__ __forceinline__ void multiply_means(const Params& p, int number, Quer
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3) prepare(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) u8 memory[];
+  // In this order: `decode` takes pages for complete once this kernel lets it start.
+  wait_for_previous();
   allow_next();
   const int row_ctas = p.tokens * (KV_HEADS * ROW_BLOCKS);
   if (blockIdx.x < row_ctas)

@@ -196,7 +196,7 @@ def prepare(inputs: AttentionInputs) -> Prepared:
     kernels = _kernels(layout, query.dtype, variant, query.device.index)
     arguments.bind(tokens_known=_tokens(inputs, kernels["find_tokens"]))
     ctas = variant.ctas(num_tokens, layout.num_kv_heads, params.bias_segments)
-    nvrtc.launch(kernels["prepare"], ctas, _THREADS, [params])
+    nvrtc.launch(kernels["prepare"], ctas, _THREADS, [params], overlap=True)
     transformed = Transformed(
         *(params.bias, params.first_scores, params.first_indices, params.first_values),
         *(params.initial_out, params.initial_lse, params.bias_segments),

@@ -218,8 +218,9 @@ def launch(
     """Launch on the current stream of the kernel's GPU, with arguments as their ctypes types say.
 
     Args:
-        overlap: let it start before the kernel in front of it has ended ("programmatic dependent
-            launch", SM90 and later); it must wait with `griddepcontrol.wait` before it reads.
+        overlap: let it start before the kernel in front of it has ended, on GPUs that can
+            ("programmatic dependent launch", SM90 and later); it must wait with
+            `griddepcontrol.wait` before it reads.
 
     Raises:
         RuntimeError: the driver refuses it.
@@ -231,6 +232,7 @@ def launch(
             launch(kernel, grid, threads, arguments, overlap=overlap)
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
+    overlap = overlap and capability_of_gpu(device) >= 90
     config = _launch_config(grid, threads, shared_bytes, stream, overlap)
     pointers = _POINTERS[len(arguments)](*[addressof(argument) for argument in arguments])
     told = addressof(config), function, pointers, None

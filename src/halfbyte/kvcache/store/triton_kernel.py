@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels.runtime.devices import current_device
+from halfbyte.kernels.runtime.triton_overlap import overlap_options, wait_for_previous
 from halfbyte.kvcache.recent import RingSlots
 from halfbyte.kvcache.store.triton_rows import ROW, Side, side_of, store_side
 from halfbyte.kvcache.store.triton_transform import store_transformed_kernel
@@ -57,11 +58,13 @@ def store_kernel(
     k_scale_on_device: tl.constexpr,
     v_scale_on_device: tl.constexpr,
     rows: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Rows `[program_id(0) * rows, ...)` of K (`program_id(1)` 0) or V (1).
 
     Slots outside `0 .. capacity - 1` are skipped.
     """
+    wait_for_previous(overlaps)
     is_value = tl.program_id(1) == 1
     if (
         k_side == v_side
@@ -217,6 +220,7 @@ def store_tokens(
             rows=rows,
             num_warps=num_warps,
             enable_fp_fusion=False,
+            **overlap_options(pages.get_device()),
             **constants,
         )
 

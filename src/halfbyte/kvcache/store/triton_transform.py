@@ -13,6 +13,7 @@ import triton.language as tl
 
 from halfbyte.kernels.formats.encode import encode_nvfp4
 from halfbyte.kernels.formats.encode_floats import bits_of, float_of, to_float32
+from halfbyte.kernels.runtime.triton_overlap import wait_for_previous
 from halfbyte.kvcache.recent_kernel import write_heads
 from halfbyte.kvcache.store.triton_rows import (
     load_half,
@@ -173,6 +174,7 @@ def store_transformed_kernel(
     padded: tl.constexpr,
     padded_v: tl.constexpr,
     rows: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """As `store_kernel`, for K in NVFP4; programs 2 of the second axis write to rings.
 
@@ -188,6 +190,7 @@ def store_transformed_kernel(
         ring_size: slots of a ring; 0 for none.
         pairs: of a token and a head, that a program copies.
     """
+    wait_for_previous(overlaps)
     if ring_size > 0:  # noqa: SIM102 - which the compiler knows
         if tl.program_id(1) == 2:
             write_heads(

@@ -15,6 +15,7 @@ also for users who never ask for halfbyte. It therefore changes nothing that is 
 | `metadata` | one step's lengths and tables, CUDA graphs, scales handed to the layers |
 | `attention` | a layer: stores K and V, attends |
 | `linear`, `linear_kernel` | NVFP4 layers on halfbyte's kernels: whether, and how |
+| `compilation` | what Inductor compiles around halfbyte's kernels |
 | `connectors` | pages that leave the engine, named by their formats and scales |
 | `part_scales` | a global scale for each part of a fused layer |
 | `registry`, `cpu_platform` | how vLLM finds the backend, on GPUs and on CPUs |

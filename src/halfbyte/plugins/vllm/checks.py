@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any
 
 from halfbyte.plugins.vllm import connectors
+from halfbyte.plugins.vllm.compilation import overlap_launches
 from halfbyte.plugins.vllm.formats import CARRIER
 from halfbyte.plugins.vllm.options import SECTION, Options
 from halfbyte.plugins.vllm.recipes import captures_stores, resolve_options
@@ -28,7 +29,10 @@ OFFLOADING_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
 
 
 def install() -> None:
-    """Check halfbyte's own options wherever vLLM checks its own; without any nothing changes."""
+    """Check halfbyte's options wherever vLLM checks its own, and set those of its compiler.
+
+    Without halfbyte's attention or options nothing changes.
+    """
     from vllm.config import VllmConfig
 
     check_own: Callable[[Any], None] = VllmConfig.__post_init__
@@ -37,6 +41,7 @@ def install() -> None:
     def check_both(self: Any) -> None:
         check_own(self)
         _check_options(self)
+        overlap_launches(self)
 
     VllmConfig.__post_init__ = check_both
 

@@ -13,6 +13,7 @@ import halfbyte
 from halfbyte.assets import heldout_texts
 from halfbyte.evaluation.perplexity import evaluate_perplexity, text_windows
 from halfbyte.kvcache import KV_SCALES_FILE
+from halfbyte.plugins.vllm.compilation import OVERLAP
 from halfbyte.plugins.vllm.registry import has_page_specs
 from models.zoo import make_model
 from plugins.vllm.engine.engines import (
@@ -275,3 +276,34 @@ def test_pages_of_other_scales_are_not_found(tmp_path: Path, joined: bool) -> No
         assert found[factor] == expected
     assert found[1] != found[40]
     assert len(list((tmp_path / "pages").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("capability", "backend", "given", "expected"),
+    [
+        ((9, 0), "CUSTOM", {}, True),
+        ((9, 0), "CUSTOM", {OVERLAP: False}, False),
+        ((9, 0), None, {}, None),
+        ((8, 0), "CUSTOM", {}, None),
+        (None, "CUSTOM", {}, None),
+    ],
+)
+def test_launches_overlap_on_hopper(
+    capability: tuple[int, int] | None,
+    backend: str | None,
+    given: dict[str, bool],
+    expected: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As far as a CPU can show: what vLLM's compiler is told."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    found = None if capability is None else DeviceCapability(*capability)
+    monkeypatch.setattr(current_platform, "get_device_capability", lambda *_: found)
+    options: dict[str, Any] = {"compilation_config": {"inductor_compile_config": given}}
+    if backend is not None:
+        options["attention_backend"] = backend
+    config = EngineArgs(model=BUNDLED, max_model_len=128, **options).create_engine_config()
+    assert config.compilation_config.inductor_compile_config.get(OVERLAP) is expected

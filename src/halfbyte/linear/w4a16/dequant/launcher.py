@@ -9,7 +9,7 @@ import torch
 
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.tensor_maps import box_rows
-from halfbyte.linear.w4a16.machine import dtype_macros, machine_of
+from halfbyte.linear.w4a16.machine import dtype_macros
 from halfbyte.linear.w4a16.packed_weight import TILE_N
 
 _MOST_UNPACKED_BYTES = 2**28
@@ -94,8 +94,7 @@ def unpack(
     )
     kernel = _kernel(dtype, device)
     grid = tiles * -(-blocks // _BLOCKS)
-    overlap = machine_of(device).capability >= 90
-    nvrtc.launch(kernel, grid, _THREADS, (params,), overlap=overlap)
+    nvrtc.launch(kernel, grid, _THREADS, (params,), overlap=True)
     return out
 
 

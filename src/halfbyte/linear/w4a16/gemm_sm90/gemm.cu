@@ -150,10 +150,12 @@ struct Loader {
       more = work.next(p);
       token = token_of(work, rank);
     }
-    allow_next();
     // Until the other CTA has told all it will tell barriers here.
 #pragma unroll 1
     for (int i = 0; i < STAGES; i++, turn.next()) wait_for_stage(turn);
+    // Not before the last matmul: where only some CTAs have ended, all of the next kernel's would
+    // crowd onto their SMs.
+    allow_next();
   }
 
   // The first row of x that this CTA asks for. A box wholly beyond the rows takes TMA longer than any other,

@@ -109,14 +109,14 @@ class FewProduct:
         self._grid, self._threads = plan.ctas_in_grid(m), 32 * plan.warps
         self._join, self._join_grid = kernels.join, -(-m * units * UNIT_ROWS // _JOIN_THREADS)
         self._work = bytes(_FewWork(m, n, k, units, k_blocks(k), plan.groups, plan.round_units))
-        self._overlap = overlap = machine.capability >= 90
-        self._pad = -k % BOX_K if overlap else 0  # zeros that rows of x need
+        has_tma = machine.capability >= 90
+        self._pad = -k % BOX_K if has_tma else 0  # zeros that rows of x need
         self._k = k = k + self._pad
         rows_of_box, boxes = plan.rows_of_box(m), plan.piece_blocks(k) * (TILE_K // BOX_K)
 
         @lru_cache(maxsize=MAPS)
         def x_map(address: int, stride: int) -> TensorMap:
-            if not overlap:  # x is read as the parameters say
+            if not has_tma:  # x is read as the parameters say
                 return _NO_MAP
             with current_device(device):
                 return tensor_map_of_boxes(address, m, k, stride, dtype, rows_of_box, boxes)
@@ -159,10 +159,10 @@ class FewProduct:
                 self._work,
             )
         )
-        arguments, overlap = (self._x_map(address, stride), params), self._overlap
-        nvrtc.launch(self._kernel, self._grid, self._threads, arguments, overlap=overlap)
+        arguments = self._x_map(address, stride), params
+        nvrtc.launch(self._kernel, self._grid, self._threads, arguments, overlap=True)
         if partial is not None:
-            nvrtc.launch(self._join, self._join_grid, _JOIN_THREADS, (params,), overlap=overlap)
+            nvrtc.launch(self._join, self._join_grid, _JOIN_THREADS, (params,), overlap=True)
         return out
 
 
