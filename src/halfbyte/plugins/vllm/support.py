@@ -79,7 +79,12 @@ FEATURES = (
         (UNTRIED, UNTRIED, TESTED, UNTRIED),
         "test_vllm_equality.py::test_a_draft_model_has_scales_of_its_own",
     ),
-    Feature("speculative decoding: EAGLE, MTP", (UNTRIED,) * 4),
+    Feature(
+        "speculative decoding: EAGLE",
+        (UNTRIED, UNTRIED, TESTED, UNTRIED),
+        "test_vllm_eagle.py::test_eagle_changes_no_token",
+    ),
+    Feature("speculative decoding: MTP", (UNTRIED,) * 4),
     Feature("batch invariance (`VLLM_BATCH_INVARIANT=1`)", (UNTRIED,) * 4),
     Feature(
         "full and piecewise CUDA graphs, model runners V1 and V2",
