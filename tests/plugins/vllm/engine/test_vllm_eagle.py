@@ -31,9 +31,9 @@ def tokens() -> list[list[int]]:
 def make_eagle(folder: Path) -> KVScales:
     """A random EAGLE head for the bundled model, and scales of its only layer."""
     target = json.loads((Path(BUNDLED) / "config.json").read_text())
-    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    names += ("head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings")
-    config = {name: target[name] for name in names}
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    others = ("head_dim", "vocab_size", "rms_norm_eps", "max_position_embeddings")
+    config = {name: target[name] for name in (*sizes, *others)}
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     config |= {"num_hidden_layers": 1, "hidden_act": "silu", "torch_dtype": "float32"}

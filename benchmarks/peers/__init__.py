@@ -1,0 +1,1 @@
+"""What others do to K and V, as oracles in PyTorch."""
