@@ -264,6 +264,37 @@ def test_cpu_attention_marks_nan_blocks(level: str) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("queries", [1, 40])
+@pytest.mark.parametrize("length", [2**31 - 1, 2**31 - 512, 2**31 - 600])
+def test_cpu_attention_at_lengths_up_to_the_largest_int(length: int, queries: int) -> None:
+    """A window at the end of a sequence all of whose pages are one; so is a short sequence's."""
+    layout = PageLayout("nvfp4", "nvfp4", 32, None, 1, 4096)
+    pages = torch.randint(
+        0, 120, (1, layout.page_bytes), generator=torch.Generator().manual_seed(0)
+    ).byte()
+    query = torch.randn(queries, 2, 32, generator=torch.Generator().manual_seed(1))
+    results = []
+    for tokens in (length, 8192 + length % 4096):
+        results.append(
+            paged_attention(
+                query,
+                pages,
+                layout=layout,
+                query_start_loc=torch.tensor([0, queries], dtype=torch.int32),
+                seq_lens=torch.tensor([tokens], dtype=torch.int32),
+                block_tables=torch.zeros(1, -(-tokens // 4096), dtype=torch.int32),
+                scale=0.2,
+                k_scale=0.01,
+                v_scale=0.01,
+                sliding_window=20,
+                backend="cpu",
+            )
+        )
+    assert results[0].isfinite().all()
+    torch.testing.assert_close(*results, atol=1e-6, rtol=1e-5)
+
+
+@needs_library
 def test_the_kernel_is_chosen_for_all_work_on_the_cpu() -> None:
     verdicts = ATTENTION_BACKENDS.explain(compute_capability=CPU)
     assert next(verdict.name for verdict in verdicts if verdict.usable) == "cpu"

@@ -1,6 +1,7 @@
 """Compiled kernels on disk."""
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,6 +67,16 @@ def test_damaged_files_are_compiled_anew(folder: Path, damage: Callable[[Path], 
     assert calls(PARTS) == 1
     (file,) = folder.iterdir()
     damage(file)
+    assert calls(PARTS) == 1
+    assert calls(PARTS) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
+def test_a_pipe_in_a_file_s_place_is_not_waited_for(folder: Path) -> None:
+    assert calls(PARTS) == 1
+    (file,) = folder.iterdir()
+    file.unlink()
+    os.mkfifo(file)
     assert calls(PARTS) == 1
     assert calls(PARTS) == 0
 

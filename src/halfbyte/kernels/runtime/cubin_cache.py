@@ -44,6 +44,8 @@ def cubin(name: str, made_from: Iterable[bytes], compiled: Callable[[], bytes]) 
 def _read(path: Path) -> bytes | None:
     """What was written there; None if there is nothing, or something else."""
     try:
+        if not path.is_file():  # a pipe would be waited for
+            return None
         content = path.read_bytes()
     except OSError:
         return None

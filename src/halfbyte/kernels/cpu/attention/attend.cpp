@@ -544,7 +544,7 @@ void run_item(void* context, int index) {
   load_queries(batch, item, k, w);
   int t0 = item.begin, part = item.part;
   do {
-    const int end = std::min(item.end, (t0 / kSpan + 1) * kSpan);
+    const int end = (int)std::min<int64_t>(item.end, ((int64_t)t0 / kSpan + 1) * kSpan);
     attend_part(batch, item, k, v, t0, end, sum_stride, w);
     leave_part(batch, item, part++, sum_stride, parts, w);
     t0 = end;

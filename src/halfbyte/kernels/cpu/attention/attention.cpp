@@ -36,6 +36,9 @@ int first_key(const Call& call, int first_position) {
   return call.window > 0 ? std::max(0, first_position - call.window + 1) : 0;
 }
 
+// Spans that so many tokens reach into; lengths may be as large as an int.
+int spans_of(int tokens) { return (int)(((int64_t)tokens + kSpan - 1) / kSpan); }
+
 // Rows of an item: whole queries, if one fits.
 int block_of_rows(const Batch& batch) {
   return std::min(kMaxRows, std::max(1, kMaxRows / batch.group) * batch.group);
@@ -49,7 +52,7 @@ void cut_rows(Batch& batch, int seq) {
     const int count = std::min(block, rows - row);
     const int end = std::max(0, first + (row + count - 1) / batch.group + 1);
     const int begin = std::min(first_key(batch.call, first + row / batch.group), end);
-    const int parts = std::max(1, (end + kSpan - 1) / kSpan - begin / kSpan);
+    const int parts = std::max(1, spans_of(end) - begin / kSpan);
     for (int head = 0; head < batch.layout.kv_heads; head++)
       batch.items.push_back({seq, head, 1, row, count, begin, end, 0, parts, 0, -1});
   }
@@ -60,7 +63,7 @@ void cut_tokens(Batch& batch, int seq, int max_heads, int64_t& floats) {
   const int kv_heads = batch.layout.kv_heads, block = block_of_rows(batch);
   const int queries = queries_of(batch.call, seq), rows = queries * batch.group;
   const int length = batch.call.seq_lens[seq], first = first_key(batch.call, length - queries);
-  const int from = first / kSpan, parts = std::max(1, (length + kSpan - 1) / kSpan - from);
+  const int from = first / kSpan, parts = std::max(1, spans_of(length) - from);
   for (int row = 0; row < rows; row += block) {
     const int count = std::min(block, rows - row);
     const int heads = std::min({max_heads, kv_heads, std::max(1, kMaxRows / count)});
@@ -68,7 +71,7 @@ void cut_tokens(Batch& batch, int seq, int max_heads, int64_t& floats) {
     const int counter = (int)batch.counters.size();
     for (int part = 0; part < parts; part++) {
       const int begin = std::min(length, std::max(first, (from + part) * kSpan));
-      const int end = std::min(length, (from + part + 1) * kSpan);
+      const int end = (int)std::min<int64_t>(length, ((int64_t)from + part + 1) * kSpan);
       for (int head = 0; head < kv_heads; head += heads)
         batch.items.push_back({seq, head, std::min(heads, kv_heads - head), row, count, begin, end,
                                part, parts, floats + head * head_floats,
@@ -84,7 +87,7 @@ void cut_tokens(Batch& batch, int seq, int max_heads, int64_t& floats) {
 int heads_per_item(const Batch& batch) {
   const Call& call = batch.call;
   int64_t parts = 0;
-  for (int seq = 0; seq < call.num_seqs; seq++) parts += (call.seq_lens[seq] + kSpan - 1) / kSpan;
+  for (int seq = 0; seq < call.num_seqs; seq++) parts += spans_of(call.seq_lens[seq]);
   int heads = batch.layout.kv_heads;
   while (heads > 1 && parts * (batch.layout.kv_heads / heads) < 16 * call.threads)
     heads = (heads + 1) / 2;
