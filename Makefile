@@ -3,6 +3,7 @@
 #   make test   install what the tests need, check the code, run the tests, also inside vLLM
 # Both are quick the second time. PYTHON chooses another interpreter, VENV and VLLM_VENV other folders.
 #   make test-vllm       what takes longer inside vLLM: compilation, two ranks, a server
+#   make release         a wheel and a source archive in dist/, tried in empty environments
 #   make accuracy        what formats and recipes cost on two real models, which it fetches into MODELS
 #   make test-vllm-0.24  the oldest vLLM that is supported, in an environment of its own (6 GB)
 
@@ -21,7 +22,7 @@ export PROMPT
 
 MODELS ?= .models
 
-.PHONY: demo test check accuracy test-vllm test-vllm-0.24 clean
+.PHONY: demo test check accuracy release test-vllm test-vllm-0.24 clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
@@ -49,6 +50,12 @@ test-vllm-0.24:
 accuracy: $(VENV)/.installed-dev
 	@$(PIP) gguf accelerate
 	@$(BIN)/python benchmarks/kv_recipes.py $(MODELS)
+
+release: $(VENV)/.installed-dev
+	@echo "==> building the source archive, and the wheel from it"
+	@rm -rf dist
+	@$(BIN)/python -m build --outdir dist . > /dev/null
+	@$(BIN)/python dev/check_release.py dist
 
 check: $(VENV)/.installed-dev
 	@echo "==> ruff"

@@ -1,0 +1,49 @@
+"""Tries what `make release` built: whole, and at work in an environment that has nothing else.
+
+python dev/check_release.py dist
+"""
+
+import subprocess
+import sys
+import tarfile
+import tempfile
+import venv
+import zipfile
+from pathlib import Path
+
+SOURCES = (
+    "Makefile",
+    "tests/test_house.py",
+    "src/halfbyte/kernels/cpu/api.h",
+    "src/halfbyte/attention/decode/decode.cu",
+)
+PACKAGED = ("py.typed", "attention/decode/decode.cu", "kernels/runtime/basics.cuh")
+
+
+def main() -> None:
+    """Check the one wheel and the one source archive of a folder."""
+    folder = Path(sys.argv[1])
+    (wheel,), (archive,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        held = {name.partition("/")[2] for name in opened.getnames()}
+    missing = [name for name in SOURCES if name not in held]
+    with zipfile.ZipFile(wheel) as opened_wheel:
+        names = opened_wheel.namelist()
+    missing += [name for name in PACKAGED if f"halfbyte/{name}" not in names]
+    if not any(name.startswith("halfbyte/kernels/_cpu") for name in names):
+        missing.append("halfbyte/kernels/_cpu, the kernels for CPUs: was there a C++ compiler?")
+    if missing:
+        sys.exit(f"{folder}: without {', '.join(missing)}")
+    constraints = Path(__file__).parents[1] / "constraints.txt"
+    with tempfile.TemporaryDirectory() as place:
+        venv.create(place, with_pip=True)
+        python = Path(place) / "bin" / "python"
+        install = [python, "-m", "pip", "install", "-qq", "--constraint", constraints.absolute()]
+        subprocess.run([*install, wheel.absolute()], check=True)
+        for command in (["info"], ["generate", "--max-tokens", "8", "--prompt", "def main("]):
+            subprocess.run([Path(place) / "bin" / "halfbyte", *command], check=True, cwd=place)
+    print(f"{archive.name} and {wheel.name} are whole, and run")
+
+
+if __name__ == "__main__":
+    main()
