@@ -51,7 +51,7 @@ def attention_cpu(
         query = query.contiguous() if query.dtype in FLOATS else query.float().contiguous()
     result = out
     if out.dtype not in FLOATS or out.stride(2) != 1:
-        result = torch.empty(out.shape, dtype=torch.float32)
+        result = torch.empty(out.shape, dtype=torch.float32, device="cpu")
     # Named, so that they outlive the call.
     tables, starts = block_tables.contiguous(), query_start_loc.contiguous()
     lengths = seq_lens.contiguous()

@@ -190,7 +190,7 @@ def _planned_fa2(inputs: AttentionInputs, work: _Work, query: torch.Tensor) -> A
     wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, layout.order, backend="fa2")
     table = page_table(work.block_tables(inputs), work.seq_lens, layout.block_size)
     wrapper.plan(
-        torch.tensor([0, *work.query_lens]).cumsum(0).int(),
+        torch.tensor([0, *work.query_lens], device="cpu").cumsum(0).int(),
         table.indptr,
         table.indices,
         table.last_page_len,
@@ -254,7 +254,7 @@ def _run_trtllm_gen(inputs: AttentionInputs, work: _Work) -> tuple[torch.Tensor,
         )
     else:
         starts, kv_starts = (
-            torch.tensor([0, *lens]).cumsum(0).int().to(device)
+            torch.tensor([0, *lens], device="cpu").cumsum(0).int().to(device)
             for lens in (work.query_lens, work.seq_lens)
         )
         trtllm_batch_context_with_kv_cache(

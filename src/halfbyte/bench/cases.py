@@ -74,16 +74,17 @@ class Case:
     def lengths(self) -> torch.Tensor:
         """int32 `[batch]` on the host, the same in every run."""
         if not self.ragged:
-            return torch.full((self.batch,), self.context, dtype=torch.int32)
+            return torch.full((self.batch,), self.context, dtype=torch.int32, device="cpu")
         generator = torch.Generator().manual_seed(0)
-        low = torch.log(torch.tensor(float(self.shortest)))
-        span = torch.log(torch.tensor(float(self.context))) - low
-        return torch.exp(low + span * torch.rand(self.batch, generator=generator)).int()
+        low = torch.log(torch.tensor(float(self.shortest), dtype=torch.float32, device="cpu"))
+        span = torch.log(torch.tensor(float(self.context), dtype=torch.float32, device="cpu")) - low
+        shares = torch.rand(self.batch, generator=generator, dtype=torch.float32, device="cpu")
+        return torch.exp(low + span * shares).int()
 
     @property
     def pairs(self) -> int:
         """Pairs of a query token and a key that it attends to."""
-        rows = torch.arange(self.query_tokens)
+        rows = torch.arange(self.query_tokens, device="cpu")
         seen = self.lengths().long()[:, None] - self.query_tokens + 1 + rows
         return int(self._in_window(seen, 1).sum())
 

@@ -84,9 +84,9 @@ def random_tables(
     counts = -(-lengths.long() // block_size)
     dead = torch.zeros_like(counts) if hidden is None else hidden.long() // block_size
     total = int((counts - dead).sum())
-    order = torch.randperm(total, generator=torch.Generator().manual_seed(0)).int()
-    table = torch.zeros((len(counts), int(counts.max())), dtype=torch.int32)
-    place = torch.arange(table.shape[1])
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(0), device="cpu").int()
+    table = torch.zeros((len(counts), int(counts.max())), dtype=torch.int32, device="cpu")
+    place = torch.arange(table.shape[1], device="cpu")
     table[(dead[:, None] <= place) & (place < counts[:, None])] = order
     return table, total
 

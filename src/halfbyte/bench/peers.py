@@ -173,7 +173,7 @@ def _mask_of_the_last(queries: int, keys: int, device: torch.device) -> torch.Te
 
         return causal_lower_right(queries, keys)
     # There, PyTorch would make this of it in every call.
-    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    return torch.ones(queries, keys, dtype=torch.bool, device="cpu").tril(keys - queries)
 
 
 def _dense(

@@ -115,9 +115,9 @@ def store_calls(
     written = int(tokens * layout.bytes_per_token)
     num_bytes = 2 * shape[1] * shape[2] * shape[3] * element.itemsize + 8 * tokens + written
     count = copies(num_bytes, device)
-    table, num_pages = random_tables(torch.full((count,), tokens), layout.block_size)
+    table, num_pages = random_tables(torch.full((count,), tokens, device="cpu"), layout.block_size)
     pages = torch.zeros((num_pages, layout.page_bytes), dtype=torch.uint8, device=device)
-    positions = torch.arange(tokens)
+    positions = torch.arange(tokens, device="cpu")
     scale = torch.tensor(GLOBAL_SCALE, device=device)
 
     def call(data: torch.Tensor, slots: torch.Tensor) -> None:
@@ -145,9 +145,9 @@ def _check_stored(
     """Compare the first tokens with what is stored on a CPU, bit by bit."""
     few = min(_CHECKED_TOKENS, len(slots))
     count = -(-few // layout.block_size)
-    expected = torch.zeros((count, layout.page_bytes), dtype=torch.uint8)
+    expected = torch.zeros((count, layout.page_bytes), dtype=torch.uint8, device="cpu")
     key, value = data[:, :few].cpu()
-    there = torch.arange(few)
+    there = torch.arange(few, device="cpu")
     reshape_and_cache(key, value, expected, there, layout, scale.cpu(), scale.cpu())
     for ours, reference in zip(
         read_tokens(pages, slots[:few], layout, scale, scale),

@@ -154,8 +154,8 @@ def quantize_weight(
         `LayerError` has it.
     """
     n, k = weight.shape
-    data = torch.empty((n, k // 2), dtype=torch.uint8)
-    scales = torch.empty((n, k // nvfp4.BLOCK_SIZE), dtype=torch.float8_e4m3fn)
+    data = torch.empty((n, k // 2), dtype=torch.uint8, device="cpu")
+    scales = torch.empty((n, k // nvfp4.BLOCK_SIZE), dtype=torch.float8_e4m3fn, device="cpu")
     signal = noise = 0.0
     rows = max(1, _CHUNK_VALUES // k)
     for start in range(0, n, rows):
@@ -212,12 +212,12 @@ def _encode(
         return nvfp4.quantize(rows, decode, recipe)
     n, k = rows.shape
     layout = _layout(_KERNEL_FORMATS[recipe], n, k)
-    pages = torch.empty((1, layout.page_bytes), dtype=torch.uint8)
+    pages = torch.empty((1, layout.page_bytes), dtype=torch.uint8, device="cpu")
     store_cpu.store_tokens_cpu(
         rows[:, None],
-        torch.zeros((), dtype=rows.dtype).expand(n, 1, nvfp4.BLOCK_SIZE),
+        torch.zeros((), dtype=rows.dtype, device="cpu").expand(n, 1, nvfp4.BLOCK_SIZE),
         pages,
-        torch.arange(n),
+        torch.arange(n, device="cpu"),
         layout,
         decode,
         1.0,

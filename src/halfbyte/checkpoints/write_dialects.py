@@ -129,11 +129,11 @@ def kv_scale_tensors(
     for side, amax in (("k", k_amax), ("v", v_amax)):
         if not amax > 0:
             raise ValueError(f"{attention}: {side}_amax: expected a number above 0, got {amax}")
-        scale = amax / _KV_SCALE_MAX
+        scale = torch.tensor(amax / _KV_SCALE_MAX, dtype=torch.float32, device="cpu")
         if output.dialect == "modelopt":
-            tensors[f"{attention}.{side}_proj.{side}_scale"] = torch.tensor(scale)
+            tensors[f"{attention}.{side}_proj.{side}_scale"] = scale
         else:
-            tensors[f"{attention}.{side}_scale"] = torch.tensor([scale])
+            tensors[f"{attention}.{side}_scale"] = scale[None]
     return tensors
 
 

@@ -84,7 +84,7 @@ def evaluate_greedy(
     for name in names:
         found = _continue(cache_of(name), prompts, new_tokens, chunk_size, expected)
         pairs = zip(found, expected, strict=True)
-        agreed = torch.tensor([_shared(*pair) for pair in pairs], dtype=torch.float64)
+        agreed = torch.tensor([_shared(*pair) for pair in pairs], dtype=torch.float64, device="cpu")
         results.append(
             GreedyResult(
                 kv_cache_dtype=name[0].value,

@@ -65,8 +65,8 @@ class _Sums:
     def __init__(self, num_tokens: int) -> None:
         self.nll = 0.0
         ranges = -(-num_tokens // POSITIONS)
-        self.kl = torch.zeros(ranges, dtype=torch.float64)
-        self.rows = torch.zeros(ranges, dtype=torch.int64)
+        self.kl = torch.zeros(ranges, dtype=torch.float64, device="cpu")
+        self.rows = torch.zeros(ranges, dtype=torch.int64, device="cpu")
         self.increase = self.squared_increase = 0.0
         self.same_top1 = 0
 
@@ -162,7 +162,7 @@ def evaluate_perplexity(
                     if start < len(window)
                 ]
                 rows, targets, positions = _targets(chunks, dict(group), start, model.device)
-                baseline = torch.empty(0)
+                baseline = torch.empty(0, device="cpu")
                 for name in unique:
                     log_p = caches[name].log_probabilities(chunks)
                     baseline = log_p if name == baseline_name else baseline
@@ -263,7 +263,7 @@ def _targets(
     return (
         torch.tensor(rows, dtype=torch.int64, device=device),
         torch.tensor(targets, dtype=torch.int64, device=device),
-        torch.tensor(positions, dtype=torch.int64),
+        torch.tensor(positions, dtype=torch.int64, device="cpu"),
     )
 
 

@@ -178,14 +178,14 @@ def _measure(
 ) -> tuple[int, int, int, float, float]:
     """Codes found, tokens of answers found and asked for, NLL and top-1 of the repeated segment."""
     cache.tables.add(seq)
-    targets = torch.tensor(context.ids[1:])
+    targets = torch.tensor(context.ids[1:], device="cpu")
     right, log_p = [], []
     for begin in range(0, len(context.ids), chunk_size):
         ids = context.ids[begin : begin + chunk_size]
         rows = cache.log_probabilities([(seq, ids)])[: len(context.ids) - 1 - begin].cpu()
         expected = targets[begin : begin + len(rows)]
         right.append(rows.argmax(-1) == expected)
-        log_p.append(rows[torch.arange(len(rows)), expected])
+        log_p.append(rows[torch.arange(len(rows), device="cpu"), expected])
     cache.tables.free(seq)
     hits, logs = torch.cat(right), torch.cat(log_p)  # of token i + 1 at i
     answers = [hits[answer.start - 1 : answer.stop - 1] for answer in context.answers]

@@ -87,7 +87,7 @@ class Cache(transformers.Cache):
         self._rows: list[int] = []
         self._next_row = 0
         # Which columns of each row are tokens; kept on the CPU, where the tables are.
-        self._valid = torch.zeros((0, 0), dtype=torch.bool)
+        self._valid = torch.zeros((0, 0), dtype=torch.bool, device="cpu")
         self._step: PagedBatch | None = None
         self._step_tokens: torch.Tensor | None = None
         register()
@@ -165,7 +165,7 @@ class Cache(transformers.Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep only these rows (indices, or a mask over the rows)."""
-        indices = torch.as_tensor(indices)
+        indices = torch.as_tensor(indices, device="cpu")
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
         self._select_rows(indices.tolist())
@@ -179,7 +179,7 @@ class Cache(transformers.Cache):
         for row in self._rows:
             self.tables.free(row)
         self._rows = []
-        self._valid = torch.zeros((0, 0), dtype=torch.bool)
+        self._valid = torch.zeros((0, 0), dtype=torch.bool, device="cpu")
         self._step = self._step_tokens = None
         self._sync_layers()
 
@@ -210,11 +210,11 @@ class Cache(transformers.Cache):
         columns = self._valid.shape[1]
         if not self._rows:
             self._rows = self._new_rows(batch)
-            self._valid = torch.zeros((batch, 0), dtype=torch.bool)
+            self._valid = torch.zeros((batch, 0), dtype=torch.bool, device="cpu")
         if batch != len(self._rows):
             raise ValueError(f"batch: the cache holds {len(self._rows)} rows, got {batch}")
         if mask is None:
-            valid = torch.ones((batch, columns + queries), dtype=torch.bool)
+            valid = torch.ones((batch, columns + queries), dtype=torch.bool, device="cpu")
         else:
             valid = mask.cpu()
         if valid.shape[1] != columns + queries or not torch.equal(valid[:, :columns], self._valid):
@@ -246,7 +246,7 @@ class Cache(transformers.Cache):
         for row in self._rows:
             self.tables.free(row)
         self._rows = rows
-        self._valid = self._valid[torch.tensor(indices, dtype=torch.int64)]
+        self._valid = self._valid[torch.tensor(indices, dtype=torch.int64, device="cpu")]
 
 
 class _PagedLayer(CacheLayerMixin):

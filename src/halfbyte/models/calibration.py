@@ -47,7 +47,7 @@ def calibrate(
         ValueError: K or V that is not finite, or of every layer zero.
     """
     recorder = KVRecorder(model, first_tokens, input_ids.shape[0])
-    firsts = [torch.tensor([[token]]) for token in first_tokens]
+    firsts = [torch.tensor([[token]], device="cpu") for token in first_tokens]
     _run(model, [*input_ids.split(1), *firsts], recorder)
     return kv_scales_of(recorder, model.config, source, headroom)
 
@@ -190,7 +190,7 @@ def calibration_tokens(
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         shape = (1, min(limit, window, _FIXED_IDS))
-        ids = torch.randint(0, config.vocab_size, shape, generator=generator)
+        ids = torch.randint(0, config.vocab_size, shape, generator=generator, device="cpu")
         what = f"{ids.shape[1]} fixed token ids (the model has no tokenizer)"
         return ids, f"calibration on {what}"
     ids = tokenizer(text, return_tensors="pt").input_ids[:, :limit]

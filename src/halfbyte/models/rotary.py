@@ -56,12 +56,13 @@ class RotaryProbe:
     def factors(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`(cos, sin)`, float32 `[n, D]`: x turned is `cos x[c] + sin x[partner(c)]`."""
         n, size = positions.shape[0], self._head_size
-        first = torch.arange(size) <= self.partner  # of each pair; channels that do not turn, too
+        channels = torch.arange(size, device="cpu")
+        first = channels <= self.partner  # of each pair; channels that do not turn, too
         probes = torch.stack([first, ~first]).float()
         one, other = (self.turn(probe.expand(n, size), positions).cpu() for probe in probes)
         cos = torch.where(first, one, other)
         sin = torch.where(first, other, one)
-        return cos, torch.where(self.partner == torch.arange(size), 0.0, sin)
+        return cos, torch.where(self.partner == channels, 0.0, sin)
 
     def averages(self, num_positions: int, segment: int) -> RopeAverages:
         """Factors averaged over segments, for positions below a number (rounded up)."""
@@ -70,7 +71,7 @@ class RotaryProbe:
         parts = []
         for begin in range(0, segments, step):
             end = min(begin + step, segments)
-            factors = self.factors(torch.arange(begin * segment, end * segment))
+            factors = self.factors(torch.arange(begin * segment, end * segment, device="cpu"))
             parts.append([x.double().unflatten(0, (-1, segment)).mean(1) for x in factors])
         cos, sin = (torch.cat(part).float() for part in zip(*parts, strict=True))
         averages = RopeAverages(cos, sin, self.partner)
@@ -83,7 +84,8 @@ class RotaryProbe:
 
         The rotation of a pair is orthogonal but for a factor that is the same for both channels.
         """
-        cos, sin = (x[:, None].to(key.device) for x in self.factors(torch.arange(key.shape[0])))
+        positions = torch.arange(key.shape[0], device="cpu")
+        cos, sin = (x[:, None].to(key.device) for x in self.factors(positions))
         x = key.float()
         partner = self.partner.to(key.device)
         # The transposed matrix: what channel c gave to its partner comes back.
@@ -92,10 +94,11 @@ class RotaryProbe:
 
     def _partners(self) -> torch.Tensor:
         size = self._head_size
-        turned = self.turn(torch.eye(size), torch.ones(size, dtype=torch.int64)).cpu()
+        units = torch.eye(size, dtype=torch.float32, device="cpu")
+        turned = self.turn(units, torch.ones(size, dtype=torch.int64, device="cpu")).cpu()
         others = turned != 0
         others.fill_diagonal_(False)
         if (others.sum(1) > 1).any():
             raise ValueError("the rotary embedding turns more than two channels together")
         alone = ~others.any(1)
-        return torch.where(alone, torch.arange(size), others.int().argmax(1))
+        return torch.where(alone, torch.arange(size, device="cpu"), others.int().argmax(1))

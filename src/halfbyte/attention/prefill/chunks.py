@@ -63,8 +63,8 @@ class Chunks:
         work = work[work[:, 3].argsort(descending=True, stable=True)]
         columns = [(c.sequence, c.key_begin, c.key_end) for c in chunks]
         # Each begins at a multiple of 16 bytes, or Triton would compile for those that do not.
-        numbers = torch.zeros((4, -(-len(chunks) // 4) * 4), dtype=torch.int32)
-        numbers[:, : len(chunks)] = torch.tensor([*zip(*columns, strict=True), rows])
+        numbers = torch.zeros((4, -(-len(chunks) // 4) * 4), dtype=torch.int32, device="cpu")
+        numbers[:, : len(chunks)] = torch.tensor([*zip(*columns, strict=True), rows], device="cpu")
         # One transfer.
         on_device = torch.cat([numbers.flatten(), work.flatten()]).to(device)
         of_chunks, of_tiles = on_device.split([numbers.numel(), work.numel()])
@@ -84,8 +84,8 @@ class Chunks:
 
 def _work(chunk: Chunk, row: int, tokens_per_tile: int) -> torch.Tensor:
     """int32 `[tiles, 4]` of a chunk whose keys begin at a row of the workspace."""
-    begins = torch.arange(0, chunk.queries, tokens_per_tile, dtype=torch.int32)
-    work = torch.empty((len(begins), 4), dtype=torch.int32)
+    begins = torch.arange(0, chunk.queries, tokens_per_tile, dtype=torch.int32, device="cpu")
+    work = torch.empty((len(begins), 4), dtype=torch.int32, device="cpu")
     work[:, 0] = begins + chunk.query_begin
     work[:, 1] = (chunk.queries - begins).clamp(max=tokens_per_tile)
     work[:, 2] = row

@@ -150,7 +150,10 @@ def make_plan(inputs: AttentionInputs, tokens_per_tile: int) -> DensePlan:
         for begin in range(0, n, most_queries):
             at, queries = starts[first] + begin, min(most_queries, n - begin)
             steps.append(_long(first, len(group), at, queries, cached + begin, most, device))
-    rows = [torch.arange(start - n, start) for start, n in zip(starts, beyond, strict=True)]
+    rows = [
+        torch.arange(start - n, start, device="cpu")
+        for start, n in zip(starts, beyond, strict=True)
+    ]
     empty = None if is_whole else torch.cat(rows).to(device)
     return DensePlan(steps, chunks, some, empty)
 
@@ -245,6 +248,7 @@ def _long(
             for begin, end, size in ranges
         ],
         dtype=torch.int32,
+        device="cpu",
     ).to(device)
     blocks = [Block(*sizes, *on_device) for sizes, on_device in zip(ranges, numbers, strict=True)]
     return LongSequences(first, count, query_begin, queries, blocks[:-1], blocks[-1])
@@ -260,8 +264,8 @@ def _some(
         starts = inputs.query_start_loc
         return OtherSequences(backends, None, None, starts, inputs.seq_lens, AttentionPlans())
     device = inputs.query.device
-    rows = torch.cat([torch.arange(begin, begin + n) for _, begin, n in sequences])
-    starts = torch.tensor([0] + [n for _, _, n in sequences]).cumsum(0)
+    rows = torch.cat([torch.arange(begin, begin + n, device="cpu") for _, begin, n in sequences])
+    starts = torch.tensor([0] + [n for _, _, n in sequences], device="cpu").cumsum(0)
     indices = torch.tensor([i for i, _, _ in sequences], device=device)
     return OtherSequences(
         backends,

@@ -295,8 +295,8 @@ def unpack_kernel(
 def _half_matrix(head_size: int, padded: int, device: torch.device) -> torch.Tensor:
     """float16 `[padded, padded]` of +1 and -1: the Hadamard matrix of half a head, zeros beyond."""
     half = block_size(head_size) // 2
-    signs = hadamard(torch.eye(half)).sign()
-    matrix = torch.zeros(padded, padded, dtype=torch.float16)
+    signs = hadamard(torch.eye(half, dtype=torch.float32, device="cpu")).sign()
+    matrix = torch.zeros(padded, padded, dtype=torch.float16, device="cpu")
     for begin in range(0, head_size // 2, half):
         matrix[begin : begin + half, begin : begin + half] = signs
     return matrix.to(device)
@@ -414,4 +414,4 @@ def unpack_tokens(
 def _int32(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
     if isinstance(numbers, torch.Tensor):
         return numbers.to(device, torch.int32)
-    return torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
+    return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device, non_blocking=True)

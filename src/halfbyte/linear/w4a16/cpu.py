@@ -140,7 +140,8 @@ def dequantize_cpu(
         out: where to, contiguous; by default new.
     """
     _check_weight(weight, k)
-    out = torch.empty(k, weight.row_scales.shape[0], dtype=dtype) if out is None else out
+    if out is None:
+        out = torch.empty(k, weight.row_scales.shape[0], dtype=dtype, device="cpu")
     _loaded().halfbyte_linear_dequantize(_call(None, weight, None, out, k))
     return out
 
@@ -167,7 +168,7 @@ def _kept(size: int, dtype: torch.dtype) -> torch.Tensor:
     num_bytes = size * dtype.itemsize
     kept = getattr(_KEEP, "bytes", None)
     if kept is None or kept.nbytes < num_bytes:
-        kept = _KEEP.bytes = torch.empty(num_bytes, dtype=torch.uint8)
+        kept = _KEEP.bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
     return kept[:num_bytes].view(dtype)
 
 

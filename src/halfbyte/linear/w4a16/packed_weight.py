@@ -258,7 +258,7 @@ def _unpack_scales(words: torch.Tensor) -> torch.Tensor:
     codes = code.permute(2, 4, 6, 0, 5, 3, 7, 1).reshape(
         blocks * _SQUARE, steps * _SQUARE // _BLOCK
     )
-    table = torch.zeros(256, dtype=torch.uint8)
+    table = torch.zeros(256, dtype=torch.uint8, device="cpu")
     for byte, scale_code in enumerate(_CODE_OF_SCALE):
         table[scale_code] = byte
     return table.to(words.device)[codes.int()]
