@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from halfbyte.kvcache import SequenceTables
+from halfbyte.kvcache.recent_step import RecentStep
 from halfbyte.models import BATCH_ARGUMENT, KVQuantization, PagedBatch
 from halfbyte.models.batch import RecentBatch
 
@@ -155,8 +156,8 @@ class DecodeGraphs:
         of_recent = None
         if recent is not None:
             entries = self._entries[:size]
-            places = (entries.long(), positions % recent.ring)
-            of_recent = RecentBatch(self.tables, entries, self._rows[:size], places, (), True)
+            places = self._rows[:size], entries.long(), positions % recent.ring
+            of_recent = RecentBatch(self.tables, RecentStep(entries, *places, size))
         return PagedBatch(
             pool=self.tables.pool,
             quantization=self.quantization,

@@ -187,8 +187,9 @@ class SequenceTables:
             self.allocator.release(table[keep:])
             del table[keep:]
         if self.recent is not None and length < sequence.length:
-            # What the ring has overwritten since.
-            sequence.kept_from = max(sequence.kept_from, sequence.length - self.recent.ring)
+            # What the ring has overwritten since; tokens to come are in it again.
+            overwritten = max(sequence.kept_from, sequence.length - self.recent.ring)
+            sequence.kept_from = min(overwritten, length)
         sequence.length = length
 
     def free(self, seq: SequenceId) -> None:

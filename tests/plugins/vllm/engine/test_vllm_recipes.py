@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from halfbyte.kvcache import KVRecipe
 from halfbyte.models import find_kv_scales
 from halfbyte.plugins.vllm.checks import check_config
 from halfbyte.plugins.vllm.scales import check_scales
@@ -19,29 +18,35 @@ from plugins.vllm.engine.engines import (
     assert_same_tokens,
     generate,
     halfbyte_tokens,
+    metrics,
     run_apart,
     vllm_engine,
 )
 
-# Without the last tokens in 16 bits, for which vLLM has no place yet.
-RECIPE = KVRecipe.parse("balanced").of_pages
 BALANCED: dict[str, Any] = {"additional_config": {"halfbyte": {"kv_recipe": "balanced"}}}
+PREFIX = TEXTS[1] * 4
 
 
 def test_balanced_equals_halfbyte_s_engine() -> None:
-    """Whatever the chunks, the block size and the prefixes; not the tokens of `plain`."""
-    expected = halfbyte_tokens(BUNDLED, TEXTS, kv_recipe=RECIPE)
+    """With the last tokens in 16 bits, whatever the chunks and batches; not the tokens of `plain`
+    or without them."""
+    expected = halfbyte_tokens(BUNDLED, TEXTS, kv_recipe="balanced")
     with vllm_engine(**BALANCED, block_size=32) as llm:
         for impl in assert_ours(llm, "nvfp4_4over6"):
             assert impl.transform is not None
             assert impl.transform.mean is not None
             assert impl.transform.first_keys is not None
+            assert impl.recent_tokens == 64
         found = generate(llm, TEXTS)
-        assert generate(llm, TEXTS) == found  # prefixes from the cache
-    assert_same_tokens(found, expected, TEXTS, BUNDLED, kv_recipe=RECIPE)
+
+    assert_same_tokens(found, expected, TEXTS, BUNDLED, kv_recipe="balanced")
     chunked: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
-    with vllm_engine(**BALANCED, **chunked, enable_prefix_caching=False) as llm:
-        assert generate(llm, TEXTS) == found
+    small: dict[str, Any] = {"num_gpu_blocks_override": 36, "block_size": 16, "max_model_len": 256}
+    with vllm_engine(
+        **BALANCED, **chunked, **small, enable_prefix_caching=False, disable_log_stats=False
+    ) as llm:
+        assert generate(llm, TEXTS * 2) == found * 2
+        assert metrics(llm)["vllm:num_preemptions"] > 4
     with vllm_engine() as llm:
         assert generate(llm, TEXTS) != found
 
