@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from halfbyte.kvcache import KVRecipe
 from halfbyte.models import find_kv_scales
 from halfbyte.plugins.vllm.checks import check_config
 from halfbyte.plugins.vllm.scales import check_scales
@@ -19,31 +20,47 @@ from plugins.vllm.engine.engines import (
     generate,
     halfbyte_tokens,
     metrics,
+    outputs_of,
     run_apart,
+    tokens_after_hits,
     vllm_engine,
 )
 
 BALANCED: dict[str, Any] = {"additional_config": {"halfbyte": {"kv_recipe": "balanced"}}}
-PREFIX = TEXTS[1] * 4
+LAST_TOKENS = KVRecipe.parse("balanced").recent_tokens
 
 
 def test_balanced_equals_halfbyte_s_engine() -> None:
-    """With the last tokens in 16 bits, whatever the chunks and batches; not the tokens of `plain`
-    or without them."""
+    """Its last tokens in 16 bits, whatever the chunks, batches, preemptions and prefixes; not the
+    tokens of `plain`, nor those from the pages alone."""
     expected = halfbyte_tokens(BUNDLED, TEXTS, kv_recipe="balanced")
-    with vllm_engine(**BALANCED, block_size=32) as llm:
+    prompts = [TEXTS[1] * 4 + text for text in TEXTS]
+    with vllm_engine(**BALANCED, block_size=16) as llm:
         for impl in assert_ours(llm, "nvfp4_4over6"):
             assert impl.transform is not None
             assert impl.transform.mean is not None
             assert impl.transform.first_keys is not None
-            assert impl.recent_tokens == 64
+            assert impl.recent_tokens == LAST_TOKENS
         found = generate(llm, TEXTS)
-
+        after_hits = outputs_of(llm, prompts, 24)
     assert_same_tokens(found, expected, TEXTS, BUNDLED, kv_recipe="balanced")
-    chunked: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
-    small: dict[str, Any] = {"num_gpu_blocks_override": 36, "block_size": 16, "max_model_len": 256}
+    of_pages = KVRecipe.parse("balanced").of_pages
+    assert halfbyte_tokens(BUNDLED, TEXTS, kv_recipe=of_pages) != found
+    # A ring lacks what came as pages, most of it in the step that writes them.
+    hits = [output.num_cached_tokens for output in after_hits]
+    assert sum(hit >= LAST_TOKENS for hit in hits) >= 5
+    expected = tokens_after_hits(BUNDLED, prompts, hits, 24, kv_recipe="balanced")
+    pairs = zip(after_hits, expected, strict=True)
+    assert sum(list(output.outputs[0].token_ids) != tokens for output, tokens in pairs) <= 1
+    small: dict[str, Any] = {
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+        "num_gpu_blocks_override": 28,
+        "block_size": 16,
+        "max_model_len": 256,
+    }
     with vllm_engine(
-        **BALANCED, **chunked, **small, enable_prefix_caching=False, disable_log_stats=False
+        **BALANCED, **small, enable_prefix_caching=False, disable_log_stats=False
     ) as llm:
         assert generate(llm, TEXTS * 2) == found * 2
         assert metrics(llm)["vllm:num_preemptions"] > 4
