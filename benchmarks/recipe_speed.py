@@ -157,7 +157,9 @@ def store_calls(tokens: int, device: torch.device) -> dict[str, Call]:
     def plain() -> None:
         reshape_and_cache(key, value, pages, slots, LAYOUT, scale, scale)
 
-    ring_slots = rings.slots(0, rows, owners, places)
+    pair = rings[0]
+    assert pair is not None
+    ring_slots = RingSlots(*pair, rows, owners, places)
 
     def changed(recent: RingSlots | None = None) -> None:
         reshape_and_cache(

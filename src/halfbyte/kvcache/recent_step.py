@@ -87,11 +87,13 @@ class RecentStep(NamedTuple):
             if positions
         ]
         return cls(
-            torch.tensor(entries, dtype=torch.int32, device=device),
-            *(torch.from_numpy(x).to(device) for x in (rows, owners, slots)),
-            sum(counts),
-            lacking,
-            max(counts, default=0) <= ring - tokens + 1,
+            entries=torch.tensor(entries, dtype=torch.int32, device=device),
+            rows=torch.from_numpy(rows).to(device),
+            owners=torch.from_numpy(owners).to(device),
+            slots=torch.from_numpy(slots).to(device),
+            num_tokens=sum(counts),
+            missing=lacking,
+            is_short=max(counts, default=0) <= ring - tokens + 1,
         )
 
     def slots_in(self, rings: tuple[torch.Tensor, torch.Tensor]) -> RingSlots:

@@ -1,13 +1,17 @@
 """Rings for the last tokens of running requests, beside vLLM's pages.
 
-vLLM's runner is the only one that knows which request is which row of a step: `execute_model` is
-wrapped, and the metadata of a step's layers is told what its requests have in their rings. The
-rings are the plug-in's own memory, an entry for each of `max_num_seqs` requests: a KV cache group
-of vLLM's (`CircularBufferSpec`) would need pages of its size in all groups, or a layout of blocks
-of all layers and a group for every few layers, and would not say either what a ring lacks.
+Attention's metadata does not name a step's requests: the runner's `execute_model` is wrapped, where
+the scheduler says which tokens of which requests a step has, and the runner in which order.
 
-A request has an entry from its first step to its end or preemption. What its ring lacks after a
-hit in the prefix cache, or when it comes back, is filled from its pages (`kvcache.recent_step`).
+The rings are the plug-in's own memory, an entry for each of `max_num_seqs` requests, allocated with
+the model so that vLLM counts it. A KV cache group of vLLM's for them (`CircularBufferSpec`) would
+share the memory of pages, but all groups have blocks of one size, and a ring is as large as 230
+packed tokens: it takes a layout of its own, a group for every few layers, and coarser prefix hits.
+It would not say either which tokens a ring has.
+
+A request has an entry from its first step to its end or preemption. What its ring lacks after a hit
+in the prefix cache, or when it comes back, is filled from its pages, in every layer after the
+step's tokens are stored: pages that are hit may be written in the same step.
 """
 
 import logging
@@ -167,20 +171,20 @@ def ring_tokens(vllm_config: Any) -> int:
     options = resolve_options(vllm_config)
     if not options.recent_tokens or not has_nvfp4_keys(vllm_config, options):
         return 0
-    reason = _why_no_rings(vllm_config)
-    if reason is None:
+    reasons = _why_no_rings(vllm_config)
+    if not reasons:
         return options.recent_tokens
     if LastModel.without_rings is not vllm_config.model_config:
         LastModel.without_rings = vllm_config.model_config
         logger.warning(
             "kv_recipe %s without the last %d tokens in 16 bits: %s",
-            *(options.kv_recipe, options.recent_tokens, reason),
+            *(options.kv_recipe, options.recent_tokens, ", ".join(reasons)),
         )
     return 0
 
 
-def _why_no_rings(vllm_config: Any) -> str | None:
-    """What rings are not made for in a run's configuration; None where they are."""
+def _why_no_rings(vllm_config: Any) -> list[str]:
+    """What rings are not made for in a run's configuration."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     mode = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
     found = {
@@ -196,7 +200,7 @@ def _why_no_rings(vllm_config: Any) -> str | None:
         "kv_sharing_fast_prefill": getattr(cache, "kv_sharing_fast_prefill", False),
         "enable_sleep_mode": getattr(vllm_config.model_config, "enable_sleep_mode", False),
     }
-    return next((reason for reason, is_so in found.items() if is_so), None)
+    return [reason for reason, is_so in found.items() if is_so]
 
 
 def install() -> None:
