@@ -1,13 +1,15 @@
 """Which request has which ring, and what it lacks, told by vLLM's scheduler; without vLLM."""
 
-from types import SimpleNamespace
+import sys
+from dataclasses import make_dataclass
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from halfbyte.plugins.vllm import recent
-from halfbyte.plugins.vllm.recent import RingEntries
+from halfbyte.plugins.vllm.recent import RingEntries, running_step
 
 CPU = torch.device("cpu")
 
@@ -113,6 +115,66 @@ def test_one_that_waits_gives_its_entry_up() -> None:
     assert missing(entries, "b") == {}
     entries.begin(scheduled(cached={"a": 20}, counts={"a": 1}))
     assert missing(entries, "a") == {0: range(13, 20)}
+
+
+class _Runner:
+    """As vLLM's model runner: the order of a step's rows is its own."""
+
+    vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4))
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        counts = scheduler_output.num_scheduled_tokens
+        self.input_batch = SimpleNamespace(req_ids=sorted(counts, reverse=True))
+        return [running_step(sum(counts.values()), len(counts), CPU) for _ in range(2)]
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Its class, in a module of its own."""
+    module: Any = ModuleType("runner")
+    module.GPUModelRunner = type("GPUModelRunner", (_Runner,), {})
+    output: Any = ModuleType("output")
+    for name, names in recent._SCHEDULED.items():
+        setattr(output, name, make_dataclass(name, names))
+    monkeypatch.setitem(sys.modules, "vllm.v1.core.sched.output", output)
+    monkeypatch.setitem(sys.modules, recent._RUNNER, module)
+    monkeypatch.setattr(recent, "ring_tokens", lambda config: 8)
+    return module
+
+
+def test_metadata_is_told_of_the_running_step(runner: Any) -> None:
+    assert not recent.is_installed()
+    recent.install()
+    assert recent.is_installed()
+    one = runner.GPUModelRunner()
+    first, second = one.execute_model(scheduled(new={"a": 0, "b": 16}, counts={"a": 3, "b": 2}))
+    assert first is second  # of all groups of layers
+    assert first.entries.tolist() == [1, 0]
+    assert [found.number for found in first.missing] == [0]
+    assert running_step(5, 2, CPU) is None  # a dummy run's
+    (step, _) = one.execute_model(scheduled(cached={"a": 3}, counts={"a": 1}, finished={"b"}))
+    assert step.entries.tolist() == [0]
+    assert one.execute_model(scheduled(counts={}, finished={"a"})) == [None, None]
+
+
+def test_another_step_than_the_scheduler_s_is_an_error(runner: Any) -> None:
+    runner.GPUModelRunner.execute_model = lambda self, _: running_step(4, 2, CPU)
+    recent.install()
+    one = runner.GPUModelRunner()
+    one.input_batch = SimpleNamespace(req_ids=["a"])
+    with pytest.raises(RuntimeError, match="2 requests and 4 tokens, the scheduler's has 1 and 3"):
+        one.execute_model(scheduled(new={"a": 0}, counts={"a": 3}))
+
+
+def test_a_scheduler_that_says_less_is_left_alone(
+    runner: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    output: Any = sys.modules["vllm.v1.core.sched.output"]
+    output.NewRequestData = make_dataclass("NewRequestData", ["req_id"])
+    recent.install()
+    assert not recent.is_installed()
+    assert "NewRequestData has no num_computed_tokens" in caplog.text
+    assert runner.GPUModelRunner.execute_model is _Runner.execute_model
 
 
 class _FullGraphs:

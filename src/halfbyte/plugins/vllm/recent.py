@@ -47,6 +47,8 @@ _SCHEDULED = {
 """What the scheduler must say of a step: fields of vLLM's classes."""
 _ENTRIES = "halfbyte_ring_entries"
 """Attribute of a model runner."""
+_IS_TOLD = "halfbyte_follows_steps"
+"""Of its class, once it is wrapped."""
 
 
 @dataclass
@@ -211,7 +213,7 @@ def install() -> None:
 def is_installed() -> bool:
     """Whether the runner of this vLLM says what rings need to know."""
     try:
-        return hasattr(import_module(_RUNNER).GPUModelRunner.execute_model, "__wrapped__")
+        return hasattr(import_module(_RUNNER).GPUModelRunner, _IS_TOLD)
     except (ImportError, AttributeError):
         return False
 
@@ -230,13 +232,15 @@ def _wrap_runner(module: ModuleType) -> None:
         if entries is None:
             return execute(self, scheduler_output, *more, **options)
         entries.begin(scheduler_output)
-        _Running.runner, _Running.step = self, None
+        if scheduler_output.num_scheduled_tokens:  # else the runner may run a dummy
+            _Running.runner = self
         try:
             return execute(self, scheduler_output, *more, **options)
         finally:
             _Running.runner = _Running.step = None
 
     runner.execute_model = execute_model
+    setattr(runner, _IS_TOLD, True)
 
 
 def _entries_of(runner: Any) -> RingEntries | None:
