@@ -126,7 +126,7 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
             torch.zeros(
                 (self._max_num_seqs, self.num_kv_heads, self.recent_tokens, size),
                 dtype=self._dtype,
-                device=device,
+                device=torch.get_default_device() if device is None else device,
             )
             for size in (self.head_size, head_size_v)
         )
