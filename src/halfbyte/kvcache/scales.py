@@ -109,12 +109,17 @@ class KVScales:
         """What a recipe that changes K needs.
 
         Raises:
-            ValueError: these scales have none.
+            ValueError: these scales have none, or one from before the recipe was known.
         """
         if self.calibration is None:
             raise ValueError(
                 f"kv_recipe {recipe.name}: needs a calibration of K, and the scales from "
                 f"{self.source} have none; `halfbyte calibrate` measures it"
+            )
+        if recipe.weighs_errors and not self.calibration.has_costs:
+            raise ValueError(
+                f"kv_recipe {recipe.name}: needs a calibration of queries and outputs, and that of "
+                f"the scales from {self.source} is older; `halfbyte calibrate` measures it anew"
             )
         return self.calibration
 

@@ -1,0 +1,35 @@
+"""What an output projection makes of each of its inputs, whatever its weights are stored in."""
+
+from collections.abc import Callable
+
+import torch
+
+_INPUTS_AT_ONCE = 512
+
+
+@torch.inference_mode()
+def output_energy(
+    projection: Callable[[torch.Tensor], torch.Tensor],
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Squares of a linear layer's weights, summed over its outputs.
+
+    Read off by what it makes of the rows of an identity matrix, so that quantized layers of any
+    kind need nothing of their own here.
+
+    Args:
+        projection: the layer.
+        size: values of an input.
+        dtype, device: of its inputs.
+
+    Returns:
+        float64 `[size]`, on the CPU.
+    """
+    eye = torch.eye(size, dtype=dtype, device=device)
+    bias = projection(torch.zeros_like(eye[:1])).double()
+    parts = [
+        (projection(rows).double() - bias).square().sum(-1) for rows in eye.split(_INPUTS_AT_ONCE)
+    ]
+    return torch.cat(parts).cpu()
