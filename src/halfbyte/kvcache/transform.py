@@ -119,7 +119,8 @@ class KVTransform:
         if self.first_keys is not None:
             assert self.first_values is not None
             first = (self.first_keys, self.first_values)
-        return CpuTransform(self.rotate, self.segment, centring, self.partner, first)
+        rounding = (self.feedback, self.k_weights, self.v_weights)
+        return CpuTransform(self.rotate, self.segment, centring, self.partner, first, rounding)
 
     @cached_property
     def mean_tables(self) -> MeanTables | None:
