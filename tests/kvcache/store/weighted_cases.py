@@ -23,7 +23,7 @@ class WeightedCase(NamedTuple):
     v_scale: Scale = 0.004
 
 
-BOTH = {"feedback": True, "weighted": True}
+BOTH: dict[str, Any] = {"feedback": True, "weighted": True}
 LAYOUTS = {
     "128": PageLayout("nvfp4_4over6", "nvfp4_4over6", 128, None, 2, 16),
     "64 NHD": PageLayout("nvfp4_4over6", "nvfp4_4over6", 64, None, 3, 16, "NHD"),
@@ -87,7 +87,8 @@ def assert_stored_by_weights(
             device=where,
         )
         write(
-            *(x.to(where, dtype) for x in (key, value)),
+            key.to(where, dtype),
+            value.to(where, dtype),
             page,
             slots.to(where),
             layout,
