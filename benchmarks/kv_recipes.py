@@ -6,7 +6,8 @@ Each model (`real_models`) predicts the texts in windows of 2,048 tokens that ar
 that everything is read back from packed pages. Calibration is on the built-in text; nothing was
 tuned on these.
 
-    --only greedy,retrieval   measures these parts anew, and keeps the rest of the JSON
+    --only greedy,retrieval       measures these parts anew, and keeps the rest of the JSON
+    --model SmolLM2-135M-Instruct the same of one model
 """
 
 import argparse
@@ -36,9 +37,14 @@ REPOSITORY = Path(__file__).parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "kv_recipes.json"
 PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "accuracy.md")
 FORMATS = ("bfloat16", "fp8_e4m3", "nvfp4_4over6", "nvfp4")
-BALANCED = KVRecipe.parse("balanced")
-RECIPES = ("plain", BALANCED.of_pages, BALANCED)
-NAMES = {BALANCED.of_pages.name: "balanced without the last 64 tokens"}
+BALANCED, ACCURATE = KVRecipe.parse("balanced"), KVRecipe.parse("accurate")
+RECIPES = ("plain", BALANCED.of_pages, BALANCED, ACCURATE.of_pages, ACCURATE)
+NAMES = {
+    recipe.of_pages.name: f"{recipe.name} without the last 64 tokens"
+    for recipe in (BALANCED, ACCURATE)
+}
+FOUR_OVER_SIX = KVRecipe(four_over_six=True)
+"""`nvfp4` with this recipe is `nvfp4_4over6` with `plain`, which is not measured with others."""
 WINDOW = 2048
 LONG = {"SmolLM2-135M-Instruct": 8192, "gemma-3-270m": 18432}
 """Tokens of one window of the encyclopedia, for figures by position."""
@@ -59,15 +65,20 @@ def measure(folder: Path, name: str, tokens: int, chunk_size: int) -> list[dict[
     windows = []
     for text in texts(folder).values():
         windows += text_windows(tokenizer, [text], WINDOW, tokens)[0]
+    formats = [name for name in FORMATS if name != "nvfp4_4over6"]
     results = evaluate_perplexity(
-        model, windows, FORMATS, chunk_size, tokenizer=tokenizer, kv_recipes=RECIPES
+        model,
+        windows,
+        formats,
+        chunk_size,
+        tokenizer=tokenizer,
+        kv_recipes=(FOUR_OVER_SIX, *RECIPES),
     )
-    # Both formats of NVFP4 are the same under a recipe that chooses scales by itself.
-    return [
-        asdict(result)
-        for result in results
-        if result.kv_cache_dtype != "nvfp4_4over6" or result.kv_recipe == "plain"
-    ]
+    rows = [asdict(result) for result in results]
+    for row in rows:
+        if row["kv_recipe"] == FOUR_OVER_SIX.name:
+            row |= {"kv_cache_dtype": "nvfp4_4over6", "kv_recipe": "plain"}
+    return rows
 
 
 def measure_long(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -208,15 +219,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of each text")
     parser.add_argument("--chunk-size", type=int, default=512)
     parser.add_argument("--only", default=",".join(PARTS), help="parts to measure, by commas")
+    parser.add_argument("--model", choices=list(MODELS), help="by default all")
     arguments = parser.parse_args()
     folder, parts = arguments.folder, arguments.only.split(",")
+    models = list(MODELS) if arguments.model is None else [arguments.model]
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "models": lambda: {
-            name: measure(folder, name, arguments.tokens, arguments.chunk_size) for name in MODELS
+            name: measure(folder, name, arguments.tokens, arguments.chunk_size) for name in models
         },
-        "long": lambda: {name: measure_long(folder, name) for name in MODELS},
-        "greedy": lambda: {name: measure_greedy(folder, name) for name in MODELS},
-        "retrieval": lambda: {ANSWERS: measure_retrieval(folder, ANSWERS)},
+        "long": lambda: {name: measure_long(folder, name) for name in models},
+        "greedy": lambda: {name: measure_greedy(folder, name) for name in models},
+        "retrieval": lambda: {
+            name: measure_retrieval(folder, name) for name in models if name == ANSWERS
+        },
     }
     if unknown := set(parts) - set(ways):
         parser.error(f"--only: unknown {', '.join(sorted(unknown))}; expected {', '.join(PARTS)}")
@@ -231,13 +246,14 @@ def main() -> None:
         "chunk_size": arguments.chunk_size,
         "window": WINDOW,
     }
-    is_whole = set(parts) == set(PARTS)
+    is_whole = set(parts) == set(PARTS) and arguments.model is None
     if not is_whole:
         report = json.loads(arguments.out.read_text())
     for part in parts:
-        report[part] = ways[part]()
+        report[part] = report.get(part, {}) | ways[part]()
         if not is_whole:
-            report.setdefault("measured_apart", {})[part] = now
+            of_model = "" if arguments.model is None else f" of {arguments.model}"
+            report.setdefault("measured_apart", {})[part + of_model] = now
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     write_tables(report)
     for text in (table(report), table_by_position(report), table_of_text(report)):

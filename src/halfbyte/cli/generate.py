@@ -35,7 +35,8 @@ def generate(
     kv_recipe: Annotated[
         str | None,
         typer.Option(
-            help="What is done to K and V in NVFP4: plain or balanced; by default balanced."
+            help="What is done to K and V in NVFP4: plain, balanced or accurate; by default "
+            "balanced."
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,

@@ -9,7 +9,7 @@ import torch
 from halfbyte.kvcache.store.reference import ReferenceStore
 from halfbyte.layouts import PageLayout
 from kvcache.store.store_cases import nasty_values
-from kvcache.transforms import make_transform, on
+from kvcache.transforms import SEGMENT, make_transform, on
 
 Scale = float | torch.Tensor
 
@@ -33,6 +33,20 @@ LAYOUTS = {
     "V in fp8": PageLayout("nvfp4_4over6", "fp8_e4m3", 64, 40, 2, 16),
     "256": PageLayout("nvfp4_4over6", "nvfp4_4over6", 256, None, 1, 16),
 }
+SMALL = {
+    "both": WeightedCase(PageLayout("nvfp4_4over6", "nvfp4_4over6", 48, 32, 2, 16), BOTH),
+    "amax6, V in fp8": WeightedCase(PageLayout("nvfp4", "fp8_e4m3", 32, 8, 1, 8), BOTH),
+    "feedback alone": WeightedCase(
+        PageLayout("nvfp4_4over6", "nvfp4_4over6", 32, None, 1, 16, "NHD"), {"feedback": True}
+    ),
+    "weights alone, one block": WeightedCase(
+        PageLayout("nvfp4_4over6", "nvfp4_4over6", 16, 32, 1, 16), {"weighted": True}
+    ),
+    "broken scale": WeightedCase(
+        PageLayout("nvfp4_4over6", "nvfp4_4over6", 32, None, 1, 16), BOTH, torch.tensor(-0.01)
+    ),
+}
+"""For Triton's interpreter, which takes its time."""
 CASES: dict[str, WeightedCase] = {
     **{name: WeightedCase(layout, BOTH) for name, layout in LAYOUTS.items()},
     "weights alone": WeightedCase(LAYOUTS["128"], {"weighted": True}),
@@ -65,7 +79,8 @@ def assert_stored_by_weights(
     """
     layout = case.layout
     heads, sizes = layout.num_kv_heads, (layout.head_size, layout.head_size_v)
-    transform = make_transform(heads, *sizes, **{"segments": 20, "dtype": dtype, **case.options})
+    made = {"segments": count // SEGMENT + 1, "dtype": dtype, **case.options}
+    transform = make_transform(heads, *sizes, **made)
     generator = torch.Generator().manual_seed(11)
     key, value = (torch.randn(count, heads, size, generator=generator) for size in sizes)
     hard = count // 2

@@ -31,8 +31,6 @@ class TritonStore(StoreBackend):
     @classmethod
     def can_implement(cls, config: StoreConfig) -> Answer:
         """Every format, from floats of 16 and 32 bits."""
-        if config.weighs_errors:
-            return False, "rounds each value alone, not by weighted error"
         return config.answer_of("cuda")
 
     @classmethod

@@ -14,7 +14,12 @@ from typing import Any
 import torch
 
 from halfbyte.kvcache import KVRecipe, KVScales
-from halfbyte.kvcache.calibration import KVCalibration, LayerCalibration, RopeAverages
+from halfbyte.kvcache.calibration import (
+    ErrorCosts,
+    KVCalibration,
+    LayerCalibration,
+    RopeAverages,
+)
 from halfbyte.kvcache.recipe import SEGMENT
 from halfbyte.plugins.vllm.options import Options
 
@@ -118,7 +123,8 @@ def place_of_scales(
 
 
 def _dummy_calibration(model_config: Any) -> KVCalibration:
-    """Means of zero, and the angles of a usual rotary embedding: as much work as real ones."""
+    """Means of zero, no errors handed on, and the angles of a usual rotary embedding: as much work
+    as real ones."""
     config = model_config.hf_text_config
     heads, size = model_config.get_total_num_kv_heads(), model_config.get_head_size()
     starts = torch.arange(0, config.max_position_embeddings, SEGMENT) + SEGMENT / 2
@@ -129,7 +135,9 @@ def _dummy_calibration(model_config: Any) -> KVCalibration:
         torch.arange(size).roll(size // 2),
     )
     none = torch.zeros(1, heads, size)
-    layer = LayerCalibration(none[0], (DUMMY_AMAX,) * 4, DUMMY_AMAX, none, none, 0)
+    nothing = torch.zeros(heads, size, size, dtype=torch.float64)
+    costs = ErrorCosts.of(nothing, nothing[:, 0])
+    layer = LayerCalibration(none[0], (DUMMY_AMAX,) * 4, DUMMY_AMAX, none, none, 0, costs)
     return KVCalibration(SEGMENT, (0,), (layer,) * config.num_hidden_layers, (rope,))
 
 

@@ -43,6 +43,23 @@ def test_balanced_equals_halfbyte_s_engine() -> None:
         assert generate(llm, TEXTS) != found
 
 
+def test_accurate_equals_halfbyte_s_engine() -> None:
+    """Whatever the chunks; not the tokens of `balanced`."""
+    recipe = KVRecipe.parse("accurate").of_pages
+    options: dict[str, Any] = {"additional_config": {"halfbyte": {"kv_recipe": "accurate"}}}
+    expected = halfbyte_tokens(BUNDLED, TEXTS, kv_recipe=recipe)
+    with vllm_engine(**options) as llm:
+        for impl in assert_ours(llm, "nvfp4_4over6"):
+            assert impl.transform is not None
+            assert impl.transform.feedback is not None
+            assert impl.transform.v_weights is not None
+        found = generate(llm, TEXTS)
+    assert_same_tokens(found, expected, TEXTS, BUNDLED, kv_recipe=recipe)
+    chunked: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
+    with vllm_engine(**options, **chunked, enable_prefix_caching=False) as llm:
+        assert generate(llm, TEXTS) == found
+
+
 def test_balanced_is_the_default(tmp_path: Path) -> None:
     """Where scales have a calibration; else `plain`."""
     with vllm_engine(kv_recipe=None) as llm:
