@@ -30,7 +30,7 @@ from kvcache.store.store_cases import (
     nasty_values,
     values_next_to_ties,
 )
-from kvcache.store.weighted_cases import SMALL, assert_stored_by_weights
+from kvcache.store.weighted_cases import BOTH, SMALL, WeightedCase, assert_stored_by_weights
 from triton_interpreter import interpreted
 
 pytest.importorskip("triton")
@@ -261,27 +261,31 @@ def test_kernel_for_recipes_compiles(
     assert "st.global.v2.b32" in ptx
 
 
+@pytest.mark.parametrize("tile", [compiled._ROW_FEEDBACK, compiled._LARGE_FEEDBACK])
 def test_kernel_that_weighs_errors_compiles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tile: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    tokens, rows, num_warps = compiled._LARGE_FEEDBACK
+    tokens, rows, num_warps = tile
     constants = {
         **RECIPE_CONSTANTS,
         "weighted": True,
         "weighted_v": True,
         "parts": 8,
         "tokens": tokens,
-        "rows": rows,
+        "rows": min(rows, 8 * tokens),
     }
     layout = PageLayout("nvfp4_4over6", "nvfp4_4over6", 128, None, 8, 16)
     kernel = compile_for(90, layout, compiled.store_weighted_kernel, constants, num_warps)
     assert kernel.asm["cubin"][:4] == b"\x7fELF"
     assert_exact(kernel.asm["ptx"])
-    # Threads have whole tokens: a block's sixteen steps exchange nothing between them.
-    steps = kernel.asm["ptx"].rpartition("div.rn.f32")[2].partition("st.global.b8")[0]
-    assert "shfl" not in steps
-    assert "ld.global.v4.b32" in steps
+    ptx = kernel.asm["ptx"]
+    if tokens == 1:  # all threads get each value of a block at once
+        assert ptx.count("redux.sync.xor.b32") == 16
+    else:  # threads have whole tokens: the sixteen steps of a block exchange nothing
+        steps = ptx.rpartition("div.rn.f32")[2].partition("st.global.b8")[0]
+        assert "shfl" not in steps
+        assert "ld.global.v4.b32" in steps
     assert kernel.metadata.shared <= 4096
 
 
@@ -406,14 +410,23 @@ def test_store_of_k_that_a_recipe_changes(
 
 @pytest.mark.parametrize("name", SMALL)
 def test_store_by_weighted_error(store: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    # Large programs, which are few: what the interpreter is good at.
+    """By programs of many tokens."""
+    # Large ones, which are few: what the interpreter is good at.
     monkeypatch.setattr(store, "_SMALL_FEEDBACK", (64, 128, 1))
+    monkeypatch.setattr(store, "_SMALL_FEEDBACK_FROM", 0)
     assert_stored_by_weights(store.store_tokens, SMALL[name], count=40)
+
+
+def test_store_of_few_tokens_by_weighted_error(store: Any) -> None:
+    """A warp for each of them."""
+    case = WeightedCase(PageLayout("nvfp4_4over6", "nvfp4_4over6", 48, 16, 1, 16), BOTH)
+    assert_stored_by_weights(store.store_tokens, case, count=10)
 
 
 def test_store_by_weighted_error_marks_first_tokens_and_fills_rings(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "_SMALL_FEEDBACK", (64, 128, 1))
+    monkeypatch.setattr(store, "_SMALL_FEEDBACK_FROM", 0)
     options = {"feedback": True, "weighted": True, "head_size": 32, "heads": 1}
     assert_stored_as_by_the_reference(store.store_tokens, options, torch.bfloat16, count=36)

@@ -29,10 +29,13 @@ from halfbyte.numerics.hadamard import block_size
 _SMALL_TILE = (64, 2)
 _LARGE_TILE = (128, 4)
 _LARGE_FROM_ROWS = 2**15
-# The same of K by error feedback: (tokens, rows, warps).
+# The same of K by error feedback: (tokens, rows, warps), from so many heads of tokens on; below, a
+# warp for each.
+_ROW_FEEDBACK = (1, 64, 1)
 _SMALL_FEEDBACK = (32, 64, 1)
+_SMALL_FEEDBACK_FROM = 2**11
 _LARGE_FEEDBACK = (128, 128, 2)
-_LARGE_FROM_TOKENS = 2**11
+_LARGE_FEEDBACK_FROM = 2**14
 
 
 @triton.jit(do_not_specialize=["num_slots", "capacity"])
@@ -276,10 +279,15 @@ def _weighted_arguments(
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any], tuple[int, int, int]]:
     """Tensors and constants of `store_weighted_kernel`; its rows, warps and programs for K."""
     heads, size = layout.num_kv_heads, layout.head_size
-    tile = _LARGE_FEEDBACK if num_slots * heads >= _LARGE_FROM_TOKENS else _SMALL_FEEDBACK
+    is_weighted = transform.k_weights is not None
+    tile = _SMALL_FEEDBACK
+    if num_slots * heads >= _LARGE_FEEDBACK_FROM:
+        tile = _LARGE_FEEDBACK
+    elif num_slots * heads < _SMALL_FEEDBACK_FROM and is_weighted:
+        tile = _ROW_FEEDBACK
+    tokens, rows, num_warps = tile
     parts = 1 << (size // ROW - 1).bit_length()
-    tokens, num_warps = tile[0], tile[2]
-    rows = min(max(tile[1], parts), parts * tokens)
+    rows = min(max(rows, parts), parts * tokens)
     programs = heads * -(-num_slots // tokens)
     floats: dict[str, Any] = {"dtype": torch.float32, "device": absent.device}
     feedback = transform.feedback
@@ -290,7 +298,7 @@ def _weighted_arguments(
     ]
     scratch = torch.empty(programs, size, tokens, **floats)
     constants = {
-        "weighted": transform.k_weights is not None,
+        "weighted": is_weighted,
         "weighted_v": transform.v_weights is not None and layout.v_dtype.is_nvfp4,
         "parts": parts,
         "tokens": tokens,

@@ -2,7 +2,7 @@
 
 As `triton_transform`, to the bits of `numerics.weighted_rounding`. A program takes K of one head of
 `tokens` tokens: centred and rotated by rows, as there, then through scratch memory to threads that
-have whole tokens (`triton_feedback`).
+have whole tokens (`triton_feedback`), or for few tokens to a warp for each (`triton_feedback_row`).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,6 +15,7 @@ from halfbyte.kernels.formats.encode_floats import to_float32
 from halfbyte.kernels.formats.encode_weighted import best_scales, encode_weighted
 from halfbyte.kvcache.recent_kernel import write_heads
 from halfbyte.kvcache.store.triton_feedback import eight_columns, gather, round_in_turn
+from halfbyte.kvcache.store.triton_feedback_row import round_block
 from halfbyte.kvcache.store.triton_rows import (
     load_half,
     load_rows,
@@ -151,7 +152,7 @@ def store_weighted_kernel(
         k_weights, v_weights: float32 `[heads, size]`, read where `weighted` and `weighted_v`.
         scratch: float32 `[programs of K, head_size, tokens]`.
         parts: blocks of a head, up to a power of two.
-        tokens: of a program of K.
+        tokens: of a program of K; where it is one, K has weights.
         rows: of 16 values that are centred and rotated at once, no more than `parts * tokens`; of a
             program of V.
     """
@@ -309,6 +310,19 @@ def store_weighted_kernel(
     column = scratch + within
     start = pages + page * page_stride
     data = start + (k_offsets[0] + offset * k_side.data_token + head * k_side.data_head)
+    if tokens == 1:
+        channel = tl.arange(0, parts * 16)
+        y = tl.load(scratch + channel, mask=channel < size, other=0.0)
+        for b in tl.range(0, size // 16):
+            y, first, second, scale = round_block(y, channel, b, feedback, k_weights, g, size)
+            scales = tl.full((1,), 0, tl.int32) + scale
+            words = tl.join(tl.zeros_like(scales) + first, tl.zeros_like(scales) + second)
+            part = tl.full((1,), b, tl.uint32)
+            if knows_first:
+                words, scales = mark_first(words, scales, found, part, mark)
+            store_scales(start + k_offsets[1], offset, head, part, scales, keep, k_side)
+            store_words(data, part, words, keep, k_side)
+        return
     eight = tl.arange(0, 8)
     for b in tl.range(0, size // 16):
         here = column + b * 16 * tokens
