@@ -43,13 +43,17 @@ def test_docs_show_the_committed_run_of_recipes(monkeypatch: pytest.MonkeyPatch)
     assert benchmark.table_by_position(report) in benchmark.PAGES[1].read_text()
     assert benchmark.table_of_text(report) in benchmark.PAGES[1].read_text()
     assert set(report["greedy"]) == set(benchmark.MODELS)
-    for name, most in (("SmolLM2-135M-Instruct", 0.6), ("gemma-3-270m", 1.05)):
+    bars = {"SmolLM2-135M-Instruct": (0.6, 0.4), "gemma-3-270m": (1.05, 0.75)}
+    for name, (most, most_of_accurate) in bars.items():
         rows = report["models"][name]
         assert len(rows) == len(benchmark.FORMATS) + len(benchmark.RECIPES) - 1
         by_name = {(row["kv_cache_dtype"], row["kv_recipe"]): row for row in rows}
         fp8, balanced = by_name["fp8_e4m3", "plain"], by_name["nvfp4", "balanced"]
         assert balanced["kl_divergence"] <= most * fp8["kl_divergence"]
         assert balanced["nll_increase"] < fp8["nll_increase"]
+        accurate = by_name["nvfp4", "accurate"]
+        assert accurate["kl_divergence"] <= most_of_accurate * fp8["kl_divergence"]
+        assert accurate["nll_increase"] < fp8["nll_increase"]
 
 
 def test_docs_show_the_committed_runs_inside_vllm() -> None:

@@ -27,9 +27,10 @@ def output_energy(
     Returns:
         float64 `[size]`, on the CPU.
     """
-    eye = torch.eye(size, dtype=dtype, device=device)
-    bias = projection(torch.zeros_like(eye[:1])).double()
-    parts = [
-        (projection(rows).double() - bias).square().sum(-1) for rows in eye.split(_INPUTS_AT_ONCE)
-    ]
+    bias = projection(torch.zeros(1, size, dtype=dtype, device=device)).double()
+    parts = []
+    for begin in range(0, size, _INPUTS_AT_ONCE):
+        rows = torch.zeros(min(_INPUTS_AT_ONCE, size - begin), size, dtype=dtype, device=device)
+        rows.diagonal(begin).fill_(1)
+        parts.append((projection(rows).double() - bias).square().sum(-1))
     return torch.cat(parts).cpu()
