@@ -72,10 +72,11 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         self.k_scale: float | torch.Tensor = 1.0
         self.v_scale: float | torch.Tensor = 1.0
         self._has_scales = not self.needs_scales
-        if self.needs_scales and LastModel.with_scales is not config.model_config:
-            check_scales(config, options)  # before the weights are loaded, which takes minutes
-            LastModel.with_scales = config.model_config
         self.recipe = options.recipe if self.format.k.is_nvfp4 else RECIPES["plain"]
+        if self.needs_scales and LastModel.with_scales is not config.model_config:
+            # Before the weights are loaded, which takes minutes.
+            check_scales(config, options, self.recipe)
+            LastModel.with_scales = config.model_config
         self.transform: KVTransform | None = None
         self._layout: PageLayout | None = None
 

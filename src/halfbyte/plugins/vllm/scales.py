@@ -141,20 +141,24 @@ def _dummy_calibration(model_config: Any) -> KVCalibration:
     return KVCalibration(SEGMENT, (0,), (layer,) * config.num_hidden_layers, (rope,))
 
 
-def check_scales(vllm_config: Any, options: Options) -> None:
-    """Raise ValueError if there are no scales for the model whose layers are being made.
+def check_scales(vllm_config: Any, options: Options, recipe: KVRecipe) -> None:
+    """Raise ValueError if there are no scales for the model whose layers are being made, or none
+    that their recipe can use.
 
     A draft's are looked for after loading, when its layers are told apart from the target's.
 
     Args:
         vllm_config: vLLM's.
         options: of the run.
+        recipe: of the layers; `plain` where K has another format than recipes are for.
     """
     model_config = vllm_config.model_config
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     if model_config is not draft:
         given, load_config = options.kv_scales, vllm_config.load_config
-        scales_of_model(model_config, load_config, given, "kv_scales", options.recipe)
+        scales = scales_of_model(model_config, load_config, given, "kv_scales", options.recipe)
+        if recipe.changes_k:
+            scales.calibration_for(recipe)
 
 
 def is_same_folder(model_config: Any, draft_config: Any, load_config: Any) -> bool:
