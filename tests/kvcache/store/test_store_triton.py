@@ -419,8 +419,8 @@ def test_store_by_weighted_error(store: Any, monkeypatch: pytest.MonkeyPatch, na
 
 def test_store_of_few_tokens_by_weighted_error(store: Any) -> None:
     """A warp for each of them."""
-    case = WeightedCase(PageLayout("nvfp4_4over6", "nvfp4_4over6", 48, 16, 1, 16), BOTH)
-    assert_stored_by_weights(store.store_tokens, case, count=10)
+    case = WeightedCase(PageLayout("nvfp4_4over6", "nvfp4_4over6", 32, 16, 1, 16), BOTH)
+    assert_stored_by_weights(store.store_tokens, case, count=8)
 
 
 def test_store_by_weighted_error_marks_first_tokens_and_fills_rings(
