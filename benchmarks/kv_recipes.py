@@ -6,7 +6,9 @@ Each model (`real_models`) predicts the texts in windows of 2,048 tokens that ar
 that everything is read back from packed pages. Calibration is on the built-in text; nothing was
 tuned on these.
 
-    --only greedy,retrieval   measures these parts anew, and keeps the rest of the JSON
+    --only greedy,retrieval       measures these parts anew, and keeps the rest of the JSON
+    --model SmolLM2-135M-Instruct the same of one model
+    --recipe accurate             the same of one recipe with and without the last tokens
 """
 
 import argparse
@@ -15,7 +17,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from real_models import MODELS, model_folder, texts
@@ -36,13 +38,17 @@ REPOSITORY = Path(__file__).parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "kv_recipes.json"
 PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "accuracy.md")
 FORMATS = ("bfloat16", "fp8_e4m3", "nvfp4_4over6", "nvfp4")
-BALANCED = KVRecipe.parse("balanced")
-RECIPES = ("plain", BALANCED.of_pages, BALANCED)
-NAMES = {BALANCED.of_pages.name: "balanced without the last 64 tokens"}
+BALANCED, ACCURATE = KVRecipe.parse("balanced"), KVRecipe.parse("accurate")
+RECIPES = ("plain", BALANCED.of_pages, BALANCED, ACCURATE.of_pages, ACCURATE)
+NAMES = {
+    recipe.of_pages.name: f"{recipe.name} without the last 64 tokens"
+    for recipe in (BALANCED, ACCURATE)
+}
+FOUR_OVER_SIX = KVRecipe(four_over_six=True)
+"""`nvfp4` with this recipe is `nvfp4_4over6` with `plain`, which is not measured with others."""
 WINDOW = 2048
 LONG = {"SmolLM2-135M-Instruct": 8192, "gemma-3-270m": 18432}
 """Tokens of one window of the encyclopedia, for figures by position."""
-LONG_FORMATS = ("bfloat16", "fp8_e4m3", "nvfp4")
 PROMPT, NEW_TOKENS, PROMPTS_OF_TEXT = 192, 64, 16
 """Of greedy continuations."""
 CONTEXTS, CONTEXT_TOKENS, FACTS = 6, 1500, 10
@@ -51,7 +57,16 @@ ANSWERS = "SmolLM2-135M-Instruct"
 PARTS = ("models", "long", "greedy", "retrieval")
 
 
-def measure(folder: Path, name: str, tokens: int, chunk_size: int) -> list[dict[str, Any]]:
+class Asked(NamedTuple):
+    """What to measure: by default everything."""
+
+    formats: tuple[str, ...] = ("bfloat16", "fp8_e4m3", "nvfp4")
+    recipes: tuple[str | KVRecipe, ...] = RECIPES
+
+
+def measure(
+    folder: Path, name: str, asked: Asked, tokens: int, chunk_size: int
+) -> list[dict[str, Any]]:
     """Every format and recipe on one model, in step."""
     path = model_folder(folder, name)
     model = load_model(path, dtype="float32")
@@ -59,18 +74,18 @@ def measure(folder: Path, name: str, tokens: int, chunk_size: int) -> list[dict[
     windows = []
     for text in texts(folder).values():
         windows += text_windows(tokenizer, [text], WINDOW, tokens)[0]
+    recipes = (FOUR_OVER_SIX, *RECIPES) if asked == Asked() else asked.recipes
     results = evaluate_perplexity(
-        model, windows, FORMATS, chunk_size, tokenizer=tokenizer, kv_recipes=RECIPES
+        model, windows, asked.formats, chunk_size, tokenizer=tokenizer, kv_recipes=recipes
     )
-    # Both formats of NVFP4 are the same under a recipe that chooses scales by itself.
-    return [
-        asdict(result)
-        for result in results
-        if result.kv_cache_dtype != "nvfp4_4over6" or result.kv_recipe == "plain"
-    ]
+    rows = [asdict(result) for result in results]
+    for row in rows:
+        if row["kv_recipe"] == FOUR_OVER_SIX.name:
+            row |= {"kv_cache_dtype": "nvfp4_4over6", "kv_recipe": "plain"}
+    return rows
 
 
-def measure_long(folder: Path, name: str) -> list[dict[str, Any]]:
+def measure_long(folder: Path, name: str, asked: Asked) -> list[dict[str, Any]]:
     """By position in one long window."""
     path = model_folder(folder, name)
     model = load_model(path, dtype="float32")
@@ -78,12 +93,12 @@ def measure_long(folder: Path, name: str) -> list[dict[str, Any]]:
     text, length = texts(folder)["encyclopedia"], LONG[name]
     windows, _ = text_windows(tokenizer, [text], length, length)
     results = evaluate_perplexity(
-        model, windows[:1], LONG_FORMATS, 128, tokenizer=tokenizer, kv_recipes=RECIPES
+        model, windows[:1], asked.formats, 128, tokenizer=tokenizer, kv_recipes=asked.recipes
     )
     return [asdict(result) for result in results]
 
 
-def measure_greedy(folder: Path, name: str) -> list[dict[str, Any]]:
+def measure_greedy(folder: Path, name: str, asked: Asked) -> list[dict[str, Any]]:
     """Continuations of pieces of all texts."""
     path = model_folder(folder, name)
     tokenizer = load_tokenizer(path)
@@ -95,14 +110,14 @@ def measure_greedy(folder: Path, name: str) -> list[dict[str, Any]]:
         load_model(path, dtype="float32"),
         prompts,
         NEW_TOKENS,
-        LONG_FORMATS,
+        asked.formats,
         tokenizer=tokenizer,
-        kv_recipes=RECIPES,
+        kv_recipes=asked.recipes,
     )
     return [asdict(result) for result in results]
 
 
-def measure_retrieval(folder: Path, name: str) -> list[dict[str, Any]]:
+def measure_retrieval(folder: Path, name: str, asked: Asked) -> list[dict[str, Any]]:
     """Facts in the encyclopedia."""
     path = model_folder(folder, name)
     tokenizer = load_tokenizer(path)
@@ -113,9 +128,9 @@ def measure_retrieval(folder: Path, name: str) -> list[dict[str, Any]]:
     results = evaluate_retrieval(
         load_model(path, dtype="float32"),
         contexts,
-        LONG_FORMATS,
+        asked.formats,
         tokenizer=tokenizer,
-        kv_recipes=RECIPES,
+        kv_recipes=asked.recipes,
     )
     return [asdict(result) for result in results]
 
@@ -183,6 +198,19 @@ def _label(row: dict[str, Any]) -> str:
     return f"`{row['kv_cache_dtype']}`" + ("" if recipe == "plain" else f", {recipe}")
 
 
+def _merged(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of NVFP4 in the place of those of the same recipe, or behind all others.
+
+    That of bfloat16, which others are compared with, is that of the run before.
+    """
+    new = {row["kv_recipe"]: row for row in rows if row["kv_cache_dtype"] == "nvfp4"}
+    kept = [
+        new.pop(row["kv_recipe"], row) if row["kv_cache_dtype"] == "nvfp4" else row
+        for row in before
+    ]
+    return kept + list(new.values())
+
+
 def write_tables(report: dict[str, Any]) -> None:
     """Put the tables between their markers in README.md and docs/accuracy.md."""
     made = {
@@ -208,15 +236,25 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of each text")
     parser.add_argument("--chunk-size", type=int, default=512)
     parser.add_argument("--only", default=",".join(PARTS), help="parts to measure, by commas")
+    parser.add_argument("--recipe", choices=["balanced", "accurate"], help="by default all")
+    parser.add_argument("--model", choices=list(MODELS), help="by default all")
     arguments = parser.parse_args()
     folder, parts = arguments.folder, arguments.only.split(",")
+    asked = Asked()
+    if arguments.recipe is not None:
+        recipe = KVRecipe.parse(arguments.recipe)
+        asked = Asked(("bfloat16", "nvfp4"), (recipe.of_pages, recipe))
+    models = list(MODELS) if arguments.model is None else [arguments.model]
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "models": lambda: {
-            name: measure(folder, name, arguments.tokens, arguments.chunk_size) for name in MODELS
+            name: measure(folder, name, asked, arguments.tokens, arguments.chunk_size)
+            for name in models
         },
-        "long": lambda: {name: measure_long(folder, name) for name in MODELS},
-        "greedy": lambda: {name: measure_greedy(folder, name) for name in MODELS},
-        "retrieval": lambda: {ANSWERS: measure_retrieval(folder, ANSWERS)},
+        "long": lambda: {name: measure_long(folder, name, asked) for name in models},
+        "greedy": lambda: {name: measure_greedy(folder, name, asked) for name in models},
+        "retrieval": lambda: {
+            name: measure_retrieval(folder, name, asked) for name in models if name == ANSWERS
+        },
     }
     if unknown := set(parts) - set(ways):
         parser.error(f"--only: unknown {', '.join(sorted(unknown))}; expected {', '.join(PARTS)}")
@@ -231,13 +269,16 @@ def main() -> None:
         "chunk_size": arguments.chunk_size,
         "window": WINDOW,
     }
-    is_whole = set(parts) == set(PARTS)
+    is_whole = set(parts) == set(PARTS) and models == list(MODELS) and asked == Asked()
     if not is_whole:
         report = json.loads(arguments.out.read_text())
     for part in parts:
-        report[part] = ways[part]()
+        of_part = report.setdefault(part, {})
+        for name, rows in ways[part]().items():
+            of_part[name] = rows if asked == Asked() else _merged(of_part.get(name, []), rows)
         if not is_whole:
-            report.setdefault("measured_apart", {})[part] = now
+            chosen = [word for word in (arguments.recipe, arguments.model) if word is not None]
+            report.setdefault("measured_apart", {})[" of ".join([part, *chosen])] = now
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     write_tables(report)
     for text in (table(report), table_by_position(report), table_of_text(report)):

@@ -5,7 +5,7 @@
 Llama-3.1-8B's heads (32 of 128, 8 of K and V), pages of 16 tokens. Times are those of
 `halfbyte.bench.timing`: graphs of one call, plans made before, as a model's layers share them. What
 is compared takes turns. `balanced` is measured without the last tokens, which are read from rings,
-and with 64 of them; its store includes the ring.
+and with 64 of them; its store includes the ring. `accurate` is another store, read in the same way.
 """
 
 import argparse
@@ -65,8 +65,13 @@ CASES = (
 STORES = (64, 8192)
 
 
-def make_transform(tokens: int, device: torch.device) -> KVTransform:
+def make_transform(tokens: int, device: torch.device, *, accurate: bool = False) -> KVTransform:
     """Means and angles as of a model: half of K's energy, RoPE's frequencies."""
+    rounding: dict[str, torch.Tensor] = {}
+    if accurate:
+        factors = torch.randn(KV_HEADS, HEAD_SIZE, HEAD_SIZE, device=device).triu(1) / HEAD_SIZE
+        weights = torch.rand(2, KV_HEADS, HEAD_SIZE, device=device) + 0.5
+        rounding = {"feedback": factors, "k_weights": weights[0], "v_weights": weights[1]}
     frequencies = 500000.0 ** -(torch.arange(HEAD_SIZE // 2) / (HEAD_SIZE // 2))
     starts = torch.arange(-(-tokens // SEGMENT)) * SEGMENT + SEGMENT / 2
     angles = starts[:, None] * frequencies
@@ -80,6 +85,7 @@ def make_transform(tokens: int, device: torch.device) -> KVTransform:
         sin=torch.cat([-angles.sin(), angles.sin()], 1).to(device),
         first_keys=torch.randn(2, KV_HEADS, HEAD_SIZE, device=device).bfloat16(),
         first_values=torch.randn(2, KV_HEADS, HEAD_SIZE, device=device).bfloat16(),
+        **rounding,
     )
     transform.prepare()
     return transform
@@ -148,6 +154,7 @@ def store_calls(tokens: int, device: torch.device) -> dict[str, Call]:
     if not is_step:
         positions = torch.arange(tokens, device=device)
     transform = make_transform(8192, device)
+    weighing = make_transform(8192, device, accurate=True)
     capacity = tokens if is_step else 2
     rings = RecentTokens([LAYOUT], RECENT, torch.bfloat16, device, capacity)
     rows = torch.arange(tokens, device=device)[-tokens if is_step else -rings.ring :]
@@ -157,9 +164,11 @@ def store_calls(tokens: int, device: torch.device) -> dict[str, Call]:
     def plain() -> None:
         reshape_and_cache(key, value, pages, slots, LAYOUT, scale, scale)
 
-    ring_slots = rings.slots(0, rows, owners, places)
+    pair = rings[0]
+    assert pair is not None
+    ring_slots = RingSlots(*pair, rows, owners, places)
 
-    def changed(recent: RingSlots | None = None) -> None:
+    def changed(recent: RingSlots | None = None, by: KVTransform = transform) -> None:
         reshape_and_cache(
             key,
             value,
@@ -168,18 +177,23 @@ def store_calls(tokens: int, device: torch.device) -> dict[str, Call]:
             LAYOUT,
             scale,
             scale,
-            transform=transform,
+            transform=by,
             positions=positions,
             recent=recent,
         )
 
-    def balanced() -> None:
+    def with_rings(by: KVTransform) -> None:
         # As `models.batch` does: a prompt's tokens go to the rings after its attention.
-        changed(ring_slots if is_step else None)
+        changed(ring_slots if is_step else None, by)
         if not is_step:
             ring_slots.write(key, value)
 
-    return {"plain": plain, "without the last tokens": changed, "balanced": balanced}
+    return {
+        "plain": plain,
+        "without the last tokens": changed,
+        "balanced": partial(with_rings, transform),
+        "accurate": partial(with_rings, weighing),
+    }
 
 
 def measure(calls: dict[str, Call], device: torch.device) -> dict[str, Any]:
@@ -192,10 +206,13 @@ def measure(calls: dict[str, Call], device: torch.device) -> dict[str, Any]:
 
 def table(report: dict[str, Any]) -> str:
     """Single calls in Markdown."""
-    names = ("plain", "without the last tokens", "balanced")
+    names = ("plain", "without the last tokens", "balanced", "accurate")
     lines = ["| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
     for case, times in report["microseconds"].items():
-        cells = [f"{times[n]['single']:.1f} ({times[n]['of_plain']:.2f})" for n in names]
+        cells = [
+            f"{times[n]['single']:.1f} ({times[n]['of_plain']:.2f})" if n in times else ""
+            for n in names
+        ]
         lines.append(f"| {case} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

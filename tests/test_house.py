@@ -103,3 +103,17 @@ def test_parts_are_imported_when_they_are_used() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_new_tensors_name_their_device(file: Path) -> None:
+    """Or they would be where the caller's default device is, and read by code that is not."""
+    factories = {"arange", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand"}
+    factories |= {"randint", "randn", "randperm", "tensor", "zeros"}
+    for node in ast.walk(ast.parse(file.read_text())):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        owner = node.func.value
+        if isinstance(owner, ast.Name) and owner.id == "torch" and node.func.attr in factories:
+            named = {keyword.arg for keyword in node.keywords}
+            assert named & {"device", None}, f"line {node.lineno}: {ast.unparse(node)}"

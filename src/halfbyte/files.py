@@ -1,8 +1,47 @@
-"""Files that halfbyte keeps: the user's cache folder, and writing that is whole or not at all."""
+"""Reading JSON that others wrote; the user's cache folder; writing that is whole or not at all."""
 
+import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
+
+_MAX_MESSAGE = 600
+"""Characters of an error: files may hold values of any length where a name belongs."""
+
+
+def shortened(text: str, length: int = _MAX_MESSAGE) -> str:
+    """A text on one line, its middle left out where it is longer than `length` characters."""
+    line = " ".join(str(text).split())
+    half = (length - 3) // 2
+    line = line if len(line) <= length else f"{line[:half]} … {line[-half:]}"
+    # Also what is no character for a terminal: half a surrogate pair, an escape sequence.
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The fields of a JSON file that holds an object.
+
+    Raises:
+        ValueError: it is absent, no regular file, no UTF-8, no JSON (or nested too deep), or holds
+            something else; one line that names it.
+    """
+    try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise ValueError(f"{path}: cannot be read: no regular file")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected a JSON object, found {error.reason}") from None
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path}: expected a JSON object, found {reason}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(fields).__name__}")
+    return fields
 
 
 def cache_folder() -> Path | None:

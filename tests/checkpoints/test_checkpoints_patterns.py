@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints.folders import declaration
 from checkpoints.test_checkpoints_dialects import EXPERT, MLP, QUERY
+from halfbyte.checkpoints import CheckpointError, read_declaration
 from halfbyte.checkpoints.compressed_tensors import CompressedTensorsDeclaration
 from halfbyte.checkpoints.dialects import LayerGroup, Scheme
 from halfbyte.checkpoints.modelopt import ModelOptDeclaration
@@ -83,3 +85,14 @@ def test_lists_of_every_expert_are_looked_up(
     last = "fp8" if declared is CompressedTensorsDeclaration else "nvfp4"
     assert [found.scheme_of(name) for name in names] == [last, "fp8"] * 10000
     assert len(compared) < 10 * len(names)
+
+
+def test_a_pattern_that_takes_forever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("halfbyte.checkpoints.compressed_tensors._SECONDS", 0.2)
+    section = declaration("compressed-tensors")
+    section["config_groups"]["group_0"]["targets"] = ["re:(a|aa)+[xy]$"]
+    found = read_declaration("/x", {"quantization_config": section})
+    assert found is not None
+    with pytest.raises(CheckpointError, match="expected a pattern that can be matched") as error:
+        found.scheme_of("a" * 200 + "z")
+    assert "\n" not in str(error.value)

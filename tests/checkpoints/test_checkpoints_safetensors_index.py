@@ -173,7 +173,7 @@ def test_index_names_files_elsewhere(sharded: Path, name: object) -> None:
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": 3}'])
 def test_broken_index(sharded: Path, content: str) -> None:
     (sharded / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(CheckpointError, match="expected a JSON object with 'weight_map', found"):
+    with pytest.raises(CheckpointError, match=r"expected a JSON object.* found"):
         CheckpointIndex.read(sharded)
 
 

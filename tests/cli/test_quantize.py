@@ -272,7 +272,10 @@ def absent_shard(source: Path) -> None:
             lambda source: (source / "model.safetensors").write_bytes(b"\xff" * 100),
             "expected a whole safetensors file",
         ),
-        (lambda source: (source / "config.json").write_text("{"), "config.json: expected JSON"),
+        (
+            lambda source: (source / "config.json").write_text("{"),
+            "config.json: expected a JSON object",
+        ),
         (lambda source: (source / "config.json").unlink(), "has no config.json"),
         (
             lambda source: [file.unlink() for file in source.glob("tokenizer*")],

@@ -68,7 +68,8 @@ def run(core: EngineCore, requests: list[Request]) -> int:
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("at", [1, 2, 7])
 @pytest.mark.parametrize(
-    "where", ["runner.run", "sampler.sample", "tables.append", "tables.pool.layer_pages"]
+    "where",
+    ["runner.run", "sampler.sample", "tables.append", "tables.pool.layer_pages"],
 )
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 @pytest.mark.parametrize("num_pages", [200, 24])
@@ -92,6 +93,29 @@ def test_step_that_failed_did_not_happen(
         assert run(core, requests) == 1
     assert interrupter.calls > at
     assert [request.output for request in requests] == expected
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_failures_at_the_end_of_a_step_leave_nothing_of_finished_requests(after: bool) -> None:
+    """Where tokens are already noted, and requests have ended with them."""
+    llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4", num_pages=40)
+    expected = [output.token_ids for output in llm.generate(PROMPTS, PARAMS)]
+    core = llm.core
+    for at in range(1, 14):
+        requests = [core.request(p, params) for p, params in zip(PROMPTS, PARAMS, strict=True)]
+        for request in requests:
+            core.add(request)
+        Interrupter(core.scheduler, "complete", at, InjectedError(), after)
+        try:
+            while core.scheduler.has_work:
+                try:
+                    core.step()
+                except InjectedError:
+                    core.check_integrity()
+        finally:
+            del core.scheduler.complete
+        assert [request.output for request in requests] == expected
+        assert core.tables.allocator.num_used == 0
 
 
 def test_interrupts_in_every_place_leave_the_next_tokens_right() -> None:
@@ -167,7 +191,6 @@ def test_numbers_of_one_request_do_not_end_the_others(victim: int, number: float
         if i != victim:
             assert request.output == expected[i]
     assert core.tables.allocator.num_used == 0
-    assert not core.sampler._generators
     del core.runner.run
     assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == expected
 

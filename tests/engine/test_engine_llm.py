@@ -10,8 +10,7 @@ from transformers import BatchEncoding
 
 from halfbyte.assets import bundled_model_path
 from halfbyte.dispatch import NoImplementationError
-from halfbyte.engine import LLM, FinishReason, SamplingParams
-from halfbyte.engine import llm as llm_module
+from halfbyte.engine import LLM, FinishReason, SamplingParams, memory
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY
 from halfbyte.models import load_model
 from models.zoo import ARCHITECTURES, make_model, token_ids
@@ -273,7 +272,7 @@ def test_the_pool_keeps_to_its_memory(
     model = make_model("llama")
     whole = LLM(model, kv_cache_dtype="nvfp4", max_num_seqs=1)
     sequence = (whole.pool.num_pages - 1) * whole.pool.plan.page_bytes
-    monkeypatch.setattr(llm_module, "_CPU_POOL_BYTES", sequence // 2)
+    monkeypatch.setattr(memory, "_CPU_POOL_BYTES", sequence // 2)
     with caplog.at_level(logging.WARNING, logger="halfbyte"):
         llm = LLM(model, kv_cache_dtype="nvfp4")
     assert (llm.pool.num_pages - 1) * llm.pool.plan.page_bytes <= sequence // 2

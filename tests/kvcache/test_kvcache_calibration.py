@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from halfbyte.kvcache import KVRecipe, KVScales
-from halfbyte.kvcache.calibration import KVCalibration
+from halfbyte.kvcache.calibration import ErrorCosts, KVCalibration
 from halfbyte.kvcache.identity import pages_identity
 from halfbyte.kvcache.recipe import RECIPES
-from kvcache.transforms import make_calibration
+from halfbyte.layouts import KVCacheDType
+from halfbyte.numerics.hadamard import hadamard
+from kvcache.transforms import make_calibration, make_moment
 
 
 def make_scales(calibration: KVCalibration | None) -> KVScales:
@@ -75,6 +77,63 @@ def test_recipes_take_what_they_need() -> None:
     assert turned.max_position is None
 
 
+def test_recipes_that_weigh_errors_take_factors_and_weights() -> None:
+    calibration = make_calibration()
+    costs = calibration.layers[1].costs
+    assert costs is not None
+    accurate = RECIPES["accurate"]
+    for rotate in (False, True):
+        transform = calibration.transform(1, replace(accurate, rotate=rotate), heads=slice(1, 2))
+        assert transform.weighs_errors
+        assert transform.feedback is not None
+        assert transform.k_weights is not None
+        assert transform.v_weights is not None
+        rows, columns = torch.triu_indices(32, 32, offset=1)
+        assert torch.equal(transform.feedback[:, rows, columns], costs.factors[int(rotate), 1:])
+        assert not transform.feedback.tril().any()
+        assert torch.equal(transform.k_weights, costs.k_weights[int(rotate), 1:])
+        assert torch.equal(transform.v_weights, costs.v_weights[1:])
+    only = calibration.transform(1, KVRecipe(feedback=True))
+    assert only.feedback is not None
+    assert only.k_weights is only.v_weights is only.mean is None
+    only = calibration.transform(1, KVRecipe(weighted_scales=True))
+    assert only.feedback is None
+    assert only.k_weights is not None
+    assert not calibration.transform(1, RECIPES["balanced"]).weighs_errors
+    assert calibration.amax(1, accurate) == calibration.amax(1, RECIPES["balanced"])
+
+
+def test_costs_of_rotated_k_are_those_of_rotated_queries() -> None:
+    """K' H and q H have the same products as K' and q."""
+    generator = torch.Generator().manual_seed(5)
+    moment = make_moment(3, 96, generator)
+    energy = torch.rand(3, 16, generator=generator).double()
+    costs = ErrorCosts.of(moment, energy)
+    turn = hadamard(torch.eye(96, dtype=torch.float64))
+    turned = ErrorCosts.of(turn @ moment @ turn, energy)
+    torch.testing.assert_close(costs.factors[1], turned.factors[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(costs.k_weights[1], turned.k_weights[0])
+    assert not torch.allclose(costs.k_weights[0], costs.k_weights[1])
+
+
+def without_costs(calibration: KVCalibration) -> KVCalibration:
+    """As older versions measured and wrote it."""
+    layers = tuple(replace(layer, costs=None) for layer in calibration.layers)
+    return replace(calibration, layers=layers)
+
+
+def test_older_calibration_is_for_other_recipes(tmp_path: Path) -> None:
+    path = make_scales(without_costs(make_calibration())).save(tmp_path)
+    scales = KVScales.load_file(path)
+    assert scales.calibration is not None
+    assert not scales.calibration.has_costs
+    assert scales.calibration_for(RECIPES["balanced"]) is scales.calibration
+    message = r"kv_recipe accurate: .* scales from test is older; `halfbyte calibrate` measures"
+    with pytest.raises(ValueError, match=message):
+        scales.calibration_for(RECIPES["accurate"])
+    assert scales.calibration.sha256() != make_calibration().sha256()
+
+
 def test_file_with_another_sibling_is_refused(tmp_path: Path) -> None:
     path = make_scales(make_calibration()).save(tmp_path)
     sibling = tmp_path / "kv_scales.calibration"
@@ -112,6 +171,9 @@ def test_what_is_no_calibration_is_refused(data: bytes) -> None:
         KVCalibration.from_bytes(data)
 
 
+COSTS = ErrorCosts.of(torch.eye(32).double().repeat(2, 1, 1), torch.ones(2, 16).double())
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -121,6 +183,11 @@ def test_what_is_no_calibration_is_refused(data: bytes) -> None:
         {"k_amax": (1.0, -1.0, 1.0, 1.0)},
         {"first_keys": torch.zeros(1, 2, 32)},
         {"first_values": torch.zeros(2, 3, 16)},
+        {"costs": replace(COSTS, factors=COSTS.factors[:, :, 1:])},
+        {"costs": replace(COSTS, factors=COSTS.factors / 0)},
+        {"costs": replace(COSTS, k_weights=0 * COSTS.k_weights)},
+        {"costs": replace(COSTS, v_weights=-COSTS.v_weights)},
+        {"costs": replace(COSTS, v_weights=COSTS.v_weights.double())},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -145,8 +212,9 @@ def test_identity_of_pages_knows_recipe_and_calibration() -> None:
         pages_identity("nvfp4", "nvfp4", scales, balanced),
         pages_identity("nvfp4", "nvfp4", others, balanced),
         pages_identity("nvfp4", "nvfp4", scales, replace(balanced, rotate=False)),
+        pages_identity("nvfp4", "nvfp4", scales, RECIPES["accurate"]),
     ]
-    assert len(set(identities)) == 4
+    assert len(set(identities)) == 5
     assert pages_identity("nvfp4", "nvfp4", others) == identities[0]
     assert pages_identity("nvfp4", "nvfp4", make_scales(None), KVRecipe()) == identities[0]
 
@@ -155,5 +223,9 @@ def test_recipes_have_names() -> None:
     for name in RECIPES:
         assert KVRecipe.parse(name).name == name
     assert KVRecipe(center=True, rotate=True).name == "center+rotate"
-    with pytest.raises(ValueError, match="kv_recipe: unknown 'best'; expected one of plain, bal"):
+    assert RECIPES["accurate"].of_pages.name.endswith("+four_over_six+feedback+weighted_scales")
+    for recipe in (KVRecipe(weighted_scales=True), RECIPES["accurate"]):
+        assert recipe.format_of(KVCacheDType.NVFP4) == KVCacheDType.NVFP4_4OVER6
+    assert KVRecipe(feedback=True).format_of(KVCacheDType.NVFP4) == KVCacheDType.NVFP4
+    with pytest.raises(ValueError, match="unknown 'best'; expected one of plain, balanced, acc"):
         KVRecipe.parse("best")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from halfbyte.kvcache import FullAttentionSpec, PagedKVPool, SequenceTables, plan_kv_cache
-from halfbyte.kvcache.recent import SLACK, RecentTokens, packed_part
+from halfbyte.kvcache.recent import SLACK, RecentTokens, RingSlots, packed_part
 from halfbyte.kvcache.recipe import KVRecipe
 from triton_interpreter import interpreted
 
@@ -92,6 +92,16 @@ def test_what_a_ring_has_overwritten_is_missing(length: int, crop: int, missing:
     assert not tables.missing_recent("b", crop)
 
 
+def test_tokens_after_a_crop_are_in_the_ring() -> None:
+    tables = make_tables()
+    tables.add("a")
+    tables.append("a", 100)
+    tables.crop("a", 0)
+    tables.append("a", 50)
+    assert not tables.missing_recent("a", 10)
+    assert not tables.missing_recent("a", 50)
+
+
 def test_a_sequence_from_a_pool_without_rings_misses_all() -> None:
     plain = SequenceTables(PagedKVPool([NVFP4, FP8], 9))
     plain.add("a")
@@ -123,8 +133,7 @@ def test_kernel_writes_what_pytorch_does(device: str) -> None:
     expected = keys.clone(), values.clone()
     for ring, x in zip(expected, (key, value), strict=True):
         ring[places[0], :, places[1]] = x[rows]
-    slots = recent.slots(0, rows, *places)
-    slots.write(key, value)
+    RingSlots(*rings(recent), rows, *places).write(key, value)
     if device == "cpu":
         kernel = interpreted("halfbyte.kvcache.recent_kernel").write
         kernel(keys, values, rows, *places, key, value)

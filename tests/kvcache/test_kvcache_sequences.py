@@ -1,5 +1,6 @@
 """`SequenceTables`, one operation at a time; their interplay is in the stateful test."""
 
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
@@ -181,6 +182,26 @@ def test_release_dead_pages_frees_those_before_the_window_of_the_next_query() ->
         assert NULL_PAGE not in tables.table("a", group=0)
         assert tables.allocator.num_used == 4 + 4 - dead
         tables.check_integrity()
+
+
+def test_release_dead_pages_goes_through_each_page_once() -> None:
+    """A step of a long sequence costs what one of a short sequence does."""
+    tables = window_tables(num_pages=400)
+    tables.add("a")
+    released: list[int] = []
+    release = tables.allocator.release
+
+    def counted(pages: Iterable[int]) -> None:
+        released.extend(pages)
+        release(pages)
+
+    tables.allocator.release = counted  # type: ignore[method-assign]
+    for length in range(1, 1000):
+        tables.append("a", 1)
+        tables.release_dead_pages("a", length)
+    tables.check_integrity()
+    assert NULL_PAGE not in released
+    assert len(released) == tables.table("a", group=1).count(NULL_PAGE)
 
 
 def test_release_dead_pages_of_a_fork_keeps_the_parents() -> None:

@@ -6,7 +6,7 @@ import torch
 from halfbyte.kvcache import read_tokens, reshape_and_cache
 from halfbyte.kvcache.transform import MARK
 from halfbyte.layouts import PageLayout
-from halfbyte.numerics import nvfp4
+from halfbyte.numerics import nvfp4, weighted_rounding
 from halfbyte.numerics.hadamard import hadamard
 from kvcache.transforms import SEGMENT, make_transform
 
@@ -63,6 +63,31 @@ def test_what_is_packed_is_nvfp4_of_what_is_left_of_k(
     plain, _ = stored(key, value, layout)
     k_bytes = HEADS * 16 * (HEAD_SIZE // 2 + HEAD_SIZE // 16)
     assert torch.equal(pages[:, k_bytes:], plain[:, k_bytes:])  # V is not changed
+
+
+@pytest.mark.parametrize("k_dtype", ["nvfp4", "nvfp4_4over6"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("feedback", [False, True])
+def test_what_is_packed_is_rounded_by_weighted_error(
+    k_dtype: str, weighted: bool, feedback: bool
+) -> None:
+    """K and V by the oracle, with the factors and weights of each head; read as all others."""
+    transform = make_transform(first_tokens=0, weighted=weighted, feedback=feedback)
+    key, value = tensors()
+    layout, positions = layout_of(k_dtype=k_dtype), torch.arange(TOKENS)
+    options = {"transform": transform, "positions": positions}
+    pages, slots = stored(key, value, layout, **options)
+    left = transform.forward(key, positions)
+    recipe: nvfp4.Recipe = "amax6" if k_dtype == "nvfp4" else "four_over_six"
+    expected_k = weighted_rounding.quantize(
+        left, K_SCALE, transform.k_weights, transform.feedback, recipe
+    )
+    expected_v = weighted_rounding.quantize(value, V_SCALE, transform.v_weights)
+    k, v = read_tokens(pages, slots, layout, K_SCALE, V_SCALE, **options)  # type: ignore[arg-type]
+    unpacked = nvfp4.dequantize(*expected_k, K_SCALE)
+    assert torch.equal(k, transform.inverse(unpacked, positions))
+    assert torch.equal(v, nvfp4.dequantize(*expected_v, V_SCALE))
+    assert transform.weighs_errors == (weighted or feedback)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -5,9 +5,15 @@ from typing import Any
 
 import torch
 
-from halfbyte.kvcache.calibration import KVCalibration, LayerCalibration, RopeAverages
+from halfbyte.kvcache.calibration import (
+    ErrorCosts,
+    KVCalibration,
+    LayerCalibration,
+    RopeAverages,
+)
 from halfbyte.kvcache.recent import RecentInputs
 from halfbyte.kvcache.transform import KVTransform
+from halfbyte.numerics.weighted_rounding import channel_weights, feedback_factor
 
 SEGMENT = 16
 
@@ -23,6 +29,8 @@ def make_transform(
     segment: int = SEGMENT,
     segments: int = 8,
     dtype: torch.dtype = torch.float32,
+    feedback: bool = False,
+    weighted: bool = False,
 ) -> KVTransform:
     generator = torch.Generator().manual_seed(3)
     angles = torch.rand(segments, head_size // 2, generator=generator) * 6
@@ -30,6 +38,8 @@ def make_transform(
     mean = 3 * torch.randn(heads, head_size, generator=generator)
     firsts = 9 * torch.randn(first_tokens, heads, head_size, generator=generator)
     values = torch.randn(first_tokens, heads, head_size_v or head_size, generator=generator)
+    factor, weights = feedback_factor(make_moment(heads, head_size, generator))
+    energy = torch.rand(heads, head_size_v or head_size, generator=generator).double()
     return KVTransform(
         rotate,
         segment,
@@ -39,7 +49,17 @@ def make_transform(
         sin=torch.cat([-angles.sin(), angles.sin()], 1) if center else None,
         first_keys=firsts.to(dtype) if first_tokens else None,
         first_values=values.to(dtype) if first_tokens else None,
+        feedback=factor if feedback else None,
+        k_weights=weights if weighted else None,
+        v_weights=channel_weights(energy) if weighted else None,
     )
+
+
+def make_moment(heads: int, size: int, generator: torch.Generator) -> torch.Tensor:
+    """E[q q^T] of queries that are alike in most directions: float64 `[heads, size, size]`."""
+    q = torch.randn(heads, 4 * size, size, generator=generator).double()
+    q[..., 1::2] = 0.2 * q[..., 1::2] + 0.8 * q[..., ::2]
+    return q.transpose(1, 2) @ q / (4 * size)
 
 
 def on(x: Any, device: torch.device | str) -> Any:
@@ -70,6 +90,9 @@ def make_calibration(seed: int = 0, layers: int = 3) -> KVCalibration:
             first_keys=random(2, 2, 32).bfloat16(),
             first_values=random(2, 2, 16).bfloat16(),
             rope=layer % 2,
+            costs=ErrorCosts.of(
+                make_moment(2, 32, generator), torch.rand(2, 16, generator=generator).double()
+            ),
         )
         for layer in range(layers)
     )

@@ -123,7 +123,7 @@ def test_resolve_kv_scales_refuses_half_a_layer(folder: Path) -> None:
 
 def test_resolve_kv_scales_refuses_a_broken_file(folder: Path) -> None:
     (folder / "kv_scales.json").write_text("{")
-    with pytest.raises(ValueError, match=r"kv_scales.json: not a file of KV scales"):
+    with pytest.raises(ValueError, match=r"kv_scales.json: expected a JSON object"):
         resolve_kv_scales(load_model(folder), NVFP4)
 
 

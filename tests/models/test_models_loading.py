@@ -74,7 +74,7 @@ def corrupt(folder: Path, how: str) -> None:
         ("absent-shard", "expected the shard model-00002-of-00002.safetensors"),
         ("no-config", r"config\.json"),
         ("config-not-json", r"config\.json"),
-        ("other-shape", "wrong shape"),
+        ("other-shape", r"embed_tokens.weight: expected .*\[131, 128\], found BF16 \[131, 64\]"),
         ("more-layers", "missing"),
     ],
 )
@@ -208,9 +208,7 @@ def test_load_model_by_hub_id_finds_the_scales(
 
 def test_load_model_names_wrong_shapes(folder: Path) -> None:
     declare(folder, head_dim=16)
-    with pytest.raises(
-        ModelLoadError, match=r"wrong shape: .*k_norm.weight \(file \(32,\), model \(16,\)\)"
-    ):
+    with pytest.raises(ModelLoadError, match=r"_proj.weight: expected .* \[.*\], found BF16 \["):
         load_model(folder)
 
 

@@ -1,5 +1,6 @@
 """What is written can be loaded, and what could not be is refused before anything is written."""
 
+import os
 from pathlib import Path
 from statistics import median
 
@@ -42,6 +43,19 @@ def test_quantize_refuses_an_absent_weight(source: Path, dialect: str, name: str
         quantize_checkpoint(source, target, dialect=dialect, weights="nvfp4-a16")
     found = f"{name}: expected BF16/F16/F32 {shape}, found no such tensor"
     assert str(error.value) == f"{source}: {found}"
+    assert list(source.parent.iterdir()) == [source]
+
+
+@pytest.mark.parametrize("what", ["device", "pipe"])
+def test_quantize_copies_no_devices(source: Path, what: str) -> None:
+    """A copy of `/dev/zero` would fill the disk."""
+    file = source / "chat_template.jinja"
+    file.unlink(missing_ok=True)
+    file.symlink_to("/dev/zero") if what == "device" else os.mkfifo(file)
+    with pytest.raises(CheckpointError, match=r"jinja: expected a file, found something else"):
+        quantize_checkpoint(
+            source, source.parent / "target", dialect="modelopt", weights="nvfp4-a16"
+        )
     assert list(source.parent.iterdir()) == [source]
 
 

@@ -11,17 +11,18 @@ import torch
 from halfbyte import LLM, Cache, SamplingParams, load_model
 from halfbyte.assets import bundled_model_path, heldout_texts
 from halfbyte.evaluation import evaluate_perplexity, text_windows
-from halfbyte.kvcache import KVRecipe, KVScales, read_tokens
+from halfbyte.kvcache import KVRecipe, KVScales, read_tokens, reshape_and_cache
 from halfbyte.kvcache.recipe import RECIPES
 from halfbyte.models import calibrate, load_tokenizer
 from halfbyte.models.calibration import usual_first_tokens
 from models.zoo import ARCHITECTURES, make_model, token_ids
 
-BALANCED = RECIPES["balanced"]
+BALANCED, ACCURATE = RECIPES["balanced"], RECIPES["accurate"]
 
 
 def generated(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
-    llm = LLM(model, dtype="float32", kv_recipe="balanced", num_pages=400, **options)
+    options = {"kv_recipe": "balanced", "num_pages": 400, **options}
+    llm = LLM(model, dtype="float32", **options)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     return [list(output.token_ids) for output in llm.generate(prompts, params)]
 
@@ -43,7 +44,53 @@ def test_tokens_do_not_depend_on_chunks_or_on_company(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
-def test_cache_reads_what_the_engine_reads(architecture: str) -> None:
+def test_tokens_of_accurate_do_not_depend_on_chunks_or_on_company(architecture: str) -> None:
+    """Nor on preemption, and at lengths around multiples of 16, of segments and of rings."""
+    model = make_model(architecture)
+    lengths = (1, 16, 17, 63, 65, 80, 129)
+    prompts = [token_ids(1, length, seed=length)[0].tolist() for length in lengths]
+    together = generated(model, prompts, kv_recipe="accurate")
+    few_pages = 18 if architecture == "llama" else 60
+    for options in ({"max_batched_tokens": 16}, {"max_num_seqs": 1}, {"num_pages": few_pages}):
+        assert generated(model, prompts, kv_recipe="accurate", **options) == together
+    assert generated(model, prompts[::-1], kv_recipe="accurate") == together[::-1]
+
+
+def test_pages_of_accurate_do_not_depend_on_chunks() -> None:
+    """Bit for bit, in all layers' pages of one row of tokens, cut anywhere."""
+    model = make_model("llama")
+    ids = token_ids(1, 83)
+    scales = calibrate(model, token_ids(1, 200), "test", first_tokens=ids[:, 0].tolist())
+    found = []
+    for cuts in ((83,), (1, 83), (16, 32, 83), (15, 31, 64, 65, 83), (80, 81, 82, 83)):
+        cache = Cache(model, "nvfp4", kv_scales=scales, kv_recipe=ACCURATE)
+        # K and V themselves may differ in the last bit between chunks: the same for all.
+        generator = torch.Generator().manual_seed(1)
+        layout = cache.pool.layout(0)
+        key, value = torch.randn(2, 83, 2, layout.head_size, generator=generator)
+        pages = torch.zeros(6, layout.page_bytes, dtype=torch.uint8)
+        begin = 0
+        for end in cuts:
+            positions = torch.arange(begin, end)
+            reshape_and_cache(
+                key[begin:end],
+                value[begin:end],
+                pages,
+                positions,
+                layout,
+                *cache._quantization.scales[0],
+                transform=cache._quantization.transforms[0],
+                positions=positions,
+            )
+            begin = end
+        found.append(pages)
+    for other in found[1:]:
+        assert torch.equal(found[0], other)
+
+
+@pytest.mark.parametrize("recipe", [BALANCED, ACCURATE], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_cache_reads_what_the_engine_reads(architecture: str, recipe: KVRecipe) -> None:
     """Also behind left padding, and in rows that are copies of others."""
     model = make_model(architecture)
     ids = token_ids(2, 80)
@@ -51,7 +98,7 @@ def test_cache_reads_what_the_engine_reads(architecture: str) -> None:
     with torch.inference_mode():
         rows = []
         for padding in (0, 9):
-            cache = Cache(model, "nvfp4", kv_scales=scales, kv_recipe=BALANCED)
+            cache = Cache(model, "nvfp4", kv_scales=scales, kv_recipe=recipe)
             mask = torch.ones(2, 80 + padding, dtype=torch.int64)
             mask[:, :padding] = 0
             padded = torch.cat([ids[:, :padding], ids], 1)
@@ -65,7 +112,7 @@ def test_cache_reads_what_the_engine_reads(architecture: str) -> None:
                 )
             rows.append(out.logits[:, -1])
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-4, atol=1e-4)
-    cache = Cache(model, "nvfp4", kv_scales=scales, kv_recipe=BALANCED)
+    cache = Cache(model, "nvfp4", kv_scales=scales, kv_recipe=recipe)
     with torch.inference_mode():
         model(ids[:1], past_key_values=cache)
         cache.batch_repeat_interleave(2)
@@ -200,6 +247,38 @@ def test_balanced_is_closer_than_plain_on_the_bundled_model() -> None:
     assert 0 < balanced.kl_divergence < 0.7 * plain.kl_divergence
 
 
+def test_accurate_is_closer_than_balanced_on_the_bundled_model() -> None:
+    """As far as pages go: the last tokens in 16 bits are the same for both."""
+    path = bundled_model_path()
+    model, tokenizer = load_model(path, dtype="float32"), load_tokenizer(path)
+    windows, _ = text_windows(tokenizer, list(heldout_texts().values())[:1], 512, 1024)
+    recipes = [BALANCED.of_pages, ACCURATE.of_pages]
+    balanced, accurate = evaluate_perplexity(
+        model, windows, ["nvfp4"], 128, tokenizer=tokenizer, kv_recipes=recipes
+    )
+    assert accurate.bytes_per_token == balanced.bytes_per_token
+    assert 0 < accurate.kl_divergence < 0.85 * balanced.kl_divergence
+
+
+@pytest.mark.parametrize("name", ["feedback", "weighted_scales"])
+def test_rounding_by_itself_combines_with_k_as_it_is(name: str) -> None:
+    """Read as `plain` is: no further from a cache of floats, by other bytes."""
+    model = make_model("llama")
+    scales = calibrate(model, token_ids(1, 100), "test")
+    logits = []
+    for dtype, recipe in (
+        ("float32", KVRecipe()),
+        ("nvfp4", KVRecipe()),
+        ("nvfp4", KVRecipe(**{name: True})),
+    ):
+        cache = Cache(model, dtype, kv_scales=scales, kv_recipe=recipe)
+        with torch.inference_mode():
+            logits.append(model(token_ids(1, 200), past_key_values=cache).logits)
+    exact, plain, other = logits
+    assert not torch.equal(plain, other)
+    assert (other - exact).norm() < 1.05 * (plain - exact).norm()
+
+
 def test_every_format_that_was_asked_for_is_evaluated() -> None:
     """Those without recipes by `plain`, whichever recipes others have."""
     model = make_model("llama")
@@ -262,6 +341,23 @@ def test_scales_without_a_calibration_are_refused(given: KVScales, message: str)
         Cache(model, "nvfp4", kv_scales=given, kv_recipe="balanced")
     with pytest.raises(ValueError, match="kv_recipe: unknown 'best'"):
         Cache(model, "nvfp4", kv_recipe="best")
+
+
+def test_an_older_calibration_is_refused_by_name(tmp_path: Path) -> None:
+    """Where it is found, too, with the command that makes a new one."""
+    model = make_model("llama")
+    model.save_pretrained(tmp_path)
+    scales = calibrate(model, token_ids(1, 100), "test")
+    assert scales.calibration is not None
+    layers = tuple(replace(layer, costs=None) for layer in scales.calibration.layers)
+    replace(scales, calibration=replace(scales.calibration, layers=layers)).save(tmp_path)
+    model = load_model(tmp_path, dtype="float32", device="cpu")
+    assert Cache(model, "nvfp4").recipe == BALANCED
+    message = r"kv_recipe accurate: .*kv_scales\.json.* is older; `halfbyte calibrate` measures it"
+    with pytest.raises(ValueError, match=message):
+        Cache(model, "nvfp4", kv_recipe="accurate")
+    with pytest.raises(ValueError, match=message):
+        LLM(model, kv_cache_dtype="nvfp4", kv_recipe="accurate", num_pages=8)
 
 
 def test_stored_scales_without_a_calibration_are_passed_over(

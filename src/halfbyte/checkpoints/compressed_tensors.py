@@ -8,22 +8,32 @@ same target the last.
 have the format `nvfp4-pack-quantized`, of the whole file or of a group.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import regex
 
 from halfbyte.checkpoints.dialects import (
     CheckpointError,
     Declaration,
     LayerGroup,
     Scheme,
+    declared_cache,
     patterns,
     unknown_scheme,
 )
+from halfbyte.checkpoints.quantization_args import (
+    FP8_EXPECTED,
+    NVFP4_EXPECTED,
+    describe,
+    is_fp8_input,
+    is_fp8_weight,
+    is_nvfp4_input,
+    is_nvfp4_weight,
+)
 from halfbyte.dispatch import is_installed
-from halfbyte.layouts import KVCacheDType
 
 NVFP4_FORMAT = "nvfp4-pack-quantized"
 _FP8_FORMATS = ("float-quantized", "naive-quantized")
@@ -40,7 +50,9 @@ _OTHER_FORMATS = (
 _UNPACKED_FORMATS = ("dense", "fakequant")
 _FORMATS = (NVFP4_FORMAT, _MIXED_FORMAT, *_OTHER_FORMATS, *_UNPACKED_FORMATS)
 _PRESETS: dict[str, Scheme] = {"NVFP4": "nvfp4", "NVFP4A16": "nvfp4-a16"}
-_GROUP_SIZE = 16
+_SECONDS = 2
+"""That a pattern may take for a name: some take longer than anybody waits."""
+_GROUP_FIELDS = ("targets", "weights", "input_activations", "format")
 
 
 class CompressedTensorsDeclaration(Declaration):
@@ -78,7 +90,7 @@ class _Patterns:
     def __init__(self, patterns: Iterable[str]) -> None:
         self._names = set(patterns)
         self._expressions = {
-            pattern: re.compile(pattern.removeprefix("re:"))
+            pattern: regex.compile(pattern.removeprefix("re:"))
             for pattern in sorted(self._names)
             if pattern.startswith("re:")
         }
@@ -88,8 +100,14 @@ class _Patterns:
         if name in self._names:
             return name
         for pattern, expression in self._expressions.items():
-            if expression.match(name):
-                return pattern
+            try:
+                if expression.match(name, timeout=_SECONDS):
+                    return pattern
+            except TimeoutError:
+                raise CheckpointError(
+                    f"{pattern!r}: expected a pattern that can be matched, found one that takes "
+                    f"more than {_SECONDS} s for {name}"
+                ) from None
         return "Linear" if "Linear" in self._names else None
 
 
@@ -108,11 +126,8 @@ def read(folder: str | Path, section: Mapping[str, Any]) -> Declaration | None:
         CheckpointError: a format, scheme or transform that is not read here.
     """
     form = section.get("format")
-    groups = section.get("config_groups") or {}
-    if not isinstance(groups, Mapping):
-        raise CheckpointError(
-            f"{folder}: config_groups: expected an object, found {type(groups).__name__}"
-        )
+    groups = _object(folder, section, "config_groups")
+    kv_cache_dtype = declared_cache(folder, section)
     if form in _OTHER_FORMATS and is_installed("compressed_tensors"):
         return None
     if form is not None and form not in _FORMATS:
@@ -123,7 +138,7 @@ def read(folder: str | Path, section: Mapping[str, Any]) -> Declaration | None:
     return CompressedTensorsDeclaration(
         groups=tuple(_groups(folder, form, groups)) if packed else (),
         ignore=patterns(folder, section, "ignore"),
-        kv_cache_dtype=_kv_cache_dtype(folder, section),
+        kv_cache_dtype=kv_cache_dtype,
         section=section,
     )
 
@@ -135,7 +150,8 @@ def _groups(
         where = f"config_groups.{name}"
         if isinstance(group, Mapping):
             if group.get("weights") is None:
-                continue  # of an attention module: how its cache is quantized
+                _check_attention(folder, where, group)
+                continue
             scheme = _scheme(folder, where, group)
             _check_format(folder, where, group.get("format") or form, scheme)
             targets = group.get("targets")
@@ -145,7 +161,7 @@ def _groups(
             expected = f"an object or one of {', '.join(_PRESETS)}"
             raise unknown_scheme(folder, "config_groups", repr(name), expected)
         if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
-            raise unknown_scheme(folder, f"{where}.targets", targets, "a list of names")
+            raise unknown_scheme(folder, f"{where}.targets", repr(targets), "a list of names")
         for target in targets:
             _check_pattern(folder, where, target)
         yield LayerGroup(scheme, tuple(targets))
@@ -153,59 +169,30 @@ def _groups(
 
 def _scheme(folder: str | Path, where: str, group: Mapping[str, Any]) -> Scheme:
     weights, inputs = group["weights"], group.get("input_activations")
-    if group.get("output_activations") is not None:
-        raise unknown_scheme(folder, f"{where}.output_activations", "a scheme", "null")
-    if _is_fp8(weights) and (inputs is None or _is_fp8(inputs)):
+    for name, value in group.items():
+        if name not in _GROUP_FIELDS and value not in (None, False):
+            raise unknown_scheme(folder, f"{where}.{name}", describe(value), "null")
+    if is_fp8_weight(weights) and (inputs is None or is_fp8_input(inputs)):
         return "fp8"
-    if not _is_nvfp4(weights) or weights.get("dynamic"):
-        raise unknown_scheme(folder, f"{where}.weights", _text(weights), f"{_EXPECTED}, or {_FP8}")
+    if not is_nvfp4_weight(weights):
+        expected = f"{NVFP4_EXPECTED}, or {FP8_EXPECTED}"
+        raise unknown_scheme(folder, f"{where}.weights", describe(weights), expected)
     if inputs is None:
         return "nvfp4-a16"
-    if not _is_nvfp4(inputs) or inputs.get("dynamic") is True:
+    if not is_nvfp4_input(inputs):
         raise unknown_scheme(
-            folder, f"{where}.input_activations", _text(inputs), f"null, or {_EXPECTED}"
+            folder, f"{where}.input_activations", describe(inputs), f"null, or {NVFP4_EXPECTED}"
         )
     return "nvfp4"
 
 
-_EXPECTED = "NVFP4 (float, num_bits 4, group_size 16, symmetric, not dynamic)"
-_FP8 = "FP8 per tensor or row"
-_ORDERS = (None, False, "static", "weight")
-"""Of columns by how much they matter, that leave the tensors' as it was: nothing but GPTQ's own
-order of work. Others come with a `weight_g_idx`."""
-
-
-def _is_nvfp4(args: Any) -> bool:
-    return (
-        isinstance(args, Mapping)
-        and args.get("type", "int") == "float"
-        and args.get("num_bits") == 4
-        and args.get("group_size") == _GROUP_SIZE
-        and args.get("strategy") in (None, "tensor_group")
-        and args.get("symmetric", True) is True
-        and args.get("actorder") in _ORDERS
-        and args.get("scale_dtype") in (None, "torch.float8_e4m3fn", "float8_e4m3fn")
-    )
-
-
-def _is_fp8(args: Any) -> bool:
-    return (
-        isinstance(args, Mapping)
-        and args.get("type") == "float"
-        and args.get("num_bits") == 8
-        and args.get("strategy") in ("tensor", "channel", "token")
-        and args.get("symmetric", True) is True
-    )
-
-
-def _text(args: Any) -> str:
-    if not isinstance(args, Mapping):
-        return repr(args)
-    keys = (
-        *("type", "num_bits", "strategy", "group_size", "dynamic", "symmetric"),
-        *("actorder", "scale_dtype"),
-    )
-    return ", ".join(f"{key} {args[key]}" for key in keys if args.get(key) is not None)
+def _check_attention(folder: str | Path, where: str, group: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a group that quantizes Q, K and V instead of weights."""
+    for name in ("input_activations", "output_activations"):
+        if group.get(name):
+            raise unknown_scheme(
+                folder, f"{where}.{name}", describe(group[name]), "null without weights"
+            )
 
 
 def _check_format(folder: str | Path, where: str, form: str | None, scheme: Scheme) -> None:
@@ -217,8 +204,8 @@ def _check_format(folder: str | Path, where: str, form: str | None, scheme: Sche
 def _check_pattern(folder: str | Path, where: str, pattern: str) -> None:
     if pattern.startswith("re:"):
         try:
-            re.compile(pattern.removeprefix("re:"))
-        except re.error as error:
+            regex.compile(pattern.removeprefix("re:"))
+        except regex.error as error:
             raise unknown_scheme(
                 folder, where, f"{pattern!r} ({error})", "a regular expression"
             ) from None
@@ -227,19 +214,17 @@ def _check_pattern(folder: str | Path, where: str, pattern: str) -> None:
 def _refuse_extras(folder: str | Path, section: Mapping[str, Any]) -> None:
     for pattern in patterns(folder, section, "ignore"):
         _check_pattern(folder, "ignore", pattern)
-    transforms = section.get("transform_config") or {}
-    if isinstance(transforms, Mapping) and transforms.get("config_groups"):
-        names = ", ".join(transforms["config_groups"])
+    transforms = _object(folder, section, "transform_config").get("config_groups")
+    if transforms:
+        names = ", ".join(map(str, transforms))
         raise unknown_scheme(folder, "transform_config", f"transforms {names}", "none")
-    sparsity = section.get("sparsity_config") or {}
-    if sparsity and sparsity.get("format") not in (None, "dense"):
-        raise unknown_scheme(folder, "sparsity_config.format", sparsity["format"], "'dense'")
+    sparsity = _object(folder, section, "sparsity_config").get("format")
+    if sparsity not in (None, "dense"):
+        raise unknown_scheme(folder, "sparsity_config.format", repr(sparsity), "'dense'")
 
 
-def _kv_cache_dtype(folder: str | Path, section: Mapping[str, Any]) -> str | None:
-    try:
-        keys = ("kv_cache_scheme", "kv_cache_quant_algo")
-        declared = KVCacheDType.from_checkpoint({key: section.get(key) for key in keys})
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{folder}: {error}") from None
-    return declared.value if declared.is_quantized else None
+def _object(folder: str | Path, section: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    found = section.get(where) or {}
+    if not isinstance(found, Mapping):
+        raise unknown_scheme(folder, where, repr(found), "an object")
+    return found

@@ -14,7 +14,7 @@ from halfbyte.checkpoints.dialects import (
     MODELOPT_FILE,
     CheckpointError,
     Declaration,
-    one_line,
+    read_json,
     unknown_scheme,
 )
 
@@ -25,13 +25,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is no JSON object, or its `quantization_config` is none; one line.
     """
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: expected JSON, found {one_line(error)}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file}: expected an object, found {type(config).__name__}")
+    config = read_json(folder / "config.json")
     _section(folder, config)
     return config
 
@@ -53,6 +47,8 @@ def read_declaration(folder: str | Path, config: Mapping[str, Any]) -> Declarati
     """
     section = _section(folder, config)
     method = section.get("quant_method")
+    if method is not None and not isinstance(method, str):
+        raise CheckpointError(f"{folder}: quant_method: expected a name, found {method!r}")
     if method == "compressed-tensors":
         return compressed_tensors.read(folder, section)
     if method == "quark":
@@ -68,14 +64,13 @@ def read_declaration(folder: str | Path, config: Mapping[str, Any]) -> Declarati
 
 def _section(folder: str | Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """`quantization_config` of the config, empty where it has none."""
-    section = config.get("quantization_config")
-    if section is None:
-        return {}
-    if not isinstance(section, Mapping):
-        raise CheckpointError(
-            f"{folder}: quantization_config: expected an object, found {type(section).__name__}"
-        )
-    return section
+    for name in ("quantization", "quantization_config"):
+        section = config.get(name)
+        if section is not None and not isinstance(section, Mapping):
+            raise CheckpointError(
+                f"{folder}: {name}: expected an object, found {type(section).__name__}"
+            )
+    return config.get("quantization_config") or {}
 
 
 def read_modelopt_file(file: Path) -> Mapping[str, Any]:
@@ -84,15 +79,10 @@ def read_modelopt_file(file: Path) -> Mapping[str, Any]:
     Raises:
         CheckpointError: it is no JSON object, or has nothing of the kind; one line.
     """
-    try:
-        declared = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: expected a JSON object, found {one_line(error)}") from None
-    if not isinstance(declared, dict) or not {"quantization", "quant_algo"} & declared.keys():
-        found = ", ".join(declared) if isinstance(declared, dict) else type(declared).__name__
-        raise CheckpointError(
-            f"{file}: expected a JSON object with 'quantization', found {found or 'none of it'}"
-        )
+    declared = read_json(file)
+    if not {"quantization", "quant_algo"} & declared.keys():
+        found = ", ".join(declared) or "none of it"
+        raise CheckpointError(f"{file}: expected a JSON object with 'quantization', found {found}")
     section = declared.get("quantization", declared)
     if not isinstance(section, Mapping):
         raise CheckpointError(

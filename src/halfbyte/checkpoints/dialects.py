@@ -23,6 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
+from halfbyte.files import read_json_object, shortened
+from halfbyte.layouts.kv_declarations import read_declared_cache
+
 Dialect = Literal["modelopt", "compressed-tensors"]
 DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
 
@@ -36,12 +39,33 @@ MODELOPT_FILE = "hf_quant_config.json"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is broken or not one that is read here; one line: what, expected, found."""
+    """A checkpoint is broken or not one that is read here; one line: what, expected, found.
+
+    What is too long for a line is cut in the middle.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message without line ends; its class where it says nothing."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """An error's message without line ends; its class where it says nothing or a name alone."""
+    text = shortened(str(error))
+    if isinstance(error, KeyError) and " " not in text:
+        text = f"unknown name {text}"
+    return text or type(error).__name__
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """As `files.read_json_object`.
+
+    Raises:
+        CheckpointError: what it refuses.
+    """
+    try:
+        return read_json_object(file)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -91,7 +115,8 @@ class Declaration(ABC):
     Args:
         groups: layers by how they are stored; empty where only the KV cache is quantized.
         ignore: patterns of layers that are not quantized although a group's targets name them.
-        kv_cache_dtype: name of the KV cache format, or None where none is declared.
+        kv_cache_dtype: name of the KV cache format, `mixed` where there are several, or None where
+            none is declared.
         leaves_activations: whether `nvfp4` layers without an activation scale are W4A16 after all.
         section: the declaration as the file has it.
     """
@@ -128,6 +153,22 @@ class Declaration(ABC):
             module_name: as the files have it, for example
                 `model.layers.0.mlp.experts.3.gate_proj`.
         """
+
+
+def declared_cache(folder: str | Path, section: Mapping[str, Any]) -> str | None:
+    """`Declaration.kv_cache_dtype` of a section.
+
+    Raises:
+        CheckpointError: a format that is not read here.
+    """
+    try:
+        declared = read_declared_cache(section)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    if declared is None:
+        return None
+    names = set(declared.formats or ("mixed",))
+    return names.pop() if len(names) == 1 else "mixed"
 
 
 def unknown_scheme(folder: str | Path, where: str, found: object, expected: str) -> CheckpointError:

@@ -22,10 +22,18 @@ from halfbyte.checkpoints.dialects import (
     Declaration,
     LayerGroup,
     Scheme,
+    declared_cache,
     patterns,
     unknown_scheme,
 )
-from halfbyte.layouts import KVCacheDType
+from halfbyte.checkpoints.quantization_args import (
+    NVFP4_EXPECTED,
+    describe,
+    is_fp8_input,
+    is_fp8_weight,
+    is_nvfp4_input,
+    is_nvfp4_weight,
+)
 
 _SCHEMES: dict[str, Scheme] = {"NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4-a16"}
 _MIXED_SCHEMES: dict[str, Scheme] = {
@@ -39,6 +47,9 @@ _DECLARED = (
     *("kv_cache_quant_algo", "kv_cache_scheme"),
 )
 _GROUP_SIZE = 16
+_GROUP_FIELDS = ("targets", "weights", "input_activations")
+_LAYER_FIELDS = ("quant_algo", "group_size", "pre_quant_scale", "has_zero_point", "lora_rank")
+_REFUSED = ("pre_quant_scale", "has_zero_point", "lora_rank")
 _WILD = frozenset("*?[")
 
 
@@ -114,11 +125,12 @@ def read(
         groups = tuple(_mixed_groups(folder, section))
     elif algo is not None:
         groups = (LayerGroup(_scheme(folder, section, _SCHEMES, "quant_algo"), ("Linear",)),)
+    _check_groups(folder, whole, groups)
     where = "exclude_modules" if "exclude_modules" in section else "ignore"
     return ModelOptDeclaration(
         groups=groups,
         ignore=patterns(folder, section, where),
-        kv_cache_dtype=_kv_cache_dtype(folder, section),
+        kv_cache_dtype=declared_cache(folder, section),
         leaves_activations=_leaves_activations(whole),
         section=whole,
     )
@@ -141,6 +153,33 @@ def _leaves_activations(section: Mapping[str, Any]) -> bool:
     )
 
 
+def _check_groups(
+    folder: str | Path, section: Mapping[str, Any], groups: tuple[LayerGroup, ...]
+) -> None:
+    """Raise CheckpointError where `config_groups` contradict the algorithms that are declared."""
+    described = section.get("config_groups")
+    if not groups or described is None:
+        return
+    if not isinstance(described, Mapping):
+        raise unknown_scheme(folder, "config_groups", repr(described), "an object")
+    schemes = {group.scheme for group in groups}
+    for name, group in described.items():
+        where = f"config_groups.{name}"
+        if not isinstance(group, Mapping):
+            raise unknown_scheme(folder, where, repr(group), "an object")
+        for field, value in group.items():
+            if field not in _GROUP_FIELDS and value not in (None, False):
+                raise unknown_scheme(folder, f"{where}.{field}", describe(value), "none")
+        weights, inputs = group.get("weights"), group.get("input_activations")
+        is_fp8 = is_fp8_weight(weights) and (inputs is None or is_fp8_input(inputs))
+        is_nvfp4 = is_nvfp4_weight(weights) and (inputs is None or is_nvfp4_input(inputs))
+        if not ((is_fp8 and "fp8" in schemes) or (is_nvfp4 and schemes - {"fp8"})):
+            algo = section.get("quant_algo")
+            expected = f"what quant_algo {algo} is: {NVFP4_EXPECTED}"
+            found = f"{describe(weights)}; input_activations {describe(inputs)}"
+            raise unknown_scheme(folder, f"{where}.weights", found, expected)
+
+
 def _mixed_groups(folder: str | Path, section: Mapping[str, Any]) -> Iterator[LayerGroup]:
     layers = section.get("quantized_layers")
     if not isinstance(layers, Mapping) or not layers:
@@ -154,6 +193,10 @@ def _mixed_groups(folder: str | Path, section: Mapping[str, Any]) -> Iterator[La
         if layer.get("quant_algo") is None:
             continue
         where = f"quantized_layers[{name!r}].quant_algo"
+        unknown = [x for x, y in layer.items() if x not in _LAYER_FIELDS and y]
+        if unknown:
+            found = f"{unknown[0]} {layer[unknown[0]]!r}"
+            raise unknown_scheme(folder, f"quantized_layers[{name!r}]", found, "quant_algo alone")
         targets.setdefault(_scheme(folder, layer, _MIXED_SCHEMES, where), []).append(name)
     for scheme, names in targets.items():
         yield LayerGroup(scheme, tuple(names))
@@ -170,16 +213,7 @@ def _scheme(
     group_size = section.get("group_size", _GROUP_SIZE)
     if scheme != "fp8" and group_size not in (_GROUP_SIZE, None):
         raise unknown_scheme(folder, f"group_size of {algo}", repr(group_size), str(_GROUP_SIZE))
-    if section.get("pre_quant_scale"):
-        raise unknown_scheme(folder, f"pre_quant_scale of {algo}", "true", "none")
+    for name in _REFUSED:
+        if section.get(name):
+            raise unknown_scheme(folder, f"{name} of {algo}", repr(section[name]), "none")
     return scheme
-
-
-def _kv_cache_dtype(folder: str | Path, section: Mapping[str, Any]) -> str | None:
-    scheme = section.get("kv_cache_quant_algo") or section.get("kv_cache_scheme")
-    key = "kv_cache_scheme" if isinstance(scheme, Mapping) else "kv_cache_quant_algo"
-    try:
-        declared = KVCacheDType.from_checkpoint({key: scheme})
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
-    return declared.value if declared.is_quantized else None

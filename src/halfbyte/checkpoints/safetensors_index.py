@@ -7,7 +7,6 @@ are never opened). Then tensors are read shard by shard; a shard is unmapped bef
 opened, so that a whole checkpoint passes through the host's memory one shard at a time.
 """
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,10 +16,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from halfbyte.checkpoints.dialects import CheckpointError, one_line
+from halfbyte.checkpoints.dialects import CheckpointError, one_line, read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_MAX_NAME_BYTES = 255
+"""Of a file's name, on all usual file systems."""
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -53,6 +54,8 @@ class CheckpointIndex:
     def __init__(self, folder: Path, tensors: Mapping[str, TensorEntry]) -> None:
         self.folder = folder
         self.tensors = tensors
+        self._stored_names: Mapping[str, str] = {}
+        """In the files, of those that have another name here."""
 
     @classmethod
     def read(cls, folder: str | Path) -> "CheckpointIndex":
@@ -136,6 +139,17 @@ class CheckpointIndex:
                 )
         return chosen
 
+    def renamed(self, names: Mapping[str, str]) -> "CheckpointIndex":
+        """The same tensors, some under other names.
+
+        Args:
+            names: the new ones, by those in the files.
+        """
+        tensors = {names.get(name, name): entry for name, entry in self.tensors.items()}
+        result = CheckpointIndex(self.folder, tensors)
+        result._stored_names = {new: old for old, new in names.items()}
+        return result
+
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
 
@@ -187,7 +201,7 @@ class CheckpointIndex:
         for file, in_file in sorted(by_file.items()):
             with _open(file) as tensors:
                 for name in in_file:
-                    yield name, _copy(tensors, name, file, device)
+                    yield name, _copy(tensors, self._stored_names.get(name, name), file, device)
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
@@ -218,20 +232,23 @@ def read_weight_map(folder: Path) -> dict[str, str]:
         CheckpointError: an index that is broken, or names files that are not in the folder itself.
     """
     file = folder / INDEX_FILE
-    try:
-        weight_map = dict(json.loads(file.read_text())["weight_map"].items())
-        shards = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise CheckpointError(
-            f"{file}: expected a JSON object with 'weight_map', found {_named(error)}"
-        ) from None
-    for shard in shards:
-        is_name = isinstance(shard, str) and Path(shard).name == shard
-        if not is_name or not shard.endswith(".safetensors"):
+    weight_map = read_json(file).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        found = "an empty one" if weight_map == {} else type(weight_map).__name__
+        raise CheckpointError(f"{file}: expected a JSON object with 'weight_map', found {found}")
+    for shard in weight_map.values():
+        if not (isinstance(shard, str) and _is_file_name(shard)):
             raise CheckpointError(
                 f"{file}: expected names of safetensors files in the same folder, found {shard!r}"
             )
     return weight_map
+
+
+def _is_file_name(shard: str) -> bool:
+    """Whether a shard's name is one of a safetensors file that a folder can have."""
+    is_short = len(shard.encode("utf-8", "surrogatepass")) <= _MAX_NAME_BYTES
+    is_name = shard.isprintable() and Path(shard).name == shard
+    return is_short and is_name and shard.endswith(".safetensors")
 
 
 def _single_file(folder: Path) -> Path:

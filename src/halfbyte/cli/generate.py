@@ -35,13 +35,21 @@ def generate(
     kv_recipe: Annotated[
         str | None,
         typer.Option(
-            help="What is done to K and V in NVFP4: plain or balanced; by default balanced."
+            help="What is done to K and V in NVFP4: plain, balanced or accurate; by default "
+            "balanced."
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0: all.")] = 0,
     top_p: Annotated[
         float, typer.Option(help="Sample among tokens that together have this probability.")
+    ] = 1.0,
+    min_p: Annotated[
+        float,
+        typer.Option(help="Sample among tokens with this share of the likeliest's probability."),
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1, tokens that came before become less likely.")
     ] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text to stop at; repeatable.")] = None,
@@ -50,11 +58,23 @@ def generate(
     linear_backend: LinearBackend = None,
     quantize_activations: QuantizeActivations = None,
     max_batched_tokens: Annotated[
-        int | None, typer.Option(help="Tokens per step; longer prompts are fed in chunks.")
+        int | None,
+        typer.Option(
+            "--max-batched-tokens",
+            "--max-num-batched-tokens",
+            help="Tokens per step; longer prompts are fed in chunks.",
+        ),
     ] = None,
     num_pages: Annotated[
         int | None, typer.Option(help="Pages of the KV cache; by default what fits.")
     ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(help="Share of the GPU's memory to use in all, instead of --num-pages."),
+    ] = None,
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager", help="Run without CUDA graphs.")
+    ] = False,
     max_model_len: Annotated[
         int | None, typer.Option(help="Context in tokens; by default the model's.")
     ] = None,
@@ -74,6 +94,8 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
         seed=seed,
         stop=tuple(stop or ()),
     )
@@ -89,6 +111,8 @@ def generate(
         num_pages=num_pages,
         max_model_len=max_model_len,
         max_batched_tokens=max_batched_tokens,
+        gpu_memory_utilization=gpu_memory_utilization,
+        enforce_eager=enforce_eager,
         attention_backend=attention_backend,
         linear_backend=linear_backend,
         quantize_activations=quantize_activations,

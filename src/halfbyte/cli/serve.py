@@ -66,7 +66,8 @@ def serve(
     kv_recipe: Annotated[
         str | None,
         typer.Option(
-            help="What is done to K and V in NVFP4: plain or balanced; by default balanced."
+            help="What is done to K and V in NVFP4: plain, balanced or accurate; by default "
+            "balanced."
         ),
     ] = None,
     linear: Annotated[

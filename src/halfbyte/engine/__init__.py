@@ -2,15 +2,18 @@
 
 from halfbyte.engine.core import EngineCore
 from halfbyte.engine.llm import LLM, NewToken
-from halfbyte.engine.request import FinishReason, Request, RequestOutput
+from halfbyte.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from halfbyte.engine.request import FinishReason, Request
 from halfbyte.engine.runner import ModelRunner
 from halfbyte.engine.sampling_params import SamplingParams
 from halfbyte.engine.scheduler import Scheduler
 
 __all__ = [
     "LLM",
+    "CompletionOutput",
     "EngineCore",
     "FinishReason",
+    "Logprob",
     "ModelRunner",
     "NewToken",
     "Request",

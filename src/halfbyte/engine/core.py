@@ -1,15 +1,15 @@
 """The loop's body: schedule, run, sample. Token ids only, so that a server can drive it, too."""
 
 from collections.abc import Iterable
+from secrets import randbits
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from halfbyte.engine.interrupts import interrupts_deferred
 from halfbyte.engine.request import FinishReason, Request
 from halfbyte.engine.runner import ModelRunner
-from halfbyte.engine.sampler import NoTokenError, Sampler, SavedGenerators
+from halfbyte.engine.sampler import Sampler
 from halfbyte.engine.sampling_params import SamplingParams
 from halfbyte.engine.scheduler import Scheduler
 from halfbyte.kvcache import PagedKVPool, SequenceTables
@@ -31,6 +31,7 @@ class EngineCore:
         batch_invariant: ask for bitwise equal results whatever else is in the batch.
         cuda_graphs: run decode steps on a GPU as CUDA graphs.
         recent: rings for the last tokens of the sequences; None for none.
+        eos_ids: ids that end a sequence, besides the model's own.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class EngineCore:
         batch_invariant: bool = False,
         cuda_graphs: bool = True,
         recent: RecentTokens | None = None,
+        eos_ids: Iterable[int] = (),
     ) -> None:
         self.tables = SequenceTables(pool, recent=recent)
         self.scheduler = Scheduler(self.tables, max_batched_tokens, max_num_seqs)
@@ -60,11 +62,18 @@ class EngineCore:
         self.sampler = Sampler()
         self.max_model_len = max_model_len
         self._vocab_size = model.config.vocab_size
-        self._eos_ids = eos_token_ids(model)
+        self._eos_ids = eos_token_ids(model) | frozenset(eos_ids)
         self._next_id = 0
 
-    def request(self, prompt: Iterable[int], params: SamplingParams) -> Request:
+    def request(
+        self, prompt: Iterable[int], params: SamplingParams, completion: int = 0
+    ) -> Request:
         """Check a prompt and make a request of it, which `add` queues.
+
+        Args:
+            prompt: token ids.
+            params: how to sample and when to stop.
+            completion: which of the prompt's `params.n`.
 
         Raises:
             ValueError: it is empty, leaves no room in the context, or has ids out of range.
@@ -82,7 +91,18 @@ class EngineCore:
                 f"prompt: token ids {min(tokens)} .. {max(tokens)} are not all in "
                 f"0 .. {self._vocab_size - 1}"
             )
-        request = Request(self._next_id, tokens, params)
+        stop_ids = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else self._eos_ids
+        )
+        room = self.max_model_len - len(tokens)
+        request = Request(
+            self._next_id,
+            tokens,
+            params,
+            seed=randbits(63) if params.seed is None else params.seed + completion,
+            stop_ids=frozenset(i for i in stop_ids if 0 <= i < self._vocab_size),
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+        )
         self._next_id += 1
         return request
 
@@ -93,10 +113,9 @@ class EngineCore:
     def step(self) -> list[tuple[Request, int]]:
         """Run one step; the tokens that it produced. Requests note by themselves when they end.
 
-        A step happens whole or not at all: whatever is raised, and wherever, requests, block tables
-        and random numbers are afterwards as they were before, and the next step starts from there.
+        A step happens whole or not at all: whatever is raised, and wherever, requests and block
+        tables are afterwards as they were before, and the next step starts from there.
         """
-        generators: SavedGenerators = []
         try:
             with interrupts_deferred():
                 chunks = self.scheduler.schedule()
@@ -105,37 +124,25 @@ class EngineCore:
             logits = self.runner.run(
                 [(c.request.id, c.request.tokens(c.start, c.start + c.count)) for c in chunks]
             )
-            rows = [
-                (chunk.request, row)
-                for chunk, row in zip(chunks, logits, strict=True)
-                if chunk.completes
-            ]
-            generators = self.sampler.save([request for request, _ in rows])
-            sampled = [(request, self._sample(request, row)) for request, row in rows]
+            rows = [i for i, chunk in enumerate(chunks) if chunk.completes]
+            requests = [chunks[i].request for i in rows]
+            sampled = self.sampler.sample(
+                requests, logits if len(rows) == len(chunks) else logits[rows]
+            )
             produced: list[tuple[Request, int]] = []
             with interrupts_deferred():
-                for request, token in sampled:
-                    if isinstance(token, NoTokenError):  # the others go on
-                        request.finish(FinishReason.ERROR, str(token))
+                for request, choice in zip(requests, sampled, strict=True):
+                    if choice.error is not None:  # the others go on
+                        request.finish(FinishReason.ERROR, choice.error)
                     else:
-                        self._append(request, token)
-                        produced.append((request, token))
-                    if request.is_finished:
-                        self.sampler.forget(request)
+                        request.append(choice.token, choice.logprobs)
+                        produced.append((request, choice.token))
                 self.scheduler.complete(chunks)
-                generators = []  # what is done stays
         except BaseException:
             with interrupts_deferred():
                 self.scheduler.rollback()
-                self.sampler.restore(generators)
             raise
         return produced
-
-    def _sample(self, request: Request, logits: torch.Tensor) -> int | NoTokenError:
-        try:
-            return self.sampler.sample(request, logits)
-        except NoTokenError as error:
-            return error
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless requests, block tables and pages agree, between two steps."""
@@ -143,18 +150,10 @@ class EngineCore:
 
     def abort(self, request: Request, reason: FinishReason) -> None:
         """End a request now and free its pages; one that has ended stays as it was."""
-        if not request.is_finished:
-            request.finish(reason)
-        self.scheduler.remove(request)
-        self.sampler.forget(request)
-
-    def _append(self, request: Request, token: int) -> None:
-        request.output.append(token)
-        params = request.params
-        if token in params.stop_token_ids or (token in self._eos_ids and not params.ignore_eos):
-            request.finish(FinishReason.STOP)
-        elif len(request.output) >= params.max_tokens or request.num_tokens >= self.max_model_len:
-            request.finish(FinishReason.LENGTH)
+        with interrupts_deferred():
+            if not request.is_finished:
+                request.finish(reason)
+            self.scheduler.remove(request)
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:

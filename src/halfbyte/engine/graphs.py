@@ -6,14 +6,17 @@ plan is made inside the graph, so replays follow the lengths.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from halfbyte.kvcache import SequenceTables
+from halfbyte.kvcache import OutOfPagesError, SequenceTables
+from halfbyte.kvcache.recent_step import RecentStep
+from halfbyte.linear.invariant.products import InvariantProducts
 from halfbyte.models import BATCH_ARGUMENT, KVQuantization, PagedBatch
 from halfbyte.models.batch import RecentBatch
 
@@ -91,6 +94,27 @@ class DecodeGraphs:
             )
         )
 
+    def capture_all(self, progress: Callable[[], None]) -> None:
+        """Capture for every size now, so that no request waits for it.
+
+        Args:
+            progress: called after each.
+        """
+        chunks = [(object(), [0])]  # one token, as of a request; nobody reads what it writes
+        seq = chunks[0][0]
+        self.tables.add(seq)
+        try:
+            with suppress(OutOfPagesError), torch.cuda.device(self._seq_lens.device):
+                self.tables.append(seq, 1)
+                # The largest first: smaller ones fit into the memory that it needs.
+                for size in reversed(list(self.sizes)):
+                    if size in self.sizes:
+                        self._fill(chunks, size)
+                        self._graph(size)
+                    progress()
+        finally:
+            self.tables.free(seq)
+
     def run(self, chunks: Sequence[tuple[object, Sequence[int]]]) -> torch.Tensor | None:
         """Logits `[sequences, vocabulary]`, valid until the next run; None where capturing failed.
 
@@ -103,6 +127,16 @@ class DecodeGraphs:
     def _run(self, chunks: Sequence[tuple[object, Sequence[int]]]) -> torch.Tensor | None:
         size = next(size for size in self.sizes if size >= len(chunks))
         self._fill(chunks, size)
+        graph = self._graph(size)
+        if graph is None:
+            return None
+        graph.graph.replay()
+        return graph.logits[: len(chunks)]
+
+    def _graph(self, size: int) -> _Graph | None:
+        """That of a size, captured if need be; None where that failed."""
+        if self._failure is not None:
+            return None
         if self.tables.recent is not None and self._rings != self.tables.recent.count:
             self._graphs.clear()  # the rings have moved
             self._rings = self.tables.recent.count
@@ -121,9 +155,7 @@ class DecodeGraphs:
                 torch.cuda.synchronize()
                 _end_failed_capture(stream)
                 return None
-        graph = self._graphs[size]
-        graph.graph.replay()
-        return graph.logits[: len(chunks)]
+        return self._graphs[size]
 
     def _fill(self, chunks: Sequence[tuple[object, Sequence[int]]], size: int) -> None:
         count = len(chunks)
@@ -155,8 +187,8 @@ class DecodeGraphs:
         of_recent = None
         if recent is not None:
             entries = self._entries[:size]
-            places = (entries.long(), positions % recent.ring)
-            of_recent = RecentBatch(self.tables, entries, self._rows[:size], places, (), True)
+            places = self._rows[:size], entries.long(), positions % recent.ring
+            of_recent = RecentBatch(self.tables, RecentStep(entries, *places, size))
         return PagedBatch(
             pool=self.tables.pool,
             quantization=self.quantization,
@@ -172,12 +204,13 @@ class DecodeGraphs:
 
     def _forward(self, size: int) -> torch.Tensor:
         batch = self._batch(size)
-        output = self.model(
-            input_ids=self._input_ids[:, :size],
-            position_ids=self._positions[:, :size],
-            use_cache=False,
-            **{BATCH_ARGUMENT: batch},
-        )
+        with InvariantProducts() if self.batch_invariant else nullcontext():
+            output = self.model(
+                input_ids=self._input_ids[:, :size],
+                position_ids=self._positions[:, :size],
+                use_cache=False,
+                **{BATCH_ARGUMENT: batch},
+            )
         if len(batch.layers_run) != self.tables.pool.plan.num_layers:
             raise RuntimeError("the cache did not reach every attention layer")
         logits: torch.Tensor = output.logits[0]

@@ -1,60 +1,49 @@
 """`LLM`: text in, text out, with every K and V in a packed, paged cache."""
 
-import logging
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Integral
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from halfbyte.attention import check_attention_backend
 from halfbyte.engine.core import EngineCore
-from halfbyte.engine.detokenizer import Detokenizer
-from halfbyte.engine.request import FinishReason, Request, RequestOutput
+from halfbyte.engine.generation import NewToken, TokenStream, run
+from halfbyte.engine.memory import default_num_pages, make_pool, memory_errors_name
+from halfbyte.engine.options import (
+    check_batch_invariant,
+    check_cache_options,
+    check_memory_share,
+    check_sizes,
+    one_of,
+)
+from halfbyte.engine.outputs import RequestOutput
+from halfbyte.engine.progress import capture_bar, progress_bar
+from halfbyte.engine.prompts import (
+    Message,
+    Prompt,
+    apply_chat_template,
+    as_batch,
+    as_conversations,
+    encode,
+)
+from halfbyte.engine.request import Request
 from halfbyte.engine.sampling_params import SamplingParams
-from halfbyte.kvcache import KVCachePlan, KVRecipe, KVScales, PagedKVPool, plan_kv_cache
+from halfbyte.kvcache import KVRecipe, KVScales, plan_kv_cache
 from halfbyte.kvcache.recent import RecentTokens
-from halfbyte.layouts.arguments import integer
 from halfbyte.models import (
     KVQuantization,
     LayerDTypes,
-    check_layer_dtypes,
     load_model,
     load_tokenizer,
 )
 from halfbyte.models.kv_setup import KVSetup
 from halfbyte.models.loading import device_or_default
 
-logger = logging.getLogger("halfbyte")
-
-_GPU_MEMORY_SHARE = 0.8
-_CPU_POOL_BYTES = 2 * 2**30
-
 _MAX_BATCHED_TOKENS = defaultdict(lambda: 512, {"cuda": 4096})
 
-Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class NewToken:
-    """One generated token.
-
-    Args:
-        index: of the prompt in the call.
-        token: its id.
-        text: the text that has become certain with it; may be empty.
-    """
-
-    index: int
-    token: int
-    text: str
-
-
-TokenStream = Generator[NewToken, None, list[RequestOutput]]
+SamplingParamsOfAll = SamplingParams | Sequence[SamplingParams] | None
 
 
 class LLM:
@@ -70,8 +59,8 @@ class LLM:
         device: by default a GPU if there is one.
         block_size: tokens per page.
         num_pages: pages of the pool; by default as many as `max_num_seqs` sequences of full length
-            need, at most 2 GiB on a CPU and 80 % of the free memory on a GPU; the log says so where
-            that is less than one of them needs.
+            need, at most 2 GiB on a CPU and 80 % of the free memory on a GPU (or see
+            `gpu_memory_utilization`); the log says so where that is less than one of them needs.
         max_model_len: context in tokens; by default the model's.
         max_batched_tokens: tokens per step; longer prompts are fed in chunks. By default 512 on a
             CPU and 4,096 on a GPU, whose prefill is efficient for long chunks only.
@@ -83,13 +72,19 @@ class LLM:
         attention_backend: name of an attention backend, or None to choose.
         linear_backend: name of a backend for NVFP4 layers, or None to choose; see `load_model`.
         quantize_activations: of layers that are stored as W4A4; see `load_model`.
-        batch_invariant: ask for bitwise equal results whatever else is in the batch.
-        cuda_graphs: run decode steps on a GPU as CUDA graphs; models that cannot be captured run
-            without, after one warning.
+        batch_invariant: bitwise equal results whatever else is in the batch and however prompts are
+            cut into chunks: every matrix product of the model sums in one order.
+        cuda_graphs: run decode steps on a GPU as CUDA graphs, captured at once; models that cannot
+            be captured run without, after one warning.
+        gpu_memory_utilization: share of the GPU's memory that may be in use with the cache, weights
+            and other programs included, as in vLLM; instead of `num_pages`.
+        max_num_batched_tokens: vLLM's name for `max_batched_tokens`.
+        enforce_eager: vLLM's name for no CUDA graphs.
 
     Raises:
         ModelLoadError, UnsupportedModelError: the model cannot be loaded or is not supported.
         ValueError: an unknown format, or one that cannot store the model's head size.
+        torch.OutOfMemoryError: no memory for the cache; names the options that need less.
     """
 
     def __init__(
@@ -113,27 +108,30 @@ class LLM:
         quantize_activations: bool | None = None,
         batch_invariant: bool = False,
         cuda_graphs: bool = True,
+        gpu_memory_utilization: float | None = None,
+        max_num_batched_tokens: int | None = None,
+        enforce_eager: bool = False,
     ) -> None:
         where = device_or_default(device) if isinstance(model, str | Path) else model.device
         # What can be wrong without the weights shows before they are read.
-        check_attention_backend(attention_backend, where)
-        check_layer_dtypes(kv_cache_dtype)
-        if v_cache_dtype is not None:
-            check_layer_dtypes(v_cache_dtype)
+        check_cache_options(kv_cache_dtype, v_cache_dtype, kv_scales, attention_backend, where)
         if kv_recipe is not None:
             kv_recipe = KVRecipe.parse(kv_recipe)
-        for name, number in (
-            ("block_size", block_size),
-            ("num_pages", num_pages),
-            ("max_model_len", max_model_len),
-            ("max_batched_tokens", max_batched_tokens),
-            ("max_num_seqs", max_num_seqs),
-        ):
-            if number is not None and integer(name, number) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {number}")
-        if kv_scales is not None and not isinstance(kv_scales, KVScales | str | Path):
-            found = type(kv_scales).__name__
-            raise ValueError(f"kv_scales: expected KVScales or a file, got {found}")
+        check_sizes(
+            [
+                ("block_size", block_size),
+                ("num_pages", num_pages),
+                ("max_model_len", max_model_len),
+                ("max_batched_tokens", max_batched_tokens),
+                ("max_num_batched_tokens", max_num_batched_tokens),
+                ("max_num_seqs", max_num_seqs),
+            ]
+        )
+        max_batched_tokens = one_of(
+            *("max_batched_tokens", max_batched_tokens),
+            *("max_num_batched_tokens", max_num_batched_tokens),
+        )
+        check_memory_share(gpu_memory_utilization, num_pages, where)
         if isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(tokenizer)
         if isinstance(model, str | Path):
@@ -151,6 +149,8 @@ class LLM:
                 "linear_backend, quantize_activations: are for models that are loaded here; "
                 "give them to load_model"
             )
+        if batch_invariant:
+            check_batch_invariant(model)
         self.model = model.eval()
         self.tokenizer = tokenizer
         context = getattr(model.config, "max_position_embeddings", 2**31)
@@ -170,10 +170,13 @@ class LLM:
         recipe = self.recipe
         plan = plan_kv_cache(specs)
         # First, because the pool takes most of what is left.
-        recent = RecentTokens.of(plan, recipe, model.dtype, model.device, 1 + max_num_seqs)
+        with memory_errors_name(f"the last tokens of max_num_seqs {max_num_seqs}; give fewer"):
+            recent = RecentTokens.of(plan, recipe, model.dtype, model.device, 1 + max_num_seqs)
         if num_pages is None:
-            num_pages = _default_num_pages(plan, max_model_len, max_num_seqs, model.device)
-        self.pool = PagedKVPool(plan, num_pages, model.device)
+            num_pages = default_num_pages(
+                plan, max_model_len, max_num_seqs, model.device, gpu_memory_utilization
+            )
+        self.pool = make_pool(plan, num_pages, model.device)
         self.core = EngineCore(
             model,
             self.pool,
@@ -185,41 +188,110 @@ class LLM:
             max_num_seqs=max_num_seqs,
             attention_backend=attention_backend,
             batch_invariant=batch_invariant,
-            cuda_graphs=cuda_graphs,
+            cuda_graphs=cuda_graphs and not enforce_eager,
             recent=recent,
+            eos_ids=()
+            if getattr(tokenizer, "eos_token_id", None) is None
+            else (tokenizer.eos_token_id,),
+        )
+
+        graphs = self.core.runner.graphs
+        with capture_bar(len(graphs.sizes) if graphs else 0) as progress:
+            self.core.runner.capture_graphs(progress)
+
+    def __repr__(self) -> str:
+        formats = dict.fromkeys(
+            dtype.value
+            for layer in range(self.pool.plan.num_layers)
+            for dtype in (self.pool.layout(layer).k_dtype, self.pool.layout(layer).v_dtype)
+        )
+        return (
+            f"LLM({type(self.model).__name__}, kv_cache_dtype={'+'.join(formats)}, "
+            f"kv_recipe={self.recipe.name}, device={self.pool.device}, "
+            f"num_pages={self.pool.num_pages}, max_model_len={self.core.max_model_len}, "
+            f"max_num_seqs={self.core.scheduler.max_num_seqs})"
         )
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParamsOfAll = None,
+        *,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Generate for a batch of prompts.
 
         Args:
             prompts: texts or lists of token ids, or one of either.
             sampling_params: for all, or one for each; by default `SamplingParams()`.
+            use_tqdm: whether to show a progress bar; by default for more than one prompt where
+                standard error is a terminal.
 
         Returns:
-            Outputs in the order of the prompts. A request that ran out of pages has the finish
-            reason `error`; the others are not affected.
+            Outputs in the order of the prompts. A request that ran out of pages, or whose logits
+            give no token, has the finish reason `error`; the others are not affected.
 
         Raises:
             ValueError: an empty prompt, one that leaves no room in the context, or token ids that
                 the model does not have.
+            torch.OutOfMemoryError: a step needs more memory than there is.
         """
-        stream = self.stream(prompts, sampling_params)
-        while True:
-            try:
-                next(stream)
-            except StopIteration as end:
-                outputs: list[RequestOutput] = end.value
-                return outputs
+        batch = as_batch(prompts)
+        requests = self._requests(
+            [encode(self.tokenizer, prompt) for prompt in batch], sampling_params
+        )
+        return self._finish(batch, requests, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParamsOfAll = None,
+        *,
+        use_tqdm: bool | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations, written as the tokenizer's chat template has them.
+
+        Args:
+            messages: a conversation, `[{"role": "user", "content": "…"}, …]`, or a list of them.
+            sampling_params, use_tqdm: as of `generate`.
+            chat_template: Jinja text; by default the tokenizer's own.
+            add_generation_prompt: begin the answer's message.
+            continue_final_message: go on with the last message instead; needs
+                `add_generation_prompt=False`.
+            tools: that the model may call, as transformers' `apply_chat_template` takes them.
+            chat_template_kwargs: further variables of the template, such as `enable_thinking`.
+
+        Returns:
+            As `generate`; `prompt` is the conversation's text.
+
+        Raises:
+            ValueError: no chat template, or messages that are none; and as `generate`.
+        """
+        prompts = [
+            apply_chat_template(
+                self.tokenizer,
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                options=chat_template_kwargs or {},
+            )
+            for conversation in as_conversations(messages)
+        ]
+        # The template has written what special tokens there are.
+        ids = [encode(self.tokenizer, text, add_special_tokens=False) for text in prompts]
+        return self._finish(prompts, self._requests(ids, sampling_params), use_tqdm)
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParamsOfAll = None,
     ) -> TokenStream:
         """As `generate`, yielding every token as it comes; the outputs are the generator's value.
 
@@ -230,9 +302,17 @@ class LLM:
             ValueError: as `generate`.
             RuntimeError: at the first token, if another generation of this object is unfinished.
         """
-        batch = _as_batch(prompts)
+        batch = as_batch(prompts)
+        ids = [encode(self.tokenizer, prompt) for prompt in batch]
+        requests = self._requests(ids, sampling_params)
+        return run(self.core, self.tokenizer, batch, requests)
+
+    def _requests(
+        self, prompts: Sequence[list[int]], sampling_params: SamplingParamsOfAll
+    ) -> list[list[Request]]:
+        """Requests per prompt, `SamplingParams.n` of them."""
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(batch)
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         if not isinstance(sampling_params, Iterable):
             raise ValueError(f"sampling_params: expected SamplingParams, got {sampling_params!r}")
         sampling_params = list(sampling_params)
@@ -241,115 +321,29 @@ class LLM:
                 raise ValueError(f"sampling_params: expected SamplingParams, got {params!r}")
             if params.stop and self.tokenizer is None:
                 raise ValueError("stop: this model has no tokenizer; use stop_token_ids")
-        if len(sampling_params) != len(batch):
-            raise ValueError(f"sampling_params: {len(sampling_params)} for {len(batch)} prompts")
-        requests = [
-            self.core.request(self._encode(prompt), params)
-            for prompt, params in zip(batch, sampling_params, strict=True)
-        ]
-        return self._run(batch, requests)
-
-    def _run(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> TokenStream:
-        index = {request.id: i for i, request in enumerate(requests)}
-        texts = [
-            Detokenizer(self.tokenizer, request.params.stop) if self.tokenizer else None
-            for request in requests
-        ]
-        if self.core.scheduler.has_work:
-            raise RuntimeError(
-                "an LLM generates one batch at a time, and another is unfinished: wait for it, or "
-                "close its stream"
-            )
-        try:
-            for request in requests:
-                self.core.add(request)
-            with self.core.runner.attached():
-                yield from self._tokens(requests, index, texts)
-        finally:
-            # Also when the caller stops listening or a step fails: the pool stays whole.
-            for request in requests:
-                self.core.abort(request, FinishReason.ERROR)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(f"sampling_params: {len(sampling_params)} for {len(prompts)} prompts")
         return [
-            _output(prompt, request, text)
-            for prompt, request, text in zip(prompts, requests, texts, strict=True)
+            [self.core.request(ids, params, completion) for completion in range(params.n)]
+            for ids, params in zip(prompts, sampling_params, strict=True)
         ]
 
-    def _tokens(
-        self, requests: Sequence[Request], index: dict[int, int], texts: list[Detokenizer | None]
-    ) -> Iterator[NewToken]:
-        while not all(request.is_finished for request in requests):
-            for request, token in self.core.step():
-                i = index[request.id]
-                text = texts[i]
-                piece = text.push(token) if text else ""
-                if text and text.stopped:
-                    request.finish_reason = FinishReason.STOP
-                    self.core.abort(request, FinishReason.STOP)
-                elif text and request.is_finished:
-                    piece += text.finish()
-                yield NewToken(i, token, piece)
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if hasattr(prompt, "tolist"):
-            prompt = prompt.tolist()
-        if isinstance(prompt, bytes | Mapping) or not isinstance(prompt, Iterable):
-            raise ValueError(
-                f"prompt: expected a text or a list of token ids, got {type(prompt).__name__}"
-            )
-        if not isinstance(prompt, str):
-            return [integer("prompt", token) for token in prompt]
-        if self.tokenizer is None:
-            raise ValueError("prompt: this model has no tokenizer; give token ids")
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:
-            raise ValueError("prompt: is not valid text") from None
-        ids: list[int] = self.tokenizer(prompt).input_ids
-        return ids if prompt else []
+    def _finish(
+        self,
+        prompts: Sequence[Prompt],
+        requests: Sequence[Sequence[Request]],
+        use_tqdm: bool | None,
+    ) -> list[RequestOutput]:
+        """Run requests to their ends."""
+        with progress_bar(sum(map(len, requests)), use_tqdm) as update:
+            stream = run(self.core, self.tokenizer, prompts, requests)
+            while True:
+                try:
+                    next(stream)
+                except StopIteration as end:
+                    outputs: list[RequestOutput] = end.value
+                    return outputs
+                update(self.core.scheduler.num_unfinished)
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if hasattr(prompts, "tolist"):  # a tensor or an array of token ids
-        prompts = prompts.tolist()
-    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
-        raise ValueError(
-            "prompts: expected texts or lists of token ids, got "
-            f"{type(prompts).__name__} (of a tokenizer's result its input_ids)"
-        )
-    if isinstance(prompts, str):
-        return [prompts]
-    batch: list[Any] = list(prompts)
-    return [batch] if batch and isinstance(batch[0], Integral) else batch
-
-
-def _output(prompt: Prompt, request: Request, text: Detokenizer | None) -> RequestOutput:
-    assert request.finish_reason is not None
-    return RequestOutput(
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_token_ids=request.prompt,
-        text=text.text if text else "",
-        token_ids=request.output,
-        finish_reason=request.finish_reason,
-        error=request.error,
-    )
-
-
-def _default_num_pages(
-    plan: KVCachePlan, max_model_len: int, max_num_seqs: int, device: torch.device
-) -> int:
-    """Enough for `max_num_seqs` full sequences, within the memory at hand."""
-    per_sequence = sum(
-        max(spec.max_live_pages(max_model_len, max_chunk=max_model_len) for spec in group.specs)
-        for group in plan.groups
-    )
-    budget = _CPU_POOL_BYTES
-    if device.type == "cuda":
-        budget = int(_GPU_MEMORY_SHARE * torch.cuda.mem_get_info(device)[0])
-    affordable = max(1, budget // plan.page_bytes)
-    if affordable < per_sequence:
-        logger.warning(
-            "the KV cache has room for %.0f %% of a sequence of max_model_len %d; longer ones will "
-            "end with an error: give a smaller max_model_len, or num_pages (%d for one sequence)",
-            *(100 * affordable / per_sequence, max_model_len, 1 + per_sequence),
-        )
-    return 1 + min(max_num_seqs * per_sequence, affordable)
+__all__ = ["LLM", "NewToken", "SamplingParamsOfAll", "TokenStream"]

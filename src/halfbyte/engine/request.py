@@ -4,6 +4,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from halfbyte.engine.sampling_params import SamplingParams
+from halfbyte.engine.token_counts import TokenCounts
+
+TokenLogprobs = tuple[tuple[int, float, int], ...]
+"""Token, log probability and rank: of the one chosen, then of the most likely ones."""
 
 
 class FinishReason(StrEnum):
@@ -25,16 +29,30 @@ class Request:
         id: number in order of arrival.
         prompt: token ids.
         params: how to sample and when to stop.
+        seed: of its random numbers.
+        stop_ids: tokens that end it.
+        max_tokens: tokens to generate at most.
     """
 
     id: int
     prompt: list[int]
     params: SamplingParams
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    max_tokens: int = 16
     output: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of each token of the output, where they were asked for."""
     num_computed: int = 0
     """Tokens whose K and V are in the cache."""
     finish_reason: FinishReason | None = None
     error: str | None = None
+    counts: TokenCounts | None = field(default=None, init=False)
+    """What penalties need."""
+
+    def __post_init__(self) -> None:
+        if self.params.has_penalties:
+            self.counts = TokenCounts(self.prompt)
 
     @property
     def num_tokens(self) -> int:
@@ -48,29 +66,21 @@ class Request:
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids `start` .. `stop - 1` of prompt and output."""
-        return (self.prompt + self.output)[start:stop]
+        split = len(self.prompt)
+        return self.prompt[start:stop] + self.output[max(0, start - split) : max(0, stop - split)]
+
+    def append(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
+        """Add a token to the output, which may end it."""
+        self.output.append(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        if self.counts is not None:
+            self.counts.add(token)
+        if token in self.stop_ids:
+            self.finish(FinishReason.STOP)
+        elif len(self.output) >= self.max_tokens:
+            self.finish(FinishReason.LENGTH)
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         """End it."""
         self.finish_reason, self.error = reason, error
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """What a request came to.
-
-    Args:
-        prompt: the prompt's text, or None if it was given as token ids.
-        prompt_token_ids: its ids.
-        text: the generated text, stop strings cut off.
-        token_ids: the generated ids.
-        finish_reason: why it ended.
-        error: what went wrong, where `finish_reason` is `error`.
-    """
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    error: str | None = None

@@ -1,13 +1,14 @@
 """Runs a step: token ids in, logits out, K and V through the pool."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from transformers import PreTrainedModel
 
 from halfbyte.engine.graphs import DecodeGraphs
 from halfbyte.kvcache import SequenceTables
+from halfbyte.linear.invariant.products import InvariantProducts
 from halfbyte.models import BATCH_ARGUMENT, ENGINE, KVQuantization, PagedBatch, register
 
 
@@ -62,6 +63,17 @@ class ModelRunner:
             self.model.set_attn_implementation(before)
 
     @torch.inference_mode()
+    def capture_graphs(self, progress: Callable[[], None]) -> None:
+        """Capture the CUDA graphs, where there are to be any, before a request needs them.
+
+        Args:
+            progress: called after each.
+        """
+        if self.graphs is not None:
+            with self.attached():
+                self.graphs.capture_all(progress)
+
+    @torch.inference_mode()
     def run(
         self, chunks: Sequence[tuple[object, Sequence[int]]], *, all_logits: bool = False
     ) -> torch.Tensor:
@@ -93,7 +105,7 @@ class ModelRunner:
         input_ids = torch.tensor([[token for _, ids in chunks for token in ids]], device=device)
         # 0 means all of them.
         keep = 0 if all_logits else batch.query_start_loc[1:].long() - 1
-        with self.attached():
+        with self.attached(), InvariantProducts() if self.batch_invariant else nullcontext():
             output = self.model(
                 input_ids=input_ids,
                 position_ids=batch.positions[None],

@@ -1,96 +1,121 @@
-"""From logits to tokens."""
+"""From logits to tokens: one pass for the whole batch, and one transfer from the device."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from halfbyte.engine.logits import penalize, to_device, warp
+from halfbyte.engine.noise import add_gumbel_noise, noise_keys
 from halfbyte.engine.request import Request
 
-_LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny
-"""Below, float32 has none."""
 
+@dataclass(frozen=True)
+class Sampled:
+    """A request's next token.
 
-class NoTokenError(ValueError):
-    """Logits from which no token follows."""
+    Args:
+        token: its id.
+        error: why there is none, where there is none.
+        logprobs: `(token, log probability, rank)` of it and of the most likely ones; None where
+            they were not asked for.
+    """
 
-
-SavedGenerators = list[tuple[torch.Generator, torch.Tensor]]
-"""Generators, each with the state that it had."""
+    token: int
+    error: str | None = None
+    logprobs: tuple[tuple[int, float, int], ...] | None = None
 
 
 class Sampler:
-    """Samples each request on its own, with its own generator, so that a seeded request gets the
-    same tokens whatever else is in the batch and whenever it was preempted."""
+    """Samples all requests of a step.
 
-    def __init__(self) -> None:
-        self._generators: dict[int, torch.Generator] = {}
+    A row's token depends on its logits, its parameters, its seed and its position alone: not on the
+    other rows, nor on what was sampled or preempted before. A step that fails leaves nothing to be
+    taken back.
+    """
 
-    def sample(self, request: Request, logits: torch.Tensor) -> int:
-        """The next token id of a request.
+    @torch.inference_mode()
+    def sample(self, requests: Sequence[Request], logits: torch.Tensor) -> list[Sampled]:
+        """The next token of every request; a row that gives none, such as one of NaN, says why.
 
         Args:
-            request: whose parameters apply.
-            logits: `[vocabulary]`.
-
-        Raises:
-            NoTokenError: NaN among them, or a largest one that is infinite.
+            requests: whose parameters apply.
+            logits: `[requests, vocabulary]`.
         """
-        params = request.params
-        if params.temperature == 0:
-            likeliest = logits.argmax()
-            # In one transfer; NaN counts as the largest.
-            token, largest = torch.stack((likeliest.double(), logits[likeliest].double())).tolist()
-            _check(largest)
-            return int(token)
-        _check(float(logits.max()))
-        probabilities = _probabilities(
-            # The largest becomes 0 and stays it, so that no temperature, however small, makes NaN.
-            (logits - logits.max()).float().cpu() / max(params.temperature, _LEAST_TEMPERATURE),
-            params.top_k,
-            params.top_p,
-        )
-        return int(torch.multinomial(probabilities, 1, generator=self._generator(request)))
-
-    def save(self, requests: Sequence[Request]) -> SavedGenerators:
-        """The states of the generators that these requests will draw from."""
-        drawing = [request for request in requests if request.params.temperature > 0]
-        generators = [self._generator(request) for request in drawing]
-        return [(generator, generator.get_state()) for generator in generators]
-
-    def restore(self, saved: SavedGenerators) -> None:
-        """Give generators back the states that `save` returned: what was drawn since is undone."""
-        for generator, state in saved:
-            generator.set_state(state)
-
-    def forget(self, request: Request) -> None:
-        """Drop what is kept for a finished request."""
-        self._generators.pop(request.id, None)
-
-    def _generator(self, request: Request) -> torch.Generator:
-        if request.id not in self._generators:
-            generator = torch.Generator()
-            if request.params.seed is None:
-                generator.seed()
-            else:
-                generator.manual_seed(request.params.seed)
-            self._generators[request.id] = generator
-        return self._generators[request.id]
+        if not requests:
+            return []
+        scores = penalize(requests, logits.float())
+        tokens = scores.argmax(-1)
+        drawing = [i for i, request in enumerate(requests) if request.params.temperature > 0]
+        if drawing:
+            rows = to_device(drawing, torch.int64, logits.device)
+            drawn = _draw([requests[i] for i in drawing], scores[rows])
+            tokens = tokens.index_copy(0, rows, drawn)
+        # NaN counts as the largest. Numbers of token ids are exact in float64.
+        columns = [x.double() for x in (tokens, logits.amax(-1), scores.amax(-1))]
+        width, table = len(columns), torch.stack(columns, 1)
+        asking = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
+        most = [_count(request, logits.shape[-1]) for request in requests]
+        flat = table.flatten()
+        if asking:
+            rows = to_device(asking, torch.int64, logits.device)
+            widest = max(most[i] for i in asking)
+            likeliest = _logprobs(logits[rows].float(), tokens[rows], widest)
+            flat = torch.cat((flat, likeliest.flatten()))
+        numbers = flat.tolist()
+        results = [
+            _sampled(*numbers[start : start + width])
+            for start in range(0, width * len(requests), width)
+        ]
+        if asking:
+            _add_logprobs(results, numbers[width * len(requests) :], asking, most)
+        return results
 
 
-def _check(largest: float) -> None:
+def _sampled(token: float, largest: float, largest_allowed: float) -> Sampled:
+    error = None
     if not math.isfinite(largest):
-        raise NoTokenError(f"the model's logits have {largest} for their largest")
+        error = f"the model's logits have {largest} for their largest"
+    elif not math.isfinite(largest_allowed):
+        error = "min_tokens: every token that the model gives a chance would end the text"
+    return Sampled(int(token), error)
 
 
-def _probabilities(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    if 0 < top_k < logits.numel():
-        threshold = logits.topk(top_k).values[-1]
-        logits = logits.masked_fill(logits < threshold, -torch.inf)
-    probabilities = logits.softmax(dim=-1)
-    if top_p < 1:
-        ordered, order = probabilities.sort(descending=True)
-        # A token stays while those before it have not reached top_p; the first always stays.
-        dropped = ordered.cumsum(0) - ordered >= top_p
-        probabilities = probabilities.index_fill(0, order[dropped], 0.0)
-    return probabilities
+def _draw(requests: Sequence[Request], scores: torch.Tensor) -> torch.Tensor:
+    """Tokens `[requests]`, by the Gumbel-max trick."""
+    keys = [noise_keys(request.seed, len(request.output)) for request in requests]
+    # New memory, as `warp` leaves what it is given as it is.
+    scores = warp(requests, scores).contiguous()
+    return add_gumbel_noise(scores, to_device(keys, torch.int32, scores.device)).argmax(-1)
+
+
+def _count(request: Request, vocabulary: int) -> int:
+    count = request.params.logprobs or 0
+    return vocabulary if count < 0 else min(count, vocabulary)
+
+
+def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
+    """float64 `[rows, 2 + 2 most]`: log probability and rank of the token, ids and theirs."""
+    logprobs = logits.log_softmax(-1)
+    own = logprobs.gather(1, tokens[:, None])
+    rank = 1 + (logprobs > own).sum(1, keepdim=True)
+    best = logprobs.topk(most)
+    return torch.cat([x.double() for x in (own, rank, best.indices, best.values)], 1)
+
+
+def _add_logprobs(
+    results: list[Sampled], numbers: list[float], asking: Sequence[int], most: Sequence[int]
+) -> None:
+    width = len(numbers) // len(asking)
+    for i, start in zip(asking, range(0, len(numbers), width), strict=True):
+        own, rank, *best = numbers[start : start + width]
+        ids, values = best[: len(best) // 2], best[len(best) // 2 :]
+        chosen = results[i]
+        entries = [(chosen.token, own, int(rank))]
+        entries += [
+            (int(token), value, number)
+            for number, (token, value) in enumerate(zip(ids, values, strict=True), 1)
+            if number <= most[i] and int(token) != chosen.token
+        ]
+        results[i] = Sampled(chosen.token, chosen.error, tuple(entries))

@@ -2,30 +2,69 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from halfbyte.layouts.arguments import finite_number, integer
+
+_ONLY_IN_VLLM = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words",
+        "best_of",
+        "detokenize",
+        "extra_args",
+        "flat_logprobs",
+        "guided_decoding",
+        "include_stop_str_in_output",
+        "logit_bias",
+        "logits_processors",
+        "output_kind",
+        "prompt_logprobs",
+        "repetition_detection",
+        "skip_clone",
+        "skip_reading_prefix_cache",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "structured_outputs",
+        "thinking_token_budget",
+        "truncate_prompt_tokens",
+    }
+)
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling of one request, with the field's names and defaults.
+    """Sampling of one request, with vLLM's names, defaults and meanings.
+
+    Logits are changed in this order: repetition, frequency and presence penalty, `min_tokens`,
+    temperature, `top_k`, `top_p`, `min_p`.
 
     Args:
-        max_tokens: tokens to generate at most.
+        max_tokens: tokens to generate at most; None for as many as the context has room for.
         temperature: 0 is greedy; higher is more random.
         top_k: sample among the k most likely tokens; 0 or -1 for all.
         top_p: sample among the most likely tokens that together reach this probability.
         seed: makes a request's tokens repeatable, whatever else is in the batch.
-        stop: text that ends generation and is cut off.
+        stop: text that ends generation and is cut off; may be or have special tokens.
         stop_token_ids: further tokens that end generation, besides the model's own.
         ignore_eos: generate on past the model's end-of-sequence tokens.
+        n: completions of the prompt; the i-th samples with `seed + i`.
+        min_p: sample among tokens with at least this share of the most likely one's probability.
+        repetition_penalty: above 1, tokens of prompt and output become less likely: positive logits
+            are divided by it, negative ones multiplied (Keskar et al. 2019, arXiv:1909.05858).
+        presence_penalty: subtracted from the logits of tokens that the output has.
+        frequency_penalty: subtracted from the logits of tokens, once per time the output has them.
+        min_tokens: tokens before which no end-of-sequence or stop token is generated, and stop
+            strings are not looked for.
+        logprobs: return the log probabilities (of the model's logits, unchanged) of this many most
+            likely tokens, and of the one chosen; -1 for the whole vocabulary.
 
     Raises:
-        ValueError: a number out of its range, or what is none.
+        ValueError: a number out of its range, or what is none; a parameter that vLLM has and
+            this engine has not.
     """
 
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -33,6 +72,20 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    n: int = 1
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    logprobs: int | None = None
+
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        """Name the first field that only vLLM has; others are the dataclass's to refuse."""
+        for name in fields:
+            if name in _ONLY_IN_VLLM:
+                raise ValueError(f"{name}: halfbyte's own engine does not have it; vLLM does")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop)
@@ -44,26 +97,63 @@ class SamplingParams:
                 integer("stop_token_ids", token)
                 for token in _several("stop_token_ids", self.stop_token_ids)
             ),
-            "max_tokens": integer("max_tokens", self.max_tokens),
+            "max_tokens": _optional("max_tokens", self.max_tokens),
             "temperature": finite_number("temperature", self.temperature, "a number >= 0"),
             "top_k": integer("top_k", self.top_k),
             "top_p": finite_number("top_p", self.top_p, "a number in (0, 1]"),
-            "seed": None if self.seed is None else integer("seed", self.seed),
+            "seed": _optional("seed", self.seed),
+            "n": integer("n", self.n),
+            "min_p": finite_number("min_p", self.min_p, "a number in [0, 1]"),
+            "repetition_penalty": finite_number(
+                "repetition_penalty", self.repetition_penalty, "a number > 0"
+            ),
+            "presence_penalty": finite_number("presence_penalty", self.presence_penalty),
+            "frequency_penalty": finite_number("frequency_penalty", self.frequency_penalty),
+            "min_tokens": integer("min_tokens", self.min_tokens),
+            "logprobs": _optional("logprobs", self.logprobs),
         }
         for name, value in kept.items():
             object.__setattr__(self, name, value)
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens: expected at least 1, got {self.max_tokens}")
-        if self.temperature < 0:
-            raise ValueError(f"temperature: expected a number >= 0, got {self.temperature}")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed: expected a number in 0 .. 2^63 - 1, got {self.seed}")
-        if self.top_k < -1:
-            raise ValueError(f"top_k: expected at least 1, or 0 or -1 for all, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p: expected a number in (0, 1], got {self.top_p}")
         if "" in self.stop:
             raise ValueError("stop: an empty string would stop at once")
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
+        for name, good, expected in (
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1, or None"),
+            ("temperature", self.temperature >= 0, "a number >= 0"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "a number in 0 .. 2^63 - 1"),
+            ("top_k", self.top_k >= -1, "at least 1, or 0 or -1 for all"),
+            ("top_p", 0 < self.top_p <= 1, "a number in (0, 1]"),
+            ("n", self.n >= 1, "at least 1"),
+            ("n", self.n == 1 or self.temperature > 0, "1 where temperature is 0"),
+            ("min_p", 0 <= self.min_p <= 1, "a number in [0, 1]"),
+            ("repetition_penalty", self.repetition_penalty > 0, "a number > 0"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "a number in [-2, 2]"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "a number in [-2, 2]"),
+            ("min_tokens", self.min_tokens >= 0, "a number >= 0"),
+            (
+                "min_tokens",
+                self.max_tokens is None or self.min_tokens <= self.max_tokens,
+                f"at most max_tokens ({self.max_tokens})",
+            ),
+            ("logprobs", self.logprobs is None or self.logprobs >= -1, "a number >= 0, or -1"),
+        ):
+            if not good:
+                raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)}")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on which tokens there were before."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
+
+
+def _optional(name: str, x: int | None) -> int | None:
+    return None if x is None else integer(name, x)
 
 
 def _several(name: str, values: Any) -> tuple[Any, ...]:

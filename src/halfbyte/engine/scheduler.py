@@ -51,11 +51,17 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._preempted = False
+        self._is_open = False  # a step has been scheduled, and neither completed nor rolled back
 
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self.waiting or self.running)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run."""
+        return len(self.waiting) + len(self.running)
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -67,6 +73,9 @@ class Scheduler:
         Requests that cannot ever fit are finished with an error on the way. Empty only if no work
         is left.
         """
+        if self._is_open:  # a second Ctrl-C came before `rollback`
+            self.rollback()
+        self._is_open = True
         chunks: list[ScheduledChunk] = []
         self._preempted = False
         budget = self.max_batched_tokens
@@ -95,6 +104,7 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             chunks.append(chunk)
             budget -= chunk.count
+        self._is_open = bool(chunks)
         if not chunks and self.has_work:
             return self.schedule()  # every candidate failed; others may fit now
         return chunks
@@ -108,6 +118,7 @@ class Scheduler:
                 self.remove(request)
             else:
                 self.tables.release_dead_pages(request.id, request.num_computed)
+        self._is_open = False
 
     def rollback(self) -> None:
         """Undo `schedule` after a step that failed: no slots without tokens that were computed.
@@ -115,12 +126,15 @@ class Scheduler:
         It looks at what is there instead of at the chunks, so it also mends a `schedule` that
         failed half way. What was preempted stays so, and will be computed again.
         """
-        for request in self.running:
-            if self.tables.length(request.id) > request.num_computed:
+        for request in list(self.running):
+            if request.is_finished:  # the step failed after its last token
+                self.remove(request)
+            elif self.tables.length(request.id) > request.num_computed:
                 self.tables.crop(request.id, request.num_computed)
         for request in self.waiting:
             if request.id in self.tables:
                 self.tables.free(request.id)
+        self._is_open = False
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the tables hold what was computed, no more and no less.
@@ -180,4 +194,8 @@ class Scheduler:
 
     @staticmethod
     def _fail(request: Request, error: OutOfPagesError) -> None:
-        request.finish(FinishReason.ERROR, str(error))
+        request.finish(
+            FinishReason.ERROR,
+            f"{error}, for {request.num_tokens:,} tokens of this request alone: give more "
+            "num_pages (a larger gpu_memory_utilization), or a max_model_len that fits",
+        )

@@ -16,7 +16,10 @@ import torch
 
 from halfbyte.kvcache.recipe import KVRecipe
 from halfbyte.kvcache.transform import KVTransform
+from halfbyte.numerics.hadamard import hadamard
+from halfbyte.numerics.weighted_rounding import channel_weights, feedback_factor
 
+_BROKEN = (KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)
 _FORMAT = "halfbyte-kv-calibration-1"
 
 
@@ -47,6 +50,45 @@ class RopeAverages:
 
 
 @dataclass(frozen=True, eq=False)
+class ErrorCosts:
+    """What an error in K or V of a layer costs, per KV head.
+
+    Args:
+        factors: float32 `[2, kv_heads, D (D - 1) / 2]`, what is above the diagonal of the factor of
+            error feedback, row by row, for K as it is and rotated.
+        k_weights: float32 `[2, kv_heads, D]`, of the same two.
+        v_weights: float32 `[kv_heads, Dv]`.
+    """
+
+    factors: torch.Tensor
+    k_weights: torch.Tensor
+    v_weights: torch.Tensor
+
+    @classmethod
+    def of(cls, moment: torch.Tensor, energy: torch.Tensor) -> ErrorCosts:
+        """Of what multiplies K and V.
+
+        Args:
+            moment: float64 `[kv_heads, D, D]`, the queries' E[q q^T] after RoPE.
+            energy: float64 `[kv_heads, Dv]`, squares of the output projection's weights, summed.
+        """
+        rotated = hadamard(hadamard(moment).transpose(1, 2))
+        factors, weights = feedback_factor(torch.stack([moment, rotated]))
+        size = factors.shape[-1]
+        rows, columns = torch.triu_indices(size, size, offset=1)
+        return cls(factors[..., rows, columns], weights, channel_weights(energy))
+
+    def feedback(self, rotate: bool, heads: slice) -> torch.Tensor:
+        """Factors of some heads, float32 `[heads, D, D]`."""
+        size = self.k_weights.shape[-1]
+        above = self.factors[int(rotate), heads]
+        rows, columns = torch.triu_indices(size, size, offset=1)
+        result = above.new_zeros(above.shape[0], size, size)
+        result[:, rows, columns] = above
+        return result
+
+
+@dataclass(frozen=True, eq=False)
 class LayerCalibration:
     """One layer's measurements.
 
@@ -58,6 +100,7 @@ class LayerCalibration:
         first_keys, first_values: `[tokens, kv_heads, D]` and `[tokens, kv_heads, Dv]` of the
             model's dtype, at position 0.
         rope: index among the calibration's rotary embeddings.
+        costs: of errors; None in files from before these were measured.
     """
 
     mean: torch.Tensor
@@ -66,6 +109,7 @@ class LayerCalibration:
     first_keys: torch.Tensor
     first_values: torch.Tensor
     rope: int
+    costs: ErrorCosts | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +163,21 @@ class KVCalibration:
                 "first_keys": measured.first_keys[:, heads].to(device),
                 "first_values": measured.first_values[:, heads].to(device),
             }
-        return KVTransform(recipe.rotate, self.segment, **centring, **first)
+        rounding: dict[str, Any] = {}
+        if recipe.weighs_errors:
+            assert measured.costs is not None, "KVScales.calibration_for refuses it"
+            costs = measured.costs
+            if recipe.feedback:
+                rounding["feedback"] = costs.feedback(recipe.rotate, heads).to(device)
+            if recipe.weighted_scales:
+                rounding["k_weights"] = costs.k_weights[int(recipe.rotate), heads].to(device)
+                rounding["v_weights"] = costs.v_weights[heads].to(device)
+        return KVTransform(recipe.rotate, self.segment, **centring, **first, **rounding)
+
+    @property
+    def has_costs(self) -> bool:
+        """Whether recipes that weigh errors can use it."""
+        return all(layer.costs is not None for layer in self.layers)
 
     def _rope_on(self, index: int, device: torch.device) -> RopeAverages:
         """A rotary embedding's tables on a device, once for all layers."""
@@ -150,6 +208,9 @@ class KVCalibration:
             numbers = [*layer.k_amax, layer.v_amax]
             amax = torch.tensor(numbers, dtype=torch.float64, device="cpu")
             tensors[f"layers.{i}.amax"] = amax
+            if layer.costs is not None:
+                for name, tensor in vars(layer.costs).items():
+                    tensors[f"layers.{i}.{name}"] = tensor
         fields = {
             "format": _FORMAT,
             "segment": self.segment,
@@ -183,7 +244,7 @@ class KVCalibration:
             ]
             first_tokens = tuple(int(token) for token in fields["first_tokens"])
             segment = int(fields["segment"])
-        except (KeyError, TypeError, RecursionError) as error:
+        except _BROKEN as error:
             raise ValueError(f"no calibration: {type(error).__name__}: {error}") from None
         except (ValueError, safetensors.SafetensorError) as error:
             raise ValueError(f"no calibration: {error}") from None
@@ -215,4 +276,28 @@ def _layer_of(
     if not (amax.isfinite() & (amax > 0)).all() or not mean.isfinite().all():
         raise ValueError(f"layer {index} has {numbers}, expected numbers above 0")
     k0, k1, k2, k3, v = numbers
-    return LayerCalibration(mean, (k0, k1, k2, k3), v, first_keys, first_values, rope)
+    costs = None
+    if f"layers.{index}.factors" in tensors:
+        costs = _costs_of(tensors, index, (heads, head_size), first_values.shape[2])
+    return LayerCalibration(mean, (k0, k1, k2, k3), v, first_keys, first_values, rope, costs)
+
+
+def _costs_of(
+    tensors: dict[str, torch.Tensor], index: int, shape: tuple[int, int], head_size_v: int
+) -> ErrorCosts:
+    heads, size = shape
+    factors, k_weights, v_weights = (
+        tensors[f"layers.{index}.{part}"] for part in ("factors", "k_weights", "v_weights")
+    )
+    fitting = (
+        factors.shape == (2, heads, size * (size - 1) // 2)
+        and k_weights.shape == (2, heads, size)
+        and v_weights.shape == (heads, head_size_v)
+        and all(x.dtype == torch.float32 for x in (factors, k_weights, v_weights))
+    )
+    if not fitting:
+        raise ValueError(f"layer {index} has costs of errors of sizes that do not fit")
+    weights = torch.cat([k_weights.flatten(), v_weights.flatten()])
+    if not factors.isfinite().all() or not (weights.isfinite() & (weights > 0)).all():
+        raise ValueError(f"layer {index} has costs of errors that are no numbers above 0")
+    return ErrorCosts(factors, k_weights, v_weights)

@@ -9,11 +9,23 @@ import hashlib
 import json
 from typing import Any
 
+from halfbyte.kvcache.plan import KVCachePlan
 from halfbyte.kvcache.recipe import KVRecipe
 from halfbyte.kvcache.scales import KVScales
 from halfbyte.layouts import KVCacheDType
 
 _VERSION = 1
+
+
+def plan_identity(
+    plan: KVCachePlan, scales: KVScales | None, recipe: KVRecipe | None = None
+) -> str:
+    """As `pages_identity`, of every layer's layout; for pools of layers with different formats."""
+    layouts = [
+        repr(plan.groups[group].specs[index].layout)
+        for group, index in map(plan.locate, range(plan.num_layers))
+    ]
+    return pages_identity(";".join(layouts), "", scales, recipe)
 
 
 def pages_identity(

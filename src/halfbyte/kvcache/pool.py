@@ -21,6 +21,8 @@ class PagedKVPool:
         plan: groups of layers, or the layers' specs, to be grouped.
         num_pages: pages, the null page included.
         device: where the bytes live.
+
+    `identity` names formats, scales and recipe (`kvcache.identity`); None until they are known.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class PagedKVPool:
     ) -> None:
         if num_pages < 1:
             raise ValueError(f"num_pages: expected at least 1, got {num_pages}")
+        self.identity: str | None = None
         self.plan = plan if isinstance(plan, KVCachePlan) else plan_kv_cache(plan)
         # Zeroed, so that no reader of a whole page ever meets a stale NaN scale.
         self.buffer = torch.zeros(
@@ -115,17 +118,24 @@ class PagedKVPool:
         for layer in range(plan.num_layers):
             heads = shard.layout(layer).num_kv_heads
             _copy_heads(self, rank * heads, shard, 0, layer, heads, pages)
+        shard.identity = self.identity
         return shard
 
     @classmethod
     def from_shards(
         cls, shards: Sequence["PagedKVPool"], pages: Sequence[Sequence[int]] | None = None
     ) -> "PagedKVPool":
-        """The inverse of `shard`: one pool with the heads of all, in order."""
+        """The inverse of `shard`: one pool with the heads of all, in order.
+
+        Raises:
+            ValueError: pools of different plans, numbers of pages, scales or recipes.
+        """
         if not shards or any(shard.plan != shards[0].plan for shard in shards):
             raise ValueError("shards: expected one or more pools of one plan")
         if any(shard.num_pages != shards[0].num_pages for shard in shards):
             raise ValueError("shards: expected pools of one number of pages")
+        if any(shard.identity != shards[0].identity for shard in shards):
+            raise ValueError("shards: expected pools of the same scales and recipe")
         plan = _plan_with_heads(shards[0].plan, len(shards), 1)
         pool = cls(plan, shards[0].num_pages, shards[0].device)
         pages = pool._pages_of_groups(pages)
@@ -133,6 +143,7 @@ class PagedKVPool:
             for layer in range(plan.num_layers):
                 heads = shard.layout(layer).num_kv_heads
                 _copy_heads(shard, 0, pool, rank * heads, layer, heads, pages)
+        pool.identity = shards[0].identity
         return pool
 
     def _pages_of_groups(self, pages: Sequence[Sequence[int]] | None) -> Sequence[Sequence[int]]:

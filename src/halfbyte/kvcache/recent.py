@@ -177,14 +177,6 @@ class RecentTokens:
             for x in pair or ():
                 x[target] = x[source]
 
-    def slots(
-        self, layer: int, rows: torch.Tensor, owners: torch.Tensor, slots: torch.Tensor
-    ) -> RingSlots:
-        """Where tokens of a step go in the rings that a layer has."""
-        pair = self._layers[layer]
-        assert pair is not None
-        return RingSlots(*pair, rows, owners, slots)
-
     def read(self, entry: int) -> list[torch.Tensor]:
         """An entry's tokens, on the CPU."""
         return [x[entry].to("cpu", copy=True) for pair in self._layers for x in pair or ()]

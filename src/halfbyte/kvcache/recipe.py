@@ -5,8 +5,10 @@ is a constant per channel, which RoPE turns with the position; a few channels ar
 the others; and the first token's K is unlike all others and draws a third of the attention.
 `balanced` takes the constant away (a mean per segment of positions, see `transform`), spreads what
 is left over the channels of a head (a Hadamard transform), and keeps the first token and the last
-64 in 16 bits (`recent`). Pages have the same bytes per token. `plain` is what other programs read
-and write.
+64 in 16 bits (`recent`). `accurate` also rounds with care (`numerics.weighted_rounding`): what K is
+off goes where queries do not look, and block scales are chosen by what an error costs. Pages have
+the same bytes per token, and those of `accurate` are read as those of `balanced`. `plain` is what
+other programs read and write.
 """
 
 from dataclasses import dataclass, replace
@@ -27,6 +29,10 @@ class KVRecipe:
         keep_first_token: read K and V at position 0 in the model's dtype, for the tokens that a
             calibration has seen there.
         four_over_six: choose each block's scale among two, by squared error.
+        feedback: round K channel by channel, and take what each is off out of those to come, by
+            the second moment of the queries.
+        weighted_scales: choose each block's scale of K and V among nine, by squared error weighted
+            with what queries and the output projection make of it; goes before `four_over_six`.
         recent_tokens: read K and V of so many last tokens in the model's dtype, up to 256. They are
             packed as well when they come, so that pages do not depend on it.
     """
@@ -35,16 +41,25 @@ class KVRecipe:
     rotate: bool = False
     keep_first_token: bool = False
     four_over_six: bool = False
+    feedback: bool = False
+    weighted_scales: bool = False
     recent_tokens: int = 0
 
     def format_of(self, dtype: KVCacheDType) -> KVCacheDType:
         """The format that stands for one that was asked for: the same bits, other scales."""
-        return KVCacheDType.NVFP4_4OVER6 if dtype.is_nvfp4 and self.four_over_six else dtype
+        has_headroom = self.four_over_six or self.weighted_scales
+        return KVCacheDType.NVFP4_4OVER6 if dtype.is_nvfp4 and has_headroom else dtype
 
     @property
     def changes_k(self) -> bool:
-        """Whether pages hold something else than K, so that readers must know of it."""
-        return self.center or self.rotate or self.keep_first_token
+        """Whether a calibration says how K is packed, so that writers and readers need it."""
+        changed = self.center or self.rotate or self.keep_first_token
+        return changed or self.weighs_errors
+
+    @property
+    def weighs_errors(self) -> bool:
+        """Whether K and V are rounded by what a calibration says of queries and outputs."""
+        return self.feedback or self.weighted_scales
 
     @property
     def of_pages(self) -> "KVRecipe":
@@ -77,9 +92,11 @@ class KVRecipe:
 
 DEFAULT = "balanced"
 """The default recipe, where the scales have a calibration."""
+_BALANCED = KVRecipe(
+    center=True, rotate=True, keep_first_token=True, four_over_six=True, recent_tokens=64
+)
 RECIPES: dict[str, KVRecipe] = {
     "plain": KVRecipe(),
-    "balanced": KVRecipe(
-        center=True, rotate=True, keep_first_token=True, four_over_six=True, recent_tokens=64
-    ),
+    "balanced": _BALANCED,
+    "accurate": replace(_BALANCED, feedback=True, weighted_scales=True),
 }

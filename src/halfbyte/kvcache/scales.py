@@ -22,12 +22,14 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from halfbyte.files import replace_file
+from halfbyte.files import read_json_object, replace_file, shortened
 from halfbyte.kvcache.calibration import KVCalibration
 from halfbyte.kvcache.recipe import KVRecipe
 
 KV_SCALES_FILE = "kv_scales.json"
 _FORMAT = "halfbyte-kv-scales-1"
+NO_SCALE = float("nan")
+"""Stands for the amax of a layer that has no scale, because its cache is not to be scaled."""
 _SHAPE = (
     "model_type",
     "hidden_size",
@@ -56,8 +58,8 @@ class KVScales:
     """amax of K and of V per layer.
 
     Args:
-        k_amax, v_amax: one finite number above 0 per layer. Of a layer that is all zeros nothing is
-            known, and a scale of 1 would be a guess.
+        k_amax, v_amax: one finite number above 0 per layer, or `NO_SCALE`. Of a layer that is all
+            zeros nothing is known, and a scale of 1 would be a guess.
         source: where they came from, for the log ("checkpoint", "user", "calibration on …").
         calibration: what recipes other than `plain` need; None where that was not measured.
         shape: of the model that they were measured on, see `shape_of_model`; empty if not known.
@@ -77,7 +79,7 @@ class KVScales:
             raise ValueError(f"KV scales: {len(self.k_amax)} layers of K, {len(self.v_amax)} of V")
         for name in ("k_amax", "v_amax"):
             for layer, amax in enumerate(getattr(self, name)):
-                if not (math.isfinite(amax) and amax > 0):
+                if amax is not NO_SCALE and not (math.isfinite(amax) and amax > 0):
                     raise ValueError(
                         f"KV scales from {self.source}: {name} of layer {layer} is {amax}, "
                         "expected a finite number above 0"
@@ -90,7 +92,7 @@ class KVScales:
 
     @property
     def num_layers(self) -> int:
-        """Layers that have scales."""
+        """Layers of the model."""
         return len(self.k_amax)
 
     def amax_of_layer(self, layer: int) -> tuple[float, float]:
@@ -103,18 +105,25 @@ class KVScales:
             raise ValueError(
                 f"KV scales from {self.source}: no layer {layer}, only {self.num_layers}"
             )
+        if self.k_amax[layer] is NO_SCALE or self.v_amax[layer] is NO_SCALE:
+            raise ValueError(f"KV scales from {self.source}: layer {layer} has none")
         return self.k_amax[layer], self.v_amax[layer]
 
     def calibration_for(self, recipe: KVRecipe) -> KVCalibration:
         """What a recipe that changes K needs.
 
         Raises:
-            ValueError: these scales have none.
+            ValueError: these scales have none, or one from before the recipe was known.
         """
         if self.calibration is None:
             raise ValueError(
                 f"kv_recipe {recipe.name}: needs a calibration of K, and the scales from "
                 f"{self.source} have none; `halfbyte calibrate` measures it"
+            )
+        if recipe.weighs_errors and not self.calibration.has_costs:
+            raise ValueError(
+                f"kv_recipe {recipe.name}: needs a calibration of queries and outputs, and that of "
+                f"the scales from {self.source} is older; `halfbyte calibrate` measures it anew"
             )
         return self.calibration
 
@@ -213,9 +222,11 @@ class KVScales:
 
         Raises:
             OSError: its folder is absent or cannot be written.
-            ValueError: the calibration's place is taken by another file.
+            ValueError: the calibration's place is taken by another file; a layer has no scale.
         """
         path = Path(path)
+        for layer in range(self.num_layers):
+            self.amax_of_layer(layer)
         fields = {
             "format": _FORMAT,
             "source": self.source,
@@ -248,22 +259,29 @@ class KVScales:
         Raises:
             ValueError: it is absent, or not what `save_file` writes; one line that names it.
         """
+        fields = read_json_object(Path(path))
         try:
-            fields = json.loads(Path(path).read_text())
             if fields["format"] != _FORMAT:
                 raise ValueError(f"format is {fields['format']!r}, expected {_FORMAT!r}")
             amax = [fields[name] for name in ("k_amax", "v_amax")]
             if not all(isinstance(values, list) for values in amax):
                 raise ValueError("k_amax and v_amax are not lists")
-            k_amax, v_amax = (tuple(float(x) for x in values) for values in amax)
+            k_amax, v_amax = (tuple(map(_number, values)) for values in amax)
             calibration = _load_calibration(Path(path), fields.get("calibration"))
-            return cls(
-                k_amax, v_amax, str(fields["source"]), calibration, dict(fields.get("model", {}))
-            )
+            source = fields["source"]
+            if not isinstance(source, str) or source != shortened(source):
+                raise ValueError("source is not a line of text")
+            return cls(k_amax, v_amax, source, calibration, dict(fields.get("model", {})))
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"{path}: not a file of KV scales: {error}") from None
+            raise ValueError(shortened(f"{path}: not a file of KV scales: {error}")) from None
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"expected numbers, found {value!r}")
+    return float(value)
 
 
 def shape_of_model(config: object) -> dict[str, object]:

@@ -42,6 +42,7 @@ class HostSequence:
         table_lengths: per group, pages in its table.
         data: uint8 `[live pages of all groups, page_bytes]` on the CPU.
         recent: its last tokens in every layer that has them, and from which position on.
+        identity: of the pool that it left, see `PagedKVPool`.
     """
 
     plan: KVCachePlan
@@ -50,6 +51,7 @@ class HostSequence:
     table_lengths: tuple[int, ...]
     data: torch.Tensor
     recent: tuple[list[torch.Tensor], int] = ([], 0)
+    identity: str | None = None
 
 
 class SequenceTables:
@@ -149,7 +151,10 @@ class SequenceTables:
         # Past its end the sequence has no queries yet, and its last page is still being filled.
         num_computed_tokens = min(num_computed_tokens, sequence.length)
         for group, table in zip(self.pool.plan.groups, sequence.tables, strict=True):
-            for i in range(group.num_dead_pages(num_computed_tokens)):
+            # Backwards to those that died before, so that a step costs the same at any length.
+            for i in range(group.num_dead_pages(num_computed_tokens) - 1, -1, -1):
+                if table[i] == NULL_PAGE:
+                    break
                 self.allocator.release([table[i]])
                 table[i] = NULL_PAGE
 
@@ -187,8 +192,9 @@ class SequenceTables:
             self.allocator.release(table[keep:])
             del table[keep:]
         if self.recent is not None and length < sequence.length:
-            # What the ring has overwritten since.
-            sequence.kept_from = max(sequence.kept_from, sequence.length - self.recent.ring)
+            # What the ring has overwritten since; tokens to come are in it again.
+            overwritten = max(sequence.kept_from, sequence.length - self.recent.ring)
+            sequence.kept_from = min(overwritten, length)
         sequence.length = length
 
     def free(self, seq: SequenceId) -> None:
@@ -211,7 +217,9 @@ class SequenceTables:
         lengths = tuple(len(table) for table in sequence.tables)
         data = self.pool.read_pages(pages)
         recent = (self.recent.read(sequence.entry) if self.recent else [], sequence.kept_from)
-        host = HostSequence(self.pool.plan, sequence.length, live, lengths, data, recent)
+        host = HostSequence(
+            self.pool.plan, sequence.length, live, lengths, data, recent, self.pool.identity
+        )
         self.free(seq)
         return host
 
@@ -220,12 +228,15 @@ class SequenceTables:
 
         Raises:
             OutOfPagesError: not enough free pages; nothing changes.
-            ValueError: the name is taken, or the sequence left a pool of another plan.
+            ValueError: the name is taken, or the sequence left a pool of another plan, or one with
+                other scales or another recipe: its pages would be read as other values.
         """
         if seq in self._sequences:
             raise ValueError(f"sequence {seq!r} already exists")
         if host.plan != self.pool.plan:
             raise ValueError("host: the sequence left a pool of another plan")
+        if host.identity != self.pool.identity:
+            raise ValueError("host: the sequence left a pool of other scales or another recipe")
         pages = self._allocate(host.data.shape[0])
         with self._released_on_error(pages):
             self.pool.write_pages(pages, host.data)
@@ -262,10 +273,10 @@ class SequenceTables:
         if not 0 <= start <= stop <= self.length(seq):
             raise ValueError(f"slots: {start} .. {stop} is not within {self.length(seq)} tokens")
         block_size = self.pool.plan.groups[group].block_size
-        positions = torch.arange(start, stop)
+        positions = torch.arange(start, stop, device="cpu")
         first = start // block_size
         pages = self._get(seq).tables[group][first : -(-stop // block_size)]
-        table = torch.tensor(pages, dtype=torch.int64)
+        table = torch.tensor(pages, dtype=torch.int64, device="cpu")
         return table[positions // block_size - first] * block_size + positions % block_size
 
     def pages_of_groups(self) -> list[list[int]]:

@@ -12,6 +12,9 @@ included), averaged over the positions of segment s: both channels of a pair hav
 and sines of opposite sign. Products are rounded to float32 before their
 sum, and the difference `K - mean` before the rotation, so that kernels can be bit-equal.
 
+Where a recipe weighs errors, K' and V become codes by `numerics.weighted_rounding`, with factors
+and weights of their own per KV head. Readers need not know.
+
 Token 0 of a sequence: K and V there depend on the token's id alone, so those of the usual first
 tokens are constants of the model. Where a KV head's K and V at position 0 are such constants, the
 page says so: the first block scale of K is `MARK`, a NaN that no quantizer writes, and the first
@@ -82,6 +85,10 @@ class KVTransform:
         cos, sin: float32 `[segments, D]`.
         first_keys, first_values: `[tokens, kv_heads, D]` and `[tokens, kv_heads, Dv]` in the
             model's dtype; None where the first token is packed like the others.
+        feedback: float32 `[kv_heads, D, D]`, zeros on and below the diagonal; None where channels
+            of K' are rounded alone.
+        k_weights, v_weights: float32 `[kv_heads, D]` and `[kv_heads, Dv]`, of channels of K' and V;
+            None where the format chooses its scales.
     """
 
     rotate: bool
@@ -92,6 +99,14 @@ class KVTransform:
     sin: torch.Tensor | None = None
     first_keys: torch.Tensor | None = None
     first_values: torch.Tensor | None = None
+    feedback: torch.Tensor | None = None
+    k_weights: torch.Tensor | None = None
+    v_weights: torch.Tensor | None = None
+
+    @property
+    def weighs_errors(self) -> bool:
+        """Whether a store must round by weighted error."""
+        return self.feedback is not None or self.k_weights is not None
 
     @cached_property
     def for_cpu(self) -> CpuTransform:
@@ -104,7 +119,8 @@ class KVTransform:
         if self.first_keys is not None:
             assert self.first_values is not None
             first = (self.first_keys, self.first_values)
-        return CpuTransform(self.rotate, self.segment, centring, self.partner, first)
+        rounding = (self.feedback, self.k_weights, self.v_weights)
+        return CpuTransform(self.rotate, self.segment, centring, self.partner, first, rounding)
 
     @cached_property
     def mean_tables(self) -> MeanTables | None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from halfbyte.layouts.arguments import finite_number
+from halfbyte.layouts.kv_declarations import DeclaredCache, read_declared_cache
 
 _UNQUANTIZED = {
     "float32": torch.float32,
@@ -21,8 +22,6 @@ _ALIASES = {"fp8": "fp8_e4m3", "fp4_e2m1": "nvfp4"}
 # Values that share one block scale; formats absent here have none.
 _SCALE_BLOCK_SIZES = {"nvfp4": 16, "nvfp4_4over6": 16, "fp4_block16": 16, "mxfp4": 32}
 _GLOBAL_SCALE = {"fp8_e4m3", "fp8_e5m2", "nvfp4", "nvfp4_4over6"}
-# ModelOpt's names (`kv_cache_quant_algo` in hf_quant_config.json).
-_MODELOPT_ALGOS = {"FP8": "fp8_e4m3", "NVFP4": "nvfp4"}
 
 
 class KVCacheDType(StrEnum):
@@ -54,7 +53,7 @@ class KVCacheDType(StrEnum):
             name = str(name).removeprefix("torch.")
         try:
             return cls(_ALIASES.get(name, name))
-        except ValueError:
+        except (ValueError, TypeError):  # what cannot be a key is no name either
             valid = ", ".join([member.value for member in cls] + list(_ALIASES))
             raise ValueError(f"KV cache dtype: unknown {name!r}; expected one of {valid}") from None
 
@@ -65,47 +64,62 @@ class KVCacheDType(StrEnum):
         Args:
             config: a transformers config, the dict of a `config.json`, the dict of a ModelOpt
                 `hf_quant_config.json`, or a bare `quantization_config`. Read are ModelOpt's
-                `kv_cache_quant_algo` and `kv_cache_scheme` of ModelOpt and compressed-tensors.
+                `kv_cache_quant_algo` and `kv_cache_quantized_layers`, and `kv_cache_scheme` of
+                ModelOpt and compressed-tensors.
 
         Returns:
-            The declared format, else the model's dtype (`dtype` or `torch_dtype`), else `AUTO`.
+            The declared format (of the layers that are quantized at all), else the model's dtype
+            (`dtype` or `torch_dtype`), else `AUTO`.
 
         Raises:
-            ValueError: the checkpoint declares a format that halfbyte does not have.
+            ValueError: the checkpoint declares a format that halfbyte does not have, or several,
+                which `layers_from_checkpoint` tells apart.
         """
+        declared = _declared(config)
+        if declared is None:
+            return cls._unquantized(config)
+        if declared.formats is None or len(set(declared.formats)) > 1:
+            raise ValueError("KV cache: layers, or K and V, are declared in different formats")
+        return cls(declared.formats[0])
+
+    @classmethod
+    def layers_from_checkpoint(
+        cls, config: Any, num_layers: int
+    ) -> list[tuple[KVCacheDType, KVCacheDType]]:
+        """The formats of K and of V of each layer, as `from_checkpoint` reads them.
+
+        Args:
+            config: as for `from_checkpoint`.
+            num_layers: of the model.
+
+        Raises:
+            ValueError: a format that halfbyte does not have, or one for a layer that the model does
+                not have.
+        """
+        declared = _declared(config)
+        plain = cls._unquantized(config)
+        if declared is None:
+            return [(plain, plain)] * num_layers
+        if declared.layers is None:
+            assert declared.formats is not None
+            k, v = map(cls, declared.formats)
+            return [(k, v)] * num_layers
+        unknown = sorted(layer for layer in declared.layers if layer >= num_layers)
+        if unknown:
+            raise ValueError(
+                f"kv_cache_quantized_layers: has layer {unknown[0]}, the model has {num_layers}"
+            )
+        names = (declared.layers.get(layer, (plain, plain)) for layer in range(num_layers))
+        return [(cls(k), cls(v)) for k, v in names]
+
+    @classmethod
+    def _unquantized(cls, config: Any) -> KVCacheDType:
         fields = _as_mapping(config)
-        for section in _quantization_sections(fields):
-            algo = section.get("kv_cache_quant_algo")
-            if algo is not None and str(algo).upper() != "NONE":
-                if str(algo).upper() not in _MODELOPT_ALGOS:
-                    raise ValueError(
-                        f"kv_cache_quant_algo: {algo!r} is not supported; "
-                        f"expected one of {', '.join(_MODELOPT_ALGOS)}"
-                    )
-                return cls(_MODELOPT_ALGOS[str(algo).upper()])
-            scheme = section.get("kv_cache_scheme")
-            if isinstance(scheme, str):  # ModelOpt's copy of `kv_cache_quant_algo` in config.json
-                return cls.from_checkpoint({"kv_cache_quant_algo": scheme})
-            if scheme is not None:
-                return cls._from_scheme(_as_mapping(scheme))
-        for section in (fields, _as_mapping(fields.get("text_config"))):
+        for section in (fields, _section(fields, "text_config")):
             for key in ("dtype", "torch_dtype"):
                 if section.get(key) is not None:
                     return cls.parse(section[key])
         return cls.AUTO
-
-    @classmethod
-    def _from_scheme(cls, scheme: Mapping[str, Any]) -> KVCacheDType:
-        kind, bits = scheme.get("type", "float"), scheme.get("num_bits")
-        strategy, group_size = scheme.get("strategy"), scheme.get("group_size")
-        if kind == "float" and bits == 8 and strategy in (None, "tensor"):
-            return cls.FP8_E4M3
-        if kind == "float" and bits == 4 and group_size in (16, None):
-            return cls.NVFP4
-        raise ValueError(
-            f"kv_cache_scheme: {dict(scheme)} is not supported; expected type 'float' with "
-            "num_bits 8 per tensor (fp8_e4m3) or num_bits 4 in groups of 16 (nvfp4)"
-        )
 
     def resolve(self, model_dtype: torch.dtype) -> KVCacheDType:
         """Itself, or for `AUTO` the format of the model's dtype."""
@@ -209,11 +223,23 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
     raise TypeError(f"config: expected a mapping or a transformers config, got {type(config)}")
 
 
+def _declared(config: Any) -> DeclaredCache | None:
+    """What the most specific section that says anything of the cache declares."""
+    sections = map(read_declared_cache, _quantization_sections(_as_mapping(config)))
+    return next((declared for declared in sections if declared is not None), None)
+
+
 def _quantization_sections(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Where a KV cache format may be declared, most specific first."""
-    sections = [_as_mapping(fields.get("quantization_config")), fields]
-    text_config = fields.get("text_config")
-    if text_config is not None:
-        sections.append(_as_mapping(_as_mapping(text_config).get("quantization_config")))
+    sections = [_section(fields, "quantization_config"), fields]
+    text_config = _section(fields, "text_config")
+    sections.append(_section(text_config, "quantization_config"))
     # hf_quant_config.json nests everything under "quantization".
-    return sections + [_as_mapping(section.get("quantization")) for section in sections]
+    return sections + [_section(section, "quantization") for section in sections]
+
+
+def _section(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    try:
+        return _as_mapping(fields.get(name))
+    except TypeError:
+        raise ValueError(f"{name}: expected an object, found {fields[name]!r}") from None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from halfbyte.files import shortened
 from halfbyte.kvcache import FullAttentionSpec, KVCacheSpec, KVRecipe, SlidingWindowSpec
 from halfbyte.layouts import KVCacheDType
 
@@ -35,6 +36,9 @@ sequence with one per layer."""
 class UnsupportedModelError(ValueError):
     """The architecture is not one that halfbyte is tested with."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))
+
 
 _USUAL_OPTIONS: dict[str, object] = {
     "add_cross_attention": False,
@@ -48,7 +52,8 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 # transformers picks their frequencies by the longest sequence of a forward pass, so that a result
 # would depend on what else is in the batch and on how a prompt was cut.
-_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def check_model_type(model_type: object) -> None:
@@ -63,12 +68,16 @@ def check_model_type(model_type: object) -> None:
 def check_supported(config: Any) -> None:
     """Raise UnsupportedModelError unless the architecture of a transformers config is supported."""
     check_model_type(getattr(config, "model_type", None))
-    rope_types = _rope_types(getattr(config, "rope_parameters", None)) & _BATCH_DEPENDENT_ROPE
-    if rope_types:
-        raise UnsupportedModelError(
-            f"rope type {', '.join(sorted(rope_types))} is not supported: its positions depend on "
-            "the longest sequence in the batch"
-        )
+    for rope_type in _rope_types(getattr(config, "rope_parameters", None)):
+        if rope_type in _BATCH_DEPENDENT_ROPE:
+            raise UnsupportedModelError(
+                f"rope type {rope_type} is not supported: its positions depend on the longest "
+                "sequence in the batch"
+            )
+        if rope_type not in _ROPE_TYPES:
+            raise UnsupportedModelError(
+                f"rope type {rope_type!r} is not supported; supported: {', '.join(_ROPE_TYPES)}"
+            )
     for name, usual in _USUAL_OPTIONS.items():
         value = getattr(config, name, usual)
         if value is not None and value != usual:
@@ -83,12 +92,12 @@ def check_supported(config: Any) -> None:
         )
 
 
-def _rope_types(parameters: Any) -> set[str]:
+def _rope_types(parameters: Any) -> list[object]:
     """Rope types of a config's parameters, which may be nested per kind of layer."""
     if not isinstance(parameters, Mapping):
-        return set()
-    own = {parameters["rope_type"]} if isinstance(parameters.get("rope_type"), str) else set()
-    return own.union(*(_rope_types(value) for value in parameters.values()))
+        return []
+    own = [parameters["rope_type"]] if parameters.get("rope_type") is not None else []
+    return own + [one for value in parameters.values() for one in _rope_types(value)]
 
 
 def sliding_windows(config: Any) -> list[int | None]:
@@ -133,14 +142,20 @@ def layer_specs(
     windows = sliding_windows(config)
     v_cache_dtype = kv_cache_dtype if v_cache_dtype is None else v_cache_dtype
     k_names, v_names = (_per_layer(x, windows) for x in (kv_cache_dtype, v_cache_dtype))
+    declared: Sequence[tuple[KVCacheDType, KVCacheDType]] = [(KVCacheDType.AUTO,) * 2] * len(
+        windows
+    )
+    if any(KVCacheDType.parse(x) is KVCacheDType.AUTO for x in (*k_names, *v_names)):
+        declared = KVCacheDType.layers_from_checkpoint(config, len(windows))
     specs: list[KVCacheSpec] = []
-    for window, k_name, v_name in zip(windows, k_names, v_names, strict=True):
+    layers = zip(windows, k_names, v_names, declared, strict=True)
+    for window, k_name, v_name, (k_declared, v_declared) in layers:
         fields: dict[str, Any] = {
             "block_size": block_size,
             "num_kv_heads": config.num_key_value_heads,
             "head_size": head_size,
-            "kv_cache_dtype": _resolve(k_name, config, dtype, recipe),
-            "v_cache_dtype": _resolve(v_name, config, dtype, recipe),
+            "kv_cache_dtype": _resolve(k_name, k_declared, dtype, recipe),
+            "v_cache_dtype": _resolve(v_name, v_declared, dtype, recipe),
             "dtype": dtype,
         }
         if window is None or keep_all:
@@ -165,13 +180,12 @@ def check_layer_dtypes(kv_cache_dtype: LayerDTypes) -> None:
 
 
 def _resolve(
-    name: DTypeName, config: Any, dtype: torch.dtype, recipe: KVRecipe | None = None
+    name: DTypeName, declared: KVCacheDType, dtype: torch.dtype, recipe: KVRecipe | None = None
 ) -> KVCacheDType:
     parsed = KVCacheDType.parse(name)
     if parsed is KVCacheDType.AUTO:
-        parsed = KVCacheDType.from_checkpoint(config)
         # An unquantized declaration is the file's dtype; the model may have been cast since.
-        parsed = parsed if parsed.is_quantized else KVCacheDType.parse(dtype)
+        parsed = declared if declared.is_quantized else KVCacheDType.parse(dtype)
     return parsed if recipe is None else recipe.format_of(parsed)
 
 

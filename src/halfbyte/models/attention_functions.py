@@ -26,7 +26,7 @@ BATCH_ARGUMENT = "halfbyte_batch"
 
 
 class PackedCache(Protocol):
-    """Who gives out handles: `halfbyte.Cache`."""
+    """Who gives out handles: `halfbyte.Cache`, and what calibrates for one."""
 
     def attend(
         self,
@@ -35,7 +35,16 @@ class PackedCache(Protocol):
         mask: torch.Tensor | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Store a handle's chunk and attend to all that the cache has of its layer."""
+        """Store a handle's chunk and attend to all that the cache has of its layer.
+
+        Args:
+            query: `[batch, heads, queries, D]`.
+            mask: see `generate_attention`.
+            options: scale, sliding window, sinks and soft-cap.
+
+        Returns:
+            `[batch, queries, heads, Dv]`.
+        """
         ...
 
 
@@ -163,7 +172,7 @@ def generate_attention(
             result = _ForInference.apply(result, *inputs)
         return result, None
     assert isinstance(value, torch.Tensor)
-    return _dense_attention(query, key, value, attention_mask, options), None
+    return dense_attention(query, key, value, attention_mask, options), None
 
 
 def padding_mask(
@@ -183,13 +192,14 @@ def padding_mask(
     return None if bool(mask.all()) else mask
 
 
-def _dense_attention(
+def dense_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
+    """Attention of a padded batch to K and V as they are; arguments as of `PackedCache.attend`."""
     batch, heads, num_queries, _ = query.shape
     num_keys = key.shape[2]
     out = query.new_zeros((batch, num_queries, heads, value.shape[-1]))

@@ -11,11 +11,12 @@ from halfbyte.kvcache import (
     KVScales,
     PagedKVPool,
     SequenceTables,
-    read_tokens,
     reshape_and_cache,
 )
+from halfbyte.kvcache.identity import plan_identity
 from halfbyte.kvcache.layer import LayerQuantization
-from halfbyte.kvcache.recent import SLACK, RecentInputs, RecentTokens, RingSlots
+from halfbyte.kvcache.recent import RecentInputs, RecentTokens
+from halfbyte.kvcache.recent_step import RecentStep
 from halfbyte.kvcache.transform import KVTransform
 
 
@@ -46,12 +47,21 @@ class KVQuantization:
     def of(
         cls, pool: PagedKVPool, scales: KVScales | None, recipe: KVRecipe | None = None
     ) -> "KVQuantization":
-        """Of every layer in a pool; arguments and errors as of `LayerQuantization.of`."""
+        """Of every layer in a pool, which gets an identity; see `LayerQuantization.of`.
+
+        Raises:
+            ValueError: as `LayerQuantization.of`; the pool has pages of other scales or another
+                recipe.
+        """
         layouts = [pool.layout(layer) for layer in range(pool.plan.num_layers)]
         layers = [
             LayerQuantization.of(scales, i, layout.k_dtype, layout.v_dtype, recipe, pool.device)
             for i, layout in enumerate(layouts)
         ]
+        identity = plan_identity(pool.plan, scales, recipe)
+        if pool.identity not in (None, identity):
+            raise ValueError("pool: has pages of other scales or another recipe")
+        pool.identity = identity
         transforms = [layer.transform for layer in layers]
         multipliers = [(layer.k_scale, layer.v_scale) for layer in layers]
         if pool.device.type != "cuda":
@@ -66,21 +76,13 @@ class RecentBatch:
 
     Args:
         tables: of the sequences, with the rings.
-        entries: int32 `[sequences]`.
-        rows: int64 `[n]`, of the step's tokens, those that stay in the rings after it.
-        places: entry and slot of each, int64 `[n]` and `[n]`.
-        missing: per sequence that has any, its number in the batch, its name, and positions that
-            are read from its ring and must first be filled from the pages.
-        is_short: whether no sequence has more tokens than a ring has slots that the step's queries
-            do not read.
+        step: the tokens' places.
+        sequences: names, in the order of the batch.
     """
 
     tables: SequenceTables
-    entries: torch.Tensor
-    rows: torch.Tensor
-    places: tuple[torch.Tensor, torch.Tensor]
-    missing: Sequence[tuple[int, object, range]]
-    is_short: bool
+    step: RecentStep
+    sequences: Sequence[object] = ()
 
     @classmethod
     def of(
@@ -89,28 +91,19 @@ class RecentBatch:
         """Of the last `count` tokens of each `(sequence, count)`; None without rings."""
         if tables.recent is None:
             return None
-        device, ring = tables.pool.device, tables.recent.ring
-        entries, rows, owners, slots, missing = [], [], [], [], []
-        row = 0
-        for number, (seq, count) in enumerate(chunks):
-            length, entry = tables.length(seq), tables.entry(seq)
-            entries.append(entry)
-            kept = min(count, ring)
-            row += count
-            rows.append(torch.arange(row - kept, row))
-            owners.append(torch.full((kept,), entry))
-            slots.append(torch.arange(length - kept, length) % ring)
-            if positions := tables.missing_recent(seq, length - count):
-                missing.append((number, seq, positions))
-        place = (torch.cat(owners).to(device), torch.cat(slots).to(device))
-        return cls(
-            tables,
-            torch.tensor(entries, dtype=torch.int32, device=device),
-            torch.cat(rows).to(device),
-            place,
+        lengths = [tables.length(seq) for seq, _ in chunks]
+        counts = [count for _, count in chunks]
+        missing = [tables.missing_recent(seq, tables.length(seq) - n) for seq, n in chunks]
+        step = RecentStep.of(
+            tables.recent.tokens,
+            tables.recent.ring,
+            [tables.entry(seq) for seq, _ in chunks],
+            lengths,
+            counts,
             missing,
-            all(count <= SLACK + 1 for _, count in chunks),
+            tables.pool.device,
         )
+        return cls(tables, step, [seq for seq, _ in chunks])
 
     @property
     def tokens(self) -> RecentTokens:
@@ -118,16 +111,10 @@ class RecentBatch:
         assert self.tables.recent is not None
         return self.tables.recent
 
-    def slots(self, layer: int) -> RingSlots | None:
-        """Where the step's tokens go in the rings of a layer; None for one without."""
-        if self.tokens[layer] is None:
-            return None
-        return self.tokens.slots(layer, self.rows, *self.places)
-
     def end(self) -> None:
         """All layers have run: what was missing is there."""
-        for _, seq, positions in self.missing:
-            self.tables.fill_recent(seq, positions.start)
+        for number, _, positions, _ in self.step.missing:
+            self.tables.fill_recent(self.sequences[number], positions.start)
 
 
 @dataclass(frozen=True)
@@ -172,7 +159,7 @@ class PagedBatch:
     ) -> "PagedBatch":
         """The batch of the last `count` tokens of each `(sequence, count)` in `chunks`."""
         device = tables.pool.device
-        counts = torch.tensor([0] + [count for _, count in chunks])
+        counts = torch.tensor([0] + [count for _, count in chunks], device="cpu")
         lengths = [tables.length(seq) for seq, _ in chunks]
         quantization.check_length(max(lengths, default=0))
         block_tables, slot_mapping = [], []
@@ -185,7 +172,7 @@ class PagedBatch:
             ]
             slot_mapping.append(torch.cat(slots).to(device))
         positions = [
-            torch.arange(length - count, length)
+            torch.arange(length - count, length, device="cpu")
             for (_, count), length in zip(chunks, lengths, strict=True)
         ]
         return cls(
@@ -230,9 +217,11 @@ class PagedBatch:
         k_scale, v_scale = self.quantization.scales[layer]
         transform = self.quantization.transforms[layer]
         slots = self.slot_mapping[group]
-        rings = None if self.recent is None else self.recent.slots(layer)
+        pair = None if self.recent is None else self.recent.tokens[layer]
+        step = None if self.recent is None else self.recent.step
+        rings = None if pair is None or step is None else step.slots_in(pair)
         # The tokens of a prompt overwrite what its own queries read: they come after these.
-        early = self.recent is not None and self.recent.is_short
+        early = step is not None and step.is_short
         reshape_and_cache(
             key,
             value,
@@ -245,7 +234,13 @@ class PagedBatch:
             positions=self.positions,
             recent=rings if early else None,
         )
-        recent = self._recent_inputs(layer, key, value)
+        recent = None
+        if self.recent is not None and pair is not None and step is not None:
+            tables = self.block_tables[group]
+            step.fill(
+                pair, pages, layout, tables, k_scale, v_scale, transform, window=sliding_window
+            )
+            recent = RecentInputs(self.recent.tokens.tokens, *pair, step.entries, key, value)
         result = paged_attention(
             query,
             pages,
@@ -271,41 +266,3 @@ class PagedBatch:
             if len(self.layers_run) == self.pool.plan.num_layers:
                 self.recent.end()
         return result
-
-    def _recent_inputs(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor
-    ) -> RecentInputs | None:
-        """The last tokens of a layer; None for one that reads all from the pages."""
-        pair = None if self.recent is None else self.recent.tokens[layer]
-        if self.recent is None or pair is None:
-            return None
-        for number, _, positions in self.recent.missing:
-            self._fill(layer, number, torch.arange(positions.start, positions.stop))
-        keys, values = pair
-        return RecentInputs(
-            self.recent.tokens.tokens, keys, values, self.recent.entries, key, value
-        )
-
-    def _fill(self, layer: int, number: int, positions: torch.Tensor) -> None:
-        """Put tokens of a sequence into its ring as the pages have them."""
-        assert self.recent is not None
-        pair = self.recent.tokens[layer]
-        assert pair is not None
-        group, _ = self.pool.plan.locate(layer)
-        layout, device = self.pool.layout(layer), self.pool.device
-        positions = positions.to(device)
-        table = self.block_tables[group][number].long()
-        size = layout.block_size
-        k_scale, v_scale = self.quantization.scales[layer]
-        rows = read_tokens(
-            self.pool.layer_pages(layer),
-            table[positions // size] * size + positions % size,
-            layout,
-            k_scale,
-            v_scale,
-            transform=self.quantization.transforms[layer],
-            positions=positions,
-        )
-        entry = int(self.recent.entries[number])
-        for ring, x in zip(pair, rows, strict=True):
-            ring[entry, :, positions % ring.shape[2]] = x.transpose(0, 1).to(ring.dtype)

@@ -44,12 +44,26 @@ def calibrate(
         first_tokens: ids that sequences usually begin with, see `usual_first_tokens`.
 
     Raises:
-        ValueError: K or V that is not finite, or of every layer zero.
+        ValueError: K or V that is not finite, or of every layer zero; ids that the model lacks.
     """
+    check_vocabulary(model.config, input_ids, first_tokens)
     recorder = KVRecorder(model, first_tokens, input_ids.shape[0])
     firsts = [torch.tensor([[token]], device="cpu") for token in first_tokens]
     _run(model, [*input_ids.split(1), *firsts], recorder)
     return kv_scales_of(recorder, model.config, source, headroom)
+
+
+def check_vocabulary(
+    config: Any, input_ids: torch.Tensor, first_tokens: Sequence[int] = ()
+) -> None:
+    """Raise ValueError for ids of a tokenizer that its model does not have."""
+    ids = [*first_tokens, *([int(input_ids.max())] if input_ids.numel() else [])]
+    largest = max(ids, default=0)
+    if largest >= config.vocab_size:
+        raise ValueError(
+            f"calibration: the tokenizer has a token {largest}, the model a vocabulary of "
+            f"{config.vocab_size}"
+        )
 
 
 def kv_scales_of(

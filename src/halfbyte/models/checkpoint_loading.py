@@ -1,4 +1,4 @@
-"""Models whose checkpoint is quantized, straight from its shards to the device.
+"""Models straight from a checkpoint's shards to the device, quantized or not.
 
 transformers' `from_pretrained` would put all of a model through the host's memory, keep every
 shard mapped, and fill what is missing with random numbers. Here the model is made on the meta
@@ -15,58 +15,89 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from halfbyte.checkpoints.dialects import CheckpointError, Declaration, one_line
-from halfbyte.checkpoints.kv_scales import read_kv_scales
+from halfbyte.checkpoints.dialects import CheckpointError, one_line, read_json
 from halfbyte.checkpoints.safetensors_index import CheckpointIndex
 from halfbyte.linear import NvFp4Linear
-from halfbyte.models.quantized import LayerOptions, plan_layers, put_in_place, say_activations
+from halfbyte.models.checkpoint import Checkpoint
+from halfbyte.models.config_fields import check_fields
+from halfbyte.models.local_files import or_load_error
+from halfbyte.models.quantized import (
+    LayerOptions,
+    LayerPlan,
+    plan_layers,
+    put_in_place,
+    say_activations,
+)
 from halfbyte.models.quantizer import METHOD, NvFp4Config, NvFp4Quantizer
-from halfbyte.models.streaming import stream_weights
+from halfbyte.models.streaming import stream_into, weight_sinks
 
 logger = logging.getLogger("halfbyte")
 
+_NAMES = ("float32", "bfloat16", "float16")
 _TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
-def load_quantized(
-    folder: Path,
-    config: PreTrainedConfig,
-    declaration: Declaration,
-    *,
-    dtype: str | torch.dtype,
-    device: torch.device,
-    linear_backend: str | None,
-    quantize_activations: bool | None,
-    batch_invariant: bool,
-) -> PreTrainedModel:
-    """Load a model with quantized layers. See `load_model`."""
-    index = CheckpointIndex.read(folder)
-    read_kv_scales(folder)  # broken ones show before weights are read
-    options = LayerOptions(
-        dtype=resolve_dtype(dtype, config, index),
-        device=device,
-        backend=linear_backend,
-        quantize_activations=quantize_activations,
-        batch_invariant=batch_invariant,
-    )
+def load_streamed(checkpoint: Checkpoint, options: LayerOptions) -> PreTrainedModel:
+    """Load a model, with quantized layers or without. See `load_model`."""
+    folder, config, declaration = checkpoint.folder, checkpoint.config, checkpoint.declaration
     model = empty_model(folder, config, options.dtype)
-    plan = plan_layers(model, declaration, index)
-    put_in_place(model, plan, declaration, options)
-    make_buffers(model, device)
-    absent = stream_weights(model, plan, declaration, index, device, options.dtype)
+    index = named_as_model(checkpoint.index, model)
+    plan = LayerPlan()
+    is_quantized = declaration is not None and bool(declaration.groups)
+    if is_quantized:
+        assert declaration is not None
+        plan = plan_layers(model, declaration, index)
+        put_in_place(model, plan, declaration, options)
+    sinks, absent = weight_sinks(model, plan, declaration, index, options.dtype)
+    make_buffers(model, options.device)  # of sizes that the files agree with
+    stream_into(sinks, index, options.device)
     model.tie_weights(missing_keys=absent, recompute_mapping=False)
-    _finish(model, folder, config, declaration)
+    _finish(model, checkpoint)
+    if is_quantized:
+        _log_layers(model, plan, options, checkpoint)
+    return model
+
+
+def _log_layers(
+    model: PreTrainedModel, plan: LayerPlan, options: LayerOptions, checkpoint: Checkpoint
+) -> None:
     say_activations(model, plan, options)
     layers = [module for module in model.modules() if isinstance(module, NvFp4Linear)]
     kernels = Counter(layer.kernel.name for layer in layers if layer.kernel)
+    assert checkpoint.declaration is not None
     logger.info(
         "%s: %d quantized layers (%s), linear backends: %s",
-        folder,
+        checkpoint.folder,
         len(plan.layers),
-        declaration.dialect,
+        checkpoint.declaration.dialect,
         ", ".join(f"{name} for {count}" for name, count in kernels.items()) or "none",
     )
-    return model
+
+
+def named_as_model(index: CheckpointIndex, model: PreTrainedModel) -> CheckpointIndex:
+    """The index, with names as in the model where files of a model without a head lack a prefix."""
+    prefix = f"{model.base_model_prefix}."
+    if prefix == "." or any(name.startswith(prefix) for name in index.tensors):
+        return index
+    wanted = model.state_dict().keys()
+    names = (name for name in index.tensors if name not in wanted)
+    return index.renamed({name: prefix + name for name in names if prefix + name in wanted})
+
+
+def check_bytes(model: PreTrainedModel, index: CheckpointIndex) -> None:
+    """Raise CheckpointError for a model on the meta device that no such files can hold.
+
+    Args:
+        model: of the config.
+        index: of files in which a parameter takes 2 bits or more.
+    """
+    needed = sum(parameter.numel() for parameter in model.parameters())
+    stored = sum(file.stat().st_size for file in {e.file for e in index.tensors.values()})
+    if needed > 4 * stored:
+        raise CheckpointError(
+            f"{index.folder}: config.json: expected a model that the files can hold ({stored} "
+            f"bytes), found one of {needed} parameters"
+        )
 
 
 def resolve_dtype(
@@ -82,7 +113,11 @@ def resolve_dtype(
             if name.endswith(".weight") and entry.dtype in _TORCH_DTYPES:
                 sizes[entry.dtype] += torch.Size(entry.shape).numel()
         resolved = _TORCH_DTYPES[sizes.most_common(1)[0][0]] if sizes else torch.bfloat16
-    assert isinstance(resolved, torch.dtype)
+    if not isinstance(resolved, torch.dtype) or resolved not in _TORCH_DTYPES.values():
+        raise CheckpointError(
+            f"{index.folder}: config.json: dtype: expected one of {', '.join(_NAMES)}, "
+            f"found {resolved!r}"
+        )
     return resolved
 
 
@@ -102,7 +137,7 @@ def empty_model(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> P
             )
     except Exception as error:  # whatever a model's constructor makes of odd sizes
         raise CheckpointError(
-            f"{folder}: config.json: no model can be made of it: {one_line(error)[:300]}"
+            f"{folder}: config.json: no model can be made of it: {one_line(error)}"
         ) from error
     return model
 
@@ -128,23 +163,27 @@ def _set_buffer(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     model.get_submodule(module)._buffers[own_name] = tensor
 
 
-def _finish(
-    model: PreTrainedModel, folder: Path, config: PreTrainedConfig, declaration: Declaration
-) -> None:
+def _finish(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     """What `from_pretrained` does beside loading weights."""
+    folder, declaration = checkpoint.folder, checkpoint.declaration
     leftover = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     if leftover:
         raise CheckpointError(f"{folder}: {leftover[0]}: expected to be loaded, found no tensor")
-    model.config.name_or_path = config.name_or_path
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    section = {"quant_method": declaration.dialect, **(declaration.section or {})}
-    quantization_config = NvFp4Config(section)
-    model.config.quantization_config = quantization_config
-    attributes: dict[str, Any] = {
-        "hf_quantizer": NvFp4Quantizer(quantization_config),
-        "is_quantized": True,
-        "quantization_method": METHOD,
-    }
-    vars(model).update(attributes)
+    model.config.name_or_path = checkpoint.config.name_or_path
+    file = folder / "generation_config.json"
+    if file.is_file():
+        check_fields(file, read_json(file))
+        model.generation_config = or_load_error(
+            file, GenerationConfig.from_pretrained, folder, local_files_only=True
+        )
+    if declaration is not None and declaration.groups:
+        section = {"quant_method": declaration.dialect, **(declaration.section or {})}
+        quantization_config = NvFp4Config(section)
+        model.config.quantization_config = quantization_config
+        attributes: dict[str, Any] = {
+            "hf_quantizer": NvFp4Quantizer(quantization_config),
+            "is_quantized": True,
+            "quantization_method": METHOD,
+        }
+        vars(model).update(attributes)
     model.eval()

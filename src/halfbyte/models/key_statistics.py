@@ -1,4 +1,5 @@
-"""Measures what recipes need to know of a model's K and V: means, magnitudes, first tokens."""
+"""Measures what recipes need to know of a model's K and V: means, magnitudes, first tokens, and
+what an error in them costs."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -8,14 +9,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from halfbyte.kvcache.calibration import KVCalibration, LayerCalibration
+from halfbyte.kvcache.calibration import ErrorCosts, KVCalibration, LayerCalibration
 from halfbyte.kvcache.recipe import SEGMENT
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.models.amax import AmaxRecorder, without_zeros
+from halfbyte.models.attention_functions import KVHandle, dense_attention
+from halfbyte.models.output_energy import output_energy
 from halfbyte.models.rotary import RotaryProbe
 
 _FIRST_OF_MEAN = 4
 """The first tokens' K is unlike the others'."""
+_FIRST_OF_QUERIES = 8
+"""The first tokens' queries look at the first token."""
 _DEFAULT_POSITIONS = 2**17
 
 _Row = tuple[torch.Tensor, torch.Tensor]
@@ -23,10 +28,11 @@ _Row = tuple[torch.Tensor, torch.Tensor]
 
 
 class KVRecorder(AmaxRecorder):
-    """A cache that measures K and V as they pass through it, and keeps no tokens.
+    """A cache that measures Q, K and V as they pass through it, and keeps no tokens.
 
-    The rows of a text come first, then a row for each of `first_tokens`, of which position 0 alone
-    counts; a layer's K is held until all of them have come, layer by layer or row by row.
+    Its handles are for `GENERATE`, whose attention gives it the queries. The rows of a text come
+    first, then a row for each of `first_tokens`, of which position 0 alone counts; a layer's K is
+    held until all of them have come, layer by layer or row by row.
 
     Args:
         model: whose layers they are; its rotary embedding is asked for its angles.
@@ -43,6 +49,7 @@ class KVRecorder(AmaxRecorder):
         segment: int = SEGMENT,
     ) -> None:
         super().__init__()
+        self._base: Any = model.base_model
         config = model.config
         kinds = list(getattr(config, "layer_types", None) or ())
         parameters = getattr(config, "rope_parameters", None) or {}
@@ -57,6 +64,7 @@ class KVRecorder(AmaxRecorder):
         self._text_rows = text_rows
         self._segment = segment
         self._held: dict[int, list[_Row]] = defaultdict(list)
+        self._queries: dict[int, _Moment] = defaultdict(_Moment)
         self._measured: dict[int, LayerCalibration] = {}
 
     def update(
@@ -66,8 +74,8 @@ class KVRecorder(AmaxRecorder):
         layer_idx: int,
         *args: Any,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `AmaxRecorder.update`."""
+    ) -> Any:
+        """See `AmaxRecorder.update`; handles of K and V for the attention."""
         rows = self._held[layer_idx]
         for key, value in zip(key_states, value_states, strict=True):
             if len(rows) < self._text_rows:
@@ -75,9 +83,27 @@ class KVRecorder(AmaxRecorder):
                 rows.append((key.transpose(0, 1), value.transpose(0, 1)))
             else:
                 rows.append((key[:, :1].transpose(0, 1), value[:, :1].transpose(0, 1)))
+        handle = KVHandle(self, layer_idx, key_states, value_states)
+        return handle, handle
+
+    def attend(
+        self,
+        handle: KVHandle,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """Attend to the handle's K and V alone, see `PackedCache`; measures queries of the text."""
+        layer, rows = handle.layer, self._held[handle.layer]
+        queries = self._queries[layer]
+        before = len(rows) - len(query)
+        for row in query[: max(0, self._text_rows - before)]:
+            queries.add(row[:, _FIRST_OF_QUERIES:].unflatten(0, (handle.key.shape[1], -1)))
         if len(rows) == self._text_rows + len(self._first_tokens):
-            self._measured[layer_idx] = self._measure(layer_idx, self._held.pop(layer_idx))
-        return key_states, value_states
+            measured = self._measure(layer, self._held.pop(layer))
+            costs = self._costs(layer, query, handle.value)
+            self._measured[layer] = replace(measured, costs=costs)
+        return dense_attention(query, handle.key, handle.value, mask, options)
 
     def calibration(self, headroom: float) -> KVCalibration:
         """What was measured, with a headroom over the magnitudes.
@@ -113,11 +139,11 @@ class KVRecorder(AmaxRecorder):
             for center in (False, True)
             for rotate in (False, True)
         ]
-        k_amax, v_amax = torch.zeros(4), 0.0
+        k_amax, v_amax = torch.zeros(4, dtype=torch.float32, device="cpu"), 0.0
         for key, value in texts:
-            x, positions = key.cpu(), torch.arange(key.shape[0])
+            x, positions = key.cpu(), torch.arange(key.shape[0], device="cpu")
             seen = [_amax(transform.forward(x, positions)) for transform in transforms]
-            k_amax = torch.maximum(k_amax, torch.tensor(seen))  # keeps a NaN
+            k_amax = torch.maximum(k_amax, torch.tensor(seen, device="cpu"))  # keeps a NaN
             v_amax = max(v_amax, _amax(value))
         k0, k1, k2, k3 = k_amax.tolist()
         key, value = texts[0]
@@ -129,6 +155,37 @@ class KVRecorder(AmaxRecorder):
             torch.cat([v for _, v in firsts] or [value[:0]]).cpu(),
             rope,
         )
+
+    def _costs(self, layer: int, query: torch.Tensor, value: torch.Tensor) -> ErrorCosts:
+        kv_heads, size = value.shape[1], value.shape[3]
+        # Here, and not before: a model that is read layer by layer has it now alone.
+        projection = self._base.layers[layer].self_attn.o_proj
+        inputs = query.shape[1] * size
+        energy = output_energy(projection, inputs, query.dtype, query.device)
+        by_head = energy.unflatten(0, (kv_heads, -1, size)).sum(1)
+        return ErrorCosts.of(self._queries.pop(layer).mean(), by_head)
+
+
+class _Moment:
+    """E[q q^T] of queries, per KV head, in float64 on the CPU."""
+
+    def __init__(self) -> None:
+        self._sum: torch.Tensor | float = 0.0
+        self._count: torch.Tensor | float = 0.0
+
+    def add(self, queries: torch.Tensor) -> None:
+        """Of `[kv_heads, group, tokens, D]`; those with a NaN or infinity do not count."""
+        q = queries.flatten(1, 2).double()
+        known = q.isfinite().all(-1)
+        q = torch.where(known[..., None], q, 0.0)
+        self._sum = self._sum + (q.transpose(1, 2) @ q).cpu()
+        self._count = self._count + known.sum(-1).cpu()
+
+    def mean(self) -> torch.Tensor:
+        """float64 `[kv_heads, D, D]`; zeros where there were none."""
+        assert isinstance(self._sum, torch.Tensor)
+        assert isinstance(self._count, torch.Tensor)
+        return self._sum / self._count.clamp(min=1)[:, None, None]
 
 
 def _amax(x: torch.Tensor) -> float:

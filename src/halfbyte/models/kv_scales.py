@@ -17,14 +17,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from halfbyte.assets import calibration_text
-from halfbyte.checkpoints import CheckpointError, fingerprint, read_kv_scales
-from halfbyte.checkpoints.declarations import read_modelopt_file
-from halfbyte.checkpoints.dialects import MODELOPT_FILE
+from halfbyte.checkpoints import CheckpointError, fingerprint
 from halfbyte.files import cache_folder
 from halfbyte.kvcache import KV_SCALES_FILE, KVRecipe, KVScales, get_kv_cache_quant_method
-from halfbyte.kvcache.scales import shape_of_model
+from halfbyte.kvcache.scales import NO_SCALE, shape_of_model
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models.calibration import calibrate, calibration_tokens, usual_first_tokens
+from halfbyte.models.checkpoint import StoredScales, checkpoint_of, declaring
 from halfbyte.models.loading import has_tokenizer, load_tokenizer
 from halfbyte.models.local_files import folder_of
 
@@ -58,15 +57,37 @@ def find_kv_scales(
         ValueError: scales that are given and absent; a broken file, or one with a scale of 0;
             scales for another number of layers. One line that names the file.
     """
-    scales = (
-        _given(given)
-        or _fitting(_from_checkpoint(folder, config), recipe)
+    scales = _given(given)
+    if scales is None:
+        return _found(folder, config, None, recipe)
+    _check_model(scales, config)
+    return scales
+
+
+def _found(
+    folder: Path, config: Any, stored: StoredScales | None, recipe: KVRecipe | None
+) -> KVScales | None:
+    """Scales of a checkpoint; those among its tensors are read, unless they are known already."""
+    try:
+        stored = StoredScales.read(folder, config) if stored is None else stored
+        scales = _first(folder, config, stored, recipe)
+        if scales is not None:
+            _check_model(scales, config)
+        return scales
+    except CheckpointError:
+        raise
+    except ValueError as error:  # of what is in the folder
+        raise CheckpointError(str(error)) from None
+
+
+def _first(
+    folder: Path, config: Any, stored: StoredScales, recipe: KVRecipe | None
+) -> KVScales | None:
+    return (
+        _fitting(_from_checkpoint(stored, config), recipe)
         or _fitting(_from_file(folder), recipe)
         or _fitting(_from_cache(folder), recipe)
     )
-    if scales is not None:
-        _check_model(scales, config)
-    return scales
 
 
 def resolve_kv_scales(
@@ -97,7 +118,8 @@ def resolve_kv_scales(
         return None
     scales = known_kv_scales(model, given, recipe)
     if scales is None:
-        folder = folder_of(model)
+        checkpoint = checkpoint_of(model)
+        folder = folder_of(model) if checkpoint is None else checkpoint.folder
         if tokenizer is None and folder is not None and has_tokenizer(folder):
             tokenizer = load_tokenizer(folder)
         ids, source = calibration_tokens(tokenizer, model.config, calibration_text())
@@ -113,11 +135,15 @@ def known_kv_scales(
     recipe: KVRecipe | None = None,
 ) -> KVScales | None:
     """Scales of a loaded model, without running it; arguments and errors as of `find_kv_scales`."""
-    scales = _given(given)
-    folder = None if scales is not None else folder_of(model)
-    if folder is not None and folder.is_dir():
-        scales = find_kv_scales(folder, model.config, recipe=recipe)
-    return scales
+    if given is not None:
+        return _given(given)
+    checkpoint = checkpoint_of(model)
+    if checkpoint is not None:  # whose tensors are known, wherever its folder has gone
+        return _found(checkpoint.folder, model.config, checkpoint.kv_scales, recipe)
+    folder = folder_of(model)
+    if folder is None or not folder.is_dir():
+        return None
+    return _found(folder, model.config, None, recipe)
 
 
 def _fitting(scales: KVScales | None, recipe: KVRecipe | None) -> KVScales | None:
@@ -154,13 +180,9 @@ def declared_format(folder: Path, config: Any) -> KVCacheDType:
         config: transformers config, or the dict of its `config.json`.
 
     Raises:
-        ValueError: a format that halfbyte does not have; a broken file.
+        ValueError: a format that halfbyte does not have, or several; a broken file.
     """
-    if (folder / MODELOPT_FILE).is_file():  # wins over its copy in config.json
-        declared = KVCacheDType.from_checkpoint(read_modelopt_file(folder / MODELOPT_FILE))
-        if declared.has_global_scale:
-            return declared
-    return KVCacheDType.from_checkpoint(config)
+    return KVCacheDType.from_checkpoint(declaring(folder, config))
 
 
 def _given(given: KVScales | str | Path | None) -> KVScales | None:
@@ -172,16 +194,32 @@ def _given(given: KVScales | str | Path | None) -> KVScales | None:
     return replace(scales, source=f"{file} ({scales.source})")
 
 
-def _from_checkpoint(folder: Path, config: Any) -> KVScales | None:
-    stored = read_kv_scales(folder)
+def _from_checkpoint(found: StoredScales, config: Any) -> KVScales | None:
+    stored, folder = found.multipliers, found.folder
     if not stored:
         return None
-    declared = declared_format(folder, config)
-    if not declared.has_global_scale:
-        declared = KVCacheDType.FP8_E4M3
+    num_layers = max(stored) + 1
+    known = shape_of_model(config).get("num_hidden_layers")
+    if isinstance(known, int) and known < num_layers:
+        raise ValueError(f"KV scales from {folder}: {num_layers} layers, the model has {known}")
+    num_layers = known if isinstance(known, int) else num_layers
+    formats = KVCacheDType.layers_from_checkpoint(found.declaring, num_layers)
+    if not any(dtype.has_global_scale for layer in stored for dtype in formats[layer]):
         logger.warning("%s: has KV scales but declares no format; taken as FP8's", folder)
-    method = get_kv_cache_quant_method(declared)
-    return KVScales.from_layers(stored, method, source=f"checkpoint (for {method.name})")
+    amax = [(NO_SCALE, NO_SCALE)] * num_layers
+    names: dict[str, None] = {}
+    for layer, (k_scale, v_scale) in stored.items():
+        k_method, v_method = (
+            get_kv_cache_quant_method(d if d.has_global_scale else KVCacheDType.FP8_E4M3)
+            for d in formats[layer]
+        )
+        names |= {k_method.name: None, v_method.name: None}
+        one = KVScales.from_multipliers(
+            [k_scale], [v_scale], k_method, v_method, f"layer {layer} of {folder}"
+        )
+        amax[layer] = one.amax_of_layer(0)
+    k_amax, v_amax = zip(*amax, strict=True)
+    return KVScales(k_amax, v_amax, f"checkpoint (for {', '.join(names)})")
 
 
 def _from_file(folder: Path) -> KVScales | None:
@@ -208,7 +246,7 @@ def _check_model(scales: KVScales, config: Any) -> None:
     """Raise ValueError for scales of another model, as far as can be told; warn of odd ones."""
     for side, amax in (("K", scales.k_amax), ("V", scales.v_amax)):
         for layer, value in enumerate(amax):
-            if not _SMALLEST_AMAX <= value <= _LARGEST_AMAX:
+            if value is not NO_SCALE and not _SMALLEST_AMAX <= value <= _LARGEST_AMAX:
                 logger.warning(
                     "KV scales from %s: layer %d has a scale for |%s| up to %g; is it the inverse "
                     "of what is meant, or of another unit?",

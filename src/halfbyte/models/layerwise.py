@@ -27,11 +27,13 @@ from halfbyte.models.attention_functions import GENERATE, register
 from halfbyte.models.calibration import (
     calibrate,
     calibration_tokens,
+    check_vocabulary,
     kv_scales_of,
     read_calibration_text,
     usual_first_tokens,
 )
 from halfbyte.models.checkpoint_loading import empty_model, make_buffers, resolve_dtype
+from halfbyte.models.config_fields import check_sizes
 from halfbyte.models.key_statistics import KVRecorder
 from halfbyte.models.loading import (
     device_or_default,
@@ -88,6 +90,7 @@ def calibrate_checkpoint(
         raise ModelLoadError(f"{folder}: has no tokenizer, which a text needs")
     ids, source = calibration_tokens(tokenizer, config, text, name, max_tokens)
     first_tokens = usual_first_tokens(tokenizer)
+    check_vocabulary(config, ids, first_tokens)
     try:
         streamed = StreamedModel(folder, config, device, dtype)
     except CheckpointError as error:
@@ -97,7 +100,7 @@ def calibrate_checkpoint(
     recorder = KVRecorder(streamed.model, first_tokens, ids.shape[0])
     # Rows are equally long; of the last ones, position 0 alone counts.
     firsts = ids[:1].repeat(len(first_tokens), 1)
-    firsts[:, 0] = torch.tensor(first_tokens, dtype=ids.dtype)
+    firsts[:, 0] = torch.tensor(first_tokens, dtype=ids.dtype, device="cpu")
     streamed.run(torch.cat([ids, firsts]), recorder, on_layer)
     return kv_scales_of(recorder, config, source)
 
@@ -124,6 +127,7 @@ class StreamedModel:
         if declaration is None and section is not None:
             raise CheckpointError(f"{folder}: is quantized by a method that is read whole")
         self._index = CheckpointIndex.read(folder)
+        check_sizes(config, self._index)
         self._device = device
         resolved = resolve_dtype(dtype, config, self._index)
         model = empty_model(folder, config, resolved)

@@ -4,6 +4,7 @@ A hub id is resolved to its local snapshot first, so that all that a checkpoint 
 weights (KV scales, `hf_quant_config.json`, tokenizer) is found the same way as in a folder.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,26 +14,20 @@ from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from halfbyte.checkpoints.declarations import read_declaration
 from halfbyte.checkpoints.dialects import CheckpointError, Declaration
-from halfbyte.checkpoints.safetensors_index import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    CheckpointIndex,
-    read_weight_map,
-)
-from halfbyte.models.architectures import check_supported
 from halfbyte.models.attention_functions import register
-from halfbyte.models.checkpoint_loading import load_quantized
-from halfbyte.models.local_files import (
-    LOCAL_FILES,
-    ModelLoadError,
-    check_is_data,
-    or_load_error,
-    read_model_config,
-    remember_folder,
+from halfbyte.models.checkpoint import Checkpoint
+from halfbyte.models.checkpoint_loading import (
+    check_bytes,
+    empty_model,
+    load_streamed,
+    resolve_dtype,
 )
+from halfbyte.models.foreign_cache import without_cache
+from halfbyte.models.local_files import LOCAL_FILES, ModelLoadError, check_is_data, or_load_error
+from halfbyte.models.quantized import LayerOptions
 from halfbyte.models.streaming import QUANTIZED_WEIGHT
+from halfbyte.models.tokenizer_files import check_tokenizer, check_tokenizer_files
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -81,36 +76,47 @@ def load_model(
         raise ValueError("device: expected one that holds weights, got 'meta'")
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    folder = local_folder(path)
-    config = read_model_config(folder)
-    check_supported(config)
-    section = getattr(config, "quantization_config", None)
-    declaration = read_declaration(folder, {"quantization_config": section})
-    if declaration is not None and declaration.groups:
-        model = load_quantized(
-            folder,
-            config,
-            declaration,
-            dtype=dtype,
-            device=device,
-            linear_backend=linear_backend,
-            quantize_activations=quantize_activations,
-            batch_invariant=batch_invariant,
+    checkpoint = or_load_error(path, Checkpoint.read, local_folder(path))
+    try:
+        model = _load(
+            checkpoint, dtype, device, linear_backend, quantize_activations, batch_invariant
         )
-        remember_folder(model, folder)
-        register()
-        return model
-    for name, value in [
-        ("linear_backend", linear_backend),
-        ("quantize_activations", quantize_activations),
-    ]:
-        if value is not None:
-            raise ValueError(f"{name}: got {value!r}, but {path} has no NVFP4 layers")
-    _adapt_quantization(path, config, declaration)
-    if getattr(config, "quantization_config", None) is None:
-        _check_unquantized(folder)
+    except CheckpointError as error:
+        raise ModelLoadError(str(error)) from error
+    checkpoint.stay_with(model)
+    register()
+    return model
+
+
+def _load(
+    checkpoint: Checkpoint,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    linear_backend: str | None,
+    quantize_activations: bool | None,
+    batch_invariant: bool,
+) -> PreTrainedModel:
+    folder, config, declaration = checkpoint.folder, checkpoint.config, checkpoint.declaration
+    options = LayerOptions(
+        dtype=resolve_dtype(dtype, config, checkpoint.index),
+        device=device,
+        backend=linear_backend,
+        quantize_activations=quantize_activations,
+        batch_invariant=batch_invariant,
+    )
+    if declaration is None or not declaration.groups:
+        for name, value in [
+            ("linear_backend", linear_backend),
+            ("quantize_activations", quantize_activations),
+        ]:
+            if value is not None:
+                raise ValueError(f"{name}: got {value!r}, but {folder} has no NVFP4 layers")
+        _adapt_quantization(folder, config, declaration)
+    if getattr(config, "quantization_config", None) is None or declaration is not None:
+        return load_streamed(checkpoint, options)
+    check_bytes(empty_model(folder, config, options.dtype), checkpoint.index)
     model, info = or_load_error(
-        path,
+        folder,
         AutoModelForCausalLM.from_pretrained,
         folder,
         config=config,
@@ -120,9 +126,7 @@ def load_model(
         use_safetensors=True,
         ignore_mismatched_sizes=True,  # reported below, in one line
     )
-    _check_complete(path, info)
-    remember_folder(model, folder)
-    register()
+    _check_complete(folder, info)
     return model.to(device).eval()
 
 
@@ -159,10 +163,9 @@ def load_tokenizer(path: str | Path) -> Any:
         folder = local_folder(path)
     if (folder / "config.json").is_file():
         check_is_data(folder)  # the tokenizer's class may depend on it
+    check_tokenizer_files(folder)
     tokenizer = or_load_error(path, AutoTokenizer.from_pretrained, folder, **LOCAL_FILES)
-    # Without files transformers makes a tokenizer that turns every text into nothing.
-    if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
-        raise ModelLoadError(f"{path}: has no tokenizer")
+    check_tokenizer(path, tokenizer)
     return tokenizer
 
 
@@ -180,11 +183,11 @@ def local_folder(
         ModelLoadError: no such folder, or one without config.json; a hub id that cannot be had.
     """
     folder, text = Path(path), str(path)
-    if folder.is_dir():
+    if os.path.isdir(folder):  # pathlib's raises for names that are too long
         if not (folder / "config.json").is_file():
             raise ModelLoadError(f"{path}: the folder has no config.json")
         return folder
-    if folder.exists():
+    if os.path.exists(folder):
         raise ModelLoadError(f"{path}: is a file, expected the folder of a checkpoint")
     if folder.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
         raise ModelLoadError(f"{path}: no such folder")
@@ -216,31 +219,9 @@ def _adapt_quantization(path: str | Path, config: Any, declaration: Declaration 
                 f"{path}: quantization_config.quant_method: expected modelopt, compressed-tensors "
                 f"or a method that transformers reads, found {method!r}"
             )
-
-
-def _check_unquantized(folder: Path) -> None:
-    """Raise ModelLoadError if files hold quantized weights, which nothing declares, or none at all.
-
-    transformers would name the folder alone where weights are pickled, truncated or absent.
-    """
-    single = folder / SINGLE_FILE  # which transformers prefers to an index
-    try:
-        if single.is_file():
-            index = CheckpointIndex.read_files([single])
-        elif (folder / INDEX_FILE).is_file():
-            # Not by `read`: transformers looks for a tensor in all shards, whatever the index says.
-            shards = sorted(set(read_weight_map(folder).values()))
-            index = CheckpointIndex.read_files([folder / shard for shard in shards])
-        else:
-            index = CheckpointIndex.read(folder)
-    except CheckpointError as error:
-        raise ModelLoadError(str(error)) from None
-    name = next((name for name in index.tensors if QUANTIZED_WEIGHT.search(name)), None)
-    if name is not None:
-        raise ModelLoadError(
-            f"{folder}: found quantized weights (tensor {name}), expected a declaration in "
-            "config.json or hf_quant_config.json"
-        )
+        config.quantization_config, cache = without_cache(section)
+        if cache:
+            config.quantization = cache
 
 
 def _check_complete(path: str | Path, info: dict[str, Any]) -> None:

@@ -15,7 +15,8 @@ from transformers import AutoConfig
 
 from halfbyte.checkpoints.declarations import read_config
 from halfbyte.checkpoints.dialects import CheckpointError, one_line
-from halfbyte.models.architectures import check_model_type
+from halfbyte.models.architectures import UnsupportedModelError, check_model_type
+from halfbyte.models.config_fields import check_fields
 
 LOCAL_FILES: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 """Arguments of every `from_pretrained` that is given a folder."""
@@ -23,24 +24,11 @@ LOCAL_FILES: dict[str, Any] = {"trust_remote_code": False, "local_files_only": T
 ADAPTER_FILE = "adapter_config.json"
 
 
-_FOLDER = "_halfbyte_folder"
-"""Attribute of models, of `remember_folder`."""
-
-
-def remember_folder(model: nn.Module, folder: Path) -> None:
-    """Keep with a model where its checkpoint is, wherever the process goes from here."""
-    setattr(model, _FOLDER, folder.absolute())
-
-
 def folder_of(model: nn.Module) -> Path | None:
-    """Where the checkpoint of a loaded model is on this machine; None if it is not known.
+    """Where the checkpoint of a model that transformers loaded is; None if it is not known.
 
-    That is what `remember_folder` kept; for models that transformers loaded, the path that it was
-    given, or the snapshot of a hub id in the hub's own cache.
+    That is the path that it was given, or the snapshot of a hub id in the hub's own cache.
     """
-    kept: Path | None = getattr(model, _FOLDER, None)
-    if kept is not None:
-        return kept
     config: Any = getattr(model, "config", None)
     name = getattr(config, "_name_or_path", None) or ""
     if not name:
@@ -75,10 +63,9 @@ def read_model_config(folder: Path) -> Any:
 
 def check_is_data(folder: Path) -> None:
     """See `read_model_config`; without reading the configuration itself."""
-    try:
-        fields = read_config(folder)  # what transformers says of a broken one does not tell what is
-    except CheckpointError as error:
-        raise ModelLoadError(str(error)) from None
+    # What transformers says of a broken one does not tell what is broken.
+    fields = or_load_error(folder, read_config, folder)
+    or_load_error(folder, check_fields, folder / "config.json", fields)
     if (folder / ADAPTER_FILE).exists():
         raise ModelLoadError(
             f"{folder}: found {ADAPTER_FILE}, expected a whole model: merge the adapter into its "
@@ -88,9 +75,16 @@ def check_is_data(folder: Path) -> None:
 
 
 def or_load_error(path: str | Path, load: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `load` returns; its errors as ModelLoadError, in one line."""
+    """What `load` returns; a library's error as ModelLoadError, in one line.
+
+    The one place for it: broken files make transformers, safetensors and huggingface_hub raise
+    errors of many kinds, and tokenizers panic, whose exception is none of `Exception`.
+    """
     try:
         return load(*args, **kwargs)
-    except Exception as error:  # transformers and safetensors raise many kinds for broken files
-        reason = one_line(error)[:400] or type(error).__name__
-        raise ModelLoadError(f"{path}: cannot be loaded: {reason}") from error
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, UnsupportedModelError):
+        raise
+    except CheckpointError as error:  # names its file already
+        raise ModelLoadError(str(error)) from error
+    except BaseException as error:
+        raise ModelLoadError(f"{path}: cannot be loaded: {one_line(error)}") from error

@@ -39,6 +39,7 @@ from halfbyte.checkpoints.writer import (
 )
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models.calibration import read_calibration_text, scales_from_amax
+from halfbyte.models.config_fields import check_sizes
 from halfbyte.models.loading import load_model, load_tokenizer, local_folder
 from halfbyte.models.local_files import read_model_config
 from halfbyte.models.weight_calibration import calibrate_weights
@@ -137,7 +138,9 @@ def quantize_checkpoint(
     _check_destination(folder, Path(destination))
     config = _read_config(folder)
     index = CheckpointIndex.read(folder)
-    plan = plan_weights(read_model_config(folder), index, ignore)
+    model_config = read_model_config(folder)
+    check_sizes(model_config, index)
+    plan = plan_weights(model_config, index, ignore)
     other_files = _other_files(folder)
     if not output.kv_cache_dtype:
         read_kv_scales(folder)  # are copied, and broken ones could not be loaded
@@ -263,8 +266,9 @@ def _other_files(folder: Path) -> list[Path]:
         hidden = file.name.startswith(".")
         if hidden or file.is_dir() or file.suffix in _WEIGHT_FILES or file.name in _REPLACED:
             continue
-        if not file.exists():
-            raise CheckpointError(f"{file}: expected a file, found a link to nothing")
+        if not file.is_file():
+            found = "something else" if file.exists() else "a link to nothing"
+            raise CheckpointError(f"{file}: expected a file, found {found}")
         files.append(file)
     return files
 

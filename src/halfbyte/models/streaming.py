@@ -58,12 +58,17 @@ def stream_weights(
             scale that cannot be; one line that names it, what was expected and what was found.
     """
     sinks, absent = weight_sinks(model, plan, declaration, index, dtype)
+    stream_into(sinks, index, device)
+    return absent
+
+
+def stream_into(sinks: dict[str, Sink], index: CheckpointIndex, device: torch.device) -> None:
+    """Hand every tensor to its sink, shard by shard."""
     progress = transformers_logging.tqdm(total=len(sinks), desc="Loading weights")
     with progress:
         for name, tensor in index.stream(sinks, device):
             sinks[name](tensor)
             progress.update()
-    return absent
 
 
 def weight_sinks(

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from halfbyte.checkpoints.dialects import CheckpointError
 from halfbyte.checkpoints.quantize import CalibrationResult
-from halfbyte.models.calibration import MAX_TOKENS, measure_amax
+from halfbyte.models.calibration import MAX_TOKENS, check_vocabulary, measure_amax
 from halfbyte.models.weight_plan import experts_projection
 
 
@@ -44,8 +44,9 @@ def calibrate_weights(
 
     Raises:
         CheckpointError: a layer that was never reached, or one whose input is not finite.
-        ValueError: K or V that is not finite.
+        ValueError: K or V that is not finite; ids that the model lacks.
     """
+    check_vocabulary(model.config, token_ids)
     window = min(MAX_TOKENS, getattr(model.config, "max_position_embeddings", MAX_TOKENS))
     total = token_ids.shape[1]
     kv_amax: list[tuple[float, float]] | None = None

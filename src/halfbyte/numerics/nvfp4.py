@@ -91,7 +91,7 @@ def quantize(
     """
     _check_recipe(recipe)
     blocks = split_blocks(x, BLOCK_SIZE)
-    g = _global_scale_for_blocks(global_scale, x)
+    g = global_scale_tensor(global_scale, x)
     amax = block_amax(blocks)
     codes, scales = _quantize_blocks(blocks, amax, g, 6.0)
     if recipe == "four_over_six":
@@ -128,7 +128,7 @@ def dequantize(
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     values = e2m1.decode_packed(data).to(compute).unflatten(-1, (scales.shape[-1], BLOCK_SIZE))
     values = values * e4m3.decode(scales, compute)[..., None]
-    g = _global_scale_for_blocks(global_scale, data).to(compute)
+    g = global_scale_tensor(global_scale, data).to(compute)
     return (values * g).flatten(-2).to(dtype)
 
 
@@ -177,7 +177,12 @@ def _check_recipe(recipe: str) -> None:
         raise ValueError(f"recipe: expected one of {', '.join(RECIPES)}, got {recipe!r}")
 
 
-def _global_scale_for_blocks(scale: float | torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def global_scale_tensor(scale: float | torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A global scale as blocks of x are divided by it: float32, a scalar or `[..., 1, 1]`.
+
+    Raises:
+        ValueError: a float that is not positive and finite, or a shape that does not broadcast.
+    """
     if isinstance(scale, torch.Tensor):
         return _scale_tensor(scale, x)
     rounded = torch.tensor(scale, dtype=torch.float32, device="cpu")

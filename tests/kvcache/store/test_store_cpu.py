@@ -14,7 +14,11 @@ from halfbyte.kvcache.store import StoreConfig
 from halfbyte.kvcache.store.cpu import CpuStore
 from halfbyte.layouts import PageLayout
 from kvcache.page_arithmetic import DTYPES, WITH_GLOBAL_SCALE, Geometry
-from kvcache.store.recipe_cases import RECIPE_OPTIONS, assert_stored_as_by_the_reference
+from kvcache.store.recipe_cases import (
+    RECIPE_OPTIONS,
+    WEIGHTED_OPTIONS,
+    assert_stored_as_by_the_reference,
+)
 from kvcache.store.store_cases import (
     GEOMETRIES,
     INPUT_DTYPES,
@@ -24,6 +28,12 @@ from kvcache.store.store_cases import (
     make_case,
     nasty_values,
     values_next_to_ties,
+)
+from kvcache.store.weighted_cases import (
+    CASES,
+    LAYOUTS,
+    assert_stored_by_weights,
+    assert_tokens_are_stored_alone,
 )
 
 pytestmark = [
@@ -193,7 +203,18 @@ def test_cpu_store_says_what_it_takes() -> None:
 
 
 @pytest.mark.parametrize("input_dtype", INPUT_DTYPES, ids=str)
-@pytest.mark.parametrize("options", RECIPE_OPTIONS, ids=str)
+@pytest.mark.parametrize("options", RECIPE_OPTIONS + WEIGHTED_OPTIONS, ids=str)
 def test_store_of_k_that_a_recipe_changes(options: dict, input_dtype: torch.dtype) -> None:
     """Whatever the instruction set."""
     assert_stored_as_by_the_reference(CpuStore.store, options, input_dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_store_by_weighted_error(name: str, dtype: torch.dtype) -> None:
+    assert_stored_by_weights(CpuStore.store, CASES[name], dtype)
+
+
+@pytest.mark.parametrize("layout", ["128", "64 NHD", "sm100"])
+def test_store_by_weighted_error_is_of_each_token_alone(layout: str) -> None:
+    assert_tokens_are_stored_alone(CpuStore.store, LAYOUTS[layout])

@@ -11,7 +11,11 @@ import torch
 from halfbyte.kvcache import reshape_and_cache
 from halfbyte.layouts import PageLayout
 from kvcache.page_arithmetic import DTYPES, WITH_GLOBAL_SCALE, Geometry
-from kvcache.store.recipe_cases import RECIPE_OPTIONS, assert_stored_as_by_the_reference
+from kvcache.store.recipe_cases import (
+    RECIPE_OPTIONS,
+    WEIGHTED_OPTIONS,
+    assert_stored_as_by_the_reference,
+)
 from kvcache.store.store_cases import (
     GEOMETRIES,
     INPUT_DTYPES,
@@ -21,6 +25,7 @@ from kvcache.store.store_cases import (
     make_case,
     nasty_values,
 )
+from kvcache.store.weighted_cases import CASES, SMALL, assert_stored_by_weights
 
 pytest.importorskip("triton")
 
@@ -227,12 +232,22 @@ def test_gpu_shared_division_falls_on_the_side_of_a_true_one_for_every_divisor()
 
 
 @pytest.mark.parametrize("input_dtype", INPUT_DTYPES, ids=str)
-@pytest.mark.parametrize("options", RECIPE_OPTIONS, ids=str)
+@pytest.mark.parametrize("options", RECIPE_OPTIONS + WEIGHTED_OPTIONS, ids=str)
 def test_gpu_store_of_k_that_a_recipe_changes(
     options: dict[str, Any], input_dtype: torch.dtype
 ) -> None:
-    def store(*arguments: Any) -> None:
-        *rest, transform, positions, recent = arguments
-        reshape_and_cache(*rest, transform=transform, positions=positions, recent=recent)
+    assert_stored_as_by_the_reference(without_waiting(store_k), options, input_dtype, "cuda")
 
-    assert_stored_as_by_the_reference(without_waiting(store), options, input_dtype, "cuda")
+
+@pytest.mark.parametrize("count", [90, 1, 3000])
+@pytest.mark.parametrize("name", [*CASES, *SMALL])
+def test_gpu_store_by_weighted_error(name: str, count: int) -> None:
+    """By programs of a few and of many tokens."""
+    case = (CASES | SMALL)[name]
+    assert_stored_by_weights(without_waiting(store_k), case, torch.bfloat16, "cuda", count)
+
+
+def store_k(*arguments: Any) -> None:
+    """As `StoreBackend.store`, by whichever is chosen."""
+    *rest, transform, positions, recent = (*arguments, None)[:10]
+    reshape_and_cache(*rest, transform=transform, positions=positions, recent=recent)

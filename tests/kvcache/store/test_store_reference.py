@@ -14,6 +14,7 @@ from halfbyte.kvcache import (
     read_tokens,
     reshape_and_cache,
 )
+from halfbyte.kvcache.store.reference import ReferenceStore
 from kvcache.page_arithmetic import (
     DTYPES,
     WITH_GLOBAL_SCALE,
@@ -22,6 +23,7 @@ from kvcache.page_arithmetic import (
     encode,
     sentinel,
 )
+from kvcache.store.weighted_cases import LAYOUTS, assert_tokens_are_stored_alone
 
 K_SCALE, V_SCALE = 0.0371, 0.0059
 NUM_PAGES, BLOCK_SIZE, HEADS = 5, 8, 3
@@ -382,3 +384,8 @@ def test_reshape_and_cache_refuses_pages_off_the_elements_alignment(dtype: str) 
     pages = allocate(geometry, before=1, after=3).pages
     with pytest.raises(ValueError, match="multiple"):
         reshape_and_cache(KEY, VALUE, pages, SLOT_MAPPING, geometry.layout, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("layout", ["128", "48 and 32"])
+def test_tokens_rounded_by_weighted_error_do_not_depend_on_others(layout: str) -> None:
+    assert_tokens_are_stored_alone(ReferenceStore.store, LAYOUTS[layout])

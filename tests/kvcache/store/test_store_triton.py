@@ -30,6 +30,7 @@ from kvcache.store.store_cases import (
     nasty_values,
     values_next_to_ties,
 )
+from kvcache.store.weighted_cases import BOTH, SMALL, WeightedCase, assert_stored_by_weights
 from triton_interpreter import interpreted
 
 pytest.importorskip("triton")
@@ -223,33 +224,69 @@ def test_kernel_compiles(
         assert "st.global.v2.b32" in ptx
 
 
+RECIPE_CONSTANTS: dict[str, Any] = {
+    "centred": True,
+    "segment": 64,
+    "block": 128,
+    "norm": 0.08838834764,
+    "knows_first": True,
+    "mark": MARK,
+    "tolerance": MATCH_TOLERANCE,
+    "ring_size": 80,
+    "pairs": 16,
+    "padded": 128,
+    "padded_v": 128,
+}
+
+
+def assert_exact(ptx: str) -> None:
+    """No result but those of first guesses at reciprocals is other than rounded to nearest."""
+    ptx = ptx.replace("rcp.approx.ftz.f32", "")
+    for inexact in (".ftz", "div.full", "div.approx", "rcp.approx", " mul.f32", " add.f32"):
+        assert inexact not in ptx
+
+
 @pytest.mark.parametrize("architecture", [80, 90, 120])
 def test_kernel_for_recipes_compiles(
     architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    constants = {
-        "centred": True,
-        "segment": 64,
-        "block": 128,
-        "norm": 0.08838834764,
-        "knows_first": True,
-        "mark": MARK,
-        "tolerance": MATCH_TOLERANCE,
-        "ring_size": 80,
-        "pairs": 16,
-        "padded": 128,
-        "padded_v": 128,
-    }
     layout = PageLayout("nvfp4_4over6", "nvfp4_4over6", 128, None, 8, 16)
-    kernel = compile_for(architecture, layout, compiled.store_transformed_kernel, constants)
+    kernel = compile_for(architecture, layout, compiled.store_transformed_kernel, RECIPE_CONSTANTS)
     assert kernel.asm["cubin"][:4] == b"\x7fELF"
-    ptx = kernel.asm["ptx"].replace("rcp.approx.ftz.f32", "")
-    for inexact in (".ftz", "div.full", "div.approx", "rcp.approx", " mul.f32", " add.f32"):
-        assert inexact not in ptx
+    ptx = kernel.asm["ptx"]
+    assert_exact(ptx)
     # Rows are exchanged by shuffles; only whether a program has a first token goes through memory.
     assert kernel.metadata.shared <= 16
     assert "st.global.v2.b32" in ptx
+
+
+@pytest.mark.parametrize("tile", [compiled._ROW_FEEDBACK, compiled._LARGE_FEEDBACK])
+def test_kernel_that_weighs_errors_compiles(
+    tile: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    tokens, rows, num_warps = tile
+    constants = {
+        **RECIPE_CONSTANTS,
+        "weighted": True,
+        "weighted_v": True,
+        "parts": 8,
+        "tokens": tokens,
+        "rows": min(rows, 8 * tokens),
+    }
+    layout = PageLayout("nvfp4_4over6", "nvfp4_4over6", 128, None, 8, 16)
+    kernel = compile_for(90, layout, compiled.store_weighted_kernel, constants, num_warps)
+    assert kernel.asm["cubin"][:4] == b"\x7fELF"
+    assert_exact(kernel.asm["ptx"])
+    ptx = kernel.asm["ptx"]
+    if tokens == 1:  # all threads get each value of a block at once
+        assert ptx.count("redux.sync.xor.b32") == 16
+    else:  # threads have whole tokens: the sixteen steps of a block exchange nothing
+        steps = ptx.rpartition("div.rn.f32")[2].partition("st.global.b8")[0]
+        assert "shfl" not in steps
+        assert "ld.global.v4.b32" in steps
+    assert kernel.metadata.shared <= 4096
 
 
 def compile_for(
@@ -257,6 +294,7 @@ def compile_for(
     layout: PageLayout,
     store_kernel: Any = compiled.store_kernel,
     more: dict[str, Any] | None = None,
+    num_warps: int = 4,
 ) -> Any:
     """A kernel for bfloat16 inputs, heads side by side, and a float scale."""
     from triton.backends.compiler import GPUTarget
@@ -283,6 +321,7 @@ def compile_for(
     types = {"key": "*bf16", "value": "*bf16", "pages": "*u8", "slots": "*i64"}
     types |= {"k_scale": "fp32", "v_scale": "fp32", "positions": "*i64"}
     types |= dict.fromkeys(("cos", "sin", "mean", "partner_mean"), "*fp32")
+    types |= dict.fromkeys(("feedback", "k_weights", "v_weights", "scratch"), "*fp32")
     types |= dict.fromkeys(("first_keys", "first_values", "ring_keys", "ring_values"), "*bf16")
     types |= dict.fromkeys(("ring_rows", "ring_owners", "ring_slots"), "*i64")
     signature = {
@@ -293,7 +332,11 @@ def compile_for(
         (names.index(name),): [["tt.divisibility", 16]] for name in aligned if name not in constants
     }
     source = ASTSource(store_kernel, signature, constants, attributes)
-    options = {"num_warps": 4, "enable_fp_fusion": False, "launch_pdl": architecture >= 90}
+    options = {
+        "num_warps": num_warps,
+        "enable_fp_fusion": False,
+        "launch_pdl": architecture >= 90,
+    }
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
@@ -368,3 +411,27 @@ def test_store_of_k_that_a_recipe_changes(
     store: Any, options: dict[str, Any], input_dtype: torch.dtype
 ) -> None:
     assert_stored_as_by_the_reference(store.store_tokens, options, input_dtype, count=44)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_store_by_weighted_error(store: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """By programs of many tokens."""
+    # Large ones, which are few: what the interpreter is good at.
+    monkeypatch.setattr(store, "_SMALL_FEEDBACK", (64, 128, 1))
+    monkeypatch.setattr(store, "_SMALL_FEEDBACK_FROM", 0)
+    assert_stored_by_weights(store.store_tokens, SMALL[name], count=40)
+
+
+def test_store_of_few_tokens_by_weighted_error(store: Any) -> None:
+    """A warp for each of them."""
+    case = WeightedCase(PageLayout("nvfp4_4over6", "nvfp4_4over6", 32, 16, 1, 16), BOTH)
+    assert_stored_by_weights(store.store_tokens, case, count=8)
+
+
+def test_store_by_weighted_error_marks_first_tokens_and_fills_rings(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_SMALL_FEEDBACK", (64, 128, 1))
+    monkeypatch.setattr(store, "_SMALL_FEEDBACK_FROM", 0)
+    options = {"feedback": True, "weighted": True, "head_size": 32, "heads": 1}
+    assert_stored_as_by_the_reference(store.store_tokens, options, torch.bfloat16, count=36)

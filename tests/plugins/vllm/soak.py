@@ -185,7 +185,7 @@ def expected_answers(model: str) -> list[tuple[list[int], list[int]]]:
     llm = halfbyte.LLM(model, dtype="float32", kv_cache_dtype="nvfp4")
     params = halfbyte.SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0, ignore_eos=True)
     outputs = llm.generate(list(TEXTS), params)
-    return [(llm._encode(text), list(o.token_ids)) for text, o in zip(TEXTS, outputs, strict=True)]
+    return [(o.prompt_token_ids, list(o.token_ids)) for o in outputs]
 
 
 def draw_tasks(answers: list[tuple[list[int], list[int]]], rng: random.Random) -> Iterator[Task]:

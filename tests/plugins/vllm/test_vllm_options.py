@@ -179,7 +179,12 @@ def test_recipe_decides_the_format() -> None:
     both = LayerFormat.of("nvfp4", torch.bfloat16, options)
     assert (both.k, both.v) == ("nvfp4_4over6", "nvfp4_4over6")
     assert LayerFormat.of("fp8", torch.bfloat16, options).k == "fp8_e4m3"
-    with pytest.raises(ValueError, match="kv_recipe: expected one of plain, balanced, got 'best'"):
+    accurate = Options(kv_recipe="accurate")
+    assert LayerFormat.of("nvfp4", torch.bfloat16, accurate) == both
+    assert accurate.recipe.feedback
+    assert accurate.recipe.recent_tokens == 0
+    expected = "kv_recipe: expected one of plain, balanced, accurate, got 'best'"
+    with pytest.raises(ValueError, match=expected):
         Options(kv_recipe="best")
 
 

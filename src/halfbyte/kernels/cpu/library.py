@@ -46,6 +46,7 @@ logger = logging.getLogger("halfbyte")
 _LAYOUT = struct.Struct("12q8i")
 _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "halfbyte_attention": ([ctypes.c_char_p] * 2, None),
+    "halfbyte_dense": ([ctypes.c_char_p], None),
     "halfbyte_fits": ([ctypes.c_void_p] * 3 + [ctypes.c_int64] * 5, ctypes.c_int),
     "halfbyte_store": ([ctypes.c_char_p] * 2, ctypes.c_int64),
     "halfbyte_linear": ([ctypes.c_char_p], None),

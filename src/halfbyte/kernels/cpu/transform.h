@@ -17,6 +17,8 @@ struct Transform {
   const float *cos, *sin;                   // [segments, head_size]
   const float* turn;                        // [2 pairs, turn_stride]: cos, then sin, by pair
   const float *first_keys, *first_values;   // [first_tokens, kv_heads, size]
+  const float* feedback;                    // [kv_heads, head_size, head_size], or null
+  const float *k_weights, *v_weights;       // [kv_heads, size] each, or null
   const int32_t *one, *other;               // [pairs] channels that turn together; one that stays: twice
   int64_t turn_stride;
   int32_t segment, rotate, first_tokens, pairs;

@@ -6,7 +6,7 @@ import struct
 import torch
 import torch.nn.functional as F
 
-_TRANSFORM = struct.Struct("9Pq4i")
+_TRANSFORM = struct.Struct("12Pq4i")
 _COLUMNS_AT_ONCE = 512 + 16
 """Segments that attention may read behind the last one."""
 
@@ -22,6 +22,7 @@ class CpuTransform:
         partner: int64 `[D]`, see `kvcache.transform`.
         first: K and V of first tokens, `[tokens, kv_heads, D]` and `[tokens, kv_heads, Dv]`; None
             where they are packed like the others.
+        rounding: `feedback`, `k_weights` and `v_weights`, see `kvcache.transform`.
     """
 
     def __init__(
@@ -31,8 +32,9 @@ class CpuTransform:
         centring: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
         partner: torch.Tensor | None,
         first: tuple[torch.Tensor, torch.Tensor] | None,
+        rounding: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
     ) -> None:
-        tensors: list[torch.Tensor | None] = [None] * 9
+        tensors: list[torch.Tensor | None] = [None] * 7 + list(rounding) + [None] * 2
         columns = pairs = 0
         if centring is not None:
             assert partner is not None
@@ -43,7 +45,7 @@ class CpuTransform:
             columns, pairs = turn.shape[1] + _COLUMNS_AT_ONCE, len(one)
             turn = F.pad(turn, (0, _COLUMNS_AT_ONCE))
             tensors[:5] = mean, mean[:, partner], cos, sin, turn
-            tensors[7:] = one.int(), partner[one].int()
+            tensors[10:] = one.int(), partner[one].int()
         if first is not None:
             tensors[5:7] = (x.float() for x in first)
         self._kept = [None if x is None else x.contiguous() for x in tensors]

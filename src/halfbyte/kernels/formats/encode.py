@@ -104,7 +104,7 @@ def round_e2m1(y):
 
 
 @triton.jit
-def _pack_codes(rounded, x):
+def pack_codes(rounded, x):
     """Words `[rows]` of what `round_e2m1` gave and the signs of x, both `[rows, 8]`."""
     codes = set_sign(bits_of(rounded), x)
     # What the bits begin with sums to 0x3F3BBBBC over the eight shifts, modulo 2^32.
@@ -117,7 +117,7 @@ def _larger(x, y):
 
 
 @triton.jit
-def _amax(low, high):
+def amax_of(low, high):
     """Largest magnitude of each row; NaN where the row holds one."""
     both = _larger(tl.abs(low), tl.abs(high))
     even, odd = tl.split(tl.reshape(both, (low.shape[0], 4, 2)))
@@ -127,7 +127,7 @@ def _amax(low, high):
 
 
 @triton.jit
-def _pairwise_sum(x):
+def pairwise_sum(x):
     """Sum of each row of `[rows, 8]`, neighbours first."""
     even, odd = tl.split(tl.reshape(x, (x.shape[0], 4, 2)))
     even, odd = tl.split(tl.reshape(even + odd, (x.shape[0], 2, 2)))
@@ -141,7 +141,7 @@ def _squared_error(x, rounded, s, g):
     # An E2M1 code at the top of float32's mantissa is its value times 2^-126.
     q = float_of((bits_of(rounded) + 4) << 22) * 2.0**126
     error = (q * s[:, None]) * g - tl.abs(x)
-    return _pairwise_sum(error * error)
+    return pairwise_sum(error * error)
 
 
 @triton.jit
@@ -212,12 +212,12 @@ def encode_nvfp4(low, high, g, four_over_six: tl.constexpr):
     Returns:
         Words `[rows, 2]` and E4M3 scales `[rows]`, int32.
     """
-    amax = _amax(low, high)
+    amax = amax_of(low, high)
     if can_share(g):
         code, low_rounded, high_rounded = _nvfp4_blocks(low, high, amax, g, four_over_six, True)
     else:
         code, low_rounded, high_rounded = _nvfp4_blocks(low, high, amax, g, four_over_six, False)
-    words = tl.join(_pack_codes(low_rounded, low), _pack_codes(high_rounded, high))
+    words = tl.join(pack_codes(low_rounded, low), pack_codes(high_rounded, high))
     is_number = amax == amax
     code = tl.where(amax == 0, 0, tl.where(is_number, code, 0x7F))
     return tl.where(is_number[:, None], words, 0), code
@@ -235,7 +235,7 @@ def encode_block_fp4(low, high, kind: tl.constexpr):
         Words `[rows, 2]` and the scale of each row's block `[rows]`, int32.
     """
     # Bits of magnitudes compare as integers, NaN above infinity.
-    bits = bits_of(_amax(low, high))
+    bits = bits_of(amax_of(low, high))
     if kind == "mxfp4":
         pairs = tl.reshape(bits, (bits.shape[0] // 2, 2))
         both = tl.broadcast_to(tl.max(pairs, axis=1)[:, None], pairs.shape)
@@ -250,5 +250,5 @@ def encode_block_fp4(low, high, kind: tl.constexpr):
     reciprocal = float_of((254 - scale) << 23)[:, None]
     low_rounded = round_e2m1(tl.minimum(tl.abs(low) * reciprocal, 6.0))
     high_rounded = round_e2m1(tl.minimum(tl.abs(high) * reciprocal, 6.0))
-    words = tl.join(_pack_codes(low_rounded, low), _pack_codes(high_rounded, high))
+    words = tl.join(pack_codes(low_rounded, low), pack_codes(high_rounded, high))
     return tl.where(has_nan[:, None], 0, words), tl.where(has_nan, 0xFF, scale)

@@ -26,6 +26,8 @@ class StoreConfig:
     device_type: str
     transform: bool = False
     """Whether K is changed before it is packed (`KVTransform`)."""
+    weighs_errors: bool = False
+    """Whether K and V are rounded by weighted error (`numerics.weighted_rounding`)."""
 
     def answer_of(self, device_type: str) -> Answer:
         """That of a kernel for one kind of device, which takes floats of 16 and 32 bits."""

@@ -64,7 +64,13 @@ def reshape_and_cache(
     if transform is not None:
         check_positions(positions, slot_mapping, transform)
     store = select_store(
-        layout, key.dtype, value.dtype, pages.device, backend, transform is not None
+        layout,
+        key.dtype,
+        value.dtype,
+        pages.device,
+        backend,
+        transform is not None,
+        transform is not None and transform.weighs_errors,
     )
     if pages.is_cuda and os.environ.get("HALFBYTE_DEBUG") == "1":
         check_slots(pages, slot_mapping, layout)

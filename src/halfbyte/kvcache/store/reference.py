@@ -14,6 +14,7 @@ from halfbyte.kvcache.recent import RingSlots
 from halfbyte.kvcache.store.base import Scale, StoreBackend, StoreConfig, check_slots
 from halfbyte.kvcache.transform import MARK, KVTransform
 from halfbyte.layouts import KVCacheDType, PageLayout
+from halfbyte.numerics import nvfp4, weighted_rounding
 
 
 class ReferenceStore(StoreBackend):
@@ -63,8 +64,8 @@ class ReferenceStore(StoreBackend):
         page, offset = slots // layout.block_size, slots % layout.block_size
         views = layout.views(pages)
         # Both are encoded before either is written, so that an error leaves no half token.
-        k_data, k_scales = _method(layout.k_dtype).quantize(key, k_scale)
-        v_data, v_scales = _method(layout.v_dtype).quantize(value, v_scale)
+        k_data, k_scales = _quantize_key(key, k_scale, layout.k_dtype, transform)
+        v_data, v_scales = _quantize_value(value, v_scale, layout.v_dtype, transform)
         if first is not None and k_scales is not None:
             heads = (first >= 0).nonzero()
             rows = at_start[heads[:, 0]], heads[:, 1]
@@ -77,6 +78,32 @@ class ReferenceStore(StoreBackend):
         views.v_data[page, offset] = v_data
         if views.v_scale is not None and v_scales is not None:
             views.v_scale[_v_scale_index(layout, page, offset)] = v_scales
+
+
+_Packed = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def _quantize_key(
+    key: torch.Tensor, scale: Scale, dtype: KVCacheDType, transform: KVTransform | None
+) -> _Packed:
+    """Codes and block scales of K'."""
+    if transform is None or not transform.weighs_errors:
+        return _method(dtype).quantize(key, scale)
+    recipe: nvfp4.Recipe = "four_over_six" if dtype == KVCacheDType.NVFP4_4OVER6 else "amax6"
+    data, scales = weighted_rounding.quantize(
+        key, scale, transform.k_weights, transform.feedback, recipe
+    )
+    return data, scales.view(torch.uint8)
+
+
+def _quantize_value(
+    value: torch.Tensor, scale: Scale, dtype: KVCacheDType, transform: KVTransform | None
+) -> _Packed:
+    """Codes and block scales of V."""
+    if transform is None or transform.v_weights is None or not dtype.is_nvfp4:
+        return _method(dtype).quantize(value, scale)
+    data, scales = weighted_rounding.quantize(value, scale, transform.v_weights)
+    return data, scales.view(torch.uint8)
 
 
 def read_tokens(

@@ -32,6 +32,7 @@ def select_store(
     device: torch.device,
     backend: str | None = None,
     transform: bool = False,
+    weighs_errors: bool = False,
 ) -> type[StoreBackend]:
     """The backend for such inputs.
 
@@ -40,7 +41,7 @@ def select_store(
     Raises:
         NoImplementationError: the backend asked for is unknown or cannot do the work.
     """
-    config = StoreConfig(layout, key_dtype, value_dtype, device.type, transform)
+    config = StoreConfig(layout, key_dtype, value_dtype, device.type, transform, weighs_errors)
     chosen = STORE_BACKENDS.select(config, explicit=backend)
     missed = _OF_DEVICE.get(device.type)
     if backend is None and chosen.name == "reference" and missed is not None:

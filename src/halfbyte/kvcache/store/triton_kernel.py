@@ -21,6 +21,7 @@ from halfbyte.kernels.runtime.triton_overlap import overlap_options, wait_for_pr
 from halfbyte.kvcache.recent import RingSlots
 from halfbyte.kvcache.store.triton_rows import ROW, Side, side_of, store_side
 from halfbyte.kvcache.store.triton_transform import store_transformed_kernel
+from halfbyte.kvcache.store.triton_weighted import store_weighted_kernel
 from halfbyte.kvcache.transform import MARK, MATCH_TOLERANCE, KVTransform
 from halfbyte.layouts import KVCacheDType, PageLayout, page_stride
 from halfbyte.numerics.hadamard import block_size
@@ -29,6 +30,13 @@ from halfbyte.numerics.hadamard import block_size
 _SMALL_TILE = (64, 2)
 _LARGE_TILE = (128, 4)
 _LARGE_FROM_ROWS = 2**15
+# The same of K by error feedback: (tokens, rows, warps), from so many heads of tokens on; below, a
+# warp for each.
+_ROW_FEEDBACK = (1, 64, 1)
+_SMALL_FEEDBACK = (32, 64, 1)
+_SMALL_FEEDBACK_FROM = 2**11
+_LARGE_FEEDBACK = (128, 128, 2)
+_LARGE_FEEDBACK_FROM = 2**14
 
 
 @triton.jit(do_not_specialize=["num_slots", "capacity"])
@@ -192,6 +200,12 @@ def store_tokens(
         if recent is not None:
             programs = -(-len(recent.rows) * layout.num_kv_heads // constants["pairs"])
             grid = (max(grid[0], programs), 3)
+        if transform.weighs_errors:
+            weighed = _weighted_arguments(transform, layout, num_slots, pages)
+            kernel, tensors = store_weighted_kernel, (*tensors, *weighed[0])
+            constants |= weighed[1]
+            rows, num_warps, programs = weighed[2]
+            grid = (max(programs, -(-num_rows // rows), grid[0]), grid[1])
     with current_device(pages.get_device()):
         kernel[grid](
             key,
@@ -262,6 +276,39 @@ def _ring_arguments(
     if recent is None:
         return (absent,) * 5, 0, constants
     return tuple(recent), len(recent.rows), constants
+
+
+def _weighted_arguments(
+    transform: KVTransform, layout: PageLayout, num_slots: int, absent: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], dict[str, Any], tuple[int, int, int]]:
+    """Tensors and constants of `store_weighted_kernel`; its rows, warps and programs for K."""
+    heads, size = layout.num_kv_heads, layout.head_size
+    is_weighted = transform.k_weights is not None
+    tile = _SMALL_FEEDBACK
+    if num_slots * heads >= _LARGE_FEEDBACK_FROM:
+        tile = _LARGE_FEEDBACK
+    elif num_slots * heads < _SMALL_FEEDBACK_FROM and is_weighted:
+        tile = _ROW_FEEDBACK
+    tokens, rows, num_warps = tile
+    parts = 1 << (size // ROW - 1).bit_length()
+    rows = min(max(rows, parts), parts * tokens)
+    programs = heads * -(-num_slots // tokens)
+    floats: dict[str, Any] = {"dtype": torch.float32, "device": absent.device}
+    feedback = transform.feedback
+    if feedback is None:  # then no error reaches another channel
+        feedback = torch.zeros(heads, size, size, **floats)
+    weights = [
+        absent if w is None else w.contiguous() for w in (transform.k_weights, transform.v_weights)
+    ]
+    scratch = torch.empty(programs, size, tokens, **floats)
+    constants = {
+        "weighted": is_weighted,
+        "weighted_v": transform.v_weights is not None and layout.v_dtype.is_nvfp4,
+        "parts": parts,
+        "tokens": tokens,
+    }
+    tensors = (feedback.contiguous(), *weights, scratch)
+    return tensors, constants, (rows, num_warps, programs)
 
 
 class _Geometry(NamedTuple):

@@ -73,7 +73,7 @@ def rotate_rows(low, high, block: tl.constexpr, norm: tl.constexpr):
 
 
 @triton.jit
-def _subtract_mean(
+def subtract_mean(
     low, high, cos, sin, mean, partner_mean, segment, head, part, inside, side: tl.constexpr
 ):
     """K minus the mean of its segment; products are rounded before their sum."""
@@ -99,7 +99,7 @@ def _largest(x, y):
 
 
 @triton.jit
-def _is_constant(
+def is_constant(
     x, stride_token, stride_head, stride, constants, token, head, inside, tolerance, side
 ):
     """Whether K or V of each row's head is a constant: bool `[rows]`.
@@ -119,6 +119,70 @@ def _is_constant(
         distance = tl.where(tl.max((values != values).to(tl.int32), 1) > 0, float("nan"), distance)
         size = _largest(size, tl.max(tl.abs(expected), 1))
     return distance <= tolerance * size
+
+
+@triton.jit
+def find_first(
+    key,
+    key_stride_token,
+    key_stride_head,
+    key_stride,
+    value,
+    value_stride_token,
+    value_stride_head,
+    value_stride,
+    first_keys,
+    first_values,
+    num_first,
+    token,
+    head,
+    at_start,
+    tolerance,
+    k_side: tl.constexpr,
+    v_side: tl.constexpr,
+):
+    """Which constant each row's K and V are: int32 `[rows]`, -1 for none.
+
+    Args:
+        at_start: bool `[rows]`, of tokens at position 0.
+    """
+    found = tl.full(token.shape, -1, tl.int32)
+    for i in tl.range(0, num_first):
+        index = num_first - 1 - i  # the first of equals
+        same = is_constant(
+            key,
+            key_stride_token,
+            key_stride_head,
+            key_stride,
+            first_keys + index * (k_side.num_heads * k_side.head_size),
+            token,
+            head,
+            at_start,
+            tolerance,
+            k_side,
+        ) & is_constant(
+            value,
+            value_stride_token,
+            value_stride_head,
+            value_stride,
+            first_values + index * (v_side.num_heads * v_side.head_size),
+            token,
+            head,
+            at_start,
+            tolerance,
+            v_side,
+        )
+        found = tl.where(at_start & same, index, found)
+    return found
+
+
+@triton.jit
+def mark_first(words, scales, found, part, mark: tl.constexpr):
+    """Words `[rows, 2]` and scales `[rows]` of K, with those that stand for a first token."""
+    marked = found >= 0
+    is_word = (part == 0)[:, None] & (tl.arange(0, 2) == 0)[None, :]
+    words = tl.where(marked[:, None], tl.where(is_word, found[:, None], 0), words)
+    return words, tl.where(marked, tl.where(part == 0, mark, 0), scales)
 
 
 @triton.jit(do_not_specialize=["num_slots", "capacity", "num_first", "num_segments", "num_kept"])
@@ -267,7 +331,7 @@ def store_transformed_kernel(
     if centred:
         # Padding may have any position; of it nothing is stored.
         turn = tl.minimum(tl.maximum(position // segment, 0), num_segments - 1)
-        low, high = _subtract_mean(
+        low, high = subtract_mean(
             low, high, cos, sin, mean, partner_mean, turn, head, part, inside, k_side
         )
     if block > 0:
@@ -277,37 +341,26 @@ def store_transformed_kernel(
     if knows_first:
         at_start = keep & (position == 0)
         if tl.max(at_start.to(tl.int32), 0) > 0:
-            found = tl.full(token.shape, -1, tl.int32)
-            for i in tl.range(0, num_first):
-                index = num_first - 1 - i  # the first of equals
-                same = _is_constant(
-                    key,
-                    key_stride_token,
-                    key_stride_head,
-                    key_stride,
-                    first_keys + index * (k_side.num_heads * k_side.head_size),
-                    token,
-                    head,
-                    at_start,
-                    tolerance,
-                    k_side,
-                ) & _is_constant(
-                    value,
-                    value_stride_token,
-                    value_stride_head,
-                    value_stride,
-                    first_values + index * (v_side.num_heads * v_side.head_size),
-                    token,
-                    head,
-                    at_start,
-                    tolerance,
-                    v_side,
-                )
-                found = tl.where(at_start & same, index, found)
-            marked = found >= 0
-            is_word = (part == 0)[:, None] & (tl.arange(0, 2) == 0)[None, :]
-            words = tl.where(marked[:, None], tl.where(is_word, found[:, None], 0), words)
-            scales = tl.where(marked, tl.where(part == 0, mark, 0), scales)
+            found = find_first(
+                key,
+                key_stride_token,
+                key_stride_head,
+                key_stride,
+                value,
+                value_stride_token,
+                value_stride_head,
+                value_stride,
+                first_keys,
+                first_values,
+                num_first,
+                token,
+                head,
+                at_start,
+                tolerance,
+                k_side,
+                v_side,
+            )
+            words, scales = mark_first(words, scales, found, part, mark)
     start = pages + page * page_stride
     data = start + (k_offsets[0] + offset * k_side.data_token + head * k_side.data_head)
     store_scales(start + k_offsets[1], offset, head, part, scales, keep, k_side)

@@ -14,6 +14,7 @@ also for users who never ask for halfbyte. It therefore changes nothing that is 
 | `backend` | what the attention backend supports, and pages of both generations of vLLM |
 | `metadata` | one step's lengths and tables, CUDA graphs, scales handed to the layers |
 | `attention` | a layer: stores K and V, attends |
+| `recent` | the last tokens in 16 bits: which request has which ring, and where there are none |
 | `linear`, `linear_kernel` | NVFP4 layers on halfbyte's kernels: whether, and how |
 | `compilation` | what Inductor compiles around halfbyte's kernels |
 | `connectors` | pages that leave the engine, named by their formats and scales |
@@ -44,7 +45,7 @@ def register() -> None:
         return
     _registered = True
     try:
-        from halfbyte.plugins.vllm import checks, connectors, cpu_platform, linear, registry
+        from halfbyte.plugins.vllm import checks, connectors, cpu_platform, linear, recent, registry
 
         missing = registry.missing_hooks()
         if missing:
@@ -54,6 +55,7 @@ def register() -> None:
         cpu_platform.install()
         linear.install()
         connectors.install()
+        recent.install()
     except Exception as error:
         # Another version's vLLM must start as if halfbyte were not installed.
         reason = " ".join(str(error).split())[:300]

@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from halfbyte.attention import paged_attention
 from halfbyte.kvcache import KVScales, reshape_and_cache
 from halfbyte.kvcache.layer import LayerQuantization
+from halfbyte.kvcache.recent import RecentInputs
 from halfbyte.kvcache.recipe import RECIPES
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
@@ -23,7 +24,10 @@ from halfbyte.plugins.vllm.formats import LayerFormat, block_size_of, pages_of
 from halfbyte.plugins.vllm.loading import accept_shard_ids
 from halfbyte.plugins.vllm.metadata import HalfbyteMetadata
 from halfbyte.plugins.vllm.options import LastModel
+from halfbyte.plugins.vllm.recent import ring_tokens
 from halfbyte.plugins.vllm.scales import check_scales, heads_of_rank
+
+Rings = tuple[torch.Tensor, torch.Tensor]
 
 
 class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
@@ -72,12 +76,21 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         self.k_scale: float | torch.Tensor = 1.0
         self.v_scale: float | torch.Tensor = 1.0
         self._has_scales = not self.needs_scales
-        if self.needs_scales and LastModel.with_scales is not config.model_config:
-            check_scales(config, options)  # before the weights are loaded, which takes minutes
-            LastModel.with_scales = config.model_config
         self.recipe = options.recipe if self.format.k.is_nvfp4 else RECIPES["plain"]
+        if self.needs_scales and LastModel.with_scales is not config.model_config:
+            # Before the weights are loaded, which takes minutes.
+            check_scales(config, options, self.recipe)
+            LastModel.with_scales = config.model_config
         self.transform: KVTransform | None = None
         self._layout: PageLayout | None = None
+        # Now, when vLLM counts the memory that is not its cache's.
+        has_rings = self.format.k.is_nvfp4 and kv_sharing_target_layer_name is None
+        self.recent_tokens = ring_tokens(config) if has_rings else 0
+        self._max_num_seqs = config.scheduler_config.max_num_seqs
+        self._dtype = torch.get_default_dtype()
+        self.rings: Rings | None = None
+        if self.recent_tokens:
+            self.rings = self._make_rings(head_size)
 
     @property
     def needs_scales(self) -> bool:
@@ -101,6 +114,25 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         self.k_scale, self.v_scale = pair
         self._has_scales = True
 
+    def check_rings(self, head_size_v: int, device: torch.device) -> None:
+        """Let the rings be where the layer runs, and of its sizes."""
+        if self.rings is None:
+            return
+        value = self.rings[1]
+        if value.device.type != device.type or value.shape[3] != head_size_v:
+            self.rings = self._make_rings(head_size_v, device)
+
+    def _make_rings(self, head_size_v: int, device: torch.device | None = None) -> Rings:
+        key, value = (
+            torch.zeros(
+                (self._max_num_seqs, self.num_kv_heads, self.recent_tokens, size),
+                dtype=self._dtype,
+                device=torch.get_default_device() if device is None else device,
+            )
+            for size in (self.head_size, head_size_v)
+        )
+        return key, value
+
     @property
     def max_position(self) -> int | None:
         """Tokens that the layer's recipe has means of K for; None where there is no limit."""
@@ -120,13 +152,17 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         pages, layout = self._pages(layer, kv_cache)
         changed: dict[str, Any] = {}
         if self.transform is not None:
-            metadata: Any = get_forward_context().attn_metadata
-            if metadata is None:  # a dummy run, in which no token has a slot
+            context: Any = get_forward_context().attn_metadata
+            if context is None:  # a dummy run, in which no token has a slot
                 return
             # Slots that pad a step have no position.
-            positions = metadata[layer.layer_name].positions()
+            metadata = context[layer.layer_name]
+            positions = metadata.positions()
             slot_mapping = slot_mapping[: positions.shape[0]]
             changed = {"transform": self.transform, "positions": positions}
+            step = metadata.recent
+            if self.rings is not None and step is not None and step.is_short:
+                changed["recent"] = step.slots_in(self.rings)
         reshape_and_cache(
             key, value, pages, slot_mapping, layout, self.k_scale, self.v_scale, **changed
         )
@@ -157,6 +193,7 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
             raise NotImplementedError("halfbyte: quantized attention output is not supported")
         tokens = attn_metadata.num_actual_tokens
         pages, layout = self._pages(layer, kv_cache)
+        recent = self._read_rings(attn_metadata, pages, layout, key, value)
         paged_attention(
             query[:tokens],
             pages,
@@ -174,8 +211,37 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
             out=output[:tokens],
             plans=attn_metadata.current_plans(),
             transform=self.transform,
+            recent=recent,
         )
+        step = attn_metadata.recent
+        if self.rings is not None and step is not None and not step.is_short:
+            step.slots_in(self.rings).write(key, value)
         return output
+
+    def _read_rings(
+        self,
+        metadata: HalfbyteMetadata,
+        pages: torch.Tensor,
+        layout: PageLayout,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> RecentInputs | None:
+        """The last tokens of the step's sequences; None where all are read from the pages."""
+        step, tokens = metadata.recent, metadata.num_actual_tokens
+        if self.rings is None or step is None:
+            return None
+        step.fill(
+            self.rings,
+            pages,
+            layout,
+            metadata.block_tables,
+            self.k_scale,
+            self.v_scale,
+            self.transform,
+            window=self.sliding_window,
+        )
+        own = key[:tokens], value[:tokens]
+        return RecentInputs(self.recent_tokens, *self.rings, step.entries, *own)
 
     def _pages(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, PageLayout]:
         if not self._has_scales:

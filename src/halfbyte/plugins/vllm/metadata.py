@@ -11,8 +11,10 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from halfbyte.attention import AttentionPlans
 from halfbyte.attention.queries import QueryPositions
 from halfbyte.kvcache import KVScales
+from halfbyte.kvcache.recent_step import RecentStep
 from halfbyte.plugins.vllm.checks import check_config
 from halfbyte.plugins.vllm.options import Options
+from halfbyte.plugins.vllm.recent import running_step
 from halfbyte.plugins.vllm.registry import has_page_specs
 from halfbyte.plugins.vllm.scales import LayerPlace, is_same_folder, place_of, scales_of_model
 
@@ -38,6 +40,8 @@ class HalfbyteMetadata:
     plans: AttentionPlans = field(default_factory=AttentionPlans)
     captured_plans: AttentionPlans = field(default_factory=AttentionPlans)
     """Made inside a CUDA graph's capture, so that every replay plans anew for its own lengths."""
+    recent: RecentStep | None = None
+    """What the step does with the last tokens; None where there are no rings, or no tokens."""
 
     def positions(self) -> torch.Tensor:
         """int64 `[tokens]`, of each token in its sequence; -1 of those that pad."""
@@ -90,6 +94,7 @@ class HalfbyteMetadataBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):
             common.query_start_loc,
             common.seq_lens,
             common.block_table_tensor,
+            recent=running_step(common.num_actual_tokens, common.num_reqs, self.device),
         )
 
 
@@ -120,6 +125,7 @@ def give_scales(vllm_config: Any, layer_names: list[str], device: torch.device) 
         if place.is_draft not in found:
             found[place.is_draft] = _scales_for(vllm_config, options, place)
         layer.impl.set_scales(found[place.is_draft], place.layer, device)
+        layer.impl.check_rings(layer.head_size_v, device)
         most, limit = vllm_config.model_config.max_model_len, layer.impl.max_position
         if limit is not None and most > limit:
             raise ValueError(

@@ -66,8 +66,13 @@ class Options:
 
     @property
     def recipe(self) -> KVRecipe:
-        """That of `kv_recipe`, all tokens from the pages: vLLM has no place for rings yet."""
+        """What of `kv_recipe` the bytes of a page depend on."""
         return RECIPES[self.kv_recipe or DEFAULT].of_pages
+
+    @property
+    def recent_tokens(self) -> int:
+        """Last tokens that `kv_recipe` keeps in 16 bits, where there are rings: see `recent`."""
+        return RECIPES[self.kv_recipe or DEFAULT].recent_tokens
 
     def of_attention(self) -> list[str]:
         """Options other than their defaults that have no effect without halfbyte's attention."""
@@ -116,5 +121,7 @@ class LastModel:
     dtype = torch.bfloat16
     resolved: tuple[Any, Any, Options] | None = None
     """vLLM's configuration of it, the additional one, and what `resolve_options` made of them."""
+    without_rings: Any = None
+    """vLLM's configuration of the model of which the log has said why."""
     with_scales: Any = None
     """vLLM's configuration of the model for which scales were found last."""

@@ -61,7 +61,7 @@ def _models(vllm_config: Any) -> tuple[Any, Any]:
 def _default_recipe(vllm_config: Any, target: Any, draft: Any, options: Options) -> str:
     from halfbyte.models.kv_setup import recipe_for
 
-    if not _has_nvfp4_keys(vllm_config, options):
+    if not has_nvfp4_keys(vllm_config, options):
         return "plain"
     if captures_stores(vllm_config):
         logger.warning("piecewise CUDA graphs that hold the cache's update: kv_recipe plain")
@@ -107,8 +107,8 @@ def _known_scales(
     )
 
 
-def _has_nvfp4_keys(vllm_config: Any, options: Options) -> bool:
-    """Whether there is anything for a recipe to do."""
+def has_nvfp4_keys(vllm_config: Any, options: Options) -> bool:
+    """Whether there is anything for a recipe to do in layers of the run's cache dtype."""
     as_it_is = replace(options, kv_recipe="plain")
     try:
         formats = LayerFormat.of(vllm_config.cache_config.cache_dtype, torch.bfloat16, as_it_is)

@@ -16,7 +16,12 @@ from typing import Any
 import torch
 
 from halfbyte.kvcache import KVRecipe, KVScales
-from halfbyte.kvcache.calibration import KVCalibration, LayerCalibration, RopeAverages
+from halfbyte.kvcache.calibration import (
+    ErrorCosts,
+    KVCalibration,
+    LayerCalibration,
+    RopeAverages,
+)
 from halfbyte.kvcache.recipe import SEGMENT
 from halfbyte.plugins.vllm.options import Options
 
@@ -133,35 +138,42 @@ def place_of_scales(
 
 
 def _dummy_calibration(model_config: Any) -> KVCalibration:
-    """Means of zero, and the angles of a usual rotary embedding: as much work as real ones."""
+    """Means of zero, no errors handed on, and the angles of a usual rotary embedding: as much work
+    as real ones."""
     config = model_config.hf_text_config
     heads, size = model_config.get_total_num_kv_heads(), model_config.get_head_size()
-    starts = torch.arange(0, config.max_position_embeddings, SEGMENT) + SEGMENT / 2
-    angles = starts[:, None] * 10000.0 ** -(torch.arange(size // 2) / (size // 2))
+    starts = torch.arange(0, config.max_position_embeddings, SEGMENT, device="cpu") + SEGMENT / 2
+    angles = starts[:, None] * 10000.0 ** -(torch.arange(size // 2, device="cpu") / (size // 2))
     rope = RopeAverages(
         angles.cos().repeat(1, 2),
         torch.cat([-angles.sin(), angles.sin()], 1),
-        torch.arange(size).roll(size // 2),
+        torch.arange(size, device="cpu").roll(size // 2),
     )
-    none = torch.zeros(1, heads, size)
-    layer = LayerCalibration(none[0], (DUMMY_AMAX,) * 4, DUMMY_AMAX, none, none, 0)
+    none = torch.zeros(1, heads, size, device="cpu")
+    nothing = torch.zeros(heads, size, size, dtype=torch.float64, device="cpu")
+    costs = ErrorCosts.of(nothing, nothing[:, 0])
+    layer = LayerCalibration(none[0], (DUMMY_AMAX,) * 4, DUMMY_AMAX, none, none, 0, costs)
     return KVCalibration(SEGMENT, (0,), (layer,) * config.num_hidden_layers, (rope,))
 
 
-def check_scales(vllm_config: Any, options: Options) -> None:
-    """Raise ValueError if there are no scales for the model whose layers are being made.
+def check_scales(vllm_config: Any, options: Options, recipe: KVRecipe) -> None:
+    """Raise ValueError if there are no scales for the model whose layers are being made, or none
+    that their recipe can use.
 
     A draft's are looked for after loading, when its layers are told apart from the target's.
 
     Args:
         vllm_config: vLLM's.
         options: of the run.
+        recipe: of the layers; `plain` where K has another format than recipes are for.
     """
     model_config = vllm_config.model_config
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     if model_config is not draft:
         given, load_config = options.kv_scales, vllm_config.load_config
-        scales_of_model(model_config, load_config, given, "kv_scales", options.recipe)
+        scales = scales_of_model(model_config, load_config, given, "kv_scales", options.recipe)
+        if recipe.changes_k:
+            scales.calibration_for(recipe)
 
 
 def is_same_folder(model_config: Any, draft_config: Any, load_config: Any) -> bool:

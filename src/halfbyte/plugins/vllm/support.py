@@ -50,6 +50,11 @@ FEATURES = (
         "test_vllm_recipes.py::test_balanced_equals_halfbyte_s_engine",
     ),
     Feature(
+        "its last tokens in 16 bits, where there are rings ([below](#the-last-tokens))",
+        (SEEN, UNTRIED, TESTED, UNTRIED),
+        "test_vllm_recipes.py::test_balanced_equals_halfbyte_s_engine",
+    ),
+    Feature(
         "sliding windows, hybrid models, soft-cap",
         (SEEN, PARTLY, TESTED, UNTRIED),
         "test_vllm_models.py::test_nvfp4_equals_halfbyte_s_engine",

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 import halfbyte
 from halfbyte.assets import bundled_model_path
+from halfbyte.engine.prompts import encode
 from halfbyte.plugins.vllm.attention import HalfbyteAttentionImpl
 from halfbyte.plugins.vllm.registry import has_page_specs
 
@@ -96,12 +98,17 @@ def assert_ours(llm: Any, kv_cache_dtype: str | None = None) -> list[HalfbyteAtt
 
 def generate(llm: Any, prompts: Sequence[Any], max_tokens: int = 64) -> list[list[int]]:
     """Greedy tokens of texts or lists of token ids."""
+    return [list(output.outputs[0].token_ids) for output in outputs_of(llm, prompts, max_tokens)]
+
+
+def outputs_of(llm: Any, prompts: Sequence[Any], max_tokens: int = 64) -> list[Any]:
+    """The same as vLLM gives them."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
     asked = [p if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in prompts]
-    outputs = llm.generate(asked, params, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    outputs: list[Any] = llm.generate(asked, params, use_tqdm=False)
+    return outputs
 
 
 def metrics(llm: Any) -> dict[str, float]:
@@ -191,10 +198,35 @@ def halfbyte_logits(
 ) -> torch.Tensor:
     """Logits after a prompt and some tokens, of `halfbyte.LLM`."""
     llm = halfbyte_engine(model, **options)
-    ids = llm._encode(prompt) + output
+    ids = encode(llm.tokenizer, prompt) + output
     llm.core.tables.add("check")
     llm.core.tables.append("check", len(ids))
     return llm.core.runner.run([("check", ids)])[0].float()
+
+
+def tokens_after_hits(
+    model: str | Path, prompts: Sequence[str], hits: Sequence[int], max_tokens: int, **options: Any
+) -> list[list[int]]:
+    """Greedy tokens of `halfbyte.LLM` where a prompt's first `hits` tokens come as pages alone."""
+    llm = halfbyte_engine(model, **options)
+    tables, run = llm.core.tables, llm.core.runner.run
+    results = []
+    for prompt, hit in zip(prompts, hits, strict=True):
+        ids, tokens = encode(llm.tokenizer, prompt), []
+        tables.add("it")
+        if hit:
+            tables.append("it", hit)
+            run([("it", ids[:hit])])
+            pages = tables.move_out("it")
+            tables.move_in("it", replace(pages, recent=([], 0)))
+        chunk = ids[hit:]
+        for _ in range(max_tokens):
+            tables.append("it", len(chunk))
+            chunk = [int(run([("it", chunk)])[0].argmax())]
+            tokens += chunk
+        tables.free("it")
+        results.append(tokens)
+    return results
 
 
 def varied(tokens: list[list[int]]) -> bool:

@@ -19,31 +19,70 @@ from plugins.vllm.engine.engines import (
     assert_same_tokens,
     generate,
     halfbyte_tokens,
+    metrics,
+    outputs_of,
     run_apart,
+    tokens_after_hits,
     vllm_engine,
 )
 
-# Without the last tokens in 16 bits, for which vLLM has no place yet.
-RECIPE = KVRecipe.parse("balanced").of_pages
 BALANCED: dict[str, Any] = {"additional_config": {"halfbyte": {"kv_recipe": "balanced"}}}
+LAST_TOKENS = KVRecipe.parse("balanced").recent_tokens
 
 
 def test_balanced_equals_halfbyte_s_engine() -> None:
-    """Whatever the chunks, the block size and the prefixes; not the tokens of `plain`."""
-    expected = halfbyte_tokens(BUNDLED, TEXTS, kv_recipe=RECIPE)
-    with vllm_engine(**BALANCED, block_size=32) as llm:
+    """Its last tokens in 16 bits, whatever the chunks, batches, preemptions and prefixes; not the
+    tokens of `plain`, nor those from the pages alone."""
+    expected = halfbyte_tokens(BUNDLED, TEXTS, kv_recipe="balanced")
+    prompts = [TEXTS[1] * 4 + text for text in TEXTS]
+    with vllm_engine(**BALANCED, block_size=16) as llm:
         for impl in assert_ours(llm, "nvfp4_4over6"):
             assert impl.transform is not None
             assert impl.transform.mean is not None
             assert impl.transform.first_keys is not None
+            assert impl.recent_tokens == LAST_TOKENS
         found = generate(llm, TEXTS)
-        assert generate(llm, TEXTS) == found  # prefixes from the cache
-    assert_same_tokens(found, expected, TEXTS, BUNDLED, kv_recipe=RECIPE)
-    chunked: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
-    with vllm_engine(**BALANCED, **chunked, enable_prefix_caching=False) as llm:
-        assert generate(llm, TEXTS) == found
+        after_hits = outputs_of(llm, prompts, 24)
+    assert_same_tokens(found, expected, TEXTS, BUNDLED, kv_recipe="balanced")
+    of_pages = KVRecipe.parse("balanced").of_pages
+    assert halfbyte_tokens(BUNDLED, TEXTS, kv_recipe=of_pages) != found
+    # A ring lacks what came as pages, most of it in the step that writes them.
+    hits = [output.num_cached_tokens for output in after_hits]
+    assert sum(hit >= LAST_TOKENS for hit in hits) >= 5
+    expected = tokens_after_hits(BUNDLED, prompts, hits, 24, kv_recipe="balanced")
+    pairs = zip(after_hits, expected, strict=True)
+    assert sum(list(output.outputs[0].token_ids) != tokens for output, tokens in pairs) <= 1
+    small: dict[str, Any] = {
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+        "num_gpu_blocks_override": 28,
+        "block_size": 16,
+        "max_model_len": 256,
+    }
+    with vllm_engine(
+        **BALANCED, **small, enable_prefix_caching=False, disable_log_stats=False
+    ) as llm:
+        assert generate(llm, TEXTS * 2) == found * 2
+        assert metrics(llm)["vllm:num_preemptions"] > 4
     with vllm_engine() as llm:
         assert generate(llm, TEXTS) != found
+
+
+def test_accurate_equals_halfbyte_s_engine() -> None:
+    """Whatever the chunks; not the tokens of `balanced`."""
+    recipe = KVRecipe.parse("accurate").of_pages
+    options: dict[str, Any] = {"additional_config": {"halfbyte": {"kv_recipe": "accurate"}}}
+    expected = halfbyte_tokens(BUNDLED, TEXTS, kv_recipe=recipe)
+    with vllm_engine(**options) as llm:
+        for impl in assert_ours(llm, "nvfp4_4over6"):
+            assert impl.transform is not None
+            assert impl.transform.feedback is not None
+            assert impl.transform.v_weights is not None
+        found = generate(llm, TEXTS)
+    assert_same_tokens(found, expected, TEXTS, BUNDLED, kv_recipe=recipe)
+    chunked: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
+    with vllm_engine(**options, **chunked, enable_prefix_caching=False) as llm:
+        assert generate(llm, TEXTS) == found
 
 
 def test_balanced_is_the_default(tmp_path: Path) -> None:
@@ -79,7 +118,7 @@ def test_scales_are_read_while_layers_are_made() -> None:
         with torch.device("meta"):
             vllm_config = config()
             assert check_config(vllm_config) == expected
-            check_scales(vllm_config, expected)
+            check_scales(vllm_config, expected, expected.recipe)
             assert torch.get_default_dtype() == torch.bfloat16
             assert torch.empty(0).device.type == "meta"
     finally:

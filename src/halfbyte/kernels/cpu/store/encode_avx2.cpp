@@ -27,6 +27,17 @@ TARGET inline uint32_t top_bits(const float* x) {
   return (uint32_t)_mm_cvtsi128_si32(d);
 }
 
+TARGET inline void pack_codes(__m256i codes, uint8_t* out) {
+  // The odd code of a pair moves to the upper half of the even one's byte.
+  const __m256i pairs = _mm256_or_si256(codes, _mm256_srli_epi64(codes, 28));
+  const __m128i low = _mm256_castsi256_si128(pairs), high = _mm256_extracti128_si256(pairs, 1);
+  const __m128i bytes =
+      _mm_shuffle_epi8(_mm_or_si128(low, _mm_slli_epi64(high, 8)),
+                       _mm_setr_epi8(0, 8, 1, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
+  const int four = _mm_cvtsi128_si32(bytes);
+  std::memcpy(out, &four, 4);
+}
+
 TARGET inline void e2m1_values(const float* x, float divisor, uint8_t* out) {
   for (int i = 0; i < 16; i += 8) {
     const __m256 given = _mm256_loadu_ps(x + i);
@@ -46,15 +57,17 @@ TARGET inline void e2m1_values(const float* x, float divisor, uint8_t* out) {
     ABOVE(3.5f, _CMP_GE_OQ);
     ABOVE(5.0f, _CMP_GT_OQ);
 #undef ABOVE
-    // The odd code of a pair moves to the upper half of the even one's byte.
-    const __m256i pairs = _mm256_or_si256(codes, _mm256_srli_epi64(codes, 28));
-    const __m128i low = _mm256_castsi256_si128(pairs), high = _mm256_extracti128_si256(pairs, 1);
-    const __m128i bytes =
-        _mm_shuffle_epi8(_mm_or_si128(low, _mm_slli_epi64(high, 8)),
-                         _mm_setr_epi8(0, 8, 1, 9, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0));
-    const int four = _mm_cvtsi128_si32(bytes);
-    std::memcpy(out + i / 2, &four, 4);
+    pack_codes(codes, out + i / 2);
   }
+}
+
+// Of 16 values, neighbours first: they, then pairs of them, stay in their 128-bit lanes.
+TARGET inline float tree_sum(__m256 first, __m256 second) {
+  __m256 both = _mm256_hadd_ps(first, second);
+  both = _mm256_hadd_ps(both, both);
+  const __m128 low = _mm256_castps256_ps128(both), high = _mm256_extractf128_ps(both, 1);
+  const __m128 halves = _mm_add_ps(low, high);
+  return _mm_cvtss_f32(_mm_add_ss(halves, _mm_movehdup_ps(halves)));
 }
 
 TARGET inline float squared_error(const float* x, const uint8_t* data, float s, float g) {
@@ -71,12 +84,7 @@ TARGET inline float squared_error(const float* x, const uint8_t* data, float s, 
     const __m256 error = _mm256_sub_ps(value, _mm256_loadu_ps(x + i * 8));
     sum[i] = _mm256_mul_ps(error, error);
   }
-  // Neighbours, then pairs of them, stay in their 128-bit lanes.
-  __m256 both = _mm256_hadd_ps(sum[0], sum[1]);
-  both = _mm256_hadd_ps(both, both);
-  const __m128 low = _mm256_castps256_ps128(both), high = _mm256_extractf128_ps(both, 1);
-  const __m128 halves = _mm_add_ps(low, high);
-  return _mm_cvtss_f32(_mm_add_ss(halves, _mm_movehdup_ps(halves)));
+  return tree_sum(sum[0], sum[1]);
 }
 
 // `SmallFloat::of`; magnitudes compare alike as signed numbers.
@@ -139,13 +147,66 @@ TARGET void bfloat16_values(const float* x, float, uint8_t* out) {
   }
 }
 
+TARGET inline __m256 ratios_of(__m256 x, __m256 r) {
+  const __m256 t = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_mul_ps(x, r));
+  return _mm256_and_ps(t, _mm256_cmp_ps(t, t, _CMP_ORD_Q));
+}
+
+// `e2m1_nearest`.
+TARGET inline __m256 nearest_values(__m256 t) {
+  const __m256 clamped = _mm256_min_ps(t, _mm256_set1_ps(6.0f));
+  const __m256i bits = _mm256_and_si256(_mm256_castps_si256(clamped), _mm256_set1_epi32(0x7f800000));
+  const __m256 power = _mm256_castsi256_ps(_mm256_add_epi32(
+      _mm256_max_epi32(bits, _mm256_set1_epi32(0x3f800000)), _mm256_set1_epi32(22 << 23)));
+  return _mm256_sub_ps(_mm256_add_ps(clamped, power), power);
+}
+
+TARGET inline float weighted_error(const float* x, const float* weights, float r) {
+  __m256 sum[2];
+  for (int i = 0; i < 2; i++) {
+    const __m256 t = ratios_of(_mm256_loadu_ps(x + i * 8), _mm256_set1_ps(r));
+    const __m256 off = _mm256_sub_ps(nearest_values(t), t);
+    sum[i] = _mm256_mul_ps(_mm256_mul_ps(off, off), _mm256_loadu_ps(weights + i * 8));
+  }
+  return tree_sum(sum[0], sum[1]);
+}
+
+TARGET inline void product_codes(const float* x, float r, uint8_t* out) {
+  for (int i = 0; i < 16; i += 8) {
+    const __m256 given = _mm256_loadu_ps(x + i);
+    const __m256 v = nearest_values(ratios_of(given, _mm256_set1_ps(r)));
+    const __m256 high = _mm256_add_ps(_mm256_mul_ps(v, _mm256_set1_ps(0.5f)), _mm256_set1_ps(4.0f));
+    const __m256 middle = _mm256_min_ps(_mm256_add_ps(v, _mm256_set1_ps(2.0f)), high);
+    const __m256i codes = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_add_ps(v, v), middle));
+    const __m256i negative =
+        _mm256_castps_si256(_mm256_cmp_ps(given, _mm256_setzero_ps(), _CMP_LT_OQ));
+    pack_codes(_mm256_or_si256(codes, _mm256_and_si256(negative, _mm256_set1_epi32(8))),
+               out + i / 2);
+  }
+}
+
+TARGET inline void subtract_product(float* x, const float* feedback, float error, int n) {
+  const __m256 e = _mm256_set1_ps(error);
+  for (int i = 0; i < n; i += 8) {
+    const __m256 product = _mm256_mul_ps(e, _mm256_loadu_ps(feedback + i));
+    _mm256_storeu_ps(x + i, _mm256_sub_ps(_mm256_loadu_ps(x + i), product));
+  }
+}
+
 #include "store/encode.inc"
+#include "store/weighted.inc"
 
 }  // namespace
 
 TARGET void encode_avx2(int format, const float* x, int size, float global_scale, uint8_t* data,
                         uint8_t* scales) {
   encode(format, x, size, global_scale, data, scales);
+}
+
+TARGET void encode_weighted_avx2(bool four_over_six, float* x, int size, float g,
+                                 const float* weights, const float* feedback, uint8_t* data,
+                                 uint8_t* scales) {
+  encode_weighted(four_over_six, x, size, g, weights, feedback, data, scales);
 }
 
 }  // namespace halfbyte

@@ -66,13 +66,42 @@ void bfloat16_values(const float* x, float, uint8_t* out) {
   }
 }
 
+float weighted_error(const float* x, const float* weights, float r) {
+  float sum[16];
+  for (int i = 0; i < 16; i++) {
+    const float t = ratio_of(x[i], r), off = e2m1_nearest(t) - t;
+    sum[i] = off * off * weights[i];
+  }
+  for (int n = 8; n > 0; n /= 2)
+    for (int i = 0; i < n; i++) sum[i] = sum[2 * i] + sum[2 * i + 1];
+  return sum[0];
+}
+
+void product_codes(const float* x, float r, uint8_t* out) {
+  int codes[16];
+  for (int i = 0; i < 16; i++)
+    codes[i] = e2m1_code(e2m1_nearest(ratio_of(x[i], r))) | (x[i] < 0.0f) << 3;
+  for (int i = 0; i < 8; i++) out[i] = (uint8_t)(codes[2 * i] | codes[2 * i + 1] << 4);
+}
+
+void subtract_product(float* __restrict x, const float* __restrict feedback, float error, int n) {
+  for (int i = 0; i < n; i++) x[i] -= error * feedback[i];
+}
+
 #include "store/encode.inc"
+#include "store/weighted.inc"
 
 }  // namespace
 
 void encode_portable(int format, const float* x, int size, float global_scale, uint8_t* data,
                      uint8_t* scales) {
   encode(format, x, size, global_scale, data, scales);
+}
+
+void encode_weighted_portable(bool four_over_six, float* x, int size, float g,
+                              const float* weights, const float* feedback, uint8_t* data,
+                              uint8_t* scales) {
+  encode_weighted(four_over_six, x, size, g, weights, feedback, data, scales);
 }
 
 }  // namespace halfbyte

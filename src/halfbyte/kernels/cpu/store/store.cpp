@@ -45,6 +45,7 @@ struct Batch {
   const Call& call;
   const Kernels& kernels;
   Encode encode;
+  EncodeWeighted encode_weighted;
   int tokens_per_item;
 };
 
@@ -54,6 +55,30 @@ Encode best_encode() {
   if (current_level() >= kAvx2) return encode_avx2;
 #endif
   return encode_portable;
+}
+
+EncodeWeighted best_encode_weighted() {
+#if HALFBYTE_X86
+  if (current_level() >= kAvx512) return encode_weighted_avx512;
+  if (current_level() >= kAvx2) return encode_weighted_avx2;
+#endif
+  return encode_weighted_portable;
+}
+
+// A head's K or V by weighted error, where a recipe says so; false where it does not.
+bool encode_by_weights(const Batch& batch, const Side& side, bool is_key, int head, float* x,
+                       uint8_t* data, uint8_t* scales) {
+  const Transform* t = batch.call.transform;
+  if (!t || !is_nvfp4(side.format)) return false;
+  const float* weights = is_key ? t->k_weights : t->v_weights;
+  const float* feedback = is_key ? t->feedback : nullptr;
+  if (!weights && !feedback) return false;
+  const int64_t size = side.size;
+  if (weights) weights += head * size;
+  if (feedback) feedback += head * size * size;
+  batch.encode_weighted(side.format == kNvfp4FourOverSix, x, side.size, side.input.global_scale,
+                        weights, feedback, data, scales);
+  return true;
 }
 
 // A row of values side by side, at `row` if they are not so already.
@@ -119,14 +144,12 @@ void store_row(const Batch& batch, const Side& side, const Side* value, int64_t 
       return;
     }
   }
-  if (side.sm100_quarter == 0) {
-    batch.encode(side.format, floats.data(), side.size, input.global_scale, data,
-                 first + in_page * side.scale.token);
-    return;
-  }
+  const bool linear = side.sm100_quarter == 0;
+  uint8_t* scales = linear ? first + in_page * side.scale.token : bytes.data();
+  if (!encode_by_weights(batch, side, value != nullptr, head, floats.data(), data, scales))
+    batch.encode(side.format, floats.data(), side.size, input.global_scale, data, scales);
+  if (linear) return;
   // Scale s lies at row 4 (t / 4) + s / quarter and column 4 (s % quarter) + t % 4.
-  uint8_t* scales = bytes.data();
-  batch.encode(side.format, floats.data(), side.size, input.global_scale, data, scales);
   for (int s = 0; s < 4 * side.sm100_quarter; s++)
     first[(in_page / 4 * 4 + s / side.sm100_quarter) * side.scale.token +
           4 * (s % side.sm100_quarter) + in_page % 4] = scales[s];
@@ -167,7 +190,7 @@ HALFBYTE_API int64_t halfbyte_store(const void* layout, const void* call) {
     if (c.slots[i * c.slot_stride] >= c.capacity) return c.slots[i * c.slot_stride];
   const int64_t values = (int64_t)l.kv_heads * (l.head_size + l.head_size_v);
   const int tokens = (int)std::max<int64_t>(1, kItemValues / values);
-  Batch batch{l, c, kernels(), best_encode(), tokens};
+  Batch batch{l, c, kernels(), best_encode(), best_encode_weighted(), tokens};
   parallel_for((int)((c.num_slots + tokens - 1) / tokens), c.threads, run_item, &batch);
   return -1;
 }

@@ -1,0 +1,137 @@
+"""A step's tokens and the rings of `recent`: where they go, and what the rings lack."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from halfbyte.kvcache.recent import RingSlots
+from halfbyte.kvcache.store import read_tokens
+from halfbyte.kvcache.store.base import Scale
+from halfbyte.kvcache.transform import KVTransform
+from halfbyte.layouts import PageLayout
+
+
+class MissingTokens(NamedTuple):
+    """Positions of a sequence that queries read from its ring, and that are not there.
+
+    Args:
+        number: of the sequence in the batch.
+        entry: of its ring.
+        positions: that must be filled from the pages.
+        query: position of the step's first token.
+    """
+
+    number: int
+    entry: int
+    positions: range
+    query: int
+
+
+class RecentStep(NamedTuple):
+    """What a step does with the last tokens of its sequences, the same in every layer.
+
+    Args:
+        entries: int32 `[sequences]`.
+        rows: int64 `[n]`, of the step's tokens, those that stay in the rings after it.
+        owners, slots: entry and slot of each, int64 `[n]` and `[n]`.
+        missing: of the sequences that lack tokens.
+        num_tokens: of the step.
+        is_short: whether the step's tokens may be written before its queries are answered: no
+            sequence has more of them than its ring has slots that these do not read.
+    """
+
+    entries: torch.Tensor
+    rows: torch.Tensor
+    owners: torch.Tensor
+    slots: torch.Tensor
+    num_tokens: int
+    missing: Sequence[MissingTokens] = ()
+    is_short: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        tokens: int,
+        ring: int,
+        entries: Sequence[int],
+        lengths: Sequence[int],
+        counts: Sequence[int],
+        missing: Sequence[range],
+        device: torch.device | str = "cpu",
+    ) -> "RecentStep":
+        """Of sequences, a number for each.
+
+        Args:
+            tokens: R.
+            ring: slots of an entry, at least R.
+            entries: of the sequences.
+            lengths: tokens of a sequence, the step's included.
+            counts: the step's tokens of a sequence.
+            missing: positions that its ring lacks.
+            device: for the tensors.
+        """
+        count, length = np.asarray(counts, np.int64), np.asarray(lengths, np.int64)
+        kept = np.minimum(count, ring)
+        # 0, 1, … for the kept tokens of every sequence.
+        number = np.arange(kept.sum()) - np.repeat(kept.cumsum() - kept, kept)
+        rows = np.repeat(count.cumsum() - kept, kept) + number
+        slots = (np.repeat(length - kept, kept) + number) % ring
+        owners = np.repeat(np.asarray(entries, np.int64), kept)
+        lacking = [
+            MissingTokens(i, entry, positions, all_tokens - own)
+            for i, (entry, positions, all_tokens, own) in enumerate(
+                zip(entries, missing, lengths, counts, strict=True)
+            )
+            if positions
+        ]
+        return cls(
+            entries=torch.tensor(entries, dtype=torch.int32, device=device),
+            rows=torch.from_numpy(rows).to(device),
+            owners=torch.from_numpy(owners).to(device),
+            slots=torch.from_numpy(slots).to(device),
+            num_tokens=sum(counts),
+            missing=lacking,
+            is_short=max(counts, default=0) <= ring - tokens + 1,
+        )
+
+    def slots_in(self, rings: tuple[torch.Tensor, torch.Tensor]) -> RingSlots:
+        """Where the step's tokens go in the rings of a layer."""
+        return RingSlots(*rings, self.rows, self.owners, self.slots)
+
+    def fill(
+        self,
+        rings: tuple[torch.Tensor, torch.Tensor],
+        pages: torch.Tensor,
+        layout: PageLayout,
+        block_tables: torch.Tensor,
+        k_scale: Scale,
+        v_scale: Scale,
+        transform: KVTransform | None,
+        window: int | None = None,
+    ) -> None:
+        """Put what the rings of a layer lack into them as the pages have it.
+
+        Args:
+            rings: K and V, `[entries, kv_heads, ring, D]` and `[entries, kv_heads, ring, Dv]`.
+            pages: of the layer, with all tokens before the step's.
+            layout, k_scale, v_scale, transform: as for `halfbyte.kvcache.reshape_and_cache`.
+            block_tables: int32 `[sequences, max_pages]`.
+            window: of the layer's attention; pages before it may be another sequence's by now.
+        """
+        size, device = layout.block_size, pages.device
+        for number, entry, missing, query in self.missing:
+            first = missing.start if window is None else max(missing.start, query - window + 1)
+            positions = torch.arange(first, max(first, missing.stop), device=device)
+            rows = read_tokens(
+                pages,
+                block_tables[number].long()[positions // size] * size + positions % size,
+                layout,
+                k_scale,
+                v_scale,
+                transform=transform,
+                positions=positions,
+            )
+            for ring, x in zip(rings, rows, strict=True):
+                ring[entry, :, positions % ring.shape[2]] = x.transpose(0, 1).to(ring.dtype)

@@ -1,0 +1,184 @@
+"""The format of the KV cache that a checkpoint declares, read field by field.
+
+ModelOpt names an algorithm (`kv_cache_quant_algo`), for all layers or for each
+(`kv_cache_quantized_layers`); compressed-tensors describes one (`kv_cache_scheme`, the fields of
+its `QuantizationArgs`), and ModelOpt's copy in `config.json` has either under the latter's name.
+Every field that changes numbers is honoured or refused: a cache read as another one than was
+declared would give other logits without a word.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+FP8, NVFP4 = "fp8_e4m3", "nvfp4"
+Formats = tuple[str, str]
+"""Names of the formats of K and of V."""
+
+_ALGOS: dict[str, Formats] = {
+    "FP8": (FP8, FP8),
+    "NVFP4": (NVFP4, NVFP4),
+    "FP8_K_NVFP4_V": (FP8, NVFP4),
+}
+_MIXED = "MIXED_PRECISION"
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:\w+\.)*\w+$")
+_GROUP_SIZE = 16
+
+# The values that each field may have, besides being absent; `None` is in the lists where the
+# package writes it. Of how scales were found (`observer`), nothing is left in the numbers.
+_COMMON: dict[str, tuple[object, ...]] = {
+    "type": ("float",),
+    "symmetric": (True,),
+    "block_structure": (None,),
+    "actorder": (None, False),
+}
+_FIELDS: dict[int, dict[str, tuple[object, ...]]] = {
+    8: {
+        **_COMMON,
+        "num_bits": (8,),
+        "strategy": (None, "tensor"),
+        "group_size": (None,),
+        "dynamic": (None, False),
+        "scale_dtype": (None, "float32", "bfloat16", "float16"),
+    },
+    4: {
+        **_COMMON,
+        "num_bits": (4,),
+        "strategy": (None, "tensor_group"),
+        "group_size": (None, _GROUP_SIZE),
+        "dynamic": (None, False, "local"),
+        "scale_dtype": (None, "float8_e4m3fn"),
+    },
+}
+_OF_CALIBRATION = ("observer", "observer_kwargs", "zp_dtype")
+_EXPECTED = (
+    "8 bits per tensor (fp8_e4m3) or 4 bits in groups of 16 with E4M3 scales (nvfp4), float, "
+    "symmetric, not dynamic"
+)
+
+
+class DeclaredCache(NamedTuple):
+    """What one section of a configuration declares."""
+
+    formats: Formats | None
+    """Of K and V where all quantized layers have the same, else None."""
+    layers: Mapping[int, Formats] | None
+    """By layer, where the section lists them; layers that it leaves out are not quantized."""
+
+
+def read_declared_cache(section: Mapping[str, Any]) -> DeclaredCache | None:
+    """What a `quantization_config`, or ModelOpt's `quantization`, says of the KV cache.
+
+    Returns:
+        None if it says nothing.
+
+    Raises:
+        ValueError: a format that is not read here, or two that contradict each other; one line.
+    """
+    declared = [
+        (key, _formats(key, section[key]))
+        for key in ("kv_cache_quant_algo", "kv_cache_scheme")
+        if not _is_none(section.get(key))
+    ]
+    for key, formats in declared[1:]:
+        if formats != declared[0][1]:
+            raise ValueError(
+                f"{key}: expected what {declared[0][0]} says ({section[declared[0][0]]!r}), "
+                f"found {section[key]!r}"
+            )
+    layers = _layers(section)
+    if not layers:
+        if declared and declared[0][1] is None:
+            raise ValueError(
+                f"{declared[0][0]}: {_MIXED} is not supported without kv_cache_quantized_layers"
+            )
+        return DeclaredCache(declared[0][1], None) if declared else None
+    same = set(layers.values())
+    if declared and declared[0][1] is not None and same - {declared[0][1]}:
+        raise ValueError(
+            f"kv_cache_quantized_layers: expected {section[declared[0][0]]} in every layer, as "
+            f"{declared[0][0]} says, found others"
+        )
+    return DeclaredCache(same.pop() if len(same) == 1 else None, layers)
+
+
+def format_of_scheme(scheme: Mapping[str, Any]) -> str:
+    """Name of the format that a `kv_cache_scheme` describes.
+
+    Args:
+        scheme: fields of compressed-tensors' `QuantizationArgs`; absent ones have its defaults (an
+            absent `num_bits` is 8), but for `type`, which ModelOpt never leaves out either.
+
+    Raises:
+        ValueError: a field with a value that is not read here; one line that names it.
+    """
+    fields = {key: _plain(value) for key, value in scheme.items() if key not in _OF_CALIBRATION}
+    bits = fields.get("num_bits", 8)
+    expected = _FIELDS[4 if bits == 4 else 8]
+    for key, value in {"type": "int", "num_bits": bits, **fields}.items():
+        # `True == 1`, and no field has both.
+        valid = expected.get(key, (None,))
+        if not any(value == one and type(value) is type(one) for one in valid):
+            raise ValueError(
+                f"kv_cache_scheme: {key} {value!r} is not supported; expected {_EXPECTED}"
+            )
+    if fields.get("strategy") == "tensor_group" and fields.get("group_size") is None:
+        raise ValueError(
+            f"kv_cache_scheme: group_size None with strategy tensor_group is not supported; "
+            f"expected {_GROUP_SIZE}"
+        )
+    return NVFP4 if bits == 4 else FP8
+
+
+def _plain(value: object) -> object:
+    """Names as the tables have them: in small letters, dtypes without their module's."""
+    return str(value).lower().removeprefix("torch.") if isinstance(value, str) else value
+
+
+def _is_none(value: object) -> bool:
+    return value is None or (isinstance(value, str) and value.upper() == "NONE")
+
+
+def _formats(key: str, value: object) -> Formats | None:
+    """Of K and V; None for `MIXED_PRECISION`."""
+    if isinstance(value, Mapping):
+        name = format_of_scheme(value)
+        return (name, name)
+    if not isinstance(value, str):
+        raise ValueError(f"{key}: {value!r} is not supported; expected a name or an object")
+    if value.upper() == _MIXED:
+        return None
+    if value.upper() not in _ALGOS:
+        raise ValueError(f"{key}: {value!r} is not supported; expected one of {', '.join(_ALGOS)}")
+    return _ALGOS[value.upper()]
+
+
+def _layers(section: Mapping[str, Any]) -> dict[int, Formats] | None:
+    key = "kv_cache_quantized_layers"
+    listed = section.get(key)
+    if listed is None:
+        return None
+    version = section.get("kv_cache_schema_version", 1)
+    if version != 1:
+        raise ValueError(f"kv_cache_schema_version: {version!r} is not supported; expected 1")
+    if not isinstance(listed, Mapping):
+        raise ValueError(f"{key}: {listed!r} is not supported; expected an object of layers")
+    layers: dict[int, Formats] = {}
+    for name, layer in listed.items():
+        fields = layer if isinstance(layer, Mapping) else {"quant_algo": layer}
+        unknown = {x: y for x, y in fields.items() if x != "quant_algo" and y is not None}
+        if unknown.pop("group_size", _GROUP_SIZE) != _GROUP_SIZE or unknown:
+            raise ValueError(f"{key}: {name}: {dict(fields)} is not supported")
+        match = _LAYER.search(name)
+        if match is None:
+            raise ValueError(
+                f"{key}: {name!r} is not supported; expected the names of attention modules, "
+                "'model.layers.0.self_attn'"
+            )
+        algo = fields.get("quant_algo")
+        formats = None if _is_none(algo) else _formats(f"{key}: {name}", algo)
+        if _is_none(algo):
+            continue
+        if formats is None or layers.setdefault(int(match[1]), formats) != formats:
+            raise ValueError(f"{key}: {name}: {algo!r} is not supported; expected one format")
+    return layers

@@ -1,0 +1,61 @@
+"""On a CPU: C++ that sums every product over k in order."""
+
+import struct
+
+import torch
+
+from halfbyte.kernels.cpu.library import FLOATS, library
+
+_CALL = struct.Struct("3P7q2i")
+"""`DenseCall` of the source."""
+_COLUMNS = 64
+"""Rows of the result are padded to a multiple of it."""
+
+
+def product_cpu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T` in float32, from values of one dtype.
+
+    Every value is a chain of sums in float32 over k in order, whatever the number of rows. Row by
+    row through PyTorch where the C++ was not built, and for other dtypes.
+
+    Args:
+        x: `[M, K]`.
+        weight: `[N, K]`.
+
+    Returns:
+        float32 `[M, N]` (float64 for float64).
+    """
+    (m, k), n = x.shape, weight.shape[0]
+    loaded = library()
+    if weight.dtype not in FLOATS or loaded is None or not m * n * k:
+        return _row_by_row(x, weight)
+    if 1 not in weight.stride():
+        weight = weight.contiguous()
+    # Of a matrix with one column both strides may be 1; k's decides.
+    n_stride, k_stride = weight.stride()
+    rows = x.float().contiguous()
+    out = rows.new_empty(m, -(-n // _COLUMNS) * _COLUMNS)
+    call = _CALL.pack(
+        rows.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        m,
+        n,
+        k,
+        rows.stride(0),
+        n_stride,
+        k_stride,
+        out.stride(0),
+        FLOATS[weight.dtype],
+        torch.get_num_threads(),
+    )
+    loaded.halfbyte_dense(call)
+    return out[:, :n]
+
+
+def _row_by_row(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    weight = weight.to(wide).contiguous()
+    if not len(x):
+        return weight.new_zeros(0, len(weight))
+    return torch.cat([row[None] @ weight.t() for row in x.to(wide)])

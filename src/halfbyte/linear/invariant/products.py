@@ -1,0 +1,183 @@
+"""While it is entered, PyTorch's matrix products give a row the same bits whatever the others are.
+
+Libraries of matrix products choose another order of sums for another number of rows, so that a
+token's logits depend on how many tokens are computed beside it. In this mode every product that a
+model asks PyTorch for, whoever writes it (`nn.Linear`, experts, `@`), goes to kernels that sum in
+one order. Quantized layers have their own, see `NvFp4Linear`. On a CPU, functions of single values
+that PyTorch rounds by their place are replaced as well.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from halfbyte.dispatch import missing_module
+from halfbyte.linear.invariant.cpu import product_cpu
+from halfbyte.linear.invariant.elementwise import ELEMENTWISE
+
+_ATEN = torch.ops.aten
+
+# What models call most often besides products, and what is as invariant as it is: the rest goes by
+# way of its operators, each of which is looked at.
+_WITHOUT_PRODUCTS = frozenset(
+    (
+        *("__get__", "__getitem__", "__setitem__", "__len__", "__int__", "__bool__", "size", "dim"),
+        *("__floordiv__", "data_ptr", "stride", "numel", "is_floating_point", "is_contiguous"),
+        *("contiguous", "to", "float", "int", "type_as", "new_empty", "empty_like", "zeros_like"),
+        *("arange", "view", "reshape", "flatten", "transpose", "unsqueeze", "chunk", "cat", "pad"),
+        *("mul", "add", "add_", "sub", "neg", "div", "pow", "mean", "sum", "min", "max", "ge"),
+        *("le", "clamp", "clamp_", "cos", "sin", "tanh", "softmax", "embedding", "topk", "sort"),
+        *("nonzero", "cumsum", "histc", "isnan", "any", "dropout", "_set_grad_enabled"),
+    )
+)
+
+
+class InvariantProducts(TorchFunctionMode):
+    """A context in which matrix products are batch invariant, in the thread that enters it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operators = _InvariantOperators()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _WITHOUT_PRODUCTS:
+            return func(*args, **kwargs)
+        is_linear = func is torch.nn.functional.linear and bool(args)
+        if is_linear and _product_of(args[0].device) is not None:
+            return _linear(*args, **kwargs)
+        with self._operators:
+            return func(*args, **kwargs)
+
+
+class _InvariantOperators(TorchDispatchMode):
+    """The same for every operator that a function comes down to; sees all, at a price."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        invariant = _PRODUCTS.get(func)
+        if invariant is not None and _product_of(args[0].device) is not None:
+            return invariant(*args, **kwargs)
+        if func in ELEMENTWISE and args[0].device.type == "cpu":
+            return ELEMENTWISE[func](*args, **kwargs)
+        if _is_composite(func):
+            with self:  # for the products within
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return func(*args, **kwargs)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T` in float32, a row's bits whatever the other rows.
+
+    Args:
+        x: `[M, K]`.
+        weight: `[N, K]` of x's dtype.
+    """
+    function = _product_of(x.device)
+    assert function is not None
+    return function(x, weight)
+
+
+@lru_cache(maxsize=8)
+def _product_of(device: torch.device) -> Callable[[Any, Any], torch.Tensor] | None:
+    if device.type == "cpu":
+        return product_cpu
+    if device.type == "cuda" and not missing_module("triton", ""):
+        # Here, because the import needs Triton.
+        from halfbyte.linear.invariant.triton import product_triton
+
+        return product_triton
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _is_composite(func: Any) -> bool:
+    """Whether an operator is made of others, which inference mode would hide from this one."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    out = product(x.reshape(-1, x.shape[-1]), weight)
+    out = out if bias is None else out + bias
+    return out.to(x.dtype).view(*x.shape[:-1], len(weight))
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return product(a, b.t()).to(a.dtype)
+
+
+def _addmm(
+    bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    return _plus(product(a, b.t()), bias, beta, alpha).to(a.dtype)
+
+
+def _bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return _batched(a, b).to(a.dtype)
+
+
+def _baddbmm(
+    bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    return _plus(_batched(a, b), bias, beta, alpha).to(a.dtype)
+
+
+def _mv(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return product(a, b[None])[:, 0].to(a.dtype)
+
+
+def _grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Rows of each expert, up to `offs`, with its own matrix: `[T, K]` and `[experts, K, N]`."""
+    if a.dim() != 2 or b.dim() != 3 or offs is None:
+        raise NotImplementedError(
+            f"batch_invariant: grouped products of {list(a.shape)} and {list(b.shape)}"
+        )
+    out = a.new_zeros(a.shape[0], b.shape[2], dtype=torch.float32)
+    start = 0
+    for expert, end in enumerate(offs.tolist()):
+        if end > start:
+            out[start:end] = product(a[start:end], b[expert].t())
+        start = end
+    out = out if bias is None else out + bias
+    return out.to(out_dtype or a.dtype)
+
+
+def _batched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if not len(a):
+        return a.new_zeros(a.shape[0], a.shape[1], b.shape[2], dtype=torch.float32)
+    return torch.stack([product(x, y.t()) for x, y in zip(a, b, strict=True)])
+
+
+def _plus(product: torch.Tensor, bias: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
+    """In the product's dtype, with one rounding to the result's: as PyTorch's own."""
+    scaled = product if alpha == 1 else product * alpha
+    # With 0 the bias is not read, NaN or not.
+    return scaled if beta == 0 else scaled + (bias if beta == 1 else bias * beta)
+
+
+_PRODUCTS: dict[Any, Callable[..., torch.Tensor]] = {
+    _ATEN.mm.default: _mm,
+    _ATEN.addmm.default: _addmm,
+    _ATEN.bmm.default: _bmm,
+    _ATEN.baddbmm.default: _baddbmm,
+    _ATEN.mv.default: _mv,
+    _ATEN._grouped_mm.default: _grouped_mm,
+}

@@ -1,0 +1,105 @@
+"""Sizes and ids of a `config.json`, looked at before transformers makes anything of them.
+
+A configuration is a few hundred bytes and can describe a model of any size: transformers would
+list a billion layers, one by one. Sizes are numbers within reason, first; then the model they
+describe is compared with the headers of the files, which cannot say more than they hold.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from halfbyte.checkpoints.dialects import CheckpointError
+from halfbyte.checkpoints.safetensors_index import CheckpointIndex
+
+_MAX_LAYERS = 10_000
+_MAX_SIZE = 2**31
+_SIZES = {
+    "num_hidden_layers": _MAX_LAYERS,
+    **dict.fromkeys(
+        (
+            *("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"),
+            *("num_attention_heads", "num_key_value_heads", "head_dim"),
+            *("num_experts", "num_local_experts", "num_experts_per_tok"),
+            *("max_position_embeddings", "decoder_sparse_step"),
+        ),
+        _MAX_SIZE,
+    ),
+}
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.(?:(?:\w+\.)*experts\.(\d+)\.)?")
+
+
+def check_fields(where: object, fields: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a size that is no number within reason, or an id that is none.
+
+    Args:
+        where: the file, for messages.
+        fields: of a `config.json` or `generation_config.json`.
+    """
+    for name, largest in _SIZES.items():
+        value = fields.get(name)
+        if value is not None and not (_is_int(value) and 1 <= value <= largest):
+            raise CheckpointError(f"{where}: {name}: expected 1 .. {largest}, found {value!r}")
+    for name in _IDS:
+        value = fields.get(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(_is_int(one) and -1 <= one < _MAX_SIZE for one in ids):
+            raise CheckpointError(
+                f"{where}: {name}: expected a token id or a list of them, found {value!r}"
+            )
+
+
+def check_sizes(config: Any, index: CheckpointIndex) -> None:
+    """Compare what decides how much is made of a model with the files, before anything is made.
+
+    All shapes are compared once the model is there, without memory; this takes no model.
+
+    Args:
+        config: transformers config of a supported model.
+        index: of the checkpoint's files.
+
+    Raises:
+        CheckpointError: layers, experts or a vocabulary that the files do not have; one line.
+    """
+    layers, experts = set(), set()
+    fused_experts = 0
+    for name, entry in index.tensors.items():
+        match = _LAYER.match(name)
+        if match:
+            layers.add(int(match[1]))
+            experts |= {int(match[2])} if match[2] else set()
+            if ".experts." in name and len(entry.shape) >= 3:
+                fused_experts = max(fused_experts, entry.shape[0])
+    count = config.num_hidden_layers
+    missing = next((i for i in range(count) if i not in layers), None)
+    if missing is not None:
+        raise CheckpointError(
+            f"{index.folder}: layers.{missing}: expected {count} layers, as num_hidden_layers of "
+            "config.json says, found that one missing in the files"
+        )
+    stored = max(len(experts), fused_experts)
+    declared = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if stored and declared is not None and declared > stored:
+        raise CheckpointError(
+            f"{index.folder}: experts: expected {declared}, as config.json says, found {stored} in "
+            "the files"
+        )
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if chosen is not None and declared is not None and chosen > declared:
+        raise CheckpointError(
+            f"{index.folder}: num_experts_per_tok: expected 1 .. {declared}, found {chosen}"
+        )
+    embeddings = index.tensors.get("model.embed_tokens.weight") or index.tensors.get(
+        "embed_tokens.weight"
+    )
+    shape = (config.vocab_size, config.hidden_size)
+    if embeddings is not None and embeddings.shape != shape:
+        raise CheckpointError(
+            f"{index.folder}: embed_tokens.weight: expected vocab_size and hidden_size of "
+            f"config.json, {list(shape)}, found {embeddings}"
+        )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

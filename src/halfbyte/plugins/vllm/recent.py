@@ -1,0 +1,253 @@
+"""Rings for the last tokens of running requests, beside vLLM's pages.
+
+Attention's metadata does not name a step's requests: the runner's `execute_model` is wrapped, where
+the scheduler says which tokens of which requests a step has, and the runner in which order.
+
+The rings are the plug-in's own memory, an entry for each of `max_num_seqs` requests, allocated with
+the model so that vLLM counts it. A KV cache group of vLLM's for them (`CircularBufferSpec`) would
+share the memory of pages, but all groups have blocks of one size, and a ring is as large as 230
+packed tokens: it takes a layout of its own, a group for every few layers, and coarser prefix hits.
+It would not say either which tokens a ring has.
+
+A request has an entry from its first step to its end or preemption. What its ring lacks after a hit
+in the prefix cache, or when it comes back, is filled from its pages, in every layer after the
+step's tokens are stored: pages that are hit may be written in the same step.
+"""
+
+import logging
+from dataclasses import dataclass, fields
+from functools import wraps
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from halfbyte.after_import import after_import
+from halfbyte.kvcache.recent_step import RecentStep
+from halfbyte.plugins.vllm.options import LastModel
+from halfbyte.plugins.vllm.recipes import has_nvfp4_keys, resolve_options
+from halfbyte.plugins.vllm.registry import uses_halfbyte
+
+logger = logging.getLogger("halfbyte")
+
+_RUNNER = "vllm.v1.worker.gpu_model_runner"
+"""Model runner V1, on CPUs as well."""
+_SCHEDULED = {
+    "SchedulerOutput": (
+        "finished_req_ids",
+        "num_scheduled_tokens",
+        "preempted_req_ids",
+        "scheduled_cached_reqs",
+        "scheduled_new_reqs",
+    ),
+    "CachedRequestData": ("num_computed_tokens", "req_ids", "resumed_req_ids"),
+    "NewRequestData": ("num_computed_tokens", "req_id"),
+}
+"""What the scheduler must say of a step: fields of vLLM's classes."""
+_ENTRIES = "halfbyte_ring_entries"
+"""Attribute of a model runner."""
+_IS_TOLD = "halfbyte_follows_steps"
+"""Of its class, once it is wrapped."""
+
+
+@dataclass
+class _Held:
+    entry: int
+    length: int
+    """Tokens that are computed when the step has run."""
+    kept_from: int
+    """Positions from here on are in the entry, as far as its ring reaches back."""
+
+
+class RingEntries:
+    """Which request holds which entry, and what its ring has.
+
+    Args:
+        capacity: requests that run at a time.
+        tokens: R, also the slots of a ring: nothing is taken back without drafts.
+    """
+
+    def __init__(self, capacity: int, tokens: int) -> None:
+        self.tokens = tokens
+        self._free = list(range(capacity - 1, -1, -1))
+        self._held: dict[str, _Held] = {}
+        self._counts: dict[str, int] = {}
+        self._missing: dict[str, range] = {}
+
+    def begin(self, scheduled: Any) -> None:
+        """Follow the scheduler into a step.
+
+        Args:
+            scheduled: vLLM's `SchedulerOutput`.
+        """
+        for request in (*scheduled.finished_req_ids, *(scheduled.preempted_req_ids or ())):
+            if request in self._held:
+                self._free.append(self._held.pop(request).entry)
+        self._missing, self._counts = {}, scheduled.num_scheduled_tokens
+        for new in scheduled.scheduled_new_reqs:
+            self._continue(new.req_id, new.num_computed_tokens, is_new=True)
+        cached = scheduled.scheduled_cached_reqs
+        for request, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            self._continue(request, computed, is_new=request in cached.resumed_req_ids)
+
+    def step(self, requests: list[str], device: torch.device) -> RecentStep:
+        """What the step does with the rings.
+
+        Args:
+            requests: in the order of the step's rows.
+            device: for the tensors.
+        """
+        held = [self._held[request] for request in requests]
+        return RecentStep.of(
+            self.tokens,
+            self.tokens,
+            [x.entry for x in held],
+            [x.length for x in held],
+            [self._counts[request] for request in requests],
+            [self._missing[request] for request in requests],
+            device,
+        )
+
+    def _continue(self, request: str, computed: int, is_new: bool) -> None:
+        """A request's next tokens come after `computed` ones."""
+        held = self._held.get(request)
+        if held is None:
+            held = self._held[request] = _Held(self._take(), computed, computed)
+        elif is_new or computed > held.length:  # its ring has nothing of what is computed
+            held.kept_from = computed
+        else:  # taken back, or nothing happened
+            overwritten = max(held.kept_from, held.length - self.tokens)
+            held.kept_from = min(overwritten, computed)
+        first = max(0, computed - self.tokens + 1)
+        self._missing[request] = range(first, held.kept_from)
+        held.kept_from = min(held.kept_from, first)
+        held.length = computed + self._counts[request]
+
+    def _take(self) -> int:
+        if not self._free:  # of one that waits, and is filled from its pages when it comes back
+            waiting = next(x for x in self._held if x not in self._counts)
+            self._free.append(self._held.pop(waiting).entry)
+        return self._free.pop()
+
+
+class _Running:
+    """The step that a runner of this process is in; one at a time."""
+
+    runner: Any = None
+    step: RecentStep | None = None
+
+
+def running_step(num_tokens: int, num_requests: int, device: torch.device) -> RecentStep | None:
+    """What the step that is being prepared does with the rings; None in a dummy run.
+
+    Args:
+        num_tokens, num_requests: of the step, as its metadata counts them.
+        device: of the rings.
+
+    Raises:
+        RuntimeError: the step is another one, which would be an error in the plug-in.
+    """
+    runner = _Running.runner
+    if runner is None:
+        return None
+    if _Running.step is None:
+        requests = list(runner.input_batch.req_ids)
+        _Running.step = getattr(runner, _ENTRIES).step(requests, device)
+    step = _Running.step
+    if len(step.entries) != num_requests or step.num_tokens != num_tokens:
+        raise RuntimeError(
+            f"halfbyte: expected a step of {num_requests} requests and {num_tokens} tokens, the "
+            f"scheduler's has {len(step.entries)} and {step.num_tokens}"
+        )
+    return step
+
+
+def ring_tokens(vllm_config: Any) -> int:
+    """Last tokens of a run that its layers with K in NVFP4 keep in 16 bits; 0 without rings.
+
+    Where a recipe has some and vLLM runs in a way that they are not made for, the log says so.
+    """
+    if not uses_halfbyte(vllm_config):
+        return 0
+    options = resolve_options(vllm_config)
+    if not options.recent_tokens or not has_nvfp4_keys(vllm_config, options):
+        return 0
+    reasons = _why_no_rings(vllm_config)
+    if not reasons:
+        return options.recent_tokens
+    if LastModel.without_rings is not vllm_config.model_config:
+        LastModel.without_rings = vllm_config.model_config
+        logger.warning(
+            "kv_recipe %s without the last %d tokens in 16 bits: %s",
+            *(options.kv_recipe, options.recent_tokens, ", ".join(reasons)),
+        )
+    return 0
+
+
+def _why_no_rings(vllm_config: Any) -> list[str]:
+    """What rings are not made for in a run's configuration."""
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    mode = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
+    found = {
+        "this vLLM does not say which tokens a step has": not is_installed(),
+        "model runner V2": getattr(vllm_config, "use_v2_model_runner", False),
+        "full CUDA graphs (cudagraph_mode)": mode is not None and mode.has_full_cudagraphs(),
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "a KV connector": getattr(vllm_config, "kv_transfer_config", None) is not None,
+        "an encoder's connector": getattr(vllm_config, "ec_transfer_config", None) is not None,
+        "pipeline parallel": parallel.pipeline_parallel_size > 1,
+        "micro-batches": getattr(parallel, "use_ubatching", False)
+        or getattr(parallel, "enable_dbo", False),
+        "kv_sharing_fast_prefill": getattr(cache, "kv_sharing_fast_prefill", False),
+        "enable_sleep_mode": getattr(vllm_config.model_config, "enable_sleep_mode", False),
+    }
+    return [reason for reason, is_so in found.items() if is_so]
+
+
+def install() -> None:
+    """Wrap vLLM's model runner as soon as it is imported."""
+    after_import(_RUNNER, _wrap_runner)
+
+
+def is_installed() -> bool:
+    """Whether the runner of this vLLM says what rings need to know."""
+    try:
+        return hasattr(import_module(_RUNNER).GPUModelRunner, _IS_TOLD)
+    except (ImportError, AttributeError):
+        return False
+
+
+def _wrap_runner(module: ModuleType) -> None:
+    runner: Any = vars(module)["GPUModelRunner"]
+    output = import_module("vllm.v1.core.sched.output")
+    for name, needed in _SCHEDULED.items():
+        if missing := set(needed) - {field.name for field in fields(getattr(output, name))}:
+            raise AttributeError(f"{name} has no {', '.join(sorted(missing))}")
+    execute = runner.execute_model
+
+    @wraps(execute)
+    def execute_model(self: Any, scheduler_output: Any, *more: Any, **options: Any) -> Any:
+        entries = _entries_of(self)
+        if entries is None:
+            return execute(self, scheduler_output, *more, **options)
+        entries.begin(scheduler_output)
+        if scheduler_output.num_scheduled_tokens:  # else the runner may run a dummy
+            _Running.runner = self
+        try:
+            return execute(self, scheduler_output, *more, **options)
+        finally:
+            _Running.runner = _Running.step = None
+
+    runner.execute_model = execute_model
+    setattr(runner, _IS_TOLD, True)
+
+
+def _entries_of(runner: Any) -> RingEntries | None:
+    if not hasattr(runner, _ENTRIES):
+        config = runner.vllm_config
+        tokens = ring_tokens(config)
+        capacity = config.scheduler_config.max_num_seqs
+        setattr(runner, _ENTRIES, RingEntries(capacity, tokens) if tokens else None)
+    entries: RingEntries | None = getattr(runner, _ENTRIES)
+    return entries

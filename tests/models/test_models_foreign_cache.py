@@ -1,0 +1,99 @@
+"""A compressed-tensors checkpoint that its package reads, with a quantized cache that is ours."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import halfbyte
+from checkpoints.folders import load_model
+from models.zoo import make_model, token_ids
+
+pytest.importorskip("compressed_tensors")
+
+FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+
+
+def write(folder: Path, sizes: dict[str, Any] | None = None, **section: Any) -> Path:
+    """FP8 weights, and KV scales that the declaration may or may not mention."""
+    model = make_model("llama", **(sizes or {}))
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        scale = tensors[name].abs().amax() / 448
+        tensors |= {
+            name: (tensors[name] / scale).to(torch.float8_e4m3fn),
+            f"{name}_scale": scale.reshape(1),
+        }
+    for layer in range(model.config.num_hidden_layers):
+        for side in "kv":
+            tensors[f"model.layers.{layer}.self_attn.{side}_scale"] = torch.tensor([0.05])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    group = {"targets": ["Linear"], "weights": FP8, "input_activations": None}
+    declared = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    config = json.loads((folder / "config.json").read_text())
+    fields = {**config, "quantization_config": {**declared, **section}}
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def values(model: Any, cache: Any) -> tuple[torch.Tensor, ...]:
+    with torch.inference_mode():
+        logits = model(token_ids(1, 40), past_key_values=cache, use_cache=True).logits
+    layers: Any = cache.layers if isinstance(cache, DynamicCache) else ()
+    return (logits, *(layer.values for layer in layers))
+
+
+@pytest.mark.parametrize("is_older", [False, True], ids=["kv_cache_scheme", "output_activations"])
+def test_k_and_v_reach_our_cache_bit_for_bit(tmp_path: Path, is_older: bool) -> None:
+    plain = load_model(write(tmp_path / "plain"))
+    if is_older:
+        group = {"targets": ["re:.*k_proj", "re:.*v_proj"], "weights": FP8}
+        rest = {"targets": ["Linear"], "weights": FP8}
+        groups = {"kv": {**group, "output_activations": FP8}, "rest": rest}
+        folder = write(tmp_path / "declared", config_groups=groups)
+    else:
+        folder = write(tmp_path / "declared", kv_cache_scheme=FP8)
+    model = load_model(folder)
+    for found, expected in zip(
+        values(model, DynamicCache()), values(plain, DynamicCache()), strict=True
+    ):
+        assert torch.equal(found, expected)
+    ours, theirs = (values(m, halfbyte.Cache(m, "float32"))[0] for m in (model, plain))
+    assert torch.equal(ours, theirs)
+    cache = halfbyte.Cache(model, "auto")
+    assert cache.pool.layout(0).k_dtype == "fp8_e4m3"
+    assert cache.kv_scales is not None
+    assert cache.kv_scales.k_amax[3] == pytest.approx(0.05 * 448)
+
+
+def test_the_package_s_hooks_go_where_a_cache_is_ours(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = load_model(write(tmp_path / "plain"))
+    model = AutoModelForCausalLM.from_pretrained(write(tmp_path / "x", kv_cache_scheme=FP8)).eval()
+    rounded = values(model, DynamicCache())[1]
+    expected = values(plain, DynamicCache())
+    assert not torch.equal(rounded, expected[1])
+    found = values(model, halfbyte.Cache(model, "float32"))
+    assert torch.equal(found[0], values(plain, halfbyte.Cache(plain, "float32"))[0])
+    assert "4 attention modules rounded K and V" in caplog.text
+    assert torch.equal(values(model, DynamicCache())[1], expected[1])
+
+
+def test_a_scheme_that_is_not_read_is_refused_also_where_the_package_reads_weights(
+    tmp_path: Path,
+) -> None:
+    folder = write(tmp_path, kv_cache_scheme={**FP8, "strategy": "attn_head"})
+    with pytest.raises(halfbyte.models.ModelLoadError, match="kv_cache_scheme: strategy 'attn_h"):
+        load_model(folder)
