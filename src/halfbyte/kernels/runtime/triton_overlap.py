@@ -9,6 +9,7 @@ still runs. Nothing is read or written before `wait_for_previous`.
 from functools import cache
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -30,6 +31,6 @@ def overlap_options(device: int) -> dict[str, Any]:
     Args:
         device: as `torch.Tensor.get_device` gives it, which is -1 for the CPU.
     """
-    if device < 0 or capability_of_gpu(device) < 90:
+    if device < 0 or torch.version.hip or capability_of_gpu(device) < 90:
         return {"overlaps": False}
     return {"overlaps": True, "launch_pdl": True}
