@@ -319,3 +319,20 @@ def test_generate_in_a_smaller_context(halfbyte: Command) -> None:
     result = json.loads(out)
     assert result["prompt_tokens"] + len(result["tokens"]) == 12
     assert result["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("module", ["halfbyte.cli", "typer", "halfbyte.cli.serve"])
+def test_interrupts_while_modules_are_imported_are_silent(module: str) -> None:
+    """Each sends itself what Ctrl-C sends."""
+    program = f"""
+import os, signal, sys
+class Interrupter:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupter())
+from halfbyte.__main__ import main
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", program, "info"], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

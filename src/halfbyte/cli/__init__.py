@@ -60,7 +60,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    """Run the command line; the entry point of the `halfbyte` script."""
+    """Run the command line."""
     with suppress(ValueError):  # in another thread than the first, signals are not ours
         signal.signal(signal.SIGTERM, _end)
     remember_users_environment()
