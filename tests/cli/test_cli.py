@@ -107,7 +107,8 @@ def truncated_model(folder: Path) -> Path:
     [
         (["--prompt", "x", "--kv-cache-dtype", "int3"], "unknown 'int3'; expected one of auto"),
         (["--prompt", "x", "--v-cache-dtype", "int3"], "unknown 'int3'; expected one of auto"),
-        (["--prompt", ""], "prompt: is empty"),
+        (["--prompt", ""], "--prompt: is empty"),
+        (["--prompt-file", "/nowhere"], "--prompt-file /nowhere: No such file or directory"),
         (["--prompt", "x " * 20000], "leave no room to generate in a context of"),
         (["--prompt", "x", "--model", "/no/such/model"], "/no/such/model: no such folder"),
         (["--prompt", "x", "--num-pages", "3", "--max-tokens", "99"], "out of KV cache pages"),
@@ -319,6 +320,27 @@ def test_generate_in_a_smaller_context(halfbyte: Command) -> None:
     result = json.loads(out)
     assert result["prompt_tokens"] + len(result["tokens"]) == 12
     assert result["finish_reason"] == "length"
+
+
+def test_prompts_from_a_file_and_standard_input(halfbyte: Command, tmp_path: Path) -> None:
+    options = ("--max-tokens", "4", "--json")
+    code, expected, _ = halfbyte("generate", "--prompt", "def main(\n", *options)
+    assert code == 0
+    file = tmp_path / "prompt"
+    file.write_text("def main(\n")
+    code, out, err = halfbyte("generate", "--prompt-file", str(file), *options)
+    assert (code, err) == (0, "")
+    assert json.loads(out)["text"] == json.loads(expected)["text"]
+    command = [sys.executable, "-m", "halfbyte", "generate", "--prompt", "-", *options]
+    ended = subprocess.run(command, input="def main(\n", capture_output=True, text=True)
+    assert json.loads(ended.stdout)["text"] == json.loads(expected)["text"]
+    for wrong in ((), ("--prompt", "a", "--prompt-file", str(file))):
+        code, _, err = halfbyte("generate", *wrong)
+        assert code == 2
+        assert "expected one of --prompt and --prompt-file" in err
+    file.write_bytes(b"\xff")
+    code, _, err = halfbyte("generate", "--prompt-file", str(file))
+    assert (code, err) == (1, f"error: --prompt-file {file}: expected text in UTF-8\n")
 
 
 @pytest.mark.parametrize("module", ["halfbyte.cli", "typer", "halfbyte.cli.serve"])

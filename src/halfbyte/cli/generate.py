@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,7 +24,12 @@ if TYPE_CHECKING:
 
 
 def generate(
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to continue; - reads it from standard input.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="File with the text to continue, instead of --prompt.")
+    ] = None,
     model: Model = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
     kv_cache_dtype: Annotated[
@@ -99,8 +105,7 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
-    if not prompt:
-        raise ValueError("prompt: is empty")
+    text = _read_prompt(prompt, prompt_file)
     started = time.perf_counter()
     llm = LLM(
         model or bundled_model_path(),
@@ -118,13 +123,37 @@ def generate(
         quantize_activations=quantize_activations,
     )
     timings: dict[str, float | None] = {"load_s": time.perf_counter() - started}
-    output = _run(llm, prompt, params, timings, show=not as_json)
+    output = _run(llm, text, params, timings, show=not as_json)
     if output.error:
         raise RuntimeError(output.error)
     if as_json:
         print(json.dumps(_report(llm, output, timings)))
     else:
         _print_table(llm, output, timings)
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The text that one of the two options says, as it is: line ends at its end stay.
+
+    Raises:
+        typer.BadParameter: both options, or none.
+        ValueError: an empty text, or a file that cannot be read or is no text; one line.
+    """
+    if (prompt is None) == (file is None):
+        raise typer.BadParameter("expected one of --prompt and --prompt-file")
+    name = "--prompt" if file is None else f"--prompt-file {file}"
+    try:
+        if file is not None:
+            prompt = file.read_bytes().decode()
+        elif prompt == "-":
+            prompt = sys.stdin.buffer.read().decode()
+    except OSError as error:
+        raise ValueError(f"{name}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{name}: expected text in UTF-8") from None
+    if not prompt:
+        raise ValueError(f"{name}: is empty")
+    return prompt
 
 
 def _run(
