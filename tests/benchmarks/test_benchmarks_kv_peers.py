@@ -1,5 +1,6 @@
 """Other projects' schemes as they are published, on values that can be worked out by hand."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -61,3 +62,13 @@ def test_schemes_lose_little_of_normal_values(scheme: peers.Scheme) -> None:
         error = float((found - x).square().mean() / x.square().mean())
         # 4 bits: 16 levels of N(0, 1) at best leave 0.0095 of its energy (Lloyd and Max).
         assert (0.005 if scheme.bits < 8 else 1e-4) < error < (0.03 if scheme.bits < 8 else 2e-3)
+
+
+def test_the_docs_show_the_committed_run() -> None:
+    import kv_peers
+
+    report = json.loads(kv_peers.RESULT.read_text())
+    page = (kv_peers.RESULT.parents[2] / "docs" / "accuracy.md").read_text()
+    assert kv_peers.table(report) in page
+    (rows,) = report["models"].values()
+    assert [row["scheme"] for row in rows] == [scheme.name for scheme in peers.SCHEMES]

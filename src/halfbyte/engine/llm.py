@@ -30,6 +30,7 @@ from halfbyte.engine.prompts import (
 )
 from halfbyte.engine.request import Request
 from halfbyte.engine.sampling_params import SamplingParams
+from halfbyte.engine.threads import say_how_to_share_cores
 from halfbyte.kvcache import KVRecipe, KVScales, plan_kv_cache
 from halfbyte.kvcache.recent import RecentTokens
 from halfbyte.models import (
@@ -151,6 +152,7 @@ class LLM:
             )
         if batch_invariant:
             check_batch_invariant(model)
+        say_how_to_share_cores(model.device)
         self.model = model.eval()
         self.tokenizer = tokenizer
         context = getattr(model.config, "max_position_embeddings", 2**31)
