@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from halfbyte.linear.invariant import products
 from halfbyte.linear.invariant.cpu import product_cpu
 from halfbyte.linear.invariant.products import InvariantProducts
 
@@ -167,3 +168,30 @@ def test_functions_at_their_ends() -> None:
         with InvariantProducts():
             result = function(within)
         torch.testing.assert_close(result, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_means_by_a_product_with_ones(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 5, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = x.double().mean(-1, keepdim=True)
+    found = products._mean(x, [-1], True)
+    assert found.dtype == dtype
+    tolerance = {torch.float32: 1e-7, torch.float16: 1e-4, torch.bfloat16: 1e-3}[dtype]
+    torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=4 * tolerance)
+    assert torch.equal(products._mean(x, 2), found[..., 0])
+    assert products._mean(x, -1, dtype=torch.float32).dtype == torch.float32
+    for row in range(3):
+        assert torch.equal(products._mean(x[row : row + 1], -1, True), found[row : row + 1])
+    with pytest.raises(NotImplementedError, match="a mean of"):
+        products._mean(x, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [300, 4096])
+def test_norms_of_a_row_beside_others_on_a_gpu(size: int) -> None:
+    """PyTorch's own mean of one row of 4,096 has other bits than that of 64 rows."""
+    x = torch.randn(64, size, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    with InvariantProducts():
+        whole = x.pow(2).mean(-1, keepdim=True)
+        for rows in (1, 2, 7, 16):
+            assert torch.equal(x[:rows].pow(2).mean(-1, keepdim=True), whole[:rows])

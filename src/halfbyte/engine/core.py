@@ -4,9 +4,11 @@ from collections.abc import Iterable
 from secrets import randbits
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from halfbyte.engine.interrupts import interrupts_deferred
+from halfbyte.engine.logits import to_device
 from halfbyte.engine.request import FinishReason, Request
 from halfbyte.engine.runner import ModelRunner
 from halfbyte.engine.sampler import Sampler
@@ -126,9 +128,9 @@ class EngineCore:
             )
             rows = [i for i, chunk in enumerate(chunks) if chunk.completes]
             requests = [chunks[i].request for i in rows]
-            sampled = self.sampler.sample(
-                requests, logits if len(rows) == len(chunks) else logits[rows]
-            )
+            if len(rows) < len(chunks):
+                logits = logits[to_device(rows, torch.int64, logits.device)]
+            sampled = self.sampler.sample(requests, logits)
             produced: list[tuple[Request, int]] = []
             with interrupts_deferred():
                 for request, choice in zip(requests, sampled, strict=True):

@@ -145,8 +145,10 @@ class DecodeGraphs:
             try:
                 self._graphs[size] = self._capture(size)
             except torch.OutOfMemoryError as error:
-                self.sizes = [smaller for smaller in self.sizes if smaller < size] or [0]
-                _LOGGER.warning("no CUDA graphs for %d sequences and more: %s", size, error)
+                # Batches of this size go to a larger graph, if there is one.
+                kept = [other for other in self.sizes if other in self._graphs or other < size]
+                self.sizes = kept or [0]
+                _LOGGER.warning("no CUDA graph for %d sequences: %s", size, error)
                 return None
             except Exception as error:
                 # Models whose code asks the GPU for values cannot be captured; they run without.

@@ -26,7 +26,7 @@ _MIN_TEMPERATURE = torch.finfo(torch.float32).tiny
 
 def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Values on a device, without waiting for what it runs."""
-    tensor = torch.as_tensor(values, dtype=dtype)
+    tensor = torch.as_tensor(values, dtype=dtype, device="cpu")
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 

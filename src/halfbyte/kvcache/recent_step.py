@@ -86,11 +86,14 @@ class RecentStep(NamedTuple):
             )
             if positions
         ]
+        parts = np.asarray(entries, np.int64), rows, owners, slots
+        numbers = _to_device(np.concatenate(parts), device)
+        of_entries, of_rows, of_owners, of_slots = numbers.split([*map(len, parts)])
         return cls(
-            entries=torch.tensor(entries, dtype=torch.int32, device=device),
-            rows=torch.from_numpy(rows).to(device),
-            owners=torch.from_numpy(owners).to(device),
-            slots=torch.from_numpy(slots).to(device),
+            entries=of_entries.int(),
+            rows=of_rows,
+            owners=of_owners,
+            slots=of_slots,
             num_tokens=sum(counts),
             missing=lacking,
             is_short=max(counts, default=0) <= ring - tokens + 1,
@@ -135,3 +138,11 @@ class RecentStep(NamedTuple):
             )
             for ring, x in zip(rings, rows, strict=True):
                 ring[entry, :, positions % ring.shape[2]] = x.transpose(0, 1).to(ring.dtype)
+
+
+def _to_device(numbers: np.ndarray, device: torch.device | str) -> torch.Tensor:
+    """In one transfer, for which the host does not wait."""
+    tensor = torch.from_numpy(numbers)
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -4,7 +4,7 @@ Libraries of matrix products choose another order of sums for another number of 
 token's logits depend on how many tokens are computed beside it. In this mode every product that a
 model asks PyTorch for, whoever writes it (`nn.Linear`, experts, `@`), goes to kernels that sum in
 one order. Quantized layers have their own, see `NvFp4Linear`. On a CPU, functions of single values
-that PyTorch rounds by their place are replaced as well.
+that PyTorch rounds by their place are replaced as well, on a GPU means along the last dimension.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ _WITHOUT_PRODUCTS = frozenset(
         *("__floordiv__", "data_ptr", "stride", "numel", "is_floating_point", "is_contiguous"),
         *("contiguous", "to", "float", "int", "type_as", "new_empty", "empty_like", "zeros_like"),
         *("arange", "view", "reshape", "flatten", "transpose", "unsqueeze", "chunk", "cat", "pad"),
-        *("mul", "add", "add_", "sub", "neg", "div", "pow", "mean", "sum", "min", "max", "ge"),
-        *("le", "clamp", "clamp_", "cos", "sin", "tanh", "softmax", "embedding", "topk", "sort"),
+        *("mul", "add", "add_", "sub", "neg", "div", "pow", "sum", "min", "max", "ge", "le"),
+        *("clamp", "clamp_", "cos", "sin", "tanh", "softmax", "embedding", "topk", "sort"),
         *("nonzero", "cumsum", "histc", "isnan", "any", "dropout", "_set_grad_enabled"),
     )
 )
@@ -68,6 +68,8 @@ class _InvariantOperators(TorchDispatchMode):
             return invariant(*args, **kwargs)
         if func in ELEMENTWISE and args[0].device.type == "cpu":
             return ELEMENTWISE[func](*args, **kwargs)
+        if func is _ATEN.mean.dim and args[0].is_cuda and _product_of(args[0].device) is not None:
+            return _mean(*args, **kwargs)
         if _is_composite(func):
             with self:  # for the products within
                 result = func.decompose(*args, **kwargs)
@@ -158,6 +160,21 @@ def _grouped_mm(
         start = end
     out = out if bias is None else out + bias
     return out.to(out_dtype or a.dtype)
+
+
+def _mean(
+    x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """A mean along the last dimension, as of norms, by a product with ones: PyTorch's own on a GPU
+    gives a row as many threads as the number of rows leaves it, and sums in another order."""
+    dims = [dim] if isinstance(dim, int) else list(dim or ())
+    x = x if dtype is None else x.to(dtype)
+    if [d % x.dim() for d in dims] != [x.dim() - 1]:
+        raise NotImplementedError(f"batch_invariant: a mean of {list(x.shape)} along {dim}")
+    size = x.shape[-1]
+    total = product(x.reshape(-1, size), x.new_ones(1, 1).expand(1, size))
+    out = (total / size).to(x.dtype).view(*x.shape[:-1], 1)
+    return out if keepdim else out[..., 0]
 
 
 def _batched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

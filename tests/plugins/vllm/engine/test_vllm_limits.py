@@ -282,6 +282,7 @@ def test_pages_of_other_scales_are_not_found(tmp_path: Path, joined: bool) -> No
     ("capability", "backend", "given", "expected"),
     [
         ((9, 0), "CUSTOM", {}, True),
+        ((9, 0), "CUSTOM with experts", {}, None),
         ((9, 0), "CUSTOM", {OVERLAP: False}, False),
         ((9, 0), None, {}, None),
         ((8, 0), "CUSTOM", {}, None),
@@ -296,6 +297,7 @@ def test_launches_overlap_on_hopper(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As far as a CPU can show: what vLLM's compiler is told."""
+    from vllm.config import ModelConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
@@ -304,6 +306,7 @@ def test_launches_overlap_on_hopper(
     monkeypatch.setattr(current_platform, "get_device_capability", lambda *_: found)
     options: dict[str, Any] = {"compilation_config": {"inductor_compile_config": given}}
     if backend is not None:
-        options["attention_backend"] = backend
+        options["attention_backend"] = backend.split()[0]
+        monkeypatch.setattr(ModelConfig, "is_moe", property(lambda _: "experts" in backend))
     config = EngineArgs(model=BUNDLED, max_model_len=128, **options).create_engine_config()
     assert config.compilation_config.inductor_compile_config.get(OVERLAP) is expected
