@@ -132,9 +132,9 @@ def interrupted(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-def injection(engine: Engine, rng: random.Random, counts: Counter[str]) -> Any:
+def injection(engine: Engine, rng: random.Random, counts: Counter[str], interrupts: bool) -> Any:
     """A context in which something fails, and its name."""
-    kind = rng.choice([*PLACES, "interrupt", "out of pages"])
+    kind = rng.choice([*PLACES, "out of pages", *(["interrupt"] if interrupts else [])])
     core = engine.core
     error = rng.choice(ERRORS)("injected")
     counts[kind] += 1
@@ -150,7 +150,7 @@ def injection(engine: Engine, rng: random.Random, counts: Counter[str]) -> Any:
     return failing(getattr(core, owner), name, at, error, rng.random() < 0.5)
 
 
-def drive_core(engine: Engine, rng: random.Random, counts: Counter[str]) -> None:
+def drive_core(engine: Engine, rng: random.Random, counts: Counter[str], interrupts: bool) -> None:
     """Requests come and go at any step, and any step may fail."""
     core = engine.core
     waiting = [rng.choice(engine.cases) for _ in range(rng.randint(1, 8))]
@@ -168,7 +168,7 @@ def drive_core(engine: Engine, rng: random.Random, counts: Counter[str]) -> None
                 counts["aborts"] += 1
                 engine.check()
             if rng.random() < 0.15:
-                with suppress(*ERRORS), injection(engine, rng, counts):
+                with suppress(*ERRORS), injection(engine, rng, counts, interrupts):
                     core.step()
             else:
                 core.step()
@@ -186,11 +186,11 @@ def drive_core(engine: Engine, rng: random.Random, counts: Counter[str]) -> None
             assert request.output == case.tokens, (request.output, case.tokens, request.error)
 
 
-def drive_llm(engine: Engine, rng: random.Random, counts: Counter[str]) -> None:
+def drive_llm(engine: Engine, rng: random.Random, counts: Counter[str], interrupts: bool) -> None:
     """Whole generations that fail, are closed, or are interrupted."""
     llm, cases = engine.llm, [rng.choice(engine.cases) for _ in range(rng.randint(1, 5))]
     prompts, params = [case.prompt for case in cases], [case.params for case in cases]
-    kind = rng.choice(["detokenizer", "close", "interrupt", "nan"])
+    kind = rng.choice(["detokenizer", "close", "nan", *(["interrupt"] if interrupts else [])])
     counts[kind] += 1
     at = rng.randint(1, 30)
     if kind == "close":
@@ -259,8 +259,14 @@ def run(
     max_rounds: int | None = None,
     descriptions: Sequence[tuple[str, dict[str, Any]]] = ENGINES,
     cases: int = 12,
+    interrupts: bool = True,
 ) -> Counter[str]:
-    """Rounds until the time is over; how often what was done."""
+    """Rounds until the time is over; how often what was done.
+
+    Args:
+        interrupts: whether Ctrl-C comes at any moment, also while PyTorch enters or leaves a mode,
+            which is not whole then: nothing for a process that other tests share.
+    """
     rng, counts = random.Random(seed), Counter[str]()
     engines = [Engine(*description, cases) for description in descriptions]
     began = last = time.monotonic()
@@ -268,7 +274,7 @@ def run(
     try:
         while time.monotonic() - began < seconds and counts["rounds"] != max_rounds:
             engine = rng.choice(engines)
-            (drive_core if rng.random() < 0.7 else drive_llm)(engine, rng, counts)
+            (drive_core if rng.random() < 0.7 else drive_llm)(engine, rng, counts, interrupts)
             counts["rounds"] += 1
             if time.monotonic() - last > 60:
                 last = time.monotonic()

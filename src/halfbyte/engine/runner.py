@@ -1,12 +1,13 @@
 """Runs a step: token ids in, logits out, K and V through the pool."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedModel
 
 from halfbyte.engine.graphs import DecodeGraphs
+from halfbyte.engine.interrupts import interrupts_deferred
 from halfbyte.kvcache import SequenceTables
 from halfbyte.linear.invariant.products import InvariantProducts
 from halfbyte.models import BATCH_ARGUMENT, ENGINE, KVQuantization, PagedBatch, register
@@ -105,7 +106,7 @@ class ModelRunner:
         input_ids = torch.tensor([[token for _, ids in chunks for token in ids]], device=device)
         # 0 means all of them.
         keep = 0 if all_logits else batch.query_start_loc[1:].long() - 1
-        with self.attached(), InvariantProducts() if self.batch_invariant else nullcontext():
+        with self.attached(), self._products():
             output = self.model(
                 input_ids=input_ids,
                 position_ids=batch.positions[None],
@@ -119,3 +120,13 @@ class ModelRunner:
                 f"{self.tables.pool.plan.num_layers} attention layers"
             )
         return output.logits[0]
+
+    @contextmanager
+    def _products(self) -> Iterator[None]:
+        """Those of a forward pass. Where they are batch invariant Ctrl-C waits for its end: it
+        could come while PyTorch enters or leaves a mode, of which each function is one."""
+        if not self.batch_invariant:
+            yield
+            return
+        with interrupts_deferred(), InvariantProducts():
+            yield
