@@ -69,8 +69,8 @@ def test_balanced_equals_halfbyte_s_engine() -> None:
 
 
 def test_accurate_equals_halfbyte_s_engine() -> None:
-    """Whatever the chunks; not the tokens of `balanced`."""
-    recipe = KVRecipe.parse("accurate").of_pages
+    """Its last tokens in 16 bits, too, whatever the chunks."""
+    recipe = KVRecipe.parse("accurate")
     options: dict[str, Any] = {"additional_config": {"halfbyte": {"kv_recipe": "accurate"}}}
     expected = halfbyte_tokens(BUNDLED, TEXTS, kv_recipe=recipe)
     with vllm_engine(**options) as llm:
