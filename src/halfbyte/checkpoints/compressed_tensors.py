@@ -51,7 +51,7 @@ _UNPACKED_FORMATS = ("dense", "fakequant")
 _FORMATS = (NVFP4_FORMAT, _MIXED_FORMAT, *_OTHER_FORMATS, *_UNPACKED_FORMATS)
 _PRESETS: dict[str, Scheme] = {"NVFP4": "nvfp4", "NVFP4A16": "nvfp4-a16"}
 _SECONDS = 2
-"""That a pattern may take for a name: some take longer than anybody waits."""
+"""Max time to match a pattern with a name: some patterns backtrack for ever."""
 _GROUP_FIELDS = ("targets", "weights", "input_activations", "format")
 
 

@@ -100,7 +100,7 @@ class DecodeGraphs:
         Args:
             progress: called after each.
         """
-        chunks = [(object(), [0])]  # one token, as of a request; nobody reads what it writes
+        chunks = [(object(), [0])]  # a sequence of one token, freed below
         seq = chunks[0][0]
         self.tables.add(seq)
         try:

@@ -60,7 +60,7 @@ class SamplingParams:
             likely tokens, and of the one chosen; -1 for the whole vocabulary.
 
     Raises:
-        ValueError: a number out of its range, or what is none; a parameter that vLLM has and
+        ValueError: a value out of its range, or not a number; a parameter that vLLM has and
             this engine has not.
     """
 

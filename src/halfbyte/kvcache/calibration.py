@@ -74,18 +74,23 @@ class ErrorCosts:
         """
         rotated = hadamard(hadamard(moment).transpose(1, 2))
         factors, weights = feedback_factor(torch.stack([moment, rotated]))
-        size = factors.shape[-1]
-        rows, columns = torch.triu_indices(size, size, offset=1)
+        rows, columns = _above_diagonal(factors)
         return cls(factors[..., rows, columns], weights, channel_weights(energy))
 
     def feedback(self, rotate: bool, heads: slice) -> torch.Tensor:
         """Factors of some heads, float32 `[heads, D, D]`."""
         size = self.k_weights.shape[-1]
         above = self.factors[int(rotate), heads]
-        rows, columns = torch.triu_indices(size, size, offset=1)
         result = above.new_zeros(above.shape[0], size, size)
+        rows, columns = _above_diagonal(result)
         result[:, rows, columns] = above
         return result
+
+
+def _above_diagonal(x: torch.Tensor) -> torch.Tensor:
+    """Rows and columns, int64 `[2, D (D - 1) / 2]`, of what stands there in `[..., D, D]`."""
+    size = x.shape[-1]
+    return torch.triu_indices(size, size, offset=1, device=x.device)
 
 
 @dataclass(frozen=True, eq=False)

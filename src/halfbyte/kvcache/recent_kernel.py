@@ -13,22 +13,22 @@ _PAIRS = 8
 
 @triton.jit
 def write_heads(
-    x,
-    stride_token,
-    stride_head,
-    stride,
-    ring,
-    rows,
-    owners,
-    slots,
-    count,
+    side,
+    places,
     pairs: tl.constexpr,
     heads: tl.constexpr,
     ring_size: tl.constexpr,
     size: tl.constexpr,
     padded: tl.constexpr,
 ):
-    """K or V of pairs `[program_id(0) * pairs, ...)` of one of `count` tokens and a head."""
+    """K or V of pairs `[program_id(0) * pairs, ...)` of a token and a head.
+
+    Args:
+        side: K or V of the step's tokens, their three strides, and the ring.
+        places: `RingSlots.rows`, `owners` and `slots`, and how many they are.
+    """
+    x, stride_token, stride_head, stride, ring = side
+    rows, owners, slots, count = places
     pair = tl.program_id(0) * pairs + tl.arange(0, pairs)
     i, head = pair // heads, (pair % heads).to(tl.int64)
     inside = i < count
@@ -67,40 +67,13 @@ def write_kernel(
     padded_v: tl.constexpr,
 ):
     """K (`program_id(1)` 0) or V (1) of some pairs of a token and a head."""
+    places = (rows, owners, slots, count)
     if tl.program_id(1) == 0:
-        write_heads(
-            key,
-            key_token,
-            key_head,
-            key_stride,
-            keys,
-            rows,
-            owners,
-            slots,
-            count,
-            pairs,
-            heads,
-            ring_size,
-            head_size,
-            padded,
-        )
+        side = (key, key_token, key_head, key_stride, keys)
+        write_heads(side, places, pairs, heads, ring_size, head_size, padded)
     else:
-        write_heads(
-            value,
-            value_token,
-            value_head,
-            value_stride,
-            values,
-            rows,
-            owners,
-            slots,
-            count,
-            pairs,
-            heads,
-            ring_size,
-            head_size_v,
-            padded_v,
-        )
+        side = (value, value_token, value_head, value_stride, values)
+        write_heads(side, places, pairs, heads, ring_size, head_size_v, padded_v)
 
 
 def write(

@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from halfbyte.layouts.quantization_args import first_misfit
+
 FP8, NVFP4 = "fp8_e4m3", "nvfp4"
 Formats = tuple[str, str]
 """Names of the formats of K and of V."""
@@ -24,12 +26,9 @@ _MIXED = "MIXED_PRECISION"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:\w+\.)*\w+$")
 _GROUP_SIZE = 16
 
-# The values that each field may have, besides being absent; `None` is in the lists where the
-# package writes it. Of how scales were found (`observer`), nothing is left in the numbers.
 _COMMON: dict[str, tuple[object, ...]] = {
     "type": ("float",),
     "symmetric": (True,),
-    "block_structure": (None,),
     "actorder": (None, False),
 }
 _FIELDS: dict[int, dict[str, tuple[object, ...]]] = {
@@ -50,7 +49,6 @@ _FIELDS: dict[int, dict[str, tuple[object, ...]]] = {
         "scale_dtype": (None, "float8_e4m3fn"),
     },
 }
-_OF_CALIBRATION = ("observer", "observer_kwargs", "zp_dtype")
 _EXPECTED = (
     "8 bits per tensor (fp8_e4m3) or 4 bits in groups of 16 with E4M3 scales (nvfp4), float, "
     "symmetric, not dynamic"
@@ -112,27 +110,18 @@ def format_of_scheme(scheme: Mapping[str, Any]) -> str:
     Raises:
         ValueError: a field with a value that is not read here; one line that names it.
     """
-    fields = {key: _plain(value) for key, value in scheme.items() if key not in _OF_CALIBRATION}
-    bits = fields.get("num_bits", 8)
-    expected = _FIELDS[4 if bits == 4 else 8]
-    for key, value in {"type": "int", "num_bits": bits, **fields}.items():
-        # `True == 1`, and no field has both.
-        valid = expected.get(key, (None,))
-        if not any(value == one and type(value) is type(one) for one in valid):
-            raise ValueError(
-                f"kv_cache_scheme: {key} {value!r} is not supported; expected {_EXPECTED}"
-            )
-    if fields.get("strategy") == "tensor_group" and fields.get("group_size") is None:
+    bits = scheme.get("num_bits", 8)
+    key = first_misfit(scheme, _FIELDS[4 if bits == 4 else 8])
+    if key is not None:
+        raise ValueError(
+            f"kv_cache_scheme: {key} {scheme.get(key)!r} is not supported; expected {_EXPECTED}"
+        )
+    if scheme.get("strategy") == "tensor_group" and scheme.get("group_size") is None:
         raise ValueError(
             f"kv_cache_scheme: group_size None with strategy tensor_group is not supported; "
             f"expected {_GROUP_SIZE}"
         )
     return NVFP4 if bits == 4 else FP8
-
-
-def _plain(value: object) -> object:
-    """Names as the tables have them: in small letters, dtypes without their module's."""
-    return str(value).lower().removeprefix("torch.") if isinstance(value, str) else value
 
 
 def _is_none(value: object) -> bool:

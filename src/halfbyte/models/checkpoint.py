@@ -35,12 +35,12 @@ class StoredScales:
     """The KV scales among a checkpoint's tensors.
 
     Args:
-        multipliers: `(k_scale, v_scale)` by layer, decode.
+        by_layer: `(k_scale, v_scale)`, decode scales.
         declaring: what declares the formats that they are for: ModelOpt's file, else the config.
         folder: for messages.
     """
 
-    multipliers: Mapping[int, tuple[float, float]]
+    by_layer: Mapping[int, tuple[float, float]]
     declaring: Any
     folder: Path
 

@@ -195,7 +195,7 @@ def _given(given: KVScales | str | Path | None) -> KVScales | None:
 
 
 def _from_checkpoint(found: StoredScales, config: Any) -> KVScales | None:
-    stored, folder = found.multipliers, found.folder
+    stored, folder = found.by_layer, found.folder
     if not stored:
         return None
     num_layers = max(stored) + 1

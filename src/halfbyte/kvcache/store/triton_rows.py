@@ -13,6 +13,7 @@ import triton.language as tl
 
 from halfbyte.kernels.formats.encode import encode_block_fp4, encode_fp8, encode_nvfp4
 from halfbyte.kernels.formats.encode_floats import to_bfloat16, to_float16, to_float32
+from halfbyte.kernels.formats.encode_weighted import encode_weighted
 from halfbyte.layouts import PageLayout
 
 ROW = 16
@@ -197,8 +198,14 @@ def store_side(
     dense: tl.constexpr,
     scale_on_device: tl.constexpr,
     rows: tl.constexpr,
+    weights=None,
 ):
-    """K or V of the program's rows."""
+    """K or V of the program's rows.
+
+    Args:
+        weights: float32 `[heads, size]` of errors, by which block scales of NVFP4 are chosen; None
+            to choose them as the format does.
+    """
     kind: tl.constexpr = side.kind
     token, head, part = place_of_row(rows, side)
     inside = token < num_slots
@@ -217,7 +224,12 @@ def store_side(
         if kind == "fp8_e4m3" or kind == "fp8_e5m2":
             words = encode_fp8(low, high, g, kind)
         else:
-            if kind == "nvfp4" or kind == "nvfp4_4over6":
+            if weights is not None:
+                weights += head.to(tl.int64) * side.head_size
+                w_low = load_half(weights, part * 16, 1, inside, side)
+                w_high = load_half(weights, part * 16 + 8, 1, inside, side)
+                words, scales = encode_weighted(low, high, w_low, w_high, g)
+            elif kind == "nvfp4" or kind == "nvfp4_4over6":
                 words, scales = encode_nvfp4(low, high, g, kind == "nvfp4_4over6")
             else:
                 words, scales = encode_block_fp4(low, high, kind)

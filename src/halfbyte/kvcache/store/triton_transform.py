@@ -257,38 +257,12 @@ def store_transformed_kernel(
     wait_for_previous(overlaps)
     if ring_size > 0:  # noqa: SIM102 - which the compiler knows
         if tl.program_id(1) == 2:
-            write_heads(
-                key,
-                key_stride_token,
-                key_stride_head,
-                key_stride,
-                ring_keys,
-                ring_rows,
-                ring_owners,
-                ring_slots,
-                num_kept,
-                pairs,
-                k_side.num_heads,
-                ring_size,
-                k_side.head_size,
-                padded,
-            )
-            write_heads(
-                value,
-                value_stride_token,
-                value_stride_head,
-                value_stride,
-                ring_values,
-                ring_rows,
-                ring_owners,
-                ring_slots,
-                num_kept,
-                pairs,
-                v_side.num_heads,
-                ring_size,
-                v_side.head_size,
-                padded_v,
-            )
+            places = (ring_rows, ring_owners, ring_slots, num_kept)
+            heads: tl.constexpr = k_side.num_heads
+            side = (key, key_stride_token, key_stride_head, key_stride, ring_keys)
+            write_heads(side, places, pairs, heads, ring_size, k_side.head_size, padded)
+            side = (value, value_stride_token, value_stride_head, value_stride, ring_values)
+            write_heads(side, places, pairs, heads, ring_size, v_side.head_size, padded_v)
             return
     if tl.program_id(1) == 1:
         store_side(

@@ -12,15 +12,13 @@ import triton.language as tl
 
 from halfbyte.kernels.formats.encode import amax_of, encode_nvfp4
 from halfbyte.kernels.formats.encode_floats import to_float32
-from halfbyte.kernels.formats.encode_weighted import best_scales, encode_weighted
+from halfbyte.kernels.formats.encode_weighted import best_scales
 from halfbyte.kernels.runtime.triton_overlap import wait_for_previous
 from halfbyte.kvcache.recent_kernel import write_heads
 from halfbyte.kvcache.store.triton_feedback import eight_columns, gather, round_in_turn
 from halfbyte.kvcache.store.triton_feedback_row import round_block
 from halfbyte.kvcache.store.triton_rows import (
-    load_half,
     load_rows,
-    place_of_row,
     slot_of_token,
     store_scales,
     store_side,
@@ -32,56 +30,6 @@ from halfbyte.kvcache.store.triton_transform import (
     rotate_rows,
     subtract_mean,
 )
-
-
-@triton.jit
-def _store_weighted_value(
-    value,
-    value_stride_token,
-    value_stride_head,
-    value_stride,
-    weights,
-    v_scale,
-    v_offsets: tl.constexpr,
-    pages,
-    page_stride,
-    slots,
-    slot_stride,
-    num_slots,
-    capacity,
-    side: tl.constexpr,
-    dense: tl.constexpr,
-    scale_on_device: tl.constexpr,
-    rows: tl.constexpr,
-):
-    """V of the program's rows, as `store_side`."""
-    token, head, part = place_of_row(rows, side)
-    inside = token < num_slots
-    low, high = load_rows(
-        value,
-        value_stride_token,
-        value_stride_head,
-        value_stride,
-        token,
-        head,
-        part,
-        inside,
-        side,
-        dense,
-    )
-    page, offset, keep = slot_of_token(slots, slot_stride, token, inside, capacity, side)
-    weights += head.to(tl.int64) * side.head_size
-    words, scales = encode_weighted(
-        to_float32(low),
-        to_float32(high),
-        load_half(weights, part * 16, 1, inside, side),
-        load_half(weights, part * 16 + 8, 1, inside, side),
-        tl.load(v_scale) if scale_on_device else tl.cast(v_scale, tl.float32),
-    )
-    start = pages + page * page_stride
-    data = start + (v_offsets[0] + offset * side.data_token + head * side.data_head)
-    store_scales(start + v_offsets[1], offset, head, part, scales, keep, side)
-    store_words(data, part, words, keep, side)
 
 
 @triton.jit(do_not_specialize=["num_slots", "capacity", "num_first", "num_segments", "num_kept"])
@@ -161,80 +109,34 @@ def store_weighted_kernel(
     wait_for_previous(overlaps)
     if ring_size > 0:  # noqa: SIM102 - which the compiler knows
         if tl.program_id(1) == 2:
-            write_heads(
-                key,
-                key_stride_token,
-                key_stride_head,
-                key_stride,
-                ring_keys,
-                ring_rows,
-                ring_owners,
-                ring_slots,
-                num_kept,
-                pairs,
-                k_side.num_heads,
-                ring_size,
-                k_side.head_size,
-                padded,
-            )
-            write_heads(
-                value,
-                value_stride_token,
-                value_stride_head,
-                value_stride,
-                ring_values,
-                ring_rows,
-                ring_owners,
-                ring_slots,
-                num_kept,
-                pairs,
-                v_side.num_heads,
-                ring_size,
-                v_side.head_size,
-                padded_v,
-            )
+            places = (ring_rows, ring_owners, ring_slots, num_kept)
+            heads: tl.constexpr = k_side.num_heads
+            side = (key, key_stride_token, key_stride_head, key_stride, ring_keys)
+            write_heads(side, places, pairs, heads, ring_size, k_side.head_size, padded)
+            side = (value, value_stride_token, value_stride_head, value_stride, ring_values)
+            write_heads(side, places, pairs, heads, ring_size, v_side.head_size, padded_v)
             return
     if tl.program_id(1) == 1:
-        if weighted_v:
-            _store_weighted_value(
-                value,
-                value_stride_token,
-                value_stride_head,
-                value_stride,
-                v_weights,
-                v_scale,
-                v_offsets,
-                pages,
-                page_stride,
-                slots,
-                slot_stride,
-                num_slots,
-                capacity,
-                v_side,
-                v_dense,
-                v_scale_on_device,
-                rows,
-            )
-        else:
-            store_side(
-                value,
-                value_stride_token,
-                value_stride_head,
-                value_stride,
-                v_scale,
-                v_offsets[0],
-                v_offsets[1],
-                pages,
-                page_stride,
-                slots,
-                slot_stride,
-                num_slots,
-                capacity,
-                v_side,
-                v_dense,
-                v_scale_on_device,
-                rows,
-            )
+        store_side(
+            value,
+            value_stride_token,
+            value_stride_head,
+            value_stride,
+            v_scale,
+            v_offsets[0],
+            v_offsets[1],
+            pages,
+            page_stride,
+            slots,
+            slot_stride,
+            num_slots,
+            capacity,
+            v_side,
+            v_dense,
+            v_scale_on_device,
+            rows,
+            v_weights if weighted_v else None,
+        )
         return
     size: tl.constexpr = k_side.head_size
     program = tl.program_id(0)

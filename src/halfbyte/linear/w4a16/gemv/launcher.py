@@ -110,7 +110,7 @@ class FewProduct:
         self._join, self._join_grid = kernels.join, -(-m * units * UNIT_ROWS // _JOIN_THREADS)
         self._work = bytes(_FewWork(m, n, k, units, k_blocks(k), plan.groups, plan.round_units))
         has_tma = machine.capability >= 90
-        self._pad = -k % BOX_K if has_tma else 0  # zeros that rows of x need
+        self._pad = -k % BOX_K if has_tma else 0  # TMA reads whole boxes of K: zero padding
         self._k = k = k + self._pad
         rows_of_box, boxes = plan.rows_of_box(m), plan.piece_blocks(k) * (TILE_K // BOX_K)
 

@@ -1,0 +1,44 @@
+"""Fields of compressed-tensors' `QuantizationArgs`, which ModelOpt writes in part as well.
+
+Weights, activations and KV caches are described by them. A field that changes numbers has a value
+that is read here, or the whole is refused; so is a field that is not known here and says anything.
+"""
+
+from collections.abc import Mapping
+
+Values = Mapping[str, tuple[object, ...]]
+"""The values that are read, by field; None where the field may be absent or null."""
+
+_DEFAULTS = {"type": "int", "num_bits": 8, "symmetric": True}
+_OF_CALIBRATION = frozenset({"observer", "observer_kwargs", "zp_dtype"})
+"""How scales were found, and the dtype of zero points, of which there are none."""
+
+
+def first_misfit(args: Mapping[str, object], expected: Values) -> str | None:
+    """The first field whose value is not read here; None if all are.
+
+    Args:
+        args: fields as a file has them; absent ones have the package's defaults.
+        expected: for one scheme; fields that it leaves out must be absent or null.
+    """
+    fields = {**dict.fromkeys(expected), **_DEFAULTS, **args}
+    for key, value in fields.items():
+        plain = _plain(value)
+        # Booleans and numbers are equal in Python, and no field has both.
+        fits = any(
+            plain == one and isinstance(plain, bool) is isinstance(one, bool)
+            for one in expected.get(key, (None,))
+        )
+        if not fits and key not in _OF_CALIBRATION:
+            return key
+    return None
+
+
+def described(args: Mapping[str, object]) -> dict[str, object]:
+    """The fields that say anything of numbers, for messages."""
+    return {k: v for k, v in args.items() if k not in _OF_CALIBRATION and v is not None}
+
+
+def _plain(value: object) -> object:
+    """Names in lower case, and dtypes without `torch.`."""
+    return value.lower().removeprefix("torch.") if isinstance(value, str) else value
