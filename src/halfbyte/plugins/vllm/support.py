@@ -87,7 +87,7 @@ FEATURES = (
     Feature(
         "speculative decoding: EAGLE",
         (UNTRIED, UNTRIED, TESTED, UNTRIED),
-        "test_vllm_eagle.py::test_eagle_changes_no_token",
+        "test_vllm_slow.py::test_eagle_changes_no_token",
     ),
     Feature("speculative decoding: MTP", (UNTRIED,) * 4),
     Feature("batch invariance (`VLLM_BATCH_INVARIANT=1`)", (UNTRIED,) * 4),
@@ -99,12 +99,12 @@ FEATURES = (
     Feature(
         "`torch.compile`",
         (UNTRIED, SEEN, TESTED, UNTRIED),
-        "test_vllm_ranks.py::test_compiled_gives_the_same_tokens",
+        "test_vllm_slow.py::test_compiled_gives_the_same_tokens",
     ),
     Feature(
         "tensor parallel",
         (UNTRIED, UNTRIED, TESTED, UNTRIED),
-        "test_vllm_ranks.py::test_tensor_parallel_gives_the_same_tokens",
+        "test_vllm_slow.py::test_tensor_parallel_gives_the_same_tokens",
     ),
     Feature("pipeline parallel, data parallel, several nodes", (UNTRIED,) * 4),
     Feature(

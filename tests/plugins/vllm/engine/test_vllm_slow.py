@@ -1,4 +1,4 @@
-"""EAGLE's heads, which draft with layers of their own. `make test-vllm`."""
+"""What takes longer: two ranks, compilation, and EAGLE. `make test-vllm`."""
 
 import json
 import shutil
@@ -26,6 +26,21 @@ def tokens() -> list[list[int]]:
     with vllm_engine() as llm:
         assert_ours(llm, "nvfp4")
         return generate(llm, TEXTS)
+
+
+def test_tensor_parallel_gives_the_same_tokens(
+    tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    found, _ = run_apart(TEXTS, in_process=False, tensor_parallel_size=2)
+    assert found == tokens
+
+
+def test_compiled_gives_the_same_tokens(tokens: list[list[int]]) -> None:
+    with vllm_engine(enforce_eager=False) as llm:
+        assert_ours(llm, "nvfp4")
+        assert generate(llm, TEXTS) == tokens
 
 
 def make_eagle(folder: Path) -> KVScales:
