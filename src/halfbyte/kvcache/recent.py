@@ -76,6 +76,27 @@ class RingSlots(NamedTuple):
             ring[self.owners, :, self.slots] = x[self.rows].to(ring.dtype)
 
 
+def kept_after_crop(kept_from: int, length: int, new_length: int, ring: int) -> int:
+    """From which position on a ring has a sequence, as far back as it reaches, after a crop.
+
+    Args:
+        kept_from: the same before it.
+        length, new_length: tokens before and after.
+        ring: its slots: later tokens have overwritten what lies further back.
+    """
+    return min(max(kept_from, length - ring), new_length)
+
+
+def missing_positions(kept_from: int, length: int, tokens: int) -> range:
+    """Positions that queries after `length` tokens read from a ring, and that it does not have.
+
+    Args:
+        kept_from: from which position on it has the sequence.
+        tokens: R.
+    """
+    return range(max(0, length - tokens + 1), min(kept_from, length))
+
+
 def packed_part(tokens: int, seq_lens: torch.Tensor, window: int) -> tuple[torch.Tensor, int]:
     """Lengths and window with which a kernel reads what is not among the last tokens.
 

@@ -15,7 +15,7 @@ import torch
 from halfbyte.kvcache.allocator import NULL_PAGE, OutOfPagesError, PageAllocator
 from halfbyte.kvcache.plan import KVCachePlan
 from halfbyte.kvcache.pool import PagedKVPool
-from halfbyte.kvcache.recent import RecentTokens
+from halfbyte.kvcache.recent import RecentTokens, kept_after_crop, missing_positions
 
 SequenceId = Hashable
 
@@ -192,9 +192,9 @@ class SequenceTables:
             self.allocator.release(table[keep:])
             del table[keep:]
         if self.recent is not None and length < sequence.length:
-            # What the ring has overwritten since; tokens to come are in it again.
-            overwritten = max(sequence.kept_from, sequence.length - self.recent.ring)
-            sequence.kept_from = min(overwritten, length)
+            sequence.kept_from = kept_after_crop(
+                sequence.kept_from, sequence.length, length, self.recent.ring
+            )
         sequence.length = length
 
     def free(self, seq: SequenceId) -> None:
@@ -261,8 +261,7 @@ class SequenceTables:
         """Positions that attention after `length` tokens reads from the ring and does not find."""
         if self.recent is None:
             return range(0)
-        first = max(0, length - self.recent.tokens + 1)
-        return range(first, min(self._get(seq).kept_from, length))
+        return missing_positions(self._get(seq).kept_from, length, self.recent.tokens)
 
     def fill_recent(self, seq: SequenceId, first: int) -> None:
         """The ring has positions from `first` on again, in every layer."""

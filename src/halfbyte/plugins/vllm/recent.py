@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from halfbyte.after_import import after_import
+from halfbyte.kvcache.recent import kept_after_crop, missing_positions
 from halfbyte.kvcache.recent_step import RecentStep
 from halfbyte.plugins.vllm.options import LastModel
 from halfbyte.plugins.vllm.recipes import has_nvfp4_keys, resolve_options
@@ -117,11 +118,10 @@ class RingEntries:
         elif is_new or computed > held.length:  # its ring has nothing of what is computed
             held.kept_from = computed
         else:  # taken back, or nothing happened
-            overwritten = max(held.kept_from, held.length - self.tokens)
-            held.kept_from = min(overwritten, computed)
-        first = max(0, computed - self.tokens + 1)
-        self._missing[request] = range(first, held.kept_from)
-        held.kept_from = min(held.kept_from, first)
+            held.kept_from = kept_after_crop(held.kept_from, held.length, computed, self.tokens)
+        missing = missing_positions(held.kept_from, computed, self.tokens)
+        self._missing[request] = missing
+        held.kept_from = min(held.kept_from, missing.start)
         held.length = computed + self._counts[request]
 
     def _take(self) -> int:
