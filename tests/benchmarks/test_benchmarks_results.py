@@ -15,11 +15,6 @@ from halfbyte.bench.cases import WITHOUT_PEERS
 REPOSITORY = Path(__file__).parents[2]
 
 
-NOT_YET = ("gemma-3-270m",)
-"""Models whose committed run is from before `accurate`; emptied by `kv_recipes.py --only models
---recipe accurate --model NAME`."""
-
-
 def program(name: str) -> ModuleType:
     """A program of `benchmarks/`, whose name a folder of tests may have, too."""
     spec = spec_from_file_location(f"benchmarks_{name}", REPOSITORY / "benchmarks" / f"{name}.py")
@@ -55,11 +50,10 @@ def test_docs_show_the_committed_run_of_recipes(monkeypatch: pytest.MonkeyPatch)
         fp8, balanced = by_name["fp8_e4m3", "plain"], by_name["nvfp4", "balanced"]
         assert balanced["kl_divergence"] <= most * fp8["kl_divergence"]
         assert balanced["nll_increase"] < fp8["nll_increase"]
-        if name not in NOT_YET:
-            assert len(rows) == len(benchmark.FORMATS) + len(benchmark.RECIPES) - 1
-            accurate = by_name["nvfp4", "accurate"]
-            assert accurate["kl_divergence"] <= most_of_accurate * fp8["kl_divergence"]
-            assert accurate["nll_increase"] < fp8["nll_increase"]
+        assert len(rows) == len(benchmark.FORMATS) + len(benchmark.RECIPES) - 1
+        accurate = by_name["nvfp4", "accurate"]
+        assert accurate["kl_divergence"] <= most_of_accurate * fp8["kl_divergence"]
+        assert accurate["nll_increase"] < fp8["nll_increase"]
 
 
 def test_docs_show_the_committed_runs_inside_vllm() -> None:
