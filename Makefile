@@ -2,6 +2,7 @@
 #   make demo   install into .venv, generate text, measure accuracy
 #   make test   install what the tests need, check the code, run the tests, also inside vLLM
 # Both are quick the second time. PYTHON chooses another interpreter, VENV and VLLM_VENV other folders.
+#   make test-all        also the tests that CI leaves out: more GPUs to compile for, more shapes
 #   make test-vllm       what takes longer inside vLLM: compilation, two ranks, a server
 #   make release         a wheel and a source archive in dist/, tried in empty environments
 #   make accuracy        what formats and recipes cost on two real models, which it fetches into MODELS
@@ -22,7 +23,7 @@ export PROMPT
 
 MODELS ?= .models
 
-.PHONY: demo test check accuracy release test-vllm test-vllm-0.24 clean
+.PHONY: demo test test-all check accuracy release test-vllm test-vllm-0.24 clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
@@ -34,9 +35,12 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev check $(VLLM_VENV)/.installed
 	@echo "==> pytest"
-	@$(BIN)/pytest --numprocesses auto --quiet
+	@$(BIN)/pytest --numprocesses auto --quiet -m "not slow"
 	@echo "==> pytest inside vLLM"
 	@$(VLLM_PYTEST) --numprocesses 2 --dist loadfile -m "not slow"
+
+test-all: $(VENV)/.installed-dev
+	@$(BIN)/pytest --numprocesses auto --quiet
 
 test-vllm: $(VLLM_VENV)/.installed
 	@$(VLLM_PYTEST) -m slow

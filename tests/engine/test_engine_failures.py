@@ -14,6 +14,7 @@ from halfbyte.engine.core import EngineCore
 from halfbyte.engine.interrupts import interrupts_deferred
 from halfbyte.engine.request import FinishReason, Request
 from models.zoo import make_model, token_ids
+from slow import slow
 
 PROMPTS = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60)]
 PARAMS = [
@@ -71,8 +72,10 @@ def run(core: EngineCore, requests: list[Request]) -> int:
     "where",
     ["runner.run", "sampler.sample", "tables.append", "tables.pool.layer_pages"],
 )
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-@pytest.mark.parametrize("num_pages", [200, 24])
+@pytest.mark.parametrize(
+    ("architecture", "num_pages"),
+    [("llama", 200), slow("llama", 24), slow("gemma2", 200), ("gemma2", 24)],
+)
 def test_step_that_failed_did_not_happen(
     architecture: str, where: str, at: int, after: bool, num_pages: int
 ) -> None:

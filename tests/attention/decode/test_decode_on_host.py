@@ -15,6 +15,7 @@ from cuda_on_host import guarded, needs_compiler
 from halfbyte.attention.base import AttentionInputs, AttentionPlans
 from halfbyte.attention.decode import cuda
 from halfbyte.attention.decode.variant import variant
+from slow import slow
 
 pytestmark = needs_compiler
 
@@ -305,8 +306,13 @@ def test_attention(name: str) -> None:
     assert_attention(*attend(step, case), case)
 
 
-@pytest.mark.parametrize("name", CHANGED)
-@pytest.mark.parametrize("factor", [1, -40], ids=["", "large-queries"])
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        *((name, 1) for name in CHANGED),
+        *((name, -40) if name in {"ragged", "wide"} else slow(name, -40) for name in CHANGED),
+    ],
+)
 def test_attention_to_k_that_a_recipe_changed(name: str, factor: int) -> None:
     step, options = CHANGED[name]
     case = case_of(step, **options)

@@ -10,6 +10,7 @@ import torch
 
 from halfbyte.layouts import PageLayout, page_stride
 from machine_code import assert_copies_have_descriptors, disassembled
+from slow import CAPABILITIES, slow
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -19,9 +20,9 @@ from halfbyte.attention.decode.variant import Variant, macros, variant
 from halfbyte.kernels.runtime import nvrtc, tensor_maps
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-@pytest.mark.parametrize("head_size", [64, 128, 256])
-@pytest.mark.parametrize("group", [4, 16, 40])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("head_size", [64, 128, slow(256)])
+@pytest.mark.parametrize("group", [4, slow(16), 40])
 def test_kernels_compile(capability: int, head_size: int, group: int) -> None:
     architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
@@ -32,8 +33,8 @@ def test_kernels_compile(capability: int, head_size: int, group: int) -> None:
         assert nvrtc.compile_source(name, options, architecture)[:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-@pytest.mark.parametrize(("head_size", "group"), [(128, 4), (64, 8), (256, 2), (128, 40)])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("head_size", "group"), [(128, 4), slow(64, 8), slow(256, 2), (128, 40)])
 def test_kernels_for_recipes_compile(capability: int, head_size: int, group: int) -> None:
     architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
@@ -44,8 +45,8 @@ def test_kernels_for_recipes_compile(capability: int, head_size: int, group: int
         assert nvrtc.compile_source(way.source, options, architecture)[:4] == b"\x7fELF"
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-@pytest.mark.parametrize(("head_size", "group"), [(128, 4), (64, 8), (256, 2), (128, 40)])
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(("head_size", "group"), [(128, 4), slow(64, 8), slow(256, 2), (128, 40)])
 def test_what_stands_in_front_compiles(
     capability: int, head_size: int, group: int, tmp_path: Path
 ) -> None:
@@ -58,8 +59,8 @@ def test_what_stands_in_front_compiles(
         assert not re.search(r" (?:STL|LDL)[. ]", disassembled(cubin, tmp_path))
 
 
-@pytest.mark.parametrize("head_size", [64, 128, 256])
-@pytest.mark.parametrize("block_size", [16, 32, 64])
+@pytest.mark.parametrize("head_size", [slow(64), 128, slow(256)])
+@pytest.mark.parametrize("block_size", [16, slow(32), slow(64)])
 def test_kernels_that_copy_whole_pages_compile(head_size: int, block_size: int) -> None:
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 1, block_size)
     for group in (32, 64):
@@ -87,7 +88,7 @@ def test_recipes_spill_nothing(head_size: int, group: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("head_size", "block_size", "group"), [(128, 16, 32), (256, 16, 64), (256, 64, 64)]
+    ("head_size", "block_size", "group"), [(128, 16, 32), slow(256, 16, 64), slow(256, 64, 64)]
 )
 def test_whole_pages_spill_no_more(
     head_size: int, block_size: int, group: int, tmp_path: Path
@@ -219,7 +220,7 @@ def test_variant_does_not_depend_on_the_batch_where_rows_must_not() -> None:
 
 
 @pytest.mark.parametrize("dtypes", [("fp8", "fp8"), ("bfloat16", "bfloat16"), ("fp8", "nvfp4")])
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernels_of_other_formats_compile(dtypes: tuple[str, str], capability: int) -> None:
     layout = PageLayout(*dtypes, 128, None, 2, 16, "NHD")
     way = variant(layout, 4, 1.0, False, capability)

@@ -13,6 +13,7 @@ from halfbyte.attention.paged.plan import (
     operand_dtype,
 )
 from halfbyte.layouts import KVCacheDType, PageLayout
+from slow import CAPABILITIES
 
 H200 = Gpu(capability=90, multiprocessors=132)
 NVFP4 = PageLayout("nvfp4", "nvfp4", 128, None, 8, 16)
@@ -80,7 +81,7 @@ def test_operands_hold_what_the_cache_holds() -> None:
         assert operand_dtype(KVCacheDType(name), fp32) == fp32
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
     ("shape", "rows", "options"),
     [

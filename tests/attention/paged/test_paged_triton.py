@@ -1,6 +1,7 @@
 """The Triton attention kernel, interpreted on a CPU, and where it is chosen."""
 
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from halfbyte.layouts import PageLayout
 
 pytest.importorskip("triton")
 
+from slow import CAPABILITIES, slow
 from triton_interpreter import interpreted
 
 # Small tiles, so that short sequences have several of them; keys of a row in one, in three, or in
@@ -79,12 +81,12 @@ def test_attend_every_format(dtype: str, query_dtype: torch.dtype, plan: str) ->
     ("name", "plan"),
     [
         *(
-            (name, ("whole", "split")[i % 2])
-            for i, name in enumerate(TRANSFORM_CASES)
+            slow(name, plan) if name in {"several-queries", "long"} else (name, plan)
+            for name, plan in zip(TRANSFORM_CASES, cycle(("whole", "split")), strict=False)
             if name != "prefill"  # takes half a minute
         ),
         ("d128", "tile-of-two-segments"),
-        ("window", "split"),
+        slow("window", "split"),
         ("sinks-softcap", "fixed-splits"),
     ],
 )
@@ -294,7 +296,7 @@ def config(**changes: Any) -> AttentionConfig:
     return attention_config(**{"layout": layout, "num_tokens": 4096, "num_seqs": 2, **changes})
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_selection_takes_triton_rather_than_the_reference(capability: int) -> None:
     work = config(compute_capability=capability)
     usable = [

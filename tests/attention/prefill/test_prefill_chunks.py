@@ -13,6 +13,7 @@ from halfbyte.attention.paged.plan import Gpu, Tiles, choose_row_tiles
 from halfbyte.attention.prefill import plan as dense_plan
 from halfbyte.attention.prefill.chunks import make_chunks
 from halfbyte.layouts import PageLayout
+from slow import slow
 from triton_interpreter import interpreted
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -116,8 +117,10 @@ def test_short_prompts_without_pytorch(name: str, monkeypatch: pytest.MonkeyPatc
     assert_dense(make_small(SMALL[name], monkeypatch, pytorch_from=1000), "cpu")
 
 
-@pytest.mark.parametrize(("head_size", "head_size_v"), [(16, 16), (80, 80), (256, 256), (32, 192)])
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(
+    ("head_size", "head_size_v", "softcap"),
+    [(16, 16, 5.0), (80, 80, None), slow(80, 80, 5.0), slow(256, 256, 5.0), (32, 192, 5.0)],
+)
 def test_windows_with_heads_of_every_size(
     head_size: int, head_size_v: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +135,7 @@ def test_windows_with_heads_of_every_size(
     assert_dense(case, "cpu")
 
 
-@pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
+@pytest.mark.parametrize("capability", [80, slow(86), 90, slow(100), slow(120)])
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [

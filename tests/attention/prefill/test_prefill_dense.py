@@ -23,6 +23,7 @@ from halfbyte.attention.prefill import plan as dense_plan
 from halfbyte.attention.prefill.dense import DenseAttention, uses_cudnn
 from halfbyte.attention.prefill.plan import key_blocks, rounded_up
 from halfbyte.layouts import PageLayout
+from slow import slow
 from triton_interpreter import interpreted
 
 
@@ -112,8 +113,14 @@ def test_memory_for_results_is_what_joining_holds(monkeypatch: pytest.MonkeyPatc
     assert 0 < held == (dense_plan.ROWS_HELD - 1) * case.query.nbytes
 
 
-@pytest.mark.parametrize("most_queries", [16, 64])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    ("name", "most_queries"),
+    [
+        slow(name, most) if (i + j) % 2 else (name, most)
+        for i, name in enumerate(SMALL)
+        for j, most in enumerate((16, 64))
+    ],
+)
 def test_dense_attention_on_a_cpu(
     name: str, most_queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +129,7 @@ def test_dense_attention_on_a_cpu(
 
 @pytest.mark.parametrize(
     ("lens", "sinks"),
-    [((256, 256), False), ((256, 256, 20), True), ((256, 256, 256, 256), True)],
+    [((256, 256), False), ((256, 256, 20), True), slow((256, 256, 256, 256), True)],
     ids=str,
 )
 def test_prompts_that_are_alike_are_taken_together(

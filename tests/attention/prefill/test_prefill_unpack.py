@@ -13,6 +13,7 @@ from kvcache.transforms import on
 
 pytest.importorskip("triton")
 
+from slow import CAPABILITIES
 from triton_compiler import SHARED_BYTES, compile_kernel
 from triton_interpreter import interpreted
 
@@ -175,7 +176,7 @@ def test_unpack_refuses_workspaces_that_do_not_fit() -> None:
             )
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
     ("dtype", "head_size", "segment"),
     [

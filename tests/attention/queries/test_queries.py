@@ -15,6 +15,7 @@ from kvcache.transforms import on
 
 pytest.importorskip("triton")
 
+from slow import CAPABILITIES
 from triton_compiler import SHARED_BYTES, compile_kernel
 from triton_interpreter import interpreted
 
@@ -126,7 +127,7 @@ def test_rows_past_the_large_tile_on_a_gpu() -> None:
         torch.testing.assert_close(alone.bias[0, :, :segments], whole.bias[token, :, :segments])
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_kernel_compiles(head_size: int, capability: int) -> None:
     import triton.language as tl

@@ -12,6 +12,7 @@ from attention.prefill.dense_cases import inputs_of, make_small
 from halfbyte.attention import AttentionInputs, AttentionPlans, paged_attention
 from halfbyte.attention.prefill.dense import DenseAttention
 from halfbyte.layouts import PageLayout
+from slow import CAPABILITIES, slow
 
 pytest.importorskip("triton")
 
@@ -34,7 +35,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "prefill"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        slow(name) if name in {"recipe-several-queries", "several-queries", "window"} else name
+        for name in CASES
+        if name != "prefill"
+    ],
+)
 def test_in_the_interpreter(name: str) -> None:
     case = make_case(**{**CASES[name], "query_dtype": torch.float32})
     lse = torch.empty(case.query.shape[:2])
@@ -99,7 +107,7 @@ def test_batch_invariant_rows_are_bitwise_equal() -> None:
         assert torch.equal(alone.out, together.out[begin:end])
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize(
     ("dtype", "head_size", "prefill"),
     [

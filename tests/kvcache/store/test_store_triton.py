@@ -39,6 +39,7 @@ import triton
 
 from halfbyte.kvcache.store import triton_kernel as compiled
 from halfbyte.kvcache.store.triton_rows import side_of
+from slow import CAPABILITIES, slow
 
 # NumPy, which the interpreter computes with, warns of 0 / 0 and of overflows.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -193,7 +194,7 @@ def test_store_of_any_float32(dtype: str, data: st.DataObject) -> None:
     case.assert_stored(interpreted("halfbyte.kvcache.store.triton_kernel").store_tokens)
 
 
-@pytest.mark.parametrize("architecture", [80, 90, 100, 120])
+@pytest.mark.parametrize("architecture", CAPABILITIES)
 @pytest.mark.parametrize(
     ("k_dtype", "v_dtype"),
     [("nvfp4", "nvfp4"), ("fp8_e4m3", "nvfp4_4over6"), ("mxfp4", "bfloat16")],
@@ -246,7 +247,7 @@ def assert_exact(ptx: str) -> None:
         assert inexact not in ptx
 
 
-@pytest.mark.parametrize("architecture", [80, 90, 120])
+@pytest.mark.parametrize("architecture", [slow(80), 90, slow(120)])
 def test_kernel_for_recipes_compiles(
     architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -405,8 +406,15 @@ def test_nasty_values_are_nasty() -> None:
     assert (torch.signbit(x) & (x == 0)).any()
 
 
-@pytest.mark.parametrize("input_dtype", INPUT_DTYPES, ids=str)
-@pytest.mark.parametrize("options", RECIPE_OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("options", "input_dtype"),
+    [
+        (options, dtype) if (i + j) % 3 == 0 else slow(options, dtype)
+        for i, options in enumerate(RECIPE_OPTIONS)
+        for j, dtype in enumerate(INPUT_DTYPES)
+    ],
+    ids=str,
+)
 def test_store_of_k_that_a_recipe_changes(
     store: Any, options: dict[str, Any], input_dtype: torch.dtype
 ) -> None:

@@ -17,6 +17,7 @@ from halfbyte.linear.w4a16.packed_weight import (
 from halfbyte.numerics import e2m1, e4m3, nvfp4
 from linear.machines import H200
 from machine_code import assert_copies_have_descriptors, disassembled
+from slow import slow
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 COMMON_SCALE = 2.0**-9
@@ -160,7 +161,7 @@ def test_bad_weights_are_refused(change: dict, message: str) -> None:
         )
 
 
-@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("capability", [80, slow(89), 90, slow(100), slow(120)])
 def test_kernels_compile(capability: int) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     from halfbyte.kernels.runtime import nvrtc

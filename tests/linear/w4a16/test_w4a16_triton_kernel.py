@@ -9,6 +9,7 @@ import torch
 from halfbyte.linear import NvFp4Linear
 from halfbyte.numerics import e2m1, e4m3
 from linear.cases import assert_close_enough, random_input, random_layer
+from slow import slow
 
 pytest.importorskip("triton")
 
@@ -102,7 +103,7 @@ def test_bfloat16_ptx_takes_e4m3_scales() -> None:
             assert_same(values * 2.0**14, e2m1.decode(codes).double() * scale)
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("batch_invariant", [slow(False), True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_error_is_that_of_a_matmul_in_the_same_dtype(
     dtype: torch.dtype, batch_invariant: bool
