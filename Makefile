@@ -3,6 +3,7 @@
 #   make test   install what the tests need, check the code, run the tests, also inside vLLM
 # Both are quick the second time. PYTHON chooses another interpreter, VENV and VLLM_VENV other folders.
 #   make test-vllm       what takes longer inside vLLM: compilation, two ranks, a server
+#   make docs            the pages of docs/ as a site, in site/
 #   make release         a wheel and a source archive in dist/, tried in empty environments
 #   make accuracy        what formats and recipes cost on two real models, which it fetches into MODELS
 #   make test-vllm-0.24  the oldest vLLM that is supported, in an environment of its own (6 GB)
@@ -22,7 +23,7 @@ export PROMPT
 
 MODELS ?= .models
 
-.PHONY: demo test check accuracy release test-vllm test-vllm-0.24 clean
+.PHONY: demo test check docs accuracy release test-vllm test-vllm-0.24 clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
@@ -32,7 +33,7 @@ demo: $(VENV)/.installed
 	@echo "==> halfbyte eval: what the formats cost on text the model has not seen"
 	@$(BIN)/halfbyte eval --kv-recipe plain,balanced --max-tokens 2048
 
-test: $(VENV)/.installed-dev check $(VLLM_VENV)/.installed
+test: $(VENV)/.installed-dev check docs $(VLLM_VENV)/.installed
 	@echo "==> pytest"
 	@$(BIN)/pytest --numprocesses auto --quiet
 	@echo "==> pytest inside vLLM"
@@ -50,6 +51,10 @@ test-vllm-0.24:
 accuracy: $(VENV)/.installed-dev
 	@$(PIP) gguf accelerate
 	@$(BIN)/python benchmarks/kv_recipes.py $(MODELS)
+
+docs: $(VENV)/.installed-docs
+	@echo "==> mkdocs"
+	@NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict --quiet
 
 release: $(VENV)/.installed-dev
 	@echo "==> building the source archive, and the wheel from it"
@@ -95,5 +100,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(PIP) --editable '.[dev]'
 	@touch $@
 
+# The site is built from the sources as they lie there: halfbyte itself need not be installed.
+$(VENV)/.installed-docs: $(VENV)/.venv pyproject.toml constraints.txt
+	@echo "==> installing what the docs need"
+	@$(PIP) $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-vllm* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf site $(VENV) .venv-vllm* .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The bundled model's vocabulary: byte-level BPE, for `train_bundled_model.py`."""
+"""The bundled model's vocabulary: byte-level BPE, for `train.py`."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ into the English it holds, which gives the model some prose to go with the docst
 
 Run as a script, it writes the held-out modules as the text files that ship::
 
-    python examples/bundled_corpus.py --stdlib /usr/lib/python3.11 --out heldout
+    python dev/bundled_model/corpus.py --stdlib /usr/lib/python3.11 --out heldout
 """
 
 from __future__ import annotations

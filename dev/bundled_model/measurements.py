@@ -7,8 +7,8 @@ import math
 
 import torch
 import torch.nn.functional as F
-from bundled_corpus import Corpus
-from bundled_tokenizer import encode
+from corpus import Corpus
+from tokenizer import encode
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 

@@ -4,7 +4,7 @@ The model exists so that everything in halfbyte can be tried, tested and measure
 attention rather than on random weights: an ordinary pre-norm transformer with grouped-query
 attention, QK norm and RoPE, small enough to ship in the package.  Run it as::
 
-    python examples/train_bundled_model.py --stdlib /usr/lib/python3.11 --out bundled
+    python dev/bundled_model/train.py --stdlib /usr/lib/python3.11 --out bundled
 
 and ``--out`` receives a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load, with
 ``training.json`` (the recipe and everything measured) beside the weights.  The shipped weights
@@ -34,9 +34,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from bundled_corpus import load_corpus
-from bundled_measurements import CONTEXT, measure, nats_per_token, shift_right
-from bundled_tokenizer import encode, train_tokenizer
+from corpus import load_corpus
+from measurements import CONTEXT, measure, nats_per_token, shift_right
+from tokenizer import encode, train_tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
