@@ -54,7 +54,9 @@ accuracy: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-docs
 	@echo "==> mkdocs"
-	@NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
+	@if grep -rlE '<(script|link|img)[^>]* (src|href)="(https?:)?//' site --include='*.html'; then \
+		echo "these pages would fetch from a network"; exit 1; fi
 
 release: $(VENV)/.installed-dev
 	@echo "==> building the source archive, and the wheel from it"
