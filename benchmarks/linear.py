@@ -6,8 +6,8 @@
 
 The first measures, on a GPU best with Humming installed (`pip install humming-kernels[cu13]`), and
 writes the JSON; further options are those of `halfbyte bench linear`. The second prints the table
-of the JSON in Markdown and puts it between the `linear` markers of README.md and docs/linear.md,
-where there are any. The third makes of the JSON what `halfbyte.linear.measured` chooses by.
+of the JSON in Markdown and puts it between the `linear` markers of docs/numbers/linear.md. The third
+makes of the JSON what `halfbyte.linear.measured` chooses by.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from halfbyte.cli import main as halfbyte
 
 REPOSITORY = Path(__file__).parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "linear.json"
-PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "linear.md")
+PAGE = REPOSITORY / "docs" / "numbers" / "linear.md"
 SELECTION = REPOSITORY / "src" / "halfbyte" / "linear" / "measured.json"
 CAPABILITIES = {"NVIDIA H200": "90"}
 MARKERS = re.compile(r"(<!-- linear -->\n).*?(<!-- /linear -->)", re.DOTALL)
@@ -63,10 +63,7 @@ def main() -> None:
         halfbyte()
         return
     text = table(json.loads(arguments.out.read_text()))
-    for page in PAGES:
-        before = page.read_text()
-        if MARKERS.search(before):
-            page.write_text(MARKERS.sub(lambda found: found[1] + text + found[2], before))
+    PAGE.write_text(MARKERS.sub(lambda found: found[1] + text + found[2], PAGE.read_text()))
     print(text, end="")
 
 

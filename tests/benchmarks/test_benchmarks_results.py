@@ -1,6 +1,7 @@
-"""The figures that the README shows are those of the committed run."""
+"""The figures that README and docs show are those of the committed runs."""
 
 import json
+import re
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -26,10 +27,28 @@ def program(name: str) -> ModuleType:
 
 
 @pytest.mark.parametrize("name", ["accuracy", "attention_decode", "linear", "weights"])
-def test_readme_shows_the_committed_run(name: str) -> None:
+def test_numbers_show_the_committed_run(name: str) -> None:
     benchmark = program(name)
     report = json.loads(benchmark.RESULT.read_text())
-    assert benchmark.table(report) in (REPOSITORY / "README.md").read_text()
+    assert benchmark.MARKERS.search(benchmark.PAGE.read_text())
+    assert benchmark.table(report) in benchmark.PAGE.read_text()
+
+
+def test_tables_of_the_docs_show_the_committed_runs() -> None:
+    tables = program("docs_tables")
+    for marker, (page, make) in tables.TABLES.items():
+        begin, end = f"<!-- {marker} -->\n", f"<!-- /{marker} -->"
+        text = (tables.NUMBERS / page).read_text()
+        assert text.split(begin)[1].split(end)[0] == make()
+
+
+def test_readme_is_short_and_has_the_picture_of_steps_in_vllm() -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    picture = program("vllm_figures").PICTURE.relative_to(REPOSITORY)
+    assert f"]({picture})" in readme
+    assert len(readme.splitlines()) <= 150
+    for link in re.findall(r"\]\(([^)#]+)", readme):
+        assert (REPOSITORY / link).exists(), link
 
 
 def test_docs_show_the_committed_run_of_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +78,7 @@ def test_docs_show_the_committed_run_of_recipes(monkeypatch: pytest.MonkeyPatch)
 def test_docs_show_the_committed_runs_inside_vllm() -> None:
     figures = program("vllm_figures")
     report = json.loads(figures.RESULT.read_text())
-    for page in figures.PAGES:
-        assert figures.table(report) in page.read_text()
+    assert figures.table(report) in figures.PAGE.read_text()
     recipes = json.loads(figures.RECIPES.read_text())
     assert figures.recipes_table(recipes) in figures.RECIPES_PAGE.read_text()
     svg = figures.PICTURE.read_text()
@@ -122,8 +140,7 @@ def attention_decode() -> Any:
 def test_picture_shows_the_committed_run(attention_decode: Any) -> None:
     report = json.loads(attention_decode.RESULT.read_text())
     svg = attention_decode.PICTURE.read_text()
-    link = attention_decode.PICTURE.relative_to(REPOSITORY)
-    assert f"]({link})" in (REPOSITORY / "README.md").read_text()
+    assert f"](../{attention_decode.PICTURE.name})" in attention_decode.PAGE.read_text()
     assert report["gpu"] in svg
     for row in report["microseconds"]:
         if row["name"] in WITHOUT_PEERS:
