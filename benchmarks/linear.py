@@ -6,8 +6,8 @@
 
 The first measures, on a GPU best with Humming installed (`pip install humming-kernels[cu13]`), and
 writes the JSON; further options are those of `halfbyte bench linear`. The second prints the table
-of the JSON in Markdown and puts it between the `linear` markers of docs/numbers/linear.md. The third
-makes of the JSON what `halfbyte.linear.measured` chooses by.
+of the JSON in Markdown and puts it between the `linear` markers of docs/numbers/linear.md. The
+third makes of the JSON what `halfbyte.linear.measured` chooses by.
 """
 
 import argparse
