@@ -42,8 +42,8 @@ def prefill() -> str:
         if row["kind"] != "prefill":
             continue
         label = row["name"].removeprefix("prefill-")
-        heads = f"{row['kv_heads']} x {row['group']} x {row['head_size']}"
-        rows.append([label, heads, *(time(row, name) for name in names)])
+        kv = f"{row['kv_heads']} x {row['group']} x {row['head_size']}"
+        rows.append([label, kv, *(time(row, name) for name in names)])
     heads = [
         "case",
         "KV heads x group x head size",

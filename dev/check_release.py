@@ -13,6 +13,8 @@ from pathlib import Path
 
 SOURCES = (
     "Makefile",
+    "docs/index.md",
+    "mkdocs.yml",
     "tests/test_house.py",
     "src/halfbyte/kernels/cpu/api.h",
     "src/halfbyte/attention/decode/decode.cu",

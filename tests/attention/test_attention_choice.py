@@ -17,7 +17,9 @@ from halfbyte.attention import (
 from halfbyte.attention.paged import plan
 from halfbyte.attention.prefill import dense
 from halfbyte.dispatch import NoImplementationError
-from halfbyte.kvcache import STORE_BACKENDS, store
+from halfbyte.kvcache import STORE_BACKENDS
+from halfbyte.kvcache.store import cpu as cpu_store
+from halfbyte.kvcache.store import triton as triton_store
 from halfbyte.kvcache.store.base import StoreConfig
 from halfbyte.layouts import KVCacheDType, PageLayout
 
@@ -91,10 +93,10 @@ def test_kernels_leave_formats_that_they_do_not_know_to_the_reference(
 ) -> None:
     """As they would a new one: here they forget one that they know."""
     known = [dtype for dtype in KVCacheDType if dtype not in ("auto", "mxfp4")]
-    for module in (cpu, dense, plan, store.cpu, store.triton):
+    for module in (cpu, dense, plan, cpu_store, triton_store):
         monkeypatch.setattr(module, "FORMATS", known)
     names = {"k_dtype": "nvfp4", "v_dtype": "nvfp4", side: "mxfp4"}
-    layout = PageLayout(**names, head_size=64, head_size_v=None, num_kv_heads=8, block_size=16)
+    layout = PageLayout(names["k_dtype"], names["v_dtype"], 64, None, 8, 16)
     known_layout = PageLayout("nvfp4", "nvfp4", 64, None, 8, 16)
     for name, capability, tokens in (("cpu", 0, 2), ("triton", 90, 2), ("dense", 90, 512)):
         device = "cuda" if capability else "cpu"
