@@ -1,4 +1,4 @@
-"""What mkdocs does not check by itself: it has warnings of its own for links, anchors and orphans."""
+"""What mkdocs does not check: it has warnings for links, anchors and pages outside the menu."""
 
 import re
 from pathlib import Path
