@@ -88,7 +88,7 @@ def test_script_measures_and_then_writes_the_table(
     page.write_text("before\n<!-- linear -->\nold\n<!-- /linear -->\nafter\n")
     script = runpy.run_path(str(SCRIPT))
     script_main = script["main"]
-    monkeypatch.setitem(script_main.__globals__, "PAGES", (page,))
+    monkeypatch.setitem(script_main.__globals__, "PAGE", page)
     out = ("--out", str(result))
     monkeypatch.setattr(sys, "argv", ["linear.py", *out, *TINY, "--backends", "reference"])
     with pytest.raises(SystemExit) as end:
