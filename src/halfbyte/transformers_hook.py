@@ -77,7 +77,7 @@ def _dispatching(upstream: Any) -> Any:
     """A class like upstream's which gives what halfbyte wrote to halfbyte."""
 
     def from_dict(cls: type, section: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        from halfbyte.checkpoints.dialects import PROVIDER, PROVIDER_KEY
+        from halfbyte.checkpoints.dialects.base import PROVIDER, PROVIDER_KEY
 
         ours = section.get(PROVIDER_KEY) == PROVIDER
         target = _OurConfig if ours else upstream

@@ -335,7 +335,7 @@ def test_other_formats_of_compressed_tensors_are_left_to_its_package(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     section = {**with_weights(type="int"), "format": form}
-    installed = "halfbyte.checkpoints.compressed_tensors.is_installed"
+    installed = "halfbyte.checkpoints.dialects.compressed_tensors.is_installed"
     monkeypatch.setattr(installed, lambda _: True)
     assert read_declaration("/x", {"quantization_config": section}) is None
     monkeypatch.setattr(installed, lambda _: False)

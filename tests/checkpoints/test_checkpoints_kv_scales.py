@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from halfbyte.checkpoints import CheckpointError, read_kv_scales
-from halfbyte.checkpoints.safetensors_index import INDEX_FILE, SINGLE_FILE
-from halfbyte.checkpoints.write_dialects import OutputFormat, quantization_config
+from halfbyte.checkpoints.index import INDEX_FILE, SINGLE_FILE
+from halfbyte.checkpoints.output_tensors import OutputFormat, quantization_config
 
 
 def write(folder: Path, scales: dict[str, float]) -> Path:

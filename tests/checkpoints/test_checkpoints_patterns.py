@@ -10,9 +10,9 @@ import torch
 from checkpoints.folders import declaration
 from checkpoints.test_checkpoints_dialects import EXPERT, MLP, QUERY
 from halfbyte.checkpoints import CheckpointError, read_declaration
-from halfbyte.checkpoints.compressed_tensors import CompressedTensorsDeclaration
-from halfbyte.checkpoints.dialects import LayerGroup, Scheme
-from halfbyte.checkpoints.modelopt import ModelOptDeclaration
+from halfbyte.checkpoints.dialects.base import LayerGroup, Scheme
+from halfbyte.checkpoints.dialects.compressed_tensors import CompressedTensorsDeclaration
+from halfbyte.checkpoints.dialects.modelopt import ModelOptDeclaration
 
 KINDS: tuple[Scheme, ...] = ("nvfp4", "nvfp4-a16", "fp8")
 
@@ -81,14 +81,14 @@ def test_lists_of_every_expert_are_looked_up(
     names = [f"model.layers.{i}.mlp.experts.{j}.up_proj" for i in range(40) for j in range(500)]
     targets = tuple(map(Name, names))
     found = declared((LayerGroup("nvfp4", targets[::2]), LayerGroup("fp8", targets)), targets[:0])
-    monkeypatch.setattr("halfbyte.checkpoints.modelopt.fnmatchcase", compared.append)
+    monkeypatch.setattr("halfbyte.checkpoints.dialects.modelopt.fnmatchcase", compared.append)
     last = "fp8" if declared is CompressedTensorsDeclaration else "nvfp4"
     assert [found.scheme_of(name) for name in names] == [last, "fp8"] * 10000
     assert len(compared) < 10 * len(names)
 
 
 def test_a_pattern_that_takes_forever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfbyte.checkpoints.compressed_tensors._SECONDS", 0.2)
+    monkeypatch.setattr("halfbyte.checkpoints.dialects.compressed_tensors._SECONDS", 0.2)
     section = declaration("compressed-tensors")
     section["config_groups"]["group_0"]["targets"] = ["re:(a|aa)+[xy]$"]
     found = read_declaration("/x", {"quantization_config": section})

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from halfbyte.assets import bundled_model_path
-from halfbyte.checkpoints.write_dialects import (
+from halfbyte.checkpoints.output_tensors import (
     OutputFormat,
     global_scale,
     modelopt_file,

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from halfbyte.assets import bundled_model_path
-from halfbyte.checkpoints.dialects import CheckpointError
-from halfbyte.checkpoints.safetensors_index import INDEX_FILE, CheckpointIndex
-from halfbyte.checkpoints.writer import ShardWriter, new_folder, write_json
+from halfbyte.checkpoints.dialects.base import CheckpointError
+from halfbyte.checkpoints.index import INDEX_FILE, CheckpointIndex
+from halfbyte.checkpoints.output_folder import ShardWriter, new_folder, write_json
 from halfbyte.models.quantize_checkpoint import quantize_checkpoint
 
 

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfbyte.checkpoints.declarations import read_declaration
-from halfbyte.checkpoints.dialects import DIALECTS, Dialect
-from halfbyte.checkpoints.write_dialects import (
+from halfbyte.checkpoints.dialects.base import DIALECTS, Dialect
+from halfbyte.checkpoints.dialects.registry import read_declaration
+from halfbyte.checkpoints.output_folder import write_json
+from halfbyte.checkpoints.output_tensors import (
     OutputFormat,
     global_scale,
     kv_scale_tensors,
@@ -18,7 +19,6 @@ from halfbyte.checkpoints.write_dialects import (
     quantization_config,
     weight_tensors,
 )
-from halfbyte.checkpoints.writer import write_json
 from halfbyte.numerics import nvfp4
 
 AMAXES = st.floats(2**-20, 2**20, width=32)

@@ -8,7 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from halfbyte.checkpoints.dialects import DIALECTS, CheckpointError, Dialect
+from halfbyte.checkpoints.dialects.base import DIALECTS, CheckpointError, Dialect
+from halfbyte.checkpoints.index import CheckpointIndex
+from halfbyte.checkpoints.output_folder import ShardWriter
+from halfbyte.checkpoints.output_tensors import OutputFormat, global_scale
 from halfbyte.checkpoints.quantize import (
     CalibrationResult,
     LayerError,
@@ -16,9 +19,6 @@ from halfbyte.checkpoints.quantize import (
     quantize_tensors,
     quantize_weight,
 )
-from halfbyte.checkpoints.safetensors_index import CheckpointIndex
-from halfbyte.checkpoints.write_dialects import OutputFormat, global_scale
-from halfbyte.checkpoints.writer import ShardWriter
 from halfbyte.kernels.cpu import library as cpu_library
 from halfbyte.numerics import nvfp4
 

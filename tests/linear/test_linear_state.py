@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte.checkpoints.dialects import TENSOR_NAMES, CheckpointError, Dialect
+from halfbyte.checkpoints.dialects.base import TENSOR_NAMES, CheckpointError, Dialect
 from halfbyte.linear import NvFp4Linear
 from linear.cases import random_input, random_layer
 from linear.files import STUBBORN, assert_same, empty, file_of

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from halfbyte.checkpoints.dialects import CheckpointError
+from halfbyte.checkpoints.dialects.base import CheckpointError
+from halfbyte.checkpoints.index import CheckpointIndex, TensorEntry
 from halfbyte.checkpoints.quantize import WeightPlan
-from halfbyte.checkpoints.safetensors_index import CheckpointIndex, TensorEntry
 from halfbyte.models import UnsupportedModelError
 from halfbyte.models.weight_plan import plan_weights
 from models.zoo import ARCHITECTURES, make_model

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints.folders import Folder, load_model, make_folder, pack
 from halfbyte.checkpoints import DIALECTS, TENSOR_NAMES, CheckpointError, Dialect
-from halfbyte.checkpoints.dialects import Scheme
+from halfbyte.checkpoints.dialects.base import Scheme
 from halfbyte.models import ModelLoadError
 
 LAYER = "model.layers.2.mlp.gate_proj"

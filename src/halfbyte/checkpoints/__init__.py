@@ -1,7 +1,6 @@
 """Files to tensors: NVFP4 checkpoints in both dialects, and the KV scales that they carry."""
 
-from halfbyte.checkpoints.declarations import read_declaration
-from halfbyte.checkpoints.dialects import (
+from halfbyte.checkpoints.dialects.base import (
     DIALECTS,
     TENSOR_NAMES,
     CheckpointError,
@@ -9,9 +8,10 @@ from halfbyte.checkpoints.dialects import (
     Dialect,
     TensorNames,
 )
+from halfbyte.checkpoints.dialects.registry import read_declaration
 from halfbyte.checkpoints.fingerprint import fingerprint
+from halfbyte.checkpoints.index import CheckpointIndex, TensorEntry
 from halfbyte.checkpoints.kv_scales import read_kv_scales
-from halfbyte.checkpoints.safetensors_index import CheckpointIndex, TensorEntry
 
 __all__ = [
     "DIALECTS",

@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from halfbyte.checkpoints.dialects import CheckpointError
+from halfbyte.checkpoints.dialects.base import CheckpointError
+from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.kv_scales import is_kv_scale
-from halfbyte.checkpoints.safetensors_index import CheckpointIndex
-from halfbyte.checkpoints.write_dialects import (
+from halfbyte.checkpoints.output_folder import ShardWriter
+from halfbyte.checkpoints.output_tensors import (
     OutputFormat,
     global_scale,
     kv_scale_tensors,
     weight_tensors,
 )
-from halfbyte.checkpoints.writer import ShardWriter
 from halfbyte.kernels.cpu import library as cpu_library
 from halfbyte.kernels.cpu import store as store_cpu
 from halfbyte.layouts import KVCacheDType, PageLayout

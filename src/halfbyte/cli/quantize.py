@@ -58,7 +58,7 @@ def quantize(
     verbose: Verbose = False,
 ) -> None:
     """Quantize a checkpoint's linear layers to NVFP4, in a form that other engines load, too."""
-    from halfbyte.checkpoints.writer import REPORT_FILE
+    from halfbyte.checkpoints.output_folder import REPORT_FILE
     from halfbyte.models.quantize_checkpoint import quantize_checkpoint
 
     quiet_libraries(verbose=verbose)

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from halfbyte.checkpoints.dialects import Dialect
+from halfbyte.checkpoints.dialects.base import Dialect
 from halfbyte.dispatch import compute_capability_of
 from halfbyte.linear.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from halfbyte.linear.layer_tensors import StoredScale, describe

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from halfbyte.checkpoints.dialects import TENSOR_NAMES, CheckpointError, Dialect
+from halfbyte.checkpoints.dialects.base import TENSOR_NAMES, CheckpointError, Dialect
 from halfbyte.linear.base import NvFp4LinearLayerConfig, check_dtype
 from halfbyte.linear.layer_tensors import (
     Expected,

@@ -12,15 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from halfbyte.checkpoints.declarations import read_declaration, read_modelopt_file
-from halfbyte.checkpoints.dialects import MODELOPT_FILE, CheckpointError, Declaration
+from halfbyte.checkpoints.dialects.base import MODELOPT_FILE, CheckpointError, Declaration
+from halfbyte.checkpoints.dialects.registry import read_declaration, read_modelopt_file
+from halfbyte.checkpoints.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex, read_weight_map
 from halfbyte.checkpoints.kv_scales import read_kv_scales
-from halfbyte.checkpoints.safetensors_index import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    CheckpointIndex,
-    read_weight_map,
-)
 from halfbyte.layouts.kv_declarations import read_declared_cache
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.config_fields import check_sizes

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from halfbyte.checkpoints.dialects import CheckpointError, one_line, read_json
-from halfbyte.checkpoints.safetensors_index import CheckpointIndex
+from halfbyte.checkpoints.dialects.base import CheckpointError, one_line, read_json
+from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.linear import NvFp4Linear
 from halfbyte.models.checkpoint import Checkpoint
 from halfbyte.models.config_fields import check_fields

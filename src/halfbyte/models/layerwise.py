@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfbyte.checkpoints.declarations import read_declaration
-from halfbyte.checkpoints.dialects import CheckpointError
-from halfbyte.checkpoints.safetensors_index import CheckpointIndex
+from halfbyte.checkpoints.dialects.base import CheckpointError
+from halfbyte.checkpoints.dialects.registry import read_declaration
+from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.kvcache import KVScales
 from halfbyte.models.amax import AmaxRecorder
 from halfbyte.models.architectures import check_supported

@@ -8,34 +8,29 @@ from typing import Any
 
 import torch
 
-from halfbyte.checkpoints.declarations import read_config
-from halfbyte.checkpoints.dialects import (
-    DIALECTS,
-    MODELOPT_FILE,
-    CheckpointError,
-    Dialect,
-)
+from halfbyte.checkpoints.dialects.base import DIALECTS, MODELOPT_FILE, CheckpointError, Dialect
+from halfbyte.checkpoints.dialects.registry import read_config
+from halfbyte.checkpoints.index import INDEX_FILE, CheckpointIndex
 from halfbyte.checkpoints.kv_scales import read_kv_scales
-from halfbyte.checkpoints.quantize import (
-    CalibrationResult,
-    LayerError,
-    WeightPlan,
-    quantize_tensors,
-)
-from halfbyte.checkpoints.safetensors_index import INDEX_FILE, CheckpointIndex
-from halfbyte.checkpoints.write_dialects import (
-    KV_CACHE_DTYPES,
-    OutputFormat,
-    modelopt_file,
-    quantization_config,
-)
-from halfbyte.checkpoints.writer import (
+from halfbyte.checkpoints.output_folder import (
     DEFAULT_SHARD_BYTES,
     REPORT_FILE,
     ShardWriter,
     copy_file,
     new_folder,
     write_json,
+)
+from halfbyte.checkpoints.output_tensors import (
+    KV_CACHE_DTYPES,
+    OutputFormat,
+    modelopt_file,
+    quantization_config,
+)
+from halfbyte.checkpoints.quantize import (
+    CalibrationResult,
+    LayerError,
+    WeightPlan,
+    quantize_tensors,
 )
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models.calibration import read_calibration_text, scales_from_amax

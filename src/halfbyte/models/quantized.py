@@ -16,15 +16,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from halfbyte.checkpoints.dialects import CheckpointError, Declaration, Scheme
-from halfbyte.checkpoints.preflight import (
+from halfbyte.checkpoints.dialects.base import CheckpointError, Declaration, Scheme
+from halfbyte.checkpoints.index import CheckpointIndex
+from halfbyte.checkpoints.validate import (
     FLOATS,
     PACKED,
     check_layer,
     check_unquantized_layer,
     is_plain,
 )
-from halfbyte.checkpoints.safetensors_index import CheckpointIndex
 from halfbyte.dispatch import NoImplementationError, compute_capability_of
 from halfbyte.linear import NvFp4Linear, NvFp4LinearLayerConfig, select_nvfp4_linear_kernel
 from halfbyte.models.experts import Experts, has_fused_experts

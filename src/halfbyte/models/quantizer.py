@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from halfbyte.checkpoints.declarations import read_declaration
-from halfbyte.checkpoints.dialects import PROVIDER, CheckpointError, Declaration
+from halfbyte.checkpoints.dialects.base import PROVIDER, CheckpointError, Declaration
+from halfbyte.checkpoints.dialects.registry import read_declaration
+from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.kv_scales import read_kv_scales
-from halfbyte.checkpoints.safetensors_index import CheckpointIndex
 from halfbyte.models.quantized import (
     LayerOptions,
     LayerPlan,

@@ -15,9 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from halfbyte.checkpoints.dialects import CheckpointError, Declaration
-from halfbyte.checkpoints.preflight import FLOATS, check_scales
-from halfbyte.checkpoints.safetensors_index import CheckpointIndex
+from halfbyte.checkpoints.dialects.base import CheckpointError, Declaration
+from halfbyte.checkpoints.index import CheckpointIndex
+from halfbyte.checkpoints.validate import FLOATS, check_scales
 from halfbyte.linear import NvFp4Linear
 from halfbyte.models.experts import PROJECTIONS, has_fused_experts
 from halfbyte.models.quantized import LayerPlan

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from halfbyte.checkpoints.dialects import CheckpointError
+from halfbyte.checkpoints.dialects.base import CheckpointError
+from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.quantize import WeightPlan
-from halfbyte.checkpoints.safetensors_index import CheckpointIndex
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.experts import PROJECTIONS
 from halfbyte.models.quantized import LayerPlan

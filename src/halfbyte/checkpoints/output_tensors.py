@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.checkpoints.dialects import PROVIDER, PROVIDER_KEY, TENSOR_NAMES, Dialect
+from halfbyte.checkpoints.dialects.base import PROVIDER, PROVIDER_KEY, TENSOR_NAMES, Dialect
 from halfbyte.numerics import nvfp4
 
 KV_CACHE_DTYPES = {"nvfp4": "NVFP4", "fp8_e4m3": "FP8"}

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 import torch
 
-from halfbyte.checkpoints.dialects import CheckpointError, Declaration, Scheme, TensorNames
-from halfbyte.checkpoints.safetensors_index import CheckpointIndex
+from halfbyte.checkpoints.dialects.base import CheckpointError, Declaration, Scheme, TensorNames
+from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.numerics.e4m3 import E4M3_NAN
 
 FLOATS = ("BF16", "F16", "F32")

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from halfbyte.checkpoints.dialects import (
+from halfbyte.checkpoints.dialects.base import (
     CheckpointError,
     Declaration,
     LayerGroup,
@@ -26,7 +26,7 @@ from halfbyte.checkpoints.dialects import (
     patterns,
     unknown_scheme,
 )
-from halfbyte.checkpoints.quantization_args import (
+from halfbyte.checkpoints.dialects.schemes import (
     NVFP4_EXPECTED,
     describe,
     is_fp8_input,

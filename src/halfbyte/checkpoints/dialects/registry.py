@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from halfbyte.checkpoints import compressed_tensors, modelopt
-from halfbyte.checkpoints.dialects import (
+from halfbyte.checkpoints.dialects import compressed_tensors, modelopt
+from halfbyte.checkpoints.dialects.base import (
     MODELOPT_FILE,
     CheckpointError,
     Declaration,

@@ -15,7 +15,7 @@ from typing import Any
 
 import regex
 
-from halfbyte.checkpoints.dialects import (
+from halfbyte.checkpoints.dialects.base import (
     CheckpointError,
     Declaration,
     LayerGroup,
@@ -24,7 +24,7 @@ from halfbyte.checkpoints.dialects import (
     patterns,
     unknown_scheme,
 )
-from halfbyte.checkpoints.quantization_args import (
+from halfbyte.checkpoints.dialects.schemes import (
     FP8_EXPECTED,
     NVFP4_EXPECTED,
     describe,
