@@ -9,12 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from halfbyte.assets import bundled_model_path
-from halfbyte.checkpoints.output_tensors import (
-    OutputFormat,
-    global_scale,
-    modelopt_file,
-    quantization_config,
-)
+from halfbyte.checkpoints.dialects.base import OutputFormat
+from halfbyte.checkpoints.dialects.compressed_tensors import CompressedTensors
+from halfbyte.checkpoints.dialects.modelopt import MODELOPT_FILE, ModelOpt
+from halfbyte.checkpoints.output_tensors import global_scale
 from halfbyte.linear import NvFp4Linear
 from halfbyte.models.quantize_checkpoint import quantize_checkpoint
 from halfbyte.numerics import nvfp4
@@ -112,7 +110,7 @@ def test_compressed_tensors_understands_the_declaration(
 ) -> None:
     theirs = pytest.importorskip("compressed_tensors.quantization")
     output = OutputFormat("compressed-tensors", weights == "nvfp4", kv_cache_dtype=kv_cache_dtype)
-    config = theirs.QuantizationConfig(**quantization_config(output, ["lm_head"]))
+    config = theirs.QuantizationConfig(**CompressedTensors().config_section(output, ["lm_head"]))
     preset = theirs.preset_name_to_scheme("NVFP4" if weights == "nvfp4" else "NVFP4A16", ["Linear"])
     scheme = config.config_groups["group_0"]
     assert scheme.weights.model_dump() == preset.weights.model_dump()
@@ -134,10 +132,10 @@ def test_modelopt_makes_the_same_declaration() -> None:
     for activations in (True, False):
         for kv_cache_dtype, algo in ((None, None), ("nvfp4", "NVFP4"), ("fp8_e4m3", "FP8")):
             output = OutputFormat("modelopt", activations, kv_cache_dtype=kv_cache_dtype)
-            ours = quantization_config(output, ["lm_head"])
+            ours = ModelOpt().config_section(output, ["lm_head"])
             assert ours.pop("provider") == "halfbyte"
             assert ours.pop("kv_cache_quant_algo", None) == algo
-            assert ours == convert(modelopt_file(output, ["lm_head"]))
+            assert ours == convert(ModelOpt().own_files(output, ["lm_head"])[MODELOPT_FILE])
 
 
 AMAXES = [mantissa / 32 for mantissa in range(128, 256)]

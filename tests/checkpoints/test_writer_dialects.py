@@ -8,15 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfbyte.checkpoints.dialects.base import DIALECTS, Dialect
-from halfbyte.checkpoints.dialects.registry import read_declaration
+from halfbyte.checkpoints.dialects.base import Dialect, OutputFormat
+from halfbyte.checkpoints.dialects.registry import DIALECTS, get_dialect, read_declaration
 from halfbyte.checkpoints.output_folder import write_json
 from halfbyte.checkpoints.output_tensors import (
-    OutputFormat,
     global_scale,
     kv_scale_tensors,
-    modelopt_file,
-    quantization_config,
     weight_tensors,
 )
 from halfbyte.numerics import nvfp4
@@ -175,9 +172,10 @@ def test_declarations_are_read_back(
 ) -> None:
     output = OutputFormat(dialect, activations, kv_cache_dtype=kv_cache_dtype)
     ignore = ["lm_head", "model.layers.1.mlp.gate"]
-    if with_file and dialect == "modelopt":
-        write_json(tmp_path / "hf_quant_config.json", modelopt_file(output, ignore))
-    config = {"quantization_config": quantization_config(output, ignore)}
+    if with_file:
+        for name, fields in get_dialect(dialect).own_files(output, ignore).items():
+            write_json(tmp_path / name, fields)
+    config = {"quantization_config": get_dialect(dialect).config_section(output, ignore)}
     declared = read_declaration(tmp_path, config)
     assert declared is not None
     assert declared.dialect == dialect
@@ -196,7 +194,8 @@ def test_declarations_are_read_back(
 )
 def test_modelopt_file_has_what_vllm_requires(kv_cache_dtype: str, algo: str) -> None:
     """vLLM refuses files without these fields, and those of another producer."""
-    fields = modelopt_file(OutputFormat("modelopt", True, kv_cache_dtype=kv_cache_dtype), ["a"])
+    output = OutputFormat("modelopt", True, kv_cache_dtype=kv_cache_dtype)
+    fields = get_dialect("modelopt").own_files(output, ["a"])["hf_quant_config.json"]
     assert fields["producer"]["name"] == "modelopt"
     assert fields["quantization"] == {
         "quant_algo": "NVFP4",

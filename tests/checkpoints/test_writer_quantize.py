@@ -8,10 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from halfbyte.checkpoints.dialects.base import DIALECTS, CheckpointError, Dialect
+from halfbyte.checkpoints.dialects.base import Dialect, OutputFormat
+from halfbyte.checkpoints.dialects.registry import DIALECTS
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.output_folder import ShardWriter
-from halfbyte.checkpoints.output_tensors import OutputFormat, global_scale
+from halfbyte.checkpoints.output_tensors import global_scale
 from halfbyte.checkpoints.quantize import (
     CalibrationResult,
     LayerError,

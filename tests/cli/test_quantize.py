@@ -47,7 +47,7 @@ def test_a_process_that_is_asked_to_end_leaves_nothing(source: Path, tmp_path: P
     target = tmp_path / "out" / "target"
     program = f"""
 import os, sys
-from halfbyte.checkpoints import output_folder as writer
+from halfbyte.checkpoints import writer
 from halfbyte.cli import main
 def end(*arguments):
     left = os.listdir({str(target.parent)!r})

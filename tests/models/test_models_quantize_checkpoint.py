@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from halfbyte.assets import bundled_model_path
 from halfbyte.checkpoints import read_kv_scales
-from halfbyte.checkpoints.dialects.base import DIALECTS, CheckpointError
+from halfbyte.checkpoints.dialects.registry import DIALECTS
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.models import load_model
 from halfbyte.models.quantize_checkpoint import quantize_checkpoint
 from models.zoo import make_model

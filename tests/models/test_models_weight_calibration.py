@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte.checkpoints.dialects.base import CheckpointError
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.models import calibrate
 from halfbyte.models import weight_calibration as subject
 from halfbyte.models.weight_calibration import calibrate_weights

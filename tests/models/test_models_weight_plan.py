@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from halfbyte.checkpoints.dialects.base import CheckpointError
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex, TensorEntry
 from halfbyte.checkpoints.quantize import WeightPlan
 from halfbyte.models import UnsupportedModelError

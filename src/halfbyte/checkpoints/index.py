@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from halfbyte.checkpoints.dialects.base import CheckpointError, one_line, read_json
+from halfbyte.checkpoints.errors import CheckpointError, one_line, read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from halfbyte.checkpoints.dialects.base import CheckpointError, one_line
+from halfbyte.checkpoints.errors import CheckpointError, one_line
 from halfbyte.checkpoints.index import INDEX_FILE, SINGLE_FILE, read_weight_map
 
 _OTHER_MODELS = r"(?:mtp|eagle_module|draft_model|vision_model|vision_tower|visual|audio_tower)"

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from halfbyte.checkpoints.dialects.base import CheckpointError, one_line
+from halfbyte.checkpoints.errors import CheckpointError, one_line
 from halfbyte.checkpoints.index import INDEX_FILE, SINGLE_FILE
 
 DEFAULT_SHARD_BYTES = 5_000_000_000

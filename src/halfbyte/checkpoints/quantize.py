@@ -14,16 +14,12 @@ from typing import Any
 
 import torch
 
-from halfbyte.checkpoints.dialects.base import CheckpointError
+from halfbyte.checkpoints.dialects.base import OutputFormat
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.kv_scales import is_kv_scale
 from halfbyte.checkpoints.output_folder import ShardWriter
-from halfbyte.checkpoints.output_tensors import (
-    OutputFormat,
-    global_scale,
-    kv_scale_tensors,
-    weight_tensors,
-)
+from halfbyte.checkpoints.output_tensors import global_scale, kv_scale_tensors, weight_tensors
 from halfbyte.kernels.cpu import library as cpu_library
 from halfbyte.kernels.cpu import store as store_cpu
 from halfbyte.layouts import KVCacheDType, PageLayout

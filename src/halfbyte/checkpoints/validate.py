@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 import torch
 
-from halfbyte.checkpoints.dialects.base import CheckpointError, Declaration, Scheme, TensorNames
+from halfbyte.checkpoints.dialects.base import Declaration, Scheme, TensorNames
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.numerics.e4m3 import E4M3_NAN
 

@@ -12,7 +12,9 @@ from typing import Literal
 
 import torch
 
-from halfbyte.checkpoints.dialects.base import TENSOR_NAMES, CheckpointError, Dialect, TensorNames
+from halfbyte.checkpoints.dialects.base import Dialect, TensorNames
+from halfbyte.checkpoints.dialects.registry import TENSOR_NAMES
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.validate import is_bad_block_scale
 from halfbyte.numerics import nvfp4
 from halfbyte.numerics.e4m3 import E4M3_NAN

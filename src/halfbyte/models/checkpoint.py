@@ -12,8 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from halfbyte.checkpoints.dialects.base import MODELOPT_FILE, CheckpointError, Declaration
-from halfbyte.checkpoints.dialects.registry import read_declaration, read_modelopt_file
+from halfbyte.checkpoints.dialects.base import Declaration
+from halfbyte.checkpoints.dialects.modelopt import MODELOPT_FILE, read_modelopt_file
+from halfbyte.checkpoints.dialects.registry import read_declaration
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex, read_weight_map
 from halfbyte.checkpoints.kv_scales import read_kv_scales
 from halfbyte.layouts.kv_declarations import read_declared_cache

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from halfbyte.checkpoints.dialects.base import CheckpointError, one_line, read_json
+from halfbyte.checkpoints.errors import CheckpointError, one_line, read_json
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.linear import NvFp4Linear
 from halfbyte.models.checkpoint import Checkpoint

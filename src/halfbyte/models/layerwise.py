@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfbyte.checkpoints.dialects.base import CheckpointError
 from halfbyte.checkpoints.dialects.registry import read_declaration
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.kvcache import KVScales
 from halfbyte.models.amax import AmaxRecorder

@@ -14,7 +14,8 @@ from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from halfbyte.checkpoints.dialects.base import CheckpointError, Declaration
+from halfbyte.checkpoints.dialects.base import Declaration
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.models.attention_functions import register
 from halfbyte.models.checkpoint import Checkpoint
 from halfbyte.models.checkpoint_loading import (

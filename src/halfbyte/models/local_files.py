@@ -13,8 +13,8 @@ from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoConfig
 
-from halfbyte.checkpoints.dialects.base import CheckpointError, one_line
 from halfbyte.checkpoints.dialects.registry import read_config
+from halfbyte.checkpoints.errors import CheckpointError, one_line
 from halfbyte.models.architectures import UnsupportedModelError, check_model_type
 from halfbyte.models.config_fields import check_fields
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from halfbyte.checkpoints.dialects.base import DIALECTS, MODELOPT_FILE, CheckpointError, Dialect
-from halfbyte.checkpoints.dialects.registry import read_config
+from halfbyte.checkpoints.dialects.base import KV_CACHE_ALGOS, Dialect, OutputFormat
+from halfbyte.checkpoints.dialects.modelopt import MODELOPT_FILE
+from halfbyte.checkpoints.dialects.registry import DIALECTS, get_dialect, read_config
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import INDEX_FILE, CheckpointIndex
 from halfbyte.checkpoints.kv_scales import read_kv_scales
 from halfbyte.checkpoints.output_folder import (
@@ -19,12 +21,6 @@ from halfbyte.checkpoints.output_folder import (
     copy_file,
     new_folder,
     write_json,
-)
-from halfbyte.checkpoints.output_tensors import (
-    KV_CACHE_DTYPES,
-    OutputFormat,
-    modelopt_file,
-    quantization_config,
 )
 from halfbyte.checkpoints.quantize import (
     CalibrationResult,
@@ -169,7 +165,7 @@ def _output_format(
     _check_name("weights", weights, tuple(WEIGHT_FORMATS))
     _check_name("recipe", recipe, nvfp4.RECIPES)
     if kv_cache_dtype is not None:
-        _check_name("kv_cache_dtype", kv_cache_dtype, (*KV_CACHE_DTYPES, "fp8"))
+        _check_name("kv_cache_dtype", kv_cache_dtype, (*KV_CACHE_ALGOS, "fp8"))
         kv_cache_dtype = KVCacheDType.parse(kv_cache_dtype).value
     return OutputFormat(
         dialect,  # type: ignore[arg-type]
@@ -280,7 +276,8 @@ def _write_other_files(
     for file in other_files:
         copy_file(file, target / file.name)
     write_json(target / REPORT_FILE, asdict(report))
-    if output.dialect == "modelopt":
-        write_json(target / MODELOPT_FILE, modelopt_file(output, ignore))
-    section = quantization_config(output, ignore)
+    dialect = get_dialect(output.dialect)
+    for name, fields in dialect.own_files(output, ignore).items():
+        write_json(target / name, fields)
+    section = dialect.config_section(output, ignore)
     write_json(target / "config.json", {**config, "quantization_config": section})

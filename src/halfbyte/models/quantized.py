@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from halfbyte.checkpoints.dialects.base import CheckpointError, Declaration, Scheme
+from halfbyte.checkpoints.dialects.base import Declaration, Scheme
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.validate import (
     FLOATS,

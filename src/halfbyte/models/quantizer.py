@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from halfbyte.checkpoints.dialects.base import PROVIDER, CheckpointError, Declaration
+from halfbyte.checkpoints.dialects.base import PROVIDER, Declaration
 from halfbyte.checkpoints.dialects.registry import read_declaration
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.kv_scales import read_kv_scales
 from halfbyte.models.quantized import (

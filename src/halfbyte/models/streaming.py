@@ -15,7 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from halfbyte.checkpoints.dialects.base import CheckpointError, Declaration
+from halfbyte.checkpoints.dialects.base import Declaration
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.validate import FLOATS, check_scales
 from halfbyte.linear import NvFp4Linear

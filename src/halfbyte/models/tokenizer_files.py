@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from halfbyte.checkpoints.dialects.base import read_json
+from halfbyte.checkpoints.errors import read_json
 from halfbyte.files import shortened
 from halfbyte.models.local_files import ModelLoadError, or_load_error
 

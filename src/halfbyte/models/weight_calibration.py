@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from halfbyte.checkpoints.dialects.base import CheckpointError
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.quantize import CalibrationResult
 from halfbyte.models.calibration import MAX_TOKENS, check_vocabulary, measure_amax
 from halfbyte.models.weight_plan import experts_projection

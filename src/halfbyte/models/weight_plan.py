@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from halfbyte.checkpoints.dialects.base import CheckpointError
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.quantize import WeightPlan
 from halfbyte.models.architectures import check_supported

@@ -1,4 +1,4 @@
-"""compressed-tensors' declarations: `quantization_config` of `config.json`.
+"""compressed-tensors: `quantization_config` of `config.json`, read and written.
 
 `config_groups` give a scheme to the modules that `targets` name: exact names, `re:` patterns
 (matched from the start of the name) or the class `Linear`; the most specific match wins in this
@@ -8,20 +8,25 @@ same target the last.
 have the format `nvfp4-pack-quantized`, of the whole file or of a group.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import regex
 
 from halfbyte.checkpoints.dialects.base import (
-    CheckpointError,
+    KV_CACHE_ALGOS,
+    PROVIDER,
+    PROVIDER_KEY,
+    CheckpointDialect,
     Declaration,
     LayerGroup,
+    LayerPatterns,
+    OutputFormat,
     Scheme,
+    TensorNames,
     declared_cache,
-    patterns,
+    listed_patterns,
     unknown_scheme,
 )
 from halfbyte.checkpoints.dialects.schemes import (
@@ -33,7 +38,9 @@ from halfbyte.checkpoints.dialects.schemes import (
     is_nvfp4_input,
     is_nvfp4_weight,
 )
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.dispatch import is_installed
+from halfbyte.numerics import nvfp4
 
 NVFP4_FORMAT = "nvfp4-pack-quantized"
 _FP8_FORMATS = ("float-quantized", "naive-quantized")
@@ -53,99 +60,134 @@ _PRESETS: dict[str, Scheme] = {"NVFP4": "nvfp4", "NVFP4A16": "nvfp4-a16"}
 _SECONDS = 2
 """Max time to match a pattern with a name: some patterns backtrack for ever."""
 _GROUP_FIELDS = ("targets", "weights", "input_activations", "format")
+_WRITTEN_WEIGHTS: dict[str, Any] = {
+    "num_bits": 4,
+    "type": "float",
+    "symmetric": True,
+    "group_size": nvfp4.BLOCK_SIZE,
+    "strategy": "tensor_group",
+    "dynamic": False,
+    "scale_dtype": "torch.float8_e4m3fn",
+}
+# "local": block scales are computed as the layer runs, the global scale is in the file.
+_WRITTEN_INPUTS = {**_WRITTEN_WEIGHTS, "dynamic": "local", "observer": "static_minmax"}
+_WRITTEN_FP8_CACHE = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor",
+    "dynamic": False,
+    "observer": "static_minmax",
+}
 
 
-class CompressedTensorsDeclaration(Declaration):
-    """See `Declaration`; names have precedence over regular expressions, these over classes."""
+class CompressedTensors(CheckpointDialect):
+    """See above."""
 
-    dialect = "compressed-tensors"
+    name = "compressed-tensors"
+    tensor_names = TensorNames(
+        "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale", False
+    )
+    scale_shape = (1,)
 
-    def scheme_of(self, module_name: str) -> Scheme | None:
-        """See `Declaration.scheme_of`."""
-        if self._ignored.best(module_name) is not None:
+    def declares(self, folder: Path, method: str | None) -> bool:
+        """See `CheckpointDialect.declares`."""
+        return method == self.name
+
+    def read(self, folder: Path, section: Mapping[str, Any]) -> Declaration | None:
+        """See `CheckpointDialect.read`.
+
+        Returns:
+            None if no layer is NVFP4 and the package compressed-tensors, through which transformers
+            reads its other formats, is installed.
+        """
+        form = section.get("format")
+        groups = _object(folder, section, "config_groups")
+        kv_cache_dtype = declared_cache(folder, section)
+        if form in _OTHER_FORMATS and is_installed("compressed_tensors"):
             return None
-        target = self._targets.best(module_name)
-        return None if target is None else self._schemes[target]
+        if form is not None and form not in _FORMATS:
+            raise unknown_scheme(folder, "format", repr(form), f"one of {', '.join(_FORMATS)}")
+        packed = bool(groups) and form not in _UNPACKED_FORMATS
+        if packed:
+            _refuse_extras(folder, section)
+        return Declaration(
+            self,
+            groups=tuple(_groups(folder, form, groups)) if packed else (),
+            ignore=listed_patterns(folder, section, "ignore"),
+            kv_cache_dtype=kv_cache_dtype,
+            section=section,
+        )
 
-    @cached_property
-    def _ignored(self) -> "_Patterns":
-        return _Patterns(self.ignore)
+    def patterns(self, patterns: Iterable[str]) -> LayerPatterns:
+        """See `CheckpointDialect.patterns`."""
+        return _Patterns(patterns)
 
-    @cached_property
-    def _targets(self) -> "_Patterns":
-        return _Patterns(self._schemes)
+    def config_section(self, output: OutputFormat, ignore: Sequence[str]) -> dict[str, Any]:
+        """As `QuantizationConfig` of the package prints its presets NVFP4 and NVFP4A16."""
+        inputs = _WRITTEN_INPUTS if output.quantize_activations else None
+        # vLLM refuses a `kv_cache_scheme` of 4 bits, and the package itself cannot store such a
+        # cache. ModelOpt's name for the format stands in its place, which both pass over.
+        is_nvfp4 = output.kv_cache_dtype == "nvfp4"
+        return {
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": dict(_WRITTEN_WEIGHTS),
+                    "input_activations": inputs and dict(inputs),
+                    "output_activations": None,
+                    "format": NVFP4_FORMAT,
+                }
+            },
+            "quant_method": self.name,
+            "kv_cache_scheme": dict(_WRITTEN_FP8_CACHE)
+            if output.kv_cache_dtype == "fp8_e4m3"
+            else None,
+            **({"kv_cache_quant_algo": KV_CACHE_ALGOS["nvfp4"]} if is_nvfp4 else {}),
+            "format": NVFP4_FORMAT,
+            "quantization_status": "compressed",
+            "global_compression_ratio": None,
+            "ignore": list(ignore),
+            PROVIDER_KEY: PROVIDER,
+        }
 
-    @cached_property
-    def _schemes(self) -> dict[str, Scheme]:
-        """By target; of groups with the same one the last counts."""
-        return {target: group.scheme for group in self.groups for target in group.targets}
+    def kv_scale_name(self, attention: str, side: Literal["k", "v"]) -> str:
+        """See `CheckpointDialect.kv_scale_name`."""
+        return f"{attention}.{side}_scale"
 
 
 class _Patterns:
-    """Names of linear layers, regular expressions, and their class.
+    """Names of linear layers, regular expressions, and the class `Linear`, in this precedence.
 
-    Names are looked up: a mixture's declaration may list every projection of every expert.
+    Of equal patterns the last counts. Names are looked up: a mixture's declaration may list every
+    projection of every expert.
     """
 
     def __init__(self, patterns: Iterable[str]) -> None:
-        self._names = set(patterns)
+        self._places = {pattern: place for place, pattern in enumerate(patterns)}
         self._expressions = {
             pattern: regex.compile(pattern.removeprefix("re:"))
-            for pattern in sorted(self._names)
+            for pattern in sorted(self._places)
             if pattern.startswith("re:")
         }
 
-    def best(self, name: str) -> str | None:
-        """The pattern that says most exactly that a linear layer is meant, None if none does."""
-        if name in self._names:
-            return name
+    def place(self, name: str) -> int | None:
+        """See `LayerPatterns.place`."""
+        if name in self._places:
+            return self._places[name]
         for pattern, expression in self._expressions.items():
             try:
                 if expression.match(name, timeout=_SECONDS):
-                    return pattern
+                    return self._places[pattern]
             except TimeoutError:
                 raise CheckpointError(
                     f"{pattern!r}: expected a pattern that can be matched, found one that takes "
                     f"more than {_SECONDS} s for {name}"
                 ) from None
-        return "Linear" if "Linear" in self._names else None
+        return self._places.get("Linear")
 
 
-def read(folder: str | Path, section: Mapping[str, Any]) -> Declaration | None:
-    """The declaration of a compressed-tensors checkpoint.
-
-    Args:
-        folder: for messages.
-        section: `quantization_config`.
-
-    Returns:
-        None if no layer is NVFP4 and the package compressed-tensors, through which transformers
-        reads its other formats, is installed.
-
-    Raises:
-        CheckpointError: a format, scheme or transform that is not read here.
-    """
-    form = section.get("format")
-    groups = _object(folder, section, "config_groups")
-    kv_cache_dtype = declared_cache(folder, section)
-    if form in _OTHER_FORMATS and is_installed("compressed_tensors"):
-        return None
-    if form is not None and form not in _FORMATS:
-        raise unknown_scheme(folder, "format", repr(form), f"one of {', '.join(_FORMATS)}")
-    packed = bool(groups) and form not in _UNPACKED_FORMATS
-    if packed:
-        _refuse_extras(folder, section)
-    return CompressedTensorsDeclaration(
-        groups=tuple(_groups(folder, form, groups)) if packed else (),
-        ignore=patterns(folder, section, "ignore"),
-        kv_cache_dtype=kv_cache_dtype,
-        section=section,
-    )
-
-
-def _groups(
-    folder: str | Path, form: str | None, groups: Mapping[str, Any]
-) -> Iterator[LayerGroup]:
+def _groups(folder: Path, form: str | None, groups: Mapping[str, Any]) -> Iterator[LayerGroup]:
     for name, group in groups.items():
         where = f"config_groups.{name}"
         if isinstance(group, Mapping):
@@ -167,7 +209,7 @@ def _groups(
         yield LayerGroup(scheme, tuple(targets))
 
 
-def _scheme(folder: str | Path, where: str, group: Mapping[str, Any]) -> Scheme:
+def _scheme(folder: Path, where: str, group: Mapping[str, Any]) -> Scheme:
     weights, inputs = group["weights"], group.get("input_activations")
     for name, value in group.items():
         if name not in _GROUP_FIELDS and value not in (None, False):
@@ -186,7 +228,7 @@ def _scheme(folder: str | Path, where: str, group: Mapping[str, Any]) -> Scheme:
     return "nvfp4"
 
 
-def _check_attention(folder: str | Path, where: str, group: Mapping[str, Any]) -> None:
+def _check_attention(folder: Path, where: str, group: Mapping[str, Any]) -> None:
     """Raise CheckpointError for a group that quantizes Q, K and V instead of weights."""
     for name in ("input_activations", "output_activations"):
         if group.get(name):
@@ -195,13 +237,13 @@ def _check_attention(folder: str | Path, where: str, group: Mapping[str, Any]) -
             )
 
 
-def _check_format(folder: str | Path, where: str, form: str | None, scheme: Scheme) -> None:
+def _check_format(folder: Path, where: str, form: str | None, scheme: Scheme) -> None:
     valid = _FP8_FORMATS if scheme == "fp8" else (NVFP4_FORMAT,)
     if form not in (*valid, _MIXED_FORMAT):
         raise unknown_scheme(folder, f"{where}: format", repr(form), " or ".join(map(repr, valid)))
 
 
-def _check_pattern(folder: str | Path, where: str, pattern: str) -> None:
+def _check_pattern(folder: Path, where: str, pattern: str) -> None:
     if pattern.startswith("re:"):
         try:
             regex.compile(pattern.removeprefix("re:"))
@@ -211,8 +253,8 @@ def _check_pattern(folder: str | Path, where: str, pattern: str) -> None:
             ) from None
 
 
-def _refuse_extras(folder: str | Path, section: Mapping[str, Any]) -> None:
-    for pattern in patterns(folder, section, "ignore"):
+def _refuse_extras(folder: Path, section: Mapping[str, Any]) -> None:
+    for pattern in listed_patterns(folder, section, "ignore"):
         _check_pattern(folder, "ignore", pattern)
     transforms = _object(folder, section, "transform_config").get("config_groups")
     if transforms:
@@ -223,7 +265,7 @@ def _refuse_extras(folder: str | Path, section: Mapping[str, Any]) -> None:
         raise unknown_scheme(folder, "sparsity_config.format", repr(sparsity), "'dense'")
 
 
-def _object(folder: str | Path, section: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def _object(folder: Path, section: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     found = section.get(where) or {}
     if not isinstance(found, Mapping):
         raise unknown_scheme(folder, where, repr(found), "an object")

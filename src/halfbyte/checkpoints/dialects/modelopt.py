@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt's declarations: `hf_quant_config.json`, or the copy of it in `config.json`.
+"""NVIDIA ModelOpt: `hf_quant_config.json`, and its copy in `config.json`, read and written.
 
 `hf_quant_config.json` says `{"quantization": {"quant_algo", "exclude_modules", "group_size",
 "kv_cache_quant_algo", "quantized_layers"}}`; the copy (ModelOpt's `convert_hf_quant_config_format`)
@@ -11,19 +11,24 @@ activations alone, `NVFP4` layers without an activation scale are W4A16.
 NVFP4 ones.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from halfbyte.checkpoints.dialects.base import (
-    CheckpointError,
+    KV_CACHE_ALGOS,
+    PROVIDER,
+    PROVIDER_KEY,
+    CheckpointDialect,
     Declaration,
     LayerGroup,
+    LayerPatterns,
+    OutputFormat,
     Scheme,
+    TensorNames,
     declared_cache,
-    patterns,
+    listed_patterns,
     unknown_scheme,
 )
 from halfbyte.checkpoints.dialects.schemes import (
@@ -34,7 +39,10 @@ from halfbyte.checkpoints.dialects.schemes import (
     is_nvfp4_input,
     is_nvfp4_weight,
 )
+from halfbyte.checkpoints.errors import CheckpointError, read_json
+from halfbyte.numerics import nvfp4
 
+MODELOPT_FILE = "hf_quant_config.json"
 _SCHEMES: dict[str, Scheme] = {"NVFP4": "nvfp4", "W4A16_NVFP4": "nvfp4-a16"}
 _MIXED_SCHEMES: dict[str, Scheme] = {
     **_SCHEMES,
@@ -51,33 +59,106 @@ _GROUP_FIELDS = ("targets", "weights", "input_activations")
 _LAYER_FIELDS = ("quant_algo", "group_size", "pre_quant_scale", "has_zero_point", "lora_rank")
 _REFUSED = ("pre_quant_scale", "has_zero_point", "lora_rank")
 _WILD = frozenset("*?[")
+# Readers of the dialect (vLLM, TensorRT-LLM) refuse another name; the provider says who wrote it.
+_PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 
 
-class ModelOptDeclaration(Declaration):
-    """See `Declaration`; the first group that names a layer, or one that it is in, has it."""
+class ModelOpt(CheckpointDialect):
+    """See above."""
 
-    dialect = "modelopt"
+    name = "modelopt"
+    tensor_names = TensorNames("weight", "weight_scale", "weight_scale_2", "input_scale", True)
+    scale_shape = ()
 
-    def scheme_of(self, module_name: str) -> Scheme | None:
-        """See `Declaration.scheme_of`."""
-        if self._ignored.first(module_name) is not None:
-            return None
-        place = self._targets.first(module_name)
-        return None if place is None else self._schemes[place]
+    def declares(self, folder: Path, method: str | None) -> bool:
+        """See `CheckpointDialect.declares`."""
+        return (folder / MODELOPT_FILE).is_file() or str(method).startswith(self.name)
 
-    @cached_property
-    def _ignored(self) -> "_Patterns":
-        return _Patterns(self.ignore)
+    def read(self, folder: Path, section: Mapping[str, Any]) -> Declaration:
+        """See `CheckpointDialect.read`; the file of its own wins over its copy in the config."""
+        file = folder / MODELOPT_FILE
+        declared = read_modelopt_file(file) if file.is_file() else section
+        nested = declared.get("quantization")
+        declared = nested if isinstance(nested, Mapping) else declared
+        algo = declared.get("quant_algo")
+        whole = {**_undeclared(section), **declared}
+        groups: tuple[LayerGroup, ...] = ()
+        if algo == _MIXED:
+            groups = tuple(_mixed_groups(folder, declared))
+        elif algo is not None:
+            groups = (LayerGroup(_scheme(folder, declared, _SCHEMES, "quant_algo"), ("*",)),)
+        _check_groups(folder, whole, groups)
+        where = "exclude_modules" if "exclude_modules" in declared else "ignore"
+        return Declaration(
+            self,
+            groups=groups,
+            ignore=listed_patterns(folder, declared, where),
+            kv_cache_dtype=declared_cache(folder, declared),
+            leaves_activations=_leaves_activations(whole),
+            section=whole,
+        )
 
-    @cached_property
-    def _targets(self) -> "_Patterns":
-        targets = (target for group in self.groups for target in group.targets)
-        return _Patterns("*" if target == "Linear" else target for target in targets)
+    def patterns(self, patterns: Iterable[str]) -> LayerPatterns:
+        """See `CheckpointDialect.patterns`."""
+        return _Patterns(patterns)
 
-    @cached_property
-    def _schemes(self) -> list[Scheme]:
-        """Of every target."""
-        return [group.scheme for group in self.groups for _ in group.targets]
+    def config_section(self, output: OutputFormat, ignore: Sequence[str]) -> dict[str, Any]:
+        """As ModelOpt's `convert_hf_quant_config_format` makes it of `hf_quant_config.json`."""
+        args = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": nvfp4.BLOCK_SIZE}
+        inputs = {"input_activations": dict(args)} if output.quantize_activations else {}
+        config: dict[str, Any] = {
+            "config_groups": {"group_0": {**inputs, "weights": args, "targets": ["Linear"]}},
+            "ignore": list(ignore),
+            "quant_algo": _quant_algo(output),
+        }
+        if output.kv_cache_dtype:
+            algo = KV_CACHE_ALGOS[output.kv_cache_dtype]
+            fp8 = {"dynamic": False, "num_bits": 8, "type": "float"}
+            config["kv_cache_scheme"] = fp8 if algo == "FP8" else algo
+            config["kv_cache_quant_algo"] = algo
+        return {
+            **config,
+            "producer": dict(_PRODUCER),
+            "quant_method": self.name,
+            PROVIDER_KEY: PROVIDER,
+        }
+
+    def own_files(self, output: OutputFormat, ignore: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """See `CheckpointDialect.own_files`: `hf_quant_config.json`."""
+        fields = {
+            "producer": dict(_PRODUCER),
+            PROVIDER_KEY: PROVIDER,
+            "quantization": {
+                "quant_algo": _quant_algo(output),
+                "kv_cache_quant_algo": output.kv_cache_dtype
+                and KV_CACHE_ALGOS[output.kv_cache_dtype],
+                "group_size": nvfp4.BLOCK_SIZE,
+                "exclude_modules": list(ignore),
+            },
+        }
+        return {MODELOPT_FILE: fields}
+
+    def kv_scale_name(self, attention: str, side: Literal["k", "v"]) -> str:
+        """See `CheckpointDialect.kv_scale_name`."""
+        return f"{attention}.{side}_proj.{side}_scale"
+
+
+def read_modelopt_file(file: Path) -> Mapping[str, Any]:
+    """What ModelOpt's `hf_quant_config.json` says of the quantization.
+
+    Raises:
+        CheckpointError: it is no JSON object, or has nothing of the kind; one line.
+    """
+    declared = read_json(file)
+    if not {"quantization", "quant_algo"} & declared.keys():
+        found = ", ".join(declared) or "none of it"
+        raise CheckpointError(f"{file}: expected a JSON object with 'quantization', found {found}")
+    section = declared.get("quantization", declared)
+    if not isinstance(section, Mapping):
+        raise CheckpointError(
+            f"{file}: 'quantization': expected an object, found {type(section).__name__}"
+        )
+    return section
 
 
 class _Patterns:
@@ -95,45 +176,12 @@ class _Patterns:
             else:
                 self._names.setdefault(pattern, place)
 
-    def first(self, name: str) -> int | None:
-        """The place of the first pattern that covers a module, None if none does."""
+    def place(self, name: str) -> int | None:
+        """That of the first pattern that covers a module, or one that it is in."""
         ends = (i for i, letter in enumerate(f"{name}.") if letter == ".")
         places = [self._names[name[:end]] for end in ends if name[:end] in self._names]
         places += [place for place, pattern in self._wildcards if fnmatchcase(name, pattern)][:1]
         return min(places, default=None)
-
-
-def read(
-    folder: str | Path, section: Mapping[str, Any], config_section: Mapping[str, Any]
-) -> Declaration:
-    """The declaration of a ModelOpt checkpoint.
-
-    Args:
-        folder: for messages.
-        section: what declares: `quantization` of `hf_quant_config.json`, or `quantization_config`.
-        config_section: `quantization_config` of `config.json`; empty where there is none.
-
-    Raises:
-        CheckpointError: an algorithm, group size or KV cache format that is not read here.
-    """
-    nested = section.get("quantization")
-    section = nested if isinstance(nested, Mapping) else section
-    algo = section.get("quant_algo")
-    whole = {**_undeclared(config_section), **section}
-    groups: tuple[LayerGroup, ...] = ()
-    if algo == _MIXED:
-        groups = tuple(_mixed_groups(folder, section))
-    elif algo is not None:
-        groups = (LayerGroup(_scheme(folder, section, _SCHEMES, "quant_algo"), ("Linear",)),)
-    _check_groups(folder, whole, groups)
-    where = "exclude_modules" if "exclude_modules" in section else "ignore"
-    return ModelOptDeclaration(
-        groups=groups,
-        ignore=patterns(folder, section, where),
-        kv_cache_dtype=declared_cache(folder, section),
-        leaves_activations=_leaves_activations(whole),
-        section=whole,
-    )
 
 
 def _undeclared(config_section: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,9 +201,7 @@ def _leaves_activations(section: Mapping[str, Any]) -> bool:
     )
 
 
-def _check_groups(
-    folder: str | Path, section: Mapping[str, Any], groups: tuple[LayerGroup, ...]
-) -> None:
+def _check_groups(folder: Path, section: Mapping[str, Any], groups: tuple[LayerGroup, ...]) -> None:
     """Raise CheckpointError where `config_groups` contradict the algorithms that are declared."""
     described = section.get("config_groups")
     if not groups or described is None:
@@ -180,7 +226,7 @@ def _check_groups(
             raise unknown_scheme(folder, f"{where}.weights", found, expected)
 
 
-def _mixed_groups(folder: str | Path, section: Mapping[str, Any]) -> Iterator[LayerGroup]:
+def _mixed_groups(folder: Path, section: Mapping[str, Any]) -> Iterator[LayerGroup]:
     layers = section.get("quantized_layers")
     if not isinstance(layers, Mapping) or not layers:
         raise CheckpointError(
@@ -203,7 +249,7 @@ def _mixed_groups(folder: str | Path, section: Mapping[str, Any]) -> Iterator[La
 
 
 def _scheme(
-    folder: str | Path, section: Mapping[str, Any], schemes: Mapping[str, Scheme], where: str
+    folder: Path, section: Mapping[str, Any], schemes: Mapping[str, Scheme], where: str
 ) -> Scheme:
     algo = str(section["quant_algo"]).upper()
     if algo not in schemes:
@@ -217,3 +263,7 @@ def _scheme(
         if section.get(name):
             raise unknown_scheme(folder, f"{name} of {algo}", repr(section[name]), "none")
     return scheme
+
+
+def _quant_algo(output: OutputFormat) -> str:
+    return "NVFP4" if output.quantize_activations else "W4A16_NVFP4"

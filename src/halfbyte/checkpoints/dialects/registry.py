@@ -1,4 +1,4 @@
-"""What a checkpoint declares, in whichever of the dialects.
+"""The dialects, and what a checkpoint declares in whichever of them.
 
 What is quantized, and how, stands in `quantization_config` of `config.json`; ModelOpt also writes
 `hf_quant_config.json`, which wins where both exist because it is the original of the two.
@@ -7,16 +7,31 @@ What is quantized, and how, stands in `quantization_config` of `config.json`; Mo
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from halfbyte.checkpoints.dialects import compressed_tensors, modelopt
 from halfbyte.checkpoints.dialects.base import (
-    MODELOPT_FILE,
-    CheckpointError,
+    CheckpointDialect,
     Declaration,
-    read_json,
+    Dialect,
+    TensorNames,
     unknown_scheme,
 )
+from halfbyte.checkpoints.dialects.compressed_tensors import CompressedTensors
+from halfbyte.checkpoints.dialects.modelopt import ModelOpt
+from halfbyte.checkpoints.errors import CheckpointError, read_json
+
+DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
+_REGISTRY: dict[Dialect, CheckpointDialect] = {
+    dialect.name: dialect
+    # ModelOpt's own file may lie beside another method's section, which wins.
+    for dialect in (CompressedTensors(), ModelOpt())
+}
+TENSOR_NAMES: dict[Dialect, TensorNames] = {name: _REGISTRY[name].tensor_names for name in DIALECTS}
+
+
+def get_dialect(name: Dialect) -> CheckpointDialect:
+    """The dialect of a name."""
+    return _REGISTRY[name]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -45,24 +60,20 @@ def read_declaration(folder: str | Path, config: Mapping[str, Any]) -> Declarati
         CheckpointError: a broken declaration; or one of these dialects, or of Quark's NVFP4, that
             is not read here: one line that names the scheme.
     """
+    folder = Path(folder)
     section = _section(folder, config)
     method = section.get("quant_method")
     if method is not None and not isinstance(method, str):
         raise CheckpointError(f"{folder}: quant_method: expected a name, found {method!r}")
-    if method == "compressed-tensors":
-        return compressed_tensors.read(folder, section)
     if method == "quark":
         _refuse_quark(folder, section)
         return None
-    file = Path(folder) / MODELOPT_FILE
-    if file.is_file():
-        return modelopt.read(folder, read_modelopt_file(file), section)
-    if str(method).startswith("modelopt"):
-        return modelopt.read(folder, section, section)
-    return None
+    declaring = (dialect for dialect in _REGISTRY.values() if dialect.declares(folder, method))
+    dialect = next(declaring, None)
+    return None if dialect is None else dialect.read(folder, section)
 
 
-def _section(folder: str | Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _section(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """`quantization_config` of the config, empty where it has none."""
     for name in ("quantization", "quantization_config"):
         section = config.get(name)
@@ -73,25 +84,7 @@ def _section(folder: str | Path, config: Mapping[str, Any]) -> Mapping[str, Any]
     return config.get("quantization_config") or {}
 
 
-def read_modelopt_file(file: Path) -> Mapping[str, Any]:
-    """What ModelOpt's `hf_quant_config.json` says of the quantization.
-
-    Raises:
-        CheckpointError: it is no JSON object, or has nothing of the kind; one line.
-    """
-    declared = read_json(file)
-    if not {"quantization", "quant_algo"} & declared.keys():
-        found = ", ".join(declared) or "none of it"
-        raise CheckpointError(f"{file}: expected a JSON object with 'quantization', found {found}")
-    section = declared.get("quantization", declared)
-    if not isinstance(section, Mapping):
-        raise CheckpointError(
-            f"{file}: 'quantization': expected an object, found {type(section).__name__}"
-        )
-    return section
-
-
-def _refuse_quark(folder: str | Path, section: Mapping[str, Any]) -> None:
+def _refuse_quark(folder: Path, section: Mapping[str, Any]) -> None:
     """Refuse Quark's 4-bit floats by name; its other formats are left to transformers."""
     # Per layer and per class of layers there may be other formats than the global one.
     parts = [value for name, value in section.items() if name.endswith("quant_config") and value]

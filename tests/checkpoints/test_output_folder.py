@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from halfbyte.assets import bundled_model_path
-from halfbyte.checkpoints.dialects.base import CheckpointError
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import INDEX_FILE, CheckpointIndex
 from halfbyte.checkpoints.output_folder import ShardWriter, new_folder, write_json
 from halfbyte.models.quantize_checkpoint import quantize_checkpoint
