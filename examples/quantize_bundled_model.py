@@ -10,7 +10,7 @@ from pathlib import Path
 
 from halfbyte import LLM, SamplingParams
 from halfbyte.assets import bundled_model_path
-from halfbyte.models.quantize_checkpoint import quantize_checkpoint
+from halfbyte.quantization import quantize_checkpoint
 
 
 def main() -> None:

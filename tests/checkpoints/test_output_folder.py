@@ -17,14 +17,14 @@ from halfbyte.assets import bundled_model_path
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import INDEX_FILE, CheckpointIndex
 from halfbyte.checkpoints.output_folder import ShardWriter, new_folder, write_json
-from halfbyte.models.quantize_checkpoint import quantize_checkpoint
+from halfbyte.quantization import quantize_checkpoint
 
 
 def quantize_in_a_process(destination: Path, before: str) -> str:
     """Quantize the bundled model elsewhere, `before` having been run there; its stderr."""
     code = (
         "import os, resource, signal, sys\n"
-        "from halfbyte.models.quantize_checkpoint import quantize_checkpoint\n"
+        "from halfbyte.quantization import quantize_checkpoint\n"
         f"progress = lambda what, done, total: None\n{before}\n"
         f"quantize_checkpoint({str(bundled_model_path())!r}, {str(destination)!r},"
         "dialect='modelopt', weights='nvfp4-a16', max_shard_bytes=2**20, on_progress=progress)"

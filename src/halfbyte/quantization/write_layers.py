@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, quantized one group of layers at a time.
+"""Step 3: the tensors of a checkpoint are quantized and written, one group of layers at a time.
 
 Layers that engines fuse (q, k and v; gate and up) get one global scale, from the largest magnitude
 of all of them: an engine that multiplies the fused weight with one scale is then exact. Everything
@@ -8,7 +8,7 @@ else passes through as it is. Memory holds one group of layers and one shard of 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -19,11 +19,13 @@ from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.kv_scales import is_kv_scale
 from halfbyte.checkpoints.output_folder import ShardWriter
-from halfbyte.checkpoints.output_tensors import global_scale, kv_scale_tensors, weight_tensors
 from halfbyte.kernels.cpu import library as cpu_library
 from halfbyte.kernels.cpu import store as store_cpu
 from halfbyte.layouts import KVCacheDType, PageLayout
 from halfbyte.numerics import nvfp4
+from halfbyte.quantization.calibrate_layers import CalibrationResult
+from halfbyte.quantization.output_tensors import global_scale, kv_scale_tensors, weight_tensors
+from halfbyte.quantization.select_layers import LayerSelection
 
 _CHUNK_VALUES = 2**20
 """Values quantized at once: temporaries take some 20 bytes for each."""
@@ -31,41 +33,6 @@ _KERNEL_FORMATS: dict[nvfp4.Recipe, KVCacheDType] = {
     "amax6": KVCacheDType.NVFP4,
     "four_over_six": KVCacheDType.NVFP4_4OVER6,
 }
-
-
-@dataclass(frozen=True)
-class WeightPlan:
-    """What is quantized.
-
-    Args:
-        groups: names of the layers to quantize; those of one group share a global scale.
-        ignore: names of the linear layers that stay as they are.
-        attentions: name of the attention module of each decoder layer, in order.
-    """
-
-    groups: tuple[tuple[str, ...], ...]
-    ignore: tuple[str, ...]
-    attentions: tuple[str, ...]
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Names of all layers to quantize."""
-        return tuple(module for group in self.groups for module in group)
-
-
-@dataclass(frozen=True)
-class CalibrationResult:
-    """Largest magnitudes seen while the model ran.
-
-    Args:
-        input_amax: of the input of each quantized layer.
-        kv_amax: `(K, V)` of each decoder layer.
-        source: what it ran on, for the report.
-    """
-
-    input_amax: Mapping[str, float] = field(default_factory=dict)
-    kv_amax: tuple[tuple[float, float], ...] = ()
-    source: str | None = None
 
 
 @dataclass(frozen=True)
@@ -86,20 +53,20 @@ class LayerError:
     sqnr_db: float | None
 
 
-def quantize_tensors(
+def write_layers(
     index: CheckpointIndex,
     writer: ShardWriter,
-    plan: WeightPlan,
+    selection: LayerSelection,
     output: OutputFormat,
     calibration: CalibrationResult,
     on_progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> list[LayerError]:
-    """Write every tensor of a checkpoint, those of the planned layers quantized.
+    """Write every tensor of a checkpoint, those of the selected layers quantized.
 
     Args:
         index: of the unquantized checkpoint.
         writer: takes the result; not finished here.
-        plan: what to quantize.
+        selection: what to quantize.
         output: how to write it.
         calibration: with `input_amax` for every layer where `output.quantize_activations`, and
             `kv_amax` for every decoder layer where `output.kv_cache_dtype`.
@@ -111,7 +78,7 @@ def quantize_tensors(
     Raises:
         CheckpointError: a weight that is not finite, or not float32, float16 or bfloat16.
     """
-    group_of = {f"{module}.weight": group for group in plan.groups for module in group}
+    group_of = {f"{module}.weight": group for group in selection.groups for module in group}
     waiting: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     errors: list[LayerError] = []
     # Sorted by name, the layers of a group lie side by side and none waits for long.
@@ -129,8 +96,8 @@ def quantize_tensors(
                 errors += _quantize_group(writer, weights, output, calibration.input_amax)
         on_progress(done + 1, len(names))
     if output.kv_cache_dtype:
-        for attention, (k_amax, v_amax) in zip(plan.attentions, calibration.kv_amax, strict=True):
-            for name, tensor in kv_scale_tensors(output, attention, k_amax, v_amax).items():
+        for attention, amax in zip(selection.attentions, calibration.kv_amax, strict=True):
+            for name, tensor in kv_scale_tensors(output, attention, *amax).items():
                 writer.add(name, tensor)
     return errors
 

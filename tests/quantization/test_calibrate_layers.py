@@ -11,8 +11,8 @@ from torch import nn
 
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.models import calibrate
-from halfbyte.models import weight_calibration as subject
-from halfbyte.models.weight_calibration import calibrate_weights
+from halfbyte.quantization import calibrate_layers as subject
+from halfbyte.quantization.calibrate_layers import calibrate_layers
 from models.zoo import make_model, token_ids
 
 
@@ -45,7 +45,7 @@ def test_input_amax_is_what_hooks_see(architecture: str) -> None:
     model = make_model(architecture)
     names = linears(model)
     with watched(model, names) as seen:
-        result = calibrate_weights(model, token_ids(1, 40), names, "test")
+        result = calibrate_layers(model, token_ids(1, 40), names, "test")
     assert set(result.input_amax) == set(names)
     assert all(seen.values())
     assert dict(result.input_amax) == seen
@@ -60,7 +60,7 @@ def test_input_amax_over_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     progress: list[tuple[int, int]] = []
     names = linears(model)
     with watched(model, names) as seen:
-        result = calibrate_weights(
+        result = calibrate_layers(
             model, ids, names, "test", lambda done, total: progress.append((done, total))
         )
     assert progress == [(24, 60), (48, 60), (60, 60)]
@@ -79,7 +79,7 @@ def test_experts_share_their_input_amax() -> None:
     names = [f"{prefix}.{e}.{x}_proj" for e in range(4) for x in ("gate", "up", "down")]
     experts = model.get_submodule(prefix)
     with watched(model, [prefix]) as seen:
-        result = calibrate_weights(model, token_ids(1, 40), names, "test")
+        result = calibrate_layers(model, token_ids(1, 40), names, "test")
     for e in range(4):
         assert result.input_amax[f"{prefix}.{e}.gate_proj"] == seen[prefix]
         assert result.input_amax[f"{prefix}.{e}.up_proj"] == seen[prefix]
@@ -111,7 +111,7 @@ def largest_between(model: nn.Module, experts: Any, ids: torch.Tensor) -> float:
 def test_calibration_leaves_the_model_as_it_was() -> None:
     model = make_model("qwen3_moe")
     before = (model.config._experts_implementation, model.config._attn_implementation)
-    calibrate_weights(model, token_ids(1, 20), linears(model), "test")
+    calibrate_layers(model, token_ids(1, 20), linears(model), "test")
     after = (model.config._experts_implementation, model.config._attn_implementation)
     assert after == before
     assert not model.training
@@ -122,11 +122,11 @@ def test_calibration_refuses_what_is_not_finite() -> None:
     with torch.no_grad():
         model.model.layers[3].mlp.up_proj.weight[0, 0] = math.inf
     with pytest.raises(CheckpointError, match=r"^model.layers.3.mlp.down_proj: expected a finite"):
-        calibrate_weights(model, token_ids(1, 20), linears(model), "test")
+        calibrate_layers(model, token_ids(1, 20), linears(model), "test")
 
 
 def test_calibration_names_a_layer_that_was_not_reached() -> None:
     model = make_model("llama")
     model.unused = nn.Linear(16, 16)
     with pytest.raises(CheckpointError, match=r"^unused: .*the text never reached it"):
-        calibrate_weights(model, token_ids(1, 20), ["unused"], "test")
+        calibrate_layers(model, token_ids(1, 20), ["unused"], "test")

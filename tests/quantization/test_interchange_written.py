@@ -12,10 +12,10 @@ from halfbyte.assets import bundled_model_path
 from halfbyte.checkpoints.dialects.base import OutputFormat
 from halfbyte.checkpoints.dialects.compressed_tensors import CompressedTensors
 from halfbyte.checkpoints.dialects.modelopt import MODELOPT_FILE, ModelOpt
-from halfbyte.checkpoints.output_tensors import global_scale
 from halfbyte.linear import NvFp4Linear
-from halfbyte.models.quantize_checkpoint import quantize_checkpoint
 from halfbyte.numerics import nvfp4
+from halfbyte.quantization import quantize_checkpoint
+from halfbyte.quantization.output_tensors import global_scale
 
 RECIPES = ("amax6", "four_over_six")
 

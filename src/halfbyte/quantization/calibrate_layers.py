@@ -1,4 +1,4 @@
-"""What only a run of the model can tell: amax of the input of every layer, and of K and V.
+"""Step 2: what only a run of the model can tell, amax of every layer's input, and of K and V.
 
 The unquantized model reads a text once. The amax of an input becomes its global scale without
 headroom, as in ModelOpt and llm-compressor; what is larger later saturates.
@@ -8,8 +8,9 @@ that the text never reached would have none.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,12 +19,26 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from halfbyte.checkpoints.errors import CheckpointError
-from halfbyte.checkpoints.quantize import CalibrationResult
 from halfbyte.models.calibration import MAX_TOKENS, check_vocabulary, measure_amax
-from halfbyte.models.weight_plan import experts_projection
+from halfbyte.quantization.select_layers import experts_projection
 
 
-def calibrate_weights(
+@dataclass(frozen=True)
+class CalibrationResult:
+    """Largest magnitudes seen while the model ran.
+
+    Args:
+        input_amax: of the input of each quantized layer.
+        kv_amax: `(K, V)` of each decoder layer.
+        source: what it ran on, for the report.
+    """
+
+    input_amax: Mapping[str, float] = field(default_factory=dict)
+    kv_amax: tuple[tuple[float, float], ...] = ()
+    source: str | None = None
+
+
+def calibrate_layers(
     model: PreTrainedModel,
     token_ids: torch.Tensor,
     modules: Sequence[str],

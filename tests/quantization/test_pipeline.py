@@ -13,7 +13,7 @@ from halfbyte.checkpoints import read_kv_scales
 from halfbyte.checkpoints.dialects.registry import DIALECTS
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.models import load_model
-from halfbyte.models.quantize_checkpoint import quantize_checkpoint
+from halfbyte.quantization import quantize_checkpoint
 from models.zoo import make_model
 
 LAYER = "model.layers.2.mlp.up_proj"

@@ -10,9 +10,8 @@ import pytest
 
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex, TensorEntry
-from halfbyte.checkpoints.quantize import WeightPlan
 from halfbyte.models import UnsupportedModelError
-from halfbyte.models.weight_plan import plan_weights
+from halfbyte.quantization.select_layers import LayerSelection, select_layers
 from models.zoo import ARCHITECTURES, make_model
 
 Shapes = dict[str, tuple[int, ...]]
@@ -40,9 +39,13 @@ def index_of(shapes: Shapes) -> CheckpointIndex:
     return CheckpointIndex(file.parent, tensors)
 
 
-def plan_of(model: Any, ignore: Sequence[str] = (), shapes: Shapes | None = None) -> WeightPlan:
-    """The plan for a model's own files, or for others."""
-    return plan_weights(model.config, index_of(stored(model) if shapes is None else shapes), ignore)
+def selection_of(
+    model: Any, ignore: Sequence[str] = (), shapes: Shapes | None = None
+) -> LayerSelection:
+    """Of a model's own files, or of others."""
+    return select_layers(
+        model.config, index_of(stored(model) if shapes is None else shapes), ignore
+    )
 
 
 LINEARS = {
@@ -59,19 +62,19 @@ KEPT = {
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_plan_of_architectures(architecture: str) -> None:
+def test_layers_of_architectures(architecture: str) -> None:
     model = make_model(architecture)
-    plan = plan_of(model)
+    found = selection_of(model)
     linears = LINEARS.get(architecture, DENSE)
-    assert set(plan.modules) == {f"model.layers.{i}.{name}" for i in range(4) for name in linears}
+    assert set(found.modules) == {f"model.layers.{i}.{name}" for i in range(4) for name in linears}
     kept = {f"model.layers.{i}.{name}" for i in range(4) for name in KEPT.get(architecture, ())}
-    assert set(plan.ignore) == kept | {"lm_head"}
-    assert plan.attentions == tuple(f"model.layers.{i}.self_attn" for i in range(4))
+    assert set(found.ignore) == kept | {"lm_head"}
+    assert found.attentions == tuple(f"model.layers.{i}.self_attn" for i in range(4))
 
 
-def test_plan_groups_what_engines_fuse() -> None:
+def test_selection_groups_what_engines_fuse() -> None:
     model = make_model("llama")
-    groups = [set(group) for group in plan_of(model).groups]
+    groups = [set(group) for group in selection_of(model).groups]
     layer = "model.layers.2"
     assert {f"{layer}.self_attn.{x}_proj" for x in "qkv"} in groups
     assert {f"{layer}.mlp.{x}_proj" for x in ("gate", "up")} in groups
@@ -80,25 +83,25 @@ def test_plan_groups_what_engines_fuse() -> None:
     assert len(groups) == 16
 
 
-def test_plan_groups_gate_and_up_of_each_expert() -> None:
+def test_selection_groups_gate_and_up_of_each_expert() -> None:
     model = make_model("qwen3_moe")
-    groups = [set(group) for group in plan_of(model).groups]
+    groups = [set(group) for group in selection_of(model).groups]
     for expert in range(4):
         prefix = f"model.layers.0.mlp.experts.{expert}"
         assert {f"{prefix}.gate_proj", f"{prefix}.up_proj"} in groups
         assert {f"{prefix}.down_proj"} in groups
 
 
-def test_plan_ignores_a_tied_head() -> None:
+def test_selection_ignores_a_tied_head() -> None:
     model = make_model("llama", tie_word_embeddings=True)
     shapes = stored(model)
     del shapes["lm_head.weight"]  # files hold the embedding alone
-    assert plan_of(model, shapes=shapes).ignore == ("lm_head",)
+    assert selection_of(model, shapes=shapes).ignore == ("lm_head",)
     shapes["lm_head.weight"] = shapes.pop("model.embed_tokens.weight")  # or the head alone
-    assert plan_of(model, shapes=shapes).ignore == ("lm_head",)
+    assert selection_of(model, shapes=shapes).ignore == ("lm_head",)
     del shapes["lm_head.weight"]
     with pytest.raises(CheckpointError, match=r"expected BF16/F16/F32 \[131, 64\], found no such"):
-        plan_of(model, shapes=shapes)
+        selection_of(model, shapes=shapes)
 
 
 @pytest.mark.parametrize(
@@ -109,18 +112,18 @@ def test_plan_ignores_a_tied_head() -> None:
         r"re:.*layers\.1\..*down",
     ],
 )
-def test_plan_ignore_patterns(pattern: str) -> None:
+def test_selection_ignore_patterns(pattern: str) -> None:
     model = make_model("llama")
-    plan = plan_of(model, [pattern])
-    assert set(plan.ignore) == {"model.layers.1.mlp.down_proj", "lm_head"}
-    assert len(plan.modules) == 27
+    found = selection_of(model, [pattern])
+    assert set(found.ignore) == {"model.layers.1.mlp.down_proj", "lm_head"}
+    assert len(found.modules) == 27
 
 
-def test_plan_ignores_all_below_a_module() -> None:
+def test_selection_ignores_all_below_a_module() -> None:
     model = make_model("llama")
-    plan = plan_of(model, ["model.layers.1"])
-    assert len(plan.ignore) == 8
-    assert len(plan.modules) == 21
+    found = selection_of(model, ["model.layers.1"])
+    assert len(found.ignore) == 8
+    assert len(found.modules) == 21
 
 
 @pytest.mark.parametrize(
@@ -135,9 +138,9 @@ def test_plan_ignores_all_below_a_module() -> None:
         ("gpt_oss", "*.experts"),  # which the file fuses
     ],
 )
-def test_plan_takes_patterns_of_what_is_never_quantized(architecture: str, pattern: str) -> None:
+def test_selection_takes_patterns_of_what_is_never_quantized(architecture: str, pattern: str) -> None:
     model = make_model(architecture)
-    assert plan_of(model, [pattern]) == plan_of(model)
+    assert selection_of(model, [pattern]) == selection_of(model)
 
 
 # The last ones match modules, but none of the layers in them: they would change nothing.
@@ -145,30 +148,30 @@ def test_plan_takes_patterns_of_what_is_never_quantized(architecture: str, patte
     "pattern",
     ["model.layers.1.mlp.down", "*.nothing.*", "lm_head.weight", "", "*.mlp", r"re:.*layers\.1$"],
 )
-def test_plan_refuses_patterns_that_match_nothing(pattern: str) -> None:
+def test_selection_refuses_patterns_that_match_nothing(pattern: str) -> None:
     model = make_model("llama")
     with pytest.raises(ValueError, match=f"^ignore: {re.escape(repr(pattern))} matches no linear"):
-        plan_of(model, [pattern])
+        selection_of(model, [pattern])
 
 
-def test_plan_refuses_broken_expressions() -> None:
+def test_selection_refuses_broken_expressions() -> None:
     model = make_model("llama")
     with pytest.raises(ValueError, match=r"ignore: 're:\(' is no regular expression"):
-        plan_of(model, ["re:("])
+        selection_of(model, ["re:("])
 
 
-def test_plan_warns_of_a_split_group(caplog: pytest.LogCaptureFixture) -> None:
+def test_selection_warns_of_a_split_group(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model("llama")
-    plan_of(model, ["*.q_proj"])
+    selection_of(model, ["*.q_proj"])
     assert "only part of the layers that engines fuse with it is quantized" in caplog.text
 
 
-def test_plan_leaves_sizes_that_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+def test_selection_leaves_sizes_that_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model("llama", intermediate_size=88)
     with caplog.at_level(logging.WARNING, "halfbyte"):
-        plan = plan_of(model)
+        found = selection_of(model)
     down = {f"model.layers.{i}.mlp.down_proj" for i in range(4)}
-    assert set(plan.ignore) == down | {"lm_head"}
+    assert set(found.ignore) == down | {"lm_head"}
     assert "model.layers.3.mlp.down_proj: left unquantized, its 88 input features" in caplog.text
 
 
@@ -190,13 +193,13 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj"
         ("qwen3_moe", f"{EXPERT}.weight", "[48, 64]"),
     ],
 )
-def test_plan_names_an_absent_weight(architecture: str, name: str, expected: str) -> None:
+def test_selection_names_an_absent_weight(architecture: str, name: str, expected: str) -> None:
     model = make_model(architecture)
     shapes = stored(model)
     del shapes[name]
     message = f"folder: {name}: expected BF16/F16/F32 {expected}, found no such tensor"
     with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
-        plan_of(model, shapes=shapes)
+        selection_of(model, shapes=shapes)
 
 
 @pytest.mark.parametrize(
@@ -207,13 +210,13 @@ def test_plan_names_an_absent_weight(architecture: str, name: str, expected: str
         ("qwen3_moe", f"{EXPERT}.weight"),
     ],
 )
-def test_plan_names_a_wrong_shape(architecture: str, name: str) -> None:
+def test_selection_names_a_wrong_shape(architecture: str, name: str) -> None:
     model = make_model(architecture)
     shapes = stored(model)
     expected, shapes[name] = list(shapes[name]), (32, 48)
     message = f"folder: {name}: expected BF16/F16/F32 {expected}, found BF16 [32, 48]"
     with pytest.raises(CheckpointError, match=f"^{re.escape(message)}$"):
-        plan_of(model, shapes=shapes)
+        selection_of(model, shapes=shapes)
 
 
 @pytest.mark.parametrize(
@@ -228,10 +231,10 @@ def test_plan_names_a_wrong_shape(architecture: str, name: str) -> None:
         ("qwen3_moe", "model.layers.1.mlp.experts.3.other_proj.weight"),
     ],
 )
-def test_plan_passes_over_foreign_tensors(architecture: str, name: str) -> None:
+def test_selection_passes_over_foreign_tensors(architecture: str, name: str) -> None:
     """As loading does."""
     model = make_model(architecture)
-    assert plan_of(model, shapes={**stored(model), name: (64, 64)}) == plan_of(model)
+    assert selection_of(model, shapes={**stored(model), name: (64, 64)}) == selection_of(model)
 
 
 @pytest.mark.parametrize(
@@ -260,28 +263,28 @@ def test_plan_passes_over_foreign_tensors(architecture: str, name: str) -> None:
         ),
     ],
 )
-def test_plan_refuses_what_could_not_be_loaded(architecture: str, name: str, message: str) -> None:
+def test_selection_refuses_what_could_not_be_loaded(architecture: str, name: str, message: str) -> None:
     model = make_model(architecture)
     with pytest.raises(CheckpointError, match=f"^folder: {re.escape(f'{name}: {message}')}$"):
-        plan_of(model, shapes={**stored(model), name: (48, 64)})
+        selection_of(model, shapes={**stored(model), name: (48, 64)})
 
 
-def test_plan_passes_over_a_foreign_bias_of_an_ignored_layer() -> None:
+def test_selection_passes_over_a_foreign_bias_of_an_ignored_layer() -> None:
     model = make_model("llama")
     layer = "model.layers.1.mlp.up_proj"
-    plan = plan_of(model, [layer], {**stored(model), f"{layer}.bias": (96,)})
-    assert layer in plan.ignore
+    found = selection_of(model, [layer], {**stored(model), f"{layer}.bias": (96,)})
+    assert layer in found.ignore
 
 
-def test_plan_needs_something_to_quantize() -> None:
+def test_selection_needs_something_to_quantize() -> None:
     with pytest.raises(CheckpointError, match="no linear layer"):
-        plan_of(make_model("llama", hidden_size=40, intermediate_size=88))
+        selection_of(make_model("llama", hidden_size=40, intermediate_size=88))
     with pytest.raises(CheckpointError, match="no linear layer"):
-        plan_of(make_model("llama"), ["model.layers"])
+        selection_of(make_model("llama"), ["model.layers"])
 
 
-def test_plan_refuses_unsupported_models() -> None:
+def test_selection_refuses_unsupported_models() -> None:
     from transformers import StableLmConfig
 
     with pytest.raises(UnsupportedModelError, match="stablelm"):
-        plan_weights(StableLmConfig(), index_of({}))
+        select_layers(StableLmConfig(), index_of({}))

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are quantized: the linear layers inside the decoder layers.
+"""Step 1: which layers are quantized, the linear ones inside the decoder layers.
 
 The model's own structure decides, built on the meta device: a two-dimensional weight is quantized
 if its module is an `nn.Linear` of a decoder layer, or one expert of a module that fuses its experts
@@ -13,6 +13,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,7 +23,6 @@ from transformers import AutoModelForCausalLM
 
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
-from halfbyte.checkpoints.quantize import WeightPlan
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.experts import PROJECTIONS
 from halfbyte.models.quantized import LayerPlan
@@ -46,7 +46,29 @@ _FUSED = {
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
-def plan_weights(config: Any, index: CheckpointIndex, ignore: Sequence[str] = ()) -> WeightPlan:
+@dataclass(frozen=True)
+class LayerSelection:
+    """What is quantized.
+
+    Args:
+        groups: names of the layers to quantize; those of one group share a global scale.
+        ignore: names of the linear layers that stay as they are.
+        attentions: name of the attention module of each decoder layer, in order.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    ignore: tuple[str, ...]
+    attentions: tuple[str, ...]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of all layers to quantize."""
+        return tuple(module for group in self.groups for module in group)
+
+
+def select_layers(
+    config: Any, index: CheckpointIndex, ignore: Sequence[str] = ()
+) -> LayerSelection:
     """Decide what to quantize.
 
     Args:
@@ -82,7 +104,7 @@ def plan_weights(config: Any, index: CheckpointIndex, ignore: Sequence[str] = ()
             len(fused),
         )
     kept = set(quantized)
-    return WeightPlan(
+    return LayerSelection(
         groups=_groups(quantized, linear),
         ignore=tuple(dict.fromkeys(m for m in _unquantized(modules, index) if m not in kept)),
         attentions=tuple(name for name, _ in sorted(_attentions(modules), key=lambda x: x[1])),

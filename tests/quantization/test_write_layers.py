@@ -13,16 +13,12 @@ from halfbyte.checkpoints.dialects.registry import DIALECTS
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.output_folder import ShardWriter
-from halfbyte.checkpoints.output_tensors import global_scale
-from halfbyte.checkpoints.quantize import (
-    CalibrationResult,
-    LayerError,
-    WeightPlan,
-    quantize_tensors,
-    quantize_weight,
-)
 from halfbyte.kernels.cpu import library as cpu_library
 from halfbyte.numerics import nvfp4
+from halfbyte.quantization.calibrate_layers import CalibrationResult
+from halfbyte.quantization.output_tensors import global_scale
+from halfbyte.quantization.select_layers import LayerSelection
+from halfbyte.quantization.write_layers import LayerError, quantize_weight, write_layers
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -105,7 +101,9 @@ def test_quantize_weight_four_over_six_is_closer() -> None:
 
 
 GROUP = ("layers.0.k_proj", "layers.0.q_proj", "layers.0.v_proj")
-PLAN = WeightPlan(groups=(GROUP, ("layers.0.o_proj",)), ignore=("head",), attentions=("layers.0",))
+SELECTION = LayerSelection(
+    groups=(GROUP, ("layers.0.o_proj",)), ignore=("head",), attentions=("layers.0",)
+)
 
 
 def source_tensors() -> dict[str, torch.Tensor]:
@@ -135,13 +133,13 @@ def quantized(
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     writer = ShardWriter(target)
     index = CheckpointIndex.read(source)
-    errors = quantize_tensors(index, writer, PLAN, output, calibration or CalibrationResult())
+    errors = write_layers(index, writer, SELECTION, output, calibration or CalibrationResult())
     writer.finish()
     return load_file(target / "model.safetensors"), errors
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_quantize_tensors_of_a_group_share_their_scale(tmp_path: Path, dialect: Dialect) -> None:
+def test_write_layers_of_a_group_share_their_scale(tmp_path: Path, dialect: Dialect) -> None:
     tensors = source_tensors()
     found, errors = quantized(tmp_path, tensors, OutputFormat(dialect, False))
     name = "weight_scale_2" if dialect == "modelopt" else "weight_global_scale"
@@ -155,7 +153,7 @@ def test_quantize_tensors_of_a_group_share_their_scale(tmp_path: Path, dialect: 
     assert {error.shape for error in errors} == {(8, 32)}
 
 
-def test_quantize_tensors_leaves_the_rest_alone(tmp_path: Path) -> None:
+def test_write_layers_leaves_the_rest_alone(tmp_path: Path) -> None:
     tensors = source_tensors()
     found, _ = quantized(tmp_path, tensors, OutputFormat("compressed-tensors", False))
     for name in ("layers.0.q_proj.bias", "head.weight"):
@@ -163,12 +161,12 @@ def test_quantize_tensors_leaves_the_rest_alone(tmp_path: Path) -> None:
     assert len(found) == 4 * 3 + 2
 
 
-def test_quantize_tensors_with_calibration(tmp_path: Path) -> None:
-    amax = {module: float(i + 1) for i, module in enumerate(PLAN.modules)}
+def test_write_layers_with_calibration(tmp_path: Path) -> None:
+    amax = {module: float(i + 1) for i, module in enumerate(SELECTION.modules)}
     calibration = CalibrationResult(amax, ((4.48, 8.96),), "a text")
     output = OutputFormat("compressed-tensors", True, kv_cache_dtype="nvfp4")
     found, _ = quantized(tmp_path, source_tensors(), output, calibration)
-    for module in PLAN.modules:
+    for module in SELECTION.modules:
         scale = found[f"{module}.input_global_scale"]
         assert float(scale) == pytest.approx(2688 / amax[module], rel=1e-6)
     assert float(found["layers.0.k_scale"]) == pytest.approx(0.01, rel=1e-6)
@@ -183,7 +181,7 @@ def test_quantize_tensors_with_calibration(tmp_path: Path) -> None:
         (-math.inf, "found NaN or infinity"),
     ],
 )
-def test_quantize_tensors_refuses_values(tmp_path: Path, value: float, message: str) -> None:
+def test_write_layers_refuses_values(tmp_path: Path, value: float, message: str) -> None:
     tensors = source_tensors()
     tensors["layers.0.q_proj.weight"][3, 5] = value
     with pytest.raises(CheckpointError, match=f"^layers.0.q_proj.weight: .*{message}"):
@@ -191,7 +189,7 @@ def test_quantize_tensors_refuses_values(tmp_path: Path, value: float, message: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.float64], ids=str)
-def test_quantize_tensors_refuses_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_write_layers_refuses_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     tensors = source_tensors()
     tensors["layers.0.o_proj.weight"] = tensors["layers.0.o_proj.weight"].to(dtype)
     with pytest.raises(CheckpointError, match=rf"^layers.0.o_proj.weight: .*found {dtype}"):
@@ -204,7 +202,7 @@ def test_written_tensors_are_those_that_vllm_makes_parameters_for(
 ) -> None:
     """As `ModelOptNvFp4LinearMethod` and `CompressedTensorsW4A4Nvfp4` create them: [N, K/2] codes,
     [N, K/16] block scales, one float32 per layer for each global scale, and nothing else."""
-    amax = dict.fromkeys(PLAN.modules, 1.0)
+    amax = dict.fromkeys(SELECTION.modules, 1.0)
     output = OutputFormat(dialect, True)
     found, _ = quantized(tmp_path, source_tensors(), output, CalibrationResult(amax))
     of_layer = {

@@ -11,12 +11,8 @@ from hypothesis import strategies as st
 from halfbyte.checkpoints.dialects.base import Dialect, OutputFormat
 from halfbyte.checkpoints.dialects.registry import DIALECTS, get_dialect, read_declaration
 from halfbyte.checkpoints.output_folder import write_json
-from halfbyte.checkpoints.output_tensors import (
-    global_scale,
-    kv_scale_tensors,
-    weight_tensors,
-)
 from halfbyte.numerics import nvfp4
+from halfbyte.quantization.output_tensors import global_scale, kv_scale_tensors, weight_tensors
 
 AMAXES = st.floats(2**-20, 2**20, width=32)
 
