@@ -138,7 +138,7 @@ def test_selection_ignores_all_below_a_module() -> None:
         ("gpt_oss", "*.experts"),  # which the file fuses
     ],
 )
-def test_selection_takes_patterns_of_what_is_never_quantized(architecture: str, pattern: str) -> None:
+def test_selection_takes_patterns_of_unquantized_modules(architecture: str, pattern: str) -> None:
     model = make_model(architecture)
     assert selection_of(model, [pattern]) == selection_of(model)
 
@@ -263,7 +263,7 @@ def test_selection_passes_over_foreign_tensors(architecture: str, name: str) -> 
         ),
     ],
 )
-def test_selection_refuses_what_could_not_be_loaded(architecture: str, name: str, message: str) -> None:
+def test_selection_refuses_surplus_tensors(architecture: str, name: str, message: str) -> None:
     model = make_model(architecture)
     with pytest.raises(CheckpointError, match=f"^folder: {re.escape(f'{name}: {message}')}$"):
         selection_of(model, shapes={**stored(model), name: (48, 64)})

@@ -53,7 +53,7 @@ def calibrate(
     verbose: Verbose = False,
 ) -> None:
     """Measure the scales of a model's KV cache, one layer in memory at a time, and store them."""
-    from halfbyte.models.loading import local_folder
+    from halfbyte.models.loader import local_folder
     from halfbyte.models.local_files import read_model_config
 
     quiet_libraries(verbose=verbose)

@@ -23,8 +23,8 @@ from halfbyte.kvcache import KV_SCALES_FILE, KVRecipe, KVScales, get_kv_cache_qu
 from halfbyte.kvcache.scales import NO_SCALE, shape_of_model
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models.calibration import calibrate, calibration_tokens, usual_first_tokens
-from halfbyte.models.checkpoint import StoredScales, checkpoint_of, declaring
-from halfbyte.models.loading import has_tokenizer, load_tokenizer
+from halfbyte.models.checkpoint_folder import StoredScales, checkpoint_of, declaring
+from halfbyte.models.loader import has_tokenizer, load_tokenizer
 from halfbyte.models.local_files import folder_of
 
 logger = logging.getLogger("halfbyte")

@@ -32,10 +32,9 @@ from halfbyte.models.calibration import (
     read_calibration_text,
     usual_first_tokens,
 )
-from halfbyte.models.checkpoint_loading import empty_model, make_buffers, resolve_dtype
 from halfbyte.models.config_fields import check_sizes
 from halfbyte.models.key_statistics import KVRecorder
-from halfbyte.models.loading import (
+from halfbyte.models.loader import (
     device_or_default,
     has_tokenizer,
     load_model,
@@ -43,8 +42,9 @@ from halfbyte.models.loading import (
     local_folder,
 )
 from halfbyte.models.local_files import ModelLoadError, read_model_config
-from halfbyte.models.quantized import LayerOptions, LayerPlan, plan_layers, put_in_place
-from halfbyte.models.streaming import Sink, weight_sinks
+from halfbyte.models.meta_model import empty_model, make_buffers, resolve_dtype
+from halfbyte.models.nvfp4.layers import LayerOptions, LayerPlan, plan_layers, put_in_place
+from halfbyte.models.nvfp4.weight_stream import Sink, weight_sinks
 
 logger = logging.getLogger("halfbyte")
 

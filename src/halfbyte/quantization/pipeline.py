@@ -27,7 +27,7 @@ from halfbyte.checkpoints.output_folder import (
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models.calibration import read_calibration_text, scales_from_amax
 from halfbyte.models.config_fields import check_sizes
-from halfbyte.models.loading import load_model, load_tokenizer, local_folder
+from halfbyte.models.loader import load_model, load_tokenizer, local_folder
 from halfbyte.models.local_files import read_model_config
 from halfbyte.numerics import nvfp4
 from halfbyte.quantization.calibrate_layers import CalibrationResult, calibrate_layers

@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.models.architectures import check_supported
-from halfbyte.models.experts import PROJECTIONS
-from halfbyte.models.quantized import LayerPlan
-from halfbyte.models.streaming import check_unquantized
+from halfbyte.models.nvfp4.experts import PROJECTIONS
+from halfbyte.models.nvfp4.layers import LayerPlan
+from halfbyte.models.nvfp4.weight_stream import check_unquantized
 from halfbyte.numerics import nvfp4
 
 logger = logging.getLogger("halfbyte")

@@ -28,7 +28,7 @@ from halfbyte.checkpoints.validate import (
 )
 from halfbyte.dispatch import NoImplementationError, compute_capability_of
 from halfbyte.linear import NvFp4Linear, NvFp4LinearLayerConfig, select_nvfp4_linear_kernel
-from halfbyte.models.experts import Experts, has_fused_experts
+from halfbyte.models.nvfp4.experts import Experts, has_fused_experts
 
 logger = logging.getLogger("halfbyte")
 

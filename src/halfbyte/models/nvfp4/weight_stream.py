@@ -20,8 +20,8 @@ from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.validate import FLOATS, check_scales
 from halfbyte.linear import NvFp4Linear
-from halfbyte.models.experts import PROJECTIONS, has_fused_experts
-from halfbyte.models.quantized import LayerPlan
+from halfbyte.models.nvfp4.experts import PROJECTIONS, has_fused_experts
+from halfbyte.models.nvfp4.layers import LayerPlan
 
 # Tensors that only quantized weights come with; loading without them would give wrong weights.
 QUANTIZED_WEIGHT = re.compile(

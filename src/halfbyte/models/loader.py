@@ -17,18 +17,13 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from halfbyte.checkpoints.dialects.base import Declaration
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.models.attention_functions import register
-from halfbyte.models.checkpoint import Checkpoint
-from halfbyte.models.checkpoint_loading import (
-    check_bytes,
-    empty_model,
-    load_streamed,
-    resolve_dtype,
-)
+from halfbyte.models.checkpoint_folder import Checkpoint
 from halfbyte.models.foreign_cache import without_cache
 from halfbyte.models.local_files import LOCAL_FILES, ModelLoadError, check_is_data, or_load_error
-from halfbyte.models.quantized import LayerOptions
-from halfbyte.models.streaming import QUANTIZED_WEIGHT
-from halfbyte.models.tokenizer_files import check_tokenizer, check_tokenizer_files
+from halfbyte.models.meta_model import check_bytes, empty_model, load_streamed, resolve_dtype
+from halfbyte.models.nvfp4.layers import LayerOptions
+from halfbyte.models.nvfp4.weight_stream import QUANTIZED_WEIGHT
+from halfbyte.models.tokenizer import check_tokenizer, check_tokenizer_files
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

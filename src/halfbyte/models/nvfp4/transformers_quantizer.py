@@ -22,7 +22,7 @@ from halfbyte.checkpoints.dialects.registry import read_declaration
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.kv_scales import read_kv_scales
-from halfbyte.models.quantized import (
+from halfbyte.models.nvfp4.layers import (
     LayerOptions,
     LayerPlan,
     plan_layers,
@@ -30,7 +30,7 @@ from halfbyte.models.quantized import (
     say_activations,
     untie,
 )
-from halfbyte.models.streaming import check_unquantized, stream_weights
+from halfbyte.models.nvfp4.weight_stream import check_unquantized, stream_weights
 
 METHOD = PROVIDER
 """The name of the quantizer in transformers' registry; checkpoints keep their own."""

@@ -18,18 +18,18 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from halfbyte.checkpoints.errors import CheckpointError, one_line, read_json
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.linear import NvFp4Linear
-from halfbyte.models.checkpoint import Checkpoint
+from halfbyte.models.checkpoint_folder import Checkpoint
 from halfbyte.models.config_fields import check_fields
 from halfbyte.models.local_files import or_load_error
-from halfbyte.models.quantized import (
+from halfbyte.models.nvfp4.layers import (
     LayerOptions,
     LayerPlan,
     plan_layers,
     put_in_place,
     say_activations,
 )
-from halfbyte.models.quantizer import METHOD, NvFp4Config, NvFp4Quantizer
-from halfbyte.models.streaming import stream_into, weight_sinks
+from halfbyte.models.nvfp4.transformers_quantizer import METHOD, NvFp4Config, NvFp4Quantizer
+from halfbyte.models.nvfp4.weight_stream import stream_into, weight_sinks
 
 logger = logging.getLogger("halfbyte")
 

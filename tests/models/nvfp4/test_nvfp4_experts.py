@@ -9,8 +9,8 @@ from torch import nn
 from checkpoints.folders import load_model, make_folder
 from halfbyte.checkpoints import TENSOR_NAMES, CheckpointError, Dialect
 from halfbyte.linear import NvFp4Linear
-from halfbyte.models.experts import Experts
-from models.test_quantized_loading import assert_same_logits, layers
+from halfbyte.models.nvfp4.experts import Experts
+from models.nvfp4.test_nvfp4_load_model import assert_same_logits, layers
 from models.zoo import token_ids
 
 

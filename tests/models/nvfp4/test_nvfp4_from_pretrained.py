@@ -22,7 +22,7 @@ from halfbyte import LLM, SamplingParams, transformers_hook
 from halfbyte.checkpoints import DIALECTS, CheckpointError, Dialect
 from halfbyte.layouts import KVCacheDType
 from halfbyte.linear import NvFp4Linear
-from halfbyte.models.quantizer import METHOD, NvFp4Config, NvFp4Quantizer
+from halfbyte.models.nvfp4.transformers_quantizer import METHOD, NvFp4Config, NvFp4Quantizer
 from models.zoo import token_ids
 
 

@@ -22,7 +22,7 @@ from halfbyte.layouts.kv_declarations import read_declared_cache
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.config_fields import check_sizes
 from halfbyte.models.local_files import read_model_config
-from halfbyte.models.streaming import QUANTIZED_WEIGHT
+from halfbyte.models.nvfp4.weight_stream import QUANTIZED_WEIGHT
 
 _ATTRIBUTE = "_halfbyte_checkpoint"
 
