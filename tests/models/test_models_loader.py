@@ -16,7 +16,7 @@ from halfbyte.models import (
     UnsupportedModelError,
     load_model,
     load_tokenizer,
-    loader,
+    local_files,
     register,
 )
 from models.zoo import make_model, token_ids
@@ -98,7 +98,7 @@ def test_load_model_says_that_a_hub_id_is_no_folder_either(
     def fail(*_: object, **__: object) -> None:
         raise OSError("no network")
 
-    monkeypatch.setattr("halfbyte.models.loader.snapshot_download", fail)
+    monkeypatch.setattr("halfbyte.models.local_files.snapshot_download", fail)
     with pytest.raises(ModelLoadError, match=r"nonsense: no such folder; on the hub: .*no network"):
         load_model("nonsense")
 
@@ -200,7 +200,9 @@ def test_load_model_reads_hf_quant_config(folder: Path) -> None:
 def test_load_model_by_hub_id_finds_the_scales(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("halfbyte.models.loader.snapshot_download", lambda *_, **__: str(folder))
+    monkeypatch.setattr(
+        "halfbyte.models.local_files.snapshot_download", lambda *_, **__: str(folder)
+    )
     add_tensors(folder, "model.layers.{layer}.self_attn.{side}_scale")
     model = load_model("someone/model")
     assert LLM(model, kv_cache_dtype="fp8").kv_scales.source == "checkpoint (for fp8_e4m3)"  # type: ignore[union-attr]
@@ -256,7 +258,7 @@ def test_load_tokenizer_of_a_folder_without_a_model(
 ) -> None:
     loaded = load_tokenizer(bundled_model_path())
     loaded.save_pretrained(tmp_path / "tokenizer")
-    monkeypatch.setattr(loader, "snapshot_download", lambda *_, **__: tmp_path / "tokenizer")
+    monkeypatch.setattr(local_files, "snapshot_download", lambda *_, **__: tmp_path / "tokenizer")
     again = load_tokenizer("somebody/tokenizer" if is_on_hub else tmp_path / "tokenizer")
     assert again("import os").input_ids == loaded("import os").input_ids
 

@@ -4,6 +4,7 @@ Dtypes and shapes are compared from the headers, before any weight is loaded. Sc
 when they are: a NaN, a negative number, or a global scale of 0 would not fail, it would compute.
 """
 
+import re
 from collections.abc import Iterable
 
 import torch
@@ -15,6 +16,11 @@ from halfbyte.numerics.e4m3 import E4M3_NAN
 
 FLOATS = ("BF16", "F16", "F32")
 PACKED = ("U8", "F8_E4M3")
+QUANTIZED_WEIGHT = re.compile(
+    r"\.(weight_(packed|\w*scale\w*)|input_(\w*_)?scale\w*|pre_quant_scale|qweight|qzeros|scales"
+    r"|g_idx|\w+_blocks)$"
+)
+"""Tensors that only quantized weights come with; without them the weights would be wrong."""
 _BLOCK_SIZE = 16
 # Of the KV cache, or repeating what the header says.
 _KNOWN_EXTRAS = frozenset({"k_scale", "v_scale", "q_scale", "output_scale", "weight_shape"})

@@ -127,7 +127,7 @@ def _provide_scales(plan: "ServePlan") -> None:
 
     from halfbyte.checkpoints.dialects.registry import read_config
     from halfbyte.models.kv_scales import declared_format, find_kv_scales
-    from halfbyte.models.loader import local_folder
+    from halfbyte.models.local_files import local_folder
     from halfbyte.plugins.vllm.formats import LayerFormat
 
     quiet_libraries(verbose=False)

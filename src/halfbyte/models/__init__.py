@@ -13,7 +13,9 @@ from halfbyte.models.batch import KVQuantization, PagedBatch
 from halfbyte.models.cache import Cache
 from halfbyte.models.calibration import calibrate
 from halfbyte.models.kv_scales import find_kv_scales, resolve_kv_scales
-from halfbyte.models.loader import ModelLoadError, load_model, load_tokenizer
+from halfbyte.models.loader import load_model
+from halfbyte.models.local_files import ModelLoadError
+from halfbyte.models.tokenizer import load_tokenizer
 
 __all__ = [
     "BATCH_ARGUMENT",

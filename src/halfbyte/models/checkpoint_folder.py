@@ -18,11 +18,11 @@ from halfbyte.checkpoints.dialects.registry import read_declaration
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex, read_weight_map
 from halfbyte.checkpoints.kv_scales import read_kv_scales
+from halfbyte.checkpoints.validate import QUANTIZED_WEIGHT
 from halfbyte.layouts.kv_declarations import read_declared_cache
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.config_fields import check_sizes
 from halfbyte.models.local_files import read_model_config
-from halfbyte.models.nvfp4.weight_stream import QUANTIZED_WEIGHT
 
 _ATTRIBUTE = "_halfbyte_checkpoint"
 
@@ -96,6 +96,12 @@ class Checkpoint:
         check_sizes(config, index)
         scales = StoredScales.read(folder, config)
         return cls(folder, config, declaration, index, scales)
+
+    @property
+    def weight_declaration(self) -> Declaration | None:
+        """The declaration where it is of quantized weights; None otherwise."""
+        has_weights = self.declaration is not None and bool(self.declaration.groups)
+        return self.declaration if has_weights else None
 
     def stay_with(self, model: nn.Module) -> None:
         """Be found by `checkpoint_of`."""

@@ -24,8 +24,8 @@ from halfbyte.kvcache.scales import NO_SCALE, shape_of_model
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models.calibration import calibrate, calibration_tokens, usual_first_tokens
 from halfbyte.models.checkpoint_folder import StoredScales, checkpoint_of, declaring
-from halfbyte.models.loader import has_tokenizer, load_tokenizer
 from halfbyte.models.local_files import folder_of
+from halfbyte.models.tokenizer import has_tokenizer, load_tokenizer
 
 logger = logging.getLogger("halfbyte")
 

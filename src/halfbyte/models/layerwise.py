@@ -34,17 +34,14 @@ from halfbyte.models.calibration import (
 )
 from halfbyte.models.config_fields import check_sizes
 from halfbyte.models.key_statistics import KVRecorder
-from halfbyte.models.loader import (
-    device_or_default,
-    has_tokenizer,
-    load_model,
-    load_tokenizer,
-    local_folder,
-)
-from halfbyte.models.local_files import ModelLoadError, read_model_config
+from halfbyte.models.loader import device_or_default, load_model
+from halfbyte.models.local_files import ModelLoadError, local_folder, read_model_config
 from halfbyte.models.meta_model import empty_model, make_buffers, resolve_dtype
-from halfbyte.models.nvfp4.layers import LayerOptions, LayerPlan, plan_layers, put_in_place
-from halfbyte.models.nvfp4.weight_stream import Sink, weight_sinks
+from halfbyte.models.nvfp4.layer_plan import LayerPlan, plan_layers
+from halfbyte.models.nvfp4.layer_sink import Sink
+from halfbyte.models.nvfp4.layers import LayerOptions, put_in_place
+from halfbyte.models.nvfp4.weight_stream import weight_sinks
+from halfbyte.models.tokenizer import has_tokenizer, load_tokenizer
 
 logger = logging.getLogger("halfbyte")
 

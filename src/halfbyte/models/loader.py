@@ -1,33 +1,42 @@
-"""Loading models: transformers' own loading, with clear errors; NVFP4 checkpoints our own way.
+"""`load_model`: from a checkpoint's files to a model that runs.
 
-A hub id is resolved to its local snapshot first, so that all that a checkpoint carries beside its
-weights (KV scales, `hf_quant_config.json`, tokenizer) is found the same way as in a folder.
+The steps: read all of the folder but its weights (`checkpoint_folder`), make the model on the meta
+device (`meta_model`), compare it with the headers (`nvfp4.layer_plan`), put quantized layers in
+place (`nvfp4.layers`), and stream the shards (`nvfp4.weight_stream`). Other methods of quantization
+are left to transformers (`foreign_quantization`).
 """
 
-import os
-from collections.abc import Mapping
+import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers import GenerationConfig, PreTrainedModel
 
 from halfbyte.checkpoints.dialects.base import Declaration
-from halfbyte.checkpoints.errors import CheckpointError
+from halfbyte.checkpoints.errors import CheckpointError, read_json
+from halfbyte.linear import NvFp4Linear
 from halfbyte.models.attention_functions import register
 from halfbyte.models.checkpoint_folder import Checkpoint
-from halfbyte.models.foreign_cache import without_cache
-from halfbyte.models.local_files import LOCAL_FILES, ModelLoadError, check_is_data, or_load_error
-from halfbyte.models.meta_model import check_bytes, empty_model, load_streamed, resolve_dtype
-from halfbyte.models.nvfp4.layers import LayerOptions
-from halfbyte.models.nvfp4.weight_stream import QUANTIZED_WEIGHT
-from halfbyte.models.tokenizer import check_tokenizer, check_tokenizer_files
+from halfbyte.models.config_fields import check_fields
+from halfbyte.models.foreign_quantization import leave_weights_to_transformers, load_by_transformers
+from halfbyte.models.local_files import ModelLoadError, local_folder, or_load_error
+from halfbyte.models.meta_model import (
+    check_bytes,
+    empty_model,
+    make_buffers,
+    named_as_model,
+    resolve_dtype,
+)
+from halfbyte.models.nvfp4.layer_plan import LayerPlan, plan_layers
+from halfbyte.models.nvfp4.layers import LayerOptions, log_activation_mode, put_in_place
+from halfbyte.models.nvfp4.transformers_quantizer import mark_as_quantized
+from halfbyte.models.nvfp4.weight_stream import stream_into, weight_sinks
+
+logger = logging.getLogger("halfbyte")
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-_SNAPSHOT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def load_model(
@@ -100,30 +109,80 @@ def _load(
         quantize_activations=quantize_activations,
         batch_invariant=batch_invariant,
     )
-    if declaration is None or not declaration.groups:
-        for name, value in [
-            ("linear_backend", linear_backend),
-            ("quantize_activations", quantize_activations),
-        ]:
-            if value is not None:
-                raise ValueError(f"{name}: got {value!r}, but {folder} has no NVFP4 layers")
-        _adapt_quantization(folder, config, declaration)
-    if getattr(config, "quantization_config", None) is None or declaration is not None:
-        return load_streamed(checkpoint, options)
+    if checkpoint.weight_declaration is not None:
+        return _load_streamed(checkpoint, options)
+    for name, value in [
+        ("linear_backend", linear_backend),
+        ("quantize_activations", quantize_activations),
+    ]:
+        if value is not None:
+            raise ValueError(f"{name}: got {value!r}, but {folder} has no NVFP4 layers")
+    if declaration is not None:
+        _keep_cache_declaration(config, declaration)
+    else:
+        leave_weights_to_transformers(folder, config)
+    if getattr(config, "quantization_config", None) is None:
+        return _load_streamed(checkpoint, options)
     check_bytes(empty_model(folder, config, options.dtype), checkpoint.index)
-    model, info = or_load_error(
-        folder,
-        AutoModelForCausalLM.from_pretrained,
-        folder,
-        config=config,
-        **LOCAL_FILES,
-        dtype=dtype,
-        output_loading_info=True,
-        use_safetensors=True,
-        ignore_mismatched_sizes=True,  # reported below, in one line
-    )
-    _check_complete(folder, info)
+    model: Any = load_by_transformers(folder, config, dtype)
     return model.to(device).eval()
+
+
+def _keep_cache_declaration(config: Any, declaration: Declaration) -> None:
+    """Only the cache is quantized: no need for the packages that unpack weights."""
+    config.quantization = dict(declaration.section or {})
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+
+
+def _load_streamed(checkpoint: Checkpoint, options: LayerOptions) -> PreTrainedModel:
+    """A model straight from the shards to the device, with quantized layers or without."""
+    declaration, plan = checkpoint.weight_declaration, LayerPlan()
+    model = empty_model(checkpoint.folder, checkpoint.config, options.dtype)
+    index = named_as_model(checkpoint.index, model)
+    if declaration is not None:
+        plan = plan_layers(model, declaration, index)
+        put_in_place(model, plan, declaration, options)
+    sinks, absent = weight_sinks(model, plan, declaration, index, options.dtype)
+    make_buffers(model, options.device)  # of sizes that the files agree with
+    stream_into(sinks, index, options.device)
+    model.tie_weights(missing_keys=absent, recompute_mapping=False)
+    _finish(model, checkpoint)
+    if declaration is not None:
+        mark_as_quantized(model, declaration)
+        log_activation_mode(model, plan, options)
+        _log_backends(model, plan, declaration, checkpoint.folder)
+    return model
+
+
+def _log_backends(
+    model: PreTrainedModel, plan: LayerPlan, declaration: Declaration, folder: Path
+) -> None:
+    layers = [module for module in model.modules() if isinstance(module, NvFp4Linear)]
+    kernels = Counter(layer.kernel.name for layer in layers if layer.kernel)
+    logger.info(
+        "%s: %d quantized layers (%s), linear backends: %s",
+        folder,
+        len(plan.layers),
+        declaration.dialect,
+        ", ".join(f"{name} for {count}" for name, count in kernels.items()) or "none",
+    )
+
+
+def _finish(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """What `from_pretrained` does beside loading weights."""
+    folder = checkpoint.folder
+    leftover = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    if leftover:
+        raise CheckpointError(f"{folder}: {leftover[0]}: expected to be loaded, found no tensor")
+    model.config.name_or_path = checkpoint.config.name_or_path
+    file = folder / "generation_config.json"
+    if file.is_file():
+        check_fields(file, read_json(file))
+        model.generation_config = or_load_error(
+            file, GenerationConfig.from_pretrained, folder, local_files_only=True
+        )
+    model.eval()
 
 
 def device_or_default(device: torch.device | str | None) -> torch.device:
@@ -141,102 +200,3 @@ def device_or_default(device: torch.device | str | None) -> torch.device:
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: expected one of this machine, which has no GPU, got '{found}'")
     return found
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has a tokenizer's files."""
-    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
-
-
-def load_tokenizer(path: str | Path) -> Any:
-    """Load the tokenizer of a checkpoint, or of a folder or hub id that has nothing else.
-
-    Raises:
-        ModelLoadError: it has none, or it cannot be read.
-    """
-    folder = Path(path)
-    if not has_tokenizer(folder):
-        folder = local_folder(path)
-    if (folder / "config.json").is_file():
-        check_is_data(folder)  # the tokenizer's class may depend on it
-    check_tokenizer_files(folder)
-    tokenizer = or_load_error(path, AutoTokenizer.from_pretrained, folder, **LOCAL_FILES)
-    check_tokenizer(path, tokenizer)
-    return tokenizer
-
-
-def local_folder(
-    path: str | Path, *, revision: str | None = None, cache_dir: str | Path | None = None
-) -> Path:
-    """The folder of a checkpoint; a hub id is downloaded, or found in the local cache.
-
-    Args:
-        path: folder or hub id.
-        revision: of a hub id: a branch, tag or commit.
-        cache_dir: where the hub's files are kept; by default where its client keeps them.
-
-    Raises:
-        ModelLoadError: no such folder, or one without config.json; a hub id that cannot be had.
-    """
-    folder, text = Path(path), str(path)
-    if os.path.isdir(folder):  # pathlib's raises for names that are too long
-        if not (folder / "config.json").is_file():
-            raise ModelLoadError(f"{path}: the folder has no config.json")
-        return folder
-    if os.path.exists(folder):
-        raise ModelLoadError(f"{path}: is a file, expected the folder of a checkpoint")
-    if folder.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
-        raise ModelLoadError(f"{path}: no such folder")
-    what = f"{path}: no such folder; on the hub"
-    return Path(
-        or_load_error(
-            what,
-            snapshot_download,
-            text,
-            revision=revision,
-            cache_dir=cache_dir,
-            allow_patterns=_SNAPSHOT_FILES,
-        )
-    )
-
-
-def _adapt_quantization(path: str | Path, config: Any, declaration: Declaration | None) -> None:
-    """Keep what a checkpoint declares of its KV cache where transformers does not trip over it."""
-    section = getattr(config, "quantization_config", None)
-    if declaration is not None:
-        # Only the cache is quantized: no need for the packages that unpack weights.
-        config.quantization = dict(declaration.section or {})
-        if section is not None:
-            del config.quantization_config
-    elif isinstance(section, Mapping):
-        method = section.get("quant_method")
-        if method not in AUTO_QUANTIZATION_CONFIG_MAPPING and method != "bitsandbytes":
-            raise ModelLoadError(
-                f"{path}: quantization_config.quant_method: expected modelopt, compressed-tensors "
-                f"or a method that transformers reads, found {method!r}"
-            )
-        config.quantization_config, cache = without_cache(section)
-        if cache:
-            config.quantization = cache
-
-
-def _check_complete(path: str | Path, info: dict[str, Any]) -> None:
-    missing = sorted(info.get("missing_keys", ()))
-    if missing:
-        raise ModelLoadError(f"{path}: {_some(missing)} missing")
-    mismatched = [
-        f"{name} (file {tuple(found)}, model {tuple(expected)})"
-        for name, found, expected in sorted(info.get("mismatched_keys", ()))
-    ]
-    if mismatched:
-        raise ModelLoadError(f"{path}: wrong shape: {_some(mismatched)}")
-    quantized = [name for name in info.get("unexpected_keys", ()) if QUANTIZED_WEIGHT.search(name)]
-    if quantized:
-        raise ModelLoadError(
-            f"{path}: has quantized weights that cannot be read: {_some(sorted(quantized))}"
-        )
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:2])
-    return shown if len(names) <= 2 else f"{shown} and {len(names) - 2} more"

@@ -1,77 +1,23 @@
-"""Models straight from a checkpoint's shards to the device, quantized or not.
+"""A model without weights: made of a configuration, on the meta device.
 
 transformers' `from_pretrained` would put all of a model through the host's memory, keep every
-shard mapped, and fill what is missing with random numbers. Here the model is made on the meta
-device, all headers are compared with it, and then the shards are streamed.
+shard mapped, and fill what is missing with random numbers. A model on the meta device takes no
+memory; all headers are compared with it before the shards are streamed.
 """
 
 import copy
-import logging
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from halfbyte.checkpoints.errors import CheckpointError, one_line, read_json
+from halfbyte.checkpoints.errors import CheckpointError, one_line
 from halfbyte.checkpoints.index import CheckpointIndex
-from halfbyte.linear import NvFp4Linear
-from halfbyte.models.checkpoint_folder import Checkpoint
-from halfbyte.models.config_fields import check_fields
-from halfbyte.models.local_files import or_load_error
-from halfbyte.models.nvfp4.layers import (
-    LayerOptions,
-    LayerPlan,
-    plan_layers,
-    put_in_place,
-    say_activations,
-)
-from halfbyte.models.nvfp4.transformers_quantizer import METHOD, NvFp4Config, NvFp4Quantizer
-from halfbyte.models.nvfp4.weight_stream import stream_into, weight_sinks
-
-logger = logging.getLogger("halfbyte")
 
 _NAMES = ("float32", "bfloat16", "float16")
 _TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-
-
-def load_streamed(checkpoint: Checkpoint, options: LayerOptions) -> PreTrainedModel:
-    """Load a model, with quantized layers or without. See `load_model`."""
-    folder, config, declaration = checkpoint.folder, checkpoint.config, checkpoint.declaration
-    model = empty_model(folder, config, options.dtype)
-    index = named_as_model(checkpoint.index, model)
-    plan = LayerPlan()
-    is_quantized = declaration is not None and bool(declaration.groups)
-    if is_quantized:
-        assert declaration is not None
-        plan = plan_layers(model, declaration, index)
-        put_in_place(model, plan, declaration, options)
-    sinks, absent = weight_sinks(model, plan, declaration, index, options.dtype)
-    make_buffers(model, options.device)  # of sizes that the files agree with
-    stream_into(sinks, index, options.device)
-    model.tie_weights(missing_keys=absent, recompute_mapping=False)
-    _finish(model, checkpoint)
-    if is_quantized:
-        _log_layers(model, plan, options, checkpoint)
-    return model
-
-
-def _log_layers(
-    model: PreTrainedModel, plan: LayerPlan, options: LayerOptions, checkpoint: Checkpoint
-) -> None:
-    say_activations(model, plan, options)
-    layers = [module for module in model.modules() if isinstance(module, NvFp4Linear)]
-    kernels = Counter(layer.kernel.name for layer in layers if layer.kernel)
-    assert checkpoint.declaration is not None
-    logger.info(
-        "%s: %d quantized layers (%s), linear backends: %s",
-        checkpoint.folder,
-        len(plan.layers),
-        checkpoint.declaration.dialect,
-        ", ".join(f"{name} for {count}" for name, count in kernels.items()) or "none",
-    )
 
 
 def named_as_model(index: CheckpointIndex, model: PreTrainedModel) -> CheckpointIndex:
@@ -161,29 +107,3 @@ def make_buffers(model: PreTrainedModel, device: torch.device) -> None:
 def _set_buffer(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     module, _, own_name = name.rpartition(".")
     model.get_submodule(module)._buffers[own_name] = tensor
-
-
-def _finish(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
-    """What `from_pretrained` does beside loading weights."""
-    folder, declaration = checkpoint.folder, checkpoint.declaration
-    leftover = [name for name, tensor in model.named_parameters() if tensor.is_meta]
-    if leftover:
-        raise CheckpointError(f"{folder}: {leftover[0]}: expected to be loaded, found no tensor")
-    model.config.name_or_path = checkpoint.config.name_or_path
-    file = folder / "generation_config.json"
-    if file.is_file():
-        check_fields(file, read_json(file))
-        model.generation_config = or_load_error(
-            file, GenerationConfig.from_pretrained, folder, local_files_only=True
-        )
-    if declaration is not None and declaration.groups:
-        section = {"quant_method": declaration.dialect, **(declaration.section or {})}
-        quantization_config = NvFp4Config(section)
-        model.config.quantization_config = quantization_config
-        attributes: dict[str, Any] = {
-            "hf_quantizer": NvFp4Quantizer(quantization_config),
-            "is_quantized": True,
-            "quantization_method": METHOD,
-        }
-        vars(model).update(attributes)
-    model.eval()

@@ -1,4 +1,4 @@
-"""A tokenizer's files, tried out before they are used.
+"""The tokenizer of a checkpoint, its files tried out before they are used.
 
 The `tokenizers` package checks little when it reads `tokenizer.json`: what cannot be meant panics,
 in some cases only when a text is encoded, and a size that cannot be had ends the whole process. So
@@ -12,11 +12,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from halfbyte.checkpoints.errors import read_json
 from halfbyte.files import shortened
-from halfbyte.models.local_files import ModelLoadError, or_load_error
+from halfbyte.models.local_files import (
+    LOCAL_FILES,
+    ModelLoadError,
+    check_is_data,
+    local_folder,
+    or_load_error,
+)
 
 _FILE = "tokenizer.json"
+_ENOUGH = (_FILE, "tokenizer_config.json")
 _OTHER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _TEXT = "A text: 12 words, x = f(y)\\n\\ttabs, é and 漢字."
 _SECONDS = 15
@@ -42,7 +51,29 @@ except BaseException as error:
 """
 
 
-def check_tokenizer_files(folder: Path) -> None:
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a tokenizer's files."""
+    return any((folder / name).is_file() for name in _ENOUGH)
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Load the tokenizer of a checkpoint, or of a folder or hub id that has nothing else.
+
+    Raises:
+        ModelLoadError: it has none, or it cannot be read.
+    """
+    folder = Path(path)
+    if not has_tokenizer(folder):
+        folder = local_folder(path)
+    if (folder / "config.json").is_file():
+        check_is_data(folder)  # the tokenizer's class may depend on it
+    _check_files(folder)
+    tokenizer = or_load_error(path, AutoTokenizer.from_pretrained, folder, **LOCAL_FILES)
+    _check_usable(path, tokenizer)
+    return tokenizer
+
+
+def _check_files(folder: Path) -> None:
     """Raise ModelLoadError for a folder's tokenizer that is broken, in one line."""
     for name in (*_OTHER_FILES, _FILE):
         file = folder / name
@@ -60,7 +91,7 @@ def check_tokenizer_files(folder: Path) -> None:
             raise ModelLoadError(f"{file}: is no tokenizer that can be used: {reason}")
 
 
-def check_tokenizer(folder: str | Path, tokenizer: Any) -> None:
+def _check_usable(folder: str | Path, tokenizer: Any) -> None:
     """Raise ModelLoadError for a tokenizer that is empty or cannot encode a text."""
     or_load_error(folder, _encode, tokenizer)
     # Without files transformers makes a tokenizer that turns every text into nothing.

@@ -27,8 +27,9 @@ from halfbyte.checkpoints.output_folder import (
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models.calibration import read_calibration_text, scales_from_amax
 from halfbyte.models.config_fields import check_sizes
-from halfbyte.models.loader import load_model, load_tokenizer, local_folder
-from halfbyte.models.local_files import read_model_config
+from halfbyte.models.loader import load_model
+from halfbyte.models.local_files import local_folder, read_model_config
+from halfbyte.models.tokenizer import load_tokenizer
 from halfbyte.numerics import nvfp4
 from halfbyte.quantization.calibrate_layers import CalibrationResult, calibrate_layers
 from halfbyte.quantization.report import QuantizationReport

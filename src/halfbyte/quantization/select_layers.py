@@ -25,7 +25,7 @@ from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.nvfp4.experts import PROJECTIONS
-from halfbyte.models.nvfp4.layers import LayerPlan
+from halfbyte.models.nvfp4.layer_plan import LayerPlan
 from halfbyte.models.nvfp4.weight_stream import check_unquantized
 from halfbyte.numerics import nvfp4
 

@@ -1,4 +1,4 @@
-"""transformers' own loading of NVFP4 checkpoints: what `from_pretrained` finds after the import.
+"""transformers' quantizer of NVFP4 checkpoints: what `from_pretrained` finds after the import.
 
 transformers asks a quantizer for its place in three moments: when it has read `config.json`, when
 the model stands on the meta device, and when everything else is loaded. Quantized layers are taken
@@ -22,14 +22,8 @@ from halfbyte.checkpoints.dialects.registry import read_declaration
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.kv_scales import read_kv_scales
-from halfbyte.models.nvfp4.layers import (
-    LayerOptions,
-    LayerPlan,
-    plan_layers,
-    put_in_place,
-    say_activations,
-    untie,
-)
+from halfbyte.models.nvfp4.layer_plan import LayerPlan, plan_layers
+from halfbyte.models.nvfp4.layers import LayerOptions, log_activation_mode, put_in_place, untie
 from halfbyte.models.nvfp4.weight_stream import check_unquantized, stream_weights
 
 METHOD = PROVIDER
@@ -178,7 +172,7 @@ class NvFp4Quantizer(HfQuantizer):
         stream_weights(
             named, self._plan, self._declaration, self._index, options.device, options.dtype
         )
-        say_activations(model, self._plan, options)
+        log_activation_mode(model, self._plan, options)
         return model
 
     def is_serializable(self) -> bool:
@@ -194,3 +188,16 @@ class NvFp4Quantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """Yes: kernels are operators that `torch.compile` sees through."""
         return True
+
+
+def mark_as_quantized(model: PreTrainedModel, declaration: Declaration) -> None:
+    """Give a model with NVFP4 layers the attributes that `from_pretrained` would give it."""
+    section = {"quant_method": declaration.dialect, **(declaration.section or {})}
+    quantization_config = NvFp4Config(section)
+    model.config.quantization_config = quantization_config
+    attributes: dict[str, Any] = {
+        "hf_quantizer": NvFp4Quantizer(quantization_config),
+        "is_quantized": True,
+        "quantization_method": METHOD,
+    }
+    vars(model).update(attributes)

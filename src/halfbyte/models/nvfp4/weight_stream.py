@@ -6,9 +6,8 @@ device at once, and a quantized layer to its kernel as soon as it is complete, s
 host nor the device holds much more than the model and one shard.
 """
 
-import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -18,19 +17,10 @@ from transformers.utils import logging as transformers_logging
 from halfbyte.checkpoints.dialects.base import Declaration
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
-from halfbyte.checkpoints.validate import FLOATS, check_scales
-from halfbyte.linear import NvFp4Linear
+from halfbyte.checkpoints.validate import FLOATS, QUANTIZED_WEIGHT
 from halfbyte.models.nvfp4.experts import PROJECTIONS, has_fused_experts
-from halfbyte.models.nvfp4.layers import LayerPlan
-
-# Tensors that only quantized weights come with; loading without them would give wrong weights.
-QUANTIZED_WEIGHT = re.compile(
-    r"\.(weight_(packed|\w*scale\w*)|input_(\w*_)?scale\w*|pre_quant_scale|qweight|qzeros|scales"
-    r"|g_idx|\w+_blocks)$"
-)
-
-Sink = Callable[[torch.Tensor], None]
-"""Takes a tensor of the files, on its device, to its place in the model."""
+from halfbyte.models.nvfp4.layer_plan import LayerPlan
+from halfbyte.models.nvfp4.layer_sink import LayerSink, Sink, assign
 
 
 def stream_weights(
@@ -99,8 +89,8 @@ def weight_sinks(
     for name, layer in plan.layers.items():
         assert declaration is not None
         module = model.get_submodule(name)
-        loader = _LayerLoader(name, module, plan, declaration, index, dtype)
-        sinks |= {f"{name}.{tensor}": loader.sink(tensor) for tensor in layer.tensors}
+        layer_sink = LayerSink(name, module, plan, declaration, index, dtype)
+        sinks |= {f"{name}.{tensor}": layer_sink.of(tensor) for tensor in layer.tensors}
     absent: set[str] = set()
     sinks |= dict(_plain_sinks(model, plan, index, dtype, absent))
     _check_all_read(model, plan, index, sinks)
@@ -122,70 +112,6 @@ def check_unquantized(
         CheckpointError: as `stream_weights`.
     """
     _check_all_read(model, plan, index, dict(_plain_sinks(model, plan, index, dtype, set())))
-
-
-class _LayerLoader:
-    """Waits for the tensors of one quantized layer and hands them over when all are there."""
-
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        plan: LayerPlan,
-        declaration: Declaration,
-        index: CheckpointIndex,
-        dtype: torch.dtype,
-    ) -> None:
-        self.name, self.module, self.declaration = name, module, declaration
-        self.plan, self.missing = plan, set(plan.layers[name].tensors)
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.folder, self.dtype = index.folder, dtype
-
-    def sink(self, tensor_name: str) -> Sink:
-        def take(tensor: torch.Tensor) -> None:
-            self.tensors[tensor_name] = tensor
-            self.missing.discard(tensor_name)
-            if not self.missing:
-                self._finish()
-
-        return take
-
-    def _finish(self) -> None:
-        tensors, self.tensors = self.tensors, {}
-        if isinstance(self.module, NvFp4Linear):
-            names = self.declaration.names
-            if self._is_uncalibrated(tensors.get(names.input_global_scale)):
-                del tensors[names.input_global_scale]
-                self.plan.leave_activations(self.name)
-                self.module.leave_activations()
-            check_scales(self.folder, self.name, tensors.items(), names)
-            self.module.load_tensors(tensors, self.declaration.dialect)
-            self.module.process_weights_after_loading()
-            return
-        scale = tensors["weight_scale"].float()
-        if not bool((scale.isfinite() & (scale > 0)).all()):
-            raise CheckpointError(
-                f"{self.folder}: {self.name}.weight_scale: expected finite numbers above 0, found "
-                f"{scale.flatten()[:4].tolist()}"
-            )
-        # [N] and [N, 1] scale rows, one element all.
-        weight = tensors["weight"].float() * scale.reshape(-1, 1)
-        _assign(self.module, "weight", weight.to(self.dtype))
-        if "bias" in tensors:
-            _assign(self.module, "bias", tensors["bias"].to(self.dtype))
-
-    def _is_uncalibrated(self, input_global_scale: torch.Tensor | None) -> bool:
-        """Of an expert that calibration never reached, compressed-tensors writes 1 / 0, or 1.
-
-        So would 2688 as the largest magnitude; what it then costs is that an expert's activations
-        are left alone.
-        """
-        return (
-            input_global_scale is not None
-            and not self.declaration.names.global_scale_is_decode
-            and any(self.name.startswith(f"{block}.") for block in self.plan.experts)
-            and float(input_global_scale) in (1, math.inf)
-        )
 
 
 def _plain_sinks(
@@ -232,14 +158,7 @@ def _tied_to(model: PreTrainedModel) -> dict[str, set[str]]:
 
 
 def _assigner(module: nn.Module, name: str, dtype: torch.dtype) -> Sink:
-    return lambda tensor: _assign(module, name, tensor.to(dtype))
-
-
-def _assign(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    if name in module._buffers:
-        module._buffers[name] = tensor
-    else:
-        module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+    return lambda tensor: assign(module, name, tensor.to(dtype))
 
 
 def _fused_experts(
@@ -259,7 +178,7 @@ def _fused_experts(
             fused = module.get_parameter(parameter)
             if fused.is_meta:
                 empty = torch.empty(fused.shape, dtype=dtype, device=tensor.device)
-                _assign(module, parameter, empty)
+                assign(module, parameter, empty)
                 fused = module.get_parameter(parameter)
             fused.data[expert, rows] = tensor.to(dtype)
 
