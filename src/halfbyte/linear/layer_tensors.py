@@ -81,7 +81,7 @@ class StoredScale:
 
 def scale_shape(num_parts: int, names: TensorNames) -> tuple[int, ...]:
     """Shape that a dialect's files give a global scale."""
-    return () if names.global_scale_is_decode and num_parts == 1 else (num_parts,)
+    return names.scale_shape if num_parts == 1 else (num_parts,)
 
 
 def file_names(dialect: Dialect) -> dict[str, Role]:

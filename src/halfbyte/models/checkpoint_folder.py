@@ -22,13 +22,13 @@ from halfbyte.checkpoints.validate import QUANTIZED_WEIGHT
 from halfbyte.layouts.kv_declarations import read_declared_cache
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.config_fields import check_sizes
-from halfbyte.models.local_files import read_model_config
+from halfbyte.models.local_files import local_folder, read_model_config
 
 _ATTRIBUTE = "_halfbyte_checkpoint"
 
 
 @dataclass(frozen=True)
-class StoredScales:
+class CheckpointKVScales:
     """The KV scales among a checkpoint's tensors.
 
     Args:
@@ -42,7 +42,7 @@ class StoredScales:
     folder: Path
 
     @classmethod
-    def read(cls, folder: Path, config: Any) -> "StoredScales":
+    def read(cls, folder: Path, config: Any) -> "CheckpointKVScales":
         """Of a folder.
 
         Args:
@@ -72,36 +72,36 @@ class Checkpoint:
     config: Any
     declaration: Declaration | None
     index: CheckpointIndex
-    kv_scales: StoredScales
+    kv_scales: CheckpointKVScales
 
     @classmethod
-    def read(cls, folder: Path) -> "Checkpoint":
-        """Read all of a folder but its weights.
+    def read(cls, path: str | Path) -> "Checkpoint":
+        """Read all of a folder, or of a hub id's, but its weights.
 
         Raises:
             ModelLoadError, CheckpointError: broken files, or some that contradict each other.
             UnsupportedModelError: an architecture that halfbyte is not tested with.
         """
-        folder = folder.absolute()
+        folder = local_folder(path).absolute()
         config = read_model_config(folder)
         check_supported(config)
         section = getattr(config, "quantization_config", None)
         declaration = read_declaration(folder, {"quantization_config": section})
-        if declaration is not None and declaration.groups:
+        if declaration is not None and declaration.quantizes_weights:
             index = CheckpointIndex.read(folder)
         else:
             index = _index_as_transformers(folder)
-        if (section is None) if declaration is None else not declaration.groups:
+        if (section is None) if declaration is None else not declaration.quantizes_weights:
             _check_unquantized(index)
         check_sizes(config, index)
-        scales = StoredScales.read(folder, config)
+        scales = CheckpointKVScales.read(folder, config)
         return cls(folder, config, declaration, index, scales)
 
     @property
     def weight_declaration(self) -> Declaration | None:
         """The declaration where it is of quantized weights; None otherwise."""
-        has_weights = self.declaration is not None and bool(self.declaration.groups)
-        return self.declaration if has_weights else None
+        declared = self.declaration
+        return declared if declared is not None and declared.quantizes_weights else None
 
     def stay_with(self, model: nn.Module) -> None:
         """Be found by `checkpoint_of`."""

@@ -129,7 +129,7 @@ class StreamedModel:
         resolved = resolve_dtype(dtype, config, self._index)
         model = empty_model(folder, config, resolved)
         plan = LayerPlan()
-        if declaration is not None and declaration.groups:
+        if declaration is not None and declaration.quantizes_weights:
             plan = plan_layers(model, declaration, self._index)
             put_in_place(model, plan, declaration, LayerOptions(resolved, device))
         sinks, absent = weight_sinks(model, plan, declaration, self._index, resolved)

@@ -21,7 +21,7 @@ from halfbyte.models.attention_functions import register
 from halfbyte.models.checkpoint_folder import Checkpoint
 from halfbyte.models.config_fields import check_fields
 from halfbyte.models.foreign_quantization import leave_weights_to_transformers, load_by_transformers
-from halfbyte.models.local_files import ModelLoadError, local_folder, or_load_error
+from halfbyte.models.local_files import ModelLoadError, or_load_error
 from halfbyte.models.meta_model import (
     check_bytes,
     empty_model,
@@ -81,7 +81,7 @@ def load_model(
         raise ValueError("device: expected one that holds weights, got 'meta'")
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    checkpoint = or_load_error(path, Checkpoint.read, local_folder(path))
+    checkpoint = or_load_error(path, Checkpoint.read, path)
     try:
         model = _load(
             checkpoint, dtype, device, linear_backend, quantize_activations, batch_invariant

@@ -42,7 +42,8 @@ def global_scale(amax: float, dialect: Dialect, recipe: nvfp4.Recipe = "amax6") 
     Raises:
         ValueError: `amax` is negative or not finite.
     """
-    is_decode = TENSOR_NAMES[dialect].global_scale_is_decode
+    names = TENSOR_NAMES[dialect]
+    is_decode = names.global_scale_is_decode
     stored = nvfp4.global_scale_from_amax(amax, recipe)
     if not is_decode:
         stored = (1 / nvfp4.global_scale_from_amax(amax, recipe).double()).float()
@@ -52,7 +53,7 @@ def global_scale(amax: float, dialect: Dialect, recipe: nvfp4.Recipe = "amax6") 
     while not nvfp4.readers_agree(stored, decode, is_decode=is_decode):
         stored = torch.nextafter(stored, infinity)
         decode = stored if is_decode else 1 / stored
-    return GlobalScale(stored.reshape(get_dialect(dialect).scale_shape), decode)
+    return GlobalScale(stored.reshape(names.scale_shape), decode)
 
 
 def weight_tensors(
@@ -104,5 +105,5 @@ def kv_scale_tensors(
             raise ValueError(f"{attention}: {side}_amax: expected a number above 0, got {amax}")
         scale = torch.tensor(amax / _KV_SCALE_MAX, dtype=torch.float32, device="cpu")
         name = dialect.kv_scale_name(attention, side)
-        tensors[name] = scale.reshape(dialect.scale_shape)
+        tensors[name] = scale.reshape(dialect.tensor_names.scale_shape)
     return tensors

@@ -43,7 +43,7 @@ KV_CACHE_ALGOS = {"nvfp4": "NVFP4", "fp8_e4m3": "FP8"}
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Names of a quantized layer's tensors, after the layer's own name and a dot.
+    """A quantized layer's tensors: their names, after the layer's own and a dot, and their forms.
 
     Args:
         weight: codes.
@@ -51,6 +51,7 @@ class TensorNames:
         weight_global_scale: global scale of the weight.
         input_global_scale: global scale of the activations (W4A4).
         global_scale_is_decode: whether the file's global scales multiply (ModelOpt) or divide.
+        scale_shape: of a global scale, and of a scale of K or V.
     """
 
     weight: str
@@ -58,6 +59,7 @@ class TensorNames:
     weight_global_scale: str
     input_global_scale: str
     global_scale_is_decode: bool
+    scale_shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,6 @@ class CheckpointDialect(ABC):
 
     name: ClassVar[Dialect]
     tensor_names: ClassVar[TensorNames]
-    scale_shape: ClassVar[tuple[int, ...]]
-    """Of a global scale, or of a scale of K or V, in the files."""
 
     @abstractmethod
     def declares(self, folder: Path, method: str | None) -> bool:
@@ -192,6 +192,11 @@ class Declaration:
     def names(self) -> TensorNames:
         """Names of the tensors of its NVFP4 layers."""
         return self.rules.tensor_names
+
+    @property
+    def quantizes_weights(self) -> bool:
+        """Whether any layer is declared quantized; else the KV cache is, alone."""
+        return bool(self.groups)
 
     @property
     def quantize_activations(self) -> bool:

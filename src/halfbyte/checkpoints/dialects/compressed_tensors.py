@@ -86,9 +86,8 @@ class CompressedTensors(CheckpointDialect):
 
     name = "compressed-tensors"
     tensor_names = TensorNames(
-        "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale", False
+        "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale", False, (1,)
     )
-    scale_shape = (1,)
 
     def declares(self, folder: Path, method: str | None) -> bool:
         """See `CheckpointDialect.declares`."""

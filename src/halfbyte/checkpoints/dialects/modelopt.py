@@ -67,8 +67,7 @@ class ModelOpt(CheckpointDialect):
     """See above."""
 
     name = "modelopt"
-    tensor_names = TensorNames("weight", "weight_scale", "weight_scale_2", "input_scale", True)
-    scale_shape = ()
+    tensor_names = TensorNames("weight", "weight_scale", "weight_scale_2", "input_scale", True, ())
 
     def declares(self, folder: Path, method: str | None) -> bool:
         """See `CheckpointDialect.declares`."""

@@ -130,7 +130,7 @@ class NvFp4Quantizer(HfQuantizer):
         read_kv_scales(folder)  # broken ones show before weights are read
         section = self.quantization_config.to_dict()
         declaration = read_declaration(folder, {"quantization_config": section})
-        if declaration is None or not declaration.groups:
+        if declaration is None or not declaration.quantizes_weights:
             check_unquantized(named, self._plan, index, model.dtype)  # nothing packed is left over
             return
         method = section.get("quant_method", declaration.dialect)
