@@ -20,7 +20,7 @@ from halfbyte import LLM, Cache
 from halfbyte.assets import calibration_text
 from halfbyte.kvcache import KVScales
 from halfbyte.models import calibrate, find_kv_scales, load_model, load_tokenizer, local_files
-from halfbyte.models.calibration import calibration_tokens, usual_first_tokens
+from halfbyte.models.kv_calibration import calibration_tokens, usual_first_tokens
 
 Command = Callable[..., tuple[int, str, str]]
 

@@ -18,7 +18,7 @@ from halfbyte.numerics import nvfp4
 from halfbyte.quantization.calibrate_layers import CalibrationResult
 from halfbyte.quantization.output_tensors import global_scale
 from halfbyte.quantization.select_layers import LayerSelection
-from halfbyte.quantization.write_layers import LayerError, quantize_weight, write_layers
+from halfbyte.quantization.write_layers import LayerReport, quantize_weight, write_layers
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -119,7 +119,7 @@ def quantized(
     tensors: dict[str, torch.Tensor],
     output: OutputFormat,
     calibration: CalibrationResult | None = None,
-) -> tuple[dict[str, torch.Tensor], list[LayerError]]:
+) -> tuple[dict[str, torch.Tensor], list[LayerReport]]:
     """What is written for a checkpoint of two shards, q_proj in the second."""
     source, target = folder / "source", folder / "target"
     source.mkdir()

@@ -1,7 +1,7 @@
-"""Is every tensor of a quantized layer there, of the right dtype and shape, with sane scales?
+"""The tensors of a quantized layer: present, of the right dtype and shape, with valid scales.
 
-Dtypes and shapes are compared from the headers, before any weight is loaded. Scales are looked at
-when they are: a NaN, a negative number, or a global scale of 0 would not fail, it would compute.
+Dtypes and shapes are compared from the headers, before any weight is loaded; scales when they are
+loaded: a NaN, a negative number, or a global scale of 0 would silently give wrong results.
 """
 
 import re
@@ -106,7 +106,7 @@ def check_layer(
 
 
 def is_bad_block_scale(scales: torch.Tensor) -> torch.Tensor:
-    """Where E4M3 block scales are NaN or have a sign, -0.0 included: nobody writes such.
+    """Where E4M3 block scales are NaN or have a sign, -0.0 included: no writer produces them.
 
     Args:
         scales: float8_e4m3fn or their bytes, of any shape.
@@ -120,7 +120,7 @@ def is_bad_block_scale(scales: torch.Tensor) -> torch.Tensor:
 def check_scales(
     folder: object, layer: str, tensors: Iterable[tuple[str, torch.Tensor]], names: TensorNames
 ) -> None:
-    """Raise CheckpointError if a scale of a layer could not have been meant.
+    """Raise CheckpointError if a scale is NaN, infinite or negative, or a global scale is 0.
 
     Args:
         folder: for messages.

@@ -92,7 +92,7 @@ class Checkpoint:
         else:
             index = _index_as_transformers(folder)
         if (section is None) if declaration is None else not declaration.quantizes_weights:
-            _check_unquantized(index)
+            _refuse_undeclared(index)
         check_sizes(config, index)
         scales = CheckpointKVScales.read(folder, config)
         return cls(folder, config, declaration, index, scales)
@@ -138,7 +138,7 @@ def _index_as_transformers(folder: Path) -> CheckpointIndex:
     return CheckpointIndex.read(folder)
 
 
-def _check_unquantized(index: CheckpointIndex) -> None:
+def _refuse_undeclared(index: CheckpointIndex) -> None:
     """Raise CheckpointError if files hold quantized weights, which nothing declares."""
     name = next((name for name in index.tensors if QUANTIZED_WEIGHT.search(name)), None)
     if name is not None:

@@ -22,8 +22,8 @@ from halfbyte.files import cache_folder
 from halfbyte.kvcache import KV_SCALES_FILE, KVRecipe, KVScales, get_kv_cache_quant_method
 from halfbyte.kvcache.scales import NO_SCALE, shape_of_model
 from halfbyte.layouts import KVCacheDType
-from halfbyte.models.calibration import calibrate, calibration_tokens, usual_first_tokens
 from halfbyte.models.checkpoint_folder import CheckpointKVScales, checkpoint_of, declaring
+from halfbyte.models.kv_calibration import calibrate, calibration_tokens, usual_first_tokens
 from halfbyte.models.local_files import folder_of
 from halfbyte.models.tokenizer import has_tokenizer, load_tokenizer
 

@@ -24,7 +24,9 @@ from halfbyte.kvcache import KVScales
 from halfbyte.models.amax import AmaxRecorder
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.attention_functions import GENERATE, register
-from halfbyte.models.calibration import (
+from halfbyte.models.config_fields import check_sizes
+from halfbyte.models.key_statistics import KVRecorder
+from halfbyte.models.kv_calibration import (
     calibrate,
     calibration_tokens,
     check_vocabulary,
@@ -32,8 +34,6 @@ from halfbyte.models.calibration import (
     read_calibration_text,
     usual_first_tokens,
 )
-from halfbyte.models.config_fields import check_sizes
-from halfbyte.models.key_statistics import KVRecorder
 from halfbyte.models.loader import device_or_default, load_model
 from halfbyte.models.local_files import ModelLoadError, local_folder, read_model_config
 from halfbyte.models.meta_model import empty_model, make_buffers, resolve_dtype

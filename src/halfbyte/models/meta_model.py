@@ -53,7 +53,7 @@ def resolve_dtype(
     if isinstance(dtype, torch.dtype):
         return dtype
     resolved = config.dtype if dtype == "auto" else getattr(torch, dtype)
-    if resolved is None:  # of what is not quantized, most of all the embeddings
+    if resolved is None:  # the dtype with the most values, usually that of the embeddings
         sizes: Counter[str] = Counter()
         for name, entry in index.tensors.items():
             if name.endswith(".weight") and entry.dtype in _TORCH_DTYPES:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from halfbyte.checkpoints.errors import CheckpointError
-from halfbyte.models.calibration import MAX_TOKENS, check_vocabulary, measure_amax
+from halfbyte.models.kv_calibration import MAX_TOKENS, check_vocabulary, measure_amax
 from halfbyte.quantization.select_layers import experts_projection
 
 

@@ -25,8 +25,8 @@ from halfbyte.checkpoints.output_folder import (
     write_json,
 )
 from halfbyte.layouts import KVCacheDType
-from halfbyte.models.calibration import read_calibration_text, scales_from_amax
 from halfbyte.models.config_fields import check_sizes
+from halfbyte.models.kv_calibration import read_calibration_text, scales_from_amax
 from halfbyte.models.loader import load_model
 from halfbyte.models.local_files import local_folder, read_model_config
 from halfbyte.models.tokenizer import load_tokenizer

@@ -9,7 +9,7 @@ from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.numerics import nvfp4
 from halfbyte.quantization.calibrate_layers import CalibrationResult
 from halfbyte.quantization.select_layers import LayerSelection
-from halfbyte.quantization.write_layers import LayerError
+from halfbyte.quantization.write_layers import LayerReport
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class QuantizationReport:
     recipe: nvfp4.Recipe
     kv_cache_dtype: str | None
     calibration: str | None
-    layers: tuple[LayerError, ...]
+    layers: tuple[LayerReport, ...]
     mean_sqnr_db: float | None
     min_sqnr_db: float | None
     ignored: tuple[str, ...]
@@ -44,7 +44,7 @@ class QuantizationReport:
         weights: str,
         selection: LayerSelection,
         calibration: CalibrationResult,
-        layers: Sequence[LayerError],
+        layers: Sequence[LayerReport],
         index: CheckpointIndex,
         target: Path,
     ) -> "QuantizationReport":

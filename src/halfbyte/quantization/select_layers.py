@@ -26,7 +26,7 @@ from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.nvfp4.experts import PROJECTIONS
 from halfbyte.models.nvfp4.layer_plan import LayerPlan
-from halfbyte.models.nvfp4.weight_stream import check_unquantized
+from halfbyte.models.nvfp4.weight_stream import check_plain_tensors
 from halfbyte.numerics import nvfp4
 
 logger = logging.getLogger("halfbyte")
@@ -87,7 +87,7 @@ def select_layers(
     check_supported(config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    check_unquantized(model, LayerPlan(), index, model.dtype)
+    check_plain_tensors(model, LayerPlan(), index, model.dtype)
     modules = dict(model.named_modules())
     linear = list(_decoder_linears(modules, index))
     _check_patterns(ignore, linear, modules)

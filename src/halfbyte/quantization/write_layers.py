@@ -36,13 +36,13 @@ _KERNEL_FORMATS: dict[nvfp4.Recipe, KVCacheDType] = {
 
 
 @dataclass(frozen=True)
-class LayerError:
-    """What quantization cost one layer.
+class LayerReport:
+    """One quantized layer, and its error.
 
     Args:
         module: its name.
         shape: `(N, K)`.
-        global_scale: decode multiplier of the weight.
+        global_scale: of the weight, a decode scale.
         sqnr_db: signal to quantization noise ratio of the weight in dB, 10 log10(sum w^2 /
             sum (w - w_quantized)^2); None where there is no noise.
     """
@@ -60,7 +60,7 @@ def write_layers(
     output: OutputFormat,
     calibration: CalibrationResult,
     on_progress: Callable[[int, int], Any] = lambda done, total: None,
-) -> list[LayerError]:
+) -> list[LayerReport]:
     """Write every tensor of a checkpoint, those of the selected layers quantized.
 
     Args:
@@ -80,7 +80,7 @@ def write_layers(
     """
     group_of = {f"{module}.weight": group for group in selection.groups for module in group}
     waiting: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-    errors: list[LayerError] = []
+    errors: list[LayerReport] = []
     # Sorted by name, the layers of a group lie side by side and none waits for long.
     names = sorted(index.tensors)
     if output.kv_cache_dtype:  # scales of the source, in whatever dialect, would stand beside ours
@@ -114,7 +114,7 @@ def quantize_weight(
 
     Returns:
         `(data, scales, sqnr_db)`: uint8 `[N, K/2]`, float8_e4m3fn `[N, K/16]`, and the error as
-        `LayerError` has it.
+        `LayerReport` has it.
     """
     n, k = weight.shape
     data = torch.empty((n, k // 2), dtype=torch.uint8, device="cpu")
@@ -136,7 +136,7 @@ def _quantize_group(
     weights: Mapping[str, torch.Tensor],
     output: OutputFormat,
     input_amax: Mapping[str, float],
-) -> list[LayerError]:
+) -> list[LayerReport]:
     amax = max(_amax(f"{module}.weight", weight) for module, weight in weights.items())
     scale = global_scale(amax, output.dialect, output.recipe)
     errors = []
@@ -146,7 +146,7 @@ def _quantize_group(
         for name, tensor in weight_tensors(output, module, data, scales, scale, seen).items():
             writer.add(name, tensor)
         n, k = weight.shape
-        errors.append(LayerError(module, (n, k), float(scale.decode), sqnr))
+        errors.append(LayerReport(module, (n, k), float(scale.decode), sqnr))
     return errors
 
 

@@ -24,7 +24,7 @@ from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.kv_scales import read_kv_scales
 from halfbyte.models.nvfp4.layer_plan import LayerPlan, plan_layers
 from halfbyte.models.nvfp4.layers import LayerOptions, log_activation_mode, put_in_place, untie
-from halfbyte.models.nvfp4.weight_stream import check_unquantized, stream_weights
+from halfbyte.models.nvfp4.weight_stream import check_plain_tensors, stream_weights
 
 METHOD = PROVIDER
 """The name of the quantizer in transformers' registry; checkpoints keep their own."""
@@ -131,7 +131,9 @@ class NvFp4Quantizer(HfQuantizer):
         section = self.quantization_config.to_dict()
         declaration = read_declaration(folder, {"quantization_config": section})
         if declaration is None or not declaration.quantizes_weights:
-            check_unquantized(named, self._plan, index, model.dtype)  # nothing packed is left over
+            check_plain_tensors(
+                named, self._plan, index, model.dtype
+            )  # nothing packed is left over
             return
         method = section.get("quant_method", declaration.dialect)
         self.quantization_config.section = {"quant_method": method, **(declaration.section or {})}
@@ -145,7 +147,7 @@ class NvFp4Quantizer(HfQuantizer):
                 self._pending[name] = named.get_submodule(name)
                 named.set_submodule(name, _Pending())
         # Before the patterns below hide what is surplus; what is absent would get random values.
-        check_unquantized(named, self._plan, index, model.dtype)
+        check_plain_tensors(named, self._plan, index, model.dtype)
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(self._unexpected_names())
 

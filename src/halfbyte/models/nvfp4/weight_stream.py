@@ -42,11 +42,12 @@ def stream_weights(
         dtype: of what is not quantized.
 
     Returns:
-        Names of parameters that are still to be tied to others, which were loaded.
+        Names of parameters that are not in the files and still to be tied to loaded ones.
 
     Raises:
-        CheckpointError: a tensor is absent, does not fit, is one that nothing here reads, or is a
-            scale that cannot be; one line that names it, what was expected and what was found.
+        CheckpointError: a tensor is absent, does not fit, or is one that nothing here reads; a
+            scale that is NaN, infinite or negative, or a global scale of 0; one line that names
+            the tensor, what was expected and what was found.
     """
     sinks, absent = weight_sinks(model, plan, declaration, index, dtype)
     stream_into(sinks, index, device)
@@ -79,8 +80,8 @@ def weight_sinks(
         declaration: of the checkpoint; None for an empty plan.
 
     Returns:
-        The sinks, by the tensors' names in the files, and the names of parameters that are still to
-        be tied to others.
+        The sinks, by the tensors' names in the files, and the names of parameters that are not in
+        the files and still to be tied to loaded ones.
 
     Raises:
         CheckpointError: a tensor is absent, does not fit, or is one that nothing here reads.
@@ -97,7 +98,7 @@ def weight_sinks(
     return sinks, absent
 
 
-def check_unquantized(
+def check_plain_tensors(
     model: PreTrainedModel, plan: LayerPlan, index: CheckpointIndex, dtype: torch.dtype
 ) -> None:
     """Compare the headers with all that is not quantized, before anything is loaded.
@@ -123,7 +124,7 @@ def _plain_sinks(
 ) -> Iterator[tuple[str, Sink]]:
     """(name in the files, what takes the tensor) of everything that is not quantized.
 
-    Names that may be absent, because they are tied to others which are there, go to `absent`.
+    Names that are not in the files, and tied to some that are, go to `absent`.
     """
     kept_dtypes = model._get_dtype_plan(dtype)
     tied = _tied_to(model)

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from halfbyte.assets import bundled_model_path, calibration_text
 from halfbyte.models import calibrate, load_tokenizer
 from halfbyte.models.attention_functions import GENERATE
-from halfbyte.models.calibration import (
+from halfbyte.models.kv_calibration import (
     calibration_tokens,
     measure_amax,
     read_calibration_text,
