@@ -49,7 +49,7 @@ test-vllm-0.24:
 
 accuracy: $(VENV)/.installed-dev
 	@$(PIP) gguf accelerate
-	@$(BIN)/python benchmarks/kv_recipes.py $(MODELS)
+	@$(BIN)/python -m benchmarks.kv_recipes $(MODELS)
 
 release: $(VENV)/.installed-dev
 	@echo "==> building the source archive, and the wheel from it"

@@ -46,7 +46,7 @@ class NvFp4Linear(LayerState):
         backend: a name of `LINEAR_BACKENDS`, or None to choose.
         batch_invariant: a row's result is bitwise the same whatever else is in the batch.
         dialect: of the state dict.
-        m_hint: rows per call, >= 1, where known.
+        m_hint: tokens per call, >= 1, where known; see `NvFp4LinearLayerConfig`.
 
     Raises:
         ValueError: sizes, a dtype or a hint that cannot be.

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 import halfbyte
-from halfbyte.bench.linear_cases import Shape, shape_name
-from halfbyte.bench.linear_weights import Weights
+from benchmarks.linear_layers.weights import PeerWeights
+from halfbyte.bench.weights import Shape
 
 KEPT_ON_DISK = ("humming", "triton")
-_MOST_PROCESSES = 4
+_MAX_PROCESSES = 4
 _TIMEOUT = 120.0
 _SERIAL = "HUMMING_DISABLE_PARALLEL_BUILD"
 _WORKERS = "HUMMING_MAX_PARALLEL_BUILD_WORKERS"
@@ -28,7 +28,7 @@ _WORKERS = "HUMMING_MAX_PARALLEL_BUILD_WORKERS"
 
 def warm_up(
     shapes: Sequence[Shape],
-    rows: Sequence[int],
+    tokens: Sequence[int],
     backends: Sequence[str],
     device: torch.device,
     dtype: torch.dtype,
@@ -39,15 +39,15 @@ def warm_up(
         RuntimeError: some could not, after the others have; the message says which and why.
     """
     failed = []
-    for shape in shapes:
-        weights = Weights(shape, device, dtype)
+    for n, k in shapes:
+        weights = PeerWeights((n, k), device, dtype)
         for name in backends:
             try:
                 layer = weights.layer(name)
-                for m in rows:
+                for m in tokens:
                     layer(weights.x(m))
             except Exception as error:  # whatever a library may raise
-                failed.append(f"{shape_name(shape)}: {name}: {type(error).__name__}: {error}")
+                failed.append(f"{n}x{k}: {name}: {type(error).__name__}: {error}")
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     if failed:
@@ -56,14 +56,14 @@ def warm_up(
 
 def compile_ahead(
     shapes: Sequence[Shape],
-    rows: Sequence[int],
+    tokens: Sequence[int],
     backends: Sequence[str],
     meanwhile: Callable[[], object],
 ) -> dict[str, Any]:
     """Warm up in other processes.
 
     Args:
-        shapes, rows: of the cases.
+        shapes, tokens: of the cases.
         backends: of which those that keep what they compile are warmed up.
         meanwhile: called while the processes run.
 
@@ -72,9 +72,9 @@ def compile_ahead(
     """
     begin = time.perf_counter()
     kept = [name for name in KEPT_ON_DISK if name in backends]
-    count = min(_MOST_PROCESSES, len(shapes)) if kept else 0
+    count = min(_MAX_PROCESSES, len(shapes)) if kept else 0
     shares = [shapes[i::count] for i in range(count)]
-    processes = [_start(share, rows, kept, count) for share in shares]
+    processes = [_start(share, tokens, kept, count) for share in shares]
     failed: list[str] = []
     try:
         meanwhile()
@@ -92,17 +92,22 @@ def compile_ahead(
 
 
 def _start(
-    shapes: Sequence[Shape], rows: Sequence[int], backends: Sequence[str], processes: int
+    shapes: Sequence[Shape], tokens: Sequence[int], backends: Sequence[str], processes: int
 ) -> "subprocess.Popen[str]":
     environment = dict(os.environ)
     environment.pop(_SERIAL, None)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     environment.setdefault(_WORKERS, str(max(1, (cores or 1) // processes)))
-    root = str(Path(halfbyte.__file__).parents[1])
-    paths = [root, *filter(None, [environment.get("PYTHONPATH")])]
+    roots = [str(Path(halfbyte.__file__).parents[1]), str(Path(__file__).parents[2])]
+    paths = [*roots, *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
-    command = [sys.executable, "-m", "halfbyte", "bench", "linear", "--warm-up"]
-    command += ["--shapes", ",".join(map(shape_name, shapes)), "--m", ",".join(map(str, rows))]
+    command = [sys.executable, "-m", "benchmarks.linear", "--warm-up"]
+    command += [
+        "--shapes",
+        ",".join(f"{n}x{k}" for n, k in shapes),
+        "--m",
+        ",".join(map(str, tokens)),
+    ]
     command += ["--backends", ",".join(backends)]
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
-from halfbyte.bench import bounds, linear_markdown_table, parse_shapes
-from halfbyte.bench.linear_bounds import judged_by, ratios
+from benchmarks.bounds.linear import of_linear
+from benchmarks.linear_layers.bounds import bounds
+from benchmarks.linear_layers.ratios import judged_by, ratios
+from benchmarks.linear_layers.table import linear_markdown_table
 
 BACKENDS = ("cuda", "humming", "triton", "reference")
 GOOD = {"cuda": 10.0, "humming": 15.0, "triton": 30.0, "dense_bf16": 40.0, "plain_read": 8.0}
@@ -166,8 +168,13 @@ def test_markdown_table_marks_a_peer_that_was_inexact() -> None:
     assert "| 5.0 µs | 7.5 µs* | 20.0 µs |" in linear_markdown_table(report(case))
 
 
-def test_shapes_are_parsed() -> None:
-    assert parse_shapes("6144x4096, 32 X 64") == [(6144, 4096), (32, 64)]
-    for text in ("6144", "6144x", "1x2x3", "6144x4096,"):
-        with pytest.raises(ValueError, match="shapes: expected N x K such as"):
-            parse_shapes(text)
+def test_bounds_for_the_check_say_the_same() -> None:
+    found = list(of_linear(report(row(1), row(256, dense_bf16=8.9))))
+    assert [bound.holds for bound in found] == [
+        b["holds"] for b in bounds(report(row(1), row(256, dense_bf16=8.9)))
+    ]
+    (missed,) = (bound for bound in found if not bound.holds)
+    assert missed.name == "4096x14336, M 256 to 4095: selected / dense bf16"
+    assert (missed.value, missed.comparison, missed.limit) == (1.1236, "<=", 1.12)
+    (first, *_) = of_linear(report(row(1), row(2, humming=None)))
+    assert not first.holds, "what was not measured does not hold"

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from halfbyte.bench.linear_bounds import DENSE, TIMINGS, ours, time_of
+from benchmarks.linear_layers.ratios import DENSE, TIMINGS, ours, time_of
 
 Row = dict[str, Any]
 Report = dict[str, Any]

@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
-from halfbyte.bench.linear_bounds import judged_by
-from halfbyte.bench.linear_weights import rotation
-from halfbyte.bench.timing import Call, measure_in_turns, ready
+from benchmarks.linear_layers.ratios import judged_by
+from benchmarks.timing import measure_in_turns, ready
+from halfbyte.bench.data import copies
+from halfbyte.bench.timing import Call
 from halfbyte.dispatch import is_installed
 from halfbyte.kernels.runtime import nvrtc
 
 _THREADS = 512
 _CTAS = (1, 2, 4)
-"""Per multiprocessor."""
+"""Per SM."""
 _SOURCE = r"""
 extern "C" __global__ void __launch_bounds__(512)
 read_all(const uint4* data, unsigned long long count, unsigned* out) {
@@ -39,30 +40,30 @@ read_all(const uint4* data, unsigned long long count, unsigned* out) {
 
 
 def plain_read(num_bytes: int, device: torch.device) -> tuple[str, list[Call]]:
-    """The fastest way found to read so many bytes, and calls of it on different data.
+    """The fastest variant found that reads so many bytes, and calls of it on different data.
 
     Args:
         num_bytes: a multiple of 16.
 
     Returns:
-        What reads (`torch.sum`, or `kernel, 4 CTAs` per multiprocessor), and the calls.
+        What reads (`torch.sum`, or `kernel, 4 CTAs` per SM), and the calls.
     """
     data = [
         torch.randn(num_bytes // 4, device=device)  # neither NaN nor denormal
-        for _ in range(rotation(num_bytes, device))
+        for _ in range(max(2, copies(num_bytes, device)))
     ]
-    ways: dict[str, Callable[[torch.Tensor], object]] = {"torch.sum": torch.sum}
+    variants: dict[str, Callable[[torch.Tensor], object]] = {"torch.sum": torch.sum}
     if device.type == "cuda" and is_installed("cuda.bindings"):
         out = torch.zeros(1, dtype=torch.int32, device=device)
         for ctas in _CTAS:
-            ways[f"kernel, {ctas} CTAs"] = partial(_read, out=out, ctas=ctas)
+            variants[f"kernel, {ctas} CTAs"] = partial(_read, out=out, ctas=ctas)
     calls: dict[str, list[Call]] = {
-        name: [partial(way, tensor) for tensor in data] for name, way in ways.items()
+        name: [partial(variant, tensor) for tensor in data] for name, variant in variants.items()
     }
     if len(calls) == 1:
         return next(iter(calls.items()))
-    subjects = {name: ready(series, device, in_graph=True) for name, series in calls.items()}
-    times = measure_in_turns(subjects, device, rounds=2)
+    contenders = {name: ready(series, device, in_graph=True) for name, series in calls.items()}
+    times = measure_in_turns(contenders, device, rounds=2)
     timing = judged_by(device.type == "cuda")[0]
     best = min(times, key=lambda name: times[name][timing])
     return best, calls[best]

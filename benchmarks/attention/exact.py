@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from halfbyte.bench.cases import Case
+from halfbyte.bench import Case
 from halfbyte.bench.data import Cache
 from halfbyte.kvcache import read_tokens
 

@@ -1,12 +1,11 @@
 """The decode steps of a report as a bar chart in SVG, for light and dark backgrounds."""
 
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from halfbyte.bench.cases import WITHOUT_PEERS, Case
-from halfbyte.bench.report import case_label, heads_label
+from benchmarks.attention.cases import WITHOUT_PEERS
+from benchmarks.attention.table import case_label, heads_label
 
 BARS = (
     ("halfbyte_nvfp4", "halfbyte, NVFP4 cache", "#e8590c"),
@@ -16,16 +15,6 @@ BARS = (
 _INK = "#7d8590"
 """Legible on white and on black alike."""
 _WIDTH = 0.27
-
-
-def check_drawable(kv_cache_dtypes: Sequence[str], cases: Sequence[Case]) -> None:
-    """Raise ValueError, before minutes of measuring, for what `draw` would refuse afterwards."""
-    _require_matplotlib()
-    decodes = any(_is_drawn(case.kind, case.name) for case in cases)
-    if not decodes or "nvfp4" not in kv_cache_dtypes:
-        raise ValueError(
-            "picture: shows decode steps on an nvfp4 cache, and none is to be measured"
-        )
 
 
 def _require_matplotlib() -> None:
