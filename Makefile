@@ -50,7 +50,7 @@ test-vllm-0.24:
 
 accuracy: $(VENV)/.installed-dev
 	@$(PIP) gguf accelerate
-	@$(BIN)/python benchmarks/kv_recipes.py $(MODELS)
+	@$(BIN)/python -m benchmarks.kv_recipes $(MODELS)
 
 docs: $(VENV)/.installed-docs
 	@echo "==> mkdocs"

@@ -1,6 +1,6 @@
 """What every cache format costs on the bundled model: JSON of the run, and a table of the docs.
 
-    python benchmarks/accuracy.py [--out benchmarks/results/accuracy.json]
+    python -m benchmarks.accuracy [--out benchmarks/results/accuracy.json]
 
 It runs `halfbyte eval` on the held-out text, in chunks of 512 tokens, and writes the table between
 the `accuracy` markers of docs/numbers/bundled.md.

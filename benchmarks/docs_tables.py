@@ -1,6 +1,6 @@
 """Tables of docs/numbers/ that no other program writes, from the committed runs.
 
-    python benchmarks/docs_tables.py
+    python -m benchmarks.docs_tables
 
 Every table goes between the markers of its name: `<!-- store -->` and `<!-- /store -->`.
 """

@@ -1,6 +1,6 @@
 """Tables and the picture of decode steps inside vLLM, from the committed runs.
 
-    python benchmarks/vllm_figures.py
+    python -m benchmarks.vllm_figures
 
 `vllm_step.py` and `recipe_speed.py` measure; this writes docs/.
 """

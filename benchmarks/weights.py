@@ -1,6 +1,6 @@
 """What NVFP4 weights cost on the bundled model: JSON of the run, and a table of the docs.
 
-    python benchmarks/weights.py [--out benchmarks/results/weights.json]
+    python -m benchmarks.weights [--out benchmarks/results/weights.json]
 
 Each checkpoint is written by `halfbyte quantize` and measured by `halfbyte eval` on the held-out
 text, with a bfloat16 and an nvfp4 cache. W4A4 is emulated where the machine has no FP4 arithmetic:

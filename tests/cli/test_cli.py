@@ -199,13 +199,27 @@ def test_eval_of_greedy_continuations(halfbyte: Command) -> None:
     assert all(0 <= row["agreed"] <= 6 for row in rows)
 
 
+def test_eval_layer_by_layer(halfbyte: Command) -> None:
+    arguments = ("--layers", "--window", "100", "--max-tokens", "200")
+    formats = ("--kv-cache-dtype", "float32,nvfp4", "--kv-recipe", "plain")
+    code, out, _ = halfbyte("eval", *arguments, *formats)
+    assert code == 0
+    assert "layer 0, float32" in out
+    assert "exact" in out
+    assert "200 tokens, 100 of context" in out
+    rows = json.loads(halfbyte("eval", *arguments, *formats, "--json")[1])
+    assert rows[0]["k_sqnr_db"] is None  # nothing is lost
+    assert all((row["logit_error"] > 0) == (row["kv_cache_dtype"] == "nvfp4") for row in rows)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--text", "/no/such/file"], "No such file"),
         (["--greedy", "0"], "new_tokens: expected at least 1, got 0"),
         (["--greedy", "4000"], "greedy: 4000 tokens leave no room in a context of 2048"),
-        (["--greedy", "4", "--retrieval", "500"], "greedy, retrieval: are measured one at a time"),
+        (["--greedy", "4", "--retrieval", "500"], "greedy, layers, retrieval: are measured"),
+        (["--layers", "--attention-backend", "cpu"], "--layers reads K and V back without one"),
         (["--kv-cache-dtype", "nvfp4,int3"], "unknown 'int3'"),
         (["--chunk-size", "0"], "chunk_size: expected at least 1"),
         (["--window", "1"], "window: expected at least 2"),

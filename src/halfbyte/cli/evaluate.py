@@ -1,6 +1,7 @@
 """`halfbyte eval`"""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +22,7 @@ from halfbyte.cli.options import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from halfbyte.evaluation import GreedyResult, PerplexityResult, RetrievalResult
+    from halfbyte.evaluation import GreedyResult, LayerResult, PerplexityResult, RetrievalResult
     from halfbyte.layouts import KVCacheDType
 
 
@@ -58,6 +59,13 @@ def evaluate(
             "the first that differs from what a bfloat16 cache gives."
         ),
     ] = None,
+    layers: Annotated[
+        bool,
+        typer.Option(
+            "--layers",
+            help="Instead, SQNR of K and V and the error of attention logits, layer by layer.",
+        ),
+    ] = False,
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -97,8 +105,8 @@ def evaluate(
         "tokenizer": tokenizer,
         "attention_backend": attention_backend,
     }
-    if retrieval is not None and greedy is not None:
-        raise ValueError("greedy, retrieval: are measured one at a time")
+    if (retrieval is not None) + (greedy is not None) + layers > 1:
+        raise ValueError("greedy, layers, retrieval: are measured one at a time")
     if retrieval is not None:
         _look_for_facts(loaded, "\n".join(texts), names, retrieval, chunk_size, as_json, options)
         return
@@ -109,6 +117,11 @@ def evaluate(
     windows, num_bytes = text_windows(tokenizer, texts, window, max_tokens)
     if greedy is not None:
         _continue_greedily(loaded, windows, greedy, names, chunk_size, as_json, options)
+        return
+    if layers:
+        if attention_backend is not None:
+            raise ValueError("attention_backend: --layers reads K and V back without one")
+        _by_layer(loaded, windows, names, as_json, options)
         return
     with progress_bar("eval", "tokens") as on_progress:
         results = evaluate_perplexity(
@@ -179,6 +192,46 @@ def _continue_greedily(
     out.print(f"{len(windows)} prompts, continued by {new_tokens} tokens each, greedily")
 
 
+def _by_layer(
+    model: "PreTrainedModel",
+    windows: "Sequence[Sequence[int]]",
+    names: list["KVCacheDType"],
+    as_json: bool,
+    options: dict[str, Any],
+) -> None:
+    from halfbyte.evaluation import evaluate_layers
+
+    kept = {name: options[name] for name in ("kv_recipes", "tokenizer")}
+    with progress_bar("eval", "windows") as on_progress:
+        results = evaluate_layers(model, windows, names, on_progress=on_progress, **kept)
+    if as_json:
+        print(json.dumps([_finite(asdict(result)) for result in results]))
+        return
+    rows = [
+        (
+            f"layer {result.layer}, {_name(result)}",
+            *("exact" if x == math.inf else f"{x:.1f} dB" for x in _sqnr(result)),
+            f"{result.logit_error:.4f}",
+        )
+        for result in sorted(results, key=lambda result: result.layer)
+    ]
+    _print_table(("KV cache", "SQNR of K", "SQNR of V", "logit error"), rows)
+    tokens = sum(len(window) for window in windows)
+    out.print(
+        f"{tokens:,} tokens, {len(windows[0])} of context; errors of logits in nats, weighted by "
+        "attention"
+    )
+
+
+def _sqnr(result: "LayerResult") -> tuple[float, float]:
+    return result.k_sqnr_db, result.v_sqnr_db
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity: null stands for it."""
+    return {name: None if value == math.inf else value for name, value in row.items()}
+
+
 def _look_for_facts(
     model: "PreTrainedModel",
     text: str,
@@ -213,7 +266,7 @@ def _look_for_facts(
     )
 
 
-def _name(result: "GreedyResult | PerplexityResult | RetrievalResult") -> str:
+def _name(result: "GreedyResult | LayerResult | PerplexityResult | RetrievalResult") -> str:
     return result.kv_cache_dtype + ("" if result.kv_recipe == "plain" else f" {result.kv_recipe}")
 
 
