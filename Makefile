@@ -4,6 +4,7 @@
 # Both are quick the second time. PYTHON chooses another interpreter, VENV and VLLM_VENV other folders.
 #   make test-all        also the tests that CI leaves out: more GPUs to compile for, more shapes
 #   make test-vllm       what takes longer inside vLLM: compilation, two ranks, a server
+#   make docs            the pages of docs/ as a site, in site/
 #   make release         a wheel and a source archive in dist/, tried in empty environments
 #   make accuracy        what formats and recipes cost on two real models, which it fetches into MODELS
 #   make test-vllm-0.24  the oldest vLLM that is supported, in an environment of its own (6 GB)
@@ -23,7 +24,7 @@ export PROMPT
 
 MODELS ?= .models
 
-.PHONY: demo test test-all check accuracy release test-vllm test-vllm-0.24 clean
+.PHONY: demo test test-all check docs accuracy release test-vllm test-vllm-0.24 clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
@@ -33,7 +34,7 @@ demo: $(VENV)/.installed
 	@echo "==> halfbyte eval: what the formats cost on text the model has not seen"
 	@$(BIN)/halfbyte eval --kv-recipe plain,balanced --max-tokens 2048
 
-test: $(VENV)/.installed-dev check $(VLLM_VENV)/.installed
+test: $(VENV)/.installed-dev check docs $(VLLM_VENV)/.installed
 	@echo "==> pytest"
 	@$(BIN)/pytest --numprocesses auto --quiet -m "not slow"
 	@echo "==> pytest inside vLLM"
@@ -53,7 +54,13 @@ test-vllm-0.24:
 
 accuracy: $(VENV)/.installed-dev
 	@$(PIP) gguf accelerate
-	@$(BIN)/python benchmarks/kv_recipes.py $(MODELS)
+	@$(BIN)/python -m benchmarks.kv_recipes $(MODELS)
+
+docs: $(VENV)/.installed-docs
+	@echo "==> mkdocs"
+	@NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
+	@if grep -rlE '<(script|link|img)[^>]* (src|href)="(https?:)?//' site --include='*.html'; then \
+		echo "these pages would fetch from a network"; exit 1; fi
 
 release: $(VENV)/.installed-dev
 	@echo "==> building the source archive, and the wheel from it"
@@ -99,5 +106,11 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(PIP) --editable '.[dev]'
 	@touch $@
 
+# The site is built from the sources as they lie there: halfbyte itself need not be installed.
+$(VENV)/.installed-docs: $(VENV)/.venv pyproject.toml constraints.txt
+	@echo "==> installing what the docs need"
+	@$(PIP) $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-vllm* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf site $(VENV) .venv-vllm* .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,9 +1,9 @@
-"""What every cache format costs on the bundled model: JSON of the run, and the README's table.
+"""What every cache format costs on the bundled model: JSON of the run, and a table of the docs.
 
-    python benchmarks/accuracy.py [--out benchmarks/results/accuracy.json]
+    python -m benchmarks.accuracy [--out benchmarks/results/accuracy.json]
 
 It runs `halfbyte eval` on the held-out text, in chunks of 512 tokens, and writes the table between
-the `accuracy` markers of README.md.
+the `accuracy` markers of docs/numbers/bundled.md.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "accuracy.json"
+PAGE = REPOSITORY / "docs" / "numbers" / "bundled.md"
 FORMATS = "bfloat16,fp8_e4m3,fp8_e5m2,nvfp4_4over6,nvfp4,fp4_block16,mxfp4"
 ARGUMENTS = (
     *("--kv-cache-dtype", FORMATS, "--kv-recipe", "plain"),
@@ -68,9 +69,7 @@ def main() -> None:
     arguments = parser.parse_args()
     report = run(arguments.max_tokens)
     arguments.out.write_text(json.dumps(report, indent=2) + "\n")
-    readme = REPOSITORY / "README.md"
-    text = MARKERS.sub(rf"\g<1>{table(report)}\g<2>", readme.read_text())
-    readme.write_text(text)
+    PAGE.write_text(MARKERS.sub(rf"\g<1>{table(report)}\g<2>", PAGE.read_text()))
     print(table(report))
 
 

@@ -1,6 +1,6 @@
 """Decode attention on a CPU: halfbyte on packed NVFP4 pages, torch's SDPA on an unquantized cache.
 
-    python benchmarks/attention_cpu.py [--out benchmarks/results/attention_cpu.json]
+    python -m benchmarks.attention_cpu [--out benchmarks/results/attention_cpu.json]
 
 Cases, data and calls are those of `halfbyte bench attention`, 32 query heads, 8 KV heads, head size
 128, pages of 16 in random order; SDPA gets contiguous K and V and the group folded into its query
@@ -19,17 +19,22 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from halfbyte.bench.attention_calls import (
+    attention_calls,
+    make_queries,
+    sdpa_calls,
+    sdpa_dtypes,
+)
 from halfbyte.bench.cases import Case, decode
-from halfbyte.bench.data import make_cache
+from halfbyte.bench.data import make_cache, short_name
 from halfbyte.bench.machine import machine, versions
-from halfbyte.bench.peers import sdpa_peers
-from halfbyte.bench.subjects import Queries, attention_calls
+from halfbyte.bench.timing import Call
 from halfbyte.kernels.cpu.library import LEVELS, set_level
 
 RESULT = Path(__file__).parent / "results" / "attention_cpu.json"
@@ -38,7 +43,7 @@ CASES = tuple(decode("llama", *sizes) for sizes in ((1, 8192), (8, 2048), (1, 10
 REPEATS = 41
 WITH_DOT_PRODUCTS = ("avx512vnni", "avx512bf16")
 
-Turns = Iterator[Callable[[], torch.Tensor]]
+Turns = Iterator[Call]
 
 
 def turns_of(case: Case, levels: list[str]) -> dict[str, Turns]:
@@ -47,10 +52,14 @@ def turns_of(case: Case, levels: list[str]) -> dict[str, Turns]:
     turns: dict[str, Turns] = {}
     for level in levels:
         dtype = torch.bfloat16 if level in WITH_DOT_PRODUCTS else torch.float32
-        queries = Queries.make(case, CPU, dtype)
-        turns[f"halfbyte_{level}"] = itertools.cycle(attention_calls(case, cache, queries, "cpu"))
-    peers = sdpa_peers(case, CPU)
-    return turns | {name: itertools.cycle(make()) for name, make in peers.items()}
+        queries = make_queries(case, CPU, dtype)
+        turns[f"halfbyte_{level}"] = itertools.cycle(
+            attention_calls(case, cache, queries, backend="cpu")
+        )
+    for dtype in sdpa_dtypes(case, CPU):
+        name = f"sdpa_{short_name(str(dtype).removeprefix('torch.'))}"
+        turns[name] = itertools.cycle(sdpa_calls(case, dtype, CPU))
+    return turns
 
 
 def milliseconds(turns: dict[str, Turns]) -> dict[str, list[float]]:

@@ -1,6 +1,6 @@
 """A whole decode step on one GPU: Llama-3.1-8B's shape, random bf16 weights, CUDA graphs.
 
-    python benchmarks/decode_step.py [--out benchmarks/results/decode_step.json]
+    python -m benchmarks.decode_step [--out benchmarks/results/decode_step.json]
 
 For each cache format, the engine's captured step (transformers' model code, halfbyte's store and
 attention) is replayed on a pool of random codes at one length for all sequences, and the attention

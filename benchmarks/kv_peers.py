@@ -1,6 +1,6 @@
 """How other projects store K and V, on the same tensors: loss on a real model, JSON and a table.
 
-    python benchmarks/kv_peers.py FOLDER [--model SmolLM2-135M-Instruct] [--tokens 1024]
+    python -m benchmarks.kv_peers FOLDER [--model SmolLM2-135M-Instruct] [--tokens 1024]
 
 Each scheme of `peers/kv_schemes.py` rounds K and V of every layer in the model's own attention, in
 float32, and the loss and KL divergence are those to the unrounded model. A whole window is one
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers.kv_schemes import SCHEMES, Calibration, Scheme
-from real_models import MODELS, model_folder, texts
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from benchmarks.peers.kv_schemes import SCHEMES, Calibration, Scheme
+from benchmarks.real_models import MODELS, model_folder, texts
 from halfbyte import load_model
 from halfbyte.assets import calibration_text
 from halfbyte.bench.machine import machine, versions

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from real_models import MODELS, model_folder, texts
 
+from benchmarks.real_models import MODELS, model_folder, texts
 from halfbyte import load_model
 from halfbyte.bench.machine import machine, versions
 from halfbyte.evaluation import (

@@ -1,13 +1,12 @@
 """NVFP4 linear layers beside Humming and bfloat16 weights: the run, and its table.
 
-    python benchmarks/linear.py [--out benchmarks/results/linear.json] [--m 1,16] ...
-    python benchmarks/linear.py --table
-    python benchmarks/linear.py --selection
+    python -m benchmarks.linear [--out FILE] [--shapes 6144x4096] [--m 1,16]
+    python -m benchmarks.linear --table
 
-The first measures, on a GPU best with Humming installed (`pip install humming-kernels[cu13]`), and
-writes the JSON; further options are those of `halfbyte bench linear`. The second prints the table
-of the JSON in Markdown and puts it between the `linear` markers of README.md and docs/linear.md,
-where there are any. The third makes of the JSON what `halfbyte.linear.measured` chooses by.
+The first measures, on a GPU best with Humming installed (`pip install humming-kernels[cu13]`),
+writes the JSON after every case, and ends with 1 if ours failed or any result was wrong. The second
+prints the table of the JSON in Markdown and puts it between the `linear` markers of
+docs/numbers/linear.md.
 """
 
 import argparse
@@ -15,37 +14,40 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
-from halfbyte.bench import linear_markdown_table
-from halfbyte.cli import main as halfbyte
+import torch
+from rich.console import Console
+
+from benchmarks.linear_layers.run import LinearRun
+from benchmarks.linear_layers.table import linear_markdown_table, linear_tables, to_json
+from benchmarks.linear_layers.warm_up import KEPT_ON_DISK, warm_up
+from halfbyte.cli.bench import parse_shapes
 
 REPOSITORY = Path(__file__).parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "linear.json"
-PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "linear.md")
-SELECTION = REPOSITORY / "src" / "halfbyte" / "linear" / "measured.json"
-CAPABILITIES = {"NVIDIA H200": "90"}
+PAGE = REPOSITORY / "docs" / "numbers" / "linear.md"
 MARKERS = re.compile(r"(<!-- linear -->\n).*?(<!-- /linear -->)", re.DOTALL)
 table = linear_markdown_table
 
 
-def selection(report: dict[str, Any]) -> str:
-    """Times of all backends that were exact, as JSON with a case per line.
+def measure(run: LinearRun, out: Path) -> None:
+    """Measure, print tables and what failed; SystemExit if ours failed or a result was wrong."""
+    for _ in run.run():
+        out.write_text(to_json(run.report))
+    console = Console(highlight=False, soft_wrap=True, width=130)
+    for each in linear_tables(run.report):
+        console.print(each)
+    for line in run.failures():
+        print(line, file=sys.stderr)
+    if run.failures(ours=True):
+        sys.exit(1)
 
-    Humming's are left out: here it may split K, which it does not do in layers.
-    """
-    timing, cases = report["judged_by"][0], []
-    for row in report["microseconds"]:
-        times = {
-            name: row["subjects"][name][timing]
-            for name in report["backends"]
-            if name not in ("reference", "humming")
-            and timing in row["subjects"].get(name, {})
-            and not row["subjects"][name].get("inexact")
-        }
-        case = {name: row[name] for name in ("n", "k", "m")} | {"microseconds": times}
-        cases.append(json.dumps(case))
-    return f'{{"{CAPABILITIES[report["gpu"]]}": [\n' + ",\n".join(cases) + "\n]}\n"
+
+def write_table(report: Path) -> None:
+    """Print the table of a run, and put it where pages have it."""
+    text = table(json.loads(report.read_text()))
+    PAGE.write_text(MARKERS.sub(lambda found: found[1] + text + found[2], PAGE.read_text()))
+    print(text, end="")
 
 
 def main() -> None:
@@ -53,21 +55,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--table", action="store_true", help="print the table of what is there")
-    parser.add_argument("--selection", action="store_true", help="write what the choice goes by")
-    arguments, others = parser.parse_known_args()
-    if arguments.selection:
-        SELECTION.write_text(selection(json.loads(arguments.out.read_text())))
+    parser.add_argument("--shapes", type=parse_shapes, default=(), help="N x K, by commas")
+    parser.add_argument("--m", type=_numbers, default=(), help="numbers of tokens, by commas")
+    parser.add_argument("--backends", type=lambda text: text.split(","), default=())
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--warm-up", action="store_true", help="compile what backends keep on disk; measure nothing"
+    )
+    arguments = parser.parse_args()
+    if arguments.table:
+        write_table(arguments.out)
         return
-    if not arguments.table:
-        sys.argv = ["halfbyte", "bench", "linear", "--out", str(arguments.out), *others]
-        halfbyte()
+    run = LinearRun(
+        torch.device(arguments.device), arguments.shapes, arguments.m, arguments.backends
+    )
+    if arguments.warm_up:
+        kept = [name for name in KEPT_ON_DISK if name in run.backends]
+        shapes, tokens = {shape for shape, _ in run.cases}, {m for _, m in run.cases}
+        warm_up(list(shapes), list(tokens), kept, run.device, run.dtype)
         return
-    text = table(json.loads(arguments.out.read_text()))
-    for page in PAGES:
-        before = page.read_text()
-        if MARKERS.search(before):
-            page.write_text(MARKERS.sub(lambda found: found[1] + text + found[2], before))
-    print(text, end="")
+    measure(run, arguments.out)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

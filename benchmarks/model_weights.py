@@ -1,6 +1,6 @@
 """A whole model on one GPU, bf16 weights against NVFP4: prompts and decode steps.
 
-    python benchmarks/model_weights.py [--out benchmarks/results/model_weights.json]
+    python -m benchmarks.model_weights [--out benchmarks/results/model_weights.json]
 
 Llama-3.1-8B's shape with random weights, transformers' model code, and the same with every linear
 layer but the output's as an `NvFp4Linear` (W4A16). `prefill_tokens_per_s` is a pass over prompts
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from decode_step import llama_8b, measure, run_of
 from torch import nn
 
-from halfbyte.bench.timing import Ready, capture, measure_in_turns
+from benchmarks.decode_step import llama_8b, measure, run_of
+from benchmarks.timing import Ready, capture, measure_in_turns
 from halfbyte.linear import NvFp4Linear
 
 RESULT = Path(__file__).parent / "results" / "model_weights.json"

@@ -1,10 +1,10 @@
 """Prefill of nvfp4 on one GPU, each way that `dense` has by itself: what its sorting rests on.
 
-    python benchmarks/prefill_ways.py [--out benchmarks/results/prefill_ways.json]
+    python -m benchmarks.prefill_ways [--out benchmarks/results/prefill_ways.json]
 
 `own` is our kernel on unpacked rows, `pytorch` PyTorch's dense attention, `general` the Triton
 kernel that unpacks as it reads; who cannot do the work is left out. Times are those of
-`halfbyte.bench.timing`, of CUDA graphs that hold one call with everything in it, plans apart. Ways
+`benchmarks.timing`, of CUDA graphs that hold one call with everything in it, plans apart. Ways
 take turns.
 """
 
@@ -18,12 +18,12 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks.timing import measure_in_turns, ready
 from halfbyte.attention.prefill import plan as dense_plan
+from halfbyte.bench.attention_calls import attention_calls, make_queries
 from halfbyte.bench.cases import Case
 from halfbyte.bench.data import make_cache
 from halfbyte.bench.machine import machine, versions
-from halfbyte.bench.subjects import Queries, attention_calls
-from halfbyte.bench.timing import measure_in_turns, ready
 
 RESULT = Path(__file__).parent / "results" / "prefill_ways.json"
 ALWAYS = 2**60
@@ -100,12 +100,14 @@ def measure(case: Prefill, device: torch.device, ways: Sequence[str]) -> dict[st
         block_size=16,
         sliding_window=case.window,
     )
-    cache, queries = make_cache(sizes, "nvfp4", device), Queries.make(sizes, device)
+    cache, queries = make_cache(sizes, "nvfp4", device), make_queries(sizes, device)
     calls, subjects = {}, {}
     for way in ways:
         backend = "triton" if way == "general" else None
         # Kept, since graphs hold the plans' tensors, which nobody else would keep.
-        calls[way] = attention_calls(sizes, cache, queries, backend, softcap=case.softcap)[:2]
+        calls[way] = attention_calls(sizes, cache, queries, backend=backend, softcap=case.softcap)[
+            :2
+        ]
         with patch.dict(vars(dense_plan), WAYS[way]):
             subjects[way] = ready(calls[way], device)
     times = measure_in_turns(subjects, device, rounds=2, budget_us=_BUDGET_US)

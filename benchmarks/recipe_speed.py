@@ -1,9 +1,9 @@
 """What recipes of the KV cache cost in time on one GPU: decode, prefill and store beside `plain`.
 
-    python benchmarks/recipe_speed.py [--out benchmarks/results/recipe_speed.json]
+    python -m benchmarks.recipe_speed [--out benchmarks/results/recipe_speed.json]
 
 Llama-3.1-8B's heads (32 of 128, 8 of K and V), pages of 16 tokens. Times are those of
-`halfbyte.bench.timing`: graphs of one call, plans made before, as a model's layers share them. What
+`benchmarks.timing`: graphs of one call, plans made before, as a model's layers share them. What
 is compared takes turns. `balanced` is measured without the last tokens, which are read from rings,
 and with 64 of them; its store includes the ring. `accurate` is another store, read in the same way.
 """
@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.timing import measure_in_turns, ready
 from halfbyte.attention import AttentionPlans, paged_attention
 from halfbyte.bench.machine import machine, versions
-from halfbyte.bench.timing import measure_in_turns, ready
 from halfbyte.kvcache import reshape_and_cache
 from halfbyte.kvcache.recent import RecentInputs, RecentTokens, RingSlots
 from halfbyte.kvcache.transform import KVTransform

@@ -1,6 +1,6 @@
 """What sampling adds to a step: 64 rows of Llama 3's vocabulary.
 
-    python benchmarks/sampler.py [--device cuda] [--out benchmarks/results/sampler.json]
+    python -m benchmarks.sampler [--device cuda] [--out benchmarks/results/sampler.json]
 
 Milliseconds from logits on the device to tokens on the host, the one transfer included; median of
 the repeats.

@@ -1,9 +1,9 @@
 """Storing K and V on one GPU: how close the kernel comes to a plain copy of as many bytes.
 
-    python benchmarks/store.py [--out benchmarks/results/store.json]
+    python -m benchmarks.store [--out benchmarks/results/store.json]
 
 K and V are bfloat16, 8 heads of 128. `single`, `back_to_back` and `in_graph` are those of
-`halfbyte.bench.timing`, the last per store of a graph of many, as an engine's decode step has one
+`benchmarks.timing`, the last per store of a graph of many, as an engine's decode step has one
 per layer; `host` is what an uncaptured call takes of the CPU. Stores take turns on
 copies of inputs and pages. The copies of a prompt leave the L2; a decode step's inputs were just
 computed, so its copies are those of 32 layers. Slots are random.
@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import triton
 
-from halfbyte.bench.timing import bandwidths, measure
+from benchmarks.timing import measure
+from halfbyte.bench.timing import bandwidths
 from halfbyte.kvcache import reshape_and_cache
 from halfbyte.layouts import PageLayout
 

@@ -1,8 +1,8 @@
 """Tables and the picture of decode steps inside vLLM, from the committed runs.
 
-    python benchmarks/vllm_figures.py
+    python -m benchmarks.vllm_figures
 
-`vllm_step.py` and `recipe_speed.py` measure; this writes README.md and docs/.
+`vllm_step.py` and `recipe_speed.py` measure; this writes docs/.
 """
 
 import json
@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "vllm_step.json"
 RECIPES = REPOSITORY / "benchmarks" / "results" / "recipe_speed.json"
 PICTURE = REPOSITORY / "docs" / "vllm_step.svg"
-PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "vllm.md")
+PAGE = REPOSITORY / "docs" / "numbers" / "vllm.md"
 RECIPES_PAGE = REPOSITORY / "docs" / "recipes.md"
 COLORS = ("#8a96a3", "#5c8fd6", "#3b6fb6", "#f4a261", "#e8590c", "#b23c00")
 _INK = "#7d8590"
@@ -112,8 +112,7 @@ def write(page: Path, marker: str, text: str) -> None:
 def main() -> None:
     """Write all."""
     report = json.loads(RESULT.read_text())
-    for page in PAGES:
-        write(page, "vllm-step", table(report))
+    write(PAGE, "vllm-step", table(report))
     write(RECIPES_PAGE, "recipe-speed", recipes_table(json.loads(RECIPES.read_text())))
     draw(report, PICTURE)
 

@@ -1,6 +1,6 @@
 """A server under load, by vLLM's own `vllm bench serve`: vLLM's variants, and halfbyte's.
 
-    python benchmarks/vllm_online.py [--out benchmarks/results/vllm_online.json]
+    python -m benchmarks.vllm_online [--out benchmarks/results/vllm_online.json]
 
 One server per variant of `vllm_step.py` (Llama-3.1-8B's shape, dummy weights), then random prompts
 at each request rate. Reported are output tokens per second, time to first token and time per output
@@ -29,8 +29,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from vllm_step import VARIANTS, make_model
-
+from benchmarks.vllm_step import VARIANTS, make_model
 from halfbyte.assets import bundled_model_path
 from halfbyte.bench.machine import versions
 

@@ -1,6 +1,6 @@
 """A decode step and prefill inside vLLM on one GPU or more: its own variants, and halfbyte's.
 
-    python benchmarks/vllm_step.py [--out benchmarks/results/vllm_step.json]
+    python -m benchmarks.vllm_step [--out benchmarks/results/vllm_step.json]
 
 Llama-3.1-8B's shape with dummy weights. Each variant is a process of its own with vLLM's default
 engine (CUDA graphs, torch.compile). Prompts are random token ids; steps of at most 16,384 tokens,

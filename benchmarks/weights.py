@@ -1,12 +1,12 @@
-"""What NVFP4 weights cost on the bundled model: JSON of the run, and the README's table.
+"""What NVFP4 weights cost on the bundled model: JSON of the run, and a table of the docs.
 
-    python benchmarks/weights.py [--out benchmarks/results/weights.json]
+    python -m benchmarks.weights [--out benchmarks/results/weights.json]
 
 Each checkpoint is written by `halfbyte quantize` and measured by `halfbyte eval` on the held-out
 text, with a bfloat16 and an nvfp4 cache. W4A4 is emulated where the machine has no FP4 arithmetic:
 activations are rounded to the very codes and scales that hardware would compute. The KV scales are
-those of the bundled model in every run. The table goes between the `weights` markers of README.md,
-where there are any.
+those of the bundled model in every run. The table goes between the `weights` markers of
+docs/numbers/bundled.md.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from halfbyte.assets import bundled_model_path
 
 REPOSITORY = Path(__file__).parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "weights.json"
+PAGE = REPOSITORY / "docs" / "numbers" / "bundled.md"
 CACHES = ("bfloat16", "nvfp4")
 EVAL = (
     *("--kv-cache-dtype", ",".join(CACHES), "--kv-recipe", "plain"),
@@ -120,10 +121,7 @@ def main() -> None:
     arguments = parser.parse_args()
     report = run(arguments.max_tokens)
     arguments.out.write_text(json.dumps(report, indent=2) + "\n")
-    readme = REPOSITORY / "README.md"
-    text = readme.read_text()
-    if MARKERS.search(text):
-        readme.write_text(MARKERS.sub(rf"\g<1>{table(report)}\g<2>", text))
+    PAGE.write_text(MARKERS.sub(rf"\g<1>{table(report)}\g<2>", PAGE.read_text()))
     print(table(report))
 
 

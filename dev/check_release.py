@@ -13,6 +13,8 @@ from pathlib import Path
 
 SOURCES = (
     "Makefile",
+    "docs/index.md",
+    "mkdocs.yml",
     "tests/test_house.py",
     "src/halfbyte/kernels/cpu/api.h",
     "src/halfbyte/attention/decode/decode.cu",
@@ -34,12 +36,12 @@ def main() -> None:
         missing.append("halfbyte/kernels/_cpu, the kernels for CPUs: was there a C++ compiler?")
     if missing:
         sys.exit(f"{folder}: without {', '.join(missing)}")
-    constraints = Path(__file__).parents[1] / "constraints.txt"
+    constraints = Path(__file__).absolute().parents[1] / "constraints.txt"
     with tempfile.TemporaryDirectory() as place:
         venv.create(place, with_pip=True)
         python = Path(place) / "bin" / "python"
-        install = [python, "-m", "pip", "install", "-qq", "--constraint", constraints.absolute()]
-        subprocess.run([*install, wheel.absolute()], check=True)
+        install = [str(python), "-m", "pip", "install", "-qq", "--constraint", str(constraints)]
+        subprocess.run([*install, str(wheel.absolute())], check=True)
         for command in (["info"], ["generate", "--max-tokens", "8", "--prompt", "def main("]):
             subprocess.run([Path(place) / "bin" / "halfbyte", *command], check=True, cwd=place)
     print(f"{archive.name} and {wheel.name} are whole, and run")

@@ -16,6 +16,7 @@ FLOORS = {
     "bench": 7,
     "plugins": 7,
     "engine": 6,
+    "quantization": 6,
     "models": 5,
     "attention": 4,
     "linear": 4,

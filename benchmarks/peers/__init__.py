@@ -1,1 +1,1 @@
-"""What others do to K and V, as oracles in PyTorch."""
+"""What other projects do: their kernels on our pages, their schemes as oracles in PyTorch."""

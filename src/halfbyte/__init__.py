@@ -24,7 +24,10 @@ _HOMES = {
     "Cache": "halfbyte.models",
     "load_model": "halfbyte.models",
 }
-_PARTS = ("attention", "checkpoints", "kvcache", "layouts", "linear", "models", "numerics")
+_PARTS = (
+    *("attention", "checkpoints", "kvcache", "layouts", "linear"),
+    *("models", "numerics", "quantization"),
+)
 
 
 # So that `from_pretrained` reads NVFP4 checkpoints; imports nothing by itself.

@@ -18,7 +18,7 @@ from typing import Any
 
 from halfbyte.after_import import after_import
 
-METHOD = "halfbyte"  # as `models.quantizer.METHOD`, which is too heavy to import
+METHOD = "halfbyte"  # as `transformers_quantizer.METHOD`, which is too heavy to import
 
 _REGISTRY = "transformers.quantizers.auto"
 _OURS = ("modelopt", "modelopt_fp4", "modelopt_fp8", "modelopt_mixed")
@@ -57,7 +57,7 @@ def _register(registry: ModuleType) -> None:
 
 
 def _make_quantizer(config: Any, **kwargs: Any) -> Any:
-    from halfbyte.models.quantizer import NvFp4Quantizer
+    from halfbyte.models.nvfp4.transformers_quantizer import NvFp4Quantizer
 
     return NvFp4Quantizer(config, **kwargs)
 
@@ -68,7 +68,7 @@ class _OurConfig:
     @staticmethod
     def from_dict(section: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """See `NvFp4Config.from_dict`."""
-        from halfbyte.models.quantizer import NvFp4Config
+        from halfbyte.models.nvfp4.transformers_quantizer import NvFp4Config
 
         return NvFp4Config.from_dict(section, *args, **kwargs)
 
@@ -77,7 +77,7 @@ def _dispatching(upstream: Any) -> Any:
     """A class like upstream's which gives what halfbyte wrote to halfbyte."""
 
     def from_dict(cls: type, section: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        from halfbyte.checkpoints.dialects import PROVIDER, PROVIDER_KEY
+        from halfbyte.checkpoints.dialects.base import PROVIDER, PROVIDER_KEY
 
         ours = section.get(PROVIDER_KEY) == PROVIDER
         target = _OurConfig if ours else upstream

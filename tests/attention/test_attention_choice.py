@@ -10,11 +10,18 @@ from halfbyte.attention import (
     ATTENTION_BACKENDS,
     AttentionConfig,
     AttentionPlans,
+    cpu,
     paged_attention,
     registry,
 )
+from halfbyte.attention.paged import plan
+from halfbyte.attention.prefill import dense
 from halfbyte.dispatch import NoImplementationError
-from halfbyte.layouts import PageLayout
+from halfbyte.kvcache import STORE_BACKENDS
+from halfbyte.kvcache.store import cpu as cpu_store
+from halfbyte.kvcache.store import triton as triton_store
+from halfbyte.kvcache.store.base import StoreConfig
+from halfbyte.layouts import KVCacheDType, PageLayout
 
 
 @pytest.mark.parametrize("capability", [0, 80, 90, 100])
@@ -78,6 +85,33 @@ def test_the_reference_on_a_gpu_says_why_it_runs(caplog: pytest.LogCaptureFixtur
     (message,) = (record.message for record in caplog.records if record.name == "halfbyte")
     assert message.startswith("attention: the reference runs, slowly")
     assert "40" in message
+
+
+@pytest.mark.parametrize("side", ["k_dtype", "v_dtype"])
+def test_kernels_leave_formats_that_they_do_not_know_to_the_reference(
+    side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they would a new one: here they forget one that they know."""
+    known = [dtype for dtype in KVCacheDType if dtype not in ("auto", "mxfp4")]
+    for module in (cpu, dense, plan, cpu_store, triton_store):
+        monkeypatch.setattr(module, "FORMATS", known)
+    names = {"k_dtype": "nvfp4", "v_dtype": "nvfp4", side: "mxfp4"}
+    layout = PageLayout(names["k_dtype"], names["v_dtype"], 64, None, 8, 16)
+    known_layout = PageLayout("nvfp4", "nvfp4", 64, None, 8, 16)
+    for name, capability, tokens in (("cpu", 0, 2), ("triton", 90, 2), ("dense", 90, 512)):
+        device = "cuda" if capability else "cpu"
+        work = {"device_type": device, "num_tokens": tokens, "num_seqs": 2}
+        backend = ATTENTION_BACKENDS.get(name)
+        assert backend.can_implement(config(layout=known_layout, **work))[0]
+        assert backend.can_implement(config(layout=layout, **work)) == (
+            False,
+            f"does not know the format of {side[0].upper()}, mxfp4",
+        )
+        if name in ("cpu", "triton"):
+            stores = STORE_BACKENDS.get(name)
+            dtypes = torch.bfloat16, torch.bfloat16
+            assert stores.can_implement(StoreConfig(known_layout, *dtypes, device))[0]
+            assert not stores.can_implement(StoreConfig(layout, *dtypes, device))[0]
 
 
 def test_attention_backends_explicit_unknown_lists_valid() -> None:

@@ -1,23 +1,13 @@
 """Other projects' schemes as they are published, on values that can be worked out by hand."""
 
 import json
-import sys
-from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-# Not by its folder on the path, where other programs have names that folders of tests have, too.
-_SPEC = spec_from_file_location("kv_schemes", BENCHMARKS / "peers" / "kv_schemes.py")
-assert _SPEC
-assert _SPEC.loader
-peers = module_from_spec(_SPEC)
-sys.modules["kv_schemes"] = peers
-_SPEC.loader.exec_module(peers)
+from benchmarks import kv_peers
+from benchmarks.peers import kv_schemes as peers
 
 NONE = peers.Calibration(1.0, torch.zeros(1, 1, 1))
 
@@ -72,9 +62,7 @@ def test_schemes_lose_little_of_normal_values(scheme: Any) -> None:
         assert (0.005 if scheme.bits < 8 else 1e-4) < error < (0.03 if scheme.bits < 8 else 2e-3)
 
 
-def test_the_docs_show_the_committed_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    kv_peers = import_module("kv_peers")
+def test_the_docs_show_the_committed_run() -> None:
     report = json.loads(kv_peers.RESULT.read_text())
     page = (kv_peers.RESULT.parents[2] / "docs" / "accuracy.md").read_text()
     assert kv_peers.table(report) in page

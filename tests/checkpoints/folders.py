@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import halfbyte
 from halfbyte.checkpoints import TENSOR_NAMES, Dialect
-from halfbyte.checkpoints.dialects import Scheme
+from halfbyte.checkpoints.dialects.base import Scheme
 from halfbyte.numerics import nvfp4
 from models.zoo import make_model
 

@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from halfbyte.checkpoints import CheckpointError, read_kv_scales
-from halfbyte.checkpoints.safetensors_index import INDEX_FILE, SINGLE_FILE
-from halfbyte.checkpoints.write_dialects import OutputFormat, quantization_config
+from halfbyte.checkpoints.dialects.base import OutputFormat
+from halfbyte.checkpoints.dialects.compressed_tensors import CompressedTensors
+from halfbyte.checkpoints.index import INDEX_FILE, SINGLE_FILE
 
 
 def write(folder: Path, scales: dict[str, float]) -> Path:
@@ -110,7 +111,7 @@ def test_compressed_tensors_has_these_names_for_a_cache_of_4_bits() -> None:
     theirs = pytest.importorskip(package)
     initialize = pytest.importorskip(f"{package}.lifecycle.initialize").initialize_qparams
     encode_scale = pytest.importorskip(f"{package}.utils.helpers").generate_gparam
-    declaration = quantization_config(OutputFormat("compressed-tensors", True), [])
+    declaration = CompressedTensors().config_section(OutputFormat("compressed-tensors", True), [])
     # A cache is declared as activations are.
     args = theirs.QuantizationArgs(**declaration["config_groups"]["group_0"]["input_activations"])
     attention = torch.nn.Linear(1, 1)

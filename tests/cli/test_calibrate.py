@@ -19,8 +19,8 @@ from cli.test_quantize import small_model
 from halfbyte import LLM, Cache
 from halfbyte.assets import calibration_text
 from halfbyte.kvcache import KVScales
-from halfbyte.models import calibrate, find_kv_scales, load_model, load_tokenizer, loading
-from halfbyte.models.calibration import calibration_tokens, usual_first_tokens
+from halfbyte.models import calibrate, find_kv_scales, load_model, load_tokenizer, local_files
+from halfbyte.models.kv_calibration import calibration_tokens, usual_first_tokens
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -133,7 +133,7 @@ def test_a_hub_id(
         asked[name] = (revision, str(cache_dir))
         return str(model)
 
-    monkeypatch.setattr(loading, "snapshot_download", download)
+    monkeypatch.setattr(local_files, "snapshot_download", download)
     of_hub = ("--revision", "v2", "--download-dir", "/models")
     code, out, _ = halfbyte("somebody/model", "--json", *of_hub)
     assert code == 0

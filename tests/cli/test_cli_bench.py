@@ -6,8 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from halfbyte.bench import GPU_CASES, Case
 from halfbyte.cli import main
+from halfbyte.cli.bench import choose_cases, grid
+from halfbyte.cli.bench_tables import tables
 
 Command = Callable[..., tuple[int, str, str]]
 TINY = ("--device", "cpu", "--batch", "1,2", "--context", "40")
@@ -16,8 +20,8 @@ TINY = ("--device", "cpu", "--batch", "1,2", "--context", "40")
 @pytest.fixture
 def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     """Runs `halfbyte bench attention`: exit status, stdout, stderr."""
-    monkeypatch.setattr("halfbyte.bench.timing._SINGLES", 2)
-    monkeypatch.setattr("halfbyte.bench.timing._IN_A_ROW", 2)
+    monkeypatch.setattr("halfbyte.bench.timing.SINGLES", 2)
+    monkeypatch.setattr("halfbyte.bench.timing.IN_A_ROW", 2)
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["halfbyte", "bench", "attention", *arguments])
@@ -35,24 +39,23 @@ def test_prints_a_table_per_kind_and_the_machine(bench: Command) -> None:
     for part in ("decode ", "prefill ", "store ", "gemma-2x40", "halfbyte_fp8", "GB/s", "TFLOP/s"):
         assert part in out
     assert "…" not in out
+    assert max(map(len, out.splitlines()[:-1])) <= 90
     assert "sdpa_bf16" in out
     last = out.splitlines()[-1]
     assert "reads" in last
     assert "copies" in last
 
 
-def test_writes_json_and_picture(bench: Command, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    report, picture = tmp_path / "report.json", tmp_path / "picture.svg"
+def test_writes_json(bench: Command, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
     arguments = ("--only", "decode-llama-1", "--no-peers", "--out", str(report))
-    code, _, err = bench(*TINY, *arguments, "--picture", str(picture))
+    code, _, err = bench(*TINY, *arguments)
     assert (code, err) == (0, "")
     (row,) = json.loads(report.read_text())["microseconds"]
     assert row["name"] == "decode-llama-1x40"
     assert [name for name in row if "_" in name and isinstance(row[name], dict)] == [
         "halfbyte_nvfp4"
     ]
-    assert picture.read_text().startswith("<?xml")
 
 
 def test_prints_json(bench: Command) -> None:
@@ -68,7 +71,7 @@ def test_ours_that_fails_ends_with_1_after_the_rest(
     def fail(*arguments: object, **options: object) -> None:
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr("halfbyte.bench.subjects.paged_attention", fail)
+    monkeypatch.setattr("halfbyte.bench.attention_calls.paged_attention", fail)
     report = tmp_path / "report.json"
     code, out, err = bench(*TINY, "--only", "decode", "--out", str(report))
     assert code == 1
@@ -90,11 +93,6 @@ def test_ours_that_fails_ends_with_1_after_the_rest(
         (["--device", "cpu", "--attention-backend", "zz"], "attention backend: unknown 'zz'"),
         (["--device", "cpu", "--attention-backend", "cuda"], "'cuda' cannot be used here"),
         (["--out", "/no/such/folder/report.json", "--device", "cpu"], "out: [Errno 2]"),
-        (
-            [*TINY, "--only", "store", "--picture", "a.svg"],
-            "picture: shows decode steps on an nvfp4",
-        ),
-        ([*TINY, "--kv-cache-dtype", "fp8", "--picture", "a.svg"], "picture: shows decode steps"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
@@ -105,7 +103,6 @@ def test_bad_input_is_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("halfbyte.bench.picture.find_spec", lambda name: name)
     monkeypatch.chdir(tmp_path)
     code, out, err = bench(*arguments)
     assert (code, out) == (1, "")
@@ -116,3 +113,53 @@ def test_bad_input_is_one_line(
 
 def test_usage_error_is_2(bench: Command) -> None:
     assert bench("--nonsense")[0] == 2
+
+
+def test_grid_has_every_kind_at_every_point() -> None:
+    cases = grid(["llama", "gpt-oss"], [1, 2], [16, 32])
+    names = {case.name for case in cases}
+    assert len(cases) == len(names) == 8 + 8 + 6  # 1 x 32 and 2 x 16 store the same
+    assert {"decode-gpt-oss-2x16", "prefill-llama-1x32-on-0", "store-llama-64"} <= names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((["bloom"], [1], [1]), "heads: unknown 'bloom'; expected one of llama, gpt-oss, gemma"),
+        ((["llama"], [0], [1]), "batch: expected at least 1"),
+        ((["llama"], [1], [-5]), "context: expected at least 1"),
+    ],
+    ids=["heads", "batch", "context"],
+)
+def test_grid_refuses(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        grid(*arguments)
+
+
+def test_select_by_regular_expression() -> None:
+    def select(only: str | None) -> list[Case]:
+        return choose_cases("cuda", only, None, None, None)
+
+    assert select(None) == list(GPU_CASES)
+    assert [case.name for case in select("gpt-oss-6|^store.*64$")] == [
+        "decode-gpt-oss-64x8192",
+        "store-llama-64",
+    ]
+    with pytest.raises(ValueError, match="matches none of decode-llama-64x8192, "):
+        select("nothing")
+    with pytest.raises(ValueError, match="is not a regular expression"):
+        select("(")
+
+
+def test_widest_rows_fit_90_columns() -> None:
+    names = [case.name for case in GPU_CASES]
+    entry = {"single": 1e4, "back_to_back": 1e4, "terabytes_per_s": 4.0, "fraction": 1.0}
+    rows = [
+        {"name": name, "kind": name.split("-")[0], "halfbyte_nvfp4": {**entry, "error": 3e-3}}
+        for name in names
+    ]
+    console = Console(width=200)
+    with console.capture() as captured:
+        for table in tables({"microseconds": rows}):
+            console.print(table)
+    assert max(len(line.rstrip()) for line in captured.get().splitlines()) <= 90

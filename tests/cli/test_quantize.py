@@ -47,13 +47,13 @@ def test_a_process_that_is_asked_to_end_leaves_nothing(source: Path, tmp_path: P
     target = tmp_path / "out" / "target"
     program = f"""
 import os, sys
-from halfbyte.checkpoints import writer
+from halfbyte.checkpoints import output_folder
 from halfbyte.cli import main
 def end(*arguments):
     left = os.listdir({str(target.parent)!r})
     print(left, flush=True)
     os.kill(os.getpid(), {int(signal.SIGTERM)})
-writer.write_json = writer._sync = end
+output_folder.write_json = output_folder._sync = end
 sys.argv = ["halfbyte", "quantize", {str(source)!r}, {str(target)!r}, "--format", "modelopt"]
 main()
 """

@@ -17,8 +17,8 @@ from cli.test_quantize import small_model
 from halfbyte.assets import bundled_model_path, calibration_text
 from halfbyte.checkpoints import DIALECTS, TENSOR_NAMES, Dialect, read_kv_scales
 from halfbyte.models import load_model
-from halfbyte.models.quantize_checkpoint import quantize_checkpoint
 from halfbyte.numerics import nvfp4
+from halfbyte.quantization import quantize_checkpoint
 from models.zoo import token_ids
 
 

@@ -318,7 +318,7 @@ class TestScales:
             asked.append((options["revision"], options["cache_dir"]))
             return str(model)
 
-        monkeypatch.setattr("halfbyte.models.loading.snapshot_download", download)
+        monkeypatch.setattr("halfbyte.models.local_files.snapshot_download", download)
         result = serve("somebody/model", "--revision", "r", "--download-dir=d")
         assert asked == [("r", "d")]
         assert len(list(cache.rglob("*.json"))) == 1

@@ -2,7 +2,8 @@
 
 import torch
 
-from halfbyte.checkpoints.dialects import TENSOR_NAMES, Dialect
+from halfbyte.checkpoints.dialects.base import Dialect
+from halfbyte.checkpoints.dialects.registry import TENSOR_NAMES
 from halfbyte.linear import NvFp4Linear
 
 # Neither for this x nor for 3 x is 1 / (1 / x) the same float32.

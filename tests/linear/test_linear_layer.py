@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from halfbyte.checkpoints.dialects import Dialect
+from halfbyte.checkpoints.dialects.base import Dialect
 from halfbyte.linear import NvFp4Linear, NvFp4LinearLayerConfig
 from halfbyte.numerics import nvfp4
 from linear.cases import assert_close_enough, random_input, random_layer

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfbyte.bench.linear_weights import Weights
+from benchmarks.linear_layers.weights import PeerWeights
 from halfbyte.layouts import swizzle_128x4
 from halfbyte.layouts.gemm_layouts import pad_weight
 from halfbyte.linear import LINEAR_BACKENDS, NvFp4Linear, NvFp4LinearLayerConfig
@@ -225,7 +225,7 @@ def test_humming_asks_for_one_float32_sum(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_benchmark_lets_humming_split_k(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = documented_weight_only.install_humming(monkeypatch)
     use(monkeypatch)
-    Weights((64, 128), torch.device("cpu"), FP16).layer("humming")
+    PeerWeights((64, 128), torch.device("cpu"), FP16).layer("humming")
     assert calls[-1]["use_batch_invariant"] is False
     layer_for("humming", 64, 128, dtype=FP16).process_weights_after_loading()
     assert calls[-1]["use_batch_invariant"] is True

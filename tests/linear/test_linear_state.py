@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from halfbyte.checkpoints.dialects import TENSOR_NAMES, CheckpointError, Dialect
+from halfbyte.checkpoints.dialects.base import Dialect
+from halfbyte.checkpoints.dialects.registry import TENSOR_NAMES
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.linear import NvFp4Linear
 from linear.cases import random_input, random_layer
 from linear.files import STUBBORN, assert_same, empty, file_of

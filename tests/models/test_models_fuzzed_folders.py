@@ -27,7 +27,7 @@ from halfbyte.checkpoints import CheckpointError
 from halfbyte.kvcache import KVScales
 from halfbyte.models import UnsupportedModelError, load_model, load_tokenizer
 from halfbyte.models.layerwise import calibrate_checkpoint
-from halfbyte.models.quantize_checkpoint import quantize_checkpoint
+from halfbyte.quantization import quantize_checkpoint
 from models.test_models_foreign_cache import write as write_foreign
 from models.zoo import make_model
 

@@ -18,7 +18,7 @@ from checkpoints.folders import Folder, load_model, make_folder, make_mixed_fold
 from halfbyte.checkpoints import CheckpointError, CheckpointIndex, Dialect
 from halfbyte.models import calibrate
 from halfbyte.models.amax import AmaxRecorder
-from halfbyte.models.calibration import calibration_tokens, measure_amax
+from halfbyte.models.kv_calibration import calibration_tokens, measure_amax
 from halfbyte.models.layerwise import StreamedModel, calibrate_checkpoint
 from halfbyte.models.local_files import read_model_config
 from models.zoo import ARCHITECTURES, make_model, token_ids

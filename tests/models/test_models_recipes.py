@@ -14,7 +14,7 @@ from halfbyte.evaluation import evaluate_perplexity, text_windows
 from halfbyte.kvcache import KVRecipe, KVScales, read_tokens, reshape_and_cache
 from halfbyte.kvcache.recipe import RECIPES
 from halfbyte.models import calibrate, load_tokenizer
-from halfbyte.models.calibration import usual_first_tokens
+from halfbyte.models.kv_calibration import usual_first_tokens
 from models.zoo import ARCHITECTURES, make_model, token_ids
 
 BALANCED, ACCURATE = RECIPES["balanced"], RECIPES["accurate"]

@@ -15,10 +15,10 @@ import torch
 
 import halfbyte
 from halfbyte.assets import bundled_model_path
-from halfbyte.checkpoints.dialects import CheckpointError
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.kvcache import KV_SCALES_FILE
 from halfbyte.models import UnsupportedModelError, load_model, load_tokenizer
-from halfbyte.models.quantize_checkpoint import quantize_checkpoint
+from halfbyte.quantization import quantize_checkpoint
 
 CODE = """
 from pathlib import Path

@@ -11,7 +11,7 @@ import torch
 
 from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
 from halfbyte.dispatch import Answer
-from halfbyte.kernels.cpu.library import FLOATS, is_built, library, pack_layout
+from halfbyte.kernels.cpu.library import FLOATS, FORMATS, is_built, library, pack_layout
 from halfbyte.kernels.cpu.transform import CpuTransform
 from halfbyte.kvcache.recent import RecentInputs, packed_part
 from halfbyte.layouts import PageLayout
@@ -165,10 +165,11 @@ class CpuAttention(AttentionBackend):
 
     @classmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:
-        """Every format, head size and option."""
+        """Every format that the library knows, every head size and option."""
         if config.device_type != "cpu":
             return False, f"tensors are on {config.device_type}, not on the CPU"
-        return True, "every format, head size and option"
+        reason = config.layout.unknown_format(FORMATS)
+        return reason is None, reason or "every format, head size and option"
 
     @classmethod
     def forward(cls, inputs: AttentionInputs) -> None:

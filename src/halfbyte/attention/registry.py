@@ -86,6 +86,7 @@ ATTENTION_BACKENDS = _AttentionBackends(
         "flashinfer": "halfbyte.attention.flashinfer:FlashInferAttention",
     },
 )
+"""Best first."""
 
 
 def check_attention_backend(name: str | None, device: torch.device) -> None:

@@ -1,7 +1,7 @@
-"""Random caches: codes, scales and page tables as a benchmark needs them.
+"""Random caches: codes, scales and block tables as a benchmark needs them.
 
-Zeros and data that fit the caches flatter: codes are random, block scales between 0.25 and 4, pages
-in random order, and every cache comes in enough copies to leave a GPU's L2 or a CPU's last cache.
+Zeros and data that fit the caches flatter. So codes are random, block scales between 0.25 and 4,
+pages in random order, and every cache comes in copies that together exceed L2 or a CPU's caches.
 """
 
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import torch
 
 from halfbyte.bench.cases import Case
-from halfbyte.bench.processor import bytes_beyond_caches
+from halfbyte.bench.machine import bytes_beyond_caches
 from halfbyte.layouts import KVCacheDType, PageLayout
 
 _ROTATED_BYTES = {"cuda": 400_000_000, "cpu": bytes_beyond_caches()}
-_MOST_COPIES = {"cuda": 256, "cpu": 64}
+_MAX_COPIES = {"cuda": 256, "cpu": 64}
 GLOBAL_SCALE = 0.02
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Sequences of a case in one format, in several copies that share tables and lengths."""
+    """Sequences of a case in one format, in copies that share block tables and lengths."""
 
     layout: PageLayout
     pools: list[torch.Tensor]
@@ -31,43 +31,35 @@ class Cache:
     window: int | None
     """The case's sliding window where it hides anything."""
     num_bytes: int
-    """What attention has to read: once the K and V of every token that any query attends to."""
-
-
-def make_layout(case: Case, dtype: str) -> PageLayout:
-    """The layout of a case's pages; dtype is a name of `KVCacheDType`."""
-    return PageLayout(dtype, dtype, case.head_size, None, case.kv_heads, case.block_size)
+    """K and V, once, of every token that any query attends to: what attention has to read."""
 
 
 def make_cache(case: Case, dtype: str, device: torch.device) -> Cache:
-    """Random pages for all sequences of a case."""
-    layout = make_layout(case, dtype)
+    """Random pages for all sequences of a case; dtype is a name of `KVCacheDType`."""
+    layout = PageLayout(dtype, dtype, case.head_size, None, case.kv_heads, case.block_size)
     lengths = case.lengths()
-    window = case.sliding_window
-    hides = window is not None and window < int(lengths.max())
-    hidden = (lengths - (window or 0) - case.query_tokens + 1).clamp(min=0) if hides else None
+    hides = case.window < int(lengths.max())
+    hidden = (lengths - case.window - case.query_tokens + 1).clamp(min=0) if hides else None
     table, num_pages = random_tables(lengths, case.block_size, hidden)
     generator = torch.Generator(device).manual_seed(0)
-    pools = []
-    for _ in range(copies(num_pages * layout.page_bytes, device)):
-        pages = torch.empty((num_pages, layout.page_bytes), dtype=torch.uint8, device=device)
+    one = torch.empty((num_pages, layout.page_bytes), dtype=torch.uint8, device=device)
+    pools = [torch.empty_like(one) for _ in range(copies(one.nbytes, device))]
+    for pages in pools:
         _fill(pages, layout, generator)
-        pools.append(pages)
-    scale = torch.tensor(GLOBAL_SCALE, device=device)
     return Cache(
         layout,
         pools,
         lengths.to(device),
         table.to(device),
-        scale,
-        window if hides else None,
+        torch.tensor(GLOBAL_SCALE, device=device),
+        case.window if hides else None,
         int(case.tokens_read * layout.bytes_per_token),
     )
 
 
 def copies(num_bytes: int, device: torch.device) -> int:
-    """How many copies of data leave the caches together."""
-    return min(_MOST_COPIES[device.type], 1 + _ROTATED_BYTES[device.type] // max(num_bytes, 1))
+    """How many copies of data together exceed the caches."""
+    return min(_MAX_COPIES[device.type], 1 + _ROTATED_BYTES[device.type] // max(num_bytes, 1))
 
 
 def random_tables(
@@ -77,9 +69,8 @@ def random_tables(
 
     Args:
         lengths: in tokens.
-        block_size: tokens in a page.
-        hidden: first tokens of each that nobody reads, none by default. Whole pages of them are
-            none of the pages: their entries name the first page.
+        hidden: first tokens of each sequence that no query attends to. Whole pages of them do not
+            exist; their entries name page 0.
     """
     counts = -(-lengths.long() // block_size)
     dead = torch.zeros_like(counts) if hidden is None else hidden.long() // block_size

@@ -1,17 +1,17 @@
 """What a run was measured on."""
 
 import platform
-import subprocess
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from halfbyte import __version__
-from halfbyte.bench.peers import flashinfer_version
-from halfbyte.bench.processor import processor_name
 from halfbyte.dispatch import current_compute_capability
 from halfbyte.kernels.cpu.library import level
+
+_PACKAGES = {"flashinfer": "flashinfer-python", "humming": "humming-kernels"}
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -29,46 +29,24 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of what was measured, None for what is not installed (or cannot run here)."""
-    return {
-        "halfbyte": __version__,
-        "torch": str(torch.__version__),
-        "cuda": torch.version.cuda,
-        "triton": _version("triton"),
-        "transformers": _version("transformers"),
-        "flashinfer": flashinfer_version(),
-        "humming": _version("humming-kernels"),
-        "vllm": _version("vllm"),
-    }
+    """Of halfbyte, torch, CUDA and optional packages; None for what is not installed."""
+    known = {"halfbyte": __version__, "torch": str(torch.__version__), "cuda": torch.version.cuda}
+    optional = ("triton", "transformers", "flashinfer", "humming", "vllm")
+    return known | {name: _version(_PACKAGES.get(name, name)) for name in optional}
 
 
-def gpu_state(device: torch.device) -> dict[str, str] | None:
-    """Driver, clocks (MHz), power (W) and temperature (C) of a GPU now, as `nvidia-smi` says."""
-    if device.type != "cuda":
-        return None
-    names = {
-        "driver": "driver_version",
-        "multiprocessor_mhz": "clocks.sm",
-        "most_multiprocessor_mhz": "clocks.max.sm",
-        "memory_mhz": "clocks.mem",
-        "watts": "power.draw",
-        "celsius": "temperature.gpu",
-    }
-    # By UUID: indices are not the same where CUDA_VISIBLE_DEVICES is set.
-    gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(names.values())}"]
-    try:
-        answer = subprocess.run(
-            [*command, "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    values = [value.strip() for value in answer.strip().split(",")]
-    return dict(zip(names, values, strict=True)) if len(values) == len(names) else None
+def processor_name() -> str:
+    """Model name and number of cores, where the system tells them."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} cores seen" if names else platform.processor()
+
+
+def bytes_beyond_caches() -> int:
+    """Twice the CPU's largest cache: data of this size evicts whatever was read before it."""
+    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    return 2 * max((int(file.read_text().strip(" \nK")) << 10 for file in sizes), default=1 << 25)
 
 
 def _version(package: str) -> str | None:

@@ -1,17 +1,11 @@
-"""Files to tensors: NVFP4 checkpoints in both dialects, and the KV scales that they carry."""
+"""Files of NVFP4 checkpoints in both dialects, and the KV scales that they carry."""
 
-from halfbyte.checkpoints.declarations import read_declaration
-from halfbyte.checkpoints.dialects import (
-    DIALECTS,
-    TENSOR_NAMES,
-    CheckpointError,
-    Declaration,
-    Dialect,
-    TensorNames,
-)
+from halfbyte.checkpoints.dialects.base import Declaration, Dialect, TensorNames
+from halfbyte.checkpoints.dialects.registry import DIALECTS, TENSOR_NAMES, read_declaration
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.fingerprint import fingerprint
+from halfbyte.checkpoints.index import CheckpointIndex, TensorEntry
 from halfbyte.checkpoints.kv_scales import read_kv_scales
-from halfbyte.checkpoints.safetensors_index import CheckpointIndex, TensorEntry
 
 __all__ = [
     "DIALECTS",

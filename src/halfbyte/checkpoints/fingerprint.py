@@ -7,7 +7,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 
-from halfbyte.checkpoints.dialects import MODELOPT_FILE, CheckpointError
+from halfbyte.checkpoints.dialects.modelopt import MODELOPT_FILE
+from halfbyte.checkpoints.errors import CheckpointError
 
 BLOCKS = 64
 BLOCK_BYTES = 4096

@@ -2,9 +2,9 @@
 
 ModelOpt writes `…self_attn.k_proj.k_scale` and `…v_proj.v_scale`, compressed-tensors and vLLM
 `…self_attn.k_scale` and `…self_attn.v_scale` (older files `…attn.k_scale`, `…k_proj.output_scale`
-and `…v_proj.output_scale`, or one `…attn.kv_scale` for both). All are decode multipliers, one
+and `…v_proj.output_scale`, or one `…attn.kv_scale` for both). All are decode scales, one
 element each. For a cache in NVFP4, whose block scales come as it runs, the package
-compressed-tensors has `…self_attn.k_global_scale` and `…v_global_scale`, encode multipliers
+compressed-tensors has `…self_attn.k_global_scale` and `…v_global_scale`, encode scales
 (2688 / amax); halfbyte writes them beside the others. Only names are read until one matches.
 
 ModelOpt's affine caches add `…k_proj.k_bias` and `…v_proj.v_bias`, and their scales are those of K
@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from halfbyte.checkpoints.dialects import CheckpointError, one_line
-from halfbyte.checkpoints.safetensors_index import INDEX_FILE, SINGLE_FILE, read_weight_map
+from halfbyte.checkpoints.errors import CheckpointError, one_line
+from halfbyte.checkpoints.index import INDEX_FILE, SINGLE_FILE, read_weight_map
 
 _OTHER_MODELS = r"(?:mtp|eagle_module|draft_model|vision_model|vision_tower|visual|audio_tower)"
 """Words in the names of what lies beside a language model in its file: a draft, a tower."""
@@ -39,8 +39,8 @@ def is_kv_scale(name: str) -> bool:
 def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
     """`{layer: (k_scale, v_scale)}` of a checkpoint's folder; empty if it stores none.
 
-    Scales are decode multipliers, whatever the file has. Where it has both, an encode scale
-    (`k_global_scale`) is another reader's, and the decode scale counts.
+    Decode scales, whatever the file has. Where it has both, the decode scale counts: an encode
+    scale (`k_global_scale`) is for another reader.
 
     Raises:
         CheckpointError: a file is absent or broken, a scale has more than one element or another

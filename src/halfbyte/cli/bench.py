@@ -1,25 +1,24 @@
 """`halfbyte bench`"""
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from halfbyte.cli.bench_tables import failures, tables
 from halfbyte.cli.console import err, out, progress_bar, quiet_libraries
 from halfbyte.cli.options import AttentionBackend, Verbose
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     import torch
-    from rich.table import Table
 
-    from halfbyte.bench import Case, Report
+    from halfbyte.bench import Case
+    from halfbyte.bench.report import Report
 
-_TABLE_WIDTH = 100
-_WIDE_TABLE_WIDTH = 130
+_MIN_WIDTH = 90
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")]
 ReportFile = Annotated[
@@ -27,7 +26,7 @@ ReportFile = Annotated[
 ]
 
 bench = typer.Typer(
-    help="Measure halfbyte beside its peers on this machine.",
+    help="Measure halfbyte beside PyTorch on this machine.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -54,45 +53,31 @@ def attention(
     heads: Annotated[
         str | None,
         typer.Option(
-            help="Heads of that grid, otherwise llama: gpt-oss, gemma, mistral, gpt-oss-sliding, "
-            "wide, long-pages, mqa, speculative."
+            help="Heads of that grid, otherwise llama: gpt-oss, gemma, mistral, gpt-oss-sliding."
         ),
     ] = None,
-    peers: Annotated[bool, typer.Option(help="Measure FlashInfer and SDPA, too.")] = True,
+    peers: Annotated[bool, typer.Option(help="Measure PyTorch's SDPA, too.")] = True,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     attention_backend: AttentionBackend = None,
     as_json: AsJson = False,
     report: ReportFile = None,
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw the decode steps as SVG (needs matplotlib).")
-    ] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Store, decode and prefill: times, bandwidth, error, and what peers take for the same."""
-    from halfbyte.bench import Benchmark, console_tables
-    from halfbyte.bench.picture import check_drawable, draw
+    """Decode, prefill and store: times, bandwidth, error, and what SDPA takes for the same."""
+    from halfbyte.bench import AttentionBenchmark
 
     quiet_libraries(verbose=verbose)
     where = _device(device)
-    cases = _cases(where.type, only, batch, context, heads)
+    cases = choose_cases(where.type, only, batch, context, heads)
     names = [name.strip() for name in kv_cache_dtype.split(",")]
-    benchmark = Benchmark(where, names, with_peers=peers, backend=attention_backend)
-    if picture is not None:
-        check_drawable(names, cases)
-    _check_writable(out=report, picture=picture)
+    benchmark = AttentionBenchmark(where, names, with_peers=peers, backend=attention_backend)
+    _check_writable(report)
     with progress_bar("bench", "cases") as on_progress:
         for done, case in enumerate(cases):
             on_progress(done, len(cases))
             benchmark.run(case)
-            if report is not None:  # an interrupt loses one at most
-                report.write_text(json.dumps(benchmark.report, indent=2) + "\n")
-    if as_json:
-        print(json.dumps(benchmark.report))
-    else:
-        _print(console_tables(benchmark.report), _TABLE_WIDTH, benchmark.report)
-    if picture is not None:
-        draw(benchmark.report, picture)
-    _end(benchmark.failures(), benchmark.failures(ours=True))
+            _write(benchmark.report, report)
+    _end(benchmark.report, as_json=as_json)
 
 
 @bench.command("linear")
@@ -101,47 +86,43 @@ def linear(
         str | None, typer.Option(help="Weights N x K, such as 6144x4096,4096x14336.")
     ] = None,
     m: Annotated[
-        str | None, typer.Option("--m", help="Numbers of rows of x, separated by commas.")
+        str | None, typer.Option("--m", help="Numbers of tokens, separated by commas.")
     ] = None,
     backends: Annotated[
         str | None,
-        typer.Option(help="Backends, separated by commas; by default all that can run."),
+        typer.Option(help="Backends, separated by commas; by default our own that run here."),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     as_json: AsJson = False,
     report: ReportFile = None,
-    warm_up: Annotated[
-        bool,
-        typer.Option("--warm-up", help="Compile what backends keep on disk; measure nothing."),
-    ] = False,
     verbose: Verbose = False,
 ) -> None:
-    """x times NVFP4 weights: times of every backend, and what bf16 weights take for the same."""
-    from halfbyte.bench import LinearBenchmark, linear_tables, parse_shapes, to_json
+    """Products with NVFP4 weights: times and errors, and what bfloat16 weights take."""
+    from halfbyte.bench import LinearBenchmark
 
-    where = _device(device)
-    benchmark = LinearBenchmark(
-        where,
-        parse_shapes(shapes) if shapes else None,
-        _numbers("m", m) if m else None,
-        [name.strip() for name in backends.split(",")] if backends else None,
-    )
-    if warm_up:
-        benchmark.warm_up()
-        return
     quiet_libraries(verbose=verbose)
-    _check_writable(out=report)
+    benchmark = LinearBenchmark(
+        _device(device),
+        parse_shapes(shapes) if shapes else (),
+        _numbers("m", m) if m else (),
+        [name.strip() for name in backends.split(",")] if backends else (),
+    )
+    _check_writable(report)
     with progress_bar("bench", "cases") as on_progress:
         on_progress(0, len(benchmark.cases))
         for done, _ in enumerate(benchmark.run(), start=1):
             on_progress(done, len(benchmark.cases))
-            if report is not None:  # an interrupt loses one at most
-                report.write_text(to_json(benchmark.report))
-    if as_json:
-        print(json.dumps(benchmark.report))
-    else:
-        _print(linear_tables(benchmark.report), _WIDE_TABLE_WIDTH, benchmark.report)
-    _end(benchmark.failures(), benchmark.failures(ours=True))
+            _write(benchmark.report, report)
+    _end(benchmark.report, as_json=as_json)
+
+
+def parse_shapes(text: str) -> list[tuple[int, int]]:
+    """N and K of `6144x4096,4096x14336`; ValueError for something else."""
+    parts = [re.fullmatch(r"\s*(\d+)\s*[xX]\s*(\d+)\s*", part) for part in text.split(",")]
+    shapes = [(int(part[1]), int(part[2])) for part in parts if part]
+    if len(shapes) != len(parts):
+        raise ValueError(f"shapes: expected N x K such as 6144x4096,4096x14336, got {text!r}")
+    return shapes
 
 
 def _device(name: str) -> "torch.device":
@@ -155,53 +136,87 @@ def _device(name: str) -> "torch.device":
     return torch.device("cuda" if available and name != "cpu" else "cpu")
 
 
-def _cases(
+def choose_cases(
     device_type: str, only: str | None, batch: str | None, context: str | None, heads: str | None
 ) -> "list[Case]":
-    from halfbyte.bench import CPU_CASES, GPU_CASES, grid, select
+    """The usual cases or a grid, of those the ones that `only` finds something in.
 
+    Raises:
+        ValueError: bad numbers, an unknown preset, not a regular expression, or no case is left.
+    """
+    from halfbyte.bench import CPU_CASES, GPU_CASES
+
+    cases = list(GPU_CASES if device_type == "cuda" else CPU_CASES)
     if batch or context or heads:
         presets = [name.strip() for name in (heads or "llama").split(",")]
         cases = grid(
             presets, _numbers("batch", batch or "1"), _numbers("context", context or "8192")
         )
-    else:
-        cases = list(GPU_CASES if device_type == "cuda" else CPU_CASES)
-    return select(cases, only)
+    try:
+        chosen = [case for case in cases if re.search(only or "", case.name)]
+    except re.error as error:
+        raise ValueError(f"only: {only!r} is not a regular expression: {error}") from None
+    if not chosen:
+        names = ", ".join(case.name for case in cases)
+        raise ValueError(f"only: {only!r} matches none of {names}")
+    return chosen
+
+
+def grid(presets: list[str], batches: list[int], contexts: list[int]) -> "list[Case]":
+    """Decode, prefill of whole prompts, and store, for every combination; ValueError for a preset
+    that does not exist."""
+    from halfbyte.bench.cases import PRESETS, decode, prefill, store
+
+    if unknown := [name for name in presets if name not in PRESETS]:
+        raise ValueError(f"heads: unknown {unknown[0]!r}; expected one of {', '.join(PRESETS)}")
+    points = [(p, b, c) for p in presets for b in batches for c in contexts]
+    cases = [
+        *(decode(*point) for point in points),
+        *(prefill(*point) for point in points),
+        *(store(preset, batch * context) for preset, batch, context in points),
+    ]
+    return list(dict.fromkeys(cases))
 
 
 def _numbers(name: str, text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"{name}: expected numbers separated by commas, got {text!r}") from None
+    if min(numbers) < 1:
+        raise ValueError(f"{name}: expected at least 1, got {min(numbers)}")
+    return numbers
 
 
-def _check_writable(**files: Path | None) -> None:
+def _check_writable(file: Path | None) -> None:
     """What cannot be written is better known now than after minutes."""
-    for option, file in files.items():
-        try:
-            if file is not None:
-                file.touch()
-        except OSError as error:
-            raise ValueError(f"{option}: {error}") from None
+    try:
+        if file is not None:
+            file.touch()
+    except OSError as error:
+        raise ValueError(f"out: {error}") from None
 
 
-def _print(tables: "Iterable[Table]", width: int, report: "Report") -> None:
-    wide = Console(highlight=False, soft_wrap=True, width=max(out.width, width))
-    for table in tables:
-        wide.print(table)
-        wide.print()
-    machine, read = report["machine"], report["read_terabytes_per_s"] * 1e3
-    name = machine["gpu"] or f"{machine['processor']}, {machine['threads']} threads"
-    out.print(
-        f"{name}: reads {read:,.1f} GB/s, copies {report['copy_terabytes_per_s'] * 1e3:,.1f} GB/s"
-    )
+def _write(report: "Report", file: Path | None) -> None:
+    if file is not None:
+        file.write_text(json.dumps(report, indent=2) + "\n")
 
 
-def _end(failures: list[str], ours: list[str]) -> None:
-    """Print what failed; exit with 1 if any of it is ours."""
-    for line in failures:
-        err.print(line, markup=False, emoji=False, style="red")
-    if ours:
+def _end(report: "Report", *, as_json: bool) -> None:
+    """Print the report, then what failed; exit with 1 if any of it is ours."""
+    if as_json:
+        print(json.dumps(report))
+    else:
+        wide = Console(highlight=False, soft_wrap=True, width=max(out.width, _MIN_WIDTH))
+        for table in tables(report):
+            wide.print(table)
+            wide.print()
+        machine = report["machine"]
+        read, copied = (report[f"{x}_terabytes_per_s"] * 1e3 for x in ("read", "copy"))
+        name = machine["gpu"] or f"{machine['processor']}, {machine['threads']} threads"
+        out.print(f"{name}: reads {read:,.1f} GB/s, copies {copied:,.1f} GB/s")
+    failed = failures(report)
+    for (row, contender), why in failed.items():
+        err.print(f"{row}: {contender}: {why}", markup=False, emoji=False, style="red")
+    if any(not contender.startswith(("sdpa", "dense")) for _, contender in failed):
         raise typer.Exit(1)

@@ -53,8 +53,7 @@ def calibrate(
     verbose: Verbose = False,
 ) -> None:
     """Measure the scales of a model's KV cache, one layer in memory at a time, and store them."""
-    from halfbyte.models.loading import local_folder
-    from halfbyte.models.local_files import read_model_config
+    from halfbyte.models.local_files import local_folder, read_model_config
 
     quiet_libraries(verbose=verbose)
     folder = local_folder(model, revision=revision, cache_dir=download_dir)

@@ -15,7 +15,8 @@ from halfbyte.cli.console import out, progress_bar, quiet_libraries
 from halfbyte.cli.options import Verbose
 
 if TYPE_CHECKING:
-    from halfbyte.models.quantize_checkpoint import OnProgress, QuantizationReport
+    from halfbyte.quantization import QuantizationReport
+    from halfbyte.quantization.pipeline import OnProgress
 
 _UNITS = {"calibrating": "tokens", "quantizing": "tensors"}
 _GIGABYTE = 1e9
@@ -58,8 +59,8 @@ def quantize(
     verbose: Verbose = False,
 ) -> None:
     """Quantize a checkpoint's linear layers to NVFP4, in a form that other engines load, too."""
-    from halfbyte.checkpoints.writer import REPORT_FILE
-    from halfbyte.models.quantize_checkpoint import quantize_checkpoint
+    from halfbyte.checkpoints.output_folder import REPORT_FILE
+    from halfbyte.quantization import quantize_checkpoint
 
     quiet_libraries(verbose=verbose)
     if not 0 < shard_size < math.inf:

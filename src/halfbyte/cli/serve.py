@@ -125,9 +125,9 @@ def _provide_scales(plan: "ServePlan") -> None:
     """
     import torch
 
-    from halfbyte.checkpoints.declarations import read_config
+    from halfbyte.checkpoints.dialects.registry import read_config
     from halfbyte.models.kv_scales import declared_format, find_kv_scales
-    from halfbyte.models.loading import local_folder
+    from halfbyte.models.local_files import local_folder
     from halfbyte.plugins.vllm.formats import LayerFormat
 
     quiet_libraries(verbose=False)

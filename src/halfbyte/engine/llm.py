@@ -40,7 +40,7 @@ from halfbyte.models import (
     load_tokenizer,
 )
 from halfbyte.models.kv_setup import KVSetup
-from halfbyte.models.loading import device_or_default
+from halfbyte.models.loader import device_or_default
 
 _MAX_BATCHED_TOKENS = defaultdict(lambda: 512, {"cuda": 4096})
 

@@ -27,6 +27,7 @@ from halfbyte.kvcache.calibration import KVCalibration
 from halfbyte.kvcache.recipe import KVRecipe
 
 KV_SCALES_FILE = "kv_scales.json"
+"""Where a model's folder has its scales; beside it lies what recipes need."""
 _FORMAT = "halfbyte-kv-scales-1"
 NO_SCALE = float("nan")
 """Stands for the amax of a layer that has no scale, because its cache is not to be scaled."""

@@ -6,7 +6,7 @@ import ctypes
 import math
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,9 +19,27 @@ _UNQUANTIZED = {
     "bfloat16": torch.bfloat16,
 }
 _ALIASES = {"fp8": "fp8_e4m3", "fp4_e2m1": "nvfp4"}
-# Values that share one block scale; formats absent here have none.
-_SCALE_BLOCK_SIZES = {"nvfp4": 16, "nvfp4_4over6": 16, "fp4_block16": 16, "mxfp4": 32}
-_GLOBAL_SCALE = {"fp8_e4m3", "fp8_e5m2", "nvfp4", "nvfp4_4over6"}
+
+
+class _Quantized(NamedTuple):
+    """Of a quantized format, what its bytes depend on."""
+
+    bits: int
+    """Per value."""
+    block_size: int | None
+    """Values that share one block scale of a byte; None where there are no block scales."""
+    has_global_scale: bool
+    """Whether K and V have a float32 scale per layer."""
+
+
+_QUANTIZED = {
+    "fp8_e4m3": _Quantized(8, None, True),
+    "fp8_e5m2": _Quantized(8, None, True),
+    "nvfp4": _Quantized(4, 16, True),
+    "nvfp4_4over6": _Quantized(4, 16, True),
+    "fp4_block16": _Quantized(4, 16, False),
+    "mxfp4": _Quantized(4, 32, False),
+}
 
 
 class KVCacheDType(StrEnum):
@@ -128,7 +146,7 @@ class KVCacheDType(StrEnum):
     @property
     def is_quantized(self) -> bool:
         """Whether values are stored in fewer bits than a model computes in."""
-        return self is not KVCacheDType.AUTO and self.value not in _UNQUANTIZED
+        return self.value in _QUANTIZED
 
     @property
     def is_nvfp4(self) -> bool:
@@ -138,12 +156,12 @@ class KVCacheDType(StrEnum):
     @property
     def has_global_scale(self) -> bool:
         """Whether dequantization multiplies by a per-tensor float32 scale."""
-        return self.value in _GLOBAL_SCALE
+        return self.is_quantized and _QUANTIZED[self.value].has_global_scale
 
     @property
     def scale_block_size(self) -> int | None:
         """Values that share one block scale, or None where there are no block scales."""
-        return _SCALE_BLOCK_SIZES.get(self.value)
+        return _QUANTIZED[self.value].block_size if self.is_quantized else None
 
     @property
     def storage_dtype(self) -> torch.dtype:
@@ -158,8 +176,8 @@ class KVCacheDType(StrEnum):
 
     def data_bytes(self, head_size: int) -> int:
         """Bytes of one head of one token, without block scales."""
-        if self.scale_block_size is not None:
-            return head_size // 2
+        if self.is_quantized:
+            return head_size * _QUANTIZED[self.value].bits // 8
         return head_size * self.storage_dtype.itemsize
 
     def scale_bytes(self, head_size: int) -> int:

@@ -11,6 +11,7 @@ alone, so code that indexes them serves both. Pages are rows of a uint8 tensor w
 exceed `page_bytes`: padding, and pools in which the layers of a group lie side by side.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -164,6 +165,13 @@ class PageLayout:
     def bytes_per_token(self) -> float:
         """Content bytes per token (all KV heads, K and V)."""
         return self.page_bytes / self.block_size
+
+    def unknown_format(self, known: Container[KVCacheDType]) -> str | None:
+        """Why kernels that know some formats cannot take this layout; None if they can."""
+        for name, dtype in (("K", self.k_dtype), ("V", self.v_dtype)):
+            if dtype not in known:
+                return f"does not know the format of {name}, {dtype}"
+        return None
 
     def check_pages(self, pages: torch.Tensor) -> None:
         """Raise ValueError unless `pages` can hold pages of this layout."""

@@ -65,7 +65,7 @@ class NvFp4LinearLayerConfig:
     batch_invariant: bool = False
     """A row's result must be bitwise the same whatever else is in the batch."""
     m_hint: int | None = None
-    """Tokens per call, >= 1, where known; None for anything from 1 to thousands."""
+    """Tokens per call, >= 1, where known; for backends that ask for it, which none of ours does."""
     part_sizes: tuple[int, ...] = ()
     """Rows of each fused part; () is one part of n rows."""
     device_type: str = "cpu"

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from halfbyte.checkpoints.dialects import Dialect
+from halfbyte.checkpoints.dialects.base import Dialect
 from halfbyte.dispatch import compute_capability_of
 from halfbyte.linear.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from halfbyte.linear.layer_tensors import StoredScale, describe
@@ -46,7 +46,7 @@ class NvFp4Linear(LayerState):
         backend: a name of `LINEAR_BACKENDS`, or None to choose.
         batch_invariant: a row's result is bitwise the same whatever else is in the batch.
         dialect: of the state dict.
-        m_hint: rows per call, >= 1, where known.
+        m_hint: tokens per call, >= 1, where known; see `NvFp4LinearLayerConfig`.
 
     Raises:
         ValueError: sizes, a dtype or a hint that cannot be.

@@ -12,8 +12,10 @@ from typing import Literal
 
 import torch
 
-from halfbyte.checkpoints.dialects import TENSOR_NAMES, CheckpointError, Dialect, TensorNames
-from halfbyte.checkpoints.preflight import is_bad_block_scale
+from halfbyte.checkpoints.dialects.base import Dialect, TensorNames
+from halfbyte.checkpoints.dialects.registry import TENSOR_NAMES
+from halfbyte.checkpoints.errors import CheckpointError
+from halfbyte.checkpoints.validate import is_bad_block_scale
 from halfbyte.numerics import nvfp4
 from halfbyte.numerics.e4m3 import E4M3_NAN
 
@@ -79,7 +81,7 @@ class StoredScale:
 
 def scale_shape(num_parts: int, names: TensorNames) -> tuple[int, ...]:
     """Shape that a dialect's files give a global scale."""
-    return () if names.global_scale_is_decode and num_parts == 1 else (num_parts,)
+    return names.scale_shape if num_parts == 1 else (num_parts,)
 
 
 def file_names(dialect: Dialect) -> dict[str, Role]:

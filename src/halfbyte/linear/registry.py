@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from halfbyte.dispatch import CPU, NoImplementationError, Registry, current_compute_capability
 from halfbyte.linear.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
-from halfbyte.linear.measured import faster_backend
 
 BACKEND_VARIABLE = "HALFBYTE_NVFP4_GEMM_BACKEND"
 
@@ -26,7 +25,7 @@ LINEAR_BACKENDS: Registry[NvFp4LinearKernel] = Registry(
         "reference": "halfbyte.linear.reference:ReferenceKernel",
     },
 )
-"""Best first, as long as nothing is known of the number of rows: see `measured`."""
+"""In order of preference."""
 
 
 def init_nvfp4_linear_kernel(
@@ -68,11 +67,7 @@ def select_nvfp4_linear_kernel(
             )
         except NoImplementationError as error:
             raise NoImplementationError(f"{BACKEND_VARIABLE}: {error}") from None
-    default = LINEAR_BACKENDS.select(config, compute_capability=machine)
-    if config.m_hint is None:
-        return default
-    usable = [v.name for v in LINEAR_BACKENDS.explain(config, machine) if v.usable]
-    return LINEAR_BACKENDS.get(faster_backend(config, default.name, usable))
+    return LINEAR_BACKENDS.select(config, compute_capability=machine)
 
 
 def _on_this_machine(config: NvFp4LinearLayerConfig) -> NvFp4LinearLayerConfig:

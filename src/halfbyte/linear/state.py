@@ -11,7 +11,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from halfbyte.checkpoints.dialects import TENSOR_NAMES, CheckpointError, Dialect
+from halfbyte.checkpoints.dialects.base import Dialect
+from halfbyte.checkpoints.dialects.registry import TENSOR_NAMES
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.linear.base import NvFp4LinearLayerConfig, check_dtype
 from halfbyte.linear.layer_tensors import (
     Expected,

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from halfbyte.checkpoints.dialects import CheckpointError
-from halfbyte.checkpoints.safetensors_index import CheckpointIndex
+from halfbyte.checkpoints.errors import CheckpointError
+from halfbyte.checkpoints.index import CheckpointIndex
 
 _MAX_LAYERS = 10_000
 _MAX_SIZE = 2**31

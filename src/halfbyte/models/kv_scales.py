@@ -22,10 +22,10 @@ from halfbyte.files import cache_folder
 from halfbyte.kvcache import KV_SCALES_FILE, KVRecipe, KVScales, get_kv_cache_quant_method
 from halfbyte.kvcache.scales import NO_SCALE, shape_of_model
 from halfbyte.layouts import KVCacheDType
-from halfbyte.models.calibration import calibrate, calibration_tokens, usual_first_tokens
-from halfbyte.models.checkpoint import StoredScales, checkpoint_of, declaring
-from halfbyte.models.loading import has_tokenizer, load_tokenizer
+from halfbyte.models.checkpoint_folder import CheckpointKVScales, checkpoint_of, declaring
+from halfbyte.models.kv_calibration import calibrate, calibration_tokens, usual_first_tokens
 from halfbyte.models.local_files import folder_of
+from halfbyte.models.tokenizer import has_tokenizer, load_tokenizer
 
 logger = logging.getLogger("halfbyte")
 
@@ -65,11 +65,11 @@ def find_kv_scales(
 
 
 def _found(
-    folder: Path, config: Any, stored: StoredScales | None, recipe: KVRecipe | None
+    folder: Path, config: Any, stored: CheckpointKVScales | None, recipe: KVRecipe | None
 ) -> KVScales | None:
     """Scales of a checkpoint; those among its tensors are read, unless they are known already."""
     try:
-        stored = StoredScales.read(folder, config) if stored is None else stored
+        stored = CheckpointKVScales.read(folder, config) if stored is None else stored
         scales = _first(folder, config, stored, recipe)
         if scales is not None:
             _check_model(scales, config)
@@ -81,7 +81,7 @@ def _found(
 
 
 def _first(
-    folder: Path, config: Any, stored: StoredScales, recipe: KVRecipe | None
+    folder: Path, config: Any, stored: CheckpointKVScales, recipe: KVRecipe | None
 ) -> KVScales | None:
     return (
         _fitting(_from_checkpoint(stored, config), recipe)
@@ -194,7 +194,7 @@ def _given(given: KVScales | str | Path | None) -> KVScales | None:
     return replace(scales, source=f"{file} ({scales.source})")
 
 
-def _from_checkpoint(found: StoredScales, config: Any) -> KVScales | None:
+def _from_checkpoint(found: CheckpointKVScales, config: Any) -> KVScales | None:
     stored, folder = found.by_layer, found.folder
     if not stored:
         return None

@@ -17,14 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from halfbyte.checkpoints.declarations import read_declaration
-from halfbyte.checkpoints.dialects import CheckpointError
-from halfbyte.checkpoints.safetensors_index import CheckpointIndex
+from halfbyte.checkpoints.dialects.registry import read_declaration
+from halfbyte.checkpoints.errors import CheckpointError
+from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.kvcache import KVScales
 from halfbyte.models.amax import AmaxRecorder
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.attention_functions import GENERATE, register
-from halfbyte.models.calibration import (
+from halfbyte.models.config_fields import check_sizes
+from halfbyte.models.key_statistics import KVRecorder
+from halfbyte.models.kv_calibration import (
     calibrate,
     calibration_tokens,
     check_vocabulary,
@@ -32,19 +34,14 @@ from halfbyte.models.calibration import (
     read_calibration_text,
     usual_first_tokens,
 )
-from halfbyte.models.checkpoint_loading import empty_model, make_buffers, resolve_dtype
-from halfbyte.models.config_fields import check_sizes
-from halfbyte.models.key_statistics import KVRecorder
-from halfbyte.models.loading import (
-    device_or_default,
-    has_tokenizer,
-    load_model,
-    load_tokenizer,
-    local_folder,
-)
-from halfbyte.models.local_files import ModelLoadError, read_model_config
-from halfbyte.models.quantized import LayerOptions, LayerPlan, plan_layers, put_in_place
-from halfbyte.models.streaming import Sink, weight_sinks
+from halfbyte.models.loader import device_or_default, load_model
+from halfbyte.models.local_files import ModelLoadError, local_folder, read_model_config
+from halfbyte.models.meta_model import empty_model, make_buffers, resolve_dtype
+from halfbyte.models.nvfp4.layer_plan import LayerPlan, plan_layers
+from halfbyte.models.nvfp4.layer_sink import Sink
+from halfbyte.models.nvfp4.layers import LayerOptions, put_in_place
+from halfbyte.models.nvfp4.weight_stream import weight_sinks
+from halfbyte.models.tokenizer import has_tokenizer, load_tokenizer
 
 logger = logging.getLogger("halfbyte")
 
@@ -132,7 +129,7 @@ class StreamedModel:
         resolved = resolve_dtype(dtype, config, self._index)
         model = empty_model(folder, config, resolved)
         plan = LayerPlan()
-        if declaration is not None and declaration.groups:
+        if declaration is not None and declaration.quantizes_weights:
             plan = plan_layers(model, declaration, self._index)
             put_in_place(model, plan, declaration, LayerOptions(resolved, device))
         sinks, absent = weight_sinks(model, plan, declaration, self._index, resolved)

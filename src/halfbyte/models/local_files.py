@@ -4,8 +4,12 @@ transformers offers to run what `auto_map` names, and asks on standard input whe
 it follows an adapter to another model; and an attention implementation in `config.json` may name a
 kernel on the hub. So the model type is looked up before transformers sees the folder, every
 `from_pretrained` of a folder gets `LOCAL_FILES`, and the file chooses no implementation.
+
+A hub id is resolved to its local snapshot first, so that all that a checkpoint carries beside its
+weights (KV scales, `hf_quant_config.json`, tokenizer) is found the same way as in a folder.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +17,8 @@ from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import AutoConfig
 
-from halfbyte.checkpoints.declarations import read_config
-from halfbyte.checkpoints.dialects import CheckpointError, one_line
+from halfbyte.checkpoints.dialects.registry import read_config
+from halfbyte.checkpoints.errors import CheckpointError, one_line
 from halfbyte.models.architectures import UnsupportedModelError, check_model_type
 from halfbyte.models.config_fields import check_fields
 
@@ -22,6 +26,7 @@ LOCAL_FILES: dict[str, Any] = {"trust_remote_code": False, "local_files_only": T
 """Arguments of every `from_pretrained` that is given a folder."""
 
 ADAPTER_FILE = "adapter_config.json"
+_SNAPSHOT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def folder_of(model: nn.Module) -> Path | None:
@@ -44,6 +49,41 @@ def folder_of(model: nn.Module) -> Path | None:
 
 class ModelLoadError(CheckpointError):
     """A model could not be loaded; one line that names it and says why."""
+
+
+def local_folder(
+    path: str | Path, *, revision: str | None = None, cache_dir: str | Path | None = None
+) -> Path:
+    """The folder of a checkpoint; a hub id is downloaded, or found in the local cache.
+
+    Args:
+        path: folder or hub id.
+        revision: of a hub id: a branch, tag or commit.
+        cache_dir: where the hub's files are kept; by default where its client keeps them.
+
+    Raises:
+        ModelLoadError: no such folder, or one without config.json; a hub id that cannot be had.
+    """
+    folder, text = Path(path), str(path)
+    if os.path.isdir(folder):  # pathlib's raises for names that are too long
+        if not (folder / "config.json").is_file():
+            raise ModelLoadError(f"{path}: the folder has no config.json")
+        return folder
+    if os.path.exists(folder):
+        raise ModelLoadError(f"{path}: is a file, expected the folder of a checkpoint")
+    if folder.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
+        raise ModelLoadError(f"{path}: no such folder")
+    what = f"{path}: no such folder; on the hub"
+    return Path(
+        or_load_error(
+            what,
+            snapshot_download,
+            text,
+            revision=revision,
+            cache_dir=cache_dir,
+            allow_patterns=_SNAPSHOT_FILES,
+        )
+    )
 
 
 def read_model_config(folder: Path) -> Any:

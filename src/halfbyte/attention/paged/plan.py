@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import torch
 
+from halfbyte.kernels.formats import FORMATS
 from halfbyte.layouts import KVCacheDType, PageLayout
 
 MAX_HEAD_SIZE = 512
@@ -96,6 +97,8 @@ def exponent_factors(scale: float, softcap: float | None) -> tuple[float, float]
 
 def unsupported_reason(layout: PageLayout, query_dtype: torch.dtype) -> str | None:
     """Why the kernel cannot read a layout; None if it can."""
+    if reason := layout.unknown_format(FORMATS):
+        return reason
     for head_size in (layout.head_size, layout.head_size_v):
         if head_size % 16 or head_size > MAX_HEAD_SIZE:
             return f"head sizes that are multiples of 16 up to {MAX_HEAD_SIZE}, not {head_size}"

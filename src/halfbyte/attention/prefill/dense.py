@@ -43,6 +43,7 @@ from halfbyte.attention.prefill.plan import (
     workspace_tokens,
 )
 from halfbyte.dispatch import Answer, current_compute_capability
+from halfbyte.kernels.formats import FORMATS
 
 
 def uses_cudnn(compute_capability: int, head_size: int) -> bool:
@@ -74,7 +75,8 @@ class DenseAttention(GpuAttention):
                 return False, f"head sizes up to 256 that 16 divides, not {size}"
         if config.query_dtype not in (torch.bfloat16, torch.float16):
             return False, f"query in bfloat16 or float16, not {config.query_dtype}"
-        return True, cls.purpose
+        reason = layout.unknown_format(FORMATS)
+        return reason is None, reason or cls.purpose
 
     @classmethod
     def forward(cls, inputs: AttentionInputs) -> None:

@@ -18,6 +18,7 @@ KV_CACHE_QUANT_REGISTRY: dict[str, type[KVCacheQuantMethod]] = {
     "fp4_block16": FP4Block16KVCacheMethod,
     "mxfp4": MXFP4KVCacheMethod,
 }
+"""The class of every format, which is made with the format's `KVCacheDType`."""
 
 
 def get_kv_cache_quant_method(name: str | KVCacheDType) -> KVCacheQuantMethod:

@@ -1,6 +1,7 @@
 """What a way to store K and V must answer."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ import torch
 from halfbyte.dispatch import Answer
 from halfbyte.kvcache.recent import RingSlots
 from halfbyte.kvcache.transform import KVTransform
-from halfbyte.layouts import PageLayout
+from halfbyte.layouts import KVCacheDType, PageLayout
 
 Scale = float | torch.Tensor
 """A decode multiplier: a float, or a float32 tensor of one element."""
@@ -29,14 +30,20 @@ class StoreConfig:
     weighs_errors: bool = False
     """Whether K and V are rounded by weighted error (`numerics.weighted_rounding`)."""
 
-    def answer_of(self, device_type: str) -> Answer:
-        """That of a kernel for one kind of device, which takes floats of 16 and 32 bits."""
+    def answer_of(self, device_type: str, formats: Container[KVCacheDType]) -> Answer:
+        """That of a kernel for one kind of device, which takes floats of 16 and 32 bits.
+
+        Args:
+            device_type: of the kernel.
+            formats: that it writes.
+        """
         if self.device_type != device_type:
             return False, f"tensors are on {self.device_type}, not on {device_type}"
         for name, dtype in (("key", self.key_dtype), ("value", self.value_dtype)):
             if dtype not in _INPUT_DTYPES:
                 return False, f"takes {name} in bfloat16, float16 or float32, not {dtype}"
-        return True, "every format"
+        reason = self.layout.unknown_format(formats)
+        return reason is None, reason or "every format"
 
 
 class StoreBackend(ABC):

@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 
 from halfbyte.dispatch import Answer
-from halfbyte.kernels.cpu.library import is_built
+from halfbyte.kernels.cpu.library import FORMATS, is_built
 from halfbyte.kernels.cpu.store import store_tokens_cpu
 from halfbyte.kvcache.recent import RingSlots
 from halfbyte.kvcache.store.base import Scale, StoreBackend, StoreConfig
@@ -26,7 +26,7 @@ class CpuStore(StoreBackend):
     @classmethod
     def can_implement(cls, config: StoreConfig) -> Answer:
         """Every format, from floats of 16 and 32 bits."""
-        return config.answer_of("cpu")
+        return config.answer_of("cpu", FORMATS)
 
     @classmethod
     def store(

@@ -5,6 +5,7 @@ from typing import ClassVar
 import torch
 
 from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
+from halfbyte.kernels.formats import FORMATS
 from halfbyte.kvcache.recent import RingSlots
 from halfbyte.kvcache.store.base import Scale, StoreBackend, StoreConfig
 from halfbyte.kvcache.transform import KVTransform
@@ -31,7 +32,7 @@ class TritonStore(StoreBackend):
     @classmethod
     def can_implement(cls, config: StoreConfig) -> Answer:
         """Every format, from floats of 16 and 32 bits."""
-        return config.answer_of("cuda")
+        return config.answer_of("cuda", FORMATS)
 
     @classmethod
     def store(

@@ -202,7 +202,7 @@ def _calibrate_command(model_config: Any, load_config: Any) -> str:
 
 def folder_of(model_config: Any, load_config: Any) -> Path:
     """Where a model's files are, fetched if need be."""
-    from halfbyte.models.loading import local_folder
+    from halfbyte.models.local_files import local_folder
 
     return local_folder(
         str(model_config.model),

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from halfbyte.models.quantize_checkpoint import quantize_checkpoint
 from halfbyte.plugins.vllm.attention import HalfbyteAttentionImpl
+from halfbyte.quantization import quantize_checkpoint
 from plugins.vllm.engine.engines import (
     BUNDLED,
     TEXTS,

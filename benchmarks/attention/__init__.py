@@ -1,0 +1,1 @@
+"""Attention beside its peers: cases, the run, the table and the picture of it."""

@@ -1,0 +1,89 @@
+"""How far attention is from float64 on the dequantized cache, and how far bfloat16 is."""
+
+from typing import NamedTuple
+
+import torch
+
+from halfbyte.bench import Case
+from halfbyte.bench.data import Cache
+from halfbyte.kvcache import read_tokens
+
+
+class Error(NamedTuple):
+    """Largest errors over the largest value."""
+
+    ours: float
+    bfloat16: float
+    """Of the same sum computed in bfloat16 on the same cache: twice as much is allowed in tests."""
+
+
+def attention_error(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    case: Case,
+    cache: Cache,
+    sinks: torch.Tensor | None,
+) -> Error:
+    """Error against float64, on a sample of query tokens.
+
+    Looked at are the first, the longest and the shortest sequence, and of each the first, the
+    middle and the last query token.
+
+    Args:
+        out: `[tokens, heads, head_size]`, what attention to the cache's first pool gave.
+        query: of the same shape.
+        sinks: `[heads]`, or None where they took no part.
+    """
+    lengths = case.lengths()
+    errors, baselines, values = [], [], []
+    for s in {0, int(lengths.argmax()), int(lengths.argmin())}:
+        length = int(lengths[s])
+        key, value = _sequence(cache, s, length)
+        for i in {0, case.query_tokens // 2, case.query_tokens - 1}:
+            seen = length - case.query_tokens + i + 1
+            row = s * case.query_tokens + i
+            first = 0 if cache.window is None else max(0, seen - cache.window)
+            work = query[row], key[first:seen], value[first:seen], case, sinks
+            exact = _attend(*work, torch.float64)
+            rounded = _attend(*work, torch.bfloat16)
+            errors.append((out[row].double() - exact).abs().max())
+            baselines.append((rounded.double() - exact).abs().max())
+            values.append(exact.abs().max())
+    largest = torch.stack(values).max()
+    return Error(
+        float(torch.stack(errors).max() / largest),  # NaN if any is
+        float(torch.stack(baselines).max() / largest),
+    )
+
+
+def _sequence(cache: Cache, s: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """float64 K and V `[length, kv_heads, head_size]`."""
+    block_size = cache.layout.block_size
+    positions = torch.arange(length, device=cache.block_tables.device)
+    slots = cache.block_tables[s].long()[positions // block_size] * block_size
+    return read_tokens(
+        cache.pools[0],
+        slots + positions % block_size,
+        cache.layout,
+        cache.scale,
+        cache.scale,
+        torch.float64,
+    )
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    case: Case,
+    sinks: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`[heads, head_size]` of one query token `[heads, head_size]`, computed in `dtype`."""
+    grouped = query.to(dtype).unflatten(0, (case.kv_heads, case.group))
+    logits = torch.einsum("hgd,nhd->hgn", grouped, key.to(dtype)) * case.head_size**-0.5
+    if sinks is not None:
+        column = sinks.to(dtype).view(case.kv_heads, case.group, 1)
+        logits = torch.cat([logits, column], dim=-1)
+    weights = logits.softmax(-1)[..., : key.shape[0]]
+    return torch.einsum("hgn,nhd->hgd", weights, value.to(dtype)).flatten(0, 1)

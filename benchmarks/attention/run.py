@@ -1,0 +1,124 @@
+"""The attention benchmark with all peers and everything that the committed run says.
+
+Beyond `halfbyte.bench.AttentionBenchmark`, and timed in CUDA graphs (`benchmarks.timing`):
+
+    flashinfer_bf16, ...     FlashInfer on the same pages, where it is installed
+    in_graph, graph          decode and store, see `benchmarks.timing`
+    error, bfloat16_error    against float64, see `exact`
+    backend                  halfbyte's
+    single_with_plan         halfbyte's decode on a GPU: µs of a step's first layer
+    evened_out               ragged: the same tokens in sequences of one length
+    workspace_bytes          max memory that a call allocates, its plan and its output included
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.attention.cases import WITHOUT_PEERS, Case
+from benchmarks.attention.exact import attention_error
+from benchmarks.peers import flashinfer
+from benchmarks.timing import measure
+from halfbyte.attention import ATTENTION_BACKENDS
+from halfbyte.attention.base import AttentionConfig
+from halfbyte.bench import AttentionBenchmark
+from halfbyte.bench import Case as UsualCase
+from halfbyte.bench.attention_calls import Queries, attention_calls, make_queries
+from halfbyte.bench.data import Cache, make_cache
+from halfbyte.bench.report import Row
+from halfbyte.bench.timing import Call
+from halfbyte.dispatch import CPU, current_compute_capability
+
+
+class AttentionRun(AttentionBenchmark):
+    """As `AttentionBenchmark`; with peers, FlashInfer is one of them."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.with_flashinfer = flashinfer.is_usable(self.device)
+
+    def contenders(self, case: UsualCase) -> dict[str, Callable[[], Row]]:
+        """Ours, FlashInfer's, SDPA."""
+        found = super().contenders(case)
+        if not self.with_peers or case.name in WITHOUT_PEERS:
+            return {name: found[name] for name in found if name.startswith("halfbyte_")}
+        for dtype in flashinfer.formats(case) if self.with_flashinfer else ():
+            for name, make in flashinfer.makers(case, dtype).items():
+                found[name] = partial(self.flashinfer, case, dtype, make)
+        return found
+
+    def halfbyte(self, case: UsualCase, dtype: str) -> Row:
+        """Times, errors and memory of our attention."""
+        entry = super().halfbyte(case, dtype)
+        cache = make_cache(case, dtype, self.device)
+        queries = make_queries(case, self.device, self.query_dtype)
+        planning = attention_calls(case, cache, queries, share_plan=False, backend=self.backend)
+        if self.device.type == "cuda" and case.kind == "decode":
+            entry["single_with_plan"] = measure(planning, self.device)["single"]
+        if isinstance(case, Case) and case.ragged:
+            entry["evened_out"] = self._evened_out(case, dtype)
+        if self.device.type == "cuda":
+            entry["workspace_bytes"] = _max_allocated(planning[0])
+        return {"backend": backend_of(case, cache, queries, self.backend), **entry}
+
+    def errors(self, out: torch.Tensor, case: UsualCase, cache: Cache, queries: Queries) -> Row:
+        """Against float64, and of bfloat16."""
+        error = attention_error(out, queries.query, case, cache, queries.sinks)
+        return {"error": error.ours, "bfloat16_error": error.bfloat16}
+
+    def flashinfer(
+        self, case: UsualCase, dtype: str, make: Callable[[Cache, Queries], list[Call]]
+    ) -> Row:
+        """Times and error of FlashInfer, which leaves out sinks and V's global scale."""
+        cache = make_cache(case, dtype, self.device)
+        queries = make_queries(case, self.device, self.query_dtype)
+        calls = make(cache, queries)
+        entry = self.times(case, calls, cache.num_bytes)
+        out: Any = calls[0]()
+        if cache.layout.v_dtype.has_global_scale:
+            out = out.double() * cache.scale
+        entry["error"] = attention_error(out, queries.query, case, cache, None).ours
+        return entry
+
+    def times(self, case: UsualCase, calls: Sequence[Call], num_bytes: int | None = None) -> Row:
+        """Times of calls, and rates."""
+        # Prefill's calls are long beside the start of a graph.
+        self.measure = partial(measure, in_graph=case.kind != "prefill")
+        return super().times(case, calls, num_bytes)
+
+    def _evened_out(self, case: Case, dtype: str) -> Row:
+        """Times of a batch of as many sequences of one length, with as many tokens in all."""
+        even = case.evened_out()
+        cache = make_cache(even, dtype, self.device)
+        queries = make_queries(even, self.device, self.query_dtype)
+        calls = attention_calls(even, cache, queries, backend=self.backend)
+        return {**measure(calls, self.device, in_graph=True), "bytes": cache.num_bytes}
+
+
+def backend_of(case: UsualCase, cache: Cache, queries: Queries, backend: str | None) -> str:
+    """Name of the backend that `attention_calls` runs on."""
+    query = queries.query
+    config = AttentionConfig(
+        layout=cache.layout,
+        num_heads=case.heads,
+        query_dtype=query.dtype,
+        device_type=query.device.type,
+        num_tokens=query.shape[0],
+        num_seqs=case.batch,
+        sliding_window=cache.window,
+        has_sinks=case.sinks,
+        compute_capability=current_compute_capability() if query.is_cuda else CPU,
+    )
+    return ATTENTION_BACKENDS.select(config, explicit=backend).name
+
+
+def _max_allocated(call: Call) -> int:
+    """Max bytes that a call allocates."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

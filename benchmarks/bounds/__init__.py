@@ -1,0 +1,1 @@
+"""What committed runs must hold, operation by operation; `benchmarks.check` judges them."""

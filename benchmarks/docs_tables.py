@@ -1,0 +1,228 @@
+"""Tables of docs/numbers/ that no other program writes, from the committed runs.
+
+    python -m benchmarks.docs_tables
+
+Every table goes between the markers of its name: `<!-- store -->` and `<!-- /store -->`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[1]
+RESULTS = REPOSITORY / "benchmarks" / "results"
+NUMBERS = REPOSITORY / "docs" / "numbers"
+
+
+def read(name: str) -> Any:
+    """A committed run."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def markdown(heads: Iterable[str], rows: Iterable[Iterable[object]], text_columns: int = 1) -> str:
+    """A table; columns after the first `text_columns` are numbers, to the right."""
+    heads = list(heads)
+    rules = ["---"] * text_columns + ["---:"] * (len(heads) - text_columns)
+    lines = [heads, rules, *(map(str, row) for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def time(row: dict[str, Any], name: str) -> str:
+    """Microseconds of a single call, or nothing where that did not take part."""
+    return f"{row[name]['single']:,.0f}" if name in row else ""
+
+
+def prefill() -> str:
+    """Every case of prefill beside dense attention on bfloat16."""
+    names = ("halfbyte_nvfp4", "flashinfer_fa3_bf16", "flashinfer_fa2_bf16", "sdpa_bf16")
+    rows = []
+    for row in read("attention_decode")["microseconds"]:
+        if row["kind"] != "prefill":
+            continue
+        label = row["name"].removeprefix("prefill-")
+        kv = f"{row['kv_heads']} x {row['group']} x {row['head_size']}"
+        rows.append([label, kv, *(time(row, name) for name in names)])
+    heads = [
+        "case",
+        "KV heads x group x head size",
+        "halfbyte nvfp4",
+        "FlashInfer fa3",
+        "FlashInfer fa2",
+        "SDPA",
+    ]
+    return markdown(heads, rows, 2)
+
+
+def prefill_ways() -> str:
+    """Prefill by kernel, where one of them is chosen for a reason."""
+    rows = []
+    for row in read("prefill_ways")["microseconds"]:
+        tokens = f"{row['batch']} x {row['new']:,}"
+        tokens += f" on {row['cached']:,}" if row["cached"] else ""
+        options = [f"window {row['window']:,}"] if row["window"] else []
+        options += ["soft-cap"] if row["softcap"] else []
+        times = (time(row, name) for name in ("own", "pytorch", "general"))
+        rows.append([tokens, row["head_size"], ", ".join(options), *times])
+    heads = ["new tokens", "head size", "options", "our own", "PyTorch's", "general"]
+    return markdown(heads, rows, 3)
+
+
+def store() -> str:
+    """Storing K and V on a GPU."""
+    report = read("store")
+    rows = [
+        [
+            f"{row['tokens']:,}",
+            f"`{row['kv_cache_dtype']}`",
+            *(f"{row[name]:.1f}" for name in ("single", "back_to_back", "in_graph")),
+            f"{row['of_copy']:.0%}",
+        ]
+        for row in report["microseconds"]
+    ]
+    heads = [
+        "tokens",
+        "K/V cache",
+        "one call",
+        "in a row",
+        "in a graph of many",
+        "of a copy's rate",
+    ]
+    return markdown(heads, rows, 2)
+
+
+def cpu_attention() -> str:
+    """Decode on a CPU, beside SDPA on unquantized K and V."""
+    names = {
+        "halfbyte_avx512vnni": "AVX-512 VNNI",
+        "halfbyte_avx512bf16": "AVX-512 BF16",
+        "halfbyte_avx512": "AVX-512",
+        "halfbyte_avx2": "AVX2",
+        "sdpa_bf16": "SDPA bfloat16",
+        "sdpa_fp32": "SDPA float32",
+    }
+    rows = [
+        [f"{row['batch']} x {row['context']:,}", *(f"{row[name]:.2f}" for name in names)]
+        for row in read("attention_cpu")["milliseconds"]
+    ]
+    return markdown(["batch x context", *names.values()], rows)
+
+
+def cpu_prefill() -> str:
+    """Prefill on a CPU, beside SDPA."""
+    names = ("halfbyte_nvfp4", "sdpa_bf16", "sdpa_fp32")
+    rows = [
+        [
+            f"{row['query_tokens']} on {row['context'] - row['query_tokens']:,}",
+            *(f"{row[name]['single'] / 1e3:.1f}" for name in names),
+        ]
+        for row in read("bench_attention_cpu")["microseconds"]
+        if row["kind"] == "prefill"
+    ]
+    return markdown(
+        ["new on cached tokens", "halfbyte nvfp4", "SDPA bfloat16", "SDPA float32"], rows
+    )
+
+
+def cpu_linear() -> str:
+    """Linear layers on a CPU."""
+    rows = [
+        [
+            f"{row['n']:,} x {row['k']:,}",
+            f"{row['m']:,}",
+            *(
+                f"{row['subjects'][name]['back_to_back'] / 1e3:.2f}"
+                for name in ("cpu", "dense_bf16")
+            ),
+        ]
+        for row in read("bench_linear_cpu")["microseconds"]
+    ]
+    return markdown(["weights N x K", "M", "halfbyte NVFP4", "bfloat16 weights"], rows)
+
+
+def linear_ratios() -> str:
+    """Our time over cuBLAS's with bfloat16 weights, from 256 tokens on."""
+    rows = read("linear")["microseconds"]
+    shapes = dict.fromkeys(row["shape"] for row in rows)
+    ratio = {(r["m"], r["shape"]): r["in_graph"]["ours_over_dense"] for r in rows if r["m"] >= 256}
+    table = [
+        [f"{m:,}", *(f"{ratio[m, s]:.2f}" for s in shapes)] for m in sorted({m for m, _ in ratio})
+    ]
+    return markdown(["M", *(s.replace("x", " x ") for s in shapes)], table, 0)
+
+
+def linear_bounds() -> str:
+    """What the committed run must reach, and what it reached."""
+    rows = [
+        [row["meaning"], row["shape"].replace("x", " x "), row["rows"]]
+        + [f"{row[timing]['worst']:.2f}" for timing in ("in_graph", "single", "back_to_back")]
+        for row in read("linear")["bounds"]
+    ]
+    heads = ["bound", "N x K", "tokens", "in a graph of many", "one call", "in a row"]
+    return markdown(heads, rows, 3)
+
+
+def model_weights() -> str:
+    """Prompts through a whole model, weights in bfloat16 and in NVFP4."""
+    weights = read("model_weights")["weights"]
+    rows = []
+    for case in weights["nvfp4"]["prefill_tokens_per_s"]:
+        dense, ours = (
+            weights[name]["prefill_tokens_per_s"][case] for name in ("bfloat16", "nvfp4")
+        )
+        captured = [weights[name]["captured_tokens_per_s"][case] for name in ("bfloat16", "nvfp4")]
+        cells = [f"{dense:,.0f}", f"{ours:,.0f}", f"{ours / dense:.2f}"]
+        rows.append([case.replace("x", " x "), *cells, f"{captured[1] / captured[0]:.2f}"])
+    heads = [
+        "prompts",
+        "bfloat16, tokens/s",
+        "NVFP4, tokens/s",
+        "NVFP4 / bfloat16",
+        "in a CUDA graph",
+    ]
+    return markdown(heads, rows)
+
+
+def decode_step() -> str:
+    """A decode step of the embedded engine's model, by cache."""
+    rows = [
+        [f"`{row['kv_cache_dtype']}`", f"{row['step_ms']:.1f} ms", f"{row['attention_ms']:.1f} ms"]
+        for row in read("decode_step")["steps"]
+    ]
+    return markdown(["K/V cache", "step", "of which attention"], rows)
+
+
+TABLES: dict[str, tuple[str, Callable[[], str]]] = {
+    "prefill": ("attention.md", prefill),
+    "prefill-ways": ("attention.md", prefill_ways),
+    "store": ("attention.md", store),
+    "decode-step": ("attention.md", decode_step),
+    "cpu-attention": ("cpu.md", cpu_attention),
+    "cpu-prefill": ("cpu.md", cpu_prefill),
+    "cpu-linear": ("cpu.md", cpu_linear),
+    "linear-ratios": ("linear.md", linear_ratios),
+    "linear-bounds": ("linear.md", linear_bounds),
+    "model-weights": ("linear.md", model_weights),
+}
+"""Marker -> page and what makes the table."""
+
+
+def put(page: Path, marker: str, table: str) -> None:
+    """Write a table between a page's markers, which must be there once."""
+    begin, end = f"<!-- {marker} -->\n", f"<!-- /{marker} -->"
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    text, count = pattern.subn(lambda _: begin + table + end, page.read_text())
+    if count != 1:
+        raise SystemExit(f"{page}: {count} places for {marker}")
+    page.write_text(text)
+
+
+def main() -> None:
+    """Write all."""
+    for marker, (page, make) in TABLES.items():
+        put(NUMBERS / page, marker, make())
+
+
+if __name__ == "__main__":
+    main()

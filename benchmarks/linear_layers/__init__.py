@@ -1,0 +1,1 @@
+"""NVFP4 linear layers beside their peers: the run, its ratios and its table."""

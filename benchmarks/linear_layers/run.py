@@ -1,0 +1,199 @@
+"""The linear benchmark with all backends that run, and everything that the committed run says.
+
+Beside them PyTorch's product with the same weights in bfloat16 (on a GPU, cuBLAS) and, for few
+tokens, a plain read of as many bytes as the packed weights have. All are timed in CUDA graphs,
+interleaved (`benchmarks.timing`). Beyond what `halfbyte.bench.LinearBenchmark` reports:
+
+    gpu_state                                     driver and clocks at the end of the run, or None
+    unusable                                      backends that cannot run, and why
+    warm_up                                       seconds of compiling ahead, and what failed
+    empty                                         on a GPU, times of a kernel that does nothing
+    judged_by                                     the timings that bounds go by
+    microseconds: one row per case
+        subjects                                  by name, also:
+            in_graph, graph                       on a GPU, see `benchmarks.timing`
+            bytes, terabytes_per_s, by            `plain_read`: by `judged_by`; what reads
+            inexact                               true if a peer's error is more than allowed
+        selected, selected_without_hint           what a layer takes that knows m, or does not
+        single, back_to_back, in_graph            ratios of times, see `ratios`
+    bounds                                        what must hold, see `bounds`
+    seconds                                       the whole run
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.linear_layers.bounds import bounds
+from benchmarks.linear_layers.gpu_state import gpu_state
+from benchmarks.linear_layers.plain_read import plain_read
+from benchmarks.linear_layers.ratios import DENSE, OURS, READ, judged_by, ratios
+from benchmarks.linear_layers.warm_up import compile_ahead
+from benchmarks.linear_layers.weights import PeerWeights
+from benchmarks.timing import Ready, measure_in_turns, ready, spacer
+from halfbyte.bench import LinearBenchmark
+from halfbyte.bench.report import Row, or_failed
+from halfbyte.bench.timing import Call, Times
+from halfbyte.bench.weights import Shape
+from halfbyte.dispatch import CPU, current_compute_capability
+from halfbyte.linear import LINEAR_BACKENDS, NvFp4LinearLayerConfig, select_nvfp4_linear_kernel
+
+GPU_TOKENS = (
+    *(1, 2, 4, 8, 16, 32, 64, 128, 256, 257, 300, 384, 512, 513, 640, 768, 1024),
+    *(1536, 2048, 3072, 4096, 8192),
+)
+"""Powers of two, one more than that, and some between them."""
+MAX_TOKENS = {"reference": 16, READ: 16}
+"""Backends that are too slow for more, unless they are asked for; and where reading the weights is
+what takes the time."""
+_ROUNDS = {"cuda": 4, "cpu": 2}
+_BUDGET_US = {"cuda": 2e5, "cpu": 3e5}
+_INEXACT = 2.0
+"""Up to so many times the allowed error a peer is inexact; beyond, wrong."""
+_WRONG = "wrong results"
+_HOT_TOKENS, _REST_S = 256, 0.05
+"""From so many tokens a GPU reaches its power limit, and rests before every turn."""
+Maker = Callable[[torch.Tensor], Sequence[Call]]
+"""Of x `[M, K]`: calls that multiply it, one per copy of the weights."""
+
+
+class LinearRun(LinearBenchmark):
+    """As `LinearBenchmark`; by default with all backends that can run."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        shapes: Sequence[Shape] = (),
+        tokens: Sequence[int] = (),
+        backends: Sequence[str] = (),
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        self._begin = time.perf_counter()
+        on_gpu = device.type == "cuda"
+        if on_gpu:
+            device, tokens = torch.device("cuda", torch.cuda.current_device()), tokens or GPU_TOKENS
+        verdicts = LINEAR_BACKENDS.explain(_config((64, 64), dtype, device))
+        usable = [verdict.name for verdict in verdicts if verdict.usable]
+        super().__init__(device, shapes, tokens, backends or usable, dtype)
+        self.max_tokens = {READ: MAX_TOKENS[READ]} if backends else MAX_TOKENS
+        self.report |= {
+            "gpu_state": None,
+            "unusable": {v.name: v.reason for v in verdicts if not v.usable},
+            "warm_up": None,
+            "empty": None,
+            "judged_by": list(judged_by(on_gpu)),
+            "bounds": [],
+            "seconds": None,
+        }
+
+    def failures(self, *, ours: bool = False) -> list[str]:
+        """One line for each measurement that failed, or for halfbyte's own and wrong results."""
+        return [
+            f"{row['shape']} M={row['m']}: {name}: {entry['failed']}"
+            for row in self.report["microseconds"]
+            for name, entry in row["subjects"].items()
+            if "failed" in entry
+            and (not ours or name in (*OURS, "reference") or _WRONG in entry["failed"])
+        ]
+
+    def run(self) -> Iterator[Row]:
+        """Measure all cases; each row is in the report when it comes."""
+        shapes = list(dict.fromkeys(shape for shape, _ in self.cases))
+        tokens = list(dict.fromkeys(m for _, m in self.cases))
+        if self.device.type == "cuda":
+            self.report["warm_up"] = compile_ahead(
+                shapes, tokens, self.backends, partial(self._compile, shapes)
+            )
+            empty = ready([spacer(self.device)], self.device, in_graph=True)
+            self.report["empty"] = measure_in_turns({"": empty}, self.device, _ROUNDS["cuda"])[""]
+        for shape in shapes:
+            weights = PeerWeights(shape, self.device, self.dtype)
+            makers = self._makers(weights)
+            for m in tokens:
+                row = self._row(weights, makers, m)
+                self.report["microseconds"].append(row)
+                self.report["bounds"] = bounds(self.report)
+                self.report["seconds"] = round(time.perf_counter() - self._begin, 1)
+                if (shape, m) == self.cases[-1]:
+                    self.report["gpu_state"] = gpu_state(self.device)
+                yield row
+
+    def _compile(self, shapes: Sequence[Shape]) -> None:
+        """Compile our CUDA kernels, which are kept by this process alone."""
+        for shape in shapes if "cuda" in self.backends else ():
+            with suppress(Exception):  # it will be met again, and noted
+                PeerWeights(shape, self.device, self.dtype).layer("cuda")
+
+    def _makers(self, weights: PeerWeights) -> dict[str, Maker]:
+        """Who takes part for one shape, by name."""
+        dense = {DENSE: torch.bfloat16}
+        if self.device.type == "cpu":
+            dense["dense_fp32"] = torch.float32  # which can be the faster there
+        makers: dict[str, Maker] = {x: partial(weights.layer_calls, x) for x in self.backends}
+        makers |= {x: partial(weights.dense_calls, dtype) for x, dtype in dense.items()}
+        self._read_by, reads = plain_read(weights.codes.nbytes + weights.scales.nbytes, self.device)
+        return {**makers, READ: lambda x: reads}
+
+    def _row(self, weights: PeerWeights, makers: dict[str, Maker], m: int) -> Row:
+        x = weights.x(m)
+        outs: dict[str, torch.Tensor] = {}
+        series: dict[str, Ready] = {}
+
+        def prepare(name: str) -> Row:
+            calls: Any = makers[name](x)
+            outs[name] = calls[0]()
+            series[name] = ready(calls, self.device, in_graph=True)
+            return {}
+
+        chosen = [name for name in makers if m <= self.max_tokens.get(name, m)]
+        entries = {name: or_failed(partial(prepare, name)) for name in chosen}
+        kind = self.device.type
+        rest = _REST_S if kind == "cuda" and m >= _HOT_TOKENS else 0.0
+        times = measure_in_turns(series, self.device, _ROUNDS[kind], _BUDGET_US[kind], rest)
+        for name, found in times.items():
+            if name == READ:
+                entries[name] = self._read_entry(found, weights)
+            else:
+                entries[name] = _entry(name, found, *weights.error(x, outs[name]))
+        n, k = weights.shape
+        row = {
+            "shape": f"{n}x{k}",
+            "n": n,
+            "k": k,
+            "m": m,
+            "subjects": entries,
+            "selected": self._selected(weights.shape, m),
+            "selected_without_hint": self._selected(weights.shape, None),
+        }
+        return {**row, **ratios(row, self.backends)}
+
+    def _selected(self, shape: Shape, m: int | None) -> str:
+        return select_nvfp4_linear_kernel(_config(shape, self.dtype, self.device, m)).name
+
+    def _read_entry(self, times: Times, weights: PeerWeights) -> Row:
+        num_bytes = weights.codes.nbytes + weights.scales.nbytes
+        rate = num_bytes / float(times[self.report["judged_by"][0]]) / 1e6
+        rounded = {"bytes": num_bytes, "terabytes_per_s": round(rate, 4)}
+        return {**times, **rounded, "by": self._read_by}
+
+
+def _config(
+    shape: Shape, dtype: torch.dtype, device: torch.device, m: int | None = None
+) -> NvFp4LinearLayerConfig:
+    capability = current_compute_capability(device) if device.type == "cuda" else CPU
+    return NvFp4LinearLayerConfig(
+        *shape, dtype, m_hint=m, device_type=device.type, compute_capability=capability
+    )
+
+
+def _entry(name: str, times: Times, error: float, allowed: float) -> Row:
+    peer = name not in (*OURS, "reference") and not name.startswith("dense_")
+    exact = error <= allowed  # NaN is not
+    if not (exact or (peer and error <= _INEXACT * allowed)):
+        return {"failed": f"{_WRONG}: error {error:.3g} against float64, allowed {allowed:.3g}"}
+    entry = {**times, "error": float(f"{error:.3g}"), "allowed_error": float(f"{allowed:.3g}")}
+    return entry if exact else {**entry, "inexact": True}

@@ -1,0 +1,185 @@
+"""How long calls take in CUDA graphs, contenders interleaved. All times are in µs.
+
+On a GPU a call is captured in a CUDA graph, unless it synchronizes (then `graph` is false).
+
+    single        median of replays timed one by one
+    back_to_back  mean of replays in a row; of several rounds, the median
+    in_graph      per call of a graph that holds many, with a small kernel (`spacer`) before each,
+                  less what the spacers take alone: so no call overlaps with the one before it,
+                  which in a model would not be its own
+
+Calls take turns on copies of the data that together exceed the caches. Replays are queued behind a
+kernel that keeps the GPU busy, because the host takes 3 to 17 µs to start a graph; what the GPU
+itself takes to start one, some 3 µs or 2 in a row, is in the first two. Contenders are interleaved
+(`measure_in_turns`), so that none alone gets the boosted clock.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import torch
+
+from halfbyte.bench import timing
+from halfbyte.bench.timing import (
+    BUDGET_US,
+    CYCLES_PER_US,
+    Call,
+    Stopwatch,
+    Times,
+    cpu_microseconds,
+    gpu_microseconds,
+    series,
+)
+
+_ROW_REPLAYS = 5
+"""Of a graph of many calls, per round."""
+_HEAD_START_CYCLES = 50 * CYCLES_PER_US
+"""That the host is ahead, per queued replay."""
+
+
+class Row(NamedTuple):
+    """A graph of calls with a spacer before each, and a graph of the spacers alone."""
+
+    replay: Call
+    spacers: Call
+    calls: int
+
+
+class Ready(NamedTuple):
+    """Calls that were warmed up and, on a GPU, captured if they can be."""
+
+    calls: Sequence[Call]
+    captured: bool
+    row: Row | None = None
+
+
+def ready(calls: Sequence[Call], device: torch.device, *, in_graph: bool = False) -> Ready:
+    """Prepare calls that do the same work on different data.
+
+    Args:
+        in_graph: also capture a graph that holds many of them.
+    """
+    for call in calls[:2]:
+        call()
+    if device.type != "cuda":
+        return Ready(calls, False)
+    torch.cuda.synchronize()
+    if waits_for_host(calls[0]):
+        return Ready(calls, False)
+    pool = torch.cuda.graph_pool_handle()
+    captured = [capture([call], pool) for call in calls]
+    return Ready(captured, True, _captured_row(calls, device, pool) if in_graph else None)
+
+
+def measure(calls: Sequence[Call], device: torch.device, *, in_graph: bool = False) -> Times:
+    """`single`, `back_to_back`, on a GPU `graph` and, if asked for, `in_graph` of such calls."""
+    contender = ready(calls, device, in_graph=in_graph)
+    return measure_in_turns({"": contender}, device, rounds=1)[""]
+
+
+def measure_in_turns(
+    contenders: Mapping[str, Ready],
+    device: torch.device,
+    rounds: int,
+    budget_us: float | None = None,
+    rest_s: float = 0.0,
+) -> dict[str, Times]:
+    """Times of `measure` by name, with the repetitions of all contenders interleaved.
+
+    Args:
+        budget_us: per contender and series of repetitions; None for that of `measure`.
+        rest_s: seconds of idling before each turn, so that heat and power of one contender do not
+            slow the next.
+    """
+    budget = (BUDGET_US[device.type] if budget_us is None else budget_us) / rounds
+    turns = {name: cycle(contender.calls) for name, contender in contenders.items()}
+    singles: dict[str, list[float]] = {name: [] for name in contenders}
+    in_a_row: dict[str, list[float]] = {name: [] for name in contenders}
+    in_graph: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(turns)
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            time.sleep(rest_s)
+            elapsed = _stopwatch(device, contenders[name].captured)
+            some, mean = series(turns[name], elapsed, budget, rounds)
+            singles[name] += some
+            in_a_row[name].append(mean)
+            if row := contenders[name].row:
+                in_graph[name] += _in_graph(row, budget)
+    result = {}
+    for name, contender in contenders.items():
+        times: Times = {
+            "single": round(statistics.median(singles[name]), 2),
+            "back_to_back": round(statistics.median(in_a_row[name]), 2),
+        }
+        if in_graph[name]:
+            times["in_graph"] = round(statistics.median(in_graph[name]), 2)
+        result[name] = {**times, "graph": contender.captured} if device.type == "cuda" else times
+    return result
+
+
+def waits_for_host(call: Call) -> bool:
+    """Whether a call synchronizes the GPU with the host, which a graph cannot capture."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+        torch.cuda.synchronize()
+    return False
+
+
+def capture(calls: Sequence[Call], pool: Any = None) -> Call:
+    """Replay of calls captured in one CUDA graph; graphs of a pool share their memory."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        for call in calls:
+            call()
+    graph.replay()  # the first replay also uploads the graph to the GPU
+    return graph.replay
+
+
+def _captured_row(calls: Sequence[Call], device: torch.device, pool: Any) -> Row:
+    row = whole_turns(calls)
+    space = spacer(device)
+    spaced = [each for call in row for each in (space, call)]
+    return Row(capture(spaced, pool), capture([space] * len(row), pool), len(row))
+
+
+@cache
+def spacer(device: torch.device) -> Call:
+    """A kernel that fills a single value; cached, because graphs keep the value's address."""
+    return partial(torch.zeros(1, device=device).fill_, 0.0)
+
+
+def whole_turns(calls: Sequence[Call]) -> list[Call]:
+    """At least `IN_A_ROW` calls, each equally often, so that all find their data equally cold."""
+    return list(calls) * -(-timing.IN_A_ROW // len(calls))
+
+
+def _in_graph(row: Row, budget: float) -> list[float]:
+    times: list[float] = []
+    while len(times) < _ROW_REPLAYS and sum(times) * row.calls <= budget:
+        spaced, alone = _replay_microseconds([row.replay]), _replay_microseconds([row.spacers])
+        times.append((spaced - alone) / row.calls)
+    return times
+
+
+def _stopwatch(device: torch.device, captured: bool) -> Stopwatch:
+    if device.type != "cuda":
+        return cpu_microseconds
+    return _replay_microseconds if captured else gpu_microseconds
+
+
+_replay_microseconds = partial(gpu_microseconds, head_start=_HEAD_START_CYCLES)

@@ -1,0 +1,104 @@
+"""Calls of halfbyte's attention and store, and of PyTorch's SDPA on dense K and V."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from halfbyte.attention import AttentionPlans, paged_attention
+from halfbyte.bench.cases import Case
+from halfbyte.bench.data import Cache, copies, make_cache
+from halfbyte.bench.timing import Call
+from halfbyte.kvcache import reshape_and_cache
+
+
+class Queries(NamedTuple):
+    """What a case asks of its caches; the same for every format and contender."""
+
+    query: torch.Tensor
+    """`[batch * query_tokens, heads, head_size]`."""
+    start_loc: torch.Tensor
+    sinks: torch.Tensor | None
+
+
+def make_queries(case: Case, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Queries:
+    """Random queries (and sinks) of a case."""
+    generator = torch.Generator(device).manual_seed(1)
+    tokens = case.batch * case.query_tokens
+    query = torch.randn(tokens, case.heads, case.head_size, generator=generator, device=device)
+    sinks = torch.randn(case.heads, generator=generator, device=device) if case.sinks else None
+    starts = torch.arange(0, tokens + 1, case.query_tokens, dtype=torch.int32, device=device)
+    return Queries(query.to(dtype), starts, sinks)
+
+
+def attention_calls(
+    case: Case, cache: Cache, queries: Queries, *, share_plan: bool = True, **options: Any
+) -> list[Call]:
+    """Calls of `paged_attention`, one per pool; each returns its output.
+
+    Args:
+        share_plan: calls share the plan that the first of them makes, as the layers of a step do.
+        options: further arguments, such as `backend`.
+    """
+    attend = partial(
+        paged_attention,
+        queries.query,
+        layout=cache.layout,
+        query_start_loc=queries.start_loc,
+        seq_lens=cache.seq_lens,
+        block_tables=cache.block_tables,
+        scale=case.head_size**-0.5,
+        k_scale=cache.scale,
+        v_scale=cache.scale,
+        sliding_window=cache.window,
+        sinks=queries.sinks,
+        plans=AttentionPlans() if share_plan else None,
+        **options,
+    )
+    return [partial(attend, pages) for pages in cache.pools]
+
+
+def store_calls(case: Case, dtype: str, device: torch.device) -> tuple[list[Call], int]:
+    """Calls of `reshape_and_cache` on different tokens and pages, and the bytes each must move."""
+    cache, size = make_cache(case, dtype, device), case.block_size
+    tokens = torch.arange(case.context, device=device)
+    slots = cache.block_tables[0].long()[tokens // size] * size + tokens % size
+    generator = torch.Generator(device).manual_seed(2)
+    shape = (2, case.context, case.kv_heads, case.head_size)
+    calls: list[Call] = []
+    for pages in cache.pools:
+        key, value = torch.randn(shape, generator=generator, device=device).bfloat16()
+        store = (key, value, pages, slots, cache.layout, cache.scale, cache.scale)
+        calls.append(partial(reshape_and_cache, *store))
+    return calls, 2 * key.nbytes + slots.nbytes + cache.num_bytes
+
+
+def sdpa_dtypes(case: Case, device: torch.device) -> tuple[torch.dtype, ...]:
+    """To measure SDPA in; none where it cannot do the work: ragged lengths, sinks, a window."""
+    plain = case.kind == "prefill" or (case.kind == "decode" and case.query_tokens == 1)
+    ragged = bool((case.lengths() != case.context).any())
+    if ragged or case.sinks or case.sliding_window or not plain:
+        return ()
+    # On a CPU float32 as well, which can be the faster.
+    return (torch.bfloat16, torch.float32)[: 1 if device.type == "cuda" else 2]
+
+
+def sdpa_calls(case: Case, dtype: torch.dtype, device: torch.device) -> list[Call]:
+    """SDPA on dense K and V.
+
+    Decode has the group folded into the query dimension, and prefill on a CPU has K and V repeated
+    for every query head: there, `enable_gqa` is far slower.
+    """
+    fold = case.kind == "decode"
+    repeat = 1 if fold or device.type == "cuda" else case.group
+    shape = (2, case.batch, case.kv_heads, case.context, case.head_size)
+    first = torch.randn(shape, dtype=dtype, device=device).repeat_interleave(repeat, dim=2)
+    rows = (case.kv_heads, case.group) if fold else (case.heads, case.query_tokens)
+    query = torch.randn((case.batch, *rows, case.head_size), dtype=dtype, device=device)
+    mask = causal_lower_right(case.query_tokens, case.context)
+    options: dict[str, Any] = {} if fold else {"enable_gqa": repeat == 1, "attn_mask": mask}
+    attend = partial(F.scaled_dot_product_attention, query, **options)
+    key_values = [first, *(first.clone() for _ in range(copies(first.nbytes, device) - 1))]
+    return [partial(attend, *key_value) for key_value in key_values]

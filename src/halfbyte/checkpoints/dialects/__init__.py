@@ -1,0 +1,1 @@
+"""Dialects of NVFP4 checkpoints: each reads and writes its declarations in one file."""

@@ -1,0 +1,97 @@
+"""The dialects, and what a checkpoint declares in whichever of them.
+
+What is quantized, and how, stands in `quantization_config` of `config.json`; ModelOpt also writes
+`hf_quant_config.json`, which wins where both exist because it is the original of the two.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from halfbyte.checkpoints.dialects.base import (
+    CheckpointDialect,
+    Declaration,
+    Dialect,
+    TensorNames,
+    unknown_scheme,
+)
+from halfbyte.checkpoints.dialects.compressed_tensors import CompressedTensors
+from halfbyte.checkpoints.dialects.modelopt import ModelOpt
+from halfbyte.checkpoints.errors import CheckpointError, read_json
+
+DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
+_REGISTRY: dict[Dialect, CheckpointDialect] = {
+    dialect.name: dialect
+    # ModelOpt's own file may lie beside another method's section, which wins.
+    for dialect in (CompressedTensors(), ModelOpt())
+}
+TENSOR_NAMES: dict[Dialect, TensorNames] = {name: _REGISTRY[name].tensor_names for name in DIALECTS}
+
+
+def get_dialect(name: Dialect) -> CheckpointDialect:
+    """The dialect of a name."""
+    return _REGISTRY[name]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The fields of a folder's `config.json`.
+
+    Raises:
+        CheckpointError: it is no JSON object, or its `quantization_config` is none; one line.
+    """
+    config = read_json(folder / "config.json")
+    _section(folder, config)
+    return config
+
+
+def read_declaration(folder: str | Path, config: Mapping[str, Any]) -> Declaration | None:
+    """What a checkpoint declares of its quantization.
+
+    Args:
+        folder: of the checkpoint.
+        config: the dict of its `config.json`.
+
+    Returns:
+        None for a checkpoint that is not quantized, or by a method of neither dialect (which is
+        transformers' business).
+
+    Raises:
+        CheckpointError: a broken declaration; or one of these dialects, or of Quark's NVFP4, that
+            is not read here: one line that names the scheme.
+    """
+    folder = Path(folder)
+    section = _section(folder, config)
+    method = section.get("quant_method")
+    if method is not None and not isinstance(method, str):
+        raise CheckpointError(f"{folder}: quant_method: expected a name, found {method!r}")
+    if method == "quark":
+        _refuse_quark(folder, section)
+        return None
+    declaring = (dialect for dialect in _REGISTRY.values() if dialect.declares(folder, method))
+    dialect = next(declaring, None)
+    return None if dialect is None else dialect.read(folder, section)
+
+
+def _section(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`quantization_config` of the config, empty where it has none."""
+    for name in ("quantization", "quantization_config"):
+        section = config.get(name)
+        if section is not None and not isinstance(section, Mapping):
+            raise CheckpointError(
+                f"{folder}: {name}: expected an object, found {type(section).__name__}"
+            )
+    return config.get("quantization_config") or {}
+
+
+def _refuse_quark(folder: Path, section: Mapping[str, Any]) -> None:
+    """Refuse Quark's 4-bit floats by name; its other formats are left to transformers."""
+    # Per layer and per class of layers there may be other formats than the global one.
+    parts = [value for name, value in section.items() if name.endswith("quant_config") and value]
+    if "fp4" in json.dumps(parts or section).lower():
+        raise unknown_scheme(
+            folder,
+            "quantization_config.quant_method",
+            "'quark' with FP4 weights (AMD Quark's NVFP4 and MXFP4 are not read)",
+            "'modelopt' or 'compressed-tensors'",
+        )

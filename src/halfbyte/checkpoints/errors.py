@@ -1,0 +1,36 @@
+"""`CheckpointError`: what is wrong with a checkpoint, in one line."""
+
+from pathlib import Path
+from typing import Any
+
+from halfbyte.files import read_json_object, shortened
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is broken or not one that is read here; one line: what, expected, found.
+
+    What is too long for a line is cut in the middle.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message without line ends; its class where it says nothing or a name alone."""
+    text = shortened(str(error))
+    if isinstance(error, KeyError) and " " not in text:
+        text = f"unknown name {text}"
+    return text or type(error).__name__
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """As `files.read_json_object`.
+
+    Raises:
+        CheckpointError: what it refuses.
+    """
+    try:
+        return read_json_object(file)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None

@@ -1,0 +1,175 @@
+"""Checkpoint folders that appear whole or not at all.
+
+Everything is written into a hidden sibling of the destination, flushed to the disk, and renamed in
+one step. A process that is killed leaves the sibling `.NAME.incomplete-…` behind and no
+destination; an error removes the sibling, too.
+"""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from halfbyte.checkpoints.errors import CheckpointError, one_line
+from halfbyte.checkpoints.index import INDEX_FILE, SINGLE_FILE
+
+DEFAULT_SHARD_BYTES = 5_000_000_000
+REPORT_FILE = "quantization_report.json"
+
+
+@contextmanager
+def new_folder(destination: str | Path, *, replace: bool = False) -> Iterator[Path]:
+    """A folder to write into, which becomes `destination` when the block ends well.
+
+    Args:
+        destination: of the finished folder; folders above it are made.
+        replace: remove the checkpoint (or the empty folder) that is there, once the new folder is
+            complete. Anything else is never removed.
+
+    Raises:
+        CheckpointError: `destination` exists and is not to be replaced or is no checkpoint, or a
+            file operation of the block failed (disk full, no permission). Nothing is left behind
+            then.
+    """
+    destination = Path(os.path.abspath(destination))
+    _check_free(destination, replace)
+    folder = destination.with_name(f".{destination.name}.incomplete-{secrets.token_hex(4)}")
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+        yield folder
+        _sync(folder)
+        _check_free(destination, replace)  # the block may have taken hours
+        _move(folder, destination)
+    except OSError as error:
+        raise CheckpointError(f"{destination}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_json(path: Path, fields: Any) -> None:
+    """Write an object as indented JSON and flush it to the disk."""
+    with path.open("w") as file:
+        file.write(json.dumps(fields, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def copy_file(source: Path, destination: Path) -> None:
+    """Copy a file's bytes (of what it points to, if it is a link) and flush them to the disk."""
+    shutil.copyfile(source, destination)
+    _sync(destination)
+
+
+class ShardWriter:
+    """Tensors to `model.safetensors`, or to numbered shards with an index where they are many.
+
+    Holds the tensors of one shard in memory.
+
+    Args:
+        folder: to write into.
+        max_bytes: size of a shard; a tensor that is larger gets one of its own.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int = DEFAULT_SHARD_BYTES) -> None:
+        if max_bytes < 1:
+            raise ValueError(f"max_bytes: expected at least 1, got {max_bytes}")
+        self.folder = folder
+        self.max_bytes = max_bytes
+        self.total_bytes = 0
+        self._shards: list[list[str]] = []
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a tensor; the caller must not change it any more."""
+        if self._pending and self._pending_bytes + tensor.nbytes > self.max_bytes:
+            self._write()
+        self._pending[name] = tensor.contiguous()
+        self._pending_bytes += tensor.nbytes
+        self.total_bytes += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write what is left, give the shards their names, and write the index."""
+        if self._pending or not self._shards:
+            self._write()
+        count = len(self._shards)
+        if count == 1:
+            self._path(0).rename(self.folder / SINGLE_FILE)
+            return
+        weight_map = {}
+        for i, names in enumerate(self._shards):
+            file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+            self._path(i).rename(self.folder / file)
+            weight_map.update(dict.fromkeys(names, file))
+        fields = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+        write_json(self.folder / INDEX_FILE, fields)
+
+    def _path(self, shard: int) -> Path:
+        return self.folder / f"shard-{shard:05d}"
+
+    def _write(self) -> None:
+        path = self._path(len(self._shards))
+        self._shards.append(list(self._pending))
+        try:
+            save_file(self._pending, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # nothing but the disk is left to fail
+            raise OSError(one_line(error)) from error
+        # safetensors' own files are for their owner alone.
+        path.chmod(self.folder.stat().st_mode & 0o666)
+        _sync(path)
+        self._pending, self._pending_bytes = {}, 0
+
+
+def _sync(path: Path) -> None:
+    """Flush a file or a folder's entries to the disk."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:  # folders cannot be opened on Windows
+        return
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_free(destination: Path, replace: bool) -> None:
+    """Raise CheckpointError if there is something that must not be replaced."""
+    if not os.path.lexists(destination):
+        return
+    if not replace:
+        raise CheckpointError(f"{destination}: exists already (--force replaces it)")
+    if destination.is_symlink() or not destination.is_dir():
+        found = "a link" if destination.is_symlink() else "a file"
+        raise CheckpointError(f"{destination}: expected a checkpoint to replace, found {found}")
+    try:
+        names = {path.name for path in destination.iterdir()}
+    except OSError as error:
+        raise CheckpointError(f"{destination}: cannot be read: {one_line(error)}") from error
+    has_weights = any(name.endswith(".safetensors") for name in names)
+    if names and REPORT_FILE not in names and not ("config.json" in names and has_weights):
+        raise CheckpointError(f"{destination}: expected a checkpoint to replace, found other files")
+
+
+def _move(folder: Path, destination: Path) -> None:
+    """Rename; what is replaced goes aside first, so that it is lost only when it is replaced."""
+    old = folder.with_name(f"{folder.name}.old")
+    replaces = os.path.lexists(destination)
+    if replaces:
+        destination.rename(old)
+    try:
+        folder.rename(destination)
+    except OSError:
+        if replaces:
+            old.rename(destination)
+        raise
+    _sync(destination.parent)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,53 @@
+"""Reports of `halfbyte bench` as tables, at most 90 columns wide, and what failed in them."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from halfbyte.bench.report import Report, Row
+
+_COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "single": ("single µs", "{:,.1f}".format),
+    "back_to_back": ("in a row µs", "{:,.1f}".format),
+    "terabytes_per_s": ("GB/s", lambda rate: f"{rate * 1e3:,.1f}"),
+    "fraction": ("of peak", "{:.0%}".format),
+    "teraflops_per_s": ("TFLOP/s", "{:,.2f}".format),
+    "error": ("error", "{:.1e}".format),
+}
+"""Heading and format, by name in the report."""
+
+
+def tables(report: "Report") -> Iterator[Table]:
+    """One table per kind of case, or per shape of weights; a column where any row has a value."""
+    from halfbyte.bench.report import contenders
+
+    kinds: dict[str, list[Row]] = {}
+    for row in report["microseconds"]:
+        kinds.setdefault(row.get("kind") or row["shape"], []).append(row)
+    for kind, rows in kinds.items():
+        entries = [entry for row in rows for entry in contenders(row).values()]
+        shown = [name for name in _COLUMNS if any(name in entry for entry in entries)]
+        table = Table(box=None, pad_edge=False)
+        for i, heading in enumerate([kind, "", *(_COLUMNS[name][0] for name in shown)]):
+            table.add_column(heading, justify="right" if i > 1 else "left", no_wrap=True)
+        for row in rows:
+            label = row["name"].removeprefix(kind).strip("- ")
+            for name, entry in contenders(row).items():
+                cells = [_COLUMNS[x][1](entry[x]) if x in entry else "" for x in shown]
+                table.add_row(label, name, *(["failed"] if "failed" in entry else cells))
+                label = ""
+        yield table
+
+
+def failures(report: "Report") -> dict[tuple[str, str], str]:
+    """Why measurements failed, by name of the row and of the contender."""
+    from halfbyte.bench.report import contenders
+
+    return {
+        (row["name"], name): entry["failed"]
+        for row in report["microseconds"]
+        for name, entry in contenders(row).items()
+        if "failed" in entry
+    }

@@ -1,0 +1,148 @@
+"""A checkpoint that is read once, and stays with the model that was loaded from it.
+
+Where it lies, what its files hold and declare, and the KV scales among its tensors are known
+before a weight is read. They are not lost where a folder moves or goes, or the process changes its
+directory.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from halfbyte.checkpoints.dialects.base import Declaration
+from halfbyte.checkpoints.dialects.modelopt import MODELOPT_FILE, read_modelopt_file
+from halfbyte.checkpoints.dialects.registry import read_declaration
+from halfbyte.checkpoints.errors import CheckpointError
+from halfbyte.checkpoints.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex, read_weight_map
+from halfbyte.checkpoints.kv_scales import read_kv_scales
+from halfbyte.checkpoints.validate import QUANTIZED_WEIGHT
+from halfbyte.layouts.kv_declarations import read_declared_cache
+from halfbyte.models.architectures import check_supported
+from halfbyte.models.config_fields import check_sizes
+from halfbyte.models.local_files import local_folder, read_model_config
+
+_ATTRIBUTE = "_halfbyte_checkpoint"
+
+
+@dataclass(frozen=True)
+class CheckpointKVScales:
+    """The KV scales among a checkpoint's tensors.
+
+    Args:
+        by_layer: `(k_scale, v_scale)`, decode scales.
+        declaring: what declares the formats that they are for: ModelOpt's file, else the config.
+        folder: for messages.
+    """
+
+    by_layer: Mapping[int, tuple[float, float]]
+    declaring: Any
+    folder: Path
+
+    @classmethod
+    def read(cls, folder: Path, config: Any) -> "CheckpointKVScales":
+        """Of a folder.
+
+        Args:
+            folder: of a checkpoint.
+            config: transformers config, or the dict of its `config.json`.
+
+        Raises:
+            CheckpointError: as `read_kv_scales`; a broken declaration.
+        """
+        return cls(read_kv_scales(folder), declaring(folder, config), folder)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """See above.
+
+    Args:
+        folder: absolute.
+        config: transformers config of a supported model.
+        declaration: of quantized weights or a quantized cache; None for neither, or a method that
+            transformers reads.
+        index: of the files.
+        kv_scales: among its tensors.
+    """
+
+    folder: Path
+    config: Any
+    declaration: Declaration | None
+    index: CheckpointIndex
+    kv_scales: CheckpointKVScales
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Checkpoint":
+        """Read all of a folder, or of a hub id's, but its weights.
+
+        Raises:
+            ModelLoadError, CheckpointError: broken files, or some that contradict each other.
+            UnsupportedModelError: an architecture that halfbyte is not tested with.
+        """
+        folder = local_folder(path).absolute()
+        config = read_model_config(folder)
+        check_supported(config)
+        section = getattr(config, "quantization_config", None)
+        declaration = read_declaration(folder, {"quantization_config": section})
+        if declaration is not None and declaration.quantizes_weights:
+            index = CheckpointIndex.read(folder)
+        else:
+            index = _index_as_transformers(folder)
+        if (section is None) if declaration is None else not declaration.quantizes_weights:
+            _refuse_undeclared(index)
+        check_sizes(config, index)
+        scales = CheckpointKVScales.read(folder, config)
+        return cls(folder, config, declaration, index, scales)
+
+    @property
+    def weight_declaration(self) -> Declaration | None:
+        """The declaration where it is of quantized weights; None otherwise."""
+        declared = self.declaration
+        return declared if declared is not None and declared.quantizes_weights else None
+
+    def stay_with(self, model: nn.Module) -> None:
+        """Be found by `checkpoint_of`."""
+        setattr(model, _ATTRIBUTE, self)
+
+
+def checkpoint_of(model: nn.Module) -> Checkpoint | None:
+    """What a model was loaded from, where `load_model` did it."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+def declaring(folder: Path, config: Any) -> Any:
+    """What declares the cache's format: ModelOpt's file, which wins over its copy in the config.
+
+    Raises:
+        ValueError: a format that halfbyte does not have; a broken file.
+    """
+    if (folder / MODELOPT_FILE).is_file():
+        section = read_modelopt_file(folder / MODELOPT_FILE)
+        if read_declared_cache(section) is not None:
+            return section
+    return config
+
+
+def _index_as_transformers(folder: Path) -> CheckpointIndex:
+    """The files that transformers would read: it prefers one to an index, and looks for a tensor in
+    all shards, whatever the index says."""
+    single = folder / SINGLE_FILE
+    if single.is_file():
+        return CheckpointIndex.read_files([single])
+    if (folder / INDEX_FILE).is_file():
+        shards = sorted(set(read_weight_map(folder).values()))
+        return CheckpointIndex.read_files([folder / shard for shard in shards])
+    return CheckpointIndex.read(folder)
+
+
+def _refuse_undeclared(index: CheckpointIndex) -> None:
+    """Raise CheckpointError if files hold quantized weights, which nothing declares."""
+    name = next((name for name in index.tensors if QUANTIZED_WEIGHT.search(name)), None)
+    if name is not None:
+        raise CheckpointError(
+            f"{index.folder}: found quantized weights (tensor {name}), expected a declaration in "
+            "config.json or hf_quant_config.json"
+        )

@@ -1,0 +1,82 @@
+"""Checkpoints that are quantized by another method: transformers reads them, whole."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+from halfbyte.checkpoints.validate import QUANTIZED_WEIGHT
+from halfbyte.models.foreign_cache import without_cache
+from halfbyte.models.local_files import LOCAL_FILES, ModelLoadError, or_load_error
+
+
+def load_by_transformers(folder: Path, config: Any, dtype: str | torch.dtype) -> PreTrainedModel:
+    """Load a model with `from_pretrained`.
+
+    Args:
+        folder: of the checkpoint.
+        config: of it, after `leave_weights_to_transformers`.
+        dtype: as for `load_model`.
+
+    Raises:
+        ModelLoadError: missing, truncated or mismatched files; one line.
+    """
+    model: PreTrainedModel
+    model, info = or_load_error(
+        folder,
+        AutoModelForCausalLM.from_pretrained,
+        folder,
+        config=config,
+        **LOCAL_FILES,
+        dtype=dtype,
+        output_loading_info=True,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,  # reported below, in one line
+    )
+    _check_complete(folder, info)
+    return model
+
+
+def leave_weights_to_transformers(folder: Path, config: Any) -> None:
+    """Hide from transformers what a config declares of the KV cache; it is kept for ours.
+
+    Raises:
+        ModelLoadError: a method that transformers does not read.
+    """
+    section = getattr(config, "quantization_config", None)
+    if not isinstance(section, Mapping):
+        return
+    method = section.get("quant_method")
+    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING and method != "bitsandbytes":
+        raise ModelLoadError(
+            f"{folder}: quantization_config.quant_method: expected modelopt, compressed-tensors "
+            f"or a method that transformers reads, found {method!r}"
+        )
+    config.quantization_config, cache = without_cache(section)
+    if cache:
+        config.quantization = cache
+
+
+def _check_complete(path: str | Path, info: dict[str, Any]) -> None:
+    missing = sorted(info.get("missing_keys", ()))
+    if missing:
+        raise ModelLoadError(f"{path}: {_some(missing)} missing")
+    mismatched = [
+        f"{name} (file {tuple(found)}, model {tuple(expected)})"
+        for name, found, expected in sorted(info.get("mismatched_keys", ()))
+    ]
+    if mismatched:
+        raise ModelLoadError(f"{path}: wrong shape: {_some(mismatched)}")
+    quantized = [name for name in info.get("unexpected_keys", ()) if QUANTIZED_WEIGHT.search(name)]
+    if quantized:
+        raise ModelLoadError(
+            f"{path}: has quantized weights that cannot be read: {_some(sorted(quantized))}"
+        )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:2])
+    return shown if len(names) <= 2 else f"{shown} and {len(names) - 2} more"

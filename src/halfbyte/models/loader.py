@@ -1,0 +1,202 @@
+"""`load_model`: from a checkpoint's files to a model that runs.
+
+The steps: read all of the folder but its weights (`checkpoint_folder`), make the model on the meta
+device (`meta_model`), compare it with the headers (`nvfp4.layer_plan`), put quantized layers in
+place (`nvfp4.layers`), and stream the shards (`nvfp4.weight_stream`). Other methods of quantization
+are left to transformers (`foreign_quantization`).
+"""
+
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from halfbyte.checkpoints.dialects.base import Declaration
+from halfbyte.checkpoints.errors import CheckpointError, read_json
+from halfbyte.linear import NvFp4Linear
+from halfbyte.models.attention_functions import register
+from halfbyte.models.checkpoint_folder import Checkpoint
+from halfbyte.models.config_fields import check_fields
+from halfbyte.models.foreign_quantization import leave_weights_to_transformers, load_by_transformers
+from halfbyte.models.local_files import ModelLoadError, or_load_error
+from halfbyte.models.meta_model import (
+    check_bytes,
+    empty_model,
+    make_buffers,
+    named_as_model,
+    resolve_dtype,
+)
+from halfbyte.models.nvfp4.layer_plan import LayerPlan, plan_layers
+from halfbyte.models.nvfp4.layers import LayerOptions, log_activation_mode, put_in_place
+from halfbyte.models.nvfp4.transformers_quantizer import mark_as_quantized
+from halfbyte.models.nvfp4.weight_stream import stream_into, weight_sinks
+
+logger = logging.getLogger("halfbyte")
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: torch.device | str | None = None,
+    linear_backend: str | None = None,
+    quantize_activations: bool | None = None,
+    batch_invariant: bool = False,
+) -> PreTrainedModel:
+    """Load a causal language model for inference.
+
+    Checkpoints with NVFP4 weights, ModelOpt's or compressed-tensors', are streamed from their
+    shards to the device; their headers are compared with the model first.
+
+    Args:
+        path: folder of a checkpoint in Hugging Face's form, or the id of one on the hub.
+        dtype: `auto` for the checkpoint's, or a torch dtype or its name.
+        device: where to put it; by default a GPU if there is one, else the CPU.
+        linear_backend: name of a backend of `halfbyte.linear` for NVFP4 layers; by default that of
+            the environment variable `HALFBYTE_NVFP4_GEMM_BACKEND`, else the best for each layer.
+        quantize_activations: whether layers that are stored as W4A4 quantize their activations
+            (emulated where the machine has no FP4 arithmetic). By default only where a backend
+            multiplies FP4 by FP4 natively; elsewhere they run as W4A16, and the log says so.
+        batch_invariant: NVFP4 layers give a row the same bits whatever else is in the batch.
+
+    Returns:
+        A transformers model in evaluation mode, ready for `halfbyte.Cache` and `halfbyte.LLM`.
+
+    Raises:
+        ModelLoadError: no such model, or missing, truncated or mismatched files.
+        CheckpointError: of a quantized checkpoint, a scheme that is not read here, or a tensor
+            that is absent or does not fit; one line.
+        UnsupportedModelError: an architecture that halfbyte is not tested with.
+        NoImplementationError: no linear backend, or not the one asked for, can do the work.
+        ValueError: `linear_backend` or `quantize_activations` for a checkpoint that has nothing
+            which they could be for; the device "meta", which holds no weights.
+    """
+    device = device_or_default(device)
+    if device.type == "meta":
+        raise ValueError("device: expected one that holds weights, got 'meta'")
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    checkpoint = or_load_error(path, Checkpoint.read, path)
+    try:
+        model = _load(
+            checkpoint, dtype, device, linear_backend, quantize_activations, batch_invariant
+        )
+    except CheckpointError as error:
+        raise ModelLoadError(str(error)) from error
+    checkpoint.stay_with(model)
+    register()
+    return model
+
+
+def _load(
+    checkpoint: Checkpoint,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    linear_backend: str | None,
+    quantize_activations: bool | None,
+    batch_invariant: bool,
+) -> PreTrainedModel:
+    folder, config, declaration = checkpoint.folder, checkpoint.config, checkpoint.declaration
+    options = LayerOptions(
+        dtype=resolve_dtype(dtype, config, checkpoint.index),
+        device=device,
+        backend=linear_backend,
+        quantize_activations=quantize_activations,
+        batch_invariant=batch_invariant,
+    )
+    if checkpoint.weight_declaration is not None:
+        return _load_streamed(checkpoint, options)
+    for name, value in [
+        ("linear_backend", linear_backend),
+        ("quantize_activations", quantize_activations),
+    ]:
+        if value is not None:
+            raise ValueError(f"{name}: got {value!r}, but {folder} has no NVFP4 layers")
+    if declaration is not None:
+        _keep_cache_declaration(config, declaration)
+    else:
+        leave_weights_to_transformers(folder, config)
+    if getattr(config, "quantization_config", None) is None:
+        return _load_streamed(checkpoint, options)
+    check_bytes(empty_model(folder, config, options.dtype), checkpoint.index)
+    model: Any = load_by_transformers(folder, config, dtype)
+    return model.to(device).eval()
+
+
+def _keep_cache_declaration(config: Any, declaration: Declaration) -> None:
+    """Only the cache is quantized: no need for the packages that unpack weights."""
+    config.quantization = dict(declaration.section or {})
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+
+
+def _load_streamed(checkpoint: Checkpoint, options: LayerOptions) -> PreTrainedModel:
+    """A model straight from the shards to the device, with quantized layers or without."""
+    declaration, plan = checkpoint.weight_declaration, LayerPlan()
+    model = empty_model(checkpoint.folder, checkpoint.config, options.dtype)
+    index = named_as_model(checkpoint.index, model)
+    if declaration is not None:
+        plan = plan_layers(model, declaration, index)
+        put_in_place(model, plan, declaration, options)
+    sinks, absent = weight_sinks(model, plan, declaration, index, options.dtype)
+    make_buffers(model, options.device)  # of sizes that the files agree with
+    stream_into(sinks, index, options.device)
+    model.tie_weights(missing_keys=absent, recompute_mapping=False)
+    _finish(model, checkpoint)
+    if declaration is not None:
+        mark_as_quantized(model, declaration)
+        log_activation_mode(model, plan, options)
+        _log_backends(model, plan, declaration, checkpoint.folder)
+    return model
+
+
+def _log_backends(
+    model: PreTrainedModel, plan: LayerPlan, declaration: Declaration, folder: Path
+) -> None:
+    layers = [module for module in model.modules() if isinstance(module, NvFp4Linear)]
+    kernels = Counter(layer.kernel.name for layer in layers if layer.kernel)
+    logger.info(
+        "%s: %d quantized layers (%s), linear backends: %s",
+        folder,
+        len(plan.layers),
+        declaration.dialect,
+        ", ".join(f"{name} for {count}" for name, count in kernels.items()) or "none",
+    )
+
+
+def _finish(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """What `from_pretrained` does beside loading weights."""
+    folder = checkpoint.folder
+    leftover = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    if leftover:
+        raise CheckpointError(f"{folder}: {leftover[0]}: expected to be loaded, found no tensor")
+    model.config.name_or_path = checkpoint.config.name_or_path
+    file = folder / "generation_config.json"
+    if file.is_file():
+        check_fields(file, read_json(file))
+        model.generation_config = or_load_error(
+            file, GenerationConfig.from_pretrained, folder, local_files_only=True
+        )
+    model.eval()
+
+
+def device_or_default(device: torch.device | str | None) -> torch.device:
+    """The one that is asked for, else a GPU if there is one, else the CPU.
+
+    Raises:
+        ValueError: no device's name, or a GPU where there is none.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device: {str(error).splitlines()[0]}") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: expected one of this machine, which has no GPU, got '{found}'")
+    return found

@@ -1,0 +1,109 @@
+"""A model without weights: made of a configuration, on the meta device.
+
+transformers' `from_pretrained` would put all of a model through the host's memory, keep every
+shard mapped, and fill what is missing with random numbers. A model on the meta device takes no
+memory; all headers are compared with it before the shards are streamed.
+"""
+
+import copy
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from halfbyte.checkpoints.errors import CheckpointError, one_line
+from halfbyte.checkpoints.index import CheckpointIndex
+
+_NAMES = ("float32", "bfloat16", "float16")
+_TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+def named_as_model(index: CheckpointIndex, model: PreTrainedModel) -> CheckpointIndex:
+    """The index, with names as in the model where files of a model without a head lack a prefix."""
+    prefix = f"{model.base_model_prefix}."
+    if prefix == "." or any(name.startswith(prefix) for name in index.tensors):
+        return index
+    wanted = model.state_dict().keys()
+    names = (name for name in index.tensors if name not in wanted)
+    return index.renamed({name: prefix + name for name in names if prefix + name in wanted})
+
+
+def check_bytes(model: PreTrainedModel, index: CheckpointIndex) -> None:
+    """Raise CheckpointError for a model on the meta device that no such files can hold.
+
+    Args:
+        model: of the config.
+        index: of files in which a parameter takes 2 bits or more.
+    """
+    needed = sum(parameter.numel() for parameter in model.parameters())
+    stored = sum(file.stat().st_size for file in {e.file for e in index.tensors.values()})
+    if needed > 4 * stored:
+        raise CheckpointError(
+            f"{index.folder}: config.json: expected a model that the files can hold ({stored} "
+            f"bytes), found one of {needed} parameters"
+        )
+
+
+def resolve_dtype(
+    dtype: str | torch.dtype, config: PreTrainedConfig, index: CheckpointIndex
+) -> torch.dtype:
+    """The dtype asked for; for `auto` the config's, else that of most unquantized weights."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    resolved = config.dtype if dtype == "auto" else getattr(torch, dtype)
+    if resolved is None:  # the dtype with the most values, usually that of the embeddings
+        sizes: Counter[str] = Counter()
+        for name, entry in index.tensors.items():
+            if name.endswith(".weight") and entry.dtype in _TORCH_DTYPES:
+                sizes[entry.dtype] += torch.Size(entry.shape).numel()
+        resolved = _TORCH_DTYPES[sizes.most_common(1)[0][0]] if sizes else torch.bfloat16
+    if not isinstance(resolved, torch.dtype) or resolved not in _TORCH_DTYPES.values():
+        raise CheckpointError(
+            f"{index.folder}: config.json: dtype: expected one of {', '.join(_NAMES)}, "
+            f"found {resolved!r}"
+        )
+    return resolved
+
+
+def empty_model(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without weights, on the meta device.
+
+    Raises:
+        CheckpointError: a config of which no model can be made.
+    """
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=False
+            )
+    except Exception as error:  # whatever a model's constructor makes of odd sizes
+        raise CheckpointError(
+            f"{folder}: config.json: no model can be made of it: {one_line(error)}"
+        ) from error
+    return model
+
+
+def make_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Give buffers that no file holds (rotary frequencies, embedding scales) their values.
+
+    transformers computes them in `_init_weights`, which leaves parameters alone that are marked as
+    initialized. On the host, as `from_pretrained` does: a GPU's powers differ in the last bit.
+    """
+    buffers = dict(model.named_non_persistent_buffers())
+    for name, buffer in buffers.items():
+        _set_buffer(model, name, torch.empty_like(buffer, device="cpu"))
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor._is_hf_initialized = tensor.is_meta  # type: ignore[attr-defined]
+    model.initialize_weights()
+    for name in buffers:
+        _set_buffer(model, name, model.get_buffer(name).to(device))
+
+
+def _set_buffer(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    module, _, own_name = name.rpartition(".")
+    model.get_submodule(module)._buffers[own_name] = tensor

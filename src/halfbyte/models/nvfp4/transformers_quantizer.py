@@ -1,0 +1,205 @@
+"""transformers' quantizer of NVFP4 checkpoints: what `from_pretrained` finds after the import.
+
+transformers asks a quantizer for its place in three moments: when it has read `config.json`, when
+the model stands on the meta device, and when everything else is loaded. Quantized layers are taken
+out in the second and come back, filled by our own streaming, in the third; transformers never sees
+their tensors, so that its ways with dtypes, fused experts and missing keys cannot touch them.
+"""
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from halfbyte.checkpoints.dialects.base import PROVIDER, Declaration
+from halfbyte.checkpoints.dialects.registry import read_declaration
+from halfbyte.checkpoints.errors import CheckpointError
+from halfbyte.checkpoints.index import CheckpointIndex
+from halfbyte.checkpoints.kv_scales import read_kv_scales
+from halfbyte.models.nvfp4.layer_plan import LayerPlan, plan_layers
+from halfbyte.models.nvfp4.layers import LayerOptions, log_activation_mode, put_in_place, untie
+from halfbyte.models.nvfp4.weight_stream import check_plain_tensors, stream_weights
+
+METHOD = PROVIDER
+"""The name of the quantizer in transformers' registry; checkpoints keep their own."""
+
+_AUTOMATIC_DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+class NvFp4Config(QuantizationConfigMixin):
+    """`quantization_config` of a checkpoint in either dialect, kept as the file has it.
+
+    Args:
+        section: the object in `config.json`.
+    """
+
+    def __init__(self, section: Mapping[str, Any]) -> None:
+        self.quant_method: Any = METHOD
+        self.section = dict(section)
+
+    @classmethod
+    def from_dict(
+        cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any
+    ) -> Any:
+        """See `QuantizationConfigMixin.from_dict`."""
+        config = cls(config_dict)
+        return (config, kwargs) if return_unused_kwargs else config
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object as the file has it, its `quant_method` included."""
+        return copy.deepcopy(self.section)
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        yield from self.to_dict().items()
+
+
+class _Pending(nn.Module):
+    """Keeps the place of a quantized module while transformers loads the others."""
+
+
+class _UnderPrefix(nn.Module):
+    """A base model, its modules named as in the files of a model with a head.
+
+    It has of a `PreTrainedModel` what planning and streaming ask for.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        prefix = model.base_model_prefix
+        self.add_module(prefix, model)
+        self.config, self._get_dtype_plan = model.config, model._get_dtype_plan
+        self.all_tied_weights_keys = {
+            f"{prefix}.{name}": f"{prefix}.{other}"
+            for name, other in model.all_tied_weights_keys.items()
+        }
+        # A head in the files is not asked for, quantized or not.
+        ignored = model._keys_to_ignore_on_load_unexpected or ()
+        self._keys_to_ignore_on_load_unexpected = {*ignored, rf"^(?!{re.escape(prefix)}\.)"}
+
+
+def _named_as_in_files(model: PreTrainedModel, index: CheckpointIndex) -> Any:
+    """The model, or where the files add a prefix to its names, the same modules under it."""
+    prefix = model.base_model_prefix
+    is_base = bool(prefix) and not hasattr(model, prefix)
+    has_prefix = any(name.startswith(f"{prefix}.") for name in index.tensors)
+    return _UnderPrefix(model) if is_base and has_prefix else model
+
+
+class NvFp4Quantizer(HfQuantizer):
+    """Loads quantized layers for `from_pretrained`, onto one device."""
+
+    requires_calibration = True
+    quantization_config: NvFp4Config
+
+    def __init__(self, quantization_config: NvFp4Config, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._pending: dict[str, nn.Module] = {}
+        self._plan = LayerPlan()
+        self._declaration: Declaration | None = None
+        self._index: CheckpointIndex | None = None
+        self._options: LayerOptions | None = None
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """One device for everything: the current GPU where transformers would choose.
+
+        Raises:
+            ValueError: a map onto several devices.
+        """
+        if device_map is None:
+            return None
+        if isinstance(device_map, str) and device_map in _AUTOMATIC_DEVICE_MAPS:
+            return {"": torch.device("cuda" if torch.cuda.is_available() else "cpu")}
+        devices = set(device_map.values()) if isinstance(device_map, dict) else {device_map}
+        if len(devices) != 1 or "disk" in devices:
+            raise ValueError(f"device_map: NVFP4 layers need one device, got {device_map}")
+        return {"": devices.pop()}
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        files: Sequence[str] = kwargs.get("checkpoint_files") or ()
+        if not files:
+            raise CheckpointError("expected a checkpoint's files to load from, found none")
+        # Those that transformers takes the other tensors from; the folder may hold more.
+        index = CheckpointIndex.read_chosen(files)
+        folder, named = index.folder, _named_as_in_files(model, index)
+        read_kv_scales(folder)  # broken ones show before weights are read
+        section = self.quantization_config.to_dict()
+        declaration = read_declaration(folder, {"quantization_config": section})
+        if declaration is None or not declaration.quantizes_weights:
+            check_plain_tensors(
+                named, self._plan, index, model.dtype
+            )  # nothing packed is left over
+            return
+        method = section.get("quant_method", declaration.dialect)
+        self.quantization_config.section = {"quant_method": method, **(declaration.section or {})}
+        device_map = kwargs.get("device_map") or {"": "cpu"}
+        self._declaration, self._index = declaration, index
+        self._options = LayerOptions(model.dtype, torch.device(device_map[""]))
+        self._plan = plan_layers(named, declaration, index)
+        for name in [*self._plan.experts, *self._plan.layers]:
+            if not any(name.startswith(f"{block}.") for block in self._plan.experts):
+                untie(named, name)
+                self._pending[name] = named.get_submodule(name)
+                named.set_submodule(name, _Pending())
+        # Before the patterns below hide what is surplus; what is absent would get random values.
+        check_plain_tensors(named, self._plan, index, model.dtype)
+        ignored = set(model._keys_to_ignore_on_load_unexpected or ())
+        model._keys_to_ignore_on_load_unexpected = ignored | set(self._unexpected_names())
+
+    def _unexpected_names(self) -> Iterator[str]:
+        """Patterns of what is in the files and, for the time being, not in the model."""
+        yield r"\.[kv]_(global_)?scale$"  # read by `checkpoints.read_kv_scales`
+        for name in {re.sub(r"\d+", "0", name) for name in self._plan.file_names()}:
+            yield f"^{re.escape(name).replace('0', '[0-9]+')}$"
+        for name in {re.sub(r"\d+", "0", name) for name in self._plan.experts}:
+            yield f"^{re.escape(name).replace('0', '[0-9]+')}" + r"\."
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
+        if not self._pending:
+            return model
+        assert self._declaration is not None
+        assert self._index is not None
+        assert self._options is not None
+        named = _named_as_in_files(model, self._index)
+        for name, module in self._pending.items():
+            named.set_submodule(name, module)
+        self._pending.clear()
+        put_in_place(named, self._plan, self._declaration, self._options)
+        options = self._options
+        stream_weights(
+            named, self._plan, self._declaration, self._index, options.device, options.dtype
+        )
+        log_activation_mode(model, self._plan, options)
+        return model
+
+    def is_serializable(self) -> bool:
+        """No: KV scales and the declaration are not in the model; `halfbyte quantize` writes."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """No: the kernels have no derivative."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """Yes: kernels are operators that `torch.compile` sees through."""
+        return True
+
+
+def mark_as_quantized(model: PreTrainedModel, declaration: Declaration) -> None:
+    """Give a model with NVFP4 layers the attributes that `from_pretrained` would give it."""
+    section = {"quant_method": declaration.dialect, **(declaration.section or {})}
+    quantization_config = NvFp4Config(section)
+    model.config.quantization_config = quantization_config
+    attributes: dict[str, Any] = {
+        "hf_quantizer": NvFp4Quantizer(quantization_config),
+        "is_quantized": True,
+        "quantization_method": METHOD,
+    }
+    vars(model).update(attributes)

@@ -1,0 +1,210 @@
+"""Weights from a checkpoint's shards into a model on the meta device, one tensor at a time.
+
+Every tensor that is still on the meta device is looked for in the files, and the headers are
+compared with all of them first. Then shard after shard is opened; a tensor goes to the target
+device at once, and a quantized layer to its kernel as soon as it is complete, so that neither the
+host nor the device holds much more than the model and one shard.
+"""
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from halfbyte.checkpoints.dialects.base import Declaration
+from halfbyte.checkpoints.errors import CheckpointError
+from halfbyte.checkpoints.index import CheckpointIndex
+from halfbyte.checkpoints.validate import FLOATS, QUANTIZED_WEIGHT
+from halfbyte.models.nvfp4.experts import PROJECTIONS, has_fused_experts
+from halfbyte.models.nvfp4.layer_plan import LayerPlan
+from halfbyte.models.nvfp4.layer_sink import LayerSink, Sink, assign
+
+
+def stream_weights(
+    model: PreTrainedModel,
+    plan: LayerPlan,
+    declaration: Declaration,
+    index: CheckpointIndex,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> set[str]:
+    """Load every tensor of a model that is on the meta device.
+
+    Args:
+        model: its quantized layers put in place.
+        plan: of them.
+        declaration: of the checkpoint.
+        index: of its files.
+        device: to load to.
+        dtype: of what is not quantized.
+
+    Returns:
+        Names of parameters that are not in the files and still to be tied to loaded ones.
+
+    Raises:
+        CheckpointError: a tensor is absent, does not fit, or is one that nothing here reads; a
+            scale that is NaN, infinite or negative, or a global scale of 0; one line that names
+            the tensor, what was expected and what was found.
+    """
+    sinks, absent = weight_sinks(model, plan, declaration, index, dtype)
+    stream_into(sinks, index, device)
+    return absent
+
+
+def stream_into(sinks: dict[str, Sink], index: CheckpointIndex, device: torch.device) -> None:
+    """Hand every tensor to its sink, shard by shard."""
+    progress = transformers_logging.tqdm(total=len(sinks), desc="Loading weights")
+    with progress:
+        for name, tensor in index.stream(sinks, device):
+            sinks[name](tensor)
+            progress.update()
+
+
+def weight_sinks(
+    model: PreTrainedModel,
+    plan: LayerPlan,
+    declaration: Declaration | None,
+    index: CheckpointIndex,
+    dtype: torch.dtype,
+) -> tuple[dict[str, Sink], set[str]]:
+    """What takes each tensor of the files that a model on the meta device needs.
+
+    All of a quantized layer's tensors are to be handed over before the layer is used, in any order;
+    every tensor at most once. Nothing is loaded here.
+
+    Args:
+        model, plan, index, dtype: as for `stream_weights`.
+        declaration: of the checkpoint; None for an empty plan.
+
+    Returns:
+        The sinks, by the tensors' names in the files, and the names of parameters that are not in
+        the files and still to be tied to loaded ones.
+
+    Raises:
+        CheckpointError: a tensor is absent, does not fit, or is one that nothing here reads.
+    """
+    sinks: dict[str, Sink] = {}
+    for name, layer in plan.layers.items():
+        assert declaration is not None
+        module = model.get_submodule(name)
+        layer_sink = LayerSink(name, module, plan, declaration, index, dtype)
+        sinks |= {f"{name}.{tensor}": layer_sink.of(tensor) for tensor in layer.tensors}
+    absent: set[str] = set()
+    sinks |= dict(_plain_sinks(model, plan, index, dtype, absent))
+    _check_all_read(model, plan, index, sinks)
+    return sinks, absent
+
+
+def check_plain_tensors(
+    model: PreTrainedModel, plan: LayerPlan, index: CheckpointIndex, dtype: torch.dtype
+) -> None:
+    """Compare the headers with all that is not quantized, before anything is loaded.
+
+    Args:
+        model: on the meta device, without the modules that are quantized.
+        plan: of these.
+        index: of the files.
+        dtype: of what is not quantized.
+
+    Raises:
+        CheckpointError: as `stream_weights`.
+    """
+    _check_all_read(model, plan, index, dict(_plain_sinks(model, plan, index, dtype, set())))
+
+
+def _plain_sinks(
+    model: PreTrainedModel,
+    plan: LayerPlan,
+    index: CheckpointIndex,
+    dtype: torch.dtype,
+    absent: set[str],
+) -> Iterator[tuple[str, Sink]]:
+    """(name in the files, what takes the tensor) of everything that is not quantized.
+
+    Names that are not in the files, and tied to some that are, go to `absent`.
+    """
+    kept_dtypes = model._get_dtype_plan(dtype)
+    tied = _tied_to(model)
+    for module_name, module in model.named_modules():
+        if module_name in plan.layers:
+            continue
+        prefix = f"{module_name}." if module_name else ""
+        if has_fused_experts(module) and f"{prefix}gate_up_proj" not in index:
+            yield from _fused_experts(prefix, module, index, dtype)
+            continue
+        buffers = set(module._buffers) - module._non_persistent_buffers_set
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            is_needed = name in module._parameters or name in buffers
+            full_name = prefix + name
+            if tensor is None or not tensor.is_meta or not is_needed:
+                continue
+            if full_name not in index and any(other in index for other in tied.get(full_name, ())):
+                absent.add(full_name)
+                continue
+            index.require(full_name, FLOATS, tuple(tensor.shape))
+            target = next((d for p, d in kept_dtypes.items() if re.search(p, full_name)), dtype)
+            yield full_name, _assigner(module, name, target)
+
+
+def _tied_to(model: PreTrainedModel) -> dict[str, set[str]]:
+    """Parameters that share a tensor, in both directions."""
+    tied: dict[str, set[str]] = {}
+    for target, source in model.all_tied_weights_keys.items():
+        tied.setdefault(target, set()).add(source)
+        tied.setdefault(source, set()).add(target)
+    return tied
+
+
+def _assigner(module: nn.Module, name: str, dtype: torch.dtype) -> Sink:
+    return lambda tensor: assign(module, name, tensor.to(dtype))
+
+
+def _fused_experts(
+    prefix: str, module: nn.Module, index: CheckpointIndex, dtype: torch.dtype
+) -> Iterator[tuple[str, Sink]]:
+    """Unquantized experts, which files hold one by one and the model fused."""
+    num_experts, both, hidden_size = module.get_parameter("gate_up_proj").shape
+    size = both // 2
+    places = {
+        "gate_proj": ("gate_up_proj", slice(0, size), (size, hidden_size)),
+        "up_proj": ("gate_up_proj", slice(size, both), (size, hidden_size)),
+        "down_proj": ("down_proj", slice(None), (hidden_size, size)),
+    }
+
+    def place(expert: int, parameter: str, rows: slice) -> Sink:
+        def copy(tensor: torch.Tensor) -> None:
+            fused = module.get_parameter(parameter)
+            if fused.is_meta:
+                empty = torch.empty(fused.shape, dtype=dtype, device=tensor.device)
+                assign(module, parameter, empty)
+                fused = module.get_parameter(parameter)
+            fused.data[expert, rows] = tensor.to(dtype)
+
+        return copy
+
+    for i in range(num_experts):
+        for projection in PROJECTIONS:
+            parameter, rows, shape = places[projection]
+            name = f"{prefix}{i}.{projection}.weight"
+            index.require(name, FLOATS, shape)
+            yield name, place(i, parameter, rows)
+
+
+def _check_all_read(
+    model: PreTrainedModel, plan: LayerPlan, index: CheckpointIndex, sinks: dict[str, Sink]
+) -> None:
+    """Raise CheckpointError if the files hold quantized weights that nothing takes."""
+    ignored = [re.compile(p) for p in model._keys_to_ignore_on_load_unexpected or ()]
+    for name, entry in index.tensors.items():
+        if name in sinks or not QUANTIZED_WEIGHT.search(name):
+            continue
+        if name.rpartition(".")[0] in plan.layers:
+            continue  # compared with the layer's needs already
+        if not any(pattern.search(name) for pattern in ignored):
+            raise CheckpointError(
+                f"{index.folder}: {name}: expected no tensor of quantized weights there by what "
+                f"the checkpoint declares, found {entry}"
+            )

@@ -1,0 +1,133 @@
+"""Step 2: what only a run of the model can tell, amax of every layer's input, and of K and V.
+
+The unquantized model reads a text once. The amax of an input becomes its global scale without
+headroom, as in ModelOpt and llm-compressor; what is larger later saturates.
+
+All experts of a layer share one amax per projection. Engines run them with one scale, and an expert
+that the text never reached would have none.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from halfbyte.checkpoints.errors import CheckpointError
+from halfbyte.models.kv_calibration import MAX_TOKENS, check_vocabulary, measure_amax
+from halfbyte.quantization.select_layers import experts_projection
+
+
+@dataclass(frozen=True)
+class CalibrationResult:
+    """Largest magnitudes seen while the model ran.
+
+    Args:
+        input_amax: of the input of each quantized layer.
+        kv_amax: `(K, V)` of each decoder layer.
+        source: what it ran on, for the report.
+    """
+
+    input_amax: Mapping[str, float] = field(default_factory=dict)
+    kv_amax: tuple[tuple[float, float], ...] = ()
+    source: str | None = None
+
+
+def calibrate_layers(
+    model: PreTrainedModel,
+    token_ids: torch.Tensor,
+    modules: Sequence[str],
+    source: str,
+    on_progress: Callable[[int, int], Any] = lambda done, total: None,
+) -> CalibrationResult:
+    """Run a text through a model and record the largest magnitudes.
+
+    Args:
+        model: unquantized; left as it was.
+        token_ids: int64 `[1, tokens]`, cut into windows of at most 2,048 tokens.
+        modules: names of the layers whose input counts, as checkpoints have them.
+        source: what the text is, for the report.
+        on_progress: called with the tokens read so far and in all.
+
+    Returns:
+        With `input_amax` for each of `modules` and `kv_amax` for each layer.
+
+    Raises:
+        CheckpointError: a layer that was never reached, or one whose input is not finite.
+        ValueError: K or V that is not finite; ids that the model lacks.
+    """
+    check_vocabulary(model.config, token_ids)
+    window = min(MAX_TOKENS, getattr(model.config, "max_position_embeddings", MAX_TOKENS))
+    total = token_ids.shape[1]
+    kv_amax: list[tuple[float, float]] | None = None
+    with _linear_experts(model), _InputAmax(model, modules) as recorder:
+        for start in range(0, total, window):
+            seen = measure_amax(model, token_ids[:, start : start + window])
+            if kv_amax is None:
+                kv_amax = seen
+            else:
+                pairs = zip(kv_amax, seen, strict=True)
+                kv_amax = [(max(a[0], b[0]), max(a[1], b[1])) for a, b in pairs]
+            on_progress(min(start + window, total), total)
+    return CalibrationResult(recorder.result(), tuple(kv_amax or ()), source)
+
+
+class _InputAmax(TorchFunctionMode):
+    """Notes the largest magnitude that each weight is multiplied with.
+
+    Layers are told apart by where their weights lie in memory, which serves `nn.Linear` and
+    experts in one tensor alike.
+    """
+
+    def __init__(self, model: PreTrainedModel, modules: Sequence[str]) -> None:
+        super().__init__()
+        self._key_of = {name: experts_projection(name) or (name, "weight") for name in modules}
+        self._amax: dict[tuple[str, str], torch.Tensor] = {}
+        self._key_at: dict[int, tuple[str, str]] = {}
+        for owner, name in dict.fromkeys(self._key_of.values()):
+            parameter = getattr(model.get_submodule(owner), name)
+            matrices = parameter if parameter.dim() == 3 else [parameter]
+            for matrix in matrices:
+                self._key_at[matrix.data_ptr()] = (owner, name)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.linear:
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            key = self._key_at.get(weight.data_ptr())
+            if key is not None and args[0].numel():
+                seen = args[0].detach().abs().amax()
+                before = self._amax.get(key)
+                self._amax[key] = seen if before is None else torch.maximum(before, seen)
+        return func(*args, **(kwargs or {}))
+
+    def result(self) -> dict[str, float]:
+        """amax of the input of each layer."""
+        amax = {key: float(value) for key, value in self._amax.items()}
+        for module, key in self._key_of.items():
+            if not math.isfinite(amax.get(key, math.nan)):
+                raise CheckpointError(
+                    f"{module}: expected a finite largest input of the calibration, "
+                    f"found {amax.get(key, 'none: the text never reached it')}"
+                )
+        return {module: amax[key] for module, key in self._key_of.items()}
+
+
+@contextmanager
+def _linear_experts(model: PreTrainedModel) -> Iterator[None]:
+    """Have fused experts call `F.linear` expert by expert, where a model has such experts."""
+    before = getattr(model.config, "_experts_implementation", None)
+    if not model._can_set_experts_implementation():
+        yield
+        return
+    model.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before or "eager")

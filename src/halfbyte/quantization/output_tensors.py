@@ -1,0 +1,109 @@
+"""The tensors of a quantized layer and of its KV cache, as a dialect's files have them.
+
+Global scales. The file's value comes first: the decode scale that the weight is quantized with is
+the one that a reader computes from it. Readers multiply in different orders (`(q * s) * g` here,
+`q * (s * g)` in ModelOpt, `q * (s / e)` in compressed-tensors), which can differ in the last bit of
+float32 and then, for one scale in some ten thousand, in the last bit of bfloat16. Such a scale is
+moved up by single float32 steps until all orders round to the same bfloat16.
+
+KV scales are decode scales of amax / 448 for both dialects, as ModelOpt writes them: kernels
+that turn NVFP4 into FP8 on the way (TensorRT-LLM's) would overflow with amax / 2688, and a factor
+of six costs E4M3 block scales nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from halfbyte.checkpoints.dialects.base import Dialect, OutputFormat
+from halfbyte.checkpoints.dialects.registry import TENSOR_NAMES, get_dialect
+from halfbyte.numerics import nvfp4
+
+_KV_SCALE_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class GlobalScale:
+    """A global scale as the file has it, and what readers multiply codes by.
+
+    Args:
+        stored: float32, `[]` for ModelOpt and `[1]` for compressed-tensors.
+        decode: float32 `[]`.
+    """
+
+    stored: torch.Tensor
+    decode: torch.Tensor
+
+
+def global_scale(amax: float, dialect: Dialect, recipe: nvfp4.Recipe = "amax6") -> GlobalScale:
+    """The global scale of a tensor whose largest magnitude is `amax`.
+
+    Raises:
+        ValueError: `amax` is negative or not finite.
+    """
+    names = TENSOR_NAMES[dialect]
+    is_decode = names.global_scale_is_decode
+    stored = nvfp4.global_scale_from_amax(amax, recipe)
+    if not is_decode:
+        stored = (1 / nvfp4.global_scale_from_amax(amax, recipe).double()).float()
+        stored = torch.where(stored.isfinite(), stored, torch.ones_like(stored))
+    infinity = torch.full_like(stored, torch.inf)
+    decode = stored if is_decode else 1 / stored
+    while not nvfp4.readers_agree(stored, decode, is_decode=is_decode):
+        stored = torch.nextafter(stored, infinity)
+        decode = stored if is_decode else 1 / stored
+    return GlobalScale(stored.reshape(names.scale_shape), decode)
+
+
+def weight_tensors(
+    output: OutputFormat,
+    module: str,
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    scale: GlobalScale,
+    input_amax: float | None,
+) -> dict[str, torch.Tensor]:
+    """The tensors of one quantized layer, by name.
+
+    Args:
+        module: name of the layer.
+        data: uint8 `[N, K/2]`.
+        scales: float8_e4m3fn `[N, K/16]`.
+        scale: of the weight.
+        input_amax: largest magnitude of the layer's input; None for W4A16.
+    """
+    names = TENSOR_NAMES[output.dialect]
+    tensors = {
+        names.weight: data,
+        names.weight_scale: scales,
+        # A copy: layers of a group share the scale, files must not share storage.
+        names.weight_global_scale: scale.stored.clone(),
+    }
+    if input_amax is not None:
+        tensors[names.input_global_scale] = global_scale(input_amax, output.dialect).stored
+    return {f"{module}.{name}": tensor for name, tensor in tensors.items()}
+
+
+def kv_scale_tensors(
+    output: OutputFormat, attention: str, k_amax: float, v_amax: float
+) -> dict[str, torch.Tensor]:
+    """The KV scales of one layer, by name.
+
+    Args:
+        attention: name of the attention module.
+        k_amax, v_amax: largest magnitudes of K and V.
+
+    Raises:
+        ValueError: one that is not above 0; readers refuse a scale of 0.
+    """
+    dialect = get_dialect(output.dialect)
+    sides: list[tuple[Literal["k", "v"], float]] = [("k", k_amax), ("v", v_amax)]
+    tensors: dict[str, torch.Tensor] = {}
+    for side, amax in sides:
+        if not amax > 0:
+            raise ValueError(f"{attention}: {side}_amax: expected a number above 0, got {amax}")
+        scale = torch.tensor(amax / _KV_SCALE_MAX, dtype=torch.float32, device="cpu")
+        name = dialect.kv_scale_name(attention, side)
+        tensors[name] = scale.reshape(dialect.tensor_names.scale_shape)
+    return tensors

@@ -1,0 +1,182 @@
+"""A checkpoint in, an NVFP4 checkpoint out: what `halfbyte quantize` runs.
+
+The steps: `select_layers`, `calibrate_layers`, `write_layers`. The source and the arguments are
+checked before anything is run or written.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from halfbyte.checkpoints.dialects.base import KV_CACHE_ALGOS, OutputFormat
+from halfbyte.checkpoints.dialects.registry import DIALECTS, get_dialect
+from halfbyte.checkpoints.index import CheckpointIndex
+from halfbyte.checkpoints.kv_scales import read_kv_scales
+from halfbyte.checkpoints.output_folder import (
+    DEFAULT_SHARD_BYTES,
+    REPORT_FILE,
+    ShardWriter,
+    copy_file,
+    new_folder,
+    write_json,
+)
+from halfbyte.layouts import KVCacheDType
+from halfbyte.models.config_fields import check_sizes
+from halfbyte.models.kv_calibration import read_calibration_text, scales_from_amax
+from halfbyte.models.loader import load_model
+from halfbyte.models.local_files import local_folder, read_model_config
+from halfbyte.models.tokenizer import load_tokenizer
+from halfbyte.numerics import nvfp4
+from halfbyte.quantization.calibrate_layers import CalibrationResult, calibrate_layers
+from halfbyte.quantization.report import QuantizationReport
+from halfbyte.quantization.select_layers import LayerSelection, select_layers
+from halfbyte.quantization.source_folder import (
+    check_destination,
+    files_to_copy,
+    read_unquantized_config,
+)
+from halfbyte.quantization.write_layers import write_layers
+
+WEIGHT_FORMATS = {"nvfp4": True, "nvfp4-a16": False}
+"""Names, and whether activations are quantized, too."""
+OnProgress = Callable[[str, int, int], Any]
+"""Takes what is going on ("calibrating", "quantizing"), how far it is, and how far it goes."""
+
+
+def quantize_checkpoint(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    dialect: str,
+    weights: str = "nvfp4",
+    recipe: str = "amax6",
+    kv_cache_dtype: str | None = None,
+    calibration_file: str | Path | None = None,
+    ignore: Sequence[str] = (),
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    replace: bool = False,
+    on_progress: OnProgress = lambda what, done, total: None,
+) -> QuantizationReport:
+    """Quantize the linear layers of a checkpoint's decoder layers to NVFP4.
+
+    Args:
+        source: folder or hub id of an unquantized checkpoint with safetensors.
+        destination: folder to write; it appears when all of it is there.
+        dialect: `modelopt` or `compressed-tensors`.
+        weights: `nvfp4` (W4A4: the activations' scales are calibrated) or `nvfp4-a16` (W4A16).
+        recipe: `amax6` or `four_over_six`, for the weights' block scales.
+        kv_cache_dtype: `nvfp4` or `fp8` to calibrate K and V and to declare the cache's format.
+        calibration_file: UTF-8 text to calibrate on; by default the built-in text.
+        ignore: more layers to leave as they are, see `select_layers`.
+        max_shard_bytes: size of a file of weights.
+        replace: replace `destination` if it exists.
+        on_progress: see `OnProgress`.
+
+    Raises:
+        ModelLoadError, UnsupportedModelError: the source is no checkpoint of a supported model.
+        CheckpointError: it is quantized already, has no safetensors or broken ones, or lacks a
+            weight of the model; the destination exists, lies inside the source, or cannot be
+            written.
+        ValueError: an unknown name, a pattern that matches nothing, or a text that is empty.
+    """
+    output = _output_format(dialect, weights, recipe, kv_cache_dtype)
+    if calibration_file is not None and not output.needs_calibration:
+        raise ValueError(
+            f"calibrate: weights {weights!r} without a quantized KV cache need no calibration"
+        )
+    text = read_calibration_text(calibration_file, "calibrate")
+    folder = local_folder(source)
+    check_destination(folder, Path(destination))
+    config = read_unquantized_config(folder)
+    index = CheckpointIndex.read(folder)
+    model_config = read_model_config(folder)
+    check_sizes(model_config, index)
+    selection = select_layers(model_config, index, ignore)
+    other_files = files_to_copy(folder)
+    if not output.kv_cache_dtype:
+        read_kv_scales(folder)  # are copied, and broken ones could not be loaded
+    with new_folder(destination, replace=replace) as target:
+        calibration = CalibrationResult()
+        if output.needs_calibration:
+            calibration = _calibrate(folder, selection, text, calibration_file, on_progress)
+            if output.kv_cache_dtype:
+                scales = scales_from_amax(calibration.kv_amax, calibration.source or "", 1.0)
+                kv_amax = tuple(zip(scales.k_amax, scales.v_amax, strict=True))
+                calibration = dataclasses.replace(calibration, kv_amax=kv_amax)
+        writer = ShardWriter(target, max_shard_bytes)
+        layers = write_layers(
+            index,
+            writer,
+            selection,
+            output,
+            calibration,
+            lambda done, total: on_progress("quantizing", done, total),
+        )
+        writer.finish()
+        report = QuantizationReport.of(
+            output, weights, selection, calibration, layers, index, target
+        )
+        for file in other_files:
+            copy_file(file, target / file.name)
+        write_json(target / REPORT_FILE, asdict(report))
+        _write_declaration(target, config, output, selection.ignore)
+    return report
+
+
+def _output_format(
+    dialect: str, weights: str, recipe: str, kv_cache_dtype: str | None
+) -> OutputFormat:
+    _check_name("format", dialect, DIALECTS)
+    _check_name("weights", weights, tuple(WEIGHT_FORMATS))
+    _check_name("recipe", recipe, nvfp4.RECIPES)
+    if kv_cache_dtype is not None:
+        _check_name("kv_cache_dtype", kv_cache_dtype, (*KV_CACHE_ALGOS, "fp8"))
+        kv_cache_dtype = KVCacheDType.parse(kv_cache_dtype).value
+    return OutputFormat(
+        dialect,  # type: ignore[arg-type]
+        WEIGHT_FORMATS[weights],
+        recipe,  # type: ignore[arg-type]
+        kv_cache_dtype,
+    )
+
+
+def _check_name(argument: str, value: str, valid: Sequence[str]) -> None:
+    if value not in valid:
+        raise ValueError(f"{argument}: expected one of {', '.join(valid)}, got {value!r}")
+
+
+def _calibrate(
+    folder: Path,
+    selection: LayerSelection,
+    text: str,
+    file: str | Path | None,
+    on_progress: OnProgress,
+) -> CalibrationResult:
+    tokenizer = load_tokenizer(folder)
+    token_ids: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
+    name = "the built-in text" if file is None else Path(file).name
+    model = load_model(folder)
+    return calibrate_layers(
+        model,
+        token_ids,
+        selection.modules,
+        f"{token_ids.shape[1]} tokens of {name}",
+        lambda done, total: on_progress("calibrating", done, total),
+    )
+
+
+def _write_declaration(
+    target: Path, config: dict[str, Any], output: OutputFormat, ignore: Sequence[str]
+) -> None:
+    dialect = get_dialect(output.dialect)
+    section = dialect.config_section(output, ignore)
+    files = {
+        **dialect.own_files(output, ignore),
+        "config.json": {**config, "quantization_config": section},
+    }
+    for name, fields in files.items():
+        write_json(target / name, fields)

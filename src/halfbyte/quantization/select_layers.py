@@ -1,0 +1,255 @@
+"""Step 1: which layers are quantized, the linear ones inside the decoder layers.
+
+The model's own structure decides, built on the meta device: a two-dimensional weight is quantized
+if its module is an `nn.Linear` of a decoder layer, or one expert of a module that fuses its experts
+in memory (Qwen3-MoE's files hold one matrix per expert and projection). Embeddings, the head and
+routers stay as they are, as everywhere in the field.
+
+The files are compared with the model first, as they are when a quantized checkpoint is loaded: what
+could not be loaded is not written.
+"""
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from halfbyte.checkpoints.errors import CheckpointError
+from halfbyte.checkpoints.index import CheckpointIndex
+from halfbyte.models.architectures import check_supported
+from halfbyte.models.nvfp4.experts import PROJECTIONS
+from halfbyte.models.nvfp4.layer_plan import LayerPlan
+from halfbyte.models.nvfp4.weight_stream import check_plain_tensors
+from halfbyte.numerics import nvfp4
+
+logger = logging.getLogger("halfbyte")
+
+_IN_DECODER_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
+_EXPERT = re.compile(
+    rf"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<projection>{'|'.join(PROJECTIONS)})$"
+)
+_FUSED = {
+    "q_proj": "qkv",
+    "k_proj": "qkv",
+    "v_proj": "qkv",
+    "gate_proj": "gate_up",
+    "up_proj": "gate_up",
+}
+"""Projections that engines compute as one."""
+_ROUTERS = ("gate", "router", "shared_expert_gate")
+
+
+@dataclass(frozen=True)
+class LayerSelection:
+    """What is quantized.
+
+    Args:
+        groups: names of the layers to quantize; those of one group share a global scale.
+        ignore: names of the linear layers that stay as they are.
+        attentions: name of the attention module of each decoder layer, in order.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    ignore: tuple[str, ...]
+    attentions: tuple[str, ...]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of all layers to quantize."""
+        return tuple(module for group in self.groups for module in group)
+
+
+def select_layers(
+    config: Any, index: CheckpointIndex, ignore: Sequence[str] = ()
+) -> LayerSelection:
+    """Decide what to quantize.
+
+    Args:
+        config: transformers config of the model.
+        index: of the checkpoint's files.
+        ignore: more layers to leave as they are: names, shell wildcards of names, names of modules
+            that contain them, or `re:` and a regular expression matched from the start. Modules
+            that stay as they are anyway may be named, too.
+
+    Raises:
+        UnsupportedModelError: an architecture that halfbyte is not tested with.
+        CheckpointError: a weight of the model is absent or does not fit, a tensor could not be read
+            beside quantized ones, or there is nothing to quantize.
+        ValueError: a pattern that matches nothing, or is no regular expression.
+    """
+    check_supported(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    check_plain_tensors(model, LayerPlan(), index, model.dtype)
+    modules = dict(model.named_modules())
+    linear = list(_decoder_linears(modules, index))
+    _check_patterns(ignore, linear, modules)
+    wanted = [m for m in linear if not any(_matches(pattern, m) for pattern in ignore)]
+    quantized = [m for m in wanted if _fits(m, index.tensors[f"{m}.weight"].shape)]
+    if not quantized:
+        raise CheckpointError("the checkpoint has no linear layer that can be quantized")
+    _check_surplus(quantized, modules, index)
+    fused = [name for name, entry in index.tensors.items() if len(entry.shape) == 3]
+    if fused:
+        logger.warning(
+            "%s and its like (%d tensors): left unquantized, the file fuses experts in one tensor",
+            fused[0],
+            len(fused),
+        )
+    kept = set(quantized)
+    return LayerSelection(
+        groups=_groups(quantized, linear),
+        ignore=tuple(dict.fromkeys(m for m in _unquantized(modules, index) if m not in kept)),
+        attentions=tuple(name for name, _ in sorted(_attentions(modules), key=lambda x: x[1])),
+    )
+
+
+def experts_projection(module: str) -> tuple[str, str] | None:
+    """`(experts module, its fused parameter)` of an expert's projection; None for other layers."""
+    match = _EXPERT.match(module)
+    if match is None:
+        return None
+    fused = "gate_up_proj" if match["projection"] in ("gate_proj", "up_proj") else "down_proj"
+    return match["experts"], fused
+
+
+def _decoder_linears(modules: Mapping[str, nn.Module], index: CheckpointIndex) -> Iterator[str]:
+    """Names of the linear layers of the decoder layers, in the order of the files."""
+    for name, entry in index.tensors.items():
+        module = name.removesuffix(".weight")
+        if module == name or len(entry.shape) != 2 or not _IN_DECODER_LAYER.search(module):
+            continue
+        if module.rpartition(".")[2] in _ROUTERS:
+            continue
+        owner = modules.get(module)
+        if isinstance(owner, nn.Linear):
+            yield module
+        elif owner is None and (match := _EXPERT.match(module)):
+            count = _number_of_experts(modules, module)
+            if 0 < count <= int(match["number"]):
+                raise CheckpointError(
+                    f"{index.folder}: {name}: expected {count} experts, found {entry} of number "
+                    f"{match['number']}"
+                )
+            if count:
+                yield module
+
+
+def _check_patterns(ignore: Sequence[str], linear: Sequence[str], modules: Iterable[str]) -> None:
+    """Raise ValueError for a pattern that matches nothing.
+
+    A module that is left alone anyway counts: `lm_head` is in everybody's list. One that contains
+    layers to quantize does not: `*.mlp` matches it and none of them, and would change nothing.
+    """
+    split = [module.split(".") for module in linear]
+    containers = {".".join(names[:i]) for names in split for i in range(len(names))}
+    known = {*linear, *modules} - containers
+    for pattern in ignore:
+        if not any(_matches(pattern, module) for module in known):
+            raise ValueError(
+                f"ignore: {pattern!r} matches no linear layer of the decoder layers, and no module "
+                "that is never quantized"
+            )
+
+
+def _check_surplus(
+    quantized: Sequence[str], modules: Mapping[str, nn.Module], index: CheckpointIndex
+) -> None:
+    """Raise CheckpointError for a tensor that the model lacks in a layer to quantize.
+
+    Elsewhere loading passes over such a tensor; beside a quantized weight it is refused, because
+    it might be part of what the weight means.
+    """
+    for module in quantized:
+        has_bias = getattr(modules.get(module), "bias", None) is not None
+        known = {"weight", "bias"} if has_bias else {"weight"}
+        for name in sorted(index.names_of(module) - known):
+            if not name.endswith("_scale"):  # of the KV cache (`k_proj.k_scale`)
+                raise CheckpointError(
+                    f"{index.folder}: {module}.{name}: expected no such tensor beside a weight to "
+                    f"quantize, found {index.tensors[f'{module}.{name}']}"
+                )
+
+
+def _fits(module: str, shape: tuple[int, ...]) -> bool:
+    if shape[1] % nvfp4.BLOCK_SIZE == 0:
+        return True
+    logger.warning(
+        "%s: left unquantized, its %d input features are not a multiple of %d",
+        module,
+        shape[1],
+        nvfp4.BLOCK_SIZE,
+    )
+    return False
+
+
+def _number_of_experts(modules: Mapping[str, nn.Module], module: str) -> int:
+    """How many experts the model fuses with that of a projection; 0 if it has none there."""
+    projection = experts_projection(module)
+    if projection is None:
+        return 0
+    parameter = getattr(modules.get(projection[0]), projection[1], None)
+    return len(parameter) if isinstance(parameter, torch.Tensor) and parameter.dim() == 3 else 0
+
+
+def _unquantized(modules: Mapping[str, nn.Module], index: CheckpointIndex) -> Iterator[str]:
+    """Names of all that a reader could take for a linear layer, in the order of the model."""
+    for module, owner in modules.items():
+        # A tied head has no tensor in the files, and yet readers make a layer for it.
+        if isinstance(owner, nn.Linear) or _stores_matrices(owner, module, index):
+            yield module
+    yield from (module for module in _decoder_linears(modules, index) if module not in modules)
+
+
+def _stores_matrices(owner: nn.Module, module: str, index: CheckpointIndex) -> bool:
+    """Whether a module is a router or fused experts: bare matrices, stored as it holds them."""
+    return not isinstance(owner, nn.Embedding) and any(
+        parameter.dim() in (2, 3) and f"{module}.{name}" in index
+        for name, parameter in owner.named_parameters(recurse=False)
+    )
+
+
+def _groups(quantized: Sequence[str], linear: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    whole: dict[tuple[str, str], int] = defaultdict(int)
+    for module in linear:
+        whole[_fused_key(module)] += 1
+    for module in quantized:
+        groups[_fused_key(module)].append(module)
+    for key, members in groups.items():
+        if len(members) < whole[key]:
+            logger.warning(
+                "%s: only part of the layers that engines fuse with it is quantized; "
+                "vLLM and others refuse such a checkpoint",
+                members[0],
+            )
+    return tuple(tuple(members) for members in groups.values())
+
+
+def _fused_key(module: str) -> tuple[str, str]:
+    parent, _, leaf = module.rpartition(".")
+    return parent, _FUSED.get(leaf, leaf)
+
+
+def _attentions(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, int]]:
+    """Names and layer indices of the attention modules."""
+    for name, module in modules.items():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and (hasattr(module, "k_proj") or hasattr(module, "qkv_proj")):
+            yield name, index
+
+
+def _matches(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        try:
+            return re.match(pattern.removeprefix("re:"), module) is not None
+        except re.error as error:
+            raise ValueError(f"ignore: {pattern!r} is no regular expression: {error}") from None
+    return fnmatchcase(module, pattern) or module.startswith(f"{pattern}.")

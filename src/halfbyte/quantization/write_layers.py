@@ -1,0 +1,195 @@
+"""Step 3: the tensors of a checkpoint are quantized and written, one group of layers at a time.
+
+Layers that engines fuse (q, k and v; gate and up) get one global scale, from the largest magnitude
+of all of them: an engine that multiplies the fused weight with one scale is then exact. Everything
+else passes through as it is. Memory holds one group of layers and one shard of the result.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from halfbyte.checkpoints.dialects.base import OutputFormat
+from halfbyte.checkpoints.errors import CheckpointError
+from halfbyte.checkpoints.index import CheckpointIndex
+from halfbyte.checkpoints.kv_scales import is_kv_scale
+from halfbyte.checkpoints.output_folder import ShardWriter
+from halfbyte.kernels.cpu import library as cpu_library
+from halfbyte.kernels.cpu import store as store_cpu
+from halfbyte.layouts import KVCacheDType, PageLayout
+from halfbyte.numerics import nvfp4
+from halfbyte.quantization.calibrate_layers import CalibrationResult
+from halfbyte.quantization.output_tensors import global_scale, kv_scale_tensors, weight_tensors
+from halfbyte.quantization.select_layers import LayerSelection
+
+_CHUNK_VALUES = 2**20
+"""Values quantized at once: temporaries take some 20 bytes for each."""
+_KERNEL_FORMATS: dict[nvfp4.Recipe, KVCacheDType] = {
+    "amax6": KVCacheDType.NVFP4,
+    "four_over_six": KVCacheDType.NVFP4_4OVER6,
+}
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One quantized layer, and its error.
+
+    Args:
+        module: its name.
+        shape: `(N, K)`.
+        global_scale: of the weight, a decode scale.
+        sqnr_db: signal to quantization noise ratio of the weight in dB, 10 log10(sum w^2 /
+            sum (w - w_quantized)^2); None where there is no noise.
+    """
+
+    module: str
+    shape: tuple[int, int]
+    global_scale: float
+    sqnr_db: float | None
+
+
+def write_layers(
+    index: CheckpointIndex,
+    writer: ShardWriter,
+    selection: LayerSelection,
+    output: OutputFormat,
+    calibration: CalibrationResult,
+    on_progress: Callable[[int, int], Any] = lambda done, total: None,
+) -> list[LayerReport]:
+    """Write every tensor of a checkpoint, those of the selected layers quantized.
+
+    Args:
+        index: of the unquantized checkpoint.
+        writer: takes the result; not finished here.
+        selection: what to quantize.
+        output: how to write it.
+        calibration: with `input_amax` for every layer where `output.quantize_activations`, and
+            `kv_amax` for every decoder layer where `output.kv_cache_dtype`.
+        on_progress: called with the tensors done and in all.
+
+    Returns:
+        The error of each quantized layer, in the order written.
+
+    Raises:
+        CheckpointError: a weight that is not finite, or not float32, float16 or bfloat16.
+    """
+    group_of = {f"{module}.weight": group for group in selection.groups for module in group}
+    waiting: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    errors: list[LayerReport] = []
+    # Sorted by name, the layers of a group lie side by side and none waits for long.
+    names = sorted(index.tensors)
+    if output.kv_cache_dtype:  # scales of the source, in whatever dialect, would stand beside ours
+        names = [name for name in names if not is_kv_scale(name)]
+    for done, (name, tensor) in enumerate(index.stream(names)):
+        group = group_of.get(name)
+        if group is None:
+            writer.add(name, tensor)
+        else:
+            waiting[group[0]][name.removesuffix(".weight")] = tensor
+            if len(waiting[group[0]]) == len(group):
+                weights = waiting.pop(group[0])
+                errors += _quantize_group(writer, weights, output, calibration.input_amax)
+        on_progress(done + 1, len(names))
+    if output.kv_cache_dtype:
+        for attention, amax in zip(selection.attentions, calibration.kv_amax, strict=True):
+            for name, tensor in kv_scale_tensors(output, attention, *amax).items():
+                writer.add(name, tensor)
+    return errors
+
+
+def quantize_weight(
+    weight: torch.Tensor, decode: torch.Tensor, recipe: nvfp4.Recipe = "amax6"
+) -> tuple[torch.Tensor, torch.Tensor, float | None]:
+    """Quantize a matrix a few rows at a time.
+
+    Args:
+        weight: `[N, K]` on the CPU, float32, float16 or bfloat16, K % 16 == 0.
+        decode: float32 `[]`, the global scale.
+        recipe: of `numerics.nvfp4`, whose bits these are.
+
+    Returns:
+        `(data, scales, sqnr_db)`: uint8 `[N, K/2]`, float8_e4m3fn `[N, K/16]`, and the error as
+        `LayerReport` has it.
+    """
+    n, k = weight.shape
+    data = torch.empty((n, k // 2), dtype=torch.uint8, device="cpu")
+    scales = torch.empty((n, k // nvfp4.BLOCK_SIZE), dtype=torch.float8_e4m3fn, device="cpu")
+    signal = noise = 0.0
+    rows = max(1, _CHUNK_VALUES // k)
+    for start in range(0, n, rows):
+        part = slice(start, start + rows)
+        data[part], scales[part] = _encode(weight[part], decode, recipe)
+        exact = weight[part].double()  # squares of small or large values are beyond float32
+        error = nvfp4.dequantize(data[part], scales[part], decode) - exact
+        signal += float(exact.square().sum())
+        noise += float(error.square().sum())
+    return data, scales, 10 * math.log10(signal / noise) if noise and signal else None
+
+
+def _quantize_group(
+    writer: ShardWriter,
+    weights: Mapping[str, torch.Tensor],
+    output: OutputFormat,
+    input_amax: Mapping[str, float],
+) -> list[LayerReport]:
+    amax = max(_amax(f"{module}.weight", weight) for module, weight in weights.items())
+    scale = global_scale(amax, output.dialect, output.recipe)
+    errors = []
+    for module, weight in weights.items():
+        data, scales, sqnr = quantize_weight(weight, scale.decode, output.recipe)
+        seen = input_amax[module] if output.quantize_activations else None
+        for name, tensor in weight_tensors(output, module, data, scales, scale, seen).items():
+            writer.add(name, tensor)
+        n, k = weight.shape
+        errors.append(LayerReport(module, (n, k), float(scale.decode), sqnr))
+    return errors
+
+
+def _amax(name: str, weight: torch.Tensor) -> float:
+    """Largest magnitude; a weight that cannot be quantized is an error."""
+    if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise CheckpointError(
+            f"{name}: expected float32, float16 or bfloat16 (an unquantized weight), "
+            f"found {weight.dtype}"
+        )
+    low, high = (float(bound) for bound in weight.aminmax())
+    amax = max(-low, high)
+    if not math.isfinite(low + high):
+        raise CheckpointError(f"{name}: expected finite values, found NaN or infinity")
+    return amax
+
+
+def _encode(
+    rows: torch.Tensor, decode: torch.Tensor, recipe: nvfp4.Recipe
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `nvfp4.quantize`, by the C++ kernel where the package has it.
+
+    The kernel writes pages of a cache; a matrix is the K of one head with a token per row.
+    """
+    if cpu_library.library() is None:
+        return nvfp4.quantize(rows, decode, recipe)
+    n, k = rows.shape
+    layout = _layout(_KERNEL_FORMATS[recipe], n, k)
+    pages = torch.empty((1, layout.page_bytes), dtype=torch.uint8, device="cpu")
+    store_cpu.store_tokens_cpu(
+        rows[:, None],
+        torch.zeros((), dtype=rows.dtype, device="cpu").expand(n, 1, nvfp4.BLOCK_SIZE),
+        pages,
+        torch.arange(n, device="cpu"),
+        layout,
+        decode,
+        1.0,
+    )
+    views = layout.views(pages)
+    assert views.k_scale is not None
+    return views.k_data[0, :, 0], views.k_scale[0, :, 0].view(torch.float8_e4m3fn)
+
+
+@lru_cache(maxsize=64)
+def _layout(dtype: KVCacheDType, n: int, k: int) -> PageLayout:
+    return PageLayout(dtype, dtype, k, nvfp4.BLOCK_SIZE, 1, n)

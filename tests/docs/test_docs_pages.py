@@ -1,0 +1,27 @@
+"""What mkdocs does not check: it has warnings for links, anchors and pages outside the menu."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = sorted((REPOSITORY / "docs").rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_included_programs_are_there(page: Path) -> None:
+    """A line that is no longer quite an inclusion would be shown as it stands."""
+    for line in page.read_text().splitlines():
+        if "--8" in line or "8<" in line:
+            found = re.fullmatch(r'--8<-- "(examples/\w+\.py)"', line)
+            assert found, line
+            assert (REPOSITORY / found[1]).is_file()
+
+
+@pytest.mark.parametrize("folder", ["start", "how", "walks", "guides"])
+def test_pages_to_read_are_short(folder: str) -> None:
+    pages = list((REPOSITORY / "docs" / folder).glob("*.md"))
+    assert len(pages) >= 3
+    for page in pages:
+        assert len(page.read_text().splitlines()) <= 150, page
