@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.linear_layers.run import LinearRun
+from benchmarks.linear_layers.run import GPU_TOKENS, LinearRun, usable_backends
 from benchmarks.linear_layers.table import linear_markdown_table, linear_tables, to_json
 from benchmarks.linear_layers.warm_up import KEPT_ON_DISK, warm_up
+from halfbyte.bench.linear import SHAPES
 from halfbyte.cli.bench import parse_shapes
 
 REPOSITORY = Path(__file__).parents[1]
@@ -66,15 +67,14 @@ def main() -> None:
     if arguments.table:
         write_table(arguments.out)
         return
-    run = LinearRun(
-        torch.device(arguments.device), arguments.shapes, arguments.m, arguments.backends
-    )
-    if arguments.warm_up:
-        kept = [name for name in KEPT_ON_DISK if name in run.backends]
-        shapes, tokens = {shape for shape, _ in run.cases}, {m for _, m in run.cases}
-        warm_up(list(shapes), list(tokens), kept, run.device, run.dtype)
+    device = torch.device(arguments.device)
+    if arguments.warm_up:  # without a run, which would measure the memory's rate
+        backends = arguments.backends or usable_backends(device)
+        kept = [name for name in KEPT_ON_DISK if name in backends]
+        shapes, tokens = arguments.shapes or SHAPES[device.type], arguments.m or GPU_TOKENS
+        warm_up(shapes, tokens, kept, device, torch.bfloat16)
         return
-    measure(run, arguments.out)
+    measure(LinearRun(device, arguments.shapes, arguments.m, arguments.backends), arguments.out)
 
 
 def _numbers(text: str) -> list[int]:

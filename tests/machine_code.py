@@ -6,6 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from halfbyte.kernels.runtime.nvrtc import Program
+
+
+def compiled(name: str, macros: dict[str, int | None], architecture: str) -> bytes:
+    """The cubin of a source; arguments as of `Program.of`. Needs no GPU."""
+    return Program.of(name, macros, architecture).compiled()
+
 
 def disassembled(cubin: bytes, folder: Path) -> str:
     """By the disassembler that Triton brings; `folder` is for a file."""

@@ -76,9 +76,8 @@ class LinearRun(LinearBenchmark):
         on_gpu = device.type == "cuda"
         if on_gpu:
             device, tokens = torch.device("cuda", torch.cuda.current_device()), tokens or GPU_TOKENS
+        super().__init__(device, shapes, tokens, backends or usable_backends(device, dtype), dtype)
         verdicts = LINEAR_BACKENDS.explain(_config((64, 64), dtype, device))
-        usable = [verdict.name for verdict in verdicts if verdict.usable]
-        super().__init__(device, shapes, tokens, backends or usable, dtype)
         self.max_tokens = {READ: MAX_TOKENS[READ]} if backends else MAX_TOKENS
         self.report |= {
             "gpu_state": None,
@@ -179,6 +178,12 @@ class LinearRun(LinearBenchmark):
         rate = num_bytes / float(times[self.report["judged_by"][0]]) / 1e6
         rounded = {"bytes": num_bytes, "terabytes_per_s": round(rate, 4)}
         return {**times, **rounded, "by": self._read_by}
+
+
+def usable_backends(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> list[str]:
+    """Names of the backends that can run here, in order of preference."""
+    verdicts = LINEAR_BACKENDS.explain(_config((64, 64), dtype, device))
+    return [verdict.name for verdict in verdicts if verdict.usable]
 
 
 def _config(

@@ -101,7 +101,7 @@ def build(
     """The kernels of a source, compiled once per process.
 
     Args:
-        name, macros: as for `nvrtc.compile_source`.
+        name, macros: as for `nvrtc.Program.of`.
         folder: of the source; what it includes lies there or in the package.
         capability: of the GPU that it is compiled for, such as 80.
 

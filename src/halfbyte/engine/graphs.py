@@ -78,11 +78,6 @@ class DecodeGraphs:
             self._memory = torch.cuda.graph_pool_handle()
         self._failure: str | None = None
 
-    @property
-    def captured_sizes(self) -> list[int]:
-        """Batch sizes that graphs exist for so far."""
-        return sorted(self._graphs)
-
     def can_run(self, chunks: Sequence[tuple[object, Sequence[int]]]) -> bool:
         """Whether a step is one that graphs exist for."""
         return (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halfbyte.layouts import PageLayout, page_stride
-from machine_code import assert_copies_have_descriptors, disassembled
+from machine_code import assert_copies_have_descriptors, compiled, disassembled
 from slow import CAPABILITIES, slow
 
 pytest.importorskip("cuda.bindings.nvrtc")
@@ -30,7 +30,7 @@ def test_kernels_compile(capability: int, head_size: int, group: int) -> None:
     assert way is not None
     options = macros(layout, group, torch.bfloat16, group >= 16, way)
     for name in (way.source, "attention/decode/merge.cu", "attention/decode/plan.cu"):
-        assert nvrtc.compile_source(name, options, architecture)[:4] == b"\x7fELF"
+        assert compiled(name, options, architecture)[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -42,7 +42,7 @@ def test_kernels_for_recipes_compile(capability: int, head_size: int, group: int
     assert way is not None
     for changes in ((64, True, True), (0, True, False)):
         options = macros(layout, group, torch.bfloat16, group >= 16, way, True, *changes)
-        assert nvrtc.compile_source(way.source, options, architecture)[:4] == b"\x7fELF"
+        assert compiled(way.source, options, architecture)[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -55,7 +55,7 @@ def test_what_stands_in_front_compiles(
     way = PrepareVariant(group, group >= 16, True, 64, 64, head_size // 2, True)
     for dtype in (torch.bfloat16, torch.float16):
         options = way.macros(layout, dtype)
-        cubin = nvrtc.compile_source("attention/decode/prepare.cu", options, architecture)
+        cubin = compiled("attention/decode/prepare.cu", options, architecture)
         assert not re.search(r" (?:STL|LDL)[. ]", disassembled(cubin, tmp_path))
 
 
@@ -68,14 +68,14 @@ def test_kernels_that_copy_whole_pages_compile(head_size: int, block_size: int) 
         assert way is not None
         assert way.whole_pages
         options = macros(layout, group, torch.bfloat16, False, way)
-        assert nvrtc.compile_source(way.source, options, "sm_90a")[:4] == b"\x7fELF"
+        assert compiled(way.source, options, "sm_90a")[:4] == b"\x7fELF"
 
 
 def spills(way: Variant, layout: PageLayout, group: int, folder: Path, segment: int = 0) -> int:
     """How many instructions move registers to local memory, or back."""
     changes = (segment > 0, segment, segment > 0, segment > 0)
     options = macros(layout, group, torch.bfloat16, False, way, *changes)
-    code = disassembled(nvrtc.compile_source(way.source, options, "sm_90a"), folder)
+    code = disassembled(compiled(way.source, options, "sm_90a"), folder)
     return len(re.findall(r" (?:STL|LDL)[. ]", code))
 
 
@@ -161,13 +161,13 @@ def test_copies_have_descriptors(
     way = variant(layout, group, 1.0, False, 90)
     assert way is not None
     options = macros(layout, group, torch.bfloat16, False, way)
-    code = disassembled(nvrtc.compile_source(way.source, options, "sm_90a"), tmp_path)
+    code = disassembled(compiled(way.source, options, "sm_90a"), tmp_path)
     assert_copies_have_descriptors(code)
 
 
 def test_kernel_that_does_not_compile_says_why() -> None:
     with pytest.raises(nvrtc.CompileError, match=r"(?s)/decode.cu for sm_90a: .*GROUP"):
-        nvrtc.compile_source("attention/decode/decode.cu", {}, "sm_90a")
+        compiled("attention/decode/decode.cu", {}, "sm_90a")
 
 
 @pytest.mark.parametrize(
@@ -227,6 +227,4 @@ def test_kernels_of_other_formats_compile(dtypes: tuple[str, str], capability: i
     assert way is not None
     options = macros(layout, 4, torch.bfloat16, False, way)
     architecture = "sm_80" if capability == 80 else f"sm_{capability}a"
-    assert (
-        nvrtc.compile_source("attention/decode/decode.cu", options, architecture)[:4] == b"\x7fELF"
-    )
+    assert compiled("attention/decode/decode.cu", options, architecture)[:4] == b"\x7fELF"

@@ -119,7 +119,7 @@ def test_cubins_depend_on_sources_options_and_the_compiler(
     monkeypatch.setattr(nvrtc, "_FOLDER", tmp_path)
 
     def made_from(architecture: str = "sm_90a", **macros: int | None) -> list[bytes]:
-        return nvrtc._Program.of("kernel.cu", macros, architecture).made_from()
+        return nvrtc.Program.of("kernel.cu", macros, architecture).made_from()
 
     seen = [made_from(), made_from("sm_80"), made_from(A=1), made_from(A=2), made_from(A=None)]
     (tmp_path / "part.cuh").write_text("// changed")

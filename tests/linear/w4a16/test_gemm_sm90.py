@@ -14,6 +14,7 @@ from halfbyte.linear.w4a16.gemm_sm90.plan import TILES, Tile, WidePlan, wide_pla
 from halfbyte.linear.w4a16.packed_weight import DTYPES, TILE_K, TILE_N
 from linear.machines import H200
 from linear.w4a16.test_gemm_sm90_plan import WEIGHTS
+from machine_code import compiled
 from slow import slow
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -32,9 +33,7 @@ PROCESSORS = H200.multiprocessors
 def test_kernel_compiles(tile: Tile, dtype: torch.dtype) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     options = wide.macros(dtype, tile)
-    assert (
-        nvrtc.compile_source("linear/w4a16/gemm_sm90/gemm.cu", options, "sm_90a")[:4] == b"\x7fELF"
-    )
+    assert compiled("linear/w4a16/gemm_sm90/gemm.cu", options, "sm_90a")[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("m", [40, 200, 520, 1500, 20000])

@@ -16,7 +16,7 @@ from halfbyte.linear.w4a16.packed_weight import (
 )
 from halfbyte.numerics import e2m1, e4m3, nvfp4
 from linear.machines import H200
-from machine_code import assert_copies_have_descriptors, disassembled
+from machine_code import assert_copies_have_descriptors, compiled, disassembled
 from slow import slow
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -164,7 +164,6 @@ def test_bad_weights_are_refused(change: dict, message: str) -> None:
 @pytest.mark.parametrize("capability", [80, slow(89), 90, slow(100), slow(120)])
 def test_kernels_compile(capability: int) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
-    from halfbyte.kernels.runtime import nvrtc
 
     architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
     join = 1 if capability >= 90 else 2
@@ -175,13 +174,10 @@ def test_kernels_compile(capability: int) -> None:
         (1, FewPlan(8, 8, 2, 1, warps=8, stages=2)),
     ):
         macros: dict[str, int | None] = {"X_BF16": is_bf16, **dict(plan.macros())}
-        assert (
-            nvrtc.compile_source("linear/w4a16/dequant/dequant.cu", macros, architecture)[:4]
-            == b"\x7fELF"
-        )
+        assert compiled("linear/w4a16/dequant/dequant.cu", macros, architecture)[:4] == b"\x7fELF"
         for m, round_units in ((1, 6), (16, 6), (16, 2)):
             of_shape = plan._replace(round_units=round_units).macros_of_shape(192, 1024, m)
-            found = nvrtc.compile_source(
+            found = compiled(
                 "linear/w4a16/gemv/gemv.cu", {**macros, **dict(of_shape)}, architecture
             )
             assert found[:4] == b"\x7fELF"
@@ -191,12 +187,9 @@ def test_kernels_compile(capability: int) -> None:
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (28672, 4096), (4096, 14336), (4096, 4096)])
 def test_copies_of_weights_have_descriptors(n: int, k: int, m: int, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
-    from halfbyte.kernels.runtime import nvrtc
 
     plan = few_plan(n, k, m, H200)
     shape = dict(plan.macros_of_shape(n, k, m))
     macros: dict[str, int | None] = {"X_BF16": 1, **dict(plan.macros()), **shape}
-    code = disassembled(
-        nvrtc.compile_source("linear/w4a16/gemv/gemv.cu", macros, "sm_90a"), tmp_path
-    )
+    code = disassembled(compiled("linear/w4a16/gemv/gemv.cu", macros, "sm_90a"), tmp_path)
     assert_copies_have_descriptors(code)

@@ -88,21 +88,7 @@ def _included(text: bytes) -> dict[bytes, bytes]:
     return dict(sorted(headers.items()))
 
 
-def compile_source(name: str, macros: dict[str, int | None], architecture: str) -> bytes:
-    """Compile a source to a cubin; needs no GPU.
-
-    Args:
-        name: place of the source in the package, such as `attention/decode/plan.cu`.
-        macros: defined for the source; None defines without a value.
-        architecture: such as `sm_80` or `sm_90a`.
-
-    Raises:
-        CompileError: the source does not compile.
-    """
-    return _Program.of(name, macros, architecture).compiled()
-
-
-class _Program(NamedTuple):
+class Program(NamedTuple):
     """A source, and what it is compiled with."""
 
     file: bytes
@@ -114,8 +100,14 @@ class _Program(NamedTuple):
     options: list[bytes]
 
     @classmethod
-    def of(cls, name: str, macros: dict[str, int | None], architecture: str) -> "_Program":
-        """Arguments as of `compile_source`."""
+    def of(cls, name: str, macros: dict[str, int | None], architecture: str) -> "Program":
+        """A source of the package; needs neither a GPU nor a compiler.
+
+        Args:
+            name: place of the source in the package, such as `attention/decode/plan.cu`.
+            macros: defined for the source; None defines without a value.
+            architecture: such as `sm_80` or `sm_90a`.
+        """
         options = [f"-arch={architecture}", "--std=c++17", "--extra-device-vectorization"]
         options += [f"-D{key}" + ("" if v is None else f"={v}") for key, v in macros.items()]
         text = (_FOLDER / name).read_bytes()
@@ -178,7 +170,7 @@ def load(
     """Compile for a device and load; cached per process.
 
     Args:
-        name, macros: as for `compile_source`, the macros as pairs.
+        name, macros: as for `Program.of`, the macros as pairs.
         functions: `(name, bytes of dynamic shared memory)` of the kernels wanted.
         device: index of the CUDA device.
     """
@@ -186,7 +178,7 @@ def load(
 
     capability = capability_of_gpu(device)
     suffix = "a" if capability >= 90 else ""
-    program = _Program.of(name, dict(macros), f"sm_{capability}{suffix}")
+    program = Program.of(name, dict(macros), f"sm_{capability}{suffix}")
     cubin = cubin_cache.cubin(name, program.made_from(), program.compiled)
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes sure that the context exists
