@@ -70,34 +70,37 @@ def round_layers(
 
     def run_layer(layer: nn.Module, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         inside = {id(module) for module in layer.modules()}
-        groups = [group for group in selection.groups if id(modules[group[0]]) in inside]
-        linears = [modules[name] for group in groups for name in group]
-        with InputMoments(linears) as moments:
+        groups = [
+            {name: _weight(modules[name]) for name in group}
+            for group in selection.groups
+            if id(modules[group[0]]) in inside
+        ]
+        with InputMoments([weight for group in groups for weight in group.values()]) as moments:
             run()
         for group in groups:
-            rounded.update(_round_group(group, modules, moments, output))
+            rounded.update(_round_group(group, moments, output))
         return run()
 
     model.run(token_ids, AmaxRecorder(), on_layer, run_layer)
     return rounded
 
 
+def _weight(module: nn.Module) -> torch.Tensor:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
 def _round_group(
-    group: Sequence[str],
-    modules: Mapping[str, nn.Module],
-    moments: "InputMoments",
-    output: OutputFormat,
+    weights: Mapping[str, torch.Tensor], moments: "InputMoments", output: OutputFormat
 ) -> Iterator[tuple[str, RoundedWeight]]:
-    """Round layers that share a global scale, and leave them with the rounded weights."""
-    linears = {name: modules[name] for name in group}
-    weights: dict[str, torch.Tensor] = {name: x.weight for name, x in linears.items()}  # type: ignore[misc]
+    """Round weights that share a global scale, in place, and give their codes by name."""
     amax = max(max_magnitude(f"{name}.weight", weight) for name, weight in weights.items())
-    decode = global_scale(amax, output.dialect, output.recipe).decode
+    scale = global_scale(amax, output.dialect, output.recipe)
     for name, weight in weights.items():
-        data, scales = round_with_feedback(
-            weight, decode.to(weight.device), moments.of(linears[name]), output.recipe
-        )
-        weight.copy_(nvfp4.dequantize(data, scales, decode.to(weight.device), weight.dtype))
+        decode = scale.decode.to(weight.device)
+        data, scales = round_with_feedback(weight, decode, moments.of(weight), output.recipe)
+        weight.copy_(nvfp4.dequantize(data, scales, decode, weight.dtype))
         yield name, RoundedWeight(data.cpu(), scales.cpu())
 
 
@@ -141,12 +144,12 @@ class InputMoments(TorchFunctionMode):
     """Sums x x^T over the inputs of linear layers while a model runs.
 
     Args:
-        linears: layers; those called one after the other with the same tensor share a moment.
+        weights: of the layers; those called one after the other with the same input share a moment.
     """
 
-    def __init__(self, linears: Sequence[nn.Module]) -> None:
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self._layers = {x.weight.data_ptr(): x for x in linears}  # type: ignore[operator]
+        self._known = {weight.data_ptr() for weight in weights}
         self._moment_of: dict[int, _Moment] = {}
         self._last: tuple[torch.Tensor, _Moment] | None = None
 
@@ -155,24 +158,23 @@ class InputMoments(TorchFunctionMode):
     ) -> Any:
         if func is F.linear:
             x, weight = args[0], args[1] if len(args) > 1 else kwargs["weight"]
-            layer = self._layers.get(weight.data_ptr())
-            if layer is not None and x.numel():
-                self._add(layer, x)
+            if weight.data_ptr() in self._known and x.numel():
+                self._add(weight, x)
         return func(*args, **(kwargs or {}))
 
-    def of(self, layer: nn.Module) -> torch.Tensor:
+    def of(self, weight: torch.Tensor) -> torch.Tensor:
         """float64 `[K, K]`, E[x x^T]; zeros for a layer that was never reached."""
-        moment = self._moment_of.get(id(layer))
-        size: int = layer.weight.shape[1]  # type: ignore[assignment, union-attr, index]
+        moment = self._moment_of.get(weight.data_ptr())
         if moment is None:
-            return torch.zeros(size, size, dtype=torch.float64, device=layer.weight.device)  # type: ignore[arg-type, union-attr]
+            size = weight.shape[1]
+            return torch.zeros(size, size, dtype=torch.float64, device=weight.device)
         return moment.mean()
 
-    def _add(self, layer: nn.Module, x: torch.Tensor) -> None:
+    def _add(self, weight: torch.Tensor, x: torch.Tensor) -> None:
         if self._last is not None and self._last[0] is x:
-            self._moment_of.setdefault(id(layer), self._last[1])
+            self._moment_of.setdefault(weight.data_ptr(), self._last[1])
             return
-        moment = self._moment_of.setdefault(id(layer), _Moment())
+        moment = self._moment_of.setdefault(weight.data_ptr(), _Moment())
         moment.add(x)
         self._last = x, moment
 

@@ -132,20 +132,18 @@ def quantize_weight(
     return RoundedWeight(data, scales)
 
 
-def weight_sqnr(
-    weight: torch.Tensor, data: torch.Tensor, scales: torch.Tensor, decode: torch.Tensor
-) -> float | None:
+def weight_sqnr(weight: torch.Tensor, rounded: RoundedWeight, decode: torch.Tensor) -> float | None:
     """The error of a quantized matrix in dB, as `LayerReport` has it.
 
     Args:
         weight: `[N, K]` on the CPU.
-        data, scales: as `RoundedWeight` has them.
+        rounded: the same, quantized.
         decode: float32 `[]`, the global scale.
     """
     signal = noise = 0.0
     for part in _row_chunks(weight):
         exact = weight[part].double()  # squares of small or large values are beyond float32
-        error = nvfp4.dequantize(data[part], scales[part], decode) - exact
+        error = nvfp4.dequantize(rounded.data[part], rounded.scales[part], decode) - exact
         signal += float(exact.square().sum())
         noise += float(error.square().sum())
     return 10 * math.log10(signal / noise) if noise and signal else None
@@ -168,10 +166,10 @@ def _quantize_group(
     scale = global_scale(amax, output.dialect, output.recipe)
     errors = []
     for module, weight in weights.items():
-        data, scales = rounded.get(module) or quantize_weight(weight, scale.decode, output.recipe)
-        sqnr = weight_sqnr(weight, data, scales, scale.decode)
+        codes = rounded.get(module) or quantize_weight(weight, scale.decode, output.recipe)
+        sqnr = weight_sqnr(weight, codes, scale.decode)
         seen = input_amax[module] if output.quantize_activations else None
-        for name, tensor in weight_tensors(output, module, data, scales, scale, seen).items():
+        for name, tensor in weight_tensors(output, module, *codes, scale, seen).items():
             writer.add(name, tensor)
         n, k = weight.shape
         errors.append(LayerReport(module, (n, k), float(scale.decode), sqnr))
