@@ -18,7 +18,12 @@ from halfbyte.numerics import nvfp4
 from halfbyte.quantization.calibrate_layers import CalibrationResult
 from halfbyte.quantization.output_tensors import global_scale
 from halfbyte.quantization.select_layers import LayerSelection
-from halfbyte.quantization.write_layers import LayerReport, quantize_weight, write_layers
+from halfbyte.quantization.write_layers import (
+    LayerReport,
+    quantize_weight,
+    weight_sqnr,
+    write_layers,
+)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -45,7 +50,8 @@ def test_quantize_weight_bits(
         monkeypatch.setattr(cpu_library, "library", lambda: None)
     weight = random_weight(37, 80, dtype)
     scale = global_scale(float(weight.abs().max()), "modelopt", recipe)
-    data, scales, sqnr = quantize_weight(weight, scale.decode, recipe)
+    rounded = quantize_weight(weight, scale.decode, recipe)
+    data, scales = rounded
     expected_data, expected_scales = nvfp4.quantize(weight, scale.decode, recipe)
     torch.testing.assert_close(data, expected_data, rtol=0, atol=0)
     torch.testing.assert_close(
@@ -54,6 +60,7 @@ def test_quantize_weight_bits(
     exact = weight.double()
     noise = nvfp4.dequantize(data, scales, scale.decode, torch.float64) - exact
     expected = 10 * math.log10(float(exact.square().sum() / noise.square().sum()))
+    sqnr = weight_sqnr(weight, rounded, scale.decode)
     assert sqnr == pytest.approx(expected, rel=1e-5)
 
 
@@ -62,7 +69,7 @@ def test_quantize_weight_in_chunks(shape: tuple[int, int]) -> None:
     """Rows past the first chunk, and a last chunk of few rows."""
     weight = random_weight(*shape)
     scale = global_scale(float(weight.abs().max()), "modelopt")
-    data, scales, _ = quantize_weight(weight, scale.decode)
+    data, scales = quantize_weight(weight, scale.decode)
     expected_data, expected_scales = nvfp4.quantize(weight, scale.decode)
     assert torch.equal(data, expected_data)
     assert torch.equal(scales.view(torch.uint8), expected_scales.view(torch.uint8))
@@ -72,8 +79,7 @@ def test_quantize_weight_in_chunks(shape: tuple[int, int]) -> None:
 def test_quantize_weight_without_error(value: float) -> None:
     weight = torch.full((4, 32), value)
     scale = global_scale(value * 448, "modelopt")
-    _, _, sqnr = quantize_weight(weight, scale.decode)
-    assert sqnr is None
+    assert weight_sqnr(weight, quantize_weight(weight, scale.decode), scale.decode) is None
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-22, 1e19, 1e30])
@@ -85,7 +91,7 @@ def test_quantize_weight_reports_the_error_of_values_whose_squares_are_no_floats
     for factor in (1.0, size):
         scaled = weight * factor
         scale = global_scale(float(scaled.abs().max()), "modelopt")
-        sqnr = quantize_weight(scaled, scale.decode)[2]
+        sqnr = weight_sqnr(scaled, quantize_weight(scaled, scale.decode), scale.decode)
         assert sqnr is not None
         sizes.append(sqnr)
     assert sizes[1] == pytest.approx(sizes[0], abs=0.5)
@@ -96,8 +102,10 @@ def test_quantize_weight_four_over_six_is_closer() -> None:
     errors = {}
     for recipe in nvfp4.RECIPES:
         scale = global_scale(float(weight.abs().max()), "modelopt", recipe)
-        errors[recipe] = quantize_weight(weight, scale.decode, recipe)[2]
-    assert errors["four_over_six"] > errors["amax6"] + 0.5  # type: ignore[operator]
+        sqnr = weight_sqnr(weight, quantize_weight(weight, scale.decode, recipe), scale.decode)
+        assert sqnr is not None
+        errors[recipe] = sqnr
+    assert errors["four_over_six"] > errors["amax6"] + 0.5
 
 
 GROUP = ("layers.0.k_proj", "layers.0.q_proj", "layers.0.v_proj")

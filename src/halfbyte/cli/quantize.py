@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from halfbyte.quantization import QuantizationReport
     from halfbyte.quantization.pipeline import OnProgress
 
-_UNITS = {"calibrating": "tokens", "quantizing": "tensors"}
+_UNITS = {"calibrating": "tokens", "rounding": "layers", "quantizing": "tensors"}
 _GIGABYTE = 1e9
 
 
@@ -35,6 +35,13 @@ def quantize(
     recipe: Annotated[
         str, typer.Option(help="How block scales are chosen: amax6 or four_over_six.")
     ] = "amax6",
+    method: Annotated[
+        str,
+        typer.Option(
+            help="How weights are rounded: rtn (to nearest) or gptq (by what an error does to a "
+            "layer's output on the calibration text; slower, closer)."
+        ),
+    ] = "rtn",
     kv_cache_dtype: Annotated[
         str | None,
         typer.Option(help="nvfp4 or fp8: calibrate K and V, declare the format."),
@@ -72,6 +79,7 @@ def quantize(
             dialect=dialect,
             weights=weights,
             recipe=recipe,
+            method=method,
             kv_cache_dtype=kv_cache_dtype,
             calibration_file=calibrate,
             ignore=ignore or (),

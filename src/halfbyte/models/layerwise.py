@@ -47,6 +47,8 @@ logger = logging.getLogger("halfbyte")
 
 OnLayer = Callable[[int, int], Any]
 """Takes how many layers are done, and how many there are."""
+RunLayer = Callable[[nn.Module, Callable[[], torch.Tensor]], torch.Tensor]
+"""Takes a decoder layer with its weights and what runs it on all rows; gives the layer's output."""
 
 
 def calibrate_checkpoint(
@@ -144,6 +146,7 @@ class StreamedModel:
         model.set_attn_implementation(GENERATE)
         self._base: nn.Module = base.eval()
         self._on_layer: OnLayer = lambda done, total: None
+        self._run_layer: RunLayer = lambda layer, run: run()
         # By part; those of the output embeddings have another prefix.
         part_of = re.compile(re.escape(prefix) + r"(?:(layers\.\d+|embed_tokens)\.)?")
         self._sinks: dict[str, dict[str, Sink]] = defaultdict(dict)
@@ -154,7 +157,8 @@ class StreamedModel:
         layers = list(base.layers)
         self._stream("embed_tokens", base.embed_tokens)
         for i, layer in enumerate(layers):
-            self._stream(f"layers.{i}", layer, partial(self._layer_done, i + 1, len(layers)))
+            done = partial(self._layer_done, i + 1, len(layers))
+            self._stream(f"layers.{i}", layer, done, is_layer=True)
 
     @torch.inference_mode()
     def run(
@@ -162,6 +166,7 @@ class StreamedModel:
         input_ids: torch.Tensor,
         recorder: AmaxRecorder,
         on_layer: OnLayer = lambda done, total: None,
+        run_layer: RunLayer = lambda layer, run: run(),
     ) -> None:
         """One forward pass; to be called once, as the weights are gone afterwards.
 
@@ -169,22 +174,34 @@ class StreamedModel:
             input_ids: int64 `[rows, tokens]`.
             recorder: takes every layer's K and V, row by row.
             on_layer: see `OnLayer`.
+            run_layer: see `RunLayer`.
 
         Raises:
             CheckpointError: a file that can no longer be read, or a scale that cannot be.
         """
-        self._on_layer = on_layer
+        self._on_layer, self._run_layer = on_layer, run_layer
         self._load("")
         ids = input_ids.to(self._device)
         self._base(input_ids=ids, past_key_values=recorder, use_cache=True)
 
-    def _stream(self, part: str, module: nn.Module, done: Callable[[], Any] = lambda: None) -> None:
+    def _stream(
+        self,
+        part: str,
+        module: nn.Module,
+        done: Callable[[], Any] = lambda: None,
+        *,
+        is_layer: bool = False,
+    ) -> None:
         """Have a module load its weights when it is called, run row by row, and drop them."""
         run = module.forward
 
         def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             self._load(part)
-            result = torch.cat([run(row, *args, **kwargs) for row in x.split(1)])
+
+            def run_rows() -> torch.Tensor:
+                return torch.cat([run(row, *args, **kwargs) for row in x.split(1)])
+
+            result = self._run_layer(module, run_rows) if is_layer else run_rows()
             for tensors in (module._modules, module._parameters, module._buffers):
                 tensors.clear()
             done()

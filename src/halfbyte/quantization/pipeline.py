@@ -26,12 +26,18 @@ from halfbyte.checkpoints.output_folder import (
 )
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models.config_fields import check_sizes
-from halfbyte.models.kv_calibration import read_calibration_text, scales_from_amax
+from halfbyte.models.kv_calibration import (
+    calibration_tokens,
+    check_vocabulary,
+    read_calibration_text,
+    scales_from_amax,
+)
 from halfbyte.models.loader import load_model
 from halfbyte.models.local_files import local_folder, read_model_config
 from halfbyte.models.tokenizer import load_tokenizer
 from halfbyte.numerics import nvfp4
 from halfbyte.quantization.calibrate_layers import CalibrationResult, calibrate_layers
+from halfbyte.quantization.gptq import round_layers
 from halfbyte.quantization.report import QuantizationReport
 from halfbyte.quantization.select_layers import LayerSelection, select_layers
 from halfbyte.quantization.source_folder import (
@@ -41,10 +47,13 @@ from halfbyte.quantization.source_folder import (
 )
 from halfbyte.quantization.write_layers import write_layers
 
+METHODS = ("rtn", "gptq")
+"""Weights rounded to nearest; or with error feedback, see `gptq`."""
 WEIGHT_FORMATS = {"nvfp4": True, "nvfp4-a16": False}
 """Names, and whether activations are quantized, too."""
 OnProgress = Callable[[str, int, int], Any]
-"""Takes what is going on ("calibrating", "quantizing"), how far it is, and how far it goes."""
+"""Takes what is going on ("calibrating", "rounding", "quantizing"), how far it is, and how far it
+goes."""
 
 
 def quantize_checkpoint(
@@ -54,6 +63,7 @@ def quantize_checkpoint(
     dialect: str,
     weights: str = "nvfp4",
     recipe: str = "amax6",
+    method: str = "rtn",
     kv_cache_dtype: str | None = None,
     calibration_file: str | Path | None = None,
     ignore: Sequence[str] = (),
@@ -69,6 +79,8 @@ def quantize_checkpoint(
         dialect: `modelopt` or `compressed-tensors`.
         weights: `nvfp4` (W4A4: the activations' scales are calibrated) or `nvfp4-a16` (W4A16).
         recipe: `amax6` or `four_over_six`, for the weights' block scales.
+        method: `rtn` (weights rounded to nearest) or `gptq` (by what an error does to a layer's
+            output on the calibration text).
         kv_cache_dtype: `nvfp4` or `fp8` to calibrate K and V and to declare the cache's format.
         calibration_file: UTF-8 text to calibrate on; by default the built-in text.
         ignore: more layers to leave as they are, see `select_layers`.
@@ -84,9 +96,11 @@ def quantize_checkpoint(
         ValueError: an unknown name, a pattern that matches nothing, or a text that is empty.
     """
     output = _output_format(dialect, weights, recipe, kv_cache_dtype)
-    if calibration_file is not None and not output.needs_calibration:
+    _check_name("method", method, METHODS)
+    if calibration_file is not None and not (output.needs_calibration or method == "gptq"):
         raise ValueError(
-            f"calibrate: weights {weights!r} without a quantized KV cache need no calibration"
+            f"calibrate: weights {weights!r} by method {method} need no calibration without a "
+            "quantized KV cache"
         )
     text = read_calibration_text(calibration_file, "calibrate")
     folder = local_folder(source)
@@ -107,6 +121,21 @@ def quantize_checkpoint(
                 scales = scales_from_amax(calibration.kv_amax, calibration.source or "", 1.0)
                 kv_amax = tuple(zip(scales.k_amax, scales.v_amax, strict=True))
                 calibration = dataclasses.replace(calibration, kv_amax=kv_amax)
+        rounded = None
+        if method == "gptq":
+            name = _name_of_text(calibration_file)
+            tokenizer = load_tokenizer(folder)
+            ids, _ = calibration_tokens(tokenizer, model_config, text, name, max_tokens=len(text))
+            check_vocabulary(model_config, ids)
+            rounded = round_layers(
+                folder,
+                model_config,
+                ids,
+                selection,
+                output,
+                on_layer=lambda done, total: on_progress("rounding", done, total),
+            )
+            calibration = dataclasses.replace(calibration, source=f"{ids.numel()} tokens of {name}")
         writer = ShardWriter(target, max_shard_bytes)
         layers = write_layers(
             index,
@@ -115,10 +144,11 @@ def quantize_checkpoint(
             output,
             calibration,
             lambda done, total: on_progress("quantizing", done, total),
+            rounded,
         )
         writer.finish()
         report = QuantizationReport.of(
-            output, weights, selection, calibration, layers, index, target
+            output, weights, method, selection, calibration, layers, index, target
         )
         for file in other_files:
             copy_file(file, target / file.name)
@@ -158,15 +188,18 @@ def _calibrate(
 ) -> CalibrationResult:
     tokenizer = load_tokenizer(folder)
     token_ids: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
-    name = "the built-in text" if file is None else Path(file).name
     model = load_model(folder)
     return calibrate_layers(
         model,
         token_ids,
         selection.modules,
-        f"{token_ids.shape[1]} tokens of {name}",
+        f"{token_ids.shape[1]} tokens of {_name_of_text(file)}",
         lambda done, total: on_progress("calibrating", done, total),
     )
+
+
+def _name_of_text(file: str | Path | None) -> str:
+    return "the built-in text" if file is None else Path(file).name
 
 
 def _write_declaration(

@@ -17,7 +17,7 @@ class QuantizationReport:
     """What was written, and what it cost.
 
     Args:
-        format, weights, recipe, kv_cache_dtype: as asked for.
+        format, weights, recipe, method, kv_cache_dtype: as asked for.
         calibration: the text that was run, or None.
         layers: the error of each quantized layer.
         mean_sqnr_db, min_sqnr_db: over the layers whose error is not zero; None if there are none.
@@ -28,6 +28,7 @@ class QuantizationReport:
     format: Dialect
     weights: str
     recipe: nvfp4.Recipe
+    method: str
     kv_cache_dtype: str | None
     calibration: str | None
     layers: tuple[LayerReport, ...]
@@ -42,6 +43,7 @@ class QuantizationReport:
         cls,
         output: OutputFormat,
         weights: str,
+        method: str,
         selection: LayerSelection,
         calibration: CalibrationResult,
         layers: Sequence[LayerReport],
@@ -54,6 +56,7 @@ class QuantizationReport:
             format=output.dialect,
             weights=weights,
             recipe=output.recipe,
+            method=method,
             kv_cache_dtype=output.kv_cache_dtype,
             calibration=calibration.source,
             layers=tuple(layers),

@@ -7,10 +7,10 @@ else passes through as it is. Memory holds one group of layers and one shard of 
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,15 @@ _KERNEL_FORMATS: dict[nvfp4.Recipe, KVCacheDType] = {
     "amax6": KVCacheDType.NVFP4,
     "four_over_six": KVCacheDType.NVFP4_4OVER6,
 }
+
+
+class RoundedWeight(NamedTuple):
+    """A matrix in NVFP4, on the CPU."""
+
+    data: torch.Tensor
+    """uint8 `[N, K/2]`"""
+    scales: torch.Tensor
+    """float8_e4m3fn `[N, K/16]`"""
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,7 @@ def write_layers(
     output: OutputFormat,
     calibration: CalibrationResult,
     on_progress: Callable[[int, int], Any] = lambda done, total: None,
+    rounded: Mapping[str, RoundedWeight] | None = None,
 ) -> list[LayerReport]:
     """Write every tensor of a checkpoint, those of the selected layers quantized.
 
@@ -71,6 +81,7 @@ def write_layers(
         calibration: with `input_amax` for every layer where `output.quantize_activations`, and
             `kv_amax` for every decoder layer where `output.kv_cache_dtype`.
         on_progress: called with the tensors done and in all.
+        rounded: layers whose codes are known already; others are rounded to nearest.
 
     Returns:
         The error of each quantized layer, in the order written.
@@ -80,6 +91,7 @@ def write_layers(
     """
     group_of = {f"{module}.weight": group for group in selection.groups for module in group}
     waiting: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    rounded = {} if rounded is None else rounded
     errors: list[LayerReport] = []
     # Sorted by name, the layers of a group lie side by side and none waits for long.
     names = sorted(index.tensors)
@@ -93,7 +105,7 @@ def write_layers(
             waiting[group[0]][name.removesuffix(".weight")] = tensor
             if len(waiting[group[0]]) == len(group):
                 weights = waiting.pop(group[0])
-                errors += _quantize_group(writer, weights, output, calibration.input_amax)
+                errors += _quantize_group(writer, weights, output, calibration.input_amax, rounded)
         on_progress(done + 1, len(names))
     if output.kv_cache_dtype:
         for attention, amax in zip(selection.attentions, calibration.kv_amax, strict=True):
@@ -104,31 +116,43 @@ def write_layers(
 
 def quantize_weight(
     weight: torch.Tensor, decode: torch.Tensor, recipe: nvfp4.Recipe = "amax6"
-) -> tuple[torch.Tensor, torch.Tensor, float | None]:
-    """Quantize a matrix a few rows at a time.
+) -> RoundedWeight:
+    """Round a matrix to nearest, a few rows at a time.
 
     Args:
         weight: `[N, K]` on the CPU, float32, float16 or bfloat16, K % 16 == 0.
         decode: float32 `[]`, the global scale.
         recipe: of `numerics.nvfp4`, whose bits these are.
-
-    Returns:
-        `(data, scales, sqnr_db)`: uint8 `[N, K/2]`, float8_e4m3fn `[N, K/16]`, and the error as
-        `LayerReport` has it.
     """
     n, k = weight.shape
     data = torch.empty((n, k // 2), dtype=torch.uint8, device="cpu")
     scales = torch.empty((n, k // nvfp4.BLOCK_SIZE), dtype=torch.float8_e4m3fn, device="cpu")
-    signal = noise = 0.0
-    rows = max(1, _CHUNK_VALUES // k)
-    for start in range(0, n, rows):
-        part = slice(start, start + rows)
+    for part in _row_chunks(weight):
         data[part], scales[part] = _encode(weight[part], decode, recipe)
+    return RoundedWeight(data, scales)
+
+
+def weight_sqnr(weight: torch.Tensor, rounded: RoundedWeight, decode: torch.Tensor) -> float | None:
+    """The error of a quantized matrix in dB, as `LayerReport` has it.
+
+    Args:
+        weight: `[N, K]` on the CPU.
+        rounded: the same, quantized.
+        decode: float32 `[]`, the global scale.
+    """
+    signal = noise = 0.0
+    for part in _row_chunks(weight):
         exact = weight[part].double()  # squares of small or large values are beyond float32
-        error = nvfp4.dequantize(data[part], scales[part], decode) - exact
+        error = nvfp4.dequantize(rounded.data[part], rounded.scales[part], decode) - exact
         signal += float(exact.square().sum())
         noise += float(error.square().sum())
-    return data, scales, 10 * math.log10(signal / noise) if noise and signal else None
+    return 10 * math.log10(signal / noise) if noise and signal else None
+
+
+def _row_chunks(weight: torch.Tensor) -> Iterator[slice]:
+    n, k = weight.shape
+    rows = max(1, _CHUNK_VALUES // k)
+    return (slice(start, start + rows) for start in range(0, n, rows))
 
 
 def _quantize_group(
@@ -136,22 +160,28 @@ def _quantize_group(
     weights: Mapping[str, torch.Tensor],
     output: OutputFormat,
     input_amax: Mapping[str, float],
+    rounded: Mapping[str, RoundedWeight],
 ) -> list[LayerReport]:
-    amax = max(_amax(f"{module}.weight", weight) for module, weight in weights.items())
+    amax = max(max_magnitude(f"{module}.weight", x) for module, x in weights.items())
     scale = global_scale(amax, output.dialect, output.recipe)
     errors = []
     for module, weight in weights.items():
-        data, scales, sqnr = quantize_weight(weight, scale.decode, output.recipe)
+        codes = rounded.get(module) or quantize_weight(weight, scale.decode, output.recipe)
+        sqnr = weight_sqnr(weight, codes, scale.decode)
         seen = input_amax[module] if output.quantize_activations else None
-        for name, tensor in weight_tensors(output, module, data, scales, scale, seen).items():
+        for name, tensor in weight_tensors(output, module, *codes, scale, seen).items():
             writer.add(name, tensor)
         n, k = weight.shape
         errors.append(LayerReport(module, (n, k), float(scale.decode), sqnr))
     return errors
 
 
-def _amax(name: str, weight: torch.Tensor) -> float:
-    """Largest magnitude; a weight that cannot be quantized is an error."""
+def max_magnitude(name: str, weight: torch.Tensor) -> float:
+    """Of a weight; one that cannot be quantized is an error.
+
+    Raises:
+        CheckpointError: it is not finite, or not float32, float16 or bfloat16.
+    """
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise CheckpointError(
             f"{name}: expected float32, float16 or bfloat16 (an unquantized weight), "

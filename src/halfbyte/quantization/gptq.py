@@ -1,0 +1,199 @@
+"""Step 2, with `method="gptq"`: weights rounded by what an error does to a layer's output.
+
+A layer computes W x. Rounding W to Q costs E|(W - Q) x|^2 = tr((W - Q) H (W - Q)^T) with
+H = E[x x^T], its input's second moment on a text. GPTQ (Frantar et al., 2022) rounds the columns of
+W one after the other, and takes what each is off out of the columns to come, in the directions that
+H says are alike: the feedback of `numerics.weighted_rounding`, with rows of W in place of vectors
+of K. A block's scale is chosen when its turn comes.
+
+The decoder layers are read one by one. Each runs twice over the text: as it is, for H, and rounded,
+so that the next layer sees the inputs that it will have. In memory are one layer with H of each of
+its inputs, the hidden states of the text, and the codes of all layers before.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from halfbyte.checkpoints.dialects.base import OutputFormat
+from halfbyte.models.amax import AmaxRecorder
+from halfbyte.models.layerwise import StreamedModel
+from halfbyte.models.loader import device_or_default
+from halfbyte.numerics import nvfp4, weighted_rounding
+from halfbyte.quantization.output_tensors import global_scale
+from halfbyte.quantization.select_layers import LayerSelection
+from halfbyte.quantization.write_layers import RoundedWeight, max_magnitude
+
+
+def round_layers(
+    folder: Path,
+    config: Any,
+    token_ids: torch.Tensor,
+    selection: LayerSelection,
+    output: OutputFormat,
+    device: torch.device | str | None = None,
+    on_layer: Callable[[int, int], Any] = lambda done, total: None,
+) -> dict[str, RoundedWeight]:
+    """Round the selected layers of a checkpoint.
+
+    Args:
+        folder: of the unquantized checkpoint.
+        config: of `read_model_config`.
+        token_ids: int64 `[rows, tokens]` to run.
+        selection: what to round.
+        output: dialect and recipe, which decide the global scales.
+        device: to run on; by default a GPU if there is one.
+        on_layer: called with the decoder layers done and in all.
+
+    Returns:
+        By name of the layer; its global scale is that of `output_tensors.global_scale` for its
+        group.
+
+    Raises:
+        CheckpointError: as `StreamedModel`, or a weight that is not finite.
+        ValueError: layers that are no `nn.Linear`.
+    """
+    model = StreamedModel(folder, config, device_or_default(device), "auto")
+    modules = dict(model.model.named_modules())
+    for name in selection.modules:
+        if name not in modules:
+            raise ValueError(
+                f"method: gptq rounds linear layers alone, and {name} is an expert of a fused "
+                "module; expected rtn, or such layers in ignore"
+            )
+    rounded: dict[str, RoundedWeight] = {}
+
+    def run_layer(layer: nn.Module, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        inside = {id(module) for module in layer.modules()}
+        groups = [
+            {name: _weight(modules[name]) for name in group}
+            for group in selection.groups
+            if id(modules[group[0]]) in inside
+        ]
+        with InputMoments([weight for group in groups for weight in group.values()]) as moments:
+            run()
+        for group in groups:
+            rounded.update(_round_group(group, moments, output))
+        return run()
+
+    model.run(token_ids, AmaxRecorder(), on_layer, run_layer)
+    return rounded
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
+def _round_group(
+    weights: Mapping[str, torch.Tensor], moments: "InputMoments", output: OutputFormat
+) -> Iterator[tuple[str, RoundedWeight]]:
+    """Round weights that share a global scale, in place, and give their codes by name."""
+    amax = max(max_magnitude(f"{name}.weight", weight) for name, weight in weights.items())
+    scale = global_scale(amax, output.dialect, output.recipe)
+    for name, weight in weights.items():
+        decode = scale.decode.to(weight.device)
+        data, scales = round_with_feedback(weight, decode, moments.of(weight), output.recipe)
+        weight.copy_(nvfp4.dequantize(data, scales, decode, weight.dtype))
+        yield name, RoundedWeight(data.cpu(), scales.cpu())
+
+
+def round_with_feedback(
+    weight: torch.Tensor, decode: torch.Tensor, moment: torch.Tensor, recipe: nvfp4.Recipe
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a matrix column by column with error feedback.
+
+    Args:
+        weight: float `[N, K]`, K % 16 == 0.
+        decode: float32 `[]`, the global scale.
+        moment: float64 `[K, K]`, E[x x^T].
+        recipe: of block scales.
+
+    Returns:
+        `(data, scales)` as of `nvfp4.quantize`. Within a block of 16 columns they are those of
+        `weighted_rounding.quantize`; later columns take over a block's errors in one matrix
+        product, whose order of sums is the library's.
+    """
+    factor, _ = weighted_rounding.feedback_factor(moment)
+    y = weight.float().clone()
+    size = nvfp4.BLOCK_SIZE
+    eye = torch.eye(size, device=y.device)
+    parts = []
+    for begin in range(0, y.shape[1], size):
+        block, later = slice(begin, begin + size), slice(begin + size, None)
+        before, inner = y[:, block].clone(), factor[block, block]
+        data, scales = weighted_rounding.quantize(before, decode, None, inner, recipe)
+        parts.append((data, scales))
+        # before - rounded = e (I + F): each column was moved by the errors of those before it.
+        moved = before - nvfp4.dequantize(data, scales, decode)
+        errors = torch.linalg.solve_triangular(eye + inner, moved, upper=True, left=False)
+        y[:, later].addmm_(errors, factor[block, later], alpha=-1)
+    codes, block_scales = zip(*parts, strict=True)
+    return torch.cat(codes, -1), torch.cat([x.view(torch.uint8) for x in block_scales], -1).view(
+        torch.float8_e4m3fn
+    )
+
+
+class InputMoments(TorchFunctionMode):
+    """Sums x x^T over the inputs of linear layers while a model runs.
+
+    Args:
+        weights: of the layers; those called one after the other with the same input share a moment.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._known = {weight.data_ptr() for weight in weights}
+        self._moment_of: dict[int, _Moment] = {}
+        self._last: tuple[torch.Tensor, _Moment] | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.linear:
+            x, weight = args[0], args[1] if len(args) > 1 else kwargs["weight"]
+            if weight.data_ptr() in self._known and x.numel():
+                self._add(weight, x)
+        return func(*args, **(kwargs or {}))
+
+    def of(self, weight: torch.Tensor) -> torch.Tensor:
+        """float64 `[K, K]`, E[x x^T]; zeros for a layer that was never reached."""
+        moment = self._moment_of.get(weight.data_ptr())
+        if moment is None:
+            size = weight.shape[1]
+            return torch.zeros(size, size, dtype=torch.float64, device=weight.device)
+        return moment.mean()
+
+    def _add(self, weight: torch.Tensor, x: torch.Tensor) -> None:
+        if self._last is not None and self._last[0] is x:
+            self._moment_of.setdefault(weight.data_ptr(), self._last[1])
+            return
+        moment = self._moment_of.setdefault(weight.data_ptr(), _Moment())
+        moment.add(x)
+        self._last = x, moment
+
+
+class _Moment:
+    """E[x x^T], summed in float64; inputs with a NaN or infinity do not count."""
+
+    def __init__(self) -> None:
+        self._sum: torch.Tensor | float = 0.0
+        self._count: torch.Tensor | float = 0.0
+
+    def add(self, x: torch.Tensor) -> None:
+        rows = x.detach().flatten(0, -2).double()
+        known = rows.isfinite().all(-1)
+        rows = torch.where(known[:, None], rows, 0.0)
+        self._sum = self._sum + rows.T @ rows
+        self._count = self._count + known.sum()
+
+    def mean(self) -> torch.Tensor:
+        assert isinstance(self._sum, torch.Tensor)
+        assert isinstance(self._count, torch.Tensor)
+        return self._sum / self._count.clamp(min=1)
