@@ -14,6 +14,7 @@ from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY, KVScales
 from halfbyte.models import Cache, UnsupportedModelError
 from halfbyte.models import batch as batch_module
 from models.zoo import ALL_EXPERTS, ARCHITECTURES, make_model, token_ids
+from slow import slow
 
 CHUNKS = (13, 1, 1, 17, 8)
 
@@ -164,7 +165,13 @@ def test_generate_prompt_lookup_crops(architecture: str) -> None:
     cache.tables.check_integrity()
 
 
-@pytest.mark.parametrize("kv_cache_dtype", list(KV_CACHE_QUANT_REGISTRY))
+@pytest.mark.parametrize(
+    "kv_cache_dtype",
+    [
+        name if name in {"bfloat16", "fp8_e4m3", "nvfp4", "mxfp4"} else slow(name)
+        for name in KV_CACHE_QUANT_REGISTRY
+    ],
+)
 def test_generate_every_dtype_in_a_batch_as_alone(kv_cache_dtype: str) -> None:
     model = make_model("qwen3")
     ids, mask, _ = padded_batch()

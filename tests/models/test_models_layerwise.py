@@ -22,6 +22,7 @@ from halfbyte.models.kv_calibration import calibration_tokens, measure_amax
 from halfbyte.models.layerwise import StreamedModel, calibrate_checkpoint
 from halfbyte.models.local_files import read_model_config
 from models.zoo import ARCHITECTURES, make_model, token_ids
+from slow import slow
 
 IDS = token_ids(2, 40)
 
@@ -43,7 +44,7 @@ def assert_same_amax(folder: Path, dtype: str = "auto") -> None:
     assert amax_of(streamed(folder, dtype), IDS) == expected
 
 
-@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+@pytest.fixture(params=[slow(torch.float32), torch.bfloat16], ids=str)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     result: torch.dtype = request.param
     return result
@@ -139,8 +140,10 @@ def watched_memory() -> Iterator[list[int]]:
         gc.enable()
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("architecture", "quantized"),
+    [("qwen3", False), slow("qwen3", True), slow("qwen3_moe", False), ("qwen3_moe", True)],
+)
 def test_memory_does_not_grow_with_the_layers(
     tmp_path: Path, architecture: str, quantized: bool
 ) -> None:

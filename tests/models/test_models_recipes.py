@@ -16,6 +16,7 @@ from halfbyte.kvcache.recipe import RECIPES
 from halfbyte.models import calibrate, load_tokenizer
 from halfbyte.models.kv_calibration import usual_first_tokens
 from models.zoo import ARCHITECTURES, make_model, token_ids
+from slow import slow
 
 BALANCED, ACCURATE = RECIPES["balanced"], RECIPES["accurate"]
 
@@ -33,7 +34,10 @@ def prompts() -> list[list[int]]:
     return [token_ids(1, length)[0].tolist() for length in lengths]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [name if name in {"llama", "gemma2", "gpt_oss"} else slow(name) for name in ARCHITECTURES],
+)
 def test_tokens_do_not_depend_on_chunks_or_on_company(
     architecture: str, prompts: list[list[int]]
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from halfbyte.assets import bundled_model_path
+from halfbyte.assets import bundled_model_path, calibration_text
 from halfbyte.checkpoints import read_kv_scales
 from halfbyte.checkpoints.dialects.registry import DIALECTS
 from halfbyte.checkpoints.errors import CheckpointError
@@ -147,8 +147,16 @@ def test_quantize_gives_a_silent_layer_the_median_scale(
     for file in bundled_model_path().glob("tokenizer*"):
         (source / file.name).write_bytes(file.read_bytes())
     target = source.parent / "target"
-    options = {"weights": "nvfp4-a16", "kv_cache_dtype": "fp8"}
-    quantize_checkpoint(source, target, dialect="modelopt", **options)  # type: ignore[arg-type]
+    text = source.parent / "text.txt"
+    text.write_text(calibration_text()[:2000])
+    quantize_checkpoint(
+        source,
+        target,
+        dialect="modelopt",
+        weights="nvfp4-a16",
+        kv_cache_dtype="fp8",
+        calibration_file=text,
+    )
     scales = read_kv_scales(target)
     others = [v for layer, (_, v) in scales.items() if layer != 1]
     assert scales[1][1] == pytest.approx(median(others), rel=1e-6)
