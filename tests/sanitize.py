@@ -99,7 +99,7 @@ def decode() -> None:
 
 
 def wide() -> None:
-    """`decode_wide.cu`, on SM90."""
+    """`decode_wgmma.cu`, on SM90."""
     for name, options in WIDE.items():
         print("wide", name, flush=True)
         attend(make_case(**options), "cuda")

@@ -55,10 +55,10 @@ class Step:
 
 
 class Share(NamedTuple):
-    """Tiles `first` up to `stop` of a piece, which one unit works on."""
+    """Tiles `first` up to `stop` of a work item, which one unit works on."""
 
     unit: int
-    piece: int
+    item: int
     first: int
     stop: int
 
@@ -105,7 +105,7 @@ def on_host(step: Step, attention: bool = False) -> Iterator[list[tuple[str, Any
     def load(name: str, options: Any, functions: Any, device: Any) -> dict[str, Any]:
         if name.endswith("/prepare.cu"):
             library = cuda_on_host.build(name, dict(options), capability=step.capability)
-        elif not name.endswith(("/decode.cu", "/decode_wide.cu")):
+        elif not name.endswith(("/decode.cu", "/decode_wgmma.cu")):
             library = cuda_on_host.build(name, {k: v for k, v in options if k in _MERGE_MACROS})
         elif attention:
             library = cuda_on_host.build(name, dict(options), capability=step.capability)
@@ -156,48 +156,48 @@ class Table(NamedTuple):
     span: int
     units: int
     overhead: int
-    pieces: int
+    items: int
     token_records: np.ndarray
-    """`[tokens, 8]`: first piece of its sequence, where that begins, positions from one of them to
+    """`[tokens, 8]`: first item of its sequence, where that begins, positions from one of them to
     the next, number of tiles, first query token, and three ints of padding."""
     unit_records: np.ndarray
-    """`[units that fit, 12]`: a piece, its index, and three ints of padding."""
-    piece_records: np.ndarray
-    """`[pieces that fit, 8]`: begin, sequence, column tile, first tile, number of tiles, length,
+    """`[units that fit, 12]`: a work item, its index, and three ints of padding."""
+    item_records: np.ndarray
+    """`[items that fit, 8]`: begin, sequence, column tile, first tile, number of tiles, length,
     first query token, number of query tokens."""
 
 
 def read(plan: Plan, num_tokens: int) -> Table:
     data, view = plan.data.numpy(), plan.view
-    units = data[view.units_offset : view.pieces_offset]
-    span, number_of_units, overhead, pieces = data[:4].tolist()
+    units = data[view.units_offset : view.items_offset]
+    span, number_of_units, overhead, items = data[:4].tolist()
     return Table(
         span,
         number_of_units,
         overhead,
-        pieces,
+        items,
         data[4 : 4 + 8 * num_tokens].reshape(-1, 8),
         units[: len(units) // 12 * 12].reshape(-1, 12),
-        data[view.pieces_offset :].reshape(-1, 8),
+        data[view.items_offset :].reshape(-1, 8),
     )
 
 
 def shares(table: Table) -> list[Share]:
-    """What the units do: each walks from the piece it begins in along its stretch of the line."""
+    """What the units do: each walks from the item it begins in along its stretch of the line."""
     found = []
-    pieces = table.piece_records.tolist()
+    items = table.item_records.tolist()
     for unit in range(table.units):
         begin, end = unit * table.span, (unit + 1) * table.span
         index = int(table.unit_records[unit, 8])
         while True:
-            start, _, _, first_tile, num_tiles = pieces[index][:5]
+            start, _, _, first_tile, num_tiles = items[index][:5]
             start += table.overhead
             first, stop = max(0, begin - start), min(num_tiles, end - start)
             if first < stop:
                 found.append(Share(unit, index, first_tile + first, first_tile + stop))
             index += 1
-            # Aligned plans give a unit one piece.
-            if table.overhead == 0 or index == table.pieces or pieces[index][0] >= end:
+            # Aligned plans give a unit one work item.
+            if table.overhead == 0 or index == table.items or items[index][0] >= end:
                 break
     return found
 

@@ -76,7 +76,7 @@ def run(case: Case, **options: Any) -> Any:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("group", [4, 32], ids=["decode", "decode-wide-of-whole-pages"])
+@pytest.mark.parametrize("group", [4, 32], ids=["decode", "decode-wgmma-of-whole-pages"])
 def test_another_than_the_current_device(group: int) -> None:
     case = make_case(head_size=128, group=group, kv_heads=1, query_lens=(1, 1), seq_lens=(40, 999))
     pages, query = case.pages.to("cuda:1"), case.query.to("cuda:1")
@@ -97,7 +97,7 @@ WIDE_CASES: dict[str, dict[str, Any]] = {
     "group-40-k64-v256": {"head_size": 64, "head_size_v": 256, "group": 40, **_LENGTHS},
     "group-32-k128-v64": {"head_size": 128, "head_size_v": 64, "group": 32, **_LENGTHS},
     "group-32-d256-nhd": {"head_size": 256, "group": 32, "order": "NHD", **_LENGTHS},
-    "wide-several-queries-window-sinks": {
+    "wgmma-several-queries-window-sinks": {
         "head_size": 128,
         "group": 8,
         "sinks": True,
@@ -105,7 +105,7 @@ WIDE_CASES: dict[str, dict[str, Any]] = {
         "query_lens": (9, 4, 0, 5, 17, 4),
         "seq_lens": (9, 64, 70, 132, 2000, 3001),
     },
-    "wide-ragged": {
+    "wgmma-ragged": {
         "head_size": 128,
         "group": 32,
         "kv_heads": 1,
@@ -113,7 +113,7 @@ WIDE_CASES: dict[str, dict[str, Any]] = {
         "seq_lens": tuple(range(1, 8000, 200)),
     },
 }
-"""Beyond 16 query columns: `attention/decode/decode_wide.cu` on SM90."""
+"""Beyond 16 query columns: `attention/decode/decode_wgmma.cu` on SM90."""
 
 
 @pytest.mark.gpu

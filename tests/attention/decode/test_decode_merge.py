@@ -15,16 +15,16 @@ from halfbyte.attention.decode.plan import Plan
 
 pytestmark = needs_compiler
 
-KERNELS = ("merge_few", "merge_several", "merge_some", "merge_many")
+KERNELS = ("merge_8", "merge_32", "merge_128", "merge_512")
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 STEPS = {
     "one-long": Step([300_000], [1], kv_heads=1),
     "one-part-each": Step([100, 0, 90], [1, 2, 1], multiprocessors=1),
     "nothing-cached": Step([0, 0, 40], [1, 2, 1], head_size=64),
     "ragged": Step([900, 0, 33, 7000, 1], [1, 2, 1, 3, 0], group=3, head_size=64),
-    "several-pieces": Step([4000, 100, 0, 2], [8, 7, 1, 5], group=7, kv_heads=1),
+    "several-items": Step([4000, 100, 0, 2], [8, 7, 1, 5], group=7, kv_heads=1),
     "many-columns": Step([9000, 300], [2, 1], group=20, kv_heads=1, head_size=256),
-    "units-of-many-pieces": Step([100, 20, 0, 300] * 10, [1] * 40, kv_heads=1, multiprocessors=1),
+    "units-of-many-items": Step([100, 20, 0, 300] * 10, [1] * 40, kv_heads=1, multiprocessors=1),
     "window": Step([5000, 800, 64, 65], [2, 1, 4, 1], group=8, window=130),
     "padded": Step([900, 0, 33], [1, 2, 1], padding=5),
     "padded-sequences": Step([900, 33, 500, 0], [1, 1, 0, 0], group=8, padding=2),
@@ -57,21 +57,21 @@ def random_parts(step: Step, plan: Plan, generator: torch.Generator) -> Parts:
     )
     table = read(plan, step.starts[-1])
     found = shares(table)
-    number = Counter(share.piece for share in found)
+    number = Counter(share.item for share in found)
     for share in found:
-        seq, col_tile = table.piece_records[share.piece, 1:3].tolist()
+        seq, col_tile = table.item_records[share.item, 1:3].tolist()
         # Columns are numbered by token, then by head of the KV head's group.
         columns = torch.arange(cols) + col_tile * cols
         columns = columns[columns < step.queries[seq] * step.group]
         tokens = step.starts[seq] + columns // step.group
-        if number[share.piece] == 1:
+        if number[share.item] == 1:
             for kv_head in range(step.kv_heads):
                 sums.is_one[tokens, kv_head * step.group + columns % step.group] = True
             continue
         size = (step.kv_heads, len(columns))
         empty = torch.rand(size, generator=generator) < 0.25
         top = 12 * torch.randn(size, generator=generator)
-        # Some are so far from the others that float32 would overflow on the way between them.
+        # Some maxima differ so much that exp2 of their difference overflows float32.
         top = torch.where(torch.rand(size, generator=generator) < 0.1, 10 * top, top)
         top = torch.where(empty, -torch.inf, top)
         total = torch.where(empty, 0, 0.1 + 50 * torch.rand(size, generator=generator))
@@ -88,8 +88,8 @@ def random_parts(step: Step, plan: Plan, generator: torch.Generator) -> Parts:
 
 
 def row_of(share: Share) -> int:
-    """Where `attention/decode/work.cuh` says that a unit's share of a piece lies."""
-    return share.unit + share.piece
+    """Where `attention/decode/work.cuh` says that a unit's share of a work item lies."""
+    return share.unit + share.item
 
 
 def assert_merged(
@@ -172,14 +172,14 @@ def test_merge_of_random_batches() -> None:
 @pytest.mark.parametrize(
     ("step", "kernel"),
     [
-        (Step([100] * 64, [1] * 64, kv_heads=8), "merge_few"),
-        (Step([30_000] * 8, [1] * 8, kv_heads=8), "merge_several"),
-        (Step([30_000] * 60, [1] * 60, kv_heads=1), "merge_several"),
+        (Step([100] * 64, [1] * 64, kv_heads=8), "merge_8"),
+        (Step([30_000] * 8, [1] * 8, kv_heads=8), "merge_32"),
+        (Step([30_000] * 60, [1] * 60, kv_heads=1), "merge_32"),
         # Its rows do not find room at once.
-        (Step([30_000] * 60, [1] * 60, kv_heads=1, group=32, head_size=256), "merge_few"),
-        (Step([30_000] * 2, [1] * 2, kv_heads=8), "merge_some"),
-        (Step([300_000], [1], kv_heads=1), "merge_many"),
-        (Step([300_000], [1], kv_heads=1, batch_invariant=True), "merge_some"),
+        (Step([30_000] * 60, [1] * 60, kv_heads=1, group=32, head_size=256), "merge_8"),
+        (Step([30_000] * 2, [1] * 2, kv_heads=8), "merge_128"),
+        (Step([300_000], [1], kv_heads=1), "merge_512"),
+        (Step([300_000], [1], kv_heads=1, batch_invariant=True), "merge_128"),
     ],
 )
 def test_parts_and_rows_decide_the_kernel(step: Step, kernel: str) -> None:

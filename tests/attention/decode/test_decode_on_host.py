@@ -14,7 +14,7 @@ from attention.decode.decode_plans import Step, alone, make_plan, on_host
 from cuda_on_host import guarded, needs_compiler
 from halfbyte.attention.base import AttentionInputs, AttentionPlans
 from halfbyte.attention.decode import cuda
-from halfbyte.attention.decode.variant import variant
+from halfbyte.attention.decode.variant import choose_variant
 from slow import slow
 
 pytestmark = needs_compiler
@@ -33,9 +33,9 @@ MANY_COLUMNS = Step(
     capability=80,
     multiprocessors=2,
 )
-WIDE = Step([], [], group=32, kv_heads=2, multiprocessors=1)
-WIDE_64 = replace(WIDE, group=64)
-WIDE_NHD = replace(WIDE, head_size=64, order="NHD", block_size=48)
+WGMMA = Step([], [], group=32, kv_heads=2, multiprocessors=1)
+WGMMA_64 = replace(WGMMA, group=64)
+WIDE_NHD = replace(WGMMA, head_size=64, order="NHD", block_size=48)
 WHOLE_PAGES = Step([], [], group=32, kv_heads=1, multiprocessors=1)
 WHOLE_PAGES_64 = replace(WHOLE_PAGES, group=8, head_size=64, block_size=64)
 WHOLE_PAGES_32_OF_256 = replace(WHOLE_PAGES, head_size=256)
@@ -44,7 +44,7 @@ WHOLE_PAGES_256 = replace(WHOLE_PAGES, group=40, head_size=256, block_size=32)
 
 CASES: dict[str, tuple[Step, dict[str, Any]]] = {
     "ragged": (replace(NVFP4, lengths=[1, 40, 77, 0, 300, 64, 129], queries=[1] * 7), {}),
-    "units-of-many-pieces": (
+    "units-of-many-items": (
         replace(NVFP4, lengths=[1, 40, 300, 0, 65] * 2, queries=[1] * 10, multiprocessors=1),
         {},
     ),
@@ -83,12 +83,12 @@ CASES: dict[str, tuple[Step, dict[str, Any]]] = {
     ),
     "bfloat16": (replace(BF16, lengths=[1, 40, 0, 170], queries=[1] * 4), {}),
     "many-columns": (MANY_COLUMNS, {"sinks": True, "softcap": 3.0}),
-    "wide": (replace(WIDE, lengths=[1, 40, 0, 300, 129], queries=[1] * 5), {"sinks": True}),
-    "wide-nhd": (
+    "wgmma": (replace(WGMMA, lengths=[1, 40, 0, 300, 129], queries=[1] * 5), {"sinks": True}),
+    "wgmma-nhd": (
         replace(WIDE_NHD, lengths=[3, 140, 300], queries=[1] * 3, window=90),
         {"softcap": 3.0},
     ),
-    "wide-64-columns": (replace(WIDE_64, lengths=[1, 140, 300], queries=[1] * 3), {}),
+    "wgmma-64-columns": (replace(WGMMA_64, lengths=[1, 140, 300], queries=[1] * 3), {}),
     "whole-pages-32-columns-of-256": (
         replace(WHOLE_PAGES_32_OF_256, lengths=[1, 140, 70], queries=[1] * 3),
         {},
@@ -123,9 +123,9 @@ CHANGED: dict[str, tuple[Step, dict[str, Any]]] = {
         replace(SINKS, lengths=[1, 40, 0, 300], queries=[1] * 4),
         {"transform": {"segment": 64, "center": False, "rotate": False}},
     ),
-    "wide": (replace(WIDE, lengths=[1, 40, 0, 300, 129], queries=[1] * 5), RECIPE),
-    "wide-64-columns": (replace(WIDE_64, lengths=[1, 140, 300], queries=[1] * 3), RECIPE),
-    "wide-nhd-softcap": (
+    "wgmma": (replace(WGMMA, lengths=[1, 40, 0, 300, 129], queries=[1] * 5), RECIPE),
+    "wgmma-64-columns": (replace(WGMMA_64, lengths=[1, 140, 300], queries=[1] * 3), RECIPE),
+    "wgmma-nhd-softcap": (
         replace(WIDE_NHD, lengths=[3, 140, 300], queries=[1] * 3, window=90),
         {**RECIPE, "softcap": 3.0},
     ),
@@ -142,8 +142,8 @@ CHANGED: dict[str, tuple[Step, dict[str, Any]]] = {
         {**RECIPE, "recent": 64, "sinks": True},
     ),
     "recent-short-table": (replace(NVFP4, lengths=[5], queries=[1]), {**RECIPE, "recent": 64}),
-    "recent-wide-short-table": (
-        replace(WIDE, lengths=[5, 9], queries=[1, 1]),
+    "recent-wgmma-short-table": (
+        replace(WGMMA, lengths=[5, 9], queries=[1, 1]),
         {**RECIPE, "recent": 64},
     ),
     "queries-before-the-beginning": (
@@ -163,7 +163,7 @@ CHANGED: dict[str, tuple[Step, dict[str, Any]]] = {
         replace(NVFP4, lengths=[70, 3, 130, 300, 2], queries=[1] * 5, window=50),
         {**RECIPE, "recent": 64},
     ),
-    "recent-wide-softcap": (
+    "recent-wgmma-softcap": (
         replace(WIDE_NHD, lengths=[3, 140, 300, 0], queries=[1] * 4),
         {**RECIPE, "recent": 64, "softcap": 3.0},
     ),
@@ -176,7 +176,7 @@ CHANGED: dict[str, tuple[Step, dict[str, Any]]] = {
 
 BATCHES = (
     *("ragged", "uneven-queries", "batch-invariant", "fp8", "bfloat16", "many-columns"),
-    *("wide", "wide-nhd", "whole-pages", "whole-pages-of-64", "whole-pages-head-size-256"),
+    *("wgmma", "wgmma-nhd", "whole-pages", "whole-pages-of-64", "whole-pages-head-size-256"),
 )
 """Of which random ones are made, with the same kernels."""
 
@@ -310,7 +310,7 @@ def test_attention(name: str) -> None:
     ("name", "factor"),
     [
         *((name, 1) for name in CHANGED),
-        *((name, -40) if name in {"ragged", "wide"} else slow(name, -40) for name in CHANGED),
+        *((name, -40) if name in {"ragged", "wgmma"} else slow(name, -40) for name in CHANGED),
     ],
 )
 def test_attention_to_k_that_a_recipe_changed(name: str, factor: int) -> None:
@@ -341,7 +341,7 @@ def test_random_batches(name: str) -> None:
         assert_attention(*attend(batch, case), case)
 
 
-@pytest.mark.parametrize("name", ["ragged", "sinks", "fp8", "bfloat16", "wide", "whole-pages"])
+@pytest.mark.parametrize("name", ["ragged", "sinks", "fp8", "bfloat16", "wgmma", "whole-pages"])
 def test_large_queries(name: str) -> None:
     """They make maxima grow, and sums be rescaled, tile after tile."""
     step, options = CASES[name]
@@ -350,7 +350,7 @@ def test_large_queries(name: str) -> None:
     assert_attention(*attend(step, case), case)
 
 
-@pytest.mark.parametrize("name", ["ragged", "sinks", "fp8", "bfloat16", "wide", "whole-pages"])
+@pytest.mark.parametrize("name", ["ragged", "sinks", "fp8", "bfloat16", "wgmma", "whole-pages"])
 @pytest.mark.parametrize("factor", [2.0**-90, -(2.0**60)])
 def test_queries_of_any_size(name: str, factor: float) -> None:
     """A power of two, or a sign, may stand in the queries or in the softmax's scale."""
@@ -364,7 +364,7 @@ def test_queries_of_any_size(name: str, factor: float) -> None:
 
 @pytest.mark.parametrize(
     ("name", "seq", "position"),
-    [("units-of-many-pieces", 2, 299), ("many-columns", 2, 321), ("whole-pages", 2, 299)],
+    [("units-of-many-items", 2, 299), ("many-columns", 2, 321), ("whole-pages", 2, 299)],
 )
 def test_nan_scales_show(name: str, seq: int, position: int) -> None:
     """In the first 16 dims of the heads and queries that read that block, and nowhere else."""
@@ -392,16 +392,16 @@ def test_rows_do_not_depend_on_the_batch() -> None:
             assert torch.equal(x, y[rows])
 
 
-def test_cases_have_these_ways_to_keep_queries() -> None:
-    ways, wide = set(), set()
+def test_cases_cover_these_variants() -> None:
+    variants, wgmma = set(), set()
     for step, _ in CASES.values():
         mean = step.starts[-1] / len(step.lengths)
         args = (step.layout, step.group, mean, step.batch_invariant, step.capability)
-        way = variant(*args)
-        assert way is not None
-        if way.wide:
-            wide.add((way.tile, way.n_tiles, way.whole_pages))
+        variant = choose_variant(*args)
+        assert variant is not None
+        if variant.wgmma:
+            wgmma.add((variant.tile, variant.n_tiles, variant.whole_pages))
         else:
-            ways.add((way.duplicate, way.n_tiles, way.q_shared))
-    assert ways == {(True, 1, False), (False, 1, False), (False, 2, False), (False, 4, True)}
-    assert wide == {(128, 4, False), (128, 8, False), (128, 4, True), (64, 8, True)}
+            variants.add((variant.duplicate, variant.n_tiles, variant.q_shared))
+    assert variants == {(True, 1, False), (False, 1, False), (False, 2, False), (False, 4, True)}
+    assert wgmma == {(128, 4, False), (128, 8, False), (128, 4, True), (64, 8, True)}

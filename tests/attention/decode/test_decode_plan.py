@@ -37,7 +37,7 @@ EDGES = {
     "one-unit": Step([900, 20, 0, 77], [1, 2, 1, 1], kv_heads=8, multiprocessors=1),
     "one-long": Step([300_000, *[1] * 63], [1] * 64),
     "same-lengths": Step([8192] * 64, [1] * 64, kv_heads=8),
-    "more-pieces-than-units": Step([100] * 300, [8] * 300, kv_heads=8, multiprocessors=3),
+    "more-items-than-units": Step([100] * 300, [8] * 300, kv_heads=8, multiprocessors=3),
     "last-cached": Step(list(range(1024)), [1] * 1024),
     "more-than-cached": Step([*range(1023), 40_000, 70_000, *range(500), 0], [1] * 1526, group=8),
     "more-than-two-blocks": Step([i * 37 % 900 for i in range(2100)], [i % 3 for i in range(2100)]),
@@ -68,31 +68,31 @@ def work_of(step: Step, seq: int, tile: int, columns: int) -> Work:
 
 
 def assert_records(step: Step, table: Table, works: list[Work]) -> None:
-    """Pieces lie on the line in order, and each tells what its sequence is."""
-    pieces = table.piece_records[: table.pieces]
+    """Work items lie on the line in order, and each tells what its sequence is."""
+    items = table.item_records[: table.items]
     wanted = [(seq, c) for seq, work in enumerate(works) for c in range(work.col_tiles)]
-    assert pieces[:, 1:3].tolist() == [list(pair) for pair in wanted]
-    for (seq, _), record in zip(wanted, pieces.tolist(), strict=True):
+    assert items[:, 1:3].tolist() == [list(pair) for pair in wanted]
+    for (seq, _), record in zip(wanted, items.tolist(), strict=True):
         tiles = works[seq].tiles
         assert record[4:] == [len(tiles), step.lengths[seq], step.starts[seq], step.queries[seq]]
         assert record[3] == tiles.start or not tiles
-    assert all(a[0] <= b[0] for a, b in pairwise(pieces))
+    assert all(a[0] <= b[0] for a, b in pairwise(items))
     first_pieces = np.cumsum([0, *(work.col_tiles for work in works)])[:-1]
     assert table.token_records[:, 0].tolist() == np.repeat(first_pieces, step.queries).tolist()
     for first, begin, cost, tiles, q_begin in table.token_records[:, :5].tolist():
-        same = pieces[pieces[:, 1] == pieces[first, 1]]
+        same = items[items[:, 1] == items[first, 1]]
         assert same[:, 0].tolist() == [begin + i * cost for i in range(len(same))]
         assert (same[:, 4] == tiles).all()
         assert (same[:, 6] == q_begin).all()
     for record in table.unit_records[: table.units]:
-        assert record[:8].tolist() == pieces[record[8]].tolist()
+        assert record[:8].tolist() == items[record[8]].tolist()
 
 
 def assert_shares(step: Step, plan: Plan, table: Table, works: list[Work]) -> None:
-    """Every tile of every piece belongs to one unit; results have a row each, side by side."""
+    """Every tile of every item belongs to one unit; results have a row each, side by side."""
     found = shares(table)
     done = sorted(
-        (*table.piece_records[share.piece, 1:3].tolist(), tile)
+        (*table.item_records[share.item, 1:3].tolist(), tile)
         for share in found
         for tile in range(share.first, share.stop)
     )
@@ -104,13 +104,13 @@ def assert_shares(step: Step, plan: Plan, table: Table, works: list[Work]) -> No
     ]
     # No warp is started for nothing.
     assert {share.unit for share in found} == set(range(table.units))
-    rows = [share.unit + share.piece for share in found]
+    rows = [share.unit + share.item for share in found]
     assert len(set(rows)) == len(rows)
     assert max(rows, default=0) < len(plan.partial_ml) // (step.kv_heads * plan.variant.columns)
-    for a, b in pairwise(sorted(found, key=lambda share: (share.piece, share.unit))):
-        assert a.piece != b.piece or (b.unit == a.unit + 1 and a.stop == b.first)
+    for a, b in pairwise(sorted(found, key=lambda share: (share.item, share.unit))):
+        assert a.item != b.item or (b.unit == a.unit + 1 and a.stop == b.first)
     if table.overhead == 0:
-        assert len({share.unit for share in found}) == len(found), "a unit has two pieces"
+        assert len({share.unit for share in found}) == len(found), "a unit has two items"
     for unit, loads in groups(found).items():
         assert sum(share.stop - share.first for share in loads) <= table.span, unit
 
@@ -132,19 +132,19 @@ def smallest_span(
 
 
 def expected_span(works: list[Work], tile: int, max_units: int) -> tuple[int, int]:
-    """Span and overhead: equal chunks where they are as good as a line that is cut anywhere.
+    """Span and overhead: aligned chunks where they are as fast as the continuous layout.
 
-    Chunks have at least 128 tokens. To begin a piece takes the time of 64, which counts where the
-    line is cut anywhere: there a unit may begin one piece more.
+    Chunks have at least 128 tokens. Starting a work item costs as much as 64 tokens, which counts
+    in the continuous layout: there a unit may start one work item more.
     """
     least, overhead = max(1, 128 // tile), max(1, 64 // tile)
     costs = np.array([(len(w.tiles), w.col_tiles) for w in works if w.tiles], int).reshape(-1, 2)
-    tiles, pieces = costs.T
-    line = int(((tiles + overhead) * pieces).sum())
+    tiles, items = costs.T
+    line = int(((tiles + overhead) * items).sum())
     anywhere = smallest_span(least, lambda span: -(-line // span), max_units, line)
     chunks = smallest_span(
         least,
-        lambda span: int((-(-tiles // span) * pieces).sum()),
+        lambda span: int((-(-tiles // span) * items).sum()),
         max_units,
         max(tiles, default=1),
     )
@@ -179,12 +179,12 @@ def assert_planned(step: Step) -> Table:
     tile, columns = plan.variant.tile, plan.variant.columns
     works = [work_of(step, seq, tile, columns) for seq in range(len(step.lengths))]
 
-    assert table.pieces == sum(work.col_tiles for work in works)
+    assert table.items == sum(work.col_tiles for work in works)
     assert table.units <= max_units
     assert (memory[len(plan.data) :] == UNTOUCHED).all()
     assert (memory[4 + 8 * num_tokens : plan.view.units_offset] == UNTOUCHED).all()
     assert (table.unit_records[table.units :] == UNTOUCHED).all()
-    assert (table.piece_records[table.pieces :] == UNTOUCHED).all()
+    assert (table.item_records[table.items :] == UNTOUCHED).all()
     fixed = (512 // tile, 0)
     expected = fixed if step.batch_invariant else expected_span(works, tile, max_units)
     assert (table.span, table.overhead) == expected
@@ -207,14 +207,14 @@ def test_plan_of_random_batches(seed: int) -> None:
 
 def test_both_ways_to_lay_the_line_are_taken() -> None:
     assert assert_planned(EDGES["same-lengths"]).overhead == 0
-    assert assert_planned(EDGES["more-pieces-than-units"]).overhead == 1
+    assert assert_planned(EDGES["more-items-than-units"]).overhead == 1
 
 
 def test_fixed_spans_cut_a_sequence_alike_in_every_batch() -> None:
     def cuts(step: Step, seq: int) -> list[tuple[int, int, int]]:
         table = assert_planned(step)
-        records = table.piece_records[:, 1:3].tolist()
-        found = ((records[share.piece], share.first, share.stop) for share in shares(table))
+        records = table.item_records[:, 1:3].tolist()
+        found = ((records[share.item], share.first, share.stop) for share in shares(table))
         return [(c, first, stop) for (s, c), first, stop in found if s == seq]
 
     step = EDGES["fixed-spans"]

@@ -16,7 +16,7 @@ pytest.importorskip("cuda.bindings.nvrtc")
 
 from halfbyte.attention.decode import cuda
 from halfbyte.attention.decode.prepare import PrepareVariant
-from halfbyte.attention.decode.variant import Variant, macros, variant
+from halfbyte.attention.decode.variant import Variant, choose_variant, macros
 from halfbyte.kernels.runtime import nvrtc, tensor_maps
 
 
@@ -26,10 +26,10 @@ from halfbyte.kernels.runtime import nvrtc, tensor_maps
 def test_kernels_compile(capability: int, head_size: int, group: int) -> None:
     architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
-    way = variant(layout, group, 1.0, False, capability)
-    assert way is not None
-    options = macros(layout, group, torch.bfloat16, group >= 16, way)
-    for name in (way.source, "attention/decode/merge.cu", "attention/decode/plan.cu"):
+    variant = choose_variant(layout, group, 1.0, False, capability)
+    assert variant is not None
+    options = macros(layout, group, torch.bfloat16, group >= 16, variant)
+    for name in (variant.source, "attention/decode/merge.cu", "attention/decode/plan.cu"):
         assert compiled(name, options, architecture)[:4] == b"\x7fELF"
 
 
@@ -38,11 +38,11 @@ def test_kernels_compile(capability: int, head_size: int, group: int) -> None:
 def test_kernels_for_recipes_compile(capability: int, head_size: int, group: int) -> None:
     architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
-    way = variant(layout, group, 1.0, False, capability)
-    assert way is not None
+    variant = choose_variant(layout, group, 1.0, False, capability)
+    assert variant is not None
     for changes in ((64, True, True), (0, True, False)):
-        options = macros(layout, group, torch.bfloat16, group >= 16, way, True, *changes)
-        assert compiled(way.source, options, architecture)[:4] == b"\x7fELF"
+        options = macros(layout, group, torch.bfloat16, group >= 16, variant, True, *changes)
+        assert compiled(variant.source, options, architecture)[:4] == b"\x7fELF"
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -52,9 +52,9 @@ def test_what_stands_in_front_compiles(
 ) -> None:
     architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
-    way = PrepareVariant(group, group >= 16, True, 64, 64, head_size // 2, True)
+    variant = PrepareVariant(group, group >= 16, True, 64, 64, head_size // 2, True)
     for dtype in (torch.bfloat16, torch.float16):
-        options = way.macros(layout, dtype)
+        options = variant.macros(layout, dtype)
         cubin = compiled("attention/decode/prepare.cu", options, architecture)
         assert not re.search(r" (?:STL|LDL)[. ]", disassembled(cubin, tmp_path))
 
@@ -64,27 +64,27 @@ def test_what_stands_in_front_compiles(
 def test_kernels_that_copy_whole_pages_compile(head_size: int, block_size: int) -> None:
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 1, block_size)
     for group in (32, 64):
-        way = variant(layout, group, 1.0, False, 90)
-        assert way is not None
-        assert way.whole_pages
-        options = macros(layout, group, torch.bfloat16, False, way)
-        assert compiled(way.source, options, "sm_90a")[:4] == b"\x7fELF"
+        variant = choose_variant(layout, group, 1.0, False, 90)
+        assert variant is not None
+        assert variant.whole_pages
+        options = macros(layout, group, torch.bfloat16, False, variant)
+        assert compiled(variant.source, options, "sm_90a")[:4] == b"\x7fELF"
 
 
-def spills(way: Variant, layout: PageLayout, group: int, folder: Path, segment: int = 0) -> int:
+def spills(variant: Variant, layout: PageLayout, group: int, folder: Path, segment: int = 0) -> int:
     """How many instructions move registers to local memory, or back."""
     changes = (segment > 0, segment, segment > 0, segment > 0)
-    options = macros(layout, group, torch.bfloat16, False, way, *changes)
-    code = disassembled(compiled(way.source, options, "sm_90a"), folder)
+    options = macros(layout, group, torch.bfloat16, False, variant, *changes)
+    code = disassembled(compiled(variant.source, options, "sm_90a"), folder)
     return len(re.findall(r" (?:STL|LDL)[. ]", code))
 
 
 @pytest.mark.parametrize(("head_size", "group"), [(64, 8), (128, 1), (128, 4), (128, 8), (128, 16)])
 def test_recipes_spill_nothing(head_size: int, group: int, tmp_path: Path) -> None:
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 8, 16)
-    way = variant(layout, group, 1.0, False, 90)
-    assert way is not None
-    assert spills(way, layout, group, tmp_path, segment=64) == 0
+    variant = choose_variant(layout, group, 1.0, False, 90)
+    assert variant is not None
+    assert spills(variant, layout, group, tmp_path, segment=64) == 0
 
 
 @pytest.mark.parametrize(
@@ -94,11 +94,11 @@ def test_whole_pages_spill_no_more(
     head_size: int, block_size: int, group: int, tmp_path: Path
 ) -> None:
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 1, block_size)
-    way = variant(layout, group, 1.0, False, 90)
-    assert way is not None
-    assert way.whole_pages
-    usual = spills(way._replace(whole_pages=False), layout, group, tmp_path)
-    assert spills(way, layout, group, tmp_path) <= usual
+    variant = choose_variant(layout, group, 1.0, False, 90)
+    assert variant is not None
+    assert variant.whole_pages
+    usual = spills(variant._replace(whole_pages=False), layout, group, tmp_path)
+    assert spills(variant, layout, group, tmp_path) <= usual
 
 
 @pytest.mark.parametrize("order", ["HND", "NHD"])
@@ -107,10 +107,10 @@ def test_a_single_head_is_side_by_side_in_either_order(
     order: Literal["HND", "NHD"], v_dtype: str
 ) -> None:
     layout = PageLayout("nvfp4", v_dtype, 128, None, 1, 16, order)
-    way = variant(layout, 32, 1.0, False, 90)
-    assert way is not None
-    assert way.whole_pages
-    assert macros(layout, 32, torch.bfloat16, False, way)["HND"] == 1
+    variant = choose_variant(layout, 32, 1.0, False, 90)
+    assert variant is not None
+    assert variant.whole_pages
+    assert macros(layout, 32, torch.bfloat16, False, variant)["HND"] == 1
 
 
 @pytest.mark.parametrize("count", [1, 5])
@@ -145,10 +145,10 @@ def test_what_tma_is_told_of_whole_pages(count: int, block_size: int) -> None:
     ids=["two-heads", "k-128-v-64", "page-48", "page-128"],
 )
 def test_pages_unlike_tiles_are_not_copied_whole(layout: PageLayout) -> None:
-    way = variant(layout, 32, 1.0, False, 90)
-    assert way is not None
-    assert way.wide
-    assert not way.whole_pages
+    variant = choose_variant(layout, 32, 1.0, False, 90)
+    assert variant is not None
+    assert variant.wgmma
+    assert not variant.whole_pages
 
 
 @pytest.mark.parametrize("group", [4, 16, 32])
@@ -158,10 +158,10 @@ def test_copies_have_descriptors(
     head_size: int, order: Literal["HND", "NHD"], group: int, tmp_path: Path
 ) -> None:
     layout = PageLayout("nvfp4", "nvfp4", head_size, 64, 2, 16, order)
-    way = variant(layout, group, 1.0, False, 90)
-    assert way is not None
-    options = macros(layout, group, torch.bfloat16, False, way)
-    code = disassembled(compiled(way.source, options, "sm_90a"), tmp_path)
+    variant = choose_variant(layout, group, 1.0, False, 90)
+    assert variant is not None
+    options = macros(layout, group, torch.bfloat16, False, variant)
+    code = disassembled(compiled(variant.source, options, "sm_90a"), tmp_path)
     assert_copies_have_descriptors(code)
 
 
@@ -191,10 +191,10 @@ def test_variant_fills_a_multiprocessor(
     capability: int, head_size: int, group: int, expected: Variant
 ) -> None:
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
-    way = variant(layout, group, 1.0, False, capability)
-    assert way == expected is not None
+    variant = choose_variant(layout, group, 1.0, False, capability)
+    assert variant == expected is not None
     shared = {90: 228, 100: 228, 80: 164}.get(capability, 100) * 1024
-    assert way.ctas * (way.cta_bytes(layout) + 1024) <= shared
+    assert variant.ctas * (variant.cta_bytes(layout) + 1024) <= shared
 
 
 @pytest.mark.parametrize(
@@ -211,20 +211,20 @@ def test_variants_of_other_formats(
     capability: int, dtype: str, head_size: int, group: int, expected: Variant
 ) -> None:
     layout = PageLayout(dtype, dtype, head_size, None, 2, 16)
-    assert variant(layout, group, 1.0, False, capability) == expected
+    assert choose_variant(layout, group, 1.0, False, capability) == expected
 
 
 def test_variant_does_not_depend_on_the_batch_where_rows_must_not() -> None:
     layout = PageLayout("nvfp4", "nvfp4", 128, None, 2, 16)
-    assert len({variant(layout, 4, queries, True, 90) for queries in (1.0, 2.0, 8.0)}) == 1
+    assert len({choose_variant(layout, 4, queries, True, 90) for queries in (1.0, 2.0, 8.0)}) == 1
 
 
 @pytest.mark.parametrize("dtypes", [("fp8", "fp8"), ("bfloat16", "bfloat16"), ("fp8", "nvfp4")])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernels_of_other_formats_compile(dtypes: tuple[str, str], capability: int) -> None:
     layout = PageLayout(*dtypes, 128, None, 2, 16, "NHD")
-    way = variant(layout, 4, 1.0, False, capability)
-    assert way is not None
-    options = macros(layout, 4, torch.bfloat16, False, way)
+    variant = choose_variant(layout, 4, 1.0, False, capability)
+    assert variant is not None
+    options = macros(layout, 4, torch.bfloat16, False, variant)
     architecture = "sm_80" if capability == 80 else f"sm_{capability}a"
     assert compiled("attention/decode/decode.cu", options, architecture)[:4] == b"\x7fELF"

@@ -1,4 +1,4 @@
-"""CUDA C++ on NVIDIA GPUs from SM80: decode straight from packed pages."""
+"""Decode attention in CUDA C++ for NVIDIA GPUs from SM80; reads packed pages directly."""
 
 import ctypes
 from functools import lru_cache
@@ -9,17 +9,23 @@ import torch
 from halfbyte.attention.base import AttentionConfig, AttentionInputs, GpuAttention
 from halfbyte.attention.decode.plan import MERGE_THREADS, Plan, PlanView, make_plan, slice_ctas
 from halfbyte.attention.decode.prepare import PrepareVariant, Transformed, aligned, prepare
-from halfbyte.attention.decode.variant import WARPS, Variant, macros, unsupported_reason, variant
+from halfbyte.attention.decode.variant import (
+    WARPS,
+    Variant,
+    choose_variant,
+    macros,
+    unsupported_reason,
+)
 from halfbyte.dispatch import Answer
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import current_device
 from halfbyte.kernels.runtime.tensor_maps import TensorMap, tensor_map_of_pages
 from halfbyte.layouts import PageLayout, page_stride
 
-_TOKENS_OF_A_TILE = 64
-"""At most, or in a part of one, whose means must be the same."""
+_MEAN_TOKENS = 64
+"""Tokens that must share a mean of K: the kernels load one bias per (at most) 64 tokens."""
 _MAX_MEAN_QUERIES = 8
-"""Beyond this the same pages would be unpacked again and again."""
+"""Max mean query tokens per sequence; with more, the same pages would be unpacked repeatedly."""
 
 
 class _Output(ctypes.Structure):
@@ -84,12 +90,12 @@ class CudaAttention(GpuAttention):
             return False, "pages begin at multiples of 16 bytes, less than 4 GiB apart"
         layout = config.layout
         reason = unsupported_reason(layout, config.query_dtype)
-        if reason is None and config.segment % _TOKENS_OF_A_TILE:
-            reason = f"means of multiples of {_TOKENS_OF_A_TILE} tokens, not {config.segment}"
+        if reason is None and config.segment % _MEAN_TOKENS:
+            reason = f"means of multiples of {_MEAN_TOKENS} tokens, not {config.segment}"
         group = config.num_heads // layout.num_kv_heads
         mean_queries = config.num_tokens / max(1, config.num_seqs)
         machine = config.compute_capability
-        if reason is None and not variant(
+        if reason is None and not choose_variant(
             layout, group, mean_queries, config.batch_invariant, machine
         ):
             reason = "needs more shared memory than this GPU has"
@@ -129,11 +135,11 @@ def _on_device(scale: float | torch.Tensor, device: torch.device) -> torch.Tenso
 
 
 def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
-    """Fill `inputs.out`, and `inputs.lse` where it is not None. Never waits for the GPU.
+    """Fill `inputs.out`, and `inputs.lse` where it is not None. Does not sync the GPU.
 
     Args:
         inputs: of `paged_attention`, checked, all on one GPU.
-        plan: `make_plan` of the same work; by default that of the inputs' plans.
+        plan: `make_plan` of the same work; by default taken from `inputs.plans`.
 
     Raises:
         ValueError: pages that are not aligned to 16 bytes, or 4 GiB apart.
@@ -146,7 +152,7 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
             f"pages: the kernel copies 16 bytes at a time; the base {pages.data_ptr():#x} and the "
             f"stride {stride} (below 2^32) must be multiples of 16"
         )
-    # Planned before `prepare`: nothing may stand between it and the kernel that overlaps with it.
+    # Planned before `prepare`: no launch may come between it and the kernel that overlaps it.
     plan = plan or _plan(inputs.packed, inputs.recent is not None)
     block_tables = inputs.block_tables.contiguous()
     k_scale, v_scale = (_on_device(x, pages.device) for x in (inputs.k_scale, inputs.v_scale))
@@ -199,7 +205,7 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
         num_tokens=num_tokens,
     )
     rows = num_tokens * num_heads
-    if plan.merge in ("merge_few", "merge_several"):
+    if plan.merge in ("merge_8", "merge_32"):
         grid = slice_ctas(rows, layout.head_size_v)
     else:
         grid = rows * (layout.head_size_v // 32)
@@ -212,7 +218,7 @@ def _kernels(
     group: int,
     dtype: torch.dtype,
     softcap: bool,
-    way: Variant,
+    variant: Variant,
     prepared: PrepareVariant | None,
     device: int,
 ) -> dict[str, nvrtc.Kernel]:
@@ -224,10 +230,10 @@ def _kernels(
             "knows_first": prepared.knows_first,
             "has_initial": prepared.recent > 0,
         }
-    options = tuple(macros(layout, group, dtype, softcap, way, **changes).items())
-    entry = ("decode", way.cta_bytes(layout))
+    options = tuple(macros(layout, group, dtype, softcap, variant, **changes).items())
+    entry = ("decode", variant.cta_bytes(layout))
     return {
-        **nvrtc.load(way.source, options, (entry,), device),
+        **nvrtc.load(variant.source, options, (entry,), device),
         **nvrtc.load(
             "attention/decode/merge.cu", options, tuple((name, 0) for name in MERGE_THREADS), device
         ),
@@ -235,11 +241,11 @@ def _kernels(
 
 
 def _pages_map(pages: torch.Tensor, stride: int, layout: PageLayout) -> TensorMap:
-    """Pages of one KV head, all of whose rows are as wide as K's.
+    """TMA map of pages with one KV head, as boxes of rows of K's width.
 
     Args:
-        pages: at least one; where there are none, any memory, for nothing is read.
-        stride: bytes from page to page; 0 of a single one.
+        pages: at least one; if there are none, any memory, since nothing is read.
+        stride: bytes from page to page; 0 for a single page.
     """
     width = layout.k_dtype.data_bytes(layout.head_size)
     rows = layout.page_bytes // width

@@ -1,8 +1,8 @@
-// Split-KV decode attention that reads packed pages of every format of formats.cuh.
+// Split-KV decode attention on packed pages of every format of formats.cuh.
 //
-// One warp works on one unit of the plan (work.cuh): a chunk of a sequence's tokens, one KV
+// One warp processes one unit of the plan (work.cuh): a chunk of a sequence's tokens, one KV
 // head, and COLS query columns (heads of the group x query tokens). It streams TILE tokens at a time
-// through a ring of its own in shared memory (cp.async, no CTA barriers), and keeps everything else
+// through its own ring in shared memory (cp.async, no CTA barriers), and keeps everything else
 // in registers.
 //
 //   S  = K q^T   m16n8k16: A = 16 tokens x 16 dims of K from ldmatrix, B = q. Tokens are the M side,
@@ -10,43 +10,43 @@
 //   O^T = V^T P^T  m16n8k16: A = 16 dims x 16 tokens of V from ldmatrix.trans, which pairs the
 //                tokens t, t+1 of four dims in one register; P becomes B with movmatrix.
 //
-// S is in scores.cuh; what becomes of it, in softmax.cuh.
+// scores.cuh computes S; softmax.cuh has the softmax and O.
 //
-// The softmax is rescaled lazily: a column only when its maximum has grown by more than 2^4 since
-// its last rescaling. P is kept times 2^11, which uses fp16's range both ways; with DUPLICATE times 2^3.
+// The softmax is rescaled lazily: a column only when its max has grown by more than a factor of 2^4
+// since its last rescaling. P is stored times 2^11 (2^3 with DUPLICATE), which centres it in fp16's range.
 //
 // Compiled at run time with these macros:
 //   HEAD_SIZE, HEAD_SIZE_V   multiples of 64
 //   K_KIND, V_KIND           formats
 //   BLOCK_SIZE               tokens per page, a multiple of 16
 //   KV_HEADS, GROUP          query heads = KV_HEADS * GROUP
-//   K_DATA, K_DATA_TOKEN, K_DATA_HEAD and so on: bytes, where a page keeps what
+//   K_DATA, K_DATA_TOKEN, K_DATA_HEAD and so on: offsets and strides in a page, in bytes
 //   Q_BF16 / Q_FP16          dtype of query and output
 //   SOFTCAP                  1 if used
 //   HND                      1 if a head's tokens are contiguous in a page, else any strides
-//   TILE                     tokens at a time, a multiple of 16
-//   WARPS, STAGES, CTAS      warps per CTA, tiles in a ring, CTAs per multiprocessor
+//   TILE                     tokens per tile, a multiple of 16
+//   WARPS, STAGES, CTAS      warps per CTA, tiles per ring, CTAs per SM
 //   N_TILES                  matmul columns / 8
-//   DUPLICATE                1 for pieces of four columns of nvfp4 (N_TILES 1), see below
-//   COLS                     columns of a piece: 4 with DUPLICATE, else 8 * N_TILES
-//   PREPARED                 1 if prepare.cu is in front, and may still run
-//   SEGMENT, KNOWS_FIRST, INITIAL  of K that a recipe changed (transformed.cuh), else 0
-//   Q_SHARED                 1 to keep q in shared memory, behind the ring: for many columns
+//   DUPLICATE                1 for work items of four columns of nvfp4 (N_TILES 1), see below
+//   COLS                     columns of a work item: 4 with DUPLICATE, else 8 * N_TILES
+//   PREPARED                 1 if prepare.cu was launched before, and may still run
+//   SEGMENT, KNOWS_FIRST, INITIAL  for K that a recipe changed (transformed.cuh), else 0
+//   Q_SHARED                 1 to keep q in shared memory, after the ring: for many columns
 //
-// A register of unpacked nvfp4 holds values of one of two neighbouring scale blocks, which one the
-// lane decides. With DUPLICATE each column stands twice in B: once for the even blocks, once for the
-// odd. Scales then multiply the few sums (K) and probabilities (V) of their own kind of block instead
-// of every value of A; without it they multiply A.
+// A register of unpacked nvfp4 holds values of one of two neighbouring scale blocks, depending on the
+// lane. With DUPLICATE each column is in B twice: once for the even blocks, once for the odd ones.
+// Scales then multiply the sums (K) and probabilities (V) of their blocks instead of every value of A,
+// which is fewer products. Without DUPLICATE they multiply A.
 
 #include "attention/decode/softmax.cuh"
 
-// Half a tile where a sequence's last one has no more. Elsewhere than here the branch was measured to
-// cost other tiles more than it saves: heads of 64 with eight columns took 5 % longer.
+// Computes only half of a sequence's last tile if the rest is empty. In other variants the branch costs
+// the other tiles more than it saves: head size 64 with eight columns took 5 % longer.
 #define HALF_TILES (DUPLICATE && HEAD_SIZE >= 128 && HALVES > 1)
 
 // The first 16 * COUNT tokens of a tile.
 template <int COUNT>
-__device__ __forceinline__ void attend_tile(const Params& p, const Piece& piece, const Query& query,
+__device__ __forceinline__ void attend_tile(const Params& p, const WorkItem& item, const Query& query,
                                             const Visible& visible, const Bias& bias,
                                             int position, u32 tile, Sums& sums) {
   float s[COUNT][N_TILES][4];
@@ -55,21 +55,21 @@ __device__ __forceinline__ void attend_tile(const Params& p, const Piece& piece,
   if (SOFTCAP) cap<COUNT>(s, p, query, bias);
   if (partial) {
     asm volatile("");  // keeps this a branch: most tiles need no mask
-    visible.mask<COUNT>(s, p, piece, position);
+    visible.mask<COUNT>(s, p, item, position);
   }
   sums.rescale<COUNT>(s, query, bias);
   sums.add<COUNT>(s, query, bias, tile);
 }
 
-// A unit's share of a piece: its tiles come through the loader's ring.
-__device__ __forceinline__ void attend(const Params& p, const Piece& piece, int head, u32 row,
+// A unit's share of a work item: its tiles come through the loader's ring.
+__device__ __forceinline__ void attend(const Params& p, const WorkItem& item, int head, u32 row,
                                        Share share, const QueryWords& words, Loader& loader,
                                        u32& tile) {
-  const Query query(p, piece, words, loader.ring + STAGES * STAGE_BYTES);
-  const Visible visible(p, piece, head, share.first);
-  Bias bias(p, piece, head, share.first * TILE);
+  const Query query(p, item, words, loader.ring + STAGES * STAGE_BYTES);
+  const Visible visible(p, item, head, share.first);
+  Bias bias(p, item, head, share.first * TILE);
   Sums sums;
-  if (begins_with_something(piece, share.first, visible.constant)) sums.begin_with(p, piece, head);
+  if (has_initial_state(item, share.first, visible.constant)) sums.init_from(p, item, head);
   for (int t = share.first; t < share.stop; t++) {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
     __syncwarp();
@@ -84,14 +84,14 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
     }
     if (HALF_TILES && visible.length - position <= TILE / 2) {
       asm volatile("");  // keeps this a branch
-      attend_tile<HALF_TILES ? HALVES / 2 : HALVES>(p, piece, query, visible, bias, position, tile, sums);
+      attend_tile<HALF_TILES ? HALVES / 2 : HALVES>(p, item, query, visible, bias, position, tile, sums);
     } else {
-      attend_tile<HALVES>(p, piece, query, visible, bias, position, tile, sums);
+      attend_tile<HALVES>(p, item, query, visible, bias, position, tile, sums);
     }
     tile = tile + STAGE_BYTES == loader.ring + STAGES * STAGE_BYTES ? loader.ring
                                                                      : tile + STAGE_BYTES;
   }
-  sums.leave(p, piece, head, row, share.stop - share.first == piece.num_tiles);
+  sums.write_results(p, item, head, row, share.stop - share.first == item.num_tiles);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) {
@@ -103,33 +103,33 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) 
 #endif
   allow_next();  // the merge may take its place, and wait
   const PlanHeader header = p.plan.header();
-  // Heads of one unit are neighbours: their bytes lie in the same pages.
+  // The heads of a unit run next to each other: their bytes are in the same pages.
   for (int i = blockIdx.x * WARPS + warp; i < header.units * KV_HEADS; i += gridDim.x * WARPS) {
     const int number = i / KV_HEADS, head = i % KV_HEADS;
     const Unit unit = p.plan.unit(number);
 #if PREPARED
-    // Pages are complete; what else is read comes from the kernel in front, which may still run.
+    // Pages are complete; all other inputs come from prepare.cu, which may still run.
     Loader loader(p, header, unit, head, number, ring);
     wait_for_previous();
-    QueryWords words(p, unit.piece, head);
+    QueryWords words(p, unit.item, head);
 #else
-    // Asked for before the first tiles, behind whose bytes it would have to wait.
-    QueryWords words(p, unit.piece, head);
+    // Loaded before the first tiles, because it would queue behind their bytes.
+    QueryWords words(p, unit.item, head);
     Loader loader(p, header, unit, head, number, ring);
 #endif
     u32 tile = ring;
-    Piece piece = unit.piece;
+    WorkItem item = unit.item;
     int index = unit.index;
     for (;;) {
-      const Share share = share_of(header, piece, number);
+      const Share share = share_of(header, item, number);
       if (share.first < share.stop)
-        attend(p, piece, head, number + index, share, words, loader, tile);
-      if (!goes_on(p, header, ++index, number, piece)) break;
-      words = QueryWords(p, piece, head);
+        attend(p, item, head, number + index, share, words, loader, tile);
+      if (!next_item_in_unit(p, header, ++index, number, item)) break;
+      words = QueryWords(p, item, head);
     }
     asm volatile("cp.async.wait_all;");
     __syncwarp();
   }
-  // One CTA waits in any case, or this kernel might end before the one in front of it.
+  // One CTA always waits: this kernel must not end before the previous one.
   if (PREPARED && blockIdx.x == 0) wait_for_previous();
 }

@@ -1,4 +1,4 @@
-// Formats of a cache, and the way from their bits to operands of the matmul.
+// Formats of a cache, and how their bits become matmul operands.
 //
 // K_KIND and V_KIND say how K and V are stored:
 //   4   E2M1 with an E4M3 scale per 16 values (nvfp4)
@@ -17,9 +17,9 @@
 
 #define BITS(kind) ((kind) == 4 ? 4 : (kind) < 16 ? 8 : 16)
 
-// K and V pass through the second-level cache once, if not several pieces need them: what the next kernels
-// want shall stay there. Not where warps share a ring: for some of those kernels ptxas 13.0 takes the policy
-// from a register that it never sets, which is an illegal instruction.
+// K and V are read once (unless several work items need them), so they are marked evict-first to keep the
+// next kernels' data in L2. Not where warps share a ring: for some of those kernels ptxas 13.0 reads the
+// policy from a register that it never sets, which is an illegal instruction.
 #if defined(RING_WARPS) || GROUP > COLS
 __device__ __forceinline__ void cp_async16(u32 dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src));
@@ -109,7 +109,7 @@ __device__ __forceinline__ u32 pack(float lo, float hi) {
   return BF16 ? pack_bf162(lo, hi) : pack_half2(lo, hi);
 }
 
-// Of the query's dtype.
+// A value of the query's dtype as float.
 __device__ __forceinline__ float query_value(u16 x) {
 #if defined(Q_BF16)
   return __int_as_float((u32)x << 16);
@@ -124,7 +124,7 @@ __device__ __forceinline__ u32 hmul2(u32 a, u32 b) {
   return y;
 }
 
-// NaN loses.
+// The larger value; if one is NaN, the other.
 __device__ __forceinline__ u32 max_half2(u32 a, u32 b) {
   u32 y;
   asm("max.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
@@ -187,7 +187,7 @@ __device__ __forceinline__ u32 e4m3_to_half2(u32 bytes) {
 // An E5M2 value is the upper byte of a half.
 __device__ __forceinline__ u32 e5m2_to_half2(u32 bytes) { return __byte_perm(bytes, 0, 0x1404); }
 
-// Whole rows of scales, `WORDS` words at an address aligned to as many (up to four) of them.
+// Loads a row of scales: `WORDS` words from an address aligned to min(WORDS, 4) words.
 template <int WORDS>
 __device__ __forceinline__ void load_words(u32* x, u32 address) {
   if (WORDS % 4 == 0) {
@@ -209,8 +209,8 @@ __device__ __forceinline__ void load_words(u32* x, u32 address) {
   }
 }
 
-// Operands A of a kind from what ldmatrix loads at a time: 16 rows of two 16-byte chunks, rows 0-7 and
-// 8-15 of the first, then of the second. As many 16 x 16 tiles come out as the chunks hold.
+// Unpacks the result of one ldmatrix.x4 into A operands of 16 x 16. It loads 16 rows of two 16-byte
+// chunks: rows 0-7 and 8-15 of the first chunk, then of the second.
 template <int KIND>
 struct Operands {
   static constexpr int TILES = 16 / BITS(KIND);
@@ -280,6 +280,6 @@ struct Operands {
     return KIND == 8 ? e4m3_to_half2(bytes & 0xFFFFu) : e5m2_to_half2(bytes);
   }
 
-  // What operands must be multiplied by to be the values stored.
+  // Scale from operands to the stored values.
   static constexpr float UNIT = KIND == 4 ? 16384.0f : KIND == 8 ? FP8_UNIT : 1.0f;
 };

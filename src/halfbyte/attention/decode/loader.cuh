@@ -1,17 +1,17 @@
-// Brings a unit's tiles of K and V into the ring in shared memory, ahead of the arithmetic.
+// Prefetches a unit's tiles of K and V into the ring in shared memory.
 //
-// A stage of the ring is a tile of TILE tokens: rows of K, their block scales, rows of V, theirs; or, with
-// WHOLE_PAGES (pages.cuh), pages, which are just so. The macros of geometry are those of decode.cu.
-// One warp fills a ring; or, with RING_WARPS (decode_wide.cu), so many together, each with its part of
-// every tile.
+// A stage of the ring is a tile of TILE tokens: rows of K, their block scales, rows of V, their block scales.
+// With WHOLE_PAGES (pages.cuh) it is pages, which have this layout. The macros of geometry are those of
+// decode.cu. One warp fills a ring; with RING_WARPS (decode_wgmma.cu) that many warps share one, each
+// loading its part of every tile.
 
 #pragma once
 #include "attention/decode/formats.cuh"
 #include "attention/decode/output.cuh"
 
-// What prepare.cu leaves for rows whose K a recipe changed.
+// Results of prepare.cu, for K that a recipe changed.
 struct Transformed {
-  const float* bias;         // [tokens, heads, bias_stride], in the logits' unit
+  const float* bias;         // [tokens, heads, bias_stride], in units of logits
   const float* first_scores; // [tokens, heads]
   const int* first_indices;
   const void* first_values;  // [constants, KV_HEADS, HEAD_SIZE_V] in the query's dtype
@@ -23,7 +23,7 @@ struct Transformed {
 struct Params {
   const void* query;      // [tokens, heads, HEAD_SIZE]
   const u8* pages;
-  float* partial_out;     // [rows, KV_HEADS, COLS, HEAD_SIZE_V], of pieces that units share
+  float* partial_out;     // [rows, KV_HEADS, COLS, HEAD_SIZE_V], of work items split across units
   float2* partial_ml;     // [rows, KV_HEADS, COLS]: (max in base 2, sum)
   PlanView plan;
   const int* block_tables;
@@ -34,7 +34,7 @@ struct Params {
   int max_pages;
   float softmax_scale, softcap;
   int window;
-  Output output;  // of pieces that a unit has to itself
+  Output output;  // for work items covered by a single unit
   Transformed transformed;
 };
 
@@ -46,12 +46,12 @@ struct Params {
 #define CHUNKS_V (ROW_V / 16)
 #define WORDS_SF_K (SF_K / 4)
 #define WORDS_SF_V (SF_V / 4)
-// 16 x 16 matrices in a row of K, and that ldmatrix brings at a time.
+// 16 x 16 matrices in a row of K or V, and per ldmatrix.
 #define STEPS_K (HEAD_SIZE / 16)
 #define STEPS_V (HEAD_SIZE_V / 16)
 #define LOADED_K (16 / BITS(K_KIND))
 #define LOADED_V (16 / BITS(V_KIND))
-// Tokens whose rows of K stand together, and where what follows them begins.
+// Tokens whose rows of K are contiguous in the ring, and offsets of the regions after them.
 #if WHOLE_PAGES
 #define SPAN BLOCK_SIZE
 #else
@@ -67,10 +67,10 @@ struct Params {
 #ifndef RING_WARPS
 #define RING_WARPS 1
 #endif
-// Each warp has 16 tokens of every 64 of a tile, and all addresses but their pages are known beforehand.
+// Each warp has 16 tokens of every 64 of a tile. All addresses are computed once, except pages.
 #define SHARED_RING (HND && RING_WARPS > 1)
 
-// Where a 16-byte chunk of a row lies in the ring: exclusive-or makes ldmatrix free of bank conflicts.
+// Offset of a 16-byte chunk of a row in the ring. The XOR swizzle avoids bank conflicts of ldmatrix.
 template <int CHUNKS>
 __device__ __forceinline__ u32 swizzle(int row, int chunk) {
   const int spread = CHUNKS % 8 == 0   ? row & 7
@@ -80,8 +80,8 @@ __device__ __forceinline__ u32 swizzle(int row, int chunk) {
   return (u32)((row * CHUNKS + (chunk ^ spread)) * 16);
 }
 
-// A lane's value, of which the compiler does not see how it came about: with few registers it would
-// compute addresses anew for every tile.
+// Returns x, opaque to the compiler, which would otherwise recompute addresses for every tile when short
+// of registers.
 __device__ __forceinline__ u32 keep(u32 x) {
   u32 y;
   asm volatile("shfl.sync.idx.b32 %0, %1, %2, 0x1f, 0xffffffff;"
@@ -96,38 +96,38 @@ __device__ __forceinline__ u64 page_address(u64 base, u32 page, u32 stride) {
   return y;
 }
 
-// The sum is not computed ahead, which would take a register more.
+// Keeps the compiler from hoisting the sum, which would take one more register.
 __device__ __forceinline__ u64 add_offset(u64 base, u32 offset) {
   asm volatile("" : "+r"(offset));
   return base + offset;
 }
 
-// The tiles of a piece that a unit works on.
+// The tiles first <= t < stop of a work item that a unit processes.
 struct Share {
   int first, stop;
 };
 
-__device__ __forceinline__ Share share_of(const PlanHeader& header, const Piece& piece, int unit) {
-  const int begin = unit * header.span, start = piece.begin + header.overhead;
-  return {piece.first_tile + max(0, begin - start),
-          piece.first_tile + min(piece.num_tiles, begin + header.span - start)};
+__device__ __forceinline__ Share share_of(const PlanHeader& header, const WorkItem& item, int unit) {
+  const int begin = unit * header.span, start = item.begin + header.overhead;
+  return {item.first_tile + max(0, begin - start),
+          item.first_tile + min(item.num_tiles, begin + header.span - start)};
 }
 
-// Whether piece `index` begins within a unit that has an earlier one.
-__device__ __forceinline__ bool goes_on(const Params& p, const PlanHeader& header, int index,
-                                        int unit, Piece& piece) {
-  if (header.overhead == 0 || index >= header.pieces) return false;
-  piece = p.plan.piece(index);
-  return piece.begin < (unit + 1) * header.span;
+// Loads work item `index`; whether it starts within the unit, after the unit's earlier ones.
+__device__ __forceinline__ bool next_item_in_unit(const Params& p, const PlanHeader& header, int index,
+                                        int unit, WorkItem& item) {
+  if (header.overhead == 0 || index >= header.items) return false;
+  item = p.plan.item(index);
+  return item.begin < (unit + 1) * header.span;
 }
 
-// The tiles of a unit that are still to be asked for, piece after piece.
+// Iterates over the tiles of a unit, across work items.
 struct Tiles {
   const Params& p;
   const PlanHeader& header;
   int head, unit;
-  int index;       // of the piece
-  int tile, stop;  // in the piece; at its stop, nothing is left
+  int index;       // of the work item
+  int tile, stop;  // in the work item; tile == stop: no tiles are left
   const int* table;
   u32 last_page;
 
@@ -135,58 +135,58 @@ struct Tiles {
                                    int unit)
       : p(p), header(header), head(head), unit(unit), index(index) {}
 
-  __device__ __forceinline__ void begin(const Piece& first) {
+  __device__ __forceinline__ void begin(const WorkItem& first) {
     enter(first);
-    while (tile >= stop && next_piece()) {}
+    while (tile >= stop && next_item()) {}
   }
 
   __device__ __forceinline__ void advance() {
     tile++;
-    while (tile >= stop && next_piece()) {}
+    while (tile >= stop && next_item()) {}
   }
 
-  __device__ __forceinline__ void enter(const Piece& piece) {
-    const Share share = share_of(header, piece, unit);
+  __device__ __forceinline__ void enter(const WorkItem& item) {
+    const Share share = share_of(header, item, unit);
     tile = share.first;
     stop = share.stop;
-    table = p.block_tables + (u64)piece.seq * p.max_pages;
-    // Of no tokens there is a tile, too, where rows bring something along.
-    last_page = (u32)max(piece.length - 1, 0) / BLOCK_SIZE;
+    table = p.block_tables + (u64)item.seq * p.max_pages;
+    // A work item with initial states has a tile even if its length is 0.
+    last_page = (u32)max(item.length - 1, 0) / BLOCK_SIZE;
   }
 
-  __device__ __forceinline__ bool next_piece() {
-    Piece piece;
-    if (!goes_on(p, header, ++index, unit, piece)) return false;
-    enter(piece);
+  __device__ __forceinline__ bool next_item() {
+    WorkItem item;
+    if (!next_item_in_unit(p, header, ++index, unit, item)) return false;
+    enter(item);
     return true;
   }
 
-  // Where the keys from a position on lie; beyond the sequence's end, its last page.
+  // Page of a position; past the sequence's end, its last page.
   __device__ __forceinline__ u32 page_of(u32 position) const {
     return table[min(position / BLOCK_SIZE, last_page)];
   }
 };
 
 #if !WHOLE_PAGES
-// Streams them into the ring, ahead of the arithmetic.
+// Prefetches the tiles into the ring with cp.async.
 struct Loader : Tiles {
-  // A tile that may span several pages gives each lane the page of "its" 16 tokens.
+  // If a tile may span several pages, each lane holds the page of the 16 tokens of its group of SHARE lanes.
   static constexpr int WARP_TOKENS = TILE / RING_WARPS, WARP_HALVES = HALVES / RING_WARPS;
   static constexpr bool ONE_PAGE = BLOCK_SIZE % WARP_TOKENS == 0;
   static constexpr int SHARE = 32 / WARP_HALVES;  // lanes per 16 tokens
 
   u32 ring, target;
 #if SHARED_RING
-  u32 pages[TILE / 64];  // as below, of this warp's tokens
-  // Where this lane's chunks begin: in a page that its warp's tokens begin, and in a stage. V's lie as
-  // K's do where that is so; a lane without scales has nowhere to put them.
+  u32 pages[TILE / 64];  // of this warp's tokens, loaded one tile ahead
+  // Offsets of this lane's chunks: `from` in a page, `to` in a stage. ALIKE: V's are K's plus a constant.
+  // Lanes that copy no scales have NOWHERE.
   static constexpr bool ALIKE = ROW_K == ROW_V && K_DATA_HEAD == V_DATA_HEAD;
   static constexpr u32 NOWHERE = ~0u;
   u32 first, k_from, k_to, v_from, v_to, sf_subtile, sf_from, sf_to;
-  // Chunks of scales of 16 tokens, and subtiles whose chunks the lanes have at a time.
+  // 16-byte chunks of scales per 16 tokens, and subtiles whose scales one warp-wide copy covers.
   static constexpr int SF_CHUNKS = SF_K + SF_V, SF_SUBTILES = 32 / SF_CHUNKS;
 #else
-  u32 page;  // of the next tile, looked up a tile before its bytes are asked for
+  u32 page;  // of the next tile, loaded one tile before its data
 #endif
 
   __device__ __forceinline__ Loader(const Params& p, const PlanHeader& header, const Unit& first_unit,
@@ -211,20 +211,20 @@ struct Loader : Tiles {
                                       : chunk * 16 + (k_side ? OFF_SF_K + row * SF_K
                                                              : OFF_SF_V + row * SF_V - SF_K * 16));
 #endif
-    begin(first_unit.piece);
+    begin(first_unit.item);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; i++) {
-      if (i == 0) look_up();
+      if (i == 0) load_page_ids();
       step();
     }
   }
 
-  // Where this warp's tokens begin in a tile.
+  // This warp's first token in a tile.
   __device__ __forceinline__ static u32 first_token() {
     return RING_WARPS == 1 ? 0 : threadIdx.x / 32 * WARP_TOKENS;
   }
 
-  __device__ __forceinline__ void look_up() {
+  __device__ __forceinline__ void load_page_ids() {
     if (tile >= stop) return;
 #if SHARED_RING
 #pragma unroll
@@ -236,14 +236,14 @@ struct Loader : Tiles {
 #endif
   }
 
-  // Asks for the next tile, if there is one.
+  // Prefetches the next tile, if there is one.
   __device__ __forceinline__ void step() {
     if (tile < stop) {
       load();
       advance();
     }
     asm volatile("cp.async.commit_group;");
-    look_up();
+    load_page_ids();
     target = target + STAGE_BYTES == ring + STAGES * STAGE_BYTES ? ring : target + STAGE_BYTES;
   }
 
@@ -274,7 +274,7 @@ struct Loader : Tiles {
     }
   }
 
-  // 32 chunks at a time, that is some rows further: the swizzle changes by their number alone.
+  // 32 chunks at a time. The swizzle of later rows differs by an XOR that depends only on the row count.
   template <int CHUNKS>
   __device__ __forceinline__ static void copy(u32 to, u64 from) {
 #pragma unroll
@@ -286,7 +286,7 @@ struct Loader : Tiles {
   __device__ __forceinline__ void load() const {
     const int lane = threadIdx.x & 31;
     const int own_half = lane / SHARE, own_index = lane % SHARE;
-    // Where this warp's tokens lie in the page and in the ring.
+    // This warp's tokens in the page and in the ring.
     const u32 in_page = (u32)(tile * TILE + first_token()) % BLOCK_SIZE;
     const u32 own_k = target + first_token() * ROW_K;
     const u32 own_sf_k = target + OFF_SF_K + first_token() * SF_K;
@@ -359,7 +359,7 @@ struct Loader : Tiles {
 #endif
     }
 #if HND
-    // Scales of 16 tokens are SF_K + SF_V chunks; every lane copies of its own 16 tokens.
+    // Scales of 16 tokens are SF_K + SF_V chunks; every lane copies for its own 16 tokens.
     const u32 token = (in_page + 16 * own_half) % BLOCK_SIZE;
 #pragma unroll
     for (int i = 0; i < SF_K + SF_V; i += SHARE) {

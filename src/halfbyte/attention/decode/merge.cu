@@ -1,7 +1,7 @@
-// Joins the partial results of each (query token, head) that several units worked on, adds the sink,
-// writes output and LSE. Rows of one unit are done, and rows that saw nothing are filled.
+// Merges the partial results of each row (query token and head) that several units worked on, adds the
+// sink, writes output and LSE. Rows of a single unit are written already; rows without keys get 0.
 //
-// Macros: HEAD_SIZE_V, KV_HEADS, GROUP, COLS (columns of a piece), Q_BF16 or Q_FP16.
+// Macros: HEAD_SIZE_V, KV_HEADS, GROUP, COLS (columns per work item), Q_BF16 or Q_FP16.
 
 #include "attention/decode/output.cuh"
 
@@ -13,23 +13,23 @@ struct MergeParams {
   int num_tokens;
 };
 
-// The parts of one (token, head): `count` rows of the partial results from `slot` on.
+// The partial results of one (token, head): `count` rows from `slot` on.
 struct Parts {
   u64 slot;
   int count;
 
-  __device__ __forceinline__ bool are_joined() const { return count == 1; }
+  __device__ __forceinline__ bool is_single() const { return count == 1; }
 };
 
 constexpr u64 PART_STRIDE = KV_HEADS * COLS;
 
 __device__ __forceinline__ Parts find_parts(const PlanView& plan, int token, int q_head) {
   const PlanHeader header = plan.header();
-  const TokenPieces pieces = plan.pieces_of(token);
-  const int column = (token - pieces.q_begin) * GROUP + q_head % GROUP, col_tile = column / COLS;
-  const int begin = pieces.begin + col_tile * pieces.cost + header.overhead;
-  const int unit = begin / header.span, index = pieces.first + col_tile;
-  const int count = pieces.num_tiles > 0 ? (begin + pieces.num_tiles - 1) / header.span - unit + 1 : 0;
+  const TokenItems items = plan.items_of(token);
+  const int column = (token - items.q_begin) * GROUP + q_head % GROUP, col_tile = column / COLS;
+  const int begin = items.begin + col_tile * items.cost + header.overhead;
+  const int unit = begin / header.span, index = items.first + col_tile;
+  const int count = items.num_tiles > 0 ? (begin + items.num_tiles - 1) / header.span - unit + 1 : 0;
   return {(u64)(unit + index) * PART_STRIDE + q_head / GROUP * COLS + column % COLS, count};
 }
 
@@ -47,7 +47,7 @@ __device__ __forceinline__ void finish(const MergeParams& p, OutputRow row, int 
                                                      pack_output(acc.z * factor, acc.w * factor));
 }
 
-// DIMS / 4 lanes for a row and DIMS of its dims. Everything that BATCH parts need is asked for at once.
+// DIMS / 4 lanes have DIMS dims of a row. All loads for BATCH parts are issued at once.
 #define DIMS (HEAD_SIZE_V % 128 == 0 ? 128 : 64)
 template <int BATCH>
 __device__ __forceinline__ void merge_slice(const MergeParams& p) {
@@ -57,15 +57,15 @@ __device__ __forceinline__ void merge_slice(const MergeParams& p) {
   if (token >= p.num_tokens) return;
   const int dim = index % SLICES * DIMS + threadIdx.x % LANES * 4;
   const Parts parts = find_parts(p.plan, token, q_head);
-  // One CTA waits in any case, or this kernel might end before the one in front of it.
-  if (parts.are_joined() && blockIdx.x > 0) return;
+  // One CTA always waits: this kernel must not end before the previous one.
+  if (parts.is_single() && blockIdx.x > 0) return;
   const float2* ml = p.partial_ml + parts.slot;
   const float* source = p.partial_out + parts.slot * HEAD_SIZE_V + dim;
   const OutputRow to(token, q_head);
   const float sink = to.sink(p.output);
   wait_for_previous();
   allow_next();
-  if (parts.are_joined()) return;
+  if (parts.is_single()) return;
   float m = NEG_INF, total = 0.0f;
   float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   for (int base = 0; base < parts.count; base += BATCH) {
@@ -98,12 +98,12 @@ __device__ __forceinline__ void merge_slice(const MergeParams& p) {
   finish(p, to, dim, acc, m, total, sink);
 }
 
-extern "C" __global__ void __launch_bounds__(128) merge_few(MergeParams p) { merge_slice<8>(p); }
+extern "C" __global__ void __launch_bounds__(128) merge_8(MergeParams p) { merge_slice<8>(p); }
 
-// Takes four times the registers: for rows that find room all at once.
-extern "C" __global__ void __launch_bounds__(128) merge_several(MergeParams p) { merge_slice<32>(p); }
+// Takes four times the registers: for grids whose CTAs are all resident at once.
+extern "C" __global__ void __launch_bounds__(128) merge_32(MergeParams p) { merge_slice<32>(p); }
 
-// For rows of many parts: a CTA per row and 32 of its dims, THREADS parts a round, in eight steps.
+// For rows with many parts: a CTA has 32 dims of a row and merges THREADS parts per round, in eight steps.
 #define STEPS 8
 template <int THREADS>
 __device__ __forceinline__ void merge_row(const MergeParams& p) {
@@ -116,15 +116,15 @@ __device__ __forceinline__ void merge_row(const MergeParams& p) {
   const int row = blockIdx.x / SLICES, token = row / HEADS, q_head = row % HEADS;
   const int dim = blockIdx.x % SLICES * 32 + lane % LANES * 4;
   const Parts parts = find_parts(p.plan, token, q_head);
-  // One CTA waits in any case, or this kernel might end before the one in front of it.
-  if (parts.are_joined() && blockIdx.x > 0) return;
+  // One CTA always waits: this kernel must not end before the previous one.
+  if (parts.is_single() && blockIdx.x > 0) return;
   const float2* ml = p.partial_ml + parts.slot;
   const float* source = p.partial_out + parts.slot * HEAD_SIZE_V + dim;
   const OutputRow to(token, q_head);
   const float sink = to.sink(p.output);
   wait_for_previous();
   allow_next();
-  if (parts.are_joined()) return;
+  if (parts.is_single()) return;
   float m = NEG_INF, total = 0.0f;
   float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   for (int base = 0; base < parts.count; base += THREADS) {
@@ -174,6 +174,6 @@ __device__ __forceinline__ void merge_row(const MergeParams& p) {
   finish(p, to, dim, acc, m, total, sink);
 }
 
-extern "C" __global__ void __launch_bounds__(128) merge_some(MergeParams p) { merge_row<128>(p); }
+extern "C" __global__ void __launch_bounds__(128) merge_128(MergeParams p) { merge_row<128>(p); }
 
-extern "C" __global__ void __launch_bounds__(512) merge_many(MergeParams p) { merge_row<512>(p); }
+extern "C" __global__ void __launch_bounds__(512) merge_512(MergeParams p) { merge_row<512>(p); }

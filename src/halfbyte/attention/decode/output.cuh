@@ -1,4 +1,4 @@
-// How rows of attention end: sinks join their sums, output and LSE are written.
+// Epilogue of an attention row: adds the sink to the denominator, writes output and LSE.
 //
 // Macros: HEAD_SIZE_V, KV_HEADS, GROUP, Q_BF16 or Q_FP16.
 
@@ -22,13 +22,13 @@ __device__ __forceinline__ u32 pack_output(float lo, float hi) {
   return y;
 }
 
-// A row of the output: a query token and head, which is a column of a piece for one KV head.
+// A row of the output: a query token and head (a column of a work item).
 struct OutputRow {
   int token, head;
 
   __device__ __forceinline__ OutputRow(int token, int head) : token(token), head(head) {}
-  __device__ __forceinline__ OutputRow(const Piece& piece, int kv_head, int column)
-      : token(piece.q_begin + column / GROUP), head(kv_head * GROUP + column % GROUP) {}
+  __device__ __forceinline__ OutputRow(const WorkItem& item, int kv_head, int column)
+      : token(item.q_begin + column / GROUP), head(kv_head * GROUP + column % GROUP) {}
 
   __device__ __forceinline__ u16* values(const Output& output) const {
     return (u16*)output.out + token * output.stride_token + head * output.stride_head;
@@ -38,8 +38,8 @@ struct OutputRow {
     return output.sinks ? output.sinks[head] * LOG2E : NEG_INF;
   }
 
-  // The factor of the row's weighted values, given the sum of its weights, both times 2^-top. If so
-  // wanted, writes LSE. A row that saw nothing has -inf for `top`.
+  // Returns the factor that normalizes the row's weighted values. Values and the sum of weights are
+  // both times 2^-top. Writes LSE if `writes_lse`. A row without keys has `top` = -inf.
   __device__ __forceinline__ float finish(const Output& output, float sink, float top, float sum,
                                           bool writes_lse) const {
     const float new_top = fmaxf(top, sink);

@@ -1,5 +1,5 @@
-// Makes the plan of a decode step on the GPU, so that nothing waits for the host and a captured graph
-// follows new lengths. One CTA. See work.cuh for what a plan is.
+// Makes the plan of a decode step on the GPU: no host sync, and a captured graph follows new lengths.
+// One CTA. work.cuh describes the plan.
 
 #include "attention/decode/work.cuh"
 
@@ -11,20 +11,20 @@ struct PlanParams {
   const int* seq_lens;
   const int* query_start_loc;
   int num_seqs;
-  int num_tokens;  // of the query; those past the last sequence's only pad a captured graph
+  int num_tokens;  // query tokens; those after the last sequence's pad a captured graph
   int group;      // query heads per KV head
-  int columns;    // of a piece
+  int columns;    // per work item
   int tile;       // tokens
   int window;     // 0 for none
-  int max_units;  // that run at once
-  int units_offset, pieces_offset;
-  int fixed_span;  // not 0: units of so many tiles, whatever the batch
-  int overhead;    // tiles' worth of time to begin a piece
-  int least_tiles;  // of a sequence with queries: 1 where these have attended to something already
+  int max_units;  // resident at once
+  int units_offset, items_offset;
+  int fixed_span;  // tiles per unit if batch-invariant, else 0
+  int overhead;    // cost of starting a work item, in tiles
+  int min_tiles;  // of a sequence with queries: 1 if rows have an initial state
 };
 
 struct Work {
-  int first_tile, tiles, pieces;
+  int first_tile, tiles, items;
 };
 
 __device__ __forceinline__ Work look_up(const PlanParams& p, int seq) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ Work look_up(const PlanParams& p, int seq) {
   const int queries = p.query_start_loc[seq + 1] - p.query_start_loc[seq];
   const int first = p.window > 0 ? max(0, length - queries - p.window + 1) / p.tile : 0;
   const int tiles =
-      queries > 0 ? max(p.least_tiles, (length + p.tile - 1) / p.tile - first) : 0;
+      queries > 0 ? max(p.min_tiles, (length + p.tile - 1) / p.tile - first) : 0;
   return {first, tiles, (queries * p.group + p.columns - 1) / p.columns};
 }
 
@@ -44,19 +44,19 @@ extern "C" __global__ void __launch_bounds__(1024) plan_work(PlanParams p) {
 
   for (int s = threadIdx.x; s < min(p.num_seqs, CACHED_SEQS); s += blockDim.x) {
     const Work w = look_up(p, s);
-    cached[s] = make_int2(w.tiles, w.pieces);
+    cached[s] = make_int2(w.tiles, w.items);
   }
   __syncthreads();
-  auto tiles_and_pieces = [&](int s) {
+  auto tiles_and_items = [&](int s) {
     if (s < CACHED_SEQS) return cached[s];
     const Work w = look_up(p, s);
-    return make_int2(w.tiles, w.pieces);
+    return make_int2(w.tiles, w.items);
   };
 
-  // All positions and pieces.
+  // Total numbers of positions and work items.
   int2 sum = make_int2(0, 0);
   for (int s = threadIdx.x; s < p.num_seqs; s += blockDim.x) {
-    const int2 x = tiles_and_pieces(s);
+    const int2 x = tiles_and_items(s);
     sum.x += x.x * x.y;
     sum.y += x.x > 0 ? x.y : 0;
   }
@@ -82,12 +82,12 @@ extern "C" __global__ void __launch_bounds__(1024) plan_work(PlanParams p) {
     const int even = max(smallest, (total.x + p.max_units - 1) / p.max_units);
     const int continuous =
         max(smallest, (total.x + p.overhead * total.y + p.max_units - 1) / p.max_units);
-    // Each warp tries a span of aligned chunks; the smallest that fits wins, unless the continuous
-    // line, whose units may begin one more piece than those, is faster still.
+    // Each warp tries one span of aligned chunks. The smallest that fits wins, unless the continuous
+    // layout is faster even though its units may start one more work item.
     const int candidate = even + warp;
     int units = 0;
     for (int s = lane; s < p.num_seqs; s += 32) {
-      const int2 x = tiles_and_pieces(s);
+      const int2 x = tiles_and_items(s);
       units += (x.x + candidate - 1) / candidate * x.y;
     }
     for (int o = 16; o; o >>= 1) units += __shfl_xor_sync(~0u, units, o);
@@ -102,9 +102,9 @@ extern "C" __global__ void __launch_bounds__(1024) plan_work(PlanParams p) {
     __syncthreads();
   }
 
-  // Every piece's place on the line: exclusive prefix sums, a block of sequences at a time.
+  // Position of every work item on the line: exclusive prefix sums, blockDim sequences at a time.
   const bool is_aligned = overhead == 0;
-  int2 base = make_int2(0, 0);  // positions, pieces
+  int2 base = make_int2(0, 0);  // positions, work items
   for (int start = 0; start < p.num_seqs; start += blockDim.x) {
     const int s = start + threadIdx.x;
     Work work = {0, 0, 0};
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan_work(PlanParams p) {
     int cost = 0;
     if (work.tiles > 0)
       cost = is_aligned ? (work.tiles + span - 1) / span * span : overhead + work.tiles;
-    const int2 own = make_int2(cost * work.pieces, work.pieces);
+    const int2 own = make_int2(cost * work.items, work.items);
     int2 inclusive = own;
     for (int o = 1; o < 32; o <<= 1) {
       const int x = __shfl_up_sync(~0u, inclusive.x, o), y = __shfl_up_sync(~0u, inclusive.y, o);
@@ -137,12 +137,12 @@ extern "C" __global__ void __launch_bounds__(1024) plan_work(PlanParams p) {
         token[0] = make_int4(first, position, cost, work.tiles);
         token[1] = make_int4(q_begin, 0, 0, 0);
       }
-      for (int i = 0; i < work.pieces; i++) {
-        int4* piece = (int4*)(p.plan + p.pieces_offset) + 2 * (first + i);
+      for (int i = 0; i < work.items; i++) {
+        int4* item = (int4*)(p.plan + p.items_offset) + 2 * (first + i);
         const int4 a = make_int4(position, s, i, work.first_tile);
         const int4 b = make_int4(work.tiles, length, q_begin, queries);
-        piece[0] = a;
-        piece[1] = b;
+        item[0] = a;
+        item[1] = b;
         for (int u = (position + span - 1) / span; u * span < position + cost; u++) {
           int4* unit = (int4*)(p.plan + p.units_offset) + 3 * u;
           unit[0] = a;
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan_work(PlanParams p) {
       }
     }
   }
-  // Without a record of their own, rows that pad would be merged from wherever stale memory points.
+  // Padding tokens need a record, too: the merge would follow stale memory otherwise.
   for (int t = p.query_start_loc[p.num_seqs] + threadIdx.x; t < p.num_tokens; t += blockDim.x) {
     int4* token = (int4*)(p.plan + 4) + 2 * t;
     token[0] = make_int4(0, 0, 0, 0);

@@ -1,10 +1,10 @@
 """Launcher of the split-KV decode kernel that reads packed pages.
 
-Three launches, none of which waits for the host: a plan that cuts sequences into units of work so
-that they just fill the GPU (`plan.cu`), the units (`decode.cu` or `decode_wide.cu`), which
-end the rows that they have to themselves, and the merge of what several found (`merge.cu`).
-All can be captured in a CUDA graph; lengths may change between replays. The plan depends on lengths
-alone, so layers may share one: see `make_plan`.
+Three launches, without a host sync: `plan.cu` splits the sequences into units of work that just
+fill the GPU; `decode.cu` or `decode_wgmma.cu` computes the units and writes the output of rows that
+a single unit covers; `merge.cu` merges the partial results of all other rows.
+All can be captured in a CUDA graph; lengths may change between replays. The plan depends only on
+lengths, so layers can share one: see `make_plan`.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from halfbyte.attention.decode.variant import Variant, variant
+from halfbyte.attention.decode.variant import Variant, choose_variant
 from halfbyte.dispatch import capability_of_gpu
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import multiprocessors
@@ -21,13 +21,13 @@ from halfbyte.layouts import PageLayout
 _BATCH_INVARIANT_SPAN = 512
 """Tokens per unit where results must not depend on the batch."""
 _OVERHEAD_TOKENS = 64
-"""To begin a piece takes about as long as so many tokens."""
+"""Cost of starting a work item, in tokens."""
 _MAX_PARTIAL_BYTES = 2**31
 _HEADER_INTS = 4
 _TOKEN_INTS = 8
 _UNIT_INTS = 12
-MERGE_THREADS = {"merge_few": 128, "merge_several": 128, "merge_some": 128, "merge_many": 512}
-_PIECE_INTS = 8
+MERGE_THREADS = {"merge_8": 128, "merge_32": 128, "merge_128": 128, "merge_512": 512}
+_ITEM_INTS = 8
 
 
 class _PlanParams(ctypes.Structure):
@@ -37,8 +37,8 @@ class _PlanParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("plan", "seq_lens", "query_start_loc")),
         *((name, ctypes.c_int) for name in ("num_seqs", "num_tokens", "group", "columns")),
         *((name, ctypes.c_int) for name in ("tile", "window")),
-        *((name, ctypes.c_int) for name in ("max_units", "units_offset", "pieces_offset")),
-        *((name, ctypes.c_int) for name in ("fixed_span", "overhead", "least_tiles")),
+        *((name, ctypes.c_int) for name in ("max_units", "units_offset", "items_offset")),
+        *((name, ctypes.c_int) for name in ("fixed_span", "overhead", "min_tiles")),
     )
 
 
@@ -48,13 +48,13 @@ class PlanView(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("units_offset", ctypes.c_int),
-        ("pieces_offset", ctypes.c_int),
+        ("items_offset", ctypes.c_int),
     )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Units of work of a step, made on the GPU, and scratch for what they find."""
+    """Units of work of a step, made on the GPU, and scratch for their partial results."""
 
     variant: Variant
     data: torch.Tensor
@@ -62,9 +62,9 @@ class Plan:
     partial_out: torch.Tensor
     partial_ml: torch.Tensor
     slots: int
-    """CTAs that run at once."""
+    """CTAs resident at once."""
     merge: str
-    """Which kernel joins the parts: their number per row decides."""
+    """Name of the merge kernel, chosen by the number of partial results per row."""
 
 
 def make_plan(
@@ -78,45 +78,45 @@ def make_plan(
     batch_invariant: bool,
     has_initial: bool = False,
 ) -> Plan:
-    """Cut a step's attention into units that just fill the GPU.
+    """Split a step's attention into units that just fill the GPU.
 
-    The plan serves every call with the same layout, heads, window and lengths, one after the other
-    on one stream; calls on several streams at once need one each, for they share its scratch.
+    The plan serves every call with the same layout, heads, window and lengths, in order on one
+    stream. Concurrent streams need a plan each, because calls share its scratch.
 
     Args:
         layout, query_start_loc, seq_lens, sliding_window, batch_invariant: as for
             `halfbyte.attention.paged_attention`; tensors contiguous, on the GPU.
         num_heads: of the query.
-        num_tokens: of the query, in all. Those past the last sequence's pad a captured graph; their
-            rows become 0.
-        max_pages: that a sequence can have.
-        has_initial: rows have attended to something already, so that every sequence with queries
-            needs a unit, one without tokens as well.
+        num_tokens: query tokens in total. Those after the last sequence's pad a captured graph;
+            their rows become 0.
+        max_pages: per sequence.
+        has_initial: `prepare` gives rows an initial state, so that every sequence with queries
+            needs a unit, even with no tokens in the pages.
     """
     device = seq_lens.device
     num_seqs = seq_lens.shape[0]
     group = num_heads // layout.num_kv_heads
     capability = capability_of_gpu(device.index)
-    way = variant(layout, group, num_tokens / num_seqs, batch_invariant, capability)
-    assert way is not None, "the selection asks first"
+    variant = choose_variant(layout, group, num_tokens / num_seqs, batch_invariant, capability)
+    assert variant is not None, "the selection asks first"
     processors = multiprocessors(device.index)
-    slots = way.ctas * processors
-    max_units = max(1, slots * way.units_per_cta // layout.num_kv_heads)
-    max_pieces = num_tokens * group // way.columns + num_seqs
+    slots = variant.ctas * processors
+    max_units = max(1, slots * variant.units_per_cta // layout.num_kv_heads)
+    max_items = num_tokens * group // variant.columns + num_seqs
     fixed_span = 0
     if batch_invariant:
-        fixed_span = _BATCH_INVARIANT_SPAN // way.tile
+        fixed_span = _BATCH_INVARIANT_SPAN // variant.tile
         longest = -(-max_pages * layout.block_size // _BATCH_INVARIANT_SPAN)
-        max_units = longest * max_pieces
-    rows = (max_units + max_pieces) * layout.num_kv_heads * way.columns
+        max_units = longest * max_items
+    rows = (max_units + max_items) * layout.num_kv_heads * variant.columns
     if rows * layout.head_size_v * 4 > _MAX_PARTIAL_BYTES:
         raise ValueError(
             f"batch_invariant: {num_seqs} sequences of up to {max_pages} pages need "
             f"{rows * layout.head_size_v >> 18} MiB for results of parts; ask for backend 'triton'"
         )
     units_offset = _rounded_up(_HEADER_INTS + _TOKEN_INTS * num_tokens, 8)
-    pieces_offset = _rounded_up(units_offset + _UNIT_INTS * max_units, 8)
-    data = torch.empty(pieces_offset + _PIECE_INTS * max_pieces, dtype=torch.int32, device=device)
+    items_offset = _rounded_up(units_offset + _UNIT_INTS * max_units, 8)
+    data = torch.empty(items_offset + _ITEM_INTS * max_items, dtype=torch.int32, device=device)
     params = _PlanParams(
         plan=data.data_ptr(),
         seq_lens=seq_lens.data_ptr(),
@@ -124,49 +124,49 @@ def make_plan(
         num_seqs=num_seqs,
         num_tokens=num_tokens,
         group=group,
-        columns=way.columns,
-        tile=way.tile,
+        columns=variant.columns,
+        tile=variant.tile,
         window=sliding_window or 0,
         max_units=max_units,
         units_offset=units_offset,
-        pieces_offset=pieces_offset,
+        items_offset=items_offset,
         fixed_span=fixed_span,
-        overhead=max(1, _OVERHEAD_TOKENS // way.tile),
-        least_tiles=int(has_initial),
+        overhead=max(1, _OVERHEAD_TOKENS // variant.tile),
+        min_tiles=int(has_initial),
     )
     kernels = nvrtc.load("attention/decode/plan.cu", (), (("plan_work", 0),), device.index)
     nvrtc.launch(kernels["plan_work"], 1, 1024, [params])
     return Plan(
-        variant=way,
+        variant=variant,
         data=data,
-        view=PlanView(data.data_ptr(), units_offset, pieces_offset),
+        view=PlanView(data.data_ptr(), units_offset, items_offset),
         partial_out=torch.empty((rows, layout.head_size_v), dtype=torch.float32, device=device),
         partial_ml=torch.empty((rows, 2), dtype=torch.float32, device=device),
         slots=slots,
         merge=_merge_kernel(
-            max_units / max_pieces,
+            max_units / max_items,
             slice_ctas(num_tokens * num_heads, layout.head_size_v) <= 2 * processors,
             batch_invariant,
         ),
     )
 
 
-def _merge_kernel(max_parts: float, find_room: bool, batch_invariant: bool) -> str:
-    """The fastest way known to merge; the same for all where the order of sums counts.
+def _merge_kernel(max_parts: float, ctas_fit: bool, batch_invariant: bool) -> str:
+    """The fastest known merge kernel; a fixed one if batch-invariant (fixed order of sums).
 
     Args:
-        max_parts: units per piece that there may be, which is about half of the parts of a row.
-        find_room: whether CTAs of many registers find room on the GPU all at once.
+        max_parts: max units per work item, about half of a row's max number of partial results.
+        ctas_fit: whether all CTAs of the kernel with many registers are resident at once.
     """
     if batch_invariant:
-        return "merge_some"
+        return "merge_128"
     if max_parts < 12:
-        return "merge_several" if max_parts >= 3 and find_room else "merge_few"
-    return "merge_some" if max_parts < 128 else "merge_many"
+        return "merge_32" if max_parts >= 3 and ctas_fit else "merge_8"
+    return "merge_128" if max_parts < 128 else "merge_512"
 
 
 def slice_ctas(rows: int, head_size_v: int) -> int:
-    """CTAs of the kernels that give a thread four dims of a row."""
+    """Grid size of the merge kernels in which a thread has four dims of a row."""
     return -(-rows * head_size_v // (4 * 128))
 
 

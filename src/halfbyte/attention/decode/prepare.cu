@@ -1,45 +1,45 @@
-// Runs before decode.cu or decode_wide.cu where a recipe changed K or keeps the last tokens in 16 bits; their
-// first page loads overlap with it. For every row (a query token's head) it writes
+// Runs before decode.cu or decode_wgmma.cu if a recipe changed K or keeps the recent tokens in 16 bits; their
+// first page loads overlap with it. For every row (a head of a query token) it writes
 //
-//   rotated   q times the Hadamard matrix, as K was before it was packed
-//   initial   attention to the last tokens, and to a first token that is a constant of the model
+//   rotated   q times the Hadamard matrix, by which K was rotated before it was packed
+//   initial   attention to the recent tokens, and to a first token that is a constant of the model
 //   bias      q . mean of every segment
 //
-// Rows      The first CTAs have a query token's heads of one KV head each, at most 16, and those the keys that
-//           they see of the last RECENT tokens: a warp takes 16 of every 64. Nothing that a row gets depends on
-//           other rows. S = q K^T and O = P V are m16n8k16 with heads on the M side. A lane's 16 bytes of q, of
-//           K and of V are used as they come: which dim stands where in a matmul is free.
-// Segments  The others multiply TILE_ROWS rows with the means of TILE_SEGMENTS segments, by pairs of channels
-//           (`PairTables`), whose cosines and sines all KV heads share. Both sides are split into two bf16
+// Rows      Each of the first CTAs has a query token and at most 16 of its heads, of one KV head. It attends to
+//           the visible keys among the last RECENT tokens: a warp takes 16 of every 64. A row does not depend on
+//           other rows. S = q K^T and O = P V are m16n8k16 with heads as M. A lane uses its 16 bytes of q, of
+//           K and of V in memory order: the order of dims in a matmul is free.
+// Segments  The other CTAs multiply TILE_ROWS rows with the means of TILE_SEGMENTS segments, by channel pairs
+//           (`PairTables`), whose cosines and sines all KV heads share. Both operands are split into two bf16
 //           numbers, so that three products give 16 bits.
 //
 // Macros:
 //   HEAD_SIZE, HEAD_SIZE_V   64, 128 or 256
 //   KV_HEADS, GROUP, SOFTCAP, Q_BF16 / Q_FP16, K_DATA and so on: as in decode.cu
-//   ROTATE                   1 if K was
-//   RECENT                   last tokens that are read as they are; 0 for none
+//   ROTATE                   1 if K was rotated
+//   RECENT                   recent tokens, read in 16 bits; 0 for none
 //   SEGMENT                  tokens that share a mean; 0 where K is not centred
-//   PAIRS                    of channels, a multiple of 16
+//   PAIRS                    channel pairs, a multiple of 16
 //   KNOWS_FIRST              1 if pages may mark the first token
 //   MARK                     block scale of K at position 0 that marks a constant, whose index is K's first byte
-//   WARPS, ROWS              of a CTA: warps, and heads of a query token
-//   TILE_ROWS, TILE_SEGMENTS  32 each: tile of a CTA that multiplies means
+//   WARPS, ROWS              per CTA: warps, and heads of a query token
+//   TILE_ROWS, TILE_SEGMENTS  32 each: output tile of a CTA that multiplies means
 
 #include "attention/decode/formats.cuh"
 #include "attention/decode/output.cuh"
 
 #define THREADS (32 * WARPS)
 #define HEADS (KV_HEADS * GROUP)
-#define ROW_BLOCKS ((GROUP + ROWS - 1) / ROWS)  // of a KV head
+#define ROW_BLOCKS ((GROUP + ROWS - 1) / ROWS)  // per KV head
 #define UPPER (ROWS > 8)                        // whether rows 8 to 15 of a matmul are used
 #define STRIDE_V (HEAD_SIZE_V + 4)              // of a row of O in shared memory
 
-// A query token's place: one 16-byte load, after which all others can be issued.
+// Where a query token is. One 16-byte load, on which all other loads depend.
 struct Token {
-  int sequence;  // -1 of tokens that stand nowhere: padding, and those before their sequence's beginning
+  int sequence;  // -1 for padding, and for tokens before the start of their sequence
   int position;  // in the sequence; -1 likewise
   int start;     // the sequence's first query token
-  int entry;     // of its ring
+  int entry;     // index of its ring
 };
 
 struct Params {
@@ -56,14 +56,14 @@ struct Params {
   int mean_segments;
   // Constants of the model: [constants, KV_HEADS, HEAD_SIZE], [constants, KV_HEADS, HEAD_SIZE_V].
   const u16 *first_keys, *first_values;
-  // The last tokens: [entries, KV_HEADS, ring, HEAD_SIZE or HEAD_SIZE_V], and those of this step.
+  // Recent tokens: [entries, KV_HEADS, ring, HEAD_SIZE or HEAD_SIZE_V], and those of this step.
   const u16 *ring_keys, *ring_values, *new_keys, *new_values;
   u64 key_stride_token, key_stride_head, value_stride_token, value_stride_head;
   u32 ring;
-  int reach;   // RECENT, or a window below it
-  // What is read from pages: queries stand RECENT positions earlier there.
+  int reach;   // min(RECENT, window)
+  // For attention to pages, where query positions are RECENT lower:
   int packed_window;  // 0 for none
-  int has_packed;     // 0 where all that a window shows is among the last tokens
+  int has_packed;     // 0 if the window covers recent tokens only
   float softmax_scale, softcap, bias_scale;
   u16* rotated;        // [tokens, heads, HEAD_SIZE]
   float* bias;         // [tokens, heads, bias_segments]
@@ -82,7 +82,7 @@ struct Params {
 
 __device__ __forceinline__ uint4 load_global16(const u16* p) { return *(const uint4*)p; }
 
-// A logit in base 2 of q . K.
+// From q . k to a logit in base 2.
 __device__ __forceinline__ float logit_of(const Params& p, float score) {
   score *= p.softmax_scale;
 #if SOFTCAP
@@ -91,7 +91,7 @@ __device__ __forceinline__ float logit_of(const Params& p, float score) {
   return score * LOG2E;
 }
 
-// Where a query stands among what is read from pages; -1 if it sees nothing of it.
+// A query's position for attention to pages; -1 if it sees none of them.
 __device__ __forceinline__ int packed_position(const Params& p, int position) {
   return p.has_packed ? max(position - RECENT, -1) : -1;
 }
@@ -101,9 +101,9 @@ __device__ __forceinline__ Token token_of(const Params& p, int token) {
   return {x.x, x.y, x.z, x.w};
 }
 
-// Of some heads of a query token, that share a KV head.
+// A CTA's rows: heads of one query token that share a KV head.
 struct Rows {
-  int token, head, first, count;  // head: of K and V; first: of the query's heads
+  int token, head, first, count;  // head: KV head; first: first query head
   Token known;
 
   __device__ __forceinline__ Rows(const Params& p, int number) {
@@ -120,7 +120,7 @@ struct Rows {
   __device__ __forceinline__ u64 index(int row) const { return (u64)token * HEADS + first + row; }
 };
 
-// A lane's dims of a row, side by side.
+// Dims of a row per lane, contiguous.
 #define LANE_DIMS (HEAD_SIZE / 32)
 __device__ __forceinline__ void load_dims(float* x, const u16* row) {
   const u32* words = (const u32*)row + threadIdx.x % 32 * (LANE_DIMS / 2);
@@ -132,7 +132,7 @@ __device__ __forceinline__ void load_dims(float* x, const u16* row) {
   }
 }
 
-// A row, of which a lane has LANE_DIMS dims, times the Hadamard matrix (numerics/hadamard.py).
+// Multiplies a row by the Hadamard matrix (numerics/hadamard.py); a lane has LANE_DIMS dims.
 __device__ __forceinline__ void rotate(const Params& p, const Rows& rows, int row) {
   const int lane = threadIdx.x % 32;
   float x[LANE_DIMS];
@@ -158,15 +158,15 @@ __device__ __forceinline__ void rotate(const Params& p, const Rows& rows, int ro
   for (int i = 0; i < LANE_DIMS; i += 2) to[i / 2] = pack_output(x[i] * NORM, x[i + 1] * NORM);
 }
 
-// The page that has position 0; -1 where the rows do not see it.
+// The page of position 0; -1 if the rows do not see it.
 __device__ __forceinline__ int first_page(const Params& p, const Rows& rows) {
   const int at = packed_position(p, rows.known.position);
-  // Pages of tokens before the window may be another sequence's by now.
+  // Pages before the window may have been reused by another sequence.
   if (at < 0 || (p.packed_window && at >= p.packed_window)) return -1;
   return p.block_tables[(u64)rows.known.sequence * p.max_pages];
 }
 
-// Which constant that page has there; -1 for none.
+// Index of the constant that the page marks at position 0; -1 for none.
 __device__ __forceinline__ int find_first(const Params& p, const Rows& rows, int page) {
   if (page < 0) return -1;
   const u8* start = p.pages + (u64)page * p.page_stride;
@@ -174,7 +174,7 @@ __device__ __forceinline__ int find_first(const Params& p, const Rows& rows, int
   return mark == MARK ? index : -1;
 }
 
-// Of a row and a first token that is a constant.
+// Logit of a row for a first token that is a constant.
 __device__ __forceinline__ float first_logit(const Params& p, const Rows& rows, int row, int index) {
   float q[LANE_DIMS], k[LANE_DIMS], sum = 0.0f;
   load_dims(q, rows.query(p, row));
@@ -186,21 +186,21 @@ __device__ __forceinline__ float first_logit(const Params& p, const Rows& rows, 
   return logit_of(p, sum);
 }
 
-// What warps leave for each other: O, each row times 2^-top, and tops and sums of weights.
+// Exchange between warps: O (each row times 2^-top), max logits (`top`) and sums of weights.
 struct Shared {
   float out[WARPS][ROWS][STRIDE_V];
   float top[WARPS][ROWS], sum[WARPS][ROWS], first[ROWS];
 };
 
 #if RECENT
-// The keys of a warp's step: 16 positions from `begin` on.
+// A warp's 16 keys of a step, at positions from `begin` on.
 struct Keys {
   const Params& p;
   const Rows& rows;
   int begin, stop, first_new;
   u64 ring_row;
 
-  // A row of K or V; null for a token that no row sees.
+  // Pointer to a row of K or V; null for a token that no row sees.
   __device__ __forceinline__ const u16* at(int i, const u16* ring, const u16* news, u64 stride_token,
                                            u64 stride_head, int size) const {
     const int position = begin + i;
@@ -216,7 +216,7 @@ struct Keys {
   }
 };
 
-// A warp's part of attention to the last tokens, left in shared memory.
+// A warp's part of attention to the recent tokens, written to shared memory.
 __device__ __forceinline__ void attend(const Params& p, const Rows& rows, Shared& shared) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3;
   constexpr int CHUNKS = HEAD_SIZE / 32, CHUNKS_V = HEAD_SIZE_V / 64;
@@ -229,7 +229,7 @@ __device__ __forceinline__ void attend(const Params& p, const Rows& rows, Shared
   for (int step = 0; step < (RECENT + 63) / 64; step++) {
     keys.begin = position - RECENT + 1 + 64 * step + 16 * warp;
     if (keys.begin >= keys.stop) break;
-    // All loads are issued together: of K and q dims 32 i + 8 t on of rows g and g + 8, of V dims 64 i + 8 g on.
+    // All loads are issued together: dims from 32 i + 8 t of rows g and g + 8 of K and q, from 64 i + 8 g of V.
     uint4 k[2][CHUNKS], v[4][CHUNKS_V], q[2][CHUNKS];
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -321,7 +321,7 @@ __device__ __forceinline__ void attend(const Params& p, const Rows& rows, Shared
       if (8 * r + g < rows.count) shared.top[warp][8 * r + g] = top[r], shared.sum[warp][8 * r + g] = sum[r];
 }
 
-// The warps' parts and the first token, joined.
+// Merges the warps' parts and the first token.
 __device__ __forceinline__ void join(const Params& p, const Rows& rows, int first, const Shared& shared) {
   for (int x = threadIdx.x; x < rows.count * (HEAD_SIZE_V / 4); x += THREADS) {
     const int row = x / (HEAD_SIZE_V / 4), dim = x % (HEAD_SIZE_V / 4) * 4;
@@ -335,7 +335,7 @@ __device__ __forceinline__ void join(const Params& p, const Rows& rows, int firs
     };
 #pragma unroll
     for (int i = 0; i < WARPS; i++) {
-      if (shared.top[i][row] == NEG_INF) continue;  // it wrote nothing
+      if (shared.top[i][row] == NEG_INF) continue;  // this warp wrote nothing
       const float weight = ex2(shared.top[i][row] - top);
       const float* part = shared.out[i][row] + dim;
       sum += weight * shared.sum[i][row];
@@ -359,7 +359,7 @@ __device__ __forceinline__ void join(const Params& p, const Rows& rows, int firs
 __device__ __forceinline__ void prepare_rows(const Params& p, int number, Shared& shared) {
   const int warp = threadIdx.x / 32;
   const Rows rows(p, number);
-  // Loaded early, used after the last tokens' loads are issued.
+  // Loaded early, used after the loads of the recent tokens are issued.
   const int page = KNOWS_FIRST ? first_page(p, rows) : -1;
 #if RECENT
   if (rows.known.position >= 0)
@@ -390,14 +390,14 @@ __device__ __forceinline__ void prepare_rows(const Params& p, int number, Shared
 }
 
 #if SEGMENT
-// x as the sum of two bf16 numbers, and pairs of such.
+// Splits x and y into sums of two bf16 numbers, packed as pairs.
 __device__ __forceinline__ void split(u32& high, u32& low, float x, float y) {
   high = pack_bf162(x, y);
   low = pack_bf162(x - __int_as_float(high << 16), y - __int_as_float(high & 0xFFFF0000u));
 }
 
-// What a lane needs of the tables for PAIRS_AT_ONCE pairs, of which it has four of every 16: of rows g and g + 8,
-// and of segments g and g + 8.
+// A lane's table entries for PAIRS_AT_ONCE pairs, of which it has four of every 16: means for rows g and
+// g + 8, cosines and sines for segments g and g + 8.
 #define PAIRS_AT_ONCE (PAIRS < 32 ? PAIRS : 32)
 struct Tables {
   float low_mean[2][PAIRS_AT_ONCE / 4], high_mean[2][PAIRS_AT_ONCE / 4];
@@ -421,26 +421,26 @@ struct Tables {
   }
 };
 
-// In shared memory: rows of the query, so that rows lie in different banks, and the channels of pairs.
+// In shared memory: rows of the query, padded so that rows are in different banks, and the pairs' channels.
 struct Queries {
   static constexpr int STRIDE = HEAD_SIZE + 8;
   u16 values[TILE_ROWS][STRIDE];
   u16 low[PAIRS], high[PAIRS];
 };
 
-// TILE_ROWS rows of the query times means of TILE_SEGMENTS segments. A warp has half of both.
+// Multiplies TILE_ROWS rows of the query with means of TILE_SEGMENTS segments. A warp has half of both.
 __device__ __forceinline__ void multiply_means(const Params& p, int number, Queries& queries) {
-  constexpr int PIECES = TILE_ROWS * (HEAD_SIZE / 8) / THREADS;  // 16 bytes of a row, of a thread
+  constexpr int CHUNKS = TILE_ROWS * (HEAD_SIZE / 8) / THREADS;  // of 16 bytes of a row, per thread
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane >> 2, t = lane & 3;
   const int blocks = (p.bias_segments + TILE_SEGMENTS - 1) / TILE_SEGMENTS, num_rows = p.tokens * HEADS;
   const int first_row = number / blocks * TILE_ROWS, first_segment = number % blocks * TILE_SEGMENTS;
   const int last_row = min(first_row + TILE_ROWS, num_rows) - 1;
   // All loads are issued before the first use.
-  uint4 pieces[PIECES];
+  uint4 chunks[CHUNKS];
 #pragma unroll
-  for (int i = 0; i < PIECES; i++) {
+  for (int i = 0; i < CHUNKS; i++) {
     const int x = threadIdx.x + i * THREADS, row = min(first_row + x / (HEAD_SIZE / 8), last_row);
-    pieces[i] = load_global16(p.query + row / HEADS * p.query_stride_token +
+    chunks[i] = load_global16(p.query + row / HEADS * p.query_stride_token +
                               row % HEADS * p.query_stride_head + x % (HEAD_SIZE / 8) * 8);
   }
   const int own_row = warp % 2 * 16 + g, own_segment = first_segment + warp / 2 * 16 + g;
@@ -449,7 +449,7 @@ __device__ __forceinline__ void multiply_means(const Params& p, int number, Quer
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     heads[i] = min(first_row + own_row + 8 * i, last_row) % HEADS / GROUP;
-    // Past the last mean the last one holds, as for what is stored.
+    // After the last mean, the last one applies, as in the store.
     segments[i] = min(own_segment + 8 * i, p.mean_segments - 1);
   }
   Tables tables;
@@ -464,10 +464,10 @@ __device__ __forceinline__ void multiply_means(const Params& p, int number, Quer
   const int oldest = p.packed_window ? earliest - p.packed_window + 1 : 0;
   if (first_segment * SEGMENT > latest || (first_segment + TILE_SEGMENTS) * SEGMENT <= oldest) return;
 #pragma unroll
-  for (int i = 0; i < PIECES; i++) {
+  for (int i = 0; i < CHUNKS; i++) {
     const int x = threadIdx.x + i * THREADS;
     uint2* to = (uint2*)(queries.values[x / (HEAD_SIZE / 8)] + x % (HEAD_SIZE / 8) * 8);
-    to[0] = make_uint2(pieces[i].x, pieces[i].y), to[1] = make_uint2(pieces[i].z, pieces[i].w);
+    to[0] = make_uint2(chunks[i].x, chunks[i].y), to[1] = make_uint2(chunks[i].z, chunks[i].w);
   }
   __syncthreads();
   float scores[2][4] = {};
@@ -476,8 +476,8 @@ __device__ __forceinline__ void multiply_means(const Params& p, int number, Quer
     if (first) tables.load(p, heads, segments, first);
 #pragma unroll
     for (int j = 0; j < PAIRS_AT_ONCE / 4; j += 2) {
-      // Two pairs are a step of a matmul: values 2t and 2t + 1 of k are those of a pair.
-      u32 a[2][4], b[2][2][2];  // upper and lower parts; of B, of segments g and g + 8
+      // Two pairs per lane make a k step of a matmul: k values 2t and 2t + 1 belong to one pair.
+      u32 a[2][4], b[2][2][2];  // [high and low part]; b: [segments g and g + 8]
 #pragma unroll
       for (int k = 0; k < 2; k++) {
         const int pair = first + (j + k) / 4 * 16 + 4 * t + (j + k) % 4;
@@ -513,7 +513,7 @@ __device__ __forceinline__ void multiply_means(const Params& p, int number, Quer
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3) prepare(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) u8 memory[];
-  // In this order: `decode` takes pages for complete once this kernel lets it start.
+  // In this order: `decode` assumes complete pages as soon as allow_next lets it start.
   wait_for_previous();
   allow_next();
   const int row_ctas = p.tokens * (KV_HEADS * ROW_BLOCKS);
@@ -532,11 +532,11 @@ struct FindParams {
   int sequences, tokens;
 };
 
-// Where query tokens stand: once for all layers.
+// Finds the `Token` of every query token; runs once for all layers.
 extern "C" __global__ void __launch_bounds__(THREADS) find_tokens(const __grid_constant__ FindParams p) {
   const int token = blockIdx.x * THREADS + threadIdx.x;
   if (token >= p.tokens) return;
-  // The first sequence that ends behind the token.
+  // The first sequence that ends after the token.
   int first = 0, stop = p.sequences;
   while (first < stop) {
     const int middle = (first + stop) / 2;

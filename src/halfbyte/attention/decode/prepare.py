@@ -1,4 +1,4 @@
-"""Launcher of `prepare.cu`: what decoding needs before pages that a recipe changed are read."""
+"""Launcher of `prepare.cu`: rotated queries, biases and attention to recent tokens for decode."""
 
 import ctypes
 import math
@@ -18,9 +18,9 @@ _LOG2E = math.log2(math.e)
 _THREADS = 128
 _WARPS = _THREADS // 32
 _MAX_ROWS = 16
-"""Heads of a query token, of one KV head, per CTA."""
+"""Max query heads (of one token and one KV head) per CTA."""
 _TILE_ROWS, _TILE_SEGMENTS = 32, 32
-"""Tile of a CTA that multiplies rows with means."""
+"""Output tile of a CTA that multiplies query rows with means of K."""
 
 
 class Transformed(ctypes.Structure):
@@ -74,28 +74,28 @@ class _FindParams(ctypes.Structure):
 
 
 class PrepareVariant(NamedTuple):
-    """What the kernel is compiled for, beside the layout and the query's dtype."""
+    """Compile-time options, in addition to the layout and the query's dtype."""
 
     group: int
     """Query heads per KV head."""
     softcap: bool
     rotate: bool
     recent: int
-    """Last tokens read from rings; 0 for none."""
+    """Recent tokens read from rings; 0 for none."""
     segment: int
     """Tokens that share a mean; 0 where K is not centred."""
     pairs: int
-    """Pairs of channels, of `PairTables`; 0 where K is not centred."""
+    """Channel pairs of `PairTables`; 0 where K is not centred."""
     knows_first: bool
     """Whether pages may mark the first token."""
 
     @property
     def rows(self) -> int:
-        """Heads of a query token per CTA."""
+        """Query heads of a token per CTA."""
         return min(self.group, _MAX_ROWS)
 
     def ctas(self, num_tokens: int, kv_heads: int, num_segments: int) -> int:
-        """Grid size: CTAs of rows, then CTAs of means."""
+        """Grid size: CTAs for rows, then CTAs for means."""
         of_rows = num_tokens * kv_heads * -(-self.group // self.rows)
         if not self.segment:
             return of_rows
@@ -126,18 +126,18 @@ class PrepareVariant(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What the attention kernel is given beside the pages."""
+    """Inputs of the attention kernel, in addition to the pages."""
 
     query: torch.Tensor
     transformed: Transformed
     variant: PrepareVariant | None
-    """None without a transform or last tokens: no kernel was launched."""
+    """None without a transform or recent tokens: no kernel was launched."""
     kept: tuple[torch.Tensor, ...] = ()
     """Keeps the launch's tensors alive."""
 
 
 class _Arguments:
-    """Of a launch: the struct, and the tensors that it points to."""
+    """Kernel parameters, and the tensors that they point to."""
 
     def __init__(self, **numbers: float) -> None:
         self.params = _Params(**numbers)
@@ -151,9 +151,9 @@ class _Arguments:
 
 
 def prepare(inputs: AttentionInputs) -> Prepared:
-    """Rotate queries, score means and first tokens, attend to the last tokens.
+    """Rotate queries, score means and first tokens, attend to the recent tokens.
 
-    Never waits for the GPU, but for the first call with a transform.
+    Does not sync the GPU, except in the first call with a transform.
 
     Args:
         inputs: of `paged_attention`, checked, all on one GPU.
@@ -211,7 +211,7 @@ def _bind_transform(
     query: torch.Tensor,
     num_segments: int,
 ) -> torch.Tensor:
-    """Bind what the transform has and what it gives; the query for the attention kernel."""
+    """Bind the transform's inputs and outputs; returns the query for the attention kernel."""
     num_tokens, num_heads, _ = query.shape
     rotated = query
     if transform.rotate:
@@ -238,7 +238,7 @@ def _bind_transform(
 def _bind_recent(
     arguments: _Arguments, recent: RecentInputs, query: torch.Tensor, inputs: AttentionInputs
 ) -> None:
-    """Bind the rings, the step's K and V, and what attention to the last tokens gives."""
+    """Bind the rings, the step's K and V, and the outputs of attention to recent tokens."""
     key, value = (aligned(x.to(query.dtype)) for x in (recent.key, recent.value))
     arguments.bind(
         ring_keys=recent.keys.to(query.dtype),
@@ -261,14 +261,14 @@ def _floats(query: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """A tensor `[a, b, size]` of 16-bit values whose rows are read 16 bytes at a time."""
+    """`x` `[a, b, size]` of 16-bit values with rows aligned to 16 bytes; a copy if necessary."""
     if x.stride(2) != 1 or any(n % 8 for n in (x.data_ptr() // 2, *x.stride()[:2])):
         return x.clone(memory_format=torch.contiguous_format)
     return x
 
 
 def _tokens(inputs: AttentionInputs, kernel: nvrtc.Kernel) -> torch.Tensor:
-    """int32 `[tokens, 4]`, `Token` of each; found once for all layers that share plans."""
+    """`Token` structs as int32 `[tokens, 4]`; computed once for all layers that share plans."""
     num_tokens, device = inputs.query.shape[0], inputs.query.device
     entries = None if inputs.recent is None else inputs.recent.entries.contiguous()
 

@@ -1,38 +1,38 @@
-// q as operands, and S = K q^T of a tile, for decode.cu.
+// Loads q as operands and computes S = K q^T of a tile, for decode.cu.
 //
 // The macros are those of decode.cu.
 
 #pragma once
 #include "attention/decode/transformed.cuh"
 
-// What a warp needs of q for a piece, as it lies in memory, and K's global scale.
+// A warp's words of q for a work item, as loaded from memory, and K's global scale.
 struct QueryWords {
   u32 of[N_TILES][STEPS_K][2];
   float k_scale;
 
-  __device__ __forceinline__ QueryWords(const Params& p, const Piece& piece, int head) {
+  __device__ __forceinline__ QueryWords(const Params& p, const WorkItem& item, int head) {
     const int g = (threadIdx.x & 31) >> 2, c = threadIdx.x & 3;
 #pragma unroll
     for (int n = 0; n < N_TILES; n++) {
-      const int column = piece.col_tile * COLS + 8 * n + g % COLS;
-      load_query(of[n], p.query, query_row(p, piece, head, column), c);
+      const int column = item.col_tile * COLS + 8 * n + g % COLS;
+      load_query(of[n], p.query, query_row(p, item, head, column), c);
     }
     asm volatile("ld.global.f32 %0, [%1];" : "=f"(k_scale) : "l"(p.k_scale));
   }
 };
 
-// A piece's q as operand B, permuted as the unpacked K is, and what S must be multiplied by to be logits
-// in base 2. For fp16 operands q is multiplied by a power of two per column that suits their range.
+// A work item's q as operand B, permuted like the unpacked K, and the scale from S to logits in base 2.
+// For fp16 operands q is multiplied by a power of two per column, to stay in their range.
 struct Query {
 #if Q_SHARED
   u32 shared;
 #else
   u32 operands[N_TILES][STEPS_K][2];
 #endif
-  float multiplier[N_TILES][2];  // of this lane's columns
+  float logit_scale[N_TILES][2];  // of this lane's columns
 
-  // `behind_ring`: where q is kept, if in shared memory.
-  __device__ __forceinline__ Query(const Params& p, const Piece& piece, const QueryWords& words,
+  // `behind_ring`: shared-memory address for q, with Q_SHARED.
+  __device__ __forceinline__ Query(const Params& p, const WorkItem& item, const QueryWords& words,
                                    u32 behind_ring) {
     const int lane = threadIdx.x & 31;
     const int g = lane >> 2, c = lane & 3;
@@ -44,9 +44,9 @@ struct Query {
 #endif
 #pragma unroll
     for (int n = 0; n < N_TILES; n++) {
-      const int column = piece.col_tile * COLS + 8 * n + g % COLS;
-      const bool valid = column < GROUP * piece.queries;
-      const bool own = !DUPLICATE || (g >> 2) == (c >> 1);  // this copy's kind of block
+      const int column = item.col_tile * COLS + 8 * n + g % COLS;
+      const bool valid = column < GROUP * item.queries;
+      const bool own = !DUPLICATE || (g >> 2) == (c >> 1);  // this copy is for the lane's scale blocks
       float x[STEPS_K][4];
       query_values(x, words.of[n]);
       float unscale = 1.0f, scale = 1.0f;
@@ -62,10 +62,10 @@ struct Query {
         for (int i = 0; i < 4; i++) x[j][i] = valid && own ? x[j][i] * scale : 0.0f;
         keep(n, j, pack<K_KIND == 17>(x[j][0], x[j][1]), pack<K_KIND == 17>(x[j][2], x[j][3]));
       }
-      // Positive, so that it can multiply the mask's -inf.
+      // Positive, because it multiplies the mask's -inf.
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        multiplier[n][i] =
+        logit_scale[n][i] =
             fmaxf(__shfl_sync(~0u, unscale, (2 * c + i) * 4) * fabsf(common), 1e-37f);
     }
   }
@@ -81,13 +81,13 @@ struct Query {
 #endif
   }
 
-  // What S of a lane's column is multiplied by behind the soft-cap, which has logits as they are.
+  // Scale of S in the exponent; 1 with a soft-cap, after which S is logits in base 2 already.
   __device__ __forceinline__ float scale_of(int n, int i) const {
-    return SOFTCAP ? 1.0f : multiplier[n][i];
+    return SOFTCAP ? 1.0f : logit_scale[n][i];
   }
 };
 
-// Chunks j and j + 1 of K, operands for 16 tokens.
+// Operands of chunks j and j + 1 of K for 16 tokens.
 __device__ __forceinline__ void k_operands(u32 (*a)[4], u32 tile, int half, int j) {
   const int lane = threadIdx.x & 31;
   u32 r[4];
@@ -105,7 +105,7 @@ struct KeyScales {
     load_words<WORDS_SF_K>(words[1], tile + OFF_SF_K + (half * 16 + g + 8) * SF_K);
   }
 
-  // As halves: bytes of this lane's kind of block, of chunks j and j + 1.
+  // As fp16 pairs: the scales of this lane's blocks in chunks j and j + 1.
   __device__ __forceinline__ u32 of_token(int which, int j) const {
     const u32 parity = (threadIdx.x & 3) >> 1 ? 0x31u : 0x20u;
     return scales_to_half2(__byte_perm(words[which][j / 2], 0, parity));
@@ -113,7 +113,7 @@ struct KeyScales {
 };
 
 #if N_TILES == 1
-// S of a tile. Two chains, because a matmul waits for the one before it in its own.
+// S of a tile. Two chains of accumulators hide the latency of dependent mma.
 template <int COUNT>
 __device__ __forceinline__ void scores(float (*s)[N_TILES][4], const Query& query, u32 tile) {
 #pragma unroll
@@ -159,7 +159,7 @@ __device__ __forceinline__ void scores(float (*s)[N_TILES][4], const Query& quer
   }
 }
 #else
-// S of a tile. Many columns share what is unpacked; all halves share what is loaded of q.
+// S of a tile. All columns share the unpacked K; all groups of 16 tokens share the loaded q.
 template <int COUNT>
 __device__ __forceinline__ void scores(float (*s)[N_TILES][4], const Query& query, u32 tile) {
   KeyScales scales[COUNT];

@@ -1,4 +1,4 @@
-// From S of a tile to O, for decode.cu: soft-cap, mask, softmax, O^T += V^T P^T, and the end of a piece.
+// Soft-cap, mask, softmax, O^T += V^T P^T of a tile, and the epilogue of a work item, for decode.cu.
 //
 // The macros are those of decode.cu.
 
@@ -8,50 +8,50 @@
 // With DUPLICATE, P is multiplied by scales of up to 448 before it enters the matmul.
 #define P_SHIFT (DUPLICATE ? 3.0f : 11.0f)
 #define RESCALE_STEP 4.0f
-#define NOTHING_YET 1e30f
+#define INITIAL_SHIFT 1e30f
 
-// q . mean of a lane's columns for the tile at hand, asked for a tile ahead.
+// Bias (q . mean) of a lane's columns for the current tile, prefetched one tile ahead.
 struct Bias {
 #if SEGMENT
   u64 rows[N_TILES][2];
   float of[N_TILES][2], next[N_TILES][2];
 
-  __device__ __forceinline__ Bias(const Params& p, const Piece& piece, int head, int position) {
+  __device__ __forceinline__ Bias(const Params& p, const WorkItem& item, int head, int position) {
     const int c = threadIdx.x & 3;
 #pragma unroll
     for (int n = 0; n < N_TILES; n++)
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const int column = piece.col_tile * COLS + 8 * n + (2 * c + i) % COLS;
-        rows[n][i] = piece_row(piece, head, column) * p.transformed.bias_stride;
+        const int column = item.col_tile * COLS + 8 * n + (2 * c + i) % COLS;
+        rows[n][i] = item_row(item, head, column) * p.transformed.bias_stride;
       }
-    ask(p, position);
+    prefetch(p, position);
   }
 
-  __device__ __forceinline__ void ask(const Params& p, int position) {
+  __device__ __forceinline__ void prefetch(const Params& p, int position) {
 #pragma unroll
     for (int n = 0; n < N_TILES; n++)
 #pragma unroll
       for (int i = 0; i < 2; i++) next[n][i] = load_bias(p, rows[n][i], position / SEGMENT);
   }
 
-  // The next tile becomes the one at hand; the one behind it is at `position`.
+  // Moves to the next tile and prefetches the bias of the tile at `position`.
   __device__ __forceinline__ void step(const Params& p, int position) {
 #pragma unroll
     for (int n = 0; n < N_TILES; n++)
 #pragma unroll
       for (int i = 0; i < 2; i++) of[n][i] = next[n][i];
-    ask(p, position);
+    prefetch(p, position);
   }
 
-  // A logit that was not yet scaled to base 2.
+  // Adds the bias to a logit that is not yet scaled to base 2.
   __device__ __forceinline__ float plus(float logit, int n, int i) const { return logit + of[n][i]; }
-  // What turns logits of the tile into exponents; soft-caps have the bias in their logits.
+  // Shift from logits of the tile to exponents; with a soft-cap the logits include the bias already.
   __device__ __forceinline__ float shifted(float shift, int n, int i) const {
     return SOFTCAP ? shift : shift + of[n][i];
   }
 #else
-  __device__ __forceinline__ Bias(const Params&, const Piece&, int, int) {}
+  __device__ __forceinline__ Bias(const Params&, const WorkItem&, int, int) {}
   __device__ __forceinline__ void step(const Params&, int) {}
   __device__ __forceinline__ float plus(float logit, int, int) const { return logit; }
   __device__ __forceinline__ float shifted(float shift, int, int) const { return shift; }
@@ -69,27 +69,27 @@ __device__ __forceinline__ void cap(float (*s)[N_TILES][4], const Params& p, con
       for (int i = 0; i < 4; i++)
         s[half][n][i] =
             p.softcap * LOG2E *
-            tanhf(bias.plus(s[half][n][i] * query.multiplier[n][i & 1], n, i & 1) / p.softcap);
+            tanhf(bias.plus(s[half][n][i] * query.logit_scale[n][i & 1], n, i & 1) / p.softcap);
 }
 
-// Which keys the columns of a piece attend to.
+// The keys that the columns of a work item attend to.
 struct Visible {
   int length, queries, columns;
-  int all_from, all_to;  // every column attends to these: all_from <= position <= all_to
-  int first;             // that any column attends to
-  bool constant;         // the first token is among them, and none of the page's
+  int all_from, all_to;  // every column attends to all_from <= position <= all_to
+  int first;             // first position that any column attends to
+  bool constant;         // the first token is visible and a constant of the model, not in the page
 
-  // `first_tile`: of those that the masks are for.
-  __device__ __forceinline__ Visible(const Params& p, const Piece& piece, int head, int first_tile)
-      : length(piece.length), queries(piece.queries), columns(GROUP * piece.queries) {
-    constant = has_constant(p, piece, head, piece.col_tile * COLS, first_tile);
+  // `first_tile`: first tile of the unit's share.
+  __device__ __forceinline__ Visible(const Params& p, const WorkItem& item, int head, int first_tile)
+      : length(item.length), queries(item.queries), columns(GROUP * item.queries) {
+    constant = has_constant(p, item, head, item.col_tile * COLS, first_tile);
     all_from = p.window > 0 ? length - p.window : 0;
     if (constant) all_from = max(all_from, 1);
     all_to = length - queries;
     first = p.window > 0 ? all_to - p.window + 1 : 0;
   }
 
-  // Whether some column does not attend to all of a tile.
+  // Whether some column does not attend to the whole tile.
   __device__ __forceinline__ bool is_partial(int position) const {
     return position < all_from || position + TILE - 1 > all_to;
   }
@@ -99,16 +99,16 @@ struct Visible {
   }
 
   template <int COUNT>
-  __device__ __forceinline__ void mask(float (*s)[N_TILES][4], const Params& p, const Piece& piece,
+  __device__ __forceinline__ void mask(float (*s)[N_TILES][4], const Params& p, const WorkItem& item,
                                        int position) const {
     const int g = (threadIdx.x & 31) >> 2, c = threadIdx.x & 3;
 #pragma unroll
     for (int n = 0; n < N_TILES; n++)
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        // Keys of a column: lower <= position <= limit.
+        // A column sees lower <= position <= limit.
         const int column =
-            min(piece.col_tile * COLS + 8 * n + (2 * c + i) % COLS, columns - 1);
+            min(item.col_tile * COLS + 8 * n + (2 * c + i) % COLS, columns - 1);
         const int limit = length - queries + column / GROUP;
         const int lower = max(p.window > 0 ? limit - p.window + 1 : 0, (int)constant);
 #pragma unroll
@@ -122,11 +122,11 @@ struct Visible {
   }
 };
 
-// What a warp has of O so far, and of the softmax, for this lane's columns.
+// Running O and softmax state of a warp, for this lane's columns.
 struct Sums {
   float out[N_TILES][STEPS_V][4];
-  // P = 2^(logit + shift), shift being P_SHIFT minus the maximum; as long as nothing was seen it is so
-  // large that every logit but -inf makes it change.
+  // P = 2^(logit + shift) with shift = P_SHIFT - max. INITIAL_SHIFT is so large that the first logit
+  // other than -inf triggers a rescale.
   float shift[N_TILES][2], sum[N_TILES][2];
 
   __device__ __forceinline__ Sums() {
@@ -136,28 +136,28 @@ struct Sums {
       for (int j = 0; j < STEPS_V; j++)
 #pragma unroll
         for (int i = 0; i < 4; i++) out[n][j][i] = 0.0f;
-      shift[n][0] = shift[n][1] = NOTHING_YET;
+      shift[n][0] = shift[n][1] = INITIAL_SHIFT;
       sum[n][0] = sum[n][1] = 0.0f;
     }
   }
 
-  // Begins with what rows have attended to already.
-  __device__ __forceinline__ void begin_with(const Params& p, const Piece& piece, int head) {
+  // Starts from the rows' initial state.
+  __device__ __forceinline__ void init_from(const Params& p, const WorkItem& item, int head) {
     const int g = (threadIdx.x & 31) >> 2, c = threadIdx.x & 3;
     const float unscale = (V_KIND < 16 ? *p.v_scale : 1.0f) * Operands<V_KIND>::UNIT;
 #pragma unroll
     for (int n = 0; n < N_TILES; n++)
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const Before before(p, piece, head, piece.col_tile * COLS + 8 * n + (2 * c + i) % COLS);
+        const InitialState before(p, item, head, item.col_tile * COLS + 8 * n + (2 * c + i) % COLS);
         if (before.lse == NEG_INF) continue;
         shift[n][i] = P_SHIFT - before.lse;
-        if (g == 0) sum[n][i] = ex2(P_SHIFT);  // the sums of lanes are added
+        if (g == 0) sum[n][i] = ex2(P_SHIFT);  // one lane only: sums are added across lanes
         load_row(out[n], before.value, i, g, ex2(P_SHIFT) / unscale);
       }
   }
 
-  // Makes room for larger logits.
+  // Rescales columns whose max has grown by more than RESCALE_STEP.
   template <int COUNT>
   __device__ __forceinline__ void rescale(const float (*s)[N_TILES][4], const Query& query,
                                           const Bias& bias) {
@@ -182,7 +182,7 @@ struct Sums {
 #pragma unroll
           for (int o = 4; o <= 16; o <<= 1)
             top[n][i] = fmaxf(top[n][i], __shfl_xor_sync(~0u, top[n][i], o));
-          // Each column by itself, so that no column changes the rounding of another.
+          // Per column, so that no column changes the rounding of another.
           if (fmaf(top[n][i], query.scale_of(n, i), bias.shifted(shift[n][i], n, i)) >
               P_SHIFT + RESCALE_STEP) {
             const float new_shift = P_SHIFT - bias.shifted(top[n][i] * query.scale_of(n, i), n, i);
@@ -199,7 +199,7 @@ struct Sums {
     }
   }
 
-  // P of 16 tokens as operand B, added to the sums.
+  // Computes P of 16 tokens as operand B and adds it to the sums.
   __device__ __forceinline__ void weigh(u32* p0, u32* p1, const float (*s)[4], const Query& query,
                                         const Bias& bias) {
 #pragma unroll
@@ -215,7 +215,7 @@ struct Sums {
     }
   }
 
-  // Adds V of a tile, weighed.
+  // O^T += V^T P^T for a tile.
   template <int COUNT>
   __device__ __forceinline__ void add(const float (*s)[N_TILES][4], const Query& query,
                                       const Bias& bias, u32 tile) {
@@ -226,7 +226,7 @@ struct Sums {
       weigh(p0, p1, s[half], query, bias);
 #if V_KIND == 4
       const int g = lane >> 2, c = lane & 3;
-      const u32 parity = (g >> 2) ? 0x7351u : 0x6240u;  // bytes of this lane's kind of block
+      const u32 parity = (g >> 2) ? 0x7351u : 0x6240u;  // bytes of this lane's scale blocks
       u32 sf0[2 * WORDS_SF_V], sf1[2 * WORDS_SF_V];  // tokens 2c, 2c + 1 and 2c + 8, 2c + 9
       load_words<2 * WORDS_SF_V>(sf0, tile + OFF_SF_V + (half * 16 + 2 * c) * SF_V);
       load_words<2 * WORDS_SF_V>(sf1, tile + OFF_SF_V + (half * 16 + 2 * c + 8) * SF_V);
@@ -264,8 +264,8 @@ struct Sums {
     }
   }
 
-  // To the output if they are the whole piece's, else to `row` of the partial results.
-  __device__ __forceinline__ void leave(const Params& p, const Piece& piece, int head, u32 row,
+  // Writes the output if the unit has the whole work item, else `row` of the partial results.
+  __device__ __forceinline__ void write_results(const Params& p, const WorkItem& item, int head, u32 row,
                                         bool whole) const {
     const int g = (threadIdx.x & 31) >> 2, c = threadIdx.x & 3;
     const float unscale = (V_KIND < 16 ? *p.v_scale : 1.0f) * Operands<V_KIND>::UNIT;
@@ -277,13 +277,13 @@ struct Sums {
         float all = sum[n][i];
 #pragma unroll
         for (int o = 4; o <= 16; o <<= 1) all += __shfl_xor_sync(~0u, all, o);
-        const int column = 8 * n + (2 * c + i) % COLS, in_piece = piece.col_tile * COLS + column;
+        const int column = 8 * n + (2 * c + i) % COLS, in_item = item.col_tile * COLS + column;
         const bool own = !DUPLICATE || (g >> 2) == (c >> 1);
-        if (in_piece >= GROUP * piece.queries || !own) continue;
+        if (in_item >= GROUP * item.queries || !own) continue;
         const float top = all == 0.0f ? NEG_INF : P_SHIFT - shift[n][i], weight = all * ex2(-P_SHIFT);
         const bool first = DUPLICATE ? g % 4 == 0 : g == 0;
         if (whole) {
-          const OutputRow to(piece, head, in_piece);
+          const OutputRow to(item, head, in_item);
           const float share = to.finish(p.output, to.sink(p.output), top, weight, first);
           const float factor = unscale * ex2(-P_SHIFT) * share;
           store_row(to.values(p.output), out[n], i, g, factor);

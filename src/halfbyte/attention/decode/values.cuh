@@ -1,20 +1,20 @@
-// What the decode kernels share: queries into operands, scales onto operands, results out.
+// Shared by the decode kernels: loads queries as operands, scales operands, stores results.
 //
 // The macros are those of decode.cu.
 
 #pragma once
 #include "attention/decode/loader.cuh"
 
-// Where the row of q begins that is a column of a piece, in elements; 0 for columns that are not there.
-__device__ __forceinline__ u64 query_row(const Params& p, const Piece& piece, int head, int column) {
-  return column < GROUP * piece.queries
-             ? (u64)(piece.q_begin + column / GROUP) * p.query_stride_token +
+// Offset, in elements, of the row of q for a column of a work item; 0 for columns past the last one.
+__device__ __forceinline__ u64 query_row(const Params& p, const WorkItem& item, int head, int column) {
+  return column < GROUP * item.queries
+             ? (u64)(item.q_begin + column / GROUP) * p.query_stride_token +
                    (u64)(head * GROUP + column % GROUP) * p.query_stride_head
              : 0;
 }
 
-// A lane's words of a row of q, which is aligned to 16 bytes; c is the lane's place in a group of four.
-// Volatile, so that they are asked for where this stands.
+// Loads a lane's words of a row of q, aligned to 16 bytes; c is the lane's index in its group of four.
+// Volatile, so that the compiler does not move the loads.
 __device__ __forceinline__ void load_query(u32 (*w)[2], const void* query, u64 base, int c) {
   const u16* q = (const u16*)query + base;
 #pragma unroll
@@ -39,7 +39,7 @@ __device__ __forceinline__ void load_query(u32 (*w)[2], const void* query, u64 b
   }
 }
 
-// Their values for every step of k, in the order in which Operands::of_k has K's dims.
+// Unpacks the words to floats for every k step, in the order of dims of Operands::of_k.
 __device__ __forceinline__ void query_values(float (*x)[4], const u32 (*w)[2]) {
 #pragma unroll
   for (int j = 0; j < STEPS_K; j += 2) {
@@ -53,8 +53,7 @@ __device__ __forceinline__ void query_values(float (*x)[4], const u32 (*w)[2]) {
   }
 }
 
-// Of the power of two that brings the largest value of a row, of which four lanes have a part each, to
-// [2^9, 2^10).
+// Exponent of the power of two that scales the absmax of a row to [2^9, 2^10). Four lanes hold a row.
 __device__ __forceinline__ int fp16_exponent(const float (*x)[4]) {
   float largest = 0.0f;
 #pragma unroll
@@ -67,7 +66,7 @@ __device__ __forceinline__ int fp16_exponent(const float (*x)[4]) {
   return max(-126, min(126, exponent));
 }
 
-// Two steps of K's operands times the scales of tokens g and g + 8.
+// Multiplies K's operands of two k steps by the scales of tokens g and g + 8.
 __device__ __forceinline__ void scale_k(u32 (*a)[4], u32 scale0, u32 scale1) {
 #pragma unroll
   for (int i = 0; i < 2; i++)
@@ -75,14 +74,14 @@ __device__ __forceinline__ void scale_k(u32 (*a)[4], u32 scale0, u32 scale1) {
     for (int k = 0; k < 4; k++) a[i][k] = hmul2(a[i][k], k & 1 ? scale1 : scale0);
 }
 
-// V's operands times the scales of tokens 2c, 2c + 1 and of tokens 2c + 8, 2c + 9.
+// Multiplies V's operands by the scales of tokens 2c, 2c + 1 and of tokens 2c + 8, 2c + 9.
 __device__ __forceinline__ void scale_v(u32* a, u32 scale0, u32 scale1) {
 #pragma unroll
   for (int i = 0; i < 4; i++) a[i] = hmul2(a[i], i < 2 ? scale0 : scale1);
 }
 
-// V's rows `from .. to` of a tile, which no query sees: slots that were never written, and keys before
-// every window. They may hold NaN, and 0 * NaN is NaN. Of nvfp4 only the scales can be NaN.
+// Zeroes rows `from .. to` of V in a tile, which no query sees: slots that were never written, and keys
+// before every window. They may hold NaN, and 0 * NaN is NaN. In nvfp4 only the scales can be NaN.
 __device__ __forceinline__ void clear_rows(u32 tile, int from, int to) {
   constexpr int WIDTH = V_KIND == 4 ? SF_V : ROW_V;
   constexpr u32 START = V_KIND == 4 ? OFF_SF_V : OFF_V;
@@ -91,7 +90,7 @@ __device__ __forceinline__ void clear_rows(u32 tile, int from, int to) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(tile + START + i), "r"(0) : "memory");
 }
 
-// Neighbouring values of a row, of the partial results or of the output.
+// Stores consecutive values of a row of the partial results (float) or of the output (16 bits).
 __device__ __forceinline__ void store_values(float* to, float a, float b, float c, float d) {
   *(float4*)to = make_float4(a, b, c, d);
 }
@@ -107,7 +106,7 @@ __device__ __forceinline__ void store_values(u16* to, float a, float b) {
 __device__ __forceinline__ void store_values(float* to, float a) { *to = a; }
 __device__ __forceinline__ void store_values(u16* to, float a) { *to = (u16)pack_output(a, 0.0f); }
 
-// Column i of the accumulators to a row, in the order of Operands::of_v.
+// Stores column i of the accumulators, which are in the order of Operands::of_v, to a row.
 template <class Value>
 __device__ __forceinline__ void store_row(Value* row, const float (*out)[4], int i, int g,
                                           float factor) {

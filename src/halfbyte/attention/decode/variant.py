@@ -1,4 +1,4 @@
-"""Which way the decode kernel is compiled for some work, and what it cannot do at all."""
+"""Compile-time variants of the decode kernel: how one is chosen, and which layouts have none."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -23,21 +23,21 @@ _KINDS = {
 }
 """`K_KIND` and `V_KIND` of `formats.cuh`."""
 
-# Shared memory of a multiprocessor in KiB (CUDA C++ Programming Guide, "Technical Specifications");
-# one CTA may have one less, and every CTA costs one.
+# Shared memory per SM in KiB (CUDA C++ Programming Guide, "Technical Specifications"). A CTA can
+# use 1 KiB less, and each CTA reserves 1 KiB.
 _SHARED_KIB = {80: 164, 87: 164, 90: 228, 100: 228, 103: 228}
-_SMALLEST_SHARED_KIB = 100
+_MIN_SHARED_KIB = 100
 _RING_BYTES = 27 * 1024
-"""Of a warp; twice as much, at half the warps, is no faster."""
+"""Max ring size per warp. Twice the size at half the warps is no faster."""
 _NVFP4_RINGS = ((64, 2), (32, 2), (16, 2))
 _RINGS = ((64, 4), (64, 3), (32, 4), (32, 3), (16, 3), (32, 2), (16, 2))
-"""Tokens of a tile and tiles of a ring, best first."""
+"""(tokens per tile, tiles per ring), best first."""
 WARPS = 4
-"""Of a CTA."""
+"""Per CTA."""
 
 
 class Variant(NamedTuple):
-    """How a kernel is compiled for some work; see the heads of `decode.cu`, `decode_wide.cu`."""
+    """Compile-time options; see the headers of `decode.cu` and `decode_wgmma.cu`."""
 
     tile: int
     n_tiles: int
@@ -45,41 +45,41 @@ class Variant(NamedTuple):
     q_shared: bool
     stages: int
     ctas: int
-    wide: bool = False
-    """`decode_wide.cu`: the warps of a CTA work on one unit together, not on one each."""
+    wgmma: bool = False
+    """`decode_wgmma.cu`: all warps of a CTA work on one unit, instead of one unit each."""
     whole_pages: bool = False
-    """`pages.cuh`: TMA brings pages of a single KV head as they are."""
+    """`pages.cuh`: TMA copies whole pages (one KV head per page)."""
 
     @property
     def source(self) -> str:
-        """Of the kernel, in the package."""
-        return f"attention/decode/{'decode_wide' if self.wide else 'decode'}.cu"
+        """Path of the kernel source in the package."""
+        return f"attention/decode/{'decode_wgmma' if self.wgmma else 'decode'}.cu"
 
     @property
     def units_per_cta(self) -> int:
-        """Units that a CTA works on at once."""
-        return 1 if self.wide else WARPS
+        """Units that a CTA processes concurrently."""
+        return 1 if self.wgmma else WARPS
 
     @property
     def columns(self) -> int:
-        """Query columns of a piece."""
+        """Query columns per work item."""
         return 4 if self.duplicate else 8 * self.n_tiles
 
     def cta_bytes(self, layout: PageLayout) -> int:
-        """Shared memory of a CTA: rings, q where that is kept there, what warps exchange."""
+        """Shared memory per CTA in bytes: rings, q if kept there, exchange between warps."""
         ring = self.stages * stage_bytes(layout, self.tile)
         q = self.n_tiles * layout.head_size * 16 if self.q_shared else 0
-        if self.wide:
-            chunks = max(1, layout.head_size_v // 128)  # of 32 dims, of a warp
+        if self.wgmma:
+            chunks = max(1, layout.head_size_v // 128)  # of 32 dims, per warp
             scales = WARPS * chunks * self.tile * 4
             barriers = 8 * self.stages if self.whole_pages else 0
-            barriers += self.columns * self.tile // 16  # scores of means, see transformed.cuh
+            barriers += self.columns * self.tile // 16  # biases, see transformed.cuh
             return ring + q + self.columns * (2 * self.tile + 4 * WARPS + 8) + scales + barriers
         return WARPS * (ring + q)
 
     def fits(self, layout: PageLayout, compute_capability: int) -> bool:
-        """Whether its CTAs find room in the shared memory of a multiprocessor."""
-        shared = _SHARED_KIB.get(compute_capability, _SMALLEST_SHARED_KIB) * 1024
+        """Whether `ctas` CTAs fit in the shared memory of an SM."""
+        shared = _SHARED_KIB.get(compute_capability, _MIN_SHARED_KIB) * 1024
         return self.ctas * (self.cta_bytes(layout) + 1024) <= shared
 
 
@@ -102,76 +102,78 @@ def unsupported_reason(layout: PageLayout, query_dtype: torch.dtype) -> str | No
 
 
 @lru_cache(maxsize=1024)
-def variant(
+def choose_variant(
     layout: PageLayout,
     group: int,
     mean_queries: float,
     batch_invariant: bool,
     compute_capability: int,
 ) -> Variant | None:
-    """The fastest way known to compile for some work on a GPU; None if its memory is too small.
+    """The fastest known variant for the work on a GPU; None if shared memory is too small.
 
-    Eight warps on a multiprocessor saturate the memory of an H200 and leave them 255 registers
-    each; more warps measured the same or slower. With fp8 and 16-bit caches they need rings of
-    24 KiB. With nvfp4, where a byte is more work, two tiles of at most 18 KiB are up to 6 % faster:
-    what else is asked for waits behind less.
+    Eight warps per SM saturate the bandwidth of an H200 and leave 255 registers per thread; more
+    warps measured the same or slower. With fp8 and 16-bit caches they need rings of 24 KiB. nvfp4
+    takes more work per byte; there two tiles of at most 18 KiB are up to 6 % faster, because
+    other loads queue behind fewer bytes.
 
     Args:
         layout: of the pages.
         group: query heads per KV head.
         mean_queries: query tokens per sequence.
-        batch_invariant: leave `mean_queries`, which the batch decides, out of it.
+        batch_invariant: ignore `mean_queries`, which depends on the batch.
         compute_capability: as `dispatch` counts, such as 90.
     """
     columns = group if batch_invariant else group * max(1.0, mean_queries)
     nvfp4 = layout.k_dtype.is_nvfp4 and layout.v_dtype.is_nvfp4
     duplicate = nvfp4 and columns <= 4 and not batch_invariant
     head_size = max(layout.head_size, layout.head_size_v)
-    # Columns share the unpacking, as far as registers and shared memory go.
+    # More columns share the unpacking; registers and shared memory limit their number.
     wanted = 1 if columns <= 8 else 2 if columns <= 16 or head_size > 128 else 4
     if compute_capability == 90 and nvfp4 and columns > 16:
-        return _wide(layout, columns, head_size)
-    ways = [
+        return _wgmma_variant(layout, columns, head_size)
+    variants = [
         Variant(tile, n, duplicate, _shares_q(n, head_size), stages, ctas)
         for ctas in (2, 1)
         for n in (wanted, 2, 1)
         for tile, stages in (_NVFP4_RINGS if nvfp4 else _RINGS)
-        if tile <= _most_tokens(n, head_size, nvfp4)
+        if tile <= _max_tile_tokens(n, head_size, nvfp4)
     ]
-    for way in ways:
-        ring_fits = way.ctas == 1 or way.stages * stage_bytes(layout, way.tile) <= _RING_BYTES
-        if ring_fits and way.fits(layout, compute_capability):
-            return way
+    for variant in variants:
+        ring_fits = (
+            variant.ctas == 1 or variant.stages * stage_bytes(layout, variant.tile) <= _RING_BYTES
+        )
+        if ring_fits and variant.fits(layout, compute_capability):
+            return variant
     return None
 
 
 def _shares_q(n_tiles: int, head_size: int) -> bool:
-    """Whether registers end before q is in them."""
+    """Whether q does not fit in registers and is kept in shared memory."""
     return n_tiles * max(64, head_size) > 256
 
 
-def _most_tokens(n_tiles: int, head_size: int, nvfp4: bool) -> int:
-    """Of a tile, for whose logits there are registers; 16 was measured for nvfp4 alone."""
+def _max_tile_tokens(n_tiles: int, head_size: int, nvfp4: bool) -> int:
+    """Max tokens per tile whose logits fit in registers; 16 was measured for nvfp4 only."""
     if n_tiles == 1 and head_size <= 128:
         return 64
     return 16 if nvfp4 and _shares_q(n_tiles, head_size) else 32
 
 
-def _wide(layout: PageLayout, columns: float, head_size: int) -> Variant:
-    """The way with `wgmma`: as many CTAs as its accumulators leave registers for."""
+def _wgmma_variant(layout: PageLayout, columns: float, head_size: int) -> Variant:
+    """The `wgmma` variant, with as many CTAs per SM as its accumulators leave registers for."""
     n_tiles = 4 if columns <= 32 else 8
-    most_ctas = 3 if n_tiles == 4 and head_size <= 128 else 2
+    max_ctas = 3 if n_tiles == 4 and head_size <= 128 else 2
     whole = _pages_like_tiles(layout)
-    ways = (
-        Variant(tile, n_tiles, False, True, stages, ctas, wide=True, whole_pages=whole)
-        for ctas in range(most_ctas, 0, -1)
+    variants = (
+        Variant(tile, n_tiles, False, True, stages, ctas, wgmma=True, whole_pages=whole)
+        for ctas in range(max_ctas, 0, -1)
         for tile, stages in ((128, 2), (64, 3))
     )
-    return next(way for way in ways if way.fits(layout, 90))
+    return next(variant for variant in variants if variant.fits(layout, 90))
 
 
 def _pages_like_tiles(layout: PageLayout) -> bool:
-    """Whether a page of nvfp4 holds one head, in K's rows and V's alike, and divides 64 tokens."""
+    """Whether an nvfp4 page has one KV head, equal row sizes of K and V, and divides 64 tokens."""
     one_head = layout.num_kv_heads == 1 and layout.head_size == layout.head_size_v
     return one_head and layout.block_size in (16, 32, 64)
 
@@ -185,7 +187,7 @@ def stage_bytes(layout: PageLayout, tile: int) -> int:
 def geometry_macros(
     layout: PageLayout, group: int, dtype: torch.dtype, softcap: bool
 ) -> dict[str, int | None]:
-    """Macros that all kernels that read queries and pages are compiled with."""
+    """Macros common to all kernels that read queries and pages."""
     return {
         "HEAD_SIZE": layout.head_size,
         "HEAD_SIZE_V": layout.head_size_v,
@@ -202,17 +204,17 @@ def macros(
     group: int,
     dtype: torch.dtype,
     softcap: bool,
-    way: Variant,
+    variant: Variant,
     prepared: bool = False,
     segment: int = 0,
     knows_first: bool = False,
     has_initial: bool = False,
 ) -> dict[str, int | None]:
-    """Macros that `decode.cu` or `decode_wide.cu`, and `merge.cu`, are compiled with.
+    """Macros of `decode.cu`, `decode_wgmma.cu` and `merge.cu`.
 
     Args:
-        prepared: whether `prepare.cu` is in front.
-        segment, knows_first, has_initial: as `transformed.cuh` has them.
+        prepared: whether `prepare.cu` runs before.
+        segment, knows_first, has_initial: SEGMENT, KNOWS_FIRST, INITIAL of `transformed.cuh`.
     """
     return {
         **geometry_macros(layout, group, dtype, softcap),
@@ -223,16 +225,16 @@ def macros(
         "SEGMENT": segment,
         "KNOWS_FIRST": int(knows_first),
         "INITIAL": int(has_initial),
-        # HND keeps a head's tokens side by side, so that every copy is one of 16 bytes. So does NHD
-        # of a single head.
+        # In HND the tokens of a head are contiguous, so every copy has 16 bytes. The same holds
+        # for NHD with a single head.
         "HND": int(layout.order == "HND" or layout.num_kv_heads == 1),
-        "WHOLE_PAGES": int(way.whole_pages),
-        "TILE": way.tile,
+        "WHOLE_PAGES": int(variant.whole_pages),
+        "TILE": variant.tile,
         "WARPS": WARPS,
-        "STAGES": way.stages,
-        "CTAS": way.ctas,
-        "N_TILES": way.n_tiles,
-        "DUPLICATE": int(way.duplicate),
-        "COLS": way.columns,
-        "Q_SHARED": int(way.q_shared),
+        "STAGES": variant.stages,
+        "CTAS": variant.ctas,
+        "N_TILES": variant.n_tiles,
+        "DUPLICATE": int(variant.duplicate),
+        "COLS": variant.columns,
+        "Q_SHARED": int(variant.q_shared),
     }

@@ -1,5 +1,4 @@
-// Operands of decode_wide.cu: where they lie in shared memory, how they are unpacked, and what multiplies
-// them.
+// Operands of decode_wgmma.cu: their layout in shared memory, unpacking, and matmuls.
 
 #pragma once
 #include "attention/decode/transformed.cuh"
@@ -8,40 +7,40 @@
 #endif
 #include "kernels/runtime/sm90.cuh"
 
-// B operands lie as 8 x 8 matrices of 128 bytes, a row of 16 bytes per column, without swizzle: those
-// of 8 columns side by side along k.
+// B operands are 8 x 8 matrices of 128 bytes, a row of 16 bytes per column, without swizzle. The matrices
+// of 8 columns are contiguous along k.
 #define B_MATRIX 128
 #define OFF_Q (STAGES * STAGE_BYTES)
 #define OFF_P (OFF_Q + COLS * HEAD_SIZE * 2)
 #define OFF_EXCHANGE (OFF_P + COLS * TILE * 2)       // floats [WARPS, COLS]
 #define OFF_COLUMNS (OFF_EXCHANGE + WARPS * COLS * 4)  // Columns [COLS / 2]
-#define OFF_SCALES (OFF_COLUMNS + COLS * 8)            // V's of a warp's chunks, as halves
+#define OFF_SCALES (OFF_COLUMNS + COLS * 8)            // scales of a warp's chunks of V, fp16
 
-// 16 rows of V^T are a tile; a chunk of 32 dims has two, and a warp has every fourth chunk. Of 64 dims
-// a warp has one tile.
+// A tile is 16 rows of V^T. A chunk of 32 dims has two tiles, and a warp has every fourth chunk. At head
+// size 64 a warp has one tile.
 #define TILES_V (HEAD_SIZE_V / 64)
 #define PARTS_V (TILES_V == 1 ? 1 : 2)
 #define CHUNKS_PER_WARP (TILES_V == 1 ? 1 : TILES_V / 2)
 
-#define SCALES_CHUNK (TILE * 4)  // bytes of its two blocks' scales for all tokens
+#define SCALES_CHUNK (TILE * 4)  // bytes: scales of its two blocks for all tokens
 #define SCALES_WARP (CHUNKS_PER_WARP * SCALES_CHUNK)
 #define OFF_BIAS (OFF_SCALES + WARPS * SCALES_WARP)    // floats [SUBTILES, COLS], see transformed.cuh
-#define OFF_READY (OFF_BIAS + COLS * TILE / 16)  // barriers of the ring's tiles, with WHOLE_PAGES
+#define OFF_READY (OFF_BIAS + COLS * TILE / 16)  // mbarriers of the ring, with WHOLE_PAGES
 
-#define V_OPERANDS (2 * PARTS_V * CHUNKS_PER_WARP)  // of 32 tokens
+#define V_OPERANDS (2 * PARTS_V * CHUNKS_PER_WARP)  // per 32 tokens
 #define K_STEPS 4                                   // unpacked at a time
 #define SUBTILES (TILE / 64)                        // 64 tokens are M of wgmma
 
 __device__ __forceinline__ u8* shared_memory() {
-  // Where the pattern of every swizzle begins anew. SM90 begins it 1 KiB into a CTA's memory.
+  // Aligned to 1 KiB, where the pattern of every swizzle restarts.
   extern __shared__ __align__(1024) u8 shared[];
   return shared;
 }
 
 __device__ __forceinline__ u32 ring_address() { return shared_address(shared_memory()); }
 
-// The matrix so many bytes behind the ring's begin (the lower word counts 16 bytes) and its neighbours
-// of k and of columns. The begin comes as `ring / 16`, so that one addition makes a descriptor.
+// wgmma descriptor of the matrix `offset` bytes after the ring's start, with the strides along k and
+// columns. Takes `ring / 16`, the descriptor's unit, so that one addition makes the lower word.
 __device__ __forceinline__ u64 b_descriptor(u32 ring16, u32 offset, u32 bytes_per_8_columns) {
   u64 y;
   asm("mov.b64 %0, {%1, %2};"
@@ -73,8 +72,8 @@ __device__ __forceinline__ void wgmma(float (*d)[4], const u32* a, u64 b, bool a
 #endif
 }
 
-// Where rows and scales lie in a tile. What is 32 or 64 tokens further on is `behind` so many bytes further on,
-// and exchanged alike.
+// Offsets of rows and scales in a tile. `behind`: byte offset of a later token; 32 or 64 tokens further the
+// swizzle is the same.
 template <int WIDTH>
 __device__ __forceinline__ constexpr u32 behind(u32 tokens) {
   return tokens / SPAN * SPAN_BYTES + tokens % SPAN * WIDTH;
@@ -105,9 +104,9 @@ static_assert(pattern(behind<ROW_K>(32)) == 0 && pattern(behind<ROW_K>(64)) == 0
               "alike");
 #endif
 
-// Where a lane finds its parts of a tile: rows and scales of K and V, and which bytes of K's words are the
-// scales of its kind of block; the order of two tokens of V, where their scales go as halves, and where those
-// of its operands are.
+// A lane's offsets in a tile: rows and scales of K and V; `parity_k` selects the scales of its blocks from
+// K's words; `tokens` is the order of two tokens of V. `scales_to` and `scales`: addresses where it writes
+// V's scales as fp16, and from where it reads those of its operands.
 struct Places {
   u32 k, sf_k, parity_k, v, sf_v, tokens, scales_to, scales;
 
@@ -134,7 +133,7 @@ __device__ __forceinline__ u32 load_u16(u32 address) {
   return y;
 }
 
-// Bytes and scales from shared memory, asked for while the operands before them are unpacked.
+// Bytes and scales loaded from shared memory while the previous operands are unpacked.
 struct RawK {
   u32 bytes[4];  // 16 tokens x 64 dims
   u32 scales[2];  // of tokens g and g + 8
@@ -142,15 +141,15 @@ struct RawK {
 
 struct RawV {
   u32 bytes[4];  // 32 tokens x 32 dims
-  u32 scales[4];  // halves: of tokens 2c, 2c + 1, of 2c + 8, 2c + 9, and the same of 16 further on
+  u32 scales[4];  // fp16 pairs: tokens 2c, 2c + 1, then 2c + 8, 2c + 9, then the same 16 tokens later
 };
 
-// A warp's 16 tokens of K in a subtile, K_STEPS steps of k.
+// Loads a warp's 16 tokens of K in a subtile, K_STEPS k steps.
 __device__ __forceinline__ void fetch_k(RawK& raw, u32 tile, const Places& at, int subtile, int first) {
   ldmatrix4(raw.bytes, tile + (at.k ^ first / 2 * 16) + behind<ROW_K>(64 * subtile));
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    // Scales of 8 tokens that fill a row of a page are exchanged otherwise than those of the next row.
+    // If the scales of 8 tokens fill a row of 128 bytes, the next 8 have another swizzle.
     const u32 exchange = WHOLE_PAGES && 8 * SF_K == 128 ? 16 * i : 0;
     const u32 from = (at.sf_k ^ exchange) + behind<SF_K>(64 * subtile) + 8 * i * SF_K + first;
     load_words<1>(raw.scales + i, tile + from);
@@ -165,9 +164,9 @@ __device__ __forceinline__ void unpack_k(u32 (*a)[4], const RawK& raw, const Pla
   scale_k(a + 2, both_high(scale0), both_high(scale1));
 }
 
-// Makes halves of the scales of a warp's chunks of V, for a whole tile, and leaves them in the order of RawV:
-// [32 tokens][block][c][4]. Four lanes need the same one, and so each converts a fourth. Of two
-// tokens that belong together the upper lanes load the second one first, for the sake of the banks.
+// Converts the scales of a warp's chunks of V to fp16, for a whole tile, and stores them in the order of RawV:
+// [32 tokens][block][c][4]. Four lanes need each scale, so each converts a fourth. The upper 16 lanes load
+// the second token of a pair first, to avoid bank conflicts.
 __device__ __forceinline__ void stage_scales(u32 tile, const Places& at) {
 #pragma unroll
   for (int i = 0; i < CHUNKS_PER_WARP; i++)
@@ -186,8 +185,8 @@ __device__ __forceinline__ void stage_scales(u32 tile, const Places& at) {
   __syncwarp();
 }
 
-// As clear_rows. The copy that later overwrites what is cleared here comes behind write_probabilities, where
-// every thread has its stores seen by TMA.
+// As clear_rows. The TMA copy that later overwrites the cleared bytes is issued after write_probabilities,
+// whose proxy fence makes every thread's stores visible to it.
 __device__ __forceinline__ void clear_scales(u32 tile, int from, int to) {
   if (!WHOLE_PAGES) return clear_rows(tile, from, to);
   from = max(from, 0), to = max(min(to, TILE), 0);
@@ -197,7 +196,7 @@ __device__ __forceinline__ void clear_scales(u32 tile, int from, int to) {
   }
 }
 
-// A warp's dims of V for 32 tokens.
+// Loads a warp's dims of V for 32 tokens.
 __device__ __forceinline__ void fetch_v(RawV* raw, u32 tile, const Places& at, int first) {
 #pragma unroll
   for (int i = 0; i < CHUNKS_PER_WARP; i++) {
@@ -206,7 +205,7 @@ __device__ __forceinline__ void fetch_v(RawV* raw, u32 tile, const Places& at, i
   }
 }
 
-// As operands [16 tokens][parts of a chunk].
+// Unpacks to operands [16 tokens][parts of a chunk].
 __device__ __forceinline__ void unpack_v(u32 (*a)[4], const RawV& raw, int warp) {
   u32 all[4][4];
   Operands<V_KIND>::of_v(all, raw.bytes);
@@ -247,8 +246,8 @@ __device__ __forceinline__ void add_values(float (*out)[N_TILES][4], const u32 (
               true);
 }
 
-// Four 8 x 8 matrices of halves, transposed: a lane has rows 2c and 2c + 1 of column g of each, and says
-// where row lane % 8 of matrix lane / 8 goes.
+// Stores four 8 x 8 fp16 matrices, transposed: a lane has rows 2c and 2c + 1 of column g of each, and
+// gives the address of row lane % 8 of matrix lane / 8.
 __device__ __forceinline__ void store_matrices(u32 address, const u32* x, const u32* y) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
                "r"(x[0]), "r"(x[1]), "r"(y[0]), "r"(y[1])

@@ -1,29 +1,29 @@
 // Decode attention for many query columns on SM90: as decode.cu, with `wgmma` and four warps per unit.
 //
-// With more than 16 columns the instructions of `mma.sync`, one per 16 x 16 operand and 8 columns, cost
-// as much as the unpacking. A warpgroup's `wgmma` takes all columns at once: the operand that was
-// unpacked in registers is A, the small one is B in shared memory.
+// With more than 16 columns, `mma.sync` (one per 16 x 16 operand and 8 columns) costs as much as the
+// unpacking. `wgmma` takes all columns at once: A is the operand unpacked in registers, B the small one
+// in shared memory.
 //
 //   S  = K q^T     m64nCOLSk16: A = 64 tokens x 16 dims, a warp has 16 tokens. B = q, put into
-//                  shared memory once per piece.
+//                  shared memory once per work item.
 //   O^T = V^T P^T  m64nCOLSk16: A = 64 dims x 16 tokens, a warp has 16 dims. B = P, which each warp
 //                  writes for its tokens.
 //
-// A CTA is one warpgroup and works on one unit of the plan; its warps share a ring in shared memory
-// (RING_WARPS), the maxima of columns and two barriers per tile. Several CTAs on a multiprocessor hide
-// each other's waits. Both K and V are nvfp4.
+// A CTA is one warpgroup and processes one unit of the plan. Its warps share a ring in shared memory
+// (RING_WARPS) and the max of each column, with two barriers per tile. Several CTAs per SM hide each
+// other's latency. Both K and V are nvfp4.
 //
 // Macros: those of decode.cu but DUPLICATE and Q_SHARED; TILE is 64 or 128, WARPS 4, COLS = 8 * N_TILES.
-//   WHOLE_PAGES  1 if a page holds one KV head, in K's rows and V's alike, and divides 64 tokens: see
+//   WHOLE_PAGES  1 if a page has one KV head, equal row sizes of K and V, and divides 64 tokens: see
 //                pages.cuh
 
 #define RING_WARPS 4
-#include "attention/decode/wide_operands.cuh"
+#include "attention/decode/wgmma_operands.cuh"
 
 #define P_SHIFT 11.0f
-#define NOTHING_YET 1e30f
+#define INITIAL_SHIFT 1e30f
 #define MAX_P 0x7800u  // 2^(P_SHIFT + 4) as fp16
-#define MAX_E 32784.0f  // that rounds to it: halfway to the next half, ties to even
+#define MAX_E 32784.0f  // largest float that rounds to MAX_P: halfway to the next fp16, ties to even
 #define BIAS_IN_SHIFT (SEGMENT && !SOFTCAP)
 
 static_assert(TILE % 64 == 0 && WARPS == RING_WARPS && COLS == 8 * N_TILES, "one warpgroup per ring");
@@ -31,11 +31,11 @@ static_assert(K_KIND == 4 && V_KIND == 4, "reads nvfp4");
 
 __device__ __forceinline__ float* exchange() { return (float*)(shared_memory() + OFF_EXCHANGE); }
 
-// What turns S of two columns into P = 2^(S * multiplier + shift). A lane's columns of all tiles would
-// fill its registers.
+// Parameters of P = 2^(S * logit_scale + shift) for two columns. In shared memory, because those of all
+// of a lane's columns would fill its registers.
 struct Columns {
-  float multiplier[2];
-  float shift[2];  // P_SHIFT minus the maximum; NOTHING_YET as long as nothing was seen
+  float logit_scale[2];
+  float shift[2];  // P_SHIFT minus the max; INITIAL_SHIFT before the first visible key
 };
 
 __device__ __forceinline__ u32 columns_address(int n, int c) {
@@ -45,24 +45,24 @@ __device__ __forceinline__ u32 columns_address(int n, int c) {
 __device__ __forceinline__ Columns load_columns(u32 address) {
   Columns y;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(y.multiplier[0]), "=f"(y.multiplier[1]), "=f"(y.shift[0]), "=f"(y.shift[1])
+               : "=f"(y.logit_scale[0]), "=f"(y.logit_scale[1]), "=f"(y.shift[0]), "=f"(y.shift[1])
                : "r"(address)
                : "memory");
   return y;
 }
 
-// q of a piece to shared memory, in the order of Operands::of_k and times a power of two per column
-// that suits fp16, and what S must be multiplied by.
-__device__ __forceinline__ void stage_query(const Params& p, const Piece& piece, int head, u32 ring) {
+// Writes q of a work item to shared memory, in the order of Operands::of_k and times a power of two per
+// column to stay in fp16's range, and initializes Columns.
+__device__ __forceinline__ void stage_query(const Params& p, const WorkItem& item, int head, u32 ring) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int g = lane >> 2, c = lane & 3;
   const float common = *p.k_scale * p.softmax_scale * Operands<K_KIND>::UNIT * (SOFTCAP ? 1.0f : LOG2E);
-  __syncthreads();  // the piece before is done with what lies there
+  __syncthreads();  // the previous work item has finished reading
   for (int n = warp; n < N_TILES; n += WARPS) {
-    const int column = piece.col_tile * COLS + 8 * n + g;
-    const bool valid = column < GROUP * piece.queries;
+    const int column = item.col_tile * COLS + 8 * n + g;
+    const bool valid = column < GROUP * item.queries;
     u32 words[STEPS_K][2];
-    load_query(words, p.query, query_row(p, piece, head, column), c);
+    load_query(words, p.query, query_row(p, item, head, column), c);
     float x[STEPS_K][4];
     query_values(x, words);
     const int exponent = fp16_exponent(x);
@@ -77,18 +77,18 @@ __device__ __forceinline__ void stage_query(const Params& p, const Piece& piece,
         asm volatile("st.shared.u32 [%0], %1;" ::"r"(rows + (2 * j + i) * B_MATRIX), "r"(pair)
                      : "memory");
       }
-    // Positive, so that it can multiply the mask's -inf.
+    // Positive, because it multiplies the mask's -inf.
     if (c == 0) {
       const u32 at = columns_address(n, g >> 1) + (g & 1) * 4;
       store_float(at, fmaxf(__int_as_float((127 - exponent) << 23) * fabsf(common), 1e-37f));
-      store_float(at + 8, NOTHING_YET);
+      store_float(at + 8, INITIAL_SHIFT);
     }
   }
   fence_async_proxy();
   __syncthreads();
 }
 
-// The largest of a column among all warps.
+// Max of each column over all warps.
 __device__ __forceinline__ void share_maxima(float (*top)[2], int warp, int g, int c) {
 #pragma unroll
   for (int n = 0; n < N_TILES; n++)
@@ -109,7 +109,7 @@ __device__ __forceinline__ void share_maxima(float (*top)[2], int warp, int g, i
         top[n][i] = fmaxf(top[n][i], exchange()[w * COLS + 8 * n + 2 * c + i]);
 }
 
-// Column i of the accumulators of eight columns to a row, as far as this warp has it.
+// Stores this warp's dims of column i of the accumulators to a row.
 template <class Value>
 __device__ __forceinline__ void store_column(Value* row, const float (*out)[N_TILES][4], int n, int i,
                                              int warp, int g, float factor) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void store_column(Value* row, const float (*out)[N_TI
   }
 }
 
-// What `store_column` would write back, times a factor.
+// The inverse of `store_column`: loads a row, times a factor.
 template <class Value>
 __device__ __forceinline__ void load_column(const Value* row, float (*out)[N_TILES][4], int n, int i,
                                             int warp, int g, float factor) {
@@ -148,8 +148,8 @@ __device__ __forceinline__ void load_column(const Value* row, float (*out)[N_TIL
   }
 }
 
-// Begins a piece with what its rows have attended to already.
-__device__ __forceinline__ void begin_with(const Params& p, const Piece& piece, int head,
+// Starts a work item from its rows' initial state.
+__device__ __forceinline__ void init_from(const Params& p, const WorkItem& item, int head,
                                                     u32 columns_at, float (*out)[N_TILES][4],
                                                     float (*sum)[2]) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -159,38 +159,38 @@ __device__ __forceinline__ void begin_with(const Params& p, const Piece& piece, 
   for (int n = 0; n < N_TILES; n++)
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const Before before(p, piece, head, piece.col_tile * COLS + 8 * n + 2 * c + i);
+      const InitialState before(p, item, head, item.col_tile * COLS + 8 * n + 2 * c + i);
       if (before.lse == NEG_INF) continue;
       load_column(before.value, out, n, i, warp, g, ex2(P_SHIFT) / unscale);
-      if (warp == 0 && g == 0) {  // the sums of lanes are added
+      if (warp == 0 && g == 0) {  // one lane only: sums are added across lanes
         store_float(columns_at + 64 * n + 8 + 4 * i, P_SHIFT - before.lse);
         sum[n][i] = ex2(P_SHIFT);
       }
     }
 }
 
-// q . mean of the columns for a tile's subtiles: a thread asks for one of them, a tile ahead, and puts it
-// where all find it.
+// Bias (q . mean) of the columns for a tile's subtiles. Each thread prefetches one of them, a tile ahead,
+// and publishes it in shared memory.
 struct Bias {
 #if SEGMENT
   u64 row;
-  int last;  // segment of the sequence
+  int last;  // last segment of the sequence
   float next;
 
-  __device__ __forceinline__ Bias(const Params& p, const Piece& piece, int head, int position)
-      : row(piece_row(piece, head, piece.col_tile * COLS + threadIdx.x % COLS) *
+  __device__ __forceinline__ Bias(const Params& p, const WorkItem& item, int head, int position)
+      : row(item_row(item, head, item.col_tile * COLS + threadIdx.x % COLS) *
             p.transformed.bias_stride),
-        last((piece.length - 1) / SEGMENT) {
-    ask(p, position);
+        last((item.length - 1) / SEGMENT) {
+    prefetch(p, position);
   }
 
-  __device__ __forceinline__ void ask(const Params& p, int position) {
+  __device__ __forceinline__ void prefetch(const Params& p, int position) {
     const int subtile = threadIdx.x / COLS;
     if (subtile < SUBTILES)
       next = load_bias(p, row, min((position + 64 * subtile) / SEGMENT, last));
   }
 
-  __device__ __forceinline__ void show() const {
+  __device__ __forceinline__ void publish() const {
     if (threadIdx.x < SUBTILES * COLS) store_float(ring_address() + OFF_BIAS + 4 * threadIdx.x, next);
   }
 
@@ -203,21 +203,21 @@ struct Bias {
     return y;
   }
 #else
-  __device__ __forceinline__ Bias(const Params&, const Piece&, int, int) {}
-  __device__ __forceinline__ void ask(const Params&, int) {}
-  __device__ __forceinline__ void show() const {}
+  __device__ __forceinline__ Bias(const Params&, const WorkItem&, int, int) {}
+  __device__ __forceinline__ void prefetch(const Params&, int) {}
+  __device__ __forceinline__ void publish() const {}
   __device__ __forceinline__ static float2 of(int, int, int) { return make_float2(0.0f, 0.0f); }
 #endif
 };
 
-// Results of a piece, of all its warps: to the output where all its tiles were here, else to a row of
-// the partial ones.
-__device__ __forceinline__ void leave_results(const Params& p, const Piece& piece, int head, u32 row,
+// Sums a work item over all warps. Writes the output if the unit has all of its tiles, else a row of the
+// partial results.
+__device__ __forceinline__ void write_results(const Params& p, const WorkItem& item, int head, u32 row,
                                               bool whole, u32 columns_at,
                                               const float (*out)[N_TILES][4], float (*sum)[2]) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int g = lane >> 2, c = lane & 3;
-  const int columns = GROUP * piece.queries;
+  const int columns = GROUP * item.queries;
 #pragma unroll
   for (int n = 0; n < N_TILES; n++)
 #pragma unroll
@@ -244,12 +244,12 @@ __device__ __forceinline__ void leave_results(const Params& p, const Piece& piec
       float all = 0.0f;
 #pragma unroll
       for (int w = 0; w < WARPS; w++) all += exchange()[w * COLS + column];
-      const int in_piece = piece.col_tile * COLS + column;
-      if (in_piece >= columns) continue;
+      const int in_item = item.col_tile * COLS + column;
+      if (in_item >= columns) continue;
       const float top = all == 0.0f ? NEG_INF : P_SHIFT - x.shift[i], weight = all * ex2(-P_SHIFT);
       const bool first = warp == 0 && g == 0;
       if (whole) {
-        const OutputRow to(piece, head, in_piece);
+        const OutputRow to(item, head, in_item);
         const float share = to.finish(p.output, to.sink(p.output), top, weight, first);
         const float factor = unscale * ex2(-P_SHIFT) * share;
         store_column(to.values(p.output), out, n, i, warp, g, factor);
@@ -263,11 +263,11 @@ __device__ __forceinline__ void leave_results(const Params& p, const Piece& piec
 }
 
 #if !WHOLE_PAGES
-// The tile that is worked on, and whether it is there; see pages.cuh for the other one.
-struct Arrivals {
+// The consumer's place in the ring, for cp.async; pages.cuh has the one for TMA.
+struct RingReader {
   u32 at;
 
-  __device__ __forceinline__ explicit Arrivals(u32 ring) : at(ring) {}
+  __device__ __forceinline__ explicit RingReader(u32 ring) : at(ring) {}
 
   __device__ __forceinline__ u32 tile() const { return at; }
   __device__ __forceinline__ void wait() const {
@@ -280,23 +280,24 @@ struct Arrivals {
 };
 #endif
 
-// A unit's share of a piece: its tiles come through the loader's ring.
-__device__ __forceinline__ void attend(const Params& p, const Piece& piece, int head, u32 row,
-                                       Share share, Loader& loader, Arrivals& arrivals) {
+// A unit's share of a work item: its tiles come through the loader's ring.
+__device__ __forceinline__ void attend(const Params& p, const WorkItem& item, int head, u32 row,
+                                       Share share, Loader& loader, RingReader& reader) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int g = lane >> 2, c = lane & 3;
-  const int length = piece.length, queries = piece.queries;
+  const int length = item.length, queries = item.queries;
   const int columns = GROUP * queries;
   const u32 ring = ring_address();
-  stage_query(p, piece, head, ring);
+  stage_query(p, item, head, ring);
 
-  const bool constant = has_constant(p, piece, head, piece.col_tile * COLS, share.first);
-  // Every column attends to these: all_from <= position <= all_to.
+  const bool constant = has_constant(p, item, head, item.col_tile * COLS, share.first);
+  // Every column attends to all_from <= position <= all_to.
   const int all_from = max(p.window > 0 ? length - p.window : 0, (int)constant);
   const int all_to = length - queries;
   const int first_visible = p.window > 0 ? all_to - p.window + 1 : 0;  // by any column
-  // Tiles that begin in between need no mask, and nothing in them was not written. They are told by one
-  // comparison of what is counted from `inner_from`; if there are none, from beyond all positions.
+  // Inner tiles, which start at inner_from <= position <= inner_to, need no mask and have no unwritten
+  // slots. One unsigned comparison of position - inner_from finds them; if there are none, inner_from is
+  // past all positions.
   const int inner_to = min(all_to + 1, length) - TILE;
   const int lowest = max(all_from, first_visible);
   const int inner_from = inner_to < lowest ? 1 << 30 : lowest;
@@ -314,28 +315,28 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
       for (int i = 0; i < 4; i++) out[m][n][i] = 0.0f;
     sum[n][0] = sum[n][1] = 0.0f;
   }
-  // Of a lane's matrix for store_matrices, its row.
+  // Address of this lane's row for store_matrices.
   const u32 p_at = keep(ring + OFF_P + (lane >> 4) * (TILE / 8) * B_MATRIX +
                         (2 * warp + (lane >> 3 & 1)) * B_MATRIX + (lane & 7) * 16);
   const u32 columns_at = keep(columns_address(0, c));
-  auto scale_of = [](const Columns& x, int i) { return SOFTCAP ? 1.0f : x.multiplier[i]; };
-  // What turns logits of a subtile into exponents; soft-caps have the bias in their logits.
+  auto scale_of = [](const Columns& x, int i) { return SOFTCAP ? 1.0f : x.logit_scale[i]; };
+  // Shift from logits of a subtile to exponents; with a soft-cap the logits include the bias already.
   auto shifted = [&](float* shift, const Columns& x, int subtile, int n) {
     const float2 bias_of = BIAS_IN_SHIFT ? Bias::of(subtile, n, c) : make_float2(0.0f, 0.0f);
     shift[0] = BIAS_IN_SHIFT ? x.shift[0] + bias_of.x : x.shift[0];
     shift[1] = BIAS_IN_SHIFT ? x.shift[1] + bias_of.y : x.shift[1];
   };
 
-  if (begins_with_something(piece, share.first, constant))
-    begin_with(p, piece, head, columns_at, out, sum);
-  Bias bias(p, piece, head, share.first * TILE);
+  if (has_initial_state(item, share.first, constant))
+    init_from(p, item, head, columns_at, out, sum);
+  Bias bias(p, item, head, share.first * TILE);
   int from_inner = share.first * TILE - inner_from;
   for (int left = share.stop - share.first; left > 0; left--, from_inner += TILE) {
-    arrivals.wait();
-    bias.show();
+    reader.wait();
+    bias.publish();
     __syncthreads();
-    bias.ask(p, from_inner + inner_from + TILE);
-    const u32 tile = arrivals.tile();
+    bias.prefetch(p, from_inner + inner_from + TILE);
+    const u32 tile = reader.tile();
     RawK raw_k[2];
     fetch_k(raw_k[0], tile, places, 0, 0);
     loader.step();
@@ -349,7 +350,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
       __syncthreads();
     }
 
-    // While a matmul runs, the operands of the next one are unpacked.
+    // The next operands are unpacked while a matmul runs.
     float s[SUBTILES][N_TILES][4];
     u32 k[2][K_STEPS][4];
     constexpr int PARTS_K = STEPS_K / K_STEPS;
@@ -380,18 +381,18 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
       for (int i = 0; i < 4 * SUBTILES; i++) {
         float& y = s[i / 4][n][i % 4];
         const float2 bias_of = Bias::of(i / 4, n, c);
-        y = y * x[n].multiplier[i & 1] + (SEGMENT ? (i & 1 ? bias_of.y : bias_of.x) : 0.0f);
+        y = y * x[n].logit_scale[i & 1] + (SEGMENT ? (i & 1 ? bias_of.y : bias_of.x) : 0.0f);
         y = p.softcap * LOG2E * tanhf(y / p.softcap);
       }
 #endif
     if (__builtin_expect(edge, 0)) {
       const int row = keep(from_inner + inner_from + warp * 16 + g);
-      const int first_column = keep(piece.col_tile * COLS + 2 * c);
+      const int first_column = keep(item.col_tile * COLS + 2 * c);
 #pragma unroll
       for (int n = 0; n < N_TILES; n++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          // Keys of a column: lower <= position <= limit.
+          // A column sees lower <= position <= limit.
           const int column = min(first_column + 8 * n + i, columns - 1);
           const int limit = length - queries + column / GROUP;
           const int lower = max(p.window > 0 ? limit - p.window + 1 : 0, (int)constant);
@@ -403,8 +404,8 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
         }
     }
 
-    // P to shared memory; its sums are added once the shift is known to hold. The largest tells: the
-    // packed halves are compared, two at a time. Stage by stage, so that latencies overlap.
+    // Writes P to shared memory and returns its max, as packed fp16 pairs. Sums are added later, when the
+    // max shows that the shift need not change. Stage by stage, so that latencies overlap.
     float added[N_TILES][2];
     auto write_probabilities = [&]() {
       u32 largest = 0;
@@ -437,7 +438,7 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
     const u32 largest = write_probabilities();
     const bool grown = max(largest & 0xFFFFu, largest >> 16) > MAX_P;
     if (__builtin_expect(__syncthreads_or(grown), 0)) {
-      // With a bias, which may differ between subtiles, the largest exponent and the largest logit.
+      // With a bias, which may differ between subtiles, the max exponent and the max logit are both needed.
       float top[N_TILES][2], exponents[N_TILES][2];
 #pragma unroll
       for (int n = 0; n < N_TILES; n++)
@@ -466,8 +467,8 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
       for (int n = 0; n < N_TILES; n++)
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          // Each column by itself, by what the vote saw, so that no column changes the rounding of
-          // another.
+          // Per column, with the test that triggered the rescale, so that no column changes the rounding
+          // of another.
           const float exponent =
               BIAS_IN_SHIFT ? exponents[n][i] : fmaf(top[n][i], scale_of(x[n], i), x[n].shift[i]);
           if (ex2(exponent) > MAX_E) {
@@ -504,11 +505,11 @@ __device__ __forceinline__ void attend(const Params& p, const Piece& piece, int 
       wgmma_commit();
     }
     wgmma_wait();
-    arrivals.pass();
+    reader.pass();
   }
 
-  const bool whole = share.stop - share.first == piece.num_tiles;
-  leave_results(p, piece, head, row, whole, columns_at, out, sum);
+  const bool whole = share.stop - share.first == item.num_tiles;
+  write_results(p, item, head, row, whole, columns_at, out, sum);
 }
 
 #if WHOLE_PAGES
@@ -522,7 +523,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode(Params p M
 #if WHOLE_PAGES
   prefetch_map(&map);
   make_barriers(ring + OFF_READY);
-  Arrivals arrivals(ring, ring + OFF_READY);
+  RingReader reader(ring, ring + OFF_READY);
 #endif
 #if !PREPARED
   wait_for_previous();  // see decode.cu
@@ -533,18 +534,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode(Params p M
     const int number = x / KV_HEADS, head = x % KV_HEADS;
     const Unit unit = p.plan.unit(number);
 #if WHOLE_PAGES
-    Loader loader(p, map, header, unit, head, number, arrivals);
+    Loader loader(p, map, header, unit, head, number, reader);
 #else
     Loader loader(p, header, unit, head, number, ring);
-    Arrivals arrivals(ring);
+    RingReader reader(ring);
 #endif
     if (PREPARED) wait_for_previous();  // see decode.cu
-    Piece piece = unit.piece;
+    WorkItem item = unit.item;
     int index = unit.index;
     do {
-      const Share share = share_of(header, piece, number);
-      if (share.first < share.stop) attend(p, piece, head, number + index, share, loader, arrivals);
-    } while (goes_on(p, header, ++index, number, piece));
+      const Share share = share_of(header, item, number);
+      if (share.first < share.stop) attend(p, item, head, number + index, share, loader, reader);
+    } while (next_item_in_unit(p, header, ++index, number, item));
 #if !WHOLE_PAGES
     asm volatile("cp.async.wait_all;");
 #endif
