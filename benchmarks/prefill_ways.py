@@ -28,7 +28,12 @@ from halfbyte.bench.machine import machine, versions
 RESULT = Path(__file__).parent / "results" / "prefill_ways.json"
 ALWAYS = 2**60
 WAYS: dict[str, dict[str, Any]] = {
-    "own": {"MIN_PAIRS": ALWAYS, "MIN_CHUNK": 1, "KEYS_PER_QUERY": ALWAYS, "MANY_HEADS": ALWAYS},
+    "own": {
+        "MIN_PAIRS": ALWAYS,
+        "MIN_CHUNK": 1,
+        "MAX_KEYS_PER_QUERY": ALWAYS,
+        "MIN_GENERAL_HEADS": ALWAYS,
+    },
     "pytorch": {"MIN_PAIRS": 0, "MIN_QUERIES": 9, "MIN_HEAD_SIZE": 16, "MIN_CHUNK": 9},
     "general": {},
 }

@@ -76,7 +76,7 @@ def test_calls_that_share_plans_choose_a_backend_once(monkeypatch: pytest.Monkey
 
 def test_the_reference_on_a_gpu_says_why_it_runs(caplog: pytest.LogCaptureFixture) -> None:
     odd = config(layout=PageLayout("bfloat16", "bfloat16", 40, None, 8, 16))
-    registry._say_slow.cache_clear()
+    registry._warn_slow.cache_clear()
     for _ in range(2):
         chosen = ATTENTION_BACKENDS.select(odd, compute_capability=90)
         assert chosen.name == "reference"

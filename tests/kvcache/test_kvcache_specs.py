@@ -210,7 +210,7 @@ def test_num_dead_pages_counts_pages_that_no_later_query_reads(spec: KVCacheSpec
         assert spec.num_dead_pages(computed) == min(live)
 
 
-def most_live_pages(spec: KVCacheSpec, num_tokens: int, max_chunk: int) -> int:
+def max_live_pages(spec: KVCacheSpec, num_tokens: int, max_chunk: int) -> int:
     """Over every chunk that may be computed: pages from the oldest key it reads to its last."""
     most = 0
     for computed in range(num_tokens):
@@ -224,7 +224,7 @@ def most_live_pages(spec: KVCacheSpec, num_tokens: int, max_chunk: int) -> int:
 def test_max_live_pages_suffices_and_wastes_at_most_one(spec: KVCacheSpec) -> None:
     for num_tokens in (1, 5, 8, 30):
         for max_chunk in (1, 2, 4, 7, 64):
-            needed = most_live_pages(spec, num_tokens, max_chunk)
+            needed = max_live_pages(spec, num_tokens, max_chunk)
             assert needed <= spec.max_live_pages(num_tokens, max_chunk) <= needed + 1
 
 

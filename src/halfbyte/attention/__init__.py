@@ -1,4 +1,4 @@
-"""Reading the cache: causal attention on packed pages, by interchangeable backends."""
+"""Causal attention on packed pages of the KV cache, with interchangeable backends."""
 
 from halfbyte.attention.base import (
     AttentionBackend,

@@ -1,4 +1,4 @@
-"""What every attention backend is given, and what it must answer."""
+"""The interface of attention backends: config, inputs, per-step plans and base classes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
@@ -13,13 +13,13 @@ from halfbyte.kvcache.recent import RecentInputs, packed_part
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout, page_stride
 
-_OLDEST = 80
-"""Compute capability of the GPUs that kernels of ours run on."""
+_MIN_CAPABILITY = 80
+"""Min compute capability of halfbyte's kernels."""
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """The work, without its data: what decides whether a backend can do it."""
+    """Metadata of the work, which decides whether a backend can do it."""
 
     layout: PageLayout
     num_heads: int
@@ -32,7 +32,7 @@ class AttentionConfig:
     has_sinks: bool = False
     softcap: float | None = None
     batch_invariant: bool = False
-    """A row must not depend on the rest of the batch, nor the choice of a backend."""
+    """Neither a row nor the choice of a backend may depend on the rest of the batch."""
     return_lse: bool = False
     aligned_pages: bool = True
     """Whether pages begin at multiples of 16 bytes, less than 4 GiB apart."""
@@ -41,28 +41,28 @@ class AttentionConfig:
     segment: int = 0
     """Tokens that share a mean of K; 0 where K is not centred."""
     recent: bool = False
-    """Whether the last tokens are not read from the pages (`RecentInputs`)."""
+    """Whether recent tokens are read from `RecentInputs` instead of the pages."""
     compute_capability: int = CPU
-    """Of the machine that the work is for, as `dispatch` counts."""
+    """Of the machine: 90 for SM90, `dispatch.CPU` without a GPU."""
 
 
 _Prepared = TypeVar("_Prepared")
 
 
 class AttentionPlans:
-    """What is prepared, and which backends are chosen, once for all layers of a step.
+    """Caches plans and chosen backends for all layers of a step.
 
-    Hand one object to every call that has the same `query_start_loc` and `seq_lens`, with the same
-    values in them, one call after the other on one stream. In a CUDA graph, make the object inside
-    the capture: then every replay prepares anew, from the lengths of its time. That is for decode
-    steps; `dense`, for prefill, reads lengths back, which no capture allows.
+    Pass one object to all calls with equal `query_start_loc` and `seq_lens`, in order on one
+    stream. In a CUDA graph, create the object inside the capture: then every replay plans anew,
+    from the current lengths. This works for decode steps only; `dense`, for prefill, reads lengths
+    back to the host, which cannot be captured.
     """
 
     def __init__(self) -> None:
         self._prepared: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, prepare: Callable[[], _Prepared]) -> _Prepared:
-        """What was prepared under a key; prepared now if nothing was."""
+        """The value cached for a key; calls `prepare` to make it if there is none."""
         if key not in self._prepared:
             self._prepared[key] = prepare()
         return self._prepared[key]
@@ -70,7 +70,7 @@ class AttentionPlans:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """The work with its data, already validated; fields as `paged_attention` documents them."""
+    """Validated arguments of `paged_attention`; see there for the fields."""
 
     query: torch.Tensor
     pages: torch.Tensor
@@ -86,19 +86,19 @@ class AttentionInputs:
     softcap: float | None
     batch_invariant: bool
     given_out: torch.Tensor | None
-    """Where the caller wants the result, if anywhere."""
+    """The caller's output tensor, or None."""
     lse: torch.Tensor | None
-    """float32 `[tokens, heads]`, to be written whole, or None if nobody asks."""
+    """float32 `[tokens, heads]`, to be filled, or None."""
     plans: AttentionPlans
     transform: KVTransform | None = None
     recent: RecentInputs | None = None
 
     @cached_property
     def out(self) -> torch.Tensor:
-        """`[tokens, heads, head_size_v]`, to be written whole.
+        """`[tokens, heads, head_size_v]`, to be filled.
 
-        On a GPU of the query's dtype, with rows contiguous and aligned to 16 bytes: the caller's
-        tensor where it is so. On a CPU the caller's tensor, whatever it is.
+        On a GPU it has the query's dtype and contiguous rows aligned to 16 bytes: the caller's
+        tensor if that fits, else a new one. On a CPU it is the caller's tensor, if given.
         """
         given = self.given_out
         if given is not None and (not given.is_cuda or self._suits_kernels(given)):
@@ -110,18 +110,18 @@ class AttentionInputs:
         return out.dtype == self.query.dtype and out.stride(2) == 1 and aligned
 
     def answer(self, result: torch.Tensor) -> None:
-        """Make a tensor of `out`'s shape the output, without a copy where the caller gave none."""
+        """Set the output to a tensor of `out`'s shape; no copy if the caller gave no `out`."""
         self.__dict__["out"] = result
 
     def deliver(self) -> torch.Tensor:
-        """The output, in the caller's tensor if there is one."""
+        """The output, copied to the caller's tensor if there is one."""
         if self.given_out is None or self.given_out is self.out:
             return self.out
         return self.given_out.copy_(self.out)
 
     @cached_property
     def packed(self) -> "AttentionInputs":
-        """The work on what is read from the pages; its output is its own."""
+        """The part of the work that reads pages, without recent tokens; has its own output."""
         if self.recent is None:
             return self
         tokens, window = self.recent.tokens, self.sliding_window
@@ -140,13 +140,13 @@ class AttentionInputs:
 
     @property
     def num_segments(self) -> int:
-        """Means of K that a sequence of all that block tables have room for has; 0 without."""
+        """Means of K for a sequence of the block table's capacity; 0 where K is not centred."""
         if self.transform is None or not self.transform.shared_tokens:
             return 0
         return -(-self.block_tables.shape[1] * self.layout.block_size // self.transform.segment)
 
     def config(self) -> AttentionConfig:
-        """The work, without its data."""
+        """Metadata of the work."""
         return AttentionConfig(
             layout=self.layout,
             num_heads=self.query.shape[1],
@@ -158,7 +158,7 @@ class AttentionInputs:
             has_sinks=self.sinks is not None,
             softcap=self.softcap,
             batch_invariant=self.batch_invariant,
-            # What the last tokens gave is joined by it.
+            # On a GPU, attention to recent tokens is merged by LSE.
             return_lse=self.lse is not None or (self.recent is not None and self.query.is_cuda),
             aligned_pages=_aligned(self.pages),
             transform=self.transform is not None,
@@ -174,13 +174,13 @@ def _aligned(pages: torch.Tensor) -> bool:
 
 
 class AttentionBackend(ABC):
-    """A way to attend to packed pages. Stateless: one class, never an instance."""
+    """An implementation of attention on packed pages. Stateless; never instantiated."""
 
     name: ClassVar[str]
     takes_transforms: ClassVar[bool] = False
     """Whether it reads K that went through a `KVTransform`."""
     takes_recent: ClassVar[bool] = False
-    """Whether it reads the last tokens from `RecentInputs`."""
+    """Whether it reads recent tokens from `RecentInputs`."""
 
     @classmethod
     @abstractmethod
@@ -199,12 +199,12 @@ class AttentionBackend(ABC):
 
 
 class GpuAttention(AttentionBackend):
-    """A backend for NVIDIA GPUs from SM80 that needs some module."""
+    """A backend for NVIDIA GPUs from SM80 that needs a Python module."""
 
     module: ClassVar[str]
-    """Without it there is no such backend."""
+    """Name of the required module."""
     module_source: ClassVar[str]
-    """Who installs it, for messages."""
+    """How to install it, for messages."""
     purpose: ClassVar[str]
 
     @classmethod
@@ -212,7 +212,7 @@ class GpuAttention(AttentionBackend):
         """On SM80 and later, where the module is installed."""
         return runs_on_gpu(
             compute_capability,
-            _OLDEST,
+            _MIN_CAPABILITY,
             lambda: missing_module(cls.module, cls.module_source),
             cls.purpose,
         )

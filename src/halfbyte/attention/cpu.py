@@ -52,7 +52,7 @@ def attention_cpu(
     result = out
     if out.dtype not in FLOATS or out.stride(2) != 1:
         result = torch.empty(out.shape, dtype=torch.float32, device="cpu")
-    # Named, so that they outlive the call.
+    # Assigned to names, so that they outlive the call.
     tables, starts = block_tables.contiguous(), query_start_loc.contiguous()
     lengths = seq_lens.contiguous()
     window = sliding_window or 0
@@ -128,9 +128,9 @@ def lengths_fit(
     num_pages: int,
     block_size: int,
 ) -> bool:
-    """Whether the values of int32 tensors of the right shapes are what attention can work with.
+    """Whether the values of int32 tensors of valid shapes are valid for attention.
 
-    False as well where this cannot tell: without the kernels, off the CPU, or with gaps in memory.
+    Also False if it cannot tell: without the C++ library, not on the CPU, or not contiguous.
     """
     loaded = library()
     tensors = (query_start_loc, seq_lens, block_tables)
@@ -160,12 +160,12 @@ class CpuAttention(AttentionBackend):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        """Wherever the kernel was built; every machine has a CPU."""
+        """Wherever the C++ library was built."""
         return is_built("reads packed pages")
 
     @classmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:
-        """Every format that the library knows, every head size and option."""
+        """Every format of the C++ library, every head size and option."""
         if config.device_type != "cpu":
             return False, f"tensors are on {config.device_type}, not on the CPU"
         reason = config.layout.unknown_format(FORMATS)

@@ -11,9 +11,9 @@
   usual `amax / (6 * 448)` does not. The scales of every call's own tokens are checked, so that each
   token is checked in the step that wrote it.
 
-Both plan on the host: lengths are read back once per step, which waits for the GPU and cannot be
-captured in a graph, and kernels are compiled at first use. So this backend runs when it is asked
-for, never by default.
+Both plan on the host: lengths are read back once per step, which syncs the GPU and cannot be
+captured in a graph, and kernels are compiled at first use. So this backend is never chosen by
+default, only by name.
 """
 
 import math
@@ -43,11 +43,11 @@ _TRTLLM_GEN_HEAD_SIZES = (128, 256)
 _TRTLLM_GEN_BLOCK_SIZES = (16, 32, 64)
 _TRTLLM_GEN_MAX_DECODE_QUERIES = 8
 """Query tokens per sequence up to which its decode entry is used, as in FlashInfer's tests."""
-_LARGEST_SCALE = 0x69
+_MAX_SCALE = 0x69
 """E4M3 byte of 72, the largest block scale whose product with 6 does not exceed 448."""
 _NAN_SCALE = 0x7F
-_LARGEST_QUERY_TILE = 128
-_SMALLEST_WORKSPACE = 128 * 2**20
+_MAX_QUERY_TILE = 128
+_MIN_WORKSPACE = 128 * 2**20
 """Bytes; what FlashInfer recommends."""
 
 
@@ -163,7 +163,7 @@ def _run_fa2(inputs: AttentionInputs, work: _Work) -> tuple[torch.Tensor, torch.
         *("flashinfer", layout, query.shape[1], query.dtype, inputs.scale, inputs.softcap),
         *(inputs.sliding_window, tables.data_ptr(), tables.shape, tables.stride()),
     )
-    # The tables are kept with the plan, so that their memory cannot become that of others.
+    # The tables are kept with the plan, so that their memory is not reused.
     wrapper, _ = inputs.plans.get(key, lambda: (_planned_fa2(inputs, work, query), tables))
     out = inputs.out
     direct = work.rows is None and out.dtype == query.dtype and out.is_contiguous()
@@ -185,8 +185,8 @@ def _planned_fa2(inputs: AttentionInputs, work: _Work, query: torch.Tensor) -> A
     layout = inputs.layout
     num_bytes = workspace_bytes(layout, query.shape[1], query.device)
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=query.device)
-    # Planning copies from the wrapper's pinned memory without waiting. A later wrapper may get that
-    # memory, but not before lengths were read back again, which waits for the copy.
+    # Planning copies asynchronously from the wrapper's pinned memory. A later wrapper may reuse it,
+    # but only after lengths were read back again, which syncs.
     wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, layout.order, backend="fa2")
     table = page_table(work.block_tables(inputs), work.seq_lens, layout.block_size)
     wrapper.plan(
@@ -212,8 +212,8 @@ def workspace_bytes(layout: PageLayout, num_heads: int, device: torch.device) ->
     """Bytes for the partial results of split sequences (`PrefillPlanImpl` in `scheduler.cuh`)."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     chunks = 2 * multiprocessors // layout.num_kv_heads
-    rows = num_heads * chunks * _LARGEST_QUERY_TILE
-    return max(_SMALLEST_WORKSPACE, 4 * rows * (layout.head_size_v + 1) + 2**20)
+    rows = num_heads * chunks * _MAX_QUERY_TILE
+    return max(_MIN_WORKSPACE, 4 * rows * (layout.head_size_v + 1) + 2**20)
 
 
 def _window_left(inputs: AttentionInputs) -> int:
@@ -236,7 +236,7 @@ def _run_trtllm_gen(inputs: AttentionInputs, work: _Work) -> tuple[torch.Tensor,
     common: dict[str, Any] = {
         "query": rounded,
         "kv_cache": views.data,
-        "workspace_buffer": torch.zeros(_SMALLEST_WORKSPACE, dtype=torch.uint8, device=device),
+        "workspace_buffer": torch.zeros(_MIN_WORKSPACE, dtype=torch.uint8, device=device),
         "block_tables": tables,
         "seq_lens": torch.tensor(work.seq_lens, dtype=torch.int32, device=device),
         "bmm1_scale": (amax / 448 * inputs.scale * inputs.k_scale).float().reshape(1),
@@ -286,7 +286,7 @@ def _check_new_scales(inputs: AttentionInputs, work: _Work, tables: torch.Tensor
     v_scale = views.v_scale.transpose(2, 3)[page[:, None], row[offset], column[offset]]
     for name, scale in (("K", views.k_scale[page, offset]), ("V", v_scale)):
         magnitude = scale & 0x7F
-        if ((magnitude > _LARGEST_SCALE) & (magnitude != _NAN_SCALE)).any():
+        if ((magnitude > _MAX_SCALE) & (magnitude != _NAN_SCALE)).any():
             raise ValueError(
                 f"pages: a block scale of {name} exceeds 72, and trtllm-gen multiplies codes by "
                 "scales in E4M3, where the product saturates at 448; store with a global scale of "

@@ -1,4 +1,4 @@
-"""halfbyte's pages and tables in the form in which FlashInfer takes them, without a copy of pages.
+"""Pages and block tables in FlashInfer's format, without a copy of the pages.
 
 FlashInfer follows the strides of what it is given (0.7.0: `paged_kv_t` in `page.cuh` and
 `GetFP4ScaleStrides` in `tvm_ffi_utils.h` for fa2, `kernelParams.h` for trtllm-gen), so views of a

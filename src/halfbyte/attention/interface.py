@@ -1,4 +1,4 @@
-"""`paged_attention`: checks its arguments and hands the work to a backend."""
+"""`paged_attention`: validates its arguments and dispatches to a backend."""
 
 import os
 from collections.abc import Sequence
@@ -108,7 +108,7 @@ def paged_attention(
         block_tables: int32 `[sequences, max_pages]`, page numbers in order of tokens. Those of
             pages before the window, of which nothing is attended to, must be numbers of pages, too.
         scale: multiplies the dot products, usually `head_size ** -0.5`.
-        k_scale, v_scale: decode multipliers, floats or float32 scalar tensors; formats without a
+        k_scale, v_scale: global scales, floats or float32 scalar tensors; formats without a
             global scale ignore them.
         sliding_window: w attends to keys k with `q - k < w`; None for no window.
         sinks: `[heads]` learned logits that join every row's softmax denominator; finite, or -inf
@@ -119,10 +119,10 @@ def paged_attention(
         return_lse: also return the log of the softmax denominators.
         backend: a name of `ATTENTION_BACKENDS`, or None to choose.
         out: where to write, `[tokens, heads, head_size_v]`, every element a place of its own.
-        plans: shared by the calls of a step, so that what depends on lengths alone is done once.
-        transform: what K went through before it was packed, the one that it was stored with.
-        recent: the last tokens as the model made them, which are read instead of those in the
-            pages.
+        plans: shared by the calls of a step, so that plans, which depend on lengths only, are made
+            once.
+        transform: how K was changed before it was packed; the one that it was stored with.
+        recent: recent tokens in the model's dtype, read instead of those in the pages.
 
     Returns:
         `[tokens, heads, head_size_v]` of the query's dtype; with `return_lse` a pair with float32
@@ -149,8 +149,8 @@ def paged_attention(
         seq_lens=seq_lens,
         block_tables=block_tables,
         scale=float32_number("scale", scale),
-        k_scale=_multiplier("k_scale", k_scale, layout.k_dtype, query.device),
-        v_scale=_multiplier("v_scale", v_scale, layout.v_dtype, query.device),
+        k_scale=_global_scale("k_scale", k_scale, layout.k_dtype, query.device),
+        v_scale=_global_scale("v_scale", v_scale, layout.v_dtype, query.device),
         sliding_window=_window(sliding_window, _capacity(block_tables, layout)),
         sinks=sinks,
         softcap=None if softcap is None else float32_number("softcap", softcap) or None,
@@ -170,9 +170,9 @@ def paged_attention(
 def run(
     inputs: AttentionInputs, backend: str | None = None, among: Sequence[str] | None = None
 ) -> None:
-    """Do checked work with the backend of a name, or with the best (of some).
+    """Run validated work on the named backend, or on the best one (of `among`).
 
-    It is chosen once for all calls that share plans and ask for the same work.
+    The choice is cached for all calls that share plans and have the same config.
     """
     config = inputs.config()
     chosen = inputs.plans.get(
@@ -188,14 +188,14 @@ def run(
     attend_with_recent(inputs, chosen)
 
 
-def _window(window: int | None, most_tokens: int) -> int | None:
-    """A window that hides something from sequences of at most so many tokens, or None."""
+def _window(window: int | None, max_tokens: int) -> int | None:
+    """The window, or None if it is as long as the longest possible sequence."""
     if window is None:
         return None
     window = integer("sliding_window", window)
     if window <= 0:
         raise ValueError(f"sliding_window: expected at least 1, got {window}")
-    return window if window < most_tokens else None
+    return window if window < max_tokens else None
 
 
 def _capacity(block_tables: torch.Tensor, layout: PageLayout) -> int:
@@ -203,7 +203,7 @@ def _capacity(block_tables: torch.Tensor, layout: PageLayout) -> int:
     return block_tables.shape[-1] * layout.block_size if block_tables.dim() else 0
 
 
-def _multiplier(
+def _global_scale(
     name: str, scale: float | torch.Tensor, dtype: KVCacheDType, device: torch.device
 ) -> float | torch.Tensor:
     """A number, or a tensor on the device; 1 for formats without a global scale."""
@@ -211,7 +211,7 @@ def _multiplier(
     if not isinstance(checked, torch.Tensor):
         return checked
     if checked.device.type == "cpu" and device.type != "cpu":
-        # By its value: a copy would wait for the GPU, and break a capture.
+        # Filled from its value: a copy to the GPU would sync, and fail in a graph capture.
         return torch.full((), float(checked), dtype=torch.float32, device=device)
     return checked.to(device)
 
@@ -249,7 +249,7 @@ def _check(inputs: AttentionInputs) -> None:
         raise ValueError(f"out: expected memory of its own for every element, got {out.stride()}")
     if inputs.sinks is not None and tuple(inputs.sinks.shape) != (query.shape[1],):
         raise ValueError(f"sinks: expected [{query.shape[1]}], got {tuple(inputs.sinks.shape)}")
-    # Where looking at them waits for no GPU.
+    # On the CPU only: the check must not sync the GPU.
     if inputs.sinks is not None and not inputs.sinks.is_cuda and inputs.sinks.isnan().any():
         raise ValueError("sinks: expected logits or -inf, got NaN")
     if inputs.softcap is not None and not 1e-30 <= inputs.softcap <= 1e30:
@@ -293,8 +293,8 @@ def _check_recent(inputs: AttentionInputs, recent: RecentInputs) -> None:
 
 
 def _check_values(inputs: AttentionInputs) -> None:
-    """What cannot be checked on a GPU without waiting for it, which `HALFBYTE_DEBUG=1` does."""
-    # NumPy, or a dozen tensor operations, take longer than attention to a short sequence.
+    """Checks of values, which sync a GPU; on GPUs only with `HALFBYTE_DEBUG=1`."""
+    # In C++: NumPy or tensor operations take longer than attention to a short sequence.
     if lengths_fit(
         inputs.query_start_loc,
         inputs.seq_lens,

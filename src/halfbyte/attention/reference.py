@@ -1,8 +1,8 @@
-"""The reference reader: pure PyTorch, float32 accumulation, one sequence after the other.
+"""Reference attention: pure PyTorch, float32 accumulation, one sequence at a time.
 
 It is the oracle of every kernel and runs anywhere, on every format. It reads exactly the tokens
-that a query may attend to, so bytes of slots that were never written cannot matter, nor can a NaN
-in V that a query must not see: 0 times NaN is NaN, so such sequences are worked on query by query.
+that a query may attend to, so unwritten slots have no effect. Nor has a NaN in V that a query must
+not see: as 0 times NaN is NaN, sequences with NaN in V are computed query by query.
 """
 
 from typing import ClassVar
@@ -87,7 +87,7 @@ class ReferenceAttention(AttentionBackend):
 def _recent_rows(
     recent: RecentInputs, seq: int, rows: slice, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a sequence at some positions up to its last, float32; zeros where nobody looks.
+    """K and V of a sequence at some positions up to its last, float32; 0 where not recent.
 
     Args:
         rows: of the step's tokens.
@@ -142,8 +142,8 @@ def attend(
         out: `[n, heads, Dv]`, written; rows that may attend to nothing become 0.
         lse: float32 `[n, heads]`, written: natural log of the softmax denominator, sink included;
             -inf for rows that may attend to nothing and have no sink.
-        recent: other K and V of the same shapes, which stand in their place for queries less than
-            so many tokens away.
+        recent: `(key, value, reach)`, of the same shapes: used instead of `key` and `value` for
+            queries less than `reach` tokens after the key.
     """
     num_queries, num_heads, _ = query.shape
     kv_heads = key.shape[1]

@@ -1,4 +1,4 @@
-"""Which backend attends: the registry, and what it keeps from some of them."""
+"""The registry of attention backends, and rules that exclude backends from automatic choice."""
 
 import logging
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from halfbyte.dispatch import CPU, Registry, Verdict
 
 logger = logging.getLogger("halfbyte")
 
-# One for every batch: which backend is best depends on what else is in it.
+# Backends that support every batch: the best backend otherwise depends on the rest of the batch.
 _BATCH_INVARIANT = ("triton", "cpu", "reference")
 
 
 class _AttentionBackends(Registry[AttentionBackend]):
-    """Rows that must not depend on the batch go to those that take every batch.
+    """With batch invariance, chooses only among backends that support every batch.
 
-    Unless another is asked for by name.
+    An explicit name overrides this.
     """
 
     def explain(
@@ -46,7 +46,7 @@ class _AttentionBackends(Registry[AttentionBackend]):
         return verdict
 
     def _candidates(self, config: AttentionConfig | None) -> tuple[Sequence[str], str]:
-        """Names to choose from, and why not from others."""
+        """Names to choose from, and why the rest is excluded."""
         if config is not None and config.batch_invariant:
             return _BATCH_INVARIANT, "those are chosen that take every batch"
         return self.names(), ""
@@ -64,13 +64,13 @@ class _AttentionBackends(Registry[AttentionBackend]):
         on_gpu = config is not None and config.device_type == "cuda"
         if on_gpu and explicit is None and chosen.name == "reference":
             verdicts = {v.name: v for v in self.explain(config, compute_capability)}
-            _say_slow(verdicts["triton"].reason)
+            _warn_slow(verdicts["triton"].reason)
         return chosen
 
 
 @lru_cache(maxsize=256)
-def _say_slow(reason: str) -> None:
-    """One line in the log for every reason."""
+def _warn_slow(reason: str) -> None:
+    """Warn once per reason."""
     logger.warning("attention: the reference runs, slowly, and waits for the GPU: %s", reason)
 
 
@@ -82,7 +82,7 @@ ATTENTION_BACKENDS = _AttentionBackends(
         "triton": "halfbyte.attention.paged.triton:TritonAttention",
         "cpu": "halfbyte.attention.cpu:CpuAttention",
         "reference": "halfbyte.attention.reference:ReferenceAttention",
-        # Behind the reference, which can do everything: runs when asked for, never by default.
+        # After the reference, which can do everything: never chosen by default.
         "flashinfer": "halfbyte.attention.flashinfer:FlashInferAttention",
     },
 )
@@ -90,10 +90,10 @@ ATTENTION_BACKENDS = _AttentionBackends(
 
 
 def check_attention_backend(name: str | None, device: torch.device) -> None:
-    """Raise NoImplementationError for a backend that is unknown, or not for a device's machine.
+    """Raise NoImplementationError for a backend that is unknown or unsupported on the machine.
 
-    For those who take a name long before they attend to anything; None is fine everywhere. What a
-    backend has against tensors, their device among it, shows in the first call.
+    For early checks of a name; None is always valid. Whether the backend supports the tensors
+    (including their device) is only checked in the first call.
     """
     if name is not None:
         ATTENTION_BACKENDS.select(None, name, None if device.type == "cuda" else CPU)

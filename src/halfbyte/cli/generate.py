@@ -203,7 +203,7 @@ def _report(
             "dtype": _formats(llm),
             "recipe": llm.recipe.name,
             "bytes_per_token": plan.bytes_per_token,
-            "bytes_used": llm.core.tables.allocator.most_used * plan.page_bytes,
+            "bytes_used": llm.core.tables.allocator.max_used * plan.page_bytes,
             "scales": llm.kv_scales.source if llm.kv_scales else None,
         },
         "timings": timings,

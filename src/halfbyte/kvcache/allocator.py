@@ -23,7 +23,7 @@ class PageAllocator:
             raise ValueError(f"num_pages: expected at least 2 (one is reserved), got {num_pages}")
         self._holders = [0] * num_pages
         self._free = deque(range(NULL_PAGE + 1, num_pages))
-        self.most_used = 0
+        self.max_used = 0
         """Most pages that were ever held at once."""
 
     @property
@@ -57,7 +57,7 @@ class PageAllocator:
         pages = [self._free.popleft() for _ in range(count)]
         for page in pages:
             self._holders[page] = 1
-        self.most_used = max(self.most_used, self.num_used)
+        self.max_used = max(self.max_used, self.num_used)
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:

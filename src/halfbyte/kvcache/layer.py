@@ -15,7 +15,7 @@ class LayerQuantization(NamedTuple):
     """Of one layer."""
 
     k_scale: float
-    """Decode multiplier of K; 1 for formats without one."""
+    """Global scale of K; 1 for formats without one."""
     v_scale: float
     transform: KVTransform | None
     """None where K is packed as it is."""

@@ -115,8 +115,8 @@ def plan_kv_cache(specs: Sequence[KVCacheSpec], *, unify: str = "block_size") ->
         # Padding that the specs came with was for another page size.
         groups = [group.with_block_size(group.block_size) for group in groups]
         groups = [
-            group.with_block_size(group.block_size * multiplier)
-            for group, multiplier in zip(groups, _best_multipliers(groups), strict=True)
+            group.with_block_size(group.block_size * multiple)
+            for group, multiple in zip(groups, _best_multiples(groups), strict=True)
         ]
     return KVCachePlan(tuple(groups), max(group.extent for group in groups))
 
@@ -128,7 +128,7 @@ def _lifetime(spec: KVCacheSpec) -> tuple[object, ...]:
     return window, chunk, spec.block_size
 
 
-def _best_multipliers(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
+def _best_multiples(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
     """Multiples of each group's block size that leave little to pad, the smallest such page first.
 
     Pages grow linearly with the block size, so sizes are products and nothing needs laying out.
@@ -137,9 +137,9 @@ def _best_multipliers(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
     best_key: tuple[float, int] | None = None
     # In the best plan some group fills its page; every other one fits as many blocks as it can.
     for filling in groups:
-        for multiplier in range(1, _max_multiplier(filling) + 1):
-            page = multiplier * filling.extent
-            fits = [min(page // group.extent, _max_multiplier(group)) for group in groups]
+        for multiple in range(1, _max_multiple(filling) + 1):
+            page = multiple * filling.extent
+            fits = [min(page // group.extent, _max_multiple(group)) for group in groups]
             if min(fits) < 1:
                 continue
             sizes = [n * group.extent for n, group in zip(fits, groups, strict=True)]
@@ -150,5 +150,5 @@ def _best_multipliers(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
     return best
 
 
-def _max_multiplier(group: KVCacheGroup) -> int:
+def _max_multiple(group: KVCacheGroup) -> int:
     return max(1, MAX_BLOCK_SIZE // group.block_size)

@@ -1,7 +1,7 @@
 """Global scales of K and V, per layer, and where they came from.
 
 Kept as the largest magnitude (amax) that each layer's K and V may have, because every format
-derives its own decode multiplier from it: `amax / 2688` for nvfp4, `amax / 448` for fp8, and so on.
+derives its own global scale from it: `amax / 2688` for nvfp4, `amax / 448` for fp8, and so on.
 A multiplier read from a checkpoint is turned into its amax in float64, which is exact, and comes
 back bit for bit for the format that it was made for.
 
@@ -50,7 +50,7 @@ class ScaledFormat(Protocol):
         ...
 
     def global_scale_from_amax(self, amax: float) -> float:
-        """Decode multiplier for tensors whose largest magnitude is `amax`, linear in it."""
+        """Global scale for tensors whose largest magnitude is `amax`, linear in it."""
         ...
 
 
@@ -137,7 +137,7 @@ class KVScales:
         v_method: ScaledFormat | None = None,
         source: str = "user",
     ) -> KVScales:
-        """Of decode multipliers made for given formats (float32 values, one per layer).
+        """Of global scales made for given formats (float32 values, one per layer).
 
         Raises:
             ValueError: a multiplier that is not a positive finite number.
@@ -166,7 +166,7 @@ class KVScales:
         method: ScaledFormat,
         v_method: ScaledFormat | None = None,
     ) -> KVScales:
-        """Of the `k_scale` and `v_scale` (decode multipliers) on a model's attention modules.
+        """Of the `k_scale` and `v_scale` (global scales) on a model's attention modules.
 
         Attention modules are those with a `layer_idx` and a K projection or a scale; the scales are
         attributes of the module, of its `attn` child, or `k_proj.k_scale` and `v_proj.v_scale`.

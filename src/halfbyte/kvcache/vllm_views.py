@@ -67,7 +67,7 @@ def dequant_nvfp4_kv_cache(
     Args:
         fp4_data: uint8 `[..., D/2]`.
         block_scale: uint8 or float8_e4m3fn `[..., D/16]`.
-        global_scale: decode multiplier.
+        global_scale: global scale.
         head_size, block_size: D and tokens per page, checked against the shapes where given.
         scale_layout: `linear`, or `sm100` for scales in the trtllm-gen order; then the last two
             dimensions must be (block_size, D/16), as in an HND view.

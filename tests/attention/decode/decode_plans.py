@@ -63,18 +63,18 @@ class Share(NamedTuple):
     stop: int
 
 
-def random_step(seed: int, most_sequences: int = 300, most_tokens: int = 40_000) -> Step:
+def random_step(seed: int, max_sequences: int = 300, max_tokens: int = 40_000) -> Step:
     """Any step that the kernels may meet, with sequences of very different lengths."""
     rng = Random(seed)
-    count = rng.choice((1, 2, rng.randint(3, 20), rng.randint(3, most_sequences)))
-    longest = max(2, most_tokens // count)
+    count = rng.choice((1, 2, rng.randint(3, 20), rng.randint(3, max_sequences)))
+    longest = max(2, max_tokens // count)
     lengths = [
         rng.choice((0, 1, rng.randint(1, 200), rng.randint(1, longest))) for _ in range(count)
     ]
-    lengths[rng.randrange(count)] = rng.randint(1, most_tokens)
-    most_queries = rng.choice((1, 1, 3, 8))
-    queries = [rng.randint(rng.choice((0, 1)), most_queries) for _ in range(count)]
-    queries[-1] = most_queries
+    lengths[rng.randrange(count)] = rng.randint(1, max_tokens)
+    max_queries = rng.choice((1, 1, 3, 8))
+    queries = [rng.randint(rng.choice((0, 1)), max_queries) for _ in range(count)]
+    queries[-1] = max_queries
     return Step(
         lengths,
         queries,

@@ -162,7 +162,7 @@ def test_merge_of_edge_cases(step: Step) -> None:
 
 
 def test_merge_of_random_batches() -> None:
-    steps = (random_step(seed, most_sequences=20, most_tokens=6000) for seed in range(100))
+    steps = (random_step(seed, max_sequences=20, max_tokens=6000) for seed in range(100))
     # A CTA of the slower kernels takes a row and 32 of its dims, and half a millisecond here.
     small = [s for s in steps if s.starts[-1] * s.group * s.kv_heads * s.head_size <= 32 * 500]
     for seed, step in enumerate(small[:8]):

@@ -177,21 +177,21 @@ def make_small(
     monkeypatch: pytest.MonkeyPatch,
     *,
     workspace_tokens: int = 64,
-    most_queries: int = 64,
+    max_queries: int = 64,
     pytorch_from: int = 16,
 ) -> Case:
     """A batch for the CPU, where blocks, and memory for them, are of few tokens from now on.
 
     Args:
         workspace_tokens: whose K and V fit, if heads are of 64.
-        most_queries: of a sequence, that PyTorch's attention takes at once.
+        max_queries: of a sequence, that PyTorch's attention takes at once.
         pytorch_from: queries from which it takes what it can.
     """
     prefer_pytorch(monkeypatch, pytorch_from)
     monkeypatch.setattr(dense_plan, "MIN_CHUNK", 10)
     monkeypatch.setattr(dense_plan, "_KEY_BLOCKS", (64, 32))
     monkeypatch.setattr(dense_plan, "WORKSPACE_BYTES", workspace_tokens * 2 * 2 * 64 * 2)
-    monkeypatch.setattr(dense_plan, "queries_at_once", lambda inputs: most_queries)
+    monkeypatch.setattr(dense_plan, "queries_at_once", lambda inputs: max_queries)
     for name in ("prefill.unpack", "prefill.combine", "prefill.rows"):
         module = f"halfbyte.attention.{name}"
         monkeypatch.setitem(sys.modules, module, interpreted(module))

@@ -46,19 +46,19 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("tokens_per_tile", [1, 5, 16, 64])
 @pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("most_keys", [200, 260, 1000])
+@pytest.mark.parametrize("max_keys", [200, 260, 1000])
 def test_work_holds_every_query_once(
-    most_keys: int, window: int | None, tokens_per_tile: int
+    max_keys: int, window: int | None, tokens_per_tile: int
 ) -> None:
     sequences = [(0, 0, 20, 20), (1, 20, 33, 200), (3, 53, 70, 90), (4, 130, 9, 12)]
     seen = []
     device = torch.device("cpu")
-    for chunks in make_chunks(sequences, window, most_keys, tokens_per_tile, device):
-        assert chunks.keys <= most_keys
+    for chunks in make_chunks(sequences, window, max_keys, tokens_per_tile, device):
+        assert chunks.keys <= max_keys
         assert chunks.work.dtype == torch.int32
         table = torch.arange(5)[chunks.sequences].tolist()
         counts = (chunks.ends - chunks.begins).tolist()
-        assert (sum(counts), max(counts)) == (chunks.keys, chunks.most_keys)
+        assert (sum(counts), max(counts)) == (chunks.keys, chunks.max_keys)
         ends = (chunks.rows + chunks.ends - chunks.begins).tolist()
         assert chunks.rows.tolist() == [0, *ends[:-1]]
         for token, count, row, position in chunks.work.tolist():
@@ -130,7 +130,7 @@ def test_windows_with_heads_of_every_size(
     small = {"workspace_tokens": 2048, "pytorch_from": 1000}
     case = make_small({**lengths, **options, **sizes}, monkeypatch, **small)
     plan = dense_plan.make_plan(inputs_of(case, "cpu"), 16)
-    assert not plan.some
+    assert not plan.delegated
     assert not plan.long
     assert_dense(case, "cpu")
 
@@ -212,7 +212,7 @@ def test_what_the_workspace_cannot_hold_goes_to_the_general_kernel() -> None:
         patch.setattr(dense_plan, "workspace_tokens", lambda inputs: 100)
         plan = dense_plan.make_plan(inputs_of(case, "cpu"), 16)
     assert [chunks.keys for chunks in plan.chunks] == [70]
-    assert [some.backends[0] for some in plan.some] == ["triton"]
+    assert [part.backends[0] for part in plan.delegated] == ["triton"]
     assert plan.long == []
 
 
@@ -220,8 +220,8 @@ def test_what_the_workspace_cannot_hold_goes_to_the_general_kernel() -> None:
     ("options", "lens", "takers"),
     [
         # Few new tokens; many cached ones for each; fewer.
-        ({}, [(3, 400), (12, 4000), (12, 300), (130, 9000)], "few general own own"),
-        ({"sliding_window": 100}, [(12, 4000), (600, 4000), (3, 9)], "own own few"),
+        ({}, [(3, 400), (12, 4000), (12, 300), (130, 9000)], "decode general own own"),
+        ({"sliding_window": 100}, [(12, 4000), (600, 4000), (3, 9)], "own own decode"),
         # Two dozen sequences that are one tile of the general kernel each, beside longer ones.
         ({}, [(16, 600)] * 23 + [(17, 600)], " ".join(["own"] * 24)),
         ({}, [(16, 600), (17, 600)] * 24, " ".join(["general own"] * 24)),
@@ -261,9 +261,9 @@ def test_who_takes_which_sequence(
     )
     plan = dense_plan.make_plan(inputs, 16)
     taken: dict[int, str] = {}
-    for some in plan.some:
-        rows = range(sum(queries)) if some.rows is None else some.rows.tolist()
-        taken |= dict.fromkeys(rows, "few" if some.backends[0] == "cuda" else "general")
+    for part in plan.delegated:
+        rows = range(sum(queries)) if part.rows is None else part.rows.tolist()
+        taken |= dict.fromkeys(rows, "decode" if part.backends[0] == "cuda" else "general")
     for chunks in plan.chunks:
         for token, count, *_ in chunks.work.tolist():
             taken |= dict.fromkeys(range(token, token + count), "own")

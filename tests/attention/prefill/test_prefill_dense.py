@@ -28,13 +28,13 @@ from triton_interpreter import interpreted
 
 
 @pytest.mark.parametrize("cached", [0, 1, 1023, 1024, 5000, 40000, 200_000])
-@pytest.mark.parametrize("most_tokens", [2048, 65536])
-def test_key_blocks_cover_the_cached_tokens(cached: int, most_tokens: int) -> None:
-    blocks = key_blocks(cached, most_tokens)
+@pytest.mark.parametrize("max_tokens", [2048, 65536])
+def test_key_blocks_cover_the_cached_tokens(cached: int, max_tokens: int) -> None:
+    blocks = key_blocks(cached, max_tokens)
     end = 0
     for begin, stop in blocks:
         assert begin == end
-        assert stop - begin <= most_tokens
+        assert stop - begin <= max_tokens
         end = stop
     assert 0 <= cached - end < 1024
     # Few sizes, because cuDNN builds a kernel for each.
@@ -114,7 +114,7 @@ def test_memory_for_results_is_what_joining_holds(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("name", "most_queries"),
+    ("name", "max_queries"),
     [
         slow(name, most) if (i + j) % 2 else (name, most)
         for i, name in enumerate(SMALL)
@@ -122,9 +122,9 @@ def test_memory_for_results_is_what_joining_holds(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_dense_attention_on_a_cpu(
-    name: str, most_queries: int, monkeypatch: pytest.MonkeyPatch
+    name: str, max_queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert_dense(make_small(SMALL[name], monkeypatch, most_queries=most_queries), "cpu")
+    assert_dense(make_small(SMALL[name], monkeypatch, max_queries=max_queries), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_prompts_that_are_alike_are_taken_together(
     lens: tuple[int, ...], sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = {"query_lens": lens, "seq_lens": lens, "sinks": sinks}
-    sizes = {"workspace_tokens": 600, "most_queries": 300}
+    sizes = {"workspace_tokens": 600, "max_queries": 300}
     case = make_small(lengths, monkeypatch, **sizes)
     plan = dense_plan.make_plan(inputs_of(case, "cpu"), 16)
     counts = [long.count for long in plan.long]

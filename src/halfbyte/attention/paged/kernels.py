@@ -1,17 +1,17 @@
 """Attention on packed pages in Triton: every format, decode and prefill.
 
-A program owns a tile of queries of one sequence and KV head: a few query tokens times the query
-heads of the group, which all read the same keys. It walks over tiles of keys through the block
-table with an online softmax in base 2. Long sequences are split among programs whose partial
-results a second kernel merges; how many is decided from shapes alone, so that nothing waits for
-the GPU and a captured graph follows changing lengths.
+A program has a tile of queries of one sequence and KV head: some query tokens times the query heads
+of the group, which share the keys. It iterates over tiles of keys through the block table with an
+online softmax in base 2. Long sequences are split among programs whose partial results a second
+kernel merges. The number of splits depends on shapes only, so that there is no sync and a captured
+graph follows changing lengths.
 
-Rows of a tile never influence each other, and key tiles and (if asked for) splits begin at
-multiples of fixed sizes: a tile that holds nothing for a row changes none of its bits.
+Batch invariance: rows of a tile are independent, and key tiles and (with `batch_invariant`) splits
+start at multiples of fixed sizes. A tile without visible keys for a row leaves its bits unchanged.
 
-Powers of two that operands lack (`kv_tiles.operand_shift`), global scales and log2(e) are folded
-into one multiplication of the scores and one of the output. Weights that meet float16 values are
-kept times 2^15, so that they have all bits of a float16 down to 2^-29.
+Powers of two that operands omit (`kv_tiles.operand_shift`), global scales and log2(e) are folded
+into one multiplication of the scores and one of the output. Weights that multiply float16 values
+are times 2^15, so that they keep float16's full precision down to 2^-29.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -33,7 +33,7 @@ def soft_cap(scores, cap):
 
 
 @triton.jit
-def are_seen(keys, positions, window, windowed: tl.constexpr):
+def is_visible(keys, positions, window, windowed: tl.constexpr):
     """`[rows, keys]`: whether a row at a position attends to a key."""
     seen = keys[None, :] <= positions[:, None]
     if windowed:
@@ -43,7 +43,7 @@ def are_seen(keys, positions, window, windowed: tl.constexpr):
 
 @triton.jit
 def load_sinks(sinks, heads, row_live, has_sinks: tl.constexpr):
-    """Of rows, in base 2; -inf where there are none."""
+    """Sinks of rows, in base 2; -inf without sinks."""
     sink = tl.full(heads.shape, float("-inf"), tl.float32)
     if has_sinks:
         sink = tl.load(sinks + heads, mask=row_live, other=0.0).to(tl.float32) * LOG2E
@@ -51,13 +51,13 @@ def load_sinks(sinks, heads, row_live, has_sinks: tl.constexpr):
 
 
 @triton.jit
-def close_softmax(reference, total, sink):
-    """What rows are multiplied by at the end, and the natural log of their denominators.
+def finalize_softmax(reference, total, sink):
+    """Final scale of rows, and the natural log of their denominators (LSE).
 
     Args:
-        reference: log2 of the unit in which weights are counted; -inf for rows without keys.
+        reference: log2 of the unit of the weights; -inf for rows without keys.
         total: sum of the weights.
-        sink: a logit times log2(e) that joins the sum; -inf for none.
+        sink: a logit times log2(e) that is added to the denominator; -inf for none.
     """
     top = tl.maximum(reference, sink)
     top = tl.where(top == float("-inf"), 0.0, top)
@@ -69,8 +69,8 @@ def close_softmax(reference, total, sink):
     return factor, tl.where(empty, float("-inf"), log)
 
 
-# Numbers that change from batch to batch must not make new variants of a kernel: compiling takes
-# a second, and variants could round differently.
+# Numbers that change per batch must not trigger recompilation: it takes a second, and variants
+# could round differently.
 @triton.jit(
     do_not_specialize=[
         *("num_seqs", "first_token", "last_token", "num_splits", "window", "table_stride"),
@@ -133,10 +133,10 @@ def attend_kernel(
     pin: tl.constexpr,
     casts: tl.constexpr,
 ):
-    """A tile of queries against all its keys, or one split of them.
+    """Attention of a tile of queries to all its keys, or to one split of them.
 
-    Grid: (tiles of query tokens, KV heads times blocks of their query heads, splits). Tiles are
-    reserved for sequences by `first_tile`; those that find no token left end at once.
+    Grid: (tiles of query tokens, KV heads times blocks of their query heads, splits). `first_tile`
+    assigns tiles to sequences; programs without query tokens return at once.
 
     Args, beside those of `attend.attend`:
         tables, starts, lengths: `block_tables`, `query_start_loc` and `seq_lens`.
@@ -150,7 +150,7 @@ def attend_kernel(
         score_scale: takes dot products to logits times log2(e), or where `capped` to the exponent
             of `exp2` that tanh needs.
         cap: `softcap * log2(e)`.
-        out_scale: what outputs are multiplied by.
+        out_scale: scale of the output.
         first_token, last_token: query tokens of this launch.
         split_length: tokens per split, counted from position 0; 0 divides a tile's keys evenly.
         segment: tokens that share a mean of K; 0 where K is not centred.
@@ -174,7 +174,7 @@ def attend_kernel(
         return
     end_token = tl.minimum(end_token, begin_token + tokens_per_tile)
 
-    # Token t of the batch stands at position t + shift of its sequence.
+    # Token t of the batch is at position t + shift of its sequence.
     shift = tl.load(lengths + sequence) - query_end
     rows = tl.arange(0, block_m)
     tokens = begin_token + rows // heads_per_tile
@@ -197,9 +197,9 @@ def attend_kernel(
             tl.store(partial_stats + 2 * partial_rows + 1, 0.0, mask=row_live)
             return
 
-    wide_tokens, wide_heads = tokens.to(tl.int64), heads.to(tl.int64)  # strides may be long
-    launch_rows = (wide_tokens - first_token) * (kv_heads * group) + heads
-    query += (wide_tokens - first_token)[:, None] * query_token + wide_heads[:, None] * query_head
+    tokens64, heads64 = tokens.to(tl.int64), heads.to(tl.int64)  # strides may be long
+    launch_rows = (tokens64 - first_token) * (kv_heads * group) + heads
+    query += (tokens64 - first_token)[:, None] * query_token + heads64[:, None] * query_head
     q_even, q_odd, inverse = load_query(query, row_live, k, k_operand, scale_query)
 
     if k_global_on_device:
@@ -214,11 +214,11 @@ def attend_kernel(
     total = tl.full((block_m,), 0.0, tl.float32)
     acc = tl.full((block_m, v.padded), 0.0, tl.float32)
     acc_odd = acc
-    first_key = tl.full((block_m,), 0, tl.int32)  # of those in the pages
+    first_key = tl.full((block_m,), 0, tl.int32)  # 1 if token 0 is a constant, not in the pages
     if knows_first:
         index = tl.load(first_indices + launch_rows, mask=row_live, other=-1)
         first_key = tl.where(index >= 0, 1, 0)
-        # The part with position 0 begins with what is not in the pages.
+        # The split with position 0 starts from the constant.
         begins_here = row_live & (index >= 0) & (begin == 0)
         top = tl.load(first_scores + launch_rows, mask=begins_here, other=float("-inf"))
         total = tl.where(begins_here, 2.0**weight_shift, 0.0)
@@ -261,7 +261,7 @@ def attend_kernel(
                 scores += tl.load(bias + columns, mask=is_known, other=0.0)
         if capped:
             scores = soft_cap(scores, cap)
-        visible = live[None, :] & are_seen(keys, positions, window, windowed)
+        visible = live[None, :] & is_visible(keys, positions, window, windowed)
         if knows_first:
             visible &= keys[None, :] >= first_key[:, None]
         scores = tl.where(visible, scores, float("-inf"))
@@ -305,12 +305,12 @@ def attend_kernel(
         tl.store(partial_out + partial_rows[:, None] * v.head_size + columns, result, mask=mask)
     else:
         sink = load_sinks(sinks, heads, row_live, has_sinks)
-        factor, log = close_softmax(reference, total, sink)
+        factor, log = finalize_softmax(reference, total, sink)
         result *= (factor * out_scale)[:, None]
-        out += wide_tokens[:, None] * out_token + wide_heads[:, None] * out_head
+        out += tokens64[:, None] * out_token + heads64[:, None] * out_head
         tl.store(out + columns * out_column, result, mask=mask)
         if has_lse:
-            tl.store(lse + wide_tokens * (kv_heads * group) + heads, log, mask=row_live)
+            tl.store(lse + tokens64 * (kv_heads * group) + heads, log, mask=row_live)
 
 
 @triton.jit(do_not_specialize=["num_splits", "first_token", "num_tokens"])
@@ -350,7 +350,7 @@ def merge_kernel(
         rows = (splits.to(tl.int64) * num_tokens + token) * num_heads + head
         reference = tl.load(partial_stats + 2 * rows, mask=live, other=float("-inf"))
         part = tl.load(partial_stats + 2 * rows + 1, mask=live, other=0.0)
-        live = live & (reference != float("-inf"))  # others wrote no output
+        live = live & (reference != float("-inf"))  # empty splits wrote no output
         values = tl.load(
             partial_out + rows[:, None] * head_size_v + columns[None, :],
             mask=live[:, None] & (columns < head_size_v)[None, :],
@@ -368,7 +368,7 @@ def merge_kernel(
     sink = tl.full((1,), float("-inf"), tl.float32)
     if has_sinks:
         sink = tl.load(sinks + head + one).to(tl.float32) * LOG2E
-    factor, log = close_softmax(top, total, sink)
+    factor, log = finalize_softmax(top, total, sink)
     token += first_token
     out += token * out_token + head * out_head
     tl.store(out + columns * out_column, acc * (factor * out_scale), mask=columns < head_size_v)

@@ -1,8 +1,8 @@
 """Launcher of the Triton attention kernels (`kernels.py`): every format, decode and prefill.
 
-Nothing waits for the GPU: how many programs run, and on what, is decided from shapes
-(`plan.py`), so that a launch can be captured in a CUDA graph and follows lengths and block
-tables that change between replays.
+There is no sync: the grid and the work of programs depend on shapes only (`plan.py`), so that a
+launch can be captured in a CUDA graph and follows lengths and block tables that change between
+replays.
 """
 
 from functools import lru_cache
@@ -32,18 +32,18 @@ from halfbyte.kernels.runtime.devices import current_device
 from halfbyte.layouts import PageLayout
 
 _MERGED_AT_ONCE = 16
-"""Splits that the merge reads together; part of what makes results reproducible."""
+"""Splits per iteration of the merge; fixed, because results depend on it."""
 _MAX_BIAS_BYTES = 2**28
-"""Of the scores of segments' means that are held at once."""
+"""Max bytes of biases (`q . mean` of segments) per launch."""
 
 
 def attend(inputs: AttentionInputs, plan: AttendPlan | None = None) -> None:
-    """Fill `inputs.out`, and `inputs.lse` where it is not None. Never waits for the GPU.
+    """Fill `inputs.out`, and `inputs.lse` where it is not None. Does not sync the GPU.
 
     Args:
         inputs: of `paged_attention`, checked, all on one GPU. Scales may be floats, or tensors of
             one element; one on the GPU is read there.
-        plan: how to launch, instead of `make_plan`'s choice.
+        plan: overrides `make_plan`.
 
     Raises:
         ValueError: pages whose alignment does not suit a 16- or 32-bit format.
@@ -172,7 +172,7 @@ def kernel_constants(
     tiles: Tiles,
     capability: int,
 ) -> dict[str, Any]:
-    """What the kernel is compiled for beyond the options of a call.
+    """Compile-time constants, in addition to the options of a call.
 
     Args:
         capability: of the GPU (90 for SM90); 0 for Triton's interpreter, which has no inline

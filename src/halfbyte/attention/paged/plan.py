@@ -1,6 +1,6 @@
-"""What the Triton attention kernel is launched with: operand dtypes, tile sizes, splits.
+"""Launch plans of the Triton attention kernel: operand dtypes, tile sizes, splits.
 
-Needs neither Triton nor a GPU; nothing depends on the values of tensors.
+Needs neither Triton nor a GPU; plans do not depend on values of tensors.
 """
 
 import math
@@ -18,21 +18,21 @@ _EXACT_IN_FLOAT16 = ("nvfp4", "nvfp4_4over6", "fp8_e4m3", "fp8_e5m2", "float16")
 
 # Shared memory of a program (CUDA C++ Programming Guide, "Technical Specifications").
 _SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 101: 227, 103: 227, 110: 227}
-_SMALLEST_SHARED_KIB = 99
+_MIN_SHARED_KIB = 99
 _RESIDENT_PROGRAMS = 3
-"""Programs per multiprocessor that registers (some 150 per thread, 128 threads) let run at once."""
+"""Resident programs per SM, limited by registers (about 150 per thread, 128 threads)."""
 _MIN_TOKENS_PER_SPLIT = 512
 _MAX_SPLITS = 256
 _PARTIAL_BYTES = 256 * 2**20
 """Bound on the partial results of one launch; more query tokens take several launches."""
 _BATCH_INVARIANT_SPLIT = 1024
 _SMALL_WINDOW = 512
-"""Of which little is left between the edges of a tile's keys."""
+"""Max window for the small tile: most key tiles of such a window need a mask."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a plan must know of the machine."""
+    """Properties of a GPU that plans depend on."""
 
     capability: int
     """90 for SM90; 0 for Triton's interpreter."""
@@ -40,13 +40,13 @@ class Gpu:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that one program may have."""
-        return _SHARED_KIB.get(self.capability, _SMALLEST_SHARED_KIB) * 1024
+        """Max shared memory per program, in bytes."""
+        return _SHARED_KIB.get(self.capability, _MIN_SHARED_KIB) * 1024
 
 
 @lru_cache(maxsize=8)
 def gpu_of(device: torch.device) -> Gpu:
-    """What plans must know of a device; a stand-in for Triton's interpreter."""
+    """Properties of a device; for the CPU, constants for Triton's interpreter."""
     if device.type == "cpu":
         return Gpu(capability=0, multiprocessors=2)
     properties = torch.cuda.get_device_properties(device)
@@ -55,7 +55,7 @@ def gpu_of(device: torch.device) -> Gpu:
 
 @dataclass(frozen=True)
 class Tiles:
-    """`block_m` rows of queries against `block_n` keys, and how Triton runs them."""
+    """`block_m` query rows, `block_n` keys, and Triton's launch options."""
 
     block_m: int
     block_n: int
@@ -63,19 +63,19 @@ class Tiles:
     num_stages: int
 
     def tokens(self, group: int) -> int:
-        """Query tokens of a tile that holds all query heads of a KV head's group, or a part."""
+        """Query tokens per tile, given `group` query heads per KV head."""
         return max(1, self.block_m // group)
 
 
 @dataclass(frozen=True)
 class AttendPlan:
-    """A launch, or several over consecutive query tokens."""
+    """One launch, or several over consecutive query tokens."""
 
     tiles: Tiles
     num_splits: int
-    """Programs among which the keys of a row are divided; their results are merged."""
+    """Programs that split the keys of a row; their results are merged."""
     split_length: int
-    """Keys per split where they must not depend on the batch; 0 divides each sequence evenly."""
+    """Fixed keys per split if batch-invariant; 0 splits each sequence evenly."""
     tokens_per_launch: int
 
     @property
@@ -85,11 +85,11 @@ class AttendPlan:
 
 
 def exponent_factors(scale: float, softcap: float | None) -> tuple[float, float]:
-    """What takes dot products to exponents of 2, as `score_scale` and `cap` of the kernels.
+    """`score_scale` and `cap` of the kernels.
 
-    Without a soft-cap the former takes them to logits in base 2. With one it takes them to the
-    exponent of `exp2` that `kernels.soft_cap` needs for tanh, and the latter is the cap in
-    base 2.
+    Without a soft-cap, `score_scale` converts dot products to logits in base 2. With one, it
+    converts them to the exponent that `kernels.soft_cap` needs for tanh, and `cap` is the soft-cap
+    in base 2.
     """
     log2e = math.log2(math.e)
     return scale * (2.0 / softcap if softcap else 1.0) * log2e, (softcap or 0.0) * log2e
@@ -108,10 +108,10 @@ def unsupported_reason(layout: PageLayout, query_dtype: torch.dtype) -> str | No
 
 
 def operand_dtype(cache: KVCacheDType, query_dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which a side of the cache enters a matmul, together with queries or weights.
+    """Operand dtype of a matmul of K with queries, or of V with weights.
 
-    float32 wherever float32 is given; float16 where it holds the cache's values exactly, as it has
-    more bits than bfloat16 for queries and weights; else bfloat16 for its range.
+    float32 if either is float32; float16 if it represents the cache's values exactly, because it
+    has more mantissa bits than bfloat16 for queries and weights; else bfloat16 for its range.
     """
     if torch.float32 in (query_dtype, cache.storage_dtype):
         return torch.float32
@@ -123,37 +123,39 @@ def choose_tiles(
 ) -> Tiles:
     """Tile sizes for sequences that have `rows` query rows per KV head (tokens times the group).
 
-    Chosen by compiling for SM80, SM90, SM100 and SM120: hardly a spilled register, and no more
-    shared memory than a GPU has (99 KiB on SM86, SM89 and SM120).
+    Chosen by compiling for SM80, SM90, SM100 and SM120, such that (almost) no registers spill and
+    shared memory suffices (99 KiB on SM86, SM89 and SM120).
     """
-    wide = max(32, *(1 << (d - 1).bit_length() for d in (layout.head_size, layout.head_size_v)))
+    padded = max(32, *(1 << (d - 1).bit_length() for d in (layout.head_size, layout.head_size_v)))
     large = gpu.shared_bytes >= 160 * 1024
     sides = (layout.k_dtype, layout.v_dtype)
     if torch.float32 in (operand_dtype(side, query_dtype) for side in sides):
-        # A head of 512 spills all the same, and leaves no room for a second tile of keys.
+        # Head size 512 spills anyway, and has no room for a second tile of keys.
         return Tiles(
-            16, max(16, min(64, 4096 // wide)), 8 if wide == 256 else 4, min(2, 512 // wide)
+            16, max(16, min(64, 4096 // padded)), 8 if padded == 256 else 4, min(2, 512 // padded)
         )
 
     # wgmma (SM90) needs fewer registers for 64 rows than mma does. SM100 keeps to mma, at most 32
     # rows: Triton's path to tcgen05 does not compile with pinned operands (`kv_tiles.pinned`).
-    widest_m = 16 if wide > 256 else 128 if wide <= 128 else 64 if gpu.capability == 90 else 32
+    max_block_m = (
+        16 if padded > 256 else 128 if padded <= 128 else 64 if gpu.capability == 90 else 32
+    )
     if 100 <= gpu.capability < 120:
-        widest_m = min(widest_m, 32)
-    block_m = min(widest_m, max(32 if batch_invariant else 16, 1 << (rows - 1).bit_length()))
+        max_block_m = min(max_block_m, 32)
+    block_m = min(max_block_m, max(32 if batch_invariant else 16, 1 << (rows - 1).bit_length()))
     if block_m == 128:
         return Tiles(128, 64, 8, 3)
     if block_m == 64:
-        if wide > 128:
+        if padded > 128:
             return Tiles(64, 32, 8, 3)
-        return Tiles(64, 64, 4 if gpu.capability == 90 or wide <= 64 else 8, 3)
+        return Tiles(64, 64, 4 if gpu.capability == 90 or padded <= 64 else 8, 3)
     if block_m == 32:
-        return Tiles(32, 64, 4 if wide <= 128 else 8, 3)
-    # Decode: one tile of packed keys takes few registers, so that a longer one hides more latency.
-    # Two of five stages are the block table's, the others keep two tiles of keys in flight.
+        return Tiles(32, 64, 4 if padded <= 128 else 8, 3)
+    # Decode: a tile of packed keys takes few registers, and a longer one hides more latency.
+    # Two of five stages prefetch the block table, the other three keep two tiles of keys in flight.
     fp4 = all(side.scale_block_size for side in sides)
-    block_n = (16384 if fp4 and large else 8192) // wide
-    return Tiles(16, max(16, min(128, block_n)), 4, 5 if large and block_n * wide <= 8192 else 3)
+    block_n = (16384 if fp4 and large else 8192) // padded
+    return Tiles(16, max(16, min(128, block_n)), 4, 5 if large and block_n * padded <= 8192 else 3)
 
 
 def choose_row_tiles(
@@ -163,16 +165,16 @@ def choose_row_tiles(
 
     Measured on an H200; elsewhere chosen as in `choose_tiles`.
     """
-    wide = max(16, *(1 << (d - 1).bit_length() for d in (head_size, head_size_v)))
+    padded = max(16, *(1 << (d - 1).bit_length() for d in (head_size, head_size_v)))
     small_window = sliding_window is not None and sliding_window <= _SMALL_WINDOW
-    if wide <= 64:
+    if padded <= 64:
         return Tiles(64, 32, 4, 3) if small_window else Tiles(128, 64, 8, 3)
-    if wide <= 128:
+    if padded <= 128:
         return Tiles(64, 64, 4, 3)
     if gpu.shared_bytes < 160 * 1024:
         return Tiles(64, 32, 8, 2)
     if head_size_v > 128 and gpu.capability < 90:
-        # 128 rows of sums would spill.
+        # 128 rows of accumulators would spill.
         return Tiles(64, 64, 8, 2)
     return Tiles(128, 64, 8, 3 if head_size_v <= 128 else 2)
 
@@ -196,7 +198,7 @@ def make_plan(
         num_heads: query heads.
         num_tokens: query tokens of all sequences.
         num_seqs: sequences, at least 1.
-        max_length: tokens that the block table has room for; longer than any sequence.
+        max_length: capacity of the block table in tokens; at least the longest sequence.
         sliding_window: as for `paged_attention`.
         batch_invariant: whether rows may depend on nothing but their own sequence: then tile sizes
             depend on the layout, the group and the GPU alone, and splits have a fixed length.
@@ -215,8 +217,8 @@ def make_plan(
         programs = max(num_seqs, -(-num_tokens // tokens_per_tile)) * layout.num_kv_heads
         programs *= -(-group // heads_per_tile)
         resident = gpu.multiprocessors * _RESIDENT_PROGRAMS * 4 // tiles.num_warps
-        # Several short programs per place even out sequences of different lengths; queries of a
-        # prompt are many programs already, and their partial results are large.
+        # Several short programs per resident slot balance sequences of different lengths. Prompts
+        # have many programs already, and their partial results would be large.
         if tiles.block_m > 32:
             wanted = resident // programs
         else:

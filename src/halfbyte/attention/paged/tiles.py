@@ -1,7 +1,7 @@
-"""Tiles of attention as matmuls, for the kernels of `kernels.py`: rows of the query, K, V.
+"""Matmuls of attention tiles for `kernels.py`: query rows with K, weights with V.
 
-Formats of four bits have their even values and their odd ones apart (`kv_tiles`), and so have
-queries that meet them, and sums of such values.
+4-bit formats unpack to separate tensors of even and odd values (`kv_tiles`). Queries that multiply
+them, and accumulators of V, are split likewise.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -103,7 +103,7 @@ def add_values(
     pin: tl.constexpr,
     casts: tl.constexpr,
 ):
-    """Sums times `rescale`, plus a tile of values, weighed: of all, or of even and odd ones."""
+    """`acc * rescale + weights @ V` of a tile; for 4-bit formats, even and odd values apart."""
     precision: tl.constexpr = dot_precision(operand)
     acc *= rescale[:, None]
     if v.fp4:

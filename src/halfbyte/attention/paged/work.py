@@ -1,7 +1,7 @@
-"""Which sequence, and which of its keys, a program of `kernels.py` works on.
+"""Assigns sequences and ranges of keys to the programs of `kernels.py`.
 
-Every sequence has tiles of query tokens reserved, at least as many as it needs; how many is known
-from shapes alone, so that nothing waits for the GPU.
+Every sequence gets at least as many tiles of query tokens as it needs. The total number of tiles
+depends on shapes only, so that there is no sync.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,7 +18,7 @@ def first_tile(
     last_token,
     tokens_per_tile: tl.constexpr,
 ):
-    """First of the tiles reserved for a sequence: at least as many as it needs."""
+    """First tile of a sequence."""
     start = tl.minimum(tl.maximum(tl.load(starts + sequence), first_token), last_token)
     return (start - first_token) // tokens_per_tile + sequence
 
@@ -59,7 +59,7 @@ def key_range(
     split_length: tl.constexpr,
     block_n: tl.constexpr,
 ):
-    """Where a program's tiles of keys begin, and where its keys end."""
+    """Start of a program's first key tile, and end of its keys."""
     begin = key_begin // block_n * block_n
     if split_length > 0:
         begin = tl.maximum(begin, chunk * split_length)

@@ -1,8 +1,8 @@
-"""Prefill by our own kernel: the keys that new tokens see, unpacked, and attention to these rows.
+"""Prefill with halfbyte's kernel: unpacks the keys that new tokens see, then attends to them.
 
-For what PyTorch's dense attention leaves out or does not do as fast: windows, soft-caps, K and V
-of different head sizes, and prompts that are too short for it. One launch unpacks the keys of as
-many sequences as the workspace has room for, another attends.
+For cases that PyTorch's dense attention does not support or is slower at: windows, soft-caps, K and
+V of different head sizes, and short prompts. One launch unpacks the keys of as many sequences as
+fit in the workspace, a second one computes attention.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,8 +15,8 @@ import torch
 from halfbyte.attention.base import AttentionInputs
 from halfbyte.attention.paged.plan import Tiles
 
-_MOST_CHUNKS = 32768
-"""That are unpacked together: a launch has at most 65,535 of them."""
+_MAX_CHUNKS = 32768
+"""Max chunks per unpack launch (CUDA's grid limit is 65,535)."""
 
 
 class Chunk(NamedTuple):
@@ -24,7 +24,7 @@ class Chunk(NamedTuple):
 
     sequence: int
     query_begin: int
-    """Row of the query."""
+    """First row of the query."""
     queries: int
     key_begin: int
     """Position in the sequence."""
@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """How many."""
+        """Number of keys."""
         return self.key_end - self.key_begin
 
 
@@ -41,28 +41,28 @@ class Chunks:
     """Chunks whose keys are in the workspace together."""
 
     keys: int
-    most_keys: int
-    """Of a chunk."""
+    max_keys: int
+    """Per chunk."""
     sequences: torch.Tensor | slice
     begins: torch.Tensor
     ends: torch.Tensor
     rows: torch.Tensor
-    """Of the workspace, where each chunk's keys begin."""
+    """First row of each chunk's keys in the workspace."""
     work: torch.Tensor
     """As `kernels.attend_rows` takes it."""
 
     @classmethod
     def of(cls, chunks: list[Chunk], tokens_per_tile: int, device: torch.device) -> "Chunks":
-        """What kernels are told of chunks."""
+        """Kernel arguments for a list of chunks."""
         keys = [c.keys for c in chunks]
         rows = list(accumulate(keys, initial=0))[:-1]
         work = torch.cat(
             [_work(c, row, tokens_per_tile) for c, row in zip(chunks, rows, strict=True)]
         )
-        # What sees most keys takes longest, and begins first.
+        # Tiles with the most keys take longest, so they start first.
         work = work[work[:, 3].argsort(descending=True, stable=True)]
         columns = [(c.sequence, c.key_begin, c.key_end) for c in chunks]
-        # Each begins at a multiple of 16 bytes, or Triton would compile for those that do not.
+        # Rows aligned to 16 bytes: Triton compiles another variant for unaligned pointers.
         numbers = torch.zeros((4, -(-len(chunks) // 4) * 4), dtype=torch.int32, device="cpu")
         numbers[:, : len(chunks)] = torch.tensor([*zip(*columns, strict=True), rows], device="cpu")
         # One transfer.
@@ -96,41 +96,41 @@ def _work(chunk: Chunk, row: int, tokens_per_tile: int) -> torch.Tensor:
 def make_chunks(
     sequences: Iterable[tuple[int, int, int, int]],
     window: int | None,
-    most_keys: int,
+    max_keys: int,
     tokens_per_tile: int,
     device: torch.device,
 ) -> list[Chunks]:
-    """Chunks that are attended to together, so that keys fit.
+    """Groups of chunks whose keys fit in the workspace together.
 
     Args:
         sequences: index, first row of the query, new tokens and length of each.
         window: as of `paged_attention`.
-        most_keys: that the workspace holds: no sequence is longer but one that such a window, of
-            at most half as many, hides something from.
+        max_keys: capacity of the workspace. Only sequences longer than `window` may be longer than
+            this, and then `window <= max_keys / 2`.
         tokens_per_tile: query tokens that a program of the kernel takes.
         device: of the tensors.
     """
     groups: list[list[Chunk]] = []
     room = 0
-    for chunk in _chunks(sequences, window, most_keys):
-        if chunk.keys > room or len(groups[-1]) == _MOST_CHUNKS:
+    for chunk in _chunks(sequences, window, max_keys):
+        if chunk.keys > room or len(groups[-1]) == _MAX_CHUNKS:
             groups.append([])
-            room = most_keys
+            room = max_keys
         groups[-1].append(chunk)
         room -= chunk.keys
     return [Chunks.of(group, tokens_per_tile, device) for group in groups]
 
 
 def _chunks(
-    sequences: Iterable[tuple[int, int, int, int]], window: int | None, most_keys: int
+    sequences: Iterable[tuple[int, int, int, int]], window: int | None, max_keys: int
 ) -> Iterator[Chunk]:
     for sequence, row, new, length in sequences:
         if window is None or window >= length:
             yield Chunk(sequence, row, new, 0, length)
             continue
-        most_queries = most_keys - window + 1
-        for begin in range(0, new, most_queries):
-            queries = min(most_queries, new - begin)
+        max_queries = max_keys - window + 1
+        for begin in range(0, new, max_queries):
+            queries = min(max_queries, new - begin)
             position = length - new + begin
             first = max(0, position - window + 1)
             yield Chunk(sequence, row + begin, queries, first, position + queries)
@@ -143,14 +143,14 @@ def unpacked(
     ends: torch.Tensor,
     first_rows: torch.Tensor,
     num_rows: int,
-    most_keys: int,
+    max_keys: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of some keys of every sequence, in rows `[num_rows, kv_heads, D]` of the workspace.
 
     Args:
         begins, ends: int32 `[sequences]`: positions of the keys.
         first_rows: int32 `[sequences]`: rows where each sequence's keys begin.
-        most_keys: of a sequence.
+        max_keys: max keys per sequence.
     """
     from halfbyte.attention.prefill.unpack import unpack_tokens
 
@@ -170,7 +170,7 @@ def unpacked(
         inputs.v_scale,
         key,
         value,
-        max_tokens=most_keys,
+        max_tokens=max_keys,
         transform=inputs.transform,
     )
     return key, value
@@ -181,7 +181,7 @@ def attend_chunks(inputs: AttentionInputs, chunks: Chunks, tiles: Tiles) -> None
     from halfbyte.attention.prefill.rows import attend_rows
 
     where = chunks.sequences, chunks.begins, chunks.ends, chunks.rows
-    key, value = unpacked(inputs, *where, chunks.keys, chunks.most_keys)
+    key, value = unpacked(inputs, *where, chunks.keys, chunks.max_keys)
     attend_rows(
         inputs.query,
         key,

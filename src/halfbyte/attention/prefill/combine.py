@@ -1,4 +1,4 @@
-"""Joins attention to several sets of keys into attention to all of them.
+"""Merges attention results over several sets of keys.
 
 With part i's output `o_i` and log-denominator `l_i`, the output is `sum(exp(l_i - l) * o_i)` where
 `l = log(sum(exp(l_i)))`; a sink is one more term of the sum without a value (Rabe & Staats 2021,
@@ -102,7 +102,7 @@ def combine(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """Write what attention to all parts' keys gives.
+    """Write the attention output over the keys of all parts.
 
     Args:
         parts: per set of keys the output, float `[rows, heads, D]`, and the natural log of its
@@ -119,7 +119,7 @@ def combine(
     outs = [o for o, _ in parts] + [parts[0][0]] * (MAX_PARTS - len(parts))
     all_logs = [log for _, log in parts] + [parts[0][1]] * (MAX_PARTS - len(parts))
     block_dims = triton.next_power_of_2(head_size)
-    # Logs of 8 rows of a head are a sector of memory. A thread has 32 values.
+    # Logs of 8 rows of a head are a 32-byte sector. A thread has 32 values.
     block_rows = 8
     values_of_head = block_rows * block_dims
     block_heads = min(triton.next_power_of_2(num_heads), max(1, 4096 // values_of_head))
@@ -149,7 +149,7 @@ def combine(
 def join(
     parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Parts as `combine` takes them to one such part, in float32."""
+    """Merge parts, as of `combine`, into one part in float32."""
     rows, num_heads, _ = parts[0][0].shape
     out = torch.empty(parts[0][0].shape, dtype=torch.float32, device=parts[0][0].device)
     logs = torch.empty((rows, num_heads), dtype=torch.float32, device=out.device)

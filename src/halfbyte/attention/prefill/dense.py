@@ -1,21 +1,20 @@
 """Prefill: pages unpacked into a bounded workspace, then dense attention, PyTorch's or our own.
 
-Where many queries share the keys, unpacking once costs little beside the attention, and dense
-kernels reach speeds that a kernel which unpacks in its inner loop does not. A sequence's cached
-tokens are taken in blocks, each attended to by itself and joined by the logs of the softmax
-denominators; the last block holds the new tokens and is causal.
+With many queries per key, unpacking once costs little compared to attention, and dense kernels are
+faster than a kernel that unpacks in its inner loop. A sequence's cached tokens are processed in
+blocks, whose results are merged by LSE; the last block holds the new tokens and is causal.
 
-cuDNN (SM90 and later) builds a kernel for every new shape in about 50 ms, so that blocks and
-numbers of queries are rounded to few sizes. Queries that only pad, and those of a causal square's
-first rows, are computed and thrown away. Elsewhere, and for large heads on other GPUs than SM90,
-PyTorch's FlashAttention does the same work.
+cuDNN (SM90 and later) builds a kernel for every new shape in about 50 ms, so block sizes and query
+counts are rounded to a small set. Padding queries, and the first rows of a causal square, are
+computed and discarded. On other GPUs, and for head sizes over 128 except on SM90, PyTorch's
+FlashAttention is used.
 
-Windows that hide something, soft-caps, K and V of different head sizes, small heads, and prompts of
-fewer queries and keys are our own kernel's (`chunks.py`).
+halfbyte's own kernel (`chunks.py`) takes sequences longer than their window, soft-caps, K and V
+of different head sizes, small heads, and shorter prompts.
 
-A batch may hold prompts and decoding sequences. They are sorted here: sequences of few new tokens
-go to the kernels for decoding, and somewhat more behind a long prefix to the general one, because
-then unpacking the prefix would cost more than it saves.
+Mixed batches are split here: sequences with up to 8 new tokens go to the decode backends. Those
+with somewhat more after a long prefix go to the `triton` backend, because unpacking the prefix
+would cost more than it saves.
 """
 
 from dataclasses import replace
@@ -32,11 +31,11 @@ from halfbyte.attention.interface import run
 from halfbyte.attention.paged.plan import choose_row_tiles, gpu_of
 from halfbyte.attention.prefill.chunks import attend_chunks, unpacked
 from halfbyte.attention.prefill.plan import (
-    FEW_QUERIES,
+    MAX_DECODE_QUERIES,
     MAX_PARTS,
     Block,
+    DelegatedSequences,
     LongSequences,
-    OtherSequences,
     make_plan,
     queries_at_once,
     rounded_up,
@@ -47,12 +46,12 @@ from halfbyte.kernels.formats import FORMATS
 
 
 def uses_cudnn(compute_capability: int, head_size: int) -> bool:
-    """Whether cuDNN attends on such a GPU; PyTorch gives it heads over 128 on SM90 alone."""
+    """Whether PyTorch can use cuDNN's attention; with head sizes over 128 only on SM90."""
     return compute_capability == 90 or (compute_capability > 90 and head_size <= 128)
 
 
 class DenseAttention(GpuAttention):
-    """Sorts a batch's sequences; unpacks for those that dense attention does best."""
+    """Splits a batch by sequence; unpacks pages and runs dense attention where it is fastest."""
 
     name: ClassVar[str] = "dense"
     module: ClassVar[str] = "triton"
@@ -62,10 +61,10 @@ class DenseAttention(GpuAttention):
 
     @classmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:
-        """Batches with prompts in them."""
+        """Batches with prompts."""
         if config.device_type != "cuda":
             return False, f"tensors are on {config.device_type}, not on a GPU"
-        if config.num_tokens <= FEW_QUERIES * config.num_seqs:
+        if config.num_tokens <= MAX_DECODE_QUERIES * config.num_seqs:
             return False, "is for prefill: more than a few query tokens per sequence"
         if config.batch_invariant:
             return False, "rounds differently with the batch"
@@ -89,8 +88,8 @@ class DenseAttention(GpuAttention):
         options = window, inputs.softcap is None, inputs.scale > 0
         key = ("dense", *fit, *sizes, *options, device)
         plan = inputs.plans.get(key, lambda: make_plan(inputs, tokens_per_tile))
-        for some in plan.some:
-            _attend_some(inputs, some)
+        for part in plan.delegated:
+            _attend_delegated(inputs, part)
         if plan.empty is not None:
             _fill_empty(inputs, plan.empty)
         for long in plan.long:
@@ -100,7 +99,7 @@ class DenseAttention(GpuAttention):
 
 
 def _fill_empty(inputs: AttentionInputs, rows: torch.Tensor) -> None:
-    # Not by assignment, which takes a number from the host's memory and waits for it.
+    # Not by assignment, which copies a scalar from the host and syncs.
     inputs.out.index_fill_(0, rows, 0)
     if inputs.lse is None:
         return
@@ -110,25 +109,25 @@ def _fill_empty(inputs: AttentionInputs, rows: torch.Tensor) -> None:
         inputs.lse[rows] = inputs.sinks.float()
 
 
-def _attend_some(inputs: AttentionInputs, some: OtherSequences) -> None:
-    """Hand some sequences to the backend that is best for them."""
-    if some.rows is None:
-        run(inputs, among=some.backends)
+def _attend_delegated(inputs: AttentionInputs, part: DelegatedSequences) -> None:
+    """Run a sub-batch on the best of its backends."""
+    if part.rows is None:
+        run(inputs, among=part.backends)
         return
     batch = replace(
         inputs,
-        query=inputs.query[some.rows],
-        query_start_loc=some.query_start_loc,
-        seq_lens=some.seq_lens,
-        block_tables=inputs.block_tables[some.sequences],
+        query=inputs.query[part.rows],
+        query_start_loc=part.query_start_loc,
+        seq_lens=part.seq_lens,
+        block_tables=inputs.block_tables[part.sequences],
         given_out=None,
-        lse=None if inputs.lse is None else inputs.lse[some.rows],
-        plans=some.plans,
+        lse=None if inputs.lse is None else inputs.lse[part.rows],
+        plans=part.plans,
     )
-    run(batch, among=some.backends)
-    inputs.out[some.rows] = batch.out
+    run(batch, among=part.backends)
+    inputs.out[part.rows] = batch.out
     if inputs.lse is not None and batch.lse is not None:
-        inputs.lse[some.rows] = batch.lse
+        inputs.lse[part.rows] = batch.lse
 
 
 def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
@@ -170,8 +169,8 @@ def _attend_block(
 
 
 def _padded_rows(query: torch.Tensor, begin: int, count: int) -> torch.Tensor:
-    """Rows `begin .. begin + count` of the query, their last dimension contiguous; beyond its ends,
-    zeros."""
+    """Rows `begin .. begin + count` of the query, contiguous in the last dimension; zeros outside
+    of the query."""
     if begin >= 0 and begin + count <= query.shape[0]:
         rows = query[begin : begin + count]
         return rows if rows.stride(2) == 1 else rows.contiguous()
@@ -192,7 +191,7 @@ def _unpack(
     rows = unpacked(inputs, *where, long.count * block.size, count)
     key, value = (x.unflatten(0, (long.count, block.size)) for x in rows)
     if count < block.size:
-        # Causal rows that count do not see them, but 0 * NaN is NaN.
+        # The rows that are used do not see them, but 0 * NaN is NaN.
         key[:, count:].zero_()
         value[:, count:].zero_()
     return key, value

@@ -1,4 +1,4 @@
-"""How `dense` sorts a batch's sequences, and cuts the keys of the long ones into blocks."""
+"""How `dense` splits a batch by sequence, and the keys of long sequences into blocks."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,33 +10,34 @@ from halfbyte.attention.prefill.chunks import Chunks, make_chunks
 from halfbyte.layouts import PageLayout
 
 WORKSPACE_BYTES = 256 * 2**20
-"""For unpacked K and V, of which one block at a time is held."""
+"""For unpacked K and V, one block at a time."""
 RESULT_BYTES = 640 * 2**20
-"""For what blocks gave the same queries, and for the queries."""
+"""For the results of blocks and the queries."""
 MAX_PARTS = 4
-"""Max results of blocks that one launch joins."""
+"""Max results of blocks merged per launch."""
 ROWS_HELD = MAX_PARTS + 4
-"""Then, in rows of the query: what was joined before and what is being joined are in float32, all
-but one of the others in 16 bits; and the queries."""
+"""Peak memory per query row, in rows of 16 bits: two merged results in float32, the other parts in
+16 bits, and the query."""
 MIN_QUERIES = 512
-"""New tokens of a sequence from which PyTorch's attention can be the faster, with cuDNN: if heads
-have `MIN_HEAD_SIZE`, and queries see `MIN_PAIRS` keys in all."""
+"""Min new tokens of a sequence for PyTorch's attention (measured with cuDNN). It is also slower for
+heads below `MIN_HEAD_SIZE` and fewer than `MIN_PAIRS` (query, visible key) pairs."""
 MIN_HEAD_SIZE = 80
 MIN_PAIRS = 2**21
-PAIRS_OF_TOKEN = 1300
-"""It takes longer to begin than our own kernel, less for a token: where there is nothing to pad,
-however few tokens a sequence has, each of them counts as so many pairs."""
+PAIRS_PER_TOKEN = 1300
+"""PyTorch's attention has a higher fixed cost than halfbyte's kernel and a lower one per token:
+without padding, each token counts as this many pairs more, whatever the length."""
 MIN_CHUNK = 128
-"""New tokens of a sequence from which unpacking its keys pays, however many."""
-KEYS_PER_QUERY = 64
-"""Cached keys per new token up to which it pays for fewer."""
-ROWS_OF_A_TILE = 64
-MANY_HEADS = 192
-MANY_KEYS = 256
-"""It does not pay for so many KV heads of sequences whose queries are one tile of the general
-kernel each, behind as many cached keys: together they fill the GPU anyway."""
-FEW_QUERIES = 8
-"""New tokens up to which the decode kernels are meant."""
+"""Min new tokens for which unpacking all keys of a sequence pays off, whatever their number."""
+MAX_KEYS_PER_QUERY = 64
+"""Max cached keys per new token for which unpacking pays off with fewer new tokens."""
+TILE_ROWS = 64
+MIN_GENERAL_HEADS = 192
+MIN_GENERAL_KEYS = 256
+"""Unpacking does not pay off for sequences whose queries fit in one tile of the `triton` backend
+and which have at least MIN_GENERAL_KEYS cached keys, if their KV heads are MIN_GENERAL_HEADS in
+total: these fill the GPU without unpacking."""
+MAX_DECODE_QUERIES = 8
+"""Max new tokens of a sequence for the decode backends."""
 _KEY_BLOCKS = (32768, 16384, 8192, 4096, 2048, 1024)
 """Sizes of blocks of cached tokens."""
 _FOR_DECODING = ("cuda", "triton", "reference")
@@ -45,7 +46,7 @@ _GENERAL = ("triton", "reference")
 
 @dataclass(frozen=True)
 class Block:
-    """Keys `begin .. end` of some sequences, `size` rows each in the workspace."""
+    """Keys `begin .. end` of a group of sequences, `size` rows of the workspace for each."""
 
     begin: int
     end: int
@@ -57,9 +58,9 @@ class Block:
 
 @dataclass(frozen=True)
 class LongSequences:
-    """Sequences of one length that follow each other, to be attended to together.
+    """Consecutive sequences of equal length, computed in one call of PyTorch's attention.
 
-    More than one only where nothing was cached before: then keys and queries are as many.
+    More than one only if none has cached tokens: then there are as many keys as queries.
     """
 
     first: int
@@ -69,17 +70,17 @@ class LongSequences:
     cached: list[Block]
     """Keys that all queries see."""
     last: Block
-    """With the new tokens, causal; tokens cached before them become rows of its square."""
+    """The causal block with the new tokens; cached tokens in it add (discarded) query rows."""
 
 
 @dataclass(frozen=True)
-class OtherSequences:
-    """Sequences that another backend takes: their own batch, and where their rows stand."""
+class DelegatedSequences:
+    """A sub-batch for another backend, and its rows in the batch."""
 
     backends: tuple[str, ...]
     """Names, best first."""
     rows: torch.Tensor | None
-    """Of the query; None for all of them, in their order."""
+    """Rows of the query; None for all of them, in order."""
     sequences: torch.Tensor | None
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
@@ -90,30 +91,31 @@ class OtherSequences:
 class DensePlan:
     long: list[LongSequences]
     chunks: list[Chunks]
-    """What our own kernel attends to."""
-    some: list[OtherSequences]
+    """Work of halfbyte's own kernel."""
+    delegated: list[DelegatedSequences]
     empty: torch.Tensor | None = None
-    """Rows of the query before their sequence's beginning, which attend to nothing."""
+    """Rows of the query before the start of their sequence, which attend to nothing."""
 
 
-def key_blocks(cached: int, most_tokens: int) -> list[tuple[int, int]]:
-    """Ranges of cached tokens that all queries see, in sizes of `_KEY_BLOCKS`; fewer than the
-    smallest of these are left for the causal block.
+def key_blocks(cached: int, max_tokens: int) -> list[tuple[int, int]]:
+    """Split cached tokens, which all queries see, into ranges of sizes from `_KEY_BLOCKS`.
+
+    A rest smaller than the smallest size is left for the causal block.
 
     Args:
         cached: tokens before the queries.
-        most_tokens: that the workspace holds.
+        max_tokens: capacity of the workspace.
     """
     blocks, begin = [], 0
     for size in _KEY_BLOCKS:
-        while size <= min(cached - begin, most_tokens):
+        while size <= min(cached - begin, max_tokens):
             blocks.append((begin, begin + size))
             begin += size
     return blocks
 
 
 def rounded_up(tokens: int) -> int:
-    """The next of four sizes per octave, at least 256."""
+    """Rounded up to one of four sizes per power of two; at least 256."""
     step = max(64, 1 << max(0, (tokens - 1).bit_length() - 3))
     return max(256, -(-tokens // step) * step)
 
@@ -131,83 +133,83 @@ def make_plan(inputs: AttentionInputs, tokens_per_tile: int) -> DensePlan:
     beyond = [max(0, n - length) for n, length in zip(counts, lengths, strict=True)]
     starts = [start + n for start, n in zip(starts, beyond, strict=False)]
     counts = [n - less for n, less in zip(counts, beyond, strict=True)]
-    most, most_queries = workspace_tokens(inputs), queries_at_once(inputs)
+    max_tokens, max_queries = workspace_tokens(inputs), queries_at_once(inputs)
     window = inputs.sliding_window
-    few, general, short, long = _sorted(starts, counts, lengths, inputs)
+    decode, general, short, long = _sorted(starts, counts, lengths, inputs)
     device = inputs.query.device
     is_whole = not any(beyond)
-    some = [
-        _some(inputs, backends, [(i, starts[i], counts[i]) for i in indices], is_whole)
-        for backends, indices in ((_FOR_DECODING, few), (_GENERAL, general))
+    delegated = [
+        _delegated(inputs, backends, [(i, starts[i], counts[i]) for i in indices], is_whole)
+        for backends, indices in ((_FOR_DECODING, decode), (_GENERAL, general))
         if indices
     ]
     sequences = [(i, starts[i], counts[i], lengths[i]) for i in short]
-    chunks = make_chunks(sequences, window, most, tokens_per_tile, device)
+    chunks = make_chunks(sequences, window, max_tokens, tokens_per_tile, device)
     steps: list[LongSequences] = []
     for group in long:
         first, n, cached = group[0], counts[group[0]], lengths[group[0]] - counts[group[0]]
-        # More queries than the memory is for go one part after the other.
-        for begin in range(0, n, most_queries):
-            at, queries = starts[first] + begin, min(most_queries, n - begin)
-            steps.append(_long(first, len(group), at, queries, cached + begin, most, device))
+        # Queries that exceed the memory bound are processed in parts.
+        for begin in range(0, n, max_queries):
+            at, queries = starts[first] + begin, min(max_queries, n - begin)
+            steps.append(_long(first, len(group), at, queries, cached + begin, max_tokens, device))
     rows = [
         torch.arange(start - n, start, device="cpu")
         for start, n in zip(starts, beyond, strict=True)
     ]
     empty = None if is_whole else torch.cat(rows).to(device)
-    return DensePlan(steps, chunks, some, empty)
+    return DensePlan(steps, chunks, delegated, empty)
 
 
 def _sorted(
     starts: list[int], counts: list[int], lengths: list[int], inputs: AttentionInputs
 ) -> tuple[list[int], list[int], list[int], list[range]]:
-    """Indices of sequences: few new tokens, for the general kernel, for our own; and groups of them
-    that PyTorch's attention takes at once."""
-    few: list[int] = []
+    """Indices of sequences for the decode backends, the `triton` backend and halfbyte's own kernel,
+    and groups of sequences for single calls of PyTorch's attention."""
+    decode: list[int] = []
     general: list[int] = []
     one_tile: list[int] = []
     short: list[int] = []
     long: list[range] = []
-    layout, window, most = inputs.layout, inputs.sliding_window, workspace_tokens(inputs)
-    queries_per_tile = ROWS_OF_A_TILE * layout.num_kv_heads // inputs.query.shape[1]
-    # PyTorch's causal masks are hidden keys' logits of -inf, before a scale multiplies them.
+    layout, window, max_tokens = inputs.layout, inputs.sliding_window, workspace_tokens(inputs)
+    queries_per_tile = TILE_ROWS * layout.num_kv_heads // inputs.query.shape[1]
+    # PyTorch's causal mask sets logits to -inf before the scale multiplies them.
     plain = inputs.softcap is None and inputs.scale > 0
     plain = plain and layout.head_size == layout.head_size_v
-    # Sequences that are attended to together have one block each, and one result.
-    for group in _groups(starts, counts, lengths, min(most, 2 * queries_at_once(inputs))):
+    # Each sequence of a group has one block and one result.
+    for group in _groups(starts, counts, lengths, min(max_tokens, 2 * queries_at_once(inputs))):
         n, length = counts[group[0]], lengths[group[0]]
         hides = window is not None and window < length
         cached = (min(length, window + n) if window is not None else length) - n
-        # Of a window's keys the workspace must hold as many again.
-        fits = window <= most // 2 if window is not None and hides else length <= most
+        # The workspace must hold the window's keys plus as many new ones.
+        fits = window <= max_tokens // 2 if window is not None and hides else length <= max_tokens
         suits = _suits_pytorch(n, length, len(group), layout) or (not fits and n >= MIN_CHUNK)
-        if n <= FEW_QUERIES:
-            few += group
+        if n <= MAX_DECODE_QUERIES:
+            decode += group
         elif plain and not hides and suits:
             long.append(group)
-        elif fits and (n >= MIN_CHUNK or cached <= n * KEYS_PER_QUERY):
-            is_one_tile = not hides and n <= queries_per_tile and cached >= MANY_KEYS
+        elif fits and (n >= MIN_CHUNK or cached <= n * MAX_KEYS_PER_QUERY):
+            is_one_tile = not hides and n <= queries_per_tile and cached >= MIN_GENERAL_KEYS
             (one_tile if is_one_tile else short).extend(group)
         else:
             general += group
-    if len(one_tile) * layout.num_kv_heads >= MANY_HEADS:
+    if len(one_tile) * layout.num_kv_heads >= MIN_GENERAL_HEADS:
         general = sorted([*general, *one_tile])
     else:
         short = sorted([*short, *one_tile])
-    return few, general, short, long
+    return decode, general, short, long
 
 
 def _groups(
-    starts: list[int], counts: list[int], lengths: list[int], most_queries: int
+    starts: list[int], counts: list[int], lengths: list[int], max_queries: int
 ) -> list[range]:
-    """Sequences that PyTorch's attention could take at once: alike, with nothing to pad, their rows
-    in a row, and of at most so many queries; all others one by one."""
+    """Group sequences that one call of PyTorch's attention could take: equal lengths, no padding,
+    contiguous rows, at most `max_queries` queries in total. All others are groups of one."""
     groups: list[range] = []
     for i, (n, length) in enumerate(zip(counts, lengths, strict=True)):
         last = groups[-1] if groups else range(0)
         alike = last and counts[last[0]] == lengths[last[0]] == n == length
         alike = alike and starts[i - 1] + counts[i - 1] == starts[i]
-        if alike and _is_exact(n, length) and (len(last) + 1) * n <= most_queries:
+        if alike and _is_exact(n, length) and (len(last) + 1) * n <= max_queries:
             groups[-1] = range(last[0], i + 1)
         else:
             groups.append(range(i, i + 1))
@@ -220,10 +222,10 @@ def _is_exact(queries: int, length: int) -> bool:
 
 
 def _suits_pytorch(queries: int, length: int, count: int, layout: PageLayout) -> bool:
-    """Whether PyTorch's attention is the faster for a group of as many sequences."""
+    """Whether PyTorch's attention is faster for a group of `count` sequences."""
     pairs = queries * (length - queries // 2)
     exact = _is_exact(queries, length)
-    work = count * (pairs + queries * PAIRS_OF_TOKEN) if exact else pairs
+    work = count * (pairs + queries * PAIRS_PER_TOKEN) if exact else pairs
     many = exact or queries >= MIN_QUERIES
     return layout.head_size >= MIN_HEAD_SIZE and many and work >= MIN_PAIRS
 
@@ -234,11 +236,11 @@ def _long(
     query_begin: int,
     queries: int,
     cached: int,
-    most_tokens: int,
+    max_tokens: int,
     device: torch.device,
 ) -> LongSequences:
     length = cached + queries
-    ranges = [(begin, end, end - begin) for begin, end in key_blocks(cached, most_tokens)]
+    ranges = [(begin, end, end - begin) for begin, end in key_blocks(cached, max_tokens)]
     rest = ranges[-1][1] if ranges else 0
     ranges.append((rest, length, rounded_up(length - rest)))
     # One transfer: the bounds of all blocks, for every sequence.
@@ -254,20 +256,20 @@ def _long(
     return LongSequences(first, count, query_begin, queries, blocks[:-1], blocks[-1])
 
 
-def _some(
+def _delegated(
     inputs: AttentionInputs,
     backends: tuple[str, ...],
     sequences: list[tuple[int, int, int]],
     is_whole: bool,
-) -> OtherSequences:
+) -> DelegatedSequences:
     if is_whole and len(sequences) == inputs.seq_lens.shape[0]:
         starts = inputs.query_start_loc
-        return OtherSequences(backends, None, None, starts, inputs.seq_lens, AttentionPlans())
+        return DelegatedSequences(backends, None, None, starts, inputs.seq_lens, AttentionPlans())
     device = inputs.query.device
     rows = torch.cat([torch.arange(begin, begin + n, device="cpu") for _, begin, n in sequences])
     starts = torch.tensor([0] + [n for _, _, n in sequences], device="cpu").cumsum(0)
     indices = torch.tensor([i for i, _, _ in sequences], device=device)
-    return OtherSequences(
+    return DelegatedSequences(
         backends,
         rows.to(device),
         indices,
@@ -278,15 +280,15 @@ def _some(
 
 
 def queries_at_once(inputs: AttentionInputs) -> int:
-    """Of a sequence, so that their keys and all results fit: a size of `rounded_up`."""
+    """Max queries per pass, so that keys and all results fit; a size of `rounded_up`."""
     row = inputs.query.shape[1] * inputs.layout.head_size_v * inputs.query.element_size()
-    most = min(workspace_tokens(inputs) // 2, RESULT_BYTES // (row * ROWS_HELD))
-    step = max(64, 1 << max(0, most.bit_length() - 3))
-    return max(MIN_QUERIES, most // step * step)
+    max_tokens = min(workspace_tokens(inputs) // 2, RESULT_BYTES // (row * ROWS_HELD))
+    step = max(64, 1 << max(0, max_tokens.bit_length() - 3))
+    return max(MIN_QUERIES, max_tokens // step * step)
 
 
 def workspace_tokens(inputs: AttentionInputs) -> int:
-    """Whose K and V, unpacked, the workspace holds."""
+    """Capacity of the workspace in tokens of unpacked K and V."""
     layout = inputs.layout
     width = layout.num_kv_heads * (layout.head_size + layout.head_size_v)
     return WORKSPACE_BYTES // (width * inputs.query.element_size())

@@ -1,10 +1,10 @@
-"""Attention of new tokens to unpacked rows of K and V, in Triton: for prefill.
+"""Prefill attention on unpacked rows of K and V, in Triton.
 
-What PyTorch's dense attention leaves out, or does not do as fast: sliding windows, soft-caps, sinks
-and LSE in one pass, K and V of different head sizes, and many short sequences at once. A program
-owns a tile of queries of one sequence and KV head: a few tokens times the query heads of the group,
-which all read the same keys. Keys that every row of the tile sees come first, without a mask; then
-those at the two ends of what it sees, where rows differ.
+For cases that PyTorch's dense attention does not support or is slower at: sliding windows,
+soft-caps, sinks and LSE in one pass, K and V of different head sizes, many short sequences. A
+program has a tile of queries of one sequence and KV head: some tokens times the query heads of the
+group, which share the keys. It first processes the keys that all rows see, without a mask, then the
+keys at both ends of the range, which need one.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from halfbyte.attention.paged.kernels import are_seen, close_softmax, load_sinks, soft_cap
+from halfbyte.attention.paged.kernels import finalize_softmax, is_visible, load_sinks, soft_cap
 from halfbyte.attention.paged.plan import Tiles, exponent_factors
 from halfbyte.kernels.runtime.devices import current_device
 
@@ -60,9 +60,9 @@ def _add_keys(
     if capped:
         scores = soft_cap(scores, cap)
     if masked:
-        visible = are_seen(keys, positions, window, windowed)
+        visible = is_visible(keys, positions, window, windowed)
         scores = tl.where(visible, scores, float("-inf"))
-    # A positive scale that multiplies where the top is taken off costs no operation of its own.
+    # A positive scale is fused into the subtraction of the max (one FMA).
     scale = score_scale if folded else 1.0
     new_top = tl.maximum(top, tl.max(scores, 1) * scale)
     unit = new_top
@@ -78,7 +78,7 @@ def _add_keys(
     return acc, total, new_top
 
 
-# As in `paged/kernels.py`: what changes from batch to batch must not make new variants.
+# As in `paged/kernels.py`: numbers that change per batch must not trigger recompilation.
 @triton.jit(do_not_specialize=["window"])
 def rows_kernel(
     query,
@@ -114,7 +114,7 @@ def rows_kernel(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
 ):
-    """A tile of queries against all keys that it sees.
+    """Attention of a tile of queries to all keys that it sees.
 
     Grid: tiles times KV heads times blocks of their query heads, tiles slowest.
 
@@ -123,7 +123,7 @@ def rows_kernel(
             of `exp2` that tanh needs.
         cap: `softcap * log2(e)`.
         operand: dtype that enters matmuls.
-        folded: whether `score_scale` is positive and nothing comes between it and the softmax.
+        folded: whether `score_scale` is applied in the softmax: it is positive, without soft-cap.
     """
     heads_per_tile: tl.constexpr = group if group < block_m else block_m
     head_blocks: tl.constexpr = (group + heads_per_tile - 1) // heads_per_tile
@@ -150,8 +150,8 @@ def rows_kernel(
     key += first_row * key_row + kv_head * key_head
     value += first_row * value_row + kv_head * value_head
 
-    # Keys that some row sees: begin .. end. Those from seen_by_all on are hidden from none, up to
-    # the first row's own.
+    # Keys begin .. end are seen by at least one row. All rows see those from seen_by_all up to the
+    # first row's own position.
     begin = 0
     edge = 0
     end = position + count
@@ -206,7 +206,7 @@ def rows_kernel(
         )
 
     sink = load_sinks(sinks, heads, row_live, has_sinks)
-    factor, log = close_softmax(top, total, sink)
+    factor, log = finalize_softmax(top, total, sink)
     at = tokens[:, None] * out_token + heads[:, None] * out_head + v_dims[None, :]
     mask = row_live[:, None] & (v_dims < head_size_v)[None, :]
     tl.store(out + at, acc * factor[:, None], mask=mask)
@@ -229,17 +229,17 @@ def attend_rows(
 ) -> None:
     """Write the rows of the output, and of the LSE, of the query tokens in `work`.
 
-    Never waits for the GPU.
+    Does not sync the GPU.
 
     Args:
         query: bfloat16 or float16 `[tokens, heads, head_size]`.
         key: of the same dtype, `[rows, kv_heads, head_size]`, contiguous in the last dimension.
         value: likewise, `[rows, kv_heads, head_size_v]`.
-        work: int32 `[tiles, 4]`: first query token; number of them, at most `tiles.tokens(group)`;
-            row of the first key that may be seen; and how many rows behind it stands the first
-            query token's own key. Rows from the first key to the last token's own are of one
-            sequence. The longest first ends earliest.
-        tiles: by which the work was cut (`paged.plan.choose_row_tiles`).
+        work: int32 `[tiles, 4]`: first query token; number of query tokens, at most
+            `tiles.tokens(group)`; row of the first key that may be seen; offset from that row to
+            the first query token's own key. Rows from the first key to the last token's own are of
+            one sequence. Fastest if sorted by length, longest first.
+        tiles: with which `work` was made (`paged.plan.choose_row_tiles`).
         scale: of the dot products.
         sliding_window, sinks, softcap: as for `paged_attention`.
         out: of the query's dtype, `[tokens, heads, head_size_v]`, contiguous in the last dimension.
@@ -257,7 +257,7 @@ def attend_rows(
             key,
             value,
             work,
-            # Any pointer stands for what is absent and never read.
+            # Absent tensors get any pointer; it is never read.
             out if sinks is None else sinks.contiguous(),
             out,
             out if lse is None else lse,
@@ -283,7 +283,7 @@ def attend_rows(
 def row_constants(
     kv_heads: int, group: int, head_size: int, head_size_v: int, tiles: Tiles
 ) -> dict[str, int]:
-    """What the kernel is compiled for beyond the options of a call."""
+    """Compile-time constants, in addition to the options of a call."""
     return {
         "kv_heads": kv_heads,
         "group": group,

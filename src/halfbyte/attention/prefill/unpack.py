@@ -1,19 +1,19 @@
 """Unpack tokens of the cache into contiguous workspaces, in Triton, for every format.
 
-For attention of many queries, which pays for unpacking once and multiplies dense matrices after.
-The values are those of `halfbyte.kvcache.read_tokens`, rounded once. A program takes K or V of one
-head and a run of tokens of one sequence. A thread takes eight values at a time, of which it stores
-16 bytes: no exchange between threads.
+For prefill: keys are unpacked once and then read by dense matmuls. The values are those of
+`halfbyte.kvcache.read_tokens`, rounded once. A program unpacks K or V of one head and consecutive
+tokens of one sequence. A thread unpacks eight values at a time and stores 16 bytes, without
+exchange between threads.
 
-Where K was rotated (`kvcache/transform.py`), it is rotated back here: K has fewer heads than the
-queries, which dense kernels then take as they are. Bytes come apart into values of even and of odd
-channels, which the first butterfly of the Hadamard transform pairs anyway:
+Rotated K (`kvcache/transform.py`) is rotated back here: K has fewer heads than the queries, which
+dense kernels can then read unchanged. A byte unpacks to an even and an odd channel, which the first
+butterfly of the Hadamard transform pairs anyway:
 
     K[2m]     = sum over a of  (even[a] + odd[a]) H[a, m]
     K[2m + 1] = sum over a of  (even[a] - odd[a]) H[a, m]
 
-with the matrix H of +-1 of half the size. Both values of a pair have one block scale, so that sums
-and differences are exact in float16, and so are products with +-1; sums are float32.
+where H is the Hadamard matrix (+-1) of half the size. Both values of a pair share a block scale, so
+their sum and difference are exact in float16, and so are products with +-1; H's sums are float32.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -48,19 +48,19 @@ from halfbyte.kvcache.transform import MARK, KVTransform
 from halfbyte.layouts import PageLayout
 from halfbyte.numerics.hadamard import block_size, hadamard
 
-# What decoding leaves out: E2M1 times E4M3 comes times 2^-7, E4M3 times 2^-8.
+# Powers of two that decoding omits: E2M1 times E4M3 is returned times 2^-7, E4M3 times 2^-8.
 _FACTORS = {"nvfp4": 2.0**7, "fp8_e4m3": 2.0**8}
 
 
 class Tile(NamedTuple):
-    """What a program takes."""
+    """Tile of a program."""
 
     num_tokens: int
     num_warps: int
 
 
 def choose_tile(head_size: int, rotated: bool, capability: int) -> Tile:
-    """4 KiB of packed values of a head of 128, or less where the matmul would spill registers."""
+    """4 KiB of packed values at head size 128; less where the matmul would spill registers."""
     if rotated and head_size > 128:
         return Tile(32, 8)
     return Tile(32 if rotated and capability != 90 else 64, 4)
@@ -68,7 +68,7 @@ def choose_tile(head_size: int, rotated: bool, capability: int) -> Tile:
 
 @triton.jit
 def _mean(tables, segment, head, columns, size: tl.constexpr):
-    """What centring took from K of a head, in one segment or in as many as there are rows."""
+    """The mean that centring subtracted from K of a head: of one segment, or of one per row."""
     cos, sin, mean, partner_mean = tables
     in_segment = segment * size + columns
     in_head = head * size + columns
@@ -113,7 +113,7 @@ def _unpack_side(
         tokens: positions.
         matrix: float16 `[side.padded, side.padded]`, see `_half_matrix`; read where `rotated`.
         tables, num_segments: `MeanTables`, of the means that are added where `segment`.
-        constant: pointer to what stands in place of the first token if it `has_constant`; read
+        constant: pointer to the values that replace the first token if it `has_constant`; read
             where `knows_first`.
     """
     if side.fp4:
@@ -122,7 +122,7 @@ def _unpack_side(
             factors = spread(e4m3_to_float16(scales) * 32768.0, 8)
             even, odd = nvfp4_to_float16(packed, factors, ptx)
             if rotated:
-                # Pinned, or bytes would be brought into the layout of the matmul one by one.
+                # Pinned: Triton would otherwise convert single bytes to the matmul's layout.
                 even, odd = pinned(even, ptx), pinned(odd, ptx)
                 a = tl.arange(0, side.padded)
                 h = tl.load(matrix + a[:, None] * side.padded + a[None, :])
@@ -141,10 +141,10 @@ def _unpack_side(
         values = values.to(tl.float32)
     columns = tl.arange(0, values.shape[1])
     if segment > 0:
-        last = num_segments - 1  # past it, the last mean holds
+        last = num_segments - 1  # later segments use the last mean
         if segment % num_tokens == 0:
             turn = tl.minimum(tl.min(tokens, 0) // segment, last)
-            # Pinned, or each thread would read the many columns that a matmul leaves it with.
+            # Pinned: in a matmul's output layout each thread would load many columns.
             values += pinned(_mean(tables, turn, head, columns, side.head_size), ptx)[None, :]
         else:
             turn = tl.minimum(tokens // segment, last)[:, None]
@@ -211,7 +211,7 @@ def unpack_kernel(
     sequence = tl.program_id(1)
     begin = tl.load(begins + sequence)
     first = tl.program_id(0) * num_tokens
-    # So that a segment ends where a program does.
+    # Aligned, so that segments end at tile boundaries.
     first += begin // num_tokens * num_tokens if segment > 0 else begin
     end = tl.load(ends + sequence)
     if first >= end:
@@ -227,7 +227,7 @@ def unpack_kernel(
     constant = 0
     if knows_first:
         start = pages + tl.load(tables).to(tl.int64) * page_stride
-        # A page before the window may be another sequence's: position 0 is asked for or not there.
+        # Only if position 0 is requested: pages before the window may have been reused.
         has_start = (first == 0) & (begin == 0)
         scale_byte = tl.load(start + k.scale + head * k.scale_head, mask=has_start, other=0)
         index = tl.load(start + k.data + head * k.data_head, mask=has_start, other=0)
@@ -318,22 +318,22 @@ def unpack_tokens(
 ) -> None:
     """Dequantize tokens `begins[s] .. ends[s] - 1` of every sequence s to `rows[s]` and following.
 
-    Never waits for the GPU where `begins`, `ends` and `rows` lie there.
+    Does not sync the GPU if `begins`, `ends` and `rows` are on it.
 
     Args:
         pages: uint8 `[num_pages, page_stride]`.
         layout: of `pages`.
         block_tables: int32 `[sequences, max_pages]`.
         begins, ends: positions in each sequence; numbers, or int32 `[sequences]` on the device.
-        rows: row of the workspaces that token `begins[s]` goes to, likewise.
-        k_scale, v_scale: decode multipliers, floats or float32 tensors of one element; formats
+        rows: row of the workspaces for token `begins[s]`, likewise.
+        k_scale, v_scale: global scales, floats or float32 tensors of one element; formats
             without a global scale ignore them.
         k_out: bfloat16, float16 or float32 `[rows, kv_heads, head_size]`; any strides, but
             contiguous in the last dimension. A transposed `[kv_heads, rows, head_size]` gives HND.
         v_out: likewise, `[rows, kv_heads, head_size_v]`.
-        max_tokens: bound on `ends[s] - begins[s]`; by default the largest of numbers, or the rows
-            of `k_out`. Tokens past it may be left out.
-        transform: what K in NVFP4 went through, which is undone.
+        max_tokens: bound on `ends[s] - begins[s]`; by default their max if they are numbers, else
+            the rows of `k_out`. Tokens past it may be skipped.
+        transform: of K in NVFP4; undone here.
 
     Raises:
         ValueError: shapes, strides or alignments that do not fit.
@@ -375,7 +375,7 @@ def unpack_tokens(
     tile = choose_tile(layout.head_size, matrix is not None, capability)
     tiles = -(-max_tokens // tile.num_tokens)
     if tables is not None:
-        tiles += 1  # of which the first may begin before the range
+        tiles += 1  # the first tile may start before the range
     with current_device(pages.get_device()):
         unpack_kernel[tiles, num_seqs, 2 * layout.num_kv_heads](
             pages,

@@ -1,4 +1,4 @@
-"""Triton kernel that makes queries ready for K that a recipe changed (see the package)."""
+"""Triton kernel that transforms queries to match K changed by a recipe (see the package)."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -9,7 +9,7 @@ from halfbyte.kernels.formats.dot_operands import dot_precision
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _CHANNELS = tl.constexpr(32)
-"""Rows of the Hadamard matrix that are multiplied at a time."""
+"""Rows of the Hadamard matrix per matmul."""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Launcher of the kernel that makes queries ready for K that a recipe changed."""
+"""Launcher of the kernel that transforms queries to match K changed by a recipe."""
 
 import ctypes
 from typing import NamedTuple
@@ -14,17 +14,17 @@ from halfbyte.kernels.runtime.devices import current_device
 from halfbyte.kvcache.transform import MARK, KVTransform
 from halfbyte.numerics.hadamard import block_size
 
-# (rows, segments, warps) of a program: tables of means are read once per program.
+# (rows, segments, warps) per program; each program reads the tables of means once.
 _SMALL_TILE = (16, 64, 4)
 _LARGE_TILE = (32, 64, 4)
-_LARGE_FROM_ROWS = 1024
+_MIN_LARGE_ROWS = 1024
 _STAGES = 2
 
 
 class TransformedQuery(NamedTuple):
-    """What kernels that read pages need of a query and a transform.
+    """Query-side inputs of kernels that read transformed pages.
 
-    Tensors are None where a transform has no such part.
+    Tensors are None if the transform has no such part.
     """
 
     query: torch.Tensor
@@ -44,7 +44,7 @@ class TransformedQuery(NamedTuple):
 
     @property
     def num_segments(self) -> int:
-        """Of `bias`, the stride of its rows; 0 without it."""
+        """Segments per row of `bias`; 0 without it."""
         return 0 if self.bias is None else self.bias.shape[2]
 
 
@@ -56,14 +56,14 @@ def bias_bytes(inputs: AttentionInputs) -> int:
 def transform_queries(
     inputs: AttentionInputs, bias_scale: float, tokens: slice = slice(None)
 ) -> TransformedQuery:
-    """Make queries ready for pages of K in NVFP4 that `inputs.transform` changed.
+    """Transform queries to match pages of NVFP4 K that `inputs.transform` changed.
 
-    Never waits for the GPU, but for the first call with a transform.
+    Does not sync the GPU, except in the first call with a transform.
 
     Args:
         inputs: of `paged_attention`, checked, with a transform.
-        bias_scale: what `q . mean` is multiplied by.
-        tokens: of the query, in a row; by default all.
+        bias_scale: scale of `q . mean`.
+        tokens: range of query tokens; by default all.
     """
     transform = inputs.transform
     assert transform is not None
@@ -112,9 +112,9 @@ def _launch(
         block_tables = block_tables.contiguous()
     block = block_size(head_size) if transform.rotate else 0
     # Tiles of other sizes may round differently.
-    is_large = rows >= _LARGE_FROM_ROWS and not inputs.batch_invariant
+    is_large = rows >= _MIN_LARGE_ROWS and not inputs.batch_invariant
     tile, segments, warps = _LARGE_TILE if is_large else _SMALL_TILE
-    # Any pointer stands for what is absent and never read.
+    # Absent tensors get any pointer; it is never read.
     with current_device(query.get_device()):
         transform_kernel[(-(-rows // tile), 1 + -(-result.num_segments // segments))](
             query,

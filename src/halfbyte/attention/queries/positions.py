@@ -1,4 +1,4 @@
-"""Which sequence each query token is of, and where it stands in it."""
+"""Sequence and position of each query token."""
 
 from typing import NamedTuple
 
@@ -8,21 +8,21 @@ from halfbyte.attention.base import AttentionPlans
 
 
 class QueryPositions(NamedTuple):
-    """Of the query tokens of a step.
+    """Sequences and positions of the query tokens of a step.
 
-    Made of PyTorch's operators that never wait for a GPU, so that it can be captured in a graph.
+    Computed by PyTorch operators that do not sync, so that it can be captured in a CUDA graph.
     """
 
     sequences: torch.Tensor
-    """int32 `[tokens]`, the number of the sequence; -1 of tokens that pad a captured graph."""
+    """int32 `[tokens]`, the number of the sequence; -1 for padding of a captured graph."""
     positions: torch.Tensor
-    """int64 `[tokens]`, in the sequence; -1 of padding and of tokens before its beginning."""
+    """int64 `[tokens]`, in the sequence; -1 for padding and for tokens before its start."""
 
     @classmethod
     def of(
         cls, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int
     ) -> "QueryPositions":
-        """Of `paged_attention`'s arguments.
+        """From `paged_attention`'s arguments.
 
         Args:
             query_start_loc: int32 `[sequences + 1]`.
@@ -48,7 +48,7 @@ class QueryPositions(NamedTuple):
         seq_lens: torch.Tensor,
         num_tokens: int,
     ) -> "QueryPositions":
-        """The same, made once for all layers that share plans."""
+        """As `of`, cached for all layers that share plans."""
         return plans.get(
             ("query positions", num_tokens), lambda: cls.of(query_start_loc, seq_lens, num_tokens)
         )

@@ -1,11 +1,11 @@
-"""Triton kernel: attention to the last tokens as the model made them."""
+"""Triton kernel: attention to recent tokens, which are kept unpacked."""
 
 # mypy: disable-error-code="no-untyped-def"
 
 import triton
 import triton.language as tl
 
-from halfbyte.attention.paged.kernels import LOG2E, close_softmax, load_sinks, soft_cap
+from halfbyte.attention.paged.kernels import LOG2E, finalize_softmax, load_sinks, soft_cap
 from halfbyte.attention.paged.work import find_sequence, first_tile
 from halfbyte.kernels.formats.dot_operands import dot_precision
 
@@ -28,7 +28,7 @@ def _load_either(
     head_size: tl.constexpr,
     padded: tl.constexpr,
 ):
-    """K or V `[keys, padded]`: of the step's tokens at `new + in_new`, of others in the ring."""
+    """K or V `[keys, padded]`: from `new + in_new` for the step's tokens, else from the ring."""
     old = _load(ring, in_ring, live & ~is_new, head_size, padded)
     own = _load(new, in_new, live & is_new, head_size, padded)
     return tl.where(is_new[:, None], own.to(old.dtype), old)
@@ -108,7 +108,7 @@ def recent_kernel(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
 ):
-    """A tile of rows, a few tokens times the heads of a group, against their last tokens.
+    """Attention of a tile of rows (tokens times heads of a group) to their recent tokens.
 
     Grid: tiles times KV heads times blocks of their query heads, tiles slowest, so that programs
     that run together read whole tokens.
@@ -121,9 +121,9 @@ def recent_kernel(
         out: `[tokens, heads, Dv]`, contiguous heads.
         lse: float32 `[tokens, heads]`, natural logs, written where `has_lse`.
         score_scale, cap: as of `attend_kernel`.
-        reach: a row sees the keys that are fewer than so many positions before it.
-        apart: whether keys of the ring and of the step are taken one after the other, so that
-            loads can be under way before they are needed; a row's sums then depend on its tile.
+        reach: a row sees the keys less than `reach` positions before it.
+        apart: whether keys of the ring and of the step are processed in separate loops, so that
+            loads can be pipelined; a row's sums then depend on its tile.
     """
     heads_per_tile: tl.constexpr = group if group < block_m else block_m
     tokens_per_tile: tl.constexpr = block_m // heads_per_tile
@@ -145,14 +145,14 @@ def recent_kernel(
     row_token = row // heads_per_tile
     token = begin_token + row_token
     group_head = head_block * heads_per_tile + row % heads_per_tile
-    # Rows past the tile's tokens are another program's, which replaces the result there.
+    # Rows past the tile's tokens belong to another program, which writes its result in place.
     inside = (row < tokens_per_tile * heads_per_tile) & (token < query_end) & (group_head < group)
     head = kv_head * group + group_head
     position = first_new + token - start
 
-    # Offsets of rows from a scalar of 64 bits take half the registers.
-    wide_begin = begin_token.to(tl.int64)
-    query += wide_begin * query_token
+    # A 64-bit scalar base with 32-bit row offsets takes half the registers.
+    begin64 = begin_token.to(tl.int64)
+    query += begin64 * query_token
     q = _load(query, row_token * query_token + head * query_head, inside, head_size, padded)
     q = q.to(operand)
 
@@ -206,9 +206,9 @@ def recent_kernel(
             distance = tl.where(live[None, :], position[:, None] - at[None, :], -1)
             sums = _add_keys(sums, q, k, v, distance, reach, factors, capped, operand)
     acc, total, top = sums
-    out += wide_begin * out_token
+    out += begin64 * out_token
     in_out = row_token * out_token + head * out_head
-    in_lse = wide_begin * (kv_heads * group) + (row_token * (kv_heads * group) + head)
+    in_lse = begin64 * (kv_heads * group) + (row_token * (kv_heads * group) + head)
     if joins:
         log = tl.load(packed_lse + in_lse, mask=inside, other=float("-inf")) * LOG2E
         new_top = tl.maximum(top, log)
@@ -218,7 +218,7 @@ def recent_kernel(
         packed = _load(out, in_out, inside & (weight > 0.0), head_size_v, padded_v)
         acc = acc * rescale[:, None] + packed.to(tl.float32) * weight[:, None]
         total, top = total * rescale + weight, new_top
-    factor, log = close_softmax(top, total, load_sinks(sinks, head, inside, has_sinks))
+    factor, log = finalize_softmax(top, total, load_sinks(sinks, head, inside, has_sinks))
     columns = tl.arange(0, padded_v)[None, :]
     result = acc * factor[:, None]
     mask = inside[:, None] & (columns < head_size_v)

@@ -1,4 +1,4 @@
-"""Attention to the last tokens, joined to that to the pages."""
+"""Attention to recent tokens, merged with attention to the pages."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,16 +13,16 @@ from halfbyte.kernels.runtime.devices import current_device
 from halfbyte.kvcache.recent import RecentInputs
 
 _MAX_TOKENS = 8
-"""Mean of query tokens per sequence up to which a tile has few rows."""
+"""Max mean query tokens per sequence for the small tile."""
 
 
 def choose_tiles(dtype: torch.dtype, head_size: int, prefill: bool) -> Tiles:
-    """Rows against keys that fit the shared memory of every GPU (99 KiB) without spilled registers.
+    """Tiles that fit the shared memory of every GPU (99 KiB) without register spills.
 
     Args:
         dtype: of the queries.
-        head_size: the larger one of K's and V's.
-        prefill: whether sequences have many query tokens, which may then be taken in large tiles.
+        head_size: max of K's and V's.
+        prefill: whether to use large tiles, for many query tokens per sequence.
     """
     if dtype == torch.float32 or head_size > 256:
         return Tiles(16, 16, 4, 1)
@@ -34,7 +34,7 @@ def choose_tiles(dtype: torch.dtype, head_size: int, prefill: bool) -> Tiles:
 
 
 def launch_options(tiles: Tiles, capability: int) -> dict[str, Any]:
-    """How Triton runs tiles on GPUs of a compute capability."""
+    """Triton's launch options for tiles on a compute capability."""
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     if capability == 90 and tiles.block_m == 128:
         # Two programs per SM, of which one loads while the other computes. With wgmma that spills
@@ -46,7 +46,7 @@ def launch_options(tiles: Tiles, capability: int) -> dict[str, Any]:
 def attend_with_recent(inputs: AttentionInputs, backend: type[AttentionBackend]) -> None:
     """Fill `inputs.out`, and `inputs.lse` where it is not None.
 
-    The pages come first; their result is read once more, where it stands, and replaced.
+    Attention to the pages runs first; its result is then merged in place.
 
     Args:
         inputs: of `paged_attention`, checked, all on one GPU, with `recent`.
@@ -64,11 +64,11 @@ def attend_with_recent(inputs: AttentionInputs, backend: type[AttentionBackend])
 
 
 def _join(inputs: AttentionInputs, recent: RecentInputs, packed_lse: torch.Tensor | None) -> None:
-    """Join attention to the last tokens to what `inputs.out` holds.
+    """Merge attention to recent tokens into `inputs.out`.
 
     Args:
-        packed_lse: float32 `[tokens, heads]`, contiguous, natural logs of the denominators of what
-            it holds, without sinks; None where it holds nothing.
+        packed_lse: float32 `[tokens, heads]`, contiguous: LSE (natural log, without sinks) of the
+            result in `inputs.out`; None if `inputs.out` is empty.
     """
     layout, out = inputs.layout, inputs.out
     query, key, value = (
@@ -83,7 +83,7 @@ def _join(inputs: AttentionInputs, recent: RecentInputs, packed_lse: torch.Tenso
     tiles = choose_tiles(query.dtype, max(head_size, layout.head_size_v), prefill)
     head_blocks = -(-group // tiles.block_m)
     num_tiles = num_tokens // tiles.tokens(group) + num_seqs
-    # Any pointer stands for what is absent and never read.
+    # Absent tensors get any pointer; it is never read.
     with current_device(query.get_device()):
         recent_kernel[(num_tiles * layout.num_kv_heads * head_blocks,)](
             query,
@@ -126,5 +126,5 @@ def _join(inputs: AttentionInputs, recent: RecentInputs, packed_lse: torch.Tenso
 
 
 def _padded(head_size: int) -> int:
-    """Columns of a tile: a power of two, at least what a matmul takes."""
+    """Columns of a tile: a power of two, at least 16 (Triton's min for `tl.dot`)."""
     return max(16, 1 << (head_size - 1).bit_length())

@@ -42,7 +42,7 @@ class KVCacheQuantMethod(ABC):
 
         Args:
             x: float tensor.
-            global_scale: decode multiplier, float or float32 scalar tensor; formats without one
+            global_scale: global scale, float or float32 scalar tensor; formats without one
                 ignore it.
 
         Returns:
@@ -62,7 +62,7 @@ class KVCacheQuantMethod(ABC):
 
     @abstractmethod
     def global_scale_from_amax(self, amax: float) -> float:
-        """Decode multiplier for tensors whose largest magnitude is `amax`; 1 without a scale."""
+        """Global scale for tensors whose largest magnitude is `amax`; 1 without a scale."""
 
     def needs_global_scale(self) -> bool:
         """Whether a per-layer float32 scale takes part in dequantization."""

@@ -13,7 +13,7 @@ from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import KVCacheDType, PageLayout
 
 Scale = float | torch.Tensor
-"""A decode multiplier: a float, or a float32 tensor of one element."""
+"""A global scale: a float, or a float32 tensor of one element."""
 _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -43,7 +43,7 @@ def reshape_and_cache(
         slot_mapping: int64 `[n]`, n <= tokens, on the device of `pages`; token i goes to slot i,
             tokens past n are ignored. Negative slots are padding and are skipped.
         layout: of `pages`.
-        k_scale, v_scale: decode multipliers, floats or float32 scalar tensors, which are read on
+        k_scale, v_scale: global scales, floats or float32 scalar tensors, which are read on
             their device; formats without a global scale ignore them.
         backend: a name of `STORE_BACKENDS`; by default the best that can do the work.
         transform: what a recipe does to K first; readers need the same.

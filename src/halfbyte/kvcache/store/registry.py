@@ -48,10 +48,10 @@ def select_store(
         verdicts = {verdict.name: verdict for verdict in STORE_BACKENDS.explain(config)}
         # The CPU's kernels say themselves that they are missing.
         if device.type == "cuda" or STORE_BACKENDS.get(missed).is_supported()[0]:
-            _say_slow(verdicts[missed].reason)
+            _warn_slow(verdicts[missed].reason)
     return chosen
 
 
 @lru_cache(maxsize=64)
-def _say_slow(reason: str) -> None:
+def _warn_slow(reason: str) -> None:
     logger.info("K and V are stored by PyTorch operators: %s", reason)
