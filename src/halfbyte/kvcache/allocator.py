@@ -1,18 +1,18 @@
-"""Which pages are free, and how many holders each of the others has. Bytes live in the pool."""
+"""Free list and reference counts of pages. The pool holds the bytes."""
 
 from collections import deque
 from collections.abc import Iterable
 
 NULL_PAGE = 0
-"""Never handed out: stands in block tables for pages that were freed or never existed."""
+"""Never allocated: a placeholder in block tables for pages that were freed or never existed."""
 
 
 class OutOfPagesError(RuntimeError):
-    """The pool has fewer free pages than were asked for; nothing was allocated."""
+    """The pool has fewer free pages than requested; nothing was allocated."""
 
 
 class PageAllocator:
-    """Hands out page numbers and counts their holders.
+    """Allocates page numbers and counts their references (holders).
 
     Args:
         num_pages: pages of the pool, the null page included.
@@ -24,7 +24,7 @@ class PageAllocator:
         self._holders = [0] * num_pages
         self._free = deque(range(NULL_PAGE + 1, num_pages))
         self.max_used = 0
-        """Most pages that were ever held at once."""
+        """Max number of pages held at once so far."""
 
     @property
     def num_pages(self) -> int:
@@ -38,11 +38,11 @@ class PageAllocator:
 
     @property
     def num_used(self) -> int:
-        """Pages that someone holds."""
+        """Pages with at least one holder."""
         return self.num_pages - 1 - self.num_free
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages with one holder each.
+        """Allocate `count` pages with one holder each.
 
         Raises:
             OutOfPagesError: fewer are free; none is allocated.
@@ -61,19 +61,19 @@ class PageAllocator:
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Add a holder to each page (the null page is nobody's)."""
+        """Add a holder to each page (the null page is skipped)."""
         for page in self._checked(pages):
             self._holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Take a holder from each page; a page without holders is free again."""
+        """Remove a holder from each page; pages without holders become free."""
         for page in self._checked(pages):
             self._holders[page] -= 1
             if not self._holders[page]:
                 self._free.append(page)
 
     def _checked(self, pages: Iterable[int]) -> list[int]:
-        """The pages without the null page.
+        """Return the pages without the null page.
 
         Raises:
             ValueError: one of them is free or does not exist; nothing has changed then.

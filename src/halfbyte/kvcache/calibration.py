@@ -1,6 +1,6 @@
-"""What recipes need to know of a model's K and V, measured once, and its file.
+"""Calibration data of recipes: statistics of a model's K and V, and their file.
 
-The file is a sibling of `kv_scales.json`, which holds its SHA-256: another one is refused.
+The file is next to `kv_scales.json`, which has its SHA-256: any other file is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FORMAT = "halfbyte-kv-calibration-1"
 
 @dataclass(frozen=True, eq=False)
 class RopeAverages:
-    """What a rotary embedding does to a constant, averaged over segments of positions.
+    """Factors that a rotary embedding applies to a constant, averaged over segments of positions.
 
     Args:
         cos, sin: float32 `[segments, D]`, see `transform`.
@@ -51,12 +51,12 @@ class RopeAverages:
 
 @dataclass(frozen=True, eq=False)
 class ErrorCosts:
-    """What an error in K or V of a layer costs, per KV head.
+    """Weights of errors in K and V of a layer, per KV head.
 
     Args:
-        factors: float32 `[2, kv_heads, D (D - 1) / 2]`, what is above the diagonal of the factor of
-            error feedback, row by row, for K as it is and rotated.
-        k_weights: float32 `[2, kv_heads, D]`, of the same two.
+        factors: float32 `[2, kv_heads, D (D - 1) / 2]`, the error-feedback factor above its
+            diagonal, row by row, for unrotated and rotated K.
+        k_weights: float32 `[2, kv_heads, D]`, likewise.
         v_weights: float32 `[kv_heads, Dv]`.
     """
 
@@ -66,7 +66,7 @@ class ErrorCosts:
 
     @classmethod
     def of(cls, moment: torch.Tensor, energy: torch.Tensor) -> ErrorCosts:
-        """Of what multiplies K and V.
+        """From statistics of what K and V are multiplied by.
 
         Args:
             moment: float64 `[kv_heads, D, D]`, the queries' E[q q^T] after RoPE.
@@ -88,7 +88,7 @@ class ErrorCosts:
 
 
 def _above_diagonal(x: torch.Tensor) -> torch.Tensor:
-    """Rows and columns, int64 `[2, D (D - 1) / 2]`, of what stands there in `[..., D, D]`."""
+    """Rows and columns, int64 `[2, D (D - 1) / 2]`, of the entries above the diagonal."""
     size = x.shape[-1]
     return torch.triu_indices(size, size, offset=1, device=x.device)
 
@@ -105,7 +105,7 @@ class LayerCalibration:
         first_keys, first_values: `[tokens, kv_heads, D]` and `[tokens, kv_heads, Dv]` of the
             model's dtype, at position 0.
         rope: index among the calibration's rotary embeddings.
-        costs: of errors; None in files from before these were measured.
+        costs: of errors; None in older files without them.
     """
 
     mean: torch.Tensor
@@ -156,7 +156,7 @@ class KVCalibration:
         device: torch.device | str = "cpu",
         heads: slice = slice(None),
     ) -> KVTransform:
-        """What a recipe does to K of a layer's heads, with its tensors on a device."""
+        """The transform of a layer's heads under a recipe, with its tensors on a device."""
         measured = self.layers[layer]
         centring: dict[str, Any] = {}
         if recipe.center:
@@ -181,11 +181,11 @@ class KVCalibration:
 
     @property
     def has_costs(self) -> bool:
-        """Whether recipes that weigh errors can use it."""
+        """Whether it has the data for recipes that weigh errors."""
         return all(layer.costs is not None for layer in self.layers)
 
     def _rope_on(self, index: int, device: torch.device) -> RopeAverages:
-        """A rotary embedding's tables on a device, once for all layers."""
+        """A rotary embedding's tables on a device, cached for all layers."""
         key = (index, device)
         if key not in self._moved:
             rope = self.ropes[index]
@@ -197,7 +197,7 @@ class KVCalibration:
         return {}
 
     def sha256(self) -> str:
-        """Of everything that changes what pages mean, whatever file it came from."""
+        """Hash of everything that affects the contents of pages, independent of the file."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def to_bytes(self) -> bytes:

@@ -1,4 +1,4 @@
-"""What two engines must have in common before one reads pages that the other wrote.
+"""Identity of pages: what must be equal for one engine to read another's pages.
 
 A page carries its codes and block scales. Its format, the global scales from which codes become
 values, and what a recipe did to K belong to all pages of a layer and are not in it: pages that come

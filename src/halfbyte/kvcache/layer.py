@@ -1,4 +1,4 @@
-"""What quantizing a layer's K and V takes: its global scales, and what a recipe does to K first."""
+"""Quantization parameters of a layer's K and V: global scales and the recipe's transform."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class LayerQuantization(NamedTuple):
     """Global scale of K; 1 for formats without one."""
     v_scale: float
     transform: KVTransform | None
-    """None where K is packed as it is."""
+    """None if K is packed unchanged."""
 
     @classmethod
     def of(

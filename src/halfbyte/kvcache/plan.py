@@ -129,7 +129,7 @@ def _lifetime(spec: KVCacheSpec) -> tuple[object, ...]:
 
 
 def _best_multiples(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
-    """Multiples of each group's block size that leave little to pad, the smallest such page first.
+    """Multiples of each group's block size with little padding; the smallest such page.
 
     Pages grow linearly with the block size, so sizes are products and nothing needs laying out.
     """

@@ -1,14 +1,14 @@
-"""The last tokens of running sequences, K and V as the model made them.
+"""Recent tokens of running sequences: K and V in the model's dtype, in ring buffers.
 
-The nearest keys draw much of the attention: the last 16 tokens almost a third of it in small
-language models. So a query at position p reads K and V of positions after p - R from here, and
-older ones from the pages, where all tokens are packed when they come. Nothing is copied later,
-results do not depend on how a prompt was cut into chunks, and the memory is that of the sequences
-that run, not of the tokens that are kept.
+Recent keys get much of the attention: the last 16 tokens almost a third of it in small language
+models. So a query at position p reads K and V of positions after p - R from here, and older ones
+from the pages. All tokens are packed into pages at once, too: nothing is copied later, results do
+not depend on how a prompt was split into chunks, and memory is proportional to the number of
+running sequences, not of cached tokens.
 
 A sequence has an entry, a ring of R + `SLACK` slots per layer and KV head; position p is in slot
-p % ring. The slack lets tokens be taken back (rejected drafts) without losing what they overwrote.
-Where more is taken back, the slots are filled from the pages.
+p % ring. With the slack, up to `SLACK` tokens can be cropped (rejected drafts) without losing the
+ones that they overwrote. If more are cropped, the slots are filled from the pages.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ from halfbyte.kvcache.recipe import KVRecipe
 from halfbyte.layouts import PageLayout
 
 SLACK = 16
-"""Tokens that can be taken back."""
+"""Max tokens that can be cropped without reading pages."""
 
 
 class RecentInputs(NamedTuple):
-    """What attention of one layer reads beside the pages.
+    """Inputs of a layer's attention in addition to the pages.
 
     Args:
         tokens: R; a query at p reads keys after p - R from here.
@@ -61,7 +61,7 @@ class RingSlots(NamedTuple):
     slots: torch.Tensor
 
     def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put tokens into the rings, in a launch of their own; never waits for a GPU.
+        """Write tokens to the rings, in a launch of its own; does not sync.
 
         Args:
             key, value: of the step's tokens, `[tokens, kv_heads, D]` and `[tokens, kv_heads, Dv]`.
@@ -77,37 +77,37 @@ class RingSlots(NamedTuple):
 
 
 def kept_after_crop(kept_from: int, length: int, new_length: int, ring: int) -> int:
-    """From which position on a ring has a sequence, as far back as it reaches, after a crop.
+    """First position of a sequence that its ring still has after a crop.
 
     Args:
-        kept_from: the same before it.
+        kept_from: the same before the crop.
         length, new_length: tokens before and after.
-        ring: its slots: later tokens have overwritten what lies further back.
+        ring: slots; positions further back have been overwritten.
     """
     return min(max(kept_from, length - ring), new_length)
 
 
 def missing_positions(kept_from: int, length: int, tokens: int) -> range:
-    """Positions that queries after `length` tokens read from a ring, and that it does not have.
+    """Positions that queries after `length` tokens read from a ring but that it does not have.
 
     Args:
-        kept_from: from which position on it has the sequence.
+        kept_from: first position of the sequence that the ring has.
         tokens: R.
     """
     return range(max(0, length - tokens + 1), min(kept_from, length))
 
 
 def packed_part(tokens: int, seq_lens: torch.Tensor, window: int) -> tuple[torch.Tensor, int]:
-    """Lengths and window with which a kernel reads what is not among the last tokens.
+    """Lengths and window for attention to the pages, without the recent tokens.
 
-    Queries keep their distance from the end: one at p becomes one at p - R.
+    Query positions are relative to the end: p becomes p - R.
 
     Args:
         tokens: R.
         seq_lens: int32 `[sequences]`.
         window: 0 for none.
     """
-    if 0 < window <= tokens:  # all is among them
+    if 0 < window <= tokens:  # all visible tokens are recent
         return torch.zeros_like(seq_lens), 0
     return (seq_lens - tokens).clamp_(min=0), max(0, window - tokens)
 

@@ -1,4 +1,4 @@
-"""Triton kernel that puts a step's last tokens into the rings of `recent.RecentTokens`."""
+"""Triton kernel that writes a step's tokens to the rings of `recent.RecentTokens`."""
 
 # mypy: disable-error-code="no-untyped-def"
 

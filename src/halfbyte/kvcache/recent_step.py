@@ -1,4 +1,4 @@
-"""A step's tokens and the rings of `recent`: where they go, and what the rings lack."""
+"""A step's use of the rings of `recent`: slots of its tokens, and positions to refill."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from halfbyte.layouts import PageLayout
 
 
 class MissingTokens(NamedTuple):
-    """Positions of a sequence that queries read from its ring, and that are not there.
+    """Positions of a sequence that queries read from its ring but that it does not have.
 
     Args:
         number: of the sequence in the batch.
@@ -30,7 +30,7 @@ class MissingTokens(NamedTuple):
 
 
 class RecentStep(NamedTuple):
-    """What a step does with the last tokens of its sequences, the same in every layer.
+    """A step's updates of the rings, the same in every layer.
 
     Args:
         entries: int32 `[sequences]`.
@@ -38,8 +38,8 @@ class RecentStep(NamedTuple):
         owners, slots: entry and slot of each, int64 `[n]` and `[n]`.
         missing: of the sequences that lack tokens.
         num_tokens: of the step.
-        is_short: whether the step's tokens may be written before its queries are answered: no
-            sequence has more of them than its ring has slots that these do not read.
+        is_short: whether the step's tokens may be written before its attention: no sequence has
+            more of them than its ring has slots that these queries do not read.
     """
 
     entries: torch.Tensor
@@ -114,14 +114,14 @@ class RecentStep(NamedTuple):
         transform: KVTransform | None,
         window: int | None = None,
     ) -> None:
-        """Put what the rings of a layer lack into them as the pages have it.
+        """Fill missing positions of a layer's rings with values decoded from the pages.
 
         Args:
             rings: K and V, `[entries, kv_heads, ring, D]` and `[entries, kv_heads, ring, Dv]`.
             pages: of the layer, with all tokens before the step's.
             layout, k_scale, v_scale, transform: as for `halfbyte.kvcache.reshape_and_cache`.
             block_tables: int32 `[sequences, max_pages]`.
-            window: of the layer's attention; pages before it may be another sequence's by now.
+            window: of the layer's attention; pages before it may have been reused.
         """
         size, device = layout.block_size, pages.device
         for number, entry, missing, query in self.missing:
@@ -141,7 +141,7 @@ class RecentStep(NamedTuple):
 
 
 def _to_device(numbers: np.ndarray, device: torch.device | str) -> torch.Tensor:
-    """In one transfer, for which the host does not wait."""
+    """Copy to the device in one asynchronous transfer."""
     tensor = torch.from_numpy(numbers)
     if torch.device(device).type != "cuda":
         return tensor.to(device)

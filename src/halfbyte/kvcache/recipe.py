@@ -1,14 +1,14 @@
-"""What is done to K and V before they are packed: named recipes over the same four-bit formats.
+"""Recipes: named transforms and roundings of K and V, for the same 4-bit formats.
 
-K of a language model is hard to store in four bits for three reasons: more than half of its energy
-is a constant per channel, which RoPE turns with the position; a few channels are much larger than
-the others; and the first token's K is unlike all others and draws a third of the attention.
-`balanced` takes the constant away (a mean per segment of positions, see `transform`), spreads what
-is left over the channels of a head (a Hadamard transform), and keeps the first token and the last
-64 in 16 bits (`recent`). `accurate` also rounds with care (`numerics.weighted_rounding`): what K is
-off goes where queries do not look, and block scales are chosen by what an error costs. Pages have
-the same bytes per token, and those of `accurate` are read as those of `balanced`. `plain` is what
-other programs read and write.
+K of a language model is hard to quantize to four bits for three reasons: more than half of its
+energy is a constant per channel, which RoPE rotates with the position; some channels are outliers;
+and the first token is an attention sink: its K differs from all others and gets a third of the
+attention. `balanced` subtracts the constant (a mean per segment of positions, see `transform`),
+applies a Hadamard transform to each head, and keeps the first token and the last 64 in 16 bits
+(`recent`). `accurate` also minimizes weighted errors (`numerics.weighted_rounding`): it moves K's
+rounding errors to directions with little query energy, and chooses block scales by weighted error.
+Bytes per token are the same, and pages of `accurate` are read like those of `balanced`. `plain` is
+what other programs read and write.
 """
 
 from dataclasses import dataclass, replace
@@ -24,17 +24,17 @@ class KVRecipe:
     """How K and V become four bits. Fields combine freely; `RECIPES` has names for some.
 
     Args:
-        center: subtract the mean of K, measured before RoPE and turned to the token's segment.
+        center: subtract the mean of K, measured before RoPE and rotated to the token's segment.
         rotate: multiply K by a Hadamard matrix, and Q when it is read.
         keep_first_token: read K and V at position 0 in the model's dtype, for the tokens that a
             calibration has seen there.
         four_over_six: choose each block's scale among two, by squared error.
-        feedback: round K channel by channel, and take what each is off out of those to come, by
-            the second moment of the queries.
+        feedback: round K channel by channel and propagate each error to the later channels, by the
+            second moment of the queries (as in GPTQ).
         weighted_scales: choose each block's scale of K and V among nine, by squared error weighted
-            with what queries and the output projection make of it; goes before `four_over_six`.
-        recent_tokens: read K and V of so many last tokens in the model's dtype, up to 256. They are
-            packed as well when they come, so that pages do not depend on it.
+            by the queries (K) or the output projection (V); overrides `four_over_six`.
+        recent_tokens: number of last tokens, up to 256, whose K and V are read in the model's
+            dtype. They are packed as well, so that pages do not depend on it.
     """
 
     center: bool = False
@@ -46,13 +46,13 @@ class KVRecipe:
     recent_tokens: int = 0
 
     def format_of(self, dtype: KVCacheDType) -> KVCacheDType:
-        """The format that stands for one that was asked for: the same bits, other scales."""
+        """The format to use for a requested one: the same bits, other choice of scales."""
         has_headroom = self.four_over_six or self.weighted_scales
         return KVCacheDType.NVFP4_4OVER6 if dtype.is_nvfp4 and has_headroom else dtype
 
     @property
     def changes_k(self) -> bool:
-        """Whether a calibration says how K is packed, so that writers and readers need it."""
+        """Whether writers and readers of K need a calibration."""
         changed = self.center or self.rotate or self.keep_first_token
         return changed or self.weighs_errors
 

@@ -2,11 +2,11 @@
 
 Kept as the largest magnitude (amax) that each layer's K and V may have, because every format
 derives its own global scale from it: `amax / 2688` for nvfp4, `amax / 448` for fp8, and so on.
-A multiplier read from a checkpoint is turned into its amax in float64, which is exact, and comes
-back bit for bit for the format that it was made for.
+A global scale read from a checkpoint is converted to its amax in float64, which is exact, and the
+conversion back is bit-exact for the format that it was made for.
 
 Scales are fixed before the first request. They never come from live requests: results must not
-depend on who came first or on how a prompt was cut into chunks.
+depend on the order of requests or on how a prompt was split into chunks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from halfbyte.kvcache.calibration import KVCalibration
 from halfbyte.kvcache.recipe import KVRecipe
 
 KV_SCALES_FILE = "kv_scales.json"
-"""Where a model's folder has its scales; beside it lies what recipes need."""
+"""File of a model's scales in its folder, next to the calibration of recipes."""
 _FORMAT = "halfbyte-kv-scales-1"
 NO_SCALE = float("nan")
-"""Stands for the amax of a layer that has no scale, because its cache is not to be scaled."""
+"""The amax of a layer without a scale, whose cache is not quantized with one."""
 _SHAPE = (
     "model_type",
     "hidden_size",
@@ -42,11 +42,11 @@ _SHAPE = (
 
 
 class ScaledFormat(Protocol):
-    """What scales need to know of a cache format; every `KVCacheQuantMethod` does."""
+    """The part of a cache format that scales need; every `KVCacheQuantMethod` has it."""
 
     @property
     def name(self) -> str:
-        """As messages name it."""
+        """Name in messages."""
         ...
 
     def global_scale_from_amax(self, amax: float) -> float:
@@ -286,7 +286,7 @@ def _number(value: object) -> float:
 
 
 def shape_of_model(config: object) -> dict[str, object]:
-    """What tells a model from others of another family or size; fine-tunes have the same.
+    """Fingerprint of a model's family and size; fine-tunes have the same.
 
     Args:
         config: of transformers, or the mapping of a `config.json`; what it does not say is left

@@ -1,7 +1,7 @@
 """Block tables: which pages hold which tokens of which sequence.
 
-Sequences grow, fork (sharing pages until one of them writes), shrink, leave for host memory and
-come back. Every operation that can run out of pages either happens whole or not at all.
+Sequences grow, fork (copy-on-write pages), shrink, and swap out to host memory and back in. Every
+operation that can run out of pages is atomic.
 """
 
 from array import array
@@ -26,9 +26,9 @@ class _Sequence:
     tables: "list[array[int]]"
     """Page numbers (int32) per group; NULL_PAGE where a page has died."""
     entry: int = 0
-    """Of `RecentTokens`, where there are any."""
+    """Entry in `RecentTokens`, if used."""
     kept_from: int = 0
-    """Positions from here on are in the entry, as far as its ring reaches back."""
+    """First position that the entry's ring has, unless overwritten since."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class SequenceTables:
         )
 
     def append(self, seq: SequenceId, count: int) -> None:
-        """Make room for `count` more tokens, which the sequence then owns alone.
+        """Allocate room for `count` more tokens, not shared with other sequences.
 
         A partly filled last page that another sequence shares is copied first.
 
@@ -151,7 +151,7 @@ class SequenceTables:
         # Past its end the sequence has no queries yet, and its last page is still being filled.
         num_computed_tokens = min(num_computed_tokens, sequence.length)
         for group, table in zip(self.pool.plan.groups, sequence.tables, strict=True):
-            # Backwards to those that died before, so that a step costs the same at any length.
+            # Backwards, until pages that were released before: the cost does not grow with length.
             for i in range(group.num_dead_pages(num_computed_tokens) - 1, -1, -1):
                 if table[i] == NULL_PAGE:
                     break
@@ -172,7 +172,7 @@ class SequenceTables:
             self.recent.copy(source.entry, copy.entry)
 
     def crop(self, seq: SequenceId, length: int) -> None:
-        """Drop the tokens from `length` on.
+        """Remove the tokens from `length` on.
 
         Raises:
             ValueError: `length` is not between 0 and the sequence's, or its window reaches pages
@@ -198,7 +198,7 @@ class SequenceTables:
         sequence.length = length
 
     def free(self, seq: SequenceId) -> None:
-        """End a sequence and give up its pages."""
+        """End a sequence and release its pages."""
         sequence = self._get(seq)
         for table in sequence.tables:
             self.allocator.release(table)
@@ -207,7 +207,7 @@ class SequenceTables:
         del self._sequences[seq]
 
     def move_out(self, seq: SequenceId) -> HostSequence:
-        """Copy a sequence's pages to host memory and end it in the pool."""
+        """Swap a sequence out: copy its pages to host memory and release them."""
         sequence = self._get(seq)
         live = tuple(
             tuple(i for i, page in enumerate(table) if page != NULL_PAGE)
@@ -224,7 +224,7 @@ class SequenceTables:
         return host
 
     def move_in(self, seq: SequenceId, host: HostSequence) -> None:
-        """Bring back a sequence that left with `move_out`, under any free name.
+        """Swap in a sequence from `move_out`, under any unused name.
 
         Raises:
             OutOfPagesError: not enough free pages; nothing changes.
@@ -254,17 +254,17 @@ class SequenceTables:
             self.recent.write(sequence.entry, kept)
 
     def entry(self, seq: SequenceId) -> int:
-        """Of a sequence in `recent`."""
+        """Entry of a sequence in `recent`."""
         return self._get(seq).entry
 
     def missing_recent(self, seq: SequenceId, length: int) -> range:
-        """Positions that attention after `length` tokens reads from the ring and does not find."""
+        """Positions that attention after `length` tokens reads but the ring does not have."""
         if self.recent is None:
             return range(0)
         return missing_positions(self._get(seq).kept_from, length, self.recent.tokens)
 
     def fill_recent(self, seq: SequenceId, first: int) -> None:
-        """The ring has positions from `first` on again, in every layer."""
+        """Record that the rings of all layers have positions from `first` on again."""
         self._get(seq).kept_from = first
 
     def slots(self, seq: SequenceId, start: int, stop: int, group: int = 0) -> torch.Tensor:
@@ -326,7 +326,7 @@ class SequenceTables:
 
     @contextmanager
     def _released_on_error(self, pages: Sequence[int]) -> Iterator[None]:
-        """Give pages back that no table has yet if filling them fails."""
+        """Release newly allocated pages if filling them fails."""
         try:
             yield
         except BaseException:

@@ -1,6 +1,6 @@
-"""What a layer needs of the cache: how many bytes a page takes, and which pages stay alive.
+"""Cache requirements of a layer: bytes per page, and which pages stay alive.
 
-Every byte count is asked of `PageLayout`, so a new kind of attention cannot forget a format.
+All byte counts come from `PageLayout`, so that new kinds of attention support every format.
 """
 
 from dataclasses import dataclass, replace
@@ -84,18 +84,18 @@ class KVCacheSpec:
         return 0
 
     def num_dead_pages(self, num_computed_tokens: int) -> int:
-        """Leading pages of a sequence that nothing will read again."""
+        """Leading pages of a sequence that will not be read again."""
         return self.first_needed_token(num_computed_tokens) // self.block_size
 
     def max_live_pages(self, num_tokens: int, max_chunk: int = 1) -> int:
-        """Most pages that a sequence of up to `num_tokens` holds at once, fed in chunks."""
+        """Max pages held at once by a sequence of up to `num_tokens`, with chunked prefill."""
         pages = -(-num_tokens // self.block_size)
         live = self._longest_live_range(max_chunk)
-        # At worst the range begins with the last token of a page.
+        # In the worst case the range starts at the last token of a page.
         return pages if live is None else min(pages, (live - 2) // self.block_size + 2)
 
     def _longest_live_range(self, max_chunk: int) -> int | None:
-        """Tokens alive at once at the end of a chunk; None where nothing ever dies."""
+        """Max tokens alive at the end of a chunk; None if all stay alive."""
         return None
 
 

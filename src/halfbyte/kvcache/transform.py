@@ -1,9 +1,9 @@
-"""A layer's K on its way into pages and back: the mean of its segment, the rotation, token 0.
+"""How a recipe changes K before it is packed: segment means, the rotation, token 0.
 
     packed    K' = hadamard(K - mean(segment))
     scores    q . K = hadamard(q) . K' + q . mean(segment)
 
-The mean of a segment of positions is what RoPE makes of the channel's constant there, averaged:
+The mean of a segment of positions is the channel's constant, rotated by RoPE and averaged there:
 
     mean(s)[c] = cos[s, c] * m[c] + sin[s, c] * m[partner(c)]
 
@@ -12,14 +12,13 @@ included), averaged over the positions of segment s: both channels of a pair hav
 and sines of opposite sign. Products are rounded to float32 before their
 sum, and the difference `K - mean` before the rotation, so that kernels can be bit-equal.
 
-Where a recipe weighs errors, K' and V become codes by `numerics.weighted_rounding`, with factors
-and weights of their own per KV head. Readers need not know.
+Recipes that weigh errors quantize K' and V by `numerics.weighted_rounding`, with factors and
+weights per KV head. Reading is unaffected.
 
-Token 0 of a sequence: K and V there depend on the token's id alone, so those of the usual first
-tokens are constants of the model. Where a KV head's K and V at position 0 are such constants, the
-page says so: the first block scale of K is `MARK`, a NaN that no quantizer writes, and the first
-byte of its data is the constant's index. Readers then take K and V from the constants. Any other
-first token is packed like the rest.
+Token 0 of a sequence: its K and V depend on the token id only, so those of common first tokens are
+constants of the model. If a KV head's K and V at position 0 are such constants, the page marks it:
+the first block scale of K is `MARK`, a NaN that no quantizer writes, and the first byte of K's data
+is the constant's index. Readers then use the constants. Any other first token is packed as usual.
 """
 
 from dataclasses import dataclass
@@ -33,16 +32,16 @@ from halfbyte.kernels.cpu.transform import CpuTransform
 from halfbyte.numerics.hadamard import hadamard
 
 MARK = 0xFF
-"""Block scale of K that says: this slot's K and V are constants of the model."""
+"""Block scale of K that marks a slot whose K and V are constants of the model."""
 MATCH_TOLERANCE = 2.0**-6
-"""Of the largest magnitude: how far K and V may be from a constant and still be taken for it.
+"""Tolerance, relative to the absmax, for K and V to match a constant.
 
-The same token's K and V differ in rounding alone, by the order of sums of a matrix product.
+K and V of the same token differ only by rounding, from the order of sums in a matmul.
 """
 
 
 class MeanTables(NamedTuple):
-    """What kernels make means from: contiguous, float32, on the device of the pages."""
+    """Inputs from which kernels compute means: contiguous, float32, on the device of the pages."""
 
     cos: torch.Tensor
     """`[segments, D]`"""
@@ -50,20 +49,20 @@ class MeanTables(NamedTuple):
     mean: torch.Tensor
     """`[kv_heads, D]`, of each channel."""
     partner_mean: torch.Tensor
-    """Of the channel that RoPE turns it with."""
+    """Of the channel that RoPE pairs with it."""
 
 
 class PairTables(NamedTuple):
-    """The same by pairs of channels, of which there are half as many, for dot products:
+    """The same by channel pairs (half as many), for dot products:
 
         q . mean(s) = sum over pairs of  cos[s] (q[low] m[low] + q[high] m[high])
                                        + sin[s] (q[low] m[high] - q[high] m[low])
 
-    A channel that RoPE leaves alone is a pair by itself, with 0 for the mean of the other.
+    A channel without RoPE is a pair of its own, with 0 for the other mean.
     """
 
     low: torch.Tensor
-    """int32 `[pairs]`, channels; as many as a power of two from 16 on, the last ones perhaps 0."""
+    """int32 `[pairs]`, channels; padded with 0 to a power of two, at least 16."""
     high: torch.Tensor
     cos: torch.Tensor
     """float32 `[segments, pairs]`"""
@@ -75,18 +74,18 @@ class PairTables(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class KVTransform:
-    """Of one layer, on the device of its pages.
+    """The transform of one layer, on the device of its pages.
 
     Args:
         rotate: whether K is multiplied by the Hadamard matrix.
         segment: tokens that share a mean.
         mean: float32 `[kv_heads, D]`, K before RoPE; None where K is not centred.
-        partner: int64 `[D]`, the channel that RoPE turns each one with.
+        partner: int64 `[D]`, the channel that RoPE pairs with each one.
         cos, sin: float32 `[segments, D]`.
         first_keys, first_values: `[tokens, kv_heads, D]` and `[tokens, kv_heads, Dv]` in the
             model's dtype; None where the first token is packed like the others.
         feedback: float32 `[kv_heads, D, D]`, zeros on and below the diagonal; None where channels
-            of K' are rounded alone.
+            of K' are rounded independently.
         k_weights, v_weights: float32 `[kv_heads, D]` and `[kv_heads, Dv]`, of channels of K' and V;
             None where the format chooses its scales.
     """

@@ -19,11 +19,11 @@ def pad_weight(
     Args:
         weight: uint8 `[N, K/2]`.
         scales: float8_e4m3fn `[N, K/16]`, in linear order.
-        row_multiple: that N shall be a multiple of.
-        k_multiple: that K shall be a multiple of; itself a multiple of 16.
+        row_multiple: N is padded to a multiple of this.
+        k_multiple: K is padded to a multiple of this; itself a multiple of 16.
 
     Returns:
-        `weight` and `scales` of the padded size; the arguments themselves where nothing is missing.
+        `weight` and `scales` of the padded size; the arguments themselves if they fit already.
 
     Raises:
         ValueError: a `k_multiple` that would split a block.

@@ -1,4 +1,4 @@
-"""Names of KV cache formats: what a user may ask for, and what a checkpoint declares."""
+"""KV cache formats by name, from users and from checkpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ALIASES = {"fp8": "fp8_e4m3", "fp4_e2m1": "nvfp4"}
 
 
 class _Quantized(NamedTuple):
-    """Of a quantized format, what its bytes depend on."""
+    """Properties of a quantized format."""
 
     bits: int
     """Per value."""
@@ -71,7 +71,7 @@ class KVCacheDType(StrEnum):
             name = str(name).removeprefix("torch.")
         try:
             return cls(_ALIASES.get(name, name))
-        except (ValueError, TypeError):  # what cannot be a key is no name either
+        except (ValueError, TypeError):  # TypeError: not hashable
             valid = ", ".join([member.value for member in cls] + list(_ALIASES))
             raise ValueError(f"KV cache dtype: unknown {name!r}; expected one of {valid}") from None
 
@@ -195,7 +195,7 @@ class KVCacheDType(StrEnum):
     def check_multiplier(self, scale: float | torch.Tensor, name: str) -> float | torch.Tensor:
         """A global scale as given, a number rounded to float32; 1 for formats without one.
 
-        The value of a tensor is not looked at: on a GPU that would wait for it
+        The value of a tensor is not checked, because that would sync a GPU
         (`check_multiplier_on_host`).
 
         Raises:
@@ -242,7 +242,7 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
 
 
 def _declared(config: Any) -> DeclaredCache | None:
-    """What the most specific section that says anything of the cache declares."""
+    """The declaration of the most specific section that mentions the cache."""
     sections = map(read_declared_cache, _quantization_sections(_as_mapping(config)))
     return next((declared for declared in sections if declared is not None), None)
 

@@ -3,8 +3,8 @@
 ModelOpt names an algorithm (`kv_cache_quant_algo`), for all layers or for each
 (`kv_cache_quantized_layers`); compressed-tensors describes one (`kv_cache_scheme`, the fields of
 its `QuantizationArgs`), and ModelOpt's copy in `config.json` has either under the latter's name.
-Every field that changes numbers is honoured or refused: a cache read as another one than was
-declared would give other logits without a word.
+Every field that affects values is honoured or refused: reading a cache in another format than the
+declared one would silently change logits.
 """
 
 import re
@@ -56,7 +56,7 @@ _EXPECTED = (
 
 
 class DeclaredCache(NamedTuple):
-    """What one section of a configuration declares."""
+    """The declaration of one section of a configuration."""
 
     formats: Formats | None
     """Of K and V where all quantized layers have the same, else None."""
@@ -65,10 +65,10 @@ class DeclaredCache(NamedTuple):
 
 
 def read_declared_cache(section: Mapping[str, Any]) -> DeclaredCache | None:
-    """What a `quantization_config`, or ModelOpt's `quantization`, says of the KV cache.
+    """The KV cache declared by a `quantization_config` or by ModelOpt's `quantization`.
 
     Returns:
-        None if it says nothing.
+        None if it declares none.
 
     Raises:
         ValueError: a format that is not read here, or two that contradict each other; one line.

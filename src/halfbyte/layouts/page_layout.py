@@ -1,4 +1,4 @@
-"""Where every byte of a page lies. Writer and reader receive the same object.
+"""The layout of a page, byte by byte. Writers and readers use the same object.
 
 A page holds `block_size` tokens of one layer as `[K_data | K_scale | V_data | V_scale]` (vLLM PR
 37332); a format without block scales leaves its scale region out. Within a region the order is
@@ -6,9 +6,9 @@ A page holds `block_size` tokens of one layer as `[K_data | K_scale | V_data | V
     HND   head-major:  [head][token][bytes]
     NHD   token-major: [token][head][bytes]
 
-Views are always indexed `[page, token, head, byte or element]`; the order shows in their strides
-alone, so code that indexes them serves both. Pages are rows of a uint8 tensor whose row stride may
-exceed `page_bytes`: padding, and pools in which the layers of a group lie side by side.
+Views are always indexed `[page, token, head, byte or element]`; the order affects only their
+strides, so code that indexes them works for both. Pages are rows of a uint8 tensor whose row stride
+may exceed `page_bytes`: with padding, and in pools where a row has pages of all layers of a group.
 """
 
 from collections.abc import Container
@@ -167,7 +167,7 @@ class PageLayout:
         return self.page_bytes / self.block_size
 
     def unknown_format(self, known: Container[KVCacheDType]) -> str | None:
-        """Why kernels that know some formats cannot take this layout; None if they can."""
+        """Why kernels with support for `known` formats cannot use this layout; None if they can."""
         for name, dtype in (("K", self.k_dtype), ("V", self.v_dtype)):
             if dtype not in known:
                 return f"does not know the format of {name}, {dtype}"
@@ -180,7 +180,7 @@ class PageLayout:
                 f"pages: expected uint8 [num_pages, page_stride], got {pages.dtype} "
                 f"{tuple(pages.shape)}"
             )
-        # A single page has no neighbour to overlap, whatever its row stride says.
+        # A single page cannot overlap another one, whatever its row stride.
         row_stride = pages.stride(0) if pages.shape[0] > 1 else self.page_bytes
         column_stride = pages.stride(1) if pages.numel() else 1
         if min(pages.shape[1], row_stride) < self.page_bytes or column_stride != 1:
@@ -242,6 +242,6 @@ def page_stride(pages: torch.Tensor) -> int:
 
 
 def check_layout(layout: object) -> None:
-    """Raise ValueError for what is no `PageLayout`."""
+    """Raise ValueError for anything but a `PageLayout`."""
     if not isinstance(layout, PageLayout):
         raise ValueError(f"layout: expected a PageLayout, got {type(layout).__name__}")

@@ -1,13 +1,13 @@
 """Fields of compressed-tensors' `QuantizationArgs`, which ModelOpt writes in part as well.
 
-Weights, activations and KV caches are described by them. A field that changes numbers has a value
-that is read here, or the whole is refused; so is a field that is not known here and says anything.
+They describe weights, activations and KV caches. Unsupported values of fields that affect results
+are refused; so are unknown fields that are set.
 """
 
 from collections.abc import Mapping
 
 Values = Mapping[str, tuple[object, ...]]
-"""The values that are read, by field; None where the field may be absent or null."""
+"""Supported values by field; None if the field may be absent or null."""
 
 _DEFAULTS = {"type": "int", "num_bits": 8, "symmetric": True}
 _OF_CALIBRATION = frozenset({"observer", "observer_kwargs", "zp_dtype"})
@@ -15,7 +15,7 @@ _OF_CALIBRATION = frozenset({"observer", "observer_kwargs", "zp_dtype"})
 
 
 def first_misfit(args: Mapping[str, object], expected: Values) -> str | None:
-    """The first field whose value is not read here; None if all are.
+    """The first field with an unsupported value; None if all are supported.
 
     Args:
         args: fields as a file has them; absent ones have the package's defaults.
@@ -35,7 +35,7 @@ def first_misfit(args: Mapping[str, object], expected: Values) -> str | None:
 
 
 def described(args: Mapping[str, object]) -> dict[str, object]:
-    """The fields that say anything of numbers, for messages."""
+    """The fields that affect values, for messages."""
     return {k: v for k, v in args.items() if k not in _OF_CALIBRATION and v is not None}
 
 

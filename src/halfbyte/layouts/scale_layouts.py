@@ -1,6 +1,6 @@
 """Orders of block scales in memory that Blackwell's readers expect, and their inverses.
 
-Everything elsewhere is linear: the scale of token t and block s lies at (t, s).
+All other readers use the linear order: the scale of token t and block s is at (t, s).
 """
 
 from functools import lru_cache

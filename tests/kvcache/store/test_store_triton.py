@@ -345,10 +345,10 @@ def compile_for(
 def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The choice as on a machine with an H100."""
     monkeypatch.setattr("halfbyte.dispatch.current_compute_capability", lambda *device: 90)
-    for cached in (registry.select_store, registry._warn_slow):
+    for cached in (registry.select_store, registry._log_slow):
         cached.cache_clear()
     yield
-    for cached in (registry.select_store, registry._warn_slow):
+    for cached in (registry.select_store, registry._log_slow):
         cached.cache_clear()
 
 

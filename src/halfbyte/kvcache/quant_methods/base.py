@@ -1,12 +1,12 @@
-"""A cache format as a strategy: how K and V become bytes, and bytes K and V.
+"""A cache format as a strategy: encodes K and V to bytes and decodes them.
 
-Two faces over one pair of functions (`quantize`, `dequantize`):
-- `reshape_and_cache` and the readers ask a method for bytes and values, and `PageLayout` for where
-  they go;
+Two interfaces over one pair of functions (`quantize`, `dequantize`):
+- `reshape_and_cache` and the readers use a method for bytes and values, and `PageLayout` for their
+  places;
 - the token-slot buffers of SGLang's `KVCacheQuantMethod` (PR 21954), for engines built that way.
   A slot is a page of one token, so that its bytes, too, are self-contained.
 
-Unlike there, no method needs a dequantization workspace: our readers take packed bytes.
+Unlike there, no method needs a dequantization workspace: halfbyte reads packed bytes.
 """
 
 from abc import ABC, abstractmethod
@@ -152,7 +152,7 @@ class KVCacheQuantMethod(ABC):
         """
         keep = loc >= 0
         slots = loc[keep].long()
-        # Both are encoded before either is written, so that an error leaves no half token.
+        # Both are encoded before either is written, so that an error leaves no partial token.
         k = self.quantize(cache_k[keep], self._require_scale(k_scale, "k_scale"))
         v = self.quantize(cache_v[keep], self._require_scale(v_scale, "v_scale"))
         for buffer, scale_buffer, (data, block_scales) in (

@@ -1,4 +1,4 @@
-"""Values kept as they are: float32, float16, bfloat16."""
+"""Unquantized formats: float32, float16, bfloat16."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What a way to store K and V must answer."""
+"""The interface of store backends."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Container
@@ -19,7 +19,7 @@ _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """The work, without its data."""
+    """Metadata of the work."""
 
     layout: PageLayout
     key_dtype: torch.dtype
@@ -47,7 +47,7 @@ class StoreConfig:
 
 
 class StoreBackend(ABC):
-    """A way to encode K and V and write them to their slots. Stateless: never an instance."""
+    """A backend that encodes K and V and writes them to slots. Stateless; never instantiated."""
 
     name: ClassVar[str]
 
@@ -78,12 +78,12 @@ class StoreBackend(ABC):
     ) -> None:
         """As `halfbyte.kvcache.reshape_and_cache`, on arguments already checked, on one device.
 
-        The bytes are those of `ReferenceStore`, but for the payload of a NaN stored as a float.
+        The bytes are those of `ReferenceStore`, except for the payload of a NaN stored as a float.
         """
 
 
 def check_slots(pages: torch.Tensor, slot_mapping: torch.Tensor, layout: PageLayout) -> None:
-    """Raise ValueError for a slot past the last page; waits for the device."""
+    """Raise ValueError for a slot past the last page; syncs the device."""
     capacity = pages.shape[0] * layout.block_size
     if slot_mapping.numel() and int(slot_mapping.max()) >= capacity:
         raise ValueError(

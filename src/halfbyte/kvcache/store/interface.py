@@ -1,4 +1,4 @@
-"""`reshape_and_cache`: checks its arguments and hands the work to a backend."""
+"""`reshape_and_cache`: validates its arguments and dispatches to a backend."""
 
 import os
 
@@ -29,11 +29,11 @@ def reshape_and_cache(
 ) -> None:
     """Quantize K and V of each token and write them to its slot (vLLM's `reshape_and_cache_flash`).
 
-    On a GPU with Triton that is one kernel launch, which never waits for the GPU and can be
-    captured in a CUDA graph; it skips slots past the last page, and raises for them only where
-    `HALFBYTE_DEBUG=1` is set, which makes every call wait. On a CPU it is a C++ kernel, where a
-    compiler was at hand at installation. Elsewhere PyTorch's operators do it. All write the same
-    bytes, but for the payload of a NaN in a cache of floats.
+    On a GPU with Triton this is one kernel launch, without a sync, which can be captured in a CUDA
+    graph. It skips slots past the last page, and raises for them only with `HALFBYTE_DEBUG=1`,
+    which syncs in every call. On a CPU it is a C++ kernel, if a compiler was available at
+    installation. Otherwise PyTorch operators are used. All write the same bytes, except for the
+    payload of a NaN in a cache of floats.
 
     Args:
         key: float16, bfloat16 or float32 `[tokens, num_kv_heads, head_size]`, any strides.

@@ -1,6 +1,6 @@
 """Write tokens to their slots and read them back in pure PyTorch, for every format and layout.
 
-The reference for every store kernel, and the way in which the reference attention reads.
+The reference for every store kernel; the reference attention reads with it.
 """
 
 from functools import cache
@@ -18,7 +18,7 @@ from halfbyte.numerics import nvfp4, weighted_rounding
 
 
 class ReferenceStore(StoreBackend):
-    """On any device; waits for it, and always raises for a slot past the last page."""
+    """For any device; syncs it, and always raises for a slot past the last page."""
 
     name: ClassVar[str] = "reference"
 
@@ -63,7 +63,7 @@ class ReferenceStore(StoreBackend):
             key = transform.forward(key, positions)
         page, offset = slots // layout.block_size, slots % layout.block_size
         views = layout.views(pages)
-        # Both are encoded before either is written, so that an error leaves no half token.
+        # Both are encoded before either is written, so that an error leaves no partial token.
         k_data, k_scales = _quantize_key(key, k_scale, layout.k_dtype, transform)
         v_data, v_scales = _quantize_value(value, v_scale, layout.v_dtype, transform)
         if first is not None and k_scales is not None:

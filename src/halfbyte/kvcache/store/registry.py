@@ -1,4 +1,4 @@
-"""Which backend stores: the registry, and the choice among them."""
+"""The registry of store backends, and how one is selected."""
 
 import logging
 from functools import lru_cache
@@ -21,7 +21,7 @@ STORE_BACKENDS: Registry[StoreBackend] = Registry(
 )
 """Best first."""
 _OF_DEVICE = {"cuda": "triton", "cpu": "cpu"}
-"""Who is missed where the reference must do the work."""
+"""The fast backend per device type; logged if the reference replaces it."""
 
 
 @lru_cache(maxsize=256)
@@ -36,7 +36,7 @@ def select_store(
 ) -> type[StoreBackend]:
     """The backend for such inputs.
 
-    That nobody but the reference can do the work is said in the log, once per reason.
+    Logs, once per reason, if only the reference can do the work.
 
     Raises:
         NoImplementationError: the backend asked for is unknown or cannot do the work.
@@ -46,12 +46,12 @@ def select_store(
     missed = _OF_DEVICE.get(device.type)
     if backend is None and chosen.name == "reference" and missed is not None:
         verdicts = {verdict.name: verdict for verdict in STORE_BACKENDS.explain(config)}
-        # The CPU's kernels say themselves that they are missing.
+        # The CPU library logs by itself that it is not built.
         if device.type == "cuda" or STORE_BACKENDS.get(missed).is_supported()[0]:
-            _warn_slow(verdicts[missed].reason)
+            _log_slow(verdicts[missed].reason)
     return chosen
 
 
 @lru_cache(maxsize=64)
-def _warn_slow(reason: str) -> None:
+def _log_slow(reason: str) -> None:
     logger.info("K and V are stored by PyTorch operators: %s", reason)

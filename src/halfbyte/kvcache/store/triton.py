@@ -1,4 +1,4 @@
-"""Triton on NVIDIA GPUs from SM80: every format, one launch that never waits for the GPU."""
+"""Triton on NVIDIA GPUs from SM80: every format, one launch, no sync."""
 
 from typing import ClassVar
 

@@ -1,9 +1,9 @@
-"""Triton device functions of error feedback: blocks of 16 channels, a thread for whole tokens.
+"""Triton device functions of error feedback: blocks of 16 channels, one thread per token.
 
-Scratch memory of a program has what is to be rounded, channel by channel: `[head_size, tokens]`. A
-block first gathers the errors of all channels before it, in their order, which gives the bits that
-handing each on at once would give; then it leaves its own in the place of its values. The 16 steps
-of a block exchange nothing between threads, and factors are the same for all of them.
+A program's scratch memory has the values to round as `[head_size, tokens]`. A block first gathers
+the errors of all earlier channels, in order, which is bit-equal to propagating each error at once.
+Then it replaces its values with its own errors. The 16 steps of a block need no exchange between
+threads, and factors are the same for all threads.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -35,7 +35,7 @@ def eight_columns(column, tokens: tl.constexpr):
 
 @triton.jit
 def _column_of(x, c: tl.constexpr):
-    """A column of `[tokens, 8]`; by bits, so that the compiler sees all others go."""
+    """A column of `[tokens, 8]`; by bits, so that the compiler removes all other columns."""
     is_it = (tl.arange(0, 8) == c)[None, :]
     return float_of(tl.xor_sum(tl.where(is_it, bits_of(x), 0), axis=1))
 
@@ -54,7 +54,7 @@ def gather(low, high, column, factor, begin, tokens: tl.constexpr, size: tl.cons
 
 @triton.jit
 def round_in_turn(low, high, scales, g, column, factor, tokens: tl.constexpr, size: tl.constexpr):
-    """Words `[tokens, 2]` of a block, whose channels' errors are left at `column`.
+    """Words `[tokens, 2]` of a block; writes its channels' errors to `column`.
 
     Args:
         scales: bytes `[tokens]`, at least 1.

@@ -1,9 +1,8 @@
-"""Triton device functions of error feedback for few tokens: a warp for one token's K of a head.
+"""Triton device functions of error feedback for small batches: one warp per token and head of K.
 
-`triton_feedback` has a thread do all of a token's work, which takes as long for one token as for a
-thousand. Here the threads of a warp share what they can: channels, when an error is handed on, and
-the candidates of a block scale. The sixteen values of a block are scalars, which all threads have,
-so that a step waits for no exchange.
+`triton_feedback` uses one thread per token, so one token takes as long as a thousand. Here the
+threads of a warp split channels (when propagating an error) and candidates of a block scale. The
+sixteen values of a block are scalars, replicated in all threads, so that steps need no exchange.
 """
 
 # mypy: disable-error-code="no-untyped-def,assignment,misc"
@@ -50,7 +49,7 @@ def _best_scale(xs, amax, weights, g):
             halved = halved + (sums[2 * i] + sums[2 * i + 1],)  # noqa: RUF005
         sums = halved
     error = sums[0] * s * s
-    # Comparisons with a NaN are false: the first candidate stays, others do not come in its place.
+    # Comparisons with NaN are false, so the first candidate stays.
     error = tl.where(error == error, error, tl.where(n == 0, float("-inf"), float("inf")))
     error = tl.where(n <= 8, error, float("inf"))
     chosen = tl.min(tl.where(error == tl.min(error, 0), n, 16), 0)

@@ -1,9 +1,9 @@
 """Store kernel: K and V of new tokens are encoded and written to their slots, in one launch.
 
-The bytes are those of the reference (`kvcache/store/reference.py`). A thread takes a row
-of 16 values, which in bfloat16 are two loads of 16 bytes, and writes their codes as words; programs
-of the grid's second axis take K or V. Nothing waits for the host, so that a launch can be captured
-in a CUDA graph. Slots are read by the kernel and may change between replays.
+The bytes equal those of the reference (`kvcache/store/reference.py`). A thread has a row of 16
+values, which in bfloat16 are two loads of 16 bytes, and writes their codes as words; the grid's
+second axis is K or V. There is no host sync, so that a launch can be captured in a CUDA graph. The
+kernel reads the slots, which may change between replays.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,7 +26,7 @@ from halfbyte.kvcache.transform import MARK, MATCH_TOLERANCE, KVTransform
 from halfbyte.layouts import KVCacheDType, PageLayout, page_stride
 from halfbyte.numerics.hadamard import block_size
 
-# (rows, warps) of a program: a few tokens spread over many multiprocessors, a prompt has enough.
+# (rows, warps) per program: small, to spread a few tokens over many SMs; larger for prompts.
 _SMALL_TILE = (64, 2)
 _LARGE_TILE = (128, 4)
 _LARGE_FROM_ROWS = 2**15
@@ -155,7 +155,7 @@ def store_tokens(
 ) -> None:
     """As `halfbyte.kvcache.reshape_and_cache`, on arguments already checked, all on one GPU.
 
-    Never waits for the GPU; slots past the last page are skipped.
+    Does not sync the GPU; slots past the last page are skipped.
 
     Args:
         k_scale, v_scale: floats, or float32 tensors of one element; one on a GPU is read there.
@@ -265,7 +265,7 @@ def _transform_arguments(
 def _ring_arguments(
     recent: RingSlots | None, layout: PageLayout, rows: int, absent: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, ...], int, dict[str, Any]]:
-    """The same for the rings, of which a program copies as many values as it encodes."""
+    """The same for the rings; a program copies as many values as it encodes."""
     padded, padded_v = (1 << (n - 1).bit_length() for n in (layout.head_size, layout.head_size_v))
     constants = {
         "ring_size": 0 if recent is None else recent.keys.shape[2],

@@ -212,7 +212,7 @@ def store_side(
     low, high = load_rows(
         x, stride_token, stride_head, stride, token, head, part, inside, side, dense
     )
-    # After the loads of values, which must not wait for it.
+    # Loaded after the values, so that their loads do not wait for it.
     page, offset, keep = slot_of_token(slots, slot_stride, token, inside, capacity, side)
     start = pages + page * page_stride
     data = start + (data_offset + offset * side.data_token + head * side.data_head)

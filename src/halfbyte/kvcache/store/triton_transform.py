@@ -1,9 +1,9 @@
-"""Store kernel for K that a recipe changes: the mean taken away, rotated, the first token marked.
+"""Store kernel for K that a recipe changes: subtracts the mean, rotates, marks the first token.
 
-As `triton_kernel.store_kernel`, to the bits of the reference (`kvcache/transform.py` has the
-definitions). A thread has 16 values of a head: butterflies of neighbours up to 8 apart stay in it,
-those further apart are sums over two threads. Tokens at position 0 are compared with the constants
-in a branch that no other program takes.
+Like `triton_kernel.store_kernel`, bit-equal to the reference (`kvcache/transform.py` has the
+definitions). A thread has 16 values of a head: butterflies with stride up to 8 are in one thread,
+larger strides exchange between two threads. Only programs with a token at position 0 branch to the
+comparison with the constants.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -28,7 +28,7 @@ from halfbyte.kvcache.store.triton_rows import (
 
 @triton.jit
 def _butterfly_in_thread(x, stride: tl.constexpr):
-    """Of columns of `[rows, 8]` that are `stride` apart."""
+    """Butterflies of columns of `[rows, 8]` that are `stride` apart."""
     rows: tl.constexpr = x.shape[0]
     pairs = tl.permute(tl.reshape(x, (rows, 4 // stride, 2, stride)), (0, 1, 3, 2))
     a, b = tl.split(pairs)
@@ -38,11 +38,11 @@ def _butterfly_in_thread(x, stride: tl.constexpr):
 
 @triton.jit
 def _butterfly_of_rows(x, stride: tl.constexpr):
-    """Of rows of `[rows, 8]` that are `stride` apart."""
+    """Butterflies of rows of `[rows, 8]` that are `stride` apart."""
     rows: tl.constexpr = x.shape[0]
     pairs = tl.reshape(x, (rows // (2 * stride), 2, stride * 8))
-    # What two rows differ in takes each to the other: one exchange, and the compiler cancels the
-    # bits that are taken away twice.
+    # The XOR of two rows turns each into the other: one exchange, and the compiler cancels repeated
+    # XORs.
     bits = bits_of(pairs)
     other = float_of(bits ^ tl.xor_sum(bits, axis=1)[:, None, :])
     sign = tl.where((tl.arange(0, 2) == 1)[None, :, None], -1.0, 1.0)
@@ -51,7 +51,7 @@ def _butterfly_of_rows(x, stride: tl.constexpr):
 
 @triton.jit
 def rotate_rows(low, high, block: tl.constexpr, norm: tl.constexpr):
-    """Hadamard transform of heads whose rows lie side by side.
+    """Hadamard transform of heads with contiguous rows.
 
     Args:
         low, high: float32 `[rows, 8]`.
@@ -255,7 +255,7 @@ def store_transformed_kernel(
         pairs: of a token and a head, that a program copies.
     """
     wait_for_previous(overlaps)
-    if ring_size > 0:  # noqa: SIM102 - which the compiler knows
+    if ring_size > 0:  # noqa: SIM102 - known at compile time
         if tl.program_id(1) == 2:
             places = (ring_rows, ring_owners, ring_slots, num_kept)
             heads: tl.constexpr = k_side.num_heads
@@ -303,7 +303,7 @@ def store_transformed_kernel(
     position = tl.load(positions + token.to(tl.int64), mask=inside, other=1)
     page, offset, keep = slot_of_token(slots, slot_stride, token, inside, capacity, k_side)
     if centred:
-        # Padding may have any position; of it nothing is stored.
+        # Padding may have any position; it is not stored.
         turn = tl.minimum(tl.maximum(position // segment, 0), num_segments - 1)
         low, high = subtract_mean(
             low, high, cos, sin, mean, partner_mean, turn, head, part, inside, k_side

@@ -1,8 +1,8 @@
 """Store kernel for recipes that weigh errors: K by error feedback, both with weighted scales.
 
-As `triton_transform`, to the bits of `numerics.weighted_rounding`. A program takes K of one head of
-`tokens` tokens: centred and rotated by rows, as there, then through scratch memory to threads that
-have whole tokens (`triton_feedback`), or for few tokens to a warp for each (`triton_feedback_row`).
+Like `triton_transform`, bit-equal to `numerics.weighted_rounding`. A program has K of one head and
+`tokens` tokens. It centres and rotates by rows, then passes them through scratch memory to one
+thread per token (`triton_feedback`), or with few tokens one warp per token (`triton_feedback_row`).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -107,7 +107,7 @@ def store_weighted_kernel(
             program of V.
     """
     wait_for_previous(overlaps)
-    if ring_size > 0:  # noqa: SIM102 - which the compiler knows
+    if ring_size > 0:  # noqa: SIM102 - known at compile time
         if tl.program_id(1) == 2:
             places = (ring_rows, ring_owners, ring_slots, num_kept)
             heads: tl.constexpr = k_side.num_heads
@@ -140,7 +140,7 @@ def store_weighted_kernel(
         return
     size: tl.constexpr = k_side.head_size
     program = tl.program_id(0)
-    # Programs of one head lie side by side, and share its factors in the cache.
+    # Programs of one head are adjacent, to share its factors in L2.
     tiles = tl.cdiv(num_slots, tokens)
     if program >= tiles * k_side.num_heads:
         return
@@ -167,7 +167,7 @@ def store_weighted_kernel(
         low, high = to_float32(low), to_float32(high)
         if centred:
             position = tl.load(positions + token.to(tl.int64), mask=inside, other=1)
-            # Padding may have any position; of it nothing is stored.
+            # Padding may have any position; it is not stored.
             turn = tl.minimum(tl.maximum(position // segment, 0), num_segments - 1)
             low, high = subtract_mean(
                 low, high, cos, sin, mean, partner_mean, turn, head, part, inside, k_side
