@@ -1,4 +1,4 @@
-"""Random ragged batches on packed pages, and what attention on them must give, in float64."""
+"""Random ragged batches on packed pages, and expected attention results in float64."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from kvcache.transforms import SEGMENT, make_transform, on
 
 @dataclass
 class Case:
-    """A batch: arguments of `paged_attention`, and where every token of every sequence lies."""
+    """A batch: arguments of `paged_attention`, and the slot of every token."""
 
     query: torch.Tensor
     pages: torch.Tensor
@@ -439,7 +439,7 @@ RECENT_CASES: dict[str, dict[str, Any]] = {
     "float16": {"head_size": 64, "query_dtype": torch.float16, **_LENGTHS},
     "float32": {"head_size": 64, "query_dtype": torch.float32, **_LENGTHS},
 }
-"""With the last 64 tokens beside the pages."""
+"""With the last 64 tokens in rings."""
 RECENT_CASES = {name: {"recent": 64, **case} for name, case in RECENT_CASES.items()}
 
 _ALL: dict[str, Any] = {}
@@ -472,7 +472,7 @@ TRANSFORM_CASES: dict[str, dict[str, Any]] = {
     "float32": {"head_size": 64, "query_dtype": torch.float32, **_LENGTHS},
     "fp8-v": {"head_size": 64, "v_dtype": "fp8_e4m3", **_LENGTHS},
 }
-"""What K may go through; by default all of it."""
+"""Options of transforms of K; by default all of them."""
 TRANSFORM_CASES = {
     name: {"k_dtype": "nvfp4_4over6", "transform": _ALL, **case}
     for name, case in TRANSFORM_CASES.items()

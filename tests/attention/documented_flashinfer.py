@@ -1,7 +1,7 @@
 """FlashInfer's entries in plain PyTorch, as its documentation says they behave (0.7.0).
 
-They read exactly what they are handed, on a CPU and without a compiler, so that tests see whether
-views, tables, scales and options mean what halfbyte wants to say.
+They read exactly their arguments, on a CPU and without a compiler, so that tests can check views,
+tables, scales and options.
 """
 
 import math

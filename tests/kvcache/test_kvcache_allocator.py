@@ -1,4 +1,4 @@
-"""`PageAllocator`: pages are handed out once, counted, and given back."""
+"""`PageAllocator`: pages are allocated once, reference-counted and freed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A calibration and its file: everything comes back, and nothing else is taken for one."""
+"""A calibration and its file: a round trip is exact, and other files are refused."""
 
 from dataclasses import replace
 from pathlib import Path

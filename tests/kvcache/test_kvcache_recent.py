@@ -1,4 +1,4 @@
-"""Rings for the last tokens of sequences: who holds which, and what they still have."""
+"""Rings of recent tokens: their entries, and the positions that they still have."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_sequences_have_entries_of_their_own() -> None:
     for seq in "abc":
         tables.add(seq)
     entries = [tables.entry(seq) for seq in "abc"]
-    assert sorted(entries) == [1, 2, 3]  # 0 is nobody's
+    assert sorted(entries) == [1, 2, 3]  # 0 is reserved
     key, value = rings(recent)
     key[entries[0]], value[entries[0]] = 1.0, 2.0
     tables.append("a", 30)

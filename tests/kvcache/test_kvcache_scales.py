@@ -1,4 +1,4 @@
-"""`KVScales`: multipliers survive the way through amax, files and models bit for bit."""
+"""`KVScales`: conversion to amax, files and models and back is bit-exact."""
 
 import json
 import math
@@ -25,7 +25,7 @@ FILE = "kv_scales.json"
 @each_scaled
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(multiplier=positive_float32)
-def test_multipliers_survive_the_way_through_amax(dtype: str, multiplier: float) -> None:
+def test_conversion_to_amax_and_back_is_exact(dtype: str, multiplier: float) -> None:
     method = get_kv_cache_quant_method(dtype)
     scales = KVScales.from_multipliers([multiplier], [1.0], method)
     k_amax, v_amax = scales.amax_of_layer(0)

@@ -247,7 +247,7 @@ class SequencesMachine(RuleBasedStateMachine):
             return
         self.hosts.pop()
         self.tables.move_in(name, host)
-        # Nothing is shared after the way through host memory.
+        # Pages are no longer shared after a swap.
         tables = [[p and Page() for p in table] for table in sequence.tables]
         self.shadow[name] = Sequence(sequence.tokens, tables)
 

@@ -1,4 +1,4 @@
-"""K on its way into pages and back: means, rotation, constants of first tokens."""
+"""Transforms of K: means, rotation, constants of first tokens."""
 
 import pytest
 import torch

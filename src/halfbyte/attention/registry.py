@@ -27,7 +27,7 @@ class _AttentionBackends(Registry[AttentionBackend]):
     ) -> list[Verdict]:
         verdicts = super().explain(config, compute_capability)
         among, why = self._candidates(config)
-        reason = f"runs where it is asked for by name; {why}"
+        reason = f"runs only if chosen by name; {why}"
         return [
             verdict._replace(usable=False, reason=reason)
             if verdict.usable and verdict.name not in among
@@ -39,7 +39,7 @@ class _AttentionBackends(Registry[AttentionBackend]):
         verdict = super()._judge(name, config, compute_capability)
         transform = config is not None and config.transform
         if verdict.usable and transform and not self.get(name).takes_transforms:
-            return verdict._replace(usable=False, reason="reads the recipe plain alone")
+            return verdict._replace(usable=False, reason="reads only the recipe plain")
         recent = config is not None and config.recent and config.device_type != "cuda"
         if verdict.usable and recent and not self.get(name).takes_recent:
             return verdict._replace(usable=False, reason="reads all tokens from the pages")
@@ -48,7 +48,10 @@ class _AttentionBackends(Registry[AttentionBackend]):
     def _candidates(self, config: AttentionConfig | None) -> tuple[Sequence[str], str]:
         """Names to choose from, and why the rest is excluded."""
         if config is not None and config.batch_invariant:
-            return _BATCH_INVARIANT, "those are chosen that take every batch"
+            return (
+                _BATCH_INVARIANT,
+                "batch_invariant needs a backend that supports every batch",
+            )
         return self.names(), ""
 
     def select(
@@ -71,7 +74,7 @@ class _AttentionBackends(Registry[AttentionBackend]):
 @lru_cache(maxsize=256)
 def _warn_slow(reason: str) -> None:
     """Warn once per reason."""
-    logger.warning("attention: the reference runs, slowly, and waits for the GPU: %s", reason)
+    logger.warning("attention: the reference runs, slowly, and syncs the GPU: %s", reason)
 
 
 ATTENTION_BACKENDS = _AttentionBackends(

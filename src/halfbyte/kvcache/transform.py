@@ -152,7 +152,7 @@ class KVTransform:
         return any(tensor is not None and tensor.is_cuda for tensor in tensors)
 
     def prepare(self) -> None:
-        """Make the tables of GPU kernels now: what waits for the GPU cannot be captured."""
+        """Make the tables of GPU kernels now: it syncs, which cannot be captured in a graph."""
         _ = self.mean_tables, self.pair_tables
 
     @property

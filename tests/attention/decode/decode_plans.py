@@ -64,7 +64,7 @@ class Share(NamedTuple):
 
 
 def random_step(seed: int, max_sequences: int = 300, max_tokens: int = 40_000) -> Step:
-    """Any step that the kernels may meet, with sequences of very different lengths."""
+    """A random step with sequences of very different lengths."""
     rng = Random(seed)
     count = rng.choice((1, 2, rng.randint(3, 20), rng.randint(3, max_sequences)))
     longest = max(2, max_tokens // count)
@@ -94,8 +94,8 @@ def on_host(step: Step, attention: bool = False) -> Iterator[list[tuple[str, Any
     """Let the launcher's kernels run on the CPU.
 
     Args:
-        step: says which GPU the launcher finds.
-        attention: whether the attention kernel runs, too, or is left out.
+        step: gives the GPU that the launcher finds.
+        attention: whether the attention kernel runs, too.
 
     Yields:
         What is launched: names of kernels and their parameters.
@@ -183,7 +183,7 @@ def read(plan: Plan, num_tokens: int) -> Table:
 
 
 def shares(table: Table) -> list[Share]:
-    """What the units do: each walks from the item it begins in along its stretch of the line."""
+    """The shares of all units: each starts in its work item and follows the line."""
     found = []
     items = table.item_records.tolist()
     for unit in range(table.units):

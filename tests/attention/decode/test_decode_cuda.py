@@ -1,4 +1,4 @@
-"""The CUDA decode kernel: what it is chosen for, and its results where there is a GPU."""
+"""The CUDA decode kernel: when it is selected, and its results on a GPU."""
 
 from dataclasses import replace
 from typing import Any
@@ -232,7 +232,7 @@ def test_cuda_attention_without_pages(group: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [4, 32])
 def test_cuda_attention_in_a_graph_where_rows_come_to_have_parts_and_lose_them(group: int) -> None:
-    """A row that one unit has to itself is ended by other code than one that several work on."""
+    """Rows of a single unit and rows of several units are written by different code."""
     count, pages = 300, 512
     case = make_case(
         head_size=128, group=group, kv_heads=1, query_lens=(1,) * count, seq_lens=(64,) * count
@@ -255,7 +255,7 @@ def test_cuda_attention_in_a_graph_where_rows_come_to_have_parts_and_lose_them(g
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    # All values are the same, and so is their mean, however it is put together.
+    # All values are equal, so their weighted mean is exact in any order of sums.
     ended = out.clone()
     for longest in (16 * pages, 64, 16 * pages):
         seq_lens[::7] = longest

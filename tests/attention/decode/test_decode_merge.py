@@ -33,7 +33,7 @@ STEPS = {
 
 
 class Parts(NamedTuple):
-    """Results of the attention kernel, and what they come to, by (token, head)."""
+    """Partial results of the attention kernel, and their expected merge, by (token, head)."""
 
     is_one: torch.Tensor
     """Bool `[tokens, heads]`: there is one part, and the attention kernel has ended the row."""
@@ -44,7 +44,7 @@ class Parts(NamedTuple):
 
 
 def random_parts(step: Step, plan: Plan, generator: torch.Generator) -> Parts:
-    """Fill the rows that the merge reads, and only those, with parts; a quarter saw nothing."""
+    """Fill the rows that the merge reads, and only those, with parts; a quarter of them empty."""
     cols, heads = plan.variant.columns, step.kv_heads * step.group
     partial_out = plan.partial_out.view(-1, step.kv_heads, cols, step.head_size)
     partial_ml = plan.partial_ml.view(-1, step.kv_heads, cols, 2)
@@ -95,7 +95,7 @@ def row_of(share: Share) -> int:
 def assert_merged(
     step: Step, dtype: torch.dtype, seed: int, with_sinks: bool, with_lse: bool
 ) -> None:
-    """All kernels against the same sums, written among memory that must stay as it is."""
+    """All kernels against the same sums; memory around the output must not change."""
     generator = torch.Generator().manual_seed(seed)
     heads, num_tokens = step.kv_heads * step.group, step.starts[-1]
     sinks = 8 * torch.randn(heads, generator=generator) if with_sinks else None
@@ -175,7 +175,7 @@ def test_merge_of_random_batches() -> None:
         (Step([100] * 64, [1] * 64, kv_heads=8), "merge_8"),
         (Step([30_000] * 8, [1] * 8, kv_heads=8), "merge_32"),
         (Step([30_000] * 60, [1] * 60, kv_heads=1), "merge_32"),
-        # Its rows do not find room at once.
+        # Not all CTAs are resident at once.
         (Step([30_000] * 60, [1] * 60, kv_heads=1, group=32, head_size=256), "merge_8"),
         (Step([30_000] * 2, [1] * 2, kv_heads=8), "merge_128"),
         (Step([300_000], [1], kv_heads=1), "merge_512"),

@@ -40,7 +40,7 @@ WHOLE_PAGES = Step([], [], group=32, kv_heads=1, multiprocessors=1)
 WHOLE_PAGES_64 = replace(WHOLE_PAGES, group=8, head_size=64, block_size=64)
 WHOLE_PAGES_32_OF_256 = replace(WHOLE_PAGES, head_size=256)
 WHOLE_PAGES_256 = replace(WHOLE_PAGES, group=40, head_size=256, block_size=32)
-"""Ways to compile the attention kernel; every one takes the C++ compiler."""
+"""Cases of variants of the attention kernel; the C++ compiler runs for each."""
 
 CASES: dict[str, tuple[Step, dict[str, Any]]] = {
     "ragged": (replace(NVFP4, lengths=[1, 40, 77, 0, 300, 64, 129], queries=[1] * 7), {}),
@@ -172,7 +172,7 @@ CHANGED: dict[str, tuple[Step, dict[str, Any]]] = {
         {**RECIPE, "recent": 64},
     ),
 }
-"""K that a recipe changed, and the last tokens as they are."""
+"""K that a recipe changed, and recent tokens in 16 bits."""
 
 BATCHES = (
     *("ragged", "uneven-queries", "batch-invariant", "fp8", "bfloat16", "many-columns"),
@@ -343,7 +343,7 @@ def test_random_batches(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ragged", "sinks", "fp8", "bfloat16", "wgmma", "whole-pages"])
 def test_large_queries(name: str) -> None:
-    """They make maxima grow, and sums be rescaled, tile after tile."""
+    """Large logits make the max grow, so that sums are rescaled in every tile."""
     step, options = CASES[name]
     case = case_of(step, **options)
     case.query.mul_(-40)

@@ -49,7 +49,7 @@ EDGES = {
 
 
 class Work(NamedTuple):
-    """What a sequence asks for, from the definition of attention alone."""
+    """A sequence's work, by the definition of attention."""
 
     tiles: range
     col_tiles: int
@@ -68,7 +68,7 @@ def work_of(step: Step, seq: int, tile: int, columns: int) -> Work:
 
 
 def assert_records(step: Step, table: Table, works: list[Work]) -> None:
-    """Work items lie on the line in order, and each tells what its sequence is."""
+    """Work items are in order on the line, with correct fields of their sequences."""
     items = table.item_records[: table.items]
     wanted = [(seq, c) for seq, work in enumerate(works) for c in range(work.col_tiles)]
     assert items[:, 1:3].tolist() == [list(pair) for pair in wanted]
@@ -102,7 +102,7 @@ def assert_shares(step: Step, plan: Plan, table: Table, works: list[Work]) -> No
         for c in range(w.col_tiles)
         for tile in w.tiles
     ]
-    # No warp is started for nothing.
+    # No unit is empty.
     assert {share.unit for share in found} == set(range(table.units))
     rows = [share.unit + share.item for share in found]
     assert len(set(rows)) == len(rows)

@@ -1,4 +1,4 @@
-"""`prepare.cu`, which stands in front of decoding, run on the CPU, against float64."""
+"""`prepare.cu`, the kernel before decode, run on the CPU, against float64."""
 
 from dataclasses import replace
 from typing import Any

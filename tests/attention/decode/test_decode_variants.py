@@ -1,4 +1,4 @@
-"""Ways to compile the CUDA decode kernel, and that it compiles, without a GPU."""
+"""Variants of the CUDA decode kernel: which are chosen, and that they compile, without a GPU."""
 
 import re
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_kernels_that_copy_whole_pages_compile(head_size: int, block_size: int) 
 
 
 def spills(variant: Variant, layout: PageLayout, group: int, folder: Path, segment: int = 0) -> int:
-    """How many instructions move registers to local memory, or back."""
+    """Number of spill instructions (local loads and stores)."""
     changes = (segment > 0, segment, segment > 0, segment > 0)
     options = macros(layout, group, torch.bfloat16, False, variant, *changes)
     code = disassembled(compiled(variant.source, options, "sm_90a"), folder)

@@ -1,4 +1,4 @@
-"""What the Triton attention kernel is launched with, and that it compiles for every GPU."""
+"""Launch plans of the Triton attention kernel, and that it compiles for every GPU."""
 
 from typing import Any
 

@@ -20,8 +20,8 @@ pytest.importorskip("triton")
 from slow import CAPABILITIES, slow
 from triton_interpreter import interpreted
 
-# Small tiles, so that short sequences have several of them; keys of a row in one, in three, or in
-# pieces of 32.
+# Small tiles, so that short sequences have several of them; keys of a row in one split, in
+# three, or in splits of 32.
 TILES = Tiles(block_m=16, block_n=16, num_warps=4, num_stages=2)
 WHOLE = AttendPlan(TILES, num_splits=1, split_length=0, tokens_per_launch=1000)
 SPLIT = AttendPlan(TILES, num_splits=3, split_length=0, tokens_per_launch=1000)
@@ -224,7 +224,7 @@ def test_attend_reads_no_page_before_the_window() -> None:
         query_lens=(1, 2), seq_lens=(100, 80), sliding_window=20, kv_heads=1, block_size=8
     )
     expected = interpret(case, SPLIT)
-    # Those pages may have been freed and filled by others since. The second sequence's keys begin
+    # Those pages may have been reused by other sequences. The second sequence's keys begin
     # at 59, in page 7; the tile that holds them begins in page 6.
     case.block_tables[0, :10] = 2**30
     case.block_tables[1, :7] = 2**30

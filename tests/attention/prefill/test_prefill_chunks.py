@@ -1,4 +1,4 @@
-"""Prefill by our own kernel: how batches are cut for it, and the kernel on rows, also on a GPU."""
+"""Prefill with halfbyte's kernel: how batches are split, and the kernel on rows, also on a GPU."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Inputs for store kernels that are hard to get right, and what their pages must be."""
+"""Edge-case inputs of store kernels, and the expected pages."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -119,9 +119,9 @@ class StoreCase:
 
 
 def assert_same_buffers(case: StoreCase, actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Bytes are equal, but for the payload of a NaN that is stored as a float.
+    """Bytes are equal, except for the payload of a NaN that is stored as a float.
 
-    PyTorch itself writes others on a CPU than on a GPU.
+    PyTorch's own payloads differ between CPU and GPU.
     """
     actual = actual.clone()
     for name in ("k_data", "v_data"):

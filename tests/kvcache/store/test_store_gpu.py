@@ -1,4 +1,4 @@
-"""The compiled store kernel on a GPU: the reference's bytes, without waiting for the GPU."""
+"""The compiled store kernel on a GPU: the reference's bytes, without a sync."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,7 +42,7 @@ Call = Callable[..., None]
 
 @contextmanager
 def waiting_is_an_error() -> Iterator[None]:
-    """Any operation of PyTorch that waits for the GPU raises."""
+    """Any PyTorch operation that syncs the GPU raises."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
