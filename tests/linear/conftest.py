@@ -38,7 +38,7 @@ class RowsReversedKernel(ReferenceKernel):
         return super().apply_weights(plain, x, bias)
 
 
-class OneWayKernel(RowsReversedKernel):
+class IrreversibleKernel(RowsReversedKernel):
     """A repacking kernel that cannot go back."""
 
     name: ClassVar[str] = "one_way"
@@ -48,6 +48,6 @@ class OneWayKernel(RowsReversedKernel):
 @pytest.fixture
 def repacking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two kernels that repack, by name."""
-    for kernel in (RowsReversedKernel, OneWayKernel):
+    for kernel in (RowsReversedKernel, IrreversibleKernel):
         monkeypatch.setitem(LINEAR_BACKENDS._targets, kernel.name, f"here:{kernel.__name__}")
         monkeypatch.setitem(LINEAR_BACKENDS._loaded, kernel.name, kernel)

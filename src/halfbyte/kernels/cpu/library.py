@@ -89,7 +89,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 @lru_cache(maxsize=1)
-def say_missing() -> None:
+def warn_not_built() -> None:
     """One line in the log, whatever misses the kernels first."""
     logger.warning("the CPU kernels were not built (no C++ compiler?): the reference stands in")
 
@@ -103,7 +103,7 @@ def is_built(purpose: str) -> Answer:
     if library() is not None:
         return True, purpose
     if current_compute_capability() == CPU:  # elsewhere hardly anyone will miss them
-        say_missing()
+        warn_not_built()
     return False, "was not built: the package was installed without a C++ compiler"
 
 

@@ -49,6 +49,6 @@ def current_device(device: int) -> AbstractContextManager[object]:
 
 
 @lru_cache(maxsize=16)
-def multiprocessors(device: int) -> int:
+def num_sms(device: int) -> int:
     """How many a GPU has, given its index."""
     return torch.cuda.get_device_properties(device).multi_processor_count

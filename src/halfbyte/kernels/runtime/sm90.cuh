@@ -48,7 +48,7 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
 }
 
 // By who has made barriers, before others hear that they are there.
-__device__ __forceinline__ void tell_of_barriers() {
+__device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 

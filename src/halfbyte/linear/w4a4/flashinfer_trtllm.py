@@ -19,12 +19,12 @@ from halfbyte.linear.ops import LinearOp
 from halfbyte.linear.w4a4.flashinfer_fp4 import FlashInferFp4Kernel, multiply, quantize
 from halfbyte.linear.w4a4.native_fp4 import Operand, native_fp4_op
 
-_MOST_ROWS_IN_8X4 = 32
+_MAX_TOKENS_8X4 = 32
 """As vLLM chooses."""
 
 
 def _is_8x4(rows: int) -> bool:
-    return rows <= _MOST_ROWS_IN_8X4
+    return rows <= _MAX_TOKENS_8X4
 
 
 def _quantize(x: torch.Tensor, global_scale: torch.Tensor) -> Operand:

@@ -24,7 +24,7 @@
 namespace halfbyte {
 namespace {
 
-constexpr int kFewQueries = 4;            // of any number of heads
+constexpr int kMaxDecodeQueries = 4;            // of any number of heads
 constexpr size_t kKeptFloats = 1u << 22;  // of parts, between calls
 constexpr int64_t kMinWork = 1 << 19;     // multiplications that are worth a second thread
 
@@ -100,7 +100,7 @@ void cut(Batch& batch) {
   int64_t floats = 0;
   const auto few = [&](int seq) {
     const int queries = queries_of(call, seq);
-    return queries * batch.group <= kMaxRows || queries <= kFewQueries;
+    return queries * batch.group <= kMaxRows || queries <= kMaxDecodeQueries;
   };
   for (int seq = 0; seq < call.num_seqs; seq++)
     if (!few(seq)) cut_rows(batch, seq);

@@ -159,7 +159,7 @@ void multiply(const LinearCall& call, int64_t first_row, int64_t rows, std::vect
 
 // Some columns of some strips' rows, as columns of `out`, in the format of the call. Its rows may
 // lie a page apart, so those of a chunk are written for all strips before the next ones.
-void dequantize_some(void* context, int index) {
+void dequantize_strips(void* context, int index) {
   const LinearCall& call = *(const LinearCall*)context;
   const LinearKernels& k = linear_kernels(kFloat32);
   const int64_t chunks = pieces(call.k, kChunk), groups = pieces(chunks, kTurnedChunks);
@@ -197,7 +197,7 @@ HALFBYTE_API void halfbyte_linear_dequantize(const void* call) {
   using namespace halfbyte;
   const LinearCall& c = *(const LinearCall*)call;
   const int64_t groups = pieces(pieces(c.k, kChunk), kTurnedChunks);
-  parallel_for((int)(groups * pieces(c.n, kTurnedStrips * kStrip)), c.threads, dequantize_some,
+  parallel_for((int)(groups * pieces(c.n, kTurnedStrips * kStrip)), c.threads, dequantize_strips,
                (void*)call);
 }
 
