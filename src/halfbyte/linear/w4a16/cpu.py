@@ -165,8 +165,7 @@ def _linear_dense(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | No
 
 
 def _kept(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """This thread's reused buffer of `size` values: page faults of a new one cost as much as the
-    product."""
+    """This thread's buffer, reused: page faults of a new one cost as much as the product."""
     num_bytes = size * dtype.itemsize
     kept = getattr(_KEEP, "bytes", None)
     if kept is None or kept.nbytes < num_bytes:

@@ -39,8 +39,8 @@ def linear_unpacked(
     """x times NVFP4 weights, which are dequantized to x's dtype first.
 
     Arguments as of `gemv.launcher.linear_gemv`; can be captured in a CUDA graph. The workspace
-    comes from PyTorch's allocator and is freed after the call, so that layers share it, in graphs
-    too."""
+    comes from PyTorch's allocator and is freed after the call, so that layers share it.
+    """
     x = box_rows(x)  # the alignment that cuBLAS needs as well
     *outer, k = x.shape
     rows = _MAX_UNPACKED_BYTES // (x.element_size() * k) // TILE_N * TILE_N

@@ -105,8 +105,7 @@ class GemmPlan(NamedTuple):
     cut_tiles: int
     """Pairs that are split along k, so that all clusters have equal work."""
     crossing: int = 0
-    """Cost of starting a tile, in steps: a cluster gets fewer steps for each that starts in its
-    span."""
+    """Cost of starting a tile, in steps; subtracted for each tile that starts in a span."""
 
     def steps(self, k: int) -> int:
         """Steps in padded K."""
