@@ -1,4 +1,4 @@
-"""Kernels that repack, for the tests of what layers do with those."""
+"""Repacking kernels, for tests of layers."""
 
 from typing import ClassVar
 
@@ -39,9 +39,9 @@ class RowsReversedKernel(ReferenceKernel):
 
 
 class IrreversibleKernel(RowsReversedKernel):
-    """A repacking kernel that cannot go back."""
+    """A repacking kernel that cannot restore the weights."""
 
-    name: ClassVar[str] = "one_way"
+    name: ClassVar[str] = "irreversible"
     restore_weights = NvFp4LinearKernel.restore_weights
 
 

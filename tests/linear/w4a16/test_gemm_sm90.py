@@ -1,4 +1,4 @@
-"""The W4A16 kernel for many rows: its compilation and what a launch is given."""
+"""The W4A16 GEMM kernel on SM90: compilation and launch parameters."""
 
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -75,7 +75,7 @@ def test_work_that_cannot_be_counted_is_refused() -> None:
 
 
 class Launched(NamedTuple):
-    """What the launcher does, where nothing is launched."""
+    """The recorded parameters of a launch."""
 
     params: Any
     grid: int
@@ -85,7 +85,7 @@ class Launched(NamedTuple):
 
 
 def launched(shape: tuple[int, ...], n: int, plan: GemmPlan | None = None) -> Launched:
-    """By a call with x of a shape; the kernel would write where `allocate` gives ones."""
+    """Call with x of a shape and record the launch; `allocate` returns ones."""
     k, dtype = shape[-1], torch.bfloat16
     calls: list[tuple[Any, int]] = []
 

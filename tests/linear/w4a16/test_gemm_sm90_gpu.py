@@ -1,4 +1,4 @@
-"""Products of the W4A16 kernel for many rows on an SM90: cuts, replays, kernels side by side."""
+"""The W4A16 GEMM kernel on an SM90: cut tiles, graph replays, concurrent kernels."""
 
 from typing import NamedTuple
 

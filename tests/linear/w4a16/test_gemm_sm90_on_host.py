@@ -1,4 +1,4 @@
-"""The W4A16 kernel for many rows: launcher and CUDA source, run on the CPU, against float64."""
+"""The W4A16 GEMM kernel: launcher and CUDA source, run on the CPU, against float64."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -97,7 +97,7 @@ def on_host(clusters_at_once: Sequence[int]) -> Iterator[None]:
                 assert not flags_left(arguments[-1], grid, threads)
 
     def flags_left(params: Any, grid: int, threads: int) -> bool:
-        """A replay would take them for its own."""
+        """Flags left raised, which a graph replay would take for its own."""
         count = grid * (threads // 128 - 1) * MAX_SHARERS
         flags = np.frombuffer(string_at(params.flags, 8 * count), np.uint64)
         return bool(np.isin(flags - np.uint64(params.flag_epoch), [0, 1]).any())
@@ -144,7 +144,7 @@ def test_products(tile: Tile, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("tile", DIFFERENT, ids=str)
 def test_a_ring_that_goes_round(tile: Tile) -> None:
-    """Nothing comes to a stage while a matmul still reads it."""
+    """A stage is not overwritten while a matmul still reads it."""
     n, m, k = 70, tile.tokens + 20, 2 * tile.stages * tile.step
     case, plan = make_case(n, k, m), GemmPlan(tile, 2, 1, 0)
     for _ in range(3):

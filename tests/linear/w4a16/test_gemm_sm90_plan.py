@@ -1,4 +1,4 @@
-"""How the work of the W4A16 kernel for many rows is cut up."""
+"""Plans of the W4A16 GEMM kernel."""
 
 from itertools import pairwise
 

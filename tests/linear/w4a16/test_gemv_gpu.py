@@ -1,4 +1,4 @@
-"""W4A16 for few rows, and weights written out, on a GPU: products, rows of any kind, graphs."""
+"""W4A16 GEMV and dequantized weights on a GPU: products, strides of x, graphs."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def assert_rounded_once(out: torch.Tensor, wanted: torch.Tensor) -> None:
 @DTYPE
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (300, 528), (64, 128), (2048, 14336), (40, 16)])
-def test_few_rows(n: int, k: int, with_bias: bool, dtype: torch.dtype) -> None:
+def test_small_m(n: int, k: int, with_bias: bool, dtype: torch.dtype) -> None:
     from halfbyte.linear.w4a16.gemv.launcher import linear_gemv
 
     packed = packed_weight(n, k, dtype, "cuda")
@@ -79,7 +79,7 @@ def test_rows_of_any_stride() -> None:
 @DTYPE
 @pytest.mark.parametrize("split", [1, 2, 4, 8])
 @pytest.mark.parametrize("tiles", [1, 2, 4, 8])
-def test_every_way_to_cut_the_work(tiles: int, split: int, dtype: torch.dtype) -> None:
+def test_every_split_of_the_work(tiles: int, split: int, dtype: torch.dtype) -> None:
     from halfbyte.linear.w4a16.gemv.launcher import linear_gemv
     from halfbyte.linear.w4a16.machine import machine_of
 

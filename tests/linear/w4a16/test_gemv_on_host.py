@@ -1,4 +1,4 @@
-"""W4A16 for few rows of x: the launcher and its CUDA source as before SM90, run on the CPU."""
+"""The W4A16 GEMV kernel: launcher and CUDA source before SM90, run on the CPU."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ SHAPES = ((40, 16), (64, 128), (100, 400), (130, 528), (300, 656), (33, 1296))
 """Of weights."""
 A100 = Machine(80, 163 * 1024, 108, 0)
 
-# Shapes of CTAs, whose groups and rounds are to be chosen. Some are such that no plan has them.
+# CTA shapes, with groups and rounds to be filled in; some occur in no plan.
 PLANS = (
     (BF16, GemvPlan(1, 1, 0, 0, warps=4, stages=2)),
     (FP16, GemvPlan(1, 1, 0, 0, warps=16, stages=2)),

@@ -1,4 +1,4 @@
-"""Plans of the W4A16 kernel for few rows: they fit, cover all work and keep the order of sums."""
+"""Plans of the W4A16 GEMV kernel: they fit, cover all work and keep the order of summation."""
 
 import pytest
 
@@ -67,13 +67,13 @@ def test_every_unit_has_its_group(n: int, k: int, machine: Machine) -> None:
     ("n", "k"), [*SHAPES[:3], (4096, 4096), (8192, 8192), (57344, 8192), (151936, 4096)]
 )
 def test_an_h200_is_filled(n: int, k: int, batch_invariant: bool) -> None:
-    """Every multiprocessor works, reads the weights once, and has enough of them under way."""
+    """Every SM works, reads the weights once, and has enough loads in flight."""
     for m in (1, 8, 16):
         plan = gemv_plan(n, k, m, H200, batch_invariant)
         assert plan.groups * plan.split >= 120
         assert plan.passes(m) == 1
         assert plan.stages * plan.warps * plan.ctas >= 12
-        # The busiest multiprocessor has at most a third more than the mean.
+        # The busiest SM has at most a third more than the mean.
         work = plan.units(n) / linear_plan.row_units(n) * plan.groups
         assert plan.ctas > 1 or work <= 1.4
 

@@ -1,4 +1,4 @@
-"""W4A16 for few rows of x as SM90 runs it, on the CPU: TMA, barriers, clusters."""
+"""The W4A16 GEMV kernel with SM90 features on the CPU: TMA, barriers, clusters."""
 
 import ctypes
 
@@ -35,10 +35,10 @@ SHAPES = (
     (64, 2000),
     (70, 2416),
 )
-"""Of weights. If two CTAs share them, x of the last two comes in as many pieces as it may, and two
+"""Of weights. If two CTAs share them, x of the last two comes in the max number of slices, and two
 blocks of k at a time."""
 
-# Shapes of CTAs, whose groups and rounds are to be chosen. Some are such that no plan has them.
+# CTA shapes, with groups and rounds to be filled in; some occur in no plan.
 PLANS = (
     (BF16, GemvPlan(1, 1, 0, 0, warps=4, stages=2)),
     (FP16, GemvPlan(4, 1, 0, 0, warps=5, stages=1)),
@@ -129,7 +129,7 @@ def test_plans_for_an_h200(n: int, k: int, m: int, join: int, dtype: torch.dtype
 
 @pytest.mark.parametrize(("dtype", "shape"), PLANS[1:8:2], ids=name)
 def test_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype, shape: GemvPlan) -> None:
-    """Products of the first 512 k and of the next ones cancel: what is left tells orders apart."""
+    """Products of the first 512 k and of the next cancel: the remainder depends on the order."""
     data, scales = random_weight(100, 1040)
     data[:, 256:512] = data[:, :256]
     scales[:, 32:64] = scales[:, :32]

@@ -1,4 +1,4 @@
-"""The CUDA C++ linear backend: its answers anywhere, its results on a GPU."""
+"""The CUDA C++ linear backend: support checks on any machine, results on a GPU."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The W4A16 kernels: the order of weights, and compilation, on any machine."""
+"""The W4A16 kernels: weight layout and compilation, on any machine."""
 
 from pathlib import Path
 
