@@ -312,7 +312,7 @@ def test_without_the_library_the_reference_stands_in_and_one_line_says_so(
     for module in (backend, cpu_library):
         monkeypatch.setattr(module, "library", lambda: None)
     monkeypatch.setattr(cpu_library, "current_compute_capability", lambda: 0)
-    cpu_library.say_missing.cache_clear()
+    cpu_library.warn_not_built.cache_clear()
     select_store.cache_clear()
     with caplog.at_level(logging.INFO, logger="halfbyte"):
         for block_size in (8, 16):

@@ -1,4 +1,4 @@
-"""Random NVFP4 layers, what they must give (float64), and how far off a kernel may be."""
+"""Random NVFP4 layers, their expected results in float64, and the tolerance of kernels."""
 
 from typing import Any
 
@@ -44,14 +44,14 @@ def random_layer(
 
 
 def random_input(m: int, k: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
-    """`[m, k]`, none of it zero."""
+    """Random `[m, k]` without zeros."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(m, k, generator=generator)
     return torch.where(x.abs() < 1e-3, 1e-3, x).to(dtype)
 
 
 def effective_input(layer: NvFp4Linear, x: torch.Tensor) -> torch.Tensor:
-    """What is multiplied, in float64: x, for W4A4 quantized and read back."""
+    """The left operand in float64: x, for W4A4 quantized and dequantized."""
     if not layer.quantize_activations:
         return x.double()
     scale = layer.loaded_scale("input_global_scale").to(x.device)

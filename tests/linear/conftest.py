@@ -1,4 +1,4 @@
-"""Kernels that repack, for the tests of what layers do with those."""
+"""Repacking kernels, for tests of layers."""
 
 from typing import ClassVar
 
@@ -38,16 +38,16 @@ class RowsReversedKernel(ReferenceKernel):
         return super().apply_weights(plain, x, bias)
 
 
-class OneWayKernel(RowsReversedKernel):
-    """A repacking kernel that cannot go back."""
+class IrreversibleKernel(RowsReversedKernel):
+    """A repacking kernel that cannot restore the weights."""
 
-    name: ClassVar[str] = "one_way"
+    name: ClassVar[str] = "irreversible"
     restore_weights = NvFp4LinearKernel.restore_weights
 
 
 @pytest.fixture
 def repacking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two kernels that repack, by name."""
-    for kernel in (RowsReversedKernel, OneWayKernel):
+    for kernel in (RowsReversedKernel, IrreversibleKernel):
         monkeypatch.setitem(LINEAR_BACKENDS._targets, kernel.name, f"here:{kernel.__name__}")
         monkeypatch.setitem(LINEAR_BACKENDS._loaded, kernel.name, kernel)

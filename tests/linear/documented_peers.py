@@ -1,4 +1,4 @@
-"""Peers' FP4 matmuls in plain PyTorch, as their documentation and sources say they behave.
+"""Peers' FP4 matmuls in plain PyTorch, following their documentation and sources.
 
 They decode exactly the bytes that they are handed, by index formulas of their own, and multiply in
 float64: a wrong order, padding or scale gives a wrong product, or is refused as theirs refuse it.

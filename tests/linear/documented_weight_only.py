@@ -1,4 +1,4 @@
-"""Humming and vLLM's Marlin in plain PyTorch, as their sources say they behave.
+"""Humming and vLLM's Marlin in plain PyTorch, following their sources.
 
 Like `documented_peers`: what they are handed is checked, decoded and multiplied in float64. Their
 own orders of repacked weights, which nothing outside them sees, are plain transposes here.

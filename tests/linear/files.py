@@ -1,4 +1,4 @@
-"""The tensors of one layer as a checkpoint has them, and layers to load them into."""
+"""Tensors of one layer as in a checkpoint, and layers to load them into."""
 
 import torch
 

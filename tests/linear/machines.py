@@ -1,4 +1,4 @@
-"""GPUs as `machine_of` answered on them, for plans that are made without one."""
+"""Results of `machine_of` on real GPUs, for tests of plans without a GPU."""
 
 from halfbyte.linear.w4a16.gemv.plan import Machine
 

@@ -1,4 +1,4 @@
-"""Names of the backends that call libraries of others, and the dtypes that they take."""
+"""Names of the backends that call other libraries, and their dtypes."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Products and functions that give a row the same bits whatever else is in the batch."""
+"""Batch-invariant products and functions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -125,7 +125,7 @@ CALLS: dict[str, Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_what_models_call(name: str, dtype: torch.dtype, threads: int) -> None:
-    """Rows do not depend on one another, and results are PyTorch's but for rounding."""
+    """Rows do not depend on each other, and results equal PyTorch's up to rounding."""
     k, n = 301, 67  # not multiples of any vector
     shapes = {"x": (61, k), "nk": (n, k), "n": (n,), "ekn": (2, k, n)}
     generator = torch.Generator().manual_seed(0)

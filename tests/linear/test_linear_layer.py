@@ -1,4 +1,4 @@
-"""`NvFp4Linear`: made of others, handed to kernels that repack and taken back, called."""
+"""`NvFp4Linear`: construction, processing by repacking kernels and restoring, calls."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -169,13 +169,13 @@ def test_inference_mode_leaves_tensors_that_can_be_written() -> None:
 
 
 @pytest.mark.usefixtures("repacking")
-def test_kernel_without_a_way_back_is_named_when_saving() -> None:
-    layer = random_layer(32, 64, backend="one_way")
+def test_kernel_without_restore_is_named_when_saving() -> None:
+    layer = random_layer(32, 64, backend="irreversible")
     layer.state_dict()
     layer.process_weights_after_loading()
-    with pytest.raises(RuntimeError, match="linear backend 'one_way' cannot give back"):
+    with pytest.raises(RuntimeError, match="linear backend 'irreversible' cannot give back"):
         layer.state_dict()
-    with pytest.raises(RuntimeError, match="linear backend 'one_way' cannot give back"):
+    with pytest.raises(RuntimeError, match="linear backend 'irreversible' cannot give back"):
         layer.half()
 
 

@@ -1,4 +1,4 @@
-"""Calls of operators: straight to the function, but not where somebody would miss the operator."""
+"""Operator calls skip the dispatcher, except under tracing, profiling or autograd."""
 
 import sys
 import warnings

@@ -1,4 +1,4 @@
-"""Backends that call libraries of others: what they hand over, and what they refuse.
+"""Backends that call other libraries: their arguments, and the layers that they reject.
 
 The libraries are played by `documented_peers` on the CPU; the tests at the end run the real ones on
 a GPU that they are for.
@@ -59,7 +59,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers get the kernel that they name, without being asked whether it runs here."""
+    """Layers use the named kernel without the check whether it runs here."""
 
     def init(config: NvFp4LinearLayerConfig, backend: str | None) -> NvFp4LinearKernel:
         assert backend is not None
@@ -73,7 +73,7 @@ def layer_for(name: str, n: int, k: int, **options: Any) -> NvFp4Linear:
 
 
 def assert_right(name: str, n: int, k: int, x: torch.Tensor, **options: Any) -> NvFp4Linear:
-    """The layer's result is that of a twin on the loaded weights."""
+    """The layer's result equals that of a second layer with the loaded weights."""
     layer = layer_for(name, n, k, dtype=x.dtype, **options)
     twin = layer_for(name, n, k, dtype=x.dtype, **options)
     assert_close_enough(twin, x, layer(x), x.dtype)
@@ -208,7 +208,7 @@ def test_marlin_names_scales_that_it_loses(
 
 
 def test_humming_asks_for_one_float32_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose K is not split; but where it is to be measured as fast as it goes."""
+    """K is not split, except within `splitting_k`."""
     calls = documented_weight_only.install_humming(monkeypatch)
     use(monkeypatch)
     assert_right("humming", 64, 128, random_input(3, 128, FP16))

@@ -1,4 +1,4 @@
-"""Where backends of other libraries say that they run, and what they refuse."""
+"""Machines and layers that backends of other libraries support."""
 
 from typing import Any
 

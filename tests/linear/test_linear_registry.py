@@ -1,4 +1,4 @@
-"""The choice among linear kernels: by machine, by work, by hand, by environment."""
+"""Selection of linear kernels: by machine, layer, argument and environment variable."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -151,10 +151,10 @@ def test_impossible_layers_are_refused(change: dict, message: str) -> None:
         replace(CONFIG, **change)
 
 
-def test_kernel_without_a_way_back_says_so() -> None:
-    class OneWay(ReferenceKernel):
-        name: ClassVar[str] = "one_way"
+def test_kernel_without_restore_says_so() -> None:
+    class Irreversible(ReferenceKernel):
+        name: ClassVar[str] = "irreversible"
         restore_weights = NvFp4LinearKernel.restore_weights
 
-    with pytest.raises(RuntimeError, match="linear backend 'one_way' cannot give back"):
-        OneWay(CONFIG).restore_weights(nn.Module())
+    with pytest.raises(RuntimeError, match="linear backend 'irreversible' cannot give back"):
+        Irreversible(CONFIG).restore_weights(nn.Module())

@@ -1,7 +1,7 @@
-"""What every NVFP4 linear kernel is given, and what it must answer.
+"""The interface of NVFP4 linear kernels.
 
-A kernel object belongs to one layer. It sees the layer's tensors twice: once after loading, when it
-may repack them for itself, and then in every call.
+A kernel object belongs to one layer. It gets the layer's tensors once after loading, when it may
+repack them, and then in every call.
 
 A layer as loaded (`NvFp4Linear` before `process_weights_after_loading`), every tensor an
 `nn.Parameter(requires_grad=False)`, N output features, K input features, P parts:
@@ -10,10 +10,10 @@ A layer as loaded (`NvFp4Linear` before `process_weights_after_loading`), every 
 |---|---|---|
 | `weight` | uint8 `[N, K/2]` | E2M1 codes, the even k in the low nibble |
 | `weight_scale` | float8_e4m3fn `[N, K/16]` | block scales in linear order, no NaN, no sign |
-| `weight_global_scale` | float32 `[P]` | decode multiplier of each part, finite, >= 0 |
-| `input_global_scale` | float32 `[]`, or None | W4A4: decode multiplier of the activations, > 0 |
-| `input_global_scale_inv` | float32 `[]`, or None | W4A4: the encode multiplier |
-| `alpha` | float32 `[P]` | what an accumulator of `e2m1 * block_scale` products is worth: \
+| `weight_global_scale` | float32 `[P]` | decode scale of each part, finite, >= 0 |
+| `input_global_scale` | float32 `[]`, or None | W4A4: decode scale of the activations, > 0 |
+| `input_global_scale_inv` | float32 `[]`, or None | W4A4: its inverse, the encode scale |
+| `alpha` | float32 `[P]` | scale of accumulators of `e2m1 * block_scale` products: \
 `weight_global_scale`, for W4A4 times `input_global_scale` |
 | `bias` | `[N]`, or None | of the layer's dtype |
 
@@ -21,10 +21,9 @@ and three plain attributes: `part_sizes` (rows of each part, never empty, sums t
 `out_features`. `weights_padding_cols` (an int, 0 as loaded) counts packed bytes of K padding, as
 vLLM does; a kernel that pads says so there.
 
-The result: W4A16 is `x @ dequantize(weight)^T`, rounded to the dtype once, bias added in float32
-before where the kernel can. W4A4 first quantizes each row of x (`numerics.nvfp4.quantize` with
-`input_global_scale`). The global scales of parts differ, and each is exact for its own rows.
-"""
+The result: W4A16 is `x @ dequantize(weight)^T`, rounded to the dtype once; where the kernel can,
+the bias is added in float32 before rounding. W4A4 first quantizes x (`numerics.nvfp4.quantize` with
+`input_global_scale`). Each part has its own global scale, which is applied exactly. """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def check_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype, if a layer can have it; else ValueError."""
+    """Return the dtype if layers support it, else raise ValueError."""
     if dtype not in _DTYPES:
         raise ValueError(f"dtype: expected float16, bfloat16 or float32, got {dtype}")
     return dtype
@@ -47,10 +46,10 @@ def check_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class NvFp4LinearLayerConfig:
-    """The work, without its data: what decides whether a kernel can do it.
+    """Sizes and options of a layer, by which kernels decide whether they support it.
 
     Raises:
-        ValueError: work that no layer can have; the message names the field and its value.
+        ValueError: an invalid field; the message gives its name and value.
     """
 
     n: int
@@ -58,19 +57,19 @@ class NvFp4LinearLayerConfig:
     k: int
     """Input features, a multiple of 16."""
     dtype: torch.dtype
-    """Of activations, bias and result: float16, bfloat16 or float32."""
+    """Dtype of activations, bias and result: float16, bfloat16 or float32."""
     has_bias: bool = False
     quantize_activations: bool = False
     """W4A4; else W4A16."""
     batch_invariant: bool = False
-    """A row's result must be bitwise the same whatever else is in the batch."""
+    """A token's result must be bitwise the same for any batch."""
     m_hint: int | None = None
-    """Tokens per call, >= 1, where known; for backends that ask for it, which none of ours does."""
+    """Tokens per call, >= 1, if known. A hint for other backends; halfbyte's own do not use it."""
     part_sizes: tuple[int, ...] = ()
     """Rows of each fused part; () is one part of n rows."""
     device_type: str = "cpu"
     compute_capability: int = CPU
-    """Of the machine that the work is for, as `dispatch` counts."""
+    """Of the target GPU, as in `dispatch`, such as 90."""
 
     def __post_init__(self) -> None:
         if self.n < 1 or self.k < 1 or self.k % 16:
@@ -89,7 +88,7 @@ class NvFp4LinearLayerConfig:
 
 
 class NvFp4LinearKernel(ABC):
-    """A way to multiply by NVFP4 weights; one object per layer."""
+    """Base of linear kernels; one object per layer."""
 
     name: ClassVar[str]
 
@@ -99,23 +98,24 @@ class NvFp4LinearKernel(ABC):
     @classmethod
     @abstractmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        """Whether it runs on a machine; None means this one, with what is installed on it.
+        """Whether it runs on a compute capability; None for this machine and its installed
+        packages.
 
-        A number must be answerable anywhere, without a GPU and without the library that would run.
+        With a number it must work on any machine, without a GPU and without the kernel's library.
         """
 
     @classmethod
     @abstractmethod
     def can_implement(cls, config: NvFp4LinearLayerConfig) -> Answer:
-        """Whether it can do the work, `config.device_type` included."""
+        """Whether it supports the layer, including `config.device_type`."""
 
     @abstractmethod
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Bring the layer's tensors into the kernel's own form, once.
+        """Convert the layer's tensors to the kernel's own layout, once.
 
         May replace, reorder, pad or delete the tensors of the table above and add others, all as
-        `nn.Parameter(requires_grad=False)`; the bias stays as it is (a kernel that wants another
-        order keeps its own copy under another name). Must not keep the loaded form beside its own.
+        `nn.Parameter(requires_grad=False)`. The bias must stay (a kernel that needs another order
+        adds a copy under another name). Must not keep both the loaded and its own layout.
         """
 
     @abstractmethod
@@ -124,17 +124,17 @@ class NvFp4LinearKernel(ABC):
     ) -> torch.Tensor:
         """`[..., K]` to `[..., N]` of x's dtype; x on the layer's device, of `config.dtype`.
 
-        x may have any strides and zero rows. `bias` is None or the layer's, `[N]`.
+        x may have any strides and zero tokens. `bias` is None or the layer's, `[N]`.
         """
 
     def restore_weights(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        """`weight` and `weight_scale` as loaded, bit for bit; the layer stays as it is.
+        """`weight` and `weight_scale` as loaded, bit for bit; does not change the layer.
 
-        What saving, `layer.to(device)` and loading anew need once the weights are in the kernel's
-        form. Optional; the tensors returned may be the layer's own.
+        Used to save, move or reload a layer whose weights are in the kernel's layout. Optional; may
+        return the layer's own tensors.
 
         Raises:
-            RuntimeError: the kernel has no way back.
+            RuntimeError: the kernel cannot restore them.
         """
         raise RuntimeError(
             f"linear backend {self.name!r} cannot give back the weights that it repacked; "

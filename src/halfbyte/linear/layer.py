@@ -1,14 +1,13 @@
-"""`NvFp4Linear`: a linear layer with weights in NVFP4, in place of `nn.Linear`.
+"""`NvFp4Linear`: a linear layer with NVFP4 weights, a replacement of `nn.Linear`.
 
-Life of a layer: made empty, filled (`load_state_dict`, `load_tensors`, `from_float`), handed to a
-kernel (`process_weights_after_loading`, at the latest by the first call), run. Empty scales are
-NaN, so that one which was never loaded is an error and never 1.0.
+Life of a layer: created empty, filled (`load_state_dict`, `load_tensors`, `from_float`), processed
+by a kernel (`process_weights_after_loading`, at the latest in the first call), called. Empty scales
+are NaN, so that a scale that was never loaded is an error and not 1.0.
 
-The state dict speaks the dialect in `dialect` and reads both. It is the same before and after the
-weights were handed over: a kernel gives them back when asked, and the layer never keeps two forms.
-Moving a layer to another device or dtype takes the weights back as well; the next call chooses a
-kernel anew. Codes and scales keep their dtypes in `layer.to(dtype)`.
-"""
+The state dict is written in the dialect `dialect`; both dialects are read. It is the same before
+and after processing: the kernel restores the weights, and the layer never keeps two copies. Moving
+a layer to another device or dtype restores them as well; the next call selects a kernel again.
+Codes and scales keep their dtypes in `layer.to(dtype)`."""
 
 from collections.abc import Sequence
 from threading import RLock
@@ -25,31 +24,31 @@ from halfbyte.linear.registry import init_nvfp4_linear_kernel
 from halfbyte.linear.state import SCALES, LayerState
 from halfbyte.numerics import nvfp4
 
-# Rows quantized at a time: temporaries of some MB instead of several times the weight.
+# Rows quantized at a time, to bound temporaries to a few MB.
 _QUANTIZED_ROWS = 512
 _PROCESSING = RLock()
-"""Of all layers: a lock of a layer's own could not be copied with it."""
+"""One lock for all layers: a lock in a layer would prevent `copy.deepcopy`."""
 
 
 class NvFp4Linear(LayerState):
-    """`y = x @ weight^T + bias` with weights, and where asked activations, in NVFP4.
+    """`y = x @ weight^T + bias` with weights, and optionally activations, in NVFP4.
 
     Args:
         in_features: K, a multiple of 16.
         out_features: N.
         bias: whether there is one.
-        part_sizes: rows of each fused part (q, k and v; gate and up), which has a global scale of
-            its own; by default one part.
+        part_sizes: rows of each fused part (q, k and v; gate and up), each with its own global
+            scale; by default one part.
         quantize_activations: W4A4 (needs an input scale) instead of W4A16.
         dtype: of activations, bias and result: float16, bfloat16 or float32; by default PyTorch's.
         device: of the tensors; may be "meta".
-        backend: a name of `LINEAR_BACKENDS`, or None to choose.
-        batch_invariant: a row's result is bitwise the same whatever else is in the batch.
+        backend: a name of `LINEAR_BACKENDS`, or None for the first that supports the layer.
+        batch_invariant: a token's result is bitwise the same for any batch.
         dialect: of the state dict.
         m_hint: tokens per call, >= 1, where known; see `NvFp4LinearLayerConfig`.
 
     Raises:
-        ValueError: sizes, a dtype or a hint that cannot be.
+        ValueError: an invalid size, dtype or hint.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class NvFp4Linear(LayerState):
         self.kernel: NvFp4LinearKernel | None = None
         self._loaded_scales: dict[str, nn.Parameter | None] = {}
         self._device = torch.device("cpu")
-        self.config()  # raises now, not in the first call, what it has against the options
+        self.config()  # raises for invalid options now, not in the first call
 
     @classmethod
     def from_float(
@@ -94,18 +93,18 @@ class NvFp4Linear(LayerState):
         part_sizes: Sequence[int] | None = None,
         **options: Any,
     ) -> Self:
-        """Quantize a layer.
+        """Quantize an `nn.Linear`.
 
         Args:
-            linear: its weights, `[N, K]`, and bias.
-            recipe: of the weights' block scales.
+            linear: the layer; weight `[N, K]`.
+            recipe: of the weights' block scales, see `numerics.nvfp4.quantize`.
             input_amax: largest magnitude of the activations; W4A4 needs it.
             part_sizes: rows of each fused part, each of which gets its own global scale.
-            options: of the constructor; `dtype` and `device` are the layer's by default.
+            options: of the constructor; `dtype` and `device` default to those of `linear`.
 
         Raises:
-            ValueError: no `nn.Linear`, W4A4 without `input_amax`, options that cannot be, or
-                weights that are not finite.
+            ValueError: no `nn.Linear`, W4A4 without `input_amax`, invalid options, or weights
+                that are not finite.
         """
         if not isinstance(linear, nn.Linear):
             raise ValueError(f"linear: expected an nn.Linear, got {type(linear).__name__}")
@@ -137,19 +136,18 @@ class NvFp4Linear(LayerState):
 
     @classmethod
     def from_parts(cls, parts: Sequence["NvFp4Linear"], **options: Any) -> Self:
-        """One layer whose output is that of several side by side (q, k and v; gate and up).
+        """Fuse layers of the same input (q, k and v; gate and up); outputs are concatenated.
 
-        Each part keeps its own global scale. Layers that were handed to a kernel are asked for
-        their weights.
+        Each part keeps its own global scale. Weights that a kernel repacked are restored first.
 
         Args:
-            parts: layers of the same input; they are left as they are.
+            parts: layers of the same input; not modified.
             options: of the constructor; by default the first part's.
 
         Raises:
             ValueError: parts that are no `NvFp4Linear`, or of different K, dtype, device or W4A4,
-                or whose activations have different global scales: one quantized input could not be
-                right for all of them.
+                or whose activations have different global scales: the fused layer quantizes its
+                input once.
         """
         if not parts:
             raise ValueError("parts: expected at least one layer")
@@ -181,7 +179,7 @@ class NvFp4Linear(LayerState):
 
     def _fuse_scales(self, parts: Sequence["NvFp4Linear"]) -> None:
         stored = [part._stored_scale("weight_global_scale") for part in parts]
-        # Of parts in both directions those are converted that are read by their inverse anyway.
+        # If the directions differ, convert the encode scales: they are inverted in use anyway.
         is_decode = any(scale.is_decode for scale in stored)
         values = [
             (s.decode_weights() if is_decode else s.encode()).expand(len(p.part_sizes))
@@ -197,11 +195,11 @@ class NvFp4Linear(LayerState):
 
     @property
     def is_processed(self) -> bool:
-        """Whether the weights are in a kernel's form."""
+        """Whether the weights are in a kernel's layout."""
         return self.kernel is not None
 
     def config(self) -> NvFp4LinearLayerConfig:
-        """The layer's work, without its data."""
+        """The layer's sizes and options, by which a kernel is selected."""
         device = next((p.device for p in self.parameters()), torch.device("cpu"))
         return NvFp4LinearLayerConfig(
             n=self.out_features,
@@ -241,9 +239,9 @@ class NvFp4Linear(LayerState):
             )
         return self.kernel.apply_weights(self, x, self._parameters["bias"])
 
-    @torch.inference_mode(False)  # the tensors outlive the call that made them
+    @torch.inference_mode(False)  # inference tensors must not remain in the layer
     def process_weights_after_loading(self) -> None:
-        """Choose a kernel and hand it the weights; does nothing if that was done.
+        """Select a kernel and let it convert the weights; does nothing if already processed.
 
         Raises:
             CheckpointError: a tensor was never loaded (a bias: and is still zeros), does not fit,
@@ -261,12 +259,12 @@ class NvFp4Linear(LayerState):
             kernel.process_weights_after_loading(self)
             self.kernel = kernel
 
-    @torch.inference_mode(False)  # the tensors outlive the call that made them
+    @torch.inference_mode(False)  # inference tensors must not remain in the layer
     def unprocess_weights(self) -> None:
-        """Take the weights back from the kernel; does nothing if it has none.
+        """Restore the weights as loaded; does nothing if not processed.
 
         Raises:
-            RuntimeError: the backend cannot give them back.
+            RuntimeError: the backend cannot restore them.
         """
         if self.kernel is None:
             return
@@ -285,14 +283,14 @@ class NvFp4Linear(LayerState):
         """`weight` uint8 `[N, K/2]` and `weight_scale` float8_e4m3fn `[N, K/16]`, as loaded.
 
         Raises:
-            RuntimeError: the backend that has them cannot give them back.
+            RuntimeError: the layer's backend cannot restore them.
         """
         if self.kernel is not None:
             return self.kernel.restore_weights(self)
         return super().loaded_weights()
 
     def loaded_scale(self, name: str) -> torch.Tensor:
-        """A small tensor of `SCALES` as loaded, also while a kernel has the weights."""
+        """A tensor of `SCALES` as loaded, also if the weights were processed."""
         scale = self._loaded_scales.get(name)
         return super().loaded_scale(name) if scale is None else scale.detach()
 

@@ -1,10 +1,8 @@
-"""A layer's tensors between file and module: names and directions of either dialect, checked.
+"""Converts a layer's tensors between checkpoint dialects and the module, with checks.
 
-In a file, a layer's tensors have the names of its dialect, and its global scales that dialect's
-direction. In the module there is one form, the one that kernels are given (`base.py`). A reciprocal
-does not always come back to the number it was taken of, so what a file said of a global scale is
-kept as it was said (`StoredScale`) and written back the same.
-"""
+A dialect determines tensor names and the direction of global scales (encode or decode) in a file.
+The module has one form, that of `base.py`. 1/(1/g) is not always g, so the file's own value of a
+global scale is kept (`StoredScale`) and written back unchanged."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,25 +22,26 @@ Role = Literal["weight", "weight_scale", "weight_global_scale", "input_global_sc
 
 @dataclass(frozen=True)
 class StoredScale:
-    """A global scale as a file has it.
+    """A global scale as stored in a file.
 
     Args:
         value: float, one element or one per part, of any shape.
-        is_decode: whether it multiplies codes on their way to values, or divides.
+        is_decode: whether values are codes times it (decode), or codes divided by it (encode).
     """
 
     value: torch.Tensor
     is_decode: bool
 
     def decode(self) -> torch.Tensor:
-        """float32 `[elements]`, the decode multipliers."""
+        """float32 `[elements]`, decode scales."""
         return self._in_direction(True)
 
     def decode_weights(self) -> torch.Tensor:
-        """The same, so that weights become the bfloat16 values that the file's writer reads.
+        """Decode scales for which dequantized bfloat16 weights equal those of the file's own
+        library.
 
-        Where an exact value lies midway between two of them, the order of multiplications would
-        decide; a multiplier a float or two away brings the other order to the same ones.
+        Libraries multiply in another order, which can round differently at ties between two
+        bfloat16 values; a scale one or two floats away gives the same values in our order.
         """
         stored, decode = self.value.float().reshape(-1), self.decode()
         if decode.is_meta:
@@ -60,13 +59,13 @@ class StoredScale:
         return best
 
     def encode(self) -> torch.Tensor:
-        """float32 `[elements]`, the encode multipliers."""
+        """float32 `[elements]`, encode scales."""
         return self._in_direction(False)
 
     def in_dialect(self, names: TensorNames) -> torch.Tensor:
-        """What a file of a dialect says: the very tensor if its direction is the same.
+        """The scale in a dialect's direction: the same tensor if the direction is the same.
 
-        Else float32, of the shape that is the dialect's custom: `[]` for ModelOpt, `[1]` for
+        Else float32, in the dialect's usual shape: `[]` for ModelOpt, `[1]` for
         compressed-tensors, `[P]` for several parts.
         """
         if self.is_decode == names.global_scale_is_decode:
@@ -80,7 +79,7 @@ class StoredScale:
 
 
 def scale_shape(num_parts: int, names: TensorNames) -> tuple[int, ...]:
-    """Shape that a dialect's files give a global scale."""
+    """Shape of a global scale in a dialect's files."""
     return names.scale_shape if num_parts == 1 else (num_parts,)
 
 
@@ -97,7 +96,7 @@ def file_names(dialect: Dialect) -> dict[str, Role]:
 
 
 def dialect_of(names: Iterable[str], otherwise: Dialect) -> Dialect:
-    """Whose names these are; `otherwise` where both have them.
+    """The dialect that has these names; `otherwise` if both have them.
 
     Raises:
         CheckpointError: names of both dialects.
@@ -115,7 +114,7 @@ def dialect_of(names: Iterable[str], otherwise: Dialect) -> Dialect:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a layer can take: N output and K input features, P parts."""
+    """Expected tensors of a layer: N output and K input features, P parts."""
 
     n: int
     k: int
@@ -129,8 +128,8 @@ class Expected:
         Global scales and the bias stay as they are.
 
         Args:
-            tensors: by file name; some may be absent.
-            dialect: whose names they are.
+            tensors: by file name; may be incomplete.
+            dialect: of the names.
             layer_name: for messages; may be empty.
 
         Raises:
@@ -165,7 +164,7 @@ class Expected:
 
 
 def full_name(layer_name: str, name: str) -> str:
-    """A tensor's name with its layer's, where that is known."""
+    """A tensor's name, prefixed with the layer's if known."""
     return f"{layer_name}.{name}" if layer_name else name
 
 
@@ -175,7 +174,7 @@ def describe(tensor: torch.Tensor) -> str:
 
 
 def check_block_scales(scales: torch.Tensor, name: str) -> None:
-    """Raise CheckpointError if a block scale is NaN, as before loading, or has a sign, as -0.0."""
+    """Raise CheckpointError if a block scale is NaN (never loaded) or has a sign (-0.0 too)."""
     bad = int(is_bad_block_scale(scales).sum())
     if not bad:
         return
@@ -185,7 +184,7 @@ def check_block_scales(scales: torch.Tensor, name: str) -> None:
 
 
 def check_global_scale(scale: torch.Tensor, name: str, *, zero_is_valid: bool) -> None:
-    """Raise CheckpointError unless decode multipliers are finite and positive (or 0)."""
+    """Raise CheckpointError unless decode scales are finite and positive (or 0)."""
     nan = int(scale.isnan().sum())
     if nan:
         found = _or_never(nan, scale.numel())

@@ -1,7 +1,7 @@
-"""Kernels as PyTorch operators, which `torch.compile` and CUDA graphs can see through.
+"""Registers kernels as PyTorch operators, for `torch.compile` and CUDA graphs.
 
-Triton launches, ctypes calls and CUDA C++ are nothing that Dynamo can trace. As an operator with a
-fake kernel (which answers shape and dtype without running), a call stays one node of the graph.
+Dynamo cannot trace Triton launches, ctypes calls and CUDA C++. As an operator with a fake kernel
+(which returns shape and dtype without running), a call is one node of the graph.
 
 For authors of kernels, beside the kernel class:
 
@@ -14,17 +14,18 @@ For authors of kernels, beside the kernel class:
 
 and `apply_weights` calls `_nvfp4_linear_cuda(x, ...)` like any function. Rules:
 
-- The first argument is `x`; one argument is `n: int`, the columns of the result. The result is a
+- The first argument is `x`; one argument is `n: int`, the output features. The result is a
   new, contiguous tensor `[*x.shape[:-1], n]` of x's dtype and on its device: that is what the fake
   kernel promises. A view of x or of a weight must not be returned.
-- Annotate everything: Tensor, `Tensor | None`, `list[int]`, int, float, bool, str. Tensors only as
-  arguments of their own, never inside objects: a graph can feed only what it sees.
-- What an operator writes (a workspace, counters) is named in `mutates_args`; what it allocates and
-  frees inside need not be. Under CUDA graph capture it must not synchronise, read a tensor's value
-  on the host or allocate pinned memory, and must launch on `torch.cuda.current_stream()`.
+- Annotate everything: Tensor, `Tensor | None`, `list[int]`, int, float, bool, str. Pass tensors
+  as arguments, never inside objects: a graph replaces only its inputs.
+- Name arguments that an operator writes (a workspace, counters) in `mutates_args`; memory that it
+  allocates and frees itself does not count. Under CUDA graph capture it must not synchronise, read
+  a tensor's value on the host or allocate pinned memory, and must launch on
+  `torch.cuda.current_stream()`.
 - Compile and tune in `process_weights_after_loading` or in the first eager call, never in capture.
 - The operators are for inference: there is no derivative, and `backward` through one is an error.
-- A call that nobody watches goes to the function itself (`_is_unobserved`).
+- Without tracing, profiling or autograd, a call skips the dispatcher (`_is_unobserved`).
 """
 
 from collections.abc import Callable, Iterable
@@ -47,11 +48,11 @@ LinearOp = Callable[..., torch.Tensor]
 def linear_op(name: str, *, mutates_args: Iterable[str] = ()) -> Callable[[LinearOp], LinearOp]:
     """Make a function the operator `torch.ops.halfbyte.<name>`, with a fake kernel.
 
-    Registered through `torch.library.Library`, whose calls take half of the time that those of
-    `torch.library.custom_op` do: a step of 200 layers would feel it.
+    Registered through `torch.library.Library`, whose calls take half the time of those of
+    `torch.library.custom_op`, which is noticeable in a step of 200 layers.
 
     Args:
-        name: of the operator, `nvfp4_linear_<backend>` by custom.
+        name: of the operator, by convention `nvfp4_linear_<backend>`.
         mutates_args: names of the tensor arguments that the function writes.
 
     Returns:
@@ -93,14 +94,14 @@ def linear_op(name: str, *, mutates_args: Iterable[str] = ()) -> Callable[[Linea
 
 
 def _is_unobserved(x: torch.Tensor) -> bool:
-    """Whether an operator would only call its function: nothing traces, records or differentiates.
+    """Whether a call may skip the dispatcher: nothing traces, profiles or differentiates.
 
-    Without a CUDA graph the host's time counts, and PyTorch's way from an operator to its function
-    in Python takes a fifth of a layer's.
+    Without a CUDA graph a step is bound by host time, and dispatching an operator to its Python
+    function takes a fifth of a layer's.
     """
     return (
         not is_compiling()
-        and type(x) is torch.Tensor  # fake tensors and other subclasses have their own way
+        and type(x) is torch.Tensor  # fake tensors and other subclasses must be dispatched
         and not is_grad_enabled()
         and not _len_torch_dispatch_stack()
         and not _len_torch_function_stack()

@@ -1,18 +1,17 @@
 """Dequantize and multiply, in PyTorch: the oracle of every linear kernel.
 
-`e2m1 * block_scale` has at most 6 significant bits, so an accumulator in float32 starts from exact
-operands (TF32 keeps them exact as well, for 16-bit activations). The global scale multiplies the
-accumulator, each part's its own rows; then the bias is added, then the sum is rounded, once.
+`e2m1 * block_scale` has at most 6 significant bits, so the operands are exact in float32 (also in
+TF32, for 16-bit activations). Accumulators are multiplied by the global scale of each part, the
+bias is added, and the result is rounded once.
 
-W4A4 is emulated: the activations are quantized bit for bit as the native kernels are fed
-(`numerics.nvfp4.quantize` with the layer's `input_global_scale`), and products of two such numbers,
-12 bits at most, are exact.
+W4A4 is emulated: the activations are quantized as for native kernels (`numerics.nvfp4.quantize`
+with the layer's `input_global_scale`), and products of two such values, with at most 12 bits, are
+exact.
 
-Batch invariance. A BLAS chooses its order of summation by the shape of the product, so the
-batch-invariant mode has only one shape: `TILE_M` rows, padded with zeros, in a buffer of its own
-(alignment matters, too). 16 rows fill whole register tiles of every BLAS in use, so that the place
-within a tile does not matter either; the tests hold it to that.
-"""
+Batch invariance: a BLAS chooses its order of summation by the shape of the product, so the
+batch-invariant mode uses one shape only: `TILE_M` tokens, padded with zeros, in a new buffer
+(alignment matters as well). 16 rows fill whole register tiles of every BLAS in use, so that the
+position in a tile does not matter either; tests check this."""
 
 from typing import ClassVar
 
@@ -25,8 +24,7 @@ from halfbyte.linear.ops import linear_op
 from halfbyte.numerics import e2m1, e4m3, nvfp4
 
 TILE_M = 16
-# Weights are dequantized this many at a time, to bound the workspace (64 MiB) by something that
-# depends on the layer alone.
+# Weights dequantized at a time. Bounds the workspace (64 MiB), and depends on the layer alone.
 _CHUNK_VALUES = 1 << 24
 
 
@@ -50,10 +48,10 @@ def nvfp4_linear_reference(
         weight_scale: float8_e4m3fn `[N, K/16]`.
         alpha: float32 `[P]`, multiplies the accumulators of each part.
         bias: `[N]` or None.
-        input_global_scale: float32 `[]`, decode, to quantize x (W4A4); None leaves x as it is.
+        input_global_scale: float32 `[]`, decode, to quantize x (W4A4); None for W4A16.
         part_sizes: rows of each part, summing to N.
         n: N.
-        batch_invariant: a row's bits do not depend on the other rows.
+        batch_invariant: a token's bits do not depend on the other tokens.
 
     Returns:
         `[..., N]` of x's dtype.
@@ -70,7 +68,7 @@ def nvfp4_linear_reference(
 
 
 def _values(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float32 `[..., D]`: `e2m1 * block_scale`, exact; global scales are for the accumulators."""
+    """float32 `[..., D]`: `e2m1 * block_scale`, exact, without global scales."""
     values = e2m1.decode_packed(data).unflatten(-1, (scales.shape[-1], nvfp4.BLOCK_SIZE))
     return (values * e4m3.decode(scales)[..., None]).flatten(-2)
 
@@ -114,7 +112,7 @@ class ReferenceKernel(NvFp4LinearKernel):
         return True, "every shape, W4A16 and emulated W4A4"
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Nothing: the tensors serve as loaded."""
+        """Does nothing: the kernel uses the tensors as loaded."""
 
     def apply_weights(
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None

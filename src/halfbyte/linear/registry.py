@@ -1,4 +1,4 @@
-"""The registry of NVFP4 linear kernels, and the choice among them."""
+"""The registry of NVFP4 linear kernels, and their selection."""
 
 import os
 from dataclasses import replace
@@ -34,13 +34,13 @@ def init_nvfp4_linear_kernel(
     """The kernel for a layer.
 
     Args:
-        config: the layer. On "cuda" with no compute capability given, this machine's is meant.
+        config: the layer. On "cuda" without a compute capability, this machine's is used.
         linear_backend: a name of `LINEAR_BACKENDS`; None for the environment variable
-            `HALFBYTE_NVFP4_GEMM_BACKEND` where it is set, else the best that can do the work.
+            `HALFBYTE_NVFP4_GEMM_BACKEND` if set, else the first that supports the layer.
 
     Raises:
-        NoImplementationError: the explicit choice is unknown or cannot do the work, or nothing can;
-            the message gives the reason and what is usable.
+        NoImplementationError: the named backend is unknown or does not support the layer, or none
+            does; the message gives the reason and the usable backends.
     """
     config = _on_this_machine(config)
     return select_nvfp4_linear_kernel(config, linear_backend)(config)
@@ -49,9 +49,9 @@ def init_nvfp4_linear_kernel(
 def select_nvfp4_linear_kernel(
     config: NvFp4LinearLayerConfig, linear_backend: str | None = None
 ) -> type[NvFp4LinearKernel]:
-    """The class that `init_nvfp4_linear_kernel` makes the kernel of.
+    """The kernel class for a layer; arguments as of `init_nvfp4_linear_kernel`.
 
-    `config.compute_capability` may be any machine's; what is installed counts only for this one.
+    `config.compute_capability` may be of another GPU; then installed packages are not checked.
     """
     config = _on_this_machine(config)
     here = config.device_type != "cuda" or (

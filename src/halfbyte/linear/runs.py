@@ -1,10 +1,8 @@
 """Fused parts for kernels that take one global scale per call.
 
-Parts side by side whose global scales are equal to the bit need one call; as q, k and v of most
-checkpoints do, and every layer of one part. Where they differ, each run of equal ones is a call of
-its own: exact, unlike one scale for all (the largest, say) with the others folded into block scales
-of 3 bits.
-"""
+Adjacent parts with bitwise equal global scales form a run and need one call: usually the whole
+layer, as q, k and v of most checkpoints. Each run with another scale is a call of its own. This is
+exact, unlike one common scale with the ratios folded into block scales of 3 mantissa bits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,17 +15,17 @@ from halfbyte.linear.base import NvFp4LinearLayerConfig
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring parts with the same global scale."""
+    """Adjacent parts with the same global scale."""
 
     index: int
     part: int
-    """The first of them: whose global scale and alpha count."""
+    """Index of the first part, whose global scale and alpha are used."""
     start: int
     """The first row."""
     rows: int
 
     def name(self, tensor: str) -> str:
-        """Of the run's own tensor on the layer: the first run keeps the name that peers know."""
+        """Attribute name of the run's own tensor; the first run keeps the plain name."""
         return tensor if self.index == 0 else f"{tensor}_run{self.index}"
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -36,7 +34,7 @@ class Run:
 
 
 def runs_of(config: NvFp4LinearLayerConfig, layer: nn.Module) -> list[Run]:
-    """The runs of a layer, in order; reads its global scales back to the host."""
+    """The runs of a layer, in order; copies its global scales to the host."""
     scales = tensor_of(layer, "weight_global_scale").tolist()
     runs: list[Run] = []
     start = 0
@@ -52,16 +50,16 @@ def runs_of(config: NvFp4LinearLayerConfig, layer: nn.Module) -> list[Run]:
 
 
 def side_by_side(outputs: Sequence[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
-    """Results of the runs, `[..., rows]` each, as one `[..., N]`, plus the bias."""
+    """Concatenate the results of the runs, `[..., rows]` each, to `[..., N]`, and add the bias."""
     result = outputs[0] if len(outputs) == 1 else torch.cat(list(outputs), dim=-1)
     return result if bias is None else result + bias
 
 
-def concatenate(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Rows of a one-byte dtype, one below the other; a single whole piece is not copied."""
-    if len(pieces) == 1:
-        return pieces[0].contiguous()
-    return torch.cat([piece.view(torch.uint8) for piece in pieces]).view(pieces[0].dtype)
+def concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate rows of a one-byte dtype; a single tensor is not copied."""
+    if len(tensors) == 1:
+        return tensors[0].contiguous()
+    return torch.cat([piece.view(torch.uint8) for piece in tensors]).view(tensors[0].dtype)
 
 
 def tensor_of(layer: nn.Module, name: str) -> torch.Tensor:
@@ -71,12 +69,12 @@ def tensor_of(layer: nn.Module, name: str) -> torch.Tensor:
 
 
 def set_tensor(layer: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Give a layer a tensor, as every kernel's tensors are given."""
+    """Set a tensor of a layer as `nn.Parameter(requires_grad=False)`."""
     layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
 
 def matrix_of(x: torch.Tensor) -> torch.Tensor:
-    """x as `[M, K]`, row-major and aligned to 16 bytes, as libraries want their operands."""
+    """x as `[M, K]`, row-major and aligned to 16 bytes, as libraries require."""
     k = x.shape[-1]
     matrix = x.reshape(-1, k)
     # A single row counts as contiguous whatever its stride is; libraries look at the stride.

@@ -1,7 +1,7 @@
-"""The tensors of a quantized layer as a module: filled, checked, moved and saved.
+"""The tensors of a quantized layer: loading, checking, moving and saving.
 
-The state dict speaks the dialect in `dialect` and reads both. Empty scales are NaN, so that one
-which was never loaded is an error and never 1.0. Codes and scales keep their dtypes in
+The state dict is written in the dialect `dialect`; both dialects are read. Empty scales are NaN, so
+that a scale that was never loaded is an error and not 1.0. Codes and scales keep their dtypes in
 `layer.to(dtype)`.
 """
 
@@ -33,7 +33,7 @@ SCALES = ("weight_global_scale", "input_global_scale", "input_global_scale_inv",
 
 
 class LayerState(nn.Module):
-    """What `NvFp4Linear` is made of, without the kernel; arguments as there."""
+    """`NvFp4Linear` without the kernel; arguments as there."""
 
     weight: torch.Tensor
     weight_scale: torch.Tensor
@@ -64,10 +64,10 @@ class LayerState(nn.Module):
         NvFp4LinearLayerConfig(out_features, in_features, self.dtype, part_sizes=self.part_sizes)
         self.dialect: Dialect = dialect
         self.layer_name = ""
-        """In messages; `load_state_dict` sets it."""
+        """For messages; set by `load_state_dict`."""
         self._stored: dict[Role, StoredScale] = {}
         self._given: set[Role] = set()
-        """What `load_tensors` was given: weights that did not come look like zeros."""
+        """Roles that were loaded: a weight that was not could not be told from zeros."""
         self._make_empty(device, bias)
 
     def _make_empty(self, device: torch.device | str | None, bias: bool) -> None:
@@ -100,13 +100,13 @@ class LayerState(nn.Module):
         return getattr(self, name).detach()
 
     def unprocess_weights(self) -> None:
-        """Bring the tensors back into the form as loaded, if they are in another."""
+        """Restore the tensors as loaded, if a kernel converted them."""
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weights `[N, K]`, each part with its own global scale.
 
-        In float64 these are the very numbers that kernels multiply by. In other dtypes they are
-        those that the packages of the layer's file read, to the bit
+        In float64 these are exactly the values that kernels multiply by. In other dtypes they are
+        bitwise those that the file's own library dequantizes to
         (`numerics.nvfp4.dequantize_as_stored`).
         """
         weight, scales = self.loaded_weights()
@@ -126,14 +126,14 @@ class LayerState(nn.Module):
         *,
         copy: bool = False,
     ) -> None:
-        """Take over tensors of a checkpoint: all of the layer's, or some now and others later.
+        """Load tensors of a checkpoint: all of the layer's, or some now and others later.
 
-        Either all of them are taken or, after an error, none.
+        After an error none of them is loaded.
 
         Args:
-            tensors: by their names in the file, without the layer's.
-            dialect: whose names they are; None to see by the names.
-            copy: into the layer's own memory, instead of becoming the layer's tensors.
+            tensors: by their names in the file, without the layer's prefix.
+            dialect: of the names; None to infer it.
+            copy: copy into the layer's memory; else the layer keeps the given tensors.
 
         Raises:
             CheckpointError: one that does not fit or that the layer does not know; the message
@@ -166,15 +166,15 @@ class LayerState(nn.Module):
             else:
                 tensor = tensor.detach().contiguous()
                 self._set(role, tensor.to(self.dtype) if role == "bias" else tensor)
-        for name in ("alpha", "input_global_scale_inv"):  # of a layer that came from "meta"
+        for name in ("alpha", "input_global_scale_inv"):  # still on "meta"
             derived = self._parameters[name]
             if derived is not None and derived.is_meta and not self.weight.is_meta:
                 self._set(name, torch.full_like(derived, torch.nan, device=self.device))
 
     def _keep(self, role: Role, stored: StoredScale, device: torch.device | None = None) -> None:
-        """Remember a global scale as a file has it, and set the layer's own of it."""
+        """Keep a global scale as stored in the file, and set the layer's tensor from it."""
         if stored.value.device.type != "meta":
-            # On the host, where a comparison waits for nobody; it is a number or three.
+            # On the CPU: comparing one to three scalars must not sync the GPU.
             stored = StoredScale(stored.value.cpu(), stored.is_decode)
         self._stored[role] = stored
         device = self.device if device is None else device
@@ -185,14 +185,14 @@ class LayerState(nn.Module):
             self._set(role, stored.decode().to(device).reshape(()))
 
     def _store(self, role: Role, decode: torch.Tensor) -> None:
-        """Set a global scale to what a file of this dialect would say of a decode multiplier."""
+        """Set a global scale from a decode scale, as a file of this dialect would store it."""
         names = TENSOR_NAMES[self.dialect]
         value = StoredScale(decode, True).in_dialect(names)
         value = value.reshape(scale_shape(value.numel(), names))
         self._keep(role, StoredScale(value, names.global_scale_is_decode))
 
     def _stored_scale(self, role: Role) -> StoredScale:
-        """As the file had it; what the layer has, if somebody wrote that since."""
+        """The scale as stored in the file, or the layer's tensor if that was changed since."""
         stored = self._stored.get(role)
         if role == "input_global_scale" and not self.quantize_activations:
             if stored is None:
@@ -211,8 +211,8 @@ class LayerState(nn.Module):
         shape = scale_shape(scale.numel(), TENSOR_NAMES["modelopt"])
         return StoredScale(scale.reshape(shape), True)
 
-    def leave_activations(self) -> None:
-        """Become a W4A16 layer, one that has no scale to quantize activations with."""
+    def drop_input_scale(self) -> None:
+        """Turn a W4A4 layer into a W4A16 layer; drops the input scale."""
         self.unprocess_weights()
         self.quantize_activations = False
         self._stored.pop("input_global_scale", None)
@@ -220,7 +220,7 @@ class LayerState(nn.Module):
             self._set(name, None)
 
     def check_tensors(self) -> None:
-        """That every tensor is there and every scale finite."""
+        """Raise CheckpointError unless every tensor was loaded and every scale is finite."""
         names = TENSOR_NAMES[self.dialect]
         for role in ("weight", "weight_scale", "weight_global_scale", "input_global_scale"):
             tensor = self._parameters[role]
@@ -237,7 +237,7 @@ class LayerState(nn.Module):
         expected.read(as_file, self.dialect, self.layer_name)
         check_block_scales(self.weight_scale, full_name(self.layer_name, names.weight_scale))
         name = full_name(self.layer_name, names.weight_global_scale)
-        # Zero is that of an all-zero weight, but not as the inverse of infinity.
+        # A scale of 0 is valid for an all-zero weight, unless it is the inverse of infinity.
         check_global_scale(self.weight_global_scale, name, zero_is_valid=True)
         stored = self._stored_scale("weight_global_scale").value
         if bool(stored.isinf().any()):
@@ -254,7 +254,7 @@ class LayerState(nn.Module):
         return CheckpointError(f"{name}: expected a tensor, found none: it was never loaded")
 
     def derive_scales(self) -> None:
-        """Set `alpha` and `input_global_scale_inv` from the scales that files have."""
+        """Compute `alpha` and `input_global_scale_inv` from the loaded scales."""
         alpha = self.weight_global_scale.detach().clone()
         if self.input_global_scale is not None:
             alpha *= self.input_global_scale
@@ -312,7 +312,7 @@ class LayerState(nn.Module):
             error_msgs.append(str(error))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """What `to`, `cuda` and `half` do to the tensors: codes and scales change device only."""
+        """Implements `to`, `cuda` and `half`: codes and scales change device, not dtype."""
         probe = torch.zeros(0, dtype=self.dtype, device=self.device)
         after = fn(probe)
         check_dtype(after.dtype)
@@ -327,7 +327,8 @@ class LayerState(nn.Module):
         super()._apply(keep_dtype, recurse)
         self.dtype = after.dtype
         if probe.is_meta and not after.is_meta:
-            self._make_empty(after.device, self.bias is not None)  # to_empty: nothing is loaded
+            # after to_empty() nothing is loaded
+            self._make_empty(after.device, self.bias is not None)
             self._stored.clear()
             self._given.clear()
         return self

@@ -1,4 +1,4 @@
-"""What the bits mean: the formats in pure PyTorch, the oracle for every kernel.
+"""Definitions of the number formats in pure PyTorch: the oracle of every kernel.
 
 Imports nothing else of halfbyte. `nvfp4`, `block_fp4` and `fp8` are the formats of caches and
 weights, `weighted_rounding` chooses other codes of `nvfp4`; `e2m1`, `e4m3`, `e5m2` and `e8m0` are

@@ -4,7 +4,7 @@ A code is `s|ee|m`. The eight magnitudes are 0, 0.5, 1, 1.5, 2, 3, 4, 6; there i
 infinity. Two codes share a byte, the even element in the low nibble (OCP Microscaling Formats
 v1.0, section 5.3.3; the packing is that of ModelOpt, compressed-tensors and the PTX ISA).
 
-Details that are easy to simplify wrongly:
+Details that must not be simplified:
 - Rounding is to nearest, ties to the even *code* (0.25 -> 0, 0.75 -> 1, 1.25 -> 1, 1.75 -> 2,
   2.5 -> 2, 3.5 -> 4, 5 -> 4), so the comparisons below alternate between `>` and `>=`.
 - The sign bit is set if and only if `x < 0`: -0.0 is code 0, while -0.1 is code 8 (minus zero).

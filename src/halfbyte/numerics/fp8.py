@@ -1,4 +1,4 @@
-"""FP8 with one float32 scale per tensor: `x ~ fp8 * scale`, the scale being the decode multiplier.
+"""FP8 with one float32 scale per tensor: `x ~ fp8 * scale` (a decode scale).
 
 The largest magnitude maps to the largest finite value of the format: `scale = amax / 448` for
 E4M3, `amax / 57344` for E5M2. Encoding divides (a true division) in float32 and rounds once.
@@ -16,7 +16,7 @@ _MODULES = {"e4m3": e4m3, "e5m2": e5m2}
 
 
 def scale_from_amax(amax: float | torch.Tensor, fmt: Fp8Format = "e4m3") -> torch.Tensor:
-    """Decode multiplier (float32) for a tensor whose largest magnitude is `amax`; 1 for amax 0."""
+    """Decode scale (float32) for a tensor whose largest magnitude is `amax`; 1 for amax 0."""
     # In float64, so that `scale * 448` (exact there) gives back the very float32 `scale`.
     if not isinstance(amax, torch.Tensor):
         amax = torch.tensor(amax, dtype=torch.float64, device="cpu")

@@ -2,7 +2,7 @@
 
     x  ~  e2m1 * block_scale * global_scale
 
-`global_scale` is always the *decode* multiplier: by default `amax / (6 * 448)` for the recipe
+`global_scale` is always the *decode* scale: by default `amax / (6 * 448)` for the recipe
 `amax6` and `amax / (6 * 256)` for `four_over_six`. ModelOpt files store it in this direction,
 compressed-tensors files the reciprocal; loaders convert, nothing here does.
 
@@ -14,7 +14,7 @@ named below):
     y     = x / (s * g)                             product rounded first, then a true division
     code  = E2M1(clamp(y, -6, 6))                   round to nearest, ties to the even code
 
-Exceptions, each a decision: a block of zeros has scale 0 and codes 0; a block that holds a NaN has
+Exceptions, by design: a block of zeros has scale 0 and codes 0; a block that holds a NaN has
 scale 0x7F (NaN) and codes 0, so it reads back as NaN and never as a plausible number; ±Inf
 saturates. `e2m1 * e4m3` has at most 6 significant bits, so it is exact in float32, bfloat16 and
 float16; the only rounding of a dequantized value is the multiplication by the global scale.
@@ -45,7 +45,7 @@ _SCALE_AT_AMAX: dict[str, float] = {"amax6": 448.0, "four_over_six": 256.0}
 
 
 def global_scale_from_amax(amax: float | torch.Tensor, recipe: Recipe = "amax6") -> torch.Tensor:
-    """Decode multiplier for a tensor whose largest magnitude is `amax`.
+    """Decode scale for a tensor whose largest magnitude is `amax`.
 
     Args:
         amax: non-negative float or tensor of any shape.
@@ -76,7 +76,7 @@ def quantize(
 
     Args:
         x: float tensor `[..., D]`, D % 16 == 0, on any device.
-        global_scale: decode multiplier; a float, a one-element tensor, or a float32 tensor that
+        global_scale: decode scale; a float, a one-element tensor, or a float32 tensor that
             broadcasts against `[..., 1]` (one scale per row, expert or part).
         recipe: `amax6` or `four_over_six`.
 
@@ -141,15 +141,15 @@ def dequantize_as_stored(
 ) -> torch.Tensor:
     """Values `e2m1 * (block_scale * stored)`, or `e2m1 * (block_scale / stored)`.
 
-    So ModelOpt (`NVFP4QTensor.dequantize`) and compressed-tensors (`NVFP4PackedCompressor`) read
-    their files, each with the global scale in its own direction. `dequantize` rounds once where
-    these round twice: where an exact value lies next to the middle between two of bfloat16, the one
-    may take the lower and the others the upper.
+    This is how ModelOpt (`NVFP4QTensor.dequantize`) and compressed-tensors
+    (`NVFP4PackedCompressor`) dequantize their files, each with the global scale in its own
+    direction. They round twice, `dequantize` once: next to a tie between two bfloat16 values the
+    results may differ.
 
     Args:
         data, scales: as for `dequantize`.
         stored: float32, one element, or one that broadcasts against `[..., S]`, S = D/16.
-        is_decode: whether `stored` multiplies codes on their way to values, or divides.
+        is_decode: whether `stored` is a decode scale (multiply), else an encode scale (divide).
         dtype: of the result; products are rounded to float32 before.
 
     Returns:
@@ -230,16 +230,16 @@ def _squared_error(
 
 
 def readers_agree(stored: torch.Tensor, decode: torch.Tensor, *, is_decode: bool) -> torch.Tensor:
-    """Whether all products of codes and block scales are the same bfloat16, whoever multiplies.
+    """Whether all products of codes and block scales give the same bfloat16 in both orders.
 
     halfbyte multiplies a code by its block scale, then by `decode`. ModelOpt and compressed-tensors
-    bring the block scale and the global scale together first. Mantissas are 1 or 1.5 times 1,
-    1.125, … 1.875; exponents do not matter to rounding.
+    multiply the block scale by the global scale first. Only mantissas matter to rounding: 1 or 1.5
+    times 1, 1.125, … 1.875.
 
     Args:
         stored: float32 `[...]`, global scales of a weight as a checkpoint has them.
-        decode: float32 `[...]`, what halfbyte multiplies by instead.
-        is_decode: whether `stored` multiplies codes on their way to values, or divides.
+        decode: float32 `[...]`, the decode scales that halfbyte uses instead.
+        is_decode: whether `stored` are decode scales (multiply), else encode scales (divide).
 
     Returns:
         bool `[...]`.

@@ -1,35 +1,35 @@
-"""NVFP4 rounded by weighted error: block scales chosen among nine, errors handed on to channels.
+"""NVFP4 with weighted rounding: block scales from nine candidates, and error feedback.
 
-The bits are those of `nvfp4`, and so is reading. What differs is how values become codes.
+The format and its decoding are those of `nvfp4`. Only the choice of scales and codes differs.
 
-**Scales.** The error of a channel costs as much as its weight says. Per block of 16, in float32:
+**Scales** minimize the weighted squared error. Per block of 16, in float32:
 
     b     = byte of E4M3(min(amax16 / (6 * g), 448)), at least 1        that of amax6
     for each of the nine bytes from b - 3 to b + 5, kept within 1 .. 126 (448):
         d     = s * g,  r = 1 / d
-        t     = |x * r|, 0 where that is no number
+        t     = |x * r|, 0 if not a number
         error = (sum of w * (E2M1(min(t, 6)) - t)^2) * s * s
 
-The smallest error wins; of equals b, then the smallest byte. Products `w * (...)` have the square
-first, and the sum is `nvfp4.pairwise_sum`.
+The smallest error wins; for equal errors b, then the smallest byte. Products `w * (...)` have the
+square first, and the sum is `nvfp4.pairwise_sum`.
 
 **Codes** are `E2M1(min(|x * r|, 6))` with the sign of x. A block of zeros has scale 0 and codes 0;
 one with a NaN, scale 0x7F and codes 0.
 
-**Error feedback.** Channels are rounded one after the other, and what one is off is taken out of
-those that are still to come, in the directions that E[q q^T] says are alike (the order of GPTQ,
-Frantar et al., 2022, with a vector of K in place of a row of weights). A block's scale is chosen
-when its turn comes, then for its channels i in order:
+**Error feedback.** Channels are rounded in order, and the error of each is compensated in later
+channels that are correlated according to E[q q^T] (GPTQ, Frantar et al., 2022, with a vector of K
+in place of a row of weights). Per block, the scale is chosen first, then for its channels i in
+order:
 
     e_i   = x_i - E2M1(x_i * r) * d,  0 where that is not finite
     x_k   = x_k - e_i * F[i, k]       for all k > i, product and difference rounded
 
-So x_k receives the errors in the order of i, whoever computes what when: kernels may hand a block's
-errors to all later channels, or gather those of all earlier ones, and get the same bits.
+So x_k receives the errors in order of i: kernels may either push a block's errors to all later
+channels or gather those of all earlier ones, with the same bits.
 
 F is the upper Cholesky factor U of the inverse of `C = E[q q^T] + damping * I` (so that
 `inv(C) = U^T U`), each row over its diagonal: `F[i, k] = U[i, k] / U[i, i]`. With R the channels
-behind i, `F[i, R] = -inv(C[R, R]) C[R, i]`: what makes `(x - y)^T C (x - y)` smallest.
+after i, `F[i, R] = -inv(C[R, R]) C[R, i]`: what makes `(x - y)^T C (x - y)` smallest.
 """
 
 import torch
@@ -38,28 +38,28 @@ from halfbyte.numerics import e2m1, e4m3, nvfp4
 from halfbyte.numerics.blocks import block_amax, split_blocks
 
 DAMPING = 0.01
-"""Of the mean of the diagonal of E[q q^T]."""
+"""Damping, relative to the mean of the diagonal of E[q q^T]."""
 CANDIDATES = (0, -3, -2, -1, 1, 2, 3, 4, 5)
-"""Bytes of block scales that are tried, from that of amax6 on; the first of equals wins."""
+"""Candidates for the byte of a block scale, relative to amax6; the first of equals wins."""
 _LARGEST_BYTE = 126
 
 
 def feedback_factor(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """F and the weights of channels, of the second moment of what vectors are multiplied with.
+    """F and the channel weights, from the second moment of the vectors to be multiplied with.
 
     Args:
         moment: float64 `[..., D, D]`, symmetric, E[q q^T].
 
     Returns:
         float32 `[..., D, D]`, zeros on and below the diagonal; and float32 `[..., D]`, the diagonal
-        of the damped moment over its mean. Where the moment is zero or not finite nothing is known:
-        F is zero there, and all weights are 1.
+        of the damped moment over its mean. Where the moment is zero or not finite, F is zero and
+        all weights are 1.
     """
     size = moment.shape[-1]
     mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)
     known = moment.isfinite().flatten(-2).all(-1) & (mean > 0)
     eye = torch.eye(size, dtype=torch.float64, device=moment.device)
-    # In units of its mean, in which the inverse neither over- nor underflows.
+    # Normalized by the mean, so that the inverse neither over- nor underflows.
     scaled = torch.where(known, mean, 1.0)[..., None, None]
     damped = torch.where(known[..., None, None], moment / scaled + DAMPING * eye, eye)
     upper = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
@@ -72,7 +72,7 @@ def channel_weights(energy: torch.Tensor) -> torch.Tensor:
     """Weights of channels without error feedback.
 
     Args:
-        energy: float64 `[..., D]`, what an error of 1 in a channel costs, squared.
+        energy: float64 `[..., D]`, the cost of a squared error of 1 in each channel.
 
     Returns:
         float32 `[..., D]`, damped, with a mean of 1; all 1 where the energy is zero or not finite.
@@ -94,9 +94,9 @@ def quantize(
 
     Args:
         x: float tensor `[..., D]`, D % 16 == 0.
-        global_scale: decode multiplier, a float or a tensor of one element.
-        weights: float32, broadcasts against `[..., D]`; None for block scales as `recipe` chooses
-            them.
+        global_scale: decode scale, a float or a tensor of one element.
+        weights: float32, broadcasts against `[..., D]`; None for the block scales of
+            `recipe`.
         feedback: F, float32, broadcasts against `[..., D, D]`; None to round each channel alone.
         recipe: of block scales where there are no weights.
 
@@ -136,7 +136,7 @@ def quantize(
 def _round_in_turn(
     y: torch.Tensor, feedback: torch.Tensor, channels: slice, scales: torch.Tensor, g: torch.Tensor
 ) -> torch.Tensor:
-    """Codes `[..., 16]` of a block's channels; all channels behind each take over its error."""
+    """Codes `[..., 16]` of a block's channels; errors are added to all later channels of y."""
     d, r = e4m3.decode(scales) * g, _reciprocals(scales, g)[..., 0]
     codes = []
     for i in range(channels.start, channels.stop):
@@ -171,7 +171,7 @@ def _best_scales(blocks: torch.Tensor, g: torch.Tensor, weights: torch.Tensor) -
 
 
 def _ratios(x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-    """|x * r|; 0 where that is no number."""
+    """|x * r|, or 0 if not a number."""
     return torch.nan_to_num((x * r).abs(), nan=0.0, posinf=torch.inf)
 
 
@@ -187,7 +187,7 @@ def _reciprocals(scales: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
 def _packed(
     amax: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes, with zeros and NaN as they are to be.
+    """Packed codes and block scales, with zero and NaN blocks set.
 
     Args:
         amax, scales: `[..., S]`, of blocks.

@@ -124,7 +124,7 @@ def on_host(step: Step, attention: bool = False) -> Iterator[list[tuple[str, Any
         patch.object(nvrtc, "load", load),
         patch.object(nvrtc, "launch", launch),
         patch.object(plans, "capability_of_gpu", lambda device: step.capability),
-        patch.object(plans, "multiprocessors", lambda device: step.multiprocessors),
+        patch.object(plans, "num_sms", lambda device: step.multiprocessors),
         cuda_on_host.tensor_maps_on_host(),
     ):
         yield launched

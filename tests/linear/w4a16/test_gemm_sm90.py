@@ -1,4 +1,4 @@
-"""The W4A16 kernel for many rows: its compilation and what a launch is given."""
+"""The W4A16 GEMM kernel on SM90: compilation and launch parameters."""
 
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -9,8 +9,8 @@ import torch
 
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import Memory
-from halfbyte.linear.w4a16.gemm_sm90 import launcher as wide
-from halfbyte.linear.w4a16.gemm_sm90.plan import TILES, Tile, WidePlan, wide_plan
+from halfbyte.linear.w4a16.gemm_sm90 import launcher as gemm
+from halfbyte.linear.w4a16.gemm_sm90.plan import TILES, GemmPlan, Tile, gemm_plan
 from halfbyte.linear.w4a16.packed_weight import DTYPES, TILE_K, TILE_N
 from linear.machines import H200
 from linear.w4a16.test_gemm_sm90_plan import WEIGHTS
@@ -18,7 +18,7 @@ from machine_code import compiled
 from slow import slow
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-PROCESSORS = H200.multiprocessors
+PROCESSORS = H200.num_sms
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ PROCESSORS = H200.multiprocessors
 )
 def test_kernel_compiles(tile: Tile, dtype: torch.dtype) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
-    options = wide.macros(dtype, tile)
+    options = gemm.macros(dtype, tile)
     assert compiled("linear/w4a16/gemm_sm90/gemm.cu", options, "sm_90a")[:4] == b"\x7fELF"
 
 
@@ -41,14 +41,14 @@ def test_kernel_compiles(tile: Tile, dtype: torch.dtype) -> None:
 def test_kernels_divide_as_plans_do(n: int, k: int, m: int) -> None:
     """Multiplying by rounded inverses (`gemm_sm90/work.cuh`) finds the same tiles and spans."""
     for tile in TILES:
-        plan = wide_plan(n, k, m, PROCESSORS, tile)
-        work = wide.work(plan, n, k, m)
+        plan = gemm_plan(n, k, m, PROCESSORS, tile)
+        work = gemm.work(plan, n, k, m)
         line = plan.steps(k) + plan.crossing
         places = plan.cut_tiles * line
 
         def quotient(name: str, x: int, work: dict[str, Any] = work) -> int:
-            multiplier: int = work[name].multiplier
-            return x * multiplier >> 31
+            inverse: int = work[name].inverse
+            return x * inverse >> 31
 
         def span_begin(number: int, work: dict[str, Any] = work) -> int:
             span: int = work["span"]
@@ -67,15 +67,15 @@ def test_kernels_divide_as_plans_do(n: int, k: int, m: int) -> None:
 
 
 def test_work_that_cannot_be_counted_is_refused() -> None:
-    plan = wide_plan(4096, 4096, 2**31, PROCESSORS)
+    plan = gemm_plan(4096, 4096, 2**31, PROCESSORS)
     with pytest.raises(ValueError, match="too large"):
-        wide.work(plan, 4096, 4096, 2**31)
+        gemm.work(plan, 4096, 4096, 2**31)
     with pytest.raises(ValueError, match="2 steps to share among 24 clusters"):
-        wide.work(WidePlan(TILES[0], 1, 24, 1), 256, 200, 64)
+        gemm.work(GemmPlan(TILES[0], 1, 24, 1), 256, 200, 64)
 
 
 class Launched(NamedTuple):
-    """What the launcher does, where nothing is launched."""
+    """The recorded parameters of a launch."""
 
     params: Any
     grid: int
@@ -84,8 +84,8 @@ class Launched(NamedTuple):
     out: torch.Tensor
 
 
-def launched(shape: tuple[int, ...], n: int, plan: WidePlan | None = None) -> Launched:
-    """By a call with x of a shape; the kernel would write where `allocate` gives ones."""
+def launched(shape: tuple[int, ...], n: int, plan: GemmPlan | None = None) -> Launched:
+    """Call with x of a shape and record the launch; `allocate` returns ones."""
     k, dtype = shape[-1], torch.bfloat16
     calls: list[tuple[Any, int]] = []
 
@@ -100,16 +100,16 @@ def launched(shape: tuple[int, ...], n: int, plan: WidePlan | None = None) -> La
     weight, weight_scale = (torch.empty((*blocks, size), dtype=torch.int32) for size in (512, 64))
     inputs = (weight, weight_scale, torch.empty(n), torch.empty(n, dtype=dtype))
     x = torch.empty(shape, dtype=dtype)
-    wide.wide_product.cache_clear()
+    gemm.gemm_product.cache_clear()
     with (
         patch.object(nvrtc, "launch", launch),
-        patch.object(wide, "tensor_map", lambda *arguments: None),
-        patch.object(wide, "_kernel", lambda *arguments: None),
-        patch.object(wide, "multiprocessors", lambda device: PROCESSORS),
-        patch.object(wide, "allocate", allocate),
+        patch.object(gemm, "tensor_map", lambda *arguments: None),
+        patch.object(gemm, "_kernel", lambda *arguments: None),
+        patch.object(gemm, "num_sms", lambda device: PROCESSORS),
+        patch.object(gemm, "allocate", allocate),
     ):
-        out = wide.linear_wide(x, *inputs, n, plan)
-    wide.wide_product.cache_clear()
+        out = gemm.linear_gemm(x, *inputs, n, plan)
+    gemm.gemm_product.cache_clear()
     ((params, grid),) = calls
     return Launched(params, grid, inputs, out)
 
@@ -118,7 +118,7 @@ def launched(shape: tuple[int, ...], n: int, plan: WidePlan | None = None) -> La
 def test_what_a_launch_is_given(n: int) -> None:
     k, m = 144, 70
     params, grid, inputs, out = launched((2, 35, k), n)
-    plan = wide_plan(n, k, m, PROCESSORS)
+    plan = gemm_plan(n, k, m, PROCESSORS)
     assert grid == 2 * plan.clusters
     assert (params.work.m, params.work.n) == (m, n)
     assert (params.work.blocks_n, params.work.steps) == (4, plan.steps(k))
@@ -128,22 +128,22 @@ def test_what_a_launch_is_given(n: int) -> None:
     assert torch.equal(out, torch.ones(2, 35, n, dtype=out.dtype))
     assert out.is_contiguous()
     # A launch raises flags with two values.
-    assert launched((2, 35, k), n).params.raised >= params.raised + 2
+    assert launched((2, 35, k), n).params.flag_epoch >= params.flag_epoch + 2
 
 
 def test_workspace_of_tiles_that_are_cut() -> None:
     """Sums, then flags; none where every cluster has whole tiles."""
     tile, clusters = TILES[0], 5
-    params = launched((128, 512), 700, WidePlan(tile, 6, clusters, 6)).params
+    params = launched((128, 512), 700, GemmPlan(tile, 6, clusters, 6)).params
     places = 2 * clusters
     floats = places * tile.tokens * tile.rows
     assert params.flags == params.partial + 4 * floats
     assert params.flags % 8 == 0
-    params = launched((128, 512), 700, WidePlan(tile, 10, clusters, 0)).params
+    params = launched((128, 512), 700, GemmPlan(tile, 10, clusters, 0)).params
     assert not params.partial
     assert not params.flags
 
 
 def test_tiles_of_too_many_clusters_are_refused() -> None:
     with pytest.raises(ValueError, match="more than 32 clusters have parts of a tile"):
-        launched((64, 8192), 256, WidePlan(TILES[0], 1, 40, 1))
+        launched((64, 8192), 256, GemmPlan(TILES[0], 1, 40, 1))

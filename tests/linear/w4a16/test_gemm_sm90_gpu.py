@@ -1,25 +1,25 @@
-"""Products of the W4A16 kernel for many rows on an SM90: cuts, replays, kernels side by side."""
+"""The W4A16 GEMM kernel on an SM90: cut tiles, graph replays, concurrent kernels."""
 
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from halfbyte.linear.w4a16.gemm_sm90 import launcher as wide
-from halfbyte.linear.w4a16.gemm_sm90.plan import TILES, Tile, WidePlan, wide_plan
+from halfbyte.linear.w4a16.gemm_sm90 import launcher as gemm
+from halfbyte.linear.w4a16.gemm_sm90.plan import TILES, GemmPlan, Tile, gemm_plan
 from halfbyte.linear.w4a16.packed_weight import DTYPES, pack_weight
 from halfbyte.numerics import nvfp4
 from linear.machines import H200
-from linear.w4a16.wide_tiles import DIFFERENT
+from linear.w4a16.gemm_tiles import DIFFERENT
 
 pytestmark = pytest.mark.gpu
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-PROCESSORS = H200.multiprocessors
+PROCESSORS = H200.num_sms
 
 
 class Case(NamedTuple):
-    """Arguments of `linear_wide`, and results to compare with."""
+    """Arguments of `linear_gemm`, and results to compare with."""
 
     x: torch.Tensor
     weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -29,8 +29,8 @@ class Case(NamedTuple):
     baseline: torch.Tensor
     """Of the dequantized weight in x's dtype."""
 
-    def product(self, plan: WidePlan | None = None) -> torch.Tensor:
-        return wide.linear_wide(self.x, *self.weights, self.bias, len(self.bias), plan)
+    def product(self, plan: GemmPlan | None = None) -> torch.Tensor:
+        return gemm.linear_gemm(self.x, *self.weights, self.bias, len(self.bias), plan)
 
 
 def make_case(n: int, k: int, m: int, dtype: torch.dtype, offset: int = 0) -> Case:
@@ -73,7 +73,7 @@ def test_products(n: int, k: int, m: int, dtype: torch.dtype) -> None:
     needs_sm90()
     case = make_case(n, k, m, dtype)
     for tile in (None, *TILES):
-        assert_close(case.product(wide_plan(n, k, m, PROCESSORS, tile)), case)
+        assert_close(case.product(gemm_plan(n, k, m, PROCESSORS, tile)), case)
 
 
 @DTYPE
@@ -84,7 +84,7 @@ def test_tiles_that_are_cut_anywhere(clusters: int, dtype: torch.dtype) -> None:
     case = make_case(n, k, m, dtype)
     for tile in TILES:
         tiles = tile.pairs(n, m)
-        assert_close(case.product(WidePlan(tile, tiles, clusters, tiles)), case)
+        assert_close(case.product(GemmPlan(tile, tiles, clusters, tiles)), case)
 
 
 @DTYPE
@@ -94,7 +94,7 @@ def test_whole_tiles_after_those_that_are_cut(tile: Tile, dtype: torch.dtype) ->
     n, k, m, clusters = 700, 512, 500, 3
     case = make_case(n, k, m, dtype)
     tiles = tile.pairs(n, m)
-    plan = WidePlan(tile, tiles, clusters, clusters + tiles % clusters, 2)
+    plan = GemmPlan(tile, tiles, clusters, clusters + tiles % clusters, 2)
     assert plan.cut_tiles < tiles
     assert_close(case.product(plan), case)
 
@@ -110,7 +110,7 @@ def test_tiles_that_clusters_share(sharers: int, crossing: int, dtype: torch.dty
         for beyond in (3, 20, tile.tokens - 7):
             case = make_case(n, k, tile.tokens + beyond, dtype)
             for clusters in (tiles * sharers, tiles * sharers - 1):
-                plan = WidePlan(tile, tiles, clusters, tiles, crossing)
+                plan = GemmPlan(tile, tiles, clusters, tiles, crossing)
                 assert sharers <= max(plan.sharers(plan.steps(k))) <= sharers + 1
                 assert_close(case.product(plan), case)
 
@@ -123,7 +123,7 @@ def test_rows_of_x_may_lie_apart(offset: int) -> None:
 
 
 def captured(
-    case: Case, plan: WidePlan, launches: int
+    case: Case, plan: GemmPlan, launches: int
 ) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
     """A graph of launches, each of which may begin before the one in front has ended."""
     graph = torch.cuda.CUDAGraph()
@@ -139,7 +139,7 @@ def test_graphs_that_run_at_once(tile: Tile, crossing: int) -> None:
     n, k, m = 1536, 4096, 250
     case = make_case(n, k, m, torch.bfloat16)
     tiles = tile.pairs(n, m)
-    plan = WidePlan(tile, tiles, 66, tiles, crossing)
+    plan = GemmPlan(tile, tiles, 66, tiles, crossing)
     wanted = case.product(plan)
     assert_close(wanted, case)
     graphs = [captured(case, plan, 4) for _ in range(2)]
@@ -160,7 +160,7 @@ def test_replays_and_streams_give_the_same_bits() -> None:
     needs_sm90()
     n, k, m = 1536, 2048, 100
     case = make_case(n, k, m, torch.bfloat16)
-    assert wide_plan(n, k, m, PROCESSORS).cut_tiles > 0
+    assert gemm_plan(n, k, m, PROCESSORS).cut_tiles > 0
     wanted = case.product()
     assert_close(wanted, case)
     graph = torch.cuda.CUDAGraph()

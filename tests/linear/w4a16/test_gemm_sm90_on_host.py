@@ -1,4 +1,4 @@
-"""The W4A16 kernel for many rows: launcher and CUDA source, run on the CPU, against float64."""
+"""The W4A16 GEMM kernel: launcher and CUDA source, run on the CPU, against float64."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,18 +14,18 @@ import torch
 import cuda_on_host
 from cuda_on_host import guarded, needs_compiler
 from halfbyte.kernels.runtime import nvrtc
-from halfbyte.linear.w4a16.gemm_sm90 import launcher as wide
+from halfbyte.linear.w4a16.gemm_sm90 import launcher as gemm
 from halfbyte.linear.w4a16.gemm_sm90.plan import (
     GROUP_ROWS,
-    MOST_SHARERS,
+    MAX_SHARERS,
     TILES,
+    GemmPlan,
     Tile,
-    WidePlan,
-    wide_plan,
+    gemm_plan,
 )
 from halfbyte.linear.w4a16.packed_weight import pack_weight
 from halfbyte.numerics import nvfp4
-from linear.w4a16.wide_tiles import DIFFERENT, tile_named
+from linear.w4a16.gemm_tiles import DIFFERENT, tile_named
 
 pytestmark = needs_compiler
 
@@ -33,7 +33,7 @@ NARROW = tile_named("128x64")
 
 
 class Case(NamedTuple):
-    """Arguments of `linear_wide`, and the product in float64."""
+    """Arguments of `linear_gemm`, and the product in float64."""
 
     x: torch.Tensor
     weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -74,8 +74,8 @@ def on_host(clusters_at_once: Sequence[int]) -> Iterator[None]:
     """
 
     def kernel(dtype: torch.dtype, tile: Tile, device: object) -> tuple[Any, int]:
-        library = cuda_on_host.build("linear/w4a16/gemm_sm90/gemm.cu", wide.macros(dtype, tile))
-        return library.linear_wide, wide.shared_bytes(tile)
+        library = cuda_on_host.build("linear/w4a16/gemm_sm90/gemm.cu", gemm.macros(dtype, tile))
+        return library.linear_gemm, gemm.shared_bytes(tile)
 
     def launch(
         kernel: tuple[Any, int], grid: int, threads: int, arguments: Any, *, overlap: bool
@@ -97,26 +97,26 @@ def on_host(clusters_at_once: Sequence[int]) -> Iterator[None]:
                 assert not flags_left(arguments[-1], grid, threads)
 
     def flags_left(params: Any, grid: int, threads: int) -> bool:
-        """A replay would take them for its own."""
-        count = grid * (threads // 128 - 1) * MOST_SHARERS
+        """Flags left raised, which a graph replay would take for its own."""
+        count = grid * (threads // 128 - 1) * MAX_SHARERS
         flags = np.frombuffer(string_at(params.flags, 8 * count), np.uint64)
-        return bool(np.isin(flags - np.uint64(params.raised), [0, 1]).any())
+        return bool(np.isin(flags - np.uint64(params.flag_epoch), [0, 1]).any())
 
-    wide.wide_product.cache_clear()
+    gemm.gemm_product.cache_clear()
     with (
         patch.object(nvrtc, "launch", launch),
         cuda_on_host.tensor_maps_on_host(),
-        patch.object(wide, "_kernel", kernel),
-        patch.object(wide, "allocate", cuda_on_host.allocate),
+        patch.object(gemm, "_kernel", kernel),
+        patch.object(gemm, "allocate", cuda_on_host.allocate),
     ):
         yield
-    wide.wide_product.cache_clear()
+    gemm.gemm_product.cache_clear()
 
 
-def product(case: Case, plan: WidePlan, *clusters_at_once: int) -> torch.Tensor:
+def product(case: Case, plan: GemmPlan, *clusters_at_once: int) -> torch.Tensor:
     """By the launcher; see `on_host`."""
     with on_host(clusters_at_once or [1]):
-        return wide.linear_wide(case.x, *case.weights, case.bias, len(case.bias), plan)
+        return gemm.linear_gemm(case.x, *case.weights, case.bias, len(case.bias), plan)
 
 
 def assert_product(out: torch.Tensor, case: Case) -> None:
@@ -139,14 +139,14 @@ def assert_product(out: torch.Tensor, case: Case) -> None:
 def test_products(tile: Tile, dtype: torch.dtype) -> None:
     n, k, m = 200, 144, tile.tokens + 9
     case = make_case(n, k, m, dtype)
-    assert_product(product(case, wide_plan(n, k, m, 8, tile)), case)
+    assert_product(product(case, gemm_plan(n, k, m, 8, tile)), case)
 
 
 @pytest.mark.parametrize("tile", DIFFERENT, ids=str)
 def test_a_ring_that_goes_round(tile: Tile) -> None:
-    """Nothing comes to a stage while a matmul still reads it."""
+    """A stage is not overwritten while a matmul still reads it."""
     n, m, k = 70, tile.tokens + 20, 2 * tile.stages * tile.step
-    case, plan = make_case(n, k, m), WidePlan(tile, 2, 1, 0)
+    case, plan = make_case(n, k, m), GemmPlan(tile, 2, 1, 0)
     for _ in range(3):
         assert_product(product(case, plan), case)
 
@@ -158,14 +158,14 @@ def test_tiles_that_are_cut(clusters: int, crossing: int, at_once: int) -> None:
     n, k, m = 300, 512, 70
     case = make_case(n, k, m)
     tiles = NARROW.pairs(n, m)
-    out = product(case, WidePlan(NARROW, tiles, clusters, tiles, crossing), at_once)
+    out = product(case, GemmPlan(NARROW, tiles, clusters, tiles, crossing), at_once)
     assert_product(out, case)
 
 
 def test_the_order_of_clusters_changes_no_bit() -> None:
     n, k, m = 256, 768, 40
     case = make_case(n, k, m)
-    plan = WidePlan(NARROW, 1, 4, 1)
+    plan = GemmPlan(NARROW, 1, 4, 1)
     outs = [product(case, plan, at_once) for at_once in (1, 2, 3, 4, 4, 4)]
     assert_product(outs[0], case)
     assert all(torch.equal(out, outs[0]) for out in outs)
@@ -176,11 +176,11 @@ def test_replays(at_once: tuple[int, ...]) -> None:
     """In which clusters may finish what they left to others before, and the other way round."""
     n, k, m = 500, 384, 40
     case = make_case(n, k, m)
-    for plan in (WidePlan(NARROW, 2, 4, 2, 1), WidePlan(NARROW, 2, 6, 2, 0)):
+    for plan in (GemmPlan(NARROW, 2, 4, 2, 1), GemmPlan(NARROW, 2, 6, 2, 0)):
         assert_product(product(case, plan, *at_once), case)
 
 
-def sums_nobody_left(case: Case, plan: WidePlan, clusters_at_once: int) -> int:
+def sums_nobody_left(case: Case, plan: GemmPlan, clusters_at_once: int) -> int:
     """Places for sums that nobody has written to."""
     found: list[int] = []
     with on_host([clusters_at_once]):
@@ -193,13 +193,13 @@ def sums_nobody_left(case: Case, plan: WidePlan, clusters_at_once: int) -> int:
             found.append(int((left == -1).sum()))
 
         with patch.object(nvrtc, "launch", launch):
-            wide.linear_wide(case.x, *case.weights, case.bias, len(case.bias), plan)
+            gemm.linear_gemm(case.x, *case.weights, case.bias, len(case.bias), plan)
     return found[0]
 
 
 def test_clusters_that_run_at_once_finish_a_tile_together() -> None:
     """A warpgroup whose tile's head runs keeps its share, the others leave all sums."""
-    case, plan = make_case(256, 768, 60), WidePlan(NARROW, 1, 2, 1)
+    case, plan = make_case(256, 768, 60), GemmPlan(NARROW, 1, 2, 1)
     alone = sums_nobody_left(case, plan, 1)
     together = [sums_nobody_left(case, plan, 2) for _ in range(8)]
     share = NARROW.tokens // 2 * GROUP_ROWS
@@ -212,11 +212,11 @@ def test_random_plans() -> None:
     for seed in range(8):
         n, k, m = rng.randint(1, 600), 16 * rng.randint(1, 40), rng.randint(1, 200)
         tiles = NARROW.pairs(n, m)
-        steps = WidePlan(NARROW, tiles, 1, 0).steps(k)
+        steps = GemmPlan(NARROW, tiles, 1, 0).steps(k)
         clusters = rng.randint(1, min(6, tiles * steps))
         cut = clusters * (tiles > clusters) + tiles % clusters
         crossing = rng.choice((0, 1, 2)) if cut * steps >= clusters else 0
-        plan = WidePlan(NARROW, tiles, clusters, cut, crossing)
+        plan = GemmPlan(NARROW, tiles, clusters, cut, crossing)
         case = make_case(n, k, m, seed=seed)
         at_once = [rng.randint(1, clusters) for _ in range(rng.randint(1, 3))]
         assert_product(product(case, plan, *at_once), case)

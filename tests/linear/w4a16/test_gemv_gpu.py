@@ -1,10 +1,10 @@
-"""W4A16 for few rows, and weights written out, on a GPU: products, rows of any kind, graphs."""
+"""W4A16 GEMV and dequantized weights on a GPU: products, strides of x, graphs."""
 
 import pytest
 import torch
 
 from halfbyte.linear.w4a16.gemv import plan as linear_plan
-from halfbyte.linear.w4a16.gemv.plan import FewPlan
+from halfbyte.linear.w4a16.gemv.plan import GemvPlan
 from halfbyte.linear.w4a16.packed_weight import PackedWeight
 from linear.w4a16.test_w4a16_packed_weight import DTYPE, dequantized, packed_weight
 
@@ -28,37 +28,37 @@ def assert_rounded_once(out: torch.Tensor, wanted: torch.Tensor) -> None:
 @DTYPE
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(6144, 4096), (300, 528), (64, 128), (2048, 14336), (40, 16)])
-def test_few_rows(n: int, k: int, with_bias: bool, dtype: torch.dtype) -> None:
-    from halfbyte.linear.w4a16.gemv.launcher import linear_few
+def test_small_m(n: int, k: int, with_bias: bool, dtype: torch.dtype) -> None:
+    from halfbyte.linear.w4a16.gemv.launcher import linear_gemv
 
     packed = packed_weight(n, k, dtype, "cuda")
     tensors = (packed.weight, packed.weight_scale, packed.row_scale)
     bias = torch.randn(n, device="cuda", dtype=dtype) if with_bias else None
     for m in (1, 2, 5, 8, 9, 16, 17, 33, 64, 100):
         x = torch.randn(m, k, device="cuda", dtype=dtype)
-        out = linear_few(x, *tensors, bias, n)
+        out = linear_gemv(x, *tensors, bias, n)
         assert_rounded_once(out, expected64(x, packed, bias))
 
 
 @pytest.mark.parametrize("m", [1, 3, 5, 11, 20])
 def test_what_lies_where_rows_would_be_does_not_matter(m: int) -> None:
     """Shared memory for rows of x that are not there keeps what it had: NaN of the call before."""
-    from halfbyte.linear.w4a16.gemv.launcher import linear_few
+    from halfbyte.linear.w4a16.gemv.launcher import linear_gemv
     from halfbyte.linear.w4a16.machine import machine_of
 
     n, k = 6144, 4096
     packed = packed_weight(n, k, torch.bfloat16, "cuda")
     arguments = (packed.weight, packed.weight_scale, packed.row_scale, None, n)
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    plan = linear_plan.few_plan(n, k, m, machine_of(0))
+    plan = linear_plan.gemv_plan(n, k, m, machine_of(0))
     rows = plan.columns
-    linear_few(x.new_full((rows, k), torch.nan), *arguments, plan=plan)
-    out = linear_few(x, *arguments, plan=plan)
+    linear_gemv(x.new_full((rows, k), torch.nan), *arguments, plan=plan)
+    out = linear_gemv(x, *arguments, plan=plan)
     assert_rounded_once(out, expected64(x, packed, None))
 
 
 def test_rows_of_any_stride() -> None:
-    from halfbyte.linear.w4a16.gemv.launcher import linear_few
+    from halfbyte.linear.w4a16.gemv.launcher import linear_gemv
 
     packed = packed_weight(128, 208, torch.bfloat16, "cuda")
     arguments = (packed.weight, packed.weight_scale, packed.row_scale, None, 128)
@@ -72,15 +72,15 @@ def test_rows_of_any_stride() -> None:
         (4, 0, 0),
     ):
         x = torch.as_strided(memory, (m, 208), (stride, 1), start)
-        out = linear_few(x, *arguments)
+        out = linear_gemv(x, *arguments)
         assert_rounded_once(out, expected64(x, packed, None))
 
 
 @DTYPE
 @pytest.mark.parametrize("split", [1, 2, 4, 8])
 @pytest.mark.parametrize("tiles", [1, 2, 4, 8])
-def test_every_way_to_cut_the_work(tiles: int, split: int, dtype: torch.dtype) -> None:
-    from halfbyte.linear.w4a16.gemv.launcher import linear_few
+def test_every_split_of_the_work(tiles: int, split: int, dtype: torch.dtype) -> None:
+    from halfbyte.linear.w4a16.gemv.launcher import linear_gemv
     from halfbyte.linear.w4a16.machine import machine_of
 
     n, k = 448, 1152
@@ -98,10 +98,10 @@ def test_every_way_to_cut_the_work(tiles: int, split: int, dtype: torch.dtype) -
         ):
             if ctas > 1 and tiles > 2:
                 continue
-            plan = FewPlan(tiles, split, join, groups, warps, stages, ctas, rounds)
+            plan = GemvPlan(tiles, split, join, groups, warps, stages, ctas, rounds)
             if plan.shared_bytes(n, k, x.shape[0]) > machine_of(0).bytes_of_cta(ctas):
                 continue
-            out = linear_few(x, *tensors, None, n, plan=plan)
+            out = linear_gemv(x, *tensors, None, n, plan=plan)
             assert_rounded_once(out, wanted)
 
 
@@ -115,24 +115,24 @@ def test_sums_of_many_rows_are_joined_in_pieces(
     packed = packed_weight(n, k, dtype, "cuda")
     arguments = (packed.weight, packed.weight_scale, packed.row_scale, None, n)
     x = torch.randn(101, k, device="cuda", dtype=dtype)
-    plan = FewPlan(2, 4, 2, 14, warps=8, round_units=1)
-    at_once = linear.linear_few(x, *arguments, plan=plan)
-    monkeypatch.setattr(linear, "_MOST_PARTIAL_BYTES", 30 * 4 * 4 * 448)
-    assert torch.equal(linear.linear_few(x, *arguments, plan=plan), at_once)
+    plan = GemvPlan(2, 4, 2, 14, warps=8, round_units=1)
+    at_once = linear.linear_gemv(x, *arguments, plan=plan)
+    monkeypatch.setattr(linear, "_MAX_PARTIAL_BYTES", 30 * 4 * 4 * 448)
+    assert torch.equal(linear.linear_gemv(x, *arguments, plan=plan), at_once)
 
 
 @DTYPE
 def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
-    from halfbyte.linear.w4a16.gemv.launcher import linear_few
+    from halfbyte.linear.w4a16.gemv.launcher import linear_gemv
 
     n, k = 1024, 2048
     packed = packed_weight(n, k, dtype, "cuda")
     tensors = (packed.weight, packed.weight_scale, packed.row_scale)
     x = torch.randn(4096, k, device="cuda", dtype=dtype)
-    all_rows = linear_few(x, *tensors, None, n, batch_invariant=True)
+    all_rows = linear_gemv(x, *tensors, None, n, batch_invariant=True)
     for m in (1, 2, 7, 16, 17, 64, 65, 1000):
         start = 4096 - m
-        out = linear_few(x[start:], *tensors, None, n, batch_invariant=True)
+        out = linear_gemv(x[start:], *tensors, None, n, batch_invariant=True)
         assert torch.equal(out, all_rows[start:])
 
 
@@ -161,7 +161,7 @@ def test_weights_larger_than_the_workspace(
     x = torch.randn(500, k, device="cuda", dtype=dtype)
     bias = torch.randn(n, device="cuda", dtype=dtype)
     whole = [linear_unpack.linear_unpacked(x, *tensors, b, n) for b in (None, bias)]
-    monkeypatch.setattr(linear_unpack, "_MOST_UNPACKED_BYTES", 128 * 2 * k)
+    monkeypatch.setattr(linear_unpack, "_MAX_UNPACKED_BYTES", 128 * 2 * k)
     for out, b in zip(whole, (None, bias), strict=True):
         pieces = linear_unpack.linear_unpacked(x, *tensors, b, n)
         torch.testing.assert_close(pieces, out, rtol=2e-2, atol=2e-2)
@@ -170,12 +170,12 @@ def test_weights_larger_than_the_workspace(
 @pytest.mark.parametrize("m", [1, 16, 500])
 def test_in_a_graph(m: int) -> None:
     from halfbyte.linear.w4a16.dequant.launcher import linear_unpacked
-    from halfbyte.linear.w4a16.gemv.launcher import linear_few
+    from halfbyte.linear.w4a16.gemv.launcher import linear_gemv
 
     n, k = 640, 1024
     packed = packed_weight(n, k, torch.bfloat16, "cuda")
     tensors = (packed.weight, packed.weight_scale, packed.row_scale)
-    product = linear_few if m <= 64 else linear_unpacked
+    product = linear_gemv if m <= 64 else linear_unpacked
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     product(x, *tensors, None, n)
     torch.cuda.synchronize()
@@ -189,7 +189,7 @@ def test_in_a_graph(m: int) -> None:
         x.copy_(torch.randn_like(x))
         graph.replay()
         again = product(x * 2, *tensors, None, n)
-        if product is linear_few:
+        if product is linear_gemv:
             assert torch.equal(out, again)
         else:  # cuBLAS may choose otherwise in a graph
             torch.testing.assert_close(out, again, rtol=2e-2, atol=1e-3 * float(again.abs().max()))

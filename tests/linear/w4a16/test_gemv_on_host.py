@@ -1,4 +1,4 @@
-"""W4A16 for few rows of x: the launcher and its CUDA source as before SM90, run on the CPU."""
+"""The W4A16 GEMV kernel: launcher and CUDA source before SM90, run on the CPU."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from cuda_on_host import guarded
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.linear.w4a16.dequant import launcher as linear_unpack
 from halfbyte.linear.w4a16.gemv import launcher as linear
-from halfbyte.linear.w4a16.gemv.plan import FewPlan, Machine, few_plan, k_blocks, row_units
+from halfbyte.linear.w4a16.gemv.plan import GemvPlan, Machine, gemv_plan, k_blocks, row_units
 from halfbyte.linear.w4a16.packed_weight import DTYPES, PackedWeight
 from linear.machines import RTX_3090
 from linear.w4a16.test_w4a16_packed_weight import dequantized, packed_weight
@@ -30,20 +30,20 @@ SHAPES = ((40, 16), (64, 128), (100, 400), (130, 528), (300, 656), (33, 1296))
 """Of weights."""
 A100 = Machine(80, 163 * 1024, 108, 0)
 
-# Shapes of CTAs, whose groups and rounds are to be chosen. Some are such that no plan has them.
+# CTA shapes, with groups and rounds to be filled in; some occur in no plan.
 PLANS = (
-    (BF16, FewPlan(1, 1, 0, 0, warps=4, stages=2)),
-    (FP16, FewPlan(1, 1, 0, 0, warps=16, stages=2)),
-    (FP16, FewPlan(1, 2, 2, 0, warps=3, stages=1)),
-    (BF16, FewPlan(1, 4, 2, 0, warps=8, stages=3)),
-    (BF16, FewPlan(1, 8, 2, 0, warps=1, stages=2)),
-    (FP16, FewPlan(2, 1, 0, 0, warps=5, stages=3)),
-    (BF16, FewPlan(2, 2, 2, 0, warps=4, stages=2, ctas=4)),
-    (FP16, FewPlan(2, 4, 2, 0, warps=2, stages=4)),
-    (BF16, FewPlan(4, 1, 0, 0, warps=7, stages=1)),
-    (FP16, FewPlan(4, 2, 2, 0, warps=2, stages=3)),
-    (BF16, FewPlan(4, 4, 2, 0, warps=4, stages=2)),
-    (FP16, FewPlan(8, 1, 0, 0, warps=3, stages=2)),
+    (BF16, GemvPlan(1, 1, 0, 0, warps=4, stages=2)),
+    (FP16, GemvPlan(1, 1, 0, 0, warps=16, stages=2)),
+    (FP16, GemvPlan(1, 2, 2, 0, warps=3, stages=1)),
+    (BF16, GemvPlan(1, 4, 2, 0, warps=8, stages=3)),
+    (BF16, GemvPlan(1, 8, 2, 0, warps=1, stages=2)),
+    (FP16, GemvPlan(2, 1, 0, 0, warps=5, stages=3)),
+    (BF16, GemvPlan(2, 2, 2, 0, warps=4, stages=2, ctas=4)),
+    (FP16, GemvPlan(2, 4, 2, 0, warps=2, stages=4)),
+    (BF16, GemvPlan(4, 1, 0, 0, warps=7, stages=1)),
+    (FP16, GemvPlan(4, 2, 2, 0, warps=2, stages=3)),
+    (BF16, GemvPlan(4, 4, 2, 0, warps=4, stages=2)),
+    (FP16, GemvPlan(8, 1, 0, 0, warps=3, stages=2)),
 )
 
 
@@ -64,8 +64,8 @@ class Numbers(Structure):
     _fields_ = (*((name, c_void_p) for name in ("x", "by", "out")), ("count", c_int))
 
 
-def name(value: FewPlan | torch.dtype) -> str:
-    if isinstance(value, FewPlan):
+def name(value: GemvPlan | torch.dtype) -> str:
+    if isinstance(value, GemvPlan):
         tiles, split, _, _, warps, stages, *_ = value
         return f"{tiles}-tiles-{split}-ctas-{warps}-warps-{stages}-stages"
     return str(value)
@@ -97,8 +97,8 @@ def on_host(compiled_in: bool = False, machine: Machine = A100) -> Iterator[None
         shared_bytes = kernel.shared_bytes
         cuda_on_host.launch(kernel.function, grid, threads, *arguments, shared_bytes=shared_bytes)
 
-    linear._few_kernels.cache_clear()
-    linear.few_product.cache_clear()
+    linear._gemv_kernels.cache_clear()
+    linear.gemv_product.cache_clear()
     with (
         patch.object(nvrtc, "load", load),
         patch.object(nvrtc, "launch", launch),
@@ -107,8 +107,8 @@ def on_host(compiled_in: bool = False, machine: Machine = A100) -> Iterator[None
         patch.object(linear, "allocate", cuda_on_host.allocate),
     ):
         yield
-    linear._few_kernels.cache_clear()
-    linear.few_product.cache_clear()
+    linear._gemv_kernels.cache_clear()
+    linear.gemv_product.cache_clear()
 
 
 def random_x(m: int, k: int, dtype: torch.dtype, seed: int, gap: int = 8) -> torch.Tensor:
@@ -126,7 +126,7 @@ def multiply(
     x: torch.Tensor,
     packed: PackedWeight,
     bias: torch.Tensor | None,
-    plan: FewPlan | None,
+    plan: GemvPlan | None,
     compiled_in: bool = False,
     machine: Machine = A100,
 ) -> torch.Tensor:
@@ -139,7 +139,7 @@ def multiply(
     row_scale = moved(packed.row_scale)
     bias = None if bias is None else moved(bias)
     with on_host(compiled_in, machine):
-        return linear.linear_few(x, weight, weight_scale, row_scale, bias, packed.n, plan=plan)
+        return linear.linear_gemv(x, weight, weight_scale, row_scale, bias, packed.n, plan=plan)
 
 
 def assert_product(
@@ -160,7 +160,7 @@ def assert_product(
 
 def assert_products(
     dtype: torch.dtype,
-    shape: FewPlan,
+    shape: GemvPlan,
     rows: tuple[int, ...],
     shapes: tuple[tuple[int, int], ...],
     machine: Machine,
@@ -179,7 +179,7 @@ def assert_products(
 
 
 @pytest.mark.parametrize(("dtype", "shape"), PLANS, ids=name)
-def test_products_are_right_however_the_work_is_cut(dtype: torch.dtype, shape: FewPlan) -> None:
+def test_products_are_right_however_the_work_is_cut(dtype: torch.dtype, shape: GemvPlan) -> None:
     """Where rows of x would be, and between them, is NaN, in memory and in shared memory."""
     assert_products(dtype, shape, ROWS, SHAPES, A100)
 
@@ -188,7 +188,7 @@ def test_products_are_right_however_the_work_is_cut(dtype: torch.dtype, shape: F
 @pytest.mark.parametrize("m", [1, 8, 16, 40])
 def test_plans_for_a_gpu_before_sm90(m: int, dtype: torch.dtype) -> None:
     n, k = 300, 1040
-    assert few_plan(n, k, m, A100).join in (0, 2)
+    assert gemv_plan(n, k, m, A100).join in (0, 2)
     packed = packed_weight(n, k, dtype)
     bias = random_bias(n, dtype)
     x = random_x(m, k, dtype, 0)
@@ -200,7 +200,7 @@ def test_plans_for_a_gpu_before_sm90(m: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("m", [1, 16])
 def test_a_k_that_needs_more_ctas_than_usual(m: int) -> None:
     n, k = 40, 53248
-    plan = few_plan(n, k, 16, RTX_3090)
+    plan = gemv_plan(n, k, 16, RTX_3090)
     assert plan.split > 8
     packed = packed_weight(n, k, torch.bfloat16)
     x = random_x(m, k, torch.bfloat16, 0)
@@ -208,7 +208,7 @@ def test_a_k_that_needs_more_ctas_than_usual(m: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "shape"), PLANS[::3], ids=name)
-def test_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype, shape: FewPlan) -> None:
+def test_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype, shape: GemvPlan) -> None:
     packed = packed_weight(100, 1040, dtype)
     plan = shape._replace(groups=3, round_units=2)
     x = random_x(max(ROWS), 1040, dtype, 1)
@@ -223,7 +223,7 @@ def test_sums_of_many_rows_are_joined_in_pieces(monkeypatch: pytest.MonkeyPatch)
     plan = shape._replace(groups=2, round_units=2)
     x = random_x(33, 400, dtype, 2)
     at_once = multiply(x, packed, None, plan)
-    monkeypatch.setattr(linear, "_MOST_PARTIAL_BYTES", 10 * 4 * 2 * 128)
+    monkeypatch.setattr(linear, "_MAX_PARTIAL_BYTES", 10 * 4 * 2 * 128)
     assert torch.equal(multiply(x, packed, None, plan), at_once)
     outer = multiply(x.reshape(3, 11, 400), packed, None, plan)
     assert torch.equal(outer, at_once.view(3, 11, 100))

@@ -1,4 +1,4 @@
-"""W4A16 for few rows of x as SM90 runs it, on the CPU: TMA, barriers, clusters."""
+"""The W4A16 GEMV kernel with SM90 features on the CPU: TMA, barriers, clusters."""
 
 import ctypes
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cuda_on_host
-from halfbyte.linear.w4a16.gemv.plan import FewPlan, few_plan
+from halfbyte.linear.w4a16.gemv.plan import GemvPlan, gemv_plan
 from halfbyte.linear.w4a16.packed_weight import pack_weight
 from linear.machines import H200
 from linear.w4a16.test_gemv_on_host import (
@@ -35,22 +35,22 @@ SHAPES = (
     (64, 2000),
     (70, 2416),
 )
-"""Of weights. If two CTAs share them, x of the last two comes in as many pieces as it may, and two
+"""Of weights. If two CTAs share them, x of the last two comes in the max number of slices, and two
 blocks of k at a time."""
 
-# Shapes of CTAs, whose groups and rounds are to be chosen. Some are such that no plan has them.
+# CTA shapes, with groups and rounds to be filled in; some occur in no plan.
 PLANS = (
-    (BF16, FewPlan(1, 1, 0, 0, warps=4, stages=2)),
-    (FP16, FewPlan(4, 1, 0, 0, warps=5, stages=1)),
-    (BF16, FewPlan(1, 2, 1, 0, warps=4, stages=2)),
-    (FP16, FewPlan(1, 2, 1, 0, warps=3, stages=1)),
-    (BF16, FewPlan(1, 8, 2, 0, warps=2, stages=2)),
-    (FP16, FewPlan(2, 2, 1, 0, warps=5, stages=3)),
-    (BF16, FewPlan(2, 2, 1, 0, warps=4, stages=1, ctas=2)),
-    (FP16, FewPlan(4, 2, 1, 0, warps=2, stages=2)),
-    (BF16, FewPlan(4, 2, 1, 0, warps=8, stages=1)),
-    (FP16, FewPlan(8, 2, 1, 0, warps=1, stages=2)),
-    (BF16, FewPlan(2, 4, 2, 0, warps=3, stages=2)),
+    (BF16, GemvPlan(1, 1, 0, 0, warps=4, stages=2)),
+    (FP16, GemvPlan(4, 1, 0, 0, warps=5, stages=1)),
+    (BF16, GemvPlan(1, 2, 1, 0, warps=4, stages=2)),
+    (FP16, GemvPlan(1, 2, 1, 0, warps=3, stages=1)),
+    (BF16, GemvPlan(1, 8, 2, 0, warps=2, stages=2)),
+    (FP16, GemvPlan(2, 2, 1, 0, warps=5, stages=3)),
+    (BF16, GemvPlan(2, 2, 1, 0, warps=4, stages=1, ctas=2)),
+    (FP16, GemvPlan(4, 2, 1, 0, warps=2, stages=2)),
+    (BF16, GemvPlan(4, 2, 1, 0, warps=8, stages=1)),
+    (FP16, GemvPlan(8, 2, 1, 0, warps=1, stages=2)),
+    (BF16, GemvPlan(2, 4, 2, 0, warps=3, stages=2)),
 )
 
 COMPILED_IN = {
@@ -99,7 +99,7 @@ class Exchange(ctypes.Structure):
 
 
 @pytest.mark.parametrize(("dtype", "shape"), PLANS, ids=name)
-def test_products_are_right_however_the_work_is_cut(dtype: torch.dtype, shape: FewPlan) -> None:
+def test_products_are_right_however_the_work_is_cut(dtype: torch.dtype, shape: GemvPlan) -> None:
     assert_products(dtype, shape, ROWS, SHAPES, H200)
 
 
@@ -121,15 +121,15 @@ def test_shapes_that_are_compiled_in_change_nothing(case: tuple[int, ...]) -> No
     [(300, 1040, 1, 1), (300, 1040, 40, 1), (100, 528, 8, 0), (40, 4096, 16, 2)],
 )
 def test_plans_for_an_h200(n: int, k: int, m: int, join: int, dtype: torch.dtype) -> None:
-    assert few_plan(n, k, m, H200).join == join
+    assert gemv_plan(n, k, m, H200).join == join
     packed = packed_weight(n, k, dtype)
     x = random_x(m, k, dtype, 0)
     assert_product(multiply(x, packed, None, None, machine=H200), x, packed, None)
 
 
 @pytest.mark.parametrize(("dtype", "shape"), PLANS[1:8:2], ids=name)
-def test_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype, shape: FewPlan) -> None:
-    """Products of the first 512 k and of the next ones cancel: what is left tells orders apart."""
+def test_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype, shape: GemvPlan) -> None:
+    """Products of the first 512 k and of the next cancel: the remainder depends on the order."""
     data, scales = random_weight(100, 1040)
     data[:, 256:512] = data[:, :256]
     scales[:, 32:64] = scales[:, :32]
@@ -147,7 +147,7 @@ def test_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype, shape: Fe
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("sources")
     (folder / "exchange.cu").write_text(EXCHANGE)
-    macros: dict[str, int | None] = {**dict(FewPlan(1, 4, 1, 0).macros()), "X_BF16": 1}
+    macros: dict[str, int | None] = {**dict(GemvPlan(1, 4, 1, 0).macros()), "X_BF16": 1}
     return cuda_on_host.build("exchange.cu", macros, folder)
 
 

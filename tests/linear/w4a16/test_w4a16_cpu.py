@@ -63,7 +63,7 @@ def test_strided_x() -> None:
 @needs_library
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_batch_invariance(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for, nothing goes through PyTorch's dense product, however fast that is."""
+    """A batch-invariant layer never uses PyTorch's dense product."""
     monkeypatch.setattr(launcher, "_is_dense_faster", lambda dtype: True)
     layer = random_layer(96, 336, bias=True, dtype=dtype, backend="cpu", batch_invariant=True)
     x = random_input(1000, 336, dtype)

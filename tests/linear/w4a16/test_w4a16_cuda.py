@@ -1,4 +1,4 @@
-"""The CUDA C++ linear backend: its answers anywhere, its results on a GPU."""
+"""The CUDA C++ linear backend: support checks on any machine, results on a GPU."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfbyte.linear import LINEAR_BACKENDS, NvFp4Linear, NvFp4LinearLayerConfig
-from halfbyte.linear.w4a16.cuda import CudaKernel, _way
+from halfbyte.linear.w4a16.cuda import CudaKernel, _variant
 from halfbyte.linear.w4a16.gemv.plan import Machine
 from halfbyte.linear.w4a16.machine import machine_of
 from linear.cases import assert_close_enough, random_input, random_layer
@@ -52,25 +52,25 @@ def test_says_what_it_cannot_do() -> None:
 @pytest.mark.parametrize(
     ("m", "machine", "expected"),
     [
-        (1, H200, "few"),
-        (16, H200, "few"),
-        (64, H200, "wide"),
-        (2048, H200, "wide"),
-        (8192, H200, "wide"),
-        (65, RTX_3090, "few"),
-        (1000, RTX_3090, "unpacked"),
+        (1, H200, "gemv"),
+        (16, H200, "gemv"),
+        (64, H200, "gemm"),
+        (2048, H200, "gemm"),
+        (8192, H200, "gemm"),
+        (65, RTX_3090, "gemv"),
+        (1000, RTX_3090, "dequant"),
     ],
 )
-def test_way_for_a_number_of_rows(m: int, machine: Machine, expected: str) -> None:
+def test_variant_for_a_number_of_tokens(m: int, machine: Machine, expected: str) -> None:
     for n, k in ((6144, 4096), (28672, 4096), (4096, 14336)):
-        assert _way(m, n, k, machine) == expected
+        assert _variant(m, n, k, machine) == expected
 
 
 @pytest.mark.gpu
 def test_an_h200_answers_as_the_plans_are_tested() -> None:
     found = machine_of(0)
-    if (found.capability, found.multiprocessors) != (90, 132):
-        pytest.skip("an SM90 with 132 multiprocessors")
+    if (found.capability, found.num_sms) != (90, 132):
+        pytest.skip("an SM90 with 132 SMs")
     assert found == H200
 
 

@@ -1,11 +1,11 @@
-"""The W4A16 kernels: the order of weights, and compilation, on any machine."""
+"""The W4A16 kernels: weight layout and compilation, on any machine."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from halfbyte.linear.w4a16.gemv.plan import FewPlan, few_plan
+from halfbyte.linear.w4a16.gemv.plan import GemvPlan, gemv_plan
 from halfbyte.linear.w4a16.packed_weight import (
     DTYPES,
     ROW_SCALE,
@@ -168,10 +168,10 @@ def test_kernels_compile(capability: int) -> None:
     architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
     join = 1 if capability >= 90 else 2
     for is_bf16, plan in (
-        (1, FewPlan(1, 1, 0, 1, warps=12, stages=2)),
-        (0, FewPlan(2, 2, join, 1)),
-        (0, FewPlan(4, 2, 2, 1, warps=8, ctas=2)),
-        (1, FewPlan(8, 8, 2, 1, warps=8, stages=2)),
+        (1, GemvPlan(1, 1, 0, 1, warps=12, stages=2)),
+        (0, GemvPlan(2, 2, join, 1)),
+        (0, GemvPlan(4, 2, 2, 1, warps=8, ctas=2)),
+        (1, GemvPlan(8, 8, 2, 1, warps=8, stages=2)),
     ):
         macros: dict[str, int | None] = {"X_BF16": is_bf16, **dict(plan.macros())}
         assert compiled("linear/w4a16/dequant/dequant.cu", macros, architecture)[:4] == b"\x7fELF"
@@ -188,7 +188,7 @@ def test_kernels_compile(capability: int) -> None:
 def test_copies_of_weights_have_descriptors(n: int, k: int, m: int, tmp_path: Path) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
 
-    plan = few_plan(n, k, m, H200)
+    plan = gemv_plan(n, k, m, H200)
     shape = dict(plan.macros_of_shape(n, k, m))
     macros: dict[str, int | None] = {"X_BF16": 1, **dict(plan.macros()), **shape}
     code = disassembled(compiled("linear/w4a16/gemv/gemv.cu", macros, "sm_90a"), tmp_path)

@@ -15,7 +15,7 @@ import torch
 from halfbyte.attention.decode.variant import Variant, choose_variant
 from halfbyte.dispatch import capability_of_gpu
 from halfbyte.kernels.runtime import nvrtc
-from halfbyte.kernels.runtime.devices import multiprocessors
+from halfbyte.kernels.runtime.devices import num_sms
 from halfbyte.layouts import PageLayout
 
 _BATCH_INVARIANT_SPAN = 512
@@ -99,7 +99,7 @@ def make_plan(
     capability = capability_of_gpu(device.index)
     variant = choose_variant(layout, group, num_tokens / num_seqs, batch_invariant, capability)
     assert variant is not None, "the selection asks first"
-    processors = multiprocessors(device.index)
+    processors = num_sms(device.index)
     slots = variant.ctas * processors
     max_units = max(1, slots * variant.units_per_cta // layout.num_kv_heads)
     max_items = num_tokens * group // variant.columns + num_seqs

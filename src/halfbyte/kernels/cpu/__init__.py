@@ -1,1 +1,1 @@
-"""The C++ kernels for CPUs, and how Python reaches them."""
+"""The C++ kernels for CPUs, and their Python bindings."""

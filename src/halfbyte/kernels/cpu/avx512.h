@@ -1,4 +1,4 @@
-// What the AVX-512 sources share: bytes of several tokens turned so that a lane holds a token.
+// Shared by the AVX-512 sources: transposes bytes of several tokens so that a lane holds a token.
 #pragma once
 
 #include "attention/tiles.h"

@@ -1,4 +1,4 @@
-// Floats to smaller ones, to nearest with ties to even.
+// Conversions of float to smaller formats, round to nearest even.
 #pragma once
 
 #include <cstddef>
@@ -41,12 +41,12 @@ inline uint16_t to_float16(float x) {
 // To a small float with MANTISSA and BIAS, and LARGEST as float bits. Saturates; NaN becomes 0x7f.
 template <int MANTISSA, int BIAS, uint32_t LARGEST>
 struct SmallFloat {
-  // A subnormal is a multiple of the smallest: adding a power of two whose last bit that is rounds.
+  // A subnormal is a multiple of the smallest one: adding a power of two whose ulp is that rounds.
   static constexpr uint32_t kMagic = (uint32_t)(127 + 23 + 1 - BIAS - MANTISSA) << 23;
   static constexpr uint32_t kNormal = (uint32_t)(128 - BIAS) << 23;
   static constexpr uint32_t kLargest = LARGEST;
   static constexpr int kDropped = 23 - MANTISSA;
-  // Added before bits are dropped: moves the exponent and rounds half down; odd ones need 1 more.
+  // Added before truncation: rebiases the exponent and rounds half down; odd results need 1 more.
   static constexpr uint32_t kMove = (1u << (kDropped - 1)) - 1 - ((uint32_t)(127 - BIAS) << 23);
 
   static uint8_t of(float x) {

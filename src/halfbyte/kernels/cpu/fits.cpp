@@ -1,4 +1,4 @@
-// Whether the lengths and page numbers of a batch fit it: what every call checks, in one look.
+// Checks lengths and page numbers of a batch in one pass, for every call.
 
 #include <cstdint>
 
@@ -14,7 +14,7 @@ HALFBYTE_API int halfbyte_fits(const int32_t* starts, const int32_t* lengths, co
     if (starts[s + 1] < starts[s] || lengths[s] < 0) return 0;
     const int64_t pages = (lengths[s] + block_size - 1) / block_size;
     if (pages > max_pages) return 0;
-    bool outside = false;  // no branch for every page: a loop of vectors
+    bool outside = false;  // no branch in the loop, so that it vectorizes
     for (int64_t i = 0; i < pages; i++)
       outside |= (uint32_t)tables[s * max_pages + i] >= (uint64_t)num_pages;
     if (outside) return 0;

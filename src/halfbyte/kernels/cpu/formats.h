@@ -14,7 +14,7 @@ enum Format : int32_t {
   kE4M3,
   kE5M2,
   kNvfp4,
-  kNvfp4FourOverSix,  // other scales than kNvfp4, the same way to read them
+  kNvfp4FourOverSix,  // decoded as kNvfp4
   kFp4Block16,
   kMxfp4,
   kFormats,
@@ -39,7 +39,7 @@ inline int data_bytes(int format, int size) {
 alignas(64) constexpr float kE2M1[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                                          -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 
-// Every byte of the small floats as a float.
+// The float value of every byte, for the small formats.
 struct Tables {
   alignas(64) float e4m3[256];
   alignas(64) float e5m2[256];

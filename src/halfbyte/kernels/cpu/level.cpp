@@ -15,8 +15,8 @@ namespace {
 std::atomic<int> g_limit{-1};  // or none
 
 #if HALFBYTE_X86
-// By CPUID itself: `__builtin_cpu_supports` does not know F16C everywhere, and is false for all of
-// these in libraries that Zig builds.
+// Reads CPUID directly: `__builtin_cpu_supports` does not know F16C everywhere, and is always false
+// in libraries built by Zig.
 struct Cpuid {
   unsigned a = 0, b = 0, c = 0, d = 0;
 
@@ -27,7 +27,7 @@ struct Cpuid {
 
 bool has(unsigned bits, int bit) { return bits >> bit & 1; }
 
-// Whether the system keeps registers: 2 of SSE, 4 of AVX, 0xe0 of AVX-512.
+// Whether the OS saves these registers: 2 of SSE, 4 of AVX, 0xe0 of AVX-512.
 bool keeps(unsigned registers) {
   if (!has(Cpuid(1).c, 27)) return false;
   unsigned low, high;

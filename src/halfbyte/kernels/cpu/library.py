@@ -1,7 +1,7 @@
-"""The C++ kernels for CPUs (`cpu/*.cpp`), one shared library reached through ctypes.
+"""The C++ kernels for CPUs (`cpu/*.cpp`), one shared library called through ctypes.
 
-It is built with the package where a C++ compiler is at hand. AVX-512, AVX2 or plain vectors are
-chosen when it runs.
+It is built with the package if a C++ compiler is available. The instruction set (AVX-512, AVX2 or
+portable) is selected at run time.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from halfbyte.dispatch import CPU, Answer, current_compute_capability
 from halfbyte.layouts import KVCacheDType, PageLayout
 
 LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, "avx512vnni": 3, "avx512bf16": 4}
-"""Instruction sets; each may use what is before it."""
+"""Instruction sets; each includes the ones before it."""
 
 FORMATS = {
     name: number
@@ -36,10 +36,10 @@ FORMATS = {
         )
     )
 }
-"""`Format` of the sources."""
+"""The values of the C++ enum `Format`."""
 
 FLOATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""The formats that tensors have."""
+"""The C++ formats of tensor dtypes."""
 
 logger = logging.getLogger("halfbyte")
 
@@ -56,7 +56,7 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "halfbyte_set_cpu_level": ([ctypes.c_int], None),
     "halfbyte_use_openmp": ([ctypes.c_void_p], None),
 }
-"""Arguments and results."""
+"""Argument and result types of the functions."""
 
 
 @lru_cache(maxsize=1)
@@ -89,34 +89,34 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 @lru_cache(maxsize=1)
-def say_missing() -> None:
-    """One line in the log, whatever misses the kernels first."""
+def warn_not_built() -> None:
+    """Log once that the C++ kernels were not built."""
     logger.warning("the CPU kernels were not built (no C++ compiler?): the reference stands in")
 
 
 def is_built(purpose: str) -> Answer:
-    """Whether the kernels are there, and for what; a CPU without them says so once in the log.
+    """Whether the kernels were built; on machines without a GPU, logs a warning once if not.
 
     Args:
         purpose: the reason of a positive answer.
     """
     if library() is not None:
         return True, purpose
-    if current_compute_capability() == CPU:  # elsewhere hardly anyone will miss them
-        say_missing()
+    if current_compute_capability() == CPU:  # with a GPU they are rarely used
+        warn_not_built()
     return False, "was not built: the package was installed without a C++ compiler"
 
 
 def level() -> str | None:
-    """The instruction set of `LEVELS` that runs; None where the kernels were not built."""
+    """The instruction set of `LEVELS` in use; None if the kernels were not built."""
     loaded = library()
     return None if loaded is None else list(LEVELS)[loaded.halfbyte_cpu_level()]
 
 
 def set_level(name: str | None) -> str:
-    """Use an instruction set of `LEVELS`, or the last before it that this CPU has.
+    """Use an instruction set of `LEVELS`, or the highest below it that this CPU has.
 
-    With None, as at first, what is fastest here: on Intel's CPUs "avx512vnni" before "avx512bf16".
+    None (the default) selects the fastest: on Intel's CPUs "avx512vnni" before "avx512bf16".
 
     Returns:
         `level()`.
@@ -160,7 +160,7 @@ def pack_layout(layout: PageLayout) -> bytes:
 
 
 def _openmp_of_torch() -> ctypes.c_void_p | None:
-    """The entry of the OpenMP that PyTorch runs on, if it is GNU's or speaks its language."""
+    """`GOMP_parallel` of the OpenMP that PyTorch uses; None if it has no such function."""
     try:
         return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p)
     except (AttributeError, OSError, TypeError):  # no such OpenMP; no dlopen(NULL) on Windows

@@ -27,8 +27,8 @@ def store_tokens_cpu(
 ) -> None:
     """As `halfbyte.kvcache.reshape_and_cache`, on arguments already checked, all on the CPU.
 
-    The bytes are those of the reference, but for the payload of a NaN that is
-    stored as a float.
+    Bitwise equal to the reference, except for the payload of a NaN in formats that
+    are not quantized.
 
     Args:
         k_scale, v_scale: floats, or float32 tensors of one element.

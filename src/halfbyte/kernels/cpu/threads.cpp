@@ -1,8 +1,8 @@
-// Threads: those of PyTorch's OpenMP where it has one, else our own.
+// Threads of PyTorch's OpenMP if it has one, else of our own pool.
 //
-// OpenMP's workers wait for a while by spinning. A second pool would have to share their cores,
-// just after a model's matrix multiplication, and be woken by the system for every call.
-// `GOMP_parallel` is the entry of GNU's OpenMP, which Intel's and LLVM's offer, too.
+// OpenMP's workers spin for a while after each parallel region. A second pool would compete with them
+// for cores and be woken by the system for every call. `GOMP_parallel` is the entry of GNU's
+// OpenMP, which Intel's and LLVM's provide as well.
 
 #include "threads.h"
 
@@ -35,8 +35,8 @@ struct Items {
 
 void drain_items(void* items) { ((Items*)items)->drain(); }
 
-// Threads that sleep between calls; the caller works along, and waits for those only that have
-// begun.
+// Threads that sleep between calls. The caller works as well, and only waits for threads that have
+// started.
 class Pool {
  public:
   void run(Items& items, int threads) {
@@ -98,7 +98,7 @@ void parallel_for(int count, int threads, void (*work)(void*, int), void* contex
   if (count == 1 || threads <= 1)
     items.drain();
   else if (gomp)
-    // Always the same number: a team of another size would cost OpenMP its threads.
+    // Always the same number: OpenMP recreates its threads for a team of another size.
     gomp(drain_items, &items, (unsigned)threads, 0);
   else
     pool().run(items, std::min({threads, count, 256}));

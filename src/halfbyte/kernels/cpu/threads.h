@@ -3,8 +3,8 @@
 
 namespace halfbyte {
 
-// work(context, i) once for every i < count, on up to `threads` threads, the caller's included; in
-// no particular order, one item after the other as threads become free.
+// Calls work(context, i) once for every i < count, on up to `threads` threads including the caller.
+// Threads take the next item when they become free.
 void parallel_for(int count, int threads, void (*work)(void*, int), void* context);
 
 }  // namespace halfbyte

@@ -1,5 +1,5 @@
-// What a recipe does to K before it is packed, and to queries: `halfbyte.kvcache.transform`, step by
-// step in float32 and in its order (-ffp-contract=off).
+// Transform of K before packing, and of queries: `halfbyte.kvcache.transform`, with the same float32
+// operations in the same order (-ffp-contract=off).
 #pragma once
 
 #include <cmath>
@@ -19,7 +19,7 @@ struct Transform {
   const float *first_keys, *first_values;   // [first_tokens, kv_heads, size]
   const float* feedback;                    // [kv_heads, head_size, head_size], or null
   const float *k_weights, *v_weights;       // [kv_heads, size] each, or null
-  const int32_t *one, *other;               // [pairs] channels that turn together; one that stays: twice
+  const int32_t *one, *other;               // [pairs] channels rotated together; a channel that is not rotated is given twice
   int64_t turn_stride;
   int32_t segment, rotate, first_tokens, pairs;
 };
@@ -32,7 +32,7 @@ inline void segment_mean(const Transform& t, int64_t position, int head, int siz
   for (int d = 0; d < size; d++) out[d] = cos[d] * mean[d] + sin[d] * partner[d];
 }
 
-// Butterflies of neighbours first, then the factor; in blocks of the largest power of two in size.
+// Hadamard transform: butterflies of neighbours first, then the factor, in blocks of a power of two.
 inline void hadamard(float* x, int size) {
   const int block = size & -size;
   int stride = 1;

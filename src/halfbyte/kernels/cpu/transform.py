@@ -1,4 +1,4 @@
-"""What recipes do to K, in the form that the C++ kernels read it (`cpu/transform.h`)."""
+"""Transforms of K by recipes, as structs of the C++ kernels (`cpu/transform.h`)."""
 
 import ctypes
 import struct
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 _TRANSFORM = struct.Struct("12Pq4i")
 _COLUMNS_AT_ONCE = 512 + 16
-"""Segments that attention may read behind the last one."""
+"""Segments that attention may read beyond the last one."""
 
 
 class CpuTransform:
@@ -56,5 +56,5 @@ class CpuTransform:
 
     @property
     def address(self) -> int:
-        """Of the C++ struct, as long as this lives."""
+        """Address of the C++ struct; valid while this object lives."""
         return ctypes.addressof(self._buffer)

@@ -1,4 +1,4 @@
-"""Encoding, decoding and tiles of the formats that Triton kernels know."""
+"""Triton device functions: encoding, decoding and matmul tiles of the cache formats."""
 
 from halfbyte.layouts import KVCacheDType
 
@@ -15,4 +15,4 @@ FORMATS = frozenset(
         KVCacheDType.MXFP4,
     }
 )
-"""Formats that they read and write; layouts of others go to the reference."""
+"""Formats that Triton kernels support; other layouts use the reference."""

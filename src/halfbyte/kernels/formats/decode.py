@@ -1,6 +1,6 @@
-"""Triton device functions that decode the small floats of the cache: the bits of `numerics`.
+"""Triton device functions that decode the cache formats, bit for bit as `numerics`.
 
-What they return is exact, up to a power of two that callers fold into a factor they have anyway:
+Results are exact up to a power of two, which callers fold into another factor:
 
     fp8_e5m2              the upper byte of a float16
     fp8_e4m3              bits moved into a float16: the value times 2^-8
@@ -9,9 +9,9 @@ What they return is exact, up to a power of two that callers fold into a factor 
     fp4_block16, mxfp4    E2M1 bits moved into a bfloat16 (times 2^-126), times 2^120 and the
                           block's power of two: the product times 2^-6
 
-Integer arithmetic alone decodes them, so that GPUs without E4M3 casts (before SM89) and Triton's
-interpreter can do it. `ptx` chooses the same arithmetic on four packed bytes at once, which takes
-half as many instructions. Subnormals are subnormals of the wider type, NaN stays NaN.
+Decoding uses integer arithmetic only, for GPUs without E4M3 casts (before SM89) and for Triton's
+interpreter. `ptx` selects the same arithmetic on four packed bytes at a time, in half as many
+instructions. Subnormals become subnormals of the wider type; NaN stays NaN.
 """
 
 # mypy: disable-error-code="no-untyped-def"

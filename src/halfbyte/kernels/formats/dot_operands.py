@@ -1,4 +1,4 @@
-"""Operands of `tl.dot`: their dtypes, and how exact products of float32 are."""
+"""Operand dtypes and input precision of `tl.dot`."""
 
 import torch
 import triton
@@ -19,5 +19,5 @@ def dot_operand(dtype: torch.dtype, interpreted: bool = False) -> tl.dtype:
 
 @triton.constexpr_function
 def dot_precision(operand: tl.dtype) -> str:
-    """Products of float32 operands as three of TF32: as exact as float32 sums are."""
+    """TF32x3 for float32 operands, as accurate as float32 sums."""
     return "tf32x3" if operand == tl.float32 else "tf32"

@@ -1,11 +1,11 @@
-"""Triton device functions that encode values: the bits of `halfbyte.numerics`, on a GPU.
+"""Triton device functions that encode values, bit for bit as `halfbyte.numerics`.
 
 A row is 16 consecutive values of a head in two halves, `low` and `high`, float32 `[rows, 8]`: a
 block of NVFP4, half a block of MXFP4. A thread holds a row, so that block maxima and packing need
 no exchange between threads. What comes out are int32 words in memory order, `[rows, 2]` of 4-bit
 codes or `[rows, 4]` of bytes, and the byte of the block scale of each row.
 
-How the oracle's bits are met, at a few instructions per value:
+How the bits of the oracle are reproduced with few instructions per value:
 - **Division** by a shared divisor is multiplication by two parts (`encode_floats.py`).
 - **E2M1.** The magnitude of code c is where F(y) = min(2y, y + 2, y/2 + 4) equals c; F increases,
   and takes the ties between codes to the ties between integers. So the code is F(y) rounded to the
@@ -14,8 +14,8 @@ How the oracle's bits are met, at a few instructions per value:
   the third: a fused multiply-add, a sum and their minimum.
 - **Block scales in E4M3** by adding and taking away a power of two whose last place is E4M3's.
 - **FP8** by integer arithmetic, since there are no casts before SM89 nor in Triton's interpreter.
-- **NaN** is asked for: minima and maxima drop it on a GPU unless they are told to propagate it.
-- Products that the oracle rounds must be rounded: launch with `enable_fp_fusion=False`.
+- **NaN** is propagated explicitly: by default, min and max on a GPU drop it.
+- Launch with `enable_fp_fusion=False`: products that the oracle rounds must be rounded.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -40,7 +40,7 @@ TOP = tl.constexpr(2.0**24)  # launches check such names one by one: there is on
 def encode_e4m3_magnitude(bits):
     """E4M3 (int32) of the bits of float32 in 0 .. 448, to nearest even."""
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # The last place of 2^14 is the smallest subnormal, 2^-9.
+    # The ulp of 2^14 is the smallest subnormal, 2^-9.
     subnormal = bits_of(float_of(bits) + 16384.0) - 0x46800000
     return tl.where(bits < 0x3C800000, subnormal, normal)  # 2^-6
 
@@ -49,7 +49,7 @@ def encode_e4m3_magnitude(bits):
 def encode_e5m2_magnitude(bits):
     """E5M2 (int32) of the bits of float32 in 0 .. 57344, to nearest even."""
     normal = ((bits + 0xFFFFF + ((bits >> 21) & 1)) >> 21) - (112 << 2)
-    # The last place of 2^7 is the smallest subnormal, 2^-16.
+    # The ulp of 2^7 is the smallest subnormal, 2^-16.
     subnormal = bits_of(float_of(bits) + 128.0) - 0x43000000
     return tl.where(bits < 0x38800000, subnormal, normal)  # 2^-14
 
@@ -91,7 +91,7 @@ def encode_fp8(low, high, scale, kind: tl.constexpr):
         y_low = clamp(tl.div_rn(low, scale), largest)
         y_high = clamp(tl.div_rn(high, scale), largest)
         low, high = y_low, y_high
-    # The two parts of 0 may differ in sign, hence the signs of the values themselves.
+    # The two parts of a quotient of 0 may differ in sign, so signs come from the values.
     low_words = _pack_bytes(encode_fp8_values(y_low, low, kind))
     words = tl.join(low_words, _pack_bytes(encode_fp8_values(y_high, high, kind)))
     return tl.reshape(tl.permute(words, (0, 2, 1)), (low.shape[0], 4))
@@ -107,7 +107,7 @@ def round_e2m1(y):
 def pack_codes(rounded, x):
     """Words `[rows]` of what `round_e2m1` gave and the signs of x, both `[rows, 8]`."""
     codes = set_sign(bits_of(rounded), x)
-    # What the bits begin with sums to 0x3F3BBBBC over the eight shifts, modulo 2^32.
+    # The constant upper bits sum to 0x3F3BBBBC over the eight shifts, modulo 2^32.
     return tl.sum(codes << (tl.arange(0, 8) * 4)[None, :], axis=1) - 0x3F3BBBBC
 
 
@@ -138,7 +138,7 @@ def pairwise_sum(x):
 @triton.jit
 def _squared_error(x, rounded, s, g):
     """Sum of `((q * s) * g - |x|)^2` over each row, for a block scale s."""
-    # An E2M1 code at the top of float32's mantissa is its value times 2^-126.
+    # An E2M1 code shifted left by 22 bits is a float32 of its value times 2^-126.
     q = float_of((bits_of(rounded) + 4) << 22) * 2.0**126
     error = (q * s[:, None]) * g - tl.abs(x)
     return pairwise_sum(error * error)
@@ -159,9 +159,9 @@ def _nvfp4_magnitudes(x, divisor, shared: tl.constexpr):
 
 @triton.jit
 def _nvfp4_candidate(low, high, amax, g, target: tl.constexpr, shared: tl.constexpr):
-    """Block scales that take the maximum to target: as E4M3, as float32, and both halves rounded.
+    """Block scales that map the maximum to target: as E4M3, as float32, and both halves rounded.
 
-    Scales are 2^-9 at least, whatever the block: a scale of 0 would lose it.
+    Scales are at least 2^-9: a scale of 0 would lose the block.
     """
     if shared:
         r, r_low = reciprocal_of(target * g)

@@ -1,12 +1,11 @@
-"""Triton device functions on float32 that `encode.py` is made of: bits, casts, rounded arithmetic.
+"""Triton device functions on float32 for `encode.py`: bits, casts, rounded arithmetic.
 
-**Division.** Values that share a divisor d share its reciprocal, too, in two parts: r = 1/d, and
-l = (h + h^2) * r with h = 1 - d * r, what r lacks. Then x / d is x * r + x * l in one fused
-multiply-add. Next to every tie of E2M1, E4M3 and E5M2 that falls on the side on which a true
-division falls, for all 2^23 significands of d (`l = h * r` fails for one of them). It asks that
-r is rounded correctly (`_reciprocal`), and that nothing overflows or underflows on the way:
-values are clamped first, and global scales beyond 2^-40 .. 2^40 take the true division.
-"""
+**Division.** Values with the same divisor d share its reciprocal, in two parts: r = 1/d, and its
+error l = (h + h^2) * r with h = 1 - d * r. Then x / d is x * r + x * l in one fused multiply-add.
+Next to every tie of E2M1, E4M3 and E5M2 the result is on the same side as that of a true division,
+for all 2^23 significands of d (`l = h * r` fails for one of them). This requires that r is
+correctly rounded (`_reciprocal`) and that nothing overflows or underflows: values are clamped
+first, and global scales beyond 2^-40 .. 2^40 use the true division."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -76,8 +75,8 @@ def can_share(scale):
 def _reciprocal(x):
     """1 / x, rounded correctly, for x of 2^-49 .. 2^49.
 
-    On a GPU by the instructions that a true one has for such x (`rcp.rn` disassembled for SM80 to
-    SM120): an approximation and a step of Newton's method, without its checks for other x.
+    On a GPU the instructions of `rcp.rn` for such x (as disassembled for SM80 to SM120): an
+    approximation and a Newton step, without the checks for other x.
     """
     if INTERPRETED:
         result = tl.div_rn(1.0, x)
@@ -93,14 +92,14 @@ def _reciprocal(x):
 def reciprocal_of(divisor):
     """1 / divisor as an unevaluated sum of two float32."""
     high = _reciprocal(divisor)
-    # A minus would be a subtraction from 0.
+    # Negation would compile to a subtraction from 0.
     missing = fused_multiply_add(divisor * -1.0, high, 1.0)
     return high, fused_multiply_add(missing, missing, missing) * high
 
 
 @triton.jit
 def multiply_two_parts(x, high, low):
-    """x * (high + low), rounded once but for the last bits of x * low."""
+    """x * (high + low), rounded once, except for the last bits of x * low."""
     return fused_multiply_add(x, high, x * low)
 
 
@@ -113,7 +112,7 @@ def clamp(x, limit):
 
 @triton.jit
 def set_sign(code, x):
-    """An E2M1 code (int32), plus 8 where x < 0: an addition under a predicate."""
+    """Set the sign bit (add 8) of an E2M1 code (int32) where x < 0."""
     if INTERPRETED:
         result = code + tl.where(x < 0, 8, 0)
     else:

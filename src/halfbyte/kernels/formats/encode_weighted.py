@@ -1,4 +1,4 @@
-"""Triton device functions that round by weighted error: `numerics.weighted_rounding`, on a GPU.
+"""Triton device functions for weighted rounding, bit for bit as `numerics.weighted_rounding`.
 
 Rows of 16 values in two halves and words of codes are those of `encode.py`; launch with
 `enable_fp_fusion=False`.
@@ -23,16 +23,16 @@ _CANDIDATES = tl.constexpr(9)
 
 @triton.jit
 def ratio_of(x, r):
-    """|x * r|, 0 where that is no number."""
+    """|x * r|, or 0 if not a number."""
     t = tl.abs(x * r)
     return tl.where(t == t, t, 0.0)
 
 
 @triton.jit
 def nearest_e2m1(t):
-    """The value of E2M1 next to a magnitude.
+    """The E2M1 value nearest to a magnitude, ties to the even code.
 
-    The last place of 2^22 times the power of two below t, 1 at least, is the step between values.
+    The ulp of 2^22 * max(1, power of two below t) is the step between E2M1 values.
     """
     clamped = tl.minimum(t, 6.0)
     power = float_of(tl.maximum(bits_of(clamped) & 0x7F800000, 0x3F800000) + (22 << 23))

@@ -1,11 +1,9 @@
 """Tiles of packed K or V as matmul operands, for Triton kernels that read pages.
 
-A tile is `[tokens, values of one head]`, without the global scale and without a power of two,
-`operand_shift`: a caller multiplies scores or outputs by both. Four-bit formats come as two tiles,
-the even values of each byte and the odd ones: no interleaving, since a dot product does not care
-about the order of its terms. Slots that are not `live` read as zeros, scales included: 0 times a
-stale NaN would be NaN.
-"""
+A tile is `[tokens, values of one head]`, not yet multiplied by the global scale and by a power of
+two (`operand_shift`): callers multiply scores or outputs by both. Four-bit formats give two tiles,
+of the even and the odd values of each byte, because a dot product does not depend on the order of
+its terms. Slots that are not `live` read as zeros, scales included: 0 times a stale NaN is NaN."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -30,7 +28,7 @@ _OPERAND_SHIFTS = {"nvfp4": 7, "fp8_e4m3": 8, "fp4_block16": 6, "mxfp4": 6}
 
 
 class SideGeometry(NamedTuple):
-    """Where K or V lies in a page, as kernels are compiled for it; offsets and strides in bytes."""
+    """Position of K or V in a page (constexpr of kernels); offsets and strides in bytes."""
 
     kind: str
     """Name of the format; `nvfp4` for all recipes."""
@@ -60,7 +58,7 @@ def side_geometry(layout: PageLayout, side: str) -> SideGeometry:
         kind="nvfp4" if dtype.is_nvfp4 else dtype.value,
         fp4=scale is not None,
         head_size=head_size,
-        padded=max(16, 1 << (columns - 1).bit_length()),  # matmuls want 16 at least
+        padded=max(16, 1 << (columns - 1).bit_length()),  # min size of a matmul operand
         block_size=layout.block_size,
         data=data.offset,
         data_token=data.token_stride,
@@ -73,7 +71,7 @@ def side_geometry(layout: PageLayout, side: str) -> SideGeometry:
 
 
 def operand_shift(kind: str, casts: bool) -> int:
-    """Power of two by which operands of a format are too small (`casts` as for `load_plain`)."""
+    """Operands of a format are divided by 2 to this power (`casts` as for `load_plain`)."""
     return 0 if kind == "fp8_e4m3" and casts else _OPERAND_SHIFTS.get(kind, 0)
 
 
@@ -83,7 +81,7 @@ def page_stride_of(pages: torch.Tensor, layout: PageLayout) -> int:
     Raises:
         ValueError: pages that are not aligned as the layout's 16- or 32-bit formats need.
     """
-    stride = pages.stride(0) if pages.shape[0] > 1 else 0  # of one page it may be anything
+    stride = pages.stride(0) if pages.shape[0] > 1 else 0  # undefined for a single page
     itemsize = max(side.storage_dtype.itemsize for side in (layout.k_dtype, layout.v_dtype))
     if (pages.data_ptr() | stride) % itemsize:
         raise ValueError(
@@ -96,7 +94,7 @@ def page_stride_of(pages: torch.Tensor, layout: PageLayout) -> int:
 def multiplier(
     scale: float | torch.Tensor, dtype: KVCacheDType, device: torch.device
 ) -> tuple[float, torch.Tensor | None]:
-    """A global scale as a number, or as 1 and a tensor on the device; 1 for formats without."""
+    """A global scale as a float, or as 1 and a device tensor; 1 for formats without one."""
     if not dtype.has_global_scale:
         return 1.0, None
     if isinstance(scale, torch.Tensor) and scale.device == device:
@@ -106,11 +104,10 @@ def multiplier(
 
 @triton.jit
 def pinned(operand, pin: tl.constexpr):
-    """The same values, in the layout in which they were computed.
+    """Identity that keeps values in the layout in which they were computed.
 
-    Triton would rather bring bytes into the matmul's layout before it decodes them, one load from
-    shared memory per byte. Assembly that claims side effects is a barrier to that; the copy
-    itself disappears.
+    Triton otherwise converts bytes to the matmul's layout before decoding, with one shared memory
+    load per byte. Inline assembly with side effects prevents that; the `mov` is optimized away.
     """
     if pin:
         pack: tl.constexpr = 32 // operand.dtype.primitive_bitwidth
@@ -126,8 +123,8 @@ def _load_columns(
 ):
     """`[tokens, padded]` elements from pointers `rows [tokens]` on.
 
-    Zeros past `width` and in tokens that are not `live`. A thread takes `contiguous` elements at a
-    time, or as many as are in 16 bytes (0).
+    Zeros past `width` and in tokens that are not `live`. A thread loads `contiguous` elements at a
+    time; 0 for 16 bytes.
     """
     columns = tl.arange(0, padded)
     if contiguous > 0:
@@ -165,11 +162,11 @@ def load_fp4_bytes(
         pages: uint8 pointer to page 0.
         page_stride: bytes from page to page.
         page: int64 `[tokens]` or a scalar, the page of each token.
-        slots: int32 `[tokens]`, its place in the page.
+        slots: int32 `[tokens]`, the slot of each token in its page.
         head: KV head, a scalar.
         live: bool `[tokens]`; others read as zeros.
         side: a `SideGeometry`.
-        contiguous: bytes that a thread takes at a time; 0 for 16.
+        contiguous: bytes per load of a thread; 0 for 16.
     """
     width: tl.constexpr = side.head_size // 2
     block: tl.constexpr = 16 if side.kind == "mxfp4" else 8
@@ -204,7 +201,7 @@ def load_fp4(
     Args, beside those of `load_fp4_bytes`:
         operand: dtype of the result; float16 for nvfp4 alone, which it holds exactly.
         ptx: whether to use inline PTX.
-        pin: whether to keep decoded values from being moved (see `pinned`).
+        pin: whether to keep decoded values in their layout (see `pinned`).
     """
     packed, scale_bytes = load_fp4_bytes(pages, page_stride, page, slots, head, live, side)
     block: tl.constexpr = 16 if side.kind == "mxfp4" else 8

@@ -1,4 +1,4 @@
-// Names and small functions that attention and linear layers share.
+// Types and small functions shared by attention and linear kernels.
 
 #pragma once
 
@@ -30,7 +30,7 @@ __device__ __forceinline__ float ex2(float x) {
   return y;
 }
 
-// One half twice. Written so, a multiplication takes it as it is (`.H0_H0`, `.H1_H1`).
+// Broadcasts one half. In this form ptxas folds it into the multiplication (`.H0_H0`, `.H1_H1`).
 __device__ __forceinline__ u32 both_low(u32 x) {
   u32 y;
   asm("{.reg .b16 low, high; mov.b32 {low, high}, %1; mov.b32 %0, {low, low};}" : "=r"(y) : "r"(x));
@@ -43,8 +43,8 @@ __device__ __forceinline__ u32 both_high(u32 x) {
   return y;
 }
 
-// A kernel that was launched to overlap with the one before it: memory of that one may be read after
-// wait_for_previous. allow_next lets the next one start.
+// Programmatic dependent launch: results of the previous kernel may be read after wait_for_previous;
+// allow_next lets the next kernel start.
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,9 +1,9 @@
-"""Compiled CUDA kernels on disk, so that only a machine's first process waits for the compiler.
+"""On-disk cache of compiled CUDA kernels: only a machine's first process compiles.
 
-They lie in `files.cache_folder()`; if that is None, none are kept. A file's name is a hash of all
-that the cubin was made from; in it are the SHA-256 of the rest, and the cubin. Where files can be
-neither read nor written, kernels are compiled, and nothing else happens. Nothing is removed: a file
-has some 50 kB. What lies there is run, so that only its user should be able to write to it.
+Files are in `files.cache_folder()`; if that is None, nothing is cached. The file name has a hash of
+everything that the cubin is made from; the content is the cubin after its SHA-256. If files cannot
+be read or written, kernels are just compiled. Nothing is ever removed: a file has about 50 kB. The
+content is executed, so only its user may have write access.
 """
 
 import logging
@@ -19,10 +19,10 @@ _DIGEST_BYTES = sha256().digest_size
 
 
 def cubin(name: str, made_from: Iterable[bytes], compiled: Callable[[], bytes]) -> bytes:
-    """The cubin that `compiled` gives, from disk if it is there.
+    """The cubin from the cache, or compiled and then cached.
 
     Args:
-        name: for the file's name.
+        name: prefix of the file name.
         made_from: everything that the cubin depends on.
         compiled: compiles it; its errors pass through.
     """
@@ -42,9 +42,9 @@ def cubin(name: str, made_from: Iterable[bytes], compiled: Callable[[], bytes]) 
 
 
 def _read(path: Path) -> bytes | None:
-    """What was written there; None if there is nothing, or something else."""
+    """The cached cubin; None if missing or corrupt."""
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would block
             return None
         content = path.read_bytes()
     except OSError:

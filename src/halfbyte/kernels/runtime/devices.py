@@ -1,4 +1,4 @@
-"""The GPU that a kernel is launched on, and memory there."""
+"""The current GPU, memory allocation with low host overhead, and the number of SMs."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,11 +11,11 @@ _STAY = nullcontext()
 _empty_on_current_gpu: Callable[..., torch.Tensor] | None = getattr(
     torch._C._dynamo.guards, "_empty_strided_cuda", None
 )
-"""Of PyTorch's compiled code: takes half of the host's time that `torch.empty` does."""
+"""The allocation of PyTorch's compiled code: half the host time of `torch.empty`."""
 
 
 class Memory(NamedTuple):
-    """A tensor that every call with a shape allocates."""
+    """Shape, strides and dtype of a tensor that is allocated in every call with a shape."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -23,12 +23,12 @@ class Memory(NamedTuple):
 
     @classmethod
     def contiguous(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
-        """One row after the other."""
+        """A contiguous tensor."""
         return cls(shape, torch.empty(shape, device="meta").stride(), dtype)
 
 
 def allocate(memory: Memory, device: int) -> torch.Tensor:
-    """A tensor on a GPU, given its index; nothing is written to it."""
+    """An uninitialized tensor on the GPU with index `device`."""
     if _empty_on_current_gpu and device == torch._C._cuda_getDevice():
         return _empty_on_current_gpu(*memory)
     shape, stride, dtype = memory
@@ -36,9 +36,9 @@ def allocate(memory: Memory, device: int) -> torch.Tensor:
 
 
 def current_device(device: int) -> AbstractContextManager[object]:
-    """Make a GPU the current one; does nothing, quickly, if it is that.
+    """A context in which a GPU is the current device; cheap if it already is.
 
-    Triton's launches and the driver's tensor maps need it; `nvrtc.launch` sees to it itself.
+    Needed by Triton's launches and the driver's tensor maps; `nvrtc.launch` does it itself.
 
     Args:
         device: as `torch.Tensor.get_device` gives it, which is -1 for the CPU.
@@ -49,6 +49,6 @@ def current_device(device: int) -> AbstractContextManager[object]:
 
 
 @lru_cache(maxsize=16)
-def multiprocessors(device: int) -> int:
-    """How many a GPU has, given its index."""
+def num_sms(device: int) -> int:
+    """Number of SMs of the GPU with index `device`."""
     return torch.cuda.get_device_properties(device).multi_processor_count

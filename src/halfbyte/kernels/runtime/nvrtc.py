@@ -1,11 +1,11 @@
-"""CUDA C++ compiled at run time: no build step, no toolkit, once per machine and kernel.
+"""CUDA C++ compiled at run time with NVRTC: no build step and no CUDA toolkit.
 
 NVRTC and the driver are reached through `cuda-bindings`, which PyTorch's CUDA builds depend on.
-Sources are the `.cu` files of the package and what they include, all named by their place in it
-(`kernels/runtime/basics.cuh`); what varies (head size, dtype, ...) is a macro.
+Sources are the `.cu` files of the package and their includes, named by their path in the package
+(`kernels/runtime/basics.cuh`). Parameters such as head size and dtype are macros.
 
-A model without CUDA graphs launches hundreds of times per step, and the host's time counts:
-`launch` goes to the driver through ctypes, which takes a fraction of what the bindings' objects do.
+Without CUDA graphs a model launches hundreds of kernels per step, so host time matters: `launch`
+calls the driver through ctypes, in a fraction of the time of the bindings' objects.
 """
 
 import ctypes
@@ -34,11 +34,11 @@ _OVERLAP = 6
 _INVALID_CONTEXT = 201
 """`CUDA_ERROR_INVALID_CONTEXT`."""
 _POINTERS = [Struct(f"{count}P").pack for count in range(9)]
-"""Pack addresses of arguments, by how many there are."""
+"""Packs `count` argument addresses, by `count`."""
 
 
 class _LaunchAttribute(ctypes.Structure):
-    """`CUlaunchAttribute` of `cuda.h`, with a value that is a number."""
+    """`CUlaunchAttribute` of `cuda.h`, with an int as value."""
 
     _fields_ = (
         ("id", ctypes.c_int),
@@ -62,7 +62,7 @@ class _LaunchConfig(ctypes.Structure):
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused a source; the message is its log."""
+    """NVRTC could not compile a source; the message is its log."""
 
 
 class Kernel(NamedTuple):
@@ -71,13 +71,13 @@ class Kernel(NamedTuple):
     function: int
     """`CUfunction`."""
     shared_bytes: int
-    """Of dynamic shared memory, that it may use."""
+    """Max bytes of dynamic shared memory."""
     device: int
-    """That it was loaded for."""
+    """Index of the GPU that it was loaded on."""
 
 
 def _included(text: bytes) -> dict[bytes, bytes]:
-    """Texts of the headers that a source includes, and of those that they include, by name."""
+    """Contents of all headers that a source includes, directly or indirectly, by name."""
     headers: dict[bytes, bytes] = {}
     names = _INCLUDE.findall(text)
     while names:
@@ -89,12 +89,12 @@ def _included(text: bytes) -> dict[bytes, bytes]:
 
 
 class Program(NamedTuple):
-    """A source, and what it is compiled with."""
+    """A source with its headers and compiler options."""
 
     file: bytes
     text: bytes
     headers: list[bytes]
-    """Their texts."""
+    """Contents of the headers."""
     header_files: list[bytes]
     architecture: str
     options: list[bytes]
@@ -104,7 +104,7 @@ class Program(NamedTuple):
         """A source of the package; needs neither a GPU nor a compiler.
 
         Args:
-            name: place of the source in the package, such as `attention/decode/plan.cu`.
+            name: path of the source in the package, such as `attention/decode/plan.cu`.
             macros: defined for the source; None defines without a value.
             architecture: such as `sm_80` or `sm_90a`.
         """
@@ -122,7 +122,7 @@ class Program(NamedTuple):
         )
 
     def made_from(self) -> list[bytes]:
-        """All that the cubin depends on."""
+        """Everything that the cubin depends on."""
         from cuda.bindings import nvrtc
 
         compiler = [str(_check(nvrtc.nvrtcVersion())), *_versions_of_packages()]
@@ -152,7 +152,8 @@ class Program(NamedTuple):
 
 @cache
 def _versions_of_packages() -> list[str]:
-    """To the last digit, which NVRTC itself does not tell; empty where it came another way."""
+    """Full versions of the NVRTC packages (NVRTC itself only tells major and minor), if
+    installed."""
     versions = []
     for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
         with suppress(PackageNotFoundError):
@@ -160,7 +161,7 @@ def _versions_of_packages() -> list[str]:
     return versions
 
 
-@lru_cache(maxsize=4096)  # what was forgotten would be loaded again, perhaps within a capture
+@lru_cache(maxsize=4096)  # an evicted kernel would be loaded again, perhaps during graph capture
 def load(
     name: str,
     macros: tuple[tuple[str, int | None], ...],
@@ -207,18 +208,18 @@ def launch(
     *,
     overlap: bool = False,
 ) -> None:
-    """Launch on the current stream of the kernel's GPU, with arguments as their ctypes types say.
+    """Launch on the current stream of the kernel's GPU.
 
     Args:
-        overlap: let it start before the kernel in front of it has ended, on GPUs that can
-            ("programmatic dependent launch", SM90 and later); it must wait with
-            `griddepcontrol.wait` before it reads.
+        overlap: programmatic dependent launch (SM90 and later, otherwise ignored): the kernel
+            may start before the previous one has ended. It must execute `griddepcontrol.wait`
+            before it reads memory that the previous kernel wrote.
 
     Raises:
-        RuntimeError: the driver refuses it.
+        RuntimeError: the driver returned an error.
     """
     function, shared_bytes, device = kernel
-    # As PyTorch's compiled code does; `torch.cuda.current_stream` takes ten times as long.
+    # As PyTorch's compiled code does; ten times as fast as `torch.cuda.current_stream`.
     if device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             launch(kernel, grid, threads, arguments, overlap=overlap)
@@ -227,11 +228,11 @@ def launch(
     overlap = overlap and capability_of_gpu(device) >= 90
     config = _launch_config(grid, threads, shared_bytes, stream, overlap)
     pointers = _POINTERS[len(arguments)](*[addressof(argument) for argument in arguments])
-    told = addressof(config), function, pointers, None
-    status = _launcher()(*told)
-    if status == _INVALID_CONTEXT:  # this thread has done nothing on a GPU yet
+    launch_arguments = addressof(config), function, pointers, None
+    status = _launcher()(*launch_arguments)
+    if status == _INVALID_CONTEXT:  # the first CUDA call of this thread
         _bind_context(device)
-        status = _launcher()(*told)
+        status = _launcher()(*launch_arguments)
     if status:
         from cuda.bindings import driver
 
@@ -242,7 +243,7 @@ def launch(
 def _launch_config(
     grid: int, threads: int, shared_bytes: int, stream: int, overlap: bool
 ) -> _LaunchConfig:
-    """What the driver is told; never written to again, as other threads may be reading it."""
+    """The launch configuration; immutable after creation, because threads share it."""
     config = _LaunchConfig((grid, 1, 1), (threads, 1, 1), shared_bytes, stream)
     if overlap:
         config.attributes = ctypes.pointer(_LaunchAttribute(id=_OVERLAP, value=1))
@@ -251,7 +252,7 @@ def _launch_config(
 
 
 def _bind_context(device: int) -> None:
-    """Give the thread PyTorch's context of a device, also while a graph is captured."""
+    """Make PyTorch's context of a device current in this thread; works during graph capture."""
     from cuda.bindings import driver
 
     context = _check(driver.cuDevicePrimaryCtxRetain(_check(driver.cuDeviceGet(device))))
@@ -260,7 +261,7 @@ def _bind_context(device: int) -> None:
 
 @cache
 def _launcher() -> Any:
-    """`cuLaunchKernelEx`; other threads of Python run while it waits for launches in front."""
+    """`cuLaunchKernelEx` by ctypes, which releases the GIL while a full launch queue blocks it."""
     driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
     function = driver.cuLaunchKernelEx
     function.argtypes = [ctypes.c_void_p] * 4
@@ -268,7 +269,7 @@ def _launcher() -> Any:
 
 
 def _check(result: tuple[Any, ...]) -> Any:
-    """The values of a binding's result; its status must be success (0)."""
+    """The values of a binding's result; raises RuntimeError unless the status is success (0)."""
     status, *values = result
     if int(status) != 0:
         raise RuntimeError(f"CUDA: {status.name} ({int(status)})")

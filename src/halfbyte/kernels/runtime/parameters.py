@@ -1,16 +1,16 @@
-"""What the launchers of C and CUDA kernels share in filling their parameters."""
+"""Kernel parameters that the launchers of C++ and CUDA kernels share."""
 
 from halfbyte.layouts import PageLayout
 
 REGIONS = ("k_data", "k_scale", "v_data", "v_scale")
 REGION_FIELDS = tuple(f"{name}{part}" for name in REGIONS for part in ("", "_token", "_head"))
-"""Names of the numbers that say where a block-scaled page keeps what, in the sources' order."""
+"""Names of the region fields of a block-scaled page, in the order of the C++ structs."""
 
 
 def region_fields(layout: PageLayout) -> dict[str, int]:
-    """Bytes: offset in the page, stride of tokens and stride of heads, of each region.
+    """Offset in the page, stride of tokens and stride of heads of each region, in bytes.
 
-    Formats without block scales have no such regions; their numbers are 0.
+    All 0 for formats without block scales.
     """
     fields = dict.fromkeys(REGION_FIELDS, 0)
     for region in layout.regions:

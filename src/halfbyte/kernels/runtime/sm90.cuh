@@ -1,5 +1,4 @@
-// What SM90 has beyond its predecessors, for the kernels that need it: barriers in shared memory,
-// clusters, and the bookkeeping of `wgmma`.
+// PTX wrappers for SM90: mbarriers, clusters, bulk and TMA copies, and fences of `wgmma`.
 
 #pragma once
 #include "kernels/runtime/basics.cuh"
@@ -14,7 +13,7 @@ __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
-// Behind a fence that releases what the others must see.
+// Without release semantics: a fence must have released earlier writes.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -28,15 +27,15 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_wait();
 }
 
-// The same address in shared memory of a CTA of the cluster.
+// The same shared memory address in another CTA of the cluster.
 __device__ __forceinline__ u32 map_to_rank(u32 address, u32 rank) {
   u32 y;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(y) : "r"(address), "r"(rank));
   return y;
 }
 
-// Whether this lane is the one of its warp that acts for all. Of it, and of nobody else, the compiler knows
-// that it is alone: what takes uniform registers needs no loop over lanes.
+// Whether this lane is the elected one of its warp. The compiler knows that a single lane passes, so that
+// instructions with uniform registers need no loop over lanes.
 __device__ __forceinline__ bool elect_one() {
   u32 elected;
   asm volatile("{.reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
@@ -47,12 +46,12 @@ __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// By who has made barriers, before others hear that they are there.
-__device__ __forceinline__ void tell_of_barriers() {
+// Makes initialized barriers visible to the cluster and to TMA.
+__device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrives, and has the barrier wait for so many bytes of copies.
+// Arrives, and adds `bytes` to the bytes of copies that the barrier waits for.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -62,13 +61,13 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// An arrival at the barrier of a CTA in the cluster, as `map_to_rank` gave it. Without `.release.cluster`,
-// which would wait for all loads that are under way: what the barrier guards must have been read by then.
+// Arrives at a barrier of another CTA of the cluster (address from `map_to_rank`). Not `.release.cluster`, which
+// would wait for all loads in flight: the memory that the barrier guards must have been read before.
 __device__ __forceinline__ void barrier_arrive_mapped(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The same, and has the barrier wait for so many bytes.
+// The same, and adds `bytes` to the bytes that the barrier waits for.
 __device__ __forceinline__ void barrier_expect_mapped(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
@@ -85,7 +84,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   } while (!done);
 }
 
-// Bytes to this address in shared memory, counted by the barrier.
+// Bulk copy to shared memory; completes on the barrier.
 __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -93,7 +92,7 @@ __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u
       : "memory");
 }
 
-// A matrix in memory (tensor_maps.py).
+// A TMA tensor map (tensor_maps.py).
 struct __align__(64) TensorMap {
   u64 opaque[16];
 };
@@ -102,8 +101,7 @@ __device__ __forceinline__ void prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Boxes that begin with this row, the first of them the given one along k, to an address in shared memory,
-// counted by the barrier.
+// TMA load of boxes, from `row` and from box `box` along k, to shared memory; completes on the barrier.
 __device__ __forceinline__ void copy_boxes(u32 to, const TensorMap* map, int row, int box, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -120,13 +118,13 @@ __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Until no more than the last `LEFT` committed groups are under way.
+// Waits until at most the last `LEFT` committed groups are pending.
 template <int LEFT = 0>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// What was written to shared memory becomes visible to wgmma.
+// Makes writes to shared memory visible to wgmma and TMA.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -1,4 +1,4 @@
-"""TMA's descriptions of matrices in memory (SM90 and later), and rows as TMA can read them."""
+"""TMA tensor maps (SM90 and later), and copies of x whose rows TMA can read."""
 
 import ctypes
 from functools import lru_cache
@@ -8,14 +8,14 @@ import torch
 BOX_K = 64
 """Values of a row in a box: 128 bytes."""
 SHAPES = 1024
-"""Of x and weights, whose calls are prepared for."""
+"""Max cached products (shapes of x and weights)."""
 MAPS = 64
-"""That calls with a shape keep, each of some 480 bytes: without a graph, a model's tensors lie
-where they lay some layers before."""
+"""Max cached tensor maps per shape, about 480 bytes each. Without a CUDA graph, the allocator
+reuses the same addresses after some layers."""
 
 
 class TensorMap(ctypes.Structure):
-    """A kernel's argument; `TensorMap` of `sm90.cuh`."""
+    """A kernel argument; `TensorMap` of `sm90.cuh`."""
 
     _fields_ = (("opaque", ctypes.c_uint64 * 16),)
 
@@ -23,10 +23,10 @@ class TensorMap(ctypes.Structure):
 def tensor_map(
     address: int, m: int, k: int, stride: int, dtype: torch.dtype, rows: int
 ) -> TensorMap:
-    """A matrix `[m, k]`, of which boxes of `rows` x 64 values are copied.
+    """Tensor map of a matrix `[m, k]` with boxes of `rows` x 64 values.
 
-    What a box has beyond the matrix is read as zeros, and not written. Chunks of 16 bytes are
-    exchanged as the 128-byte swizzle says, but those of a single row stay in place.
+    Values beyond the matrix are read as zeros and not written. 128-byte swizzle, except for boxes
+    of one row.
 
     Args:
         address: of the first value, a multiple of 16.
@@ -36,7 +36,7 @@ def tensor_map(
         rows: of a box, up to 256.
 
     Raises:
-        RuntimeError: the driver refuses it.
+        RuntimeError: the driver returned an error.
     """
     return _encode(address, (k, m), (2 * stride,), (BOX_K, rows), dtype)
 
@@ -44,10 +44,11 @@ def tensor_map(
 def tensor_map_of_boxes(
     address: int, m: int, k: int, stride: int, dtype: torch.dtype, rows: int, boxes: int
 ) -> TensorMap:
-    """The same matrix, as boxes of `rows` x 64 values of which so many, along k, are one copy.
+    """Tensor map with which one copy loads several boxes of `rows` x 64 values along k,
+    consecutively.
 
-    They come one after another. k is a multiple of 64; otherwise as `tensor_map`. Of the map's
-    three dimensions (64 values, rows, boxes) the last has the smaller stride, as it may.
+    k is a multiple of 64; other arguments as of `tensor_map`. Of the map's three dimensions (64
+    values, rows, boxes) the last has a smaller stride than the second, which TMA allows.
     """
     if k % BOX_K:
         raise ValueError(f"k: expected a multiple of {BOX_K}, got {k}")
@@ -59,17 +60,17 @@ def tensor_map_of_boxes(
 def tensor_map_of_pages(
     address: int, pages: int, rows: int, row_bytes: int, stride: int
 ) -> TensorMap:
-    """Pages of `rows` x `row_bytes` bytes, of which a copy brings a whole one.
+    """Tensor map with which one copy loads a page of `rows` x `row_bytes` bytes.
 
-    Its chunks of 16 bytes are exchanged as the swizzle of such rows says.
+    The swizzle is that of `row_bytes`.
 
     Args:
         address: of the first page, a multiple of 16.
-        pages: that there are.
+        pages: number of pages.
         rows: up to 256.
         row_bytes: 32, 64 or 128.
-        stride: bytes from page to page, a multiple of 16. The driver's documentation asks for a
-            multiple of `row_bytes`; the driver that was tested, on an H200, takes others, too.
+        stride: bytes from page to page, a multiple of 16. The documentation requires a
+            multiple of `row_bytes`; the tested driver (H200) accepts others as well.
 
     Raises:
         RuntimeError: the driver refuses it.
@@ -85,7 +86,7 @@ def _encode(
     box: tuple[int, ...],
     dtype: torch.dtype,
 ) -> TensorMap:
-    """A map of values; strides are bytes, of all dimensions but the first."""
+    """Encode a tensor map; strides in bytes, of all dimensions except for the first."""
     from cuda.bindings import driver
 
     kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
@@ -122,20 +123,20 @@ def _encode(
 
 
 def box_rows(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy, with rows contiguous, aligned to 16 bytes, and apart from each other.
+    """x, or a copy, with contiguous rows that are aligned to 16 bytes and do not overlap.
 
     Args:
         x: `[M, K]`, or `[..., K]` if it is contiguous.
 
     Raises:
-        ValueError: K is not a multiple of 8, so that not all rows can be aligned.
+        ValueError: K is not a multiple of 8, so rows cannot all be aligned.
     """
     k = x.shape[-1]
     if k % 8:
         raise ValueError(f"x: TMA reads rows of a multiple of 8 values, not {k}")
     if x.data_ptr() % 16:
         return x.clone(memory_format=torch.contiguous_format)
-    if x.is_contiguous():  # a single row is, whatever its stride
+    if x.is_contiguous():  # true for a single row with any stride
         return x
     if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.stride(0) >= k:
         return x
@@ -143,5 +144,5 @@ def box_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def row_stride(x: torch.Tensor) -> int:
-    """Values from row to row of x as `box_rows` gives it; K for a single row."""
+    """Stride of rows, in values, of a result of `box_rows`; K for a single row."""
     return x.shape[-1] if x.is_contiguous() else x.stride(0)

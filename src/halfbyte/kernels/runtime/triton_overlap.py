@@ -1,7 +1,7 @@
-"""Triton kernels that are launched before the kernel in front of them has ended.
+"""Programmatic dependent launch of Triton kernels (SM90 and later).
 
-"Programmatic dependent launch" (SM90 and later): what a launch costs is paid while that kernel
-still runs. Nothing is read or written before `wait_for_previous`.
+A kernel is launched while the previous one still runs, which hides the launch latency. It must not
+read or write memory before `wait_for_previous`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,7 +18,7 @@ from halfbyte.dispatch import capability_of_gpu
 
 @triton.jit
 def wait_for_previous(overlaps: tl.constexpr):
-    """Wait until all that was launched before has ended, and let the next kernel start likewise."""
+    """Wait until the previous kernels have ended, and let the next kernel launch."""
     if overlaps:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -26,7 +26,7 @@ def wait_for_previous(overlaps: tl.constexpr):
 
 @cache
 def overlap_options(device: int) -> dict[str, Any]:
-    """For the launch of a kernel whose constant `overlaps` says whether it does.
+    """Launch options of a kernel with a constexpr `overlaps`.
 
     Args:
         device: as `torch.Tensor.get_device` gives it, which is -1 for the CPU.

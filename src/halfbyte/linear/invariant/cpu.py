@@ -1,4 +1,4 @@
-"""On a CPU: C++ that sums every product over k in order."""
+"""Batch-invariant matrix products on a CPU: C++ that sums over k in order."""
 
 import struct
 
@@ -15,8 +15,8 @@ _COLUMNS = 64
 def product_cpu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`x @ weight.T` in float32, from values of one dtype.
 
-    Every value is a chain of sums in float32 over k in order, whatever the number of rows. Row by
-    row through PyTorch where the C++ was not built, and for other dtypes.
+    Every value is accumulated in float32 over k in order, for any number of rows. Without the C++
+    library and for other dtypes, PyTorch multiplies row by row.
 
     Args:
         x: `[M, K]`.
@@ -31,7 +31,7 @@ def product_cpu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return _row_by_row(x, weight)
     if 1 not in weight.stride():
         weight = weight.contiguous()
-    # Of a matrix with one column both strides may be 1; k's decides.
+    # A matrix with one column may have two strides of 1; that of k is used.
     n_stride, k_stride = weight.stride()
     rows = x.float().contiguous()
     out = rows.new_empty(m, -(-n // _COLUMNS) * _COLUMNS)

@@ -1,10 +1,9 @@
-"""Functions whose values on a CPU depend on where they stand, from such whose values do not.
+"""Elementwise functions on a CPU whose results do not depend on the position in the tensor.
 
-PyTorch computes whole vectors of `silu` and others by one approximation and what is left at the end
-of a thread's share by another, a bit off: rows of a length that is no multiple of the vectors'
-differ with their number. `exp`, `tanh`, `erf` and `log1p` go through the same code everywhere, and
-arithmetic is rounded correctly.
-"""
+PyTorch computes `silu` and others with one approximation in full SIMD vectors and another, slightly
+different one in the remainder of a thread's range, so results depend on the number of rows. They
+are rebuilt here from `exp`, `tanh`, `erf` and `log1p`, which use the same code everywhere, and from
+correctly rounded arithmetic."""
 
 import math
 from collections.abc import Callable
@@ -38,7 +37,7 @@ def _rsqrt(x: torch.Tensor) -> torch.Tensor:
 
 
 def _in_float32(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Rounded once, as PyTorch's own are for smaller floats."""
+    """Compute in float32 and round once, as PyTorch does for smaller floats."""
 
     def rounded(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
@@ -66,4 +65,4 @@ ELEMENTWISE: dict[Any, Callable[..., torch.Tensor]] = {
     getattr(_ATEN, f"{name}_").default: _in_place(_FUNCTIONS[name])
     for name in ("sigmoid", "silu", "gelu", "rsqrt")
 }
-"""Operators of ATen, and what computes them."""
+"""ATen operators and their replacements."""

@@ -1,11 +1,10 @@
-"""While it is entered, PyTorch's matrix products give a row the same bits whatever the others are.
+"""A context in which PyTorch's matrix products are batch invariant.
 
-Libraries of matrix products choose another order of sums for another number of rows, so that a
-token's logits depend on how many tokens are computed beside it. In this mode every product that a
-model asks PyTorch for, whoever writes it (`nn.Linear`, experts, `@`), goes to kernels that sum in
-one order. Quantized layers have their own, see `NvFp4Linear`. On a CPU, functions of single values
-that PyTorch rounds by their place are replaced as well, on a GPU means along the last dimension.
-"""
+BLAS libraries choose the order of summation by the number of tokens, so that a token's logits
+depend on the rest of the batch. In this mode every matrix product of a model (`nn.Linear`, experts,
+`@`) runs in kernels with a fixed order of summation. Quantized layers have their own mode, see
+`NvFp4Linear`. Also replaced: on a CPU, elementwise functions whose rounding depends on the position
+in the tensor; on a GPU, means along the last dimension."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -21,8 +20,8 @@ from halfbyte.linear.invariant.elementwise import ELEMENTWISE
 
 _ATEN = torch.ops.aten
 
-# What models call most often besides products, and what is as invariant as it is: the rest goes by
-# way of its operators, each of which is looked at.
+# Functions that models call often and that are batch invariant as they are. They skip
+# `_InvariantOperators`, which inspects each operator of all other functions.
 _WITHOUT_PRODUCTS = frozenset(
     (
         *("__get__", "__getitem__", "__setitem__", "__len__", "__int__", "__bool__", "size", "dim"),
@@ -37,7 +36,7 @@ _WITHOUT_PRODUCTS = frozenset(
 
 
 class InvariantProducts(TorchFunctionMode):
-    """A context in which matrix products are batch invariant, in the thread that enters it."""
+    """The context; matrix products are batch invariant in the thread that enters it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +56,7 @@ class InvariantProducts(TorchFunctionMode):
 
 
 class _InvariantOperators(TorchDispatchMode):
-    """The same for every operator that a function comes down to; sees all, at a price."""
+    """Replaces operators at dispatch, whatever function calls them; adds overhead to each."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -79,7 +78,7 @@ class _InvariantOperators(TorchDispatchMode):
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x @ weight.T` in float32, a row's bits whatever the other rows.
+    """`x @ weight.T` in float32; a row's bits do not depend on the other rows.
 
     Args:
         x: `[M, K]`.
@@ -104,7 +103,8 @@ def _product_of(device: torch.device) -> Callable[[Any, Any], torch.Tensor] | No
 
 @lru_cache(maxsize=4096)
 def _is_composite(func: Any) -> bool:
-    """Whether an operator is made of others, which inference mode would hide from this one."""
+    """Whether an operator decomposes into others, which inference mode hides from dispatch
+    modes."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
@@ -147,7 +147,7 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Rows of each expert, up to `offs`, with its own matrix: `[T, K]` and `[experts, K, N]`."""
+    """Grouped product of `[T, K]` and `[experts, K, N]`; `offs` are the end rows of the experts."""
     if a.dim() != 2 or b.dim() != 3 or offs is None:
         raise NotImplementedError(
             f"batch_invariant: grouped products of {list(a.shape)} and {list(b.shape)}"
@@ -165,8 +165,8 @@ def _grouped_mm(
 def _mean(
     x: torch.Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A mean along the last dimension, as of norms, by a product with ones: PyTorch's own on a GPU
-    gives a row as many threads as the number of rows leaves it, and sums in another order."""
+    """A mean along the last dimension, as in norms, by a product with ones. PyTorch's reduction on
+    a GPU chooses the threads per row, and so the order of summation, by the number of rows."""
     dims = [dim] if isinstance(dim, int) else list(dim or ())
     x = x if dtype is None else x.to(dtype)
     if [d % x.dim() for d in dims] != [x.dim() - 1]:
@@ -184,9 +184,9 @@ def _batched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _plus(product: torch.Tensor, bias: torch.Tensor, beta: float, alpha: float) -> torch.Tensor:
-    """In the product's dtype, with one rounding to the result's: as PyTorch's own."""
+    """Adds in the product's dtype; rounded once afterwards, as in PyTorch."""
     scaled = product if alpha == 1 else product * alpha
-    # With 0 the bias is not read, NaN or not.
+    # With beta 0 the bias is ignored, even if NaN.
     return scaled if beta == 0 else scaled + (bias if beta == 1 else bias * beta)
 
 

@@ -1,7 +1,6 @@
-"""On a GPU: tiles of one size for any number of rows, so that every sum has one order.
+"""Batch-invariant matrix products on a GPU: one tile size for any M and no split-K.
 
-In the manner of Thinking Machines' "Defeating Nondeterminism in LLM Inference" (2025): no split of
-k, no tiles that depend on the number of rows.
+After Thinking Machines' "Defeating Nondeterminism in LLM Inference" (2025).
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -14,7 +13,7 @@ from halfbyte.kernels.runtime.devices import current_device
 _TILE_M, _TILE_N, _TILE_K = 64, 64, 64
 
 
-# The number of rows must not make new variants of the kernel, which could round differently.
+# m must not specialize the kernel: another variant could round differently.
 @triton.jit(do_not_specialize=["m"])
 def product_kernel(
     x,
@@ -32,7 +31,7 @@ def product_kernel(
 ):
     """A tile of `x [m, k]` times `weight [n, k]`, transposed, in float32."""
     tiles = tl.cdiv(n, tile_n)
-    # Offsets beyond 2^31: vocabularies times hidden sizes come near.
+    # int64: vocabulary size times hidden size comes near 2^31.
     rows = (tl.program_id(0) // tiles * tile_m + tl.arange(0, tile_m)).to(tl.int64)
     columns = (tl.program_id(0) % tiles * tile_n + tl.arange(0, tile_n)).to(tl.int64)
     total = tl.zeros((tile_m, tile_n), dtype=tl.float32)
@@ -54,7 +53,7 @@ def product_kernel(
 
 
 def product_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`x @ weight.T` in float32, summed in tiles of one size. Never waits for the GPU.
+    """`x @ weight.T` in float32, with one tile size. Never syncs the GPU.
 
     Args:
         x: `[M, K]` in float32, float16 or bfloat16.

@@ -1,8 +1,9 @@
-"""C++ on CPUs, W4A16: packed weights are streamed with AVX-512, AVX2 or plain vectors.
+"""C++ on CPUs, W4A16, with AVX-512, AVX2 or portable code.
 
-Weights are turned so that a vector holds 16 rows (`kernels/cpu/linear/linear.h`): strips of 16
-rows, chunks of 64 columns, words of eight codes. The bytes stay the same, so the way back is exact.
-Every sum has one order, so rows are bitwise the same whatever else is in the batch.
+Weights are transposed so that a vector holds 16 rows (`kernels/cpu/linear/linear.h`): strips of 16
+rows, chunks of 64 columns, words of eight codes. The bytes stay the same, so the inverse is exact.
+
+The order of summation is fixed, so a token's bits do not depend on the batch.
 """
 
 import ctypes
@@ -22,22 +23,22 @@ from halfbyte.linear.runs import set_tensor, tensor_of
 from halfbyte.linear.w4a16.row_scaled import RowScaledKernel
 
 STRIP = 16
-"""Rows of weights that lie side by side."""
+"""Rows of weights that are interleaved."""
 CHUNK = 64
-"""Columns to which weights are padded, with zeros."""
+"""Weights are padded with zeros to a multiple of this many columns."""
 
-# From this many rows of x on, PyTorch's dense product on unpacked weights is faster where it has
-# what our kernel has not: Intel's AMX, Apple's. Unpacking costs as much as some 30 rows.
-_DENSE_ROWS = 48
-_DENSE_VALUES = 1 << 21  # unpacked at a time: most of them stay in the cache
-_PADDING = 32  # columns between rows of those
+# Min M for PyTorch's dense product on dequantized weights, where PyTorch uses matrix units that our
+# kernel does not (Intel's or Apple's AMX). Dequantizing costs as much as some 30 tokens.
+_MIN_DENSE_TOKENS = 48
+_DENSE_VALUES = 1 << 21  # dequantized at a time: most of them stay in the cache
+_PADDING = 32  # columns of padding between their rows
 _KEEP = threading.local()
 _CALL = struct.Struct("6P5q4i")
 """`LinearCall` of the source."""
 
 
 class PackedWeight(NamedTuple):
-    """NVFP4 weights `[N, K]` in the kernel's order, contiguous."""
+    """NVFP4 weights `[N, K]` in the kernel's layout, contiguous."""
 
     codes: torch.Tensor
     """uint8 `[strips, chunks, 512]`, in each `[word, row, byte]`."""
@@ -103,9 +104,9 @@ def linear_cpu(
         x: `[M, K]` in float32, float16 or bfloat16; rows of any stride.
         weight: of `[N, K]`.
         bias: `[N]` in float32, float16 or bfloat16.
-        batch_invariant: rows are bitwise the same whatever else is in the batch. They always are
-            however many threads there are, and on most machines also without asking: only where
-            PyTorch's dense product is much faster does it serve large M.
+        batch_invariant: a token's bits must not depend on the batch. Without it they do only on
+            machines where PyTorch's dense product is faster for large M. They never depend on the
+            number of threads.
 
     Returns:
         `[M, N]` of x's dtype.
@@ -117,7 +118,7 @@ def linear_cpu(
     _check_weight(weight, k)
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"bias: expected [{n}], got {list(bias.shape)}")
-    if not batch_invariant and m >= _DENSE_ROWS and _is_dense_faster(x.dtype):
+    if not batch_invariant and m >= _MIN_DENSE_TOKENS and _is_dense_faster(x.dtype):
         return _linear_dense(x, weight, bias)
     x = x if x.stride(1) == 1 else x.contiguous()
     bias = None if bias is None else bias.contiguous()
@@ -129,15 +130,15 @@ def linear_cpu(
 def dequantize_cpu(
     weight: PackedWeight, k: int, dtype: torch.dtype, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The weights as `numerics.nvfp4.dequantize` gives them, but turned: `[K, N]`.
+    """The weights as `numerics.nvfp4.dequantize` gives them, but transposed: `[K, N]`.
 
-    Equal to the last bit, but for the sign of zeros.
+    Bitwise equal, except for the sign of zeros.
 
     Args:
         weight: of `[N, K]`.
         k: K.
         dtype: float32, float16 or bfloat16.
-        out: where to, contiguous; by default new.
+        out: contiguous output; by default allocated.
     """
     _check_weight(weight, k)
     if out is None:
@@ -150,7 +151,7 @@ def _linear_dense(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | No
     k, n = x.shape[1], weight.row_scales.shape[0]
     out = x.new_empty(x.shape[0], n)
     strips = max(1, _DENSE_VALUES // (STRIP * k))
-    # Columns whose distance is a power of two would share a few sets of the cache.
+    # A stride that is a power of two would map all rows to a few cache sets.
     stride = min(n, strips * STRIP) + _PADDING
     workspace = _kept(k * stride, x.dtype).view(k, stride)
     for first in range(0, weight.codes.shape[0], strips):
@@ -164,7 +165,7 @@ def _linear_dense(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | No
 
 
 def _kept(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory of this thread for so many values. New pages would take as long as the product."""
+    """This thread's buffer, reused: page faults of a new one cost as much as the product."""
     num_bytes = size * dtype.itemsize
     kept = getattr(_KEEP, "bytes", None)
     if kept is None or kept.nbytes < num_bytes:
@@ -175,7 +176,7 @@ def _kept(size: int, dtype: torch.dtype) -> torch.Tensor:
 def _is_dense_faster(dtype: torch.dtype) -> bool:
     if not _loaded().halfbyte_linear_has_wide_vectors():
         return True
-    # PyTorch's own question, without a public name so far.
+    # As PyTorch itself checks; there is no public name so far.
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     return dtype == torch.bfloat16 and bool(has_amx())
 
@@ -214,7 +215,7 @@ def _loaded() -> ctypes.CDLL:
 
 
 def _check_weight(weight: PackedWeight, k: int) -> None:
-    """The kernel reads memory by these shapes. One condition, since small layers feel several."""
+    """The kernel trusts these shapes. One condition, because several would slow small layers."""
     codes, scales, row_scales = weight
     strips, chunks = -(-row_scales.shape[0] // STRIP), -(-k // CHUNK)
     if not (
@@ -249,7 +250,7 @@ def nvfp4_linear_cpu(
     n: int,
     batch_invariant: bool,
 ) -> torch.Tensor:
-    """`linear_cpu` of x `[..., K]`, to `[..., N]`; the others as in `PackedWeight`."""
+    """`linear_cpu` of x `[..., K]`, to `[..., N]`; other arguments as in `PackedWeight`."""
     weight = PackedWeight(codes, scales, row_scales)
     rows = x.reshape(-1, x.shape[-1])
     out = linear_cpu(rows, weight, bias, batch_invariant=batch_invariant)
@@ -281,7 +282,7 @@ class CpuKernel(RowScaledKernel):
         return True, "W4A16, every shape, batch-invariant"
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Turn codes and scales, and give every row its global scale."""
+        """Transpose codes and scales, and add the global scale of every row."""
         codes, scales = pack_weight(tensor_of(layer, "weight"), tensor_of(layer, "weight_scale"))
         set_tensor(layer, "weight", codes)
         set_tensor(layer, "weight_scale", scales)

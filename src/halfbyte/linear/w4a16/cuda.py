@@ -1,11 +1,10 @@
-"""CUDA C++ on NVIDIA GPUs from SM80, W4A16: weights repacked once, read at the speed of memory.
+"""CUDA C++ on NVIDIA GPUs from SM80, W4A16: weights are repacked once, at load.
 
-How many rows x has decides the way (`_way`). Few: the weights stream through the registers
-(`gemv.cu`). More, on SM90: they are unpacked inside a `wgmma` matmul
-(`gemm.cu`). More, elsewhere: they are written out in 16 bits and cuBLAS multiplies.
-A batch-invariant layer takes the first way for every number of rows, as its order of sums does not
-depend on it.
-"""
+The number of tokens M selects the variant (`_variant`). Small M: GEMV, bound by memory bandwidth
+(`gemv.cu`). Larger M on SM90: GEMM, which unpacks the weights inside a `wgmma` matmul (`gemm.cu`).
+Larger M on other GPUs: weights are dequantized to 16 bits and cuBLAS multiplies (`dequant.cu`). A
+batch-invariant layer uses the GEMV for every M, because its order of summation does not depend on
+M."""
 
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -20,10 +19,10 @@ from halfbyte.linear.base import NvFp4LinearLayerConfig
 from halfbyte.linear.ops import linear_op
 from halfbyte.linear.runs import matrix_of, set_tensor, tensor_of
 from halfbyte.linear.w4a16.dequant.launcher import compile_unpack, linear_unpacked
-from halfbyte.linear.w4a16.gemm_sm90.launcher import compile_wide, wide_product
-from halfbyte.linear.w4a16.gemm_sm90.plan import wide_plan
-from halfbyte.linear.w4a16.gemv.launcher import compile_few, few_product
-from halfbyte.linear.w4a16.gemv.plan import MOST_K, Machine, few_plan
+from halfbyte.linear.w4a16.gemm_sm90.launcher import compile_gemm, gemm_product
+from halfbyte.linear.w4a16.gemm_sm90.plan import gemm_plan
+from halfbyte.linear.w4a16.gemv.launcher import compile_gemv, gemv_product
+from halfbyte.linear.w4a16.gemv.plan import MAX_K, Machine, gemv_plan
 from halfbyte.linear.w4a16.machine import machine_of
 from halfbyte.linear.w4a16.packed_weight import (
     DTYPES,
@@ -39,13 +38,13 @@ _OLDEST = 80
 _Product = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor
 ]
-"""Of x, the weights' three tensors and the bias, for one shape of x."""
+"""(x, the weight's three tensors, bias) -> the result, for one shape of x."""
 
 
-_MOST_FEW_ROWS = 192
-"""Of x, where there is no `wgmma`; beyond, cuBLAS makes up for writing the weights out."""
-_WIDE_MICROSECONDS = 3.5
-"""What `linear_wide` takes in a graph besides what its plan counts, on an H200."""
+_MAX_GEMV_TOKENS = 192
+"""Max M for the GEMV without `wgmma`; beyond it, dequantizing for cuBLAS is faster."""
+_GEMM_MICROSECONDS = 3.5
+"""Fixed cost of `linear_gemm` that its plan does not count, in a CUDA graph on an H200."""
 
 
 @linear_op("nvfp4_linear_cuda")
@@ -58,7 +57,7 @@ def nvfp4_linear_cuda(
     n: int,
     batch_invariant: bool,
 ) -> torch.Tensor:
-    """x `[..., K]` times weights as `PackedWeight` has them, to `[..., n]`."""
+    """x `[..., K]` times the tensors of a `PackedWeight`, to `[..., n]`."""
     rows = x if x.is_contiguous() else matrix_of(x)
     bias = None if bias is None else bias.contiguous()
     product = _product(x.shape, n, x.dtype, x.get_device(), batch_invariant)
@@ -73,33 +72,33 @@ def _product(
     k = shape[-1]
     m = shape.numel() // k
     if not m:
-        return partial(_of_no_rows, n)
-    way = "few" if batch_invariant else _way(m, n, k, machine_of(device))
-    if way == "few":
-        return few_product(shape, n, dtype, device, batch_invariant, None)
-    if way == "wide":
-        return wide_product(shape, n, dtype, device, None)
+        return partial(_of_no_tokens, n)
+    variant = "gemv" if batch_invariant else _variant(m, n, k, machine_of(device))
+    if variant == "gemv":
+        return gemv_product(shape, n, dtype, device, batch_invariant, None)
+    if variant == "gemm":
+        return gemm_product(shape, n, dtype, device, None)
     return partial(linear_unpacked, n=n)
 
 
-def _of_no_rows(n: int, x: torch.Tensor, *others: Any) -> torch.Tensor:
+def _of_no_tokens(n: int, x: torch.Tensor, *weights: Any) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], n))
 
 
-def _way(m: int, n: int, k: int, machine: Machine) -> Literal["few", "wide", "unpacked"]:
-    """The fastest way known for m rows of x."""
+def _variant(m: int, n: int, k: int, machine: Machine) -> Literal["gemv", "gemm", "dequant"]:
+    """The variant with the lowest estimated time for m tokens."""
     if machine.capability != 90:
-        return "few" if m <= _MOST_FEW_ROWS else "unpacked"
-    few = few_plan(n, k, m, machine).microseconds(n, k, m, machine)
-    wide = wide_plan(n, k, m, machine.multiprocessors).microseconds(k, m)
-    return "few" if few < wide + _WIDE_MICROSECONDS else "wide"
+        return "gemv" if m <= _MAX_GEMV_TOKENS else "dequant"
+    gemv = gemv_plan(n, k, m, machine).microseconds(n, k, m, machine)
+    gemm = gemm_plan(n, k, m, machine.num_sms).microseconds(k, m)
+    return "gemv" if gemv < gemm + _GEMM_MICROSECONDS else "gemm"
 
 
 class CudaKernel(RowScaledKernel):
     """`halfbyte.linear.w4a16.gemv.launcher`; compiled at load with NVRTC.
 
     Its form of a layer: `weight` and `weight_scale`, int32, in the kernels' order, and
-    `weight_row_scale`, float32, for every row the global scale of its part times 2^11.
+    `weight_row_scale`, float32, 2^11 times the global scale of each row's part.
     """
 
     name: ClassVar[str] = "cuda"
@@ -128,8 +127,8 @@ class CudaKernel(RowScaledKernel):
             return False, "multiplies 16-bit activations: a W4A4 layer's would stay unquantized"
         if config.dtype not in DTYPES:
             return False, f"takes bfloat16 and float16, not {str(config.dtype).split('.')[1]}"
-        if config.k > MOST_K:
-            return False, f"K up to {MOST_K}, not {config.k}"
+        if config.k > MAX_K:
+            return False, f"K up to {MAX_K}, not {config.k}"
         return True, "W4A16, batch-invariant"
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -148,11 +147,11 @@ class CudaKernel(RowScaledKernel):
         setattr(layer, "weights_padding_cols", padding // 2)  # noqa: B010 (mypy takes it for a tensor)
         self._zeroed = packed.zeroed
         device = packed.weight.device
-        compile_few(packed, self.config.batch_invariant, device.index)
+        compile_gemv(packed, self.config.batch_invariant, device.index)
         compile_unpack(packed.dtype, device.index)
         if machine_of(device.index).capability == 90 and not self.config.batch_invariant:
-            compile_wide(packed.dtype, device.index)
-        # The kernels read weights before the kernel in front of them has ended.
+            compile_gemm(packed.dtype, device.index)
+        # The kernels read weights before the previous kernel has ended (dependent launch).
         torch.cuda.current_stream(device).synchronize()
 
     def restore_weights(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,17 +1,17 @@
 """The Humming library: W4A16 on every NVIDIA GPU from SM75, compiled for each shape at load.
 
-Humming takes NVFP4 as it is: E2M1 codes, E4M3 scales in groups of 16 and one float32 multiplier,
-which multiplies the float32 accumulator. Codes times block scales are exact in its float16 and
-bfloat16, subnormals included, so that the only rounding is that to the result's dtype. Its second
-scale per output channel would serve fused parts, but in the dtype of the activations; parts with
-different global scales are separate calls instead (`runs`).
+Humming supports NVFP4 directly: E2M1 codes, E4M3 scales in groups of 16 and one float32 global
+scale, applied to the float32 accumulator. Codes times block scales are exact in its float16 and
+bfloat16, subnormals included, so that only the result is rounded. It also has a scale per output
+channel, but in the dtype of the activations; so parts with different global scales are separate
+calls (`runs`).
 
-By itself Humming has several CTAs add their parts of K to the result, each rounded, in whatever
-order they come: up to 1.6 times the error that backends are held to here. Layers get its
-batch-invariant mode, which keeps all of K in one float32 sum; its speed has not been measured.
+By default Humming splits K: CTAs round their partial sums and add them to the result in any order.
+The error is up to 1.6 times the limit for backends here. Layers use its batch-invariant mode, which
+accumulates all of K in float32; its speed has not been measured.
 
-N is padded to a multiple of 8 here, and by Humming itself to tiles. Humming cannot give the weights
-back that it repacked.
+N is padded to a multiple of 8 here, and by Humming itself to tiles. Humming cannot restore the
+weights that it repacked.
 """
 
 import json
@@ -33,15 +33,15 @@ from halfbyte.linear.w4a16.weight_only import WeightOnlyKernel
 _OLDEST = (0, 1, 19)
 _ROW_MULTIPLE = 8
 _TILE_N, _TILE_K = 256, 128
-"""What Humming shall pad to: vLLM's choice, which its tuning is made for."""
+"""Padding for Humming: vLLM's choice, which Humming is tuned for."""
 _NUM_LOCKS = 2048
-"""int32 each: what Humming's own layer has for its stream-K."""
+"""int32 locks of stream-K, as many as Humming's own layer has."""
 
 BATCH_INVARIANT_CAPABILITIES: frozenset[int] = frozenset()
-"""Machines on which its batch-invariant mode was seen to give the same bits for every batch."""
+"""Compute capabilities on which its batch-invariant mode was verified to be bitwise invariant."""
 
 
-# The locks are zero again after every call, so that there is nothing to declare as mutated.
+# The locks are zero again after every call, so `mutates_args` stays empty.
 @linear_op("nvfp4_linear_humming")
 def _humming_linear(
     x: torch.Tensor,
@@ -89,7 +89,7 @@ class HummingKernel(WeightOnlyKernel):
     @classmethod
     @contextmanager
     def splitting_k(cls) -> Iterator[None]:
-        """Leave splits of K to Humming in layers made meanwhile: to measure it at its best."""
+        """Within this context, new layers let Humming split K, for benchmarks of its best speed."""
         before, cls._splits_k = cls._splits_k, True
         try:
             yield
@@ -98,12 +98,12 @@ class HummingKernel(WeightOnlyKernel):
 
     @classmethod
     def is_batch_invariant(cls, compute_capability: int) -> bool:
-        """Humming has a mode for it; what counts is where it was seen to keep the promise."""
+        """Only where Humming's batch-invariant mode was verified."""
         return compute_capability in BATCH_INVARIANT_CAPABILITIES
 
     @classmethod
     def missing(cls) -> str | None:
-        """Humming; it is not imported, which starts compilers."""
+        """Humming, without importing it: the import starts compilers."""
         needed = f"needs humming-kernels {'.'.join(map(str, _OLDEST))} or later"
         try:
             version = metadata.version("humming-kernels")
@@ -114,7 +114,7 @@ class HummingKernel(WeightOnlyKernel):
         return None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Let Humming repack the weights and compile its kernels for every number of rows."""
+        """Let Humming repack the weights and compile its kernels for every M."""
         weight, scales = tensor_of(layer, "weight"), tensor_of(layer, "weight_scale")
         global_scales = tensor_of(layer, "weight_global_scale")
         self.runs = runs_of(self.config, layer)
@@ -130,7 +130,7 @@ class HummingKernel(WeightOnlyKernel):
             set_tensor(layer, run.name("weight_scale"), tensors["weight_scale"])
             set_tensor(layer, run.name("humming_global_scale"), tensors["weight_scale_2"])
         set_tensor(layer, "locks", torch.zeros(_NUM_LOCKS, dtype=torch.int32, device=weight.device))
-        # Compiles; the first call otherwise would, perhaps while a graph is captured.
+        # Compiles now; the first call may be within graph capture.
         probe = torch.zeros(1, self.config.k, dtype=self.config.dtype, device=weight.device)
         self.apply_weights(layer, probe)
 

@@ -1,4 +1,4 @@
-"""What linear layers need to know of a GPU to be planned and compiled for it."""
+"""Properties of a GPU for the plans and the compilation of linear kernels."""
 
 from functools import lru_cache
 
@@ -6,14 +6,14 @@ import torch
 
 from halfbyte.dispatch import capability_of_gpu
 from halfbyte.kernels.runtime import nvrtc
-from halfbyte.kernels.runtime.devices import multiprocessors
+from halfbyte.kernels.runtime.devices import num_sms
 from halfbyte.linear.w4a16.gemv.plan import PAIR, Machine
 from halfbyte.linear.w4a16.packed_weight import DTYPES
 
 
 @lru_cache(maxsize=8)
 def machine_of(device: int) -> Machine:
-    """What plans need to know of a GPU."""
+    """The properties of a GPU that plans depend on."""
     from cuda.bindings import driver
 
     capability = capability_of_gpu(device)
@@ -25,13 +25,13 @@ def machine_of(device: int) -> Machine:
     return Machine(
         capability,
         block_bytes,
-        multiprocessors(device),
-        _pairs_at_once(block_bytes, device) if capability >= 90 else 0,
+        num_sms(device),
+        _max_active_clusters(block_bytes, device) if capability >= 90 else 0,
     )
 
 
-def _pairs_at_once(shared_bytes: int, device: int) -> int:
-    """Clusters of two CTAs, one to a multiprocessor, that run at the same time."""
+def _max_active_clusters(shared_bytes: int, device: int) -> int:
+    """Max resident clusters of two CTAs, one CTA per SM."""
     from cuda.bindings import driver
 
     kernels = nvrtc.load(
@@ -59,5 +59,5 @@ def _pairs_at_once(shared_bytes: int, device: int) -> int:
 
 
 def dtype_macros(dtype: torch.dtype) -> tuple[tuple[str, int], ...]:
-    """What the sources of linear layers are compiled with for a dtype of x."""
+    """Macros of the CUDA sources for a dtype of x."""
     return (("X_BF16", int(dtype == torch.bfloat16)),)

@@ -3,11 +3,10 @@
 vLLM's own functions put the weights in Marlin's order (`prepare_fp4_layer_for_marlin`) and call the
 kernel (`apply_fp4_marlin_linear`), as vLLM 0.20 to 0.33 have them. Not yet run on hardware.
 
-Marlin keeps block scales in 8 bits without a sign (S0E5M3), whose least number is 2^-6 after a
-power of two brought the largest scale near 448. What lies below becomes 0, and its blocks with it;
-a layer that has such scales is named in a warning. A block scale of `amax6` weights is that small
-where a block's maximum is 28672 times smaller than the tensor's.
-"""
+Marlin stores block scales in 8 bits without a sign (S0E5M3), after a power of two scaled the
+largest one to near 448. The min value is then 2^-6: smaller scales become 0, and their blocks as
+well. A warning names layers with such scales. With `amax6` weights they occur where a block's amax
+is 28672 times smaller than the tensor's."""
 
 import warnings
 from importlib import import_module
@@ -27,14 +26,14 @@ from halfbyte.linear.w4a16.weight_only import WeightOnlyKernel
 _SMALLEST_SCALE = 2.0**-6
 _LARGEST_SCALE = 448.0
 _TILES = ((64, 128), (128, 64))
-"""(N, K) of a thread block; either must divide the weights."""
+"""(N, K) of a thread block; one of them must divide the weight's shape."""
 
 
 def _functions() -> Any:
     return import_module("vllm.model_executor.layers.quantization.utils.marlin_utils_fp4")
 
 
-# The locks in the workspace are zero again after every call: nothing to declare as mutated.
+# The locks in the workspace are zero again after every call, so `mutates_args` stays empty.
 @linear_op("nvfp4_linear_marlin")
 def _marlin_linear(
     x: torch.Tensor,
@@ -133,10 +132,10 @@ def _tile(n: int, k: int) -> tuple[int, int]:
 def _stand_in(
     codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor, dtype: torch.dtype
 ) -> nn.Module:
-    """A module with what vLLM's function looks for on its own layers."""
+    """A module with the attributes that vLLM's function reads."""
     module = nn.Module()
     set_tensor(module, "weight", codes.contiguous())
-    # A copy: where shapes allow, vLLM writes the new order over the old, which others may share.
+    # A copy: vLLM may repack in place, and the tensor may be shared.
     set_tensor(module, "weight_scale", scales.clone(memory_format=torch.contiguous_format))
     set_tensor(module, "weight_global_scale", global_scale)
     attributes: Any = module
@@ -149,7 +148,7 @@ def _stand_in(
 def _warn_of_lost_scales(scales: torch.Tensor, config: NvFp4LinearLayerConfig) -> None:
     values = scales.float()
     largest = values.max()
-    # vLLM scales up to make room, by a power of two; in float16 there is none to make.
+    # vLLM scales up by a power of two; in float16 there is no headroom for it.
     factor = (_LARGEST_SCALE / largest).log2().floor().exp2() if largest > 0 else largest + 1
     if config.dtype == torch.float16:
         factor = torch.ones_like(factor)

@@ -1,9 +1,9 @@
-"""The order in which our GPU kernels keep NVFP4 weights, and the way there and back.
+"""The memory layout of NVFP4 weights for halfbyte's CUDA kernels: packing and unpacking.
 
 Weights are repacked once, at load, for one dtype of the activations. Then a lane's 16-byte load
 is its A operand of four steps of `mma.m16n8k16` (also of `wgmma.m64nNk16` with A in registers,
-where warp t of a warpgroup holds tile t), and the way from bits to pairs of halves is eight
-operations for eight values. The bytes per value stay 0.5 + 1/16.
+where warp t of a warpgroup holds tile t), and unpacking bits to pairs of halves takes eight
+operations for eight values. The size stays at 0.5 + 1/16 bytes per value.
 
 N is padded to a multiple of 64 and K to one of 128, with code 0 and scale 0. The order of k is the
 natural one: activations need no permutation.
@@ -15,8 +15,8 @@ rows 16t to 16t + 15, lane 4g + c. The word of step j holds eight values, as fou
     a0 = W[r0, k0 : k0 + 2]    a1 = W[r1, k0 : k0 + 2]
     a2 = W[r0, k0 + 8 : k0 + 10]    a3 = W[r1, k0 + 8 : k0 + 10]
 
-E2M1 is a tiny float: its bits `s|eem`, put to where a wider float keeps its sign and around the
-end of its exponent, are the same value times a power of two, subnormals included. So
+Moving the bits `s|eem` of an E2M1 value to the sign and to the boundary of exponent and mantissa of
+a wider float gives the same value times a power of two, subnormals included:
 
     float16, keep 0x8E008E00:    a0 = (w << 9) & keep           a1 = (w << 6) & keep
     (times 2^-14)                a2 = (w ^ (w << 2)) & keep     a3 = (w ^ (w >> 3)) & keep
@@ -25,21 +25,21 @@ end of its exponent, are the same value times a power of two, subnormals include
 
 where a pair's first value is in the lower half. `(x ^ y) & keep` is one instruction, and no order
 of bits takes fewer than eight in all (exhaustive search over shifts, rotations and exclusive ors).
-Where each bit of a value lies in w is the solution of these equations over GF(2).
+The position of each bit of a value in w is the solution of these equations over GF(2).
 
 `weight_scale`, int32 `[N/64, K/64, 2, 8, 2, 2]` for tiles (2p, 2p + 1), g, tile of the pair, and
 words: word i has the scales of steps 2i and 2i + 1, rows g and g + 8, as two pairs (row g in the
-lower half). A scale is stored as a float of five exponent and three mantissa bits without sign, in
-which E4M3's subnormals are normal, so that masks make a half of it:
+lower half). A scale is stored as an unsigned float of five exponent and three mantissa bits, in
+which E4M3's subnormals are normal, so that masks convert it to a half:
 
     bfloat16 (times 2^115):   (w & 0x0FF00FF0) | 0x70007000,  (rotate_right(w, 8) & ...) | ...
     float16 (times 2^3):      (w << 3) & 0x7F807F80,          rotate_right(w, 5) & 0x7F807F80
 
-Code times scale is exact in both, 2^-11 times what it should be. `row_scale`, float32 `[N]` with
-the padding, is 2^11 times the global scale of a row's part and multiplies the sums.
+Code times scale is exact in both, scaled by 2^-11. `row_scale`, float32 `[N]` with the padding, is
+2^11 times the global scale of a row's part and multiplies the accumulators.
 
-A scale of 0 has no exponent of its own in bfloat16 (0x7000 is not zero), so the codes of its block
-become 0. Where they were not, they are kept aside, because a weight must come back bit for bit.
+A scale of 0 has no encoding in bfloat16 (0x7000 is not zero), so the codes of its block become 0.
+Nonzero ones are kept in `zeroed`, because unpacking must restore the weight bit for bit.
 """
 
 from dataclasses import dataclass
@@ -50,21 +50,21 @@ import torch
 
 TILE_N = 64
 TILE_K = 128
-"""What N and K are padded to multiples of."""
+"""N and K are padded to multiples of these."""
 ROW_SCALE = 2.0**11
-"""What the sums of the products of operands must be multiplied by, besides the global scale."""
+"""Scale of the accumulators, besides the global scale."""
 DTYPES = (torch.bfloat16, torch.float16)
-"""Of activations for which there is an order."""
+"""Dtypes of activations that have a layout."""
 
 _BLOCK = 16
 _SQUARE = 64
-"""Rows, and k, of the 2 KiB that lie together."""
+"""Rows and k of a 2 KiB block of codes."""
 _CODE_SHIFT = {torch.float16: 9, torch.bfloat16: 6}
-"""Where a half keeps the lowest bit of a code's magnitude."""
+"""Bit of a half that takes the lowest bit of a code's magnitude."""
 _KEEP = {torch.float16: 0x8E008E00, torch.bfloat16: 0x81C081C0}
 _WORD = 0xFFFFFFFF
 _SCALE_PLACES = ((4, 20), (12, 28))
-"""Left rotation of the scales of (even, odd) steps and rows (g, g + 8) in their word."""
+"""Left rotations of scales in their word: [even, odd step][row g, g + 8]."""
 _ROWS_AT_ONCE = 4096
 
 Bits = TypeVar("Bits", int, torch.Tensor)
@@ -72,7 +72,7 @@ Bits = TypeVar("Bits", int, torch.Tensor)
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight in the kernels' order, for activations of `dtype`."""
+    """A weight in the kernels' layout, for activations of `dtype`."""
 
     weight: torch.Tensor
     weight_scale: torch.Tensor
@@ -81,7 +81,7 @@ class PackedWeight:
     k: int
     dtype: torch.dtype
     zeroed: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Blocks of scale 0 that have codes: int64 `[Z]`, row * K/16 + block, and uint8 `[Z, 8]`."""
+    """Nonzero codes of blocks with scale 0: int64 `[Z]`, row * K/16 + block; uint8 `[Z, 8]`."""
 
 
 def pack_weight(
@@ -91,12 +91,12 @@ def pack_weight(
     part_sizes: tuple[int, ...],
     dtype: torch.dtype,
 ) -> PackedWeight:
-    """Bring a layer's weight into the kernels' order.
+    """Pack a layer's weight into the kernels' layout.
 
     Args:
         weight: uint8 `[N, K/2]`, low nibble = even k.
         weight_scale: float8_e4m3fn or uint8 `[N, K/16]`.
-        global_scale: float32 `[P]`, decode multipliers of the parts.
+        global_scale: float32 `[P]`, decode scales of the parts.
         part_sizes: rows of each part; they add up to N.
         dtype: of the activations, one of `DTYPES`.
 
@@ -136,7 +136,7 @@ def pack_weight(
 
 
 def unpack_weight(packed: PackedWeight) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weight and its block scales as they were: uint8 `[N, K/2]`, float8_e4m3fn `[N, K/16]`."""
+    """The weight and its block scales: uint8 `[N, K/2]`, float8_e4m3fn `[N, K/16]`."""
     n, k = packed.n, packed.k
     data, scales = [], []
     step = _ROWS_AT_ONCE // TILE_N
@@ -173,9 +173,9 @@ def _pair_of_byte(byte: int, dtype: torch.dtype) -> int:
 
 @lru_cache(maxsize=len(DTYPES))
 def _words_of_bytes(dtype: torch.dtype) -> tuple[list[int], ...]:
-    """Per pair a0 to a3, the word that holds it and zeros, for each byte; words add by xor."""
-    # Gauss-Jordan elimination over GF(2): each row is the pairs that a set of the word's bits
-    # unpacks to (128 bits), and above them that set.
+    """Words that hold one pair (a0 to a3) of one byte's codes, and zeros; they combine by xor."""
+    # Gauss-Jordan elimination over GF(2): each row has the unpacked pairs of a set of the word's
+    # bits (128 bits) and, above them, that set.
     rows = []
     for bit in range(32):
         image = sum(pair << 32 * i for i, pair in enumerate(pairs_of_word(1 << bit, dtype)))
@@ -204,7 +204,7 @@ def _words_of_bytes(dtype: torch.dtype) -> tuple[list[int], ...]:
 def _codes_of_zeros(
     weight: torch.Tensor, scale_bytes: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What `PackedWeight.zeroed` describes; None where there is nothing, as in most weights."""
+    """`PackedWeight.zeroed`; None if there are no such blocks, as in most weights."""
     blocks = (scale_bytes == 0).view(-1).nonzero().view(-1)
     codes = weight.reshape(-1, _BLOCK // 2)[blocks]
     lost = codes.ne(0).any(dim=1)
@@ -265,7 +265,7 @@ def _unpack_scales(words: torch.Tensor) -> torch.Tensor:
 
 
 def _code_of_scale(byte: int) -> int:
-    """E4M3 (sign 0, exponent bias 7) to five exponent bits of bias 18 and three mantissa bits."""
+    """E4M3 (sign 0, exponent bias 7) to five exponent bits with bias 18 and three mantissa bits."""
     if byte >= 8 or byte == 0:
         return byte + 88 if byte else 0
     leading = byte.bit_length() - 1  # a subnormal is byte * 2^-9
@@ -281,5 +281,5 @@ def _scale_codes(scale_bytes: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(x: torch.Tensor, columns: int) -> torch.Tensor:
-    """Zeros after the last row and column, to multiples of `TILE_N` and `columns`."""
+    """Pad with zeros to multiples of `TILE_N` rows and `columns` columns."""
     return torch.nn.functional.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % TILE_N))

@@ -1,4 +1,4 @@
-"""Kernels of our own: codes, block scales, and one global scale per row, W4A16."""
+"""Base of halfbyte's own W4A16 kernels: codes, block scales and a global scale per row of W."""
 
 from collections.abc import Callable
 from typing import ClassVar
@@ -11,10 +11,10 @@ from halfbyte.linear.runs import set_tensor, tensor_of
 
 
 class RowScaledKernel(NvFp4LinearKernel):
-    """One operator on `weight` and `weight_scale`, in whatever order, and `weight_row_scale`."""
+    """Calls one operator on `weight`, `weight_scale` (in any order) and `weight_row_scale`."""
 
     product: ClassVar[Callable[..., torch.Tensor]]
-    """The operator: x, the three tensors, bias, n, batch_invariant, to `[..., n]`."""
+    """The operator: (x, the three tensors, bias, n, batch_invariant) -> `[..., n]`."""
 
     def set_row_scales(self, layer: nn.Module) -> None:
         """Give every row the global scale of its part: `weight_row_scale`, float32 `[n]`."""
@@ -26,7 +26,7 @@ class RowScaledKernel(NvFp4LinearKernel):
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `NvFp4LinearKernel.apply_weights`."""
-        tensors, config = layer._parameters, self.config  # `layer.weight` would search for it
+        tensors, config = layer._parameters, self.config  # faster than `layer.weight`
         return type(self).product(
             x,
             tensors["weight"],

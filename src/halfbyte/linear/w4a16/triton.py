@@ -1,6 +1,6 @@
 """Triton on NVIDIA GPUs from SM80, W4A16: one kernel for every dtype, on the weights as loaded.
 
-What needs no repacking, no library and no CUDA C++; also the way of float32 activations.
+Needs no repacking, no library and no CUDA C++; also the kernel for float32 activations.
 """
 
 from typing import ClassVar
@@ -28,7 +28,7 @@ def nvfp4_linear_triton(
     batch_invariant: bool,
 ) -> torch.Tensor:
     """`linear_triton` of x `[..., K]`, to `[..., n]`."""
-    # Imports Triton, which others must not need.
+    # Imported here: other backends must not need Triton.
     from halfbyte.linear.w4a16.triton_kernel import linear_triton
 
     bias = None if bias is None else bias.contiguous()
@@ -66,7 +66,7 @@ class TritonKernel(RowScaledKernel):
         return True, "W4A16, every shape, batch-invariant"
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Give every row its global scale; codes and block scales stay, contiguous."""
+        """Make codes and block scales contiguous, and add the global scale of every row."""
         for name in ("weight", "weight_scale"):
             tensor = tensor_of(layer, name)
             if not tensor.is_contiguous():

@@ -1,14 +1,13 @@
 """x times NVFP4 weights in Triton, W4A16, on the weights as they were loaded.
 
-A program owns a tile of the result and walks over k. It decodes its tile of weights, without the
-global scale, into the dtype of x, where `e2m1 * block_scale` is exact up to a power of two
-(`formats/decode.py`), and leaves the products to the tensor cores, with sums in float32. The power
-of two, the global scale of the row and the bias follow at the end, then the only rounding.
+A program computes a tile of the output and loops over k. It decodes its tile of weights, without
+the global scale, to the dtype of x, where `e2m1 * block_scale` is exact up to a power of two
+(`formats/decode.py`), and multiplies on tensor cores with float32 accumulators. The power of two,
+the row's global scale and the bias are applied at the end, then the result is rounded once.
 
-Nothing is split over k: a result has one order of sums per tile size, and every launch gives the
-same bits. The batch-invariant mode has one tile size for any number of rows, so that a row's bits
-do not depend on the others.
-"""
+No split-K: the order of summation is fixed per tile size, and every launch gives the same bits. The
+batch-invariant mode has one tile size for any M, so that a token's bits do not depend on the
+others."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -32,7 +31,7 @@ from halfbyte.kernels.runtime.devices import current_device
 _BLOCK = tl.constexpr(16)
 """Values that share a scale."""
 _SHARED_WEIGHTS = 8
-"""Tiles of rows of x that run side by side, so that they find weights in the L2."""
+"""Tiles of M that run next to each other, so that they share weights in L2."""
 _OPERANDS = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
@@ -41,7 +40,7 @@ _OPERANDS = {
 
 
 class Tiles(NamedTuple):
-    """`m` rows of x against `n` rows of the weight, `k` at a time, and how Triton runs them."""
+    """Tile sizes (`m` tokens, `n` rows of the weight, `k` per step) and Triton's launch options."""
 
     m: int
     n: int
@@ -51,24 +50,24 @@ class Tiles(NamedTuple):
 
 
 # Chosen by compiling for SM80, SM90, SM100 and SM120, not by timing: no spilled registers, few
-# instructions per weight, and (but for float32) scales that are copied in the background, which
-# takes 4 bytes of them per thread: n * k of 8192 with 4 warps.
+# instructions per weight, and (except for float32) asynchronous copies of scales, which need 4
+# bytes of them per thread: n * k of 8192 with 4 warps.
 _TILES: tuple[tuple[int, Tiles], ...] = (
     (16, Tiles(16, 32, 256, 4, 4)),
     (32, Tiles(32, 64, 128, 4, 4)),
     (64, Tiles(64, 64, 128, 4, 3)),
 )
-"""(most rows of x, tiles) in ascending order."""
+"""(max tokens, tiles) in ascending order."""
 _LAST_TILES = Tiles(64, 128, 64, 4, 3)
 _LAST_TILES_SM90 = Tiles(128, 128, 64, 4, 3)
-"""Beyond; `wgmma` has room for more sums in registers than `mma`."""
+"""For larger M; `wgmma` leaves room for more accumulators in registers than `mma`."""
 _BATCH_INVARIANT_TILES = Tiles(64, 64, 128, 4, 3)
 _FLOAT32_TILES = Tiles(32, 64, 64, 4, 3)
-"""For any number of rows: three products of TF32 each leave registers for nothing larger."""
+"""For any M: TF32x3 products leave registers for nothing larger."""
 
 
 def choose_tiles(m: int, dtype: torch.dtype, capability: int, batch_invariant: bool) -> Tiles:
-    """Tile sizes for m rows of x of a dtype, on a GPU of a compute capability (90 for SM90)."""
+    """Tile sizes for m tokens of a dtype, on a GPU of a compute capability (90 for SM90)."""
     if dtype == torch.float32:
         return _FLOAT32_TILES
     if batch_invariant:
@@ -79,13 +78,13 @@ def choose_tiles(m: int, dtype: torch.dtype, capability: int, batch_invariant: b
 
 @triton.jit
 def _decode(packed, scales, operand: tl.constexpr, ptx: tl.constexpr):
-    """Values `[n, k]` as `operand` of bytes `[n, k/2]` and scale bytes `[n, k/16]`.
+    """Decode bytes `[n, k/2]` and scale bytes `[n, k/16]` to `[n, k]` of dtype `operand`.
 
-    They are times 2^-14 where `operand` is bfloat16, else times 2^-7; in both exact.
+    Exact, times 2^-14 for bfloat16, else times 2^-7.
     """
     factors = e4m3_to_float16(scales)  # times 2^-8
     if operand == tl.bfloat16:
-        # Made for scales that are powers of two, but bfloat16 also holds the six bits of these.
+        # Made for power-of-two scales; bfloat16 also holds the six significant bits here exactly.
         even, odd = e8m0_fp4_to_bfloat16(packed, spread(factors.to(tl.bfloat16), _BLOCK // 2))
     else:
         even, odd = nvfp4_to_float16(packed, spread(factors * 32768.0, _BLOCK // 2), ptx)
@@ -93,7 +92,7 @@ def _decode(packed, scales, operand: tl.constexpr, ptx: tl.constexpr):
     return tl.reshape(tl.join(even, odd), (packed.shape[0], 2 * packed.shape[1]))
 
 
-# Numbers of rows must not make new variants of the kernel, which could round differently.
+# m must not specialize the kernel: another variant could round differently.
 @triton.jit(do_not_specialize=["m"])
 def linear_kernel(
     x,
@@ -114,7 +113,7 @@ def linear_kernel(
     alignment: tl.constexpr,
     shared_weights: tl.constexpr,
 ):
-    """A tile of the result; the grid has one dimension, `kernel_constants` the constants.
+    """Computes a tile of the output; 1-D grid, constants from `kernel_constants`.
 
     Args:
         x: `[m, k]`, contiguous.
@@ -144,7 +143,7 @@ def linear_kernel(
     acc = tl.zeros((tile_m, tile_n), tl.float32)
     for start in tl.range(0, k, tile_k):
         x_mask, w_mask, s_mask = live_rows, live_columns, live_columns
-        if alignment * _BLOCK < tile_k:  # the last tile is not whole
+        if alignment * _BLOCK < tile_k:  # the last tile is partial
             left = tl.multiple_of((k - start) // _BLOCK, alignment)
             x_mask = x_mask & (ks < left * _BLOCK)
             w_mask = w_mask & (pairs < left * (_BLOCK // 2))
@@ -153,11 +152,11 @@ def linear_kernel(
         scales = tl.load(weight_scale + start // _BLOCK, mask=s_mask, other=0)
         values = tl.load(x + start, mask=x_mask, other=0.0).to(operand)
         decoded = _decode(packed, scales, operand, ptx)
-        # Of float32 operands three products of TF32: as exact as float32 sums are.
+        # float32 operands: TF32x3, as accurate as float32 sums.
         acc = tl.dot(values, tl.trans(decoded), acc, input_precision="tf32x3")
 
     live = columns < n
-    acc *= 16384.0 if operand == tl.bfloat16 else 128.0  # what `_decode` left out
+    acc *= 16384.0 if operand == tl.bfloat16 else 128.0  # the power of two of `_decode`
     acc *= tl.load(row_scale + columns, mask=live, other=0.0)[None, :]
     if has_bias:
         acc += tl.load(bias + columns, mask=live, other=0.0).to(tl.float32)[None, :]
@@ -168,11 +167,11 @@ def linear_kernel(
 def kernel_constants(
     dtype: torch.dtype, k: int, has_bias: bool, tiles: Tiles, interpreted: bool = False
 ) -> dict[str, Any]:
-    """What `linear_kernel` is compiled for.
+    """The constexpr arguments of `linear_kernel`.
 
     Args:
         dtype: of x.
-        k: columns of x; only which powers of two divide it counts.
+        k: K; only the largest power of two that divides it matters.
         has_bias: whether a bias is added.
         tiles: tile sizes.
         interpreted: for Triton's interpreter, which has no inline assembly and no true bfloat16
@@ -203,7 +202,7 @@ def linear_triton(
 ) -> torch.Tensor:
     """x times NVFP4 weights, transposed: `x @ dequantize(weight)^T + bias`.
 
-    Never waits for the GPU. The first call for a dtype and a tile size compiles.
+    Never syncs the GPU. The first call for a dtype and a tile size compiles.
 
     Args:
         x: bfloat16, float16 or float32 `[M, K]`, contiguous, K a multiple of 16; fastest where
@@ -212,8 +211,8 @@ def linear_triton(
         weight_scale: float8_e4m3fn or uint8 `[N, K/16]`, contiguous.
         row_scale: float32 `[N]`, the global scale of each row's part.
         bias: `[N]` of x's dtype, contiguous, or None.
-        batch_invariant: whether a row's bits must not depend on the other rows.
-        tiles: instead of `choose_tiles`' choice.
+        batch_invariant: whether a token's bits must not depend on the other tokens.
+        tiles: tile sizes; by default from `choose_tiles`.
 
     Returns:
         `[M, N]` of x's dtype.
@@ -230,7 +229,7 @@ def linear_triton(
         )
     interpreted = not x.is_cuda
     tiles = tiles or choose_tiles(m, x.dtype, _capability_of(x.device), batch_invariant)
-    # The interpreter cannot round to bfloat16, either.
+    # The interpreter cannot round to bfloat16 either.
     narrow = interpreted and x.dtype == torch.bfloat16
     out = x.new_empty((m, n), dtype=torch.float32 if narrow else x.dtype)
     if m == 0:

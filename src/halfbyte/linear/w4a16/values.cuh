@@ -1,11 +1,11 @@
-// Weights in the order of packed_weight.py: from bits to operands of the matmul.
+// Unpacks weights in the order of packed_weight.py to operands of the matmul.
 //
 // Macro: X_BF16, 1 for bfloat16 activations, 0 for float16.
 
 #pragma once
 #include "kernels/runtime/basics.cuh"
 
-// A word of eight values to the A registers of one step: pairs of values times 2^-126 (bfloat16) or
+// Unpacks a word of eight values to the A registers of one step: pairs of values times 2^-126 (bfloat16) or
 // 2^-14 (float16). `(x ^ y) & keep` is one instruction.
 __device__ __forceinline__ void unpack_values(u32* a, u32 w) {
 #if X_BF16
@@ -23,9 +23,9 @@ __device__ __forceinline__ void unpack_values(u32* a, u32 w) {
 #endif
 }
 
-// A word of scales to those of two steps: row g in the lower half, row g + 8 in the upper one, times
-// 2^115 (bfloat16) or 2^3 (float16). `exponent` is SCALE_EXPONENT, from where the compiler does not see
-// its value: a mask and a constant are one instruction only if one of them is in a register.
+// Unpacks a word of scales to those of two steps: row g in the lower half, row g + 8 in the upper one, times
+// 2^115 (bfloat16) or 2^3 (float16). `exponent` is SCALE_EXPONENT, hidden from the compiler: mask and constant fit
+// into one instruction only if one of them is in a register.
 #define SCALE_EXPONENT 0x70007000u
 __device__ __forceinline__ void unpack_scales(u32* s, u32 w, u32 exponent) {
 #if X_BF16
@@ -58,7 +58,7 @@ __device__ __forceinline__ void unpack_operand(u32* a, u32 w, u32 scale) {
   a[3] = multiply2(a[3], both_high(scale));
 }
 
-// Halves of activations' dtype.
+// Conversions between float and 16-bit halves of the activations' dtype.
 __device__ __forceinline__ float lower_to_float(u32 x) {
 #if X_BF16
   return __int_as_float(x << 16);

@@ -1,4 +1,4 @@
-"""W4A16 by a library's kernel: what those backends share."""
+"""Base of the W4A16 backends that call a library."""
 
 from abc import abstractmethod
 from typing import ClassVar
@@ -11,7 +11,7 @@ from halfbyte.linear.runs import Run
 
 
 class WeightOnlyKernel(NvFp4LinearKernel):
-    """Float16 from SM75, bfloat16 from SM80, weights repacked by the library for good."""
+    """float16 from SM75, bfloat16 from SM80. The library repacks the weights irreversibly."""
 
     library: ClassVar[str]
 
@@ -41,10 +41,10 @@ class WeightOnlyKernel(NvFp4LinearKernel):
 
     @classmethod
     def is_batch_invariant(cls, compute_capability: int) -> bool:
-        """Whether it can be on such a machine."""
+        """Whether it is batch invariant on GPUs of a compute capability."""
         return False
 
     @classmethod
     @abstractmethod
     def missing(cls) -> str | None:
-        """What this machine lacks, found out without importing the library; None for nothing."""
+        """What this machine lacks, checked without importing the library; None if nothing."""

@@ -1,11 +1,10 @@
 """FBGEMM's FP4 matmul (fbgemm-gpu-genai), SM100 and SM103. Not yet run on hardware.
 
-`torch.ops.fbgemm.f4f4bf16`, which writes bfloat16 alone. Releases differ in its arguments: the
-older ones tell NVFP4 from MXFP4 by `use_mx`, the newer ones by whether there is a global scale;
-both take what they need by name.
+`torch.ops.fbgemm.f4f4bf16`, whose output is bfloat16. Its arguments differ between releases: older
+ones distinguish NVFP4 from MXFP4 by `use_mx`, newer ones by the presence of a global scale.
+Arguments are passed by keyword.
 
-Its quantizer places block scales as if a row had a multiple of 4 of them, hence K in multiples of
-64.
+Its quantizer assumes a multiple of 4 block scales per row, hence K must be a multiple of 64.
 """
 
 from functools import cache
@@ -27,7 +26,7 @@ def _quantizer() -> Any:
 
 @cache
 def _options() -> dict[str, bool]:
-    """Arguments of the installed `f4f4bf16` beside the operands."""
+    """Further arguments that the installed `f4f4bf16` needs."""
     import_module("fbgemm_gpu.experimental.gen_ai")  # registers the operator
     arguments = torch.ops.fbgemm.f4f4bf16.default._schema.arguments
     return {"use_mx": False} if "use_mx" in {argument.name for argument in arguments} else {}
@@ -67,7 +66,7 @@ class FbgemmKernel(NativeFp4Kernel):
 
     @classmethod
     def missing(cls) -> str | None:
-        """The generative part of FBGEMM; the package is not imported, which loads its kernels."""
+        """FBGEMM's GenAI part, without importing it: the import loads its kernels."""
         package = find_spec("fbgemm_gpu")
         folders = package.submodule_search_locations if package else None
         if not any((Path(folder) / "experimental" / "gen_ai").exists() for folder in folders or ()):

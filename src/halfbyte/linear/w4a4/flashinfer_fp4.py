@@ -1,4 +1,4 @@
-"""FlashInfer's FP4 matmuls, of which `mm_fp4` has several; what our backends for them share.
+"""Base of the backends that call FlashInfer's `mm_fp4`, which has several backends itself.
 
 FlashInfer compiles its kernels, or loads compiled ones, at the first call; its autotuner runs only
 where a program asks for it (`flashinfer.autotune`).
@@ -20,21 +20,21 @@ from halfbyte.linear.w4a4.native_fp4 import Multiply, NativeFp4Kernel, Operand, 
 _OLDEST = (0, 7)
 
 MM_FP4_CAPABILITIES = frozenset({100, 103, 107, 110, 120, 121})
-"""What `mm_fp4` is for, by FlashInfer's own list (0.7.0)."""
+"""Compute capabilities that `mm_fp4` supports, from FlashInfer's own list (0.7.0)."""
 
 
 def flashinfer() -> Any:
-    """The package, imported when first needed: it takes seconds."""
+    """The package, imported on first use: the import takes seconds."""
     return import_module("flashinfer")
 
 
 def quantize(x: torch.Tensor, global_scale: torch.Tensor, *, is_8x4: bool = False) -> Operand:
-    """By `flashinfer.fp4_quantize`.
+    """Quantize with `flashinfer.fp4_quantize`.
 
     Args:
         x: float16 or bfloat16 `[M, K]`, K % 16 == 0.
         global_scale: float32 `[1]`, encode.
-        is_8x4: block scales in tiles of 8 instead of 128 rows, for trtllm-gen and few rows.
+        is_8x4: block scales in 8x4 instead of 128x4 tiles, for trtllm-gen with small M.
     """
     codes, scales = flashinfer().fp4_quantize(
         x,
@@ -50,7 +50,7 @@ def quantize(x: torch.Tensor, global_scale: torch.Tensor, *, is_8x4: bool = Fals
 def multiply(
     left: Operand, right: Operand, dtype: torch.dtype, *, backend: str, is_8x4: bool = False
 ) -> torch.Tensor:
-    """By `flashinfer.mm_fp4`, which takes the right side transposed; `right` holds alpha."""
+    """Multiply with `flashinfer.mm_fp4`, which takes `right` transposed; `right` has alpha."""
     product: torch.Tensor = flashinfer().mm_fp4(
         left.codes,
         right.codes.t(),
@@ -67,7 +67,7 @@ def multiply(
 
 
 def functions(backend: str) -> tuple[Quantize, Multiply]:
-    """For `native_fp4_op`: the backends of `mm_fp4` that know scales in tiles of 128 x 4 alone."""
+    """Arguments of `native_fp4_op` for backends of `mm_fp4` that use 128x4 scale tiles."""
 
     def multiply_by(
         left: Operand, right: Operand, dtype: torch.dtype, bias: torch.Tensor | None
@@ -84,7 +84,7 @@ class FlashInferFp4Kernel(NativeFp4Kernel):
 
     @classmethod
     def missing(cls) -> str | None:
-        """FlashInfer, and a compiler or its compiled kernels."""
+        """FlashInfer, and nvcc or FlashInfer's compiled kernels."""
         needed = "needs flashinfer-python 0.7.0 or later"
         try:
             version = metadata.version("flashinfer-python")

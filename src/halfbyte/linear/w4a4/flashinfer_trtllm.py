@@ -3,9 +3,9 @@
 Not yet run on hardware.
 
 Weights and their block scales have their rows interleaved (`layouts.gemm_layouts.interleave_rows`)
-before the scales are swizzled 128 x 4: what FlashInfer's `shuffle_matrix_a` and
-`shuffle_matrix_sf_a` do for an epilogue tile of 128 rows, here without a GPU. Up to 32 rows of
-activations have their block scales in tiles of 8 x 4, for which there are kernels of their own.
+before the scales are swizzled 128 x 4, as FlashInfer's `shuffle_matrix_a` and `shuffle_matrix_sf_a`
+do for an epilogue tile of 128 rows, but without a GPU. Up to 32 tokens use block scales in 8 x 4
+tiles, for which trtllm-gen has separate kernels.
 """
 
 from collections.abc import Collection
@@ -19,12 +19,12 @@ from halfbyte.linear.ops import LinearOp
 from halfbyte.linear.w4a4.flashinfer_fp4 import FlashInferFp4Kernel, multiply, quantize
 from halfbyte.linear.w4a4.native_fp4 import Operand, native_fp4_op
 
-_MOST_ROWS_IN_8X4 = 32
-"""As vLLM chooses."""
+_MAX_TOKENS_8X4 = 32
+"""Max tokens for 8x4 scale tiles, as in vLLM."""
 
 
-def _is_8x4(rows: int) -> bool:
-    return rows <= _MOST_ROWS_IN_8X4
+def _is_8x4(tokens: int) -> bool:
+    return tokens <= _MAX_TOKENS_8X4
 
 
 def _quantize(x: torch.Tensor, global_scale: torch.Tensor) -> Operand:

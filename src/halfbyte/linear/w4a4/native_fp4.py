@@ -1,15 +1,15 @@
-"""W4A4 by a library's FP4 matmul on Blackwell: what all those backends share.
+"""Base of the W4A4 backends that call a library's FP4 matmul on Blackwell.
 
 The library multiplies `e2m1 * block_scale` of both sides, accumulates in float32, and multiplies
-the accumulator by one number: the product of both global scales. Activations are quantized in the
-call, by the library's own quantizer: its bits may differ from `numerics.nvfp4.quantize` where a
-quotient lies next to a tie, since GPUs divide approximately.
+the accumulator by one number, the product of both global scales. Activations are quantized in the
+call by the library's own quantizer. It divides approximately, so its codes may differ from
+`numerics.nvfp4.quantize` where a quotient is next to a tie.
 
-As loaded, and as the libraries want it:
+The layout that libraries expect, compared with the loaded one:
 - codes `[N, K/2]` in the same order, N and K padded with zeros to the library's multiples;
 - block scales of 128 rows x 4 blocks swizzled (`swizzle_128x4`), for weights once, for activations
   in every call;
-- a global scale per call, so that parts with different ones are separate calls (`runs`).
+- one global scale per call, so parts with different scales are separate calls (`runs`).
 """
 
 from abc import abstractmethod
@@ -45,9 +45,9 @@ class Operand(NamedTuple):
     codes: torch.Tensor
     """uint8 `[rows, K/2]`."""
     block_scales: torch.Tensor
-    """In the library's order."""
+    """In the library's layout."""
     global_scale: torch.Tensor
-    """float32 `[1]`; what it means, the backend's `scale_names` say."""
+    """float32 `[1]`; its meaning depends on the backend's `scale_names`."""
 
 
 Quantize = Callable[[torch.Tensor, torch.Tensor], Operand]
@@ -65,7 +65,7 @@ def native_fp4_op(
         name: of the operator.
         quantize: the library's.
         multiply: the library's.
-        multiply_adds_bias: before the rounding to the dtype; else the bias is added after it.
+        multiply_adds_bias: `multiply` adds the bias before rounding; else it is added afterwards.
     """
 
     @linear_op(name)
@@ -102,7 +102,7 @@ def native_fp4_op(
 
 
 class NativeFp4Kernel(NvFp4LinearKernel):
-    """What a backend adds: where it runs, what it takes, how it arranges weights, its operator."""
+    """Subclasses define supported GPUs and shapes, the layout of weights, and the operator."""
 
     library: ClassVar[str]
     capabilities: ClassVar[Collection[int]] = BLACKWELL
@@ -110,7 +110,7 @@ class NativeFp4Kernel(NvFp4LinearKernel):
     row_multiple: ClassVar[int] = 32
     k_multiple: ClassVar[int] = 32
     scale_names: ClassVar[tuple[str, str]] = ("input_global_scale_inv", "alpha")
-    """The layer's tensors that the operator gets: for the activations, and per part."""
+    """Names of the scale tensors that the operator gets: of the activations, and per part."""
 
     def __init__(self, config: NvFp4LinearLayerConfig) -> None:
         super().__init__(config)
@@ -118,7 +118,7 @@ class NativeFp4Kernel(NvFp4LinearKernel):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        """On Blackwell; on this machine also where the library is installed."""
+        """On Blackwell; for this machine, only if the library is installed."""
         here = compute_capability is None
         capability = current_compute_capability() if here else compute_capability
         assert capability is not None
@@ -131,7 +131,7 @@ class NativeFp4Kernel(NvFp4LinearKernel):
 
     @classmethod
     def can_implement(cls, config: NvFp4LinearLayerConfig) -> Answer:
-        """W4A4 layers on a GPU, in the dtypes that the library writes."""
+        """W4A4 layers on a GPU, in the library's output dtypes."""
         if config.device_type != "cuda":
             return False, f"tensors are on {config.device_type}, not on a GPU"
         if not config.quantize_activations:
@@ -146,16 +146,16 @@ class NativeFp4Kernel(NvFp4LinearKernel):
     @classmethod
     @abstractmethod
     def missing(cls) -> str | None:
-        """What this machine lacks, found out without importing the library; None for nothing."""
+        """What this machine lacks, checked without importing the library; None if nothing."""
 
     @abstractmethod
     def operator(self) -> LinearOp:
-        """Made by `native_fp4_op`."""
+        """The operator, made by `native_fp4_op`."""
 
     def arrange(
         self, weight: torch.Tensor, scales: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Padded codes and linear block scales in the library's order."""
+        """Convert padded codes and linear block scales to the library's layout."""
         return weight, swizzle_128x4(scales)
 
     def restore(
@@ -166,7 +166,7 @@ class NativeFp4Kernel(NvFp4LinearKernel):
         return weight, unswizzle_128x4(scales, rows, columns)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Pad and arrange the weights of each run of parts with one global scale."""
+        """Pad and arrange the weights of each run of parts with equal global scales."""
         weight, scales = tensor_of(layer, "weight"), tensor_of(layer, "weight_scale")
         per_part = tensor_of(layer, self.scale_names[1])
         self.runs = runs_of(self.config, layer)
@@ -200,7 +200,7 @@ class NativeFp4Kernel(NvFp4LinearKernel):
         )
 
     def restore_weights(self, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        """The runs' weights put back into the loaded order and cut to size."""
+        """Restore the runs' weights to the loaded layout, without padding."""
         weights, scales = [], []
         for run in self.runs:
             codes, linear = self.restore(

@@ -1,12 +1,12 @@
 """PyTorch's own block-scaled FP4 matmul (cuBLAS), SM100 and later. Not yet run on hardware.
 
 `torch.nn.functional.scaled_mm` with two scales a side: block scales, 1 x 16 and swizzled 128 x 4
-(`SWIZZLE_32_4_4`), and a number for the whole tensor. The product of both numbers multiplies the
-accumulator in float32; the bias is added there, too, except to float32, for which cuBLAS has none.
+(`SWIZZLE_32_4_4`), and a global scale. The product of both global scales multiplies the
+accumulator in float32; the bias is added there as well, except for float32 output, where cuBLAS
+does not support it.
 
-PyTorch has no FP4 quantizer: activations go through `numerics.nvfp4.quantize`, bit for bit the
-oracle's, in some thirty small kernels. It is the one backend here that writes float32.
-"""
+PyTorch has no FP4 quantizer: activations are quantized by `numerics.nvfp4.quantize`, bit for bit as
+the oracle, in about thirty small kernels. The only W4A4 backend with float32 output."""
 
 from typing import ClassVar
 
@@ -62,7 +62,7 @@ class TorchScaledMMKernel(NativeFp4Kernel):
 
     @classmethod
     def missing(cls) -> str | None:
-        """A PyTorch that knows FP4, built for a CUDA that does."""
+        """A PyTorch with FP4 support, built for a CUDA version that supports it."""
         if not hasattr(F, "scaled_mm") or not hasattr(torch, "float4_e2m1fn_x2"):
             return f"needs torch.nn.functional.scaled_mm, torch {torch.__version__} has none"
         cuda = torch.version.cuda

@@ -61,7 +61,7 @@ class LayerSink:
             if self._is_uncalibrated(tensors.get(names.input_global_scale)):
                 del tensors[names.input_global_scale]
                 self.plan.leave_activations(self.name)
-                self.module.leave_activations()
+                self.module.drop_input_scale()
             check_scales(self.folder, self.name, tensors.items(), names)
             self.module.load_tensors(tensors, self.declaration.dialect)
             self.module.process_weights_after_loading()

@@ -16,7 +16,7 @@ namespace {
 constexpr int kMaxScales = 512;  // of a row of V in the order sm100
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
-// K or V: where its bytes lie and how it is read.
+// K or V: position in a page and how to decode it.
 struct Side {
   int format, size;
   Region data, scale;
@@ -24,7 +24,7 @@ struct Side {
   const PackedKernels* packed;  // or null
 };
 
-// Vectors begin where cache lines do: stores of 64 bytes that cross lines take longer.
+// Aligned to cache lines: stores of 64 bytes that cross lines are slower.
 template <class T>
 struct LineAllocator {
   using value_type = T;
@@ -41,12 +41,12 @@ struct LineAllocator {
 
 using Floats = std::vector<float, LineAllocator<float>>;
 
-// What one thread needs, kept between calls. Rows are those of all heads of an item.
+// Buffers of one thread, kept between calls. Rows are those of all heads of an item.
 struct Workspace {
   Floats q, packed_q, scores, sums, tile, rows, parts, merged, ordered;
   Floats raw_q, turned, bias, first_key, first_value;  // for a transform of K
   Floats recent_sums;
-  // Whose queries are loaded: parts of the same rows often follow each other on a thread.
+  // The loaded queries: a thread often gets several parts of the same rows.
   uint64_t serial = 0;
   int seq, first_head, heads, first_row, rows_loaded;
   float recent_maximum[kMaxRows], recent_total[kMaxRows];
@@ -89,7 +89,7 @@ Side v_side(const Batch& batch, int rows) {
 }
 
 // Addresses of `n` tokens from `first` on, for head 0; for formats without block scales, some for
-// those, too. Hidden tokens before t0, which nobody may read, stand at the address of t0.
+// those, too. Hidden tokens before t0, which must not be read, get the address of t0.
 void locate(const Batch& batch, int seq, const Side& side, int first, int t0, int n,
             const uint8_t** data, const uint8_t** scales) {
   const Call& call = batch.call;
@@ -139,10 +139,10 @@ Rows v_rows(const Batch& batch, const Side& side, int head, int h, const Workspa
   return rows;
 }
 
-// Tokens unpacked at once. With few rows, so few that they stay in the first-level cache.
+// Tokens unpacked at a time. With few rows, few enough to stay in L1.
 int tile_of(const Item& item) { return item.rows <= 8 ? kPad : kTile; }
 
-// scores[t] of up to kTile tokens, by way of floats.
+// scores[t] of up to kTile tokens, unpacked to float.
 void score_tile(const Batch& batch, const Item& item, const Side& side, const Rows& k, int count,
                 const float* q, float* scores, Workspace& w) {
   const Kernels& kernels = batch.kernels;
@@ -210,7 +210,7 @@ void accumulate_span(const Batch& batch, const Item& item, const Side& side, int
 }
 
 // Adds q . mean to the scores of `n` tokens from `first` on, over what they are multiplied by later.
-void add_means(const Batch& batch, const Item& item, int first, int n, float multiplier,
+void add_means(const Batch& batch, const Item& item, int first, int n, float score_scale,
                Workspace& w) {
   const Transform& t = *batch.call.transform;
   const int depth = 2 * t.pairs, rows = item.heads * item.rows;
@@ -223,7 +223,7 @@ void add_means(const Batch& batch, const Item& item, int first, int n, float mul
     const float* bias = w.bias.data() + (size_t)i * width;
     for (int s = 0, begin = 0; begin < n; s++) {
       const int end = std::min(n, (segment + s + 1) * t.segment - first);
-      const float value = bias[s] / multiplier;
+      const float value = bias[s] / score_scale;
       for (int j = begin; j < end; j++) row[j] += value;
       begin = end;
     }
@@ -231,7 +231,7 @@ void add_means(const Batch& batch, const Item& item, int first, int n, float mul
 }
 
 // Scores of `n` tokens from `first` on, hidden before t0, to weights.
-void softmax_span(const Batch& batch, const Item& item, int first, int t0, int n, float multiplier,
+void softmax_span(const Batch& batch, const Item& item, int first, int t0, int n, float score_scale,
                   Workspace& w) {
   const Call& call = batch.call;
   const Kernels& kernels = batch.kernels;
@@ -245,7 +245,7 @@ void softmax_span(const Batch& batch, const Item& item, int first, int t0, int n
     const int from = std::clamp(oldest - first, 0, n);
     const int to = std::clamp(position + 1 - first, from, n);
     float* row = w.scores.data() + (size_t)i * kSpan;
-    kernels.logits(row, padded(n), multiplier, call.softcap);
+    kernels.logits(row, padded(n), score_scale, call.softcap);
     std::fill(row, row + from, kNegInf);
     std::fill(row + to, row + padded(n), kNegInf);
     w.maximum[i] = kernels.largest(row, padded(n));
@@ -254,7 +254,7 @@ void softmax_span(const Batch& batch, const Item& item, int first, int t0, int n
   }
 }
 
-// Keeps a row of q for what is not rotated, and rotates it.
+// Keeps a copy of a row of q for K that is not rotated, and rotates the row.
 void transform_query(const Batch& batch, const Item& item, int h, int r, float* q, Workspace& w) {
   const Transform& t = *batch.call.transform;
   const int size = batch.layout.head_size, rows = item.heads * item.rows;
@@ -274,11 +274,11 @@ void transform_query(const Batch& batch, const Item& item, int h, int r, float* 
   if (!t.rotate) return;
   hadamard(q, size);
   if (batch.call.query_format != kBFloat16) return;
-  // Rounded once, as the kernels for such queries take them.
+  // Rounded once to the dtype that the kernels for such queries take.
   for (int d = 0; d < size; d++) q[d] = float_of((uint32_t)to_bfloat16(q[d]) << 16);
 }
 
-// K and V at position 0 of an item's heads: constants of the model, or what is packed there.
+// K and V at position 0 of an item's heads: constants of the model, or the packed ones.
 void load_first_token(const Batch& batch, const Item& item, Workspace& w) {
   const Call& call = batch.call;
   const Layout& l = batch.layout;
@@ -367,7 +367,7 @@ void load_queries(const Batch& batch, const Item& item, const Side& side, Worksp
 }
 
 // Addresses of the tokens `first` .. first + n - 1 of a head, which lie in the ring or are the step's.
-// Hidden tokens before t0, which nobody may read, stand at the address of t0.
+// Hidden tokens before t0, which must not be read, get the address of t0.
 void locate_recent(const Batch& batch, const Item& item, int head, int first, int t0, int n,
                    Workspace& w) {
   const Call& call = batch.call;
@@ -391,7 +391,7 @@ void locate_recent(const Batch& batch, const Item& item, int head, int first, in
 }
 
 // Attention of an item's rows to their last tokens, as the model made them. Lanes hold the same tokens
-// whatever other rows are in the item.
+// for any other rows in the item.
 void attend_recent(const Batch& batch, const Item& item, Workspace& w) {
   const Call& call = batch.call;
   const Recent& recent = *call.recent;
@@ -412,7 +412,7 @@ void attend_recent(const Batch& batch, const Item& item, Workspace& w) {
   const Region none{};
   const Side k = make_side(recent.format, l.head_size, none, none);
   const Side v = make_side(recent.format, l.head_size_v, none, none);
-  // Rotated queries are for what is packed.
+  // Rotated queries are only for packed K.
   const float* q = call.transform ? w.raw_q.data() : w.q.data();
   const int step = tile_of(item);
   for (int h = 0; h < item.heads; h++) {
@@ -443,7 +443,7 @@ void attend_recent(const Batch& batch, const Item& item, Workspace& w) {
 
 // A row of the result from its parts, `stride` floats apart.
 void finish_row(const Batch& batch, const Item& item, int h, int r, const float* part, int64_t stride,
-                int sum_stride, float multiplier, Workspace& w) {
+                int sum_stride, float v_scale, Workspace& w) {
   const Call& call = batch.call;
   const int head = item.first_head + h, row = item.first_row + r, size = batch.layout.head_size_v;
   const int64_t token = call.query_start_loc[item.seq] + row / batch.group;
@@ -472,19 +472,19 @@ void finish_row(const Batch& batch, const Item& item, int h, int r, const float*
     merged = w.ordered.data();
   }
   if (first != kNegInf) {
-    const float weight = std::exp2(first - shift), factor = weight / multiplier;
+    const float weight = std::exp2(first - shift), factor = weight / v_scale;
     const float* value = w.first_value.data() + (size_t)h * padded(size);
     total += weight;
     for (int d = 0; d < size; d++) merged[d] += factor * value[d];
   }
   if (call.recent) {
-    const float weight = std::exp2(recent - shift), factor = weight / multiplier;
+    const float weight = std::exp2(recent - shift), factor = weight / v_scale;
     const float* sums = w.recent_sums.data() + (size_t)i_recent * padded(size);
     // As for parts: one that attends to nothing has the weight 0, and NaN stays NaN.
     total += recent == kNegInf ? w.recent_total[i_recent] : weight * w.recent_total[i_recent];
     for (int d = 0; d < size; d++) merged[d] += factor * sums[d];
   }
-  const float scale = total == 0.0f ? 0.0f : multiplier / total;
+  const float scale = total == 0.0f ? 0.0f : v_scale / total;
   for (int d = 0; d < size; d++) merged[d] *= scale;
   store_as(call.out_format, merged, size,
            call.out + (token * call.out_token + query_head * call.out_head) *
@@ -502,7 +502,7 @@ void attend_part(const Batch& batch, const Item& item, const Side& k, const Side
   std::fill(w.maximum, w.maximum + rows, kNegInf);
   std::fill(w.total, w.total + rows, 0.0f);
   if (t0 == end) return;
-  // Lanes hold the same tokens wherever a window begins.
+  // Lanes hold the same tokens for any start of the window.
   const int first = t0 / kPad * kPad, n = end - first;
   locate(batch, item.seq, k, first, t0, n, w.k_data, w.k_scales);
   locate(batch, item.seq, v, first, t0, n, w.v_data, w.v_scale_rows);
@@ -517,7 +517,7 @@ void attend_part(const Batch& batch, const Item& item, const Side& k, const Side
 }
 
 // Rows of all heads to part `part` of `parts`.
-void leave_part(const Batch& batch, const Item& item, int part, int sum_stride, float* parts,
+void store_part(const Batch& batch, const Item& item, int part, int sum_stride, float* parts,
                 const Workspace& w) {
   for (int i = 0; i < item.heads * item.rows; i++) {
     const int64_t at = ((int64_t)i / item.rows * item.parts + part) * item.rows + i % item.rows;
@@ -546,14 +546,14 @@ void run_item(void* context, int index) {
   do {
     const int end = (int)std::min<int64_t>(item.end, ((int64_t)t0 / kSpan + 1) * kSpan);
     attend_part(batch, item, k, v, t0, end, sum_stride, w);
-    leave_part(batch, item, part++, sum_stride, parts, w);
+    store_part(batch, item, part++, sum_stride, parts, w);
     t0 = end;
   } while (t0 < item.end);
   if (!alone && __atomic_sub_fetch(&batch.counters[item.counter], 1, __ATOMIC_ACQ_REL) != 0) return;
 
   w.positions.clear();
   for (int d = 0; v.packed && d < v.size; d++) w.positions.push_back(v.packed->position(d));
-  const float multiplier = batch.call.v_global * (v.packed ? v.packed->factor : 1.0f);
+  const float v_scale = batch.call.v_global * (v.packed ? v.packed->factor : 1.0f);
   const Transform* transform = batch.call.transform;
   if (transform && transform->first_tokens > 0 && batch.call.seq_lens[item.seq] > 0)
     load_first_token(batch, item, w);
@@ -562,7 +562,7 @@ void run_item(void* context, int index) {
     for (int r = 0; r < item.rows; r++)
       finish_row(batch, item, h, r,
                  parts + h * item.parts * part_size + (int64_t)r * batch.width, part_size,
-                 sum_stride, multiplier, w);
+                 sum_stride, v_scale, w);
 }
 
 }  // namespace halfbyte

@@ -1,16 +1,14 @@
 // Causal attention of a ragged batch on packed pages.
 //
-// Work is cut into items of one sequence, a few KV heads and up to 64 query rows (queries x heads
-// of a group, for each of those KV heads). Tokens are cut at every 512th; each part has a softmax
-// of its own, and parts are merged at the end. With few rows, as in decoding, every part is an
-// item, and the last to end merges. A row's sums depend on nothing but the row and its tokens: it
-// is bitwise the same whatever else is in the batch, however many queries come with it and however
-// many threads there are.
+// Work is split into items of one sequence, one or more KV heads and up to 64 query rows (queries x
+// heads of a group, for each of those KV heads). Keys are split every 512 tokens; each split has its
+// own softmax, and splits are merged at the end. In decoding, every split is an item, and the last
+// to finish merges. A row's result depends only on the row and its tokens: it is bitwise the same
+// for any batch, number of queries and number of threads.
 //
-// A part is three steps: scores, their softmax, values; heads
-// innermost, so that pages are read nearly in order. nvfp4 is read straight from its bytes where
-// the instruction set has kernels for that (`PackedKernels`); all other formats are unpacked to
-// float, a tile at a time, and multiplied.
+// A split has three steps: scores, softmax, values. Heads are the innermost loop, so that pages are
+// read nearly in order. nvfp4 is decoded in registers where the instruction set has kernels for that
+// (`PackedKernels`); all other formats are unpacked to float, a tile at a time, and multiplied.
 
 #include <algorithm>
 #include <atomic>
@@ -24,9 +22,9 @@
 namespace halfbyte {
 namespace {
 
-constexpr int kFewQueries = 4;            // of any number of heads
-constexpr size_t kKeptFloats = 1u << 22;  // of parts, between calls
-constexpr int64_t kMinWork = 1 << 19;     // multiplications that are worth a second thread
+constexpr int kMaxDecodeQueries = 4;            // max, for any number of heads
+constexpr size_t kKeptFloats = 1u << 22;  // max floats of partial results kept between calls
+constexpr int64_t kMinWork = 1 << 19;     // min multiplications for a second thread
 
 int queries_of(const Call& call, int seq) {
   return call.query_start_loc[seq + 1] - call.query_start_loc[seq];
@@ -39,12 +37,12 @@ int first_key(const Call& call, int first_position) {
 // Spans that so many tokens reach into; lengths may be as large as an int.
 int spans_of(int tokens) { return (int)(((int64_t)tokens + kSpan - 1) / kSpan); }
 
-// Rows of an item: whole queries, if one fits.
+// Rows of an item: whole queries if one fits.
 int block_of_rows(const Batch& batch) {
   return std::min(kMaxRows, std::max(1, kMaxRows / batch.group) * batch.group);
 }
 
-// Many rows, as in prefill: blocks of rows, each through all its tokens; the longest first.
+// Prefill: blocks of rows, each with all its tokens; the longest first.
 void cut_rows(Batch& batch, int seq) {
   const int queries = queries_of(batch.call, seq), rows = queries * batch.group;
   const int first = batch.call.seq_lens[seq] - queries, block = block_of_rows(batch);
@@ -58,7 +56,7 @@ void cut_rows(Batch& batch, int seq) {
   }
 }
 
-// Few rows, as in decoding: parts of the tokens, too.
+// Decode: the tokens are split as well.
 void cut_tokens(Batch& batch, int seq, int max_heads, int64_t& floats) {
   const int kv_heads = batch.layout.kv_heads, block = block_of_rows(batch);
   const int queries = queries_of(batch.call, seq), rows = queries * batch.group;
@@ -83,7 +81,7 @@ void cut_tokens(Batch& batch, int seq, int max_heads, int64_t& floats) {
   }
 }
 
-// KV heads of an item: as many as leave each thread sixteen items. Results do not depend on it.
+// KV heads per item, so that each thread still gets sixteen items. Results do not depend on it.
 int heads_per_item(const Batch& batch) {
   const Call& call = batch.call;
   int64_t parts = 0;
@@ -98,14 +96,14 @@ void cut(Batch& batch) {
   const Call& call = batch.call;
   const int heads = heads_per_item(batch);
   int64_t floats = 0;
-  const auto few = [&](int seq) {
+  const auto is_decode = [&](int seq) {
     const int queries = queries_of(call, seq);
-    return queries * batch.group <= kMaxRows || queries <= kFewQueries;
+    return queries * batch.group <= kMaxRows || queries <= kMaxDecodeQueries;
   };
   for (int seq = 0; seq < call.num_seqs; seq++)
-    if (!few(seq)) cut_rows(batch, seq);
+    if (!is_decode(seq)) cut_rows(batch, seq);
   for (int seq = 0; seq < call.num_seqs; seq++)
-    if (few(seq)) cut_tokens(batch, seq, heads, floats);
+    if (is_decode(seq)) cut_tokens(batch, seq, heads, floats);
   if (batch.parts.size() < (size_t)floats) batch.parts.resize((size_t)floats);
 }
 

@@ -1,4 +1,4 @@
-// Attention's work, whole and in items.
+// Attention: calls and their work items.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ struct Call {
   const float* sinks;  // [heads] or null
   uint8_t* out;        // [tokens, heads, head_size_v]
   float* lse;          // [tokens, heads] or null
-  const Transform* transform;  // what K went through, or null
+  const Transform* transform;  // the transform of K, or null
   const Recent* recent;        // or null
   int64_t page_stride, query_token, query_head, out_token, out_head;
   int32_t query_format, out_format, num_seqs, max_pages, heads, window, threads, unused;

@@ -1,5 +1,5 @@
-// What attention asks of an instruction set. Written once for vectors of any width
-// (`tiles_simd.inc`) and, for nvfp4, by hand.
+// The functions that attention needs of each instruction set: generic ones for vectors of any width
+// (`tiles_simd.inc`), and hand-written ones for nvfp4.
 #pragma once
 
 #include <cstddef>
@@ -11,8 +11,8 @@
 namespace halfbyte {
 
 constexpr int kSpan = 512;  // tokens scored before their softmax
-constexpr int kTile = 64;   // tokens unpacked at once, at most
-constexpr int kStep = 32;   // tokens read at once where nothing is unpacked to memory
+constexpr int kTile = 64;   // max tokens unpacked at a time
+constexpr int kStep = 32;   // tokens decoded at a time in registers
 constexpr int kPad = 16;    // rows of floats are padded to a multiple of this
 
 inline int padded(int n) { return (n + kPad - 1) / kPad * kPad; }
@@ -32,13 +32,13 @@ struct Rows {
   }
 };
 
-// nvfp4 read straight from its bytes, for up to `kStep` tokens. Meanwhile the lines of `ahead`
-// tokens of `next` are fetched, a few at a time: a burst would fill the buffers of outstanding
-// lines and hold up everything else.
+// nvfp4 decoded in registers, for up to `kStep` tokens. Meanwhile the cache lines of `ahead` tokens of
+// `next` are prefetched, a few at a time: a burst would fill the line fill buffers and stall other
+// loads.
 struct PackedKernels {
-  // Sums of products of stored values, scales included, are this many times too small.
+  // Sums of products of stored values and scales must be multiplied by this.
   float factor;
-  // With more query rows it is faster to unpack V once and multiply; the bits are the same.
+  // With more query rows it is faster to unpack V once and multiply; the result is bitwise the same.
   int max_accumulate_rows;
   // Query rows (float, `stride` apart) in the order that `score` reads.
   void (*pack)(const float* q, int64_t stride, int rows, int head_size, float* packed);
@@ -61,8 +61,8 @@ inline int sum_size(int head_size) { return (head_size + kSumChunk - 1) / kSumCh
 // Floats that a row of packed queries may take.
 inline int packed_size(int head_size) { return 2 * sum_size(head_size); }
 
-// f of as many rows, up to four, as a constant. Always inlined, for instruction sets would prevent
-// it.
+// Calls f with the number of rows (up to four) as a constant. Always inlined: target attributes would
+// otherwise prevent it.
 template <class F>
 __attribute__((always_inline)) inline void with_rows(int rows, const F& f) {
   if (rows == 4) f(std::integral_constant<int, 4>());
@@ -81,8 +81,8 @@ struct Kernels {
   void (*multiply)(const float* a, int64_t a_stride, int rows, const float* b, int64_t b_stride,
                    int depth, float* c, int64_t c_stride, int width, bool fresh);
   // The next three are for n % kPad == 0 values.
-  // x *= multiplier, softcapped where softcap > 0, times log2 e.
-  void (*logits)(float* x, int n, float multiplier, float softcap);
+  // x *= scale, softcapped where softcap > 0, times log2 e.
+  void (*logits)(float* x, int n, float scale, float softcap);
   float (*largest)(const float* x, int n);  // never NaN
   // x = 2^(x - shift); the sum.
   float (*exponentials)(float* x, int n, float shift);
@@ -92,7 +92,7 @@ struct Kernels {
   const PackedKernels* packed_bfloat16;  // for queries that are exact in bfloat16, or null
 };
 
-// Those of the level that runs.
+// The functions of the level in use.
 const Kernels& kernels();
 
 extern const Kernels kPortableKernels;

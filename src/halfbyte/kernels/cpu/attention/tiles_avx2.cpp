@@ -1,7 +1,7 @@
 // AVX2. 32 bytes of nvfp4 become 64 floats by two byte look-ups per nibble, which give the upper
 // and the lower byte of its bfloat16; interleaved they are pairs of bfloat16, and a shift or a mask
-// makes floats of them. That leaves elements in an order of its own, in which q is packed and sums
-// are kept: half a vector shares a block scale.
+// converts them to float. The elements are then permuted; q is packed and sums are kept in the same
+// order. Half a vector shares a block scale.
 
 #include <cstring>
 #include <limits>
@@ -53,7 +53,7 @@ TARGET inline Vec from_bfloat16(const uint8_t* data) {
   const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)data));
   return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
 }
-// As fp16, E4M3 is itself times 2^-8, subnormals included; NaN is made of its own bits.
+// E4M3 bits moved into an fp16 give the value times 2^-8, subnormals included; NaN is set separately.
 TARGET inline Vec from_e4m3(const uint8_t* data) {
   const __m128i bytes = _mm_loadl_epi64((const __m128i*)data);
   const __m128i words = _mm_slli_epi16(_mm_cvtepi8_epi16(bytes), 7);

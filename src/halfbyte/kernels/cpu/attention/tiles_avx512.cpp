@@ -1,10 +1,10 @@
-// AVX-512. nvfp4 is read straight from its bytes, as words of eight codes. A look-up (`vpermw`)
+// AVX-512. nvfp4 is decoded in registers, from words of eight codes. A look-up (`vpermw`)
 // takes the low bits of both halves of a word, so it gives the bfloat16 of elements 0 and 4 of
 // sixteen words, and of the next after a shift; a shift and a mask make floats of them.
 //
-// K is turned first so that a lane holds a token: scores need no sums over lanes, and a block scale
-// multiplies the sums of its sixteen products. V stays as it lies, a lane holding eight elements of
-// a token, and weights take the block scales.
+// K is transposed first so that a lane holds a token: scores need no sums over lanes, and a block
+// scale multiplies the sum of its sixteen products. V is not transposed: a lane holds eight elements
+// of a token, and the weights are multiplied by the block scales.
 
 #include <climits>
 #include <cstring>
@@ -163,7 +163,7 @@ struct HalfLanes {
   }
 };
 
-// Past the last token, up to a multiple of four, it stands again.
+// Past the last token, up to a multiple of four, the last is repeated.
 TARGET inline void token_scales(Rows v, int tokens, int element, int blocks, float (*scales)[8]) {
   const int64_t offset = v.scale_offset + element / 16;
   const int whole = tokens / 4 * 4;
@@ -174,7 +174,7 @@ TARGET inline void token_scales(Rows v, int tokens, int element, int blocks, flo
   unpack_scales(rest, offset, blocks, 4, scales + whole);
 }
 
-// V of up to kStep tokens of a chunk, looked up whenever it is asked for.
+// V of up to kStep tokens of a chunk, looked up at each use.
 template <class LANES>
 struct CodesOfV {
   LANES lanes;
@@ -228,7 +228,7 @@ struct FloatsOfV {
 };
 
 // Half of the look-ups at a time, so that four rows' sums stay in registers over the tokens. The
-// first half leaves the weights times block scales for the second.
+// first half stores the weights times block scales for the second.
 template <int ROWS, int HALF, class V>
 TARGET void accumulate_half(const V& v, const float* weights, int size, __m512 (*scaled)[ROWS],
                             float* sums, Rows next, int ahead) {

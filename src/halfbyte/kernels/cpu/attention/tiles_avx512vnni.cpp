@@ -1,8 +1,8 @@
-// AVX-512 with dot products of 16-bit integers: for queries in bfloat16 where there are no dot
-// products of bfloat16, or slow ones (Intel's take four times as long). Twice a code is an
-// integer, and a power of two makes integers below 2^15 of the sixteen elements of q that meet a
-// block: exact for all that reach 2^-7 of the largest, which of most queries are 99 in 100. The
-// remainders of the others, bfloat16 too, are multiplied one by one. Sums of a block are exact.
+// AVX-512 with 16-bit integer dot products (VNNI), for queries in bfloat16 where bfloat16 dot products
+// are missing or slow (Intel's take four times as long). Twice a code is an integer, and the sixteen
+// elements of q of a block are scaled by a power of two to integers below 2^15. This is exact for
+// elements of at least 2^-7 of the largest: in most queries 99 of 100. The remainders of the others,
+// also bfloat16, are multiplied one by one. Sums of a block are exact.
 
 #include "avx512.h"
 
@@ -31,14 +31,14 @@ inline int remainders_at(int rows, int head_size, int chunk) {
   return rows * (sum_size(head_size) + chunk * kSumChunk);
 }
 
-// The integers and the scale of sixteen elements; what they lack goes to `remainders`.
+// The integers and the scale of sixteen elements; rounding errors go to `remainders`.
 TARGET inline int pack_block(__m512 x, int row, int rows, int element, float* packed,
                              float* remainders) {
   const __m512i pairs = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7, 12, 13, 14, 15);
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __m512 zero = _mm512_setzero_ps();
   const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(_mm512_abs_ps(x)));
-  // Not below what leaves the unit a normal number.
+  // Not so small that the unit would be subnormal.
   const __m512 exponent = _mm512_max_ps(_mm512_getexp_ps(largest), _mm512_set1_ps(-110.0f));
   const __m512 power = _mm512_sub_ps(_mm512_set1_ps(14.0f), exponent);
   const __m512 unit = _mm512_scalef_ps(_mm512_set1_ps(1.0f), _mm512_sub_ps(zero, power));
@@ -50,7 +50,7 @@ TARGET inline int pack_block(__m512 x, int row, int rows, int element, float* pa
   alignas(32) uint32_t both[8];
   _mm256_store_si256((__m256i*)both, _mm256_blend_epi16(low, high, 0xaa));
   for (int n = 0; n < 8; n++) std::memcpy(packed + n * rows + row, &both[n], 4);
-  // Halved, for codes are doubled. Integers know no NaN and no infinity: the scale does.
+  // Halved, because codes are doubled. NaN and infinity are carried by the scale.
   const bool finite = _mm512_cmp_ps_mask(_mm512_sub_ps(x, x), zero, _CMP_EQ_OQ) == 0xffff;
   packed[8 * rows + row] =
       finite ? 0.5f * _mm512_cvtss_f32(unit) : std::numeric_limits<float>::quiet_NaN();
@@ -94,7 +94,7 @@ TARGET inline __m512 float_of_sum(Sum sum, const float* scale) {
   return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(*scale));
 }
 
-// What integers lack of the scores.
+// Adds the products of the remainders to the scores.
 template <int TILES>
 TARGET inline void complete(const float* packed, int rows, int head_size, int chunk_index,
                             const TurnedChunk<TILES>& chunk, float* scores) {

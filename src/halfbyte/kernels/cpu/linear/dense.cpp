@@ -1,6 +1,5 @@
-// Products with unquantized weights whose bits do not depend on the number of rows: each is a chain
-// of sums over k in order, whatever is computed beside it. BLAS libraries choose another order for
-// another number of rows.
+// Batch-invariant products with unquantized weights: each value is accumulated over k in order. BLAS
+// libraries choose the order of summation by the number of rows.
 
 #include <algorithm>
 #include <cstring>
@@ -14,12 +13,12 @@
 namespace halfbyte {
 namespace {
 
-constexpr int kColumns = 64;           // of y in an item
-constexpr int kDepth = 256;            // of a panel, which stays in an L2
-constexpr int64_t kMinWork = 1 << 17;  // multiplications that are worth a second thread
+constexpr int kColumns = 64;           // columns of y per item
+constexpr int kDepth = 256;            // k of a panel, which stays in L2
+constexpr int64_t kMinWork = 1 << 17;  // min multiplications for a second thread
 
-// Field by field the `_CALL` of linear/invariant/cpu.py. Strides are in elements; of w, that of n or
-// that of k is 1.
+// Field by field the `_CALL` of linear/invariant/cpu.py. Strides are in elements; of w, the stride
+// of n or that of k is 1.
 struct DenseCall {
   const float* x;    // [rows, k]
   const uint8_t* w;  // [n, k], of a format

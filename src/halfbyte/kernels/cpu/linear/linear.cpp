@@ -1,4 +1,4 @@
-// Products with NVFP4 weights, cut into items.
+// Products with NVFP4 weights, split into work items.
 
 #include "linear/linear.h"
 
@@ -14,15 +14,15 @@
 namespace halfbyte {
 namespace {
 
-constexpr int64_t kBatchRows = 768;         // of x that are packed at once
-constexpr int64_t kBlockBytes = 768 << 10;  // of packed x that items share: most of an L2
-constexpr int64_t kMinBlockRows = 48;       // of x in an item, which unpacks its weights once
-constexpr int kTurnedStrips = 16;           // that are dequantized together: whole lines,
-constexpr int kTurnedChunks = 8;            // and pages of codes as a whole
-constexpr int64_t kMinWork = 1 << 17;       // multiplications that are worth a second thread
-constexpr size_t kKeptFloats = 4 << 20;     // of packed x that a thread keeps
+constexpr int64_t kBatchRows = 768;         // tokens packed together
+constexpr int64_t kBlockBytes = 768 << 10;  // of packed x that items share: most of L2
+constexpr int64_t kMinBlockRows = 48;       // min tokens of an item, which unpacks its weights once
+constexpr int kTransposedStrips = 16;           // dequantized together: whole cache lines,
+constexpr int kTransposedChunks = 8;            // and whole pages of codes
+constexpr int64_t kMinWork = 1 << 17;       // min multiplications for a second thread
+constexpr size_t kKeptFloats = 4 << 20;     // max floats of packed x that a thread keeps
 
-int64_t pieces(int64_t size, int64_t of) { return (size + of - 1) / of; }
+int64_t ceil_div(int64_t size, int64_t of) { return (size + of - 1) / of; }
 
 const LinearKernels& linear_kernels(int format) {
 #if HALFBYTE_X86
@@ -44,10 +44,10 @@ const LinearKernels& linear_kernels(int format) {
 struct Batch {
   const LinearCall& call;
   const LinearKernels& kernels;
-  int64_t first_row, rows;  // of x
+  int64_t first_row, rows;  // tokens
   int64_t strips, chunks;
   bool unpacked;
-  int tile_rows, block_rows, item_strips;  // a block is a number of tiles
+  int tile_rows, block_rows, item_strips;  // a block has several tiles
   float* packed;
 
   int64_t row_floats() const { return chunks * kBlocks * kernels.units; }
@@ -63,12 +63,12 @@ void pack_tile(void* context, int tile) {
                      batch.packed + row * batch.row_floats());
 }
 
-// Rows of x that an item multiplies.
+// Tokens of an item.
 struct Block {
   int64_t begin, end;
 };
 
-// Scales and bias of a strip's rows; y of some rows of x from their totals.
+// Applies scales and bias of a strip's rows to totals, and writes y.
 void finish(const Batch& batch, int64_t strip, int64_t row, int rows, const float* totals) {
   const LinearCall& call = batch.call;
   const int64_t n = strip * kStrip;
@@ -119,7 +119,7 @@ void run_unpacked(const Batch& batch, int64_t strip, const Block& block) {
 
 void run_item(void* context, int index) {
   const Batch& batch = *(const Batch*)context;
-  const int64_t groups = pieces(batch.strips, batch.item_strips);
+  const int64_t groups = ceil_div(batch.strips, batch.item_strips);
   const int64_t first = index % groups * batch.item_strips;
   const int64_t last = std::min(batch.strips, first + batch.item_strips);
   const int64_t begin = index / groups * batch.block_rows;
@@ -128,14 +128,14 @@ void run_item(void* context, int index) {
     (batch.unpacked ? run_unpacked : run_packed)(batch, strip, block);
 }
 
-// Tiles, blocks of rows and groups of strips, so that each thread gets several. No bit of the
-// results depends on it.
+// Chooses tiles, blocks of tokens and groups of strips so that each thread gets several items. Does
+// not affect the bits of the result.
 void cut(Batch& batch, int threads) {
   const LinearKernels& k = batch.kernels;
   batch.unpacked = k.unpacked_rows > 0 && batch.rows > k.packed_rows;
   const int64_t most = batch.unpacked ? k.unpacked_rows : k.packed_rows;
-  const int64_t tiles = pieces(batch.rows, most);
-  batch.tile_rows = (int)pieces(batch.rows, tiles);
+  const int64_t tiles = ceil_div(batch.rows, most);
+  batch.tile_rows = (int)ceil_div(batch.rows, tiles);
   const int64_t fitting = kBlockBytes / (batch.row_floats() * (int64_t)sizeof(float));
   const int64_t block_tiles = std::max(kMinBlockRows, fitting) / batch.tile_rows;
   batch.block_rows = (int)(std::max<int64_t>(1, block_tiles) * batch.tile_rows);
@@ -143,35 +143,35 @@ void cut(Batch& batch, int threads) {
 }
 
 void multiply(const LinearCall& call, int64_t first_row, int64_t rows, std::vector<float>& packed) {
-  const int64_t strips = pieces(call.n, kStrip), chunks = pieces(call.k, kChunk);
+  const int64_t strips = ceil_div(call.n, kStrip), chunks = ceil_div(call.k, kChunk);
   Batch batch{call,   linear_kernels(call.format), first_row, rows, strips, chunks, false, 0, 0, 0,
               nullptr};
   const int threads = rows * call.n * call.k < kMinWork ? 1 : std::max(1, call.threads);
   cut(batch, threads);
   packed.resize((size_t)(rows * batch.row_floats()));
   batch.packed = packed.data();
-  const int tiles = (int)pieces(rows, batch.tile_rows);
+  const int tiles = (int)ceil_div(rows, batch.tile_rows);
   parallel_for(tiles, tiles < 4 ? 1 : threads, pack_tile, &batch);
-  const int64_t groups = pieces(strips, batch.item_strips);
-  const int64_t blocks = pieces(rows, batch.block_rows);
+  const int64_t groups = ceil_div(strips, batch.item_strips);
+  const int64_t blocks = ceil_div(rows, batch.block_rows);
   parallel_for((int)(groups * blocks), threads, run_item, &batch);
 }
 
-// Some columns of some strips' rows, as columns of `out`, in the format of the call. Its rows may
-// lie a page apart, so those of a chunk are written for all strips before the next ones.
-void dequantize_some(void* context, int index) {
+// Dequantizes kTransposedChunks chunks of kTransposedStrips strips to `out`, transposed. Rows of `out` may
+// be a page apart, so a chunk is written for all strips before the next chunk.
+void dequantize_strips(void* context, int index) {
   const LinearCall& call = *(const LinearCall*)context;
   const LinearKernels& k = linear_kernels(kFloat32);
-  const int64_t chunks = pieces(call.k, kChunk), groups = pieces(chunks, kTurnedChunks);
-  const int64_t from = index / groups * kTurnedStrips * kStrip;
-  const int64_t first = index % groups * kTurnedChunks;
-  const int64_t last = std::min(chunks, first + kTurnedChunks);
+  const int64_t chunks = ceil_div(call.k, kChunk), groups = ceil_div(chunks, kTransposedChunks);
+  const int64_t from = index / groups * kTransposedStrips * kStrip;
+  const int64_t first = index % groups * kTransposedChunks;
+  const int64_t last = std::min(chunks, first + kTransposedChunks);
   const int64_t element = data_bytes(call.format, 1), stride = call.out_stride * element;
-  float row_scales[kTurnedStrips][kStrip] = {};
-  for (int64_t i = 0; i < kTurnedStrips * kStrip && from + i < call.n; i++)
+  float row_scales[kTransposedStrips][kStrip] = {};
+  for (int64_t i = 0; i < kTransposedStrips * kStrip && from + i < call.n; i++)
     row_scales[i / kStrip][i % kStrip] = call.row_scales[from + i] * k.factor;
   for (int64_t c = first; c < last; c++)
-    for (int s = 0; s < kTurnedStrips && from + s * kStrip < call.n; s++) {
+    for (int s = 0; s < kTransposedStrips && from + s * kStrip < call.n; s++) {
       const int64_t n = from + s * kStrip, chunk = n / kStrip * chunks + c;
       k.dequantize(call.codes + chunk * kCodeBytes, call.scales + chunk * kScaleBytes,
                    (int)std::min<int64_t>(kChunk, call.k - c * kChunk), row_scales[s],
@@ -192,16 +192,16 @@ HALFBYTE_API void halfbyte_linear(const void* call) {
   if (packed.size() > kKeptFloats) std::vector<float>().swap(packed);
 }
 
-// The weights of a call, turned: `out` [k, n], in its format. x is not read.
+// Dequantizes the weights of a call, transposed: `out` [k, n], in its format. x is not read.
 HALFBYTE_API void halfbyte_linear_dequantize(const void* call) {
   using namespace halfbyte;
   const LinearCall& c = *(const LinearCall*)call;
-  const int64_t groups = pieces(pieces(c.k, kChunk), kTurnedChunks);
-  parallel_for((int)(groups * pieces(c.n, kTurnedStrips * kStrip)), c.threads, dequantize_some,
+  const int64_t groups = ceil_div(ceil_div(c.k, kChunk), kTransposedChunks);
+  parallel_for((int)(groups * ceil_div(c.n, kTransposedStrips * kStrip)), c.threads, dequantize_strips,
                (void*)call);
 }
 
-// Whether the products above have vectors of more than four floats.
+// Whether the products above use vectors of more than four floats.
 HALFBYTE_API int halfbyte_linear_has_wide_vectors() {
   return halfbyte::current_level() > halfbyte::kPortable;
 }

@@ -1,15 +1,15 @@
 // Products with NVFP4 weights: y = x . W^T, W = (E2M1 codes x E4M3 block scales) x a float per row.
 //
-// The order of the weights: strips of 16 rows, cut into chunks of 64 columns. A chunk holds eight
-// groups of 16 words, one word per row, each word being the eight codes of eight columns as they
-// lay before; and, apart, 4 x 16 scales, one per row of each block of 16 columns. A vector thus
-// holds rows, and a block scale multiplies sums of its sixteen products:
+// Layout of the weights: strips of 16 rows, split into chunks of 64 columns. A chunk has eight
+// groups of 16 words, one word per row, with the codes of eight columns in their original order;
+// and, stored separately, 4 x 16 scales, one per row and block of 16 columns. So a vector holds 16
+// rows, and a block scale multiplies the sum of its sixteen products:
 //
 //     total += (sum over the block's 16 columns of code * x) * scale
 //
-// Every column of y is summed in this order, block after block, whatever is computed beside it: no
-// bit depends on the number of rows of x, on threads, or on the loops in use. Scales come last, so
-// that |x| beyond 3e36 overflows whatever they are.
+// Every column of y is summed in this order, block after block: its bits do not depend on the number
+// of tokens, on threads, or on the loops in use. Scales are applied last, so |x| above 3e36
+// overflows even if a scale is small.
 #pragma once
 
 #include <cstdint>
@@ -38,30 +38,30 @@ struct LinearCall {
   int32_t format, bias_format, threads, unused;
 };
 
-// What is asked of an instruction set. Rows of x are packed in tiles: for each unit, the smallest
-// number of columns that is multiplied at once (a float, or two bfloat16), 32 bits of every row.
+// Implemented by each instruction set. Tokens are packed in tiles: for each unit, the smallest
+// number of columns multiplied at a time (a float, or two bfloat16), 32 bits per token.
 struct LinearKernels {
-  float factor;       // totals are this many times too small
-  int units;          // of a block
-  int packed_rows;    // of a tile, at most
-  int unpacked_rows;  // the same for unpacked codes
-  // Packs `rows` rows of x of a format, `stride` bytes apart, as a tile; columns past k are 0.
+  float factor;       // totals must be multiplied by this
+  int units;          // per block
+  int packed_rows;    // max tokens of a tile
+  int unpacked_rows;  // the same with unpacked codes
+  // Packs `rows` tokens of a format, `stride` bytes apart, as a tile; columns past k are 0.
   void (*pack)(int format, const uint8_t* x, int64_t stride, int rows, int64_t k, float* tile);
-  // totals[row of x][kStrip] = a strip . a tile.
+  // totals[token][kStrip] = a strip . a tile.
   void (*multiply_packed)(const uint8_t* codes, const uint8_t* scales, int64_t chunks,
                           const float* tile, int rows, float* totals);
   // Some chunks of a strip as floats, [block][unit][kStrip] and [block][kStrip].
   void (*unpack)(const uint8_t* codes, const uint8_t* scales, int64_t chunks, float* panel,
                  float* panel_scales);
-  // totals += these . a tile; = where `fresh`. The bits are those of multiply_packed.
+  // totals += these . a tile; = if `fresh`. Bitwise equal to multiply_packed.
   void (*multiply_unpacked)(const float* panel, const float* panel_scales, int64_t chunks,
                             const float* tile, int rows, float* totals, bool fresh);
   // out[i] = totals[i] * scales[i] + bias[i] for i < count; kStrip of each are read.
   void (*finish)(int format, const float* totals, const float* scales, const float* bias, int count,
                  uint8_t* out);
-  // Columns of a chunk as rows of `count` values of a format, `stride` bytes apart. As the oracle:
-  // code * scale is exact, then there is one rounding, and that to the format. Null where a unit is
-  // not a column.
+  // Dequantizes a chunk, transposed: each column as `count` values of a format, `stride` bytes apart.
+  // As in the oracle, code * scale is exact and the result is rounded once. Null where a unit is not
+  // a column.
   void (*dequantize)(const uint8_t* codes, const uint8_t* scales, int columns,
                      const float* row_scales, int count, int format, uint8_t* out, int64_t stride);
 };

@@ -81,7 +81,7 @@ TARGET inline Vec unit_of(const Words& words, int v) {
   return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(bytes, 24 - U % 8 / 2 * 8), 24));
 }
 
-// As fp16, E4M3 is itself times 2^-8, subnormals included; NaN is made of its own bits.
+// E4M3 bits moved into an fp16 give the value times 2^-8, subnormals included; NaN is set separately.
 TARGET inline void unpack_scales(const uint8_t* bytes, float* scales) {
   for (int i = 0; i < kScaleBytes; i += 8) {
     const __m128i eight = _mm_loadl_epi64((const __m128i*)(bytes + i));

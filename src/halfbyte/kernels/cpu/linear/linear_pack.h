@@ -1,4 +1,4 @@
-// Rows of x as tiles of floats.
+// Packs tokens to tiles of floats.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Floats to the bytes of a cache, for each instruction set.
+// Encodes floats to the bytes of a cache, for each instruction set.
 #pragma once
 
 #include <cstdint>
@@ -33,14 +33,14 @@ void encode_weighted_avx512(bool four_over_six, float* x, int size, float g, con
                             const float* feedback, uint8_t* data, uint8_t* scales);
 #endif
 
-// |x * r|, 0 where that is no number.
+// |x * r|, or 0 if not a number.
 inline float ratio_of(float x, float r) {
   const float t = float_of(bits_of(x * r) & 0x7fffffff);
   return t == t ? t : 0.0f;
 }
 
-// E2M1 to nearest even, of a magnitude. The last place of 2^22 times the power of two below t, 1 at
-// least, is the step between values.
+// Rounds a magnitude to the nearest E2M1 value, ties to even. The ulp of 2^22 * max(1, power of two
+// below t) is the step between values.
 inline float e2m1_nearest(float t) {
   const float clamped = t < 6.0f ? t : 6.0f;
   const uint32_t bits = bits_of(clamped) & 0x7f800000;

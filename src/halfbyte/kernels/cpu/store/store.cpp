@@ -13,7 +13,7 @@
 namespace halfbyte {
 namespace {
 
-constexpr int64_t kItemValues = 16384;  // values of an item, about; fewer are not worth a thread
+constexpr int64_t kItemValues = 16384;  // min values per item, about
 
 // Field by field `_SIDE` of store.py. Strides are in elements.
 struct Input {
@@ -65,7 +65,7 @@ EncodeWeighted best_encode_weighted() {
   return encode_weighted_portable;
 }
 
-// A head's K or V by weighted error, where a recipe says so; false where it does not.
+// Stores a head's K or V rounded by weighted error, if the recipe does so; else returns false.
 bool encode_by_weights(const Batch& batch, const Side& side, bool is_key, int head, float* x,
                        uint8_t* data, uint8_t* scales) {
   const Transform* t = batch.call.transform;
@@ -81,7 +81,7 @@ bool encode_by_weights(const Batch& batch, const Side& side, bool is_key, int he
   return true;
 }
 
-// A row of values side by side, at `row` if they are not so already.
+// A contiguous row of values; copied to `row` if it is not contiguous.
 const uint8_t* contiguous(const uint8_t* first, int64_t stride, int bytes, int size, uint8_t* row) {
   if (stride == 1) return first;
   for (int d = 0; d < size; d++) std::memcpy(row + d * bytes, first + d * stride * bytes, bytes);
@@ -97,8 +97,8 @@ const uint8_t* row_of(const Side& side, int64_t token, int head, std::vector<uin
                     element, side.size, bytes.data());
 }
 
-// K on its way: centred, rotated. At position 0, where K and V may be those of a first token that is
-// known: its number, or -1.
+// Transforms K (centred, rotated). At position 0, returns the index of a known first token that K and V
+// match, or -1.
 int transform_key(const Batch& batch, const Side& value, int64_t token, int head, float* key,
                   std::vector<uint8_t>& bytes) {
   const Transform& t = *batch.call.transform;
@@ -133,7 +133,7 @@ void store_row(const Batch& batch, const Side& side, const Side* value, int64_t 
   }
   batch.kernels.unpack(input.format, x, nullptr, side.size, floats.data());
   uint8_t* first = page + side.scale.offset + head * side.scale.head;
-  if (value) {  // K that a recipe changes
+  if (value) {  // K with a transform
     const int number = transform_key(batch, *value, token, head, floats.data(), bytes);
     if (number >= 0) {
       uint8_t* scales = first + in_page * side.scale.token;

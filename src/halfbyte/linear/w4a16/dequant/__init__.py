@@ -1,1 +1,1 @@
-"""More rows of x elsewhere: weights are written out in 16 bits for cuBLAS."""
+"""Large M on other GPUs than SM90: weights are dequantized to 16 bits for cuBLAS."""

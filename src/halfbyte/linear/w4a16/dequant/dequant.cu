@@ -1,7 +1,7 @@
-// Weights in the order of packed_weight.py to bfloat16 or float16 [rows, k], for a dense matmul: the
-// dequantized weights, bit for bit.
+// Dequantizes weights in the order of packed_weight.py to bfloat16 or float16 [rows, k], for a dense matmul, bit
+// for bit as numerics/nvfp4.py does.
 //
-// A CTA has 64 rows and 256 k, a warp 16 of the rows. The halves go through shared memory, so that
+// A CTA has 64 rows and 256 k, a warp 16 of the rows. The result goes through shared memory, so that
 // rows are written 512 bytes at a time.
 //
 // Macro: X_BF16, see values.cuh
@@ -9,7 +9,7 @@
 #include "linear/w4a16/values.cuh"
 
 #define BLOCKS 4                      // of 64 k
-#define ROW_BYTES (BLOCKS * 128 + 16)  // 16 keep banks apart
+#define ROW_BYTES (BLOCKS * 128 + 16)  // padded by 16 against bank conflicts
 
 struct Params {
   const u8* weight;        // [rows/64, blocks, 2048]
@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(128) linear_unpack(Params p) {
       scales[i] = __ldcs((const uint2*)(scale + i * 256));
     }
   const float factors[2] = {p.row_scale[row + g], p.row_scale[row + g + 8]};
-  // What was read there before may still be in use.
+  // The previous kernel may still read the memory that is written below.
   wait_for_previous();
   allow_next();
 
@@ -71,5 +71,5 @@ extern "C" __global__ void __launch_bounds__(128) linear_unpack(Params p) {
       *(uint4*)(p.out + (u64)(row + i) * p.k + k) = *(const uint4*)(rows + i * ROW_BYTES + lane * 16);
 }
 
-// Does nothing: the launcher asks how many clusters of a size fit the GPU.
+// Empty kernel, for the occupancy query of max active clusters (machine.py).
 extern "C" __global__ void __launch_bounds__(1024) linear_probe() {}

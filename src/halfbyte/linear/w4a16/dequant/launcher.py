@@ -1,4 +1,4 @@
-"""Launcher of the kernel that writes NVFP4 weights out in 16 bits, and a product by cuBLAS.
+"""Launcher of the kernel that dequantizes NVFP4 weights to 16 bits, and the product by cuBLAS.
 
 Weights are in the order of `packed_weight`. See `dequant.cu` for how it works.
 """
@@ -12,11 +12,11 @@ from halfbyte.kernels.runtime.tensor_maps import box_rows
 from halfbyte.linear.w4a16.machine import dtype_macros
 from halfbyte.linear.w4a16.packed_weight import TILE_N
 
-_MOST_UNPACKED_BYTES = 2**28
-"""Of the workspace for unpacked weights; larger ones are unpacked and multiplied in pieces."""
+_MAX_UNPACKED_BYTES = 2**28
+"""Max bytes of dequantized weights; larger weights are processed in chunks of rows."""
 _THREADS = 128
 _BLOCKS = 4
-"""64 k each, of a CTA."""
+"""Blocks of 64 k per CTA."""
 
 
 class _Params(ctypes.Structure):
@@ -36,28 +36,28 @@ def linear_unpacked(
     bias: torch.Tensor | None,
     n: int,
 ) -> torch.Tensor:
-    """x times NVFP4 weights, which are written out in x's dtype first.
+    """x times NVFP4 weights, which are dequantized to x's dtype first.
 
-    Arguments are those of `gemv.launcher.linear_few`, and all can be captured in a graph.
-    The workspace is PyTorch's, freed after the call, so that layers share it, in CUDA graphs too.
+    Arguments as of `gemv.launcher.linear_gemv`; can be captured in a CUDA graph. The workspace
+    comes from PyTorch's allocator and is freed after the call, so that layers share it.
     """
-    x = box_rows(x)  # as libraries want their operands, too
+    x = box_rows(x)  # the alignment that cuBLAS needs as well
     *outer, k = x.shape
-    rows = _MOST_UNPACKED_BYTES // (x.element_size() * k) // TILE_N * TILE_N
+    rows = _MAX_UNPACKED_BYTES // (x.element_size() * k) // TILE_N * TILE_N
     if n <= rows:
         unpacked = unpack(weight, weight_scale, row_scale, 0, n, k, x.dtype)
         return torch.nn.functional.linear(x, unpacked, bias)
     x = x.reshape(-1, k)
     out = x.new_empty(x.shape[0], n)
     for start in range(0, n, rows):
-        piece = slice(start, min(n, start + rows))
+        chunk = slice(start, min(n, start + rows))
         unpacked = unpack(
-            weight, weight_scale, row_scale, start, piece.stop - start, k, x.dtype
+            weight, weight_scale, row_scale, start, chunk.stop - start, k, x.dtype
         ).t()
         if bias is None:
-            torch.mm(x, unpacked, out=out[:, piece])
+            torch.mm(x, unpacked, out=out[:, chunk])
         else:
-            torch.addmm(bias[piece], x, unpacked, out=out[:, piece])
+            torch.addmm(bias[chunk], x, unpacked, out=out[:, chunk])
     return out.view(*outer, n)
 
 
@@ -73,11 +73,11 @@ def unpack(
     """Dequantized weights `[rows, k]`, bit for bit as `numerics.nvfp4.dequantize` gives them.
 
     Args:
-        weight, weight_scale, row_scale: as `PackedWeight` has them.
+        weight, weight_scale, row_scale: the tensors of `PackedWeight`.
         first_row: a multiple of 64.
-        rows: how many from there.
-        k: of the unpadded weight.
-        dtype: that the weights are packed for.
+        rows: how many rows from there.
+        k: K without padding.
+        dtype: the dtype that the weights are packed for.
     """
     device = weight.device.index
     tile, tiles = first_row // TILE_N, -(-rows // TILE_N)
@@ -99,12 +99,12 @@ def unpack(
 
 
 def _address(tensor: torch.Tensor, index: int) -> int:
-    """Of `tensor[index]`, without a view."""
+    """Address of `tensor[index]`, without making a view."""
     return tensor.data_ptr() + index * tensor.stride(0) * tensor.element_size()
 
 
 def compile_unpack(dtype: torch.dtype, device: int) -> None:
-    """Compile what calls need, so that none does in a graph's capture."""
+    """Compile the kernel, so that graph capture compiles nothing."""
     _kernel(dtype, device)
 
 

@@ -1,1 +1,1 @@
-"""More rows of x on SM90: weights are unpacked inside a `wgmma` matmul."""
+"""W4A16 GEMM on SM90: weights are unpacked inside a `wgmma` matmul."""

@@ -1,20 +1,18 @@
-// x times NVFP4 weights for many rows of x, on SM90: y[m, n] = sum over k of x[m, k] W[n, k].
+// W4A16 GEMM on SM90: y[m, n] = sum over k of x[m, k] W[n, k], W in NVFP4.
 //
-// The product is computed transposed, W x^T: W is A of `wgmma` and comes from registers, where it was
-// unpacked; x^T is B, from shared memory. 64 x 64 values of W take 60 instructions per thread, and as many
-// again to ask for them and for the matmul: one warpgroup does so while another's matmul runs.
+// Computed transposed, W x^T: W is A of `wgmma`, unpacked in registers; x^T is B, in shared memory. To unpack
+// 64 x 64 values of W takes 60 instructions per thread, and as many for loads and the issue of the matmul: one
+// warpgroup does so while another's matmul runs.
 //
-//   Tile       64 rows of W for each of GROUPS warpgroups x TOKENS rows of x, a step of k at a time.
-//   Loads      Threads of one more warpgroup ask for the tiles of x, by TMA with 128-byte swizzle, and
-//              for those of W, which a lane takes 16 bytes at a time, as packed_weight.py put them
-//              together for it. Both go to a ring in shared memory: loads of W to registers would all
-//              count on one scoreboard, so that a wait for the first of them is one for the last. The
-//              first tiles of W are asked for before the kernel in front of this one has ended.
-//   Clusters   of two CTAs have the same rows of x: each asks for half of them, for both.
-//   Result     goes to shared memory, transposed by `stmatrix`, and from there by TMA while the next tile
-//              is under way.
-//   Split      work.cuh says who has which tiles, or which part of a tile's k, and
-//              join.cuh how the parts become one.
+//   Tile       64 rows of W for each of GROUPS warpgroups x TOKENS tokens, STEP of k at a time.
+//   Loads      by a producer warpgroup, to a ring in shared memory: x by TMA with 128-byte swizzle, W by bulk
+//              copies, in the order of packed_weight.py, so that a lane reads 16 bytes at a time. (Loads
+//              of W to registers would share one scoreboard: waiting for the first would wait for the
+//              last.) The first tiles of W are loaded before the previous kernel has ended.
+//   Clusters   Two CTAs have the same tokens: each loads half of x for both (multicast).
+//   Output     goes to shared memory, transposed by `stmatrix`, and from there by TMA while the next tile
+//              is computed.
+//   Split      work.cuh assigns tiles, or parts of their k, to clusters; join.cuh adds the parts.
 //
 // Macros:
 //   X_BF16     see values.cuh
@@ -28,21 +26,21 @@
 #include "linear/w4a16/gemm_sm90/wgmma.cuh"
 
 #define X_BYTES (TOKENS * STEP * 2)
-#define BOXES (STEP / 64)               // of 64 k: what TMA brings of x, and a square of W, at a time
-#define MATMULS (STEP / 16)             // to a step
-#define BLOCK_BYTES (64 * STEP / 2)     // a warpgroup's rows of a step
+#define BOXES (STEP / 64)               // of 64 k, per step: a TMA box of x, a 64 x 64 block of W
+#define MATMULS (STEP / 16)             // per step
+#define BLOCK_BYTES (64 * STEP / 2)     // per warpgroup and step
 #define BLOCK_SCALE_BYTES (64 * STEP / 16)
 #define STAGE_BYTES (X_BYTES + GROUPS * (BLOCK_BYTES + BLOCK_SCALE_BYTES))
-#define OUT_BYTES (TOKENS * 64 * 2)  // of a warpgroup
-#define STRIP_BYTES (16 * 64 * 2)    // of these
+#define OUT_BYTES (TOKENS * 64 * 2)  // per warpgroup
+#define STRIP_BYTES (16 * 64 * 2)    // of 16 tokens
 #define OFF_OUT (STAGES * X_BYTES)
 #define OFF_WEIGHT (OFF_OUT + GROUPS * OUT_BYTES)
 #define OFF_SCALE (OFF_WEIGHT + STAGES * GROUPS * BLOCK_BYTES)
 #define OFF_BARRIERS (OFF_SCALE + STAGES * GROUPS * BLOCK_SCALE_BYTES)
-#define OFF_STAYS (OFF_BARRIERS + 16 * STAGES)  // a word of each group, see exchange_sums
-#define GROUP 4  // matmuls to a commit, as registers allow
+#define OFF_STAYS (OFF_BARRIERS + 16 * STAGES)  // a word per warpgroup, see exchange_sums
+#define GROUP 4  // wgmmas per commit; registers do not allow more
 #define THREADS (WORKERS + 128)
-// The loader's registers go to the workers; without that, wgmma is serialized.
+// The producer gives registers to the workers; otherwise ptxas serializes wgmma.
 #define LOADER_REGISTERS (GROUPS == 3 ? 32 : 40)
 #define WORKER_REGISTERS (GROUPS == 3 ? 160 : 232)
 
@@ -52,7 +50,7 @@ __device__ __forceinline__ uint2 load_shared8(u32 address) {
   return y;
 }
 
-// A box of x to this address in both CTAs of the cluster, whose barriers count its bytes.
+// Loads a box of x to the same address in both CTAs of the cluster (multicast); both barriers count its bytes.
 __device__ __forceinline__ void copy_x(u32 to, const TensorMap* map, int k, int token, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -61,15 +59,15 @@ __device__ __forceinline__ void copy_x(u32 to, const TensorMap* map, int k, int 
       : "memory");
 }
 
-// Lower word of the descriptor of rows of x, 128 bytes each, swizzled by 128 bytes. It counts 16 bytes, so
-// that one descriptor is another plus a constant. It comes from one lane: so the compiler knows that a
-// warp's lanes have the same one, and keeps descriptors in uniform registers.
+// Lower word of the wgmma descriptor of x: rows of 128 bytes with 128-byte swizzle. Addresses count 16 bytes, so
+// that descriptors differ by a constant. The shuffle tells the compiler that it is the same in all lanes, so
+// that descriptors stay in uniform registers.
 __device__ __forceinline__ u32 x_descriptor(u32 address) {
   return __shfl_sync(~0u, address / 16 | 1u << 16, 0);
 }
 
 // A stage of the ring, and the parity of its barriers.
-struct Turn {
+struct PipelineState {
   int stage = 0;
   u32 parity = 0;
   __device__ __forceinline__ void next() {
@@ -77,19 +75,19 @@ struct Turn {
   }
 };
 
-// What comes to the ring: one thread asks for W, another one for x, so that what each does for a step is
-// less than a matmul takes. What they ask for first they find out while barriers are being made.
+// The producer: one thread loads W, another x, so that issuing a step's loads takes less than its matmuls. They
+// compute their first addresses while another warp initializes the barriers.
 struct Loader {
   const Params& p;
   u32 shared, full, empty;
 
-  // Until all have read what was in a stage before.
-  __device__ __forceinline__ void wait_for_stage(const Turn& turn) const {
-    barrier_wait(empty + 8 * turn.stage, turn.parity ^ 1);
+  // Waits until all workers have read the previous contents of a stage.
+  __device__ __forceinline__ void wait_for_stage(const PipelineState& state) const {
+    barrier_wait(empty + 8 * state.stage, state.parity ^ 1);
   }
 
-  // W does not come from the kernel in front of this one, which may still run. The barrier waits for all
-  // bytes of the stage, those of x, too.
+  // Does not wait for the previous kernel, which does not write W. The barrier expects all bytes of the stage,
+  // including those of x.
   __device__ __forceinline__ void load_weights() const {
     Work work(p);
     bool more = work.next(p);
@@ -97,15 +95,15 @@ struct Loader {
     begin(blocks, work);
     cluster_wait();
     if (!elect_one()) return;
-    Turn turn;
+    PipelineState state;
     while (more) {
-      for (int k = work.first; k < work.stop; k++, turn.next()) {
-        const u32 barrier = full + 8 * turn.stage;
-        wait_for_stage(turn);
+      for (int k = work.first; k < work.stop; k++, state.next()) {
+        const u32 barrier = full + 8 * state.stage;
+        wait_for_stage(state);
         barrier_expect(barrier, STAGE_BYTES);
 #pragma unroll
         for (int i = 0; i < GROUPS; i++) {
-          const u32 slot = GROUPS * turn.stage + i;
+          const u32 slot = GROUPS * state.stage + i;
           copy_bulk(shared + OFF_WEIGHT + slot * BLOCK_BYTES, p.weight + (u64)blocks[i] * BLOCK_BYTES,
                     BLOCK_BYTES, barrier);
           copy_bulk(shared + OFF_SCALE + slot * BLOCK_SCALE_BYTES,
@@ -118,14 +116,14 @@ struct Loader {
     }
   }
 
-  // Where each warpgroup's part of W begins, in blocks of 64 rows and a step of k.
+  // First block (64 rows of W x STEP k) of each warpgroup.
   __device__ __forceinline__ void begin(u32* blocks, const Work& work) const {
     const Place place(p, work.tile);
 #pragma unroll
     for (int i = 0; i < GROUPS; i++) {
-      // Rows beyond the last are read as the last ones, and not written.
+      // Blocks beyond N load the last block instead; their output is not written.
       blocks[i] = min(place.row_block + i, p.blocks_n - 1) * p.steps + work.first;
-      asm volatile("" : "+r"(blocks[i]));  // here, not where it is used
+      asm volatile("" : "+r"(blocks[i]));  // computed here, not sunk to its use
     }
   }
 
@@ -134,40 +132,40 @@ struct Loader {
     Work work(p);
     bool more = work.next(p);
     int token = token_of(work, rank);
-    asm volatile("" : "+r"(token));  // here, not where it is used
+    asm volatile("" : "+r"(token));  // computed here, not sunk to its use
     cluster_wait();
     if (!elect_one()) return;
     wait_for_previous();
-    Turn turn;
+    PipelineState state;
     while (more) {
-      for (int k = work.first; k < work.stop; k++, turn.next()) {
-        wait_for_stage(turn);
+      for (int k = work.first; k < work.stop; k++, state.next()) {
+        wait_for_stage(state);
 #pragma unroll
         for (int i = 0; i < BOXES; i++)
-          copy_x(shared + turn.stage * X_BYTES + i * (TOKENS * 128) + rank * (TOKENS * 64), map,
-                 k * STEP + i * 64, token, full + 8 * turn.stage);
+          copy_x(shared + state.stage * X_BYTES + i * (TOKENS * 128) + rank * (TOKENS * 64), map,
+                 k * STEP + i * 64, token, full + 8 * state.stage);
       }
       more = work.next(p);
       token = token_of(work, rank);
     }
-    // Until the other CTA has told all it will tell barriers here.
+    // Waits for the other CTA's last arrivals at barriers here, before this CTA may exit.
 #pragma unroll 1
-    for (int i = 0; i < STAGES; i++, turn.next()) wait_for_stage(turn);
-    // Not before the last matmul: where only some CTAs have ended, all of the next kernel's would
-    // crowd onto their SMs.
+    for (int i = 0; i < STAGES; i++, state.next()) wait_for_stage(state);
+    // Not before the last matmul: otherwise all CTAs of the next kernel would start on the few SMs whose CTAs
+    // have ended.
     allow_next();
   }
 
-  // The first row of x that this CTA asks for. A box wholly beyond the rows takes TMA longer than any other,
-  // and what is in it is not used.
+  // The first token that this CTA loads. A box entirely beyond M is slower to load by TMA and not used: token 0
+  // is loaded instead.
   __device__ __forceinline__ int token_of(const Work& work, int rank) const {
     const int first = Place(p, work.tile).token + rank * (TOKENS / 2);
     return first < p.m ? first : 0;
   }
 };
 
-// Factors and biases of a thread's rows (of W), g and g + 8 of its warp's 16; biases as loaded, so that nothing
-// waits for them before they are used.
+// Global scales and biases of a thread's rows of W, g and g + 8 of its warp's 16. Biases are the loaded bits: the
+// conversion, which waits for them, comes later.
 struct Rows {
   float scale[2];
   u32 bias[2];
@@ -182,7 +180,7 @@ struct Rows {
   }
 };
 
-// What a worker is. Asked for anew with every tile: in between it is not worth registers.
+// A worker thread's indices. Recomputed for every tile rather than kept in registers.
 struct Worker {
   int group, warp, lane;
 
@@ -194,12 +192,13 @@ struct Worker {
   }
 };
 
-// Results that a thread has sent off have left shared memory.
+// Waits until this thread's TMA stores have read shared memory.
 __device__ __forceinline__ void wait_for_stores() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Of every 8 tokens a thread has 2c, 2c + 1. In shared memory a token's 64 rows are 128 bytes, swizzled.
+// Writes strips of the output. Of every 8 tokens a thread has 2c, 2c + 1. In shared memory a token's 64 rows of W
+// are 128 bytes, swizzled.
 __device__ __forceinline__ void store(const Place& place, const Share& share, const Rows& rows,
                                       const TensorMap* map, u32 shared, const float* sums,
                                       const Worker& self) {
@@ -208,7 +207,7 @@ __device__ __forceinline__ void store(const Place& place, const Share& share, co
   wait_for_stores();
   group_sync(group);
   const float bias[2] = {lower_to_float(rows.bias[0]), lower_to_float(rows.bias[1])};
-  // Lanes name rows of four matrices: 8 tokens x 8 rows of W, 8 more rows, and both of 8 more tokens.
+  // Lanes give the row addresses of four matrices: 8 tokens x 8 rows of W, 8 more rows, both of 8 more tokens.
   const u32 token = (lane & 7) + (lane >> 4) * 8, chunk = 2 * self.warp + (lane >> 3 & 1);
   const u32 address = out + token * 128 + ((chunk ^ (token & 7)) * 16);
 #pragma unroll
@@ -237,26 +236,26 @@ __device__ __forceinline__ void store(const Place& place, const Share& share, co
   }
 }
 
-// A tile's result from its sums; of a part, together with other clusters.
-__device__ __forceinline__ void finish(const Params& p, const Ending& ending, const Rows& rows,
+// Epilogue of a tile; of a part of a tile, together with other clusters.
+__device__ __forceinline__ void finish(const Params& p, const Epilogue& epilogue, const Rows& rows,
                                        const TensorMap* map, u32 shared, float* sums) {
   const Worker self;
   const int group = self.group;
   const u32 rank = cluster_rank();
-  if (!ending.is_part) {
-    store(ending.place, Share(0, ending.strips), rows, map, shared, sums, self);
-  } else if (ending.is_tail) {
-    leave_sums(partial_of(p, true, cluster_number(), rank), ending.strips, Share(0, 0), sums);
-    tell_keeper(group, true);
+  if (!epilogue.is_part) {
+    store(epilogue.place, Share(0, epilogue.strips), rows, map, shared, sums, self);
+  } else if (epilogue.is_tail) {
+    store_sums(partial_of(p, true, cluster_number(), rank), epilogue.strips, Share(0, 0), sums);
+    notify_flag_warp(group, true);
   } else {
-    u32 gone = 0;  // by those whose shares are finished here, too
-    if (!exchange_sums(p, ending, rank, group, shared + OFF_STAYS, sums, gone)) return;
-    Share share = ending.share;
+    u32 gone = 0;  // bits of clusters that left their shares to this one
+    if (!exchange_sums(p, epilogue, rank, group, shared + OFF_STAYS, sums, gone)) return;
+    Share share = epilogue.share;
     while (true) {
-      add_sums(p, ending.join, ending.own, rank, share, sums);
-      store(ending.place, share, rows, map, shared, sums, self);
+      add_sums(p, epilogue.join, epilogue.own, rank, share, sums);
+      store(epilogue.place, share, rows, map, shared, sums, self);
       if (!gone) break;
-      share = Share(ending.join, ending.strips, __ffs(gone) - 1);
+      share = Share(epilogue.join, epilogue.strips, __ffs(gone) - 1);
       gone &= gone - 1;
     }
   }
@@ -268,22 +267,22 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
   const u32 weight = shared + OFF_WEIGHT + group * BLOCK_BYTES + warp * 512 + lane * 16;
   const u32 scale = shared + OFF_SCALE + group * BLOCK_SCALE_BYTES + warp / 2 * 128 + lane / 4 * 16 +
                     warp % 2 * 8;
-  // All lanes tell their CTA that they have read a stage, and one for its warp the other CTA, whose copies of x
-  // come here, too.
-  const u32 empty_of_other = map_to_rank(empty, cluster_rank() ^ 1);
+  // A stage that was read is released by all lanes in this CTA, and by one lane per warp in the other CTA, which
+  // writes x here, too (multicast).
+  const u32 peer_empty = map_to_rank(empty, cluster_rank() ^ 1);
   auto release = [&](u32 barrier) {
     barrier_arrive(empty + barrier);
-    if (lane == 0) barrier_arrive_mapped(empty_of_other + barrier);
+    if (lane == 0) barrier_arrive_mapped(peer_empty + barrier);
   };
-  // From where the compiler does not see its value, see unpack_scales. No cluster has rank 2.
+  // Hides the constant from the compiler, see unpack_scales: ranks are 0 and 1.
   const u32 exponent = SCALE_EXPONENT | cluster_rank() >> 1;
   Work work(p);
   bool more = work.next(p);
-  asm volatile("" : "+r"(work.tile), "+r"(work.first), "+r"(work.stop));  // here, not where they are used
+  asm volatile("" : "+r"(work.tile), "+r"(work.first), "+r"(work.stop));  // computed here
   cluster_wait();
   wait_for_previous();
-  Turn turn;  // of what is fetched next
-  int stage = 0;  // of what is multiplied next
+  PipelineState state;  // of the next fetch
+  int stage = 0;  // of the next matmuls
   for (; more; more = work.next(p)) {
     const Rows rows(p, (Place(p, work.tile).row_block + group) * 64 + warp * 16 + lane / 4);
     float sums[VALUES];
@@ -291,15 +290,15 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
     uint4 words[BOXES];
     uint2 scales[BOXES];
     auto fetch = [&] {
-      barrier_wait(full + 8 * turn.stage, turn.parity);
+      barrier_wait(full + 8 * state.stage, state.parity);
 #pragma unroll
       for (int i = 0; i < BOXES; i++) {
-        words[i] = load16(weight + turn.stage * (GROUPS * BLOCK_BYTES) + i * 2048);
-        scales[i] = load_shared8(scale + turn.stage * (GROUPS * BLOCK_SCALE_BYTES) + i * 256);
+        words[i] = load16(weight + state.stage * (GROUPS * BLOCK_BYTES) + i * 2048);
+        scales[i] = load_shared8(scale + state.stage * (GROUPS * BLOCK_SCALE_BYTES) + i * 256);
       }
-      turn.next();
+      state.next();
     };
-    // The operands of GROUP matmuls, of those whose words are here.
+    // Unpacks the operands of GROUP matmuls from the fetched words.
     auto unpack = [&](u32(*operands)[4], int first) {
       u32 factors[2];
 #pragma unroll
@@ -311,9 +310,9 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
         unpack_operand(operands[j], word[at % 4], factors[at % 2]);
       }
     };
-    u32 read;  // the stage that was multiplied last, by its place among barriers
-    // The matmuls of a step, GROUP at a time. What the next group needs is unpacked while they run, in
-    // place of the operands of the group before them.
+    u32 read;  // byte offset of the last multiplied stage's barrier
+    // The matmuls of a step, GROUP at a time. While they run, the operands of the next group are unpacked (two
+    // buffers).
     auto step = [&](int i, bool first, bool last) {
       const u32 x = x_descriptor(shared + stage * X_BYTES), done = read;
       read = 8 * stage;
@@ -341,28 +340,28 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
       step(1, false, left == 1);
       if (left > 1) step(2, false, left == 2);
     }
-    // While the last matmul runs.
-    const Ending ending(p, work);
+    // Computed while the last matmul runs.
+    const Epilogue epilogue(p, work);
     wgmma_wait();
     release(read);
-    finish(p, ending, rows, out_map, shared, sums);
+    finish(p, epilogue, rows, out_map, shared, sums);
   }
   wait_for_stores();
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
-    linear_wide(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap out_map,
+    linear_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap out_map,
                 const __grid_constant__ Params p) {
-  extern __shared__ __align__(1024) u8 shared[];  // where the swizzle's pattern begins anew
+  extern __shared__ __align__(1024) u8 shared[];  // period of the swizzle
   const u32 base = shared_address(shared), full = base + OFF_BARRIERS, empty = full + 8 * STAGES;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same for a warp
-  // By a warp that has nothing else to do first, because to make barriers takes a while.
+  // By a warp that is otherwise idle at first: initializing barriers is slow.
   if (threadIdx.x == 96) {
     for (int i = 0; i < STAGES; i++) {
       barrier_init(full + 8 * i, 1);
       barrier_init(empty + 8 * i, WORKERS + WORKERS / 32);  // see multiply_tiles
     }
-    tell_of_barriers();
+    fence_barrier_init();
     prefetch_map(&out_map);
   }
   if (threadIdx.x == 32) prefetch_map(&x_map);
@@ -371,14 +370,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
     const Loader loader{p, base, full, empty};
-    // In this order, and with a number that the compiler does not know, or it makes a table of places to
-    // jump to, which has to come from memory.
-    int keeper = warp - 2;
-    asm volatile("" : "+r"(keeper));
+    // In this order, and with a number unknown to the compiler: otherwise it emits a jump table, which has to be
+    // loaded from memory.
+    int flag_warp = warp - 2;
+    asm volatile("" : "+r"(flag_warp));
     if (warp == 1)
       loader.load_x(&x_map);
-    else if (keeper >= 0)
-      keep_flags(p, base + OFF_STAYS, keeper);
+    else if (flag_warp >= 0)
+      run_flag_warp(p, base + OFF_STAYS, flag_warp);
     else
       loader.load_weights();
   } else {

@@ -1,4 +1,4 @@
-"""Launcher of the W4A16 kernel for many rows of x on SM90: unpacking inside a `wgmma` matmul.
+"""Launcher of the W4A16 GEMM kernel on SM90: unpacking inside a `wgmma` matmul.
 
 Weights are in the order of `packed_weight`. See `gemm.cu` for how it works.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from halfbyte.kernels.runtime import nvrtc
-from halfbyte.kernels.runtime.devices import Memory, allocate, current_device, multiprocessors
+from halfbyte.kernels.runtime.devices import Memory, allocate, current_device, num_sms
 from halfbyte.kernels.runtime.tensor_maps import (
     MAPS,
     SHAPES,
@@ -24,33 +24,33 @@ from halfbyte.kernels.runtime.tensor_maps import (
     tensor_map,
 )
 from halfbyte.linear.w4a16.gemm_sm90.plan import (
-    MOST_SHARERS,
+    MAX_SHARERS,
     STRIP,
     TILES,
+    GemmPlan,
     Tile,
-    WidePlan,
-    most_sharers,
-    wide_plan,
+    gemm_plan,
+    max_sharers,
 )
 from halfbyte.linear.w4a16.packed_weight import TILE_N
 
 _ONE = 2**31
-"""What inverses are scaled by; the kernel divides numbers whose product with `by` is less."""
+"""Scale of fixed-point inverses; `x / by` is exact where `x * by` is less than this."""
 
 
-_RAISED = count(secrets.randbits(64), 2)
-"""Values that raise flags. One and the next are used by one launch, and by every replay of it,
-which leaves none: so flags need no clearing, whatever lay in their memory."""
+_FLAG_EPOCHS = count(secrets.randbits(64), 2)
+"""Two flag values, unique per launch, so that flags need no clearing before it. A CUDA graph's
+replays reuse them: a launch resets its flags before it ends."""
 
 
 class _KnownDivisor(ctypes.Structure):
-    """`KnownDivisor` of `work.cuh`, for numbers below `_ONE / by`."""
+    """`KnownDivisor` of `work.cuh`, for dividends below `_ONE / by`."""
 
-    _fields_ = (("by", ctypes.c_uint32), ("multiplier", ctypes.c_uint32))
+    _fields_ = (("by", ctypes.c_uint32), ("inverse", ctypes.c_uint32))
 
 
 class _Work(ctypes.Structure):
-    """The fields of `Params` that are the same in all calls with a shape and a plan."""
+    """Fields of `Params` that depend only on the shape and the plan."""
 
     _fields_ = (
         *((name, ctypes.c_int) for name in ("m", "n", "blocks_n", "steps")),
@@ -67,34 +67,34 @@ class _Params(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "weight_scale", "row_scale", "bias")),
         *((name, ctypes.c_void_p) for name in ("partial", "flags")),
-        ("raised", ctypes.c_uint64),
+        ("flag_epoch", ctypes.c_uint64),
         ("work", _Work),
     )
 
 
 _pack_params = Struct(f"6PQ{ctypes.sizeof(_Work)}s0P").pack
-"""Bytes of `_Params`: with `from_buffer_copy` half of the time that its constructor takes."""
+"""Packs `_Params`: with `from_buffer_copy`, in half the time of its constructor."""
 
 
-class WideProduct:
-    """Calls with a shape; arguments as `halfbyte.linear.w4a16.gemv.launcher.FewProduct`.
+class GemmProduct:
+    """Calls with one shape of x; arguments as of `halfbyte.linear.w4a16.gemv.launcher.GemvProduct`.
 
     Args:
-        plan: how to cut up the work; by default `wide_plan`.
+        plan: how to split the work; by default from `gemm_plan`.
 
     Raises:
-        ValueError: a plan that the kernel cannot follow, or numbers that it could not divide.
+        ValueError: the kernel does not support the plan or the size.
     """
 
     def __init__(
-        self, shape: torch.Size, n: int, dtype: torch.dtype, device: int, plan: WidePlan | None
+        self, shape: torch.Size, n: int, dtype: torch.dtype, device: int, plan: GemmPlan | None
     ) -> None:
         *outer, k = shape
         m = shape.numel() // k
-        plan = plan or wide_plan(n, k, m, multiprocessors(device))
+        plan = plan or gemm_plan(n, k, m, num_sms(device))
         tile, steps = plan.tile, plan.steps(k)
-        if most_sharers(plan, steps) > MOST_SHARERS:
-            raise ValueError(f"{plan}: more than {MOST_SHARERS} clusters have parts of a tile")
+        if max_sharers(plan, steps) > MAX_SHARERS:
+            raise ValueError(f"{plan}: more than {MAX_SHARERS} clusters share a tile")
         self._kernel = _kernel(dtype, tile, device)
         self._grid = 2 * plan.clusters
         self._threads = 128 * (tile.groups + 1)
@@ -104,12 +104,12 @@ class WideProduct:
         self._n, columns = n, -(-n // 8) * 8
         self._cut_out = columns > n
         self._out = Memory.contiguous((*outer, columns), dtype)
-        # With a tile or more per cluster, only the ends of tiles are left.
+        # With at least one cut tile per cluster, only tails have partial sums.
         kinds = (plan.cut_tiles > 0) + (0 < plan.cut_tiles < plan.clusters)
         places = kinds * 2 * plan.clusters
         self._partial_bytes = 4 * places * tile.values_of_pair // 2
-        flag_bytes = 8 * 2 * tile.groups * plan.clusters * MOST_SHARERS
-        # Where no tile is cut, clusters have nothing to tell each other.
+        flag_bytes = 8 * 2 * tile.groups * plan.clusters * MAX_SHARERS
+        # Without cut tiles, clusters exchange nothing.
         words = (self._partial_bytes + flag_bytes) // 8 if plan.cut_tiles else 0
         self._workspace = Memory.contiguous((words,), torch.int64) if words else None
 
@@ -133,7 +133,7 @@ class WideProduct:
         row_scale: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """As `linear_wide`."""
+        """As `linear_gemm`."""
         address, stride = x.data_ptr(), self._k
         if address % 16 or not x.is_contiguous():
             x = box_rows(x)
@@ -152,7 +152,7 @@ class WideProduct:
                 0 if bias is None else bias.data_ptr(),
                 partial,
                 flags,
-                next(_RAISED) % 2**64,
+                next(_FLAG_EPOCHS) % 2**64,
                 self._work,
             )
         )
@@ -161,36 +161,36 @@ class WideProduct:
         return out[..., : self._n].contiguous() if self._cut_out else out
 
 
-def linear_wide(
+def linear_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
     row_scale: torch.Tensor,
     bias: torch.Tensor | None,
     n: int,
-    plan: WidePlan | None = None,
+    plan: GemmPlan | None = None,
 ) -> torch.Tensor:
-    """x times NVFP4 weights; arguments as `halfbyte.linear.w4a16.gemv.launcher.linear_few`.
+    """x times NVFP4 weights; arguments as `halfbyte.linear.w4a16.gemv.launcher.linear_gemv`.
 
     Args:
-        plan: how to cut up the work; by default `wide_plan`.
+        plan: how to split the work; by default from `gemm_plan`.
 
     Returns:
-        `[..., n]`: sums in float32, times the global scale, plus the bias, rounded once.
+        `[..., n]`: accumulated in float32, times the global scale, plus the bias, rounded once.
     """
-    product = wide_product(x.shape, n, x.dtype, x.get_device(), plan)
+    product = gemm_product(x.shape, n, x.dtype, x.get_device(), plan)
     return product(x, weight, weight_scale, row_scale, bias)
 
 
-wide_product = lru_cache(maxsize=SHAPES)(WideProduct)
-"""What is kept for a shape."""
+gemm_product = lru_cache(maxsize=SHAPES)(GemmProduct)
+"""Cached per shape."""
 
 
-def work(plan: WidePlan, n: int, k: int, m: int) -> dict[str, Any]:
-    """What `work.cuh` needs of a plan, as fields of `_Work`.
+def work(plan: GemmPlan, n: int, k: int, m: int) -> dict[str, Any]:
+    """A plan as fields of `_Work`.
 
     Raises:
-        ValueError: numbers that the kernel could not divide.
+        ValueError: the size overflows the kernel's fixed-point divisions.
     """
     pairs, line = plan.tile.row_pairs(n), plan.steps(k) + plan.crossing
     tiles, places = plan.tile.pairs(n, m), plan.cut_tiles * line
@@ -215,21 +215,21 @@ def _divisor(by: int) -> _KnownDivisor:
     return _KnownDivisor(by, -(-_ONE // by))
 
 
-def compile_wide(dtype: torch.dtype, device: int) -> None:
-    """Compile all that calls may need, so that none does in a graph's capture."""
+def compile_gemm(dtype: torch.dtype, device: int) -> None:
+    """Compile every kernel that calls may need, so that graph capture compiles nothing."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda tile: _kernel(dtype, tile, device), TILES))
 
 
 @lru_cache(maxsize=64)
 def _kernel(dtype: torch.dtype, tile: Tile, device: int) -> nvrtc.Kernel:
-    functions = (("linear_wide", shared_bytes(tile)),)
+    functions = (("linear_gemm", shared_bytes(tile)),)
     options = tuple(macros(dtype, tile).items())
-    return nvrtc.load("linear/w4a16/gemm_sm90/gemm.cu", options, functions, device)["linear_wide"]
+    return nvrtc.load("linear/w4a16/gemm_sm90/gemm.cu", options, functions, device)["linear_gemm"]
 
 
 def shared_bytes(tile: Tile) -> int:
-    """Dynamic shared memory of a CTA: the ring's stages, the tile of the result, some words."""
+    """Dynamic shared memory of a CTA: the ring's stages, the output tile, flags."""
     rows, tokens = tile.rows, tile.tokens
     stage = (tokens * 2 + rows // 2 + rows // 16) * tile.step + 16
     return tile.stages * stage + tokens * rows * 2 + 16

@@ -1,4 +1,4 @@
-"""How the work of `gemm.cu` is cut up: which tiles, and which of them along k."""
+"""Plans of `gemm.cu`: the tile size, and which tiles are split along k (stream-K)."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -8,35 +8,35 @@ from typing import NamedTuple
 from halfbyte.linear.w4a16.packed_weight import TILE_K
 
 GROUP_ROWS = 64
-"""Of W, in a warpgroup's part of a tile."""
+"""Rows of W per warpgroup."""
 
 
 class Tile(NamedTuple):
-    """What a CTA computes at a time, and how; a cluster of two has the same rows of x."""
+    """A CTA's tile of the output; the two CTAs of a cluster share their tokens."""
 
     groups: int
-    """Warpgroups that multiply, each for 64 rows of W."""
+    """Warpgroups that multiply, 64 rows of W each."""
     tokens: int
-    """Rows of x."""
+    """Tokens (rows of x)."""
     step: int
-    """k at a time."""
+    """k per step of the main loop."""
     stages: int
-    """Steps in the ring."""
+    """Steps in the ring of shared memory."""
     step_microseconds: float
-    """As measured on an H200 with a tile for every CTA: by how much longer K = 14336 takes than
-    K = 4096 in a graph of many calls."""
+    """Time of a step, measured on an H200 with a tile for every CTA: from the difference between
+    K = 14336 and K = 4096 in a CUDA graph of many calls."""
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.tokens}"
 
     @property
     def rows(self) -> int:
-        """Of W."""
+        """Rows of W."""
         return GROUP_ROWS * self.groups
 
     @property
     def values_of_pair(self) -> int:
-        """Of the result, in the tiles of a cluster's two CTAs."""
+        """Values of the output in the tiles of a cluster's two CTAs."""
         return 2 * self.rows * self.tokens
 
     def row_pairs(self, n: int) -> int:
@@ -44,12 +44,12 @@ class Tile(NamedTuple):
         return -(-n // (2 * self.rows))
 
     def pairs(self, n: int, m: int) -> int:
-        """Pairs of tiles of n rows of W and m rows of x."""
+        """Pairs of tiles for n rows of W and m tokens."""
         return self.row_pairs(n) * -(-m // self.tokens)
 
 
 _TILES = (
-    # Warpgroups, rows of x, k at a time, stages, µs.
+    # groups, tokens, step, stages, step_microseconds
     (2, 64, 128, 8, 0.477),
     (2, 80, 128, 7, 0.535),
     (2, 96, 128, 6, 0.589),
@@ -72,47 +72,47 @@ _TILES = (
     (3, 160, 64, 6, 0.618),
 )
 TILES = tuple(Tile(*numbers) for numbers in _TILES)
-"""That plans choose among: all that registers have room for, so that few rows are padding."""
+"""All tiles that registers have room for; a fine choice of sizes keeps padding of M small."""
 STRIP = 16
-"""Rows of x of which tiles have whole numbers, and that a cluster finishes at a time."""
+"""Tokens that a cluster finishes at a time; tiles have a multiple of it."""
 _CROSSING_K = 128
-"""That a cluster could do while it leaves its sums of a tile and begins the next one."""
+"""Cost of switching to another tile (storing sums, starting anew), as the k done meanwhile."""
 _EXCHANGE_MICROSECONDS = 0.8
-"""To leave sums, tell others, and see theirs: what a join takes however little it adds."""
+"""Fixed cost of a join: to store sums, raise flags and see those of the other clusters."""
 _SHARER_MICROSECONDS = 0.33
-"""To load what another cluster has left of a tile: one after another, in order of k."""
+"""To load the sums of one more cluster; they are added one after another, in order of k."""
 _JOIN_BYTES_PER_MICROSECOND = 4.2e6
-"""At which all clusters together leave sums and load them, through the L2 cache."""
+"""Rate at which all clusters together store and load sums, through L2."""
 _CACHED_BYTES = 4e7
-"""Of x, that the L2 cache of an H200 keeps while others read it, too."""
+"""Bytes of x that stay in the L2 of an H200 between reads by different clusters."""
 _SCATTERED_BYTES_PER_MICROSECOND = 3.5e6
-"""Of W and x, where it does not. By what 4,096 rows of 4096 x 14336 took with half of the tiles
-cut, compared with 2,048 rows with none cut."""
-_LEAST_K = 256
-"""Of a cluster."""
-MOST_SHARERS = 32
-"""Clusters that have a part of the same tile."""
+"""Rate of reads of W and x where x does not stay in L2: from the times of M = 4,096 with 4096 x
+14336 and half of the tiles cut, and of M = 2,048 with none cut."""
+_MIN_K = 256
+"""Min k of a cluster's part."""
+MAX_SHARERS = 32
+"""Max clusters that share a tile."""
 
 
-class WidePlan(NamedTuple):
-    """How the work is cut up."""
+class GemmPlan(NamedTuple):
+    """A split of the work over clusters."""
 
     tile: Tile
     tiles: int
-    """Pairs of all clusters, those that idle in the last turn counted."""
+    """Pairs of tiles over all clusters, padded where clusters idle in the last wave."""
     clusters: int
-    """Of two CTAs."""
+    """Clusters of two CTAs."""
     cut_tiles: int
-    """Pairs whose k is cut, so that every cluster has as much to do."""
+    """Pairs that are split along k, so that all clusters have equal work."""
     crossing: int = 0
-    """Steps that a cluster does less for every tile that begins within its span."""
+    """Cost of starting a tile, in steps; subtracted for each tile that starts in a span."""
 
     def steps(self, k: int) -> int:
-        """Of k in K padded."""
+        """Steps in padded K."""
         return -(-k // TILE_K) * (TILE_K // self.tile.step)
 
     def sharers(self, steps: int) -> tuple[int, ...]:
-        """Clusters that have a part of each tile that is cut (`Join` of `work.cuh`)."""
+        """Number of clusters that share each cut tile (`Join` of `work.cuh`)."""
         line = steps + self.crossing
         places = self.cut_tiles * line
 
@@ -125,77 +125,77 @@ class WidePlan(NamedTuple):
         )
 
     def microseconds(self, k: int, m: int) -> float:
-        """What it should take, but for what all plans have in common.
+        """Estimated time, without the costs that all plans have in common.
 
         Args:
             k: of the weight.
-            m: rows of x.
+            m: tokens.
         """
         steps, step = self.steps(k), self.tile.step_microseconds
         whole = (self.tiles - self.cut_tiles) // self.clusters * steps * step
         cut = -(-self.cut_tiles * (steps + self.crossing) // self.clusters) * step
         if self.crossing and 2 * m * k > _CACHED_BYTES:
-            # Clusters are at different k, and find nothing of x that others have read.
+            # Clusters work at different k, so that x is not shared through L2.
             cut = max(cut, self._bytes_of_cut_tiles(k) / _SCATTERED_BYTES_PER_MICROSECOND)
         took = whole + cut
         sharers = self.sharers(steps)
         if parts := sum(sharers) - self.cut_tiles:
-            joined = 2 * parts * self.tile.values_of_pair * 4  # left, and loaded
+            joined = 2 * parts * self.tile.values_of_pair * 4  # stored and loaded
             took += _EXCHANGE_MICROSECONDS + joined / _JOIN_BYTES_PER_MICROSECOND
             took += _SHARER_MICROSECONDS * (max(sharers) - 1)
         return took
 
     def _bytes_of_cut_tiles(self, k: int) -> float:
-        """Of W and x, as often as the tiles need them."""
+        """Bytes of W and x that the cut tiles read, reads of the same data counted each."""
         return self.cut_tiles * k * (2 * self.tile.tokens + 2 * self.tile.rows * 9 / 16)
 
 
-def wide_plan(n: int, k: int, m: int, multiprocessors: int, tile: Tile | None = None) -> WidePlan:
-    """The plan that should take least time.
+def gemm_plan(n: int, k: int, m: int, num_sms: int, tile: Tile | None = None) -> GemmPlan:
+    """The plan with the lowest estimated time.
 
     Args:
-        tile: by default the one of `TILES` with the fastest plan.
+        tile: by default the tile of `TILES` with the fastest plan.
     """
     k = -(-k // TILE_K) * TILE_K
-    m = -(-m // STRIP) * STRIP  # plans need it no more exactly
-    return _wide_plan(n, k, m, multiprocessors, (tile,) if tile else TILES)
+    m = -(-m // STRIP) * STRIP  # rounded up: fewer cached plans
+    return _gemm_plan(n, k, m, num_sms, (tile,) if tile else TILES)
 
 
 @lru_cache(maxsize=4096)
-def _wide_plan(n: int, k: int, m: int, multiprocessors: int, among: tuple[Tile, ...]) -> WidePlan:
-    fewest = {tile: _fewest_microseconds(tile, n, k, m, multiprocessors) for tile in among}
-    best, least = None, inf
-    for tile in sorted(among, key=lambda tile: fewest[tile]):
-        if fewest[tile] >= least:
+def _gemm_plan(n: int, k: int, m: int, num_sms: int, among: tuple[Tile, ...]) -> GemmPlan:
+    bounds = {tile: _min_microseconds(tile, n, k, m, num_sms) for tile in among}
+    best, best_microseconds = None, inf
+    for tile in sorted(among, key=lambda tile: bounds[tile]):
+        if bounds[tile] >= best_microseconds:
             break
-        for way in _ways(tile, n, k, m, multiprocessors):
-            microseconds = way.microseconds(k, m)
-            if microseconds < least:
-                best, least = way, microseconds
+        for plan in _candidates(tile, n, k, m, num_sms):
+            microseconds = plan.microseconds(k, m)
+            if microseconds < best_microseconds:
+                best, best_microseconds = plan, microseconds
     assert best is not None
     return best
 
 
-def _fewest_microseconds(tile: Tile, n: int, k: int, m: int, multiprocessors: int) -> float:
-    """That any plan with a tile takes: no cluster idles, and no sums are joined."""
-    return tile.pairs(n, m) * (k // tile.step) / (multiprocessors // 2) * tile.step_microseconds
+def _min_microseconds(tile: Tile, n: int, k: int, m: int, num_sms: int) -> float:
+    """Lower bound for plans with a tile: no cluster idles and no sums are joined."""
+    return tile.pairs(n, m) * (k // tile.step) / (num_sms // 2) * tile.step_microseconds
 
 
-def _ways(tile: Tile, n: int, k: int, m: int, multiprocessors: int) -> Iterator[WidePlan]:
+def _candidates(tile: Tile, n: int, k: int, m: int, num_sms: int) -> Iterator[GemmPlan]:
     tiles = tile.pairs(n, m)
     steps = k // tile.step
-    least_steps = max(_LEAST_K // tile.step, -(-steps // (MOST_SHARERS - 2)))
-    clusters = min(multiprocessors // 2, -(-tiles * steps // least_steps))
+    min_steps = max(_MIN_K // tile.step, -(-steps // (MAX_SHARERS - 2)))
+    clusters = min(num_sms // 2, -(-tiles * steps // min_steps))
     last = tiles % clusters
-    # All turns but the last two are whole; or all, and some clusters idle in the last.
+    # Either the tiles of the last two waves are cut, or none and clusters idle in the last wave.
     cut_tiles = clusters * (tiles > clusters) + last
-    yield WidePlan(tile, tiles, clusters, cut_tiles, _CROSSING_K // tile.step)
-    yield WidePlan(tile, -(-tiles // clusters) * clusters, clusters, 0)
-    # Of every tile, and no cluster crosses over to another.
+    yield GemmPlan(tile, tiles, clusters, cut_tiles, _CROSSING_K // tile.step)
+    yield GemmPlan(tile, -(-tiles // clusters) * clusters, clusters, 0)
+    # All tiles are cut, and every cluster has a part of one tile only.
     for sharers in range(1, clusters // tiles + 1):
-        yield WidePlan(tile, tiles, sharers * tiles, tiles * (sharers > 1))
+        yield GemmPlan(tile, tiles, sharers * tiles, tiles * (sharers > 1))
 
 
 @lru_cache(maxsize=4096)
-def most_sharers(plan: WidePlan, steps: int) -> int:
+def max_sharers(plan: GemmPlan, steps: int) -> int:
     return max(plan.sharers(steps), default=0)

@@ -1,7 +1,7 @@
-// `wgmma` of gemm.cu, for every number of columns that a tile may have: 64 rows of A from registers,
-// TOKENS columns of B, 16 of k. A thread has TOKENS / 2 sums.
+// `wgmma` of gemm.cu, for every tile size: m64nNk16 with N = TOKENS and A in registers. A thread has TOKENS / 2
+// accumulators.
 //
-// The operands of inline assembly are counted, hence a line for every number.
+// Inline assembly has a fixed number of operands, hence a line per size.
 
 #pragma once
 #include "kernels/runtime/basics.cuh"
@@ -28,7 +28,7 @@
 #define NAMES_120 NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define NAMES_128 NAMES_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
-// Operands: the sums, four words of A, B's descriptor, and whether to add to the sums.
+// Operands: the accumulators, four words of A, B's descriptor, and whether to add to the sums.
 #define WGMMA_OF(tokens, types, sums, a0, a1, a2, a3, b, add) \
   "{.reg .pred p; setp.ne.b32 p, %" #add ", 0; wgmma.mma_async.sync.aligned.m64n" #tokens "k16.f32." types \
   " {" sums "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1, 0;}"

@@ -1,24 +1,24 @@
-// How gemm.cu cuts up its work: tiles of the product, and spans of those whose k is cut.
+// How gemm.cu splits its work: whole tiles, and tiles that are cut along k (stream-K).
 //
-//   Turns      Tiles go to the clusters in turn, those of a turn side by side, so that what they read is
-//              read at the same time.
-//   Cuts       The first `cut_tiles`, which would not fill the last turn, lie on a line: each is
-//              `crossing` places, for what it takes to begin a tile, and then its steps. Every cluster
-//              has an equal span of the line.
-//   Parts      A cluster's span is the end of a tile (its tail), whole tiles, and the beginning of one.
+//   Waves      Whole tiles go to the clusters round-robin. Those of a wave are neighbours, so that they
+//              read the same data at the same time.
+//   Cuts       The first `cut_tiles`, which would not fill a wave, form a line: each takes `crossing`
+//              places, for the cost of starting a tile, and then one place per step. Every cluster has
+//              an equal span of the line.
+//   Parts      A cluster's span is the end of a tile (its tail), whole tiles, and the start of a tile.
 
 #pragma once
 #include "kernels/runtime/sm90.cuh"
 
 #define ROWS (64 * GROUPS)    // of W, in a CTA's tile
-#define STRIPS (TOKENS / 16)  // 16 rows of x: what is stored, and what a cluster finishes, at a time
+#define STRIPS (TOKENS / 16)  // of 16 tokens, which are finished and stored at a time
 
-// Division by what is known before the launch: what a kernel of some µs does first must not take long.
+// Division by a number that the launcher knows: the kernel must not spend its first µs on divisions.
 struct KnownDivisor {
-  u32 by, multiplier;  // 2^31 / by, rounded up
+  u32 by, inverse;  // 2^31 / by, rounded up
 
-  // Of an x with x * by < 2^31; the launcher sees to that.
-  __device__ __forceinline__ u32 quotient(u32 x) const { return (u64)x * multiplier >> 31; }
+  // Exact where x * by < 2^31, which the launcher checks.
+  __device__ __forceinline__ u32 quotient(u32 x) const { return (u64)x * inverse >> 31; }
 };
 
 struct Params {
@@ -26,41 +26,41 @@ struct Params {
   const u8* weight_scale;  // [blocks_n, k / 64, 256]
   const float* row_scale;  // [64 blocks_n]
   const u16* bias;         // [n] or null
-  float* partial;          // [2, clusters, 2, TOKENS / 8, WORKERS, 4]: of tails, and of others
-  u64* flags;              // [clusters, 2, GROUPS, MOST_SHARERS], see Flags
-  u64 raised;
+  float* partial;          // [2, clusters, 2, TOKENS / 8, WORKERS, 4]: of tails, then of other parts
+  u64* flags;              // [clusters, 2, GROUPS, MAX_SHARERS], see Flags
+  u64 flag_epoch;
   int m, n;
   int blocks_n;            // of 64 rows of W
   int steps;               // of STEP k
   int tiles, cut_tiles;
-  int crossing;              // steps that it takes to begin another tile
-  KnownDivisor row_pairs;    // pairs of tiles of W's rows
-  KnownDivisor line;         // places of a tile
+  int crossing;              // cost of starting a tile, in steps
+  KnownDivisor row_pairs;    // pairs of tiles along the rows of W
+  KnownDivisor line;         // places per tile
   KnownDivisor clusters;
-  u32 span, more;            // places of a cluster; and what is left of all, for some to have one more
+  u32 span, more;            // places per cluster, and the remainder: some clusters have one more
   float clusters_per_place;
 };
 
-// A cluster's number. Later ones start earlier: see join.cuh. That CTAs start in the order of
-// blockIdx is not promised by CUDA, but true of every GPU so far.
+// A cluster's number, in reverse order of start, as join.cuh needs it. CUDA does not guarantee that CTAs start
+// in order of blockIdx, but every GPU so far does so.
 __device__ __forceinline__ u32 cluster_number() { return (gridDim.x - 1 - blockIdx.x) / 2; }
 
-// Where a tile begins on the line: `crossing` places, then its steps.
+// Where a tile starts on the line.
 __device__ __forceinline__ u32 line_place(const Params& p, u32 tile) { return tile * p.line.by; }
 
-// Where a cluster's span of the line begins; that of the next one is its end.
+// Where a cluster's span of the line starts; it ends where the next one's starts.
 __device__ __forceinline__ u32 span_begin(const Params& p, u32 number) {
   return number * p.span + p.clusters.quotient(number * p.more);
 }
 
-// What a CTA does next: a tile, or a part of its k.
+// Iterates over the work of a CTA: whole tiles, or parts of their k.
 struct Work {
   u32 tile;
   int first, stop;
   u32 at, span_stop, next_whole;
 
-  // Computed in vector registers, because uniform ones take twice as long: what a lane adds is 0, which the
-  // compiler does not know.
+  // Computed in vector registers, because uniform ones take twice as long. The added `thread >> 10` is always 0,
+  // which the compiler does not know.
   __device__ __forceinline__ Work(const Params& p) {
     u32 thread = threadIdx.x;
     asm volatile("" : "+r"(thread));
@@ -93,13 +93,13 @@ struct Work {
   }
 
   __device__ __forceinline__ bool is_part(const Params& p) const { return stop - first < p.steps; }
-  // The last of this cluster's parts.
+  // Whether this is the cluster's last part.
   __device__ __forceinline__ bool is_last(const Params& p) const { return span_stop <= at + p.crossing; }
-  // The end of a tile, by a cluster that goes on to the next one.
+  // Whether this is the end of a tile and the cluster goes on to the next one.
   __device__ __forceinline__ bool is_tail(const Params& p) const { return is_part(p) && !is_last(p); }
 };
 
-// Where a CTA's tile is.
+// Position of a CTA's tile.
 struct Place {
   int row_block;  // of 64 rows
   int token;
@@ -115,8 +115,8 @@ struct Place {
   }
 };
 
-// The clusters that have a part of a tile, in order of k: from `head` so many. All of them finish it but
-// the last if that goes on to the next tile.
+// The clusters that share a tile, in order of k: `sharers` of them from `head`. All of them finish it, except
+// for the last if it goes on to the next tile.
 struct Join {
   u32 head = 0, sharers = 0, finishers = 0;
 
@@ -130,19 +130,19 @@ struct Join {
   }
 
   __device__ __forceinline__ static u32 cluster_at(const Params& p, u32 place) {
-    const u32 about = (u32)((float)place * p.clusters_per_place);  // off by one at most
+    const u32 about = (u32)((float)place * p.clusters_per_place);  // at most one off
     return place < span_begin(p, about) ? about - 1 : about + (place >= span_begin(p, about + 1));
   }
 };
 
-// Strips that a tile's finisher finishes.
+// The strips of a tile that one of its clusters finishes.
 struct Share {
   u32 first, stop;
 
   __device__ __forceinline__ Share(u32 first, u32 stop) : first(first), stop(stop) {}
   __device__ __forceinline__ Share(const Join& join, u32 strips, u32 finisher) {
     const float inverse = __fdividef(1.0f, (float)join.finishers);
-    // Half a strip more than that is far from where rounding could matter.
+    // Adding half a strip keeps the quotient away from integers, where rounding would matter.
     first = (u32)(((float)(strips * finisher) + 0.5f) * inverse);
     stop = (u32)(((float)(strips * finisher + strips) + 0.5f) * inverse);
   }

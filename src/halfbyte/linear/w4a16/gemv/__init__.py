@@ -1,1 +1,1 @@
-"""Few rows of x: weights stream once through the registers."""
+"""W4A16 GEMV for small M: the weights stream once through the registers."""

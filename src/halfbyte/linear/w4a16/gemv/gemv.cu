@@ -1,36 +1,34 @@
-// x times NVFP4 weights for few rows of x: y[m, n] = sum over k of x[m, k] W[n, k].
+// W4A16 GEMV (small M): y[m, n] = sum over k of x[m, k] W[n, k], W in NVFP4.
 //
-// The weights pass once through the registers, as fast as memory gives them; everything else is
-// arranged around that.
+// Bound by memory bandwidth: the weights are read once, through the registers.
 //
-//   Operands   m16n8k16: A = 16 rows of W x 16 k, unpacked in registers; B = 8 columns (rows of x).
+//   Operands   m16n8k16: A = 16 rows of W x 16 k, unpacked in registers; B = 8 columns (tokens).
 //              A warp works on a unit of 32 rows of W, 128 k at a time (an item of 2304 bytes).
-//   Loads      Every lane copies its own 16 bytes into a ring of its warp's in shared memory
-//              (cp.async) and reads them back: no barriers. Each half of an item (64 k) goes to registers
-//              whole, so that its place in the ring is free for the next copy before its arithmetic
-//              begins.
-//              Copies begin before the kernel in front has ended, because weights do not depend on it;
-//              only the warps that ask for x, from SM90 on, do that first, and wait for that kernel.
-//   x          lies in shared memory for all warps (x.cuh), who begin at different k.
-//   Split      A group of SPLIT CTAs shares a range of units: each has all of them for its share of k.
-//              In a CTA, the items of a round of units lie on a line, unit after unit, that is cut into
-//              one segment per warp. Where a segment begins within a unit and goes beyond it, the rest
-//              of that unit comes last, so that more warps begin where a unit does.
-//   Sums       of a unit are left in shared memory and added (sums.cuh), warp after warp, then CTA
-//              after CTA: always in the same order. Nothing here depends on the number of rows of x, so
-//              that a row's bits do not, as long as the launcher keeps SPLIT, WARPS, GROUPS and
-//              ROUND_UNITS.
+//   Loads      Every lane copies its own 16 bytes with cp.async into its warp's ring in shared memory
+//              and reads them back: no barriers. Each half of an item (64 k) is read to registers as a
+//              whole, so that its slot in the ring is free for the next copy before the arithmetic
+//              starts. Copies start before the previous kernel has ended (programmatic dependent
+//              launch), because weights do not depend on it. From SM90 on, the warps that load x do
+//              that first, and so wait for the previous kernel.
+//   x          is in shared memory for all warps (x.cuh), which start at different k.
+//   Split      A group of SPLIT CTAs shares a range of units: each CTA has a part of k of all of them.
+//              In a CTA, the items of a round of units are numbered unit after unit, and that sequence
+//              is cut into one segment per warp. Where a segment starts within a unit and goes beyond
+//              it, the rest of that unit is done last, so that more warps start where a unit does.
+//   Sums       of a unit are stored in shared memory and added (sums.cuh), warp after warp, then CTA
+//              after CTA: always in the same order. The order does not depend on M as long as the
+//              launcher keeps SPLIT, WARPS, GROUPS and ROUND_UNITS (batch invariance).
 //
 // Macros:
 //   X_BF16         see values.cuh
-//   COLUMN_TILES   8 columns each: 1, 2 or 4
+//   COLUMN_TILES   tiles of 8 columns: 1, 2 or 4
 //   SPLIT          CTAs of a group
-//   JOIN           how they join their sums: 0 not (SPLIT 1), 1 as a cluster (SPLIT 2, from SM90 on), 2
-//                  through memory and `linear_join`
-//   WARPS, STAGES, CTAS   warps of a CTA, items in a ring, CTAs on a multiprocessor
-// and, all or none, because half of the instructions before the first copy would be divisions:
+//   JOIN           how they join their sums: 0 not at all (SPLIT 1), 1 as a cluster (SPLIT 2, from SM90
+//                  on), 2 through global memory and `linear_join`
+//   WARPS, STAGES, CTAS   warps per CTA, items in a ring, CTAs per SM
+// and, all or none, because divisions would be half of the instructions before the first copy:
 //   UNITS, BLOCKS, GROUPS, ROUND_UNITS   as in Params
-//   SINGLE         whether x has one row
+//   SINGLE         whether M is 1
 
 #include "linear/w4a16/gemv/sums.cuh"
 #include "linear/w4a16/gemv/x.cuh"
@@ -57,7 +55,7 @@ __device__ __forceinline__ void matmul(float* c, const u32* a, u32 b0, u32 b1) {
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// What scales and shifts the CTA's rows, on its way from memory long before it is needed. By one warp.
+// Prefetches global scales and bias of the CTA's rows to L2. Called by one warp.
 __device__ __forceinline__ void fetch_vectors(const Params& p, const Place& place) {
 #if JOIN != 2
 #pragma unroll 1
@@ -69,11 +67,11 @@ __device__ __forceinline__ void fetch_vectors(const Params& p, const Place& plac
 #endif
 }
 
-// 32 rows of weights times 64 k of x: a lane's words of an item.
+// A lane's words of 32 rows of W x 64 k, half an item.
 struct Square {
   uint4 words[2], scales;
 
-  // From this lane's place in the ring, and its group's.
+  // Addresses in the ring: this lane's weights, and the scales of its group of four lanes.
   __device__ __forceinline__ void load(u32 weights, u32 scales_address) {
     words[0] = load16(weights);
     words[1] = load16(weights + 512);
@@ -125,23 +123,23 @@ __device__ __forceinline__ void multiply(float (*acc)[COLUMN_TILES][4], const Sq
 #endif
 
 extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, CTAS)
-    linear_few(const __grid_constant__ TensorMap x_map, const __grid_constant__ Params p) {
-  extern __shared__ __align__(1024) u8 shared[];  // where the swizzle of x begins anew
+    linear_gemv(const __grid_constant__ TensorMap x_map, const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) u8 shared[];  // the period of the swizzle of x
   const Place place(p);
   const int lane = threadIdx.x & 31;
   const u32 x_start = shared_address(shared), barriers = x_end(p, x_start);
   const u32 rings = barriers + X_BARRIER_BYTES;
-  // A shuffle that changes nothing: where ptxas 13.0 knows that a warp's lanes have part of an address in common,
-  // it may take a copy's cache policy from a register that it never sets, see formats.cuh.
+  // The shuffle changes nothing. It works around ptxas 13.0, which may otherwise take a copy's cache policy from
+  // an unset register where it knows part of an address to be uniform in a warp, see formats.cuh.
   const u32 ring =
       __shfl_sync(~0u, rings + (threadIdx.x >> 5) * STAGES * ITEM_BYTES + lane * 16, lane);
   const SharedX x(p, place, barriers, x_start);
-  Slots slots(p, place, rings + WARPS * STAGES * ITEM_BYTES, barriers + 8 * X_PIECES);
+  Slots slots(p, place, rings + WARPS * STAGES * ITEM_BYTES, barriers + 8 * X_SLICES);
 #if __CUDA_ARCH__ >= 900
-  x.bring(&x_map, place);
+  x.load(&x_map, place);
 #endif
-  // Where the first copy is from is computed in vector registers, because uniform ones take twice as long; the
-  // loop below is counted in those.
+  // The first copy's address is computed in vector registers, as uniform ones take twice as long; the loop below
+  // counts in uniform registers.
   Place of_lanes = place;
   of_lanes.warp = threadIdx.x >> 5;
   Loader loader(p, of_lanes, ring);
@@ -154,9 +152,9 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, CTAS)
     fetch_vectors(p, place);
   }
 #if __CUDA_ARCH__ < 900
-  x.wait_for_all<2 * (STAGES - AHEAD_OF_X)>();
+  x.wait_for_all<2 * (STAGES - COPIES_BEFORE_X)>();
 #else
-  // Barriers are there, of the other CTA, too.
+  // The barriers are initialized, in the other CTA as well.
 #if JOIN == 1
   cluster_arrive_relaxed();
   cluster_wait();
@@ -168,13 +166,13 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, CTAS)
 
   u32 x_at[X_TILES][4];
   x.addresses(x_at);
-  // From a lane's place among weights to its group's among scales.
+  // Offset from a lane's weights to its group's scales.
   const u32 to_scales = ITEM_WEIGHTS + (lane >> 2) * 16 - lane * 16;
   const u32 exponent = p.m > 0 ? SCALE_EXPONENT : 0;
   u32 slot = ring;
   for (int first = 0; first < place.units; first += ROUND_UNITS) {
     const Round round(p, place, first);
-    const Piece piece(p, place, round, slots, place.warp);
+    const OutFragment fragment(p, place, round, slots, place.warp);
     int summed = 0;  // units
 #pragma unroll 1
     for (int part = 0; part < (EVEN_ITEMS ? 1 : 2); part++) {
@@ -188,8 +186,7 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, CTAS)
         item += count;
 #pragma unroll(EVEN_ITEMS ? EVEN_ITEMS : 1)
         for (int i = 0; i < count; i++) {
-          // The halves of an item come and go by themselves: what is left to do when the last one has
-          // come is less.
+          // Halves of an item are copied and used separately: less work is left after the last copy.
           Square square;
           asm volatile("cp.async.wait_group %0;" ::"n"(2 * STAGES - 1) : "memory");
           __syncwarp();
@@ -207,18 +204,18 @@ extern "C" __global__ void CLUSTER __launch_bounds__(THREADS, CTAS)
           x_offset += x.block_bytes;
           if (STAGES > 1) slot = slot == ring + (STAGES - 1) * ITEM_BYTES ? ring : slot + ITEM_BYTES;
         }
-        slots.leave(acc, place.warp + unit);
+        slots.store(acc, place.warp + unit);
         summed++;
       }
     }
-    // A warp without work has waited for nothing that the kernel in front wrote, such as a copy of the bias.
+    // A warp without work has not waited for the previous kernel yet, which may have written the bias.
     if (round.begin == round.end) x.wait(0);
-    finish(p, place, round, slots, piece, x.columns, summed);
+    finish(p, place, round, slots, fragment, x.columns, summed);
     if (first + ROUND_UNITS < place.units) slots.finish_round();
   }
 }
 
-// Adds the partial sums of the CTAs of a group, in their order: a thread per output.
+// Adds the partial sums of a group's CTAs in order of rank: one thread per output.
 extern "C" __global__ void __launch_bounds__(256) linear_join(Params p) {
   const int index = blockIdx.x * 256 + threadIdx.x, row = index % (UNITS * 32);
   const int column = index / (UNITS * 32);

@@ -1,7 +1,7 @@
-"""Launcher of the W4A16 kernel for few rows of x on NVIDIA GPUs.
+"""Launcher of the W4A16 GEMV kernel (small M) on NVIDIA GPUs.
 
-Weights are in the order of `packed_weight`. `gemv.cu` streams them once for up to 32 rows of x,
-at the speed of memory up to 16 or so.
+Weights are in the order of `packed_weight`. `gemv.cu` reads them once per 32 tokens; up to about 16
+tokens the kernel is bound by memory bandwidth.
 """
 
 import ctypes
@@ -24,25 +24,25 @@ from halfbyte.kernels.runtime.tensor_maps import (
     tensor_map_of_boxes,
 )
 from halfbyte.linear.w4a16.gemv.plan import (
-    ROWS,
+    PLANNED_M,
     UNIT_ROWS,
-    FewPlan,
-    few_plan,
+    GemvPlan,
+    gemv_plan,
     k_blocks,
     row_units,
 )
 from halfbyte.linear.w4a16.machine import dtype_macros, machine_of
 from halfbyte.linear.w4a16.packed_weight import TILE_K, PackedWeight
 
-_MOST_PARTIAL_BYTES = 2**28
-"""Of sums that are joined through memory; those of more rows of x are computed in pieces."""
+_MAX_PARTIAL_BYTES = 2**28
+"""Max bytes of partial sums in global memory; a larger M is computed in chunks."""
 _NO_MAP = TensorMap()
-"""Without TMA, x is read as the parameters say."""
+"""Placeholder before SM90: x is read from the pointer in the parameters, without TMA."""
 _JOIN_THREADS = 256
 
 
-class _FewWork(ctypes.Structure):
-    """The fields of `_FewParams` that are the same in all calls with a shape and a plan."""
+class _GemvWork(ctypes.Structure):
+    """Fields of `_GemvParams` that depend only on the shape and the plan."""
 
     _fields_ = (
         *((name, ctypes.c_int) for name in ("m", "n", "k", "units", "blocks", "groups")),
@@ -50,36 +50,36 @@ class _FewWork(ctypes.Structure):
     )
 
 
-class _FewParams(ctypes.Structure):
+class _GemvParams(ctypes.Structure):
     """`Params` of `gemv.cu`, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "weight_scale", "row_scale", "x")),
         *((name, ctypes.c_void_p) for name in ("bias", "out", "partial")),
         ("x_stride", ctypes.c_uint64),
-        ("work", _FewWork),
+        ("work", _GemvWork),
     )
 
 
-_pack_params = Struct(f"7PQ{ctypes.sizeof(_FewWork)}s0P").pack
-"""Bytes of `_FewParams`: with `from_buffer_copy` half of the time that its constructor takes."""
+_pack_params = Struct(f"7PQ{ctypes.sizeof(_GemvWork)}s0P").pack
+"""Packs `_GemvParams`: with `from_buffer_copy`, in half the time of its constructor."""
 
 
-class _FewKernels(NamedTuple):
-    few: nvrtc.Kernel
+class _GemvKernels(NamedTuple):
+    gemv: nvrtc.Kernel
     join: nvrtc.Kernel
 
 
-class FewProduct:
-    """Calls with a shape: what they have in common is worked out once.
+class GemvProduct:
+    """Calls with one shape of x: the plan, kernels and parameters that they share.
 
     Args:
         shape: of x, `[..., K]`.
-        n: columns of the result.
+        n: output features.
         dtype: of x and the result.
         device: index of the GPU.
-        batch_invariant: work in a way that does not depend on the rows.
-        plan: how to cut up the work; by default `few_plan`.
+        batch_invariant: use an order of summation that does not depend on M.
+        plan: how to split the work; by default from `gemv_plan`.
     """
 
     def __init__(
@@ -89,37 +89,37 @@ class FewProduct:
         dtype: torch.dtype,
         device: int,
         batch_invariant: bool,
-        plan: FewPlan | None,
+        plan: GemvPlan | None,
     ) -> None:
         *outer, k = shape
         m = shape.numel() // k
         machine = machine_of(device)
-        self._plan = plan = plan or few_plan(n, k, m, machine, batch_invariant)
+        self._plan = plan = plan or gemv_plan(n, k, m, machine, batch_invariant)
         units = row_units(n)
         self._m, self._n, self._device = m, n, device
         self._out = Memory.contiguous((*outer, n), dtype)
         self._partial: Memory | None = None
-        self._pieces = 1  # of x's rows, so that sums have room
+        self._chunks = 1  # chunks of x, so that partial sums fit into memory
         if plan.joins_through_memory:
             columns = units * UNIT_ROWS
-            self._pieces = -(-m // max(1, _MOST_PARTIAL_BYTES // (4 * plan.split * columns)))
+            self._chunks = -(-m // max(1, _MAX_PARTIAL_BYTES // (4 * plan.split * columns)))
             self._partial = Memory.contiguous((plan.split, m, columns), torch.float32)
-        kernels = _few_kernels(dtype, _few_macros(plan, n, k, m), machine.block_bytes, device)
-        self._kernel = kernels.few._replace(shared_bytes=plan.shared_bytes(n, k, m))
+        kernels = _gemv_kernels(dtype, _gemv_macros(plan, n, k, m), machine.block_bytes, device)
+        self._kernel = kernels.gemv._replace(shared_bytes=plan.shared_bytes(n, k, m))
         self._grid, self._threads = plan.ctas_in_grid(m), 32 * plan.warps
         self._join, self._join_grid = kernels.join, -(-m * units * UNIT_ROWS // _JOIN_THREADS)
-        self._work = bytes(_FewWork(m, n, k, units, k_blocks(k), plan.groups, plan.round_units))
+        self._work = bytes(_GemvWork(m, n, k, units, k_blocks(k), plan.groups, plan.round_units))
         has_tma = machine.capability >= 90
-        self._pad = -k % BOX_K if has_tma else 0  # TMA reads whole boxes of K: zero padding
+        self._pad = -k % BOX_K if has_tma else 0  # TMA reads whole boxes: K is padded with zeros
         self._k = k = k + self._pad
-        rows_of_box, boxes = plan.rows_of_box(m), plan.piece_blocks(k) * (TILE_K // BOX_K)
+        tokens_of_box, boxes = plan.tokens_of_box(m), plan.slice_blocks(k) * (TILE_K // BOX_K)
 
         @lru_cache(maxsize=MAPS)
         def x_map(address: int, stride: int) -> TensorMap:
-            if not has_tma:  # x is read as the parameters say
+            if not has_tma:
                 return _NO_MAP
             with current_device(device):
-                return tensor_map_of_boxes(address, m, k, stride, dtype, rows_of_box, boxes)
+                return tensor_map_of_boxes(address, m, k, stride, dtype, tokens_of_box, boxes)
 
         self._x_map = x_map
 
@@ -131,22 +131,22 @@ class FewProduct:
         row_scale: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """As `linear_few`."""
+        """As `linear_gemv`."""
         if self._pad:
             x = torch.nn.functional.pad(x, (0, self._pad))
         address, stride = x.data_ptr(), self._k
         if address % 16 or not x.is_contiguous():
             x = box_rows(x)
             address, stride = x.data_ptr(), row_stride(x)
-        if self._pieces > 1:  # a row's bits do not depend on how many there are
+        if self._chunks > 1:  # the plan stays, so a token's bits do not depend on the chunks
             parts = (weight, weight_scale, row_scale, bias, self._n)
-            # Pieces are alike, or one of a single row might be left.
-            pieces = x.view(self._m, x.shape[-1]).tensor_split(self._pieces)
-            outs = [linear_few(piece, *parts, plan=self._plan) for piece in pieces]
+            # Chunks of equal size: a remainder of one token would need another kernel.
+            chunks = x.view(self._m, x.shape[-1]).tensor_split(self._chunks)
+            outs = [linear_gemv(chunk, *parts, plan=self._plan) for chunk in chunks]
             return torch.cat(outs).view(self._out.shape)
         partial = None if self._partial is None else allocate(self._partial, self._device)
         out = allocate(self._out, self._device)
-        params = _FewParams.from_buffer_copy(
+        params = _GemvParams.from_buffer_copy(
             _pack_params(
                 weight.data_ptr(),
                 weight_scale.data_ptr(),
@@ -166,11 +166,11 @@ class FewProduct:
         return out
 
 
-few_product = lru_cache(maxsize=SHAPES)(FewProduct)
-"""What is kept for a shape."""
+gemv_product = lru_cache(maxsize=SHAPES)(GemvProduct)
+"""Cached per shape."""
 
 
-def linear_few(
+def linear_gemv(
     x: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
@@ -178,52 +178,52 @@ def linear_few(
     bias: torch.Tensor | None,
     n: int,
     batch_invariant: bool = False,
-    plan: FewPlan | None = None,
+    plan: GemvPlan | None = None,
 ) -> torch.Tensor:
-    """x times NVFP4 weights, which pass through the registers once per 32 rows of x or fewer.
+    """x times NVFP4 weights; the weights are read once per up to 32 tokens.
 
     Args:
         x: `[M, K]`, or `[..., K]` if it is contiguous, of the dtype that the weights are packed
-            for; at least one row.
-        weight, weight_scale, row_scale: as `PackedWeight` has them.
+            for; M >= 1.
+        weight, weight_scale, row_scale: the tensors of `PackedWeight`.
         bias: `[n]` of x's dtype, contiguous, or None.
-        n: columns of the result.
-        batch_invariant: work in a way that does not depend on M.
-        plan: how to cut up the work; by default `few_plan`.
+        n: output features.
+        batch_invariant: use an order of summation that does not depend on M.
+        plan: how to split the work; by default from `gemv_plan`.
 
     Returns:
-        `[..., n]`: sums in float32, times the global scale, plus the bias, rounded once.
+        `[..., n]`: accumulated in float32, times the global scale, plus the bias, rounded once.
     """
-    product = few_product(x.shape, n, x.dtype, x.get_device(), batch_invariant, plan)
+    product = gemv_product(x.shape, n, x.dtype, x.get_device(), batch_invariant, plan)
     return product(x, weight, weight_scale, row_scale, bias)
 
 
-def compile_few(packed: PackedWeight, batch_invariant: bool, device: int) -> None:
-    """Compile all that calls with a weight may need, so that none does in a graph's capture."""
+def compile_gemv(packed: PackedWeight, batch_invariant: bool, device: int) -> None:
+    """Compile every kernel that a weight may need, so that graph capture compiles nothing."""
     machine = machine_of(device)
     n, k = packed.n, packed.k
-    plans = {m: few_plan(n, k, m, machine, batch_invariant) for m in ROWS}
-    variants = {_few_macros(plan, n, k, m) for m, plan in plans.items()}
+    plans = {m: gemv_plan(n, k, m, machine, batch_invariant) for m in PLANNED_M}
+    variants = {_gemv_macros(plan, n, k, m) for m, plan in plans.items()}
 
     def compile_one(macros: tuple[tuple[str, int], ...]) -> None:
-        _few_kernels(packed.dtype, macros, machine.block_bytes, device)
+        _gemv_kernels(packed.dtype, macros, machine.block_bytes, device)
 
     with ThreadPoolExecutor(len(variants)) as pool:
         list(pool.map(compile_one, variants))
 
 
-def _few_macros(plan: FewPlan, n: int, k: int, m: int) -> tuple[tuple[str, int], ...]:
+def _gemv_macros(plan: GemvPlan, n: int, k: int, m: int) -> tuple[tuple[str, int], ...]:
     return (*plan.macros(), *plan.macros_of_shape(n, k, m))
 
 
 @lru_cache(maxsize=4096)
-def _few_kernels(
+def _gemv_kernels(
     dtype: torch.dtype, macros: tuple[tuple[str, int], ...], block_bytes: int, device: int
-) -> _FewKernels:
+) -> _GemvKernels:
     kernels = nvrtc.load(
         "linear/w4a16/gemv/gemv.cu",
         (*dtype_macros(dtype), *macros),
-        (("linear_few", block_bytes), ("linear_join", 0)),
+        (("linear_gemv", block_bytes), ("linear_join", 0)),
         device,
     )
-    return _FewKernels(kernels["linear_few"], kernels["linear_join"])
+    return _GemvKernels(kernels["linear_gemv"], kernels["linear_join"])

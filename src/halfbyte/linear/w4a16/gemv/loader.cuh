@@ -1,4 +1,4 @@
-// Which CTA and which warp has which part of the work of gemv.cu, and how its weights come in.
+// gemv.cu: which CTA and warp does what part of the work, and how weights are loaded.
 //
 // The macros are those of gemv.cu.
 
@@ -7,12 +7,12 @@
 
 #define THREADS (32 * WARPS)
 #define COLUMNS (8 * COLUMN_TILES)
-#define X_TILES ((COLUMN_TILES + 1) / 2)  // that one ldmatrix brings two columns' tiles, or steps, of
+#define X_TILES ((COLUMN_TILES + 1) / 2)  // ldmatrix.x4 per step: two column tiles, or two steps of one
 #define ITEM_WEIGHTS 2048
 #define ITEM_BYTES 2304
-// Before SM90, items of a warp whose copies are under way before x is asked for: about what memory delivers
-// until x has come. More would only keep x waiting.
-#define AHEAD_OF_X (WARPS * CTAS > 8 || STAGES == 1 ? 1 : 2)
+// Before SM90: items per warp whose copies are issued before those of x. About what memory delivers until x has
+// arrived; more would only delay x.
+#define COPIES_BEFORE_X (WARPS * CTAS > 8 || STAGES == 1 ? 1 : 2)
 
 struct Params {
   const u8* weight;        // [N/64, K/64, 2048], K padded to 128
@@ -30,7 +30,7 @@ struct Params {
   int round_units;
 };
 
-// What of it the launcher compiles in: a kernel of some µs has no time for divisions.
+// Fields that may be compiled in: divisions at run time are too slow for a kernel of a few µs.
 #ifndef UNITS
 #define UNITS p.units
 #define BLOCKS p.blocks
@@ -38,7 +38,7 @@ struct Params {
 #define ROUND_UNITS p.round_units
 #define SINGLE (p.m == 1)
 #elif BLOCKS % SPLIT == 0 && ROUND_UNITS * GROUPS >= UNITS
-#define FIXED_ROUND  // a CTA has one round, of the most units or one less
+#define FIXED_ROUND  // a CTA has one round, of the max number of units or one less
 #define CTA_ITEMS (UNITS / GROUPS * (BLOCKS / SPLIT))
 #if UNITS % GROUPS == 0 && CTA_ITEMS % WARPS == 0 && BLOCKS / SPLIT * WARPS % CTA_ITEMS == 0
 #define EVEN_ITEMS (CTA_ITEMS / WARPS)
@@ -61,13 +61,13 @@ __device__ __forceinline__ void copy4(u32 to, const u8* from, u64 policy) {
                "l"(policy));
 }
 
-// Of values of x, or zeros.
+// Copies 16 bytes of x, or writes zeros.
 __device__ __forceinline__ void copy16_or_zeros(u32 to, const u16* from, bool exists) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(exists ? 16 : 0));
 }
 
-// Division of numbers from 0 to 2^24 by one that is not compiled in.
+// Division of 0 .. 2^24 by a number that is not known at compile time.
 struct Divisor {
   int by;
   float inverse;
@@ -77,7 +77,7 @@ struct Divisor {
   }
 
   __device__ __forceinline__ int quotient(int x) const {
-    const int q = (int)((float)x * inverse), rest = x - q * by;  // off by one at most
+    const int q = (int)((float)x * inverse), rest = x - q * by;  // at most one off
     return rest < 0 ? q - 1 : rest >= by ? q + 1 : q;
   }
 };
@@ -114,15 +114,15 @@ struct Segments {
     return total < WARPS ? Divisor(blocks).quotient(begin(warp)) : warp * units / WARPS;
   }
 
-  // Whose segment an item lies in.
+  // The warp whose segment has an item.
   __device__ __forceinline__ int warp_of(int item, const RoundDivisor& by_total) const {
     return total < WARPS ? item : by_total.quotient((item + 1) * WARPS - 1);
   }
 };
 
-// A CTA's place: which units and which blocks of k it works on, and for which columns.
+// A CTA's part of the work: units, blocks of k, columns.
 struct Place {
-  int warp;  // of the CTA; the compiler knows that all lanes have the same
+  int warp;  // of the CTA; known to the compiler to be uniform
   int rank, first_column;
   int first_unit, units;
   int first_block, blocks;
@@ -131,7 +131,7 @@ struct Place {
       : warp(__shfl_sync(~0u, threadIdx.x >> 5, 0)), rank(blockIdx.x % SPLIT) {
     const int index = blockIdx.x / SPLIT, pass = p.m <= COLUMNS ? 0 : index / GROUPS;
     const int group = index - pass * GROUPS;
-    // The first groups have the remainder's one more.
+    // The remainder: one more unit for each of the first groups.
     const int each = UNITS / GROUPS, more = UNITS % GROUPS;
     first_column = pass * COLUMNS;
     first_unit = group * each + (more ? min(group, more) : 0);
@@ -148,13 +148,13 @@ struct Place {
   }
 };
 
-// Units of a CTA that are worked on until their sums are joined, and this warp's segment of them.
+// Units of a CTA whose sums are joined together, and this warp's segment of their items.
 struct Round {
   int first, units;
   Segments segments;
   int begin, end;  // of this warp's segment
   int unit;        // that it begins in
-  int turn;        // it is worked on from here to its end, then from its begin to here
+  int turn;        // first item: the segment runs from here to its end, then from its begin to here
 
   __device__ __forceinline__ Round(const Params& p, const Place& place, int first)
       : first(first),
@@ -168,7 +168,7 @@ struct Round {
   }
 };
 
-// Copies the items of a warp's segments into its ring, ahead of the arithmetic.
+// Prefetches the items of a warp's segments into its ring.
 struct Loader {
   const Params& p;
   const Place& place;
@@ -188,21 +188,21 @@ struct Loader {
       : p(p), place(place) {
     const int lane = threadIdx.x & 31;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    weight = p.weight + lane * 16 + 2048;  // copies name places up to 2048 bytes before and behind it
+    weight = p.weight + lane * 16 + 2048;  // copies use offsets of up to 2048 bytes either way
     scale = p.weight_scale + lane * 4;
-    // Keeps the addresses in registers, where they would be made anew for every item.
+    // Keeps the addresses in registers instead of recomputing them for every item.
     to_scale = ITEM_WEIGHTS - lane * 12;
     asm volatile("" : "+l"(weight), "+l"(scale), "+r"(to_scale));
     run = left = tail = 0;
     enter_round(0);
 #pragma unroll
-    for (int i = 0; i < AHEAD_OF_X; i++) step(slot + i * ITEM_BYTES);
+    for (int i = 0; i < COPIES_BEFORE_X; i++) step(slot + i * ITEM_BYTES);
   }
 
-  // The rest of what fits into the ring before the first item is used up.
+  // Fills the rest of the ring, before the first item is used.
   __device__ __forceinline__ void fill(u32 slot) {
 #pragma unroll
-    for (int i = AHEAD_OF_X; i < STAGES; i++) step(slot + i * ITEM_BYTES);
+    for (int i = COPIES_BEFORE_X; i < STAGES; i++) step(slot + i * ITEM_BYTES);
   }
 
   __device__ __forceinline__ void enter_round(int first) {
@@ -224,7 +224,7 @@ struct Loader {
     left -= run;
   }
 
-  // The next item to a slot, given as this lane's place in it.
+  // Copies the next item to a slot; `slot` is this lane's address in it.
   __device__ __forceinline__ void step(u32 slot) {
     step_first(slot);
     step_second(slot);
@@ -235,7 +235,7 @@ struct Loader {
     if (run > 0) {
       item = weight + (u64)at * 8;
       item_scale = scale + at;
-      asm volatile("" : "+l"(item), "+l"(item_scale));  // not made anew for the second half
+      asm volatile("" : "+l"(item), "+l"(item_scale));  // not recomputed for the second half
       copy16(slot, item - 2048, policy);
       copy16(slot + 512, item - 1536, policy);
       copy4(slot + to_scale, item_scale, policy);
@@ -243,7 +243,7 @@ struct Loader {
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  // The other 64 k; after that, the next item is another one.
+  // Its other 64 k; then advances to the next item.
   __device__ __forceinline__ void step_second(u32 slot) {
     if (run > 0) {
       copy16(slot + 1024, item, policy);

@@ -1,8 +1,8 @@
-"""How the work of `gemv.cu` is cut up: a choice among a few ways by what they should take.
+"""Plans of `gemv.cu`: how the work is split over CTAs, chosen by estimated time.
 
-Every CTA has a range of rows and a share of K: its x lies in shared memory and is read from the
-second-level cache, so that the more CTAs share a range of rows (`split`), the less of x each has
-to read, but their sums must be joined. A way's time is a sum of simple terms (`_Costs`).
+Every CTA has a range of rows of W and a part of K (split-K). It keeps its part of x in shared
+memory, read from L2: the more CTAs share a range of rows (`split`), the less of x each reads, but
+their partial sums must be joined. The estimate is a sum of simple terms (`_Costs`).
 """
 
 from collections.abc import Iterator
@@ -13,31 +13,31 @@ from typing import NamedTuple
 from halfbyte.linear.w4a16.packed_weight import TILE_K, TILE_N
 
 UNIT_ROWS = 32
-"""Rows of a unit, which one warp works on."""
-MOST_K = 2**16
-"""For which there are plans on every GPU."""
+"""Rows of W in a unit, the work of one warp."""
+MAX_K = 2**16
+"""Max K; every GPU has plans up to it."""
 _SPLITS = (1, 2, 4, 8)
-"""CTAs that share a range of rows."""
+"""CTAs that share a range of rows of W (split-K)."""
 _MORE_SPLITS = (16, 32)
-"""The same, where not even `_SMALLEST_SHAPE` has room for its share of x otherwise."""
+"""Used where x does not fit into shared memory with `_SPLITS`, even in `_SMALLEST_SHAPE`."""
 PAIR = 2
-"""CTAs of a cluster: larger ones start later, and do not fill a GPU."""
+"""CTAs of a cluster. Larger clusters start later and leave SMs idle."""
 
-ROWS = (1, 8, 16, 32, 64)
-"""Numbers of rows of x that plans are made for; others are planned as the next larger one, or as
-the last, so that few kernels need to be compiled."""
+PLANNED_M = (1, 8, 16, 32, 64)
+"""Values of M that have plans; any other M uses the plan of the next larger one, or of the last.
+This bounds the number of compiled kernels."""
 
 _COLUMN_TILES = (1, 2, 4)
-_MOST_STAGES = 3
+_MAX_STAGES = 3
 _ITEM_BYTES = 2304
 _SLOT_BYTES = 1024
-"""Of a unit's sums, per tile of 8 columns."""
+"""Bytes of a unit's sums, per tile of 8 columns (tokens)."""
 _BARRIER_BYTES = 128
-_PIECES_OF_X = 8
+_X_SLICES = 8
 _RESERVED_BYTES = 1024
-"""Of shared memory, per CTA, by the system."""
-_INVARIANT_ROWS = 16
-"""Rows of x for which batch-invariant work is planned, whatever their number."""
+"""Shared memory that CUDA reserves per CTA."""
+_INVARIANT_M = 16
+"""Max M for which batch-invariant plans are optimized; they are used for every M."""
 
 _Shapes = tuple[tuple[tuple[int, int, int], ...], ...]
 _SHAPES_OF_CTAS: _Shapes = (
@@ -45,77 +45,77 @@ _SHAPES_OF_CTAS: _Shapes = (
     ((16, 1, 1), (12, 2, 1), (12, 1, 1), (8, 2, 1), (8, 1, 2)),
     ((16, 1, 1), (8, 2, 1), (8, 1, 2)),
 )
-"""By `join`: warps, stages and CTAs on a multiprocessor, of those that were measured."""
+"""By `join`: (warps, stages, CTAs per SM), the configurations that were measured."""
 _SMALLEST_SHAPE = (8, 1, 1)
-"""Where none of them fits into shared memory."""
-_MOST_TILES = 32
-"""Column tiles of all warps on a multiprocessor; beyond, nothing was gained."""
+"""Fallback where none of them fits into shared memory."""
+_MAX_TILES = 32
+"""Max column tiles of all warps on an SM; more were not faster."""
 
 
 class _Costs(NamedTuple):
-    """µs per unit of what a multiprocessor has to do.
+    """Costs in µs of the work of one SM.
 
-    Fitted to times in a graph of many calls, weights rotated, on one H200: 270 ways for eight
-    shapes of weights (1,024 to 28,672 rows, K = 4,096 to 28,672) and 1, 8 and 16 rows of x, the
-    order of the fastest above all. (Pairs with 16 warps and up to 8 rows were counted with the 0.14
-    less that a later change took off them.) In 18 of 20 cases the one chosen is within 1.3 % of the
-    best; in the others it takes 3 and 6 % more.
+    Fitted to times of CUDA graphs with many calls and rotated weights on one H200: 270 plans for
+    eight weight shapes (N = 1,024 to 28,672, K = 4,096 to 28,672) and M = 1, 8 and 16, so that the
+    fastest plans are ranked correctly. (Pairs with 16 warps and M up to 8 entered with 0.14 µs
+    less, what a later change saved.) In 18 of 20 cases the chosen plan is within 1.3 % of the best;
+    in the others it takes 3 and 6 % longer.
     """
 
     launch: float = 1.41
     warp: float = 0.001
-    """To start a warp."""
+    """Per warp that starts."""
     stream: float = 29.6e-6
-    """Per byte of weights, if all multiprocessors read (4.46 TB/s)."""
+    """Per byte of weights, with all SMs reading (4.46 TB/s)."""
     latency: float = 0.345
-    """From asking for an item of weights until it is there, as far as reads do not overlap."""
+    """Memory latency of an item of weights, as far as reads do not overlap."""
     item: float = 0.0385
-    """Unpacking 32 rows x 128 k."""
+    """To unpack an item (32 rows x 128 k)."""
     tile: float = 0.0162
-    """Multiplying an item with 8 columns."""
+    """To multiply an item by 8 columns."""
     wait: float = 0.025
-    """The same, but for each item of a warp: what the other warps do not hide."""
+    """The same per item of one warp: the part that other warps do not hide."""
     x: float = 2.56e-6
-    """Per byte of x in a CTA, which delays the products."""
+    """Per byte of x that a CTA loads before it can multiply."""
     ahead: float = 0.0291
-    """Per item of weights that is asked for at first, which keeps x waiting."""
+    """Per item of weights that is prefetched before x, and so delays x."""
     column: tuple[float, float, float] = (0.067, 0.045, 0.044)
-    """Per column of a unit that a warp joins, by `join`."""
+    """To join one column of a unit, per warp, by `join`."""
     round: float = 0.883
-    """Of units that are joined together."""
+    """Per round (units that are joined together)."""
     cluster: float = 0.248
-    """Per round of a join as a cluster."""
+    """The same, added where the join is a cluster's."""
     second: float = 0.28
-    """Of the second kernel of a join through memory."""
+    """Of the second kernel, where the join goes through memory."""
     partial: float = 14.3e-6
-    """Per byte of the sums that it reads."""
+    """Per byte of partial sums that it reads."""
 
 
 _COSTS = _Costs()
 
 
 class Machine(NamedTuple):
-    """What a plan depends on, besides the work."""
+    """Properties of the GPU that plans depend on."""
 
     capability: int
-    """As `dispatch` counts."""
+    """Compute capability as in `dispatch`, such as 90."""
     block_bytes: int
-    """Shared memory that a CTA may have."""
-    multiprocessors: int
+    """Max shared memory of a CTA."""
+    num_sms: int
     pairs: int
-    """Clusters of two CTAs, one to a multiprocessor, that run at a time; 0 before SM90."""
+    """Max resident clusters of two CTAs, one CTA per SM; 0 before SM90."""
 
     def at_once(self, split: int, join: int, ctas: int) -> int:
-        """Groups that run at the same time, with so many CTAs to a multiprocessor."""
-        return self.pairs * ctas if join == 1 else self.multiprocessors * ctas // split
+        """Groups that are resident at a time, with `ctas` CTAs per SM."""
+        return self.pairs * ctas if join == 1 else self.num_sms * ctas // split
 
     def bytes_of_cta(self, ctas: int) -> int:
-        """Shared memory that a CTA may have where so many share a multiprocessor's."""
+        """Max shared memory of a CTA, with `ctas` CTAs per SM."""
         return (self.block_bytes + _RESERVED_BYTES) // ctas - _RESERVED_BYTES
 
 
-class FewPlan(NamedTuple):
-    """One way; see the macros of `gemv.cu`."""
+class GemvPlan(NamedTuple):
+    """A split of the work; the fields are macros of `gemv.cu`."""
 
     column_tiles: int
     split: int
@@ -128,16 +128,16 @@ class FewPlan(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Rows of x that pass at a time."""
+        """Tokens per pass over the weights."""
         return 8 * self.column_tiles
 
     @property
     def joins_through_memory(self) -> bool:
-        """Whether a second kernel adds up the parts."""
+        """Whether a second kernel adds the partial sums."""
         return self.join == 2
 
     def macros(self) -> tuple[tuple[str, int], ...]:
-        """What the kernel is compiled with, besides the dtype."""
+        """Macros of the kernel, besides the dtype's."""
         return (
             ("COLUMN_TILES", self.column_tiles),
             ("SPLIT", self.split),
@@ -148,7 +148,7 @@ class FewPlan(NamedTuple):
         )
 
     def macros_of_shape(self, n: int, k: int, m: int) -> tuple[tuple[str, int], ...]:
-        """What the kernel may be compiled with as well, so that it need not divide."""
+        """Macros of the shape: with them the kernel needs no divisions at run time."""
         return (
             ("UNITS", row_units(n)),
             ("BLOCKS", k_blocks(k)),
@@ -157,53 +157,53 @@ class FewPlan(NamedTuple):
             ("SINGLE", int(m == 1)),
         )
 
-    def rows_of_box(self, m: int) -> int:
-        """Rows of x in a box of shared memory."""
+    def tokens_of_box(self, m: int) -> int:
+        """Tokens in a TMA box of x."""
         return 1 if m == 1 else self.columns
 
-    def piece_blocks(self, k: int) -> int:
-        """Blocks of k of x that TMA brings at a time."""
-        return -(-k_blocks(k) // (self.split * _PIECES_OF_X))
+    def slice_blocks(self, k: int) -> int:
+        """Blocks of 128 k in a slice of x, which TMA loads at a time."""
+        return -(-k_blocks(k) // (self.split * _X_SLICES))
 
     def passes(self, m: int) -> int:
-        """Times that the weights are read."""
+        """How often the weights are read."""
         return -(-m // self.columns)
 
     def ctas_in_grid(self, m: int) -> int:
-        """CTAs to launch for m rows of x."""
+        """CTAs to launch for m tokens."""
         return self.passes(m) * self.groups * self.split
 
     def units(self, n: int) -> int:
-        """Of the CTA that has most."""
+        """Max units of a CTA."""
         return -(-row_units(n) // self.groups)
 
     def shared_bytes(self, n: int, k: int, m: int) -> int:
-        """Shared memory of a CTA."""
-        blocks, piece = -(-k_blocks(k) // self.split), self.piece_blocks(k)
-        rows, units = self.rows_of_box(m), min(self.round_units, self.units(n))
+        """Bytes of shared memory of a CTA."""
+        blocks, slice_blocks = -(-k_blocks(k) // self.split), self.slice_blocks(k)
+        rows, units = self.tokens_of_box(m), min(self.round_units, self.units(n))
         return (
-            rows * -(-blocks // piece) * piece * TILE_K * 2
+            rows * -(-blocks // slice_blocks) * slice_blocks * TILE_K * 2
             + _BARRIER_BYTES
             + self.warps * self.stages * _ITEM_BYTES
             + (self.warps + units - 1) * self.column_tiles * _SLOT_BYTES
         )
 
     def microseconds(self, n: int, k: int, m: int, machine: Machine) -> float:
-        """What it should take, one of many in a graph."""
-        c, multiprocessors = _COSTS, machine.multiprocessors
+        """Estimated time of a call within a CUDA graph."""
+        c, num_sms = _COSTS, machine.num_sms
         columns, units = min(m, self.columns), self.units(n)
         blocks = -(-k_blocks(k) // self.split)
         grid = self.passes(m) * self.groups
         waves = -(-grid // machine.at_once(self.split, self.join, self.ctas))
-        resident = min(self.ctas, -(-grid * self.split // multiprocessors))
+        resident = min(self.ctas, -(-grid * self.split // num_sms))
         rounds = -(-units // self.round_units)
-        # In a round the warp with most items decides.
+        # The warp with the most items decides how long a round takes.
         items = -(-min(self.round_units, units) * blocks // self.warps) * rounds
         side_by_side = self.warps * resident * (c.item + c.tile * self.column_tiles)
         work = items * waves * (side_by_side + c.wait * self.column_tiles)
         ahead = self.stages * self.warps * resident
         read = hypot(
-            self.passes(m) * row_units(n) * k_blocks(k) * _ITEM_BYTES / multiprocessors * c.stream,
+            self.passes(m) * row_units(n) * k_blocks(k) * _ITEM_BYTES / num_sms * c.stream,
             units * blocks * resident * waves / ahead * c.latency,
         )
         x = columns * blocks * TILE_K * 2 * resident * waves
@@ -213,7 +213,7 @@ class FewPlan(NamedTuple):
         )
         if self.joins_through_memory:
             partial = self.split * m * row_units(n) * UNIT_ROWS * 4
-            join += c.second + partial / multiprocessors * c.partial
+            join += c.second + partial / num_sms * c.partial
         start = self.warps * resident * waves * c.warp + x * c.x + ahead * c.ahead
         return c.launch + start + max(read, work) + join
 
@@ -228,26 +228,26 @@ def k_blocks(k: int) -> int:
     return -(-k // TILE_K)
 
 
-def few_plan(n: int, k: int, m: int, machine: Machine, batch_invariant: bool = False) -> FewPlan:
-    """The way that should take the least time.
+def gemv_plan(n: int, k: int, m: int, machine: Machine, batch_invariant: bool = False) -> GemvPlan:
+    """The plan with the lowest estimated time.
 
     Args:
         n, k: of the weight.
-        m: rows of x, any number.
-        machine: what it is for.
-        batch_invariant: the order of sums must be the same for every m, so all but the number of
-            columns at a time and of stages is planned for up to 16 rows alike.
+        m: tokens, any number.
+        machine: the GPU.
+        batch_invariant: the order of summation must be the same for every m: only the number of
+            column tiles and of stages may depend on m, the rest is optimized for M up to 16.
 
     Raises:
-        ValueError: K is too large for the GPU's shared memory; it is not up to `MOST_K`.
+        ValueError: x does not fit into the GPU's shared memory; cannot happen up to `MAX_K`.
     """
-    m = next((rows for rows in ROWS if rows >= m), ROWS[-1])
-    return _few_plan(n, k, m, machine, batch_invariant)
+    m = next((rows for rows in PLANNED_M if rows >= m), PLANNED_M[-1])
+    return _gemv_plan(n, k, m, machine, batch_invariant)
 
 
 @lru_cache(maxsize=4096)
-def _few_plan(n: int, k: int, m: int, machine: Machine, batch_invariant: bool) -> FewPlan:
-    """`few_plan` for a number of rows in `ROWS`: a prompt of a new length plans nothing anew."""
+def _gemv_plan(n: int, k: int, m: int, machine: Machine, batch_invariant: bool) -> GemvPlan:
+    """`gemv_plan` for m in `PLANNED_M`, so that a new prompt length hits the cache."""
     if not batch_invariant:
         return min(_plans(n, k, m, machine), key=lambda p: p.microseconds(n, k, m, machine))
     plan = _invariant_plan(n, k, machine)
@@ -256,27 +256,27 @@ def _few_plan(n: int, k: int, m: int, machine: Machine, batch_invariant: bool) -
 
 
 @lru_cache(maxsize=4096)
-def _invariant_plan(n: int, k: int, machine: Machine) -> FewPlan:
-    """The way that is best for the numbers of rows up to `_INVARIANT_ROWS` together."""
+def _invariant_plan(n: int, k: int, machine: Machine) -> GemvPlan:
+    """The plan with the least total time over `PLANNED_M` up to `_INVARIANT_M`."""
 
-    def microseconds(plan: FewPlan) -> float:
-        rows = [m for m in ROWS if m <= _INVARIANT_ROWS]
+    def microseconds(plan: GemvPlan) -> float:
+        rows = [m for m in PLANNED_M if m <= _INVARIANT_M]
         return sum(
             min(p.microseconds(n, k, m, machine) for p in _variants(plan, n, k, m, machine))
             for m in rows
         )
 
-    return min(_plans(n, k, _INVARIANT_ROWS, machine), key=microseconds)
+    return min(_plans(n, k, _INVARIANT_M, machine), key=microseconds)
 
 
-def _variants(plan: FewPlan, n: int, k: int, m: int, machine: Machine) -> list[FewPlan]:
-    """Ways with a plan's order of sums, itself included; of the measured ones, if any is left."""
+def _variants(plan: GemvPlan, n: int, k: int, m: int, machine: Machine) -> list[GemvPlan]:
+    """Plans with the same order of summation, `plan` included; only measured ones if any fit."""
     variants = [
         variant
         for tiles in _COLUMN_TILES
-        for stages in range(1, _MOST_STAGES + 1)
+        for stages in range(1, _MAX_STAGES + 1)
         for variant in (plan._replace(column_tiles=tiles, stages=stages),)
-        if tiles <= min(_wanted_tiles(m), _MOST_TILES // (plan.warps * plan.ctas))
+        if tiles <= min(_wanted_tiles(m), _MAX_TILES // (plan.warps * plan.ctas))
         and variant.shared_bytes(n, k, m) <= machine.bytes_of_cta(plan.ctas)
     ]
     shapes = _SHAPES_OF_CTAS[plan.join]
@@ -287,7 +287,7 @@ def _wanted_tiles(m: int) -> int:
     return next((tiles for tiles in _COLUMN_TILES if 8 * tiles >= m), _COLUMN_TILES[-1])
 
 
-def _plans(n: int, k: int, m: int, machine: Machine) -> list[FewPlan]:
+def _plans(n: int, k: int, m: int, machine: Machine) -> list[GemvPlan]:
     small: _Shapes = ((_SMALLEST_SHAPE,),) * 3
     for shapes, splits in ((_SHAPES_OF_CTAS, _SPLITS), (small, _SPLITS), (small, _MORE_SPLITS)):
         if plans := list(_plans_of(shapes, splits, n, k, m, machine)):
@@ -297,22 +297,22 @@ def _plans(n: int, k: int, m: int, machine: Machine) -> list[FewPlan]:
 
 def _plans_of(
     shapes: _Shapes, splits: tuple[int, ...], n: int, k: int, m: int, machine: Machine
-) -> Iterator[FewPlan]:
+) -> Iterator[GemvPlan]:
     for split, join in _splits_and_joins(splits, k, machine):
         for tiles in _COLUMN_TILES:
             for warps, stages, ctas in shapes[join]:
-                if tiles <= min(_wanted_tiles(m), _MOST_TILES // (warps * ctas)):
+                if tiles <= min(_wanted_tiles(m), _MAX_TILES // (warps * ctas)):
                     groups = _even_groups(n, machine.at_once(split, join, ctas))
-                    plan = FewPlan(tiles, split, join, groups, warps, stages, ctas)
+                    plan = GemvPlan(tiles, split, join, groups, warps, stages, ctas)
                     fitted = _fitted(plan, n, k, m, machine.bytes_of_cta(ctas))
                     if fitted:
                         yield fitted
 
 
-def _even_groups(n: int, most: int) -> int:
-    """As few groups as have no more units each than `most` would have: often all have as many."""
+def _even_groups(n: int, max_groups: int) -> int:
+    """The fewest groups with as many units each as `max_groups` would have: evenly filled."""
     units = row_units(n)
-    return -(-units // -(-units // most))
+    return -(-units // -(-units // max_groups))
 
 
 def _splits_and_joins(
@@ -320,20 +320,20 @@ def _splits_and_joins(
 ) -> Iterator[tuple[int, int]]:
     for split in splits:
         joins = (0,) if split == 1 else (1, 2) if split == PAIR and machine.pairs else (2,)
-        if split <= k_blocks(k) and split <= machine.multiprocessors:
+        if split <= k_blocks(k) and split <= machine.num_sms:
             for join in joins:
                 yield split, join
 
 
-def _fitted(plan: FewPlan, n: int, k: int, m: int, limit: int) -> FewPlan | None:
-    """The plan with as few rounds as fit into shared memory; None if not even one unit does."""
+def _fitted(plan: GemvPlan, n: int, k: int, m: int, limit: int) -> GemvPlan | None:
+    """The plan with the fewest rounds that fit into shared memory; None if one unit does not."""
     units = plan.units(n)
-    most = next(
+    max_units = next(
         (
-            most
-            for most in range(units, 0, -1)
-            if plan._replace(round_units=most).shared_bytes(n, k, m) <= limit
+            candidate
+            for candidate in range(units, 0, -1)
+            if plan._replace(round_units=candidate).shared_bytes(n, k, m) <= limit
         ),
         0,
     )
-    return plan._replace(round_units=-(-units // -(-units // most))) if most > 0 else None
+    return plan._replace(round_units=-(-units // -(-units // max_units))) if max_units > 0 else None

@@ -1,15 +1,14 @@
-// Where the warps of gemv.cu leave their sums, and how these become the result.
+// How the warps of gemv.cu store their sums in shared memory, and how these become the result.
 //
-//   Slots      A warp leaves its sum of a unit in slot (warp + unit): both only grow along the line, so
-//              that no two sums meet. A slot is made of fragments as the matmul has them: 16 rows of W x 8
-//              columns, 16 bytes per lane.
-//   Pairs      If two CTAs share a unit as a cluster, each finishes one of its two tiles of 16 rows. What
-//              a warp has of the other tile goes straight to the other CTA's shared memory, by stores that
-//              a barrier there counts; a warp arrives at it with the number of bytes once it has left its sums
-//              of a round. So nothing is added before it is sent; and nobody reads another's memory, so
-//              that all may leave.
-//   Pieces     Of the result, as large as a fragment: a warp adds what all have left of it, warp after
-//              warp, then CTA after CTA. Where its first piece lies, is known before its first matmul.
+//   Slots      A warp stores its sum of a unit in slot (warp + unit). Both only grow along the sequence of
+//              items, so that slots are unique. A slot consists of accumulator fragments of the matmul: 16
+//              rows of W x 8 columns, 16 bytes per lane.
+//   Pairs      If two CTAs share a unit as a cluster, each finishes one of its two tiles of 16 rows. A warp
+//              sends its sums of the other tile straight to the other CTA's shared memory (st.async), whose
+//              barrier counts the bytes; after a round a warp arrives there with the number of bytes it
+//              sent. No CTA reads the other's memory, so either may exit first.
+//   Output     is computed by fragments: a warp adds the stored sums of one, warp after warp, then CTA after
+//              CTA. The address of its first fragment is computed before its first matmul.
 //
 // The macros are those of gemv.cu.
 
@@ -18,9 +17,9 @@
 #include "kernels/runtime/sm90.cuh"
 
 #define SOURCES (JOIN == 1 ? 2 : 1)  // CTAs whose sums a CTA adds
-#define TILES (2 / SOURCES)          // of 16 rows, that it finishes of a unit
+#define TILES (2 / SOURCES)          // of 16 rows, that a CTA finishes per unit
 #define FRAGMENT_BYTES 512
-#define PARTS 4  // of a sum that are on their way at a time, from each CTA
+#define PARTS 4  // loads in flight, per source
 #define SLOT_BYTES (TILES * COLUMN_TILES * FRAGMENT_BYTES)
 
 __device__ __forceinline__ float4 load_floats(u32 address) {
@@ -38,7 +37,7 @@ __device__ __forceinline__ void store_floats(const float* x, u32 address) {
                : "memory");
 }
 
-// Stores to another CTA, counted by a barrier there; both as `map_to_rank` gave them.
+// Stores to another CTA, counted by its barrier; both addresses from `map_to_rank`.
 __device__ __forceinline__ void send_floats(const float* x, u32 address, u32 barrier) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
@@ -47,11 +46,11 @@ __device__ __forceinline__ void send_floats(const float* x, u32 address, u32 bar
       : "memory");
 }
 
-// A CTA's slots: those of its own warps and, in a pair, those of the other's, in the order of ranks.
+// A CTA's slots: of its own warps and, in a pair, of the other CTA's, in order of rank.
 struct Slots {
   u32 start, barrier;
-  int count, rank;  // of a source, and the one that this CTA is
-  u32 others, others_barrier;
+  int count, rank;  // slots per source; this CTA's source
+  u32 peer_start, peer_barrier;
   u32 parity = 0;  // of the round
 
   __device__ __forceinline__ Slots(const Params& p, const Place& place, u32 start, u32 barrier)
@@ -59,15 +58,15 @@ struct Slots {
         barrier(barrier),
         count(WARPS + min(ROUND_UNITS, place.units) - 1),
         rank(JOIN == 1 ? place.rank : 0),
-        others(JOIN == 1 ? map_to_rank(start, rank ^ 1) : 0),
-        others_barrier(JOIN == 1 ? map_to_rank(barrier, rank ^ 1) : 0) {}
+        peer_start(JOIN == 1 ? map_to_rank(start, rank ^ 1) : 0),
+        peer_barrier(JOIN == 1 ? map_to_rank(barrier, rank ^ 1) : 0) {}
 
-  // Of a lane, from where the slots begin.
+  // A lane's offset from the first slot.
   __device__ __forceinline__ u32 offset(int source, int slot) const {
     return (source * count + slot) * SLOT_BYTES + (threadIdx.x & 31) * 16;
   }
 
-  __device__ __forceinline__ void leave(float (*sums)[COLUMN_TILES][4], int slot) const {
+  __device__ __forceinline__ void store(float (*sums)[COLUMN_TILES][4], int slot) const {
     const u32 at = offset(rank, slot);
 #pragma unroll
     for (int i = 0; i < COLUMN_TILES; i++) {
@@ -78,7 +77,7 @@ struct Slots {
         own[j] = rank ? sums[1][i][j] : sums[0][i][j];
         other[j] = rank ? sums[0][i][j] : sums[1][i][j];
       }
-      send_floats(other, others + at + i * FRAGMENT_BYTES, others_barrier);
+      send_floats(other, peer_start + at + i * FRAGMENT_BYTES, peer_barrier);
       store_floats(own, start + at + i * FRAGMENT_BYTES);
 #else
 #pragma unroll
@@ -89,23 +88,23 @@ struct Slots {
   }
 
 #if JOIN == 1
-  // By one warp. The other CTA's warps arrive at it.
+  // Called by one warp; the other CTA's warps arrive at the barrier.
   __device__ __forceinline__ void make_barrier() const {
     if (elect_one()) {
       barrier_init(barrier, WARPS);
-      tell_of_barriers();
+      fence_barrier_init();
     }
     __syncwarp();
   }
 
-  // Until all have left their sums of a round, this warp those of so many units.
+  // Waits for the sums of a round of all warps; this warp has stored those of `units` units.
   __device__ __forceinline__ void wait_for_all(int units) const {
-    if (elect_one()) barrier_expect_mapped(others_barrier, units * SLOT_BYTES);
+    if (elect_one()) barrier_expect_mapped(peer_barrier, units * SLOT_BYTES);
     __syncthreads();
     barrier_wait(barrier, parity);
   }
 
-  // Nobody leaves, or sends, sums where others are still reading.
+  // Before the next round overwrites the slots, all warps must have read them.
   __device__ __forceinline__ void finish_round() {
     parity ^= 1;
     cluster_sync();
@@ -117,7 +116,7 @@ struct Slots {
 #endif
 };
 
-// Who has left sums of a round's units, of a source.
+// Which warps of a source have stored sums of a unit.
 struct Line {
   int blocks;
   Segments segments;
@@ -134,9 +133,9 @@ struct Line {
   }
 };
 
-// Of a round's result.
-struct Piece {
-  int row, column;  // its first, the row from the CTA's first one, the column from that of this pass
+// A fragment of a round's result.
+struct OutFragment {
+  int row, column;  // its first: the row counts from the CTA's first, the column from the pass's
   u32 address[SOURCES];
   int warps[SOURCES];
   float scale[2];  // of a lane's rows, g and g + 8
@@ -145,8 +144,8 @@ struct Piece {
     return round.units * TILES * COLUMN_TILES;
   }
 
-  // Piece `index` of a round; beyond the last, one of the last unit's, which nobody uses.
-  __device__ __forceinline__ Piece(const Params& p, const Place& place, const Round& round,
+  // Fragment `index` of a round; an index beyond the last gives an unused one of the last unit.
+  __device__ __forceinline__ OutFragment(const Params& p, const Place& place, const Round& round,
                                    const Slots& slots, int index) {
     const int fragment = index % (TILES * COLUMN_TILES);
     const int unit = min(index / (TILES * COLUMN_TILES), round.units - 1);
@@ -170,12 +169,12 @@ struct Piece {
     return place.first_unit * 32 + row + (threadIdx.x & 31) / 4 + 8 * i;
   }
 
-  // The sums of all warps and CTAs, in their order.
+  // Adds the sums of all warps and CTAs, in that order.
   __device__ __forceinline__ void add(float* sums) const {
     float of[SOURCES][4] = {};
-    const int most = max(warps[0], warps[SOURCES - 1]);
+    const int max_warps = max(warps[0], warps[SOURCES - 1]);
 #pragma unroll 1
-    for (int begin = 0; begin < most; begin += PARTS) {
+    for (int begin = 0; begin < max_warps; begin += PARTS) {
       float4 x[SOURCES][PARTS];
 #pragma unroll
       for (int source = 0; source < SOURCES; source++)
@@ -197,7 +196,7 @@ struct Piece {
     for (int j = 0; j < 4; j++) sums[j] = JOIN == 1 ? of[0][j] + of[SOURCES - 1][j] : of[0][j];
   }
 
-  // Biases of a lane's rows, as loaded, so that nothing waits for them before they are used.
+  // Biases of a lane's rows as loaded bits: the conversion, which waits for them, comes later.
   __device__ __forceinline__ void load_bias(const Params& p, const Place& place, u32* bias) const {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -206,7 +205,7 @@ struct Piece {
     }
   }
 
-  // To the output, or where the kernel that joins parts of k finds them.
+  // Stores to the output or, if `linear_join` adds the parts of k, to `partial`.
   __device__ __forceinline__ void store(const Params& p, const Place& place, int columns, const u32* bias,
                                         const float* sums) const {
 #pragma unroll
@@ -225,20 +224,20 @@ struct Piece {
   }
 };
 
-// A round's sums to the output, piece by piece, of which the warp knows the first. It has left sums of so many
-// units. What scales the next piece is asked for before this one's sums are added.
+// Writes a round's output, starting with `fragment`, after this warp has stored sums of `units` units. Scale and
+// bias of the next fragment are loaded before this one's sums are added.
 __device__ __forceinline__ void finish(const Params& p, const Place& place, const Round& round,
-                                       const Slots& slots, Piece piece, int columns, int units) {
+                                       const Slots& slots, OutFragment fragment, int columns, int units) {
   u32 bias[2];
-  piece.load_bias(p, place, bias);
+  fragment.load_bias(p, place, bias);
   slots.wait_for_all(units);
 #pragma unroll 1
-  for (int i = place.warp; i < Piece::count(round); i += WARPS) {
-    const Piece now = piece;
+  for (int i = place.warp; i < OutFragment::count(round); i += WARPS) {
+    const OutFragment now = fragment;
     const u32 now_bias[2] = {bias[0], bias[1]};
-    if (i + WARPS < Piece::count(round)) {
-      piece = Piece(p, place, round, slots, i + WARPS);
-      piece.load_bias(p, place, bias);
+    if (i + WARPS < OutFragment::count(round)) {
+      fragment = OutFragment(p, place, round, slots, i + WARPS);
+      fragment.load_bias(p, place, bias);
     }
     float sums[4];
     now.add(sums);

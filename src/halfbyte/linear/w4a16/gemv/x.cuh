@@ -1,9 +1,8 @@
-// x in shared memory, for gemv.cu: boxes of 64 k side by side, a row of x in 128 bytes of each. Chunks of 16
-// bytes are exchanged within them as TMA's 128-byte swizzle does it, so that ldmatrix has no bank conflicts. A
-// single row has boxes of its own size, and no bank conflicts to begin with.
+// x in shared memory, for gemv.cu: boxes of 64 k, in which a token has 128 bytes, with TMA's 128-byte swizzle, so
+// that ldmatrix has no bank conflicts. For M = 1 a box has one token and needs no swizzle.
 //
-// On SM90 TMA brings the boxes, in a few pieces of k. Each has a barrier, so that a warp waits for what it
-// multiplies with alone. Before SM90 all threads copy and then wait for all of it.
+// On SM90 TMA loads the boxes in up to 8 slices of k. Each slice has a barrier, so that a warp only waits for the
+// slice that it multiplies with. Before SM90 all threads copy, then wait for all of x.
 //
 // The macros are those of gemv.cu.
 
@@ -11,62 +10,63 @@
 #include "linear/w4a16/gemv/loader.cuh"
 #include "kernels/runtime/sm90.cuh"
 
-#define X_PIECES 8                       // at most
-#define X_WARPS (WARPS < 4 ? WARPS : 4)  // that ask for them
-// Side by side: so those that come first lie far apart along k, as the places where warps begin do.
-#define X_PIECES_OF_WARP ((X_PIECES + X_WARPS - 1) / X_WARPS)
-#define X_BARRIER_BYTES 128  // of which barriers take half
-// Blocks of a piece: the tensor map's boxes are as many.
-#define X_PIECE ((BLOCKS + SPLIT * X_PIECES - 1) / (SPLIT * X_PIECES))
+#define X_SLICES 8                       // max
+#define X_WARPS (WARPS < 4 ? WARPS : 4)  // that load them
+// Consecutive slices, so that those loaded first are far apart along k, as are the first items of the warps.
+#define X_SLICES_PER_WARP ((X_SLICES + X_WARPS - 1) / X_WARPS)
+#define X_BARRIER_BYTES 128  // half of it for barriers
+// Blocks of 128 k in a slice; a TMA load has twice as many boxes.
+#define X_SLICE_BLOCKS ((BLOCKS + SPLIT * X_SLICES - 1) / (SPLIT * X_SLICES))
 
-// Of 128 k, that is of two boxes; the same in all CTAs.
+// Bytes of 128 k (two boxes); the same in all CTAs.
 __device__ __forceinline__ u32 x_block_bytes(const Params& p) { return (SINGLE ? 1 : COLUMNS) * 256; }
 
-// At the same place in all CTAs of a cluster, whose shares of k may differ by a block.
+// End of x in shared memory: the same in all CTAs of a cluster, whose parts of k may differ by a block.
 __device__ __forceinline__ u32 x_end(const Params& p, u32 start) {
-  const int most = (BLOCKS + SPLIT - 1) / SPLIT;
-  return start + (most + X_PIECE - 1) / X_PIECE * X_PIECE * x_block_bytes(p);
+  const int max_blocks = (BLOCKS + SPLIT - 1) / SPLIT;
+  return start + (max_blocks + X_SLICE_BLOCKS - 1) / X_SLICE_BLOCKS * X_SLICE_BLOCKS * x_block_bytes(p);
 }
 
 struct SharedX {
-  u32 barriers, start, block_bytes, piece_bytes;
-  int columns, blocks, piece;
+  u32 barriers, start, block_bytes, slice_bytes;
+  int columns, blocks, slice_blocks;
   bool single;
 
   __device__ __forceinline__ SharedX(const Params& p, const Place& place, u32 barriers, u32 start)
       : barriers(barriers),
         start(start),
         block_bytes(x_block_bytes(p)),
-        piece_bytes(x_block_bytes(p) * X_PIECE),
+        slice_bytes(x_block_bytes(p) * X_SLICE_BLOCKS),
         columns(min(COLUMNS, p.m - place.first_column)),
         blocks(place.blocks),
-        piece(X_PIECE),
+        slice_blocks(X_SLICE_BLOCKS),
         single(SINGLE) {}
 
-  // Asks for x, which the kernel in front may have written: a thread of some warps, because each takes 70
-  // cycles to make a barrier, and not of all, because they wait for that kernel before they ask for weights.
-  __device__ __forceinline__ void bring(const TensorMap* map, const Place& place) const {
-    const int first = place.warp * X_PIECES_OF_WARP;
+  // Starts the TMA loads of x, after the previous kernel, which may have written it. By one thread in each of
+  // X_WARPS warps: initializing a barrier takes a thread 70 cycles, and the other warps can load weights without
+  // waiting for the previous kernel.
+  __device__ __forceinline__ void load(const TensorMap* map, const Place& place) const {
+    const int first = place.warp * X_SLICES_PER_WARP;
     if (place.warp < X_WARPS && elect_one()) {
 #pragma unroll
-      for (int i = first; i < first + X_PIECES_OF_WARP; i++)
-        if (i * piece < blocks) barrier_init(barriers + i * 8, 1);
-      tell_of_barriers();
+      for (int i = first; i < first + X_SLICES_PER_WARP; i++)
+        if (i * slice_blocks < blocks) barrier_init(barriers + i * 8, 1);
+      fence_barrier_init();
 #pragma unroll
-      for (int i = first; i < first + X_PIECES_OF_WARP; i++)
-        if (i * piece < blocks) barrier_expect(barriers + i * 8, piece_bytes);
+      for (int i = first; i < first + X_SLICES_PER_WARP; i++)
+        if (i * slice_blocks < blocks) barrier_expect(barriers + i * 8, slice_bytes);
       wait_for_previous();
 #pragma unroll
-      for (int i = first; i < first + X_PIECES_OF_WARP; i++) {
-        if (i * piece >= blocks) break;
-        copy_boxes(start + i * piece_bytes, map, place.first_column, (place.first_block + i * piece) * 2,
+      for (int i = first; i < first + X_SLICES_PER_WARP; i++) {
+        if (i * slice_blocks >= blocks) break;
+        copy_boxes(start + i * slice_bytes, map, place.first_column, (place.first_block + i * slice_blocks) * 2,
                    barriers + i * 8);
       }
     }
     __syncwarp();
   }
 
-  // The same, by all threads, which wait for it with `wait_for_all`.
+  // The same before SM90: all threads copy, and `wait_for_all` waits.
   __device__ __forceinline__ void copy(const Params& p, const Place& place) const {
     const u16* x = p.x + place.first_column * p.x_stride + place.first_block * 128;
     const int bytes = (p.k - place.first_block * 128) * 2;  // that exist, of a row
@@ -80,22 +80,22 @@ struct SharedX {
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  // Waits for all of x, which `after` groups of copies follow.
+  // Waits for all of x; `after` newer cp.async groups may still be in flight.
   template <int after>
   __device__ __forceinline__ static void wait_for_all() {
     asm volatile("cp.async.wait_group %0;" ::"n"(after) : "memory");
     __syncthreads();
   }
 
-  // Waits for what a block belongs to, given by where it begins.
+  // Waits for the slice of the block at this offset.
   __device__ __forceinline__ void wait(u32 offset) const {
 #if __CUDA_ARCH__ >= 900
-    barrier_wait(barriers + offset / piece_bytes * 8, 0);
+    barrier_wait(barriers + offset / slice_bytes * 8, 0);
 #endif
   }
 
-  // Where a lane finds x for ldmatrix in the first box: two steps of the only tile of columns, or one step of
-  // two tiles. Columns that are not there are whatever lies there: they meet no others.
+  // A lane's ldmatrix addresses in the first box: two steps of the only column tile, or one step of two tiles.
+  // Columns beyond M hold undefined values, which affect no other column.
   __device__ __forceinline__ void addresses(u32 (*address)[4]) const {
     const int lane = threadIdx.x & 31;
 #pragma unroll

@@ -1,12 +1,12 @@
-"""Tiles of the W4A16 kernel for many rows, by name, and some that stand for all."""
+"""Tiles of the W4A16 GEMM kernel by name, and a representative subset."""
 
 from halfbyte.linear.w4a16.gemm_sm90.plan import TILES, Tile
 
 
 def tile_named(name: str) -> Tile:
-    """Such as `128x64`: rows of W x rows of x."""
+    """A tile by its name, such as `128x64`: rows of W x tokens."""
     return next(tile for tile in TILES if str(tile) == name)
 
 
 DIFFERENT = [tile_named(name) for name in ("128x64", "128x144", "128x256", "192x80", "192x160")]
-"""The narrowest and the widest, and such as have 5, 9 or 10 strips for those who share them."""
+"""The smallest and the largest M, and tiles with 5, 9 and 10 strips to share."""
