@@ -1,8 +1,8 @@
-"""One way to choose among implementations, for attention, linear layers and whatever follows.
+"""Chooses among implementations (of attention, of linear layers).
 
-Candidates stand in order of preference. Each answers for a machine (`is_supported`) and for the
-work (`can_implement`), always with a reason. An explicit choice that cannot run is an error that
-says why and what can; nothing falls back silently.
+Candidates are in order of preference. Each says whether it supports a machine (`is_supported`) and
+a configuration (`can_implement`), always with a reason. An explicit choice that cannot run raises
+an error with the reason and the usable candidates; there is no silent fallback.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,30 +14,30 @@ from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 CPU = 0
-"""Compute capability that stands for a machine without an NVIDIA GPU."""
+"""Stands for the compute capability of a machine without an NVIDIA GPU."""
 
 Answer = tuple[bool, str]
-"""(can it, why or why not)"""
+"""(whether it can, reason)"""
 
 
 class Implementation(Protocol):
-    """What a candidate must answer."""
+    """Interface of a candidate."""
 
     name: ClassVar[str]
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        """Whether it runs on a machine: 90 for SM90, `CPU` for none, None for this machine."""
+        """Whether it runs on a machine: 90 for SM90, `CPU` for no GPU, None for this machine."""
         ...
 
     @classmethod
     def can_implement(cls, config: Any) -> Answer:
-        """Whether it can do the work that `config` describes."""
+        """Whether it supports the configuration `config`."""
         ...
 
 
 class Verdict(NamedTuple):
-    """A candidate's answer for one machine (and one piece of work, where given)."""
+    """Whether a candidate can be used on a machine (and for a configuration, if given)."""
 
     name: str
     usable: bool
@@ -45,14 +45,14 @@ class Verdict(NamedTuple):
 
 
 class NoImplementationError(ValueError):
-    """No candidate, or not the one asked for, can do the work; the message says why."""
+    """No candidate, or not the requested one, can be used; the message says why."""
 
 
 T = TypeVar("T", bound=Implementation)
 
 
 class Registry(Generic[T]):
-    """Implementations by name, in order of preference, imported when first asked for.
+    """Implementations by name, in order of preference, imported on first use.
 
     Args:
         kind: what they are, for messages ("attention backend").
@@ -65,7 +65,7 @@ class Registry(Generic[T]):
         self._loaded: dict[str, type[T]] = {}
 
     def register(self, name: str, target: str, *, first: bool = False) -> None:
-        """Add an implementation, after the others or before them (`first`)."""
+        """Add an implementation, last or first in order of preference."""
         if name in self._targets:
             raise ValueError(f"{self.kind}: {name!r} is already registered")
         self._targets = (
@@ -90,7 +90,7 @@ class Registry(Generic[T]):
         return self._loaded[name]
 
     def explain(self, config: Any = None, compute_capability: int | None = None) -> list[Verdict]:
-        """Every candidate's verdict for a machine and, where given, for the work."""
+        """Every candidate's verdict for a machine and, if given, a configuration."""
         return [self._judge(name, config, compute_capability) for name in self._targets]
 
     def select(
@@ -100,16 +100,16 @@ class Registry(Generic[T]):
         compute_capability: int | None = None,
         among: Sequence[str] | None = None,
     ) -> type[T]:
-        """The explicit choice, or the first candidate that can do the work.
+        """The explicit choice, or the first candidate that can be used.
 
         Args:
-            config: the work, as `can_implement` takes it; None to ask for the machine alone.
+            config: argument of `can_implement`; None to check the machine only.
             explicit: a registered name, or None to choose.
-            compute_capability: of the machine to choose for; None for this one.
+            compute_capability: of the machine; None for this one.
             among: names to choose from, best first; by default all.
 
         Raises:
-            NoImplementationError: the explicit choice is unknown or cannot run, or nothing can.
+            NoImplementationError: the explicit choice is unknown or unusable, or nothing is usable.
         """
         if explicit is not None:
             problem = self._unknown(explicit)
@@ -144,15 +144,15 @@ class Registry(Generic[T]):
 
 @cache
 def is_installed(module: str) -> bool:
-    """Whether a module can be imported; looked for once per process."""
+    """Whether a module is installed; checked once per process."""
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it would be in
+    except ModuleNotFoundError:  # its parent package is missing
         return False
 
 
 def current_compute_capability(device: torch.device | None = None) -> int:
-    """This machine's: 90 for SM90, `CPU` without an NVIDIA GPU.
+    """This machine's compute capability: 90 for SM90, `CPU` without an NVIDIA GPU.
 
     Args:
         device: which GPU; by default the current one.
@@ -163,28 +163,28 @@ def current_compute_capability(device: torch.device | None = None) -> int:
     return capability_of_gpu(torch.cuda.current_device() if index is None else index)
 
 
-@lru_cache(maxsize=16)  # PyTorch takes longer than many a kernel
+@lru_cache(maxsize=16)  # PyTorch's query takes longer than a small kernel
 def capability_of_gpu(index: int) -> int:
-    """That of an NVIDIA GPU by its index; asked for once."""
+    """Compute capability of an NVIDIA GPU by index; cached."""
     major, minor = torch.cuda.get_device_capability(index)
     return major * 10 + minor
 
 
 def compute_capability_of(device: torch.device) -> int:
-    """That of a device: `CPU` for all but NVIDIA GPUs."""
+    """Compute capability of a device; `CPU` for all but NVIDIA GPUs."""
     return current_compute_capability(device) if device.type == "cuda" else CPU
 
 
 def runs_on_gpu(
     compute_capability: int | None, oldest: int, missing: Callable[[], str | None], purpose: str
 ) -> Answer:
-    """The answer to `is_supported` of what runs on NVIDIA GPUs from some compute capability on.
+    """`is_supported` for implementations that need an NVIDIA GPU.
 
     Args:
-        compute_capability: of the machine that is asked about; None for this one.
-        oldest: the compute capability that is needed.
-        missing: what is not installed here, or None; asked on this machine alone.
-        purpose: the reason of a positive answer.
+        compute_capability: of the machine; None for this one.
+        oldest: min compute capability.
+        missing: says what is not installed, or None; called for this machine only.
+        purpose: the reason given if it is supported.
     """
     here = compute_capability is None
     capability = current_compute_capability() if compute_capability is None else compute_capability
@@ -197,5 +197,5 @@ def runs_on_gpu(
 
 
 def missing_module(module: str, source: str) -> str | None:
-    """Why a module cannot be used, and who installs it; None if it is there."""
+    """Error text for a module that is not installed, with its source; None if it is installed."""
     return None if is_installed(module) else f"needs {module} ({source})"
