@@ -7,8 +7,8 @@ from halfbyte.plugins.vllm.registry import uses_halfbyte
 OVERLAP = "triton.enable_pdl"
 """Inductor's option for programmatic dependent launch (PDL): a kernel may start before the
 previous one has ended. halfbyte's kernels use PDL as well. A step of a small batch is some 350
-kernels of a few µs each, and launch overhead takes a tenth of its time. PDL hides that, and lets the
-next layer's weights be prefetched (docs/vllm.md has figures)."""
+kernels of a few µs each, and launch overhead takes a tenth of its time. PDL hides that, and lets
+the next layer's weights be prefetched (docs/vllm.md has figures)."""
 
 
 def overlap_launches(vllm_config: Any) -> None:

@@ -135,7 +135,7 @@ def give_scales(vllm_config: Any, layer_names: list[str], device: torch.device) 
 
 
 def _refuse_unread_caches(vllm_config: Any, device: torch.device) -> None:
-    """Raise ValueError for layers with vLLM's own attention and a quantized cache, such as a draft's.
+    """Raise ValueError for layers (a draft's) with vLLM's own attention and a quantized cache.
 
     On CPUs vLLM accepts an nvfp4 cache but does not quantize; elsewhere it quantizes with a scale
     of 1.0 if there is none.
