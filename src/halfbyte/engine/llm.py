@@ -295,7 +295,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParamsOfAll = None,
     ) -> TokenStream:
-        """As `generate`, but yields every token as it is generated, and returns the outputs.
+        """As `generate`, but yields every token as it is generated.
 
         Prompts are checked immediately and queued when the iteration begins. Closing the generator
         aborts their requests. The outputs are the generator's return value.
