@@ -1,1 +1,1 @@
-"""Speed and accuracy claims: programs to run from the repository's root, and their runs as JSON."""
+"""Benchmarks of speed and accuracy, run from the repository's root, and their results as JSON."""

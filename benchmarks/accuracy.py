@@ -1,4 +1,4 @@
-"""What every cache format costs on the bundled model: JSON of the run, and a table of the docs.
+"""Accuracy of every cache format on the bundled model: JSON of the run, and a table of the docs.
 
     python -m benchmarks.accuracy [--out benchmarks/results/accuracy.json]
 
@@ -33,7 +33,7 @@ def halfbyte(*arguments: str) -> Any:
 
 
 def run(max_tokens: int) -> dict[str, Any]:
-    """The results, and what they were measured on."""
+    """The results, machine and versions."""
     info = halfbyte("info")
     arguments = (*ARGUMENTS, "--max-tokens", str(max_tokens))
     return {

@@ -4,13 +4,13 @@
 
 Cases, data and calls are those of `halfbyte bench attention`, 32 query heads, 8 KV heads, head size
 128, pages of 16 in random order; SDPA gets contiguous K and V and the group folded into its query
-dimension, which is far faster than `enable_gqa`. Here every instruction set takes part, and all
-take turns. Queries are float32, but bfloat16 for `sdpa_bf16` and for `halfbyte_avx512vnni` and
-`halfbyte_avx512bf16`, which is what a model in bfloat16 runs on where the CPU has dot products of
-16 bits. Calls share what depends on lengths alone, as a model's layers do.
+dimension, which is far faster than `enable_gqa`. All instruction sets are measured, interleaved.
+Queries are float32, but bfloat16 for `sdpa_bf16`, `halfbyte_avx512vnni` and `halfbyte_avx512bf16`,
+which a bfloat16 model uses on CPUs with 16-bit dot products. Calls share the plan, which depends
+only on lengths, as a model's layers do.
 
-Medians and minima of 41 calls on several copies of the data: as with the layers of a model, nobody
-finds its data in a cache. On all threads of torch.
+Medians and minima of 41 calls on several copies of the data, so that no call finds its data in a
+CPU cache, as with the layers of a model. Uses all threads of torch.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def turns_of(case: Case, levels: list[str]) -> dict[str, Turns]:
 
 
 def milliseconds(turns: dict[str, Turns]) -> dict[str, list[float]]:
-    """Times; all take turns, so that a noisy machine is noisy for all."""
+    """Times, with contenders interleaved so that noise affects all of them."""
     times: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(REPEATS + 3):
         for name, calls in turns.items():

@@ -1,4 +1,4 @@
-"""Attention beside FlashInfer and SDPA: the run, and the docs' table and picture of it.
+"""Attention of halfbyte, FlashInfer and SDPA: the run, and the docs' table and picture.
 
     python -m benchmarks.attention_decode --measure [--only decode-llama] [--out FILE]
     python -m benchmarks.attention_decode

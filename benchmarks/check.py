@@ -1,8 +1,8 @@
-"""Hold the committed runs in `results/` against their bounds.
+"""Check the committed runs in `results/` against their bounds.
 
     python -m benchmarks.check
 
-Prints every bound, and ends with 1 if one is missed, or held that is known to be missed.
+Prints every bound; exits with 1 if one is missed, or if a known miss is met.
 """
 
 import sys
@@ -16,7 +16,7 @@ from benchmarks.bounds.base import RESULTS, Bound, result
 
 
 def committed() -> list[Bound]:
-    """All bounds, with the values of the committed runs."""
+    """All bounds with the values of the committed runs."""
     return [
         *attention.of_decode_run(result("attention_decode")),
         *(bound for run in attention.CPU_RUNS for bound in attention.of_cpu_run(run, result(run))),
@@ -29,12 +29,12 @@ def committed() -> list[Bound]:
 
 
 def broken(bounds: Iterable[Bound]) -> list[Bound]:
-    """Those that are missed, and those that hold although they are known to be missed."""
+    """Bounds that are missed, and known misses that are met."""
     return [bound for bound in bounds if bound.holds == bool(bound.known_miss)]
 
 
 def verdict(bound: Bound) -> str:
-    """In words."""
+    """The result of a bound in words."""
     if bound.known_miss:
         return "holds, unexpectedly" if bound.holds else "known miss"
     return "holds" if bound.holds else "MISSED"
@@ -54,7 +54,7 @@ def table(bounds: Iterable[Bound]) -> Table:
 
 
 def main() -> None:
-    """Print all; SystemExit with 1 if any is broken."""
+    """Print all bounds; SystemExit with 1 if any is broken."""
     bounds = committed()
     console = Console(highlight=False, soft_wrap=True, width=130)
     console.print(table(bounds))

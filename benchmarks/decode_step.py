@@ -3,9 +3,8 @@
     python -m benchmarks.decode_step [--out benchmarks/results/decode_step.json]
 
 For each cache format, the engine's captured step (transformers' model code, halfbyte's store and
-attention) is replayed on a pool of random codes at one length for all sequences, and the attention
-of all its layers alone in a graph of its own. A format is worth what it should be if the step is
-faster by what its attention is faster.
+attention) is replayed on a pool of random codes with equal lengths, and so is a separate graph with
+only the attention of all layers. The step should become faster by the time that attention saves.
 """
 
 import argparse
@@ -57,7 +56,7 @@ def milliseconds(graph: torch.cuda.CUDAGraph, repeats: int = 20) -> float:
 
 
 def fill(pool: PagedKVPool, layers: int) -> None:
-    """Random codes with sane scales, or normal values for unquantized formats."""
+    """Fill with random codes and valid scales, or normal values for unquantized formats."""
     for layer in range(layers):
         views = pool.layout(layer).views(pool.layer_pages(layer))
         for data, scales in ((views.k_data, views.k_scale), (views.v_data, views.v_scale)):
@@ -79,7 +78,7 @@ def measure(model: Any, kv_cache_dtype: str, batch: int, context: int) -> dict[s
     tables = SequenceTables(pool)
     for i in range(batch):
         tables.add(i)
-    # Page by page in turn, so that no sequence's pages are neighbours.
+    # Append page by page in turn, so that no sequence's pages are adjacent.
     for begin in range(0, context, 16):
         for i in range(batch):
             tables.append(i, min(16, context - begin))
@@ -102,7 +101,7 @@ def measure(model: Any, kv_cache_dtype: str, batch: int, context: int) -> dict[s
 
 
 def _attention(runner: ModelRunner, pool: PagedKVPool, batch: int) -> tuple[float, str]:
-    """Mean milliseconds of a layer's attention over all layers, and who does it."""
+    """Mean milliseconds of a layer's attention over all layers, and the backend."""
     assert runner.graphs is not None
     work = runner.graphs._batch(batch)
     heads = runner.model.config.num_attention_heads
@@ -144,7 +143,7 @@ def _attention(runner: ModelRunner, pool: PagedKVPool, batch: int) -> tuple[floa
 
 
 def run_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a report begins with."""
+    """The first fields of a report."""
     return {
         "date": datetime.date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(),

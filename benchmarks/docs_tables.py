@@ -1,8 +1,8 @@
-"""Tables of docs/numbers/ that no other program writes, from the committed runs.
+"""Writes tables of docs/numbers/ from the committed runs.
 
     python -m benchmarks.docs_tables
 
-Every table goes between the markers of its name: `<!-- store -->` and `<!-- /store -->`.
+Every table goes between markers with its name: `<!-- store -->` and `<!-- /store -->`.
 """
 
 import json
@@ -22,7 +22,7 @@ def read(name: str) -> Any:
 
 
 def markdown(heads: Iterable[str], rows: Iterable[Iterable[object]], text_columns: int = 1) -> str:
-    """A table; columns after the first `text_columns` are numbers, to the right."""
+    """A table; columns after the first `text_columns` are right-aligned numbers."""
     heads = list(heads)
     rules = ["---"] * text_columns + ["---:"] * (len(heads) - text_columns)
     lines = [heads, rules, *(map(str, row) for row in rows)]
@@ -30,12 +30,12 @@ def markdown(heads: Iterable[str], rows: Iterable[Iterable[object]], text_column
 
 
 def time(row: dict[str, Any], name: str) -> str:
-    """Microseconds of a single call, or nothing where that did not take part."""
+    """Microseconds of a single call; empty if not measured."""
     return f"{row[name]['single']:,.0f}" if name in row else ""
 
 
 def prefill() -> str:
-    """Every case of prefill beside dense attention on bfloat16."""
+    """All prefill cases, and dense attention on bfloat16."""
     names = ("halfbyte_nvfp4", "flashinfer_fa3_bf16", "flashinfer_fa2_bf16", "sdpa_bf16")
     rows = []
     for row in read("attention_decode")["microseconds"]:
@@ -55,10 +55,10 @@ def prefill() -> str:
     return markdown(heads, rows, 2)
 
 
-def prefill_ways() -> str:
-    """Prefill by kernel, where one of them is chosen for a reason."""
+def prefill_variants() -> str:
+    """Prefill by kernel, for the cases that decide between them."""
     rows = []
-    for row in read("prefill_ways")["microseconds"]:
+    for row in read("prefill_variants")["microseconds"]:
         tokens = f"{row['batch']} x {row['new']:,}"
         tokens += f" on {row['cached']:,}" if row["cached"] else ""
         options = [f"window {row['window']:,}"] if row["window"] else []
@@ -93,7 +93,7 @@ def store() -> str:
 
 
 def cpu_attention() -> str:
-    """Decode on a CPU, beside SDPA on unquantized K and V."""
+    """Decode on a CPU, and SDPA on unquantized K and V."""
     names = {
         "halfbyte_avx512vnni": "AVX-512 VNNI",
         "halfbyte_avx512bf16": "AVX-512 BF16",
@@ -110,7 +110,7 @@ def cpu_attention() -> str:
 
 
 def cpu_prefill() -> str:
-    """Prefill on a CPU, beside SDPA."""
+    """Prefill on a CPU, and SDPA."""
     names = ("halfbyte_nvfp4", "sdpa_bf16", "sdpa_fp32")
     rows = [
         [
@@ -142,7 +142,7 @@ def cpu_linear() -> str:
 
 
 def linear_ratios() -> str:
-    """Our time over cuBLAS's with bfloat16 weights, from 256 tokens on."""
+    """halfbyte's time relative to cuBLAS with bfloat16 weights, from 256 tokens on."""
     rows = read("linear")["microseconds"]
     shapes = dict.fromkeys(row["shape"] for row in rows)
     ratio = {(r["m"], r["shape"]): r["in_graph"]["ours_over_dense"] for r in rows if r["m"] >= 256}
@@ -153,7 +153,7 @@ def linear_ratios() -> str:
 
 
 def linear_bounds() -> str:
-    """What the committed run must reach, and what it reached."""
+    """Bounds on the committed run, and its values."""
     rows = [
         [row["meaning"], row["shape"].replace("x", " x "), row["rows"]]
         + [f"{row[timing]['worst']:.2f}" for timing in ("in_graph", "single", "back_to_back")]
@@ -164,7 +164,7 @@ def linear_bounds() -> str:
 
 
 def model_weights() -> str:
-    """Prompts through a whole model, weights in bfloat16 and in NVFP4."""
+    """Prefill of a whole model with weights in bfloat16 and in NVFP4."""
     weights = read("model_weights")["weights"]
     rows = []
     for case in weights["nvfp4"]["prefill_tokens_per_s"]:
@@ -185,7 +185,7 @@ def model_weights() -> str:
 
 
 def decode_step() -> str:
-    """A decode step of the embedded engine's model, by cache."""
+    """A decode step of the engine by cache format."""
     rows = [
         [f"`{row['kv_cache_dtype']}`", f"{row['step_ms']:.1f} ms", f"{row['attention_ms']:.1f} ms"]
         for row in read("decode_step")["steps"]
@@ -195,7 +195,7 @@ def decode_step() -> str:
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "prefill": ("attention.md", prefill),
-    "prefill-ways": ("attention.md", prefill_ways),
+    "prefill-variants": ("attention.md", prefill_variants),
     "store": ("attention.md", store),
     "decode-step": ("attention.md", decode_step),
     "cpu-attention": ("cpu.md", cpu_attention),
@@ -205,11 +205,11 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "linear-bounds": ("linear.md", linear_bounds),
     "model-weights": ("linear.md", model_weights),
 }
-"""Marker -> page and what makes the table."""
+"""Marker -> page and function that builds the table."""
 
 
 def put(page: Path, marker: str, table: str) -> None:
-    """Write a table between a page's markers, which must be there once."""
+    """Write a table between a page's markers, which must occur once."""
     begin, end = f"<!-- {marker} -->\n", f"<!-- /{marker} -->"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
     text, count = pattern.subn(lambda _: begin + table + end, page.read_text())

@@ -1,11 +1,11 @@
-"""How other projects store K and V, on the same tensors: loss on a real model, JSON and a table.
+"""Other projects' KV cache schemes on the same tensors: loss on a real model, JSON and a table.
 
     python -m benchmarks.kv_peers FOLDER [--model SmolLM2-135M-Instruct] [--tokens 1024]
 
 Each scheme of `peers/kv_schemes.py` rounds K and V of every layer in the model's own attention, in
-float32, and the loss and KL divergence are those to the unrounded model. A whole window is one
-forward pass: schemes round a token by what came before it alone, or by groups that they would
-wait for. halfbyte's own recipes, through packed pages, are in `kv_recipes.json`.
+float32; loss and KL divergence are relative to the unrounded model. A window is one forward pass:
+schemes round a token using only earlier tokens, or groups for which they would wait. halfbyte's
+own recipes, measured with packed pages, are in `kv_recipes.json`.
 """
 
 import argparse
@@ -34,14 +34,14 @@ _NAME = "kv_peers"
 
 @dataclass
 class _Layer:
-    """Calibrations of a layer: of K as it is, rotated, centred; of V as it is, centred."""
+    """Calibrations of a layer: of K unchanged, rotated, centred; of V unchanged, centred."""
 
     k: dict[str, Calibration]
     v: dict[str, Calibration]
 
 
 class Rounded:
-    """A model whose attention reads K and V as a scheme stores them.
+    """A model whose attention reads K and V rounded by a scheme.
 
     Args:
         model: float32, of an architecture with full attention in every layer.
@@ -96,7 +96,7 @@ class Rounded:
 
 
 def _calibrations(x: torch.Tensor) -> dict[str, Calibration]:
-    """Twice the largest magnitude, as halfbyte's own headroom has it."""
+    """Calibrations with amax doubled, the same headroom as halfbyte's."""
     mean = x.mean(1, keepdim=True)
     ways = {"plain": x, "rotated": hadamard(x), "affine": x - mean}
     return {name: Calibration(2 * float(y.abs().max()), mean) for name, y in ways.items()}
@@ -113,8 +113,8 @@ def _attention(
     """`[1, tokens, heads, D]`.
 
     Args:
-        keys, values: as stored, and exact, which those fewer than `residual` tokens before a query
-            are read as; `[kv_heads, tokens, D]`.
+        keys, values: rounded and exact `[kv_heads, tokens, D]`; the exact ones are used for the
+            `residual` tokens nearest to a query.
     """
     group, tokens = query.shape[0] // keys[0].shape[0], query.shape[1]
     distance = torch.arange(tokens)[:, None] - torch.arange(tokens)
@@ -175,7 +175,7 @@ def measure(folder: Path, name: str, tokens: int) -> list[dict[str, Any]]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Markdown, the nearest to the unrounded model first."""
+    """Markdown, sorted by distance from the unrounded model."""
     lines = ["| | bits | change in NLL | KL | top-1 agreement |", "|---|---:|---:|---:|---:|"]
     for rows in report["models"].values():
         for row in sorted(rows, key=lambda row: row["kl_divergence"]):

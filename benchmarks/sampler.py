@@ -1,9 +1,9 @@
-"""What sampling adds to a step: 64 rows of Llama 3's vocabulary.
+"""Time of sampling in a step: 64 sequences, Llama 3's vocabulary.
 
     python -m benchmarks.sampler [--device cuda] [--out benchmarks/results/sampler.json]
 
-Milliseconds from logits on the device to tokens on the host, the one transfer included; median of
-the repeats.
+Milliseconds from logits on the device to tokens on the host, including the transfer; median of the
+repeats.
 """
 
 import argparse

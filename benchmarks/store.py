@@ -1,12 +1,12 @@
-"""Storing K and V on one GPU: how close the kernel comes to a plain copy of as many bytes.
+"""Storing K and V on one GPU, relative to the bandwidth of a plain copy.
 
     python -m benchmarks.store [--out benchmarks/results/store.json]
 
 K and V are bfloat16, 8 heads of 128. `single`, `back_to_back` and `in_graph` are those of
-`benchmarks.timing`, the last per store of a graph of many, as an engine's decode step has one
-per layer; `host` is what an uncaptured call takes of the CPU. Stores take turns on
-copies of inputs and pages. The copies of a prompt leave the L2; a decode step's inputs were just
-computed, so its copies are those of 32 layers. Slots are random.
+`benchmarks.timing`, the last per store in a graph of many, like the one per layer of an engine's
+decode step; `host` is the CPU time of an uncaptured call. Stores rotate over copies of inputs and
+pages. The copies of a prompt exceed L2; a decode step's inputs were just computed, so its copies
+are those of 32 layers. Slots are random.
 """
 
 import argparse
@@ -38,7 +38,7 @@ Call = Callable[[], None]
 
 
 def stores(kv_cache_dtype: str, tokens: int) -> tuple[list[Call], int]:
-    """Stores of as many tokens on different data, each checked, and the bytes that one moves."""
+    """Stores of `tokens` tokens on different data, each checked, and bytes moved per store."""
     layout = PageLayout(kv_cache_dtype, kv_cache_dtype, HEAD_SIZE, None, HEADS, BLOCK_SIZE)
     input_bytes = 2 * tokens * HEADS * HEAD_SIZE * 2
     num_bytes = int(input_bytes + tokens * layout.bytes_per_token)
@@ -61,7 +61,7 @@ def stores(kv_cache_dtype: str, tokens: int) -> tuple[list[Call], int]:
 
 
 def host_microseconds(call: Call) -> float:
-    """CPU time of one call, the GPU's queue being far from full."""
+    """CPU time of one call, while the GPU's queue is not full."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(_HOST_CALLS):
@@ -72,7 +72,7 @@ def host_microseconds(call: Call) -> float:
 
 
 def measure_stores(kv_cache_dtype: str, tokens: int, copy_bandwidth: float) -> dict[str, Any]:
-    """A row of the report; times in µs, `of_copy` the share of the copy bandwidth (TB/s)."""
+    """A row of the report: times in µs, and `of_copy`, the share of the copy bandwidth (TB/s)."""
     device = torch.device("cuda")
     calls, num_bytes = stores(kv_cache_dtype, tokens)
     times = measure(calls, device, in_graph=True)

@@ -1,17 +1,17 @@
-"""How long calls take in CUDA graphs, contenders interleaved. All times are in µs.
+"""Timing of calls in CUDA graphs, with contenders interleaved. All times are in µs.
 
-On a GPU a call is captured in a CUDA graph, unless it synchronizes (then `graph` is false).
+On a GPU a call is captured in a CUDA graph, unless it syncs (then `graph` is false).
 
     single        median of replays timed one by one
-    back_to_back  mean of replays in a row; of several rounds, the median
-    in_graph      per call of a graph that holds many, with a small kernel (`spacer`) before each,
-                  less what the spacers take alone: so no call overlaps with the one before it,
-                  which in a model would not be its own
+    back_to_back  mean of consecutive replays; with several rounds, the median
+    in_graph      per call of a graph of many calls, with a small kernel (`spacer`) before each,
+                  minus the time of the spacers alone: so no call overlaps with the previous call,
+                  which in a model is another layer's
 
-Calls take turns on copies of the data that together exceed the caches. Replays are queued behind a
-kernel that keeps the GPU busy, because the host takes 3 to 17 µs to start a graph; what the GPU
-itself takes to start one, some 3 µs or 2 in a row, is in the first two. Contenders are interleaved
-(`measure_in_turns`), so that none alone gets the boosted clock.
+Calls rotate over copies of the data that together exceed the caches. Replays are queued behind a
+kernel that keeps the GPU busy, because the host takes 3 to 17 µs to launch a graph. The GPU's own
+launch time, some 3 µs or 2 in a row, is included in the first two. Contenders are interleaved
+(`measure_in_turns`), so that no contender alone gets the boosted clock.
 """
 
 import statistics
@@ -36,13 +36,13 @@ from halfbyte.bench.timing import (
 )
 
 _ROW_REPLAYS = 5
-"""Of a graph of many calls, per round."""
+"""Replays per round of a graph of many calls."""
 _HEAD_START_CYCLES = 50 * CYCLES_PER_US
-"""That the host is ahead, per queued replay."""
+"""GPU busy cycles per queued replay, to keep the host ahead."""
 
 
 class Row(NamedTuple):
-    """A graph of calls with a spacer before each, and a graph of the spacers alone."""
+    """A graph of calls with a spacer before each, and a graph of only the spacers."""
 
     replay: Call
     spacers: Call
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """Calls that were warmed up and, on a GPU, captured if they can be."""
+    """Calls after warm-up and, on a GPU, capture if possible."""
 
     calls: Sequence[Call]
     captured: bool
@@ -58,10 +58,10 @@ class Ready(NamedTuple):
 
 
 def ready(calls: Sequence[Call], device: torch.device, *, in_graph: bool = False) -> Ready:
-    """Prepare calls that do the same work on different data.
+    """Prepare calls with the same work on different data.
 
     Args:
-        in_graph: also capture a graph that holds many of them.
+        in_graph: also capture a graph of many calls.
     """
     for call in calls[:2]:
         call()
@@ -76,7 +76,7 @@ def ready(calls: Sequence[Call], device: torch.device, *, in_graph: bool = False
 
 
 def measure(calls: Sequence[Call], device: torch.device, *, in_graph: bool = False) -> Times:
-    """`single`, `back_to_back`, on a GPU `graph` and, if asked for, `in_graph` of such calls."""
+    """`single`, `back_to_back`, on a GPU `graph` and, if requested, `in_graph` of calls."""
     contender = ready(calls, device, in_graph=in_graph)
     return measure_in_turns({"": contender}, device, rounds=1)[""]
 
@@ -88,12 +88,12 @@ def measure_in_turns(
     budget_us: float | None = None,
     rest_s: float = 0.0,
 ) -> dict[str, Times]:
-    """Times of `measure` by name, with the repetitions of all contenders interleaved.
+    """As `measure`, by name, with the repetitions of all contenders interleaved.
 
     Args:
-        budget_us: per contender and series of repetitions; None for that of `measure`.
-        rest_s: seconds of idling before each turn, so that heat and power of one contender do not
-            slow the next.
+        budget_us: per contender and series of repetitions; None for the default of `measure`.
+        rest_s: seconds to idle before each turn, so that heat and power of one contender do not
+            slow down the next.
     """
     budget = (BUDGET_US[device.type] if budget_us is None else budget_us) / rounds
     turns = {name: cycle(contender.calls) for name, contender in contenders.items()}
@@ -123,7 +123,7 @@ def measure_in_turns(
 
 
 def waits_for_host(call: Call) -> bool:
-    """Whether a call synchronizes the GPU with the host, which a graph cannot capture."""
+    """Whether a call syncs the GPU with the host, which a graph cannot capture."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -139,7 +139,7 @@ def waits_for_host(call: Call) -> bool:
 
 
 def capture(calls: Sequence[Call], pool: Any = None) -> Call:
-    """Replay of calls captured in one CUDA graph; graphs of a pool share their memory."""
+    """Capture calls in one CUDA graph and return its replay; graphs of a pool share memory."""
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -164,7 +164,7 @@ def spacer(device: torch.device) -> Call:
 
 
 def whole_turns(calls: Sequence[Call]) -> list[Call]:
-    """At least `IN_A_ROW` calls, each equally often, so that all find their data equally cold."""
+    """At least `IN_A_ROW` calls, each equally often, so that all have equally cold data."""
     return list(calls) * -(-timing.IN_A_ROW // len(calls))
 
 

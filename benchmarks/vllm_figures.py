@@ -48,7 +48,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def recipes_table(report: dict[str, Any]) -> str:
-    """Microseconds of single calls, and what they are of `plain`, in Markdown."""
+    """Microseconds of single calls, and their ratio to `plain`, in Markdown."""
     names = ("plain", "without the last tokens", "balanced")
     lines = ["| µs | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
     for case, times in report["microseconds"].items():

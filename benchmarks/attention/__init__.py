@@ -1,1 +1,1 @@
-"""Attention beside its peers: cases, the run, the table and the picture of it."""
+"""The attention benchmark with peers: cases, run, table and picture."""

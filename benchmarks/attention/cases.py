@@ -1,4 +1,4 @@
-"""The cases of the committed run: also ragged batches, and shapes with one thing changed."""
+"""Cases of the committed run, including ragged batches and variants of one shape."""
 
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -43,12 +43,12 @@ class Case(usual.Case):
         return int(self.lengths().long().clamp(max=self.window - 1 + self.query_tokens).sum())
 
     def evened_out(self) -> "Case":
-        """As many sequences, all of this case's mean length."""
+        """The same number of sequences, all with this case's mean length."""
         return _case(self, context=round(float(self.lengths().float().mean())), ragged=False)
 
 
 def of_row(row: dict[str, Any]) -> Case:
-    """The case that a row of a report begins with."""
+    """The case of a row, from its first fields."""
     return Case(**{field.name: row[field.name] for field in fields(Case) if field.name in row})
 
 
@@ -69,7 +69,7 @@ def ragged(preset: str, batch: int, context: int, shortest: int = _SHORTEST) -> 
 
 
 def variant(name: str, batch: int, context: int, **changes: Any) -> Case:
-    """A decode step of the first shape of heads, with one thing changed."""
+    """A decode step with the first head shape and one change."""
     return decode("llama", batch, context, name=f"decode-{name}-{batch}x{context}", **changes)
 
 
@@ -80,15 +80,15 @@ VARIANTS = (
     variant("speculative", 64, 8192, query_tokens=4),
 )
 WITHOUT_PEERS = frozenset(case.name for case in VARIANTS)
-"""To be compared with the first case, not with others."""
+"""Compared with the first case, not with peers."""
 CASES = (
     *(decode("llama", *sizes) for sizes in ((64, 8192), (8, 32768), (1, 131072), (128, 1024))),
     *(decode(preset, 64, 8192) for preset in ("gpt-oss", "gemma")),
-    decode("gemma", 256, 8192),  # as many bytes as the first
+    decode("gemma", 256, 8192),  # reads as many bytes as the first
     decode("mistral", 64, 16384),
     decode("gpt-oss-sliding", 64, 8192),
     *(ragged("llama", *sizes) for sizes in ((64, 16384), (16, 32768), (256, 2048))),
-    # The longest sixteen times as long as the shortest.
+    # Lengths within a factor of 16.
     *(
         ragged("llama", *sizes)
         for sizes in ((64, 16384, 1024), (16, 32768, 2048), (256, 2048, 128))

@@ -1,4 +1,4 @@
-"""How far attention is from float64 on the dequantized cache, and how far bfloat16 is."""
+"""Error of attention, and of bfloat16, against float64 on the dequantized cache."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,11 @@ from halfbyte.kvcache import read_tokens
 
 
 class Error(NamedTuple):
-    """Largest errors over the largest value."""
+    """Max errors relative to the max value."""
 
     ours: float
     bfloat16: float
-    """Of the same sum computed in bfloat16 on the same cache: twice as much is allowed in tests."""
+    """Error of attention in bfloat16 on the same cache; tests allow twice as much."""
 
 
 def attention_error(
@@ -26,13 +26,13 @@ def attention_error(
 ) -> Error:
     """Error against float64, on a sample of query tokens.
 
-    Looked at are the first, the longest and the shortest sequence, and of each the first, the
-    middle and the last query token.
+    Samples the first, the longest and the shortest sequence, and the first, middle and last query
+    token of each.
 
     Args:
-        out: `[tokens, heads, head_size]`, what attention to the cache's first pool gave.
+        out: `[tokens, heads, head_size]`, the output of attention to the cache's first pool.
         query: of the same shape.
-        sinks: `[heads]`, or None where they took no part.
+        sinks: `[heads]`, or None if not used.
     """
     lengths = case.lengths()
     errors, baselines, values = [], [], []

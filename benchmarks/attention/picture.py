@@ -13,7 +13,7 @@ BARS = (
     ("flashinfer_bf16", "FlashInfer, BF16 cache", "#8a96a3"),
 )
 _INK = "#7d8590"
-"""Legible on white and on black alike."""
+"""Legible on white and on black."""
 _WIDTH = 0.27
 
 
@@ -98,7 +98,7 @@ def _draw_bars(axes: Any, report: dict[str, Any], rows: list[dict[str, Any]]) ->
 
 
 def _offset(row: dict[str, Any], name: str) -> float:
-    """Of a bar in its group, in which those that are missing leave no gap."""
+    """Offset of a bar in its group; missing bars leave no gap."""
     shown = [other for other, _, _ in BARS if "single" in row.get(other, {})]
     return (shown.index(name) - (len(shown) - 1) / 2) * _WIDTH
 

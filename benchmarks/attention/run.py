@@ -1,8 +1,8 @@
-"""The attention benchmark with all peers and everything that the committed run says.
+"""The attention benchmark with all peers and all fields of the committed run.
 
 Beyond `halfbyte.bench.AttentionBenchmark`, and timed in CUDA graphs (`benchmarks.timing`):
 
-    flashinfer_bf16, ...     FlashInfer on the same pages, where it is installed
+    flashinfer_bf16, ...     FlashInfer on the same pages, if it is installed
     in_graph, graph          decode and store, see `benchmarks.timing`
     error, bfloat16_error    against float64, see `exact`
     backend                  halfbyte's
@@ -33,14 +33,14 @@ from halfbyte.dispatch import CPU, current_compute_capability
 
 
 class AttentionRun(AttentionBenchmark):
-    """As `AttentionBenchmark`; with peers, FlashInfer is one of them."""
+    """As `AttentionBenchmark`, with FlashInfer among the peers."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.with_flashinfer = flashinfer.is_usable(self.device)
 
     def contenders(self, case: UsualCase) -> dict[str, Callable[[], Row]]:
-        """Ours, FlashInfer's, SDPA."""
+        """halfbyte, FlashInfer, SDPA."""
         found = super().contenders(case)
         if not self.with_peers or case.name in WITHOUT_PEERS:
             return {name: found[name] for name in found if name.startswith("halfbyte_")}
@@ -50,7 +50,7 @@ class AttentionRun(AttentionBenchmark):
         return found
 
     def halfbyte(self, case: UsualCase, dtype: str) -> Row:
-        """Times, errors and memory of our attention."""
+        """Times, errors and memory of halfbyte's attention."""
         entry = super().halfbyte(case, dtype)
         cache = make_cache(case, dtype, self.device)
         queries = make_queries(case, self.device, self.query_dtype)
@@ -71,7 +71,7 @@ class AttentionRun(AttentionBenchmark):
     def flashinfer(
         self, case: UsualCase, dtype: str, make: Callable[[Cache, Queries], list[Call]]
     ) -> Row:
-        """Times and error of FlashInfer, which leaves out sinks and V's global scale."""
+        """Times and error of FlashInfer, without sinks and V's global scale."""
         cache = make_cache(case, dtype, self.device)
         queries = make_queries(case, self.device, self.query_dtype)
         calls = make(cache, queries)
@@ -84,12 +84,12 @@ class AttentionRun(AttentionBenchmark):
 
     def times(self, case: UsualCase, calls: Sequence[Call], num_bytes: int | None = None) -> Row:
         """Times of calls, and rates."""
-        # Prefill's calls are long beside the start of a graph.
+        # Prefill calls are long compared with a graph launch.
         self.measure = partial(measure, in_graph=case.kind != "prefill")
         return super().times(case, calls, num_bytes)
 
     def _evened_out(self, case: Case, dtype: str) -> Row:
-        """Times of a batch of as many sequences of one length, with as many tokens in all."""
+        """Times of a batch with as many sequences and tokens, but equal lengths."""
         even = case.evened_out()
         cache = make_cache(even, dtype, self.device)
         queries = make_queries(even, self.device, self.query_dtype)
@@ -98,7 +98,7 @@ class AttentionRun(AttentionBenchmark):
 
 
 def backend_of(case: UsualCase, cache: Cache, queries: Queries, backend: str | None) -> str:
-    """Name of the backend that `attention_calls` runs on."""
+    """Name of the backend that `attention_calls` uses."""
     query = queries.query
     config = AttentionConfig(
         layout=cache.layout,

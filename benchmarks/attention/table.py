@@ -12,7 +12,7 @@ def case_label(row: dict[str, Any]) -> str:
 
 
 def heads_label(row: dict[str, Any]) -> str:
-    """`8 x 4 x 128`: KV heads, group and head size, and what else is special."""
+    """`8 x 4 x 128`: KV heads, group and head size, and other properties of the case."""
     label = f"{row['kv_heads']} x {row['group']} x {row['head_size']}"
     label += " with sinks" if row["sinks"] else ""
     if window := row.get("sliding_window"):
@@ -22,7 +22,7 @@ def heads_label(row: dict[str, Any]) -> str:
 
 
 def markdown_table(report: dict[str, Any]) -> str:
-    """The decode steps, single replays on halfbyte's NVFP4 cache beside FlashInfer's best."""
+    """Decode steps: single replays of halfbyte on its NVFP4 cache, and FlashInfer's best."""
     lines = [
         "| sequences x context | KV heads x group x head size | halfbyte nvfp4 | FlashInfer fp8 "
         "| FlashInfer bf16 | halfbyte / bf16 |",

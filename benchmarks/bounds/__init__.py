@@ -1,1 +1,1 @@
-"""What committed runs must hold, operation by operation; `benchmarks.check` judges them."""
+"""Bounds on committed runs, by operation; checked by `benchmarks.check`."""

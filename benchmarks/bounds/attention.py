@@ -1,4 +1,4 @@
-"""What attention must hold, on GPUs and CPUs, by itself and in a decode step."""
+"""Bounds on attention, on GPUs and CPUs, alone and in a decode step."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +14,7 @@ _OF_FLASHINFER = {
     "llama-128x1024": 0.40,
     "gpt-oss-64x8192": 0.45,
 }
-"""Max share of FlashInfer's time on an unquantized cache."""
+"""Max time relative to FlashInfer on an unquantized cache."""
 _FIRST = "decode-llama-64x8192"
 
 
@@ -44,7 +44,7 @@ def _rate(row: dict[str, Any]) -> float:
 
 
 def _of_shapes(rows: Rows) -> Iterator[Bound]:
-    """Each reads as many bytes: wider heads, longer pages, one KV head, more queries, and all."""
+    """Variants that read as many bytes: larger heads or pages, one KV head, more queries, all."""
     base, bound = rows[_FIRST], partial(Bound, "attention_decode")
     size = base["halfbyte_nvfp4"]["bytes"]
     for name in ("wide", "long-pages", "mqa", "speculative", "gemma"):
@@ -58,7 +58,7 @@ def _of_shapes(rows: Rows) -> Iterator[Bound]:
 
 
 def _of_ragged(rows: Rows) -> Iterator[Bound]:
-    """Log-uniform lengths, also those of which the shortest are a sixteenth of the longest."""
+    """Log-uniform lengths, also within a factor of 16."""
     bound = partial(Bound, "attention_decode")
     ragged = [row for row in rows.values() if row["ragged"]]
     near = [row for row in ragged if 16 * row["shortest"] == row["context"]]
@@ -74,7 +74,7 @@ def _of_ragged(rows: Rows) -> Iterator[Bound]:
 
 
 def _of_errors(rows: Rows) -> Iterator[Bound]:
-    """At most twice bfloat16's, NaN never; counted, because `max` may lose a NaN."""
+    """At most twice bfloat16's error, and no NaN; counted, because `max` may drop a NaN."""
     entries = [
         entry
         for row in rows.values()
@@ -121,7 +121,7 @@ def of_cpu_run(run: str, report: dict[str, Any]) -> Iterator[Bound]:
 
 
 def of_decode_step(report: dict[str, Any]) -> Iterator[Bound]:
-    """A decode step gains what attention saves."""
+    """A decode step becomes faster by the time that attention saves."""
     steps = {step["kv_cache_dtype"]: step for step in report["steps"]}
     ours, unquantized = steps["nvfp4"], steps["bfloat16"]
     saved = unquantized["attention_ms"] - ours["attention_ms"]

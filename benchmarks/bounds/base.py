@@ -1,4 +1,4 @@
-"""One bound on one figure of a committed run."""
+"""A bound on a figure of a committed run."""
 
 import json
 import operator
@@ -19,18 +19,18 @@ class Bound(NamedTuple):
     """`value comparison limit` must hold."""
 
     run: str
-    """Of `results/`, without `.json`."""
+    """File name in `results/`, without `.json`."""
     name: str
     value: float
     comparison: str
     """One of `<`, `<=`, `==`, `>=`, `>`."""
     limit: float
     known_miss: str = ""
-    """Why the committed run misses it; then one that holds it is an error, too."""
+    """Why the committed run misses the bound; if set, meeting the bound is an error."""
 
     @property
     def holds(self) -> bool:
-        """Whether the value keeps the limit; NaN keeps none."""
+        """Whether the value meets the limit; NaN never does."""
         return bool(_COMPARISONS[self.comparison](self.value, self.limit))
 
 

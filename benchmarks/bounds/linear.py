@@ -1,4 +1,4 @@
-"""What linear layers must hold, as `linear_layers.bounds` has it."""
+"""Bounds on linear layers, see `linear_layers.bounds`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ from benchmarks.linear_layers.bounds import bounds
 
 
 def of_linear(report: dict[str, Any]) -> Iterator[Bound]:
-    """Bounds of `linear.json`; where a side of a ratio is missing, the value is NaN."""
+    """Bounds of `linear.json`; the value is NaN if one side of a ratio is missing."""
     for found in bounds(report):
         for timing in report["judged_by"]:
             value = found[timing]["worst"]

@@ -1,4 +1,4 @@
-"""What steps inside vLLM must hold."""
+"""Bounds on steps inside vLLM."""
 
 from collections.abc import Iterator
 from functools import partial

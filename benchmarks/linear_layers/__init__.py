@@ -1,1 +1,1 @@
-"""NVFP4 linear layers beside their peers: the run, its ratios and its table."""
+"""The benchmark of NVFP4 linear layers with peers: run, ratios and table."""

@@ -1,4 +1,4 @@
-"""What must hold of linear layers: arithmetic on a report, so committed runs can be judged."""
+"""Bounds on linear layers, computed from a report."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 from benchmarks.linear_layers.ratios import TIMINGS, Row
 
 _HUMMING = {"6144x4096": 0.85, "28672x4096": 0.75, "4096x14336": 0.75}
-"""Max share of Humming's time that our kernel may take, for up to 16 tokens."""
+"""Max time relative to Humming, for up to 16 tokens."""
 
 
 class _Bound(NamedTuple):
@@ -15,11 +15,11 @@ class _Bound(NamedTuple):
     min_tokens: int
     max_tokens: int | None
     limit: Callable[[str], float | None]
-    """Of a shape; None where there is no bound."""
+    """Limit for a shape; None for no bound."""
     at_most: bool
-    """Or at least."""
+    """Whether the limit is a max (else a min)."""
     on_cpus: bool = False
-    """Whether it is for CPUs, too."""
+    """Whether it also applies to CPUs."""
 
     def includes(self, row: Row) -> bool:
         return bool(self.min_tokens <= row["m"] <= (self.max_tokens or row["m"]))
@@ -42,11 +42,10 @@ _BOUNDS = (
 
 
 def bounds(report: Row) -> list[Row]:
-    """What must hold on an H200, bound by bound and shape by shape; on CPUs, of the choice alone.
+    """Bounds on an H200, per bound and shape; on CPUs only those on backend selection.
 
-    A bound holds if it does in every measured case that it speaks of, by the timings of the
-    report's `judged_by`. Where a side of the ratio is missing in one of them, and no other breaks
-    it, `holds` is None.
+    A bound holds if all its measured cases meet it, by the timings in the report's `judged_by`. If
+    a case lacks one side of the ratio, and no other case breaks the bound, `holds` is None.
 
     Returns:
         For each: `name`, `meaning`, `shape`, `rows`, `limit`; for each timing the `worst` ratio and
@@ -76,7 +75,7 @@ def _bounds(rows: list[Row], judges: Sequence[str], on_cpu: bool) -> Iterator[Ro
                 "rows": bound.rows(),
                 "limit": limit,
                 **worst,
-                # One case beyond the bound is enough to break it, whatever else is missing.
+                # One case beyond the limit breaks the bound, even if others are missing.
                 "holds": False if not all(kept) else True if complete else None,
             }
 

@@ -6,7 +6,7 @@ import torch
 
 
 def gpu_state(device: torch.device) -> dict[str, str] | None:
-    """Driver, clocks (MHz), power (W) and temperature (C) of a GPU now, as `nvidia-smi` says."""
+    """Current driver, clocks (MHz), power (W) and temperature (C) of a GPU, from `nvidia-smi`."""
     if device.type != "cuda":
         return None
     names = {
@@ -17,7 +17,7 @@ def gpu_state(device: torch.device) -> dict[str, str] | None:
         "watts": "power.draw",
         "celsius": "temperature.gpu",
     }
-    # By UUID: indices are not the same where CUDA_VISIBLE_DEVICES is set.
+    # By UUID: indices differ if CUDA_VISIBLE_DEVICES is set.
     gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(names.values())}"]
     try:

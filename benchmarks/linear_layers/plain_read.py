@@ -1,7 +1,7 @@
-"""Reading as many bytes as a weight has, and nothing else: what a linear layer cannot beat.
+"""Time to only read the bytes of a weight: a lower bound for a linear layer.
 
-On an NVIDIA GPU a kernel of a few lines with four 16-byte loads of every thread in flight, at
-several sizes of grid; beside it PyTorch's sum, everywhere. Whichever is fastest is the plain read.
+Candidates are PyTorch's sum and, on NVIDIA GPUs, a small kernel with four 16-byte loads in flight
+per thread and several grid sizes. The fastest is the plain read.
 """
 
 import ctypes
@@ -40,13 +40,13 @@ read_all(const uint4* data, unsigned long long count, unsigned* out) {
 
 
 def plain_read(num_bytes: int, device: torch.device) -> tuple[str, list[Call]]:
-    """The fastest variant found that reads so many bytes, and calls of it on different data.
+    """The fastest candidate that reads `num_bytes`, and calls of it on different data.
 
     Args:
         num_bytes: a multiple of 16.
 
     Returns:
-        What reads (`torch.sum`, or `kernel, 4 CTAs` per SM), and the calls.
+        Name (`torch.sum`, or `kernel, 4 CTAs` per SM), and the calls.
     """
     data = [
         torch.randn(num_bytes // 4, device=device)  # neither NaN nor denormal
@@ -87,7 +87,7 @@ def _kernel(device: int) -> nvrtc.Kernel:
     major, minor = torch.cuda.get_device_capability(device)
     cubin = compile_read(f"sm_{major}{minor}")
     with torch.cuda.device(device):
-        torch.cuda.current_stream().synchronize()  # makes sure that the context exists
+        torch.cuda.current_stream().synchronize()  # creates the context if needed
         module = _check(driver.cuModuleLoadData(cubin))
         function = _check(driver.cuModuleGetFunction(module, b"read_all"))
         return nvrtc.Kernel(int(function), 0, device)

@@ -1,48 +1,48 @@
-"""Ratios of the times in a run of the linear benchmark."""
+"""Time ratios of the linear benchmark."""
 
 from collections.abc import Iterable
 from typing import Any
 
 Row = dict[str, Any]
 TIMINGS = ("single", "back_to_back", "in_graph")
-"""All that a run may have; see `benchmarks.timing`."""
+"""All timings; see `benchmarks.timing`."""
 OURS = ("cuda", "triton", "cpu")
-"""Backends of our own, fastest first; "our kernel" is the first that was measured."""
+"""halfbyte's own backends, fastest first; "our kernel" is the first that was measured."""
 DENSE, READ = "dense_bf16", "plain_read"
 
 
 def judged_by(on_gpu: bool) -> tuple[str, ...]:
-    """The timings that bounds go by, the first of which is shown.
+    """The timings that bounds use; the first is shown in tables.
 
-    On a GPU a layer's time in a graph among others. To start a graph of a single call takes the
-    GPU up to half as long as the shortest of them; those times are in the report, too.
+    On a GPU, the time within a graph of many calls: launching a graph of a single call takes up to
+    half as long as the shortest call. Those times are in the report too.
     """
     return ("in_graph",) if on_gpu else ("back_to_back", "single")
 
 
 def time_of(row: Row, name: str | None, timing: str) -> float | None:
-    """A subject's time in µs; None where it was not measured."""
+    """A contender's time in µs; None if not measured."""
     time: float | None = row["subjects"].get(name, {}).get(timing)
     return time
 
 
 def ours(row: Row) -> str | None:
-    """Which of our own backends counts as ours."""
+    """The backend that counts as "our kernel"."""
     return next((name for name in OURS if time_of(row, name, "single")), None)
 
 
 def ratios(row: Row, backends: Iterable[str]) -> Row:
-    """For each timing the fastest backend, and ratios of times; None where one is missing.
+    """For each timing the fastest backend, and time ratios; None if one is missing.
 
     Args:
         row: a case with `subjects`, `selected` and `selected_without_hint`.
-        backends: names of the subjects that multiply by NVFP4 weights.
+        backends: names of the contenders with NVFP4 weights.
     """
     result: Row = {}
     for timing in TIMINGS:
         times = {name: time_of(row, name, timing) for name in backends}
         known = {name: time for name, time in times.items() if time}
-        # Who cannot be captured has no time in a graph, and might be the fastest.
+        # A backend that cannot be captured has no graph time, but might be the fastest.
         complete = all(time or not time_of(row, name, "single") for name, time in times.items())
         fastest = min(known, key=lambda name: known[name]) if known and complete else None
         selected, own = time_of(row, row["selected"], timing), time_of(row, ours(row), timing)

@@ -1,23 +1,23 @@
-"""The linear benchmark with all backends that run, and everything that the committed run says.
+"""The linear benchmark with all usable backends and all fields of the committed run.
 
-Beside them PyTorch's product with the same weights in bfloat16 (on a GPU, cuBLAS) and, for few
-tokens, a plain read of as many bytes as the packed weights have. All are timed in CUDA graphs,
-interleaved (`benchmarks.timing`). Beyond what `halfbyte.bench.LinearBenchmark` reports:
+Also measures PyTorch with the same weights in bfloat16 (on a GPU, cuBLAS) and, for small M, a plain
+read of the packed weights' bytes. All are timed in CUDA graphs, interleaved (`benchmarks.timing`).
+Fields beyond those of `halfbyte.bench.LinearBenchmark`:
 
     gpu_state                                     driver and clocks at the end of the run, or None
     unusable                                      backends that cannot run, and why
     warm_up                                       seconds of compiling ahead, and what failed
     empty                                         on a GPU, times of a kernel that does nothing
-    judged_by                                     the timings that bounds go by
+    judged_by                                     the timings that bounds use
     microseconds: one row per case
         subjects                                  by name, also:
             in_graph, graph                       on a GPU, see `benchmarks.timing`
-            bytes, terabytes_per_s, by            `plain_read`: by `judged_by`; what reads
+            bytes, terabytes_per_s, by            `plain_read`: by `judged_by`; its name
             inexact                               true if a peer's error is more than allowed
-        selected, selected_without_hint           what a layer takes that knows m, or does not
+        selected, selected_without_hint           backend of a layer with and without a hint of M
         single, back_to_back, in_graph            ratios of times, see `ratios`
-    bounds                                        what must hold, see `bounds`
-    seconds                                       the whole run
+    bounds                                        see `bounds`
+    seconds                                       duration of the run
 """
 
 import time
@@ -48,21 +48,21 @@ GPU_TOKENS = (
 )
 """Powers of two, one more than that, and some between them."""
 MAX_TOKENS = {"reference": 16, READ: 16}
-"""Backends that are too slow for more, unless they are asked for; and where reading the weights is
-what takes the time."""
+"""Max M of backends that are too slow for more (unless requested), and of the plain read, which is
+a bound only where reading the weights dominates."""
 _ROUNDS = {"cuda": 4, "cpu": 2}
 _BUDGET_US = {"cuda": 2e5, "cpu": 3e5}
 _INEXACT = 2.0
-"""Up to so many times the allowed error a peer is inexact; beyond, wrong."""
+"""A peer's error up to this multiple of the allowed one counts as inexact, beyond as wrong."""
 _WRONG = "wrong results"
 _HOT_TOKENS, _REST_S = 256, 0.05
-"""From so many tokens a GPU reaches its power limit, and rests before every turn."""
+"""From this M on a GPU reaches its power limit, so it idles before every turn."""
 Maker = Callable[[torch.Tensor], Sequence[Call]]
-"""Of x `[M, K]`: calls that multiply it, one per copy of the weights."""
+"""Takes x `[M, K]`; returns calls that multiply it, one per copy of the weights."""
 
 
 class LinearRun(LinearBenchmark):
-    """As `LinearBenchmark`; by default with all backends that can run."""
+    """As `LinearBenchmark`; by default with all usable backends."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class LinearRun(LinearBenchmark):
         }
 
     def failures(self, *, ours: bool = False) -> list[str]:
-        """One line for each measurement that failed, or for halfbyte's own and wrong results."""
+        """One line per failed measurement; with `ours` only halfbyte's and wrong results."""
         return [
             f"{row['shape']} M={row['m']}: {name}: {entry['failed']}"
             for row in self.report["microseconds"]
@@ -100,7 +100,7 @@ class LinearRun(LinearBenchmark):
         ]
 
     def run(self) -> Iterator[Row]:
-        """Measure all cases; each row is in the report when it comes."""
+        """Measure all cases; yields each row after adding it to the report."""
         shapes = list(dict.fromkeys(shape for shape, _ in self.cases))
         tokens = list(dict.fromkeys(m for _, m in self.cases))
         if self.device.type == "cuda":
@@ -122,16 +122,16 @@ class LinearRun(LinearBenchmark):
                 yield row
 
     def _compile(self, shapes: Sequence[Shape]) -> None:
-        """Compile our CUDA kernels, which are kept by this process alone."""
+        """Compile halfbyte's CUDA kernels, which are cached only in this process."""
         for shape in shapes if "cuda" in self.backends else ():
-            with suppress(Exception):  # it will be met again, and noted
+            with suppress(Exception):  # it will recur in the measurement, which records it
                 PeerWeights(shape, self.device, self.dtype).layer("cuda")
 
     def _makers(self, weights: PeerWeights) -> dict[str, Maker]:
-        """Who takes part for one shape, by name."""
+        """The contenders for one shape, by name."""
         dense = {DENSE: torch.bfloat16}
         if self.device.type == "cpu":
-            dense["dense_fp32"] = torch.float32  # which can be the faster there
+            dense["dense_fp32"] = torch.float32  # can be faster on CPUs
         makers: dict[str, Maker] = {x: partial(weights.layer_calls, x) for x in self.backends}
         makers |= {x: partial(weights.dense_calls, dtype) for x, dtype in dense.items()}
         self._read_by, reads = plain_read(weights.codes.nbytes + weights.scales.nbytes, self.device)
@@ -197,7 +197,7 @@ def _config(
 
 def _entry(name: str, times: Times, error: float, allowed: float) -> Row:
     peer = name not in (*OURS, "reference") and not name.startswith("dense_")
-    exact = error <= allowed  # NaN is not
+    exact = error <= allowed  # False for NaN
     if not (exact or (peer and error <= _INEXACT * allowed)):
         return {"failed": f"{_WRONG}: error {error:.3g} against float64, allowed {allowed:.3g}"}
     entry = {**times, "error": float(f"{error:.3g}"), "allowed_error": float(f"{allowed:.3g}")}

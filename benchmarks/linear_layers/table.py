@@ -13,11 +13,11 @@ Row = dict[str, Any]
 Report = dict[str, Any]
 _HEADINGS = {"single": "single", "back_to_back": "in a row", "in_graph": "in a graph"}
 _SHOWN_ROWS = (1, 16, 64, 256, 1024, 4096)
-"""Numbers of rows of x in the Markdown table, where a report has any of them."""
+"""Values of M in the Markdown table, if the report has any of them."""
 
 
 def linear_tables(report: Report) -> Iterator[Table]:
-    """A table per shape, µs by the first timing of `judged_by`; then one of what must hold."""
+    """A table per shape, in µs of the first timing of `judged_by`; then a table of the bounds."""
     rows, timing = report["microseconds"], report["judged_by"][0]
     for shape in dict.fromkeys(row["shape"] for row in rows):
         chosen = [row for row in rows if row["shape"] == shape]
@@ -75,7 +75,7 @@ def _microseconds(entry: Row, timing: str) -> str:
 
 
 def _mark(entry: Row) -> str:
-    """Beside the time of a peer that was less exact than allowed."""
+    """Marks a peer whose error exceeds the allowed one."""
     return "*" if entry.get("inexact") else ""
 
 
@@ -84,9 +84,9 @@ def _ratio(value: float | None) -> str:
 
 
 def linear_markdown_table(report: Report) -> str:
-    """Our kernel beside Humming, bfloat16 weights and a plain read, by what bounds are judged by.
+    """halfbyte, Humming, bfloat16 weights and a plain read, by the timing that bounds use.
 
-    A star marks a peer that was less exact than allowed.
+    A star marks a peer whose error exceeds the allowed one.
     """
     lines = [
         "| weights N x K | rows of x | halfbyte | Humming | bf16 weights | halfbyte / Humming "
@@ -117,6 +117,6 @@ def _rounded(microseconds: float) -> str:
 
 
 def to_json(report: Report) -> str:
-    """JSON, indented, with whatever holds no further braces on a line of its own."""
+    """Indented JSON, with innermost objects on one line."""
     text = json.dumps(report, indent=1)
     return re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda found: " ".join(found[0].split()), text) + "\n"

@@ -1,8 +1,7 @@
-"""Compiling ahead, in processes side by side, what backends keep on disk.
+"""Compiles backends' disk-cached kernels ahead of the run, in parallel processes.
 
-Humming compiles some 30 kernels for every shape, for more than a second each, and Triton one for
-every tile. Both find what another process has compiled, so some processes share the shapes, and end
-before anything is measured.
+Humming compiles some 30 kernels per shape, for more than a second each, and Triton one per tile.
+Both cache kernels on disk, so several processes share the shapes and end before the measurements.
 """
 
 import os
@@ -33,10 +32,10 @@ def warm_up(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Run every backend once on every case, so that all its kernels are compiled.
+    """Run every backend once on every case, to compile all its kernels.
 
     Raises:
-        RuntimeError: some could not, after the others have; the message says which and why.
+        RuntimeError: raised at the end if any failed; the message lists them with reasons.
     """
     failed = []
     for n, k in shapes:
@@ -46,7 +45,7 @@ def warm_up(
                 layer = weights.layer(name)
                 for m in tokens:
                     layer(weights.x(m))
-            except Exception as error:  # whatever a library may raise
+            except Exception as error:  # libraries raise errors of any type
                 failed.append(f"{n}x{k}: {name}: {type(error).__name__}: {error}")
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -64,11 +63,11 @@ def compile_ahead(
 
     Args:
         shapes, tokens: of the cases.
-        backends: of which those that keep what they compile are warmed up.
+        backends: only those with a disk cache are warmed up.
         meanwhile: called while the processes run.
 
     Returns:
-        `seconds` that it took, and `failed`: a line for each process that did not succeed.
+        `seconds`, and `failed`: a line for each process that failed.
     """
     begin = time.perf_counter()
     kept = [name for name in KEPT_ON_DISK if name in backends]
@@ -86,7 +85,7 @@ def compile_ahead(
                 process.kill()
                 process.communicate()
     if "humming" in kept and not failed:
-        # All is compiled: importing Humming need not start compilers beside the measurements.
+        # All is compiled: keep Humming's import from starting compilers during measurements.
         os.environ.setdefault(_SERIAL, "1")
     return {"seconds": round(time.perf_counter() - begin, 1), "failed": failed}
 
@@ -115,7 +114,7 @@ def _start(
 
 
 def _wait(process: "subprocess.Popen[str]", deadline: float) -> str | None:
-    """What went wrong, in one line."""
+    """A failed process's error in one line; None on success."""
     try:
         _, messages = process.communicate(timeout=max(0.1, deadline - time.perf_counter()))
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Random weights in peers' forms, too."""
+"""Random weights, also in peers' formats."""
 
 from halfbyte.bench.weights import Weights
 from halfbyte.linear import NvFp4Linear
@@ -6,9 +6,9 @@ from halfbyte.linear.w4a16.humming import HummingKernel
 
 
 class PeerWeights(Weights):
-    """As `Weights`; Humming may split K, as it does by itself, but not in a layer of ours."""
+    """As `Weights`, but Humming may split K: its default, which halfbyte's layers disable."""
 
     def layer(self, backend: str) -> NvFp4Linear:
-        """A layer whose weights are in a backend's form."""
+        """A layer with its weights in a backend's format."""
         with HummingKernel.splitting_k():
             return super().layer(backend)

@@ -1,1 +1,1 @@
-"""What other projects do: their kernels on our pages, their schemes as oracles in PyTorch."""
+"""Other projects' kernels on halfbyte's pages, and their schemes as PyTorch oracles."""

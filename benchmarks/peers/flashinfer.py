@@ -1,7 +1,7 @@
-"""FlashInfer on the very pages that halfbyte reads, through views of their regions.
+"""FlashInfer on the same pages as halfbyte, through views of their regions.
 
-What it does on the host in `plan()` is done before anything is timed. Its outputs come without
-sinks and without the global scale of V, which it applies in a kernel of its own.
+Its host-side `plan()` is not timed. Its outputs are without sinks and without V's global scale,
+which FlashInfer applies in a separate kernel.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,10 @@ def is_usable(device: torch.device) -> bool:
 
 
 def formats(case: Case) -> tuple[str, ...]:
-    """The caches on which FlashInfer is measured.
+    """Cache formats on which FlashInfer is measured.
 
-    Every pair of format and head size, with or without a window, is one more kernel to compile, for
-    20 s or more; hence other head sizes than 128, windows and prefill in bfloat16 alone.
+    Every combination of format, head size and window needs another kernel, which takes 20 s or more
+    to compile; hence head sizes other than 128, windows and prefill only in bfloat16.
     """
     if case.kind == "store":
         return ()
@@ -38,7 +38,7 @@ def formats(case: Case) -> tuple[str, ...]:
 
 
 def makers(case: Case, dtype: str) -> dict[str, Callable[[Cache, Queries], list[Call]]]:
-    """Makers of calls on a cache in one format, by name in the report."""
+    """Functions that make calls on a cache in one format, by name in the report."""
     name = short_name(dtype)
     if case.kind == "decode":
         return {f"flashinfer_{name}": partial(_decode, case)}
@@ -82,7 +82,7 @@ def _decode(case: Case, cache: Cache, queries: Queries) -> list[Call]:
         kv_data_type=flashinfer_dtype(layout),
         window_left=_window_left(cache),
         q_len_per_req=case.query_tokens,
-        # FlashInfer knows this of its prefill wrapper alone: there, splitting corrupts NVFP4.
+        # Splitting corrupts NVFP4 on SM120; only FlashInfer's prefill wrapper avoids it.
         disable_split_kv=nvfp4_sm120,
     )
     return _runs(wrapper, cache, query)

@@ -1,7 +1,7 @@
-"""Other projects' ways to store K and V, written down from their papers and documents.
+"""Other projects' KV cache schemes, implemented from their papers and documentation.
 
-Each takes K or V of a layer, float32 `[kv_heads, tokens, D]` after RoPE, and gives back what a
-reader would have, so that all can be compared on the same tensors, whatever kernel exists.
+Each takes K or V of a layer, float32 `[kv_heads, tokens, D]` after RoPE, and returns the
+dequantized values, so that all can be compared on the same tensors without their kernels.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,10 @@ Rounding = Callable[[torch.Tensor, "Calibration"], torch.Tensor]
 
 @dataclass(frozen=True)
 class Calibration:
-    """Of K or V of a layer, over a text.
+    """Statistics of K or V of a layer over a text.
 
     Args:
-        amax: largest magnitude, of rotated values where a scheme rotates.
+        amax: largest magnitude, of rotated values if the scheme rotates.
         mean: float32 `[kv_heads, 1, D]`.
     """
 
@@ -32,15 +32,15 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How K and V are stored.
+    """A KV cache scheme.
 
     Args:
         name: for tables.
-        bits: per value of K and V, block scales included.
-        k, v: what a reader gets.
-        source: where it is described.
-        residual: nearest tokens that are read as the model made them.
-        rotates_k: whether K is calibrated rotated.
+        bits: per value of K and V, including block scales.
+        k, v: quantize and dequantize.
+        source: reference.
+        residual: number of nearest tokens that are not quantized.
+        rotates_k: whether amax of K is of rotated values.
     """
 
     name: str
@@ -65,12 +65,12 @@ def to_nvfp4(x: torch.Tensor, calibration: Calibration) -> torch.Tensor:
 
 
 def to_rotated_nvfp4(x: torch.Tensor, calibration: Calibration) -> torch.Tensor:
-    """The same of the Hadamard transform; rotated back here, where a reader rotates Q."""
+    """NVFP4 of the Hadamard transform, rotated back here (attention kernels rotate Q instead)."""
     return hadamard(to_nvfp4(hadamard(x), calibration))
 
 
 def to_affine_nvfp4(x: torch.Tensor, calibration: Calibration) -> torch.Tensor:
-    """The same of what is left when a constant per head and channel is taken off."""
+    """NVFP4 of the difference from a constant per head and channel."""
     return to_nvfp4(x - calibration.mean, calibration) + calibration.mean
 
 
@@ -98,7 +98,7 @@ def to_int4(block: int) -> Rounding:
 
 
 def to_int4_by_channel(block: int) -> Rounding:
-    """The same along the tokens: a channel of so many tokens shares its ends."""
+    """Asymmetric INT4 along tokens: `block` tokens of a channel share their ends."""
 
     def rounding(x: torch.Tensor, calibration: Calibration) -> torch.Tensor:
         tokens = x.shape[-2]
@@ -109,7 +109,7 @@ def to_int4_by_channel(block: int) -> Rounding:
 
 
 def to_q4_0(x: torch.Tensor, _: Calibration) -> torch.Tensor:
-    """16 steps of a float16 scale, by which the value largest in magnitude is step -8."""
+    """16 steps with a float16 scale; the value with the largest magnitude is step -8."""
     blocks = x.unflatten(-1, (-1, 32))
     largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     scale = (largest / -8).half().float()
@@ -125,8 +125,8 @@ def to_nf4(x: torch.Tensor, _: Calibration) -> torch.Tensor:
 
 
 def to_rotated_codebook(x: torch.Tensor, _: Calibration) -> torch.Tensor:
-    """A vector's length in float16, its direction turned at random, each coordinate to the nearest
-    of the 16 levels that are best for a normal distribution (after TurboQuant)."""
+    """After TurboQuant: a vector's norm in float16, its direction randomly rotated, and each
+    coordinate rounded to one of the 16 optimal levels for a normal distribution."""
     size = x.shape[-1]
     rotation = _rotation(size)
     turned = x @ rotation
@@ -154,7 +154,7 @@ def normal_float_levels() -> torch.Tensor:
 
 @cache
 def _lloyd_max_levels() -> torch.Tensor:
-    """16 levels of least mean squared error for N(0, 1)."""
+    """16 levels with min mean squared error for N(0, 1)."""
     points = torch.distributions.Normal(0.0, 1.0).icdf((torch.arange(200_000) + 0.5) / 200_000)
     levels = points[6250::12500].clone()
     for _ in range(300):

@@ -1,7 +1,6 @@
 """halfbyte: LLMs on an NVFP4 (4-bit) paged KV cache, on the hardware people own.
 
-The names below, and the package's parts, are imported when first used, so that `import halfbyte`
-stays light.
+The names below and the subpackages are imported lazily, so that `import halfbyte` stays light.
 """
 
 from importlib import import_module
@@ -30,7 +29,7 @@ _PARTS = (
 )
 
 
-# So that `from_pretrained` reads NVFP4 checkpoints; imports nothing by itself.
+# Lets `from_pretrained` load NVFP4 checkpoints; imports nothing by itself.
 transformers_hook.install()
 
 

@@ -8,10 +8,10 @@ from contextlib import suppress
 def main() -> None:
     """Run the command line; see `halfbyte.cli`."""
     own = signal.getsignal(signal.SIGINT)
-    # A shell's background job ignores SIGINT; and only the main thread can set handlers.
+    # Leave SIGINT alone if a shell's background job ignores it. Only the main thread can set it.
     with suppress(ValueError):
         if own is signal.default_int_handler:
-            # Nothing has begun while modules are imported: exit at once, without a traceback.
+            # During imports: exit immediately, without a traceback.
             signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     from halfbyte import cli
 

@@ -1,6 +1,6 @@
-"""Call a function with a module of another package as soon as that is imported.
+"""Run a function right after another package's module is imported.
 
-So that halfbyte can add to a package without importing it: `import halfbyte` stays light.
+So halfbyte can extend a package without importing it, and `import halfbyte` stays light.
 """
 
 import logging
@@ -17,8 +17,8 @@ logger = logging.getLogger("halfbyte")
 def after_import(name: str, function: Callable[[ModuleType], None]) -> None:
     """Call `function(module)` now if the module is imported already, else right after its import.
 
-    A second call with the same name and function does nothing while the first still waits. Where
-    the function fails, the log says so in one line, and the package stays as it is.
+    A second call with the same name and function has no effect while the first is pending. If the
+    function fails, that is logged in one line, and the package stays unchanged.
     """
     if name in sys.modules:
         _call(function, sys.modules[name])
@@ -38,7 +38,7 @@ def _call(function: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds one module, once, as the other finders do, and lets a function see it."""
+    """Finds one module once, by the other finders, and calls a function after its import."""
 
     def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
         self.name, self.function = name, function

@@ -27,12 +27,12 @@ class Implementation(Protocol):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        """Whether it runs on a machine: 90 for SM90, `CPU` for none, None for this machine."""
+        """Whether it runs on a machine: 90 for SM90, `CPU` for no GPU, None for this machine."""
         ...
 
     @classmethod
     def can_implement(cls, config: Any) -> Answer:
-        """Whether it can do the work that `config` describes."""
+        """Whether it supports the configuration `config`."""
         ...
 
 
@@ -45,7 +45,7 @@ class Verdict(NamedTuple):
 
 
 class NoImplementationError(ValueError):
-    """No candidate, or not the one asked for, can do the work; the message says why."""
+    """No candidate, or not the requested one, can be used; the message says why."""
 
 
 T = TypeVar("T", bound=Implementation)
@@ -100,16 +100,16 @@ class Registry(Generic[T]):
         compute_capability: int | None = None,
         among: Sequence[str] | None = None,
     ) -> type[T]:
-        """The explicit choice, or the first candidate that can do the work.
+        """The explicit choice, or the first candidate that can be used.
 
         Args:
             config: the argument of `can_implement`; None to select by machine only.
             explicit: a registered name, or None to choose.
-            compute_capability: of the machine to choose for; None for this one.
+            compute_capability: of the machine; None for this one.
             among: names to choose from, best first; by default all.
 
         Raises:
-            NoImplementationError: the explicit choice is unknown or cannot run, or nothing can.
+            NoImplementationError: the explicit choice is unknown or unusable, or nothing is usable.
         """
         if explicit is not None:
             problem = self._unknown(explicit)

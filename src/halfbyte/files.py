@@ -1,4 +1,4 @@
-"""Reading JSON that others wrote; the user's cache folder; writing that is whole or not at all."""
+"""Reading untrusted JSON, the user's cache folder, and atomic writes."""
 
 import json
 import os
@@ -7,27 +7,27 @@ from pathlib import Path
 from typing import Any
 
 _MAX_MESSAGE = 600
-"""Characters of an error: files may hold values of any length where a name belongs."""
+"""Max characters of an error message: values from files can have any length."""
 
 
 def shortened(text: str, length: int = _MAX_MESSAGE) -> str:
-    """A text on one line, its middle left out where it is longer than `length` characters."""
+    """A text on one line, with its middle omitted if it is longer than `length` characters."""
     line = " ".join(str(text).split())
     half = (length - 3) // 2
     line = line if len(line) <= length else f"{line[:half]} … {line[-half:]}"
-    # Also what is no character for a terminal: half a surrogate pair, an escape sequence.
+    # Escape what a terminal cannot print: lone surrogates, escape sequences.
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in line)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The fields of a JSON file that holds an object.
+    """Read a JSON file that holds an object.
 
     Raises:
-        ValueError: it is absent, no regular file, no UTF-8, no JSON (or nested too deep), or holds
-            something else; one line that names it.
+        ValueError: the file is absent, not regular, not UTF-8, not JSON (or nested too deep), or
+            holds something else; one line that names the file.
     """
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
+        if path.exists() and not path.is_file():  # reading a pipe would block
             raise ValueError(f"{path}: cannot be read: no regular file")
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -45,32 +45,31 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def cache_folder() -> Path | None:
-    """Where things are kept that can be had again: compiled kernels, calibrations.
+    """Folder for reproducible files: compiled kernels, calibrations.
 
     The folder that `HALFBYTE_CACHE_DIR` names, by default `halfbyte` in `XDG_CACHE_HOME` or
     `~/.cache`. It need not exist.
 
     Returns:
-        None where nothing is to be kept: `HALFBYTE_CACHE_DIR` is set to nothing, or the user has no
-        home.
+        None for no cache: `HALFBYTE_CACHE_DIR` is empty, or the user has no home.
     """
     named = os.environ.get("HALFBYTE_CACHE_DIR")
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         if named is not None:
             return Path(named).expanduser() if named else None
-        if not base.is_absolute():  # its specification has others ignored
+        if not base.is_absolute():  # the XDG specification ignores relative paths
             base = Path.home() / ".cache"
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # the user has no home
         return None
     return base / "halfbyte"
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that only its user can enter, and those above it; what exists stays as it is.
+    """Create a folder, and its parents, that only the user can enter; existing ones stay unchanged.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     if not folder.is_dir():
         make_private(folder.parent)
@@ -78,10 +77,10 @@ def make_private(folder: Path) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all, whoever else writes or reads it.
+    """Write a file atomically, safe against concurrent readers and writers.
 
-    The content goes to a temporary file beside `path`, which takes its place when it is on the
-    disk. A process that is killed leaves what was there before, and at worst a hidden folder.
+    The content goes to a temporary file beside `path`, which replaces it once it is on disk. A
+    killed process leaves the old file, and at worst a hidden folder.
 
     Raises:
         OSError: the folder is absent or cannot be written.

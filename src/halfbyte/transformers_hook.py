@@ -1,14 +1,13 @@
 """Lets `AutoModelForCausalLM.from_pretrained` load NVFP4 checkpoints once halfbyte is imported.
 
-transformers looks quantizers up by `quant_method`. `modelopt`, and the names with a suffix that
-SGLang has for it, are unknown to it; a checkpoint of such a method would be loaded without its
-weights, after a warning. `compressed-tensors` it has given to the package of that name; only
-checkpoints which say `"provider": "halfbyte"` are taken from it, all others go on to where they
-went before.
+transformers looks up quantizers by `quant_method`. It does not know `modelopt` and SGLang's names
+for it (with a suffix): it would load such a checkpoint without its weights, after a warning.
+`compressed-tensors` belongs to the package of that name; halfbyte takes over only checkpoints that
+say `"provider": "halfbyte"`.
 
-`import halfbyte` must stay light, so nothing here imports transformers. Where it is loaded already
-the registration happens at once, else in the moment that its registry is imported. What is
-registered imports the rest when it is first used.
+`import halfbyte` must stay light, so nothing here imports transformers. Registration happens now if
+transformers is loaded, else when its registry is imported. The registered objects import the rest
+on first use.
 """
 
 import logging
@@ -28,12 +27,12 @@ logger = logging.getLogger("halfbyte")
 
 
 def install() -> None:
-    """Register with transformers, now or when it is imported. Does nothing the second time."""
+    """Register with transformers, now or when it is imported. A second call has no effect."""
     after_import(_REGISTRY, _register)
 
 
 def _register(registry: ModuleType) -> None:
-    """Add our method to transformers' tables; without them, say so and change nothing."""
+    """Add our method to transformers' tables; if they are missing, log a warning only."""
     try:
         configs, quantizers = (
             registry.AUTO_QUANTIZATION_CONFIG_MAPPING,
@@ -63,7 +62,7 @@ def _make_quantizer(config: Any, **kwargs: Any) -> Any:
 
 
 class _OurConfig:
-    """Stands in transformers' table of configurations; makes ours."""
+    """Entry in transformers' table of configurations; creates `NvFp4Config`."""
 
     @staticmethod
     def from_dict(section: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -74,7 +73,7 @@ class _OurConfig:
 
 
 def _dispatching(upstream: Any) -> Any:
-    """A class like upstream's which gives what halfbyte wrote to halfbyte."""
+    """Upstream's class, but with halfbyte's own checkpoints passed to halfbyte."""
 
     def from_dict(cls: type, section: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         from halfbyte.checkpoints.dialects.base import PROVIDER, PROVIDER_KEY

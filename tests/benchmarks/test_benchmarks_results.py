@@ -120,30 +120,32 @@ def test_committed_attention_run_is_of_the_cases_that_the_script_measures(
     assert report["versions"]["flashinfer"]
 
 
-def test_committed_ways_of_prefill_are_of_the_cases_that_the_script_measures() -> None:
-    ways = import_module("benchmarks.prefill_ways")
-    report = json.loads(ways.RESULT.read_text())
+def test_committed_variants_of_prefill_are_of_the_cases_that_the_script_measures() -> None:
+    variants = import_module("benchmarks.prefill_variants")
+    report = json.loads(variants.RESULT.read_text())
     assert report["machine"]["gpu"]
     assert report["versions"]["torch"]
-    assert len(report["microseconds"]) == len(ways.CASES)
-    for row, case in zip(report["microseconds"], ways.CASES, strict=True):
+    assert len(report["microseconds"]) == len(variants.CASES)
+    for row, case in zip(report["microseconds"], variants.CASES, strict=True):
         assert {name: row[name] for name in case._fields} == case._asdict()
-        assert row.keys() - set(case._fields) == set(case.ways())
+        assert row.keys() - set(case._fields) == set(case.variants())
 
 
-def test_ways_of_prefill_are_timed() -> None:
+def test_variants_of_prefill_are_timed() -> None:
     """On a CPU, where one backend does them all."""
-    ways = import_module("benchmarks.prefill_ways")
-    row = ways.measure(ways.Prefill(1, 2, 32, 2, 128, 8), torch.device("cpu"), ["own", "pytorch"])
+    variants = import_module("benchmarks.prefill_variants")
+    row = variants.measure(
+        variants.Prefill(1, 2, 32, 2, 128, 8), torch.device("cpu"), ["own", "pytorch"]
+    )
     assert row["own"]["single"] > 0
     assert row["pytorch"]["back_to_back"] > 0
 
 
 @pytest.mark.gpu
-def test_every_way_of_prefill_is_timed_on_a_gpu() -> None:
-    ways = import_module("benchmarks.prefill_ways")
-    case = ways.Prefill(2, 2, 64, 2, 128, 8)
-    assert case.ways() == ["own", "pytorch", "general"]
-    row = ways.measure(case, torch.device("cuda"), case.ways())
-    for name in case.ways():
+def test_every_variant_of_prefill_is_timed_on_a_gpu() -> None:
+    variants = import_module("benchmarks.prefill_variants")
+    case = variants.Prefill(2, 2, 64, 2, 128, 8)
+    assert case.variants() == ["own", "pytorch", "general"]
+    row = variants.measure(case, torch.device("cuda"), case.variants())
+    for name in case.variants():
         assert row[name]["single"] > 0

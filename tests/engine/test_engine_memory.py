@@ -50,7 +50,7 @@ def test_a_step_that_does_not_fit_names_its_options(error: Exception) -> None:
 
 
 def test_other_errors_stay_what_they_are() -> None:
-    with pytest.raises(RuntimeError, match="shapes"), memory.memory_errors_name("x"):
+    with pytest.raises(RuntimeError, match="shapes"), memory.name_memory_options("x"):
         raise RuntimeError("shapes")
 
 

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from halfbyte.engine.threads import say_how_to_share_cores
+from halfbyte.engine.threads import warn_shared_cores
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_busy_machine_is_said_once_with_what_to_do(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     with caplog.at_level(logging.WARNING, logger="halfbyte"):
-        say_how_to_share_cores(torch.device(device))
+        warn_shared_cores(torch.device(device))
     assert len(caplog.messages) == is_said
     if is_said:
         assert (

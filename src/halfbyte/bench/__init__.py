@@ -1,4 +1,4 @@
-"""Benchmarks: halfbyte's kernels beside PyTorch's, timed in the same way in the same run."""
+"""Benchmarks of halfbyte's kernels and PyTorch's, timed the same way in the same run."""
 
 from halfbyte.bench.attention import AttentionBenchmark
 from halfbyte.bench.cases import CPU_CASES, GPU_CASES, Case

@@ -1,4 +1,4 @@
-"""The attention benchmark: decode, prefill and store of halfbyte beside PyTorch's SDPA."""
+"""The attention benchmark: halfbyte's decode, prefill and store, and PyTorch's SDPA."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -21,19 +21,19 @@ from halfbyte.bench.report import Row, new_report, or_failed
 from halfbyte.bench.timing import Call, Times, measure
 from halfbyte.layouts import KVCacheDType
 
-_MAX_ERROR = 0.05  # beyond rounding: bfloat16 gives about 0.003
+_MAX_ERROR = 0.05  # far above rounding: bfloat16 gives about 0.003
 
 
 class AttentionBenchmark:
     """Measures cases and collects `report`.
 
     A row has the fields of its `Case` and for each contender (`halfbyte_nvfp4`, `sdpa_bf16`) its
-    times; `bytes` to move, `terabytes_per_s` and `fraction` of what the machine reads (decode) or
-    copies (store); for prefill `teraflops_per_s`; ours also `error`.
+    times; `bytes` moved, `terabytes_per_s` and `fraction` of the machine's read (decode) or copy
+    (store) bandwidth; for prefill `teraflops_per_s`; for halfbyte also `error`.
 
     Args:
         dtypes: names of halfbyte's cache formats; ValueError for an unknown one, or `auto`.
-        with_peers: whether to measure others, too.
+        with_peers: whether to measure SDPA too.
         backend: halfbyte's attention backend, None for the best; ValueError if it cannot run.
         query_dtype: of halfbyte's queries.
     """
@@ -64,7 +64,7 @@ class AttentionBenchmark:
         return row
 
     def contenders(self, case: Case) -> dict[str, Callable[[], Row]]:
-        """Functions that measure, by name."""
+        """Measuring functions by contender name."""
         ours = self.store if case.kind == "store" else self.halfbyte
         found: dict[str, Callable[[], Row]] = {}
         for name in self.dtypes:
@@ -74,7 +74,7 @@ class AttentionBenchmark:
         return found
 
     def halfbyte(self, case: Case, dtype: str) -> Row:
-        """Times and error of our attention on a cache."""
+        """Times and error of halfbyte's attention."""
         cache = make_cache(case, dtype, self.device)
         queries = make_queries(case, self.device, self.query_dtype)
         calls = attention_calls(case, cache, queries, backend=self.backend)
@@ -85,7 +85,7 @@ class AttentionBenchmark:
         return entry
 
     def errors(self, out: torch.Tensor, case: Case, cache: Cache, queries: Queries) -> Row:
-        """Max error over the max value, against the reference: of each sequence's last token."""
+        """Max error relative to the max value of the reference, over each sequence's last token."""
         last = queries.start_loc[1:].long() - 1
         starts = torch.arange(len(last) + 1, dtype=torch.int32, device=self.device)
         asked = queries._replace(query=queries.query[last].float(), start_loc=starts)
@@ -93,7 +93,7 @@ class AttentionBenchmark:
         return {"error": float((out[last] - exact).abs().max() / exact.abs().max())}
 
     def store(self, case: Case, dtype: str) -> Row:
-        """Times of our store."""
+        """Times of halfbyte's store."""
         return self.times(case, *store_calls(case, dtype, self.device))
 
     def sdpa(self, case: Case, dtype: torch.dtype) -> Row:

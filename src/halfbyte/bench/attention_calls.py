@@ -15,7 +15,7 @@ from halfbyte.kvcache import reshape_and_cache
 
 
 class Queries(NamedTuple):
-    """What a case asks of its caches; the same for every format and contender."""
+    """Queries of a case, the same for every format and contender."""
 
     query: torch.Tensor
     """`[batch * query_tokens, heads, head_size]`."""
@@ -39,7 +39,7 @@ def attention_calls(
     """Calls of `paged_attention`, one per pool; each returns its output.
 
     Args:
-        share_plan: calls share the plan that the first of them makes, as the layers of a step do.
+        share_plan: whether calls share the first call's plan, like the layers of a step.
         options: further arguments, such as `backend`.
     """
     attend = partial(
@@ -61,7 +61,7 @@ def attention_calls(
 
 
 def store_calls(case: Case, dtype: str, device: torch.device) -> tuple[list[Call], int]:
-    """Calls of `reshape_and_cache` on different tokens and pages, and the bytes each must move."""
+    """Calls of `reshape_and_cache` on different tokens and pages, and bytes moved per call."""
     cache, size = make_cache(case, dtype, device), case.block_size
     tokens = torch.arange(case.context, device=device)
     slots = cache.block_tables[0].long()[tokens // size] * size + tokens % size
@@ -76,20 +76,20 @@ def store_calls(case: Case, dtype: str, device: torch.device) -> tuple[list[Call
 
 
 def sdpa_dtypes(case: Case, device: torch.device) -> tuple[torch.dtype, ...]:
-    """To measure SDPA in; none where it cannot do the work: ragged lengths, sinks, a window."""
+    """Dtypes to measure SDPA in; empty if it does not support the case: ragged, sinks, window."""
     plain = case.kind == "prefill" or (case.kind == "decode" and case.query_tokens == 1)
     ragged = bool((case.lengths() != case.context).any())
     if ragged or case.sinks or case.sliding_window or not plain:
         return ()
-    # On a CPU float32 as well, which can be the faster.
+    # On a CPU also float32, which can be faster.
     return (torch.bfloat16, torch.float32)[: 1 if device.type == "cuda" else 2]
 
 
 def sdpa_calls(case: Case, dtype: torch.dtype, device: torch.device) -> list[Call]:
     """SDPA on dense K and V.
 
-    Decode has the group folded into the query dimension, and prefill on a CPU has K and V repeated
-    for every query head: there, `enable_gqa` is far slower.
+    For decode the GQA group is folded into the query dimension; for prefill on a CPU, K and V are
+    repeated for every query head, since `enable_gqa` is far slower there.
     """
     fold = case.kind == "decode"
     repeat = 1 if fold or device.type == "cuda" else case.group

@@ -1,4 +1,4 @@
-"""What attention is measured on: shapes of heads, batches and context lengths."""
+"""Cases of the attention benchmark: head shapes, batches and context lengths."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -9,7 +9,7 @@ Kind = Literal["decode", "prefill", "store"]
 
 
 class Heads(NamedTuple):
-    """The part of a case that a model decides."""
+    """The model's part of a case."""
 
     kv_heads: int
     group: int
@@ -18,7 +18,7 @@ class Heads(NamedTuple):
     sinks: bool = False
     sliding_window: int | None = None
     query_tokens: int = 1
-    """Per sequence and decode step: more than one for speculative decoding."""
+    """Query tokens per sequence and decode step: more than one for speculative decoding."""
 
 
 PRESETS = {
@@ -32,10 +32,10 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement, whose fields begin its row in a report.
+    """One measurement; its fields are the first of its row in a report.
 
-    `decode` and `prefill` attend with the last `query_tokens` of every sequence of `context` tokens
-    in the cache; `store` writes `context` tokens.
+    `decode` and `prefill`: the last `query_tokens` of every sequence attend to `context` cached
+    tokens; `store` writes `context` tokens.
     """
 
     name: str
@@ -82,13 +82,13 @@ class Case:
 
 
 def decode(preset: str, batch: int, context: int) -> Case:
-    """A decode step; raises ValueError for a batch or context below 1, as its siblings do."""
+    """A decode step; ValueError for a batch or context below 1."""
     queries = min(PRESETS[preset].query_tokens, context)
     return _case(f"decode-{preset}-{batch}x{context}", "decode", preset, batch, context, queries)
 
 
 def prefill(preset: str, batch: int, new: int, cached: int = 0) -> Case:
-    """`new` tokens of every sequence on `cached` earlier ones."""
+    """Prefill of `new` tokens per sequence, after `cached` earlier ones."""
     name = f"prefill-{preset}-{batch}x{new}-on-{cached}"
     return _case(name, "prefill", preset, batch, cached + new, new)
 

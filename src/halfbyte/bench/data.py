@@ -1,7 +1,8 @@
-"""Random caches: codes, scales and block tables as a benchmark needs them.
+"""Random KV caches for benchmarks: codes, scales and block tables.
 
-Zeros and data that fit the caches flatter. So codes are random, block scales between 0.25 and 4,
-pages in random order, and every cache comes in copies that together exceed L2 or a CPU's caches.
+Zeros, and data that fit into L2, give times that are too good. So codes are random, block scales
+are between 0.25 and 4, pages are in random order, and every cache has copies that together exceed
+L2 or a CPU's caches.
 """
 
 from dataclasses import dataclass
@@ -29,9 +30,9 @@ class Cache:
     scale: torch.Tensor
     """float32 scalar, the global scale of K and V."""
     window: int | None
-    """The case's sliding window where it hides anything."""
+    """The case's sliding window if it is shorter than the context."""
     num_bytes: int
-    """K and V, once, of every token that any query attends to: what attention has to read."""
+    """Bytes that attention must read: K and V of all tokens that any query attends to, once."""
 
 
 def make_cache(case: Case, dtype: str, device: torch.device) -> Cache:
@@ -58,19 +59,19 @@ def make_cache(case: Case, dtype: str, device: torch.device) -> Cache:
 
 
 def copies(num_bytes: int, device: torch.device) -> int:
-    """How many copies of data together exceed the caches."""
+    """Number of copies that together exceed the hardware caches."""
     return min(_MAX_COPIES[device.type], 1 + _ROTATED_BYTES[device.type] // max(num_bytes, 1))
 
 
 def random_tables(
     lengths: torch.Tensor, block_size: int, hidden: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, int]:
-    """int32 block tables of sequences whose pages lie in random order, and how many pages.
+    """int32 block tables of sequences with pages in random order, and the number of pages.
 
     Args:
         lengths: in tokens.
-        hidden: first tokens of each sequence that no query attends to. Whole pages of them do not
-            exist; their entries name page 0.
+        hidden: first tokens of each sequence that no query attends to. Pages that hold only such
+            tokens are not allocated; their entries are 0.
     """
     counts = -(-lengths.long() // block_size)
     dead = torch.zeros_like(counts) if hidden is None else hidden.long() // block_size

@@ -1,4 +1,4 @@
-"""The linear benchmark: NVFP4 weights on our kernels beside bfloat16 weights on PyTorch's."""
+"""The linear benchmark: NVFP4 weights on halfbyte's kernels, bfloat16 weights on PyTorch's."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -25,9 +25,9 @@ class LinearBenchmark:
     `allowed_error`, see `Weights.error`.
 
     Args:
-        shapes: of weights, N x K; ValueError for one that cannot be.
+        shapes: of weights, N x K; ValueError for an invalid one.
         tokens: M, each at least 1.
-        backends: names of `LINEAR_BACKENDS`, by default our own that run here;
+        backends: names of `LINEAR_BACKENDS`, by default halfbyte's own that run here;
             NoImplementationError for an unknown one, or one that cannot run.
         dtype: of x.
     """
@@ -60,7 +60,7 @@ class LinearBenchmark:
         self.report |= {"dtype": str(dtype).removeprefix("torch."), "backends": self.backends}
 
     def run(self) -> Iterator[Row]:
-        """Measure all; a row is in the report when it is yielded."""
+        """Measure all cases; yields each row after adding it to the report."""
         weights = None
         for (n, k), m in self.cases:
             if weights is None or weights.shape != (n, k):
@@ -76,6 +76,6 @@ class LinearBenchmark:
     def _entry(self, weights: Weights, x: torch.Tensor, make: "partial[list[Call]]") -> Row:
         calls = make()
         error, allowed = weights.error(x, calls[0]())
-        if not error <= allowed:  # NaN is not
+        if not error <= allowed:  # also for NaN
             raise RuntimeError(f"wrong results: error {error:.3g}, allowed {allowed:.3g}")
         return {**measure(calls, self.device), "error": error, "allowed_error": allowed}

@@ -1,4 +1,4 @@
-"""What a run was measured on."""
+"""The machine and versions of a benchmark run."""
 
 import platform
 from importlib import metadata
@@ -15,7 +15,7 @@ _PACKAGES = {"flashinfer": "flashinfer-python", "humming": "humming-kernels"}
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Operating system, processor, threads, CPU kernels and, where it was used, the GPU."""
+    """Operating system, processor, threads, CPU kernels and, if used, the GPU."""
     on_gpu = device.type == "cuda"
     return {
         "system": f"{platform.system()} {platform.machine()}",
@@ -29,14 +29,14 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of halfbyte, torch, CUDA and optional packages; None for what is not installed."""
+    """Versions of halfbyte, torch, CUDA and optional packages; None if not installed."""
     known = {"halfbyte": __version__, "torch": str(torch.__version__), "cuda": torch.version.cuda}
     optional = ("triton", "transformers", "flashinfer", "humming", "vllm")
     return known | {name: _version(_PACKAGES.get(name, name)) for name in optional}
 
 
 def processor_name() -> str:
-    """Model name and number of cores, where the system tells them."""
+    """Processor's model name and number of cores, if available."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -44,7 +44,7 @@ def processor_name() -> str:
 
 
 def bytes_beyond_caches() -> int:
-    """Twice the CPU's largest cache: data of this size evicts whatever was read before it."""
+    """Twice the CPU's largest cache: reading this many bytes evicts older data."""
     sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     return 2 * max((int(file.read_text().strip(" \nK")) << 10 for file in sizes), default=1 << 25)
 

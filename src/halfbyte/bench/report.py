@@ -1,4 +1,4 @@
-"""A report that grows case by case: a dict, as it is written to JSON."""
+"""A benchmark report: a dict, written as JSON after every case."""
 
 import datetime
 import gc
@@ -16,7 +16,7 @@ Report = dict[str, Any]
 
 
 def new_report(device: torch.device) -> Report:
-    """A report without rows; `microseconds` gets one per case."""
+    """A report without rows; `microseconds` gets one row per case."""
     read, copied = bandwidths(device)
     return {
         "date": datetime.date.today().isoformat(),
@@ -30,18 +30,18 @@ def new_report(device: torch.device) -> Report:
 
 
 def or_failed(measured: Callable[[], Row]) -> Row:
-    """What a function measures, or in one line why it failed, so that a run goes on."""
+    """The function's measurement, or its error in one line, so that the run continues."""
     try:
         return measured()
-    except Exception as error:  # whatever a kernel may raise
+    except Exception as error:  # kernels may raise any error
         return {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]}
     finally:
         gc.collect()
-        with suppress(RuntimeError):  # a GPU that failed for good says so in every row
+        with suppress(RuntimeError):  # after a fatal GPU error, every row reports it
             torch.cuda.empty_cache()
 
 
 def contenders(row: Row) -> dict[str, Row]:
-    """What was measured in a row, or why it failed, by name."""
+    """Measurements or errors of a row, by contender."""
     entries: Row = row.get("subjects") or row
     return {name: entry for name, entry in entries.items() if isinstance(entry, dict)}

@@ -1,8 +1,8 @@
-"""How long calls take, and how fast this machine reads and copies memory. All times are in µs.
+"""Timing of calls, and the machine's memory bandwidth. All times are in µs.
 
-`single` is the median of calls timed one by one, `back_to_back` the mean of calls in a row. Calls
-take turns on copies of the data that together exceed the caches. On a GPU they are queued behind a
-kernel that keeps it busy until the host has launched them all, so times are the GPU's alone.
+`single` is the median of calls timed one by one, `back_to_back` the mean of consecutive calls.
+Calls rotate over copies of the data that together exceed the caches. On a GPU they are queued
+behind a kernel that runs until the host has launched them all, so that times exclude the host.
 """
 
 import statistics
@@ -19,18 +19,18 @@ Times = dict[str, float | bool]
 Stopwatch = Callable[[Sequence[Call]], float]
 SINGLES, IN_A_ROW = 40, 20
 BUDGET_US = {"cuda": 1e6, "cpu": 3e5}
-"""Per series of repetitions: slow calls are repeated less often, but at least three times."""
-CYCLES_PER_US = 2000  # of a GPU's clock, at most
+"""Max µs per series: slow calls are repeated less often, but at least three times."""
+CYCLES_PER_US = 2000  # max GPU clock
 
 
 def measure(calls: Sequence[Call], device: torch.device) -> Times:
-    """`single` and `back_to_back` of calls that do the same work on different data."""
+    """`single` and `back_to_back` of calls with the same work on different data."""
     for call in calls[:2]:
         call()
     turns, elapsed = cycle(calls), partial(cpu_microseconds)
     if device.type == "cuda":
         torch.cuda.synchronize()
-        launch_us = min(1000.0, cpu_microseconds([next(turns)]))  # more if the call waits itself
+        launch_us = min(1000.0, cpu_microseconds([next(turns)]))  # capped: a call may sync
         elapsed = partial(gpu_microseconds, head_start=int(2 * launch_us + 50) * CYCLES_PER_US)
     singles, in_a_row = series(turns, elapsed, BUDGET_US[device.type])
     return {"single": round(statistics.median(singles), 2), "back_to_back": round(in_a_row, 2)}
@@ -39,7 +39,7 @@ def measure(calls: Sequence[Call], device: torch.device) -> Times:
 def series(
     turns: Iterator[Call], elapsed: Stopwatch, budget_us: float, rounds: int = 1
 ) -> tuple[list[float], float]:
-    """Times of single calls, and the mean of calls in a row; each a share of all repetitions."""
+    """Times of single calls, and the mean of consecutive calls."""
     once = elapsed([next(turns)])
     max_calls = max(-(-3 // rounds), int(budget_us / max(once, 1e-3)))
     singles = [elapsed([next(turns)]) for _ in range(min(-(-SINGLES // rounds), max_calls))]
@@ -48,7 +48,7 @@ def series(
 
 
 def gpu_microseconds(calls: Sequence[Call], head_start: int = 0) -> float:
-    """What calls take on the GPU, launched while it is busy for `head_start` cycles per call."""
+    """GPU time of calls, launched while the GPU is busy for `head_start` cycles per call."""
     torch.cuda.synchronize()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if head_start:
@@ -62,7 +62,7 @@ def gpu_microseconds(calls: Sequence[Call], head_start: int = 0) -> float:
 
 
 def cpu_microseconds(calls: Sequence[Call]) -> float:
-    """What calls take on the host's clock."""
+    """Host time of calls."""
     begin = time.perf_counter()
     for call in calls:
         call()
@@ -70,9 +70,10 @@ def cpu_microseconds(calls: Sequence[Call]) -> float:
 
 
 def bandwidths(device: torch.device) -> tuple[float, float]:
-    """(read, copy) in TB/s, of a reduction over up to 4 GiB and of a copy (bytes read + written).
+    """(read, copy) bandwidth in TB/s: a reduction over up to 4 GiB, and a copy (read + written).
 
-    The copy is PyTorch's or a product with 1, whichever is faster: a GPU copy can be the driver's.
+    The copy is the faster of PyTorch's copy, which on a GPU may be the driver's, and a product
+    with 1.
     """
     on_gpu = device.type == "cuda"
     num_bytes = min(2**32, torch.cuda.mem_get_info(device)[0] // 8) if on_gpu else 2**27

@@ -1,4 +1,4 @@
-"""Random NVFP4 weights in every form that is multiplied, and the error of products."""
+"""Random NVFP4 weights in every backend's format, and the error of products."""
 
 from copy import deepcopy
 from functools import cached_property, partial
@@ -16,7 +16,7 @@ Shape = tuple[int, int]
 
 
 class Weights:
-    """A random weight: codes, and block scales between 0.25 and 4; `dtype` is that of x."""
+    """A random weight: codes, and block scales between 0.25 and 4; `dtype` is the activations'."""
 
     def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
         n, k = self.shape = shape
@@ -35,18 +35,18 @@ class Weights:
         return x.to(self.dtype)
 
     def layer(self, backend: str) -> NvFp4Linear:
-        """A layer whose weights are in a backend's form."""
+        """A layer with its weights in a backend's format."""
         n, k = self.shape
         layer = NvFp4Linear(k, n, bias=False, dtype=self.dtype, device=self.device, backend=backend)
         scale = torch.tensor(GLOBAL_SCALE, device=self.device)
-        # Clones, because a kernel may write its form over the original.
+        # Clones, because a backend may repack in place.
         tensors = {"weight": self.codes.clone(), "weight_scale": self.scales.clone()}
         layer.load_tensors({**tensors, "weight_scale_2": scale}, "modelopt")
         layer.process_weights_after_loading()
         return layer
 
     def layer_calls(self, backend: str, x: torch.Tensor) -> list[Call]:
-        """A call of each copy of the layer."""
+        """One call per copy of the layer."""
         if backend not in self._forms:
             layer = self.layer(backend)
             count = copies(sum(p.nbytes for p in layer.parameters()), self.device)
@@ -72,7 +72,7 @@ class Weights:
         return self.dense(torch.float64)
 
     def error(self, x: torch.Tensor, out: torch.Tensor) -> tuple[float, float]:
-        """Max error of a product over the max value, against float64, and what is allowed.
+        """Max error of a product relative to the max value of float64's, and the allowed error.
 
         Allowed is twice the error of bfloat16 weights and x (`2 max|baseline - ref| + 1e-5`).
         """

@@ -1,4 +1,4 @@
-"""Files of NVFP4 checkpoints in both dialects, and the KV scales that they carry."""
+"""Files of NVFP4 checkpoints in both dialects, and their KV scales."""
 
 from halfbyte.checkpoints.dialects.base import Declaration, Dialect, TensorNames
 from halfbyte.checkpoints.dialects.registry import DIALECTS, TENSOR_NAMES, read_declaration

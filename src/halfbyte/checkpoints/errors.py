@@ -1,4 +1,4 @@
-"""`CheckpointError`: what is wrong with a checkpoint, in one line."""
+"""`CheckpointError`: one-line errors for checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -7,9 +7,9 @@ from halfbyte.files import read_json_object, shortened
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is broken or not one that is read here; one line: what, expected, found.
+    """A checkpoint is broken or not supported; one line: what, expected, found.
 
-    What is too long for a line is cut in the middle.
+    Long messages are shortened in the middle.
     """
 
     def __init__(self, message: str) -> None:
@@ -17,7 +17,7 @@ class CheckpointError(ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message without line ends; its class where it says nothing or a name alone."""
+    """An error's message on one line; its class name if the message is empty."""
     text = shortened(str(error))
     if isinstance(error, KeyError) and " " not in text:
         text = f"unknown name {text}"
@@ -28,7 +28,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """As `files.read_json_object`.
 
     Raises:
-        CheckpointError: what it refuses.
+        CheckpointError: instead of its ValueError.
     """
     try:
         return read_json_object(file)

@@ -1,6 +1,6 @@
-"""Which model a folder holds, without reading all of it.
+"""Identifies the model in a folder without reading all of it.
 
-Calibrations of models whose folder cannot be written are kept elsewhere, under this name.
+Calibrations of models in read-only folders are cached under this name.
 """
 
 from hashlib import sha256
@@ -15,25 +15,25 @@ BLOCK_BYTES = 4096
 
 
 def fingerprint(folder: str | Path) -> str:
-    """A name for the model in a folder, the same wherever the folder lies.
+    """Fingerprint of the model in a folder; independent of the folder's path.
 
     The SHA-256 of `config.json`, of `hf_quant_config.json` if there is one, and of each safetensors
-    file's name, size, header and 64 blocks of 4 KiB spread evenly over its data. Of 140 GB in 30
-    files some 8 MB are read.
+    file's name, size, header and 64 blocks of 4 KiB spread evenly over its data: about 8 MB are
+    read of 140 GB in 30 files.
 
-    Two models differ if their configuration, or a name, dtype, shape or place of a tensor differs,
-    or a byte in one of the blocks. A fine-tune of all weights changes nearly every block. One that
-    changes a few tensors of many alone, all of them between the blocks, is not told from its
-    original. Other files (tokenizer, index, chat template) do not count.
+    Fingerprints differ if the configuration, a tensor's name, dtype, shape or offset, or a byte in
+    one of the blocks differs. A fine-tune of all weights changes nearly every block. A fine-tune
+    that changes only a few tensors, all between the blocks, has the fingerprint of its original.
+    Other files (tokenizer, index, chat template) are ignored.
 
     Args:
-        folder: of a checkpoint in Hugging Face's form.
+        folder: of a checkpoint in Hugging Face's layout.
 
     Returns:
         64 hexadecimal digits.
 
     Raises:
-        CheckpointError: no config.json or no safetensors, or a file that cannot be read or is no
+        CheckpointError: no config.json or no safetensors, or a file that cannot be read or is not a
             safetensors file; one line.
     """
     folder = Path(folder)
@@ -79,7 +79,7 @@ def _sampled(path: Path) -> bytes:
 
 
 def _blocks(num_bytes: int) -> list[tuple[int, int]]:
-    """(offset, bytes) of the blocks of some data: the first, the last, and evenly between them."""
+    """(offset, bytes) of the blocks: the first, the last, and evenly spaced between them."""
     if num_bytes <= BLOCKS * BLOCK_BYTES:
         return [(0, num_bytes)]
     last = num_bytes - BLOCK_BYTES

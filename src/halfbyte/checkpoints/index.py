@@ -1,10 +1,9 @@
-"""What lies in a checkpoint's folder, from the headers of its safetensors files alone.
+"""Index of the tensors in a checkpoint's folder, from the headers of its safetensors files.
 
-A folder holds `model.safetensors`, or shards that `model.safetensors.index.json` lists. Everything
-that can be wrong with files is found here, before a weight is read: an index that names a shard
-which is absent, a tensor that is not where the index says, a truncated file, pickled weights (which
-are never opened). Then tensors are read shard by shard; a shard is unmapped before the next one is
-opened, so that a whole checkpoint passes through the host's memory one shard at a time.
+A folder holds `model.safetensors`, or shards that `model.safetensors.index.json` lists. Broken
+files are detected here, before any weight is read: a missing shard, a tensor that is not where the
+index says, a truncated file, pickled weights (which are never opened). Tensors are then read shard
+by shard; a shard is unmapped before the next is opened, so that host memory holds at most one.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,18 +20,18 @@ from halfbyte.checkpoints.errors import CheckpointError, one_line, read_json
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _MAX_NAME_BYTES = 255
-"""Of a file's name, on all usual file systems."""
+"""Max length of a file name on common file systems."""
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor as a header describes it.
+    """A tensor's entry in a header.
 
     Args:
         dtype: safetensors' name: `U8`, `F8_E4M3`, `BF16`, `F32` …
         shape: of the tensor.
-        file: that it lies in.
+        file: that holds it.
     """
 
     dtype: str
@@ -55,18 +54,18 @@ class CheckpointIndex:
         self.folder = folder
         self.tensors = tensors
         self._stored_names: Mapping[str, str] = {}
-        """In the files, of those that have another name here."""
+        """Names in the files, of tensors with another name here."""
 
     @classmethod
     def read(cls, folder: str | Path) -> "CheckpointIndex":
         """Read the headers of a folder's weights.
 
-        A folder with `model.safetensors` and an index of other files is refused: which of the two
-        is meant cannot be seen, and transformers reads the former without a word.
+        A folder with `model.safetensors` and an index of other files is rejected as ambiguous;
+        transformers would silently read the former.
 
         Raises:
-            CheckpointError: no safetensors, both forms of them, or an index or file that is broken;
-                one line that names it, what was expected and what was found.
+            CheckpointError: no safetensors, both forms of them, or a broken index or file; one line
+                with the file, what was expected and what was found.
         """
         folder = Path(folder)
         weight_map = _weight_map(folder)
@@ -87,14 +86,14 @@ class CheckpointIndex:
 
     @classmethod
     def read_files(cls, files: Sequence[str | Path]) -> "CheckpointIndex":
-        """Read the headers of these files and of no others, whatever else is in their folder.
+        """Read the headers of these files only, and ignore other files in their folder.
 
         Args:
-            files: of one checkpoint. Of a tensor that is in several, the last counts, as it does
-                for transformers.
+            files: of one checkpoint. For a tensor in several files the last file wins, as in
+                transformers.
 
         Raises:
-            CheckpointError: one is absent, broken or no safetensors file; one line.
+            CheckpointError: a file is absent, broken or not a safetensors file; one line.
         """
         tensors: dict[str, TensorEntry] = {}
         for file in map(Path, files):
@@ -111,13 +110,14 @@ class CheckpointIndex:
 
     @classmethod
     def read_chosen(cls, files: Sequence[str | Path]) -> "CheckpointIndex":
-        """Read the headers of the files that transformers chose: those of an index as `read` does.
+        """Read the headers of the files that transformers chose.
 
-        Others (`model.safetensors`, also beside an index, or a variant's) as `read_files` does.
+        Files of an index as `read`; others (`model.safetensors`, even beside an index, or a
+        variant's) as `read_files`.
 
         Raises:
-            CheckpointError: what `read` and `read_files` refuse; files of several folders; a tensor
-                of which transformers would take another copy than the index says.
+            CheckpointError: as `read` and `read_files`; files of several folders; a tensor of which
+                transformers would read another copy than the index says.
         """
         index = cls.read_files(files)
         outside = [file for file in map(Path, files) if file.parent != index.folder]
@@ -140,10 +140,10 @@ class CheckpointIndex:
         return chosen
 
     def renamed(self, names: Mapping[str, str]) -> "CheckpointIndex":
-        """The same tensors, some under other names.
+        """The same tensors with some renamed.
 
         Args:
-            names: the new ones, by those in the files.
+            names: new names, by names in the files.
         """
         tensors = {names.get(name, name): entry for name, entry in self.tensors.items()}
         result = CheckpointIndex(self.folder, tensors)
@@ -166,7 +166,7 @@ class CheckpointIndex:
         return {module: frozenset(own) for module, own in names.items()}
 
     def require(self, name: str, dtypes: Collection[str], *shapes: tuple[int, ...]) -> TensorEntry:
-        """The entry of a tensor that must be there.
+        """The entry of a required tensor.
 
         Args:
             name: of the tensor.
@@ -174,7 +174,7 @@ class CheckpointIndex:
             shapes: valid ones.
 
         Raises:
-            CheckpointError: it is absent, or its dtype or shape is another.
+            CheckpointError: it is absent, or has another dtype or shape.
         """
         entry = self.tensors.get(name)
         if entry is None or entry.dtype not in dtypes or entry.shape not in shapes:
@@ -186,14 +186,14 @@ class CheckpointIndex:
     def stream(
         self, names: Collection[str], device: torch.device | str = "cpu"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors one by one, shard by shard, each in memory of its own on `device`.
+        """Yield tensors one by one, shard by shard, each copied to `device`.
 
         Args:
             names: of the tensors; each must be in the index.
             device: to copy them to.
 
         Raises:
-            CheckpointError: a file can no longer be read.
+            CheckpointError: a file cannot be read any more.
         """
         by_file: dict[Path, list[str]] = {}
         for name in names:
@@ -205,7 +205,7 @@ class CheckpointIndex:
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
-    """Shard of each tensor by the folder's index; None where it has none."""
+    """Shard of each tensor by the folder's index; None if there is no index."""
     if not (folder / INDEX_FILE).is_file():
         return None
     weight_map = read_weight_map(folder)
@@ -229,7 +229,7 @@ def read_weight_map(folder: Path) -> dict[str, str]:
     """Shard of each tensor by the folder's index; shards may be absent.
 
     Raises:
-        CheckpointError: an index that is broken, or names files that are not in the folder itself.
+        CheckpointError: a broken index, or one that names files outside the folder.
     """
     file = folder / INDEX_FILE
     weight_map = read_json(file).get("weight_map")
@@ -245,7 +245,7 @@ def read_weight_map(folder: Path) -> dict[str, str]:
 
 
 def _is_file_name(shard: str) -> bool:
-    """Whether a shard's name is one of a safetensors file that a folder can have."""
+    """Whether a shard's name is a valid file name of a safetensors file."""
     is_short = len(shard.encode("utf-8", "surrogatepass")) <= _MAX_NAME_BYTES
     is_name = shard.isprintable() and Path(shard).name == shard
     return is_short and is_name and shard.endswith(".safetensors")
@@ -281,7 +281,7 @@ def _open(file: Path) -> Any:
 
 
 def _copy(tensors: Any, name: str, file: Path, device: torch.device | str) -> torch.Tensor:
-    """A copy also where the device is the host: what is mapped keeps all of the shard mapped."""
+    """Copy a tensor, also to the host: a mapped tensor would keep the whole shard mapped."""
     try:
         mapped: torch.Tensor = tensors.get_tensor(name)
     except SafetensorError as error:

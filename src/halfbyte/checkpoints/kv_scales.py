@@ -2,13 +2,13 @@
 
 ModelOpt writes `…self_attn.k_proj.k_scale` and `…v_proj.v_scale`, compressed-tensors and vLLM
 `…self_attn.k_scale` and `…self_attn.v_scale` (older files `…attn.k_scale`, `…k_proj.output_scale`
-and `…v_proj.output_scale`, or one `…attn.kv_scale` for both). All are decode scales, one
-element each. For a cache in NVFP4, whose block scales come as it runs, the package
+and `…v_proj.output_scale`, or one `…attn.kv_scale` for both). All are decode scales with one
+element. For NVFP4 caches, whose block scales are computed at run time, the package
 compressed-tensors has `…self_attn.k_global_scale` and `…v_global_scale`, encode scales
-(2688 / amax); halfbyte writes them beside the others. Only names are read until one matches.
+(2688 / amax); halfbyte writes both kinds. Only headers are read until a name matches.
 
-ModelOpt's affine caches add `…k_proj.k_bias` and `…v_proj.v_bias`, and their scales are those of K
-and V less the bias. They are refused: what they declare is a plain FP8 or NVFP4 cache.
+ModelOpt's affine caches add `…k_proj.k_bias` and `…v_proj.v_bias`; their scales apply to K and V
+minus the bias. They are rejected, because they declare a plain FP8 or NVFP4 cache.
 """
 
 import math
@@ -22,7 +22,7 @@ from halfbyte.checkpoints.errors import CheckpointError, one_line
 from halfbyte.checkpoints.index import INDEX_FILE, SINGLE_FILE, read_weight_map
 
 _OTHER_MODELS = r"(?:mtp|eagle_module|draft_model|vision_model|vision_tower|visual|audio_tower)"
-"""Words in the names of what lies beside a language model in its file: a draft, a tower."""
+"""Name parts of other models in a language model's files: drafts, vision and audio towers."""
 _LAYER = rf"^(?!(?:\w+\.)*{_OTHER_MODELS}\.)(?:\w+\.)*?layers\.(?P<layer>\d+)\.(?:[\w.]+\.)?"
 _SCALE_NAME = re.compile(
     _LAYER + r"(?:(?P<side>[kv])_(?P<is_encode>global_)?scale|"
@@ -32,20 +32,20 @@ _BIAS_NAME = re.compile(_LAYER + r"[kv]_bias$")
 
 
 def is_kv_scale(name: str) -> bool:
-    """Whether a tensor of this name is a layer's K or V scale, in any dialect."""
+    """Whether this is the name of a layer's K or V scale, in any dialect."""
     return _SCALE_NAME.search(name) is not None
 
 
 def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
     """`{layer: (k_scale, v_scale)}` of a checkpoint's folder; empty if it stores none.
 
-    Decode scales, whatever the file has. Where it has both, the decode scale counts: an encode
-    scale (`k_global_scale`) is for another reader.
+    Encode scales (`k_global_scale`) are converted to decode scales. If a layer has both kinds, the
+    decode scale is used.
 
     Raises:
-        CheckpointError: a file is absent or broken, a scale has more than one element or another
-            beside it or is not a finite number above 0, a layer has only one of the two scales, or
-            there are biases beside them.
+        CheckpointError: a file is absent or broken; a scale has more than one element, occurs
+            twice, or is not a finite number above 0; a layer has only one of the two scales; or
+            there are biases.
     """
     found: dict[int, dict[str, float]] = {}
     encoded: dict[int, dict[str, float]] = {}
@@ -96,7 +96,7 @@ def _decode_scale(name: str, scale: torch.Tensor, is_encode: bool) -> float:
 
 
 def _files_with_scales(folder: Path) -> list[Path]:
-    """The files to open: all, or where there is an index only those that it names for them."""
+    """The files to open: all, or with an index only those that it lists for KV scales."""
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
@@ -107,7 +107,7 @@ def _files_with_scales(folder: Path) -> list[Path]:
             raise
         weight_map = {}
     if single.is_file() and SINGLE_FILE not in weight_map.values():
-        return [single]  # whose weights transformers takes, without a look at the index
+        return [single]  # transformers reads this file and ignores the index
     files = {
         folder / file
         for name, file in weight_map.items()

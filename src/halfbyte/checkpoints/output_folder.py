@@ -1,8 +1,8 @@
-"""Checkpoint folders that appear whole or not at all.
+"""Writes checkpoint folders atomically.
 
-Everything is written into a hidden sibling of the destination, flushed to the disk, and renamed in
-one step. A process that is killed leaves the sibling `.NAME.incomplete-…` behind and no
-destination; an error removes the sibling, too.
+Everything is written into a hidden sibling of the destination, flushed to disk, and renamed in one
+step. A killed process leaves the sibling `.NAME.incomplete-…` and no destination; an error removes
+the sibling.
 """
 
 import json
@@ -27,17 +27,17 @@ REPORT_FILE = "quantization_report.json"
 
 @contextmanager
 def new_folder(destination: str | Path, *, replace: bool = False) -> Iterator[Path]:
-    """A folder to write into, which becomes `destination` when the block ends well.
+    """A temporary folder to write into; renamed to `destination` if the block does not raise.
 
     Args:
-        destination: of the finished folder; folders above it are made.
-        replace: remove the checkpoint (or the empty folder) that is there, once the new folder is
-            complete. Anything else is never removed.
+        destination: of the finished folder; parents are created.
+        replace: remove an existing checkpoint (or empty folder) at `destination` once the new
+            folder is complete. Anything else is never removed.
 
     Raises:
-        CheckpointError: `destination` exists and is not to be replaced or is no checkpoint, or a
-            file operation of the block failed (disk full, no permission). Nothing is left behind
-            then.
+        CheckpointError: `destination` exists and `replace` is not set or it is not a checkpoint, or
+            a file operation in the block failed (disk full, no permission). The temporary folder
+            is removed.
     """
     destination = Path(os.path.abspath(destination))
     _check_free(destination, replace)
@@ -47,7 +47,7 @@ def new_folder(destination: str | Path, *, replace: bool = False) -> Iterator[Pa
         folder.mkdir()
         yield folder
         _sync(folder)
-        _check_free(destination, replace)  # the block may have taken hours
+        _check_free(destination, replace)  # again: the block may have taken hours
         _move(folder, destination)
     except OSError as error:
         raise CheckpointError(f"{destination}: cannot be written: {error}") from error
@@ -56,7 +56,7 @@ def new_folder(destination: str | Path, *, replace: bool = False) -> Iterator[Pa
 
 
 def write_json(path: Path, fields: Any) -> None:
-    """Write an object as indented JSON and flush it to the disk."""
+    """Write an object as indented JSON and flush it to disk."""
     with path.open("w") as file:
         file.write(json.dumps(fields, indent=2) + "\n")
         file.flush()
@@ -64,19 +64,19 @@ def write_json(path: Path, fields: Any) -> None:
 
 
 def copy_file(source: Path, destination: Path) -> None:
-    """Copy a file's bytes (of what it points to, if it is a link) and flush them to the disk."""
+    """Copy a file's bytes (following links) and flush them to disk."""
     shutil.copyfile(source, destination)
     _sync(destination)
 
 
 class ShardWriter:
-    """Tensors to `model.safetensors`, or to numbered shards with an index where they are many.
+    """Writes tensors to `model.safetensors`, or to numbered shards with an index if they need more.
 
     Holds the tensors of one shard in memory.
 
     Args:
         folder: to write into.
-        max_bytes: size of a shard; a tensor that is larger gets one of its own.
+        max_bytes: max size of a shard; a larger tensor gets its own shard.
     """
 
     def __init__(self, folder: Path, max_bytes: int = DEFAULT_SHARD_BYTES) -> None:
@@ -90,7 +90,7 @@ class ShardWriter:
         self._pending_bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor; the caller must not change it any more."""
+        """Write a tensor; the caller must not modify it afterwards."""
         if self._pending and self._pending_bytes + tensor.nbytes > self.max_bytes:
             self._write()
         self._pending[name] = tensor.contiguous()
@@ -98,7 +98,7 @@ class ShardWriter:
         self.total_bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Write what is left, give the shards their names, and write the index."""
+        """Write the last shard, rename the shards, and write the index."""
         if self._pending or not self._shards:
             self._write()
         count = len(self._shards)
@@ -121,19 +121,19 @@ class ShardWriter:
         self._shards.append(list(self._pending))
         try:
             save_file(self._pending, path, metadata={"format": "pt"})
-        except SafetensorError as error:  # nothing but the disk is left to fail
+        except SafetensorError as error:  # only the disk can fail here
             raise OSError(one_line(error)) from error
-        # safetensors' own files are for their owner alone.
+        # safetensors creates files that only the owner can read.
         path.chmod(self.folder.stat().st_mode & 0o666)
         _sync(path)
         self._pending, self._pending_bytes = {}, 0
 
 
 def _sync(path: Path) -> None:
-    """Flush a file or a folder's entries to the disk."""
+    """Flush a file or a folder's entries to disk."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except PermissionError:  # folders cannot be opened on Windows
+    except PermissionError:  # Windows cannot open folders
         return
     try:
         os.fsync(descriptor)
@@ -142,7 +142,7 @@ def _sync(path: Path) -> None:
 
 
 def _check_free(destination: Path, replace: bool) -> None:
-    """Raise CheckpointError if there is something that must not be replaced."""
+    """Raise CheckpointError if `destination` exists and must not be replaced."""
     if not os.path.lexists(destination):
         return
     if not replace:
@@ -160,7 +160,7 @@ def _check_free(destination: Path, replace: bool) -> None:
 
 
 def _move(folder: Path, destination: Path) -> None:
-    """Rename; what is replaced goes aside first, so that it is lost only when it is replaced."""
+    """Rename; an existing destination is moved aside first and removed only after the rename."""
     old = folder.with_name(f"{folder.name}.old")
     replaces = os.path.lexists(destination)
     if replaces:

@@ -1,6 +1,6 @@
-"""The tensors of a quantized layer: present, of the right dtype and shape, with valid scales.
+"""Checks of a quantized layer's tensors: presence, dtypes, shapes and valid scales.
 
-Dtypes and shapes are compared from the headers, before any weight is loaded; scales when they are
+Dtypes and shapes are checked from the headers before any weight is loaded; scales when they are
 loaded: a NaN, a negative number, or a global scale of 0 would silently give wrong results.
 """
 
@@ -20,15 +20,15 @@ QUANTIZED_WEIGHT = re.compile(
     r"\.(weight_(packed|\w*scale\w*)|input_(\w*_)?scale\w*|pre_quant_scale|qweight|qzeros|scales"
     r"|g_idx|\w+_blocks)$"
 )
-"""Tensors that only quantized weights come with; without them the weights would be wrong."""
+"""Tensors that only quantized weights have; ignoring them would give wrong weights."""
 _BLOCK_SIZE = 16
-# Of the KV cache, or repeating what the header says.
+# KV cache scales, or repeating the header.
 _KNOWN_EXTRAS = frozenset({"k_scale", "v_scale", "q_scale", "output_scale", "weight_shape"})
 _FP8_NAMES = ("weight", "weight_scale", "input_scale")
 
 
 def is_plain(index: CheckpointIndex, layer: str, n: int, k: int, names: TensorNames) -> bool:
-    """Whether a layer lies in the file unquantized: a float weight of full shape, and no scale."""
+    """Whether a layer is stored unquantized: a float weight of full shape, and no scale."""
     entry = index.tensors.get(f"{layer}.weight")
     scales = (names.weight_scale, names.weight_global_scale)
     return (
@@ -65,7 +65,7 @@ def check_layer(
     *,
     has_bias: bool,
 ) -> tuple[str, ...]:
-    """Compare the headers with what a quantized linear layer needs.
+    """Check the headers of a quantized linear layer's tensors.
 
     Args:
         index: of the files.
@@ -74,13 +74,13 @@ def check_layer(
         scheme: how it is stored.
         n: output features.
         k: input features.
-        has_bias: whether the model has a bias there.
+        has_bias: whether the layer has a bias in the model.
 
     Returns:
-        The names of the tensors to load, after the layer's name and a dot.
+        Names of the tensors to load, without the layer's name.
 
     Raises:
-        CheckpointError: one is absent, of another dtype or shape, or one too many.
+        CheckpointError: a tensor is absent, has another dtype or shape, or is surplus.
     """
     if scheme == "fp8":
         used = _check_fp8(index, layer, n, k)
@@ -106,7 +106,7 @@ def check_layer(
 
 
 def is_bad_block_scale(scales: torch.Tensor) -> torch.Tensor:
-    """Where E4M3 block scales are NaN or have a sign, -0.0 included: no writer produces them.
+    """Mask of E4M3 block scales that are NaN or have the sign bit set (also -0.0): never valid.
 
     Args:
         scales: float8_e4m3fn or their bytes, of any shape.
@@ -114,7 +114,7 @@ def is_bad_block_scale(scales: torch.Tensor) -> torch.Tensor:
     Returns:
         bool, of the same shape.
     """
-    return scales.view(torch.uint8) >= E4M3_NAN  # NaN, then every byte with a sign
+    return scales.view(torch.uint8) >= E4M3_NAN  # NaN, and every byte with the sign bit
 
 
 def check_scales(

@@ -1,9 +1,8 @@
 """The `halfbyte` command.
 
-Bad input ends in one line on stderr and a non-zero status: 2 for a command line that cannot be
-understood, 1 for anything that goes wrong later, 130 for an interrupt, 143 where the process is
-asked to end (SIGTERM); what it was writing is removed then. Heavy imports happen inside the
-commands, so that `--help` answers at once.
+Errors are one line on stderr and a non-zero exit status: 2 for an invalid command line, 1 for later
+errors, 130 for an interrupt, 143 for SIGTERM, after which partial output is removed. Heavy imports
+are inside the commands, so that `--help` is fast.
 """
 
 import os
@@ -41,7 +40,7 @@ app.command("chat")(chat)
 app.command("info")(info)
 app.command("quantize")(quantize)
 app.command("calibrate")(calibrate)
-# `-h` is handed to vLLM there.
+# `-h` is passed to vLLM there.
 app.command("serve", cls=ServeCommand, context_settings={"help_option_names": ["--help"]})(serve)
 app.add_typer(bench, name="bench")
 
@@ -61,13 +60,13 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """Run the command line."""
-    with suppress(ValueError):  # in another thread than the first, signals are not ours
+    with suppress(ValueError):  # signals can be set in the main thread only
         signal.signal(signal.SIGTERM, _end)
     remember_users_environment()
-    # Before torch is loaded: threads that spin while they wait make a shared machine crawl.
+    # Before torch is loaded: spinning threads slow down a shared machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        # Usage errors are typer's: it prints them and exits with status 2.
+        # typer prints usage errors and exits with status 2.
         app()
     except KeyboardInterrupt:
         sys.exit(130)

@@ -139,7 +139,7 @@ def _device(name: str) -> "torch.device":
 def choose_cases(
     device_type: str, only: str | None, batch: str | None, context: str | None, heads: str | None
 ) -> "list[Case]":
-    """The usual cases or a grid, of those the ones that `only` finds something in.
+    """The default cases or a grid, filtered by the regular expression `only`.
 
     Raises:
         ValueError: bad numbers, an unknown preset, not a regular expression, or no case is left.
@@ -189,7 +189,7 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 def _check_writable(file: Path | None) -> None:
-    """What cannot be written is better known now than after minutes."""
+    """Raise before measuring if the file cannot be written."""
     try:
         if file is not None:
             file.touch()
@@ -203,7 +203,7 @@ def _write(report: "Report", file: Path | None) -> None:
 
 
 def _end(report: "Report", *, as_json: bool) -> None:
-    """Print the report, then what failed; exit with 1 if any of it is ours."""
+    """Print the report, then failures; exit with 1 if any of halfbyte's failed."""
     if as_json:
         print(json.dumps(report))
     else:

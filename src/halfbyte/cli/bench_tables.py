@@ -1,4 +1,4 @@
-"""Reports of `halfbyte bench` as tables, at most 90 columns wide, and what failed in them."""
+"""Tables of `halfbyte bench` reports, at most 90 columns wide, and their failures."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "teraflops_per_s": ("TFLOP/s", "{:,.2f}".format),
     "error": ("error", "{:.1e}".format),
 }
-"""Heading and format, by name in the report."""
+"""Heading and number format, by name in the report."""
 
 
 def tables(report: "Report") -> Iterator[Table]:
@@ -42,7 +42,7 @@ def tables(report: "Report") -> Iterator[Table]:
 
 
 def failures(report: "Report") -> dict[tuple[str, str], str]:
-    """Why measurements failed, by name of the row and of the contender."""
+    """Errors of failed measurements, by row and contender."""
     from halfbyte.bench.report import contenders
 
     return {

@@ -57,7 +57,7 @@ def calibrate(
 
     quiet_libraries(verbose=verbose)
     folder = local_folder(model, revision=revision, cache_dir=download_dir)
-    read_model_config(folder)  # what is no model is said before anything else
+    read_model_config(folder)  # report an unsupported model first
     path, is_kept = (file, False) if file is not None else destination(model, folder)
     shadow = _comes_first(folder, is_kept=is_kept)
     if shadow and not force:
@@ -81,11 +81,11 @@ def calibrate(
 
 
 def destination(model: str, folder: Path) -> tuple[Path, bool]:
-    """The file that a model's scales are written to, and whether it is one of the cache folder.
+    """Where to write a model's scales, and whether that is in the cache folder.
 
     Args:
         model: as the user named it: a folder or a hub id.
-        folder: where it lies.
+        folder: its folder.
 
     Raises:
         ValueError: the folder cannot be written, and there is no cache folder.
@@ -114,7 +114,7 @@ def measure(folder: Path, path: Path, *, is_kept: bool, **measuring: Any) -> "KV
         measuring: arguments of `calibrate_checkpoint`.
 
     Raises:
-        ValueError, OSError: the file cannot be written, said before the work; or as
+        ValueError, OSError: the file cannot be written (checked first); or as
             `calibrate_checkpoint`.
     """
     from halfbyte.models.layerwise import calibrate_checkpoint
@@ -127,17 +127,17 @@ def measure(folder: Path, path: Path, *, is_kept: bool, **measuring: Any) -> "KV
 
 
 def _comes_first(folder: Path, *, is_kept: bool) -> str | None:
-    """Which scales of the folder would be used in place of what is written; None for none."""
+    """The scales in the folder that take precedence over the written file; None if none do."""
     from halfbyte.kvcache import KV_SCALES_FILE, KVScales
 
-    # Others, the checkpoint's own among them, come first for the recipe `plain` alone.
+    # Other scales, such as the checkpoint's own, take precedence only for the recipe `plain`.
     if is_kept and (scales := KVScales.load(folder)) is not None and scales.calibration:
         return f"its folder has a {KV_SCALES_FILE} with a calibration, which comes first"
     return None
 
 
 def _check_writable(path: Path, *, is_kept: bool) -> None:
-    """Raise ValueError or OSError before the work rather than after it."""
+    """Raise ValueError or OSError before calibrating if the file cannot be written."""
     from halfbyte.files import make_private
     from halfbyte.kvcache.scales import check_calibration_file
 

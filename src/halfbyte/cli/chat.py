@@ -1,8 +1,7 @@
 """`halfbyte chat`
 
-An answer goes to stdout as it comes, without control characters, and nothing else does; remarks
-and errors go to stderr. What a model is shown to think, and what an answer took, is for terminals
-alone.
+Answers are streamed to stdout without control characters; remarks and errors go to stderr.
+Reasoning and timings are shown only on a terminal.
 """
 
 import io
@@ -76,7 +75,7 @@ def chat(
         prompt = _stdin()
     if prompt is not None and not prompt.strip():
         raise ValueError("prompt: is empty")
-    for screen in (sys.stdout, sys.stderr):  # a model may write what their encoding lacks
+    for screen in (sys.stdout, sys.stderr):  # models may output characters outside the encoding
         if isinstance(screen, io.TextIOWrapper):
             screen.reconfigure(errors="replace")
     if model is None:
@@ -98,7 +97,7 @@ def chat(
         else:
             _remark(f"{model} at {client.url}; /help lists commands, Ctrl-D leaves")
             _talk(conversation)
-    except BrokenPipeError:  # whoever read stdout has enough
+    except BrokenPipeError:  # the reader of stdout has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(128 + 13) from None  # as a shell reports SIGPIPE
 
@@ -127,7 +126,7 @@ def _first_model(client: Client) -> str:
 
 
 def _talk(conversation: Conversation) -> None:
-    """Ask and answer until the user leaves; an error ends an answer, not the conversation."""
+    """Run the conversation until the user quits; an error ends an answer, not the conversation."""
     with suppress(ImportError):
         import readline  # noqa: F401  (arrow keys and history in input())
     while True:
@@ -160,7 +159,7 @@ def _talk(conversation: Conversation) -> None:
 
 
 def _read() -> str:
-    """What the user types, up to a line that does not end with a backslash."""
+    """Read the user's input, up to a line that does not end with a backslash."""
     lines: list[str] = []
     prompt = "> "
     while True:
@@ -176,7 +175,7 @@ def _read() -> str:
 
 
 def _answer(conversation: Conversation, prompt: str) -> None:
-    """Print one answer as it comes; on a terminal, also what the model thinks and what it took."""
+    """Stream one answer; on a terminal, also the reasoning and the timing."""
     terminal = sys.stdout.isatty()
     screen = _Screen()
     times = [time.perf_counter()]
@@ -200,7 +199,7 @@ def _answer(conversation: Conversation, prompt: str) -> None:
 
 
 def _speed(times: list[float], tokens: int | None, finish_reason: str | None) -> str:
-    """What an answer took, from the times of the request and of each chunk, in seconds."""
+    """Timing of an answer, from the times of the request and of each chunk, in seconds."""
     first, last = times[1], times[-1]
     parts = [] if tokens is None else [f"{tokens} token{'s' * (tokens != 1)}"]
     if tokens is not None and tokens > 1 and last > first:
@@ -212,7 +211,7 @@ def _speed(times: list[float], tokens: int | None, finish_reason: str | None) ->
 
 
 class _Screen:
-    """Writes an answer to stdout, and before it, dim, what the model thinks."""
+    """Writes the model's reasoning, dimmed, and then its answer to stdout."""
 
     def __init__(self) -> None:
         self.has_answer = False
@@ -225,11 +224,11 @@ class _Screen:
 
     def write(self, text: str) -> None:
         if text := strip_control(text):
-            if not self.has_answer:  # below the reasoning, if there was any
+            if not self.has_answer:  # a new line after the reasoning, if any
                 self.end_line()
             self.has_answer = True
-            self._line_is_open = not text.endswith("\n")  # first: Ctrl-C may come while it writes
-            # Written as it is: rich would replace tabs.
+            self._line_is_open = not text.endswith("\n")  # Ctrl-C may interrupt the write
+            # Not with rich, which would replace tabs.
             sys.stdout.write(text)
             sys.stdout.flush()
 

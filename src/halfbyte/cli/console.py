@@ -1,4 +1,4 @@
-"""What all commands share: quiet libraries, progress on a terminal, one-line errors."""
+"""Shared by all commands: quiet libraries, progress bars, one-line errors."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def quiet_libraries(*, verbose: bool) -> None:
-    """Keep other libraries' chatter off the screen; halfbyte's own log goes to stderr."""
+    """Silence other libraries' logs; halfbyte's own log goes to stderr."""
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
@@ -21,7 +21,7 @@ def quiet_libraries(*, verbose: bool) -> None:
     hub_logging.set_verbosity_error()
     logger = logging.getLogger("halfbyte")
     logger.setLevel(logging.INFO if verbose else logging.WARNING)
-    # On this logger alone: a root handler would repeat what every library says.
+    # On this logger only: a root handler would print every library's log.
     if not logger.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("halfbyte: %(message)s"))
@@ -44,8 +44,8 @@ def progress_bar(description: str, unit: str) -> Iterator[Callable[[int, int], N
 
 
 def print_error(error: Exception) -> None:
-    """One line on stderr that says what went wrong."""
-    # As dialects.one_line, which would load torch to print an error.
+    """Print an error on one line of stderr."""
+    # As `checkpoints.errors.one_line`, whose import would load torch.
     message = " ".join(str(error).split()) or type(error).__name__
     err.print("error:", style="bold red", end=" ")
     err.print(message, markup=False, emoji=False)

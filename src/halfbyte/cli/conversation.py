@@ -1,8 +1,8 @@
-"""What was said so far, and how the next answer is requested.
+"""The conversation so far, and requests for the next answer.
 
-A turn is a prompt and its answer, as far as it came: one that the user stopped is kept, because
-the next question may be about it; one that brought no text is dropped, because many chat
-templates refuse two messages of one role in a row.
+A turn is a prompt and its answer. An answer that the user stopped is kept, because the next
+question may be about it; a turn without text is dropped, because many chat templates reject two
+consecutive messages of one role.
 
 A model without a chat template gets the conversation as one text to continue.
 """
@@ -13,7 +13,7 @@ from contextlib import closing
 from halfbyte.cli.openai_client import Client
 from halfbyte.cli.openai_protocol import Chunk, NoChatTemplateError
 
-# Base models rarely end by themselves, and servers stop a continuation after 16 tokens.
+# Base models rarely stop by themselves, and servers' default is 16 tokens.
 MAX_CONTINUATION_TOKENS = 256
 
 
@@ -23,10 +23,10 @@ class Conversation:
     Args:
         client: of the server.
         model: its name there.
-        system: system message, or how the text to continue begins.
+        system: system message, or the beginning of the text to continue.
         temperature: None leaves it to the server.
-        max_tokens: of an answer; None leaves it to the server.
-        on_no_template: called once, when the model turns out to have no chat template.
+        max_tokens: per answer; None leaves it to the server.
+        on_no_template: called once, if the model has no chat template.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Conversation:
         self._has_template = True
 
     def ask(self, prompt: str) -> Generator[Chunk]:
-        """Stream the answer; closing the iterator stops it, and keeps what came.
+        """Stream the answer; closing the iterator stops it and keeps the text so far.
 
         Raises:
             EndpointError: the server or the network failed.

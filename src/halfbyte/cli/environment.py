@@ -1,4 +1,4 @@
-"""The user's environment variables, as they were before halfbyte and libraries added theirs."""
+"""The user's environment variables, before halfbyte and libraries change them."""
 
 import os
 
@@ -6,11 +6,11 @@ _users: dict[str, str] = {}
 
 
 def remember_users_environment() -> None:
-    """Keep the variables as they are now; called first of all."""
+    """Save the current variables; must be called first."""
     _users.clear()
     _users.update(os.environ)
 
 
 def users_environment() -> dict[str, str]:
-    """The variables that were kept, for a program that takes this one's place."""
+    """The saved variables, for a program that replaces this process."""
     return dict(_users or os.environ)

@@ -228,7 +228,7 @@ def _sqnr(result: "LayerResult") -> tuple[float, float]:
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: null stands for it."""
+    """Replace infinity, which JSON does not have, by None."""
     return {name: None if value == math.inf else value for name, value in row.items()}
 
 

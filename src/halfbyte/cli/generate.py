@@ -133,11 +133,11 @@ def generate(
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The text that one of the two options says, as it is: line ends at its end stay.
+    """The prompt from one of the two options, unchanged, with trailing line ends.
 
     Raises:
         typer.BadParameter: both options, or none.
-        ValueError: an empty text, or a file that cannot be read or is no text; one line.
+        ValueError: an empty text, or a file that cannot be read or is not text; one line.
     """
     if (prompt is None) == (file is None):
         raise typer.BadParameter("expected one of --prompt and --prompt-file")
@@ -159,10 +159,10 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 def _run(
     llm: "LLM", prompt: str, params: Any, timings: dict[str, float | None], *, show: bool
 ) -> "RequestOutput":
-    """Generate, printing prompt and text as they come where `show`; notes times in `timings`."""
+    """Generate; if `show`, stream prompt and text to stdout. Records times in `timings`."""
     stream = llm.stream(prompt, params)
     if show:
-        # Written as it is: rich would replace tabs, control characters and emoji codes.
+        # Not with rich, which would replace tabs, control characters and emoji codes.
         sys.stdout.write(f"\x1b[1m{prompt}\x1b[0m" if out.is_terminal else prompt)
     started = last = time.perf_counter()
     first: float | None = None
@@ -211,7 +211,7 @@ def _report(
 
 
 def _formats(llm: "LLM") -> str:
-    """The format of the cache; several, in order of first use, where layers or K and V differ."""
+    """The cache formats of all layers, K and V, in order of first use."""
     layouts = [llm.pool.layout(layer) for layer in range(llm.pool.plan.num_layers)]
     return "+".join(dict.fromkeys(d.value for x in layouts for d in (x.k_dtype, x.v_dtype)))
 

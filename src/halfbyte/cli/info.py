@@ -88,7 +88,7 @@ def _formats() -> list[dict[str, Any]]:
     for dtype in KVCacheDType:
         if dtype is KVCacheDType.AUTO:
             continue
-        # Bits of a head of 128 values, spread over them.
+        # Bits per value for a head size of 128.
         bits = (dtype.data_bytes(128) + dtype.scale_bytes(128)) * 8 / 128
         scales = [f"one per {dtype.scale_block_size}"] if dtype.scale_block_size else []
         scales += ["one per layer"] if dtype.has_global_scale else []

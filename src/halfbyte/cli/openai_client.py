@@ -1,8 +1,8 @@
 """A small streaming client for OpenAI-compatible servers, such as `vllm serve`.
 
-Server-sent events over `http.client`, one connection per request, closed when the caller stops
-reading: that is how a server learns that an answer is not wanted any more. Requests go to the given
-URL alone: no redirect is followed, and neither proxy settings nor `.netrc` are read.
+Server-sent events over `http.client`, one connection per request. It is closed when the caller
+stops reading, so that the server aborts the request. Requests go only to the given URL: redirects
+are not followed, and proxy settings and `.netrc` are not read.
 """
 
 import http.client
@@ -37,7 +37,7 @@ class Client:
     Args:
         url: base of the API, such as `http://127.0.0.1:8000/v1`.
         api_key: sent as a bearer token.
-        timeout_s: how long the server may stay silent, in seconds.
+        timeout_s: max time without data from the server, in seconds.
 
     Raises:
         ValueError: an argument is not usable.
@@ -52,7 +52,7 @@ class Client:
         self._timeout_s = timeout_s
         self._headers = {"Connection": "close", "User-Agent": "halfbyte"}
         api_key = (api_key or "").strip()
-        # Here, because http.client would quote the key in its error.
+        # Check it here: http.client's error would contain the key.
         if not (api_key.isascii() and api_key.isprintable()):
             raise ValueError("api_key: expected printable ASCII characters")
         if api_key:
@@ -104,7 +104,7 @@ class Client:
     def _response(
         self, method: str, path: str, body: object = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """A successful response; whatever fails until it is read is an EndpointError."""
+        """A successful response; all failures before it is read raise EndpointError."""
         url = f"{self.url}/{path}"
         connection = self._connection()
         try:
@@ -167,9 +167,9 @@ def _split(url: str) -> SplitResult:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         (parts.hostname or "").encode("idna")
-    except ValueError:  # brackets, a port that is no number, a label too long
+    except ValueError:  # brackets, a port that is not a number, a label too long
         raise wrong from None
-    if "@" in parts.netloc:  # not quoted: it holds a password
+    if "@" in parts.netloc:  # the message omits the URL, which holds a password
         raise ValueError("url: expected no user or password in it; a key goes into --api-key")
     if not usable or parts.query or parts.fragment:
         raise wrong
@@ -181,7 +181,7 @@ def _broken(url: str) -> EndpointError:
 
 
 def _refusal(url: str, response: http.client.HTTPResponse) -> EndpointError:
-    """What a status other than 200 means."""
+    """The error for a status other than 200."""
     status = response.status
     if 300 <= status < 400:
         target = response.headers.get("Location", "another place")

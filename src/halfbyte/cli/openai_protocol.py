@@ -1,7 +1,7 @@
-"""What OpenAI-compatible servers send: server-sent events, chunks of an answer, errors.
+"""Parses responses of OpenAI-compatible servers: server-sent events, chunks, errors.
 
-Event by event, `data:` lines carry JSON, the last one `[DONE]`. A server may also report an error
-in the middle of a stream, or answer with one JSON object where it does not stream.
+`data:` lines of the events carry JSON; the last one is `[DONE]`. A server may also report an error
+within a stream, or answer with one JSON object instead of a stream.
 """
 
 import json
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 _MAX_ERROR_CHARACTERS = 500
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-# A carriage return at the end may be half of a CRLF.
+# A trailing CR may be the first half of a CRLF.
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 
 
 class EndpointError(RuntimeError):
-    """What went wrong with which URL, and what to do, in one line without control characters."""
+    """URL, problem and advice, in one line without control characters."""
 
     def __init__(self, url: str, problem: str, advice: str) -> None:
         line = f"{url}: {problem.rstrip().removesuffix('.')}; {advice}"
@@ -24,16 +24,16 @@ class EndpointError(RuntimeError):
 
 
 class NoChatTemplateError(EndpointError):
-    """The model has no chat template, so that there are no chat completions."""
+    """The model has no chat template, so chat completions are not available."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one event of a stream brings, each of it optional.
+    """Content of one event of a stream; all fields are optional.
 
     Args:
         text: of the answer.
-        reasoning: text that the model thinks before it answers.
+        reasoning: the model's reasoning before the answer.
         completion_tokens: tokens of the whole answer, reasoning included.
         finish_reason: why the answer ends here: "stop", "length", …
     """
@@ -50,12 +50,12 @@ def strip_control(text: str) -> str:
 
 
 def replace_surrogates(text: str) -> str:
-    """The text with U+FFFD for code points that no encoding can carry."""
+    """The text with U+FFFD for surrogates, which cannot be encoded."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def event_data(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Data of server-sent events, however their bytes are split; an event cut short is dropped.
+    """Data of server-sent events, from arbitrarily split bytes; an incomplete event is dropped.
 
     See https://html.spec.whatwg.org/multipage/server-sent-events.html.
     """
@@ -88,7 +88,7 @@ def parse_json(url: str, content: bytes) -> object:
 
 
 def error_message(value: object) -> str:
-    """The message of an error in one of the forms of vLLM, FastAPI and OpenAI; else empty."""
+    """The message of an error in the format of vLLM, FastAPI or OpenAI; else empty."""
     error = at(value, "error")
     if error is None and at(value, "object") == "error":
         error = value
@@ -104,7 +104,7 @@ def error_message(value: object) -> str:
 def parse_chunk(url: str, content: bytes) -> Chunk:
     value = parse_json(url, content)
     choice = at(value, "choices", 0)
-    # A stream has a delta, an answer in one JSON object a message, a continuation neither.
+    # Streams have a delta, single JSON answers a message, completions neither.
     message = at(choice, "delta") or at(choice, "message")
     tokens = at(value, "usage", "completion_tokens")
     finish_reason = _text(at(choice, "finish_reason"))
@@ -117,7 +117,7 @@ def parse_chunk(url: str, content: bytes) -> Chunk:
 
 
 def at(value: object, *path: str | int) -> object:
-    """An element of nested JSON, None where there is none."""
+    """An element of nested JSON; None if absent."""
     for key in path:
         if isinstance(value, dict):
             value = value.get(key)

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options shared by commands."""
 
 from typing import Annotated
 
@@ -6,7 +6,7 @@ import typer
 
 
 def _named(value: str | None) -> str | None:
-    """Not empty, as a shell's unset variable is."""
+    """Reject an empty name, such as from an unset shell variable."""
     if value is not None and not value.strip():
         raise typer.BadParameter("expected a folder or hub id, got an empty name")
     return value

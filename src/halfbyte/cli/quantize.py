@@ -96,7 +96,7 @@ def quantize(
 
 
 def _progress(bars: ExitStack) -> "OnProgress":
-    """A bar for each thing that goes on, one after the other."""
+    """One progress bar per phase."""
     shown: dict[str, object] = {}
 
     def update(what: str, done: int, total: int) -> None:

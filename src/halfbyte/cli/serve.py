@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class ServeCommand(TyperCommand):
-    """A command that takes its own options wherever they stand and leaves all others alone."""
+    """A command that parses its own options at any position and keeps all others unchanged."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """What stands after the command's name in its usage."""
+        """The usage line's text after the command's name."""
         return ["MODEL", "[OPTIONS]", "[VLLM'S OPTIONS]"]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Sort the arguments into halfbyte's and vLLM's, which keep their order."""
+        """Split the arguments into halfbyte's and vLLM's, keeping their order."""
         options = (param for param in self.params if isinstance(param, TyperOption))
         own = {name for option in options for name in option.opts}
         ours: list[str] = []
@@ -31,7 +31,7 @@ class ServeCommand(TyperCommand):
         while args and args[0] != "--":
             argument = args.pop(0)
             key, equals, value = argument.partition("=")
-            name = key.replace("_", "-")  # as vLLM reads its own
+            name = key.replace("_", "-")  # as vLLM does
             if argument == "--help":
                 ours.append(argument)
             elif name not in own:
@@ -39,7 +39,7 @@ class ServeCommand(TyperCommand):
             elif equals or args:
                 ours.append(f"{name}={value if equals else args.pop(0)}")
             else:
-                return super().parse_args(ctx, [name])  # says that its value is missing
+                return super().parse_args(ctx, [name])  # reports the missing value
         return super().parse_args(ctx, [*ours, "--", *rest, *args])
 
 
@@ -117,11 +117,11 @@ def serve(
 
 
 def _provide_scales(plan: "ServePlan") -> None:
-    """Check the scales that the run will use, and measure them if there are none.
+    """Check the scales that the run will use; calibrate if there are none.
 
     Raises:
-        ValueError: a cache dtype that halfbyte does not have; scales that are absent, broken or of
-            another model; a model that cannot be calibrated; one line.
+        ValueError: an unsupported cache dtype; scales that are absent, broken or of another model;
+            a model that cannot be calibrated; one line.
     """
     import torch
 
@@ -132,14 +132,14 @@ def _provide_scales(plan: "ServePlan") -> None:
 
     quiet_libraries(verbose=False)
     options = plan.options
-    # Unquantized formats have no scales, whichever the model's dtype is.
+    # Any unquantized dtype will do here: such formats have no scales.
     formats = LayerFormat.of(plan.cache_dtype, torch.bfloat16, options)
     for given in (options.kv_scales, options.draft_kv_scales):
         if given is not None:
             find_kv_scales(Path(), {}, given=given)
     if options.kv_scales is not None or not plan.has_weights:
         return
-    is_declared = plan.cache_dtype == "auto"  # then the checkpoint may declare a format
+    is_declared = plan.cache_dtype == "auto"  # the checkpoint may then declare a format
     if not (is_declared or formats.k.has_global_scale or formats.v.has_global_scale):
         return
     folder = local_folder(plan.model, revision=plan.revision, cache_dir=plan.download_dir)

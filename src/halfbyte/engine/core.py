@@ -1,4 +1,4 @@
-"""The loop's body: schedule, run, sample. Token ids only, so that a server can drive it, too."""
+"""One engine step: schedule, run, sample. Works on token ids only; text is handled outside."""
 
 from collections.abc import Iterable
 from secrets import randbits
@@ -70,7 +70,7 @@ class EngineCore:
     def request(
         self, prompt: Iterable[int], params: SamplingParams, completion: int = 0
     ) -> Request:
-        """Check a prompt and make a request of it, which `add` queues.
+        """Check a prompt and return a request for it; `add` queues it.
 
         Args:
             prompt: token ids.
@@ -78,7 +78,7 @@ class EngineCore:
             completion: which of the prompt's `params.n`.
 
         Raises:
-            ValueError: it is empty, leaves no room in the context, or has ids out of range.
+            ValueError: the prompt is empty, fills the whole context, or has ids out of range.
         """
         tokens = [int(token) for token in prompt]
         if not tokens:
@@ -113,10 +113,10 @@ class EngineCore:
         self.scheduler.add(request)
 
     def step(self) -> list[tuple[Request, int]]:
-        """Run one step; the tokens that it produced. Requests note by themselves when they end.
+        """Run one step and return the tokens it produced; finished requests are marked as such.
 
-        A step happens whole or not at all: whatever is raised, and wherever, requests and block
-        tables are afterwards as they were before, and the next step starts from there.
+        A step is atomic: if anything in it raises, requests and block tables are restored to their
+        state before the step, and the next step starts from there.
         """
         try:
             with interrupts_deferred():
@@ -134,7 +134,7 @@ class EngineCore:
             produced: list[tuple[Request, int]] = []
             with interrupts_deferred():
                 for request, choice in zip(requests, sampled, strict=True):
-                    if choice.error is not None:  # the others go on
+                    if choice.error is not None:  # the other requests continue
                         request.finish(FinishReason.ERROR, choice.error)
                     else:
                         request.append(choice.token, choice.logprobs)
@@ -147,11 +147,11 @@ class EngineCore:
         return produced
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless requests, block tables and pages agree, between two steps."""
+        """Raise AssertionError unless requests, tables and pages agree. Call between steps."""
         self.scheduler.check_integrity()
 
     def abort(self, request: Request, reason: FinishReason) -> None:
-        """End a request now and free its pages; one that has ended stays as it was."""
+        """Finish a request now and free its pages. No effect on a finished request."""
         with interrupts_deferred():
             if not request.is_finished:
                 request.finish(reason)
@@ -159,7 +159,7 @@ class EngineCore:
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """End-of-sequence ids of a model's generation config, or else of its config."""
+    """End-of-sequence ids from a model's generation config, or else from its config."""
     for config in (model.generation_config, model.config):
         ids: Any = getattr(config, "eos_token_id", None)
         if ids is not None:

@@ -1,4 +1,4 @@
-"""Token ids to text, as they come."""
+"""Incremental detokenization."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,23 +7,23 @@ from halfbyte.engine.stop_strings import StopStrings
 
 _INCOMPLETE = "�"
 _MAX_OPEN = 3
-"""Bytes of a character that is not complete, and so the tokens that can have brought them."""
+"""Max bytes of an incomplete UTF-8 character, hence max tokens that it can span so far."""
 _CONTEXT = 5
-"""Tokens that are decoded again with each one, for the sake of spaces and half characters."""
+"""Tokens decoded again with each new one, so that spaces and split characters come out right."""
 
 
 class Detokenizer:
-    """Text of a growing list of token ids, given out piece by piece.
+    """Text of a growing list of token ids, returned incrementally.
 
-    A piece is held back while it ends in the middle of a character, or while it might be the
-    beginning of a stop string. Every token costs the same, whatever came before.
+    Text is held back while it ends within a character, or while it may be the beginning of a stop
+    string. The cost per token does not depend on the length of the text.
 
     Args:
         tokenizer: of transformers.
-        stop: strings that end the text; the first found is cut off with what follows. Special
-            tokens, which the text does not have, are found as well.
-        prompt: ids before the first one, so that the text begins as it goes on from theirs.
-        min_tokens: tokens in which no stop string is looked for.
+        stop: strings that end the text; it is cut before the first one found. Special tokens, which
+            the text does not contain, match as well.
+        prompt: ids of the prompt, so that the text continues the prompt's (spaces, characters).
+        min_tokens: tokens before which stop strings are ignored.
     """
 
     def __init__(
@@ -36,16 +36,16 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._window = _Window(self._decode, prompt)
         self._stop = StopStrings(stop)
-        self._pieces: list[str] = []
+        self._chunks: list[str] = []
         self._count = 0
         self._min_tokens = min_tokens
 
     @property
     def text(self) -> str:
-        """All text so far that is certain."""
-        if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0] if self._pieces else ""
+        """All text returned so far."""
+        if len(self._chunks) > 1:
+            self._chunks = ["".join(self._chunks)]
+        return self._chunks[0] if self._chunks else ""
 
     @property
     def stopped(self) -> bool:
@@ -53,18 +53,18 @@ class Detokenizer:
         return self._stop.found
 
     def push(self, token: int) -> str:
-        """Add a token; the piece of text that is certain by now."""
+        """Add a token and return the new text that cannot change any more."""
         self._count += 1
         new, is_special = self._window.push(token)
         if self._count <= self._min_tokens:
             return self._give(new)
-        piece = self._stop.push(new)
+        chunk = self._stop.push(new)
         if is_special:
-            piece += self._stop.push_hidden(self.token_text(token))
-        return self._give(piece)
+            chunk += self._stop.push_hidden(self.token_text(token))
+        return self._give(chunk)
 
     def finish(self) -> str:
-        """What was held back."""
+        """Return the text that was held back."""
         return self._give(self._stop.push(self._window.rest()) + self._stop.rest())
 
     def token_text(self, token: int) -> str:
@@ -76,39 +76,39 @@ class Detokenizer:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
-    def _give(self, piece: str) -> str:
-        if piece:
-            self._pieces.append(piece)
-        return piece
+    def _give(self, chunk: str) -> str:
+        if chunk:
+            self._chunks.append(chunk)
+        return chunk
 
 
 class _Window:
-    """The last few ids, decoded together.
+    """The last ids, decoded together.
 
     Args:
         decode: ids to text, without special tokens.
-        before: ids that come before.
+        before: preceding ids.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int]) -> None:
         self._decode = decode
         self._ids, self._text = self._beginning(before)
-        # Characters of `_text` that were given out; half a one of the prompt is the output's.
+        # Characters of `_text` already returned; one that the prompt splits belongs to the output.
         self._given = len(self._text.rstrip(_INCOMPLETE)) or max(0, len(self._text) - _MAX_OPEN)
         self._open = 0  # tokens since the text last ended with a character
 
     def push(self, token: int) -> tuple[str, bool]:
-        """Add an id; the new text that is certain, and whether the token is special."""
+        """Add an id; returns the new final text, and whether the token is special."""
         text = self._decode([*self._ids, token])
         if text == self._text:
             is_special = not self._decode([token])
             if is_special or not text.endswith(_INCOMPLETE):
-                return "", is_special  # nothing that a later one could depend on
+                return "", is_special  # no later text depends on it
         self._ids.append(token)
         self._text = text
         trailing = len(text) - len(text.rstrip(_INCOMPLETE))
         self._open = self._open + 1 if trailing else 0
-        if self._open > _MAX_OPEN:  # what is open for longer is no beginning of a character
+        if self._open > _MAX_OPEN:  # too long for an incomplete character: invalid bytes
             trailing = min(trailing, _MAX_OPEN)
         certain = len(text) - trailing
         new = text[self._given : certain]
@@ -118,12 +118,12 @@ class _Window:
         return new, False
 
     def rest(self) -> str:
-        """The text that was not certain."""
+        """The text not returned yet."""
         text, self._given = self._text[self._given :], len(self._text)
         return text
 
     def _beginning(self, before: Sequence[int]) -> tuple[list[int], str]:
-        """The last ids of a prompt, from the beginning of a character on, and their text."""
+        """The last ids of a prompt, starting at a character boundary, and their text."""
         ids, text = list(before[-_CONTEXT:]), ""
         for count in range(_CONTEXT, _CONTEXT + _MAX_OPEN + 1):
             ids = list(before[-count:])
@@ -133,9 +133,9 @@ class _Window:
         return ids, text
 
     def _shorten(self) -> None:
-        """Keep the last ids, where they decode to the end of the same text.
+        """Drop old ids, if the remaining ones decode to the end of the same text.
 
-        It may begin within a character, whose remains are then left out of the comparison.
+        The remaining text may begin within a character, whose bytes the comparison ignores.
         """
         open_length = len(self._text) - self._given
         for count in range(_CONTEXT, _CONTEXT + _MAX_OPEN + 1):

@@ -1,4 +1,4 @@
-"""Runs requests to their ends, and turns their tokens into text."""
+"""Runs requests until they finish, and turns their tokens into text."""
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 from halfbyte.engine.core import EngineCore
 from halfbyte.engine.detokenizer import Detokenizer
 from halfbyte.engine.interrupts import interrupts_deferred
-from halfbyte.engine.memory import memory_errors_name
+from halfbyte.engine.memory import name_memory_options
 from halfbyte.engine.outputs import RequestOutput, completion_of
 from halfbyte.engine.prompts import Prompt
 from halfbyte.engine.request import FinishReason, Request
@@ -21,7 +21,7 @@ class NewToken:
     Args:
         index: of the prompt in the call.
         token: its id.
-        text: the text that has become certain with it; may be empty.
+        text: the new text, see `Detokenizer.push`; may be empty.
         completion: which of the prompt's `SamplingParams.n`.
     """
 
@@ -40,12 +40,12 @@ def run(
     prompts: Sequence[Prompt],
     requests: Sequence[Sequence[Request]],
 ) -> TokenStream:
-    """Every token as it comes; the outputs are the generator's value.
+    """Yield every token as it is generated; the generator's return value is the outputs.
 
     Args:
-        core: idle; it is again afterwards, however this ends.
+        core: idle; it is idle again afterwards, also after an error.
         tokenizer: None for no text.
-        prompts: as they were given.
+        prompts: as the user gave them.
         requests: of each prompt, not yet queued.
 
     Raises:
@@ -68,10 +68,10 @@ def run(
         with core.runner.attached():
             yield from _tokens(core, places, texts)
         for text in chain.from_iterable(texts):
-            if text:  # of one that ended with an error
+            if text:  # of a request that ended with an error
                 text.finish()
     finally:
-        # Also when the caller stops listening or a step fails: the pool stays whole.
+        # Also when the caller closes the generator or a step fails, so that all pages are freed.
         with interrupts_deferred():
             for request in chain.from_iterable(requests):
                 core.abort(request, FinishReason.ERROR)
@@ -99,18 +99,18 @@ def _tokens(
         "gpu_memory_utilization, which leaves more"
     )
     while core.scheduler.has_work:
-        with memory_errors_name(advice):
+        with name_memory_options(advice):
             produced = core.step()
         for request, token in produced:
             index, completion = places[request.id]
             text = texts[index][completion]
-            piece = text.push(token) if text else ""
+            chunk = text.push(token) if text else ""
             if text and text.stopped:
                 request.finish(FinishReason.STOP)
                 core.abort(request, FinishReason.STOP)
             elif text and request.is_finished:
-                piece += text.finish()
-            yield NewToken(index, token, piece, completion)
+                chunk += text.finish()
+            yield NewToken(index, token, chunk, completion)
 
 
 def _detokenizer(tokenizer: Any, request: Request) -> Detokenizer | None:

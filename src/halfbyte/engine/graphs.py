@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs: one launch instead of hundreds, whatever the lengths.
+"""Decode steps as CUDA graphs: one launch instead of hundreds, for any sequence lengths.
 
-A graph is captured for a batch of a certain size and replayed for batches up to it. Its inputs
-lie in buffers of their own; sequences that only pad are empty and store nowhere. The attention's
-plan is made inside the graph, so replays follow the lengths.
+A graph is captured for one batch size and replayed for batches up to that size. Its inputs are
+static buffers; padding sequences are empty and have no slots. The attention's plan is computed
+inside the graph, so that it follows the lengths of each replay.
 """
 
 import logging
@@ -34,11 +34,11 @@ class DecodeGraphs:
     """Runs steps of one token per sequence.
 
     Args:
-        model: with the engine's attention attached while it runs.
+        model: must have the engine's attention attached during `run`.
         tables: sequences over a pool on a GPU.
         quantization: of each layer's K and V, with tensors on the GPU.
-        max_num_seqs: of a step.
-        max_model_len: tokens of a sequence.
+        max_num_seqs: max sequences per step.
+        max_model_len: max tokens per sequence.
         attention_backend, batch_invariant: as for `ModelRunner`.
     """
 
@@ -65,7 +65,7 @@ class DecodeGraphs:
         self._seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._slots = [torch.full((most,), -1, dtype=torch.int64, device=device) for _ in groups]
-        # Dead pages of windows keep their entries, so that the pool's size is no bound.
+        # Pages outside a sliding window keep their table entries: the pool's size is no bound.
         widths = [-(-max_model_len // group.block_size) for group in groups]
         self._block_tables = [
             torch.zeros((most, width), dtype=torch.int32, device=device) for width in widths
@@ -79,7 +79,7 @@ class DecodeGraphs:
         self._failure: str | None = None
 
     def can_run(self, chunks: Sequence[tuple[object, Sequence[int]]]) -> bool:
-        """Whether a step is one that graphs exist for."""
+        """Whether a step can run as a graph."""
         return (
             self._failure is None
             and len(chunks) <= self.sizes[-1]
@@ -90,18 +90,18 @@ class DecodeGraphs:
         )
 
     def capture_all(self, progress: Callable[[], None]) -> None:
-        """Capture for every size now, so that no request waits for it.
+        """Capture all sizes now, so that no request waits for a capture.
 
         Args:
             progress: called after each.
         """
-        chunks = [(object(), [0])]  # a sequence of one token, freed below
+        chunks = [(object(), [0])]  # a dummy sequence of one token, freed below
         seq = chunks[0][0]
         self.tables.add(seq)
         try:
             with suppress(OutOfPagesError), torch.cuda.device(self._seq_lens.device):
                 self.tables.append(seq, 1)
-                # The largest first: smaller ones fit into the memory that it needs.
+                # Largest first: smaller graphs reuse its memory.
                 for size in reversed(list(self.sizes)):
                     if size in self.sizes:
                         self._fill(chunks, size)
@@ -111,7 +111,7 @@ class DecodeGraphs:
             self.tables.free(seq)
 
     def run(self, chunks: Sequence[tuple[object, Sequence[int]]]) -> torch.Tensor | None:
-        """Logits `[sequences, vocabulary]`, valid until the next run; None where capturing failed.
+        """Logits `[sequences, vocabulary]`, valid until the next run; None if capturing failed.
 
         Args:
             chunks: `(sequence, [token id])`; the slots are already allocated.
@@ -129,24 +129,24 @@ class DecodeGraphs:
         return graph.logits[: len(chunks)]
 
     def _graph(self, size: int) -> _Graph | None:
-        """That of a size, captured if need be; None where that failed."""
+        """The graph of a size, captured on first use; None if capturing failed."""
         if self._failure is not None:
             return None
         if self.tables.recent is not None and self._rings != self.tables.recent.count:
-            self._graphs.clear()  # the rings have moved
+            self._graphs.clear()  # the rings were reallocated
             self._rings = self.tables.recent.count
         if size not in self._graphs:
             stream = torch.cuda.current_stream()
             try:
                 self._graphs[size] = self._capture(size)
             except torch.OutOfMemoryError as error:
-                # Batches of this size go to a larger graph, if there is one.
+                # Batches of this size use a larger graph, if there is one.
                 kept = [other for other in self.sizes if other in self._graphs or other < size]
                 self.sizes = kept or [0]
                 _LOGGER.warning("no CUDA graph for %d sequences: %s", size, error)
                 return None
             except Exception as error:
-                # Models whose code asks the GPU for values cannot be captured; they run without.
+                # Models whose code syncs with the GPU cannot be captured; they run without graphs.
                 self._failure = f"{type(error).__name__}: {error}"
                 _LOGGER.warning("decoding without CUDA graphs: %s", self._failure)
                 torch.cuda.synchronize()
@@ -214,7 +214,7 @@ class DecodeGraphs:
         return logits
 
     def _capture(self, size: int) -> _Graph:
-        # On a stream of its own, as capturing wants it; what runs writes what the replay will.
+        # Capture needs a side stream. The warm-up runs write the same values as the replay.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -234,12 +234,13 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 def _end_failed_capture(stream: torch.cuda.Stream) -> None:
-    """Undo what PyTorch leaves behind: its own stream, and a generator that refuses to be used.
+    """Restore what a failed capture leaves changed in PyTorch: current stream and generator.
 
     Args:
         stream: the current one before the capture.
 
-    The generator gets a copy of its state. Graphs captured before go on with the old one.
+    The generator, unusable after a failed capture, gets a copy of its state. Graphs captured before
+    keep the old state.
     """
     torch.cuda.set_stream(stream)
     generator = torch.cuda.default_generators[torch.cuda.current_device()]

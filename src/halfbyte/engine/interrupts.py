@@ -1,4 +1,4 @@
-"""Ctrl-C that waits until a change of several objects is whole."""
+"""Defer Ctrl-C until an update of several objects is complete."""
 
 import signal
 import threading
@@ -9,10 +9,10 @@ from typing import Any
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Hold SIGINT back, and handle it at the end.
+    """Defer SIGINT, and handle it on exit.
 
-    Python runs signal handlers between any two instructions of the main thread; other threads are
-    not interrupted. For short, pure Python work: what blocks in here cannot be stopped.
+    Python runs signal handlers between any two bytecodes of the main thread; other threads are not
+    interrupted. For short pure Python code only: Ctrl-C cannot stop a block of it that hangs.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from halfbyte.engine.core import EngineCore
 from halfbyte.engine.generation import NewToken, TokenStream, run
-from halfbyte.engine.memory import default_num_pages, make_pool, memory_errors_name
+from halfbyte.engine.memory import default_num_pages, make_pool, name_memory_options
 from halfbyte.engine.options import (
     check_batch_invariant,
     check_cache_options,
@@ -30,7 +30,7 @@ from halfbyte.engine.prompts import (
 )
 from halfbyte.engine.request import Request
 from halfbyte.engine.sampling_params import SamplingParams
-from halfbyte.engine.threads import say_how_to_share_cores
+from halfbyte.engine.threads import warn_shared_cores
 from halfbyte.kvcache import KVRecipe, KVScales, plan_kv_cache
 from halfbyte.kvcache.recent import RecentTokens
 from halfbyte.models import (
@@ -61,31 +61,31 @@ class LLM:
         block_size: tokens per page.
         num_pages: pages of the pool; by default as many as `max_num_seqs` sequences of full length
             need, at most 2 GiB on a CPU and 80 % of the free memory on a GPU (or see
-            `gpu_memory_utilization`); the log says so where that is less than one of them needs.
+            `gpu_memory_utilization`); logs a warning if one sequence of full length does not fit.
         max_model_len: context in tokens; by default the model's.
-        max_batched_tokens: tokens per step; longer prompts are fed in chunks. By default 512 on a
+        max_batched_tokens: tokens per step; longer prompts run in chunks. By default 512 on a
             CPU and 4,096 on a GPU, whose prefill is efficient for long chunks only.
         max_num_seqs: requests that run at once.
         kv_scales: global scales, or a file of them; by default see `find_kv_scales`, else one
             calibration pass.
-        kv_recipe: what is done to K and V before they are packed, see `KVRecipe`; by default
-            `balanced`, or `plain` where scales or the backend are for K as it is.
+        kv_recipe: transforms of K and V before quantization, see `KVRecipe`; by default `balanced`,
+            or `plain` where the scales or the backend support only untransformed K.
         attention_backend: name of an attention backend, or None to choose.
         linear_backend: name of a backend for NVFP4 layers, or None to choose; see `load_model`.
-        quantize_activations: of layers that are stored as W4A4; see `load_model`.
-        batch_invariant: bitwise equal results whatever else is in the batch and however prompts are
-            cut into chunks: every matrix product of the model sums in one order.
-        cuda_graphs: run decode steps on a GPU as CUDA graphs, captured at once; models that cannot
-            be captured run without, after one warning.
-        gpu_memory_utilization: share of the GPU's memory that may be in use with the cache, weights
-            and other programs included, as in vLLM; instead of `num_pages`.
+        quantize_activations: for layers stored as W4A4; see `load_model`.
+        batch_invariant: bitwise equal results for any batch and any split of prompts into chunks:
+            every matrix product of the model has a fixed order of summation.
+        cuda_graphs: run decode steps on a GPU as CUDA graphs, captured at start-up; models that
+            cannot be captured run without them, after one warning.
+        gpu_memory_utilization: max share of the GPU's memory in use, including weights and other
+            programs, as in vLLM; instead of `num_pages`.
         max_num_batched_tokens: vLLM's name for `max_batched_tokens`.
         enforce_eager: vLLM's name for no CUDA graphs.
 
     Raises:
         ModelLoadError, UnsupportedModelError: the model cannot be loaded or is not supported.
         ValueError: an unknown format, or one that cannot store the model's head size.
-        torch.OutOfMemoryError: no memory for the cache; names the options that need less.
+        torch.OutOfMemoryError: no memory for the cache; names the options to reduce.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class LLM:
         enforce_eager: bool = False,
     ) -> None:
         where = device_or_default(device) if isinstance(model, str | Path) else model.device
-        # What can be wrong without the weights shows before they are read.
+        # Check options before reading the weights.
         check_cache_options(kv_cache_dtype, v_cache_dtype, kv_scales, attention_backend, where)
         if kv_recipe is not None:
             kv_recipe = KVRecipe.parse(kv_recipe)
@@ -152,7 +152,7 @@ class LLM:
             )
         if batch_invariant:
             check_batch_invariant(model)
-        say_how_to_share_cores(model.device)
+        warn_shared_cores(model.device)
         self.model = model.eval()
         self.tokenizer = tokenizer
         context = getattr(model.config, "max_position_embeddings", 2**31)
@@ -171,8 +171,8 @@ class LLM:
         )
         recipe = self.recipe
         plan = plan_kv_cache(specs)
-        # First, because the pool takes most of what is left.
-        with memory_errors_name(f"the last tokens of max_num_seqs {max_num_seqs}; give fewer"):
+        # Before the pool, which takes most of the remaining memory.
+        with name_memory_options(f"the last tokens of max_num_seqs {max_num_seqs}; give fewer"):
             recent = RecentTokens.of(plan, recipe, model.dtype, model.device, 1 + max_num_seqs)
         if num_pages is None:
             num_pages = default_num_pages(
@@ -224,18 +224,18 @@ class LLM:
         """Generate for a batch of prompts.
 
         Args:
-            prompts: texts or lists of token ids, or one of either.
+            prompts: texts or lists of token ids, or a single one.
             sampling_params: for all, or one for each; by default `SamplingParams()`.
             use_tqdm: whether to show a progress bar; by default for more than one prompt where
                 standard error is a terminal.
 
         Returns:
             Outputs in the order of the prompts. A request that ran out of pages, or whose logits
-            give no token, has the finish reason `error`; the others are not affected.
+            give no token, has the finish reason `error`; other requests are not affected.
 
         Raises:
-            ValueError: an empty prompt, one that leaves no room in the context, or token ids that
-                the model does not have.
+            ValueError: an empty prompt, one that fills the context, or token ids outside the
+                vocabulary.
             torch.OutOfMemoryError: a step needs more memory than there is.
         """
         batch = as_batch(prompts)
@@ -256,23 +256,23 @@ class LLM:
         tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer conversations, written as the tokenizer's chat template has them.
+        """Generate answers to conversations, formatted by the tokenizer's chat template.
 
         Args:
             messages: a conversation, `[{"role": "user", "content": "…"}, …]`, or a list of them.
             sampling_params, use_tqdm: as of `generate`.
             chat_template: Jinja text; by default the tokenizer's own.
             add_generation_prompt: begin the answer's message.
-            continue_final_message: go on with the last message instead; needs
+            continue_final_message: continue the last message instead; needs
                 `add_generation_prompt=False`.
-            tools: that the model may call, as transformers' `apply_chat_template` takes them.
+            tools: tools the model may call, as for transformers' `apply_chat_template`.
             chat_template_kwargs: further variables of the template, such as `enable_thinking`.
 
         Returns:
             As `generate`; `prompt` is the conversation's text.
 
         Raises:
-            ValueError: no chat template, or messages that are none; and as `generate`.
+            ValueError: no chat template, or malformed messages; and as `generate`.
         """
         prompts = [
             apply_chat_template(
@@ -286,7 +286,7 @@ class LLM:
             )
             for conversation in as_conversations(messages)
         ]
-        # The template has written what special tokens there are.
+        # The template has added the special tokens already.
         ids = [encode(self.tokenizer, text, add_special_tokens=False) for text in prompts]
         return self._finish(prompts, self._requests(ids, sampling_params), use_tqdm)
 
@@ -295,10 +295,10 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParamsOfAll = None,
     ) -> TokenStream:
-        """As `generate`, yielding every token as it comes; the outputs are the generator's value.
+        """As `generate`, but yields every token as it is generated.
 
-        Prompts are checked at once and queued when the iteration begins; closing the generator ends
-        their requests.
+        Prompts are checked immediately and queued when the iteration begins. Closing the generator
+        aborts their requests. The outputs are the generator's return value.
 
         Raises:
             ValueError: as `generate`.
@@ -336,7 +336,7 @@ class LLM:
         requests: Sequence[Sequence[Request]],
         use_tqdm: bool | None,
     ) -> list[RequestOutput]:
-        """Run requests to their ends."""
+        """Run requests until they finish."""
         with progress_bar(sum(map(len, requests)), use_tqdm) as update:
             stream = run(self.core, self.tokenizer, prompts, requests)
             while True:

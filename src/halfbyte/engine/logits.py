@@ -1,7 +1,7 @@
-"""What sampling parameters do to logits, for all rows of a batch at once.
+"""Logits processors for all requests of a batch at once.
 
-By transformers' own processors, where it has them. Those take one parameter for all rows: rows that
-share one, which are mostly all, go through together. Nothing here waits for a GPU.
+Uses transformers' processors where they exist. These take one parameter for all rows, so rows with
+equal parameters (usually all of them) are processed together. Nothing here syncs with the GPU.
 """
 
 from collections import defaultdict
@@ -21,11 +21,11 @@ from halfbyte.engine.request import Request
 from halfbyte.engine.token_counts import TokenCounts
 
 _MIN_TEMPERATURE = torch.finfo(torch.float32).tiny
-"""Below, float32 has none."""
+"""Smallest normal float32."""
 
 
 def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Values on a device, without waiting for what it runs."""
+    """Copy values to a device without a sync."""
     tensor = torch.as_tensor(values, dtype=dtype, device="cpu")
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -59,7 +59,7 @@ def warp(requests: Sequence[Request], scores: torch.Tensor) -> torch.Tensor:
         scores: float32 `[requests, vocabulary]`; stays as it is.
     """
     temperatures = [max(r.params.temperature, _MIN_TEMPERATURE) for r in requests]
-    # The largest becomes 0 and stays it, so that no temperature, however small, makes NaN.
+    # The max becomes 0 and stays 0, so that tiny temperatures give no NaN.
     scores = scores - scores.amax(-1, keepdim=True)
     scores /= to_device(temperatures, torch.float32, scores.device)[:, None]
     cuts: tuple[tuple[Callable[[Request], Any], Any, Callable[[Any], Any]], ...] = (
@@ -76,7 +76,7 @@ def warp(requests: Sequence[Request], scores: torch.Tensor) -> torch.Tensor:
 
 
 def _groups(values: Iterable[Any]) -> Iterator[tuple[Any, list[int]]]:
-    """Distinct values, each with the rows that have it."""
+    """Distinct values, each with its rows."""
     groups: dict[Any, list[int]] = defaultdict(list)
     for row, value in enumerate(values):
         groups[value].append(row)
@@ -94,13 +94,13 @@ def _replace(
 
 def _cut(cut: Callable[[None, torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     if x.is_cuda and len(x) == 1:
-        # torch's cumsum of a single row on a GPU takes another order than that of several.
+        # On a GPU, torch's cumsum sums a single row in another order than several rows.
         return cut(None, x.expand(2, -1))[:1]
     return cut(None, x)
 
 
 def _id_table(requests: Sequence[Request], rows: Sequence[int]) -> torch.Tensor:
-    """Distinct ids of prompt and output per row, filled up with the first: it changes nothing."""
+    """Distinct ids of prompt and output per row, padded with the first id, which has no effect."""
     ids = [_counts(requests[row]).ids for row in rows]
     longest = max(map(len, ids))
     return torch.stack([torch.cat([x, x[:1].expand(longest - len(x))]) for x in ids])
@@ -109,7 +109,7 @@ def _id_table(requests: Sequence[Request], rows: Sequence[int]) -> torch.Tensor:
 def _additive_penalties(
     requests: Sequence[Request],
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Rows and tokens `[2, n]`, and what is subtracted there `[n]`."""
+    """Indices (row, token) `[2, n]`, and the penalties to subtract there `[n]`."""
     for row, request in enumerate(requests):
         frequency, presence = request.params.frequency_penalty, request.params.presence_penalty
         if frequency or presence:
@@ -118,7 +118,7 @@ def _additive_penalties(
 
 
 def _forbidden(requests: Sequence[Request]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """As `_additive_penalties`: what must not be generated yet."""
+    """As `_additive_penalties`: tokens that must not be generated yet."""
     for row, request in enumerate(requests):
         if request.stop_ids and len(request.output) < request.params.min_tokens:
             ids = torch.tensor(sorted(request.stop_ids), device="cpu")

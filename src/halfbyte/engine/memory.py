@@ -1,4 +1,4 @@
-"""How much memory the cache gets, and which options to change where there is not enough."""
+"""Memory budget of the cache, and out-of-memory errors that name the options to change."""
 
 import logging
 from collections.abc import Iterator
@@ -16,27 +16,27 @@ _GIB = 2**30
 
 
 @contextmanager
-def memory_errors_name(options: str) -> Iterator[None]:
-    """Say in errors for want of memory, a CPU's as well, which options need less.
+def name_memory_options(options: str) -> Iterator[None]:
+    """Name the options to reduce in out-of-memory errors, the CPU's included.
 
     Raises:
-        torch.OutOfMemoryError: instead of what torch raises.
+        torch.OutOfMemoryError: in place of torch's error.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         is_ours = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        if not is_ours and "can't allocate memory" not in str(error):  # a CPU's, from torch
+        if not is_ours and "can't allocate memory" not in str(error):  # torch's message on the CPU
             raise
         reason = str(error).split("\n")[0].split("If reserved")[0].strip() or "no memory left"
         raise torch.OutOfMemoryError(f"out of memory: {options} ({reason})") from error
 
 
 def make_pool(plan: KVCachePlan, num_pages: int, device: torch.device) -> PagedKVPool:
-    """A pool of so many pages.
+    """Allocate a pool of `num_pages` pages.
 
     Raises:
-        torch.OutOfMemoryError: there is no memory for them; it names the options.
+        torch.OutOfMemoryError: not enough memory; names the options.
     """
     size = num_pages * plan.page_bytes
     advice = (
@@ -45,7 +45,7 @@ def make_pool(plan: KVCachePlan, num_pages: int, device: torch.device) -> PagedK
     )
     if size >= 2**63:
         raise torch.OutOfMemoryError(f"out of memory: {advice}")
-    with memory_errors_name(advice):
+    with name_memory_options(advice):
         return PagedKVPool(plan, num_pages, device)
 
 
@@ -56,14 +56,14 @@ def default_num_pages(
     device: torch.device,
     gpu_memory_utilization: float | None = None,
 ) -> int:
-    """Enough for `max_num_seqs` full sequences, within the memory at hand.
+    """Pages for `max_num_seqs` sequences of full length, limited by the memory available.
 
     Args:
-        gpu_memory_utilization: share of the GPU's memory that may be taken, weights and all;
-            None for 80 % of what is free.
+        gpu_memory_utilization: max share of the GPU's memory in use, weights included; None for
+            80 % of the free memory.
 
     Raises:
-        torch.OutOfMemoryError: no page fits into it.
+        torch.OutOfMemoryError: not even one page fits.
     """
     per_sequence = sum(
         max(spec.max_live_pages(max_model_len, max_chunk=max_model_len) for spec in group.specs)
@@ -83,10 +83,10 @@ def default_num_pages(
 
 
 def gpu_budget(free: int, total: int, gpu_memory_utilization: float | None) -> int:
-    """Bytes for the cache on a GPU with so many bytes.
+    """Bytes for the cache on a GPU with `free` of `total` bytes free.
 
     Raises:
-        torch.OutOfMemoryError: more than the share is in use already.
+        torch.OutOfMemoryError: more than that share is already in use.
     """
     if gpu_memory_utilization is None:
         return int(_GPU_MEMORY_SHARE * free)

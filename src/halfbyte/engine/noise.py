@@ -1,11 +1,11 @@
-"""Random numbers from counters: those of a row depend on its seed and position alone.
+"""Counter-based random numbers: those of a row depend only on its seed and position.
 
 Sampling a token is an argmax over log probabilities plus Gumbel noise (the Gumbel-max trick, Gumbel
 1954; Maddison et al. 2014, arXiv:1411.0030). The noise of vocabulary entry i is a hash of the
 row's two keys and i, in the manner of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
-(SC 2011). So there is no state that a failed step would have to give back, a batch needs no loop
-over its rows, and all devices hash alike; the noise itself differs by no more than their logarithms
-do, in the last bits of float32.
+(SC 2011). So there is no state to restore after a failed step, and no loop over the rows of a
+batch. The hash is the same on all devices; the noise differs between devices only by their
+logarithms, in the last bits of float32.
 """
 
 import torch
@@ -14,16 +14,16 @@ from halfbyte.dispatch import missing_module
 
 _MASK64 = 2**64 - 1
 # lowbias32, a bijection of 32-bit words found by search: Wellons, "Prospecting for hash functions"
-# (2018), https://nullprogram.com/blog/2018/07/31/. As signed numbers, which wrap alike.
+# (2018), https://nullprogram.com/blog/2018/07/31/. Signed here; products wrap to the same bits.
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - 2**32)
 _SHIFTS = (16, 15, 16)
 
 
 def noise_keys(seed: int, position: int) -> tuple[int, int]:
-    """Two 32-bit keys, signed, of a position in a seeded sequence.
+    """Two signed 32-bit keys for a position in a seeded sequence.
 
-    By SplitMix64 (Steele, Lea and Flood 2014), of the mixed seed, so that the sequences of
-    neighbouring seeds have nothing in common.
+    SplitMix64 (Steele, Lea and Flood 2014) of the mixed seed, so that neighbouring seeds give
+    unrelated sequences.
     """
     mixed = _splitmix64(_splitmix64(seed) + position)
     return _signed(mixed & 0xFFFFFFFF), _signed(mixed >> 32)
@@ -38,14 +38,14 @@ def gumbel_noise(keys: torch.Tensor, count: int) -> torch.Tensor:
     """
     numbers = torch.arange(count, dtype=torch.int32, device=keys.device)
     hashed = _hash(_hash(numbers ^ keys[:, :1]).bitwise_xor_(keys[:, 1:]))
-    # 31 bits, uniform in (0, 1); small ones are exact, and become the largest noise.
+    # 31 bits, uniform in (0, 1). Small values are exact; they become the largest noise.
     uniform = hashed.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
     exponential = uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
     return exponential.log_().neg_()
 
 
 def add_gumbel_noise(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Add the noise to scores in place, on a GPU with Triton in one launch.
+    """Add the noise to scores in place; one Triton launch on a GPU.
 
     Args:
         scores: float32 `[rows, count]`, contiguous.
@@ -56,17 +56,17 @@ def add_gumbel_noise(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         from halfbyte.engine.noise_kernel import add_gumbel_noise as in_one_launch
 
         return in_one_launch(scores, keys)
-    # On a CPU row by row: what is made stays in its cache, and no row's place matters.
+    # On a CPU row by row: temporaries stay in cache, and results do not depend on the row's index.
     count = 1 if scores.device.type == "cpu" else len(scores)
-    for some, of_some in zip(scores.split(count), keys.split(count), strict=True):
-        some += gumbel_noise(of_some, scores.shape[-1])
+    for chunk, chunk_keys in zip(scores.split(count), keys.split(count), strict=True):
+        chunk += gumbel_noise(chunk_keys, scores.shape[-1])
     return scores
 
 
 def _hash(words: torch.Tensor) -> torch.Tensor:
     """Mix int32 words in place."""
     for shift, multiplier in zip(_SHIFTS, (*_MULTIPLIERS, None), strict=True):
-        # As of unsigned words: torch's shift copies the sign.
+        # Logical shift: torch's shift of signed words copies the sign bit.
         words ^= (words >> shift).bitwise_and_(2 ** (32 - shift) - 1)
         if multiplier is not None:
             words *= multiplier

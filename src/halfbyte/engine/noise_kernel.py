@@ -1,6 +1,7 @@
-"""`noise.add_gumbel_noise` in one launch: by PyTorch's operators it would be forty.
+"""`noise.add_gumbel_noise` in one launch; PyTorch operators would need forty.
 
-The hash is that of `noise.py`, bit for bit; logarithms may differ from PyTorch's in the last bits.
+The hash equals that of `noise.py` bit for bit; logarithms may differ from PyTorch's in the last
+bits.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -32,7 +33,7 @@ def noise_kernel(scores, keys, count, block: tl.constexpr):
     hashed = _hash(_hash(entries.to(tl.uint32) ^ low) ^ high)
     uniform = ((hashed & 0x7FFFFFFF).to(tl.float32) + 0.5) * 4.656612873077393e-10  # 2^-31
     uniform = tl.minimum(uniform, 0.999999940395355224609375)  # 1 - 2^-24
-    # -log1p(-u), from a logarithm of what 1 - u was rounded to.
+    # -log1p(-u), computed from log of the rounded 1 - u.
     rest = 1.0 - uniform
     exponential = tl.where(rest == 1.0, uniform, -tl.log(rest) * (uniform / (1.0 - rest)))
     places = scores + row * count + entries
@@ -41,7 +42,7 @@ def noise_kernel(scores, keys, count, block: tl.constexpr):
 
 
 def add_gumbel_noise(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Add standard Gumbel noise in place. Never waits for the GPU.
+    """Add standard Gumbel noise in place. Does not sync with the GPU.
 
     Args:
         scores: float32 `[rows, count]`, contiguous.

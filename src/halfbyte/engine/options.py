@@ -1,4 +1,4 @@
-"""Options of `LLM` that can be judged before anything is loaded."""
+"""Checks of `LLM` options that need no loaded model."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +14,7 @@ from halfbyte.models import LayerDTypes, check_layer_dtypes
 
 
 def check_sizes(sizes: Iterable[tuple[str, int | None]]) -> None:
-    """Raise ValueError for one that is no integer of at least 1, or None."""
+    """Raise ValueError unless every size is None or an integer of at least 1."""
     for name, number in sizes:
         if number is not None and integer(name, number) < 1:
             raise ValueError(f"{name}: expected at least 1, got {number}")
@@ -27,7 +27,7 @@ def check_cache_options(
     attention_backend: str | None,
     device: torch.device,
 ) -> None:
-    """Raise for formats, scales or a backend that cannot be."""
+    """Raise for invalid formats, scales or backend."""
     check_attention_backend(attention_backend, device)
     check_layer_dtypes(kv_cache_dtype)
     if v_cache_dtype is not None:
@@ -40,7 +40,7 @@ def check_cache_options(
 def check_memory_share(
     gpu_memory_utilization: float | None, num_pages: int | None, device: torch.device
 ) -> None:
-    """Raise ValueError for a share of memory that is none, or that has nothing to say."""
+    """Raise ValueError for a share outside (0, 1], or one that has no effect here."""
     if gpu_memory_utilization is None:
         return
     expected = "a number in (0, 1]"
@@ -56,7 +56,7 @@ def check_memory_share(
 
 
 def check_batch_invariant(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model with layers that were loaded without it."""
+    """Raise ValueError if any layer of the model was loaded without `batch_invariant`."""
     for name, layer in model.named_modules():
         if isinstance(layer, NvFp4Linear) and not layer.batch_invariant:
             raise ValueError(
@@ -65,7 +65,7 @@ def check_batch_invariant(model: PreTrainedModel) -> None:
 
 
 def one_of(name: str, value: int | None, alias: str, other: int | None) -> int | None:
-    """What an option with two names was given as.
+    """The value of an option that has two names.
 
     Raises:
         ValueError: both are given, and differ.

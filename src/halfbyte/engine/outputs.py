@@ -1,4 +1,4 @@
-"""What requests come to."""
+"""Results of requests."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ from halfbyte.engine.request import FinishReason, Request
 
 @dataclass(frozen=True)
 class Logprob:
-    """Of a token at its place.
+    """Log probability of one token at one position.
 
     Args:
-        logprob: its log probability, from the model's logits as they were.
+        logprob: its log probability, from the model's unmodified logits.
         rank: 1 for the most likely token.
         decoded_token: its text; None without a tokenizer.
     """
@@ -27,12 +27,12 @@ class CompletionOutput:
 
     Args:
         index: its number among the prompt's `SamplingParams.n`.
-        text: the generated text, stop strings cut off. It follows the prompt's as it is.
+        text: the generated text without stop strings. Append it to the prompt's text unchanged.
         token_ids: the generated ids.
         finish_reason: why it ended.
         error: what went wrong, where `finish_reason` is `error`.
-        logprobs: per generated token, the chosen one's and the most likely ones'; None where
-            `SamplingParams.logprobs` did not ask for them.
+        logprobs: per generated token, those of the sampled and of the most likely tokens; None
+            unless `SamplingParams.logprobs` is set.
     """
 
     index: int
@@ -45,7 +45,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What a prompt came to.
+    """Result of one prompt.
 
     Args:
         prompt: the prompt's text, or None if it was given as token ids.

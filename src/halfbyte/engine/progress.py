@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 
 @contextmanager
 def capture_bar(total: int) -> Iterator[Callable[[], None]]:
-    """A function to call after each of so many CUDA graphs; shown on a terminal."""
+    """Progress of capturing `total` CUDA graphs, shown on a terminal; call after each graph."""
     if not total or not sys.stderr.isatty():
         yield lambda: None
         return
@@ -19,7 +19,7 @@ def capture_bar(total: int) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def progress_bar(total: int, show: bool | None) -> Iterator[Callable[[int], None]]:
-    """A function that is told how many of the requests are unfinished, after each token.
+    """Progress of requests; call after each token with the number of unfinished requests.
 
     Args:
         total: requests.

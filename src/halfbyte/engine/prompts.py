@@ -1,4 +1,4 @@
-"""Prompts as people give them: texts, token ids, conversations."""
+"""User prompts: texts, token ids, conversations."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
@@ -11,10 +11,10 @@ Message = Mapping[str, Any]
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Prompts as a list, also of a single one.
+    """Prompts as a list; a single prompt becomes a list of one.
 
     Raises:
-        ValueError: they are none.
+        ValueError: neither texts nor lists of token ids.
     """
     if hasattr(prompts, "tolist"):  # a tensor or an array of token ids
         prompts = prompts.tolist()
@@ -33,7 +33,7 @@ def encode(tokenizer: Any, prompt: Prompt, *, add_special_tokens: bool = True) -
     """Token ids of a prompt.
 
     Raises:
-        ValueError: it is none, or a text without a tokenizer.
+        ValueError: not a prompt, or a text without a tokenizer.
     """
     if hasattr(prompt, "tolist"):
         prompt = prompt.tolist()
@@ -54,10 +54,10 @@ def encode(tokenizer: Any, prompt: Prompt, *, add_special_tokens: bool = True) -
 
 
 def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[Any]]:
-    """Conversations as a list, also of a single one.
+    """Conversations as a list; a single one becomes a list of one.
 
     Raises:
-        ValueError: a message is no object with a role.
+        ValueError: a message is not a mapping with a role.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
         raise ValueError(
@@ -76,7 +76,7 @@ def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) 
 
 
 def _with_text(message: Message) -> dict[str, Any]:
-    """A message whose content is text, as most templates expect, instead of a list of texts."""
+    """The message with text as content, which most templates expect, instead of a list of texts."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return dict(message)
@@ -98,10 +98,10 @@ def apply_chat_template(
     tools: Sequence[Any] | None,
     options: Mapping[str, Any],
 ) -> str:
-    """The text of a conversation, as the model was trained on.
+    """The text of a conversation, by the tokenizer's chat template.
 
     Raises:
-        ValueError: no tokenizer or no template, or one that cannot say this conversation.
+        ValueError: no tokenizer or no template, or the template rejects the conversation.
     """
     if tokenizer is None:
         raise ValueError("messages: this model has no tokenizer; give token ids to generate")
@@ -126,7 +126,7 @@ def apply_chat_template(
             tokenize=False,
             **options,
         )
-    except Exception as error:  # a template may raise anything, and says what it wants
+    except Exception as error:  # templates raise errors of any type to reject messages
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"messages: the chat template refused them: {reason:.300}") from error
     return text

@@ -1,4 +1,4 @@
-"""A prompt on its way through the engine."""
+"""State of a request in the engine."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -7,7 +7,7 @@ from halfbyte.engine.sampling_params import SamplingParams
 from halfbyte.engine.token_counts import TokenCounts
 
 TokenLogprobs = tuple[tuple[int, float, int], ...]
-"""Token, log probability and rank: of the one chosen, then of the most likely ones."""
+"""Token, log probability and rank: of the sampled token, then of the most likely ones."""
 
 
 class FinishReason(StrEnum):
@@ -18,7 +18,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     """`max_tokens`, or the model's context is full."""
     ERROR = "error"
-    """It could not be served; `error` says why."""
+    """It failed; `error` says why."""
 
 
 @dataclass(eq=False)
@@ -29,9 +29,9 @@ class Request:
         id: number in order of arrival.
         prompt: token ids.
         params: how to sample and when to stop.
-        seed: of its random numbers.
+        seed: for sampling.
         stop_ids: tokens that end it.
-        max_tokens: tokens to generate at most.
+        max_tokens: max tokens to generate.
     """
 
     id: int
@@ -42,13 +42,13 @@ class Request:
     max_tokens: int = 16
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of each token of the output, where they were asked for."""
+    """Per output token, if requested."""
     num_computed: int = 0
     """Tokens whose K and V are in the cache."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     counts: TokenCounts | None = field(default=None, init=False)
-    """What penalties need."""
+    """Token counts for penalties."""
 
     def __post_init__(self) -> None:
         if self.params.has_penalties:
@@ -61,7 +61,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has finished, with or without an error."""
         return self.finish_reason is not None
 
     def tokens(self, start: int, stop: int) -> list[int]:
@@ -70,7 +70,7 @@ class Request:
         return self.prompt[start:stop] + self.output[max(0, start - split) : max(0, stop - split)]
 
     def append(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
-        """Add a token to the output, which may end it."""
+        """Add a token to the output; finishes the request if that ends it."""
         self.output.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
@@ -82,5 +82,5 @@ class Request:
             self.finish(FinishReason.LENGTH)
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
-        """End it."""
+        """Finish it."""
         self.finish_reason, self.error = reason, error

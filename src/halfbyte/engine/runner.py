@@ -1,4 +1,4 @@
-"""Runs a step: token ids in, logits out, K and V through the pool."""
+"""Runs the model for one step: token ids in, logits out, K and V in the pool."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,16 +14,16 @@ from halfbyte.models import BATCH_ARGUMENT, ENGINE, KVQuantization, PagedBatch, 
 
 
 class ModelRunner:
-    """A model on a pool.
+    """Runs a model on a KV pool.
 
     Args:
         model: a transformers model of a supported architecture.
-        tables: sequences over the pool that K and V go to.
+        tables: sequences of the pool that stores K and V.
         quantization: of each layer's K and V.
         attention_backend: name of an attention backend, or None to choose.
-        batch_invariant: ask for bitwise equal rows whatever the batch.
-        graph_limits: `(sequences, tokens per sequence)` of decode steps to run as CUDA graphs, on a
-            GPU; None for no graphs.
+        batch_invariant: require results that are bitwise independent of the batch.
+        graph_limits: max `(sequences, tokens per sequence)` of decode steps that run as CUDA
+            graphs on a GPU; None for no graphs.
     """
 
     def __init__(
@@ -49,9 +49,10 @@ class ModelRunner:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Give the model the engine's attention, and its own back at the end.
+        """Set the engine's attention in the model, and restore the model's own on exit.
 
-        `run` does it by itself; around many runs it saves walking the modules each time.
+        `run` does so by itself; as a context around many runs this saves a walk over the modules
+        in each.
         """
         before = self.model.config._attn_implementation
         if before == ENGINE:
@@ -65,7 +66,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self, progress: Callable[[], None]) -> None:
-        """Capture the CUDA graphs, where there are to be any, before a request needs them.
+        """Capture the CUDA graphs, if enabled, before the first request.
 
         Args:
             progress: called after each.
@@ -78,17 +79,17 @@ class ModelRunner:
     def run(
         self, chunks: Sequence[tuple[object, Sequence[int]]], *, all_logits: bool = False
     ) -> torch.Tensor:
-        """Compute the last tokens of sequences, whose slots are already allocated.
+        """Run the model on the last tokens of sequences; their slots must be allocated.
 
         Args:
-            chunks: `(sequence, token ids)`, the ids being the sequence's last tokens.
+            chunks: `(sequence, token ids)`: the sequence's last tokens.
             all_logits: return logits of every token instead of each sequence's last.
 
         Returns:
             Logits `[sequences or tokens, vocabulary]` in the model's dtype.
 
         Raises:
-            RuntimeError: the model did not hand the cache on to every layer's attention.
+            RuntimeError: the model did not pass the cache to every layer's attention.
         """
         if self.graphs is not None and not all_logits and self.graphs.can_run(chunks):
             with self.attached():
@@ -104,7 +105,7 @@ class ModelRunner:
             self.batch_invariant,
         )
         input_ids = torch.tensor([[token for _, ids in chunks for token in ids]], device=device)
-        # 0 means all of them.
+        # 0 means all tokens.
         keep = 0 if all_logits else batch.query_start_loc[1:].long() - 1
         with self.attached(), self._products():
             output = self.model(
@@ -123,8 +124,8 @@ class ModelRunner:
 
     @contextmanager
     def _products(self) -> Iterator[None]:
-        """Those of a forward pass. Where they are batch invariant Ctrl-C waits for its end: it
-        could come while PyTorch enters or leaves a mode, of which each function is one."""
+        """Context of the matrix products of a forward pass. Batch-invariant products are a torch
+        function mode: Ctrl-C is deferred so that it cannot interrupt entering or leaving one."""
         if not self.batch_invariant:
             yield
             return

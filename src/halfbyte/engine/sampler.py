@@ -1,4 +1,4 @@
-"""From logits to tokens: one pass for the whole batch, and one transfer from the device."""
+"""Samples tokens from logits: one pass for the whole batch, one transfer from the device."""
 
 import math
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ class Sampled:
 
     Args:
         token: its id.
-        error: why there is none, where there is none.
-        logprobs: `(token, log probability, rank)` of it and of the most likely ones; None where
-            they were not asked for.
+        error: why there is no token; None if there is one.
+        logprobs: `(token, log probability, rank)` of it and of the most likely ones; None unless
+            requested.
     """
 
     token: int
@@ -30,17 +30,16 @@ class Sampled:
 class Sampler:
     """Samples all requests of a step.
 
-    A row's token depends on its logits, its parameters, its seed and its position alone: not on the
-    other rows, nor on what was sampled or preempted before. A step that fails leaves nothing to be
-    taken back.
+    A request's token depends only on its logits, parameters, seed and position, not on the rest of
+    the batch or on earlier steps. So a failed step needs no rollback here.
     """
 
     @torch.inference_mode()
     def sample(self, requests: Sequence[Request], logits: torch.Tensor) -> list[Sampled]:
-        """The next token of every request; a row that gives none, such as one of NaN, says why.
+        """The next token of every request, or the error if its logits give none (such as NaN).
 
         Args:
-            requests: whose parameters apply.
+            requests: of the rows of `logits`.
             logits: `[requests, vocabulary]`.
         """
         if not requests:
@@ -52,24 +51,24 @@ class Sampler:
             rows = to_device(drawing, torch.int64, logits.device)
             drawn = _draw([requests[i] for i in drawing], scores[rows])
             tokens = tokens.index_copy(0, rows, drawn)
-        # NaN counts as the largest. Numbers of token ids are exact in float64.
+        # amax returns NaN if there is one. Token ids are exact in float64.
         columns = [x.double() for x in (tokens, logits.amax(-1), scores.amax(-1))]
         width, table = len(columns), torch.stack(columns, 1)
         asking = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
-        most = [_count(request, logits.shape[-1]) for request in requests]
+        counts = [_count(request, logits.shape[-1]) for request in requests]
         flat = table.flatten()
         if asking:
             rows = to_device(asking, torch.int64, logits.device)
-            widest = max(most[i] for i in asking)
-            likeliest = _logprobs(logits[rows].float(), tokens[rows], widest)
-            flat = torch.cat((flat, likeliest.flatten()))
+            max_count = max(counts[i] for i in asking)
+            top = _logprobs(logits[rows].float(), tokens[rows], max_count)
+            flat = torch.cat((flat, top.flatten()))
         numbers = flat.tolist()
         results = [
             _sampled(*numbers[start : start + width])
             for start in range(0, width * len(requests), width)
         ]
         if asking:
-            _add_logprobs(results, numbers[width * len(requests) :], asking, most)
+            _add_logprobs(results, numbers[width * len(requests) :], asking, counts)
         return results
 
 
@@ -85,7 +84,7 @@ def _sampled(token: float, largest: float, largest_allowed: float) -> Sampled:
 def _draw(requests: Sequence[Request], scores: torch.Tensor) -> torch.Tensor:
     """Tokens `[requests]`, by the Gumbel-max trick."""
     keys = [noise_keys(request.seed, len(request.output)) for request in requests]
-    # New memory, as `warp` leaves what it is given as it is.
+    # A new tensor: `warp` does not modify its input.
     scores = warp(requests, scores).contiguous()
     return add_gumbel_noise(scores, to_device(keys, torch.int32, scores.device)).argmax(-1)
 
@@ -95,17 +94,18 @@ def _count(request: Request, vocabulary: int) -> int:
     return vocabulary if count < 0 else min(count, vocabulary)
 
 
-def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> torch.Tensor:
-    """float64 `[rows, 2 + 2 most]`: log probability and rank of the token, ids and theirs."""
+def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
+    """float64 `[rows, 2 + 2 count]`: log probability and rank of the token, then the ids and log
+    probabilities of the `count` most likely tokens."""
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(1, tokens[:, None])
     rank = 1 + (logprobs > own).sum(1, keepdim=True)
-    best = logprobs.topk(most)
+    best = logprobs.topk(count)
     return torch.cat([x.double() for x in (own, rank, best.indices, best.values)], 1)
 
 
 def _add_logprobs(
-    results: list[Sampled], numbers: list[float], asking: Sequence[int], most: Sequence[int]
+    results: list[Sampled], numbers: list[float], asking: Sequence[int], counts: Sequence[int]
 ) -> None:
     width = len(numbers) // len(asking)
     for i, start in zip(asking, range(0, len(numbers), width), strict=True):
@@ -116,6 +116,6 @@ def _add_logprobs(
         entries += [
             (int(token), value, number)
             for number, (token, value) in enumerate(zip(ids, values, strict=True), 1)
-            if number <= most[i] and int(token) != chosen.token
+            if number <= counts[i] and int(token) != chosen.token
         ]
         results[i] = Sampled(chosen.token, chosen.error, tuple(entries))

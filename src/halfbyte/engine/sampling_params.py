@@ -40,28 +40,27 @@ class SamplingParams:
     temperature, `top_k`, `top_p`, `min_p`.
 
     Args:
-        max_tokens: tokens to generate at most; None for as many as the context has room for.
+        max_tokens: max tokens to generate; None for the rest of the context.
         temperature: 0 is greedy; higher is more random.
         top_k: sample among the k most likely tokens; 0 or -1 for all.
         top_p: sample among the most likely tokens that together reach this probability.
-        seed: makes a request's tokens repeatable, whatever else is in the batch.
-        stop: text that ends generation and is cut off; may be or have special tokens.
+        seed: makes a request's tokens repeatable, in any batch.
+        stop: strings that end generation and are cut off; may contain special tokens.
         stop_token_ids: further tokens that end generation, besides the model's own.
-        ignore_eos: generate on past the model's end-of-sequence tokens.
+        ignore_eos: continue past the model's end-of-sequence tokens.
         n: completions of the prompt; the i-th samples with `seed + i`.
         min_p: sample among tokens with at least this share of the most likely one's probability.
         repetition_penalty: above 1, tokens of prompt and output become less likely: positive logits
             are divided by it, negative ones multiplied (Keskar et al. 2019, arXiv:1909.05858).
         presence_penalty: subtracted from the logits of tokens that the output has.
-        frequency_penalty: subtracted from the logits of tokens, once per time the output has them.
+        frequency_penalty: subtracted from a token's logit once per occurrence in the output.
         min_tokens: tokens before which no end-of-sequence or stop token is generated, and stop
-            strings are not looked for.
-        logprobs: return the log probabilities (of the model's logits, unchanged) of this many most
-            likely tokens, and of the one chosen; -1 for the whole vocabulary.
+            strings are ignored.
+        logprobs: return the log probabilities (from the model's unmodified logits) of this many
+            most likely tokens and of the sampled one; -1 for the whole vocabulary.
 
     Raises:
-        ValueError: a value out of its range, or not a number; a parameter that vLLM has and
-            this engine has not.
+        ValueError: a value out of range, or not a number; a parameter that only vLLM supports.
     """
 
     max_tokens: int | None = 16
@@ -81,21 +80,21 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
-        """Name the first field that only vLLM has; others are the dataclass's to refuse."""
+        """Raise for a field that only vLLM has; the dataclass raises for unknown ones."""
         for name in fields:
             if name in _ONLY_IN_VLLM:
                 raise ValueError(f"{name}: halfbyte's own engine does not have it; vLLM does")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else _several("stop", self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         if not all(isinstance(text, str) for text in stop):
             raise ValueError(f"stop: expected texts, got {self.stop!r}")
         kept = {
             "stop": stop,
             "stop_token_ids": tuple(
                 integer("stop_token_ids", token)
-                for token in _several("stop_token_ids", self.stop_token_ids)
+                for token in _as_tuple("stop_token_ids", self.stop_token_ids)
             ),
             "max_tokens": _optional("max_tokens", self.max_tokens),
             "temperature": finite_number("temperature", self.temperature, "a number >= 0"),
@@ -144,7 +143,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether logits depend on which tokens there were before."""
+        """Whether logits depend on earlier tokens."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -156,8 +155,8 @@ def _optional(name: str, x: int | None) -> int | None:
     return None if x is None else integer(name, x)
 
 
-def _several(name: str, values: Any) -> tuple[Any, ...]:
-    """What an array, a list or None has."""
+def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
+    """The items of an array, a list or None."""
     if values is not None and not isinstance(values, Iterable):
         raise ValueError(f"{name}: expected a list, got {values!r}")
     return () if values is None else tuple(values)

@@ -1,9 +1,9 @@
-"""Which tokens of which requests run in the next step. Knows pages, knows no tensors.
+"""Chooses which tokens of which requests run in the next step. Handles pages, no tensors.
 
-First come, first served, in steps of at most `max_batched_tokens` tokens: requests that decode go
-first with one token each, then prompts in chunks, then new requests. When pages run out, the
-youngest running request gives up its pages and starts over later from its tokens; a request that
-alone does not fit fails, and the pool stays whole.
+First come, first served, in steps of at most `max_batched_tokens` tokens: decoding requests first
+with one token each, then prompts in chunks, then new requests. When pages run out, the youngest
+running request is preempted: its pages are freed, and its tokens are recomputed later. A request
+that does not fit alone fails, and its pages are freed.
 """
 
 from collections import deque
@@ -24,15 +24,15 @@ class ScheduledChunk:
 
     @property
     def completes(self) -> bool:
-        """Whether the request has all its tokens computed afterwards, so that it can sample."""
+        """Whether this chunk completes the request's tokens, so that it can sample."""
         return self.start + self.count == self.request.num_tokens
 
 
 class Scheduler:
-    """Queues over block tables.
+    """Queues of waiting and running requests, and their block tables.
 
     Args:
-        tables: sequences are named by request id.
+        tables: keyed by request id.
         max_batched_tokens: tokens per step.
         max_num_seqs: requests that run at once.
     """
@@ -51,7 +51,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._preempted = False
-        self._is_open = False  # a step has been scheduled, and neither completed nor rolled back
+        self._is_open = False  # a step is scheduled, and neither completed nor rolled back
 
     @property
     def has_work(self) -> bool:
@@ -70,8 +70,7 @@ class Scheduler:
     def schedule(self) -> list[ScheduledChunk]:
         """Choose the next step's tokens and allocate their slots.
 
-        Requests that cannot ever fit are finished with an error on the way. Empty only if no work
-        is left.
+        Requests that can never fit are finished with an error. Empty only if no work is left.
         """
         if self._is_open:  # a second Ctrl-C came before `rollback`
             self.rollback()
@@ -82,13 +81,13 @@ class Scheduler:
         for request in list(self.running):
             if budget == 0:
                 break
-            if request not in self.running:  # preempted by an older one in this very step
+            if request not in self.running:  # preempted by an older request in this step
                 continue
             chunk = self._place(request, budget)
             if chunk is not None:
                 chunks.append(chunk)
                 budget -= chunk.count
-        # A step that had to take pages away has none to give to newcomers.
+        # A step that preempted a request has no pages for new ones.
         full = bool(chunks) and self._preempted
         while budget and self.waiting and len(self.running) < self.max_num_seqs and not full:
             request = self.waiting[0]
@@ -106,11 +105,11 @@ class Scheduler:
             budget -= chunk.count
         self._is_open = bool(chunks)
         if not chunks and self.has_work:
-            return self.schedule()  # every candidate failed; others may fit now
+            return self.schedule()  # every candidate failed; the next ones may fit
         return chunks
 
     def complete(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """Note that chunks were computed; free the pages of finished requests and dead windows."""
+        """Mark chunks as computed; free pages of finished requests and outside sliding windows."""
         for chunk in chunks:
             request = chunk.request
             request.num_computed = chunk.start + chunk.count
@@ -121,10 +120,10 @@ class Scheduler:
         self._is_open = False
 
     def rollback(self) -> None:
-        """Undo `schedule` after a step that failed: no slots without tokens that were computed.
+        """Undo `schedule` after a failed step: free slots whose tokens were not computed.
 
-        It looks at what is there instead of at the chunks, so it also mends a `schedule` that
-        failed half way. What was preempted stays so, and will be computed again.
+        Works from the state of requests and tables, not from the chunks, so it also undoes a
+        `schedule` that failed midway. Preempted requests stay preempted.
         """
         for request in list(self.running):
             if request.is_finished:  # the step failed after its last token
@@ -137,9 +136,9 @@ class Scheduler:
         self._is_open = False
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the tables hold what was computed, no more and no less.
+        """Raise AssertionError unless the tables hold exactly the computed tokens.
 
-        Holds between steps; while one runs, the tables have slots for the tokens on their way.
+        Valid between steps only: during a step the tables also have slots for its tokens.
         """
         self.tables.check_integrity()
         running = {request.id for request in self.running}
@@ -156,7 +155,7 @@ class Scheduler:
             )
 
     def remove(self, request: Request) -> None:
-        """Drop a request, wherever it is, and free its pages."""
+        """Remove a request from its queue and free its pages."""
         if request in self.waiting:
             self.waiting.remove(request)
         if request in self.running:
@@ -164,7 +163,7 @@ class Scheduler:
             self.tables.free(request.id)
 
     def _place(self, request: Request, budget: int) -> ScheduledChunk | None:
-        """Allocate for a running request, preempting younger ones, not yet placed, if need be."""
+        """Allocate for a running request, preempting younger requests not yet placed if needed."""
         while True:
             try:
                 return self._allocate(request, budget)

@@ -1,31 +1,31 @@
-"""Strings that end a text, found while it comes."""
+"""Incremental search for stop strings."""
 
 from collections.abc import Sequence
 
 
 class StopStrings:
-    """Gives text on as soon as it cannot be the beginning of a stop string.
+    """Returns text as soon as it cannot be part of a stop string.
 
     Args:
-        stop: not empty strings.
+        stop: non-empty strings.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
         self.found = False
-        # What might begin a stop string: texts, and whether they are given out.
+        # May begin a stop string: texts, and whether they belong to the output.
         self._held: list[tuple[str, bool]] = []
 
     def push(self, text: str) -> str:
-        """Add text; what of it, and of what was held, is certain not to belong to a stop string."""
+        """Add text; returns the held and new text that cannot be part of a stop string."""
         return self._push(text, True)
 
     def push_hidden(self, text: str) -> str:
-        """Add a special token, which is not given out and matters where a stop string has it."""
+        """Add a special token, which stop strings can contain but which is never returned."""
         return self._push(text, False) if any(text in stop for stop in self._stop) else ""
 
     def rest(self) -> str:
-        """What was held back."""
+        """The text held back."""
         return "" if self.found else self._take(sum(len(text) for text, _ in self._held))
 
     def _push(self, text: str, shown: bool) -> str:
@@ -38,7 +38,7 @@ class StopStrings:
         return self._take(min(starts) if starts else len(held) - self._possible(held))
 
     def _possible(self, text: str) -> int:
-        """Length of the longest end of a text that begins a stop string."""
+        """Length of the longest suffix of a text that is a prefix of a stop string."""
         longest = max(map(len, self._stop), default=1)
         return next(
             (
@@ -50,7 +50,7 @@ class StopStrings:
         )
 
     def _take(self, length: int) -> str:
-        """Remove the first characters, and return those of them that are given out."""
+        """Remove the first characters, and return those that belong to the output."""
         out, kept = [], []
         for text, shown in self._held:
             if shown:

@@ -1,4 +1,4 @@
-"""Threads on a machine that other programs use as well."""
+"""Warning about CPU threads on a busy machine."""
 
 import logging
 import os
@@ -9,15 +9,15 @@ logger = logging.getLogger("halfbyte")
 
 _VARIABLE = "OMP_WAIT_POLICY"
 _SLACK = 0.5
-"""Of a core: below, nothing that lasts is running."""
+"""Load below this is not a running program."""
 
 
-def say_how_to_share_cores(device: torch.device) -> None:
-    """Warn where threads of PyTorch would wait for cores that other programs have.
+def warn_shared_cores(device: torch.device) -> None:
+    """Warn if PyTorch's threads and other programs need more cores than there are.
 
-    They spin while they wait for one another, unless OpenMP was told otherwise before it was
-    loaded, which is for the user to do: with a busy program beside it a model then takes ten times
-    as long. The `halfbyte` command does it by itself.
+    OpenMP threads spin while they wait for each other: beside a busy program a model then takes
+    ten times as long. `OMP_WAIT_POLICY=PASSIVE` avoids that but must be set before OpenMP is
+    loaded. The `halfbyte` command sets it.
     """
     if device.type != "cpu" or _VARIABLE in os.environ or not hasattr(os, "getloadavg"):
         return

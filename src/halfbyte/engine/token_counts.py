@@ -1,4 +1,4 @@
-"""Which tokens a request has had: what its penalties ask for."""
+"""Token counts of a request, for its penalties."""
 
 from array import array
 from collections.abc import Iterable
@@ -8,9 +8,9 @@ import torch
 
 
 class TokenCounts:
-    """The distinct tokens of prompt and output, and how often the output has each.
+    """Distinct tokens of prompt and output, and how often each occurs in the output.
 
-    One entry per distinct token, so that a step costs the same however long the text is.
+    One entry per distinct token, so that the cost of a step does not grow with the text.
 
     Args:
         prompt: token ids.
@@ -31,12 +31,12 @@ class TokenCounts:
 
     @property
     def ids(self) -> torch.Tensor:
-        """int64 `[distinct]`, of prompt and output."""
+        """int64 `[distinct]`: tokens of prompt and output."""
         return torch.from_numpy(np.array(self._ids))
 
     @property
     def output(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 `[n]` and `[n]`: distinct tokens of the output, and how often it has each."""
+        """int64 `[n]` and `[n]`: distinct tokens of the output, and their counts."""
         counts = np.array(self._counts)
         used = counts > 0
         ids = np.array(self._ids)[used]

@@ -1,4 +1,4 @@
-"""What a format costs in accuracy, measured through the cache."""
+"""Measures the accuracy of KV cache formats, with K and V read back from the cache."""
 
 from halfbyte.evaluation.greedy import GreedyResult, evaluate_greedy
 from halfbyte.evaluation.layers import LayerResult, evaluate_layers

@@ -1,4 +1,4 @@
-"""Formats and recipes under test: a pool each, all fed the same tokens."""
+"""Formats and recipes under test: one pool for each, all with the same tokens."""
 
 from collections.abc import Sequence
 
@@ -24,17 +24,17 @@ def names_and_scales(
     tokenizer: object,
     attention_backend: str | None,
 ) -> tuple[list[CacheName], dict[CacheName, KVScales | None]]:
-    """Every format with every recipe, `plain` alone for K other than NVFP4; and scales of each.
+    """Every format with every recipe (K other than NVFP4: only `plain`), and their scales.
 
     Args:
         kv_cache_dtypes: formats.
-        kv_recipes: None for the one that `KVSetup.of` chooses.
-        kv_scales, tokenizer: as for `resolve_kv_scales`, called once for all recipes that take the
-            same scales.
+        kv_recipes: None for the default of `KVSetup.of`.
+        kv_scales, tokenizer: as for `resolve_kv_scales`, called once for all recipes with the same
+            scales.
         attention_backend: name of an attention backend, or None to choose.
 
     Raises:
-        NoImplementationError: a backend that is unknown or not for the model's device.
+        NoImplementationError: a backend that is unknown or does not support the model's device.
         ValueError: an unknown format or recipe, no recipe, or a format that cannot store the
             model's head size.
     """
@@ -71,13 +71,13 @@ def names_and_scales(
 
 
 class MeasuredCache:
-    """One format's and recipe's pool.
+    """The pool of one format and recipe.
 
     Args:
         name: format and recipe.
-        scales: of the model; None where the format has none.
-        num_tokens: of the longest sequence.
-        num_seqs: sequences at once.
+        scales: of the model; None if the format has none.
+        num_tokens: max tokens per sequence.
+        num_seqs: max concurrent sequences.
         block_size: tokens per page.
         attention_backend: name of an attention backend, or None to choose.
     """
@@ -104,11 +104,11 @@ class MeasuredCache:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of a page, over all layers."""
+        """Cache bytes per token, over all layers."""
         return self.tables.pool.plan.bytes_per_token
 
     def log_probabilities(self, chunks: Sequence[tuple[int, list[int]]]) -> torch.Tensor:
-        """float32 `[tokens, vocabulary]` after each of the next tokens of sequences."""
+        """Log probabilities after each of the given next tokens: float32 `[tokens, vocabulary]`."""
         for seq, ids in chunks:
             self.tables.append(seq, len(ids))
         return self.runner.run(chunks, all_logits=True).float().log_softmax(-1)

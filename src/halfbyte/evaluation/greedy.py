@@ -1,4 +1,4 @@
-"""For how many tokens greedy decoding writes the same as with a bfloat16 cache."""
+"""Number of greedy tokens that agree with those of a bfloat16 cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from halfbyte.layouts import KVCacheDType
 
 @dataclass(frozen=True)
 class GreedyResult:
-    """One format's and recipe's figures.
+    """Results of one format and recipe.
 
-    `agreed` is the mean number of tokens, of `new_tokens`, before the first that differs, and
-    `agreed_stderr` its standard error over prompts, None for one prompt; `whole` the number of
-    `prompts` whose tokens all agree.
+    `agreed` is the mean number of tokens, out of `new_tokens`, before the first difference;
+    `agreed_stderr` is its standard error over prompts, None for one prompt; `whole` is the number
+    of `prompts` whose tokens all agree.
     """
 
     kv_cache_dtype: str
@@ -42,18 +42,18 @@ def evaluate_greedy(
     tokenizer: object = None,
     attention_backend: str | None = None,
 ) -> list[GreedyResult]:
-    """Measure formats and recipes on continuations of prompts, which nothing ends early.
+    """Measure formats and recipes on continuations of prompts; stop tokens are ignored.
 
     Args:
         model: a transformers model of a supported architecture.
         prompts: token ids.
-        new_tokens: to generate for each.
+        new_tokens: tokens to generate per prompt.
         kv_cache_dtypes, kv_recipes, kv_scales, tokenizer, attention_backend: as for
             `evaluate_perplexity`.
-        chunk_size: tokens of a prompt fed at once.
+        chunk_size: prompt tokens per step.
 
     Raises:
-        ValueError: no prompts, an empty one or one that leaves no room in the model's context, less
+        ValueError: no prompts, an empty prompt or one that does not fit the model's context, fewer
             than one new token, or as `evaluate_perplexity`.
     """
     for argument, number in (("new_tokens", new_tokens), ("chunk_size", chunk_size)):
@@ -106,7 +106,7 @@ def _continue(
     chunk_size: int,
     expected: Sequence[Sequence[int]] | None = None,
 ) -> list[list[int]]:
-    """Greedy continuations, up to the first token that is not the expected one."""
+    """Greedy continuations, up to the first token that differs from the expected one."""
     written: list[list[int]] = []
     with cache.runner.attached():
         for seq, prompt in enumerate(prompts):
@@ -129,5 +129,5 @@ def _continue(
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens before the first that differs."""
+    """Length of the common prefix."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))

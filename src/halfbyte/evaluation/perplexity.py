@@ -1,11 +1,11 @@
-"""Perplexity through the packed cache, and its distance from a bfloat16 cache.
+"""Perplexity with K and V read back from the packed cache, compared with a bfloat16 cache.
 
-Text is cut into windows; each is fed in chunks of C tokens, every chunk attending to what the cache
-gives back, its own tokens included. C = 1 is true decoding. A single dense prefill that never reads
-the cache would report every format as lossless.
+Text is split into windows, each run in chunks of C tokens. Every chunk attends to the cache,
+including its own tokens. C = 1 is true decoding. A single dense prefill that never reads the cache
+would report every format as lossless.
 
-All formats advance in step, so that the divergence from bfloat16 is summed chunk by chunk and no
-logits are kept.
+All formats advance in lockstep, so that the divergence from bfloat16 is summed chunk by chunk and
+no logits are kept.
 """
 
 import math
@@ -21,23 +21,23 @@ from halfbyte.layouts import KVCacheDType
 
 BASELINE = KVCacheDType.BFLOAT16
 POSITIONS = 2048
-"""Tokens of the context that share a figure in `PerplexityResult.kl_by_position`."""
+"""Tokens per value in `PerplexityResult.kl_by_position`."""
 _MAX_LOGITS = 2**26
 """Logits of one format held at once: 256 MiB in float32."""
 
 
 @dataclass(frozen=True)
 class PerplexityResult:
-    """One format's and recipe's figures.
+    """Results of one format and recipe.
 
     `perplexity` is exp of `nll`, the mean negative log-likelihood per predicted token in nats;
-    `nll_increase` the mean of what each token's is above that with a bfloat16 cache, and
-    `nll_increase_stderr` the standard error of that mean, tokens taken as independent; `top1` the
-    share of tokens for which both caches have the same most likely next token; `kl_divergence` the
-    mean KL(bfloat16 cache || this cache) per predicted token in nats, and `kl_by_position` the same
-    for the first `POSITIONS` tokens of the context, the next ones and so on; `bytes_per_token` the
-    cache's bytes per token over all layers; `bits_per_byte` the bits of the whole text over its
-    bytes in UTF-8 (None where the text was given as ids).
+    `nll_increase` is its mean increase over a bfloat16 cache, and `nll_increase_stderr` the
+    standard error of that mean, treating tokens as independent; `top1` is the share of tokens for
+    which both caches have the same most likely next token; `kl_divergence` is the mean
+    KL(bfloat16 cache || this cache) per predicted token in nats, and `kl_by_position` the same for
+    each `POSITIONS` tokens of the context; `bytes_per_token` is the cache's bytes per token over
+    all layers; `bits_per_byte` is the bits of the whole text over its bytes in UTF-8 (None if the
+    text was given as ids).
     """
 
     kv_cache_dtype: str
@@ -56,7 +56,7 @@ class PerplexityResult:
 
 
 class _Sums:
-    """What one format and recipe has lost so far.
+    """Running sums of one format and recipe.
 
     Args:
         num_tokens: of the longest window.
@@ -78,7 +78,7 @@ class _Sums:
         rows: torch.Tensor,
         positions: torch.Tensor,
     ) -> None:
-        """Count a chunk's rows of log-probabilities that predict something, at some positions."""
+        """Add a chunk's rows of log probabilities that have a target, with their positions."""
         ranges = positions // POSITIONS
         self.rows += ranges.bincount(minlength=len(self.rows))
         self.nll -= float(log_p[rows, targets].sum(dtype=torch.float64))
@@ -112,13 +112,13 @@ def evaluate_perplexity(
 
     Args:
         model: a transformers model of a supported architecture.
-        windows: token ids; the first of each is given, the others are predicted.
+        windows: token ids; the first of each is given, the rest are predicted.
         kv_cache_dtypes: formats to measure; `auto` is the checkpoint's or the model's dtype.
-        chunk_size: tokens fed at once.
-        num_bytes: of the text that the predicted tokens stand for.
+        chunk_size: tokens per step.
+        num_bytes: UTF-8 bytes of the predicted tokens' text.
         kv_scales, tokenizer: as for `resolve_kv_scales`.
-        kv_recipes: of NVFP4 formats, by default that of `default_recipe`; others have `plain`
-            alone.
+        kv_recipes: for NVFP4 formats, by default that of `default_recipe`; other formats use only
+            `plain`.
         block_size: tokens per page.
         attention_backend: name of an attention backend, or None to choose.
         on_progress: called with (tokens done, tokens in all), over all formats.
@@ -179,13 +179,13 @@ def evaluate_perplexity(
 def text_windows(
     tokenizer: object, texts: Sequence[str], window: int, max_tokens: int | None = None
 ) -> tuple[list[list[int]], int]:
-    """Cut texts into windows of tokens.
+    """Split texts into windows of tokens.
 
     Args:
         tokenizer: of transformers.
-        texts: each starts a window of its own.
+        texts: each starts a new window.
         window: tokens per window, the first (given, not predicted) included.
-        max_tokens: stop after so many tokens in all.
+        max_tokens: max tokens in total.
 
     Returns:
         `(windows, bytes)`: every window begins with the tokenizer's beginning-of-text token where
@@ -248,8 +248,8 @@ def _targets(
     start: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows of the chunks' logits that predict something, the tokens that they predict, and, on the
-    CPU, the rows' positions."""
+    """Rows of the chunks' logits that have a target, their target tokens, and, on the CPU, their
+    positions."""
     rows: list[int] = []
     targets: list[int] = []
     positions: list[int] = []

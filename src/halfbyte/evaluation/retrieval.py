@@ -1,12 +1,11 @@
-"""Whether a cache still finds what stands far back: codes at all depths, and a repeated segment.
+"""Long-range retrieval through a cache: codes at all depths, and a repeated segment.
 
-A context holds random token ids, then a text with facts scattered in it ("The secret code of the
-amber fox is 58213."), then the same random ids again, then a question for every fact. The answers
-are given to the model as they come, so that a code counts as found where greedy decoding would
-have written it. The random segment says what no word of the language can: its second occurrence is
-predictable by attention alone.
+A context holds random token ids, then a text with inserted facts ("The secret code of the amber fox
+is 58213."), then the same random ids again, then a question for every fact. Answers are
+teacher-forced: a code counts as found if greedy decoding would have generated it. The second
+occurrence of the random segment can be predicted only by attention, not by a language prior.
 
-Perplexity is decided by near tokens; what K loses at a distance shows here.
+Perplexity depends mostly on nearby tokens; this test shows errors of K over long distances.
 """
 
 import random
@@ -27,17 +26,17 @@ _NOUNS = ["fox", "river", "tower", "garden", "engine"]
 SEGMENT = 96
 """Tokens of the random segment."""
 _FIRST_OF_SEGMENT = 8
-"""Tokens of it after which the repetition can be known."""
+"""Tokens of it that are skipped, until the repetition can be recognized."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """Tokens, and what is asked about them.
+    """Tokens of a context, with the positions to evaluate.
 
     Args:
         ids: of the whole context.
-        repeated: where the random segment stands for the second time.
-        answers: where each answer stands.
+        repeated: positions of the random segment's second occurrence.
+        answers: positions of each answer.
     """
 
     ids: list[int]
@@ -47,11 +46,11 @@ class Context:
 
 @dataclass(frozen=True)
 class RetrievalResult:
-    """One format's and recipe's figures.
+    """Results of one format and recipe.
 
-    `codes` of `asked` were found whole; `digits` is the share of their tokens that were;
-    `repeated_nll` the mean negative log-likelihood of the repeated segment's tokens in nats, and
-    `repeated_top1` the share of them that the model held for the most likely.
+    `codes` of `asked` codes were found completely; `digits` is the share of their tokens that were
+    found; `repeated_nll` is the mean negative log-likelihood of the repeated segment's tokens in
+    nats, and `repeated_top1` the share of them that were the model's most likely token.
     """
 
     kv_cache_dtype: str
@@ -66,13 +65,13 @@ class RetrievalResult:
 
 
 def make_context(tokenizer: Any, text: str, tokens: int, facts: int, seed: int) -> Context:
-    """A context of about so many tokens.
+    """A context of about `tokens` tokens.
 
     Args:
         tokenizer: of transformers.
-        text: what stands between the facts; long enough.
-        facts: to find, at most 40, evenly spread.
-        seed: of names, codes and the random segment.
+        text: filler between the facts; must be long enough.
+        facts: number of facts, at most 40, evenly spaced.
+        seed: for names, codes and the random segment.
 
     Raises:
         ValueError: too many facts for the tokens, or too little text.
@@ -127,14 +126,14 @@ def evaluate_retrieval(
     tokenizer: object = None,
     attention_backend: str | None = None,
 ) -> list[RetrievalResult]:
-    """Measure formats and recipes on contexts, through their packed caches.
+    """Measure formats and recipes on contexts with their packed caches.
 
     Args:
         model: a transformers model of a supported architecture.
         contexts: `make_context`'s.
         kv_cache_dtypes, kv_recipes, kv_scales, tokenizer, attention_backend: as for
             `evaluate_perplexity`.
-        chunk_size: tokens fed at once.
+        chunk_size: tokens per step.
 
     Raises:
         ValueError: no context, one longer than the model's, or as `evaluate_perplexity`.
@@ -176,7 +175,7 @@ def evaluate_retrieval(
 def _measure(
     cache: MeasuredCache, seq: int, context: Context, chunk_size: int
 ) -> tuple[int, int, int, float, float]:
-    """Codes found, tokens of answers found and asked for, NLL and top-1 of the repeated segment."""
+    """Codes found, answer tokens found and total, NLL and top-1 of the repeated segment."""
     cache.tables.add(seq)
     targets = torch.tensor(context.ids[1:], device="cpu")
     right, log_p = [], []
@@ -187,7 +186,7 @@ def _measure(
         right.append(rows.argmax(-1) == expected)
         log_p.append(rows[torch.arange(len(rows), device="cpu"), expected])
     cache.tables.free(seq)
-    hits, logs = torch.cat(right), torch.cat(log_p)  # of token i + 1 at i
+    hits, logs = torch.cat(right), torch.cat(log_p)  # index i: token i + 1
     answers = [hits[answer.start - 1 : answer.stop - 1] for answer in context.answers]
     known = slice(context.repeated.start + _FIRST_OF_SEGMENT - 1, context.repeated.stop - 1)
     return (

@@ -1,4 +1,4 @@
-"""The largest |K| and |V| of each layer: who notes them, and what stands for zeros."""
+"""Largest |K| and |V| of each layer: recorder, and replacement of zeros."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 
 class AmaxRecorder(DynamicCache):
-    """A cache that notes the largest magnitudes passing through it, and keeps nothing else."""
+    """A cache that records the largest |K| and |V| of each layer and stores no tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class AmaxRecorder(DynamicCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `transformers.Cache`: what came in, as if it were the first chunk."""
+        """See `transformers.Cache`: returns its input, as if it were the first chunk."""
         seen = torch.stack([x.abs().amax().float() for x in (key_states, value_states)])
         before = self._amax.get(layer_idx, seen)
         self._amax[layer_idx] = torch.maximum(before, seen)  # keeps a NaN
@@ -48,11 +48,11 @@ class AmaxRecorder(DynamicCache):
 
 
 def without_zeros(amax: Sequence[float], side: str, source: str) -> list[float]:
-    """amax of every layer, with the others' median for those that are 0.
+    """amax of every layer; layers with 0 get the median of the other layers.
 
     Args:
         amax: finite and not negative.
-        side: what it is of, for the message: K or V.
+        side: K or V, for the message.
         source: where it was measured, for the message.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Which model architectures run on the paged cache, and the cache that each layer needs.
+"""Supported model architectures, and the cache spec of each of their layers.
 
-An allowlist, because support must be tested: StableLM, for one, drops the keyword arguments that
-carry the cache to the attention function and would silently attend to nothing but the chunk.
+An allowlist, because support must be tested: StableLM, for example, drops the keyword arguments
+that carry the cache to the attention function and would silently attend only to the current chunk.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,6 +26,7 @@ SUPPORTED_MODEL_TYPES = (
     "qwen3",
     "qwen3_moe",
 )
+"""`model_type`s of the architectures that halfbyte is tested with."""
 
 DTypeName = str | KVCacheDType | torch.dtype
 LayerDTypes = DTypeName | Mapping[str, DTypeName] | Sequence[DTypeName]
@@ -47,11 +48,11 @@ _USUAL_OPTIONS: dict[str, object] = {
     "is_encoder_decoder": False,
     "use_bidirectional_attention": False,
 }
-"""What decides about masks in transformers' own code, with the values that are supported."""
+"""Config fields that change masks in transformers, with their supported values."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
-# transformers picks their frequencies by the longest sequence of a forward pass, so that a result
-# would depend on what else is in the batch and on how a prompt was cut.
+# transformers picks their frequencies by the longest sequence of a forward pass, so results would
+# depend on the rest of the batch and on how prompts are split into chunks.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -93,7 +94,7 @@ def check_supported(config: Any) -> None:
 
 
 def _rope_types(parameters: Any) -> list[object]:
-    """Rope types of a config's parameters, which may be nested per kind of layer."""
+    """RoPE types of a config's parameters, which may be nested per layer type."""
     if not isinstance(parameters, Mapping):
         return []
     own = [parameters["rope_type"]] if parameters.get("rope_type") is not None else []
@@ -127,9 +128,9 @@ def layer_specs(
         kv_cache_dtype: format or formats, see `LayerDTypes`.
         block_size: tokens per page.
         v_cache_dtype: format or formats of V, where they differ from K's.
-        keep_all: give sliding layers full-attention specs, so that no page ever dies and any
-            length can be cropped to.
-        recipe: of K and V; by default `plain`.
+        keep_all: give sliding-window layers full-attention specs, so that no page is freed and
+            `crop` works for any length.
+        recipe: for K and V; by default `plain`.
 
     Raises:
         UnsupportedModelError: the architecture is not supported.
@@ -166,7 +167,7 @@ def layer_specs(
 
 
 def check_layer_dtypes(kv_cache_dtype: LayerDTypes) -> None:
-    """Raise ValueError for what names no formats, before there is a model to compare them with."""
+    """Raise ValueError unless this names formats; needs no model."""
     if isinstance(kv_cache_dtype, str | torch.dtype):
         names: Sequence[DTypeName] = [kv_cache_dtype]
     elif isinstance(kv_cache_dtype, Mapping):
@@ -184,7 +185,7 @@ def _resolve(
 ) -> KVCacheDType:
     parsed = KVCacheDType.parse(name)
     if parsed is KVCacheDType.AUTO:
-        # An unquantized declaration is the file's dtype; the model may have been cast since.
+        # An unquantized declaration is the file's dtype; the model may have been cast since then.
         parsed = declared if declared.is_quantized else KVCacheDType.parse(dtype)
     return parsed if recipe is None else recipe.format_of(parsed)
 

@@ -1,12 +1,12 @@
 """The two attention functions that halfbyte registers with transformers.
 
-- `halfbyte_engine`: the engine hands a `PagedBatch` through the model's keyword arguments, with a
-  flat ragged `[1, tokens]` batch. No mask function is registered for it, so no mask is built.
+- `halfbyte_engine`: the engine passes a `PagedBatch` in the model's keyword arguments, with a flat
+  ragged `[1, tokens]` batch. It has no mask function, so no mask is built.
 - `halfbyte_generate`: `halfbyte.Cache.update` returns a handle in place of K and of V. Its mask
-  function passes the 2-D padding mask on. Given plain tensors (no halfbyte cache) it computes
-  ordinary attention, so that a model switched to it keeps working as before.
+  function passes the 2-D padding mask through. Given plain tensors (no halfbyte cache) it computes
+  ordinary attention, so that a model that uses it works without the cache too.
 
-The names contain neither "flash" nor "/", on which transformers acts.
+The names contain neither "flash" nor "/", which transformers treats specially.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,15 @@ from halfbyte.models.architectures import sliding_windows
 from halfbyte.models.batch import PagedBatch
 
 ENGINE = "halfbyte_engine"
+"""Name of the engine's attention function in transformers' registry."""
 GENERATE = "halfbyte_generate"
+"""Name of the attention function for `generate()` in transformers' registry."""
 BATCH_ARGUMENT = "halfbyte_batch"
+"""Keyword argument that passes the `PagedBatch` through the model's forward."""
 
 
 class PackedCache(Protocol):
-    """Who gives out handles: `halfbyte.Cache`, and what calibrates for one."""
+    """Interface of caches that return `KVHandle`: `halfbyte.Cache` and `KVRecorder`."""
 
     def attend(
         self,
@@ -35,7 +38,7 @@ class PackedCache(Protocol):
         mask: torch.Tensor | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Store a handle's chunk and attend to all that the cache has of its layer.
+        """Store a handle's chunk, then attend to all cached tokens of its layer.
 
         Args:
             query: `[batch, heads, queries, D]`.
@@ -50,7 +53,7 @@ class PackedCache(Protocol):
 
 @dataclass(frozen=True)
 class KVHandle:
-    """What `Cache.update` returns for K and for V: the chunk's tensors and their cache."""
+    """Returned by `Cache.update` for K and for V: the chunk's tensors and their cache."""
 
     cache: PackedCache
     layer: int
@@ -58,7 +61,7 @@ class KVHandle:
     value: torch.Tensor
 
     def __getattr__(self, name: str) -> Any:
-        """What another attention would ask of a tensor."""
+        """Raise: another attention implementation uses the handle as a tensor."""
         raise AttributeError(
             f"{name}: only halfbyte's attention reads a halfbyte.Cache: make one for this very "
             f"model, or call its set_attn_implementation({GENERATE!r})"
@@ -66,11 +69,11 @@ class KVHandle:
 
 
 class _ForInference(torch.autograd.Function):
-    """Result of a cache, whose way back to Q, K and V is an error instead of a zero."""
+    """Backward raises; zero gradients of Q, K and V would be silently wrong."""
 
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-        return result.clone()  # of a view, hooks could change nothing in place
+        return result.clone()  # hooks cannot modify a view in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -78,7 +81,7 @@ class _ForInference(torch.autograd.Function):
 
 
 def register() -> None:
-    """Register both functions; doing it again changes nothing."""
+    """Register both functions. A second call has no effect."""
     AttentionInterface.register(ENGINE, engine_attention)
     AttentionInterface.register(GENERATE, generate_attention)
     AttentionMaskInterface.register(GENERATE, padding_mask)
@@ -96,11 +99,11 @@ def engine_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a flat ragged batch through the pool.
+    """Attention of a flat ragged batch over the pool.
 
     Args:
         query, key, value: `[1, heads, tokens, D]`.
-        attention_mask: unused; there is none.
+        attention_mask: unused (None).
 
     Returns:
         `[1, tokens, heads, Dv]` and no weights.
@@ -139,7 +142,7 @@ def generate_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a padded batch, through `halfbyte.Cache` where it is in use.
+    """Attention of a padded batch, over a `halfbyte.Cache` if one is in use.
 
     Args:
         query: `[batch, heads, queries, D]`.
@@ -185,7 +188,7 @@ def padding_mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The 2-D mask over the keys at hand; None where it hides nothing."""
+    """The 2-D mask cut to the current keys; None if nothing is masked."""
     if attention_mask is None:
         return None
     mask = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
@@ -199,7 +202,7 @@ def dense_attention(
     mask: torch.Tensor | None,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention of a padded batch to K and V as they are; arguments as of `PackedCache.attend`."""
+    """Attention of a padded batch to unquantized K and V; arguments as `PackedCache.attend`."""
     batch, heads, num_queries, _ = query.shape
     num_keys = key.shape[2]
     out = query.new_zeros((batch, num_queries, heads, value.shape[-1]))
@@ -230,7 +233,7 @@ def _scale(query: torch.Tensor, scaling: float | None) -> float:
 
 
 def _check_window(module: nn.Module, layer: int, sliding_window: int | None) -> None:
-    """The pool frees pages by the window of the config: it must be the window that is used."""
+    """Raise unless attention uses the config's window, by which the pool frees pages."""
     expected = sliding_windows(module.config)[layer]
     if expected is not None and expected != sliding_window:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""One forward pass over the pool: whose tokens these are, and where their K and V go."""
+"""One forward pass over the pool: its tokens, their sequences and their slots."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,19 +22,19 @@ from halfbyte.kvcache.transform import KVTransform
 
 @dataclass(frozen=True)
 class KVQuantization:
-    """How each layer's K and V become bits, and back.
+    """Quantization of each layer's K and V.
 
     Args:
-        scales: `(k_scale, v_scale)` per layer, where kernels read them: on a GPU tensors, filled
-            once and not in every step.
-        transforms: per layer what a recipe does to K first, or None.
+        scales: `(k_scale, v_scale)` per layer; on a GPU tensors, which kernels read there and which
+            are copied once, not in every step.
+        transforms: per layer, the recipe's transform of K before quantization, or None.
     """
 
     scales: Sequence[tuple[float | torch.Tensor, float | torch.Tensor]]
     transforms: Sequence[KVTransform | None]
 
     def check_length(self, length: int) -> None:
-        """Raise ValueError for a sequence of more tokens than K has means for."""
+        """Raise ValueError for a sequence longer than the calibrated means of K."""
         limits = (x.max_position for x in self.transforms if x is not None)
         limit = min((x for x in limits if x is not None), default=length)
         if length > limit:
@@ -47,10 +47,10 @@ class KVQuantization:
     def of(
         cls, pool: PagedKVPool, scales: KVScales | None, recipe: KVRecipe | None = None
     ) -> "KVQuantization":
-        """Of every layer in a pool, which gets an identity; see `LayerQuantization.of`.
+        """Quantization of every layer of a pool; sets its identity. See `LayerQuantization.of`.
 
         Raises:
-            ValueError: as `LayerQuantization.of`; the pool has pages of other scales or another
+            ValueError: as `LayerQuantization.of`; the pool has pages with other scales or another
                 recipe.
         """
         layouts = [pool.layout(layer) for layer in range(pool.plan.num_layers)]
@@ -72,12 +72,12 @@ class KVQuantization:
 
 @dataclass(frozen=True)
 class RecentBatch:
-    """What a step does with the last tokens of its sequences.
+    """A step's reads and writes of the rings with the sequences' last tokens.
 
     Args:
-        tables: of the sequences, with the rings.
-        step: the tokens' places.
-        sequences: names, in the order of the batch.
+        tables: of the sequences; they own the rings.
+        step: positions of the tokens in the rings.
+        sequences: ids, in the order of the batch.
     """
 
     tables: SequenceTables
@@ -88,7 +88,7 @@ class RecentBatch:
     def of(
         cls, tables: SequenceTables, chunks: Sequence[tuple[object, int]]
     ) -> "RecentBatch | None":
-        """Of the last `count` tokens of each `(sequence, count)`; None without rings."""
+        """For the last `count` tokens of each `(sequence, count)`; None without rings."""
         if tables.recent is None:
             return None
         lengths = [tables.length(seq) for seq, _ in chunks]
@@ -112,25 +112,25 @@ class RecentBatch:
         return self.tables.recent
 
     def end(self) -> None:
-        """All layers have run: what was missing is there."""
+        """Call after all layers have run: missing ring tokens have been filled in."""
         for number, _, positions, _ in self.step.missing:
             self.tables.fill_recent(self.sequences[number], positions.start)
 
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """A flat ragged batch, handed to every layer's attention.
+    """A flat ragged batch, passed to every layer's attention.
 
     Args:
-        pool: where K and V are written and read.
+        pool: stores K and V.
         quantization: of each layer's K and V.
         query_start_loc: int32 `[sequences + 1]`.
         seq_lens: int32 `[sequences]`, this batch's tokens included.
         block_tables: per group, int32 `[sequences, max_pages]`.
         slot_mapping: per group, int64 `[tokens]`.
-        positions: int64 `[tokens]`, of each token in its sequence.
+        positions: int64 `[tokens]`, position of each token in its sequence.
         backend: name of an attention backend, or None to choose.
-        batch_invariant: ask for bitwise equal rows whatever the batch.
+        batch_invariant: require results that are bitwise independent of the batch.
     """
 
     pool: PagedKVPool
@@ -143,10 +143,10 @@ class PagedBatch:
     backend: str | None = None
     batch_invariant: bool = False
     plans: AttentionPlans = field(default_factory=AttentionPlans)
-    """Shared by the layers, which all have these lengths."""
+    """Attention plans, shared by the layers because all have the same lengths."""
     recent: RecentBatch | None = None
     layers_run: set[int] = field(default_factory=set)
-    """Layers whose attention has run: proof that the object reached them."""
+    """Layers whose attention has run: checks that the batch reached every layer."""
 
     @classmethod
     def of(
@@ -200,7 +200,7 @@ class PagedBatch:
         sinks: torch.Tensor | None,
         softcap: float | None,
     ) -> torch.Tensor:
-        """Write this batch's K and V of a layer, then attend through the cache.
+        """Write this batch's K and V of a layer, then attend to the cache.
 
         Args:
             layer: index of the layer.
@@ -220,7 +220,7 @@ class PagedBatch:
         pair = None if self.recent is None else self.recent.tokens[layer]
         step = None if self.recent is None else self.recent.step
         rings = None if pair is None or step is None else step.slots_in(pair)
-        # The tokens of a prompt overwrite what its own queries read: they come after these.
+        # Prompt tokens overwrite ring entries that the prompt's own queries read: write them after.
         early = step is not None and step.is_short
         reshape_and_cache(
             key,

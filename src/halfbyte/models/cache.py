@@ -4,10 +4,10 @@
     cache = halfbyte.Cache(model, "nvfp4")
     model.generate(**inputs, past_key_values=cache)
 
-transformers thinks in columns: every row of a batch has as many as the longest, padding included.
-The pool holds tokens: row b's sequence is the columns of b whose mask is 1, compact and in order.
-`update` cannot see the mask, so it returns a handle; the attention function, which can, writes the
-chunk and reads it back through the cache. Rows share pages until they differ (beam search).
+transformers works with columns: all rows of a batch have the same number, padding included. The
+pool stores tokens: row b's sequence is its columns with mask 1, in order. `update` does not get the
+mask, so it returns a handle; the attention function gets it, writes the chunk and attends to the
+cache. Rows share pages until they differ (beam search).
 """
 
 import copy
@@ -37,14 +37,14 @@ class Cache(transformers.Cache):
 
     Args:
         model: a transformers model of a supported architecture. Its attention implementation is
-            set to halfbyte's, with which it also runs without this cache.
+            set to halfbyte's, which also works without this cache.
         kv_cache_dtype: format, or formats per layer (see `LayerDTypes`).
         v_cache_dtype: format or formats of V, where they differ from K's.
         block_size: tokens per page.
         kv_scales: global scales, or a file of them; by default see `find_kv_scales`, else one
             calibration pass.
-        kv_recipe: what is done to K and V before they are packed, see `KVRecipe`; by default
-            `balanced`, or `plain` where scales or the backend are for K as it is.
+        kv_recipe: transforms of K and V before quantization, see `KVRecipe`; by default `balanced`,
+            or `plain` where the scales or the backend support only untransformed K.
         attention_backend: name of an attention backend, or None to choose.
 
     Raises:
@@ -63,11 +63,11 @@ class Cache(transformers.Cache):
         kv_recipe: str | KVRecipe | None = None,
         attention_backend: str | None = None,
     ) -> None:
-        # Whatever passes on what a model has: a compiled one, an adapter's.
+        # Duck-typed: compiled models and adapters forward these attributes.
         if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
             raise ValueError(f"model: expected one of transformers, got {type(model).__name__}")
         check_attention_backend(attention_backend, model.device)
-        # Sliding layers keep every page, so that any crop and any beam can be served.
+        # Sliding-window layers keep every page, so that any crop and beam search work.
         specs, scales, recipe = KVSetup.of(
             model,
             kv_cache_dtype,
@@ -86,7 +86,7 @@ class Cache(transformers.Cache):
         self._backend = attention_backend
         self._rows: list[int] = []
         self._next_row = 0
-        # Which columns of each row are tokens; kept on the CPU, where the tables are.
+        # Columns that are tokens (not padding), per row; on the CPU, like the tables.
         self._valid = torch.zeros((0, 0), dtype=torch.bool, device="cpu")
         self._step: PagedBatch | None = None
         self._step_tokens: torch.Tensor | None = None
@@ -120,7 +120,7 @@ class Cache(transformers.Cache):
         mask: torch.Tensor | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Write the chunk of `handle` and attend to the whole cache.
+        """Write the chunk of `handle`, then attend to the whole cache.
 
         Args:
             handle: what `update` returned for this layer.
@@ -148,7 +148,7 @@ class Cache(transformers.Cache):
         return out.unflatten(0, (batch, queries))
 
     def crop(self, tokens_to_remove: int, *args: Any, **kwargs: Any) -> None:
-        """Drop columns from the end: -n drops n, a positive number is the length to keep."""
+        """Drop columns from the end: -n drops n columns, a positive number is the length kept."""
         self._undo_unfinished_step()
         columns = self._valid.shape[1]
         keep = columns + tokens_to_remove if tokens_to_remove <= 0 else tokens_to_remove
@@ -160,7 +160,7 @@ class Cache(transformers.Cache):
         self._sync_layers()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes a copy of row `beam_idx[i]`."""
+        """Replace row i by a copy of row `beam_idx[i]`."""
         self._select_rows(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -171,11 +171,11 @@ class Cache(transformers.Cache):
         self._select_rows(indices.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times in a row."""
+        """Repeat every row `repeats` times, copies adjacent."""
         self._select_rows([row for row in range(len(self._rows)) for _ in range(repeats)])
 
     def reset(self) -> None:
-        """Forget every token; scales and pages stay allocated."""
+        """Remove all tokens; scales and pages stay allocated."""
         for row in self._rows:
             self.tables.free(row)
         self._rows = []
@@ -185,11 +185,11 @@ class Cache(transformers.Cache):
 
     @property
     def num_columns(self) -> int:
-        """Columns that every layer has, padding included; without those of an unfinished step."""
+        """Columns stored by every layer, padding included, an unfinished step excluded."""
         return self._paged_layers[-1].num_columns  # layers run in order
 
     def _undo_unfinished_step(self) -> None:
-        """Drop the columns of a forward pass that failed before it had reached every layer."""
+        """Drop the columns of a forward pass that failed before it reached every layer."""
         columns = self.num_columns
         if all(layer.num_columns == columns for layer in self._paged_layers):
             return
@@ -206,7 +206,7 @@ class Cache(transformers.Cache):
             layer.num_columns = self._valid.shape[1]
 
     def _begin_step(self, batch: int, queries: int, mask: torch.Tensor | None) -> None:
-        """Give the new columns' tokens their slots; the first layer of a forward pass does it."""
+        """Allocate slots for the new columns' tokens, in the first layer of a forward pass."""
         columns = self._valid.shape[1]
         if not self._rows:
             self._rows = self._new_rows(batch)
@@ -250,7 +250,7 @@ class Cache(transformers.Cache):
 
 
 class _PagedLayer(CacheLayerMixin):
-    """One layer's face of the cache; all state but the number of columns is the cache's."""
+    """One layer's view of the cache; holds no state but the number of columns."""
 
     is_croppable = True
     is_sliding = False
@@ -258,7 +258,8 @@ class _PagedLayer(CacheLayerMixin):
 
     def __init__(self, cache: Cache, layer: int) -> None:
         super().__init__()
-        self._owner = weakref.ref(cache)  # or `del cache` would leave its pool to the collector
+        # Weak, so that `del cache` frees the pool without the garbage collector.
+        self._owner = weakref.ref(cache)
         self._layer = layer
         self.num_columns = 0
         self.is_initialized = True
@@ -271,7 +272,7 @@ class _PagedLayer(CacheLayerMixin):
         return cache
 
     def belong_to(self, cache: Cache) -> None:
-        """Be a layer of a copy."""
+        """Attach to a copy of the cache."""
         self._owner = weakref.ref(cache)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -280,15 +281,15 @@ class _PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """Handles for K and V, which only halfbyte's attention function understands."""
-        if self.num_columns > self._cache.num_columns:  # a second time, by the next forward pass
+        """Handles for K and V, for halfbyte's attention function only."""
+        if self.num_columns > self._cache.num_columns:  # an earlier forward pass failed
             self._cache._undo_unfinished_step()
         self.num_columns += key_states.shape[2]
         handle = KVHandle(self._cache, self._layer, key_states, value_states)
         return handle, handle
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(columns that the mask must cover, first of them)."""
+        """(number of columns that the mask must cover, the first of them)."""
         return self._cache.num_columns + query_length, 0
 
     def get_seq_length(self) -> int:

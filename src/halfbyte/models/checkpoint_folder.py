@@ -1,8 +1,8 @@
-"""A checkpoint that is read once, and stays with the model that was loaded from it.
+"""A checkpoint's metadata: read once, and kept with the model that was loaded from it.
 
-Where it lies, what its files hold and declare, and the KV scales among its tensors are known
-before a weight is read. They are not lost where a folder moves or goes, or the process changes its
-directory.
+The folder's path, the index and declarations of its files, and the KV scales among its tensors are
+read before any weight. They stay valid if the folder is moved or deleted later, or if the process
+changes its working directory.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class CheckpointKVScales:
 
     Args:
         by_layer: `(k_scale, v_scale)`, decode scales.
-        declaring: what declares the formats that they are for: ModelOpt's file, else the config.
+        declaring: source of the declared formats: ModelOpt's file, else the config.
         folder: for messages.
     """
 
@@ -43,7 +43,7 @@ class CheckpointKVScales:
 
     @classmethod
     def read(cls, folder: Path, config: Any) -> "CheckpointKVScales":
-        """Of a folder.
+        """Read a folder's.
 
         Args:
             folder: of a checkpoint.
@@ -57,13 +57,13 @@ class CheckpointKVScales:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """See above.
+    """Metadata of a checkpoint, see above.
 
     Args:
         folder: absolute.
         config: transformers config of a supported model.
-        declaration: of quantized weights or a quantized cache; None for neither, or a method that
-            transformers reads.
+        declaration: of quantized weights or a quantized cache; None for neither, or for a method
+            that transformers loads.
         index: of the files.
         kv_scales: among its tensors.
     """
@@ -76,10 +76,10 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: str | Path) -> "Checkpoint":
-        """Read all of a folder, or of a hub id's, but its weights.
+        """Read everything but the weights of a folder or hub id.
 
         Raises:
-            ModelLoadError, CheckpointError: broken files, or some that contradict each other.
+            ModelLoadError, CheckpointError: broken or contradictory files.
             UnsupportedModelError: an architecture that halfbyte is not tested with.
         """
         folder = local_folder(path).absolute()
@@ -99,22 +99,22 @@ class Checkpoint:
 
     @property
     def weight_declaration(self) -> Declaration | None:
-        """The declaration where it is of quantized weights; None otherwise."""
+        """The declaration if it quantizes weights; else None."""
         declared = self.declaration
         return declared if declared is not None and declared.quantizes_weights else None
 
     def stay_with(self, model: nn.Module) -> None:
-        """Be found by `checkpoint_of`."""
+        """Attach to a model, for `checkpoint_of`."""
         setattr(model, _ATTRIBUTE, self)
 
 
 def checkpoint_of(model: nn.Module) -> Checkpoint | None:
-    """What a model was loaded from, where `load_model` did it."""
+    """The checkpoint of a model that `load_model` loaded; else None."""
     return getattr(model, _ATTRIBUTE, None)
 
 
 def declaring(folder: Path, config: Any) -> Any:
-    """What declares the cache's format: ModelOpt's file, which wins over its copy in the config.
+    """Source of the cache's declared format: ModelOpt's file, else its copy in the config.
 
     Raises:
         ValueError: a format that halfbyte does not have; a broken file.
@@ -127,8 +127,8 @@ def declaring(folder: Path, config: Any) -> Any:
 
 
 def _index_as_transformers(folder: Path) -> CheckpointIndex:
-    """The files that transformers would read: it prefers one to an index, and looks for a tensor in
-    all shards, whatever the index says."""
+    """Index of the files that transformers would read: it prefers a single file to an index, and
+    searches all shards for a tensor, whatever the index says."""
     single = folder / SINGLE_FILE
     if single.is_file():
         return CheckpointIndex.read_files([single])
@@ -139,7 +139,7 @@ def _index_as_transformers(folder: Path) -> CheckpointIndex:
 
 
 def _refuse_undeclared(index: CheckpointIndex) -> None:
-    """Raise CheckpointError if files hold quantized weights, which nothing declares."""
+    """Raise CheckpointError if files hold quantized weights that are not declared."""
     name = next((name for name in index.tensors if QUANTIZED_WEIGHT.search(name)), None)
     if name is not None:
         raise CheckpointError(

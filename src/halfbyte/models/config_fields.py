@@ -1,8 +1,8 @@
-"""Sizes and ids of a `config.json`, looked at before transformers makes anything of them.
+"""Checks of sizes and ids in `config.json` before transformers uses them.
 
-A configuration is a few hundred bytes and can describe a model of any size: transformers would
-list a billion layers, one by one. Sizes are numbers within reason, first; then the model they
-describe is compared with the headers of the files, which cannot say more than they hold.
+A configuration of a few hundred bytes can describe a model of any size: transformers would list a
+billion layers one by one. So sizes are bounded first; then they are compared with the headers of
+the weight files, whose size bounds the model.
 """
 
 import re
@@ -31,7 +31,7 @@ _LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.(?:(?:\w+\.)*experts\.(\d+)\.)
 
 
 def check_fields(where: object, fields: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a size that is no number within reason, or an id that is none.
+    """Raise CheckpointError for a size or token id that is out of range or not an integer.
 
     Args:
         where: the file, for messages.
@@ -51,9 +51,9 @@ def check_fields(where: object, fields: Mapping[str, Any]) -> None:
 
 
 def check_sizes(config: Any, index: CheckpointIndex) -> None:
-    """Compare what decides how much is made of a model with the files, before anything is made.
+    """Compare numbers of layers and experts and the vocabulary with the files' headers.
 
-    All shapes are compared once the model is there, without memory; this takes no model.
+    Needs no model; all shapes are compared later, with a model on the meta device.
 
     Args:
         config: transformers config of a supported model.

@@ -1,9 +1,9 @@
-"""One owner of a quantized cache: what other packages would do to K and V before ours sees them.
+"""Keeps other packages from quantizing K and V before halfbyte's cache does.
 
-compressed-tensors hooks the attention modules of a checkpoint that declares a quantized cache, and
-rounds K and V on their way to any cache. Ours would round them a second time, to other values. So
-the declaration is kept from the package where halfbyte loads a model, and its hooks are removed
-where a cache is made for a model that `from_pretrained` loaded.
+compressed-tensors hooks the attention modules of a checkpoint that declares a quantized cache and
+rounds K and V before they reach any cache; halfbyte's cache would round them a second time, to
+other values. So halfbyte hides the declaration from that package when it loads a model, and removes
+its hooks when it makes a cache for a model that `from_pretrained` loaded.
 """
 
 import logging
@@ -16,15 +16,15 @@ logger = logging.getLogger("halfbyte")
 
 _HOOKS_OF = "compressed_tensors.modeling."
 _OUTPUTS = ("k_proj", "v_proj")
-"""Older files declare the cache as the outputs of these layers, before RoPE."""
+"""Older files declare the cache as quantized outputs of these layers, before RoPE."""
 
 
 def without_cache(section: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`quantization_config` of a checkpoint that another package reads, in two parts.
+    """Split the `quantization_config` of a checkpoint that another package reads.
 
     Returns:
-        What that package is to see, without the cache; and what declares the cache, in the same
-        terms, empty where nothing does.
+        The part for that package, without the cache; and the part that declares the cache, empty
+        if none is declared.
     """
     rest, cache = dict(section), {}
     for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
@@ -41,7 +41,7 @@ def without_cache(section: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def release_cache_hooks(model: nn.Module) -> None:
-    """Take compressed-tensors' hooks off a model's caches; logs it where there were any."""
+    """Remove compressed-tensors' cache hooks from a model; logged if there were any."""
     released = 0
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):

@@ -1,4 +1,4 @@
-"""Checkpoints that are quantized by another method: transformers reads them, whole."""
+"""Checkpoints quantized by another method, which transformers loads."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ def load_by_transformers(folder: Path, config: Any, dtype: str | torch.dtype) ->
 
     Args:
         folder: of the checkpoint.
-        config: of it, after `leave_weights_to_transformers`.
+        config: its config, after `leave_weights_to_transformers`.
         dtype: as for `load_model`.
 
     Raises:
@@ -41,7 +41,7 @@ def load_by_transformers(folder: Path, config: Any, dtype: str | torch.dtype) ->
 
 
 def leave_weights_to_transformers(folder: Path, config: Any) -> None:
-    """Hide from transformers what a config declares of the KV cache; it is kept for ours.
+    """Hide a config's KV cache declaration from transformers; halfbyte keeps it.
 
     Raises:
         ModelLoadError: a method that transformers does not read.
@@ -63,20 +63,20 @@ def leave_weights_to_transformers(folder: Path, config: Any) -> None:
 def _check_complete(path: str | Path, info: dict[str, Any]) -> None:
     missing = sorted(info.get("missing_keys", ()))
     if missing:
-        raise ModelLoadError(f"{path}: {_some(missing)} missing")
+        raise ModelLoadError(f"{path}: {_first_names(missing)} missing")
     mismatched = [
         f"{name} (file {tuple(found)}, model {tuple(expected)})"
         for name, found, expected in sorted(info.get("mismatched_keys", ()))
     ]
     if mismatched:
-        raise ModelLoadError(f"{path}: wrong shape: {_some(mismatched)}")
+        raise ModelLoadError(f"{path}: wrong shape: {_first_names(mismatched)}")
     quantized = [name for name in info.get("unexpected_keys", ()) if QUANTIZED_WEIGHT.search(name)]
     if quantized:
         raise ModelLoadError(
-            f"{path}: has quantized weights that cannot be read: {_some(sorted(quantized))}"
+            f"{path}: has quantized weights that cannot be read: {_first_names(sorted(quantized))}"
         )
 
 
-def _some(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     shown = ", ".join(names[:2])
     return shown if len(names) <= 2 else f"{shown} and {len(names) - 2} more"

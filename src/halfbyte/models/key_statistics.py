@@ -1,5 +1,4 @@
-"""Measures what recipes need to know of a model's K and V: means, magnitudes, first tokens, and
-what an error in them costs."""
+"""Measures what recipes need of a model's K and V: means, amax, first tokens, error costs."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,9 +17,9 @@ from halfbyte.models.output_energy import output_energy
 from halfbyte.models.rotary import RotaryProbe
 
 _FIRST_OF_MEAN = 4
-"""The first tokens' K is unlike the others'."""
+"""Leading tokens excluded from the means: their K differs from that of later tokens."""
 _FIRST_OF_QUERIES = 8
-"""The first tokens' queries look at the first token."""
+"""Leading tokens whose queries are excluded: they mainly attend to the first token."""
 _DEFAULT_POSITIONS = 2**17
 
 _Row = tuple[torch.Tensor, torch.Tensor]
@@ -28,17 +27,17 @@ _Row = tuple[torch.Tensor, torch.Tensor]
 
 
 class KVRecorder(AmaxRecorder):
-    """A cache that measures Q, K and V as they pass through it, and keeps no tokens.
+    """A cache that measures Q, K and V and stores no tokens.
 
-    Its handles are for `GENERATE`, whose attention gives it the queries. The rows of a text come
-    first, then a row for each of `first_tokens`, of which position 0 alone counts; a layer's K is
-    held until all of them have come, layer by layer or row by row.
+    Needs the attention function `GENERATE`, which passes it the queries. Expects the rows of the
+    text first, then one row for each of `first_tokens`, of which only position 0 counts. A layer's
+    K is held until all rows have arrived; both orders work, layer by layer and row by row.
 
     Args:
-        model: whose layers they are; its rotary embedding is asked for its angles.
-        first_tokens: ids at position 0 of the rows behind the text's.
-        text_rows: how many there are before.
-        segment: tokens that share a mean.
+        model: the model; its rotary embedding gives the angles.
+        first_tokens: ids at position 0 of the rows after the text.
+        text_rows: number of rows of the text.
+        segment: tokens per mean.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class KVRecorder(AmaxRecorder):
         mask: torch.Tensor | None,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Attend to the handle's K and V alone, see `PackedCache`; measures queries of the text."""
+        """Attend to the handle's K and V only, see `PackedCache`; measures queries of the text."""
         layer, rows = handle.layer, self._held[handle.layer]
         queries = self._queries[layer]
         before = len(rows) - len(query)
@@ -106,10 +105,10 @@ class KVRecorder(AmaxRecorder):
         return dense_attention(query, handle.key, handle.value, mask, options)
 
     def calibration(self, headroom: float) -> KVCalibration:
-        """What was measured, with a headroom over the magnitudes.
+        """The measurements, with `headroom` applied to amax.
 
         Raises:
-            ValueError: K or V is zero in every layer, past the first token.
+            ValueError: K or V is zero in every layer after the first token.
         """
         measured = [self._measured[layer] for layer in range(len(self._measured))]
         columns = zip(*((*layer.k_amax, layer.v_amax) for layer in measured), strict=True)
@@ -158,7 +157,7 @@ class KVRecorder(AmaxRecorder):
 
     def _costs(self, layer: int, query: torch.Tensor, value: torch.Tensor) -> ErrorCosts:
         kv_heads, size = value.shape[1], value.shape[3]
-        # Here, and not before: a model that is read layer by layer has it now alone.
+        # Only here: a model streamed layer by layer has these weights only now.
         projection = self._base.layers[layer].self_attn.o_proj
         inputs = query.shape[1] * size
         energy = output_energy(projection, inputs, query.dtype, query.device)
@@ -174,7 +173,7 @@ class _Moment:
         self._count: torch.Tensor | float = 0.0
 
     def add(self, queries: torch.Tensor) -> None:
-        """Of `[kv_heads, group, tokens, D]`; those with a NaN or infinity do not count."""
+        """Add queries `[kv_heads, group, tokens, D]`; tokens with a NaN or infinity are skipped."""
         q = queries.flatten(1, 2).double()
         known = q.isfinite().all(-1)
         q = torch.where(known[..., None], q, 0.0)
@@ -182,7 +181,7 @@ class _Moment:
         self._count = self._count + known.sum(-1).cpu()
 
     def mean(self) -> torch.Tensor:
-        """float64 `[kv_heads, D, D]`; zeros where there were none."""
+        """float64 `[kv_heads, D, D]`; zeros if no queries were added."""
         assert isinstance(self._sum, torch.Tensor)
         assert isinstance(self._count, torch.Tensor)
         return self._sum / self._count.clamp(min=1)[:, None, None]

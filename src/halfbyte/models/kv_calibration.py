@@ -1,4 +1,4 @@
-"""The largest |K| and |V| of each layer, measured by running a fixed text through a model once."""
+"""Calibration of K and V: runs a fixed text through a model once and measures each layer."""
 
 import logging
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from halfbyte.models.key_statistics import KVRecorder
 logger = logging.getLogger("halfbyte")
 
 HEADROOM = 2.0
-"""Largest magnitude allowed for, over the largest one seen. E4M3 block scales keep their relative
-precision over a range of 28672, so a factor of two costs nothing, while saturation would."""
+"""Scales allow for this factor over the largest magnitude seen. E4M3 block scales keep their
+relative precision over a range of 28672, so a factor of two costs nothing; saturation would."""
 MAX_TOKENS = 2048
-"""Tokens that a model sees at once, and by default all that it is calibrated on."""
+"""Max tokens per row, and default number of calibration tokens."""
 _FIXED_IDS = 512
 
 
@@ -37,7 +37,7 @@ def calibrate(
     """Run tokens through a model once and measure K and V of each layer.
 
     Args:
-        model: a transformers model; it is left as it was.
+        model: a transformers model; restored afterwards.
         input_ids: int64 `[rows, tokens]`; rows are run one after the other.
         source: for the log.
         headroom: factor over the largest magnitude seen.
@@ -56,7 +56,7 @@ def calibrate(
 def check_vocabulary(
     config: Any, input_ids: torch.Tensor, first_tokens: Sequence[int] = ()
 ) -> None:
-    """Raise ValueError for ids of a tokenizer that its model does not have."""
+    """Raise ValueError if the tokenizer has ids outside the model's vocabulary."""
     ids = [*first_tokens, *([int(input_ids.max())] if input_ids.numel() else [])]
     largest = max(ids, default=0)
     if largest >= config.vocab_size:
@@ -69,7 +69,7 @@ def check_vocabulary(
 def kv_scales_of(
     recorder: KVRecorder, config: Any, source: str, headroom: float = HEADROOM
 ) -> KVScales:
-    """Scales of what a recorder has seen of a model, and a calibration where that is enough."""
+    """Scales from a recorder's measurements, with a calibration if they suffice for one."""
     scales = scales_from_amax(recorder.result(), source, headroom)
     scales = replace(scales, shape=shape_of_model(config))
     try:
@@ -92,7 +92,7 @@ def usual_first_tokens(tokenizer: Any) -> list[int]:
 
 
 def measure_amax(model: PreTrainedModel, input_ids: torch.Tensor) -> list[tuple[float, float]]:
-    """Largest |K| and |V| of each layer, as the cache gets them (K after RoPE).
+    """Largest |K| and |V| of each layer as written to the cache (K after RoPE).
 
     Args:
         model: as for `calibrate`.
@@ -109,7 +109,7 @@ def measure_amax(model: PreTrainedModel, input_ids: torch.Tensor) -> list[tuple[
 @torch.inference_mode()
 def _run(model: PreTrainedModel, rows: Sequence[torch.Tensor], recorder: AmaxRecorder) -> None:
     training, attention = model.training, model.config._attn_implementation
-    # One attention for all callers, so that a model has the same scales whoever asks first.
+    # The same attention for all callers, so that all get the same scales.
     register()
     model.set_attn_implementation(GENERATE)
     try:
@@ -124,10 +124,10 @@ def _run(model: PreTrainedModel, rows: Sequence[torch.Tensor], recorder: AmaxRec
 def scales_from_amax(
     amax: Sequence[tuple[float, float]], source: str, headroom: float = HEADROOM
 ) -> KVScales:
-    """Scales of measured magnitudes.
+    """Scales from measured amax.
 
-    A layer that was all zero on the text gets the median of the other layers, K and V apart, and
-    the log says so: of what it will hold nothing is known, and a scale of 1 would be a guess.
+    A layer that was all zero on the text gets the median of the other layers (separately for K
+    and V), with a log message: its real magnitudes are unknown, and a scale of 1 would be a guess.
 
     Args:
         amax: `(K, V)` of each layer, finite and not negative.
@@ -154,14 +154,14 @@ def scales_from_amax(
 
 
 def read_calibration_text(file: str | Path | None, argument: str) -> str:
-    """A text to calibrate on; by default the built-in one.
+    """Read the calibration text; by default the built-in one.
 
     Args:
         file: of UTF-8 text.
         argument: its name in messages.
 
     Raises:
-        ValueError: it cannot be read, is no UTF-8, or is empty; one line.
+        ValueError: it cannot be read, is not UTF-8, or is empty; one line.
     """
     if file is None:
         return calibration_text()
@@ -181,18 +181,18 @@ def calibration_tokens(
     name: str = "the built-in text",
     max_tokens: int | None = None,
 ) -> tuple[torch.Tensor, str]:
-    """Tokens to calibrate on, and what they are, for the log.
+    """Calibration tokens, and a description of their source for the log.
 
     Args:
         tokenizer: of the model; None for a fixed sequence of at most 512 token ids.
         config: transformers config of the model.
         text: to encode.
         name: of the text, for the log.
-        max_tokens: of the text; by default as many as the model sees at once, at most 2,048.
+        max_tokens: of the text; by default the model's context, at most 2,048.
 
     Returns:
-        int64 `[rows, tokens]`, rows as long as the model sees at once or a little shorter, so that
-        all are equally long (less than a token per row is left out of the text); and the source.
+        int64 `[rows, tokens]`, with rows of the model's context length or slightly less, so that
+        all are equally long (drops less than one token per row); and the source.
 
     Raises:
         ValueError: `max_tokens` below 1.

@@ -1,12 +1,13 @@
-"""Where the global scales of K and V come from: the first that is there of
+"""Finds the global scales of K and V. Sources, in order of precedence:
 
-1. what the user gives,
-2. the tensors of the checkpoint's own files,
-3. `kv_scales.json` in its folder,
-4. a calibration kept in the user's cache folder, for a folder that cannot be written,
+1. the user's scales,
+2. tensors in the checkpoint's files,
+3. `kv_scales.json` in the checkpoint's folder,
+4. a calibration in the user's cache folder (for read-only checkpoint folders),
+5. a calibration pass in memory.
 
-and else a calibration pass in memory. The log says which. 1.0 is never assumed: K and V of small
-models would sink into the subnormals of E4M3, and long-range retrieval would fail.
+The source is logged. 1.0 is never assumed: K and V of small models would fall into the subnormals
+of E4M3, and long-range retrieval would fail.
 """
 
 import logging
@@ -31,7 +32,7 @@ logger = logging.getLogger("halfbyte")
 
 _CACHE_SUBFOLDER = "kv_scales"
 _SMALLEST_AMAX, _LARGEST_AMAX = 2.0**-10, 2.0**16
-"""Of K and V of any model that is known, first tokens included."""
+"""Range of amax of K and V in known models, first tokens included."""
 
 
 def find_kv_scales(
@@ -41,21 +42,22 @@ def find_kv_scales(
     given: KVScales | str | Path | None = None,
     recipe: KVRecipe | None = None,
 ) -> KVScales | None:
-    """Scales of a model, without running it.
+    """Find the scales of a model without running it.
 
     Args:
         folder: of its checkpoint.
-        config: transformers config, or the dict of its `config.json`: for the format that scales in
-            the files were made for, and for the number of layers.
-        given: the user's scales, a file of them, or a folder with a `kv_scales.json`, which win.
-        recipe: of those that change K, only scales with a calibration count; None for any.
+        config: transformers config, or the dict of its `config.json`: gives the format that scales
+            in the files are for, and the number of layers.
+        given: the user's scales, a file of them, or a folder with a `kv_scales.json`; take
+            precedence.
+        recipe: if it transforms K, scales without a calibration are skipped; None accepts any.
 
     Returns:
-        Scales whose `source` says where they were; None if there are none.
+        Scales, with their `source`; None if there are none.
 
     Raises:
-        ValueError: scales that are given and absent; a broken file, or one with a scale of 0;
-            scales for another number of layers. One line that names the file.
+        ValueError: `given` does not exist; a broken file, or one with a scale of 0; scales for
+            another number of layers. One line that names the file.
     """
     scales = _given(given)
     if scales is None:
@@ -67,7 +69,7 @@ def find_kv_scales(
 def _found(
     folder: Path, config: Any, stored: CheckpointKVScales | None, recipe: KVRecipe | None
 ) -> KVScales | None:
-    """Scales of a checkpoint; those among its tensors are read, unless they are known already."""
+    """Scales of a checkpoint; its tensors are read unless their scales are known already."""
     try:
         stored = CheckpointKVScales.read(folder, config) if stored is None else stored
         scales = _first(folder, config, stored, recipe)
@@ -98,21 +100,21 @@ def resolve_kv_scales(
     tokenizer: Any = None,
     recipe: KVRecipe | None = None,
 ) -> KVScales | None:
-    """Scales for a model whose layers use the formats `dtypes`.
+    """Scales for a loaded model whose layers use the formats `dtypes`.
 
     Args:
-        model: a loaded transformers model; its folder is looked at if it was loaded from one.
+        model: a loaded transformers model; its folder is searched if it was loaded from one.
         dtypes: formats in use.
         given: as for `find_kv_scales`.
-        tokenizer: encodes the calibration text; without one the folder's is loaded, and without a
-            folder a fixed sequence of token ids is used.
+        tokenizer: for the calibration text; by default the folder's, and without a folder a fixed
+            sequence of token ids is used.
         recipe: as for `find_kv_scales`.
 
     Returns:
         None if no format needs scales.
 
     Raises:
-        ValueError: as `find_kv_scales`; a calibration that gives none.
+        ValueError: as `find_kv_scales`; the calibration failed.
     """
     if not any(dtype.has_global_scale for dtype in dtypes):
         return None
@@ -138,7 +140,7 @@ def known_kv_scales(
     if given is not None:
         return _given(given)
     checkpoint = checkpoint_of(model)
-    if checkpoint is not None:  # whose tensors are known, wherever its folder has gone
+    if checkpoint is not None:  # tensors are known, even if the folder was moved
         return _found(checkpoint.folder, model.config, checkpoint.kv_scales, recipe)
     folder = folder_of(model)
     if folder is None or not folder.is_dir():
@@ -147,7 +149,7 @@ def known_kv_scales(
 
 
 def _fitting(scales: KVScales | None, recipe: KVRecipe | None) -> KVScales | None:
-    """Scales that a recipe can use; those without a calibration are of K as it is."""
+    """The scales if a recipe can use them: without a calibration they fit untransformed K only."""
     if scales is None or recipe is None or not recipe.changes_k or scales.calibration is not None:
         return scales
     logger.info("KV cache scales from %s: passed over, kv_recipe needs others", scales.source)
@@ -155,32 +157,32 @@ def _fitting(scales: KVScales | None, recipe: KVRecipe | None) -> KVScales | Non
 
 
 def kept_calibration(folder: Path) -> Path | None:
-    """The file in the user's cache folder for the calibration of a model.
+    """Path of a model's calibration in the user's cache folder.
 
-    Neither it nor its folder need exist.
+    Neither the file nor its folder need exist.
 
     Args:
-        folder: of the model's checkpoint, wherever it lies.
+        folder: of the model's checkpoint.
 
     Returns:
-        None if nothing is to be kept, see `files.cache_folder`.
+        None if there is no cache folder, see `files.cache_folder`.
 
     Raises:
-        CheckpointError: a folder that has no fingerprint.
+        CheckpointError: no fingerprint can be computed for the folder.
     """
     cache = cache_folder()
     return cache and cache / _CACHE_SUBFOLDER / f"{fingerprint(folder)}.json"
 
 
 def declared_format(folder: Path, config: Any) -> KVCacheDType:
-    """The cache format that a checkpoint declares, as `KVCacheDType.from_checkpoint` reads it.
+    """The cache format that a checkpoint declares, see `KVCacheDType.from_checkpoint`.
 
     Args:
         folder: of the checkpoint.
         config: transformers config, or the dict of its `config.json`.
 
     Raises:
-        ValueError: a format that halfbyte does not have, or several; a broken file.
+        ValueError: an unsupported format, or several; a broken file.
     """
     return KVCacheDType.from_checkpoint(declaring(folder, config))
 
@@ -231,7 +233,7 @@ def _from_cache(folder: Path) -> KVScales | None:
     cache = cache_folder()
     try:
         if cache is None or not (cache / _CACHE_SUBFOLDER).is_dir():
-            return None  # and no time is spent on a fingerprint
+            return None  # skips computing the fingerprint
         file = kept_calibration(folder)
         if file is None or not file.is_file():
             return None
@@ -243,7 +245,7 @@ def _from_cache(folder: Path) -> KVScales | None:
 
 
 def _check_model(scales: KVScales, config: Any) -> None:
-    """Raise ValueError for scales of another model, as far as can be told; warn of odd ones."""
+    """Raise ValueError for scales that are recognizably another model's; warn of unusual ones."""
     for side, amax in (("K", scales.k_amax), ("V", scales.v_amax)):
         for layer, value in enumerate(amax):
             if value is not NO_SCALE and not _SMALLEST_AMAX <= value <= _LARGEST_AMAX:
@@ -254,7 +256,7 @@ def _check_model(scales: KVScales, config: Any) -> None:
                 )
                 break
     shape = shape_of_model(config)
-    for name in shape:  # in the order of `shape_of_model`, so that the message is always the same
+    for name in shape:  # in the order of `shape_of_model`, so that the message is deterministic
         if name in scales.shape and scales.shape[name] != shape[name]:
             raise ValueError(
                 f"KV scales from {scales.source}: of a model with {name} {scales.shape[name]}, "

@@ -1,4 +1,4 @@
-"""What a cache for a model is made of: specs of its layers, their scales, and the recipe."""
+"""Setup of a model's cache: specs of its layers, scales and recipe."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ logger = logging.getLogger("halfbyte")
 
 
 class KVSetup(NamedTuple):
-    """Of all layers."""
+    """Specs, scales and recipe of all layers."""
 
     specs: Sequence[KVCacheSpec]
     scales: KVScales | None
-    """None if no format needs any."""
+    """None if no format needs scales."""
     recipe: KVRecipe
 
     @classmethod
@@ -40,7 +40,7 @@ class KVSetup(NamedTuple):
         attention_backend: str | None = None,
         tokenizer: Any = None,
     ) -> "KVSetup":
-        """Find scales, or measure them.
+        """Find the scales, or calibrate.
 
         Args:
             model: a loaded transformers model.
@@ -76,7 +76,7 @@ class KVSetup(NamedTuple):
         )
         is_measured = scales is None or scales.calibration is not None
         if kv_recipe is None and recipe.changes_k and not is_measured:
-            recipe = RECIPES["plain"]  # what the recipe needs cannot be measured; the log said why
+            recipe = RECIPES["plain"]  # calibration failed, as logged
             specs = specs_for(recipe)
         return cls(specs, scales, recipe)
 
@@ -86,11 +86,11 @@ def default_recipe(
     kv_scales: KVScales | str | Path | None = None,
     attention_backend: str | None = None,
 ) -> KVRecipe:
-    """`balanced`; `plain` where the known scales have no calibration, or the requested backend
-    reads `plain` alone.
+    """`balanced`; `plain` if the known scales have no calibration, or the requested backend
+    supports only `plain`.
 
     Args:
-        model: as for `KVSetup.of`, and all else, too.
+        model: this and the other arguments: see `KVSetup.of`.
 
     Raises:
         ValueError: as `find_kv_scales`.
@@ -104,17 +104,17 @@ def default_recipe(
 
 
 def calibrated_or_any(find: Callable[[KVRecipe | None], KVScales | None]) -> KVScales | None:
-    """The scales that decide the default recipe: those with a calibration, though others may come
-    first for `plain`; else any.
+    """The scales that decide the default recipe: those with a calibration, even if others precede
+    them for `plain`; else any.
 
     Args:
-        find: the scales that a recipe can use, or any for None.
+        find: returns the scales that a recipe can use; for None, any scales.
     """
     return find(RECIPES[DEFAULT]) or find(None)
 
 
 def recipe_for(scales: KVScales | None) -> str:
-    """Name of the default recipe with known scales; a warning where that is not `balanced`."""
+    """Name of the default recipe for known scales; logs a warning unless it is `balanced`."""
     if scales is None or scales.calibration is not None:
         return DEFAULT
     logger.warning(

@@ -1,9 +1,9 @@
-"""Calibration layer by layer, so that a model need not fit into memory.
+"""Layer-by-layer calibration for models that do not fit into memory.
 
-The model is made on the meta device and its own forward pass is run once. The embeddings and each
-decoder layer load their weights from the shards when they are called, and lose them when they
-return; masks and rotary embeddings are transformers' own. The output embeddings are never loaded.
-In memory are one layer, and the hidden states of the tokens.
+The model is built on the meta device and runs one forward pass. The embeddings and each decoder
+layer load their weights from the shards when called, and free them on return; masks and rotary
+embeddings are transformers' own. The output embeddings are never loaded. Memory holds one layer and
+the hidden states of the tokens.
 """
 
 import logging
@@ -46,9 +46,10 @@ from halfbyte.models.tokenizer import has_tokenizer, load_tokenizer
 logger = logging.getLogger("halfbyte")
 
 OnLayer = Callable[[int, int], Any]
-"""Takes how many layers are done, and how many there are."""
+"""Called with the number of finished layers and the total."""
 RunLayer = Callable[[nn.Module, Callable[[], torch.Tensor]], torch.Tensor]
-"""Takes a decoder layer with its weights and what runs it on all rows; gives the layer's output."""
+"""Called with a loaded decoder layer and a function that runs it on all rows; returns the
+layer's output."""
 
 
 def calibrate_checkpoint(
@@ -60,10 +61,10 @@ def calibrate_checkpoint(
     dtype: str | torch.dtype = "auto",
     on_layer: OnLayer = lambda done, total: None,
 ) -> KVScales:
-    """Measure the KV scales of a checkpoint, whether or not it has some.
+    """Measure the KV scales of a checkpoint, even if it has some.
 
-    They are those of `calibrate` with the whole model, bit for bit on the CPU. A checkpoint that
-    cannot be streamed layer by layer is loaded whole, and the log says so.
+    The result equals `calibrate` with the whole model, on the CPU bit for bit. A checkpoint that
+    cannot be streamed layer by layer is loaded whole, with a log message.
 
     Args:
         path: folder or hub id.
@@ -75,7 +76,7 @@ def calibrate_checkpoint(
 
     Raises:
         ModelLoadError, CheckpointError, UnsupportedModelError: as `load_model`.
-        ValueError: a text that cannot be read, is no UTF-8, or is empty; `max_tokens` below 1; an
+        ValueError: a text that cannot be read, is not UTF-8, or is empty; `max_tokens` below 1; an
             unknown device or dtype; K or V that is not finite, or zero in every layer.
     """
     device = device_or_default(device)
@@ -97,7 +98,7 @@ def calibrate_checkpoint(
         logger.warning("calibrated with the whole model in memory: %s", error)
         return calibrate(model, ids, source, first_tokens=first_tokens)
     recorder = KVRecorder(streamed.model, first_tokens, ids.shape[0])
-    # Rows are equally long; of the last ones, position 0 alone counts.
+    # Rows are equally long; only position 0 of the last rows (first tokens) counts.
     firsts = ids[:1].repeat(len(first_tokens), 1)
     firsts[:, 0] = torch.tensor(first_tokens, dtype=ids.dtype, device="cpu")
     streamed.run(torch.cat([ids, firsts]), recorder, on_layer)
@@ -114,8 +115,8 @@ class StreamedModel:
         dtype: `auto` for the checkpoint's.
 
     Raises:
-        CheckpointError: another kind of checkpoint, or one whose tensors do not fit the model; the
-            headers are compared before a weight is read.
+        CheckpointError: another kind of checkpoint, or tensors that do not fit the model; headers
+            are compared before any weight is read.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class StreamedModel:
         self._base: nn.Module = base.eval()
         self._on_layer: OnLayer = lambda done, total: None
         self._run_layer: RunLayer = lambda layer, run: run()
-        # By part; those of the output embeddings have another prefix.
+        # Group tensors by part; the output embeddings have another prefix.
         part_of = re.compile(re.escape(prefix) + r"(?:(layers\.\d+|embed_tokens)\.)?")
         self._sinks: dict[str, dict[str, Sink]] = defaultdict(dict)
         for name, sink in sinks.items():
@@ -168,11 +169,11 @@ class StreamedModel:
         on_layer: OnLayer = lambda done, total: None,
         run_layer: RunLayer = lambda layer, run: run(),
     ) -> None:
-        """One forward pass; to be called once, as the weights are gone afterwards.
+        """Run one forward pass. Call once: the weights are freed afterwards.
 
         Args:
             input_ids: int64 `[rows, tokens]`.
-            recorder: takes every layer's K and V, row by row.
+            recorder: gets every layer's K and V, row by row.
             on_layer: see `OnLayer`.
             run_layer: see `RunLayer`.
 
@@ -192,7 +193,7 @@ class StreamedModel:
         *,
         is_layer: bool = False,
     ) -> None:
-        """Have a module load its weights when it is called, run row by row, and drop them."""
+        """Make a module load its weights when called, run row by row, and free them."""
         run = module.forward
 
         def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -213,6 +214,6 @@ class StreamedModel:
         self._on_layer(done, total)
 
     def _load(self, part: str) -> None:
-        sinks = self._sinks.pop(part, {})  # they hold modules
+        sinks = self._sinks.pop(part, {})  # pop: the sinks hold references to modules
         for name, tensor in self._index.stream(sinks, self._device):
             sinks[name](tensor)

@@ -1,9 +1,9 @@
-"""`load_model`: from a checkpoint's files to a model that runs.
+"""`load_model`: loads a checkpoint as a transformers model.
 
-The steps: read all of the folder but its weights (`checkpoint_folder`), make the model on the meta
-device (`meta_model`), compare it with the headers (`nvfp4.layer_plan`), put quantized layers in
-place (`nvfp4.layers`), and stream the shards (`nvfp4.weight_stream`). Other methods of quantization
-are left to transformers (`foreign_quantization`).
+Steps: read the folder's metadata (`checkpoint_folder`), build the model on the meta device
+(`meta_model`), compare it with the headers (`nvfp4.layer_plan`), insert quantized layers
+(`nvfp4.layers`), and stream the shards (`nvfp4.weight_stream`). Other quantization methods are left
+to transformers (`foreign_quantization`).
 """
 
 import logging
@@ -50,31 +50,31 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model for inference.
 
-    Checkpoints with NVFP4 weights, ModelOpt's or compressed-tensors', are streamed from their
-    shards to the device; their headers are compared with the model first.
+    NVFP4 checkpoints (ModelOpt, compressed-tensors) are streamed from their shards to the device;
+    their headers are compared with the model first.
 
     Args:
-        path: folder of a checkpoint in Hugging Face's form, or the id of one on the hub.
+        path: folder of a checkpoint in Hugging Face's layout, or a hub id.
         dtype: `auto` for the checkpoint's, or a torch dtype or its name.
-        device: where to put it; by default a GPU if there is one, else the CPU.
+        device: device of the model; by default a GPU if there is one, else the CPU.
         linear_backend: name of a backend of `halfbyte.linear` for NVFP4 layers; by default that of
             the environment variable `HALFBYTE_NVFP4_GEMM_BACKEND`, else the best for each layer.
-        quantize_activations: whether layers that are stored as W4A4 quantize their activations
-            (emulated where the machine has no FP4 arithmetic). By default only where a backend
-            multiplies FP4 by FP4 natively; elsewhere they run as W4A16, and the log says so.
-        batch_invariant: NVFP4 layers give a row the same bits whatever else is in the batch.
+        quantize_activations: whether layers stored as W4A4 quantize their activations (emulated on
+            machines without FP4 arithmetic). By default only if a backend has native FP4 x FP4
+            products; else they run as W4A16, with a log message.
+        batch_invariant: results of NVFP4 layers are bitwise independent of the batch.
 
     Returns:
         A transformers model in evaluation mode, ready for `halfbyte.Cache` and `halfbyte.LLM`.
 
     Raises:
         ModelLoadError: no such model, or missing, truncated or mismatched files.
-        CheckpointError: of a quantized checkpoint, a scheme that is not read here, or a tensor
-            that is absent or does not fit; one line.
+        CheckpointError: a quantized checkpoint with an unsupported scheme, or with a tensor that is
+            absent or does not fit; one line.
         UnsupportedModelError: an architecture that halfbyte is not tested with.
-        NoImplementationError: no linear backend, or not the one asked for, can do the work.
-        ValueError: `linear_backend` or `quantize_activations` for a checkpoint that has nothing
-            which they could be for; the device "meta", which holds no weights.
+        NoImplementationError: no linear backend, or not the requested one, can be used.
+        ValueError: `linear_backend` or `quantize_activations` for a checkpoint that has no layers
+            they apply to; the device "meta", which holds no weights.
     """
     device = device_or_default(device)
     if device.type == "meta":
@@ -129,14 +129,14 @@ def _load(
 
 
 def _keep_cache_declaration(config: Any, declaration: Declaration) -> None:
-    """Only the cache is quantized: no need for the packages that unpack weights."""
+    """For a checkpoint with only its cache quantized, which needs no package to unpack weights."""
     config.quantization = dict(declaration.section or {})
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
 
 
 def _load_streamed(checkpoint: Checkpoint, options: LayerOptions) -> PreTrainedModel:
-    """A model straight from the shards to the device, with quantized layers or without."""
+    """Stream a model, quantized or not, from the shards to the device."""
     declaration, plan = checkpoint.weight_declaration, LayerPlan()
     model = empty_model(checkpoint.folder, checkpoint.config, options.dtype)
     index = named_as_model(checkpoint.index, model)
@@ -144,7 +144,7 @@ def _load_streamed(checkpoint: Checkpoint, options: LayerOptions) -> PreTrainedM
         plan = plan_layers(model, declaration, index)
         put_in_place(model, plan, declaration, options)
     sinks, absent = weight_sinks(model, plan, declaration, index, options.dtype)
-    make_buffers(model, options.device)  # of sizes that the files agree with
+    make_buffers(model, options.device)  # sizes have been compared with the files
     stream_into(sinks, index, options.device)
     model.tie_weights(missing_keys=absent, recompute_mapping=False)
     _finish(model, checkpoint)
@@ -170,7 +170,7 @@ def _log_backends(
 
 
 def _finish(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
-    """What `from_pretrained` does beside loading weights."""
+    """The steps of `from_pretrained` other than loading weights."""
     folder = checkpoint.folder
     leftover = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     if leftover:
@@ -186,10 +186,10 @@ def _finish(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
 
 
 def device_or_default(device: torch.device | str | None) -> torch.device:
-    """The one that is asked for, else a GPU if there is one, else the CPU.
+    """The requested device, else a GPU if there is one, else the CPU.
 
     Raises:
-        ValueError: no device's name, or a GPU where there is none.
+        ValueError: not a device's name, or a GPU on a machine without one.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

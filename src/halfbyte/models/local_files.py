@@ -1,12 +1,12 @@
-"""A checkpoint's folder as data: reading it runs none of its code and asks no network.
+"""Reads a checkpoint's folder as data: runs none of its code, and uses no network.
 
-transformers offers to run what `auto_map` names, and asks on standard input where it was not told;
-it follows an adapter to another model; and an attention implementation in `config.json` may name a
-kernel on the hub. So the model type is looked up before transformers sees the folder, every
-`from_pretrained` of a folder gets `LOCAL_FILES`, and the file chooses no implementation.
+transformers may run code that `auto_map` names (and asks on standard input), follow an adapter to
+another model, or download a kernel that `config.json` names as attention implementation. So the
+model type is checked before transformers sees the folder, every `from_pretrained` of a folder gets
+`LOCAL_FILES`, and implementations in the file are ignored.
 
-A hub id is resolved to its local snapshot first, so that all that a checkpoint carries beside its
-weights (KV scales, `hf_quant_config.json`, tokenizer) is found the same way as in a folder.
+A hub id is first resolved to its local snapshot, so that files beside the weights (KV scales,
+`hf_quant_config.json`, tokenizer) are found as in a folder.
 """
 
 import os
@@ -30,9 +30,9 @@ _SNAPSHOT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def folder_of(model: nn.Module) -> Path | None:
-    """Where the checkpoint of a model that transformers loaded is; None if it is not known.
+    """Checkpoint folder of a model that transformers loaded; None if unknown.
 
-    That is the path that it was given, or the snapshot of a hub id in the hub's own cache.
+    It is the path that was loaded, or a hub id's snapshot in the hub's cache.
     """
     config: Any = getattr(model, "config", None)
     name = getattr(config, "_name_or_path", None) or ""
@@ -43,7 +43,7 @@ def folder_of(model: nn.Module) -> Path | None:
     commit = getattr(config, "_commit_hash", None)
     try:
         return Path(snapshot_download(name, revision=commit, local_files_only=True))
-    except Exception:  # no id, or not in the cache: of many kinds, by the version of the client
+    except Exception:  # no hub id, or not cached: the type varies by client version
         return None
 
 
@@ -54,15 +54,15 @@ class ModelLoadError(CheckpointError):
 def local_folder(
     path: str | Path, *, revision: str | None = None, cache_dir: str | Path | None = None
 ) -> Path:
-    """The folder of a checkpoint; a hub id is downloaded, or found in the local cache.
+    """The folder of a checkpoint; a hub id is downloaded unless it is in the local cache.
 
     Args:
         path: folder or hub id.
         revision: of a hub id: a branch, tag or commit.
-        cache_dir: where the hub's files are kept; by default where its client keeps them.
+        cache_dir: the hub's cache; by default the client's.
 
     Raises:
-        ModelLoadError: no such folder, or one without config.json; a hub id that cannot be had.
+        ModelLoadError: no such folder, or one without config.json; a hub id that cannot be fetched.
     """
     folder, text = Path(path), str(path)
     if os.path.isdir(folder):  # pathlib's raises for names that are too long
@@ -91,19 +91,19 @@ def read_model_config(folder: Path) -> Any:
 
     Raises:
         ModelLoadError: no readable config.json, or an adapter's folder; one line.
-        UnsupportedModelError: a model type that halfbyte is not tested with, whether transformers
-            or code in the folder knows it.
+        UnsupportedModelError: a model type that halfbyte is not tested with, even if transformers
+            or code in the folder supports it.
     """
     check_is_data(folder)
     config = or_load_error(folder, AutoConfig.from_pretrained, folder, **LOCAL_FILES)
-    # Names of kernels, some of which transformers would download; ours are set when they are used.
+    # transformers would download kernels that these name; ours are set on use.
     config._attn_implementation = config._experts_implementation = None
     return config
 
 
 def check_is_data(folder: Path) -> None:
     """See `read_model_config`; without reading the configuration itself."""
-    # What transformers says of a broken one does not tell what is broken.
+    # transformers' errors for a broken config do not name the fault.
     fields = or_load_error(folder, read_config, folder)
     or_load_error(folder, check_fields, folder / "config.json", fields)
     if (folder / ADAPTER_FILE).exists():
@@ -115,10 +115,10 @@ def check_is_data(folder: Path) -> None:
 
 
 def or_load_error(path: str | Path, load: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `load` returns; a library's error as ModelLoadError, in one line.
+    """Call `load`; errors of libraries become ModelLoadError, in one line.
 
-    The one place for it: broken files make transformers, safetensors and huggingface_hub raise
-    errors of many kinds, and tokenizers panic, whose exception is none of `Exception`.
+    For broken files, transformers, safetensors and huggingface_hub raise errors of many types, and
+    tokenizers panics with an exception that is not an `Exception`.
     """
     try:
         return load(*args, **kwargs)

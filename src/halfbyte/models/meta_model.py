@@ -1,8 +1,8 @@
-"""A model without weights: made of a configuration, on the meta device.
+"""A model without weights, built from its configuration on the meta device.
 
-transformers' `from_pretrained` would put all of a model through the host's memory, keep every
-shard mapped, and fill what is missing with random numbers. A model on the meta device takes no
-memory; all headers are compared with it before the shards are streamed.
+transformers' `from_pretrained` would pass the whole model through host memory, keep every shard
+mapped, and initialize missing tensors randomly. A model on the meta device takes no memory; all
+headers are compared with it before the shards are streamed.
 """
 
 import copy
@@ -21,7 +21,7 @@ _TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.floa
 
 
 def named_as_model(index: CheckpointIndex, model: PreTrainedModel) -> CheckpointIndex:
-    """The index, with names as in the model where files of a model without a head lack a prefix."""
+    """The index with the model's names: files of headless models may lack the prefix."""
     prefix = f"{model.base_model_prefix}."
     if prefix == "." or any(name.startswith(prefix) for name in index.tensors):
         return index
@@ -31,11 +31,11 @@ def named_as_model(index: CheckpointIndex, model: PreTrainedModel) -> Checkpoint
 
 
 def check_bytes(model: PreTrainedModel, index: CheckpointIndex) -> None:
-    """Raise CheckpointError for a model on the meta device that no such files can hold.
+    """Raise CheckpointError for a model that is too large for its files.
 
     Args:
-        model: of the config.
-        index: of files in which a parameter takes 2 bits or more.
+        model: on the meta device.
+        index: of files that store at least 2 bits per parameter.
     """
     needed = sum(parameter.numel() for parameter in model.parameters())
     stored = sum(file.stat().st_size for file in {e.file for e in index.tensors.values()})
@@ -49,7 +49,7 @@ def check_bytes(model: PreTrainedModel, index: CheckpointIndex) -> None:
 def resolve_dtype(
     dtype: str | torch.dtype, config: PreTrainedConfig, index: CheckpointIndex
 ) -> torch.dtype:
-    """The dtype asked for; for `auto` the config's, else that of most unquantized weights."""
+    """The requested dtype; for `auto` the config's, else that of most unquantized weights."""
     if isinstance(dtype, torch.dtype):
         return dtype
     resolved = config.dtype if dtype == "auto" else getattr(torch, dtype)
@@ -71,7 +71,7 @@ def empty_model(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> P
     """The model without weights, on the meta device.
 
     Raises:
-        CheckpointError: a config of which no model can be made.
+        CheckpointError: no model can be built from the config.
     """
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
@@ -81,7 +81,7 @@ def empty_model(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> P
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=False
             )
-    except Exception as error:  # whatever a model's constructor makes of odd sizes
+    except Exception as error:  # constructors raise errors of any type for odd sizes
         raise CheckpointError(
             f"{folder}: config.json: no model can be made of it: {one_line(error)}"
         ) from error
@@ -89,10 +89,10 @@ def empty_model(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> P
 
 
 def make_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Give buffers that no file holds (rotary frequencies, embedding scales) their values.
+    """Compute buffers that files do not hold (rotary frequencies, embedding scales).
 
-    transformers computes them in `_init_weights`, which leaves parameters alone that are marked as
-    initialized. On the host, as `from_pretrained` does: a GPU's powers differ in the last bit.
+    transformers does so in `_init_weights`, which skips parameters marked as initialized. On the
+    host, as in `from_pretrained`: a GPU's powers differ in the last bit.
     """
     buffers = dict(model.named_non_persistent_buffers())
     for name, buffer in buffers.items():

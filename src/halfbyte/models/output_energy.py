@@ -1,4 +1,4 @@
-"""What an output projection makes of each of its inputs, whatever its weights are stored in."""
+"""Column energies of an output projection, for any weight format."""
 
 from collections.abc import Callable
 
@@ -16,12 +16,11 @@ def output_energy(
 ) -> torch.Tensor:
     """Squares of a linear layer's weights, summed over its outputs.
 
-    Read off by what it makes of the rows of an identity matrix, so that quantized layers of any
-    kind need nothing of their own here.
+    Applies the layer to an identity matrix, so that it works for any kind of quantized layer.
 
     Args:
         projection: the layer.
-        size: values of an input.
+        size: input features.
         dtype, device: of its inputs.
 
     Returns:

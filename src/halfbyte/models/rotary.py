@@ -1,8 +1,8 @@
-"""What a model's own rotary embedding does to a constant: averages over segments of positions.
+"""Averages a model's rotary embedding over segments of positions.
 
-Every rotary embedding turns channels in pairs. Which ones, and how far, is read off by turning two
-probes with the function that the model itself calls, so that partial rotations, scaled frequencies
-and factors on cosine and sine need nothing of their own here.
+Every rotary embedding rotates pairs of channels. The pairs and angles are measured by rotating two
+probe vectors with the model's own function, so that partial rotations, scaled frequencies and
+factors on cosine and sine need no special cases.
 """
 
 import sys
@@ -18,14 +18,14 @@ _POSITIONS_AT_ONCE = 2**14
 
 
 class RotaryProbe:
-    """The rotation of one kind of layer.
+    """Rotary embedding of one layer type.
 
     Args:
         model: a transformers model, its buffers on some device.
-        layer_type: of `config.layer_types`, or None where there is one kind.
+        layer_type: of `config.layer_types`, or None if all layers have the same type.
 
     Raises:
-        ValueError: a model without a rotary embedding that could be asked.
+        ValueError: the model has no rotary embedding that can be called.
     """
 
     def __init__(self, model: nn.Module, layer_type: str | None) -> None:
@@ -47,17 +47,17 @@ class RotaryProbe:
         self.partner = self._partners()
 
     def turn(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Vectors `[n, D]`, each turned to its position `[n]`: float32 `[n, D]`."""
+        """Rotate vectors `[n, D]` to positions `[n]`: float32 `[n, D]`."""
         x = x.to(self._device, torch.float32)[None, None]
         arguments = () if self._layer_type is None else (self._layer_type,)
         cos, sin = self._embedding(x, positions[None].to(self._device), *arguments)
         return self._rotate(x, x, cos, sin)[1][0, 0]
 
     def factors(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(cos, sin)`, float32 `[n, D]`: x turned is `cos x[c] + sin x[partner(c)]`."""
+        """`(cos, sin)`, float32 `[n, D]`: rotated x is `cos x[c] + sin x[partner(c)]`."""
         n, size = positions.shape[0], self._head_size
         channels = torch.arange(size, device="cpu")
-        first = channels <= self.partner  # of each pair; channels that do not turn, too
+        first = channels <= self.partner  # of each pair; also unrotated channels
         probes = torch.stack([first, ~first]).float()
         one, other = (self.turn(probe.expand(n, size), positions).cpu() for probe in probes)
         cos = torch.where(first, one, other)
@@ -65,7 +65,7 @@ class RotaryProbe:
         return cos, torch.where(self.partner == channels, 0.0, sin)
 
     def averages(self, num_positions: int, segment: int) -> RopeAverages:
-        """Factors averaged over segments, for positions below a number (rounded up)."""
+        """Factors averaged over segments, for positions below `num_positions` (rounded up)."""
         segments = -(-num_positions // segment)
         step = max(1, _POSITIONS_AT_ONCE // segment)
         parts = []
@@ -80,15 +80,15 @@ class RotaryProbe:
         return averages
 
     def turned_back(self, key: torch.Tensor) -> torch.Tensor:
-        """K before RoPE, of K after it: float32 `[n, heads, D]`, positions 0 up to n.
+        """Undo RoPE: K before it from K after it, float32 `[n, heads, D]`, positions 0 .. n - 1.
 
-        The rotation of a pair is orthogonal but for a factor that is the same for both channels.
+        The rotation of a pair is orthogonal up to a factor that both channels share.
         """
         positions = torch.arange(key.shape[0], device="cpu")
         cos, sin = (x[:, None].to(key.device) for x in self.factors(positions))
         x = key.float()
         partner = self.partner.to(key.device)
-        # The transposed matrix: what channel c gave to its partner comes back.
+        # Multiply by the transpose, then divide by the squared factor.
         back = cos * x + sin[..., partner] * x[..., partner]
         return back / (cos**2 + sin**2)
 
@@ -96,9 +96,9 @@ class RotaryProbe:
         size = self._head_size
         units = torch.eye(size, dtype=torch.float32, device="cpu")
         turned = self.turn(units, torch.ones(size, dtype=torch.int64, device="cpu")).cpu()
-        others = turned != 0
-        others.fill_diagonal_(False)
-        if (others.sum(1) > 1).any():
+        partners = turned != 0
+        partners.fill_diagonal_(False)
+        if (partners.sum(1) > 1).any():
             raise ValueError("the rotary embedding turns more than two channels together")
-        alone = ~others.any(1)
-        return torch.where(alone, torch.arange(size, device="cpu"), others.int().argmax(1))
+        alone = ~partners.any(1)
+        return torch.where(alone, torch.arange(size, device="cpu"), partners.int().argmax(1))

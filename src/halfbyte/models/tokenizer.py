@@ -1,8 +1,8 @@
-"""The tokenizer of a checkpoint, its files tried out before they are used.
+"""Loads the tokenizer of a checkpoint after a trial in a separate process.
 
-The `tokenizers` package checks little when it reads `tokenizer.json`: what cannot be meant panics,
-in some cases only when a text is encoded, and a size that cannot be had ends the whole process. So
-the file is first tried by a process of its own, with bounds on time and memory.
+The `tokenizers` package checks little when it reads `tokenizer.json`: invalid files panic,
+sometimes only when a text is encoded, and a huge size aborts the process. So a subprocess with
+bounds on time and memory tries the file first.
 """
 
 import os
@@ -29,7 +29,7 @@ _ENOUGH = (_FILE, "tokenizer_config.json")
 _OTHER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _TEXT = "A text: 12 words, x = f(y)\\n\\ttabs, é and 漢字."
 _SECONDS = 15
-"""And one more for each MiB of the file."""
+"""Time limit of the trial, plus 1 s per MiB of the file."""
 _MEMORY = 1 << 30
 _TRY = f"""
 import sys
@@ -60,7 +60,7 @@ def load_tokenizer(path: str | Path) -> Any:
     """Load the tokenizer of a checkpoint, or of a folder or hub id that has nothing else.
 
     Raises:
-        ModelLoadError: it has none, or it cannot be read.
+        ModelLoadError: there is no tokenizer, or it cannot be read.
     """
     folder = Path(path)
     if not has_tokenizer(folder):
@@ -79,9 +79,9 @@ def _check_files(folder: Path) -> None:
         file = folder / name
         if not os.path.lexists(file):
             continue
-        if not file.is_file():  # a pipe would be waited for
+        if not file.is_file():  # reading a pipe would block
             raise ModelLoadError(f"{file}: expected a file")
-        if name != _FILE:  # which may be large, and is read by the process that tries it
+        if name != _FILE:  # that file may be large; the subprocess reads it
             or_load_error(folder, read_json, file)
     file = folder / _FILE
     if file.is_file():
@@ -94,7 +94,7 @@ def _check_files(folder: Path) -> None:
 def _check_usable(folder: str | Path, tokenizer: Any) -> None:
     """Raise ModelLoadError for a tokenizer that is empty or cannot encode a text."""
     or_load_error(folder, _encode, tokenizer)
-    # Without files transformers makes a tokenizer that turns every text into nothing.
+    # Without files, transformers creates an empty tokenizer that encodes every text to nothing.
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
         raise ModelLoadError(f"{folder}: has no tokenizer")
 
@@ -110,7 +110,7 @@ def _encode(tokenizer: Any) -> None:
 
 @lru_cache(maxsize=64)
 def _reason_against(file: str, size: int, mtime_ns: int) -> str | None:
-    """Why a `tokenizer.json` cannot be used; None if it can, or if no process can be started."""
+    """Why a `tokenizer.json` is unusable; None if it is usable, or no process can be started."""
     if not sys.executable:
         return None
     command = [sys.executable, "-c", _TRY, file, str(_MEMORY + 64 * size)]

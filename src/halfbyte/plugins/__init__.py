@@ -1,1 +1,1 @@
-"""halfbyte inside other engines."""
+"""Plug-ins for other engines."""

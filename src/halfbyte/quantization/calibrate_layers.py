@@ -1,10 +1,10 @@
-"""Step 2: what only a run of the model can tell, amax of every layer's input, and of K and V.
+"""Step 2: calibration. Measures amax of every layer's input, and of K and V.
 
-The unquantized model reads a text once. The amax of an input becomes its global scale without
-headroom, as in ModelOpt and llm-compressor; what is larger later saturates.
+The unquantized model runs once on a text. The amax of an input becomes its global scale without
+headroom, as in ModelOpt and llm-compressor; larger values later saturate.
 
-All experts of a layer share one amax per projection. Engines run them with one scale, and an expert
-that the text never reached would have none.
+All experts of a layer share one amax per projection: engines use one scale for all of them, and an
+expert that the text never reached would have none.
 """
 
 import math
@@ -30,7 +30,7 @@ class CalibrationResult:
     Args:
         input_amax: of the input of each quantized layer.
         kv_amax: `(K, V)` of each decoder layer.
-        source: what it ran on, for the report.
+        source: the calibration text, for the report.
     """
 
     input_amax: Mapping[str, float] = field(default_factory=dict)
@@ -45,20 +45,20 @@ def calibrate_layers(
     source: str,
     on_progress: Callable[[int, int], Any] = lambda done, total: None,
 ) -> CalibrationResult:
-    """Run a text through a model and record the largest magnitudes.
+    """Run a model on a text and record the largest magnitudes.
 
     Args:
-        model: unquantized; left as it was.
-        token_ids: int64 `[1, tokens]`, cut into windows of at most 2,048 tokens.
-        modules: names of the layers whose input counts, as checkpoints have them.
-        source: what the text is, for the report.
-        on_progress: called with the tokens read so far and in all.
+        model: unquantized; not modified.
+        token_ids: int64 `[1, tokens]`, split into windows of at most 2,048 tokens.
+        modules: names, as in checkpoints, of the layers whose input is measured.
+        source: description of the text, for the report.
+        on_progress: called with the number of tokens done and the total.
 
     Returns:
         With `input_amax` for each of `modules` and `kv_amax` for each layer.
 
     Raises:
-        CheckpointError: a layer that was never reached, or one whose input is not finite.
+        CheckpointError: a layer that never ran, or one whose input is not finite.
         ValueError: K or V that is not finite; ids that the model lacks.
     """
     check_vocabulary(model.config, token_ids)
@@ -78,10 +78,10 @@ def calibrate_layers(
 
 
 class _InputAmax(TorchFunctionMode):
-    """Notes the largest magnitude that each weight is multiplied with.
+    """Records the largest magnitude of each weight's input.
 
-    Layers are told apart by where their weights lie in memory, which serves `nn.Linear` and
-    experts in one tensor alike.
+    Layers are identified by their weights' addresses, which works for `nn.Linear` and for experts
+    in one tensor.
     """
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[str]) -> None:
@@ -121,7 +121,7 @@ class _InputAmax(TorchFunctionMode):
 
 @contextmanager
 def _linear_experts(model: PreTrainedModel) -> Iterator[None]:
-    """Have fused experts call `F.linear` expert by expert, where a model has such experts."""
+    """Make fused experts, if any, call `F.linear` expert by expert."""
     before = getattr(model.config, "_experts_implementation", None)
     if not model._can_set_experts_implementation():
         yield

@@ -1,14 +1,14 @@
-"""The tensors of a quantized layer and of its KV cache, as a dialect's files have them.
+"""The tensors of a quantized layer and of its KV cache in a dialect's format.
 
-Global scales. The file's value comes first: the decode scale that the weight is quantized with is
-the one that a reader computes from it. Readers multiply in different orders (`(q * s) * g` here,
+Global scales: the stored value is computed first, and the weight is quantized with the decode scale
+that a reader computes from it. Readers multiply in different orders (`(q * s) * g` here,
 `q * (s * g)` in ModelOpt, `q * (s / e)` in compressed-tensors), which can differ in the last bit of
 float32 and then, for one scale in some ten thousand, in the last bit of bfloat16. Such a scale is
-moved up by single float32 steps until all orders round to the same bfloat16.
+increased by single float32 steps until all orders round to the same bfloat16.
 
-KV scales are decode scales of amax / 448 for both dialects, as ModelOpt writes them: kernels
-that turn NVFP4 into FP8 on the way (TensorRT-LLM's) would overflow with amax / 2688, and a factor
-of six costs E4M3 block scales nothing.
+KV scales are decode scales of amax / 448 in both dialects, as in ModelOpt: kernels that convert
+NVFP4 to FP8 (TensorRT-LLM's) would overflow with amax / 2688, and a factor of six does not affect
+the precision of E4M3 block scales.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _KV_SCALE_MAX = 448.0
 
 @dataclass(frozen=True)
 class GlobalScale:
-    """A global scale as the file has it, and what readers multiply codes by.
+    """A stored global scale, and the factor that readers apply to codes.
 
     Args:
         stored: float32, `[]` for ModelOpt and `[1]` for compressed-tensors.
@@ -77,7 +77,7 @@ def weight_tensors(
     tensors = {
         names.weight: data,
         names.weight_scale: scales,
-        # A copy: layers of a group share the scale, files must not share storage.
+        # Clone: layers of a group share the scale, but saved tensors must not share storage.
         names.weight_global_scale: scale.stored.clone(),
     }
     if input_amax is not None:
@@ -95,7 +95,7 @@ def kv_scale_tensors(
         k_amax, v_amax: largest magnitudes of K and V.
 
     Raises:
-        ValueError: one that is not above 0; readers refuse a scale of 0.
+        ValueError: not above 0; readers reject a scale of 0.
     """
     dialect = get_dialect(output.dialect)
     sides: list[tuple[Literal["k", "v"], float]] = [("k", k_amax), ("v", v_amax)]

@@ -1,7 +1,7 @@
-"""A checkpoint in, an NVFP4 checkpoint out: what `halfbyte quantize` runs.
+"""Quantizes a checkpoint to NVFP4 (`halfbyte quantize`).
 
-The steps: `select_layers`, `calibrate_layers`, `write_layers`. The source and the arguments are
-checked before anything is run or written.
+Steps: `select_layers`, `calibrate_layers`, `write_layers`. The source and the arguments are checked
+before anything runs or is written.
 """
 
 import dataclasses
@@ -48,12 +48,12 @@ from halfbyte.quantization.source_folder import (
 from halfbyte.quantization.write_layers import write_layers
 
 METHODS = ("rtn", "gptq")
-"""Weights rounded to nearest; or with error feedback, see `gptq`."""
+"""Rounding of weights: to nearest, or with error feedback, see `gptq`."""
 WEIGHT_FORMATS = {"nvfp4": True, "nvfp4-a16": False}
-"""Names, and whether activations are quantized, too."""
+"""Names, and whether activations are quantized."""
 OnProgress = Callable[[str, int, int], Any]
-"""Takes what is going on ("calibrating", "rounding", "quantizing"), how far it is, and how far it
-goes."""
+"""Called with the phase ("calibrating", "rounding", "quantizing"), the number done and the
+total."""
 
 
 def quantize_checkpoint(
@@ -75,25 +75,25 @@ def quantize_checkpoint(
 
     Args:
         source: folder or hub id of an unquantized checkpoint with safetensors.
-        destination: folder to write; it appears when all of it is there.
+        destination: folder to write; created atomically.
         dialect: `modelopt` or `compressed-tensors`.
         weights: `nvfp4` (W4A4: the activations' scales are calibrated) or `nvfp4-a16` (W4A16).
         recipe: `amax6` or `four_over_six`, for the weights' block scales.
-        method: `rtn` (weights rounded to nearest) or `gptq` (by what an error does to a layer's
-            output on the calibration text).
+        method: `rtn` (round weights to nearest) or `gptq` (minimize the error of a layer's output
+            on the calibration text).
         kv_cache_dtype: `nvfp4` or `fp8` to calibrate K and V and to declare the cache's format.
-        calibration_file: UTF-8 text to calibrate on; by default the built-in text.
-        ignore: more layers to leave as they are, see `select_layers`.
-        max_shard_bytes: size of a file of weights.
+        calibration_file: UTF-8 calibration text; by default the built-in text.
+        ignore: further layers not to quantize, see `select_layers`.
+        max_shard_bytes: max bytes per file of weights.
         replace: replace `destination` if it exists.
         on_progress: see `OnProgress`.
 
     Raises:
         ModelLoadError, UnsupportedModelError: the source is no checkpoint of a supported model.
-        CheckpointError: it is quantized already, has no safetensors or broken ones, or lacks a
-            weight of the model; the destination exists, lies inside the source, or cannot be
+        CheckpointError: the source is quantized already, has no safetensors or broken ones, or
+            lacks a weight of the model; the destination exists, is inside the source, or cannot be
             written.
-        ValueError: an unknown name, a pattern that matches nothing, or a text that is empty.
+        ValueError: an unknown name, a pattern without a match, or an empty text.
     """
     output = _output_format(dialect, weights, recipe, kv_cache_dtype)
     _check_name("method", method, METHODS)
@@ -112,7 +112,7 @@ def quantize_checkpoint(
     selection = select_layers(model_config, index, ignore)
     other_files = files_to_copy(folder)
     if not output.kv_cache_dtype:
-        read_kv_scales(folder)  # are copied, and broken ones could not be loaded
+        read_kv_scales(folder)  # they are copied: raise for broken ones
     with new_folder(destination, replace=replace) as target:
         calibration = CalibrationResult()
         if output.needs_calibration:

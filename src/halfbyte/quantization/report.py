@@ -1,4 +1,4 @@
-"""What a quantized checkpoint is, and what it cost: `quantization_report.json` in its folder."""
+"""`quantization_report.json`: options, errors and sizes of a quantized checkpoint."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from halfbyte.quantization.write_layers import LayerReport
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """What was written, and what it cost.
+    """Options, errors and sizes of a quantized checkpoint.
 
     Args:
-        format, weights, recipe, method, kv_cache_dtype: as asked for.
-        calibration: the text that was run, or None.
+        format, weights, recipe, method, kv_cache_dtype: the arguments.
+        calibration: the calibration text, or None.
         layers: the error of each quantized layer.
-        mean_sqnr_db, min_sqnr_db: over the layers whose error is not zero; None if there are none.
-        ignored: linear layers that stay as they were.
+        mean_sqnr_db, min_sqnr_db: over the layers with nonzero error; None if there are none.
+        ignored: linear layers that are not quantized.
         source_bytes, bytes: of the safetensors files before and after.
     """
 
@@ -50,7 +50,7 @@ class QuantizationReport:
         index: CheckpointIndex,
         target: Path,
     ) -> "QuantizationReport":
-        """Of a folder `target` with all its weights; the rest as in the pipeline."""
+        """Report of the folder `target` with all its weights; other arguments as in pipeline."""
         noisy = [layer.sqnr_db for layer in layers if layer.sqnr_db is not None]
         return cls(
             format=output.dialect,

@@ -1,12 +1,12 @@
-"""Step 1: which layers are quantized, the linear ones inside the decoder layers.
+"""Step 1: selects the layers to quantize: linear layers inside the decoder layers.
 
-The model's own structure decides, built on the meta device: a two-dimensional weight is quantized
-if its module is an `nn.Linear` of a decoder layer, or one expert of a module that fuses its experts
-in memory (Qwen3-MoE's files hold one matrix per expert and projection). Embeddings, the head and
-routers stay as they are, as everywhere in the field.
+The model's structure, on the meta device, decides: a two-dimensional weight is quantized if its
+module is an `nn.Linear` of a decoder layer, or one expert of a module that fuses its experts in
+memory (Qwen3-MoE's files hold one matrix per expert and projection). Embeddings, the head and
+routers are not quantized, as is usual.
 
-The files are compared with the model first, as they are when a quantized checkpoint is loaded: what
-could not be loaded is not written.
+The files are compared with the model first, with the checks of loading a quantized checkpoint, so
+that the result can be loaded.
 """
 
 import logging
@@ -42,17 +42,17 @@ _FUSED = {
     "gate_proj": "gate_up",
     "up_proj": "gate_up",
 }
-"""Projections that engines compute as one."""
+"""Projections that engines fuse into one matrix product."""
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """What is quantized.
+    """The selected layers.
 
     Args:
         groups: names of the layers to quantize; those of one group share a global scale.
-        ignore: names of the linear layers that stay as they are.
+        ignore: names of the linear layers that are not quantized.
         attentions: name of the attention module of each decoder layer, in order.
     """
 
@@ -69,20 +69,20 @@ class LayerSelection:
 def select_layers(
     config: Any, index: CheckpointIndex, ignore: Sequence[str] = ()
 ) -> LayerSelection:
-    """Decide what to quantize.
+    """Select the layers to quantize.
 
     Args:
         config: transformers config of the model.
         index: of the checkpoint's files.
-        ignore: more layers to leave as they are: names, shell wildcards of names, names of modules
-            that contain them, or `re:` and a regular expression matched from the start. Modules
-            that stay as they are anyway may be named, too.
+        ignore: further layers not to quantize: names, shell wildcards, names of modules that
+            contain them, or `re:` and a regular expression matched from the start. Modules that
+            are never quantized may be listed too.
 
     Raises:
         UnsupportedModelError: an architecture that halfbyte is not tested with.
-        CheckpointError: a weight of the model is absent or does not fit, a tensor could not be read
-            beside quantized ones, or there is nothing to quantize.
-        ValueError: a pattern that matches nothing, or is no regular expression.
+        CheckpointError: a weight of the model is absent or does not fit, a tensor could not be
+            loaded beside quantized ones, or there is nothing to quantize.
+        ValueError: a pattern without a match, or an invalid regular expression.
     """
     check_supported(config)
     with torch.device("meta"):
@@ -143,10 +143,10 @@ def _decoder_linears(modules: Mapping[str, nn.Module], index: CheckpointIndex) -
 
 
 def _check_patterns(ignore: Sequence[str], linear: Sequence[str], modules: Iterable[str]) -> None:
-    """Raise ValueError for a pattern that matches nothing.
+    """Raise ValueError for a pattern that has no effect.
 
-    A module that is left alone anyway counts: `lm_head` is in everybody's list. One that contains
-    layers to quantize does not: `*.mlp` matches it and none of them, and would change nothing.
+    Matching a module that is never quantized is allowed: `lm_head` is in common lists. Matching
+    only a module that contains layers to quantize is not: `*.mlp` would not exclude them.
     """
     split = [module.split(".") for module in linear]
     containers = {".".join(names[:i]) for names in split for i in range(len(names))}
@@ -162,16 +162,16 @@ def _check_patterns(ignore: Sequence[str], linear: Sequence[str], modules: Itera
 def _check_surplus(
     quantized: Sequence[str], modules: Mapping[str, nn.Module], index: CheckpointIndex
 ) -> None:
-    """Raise CheckpointError for a tensor that the model lacks in a layer to quantize.
+    """Raise CheckpointError for a tensor, in a layer to quantize, that the model does not have.
 
-    Elsewhere loading passes over such a tensor; beside a quantized weight it is refused, because
-    it might be part of what the weight means.
+    Loading ignores such tensors elsewhere; beside a quantized weight it may change the meaning of
+    the weight.
     """
     for module in quantized:
         has_bias = getattr(modules.get(module), "bias", None) is not None
         known = {"weight", "bias"} if has_bias else {"weight"}
         for name in sorted(index.names_of(module) - known):
-            if not name.endswith("_scale"):  # of the KV cache (`k_proj.k_scale`)
+            if not name.endswith("_scale"):  # a KV cache scale (`k_proj.k_scale`)
                 raise CheckpointError(
                     f"{index.folder}: {module}.{name}: expected no such tensor beside a weight to "
                     f"quantize, found {index.tensors[f'{module}.{name}']}"
@@ -191,7 +191,7 @@ def _fits(module: str, shape: tuple[int, ...]) -> bool:
 
 
 def _number_of_experts(modules: Mapping[str, nn.Module], module: str) -> int:
-    """How many experts the model fuses with that of a projection; 0 if it has none there."""
+    """Number of experts in the fused module of an expert's projection; 0 if it is not fused."""
     projection = experts_projection(module)
     if projection is None:
         return 0
@@ -200,16 +200,16 @@ def _number_of_experts(modules: Mapping[str, nn.Module], module: str) -> int:
 
 
 def _unquantized(modules: Mapping[str, nn.Module], index: CheckpointIndex) -> Iterator[str]:
-    """Names of all that a reader could take for a linear layer, in the order of the model."""
+    """Names of all modules that a reader could treat as linear layers, in the model's order."""
     for module, owner in modules.items():
-        # A tied head has no tensor in the files, and yet readers make a layer for it.
+        # A tied head has no tensor in the files, but readers create a layer for it.
         if isinstance(owner, nn.Linear) or _stores_matrices(owner, module, index):
             yield module
     yield from (module for module in _decoder_linears(modules, index) if module not in modules)
 
 
 def _stores_matrices(owner: nn.Module, module: str, index: CheckpointIndex) -> bool:
-    """Whether a module is a router or fused experts: bare matrices, stored as it holds them."""
+    """Whether a module is a router or fused experts, with its matrices stored as parameters."""
     return not isinstance(owner, nn.Embedding) and any(
         parameter.dim() in (2, 3) and f"{module}.{name}" in index
         for name, parameter in owner.named_parameters(recurse=False)

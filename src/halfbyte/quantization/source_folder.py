@@ -1,4 +1,4 @@
-"""The unquantized checkpoint that is read: what it must be, and which files are copied."""
+"""The unquantized source checkpoint: checks, and the files to copy."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ _REPLACED = {"config.json", INDEX_FILE, MODELOPT_FILE, REPORT_FILE}
 
 
 def check_destination(folder: Path, destination: Path) -> None:
-    """Raise CheckpointError if source and destination lie one inside the other."""
+    """Raise CheckpointError if source or destination contains the other."""
     source, target = folder.resolve(), destination.resolve()
     if target == source or source in target.parents or target in source.parents:
         raise CheckpointError(
@@ -37,7 +37,7 @@ def read_unquantized_config(folder: Path) -> dict[str, Any]:
     """The fields of `config.json`.
 
     Raises:
-        CheckpointError: it is broken, or the checkpoint is quantized already.
+        CheckpointError: a broken file, or the checkpoint is quantized already.
     """
     config = read_config(folder)
     section = config.get("quantization_config") or config.get("compression_config")
@@ -51,10 +51,10 @@ def read_unquantized_config(folder: Path) -> dict[str, Any]:
 
 
 def files_to_copy(folder: Path) -> list[Path]:
-    """All that is not weights and does not declare a quantization.
+    """All files other than weights and declarations of a quantization.
 
     Raises:
-        CheckpointError: something that is no file.
+        CheckpointError: an entry that is not a file.
     """
     files = []
     for file in sorted(folder.iterdir()):

@@ -1,8 +1,8 @@
-"""Step 3: the tensors of a checkpoint are quantized and written, one group of layers at a time.
+"""Step 3: quantizes and writes the tensors of a checkpoint, one group of layers at a time.
 
-Layers that engines fuse (q, k and v; gate and up) get one global scale, from the largest magnitude
-of all of them: an engine that multiplies the fused weight with one scale is then exact. Everything
-else passes through as it is. Memory holds one group of layers and one shard of the result.
+Layers that engines fuse (q, k and v; gate and up) get one global scale, from the amax of the group,
+so that an engine with one scale for the fused weight is exact. All other tensors are copied. Memory
+holds one group of layers and one shard of the result.
 """
 
 import math
@@ -28,7 +28,7 @@ from halfbyte.quantization.output_tensors import global_scale, kv_scale_tensors,
 from halfbyte.quantization.select_layers import LayerSelection
 
 _CHUNK_VALUES = 2**20
-"""Values quantized at once: temporaries take some 20 bytes for each."""
+"""Values quantized at once; temporaries take about 20 bytes per value."""
 _KERNEL_FORMATS: dict[nvfp4.Recipe, KVCacheDType] = {
     "amax6": KVCacheDType.NVFP4,
     "four_over_six": KVCacheDType.NVFP4_4OVER6,
@@ -53,7 +53,7 @@ class LayerReport:
         shape: `(N, K)`.
         global_scale: of the weight, a decode scale.
         sqnr_db: signal to quantization noise ratio of the weight in dB, 10 log10(sum w^2 /
-            sum (w - w_quantized)^2); None where there is no noise.
+            sum (w - w_quantized)^2); None if the error is zero.
     """
 
     module: str
@@ -71,17 +71,17 @@ def write_layers(
     on_progress: Callable[[int, int], Any] = lambda done, total: None,
     rounded: Mapping[str, RoundedWeight] | None = None,
 ) -> list[LayerReport]:
-    """Write every tensor of a checkpoint, those of the selected layers quantized.
+    """Write every tensor of a checkpoint, with the selected layers quantized.
 
     Args:
         index: of the unquantized checkpoint.
-        writer: takes the result; not finished here.
+        writer: receives the tensors; the caller calls its `finish`.
         selection: what to quantize.
         output: how to write it.
-        calibration: with `input_amax` for every layer where `output.quantize_activations`, and
-            `kv_amax` for every decoder layer where `output.kv_cache_dtype`.
-        on_progress: called with the tensors done and in all.
-        rounded: layers whose codes are known already; others are rounded to nearest.
+        calibration: with `input_amax` for every layer if `output.quantize_activations`, and
+            `kv_amax` for every decoder layer if `output.kv_cache_dtype`.
+        on_progress: called with the number of tensors done and the total.
+        rounded: layers that are rounded already; other layers are rounded to nearest.
 
     Returns:
         The error of each quantized layer, in the order written.
@@ -93,9 +93,9 @@ def write_layers(
     waiting: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     rounded = {} if rounded is None else rounded
     errors: list[LayerReport] = []
-    # Sorted by name, the layers of a group lie side by side and none waits for long.
+    # Sorting by name makes the layers of a group adjacent, so that few are held in memory.
     names = sorted(index.tensors)
-    if output.kv_cache_dtype:  # scales of the source, in whatever dialect, would stand beside ours
+    if output.kv_cache_dtype:  # drop the source's scales, in any dialect
         names = [name for name in names if not is_kv_scale(name)]
     for done, (name, tensor) in enumerate(index.stream(names)):
         group = group_of.get(name)
@@ -117,12 +117,12 @@ def write_layers(
 def quantize_weight(
     weight: torch.Tensor, decode: torch.Tensor, recipe: nvfp4.Recipe = "amax6"
 ) -> RoundedWeight:
-    """Round a matrix to nearest, a few rows at a time.
+    """Round a matrix to nearest, in chunks of rows.
 
     Args:
         weight: `[N, K]` on the CPU, float32, float16 or bfloat16, K % 16 == 0.
         decode: float32 `[]`, the global scale.
-        recipe: of `numerics.nvfp4`, whose bits these are.
+        recipe: of `numerics.nvfp4`; the result is bit-equal to its quantization.
     """
     n, k = weight.shape
     data = torch.empty((n, k // 2), dtype=torch.uint8, device="cpu")
@@ -133,7 +133,7 @@ def quantize_weight(
 
 
 def weight_sqnr(weight: torch.Tensor, rounded: RoundedWeight, decode: torch.Tensor) -> float | None:
-    """The error of a quantized matrix in dB, as `LayerReport` has it.
+    """SQNR of a quantized matrix in dB, see `LayerReport`.
 
     Args:
         weight: `[N, K]` on the CPU.
@@ -142,7 +142,7 @@ def weight_sqnr(weight: torch.Tensor, rounded: RoundedWeight, decode: torch.Tens
     """
     signal = noise = 0.0
     for part in _row_chunks(weight):
-        exact = weight[part].double()  # squares of small or large values are beyond float32
+        exact = weight[part].double()  # squares may exceed float32's range
         error = nvfp4.dequantize(rounded.data[part], rounded.scales[part], decode) - exact
         signal += float(exact.square().sum())
         noise += float(error.square().sum())
@@ -177,10 +177,10 @@ def _quantize_group(
 
 
 def max_magnitude(name: str, weight: torch.Tensor) -> float:
-    """Of a weight; one that cannot be quantized is an error.
+    """amax of a weight.
 
     Raises:
-        CheckpointError: it is not finite, or not float32, float16 or bfloat16.
+        CheckpointError: the weight is not finite, or not float32, float16 or bfloat16.
     """
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise CheckpointError(
@@ -197,9 +197,9 @@ def max_magnitude(name: str, weight: torch.Tensor) -> float:
 def _encode(
     rows: torch.Tensor, decode: torch.Tensor, recipe: nvfp4.Recipe
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `nvfp4.quantize`, by the C++ kernel where the package has it.
+    """`nvfp4.quantize`, with the C++ kernel if it is built.
 
-    The kernel writes pages of a cache; a matrix is the K of one head with a token per row.
+    The kernel writes cache pages: a matrix is passed as K of one head, with one token per row.
     """
     if cpu_library.library() is None:
         return nvfp4.quantize(rows, decode, recipe)

@@ -1,1 +1,1 @@
-"""Dialects of NVFP4 checkpoints: each reads and writes its declarations in one file."""
+"""Dialects of NVFP4 checkpoints: one file per dialect reads and writes its declarations."""

@@ -1,8 +1,8 @@
-"""A dialect of NVFP4 checkpoints: what tensors are called, and how a quantization is declared.
+"""Interface of NVFP4 checkpoint dialects: tensor names, and declarations of the quantization.
 
-All store, per quantized linear layer, E2M1 codes two to a byte (the even input feature in the low
-nibble), one E4M3 scale per 16 input features, and float32 global scales. They differ in names and
-in the direction of the global scales:
+All dialects store, per quantized linear layer, E2M1 codes two to a byte (the even input feature in
+the low nibble), one E4M3 scale per 16 input features, and float32 global scales. They differ in
+tensor names and in the direction of the global scales:
 
 | | ModelOpt | compressed-tensors |
 |---|---|---|
@@ -29,7 +29,7 @@ from halfbyte.layouts.kv_declarations import read_declared_cache
 from halfbyte.numerics import nvfp4
 
 Dialect = Literal["modelopt", "compressed-tensors"]
-"""Names of the dialects."""
+"""Name of a dialect of NVFP4 checkpoints."""
 
 Scheme = Literal["nvfp4", "nvfp4-a16", "fp8"]
 """How one layer's weight is stored. `nvfp4` (W4A4) carries an activation scale, `nvfp4-a16` (W4A16)
@@ -38,20 +38,21 @@ none. `fp8` (E4M3, one scale per tensor or per row) occurs beside them in mixed 
 PROVIDER_KEY = "provider"
 PROVIDER = "halfbyte"
 KV_CACHE_ALGOS = {"nvfp4": "NVFP4", "fp8_e4m3": "FP8"}
-"""Formats of the KV cache that a checkpoint can be written for, and ModelOpt's names for them."""
+"""KV cache formats that a written checkpoint can declare, with ModelOpt's names."""
 
 
 @dataclass(frozen=True)
 class TensorNames:
-    """A quantized layer's tensors: their names, after the layer's own and a dot, and their forms.
+    """Names (after the layer's name and a dot) and conventions of a quantized layer's tensors.
 
     Args:
         weight: codes.
         weight_scale: block scales.
         weight_global_scale: global scale of the weight.
         input_global_scale: global scale of the activations (W4A4).
-        global_scale_is_decode: whether the file's global scales multiply (ModelOpt) or divide.
-        scale_shape: of a global scale, and of a scale of K or V.
+        global_scale_is_decode: whether global scales in the file are multiplied (ModelOpt) or
+            divided by.
+        scale_shape: of a global scale, and of a K or V scale.
     """
 
     weight: str
@@ -64,12 +65,12 @@ class TensorNames:
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """How a checkpoint is to be written.
+    """Options for writing a checkpoint.
 
     Args:
         dialect: names, directions and declarations.
         quantize_activations: W4A4, which needs the activations' amax; else W4A16.
-        recipe: how block scales are chosen.
+        recipe: choice of block scales.
         kv_cache_dtype: format that the checkpoint declares for the KV cache, a key of
             `KV_CACHE_ALGOS`, or None.
     """
@@ -81,15 +82,15 @@ class OutputFormat:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether anything is written that only a run of the model can tell."""
+        """Whether anything written needs a calibration run."""
         return self.quantize_activations or self.kv_cache_dtype is not None
 
 
 class LayerPatterns(Protocol):
-    """A list of names and patterns of layers, as a dialect understands it."""
+    """A list of layer names and patterns, with a dialect's matching rules."""
 
     def place(self, name: str) -> int | None:
-        """Place in the list of the pattern that decides about a linear layer; None if none does."""
+        """Index of the pattern that applies to a linear layer; None if none matches."""
 
 
 class CheckpointDialect(ABC):
@@ -109,14 +110,14 @@ class CheckpointDialect(ABC):
 
     @abstractmethod
     def read(self, folder: Path, section: Mapping[str, Any]) -> "Declaration | None":
-        """What a checkpoint declares.
+        """Read a checkpoint's declaration.
 
         Args:
             folder: of the checkpoint.
-            section: `quantization_config` of `config.json`; empty where there is none.
+            section: `quantization_config` of `config.json`; empty if there is none.
 
         Returns:
-            None if all of it is left to transformers.
+            None if the checkpoint is left to transformers.
 
         Raises:
             CheckpointError: a broken declaration, or a scheme that is not read here.
@@ -124,7 +125,7 @@ class CheckpointDialect(ABC):
 
     @abstractmethod
     def patterns(self, patterns: Iterable[str]) -> LayerPatterns:
-        """Ready to be asked for many layers."""
+        """Compile patterns for repeated lookups."""
 
     @abstractmethod
     def config_section(self, output: OutputFormat, ignore: Sequence[str]) -> dict[str, Any]:
@@ -151,11 +152,11 @@ class CheckpointDialect(ABC):
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that are stored the same way.
+    """Layers with the same scheme.
 
     Args:
-        scheme: how.
-        targets: which: names, or patterns of the dialect.
+        scheme: how they are stored.
+        targets: their names, or patterns of the dialect.
     """
 
     scheme: Scheme
@@ -164,16 +165,16 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a checkpoint says of its quantization.
+    """A checkpoint's declaration of its quantization.
 
     Args:
-        rules: of the dialect whose names and patterns it uses.
-        groups: layers by how they are stored; empty where only the KV cache is quantized.
-        ignore: patterns of layers that are not quantized although a group's targets name them.
-        kv_cache_dtype: name of the KV cache format, `mixed` where there are several, or None where
-            none is declared.
-        leaves_activations: whether `nvfp4` layers without an activation scale are W4A16 after all.
-        section: the declaration as the file has it.
+        rules: its dialect.
+        groups: layers by scheme; empty if only the KV cache is quantized.
+        ignore: patterns of layers that are not quantized although a group's targets match them.
+        kv_cache_dtype: name of the KV cache format, `mixed` for several, or None if none is
+            declared.
+        leaves_activations: whether `nvfp4` layers without an activation scale are W4A16.
+        section: the declaration as in the file.
     """
 
     rules: CheckpointDialect
@@ -195,7 +196,7 @@ class Declaration:
 
     @property
     def quantizes_weights(self) -> bool:
-        """Whether any layer is declared quantized; else the KV cache is, alone."""
+        """Whether any layer is declared quantized; else only the KV cache is."""
         return bool(self.groups)
 
     @property
@@ -212,7 +213,7 @@ class Declaration:
         """How a linear layer's weight is stored; None if it is not quantized.
 
         Args:
-            module_name: as the files have it, for example
+            module_name: as in the files, for example
                 `model.layers.0.mlp.experts.3.gate_proj`.
         """
         if self._ignored.place(module_name) is not None:
@@ -230,7 +231,7 @@ class Declaration:
 
     @cached_property
     def _schemes(self) -> list[Scheme]:
-        """Of every target."""
+        """One per target."""
         return [group.scheme for group in self.groups for _ in group.targets]
 
 
@@ -238,7 +239,7 @@ def declared_cache(folder: Path, section: Mapping[str, Any]) -> str | None:
     """`Declaration.kv_cache_dtype` of a section.
 
     Raises:
-        CheckpointError: a format that is not read here.
+        CheckpointError: an unsupported format.
     """
     try:
         declared = read_declared_cache(section)
@@ -251,15 +252,15 @@ def declared_cache(folder: Path, section: Mapping[str, Any]) -> str | None:
 
 
 def unknown_scheme(folder: Path, where: str, found: object, expected: str) -> CheckpointError:
-    """The error for a declaration that nothing here reads."""
+    """The error for an unsupported declaration."""
     return CheckpointError(f"{folder}: {where}: expected {expected}, found {found}")
 
 
 def listed_patterns(folder: Path, section: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """A list of names of modules, or none.
+    """A list of module names, empty if absent.
 
     Raises:
-        CheckpointError: something else; a string would be taken for a list of its letters.
+        CheckpointError: not a list; a string would be read as a list of its letters.
     """
     found = section.get(where) or ()
     if not isinstance(found, (list, tuple)):

@@ -1,11 +1,10 @@
 """compressed-tensors: `quantization_config` of `config.json`, read and written.
 
 `config_groups` give a scheme to the modules that `targets` name: exact names, `re:` patterns
-(matched from the start of the name) or the class `Linear`; the most specific match wins in this
-order. As in the package, of several patterns the first in the alphabet does, and of groups with the
-same target the last.
-`ignore` takes the same kinds. A group may be a preset's name with its targets. Packed NVFP4 layers
-have the format `nvfp4-pack-quantized`, of the whole file or of a group.
+(matched from the start of the name) or the class `Linear`, in this order of precedence. As in the
+package, the alphabetically first of several matching patterns wins, and the last of groups with the
+same target. `ignore` takes the same kinds. A group may be a preset's name with its targets. Packed
+NVFP4 layers have the format `nvfp4-pack-quantized`, declared for the whole file or for a group.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -58,7 +57,7 @@ _UNPACKED_FORMATS = ("dense", "fakequant")
 _FORMATS = (NVFP4_FORMAT, _MIXED_FORMAT, *_OTHER_FORMATS, *_UNPACKED_FORMATS)
 _PRESETS: dict[str, Scheme] = {"NVFP4": "nvfp4", "NVFP4A16": "nvfp4-a16"}
 _SECONDS = 2
-"""Max time to match a pattern with a name: some patterns backtrack for ever."""
+"""Max seconds to match a pattern with a name: some patterns backtrack exponentially."""
 _GROUP_FIELDS = ("targets", "weights", "input_activations", "format")
 _WRITTEN_WEIGHTS: dict[str, Any] = {
     "num_bits": 4,
@@ -69,7 +68,7 @@ _WRITTEN_WEIGHTS: dict[str, Any] = {
     "dynamic": False,
     "scale_dtype": "torch.float8_e4m3fn",
 }
-# "local": block scales are computed as the layer runs, the global scale is in the file.
+# "local": block scales are computed at run time, the global scale is in the file.
 _WRITTEN_INPUTS = {**_WRITTEN_WEIGHTS, "dynamic": "local", "observer": "static_minmax"}
 _WRITTEN_FP8_CACHE = {
     "num_bits": 8,
@@ -82,7 +81,7 @@ _WRITTEN_FP8_CACHE = {
 
 
 class CompressedTensors(CheckpointDialect):
-    """See above."""
+    """The dialect compressed-tensors, see above."""
 
     name = "compressed-tensors"
     tensor_names = TensorNames(
@@ -97,8 +96,8 @@ class CompressedTensors(CheckpointDialect):
         """See `CheckpointDialect.read`.
 
         Returns:
-            None if no layer is NVFP4 and the package compressed-tensors, through which transformers
-            reads its other formats, is installed.
+            None if no layer is NVFP4 and the package compressed-tensors is installed, with which
+            transformers reads the other formats.
         """
         form = section.get("format")
         groups = _object(folder, section, "config_groups")
@@ -123,10 +122,10 @@ class CompressedTensors(CheckpointDialect):
         return _Patterns(patterns)
 
     def config_section(self, output: OutputFormat, ignore: Sequence[str]) -> dict[str, Any]:
-        """As `QuantizationConfig` of the package prints its presets NVFP4 and NVFP4A16."""
+        """As the package's `QuantizationConfig` serializes its presets NVFP4 and NVFP4A16."""
         inputs = _WRITTEN_INPUTS if output.quantize_activations else None
-        # vLLM refuses a `kv_cache_scheme` of 4 bits, and the package itself cannot store such a
-        # cache. ModelOpt's name for the format stands in its place, which both pass over.
+        # vLLM rejects a `kv_cache_scheme` of 4 bits, and the package cannot store such a cache. So
+        # write ModelOpt's name for the format instead, which both ignore.
         is_nvfp4 = output.kv_cache_dtype == "nvfp4"
         return {
             "config_groups": {
@@ -158,7 +157,7 @@ class CompressedTensors(CheckpointDialect):
 class _Patterns:
     """Names of linear layers, regular expressions, and the class `Linear`, in this precedence.
 
-    Of equal patterns the last counts. Names are looked up: a mixture's declaration may list every
+    The last of equal patterns wins. Names are in a dict: an MoE model's declaration may list every
     projection of every expert.
     """
 

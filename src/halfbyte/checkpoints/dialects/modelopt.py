@@ -3,12 +3,11 @@
 `hf_quant_config.json` says `{"quantization": {"quant_algo", "exclude_modules", "group_size",
 "kv_cache_quant_algo", "quantized_layers"}}`; the copy (ModelOpt's `convert_hf_quant_config_format`)
 calls the exclusions `ignore`, and the cache's format `kv_cache_scheme`, which is an object for FP8
-and a bare name for the others. Exclusions are names or shell wildcards of module names. Its
-`config_groups` say once more how weights and activations are quantized; where all of them leave
-activations alone, `NVFP4` layers without an activation scale are W4A16.
+and a plain name for other formats. Exclusions are module names or shell wildcards. The copy's
+`config_groups` repeat how weights and activations are quantized; if none of them quantizes
+activations, `NVFP4` layers without an activation scale are W4A16.
 
-`MIXED_PRECISION` names an algorithm for each layer. FP8 layers are read where they stand beside
-NVFP4 ones.
+`MIXED_PRECISION` names an algorithm for each layer. FP8 layers are supported beside NVFP4 layers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -59,12 +58,12 @@ _GROUP_FIELDS = ("targets", "weights", "input_activations")
 _LAYER_FIELDS = ("quant_algo", "group_size", "pre_quant_scale", "has_zero_point", "lora_rank")
 _REFUSED = ("pre_quant_scale", "has_zero_point", "lora_rank")
 _WILD = frozenset("*?[")
-# Readers of the dialect (vLLM, TensorRT-LLM) refuse another name; the provider says who wrote it.
+# Readers of the dialect (vLLM, TensorRT-LLM) require this name; the provider key names the writer.
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 
 
 class ModelOpt(CheckpointDialect):
-    """See above."""
+    """The dialect of NVIDIA ModelOpt, see above."""
 
     name = "modelopt"
     tensor_names = TensorNames("weight", "weight_scale", "weight_scale_2", "input_scale", True, ())
@@ -74,7 +73,7 @@ class ModelOpt(CheckpointDialect):
         return (folder / MODELOPT_FILE).is_file() or str(method).startswith(self.name)
 
     def read(self, folder: Path, section: Mapping[str, Any]) -> Declaration:
-        """See `CheckpointDialect.read`; the file of its own wins over its copy in the config."""
+        """See `CheckpointDialect.read`; ModelOpt's own file wins over its copy in the config."""
         file = folder / MODELOPT_FILE
         declared = read_modelopt_file(file) if file.is_file() else section
         nested = declared.get("quantization")
@@ -102,7 +101,7 @@ class ModelOpt(CheckpointDialect):
         return _Patterns(patterns)
 
     def config_section(self, output: OutputFormat, ignore: Sequence[str]) -> dict[str, Any]:
-        """As ModelOpt's `convert_hf_quant_config_format` makes it of `hf_quant_config.json`."""
+        """As ModelOpt's `convert_hf_quant_config_format` converts `hf_quant_config.json`."""
         args = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": nvfp4.BLOCK_SIZE}
         inputs = {"input_activations": dict(args)} if output.quantize_activations else {}
         config: dict[str, Any] = {
@@ -143,10 +142,10 @@ class ModelOpt(CheckpointDialect):
 
 
 def read_modelopt_file(file: Path) -> Mapping[str, Any]:
-    """What ModelOpt's `hf_quant_config.json` says of the quantization.
+    """The `quantization` object of ModelOpt's `hf_quant_config.json`.
 
     Raises:
-        CheckpointError: it is no JSON object, or has nothing of the kind; one line.
+        CheckpointError: not a JSON object, or without `quantization`; one line.
     """
     declared = read_json(file)
     if not {"quantization", "quant_algo"} & declared.keys():
@@ -161,9 +160,9 @@ def read_modelopt_file(file: Path) -> Mapping[str, Any]:
 
 
 class _Patterns:
-    """Names of modules and wildcards, each for a module and for those inside it.
+    """Module names and wildcards, which match a module and all modules inside it.
 
-    Names are looked up: a mixture's declaration may list every projection of every expert.
+    Names are in a dict: an MoE model's declaration may list every projection of every expert.
     """
 
     def __init__(self, patterns: Iterable[str]) -> None:
@@ -176,7 +175,7 @@ class _Patterns:
                 self._names.setdefault(pattern, place)
 
     def place(self, name: str) -> int | None:
-        """That of the first pattern that covers a module, or one that it is in."""
+        """Index of the first pattern that matches a module or one of its parents."""
         ends = (i for i, letter in enumerate(f"{name}.") if letter == ".")
         places = [self._names[name[:end]] for end in ends if name[:end] in self._names]
         places += [place for place, pattern in self._wildcards if fnmatchcase(name, pattern)][:1]
@@ -184,12 +183,12 @@ class _Patterns:
 
 
 def _undeclared(config_section: Mapping[str, Any]) -> dict[str, Any]:
-    """What a copy has beside the declaration, which the original is asked for."""
+    """Fields of the config's copy other than the declaration, which is read from the original."""
     return {name: value for name, value in config_section.items() if name not in _DECLARED}
 
 
 def _leaves_activations(section: Mapping[str, Any]) -> bool:
-    """Whether all groups of a declaration that has some quantize weights alone."""
+    """Whether there are groups, and all of them quantize weights only."""
     groups = section.get("config_groups")
     groups = list(groups.values()) if isinstance(groups, Mapping) else []
     return bool(groups) and all(
@@ -201,7 +200,7 @@ def _leaves_activations(section: Mapping[str, Any]) -> bool:
 
 
 def _check_groups(folder: Path, section: Mapping[str, Any], groups: tuple[LayerGroup, ...]) -> None:
-    """Raise CheckpointError where `config_groups` contradict the algorithms that are declared."""
+    """Raise CheckpointError if `config_groups` contradict the declared algorithms."""
     described = section.get("config_groups")
     if not groups or described is None:
         return

@@ -1,7 +1,7 @@
-"""The dialects, and what a checkpoint declares in whichever of them.
+"""Registry of dialects, and reading of a checkpoint's declaration in any of them.
 
-What is quantized, and how, stands in `quantization_config` of `config.json`; ModelOpt also writes
-`hf_quant_config.json`, which wins where both exist because it is the original of the two.
+The declaration is `quantization_config` of `config.json`; ModelOpt also writes
+`hf_quant_config.json`, the original of the two, which wins if both exist.
 """
 
 import json
@@ -21,16 +21,18 @@ from halfbyte.checkpoints.dialects.modelopt import ModelOpt
 from halfbyte.checkpoints.errors import CheckpointError, read_json
 
 DIALECTS: tuple[Dialect, ...] = get_args(Dialect)
+"""Names of all supported dialects."""
 _REGISTRY: dict[Dialect, CheckpointDialect] = {
     dialect.name: dialect
-    # ModelOpt's own file may lie beside another method's section, which wins.
+    # ModelOpt last: its file may exist beside another method's section, which wins.
     for dialect in (CompressedTensors(), ModelOpt())
 }
 TENSOR_NAMES: dict[Dialect, TensorNames] = {name: _REGISTRY[name].tensor_names for name in DIALECTS}
+"""Tensor names of NVFP4 layers in each dialect."""
 
 
 def get_dialect(name: Dialect) -> CheckpointDialect:
-    """The dialect of a name."""
+    """The dialect with a name."""
     return _REGISTRY[name]
 
 
@@ -38,7 +40,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The fields of a folder's `config.json`.
 
     Raises:
-        CheckpointError: it is no JSON object, or its `quantization_config` is none; one line.
+        CheckpointError: it or its `quantization_config` is not a JSON object; one line.
     """
     config = read_json(folder / "config.json")
     _section(folder, config)
@@ -46,19 +48,19 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_declaration(folder: str | Path, config: Mapping[str, Any]) -> Declaration | None:
-    """What a checkpoint declares of its quantization.
+    """Read a checkpoint's declaration of its quantization.
 
     Args:
         folder: of the checkpoint.
         config: the dict of its `config.json`.
 
     Returns:
-        None for a checkpoint that is not quantized, or by a method of neither dialect (which is
-        transformers' business).
+        None for a checkpoint that is not quantized, or by a method of neither dialect (left to
+        transformers).
 
     Raises:
-        CheckpointError: a broken declaration; or one of these dialects, or of Quark's NVFP4, that
-            is not read here: one line that names the scheme.
+        CheckpointError: a broken declaration; an unsupported scheme of these dialects, or Quark's
+            NVFP4; one line that names the scheme.
     """
     folder = Path(folder)
     section = _section(folder, config)
@@ -74,7 +76,7 @@ def read_declaration(folder: str | Path, config: Mapping[str, Any]) -> Declarati
 
 
 def _section(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`quantization_config` of the config, empty where it has none."""
+    """`quantization_config` of the config, empty if absent."""
     for name in ("quantization", "quantization_config"):
         section = config.get(name)
         if section is not None and not isinstance(section, Mapping):
@@ -85,8 +87,8 @@ def _section(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _refuse_quark(folder: Path, section: Mapping[str, Any]) -> None:
-    """Refuse Quark's 4-bit floats by name; its other formats are left to transformers."""
-    # Per layer and per class of layers there may be other formats than the global one.
+    """Raise CheckpointError for Quark's 4-bit floats; transformers loads its other formats."""
+    # Layers and layer classes may have formats other than the global one.
     parts = [value for name, value in section.items() if name.endswith("quant_config") and value]
     if "fp4" in json.dumps(parts or section).lower():
         raise unknown_scheme(

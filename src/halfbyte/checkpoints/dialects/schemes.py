@@ -1,4 +1,4 @@
-"""Schemes of `config_groups`: how weights and activations are quantized, of both dialects."""
+"""Schemes in `config_groups` of both dialects: quantization of weights and activations."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ NVFP4_EXPECTED = "NVFP4 (float, num_bits 4, group_size 16, symmetric, not dynami
 FP8_EXPECTED = "FP8 per tensor or row"
 
 _ORDERS = (None, False, "static", "weight")
-"""Activation orders of GPTQ that leave the tensor's columns in place. Others come with a
+"""GPTQ activation orders that do not permute the tensor's columns. Other orders need a
 `weight_g_idx`."""
 
 _NVFP4: Values = {
@@ -56,12 +56,12 @@ def is_fp8_weight(args: Any) -> bool:
 
 
 def is_fp8_input(args: Any) -> bool:
-    """Whether these are the arguments of FP8 activations, which are left unquantized here."""
+    """Whether these are the arguments of FP8 activations, which halfbyte does not quantize."""
     return _fits(args, _FP8_INPUTS)
 
 
 def describe(args: Any) -> str:
-    """The fields of some arguments that say anything, for messages."""
+    """The arguments that are set, for messages."""
     if not isinstance(args, Mapping):
         return repr(args)
     fields = described(args)

@@ -1,1 +1,1 @@
-"""NVFP4 layers in transformers' models: planned, put in place, and filled from the shards."""
+"""NVFP4 layers in transformers' models: planning, insertion, and loading from the shards."""

@@ -1,9 +1,8 @@
-"""Experts of a mixture (Qwen3-MoE), one by one.
+"""Unfused experts of MoE models (Qwen3-MoE).
 
-transformers fuses them into two 3-D parameters, which `nn.Linear` is not, while files hold a gate,
-an up and a down projection per expert. Where experts are quantized, `Experts` takes the place of
-the fused ones: modules named as in the files, each projection with its own scales and kernel, run
-one expert after the other.
+transformers fuses experts into two 3-D parameters, while files hold gate, up and down projections
+per expert. Quantized experts are replaced by `Experts`: modules named as in the files, each
+projection with its own scales and kernel, run one expert after the other.
 """
 
 import torch
@@ -13,7 +12,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class Expert(nn.Module):
-    """One expert of a mixture: `down(act(gate(x)) * up(x))`."""
+    """One expert: `down(act(gate(x)) * up(x))`."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, act_fn: nn.Module) -> None:
         super().__init__()
@@ -29,11 +28,11 @@ class Expert(nn.Module):
 
 
 class Experts(nn.ModuleList):
-    """A mixture's experts one by one, with the call of transformers' fused ones."""
+    """Unfused experts with the forward signature of transformers' fused experts."""
 
     @classmethod
     def like(cls, fused: nn.Module) -> "Experts":
-        """Unquantized experts of the sizes, dtype and device of fused ones."""
+        """Unquantized experts with the sizes, dtype and device of fused ones."""
         gate_up, act_fn = fused.gate_up_proj, fused.act_fn
         assert isinstance(gate_up, torch.Tensor)
         assert isinstance(act_fn, nn.Module)
@@ -44,17 +43,17 @@ class Experts(nn.ModuleList):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Weighted sum of the experts that each token goes to, as transformers computes it.
+        """Weighted sum of each token's experts, as transformers computes it.
 
         Args:
             hidden_states: `[tokens, hidden]`.
-            top_k_index: int64 `[tokens, k]`, experts; `len(self)` stands for none.
+            top_k_index: int64 `[tokens, k]`, experts; `len(self)` means no expert.
             top_k_weights: `[tokens, k]`.
         """
         result = torch.zeros_like(hidden_states)
         choices, weights = top_k_index.flatten(), top_k_weights.flatten()
         by_expert = choices.argsort(stable=True)
-        # The only wait for the device: how many tokens each expert gets.
+        # The only sync with the device: tokens per expert.
         counts = choices.bincount(minlength=len(self) + 1)[: len(self)].tolist()
         start = 0
         for expert, count in zip(self, counts, strict=True):

@@ -1,11 +1,10 @@
-"""Which layers of a model are quantized in its files, compared with the headers.
+"""Determines which layers of a model are quantized in its files, and checks the headers.
 
-A model is built first, on the meta device. `plan_layers` walks over its linear layers, asks the
-checkpoint's declaration how each is stored, and compares the headers of the files with what the
-model needs; nothing has been loaded when that fails.
+The model is built on the meta device first. `plan_layers` looks up each linear layer in the
+checkpoint's declaration and compares the files' headers with the model, before anything is loaded.
 
-Names of modules are names in the files, with one exception: the fused experts of mixtures, which
-`experts.py` takes apart where they are quantized.
+Module names are the names in the files, except for fused experts, which `experts.py` unfuses if
+they are quantized.
 """
 
 import logging
@@ -38,8 +37,8 @@ class PlannedLayer:
         scheme: how it is stored.
         in_features: K.
         out_features: N.
-        has_bias: whether the model has a bias there.
-        tensors: names of its tensors in the files, without its own.
+        has_bias: whether the layer has a bias in the model.
+        tensors: names of its tensors in the files, without the layer's name.
     """
 
     scheme: Scheme
@@ -51,13 +50,13 @@ class PlannedLayer:
 
 @dataclass
 class LayerPlan:
-    """What is quantized in a model's files.
+    """The quantized layers of a model.
 
     Args:
-        layers: by name; those of experts included.
-        experts: names of the modules that hold fused experts which the files do not.
-        uncalibrated: layers of experts that are declared W4A4 and, because calibration never
-            reached them, have no activation scale. They are planned as W4A16.
+        layers: by name, including those of experts.
+        experts: names of modules with fused experts that the files store unfused.
+        uncalibrated: layers of experts that are declared W4A4 but have no activation scale, because
+            calibration never reached them. They are planned as W4A16.
     """
 
     layers: dict[str, PlannedLayer] = field(default_factory=dict)
@@ -65,16 +64,16 @@ class LayerPlan:
     uncalibrated: list[str] = field(default_factory=list)
 
     def leave_activations(self, name: str) -> None:
-        """Plan an expert's layer as W4A16 after all."""
+        """Change an expert's layer to W4A16."""
         self.layers[name] = replace(self.layers[name], scheme="nvfp4-a16")
         self.uncalibrated.append(name)
 
     def count(self, scheme: Scheme) -> int:
-        """Layers of a scheme."""
+        """Number of layers with a scheme."""
         return sum(layer.scheme == scheme for layer in self.layers.values())
 
     def file_names(self) -> Iterator[str]:
-        """Names of all the tensors in the files that the layers consist of."""
+        """Names in the files of all tensors of the layers."""
         for name, layer in self.layers.items():
             yield from (f"{name}.{tensor}" for tensor in layer.tensors)
 
@@ -82,10 +81,10 @@ class LayerPlan:
 def plan_layers(
     model: PreTrainedModel, declaration: Declaration, index: CheckpointIndex
 ) -> LayerPlan:
-    """Which layers of a model are quantized in its files, checked against the headers.
+    """Plan the quantized layers of a model, checked against the headers.
 
     Args:
-        model: on the meta device or any other; it is left as it is.
+        model: on the meta device or any other; not modified.
         declaration: of the checkpoint.
         index: of its files.
 
@@ -128,7 +127,7 @@ def plan_layers(
 
 
 def _check_experts(model: PreTrainedModel, index: CheckpointIndex) -> None:
-    """Raise CheckpointError for quantized experts of a kind that is not taken apart here."""
+    """Raise CheckpointError for quantized experts that cannot be unfused here."""
     for name, module in model.named_modules():
         fused = getattr(module, "gate_up_proj", None)
         if not isinstance(fused, nn.Parameter) or has_fused_experts(module):
@@ -142,7 +141,7 @@ def _check_experts(model: PreTrainedModel, index: CheckpointIndex) -> None:
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, int, int, bool, str | None]]:
-    """(name, N, K, has bias, module of fused experts that it is part of) of all linear layers."""
+    """(name, N, K, has bias, module of its fused experts or None) of all linear layers."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             yield name, module.out_features, module.in_features, module.bias is not None, None

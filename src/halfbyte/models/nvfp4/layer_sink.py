@@ -1,4 +1,4 @@
-"""From the tensors of a file to a quantized layer that is ready to run."""
+"""Assembles a quantized layer from its tensors in the files."""
 
 import math
 from collections.abc import Callable
@@ -14,19 +14,19 @@ from halfbyte.linear import NvFp4Linear
 from halfbyte.models.nvfp4.layer_plan import LayerPlan
 
 Sink = Callable[[torch.Tensor], None]
-"""Takes a tensor of the files, on its device, to its place in the model."""
+"""Puts a tensor from the files, already on its device, into the model."""
 
 
 class LayerSink:
-    """Takes the tensors of one quantized layer, and fills it when all are there.
+    """Collects the tensors of one quantized layer, and fills the layer once it has all.
 
     Args:
         name: of the layer.
         module: the layer, on the meta device.
-        plan: with the layer in it.
+        plan: contains the layer.
         declaration: of the checkpoint.
         index: of its files.
-        dtype: of weights that are dequantized.
+        dtype: of dequantized weights.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class LayerSink:
         self.folder, self.dtype = index.folder, dtype
 
     def of(self, tensor_name: str) -> Sink:
-        """What takes a tensor; its name without the layer's."""
+        """The sink of a tensor, by its name without the layer's."""
 
         def take(tensor: torch.Tensor) -> None:
             self.tensors[tensor_name] = tensor
@@ -72,17 +72,16 @@ class LayerSink:
                 f"{self.folder}: {self.name}.weight_scale: expected finite numbers above 0, found "
                 f"{scale.flatten()[:4].tolist()}"
             )
-        # [N] and [N, 1] scale rows, one element all.
+        # [N] and [N, 1] scale rows; one element scales the whole weight.
         weight = tensors["weight"].float() * scale.reshape(-1, 1)
         assign(self.module, "weight", weight.to(self.dtype))
         if "bias" in tensors:
             assign(self.module, "bias", tensors["bias"].to(self.dtype))
 
     def _is_uncalibrated(self, input_global_scale: torch.Tensor | None) -> bool:
-        """Of an expert that calibration never reached, compressed-tensors writes 1 / 0, or 1.
+        """Whether calibration never reached an expert: compressed-tensors then writes 1 / 0, or 1.
 
-        So would 2688 as the largest magnitude; what it then costs is that an expert's activations
-        are left alone.
+        An amax of exactly 2688 also gives 1; then the expert needlessly runs as W4A16.
         """
         return (
             input_global_scale is not None
@@ -93,7 +92,7 @@ class LayerSink:
 
 
 def assign(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put a tensor in the place of a module's own buffer or parameter."""
+    """Replace a buffer or parameter of a module by a tensor."""
     if name in module._buffers:
         module._buffers[name] = tensor
     else:

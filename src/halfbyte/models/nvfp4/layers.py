@@ -1,7 +1,7 @@
-"""Quantized layers put in place of a transformers model's own.
+"""Replaces linear layers of a transformers model by quantized ones.
 
-The model stands on the meta device, and `plan_layers` has compared the headers of the files with
-it. `put_in_place` exchanges the modules; `weight_stream` fills them.
+The model is on the meta device, and `plan_layers` has compared it with the files' headers.
+`put_in_place` replaces the modules; `weight_stream` fills them.
 """
 
 import logging
@@ -20,20 +20,20 @@ from halfbyte.models.nvfp4.layer_plan import LayerPlan, PlannedLayer
 logger = logging.getLogger("halfbyte")
 
 _NATIVE_FP4 = 100
-"""Compute capability from which GPUs multiply FP4 by FP4 themselves."""
+"""Min compute capability with native FP4 x FP4 products."""
 
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """How quantized layers are to run.
+    """Options of quantized layers.
 
     Args:
         dtype: of activations, biases and results.
-        device: where they will be.
+        device: of the loaded layers.
         backend: name of a linear backend, or None to choose.
-        quantize_activations: whether W4A4 layers quantize their activations; None for where the
-            machine multiplies FP4 by FP4 itself.
-        batch_invariant: a row's result is bitwise the same whatever else is in the batch.
+        quantize_activations: whether W4A4 layers quantize their activations; None to do so only
+            with native FP4 x FP4 products.
+        batch_invariant: results are bitwise independent of the batch.
     """
 
     dtype: torch.dtype
@@ -46,12 +46,12 @@ class LayerOptions:
 def put_in_place(
     model: PreTrainedModel, plan: LayerPlan, declaration: Declaration, options: LayerOptions
 ) -> None:
-    """Exchange the layers of a plan for `NvFp4Linear`, empty and on the meta device.
+    """Replace the layers of a plan by `NvFp4Linear`, empty and on the meta device.
 
     FP8 layers stay `nn.Linear`: their weights are dequantized when they are loaded.
 
     Raises:
-        ValueError: activations are to be quantized, and no layer has a scale for them.
+        ValueError: `quantize_activations` is set, and no layer has an activation scale.
     """
     if options.quantize_activations and not plan.count("nvfp4"):
         raise ValueError(
@@ -81,7 +81,7 @@ def put_in_place(
 
 
 def log_activation_mode(model: nn.Module, plan: LayerPlan, options: LayerOptions) -> None:
-    """Log how the layers run that are declared W4A4."""
+    """Log how layers declared W4A4 run."""
     declared = plan.count("nvfp4")
     layers = [module for module in model.modules() if isinstance(module, NvFp4Linear)]
     quantized = sum(layer.quantize_activations for layer in layers)
@@ -107,7 +107,7 @@ def log_activation_mode(model: nn.Module, plan: LayerPlan, options: LayerOptions
 
 
 def untie(model: PreTrainedModel, name: str) -> None:
-    """Let a layer that has weights of its own in the files keep them."""
+    """Untie a layer that has its own weights in the files."""
     if model.all_tied_weights_keys.pop(f"{name}.weight", None) is not None:
         model.config.tie_word_embeddings = False
 
@@ -115,7 +115,7 @@ def untie(model: PreTrainedModel, name: str) -> None:
 def _quantizes_activations(
     layer: PlannedLayer, options: LayerOptions, chosen: dict[NvFp4LinearLayerConfig, bool]
 ) -> bool:
-    """Whether a layer runs as W4A4: if asked for, else if a native kernel would run it."""
+    """Whether a layer runs as W4A4: if requested, or by default if a native kernel would run it."""
     if layer.scheme != "nvfp4" or options.quantize_activations is not None:
         return layer.scheme == "nvfp4" and bool(options.quantize_activations)
     config = NvFp4LinearLayerConfig(

@@ -1,9 +1,9 @@
-"""transformers' quantizer of NVFP4 checkpoints: what `from_pretrained` finds after the import.
+"""transformers' quantizer for NVFP4 checkpoints, registered by `import halfbyte`.
 
-transformers asks a quantizer for its place in three moments: when it has read `config.json`, when
-the model stands on the meta device, and when everything else is loaded. Quantized layers are taken
-out in the second and come back, filled by our own streaming, in the third; transformers never sees
-their tensors, so that its ways with dtypes, fused experts and missing keys cannot touch them.
+transformers calls a quantizer three times: after reading `config.json`, when the model is on the
+meta device, and when all other weights are loaded. The second call removes the quantized layers;
+the third puts them back, filled by halfbyte's streaming. transformers never sees their tensors, so
+its handling of dtypes, fused experts and missing keys does not affect them.
 """
 
 import copy
@@ -27,13 +27,13 @@ from halfbyte.models.nvfp4.layers import LayerOptions, log_activation_mode, put_
 from halfbyte.models.nvfp4.weight_stream import check_plain_tensors, stream_weights
 
 METHOD = PROVIDER
-"""The name of the quantizer in transformers' registry; checkpoints keep their own."""
+"""Name of the quantizer in transformers' registry; checkpoints keep their own `quant_method`."""
 
 _AUTOMATIC_DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 class NvFp4Config(QuantizationConfigMixin):
-    """`quantization_config` of a checkpoint in either dialect, kept as the file has it.
+    """`quantization_config` of a checkpoint in either dialect, unchanged.
 
     Args:
         section: the object in `config.json`.
@@ -52,7 +52,7 @@ class NvFp4Config(QuantizationConfigMixin):
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
-        """The object as the file has it, its `quant_method` included."""
+        """The object as in the file, including `quant_method`."""
         return copy.deepcopy(self.section)
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
@@ -60,13 +60,13 @@ class NvFp4Config(QuantizationConfigMixin):
 
 
 class _Pending(nn.Module):
-    """Keeps the place of a quantized module while transformers loads the others."""
+    """Placeholder of a quantized module while transformers loads the others."""
 
 
 class _UnderPrefix(nn.Module):
-    """A base model, its modules named as in the files of a model with a head.
+    """A base model whose modules are named as in the files of a model with a head.
 
-    It has of a `PreTrainedModel` what planning and streaming ask for.
+    Has those attributes of `PreTrainedModel` that planning and streaming use.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -78,13 +78,13 @@ class _UnderPrefix(nn.Module):
             f"{prefix}.{name}": f"{prefix}.{other}"
             for name, other in model.all_tied_weights_keys.items()
         }
-        # A head in the files is not asked for, quantized or not.
+        # Ignore a head in the files, quantized or not.
         ignored = model._keys_to_ignore_on_load_unexpected or ()
         self._keys_to_ignore_on_load_unexpected = {*ignored, rf"^(?!{re.escape(prefix)}\.)"}
 
 
 def _named_as_in_files(model: PreTrainedModel, index: CheckpointIndex) -> Any:
-    """The model, or where the files add a prefix to its names, the same modules under it."""
+    """The model; if the files add a prefix to its names, the same modules under that prefix."""
     prefix = model.base_model_prefix
     is_base = bool(prefix) and not hasattr(model, prefix)
     has_prefix = any(name.startswith(f"{prefix}.") for name in index.tensors)
@@ -92,7 +92,7 @@ def _named_as_in_files(model: PreTrainedModel, index: CheckpointIndex) -> Any:
 
 
 class NvFp4Quantizer(HfQuantizer):
-    """Loads quantized layers for `from_pretrained`, onto one device."""
+    """Loads quantized layers for `from_pretrained` onto one device."""
 
     requires_calibration = True
     quantization_config: NvFp4Config
@@ -106,7 +106,7 @@ class NvFp4Quantizer(HfQuantizer):
         self._options: LayerOptions | None = None
 
     def update_device_map(self, device_map: Any) -> Any:
-        """One device for everything: the current GPU where transformers would choose.
+        """One device for the whole model: for automatic maps the current GPU.
 
         Raises:
             ValueError: a map onto several devices.
@@ -124,10 +124,10 @@ class NvFp4Quantizer(HfQuantizer):
         files: Sequence[str] = kwargs.get("checkpoint_files") or ()
         if not files:
             raise CheckpointError("expected a checkpoint's files to load from, found none")
-        # Those that transformers takes the other tensors from; the folder may hold more.
+        # The files from which transformers loads the other tensors; the folder may hold more.
         index = CheckpointIndex.read_chosen(files)
         folder, named = index.folder, _named_as_in_files(model, index)
-        read_kv_scales(folder)  # broken ones show before weights are read
+        read_kv_scales(folder)  # raises for broken scales before weights are read
         section = self.quantization_config.to_dict()
         declaration = read_declaration(folder, {"quantization_config": section})
         if declaration is None or not declaration.quantizes_weights:
@@ -146,13 +146,13 @@ class NvFp4Quantizer(HfQuantizer):
                 untie(named, name)
                 self._pending[name] = named.get_submodule(name)
                 named.set_submodule(name, _Pending())
-        # Before the patterns below hide what is surplus; what is absent would get random values.
+        # Before the patterns below hide surplus tensors; absent ones would get random values.
         check_plain_tensors(named, self._plan, index, model.dtype)
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         model._keys_to_ignore_on_load_unexpected = ignored | set(self._unexpected_names())
 
     def _unexpected_names(self) -> Iterator[str]:
-        """Patterns of what is in the files and, for the time being, not in the model."""
+        """Patterns of tensors in the files that are not in the model at this point."""
         yield r"\.[kv]_(global_)?scale$"  # read by `checkpoints.read_kv_scales`
         for name in {re.sub(r"\d+", "0", name) for name in self._plan.file_names()}:
             yield f"^{re.escape(name).replace('0', '[0-9]+')}$"
@@ -178,22 +178,22 @@ class NvFp4Quantizer(HfQuantizer):
         return model
 
     def is_serializable(self) -> bool:
-        """No: KV scales and the declaration are not in the model; `halfbyte quantize` writes."""
+        """No: the model lacks KV scales and declaration; `halfbyte quantize` writes checkpoints."""
         return False
 
     @property
     def is_trainable(self) -> bool:
-        """No: the kernels have no derivative."""
+        """No: the kernels have no backward."""
         return False
 
     @property
     def is_compileable(self) -> bool:
-        """Yes: kernels are operators that `torch.compile` sees through."""
+        """Yes: kernels are custom operators that `torch.compile` can trace."""
         return True
 
 
 def mark_as_quantized(model: PreTrainedModel, declaration: Declaration) -> None:
-    """Give a model with NVFP4 layers the attributes that `from_pretrained` would give it."""
+    """Set the attributes that `from_pretrained` sets on a quantized model."""
     section = {"quant_method": declaration.dialect, **(declaration.section or {})}
     quantization_config = NvFp4Config(section)
     model.config.quantization_config = quantization_config

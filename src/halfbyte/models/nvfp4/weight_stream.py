@@ -1,9 +1,9 @@
-"""Weights from a checkpoint's shards into a model on the meta device, one tensor at a time.
+"""Streams weights from a checkpoint's shards into a model on the meta device.
 
-Every tensor that is still on the meta device is looked for in the files, and the headers are
-compared with all of them first. Then shard after shard is opened; a tensor goes to the target
-device at once, and a quantized layer to its kernel as soon as it is complete, so that neither the
-host nor the device holds much more than the model and one shard.
+All tensors still on the meta device are looked up in the files and compared with the headers first.
+Then shards are opened one by one; each tensor goes to the target device immediately, and a
+quantized layer is repacked for its kernel once it is complete, so that host and device hold little
+more than the model and one shard.
 """
 
 import re
@@ -34,20 +34,20 @@ def stream_weights(
     """Load every tensor of a model that is on the meta device.
 
     Args:
-        model: its quantized layers put in place.
-        plan: of them.
+        model: with its quantized layers in place.
+        plan: of the quantized layers.
         declaration: of the checkpoint.
         index: of its files.
-        device: to load to.
-        dtype: of what is not quantized.
+        device: target device.
+        dtype: of unquantized tensors.
 
     Returns:
-        Names of parameters that are not in the files and still to be tied to loaded ones.
+        Names of parameters that are not in the files and must still be tied to loaded ones.
 
     Raises:
-        CheckpointError: a tensor is absent, does not fit, or is one that nothing here reads; a
-            scale that is NaN, infinite or negative, or a global scale of 0; one line that names
-            the tensor, what was expected and what was found.
+        CheckpointError: a tensor is absent, does not fit, or is not supported; a scale is NaN,
+            infinite or negative, or a global scale is 0; one line with the tensor, what was
+            expected and what was found.
     """
     sinks, absent = weight_sinks(model, plan, declaration, index, dtype)
     stream_into(sinks, index, device)
@@ -55,7 +55,7 @@ def stream_weights(
 
 
 def stream_into(sinks: dict[str, Sink], index: CheckpointIndex, device: torch.device) -> None:
-    """Hand every tensor to its sink, shard by shard."""
+    """Pass every tensor to its sink, shard by shard."""
     progress = transformers_logging.tqdm(total=len(sinks), desc="Loading weights")
     with progress:
         for name, tensor in index.stream(sinks, device):
@@ -70,21 +70,21 @@ def weight_sinks(
     index: CheckpointIndex,
     dtype: torch.dtype,
 ) -> tuple[dict[str, Sink], set[str]]:
-    """What takes each tensor of the files that a model on the meta device needs.
+    """Sinks for all tensors of the files that a model on the meta device needs.
 
-    All of a quantized layer's tensors are to be handed over before the layer is used, in any order;
-    every tensor at most once. Nothing is loaded here.
+    The caller must pass all tensors of a quantized layer, in any order and each once, before the
+    layer is used. Nothing is loaded here.
 
     Args:
         model, plan, index, dtype: as for `stream_weights`.
         declaration: of the checkpoint; None for an empty plan.
 
     Returns:
-        The sinks, by the tensors' names in the files, and the names of parameters that are not in
-        the files and still to be tied to loaded ones.
+        The sinks by tensor name in the files, and the names of parameters that are not in the files
+        and must still be tied to loaded ones.
 
     Raises:
-        CheckpointError: a tensor is absent, does not fit, or is one that nothing here reads.
+        CheckpointError: a tensor is absent, does not fit, or is not supported.
     """
     sinks: dict[str, Sink] = {}
     for name, layer in plan.layers.items():
@@ -101,13 +101,13 @@ def weight_sinks(
 def check_plain_tensors(
     model: PreTrainedModel, plan: LayerPlan, index: CheckpointIndex, dtype: torch.dtype
 ) -> None:
-    """Compare the headers with all that is not quantized, before anything is loaded.
+    """Compare the headers with all unquantized tensors, before anything is loaded.
 
     Args:
-        model: on the meta device, without the modules that are quantized.
-        plan: of these.
+        model: on the meta device, without the quantized modules.
+        plan: of the quantized modules.
         index: of the files.
-        dtype: of what is not quantized.
+        dtype: of unquantized tensors.
 
     Raises:
         CheckpointError: as `stream_weights`.
@@ -122,9 +122,9 @@ def _plain_sinks(
     dtype: torch.dtype,
     absent: set[str],
 ) -> Iterator[tuple[str, Sink]]:
-    """(name in the files, what takes the tensor) of everything that is not quantized.
+    """(name in the files, sink) of all unquantized tensors.
 
-    Names that are not in the files, and tied to some that are, go to `absent`.
+    Names that are not in the files, but tied to names that are, are added to `absent`.
     """
     kept_dtypes = model._get_dtype_plan(dtype)
     tied = _tied_to(model)
@@ -165,7 +165,7 @@ def _assigner(module: nn.Module, name: str, dtype: torch.dtype) -> Sink:
 def _fused_experts(
     prefix: str, module: nn.Module, index: CheckpointIndex, dtype: torch.dtype
 ) -> Iterator[tuple[str, Sink]]:
-    """Unquantized experts, which files hold one by one and the model fused."""
+    """Sinks of unquantized experts, which are separate in the files and fused in the model."""
     num_experts, both, hidden_size = module.get_parameter("gate_up_proj").shape
     size = both // 2
     places = {
@@ -196,13 +196,13 @@ def _fused_experts(
 def _check_all_read(
     model: PreTrainedModel, plan: LayerPlan, index: CheckpointIndex, sinks: dict[str, Sink]
 ) -> None:
-    """Raise CheckpointError if the files hold quantized weights that nothing takes."""
+    """Raise CheckpointError if the files hold quantized weights without a sink."""
     ignored = [re.compile(p) for p in model._keys_to_ignore_on_load_unexpected or ()]
     for name, entry in index.tensors.items():
         if name in sinks or not QUANTIZED_WEIGHT.search(name):
             continue
         if name.rpartition(".")[0] in plan.layers:
-            continue  # compared with the layer's needs already
+            continue  # checked with its layer already
         if not any(pattern.search(name) for pattern in ignored):
             raise CheckpointError(
                 f"{index.folder}: {name}: expected no tensor of quantized weights there by what "

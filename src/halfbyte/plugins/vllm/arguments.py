@@ -1,8 +1,8 @@
-"""What a command line of `vllm serve` says, read as vLLM reads it; vLLM itself is not imported.
+"""Parses a `vllm serve` command line as vLLM does, without importing vLLM.
 
-vLLM takes `--name value`, `--name=value`, `--some_name` for `--some-name`, a part of JSON as
-`--name.key value`, and names cut short. A file that `--config` names is read before the command
-line, which wins.
+vLLM accepts `--name value`, `--name=value`, `--some_name` for `--some-name`, parts of JSON as
+`--name.key value`, and abbreviated names. Options in the file of `--config` come first; the command
+line overrides them.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _SHORTEST_CUT = len("--abcd")
-"""Characters of a name that is cut short, at least: vLLM refuses shorter ones as ambiguous."""
+"""Min characters of an abbreviated name: vLLM rejects shorter ones as ambiguous."""
 
 
 @dataclass
@@ -38,20 +38,20 @@ class Said:
 
     @property
     def model(self) -> str | None:
-        """The model: first on the command line, or after `--model`, there or in the file."""
+        """The model: the first argument, or the value of `--model` there or in the file."""
         if self.arguments and not self.arguments[0].startswith("-"):
             return self.arguments[0]
         return self.value("--model")
 
     def value(self, *names: str) -> str | None:
-        """What was said last of an option; empty for one without a value, None if it is absent."""
+        """The last value of an option; empty for an option without a value, None if absent."""
         return _value([*self.in_file, *self.arguments], names)
 
     def json(self, *names: str) -> Any:
-        """The same of an option that takes JSON; parts of it win over the whole, as in vLLM.
+        """The value of a JSON option; `--name.key` parts override the whole, as in vLLM.
 
         Raises:
-            ValueError: no JSON; one line.
+            ValueError: not JSON; one line.
         """
         parts = _parts([*self.in_file, *self.arguments], names)
         if parts:
@@ -65,7 +65,7 @@ class Said:
             raise ValueError(f"{names[0]}: expected JSON, got {text!r}: {error}") from None
 
     def without(self, name: str) -> list[str]:
-        """The arguments without an option that takes a value, and without its parts."""
+        """The arguments without an option, its value and its parts."""
         kept: list[str] = []
         arguments = list(self.arguments)
         while arguments:
@@ -79,7 +79,7 @@ class Said:
 
 
 def _split(argument: str) -> tuple[str, str | None]:
-    """Name and value of `--some_name=value`; the name with dashes, but for its parts."""
+    """Name and value of `--some_name=value`; the name with dashes, its JSON keys unchanged."""
     if not argument.startswith("-"):
         return "", None
     key, equals, value = argument.partition("=")
@@ -88,7 +88,7 @@ def _split(argument: str) -> tuple[str, str | None]:
 
 
 def _is(key: str, names: Sequence[str]) -> bool:
-    """Whether an argument's name is one of an option's, perhaps cut short."""
+    """Whether an argument's name is one of an option's names, possibly abbreviated."""
     if key in names:
         return True
     return len(key) >= _SHORTEST_CUT and any(name.startswith(key) for name in names)
@@ -105,7 +105,7 @@ def _value(arguments: Sequence[str], names: Sequence[str]) -> str | None:
 
 
 def _parts(arguments: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
-    """The object that `--name.key value` and `--name.key.key value` make."""
+    """The object given by `--name.key value` and `--name.key.key value`."""
     found: dict[str, Any] = {}
     for i, argument in enumerate(arguments):
         key, value = _split(argument)

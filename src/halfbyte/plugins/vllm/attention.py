@@ -1,4 +1,4 @@
-"""A layer's attention: K and V quantized into its pages, read back packed."""
+"""Attention of a layer: quantizes K and V into pages, attends to the packed pages."""
 
 from functools import cache
 from typing import Any
@@ -34,7 +34,7 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
     """See vLLM's `AttentionImpl` for the arguments.
 
     Raises:
-        NotImplementedError: ALiBi, encoders, or an option that halfbyte does not know.
+        NotImplementedError: ALiBi, encoders, or an unknown option.
         ValueError: see `check_config`.
     """
 
@@ -78,12 +78,12 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         self._has_scales = not self.needs_scales
         self.recipe = options.recipe if self.format.k.is_nvfp4 else RECIPES["plain"]
         if self.needs_scales and LastModel.with_scales is not config.model_config:
-            # Before the weights are loaded, which takes minutes.
+            # Check before loading the weights, which takes minutes.
             check_scales(config, options, self.recipe)
             LastModel.with_scales = config.model_config
         self.transform: KVTransform | None = None
         self._layout: PageLayout | None = None
-        # Now, when vLLM counts the memory that is not its cache's.
+        # Allocate now, so that vLLM's memory profiling counts the rings.
         has_rings = self.format.k.is_nvfp4 and kv_sharing_target_layer_name is None
         self.recent_tokens = ring_tokens(config) if has_rings else 0
         self._max_num_seqs = config.scheduler_config.max_num_seqs
@@ -98,7 +98,7 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         return self.format.k.has_global_scale or self.format.v.has_global_scale
 
     def set_scales(self, scales: KVScales, layer: int, device: torch.device) -> None:
-        """Take the scales of a layer; on a GPU as tensors, which its kernels read there."""
+        """Set the scales of a layer; on a GPU as tensors, which kernels read there."""
         heads = slice(None)
         if self.recipe.changes_k:
             total = scales.calibration_for(self.recipe).layers[layer].mean.shape[0]
@@ -115,7 +115,7 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         self._has_scales = True
 
     def check_rings(self, head_size_v: int, device: torch.device) -> None:
-        """Let the rings be where the layer runs, and of its sizes."""
+        """Reallocate the rings if the layer's device or head size differs."""
         if self.rings is None:
             return
         value = self.rings[1]
@@ -135,7 +135,7 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
 
     @property
     def max_position(self) -> int | None:
-        """Tokens that the layer's recipe has means of K for; None where there is no limit."""
+        """Max tokens for which the recipe has means of K; None for no limit."""
         return None if self.transform is None else self.transform.max_position
 
     def do_kv_cache_update(
@@ -153,9 +153,9 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         changed: dict[str, Any] = {}
         if self.transform is not None:
             context: Any = get_forward_context().attn_metadata
-            if context is None:  # a dummy run, in which no token has a slot
+            if context is None:  # a dummy run: no token has a slot
                 return
-            # Slots that pad a step have no position.
+            # Padding slots have no position.
             metadata = context[layer.layer_name]
             positions = metadata.positions()
             slot_mapping = slot_mapping[: positions.shape[0]]
@@ -179,12 +179,12 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend to the cache, the step's own tokens included.
+        """Attend to the cache, including this step's tokens.
 
         Args:
-            query: `[tokens, heads, head_size]`, perhaps padded.
+            query: `[tokens, heads, head_size]`, possibly padded.
             kv_cache: the layer's pages.
-            attn_metadata: None while vLLM measures memory; the output is zeros then.
+            attn_metadata: None during memory profiling; the output is then zeros.
             output: `[tokens, heads, head_size_v]`, written.
         """
         if attn_metadata is None:
@@ -226,7 +226,7 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> RecentInputs | None:
-        """The last tokens of the step's sequences; None where all are read from the pages."""
+        """The last tokens of the step's sequences; None if all are read from the pages."""
         step, tokens = metadata.recent, metadata.num_actual_tokens
         if self.rings is None or step is None:
             return None
@@ -256,7 +256,7 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
 
 @cache
 def batch_invariant() -> bool:
-    """Whether results may not depend on the rest of the batch."""
+    """Whether results must be independent of the batch."""
     import vllm.envs as envs
 
     return bool(envs.VLLM_BATCH_INVARIANT)

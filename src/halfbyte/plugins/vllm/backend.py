@@ -1,7 +1,7 @@
-"""The attention backend: what it supports, and its pages in both generations of vLLM.
+"""The attention backend: its capabilities, and its pages for both vLLM interfaces.
 
-Up to 0.24 or so a backend gives the shape of the whole cache (`get_kv_cache_shape`), from 0.32 on
-the bytes of a token of a head (`customize_spec`). Each vLLM calls what it knows.
+In vLLM 0.24 a backend returns the shape of the whole cache (`get_kv_cache_shape`), from 0.32 on the
+bytes per token and head (`customize_spec`). Each version calls the method it knows.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ _INSTEAD = {
     "block_size": "use --block-size 16 or a multiple of it",
     "compute capability": f"use a GPU from SM{_OLDEST_GPU}",
 }
-"""What to do about a reason of vLLM's, by what it begins with."""
+"""Advice for vLLM's rejection reasons, by their prefix."""
 _OWN_BACKEND = "use vLLM's own backend: leave out --attention-backend"
 
 
@@ -40,31 +40,31 @@ class HalfbyteAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """A member of `AttentionBackendEnum`: vLLM looks it up there."""
+        """Name in `AttentionBackendEnum`, where vLLM looks it up."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> Any:
-        """The layer's part."""
+        """The attention implementation class."""
         from halfbyte.plugins.vllm.attention import HalfbyteAttentionImpl
 
         return HalfbyteAttentionImpl
 
     @staticmethod
     def get_builder_cls() -> Any:
-        """The step's part."""
+        """The metadata builder class."""
         from halfbyte.plugins.vllm.metadata import HalfbyteMetadataBuilder
 
         return HalfbyteMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Any multiple of 16, so that vLLM never cuts a block: half a page of ours is no page."""
+        """Any multiple of 16, so that vLLM never splits a block (pages cannot be split)."""
         return [MultipleOf(16)]
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """The spec of a layer with the bytes of its format (vLLM from 0.32)."""
+        """A layer's spec with the bytes of its format (vLLM from 0.32)."""
         if spec.state_content_bytes is not None or not spec.kv_quant_mode.is_nvfp4:
             return spec
         layer_format = LayerFormat.of(CARRIER, LastModel.dtype, LastModel.options)
@@ -73,7 +73,7 @@ class HalfbyteAttentionBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> Any:
-        """Layouts in which a page is one run of bytes (vLLM from 0.32)."""
+        """Layouts with contiguous pages (vLLM from 0.32)."""
         from vllm.v1.kv_cache_interface import KVCacheLayout
 
         return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
@@ -86,24 +86,24 @@ class HalfbyteAttentionBackend(AttentionBackend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """The shape of a layer's cache (vLLM 0.24): a page is its K, then its V."""
+        """Shape of a layer's cache (vLLM 0.24); a page holds K, then V."""
         is_nvfp4 = cache_dtype_str.startswith("nvfp4")
         content = nvfp4_kv_cache_full_dim(head_size) if is_nvfp4 else head_size
         return (num_blocks, 2, num_kv_heads, block_size, content)
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """The order of that shape's dimensions in memory; with layers, block by block."""
+        """Order of these dimensions in memory; with a layer dimension, block-major."""
         return (1, 0, 2, 3, 4, 5) if include_num_layers_dimension else (0, 1, 2, 3, 4)
 
     @classmethod
     def get_required_kv_cache_layout(cls) -> str:
-        """Head before token."""
+        """HND: heads before tokens."""
         return "HND"
 
     @classmethod
     def validate_configuration(cls, *arguments: Any, **named: Any) -> list[str]:
-        """What vLLM finds unsupported, each with what to do instead."""
+        """vLLM's rejection reasons, with advice added."""
         reasons = super().validate_configuration(*arguments, **named)
         return [f"{reason} ({_instead_of(reason)})" for reason in reasons]
 
@@ -124,17 +124,17 @@ class HalfbyteAttentionBackend(AttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Yes, where `VLLM_BATCH_INVARIANT=1` is set."""
+        """Yes, with `VLLM_BATCH_INVARIANT=1`."""
         return True
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Decoders alone."""
+        """Decoders only."""
         return attn_type == AttentionType.DECODER
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """CPUs, which have none, and SM80 or later."""
+        """CPUs (no capability), and SM80 or later."""
         return capability is None or capability.to_int() >= _OLDEST_GPU
 
 

@@ -1,5 +1,5 @@
-"""What halfbyte cannot serve, refused by name: options with vLLM's configuration, the rest when
-the first layer is made, before weights are read."""
+"""Rejects unsupported configurations by name: options together with vLLM's configuration checks,
+the rest when the first layer is created, before weights are read."""
 
 import json
 import os
@@ -23,15 +23,15 @@ WHOLE_BLOCK_CONNECTORS = (
     "SharedStorageConnector",
     "SimpleCPUOffloadConnector",
 )
-"""KV connectors that move whole blocks between engines of one layout: byte copies."""
+"""KV connectors that copy whole blocks between engines of one layout."""
 OFFLOADING_CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
-"""Those of them that do so in vLLM 0.24, too, where others take K and V apart."""
+"""Those that copy whole blocks in vLLM 0.24 too, where other connectors split K and V."""
 
 
 def install() -> None:
-    """Check halfbyte's options wherever vLLM checks its own, and set those of its compiler.
+    """Check halfbyte's options where vLLM checks its own, and set compiler options.
 
-    Without halfbyte's attention or options nothing changes.
+    Has no effect without halfbyte's attention or options.
     """
     from vllm.config import VllmConfig
 
@@ -47,22 +47,22 @@ def install() -> None:
 
 
 def _check_options(vllm_config: Any) -> None:
-    """Raise ValueError for options that are unknown, invalid or without effect."""
+    """Raise ValueError for unknown, invalid or ineffective options."""
     options = Options.parse(vllm_config.additional_config)
-    # A draft's configuration, which vLLM makes from the whole run's, may have another backend.
+    # A draft's configuration, derived from the run's, may have another backend.
     if vllm_config.speculative_config is None and not uses_halfbyte(vllm_config):
         for name in options.of_attention():
             raise ValueError(f"{SECTION}.{name}: needs --attention-backend CUSTOM")
 
 
 def check_config(vllm_config: Any) -> Options:
-    """The options of a run that halfbyte can serve.
+    """Check that halfbyte can serve a run, and return its options.
 
     Args:
         vllm_config: vLLM's.
 
     Raises:
-        ValueError: one line that names what is not possible and what to do instead.
+        ValueError: one line with what is not supported and what to do instead.
     """
     options = Options.parse(vllm_config.additional_config)
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
@@ -136,7 +136,7 @@ def _check_connector(transfer: Any) -> None:
 
 
 def _connectors(transfer: Any) -> list[str]:
-    """Names of the connectors in use, those that `MultiConnector` joins one by one."""
+    """Names of the connectors in use, including those inside a `MultiConnector`."""
     if transfer is None or getattr(transfer, "kv_connector", None) is None:
         return []
     if transfer.kv_connector != "MultiConnector":

@@ -1,24 +1,23 @@
-"""What Inductor compiles around halfbyte's kernels."""
+"""Inductor options for the code around halfbyte's kernels."""
 
 from typing import Any
 
 from halfbyte.plugins.vllm.registry import uses_halfbyte
 
 OVERLAP = "triton.enable_pdl"
-"""Inductor's option: its kernels start before the one in front has ended, and let the next one.
-
-halfbyte's do so, too. A step of a small batch is some 350 kernels of a few µs each: beside them,
-what a launch costs takes a tenth of the time, and the next layer's weights can be on their way
-(docs/vllm.md has figures)."""
+"""Inductor's option for programmatic dependent launch (PDL): a kernel may start before the
+previous one has ended. halfbyte's kernels use PDL as well. A step of a small batch is some 350
+kernels of a few µs each, and launch overhead takes a tenth of its time. PDL hides that, and lets
+the next layer's weights be prefetched (docs/vllm.md has figures)."""
 
 
 def overlap_launches(vllm_config: Any) -> None:
-    """Turn `OVERLAP` on for a dense model with halfbyte's attention on Hopper, as was measured.
+    """Set `OVERLAP` for dense models with halfbyte's attention on Hopper, where it was measured.
 
-    What the user says of it in `--compilation-config` stays.
+    A value in `--compilation-config` takes precedence.
 
     Args:
-        vllm_config: vLLM's, changed in place.
+        vllm_config: vLLM's, modified in place.
     """
     from vllm.platforms import current_platform
 
@@ -29,8 +28,8 @@ def overlap_launches(vllm_config: Any) -> None:
     capability = current_platform.get_device_capability()
     if capability is None or capability.to_int() != 90 or not _inductor_knows():
         return
-    # Inductor lets a kernel that only fills memory start without waiting for the one in front.
-    # Dense models have none; others are left alone.
+    # Inductor lets kernels that only fill memory start without waiting for the previous kernel.
+    # Dense models have none; other models are not changed.
     model = vllm_config.model_config
     if getattr(model, "is_moe", False) or getattr(model, "is_hybrid", False):
         return

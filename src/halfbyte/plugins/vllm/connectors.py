@@ -1,9 +1,9 @@
-"""KV connectors: pages that leave the engine are named by their formats and scales, too.
+"""KV connectors: keys of pages that leave the engine include formats and scales.
 
-vLLM's connectors look pages up by the model's name and the hash of their tokens. Two engines with
-other scales would find each other's pages, in a folder, in LMCache, in memory that outlives an
-engine, and read them as other values. So connectors get a configuration in which the model's
-name, and the folder where there is one, end in the identity of the pages (`kvcache.identity`).
+vLLM's connectors look up pages by the model's name and the hash of their tokens. Engines with
+different scales could find each other's pages (in a folder, in LMCache, in memory that outlives an
+engine) and decode wrong values. So connectors get a configuration in which the model's name, and
+the folder if there is one, end with the identity of the pages (`kvcache.identity`).
 """
 
 import copy
@@ -24,19 +24,19 @@ from halfbyte.plugins.vllm.scales import scales_of_model
 
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 _FOLDER = "shared_storage_path"
-"""Of vLLM's example connector, which names files by their tokens alone."""
+"""Folder option of vLLM's example connector, which names files only by their tokens."""
 _EXTRA = "kv_connector_extra_config"
-"""Of a connector that another one joins."""
+"""Options of a connector inside a `MultiConnector`."""
 _MARK = "#halfbyte-"
 
 
 def install() -> None:
-    """Wrap vLLM's factory of connectors as soon as it is imported."""
+    """Wrap vLLM's connector factory when it is imported."""
     after_import(_FACTORY, _wrap_factory)
 
 
 def is_installed() -> bool:
-    """Whether connectors that this vLLM makes get the names; False for an unknown vLLM."""
+    """Whether this vLLM's connector factory is wrapped; False for an unsupported vLLM."""
     try:
         factory = import_module(_FACTORY).KVConnectorFactory
         return hasattr(factory.create_connector, "__wrapped__")
@@ -45,10 +45,10 @@ def is_installed() -> bool:
 
 
 def named_by_pages(vllm_config: Any) -> Any:
-    """A configuration for a connector; the same where halfbyte's attention is not in use.
+    """A connector's configuration; unchanged without halfbyte's attention.
 
     Args:
-        vllm_config: vLLM's; it stays as it is.
+        vllm_config: vLLM's; not modified.
     """
     model_config = vllm_config.model_config
     if not uses_halfbyte(vllm_config) or _MARK in str(model_config.model):
@@ -64,7 +64,7 @@ def named_by_pages(vllm_config: Any) -> Any:
 
 
 def _named_folders(extra: dict[str, Any], identity: str) -> dict[str, Any]:
-    """Options of a connector, and of those that it joins, with folders that end in an identity."""
+    """Options of a connector and of those inside it, with the identity appended to folders."""
     named = dict(extra)
     if _FOLDER in named:
         named[_FOLDER] = f"{named[_FOLDER]}/halfbyte-{identity}"
@@ -77,7 +77,7 @@ def _named_folders(extra: dict[str, Any], identity: str) -> dict[str, Any]:
 
 
 def _identity(vllm_config: Any) -> str:
-    """A hex SHA-256 of everything that pages of a run have in common and do not say themselves."""
+    """Hex SHA-256 of all settings of a run that change its pages' meaning."""
     options = resolve_options(vllm_config)
     cache, load_config = vllm_config.cache_config, vllm_config.load_config
     draft = vllm_config.speculative_config
@@ -96,7 +96,7 @@ def _identity(vllm_config: Any) -> str:
     fields = {
         "models": parts,
         "skipped": sorted(map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ())),
-        # A page holds the KV heads of a rank: pages of fewer ranks are no pages of more, joined.
+        # A page holds one rank's KV heads, so pages depend on the number of ranks.
         "ranks": vllm_config.parallel_config.tensor_parallel_size,
     }
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
@@ -114,7 +114,7 @@ def _identity_of_model(
         except ValueError:
             if option == "kv_scales":
                 raise
-            # A draft without layers of its own; one that needs scales is refused when it gets them.
+            # A draft without its own layers. If it needs scales, setting them raises.
     return pages_identity(formats.k, formats.v, scales, options.recipe)
 
 

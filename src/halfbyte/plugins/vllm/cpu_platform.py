@@ -1,4 +1,4 @@
-"""`--attention-backend CUSTOM` on CPUs, where vLLM takes CPU_ATTN whatever backend is selected."""
+"""`--attention-backend CUSTOM` on CPUs, where vLLM always selects CPU_ATTN."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from halfbyte.plugins.vllm.registry import BACKEND_PATH, is_halfbyte
 
 
 def install() -> None:
-    """Let the CPU platform choose halfbyte's backend where it is selected; no other platform."""
+    """Make the CPU platform use halfbyte's backend if selected; other platforms do not change."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

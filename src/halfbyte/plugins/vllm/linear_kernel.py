@@ -1,4 +1,4 @@
-"""halfbyte's W4A16 kernels as a kernel of vLLM's NVFP4 layers."""
+"""halfbyte's W4A16 kernels behind vLLM's interface for NVFP4 layers."""
 
 import logging
 from functools import cache
@@ -17,11 +17,11 @@ from halfbyte.plugins.vllm.part_scales import part_scales
 logger = logging.getLogger("halfbyte")
 
 _SURPLUS = ("input_global_scale", "input_global_scale_inv", "alpha")
-"""What vLLM makes for quantized activations."""
+"""Parameters that vLLM creates for quantized activations."""
 
 
 def make_kernel(use_a16: bool) -> "HalfbyteNvFp4LinearKernel":
-    """The kernel of one layer; the log says once what becomes of W4A4 layers."""
+    """The kernel of one layer; logs once how W4A4 layers run."""
     _log_choice(use_a16)
     return HalfbyteNvFp4LinearKernel(NvFp4LinearLayerConfig())
 
@@ -38,11 +38,11 @@ def _log_choice(use_a16: bool) -> None:
 
 
 class HalfbyteNvFp4LinearKernel(NvFp4LinearKernel):
-    """W4A16, whatever the checkpoint says of activations."""
+    """W4A16, also for W4A4 checkpoints."""
 
     def __init__(self, config: NvFp4LinearLayerConfig) -> None:
         super().__init__(config)
-        # Here, because weights are processed after the configuration is out of reach.
+        # Read it here: the configuration is not available when weights are processed.
         load_config = get_current_vllm_config().load_config
         self._is_dummy = str(getattr(load_config, "load_format", "")).endswith("dummy")
 
@@ -60,11 +60,11 @@ class HalfbyteNvFp4LinearKernel(NvFp4LinearKernel):
 
     @classmethod
     def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
-        """Every layer: the config says nothing of it."""
+        """True for every layer: `config` does not describe it."""
         return True, None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Give the layer the attributes of halfbyte's, and its weights to the best kernel."""
+        """Convert the layer's attributes to halfbyte's, and repack its weights for a kernel."""
         device = layer.weight.device
         n, k = layer.weight.shape[0], 2 * layer.weight.shape[1]
         parts = tuple(size for size in layer.logical_widths if size)
@@ -114,6 +114,6 @@ class HalfbyteNvFp4LinearKernel(NvFp4LinearKernel):
 def _sane_scales(
     weight_scale: torch.Tensor, scales: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales that a checkpoint could have: dummy ones may be NaN, negative or nearly 0."""
+    """Replace invalid dummy scales, which may be NaN, negative or nearly 0."""
     codes = 0x28 + weight_scale.view(torch.uint8) % 0x20
     return codes.view(torch.float8_e4m3fn), torch.full_like(scales, 1e-3)

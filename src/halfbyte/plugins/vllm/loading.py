@@ -1,13 +1,13 @@
-"""vLLM 0.24 cannot load K and V scales of models with fused q, k and v: the loader is mended."""
+"""Fix for vLLM 0.24, which cannot load K and V scales of models with fused q, k and v."""
 
 import inspect
 from typing import Any
 
 
 def accept_shard_ids() -> None:
-    """Let the loader of K and V scales take the shard id that fused layers hand on.
+    """Make the loader of K and V scales accept the shard id that fused layers pass.
 
-    Without it such checkpoints end in a TypeError. Changes nothing where the loader takes it.
+    Otherwise such checkpoints raise TypeError. No effect if the loader accepts it already.
     """
     from vllm.model_executor.layers.quantization import kv_cache
 

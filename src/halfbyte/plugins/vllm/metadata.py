@@ -1,4 +1,4 @@
-"""One step's lengths and tables; CUDA graphs; and, once, the scales of a group's layers."""
+"""Attention metadata of a step, CUDA graph support, and setting the scales of layers."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -19,15 +19,15 @@ from halfbyte.plugins.vllm.registry import has_page_specs
 from halfbyte.plugins.vllm.scales import LayerPlace, is_same_folder, place_of, scales_of_model
 
 MAX_CAPTURED_QUERIES = 8
-"""Query tokens per sequence up to which a step can be one CUDA graph."""
+"""Max query tokens per sequence of a step in a full CUDA graph."""
 
 
 @dataclass
 class HalfbyteMetadata:
-    """A step, shared by the layers of a KV cache group.
+    """Metadata of a step, shared by the layers of a KV cache group.
 
     Args:
-        num_actual_tokens: query tokens; in a CUDA graph with those that pad it.
+        num_actual_tokens: query tokens; in a CUDA graph including padding.
         query_start_loc: int32 `[sequences + 1]`.
         seq_lens: int32 `[sequences]`, the queries included.
         block_tables: int32 `[sequences, max_pages]`.
@@ -39,24 +39,24 @@ class HalfbyteMetadata:
     block_tables: torch.Tensor
     plans: AttentionPlans = field(default_factory=AttentionPlans)
     captured_plans: AttentionPlans = field(default_factory=AttentionPlans)
-    """Made inside a CUDA graph's capture, so that every replay plans anew for its own lengths."""
+    """Plans made during graph capture, so that every replay plans for its own lengths."""
     recent: RecentStep | None = None
-    """What the step does with the last tokens; None where there are no rings, or no tokens."""
+    """The step's ring entries; None without rings or tokens."""
 
     def positions(self) -> torch.Tensor:
-        """int64 `[tokens]`, of each token in its sequence; -1 of those that pad."""
+        """int64 `[tokens]`, position of each token in its sequence; -1 for padding."""
         return QueryPositions.of_step(
             self.current_plans(), self.query_start_loc, self.seq_lens, self.num_actual_tokens
         ).positions
 
     def current_plans(self) -> AttentionPlans:
-        """Those to use now."""
+        """The plans of the current capture, or else of the step."""
         is_captured = self.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing()
         return self.captured_plans if is_captured else self.plans
 
 
 class HalfbyteMetadataBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):
-    """Makes `HalfbyteMetadata`, for one group of layers that share block tables."""
+    """Builds `HalfbyteMetadata` for one group of layers that share block tables."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
@@ -75,7 +75,7 @@ class HalfbyteMetadataBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Steps of equally many queries per sequence, as many as the decode kernel takes."""
+        """Uniform batches, with as many queries per sequence as the decode kernel supports."""
         draft = vllm_config.speculative_config
         queries = 1 + ((draft.num_speculative_tokens or 0) if draft is not None else 0)
         if queries > MAX_CAPTURED_QUERIES:
@@ -99,10 +99,10 @@ class HalfbyteMetadataBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):
 
 
 def give_scales(vllm_config: Any, layer_names: list[str], device: torch.device) -> None:
-    """Give the layers of a group their scales, after loading and before the first step.
+    """Set the scales of a group's layers, after loading and before the first step.
 
     Raises:
-        ValueError: a quantized layer for which there are none.
+        ValueError: a quantized layer without scales.
     """
     from vllm.model_executor.models.utils import extract_layer_index
 
@@ -112,7 +112,7 @@ def give_scales(vllm_config: Any, layer_names: list[str], device: torch.device) 
     found: dict[bool, KVScales] = {}
     layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
     for name, layer in layers.items():
-        # A layer that reads another's cache reads what was stored with that one's scales.
+        # A layer that shares another layer's cache uses that layer's scales.
         source = layer.kv_sharing_target_layer_name or name
         place = place_of(source, extract_layer_index(source), num_layers)
         if layer.head_size_v != layer.head_size and not has_page_specs():
@@ -135,10 +135,10 @@ def give_scales(vllm_config: Any, layer_names: list[str], device: torch.device) 
 
 
 def _refuse_unread_caches(vllm_config: Any, device: torch.device) -> None:
-    """Layers of vLLM's own attention beside ours, a draft's say, with a cache that loses.
+    """Raise ValueError for layers (a draft's) with vLLM's own attention and a quantized cache.
 
-    On CPUs it takes an nvfp4 cache and quantizes nothing; and where it does quantize, it has a
-    scale of 1.0 for what has none.
+    On CPUs vLLM accepts an nvfp4 cache but does not quantize; elsewhere it quantizes with a scale
+    of 1.0 if there is none.
     """
     for name, layer in get_layers_from_vllm_config(vllm_config, Attention).items():
         if hasattr(layer.impl, "needs_scales"):

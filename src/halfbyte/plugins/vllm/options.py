@@ -1,6 +1,6 @@
-"""What a user may say to the plug-in, in `--additional-config '{"halfbyte": {…}}'`.
+"""Options of the plug-in, in `--additional-config '{"halfbyte": {…}}'`.
 
-It is part of vLLM's configuration, which travels to every worker of every node.
+They are part of vLLM's configuration, which is sent to every worker on every node.
 """
 
 from collections.abc import Mapping
@@ -21,24 +21,24 @@ class Options:
     """The section `halfbyte` of vLLM's additional config.
 
     Raises:
-        ValueError: a value that cannot be; the message names the option.
+        ValueError: an invalid value; the message names the option.
     """
 
     kv_scales: str | None = None
-    """Path of a `kv_scales.json`, on every node; by default scales are looked for: see `scales`."""
+    """Path of a `kv_scales.json`, on every node; by default scales are searched: see `scales`."""
     draft_kv_scales: str | None = None
     """The same for the layers of a speculative draft."""
     k_dtype: str | None = None
-    """Format of K where vLLM's cache dtype is `nvfp4`; needs a vLLM that lets a backend define its
+    """Format of K if vLLM's cache dtype is `nvfp4`; needs a vLLM in which backends define their
     pages (0.32)."""
     v_dtype: str | None = None
     """Format of V, likewise."""
     kv_recipe: str | None = None
-    """What is done to K and V in NVFP4 before they are packed, see `halfbyte.kvcache.KVRecipe`; by
+    """Transforms of K and V before quantization to NVFP4, see `halfbyte.kvcache.KVRecipe`; for the
     default see `recipes.resolve_options`."""
     linear: str = "auto"
-    """NVFP4 linear layers on halfbyte's kernels: `auto` with halfbyte's attention on CPUs and on
-    SM80 to SM90, `on` wherever they run, `off` never."""
+    """NVFP4 linear layers on halfbyte's kernels: `auto` with halfbyte's attention on CPUs and
+    SM80 to SM90, `on` on all supported hardware, `off` never."""
 
     def __post_init__(self) -> None:
         for name in ("kv_scales", "draft_kv_scales"):
@@ -66,16 +66,16 @@ class Options:
 
     @property
     def recipe(self) -> KVRecipe:
-        """What of `kv_recipe` the bytes of a page depend on."""
+        """The part of `kv_recipe` that changes the bytes of a page."""
         return RECIPES[self.kv_recipe or DEFAULT].of_pages
 
     @property
     def recent_tokens(self) -> int:
-        """Last tokens that `kv_recipe` keeps in 16 bits, where there are rings: see `recent`."""
+        """Last tokens that `kv_recipe` keeps in 16 bits, if rings are possible: see `recent`."""
         return RECIPES[self.kv_recipe or DEFAULT].recent_tokens
 
     def of_attention(self) -> list[str]:
-        """Options other than their defaults that have no effect without halfbyte's attention."""
+        """Options set by the user that have no effect without halfbyte's attention."""
         defaults = Options()
         return [
             field.name
@@ -85,10 +85,10 @@ class Options:
 
     @classmethod
     def parse(cls, additional_config: Any) -> "Options":
-        """Of vLLM's `additional_config`; defaults where it has no section `halfbyte`.
+        """Options in vLLM's `additional_config`; defaults if it has no section `halfbyte`.
 
         Raises:
-            ValueError: the section is no object, or has an unknown or invalid option.
+            ValueError: the section is not an object, or has an unknown or invalid option.
         """
         if not isinstance(additional_config, Mapping):
             return cls()
@@ -111,17 +111,17 @@ class Options:
 
 
 class LastModel:
-    """Options and dtype of the model that was made last in this process.
+    """Options and dtype of the last model created in this process.
 
-    vLLM asks the backend's class for the pages of a model right after it has made its layers, and
-    gives it no configuration.
+    vLLM asks the backend's class for a model's pages right after creating its layers, without a
+    configuration.
     """
 
     options = Options()
     dtype = torch.bfloat16
     resolved: tuple[Any, Any, Options] | None = None
-    """vLLM's configuration of it, the additional one, and what `resolve_options` made of them."""
+    """Its vLLM configuration, additional configuration, and result of `resolve_options`."""
     without_rings: Any = None
-    """vLLM's configuration of the model of which the log has said why."""
+    """vLLM's configuration of the model for which the reason has been logged."""
     with_scales: Any = None
-    """vLLM's configuration of the model for which scales were found last."""
+    """vLLM's configuration of the last model for which scales were found."""

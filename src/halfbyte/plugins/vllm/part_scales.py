@@ -1,8 +1,8 @@
-"""Global scales of fused parts, kept from being merged.
+"""Keeps the global scales of a fused layer's parts.
 
-Fused layers (q, k and v; gate and up) may have a global scale for each part. vLLM keeps their
-maximum alone, which is wrong for the other parts. The scales are put aside before that happens, and
-halfbyte's kernels use each for its own rows.
+Fused layers (q, k and v; gate and up) may have a global scale for each part. vLLM merges them into
+their maximum, which is wrong for the other parts. The scales are saved before that, and halfbyte's
+kernels apply each to its own rows.
 """
 
 from functools import wraps
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 _DECODE, _ENCODE = "halfbyte_decode_scales", "halfbyte_encode_scales"
-"""Attributes of a layer while vLLM merges its scales."""
+"""Attributes that hold a layer's saved scales while vLLM merges them."""
 
 
 def keep_part_scales(method: Any) -> None:
-    """Let a class that processes weights put the scales of a layer's parts aside while it does."""
+    """Make a vLLM method class save the scales of parts before it processes a layer's weights."""
     process = method.process_weights_after_loading
 
     @wraps(process)
@@ -37,7 +37,7 @@ def keep_part_scales(method: Any) -> None:
 
 
 def part_scales(layer: Any, num_parts: int) -> torch.Tensor:
-    """float32 `[parts]`, decode scales: those put aside, else the merged one for every part."""
+    """float32 `[parts]`, decode scales: the saved ones, else the merged one for every part."""
     decode, encode = getattr(layer, _DECODE, None), getattr(layer, _ENCODE, None)
     if decode is None and encode is not None:
         decode = 1.0 / encode.float()

@@ -1,17 +1,17 @@
 """Rings for the last tokens of running requests, beside vLLM's pages.
 
-Attention's metadata does not name a step's requests: the runner's `execute_model` is wrapped, where
-the scheduler says which tokens of which requests a step has, and the runner in which order.
+Attention metadata does not name a step's requests. So the runner's `execute_model` is wrapped: the
+scheduler's output gives the tokens of each request in a step, and the runner their order.
 
-The rings are the plug-in's own memory, an entry for each of `max_num_seqs` requests, allocated with
-the model so that vLLM counts it. A KV cache group of vLLM's for them (`CircularBufferSpec`) would
-share the memory of pages, but all groups have blocks of one size, and a ring is as large as 230
-packed tokens: it takes a layout of its own, a group for every few layers, and coarser prefix hits.
-It would not say either which tokens a ring has.
+The rings are the plug-in's own memory, one entry for each of `max_num_seqs` requests, allocated
+with the model so that vLLM counts it. A vLLM KV cache group (`CircularBufferSpec`) would share
+memory with the pages, but all groups have one block size, and a ring is as large as 230 packed
+tokens: it would need its own layout, a group per few layers, and coarser prefix hits. Nor would it
+record which tokens a ring holds.
 
-A request has an entry from its first step to its end or preemption. What its ring lacks after a hit
-in the prefix cache, or when it comes back, is filled from its pages, in every layer after the
-step's tokens are stored: pages that are hit may be written in the same step.
+A request holds an entry from its first step until it finishes or is preempted. Tokens missing from
+its ring after a prefix-cache hit or a resume are filled in from its pages, in every layer after the
+step's tokens are stored: hit pages may be written in the same step.
 """
 
 import logging
@@ -45,28 +45,28 @@ _SCHEDULED = {
     "CachedRequestData": ("num_computed_tokens", "req_ids", "resumed_req_ids"),
     "NewRequestData": ("num_computed_tokens", "req_id"),
 }
-"""What the scheduler must say of a step: fields of vLLM's classes."""
+"""Required fields of the scheduler's output: attributes of vLLM's classes."""
 _ENTRIES = "halfbyte_ring_entries"
 """Attribute of a model runner."""
 _IS_TOLD = "halfbyte_follows_steps"
-"""Of its class, once it is wrapped."""
+"""Attribute of its class once it is wrapped."""
 
 
 @dataclass
 class _Held:
     entry: int
     length: int
-    """Tokens that are computed when the step has run."""
+    """Tokens computed after the step."""
     kept_from: int
-    """Positions from here on are in the entry, as far as its ring reaches back."""
+    """The entry holds positions from here on, up to the ring's capacity."""
 
 
 class RingEntries:
-    """Which request holds which entry, and what its ring has.
+    """Assignment of ring entries to requests, and the tokens each ring holds.
 
     Args:
-        capacity: requests that run at a time.
-        tokens: R, also the slots of a ring: nothing is taken back without drafts.
+        capacity: max running requests.
+        tokens: R, also the slots of a ring: without drafts no tokens are rolled back.
     """
 
     def __init__(self, capacity: int, tokens: int) -> None:
@@ -77,7 +77,7 @@ class RingEntries:
         self._missing: dict[str, range] = {}
 
     def begin(self, scheduled: Any) -> None:
-        """Follow the scheduler into a step.
+        """Update the entries for a step.
 
         Args:
             scheduled: vLLM's `SchedulerOutput`.
@@ -93,7 +93,7 @@ class RingEntries:
             self._continue(request, computed, is_new=request in cached.resumed_req_ids)
 
     def step(self, requests: list[str], device: torch.device) -> RecentStep:
-        """What the step does with the rings.
+        """The step's reads and writes of the rings.
 
         Args:
             requests: in the order of the step's rows.
@@ -111,13 +111,13 @@ class RingEntries:
         )
 
     def _continue(self, request: str, computed: int, is_new: bool) -> None:
-        """A request's next tokens come after `computed` ones."""
+        """Record that a request's next tokens follow `computed` ones."""
         held = self._held.get(request)
         if held is None:
             held = self._held[request] = _Held(self._take(), computed, computed)
-        elif is_new or computed > held.length:  # its ring has nothing of what is computed
+        elif is_new or computed > held.length:  # its ring holds none of the computed tokens
             held.kept_from = computed
-        else:  # taken back, or nothing happened
+        else:  # rolled back, or unchanged
             held.kept_from = kept_after_crop(held.kept_from, held.length, computed, self.tokens)
         missing = missing_positions(held.kept_from, computed, self.tokens)
         self._missing[request] = missing
@@ -125,28 +125,28 @@ class RingEntries:
         held.length = computed + self._counts[request]
 
     def _take(self) -> int:
-        if not self._free:  # of one that waits, and is filled from its pages when it comes back
+        if not self._free:  # evict a waiting request: resuming refills its ring from pages
             waiting = next(x for x in self._held if x not in self._counts)
             self._free.append(self._held.pop(waiting).entry)
         return self._free.pop()
 
 
 class _Running:
-    """The step that a runner of this process is in; one at a time."""
+    """The current step of this process's runner."""
 
     runner: Any = None
     step: RecentStep | None = None
 
 
 def running_step(num_tokens: int, num_requests: int, device: torch.device) -> RecentStep | None:
-    """What the step that is being prepared does with the rings; None in a dummy run.
+    """The ring operations of the step being prepared; None in a dummy run.
 
     Args:
-        num_tokens, num_requests: of the step, as its metadata counts them.
+        num_tokens, num_requests: of the step's metadata.
         device: of the rings.
 
     Raises:
-        RuntimeError: the step is another one, which would be an error in the plug-in.
+        RuntimeError: they do not match the scheduler's step (a bug in the plug-in).
     """
     runner = _Running.runner
     if runner is None:
@@ -164,9 +164,9 @@ def running_step(num_tokens: int, num_requests: int, device: torch.device) -> Re
 
 
 def ring_tokens(vllm_config: Any) -> int:
-    """Last tokens of a run that its layers with K in NVFP4 keep in 16 bits; 0 without rings.
+    """Number of last tokens that layers with K in NVFP4 keep in 16 bits; 0 without rings.
 
-    Where a recipe has some and vLLM runs in a way that they are not made for, the log says so.
+    Logs why, if the recipe has rings but the run's configuration does not support them.
     """
     if not uses_halfbyte(vllm_config):
         return 0
@@ -186,7 +186,7 @@ def ring_tokens(vllm_config: Any) -> int:
 
 
 def _why_no_rings(vllm_config: Any) -> list[str]:
-    """What rings are not made for in a run's configuration."""
+    """Settings of a run that rings do not support."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     mode = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
     found = {
@@ -206,12 +206,12 @@ def _why_no_rings(vllm_config: Any) -> list[str]:
 
 
 def install() -> None:
-    """Wrap vLLM's model runner as soon as it is imported."""
+    """Wrap vLLM's model runner when it is imported."""
     after_import(_RUNNER, _wrap_runner)
 
 
 def is_installed() -> bool:
-    """Whether the runner of this vLLM says what rings need to know."""
+    """Whether this vLLM's runner is wrapped."""
     try:
         return hasattr(import_module(_RUNNER).GPUModelRunner, _IS_TOLD)
     except (ImportError, AttributeError):
@@ -232,7 +232,7 @@ def _wrap_runner(module: ModuleType) -> None:
         if entries is None:
             return execute(self, scheduler_output, *more, **options)
         entries.begin(scheduler_output)
-        if scheduler_output.num_scheduled_tokens:  # else the runner may run a dummy
+        if scheduler_output.num_scheduled_tokens:  # else it may be a dummy run
             _Running.runner = self
         try:
             return execute(self, scheduler_output, *more, **options)

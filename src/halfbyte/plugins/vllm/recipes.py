@@ -1,4 +1,4 @@
-"""The options of a vLLM run, with its default recipe."""
+"""Resolves the options of a vLLM run and its default recipe."""
 
 import logging
 from dataclasses import replace
@@ -21,17 +21,17 @@ logger = logging.getLogger("halfbyte")
 
 
 def resolve_options(vllm_config: Any) -> Options:
-    """The options of a run, with a recipe, the same for its target and its draft.
+    """The options of a run with its recipe, which target and draft share.
 
-    By default it is `balanced`; `plain` where the scales that there are, the draft's among them,
-    are for K as it is, where K has no means for the run's context, or where graphs of parts of the
-    model hold what writes the cache.
+    The default is `balanced`; `plain` if the scales of target or draft fit untransformed K only, if
+    the calibrated means of K do not cover the run's context, or if piecewise CUDA graphs contain
+    the cache update.
 
     Args:
         vllm_config: vLLM's, of the run or of its draft.
 
     Raises:
-        ValueError: as `Options.parse`; broken files of scales.
+        ValueError: as `Options.parse`; broken scale files.
     """
     additional = vllm_config.additional_config
     target, draft = _models(vllm_config)
@@ -46,9 +46,10 @@ def resolve_options(vllm_config: Any) -> Options:
 
 
 def _models(vllm_config: Any) -> tuple[Any, Any]:
-    """vLLM's configurations of the run's target and draft; None for what there is not.
+    """vLLM's configurations of the run's target and draft; None if absent.
 
-    While a draft's layers are made, its own stands where the target's does otherwise.
+    While a draft's layers are created, vLLM puts the draft's configuration in place of the
+    target's.
     """
     speculative = getattr(vllm_config, "speculative_config", None)
     target = getattr(vllm_config, "model_config", None)
@@ -95,7 +96,7 @@ def _default_recipe(vllm_config: Any, target: Any, draft: Any, options: Options)
 def _known_scales(
     model_config: Any, load_config: Any, given: str | None, option: str
 ) -> KVScales | None:
-    """Scales with a calibration, else any; None where there are none, or no weights for them."""
+    """Scales with a calibration, else any; None without scales or without weights."""
     from halfbyte.models import find_kv_scales
     from halfbyte.models.kv_setup import calibrated_or_any
 
@@ -108,17 +109,17 @@ def _known_scales(
 
 
 def has_nvfp4_keys(vllm_config: Any, options: Options) -> bool:
-    """Whether there is anything for a recipe to do in layers of the run's cache dtype."""
+    """Whether K of the run's cache dtype is NVFP4, so that a recipe applies."""
     as_it_is = replace(options, kv_recipe="plain")
     try:
         formats = LayerFormat.of(vllm_config.cache_config.cache_dtype, torch.bfloat16, as_it_is)
-    except ValueError:  # refused later, by its name
+    except ValueError:  # rejected later, by name
         return False
     return formats.k.is_nvfp4
 
 
 def captures_stores(vllm_config: Any) -> bool:
-    """Whether graphs of parts of the model hold what writes the cache."""
+    """Whether piecewise CUDA graphs contain the cache update."""
     compilation = getattr(vllm_config, "compilation_config", None)
     mode = getattr(compilation, "cudagraph_mode", None)
     if mode is None or not mode.has_piecewise_cudagraphs():

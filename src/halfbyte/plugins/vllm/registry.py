@@ -1,4 +1,4 @@
-"""vLLM's registry of attention backends."""
+"""Registration in vLLM's registry of attention backends."""
 
 from importlib import import_module
 from typing import Any
@@ -13,11 +13,11 @@ _HOOKS = (
     ("vllm.v1.attention.backends.registry", "register_backend"),
     ("vllm.config", "get_layers_from_vllm_config"),
 )
-"""What the plug-in is built on."""
+"""vLLM names that the plug-in requires."""
 
 
 def missing_hooks() -> list[str]:
-    """Names in vLLM that the plug-in needs and this version does not have."""
+    """Required names that this vLLM does not have."""
     missing = []
     for module, path in _HOOKS:
         try:
@@ -30,17 +30,17 @@ def missing_hooks() -> list[str]:
 
 
 def register_attention() -> None:
-    """Make `--attention-backend CUSTOM` mean halfbyte's backend.
+    """Register halfbyte's backend as `--attention-backend CUSTOM`.
 
     Raises:
-        RuntimeError: it means another plug-in's already.
+        RuntimeError: another plug-in has registered it.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     custom = AttentionBackendEnum.CUSTOM
     try:
         taken = custom.get_path()
-    except ValueError:  # nobody has registered one
+    except ValueError:  # none registered
         taken = BACKEND_PATH
     if taken != BACKEND_PATH:
         raise RuntimeError(f"attention backend CUSTOM is {taken}, of another plug-in")
@@ -48,7 +48,7 @@ def register_attention() -> None:
 
 
 def is_halfbyte(backend: Any) -> bool:
-    """Whether an attention backend that a user chose is halfbyte's."""
+    """Whether the user's attention backend is halfbyte's."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     custom = AttentionBackendEnum.CUSTOM
@@ -58,7 +58,7 @@ def is_halfbyte(backend: Any) -> bool:
 
 
 def uses_halfbyte(vllm_config: Any) -> bool:
-    """Whether some layers of a run have halfbyte's attention, a kind of layers or a draft's, too.
+    """Whether any layers of a run use halfbyte's attention: all, one layer type, or a draft's.
 
     Args:
         vllm_config: vLLM's.
@@ -71,7 +71,7 @@ def uses_halfbyte(vllm_config: Any) -> bool:
 
 
 def has_page_specs() -> bool:
-    """Whether this vLLM lets a backend say what a page is (`customize_spec`, from 0.32 or so)."""
+    """Whether backends define their pages in this vLLM (`customize_spec`, from 0.32 on)."""
     from vllm.v1.attention.backend import AttentionBackend
 
     return hasattr(AttentionBackend, "customize_spec")

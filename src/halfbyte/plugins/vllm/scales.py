@@ -1,8 +1,8 @@
 """Global scales of K and V of the layers that vLLM runs, the target's and a draft's.
 
-vLLM's own scale is 1.0 wherever a checkpoint has none; it never reaches a kernel here. Scales are
-looked for in this order: the option `kv_scales`, the checkpoint, `kv_scales.json` in its folder, a
-calibration in the user's cache folder. Without any the run ends with the command that makes them.
+vLLM's own scale is 1.0 if a checkpoint has none; halfbyte's kernels never use it. Sources, in order
+of precedence: the option `kv_scales`, the checkpoint, `kv_scales.json` in its folder, a calibration
+in the user's cache folder. Without scales the run fails with the command that creates them.
 """
 
 import logging
@@ -29,26 +29,26 @@ logger = logging.getLogger("halfbyte")
 
 _OF_DRAFTS = ("num_hidden_layers", "quantization_config")
 DUMMY_AMAX = 8.0
-"""amax of every layer of a model with dummy weights, which exist for benchmarks alone."""
+"""amax of every layer of a model with dummy weights (for benchmarks)."""
 
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """Which model a layer belongs to, and its number there."""
+    """Model (target or draft) of a layer, and its index there."""
 
     is_draft: bool
     layer: int
 
 
 def place_of(layer_name: str, layer_number: int, num_target_layers: int) -> LayerPlace:
-    """Of a layer of vLLM's.
+    """Locate a vLLM layer.
 
     Args:
-        layer_name: as vLLM has it; a draft model of its own begins with `draft_model.`, and some
-            models' own draft layers (MTP) with `mtp.`.
-        layer_number: the number in the name. Drafts that share the target's name (EAGLE, MTP) count
-            on from its layers.
-        num_target_layers: of the target model.
+        layer_name: vLLM's; names of a separate draft model begin with `draft_model.`, and those of
+            built-in draft layers (MTP) of some models with `mtp.`.
+        layer_number: the number in the name. Drafts that share the target's prefix (EAGLE, MTP)
+            continue its numbering.
+        num_target_layers: layers of the target model.
     """
     if layer_name.startswith("draft_model.") or "mtp" in layer_name.split(".")[:2]:
         return LayerPlace(True, layer_number)
@@ -62,7 +62,7 @@ def heads_of_rank(total: int, own: int, rank: int, ranks: int) -> slice:
 
     Args:
         total: of the model.
-        own: of a rank: its share, or one that several ranks hold where there are fewer than ranks.
+        own: per rank: its share, or one if there are fewer heads than ranks (replicated).
     """
     start = rank * own if total >= ranks else rank * total // ranks
     return slice(start, start + own)
@@ -70,7 +70,7 @@ def heads_of_rank(total: int, own: int, rank: int, ranks: int) -> slice:
 
 @contextmanager
 def on_the_host() -> Iterator[None]:
-    """Undo what vLLM sets while it makes a model: the GPU as default device, and its dtype."""
+    """Undo vLLM's default device and dtype during model creation."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -88,17 +88,17 @@ def scales_of_model(
     option: str,
     recipe: KVRecipe | None = None,
 ) -> KVScales:
-    """Scales of a model of vLLM's.
+    """Find the scales of a model that vLLM runs.
 
     Args:
         model_config: vLLM's `ModelConfig`, of the target or the draft.
         load_config: vLLM's `LoadConfig`.
-        given: path from the options.
-        option: its name, for messages.
+        given: path given as an option.
+        option: the option's name, for messages.
         recipe: of the run.
 
     Raises:
-        ValueError: none are found, or files are broken; one line with what to do.
+        ValueError: no scales, or broken files; one line with what to do.
     """
     if given is None and has_no_weights(load_config):
         num_layers = model_config.hf_text_config.num_hidden_layers
@@ -127,19 +127,19 @@ def place_of_scales(
     model_config: Any, load_config: Any, given: str | None, option: str
 ) -> tuple[Path, Any]:
     """Folder and configuration for `find_kv_scales`; arguments as of `scales_of_model`."""
-    # A file that is given needs no folder, as of GGUF files, to be found.
+    # A given file needs no folder (GGUF files have none).
     folder = Path() if given is not None else folder_of(model_config, load_config)
     config = model_config.hf_config
     if option != "kv_scales":
-        # vLLM gives a draft's configuration another type, and other sizes, than its folder has.
+        # vLLM changes the type and sizes of a draft's configuration.
         named = {name: getattr(config, name, None) for name in _OF_DRAFTS}
         config = {name: value for name, value in named.items() if value is not None}
     return folder, config
 
 
 def _dummy_calibration(model_config: Any) -> KVCalibration:
-    """Means of zero, no errors handed on, and the angles of a usual rotary embedding: as much work
-    as real ones."""
+    """Zero means, no error propagation, and angles of a standard rotary embedding: costs as much
+    time as a real calibration."""
     config = model_config.hf_text_config
     heads, size = model_config.get_total_num_kv_heads(), model_config.get_head_size()
     starts = torch.arange(0, config.max_position_embeddings, SEGMENT, device="cpu") + SEGMENT / 2
@@ -157,15 +157,14 @@ def _dummy_calibration(model_config: Any) -> KVCalibration:
 
 
 def check_scales(vllm_config: Any, options: Options, recipe: KVRecipe) -> None:
-    """Raise ValueError if there are no scales for the model whose layers are being made, or none
-    that their recipe can use.
+    """Raise ValueError if the model being created has no scales that its recipe can use.
 
-    A draft's are looked for after loading, when its layers are told apart from the target's.
+    A draft's scales are checked after loading, when its layers can be told from the target's.
 
     Args:
         vllm_config: vLLM's.
         options: of the run.
-        recipe: of the layers; `plain` where K has another format than recipes are for.
+        recipe: of the layers; `plain` if recipes do not apply to K's format.
     """
     model_config = vllm_config.model_config
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
@@ -177,7 +176,7 @@ def check_scales(vllm_config: Any, options: Options, recipe: KVRecipe) -> None:
 
 
 def is_same_folder(model_config: Any, draft_config: Any, load_config: Any) -> bool:
-    """Whether a draft's layers lie in its target's checkpoint, whose scales are not theirs."""
+    """Whether a draft is part of its target's checkpoint, whose scales do not apply to it."""
     names = {str(config.model) for config in (model_config, draft_config)}
     if len(names) == 1:
         return True
@@ -185,7 +184,7 @@ def is_same_folder(model_config: Any, draft_config: Any, load_config: Any) -> bo
 
 
 def has_no_weights(load_config: Any) -> bool:
-    """Whether weights are dummies, which exist for benchmarks alone."""
+    """Whether the run uses dummy weights (for benchmarks)."""
     return str(getattr(load_config, "load_format", "")).endswith("dummy")
 
 
@@ -201,7 +200,7 @@ def _calibrate_command(model_config: Any, load_config: Any) -> str:
 
 
 def folder_of(model_config: Any, load_config: Any) -> Path:
-    """Where a model's files are, fetched if need be."""
+    """The folder of a model's files, downloaded if needed."""
     from halfbyte.models.local_files import local_folder
 
     return local_folder(

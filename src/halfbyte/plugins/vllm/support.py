@@ -1,4 +1,4 @@
-"""What runs inside which vLLM, and how that is known: the table of docs/vllm.md.
+"""Supported features per vLLM version, and how each was verified: the table of docs/vllm.md.
 
 python -m halfbyte.plugins.vllm.support      prints it
 """
@@ -21,7 +21,7 @@ COLUMNS = ("0.24, CPU", "0.24, GPU", "0.32, CPU", "0.32 and 0.33, GPU")
 
 
 class Feature(NamedTuple):
-    """A row: how it is known in each of `COLUMNS`, and the test that shows it."""
+    """A row: how the feature was verified in each of `COLUMNS`, and its test."""
 
     name: str
     known: tuple[str, str, str, str]
@@ -127,7 +127,7 @@ FEATURES = (
 
 
 def table() -> str:
-    """Markdown."""
+    """The table in Markdown."""
     rows = [
         "| | " + " | ".join(f"vLLM {column}" for column in COLUMNS) + " |",
         "|---|" + "---|" * len(COLUMNS),

@@ -1,11 +1,10 @@
-"""Prefill of nvfp4 on one GPU, each way that `dense` has by itself: what its sorting rests on.
+"""Prefill of nvfp4 on one GPU by each variant of `dense`: the data behind its selection.
 
-    python -m benchmarks.prefill_ways [--out benchmarks/results/prefill_ways.json]
+    python -m benchmarks.prefill_variants [--out benchmarks/results/prefill_variants.json]
 
-`own` is our kernel on unpacked rows, `pytorch` PyTorch's dense attention, `general` the Triton
-kernel that unpacks as it reads; who cannot do the work is left out. Times are those of
-`benchmarks.timing`, of CUDA graphs that hold one call with everything in it, plans apart. Ways
-take turns.
+`own` is halfbyte's kernel on unpacked K and V, `pytorch` PyTorch's dense attention, `general` the
+Triton kernel that unpacks on the fly; unsupported variants are omitted. Times are those of
+`benchmarks.timing`: CUDA graphs of one complete call without planning. Variants are interleaved.
 """
 
 import argparse
@@ -25,9 +24,9 @@ from halfbyte.bench.cases import Case
 from halfbyte.bench.data import make_cache
 from halfbyte.bench.machine import machine, versions
 
-RESULT = Path(__file__).parent / "results" / "prefill_ways.json"
+RESULT = Path(__file__).parent / "results" / "prefill_variants.json"
 ALWAYS = 2**60
-WAYS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "own": {
         "MIN_PAIRS": ALWAYS,
         "MIN_CHUNK": 1,
@@ -41,7 +40,7 @@ _BUDGET_US = 4e4
 
 
 class Prefill(NamedTuple):
-    """`new` tokens of every sequence on `cached` earlier ones."""
+    """`new` tokens per sequence, after `cached` earlier ones."""
 
     kv_heads: int
     group: int
@@ -52,8 +51,8 @@ class Prefill(NamedTuple):
     window: int | None = None
     softcap: float | None = None
 
-    def ways(self) -> list[str]:
-        """Those that can do it and may be the fastest."""
+    def variants(self) -> list[str]:
+        """Variants that support the case and may be the fastest."""
         hides = self.window is not None and self.window < self.cached + self.new
         plain = self.softcap is None and not hides
         return [
@@ -91,8 +90,8 @@ CASES = (
 )
 
 
-def measure(case: Prefill, device: torch.device, ways: Sequence[str]) -> dict[str, Any]:
-    """A row of the report: the case, and µs by way."""
+def measure(case: Prefill, device: torch.device, variants: Sequence[str]) -> dict[str, Any]:
+    """A row of the report: the case, and µs by variant."""
     sizes = Case(
         name="",
         kind="prefill",
@@ -106,17 +105,17 @@ def measure(case: Prefill, device: torch.device, ways: Sequence[str]) -> dict[st
         sliding_window=case.window,
     )
     cache, queries = make_cache(sizes, "nvfp4", device), make_queries(sizes, device)
-    calls, subjects = {}, {}
-    for way in ways:
-        backend = "triton" if way == "general" else None
-        # Kept, since graphs hold the plans' tensors, which nobody else would keep.
-        calls[way] = attention_calls(sizes, cache, queries, backend=backend, softcap=case.softcap)[
-            :2
-        ]
-        with patch.dict(vars(dense_plan), WAYS[way]):
-            subjects[way] = ready(calls[way], device)
-    times = measure_in_turns(subjects, device, rounds=2, budget_us=_BUDGET_US)
-    return {**case._asdict(), **{way: times[way] for way in subjects}}
+    calls, contenders = {}, {}
+    for variant in variants:
+        backend = "triton" if variant == "general" else None
+        # Keep the calls: graphs use the plans' tensors without a reference to them.
+        calls[variant] = attention_calls(
+            sizes, cache, queries, backend=backend, softcap=case.softcap
+        )[:2]
+        with patch.dict(vars(dense_plan), VARIANTS[variant]):
+            contenders[variant] = ready(calls[variant], device)
+    times = measure_in_turns(contenders, device, rounds=2, budget_us=_BUDGET_US)
+    return {**case._asdict(), **{variant: times[variant] for variant in contenders}}
 
 
 def main() -> None:
@@ -132,9 +131,9 @@ def main() -> None:
         "microseconds": [],
     }
     for case in CASES:
-        row = measure(case, device, case.ways())
+        row = measure(case, device, case.variants())
         report["microseconds"].append(row)
-        print(*case, {way: row[way]["single"] for way in case.ways()}, flush=True)
+        print(*case, {variant: row[variant]["single"] for variant in case.variants()}, flush=True)
         arguments.out.write_text(json.dumps(report, indent=2) + "\n")
 
 
