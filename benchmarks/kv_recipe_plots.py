@@ -6,6 +6,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from benchmarks.kv_recipe_tables import label
 
@@ -25,19 +26,26 @@ _COLORS = {
 def draw(report: dict[str, Any], folder: Path) -> None:
     """Write `PICTURES` into a folder; the same report gives the same files."""
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "halfbyte", "font.size": 9.0}):
-        for name, part, fill, share in (
-            (PICTURES[0], "models", _bits, True),
-            (PICTURES[1], "long", _position, False),
-            (PICTURES[2], "layers", _layers, False),
+        for name, part, fill in zip(
+            PICTURES, ("models", "long", "layers"), (_bits, _position, _layers), strict=True
         ):
             models = report[part]
             figure = Figure(figsize=(10.0, 3.6), layout="constrained")
-            axes = figure.subplots(1, len(models), sharey=share, squeeze=False)[0]
+            axes = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
             for ax, (model, rows) in zip(axes, models.items(), strict=True):
                 fill(ax, rows)
                 ax.set_title(model, fontsize=10, color=_INK)
                 _tidy(ax)
-            axes[0].legend(frameon=False, labelcolor=_INK, fontsize=8)
+            handles, labels = axes[0].get_legend_handles_labels()
+            figure.legend(
+                handles,
+                labels,
+                loc="outside upper center",
+                ncols=len(labels),
+                frameon=False,
+                labelcolor=_INK,
+                fontsize=9,
+            )
             figure.savefig(folder / name, transparent=True, metadata={"Date": None})
 
 
@@ -69,6 +77,7 @@ def _layers(ax: Axes, rows: list[dict[str, Any]]) -> None:
     for name, color, of_cache in _drawn(rows):
         errors = [row["logit_error"] for row in sorted(of_cache, key=lambda row: row["layer"])]
         ax.plot(errors, "o-", markersize=4, color=color, label=name)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set(yscale="log", xlabel="layer", ylabel="error of logits, nats")
 
 

@@ -21,11 +21,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.kv_recipe_plots import draw
+from benchmarks.kv_recipe_tables import TABLES
 from benchmarks.real_models import MODELS, model_folder, texts
 from halfbyte import load_model
 from halfbyte.bench.machine import machine, versions
 from halfbyte.evaluation import (
     evaluate_greedy,
+    evaluate_layers,
     evaluate_perplexity,
     evaluate_retrieval,
     make_context,
@@ -36,14 +39,11 @@ from halfbyte.models import load_tokenizer
 
 REPOSITORY = Path(__file__).parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "kv_recipes.json"
+PICTURES = REPOSITORY / "docs"
 PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "accuracy.md")
 FORMATS = ("bfloat16", "fp8_e4m3", "nvfp4_4over6", "nvfp4")
 BALANCED, ACCURATE = KVRecipe.parse("balanced"), KVRecipe.parse("accurate")
 RECIPES = ("plain", BALANCED.of_pages, BALANCED, ACCURATE.of_pages, ACCURATE)
-NAMES = {
-    recipe.of_pages.name: f"{recipe.name} without the last 64 tokens"
-    for recipe in (BALANCED, ACCURATE)
-}
 FOUR_OVER_SIX = KVRecipe(four_over_six=True)
 """`nvfp4` with this recipe is `nvfp4_4over6` with `plain`, which is not measured with others."""
 WINDOW = 2048
@@ -54,7 +54,11 @@ PROMPT, NEW_TOKENS, PROMPTS_OF_TEXT = 192, 64, 16
 CONTEXTS, CONTEXT_TOKENS, FACTS = 6, 1500, 10
 """Of retrieval, for the model that answers questions."""
 ANSWERS = "SmolLM2-135M-Instruct"
-PARTS = ("models", "long", "greedy", "retrieval")
+SMALL_CHUNK = 16
+"""Tokens fed at once, of the same model, to see that results do not depend on it."""
+LAYERS_WINDOW = 1024
+"""Tokens of each text that are looked at layer by layer."""
+PARTS = ("models", "small_chunks", "layers", "long", "greedy", "retrieval")
 
 
 class Asked(NamedTuple):
@@ -83,6 +87,23 @@ def measure(
         if row["kv_recipe"] == FOUR_OVER_SIX.name:
             row |= {"kv_cache_dtype": "nvfp4_4over6", "kv_recipe": "plain"}
     return rows
+
+
+def measure_layers(folder: Path, name: str, asked: Asked) -> list[dict[str, Any]]:
+    """SQNR and errors of attention logits in each layer."""
+    path = model_folder(folder, name)
+    tokenizer = load_tokenizer(path)
+    windows = []
+    for text in texts(folder).values():
+        windows += text_windows(tokenizer, [text], LAYERS_WINDOW, LAYERS_WINDOW)[0]
+    results = evaluate_layers(
+        load_model(path, dtype="float32"),
+        windows,
+        asked.formats,
+        tokenizer=tokenizer,
+        kv_recipes=asked.recipes,
+    )
+    return [asdict(result) for result in results]
 
 
 def measure_long(folder: Path, name: str, asked: Asked) -> list[dict[str, Any]]:
@@ -135,96 +156,29 @@ def measure_retrieval(folder: Path, name: str, asked: Asked) -> list[dict[str, A
     return [asdict(result) for result in results]
 
 
-def table(report: dict[str, Any]) -> str:
-    """Cost on texts of 2,048 tokens, in Markdown."""
-    lines = [
-        "| model | K/V cache | change in NLL | KL to bf16 | top-1 agreement |",
-        "|---|---|---:|---:|---:|",
-    ]
-    for name, rows in report["models"].items():
-        for row in rows:
-            if row["kv_cache_dtype"] == "bfloat16":
-                continue
-            baseline = row["nll"] - row["nll_increase"]
-            lines.append(
-                f"| {name} | {_label(row)} | {row['nll_increase'] / baseline:+.2%} "
-                f"± {row['nll_increase_stderr'] / baseline:.2%} | {row['kl_divergence']:.4f} "
-                f"| {row['top1']:.3f} |"
-            )
-    return "\n".join(lines) + "\n"
-
-
-def table_by_position(report: dict[str, Any]) -> str:
-    """KL by position in one long context, in Markdown."""
-    tables = []
-    for name, rows in report["long"].items():
-        ranges = [f"{2 * i}k to {2 * i + 2}k" for i in range(len(rows[0]["kl_by_position"]))]
-        lines = [f"| {name}, KL to bf16 | " + " | ".join(ranges) + " |"]
-        lines.append("|---|" + "---:|" * len(ranges))
-        for row in rows:
-            if row["kv_cache_dtype"] != "bfloat16":
-                figures = " | ".join(f"{x:.4f}" for x in row["kl_by_position"])
-                lines.append(f"| {_label(row)} | {figures} |")
-        tables.append("\n".join(lines) + "\n")
-    return "\n".join(tables)
-
-
-def table_of_text(report: dict[str, Any]) -> str:
-    """Greedy continuations and retrieval, in Markdown."""
-    lines = [
-        "| model | K/V cache | tokens that agree with bf16 | prompts whose all do |",
-        "|---|---|---:|---:|",
-    ]
-    for name, rows in report["greedy"].items():
-        for row in rows:
-            if row["kv_cache_dtype"] != "bfloat16":
-                lines.append(
-                    f"| {name} | {_label(row)} | {row['agreed']:.1f} ± {row['agreed_stderr']:.1f} "
-                    f"of {row['new_tokens']} | {row['whole']} of {row['prompts']} |"
-                )
-    lines += ["", "| model | K/V cache | codes found | NLL of a repeated segment |"]
-    lines += ["|---|---|---:|---:|"]
-    for name, rows in report["retrieval"].items():
-        lines += [
-            f"| {name} | {_label(row)} | {row['codes']} of {row['asked']} "
-            f"| {row['repeated_nll']:.2f} |"
-            for row in rows
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _label(row: dict[str, Any]) -> str:
-    recipe = NAMES.get(row["kv_recipe"], row["kv_recipe"])
-    return f"`{row['kv_cache_dtype']}`" + ("" if recipe == "plain" else f", {recipe}")
-
-
 def _merged(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of NVFP4 in the place of those of the same recipe, or behind all others.
 
     That of bfloat16, which others are compared with, is that of the run before.
     """
-    new = {row["kv_recipe"]: row for row in rows if row["kv_cache_dtype"] == "nvfp4"}
-    kept = [
-        new.pop(row["kv_recipe"], row) if row["kv_cache_dtype"] == "nvfp4" else row
-        for row in before
-    ]
+    new = {_place(row): row for row in rows if row["kv_cache_dtype"] == "nvfp4"}
+    kept = [new.pop(_place(row), row) for row in before]
     return kept + list(new.values())
+
+
+def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["kv_cache_dtype"], row["kv_recipe"], row.get("layer")
 
 
 def write_tables(report: dict[str, Any]) -> None:
     """Put the tables between their markers in README.md and docs/accuracy.md."""
-    made = {
-        "real-models": table(report),
-        "by-position": table_by_position(report),
-        "text": table_of_text(report),
-    }
     for page in PAGES:
         text = page.read_text()
-        for name, content in made.items():
+        for name, table in TABLES.items():
             begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
             if begin in text:
                 before, rest = text.split(begin)
-                text = before + begin + content + end + rest.split(end)[1]
+                text = before + begin + table(report) + end + rest.split(end)[1]
         page.write_text(text)
 
 
@@ -250,11 +204,13 @@ def main() -> None:
             name: measure(folder, name, asked, arguments.tokens, arguments.chunk_size)
             for name in models
         },
+        "small_chunks": lambda: {
+            ANSWERS: measure(folder, ANSWERS, asked, arguments.tokens, SMALL_CHUNK)
+        },
+        "layers": lambda: {name: measure_layers(folder, name, asked) for name in models},
         "long": lambda: {name: measure_long(folder, name, asked) for name in models},
         "greedy": lambda: {name: measure_greedy(folder, name, asked) for name in models},
-        "retrieval": lambda: {
-            name: measure_retrieval(folder, name, asked) for name in models if name == ANSWERS
-        },
+        "retrieval": lambda: {ANSWERS: measure_retrieval(folder, ANSWERS, asked)},
     }
     if unknown := set(parts) - set(ways):
         parser.error(f"--only: unknown {', '.join(sorted(unknown))}; expected {', '.join(PARTS)}")
@@ -281,8 +237,9 @@ def main() -> None:
             report.setdefault("measured_apart", {})[" of ".join([part, *chosen])] = now
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     write_tables(report)
-    for text in (table(report), table_by_position(report), table_of_text(report)):
-        print(text)
+    draw(report, PICTURES)
+    for table in TABLES.values():
+        print(table(report))
 
 
 if __name__ == "__main__":

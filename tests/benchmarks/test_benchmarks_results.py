@@ -44,13 +44,29 @@ def test_docs_show_the_committed_run_of_recipes() -> None:
     benchmark = import_module("benchmarks.kv_recipes")
     report = json.loads(benchmark.RESULT.read_text())
     assert set(report["models"]) == set(report["long"]) == set(benchmark.MODELS)
-    for page in benchmark.PAGES:
-        assert benchmark.table(report) in page.read_text()
-    assert benchmark.table_by_position(report) in benchmark.PAGES[1].read_text()
-    assert benchmark.table_of_text(report) in benchmark.PAGES[1].read_text()
-    assert set(report["greedy"]) == set(benchmark.MODELS)
-    for rows in report["models"].values():
+    assert benchmark.TABLES["real-models"](report) in benchmark.PAGES[0].read_text()
+    for table in benchmark.TABLES.values():
+        assert table(report) in benchmark.PAGES[1].read_text()
+    assert set(report["greedy"]) == set(report["layers"]) == set(benchmark.MODELS)
+    for rows in [*report["models"].values(), *report["small_chunks"].values()]:
         assert len(rows) == len(benchmark.FORMATS) + len(benchmark.RECIPES) - 1
+
+
+def test_pictures_of_recipes_are_those_of_the_committed_run(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plots = import_module("benchmarks.kv_recipe_plots")
+    benchmark = import_module("benchmarks.kv_recipes")
+    plots.draw(json.loads(benchmark.RESULT.read_text()), tmp_path)
+    for name in plots.PICTURES:
+        committed = (benchmark.PICTURES / name).read_text()
+        assert texts_of(committed) == texts_of((tmp_path / name).read_text())
+        assert f"]({name})" in benchmark.PAGES[1].read_text()
+
+
+def texts_of(svg: str) -> list[str]:
+    """Labels of a picture by matplotlib, and the places of its marks."""
+    found: list[str] = re.findall(r"(?<=>)[^<>\n]+(?=</text>)|<use [^>]*>", svg)
+    return found
 
 
 def test_docs_show_the_committed_runs_inside_vllm() -> None:
