@@ -1,7 +1,10 @@
 """Weights rounded with error feedback: what GPTQ does, column by column and layer by layer."""
 
+import gc
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +13,17 @@ from safetensors.torch import load_file, save_file
 from halfbyte.assets import bundled_model_path, calibration_text
 from halfbyte.checkpoints.dialects.base import OutputFormat
 from halfbyte.checkpoints.index import CheckpointIndex
+from halfbyte.checkpoints.output_folder import ShardWriter
 from halfbyte.models import load_model, load_tokenizer
+from halfbyte.models.layerwise import StreamedModel
 from halfbyte.models.local_files import read_model_config
 from halfbyte.numerics import nvfp4
+from halfbyte.numerics.weighted_rounding import feedback_factor
 from halfbyte.quantization import quantize_checkpoint
+from halfbyte.quantization.calibrate_layers import CalibrationResult
 from halfbyte.quantization.gptq import InputMoments, round_layers, round_with_feedback
 from halfbyte.quantization.select_layers import select_layers
+from halfbyte.quantization.write_layers import write_layers
 from models.zoo import make_model, token_ids
 
 OUTPUT = OutputFormat("modelopt", False, "amax6", None)
@@ -56,7 +64,7 @@ def column_by_column(
 def test_codes_are_those_of_the_paper_s_loop(n: int, k: int, recipe: nvfp4.Recipe) -> None:
     weight, _, moment = random_problem(n, k, rank=12)
     scale = nvfp4.global_scale_from_amax(weight.abs().max(), recipe)
-    data, scales = round_with_feedback(weight, scale, moment, recipe)
+    data, scales = round_with_feedback(weight, scale, feedback_factor(moment)[0], recipe)
     found = nvfp4.dequantize(data, scales, scale).double()
     torch.testing.assert_close(
         found, column_by_column(weight, scale, moment, recipe), rtol=1e-6, atol=1e-7
@@ -66,7 +74,7 @@ def test_codes_are_those_of_the_paper_s_loop(n: int, k: int, recipe: nvfp4.Recip
 def test_inputs_that_have_nothing_in_common_change_nothing() -> None:
     weight, scale, _ = random_problem(5, 64, rank=3)
     moment = torch.diag(torch.rand(64, dtype=torch.float64) + 0.1)
-    data, scales = round_with_feedback(weight, scale, moment, "amax6")
+    data, scales = round_with_feedback(weight, scale, feedback_factor(moment)[0], "amax6")
     expected = nvfp4.quantize(weight, scale)
     assert torch.equal(data, expected[0])
     assert torch.equal(scales.view(torch.uint8), expected[1].view(torch.uint8))
@@ -82,7 +90,10 @@ def test_outputs_are_closer_than_those_of_rounding_to_nearest(recipe: nvfp4.Reci
         return float(((error @ moment) * error).sum())
 
     nearest = cost(*nvfp4.quantize(weight, scale, recipe))
-    assert cost(*round_with_feedback(weight, scale, moment, recipe)) < 0.25 * nearest
+    assert (
+        cost(*round_with_feedback(weight, scale, feedback_factor(moment)[0], recipe))
+        < 0.25 * nearest
+    )
 
 
 def test_moments_are_of_the_inputs_of_each_layer() -> None:
@@ -139,12 +150,63 @@ def test_layers_see_what_the_rounded_layers_before_them_give(
             for name in group:
                 weight = weights[name]
                 moment = moments.of(weight)
-                data, scales = round_with_feedback(weight, scale, moment, "amax6")
+                data, scales = round_with_feedback(
+                    weight, scale, feedback_factor(moment)[0], "amax6"
+                )
                 wanted = nvfp4.dequantize(data, scales, scale)
-                found = nvfp4.dequantize(*rounded[name], scale)
+                found = nvfp4.dequantize(*rounded[name].weight, scale)
                 # Sums in another order may take a value next to a tie to its other side.
                 assert (wanted != found).double().mean() < 0.01
+                assert rounded[name].scale.decode == scale
                 weight.copy_(found)
+
+
+def test_layers_are_freed_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a layer has run, nothing holds the linear layers of those before it."""
+    make_model("llama").save_pretrained(tmp_path)
+    config, index = read_model_config(tmp_path), CheckpointIndex.read(tmp_path)
+    alive: list[weakref.ref[torch.nn.Module]] = []
+    made = StreamedModel.__init__
+
+    def watched(self: StreamedModel, *args: Any) -> None:
+        made(self, *args)
+        base: Any = self.model.base_model
+        alive.extend(weakref.ref(layer.mlp.up_proj) for layer in base.layers)
+
+    monkeypatch.setattr(StreamedModel, "__init__", watched)
+    counts: list[int] = []
+
+    def on_layer(done: int, total: int) -> None:
+        gc.collect()
+        counts.append(sum(ref() is not None for ref in alive[:done]))
+
+    selection = select_layers(config, index)
+    round_layers(tmp_path, config, token_ids(1, 8), selection, OUTPUT, "cpu", on_layer)
+    assert len(alive) == 4
+    assert counts == [0, 0, 0, 0]
+
+
+def test_scales_are_those_that_codes_were_rounded_with(tmp_path: Path) -> None:
+    """Of a file in float32 whose config says bfloat16, in which layers run."""
+    make_model("llama").save_pretrained(tmp_path / "source")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    (tmp_path / "source" / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    folder = tmp_path / "source"
+    config, index = read_model_config(folder), CheckpointIndex.read(folder)
+    selection = select_layers(config, index)
+    rounded = round_layers(folder, config, token_ids(1, 30), selection, OUTPUT, "cpu")
+    writer = ShardWriter(tmp_path, 2**30)
+    reports = write_layers(index, writer, selection, OUTPUT, CalibrationResult(), rounded=rounded)
+    writer.finish()
+    written = load_file(tmp_path / "model.safetensors")
+    exact = load_file(folder / "model.safetensors")
+    amax = max(float(exact[f"{name}.weight"].abs().max()) for name in selection.groups[0])
+    for name in selection.groups[0]:
+        scale = written[f"{name}.weight_scale_2"]
+        assert float(scale) == float(rounded[name].scale.decode)
+        assert float(scale) != float(nvfp4.global_scale_from_amax(amax))  # the case is one
+        assert torch.equal(written[f"{name}.weight"], rounded[name].weight.data)
+    assert {report.module for report in reports} == set(selection.modules)
 
 
 def test_experts_are_refused_by_name(tmp_path: Path) -> None:

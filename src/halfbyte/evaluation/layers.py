@@ -86,7 +86,12 @@ def evaluate_layers(
         for done, window in enumerate(windows):
             ids = torch.tensor([list(window)], device=model.device)
             with torch.inference_mode():
-                model(input_ids=ids, past_key_values=_Witness(caches), use_cache=True)
+                model(
+                    input_ids=ids,
+                    past_key_values=_Witness(caches),
+                    use_cache=True,
+                    logits_to_keep=1,  # all of them may take gigabytes, and nobody looks
+                )
             on_progress(done + 1, len(windows))
     finally:
         model.set_attn_implementation(attention)

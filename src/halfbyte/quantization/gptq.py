@@ -26,8 +26,8 @@ from halfbyte.models.layerwise import StreamedModel
 from halfbyte.models.loader import device_or_default
 from halfbyte.numerics import nvfp4, weighted_rounding
 from halfbyte.quantization.output_tensors import global_scale
-from halfbyte.quantization.select_layers import LayerSelection
-from halfbyte.quantization.write_layers import RoundedWeight, max_magnitude
+from halfbyte.quantization.select_layers import LayerSelection, experts_projection
+from halfbyte.quantization.write_layers import RoundedLayer, RoundedWeight, max_magnitude
 
 
 def round_layers(
@@ -38,7 +38,7 @@ def round_layers(
     output: OutputFormat,
     device: torch.device | str | None = None,
     on_layer: Callable[[int, int], Any] = lambda done, total: None,
-) -> dict[str, RoundedWeight]:
+) -> dict[str, RoundedLayer]:
     """Round the selected layers of a checkpoint.
 
     Args:
@@ -51,38 +51,46 @@ def round_layers(
         on_layer: called with the decoder layers done and in all.
 
     Returns:
-        By name of the layer; its global scale is that of `output_tensors.global_scale` for its
-        group.
+        By name of the layer.
 
     Raises:
         CheckpointError: as `StreamedModel`, or a weight that is not finite.
-        ValueError: layers that are no `nn.Linear`.
+        ValueError: as `check_linear`.
     """
+    check_linear(selection)
     model = StreamedModel(folder, config, device_or_default(device), "auto")
-    modules = dict(model.model.named_modules())
-    for name in selection.modules:
-        if name not in modules:
-            raise ValueError(
-                f"method: gptq rounds linear layers alone, and {name} is an expert of a fused "
-                "module; expected rtn, or such layers in ignore"
-            )
-    rounded: dict[str, RoundedWeight] = {}
+    wanted = set(selection.modules)
+    # Each is dropped after its layer: what this holds, the model cannot free.
+    modules = {name: x for name, x in model.model.named_modules() if name in wanted}
+    rounded: dict[str, RoundedLayer] = {}
 
     def run_layer(layer: nn.Module, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         inside = {id(module) for module in layer.modules()}
+        names = [name for name, module in modules.items() if id(module) in inside]
         groups = [
-            {name: _weight(modules[name]) for name in group}
+            {name: _weight(modules.pop(name)) for name in group}
             for group in selection.groups
-            if id(modules[group[0]]) in inside
+            if group[0] in names
         ]
         with InputMoments([weight for group in groups for weight in group.values()]) as moments:
             run()
-        for group in groups:
-            rounded.update(_round_group(group, moments, output))
+        while groups:
+            rounded.update(_round_group(groups.pop(), moments, output))
+        moments.clear()
         return run()
 
     model.run(token_ids, AmaxRecorder(), on_layer, run_layer)
     return rounded
+
+
+def check_linear(selection: LayerSelection) -> None:
+    """Raise ValueError for experts, which models fuse and run without `nn.Linear`."""
+    for name in selection.modules:
+        if experts_projection(name) is not None:
+            raise ValueError(
+                f"method: gptq rounds linear layers alone, and {name} is an expert; expected "
+                "rtn, or such layers in ignore"
+            )
 
 
 def _weight(module: nn.Module) -> torch.Tensor:
@@ -93,26 +101,26 @@ def _weight(module: nn.Module) -> torch.Tensor:
 
 def _round_group(
     weights: Mapping[str, torch.Tensor], moments: "InputMoments", output: OutputFormat
-) -> Iterator[tuple[str, RoundedWeight]]:
+) -> Iterator[tuple[str, RoundedLayer]]:
     """Round weights that share a global scale, in place, and give their codes by name."""
     amax = max(max_magnitude(f"{name}.weight", weight) for name, weight in weights.items())
     scale = global_scale(amax, output.dialect, output.recipe)
     for name, weight in weights.items():
         decode = scale.decode.to(weight.device)
-        data, scales = round_with_feedback(weight, decode, moments.of(weight), output.recipe)
+        data, scales = round_with_feedback(weight, decode, moments.factor(weight), output.recipe)
         weight.copy_(nvfp4.dequantize(data, scales, decode, weight.dtype))
-        yield name, RoundedWeight(data.cpu(), scales.cpu())
+        yield name, RoundedLayer(RoundedWeight(data.cpu(), scales.cpu()), scale)
 
 
 def round_with_feedback(
-    weight: torch.Tensor, decode: torch.Tensor, moment: torch.Tensor, recipe: nvfp4.Recipe
+    weight: torch.Tensor, decode: torch.Tensor, factor: torch.Tensor, recipe: nvfp4.Recipe
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round a matrix column by column with error feedback.
 
     Args:
         weight: float `[N, K]`, K % 16 == 0.
         decode: float32 `[]`, the global scale.
-        moment: float64 `[K, K]`, E[x x^T].
+        factor: float32 `[K, K]`, F of `weighted_rounding.feedback_factor` for E[x x^T].
         recipe: of block scales.
 
     Returns:
@@ -120,7 +128,6 @@ def round_with_feedback(
         `weighted_rounding.quantize`; later columns take over a block's errors in one matrix
         product, whose order of sums is the library's.
     """
-    factor, _ = weighted_rounding.feedback_factor(moment)
     y = weight.float().clone()
     size = nvfp4.BLOCK_SIZE
     eye = torch.eye(size, device=y.device)
@@ -170,11 +177,27 @@ class InputMoments(TorchFunctionMode):
             return torch.zeros(size, size, dtype=torch.float64, device=weight.device)
         return moment.mean()
 
+    def factor(self, weight: torch.Tensor) -> torch.Tensor:
+        """F of the moment, float32 `[K, K]`, made once for layers that share it."""
+        moment = self._moment_of.get(weight.data_ptr())
+        if moment is None:
+            return weighted_rounding.feedback_factor(self.of(weight))[0]
+        if moment.factor is None:
+            moment.factor = weighted_rounding.feedback_factor(moment.mean())[0]
+        return moment.factor
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._moment_of.clear()
+        self._last = None
+
     def _add(self, weight: torch.Tensor, x: torch.Tensor) -> None:
+        place = weight.data_ptr()
         if self._last is not None and self._last[0] is x:
-            self._moment_of.setdefault(weight.data_ptr(), self._last[1])
-            return
-        moment = self._moment_of.setdefault(weight.data_ptr(), _Moment())
+            last = self._last[1]
+            if self._moment_of.setdefault(place, last) is last:
+                return
+        moment = self._moment_of.setdefault(place, _Moment())
         moment.add(x)
         self._last = x, moment
 
@@ -183,14 +206,18 @@ class _Moment:
     """E[x x^T], summed in float64; inputs with a NaN or infinity do not count."""
 
     def __init__(self) -> None:
-        self._sum: torch.Tensor | float = 0.0
+        self.factor: torch.Tensor | None = None
+        self._sum: torch.Tensor | None = None
         self._count: torch.Tensor | float = 0.0
 
     def add(self, x: torch.Tensor) -> None:
         rows = x.detach().flatten(0, -2).double()
         known = rows.isfinite().all(-1)
         rows = torch.where(known[:, None], rows, 0.0)
-        self._sum = self._sum + rows.T @ rows
+        if self._sum is None:
+            self._sum = rows.T @ rows
+        else:
+            self._sum.addmm_(rows.T, rows)
         self._count = self._count + known.sum()
 
     def mean(self) -> torch.Tensor:

@@ -5,6 +5,7 @@ before anything runs or is written.
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -37,7 +38,7 @@ from halfbyte.models.local_files import local_folder, read_model_config
 from halfbyte.models.tokenizer import load_tokenizer
 from halfbyte.numerics import nvfp4
 from halfbyte.quantization.calibrate_layers import CalibrationResult, calibrate_layers
-from halfbyte.quantization.gptq import round_layers
+from halfbyte.quantization.gptq import check_linear, round_layers
 from halfbyte.quantization.report import QuantizationReport
 from halfbyte.quantization.select_layers import LayerSelection, select_layers
 from halfbyte.quantization.source_folder import (
@@ -110,6 +111,8 @@ def quantize_checkpoint(
     model_config = read_model_config(folder)
     check_sizes(model_config, index)
     selection = select_layers(model_config, index, ignore)
+    if method == "gptq":
+        check_linear(selection)
     other_files = files_to_copy(folder)
     if not output.kv_cache_dtype:
         read_kv_scales(folder)  # they are copied: raise for broken ones
@@ -125,7 +128,7 @@ def quantize_checkpoint(
         if method == "gptq":
             name = _name_of_text(calibration_file)
             tokenizer = load_tokenizer(folder)
-            ids, _ = calibration_tokens(tokenizer, model_config, text, name, max_tokens=len(text))
+            ids, _ = calibration_tokens(tokenizer, model_config, text, name, max_tokens=sys.maxsize)
             check_vocabulary(model_config, ids)
             rounded = round_layers(
                 folder,
@@ -135,7 +138,9 @@ def quantize_checkpoint(
                 output,
                 on_layer=lambda done, total: on_progress("rounding", done, total),
             )
-            calibration = dataclasses.replace(calibration, source=f"{ids.numel()} tokens of {name}")
+            if calibration.source is None:
+                source_of_ids = f"{ids.numel()} tokens of {name}"
+                calibration = dataclasses.replace(calibration, source=source_of_ids)
         writer = ShardWriter(target, max_shard_bytes)
         layers = write_layers(
             index,

@@ -24,7 +24,12 @@ from halfbyte.kernels.cpu import store as store_cpu
 from halfbyte.layouts import KVCacheDType, PageLayout
 from halfbyte.numerics import nvfp4
 from halfbyte.quantization.calibrate_layers import CalibrationResult
-from halfbyte.quantization.output_tensors import global_scale, kv_scale_tensors, weight_tensors
+from halfbyte.quantization.output_tensors import (
+    GlobalScale,
+    global_scale,
+    kv_scale_tensors,
+    weight_tensors,
+)
 from halfbyte.quantization.select_layers import LayerSelection
 
 _CHUNK_VALUES = 2**20
@@ -42,6 +47,13 @@ class RoundedWeight(NamedTuple):
     """uint8 `[N, K/2]`"""
     scales: torch.Tensor
     """float8_e4m3fn `[N, K/16]`"""
+
+
+class RoundedLayer(NamedTuple):
+    """A layer's codes, and the global scale that they were rounded with."""
+
+    weight: RoundedWeight
+    scale: GlobalScale
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,7 @@ def write_layers(
     output: OutputFormat,
     calibration: CalibrationResult,
     on_progress: Callable[[int, int], Any] = lambda done, total: None,
-    rounded: Mapping[str, RoundedWeight] | None = None,
+    rounded: Mapping[str, RoundedLayer] | None = None,
 ) -> list[LayerReport]:
     """Write every tensor of a checkpoint, with the selected layers quantized.
 
@@ -160,13 +172,17 @@ def _quantize_group(
     weights: Mapping[str, torch.Tensor],
     output: OutputFormat,
     input_amax: Mapping[str, float],
-    rounded: Mapping[str, RoundedWeight],
+    rounded: Mapping[str, RoundedLayer],
 ) -> list[LayerReport]:
     amax = max(max_magnitude(f"{module}.weight", x) for module, x in weights.items())
-    scale = global_scale(amax, output.dialect, output.recipe)
+    known = rounded.get(next(iter(weights)))
+    scale = known.scale if known else global_scale(amax, output.dialect, output.recipe)
     errors = []
     for module, weight in weights.items():
-        codes = rounded.get(module) or quantize_weight(weight, scale.decode, output.recipe)
+        if known:
+            codes = rounded[module].weight
+        else:
+            codes = quantize_weight(weight, scale.decode, output.recipe)
         sqnr = weight_sqnr(weight, codes, scale.decode)
         seen = input_amax[module] if output.quantize_activations else None
         for name, tensor in weight_tensors(output, module, *codes, scale, seen).items():

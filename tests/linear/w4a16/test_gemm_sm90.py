@@ -145,5 +145,5 @@ def test_workspace_of_tiles_that_are_cut() -> None:
 
 
 def test_tiles_of_too_many_clusters_are_refused() -> None:
-    with pytest.raises(ValueError, match="more than 32 clusters have parts of a tile"):
+    with pytest.raises(ValueError, match="more than 32 clusters share a tile"):
         launched((64, 8192), 256, GemmPlan(TILES[0], 1, 40, 1))

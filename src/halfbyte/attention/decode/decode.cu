@@ -13,7 +13,8 @@
 // scores.cuh computes S; softmax.cuh has the softmax and O.
 //
 // The softmax is rescaled lazily: a column only when its max has grown by more than a factor of 2^4
-// since its last rescaling. P is stored times 2^11 (2^3 with DUPLICATE), which centres it in fp16's range.
+// since its last rescaling. P is stored times 2^11 (2^3 with DUPLICATE), which leaves 2^4 of fp16's
+// range for that growth and the rest for small P.
 //
 // Compiled at run time with these macros:
 //   HEAD_SIZE, HEAD_SIZE_V   multiples of 64

@@ -27,7 +27,7 @@ __device__ __forceinline__ void make_barriers(u32 ready) {
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < STAGES; i++) barrier_init(ready + 8 * i, PAGE_WARPS);
-    tell_of_barriers();
+    fence_barrier_init();
   }
   __syncthreads();
 }

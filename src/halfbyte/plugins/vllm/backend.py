@@ -1,7 +1,8 @@
 """The attention backend: its capabilities, and its pages for both vLLM interfaces.
 
-In vLLM 0.24 a backend returns the shape of the whole cache (`get_kv_cache_shape`), from 0.32 on the
-bytes per token and head (`customize_spec`). Each version calls the method it knows.
+Up to vLLM 0.24 or so a backend returns the shape of the whole cache (`get_kv_cache_shape`), from
+0.32 or so on the bytes per token and head (`customize_spec`). Each version calls the method that it
+knows.
 """
 
 from dataclasses import replace

@@ -71,7 +71,7 @@ def uses_halfbyte(vllm_config: Any) -> bool:
 
 
 def has_page_specs() -> bool:
-    """Whether backends define their pages in this vLLM (`customize_spec`, from 0.32 on)."""
+    """Whether backends define their pages in this vLLM (`customize_spec`, from 0.32 or so on)."""
     from vllm.v1.attention.backend import AttentionBackend
 
     return hasattr(AttentionBackend, "customize_spec")

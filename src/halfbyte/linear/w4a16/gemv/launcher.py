@@ -140,7 +140,7 @@ class GemvProduct:
             address, stride = x.data_ptr(), row_stride(x)
         if self._chunks > 1:  # the plan stays, so a token's bits do not depend on the chunks
             parts = (weight, weight_scale, row_scale, bias, self._n)
-            # Chunks of equal size: a remainder of one token would need another kernel.
+            # Chunks of nearly equal size: a remainder of one token would need another kernel.
             chunks = x.view(self._m, x.shape[-1]).tensor_split(self._chunks)
             outs = [linear_gemv(chunk, *parts, plan=self._plan) for chunk in chunks]
             return torch.cat(outs).view(self._out.shape)
