@@ -237,7 +237,9 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
-def test_a_checkpoint_by_gptq_is_closer_to_its_source(source: Path, dialect: str) -> None:
+def test_a_checkpoint_by_gptq_is_closer_to_its_source(
+    source: Path, dialect: str, caplog: pytest.LogCaptureFixture
+) -> None:
     text = source.parent / "text.txt"
     text.write_text(TEXT)
     errors = {}
@@ -260,6 +262,7 @@ def test_a_checkpoint_by_gptq_is_closer_to_its_source(source: Path, dialect: str
             model = load_model(target, dtype="float32", device="cpu")
             errors[method] = float((model(ids).logits - logits).square().mean())
     assert errors["gptq"] < 0.9 * errors["rtn"]
+    assert "tokens say little of layers of" in caplog.text
 
 
 def test_unknown_methods_and_texts_for_nothing_are_refused(source: Path) -> None:

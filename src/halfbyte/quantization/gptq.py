@@ -11,6 +11,7 @@ so that the next layer sees the inputs that it will have. In memory are one laye
 its inputs, the hidden states of the text, and the codes of all layers before.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,11 @@ from halfbyte.numerics import nvfp4, weighted_rounding
 from halfbyte.quantization.output_tensors import global_scale
 from halfbyte.quantization.select_layers import LayerSelection, experts_projection
 from halfbyte.quantization.write_layers import RoundedLayer, RoundedWeight, max_magnitude
+
+logger = logging.getLogger("halfbyte")
+
+_TOKENS_PER_INPUT = 16
+"""Tokens per input of a layer below which its E[x x^T] is mostly noise."""
 
 
 def round_layers(
@@ -62,6 +68,7 @@ def round_layers(
     wanted = set(selection.modules)
     # Each is dropped after its layer: what this holds, the model cannot free.
     modules = {name: x for name, x in model.model.named_modules() if name in wanted}
+    _warn_of_few_tokens(token_ids.numel(), max(_weight(x).shape[1] for x in modules.values()))
     rounded: dict[str, RoundedLayer] = {}
 
     def run_layer(layer: nn.Module, run: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -81,6 +88,17 @@ def round_layers(
 
     model.run(token_ids, AmaxRecorder(), on_layer, run_layer)
     return rounded
+
+
+def _warn_of_few_tokens(tokens: int, max_inputs: int) -> None:
+    if tokens < _TOKENS_PER_INPUT * max_inputs:
+        logger.warning(
+            "gptq: %d tokens say little of layers of %d inputs, and rounding to nearest (rtn) may "
+            "be closer; give a text of %d tokens or more",
+            tokens,
+            max_inputs,
+            _TOKENS_PER_INPUT * max_inputs,
+        )
 
 
 def check_linear(selection: LayerSelection) -> None:
