@@ -9,11 +9,12 @@ the `accuracy` markers of docs/numbers/bundled.md.
 import argparse
 import datetime
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from benchmarks.pages import put_table
 
 REPOSITORY = Path(__file__).parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "accuracy.json"
@@ -23,7 +24,8 @@ ARGUMENTS = (
     *("--kv-cache-dtype", FORMATS, "--kv-recipe", "plain"),
     *("--chunk-size", "512", "--window", "2048"),
 )
-MARKERS = re.compile(r"(<!-- accuracy -->\n).*?(<!-- /accuracy -->)", re.DOTALL)
+TABLE = "accuracy"
+"""Its name in the page."""
 
 
 def halfbyte(*arguments: str) -> Any:
@@ -69,7 +71,7 @@ def main() -> None:
     arguments = parser.parse_args()
     report = run(arguments.max_tokens)
     arguments.out.write_text(json.dumps(report, indent=2) + "\n")
-    PAGE.write_text(MARKERS.sub(rf"\g<1>{table(report)}\g<2>", PAGE.read_text()))
+    put_table(PAGE, TABLE, table(report))
     print(table(report))
 
 

@@ -14,7 +14,6 @@ CPU cache, as with the layers of a model. Uses all threads of torch.
 """
 
 import argparse
-import datetime
 import itertools
 import json
 import statistics
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.provenance import provenance
 from halfbyte.bench.attention_calls import (
     attention_calls,
     make_queries,
@@ -33,7 +33,6 @@ from halfbyte.bench.attention_calls import (
 )
 from halfbyte.bench.cases import Case, decode
 from halfbyte.bench.data import make_cache, short_name
-from halfbyte.bench.machine import machine, versions
 from halfbyte.bench.timing import Call
 from halfbyte.kernels.cpu.library import LEVELS, set_level
 
@@ -85,9 +84,7 @@ def main() -> None:
     levels = [level for level in LEVELS if set_level(level) == level and level != "portable"]
     set_level(None)
     report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(CPU),
-        "versions": versions(),
+        **provenance(CPU),
         "milliseconds": [],
         "milliseconds_min": [],
     }

@@ -18,13 +18,15 @@ from benchmarks.attention.cases import CASES
 from benchmarks.attention.picture import draw
 from benchmarks.attention.run import AttentionRun
 from benchmarks.attention.table import markdown_table
+from benchmarks.pages import put_table
 from halfbyte.bench.report import contenders
 
 REPOSITORY = Path(__file__).parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "attention_decode.json"
 PAGE = REPOSITORY / "docs" / "numbers" / "attention.md"
 PICTURE = REPOSITORY / "docs" / "attention_decode.svg"
-MARKERS = re.compile(r"(<!-- decode -->\n).*?(<!-- /decode -->)", re.DOTALL)
+TABLE = "decode"
+"""Its name in the page."""
 FORMATS = ("nvfp4", "fp8", "bfloat16")
 table = markdown_table
 
@@ -52,7 +54,7 @@ def main() -> None:
         measure(torch.device(arguments.device), arguments.only, arguments.out)
         return
     report = json.loads(arguments.out.read_text())
-    PAGE.write_text(MARKERS.sub(rf"\g<1>{table(report)}\g<2>", PAGE.read_text()))
+    put_table(PAGE, TABLE, table(report))
     draw(report, PICTURE)
 
 

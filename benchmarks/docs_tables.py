@@ -6,10 +6,11 @@ Every table goes between markers with its name: `<!-- store -->` and `<!-- /stor
 """
 
 import json
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from benchmarks.pages import put_table
 
 REPOSITORY = Path(__file__).parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -208,20 +209,10 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
 """Marker -> page and function that builds the table."""
 
 
-def put(page: Path, marker: str, table: str) -> None:
-    """Write a table between a page's markers, which must occur once."""
-    begin, end = f"<!-- {marker} -->\n", f"<!-- /{marker} -->"
-    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    text, count = pattern.subn(lambda _: begin + table + end, page.read_text())
-    if count != 1:
-        raise SystemExit(f"{page}: {count} places for {marker}")
-    page.write_text(text)
-
-
 def main() -> None:
     """Write all."""
     for marker, (page, make) in TABLES.items():
-        put(NUMBERS / page, marker, make())
+        put_table(NUMBERS / page, marker, make())
 
 
 if __name__ == "__main__":

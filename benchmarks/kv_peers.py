@@ -9,7 +9,6 @@ own recipes, measured with packed pages, are in `kv_recipes.json`.
 """
 
 import argparse
-import datetime
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +17,18 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from benchmarks.pages import put_table
 from benchmarks.peers.kv_schemes import SCHEMES, Calibration, Scheme
-from benchmarks.real_models import MODELS, model_folder, texts
+from benchmarks.provenance import provenance
+from benchmarks.real_models import MODELS, model_folder, windows_of_texts
 from halfbyte import load_model
 from halfbyte.assets import calibration_text
-from halfbyte.bench.machine import machine, versions
-from halfbyte.evaluation import text_windows
 from halfbyte.models import load_tokenizer
 from halfbyte.numerics.hadamard import hadamard
 
 RESULT = Path(__file__).parent / "results" / "kv_peers.json"
+PAGE = Path(__file__).parents[1] / "docs" / "accuracy.md"
+TABLE = "kv-peers"
 WINDOW, CALIBRATION_TOKENS = 1024, 2048
 _NAME = "kv_peers"
 
@@ -143,9 +144,7 @@ def measure(folder: Path, name: str, tokens: int) -> list[dict[str, Any]]:
     model = Rounded(load_model(path, dtype="float32", device="cpu"))
     ids = tokenizer(calibration_text(), return_tensors="pt").input_ids[:, :CALIBRATION_TOKENS]
     model.calibrate(ids)
-    windows = []
-    for text in texts(folder).values():
-        windows += text_windows(tokenizer, [text], WINDOW, tokens)[0]
+    windows = windows_of_texts(folder, tokenizer, WINDOW, tokens)
     sums = {scheme.name: [0.0, 0.0, 0.0] for scheme in SCHEMES}
     nll, count = 0.0, 0
     for window in windows:
@@ -197,13 +196,12 @@ def main() -> None:
     with torch.inference_mode():
         rows = measure(arguments.folder, arguments.model, arguments.tokens)
     report = {
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(torch.device("cpu")),
-        "versions": versions(),
+        **provenance(torch.device("cpu")),
         "window": WINDOW,
         "models": {arguments.model: rows},
     }
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    put_table(PAGE, TABLE, table(report))
     print(table(report))
 
 

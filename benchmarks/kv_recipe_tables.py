@@ -21,10 +21,9 @@ def table(report: dict[str, Any]) -> str:
         for row in rows:
             if row["kv_cache_dtype"] == "bfloat16":
                 continue
-            baseline = row["nll"] - row["nll_increase"]
             lines.append(
-                f"| {name} | {label(row)} | {row['nll_increase'] / baseline:+.2%} "
-                f"± {row['nll_increase_stderr'] / baseline:.2%} | {row['kl_divergence']:.4f} "
+                f"| {name} | {label(row)} | {of_baseline(row):+.2%} "
+                f"± {of_baseline(row, 'nll_increase_stderr'):.2%} | {row['kl_divergence']:.4f} "
                 f"| {row['top1']:.3f} |"
             )
     return "\n".join(lines) + "\n"
@@ -80,10 +79,9 @@ def table_of_small_chunks(report: dict[str, Any]) -> str:
         for row in rows:
             if row["kv_cache_dtype"] == "bfloat16":
                 continue
-            baseline = row["nll"] - row["nll_increase"]
             lines.append(
                 f"| {name} | {label(row)} | {large[label(row)]:.4f} | {row['kl_divergence']:.4f} "
-                f"| {row['nll_increase'] / baseline:+.2%} |"
+                f"| {of_baseline(row):+.2%} |"
             )
     return "\n".join(lines) + "\n"
 
@@ -105,6 +103,12 @@ def table_of_layers(report: dict[str, Any]) -> str:
                 f"| {error[0]:.3f} to {error[-1]:.3f} |"
             )
     return "\n".join(lines) + "\n"
+
+
+def of_baseline(row: dict[str, Any], field: str = "nll_increase") -> float:
+    """A row's field over the NLL that its `nll_increase` is counted from."""
+    ratio: float = row[field] / (row["nll"] - row["nll_increase"])
+    return ratio
 
 
 def label(row: dict[str, Any]) -> str:

@@ -12,7 +12,6 @@ tuned on these.
 """
 
 import argparse
-import datetime
 import json
 from collections.abc import Callable
 from dataclasses import asdict
@@ -23,9 +22,10 @@ import torch
 
 from benchmarks.kv_recipe_plots import draw
 from benchmarks.kv_recipe_tables import TABLES
-from benchmarks.real_models import MODELS, model_folder, texts
+from benchmarks.pages import put_table
+from benchmarks.provenance import provenance
+from benchmarks.real_models import MODELS, model_folder, texts, windows_of_texts
 from halfbyte import load_model
-from halfbyte.bench.machine import machine, versions
 from halfbyte.evaluation import (
     evaluate_greedy,
     evaluate_layers,
@@ -40,7 +40,8 @@ from halfbyte.models import load_tokenizer
 REPOSITORY = Path(__file__).parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "kv_recipes.json"
 PICTURES = REPOSITORY / "docs"
-PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "accuracy.md")
+README, PAGE = REPOSITORY / "README.md", REPOSITORY / "docs" / "accuracy.md"
+TABLE_OF_README = "real-models"
 FORMATS = ("bfloat16", "fp8_e4m3", "nvfp4_4over6", "nvfp4")
 BALANCED, ACCURATE = KVRecipe.parse("balanced"), KVRecipe.parse("accurate")
 RECIPES = ("plain", BALANCED.of_pages, BALANCED, ACCURATE.of_pages, ACCURATE)
@@ -75,9 +76,7 @@ def measure(
     path = model_folder(folder, name)
     model = load_model(path, dtype="float32")
     tokenizer = load_tokenizer(path)
-    windows = []
-    for text in texts(folder).values():
-        windows += text_windows(tokenizer, [text], WINDOW, tokens)[0]
+    windows = windows_of_texts(folder, tokenizer, WINDOW, tokens)
     recipes = (FOUR_OVER_SIX, *RECIPES) if asked == Asked() else asked.recipes
     results = evaluate_perplexity(
         model, windows, asked.formats, chunk_size, tokenizer=tokenizer, kv_recipes=recipes
@@ -93,9 +92,7 @@ def measure_layers(folder: Path, name: str, asked: Asked) -> list[dict[str, Any]
     """SQNR and errors of attention logits in each layer."""
     path = model_folder(folder, name)
     tokenizer = load_tokenizer(path)
-    windows = []
-    for text in texts(folder).values():
-        windows += text_windows(tokenizer, [text], LAYERS_WINDOW, LAYERS_WINDOW)[0]
+    windows = windows_of_texts(folder, tokenizer, LAYERS_WINDOW, LAYERS_WINDOW)
     results = evaluate_layers(
         load_model(path, dtype="float32"),
         windows,
@@ -170,18 +167,6 @@ def _place(row: dict[str, Any]) -> tuple[Any, ...]:
     return row["kv_cache_dtype"], row["kv_recipe"], row.get("layer")
 
 
-def write_tables(report: dict[str, Any]) -> None:
-    """Put the tables between their markers in README.md and docs/accuracy.md."""
-    for page in PAGES:
-        text = page.read_text()
-        for name, table in TABLES.items():
-            begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-            if begin in text:
-                before, rest = text.split(begin)
-                text = before + begin + table(report) + end + rest.split(end)[1]
-        page.write_text(text)
-
-
 def main() -> None:
     """Parse the command line, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -214,11 +199,7 @@ def main() -> None:
     }
     if unknown := set(parts) - set(ways):
         parser.error(f"--only: unknown {', '.join(sorted(unknown))}; expected {', '.join(PARTS)}")
-    now: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-        "versions": versions(),
-    }
+    now = provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     report: dict[str, Any] = {
         **now,
         "tokens_of_each_text": arguments.tokens,
@@ -236,7 +217,9 @@ def main() -> None:
             chosen = [word for word in (arguments.recipe, arguments.model) if word is not None]
             report.setdefault("measured_apart", {})[" of ".join([part, *chosen])] = now
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    write_tables(report)
+    put_table(README, TABLE_OF_README, TABLES[TABLE_OF_README](report))
+    for name, table in TABLES.items():
+        put_table(PAGE, name, table(report))
     draw(report, PICTURES)
     for table in TABLES.values():
         print(table(report))

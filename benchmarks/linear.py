@@ -10,7 +10,6 @@ table of the JSON in Markdown and writes it between the `linear` markers of docs
 
 import argparse
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -20,13 +19,15 @@ from rich.console import Console
 from benchmarks.linear_layers.run import GPU_TOKENS, LinearRun, usable_backends
 from benchmarks.linear_layers.table import linear_markdown_table, linear_tables, to_json
 from benchmarks.linear_layers.warm_up import KEPT_ON_DISK, warm_up
+from benchmarks.pages import put_table
 from halfbyte.bench.linear import SHAPES
 from halfbyte.cli.bench import parse_shapes
 
 REPOSITORY = Path(__file__).parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "linear.json"
 PAGE = REPOSITORY / "docs" / "numbers" / "linear.md"
-MARKERS = re.compile(r"(<!-- linear -->\n).*?(<!-- /linear -->)", re.DOTALL)
+TABLE = "linear"
+"""Its name in the page."""
 table = linear_markdown_table
 
 
@@ -46,7 +47,7 @@ def measure(run: LinearRun, out: Path) -> None:
 def write_table(report: Path) -> None:
     """Print the table of a run, and write it into its page."""
     text = table(json.loads(report.read_text()))
-    PAGE.write_text(MARKERS.sub(lambda found: found[1] + text + found[2], PAGE.read_text()))
+    put_table(PAGE, TABLE, text)
     print(text, end="")
 
 

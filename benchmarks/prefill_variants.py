@@ -8,7 +8,6 @@ Triton kernel that unpacks on the fly; unsupported variants are omitted. Times a
 """
 
 import argparse
-import datetime
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +16,12 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks.provenance import provenance
 from benchmarks.timing import measure_in_turns, ready
 from halfbyte.attention.prefill import plan as dense_plan
 from halfbyte.bench.attention_calls import attention_calls, make_queries
 from halfbyte.bench.cases import Case
 from halfbyte.bench.data import make_cache
-from halfbyte.bench.machine import machine, versions
 
 RESULT = Path(__file__).parent / "results" / "prefill_variants.json"
 ALWAYS = 2**60
@@ -125,9 +124,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device("cuda")
     report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(device),
-        "versions": versions(),
+        **provenance(device),
         "microseconds": [],
     }
     for case in CASES:

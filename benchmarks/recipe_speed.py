@@ -9,7 +9,6 @@ includes the ring. `accurate` differs only in its store.
 """
 
 import argparse
-import datetime
 import json
 import math
 from collections.abc import Callable
@@ -20,9 +19,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.provenance import provenance
 from benchmarks.timing import measure_in_turns, ready
 from halfbyte.attention import AttentionPlans, paged_attention
-from halfbyte.bench.machine import machine, versions
 from halfbyte.kvcache import reshape_and_cache
 from halfbyte.kvcache.recent import RecentInputs, RecentTokens, RingSlots
 from halfbyte.kvcache.transform import KVTransform
@@ -224,9 +223,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device("cuda")
     report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(device),
-        "versions": versions(),
+        **provenance(device),
         "microseconds": {},
     }
     for case in CASES:

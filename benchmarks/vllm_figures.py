@@ -6,9 +6,10 @@
 """
 
 import json
-import re
 from pathlib import Path
 from typing import Any
+
+from benchmarks.pages import put_table
 
 REPOSITORY = Path(__file__).parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "vllm_step.json"
@@ -44,7 +45,7 @@ def table(report: dict[str, Any]) -> str:
         prefill = f"{figures[cases[0]]['prefill_tokens_per_s'] / 1e3:.1f}k/s"
         tokens = f"{figures['kv_cache_tokens'] / 1e3:,.0f}k"
         lines.append("| " + " | ".join((name, *steps, prefill, tokens)) + " |")
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 def recipes_table(report: dict[str, Any]) -> str:
@@ -57,7 +58,7 @@ def recipes_table(report: dict[str, Any]) -> str:
             for n in names
         ]
         lines.append(f"| {case} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -103,17 +104,12 @@ def draw(report: dict[str, Any], path: Path) -> None:
         figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
 
 
-def write(page: Path, marker: str, text: str) -> None:
-    """Put a table between a page's markers."""
-    markers = re.compile(rf"(<!-- {marker} -->\n).*?(<!-- /{marker} -->)", re.DOTALL)
-    page.write_text(markers.sub(lambda found: f"{found[1]}{text}\n{found[2]}", page.read_text()))
-
-
 def main() -> None:
     """Write all."""
     report = json.loads(RESULT.read_text())
-    write(PAGE, "vllm-step", table(report))
-    write(RECIPES_PAGE, "recipe-speed", recipes_table(json.loads(RECIPES.read_text())))
+    put_table(PAGE, "vllm-step", table(report))
+    recipes = json.loads(RECIPES.read_text())
+    put_table(RECIPES_PAGE, "recipe-speed", recipes_table(recipes))
     draw(report, PICTURE)
 
 

@@ -8,7 +8,6 @@ differ. `gptq` is calibrated on the built-in text.
 """
 
 import argparse
-import datetime
 import json
 import tempfile
 import time
@@ -17,16 +16,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.real_models import MODELS, model_folder, texts
+from benchmarks.kv_recipe_tables import of_baseline
+from benchmarks.pages import put_table
+from benchmarks.provenance import provenance
+from benchmarks.real_models import MODELS, model_folder, windows_of_texts
 from halfbyte import load_model
-from halfbyte.bench.machine import machine, versions
-from halfbyte.evaluation import evaluate_perplexity, text_windows
+from halfbyte.evaluation import evaluate_perplexity
 from halfbyte.models import load_tokenizer
 from halfbyte.quantization import quantize_checkpoint
 
 REPOSITORY = Path(__file__).parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "weight_rounding.json"
 PAGE = REPOSITORY / "docs" / "accuracy.md"
+TABLE = "weight-rounding"
 CASES = (
     ("rtn", "amax6"),
     ("rtn", "four_over_six"),
@@ -41,9 +43,7 @@ def measure(folder: Path, name: str, tokens: int) -> list[dict[str, Any]]:
     """All cases on one model."""
     source = model_folder(folder, name)
     tokenizer = load_tokenizer(source)
-    windows = []
-    for text in texts(folder).values():
-        windows += text_windows(tokenizer, [text], WINDOW, tokens)[0]
+    windows = windows_of_texts(folder, tokenizer, WINDOW, tokens)
 
     def nll(path: Path) -> float:
         model = load_model(path, dtype="float32")
@@ -89,7 +89,7 @@ def table(report: dict[str, Any]) -> str:
         lines += [
             f"| {name} | {row['method']} | `{row['recipe']}` | {row['calibration'] or ''} "
             f"| {row['sqnr_db']:.1f} dB "
-            f"| {row['nll_increase'] / (row['nll'] - row['nll_increase']):+.2%} |"
+            f"| {of_baseline(row):+.2%} |"
             for row in rows
         ]
     return "\n".join(lines) + "\n"
@@ -108,18 +108,12 @@ def main() -> None:
     for name in models:
         report["models"][name] = measure(arguments.folder, name, arguments.tokens)
     report |= {
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-        "versions": versions(),
+        **provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "tokens_of_each_text": arguments.tokens,
         "window": WINDOW,
     }
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    begin, end = "<!-- weight-rounding -->\n", "<!-- /weight-rounding -->"
-    text = PAGE.read_text()
-    if begin in text:
-        before, rest = text.split(begin)
-        PAGE.write_text(before + begin + table(report) + end + rest.split(end)[1])
+    put_table(PAGE, TABLE, table(report))
     print(table(report))
 
 

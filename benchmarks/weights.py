@@ -12,13 +12,13 @@ docs/numbers/bundled.md.
 import argparse
 import datetime
 import json
-import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import put_table
 from halfbyte.assets import bundled_model_path
 
 REPOSITORY = Path(__file__).parents[1]
@@ -37,7 +37,8 @@ CASES = (
     ("W4A4", "nvfp4", "amax6"),
 )
 """Name, and what `halfbyte quantize` is told as `--weights` and `--recipe`."""
-MARKERS = re.compile(r"(<!-- weights -->\n).*?(<!-- /weights -->)", re.DOTALL)
+TABLE = "weights"
+"""Its name in the page."""
 
 
 def halfbyte(*arguments: str) -> Any:
@@ -121,7 +122,7 @@ def main() -> None:
     arguments = parser.parse_args()
     report = run(arguments.max_tokens)
     arguments.out.write_text(json.dumps(report, indent=2) + "\n")
-    PAGE.write_text(MARKERS.sub(rf"\g<1>{table(report)}\g<2>", PAGE.read_text()))
+    put_table(PAGE, TABLE, table(report))
     print(table(report))
 
 

@@ -165,7 +165,7 @@ def store() -> None:
 
 
 def linear() -> None:
-    """Few rows of x, and many: `gemv.cu`, and `gemm_sm90/gemm.cu` or `dequant.cu`; Triton."""
+    """Small and large M: `gemv.cu`, and `gemm_sm90/gemm.cu` or `dequant.cu`; Triton."""
     bf16, fp16 = torch.bfloat16, torch.float16
     for backend, dtype, n, k, batch_invariant in (
         ("cuda", bf16, 200, 144, False),

@@ -11,8 +11,8 @@ def gpu_state(device: torch.device) -> dict[str, str] | None:
         return None
     names = {
         "driver": "driver_version",
-        "multiprocessor_mhz": "clocks.sm",
-        "most_multiprocessor_mhz": "clocks.max.sm",
+        "sm_mhz": "clocks.sm",
+        "max_sm_mhz": "clocks.max.sm",
         "memory_mhz": "clocks.mem",
         "watts": "power.draw",
         "celsius": "temperature.gpu",

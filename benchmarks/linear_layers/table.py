@@ -89,7 +89,7 @@ def linear_markdown_table(report: Report) -> str:
     A star marks a peer whose error exceeds the allowed one.
     """
     lines = [
-        "| weights N x K | rows of x | halfbyte | Humming | bf16 weights | halfbyte / Humming "
+        "| weights N x K | tokens (M) | halfbyte | Humming | bf16 weights | halfbyte / Humming "
         "| halfbyte / bf16 | of a plain read |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]

@@ -1,27 +1,23 @@
 """Whole runs of the attention benchmark on a CPU, tiny, and SDPA's calls."""
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from halfbyte.bench import AttentionBenchmark, Case, attention_calls, data
+from bench.shared import RATE, TIMES, assert_report_of_decode, measure_quickly
+from halfbyte.bench import AttentionBenchmark, Case, attention_calls
 from halfbyte.bench.attention_calls import sdpa_calls, sdpa_dtypes
 from halfbyte.bench.cases import decode, prefill, store
 
 CPU = torch.device("cpu")
-TIMES = {"single", "back_to_back"}
-RATE = {"bytes", "terabytes_per_s", "fraction"}
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfbyte.bench.timing.SINGLES", 3)
-    monkeypatch.setattr("halfbyte.bench.timing.IN_A_ROW", 3)
-    monkeypatch.setitem(data._ROTATED_BYTES, "cpu", 300_000)
+    measure_quickly(monkeypatch, 3)
 
 
 def windowed(case: Case) -> Case:
@@ -30,33 +26,7 @@ def windowed(case: Case) -> Case:
 
 def test_report_says_what_was_measured_and_on_what() -> None:
     benchmark = AttentionBenchmark(CPU, ("nvfp4", "fp8", "nvfp4"), query_dtype=torch.float32)
-    case = decode("llama", 2, 48)
-    row = benchmark.run(case)
-    report = json.loads(json.dumps(benchmark.report))
-    assert list(report) == [
-        "date",
-        "gpu",
-        "machine",
-        "versions",
-        "read_terabytes_per_s",
-        "copy_terabytes_per_s",
-        "microseconds",
-    ]
-    assert report["gpu"] is None
-    assert report["machine"]["threads"] == torch.get_num_threads()
-    assert report["versions"]["torch"] == torch.__version__
-    assert report["microseconds"] == [row]
-    fields = asdict(case)
-    assert {name: row[name] for name in fields} == fields
-    assert set(row) - set(fields) == {"halfbyte_nvfp4", "halfbyte_fp8", "sdpa_bf16", "sdpa_fp32"}
-    ours = row["halfbyte_nvfp4"]
-    assert set(ours) == {"error", *TIMES, *RATE}
-    assert ours["bytes"] == 96 * 8 * 2 * 72
-    assert ours["terabytes_per_s"] == pytest.approx(
-        ours["bytes"] / ours["back_to_back"] / 1e6, abs=1e-4
-    )
-    assert ours["error"] < 1e-5
-    assert set(row["sdpa_fp32"]) == TIMES
+    assert_report_of_decode(benchmark, decode("llama", 2, 48))
 
 
 def test_queries_are_bfloat16_by_default() -> None:

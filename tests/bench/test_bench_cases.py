@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from bench.shared import assert_sees_causally
 from halfbyte.bench import CPU_CASES, GPU_CASES, Case
 from halfbyte.bench.cases import decode, prefill, store
 
@@ -20,13 +21,7 @@ def test_usual_cases_have_names_of_their_own_and_all_kinds(cases: tuple) -> None
 )
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
 def test_what_causal_attention_sees(case: Case, window: int | None) -> None:
-    case = replace(case, sliding_window=window)
-    seen = [
-        [range(max(0, p + 1 - (window or p + 1)), p + 1) for p in range(n - case.query_tokens, n)]
-        for n in case.lengths().tolist()
-    ]
-    assert case.pairs == sum(len(keys) for row in seen for keys in row)
-    assert case.tokens_read == sum(len(set().union(*row)) for row in seen)
+    assert_sees_causally(case, window)
 
 
 def test_presets_shape_the_cases() -> None:

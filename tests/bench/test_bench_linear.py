@@ -7,21 +7,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from halfbyte.bench import LinearBenchmark, data
+from bench.shared import TIMES, measure_quickly
+from halfbyte.bench import LinearBenchmark
 from halfbyte.bench.weights import Weights
 from halfbyte.dispatch import NoImplementationError
 from halfbyte.linear.reference import ReferenceKernel
 
 CPU = torch.device("cpu")
-TIMES = {"single", "back_to_back"}
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfbyte.bench.timing.SINGLES", 2)
-    monkeypatch.setattr("halfbyte.bench.timing.IN_A_ROW", 2)
+    measure_quickly(monkeypatch, 2)
     monkeypatch.setattr("halfbyte.bench.report.bandwidths", lambda device: (0.02, 0.01))
-    monkeypatch.setitem(data._ROTATED_BYTES, "cpu", 300_000)
 
 
 def test_report_says_what_was_measured() -> None:

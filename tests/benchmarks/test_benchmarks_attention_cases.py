@@ -1,8 +1,9 @@
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 import torch
 
+from bench.shared import assert_sees_causally
 from benchmarks.attention.cases import CASES, Case, decode, of_row, ragged
 from halfbyte.bench.cases import prefill
 
@@ -45,13 +46,7 @@ def test_lengths_are_equal_or_log_uniform_and_the_same_every_time() -> None:
 )
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
 def test_what_causal_attention_sees(case: Case, window: int | None) -> None:
-    case = replace(case, sliding_window=window)
-    seen = [
-        [range(max(0, p + 1 - (window or p + 1)), p + 1) for p in range(n - case.query_tokens, n)]
-        for n in case.lengths().tolist()
-    ]
-    assert case.pairs == sum(len(keys) for row in seen for keys in row)
-    assert case.tokens_read == sum(len(set().union(*row)) for row in seen)
+    assert_sees_causally(case, window)
 
 
 def test_ragged_cases_evened_out_keep_their_tokens() -> None:

@@ -1,7 +1,6 @@
 """Whole runs with peers on a CPU, tiny; FlashInfer's entries stand in as documented."""
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,6 +9,7 @@ import torch
 
 import halfbyte.bench
 from attention.documented_flashinfer import DecodeWrapper, install
+from bench.shared import assert_report_of_decode, measure_quickly
 from benchmarks.attention.cases import Case, decode, ragged
 from benchmarks.attention.picture import draw
 from benchmarks.attention.run import AttentionRun
@@ -20,15 +20,11 @@ from halfbyte.bench.cases import prefill, store
 
 AnyCase = TypeVar("AnyCase", bound=halfbyte.bench.Case)
 CPU = torch.device("cpu")
-TIMES = {"single", "back_to_back"}
-RATE = {"bytes", "terabytes_per_s", "fraction"}
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfbyte.bench.timing.SINGLES", 3)
-    monkeypatch.setattr("halfbyte.bench.timing.IN_A_ROW", 3)
-    monkeypatch.setitem(data._ROTATED_BYTES, "cpu", 300_000)
+    measure_quickly(monkeypatch, 3)
 
 
 def with_flashinfer(monkeypatch: pytest.MonkeyPatch, *dtypes: str) -> AttentionRun:
@@ -44,34 +40,8 @@ def windowed(case: AnyCase) -> AnyCase:
 
 def test_report_says_what_was_measured_and_on_what() -> None:
     benchmark = AttentionRun(CPU, ("nvfp4", "fp8", "nvfp4"), query_dtype=torch.float32)
-    case = decode("llama", 2, 48)
-    row = benchmark.run(case)
-    report = json.loads(json.dumps(benchmark.report))
-    assert list(report) == [
-        "date",
-        "gpu",
-        "machine",
-        "versions",
-        "read_terabytes_per_s",
-        "copy_terabytes_per_s",
-        "microseconds",
-    ]
-    assert report["gpu"] is None
-    assert report["machine"]["threads"] == torch.get_num_threads()
-    assert report["versions"]["torch"] == torch.__version__
-    assert report["microseconds"] == [row]
-    fields = asdict(case)
-    assert {name: row[name] for name in fields} == fields
-    assert set(row) - set(fields) == {"halfbyte_nvfp4", "halfbyte_fp8", "sdpa_bf16", "sdpa_fp32"}
-    ours = row["halfbyte_nvfp4"]
-    assert set(ours) == {"backend", "error", "bfloat16_error", *TIMES, *RATE}
-    assert ours["bytes"] == 96 * 8 * 2 * 72
-    assert ours["terabytes_per_s"] == pytest.approx(
-        ours["bytes"] / ours["back_to_back"] / 1e6, abs=1e-4
-    )
-    assert ours["error"] < 1e-5
+    ours = assert_report_of_decode(benchmark, decode("llama", 2, 48), "backend", "bfloat16_error")
     assert ours["error"] < 2 * ours["bfloat16_error"]
-    assert set(row["sdpa_fp32"]) == TIMES
 
 
 @pytest.mark.parametrize(

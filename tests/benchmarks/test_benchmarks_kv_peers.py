@@ -62,9 +62,7 @@ def test_schemes_lose_little_of_normal_values(scheme: Any) -> None:
         assert (0.005 if scheme.bits < 8 else 1e-4) < error < (0.03 if scheme.bits < 8 else 2e-3)
 
 
-def test_the_docs_show_the_committed_run() -> None:
+def test_the_committed_run_has_all_schemes() -> None:
     report = json.loads(kv_peers.RESULT.read_text())
-    page = (kv_peers.RESULT.parents[2] / "docs" / "accuracy.md").read_text()
-    assert kv_peers.table(report) in page
     (rows,) = report["models"].values()
     assert [row["scheme"] for row in rows] == [scheme.name for scheme in peers.SCHEMES]

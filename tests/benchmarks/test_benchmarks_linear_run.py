@@ -6,24 +6,21 @@ from typing import Any
 import pytest
 import torch
 
+from bench.shared import TIMES, measure_quickly
 from benchmarks.linear import RESULT
 from benchmarks.linear_layers.plain_read import compile_read, plain_read
 from benchmarks.linear_layers.run import LinearRun
 from benchmarks.linear_layers.table import linear_markdown_table, linear_tables, to_json
 from benchmarks.linear_layers.warm_up import compile_ahead, warm_up
-from halfbyte.bench import data
 from halfbyte.linear.reference import ReferenceKernel
 
 CPU = torch.device("cpu")
-TIMES = {"single", "back_to_back"}
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfbyte.bench.timing.SINGLES", 2)
-    monkeypatch.setattr("halfbyte.bench.timing.IN_A_ROW", 2)
+    measure_quickly(monkeypatch, 2)
     monkeypatch.setattr("halfbyte.bench.report.bandwidths", lambda device: (0.02, 0.01))
-    monkeypatch.setitem(data._ROTATED_BYTES, "cpu", 300_000)
 
 
 def run(*shapes: tuple[int, int], rows: tuple[int, ...] = (1, 20), **options: Any) -> dict:

@@ -10,24 +10,37 @@ import pytest
 import torch
 
 from benchmarks.attention.cases import CASES, WITHOUT_PEERS, of_row
+from benchmarks.pages import put_table, table_in
 
 REPOSITORY = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["accuracy", "attention_decode", "linear", "weights"])
+@pytest.mark.parametrize(
+    "name", ["accuracy", "attention_decode", "kv_peers", "linear", "weight_rounding", "weights"]
+)
 def test_numbers_show_the_committed_run(name: str) -> None:
     benchmark = import_module(f"benchmarks.{name}")
     report = json.loads(benchmark.RESULT.read_text())
-    assert benchmark.MARKERS.search(benchmark.PAGE.read_text())
-    assert benchmark.table(report) in benchmark.PAGE.read_text()
+    assert table_in(benchmark.PAGE, benchmark.TABLE) == benchmark.table(report)
 
 
 def test_tables_of_the_docs_show_the_committed_runs() -> None:
     tables = import_module("benchmarks.docs_tables")
-    for marker, (page, make) in tables.TABLES.items():
-        begin, end = f"<!-- {marker} -->\n", f"<!-- /{marker} -->"
-        text = (tables.NUMBERS / page).read_text()
-        assert text.split(begin)[1].split(end)[0] == make()
+    for name, (page, make) in tables.TABLES.items():
+        assert table_in(tables.NUMBERS / page, name) == make()
+
+
+def test_a_table_is_put_in_its_one_place(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    text = "a\n<!-- x -->\nold\n<!-- /x -->\nb\n<!-- xx -->\n<!-- /xx -->\n"
+    page.write_text(text)
+    put_table(page, "x", "| \\1 |\n")
+    assert page.read_text() == text.replace("old\n", "| \\1 |\n")
+    assert (table_in(page, "x"), table_in(page, "xx")) == ("| \\1 |\n", "")
+    page.write_text(text + text)
+    for name in ("x", "y"):
+        with pytest.raises(ValueError, match=f"expected one place for the table {name}"):
+            put_table(page, name, "")
 
 
 def test_readme_is_short_and_has_the_picture_of_steps_in_vllm() -> None:
@@ -44,9 +57,10 @@ def test_docs_show_the_committed_run_of_recipes() -> None:
     benchmark = import_module("benchmarks.kv_recipes")
     report = json.loads(benchmark.RESULT.read_text())
     assert set(report["models"]) == set(report["long"]) == set(benchmark.MODELS)
-    assert benchmark.TABLES["real-models"](report) in benchmark.PAGES[0].read_text()
-    for table in benchmark.TABLES.values():
-        assert table(report) in benchmark.PAGES[1].read_text()
+    name = benchmark.TABLE_OF_README
+    assert table_in(benchmark.README, name) == benchmark.TABLES[name](report)
+    for name, table in benchmark.TABLES.items():
+        assert table_in(benchmark.PAGE, name) == table(report)
     assert set(report["greedy"]) == set(report["layers"]) == set(benchmark.MODELS)
     for rows in [*report["models"].values(), *report["small_chunks"].values()]:
         assert len(rows) == len(benchmark.FORMATS) + len(benchmark.RECIPES) - 1
@@ -60,7 +74,7 @@ def test_pictures_of_recipes_are_those_of_the_committed_run(tmp_path: Path) -> N
     for name in plots.PICTURES:
         committed = (benchmark.PICTURES / name).read_text()
         assert texts_of(committed) == texts_of((tmp_path / name).read_text())
-        assert f"]({name})" in benchmark.PAGES[1].read_text()
+        assert f"]({name})" in benchmark.PAGE.read_text()
 
 
 def texts_of(svg: str) -> list[str]:
@@ -72,9 +86,9 @@ def texts_of(svg: str) -> list[str]:
 def test_docs_show_the_committed_runs_inside_vllm() -> None:
     figures = import_module("benchmarks.vllm_figures")
     report = json.loads(figures.RESULT.read_text())
-    assert figures.table(report) in figures.PAGE.read_text()
+    assert table_in(figures.PAGE, "vllm-step") == figures.table(report)
     recipes = json.loads(figures.RECIPES.read_text())
-    assert figures.recipes_table(recipes) in figures.RECIPES_PAGE.read_text()
+    assert table_in(figures.RECIPES_PAGE, "recipe-speed") == figures.recipes_table(recipes)
     svg = figures.PICTURE.read_text()
     results = report["results"]
     for row in results.values():

@@ -1,12 +1,11 @@
-"""The table of rounded weights is that of the committed run."""
+"""The committed run of rounded weights is of all cases."""
 
 import json
 
 from benchmarks import weight_rounding
 
 
-def test_docs_show_the_committed_run_of_rounded_weights() -> None:
+def test_the_committed_run_has_all_cases() -> None:
     report = json.loads(weight_rounding.RESULT.read_text())
-    assert weight_rounding.table(report) in weight_rounding.PAGE.read_text()
     for rows in report["models"].values():
         assert [(row["method"], row["recipe"]) for row in rows] == list(weight_rounding.CASES)

@@ -117,8 +117,12 @@ def test_moments_are_of_the_inputs_of_each_layer() -> None:
         hook.remove()
     for layer in layers[:3]:
         x = torch.cat(inputs[layer]).double()
-        torch.testing.assert_close(moments.of(layer.weight), x.T @ x / len(x))
-    assert not moments.of(layers[3].weight).any()  # nobody asked
+        expected = feedback_factor(x.T @ x / len(x))[0]
+        torch.testing.assert_close(moments.factor(layer.weight), expected)
+    shared = moments.factor(layers[0].weight)
+    assert moments.factor(layers[1].weight) is shared
+    assert moments.factor(layers[2].weight) is not shared
+    assert not moments.factor(layers[3].weight).any()  # nobody watched it
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "phi3", "gpt_oss"])
@@ -149,10 +153,8 @@ def test_layers_see_what_the_rounded_layers_before_them_give(
             scale = nvfp4.global_scale_from_amax(amax)
             for name in group:
                 weight = weights[name]
-                moment = moments.of(weight)
-                data, scales = round_with_feedback(
-                    weight, scale, feedback_factor(moment)[0], "amax6"
-                )
+                factor = moments.factor(weight)
+                data, scales = round_with_feedback(weight, scale, factor, "amax6")
                 wanted = nvfp4.dequantize(data, scales, scale)
                 found = nvfp4.dequantize(*rounded[name].weight, scale)
                 # Sums in another order may take a value next to a tie to its other side.

@@ -24,7 +24,8 @@ from halfbyte.kvcache import KVRecipe, KVScales, PageLayout, read_tokens, reshap
 from halfbyte.kvcache.layer import LayerQuantization
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models import layer_specs
-from halfbyte.models.attention_functions import GENERATE, KVHandle, dense_attention, register
+from halfbyte.models.attention_functions import KVHandle, dense_attention
+from halfbyte.models.kv_calibration import run_rows
 
 _MAX_SCORES = 2**24
 """Attention logits of one KV head held at once: 64 MiB in float32."""
@@ -78,29 +79,13 @@ def evaluate_layers(
         raise ValueError(f"windows: expected some of 1 to {context} tokens, got {lengths}")
     names, scales = names_and_scales(model, kv_cache_dtypes, kv_recipes, kv_scales, tokenizer, None)
     caches = [_RoundTrip(model, name, scales[name]) for name in dict.fromkeys(names)]
-    training, attention = model.training, model.config._attn_implementation
-    register()
-    model.set_attn_implementation(GENERATE)
-    try:
-        model.eval()
-        for done, window in enumerate(windows):
-            ids = torch.tensor([list(window)], device=model.device)
-            with torch.inference_mode():
-                model(
-                    input_ids=ids,
-                    past_key_values=_Witness(caches),
-                    use_cache=True,
-                    logits_to_keep=1,  # all of them may take gigabytes, and nobody looks
-                )
-            on_progress(done + 1, len(windows))
-    finally:
-        model.set_attn_implementation(attention)
-        model.train(training)
+    rows = [torch.tensor([list(window)], device="cpu") for window in windows]
+    run_rows(model, rows, _LayerObserver(caches), on_progress)
     by_name = {cache.name: cache for cache in caches}
     return [result for name in names for result in by_name[name].results()]
 
 
-class _Witness(DynamicCache):
+class _LayerObserver(DynamicCache):
     """Shows each layer's Q, K and V to formats, and lets the model attend to K and V as they are.
 
     Args:

@@ -15,6 +15,7 @@ from halfbyte.models.amax import AmaxRecorder, without_zeros
 from halfbyte.models.attention_functions import KVHandle, dense_attention
 from halfbyte.models.output_energy import output_energy
 from halfbyte.models.rotary import RotaryProbe
+from halfbyte.models.second_moment import SecondMoment
 
 _FIRST_OF_MEAN = 4
 """Leading tokens excluded from the means: their K differs from that of later tokens."""
@@ -63,7 +64,7 @@ class KVRecorder(AmaxRecorder):
         self._text_rows = text_rows
         self._segment = segment
         self._held: dict[int, list[_Row]] = defaultdict(list)
-        self._queries: dict[int, _Moment] = defaultdict(_Moment)
+        self._queries: dict[int, SecondMoment] = defaultdict(SecondMoment)
         self._measured: dict[int, LayerCalibration] = {}
 
     def update(
@@ -97,7 +98,8 @@ class KVRecorder(AmaxRecorder):
         queries = self._queries[layer]
         before = len(rows) - len(query)
         for row in query[: max(0, self._text_rows - before)]:
-            queries.add(row[:, _FIRST_OF_QUERIES:].unflatten(0, (handle.key.shape[1], -1)))
+            by_head = row[:, _FIRST_OF_QUERIES:].unflatten(0, (handle.key.shape[1], -1))
+            queries.add(by_head.flatten(1, 2))
         if len(rows) == self._text_rows + len(self._first_tokens):
             measured = self._measure(layer, self._held.pop(layer))
             costs = self._costs(layer, query, handle.value)
@@ -162,29 +164,7 @@ class KVRecorder(AmaxRecorder):
         inputs = query.shape[1] * size
         energy = output_energy(projection, inputs, query.dtype, query.device)
         by_head = energy.unflatten(0, (kv_heads, -1, size)).sum(1)
-        return ErrorCosts.of(self._queries.pop(layer).mean(), by_head)
-
-
-class _Moment:
-    """E[q q^T] of queries, per KV head, in float64 on the CPU."""
-
-    def __init__(self) -> None:
-        self._sum: torch.Tensor | float = 0.0
-        self._count: torch.Tensor | float = 0.0
-
-    def add(self, queries: torch.Tensor) -> None:
-        """Add queries `[kv_heads, group, tokens, D]`; tokens with a NaN or infinity are skipped."""
-        q = queries.flatten(1, 2).double()
-        known = q.isfinite().all(-1)
-        q = torch.where(known[..., None], q, 0.0)
-        self._sum = self._sum + (q.transpose(1, 2) @ q).cpu()
-        self._count = self._count + known.sum(-1).cpu()
-
-    def mean(self) -> torch.Tensor:
-        """float64 `[kv_heads, D, D]`; zeros if no queries were added."""
-        assert isinstance(self._sum, torch.Tensor)
-        assert isinstance(self._count, torch.Tensor)
-        return self._sum / self._count.clamp(min=1)[:, None, None]
+        return ErrorCosts.of(self._queries.pop(layer).mean().cpu(), by_head)
 
 
 def _amax(x: torch.Tensor) -> float:

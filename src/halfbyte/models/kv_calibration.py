@@ -1,12 +1,13 @@
 """Calibration of K and V: runs a fixed text through a model once and measures each layer."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Cache as TransformersCache
 from transformers import PreTrainedModel
 
 from halfbyte.assets import calibration_text, read_text
@@ -49,7 +50,7 @@ def calibrate(
     check_vocabulary(model.config, input_ids, first_tokens)
     recorder = KVRecorder(model, first_tokens, input_ids.shape[0])
     firsts = [torch.tensor([[token]], device="cpu") for token in first_tokens]
-    _run(model, [*input_ids.split(1), *firsts], recorder)
+    run_rows(model, [*input_ids.split(1), *firsts], recorder)
     return kv_scales_of(recorder, model.config, source, headroom)
 
 
@@ -102,20 +103,39 @@ def measure_amax(model: PreTrainedModel, input_ids: torch.Tensor) -> list[tuple[
         ValueError: K or V that is not finite.
     """
     recorder = AmaxRecorder()
-    _run(model, input_ids.split(1), recorder)
+    run_rows(model, input_ids.split(1), recorder)
     return recorder.result()
 
 
 @torch.inference_mode()
-def _run(model: PreTrainedModel, rows: Sequence[torch.Tensor], recorder: AmaxRecorder) -> None:
+def run_rows(
+    model: PreTrainedModel,
+    rows: Sequence[torch.Tensor],
+    recorder: TransformersCache,
+    on_row: Callable[[int, int], Any] = lambda done, total: None,
+) -> None:
+    """Run rows of tokens with halfbyte's attention, one after the other.
+
+    Args:
+        model: left as it was.
+        rows: int64 `[1, tokens]`.
+        recorder: a cache that sees K and V of every layer and keeps none.
+        on_row: called with the rows done and in all.
+    """
     training, attention = model.training, model.config._attn_implementation
     # The same attention for all callers, so that all get the same scales.
     register()
     model.set_attn_implementation(GENERATE)
     try:
         model.eval()
-        for row in rows:
-            model(input_ids=row.to(model.device), past_key_values=recorder, use_cache=True)
+        for done, row in enumerate(rows):
+            model(
+                input_ids=row.to(model.device),
+                past_key_values=recorder,
+                use_cache=True,
+                logits_to_keep=1,  # logits of all tokens may take gigabytes
+            )
+            on_row(done + 1, len(rows))
     finally:
         model.set_attn_implementation(attention)
         model.train(training)

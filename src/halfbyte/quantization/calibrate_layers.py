@@ -14,12 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.models.kv_calibration import MAX_TOKENS, check_vocabulary, measure_amax
+from halfbyte.quantization.linear_inputs import LinearInputs
 from halfbyte.quantization.select_layers import experts_projection
 
 
@@ -77,35 +76,24 @@ def calibrate_layers(
     return CalibrationResult(recorder.result(), tuple(kv_amax or ()), source)
 
 
-class _InputAmax(TorchFunctionMode):
-    """Records the largest magnitude of each weight's input.
-
-    Layers are identified by their weights' addresses, which works for `nn.Linear` and for experts
-    in one tensor.
-    """
+class _InputAmax(LinearInputs[tuple[str, str]]):
+    """Records the largest magnitude of each weight's input."""
 
     def __init__(self, model: PreTrainedModel, modules: Sequence[str]) -> None:
         super().__init__()
         self._key_of = {name: experts_projection(name) or (name, "weight") for name in modules}
         self._amax: dict[tuple[str, str], torch.Tensor] = {}
-        self._key_at: dict[int, tuple[str, str]] = {}
         for owner, name in dict.fromkeys(self._key_of.values()):
             parameter = getattr(model.get_submodule(owner), name)
             matrices = parameter if parameter.dim() == 3 else [parameter]
             for matrix in matrices:
-                self._key_at[matrix.data_ptr()] = (owner, name)
+                self.watch(matrix, (owner, name))
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is F.linear:
-            weight = args[1] if len(args) > 1 else kwargs["weight"]
-            key = self._key_at.get(weight.data_ptr())
-            if key is not None and args[0].numel():
-                seen = args[0].detach().abs().amax()
-                before = self._amax.get(key)
-                self._amax[key] = seen if before is None else torch.maximum(before, seen)
-        return func(*args, **(kwargs or {}))
+    def record(self, key: tuple[str, str], x: torch.Tensor) -> None:
+        """See `LinearInputs`."""
+        seen = x.detach().abs().amax()
+        before = self._amax.get(key)
+        self._amax[key] = seen if before is None else torch.maximum(before, seen)
 
     def result(self) -> dict[str, float]:
         """amax of the input of each layer."""

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from halfbyte.checkpoints.dialects.base import OutputFormat
 from halfbyte.models.amax import AmaxRecorder
 from halfbyte.models.layerwise import StreamedModel
 from halfbyte.models.loader import device_or_default
+from halfbyte.models.second_moment import SecondMoment
 from halfbyte.numerics import nvfp4, weighted_rounding
+from halfbyte.quantization.linear_inputs import LinearInputs
 from halfbyte.quantization.output_tensors import global_scale
 from halfbyte.quantization.select_layers import LayerSelection, experts_projection
 from halfbyte.quantization.write_layers import RoundedLayer, RoundedWeight, max_magnitude
@@ -125,14 +125,14 @@ def _round_group(
     scale = global_scale(amax, output.dialect, output.recipe)
     for name, weight in weights.items():
         decode = scale.decode.to(weight.device)
-        data, scales = round_with_feedback(weight, decode, moments.factor(weight), output.recipe)
-        weight.copy_(nvfp4.dequantize(data, scales, decode, weight.dtype))
-        yield name, RoundedLayer(RoundedWeight(data.cpu(), scales.cpu()), scale)
+        codes = round_with_feedback(weight, decode, moments.factor(weight), output.recipe)
+        weight.copy_(nvfp4.dequantize(*codes, decode, weight.dtype))
+        yield name, RoundedLayer(RoundedWeight(*(x.cpu() for x in codes)), scale)
 
 
 def round_with_feedback(
     weight: torch.Tensor, decode: torch.Tensor, factor: torch.Tensor, recipe: nvfp4.Recipe
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> RoundedWeight:
     """Round a matrix column by column with error feedback.
 
     Args:
@@ -142,7 +142,7 @@ def round_with_feedback(
         recipe: of block scales.
 
     Returns:
-        `(data, scales)` as of `nvfp4.quantize`. Within a block of 16 columns they are those of
+        On the weight's device. Within a block of 16 columns codes and scales are those of
         `weighted_rounding.quantize`; later columns take over a block's errors in one matrix
         product, whose order of sums is the library's.
     """
@@ -159,13 +159,10 @@ def round_with_feedback(
         moved = before - nvfp4.dequantize(data, scales, decode)
         errors = torch.linalg.solve_triangular(eye + inner, moved, upper=True, left=False)
         y[:, later].addmm_(errors, factor[block, later], alpha=-1)
-    codes, block_scales = zip(*parts, strict=True)
-    return torch.cat(codes, -1), torch.cat([x.view(torch.uint8) for x in block_scales], -1).view(
-        torch.float8_e4m3fn
-    )
+    return RoundedWeight(*(torch.cat(tensors, -1) for tensors in zip(*parts, strict=True)))
 
 
-class InputMoments(TorchFunctionMode):
+class InputMoments(LinearInputs[int]):
     """Sums x x^T over the inputs of linear layers while a model runs.
 
     Args:
@@ -174,71 +171,35 @@ class InputMoments(TorchFunctionMode):
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self._known = {weight.data_ptr() for weight in weights}
-        self._moment_of: dict[int, _Moment] = {}
-        self._last: tuple[torch.Tensor, _Moment] | None = None
+        for weight in weights:
+            self.watch(weight, weight.data_ptr())
+        self._moments: dict[int, SecondMoment] = {}
+        self._factors: dict[SecondMoment, torch.Tensor] = {}
+        self._last: tuple[torch.Tensor, SecondMoment] | None = None
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is F.linear:
-            x, weight = args[0], args[1] if len(args) > 1 else kwargs["weight"]
-            if weight.data_ptr() in self._known and x.numel():
-                self._add(weight, x)
-        return func(*args, **(kwargs or {}))
-
-    def of(self, weight: torch.Tensor) -> torch.Tensor:
-        """float64 `[K, K]`, E[x x^T]; zeros for a layer that was never reached."""
-        moment = self._moment_of.get(weight.data_ptr())
-        if moment is None:
-            size = weight.shape[1]
-            return torch.zeros(size, size, dtype=torch.float64, device=weight.device)
-        return moment.mean()
-
-    def factor(self, weight: torch.Tensor) -> torch.Tensor:
-        """F of the moment, float32 `[K, K]`, made once for layers that share it."""
-        moment = self._moment_of.get(weight.data_ptr())
-        if moment is None:
-            return weighted_rounding.feedback_factor(self.of(weight))[0]
-        if moment.factor is None:
-            moment.factor = weighted_rounding.feedback_factor(moment.mean())[0]
-        return moment.factor
-
-    def clear(self) -> None:
-        """Forget all of them."""
-        self._moment_of.clear()
-        self._last = None
-
-    def _add(self, weight: torch.Tensor, x: torch.Tensor) -> None:
-        place = weight.data_ptr()
+    def record(self, key: int, x: torch.Tensor) -> None:
+        """See `LinearInputs`."""
         if self._last is not None and self._last[0] is x:
             last = self._last[1]
-            if self._moment_of.setdefault(place, last) is last:
+            if self._moments.setdefault(key, last) is last:
                 return
-        moment = self._moment_of.setdefault(place, _Moment())
-        moment.add(x)
+        moment = self._moments.setdefault(key, SecondMoment())
+        moment.add(x.flatten(0, -2))
         self._last = x, moment
 
+    def factor(self, weight: torch.Tensor) -> torch.Tensor:
+        """F of a weight's inputs, float32 `[K, K]`, computed once for weights that share a moment;
+        zeros for a layer that was never reached."""
+        moment = self._moments.get(weight.data_ptr())
+        if moment is None:
+            size = weight.shape[1]
+            return torch.zeros(size, size, device=weight.device)
+        if moment not in self._factors:
+            self._factors[moment] = weighted_rounding.feedback_factor(moment.mean())[0]
+        return self._factors[moment]
 
-class _Moment:
-    """E[x x^T], summed in float64; inputs with a NaN or infinity do not count."""
-
-    def __init__(self) -> None:
-        self.factor: torch.Tensor | None = None
-        self._sum: torch.Tensor | None = None
-        self._count: torch.Tensor | float = 0.0
-
-    def add(self, x: torch.Tensor) -> None:
-        rows = x.detach().flatten(0, -2).double()
-        known = rows.isfinite().all(-1)
-        rows = torch.where(known[:, None], rows, 0.0)
-        if self._sum is None:
-            self._sum = rows.T @ rows
-        else:
-            self._sum.addmm_(rows.T, rows)
-        self._count = self._count + known.sum()
-
-    def mean(self) -> torch.Tensor:
-        assert isinstance(self._sum, torch.Tensor)
-        assert isinstance(self._count, torch.Tensor)
-        return self._sum / self._count.clamp(min=1)
+    def clear(self) -> None:
+        """Forget all moments."""
+        self._moments.clear()
+        self._factors.clear()
+        self._last = None

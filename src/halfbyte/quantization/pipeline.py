@@ -46,7 +46,7 @@ from halfbyte.quantization.source_folder import (
     files_to_copy,
     read_unquantized_config,
 )
-from halfbyte.quantization.write_layers import write_layers
+from halfbyte.quantization.write_layers import RoundedLayer, write_layers
 
 METHODS = ("rtn", "gptq")
 """Rounding of weights: to nearest, or with error feedback, see `gptq`."""
@@ -124,12 +124,9 @@ def quantize_checkpoint(
                 scales = scales_from_amax(calibration.kv_amax, calibration.source or "", 1.0)
                 kv_amax = tuple(zip(scales.k_amax, scales.v_amax, strict=True))
                 calibration = dataclasses.replace(calibration, kv_amax=kv_amax)
-        rounded = None
+        rounded: dict[str, RoundedLayer] = {}
         if method == "gptq":
-            name = _name_of_text(calibration_file)
-            tokenizer = load_tokenizer(folder)
-            ids, _ = calibration_tokens(tokenizer, model_config, text, name, max_tokens=sys.maxsize)
-            check_vocabulary(model_config, ids)
+            ids = _rows_of_text(folder, model_config, text)
             rounded = round_layers(
                 folder,
                 model_config,
@@ -139,7 +136,7 @@ def quantize_checkpoint(
                 on_layer=lambda done, total: on_progress("rounding", done, total),
             )
             if calibration.source is None:
-                source_of_ids = f"{ids.numel()} tokens of {name}"
+                source_of_ids = f"{ids.numel()} tokens of {_name_of_text(calibration_file)}"
                 calibration = dataclasses.replace(calibration, source=source_of_ids)
         writer = ShardWriter(target, max_shard_bytes)
         layers = write_layers(
@@ -201,6 +198,13 @@ def _calibrate(
         f"{token_ids.shape[1]} tokens of {_name_of_text(file)}",
         lambda done, total: on_progress("calibrating", done, total),
     )
+
+
+def _rows_of_text(folder: Path, config: Any, text: str) -> torch.Tensor:
+    """All of a text, int64 `[rows, tokens]`."""
+    ids, _ = calibration_tokens(load_tokenizer(folder), config, text, max_tokens=sys.maxsize)
+    check_vocabulary(config, ids)
+    return ids
 
 
 def _name_of_text(file: str | Path | None) -> str:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ _KERNEL_FORMATS: dict[nvfp4.Recipe, KVCacheDType] = {
 
 
 class RoundedWeight(NamedTuple):
-    """A matrix in NVFP4, on the CPU."""
+    """A matrix in NVFP4."""
 
     data: torch.Tensor
     """uint8 `[N, K/2]`"""
@@ -81,7 +82,7 @@ def write_layers(
     output: OutputFormat,
     calibration: CalibrationResult,
     on_progress: Callable[[int, int], Any] = lambda done, total: None,
-    rounded: Mapping[str, RoundedLayer] | None = None,
+    rounded: Mapping[str, RoundedLayer] = MappingProxyType({}),
 ) -> list[LayerReport]:
     """Write every tensor of a checkpoint, with the selected layers quantized.
 
@@ -103,7 +104,6 @@ def write_layers(
     """
     group_of = {f"{module}.weight": group for group in selection.groups for module in group}
     waiting: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
-    rounded = {} if rounded is None else rounded
     errors: list[LayerReport] = []
     # Sorting by name makes the layers of a group adjacent, so that few are held in memory.
     names = sorted(index.tensors)

@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 
 def make_case(n: int, k: int, m: int, dtype: torch.dtype, offset: int = 0) -> Case:
-    """Of weights in two parts; rows of x lie `offset` values further apart than they must."""
+    """Of weights in two parts; tokens of x lie `offset` values further apart than they must."""
     data = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
     scales = torch.randint(0x20, 0x60, (n, k // 16), dtype=torch.uint8, device="cuda")
     common = torch.tensor([0.003, 0.7], device="cuda")

@@ -165,7 +165,7 @@ def assert_products(
     shapes: tuple[tuple[int, int], ...],
     machine: Machine,
 ) -> None:
-    """Of random weights and cuts, with as many rows of x, of some shapes of weights."""
+    """Of random weights and cuts, with as many tokens, of some shapes of weights."""
     rng = Random(repr(shape))
     for seed, m in enumerate(2 * rows):
         n, k = rng.choice([s for s in shapes if k_blocks(s[1]) >= shape.split])
@@ -180,7 +180,7 @@ def assert_products(
 
 @pytest.mark.parametrize(("dtype", "shape"), PLANS, ids=name)
 def test_products_are_right_however_the_work_is_cut(dtype: torch.dtype, shape: GemvPlan) -> None:
-    """Where rows of x would be, and between them, is NaN, in memory and in shared memory."""
+    """Between tokens of x and behind them is NaN, in memory and in shared memory."""
     assert_products(dtype, shape, ROWS, SHAPES, A100)
 
 

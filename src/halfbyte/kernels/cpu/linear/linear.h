@@ -24,7 +24,7 @@ constexpr int kBlocks = kChunk / 16;             // of a chunk
 constexpr int kCodeBytes = kStrip * kChunk / 2;  // of a chunk
 constexpr int kScaleBytes = kStrip * kBlocks;    // of a chunk
 constexpr int kPanelChunks = 4;                  // unpacked at once
-constexpr int kMaxTile = 16;                     // rows of x
+constexpr int kMaxTile = 16;                     // tokens
 
 // Field by field the `_CALL` of linear/w4a16/cpu.py. Strides are in elements.
 struct LinearCall {

@@ -17,7 +17,7 @@ class Tile(NamedTuple):
     groups: int
     """Warpgroups that multiply, 64 rows of W each."""
     tokens: int
-    """Tokens (rows of x)."""
+    """Max tokens (M) of a tile."""
     step: int
     """k per step of the main loop."""
     stages: int
