@@ -7,7 +7,6 @@ syncs, so that this backend cannot be captured in CUDA graphs.
 
 Batch invariance: products of one shape only, as in `linear.reference`."""
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -15,8 +14,8 @@ import torch
 from halfbyte.dispatch import Answer
 from halfbyte.linear.ops import linear_op
 from halfbyte.linear.reference import product
-from halfbyte.moe.as_loaded import from_tensors, to_tensors
-from halfbyte.moe.base import MoeConfig, MoeKernel
+from halfbyte.moe.as_loaded import AsLoadedKernel
+from halfbyte.moe.base import MoeConfig
 from halfbyte.moe.experts import BLOCK_SIZES, ExpertMatrices, GatedActivation, PackedExperts
 from halfbyte.moe.pairs import hit_experts, weighted_sum
 from halfbyte.numerics import e2m1, e4m3, e8m0
@@ -94,10 +93,11 @@ def nvfp4_moe_reference(
     return moe_reference(x, experts, topk_ids, topk_weights, batch_invariant)
 
 
-class ReferenceKernel(MoeKernel):
+class ReferenceKernel(AsLoadedKernel):
     """`moe_reference` on the tensors as loaded."""
 
     name: ClassVar[str] = "reference"
+    product = staticmethod(nvfp4_moe_reference)
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
@@ -108,40 +108,3 @@ class ReferenceKernel(MoeKernel):
     def can_implement(cls, config: MoeConfig) -> Answer:
         """Every layer."""
         return True, "every shape, format and activation"
-
-    def prepare(self, experts: PackedExperts) -> dict[str, torch.Tensor]:
-        """The tensors as loaded."""
-        return to_tensors(experts)
-
-    def apply(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        hidden: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-    ) -> torch.Tensor:
-        """See `MoeKernel.apply`."""
-        config, activation = self.config, self.config.activation
-        return nvfp4_moe_reference(
-            hidden,
-            topk_ids,
-            topk_weights,
-            tensors["gate_up_weight"],
-            tensors["gate_up_scales"],
-            tensors.get("gate_up_global_scale"),
-            tensors.get("gate_up_bias"),
-            tensors["down_weight"],
-            tensors["down_scales"],
-            tensors.get("down_global_scale"),
-            tensors.get("down_bias"),
-            activation.alpha,
-            activation.limit,
-            activation.up_offset,
-            activation.interleaved,
-            config.hidden_size,
-            config.batch_invariant,
-        )
-
-    def restore(self, tensors: Mapping[str, torch.Tensor]) -> PackedExperts:
-        """The tensors themselves."""
-        return from_tensors(tensors, self.config.activation)

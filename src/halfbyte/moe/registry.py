@@ -11,6 +11,7 @@ BACKEND_VARIABLE = "HALFBYTE_MOE_BACKEND"
 MOE_BACKENDS: Registry[MoeKernel] = Registry(
     "MoE backend",
     {
+        "triton": "halfbyte.moe.triton:TritonKernel",
         "reference": "halfbyte.moe.reference:ReferenceKernel",
     },
 )
