@@ -51,7 +51,8 @@ class GatedActivation:
             gate, up = gate_up.chunk(2, dim=-1)
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate * torch.sigmoid(self.alpha * gate) * (up + self.up_offset)
+        # Not torch.sigmoid, whose last bit on a CPU depends on the position in the tensor.
+        return gate / (1 + (-self.alpha * gate).exp()) * (up + self.up_offset)
 
 
 SWIGLU = GatedActivation()

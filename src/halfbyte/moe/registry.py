@@ -12,6 +12,7 @@ MOE_BACKENDS: Registry[MoeKernel] = Registry(
     "MoE backend",
     {
         "triton": "halfbyte.moe.triton:TritonKernel",
+        "cpu": "halfbyte.moe.cpu:CpuKernel",
         "reference": "halfbyte.moe.reference:ReferenceKernel",
     },
 )
