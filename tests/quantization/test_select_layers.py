@@ -25,8 +25,9 @@ def stored(model: object) -> Shapes:
         if match and type(model).__name__.startswith("Qwen3Moe"):
             experts, n, k = tensor.shape
             for expert in range(experts):
-                for part in ("gate_proj", "up_proj") if n == 96 else ("down_proj",):
-                    rows = n // 2 if n == 96 else n
+                gated = match[2] == "gate_up_proj"
+                for part in ("gate_proj", "up_proj") if gated else ("down_proj",):
+                    rows = n // 2 if gated else n
                     shapes[f"{match[1]}.{expert}.{part}.weight"] = (rows, k)
         else:
             shapes[name] = tuple(tensor.shape)
@@ -164,6 +165,27 @@ def test_selection_warns_of_a_split_group(caplog: pytest.LogCaptureFixture) -> N
     model = make_model("llama")
     selection_of(model, ["*.q_proj"])
     assert "only part of the layers that engines fuse with it is quantized" in caplog.text
+
+
+def test_selection_takes_all_experts_of_a_layer_or_none() -> None:
+    model = make_model("qwen3_moe")
+    expert = "model.layers.1.mlp.experts.2.up_proj"
+    for pattern in (expert, "*.experts.2.*"):
+        with pytest.raises(
+            ValueError, match=r"^ignore: model\.layers\.\d\.mlp\.experts\.2\.\w+ would"
+        ):
+            selection_of(model, [pattern])
+    found = selection_of(model, ["model.layers.1.mlp.experts"])
+    assert len(found.modules) == 64 - 12
+
+
+def test_selection_leaves_experts_that_do_not_fit_whole(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model("qwen3_moe", moe_intermediate_size=40)
+    with caplog.at_level(logging.WARNING, "halfbyte"):
+        found = selection_of(model)
+    assert not any(".experts." in module for module in found.modules)
+    assert len(found.modules) == 16
+    assert "model.layers.1.mlp.experts.2.down_proj: left unquantized, its 40" in caplog.text
 
 
 def test_selection_leaves_sizes_that_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from halfbyte.moe.experts import (
     PackedExperts,
 )
 from halfbyte.moe.interface import moe_experts
+from halfbyte.moe.layer import NvFp4Experts
 from halfbyte.moe.registry import MOE_BACKENDS, init_moe_kernel, select_moe_kernel
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "GatedActivation",
     "MoeConfig",
     "MoeKernel",
+    "NvFp4Experts",
     "PackedExperts",
     "init_moe_kernel",
     "moe_experts",
