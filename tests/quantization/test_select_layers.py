@@ -22,7 +22,7 @@ def stored(model: object) -> Shapes:
     shapes: Shapes = {}
     for name, tensor in model.state_dict().items():  # type: ignore[attr-defined]
         match = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)", name)
-        if match and type(model).__name__.startswith("Qwen3Moe"):
+        if match and type(model).__name__.startswith(("Qwen3Moe", "Qwen2Moe", "Mixtral")):
             experts, n, k = tensor.shape
             for expert in range(experts):
                 gated = match[2] == "gate_up_proj"
@@ -49,15 +49,21 @@ def selection_of(
     )
 
 
+EXPERTS = {f"self_attn.{x}_proj" for x in "qkvo"} | {
+    f"mlp.experts.{e}.{x}_proj" for e in range(4) for x in ("gate", "up", "down")
+}
 LINEARS = {
     "phi3": {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"},
     "gpt_oss": {f"self_attn.{x}_proj" for x in "qkvo"},
-    "qwen3_moe": {f"self_attn.{x}_proj" for x in "qkvo"}
-    | {f"mlp.experts.{e}.{x}_proj" for e in range(4) for x in ("gate", "up", "down")},
+    "mixtral": EXPERTS,
+    "qwen2_moe": EXPERTS | {f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")},
+    "qwen3_moe": EXPERTS,
 }
 DENSE = {f"self_attn.{x}_proj" for x in "qkvo"} | {f"mlp.{x}_proj" for x in ("gate", "up", "down")}
 KEPT = {
     "gpt_oss": {"mlp.router", "mlp.experts"},
+    "mixtral": {"mlp.gate"},
+    "qwen2_moe": {"mlp.gate", "mlp.shared_expert_gate"},
     "qwen3_moe": {"mlp.gate"},
 }
 

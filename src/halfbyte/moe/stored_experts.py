@@ -28,6 +28,7 @@ from halfbyte.linear.layer_tensors import (
 from halfbyte.moe.as_loaded import from_tensors
 from halfbyte.moe.base import MoeConfig
 from halfbyte.moe.experts import SWIGLU, GatedActivation, PackedExperts
+from halfbyte.numerics import nvfp4
 from halfbyte.numerics.e4m3 import E4M3_NAN
 
 Projection = Literal["gate_proj", "up_proj", "down_proj"]
@@ -93,6 +94,19 @@ class StoredExperts(nn.Module):
         """The experts as loaded."""
         tensors = {name: p.detach() for name, p in self.named_parameters()}
         return from_tensors(tensors, self.activation)
+
+    def dequantize(self, place: Place, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weights `[N, K]` of an expert's projection; see `NvFp4Linear.dequantize`."""
+        stack, rows = self._rows(place[1])
+        matrices = getattr(self.packed_experts(), stack)
+        weight, scales = matrices.weight[place[0], rows], matrices.scales[place[0], rows]
+        stored = self._stored[place, "weight_global_scale"]
+        if dtype == torch.float64:
+            return nvfp4.dequantize(
+                weight, scales, stored.decode_weights().to(weight.device), dtype
+            )
+        value = stored.value.float().reshape(()).to(weight.device)
+        return nvfp4.dequantize_as_stored(weight, scales, value, stored.is_decode, dtype)
 
     def _expected(self, projection: Projection) -> Expected:
         is_down = projection == "down_proj"

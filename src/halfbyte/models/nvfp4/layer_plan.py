@@ -102,7 +102,7 @@ def plan_layers(
     tied = {name.removesuffix(".weight") for name in model.all_tied_weights_keys}
     plain = 0
     for name, n, k, has_bias, block in _linear_layers(model):
-        scheme = declaration.scheme_of(name)
+        scheme = declaration.scheme_of(index.stored_module(name))
         is_fused = block is not None and f"{block}.gate_up_proj" in index
         if is_fused or (name in tied and not index.names_of(name)):
             continue
