@@ -31,9 +31,10 @@ from halfbyte.models.meta_model import (
 )
 from halfbyte.models.nvfp4.layer_plan import LayerPlan, plan_layers
 from halfbyte.models.nvfp4.layers import LayerOptions, log_activation_mode, put_in_place
+from halfbyte.models.nvfp4.mxfp4_experts import holds_mxfp4_experts, put_mxfp4_experts_in_place
 from halfbyte.models.nvfp4.transformers_quantizer import mark_as_quantized
 from halfbyte.models.nvfp4.weight_stream import stream_into, weight_sinks
-from halfbyte.moe import NvFp4Experts
+from halfbyte.moe import ExpertsLayer, MxFp4Experts, NvFp4Experts
 
 logger = logging.getLogger("halfbyte")
 
@@ -128,8 +129,11 @@ def _load(
         ("moe_backend", moe_backend),
         ("quantize_activations", quantize_activations),
     ]:
-        if value is not None:
+        takes_it = name == "moe_backend" and holds_mxfp4_experts(config)
+        if value is not None and not takes_it:
             raise ValueError(f"{name}: got {value!r}, but {folder} has no NVFP4 layers")
+    if holds_mxfp4_experts(config):
+        return _load_streamed(checkpoint, options)
     if declaration is not None:
         _keep_cache_declaration(config, declaration)
     else:
@@ -156,15 +160,29 @@ def _load_streamed(checkpoint: Checkpoint, options: LayerOptions) -> PreTrainedM
     if declaration is not None:
         plan = plan_layers(model, declaration, index)
         put_in_place(model, plan, declaration, options)
+    mxfp4 = holds_mxfp4_experts(checkpoint.config)
+    if mxfp4:
+        put_mxfp4_experts_in_place(model, options)
     sinks, absent = weight_sinks(model, plan, declaration, index, options.dtype)
     make_buffers(model, options.device)  # sizes have been compared with the files
     stream_into(sinks, index, options.device)
+    for module in model.modules():
+        if isinstance(module, MxFp4Experts):
+            module.process_weights_after_loading()
     model.tie_weights(missing_keys=absent, recompute_mapping=False)
     _finish(model, checkpoint)
     if declaration is not None:
-        mark_as_quantized(model, declaration)
+        section = {"quant_method": declaration.dialect, **(declaration.section or {})}
+        mark_as_quantized(model, section)
         log_activation_mode(model, plan, options)
         _log_backends(model, plan, declaration, checkpoint.folder)
+    elif mxfp4:
+        mark_as_quantized(model, checkpoint.config.quantization_config)
+        logger.info(
+            "%s: experts in MXFP4, MoE backends: %s",
+            checkpoint.folder,
+            _backends(model, MxFp4Experts),
+        )
     return model
 
 
@@ -181,7 +199,7 @@ def _log_backends(
     )
 
 
-def _backends(model: PreTrainedModel, kind: type[NvFp4Linear] | type[NvFp4Experts]) -> str:
+def _backends(model: PreTrainedModel, kind: type[NvFp4Linear] | type[ExpertsLayer]) -> str:
     layers = [module for module in model.modules() if isinstance(module, kind)]
     kernels = Counter(layer.kernel.name for layer in layers if layer.kernel)
     return ", ".join(f"{name} for {count}" for name, count in kernels.items()) or "none"

@@ -8,8 +8,10 @@ from halfbyte.moe.experts import (
     GatedActivation,
     PackedExperts,
 )
+from halfbyte.moe.experts_layer import ExpertsLayer
 from halfbyte.moe.interface import moe_experts
 from halfbyte.moe.layer import NvFp4Experts
+from halfbyte.moe.mxfp4_layer import MxFp4Experts
 from halfbyte.moe.registry import MOE_BACKENDS, init_moe_kernel, select_moe_kernel
 
 __all__ = [
@@ -17,9 +19,11 @@ __all__ = [
     "MOE_BACKENDS",
     "SWIGLU",
     "ExpertMatrices",
+    "ExpertsLayer",
     "GatedActivation",
     "MoeConfig",
     "MoeKernel",
+    "MxFp4Experts",
     "NvFp4Experts",
     "PackedExperts",
     "init_moe_kernel",

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from halfbyte.moe import SWIGLU, GatedActivation
-from halfbyte.moe.stored_experts import PROJECTIONS
+from halfbyte.moe.layer import PROJECTIONS
 
 __all__ = ["PROJECTIONS", "Expert", "Experts", "FusedExperts", "fused_experts", "has_fused_experts"]
 

@@ -13,7 +13,7 @@ from halfbyte.checkpoints.validate import check_scales
 from halfbyte.linear import NvFp4Linear
 from halfbyte.models.nvfp4.layer_plan import LayerPlan
 from halfbyte.moe import NvFp4Experts
-from halfbyte.moe.stored_experts import PROJECTIONS, Place
+from halfbyte.moe.layer import PROJECTIONS, Place
 
 Sink = Callable[[torch.Tensor], None]
 """Puts a tensor from the files, already on its device, into the model."""
@@ -31,7 +31,7 @@ class ExpertSlot:
         self.experts, self.place = experts, place
 
     def load_tensors(self, tensors: Mapping[str, torch.Tensor], dialect: Dialect) -> None:
-        """See `StoredExperts.load_projection`."""
+        """See `NvFp4Experts.load_projection`."""
         self.experts.load_projection(self.place, tensors, dialect)
 
     def process_weights_after_loading(self) -> None:

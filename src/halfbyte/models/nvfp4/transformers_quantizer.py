@@ -193,9 +193,13 @@ class NvFp4Quantizer(HfQuantizer):
         return True
 
 
-def mark_as_quantized(model: PreTrainedModel, declaration: Declaration) -> None:
-    """Set the attributes that `from_pretrained` sets on a quantized model."""
-    section = {"quant_method": declaration.dialect, **(declaration.section or {})}
+def mark_as_quantized(model: PreTrainedModel, section: Mapping[str, Any]) -> None:
+    """Set the attributes that `from_pretrained` sets on a quantized model.
+
+    Args:
+        model: that was loaded.
+        section: `quantization_config` of its checkpoint, with `quant_method`.
+    """
     quantization_config = NvFp4Config(section)
     model.config.quantization_config = quantization_config
     attributes: dict[str, Any] = {

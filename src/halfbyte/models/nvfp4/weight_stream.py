@@ -145,8 +145,10 @@ def _plain_sinks(
             if full_name not in index and any(other in index for other in tied.get(full_name, ())):
                 absent.add(full_name)
                 continue
-            index.require(full_name, FLOATS, tuple(tensor.shape))
+            is_packed = tensor.dtype == torch.uint8  # experts in MXFP4
+            index.require(full_name, ("U8",) if is_packed else FLOATS, tuple(tensor.shape))
             target = next((d for p, d in kept_dtypes.items() if re.search(p, full_name)), dtype)
+            target = tensor.dtype if is_packed else target
             yield full_name, _assigner(module, name, target)
 
 
