@@ -35,31 +35,47 @@ _OPERANDS = {
     torch.float32: tl.float32,
 }
 
-# As those of dense layers; a gated product has two tiles of weights, each of half the rows. Checked
-# by compiling for SM80, SM90, SM100 and SM120 (no spilled registers), not yet by timing.
-_TILES: tuple[tuple[int, Tiles], ...] = (
-    (12, Tiles(16, 32, 256, 4, 4)),
-    (24, Tiles(32, 64, 128, 4, 4)),
-    (96, Tiles(64, 64, 128, 4, 3)),
-)
-"""(max tokens per expert in the mean, tiles) in ascending order."""
-_LAST_TILES = Tiles(64, 128, 64, 4, 3)
-_LAST_TILES_SM90 = Tiles(128, 128, 64, 8, 3)
-_BATCH_INVARIANT_TILES = Tiles(64, 64, 128, 4, 3)
-_FLOAT32_TILES = Tiles(32, 64, 64, 8, 3)
+
+class ProductTiles(NamedTuple):
+    """Tiles of the two products, of the same `m`; those of gate_up have `n` rows of each of gate
+    and up."""
+
+    gate_up: Tiles
+    down: Tiles
+
+
+# Chosen by compiling for SM80, SM90, SM100 and SM120, not yet by timing: no spilled registers, and
+# where that allows it asynchronous copies of scales, which need 4 bytes of them per thread: n * k
+# of 8192 with 4 warps.
+_TILES_16 = ProductTiles(Tiles(16, 32, 256, 4, 3), Tiles(16, 32, 256, 4, 4))
+_TILES_32 = ProductTiles(Tiles(32, 64, 128, 4, 3), Tiles(32, 64, 128, 4, 4))
+_TILES_64 = ProductTiles(Tiles(64, 32, 128, 4, 3), Tiles(64, 64, 128, 4, 3))
+_TILES_64_SM90 = ProductTiles(Tiles(64, 64, 128, 4, 3), Tiles(64, 64, 128, 4, 3))
+"""Also SM100: accumulators of `wgmma` and `tcgen05` leave room in registers for more weights."""
+_LAST_TILES = ProductTiles(Tiles(64, 32, 128, 4, 3), Tiles(64, 128, 64, 4, 3))
+_LAST_TILES_SM90 = ProductTiles(Tiles(128, 64, 64, 4, 3), Tiles(128, 128, 64, 4, 3))
+_FLOAT32_TILES = ProductTiles(Tiles(32, 32, 64, 8, 3), Tiles(32, 64, 64, 8, 3))
+_MAX_MEAN_16, _MAX_MEAN_32, _MAX_MEAN_64 = 12, 24, 96
+"""Max tokens per expert in the mean, by tiles: below m, as experts differ."""
 
 
 def choose_tiles(
     num_pairs: int, num_experts: int, dtype: torch.dtype, capability: int, batch_invariant: bool
-) -> Tiles:
+) -> ProductTiles:
     """Tile sizes for a number of pairs, on a GPU of a compute capability (90 for SM90)."""
     if dtype == torch.float32:
         return _FLOAT32_TILES
+    tiles_64 = _TILES_64_SM90 if capability // 10 in (9, 10) else _TILES_64
     if batch_invariant:
-        return _BATCH_INVARIANT_TILES
-    last = _LAST_TILES_SM90 if capability == 90 else _LAST_TILES
+        return tiles_64
     mean = num_pairs / num_experts
-    return next((tiles for most, tiles in _TILES if mean <= most), last)
+    if mean <= _MAX_MEAN_16:
+        return _TILES_16
+    if mean <= _MAX_MEAN_32:
+        return _TILES_32
+    if mean <= _MAX_MEAN_64:
+        return tiles_64
+    return _LAST_TILES_SM90 if capability == 90 else _LAST_TILES
 
 
 @triton.jit
@@ -235,7 +251,7 @@ def kernel_constants(
     Args:
         dtype: of x.
         product: which one.
-        tiles: tile sizes; a gated product has two tiles of weights with half the rows.
+        tiles: tile sizes of the product.
         interpreted: for Triton's interpreter, which has no inline assembly and no true bfloat16
             matmul.
     """
@@ -261,7 +277,7 @@ def kernel_constants(
         "operand": _OPERANDS[dtype],
         "ptx": not interpreted,
         "tile_m": tiles.m,
-        "tile_n": tiles.n if activation is None else tiles.n // 2,
+        "tile_n": tiles.n,
         "tile_k": tiles.k,
         "alignment": gcd(product.k, tiles.k) // block,
         "shared_weights": _SHARED_WEIGHTS,

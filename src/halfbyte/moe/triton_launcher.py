@@ -10,7 +10,13 @@ from halfbyte.dispatch import compute_capability_of
 from halfbyte.kernels.runtime.devices import current_device
 from halfbyte.linear.w4a16.triton_kernel import Tiles
 from halfbyte.moe.experts import GatedActivation, WeightFormat
-from halfbyte.moe.triton_kernel import Product, choose_tiles, grouped_kernel, kernel_constants
+from halfbyte.moe.triton_kernel import (
+    Product,
+    ProductTiles,
+    choose_tiles,
+    grouped_kernel,
+    kernel_constants,
+)
 from halfbyte.moe.triton_routing import Routing, sort_pairs, sum_results
 
 
@@ -31,7 +37,7 @@ def moe_triton(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     batch_invariant: bool = False,
-    tiles: Tiles | None = None,
+    tiles: ProductTiles | None = None,
 ) -> torch.Tensor:
     """`moe_experts` in Triton, see `triton_kernel.py`.
 
@@ -57,10 +63,12 @@ def moe_triton(
         num_pairs, num_experts, hidden.dtype, _capability_of(hidden.device), batch_invariant
     )
     with current_device(hidden.get_device()):
-        routing = sort_pairs(topk_ids, num_experts, tiles.m)
+        routing = sort_pairs(topk_ids, num_experts, tiles.down.m)
         top_k = topk_ids.shape[1]
-        middle = _launch(hidden, gate_up, activation, routing, top_k, topk_weights, tiles)
-        results = _launch(middle, down, None, routing, top_k, topk_weights, tiles, hidden.dtype)
+        middle = _launch(hidden, gate_up, activation, routing, top_k, topk_weights, tiles.gate_up)
+        results = _launch(
+            middle, down, None, routing, top_k, topk_weights, tiles.down, hidden.dtype
+        )
         # The interpreter cannot round to bfloat16.
         narrow = interpreted and hidden.dtype == torch.bfloat16
         dtype = torch.float32 if narrow else hidden.dtype
