@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+_MIN_BINS = 32
+"""A bin per thread of a warp, which not every Triton pads to."""
 _SMALL_CHUNK, _CHUNK = 512, 2048
 """Pairs that a program reads at once: all of a small batch, or part of a large one."""
 
@@ -132,7 +134,7 @@ def sort_pairs(topk_ids: torch.Tensor, num_experts: int, tile_m: int) -> Routing
         num_pairs,
         num_tiles,
         num_experts=num_experts,
-        bins=triton.next_power_of_2(num_experts + 1),
+        bins=max(_MIN_BINS, triton.next_power_of_2(num_experts + 1)),
         chunk=_SMALL_CHUNK if num_pairs <= _SMALL_CHUNK else _CHUNK,
         tile_m=tile_m,
         num_warps=4,

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoints.folders import Folder, load_model, make_folder, quantize_folder
+from halfbyte import LLM, SamplingParams
 from halfbyte.checkpoints import TENSOR_NAMES, CheckpointError, Dialect
 from halfbyte.dispatch import NoImplementationError
 from halfbyte.models.nvfp4.experts import Experts
@@ -50,6 +51,19 @@ def test_experts_with_quantized_activations_run_one_by_one(
     assert isinstance(experts, Experts)
     assert layers(experts)["2.up_proj"].quantize_activations
     assert isinstance(load_model(folder.quantized).model.layers[0].mlp.experts, NvFp4Experts)
+
+
+def test_batch_invariance_is_asked_of_experts_too(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, "qwen3_moe", is_quantized=lambda name: ".experts." in name)
+    with pytest.raises(ValueError, match=r"batch_invariant: model\.layers\.0\.mlp\.experts was"):
+        LLM(load_model(folder.quantized), batch_invariant=True)
+    model = load_model(folder.quantized, batch_invariant=True)
+    assert model.model.layers[0].mlp.experts.kernel.config.batch_invariant
+    prompts = [token_ids(1, n, seed=n)[0].tolist() for n in (3, 18, 7)]
+    greedy = SamplingParams(max_tokens=6, temperature=0)
+    together = LLM(model, batch_invariant=True).generate(prompts, greedy)
+    alone = LLM(model, batch_invariant=True).generate(prompts[1:2], greedy)
+    assert together[1].token_ids == alone[0].token_ids
 
 
 def test_shards_may_split_experts(tmp_path: Path, dialect: Dialect) -> None:
