@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from checkpoints.folders import Folder, load_model, make_folder, quantize_folder
 from halfbyte import LLM, SamplingParams
@@ -222,6 +223,16 @@ def test_gpt_oss_with_experts_one_by_one(tmp_path: Path, dialect: Dialect) -> No
     assert isinstance(experts, NvFp4Experts)
     assert experts.activation == GatedActivation(1.702, 7.0, 1.0)
     assert experts.has_bias
+    assert_same_logits(model, folder)
+
+
+def test_gpt_oss_by_from_pretrained(tmp_path: Path, dialect: Dialect) -> None:
+    folder = gpt_oss_folder(tmp_path, dialect)
+    folder.declare(provider="halfbyte")
+    found: Any = AutoModelForCausalLM.from_pretrained(folder.quantized, output_loading_info=True)
+    model, info = found
+    assert not any(info.values()), info
+    assert isinstance(model.model.layers[0].mlp.experts, NvFp4Experts)
     assert_same_logits(model, folder)
 
 
