@@ -92,7 +92,8 @@ def assert_stored_by_weights(
         assert means is not None
         key[hard - 4 : hard - 2] = means[hard - 4 : hard - 2]
     slots = torch.randperm(count + 30, generator=generator)[:count]
-    slots[5] = -1
+    if count > 5:
+        slots[5] = -1
     pages = []
     for write, where in ((ReferenceStore.store, "cpu"), (store, device)):
         page = torch.zeros(
