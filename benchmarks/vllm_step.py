@@ -214,6 +214,8 @@ def one_variant(name: str, arguments: argparse.Namespace) -> None:
     llm = start_engine(name, cases, arguments.tp)
     cache = llm.llm_engine.vllm_config.cache_config
     results: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "prompts": "at once",
         "kv_cache_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
         "start_s": round(time.perf_counter() - begin, 1),
     }
