@@ -296,8 +296,9 @@ def store_k(backend: str | None) -> Call:
     """A store as `StoreBackend.store`, by a backend, or by whichever is chosen."""
 
     def store(*arguments: Any) -> None:
-        transform, positions, recent = (*arguments, None)[7:10]
-        options = {"transform": transform, "positions": positions, "recent": recent}
-        reshape_and_cache(*arguments[:7], **options, **{"backend": backend})
+        options: dict[str, Any] = dict(
+            zip(("transform", "positions", "recent"), (*arguments, None)[7:10], strict=True)
+        )
+        reshape_and_cache(*arguments[:7], **options | {"backend": backend})
 
     return store
