@@ -1,11 +1,11 @@
 """Time of KV recipes on one GPU relative to `plain`: decode, prefill and store.
 
-    python -m benchmarks.recipe_speed [--out benchmarks/results/recipe_speed.json]
+    python -m benchmarks.recipe_speed [--only decode|prefill|store] [--out FILE]
 
 Llama-3.1-8B's heads (32 of 128, 8 of K and V), pages of 16 tokens. Times are those of
 `benchmarks.timing`: graphs of one call without planning, which a model's layers share. Recipes are
 interleaved. `balanced` is measured without last tokens in rings and with 64 of them; its store
-includes the ring. `accurate` differs only in its store.
+includes the ring. `accurate` differs only in its store. With `--only` nothing is written.
 """
 
 import argparse
@@ -220,20 +220,23 @@ def main() -> None:
     """Parse the command line, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--only", choices=("decode", "prefill", "store"))
     arguments = parser.parse_args()
     device = torch.device("cuda")
     report: dict[str, Any] = {
         **provenance(device),
         "microseconds": {},
     }
-    for case in CASES:
-        report["microseconds"][case.name] = measure(attention_calls(case, device), device)
-        torch.cuda.empty_cache()
-    for tokens in STORES:
-        report["microseconds"][f"store {tokens}"] = measure(store_calls(tokens, device), device)
+    makers = {case.name: partial(attention_calls, case) for case in CASES}
+    makers |= {f"store {tokens}": partial(store_calls, tokens) for tokens in STORES}
+    for name, make in makers.items():
+        if name.startswith(arguments.only or ""):
+            report["microseconds"][name] = measure(make(device), device)
+            torch.cuda.empty_cache()
     for times in report["microseconds"].values():
         assert all(math.isfinite(t["single"]) for t in times.values())
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    if arguments.only is None:
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     print(table(report))
 
 

@@ -41,7 +41,8 @@ def table(report: dict[str, Any]) -> str:
     for name, figures in report["results"].items():
         if "error" in figures:
             continue
-        steps = [f"{figures[case]['step_ms']:.2f} ms" for case in cases]
+        steps = [f"{figures[c]['step_ms']:.2f} ms" if c in figures else "" for c in cases]
+        name += "" if figures["prompts"] == "at once" else " †"
         prefill = f"{figures[cases[0]]['prefill_tokens_per_s'] / 1e3:.1f}k/s"
         tokens = f"{figures['kv_cache_tokens'] / 1e3:,.0f}k"
         lines.append("| " + " | ".join((name, *steps, prefill, tokens)) + " |")
@@ -50,13 +51,15 @@ def table(report: dict[str, Any]) -> str:
 
 def recipes_table(report: dict[str, Any]) -> str:
     """Microseconds of single calls, and their ratio to `plain`, in Markdown."""
-    names = ("plain", "without the last tokens", "balanced")
+    names = ("plain", "without the last tokens", "balanced", "accurate")
     lines = ["| µs | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
     for case, times in report["microseconds"].items():
         cells = [
             f"{times[n]['single']:.1f}" + ("" if n == "plain" else f" ({times[n]['of_plain']:.2f})")
             for n in names
+            if n in times
         ]
+        cells += [""] * (len(names) - len(cells))
         lines.append(f"| {case} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -75,9 +78,10 @@ def draw(report: dict[str, Any], path: Path) -> None:
         axes = figure.add_subplot()
         for i, (name, figures) in enumerate(variants):
             offset = (i - (len(variants) - 1) / 2) * width
+            known = [x for x, case in enumerate(cases) if case in figures]
             bars = axes.bar(
-                [x + offset for x in range(len(cases))],
-                [figures[case]["step_ms"] for case in cases],
+                [x + offset for x in known],
+                [figures[cases[x]]["step_ms"] for x in known],
                 0.92 * width,
                 color=COLORS[i],
                 label=name,

@@ -6,7 +6,9 @@ Llama-3.1-8B's shape with dummy weights. Each variant runs in a separate process
 engine (CUDA graphs, torch.compile). Prompts are random token ids; steps of at most 16,384 tokens,
 92 % of the GPU's memory. Prefill is the tokens of new prompts over the time to answer them with 2
 tokens, the better of two. A step is (time of 66 tokens - time of 2) / 64 of prompts that the prefix
-cache holds, the best of three: the difference of two prefills of many seconds would drown it.
+cache holds, the best of three: the difference of two prefills of many seconds would drown it. The
+scheduler is paused until the engine has all prompts, so that every step has the whole batch:
+otherwise the first ones decode while the others arrive.
 
     --variants "a;b"   only these; others stay in the file if GPU and versions are the same
     --cases 64x8192    only these (batch x context)
@@ -119,8 +121,12 @@ def run_prompts(llm: Any, prompts: list[list[int]], tokens: int) -> float:
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
+    llm.sleep(level=0, mode="keep")
+    llm.enqueue([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    llm.sleep(level=0, mode="keep")  # answered once the engine has read all prompts
     begin = time.perf_counter()
-    llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    llm.wake_up(tags=["scheduling"])
+    llm.wait_for_completion(use_tqdm=False)
     return time.perf_counter() - begin
 
 
@@ -208,6 +214,8 @@ def one_variant(name: str, arguments: argparse.Namespace) -> None:
     llm = start_engine(name, cases, arguments.tp)
     cache = llm.llm_engine.vllm_config.cache_config
     results: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "prompts": "at once",
         "kv_cache_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
         "start_s": round(time.perf_counter() - begin, 1),
     }

@@ -39,8 +39,9 @@ def test_every_bound_is_there() -> None:
         "vllm_step": 4,
     }
     assert {bound.name for bound in COMMITTED if bound.known_miss} == {
-        "decode 64 x 8192: balanced, of plain",
         "gemma-3-270m, balanced: KL, of fp8's",
+        "step, ms",
+        "step, of vLLM's best",
     }
 
 
@@ -111,8 +112,16 @@ def test_a_slower_or_wrong_attention_run_is_found() -> None:
 
 def test_other_slower_runs_are_found() -> None:
     report = deepcopy(result("vllm_step"))
-    report["results"]["halfbyte nvfp4 weights and cache"]["64x8192"]["step_ms"] *= 1.5
-    assert broken(vllm.of_steps(report)) == {"step, ms", "step, of vLLM's best"}
+    report["results"]["halfbyte nvfp4 weights and cache, balanced"]["64x8192"]["step_ms"] *= 1.5
+    assert broken(vllm.of_steps(report)) == {"balanced, of plain"}
+    report = deepcopy(result("vllm_step"))
+    report["results"]["halfbyte nvfp4 weights and cache"]["64x8192"]["step_ms"] *= 0.9
+    # Known misses that hold are found, too.
+    assert broken(vllm.of_steps(report)) == {
+        "step, ms",
+        "step, of vLLM's best",
+        "balanced, of plain",
+    }
     report = deepcopy(result("decode_step"))
     for step in report["steps"]:
         if step["kv_cache_dtype"] == "nvfp4":

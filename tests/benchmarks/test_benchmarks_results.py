@@ -93,7 +93,7 @@ def test_docs_show_the_committed_runs_inside_vllm() -> None:
     results = report["results"]
     for row in results.values():
         for case in figures.cases_of(report):
-            assert f">{row[case]['step_ms']:.1f}<" in svg
+            assert case not in row or f">{row[case]['step_ms']:.1f}<" in svg
 
 
 @pytest.fixture

@@ -30,6 +30,10 @@ ASSEMBLY = {
     "": "",
     "ex2.approx.ftz.f32 %0, %1;": f"%0 = {HERE}flush(std::exp2({HERE}flush(%1)))",
     "rcp.approx.ftz.f32 %0, %1;": f"%0 = {HERE}approximate_inverse(%1)",
+    "max.NaN.f32 %0, %1, %2;": "%0 = !(%1 == %1) ? %1 : %2 > %1 || !(%2 == %2) ? %2 : %1",
+    "{.reg .pred p; setp.lt.f32 p, %1, %2; @p sub.rn.f32 %0, %3, %4;}": (
+        "%0 = %1 < %2 ? %3 - %4 : %0"
+    ),
     "cvt.rn.bf16x2.f32 %0, %1, %2;": f"%0 = {HERE}to_bfloat16(%1) << 16 | {HERE}to_bfloat16(%2)",
     "cvt.rn.f16x2.f32 %0, %1, %2;": f"%0 = {HERE}to_float16(%1) << 16 | {HERE}to_float16(%2)",
     "cvt.f32.f16 %0, %1;": f"%0 = {HERE}of_float16(%1)",

@@ -78,6 +78,29 @@ void __stcg(T* to, T x, int line = __builtin_LINE()) {
   *to = x;
 }
 
+// Compiled without contraction, so that an operator rounds its own result.
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline float __frcp_rn(float x) { return 1 / x; }
+inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
+
+// The smallest or the largest of a warp.
+template <class Choose>
+unsigned reduce(unsigned mask, unsigned x, Choose choose, int line) {
+  if (mask != ~0u) cuda_on_host::refuse("a reduction of some of a warp's lanes");
+  cuda_on_host::bring(x, line);
+  for (int i = 0; i < 32; i++) x = choose(x, *(const unsigned*)cuda_on_host::brought_by(i));
+  return x;
+}
+inline unsigned __reduce_min_sync(unsigned mask, unsigned x, int line = __builtin_LINE()) {
+  return reduce(mask, x, [](unsigned a, unsigned b) { return std::min(a, b); }, line);
+}
+inline unsigned __reduce_max_sync(unsigned mask, unsigned x, int line = __builtin_LINE()) {
+  return reduce(mask, x, [](unsigned a, unsigned b) { return std::max(a, b); }, line);
+}
+
 inline float __fdividef(float x, float y) { return x / y; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 

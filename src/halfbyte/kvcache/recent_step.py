@@ -1,6 +1,7 @@
 """A step's use of the rings of `recent`: slots of its tokens, and positions to refill."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +30,16 @@ class MissingTokens(NamedTuple):
     query: int
 
 
-class RecentStep(NamedTuple):
+class _Places(NamedTuple):
+    """Missing positions of all sequences: int64 `[n]` on the device."""
+
+    numbers: torch.Tensor
+    entries: torch.Tensor
+    positions: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RecentStep:
     """A step's updates of the rings, the same in every layer.
 
     Args:
@@ -49,6 +59,8 @@ class RecentStep(NamedTuple):
     num_tokens: int
     missing: Sequence[MissingTokens] = ()
     is_short: bool = True
+    _places: dict[int | None, _Places] = field(default_factory=dict, compare=False)
+    """By window, for all layers."""
 
     @classmethod
     def of(
@@ -123,21 +135,36 @@ class RecentStep(NamedTuple):
             block_tables: int32 `[sequences, max_pages]`.
             window: of the layer's attention; pages before it may have been reused.
         """
-        size, device = layout.block_size, pages.device
-        for number, entry, missing, query in self.missing:
-            first = missing.start if window is None else max(missing.start, query - window + 1)
-            positions = torch.arange(first, max(first, missing.stop), device=device)
-            rows = read_tokens(
-                pages,
-                block_tables[number].long()[positions // size] * size + positions % size,
-                layout,
-                k_scale,
-                v_scale,
-                transform=transform,
-                positions=positions,
-            )
-            for ring, x in zip(rings, rows, strict=True):
-                ring[entry, :, positions % ring.shape[2]] = x.transpose(0, 1).to(ring.dtype)
+        if not self.missing:
+            return
+        if window not in self._places:
+            self._places[window] = _missing_places(self.missing, window, pages.device)
+        numbers, entries, positions = self._places[window]
+        size = layout.block_size
+        blocks = block_tables[numbers, positions // size].long()
+        rows = read_tokens(
+            pages,
+            blocks * size + positions % size,
+            layout,
+            k_scale,
+            v_scale,
+            transform=transform,
+            positions=positions,
+        )
+        for ring, x in zip(rings, rows, strict=True):
+            ring[entries, :, positions % ring.shape[2]] = x.to(ring.dtype)
+
+
+def _missing_places(
+    missing: Sequence[MissingTokens], window: int | None, device: torch.device
+) -> _Places:
+    """Places of all missing positions that a layer's queries see."""
+    parts = []
+    for number, entry, positions, query in missing:
+        first = positions.start if window is None else max(positions.start, query - window + 1)
+        seen = np.arange(first, max(first, positions.stop))
+        parts.append(np.stack([np.full_like(seen, number), np.full_like(seen, entry), seen]))
+    return _Places(*_to_device(np.concatenate(parts, axis=1), device))
 
 
 def _to_device(numbers: np.ndarray, device: torch.device | str) -> torch.Tensor:

@@ -25,7 +25,8 @@ from kvcache.store.store_cases import (
     make_case,
     nasty_values,
 )
-from kvcache.store.weighted_cases import CASES, SMALL, assert_stored_by_weights
+from kvcache.store.weighted_cases import BOTH, CASES, SMALL, assert_stored_by_weights
+from kvcache.transforms import make_transform, on
 
 pytest.importorskip("triton")
 
@@ -33,6 +34,7 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels.formats.encode_floats import multiply_two_parts, reciprocal_of
+from halfbyte.kvcache.store.cuda import launcher
 from halfbyte.kvcache.store.triton_kernel import store_tokens
 
 pytestmark = pytest.mark.gpu
@@ -231,23 +233,72 @@ def test_gpu_shared_division_falls_on_the_side_of_a_true_one_for_every_divisor()
             assert torch.equal(quotients > tie, true > tie)
 
 
+@pytest.mark.parametrize("backend", [None, "triton"])
 @pytest.mark.parametrize("input_dtype", INPUT_DTYPES, ids=str)
 @pytest.mark.parametrize("options", RECIPE_OPTIONS + WEIGHTED_OPTIONS, ids=str)
 def test_gpu_store_of_k_that_a_recipe_changes(
-    options: dict[str, Any], input_dtype: torch.dtype
+    options: dict[str, Any], input_dtype: torch.dtype, backend: str | None
 ) -> None:
-    assert_stored_as_by_the_reference(without_waiting(store_k), options, input_dtype, "cuda")
+    store = without_waiting(store_k(backend))
+    assert_stored_as_by_the_reference(store, options, input_dtype, "cuda")
 
 
+@pytest.mark.parametrize("backend", [None, "triton"])
 @pytest.mark.parametrize("count", [90, 1, 3000])
 @pytest.mark.parametrize("name", [*CASES, *SMALL])
-def test_gpu_store_by_weighted_error(name: str, count: int) -> None:
+def test_gpu_store_by_weighted_error(name: str, count: int, backend: str | None) -> None:
     """By programs of a few and of many tokens."""
-    case = (CASES | SMALL)[name]
-    assert_stored_by_weights(without_waiting(store_k), case, torch.bfloat16, "cuda", count)
+    store = without_waiting(store_k(backend))
+    assert_stored_by_weights(store, (CASES | SMALL)[name], torch.bfloat16, "cuda", count)
 
 
-def store_k(*arguments: Any) -> None:
-    """As `StoreBackend.store`, by whichever is chosen."""
-    *rest, transform, positions, recent = (*arguments, None)[:10]
-    reshape_and_cache(*rest, transform=transform, positions=positions, recent=recent)
+@pytest.mark.parametrize("rows_per_sm", [0, 10**6])
+@pytest.mark.parametrize("name", ["128", "64 NHD", "256", "feedback alone", "broken scale nan"])
+def test_gpu_store_by_rows_and_by_tiles(
+    name: str, rows_per_sm: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many tokens by a warp for each row, and a few by warps for 32 tokens."""
+    monkeypatch.setattr(launcher, "_ROWS_PER_SM", rows_per_sm)
+    for count in (1, 90, 3000):
+        assert_stored_by_weights(store_k("cuda"), CASES[name], torch.bfloat16, "cuda", count)
+
+
+@pytest.mark.parametrize("tokens", [64, 2048])
+def test_gpu_store_with_a_recipe_in_a_graph_follows_changing_inputs(tokens: int) -> None:
+    layout = PageLayout("nvfp4_4over6", "nvfp4_4over6", 128, None, 8, 16)
+    transform = on(make_transform(8, 128, segments=200, dtype=torch.bfloat16, **BOTH), "cuda")
+    transform.prepare()
+    key, value = torch.randn(2, tokens, 8, 128, device="cuda").bfloat16()
+    slots = torch.arange(tokens, device="cuda")
+    positions = torch.arange(tokens, device="cuda")
+    scale = torch.tensor(0.002, device="cuda")
+    pages = torch.zeros(tokens // 8, layout.page_bytes, dtype=torch.uint8, device="cuda")
+    expected = pages.clone()
+    arguments = (key, value, pages, slots, layout, scale, scale, transform, positions)
+    store = store_k(None)
+    store(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        store(*arguments)
+    for i in range(3):
+        key.normal_()
+        slots.copy_(torch.randperm(2 * tokens)[:tokens])
+        slots[i] = -1
+        positions.random_(200 * 16)
+        pages.zero_()
+        expected.zero_()
+        graph.replay()
+        store_k("reference")(*arguments[:2], expected, *arguments[3:])
+        assert torch.equal(pages, expected)
+
+
+def store_k(backend: str | None) -> Call:
+    """A store as `StoreBackend.store`, by a backend, or by whichever is chosen."""
+
+    def store(*arguments: Any) -> None:
+        options: dict[str, Any] = dict(
+            zip(("transform", "positions", "recent"), (*arguments, None)[7:10], strict=True)
+        )
+        reshape_and_cache(*arguments[:7], **options | {"backend": backend})
+
+    return store

@@ -394,7 +394,9 @@ def test_without_triton_the_log_says_so_once(
 
 @pytest.mark.usefixtures("_on_a_gpu")
 def test_unknown_store_backend_is_refused_with_the_names() -> None:
-    with pytest.raises(NoImplementationError, match=r"'numba'; expected one of triton, cpu, ref"):
+    with pytest.raises(
+        NoImplementationError, match=r"'numba'; expected one of cuda, triton, cpu, ref"
+    ):
         chosen_on_a_gpu("nvfp4", torch.bfloat16, torch.bfloat16, "numba")
 
 

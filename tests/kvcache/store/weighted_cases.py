@@ -31,6 +31,8 @@ LAYOUTS = {
     "48 and 32": PageLayout("nvfp4_4over6", "nvfp4", 48, 32, 2, 16),
     "sm100": PageLayout("nvfp4_4over6", "nvfp4_4over6", 64, 128, 2, 16, v_scale_layout="sm100"),
     "V in fp8": PageLayout("nvfp4_4over6", "fp8_e4m3", 64, 40, 2, 16),
+    "V in fp8, 64": PageLayout("nvfp4", "fp8_e4m3", 64, None, 2, 16, "NHD"),
+    "V in e5m2, 32": PageLayout("nvfp4_4over6", "fp8_e5m2", 128, 32, 1, 16),
     "256": PageLayout("nvfp4_4over6", "nvfp4_4over6", 256, None, 1, 16),
 }
 SMALL = {
@@ -92,7 +94,8 @@ def assert_stored_by_weights(
         assert means is not None
         key[hard - 4 : hard - 2] = means[hard - 4 : hard - 2]
     slots = torch.randperm(count + 30, generator=generator)[:count]
-    slots[5] = -1
+    if count > 5:
+        slots[5] = -1
     pages = []
     for write, where in ((ReferenceStore.store, "cpu"), (store, device)):
         page = torch.zeros(

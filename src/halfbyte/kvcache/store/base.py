@@ -1,5 +1,6 @@
 """The interface of store backends."""
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Container
 from dataclasses import dataclass
@@ -80,6 +81,22 @@ class StoreBackend(ABC):
 
         The bytes are those of `ReferenceStore`, except for the payload of a NaN stored as a float.
         """
+
+
+def global_scale_on(
+    device: torch.device, name: str, scale: Scale, dtype: KVCacheDType
+) -> float | torch.Tensor:
+    """A global scale as kernels on a GPU take it: a float32, or a tensor on its device.
+
+    Raises:
+        ValueError: `KVCacheDType.check_multiplier` refuses it.
+    """
+    checked = dtype.check_multiplier(scale, name)
+    if not isinstance(checked, torch.Tensor):
+        return checked
+    if checked.device == device or checked.device.type != "cpu":
+        return checked.to(device, torch.float32)
+    return ctypes.c_float(float(checked)).value
 
 
 def check_slots(pages: torch.Tensor, slot_mapping: torch.Tensor, layout: PageLayout) -> None:

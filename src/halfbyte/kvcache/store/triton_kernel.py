@@ -19,11 +19,12 @@ import triton.language as tl
 from halfbyte.kernels.runtime.devices import current_device
 from halfbyte.kernels.runtime.triton_overlap import overlap_options, wait_for_previous
 from halfbyte.kvcache.recent import RingSlots
+from halfbyte.kvcache.store.base import global_scale_on
 from halfbyte.kvcache.store.triton_rows import ROW, Side, side_of, store_side
 from halfbyte.kvcache.store.triton_transform import store_transformed_kernel
 from halfbyte.kvcache.store.triton_weighted import store_weighted_kernel
 from halfbyte.kvcache.transform import MARK, MATCH_TOLERANCE, KVTransform
-from halfbyte.layouts import KVCacheDType, PageLayout, page_stride
+from halfbyte.layouts import PageLayout, page_stride
 from halfbyte.numerics.hadamard import block_size
 
 # (rows, warps) per program: small, to spread a few tokens over many SMs; larger for prompts.
@@ -179,8 +180,8 @@ def store_tokens(
             f"pages: the base {pages.data_ptr():#x} and the stride {stride} must be multiples "
             f"of {geometry.itemsize} bytes for K in {layout.k_dtype} and V in {layout.v_dtype}"
         )
-    k_multiplier = _multiplier("k_scale", k_scale, layout.k_dtype, pages.device)
-    v_multiplier = _multiplier("v_scale", v_scale, layout.v_dtype, pages.device)
+    k_multiplier = global_scale_on(pages.device, "k_scale", k_scale, layout.k_dtype)
+    v_multiplier = global_scale_on(pages.device, "v_scale", v_scale, layout.v_dtype)
     num_rows = num_slots * geometry.rows_per_token
     rows, num_warps = _LARGE_TILE if num_rows >= _LARGE_FROM_ROWS else _SMALL_TILE
     kernel: Any = store_kernel
@@ -340,15 +341,3 @@ def _geometry(layout: PageLayout, pages_aligned: bool) -> _Geometry:
 def _is_dense(x: torch.Tensor) -> bool:
     """Whether the heads of `[tokens, heads, D]` lie side by side, in whole rows."""
     return x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.shape[2] % ROW == 0
-
-
-def _multiplier(
-    name: str, scale: float | torch.Tensor, dtype: KVCacheDType, device: torch.device
-) -> float | torch.Tensor:
-    """The global scale as the kernel takes it: a float32, or a tensor on its device."""
-    checked = dtype.check_multiplier(scale, name)
-    if not isinstance(checked, torch.Tensor):
-        return checked
-    if checked.device == device or checked.device.type != "cpu":
-        return checked.to(device, torch.float32)
-    return ctypes.c_float(float(checked)).value

@@ -14,7 +14,9 @@ even if halfbyte is not used. So it changes nothing unless requested:
 | `backend` | capabilities of the attention backend, and page shapes for both vLLM interfaces |
 | `metadata` | lengths and tables of a step, CUDA graphs, scales of the layers |
 | `attention` | attention of a layer: stores K and V, reads the cache |
-| `recent` | rings with the last tokens in 16 bits: assignment to requests, and when disabled |
+| `recent` | when running requests have rings for their last tokens in 16 bits |
+| `ring_entries`, `ring_step` | which request holds which ring; a step's reads and writes of them |
+| `ring_runners` | follows the steps of vLLM's model runners |
 | `linear`, `linear_kernel` | NVFP4 layers on halfbyte's kernels: selection and kernel |
 | `compilation` | Inductor options for the code around halfbyte's kernels |
 | `connectors` | names pages that leave the engine by their formats and scales |

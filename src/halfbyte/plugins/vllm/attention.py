@@ -16,6 +16,7 @@ from halfbyte.attention import paged_attention
 from halfbyte.kvcache import KVScales, reshape_and_cache
 from halfbyte.kvcache.layer import LayerQuantization
 from halfbyte.kvcache.recent import RecentInputs
+from halfbyte.kvcache.recent_step import RecentStep
 from halfbyte.kvcache.recipe import RECIPES
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
@@ -24,7 +25,7 @@ from halfbyte.plugins.vllm.formats import LayerFormat, block_size_of, pages_of
 from halfbyte.plugins.vllm.loading import accept_shard_ids
 from halfbyte.plugins.vllm.metadata import HalfbyteMetadata
 from halfbyte.plugins.vllm.options import LastModel
-from halfbyte.plugins.vllm.recent import ring_tokens
+from halfbyte.plugins.vllm.recent import ring_slots, ring_tokens
 from halfbyte.plugins.vllm.scales import check_scales, heads_of_rank
 
 Rings = tuple[torch.Tensor, torch.Tensor]
@@ -86,7 +87,9 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         # Allocate now, so that vLLM's memory profiling counts the rings.
         has_rings = self.format.k.is_nvfp4 and kv_sharing_target_layer_name is None
         self.recent_tokens = ring_tokens(config) if has_rings else 0
-        self._max_num_seqs = config.scheduler_config.max_num_seqs
+        slots = ring_slots(config, self.recent_tokens)
+        # One more for `NOBODY`.
+        self._ring_shape = config.scheduler_config.max_num_seqs + 1, self.num_kv_heads, slots
         self._dtype = torch.get_default_dtype()
         self.rings: Rings | None = None
         if self.recent_tokens:
@@ -125,7 +128,7 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
     def _make_rings(self, head_size_v: int, device: torch.device | None = None) -> Rings:
         key, value = (
             torch.zeros(
-                (self._max_num_seqs, self.num_kv_heads, self.recent_tokens, size),
+                (*self._ring_shape, size),
                 dtype=self._dtype,
                 device=torch.get_default_device() if device is None else device,
             )
@@ -157,12 +160,13 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
                 return
             # Padding slots have no position.
             metadata = context[layer.layer_name]
-            positions = metadata.positions()
+            positions = metadata.queries().positions
             slot_mapping = slot_mapping[: positions.shape[0]]
             changed = {"transform": self.transform, "positions": positions}
-            step = metadata.recent
-            if self.rings is not None and step is not None and step.is_short:
-                changed["recent"] = step.slots_in(self.rings)
+            if self.rings is not None:
+                step = metadata.recent_step()
+                if step is not None and step.is_short:
+                    changed["recent"] = step.slots_in(self.rings)
         reshape_and_cache(
             key, value, pages, slot_mapping, layout, self.k_scale, self.v_scale, **changed
         )
@@ -193,7 +197,8 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
             raise NotImplementedError("halfbyte: quantized attention output is not supported")
         tokens = attn_metadata.num_actual_tokens
         pages, layout = self._pages(layer, kv_cache)
-        recent = self._read_rings(attn_metadata, pages, layout, key, value)
+        step = None if self.rings is None else attn_metadata.recent_step()
+        recent = self._read_rings(step, attn_metadata, pages, layout, key, value)
         paged_attention(
             query[:tokens],
             pages,
@@ -213,13 +218,13 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
             transform=self.transform,
             recent=recent,
         )
-        step = attn_metadata.recent
         if self.rings is not None and step is not None and not step.is_short:
             step.slots_in(self.rings).write(key, value)
         return output
 
     def _read_rings(
         self,
+        step: RecentStep | None,
         metadata: HalfbyteMetadata,
         pages: torch.Tensor,
         layout: PageLayout,
@@ -227,7 +232,6 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         value: torch.Tensor,
     ) -> RecentInputs | None:
         """The last tokens of the step's sequences; None if all are read from the pages."""
-        step, tokens = metadata.recent, metadata.num_actual_tokens
         if self.rings is None or step is None:
             return None
         step.fill(
@@ -240,7 +244,7 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
             self.transform,
             window=self.sliding_window,
         )
-        own = key[:tokens], value[:tokens]
+        own = key[: step.num_tokens], value[: step.num_tokens]
         return RecentInputs(self.recent_tokens, *self.rings, step.entries, *own)
 
     def _pages(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, PageLayout]:

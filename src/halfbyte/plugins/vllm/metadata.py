@@ -14,8 +14,10 @@ from halfbyte.kvcache import KVScales
 from halfbyte.kvcache.recent_step import RecentStep
 from halfbyte.plugins.vllm.checks import check_config
 from halfbyte.plugins.vllm.options import Options
-from halfbyte.plugins.vllm.recent import running_step
+from halfbyte.plugins.vllm.recent import ring_slots, ring_tokens
 from halfbyte.plugins.vllm.registry import has_page_specs
+from halfbyte.plugins.vllm.ring_runners import running_rings
+from halfbyte.plugins.vllm.ring_step import RingBuffers, RingStep
 from halfbyte.plugins.vllm.scales import LayerPlace, is_same_folder, place_of, scales_of_model
 
 MAX_CAPTURED_QUERIES = 8
@@ -40,14 +42,21 @@ class HalfbyteMetadata:
     plans: AttentionPlans = field(default_factory=AttentionPlans)
     captured_plans: AttentionPlans = field(default_factory=AttentionPlans)
     """Plans made during graph capture, so that every replay plans for its own lengths."""
-    recent: RecentStep | None = None
-    """The step's ring entries; None without rings or tokens."""
+    rings: RingStep | None = None
+    """The step's rings; None if the run has none."""
 
-    def positions(self) -> torch.Tensor:
-        """int64 `[tokens]`, position of each token in its sequence; -1 for padding."""
+    def queries(self) -> QueryPositions:
+        """Sequence and position of each token; -1 for padding."""
         return QueryPositions.of_step(
             self.current_plans(), self.query_start_loc, self.seq_lens, self.num_actual_tokens
-        ).positions
+        )
+
+    def recent_step(self) -> RecentStep | None:
+        """Slots of the step's tokens in the rings, the same in every layer; None without rings."""
+        rings = self.rings
+        if rings is None:
+            return None
+        return self.current_plans().get("rings", lambda: rings.recent_step(self.queries()))
 
     def current_plans(self) -> AttentionPlans:
         """The plans of the current capture, or else of the step."""
@@ -72,6 +81,11 @@ class HalfbyteMetadataBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, *more, **options)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         give_scales(vllm_config, layer_names, device)
+        self._rings: RingBuffers | None = None
+        if tokens := ring_tokens(vllm_config):
+            capacity = vllm_config.scheduler_config.max_num_seqs
+            slots = ring_slots(vllm_config, tokens)
+            self._rings = RingBuffers(capacity, tokens, slots, device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -89,12 +103,16 @@ class HalfbyteMetadataBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):
         common = common_attn_metadata
         if common.causal is not True:
             raise NotImplementedError("halfbyte: only causal attention is supported")
+        rings = None
+        if self._rings is not None:
+            sizes = common.num_reqs, common.num_actual_tokens
+            rings = self._rings.step(running_rings(), *sizes)
         return HalfbyteMetadata(
             common.num_actual_tokens,
             common.query_start_loc,
             common.seq_lens,
             common.block_table_tensor,
-            recent=running_step(common.num_actual_tokens, common.num_reqs, self.device),
+            rings=rings,
         )
 
 

@@ -96,16 +96,27 @@ def assert_ours(llm: Any, kv_cache_dtype: str | None = None) -> list[HalfbyteAtt
     return [layer.impl for layer in layers.values()]
 
 
-def generate(llm: Any, prompts: Sequence[Any], max_tokens: int = 64) -> list[list[int]]:
-    """Greedy tokens of texts or lists of token ids."""
-    return [list(output.outputs[0].token_ids) for output in outputs_of(llm, prompts, max_tokens)]
+def generate(
+    llm: Any, prompts: Sequence[Any], max_tokens: int = 64, temperature: float = 0.0
+) -> list[list[int]]:
+    """Tokens of texts or lists of token ids, greedy or sampled by a fixed seed."""
+    outputs = outputs_of(llm, prompts, max_tokens, temperature)
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def outputs_of(llm: Any, prompts: Sequence[Any], max_tokens: int = 64) -> list[Any]:
+def outputs_of(
+    llm: Any, prompts: Sequence[Any], max_tokens: int = 64, temperature: float = 0.0
+) -> list[Any]:
     """The same as vLLM gives them."""
     from vllm import SamplingParams
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=1 if temperature else None,
+        ignore_eos=True,
+        detokenize=False,
+    )
     asked = [p if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in prompts]
     outputs: list[Any] = llm.generate(asked, params, use_tqdm=False)
     return outputs

@@ -17,6 +17,7 @@ from plugins.vllm.engine.engines import (
     assert_ours,
     generate,
     halfbyte_tokens,
+    outputs_of,
     run_apart,
     varied,
     vllm_engine,
@@ -41,15 +42,10 @@ GPU: dict[str, Any] = {
 
 @pytest.fixture(autouse=True, params=["0", "1"], ids=["runner V1", "runner V2"])
 def _model_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", request.param)
-
-
-def graphs_of(recipe: str) -> dict[str, Any]:
-    """Options for graphs of as much as has the tokens of eager: those of whole steps have no rings
-    for the last tokens, nor has runner V2."""
-    if recipe == "plain" or os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1":
-        return {}
-    return {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+    set_cudagraph_capturing_enabled(True)  # V1 forbids it to the process's later engines
 
 
 def scored(llm: Any, prompts: Sequence[Any], max_tokens: int = 48) -> list[list[dict[int, float]]]:
@@ -68,7 +64,7 @@ def assert_alike(found: Any, expected: Any) -> None:
     """Log-probabilities of the same prefixes: close on average, and nowhere far apart.
 
     Compilation rounds bfloat16 elsewhere than eager PyTorch does, which four bits may turn into
-    other codes: unquantized they differed by up to 0.19, with an nvfp4 cache by up to 0.5.
+    other codes: unquantized they differed by up to 0.19, with an nvfp4 cache by up to 1.44.
     """
     differences = []
     for one, other in zip(found, expected, strict=True):
@@ -78,11 +74,11 @@ def assert_alike(found: Any, expected: Any) -> None:
             differences += [abs(a[token] - b[token]) for token in shared]
             best, other_best = max(a, key=a.__getitem__), max(b, key=b.__getitem__)
             if best != other_best:  # other prefixes from here on
-                assert abs(b[other_best] - b.get(best, -1e9)) < 1.0
+                assert abs(b[other_best] - b.get(best, -1e9)) < 1.5
                 break
     assert len(differences) > 60 * len(found)
-    assert max(differences) < 1.0
     assert sum(differences) / len(differences) < 0.06
+    assert max(differences) < 2.0
 
 
 @pytest.mark.parametrize(
@@ -95,9 +91,8 @@ def test_graphs_equal_eager_in_float32(kv_cache_dtype: str, recipe: str) -> None
     for eager in (True, False):
         options = {**GPU, "enforce_eager": eager, "max_num_batched_tokens": 64}
         options["additional_config"] = {"halfbyte": {"kv_recipe": recipe}}
-        options |= {} if eager else graphs_of(recipe)
         with vllm_engine(kv_cache_dtype=kv_cache_dtype, **options) as llm:
-            assert_ours(llm)
+            assert_rings(assert_ours(llm), recipe)
             runs = [generate(llm, TEXTS[:n]) for n in (6, 1, 3)]
             mixed = generate(llm, [text * n for n, text in enumerate(TEXTS, 1)])
         results.append([*runs, mixed])
@@ -115,9 +110,8 @@ def test_graphs_are_close_to_eager_in_bfloat16(kv_cache_dtype: str, recipe: str)
     for eager in (True, False):
         options = {**GPU, "enforce_eager": eager, "kv_cache_dtype": kv_cache_dtype}
         options["additional_config"] = {"halfbyte": {"kv_recipe": recipe}}
-        options |= {} if eager else graphs_of(recipe)
         with vllm_engine(dtype="bfloat16", **options) as llm:
-            assert_ours(llm)
+            assert_rings(assert_ours(llm), recipe)
             results.append(scored(llm, TEXTS) + scored(llm, [t * 7 for t in TEXTS[:3]]))
     assert_alike(results[1], results[0])
 
@@ -126,6 +120,7 @@ def test_graphs_are_close_to_eager_in_bfloat16(kv_cache_dtype: str, recipe: str)
 def test_sinks_and_windows_in_graphs(architecture: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 128}
     model = make_model(architecture, **(sizes if architecture == "gpt_oss" else {}))
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):  # vLLM 0.24 wants one
         shutil.copy(Path(BUNDLED) / name, tmp_path)
@@ -142,7 +137,8 @@ def test_sinks_and_windows_in_graphs(architecture: str, tmp_path: Path) -> None:
             assert {impl.sliding_window for impl in impls} == {None, model.config.sliding_window}
             assert all((impl.sinks is not None) == (architecture == "gpt_oss") for impl in impls)
             randomize(llm)
-            results.append([generate(llm, prompts[:n], 24) for n in (5, 1, 3)])
+            # Random weights repeat their likeliest token.
+            results.append([generate(llm, prompts[:n], 24, temperature=1.0) for n in (5, 1, 3)])
     assert results[0] == results[1]
     assert varied(results[0][0])
 
@@ -158,21 +154,49 @@ def randomize(llm: Any) -> None:
             parameter.data.normal_(std=std, generator=generator)
 
 
-def test_drafts_from_the_prompt_in_graphs() -> None:
+@pytest.mark.parametrize("recipe", ["plain", "balanced"])
+def test_drafts_from_the_prompt_in_graphs(recipe: str) -> None:
     """1 + 3 query tokens per sequence."""
-    with vllm_engine(**GPU) as llm:
+    if os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1":
+        pytest.skip("vLLM's model runner V2 takes no drafts from the prompt")
+    with vllm_engine(**GPU, kv_recipe=recipe) as llm:
+        assert_rings(assert_ours(llm), recipe)
         expected = generate(llm, TEXTS)
-    found, counted = run_apart(TEXTS, **GPU, speculative_config=NGRAM)
+    found, counted = run_apart(TEXTS, **GPU, kv_recipe=recipe, speculative_config=NGRAM)
     assert found == expected
     assert counted["vllm:spec_decode_num_accepted_tokens"] > 10
 
 
+def assert_rings(impls: Sequence[Any], recipe: str) -> None:
+    """Whether layers keep their last tokens in 16 bits, as the recipe says."""
+    tokens = KVRecipe.parse(recipe).recent_tokens
+    assert {impl.recent_tokens for impl in impls} <= {0, tokens}
+    assert any(impl.rings is not None for impl in impls) == any(
+        impl.format.k.is_nvfp4 and tokens for impl in impls
+    )
+
+
+def test_rings_are_filled_before_a_whole_graph() -> None:
+    """Prompts of which the prefix cache has all tokens but one: a step of single tokens."""
+    prompts = [token_ids(n, seed=n).tolist() for n in (81, 17, 145, 33)]
+    results = []
+    for eager in (True, False):
+        options = {**GPU, "enforce_eager": eager, "kv_recipe": "balanced", "block_size": 16}
+        with vllm_engine(**options, enable_prefix_caching=True) as llm:
+            assert_rings(assert_ours(llm), "balanced")
+            first = generate(llm, prompts, 24)
+            again = outputs_of(llm, prompts, 24)
+            assert [output.num_cached_tokens for output in again] == [80, 16, 144, 32]
+            results.append([first, [list(output.outputs[0].token_ids) for output in again]])
+    assert results[0] == results[1]
+    assert varied(results[0][0])
+
+
 @pytest.mark.parametrize("recipe", ["plain", "balanced"])
 def test_equals_halfbyte_s_engine_on_the_same_gpu(recipe: str) -> None:
-    expected = halfbyte_tokens(
-        BUNDLED, TEXTS, device="cuda", kv_recipe=KVRecipe.parse(recipe).of_pages
-    )
+    expected = halfbyte_tokens(BUNDLED, TEXTS, device="cuda", kv_recipe=recipe)
     with vllm_engine(**GPU, additional_config={"halfbyte": {"kv_recipe": recipe}}) as llm:
+        assert_rings(assert_ours(llm), recipe)
         found = generate(llm, TEXTS)
     differ = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
     assert len(differ) <= 1
@@ -182,9 +206,10 @@ def test_equals_halfbyte_s_engine_on_the_same_gpu(recipe: str) -> None:
 @pytest.mark.parametrize(
     "parallel", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["TP", "PP"]
 )
-def test_two_gpus_give_the_same_tokens(parallel: dict[str, Any]) -> None:
+@pytest.mark.parametrize("recipe", ["plain", "balanced"])
+def test_two_gpus_give_the_same_tokens(parallel: dict[str, Any], recipe: str) -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    with vllm_engine(**GPU) as llm:
+    with vllm_engine(**GPU, kv_recipe=recipe) as llm:
         expected = generate(llm, TEXTS)
-    found, _ = run_apart(TEXTS, **GPU, **parallel, in_process=False)
+    found, _ = run_apart(TEXTS, **GPU, **parallel, kv_recipe=recipe, in_process=False)
     assert found == expected

@@ -68,6 +68,22 @@ def test_balanced_equals_halfbyte_s_engine() -> None:
         assert generate(llm, TEXTS) != found
 
 
+def test_drafts_change_no_token() -> None:
+    """Those that are rejected were in the rings, too."""
+    ngram: dict[str, Any] = {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 4,
+        "prompt_lookup_min": 1,
+    }
+    with vllm_engine(**BALANCED) as llm:
+        expected = generate(llm, TEXTS)
+    found, counted = run_apart(TEXTS, **BALANCED, speculative_config=ngram)
+    assert found == expected
+    drafts = counted["vllm:spec_decode_num_draft_tokens"]
+    assert 10 < counted["vllm:spec_decode_num_accepted_tokens"] < drafts
+
+
 def test_accurate_equals_halfbyte_s_engine() -> None:
     """Its last tokens in 16 bits, too, whatever the chunks."""
     recipe = KVRecipe.parse("accurate")

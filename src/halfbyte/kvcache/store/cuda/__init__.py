@@ -1,0 +1,1 @@
+"""CUDA C++ for NVFP4 layers whose K a recipe changes (`store.cu`)."""

@@ -1,0 +1,110 @@
+// Arithmetic of NVFP4 that stores share, bit for bit as `halfbyte.numerics`.
+//
+// Products and sums are rounded one by one, so they are intrinsics that the compiler does not fuse. EASY is for
+// global scales of 2^-40 up to 2^40: then no product of a value's ratio overflows or underflows in a way that
+// matters, and divisions share a reciprocal in two parts (kernels/formats/encode_floats.py has the argument).
+
+#pragma once
+#include "kernels/runtime/basics.cuh"
+
+typedef long long i64;
+
+#define INF __int_as_float(0x7F800000)
+#define NOT_A_NUMBER __int_as_float(0x7FC00000)
+#define BLOCK 16         // values with one scale
+#define NAN_SCALE 0x7F   // of a block that holds a NaN
+#define TOP 0x1p24f
+
+__device__ __forceinline__ float mul(float x, float y) { return __fmul_rn(x, y); }
+__device__ __forceinline__ float add(float x, float y) { return __fadd_rn(x, y); }
+__device__ __forceinline__ float sub(float x, float y) { return __fsub_rn(x, y); }
+__device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
+__device__ __forceinline__ float float_of(u32 x) { return __uint_as_float(x); }
+
+// The larger one; NaN if any is.
+__device__ __forceinline__ float larger(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
+// 1 / x. What `rcp.rn` does for usual x: an approximation and a Newton step.
+template <bool EASY>
+__device__ __forceinline__ float inverse(float x) {
+  if (!EASY) return __frcp_rn(x);
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return __fmaf_rn(y, __fmaf_rn(-x, y, 1.0f), y);
+}
+
+// A divisor's reciprocal as a sum of two floats.
+struct Inverse {
+  float high, low;
+
+  __device__ __forceinline__ explicit Inverse(float divisor) {
+    high = inverse<true>(divisor);
+    const float missing = __fmaf_rn(-divisor, high, 1.0f);
+    low = mul(__fmaf_rn(missing, missing, missing), high);
+  }
+  // x over the divisor, on the true quotient's side of every tie.
+  __device__ __forceinline__ float of(float x) const { return __fmaf_rn(x, high, mul(x, low)); }
+};
+
+// The block scale of its byte, 0 up to 126.
+__device__ __forceinline__ float scale_of_byte(int byte) { return mul(float_of((u32)byte << 20), 0x1p120f); }
+
+// The byte of a ratio of 0 up to 448, to nearest even.
+__device__ __forceinline__ int byte_of_ratio(float ratio) {
+  const u32 bits = bits_of(ratio);
+  const u32 normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3);
+  const u32 subnormal = bits_of(add(ratio, 16384.0f)) - 0x46800000;  // the last place of 2^14 is 2^-9
+  return bits < 0x3C800000 ? subnormal : normal;
+}
+
+// x * r, 0 if not a number (which with EASY only values in a block with a NaN are, or behind one).
+template <bool EASY>
+__device__ __forceinline__ float ratio_of(float x, float r) {
+  const float t = mul(x, r);
+  return EASY || t == t ? t : 0.0f;
+}
+
+// The E2M1 value nearest to |t|, ties to the even code; CLAMPS if |t| may be 7 or more. The last place of 2^22 times
+// the power of two below |t|, 1 at least, is the step between values.
+template <bool CLAMPS>
+__device__ __forceinline__ float nearest(float t) {
+  const float power = fmaxf(float_of(bits_of(t) & 0x7F800000), 1.0f);
+  const float v = __fmaf_rn(power, -0x1p22f, __fmaf_rn(power, 0x1p22f, fabsf(t)));
+  return CLAMPS ? fminf(v, 6.0f) : v;  // also for infinity, where v is NaN
+}
+
+// 0x4B7FFFFC + the code of a magnitude up to 6 (kernels/formats/encode.py has the argument).
+#define FIRST_CODE 0x4B7FFFFCu
+__device__ __forceinline__ u32 code_bits(float t) { return bits_of(fminf(__fmaf_rn(t, 2.0f, TOP - 4.0f), add(t, TOP))); }
+
+// Two words of codes. The constant bits of eight codes sum to 0x3F3BBBBC, modulo 2^32.
+__device__ __forceinline__ uint2 pack(const u32* codes, const float* x) {
+  u32 words[2] = {0u - 0x3F3BBBBCu, 0u - 0x3F3BBBBCu};
+#pragma unroll
+  for (int i = 0; i < BLOCK; i++) words[i / 8] += (codes[i] + (x[i] < 0.0f ? 8 : 0)) << 4 * (i % 8);
+  return make_uint2(words[0], words[1]);
+}
+
+// The sum of `COUNT` values, neighbours first.
+template <int COUNT>
+__device__ __forceinline__ float pairwise_sum(const float* x) {
+  if constexpr (COUNT == 1)
+    return x[0];
+  else
+    return add(pairwise_sum<COUNT / 2>(x), pairwise_sum<COUNT / 2>(x + COUNT / 2));
+}
+
+// The largest magnitude of `COUNT` values; NaN if any is.
+template <int COUNT>
+__device__ __forceinline__ float amax_of(const float* x) {
+  if constexpr (COUNT == 1)
+    return fabsf(x[0]);
+  else
+    return larger(amax_of<COUNT / 2>(x), amax_of<COUNT / 2>(x + COUNT / 2));
+}
+
+__device__ __forceinline__ bool is_easy(float g) { return g >= 0x1p-40f && g <= 0x1p40f; }

@@ -1,0 +1,75 @@
+"""CUDA C++ on NVIDIA GPUs from SM80: recipes that weigh rounding errors, one launch, no sync.
+
+Other recipes go to Triton, which stores them in 0.9 times the time (H200, 8 heads of 128).
+"""
+
+from typing import ClassVar
+
+import torch
+
+from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
+from halfbyte.kvcache.recent import RingSlots
+from halfbyte.kvcache.store.base import Scale, StoreBackend, StoreConfig
+from halfbyte.kvcache.transform import KVTransform
+from halfbyte.layouts import KVCacheDType, PageLayout
+from halfbyte.numerics.nvfp4 import BLOCK_SIZE
+
+_OLDEST = 80
+_HEAD_SIZES = (64, 128, 256)
+_K_FORMATS = (KVCacheDType.NVFP4, KVCacheDType.NVFP4_4OVER6)
+_FORMATS = (*_K_FORMATS, KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2)
+
+
+class CudaStore(StoreBackend):
+    """`launcher.store_transformed`; compiled with NVRTC at first use."""
+
+    name: ClassVar[str] = "cuda"
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+        """On SM80 and later, where `cuda-bindings` is installed."""
+        return runs_on_gpu(
+            compute_capability,
+            _OLDEST,
+            lambda: missing_module("cuda.bindings", "comes with PyTorch for CUDA"),
+            "writes NVFP4 pages by recipes that weigh rounding errors",
+        )
+
+    @classmethod
+    def can_implement(cls, config: StoreConfig) -> Answer:
+        """Errors weighed, K in NVFP4, V in NVFP4 or FP8, heads of 64, 128 or 256."""
+        layout = config.layout
+        if not config.weighs_errors:
+            return False, "stores only by recipes that weigh rounding errors, as `accurate` does"
+        if layout.k_dtype not in _K_FORMATS:
+            return False, f"writes K in NVFP4, not {layout.k_dtype}"
+        if layout.head_size not in _HEAD_SIZES or layout.head_size_v % BLOCK_SIZE:
+            return False, (
+                f"takes K of 64, 128 or 256 and V of a multiple of {BLOCK_SIZE}, "
+                f"not {layout.head_size} and {layout.head_size_v}"
+            )
+        return config.answer_of("cuda", _FORMATS)
+
+    @classmethod
+    def store(
+        cls,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        pages: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        layout: PageLayout,
+        k_scale: Scale,
+        v_scale: Scale,
+        transform: KVTransform | None,
+        positions: torch.Tensor | None,
+        recent: RingSlots | None = None,
+    ) -> None:
+        """See `StoreBackend.store`; slots past the last page are skipped."""
+        # Here, so that the registry can be asked without loading it.
+        from halfbyte.kvcache.store.cuda.launcher import store_transformed
+
+        assert transform is not None
+        assert positions is not None
+        store_transformed(
+            key, value, pages, slot_mapping, layout, k_scale, v_scale, transform, positions, recent
+        )

@@ -1,0 +1,199 @@
+// Error feedback for a few tokens: a warp has K of a head of a token.
+//
+// A lane has LANE_CHANNELS channels, next to each other, and takes every error out of those of them that are later.
+// Scales are chosen with a candidate for a lane and half of a block. Eight channels at a time are then known to
+// all lanes, which all round them one after the other: the steps need no exchange. CTAs are warps of one head, whose
+// factors come through shared memory, a block's rows ahead of the blocks that wait for them.
+//
+// Macros:
+//   WARPS         of a CTA
+//   K_WEIGHTED    1 if K's block scales are chosen by weighted error
+
+#pragma once
+#include "kvcache/store/cuda/turns.cuh"
+
+#define LANE_CHANNELS (HEAD_SIZE / 32)
+#define BLOCK_LANES (BLOCK / LANE_CHANNELS)
+#define STAGES 4
+#define TURNS 8  // channels that all lanes know
+
+struct SharedRows {
+  float factors[STAGES][BLOCK][HEAD_SIZE];
+  float weights[HEAD_SIZE];
+  float keys[WARPS][HEAD_SIZE];  // first all of a row, then channels at their turns
+};
+
+__device__ __forceinline__ void copy16(void* to, const float* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));
+}
+
+// Rows of block b of the factor, from its own channels on; one group of copies, which may be empty.
+__device__ __forceinline__ void copy_factors(SharedRows& shared, const float* factor, int b) {
+  constexpr int LANES = 32 * WARPS / BLOCK;  // of a row
+  const int row = threadIdx.x / LANES, channel = threadIdx.x % LANES * 4;
+  const float* from = factor + (b * BLOCK + row) * HEAD_SIZE + channel;
+  float* to = &shared.factors[b % STAGES][row][channel];
+  if (b < PARTS)
+#pragma unroll
+    for (int i = 0; i < HEAD_SIZE; i += LANES * 4)
+      if (channel + i >= b * BLOCK) copy16(to + i, from + i);
+  asm volatile("cp.async.commit_group;");
+}
+
+// Values of COUNT channels of a row from `first` on, a multiple of LANE_CHANNELS.
+template <int COUNT>
+__device__ __forceinline__ void fetch(float* to, const float* y, int first) {
+#pragma unroll
+  for (int j = 0; j < COUNT; j++)
+    to[j] = __shfl_sync(~0u, y[j % LANE_CHANNELS], first / LANE_CHANNELS + j / LANE_CHANNELS);
+}
+
+// The largest magnitude of block b; NaN if it holds one, whose bits are larger than those of numbers.
+__device__ __forceinline__ float amax_of_row(const float* y, int b) {
+  const float own = threadIdx.x % 32 / BLOCK_LANES == b ? amax_of<LANE_CHANNELS>(y) : 0.0f;
+  return float_of(__reduce_max_sync(~0u, bits_of(own) & 0x7FFFFFFF));
+}
+
+// The scale of block b with the smallest weighted error. Lanes 0 to 8 have candidates for its first half, those 16
+// lanes on for the second.
+template <bool EASY>
+__device__ __forceinline__ Rounding best_of_row(const float* y, int b, const float* weights, float g) {
+  const int lane = threadIdx.x % 32, n = lane % 16, half = b * BLOCK + lane / 16 * (BLOCK / 2);
+  float x[BLOCK / 2], w[BLOCK / 2];
+  const float amax = amax_of_row(y, b);
+  fetch<BLOCK / 2>(x, y, half);
+  load4(w, weights + half), load4(w + 4, weights + half + 4);
+  const float ratio = ratio_of_amax<EASY>(amax, g);
+  const Candidate c = Candidate::near<EASY>(ratio == ratio ? byte_of_ratio(ratio) : 0, min(n, CANDIDATES - 1), g);
+  float error = weighted_error<EASY, true, BLOCK / 2>(x, w, c.r);
+  error = add(error, __shfl_xor_sync(~0u, error, 16));
+  error = mul(mul(error, c.s), c.s);
+  // Bits of errors compare as they do. Nothing is smaller than NaN, and NaN is smaller than nothing.
+  const u32 key = n >= CANDIDATES ? ~0u : error == error ? bits_of(error) : n == 0 ? 0 : ~0u;
+  const int best = __ffs(__ballot_sync(~0u, key == __reduce_min_sync(~0u, key))) - 1;
+  const int byte = __shfl_sync(~0u, c.byte, best);
+  const float d = __shfl_sync(~0u, c.d, best), r = __shfl_sync(~0u, c.r, best);
+  if (ratio == ratio) return {byte, d, r, amax == 0.0f};
+  return Rounding::of<EASY>(NAN_SCALE, amax, g);
+}
+
+// The scale of block b as the format chooses it.
+template <bool EASY>
+__device__ __forceinline__ Rounding scale_of_row(const float* y, int b, float g) {
+  float x[BLOCK];
+  fetch<BLOCK>(x, y, b * BLOCK);
+  return Rounding::of<EASY>(encode_as_format<EASY, FOUR_OVER_SIX>(x, g).scale, amax_of<BLOCK>(x), g);
+}
+
+// TURNS channels of block b from `first` (of the block) on, `x`. Writes them, at their turns, to `turned`.
+template <bool EASY>
+__device__ __forceinline__ void take_turns(float* x, float* y, const Rounding& by, const float (*factors)[HEAD_SIZE],
+                                           int b, int first, float* turned) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int c = 0; c < TURNS; c++) {
+    const float* factor = factors[first + c];
+    const float error = error_of<EASY>(x[c], by);
+    float f[TURNS], own[LANE_CHANNELS];
+#pragma unroll
+    for (int i = c / 4 * 4; i < TURNS; i += 4) load4(f + i, factor + b * BLOCK + first + i);
+#pragma unroll
+    for (int i = c + 1; i < TURNS; i++) x[i] = sub(x[i], mul(error, f[i]));
+    // Of channels before, factors are 0, or not there: they are not used any more.
+    if (LANE_CHANNELS == 2) {
+      const float2 two = *(const float2*)(factor + lane * 2);
+      own[0] = two.x, own[1] = two.y;
+    } else {
+#pragma unroll
+      for (int i = 0; i < LANE_CHANNELS; i += 4) load4(own + i, factor + lane * LANE_CHANNELS + i);
+    }
+#pragma unroll
+    for (int i = 0; i < LANE_CHANNELS; i++) y[i] = sub(y[i], mul(error, own[i]));
+  }
+  if (lane == 0)
+#pragma unroll
+    for (int i = 0; i < TURNS; i += 4)
+      *(float4*)(turned + b * BLOCK + first + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+}
+
+// A lane's channels.
+__device__ __forceinline__ void read_channels(float* to, const float* row) {
+#pragma unroll
+  for (int i = 0; i < LANE_CHANNELS; i++) to[i] = row[threadIdx.x % 32 * LANE_CHANNELS + i];
+}
+
+// A row's codes and scales; `by` are those of the block that the lane's channels are of.
+template <bool EASY>
+__device__ __forceinline__ void store_row(const Place& place, u32 head, const float* turned, const Rounding& by,
+                                          int first) {
+  const int lane = threadIdx.x % 32, part = lane / BLOCK_LANES;
+  float x[LANE_CHANNELS];
+  read_channels(x, turned);
+  u32 codes = 0;
+#pragma unroll
+  for (int i = 0; i < LANE_CHANNELS; i++) codes |= code_of<EASY>(x[i], by) << 4 * i;
+  int scale = by.is_zero ? 0 : by.scale;
+  if (by.is_zero || by.scale == NAN_SCALE) codes = 0;
+  if (first >= 0) codes = lane ? 0 : first, scale = part ? 0 : MARK;
+  if (!place.keep) return;
+  u8* to = key_codes(place, head, 0) + lane * (LANE_CHANNELS / 2);
+#pragma unroll
+  for (int i = 0; i < LANE_CHANNELS / 2; i++) to[i] = codes >> 8 * i;
+  if (lane % BLOCK_LANES == 0) *key_scale(place, head, part) = scale;
+}
+
+template <bool EASY>
+__device__ __forceinline__ void store_key_row(const Params& p, u32 cta, float g, SharedRows& shared) {
+  const u32 tiles = (p.num_slots + WARPS - 1) / WARPS, head = cta / tiles;
+  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = cta % tiles * WARPS + warp;
+  const float* factor = p.feedback + (u64)head * HEAD_SIZE * HEAD_SIZE;
+#if K_WEIGHTED
+  if (threadIdx.x < HEAD_SIZE / 4) copy16(shared.weights + 4 * threadIdx.x, p.k_weights + head * HEAD_SIZE + 4 * threadIdx.x);
+#endif
+  copy_factors(shared, factor, 0);
+  copy_factors(shared, factor, 1);
+  float* row = shared.keys[warp];
+  float y[LANE_CHANNELS];
+  const i64 position = position_of(p, token);
+  const Place place = Place::of(p, token);
+  {
+    float x[BLOCK];
+    const u32 part = lane % PARTS;  // several lanes have the same
+    load_key(p, x, token, head, part, position);
+    if (lane < PARTS)
+#pragma unroll
+      for (int i = 0; i < BLOCK; i += 4)
+        *(float4*)(row + part * BLOCK + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+  }
+  __syncwarp();
+  read_channels(y, row);
+  int first = -1;
+#if FIRST_TYPE >= 0
+  first = find_first_of(p, token, head, place.keep && position == 0, 32);
+#endif
+  asm volatile("cp.async.wait_group %0;" ::"n"(1));
+  __syncthreads();
+  Rounding own = {};
+#pragma unroll 1
+  for (int b = 0; b < PARTS; b++) {
+    float x[TURNS];
+    fetch<TURNS>(x, y, b * BLOCK);
+#if K_WEIGHTED
+    const Rounding by = best_of_row<EASY>(y, b, shared.weights, g);
+#else
+    const Rounding by = scale_of_row<EASY>(y, b, g);
+#endif
+    if (lane / BLOCK_LANES == b) own = by;
+    copy_factors(shared, factor, b + 2);
+    const float(*factors)[HEAD_SIZE] = shared.factors[b % STAGES];
+#pragma unroll
+    for (int i = 0; i < BLOCK; i += TURNS) {
+      if (i) fetch<TURNS>(x, y, b * BLOCK + i);
+      take_turns<EASY>(x, y, by, factors, b, i, row);
+    }
+    asm volatile("cp.async.wait_group %0;" ::"n"(1));
+    __syncthreads();  // the next block's factors are there, and all warps are done with this block's
+  }
+  __syncwarp();
+  store_row<EASY>(place, head, row, own, first);
+}

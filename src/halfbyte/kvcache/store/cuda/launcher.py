@@ -1,0 +1,276 @@
+"""Launcher of `store.cu`."""
+
+import ctypes
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from halfbyte.kernels.runtime import nvrtc
+from halfbyte.kernels.runtime.devices import num_sms
+from halfbyte.kernels.runtime.parameters import REGION_FIELDS, region_fields
+from halfbyte.kvcache.recent import RingSlots
+from halfbyte.kvcache.store.base import Scale, global_scale_on
+from halfbyte.kvcache.transform import MARK, MATCH_TOLERANCE, KVTransform
+from halfbyte.layouts import KVCacheDType, PageLayout, page_stride
+from halfbyte.numerics.nvfp4 import BLOCK_SIZE
+
+_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""`KEY_TYPE` and so on."""
+_V_KINDS = {
+    KVCacheDType.NVFP4: 4,
+    KVCacheDType.NVFP4_4OVER6: 6,
+    KVCacheDType.FP8_E4M3: 8,
+    KVCacheDType.FP8_E5M2: 9,
+}
+_BY_BLOCK, _BY_ROW, _BY_TILE = 1, 2, 3
+_WARPS = {_BY_BLOCK: 4, _BY_ROW: 4, _BY_TILE: 2}
+_TILE = 32
+"""Tokens of a warp's tile."""
+_ROW_STAGES = 4
+"""Blocks of a factor in shared memory."""
+_ROWS_PER_SM = 32
+"""From so many heads of tokens per SM on, error feedback goes by tiles: a warp per row is faster
+alone, but does six times the work."""
+
+
+class _Params(ctypes.Structure):
+    """`Params` of `rows.cuh`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("key", "value")),
+        *((name, ctypes.c_uint64) for name in ("key_token", "key_head")),
+        *((name, ctypes.c_uint64) for name in ("value_token", "value_head")),
+        ("pages", ctypes.c_void_p),
+        *((name, ctypes.c_uint64) for name in ("page_stride", "capacity")),
+        ("slots", ctypes.c_void_p),
+        ("slot_stride", ctypes.c_uint64),
+        *((name, ctypes.c_void_p) for name in ("positions", "k_scale", "v_scale")),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "mean", "partner_mean")),
+        *((name, ctypes.c_void_p) for name in ("first_keys", "first_values")),
+        *((name, ctypes.c_void_p) for name in ("feedback", "k_weights", "v_weights")),
+        *((name, ctypes.c_void_p) for name in ("ring_keys", "ring_values")),
+        *((name, ctypes.c_void_p) for name in ("ring_rows", "ring_owners", "ring_slots")),
+        *((name, ctypes.c_float) for name in ("k_scale_number", "v_scale_number")),
+        *((name, ctypes.c_uint32) for name in ("num_slots", "num_first", "num_segments")),
+        *((name, ctypes.c_uint32) for name in ("num_kept", "ring", "k_ctas", "v_ctas")),
+    )
+
+
+class Variant(NamedTuple):
+    """What `store.cu` is compiled for, in addition to the layout."""
+
+    key_dtype: torch.dtype
+    value_dtype: torch.dtype
+    first_dtype: torch.dtype | None
+    """Of the constants for first tokens; None where there are none."""
+    rotate: bool
+    segment: int
+    """Tokens that share a mean; 0 where K is not centred."""
+    k_weighted: bool
+    v_weighted: bool
+    by: int
+    ring: bool
+    in_words: bool
+    """Whether codes begin at multiples of four bytes."""
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA."""
+        return 32 * _WARPS[self.by]
+
+    def shared_bytes(self, layout: PageLayout) -> int:
+        """Dynamic shared memory: `SharedRows`, or a tile for each warp."""
+        size, warps = layout.head_size, _WARPS[self.by]
+        if self.by == _BY_ROW:
+            return 4 * size * (_ROW_STAGES * BLOCK_SIZE + 1 + warps)
+        if self.by == _BY_TILE:
+            parts = size // BLOCK_SIZE
+            return 4 * warps * parts * (BLOCK_SIZE * _TILE + max(4, _TILE // parts))
+        return 0
+
+    def k_ctas(self, layout: PageLayout, num_slots: int) -> int:
+        """CTAs that take K."""
+        heads, warps = layout.num_kv_heads, _WARPS[self.by]
+        if self.by == _BY_ROW:
+            return heads * -(-num_slots // warps)
+        if self.by == _BY_TILE:
+            return -(-heads * -(-num_slots // _TILE) // warps)
+        return -(-num_slots * heads * (layout.head_size // BLOCK_SIZE) // self.threads)
+
+    def macros(self, layout: PageLayout) -> dict[str, int | None]:
+        """Macros that `store.cu` is compiled with."""
+        of_regions = region_fields(layout)
+        ctas_per_sm = {_BY_BLOCK: 4, _BY_ROW: 2, _BY_TILE: 6}[self.by]
+        return {
+            "HEAD_SIZE": layout.head_size,
+            "HEAD_SIZE_V": layout.head_size_v,
+            "KV_HEADS": layout.num_kv_heads,
+            "BLOCK_SIZE": layout.block_size,
+            **{name.upper(): of_regions[name] for name in REGION_FIELDS},
+            "FOUR_OVER_SIX": int(layout.k_dtype == KVCacheDType.NVFP4_4OVER6),
+            "V_KIND": _V_KINDS[layout.v_dtype],
+            "SM100": int(layout.v_scale_layout == "sm100"),
+            "KEY_TYPE": _TYPES[self.key_dtype],
+            "VALUE_TYPE": _TYPES[self.value_dtype],
+            "FIRST_TYPE": -1 if self.first_dtype is None else _TYPES[self.first_dtype],
+            "MARK": MARK,
+            "TOLERANCE_EXPONENT": _TOLERANCE_EXPONENT,
+            "ROTATE": int(self.rotate),
+            "SEGMENT": self.segment,
+            "K_WEIGHTED": int(self.k_weighted),
+            "V_WEIGHTED": int(self.v_weighted),
+            "BY": self.by,
+            "RING": int(self.ring),
+            "IN_WORDS": int(self.in_words),
+            "WARPS": _WARPS[self.by],
+            "CTAS_PER_SM": ctas_per_sm,
+        }
+
+
+_TOLERANCE_EXPONENT = int(1 / MATCH_TOLERANCE).bit_length() - 1
+
+
+def store_transformed(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    layout: PageLayout,
+    k_scale: Scale,
+    v_scale: Scale,
+    transform: KVTransform,
+    positions: torch.Tensor,
+    recent: RingSlots | None = None,
+) -> None:
+    """As `halfbyte.kvcache.reshape_and_cache` with a transform, on checked arguments on one GPU.
+
+    Does not sync the GPU; slots past the last page are skipped. Inputs whose rows are not aligned
+    to 16 bytes are copied first.
+
+    Args:
+        k_scale, v_scale: floats, or float32 tensors of one element; one on a GPU is read there.
+
+    Raises:
+        ValueError: a float scale that `KVCacheDType.check_multiplier` refuses, or a scale of
+            several elements.
+    """
+    num_slots = slot_mapping.shape[0]
+    arguments = _Arguments(num_slots=num_slots, page_stride=page_stride(pages))
+    arguments.params.capacity = pages.shape[0] * layout.block_size
+    scales = {
+        "k_scale": global_scale_on(pages.device, "k_scale", k_scale, layout.k_dtype),
+        "v_scale": global_scale_on(pages.device, "v_scale", v_scale, layout.v_dtype),
+    }
+    key, value = _aligned(key), _aligned(value)
+    ring = recent is not None and num_slots > 0 and _share_dtypes(recent, key, value)
+    if recent is not None and not ring:
+        recent.write(key, value)
+    if num_slots == 0:
+        return
+    arguments.bind(key=key, value=value, pages=pages, slots=slot_mapping)
+    arguments.bind(positions=positions.contiguous())
+    params = arguments.params
+    params.key_token, params.key_head = key.stride()[:2]
+    params.value_token, params.value_head = value.stride()[:2]
+    params.slot_stride = slot_mapping.stride(0)
+    for name, scale in scales.items():
+        if isinstance(scale, torch.Tensor):
+            arguments.bind(**{name: scale})
+        else:
+            setattr(params, f"{name}_number", scale)
+    variant = Variant(
+        key.dtype,
+        value.dtype,
+        *_bind_transform(arguments, transform, layout),
+        by=_unit(transform, num_slots * layout.num_kv_heads, pages.get_device()),
+        ring=ring,
+        in_words=(pages.data_ptr() | params.page_stride) % 4 == 0,
+    )
+    params.k_ctas = variant.k_ctas(layout, num_slots)
+    blocks = num_slots * layout.num_kv_heads * (layout.head_size_v // BLOCK_SIZE)
+    params.v_ctas = -(-blocks // variant.threads)
+    ctas = params.k_ctas + params.v_ctas
+    if recent is not None and ring:
+        arguments.bind(**dict(zip(_RING_NAMES, recent, strict=True)))
+        params.num_kept, params.ring = len(recent.rows), recent.keys.shape[2]
+        row = max(x.shape[2] * x.element_size() for x in (key, value)) // 16
+        ctas += -(-len(recent.rows) * layout.num_kv_heads * row // variant.threads)
+    kernel = _kernel(layout, variant, pages.get_device())
+    nvrtc.launch(kernel, ctas, variant.threads, [params], overlap=True)
+
+
+_RING_NAMES = ("ring_keys", "ring_values", "ring_rows", "ring_owners", "ring_slots")
+
+
+class _Arguments:
+    """Kernel parameters, and the tensors that they point to."""
+
+    def __init__(self, **numbers: int) -> None:
+        self.params = _Params(**numbers)
+        self.tensors: list[torch.Tensor] = []
+
+    def bind(self, **tensors: torch.Tensor) -> None:
+        """Point fields of the struct to tensors."""
+        for name, tensor in tensors.items():
+            setattr(self.params, name, tensor.data_ptr())
+            self.tensors.append(tensor)
+
+
+def _bind_transform(
+    arguments: _Arguments, transform: KVTransform, layout: PageLayout
+) -> tuple[torch.dtype | None, bool, int, bool, bool]:
+    """Bind the transform's tensors; returns `Variant`'s fields from `first_dtype` on."""
+    tables, first = transform.mean_tables, transform.first_keys
+    if tables is not None:
+        names = ("cos", "sin", "mean", "partner_mean")
+        arguments.bind(**dict(zip(names, tables, strict=True)))
+        arguments.params.num_segments = len(tables.cos)
+    first_dtype = None
+    if first is not None and transform.first_values is not None and len(first):
+        first_dtype = first.dtype
+        arguments.bind(
+            first_keys=first.contiguous(),
+            first_values=transform.first_values.to(first_dtype).contiguous(),
+        )
+        arguments.params.num_first = len(first)
+    v_weights = transform.v_weights if layout.v_dtype.is_nvfp4 else None
+    weights = {"k_weights": transform.k_weights, "v_weights": v_weights}
+    for name, x in (*weights.items(), ("feedback", transform.feedback)):
+        if x is not None:
+            arguments.bind(**{name: x.contiguous()})
+    segment = 0 if tables is None else transform.segment
+    return (
+        first_dtype,
+        transform.rotate,
+        segment,
+        transform.k_weights is not None,
+        v_weights is not None,
+    )
+
+
+def _unit(transform: KVTransform, rows: int, device: int) -> int:
+    """What of K a warp takes, of so many heads of tokens."""
+    if transform.feedback is None:
+        return _BY_BLOCK
+    return _BY_TILE if rows >= _ROWS_PER_SM * num_sms(device) else _BY_ROW
+
+
+def _share_dtypes(recent: RingSlots, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether tokens can be copied to the rings byte by byte."""
+    return recent.keys.dtype == key.dtype and recent.values.dtype == value.dtype
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """`x` `[a, b, size]` with rows aligned to 16 bytes; a copy if necessary."""
+    values = 16 // x.element_size()
+    if x.stride(2) != 1 or x.data_ptr() % 16 or any(n % values for n in x.stride()[:2]):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+@lru_cache(maxsize=256)
+def _kernel(layout: PageLayout, variant: Variant, device: int) -> Any:
+    macros = tuple(variant.macros(layout).items())
+    entries = (("store", variant.shared_bytes(layout)),)
+    return nvrtc.load("kvcache/store/cuda/store.cu", macros, entries, device)["store"]

@@ -1,0 +1,231 @@
+// Tokens of a step: where they come from and go to, K centred and rotated, and first tokens that are constants.
+//
+// A thread has a block of 16 values of a head, so PARTS threads side by side have a head of K.
+//
+// Macros:
+//   HEAD_SIZE, HEAD_SIZE_V    64, 128 or 256; a multiple of 16
+//   KV_HEADS, BLOCK_SIZE      heads, tokens of a page
+//   K_DATA, K_DATA_TOKEN, K_DATA_HEAD and so on, of k_data, k_scale, v_data and v_scale: offset in a page and
+//                             strides in bytes
+//   SM100                     1 if V's scales are in that order
+//   KEY_TYPE, VALUE_TYPE      0 float32, 1 float16, 2 bfloat16
+//   FIRST_TYPE                the same of constants for first tokens; -1 if there are none
+//   MARK, TOLERANCE_EXPONENT  see kvcache/transform.py
+//   SEGMENT                   tokens that share a mean; 0 where K is not centred
+//   ROTATE                    1 if K is rotated
+//   IN_WORDS                  1 if codes begin at multiples of four bytes, else 0
+
+#pragma once
+#include "kvcache/store/cuda/scales.cuh"
+
+#define PARTS (HEAD_SIZE / BLOCK)
+#define PARTS_V (HEAD_SIZE_V / BLOCK)
+
+struct Params {
+  const void *key, *value;                                  // [tokens, KV_HEADS, size], strides in values
+  u64 key_token, key_head, value_token, value_head;
+  u8* pages;
+  u64 page_stride, capacity;                                // bytes; slots
+  const i64* slots;
+  u64 slot_stride;
+  const i64* positions;
+  const float *k_scale, *v_scale;                           // null for the numbers
+  const float *cos, *sin, *mean, *partner_mean;             // `MeanTables`
+  const void *first_keys, *first_values;                    // [constants, KV_HEADS, size]
+  const float *feedback, *k_weights, *v_weights;            // as of `KVTransform`
+  void *ring_keys, *ring_values;                            // `RingSlots`
+  const i64 *ring_rows, *ring_owners, *ring_slots;
+  float k_scale_number, v_scale_number;
+  u32 num_slots, num_first, num_segments, num_kept, ring;
+  u32 k_ctas, v_ctas;                                       // the grid: CTAs for K, for V, then for rings
+};
+
+template <int TYPE>
+__device__ __forceinline__ float load_value(const void* x, u64 i) {
+  if (TYPE == 0) return ((const float*)x)[i];
+  const u16 y = ((const u16*)x)[i];
+  float z;
+  if (TYPE == 2) return float_of((u32)y << 16);
+  asm("cvt.f32.f16 %0, %1;" : "=f"(z) : "h"(y));
+  return z;
+}
+
+__device__ __forceinline__ void load4(float* to, const float* from) {
+  const float4 x = *(const float4*)from;
+  to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+}
+
+// A block at value i, a multiple of 16 bytes.
+template <int TYPE>
+__device__ __forceinline__ void load_block(float* to, const void* x, u64 i) {
+  if (TYPE == 0) {
+#pragma unroll
+    for (int j = 0; j < BLOCK; j += 4) load4(to + j, (const float*)x + i + j);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    const uint4 y = *(const uint4*)((const u16*)x + i + 8 * j);
+    const u32 words[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      float low = float_of(words[k] << 16), high = float_of(words[k] & 0xFFFF0000u);
+      if (TYPE == 1) {
+        asm("cvt.f32.f16 %0, %1;" : "=f"(low) : "h"((u16)words[k]));
+        asm("cvt.f32.f16 %0, %1;" : "=f"(high) : "h"((u16)(words[k] >> 16)));
+      }
+      to[8 * j + 2 * k] = low, to[8 * j + 2 * k + 1] = high;
+    }
+  }
+}
+
+__device__ __forceinline__ void load_floats(float* to, const float* from) { load_block<0>(to, from, 0); }
+
+// Where a token is stored.
+struct Place {
+  u8* page;
+  u32 offset;  // tokens of the page before it
+  bool keep;   // false for padding and past the last page
+
+  __device__ __forceinline__ static Place of(const Params& p, u32 token) {
+    const u64 slot = token < p.num_slots ? (u64)p.slots[token * p.slot_stride] : ~0ull;
+    const bool keep = slot < p.capacity;
+    return {p.pages + (keep ? slot / BLOCK_SIZE * p.page_stride : 0), (u32)(slot % BLOCK_SIZE), keep};
+  }
+};
+
+// A position that has a mean; padding may have any, and is not stored.
+__device__ __forceinline__ u32 segment_of(const Params& p, i64 position) {
+#if SEGMENT
+  const i64 last = (i64)p.num_segments * SEGMENT - 1;
+  return (u32)(position < 0 ? 0 : position > last ? last : position) / SEGMENT;
+#else
+  return 0;
+#endif
+}
+
+#if SEGMENT
+__device__ __forceinline__ void subtract_mean(const Params& p, float* x, u32 head, u32 part, i64 position) {
+  const u32 of_head = head * HEAD_SIZE + part * BLOCK;
+  const u64 of_segment = (u64)segment_of(p, position) * HEAD_SIZE + part * BLOCK;
+#pragma unroll
+  for (int i = 0; i < BLOCK; i += 4) {
+    float cos[4], sin[4], mean[4], partner[4];
+    load4(cos, p.cos + of_segment + i), load4(sin, p.sin + of_segment + i);
+    load4(mean, p.mean + of_head + i), load4(partner, p.partner_mean + of_head + i);
+#pragma unroll
+    for (int j = 0; j < 4; j++) x[i + j] = sub(x[i + j], add(mul(cos[j], mean[j]), mul(sin[j], partner[j])));
+  }
+}
+#endif
+
+// Multiplies heads by the Hadamard matrix (numerics/hadamard.py).
+__device__ __forceinline__ void rotate(float* x, u32 part) {
+#pragma unroll
+  for (int h = 1; h < BLOCK; h *= 2)
+#pragma unroll
+    for (int i = 0; i < BLOCK; i++)
+      if (!(i & h)) {
+        const float a = x[i], b = x[i + h];
+        x[i] = add(a, b), x[i + h] = sub(a, b);
+      }
+#pragma unroll
+  for (int h = 1; h < PARTS; h *= 2) {
+    const float sign = part & h ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < BLOCK; i++) x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(~0u, x[i], h));
+  }
+  constexpr float NORM = HEAD_SIZE == 64 ? 0.125f : HEAD_SIZE == 256 ? 0.0625f : 0.08838834764831845f;
+#pragma unroll
+  for (int i = 0; i < BLOCK; i++) x[i] = mul(x[i], NORM);
+}
+
+// K' of a block; zeros for a token that is not there. A whole warp comes here.
+__device__ __forceinline__ void load_key(const Params& p, float* x, u32 token, u32 head, u32 part, i64 position) {
+  if (token < p.num_slots) {
+    load_block<KEY_TYPE>(x, p.key, token * p.key_token + head * p.key_head + part * BLOCK);
+#if SEGMENT
+    subtract_mean(p, x, head, part, position);
+#endif
+  } else {
+#pragma unroll
+    for (int i = 0; i < BLOCK; i++) x[i] = 0.0f;
+  }
+#if ROTATE
+  rotate(x, part);
+#endif
+}
+
+__device__ __forceinline__ i64 position_of(const Params& p, u32 token) {
+  return token < p.num_slots ? p.positions[token] : 1;
+}
+
+#if FIRST_TYPE >= 0
+// Whether a head is a constant. A whole warp comes here, for one head.
+template <int TYPE, int SIZE>
+__device__ __forceinline__ bool is_constant(const void* x, u64 at, const void* constants, u64 constant) {
+  float distance = 0.0f, size = 0.0f;
+  bool is_number = true;
+  for (int i = threadIdx.x % 32; i < SIZE; i += 32) {
+    const float expected = load_value<FIRST_TYPE>(constants, constant + i);
+    const float off = fabsf(sub(load_value<TYPE>(x, at + i), expected));
+    is_number = is_number && off == off;
+    distance = fmaxf(distance, off), size = fmaxf(size, fabsf(expected));
+  }
+#pragma unroll
+  for (int h = 1; h < 32; h *= 2) {
+    distance = fmaxf(distance, __shfl_xor_sync(~0u, distance, h));
+    size = fmaxf(size, __shfl_xor_sync(~0u, size, h));
+  }
+  return !__any_sync(~0u, !is_number) && distance <= mul(size, 1.0f / (1 << TOLERANCE_EXPONENT));
+}
+
+// The first constant that K and V of a head are; -1 for none. A whole warp comes here.
+__device__ __forceinline__ int find_first(const Params& p, u32 token, u32 head) {
+  for (u32 i = 0; i < p.num_first; i++) {
+    const u64 row = (u64)i * KV_HEADS + head;
+    if (is_constant<KEY_TYPE, HEAD_SIZE>(p.key, token * p.key_token + head * p.key_head, p.first_keys,
+                                         row * HEAD_SIZE) &&
+        is_constant<VALUE_TYPE, HEAD_SIZE_V>(p.value, token * p.value_token + head * p.value_head, p.first_values,
+                                             row * HEAD_SIZE_V))
+      return i;
+  }
+  return -1;
+}
+
+// Of each thread's head, which `heads` (lanes) are the first of; -1 for tokens that are not at position 0.
+__device__ __forceinline__ int find_first_of(const Params& p, u32 token, u32 head, bool at_start, u32 lanes_of_head) {
+  int found = -1;
+  const u32 lane = threadIdx.x % 32, own = lane / lanes_of_head * lanes_of_head;
+  for (u32 waiting = __ballot_sync(~0u, at_start && lane == own); waiting; waiting &= waiting - 1) {
+    const int first = __ffs(waiting) - 1;
+    const int constant = find_first(p, __shfl_sync(~0u, token, first), __shfl_sync(~0u, head, first));
+    if (own == first) found = constant;
+  }
+  return found;
+}
+#endif
+
+__device__ __forceinline__ void store_codes(u8* to, uint2 words) {
+#if IN_WORDS
+  ((u32*)to)[0] = words.x, ((u32*)to)[1] = words.y;
+#else
+#pragma unroll
+  for (int i = 0; i < 4; i++) to[i] = words.x >> 8 * i, to[4 + i] = words.y >> 8 * i;
+#endif
+}
+
+__device__ __forceinline__ u8* key_codes(const Place& place, u32 head, u32 part) {
+  return place.page + (K_DATA + place.offset * K_DATA_TOKEN + head * K_DATA_HEAD + part * (BLOCK / 2));
+}
+__device__ __forceinline__ u8* key_scale(const Place& place, u32 head, u32 part) {
+  return place.page + (K_SCALE + place.offset * K_SCALE_TOKEN + head * K_SCALE_HEAD + part);
+}
+
+// A block of K, or its part of the mark for constant `first`, if that is not -1.
+__device__ __forceinline__ void store_key(const Place& place, u32 head, u32 part, Encoded block, int first) {
+  if (!place.keep) return;
+  if (first >= 0) block = {make_uint2(part ? 0 : first, 0), part ? 0 : MARK};
+  store_codes(key_codes(place, head, part), block.words);
+  *key_scale(place, head, part) = block.scale;
+}

@@ -1,0 +1,48 @@
+// Error feedback within some channels of a block: each is rounded, and its error goes to those after it.
+
+#pragma once
+#include "kvcache/store/cuda/rows.cuh"
+
+// What the values of a block are rounded with.
+struct Rounding {
+  int scale;     // byte of the block scale; NAN_SCALE for NaN
+  float d, r;    // scale times global scale, and its reciprocal
+  bool is_zero;  // the block's values are all zero
+
+  // For zeros any scale will do.
+  template <bool EASY>
+  __device__ __forceinline__ static Rounding of(int scale, float amax, float g) {
+    const float d = scale == NAN_SCALE ? NOT_A_NUMBER : mul(scale_of_byte(max(scale, 1)), g);
+    return {scale, d, inverse<EASY>(d), amax == 0.0f};
+  }
+};
+
+// condition < limit ? x - y : otherwise, without a selection behind the difference.
+__device__ __forceinline__ float sub_if_less(float condition, float limit, float x, float y, float otherwise) {
+  asm("{.reg .pred p; setp.lt.f32 p, %1, %2; @p sub.rn.f32 %0, %3, %4;}"
+      : "+f"(otherwise)
+      : "f"(condition), "f"(limit), "f"(x), "f"(y));
+  return otherwise;
+}
+
+// The error of x. With EASY it is finite where x is, and what happens to large x and to what is no number is decided
+// beside the chain of operations from x to its error, which later channels wait for: from 6.5 d on x is rounded to 6 d.
+template <bool EASY>
+__device__ __forceinline__ float error_of(float x, const Rounding& by) {
+  const float t = ratio_of<EASY>(x, by.r);
+  if (EASY) {
+    const bool is_nan = by.scale == NAN_SCALE;
+    const float d = copysignf(by.d, x);
+    const float of_large = fabsf(x) < (is_nan ? 0.0f : INF) ? sub(x, mul(6.0f, d)) : 0.0f;
+    return sub_if_less(fabsf(x), is_nan ? 0.0f : mul(6.5f, by.d), x, mul(nearest<false>(t), d), of_large);
+  }
+  const float error = sub(x, mul(nearest<true>(t), x < 0.0f ? -by.d : by.d));
+  return fabsf(error) < INF ? error : 0.0f;
+}
+
+// The code of x with its sign, x being a channel at its turn; a block of zeros or with a NaN has none.
+template <bool EASY>
+__device__ __forceinline__ u32 code_of(float x, const Rounding& by) {
+  const float t = x == x ? ratio_of<EASY>(x, by.r) : 0.0f;
+  return (code_bits(fminf(fabsf(t), 6.0f)) - FIRST_CODE) | (x < 0.0f ? 8 : 0);
+}

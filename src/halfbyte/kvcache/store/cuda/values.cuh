@@ -1,0 +1,105 @@
+// V of a step, and tokens that go to rings.
+//
+// Macros:
+//   V_KIND          4 NVFP4, 6 the same by `four_over_six`, 8 E4M3, 9 E5M2
+//   V_WEIGHTED      1 if V's block scales are chosen by weighted error
+//   RING            1 if tokens go to rings of the inputs' dtype
+
+#pragma once
+#include "kvcache/store/cuda/rows.cuh"
+
+// FP8 of a value in the format's range: E4M3, or E5M2. NaN is 0x7F.
+__device__ __forceinline__ u32 fp8_of(float x, bool is_negative) {
+  if (x != x) return 0x7F;
+  const u32 bits = bits_of(x) & 0x7FFFFFFF;
+  u32 code;
+  if (V_KIND == 8)
+    code = byte_of_ratio(float_of(bits));
+  else {
+    const u32 normal = ((bits + 0xFFFFF + (bits >> 21 & 1)) >> 21) - (112 << 2);
+    code = bits < 0x38800000 ? bits_of(add(float_of(bits), 128.0f)) - 0x43000000 : normal;  // steps of 2^-16
+  }
+  return code | (is_negative ? 0x80 : 0);
+}
+
+// x within +-limit; NaN stays.
+__device__ __forceinline__ float clamp(float x, float limit) { return x != x ? x : fmaxf(fminf(x, limit), -limit); }
+
+template <bool EASY>
+__device__ __forceinline__ void encode_fp8(u32* words, const float* x, float g) {
+  constexpr float LARGEST = V_KIND == 8 ? 448.0f : 57344.0f;
+#pragma unroll
+  for (int i = 0; i < 4; i++) words[i] = 0;
+#pragma unroll
+  for (int i = 0; i < BLOCK; i++) {
+    float y, sign = x[i];  // the parts of an easy quotient of 0 may differ in sign
+    if (EASY)
+      y = Inverse(g).of(clamp(x[i], mul(LARGEST, g)));
+    else
+      sign = y = clamp(__fdiv_rn(x[i], g), LARGEST);
+    words[i / 4] |= fp8_of(y, bits_of(sign) >> 31) << 8 * (i % 4);
+  }
+}
+
+// A whole warp comes here.
+template <bool EASY>
+__device__ __forceinline__ void store_value(const Params& p, u32 block, float g) {
+  const u32 part = block % PARTS_V, head = block / PARTS_V % KV_HEADS, token = block / (PARTS_V * KV_HEADS);
+  float x[BLOCK];
+  const bool is_there = token < p.num_slots;
+#pragma unroll
+  for (int i = 0; i < BLOCK; i++) x[i] = 0.0f;
+  if (is_there) load_block<VALUE_TYPE>(x, p.value, token * p.value_token + head * p.value_head + part * BLOCK);
+  const Place place = Place::of(p, token);
+  u8* data = place.page + (V_DATA + place.offset * V_DATA_TOKEN + head * V_DATA_HEAD);
+#if V_KIND >= 8
+  u32 words[4];
+  encode_fp8<EASY>(words, x, g);
+  if (!place.keep) return;
+  store_codes(data + part * BLOCK, make_uint2(words[0], words[1]));
+  store_codes(data + part * BLOCK + 8, make_uint2(words[2], words[3]));
+#else
+#if V_WEIGHTED
+  float w[BLOCK];
+  load_floats(w, p.v_weights + head * HEAD_SIZE_V + part * BLOCK);
+  const Encoded encoded = encode_weighted<EASY>(x, w, g);
+#else
+  const Encoded encoded = encode_as_format<EASY, V_KIND == 6>(x, g);
+#endif
+  if (!place.keep) return;
+  store_codes(data + part * (BLOCK / 2), encoded.words);
+  u32 line = place.offset, column = part;
+#if SM100
+  line = place.offset / 4 * 4 + part / (PARTS_V / 4);
+  column = part % (PARTS_V / 4) * 4 + place.offset % 4;
+#endif
+  place.page[V_SCALE + line * V_SCALE_TOKEN + head * V_SCALE_HEAD + column] = encoded.scale;
+#endif
+}
+
+__device__ __forceinline__ void store_values(const Params& p, u32 block) {
+  const float g = p.v_scale ? *p.v_scale : p.v_scale_number;
+  if (is_easy(g))
+    store_value<true>(p, block, g);
+  else
+    store_value<false>(p, block, g);
+}
+
+#if RING
+// Copies 16 bytes of a kept token's K or V; `i` counts them.
+template <int TYPE, int SIZE>
+__device__ __forceinline__ void keep_chunk(const Params& p, u32 i, const void* x, u64 stride_token, u64 stride_head,
+                                           void* ring) {
+  constexpr u32 BYTES = TYPE ? 2 : 4, CHUNKS = SIZE * BYTES / 16;
+  const u32 chunk = i % CHUNKS, head = i / CHUNKS % KV_HEADS, kept = i / (CHUNKS * KV_HEADS);
+  if (kept >= p.num_kept) return;
+  const u64 from = p.ring_rows[kept] * stride_token + head * stride_head;
+  const u64 to = ((p.ring_owners[kept] * KV_HEADS + head) * p.ring + p.ring_slots[kept]) * SIZE;
+  ((uint4*)((u8*)ring + to * BYTES))[chunk] = ((const uint4*)((const u8*)x + from * BYTES))[chunk];
+}
+
+__device__ __forceinline__ void keep(const Params& p, u32 i) {
+  keep_chunk<KEY_TYPE, HEAD_SIZE>(p, i, p.key, p.key_token, p.key_head, p.ring_keys);
+  keep_chunk<VALUE_TYPE, HEAD_SIZE_V>(p, i, p.value, p.value_token, p.value_head, p.ring_values);
+}
+#endif

@@ -1,0 +1,120 @@
+"""A step's reads and writes of the rings, as tensors that a CUDA graph can read in every replay."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from halfbyte.attention.queries import QueryPositions
+from halfbyte.kvcache.recent_step import MissingTokens, RecentStep
+from halfbyte.plugins.vllm.ring_entries import NOBODY, ScheduledRings
+
+
+@dataclass(frozen=True)
+class RingStep:
+    """A step's rings, before slots are computed from the positions of its tokens.
+
+    Args:
+        ring: slots of a ring.
+        entries: int32 `[sequences]`, part of a buffer that stays; `NOBODY` for padding.
+        rows: int64 `[n]`, the step's tokens that stay in the rings after it; None for all, which
+            are then written before the step's attention.
+        missing: of the sequences whose rings lack tokens.
+    """
+
+    ring: int
+    entries: torch.Tensor
+    rows: torch.Tensor | None = None
+    missing: Sequence[MissingTokens] = ()
+
+    def recent_step(self, queries: QueryPositions) -> RecentStep:
+        """With the slot of each token, computed on the device.
+
+        Positions on the device are right where the host does not know yet how many drafts of the
+        step before were accepted.
+
+        Args:
+            queries: of the step's tokens.
+        """
+        sequences, positions = queries.sequences, queries.positions
+        rows = self.rows
+        if rows is None:
+            rows = torch.arange(len(positions), device=positions.device)
+        else:
+            sequences, positions = sequences[rows], positions[rows]
+        owners = self.entries[sequences.clamp(min=0).long()].long()
+        return RecentStep(
+            entries=self.entries,
+            rows=rows,
+            owners=torch.where(positions < 0, NOBODY, owners),
+            slots=positions.clamp(min=0) % self.ring,
+            num_tokens=len(queries.positions),
+            missing=self.missing,
+            is_short=self.rows is None,
+        )
+
+
+class RingBuffers:
+    """Keeps the entries of a step where captured CUDA graphs read them.
+
+    Args:
+        capacity: max sequences of a step, padding included.
+        tokens: R.
+        ring: slots of a ring.
+        device: of the rings.
+    """
+
+    def __init__(self, capacity: int, tokens: int, ring: int, device: torch.device) -> None:
+        self.tokens = tokens
+        self.ring = ring
+        self._entries = torch.full((capacity,), NOBODY, dtype=torch.int32, device=device)
+
+    def step(self, rings: ScheduledRings | None, num_requests: int, num_tokens: int) -> RingStep:
+        """The step's rings; does not sync.
+
+        Args:
+            rings: None in a dummy run, whose tokens are nobody's.
+            num_requests, num_tokens: of the step's metadata, padding included.
+
+        Raises:
+            RuntimeError: the scheduler's step is larger (a bug in the plug-in).
+        """
+        entries = self._entries[:num_requests]
+        if rings is None:
+            entries.fill_(NOBODY)
+            return RingStep(self.ring, entries)
+        count = len(rings.entries)
+        if count > num_requests or rings.num_tokens > num_tokens:
+            raise RuntimeError(
+                f"halfbyte: expected a step of {num_requests} requests and {num_tokens} tokens, "
+                f"the scheduler's has {count} and {rings.num_tokens}"
+            )
+        padded = np.full(num_requests, NOBODY, np.int32)
+        padded[:count] = rings.entries
+        entries.copy_(_staged(padded, entries.device), non_blocking=True)
+        rows = None
+        # More would overwrite slots that the step's own queries read.
+        if rings.counts.max(initial=0) > self.ring - self.tokens + 1:
+            staged = _staged(last_rows(rings.counts, self.ring), entries.device)
+            rows = staged.to(entries.device, non_blocking=True)
+        return RingStep(self.ring, entries, rows, rings.missing)
+
+
+def last_rows(counts: np.ndarray, ring: int) -> np.ndarray:
+    """int64 `[n]`: rows of each sequence's last tokens, at most `ring`.
+
+    Args:
+        counts: int64 `[sequences]`, tokens of each.
+        ring: slots of a ring.
+    """
+    kept = np.minimum(counts, ring)
+    number = np.arange(kept.sum()) - np.repeat(kept.cumsum() - kept, kept)
+    rows: np.ndarray = np.repeat(counts.cumsum() - kept, kept) + number
+    return rows
+
+
+def _staged(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    """In memory from which a device copies without a sync."""
+    tensor = torch.from_numpy(numbers)
+    return tensor.pin_memory() if device.type == "cuda" else tensor

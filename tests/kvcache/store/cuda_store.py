@@ -1,0 +1,42 @@
+"""The CUDA store with its kernels run on the CPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import cuda_on_host
+from halfbyte.kernels.runtime import nvrtc
+from halfbyte.kvcache.store.cuda import launcher
+
+
+@contextmanager
+def on_host(num_sms: int, capability: int = 90) -> Iterator[list[int]]:
+    """Let the launcher's kernels run on the CPU.
+
+    Args:
+        num_sms: of the GPU that the launcher finds, which decides what a warp takes.
+        capability: that the kernels are compiled for.
+
+    Yields:
+        CTAs of each launch.
+    """
+    launched: list[int] = []
+
+    def load(name: str, options: Any, functions: Any, device: Any) -> dict[str, Any]:
+        library = cuda_on_host.build(name, dict(options), capability=capability)
+        return {entry: (getattr(library, entry), size) for entry, size in functions}
+
+    def launch(kernel: Any, grid: int, threads: int, arguments: Any, **_: Any) -> None:
+        function, size = kernel
+        launched.append(grid)
+        cuda_on_host.launch(function, grid, threads, *arguments, shared_bytes=size)
+
+    launcher._kernel.cache_clear()
+    with (
+        patch.object(nvrtc, "load", load),
+        patch.object(nvrtc, "launch", launch),
+        patch.object(launcher, "num_sms", lambda device: num_sms),
+    ):
+        yield launched
+    launcher._kernel.cache_clear()

@@ -1,0 +1,31 @@
+"""`store.cu` compiles for every GPU, without register spills."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfbyte.kvcache.store.cuda.launcher import Variant
+from halfbyte.layouts import PageLayout
+from machine_code import compiled, disassembled
+from slow import CAPABILITIES, slow
+
+pytest.importorskip("cuda.bindings.nvrtc")
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("by", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("head_size", "weighted"), [(128, True), slow(128, False), slow(64, True), slow(256, True)]
+)
+def test_kernels_compile(
+    capability: int, by: int, head_size: int, weighted: bool, tmp_path: Path
+) -> None:
+    architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
+    layout = PageLayout("nvfp4_4over6", "nvfp4_4over6", head_size, None, 2, 16)
+    dtype = torch.bfloat16
+    variant = Variant(dtype, dtype, dtype, True, 64, weighted, weighted, by, True, True)
+    cubin = compiled("kvcache/store/cuda/store.cu", variant.macros(layout), architecture)
+    assert not re.search(r" (?:STL|LDL)[. ]", disassembled(cubin, tmp_path))
+    assert variant.shared_bytes(layout) <= 99 * 1024
