@@ -25,7 +25,7 @@ _HOMES = {
 }
 _PARTS = (
     *("attention", "checkpoints", "kvcache", "layouts", "linear"),
-    *("models", "numerics", "quantization"),
+    *("models", "moe", "numerics", "quantization"),
 )
 
 

@@ -17,7 +17,7 @@ from halfbyte.checkpoints.dialects.base import Scheme
 from halfbyte.numerics import nvfp4
 from models.zoo import make_model
 
-QUANTIZED = re.compile(r"_proj\.weight$")
+QUANTIZED = re.compile(r"(_proj|\.w[123])\.weight$")
 KV_SCALE = 0.02
 
 

@@ -255,7 +255,7 @@ def test_info_json(halfbyte: Command) -> None:
         "bits_per_value": 4.5,
         "scales": "one per 16, one per layer",
     } in report["kv_cache_dtypes"]
-    for kind in ("store_backends", "attention_backends", "linear_backends"):
+    for kind in ("store_backends", "attention_backends", "linear_backends", "moe_backends"):
         assert {
             "name": "reference",
             "supported": True,
@@ -269,6 +269,7 @@ def test_info_prints_tables(halfbyte: Command) -> None:
     assert "nvfp4_4over6" in out
     assert "attention backend" in out
     assert "linear backend" in out
+    assert "MoE backend" in out
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,13 @@ import halfbyte as package
 from cli.test_cli import run
 from cli.test_quantize import small_model
 from halfbyte.assets import bundled_model_path, calibration_text
-from halfbyte.checkpoints import DIALECTS, TENSOR_NAMES, Dialect, read_kv_scales
+from halfbyte.checkpoints import (
+    DIALECTS,
+    TENSOR_NAMES,
+    Dialect,
+    read_declaration,
+    read_kv_scales,
+)
 from halfbyte.models import load_model
 from halfbyte.numerics import nvfp4
 from halfbyte.quantization import quantize_checkpoint
@@ -183,11 +189,32 @@ def test_written_checkpoint_loads_in_transformers(written: tuple[Dialect, Path])
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_experts_are_written_one_by_one(tmp_path: Path, dialect: Dialect) -> None:
-    source = small_model(tmp_path / "source", "qwen3_moe")
+@pytest.mark.parametrize(
+    ("architecture", "num_layers", "expert"),
+    [
+        ("qwen3_moe", 4 * (4 + 4 * 3), "model.layers.0.mlp.experts.3.gate_proj"),
+        ("qwen2_moe", 4 * (4 + 4 * 3 + 3), "model.layers.0.mlp.experts.3.gate_proj"),
+        ("mixtral", 4 * (4 + 4 * 3), "model.layers.0.block_sparse_moe.experts.3.w1"),
+    ],
+)
+def test_experts_are_written_one_by_one(
+    tmp_path: Path, dialect: Dialect, architecture: str, num_layers: int, expert: str
+) -> None:
+    source = small_model(tmp_path / "source", architecture)
     target = tmp_path / "target"
     report = quantize_checkpoint(source, target, dialect=dialect)
-    assert len(report.layers) == 4 * (4 + 4 * 3)
+    assert len(report.layers) == num_layers
+    written = load_file(target / "model.safetensors")
+    assert f"{expert}.{TENSOR_NAMES[dialect].weight_global_scale}" in written
+    stored = load_file(source / "model.safetensors")
+    assert {name.rpartition(".")[0] for name in written} == {
+        name.rpartition(".")[0] for name in stored
+    }
+    declared = read_declaration(target, json.loads((target / "config.json").read_text()))
+    assert declared is not None
+    assert declared.scheme_of(expert) == "nvfp4"
+    router = expert.partition(".experts.")[0] + ".gate"
+    assert declared.scheme_of(router) is None
     model = load_model(target, dtype="float32", device="cpu", quantize_activations=False)
     expected, _ = dequantized(dialect, target, source, tmp_path / "plain")
     with torch.inference_mode():

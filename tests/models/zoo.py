@@ -11,10 +11,12 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -65,13 +67,17 @@ _CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
         },
     ),
     "qwen3_moe": (Qwen3MoeConfig, {"head_dim": 32, **_MOE}),
+    "qwen2_moe": (Qwen2MoeConfig, {"shared_expert_intermediate_size": 32, **_MOE}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "phi3": (Phi3Config, {}),
     "granite": (GraniteConfig, {"attention_multiplier": 0.2}),
     "olmo2": (Olmo2Config, {}),
 }
 
 ARCHITECTURES = tuple(_CONFIGS)
-ALL_EXPERTS = {name: {"num_experts_per_tok": 4} for name in ("gpt_oss", "qwen3_moe")}
+ALL_EXPERTS = {
+    name: {"num_experts_per_tok": 4} for name in ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
+}
 """Overrides by which a router chooses all, so that no rounding makes it choose others."""
 
 

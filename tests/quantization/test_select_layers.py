@@ -22,11 +22,12 @@ def stored(model: object) -> Shapes:
     shapes: Shapes = {}
     for name, tensor in model.state_dict().items():  # type: ignore[attr-defined]
         match = re.fullmatch(r"(.*\.experts)\.(gate_up_proj|down_proj)", name)
-        if match and type(model).__name__.startswith("Qwen3Moe"):
+        if match and type(model).__name__.startswith(("Qwen3Moe", "Qwen2Moe", "Mixtral")):
             experts, n, k = tensor.shape
             for expert in range(experts):
-                for part in ("gate_proj", "up_proj") if n == 96 else ("down_proj",):
-                    rows = n // 2 if n == 96 else n
+                gated = match[2] == "gate_up_proj"
+                for part in ("gate_proj", "up_proj") if gated else ("down_proj",):
+                    rows = n // 2 if gated else n
                     shapes[f"{match[1]}.{expert}.{part}.weight"] = (rows, k)
         else:
             shapes[name] = tuple(tensor.shape)
@@ -48,15 +49,21 @@ def selection_of(
     )
 
 
+EXPERTS = {f"self_attn.{x}_proj" for x in "qkvo"} | {
+    f"mlp.experts.{e}.{x}_proj" for e in range(4) for x in ("gate", "up", "down")
+}
 LINEARS = {
     "phi3": {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"},
     "gpt_oss": {f"self_attn.{x}_proj" for x in "qkvo"},
-    "qwen3_moe": {f"self_attn.{x}_proj" for x in "qkvo"}
-    | {f"mlp.experts.{e}.{x}_proj" for e in range(4) for x in ("gate", "up", "down")},
+    "mixtral": EXPERTS,
+    "qwen2_moe": EXPERTS | {f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")},
+    "qwen3_moe": EXPERTS,
 }
 DENSE = {f"self_attn.{x}_proj" for x in "qkvo"} | {f"mlp.{x}_proj" for x in ("gate", "up", "down")}
 KEPT = {
     "gpt_oss": {"mlp.router", "mlp.experts"},
+    "mixtral": {"mlp.gate"},
+    "qwen2_moe": {"mlp.gate", "mlp.shared_expert_gate"},
     "qwen3_moe": {"mlp.gate"},
 }
 
@@ -164,6 +171,27 @@ def test_selection_warns_of_a_split_group(caplog: pytest.LogCaptureFixture) -> N
     model = make_model("llama")
     selection_of(model, ["*.q_proj"])
     assert "only part of the layers that engines fuse with it is quantized" in caplog.text
+
+
+def test_selection_takes_all_experts_of_a_layer_or_none() -> None:
+    model = make_model("qwen3_moe")
+    expert = "model.layers.1.mlp.experts.2.up_proj"
+    for pattern in (expert, "*.experts.2.*"):
+        with pytest.raises(
+            ValueError, match=r"^ignore: model\.layers\.\d\.mlp\.experts\.2\.\w+ would"
+        ):
+            selection_of(model, [pattern])
+    found = selection_of(model, ["model.layers.1.mlp.experts"])
+    assert len(found.modules) == 64 - 12
+
+
+def test_selection_leaves_experts_that_do_not_fit_whole(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model("qwen3_moe", moe_intermediate_size=40)
+    with caplog.at_level(logging.WARNING, "halfbyte"):
+        found = selection_of(model)
+    assert not any(".experts." in module for module in found.modules)
+    assert len(found.modules) == 16
+    assert "model.layers.1.mlp.experts.2.down_proj: left unquantized, its 40" in caplog.text
 
 
 def test_selection_leaves_sizes_that_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,17 @@
 
 from halfbyte.bench.attention import AttentionBenchmark
 from halfbyte.bench.cases import CPU_CASES, GPU_CASES, Case
+from halfbyte.bench.experts import MoeShape
 from halfbyte.bench.linear import LinearBenchmark
+from halfbyte.bench.moe import MOE_SHAPES, MoeBenchmark
 
-__all__ = ["CPU_CASES", "GPU_CASES", "AttentionBenchmark", "Case", "LinearBenchmark"]
+__all__ = [
+    "CPU_CASES",
+    "GPU_CASES",
+    "MOE_SHAPES",
+    "AttentionBenchmark",
+    "Case",
+    "LinearBenchmark",
+    "MoeBenchmark",
+    "MoeShape",
+]

@@ -147,8 +147,18 @@ class CheckpointIndex:
         """
         tensors = {names.get(name, name): entry for name, entry in self.tensors.items()}
         result = CheckpointIndex(self.folder, tensors)
-        result._stored_names = {new: old for old, new in names.items()}
+        stored = {names.get(name, name): old for name, old in self._stored_names.items()}
+        renamed = {new: self._stored_names.get(old, old) for old, new in names.items()}
+        result._stored_names = stored | renamed
         return result
+
+    def stored_module(self, module: str) -> str:
+        """A module's name in the files; itself if it has no tensors there."""
+        own = next(iter(self.names_of(module)), None)
+        if own is None:
+            return module
+        name = f"{module}.{own}"
+        return self._stored_names.get(name, name).removesuffix(f".{own}")
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors

@@ -9,7 +9,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,20 +77,29 @@ class ShardWriter:
     Args:
         folder: to write into.
         max_bytes: max size of a shard; a larger tensor gets its own shard.
+        stored_module: a module's name in the files.
     """
 
-    def __init__(self, folder: Path, max_bytes: int = DEFAULT_SHARD_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        max_bytes: int = DEFAULT_SHARD_BYTES,
+        stored_module: Callable[[str], str] = lambda module: module,
+    ) -> None:
         if max_bytes < 1:
             raise ValueError(f"max_bytes: expected at least 1, got {max_bytes}")
         self.folder = folder
         self.max_bytes = max_bytes
         self.total_bytes = 0
+        self._stored_module = stored_module
         self._shards: list[list[str]] = []
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor; the caller must not modify it afterwards."""
+        module, dot, own = name.rpartition(".")
+        name = f"{self._stored_module(module)}{dot}{own}"
         if self._pending and self._pending_bytes + tensor.nbytes > self.max_bytes:
             self._write()
         self._pending[name] = tensor.contiguous()

@@ -15,7 +15,7 @@ from halfbyte.cli.options import AttentionBackend, Verbose
 if TYPE_CHECKING:
     import torch
 
-    from halfbyte.bench import Case
+    from halfbyte.bench import Case, LinearBenchmark, MoeBenchmark, MoeShape
     from halfbyte.bench.report import Report
 
 _MIN_WIDTH = 90
@@ -107,6 +107,46 @@ def linear(
         _numbers("m", m) if m else (),
         [name.strip() for name in backends.split(",")] if backends else (),
     )
+    _run(benchmark, report, as_json=as_json)
+
+
+@bench.command("moe")
+def moe(
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            help="qwen3-30b-a3b, gpt-oss-20b, or experts x top-k x hidden x intermediate size such "
+            "as 128x8x2048x768 (NVFP4); separated by commas."
+        ),
+    ] = None,
+    m: Annotated[
+        str | None, typer.Option("--m", help="Numbers of tokens, separated by commas.")
+    ] = None,
+    backends: Annotated[
+        str | None,
+        typer.Option(help="Backends, separated by commas; by default our own that run here."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    as_json: AsJson = False,
+    report: ReportFile = None,
+    verbose: Verbose = False,
+) -> None:
+    """Mixtures of 4-bit experts: times and errors, and what bfloat16 experts take."""
+    from halfbyte.bench import MoeBenchmark
+
+    quiet_libraries(verbose=verbose)
+    benchmark = MoeBenchmark(
+        _device(device),
+        parse_moe_shapes(shapes) if shapes else (),
+        _numbers("m", m) if m else (),
+        [name.strip() for name in backends.split(",")] if backends else (),
+    )
+    _run(benchmark, report, as_json=as_json)
+
+
+def _run(
+    benchmark: "LinearBenchmark | MoeBenchmark", report: Path | None, *, as_json: bool
+) -> None:
     _check_writable(report)
     with progress_bar("bench", "cases") as on_progress:
         on_progress(0, len(benchmark.cases))
@@ -114,6 +154,29 @@ def linear(
             on_progress(done, len(benchmark.cases))
             _write(benchmark.report, report)
     _end(benchmark.report, as_json=as_json)
+
+
+def parse_moe_shapes(text: str) -> "list[MoeShape]":
+    """Shapes by name or sizes; ValueError for something else."""
+    from halfbyte.bench import MOE_SHAPES, MoeShape
+
+    result = []
+    for part in map(str.strip, text.split(",")):
+        sizes = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", part.lower())
+        if sizes is None and part not in MOE_SHAPES:
+            raise ValueError(
+                f"shapes: expected {', '.join(MOE_SHAPES)}, or experts x top-k x hidden x "
+                f"intermediate size such as 128x8x2048x768, got {part!r}"
+            )
+        if sizes is None:
+            shape = MOE_SHAPES[part]
+        else:
+            num_experts, top_k, hidden, intermediate = map(int, sizes.groups())
+            shape = MoeShape(num_experts, top_k, hidden, intermediate)
+        if not 1 <= shape.top_k <= shape.num_experts:
+            raise ValueError(f"shapes: expected top-k of 1 .. experts, got {part!r}")
+        result.append(shape)
+    return result
 
 
 def parse_shapes(text: str) -> list[tuple[int, int]]:

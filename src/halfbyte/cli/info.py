@@ -41,6 +41,7 @@ def info(
     out.print(_backends("attention backend", report["attention_backends"]))
     out.print()
     out.print(_backends("linear backend", report["linear_backends"]))
+    out.print(_backends("MoE backend", report["moe_backends"]))
 
 
 def _backends(title: str, rows: list[dict[str, Any]]) -> Table:
@@ -58,6 +59,7 @@ def _collect() -> dict[str, Any]:
     from halfbyte.kernels.cpu.library import level
     from halfbyte.kvcache import STORE_BACKENDS
     from halfbyte.linear import LINEAR_BACKENDS
+    from halfbyte.moe import MOE_BACKENDS
 
     capability = current_compute_capability()
     return {
@@ -74,6 +76,7 @@ def _collect() -> dict[str, Any]:
         "store_backends": _verdicts(STORE_BACKENDS.explain()),
         "attention_backends": _verdicts(ATTENTION_BACKENDS.explain()),
         "linear_backends": _verdicts(LINEAR_BACKENDS.explain()),
+        "moe_backends": _verdicts(MOE_BACKENDS.explain()),
     }
 
 

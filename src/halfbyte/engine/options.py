@@ -11,6 +11,7 @@ from halfbyte.kvcache import KVScales
 from halfbyte.layouts.arguments import finite_number, integer
 from halfbyte.linear import NvFp4Linear
 from halfbyte.models import LayerDTypes, check_layer_dtypes
+from halfbyte.moe import ExpertsLayer
 
 
 def check_sizes(sizes: Iterable[tuple[str, int | None]]) -> None:
@@ -58,7 +59,7 @@ def check_memory_share(
 def check_batch_invariant(model: PreTrainedModel) -> None:
     """Raise ValueError if any layer of the model was loaded without `batch_invariant`."""
     for name, layer in model.named_modules():
-        if isinstance(layer, NvFp4Linear) and not layer.batch_invariant:
+        if isinstance(layer, NvFp4Linear | ExpertsLayer) and not layer.batch_invariant:
             raise ValueError(
                 f"batch_invariant: {name} was loaded without it; give it to load_model as well"
             )

@@ -78,22 +78,26 @@ def _products(
 ) -> torch.Tensor:
     """float32 `[M, N]`: `rows [M, K]` times the weights without their global scales."""
     (m, k), n = rows.shape, weight.shape[0]
-    if batch_invariant:
-        padded = rows.new_zeros((-(-m // TILE_M) * TILE_M, k))
-        padded[:m] = rows
-        rows = padded
-    accumulators = rows.new_empty((rows.shape[0], n))
+    accumulators = rows.new_empty((m, n))
     chunk = max(1, _CHUNK_VALUES // k)
     for start in range(0, n, chunk):
         columns = slice(start, start + chunk)
         values = _values(weight[columns], weight_scale[columns]).t()
-        if not batch_invariant:
-            accumulators[:, columns] = rows @ values
-            continue
-        for first in range(0, rows.shape[0], TILE_M):
-            tile = slice(first, first + TILE_M)
-            accumulators[tile, columns] = rows[tile] @ values
-    return accumulators[:m]
+        accumulators[:, columns] = product(rows, values, batch_invariant)
+    return accumulators
+
+
+def product(rows: torch.Tensor, values: torch.Tensor, batch_invariant: bool) -> torch.Tensor:
+    """`rows [M, K] @ values [K, N]`; batch-invariant in tiles of `TILE_M` rows."""
+    if not batch_invariant:
+        return rows @ values
+    m, k = rows.shape
+    padded = rows.new_zeros((-(-m // TILE_M) * TILE_M, k))
+    padded[:m] = rows
+    result = rows.new_empty((padded.shape[0], values.shape[1]))
+    for tile, out in zip(padded.split(TILE_M), result.split(TILE_M), strict=True):
+        out.copy_(tile @ values)
+    return result[:m]
 
 
 class ReferenceKernel(NvFp4LinearKernel):

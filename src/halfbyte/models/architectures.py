@@ -20,9 +20,11 @@ SUPPORTED_MODEL_TYPES = (
     "granite",
     "llama",
     "mistral",
+    "mixtral",
     "olmo2",
     "phi3",
     "qwen2",
+    "qwen2_moe",
     "qwen3",
     "qwen3_moe",
 )

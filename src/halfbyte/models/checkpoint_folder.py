@@ -22,6 +22,7 @@ from halfbyte.checkpoints.validate import QUANTIZED_WEIGHT
 from halfbyte.layouts.kv_declarations import read_declared_cache
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.config_fields import check_sizes
+from halfbyte.models.file_names import named_as_modules
 from halfbyte.models.local_files import local_folder, read_model_config
 
 _ATTRIBUTE = "_halfbyte_checkpoint"
@@ -93,6 +94,7 @@ class Checkpoint:
             index = _index_as_transformers(folder)
         if (section is None) if declaration is None else not declaration.quantizes_weights:
             _refuse_undeclared(index)
+        index = named_as_modules(index, config.model_type)
         check_sizes(config, index)
         scales = CheckpointKVScales.read(folder, config)
         return cls(folder, config, declaration, index, scales)

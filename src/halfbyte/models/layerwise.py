@@ -25,6 +25,7 @@ from halfbyte.models.amax import AmaxRecorder
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.attention_functions import GENERATE, register
 from halfbyte.models.config_fields import check_sizes
+from halfbyte.models.file_names import named_as_modules
 from halfbyte.models.key_statistics import KVRecorder
 from halfbyte.models.kv_calibration import (
     calibrate,
@@ -126,7 +127,7 @@ class StreamedModel:
         declaration = read_declaration(folder, {"quantization_config": section})
         if declaration is None and section is not None:
             raise CheckpointError(f"{folder}: is quantized by a method that is read whole")
-        self._index = CheckpointIndex.read(folder)
+        self._index = named_as_modules(CheckpointIndex.read(folder), config.model_type)
         check_sizes(config, self._index)
         self._device = device
         resolved = resolve_dtype(dtype, config, self._index)

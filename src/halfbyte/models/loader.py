@@ -31,8 +31,10 @@ from halfbyte.models.meta_model import (
 )
 from halfbyte.models.nvfp4.layer_plan import LayerPlan, plan_layers
 from halfbyte.models.nvfp4.layers import LayerOptions, log_activation_mode, put_in_place
+from halfbyte.models.nvfp4.mxfp4_experts import holds_mxfp4_experts, put_mxfp4_experts_in_place
 from halfbyte.models.nvfp4.transformers_quantizer import mark_as_quantized
 from halfbyte.models.nvfp4.weight_stream import stream_into, weight_sinks
+from halfbyte.moe import ExpertsLayer, MxFp4Experts, NvFp4Experts
 
 logger = logging.getLogger("halfbyte")
 
@@ -47,6 +49,7 @@ def load_model(
     linear_backend: str | None = None,
     quantize_activations: bool | None = None,
     batch_invariant: bool = False,
+    moe_backend: str | None = None,
 ) -> PreTrainedModel:
     """Load a causal language model for inference.
 
@@ -63,6 +66,8 @@ def load_model(
             machines without FP4 arithmetic). By default only if a backend has native FP4 x FP4
             products; else they run as W4A16, with a log message.
         batch_invariant: results of NVFP4 layers are bitwise independent of the batch.
+        moe_backend: name of a backend of `halfbyte.moe` for NVFP4 experts; by default that of the
+            environment variable `HALFBYTE_MOE_BACKEND`, else the best for each layer.
 
     Returns:
         A transformers model in evaluation mode, ready for `halfbyte.Cache` and `halfbyte.LLM`.
@@ -72,9 +77,9 @@ def load_model(
         CheckpointError: a quantized checkpoint with an unsupported scheme, or with a tensor that is
             absent or does not fit; one line.
         UnsupportedModelError: an architecture that halfbyte is not tested with.
-        NoImplementationError: no linear backend, or not the requested one, can be used.
-        ValueError: `linear_backend` or `quantize_activations` for a checkpoint that has no layers
-            they apply to; the device "meta", which holds no weights.
+        NoImplementationError: no backend, or not the requested one, can be used.
+        ValueError: `linear_backend`, `moe_backend` or `quantize_activations` for a checkpoint that
+            has no layers they apply to; the device "meta", which holds no weights.
     """
     device = device_or_default(device)
     if device.type == "meta":
@@ -84,7 +89,13 @@ def load_model(
     checkpoint = or_load_error(path, Checkpoint.read, path)
     try:
         model = _load(
-            checkpoint, dtype, device, linear_backend, quantize_activations, batch_invariant
+            checkpoint,
+            dtype,
+            device,
+            linear_backend,
+            quantize_activations,
+            batch_invariant,
+            moe_backend,
         )
     except CheckpointError as error:
         raise ModelLoadError(str(error)) from error
@@ -100,6 +111,7 @@ def _load(
     linear_backend: str | None,
     quantize_activations: bool | None,
     batch_invariant: bool,
+    moe_backend: str | None,
 ) -> PreTrainedModel:
     folder, config, declaration = checkpoint.folder, checkpoint.config, checkpoint.declaration
     options = LayerOptions(
@@ -108,15 +120,20 @@ def _load(
         backend=linear_backend,
         quantize_activations=quantize_activations,
         batch_invariant=batch_invariant,
+        moe_backend=moe_backend,
     )
     if checkpoint.weight_declaration is not None:
         return _load_streamed(checkpoint, options)
     for name, value in [
         ("linear_backend", linear_backend),
+        ("moe_backend", moe_backend),
         ("quantize_activations", quantize_activations),
     ]:
-        if value is not None:
+        takes_it = name == "moe_backend" and holds_mxfp4_experts(config)
+        if value is not None and not takes_it:
             raise ValueError(f"{name}: got {value!r}, but {folder} has no NVFP4 layers")
+    if holds_mxfp4_experts(config):
+        return _load_streamed(checkpoint, options)
     if declaration is not None:
         _keep_cache_declaration(config, declaration)
     else:
@@ -143,30 +160,49 @@ def _load_streamed(checkpoint: Checkpoint, options: LayerOptions) -> PreTrainedM
     if declaration is not None:
         plan = plan_layers(model, declaration, index)
         put_in_place(model, plan, declaration, options)
+    mxfp4 = holds_mxfp4_experts(checkpoint.config)
+    if mxfp4:
+        put_mxfp4_experts_in_place(model, options)
     sinks, absent = weight_sinks(model, plan, declaration, index, options.dtype)
     make_buffers(model, options.device)  # sizes have been compared with the files
     stream_into(sinks, index, options.device)
+    for module in model.modules():
+        if isinstance(module, MxFp4Experts):
+            module.process_weights_after_loading()
     model.tie_weights(missing_keys=absent, recompute_mapping=False)
     _finish(model, checkpoint)
     if declaration is not None:
-        mark_as_quantized(model, declaration)
+        section = {"quant_method": declaration.dialect, **(declaration.section or {})}
+        mark_as_quantized(model, section)
         log_activation_mode(model, plan, options)
         _log_backends(model, plan, declaration, checkpoint.folder)
+    elif mxfp4:
+        mark_as_quantized(model, checkpoint.config.quantization_config)
+        logger.info(
+            "%s: experts in MXFP4, MoE backends: %s",
+            checkpoint.folder,
+            _backends(model, MxFp4Experts),
+        )
     return model
 
 
 def _log_backends(
     model: PreTrainedModel, plan: LayerPlan, declaration: Declaration, folder: Path
 ) -> None:
-    layers = [module for module in model.modules() if isinstance(module, NvFp4Linear)]
-    kernels = Counter(layer.kernel.name for layer in layers if layer.kernel)
     logger.info(
-        "%s: %d quantized layers (%s), linear backends: %s",
+        "%s: %d quantized layers (%s), linear backends: %s, MoE backends: %s",
         folder,
         len(plan.layers),
         declaration.dialect,
-        ", ".join(f"{name} for {count}" for name, count in kernels.items()) or "none",
+        _backends(model, NvFp4Linear),
+        _backends(model, NvFp4Experts),
     )
+
+
+def _backends(model: PreTrainedModel, kind: type[NvFp4Linear] | type[ExpertsLayer]) -> str:
+    layers = [module for module in model.modules() if isinstance(module, kind)]
+    kernels = Counter(layer.kernel.name for layer in layers if layer.kernel)
+    return ", ".join(f"{name} for {count}" for name, count in kernels.items()) or "none"
 
 
 def _finish(model: PreTrainedModel, checkpoint: Checkpoint) -> None:

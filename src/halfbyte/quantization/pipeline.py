@@ -27,6 +27,7 @@ from halfbyte.checkpoints.output_folder import (
 )
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models.config_fields import check_sizes
+from halfbyte.models.file_names import named_as_modules
 from halfbyte.models.kv_calibration import (
     calibration_tokens,
     check_vocabulary,
@@ -107,8 +108,8 @@ def quantize_checkpoint(
     folder = local_folder(source)
     check_destination(folder, Path(destination))
     config = read_unquantized_config(folder)
-    index = CheckpointIndex.read(folder)
     model_config = read_model_config(folder)
+    index = named_as_modules(CheckpointIndex.read(folder), model_config.model_type)
     check_sizes(model_config, index)
     selection = select_layers(model_config, index, ignore)
     if method == "gptq":
@@ -138,7 +139,7 @@ def quantize_checkpoint(
             if calibration.source is None:
                 source_of_ids = f"{ids.numel()} tokens of {_name_of_text(calibration_file)}"
                 calibration = dataclasses.replace(calibration, source=source_of_ids)
-        writer = ShardWriter(target, max_shard_bytes)
+        writer = ShardWriter(target, max_shard_bytes, index.stored_module)
         layers = write_layers(
             index,
             writer,
@@ -155,7 +156,8 @@ def quantize_checkpoint(
         for file in other_files:
             copy_file(file, target / file.name)
         write_json(target / REPORT_FILE, asdict(report))
-        _write_declaration(target, config, output, selection.ignore)
+        stored_ignore = [index.stored_module(module) for module in selection.ignore]
+        _write_declaration(target, config, output, stored_ignore)
     return report
 
 

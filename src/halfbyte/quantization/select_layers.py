@@ -12,7 +12,7 @@ that the result can be loaded.
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -92,7 +92,8 @@ def select_layers(
     linear = list(_decoder_linears(modules, index))
     _check_patterns(ignore, linear, modules)
     wanted = [m for m in linear if not any(_matches(pattern, m) for pattern in ignore)]
-    quantized = [m for m in wanted if _fits(m, index.tensors[f"{m}.weight"].shape)]
+    fitting = {m for m in wanted if _fits(m, index.tensors[f"{m}.weight"].shape)}
+    quantized = _whole_experts(linear, wanted, fitting)
     if not quantized:
         raise CheckpointError("the checkpoint has no linear layer that can be quantized")
     _check_surplus(quantized, modules, index)
@@ -188,6 +189,34 @@ def _fits(module: str, shape: tuple[int, ...]) -> bool:
         nvfp4.BLOCK_SIZE,
     )
     return False
+
+
+def _whole_experts(
+    linear: Sequence[str], wanted: Sequence[str], fitting: Collection[str]
+) -> list[str]:
+    """The fitting layers, without experts beside others of their layer that do not fit.
+
+    Experts of a layer run together, so loading expects them to be stored alike.
+
+    Raises:
+        ValueError: `ignore` matches some experts of a layer only.
+    """
+    unfit = {_experts_of(m) for m in wanted if m not in fitting} - {None}
+    kept = [m for m in wanted if m in fitting and _experts_of(m) not in unfit]
+    chosen = {experts for m in kept if (experts := _experts_of(m)) is not None}
+    ignored = set(linear) - set(wanted)
+    for module in linear:
+        if module in ignored and _experts_of(module) in chosen:
+            raise ValueError(
+                f"ignore: {module} would stay unquantized beside quantized experts of its layer; "
+                "expected all experts of a layer or none"
+            )
+    return kept
+
+
+def _experts_of(module: str) -> str | None:
+    projection = experts_projection(module)
+    return None if projection is None else projection[0]
 
 
 def _number_of_experts(modules: Mapping[str, nn.Module], module: str) -> int:

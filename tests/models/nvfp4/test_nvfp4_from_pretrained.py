@@ -37,7 +37,7 @@ def logits(model: Any) -> torch.Tensor:
     return model(token_ids(2, 17)).logits
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loads_as_load_model_does(
     tmp_path: Path, architecture: str, dialect: Dialect, dtype: torch.dtype

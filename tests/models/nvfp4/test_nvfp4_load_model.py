@@ -44,7 +44,8 @@ def test_all_architectures_load(tmp_path: Path, architecture: str, dialect: Dial
     folder = make_folder(tmp_path, architecture, dialect, shards=3)
     model = load_model(folder.quantized)
     assert not model.training
-    assert len(layers(model)) == {"phi3": 16, "gpt_oss": 16, "qwen3_moe": 64}.get(architecture, 28)
+    linear = {"phi3": 16, "gpt_oss": 16, "mixtral": 16, "qwen3_moe": 16}  # without the experts'
+    assert len(layers(model)) == linear.get(architecture, 28)
     assert all(layer.is_processed for layer in layers(model).values())
     assert_same_logits(model, folder)
 
@@ -248,6 +249,28 @@ def test_llm_and_cache_agree(tmp_path: Path, dialect: Dialect) -> None:
     assert output.token_ids == ids[0, 21:].tolist()
     written = json.loads(model.config.to_json_string())["quantization_config"]
     assert written["quant_method"] == dialect
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_mixtures_give_the_tokens_of_dequantized_weights(
+    tmp_path: Path, architecture: str, dialect: Dialect
+) -> None:
+    folder = make_folder(tmp_path, architecture, dialect)
+    prompts = [token_ids(1, n, seed=n) for n in (5, 21)]
+    plain: Any = load_model(folder.plain)
+    expected = [
+        plain.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist()
+        for ids in prompts
+    ]
+    model: Any = load_model(folder.quantized)
+    outputs = LLM(model).generate(
+        [ids[0].tolist() for ids in prompts], SamplingParams(max_tokens=12, temperature=0)
+    )
+    assert [output.token_ids for output in outputs] == expected
+    for ids, tokens in zip(prompts, expected, strict=True):
+        cache = Cache(model, "float32")
+        found = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
+        assert found[0, ids.shape[1] :].tolist() == tokens
 
 
 def test_generation_config_is_loaded(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def choose_tiles(m: int, dtype: torch.dtype, capability: int, batch_invariant: b
 
 
 @triton.jit
-def _decode(packed, scales, operand: tl.constexpr, ptx: tl.constexpr):
+def decode_weights(packed, scales, operand: tl.constexpr, ptx: tl.constexpr):
     """Decode bytes `[n, k/2]` and scale bytes `[n, k/16]` to `[n, k]` of dtype `operand`.
 
     Exact, times 2^-14 for bfloat16, else times 2^-7.
@@ -151,12 +151,12 @@ def linear_kernel(
         packed = tl.load(weight + start // 2, mask=w_mask, other=0)
         scales = tl.load(weight_scale + start // _BLOCK, mask=s_mask, other=0)
         values = tl.load(x + start, mask=x_mask, other=0.0).to(operand)
-        decoded = _decode(packed, scales, operand, ptx)
+        decoded = decode_weights(packed, scales, operand, ptx)
         # float32 operands: TF32x3, as accurate as float32 sums.
         acc = tl.dot(values, tl.trans(decoded), acc, input_precision="tf32x3")
 
     live = columns < n
-    acc *= 16384.0 if operand == tl.bfloat16 else 128.0  # the power of two of `_decode`
+    acc *= 16384.0 if operand == tl.bfloat16 else 128.0  # the power of two of `decode_weights`
     acc *= tl.load(row_scale + columns, mask=live, other=0.0)[None, :]
     if has_bias:
         acc += tl.load(bias + columns, mask=live, other=0.0).to(tl.float32)[None, :]

@@ -1,14 +1,81 @@
-"""Unfused experts of MoE models (Qwen3-MoE).
+"""Experts of MoE models, which transformers fuses into two 3-D parameters.
 
-transformers fuses experts into two 3-D parameters, while files hold gate, up and down projections
-per expert. Quantized experts are replaced by `Experts`: modules named as in the files, each
-projection with its own scales and kernel, run one expert after the other.
+Files hold gate, up and down projections per expert. NVFP4 experts become one module
+(`moe.NvFp4Experts`) that runs them together as W4A16. `Experts` has modules named as in the files,
+run one after the other: for experts in FP8, for W4A4, and for other activations than SwiGLU's.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers.activations import SiLUActivation
 
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+from halfbyte.moe import SWIGLU, GatedActivation
+from halfbyte.moe.layer import PROJECTIONS
+
+__all__ = ["PROJECTIONS", "Expert", "Experts", "FusedExperts", "fused_experts", "has_fused_experts"]
+
+
+class FusedExperts(NamedTuple):
+    """What a module of fused experts is.
+
+    Args:
+        num_experts: E.
+        hidden_size: H.
+        intermediate_size: I.
+        has_bias: whether projections have biases.
+        activation: of `NvFp4Experts` with its weights; None for another one.
+    """
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    has_bias: bool
+    activation: GatedActivation | None
+
+    def layers(self, name: str) -> list[tuple[str, int, int]]:
+        """(name, N, K) of the projections of all experts of the module `name`."""
+        gate_up, down = (
+            (self.intermediate_size, self.hidden_size),
+            (self.hidden_size, self.intermediate_size),
+        )
+        return [
+            (f"{name}.{expert}.{projection}", *(down if projection == "down_proj" else gate_up))
+            for expert in range(self.num_experts)
+            for projection in PROJECTIONS
+        ]
+
+
+def fused_experts(module: nn.Module) -> FusedExperts | None:
+    """A module's fused experts; None for other modules.
+
+    Known are gate above up without biases (Qwen, Mixtral) and GPT-OSS's, which are transposed and
+    interleaved, with biases and a clamped activation.
+    """
+    gate_up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
+    if has_fused_experts(module):
+        assert isinstance(gate_up, nn.Parameter)
+        num_experts, both, hidden_size = gate_up.shape
+        activation = SWIGLU if isinstance(module.act_fn, SiLUActivation | nn.SiLU) else None
+        return FusedExperts(num_experts, hidden_size, both // 2, False, activation)
+    alpha, limit = (getattr(module, name, None) for name in ("alpha", "limit"))
+    is_gpt_oss = (
+        isinstance(gate_up, nn.Parameter)
+        and isinstance(down, nn.Parameter)
+        and isinstance(getattr(module, "gate_up_proj_bias", None), nn.Parameter)
+        and gate_up.dim() == down.dim() == 3
+        and gate_up.shape[2] == 2 * down.shape[1]
+        and isinstance(alpha, float)
+        and isinstance(limit, float)
+    )
+    if not is_gpt_oss:
+        return None
+    assert isinstance(down, nn.Parameter)
+    assert alpha is not None
+    num_experts, intermediate_size, hidden_size = down.shape
+    activation = GatedActivation(alpha, limit, up_offset=1.0)
+    return FusedExperts(num_experts, hidden_size, intermediate_size, True, activation)
 
 
 class Expert(nn.Module):

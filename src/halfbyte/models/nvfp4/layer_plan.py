@@ -8,6 +8,7 @@ they are quantized.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -24,7 +25,7 @@ from halfbyte.checkpoints.validate import (
     check_unquantized_layer,
     is_plain,
 )
-from halfbyte.models.nvfp4.experts import has_fused_experts
+from halfbyte.models.nvfp4.experts import fused_experts
 
 logger = logging.getLogger("halfbyte")
 
@@ -68,6 +69,11 @@ class LayerPlan:
         self.layers[name] = replace(self.layers[name], scheme="nvfp4-a16")
         self.uncalibrated.append(name)
 
+    def block_of(self, name: str) -> str | None:
+        """The module of fused experts that a layer belongs to; None for other layers."""
+        block = name.rsplit(".", 2)[0]
+        return block if block in self.experts else None
+
     def count(self, scheme: Scheme) -> int:
         """Number of layers with a scheme."""
         return sum(layer.scheme == scheme for layer in self.layers.values())
@@ -96,7 +102,7 @@ def plan_layers(
     tied = {name.removesuffix(".weight") for name in model.all_tied_weights_keys}
     plain = 0
     for name, n, k, has_bias, block in _linear_layers(model):
-        scheme = declaration.scheme_of(name)
+        scheme = declaration.scheme_of(index.stored_module(name))
         is_fused = block is not None and f"{block}.gate_up_proj" in index
         if is_fused or (name in tied and not index.names_of(name)):
             continue
@@ -117,6 +123,8 @@ def plan_layers(
         plan.layers[name] = PlannedLayer(scheme, k, n, has_bias, tensors)
         if block is not None and block not in plan.experts:
             plan.experts.append(block)
+    for block in plan.experts:
+        _check_alike(model, plan, block, index)
     if plain:
         logger.info(
             "%s: %d layers are declared quantized but stored unquantized; they stay so",
@@ -130,14 +138,40 @@ def _check_experts(model: PreTrainedModel, index: CheckpointIndex) -> None:
     """Raise CheckpointError for quantized experts that cannot be unfused here."""
     for name, module in model.named_modules():
         fused = getattr(module, "gate_up_proj", None)
-        if not isinstance(fused, nn.Parameter) or has_fused_experts(module):
+        if not isinstance(fused, nn.Parameter) or fused_experts(module) is not None:
             continue
         for tensor, entry in index.tensors.items():
             if tensor.startswith(f"{name}.") and entry.dtype in PACKED:
                 raise CheckpointError(
-                    f"{index.folder}: {tensor}: expected {'/'.join(FLOATS)}, as experts with "
-                    f"biases ({type(module).__name__}) are not read in four bits, found {entry}"
+                    f"{index.folder}: {tensor}: expected {'/'.join(FLOATS)}, as experts of the "
+                    f"kind {type(module).__name__} are not read in four bits, found {entry}"
                 )
+
+
+def _check_alike(
+    model: PreTrainedModel, plan: LayerPlan, block: str, index: CheckpointIndex
+) -> None:
+    """Raise CheckpointError unless the experts of a layer are stored alike.
+
+    Only whether activations are quantized may differ: calibration may miss experts.
+    """
+    fused = fused_experts(model.get_submodule(block))
+    assert fused is not None
+    found = {
+        name: _kind(plan.layers[name].scheme) if name in plan.layers else "unquantized"
+        for name, _, _ in fused.layers(block)
+    }
+    usual = Counter(found.values()).most_common(1)[0][0]
+    for name, kind in found.items():
+        if kind != usual:
+            raise CheckpointError(
+                f"{index.folder}: {name}: expected {usual} weights, as most experts of the layer "
+                f"have them (all must be stored alike), found {kind} ones"
+            )
+
+
+def _kind(scheme: Scheme) -> str:
+    return "fp8" if scheme == "fp8" else "nvfp4"
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[str, int, int, bool, str | None]]:
@@ -145,9 +179,6 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, int, int, bool, str 
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             yield name, module.out_features, module.in_features, module.bias is not None, None
-        elif has_fused_experts(module):
-            num_experts, both, hidden_size = module.get_parameter("gate_up_proj").shape
-            for i in range(num_experts):
-                yield f"{name}.{i}.gate_proj", both // 2, hidden_size, False, name
-                yield f"{name}.{i}.up_proj", both // 2, hidden_size, False, name
-                yield f"{name}.{i}.down_proj", hidden_size, both // 2, False, name
+        elif (fused := fused_experts(module)) is not None:
+            for layer, n, k in fused.layers(name):
+                yield layer, n, k, fused.has_bias, name

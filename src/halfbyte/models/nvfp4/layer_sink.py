@@ -1,20 +1,56 @@
 """Assembles a quantized layer from its tensors in the files."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
-from halfbyte.checkpoints.dialects.base import Declaration
+from halfbyte.checkpoints.dialects.base import Declaration, Dialect
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.validate import check_scales
 from halfbyte.linear import NvFp4Linear
 from halfbyte.models.nvfp4.layer_plan import LayerPlan
+from halfbyte.moe import NvFp4Experts
+from halfbyte.moe.layer import PROJECTIONS, Place
 
 Sink = Callable[[torch.Tensor], None]
 """Puts a tensor from the files, already on its device, into the model."""
+
+
+class ExpertSlot:
+    """A projection of an expert in `NvFp4Experts`, filled like an `NvFp4Linear`.
+
+    Args:
+        experts: the layer's.
+        place: of the projection.
+    """
+
+    def __init__(self, experts: NvFp4Experts, place: Place) -> None:
+        self.experts, self.place = experts, place
+
+    def load_tensors(self, tensors: Mapping[str, torch.Tensor], dialect: Dialect) -> None:
+        """See `NvFp4Experts.load_projection`."""
+        self.experts.load_projection(self.place, tensors, dialect)
+
+    def process_weights_after_loading(self) -> None:
+        """Process the layer once all of its experts are loaded."""
+        if self.experts.is_complete:
+            self.experts.process_weights_after_loading()
+
+    def drop_input_scale(self) -> None:
+        """Nothing to do: the layer is W4A16."""
+
+
+def target_of(model: nn.Module, plan: LayerPlan, name: str) -> nn.Module | ExpertSlot:
+    """What a planned layer's tensors are loaded into."""
+    block = plan.block_of(name)
+    experts = None if block is None else model.get_submodule(block)
+    if not isinstance(experts, NvFp4Experts):
+        return model.get_submodule(name)
+    _, expert, projection = name.rsplit(".", 2)
+    return ExpertSlot(experts, (int(expert), next(p for p in PROJECTIONS if p == projection)))
 
 
 class LayerSink:
@@ -22,7 +58,7 @@ class LayerSink:
 
     Args:
         name: of the layer.
-        module: the layer, on the meta device.
+        module: the layer, on the meta device, or its place among experts.
         plan: contains the layer.
         declaration: of the checkpoint.
         index: of its files.
@@ -32,7 +68,7 @@ class LayerSink:
     def __init__(
         self,
         name: str,
-        module: nn.Module,
+        module: nn.Module | ExpertSlot,
         plan: LayerPlan,
         declaration: Declaration,
         index: CheckpointIndex,
@@ -56,7 +92,7 @@ class LayerSink:
 
     def _finish(self) -> None:
         tensors, self.tensors = self.tensors, {}
-        if isinstance(self.module, NvFp4Linear):
+        if isinstance(self.module, NvFp4Linear | ExpertSlot):
             names = self.declaration.names
             if self._is_uncalibrated(tensors.get(names.input_global_scale)):
                 del tensors[names.input_global_scale]

@@ -12,10 +12,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from halfbyte.checkpoints.dialects.base import Declaration
+from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.dispatch import NoImplementationError, compute_capability_of
 from halfbyte.linear import NvFp4Linear, NvFp4LinearLayerConfig, select_nvfp4_linear_kernel
-from halfbyte.models.nvfp4.experts import Experts
+from halfbyte.models.nvfp4.experts import Experts, fused_experts
 from halfbyte.models.nvfp4.layer_plan import LayerPlan, PlannedLayer
+from halfbyte.moe import NvFp4Experts
 
 logger = logging.getLogger("halfbyte")
 
@@ -34,6 +36,7 @@ class LayerOptions:
         quantize_activations: whether W4A4 layers quantize their activations; None to do so only
             with native FP4 x FP4 products.
         batch_invariant: results are bitwise independent of the batch.
+        moe_backend: name of a MoE backend, or None to choose.
     """
 
     dtype: torch.dtype
@@ -41,6 +44,7 @@ class LayerOptions:
     backend: str | None = None
     quantize_activations: bool | None = None
     batch_invariant: bool = False
+    moe_backend: str | None = None
 
 
 def put_in_place(
@@ -48,21 +52,34 @@ def put_in_place(
 ) -> None:
     """Replace the layers of a plan by `NvFp4Linear`, empty and on the meta device.
 
-    FP8 layers stay `nn.Linear`: their weights are dequantized when they are loaded.
+    Experts of a layer become one `NvFp4Experts`, or `Experts`, see `experts.py`. FP8 layers stay
+    `nn.Linear`: their weights are dequantized when they are loaded.
 
     Raises:
-        ValueError: `quantize_activations` is set, and no layer has an activation scale.
+        ValueError: `quantize_activations` is set, and no layer has an activation scale;
+            `moe_backend` is set, and no experts take it.
+        CheckpointError: experts with biases in FP8, or for W4A4.
     """
     if options.quantize_activations and not plan.count("nvfp4"):
         raise ValueError(
             "quantize_activations: the checkpoint has no activation scales (it is W4A16)"
         )
-    for name in plan.experts:
-        with torch.device("meta"):
-            model.set_submodule(name, Experts.like(model.get_submodule(name)))
     chosen: dict[NvFp4LinearLayerConfig, bool] = {}
+    grouped = set()
+    for name in plan.experts:
+        experts = _grouped_experts(model, plan, name, declaration, options, chosen)
+        if experts is None:
+            with torch.device("meta"):
+                experts = Experts.like(model.get_submodule(name))
+        else:
+            grouped.add(name)
+        model.set_submodule(name, experts)
+    if options.moe_backend and not grouped:
+        raise ValueError(
+            f"moe_backend: got {options.moe_backend!r}, but no layer has NVFP4 experts (W4A16)"
+        )
     for name, layer in plan.layers.items():
-        if layer.scheme == "fp8":
+        if layer.scheme == "fp8" or plan.block_of(name) in grouped:
             continue
         untie(model, name)
         module = NvFp4Linear(
@@ -78,6 +95,45 @@ def put_in_place(
         )
         module.layer_name = name
         model.set_submodule(name, module)
+
+
+def _grouped_experts(
+    model: PreTrainedModel,
+    plan: LayerPlan,
+    name: str,
+    declaration: Declaration,
+    options: LayerOptions,
+    chosen: dict[NvFp4LinearLayerConfig, bool],
+) -> nn.Module | None:
+    """`NvFp4Experts` for a module of fused experts; None where they run one by one."""
+    fused = fused_experts(model.get_submodule(name))
+    assert fused is not None
+    layers = [plan.layers[layer] for layer, _, _ in fused.layers(name)]
+    is_fp8 = any(layer.scheme == "fp8" for layer in layers)
+    if fused.has_bias:  # GPT-OSS: `Experts` has no biases
+        if is_fp8 or (options.quantize_activations and plan.count("nvfp4")):
+            raise CheckpointError(
+                f"{name}: expected NVFP4 weights with unquantized activations (W4A16), as experts "
+                f"with biases run so only, found {'FP8 weights' if is_fp8 else 'W4A4 asked for'}"
+            )
+    elif is_fp8 or any(_quantizes_activations(layer, options, chosen) for layer in layers):
+        return None
+    if fused.activation is None:
+        return None
+    experts = NvFp4Experts(
+        fused.num_experts,
+        fused.hidden_size,
+        fused.intermediate_size,
+        fused.has_bias,
+        activation=fused.activation,
+        dtype=options.dtype,
+        device="meta",
+        backend=options.moe_backend,
+        batch_invariant=options.batch_invariant,
+        dialect=declaration.dialect,
+    )
+    experts.layer_name = name
+    return experts
 
 
 def log_activation_mode(model: nn.Module, plan: LayerPlan, options: LayerOptions) -> None:

@@ -22,6 +22,7 @@ from halfbyte.checkpoints.dialects.registry import read_declaration
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.kv_scales import read_kv_scales
+from halfbyte.models.file_names import named_as_modules
 from halfbyte.models.nvfp4.layer_plan import LayerPlan, plan_layers
 from halfbyte.models.nvfp4.layers import LayerOptions, log_activation_mode, put_in_place, untie
 from halfbyte.models.nvfp4.weight_stream import check_plain_tensors, stream_weights
@@ -125,7 +126,7 @@ class NvFp4Quantizer(HfQuantizer):
         if not files:
             raise CheckpointError("expected a checkpoint's files to load from, found none")
         # The files from which transformers loads the other tensors; the folder may hold more.
-        index = CheckpointIndex.read_chosen(files)
+        index = named_as_modules(CheckpointIndex.read_chosen(files), model.config.model_type)
         folder, named = index.folder, _named_as_in_files(model, index)
         read_kv_scales(folder)  # raises for broken scales before weights are read
         section = self.quantization_config.to_dict()
@@ -192,9 +193,13 @@ class NvFp4Quantizer(HfQuantizer):
         return True
 
 
-def mark_as_quantized(model: PreTrainedModel, declaration: Declaration) -> None:
-    """Set the attributes that `from_pretrained` sets on a quantized model."""
-    section = {"quant_method": declaration.dialect, **(declaration.section or {})}
+def mark_as_quantized(model: PreTrainedModel, section: Mapping[str, Any]) -> None:
+    """Set the attributes that `from_pretrained` sets on a quantized model.
+
+    Args:
+        model: that was loaded.
+        section: `quantization_config` of its checkpoint, with `quant_method`.
+    """
     quantization_config = NvFp4Config(section)
     model.config.quantization_config = quantization_config
     attributes: dict[str, Any] = {

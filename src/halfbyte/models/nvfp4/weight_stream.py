@@ -20,7 +20,8 @@ from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.checkpoints.validate import FLOATS, QUANTIZED_WEIGHT
 from halfbyte.models.nvfp4.experts import PROJECTIONS, has_fused_experts
 from halfbyte.models.nvfp4.layer_plan import LayerPlan
-from halfbyte.models.nvfp4.layer_sink import LayerSink, Sink, assign
+from halfbyte.models.nvfp4.layer_sink import LayerSink, Sink, assign, target_of
+from halfbyte.moe import NvFp4Experts
 
 
 def stream_weights(
@@ -89,8 +90,8 @@ def weight_sinks(
     sinks: dict[str, Sink] = {}
     for name, layer in plan.layers.items():
         assert declaration is not None
-        module = model.get_submodule(name)
-        layer_sink = LayerSink(name, module, plan, declaration, index, dtype)
+        target = target_of(model, plan, name)
+        layer_sink = LayerSink(name, target, plan, declaration, index, dtype)
         sinks |= {f"{name}.{tensor}": layer_sink.of(tensor) for tensor in layer.tensors}
     absent: set[str] = set()
     sinks |= dict(_plain_sinks(model, plan, index, dtype, absent))
@@ -129,7 +130,7 @@ def _plain_sinks(
     kept_dtypes = model._get_dtype_plan(dtype)
     tied = _tied_to(model)
     for module_name, module in model.named_modules():
-        if module_name in plan.layers:
+        if module_name in plan.layers or isinstance(module, NvFp4Experts):
             continue
         prefix = f"{module_name}." if module_name else ""
         if has_fused_experts(module) and f"{prefix}gate_up_proj" not in index:
@@ -144,8 +145,10 @@ def _plain_sinks(
             if full_name not in index and any(other in index for other in tied.get(full_name, ())):
                 absent.add(full_name)
                 continue
-            index.require(full_name, FLOATS, tuple(tensor.shape))
+            is_packed = tensor.dtype == torch.uint8  # experts in MXFP4
+            index.require(full_name, ("U8",) if is_packed else FLOATS, tuple(tensor.shape))
             target = next((d for p, d in kept_dtypes.items() if re.search(p, full_name)), dtype)
+            target = tensor.dtype if is_packed else target
             yield full_name, _assigner(module, name, target)
 
 

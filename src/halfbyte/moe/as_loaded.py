@@ -1,0 +1,76 @@
+"""Base of kernels that use the weights as loaded, and a layer's tensors by name."""
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import torch
+
+from halfbyte.moe.base import MoeKernel
+from halfbyte.moe.experts import ExpertMatrices, GatedActivation, PackedExperts
+
+_MATRICES = ("gate_up", "down")
+_PARTS = ("weight", "scales", "global_scale", "bias")
+
+
+def to_tensors(experts: PackedExperts) -> dict[str, torch.Tensor]:
+    """`gate_up_weight`, `down_scales` and so on; contiguous, without those that are None."""
+    matrices = {"gate_up": experts.gate_up, "down": experts.down}
+    found = {
+        f"{name}_{part}": getattr(value, part)
+        for name, value in matrices.items()
+        for part in _PARTS
+    }
+    return {name: tensor.contiguous() for name, tensor in found.items() if tensor is not None}
+
+
+def from_tensors(tensors: Mapping[str, torch.Tensor], activation: GatedActivation) -> PackedExperts:
+    """The inverse of `to_tensors`."""
+
+    def matrices(name: str) -> ExpertMatrices:
+        return ExpertMatrices(
+            tensors[f"{name}_weight"],
+            tensors[f"{name}_scales"],
+            tensors.get(f"{name}_global_scale"),
+            tensors.get(f"{name}_bias"),
+        )
+
+    return PackedExperts(matrices("gate_up"), matrices("down"), activation)
+
+
+class AsLoadedKernel(MoeKernel):
+    """Calls one operator on the tensors as loaded."""
+
+    product: ClassVar[Callable[..., torch.Tensor]]
+    """The operator: (x, ids, weights, eight tensors of the experts, the activation's fields, n,
+    batch_invariant) -> `[M, n]`."""
+
+    def prepare(self, experts: PackedExperts) -> dict[str, torch.Tensor]:
+        """The tensors as loaded."""
+        return to_tensors(experts)
+
+    def apply(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        hidden: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `MoeKernel.apply`."""
+        config, activation = self.config, self.config.activation
+        matrices = [tensors.get(f"{name}_{part}") for name in _MATRICES for part in _PARTS]
+        return type(self).product(
+            hidden,
+            topk_ids,
+            topk_weights,
+            *matrices,
+            activation.alpha,
+            activation.limit,
+            activation.up_offset,
+            activation.interleaved,
+            config.hidden_size,
+            config.batch_invariant,
+        )
+
+    def restore(self, tensors: Mapping[str, torch.Tensor]) -> PackedExperts:
+        """The tensors themselves."""
+        return from_tensors(tensors, self.config.activation)

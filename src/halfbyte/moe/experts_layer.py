@@ -1,0 +1,192 @@
+"""The experts of a mixture as one module, whatever its files look like.
+
+Stands in for transformers' modules of fused experts, whose `forward` it has. Life of a layer:
+created empty, filled, processed by a kernel (`process_weights_after_loading`, at the latest in the
+first call), called. The state dict is that of the files, before and after processing. Moving a
+layer restores the weights; the next call selects a kernel again."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from threading import RLock
+from typing import ClassVar, Self
+
+import torch
+from torch import nn
+
+from halfbyte.linear.base import check_dtype
+from halfbyte.moe.base import MoeConfig, MoeKernel
+from halfbyte.moe.experts import GatedActivation, PackedExperts, WeightFormat
+from halfbyte.moe.interface import check_arguments
+from halfbyte.moe.registry import init_moe_kernel
+
+_PROCESSING = RLock()
+"""One lock for all layers: a lock in a layer would prevent `copy.deepcopy`."""
+
+
+class ExpertsLayer(nn.Module, ABC):
+    """`sum over j of topk_weights[:, j] * expert[topk_ids[:, j]](x)`, W4A16.
+
+    Args:
+        num_experts: E.
+        hidden_size: H, a multiple of the format's block size.
+        intermediate_size: I, a multiple of the format's block size.
+        bias: whether projections have biases.
+        activation: between them.
+        dtype: of hidden states, biases and result: float16, bfloat16 or float32; by default
+            PyTorch's.
+        backend: a name of `MOE_BACKENDS`, or None for the first that supports the layer.
+        batch_invariant: a token's result is bitwise the same for any batch.
+
+    Raises:
+        ValueError: an invalid size or dtype.
+    """
+
+    weight_format: ClassVar[WeightFormat]
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool,
+        activation: GatedActivation,
+        dtype: torch.dtype | None,
+        backend: str | None,
+        batch_invariant: bool,
+    ) -> None:
+        super().__init__()
+        self.dtype = check_dtype(torch.get_default_dtype() if dtype is None else dtype)
+        # Checks the sizes.
+        MoeConfig(num_experts, hidden_size, intermediate_size, self.dtype, self.weight_format)
+        self.num_experts, self.has_bias, self.activation = num_experts, bias, activation
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.backend, self.batch_invariant = backend, batch_invariant
+        self.layer_name = ""
+        """For messages."""
+        self.kernel: MoeKernel | None = None
+
+    @abstractmethod
+    def _make_empty(self, device: torch.device | str | None) -> None:
+        """Replace all parameters by empty ones, as before loading."""
+
+    @abstractmethod
+    def check_tensors(self) -> None:
+        """Raise CheckpointError unless every tensor was loaded and every scale is finite."""
+
+    @abstractmethod
+    def _loaded_experts(self) -> PackedExperts:
+        """The experts of a layer that is not processed."""
+
+    @abstractmethod
+    def _keep(self, experts: PackedExperts) -> None:
+        """The inverse of `_loaded_experts`: make the experts the layer's parameters."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Weighted sum of each token's experts.
+
+        Args:
+            hidden_states: `[tokens, H]` of the layer's dtype.
+            top_k_index: int32 or int64 `[tokens, top_k]`; `num_experts` means no expert.
+            top_k_weights: `[tokens, top_k]`, used as given.
+
+        Returns:
+            `[tokens, H]`.
+
+        Raises:
+            ValueError: an argument that does not fit.
+            CheckpointError: a tensor was never loaded, or a scale is not finite.
+            NoImplementationError: no backend, or not the one asked for, can do the work.
+        """
+        if self.kernel is None:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    f"{self.layer_name or type(self).__name__}: call "
+                    "process_weights_after_loading() before torch.compile"
+                )
+            self.process_weights_after_loading()
+        assert self.kernel is not None
+        check_arguments(hidden_states, self.hidden_size, self.device, top_k_index, top_k_weights)
+        if hidden_states.dtype != self.dtype:
+            raise ValueError(f"hidden: expected {self.dtype}, got {hidden_states.dtype}")
+        tensors = {name: p for name, p in self._parameters.items() if p is not None}
+        return self.kernel.apply(tensors, hidden_states, top_k_index, top_k_weights)
+
+    @torch.inference_mode(False)  # inference tensors must not remain in the layer
+    def process_weights_after_loading(self) -> None:
+        """Select a kernel and let it convert the weights; does nothing if already processed.
+
+        Raises:
+            CheckpointError: a tensor was never loaded, or holds a scale that is not finite; one
+                line that names it.
+            NoImplementationError: no backend, or not the one asked for, can do the work.
+            ValueError: the backend cannot represent the weights exactly.
+        """
+        with _PROCESSING:  # first calls may come from several threads
+            if self.kernel is not None:
+                return
+            self.check_tensors()
+            experts = self._loaded_experts()
+            config = MoeConfig.of(experts, self.dtype, self.batch_invariant)
+            kernel = init_moe_kernel(config, self.backend)
+            try:
+                tensors = kernel.prepare(experts)
+            except ValueError as error:
+                raise ValueError(f"{self.layer_name}: {error}") from None
+            self._parameters.clear()
+            for name, tensor in tensors.items():
+                self._set(name, tensor)
+            self.kernel = kernel
+
+    @torch.inference_mode(False)  # inference tensors must not remain in the layer
+    def unprocess_weights(self) -> None:
+        """Restore the weights as loaded; does nothing if not processed."""
+        if self.kernel is None:
+            return
+        experts, self.kernel = self.packed_experts(), None
+        self._parameters.clear()
+        self._keep(experts)
+
+    def packed_experts(self) -> PackedExperts:
+        """The experts as loaded, also if the weights were processed."""
+        if self.kernel is None:
+            return self._loaded_experts()
+        return self.kernel.restore({name: p.detach() for name, p in self.named_parameters()})
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return next(self.parameters()).device
+
+    def _set(self, name: str, tensor: torch.Tensor) -> None:
+        self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Implements `to`, `cuda` and `half`: codes and scales change device, not dtype."""
+        probe = torch.zeros(0, dtype=self.dtype, device=self.device)
+        after = fn(probe)
+        check_dtype(after.dtype)
+        if (after.device, after.dtype) != (probe.device, probe.dtype):
+            self.unprocess_weights()
+        biases = {id(p) for name, p in self._parameters.items() if name.endswith("_bias")}
+
+        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
+            result = fn(tensor)
+            changes = result.dtype != tensor.dtype and id(tensor) not in biases
+            return tensor.to(result.device) if changes else result
+
+        super()._apply(keep_dtype, recurse)
+        self.dtype = after.dtype
+        if probe.is_meta and not after.is_meta:  # after to_empty() nothing is loaded
+            self._make_empty(after.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """For `print(model)`."""
+        backend = self.kernel.name if self.kernel else self.backend or "not chosen yet"
+        return (
+            f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
+            f"intermediate_size={self.intermediate_size}, bias={self.has_bias}, W4A16, "
+            f"dtype={self.dtype}, backend={backend}"
+        )
