@@ -262,7 +262,23 @@ def test_a_run_has_one_default_recipe(
 def compilation(**fields: Any) -> SimpleNamespace:
     """A configuration with piecewise CUDA graphs."""
     return SimpleNamespace(
-        cudagraph_mode=SimpleNamespace(has_piecewise_cudagraphs=lambda: True), **fields
+        cudagraph_mode=SimpleNamespace(
+            has_piecewise_cudagraphs=lambda: True, has_full_cudagraphs=lambda: False
+        ),
+        **fields,
+    )
+
+
+def full_graphs(**fields: Any) -> Any:
+    """`cudagraph_mode=FULL`, whose graphs of mixed batches become piecewise."""
+    full = SimpleNamespace(has_full_cudagraphs=lambda: True)
+    mode = SimpleNamespace(
+        has_piecewise_cudagraphs=lambda: False,
+        has_full_cudagraphs=lambda: True,
+        mixed_mode=lambda: full,
+    )
+    return SimpleNamespace(
+        cudagraph_mode=mode, splitting_ops_contain_attention=lambda: True, **fields
     )
 
 
@@ -303,7 +319,14 @@ def connector(name: str | None, **extra: Any) -> Any:
                 "additional_config": {"halfbyte": {"kv_recipe": "balanced"}},
                 "compilation_config": compilation(use_inductor_graph_partition=True),
             },
-            "kv_recipe balanced with piecewise CUDA graphs that hold.*cudagraph_mode FULL or NONE",
+            "kv_recipe balanced with piecewise CUDA graphs that hold.*FULL_DECODE_ONLY or NONE",
+        ),
+        (
+            {
+                "additional_config": {"halfbyte": {"kv_recipe": "balanced"}},
+                "compilation_config": full_graphs(use_inductor_graph_partition=True),
+            },
+            "kv_recipe balanced with piecewise CUDA graphs that hold.*FULL_DECODE_ONLY or NONE",
         ),
         (
             {

@@ -185,18 +185,32 @@ def test_one_that_waits_gives_its_entry_up() -> None:
     assert missing(entries, "a") == {0: range(13, 20)}
 
 
+def test_the_longest_idle_gives_its_entry_up() -> None:
+    entries = RingEntries(capacity=2, tokens=8, ring=8)
+    entries.begin(scheduled(new={"a": 0, "b": 0}, counts={"a": 20, "b": 20}))
+    entries.begin(scheduled(cached={"a": 20}, counts={"a": 1}))
+    entries.begin(scheduled(new={"c": 0}, counts={"c": 5}))
+    assert entries_of(entries, "c") == [2]
+    entries.begin(scheduled(cached={"a": 21}, counts={"a": 1}))
+    assert missing(entries, "a") == {}
+
+
 class _Dispatcher:
     """As vLLM's, of V1: the mode of a step that may run as a full graph."""
 
-    def dispatch(self, num_tokens: int, invalid_modes: Any = None) -> str:
-        return "piecewise" if "full" in (invalid_modes or ()) else "full"
+    def dispatch(self, num_tokens: int, valid_modes: Any = None, invalid_modes: Any = None) -> str:
+        modes = set(valid_modes or ("full", "piecewise", "none")) - set(invalid_modes or ())
+        return next(mode for mode in ("full", "piecewise", "none") if mode in modes)
 
 
 class _Manager:
     """As vLLM's, of V2."""
 
-    def dispatch(self, num_reqs: int, uniform_token_count: int | None) -> str:
-        return "piecewise" if uniform_token_count is None else "full"
+    def dispatch(
+        self, num_reqs: int, uniform_token_count: int | None, max_query_len: int | None = None
+    ) -> str:
+        is_bounded = uniform_token_count is not None or max_query_len is not None
+        return "full" if is_bounded else "piecewise"
 
 
 class _Runner:
@@ -211,7 +225,7 @@ class _Runner:
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         counts = scheduler_output.num_scheduled_tokens
         self.input_batch.req_ids = sorted(counts, reverse=True)
-        mode = self.cudagraph_dispatcher.dispatch(len(counts))
+        mode = self.cudagraph_dispatcher.dispatch(len(counts), valid_modes={"full", "piecewise"})
         return mode, running_rings(), running_rings()
 
 
@@ -226,7 +240,7 @@ class _RunnerV2(_Runner):
         self, scheduler_output: Any, intermediate_tensors: Any = None, dummy_run: bool = False
     ) -> Any:
         counts = scheduler_output.num_scheduled_tokens
-        mode = self.cudagraph_manager.dispatch(len(counts), uniform_token_count=1)
+        mode = self.cudagraph_manager.dispatch(len(counts), uniform_token_count=1, max_query_len=1)
         assert running_rings() is None  # whose order is not known yet
         if not dummy_run:
             self.prepare_inputs(counts)
@@ -331,7 +345,7 @@ class _FullGraphs:
         ("parallel_config", "enable_dbo", True, "micro-batches"),
         ("cache_config", "kv_sharing_fast_prefill", True, "kv_sharing_fast_prefill"),
         ("model_config", "enable_sleep_mode", True, "enable_sleep_mode"),
-        (None, "speculative_config", SimpleNamespace(method="eagle"), "drafts of a model"),
+        (None, "speculative_config", SimpleNamespace(method="eagle"), "drafts by eagle"),
         (None, "kv_transfer_config", object(), "a KV connector"),
     ],
 )

@@ -108,7 +108,7 @@ def check_config(vllm_config: Any) -> Options:
             f"kv_recipe {options.kv_recipe} with piecewise CUDA graphs that hold the cache's "
             "update, and would keep the positions of the step that they were captured with,",
             "leave out use_inductor_graph_partition and splitting_ops, or use "
-            "cudagraph_mode FULL or NONE",
+            "cudagraph_mode FULL_DECODE_ONLY or NONE",
         )
     _check_connector(getattr(vllm_config, "kv_transfer_config", None))
     return options

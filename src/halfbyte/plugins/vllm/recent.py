@@ -18,8 +18,9 @@ from halfbyte.plugins.vllm.ring_entries import RingEntries
 
 logger = logging.getLogger("halfbyte")
 
-_DRAFTS_WITHOUT_ATTENTION = ("ngram", "ngram_gpu", "suffix")
-"""Methods of speculative decoding whose drafts need no layers of their own."""
+_DRAFTS_OF_PROMPTS = ("ngram", "suffix")
+"""Methods of speculative decoding without layers of their own. `ngram_gpu` changes the tokens of a
+step after the scheduler has named them."""
 
 
 def ring_tokens(vllm_config: Any) -> int:
@@ -85,7 +86,8 @@ def _why_no_rings(vllm_config: Any) -> list[str]:
         and not ring_runners.can_avoid_full_graphs(runner),
         "data parallel with model runner V2": is_v2
         and getattr(parallel, "data_parallel_size", 1) > 1,
-        "drafts of a model": draft is not None and draft.method not in _DRAFTS_WITHOUT_ATTENTION,
+        f"drafts by {getattr(draft, 'method', None)}": draft is not None
+        and draft.method not in _DRAFTS_OF_PROMPTS,
         "a KV connector": getattr(vllm_config, "kv_transfer_config", None) is not None,
         "an encoder's connector": getattr(vllm_config, "ec_transfer_config", None) is not None,
         "micro-batches": getattr(parallel, "use_ubatching", False)

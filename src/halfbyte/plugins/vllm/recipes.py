@@ -120,9 +120,15 @@ def has_nvfp4_keys(vllm_config: Any, options: Options) -> bool:
 
 def captures_stores(vllm_config: Any) -> bool:
     """Whether piecewise CUDA graphs contain the cache update."""
-    compilation = getattr(vllm_config, "compilation_config", None)
+    compilation: Any = getattr(vllm_config, "compilation_config", None)
     mode = getattr(compilation, "cudagraph_mode", None)
-    if mode is None or not mode.has_piecewise_cudagraphs():
+    if mode is None:
+        return False
+    # As ours are for uniform batches, vLLM makes the other graphs of FULL piecewise, if it can.
+    becomes_piecewise = mode.has_full_cudagraphs() and (
+        mode.mixed_mode().has_full_cudagraphs() and compilation.splitting_ops_contain_attention()
+    )
+    if not mode.has_piecewise_cudagraphs() and not becomes_piecewise:
         return False
     if getattr(compilation, "use_inductor_graph_partition", False):
         return True

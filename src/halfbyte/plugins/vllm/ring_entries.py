@@ -105,10 +105,11 @@ class RingEntries:
         held = self._held.get(request)
         if held is None:
             held = self._held[request] = _Held(self._take(), computed, computed)
-        elif is_new or computed > held.length:  # its ring holds none of the computed tokens
+        elif is_new or computed > held.length:  # the ring's tokens may be others'
             held.kept_from = computed
         else:  # rolled back, or unchanged
             held.kept_from = kept_after_crop(held.kept_from, held.length, computed, self.ring)
+        self._held[request] = self._held.pop(request)  # to the end: the longest idle come first
         missing = missing_positions(held.kept_from, computed, self.tokens)
         self._missing[request] = missing
         held.kept_from = min(held.kept_from, missing.start)

@@ -14,7 +14,7 @@ from dataclasses import fields
 from functools import wraps
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from halfbyte.after_import import after_import
 from halfbyte.plugins.vllm.ring_entries import RingEntries, ScheduledRings
@@ -34,17 +34,37 @@ _SCHEDULED = {
     "NewRequestData": ("num_computed_tokens", "req_id"),
 }
 """Required fields of the scheduler's output: attributes of vLLM's classes."""
-_DISPATCHERS = {V1: "cudagraph_dispatcher", V2: "cudagraph_manager"}
-"""Attribute of a runner: what chooses the CUDA graph of a step."""
-_DISPATCH = {
-    V1: ("vllm.v1.cudagraph_dispatcher", "CudagraphDispatcher", "invalid_modes"),
-    V2: ("vllm.v1.worker.gpu.cudagraph_utils", "CudaGraphManager", "uniform_token_count"),
+
+
+class _Dispatch(NamedTuple):
+    """What chooses the CUDA graph of a step."""
+
+    attribute: str
+    """Of a runner."""
+    module: str
+    class_name: str
+    argument: str
+    """Of its `dispatch`, which keeps a step from full graphs."""
+
+
+_DISPATCHERS = {
+    V1: _Dispatch(
+        "cudagraph_dispatcher",
+        "vllm.v1.cudagraph_dispatcher",
+        "CudagraphDispatcher",
+        "invalid_modes",
+    ),
+    V2: _Dispatch(
+        "cudagraph_manager",
+        "vllm.v1.worker.gpu.cudagraph_utils",
+        "CudaGraphManager",
+        "uniform_token_count",
+    ),
 }
-"""Its class, and the argument of its `dispatch` that keeps a step from full graphs."""
 _ENTRIES = "halfbyte_ring_entries"
 """Attribute of a model runner."""
 _IS_WRAPPED = "halfbyte_follows_steps"
-"""Attribute of what is wrapped."""
+"""Attribute of a runner's class, and of what chooses its graphs, once they are wrapped."""
 
 
 class _Running:
@@ -92,12 +112,12 @@ def can_avoid_full_graphs(name: str) -> bool:
     Args:
         name: `V1` or `V2`.
     """
-    module, dispatcher, argument = _DISPATCH[name]
+    of = _DISPATCHERS[name]
     try:
-        dispatch = getattr(import_module(module), dispatcher).dispatch
+        dispatch = getattr(import_module(of.module), of.class_name).dispatch
     except (ImportError, AttributeError):
         return False
-    return argument in inspect.signature(dispatch).parameters
+    return of.argument in inspect.signature(dispatch).parameters
 
 
 def _wrap(module: ModuleType, name: str, make_entries: Callable[[Any], RingEntries | None]) -> None:
@@ -160,14 +180,14 @@ def _entries_of(
 
 def _keep_from_full_graphs(runner: Any, name: str) -> None:
     """Wrap a runner's choice of CUDA graphs, once."""
-    dispatcher = getattr(runner, _DISPATCHERS[name], None)
+    dispatcher = getattr(runner, _DISPATCHERS[name].attribute, None)
     if dispatcher is None or hasattr(dispatcher, _IS_WRAPPED):
         return
     dispatch = dispatcher.dispatch
     parameters = inspect.signature(dispatch)
 
     @wraps(dispatch)
-    def partly(*arguments: Any, **options: Any) -> Any:
+    def dispatch_without_full(*arguments: Any, **options: Any) -> Any:
         entries = _Running.entries
         if entries is None or not entries.lacks_tokens:
             return dispatch(*arguments, **options)
@@ -183,5 +203,5 @@ def _keep_from_full_graphs(runner: Any, name: str) -> None:
                     call.arguments[bound] = None
         return dispatch(*call.args, **call.kwargs)
 
-    dispatcher.dispatch = partly
+    dispatcher.dispatch = dispatch_without_full
     setattr(dispatcher, _IS_WRAPPED, True)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from halfbyte.attention.queries import QueryPositions
-from halfbyte.kvcache.recent_step import MissingTokens, RecentStep
+from halfbyte.kvcache.recent_step import MissingTokens, RecentStep, last_rows, to_device
 from halfbyte.plugins.vllm.ring_entries import NOBODY, ScheduledRings
 
 
@@ -92,29 +92,9 @@ class RingBuffers:
             )
         padded = np.full(num_requests, NOBODY, np.int32)
         padded[:count] = rings.entries
-        entries.copy_(_staged(padded, entries.device), non_blocking=True)
+        entries.copy_(to_device(padded, entries.device))
         rows = None
         # More would overwrite slots that the step's own queries read.
         if rings.counts.max(initial=0) > self.ring - self.tokens + 1:
-            staged = _staged(last_rows(rings.counts, self.ring), entries.device)
-            rows = staged.to(entries.device, non_blocking=True)
+            rows = to_device(last_rows(rings.counts, self.ring), entries.device)
         return RingStep(self.ring, entries, rows, rings.missing)
-
-
-def last_rows(counts: np.ndarray, ring: int) -> np.ndarray:
-    """int64 `[n]`: rows of each sequence's last tokens, at most `ring`.
-
-    Args:
-        counts: int64 `[sequences]`, tokens of each.
-        ring: slots of a ring.
-    """
-    kept = np.minimum(counts, ring)
-    number = np.arange(kept.sum()) - np.repeat(kept.cumsum() - kept, kept)
-    rows: np.ndarray = np.repeat(counts.cumsum() - kept, kept) + number
-    return rows
-
-
-def _staged(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    """In memory from which a device copies without a sync."""
-    tensor = torch.from_numpy(numbers)
-    return tensor.pin_memory() if device.type == "cuda" else tensor
