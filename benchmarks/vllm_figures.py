@@ -42,11 +42,16 @@ def table(report: dict[str, Any]) -> str:
         if "error" in figures:
             continue
         steps = [f"{figures[c]['step_ms']:.2f} ms" if c in figures else "" for c in cases]
-        name += "" if figures["prompts"] == "at once" else " †"
+        name += dagger(figures)
         prefill = f"{figures[cases[0]]['prefill_tokens_per_s'] / 1e3:.1f}k/s"
         tokens = f"{figures['kv_cache_tokens'] / 1e3:,.0f}k"
         lines.append("| " + " | ".join((name, *steps, prefill, tokens)) + " |")
     return "\n".join(lines) + "\n"
+
+
+def dagger(figures: dict[str, Any]) -> str:
+    """A mark behind the name of a variant whose prompts came one by one; see the page."""
+    return "" if figures["prompts"] == "at once" else " †"
 
 
 def recipes_table(report: dict[str, Any]) -> str:
@@ -84,7 +89,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
                 [figures[cases[x]]["step_ms"] for x in known],
                 0.92 * width,
                 color=COLORS[i],
-                label=name,
+                label=name + dagger(figures),
             )
             axes.bar_label(bars, fmt="%.1f", color=_INK, fontsize=9, padding=1.5)
         axes.set_xticks(range(len(cases)), map(label, cases), fontsize=9)
