@@ -152,13 +152,10 @@ def test_dummy_weights_have_a_calibration(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_balanced_on_two_ranks_changes_no_token(
-    parallel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_balanced_on_two_ranks_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     with vllm_engine(**BALANCED) as llm:
         expected = generate(llm, TEXTS)
-    found, _ = run_apart(TEXTS, in_process=False, **{parallel: 2}, **BALANCED)
+    found, _ = run_apart(TEXTS, in_process=False, tensor_parallel_size=2, **BALANCED)
     assert found == expected
