@@ -207,7 +207,7 @@ def _global_scale(
     name: str, scale: float | torch.Tensor, dtype: KVCacheDType, device: torch.device
 ) -> float | torch.Tensor:
     """A number, or a tensor on the device; 1 for formats without a global scale."""
-    checked = dtype.check_multiplier_on_host(scale, name)
+    checked = dtype.check_scale_on_host(scale, name)
     if not isinstance(checked, torch.Tensor):
         return checked
     if checked.device.type == "cpu" and device.type != "cpu":

@@ -106,3 +106,14 @@ def short_name(dtype: str) -> str:
     name = KVCacheDType.parse(dtype).value
     names = {"fp8_e4m3": "fp8", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
     return names.get(name, name)
+
+
+def relative_errors(
+    exact: torch.Tensor, out: torch.Tensor, baseline: torch.Tensor
+) -> tuple[float, float]:
+    """Max error of a result relative to the max value of float64's, and the allowed error.
+
+    Allowed is twice the error of `baseline`, computed with bfloat16 weights and inputs, and 1e-5.
+    """
+    errors = [(y.double() - exact).abs().max() / exact.abs().max() for y in (out, baseline)]
+    return float(errors[0]), 2 * float(errors[1]) + 1e-5

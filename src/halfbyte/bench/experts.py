@@ -6,7 +6,7 @@ from functools import cached_property, partial
 import torch
 import torch.nn.functional as F
 
-from halfbyte.bench.data import GLOBAL_SCALE, copies
+from halfbyte.bench.data import GLOBAL_SCALE, copies, relative_errors
 from halfbyte.bench.timing import Call
 from halfbyte.dispatch import compute_capability_of
 from halfbyte.moe import (
@@ -170,18 +170,13 @@ class Experts:
         return results.sum(1).to(x.dtype)
 
     def error(self, x: torch.Tensor, out: torch.Tensor) -> tuple[float, float]:
-        """Max error of the first call's result relative to the max value of float64's, and the
-        allowed error.
-
-        Of the first tokens. Allowed is twice the error of bfloat16 weights and x
-        (`2 max|baseline - ref| + 1e-5`).
-        """
+        """Error of the first call's result for the first tokens, and the allowed error; see
+        `relative_errors`."""
         ids, weights = (t[:_CHECKED_TOKENS] for t in self.routings(x.shape[0])[0])
         x, out = x[:_CHECKED_TOKENS], out[:_CHECKED_TOKENS]
         exact = moe_reference(x.double(), self.packed, ids, weights)
         baseline = self._dense_experts(self._dense, x.bfloat16(), ids, weights)
-        errors = [(y.double() - exact).abs().max() / exact.abs().max() for y in (out, baseline)]
-        return float(errors[0]), 2 * float(errors[1]) + 1e-5
+        return relative_errors(exact, out, baseline)
 
 
 def _dequantized(matrices: ExpertMatrices, expert: int) -> torch.Tensor:

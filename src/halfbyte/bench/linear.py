@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
-from halfbyte.bench.report import Row, new_report, or_failed
-from halfbyte.bench.timing import Call, measure
+from halfbyte.bench.products import ProductBenchmark, grid
+from halfbyte.bench.report import Row, or_failed
 from halfbyte.bench.weights import Shape, Weights
 from halfbyte.dispatch import CPU, current_compute_capability
 from halfbyte.linear import LINEAR_BACKENDS, NvFp4LinearLayerConfig
@@ -18,7 +18,7 @@ SHAPES: dict[str, Sequence[Shape]] = {
 TOKENS = {"cuda": (1, 16, 64, 256, 1024, 4096), "cpu": (1, 4, 16, 64)}
 
 
-class LinearBenchmark:
+class LinearBenchmark(ProductBenchmark):
     """Measures every shape with every number of tokens, and collects `report`.
 
     A row has `name`, `shape`, `n`, `k`, `m` and under `subjects` by name: times, `error` and
@@ -40,24 +40,13 @@ class LinearBenchmark:
         backends: Sequence[str] = (),
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        self.device, self.dtype = device, dtype
-        self.cases = [
-            (shape, m)
-            for shape in dict.fromkeys(shapes or SHAPES[device.type])
-            for m in dict.fromkeys(tokens or TOKENS[device.type])
-        ]
+        cases = grid(shapes or SHAPES[device.type], tokens or TOKENS[device.type])
         capability = current_compute_capability() if device.type == "cuda" else CPU
-        for (n, k), m in self.cases:
-            config = NvFp4LinearLayerConfig(
-                n, k, dtype, m_hint=m, device_type=device.type, compute_capability=capability
-            )
-        for name in backends:
-            LINEAR_BACKENDS.select(config, explicit=name)
-        verdicts = LINEAR_BACKENDS.explain(config)
-        ours = [v.name for v in verdicts if v.usable and v.name in ("cuda", "triton", "cpu")]
-        self.backends = list(dict.fromkeys(backends or ours or ["reference"]))
-        self.report = new_report(device)
-        self.report |= {"dtype": str(dtype).removeprefix("torch."), "backends": self.backends}
+        (n, k), m = cases[-1]
+        config = NvFp4LinearLayerConfig(
+            n, k, dtype, m_hint=m, device_type=device.type, compute_capability=capability
+        )
+        super().__init__(device, cases, LINEAR_BACKENDS, [config], backends, dtype)
 
     def run(self) -> Iterator[Row]:
         """Measure all cases; yields each row after adding it to the report."""
@@ -68,14 +57,7 @@ class LinearBenchmark:
             x, shape = weights.x(m), f"{n}x{k}"
             calls = {b: partial(weights.layer_calls, b, x) for b in self.backends}
             calls["dense_bf16"] = partial(weights.dense_calls, torch.bfloat16, x)
-            subjects = {b: or_failed(partial(self._entry, weights, x, calls[b])) for b in calls}
+            subjects = {b: or_failed(partial(self.checked, weights, x, calls[b])) for b in calls}
             row = {"name": f"{shape} M={m}", "shape": shape, "n": n, "k": k, "m": m}
             self.report["microseconds"].append(row := {**row, "subjects": subjects})
             yield row
-
-    def _entry(self, weights: Weights, x: torch.Tensor, make: "partial[list[Call]]") -> Row:
-        calls = make()
-        error, allowed = weights.error(x, calls[0]())
-        if not error <= allowed:  # also for NaN
-            raise RuntimeError(f"wrong results: error {error:.3g}, allowed {allowed:.3g}")
-        return {**measure(calls, self.device), "error": error, "allowed_error": allowed}

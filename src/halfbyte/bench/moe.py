@@ -6,8 +6,9 @@ from functools import partial
 import torch
 
 from halfbyte.bench.experts import Experts, MoeShape
-from halfbyte.bench.report import Row, new_report, or_failed
-from halfbyte.bench.timing import Call, measure
+from halfbyte.bench.products import ProductBenchmark, grid
+from halfbyte.bench.report import Row, or_failed
+from halfbyte.bench.timing import Call
 from halfbyte.moe import MOE_BACKENDS
 
 MOE_SHAPES = {
@@ -18,7 +19,7 @@ _USUAL = {"cuda": tuple(MOE_SHAPES.values()), "cpu": (MoeShape(16, 4, 1024, 512)
 _TOKENS = {"cuda": (1, 4, 16, 64, 256, 1024, 8192), "cpu": (1, 4, 16, 64)}
 
 
-class MoeBenchmark:
+class MoeBenchmark(ProductBenchmark):
     """Measures every shape with every number of tokens, and collects `report`.
 
     A row has `name`, `shape`, `m`, and under `subjects` by name: times, `error` and
@@ -41,21 +42,9 @@ class MoeBenchmark:
         backends: Sequence[str] = (),
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        self.device, self.dtype = device, dtype
-        self.cases = [
-            (shape, m)
-            for shape in dict.fromkeys(shapes or _USUAL[device.type])
-            for m in dict.fromkeys(tokens or _TOKENS[device.type])
-        ]
-        for shape, _ in self.cases:
-            config = shape.config(dtype, device)
-            for name in backends:
-                MOE_BACKENDS.select(config, explicit=name)
-        verdicts = MOE_BACKENDS.explain(config)
-        ours = [v.name for v in verdicts if v.usable and v.name in ("triton", "cpu")]
-        self.backends = list(dict.fromkeys(backends or ours or ["reference"]))
-        self.report = new_report(device)
-        self.report |= {"dtype": str(dtype).removeprefix("torch."), "backends": self.backends}
+        cases = grid(shapes or _USUAL[device.type], tokens or _TOKENS[device.type])
+        configs = [shape.config(dtype, device) for shape, _ in cases]
+        super().__init__(device, cases, MOE_BACKENDS, configs, backends, dtype)
 
     def run(self) -> Iterator[Row]:
         """Measure all cases; yields each row after adding it to the report."""
@@ -70,21 +59,16 @@ class MoeBenchmark:
                 for name, make in calls.items()
             }
             dense = partial(experts.dense_calls, x)
-            subjects["dense_bf16"] = or_failed(partial(self._entry, experts, x, dense, None))
+            subjects["dense_bf16"] = or_failed(partial(self.checked, experts, x, dense))
             row = {"name": f"{shape} M={m}", "shape": str(shape), "m": m, "subjects": subjects}
             self.report["microseconds"].append(row)
             yield row
 
     def _entry(
-        self, experts: Experts, x: torch.Tensor, make: "partial[list[Call]]", num_bytes: int | None
+        self, experts: Experts, x: torch.Tensor, make: "partial[list[Call]]", num_bytes: int
     ) -> Row:
-        calls = make()
-        error, allowed = experts.error(x, calls[0]())
-        if not error <= allowed:  # also for NaN
-            raise RuntimeError(f"wrong results: error {error:.3g}, allowed {allowed:.3g}")
-        entry: Row = {**measure(calls, self.device), "error": error, "allowed_error": allowed}
-        if num_bytes is not None:
-            rate = num_bytes / entry["back_to_back"] / 1e6
-            entry |= {"bytes": num_bytes, "terabytes_per_s": round(rate, 4)}
-            entry["fraction"] = round(rate / self.report["read_terabytes_per_s"], 3)
+        entry = self.checked(experts, x, make)
+        rate = num_bytes / entry["back_to_back"] / 1e6
+        entry |= {"bytes": num_bytes, "terabytes_per_s": round(rate, 4)}
+        entry["fraction"] = round(rate / self.report["read_terabytes_per_s"], 3)
         return entry

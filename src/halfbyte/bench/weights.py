@@ -6,7 +6,7 @@ from functools import cached_property, partial
 import torch
 import torch.nn.functional as F
 
-from halfbyte.bench.data import GLOBAL_SCALE, copies
+from halfbyte.bench.data import GLOBAL_SCALE, copies, relative_errors
 from halfbyte.bench.timing import Call
 from halfbyte.linear import NvFp4Linear
 from halfbyte.numerics import nvfp4
@@ -72,11 +72,7 @@ class Weights:
         return self.dense(torch.float64)
 
     def error(self, x: torch.Tensor, out: torch.Tensor) -> tuple[float, float]:
-        """Max error of a product relative to the max value of float64's, and the allowed error.
-
-        Allowed is twice the error of bfloat16 weights and x (`2 max|baseline - ref| + 1e-5`).
-        """
+        """Error of a product, and the allowed error; see `relative_errors`."""
         exact = x.double() @ self._exact.t()
         baseline = F.linear(x.bfloat16(), self.dense(torch.bfloat16))
-        errors = [(y.double() - exact).abs().max() / exact.abs().max() for y in (out, baseline)]
-        return float(errors[0]), 2 * float(errors[1]) + 1e-5
+        return relative_errors(exact, out, baseline)

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 _MIN_WIDTH = 90
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")]
+Tokens = Annotated[str | None, typer.Option("--m", help="Numbers of tokens, separated by commas.")]
+Backends = Annotated[
+    str | None,
+    typer.Option(help="Backends, separated by commas; by default our own that run here."),
+]
+Device = Annotated[str, typer.Option(help="auto, cuda or cpu.")]
 ReportFile = Annotated[
     Path | None, typer.Option("--out", help="Write the report there, as JSON, after every case.")
 ]
@@ -57,7 +63,7 @@ def attention(
         ),
     ] = None,
     peers: Annotated[bool, typer.Option(help="Measure PyTorch's SDPA, too.")] = True,
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    device: Device = "auto",
     attention_backend: AttentionBackend = None,
     as_json: AsJson = False,
     report: ReportFile = None,
@@ -85,14 +91,9 @@ def linear(
     shapes: Annotated[
         str | None, typer.Option(help="Weights N x K, such as 6144x4096,4096x14336.")
     ] = None,
-    m: Annotated[
-        str | None, typer.Option("--m", help="Numbers of tokens, separated by commas.")
-    ] = None,
-    backends: Annotated[
-        str | None,
-        typer.Option(help="Backends, separated by commas; by default our own that run here."),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    m: Tokens = None,
+    backends: Backends = None,
+    device: Device = "auto",
     as_json: AsJson = False,
     report: ReportFile = None,
     verbose: Verbose = False,
@@ -104,8 +105,7 @@ def linear(
     benchmark = LinearBenchmark(
         _device(device),
         parse_shapes(shapes) if shapes else (),
-        _numbers("m", m) if m else (),
-        [name.strip() for name in backends.split(",")] if backends else (),
+        *_tokens_and_backends(m, backends),
     )
     _run(benchmark, report, as_json=as_json)
 
@@ -119,14 +119,9 @@ def moe(
             "as 128x8x2048x768 (NVFP4); separated by commas."
         ),
     ] = None,
-    m: Annotated[
-        str | None, typer.Option("--m", help="Numbers of tokens, separated by commas.")
-    ] = None,
-    backends: Annotated[
-        str | None,
-        typer.Option(help="Backends, separated by commas; by default our own that run here."),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    m: Tokens = None,
+    backends: Backends = None,
+    device: Device = "auto",
     as_json: AsJson = False,
     report: ReportFile = None,
     verbose: Verbose = False,
@@ -138,10 +133,14 @@ def moe(
     benchmark = MoeBenchmark(
         _device(device),
         parse_moe_shapes(shapes) if shapes else (),
-        _numbers("m", m) if m else (),
-        [name.strip() for name in backends.split(",")] if backends else (),
+        *_tokens_and_backends(m, backends),
     )
     _run(benchmark, report, as_json=as_json)
+
+
+def _tokens_and_backends(m: str | None, backends: str | None) -> tuple[list[int], list[str]]:
+    names = [name.strip() for name in backends.split(",")] if backends else []
+    return _numbers("m", m) if m else [], names
 
 
 def _run(

@@ -21,6 +21,8 @@ from halfbyte.kvcache.plan import KVCachePlan
 from halfbyte.kvcache.recipe import KVRecipe
 from halfbyte.layouts import PageLayout
 
+PADDING_ENTRY = 0
+"""Ring of no sequence: for rows that pad a captured graph, and for dummy steps."""
 SLACK = 16
 """Max tokens that can be cropped without reading pages."""
 
@@ -136,7 +138,7 @@ class RecentTokens:
         self.tokens = tokens
         self.ring = tokens + SLACK
         self.count = 0
-        """Entries; the first is nobody's: rows that pad a captured graph write there."""
+        """Entries, `PADDING_ENTRY` included."""
         self._free: list[int] = []
         self._layers: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         for layout in layouts:
@@ -215,5 +217,5 @@ class RecentTokens:
             if pair is not None:
                 key, value = (torch.cat([x, x.new_zeros((extra, *x.shape[1:]))]) for x in pair)
                 self._layers[i] = key, value
-        self._free += range(count - 1, max(1, self.count) - 1, -1)
+        self._free += range(count - 1, max(PADDING_ENTRY + 1, self.count) - 1, -1)
         self.count = count

@@ -192,11 +192,11 @@ class KVCacheDType(StrEnum):
                 f"{name}: {self} needs a positive multiple of {multiple}, got {head_size}"
             )
 
-    def check_multiplier(self, scale: float | torch.Tensor, name: str) -> float | torch.Tensor:
+    def check_scale(self, scale: float | torch.Tensor, name: str) -> float | torch.Tensor:
         """A global scale as given, a number rounded to float32; 1 for formats without one.
 
         The value of a tensor is not checked, because that would sync a GPU
-        (`check_multiplier_on_host`).
+        (`check_scale_on_host`).
 
         Raises:
             ValueError: a tensor that is not float32 or has several elements, or a number that is
@@ -216,13 +216,11 @@ class KVCacheDType(StrEnum):
             raise ValueError(f"{name}: expected {expected}, got {scale!r}")
         return rounded
 
-    def check_multiplier_on_host(
-        self, scale: float | torch.Tensor, name: str
-    ) -> float | torch.Tensor:
-        """As `check_multiplier`; raises ValueError for the value of a tensor on the host, too."""
-        checked = self.check_multiplier(scale, name)
+    def check_scale_on_host(self, scale: float | torch.Tensor, name: str) -> float | torch.Tensor:
+        """As `check_scale`; raises ValueError for the value of a tensor on the host, too."""
+        checked = self.check_scale(scale, name)
         if isinstance(checked, torch.Tensor) and checked.device.type == "cpu":
-            self.check_multiplier(float(checked), name)
+            self.check_scale(float(checked), name)
         return checked
 
 

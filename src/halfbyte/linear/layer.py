@@ -223,12 +223,7 @@ class NvFp4Linear(LayerState):
             NoImplementationError: no backend, or not the one asked for, can do the work.
         """
         if self.kernel is None:
-            if torch.compiler.is_compiling():
-                raise RuntimeError(
-                    f"{self.layer_name or 'NvFp4Linear'}: call process_weights_after_loading() "
-                    "before torch.compile"
-                )
-            self.process_weights_after_loading()
+            self.process_in_first_call()
         assert self.kernel is not None
         fits = x.ndim > 0 and x.shape[-1] == self.in_features
         if not fits or x.dtype != self.dtype or x.device != self._device:

@@ -5,8 +5,8 @@ that a scale that was never loaded is an error and not 1.0. Codes and scales kee
 `layer.to(dtype)`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,13 +26,14 @@ from halfbyte.linear.layer_tensors import (
     full_name,
     scale_shape,
 )
+from halfbyte.linear.quantized_module import QuantizedModule
 from halfbyte.numerics import nvfp4
 from halfbyte.numerics.e4m3 import E4M3_NAN
 
 SCALES = ("weight_global_scale", "input_global_scale", "input_global_scale_inv", "alpha")
 
 
-class LayerState(nn.Module):
+class LayerState(QuantizedModule):
     """`NvFp4Linear` without the kernel; arguments as there."""
 
     weight: torch.Tensor
@@ -311,24 +312,10 @@ class LayerState(nn.Module):
         except CheckpointError as error:
             error_msgs.append(str(error))
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Implements `to`, `cuda` and `half`: codes and scales change device, not dtype."""
-        probe = torch.zeros(0, dtype=self.dtype, device=self.device)
-        after = fn(probe)
-        check_dtype(after.dtype)
-        if (after.device, after.dtype) != (probe.device, probe.dtype):
-            self.unprocess_weights()
+    def _biases(self) -> Sequence[torch.Tensor | None]:
+        return (self.bias,)
 
-        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
-            result = fn(tensor)
-            changes = result.dtype != tensor.dtype and tensor is not self.bias
-            return tensor.to(result.device) if changes else result
-
-        super()._apply(keep_dtype, recurse)
-        self.dtype = after.dtype
-        if probe.is_meta and not after.is_meta:
-            # after to_empty() nothing is loaded
-            self._make_empty(after.device, self.bias is not None)
-            self._stored.clear()
-            self._given.clear()
-        return self
+    def _forget(self, device: torch.device) -> None:
+        self._make_empty(device, self.bias is not None)
+        self._stored.clear()
+        self._given.clear()

@@ -6,14 +6,15 @@ first call), called. The state dict is that of the files, before and after proce
 layer restores the weights; the next call selects a kernel again."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
 from threading import RLock
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from halfbyte.linear.base import check_dtype
+from halfbyte.linear.quantized_module import QuantizedModule
 from halfbyte.moe.base import MoeConfig, MoeKernel
 from halfbyte.moe.experts import GatedActivation, PackedExperts, WeightFormat
 from halfbyte.moe.interface import check_arguments
@@ -23,7 +24,7 @@ _PROCESSING = RLock()
 """One lock for all layers: a lock in a layer would prevent `copy.deepcopy`."""
 
 
-class ExpertsLayer(nn.Module, ABC):
+class ExpertsLayer(QuantizedModule, ABC):
     """`sum over j of topk_weights[:, j] * expert[topk_ids[:, j]](x)`, W4A16.
 
     Args:
@@ -100,12 +101,7 @@ class ExpertsLayer(nn.Module, ABC):
             NoImplementationError: no backend, or not the one asked for, can do the work.
         """
         if self.kernel is None:
-            if torch.compiler.is_compiling():
-                raise RuntimeError(
-                    f"{self.layer_name or type(self).__name__}: call "
-                    "process_weights_after_loading() before torch.compile"
-                )
-            self.process_weights_after_loading()
+            self.process_in_first_call()
         assert self.kernel is not None
         check_arguments(hidden_states, self.hidden_size, self.device, top_k_index, top_k_weights)
         if hidden_states.dtype != self.dtype:
@@ -162,25 +158,11 @@ class ExpertsLayer(nn.Module, ABC):
     def _set(self, name: str, tensor: torch.Tensor) -> None:
         self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Implements `to`, `cuda` and `half`: codes and scales change device, not dtype."""
-        probe = torch.zeros(0, dtype=self.dtype, device=self.device)
-        after = fn(probe)
-        check_dtype(after.dtype)
-        if (after.device, after.dtype) != (probe.device, probe.dtype):
-            self.unprocess_weights()
-        biases = {id(p) for name, p in self._parameters.items() if name.endswith("_bias")}
+    def _biases(self) -> Sequence[torch.Tensor | None]:
+        return [p for name, p in self._parameters.items() if name.endswith("_bias")]
 
-        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
-            result = fn(tensor)
-            changes = result.dtype != tensor.dtype and id(tensor) not in biases
-            return tensor.to(result.device) if changes else result
-
-        super()._apply(keep_dtype, recurse)
-        self.dtype = after.dtype
-        if probe.is_meta and not after.is_meta:  # after to_empty() nothing is loaded
-            self._make_empty(after.device)
-        return self
+    def _forget(self, device: torch.device) -> None:
+        self._make_empty(device)
 
     def extra_repr(self) -> str:
         """For `print(model)`."""

@@ -2,7 +2,7 @@
 
 Of `linear/w4a16/triton_kernel.py` this is the general case: a dense layer is one expert that all
 tokens have. A program computes a tile of the output in one loop over k, with the expert of its tile
-of sorted pairs (`triton_routing.py`). The first product gathers rows of x, computes gate and up in
+of sorted pairs (`triton_routing.py`). The first product gathers tokens, computes gate and up in
 two accumulators and applies the activation; the second multiplies its rows by the router's weights
 and scatters them to the pairs' places, so that a third kernel can add them in a fixed order.
 

@@ -8,7 +8,7 @@ import torch
 
 from halfbyte.attention.base import AttentionConfig, AttentionInputs, GpuAttention
 from halfbyte.attention.decode.plan import MERGE_THREADS, Plan, PlanView, make_plan, slice_ctas
-from halfbyte.attention.decode.prepare import PrepareVariant, Transformed, aligned, prepare
+from halfbyte.attention.decode.prepare import PrepareVariant, Transformed, prepare
 from halfbyte.attention.decode.variant import (
     WARPS,
     Variant,
@@ -19,6 +19,7 @@ from halfbyte.attention.decode.variant import (
 from halfbyte.dispatch import Answer
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import current_device
+from halfbyte.kernels.runtime.parameters import aligned
 from halfbyte.kernels.runtime.tensor_maps import TensorMap, tensor_map_of_pages
 from halfbyte.layouts import PageLayout, page_stride
 

@@ -10,6 +10,7 @@ import torch
 from halfbyte.attention.base import AttentionInputs
 from halfbyte.attention.decode.variant import geometry_macros
 from halfbyte.kernels.runtime import nvrtc
+from halfbyte.kernels.runtime.parameters import KernelArguments, aligned
 from halfbyte.kvcache.recent import RecentInputs
 from halfbyte.kvcache.transform import MARK, KVTransform, PairTables
 from halfbyte.layouts import PageLayout, page_stride
@@ -136,20 +137,6 @@ class Prepared(NamedTuple):
     """Keeps the launch's tensors alive."""
 
 
-class _Arguments:
-    """Kernel parameters, and the tensors that they point to."""
-
-    def __init__(self, **numbers: float) -> None:
-        self.params = _Params(**numbers)
-        self.tensors: list[torch.Tensor] = []
-
-    def bind(self, **tensors: torch.Tensor) -> None:
-        """Point fields of the struct to tensors."""
-        for name, tensor in tensors.items():
-            setattr(self.params, name, tensor.data_ptr())
-            self.tensors.append(tensor)
-
-
 def prepare(inputs: AttentionInputs) -> Prepared:
     """Rotate queries, score means and first tokens, attend to the recent tokens.
 
@@ -164,7 +151,8 @@ def prepare(inputs: AttentionInputs) -> Prepared:
     query = rotated = aligned(inputs.query)
     num_tokens, num_heads, _ = query.shape
     block_tables = inputs.block_tables.contiguous()
-    arguments = _Arguments(
+    arguments = KernelArguments(
+        _Params,
         query_stride_token=query.stride(0),
         query_stride_head=query.stride(1),
         max_pages=block_tables.shape[1],
@@ -205,7 +193,7 @@ def prepare(inputs: AttentionInputs) -> Prepared:
 
 
 def _bind_transform(
-    arguments: _Arguments,
+    arguments: KernelArguments,
     transform: KVTransform,
     tables: PairTables | None,
     query: torch.Tensor,
@@ -236,7 +224,7 @@ def _bind_transform(
 
 
 def _bind_recent(
-    arguments: _Arguments, recent: RecentInputs, query: torch.Tensor, inputs: AttentionInputs
+    arguments: KernelArguments, recent: RecentInputs, query: torch.Tensor, inputs: AttentionInputs
 ) -> None:
     """Bind the rings, the step's K and V, and the outputs of attention to recent tokens."""
     key, value = (aligned(x.to(query.dtype)) for x in (recent.key, recent.value))
@@ -258,13 +246,6 @@ def _bind_recent(
 
 def _floats(query: torch.Tensor, *shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float32, device=query.device)
-
-
-def aligned(x: torch.Tensor) -> torch.Tensor:
-    """`x` `[a, b, size]` of 16-bit values with rows aligned to 16 bytes; a copy if necessary."""
-    if x.stride(2) != 1 or any(n % 8 for n in (x.data_ptr() // 2, *x.stride()[:2])):
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
 
 
 def _tokens(inputs: AttentionInputs, kernel: nvrtc.Kernel) -> torch.Tensor:

@@ -23,9 +23,9 @@ from halfbyte.attention.paged.plan import (
 from halfbyte.attention.queries.launcher import TransformedQuery, bias_bytes, transform_queries
 from halfbyte.kernels.formats.dot_operands import dot_operand
 from halfbyte.kernels.formats.kv_tiles import (
-    multiplier,
     operand_shift,
     page_stride_of,
+    scale_factor,
     side_geometry,
 )
 from halfbyte.kernels.runtime.devices import current_device
@@ -70,8 +70,8 @@ def attend(inputs: AttentionInputs, plan: AttendPlan | None = None) -> None:
     query = query if query.stride(2) == 1 else query.contiguous()
     block_tables = inputs.block_tables
     block_tables = block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()
-    k_factor, k_global = multiplier(inputs.k_scale, layout.k_dtype, query.device)
-    v_factor, v_global = multiplier(inputs.v_scale, layout.v_dtype, query.device)
+    k_factor, k_global = scale_factor(inputs.k_scale, layout.k_dtype, query.device)
+    v_factor, v_global = scale_factor(inputs.v_scale, layout.v_dtype, query.device)
     unit = k_factor * 2.0 ** operand_shift(kernel["k"].kind, kernel["casts"])
     exponents, cap = exponent_factors(inputs.scale, inputs.softcap)
     out_scale = v_factor * 2.0 ** operand_shift(kernel["v"].kind, kernel["casts"])

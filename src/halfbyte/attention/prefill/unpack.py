@@ -38,9 +38,9 @@ from halfbyte.kernels.formats.decode import (
 from halfbyte.kernels.formats.kv_tiles import (
     load_fp4_bytes,
     load_plain_rows,
-    multiplier,
     page_stride_of,
     pinned,
+    scale_factor,
     side_geometry,
 )
 from halfbyte.kernels.runtime.devices import current_device
@@ -359,8 +359,8 @@ def unpack_tokens(
     if block_tables.stride(1) != 1:
         block_tables = block_tables.contiguous()
     k, v = side_geometry(layout, "k"), side_geometry(layout, "v")
-    k_factor, k_global = multiplier(k_scale, layout.k_dtype, pages.device)
-    v_factor, v_global = multiplier(v_scale, layout.v_dtype, pages.device)
+    k_factor, k_global = scale_factor(k_scale, layout.k_dtype, pages.device)
+    v_factor, v_global = scale_factor(v_scale, layout.v_dtype, pages.device)
     matrix = tables = first_keys = first_values = None
     if transform is not None:
         tables, first_keys, first_values = (

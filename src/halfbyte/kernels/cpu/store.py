@@ -37,7 +37,7 @@ def store_tokens_cpu(
 
     Raises:
         ValueError: a slot past the last page (then nothing is written), a float scale that
-            `KVCacheDType.check_multiplier` refuses, a scale of several elements, or pages whose
+            `KVCacheDType.check_scale` refuses, a scale of several elements, or pages whose
             alignment does not suit a 16- or 32-bit format.
     """
     loaded = library()
@@ -59,11 +59,11 @@ def store_tokens_cpu(
         key.data_ptr(),
         *key.stride(),
         FLOATS[key.dtype],
-        float(layout.k_dtype.check_multiplier(k_scale, "k_scale")),
+        float(layout.k_dtype.check_scale(k_scale, "k_scale")),
         value.data_ptr(),
         *value.stride(),
         FLOATS[value.dtype],
-        float(layout.v_dtype.check_multiplier(v_scale, "v_scale")),
+        float(layout.v_dtype.check_scale(v_scale, "v_scale")),
     )
     past = loaded.halfbyte_store(pack_layout(layout), call)
     if past >= 0:

@@ -91,7 +91,7 @@ def page_stride_of(pages: torch.Tensor, layout: PageLayout) -> int:
     return stride
 
 
-def multiplier(
+def scale_factor(
     scale: float | torch.Tensor, dtype: KVCacheDType, device: torch.device
 ) -> tuple[float, torch.Tensor | None]:
     """A global scale as a float, or as 1 and a device tensor; 1 for formats without one."""

@@ -89,9 +89,9 @@ def global_scale_on(
     """A global scale as kernels on a GPU take it: a float32, or a tensor on its device.
 
     Raises:
-        ValueError: `KVCacheDType.check_multiplier` refuses it.
+        ValueError: `KVCacheDType.check_scale` refuses it.
     """
-    checked = dtype.check_multiplier(scale, name)
+    checked = dtype.check_scale(scale, name)
     if not isinstance(checked, torch.Tensor):
         return checked
     if checked.device == device or checked.device.type != "cpu":

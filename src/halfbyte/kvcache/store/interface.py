@@ -59,8 +59,8 @@ def reshape_and_cache(
             last page where that is checked.
     """
     _check_write(key, value, pages, slot_mapping, layout)
-    layout.k_dtype.check_multiplier_on_host(k_scale, "k_scale")
-    layout.v_dtype.check_multiplier_on_host(v_scale, "v_scale")
+    layout.k_dtype.check_scale_on_host(k_scale, "k_scale")
+    layout.v_dtype.check_scale_on_host(v_scale, "v_scale")
     if transform is not None:
         check_positions(positions, slot_mapping, transform)
     store = select_store(

@@ -164,7 +164,7 @@ def store_tokens(
         positions, recent: see `reshape_and_cache`.
 
     Raises:
-        ValueError: a float scale that `KVCacheDType.check_multiplier` refuses, a scale of several
+        ValueError: a float scale that `KVCacheDType.check_scale` refuses, a scale of several
             elements, or pages whose alignment does not suit a 16- or 32-bit format.
     """
     num_slots = slot_mapping.shape[0]
@@ -180,8 +180,8 @@ def store_tokens(
             f"pages: the base {pages.data_ptr():#x} and the stride {stride} must be multiples "
             f"of {geometry.itemsize} bytes for K in {layout.k_dtype} and V in {layout.v_dtype}"
         )
-    k_multiplier = global_scale_on(pages.device, "k_scale", k_scale, layout.k_dtype)
-    v_multiplier = global_scale_on(pages.device, "v_scale", v_scale, layout.v_dtype)
+    k_global = global_scale_on(pages.device, "k_scale", k_scale, layout.k_dtype)
+    v_global = global_scale_on(pages.device, "v_scale", v_scale, layout.v_dtype)
     num_rows = num_slots * geometry.rows_per_token
     rows, num_warps = _LARGE_TILE if num_rows >= _LARGE_FROM_ROWS else _SMALL_TILE
     kernel: Any = store_kernel
@@ -214,8 +214,8 @@ def store_tokens(
             pages,
             slot_mapping,
             *tensors[:1],
-            k_multiplier,
-            v_multiplier,
+            k_global,
+            v_global,
             *tensors[1:],
             num_slots,
             pages.shape[0] * layout.block_size,
@@ -230,8 +230,8 @@ def store_tokens(
             v_offsets=geometry.value_offsets,
             k_dense=_is_dense(key),
             v_dense=_is_dense(value),
-            k_scale_on_device=isinstance(k_multiplier, torch.Tensor),
-            v_scale_on_device=isinstance(v_multiplier, torch.Tensor),
+            k_scale_on_device=isinstance(k_global, torch.Tensor),
+            v_scale_on_device=isinstance(v_global, torch.Tensor),
             rows=rows,
             num_warps=num_warps,
             enable_fp_fusion=False,

@@ -88,7 +88,7 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         has_rings = self.format.k.is_nvfp4 and kv_sharing_target_layer_name is None
         self.recent_tokens = ring_tokens(config) if has_rings else 0
         slots = ring_slots(config, self.recent_tokens)
-        # One more for `NOBODY`.
+        # One more for padding (`PADDING_ENTRY`).
         self._ring_shape = config.scheduler_config.max_num_seqs + 1, self.num_kv_heads, slots
         self._dtype = torch.get_default_dtype()
         self.rings: Rings | None = None

@@ -10,11 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from halfbyte.kvcache.recent import kept_after_crop, missing_positions
+from halfbyte.kvcache.recent import PADDING_ENTRY, kept_after_crop, missing_positions
 from halfbyte.kvcache.recent_step import MissingTokens
-
-NOBODY = 0
-"""Entry of padding sequences and of dummy runs."""
 
 
 @dataclass
@@ -49,7 +46,7 @@ class RingEntries:
     """Assignment of ring entries to requests, and the tokens each ring holds.
 
     Args:
-        capacity: max running requests; entries are 1 to `capacity`, as `NOBODY` is 0.
+        capacity: max running requests; entries are 1 to `capacity`, as `PADDING_ENTRY` is 0.
         tokens: R.
         ring: slots of a ring; all above R are slack for drafts that are rejected.
     """
@@ -57,7 +54,7 @@ class RingEntries:
     def __init__(self, capacity: int, tokens: int, ring: int) -> None:
         self.tokens = tokens
         self.ring = ring
-        self._free = list(range(capacity, NOBODY, -1))
+        self._free = list(range(capacity, PADDING_ENTRY, -1))
         self._held: dict[str, _Held] = {}
         self._counts: dict[str, int] = {}
         self._missing: dict[str, range] = {}

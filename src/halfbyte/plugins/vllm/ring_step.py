@@ -7,8 +7,9 @@ import numpy as np
 import torch
 
 from halfbyte.attention.queries import QueryPositions
+from halfbyte.kvcache.recent import PADDING_ENTRY
 from halfbyte.kvcache.recent_step import MissingTokens, RecentStep, last_rows, to_device
-from halfbyte.plugins.vllm.ring_entries import NOBODY, ScheduledRings
+from halfbyte.plugins.vllm.ring_entries import ScheduledRings
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class RingStep:
 
     Args:
         ring: slots of a ring.
-        entries: int32 `[sequences]`, part of a buffer that stays; `NOBODY` for padding.
+        entries: int32 `[sequences]`, part of a buffer that stays; `PADDING_ENTRY` for padding.
         rows: int64 `[n]`, the step's tokens that stay in the rings after it; None for all, which
             are then written before the step's attention.
         missing: of the sequences whose rings lack tokens.
@@ -47,7 +48,7 @@ class RingStep:
         return RecentStep(
             entries=self.entries,
             rows=rows,
-            owners=torch.where(positions < 0, NOBODY, owners),
+            owners=torch.where(positions < 0, PADDING_ENTRY, owners),
             slots=positions.clamp(min=0) % self.ring,
             num_tokens=len(queries.positions),
             missing=self.missing,
@@ -68,7 +69,7 @@ class RingBuffers:
     def __init__(self, capacity: int, tokens: int, ring: int, device: torch.device) -> None:
         self.tokens = tokens
         self.ring = ring
-        self._entries = torch.full((capacity,), NOBODY, dtype=torch.int32, device=device)
+        self._entries = torch.full((capacity,), PADDING_ENTRY, dtype=torch.int32, device=device)
 
     def step(self, rings: ScheduledRings | None, num_requests: int, num_tokens: int) -> RingStep:
         """The step's rings; does not sync.
@@ -82,7 +83,7 @@ class RingBuffers:
         """
         entries = self._entries[:num_requests]
         if rings is None:
-            entries.fill_(NOBODY)
+            entries.fill_(PADDING_ENTRY)
             return RingStep(self.ring, entries)
         count = len(rings.entries)
         if count > num_requests or rings.num_tokens > num_tokens:
@@ -90,7 +91,7 @@ class RingBuffers:
                 f"halfbyte: expected a step of {num_requests} requests and {num_tokens} tokens, "
                 f"the scheduler's has {count} and {rings.num_tokens}"
             )
-        padded = np.full(num_requests, NOBODY, np.int32)
+        padded = np.full(num_requests, PADDING_ENTRY, np.int32)
         padded[:count] = rings.entries
         entries.copy_(to_device(padded, entries.device))
         rows = None

@@ -8,7 +8,12 @@ import torch
 
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import num_sms
-from halfbyte.kernels.runtime.parameters import REGION_FIELDS, region_fields
+from halfbyte.kernels.runtime.parameters import (
+    REGION_FIELDS,
+    KernelArguments,
+    aligned,
+    region_fields,
+)
 from halfbyte.kvcache.recent import RingSlots
 from halfbyte.kvcache.store.base import Scale, global_scale_on
 from halfbyte.kvcache.transform import MARK, MATCH_TOLERANCE, KVTransform
@@ -152,17 +157,17 @@ def store_transformed(
         k_scale, v_scale: floats, or float32 tensors of one element; one on a GPU is read there.
 
     Raises:
-        ValueError: a float scale that `KVCacheDType.check_multiplier` refuses, or a scale of
+        ValueError: a float scale that `KVCacheDType.check_scale` refuses, or a scale of
             several elements.
     """
     num_slots = slot_mapping.shape[0]
-    arguments = _Arguments(num_slots=num_slots, page_stride=page_stride(pages))
+    arguments = KernelArguments(_Params, num_slots=num_slots, page_stride=page_stride(pages))
     arguments.params.capacity = pages.shape[0] * layout.block_size
     scales = {
         "k_scale": global_scale_on(pages.device, "k_scale", k_scale, layout.k_dtype),
         "v_scale": global_scale_on(pages.device, "v_scale", v_scale, layout.v_dtype),
     }
-    key, value = _aligned(key), _aligned(value)
+    key, value = aligned(key), aligned(value)
     ring = recent is not None and num_slots > 0 and _share_dtypes(recent, key, value)
     if recent is not None and not ring:
         recent.write(key, value)
@@ -203,22 +208,8 @@ def store_transformed(
 _RING_NAMES = ("ring_keys", "ring_values", "ring_rows", "ring_owners", "ring_slots")
 
 
-class _Arguments:
-    """Kernel parameters, and the tensors that they point to."""
-
-    def __init__(self, **numbers: int) -> None:
-        self.params = _Params(**numbers)
-        self.tensors: list[torch.Tensor] = []
-
-    def bind(self, **tensors: torch.Tensor) -> None:
-        """Point fields of the struct to tensors."""
-        for name, tensor in tensors.items():
-            setattr(self.params, name, tensor.data_ptr())
-            self.tensors.append(tensor)
-
-
 def _bind_transform(
-    arguments: _Arguments, transform: KVTransform, layout: PageLayout
+    arguments: KernelArguments, transform: KVTransform, layout: PageLayout
 ) -> tuple[torch.dtype | None, bool, int, bool, bool]:
     """Bind the transform's tensors; returns `Variant`'s fields from `first_dtype` on."""
     tables, first = transform.mean_tables, transform.first_keys
@@ -259,14 +250,6 @@ def _unit(transform: KVTransform, rows: int, device: int) -> int:
 def _share_dtypes(recent: RingSlots, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether tokens can be copied to the rings byte by byte."""
     return recent.keys.dtype == key.dtype and recent.values.dtype == value.dtype
-
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """`x` `[a, b, size]` with rows aligned to 16 bytes; a copy if necessary."""
-    values = 16 // x.element_size()
-    if x.stride(2) != 1 or x.data_ptr() % 16 or any(n % values for n in x.stride()[:2]):
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
 
 
 @lru_cache(maxsize=256)
