@@ -3,6 +3,7 @@
 import re
 import subprocess
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import pytest
 
@@ -23,6 +24,19 @@ def disassembled(cubin: bytes, folder: Path) -> str:
     (folder / "kernel.cubin").write_bytes(cubin)
     command = [str(tool), "-c", str(folder / "kernel.cubin")]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Stack of a thread of the only kernel; more than a few bytes are spilled registers."""
+    triton = pytest.importorskip("triton")
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        cuobjdump = triton.knobs.nvidia.cuobjdump.path
+        printed = subprocess.check_output([cuobjdump, "-res-usage", file.name], text=True)
+    stack = re.search(r"STACK:(\d+)", printed)
+    assert stack is not None, printed
+    return int(stack[1])
 
 
 def assert_copies_have_descriptors(code: str) -> None:

@@ -1,13 +1,12 @@
 """Triton kernels compiled for GPUs that this machine need not have, and what they use there."""
 
-import re
-import subprocess
-import tempfile
 from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from machine_code import stack_bytes
 
 # Shared memory of one program (CUDA C++ Programming Guide, "Technical Specifications").
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -47,11 +46,4 @@ def compile_kernel(
         attrs={(i,): [["tt.divisibility", 16]] for i in divisible},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        cuobjdump = triton.knobs.nvidia.cuobjdump.path
-        printed = subprocess.check_output([cuobjdump, "-res-usage", file.name], text=True)
-    stack = re.search(r"STACK:(\d+)", printed)
-    assert stack is not None, printed
-    return Usage(compiled.metadata.shared, int(stack[1]))
+    return Usage(compiled.metadata.shared, stack_bytes(compiled.asm["cubin"]))

@@ -84,6 +84,7 @@ ASSEMBLY = {
     "cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;": f"{HERE}copy(%0, %1, 4, 4)",
     "cp.async.cg.shared.global [%0], [%1], 16, %2;": f"{HERE}copy(%0, %1, 16, %2)",
     "cp.async.cg.shared.global [%0], [%1], 16;": f"{HERE}copy(%0, %1, 16, 16)",
+    "cp.async.ca.shared.global [%0], [%1], 4, %2;": f"{HERE}copy(%0, %1, 4, %2)",
     "cp.async.ca.shared.global [%0], [%1], 4;": f"{HERE}copy(%0, %1, 4, 4)",
     "{.reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}": (
         f"if (%2) {HERE}copy(%0, %1, 16, 16)"
@@ -133,6 +134,7 @@ ASSEMBLY = {
     ),
     "cp.async.bulk.commit_group;": "",
     "cp.async.bulk.wait_group.read 0;": f"{HERE}wait_for_stores()",
+    "bar.sync %0, %1;": f"{HERE}meet(%0, %1, true, false)",
     "bar.sync %0, 128;": f"{HERE}meet(%0, 128, true, false)",
     "bar.sync %0, 160;": f"{HERE}meet(%0, 160, true, false)",
     "bar.arrive %0, 160;": f"{HERE}meet(%0, 160, false, false)",

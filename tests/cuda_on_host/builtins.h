@@ -103,6 +103,14 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned x, int line = __builti
 
 inline float __fdividef(float x, float y) { return x / y; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+
+inline int atomicAdd(int* to, int x, int line = __builtin_LINE()) {
+  cuda_on_host::may_give_way(line);
+  const int before = *to;
+  *to += x;
+  return before;
+}
 
 // Bytes of y and x, 0 to 3 being those of x, that the selector's nibbles name.
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {

@@ -1,7 +1,7 @@
 """Base of kernels that use the weights as loaded, and a layer's tensors by name."""
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -10,6 +10,15 @@ from halfbyte.moe.experts import ExpertMatrices, GatedActivation, PackedExperts
 
 _MATRICES = ("gate_up", "down")
 _PARTS = ("weight", "scales", "global_scale", "bias")
+
+
+class Matrices(NamedTuple):
+    """Tensors of an `ExpertMatrices`, contiguous; unchecked."""
+
+    weight: torch.Tensor
+    scales: torch.Tensor
+    global_scale: torch.Tensor | None
+    bias: torch.Tensor | None
 
 
 def to_tensors(experts: PackedExperts) -> dict[str, torch.Tensor]:
@@ -21,6 +30,14 @@ def to_tensors(experts: PackedExperts) -> dict[str, torch.Tensor]:
         for part in _PARTS
     }
     return {name: tensor.contiguous() for name, tensor in found.items() if tensor is not None}
+
+
+def matrices_of(tensors: Mapping[str, torch.Tensor], name: str) -> Matrices:
+    """The tensors of `gate_up` or `down` among those of `to_tensors`."""
+    weight, scales, global_scale, bias = (tensors.get(f"{name}_{part}") for part in _PARTS)
+    assert weight is not None
+    assert scales is not None
+    return Matrices(weight, scales, global_scale, bias)
 
 
 def from_tensors(tensors: Mapping[str, torch.Tensor], activation: GatedActivation) -> PackedExperts:
@@ -57,7 +74,7 @@ class AsLoadedKernel(MoeKernel):
     ) -> torch.Tensor:
         """See `MoeKernel.apply`."""
         config, activation = self.config, self.config.activation
-        matrices = [tensors.get(f"{name}_{part}") for name in _MATRICES for part in _PARTS]
+        matrices = [tensor for name in _MATRICES for tensor in matrices_of(tensors, name)]
         return type(self).product(
             hidden,
             topk_ids,

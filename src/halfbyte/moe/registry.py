@@ -11,6 +11,7 @@ BACKEND_VARIABLE = "HALFBYTE_MOE_BACKEND"
 MOE_BACKENDS: Registry[MoeKernel] = Registry(
     "MoE backend",
     {
+        "cuda": "halfbyte.moe.cuda.kernel:CudaKernel",
         "triton": "halfbyte.moe.triton:TritonKernel",
         "cpu": "halfbyte.moe.cpu:CpuKernel",
         "reference": "halfbyte.moe.reference:ReferenceKernel",

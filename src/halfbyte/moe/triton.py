@@ -7,7 +7,7 @@ import torch
 from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
 from halfbyte.linear.ops import linear_op
 from halfbyte.linear.runs import matrix_of
-from halfbyte.moe.as_loaded import AsLoadedKernel
+from halfbyte.moe.as_loaded import AsLoadedKernel, Matrices
 from halfbyte.moe.base import MoeConfig
 from halfbyte.moe.experts import GatedActivation
 
@@ -36,7 +36,7 @@ def nvfp4_moe_triton(
 ) -> torch.Tensor:
     """`moe_triton` as an operator; n is H."""
     # Imported here: other backends must not need Triton.
-    from halfbyte.moe.triton_launcher import Matrices, moe_triton
+    from halfbyte.moe.triton_launcher import moe_triton
 
     gate_up = Matrices(gate_up_weight, gate_up_scales, gate_up_global_scale, gate_up_bias)
     down = Matrices(down_weight, down_scales, down_global_scale, down_bias)

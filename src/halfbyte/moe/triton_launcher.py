@@ -1,7 +1,6 @@
 """Launches the four kernels of a MoE layer: sort, gate_up with activation, down, sum."""
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -9,6 +8,7 @@ import triton
 from halfbyte.dispatch import compute_capability_of
 from halfbyte.kernels.runtime.devices import current_device
 from halfbyte.linear.w4a16.triton_kernel import Tiles
+from halfbyte.moe.as_loaded import Matrices
 from halfbyte.moe.experts import GatedActivation, WeightFormat
 from halfbyte.moe.triton_kernel import (
     Product,
@@ -18,15 +18,6 @@ from halfbyte.moe.triton_kernel import (
     kernel_constants,
 )
 from halfbyte.moe.triton_routing import Routing, sort_pairs, sum_results
-
-
-class Matrices(NamedTuple):
-    """Tensors of an `ExpertMatrices`, contiguous; unchecked."""
-
-    weight: torch.Tensor
-    scales: torch.Tensor
-    global_scale: torch.Tensor | None
-    bias: torch.Tensor | None
 
 
 def moe_triton(

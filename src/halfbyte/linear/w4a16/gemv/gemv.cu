@@ -32,6 +32,7 @@
 
 #include "linear/w4a16/gemv/sums.cuh"
 #include "linear/w4a16/gemv/x.cuh"
+#include "linear/w4a16/matmul.cuh"
 
 #if JOIN == 1 && SPLIT != 2
 #error "a cluster has two CTAs"
@@ -42,17 +43,6 @@ __device__ __forceinline__ void load_matrices(u32* r, u32 address) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address)
                : "memory");
-}
-
-__device__ __forceinline__ void matmul(float* c, const u32* a, u32 b0, u32 b1) {
-#if X_BF16
-#define MATMUL "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-#else
-#define MATMUL "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-#endif
-  asm volatile(MATMUL "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Prefetches global scales and bias of the CTA's rows to L2. Called by one warp.

@@ -3,6 +3,7 @@
 // The macros are those of gemv.cu.
 
 #pragma once
+#include "kernels/runtime/copies.cuh"
 #include "linear/w4a16/values.cuh"
 
 #define THREADS (32 * WARPS)
@@ -50,22 +51,6 @@ struct Params {
 #undef EVEN_ITEMS
 #define EVEN_ITEMS 0
 #endif
-
-__device__ __forceinline__ void copy16(u32 to, const u8* from, u64 policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "l"(policy));
-}
-
-__device__ __forceinline__ void copy4(u32 to, const u8* from, u64 policy) {
-  asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
-               "l"(policy));
-}
-
-// Copies 16 bytes of x, or writes zeros.
-__device__ __forceinline__ void copy16_or_zeros(u32 to, const u16* from, bool exists) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "r"(exists ? 16 : 0));
-}
 
 // Division of 0 .. 2^24 by a number that is not known at compile time.
 struct Divisor {

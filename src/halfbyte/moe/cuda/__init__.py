@@ -1,0 +1,1 @@
+"""CUDA C++ for few tokens per expert: the weights as loaded stream once through the registers."""

@@ -1,0 +1,182 @@
+"""Launches the three CUDA kernels of a MoE layer: gate_up with activation, down, sum."""
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+
+import torch
+
+from halfbyte.kernels.runtime import nvrtc
+from halfbyte.kernels.runtime.devices import Memory, allocate
+from halfbyte.kernels.runtime.parameters import KernelArguments
+from halfbyte.linear.w4a16.machine import dtype_macros, machine_of
+from halfbyte.moe.as_loaded import Matrices
+from halfbyte.moe.cuda.plan import ProductPlan, Work, max_entries, product_plan, usual_plans
+from halfbyte.moe.experts import GatedActivation, WeightFormat
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Of small vectors, as in `routing.cuh`."""
+_SUM_THREADS, _SUM_COLUMNS = 128, 4
+
+
+class _Pairs(ctypes.Structure):
+    """`Pairs` of `routing.cuh`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("ids", "weights")),
+        *((name, ctypes.c_int) for name in ("ids_are_64_bit", "weights_dtype", "count", "top_k")),
+        *((name, ctypes.c_int) for name in ("num_experts", "columns_log2")),
+    )
+
+
+class _Params(ctypes.Structure):
+    """`Params` of `experts.cu`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "scales", "global_scale", "bias")),
+        *((name, ctypes.c_void_p) for name in ("x", "out")),
+        ("pairs", _Pairs),
+        *((name, ctypes.c_int) for name in ("parts", "bias_dtype", "max_entries")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit", "up_offset")),
+    )
+
+
+class _SumParams(ctypes.Structure):
+    """`Params` of `sum.cu`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("results", "out")),
+        ("pairs", _Pairs),
+        *((name, ctypes.c_int) for name in ("n", "blocks")),
+    )
+
+
+def moe_cuda(
+    hidden: torch.Tensor,
+    gate_up: Matrices,
+    down: Matrices,
+    activation: GatedActivation,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+) -> torch.Tensor:
+    """`moe_experts` in CUDA C++ for few tokens per expert, see `experts.cu`.
+
+    Never syncs the GPU; launches and sizes depend on shapes alone, so that a call can be captured
+    in a CUDA graph, after `compile_experts` or a first call. A token's bits do not depend on the
+    other tokens.
+
+    Args:
+        hidden: bfloat16 or float16 `[M, H]`, contiguous.
+        gate_up, down: of the experts; H and I multiples of 32; addresses multiples of 16.
+        activation: of the experts.
+        topk_ids: int32 or int64 `[M, top_k]`, contiguous.
+        topk_weights: floating point `[M, top_k]`, contiguous.
+
+    Returns:
+        `[M, H]` of the dtype of `hidden`.
+    """
+    (m, top_k), h = topk_ids.shape, hidden.shape[1]
+    if m == 0:
+        return torch.empty_like(hidden)
+    pairs = _Pairs(
+        topk_ids.data_ptr(),
+        topk_weights.data_ptr(),
+        topk_ids.dtype == torch.int64,
+        _DTYPES[topk_weights.dtype],
+        m * top_k,
+        top_k,
+        gate_up.weight.shape[0],
+    )
+    middle = _launch(hidden, gate_up, activation, pairs, m)
+    results = _launch(middle, down, None, pairs, m)
+    device = hidden.get_device()
+    out = allocate(Memory.contiguous((m, h), hidden.dtype), device)
+    blocks = -(-h // (_SUM_THREADS * _SUM_COLUMNS))
+    arguments = KernelArguments(_SumParams, n=h, blocks=blocks)
+    arguments.params.pairs = pairs
+    arguments.bind(results=results, out=out)
+    kernel = _sum_kernel(hidden.dtype, device)
+    nvrtc.launch(kernel, m * blocks, _SUM_THREADS, (arguments.params,), overlap=True)
+    return out
+
+
+def _launch(
+    x: torch.Tensor,
+    matrices: Matrices,
+    activation: GatedActivation | None,
+    pairs: _Pairs,
+    m: int,
+) -> torch.Tensor:
+    """`[pairs, N/2]` of the first product, or without activation `[pairs, N]` of the second."""
+    device = x.get_device()
+    work = work_of(matrices, activation)
+    machine = machine_of(device)
+    plan = _plan(work, m, pairs.top_k, device)
+    pairs.columns_log2 = plan.columns.bit_length() - 1
+    scale, bias = matrices.global_scale, matrices.bias
+    gated = activation or GatedActivation()
+    arguments = KernelArguments(
+        _Params,
+        parts=1 if scale is None else scale.shape[1],
+        bias_dtype=0 if bias is None else _DTYPES[bias.dtype],
+        max_entries=max_entries(pairs.count, work.num_experts, plan.columns),
+        alpha=gated.alpha,
+        limit=gated.limit or 0.0,
+        up_offset=gated.up_offset,
+    )
+    arguments.params.pairs = pairs
+    columns = work.n if activation is None else work.n // 2
+    out = allocate(Memory.contiguous((pairs.count, columns), x.dtype), device)
+    arguments.bind(weight=matrices.weight, scales=matrices.scales, x=x, out=out)
+    if scale is not None:
+        arguments.bind(global_scale=scale)
+    if bias is not None:
+        arguments.bind(bias=bias)
+    kernel = _product_kernel(x.dtype, plan.macros(work), machine.block_bytes, device)
+    kernel = kernel._replace(shared_bytes=plan.shared_bytes(work, pairs.count))
+    grid = plan.grid(work, pairs.count, machine.num_sms)
+    nvrtc.launch(kernel, grid, plan.threads, (arguments.params,), overlap=True)
+    return out
+
+
+def work_of(matrices: Matrices, activation: GatedActivation | None) -> Work:
+    """The product with an activation, or without that of `down`."""
+    num_experts, n, half = matrices.weight.shape
+    weight_format: WeightFormat = "mxfp4" if matrices.global_scale is None else "nvfp4"
+    interleaved = activation is not None and activation.interleaved
+    return Work(n, 2 * half, num_experts, weight_format, activation is not None, interleaved)
+
+
+def compile_experts(
+    gate_up: Matrices, down: Matrices, activation: GatedActivation, dtype: torch.dtype, device: int
+) -> None:
+    """Compile every kernel that a layer may need, so that graph capture compiles nothing."""
+    machine = machine_of(device)
+    works = work_of(gate_up, activation), work_of(down, None)
+    variants = {plan.macros(work) for work in works for plan in usual_plans(work, machine)}
+
+    def compile_one(macros: tuple[tuple[str, int], ...]) -> None:
+        _product_kernel(dtype, macros, machine.block_bytes, device)
+
+    with ThreadPoolExecutor(len(variants)) as pool:
+        list(pool.map(compile_one, variants))
+    _sum_kernel(dtype, device)
+
+
+@lru_cache(maxsize=4096)
+def _plan(work: Work, m: int, top_k: int, device: int) -> ProductPlan:
+    return product_plan(work, m, top_k, machine_of(device))
+
+
+@lru_cache(maxsize=4096)
+def _product_kernel(
+    dtype: torch.dtype, macros: tuple[tuple[str, int], ...], block_bytes: int, device: int
+) -> nvrtc.Kernel:
+    functions = (("moe_product", block_bytes),)
+    macros = (*dtype_macros(dtype), *macros)
+    return nvrtc.load("moe/cuda/experts.cu", macros, functions, device)["moe_product"]
+
+
+def _sum_kernel(dtype: torch.dtype, device: int) -> nvrtc.Kernel:
+    functions = (("moe_sum", 0),)
+    return nvrtc.load("moe/cuda/sum.cu", dtype_macros(dtype), functions, device)["moe_sum"]

@@ -1,0 +1,124 @@
+// experts.cu: which rows and k a warp has, and how their weights are loaded.
+//
+// The macros are those of experts.cu.
+
+#pragma once
+#include "kernels/runtime/copies.cuh"
+#include "moe/cuda/routing.cuh"
+
+#define THREADS (32 * SPLIT * GROUPS)
+#define ITEM_K 256
+#define ITEMS ((K + ITEM_K - 1) / ITEM_K)
+#define TILES (N / 16)  // of 16 rows, per expert
+#define UNITS ((TILES + GROUPS - 1) / GROUPS)  // of GROUPS tiles
+#define BLOCK (MX ? 32 : 16)
+#define ROW_SCALES (K / BLOCK)        // bytes
+#define ITEM_SCALES (ITEM_K / BLOCK)  // bytes of a row
+// Rows of scales begin at any even byte (NVFP4) or any byte (MXFP4), copies at multiples of four: another word then.
+#define SCALES_ARE_ALIGNED (ROW_SCALES % 4 == 0)
+#define SCALE_WORDS (ITEM_SCALES / 4 + !SCALES_ARE_ALIGNED)
+#define SCALE_ROW_BYTES (4 * SCALE_WORDS)
+#define ITEM_WEIGHTS 2048
+#define ITEM_BYTES (ITEM_WEIGHTS + 16 * SCALE_ROW_BYTES)
+#define IS_RAGGED (K % ITEM_K != 0)
+
+struct Params {
+  const u8* weight;           // [E, N, K/2]
+  const u8* scales;           // [E, N, K/BLOCK]
+  const float* global_scale;  // [E, parts], or null
+  const void* bias;           // [E, N], or null
+  const u16* x;               // [M, K], or [pairs, K] if not GATED
+  u16* out;                   // [pairs, N/2], or [pairs, N] if not GATED
+  Pairs pairs;
+  int parts, bias_dtype, max_entries;
+  float alpha, limit, up_offset;  // limit 0: none
+};
+
+// Row `i` of 16 of a tile. A gated tile has 8 rows of gate and the 8 of up that belong to them.
+__device__ __forceinline__ int row_of_tile(int tile, int i) {
+#if GATED && INTERLEAVED
+  return tile * 16 + i % 8 * 2 + i / 8;
+#elif GATED
+  return tile * 8 + i % 8 + i / 8 * (N / 2);
+#else
+  return tile * 16 + i;
+#endif
+}
+
+// The tile of a unit of an entry, of a group of warps; TILES or more if it has none in the last unit.
+__device__ __forceinline__ int tile_of_unit(int unit, int group) { return unit % UNITS * GROUPS + group; }
+
+// Prefetches a warp's items into its ring: 16 rows x ITEM_K of all its units.
+struct Loader {
+  const Params& p;
+  const Routing& routing;
+  int unit, end, group, split, item;
+  const u8 *upper, *lower;  // this lane's bytes of rows g and g + 8
+  const u8* scale;          // its words of a row of scales
+
+  __device__ __forceinline__ Loader(const Params& p, const Routing& routing, int begin, int end, int group, int split)
+      : p(p), routing(routing), unit(begin), end(end), group(group), split(split) {
+    enter_unit();
+  }
+
+  __device__ __forceinline__ void enter_unit() {
+    if (TILES % GROUPS && unit < end && tile_of_unit(unit, group) >= TILES) unit++;
+    if (unit >= end) return;
+    const int lane = threadIdx.x & 31, tile = tile_of_unit(unit, group);
+    const u64 first = (u64)routing.entry(unit / UNITS).expert * N;
+    upper = p.weight + (first + row_of_tile(tile, lane / 4)) * (K / 2) + lane % 4 * 16;
+    lower = p.weight + (first + row_of_tile(tile, lane / 4 + 8)) * (K / 2) + lane % 4 * 16;
+    scale = p.scales + (first + row_of_tile(tile, lane & 15)) * ROW_SCALES;
+    if (!SCALES_ARE_ALIGNED) scale -= (u64)scale & 3;
+    item = split;
+  }
+
+  // Copies the next item to a slot, and advances.
+  __device__ __forceinline__ void step(u32 slot) {
+    if (unit < end) {
+      const int lane = threadIdx.x & 31;
+      const u32 to = slot + lane * 16;
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int at = item * (ITEM_K / 2) + half * 64;
+        if (IS_RAGGED) {
+          const bool exists = at + lane % 4 * 16 < K / 2;
+          copy16_or_zeros(to + half * 512, exists ? upper + at : upper, exists);
+          copy16_or_zeros(to + half * 512 + 1024, exists ? lower + at : lower, exists);
+        } else {
+          copy16(to + half * 512, upper + at);
+          copy16(to + half * 512 + 1024, lower + at);
+        }
+      }
+      copy_scales(slot + ITEM_WEIGHTS + (lane & 15) * SCALE_ROW_BYTES);
+      item += SPLIT;
+      if (item >= ITEMS) {
+        unit++;
+        enter_unit();
+      }
+    }
+    commit_copies();
+  }
+
+  // Half of the warp has the even words of 16 rows, the other half the odd ones.
+  __device__ __forceinline__ void copy_scales(u32 to) const {
+    const u8* from = scale + item * ITEM_SCALES;
+    const int odd = threadIdx.x >> 4 & 1;
+#if !MX && ROW_SCALES % 16 == 0
+    if (!odd) copy16(to, from);
+#else
+#pragma unroll
+    for (int i = 0; i < SCALE_WORDS; i += 2) {
+      const int at = (i + odd) * 4;
+      if (i + odd >= SCALE_WORDS) continue;
+      if (IS_RAGGED || !SCALES_ARE_ALIGNED) {
+        // Behind a row comes the next one, and nothing behind the last.
+        const long long left = p.scales + (u64)p.pairs.num_experts * N * ROW_SCALES - (from + at);
+        copy4_or_zeros(to + at, left > 0 ? from + at : from, (int)max(min(left, 4ll), 0ll));
+      } else {
+        copy4(to + at, from + at);
+      }
+    }
+#endif
+  }
+};

@@ -1,0 +1,114 @@
+// Which experts are hit, by which pairs. A pair is a token and one of its experts, numbered token * top_k + j.
+//
+// Every CTA finds this out for itself, from all expert ids: with the few pairs of a decode step that takes less time
+// than another kernel. An expert's pairs are cut into chunks of at most `columns`; an expert and one of its chunks is
+// an entry. Entries are numbered by ascending expert and chunk, the pairs of an entry are in ascending order, so that
+// all CTAs agree, and all runs.
+
+#pragma once
+#include "kernels/runtime/basics.cuh"
+
+// Dtypes of small vectors.
+#define FLOAT32 0
+#define BFLOAT16 1
+#define FLOAT16 2
+
+__device__ __forceinline__ float number_at(const void* vector, u64 i, int dtype) {
+  if (dtype == FLOAT32) return ((const float*)vector)[i];
+  const u16 bits = ((const u16*)vector)[i];
+  if (dtype == BFLOAT16) return __int_as_float((u32)bits << 16);
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
+  return y;
+}
+
+struct Pairs {
+  const void* ids;      // [count] of int32 or int64; those outside 0 .. num_experts - 1 have no expert
+  const void* weights;  // [count] of the router
+  int ids_are_64_bit, weights_dtype;
+  int count, top_k, num_experts;
+  int columns_log2;  // of the max pairs of an entry
+
+  // The expert of a pair, or -1.
+  __device__ __forceinline__ int expert(int pair) const {
+    const long long id = ids_are_64_bit ? ((const long long*)ids)[pair] : ((const int*)ids)[pair];
+    return id >= 0 && id < num_experts ? (int)id : -1;
+  }
+};
+
+struct Entry {
+  int expert, chunk;
+};
+
+// In shared memory.
+struct Routing {
+  int* experts;    // [pairs.count]: of each pair, or -1
+  int* counts;     // [num_experts]: pairs of each expert
+  int* entries;    // expert and chunk << 16
+  int* own_pairs;  // [columns]: of the entry at hand
+  float* own_weights;
+  int* num_entries;
+  int* num_own;
+
+  __device__ __forceinline__ Routing(const Pairs& pairs, int max_entries, u8* shared) {
+    num_entries = (int*)shared;
+    num_own = num_entries + 1;
+    own_pairs = num_entries + 2;
+    own_weights = (float*)(own_pairs + (1 << pairs.columns_log2));
+    entries = (int*)(own_weights + (1 << pairs.columns_log2));
+    counts = entries + max_entries;
+    experts = counts + pairs.num_experts;
+  }
+
+  // Called by all threads of the CTA.
+  __device__ __forceinline__ void find_entries(const Pairs& pairs) const {
+    for (int i = threadIdx.x; i < pairs.num_experts; i += blockDim.x) counts[i] = 0;
+    for (int i = threadIdx.x; i < pairs.count; i += blockDim.x) experts[i] = pairs.expert(i);
+    __syncthreads();
+    for (int i = threadIdx.x; i < pairs.count; i += blockDim.x)
+      if (experts[i] >= 0) atomicAdd(counts + experts[i], 1);
+    __syncthreads();
+    if (threadIdx.x < 32) number_entries(pairs);
+    __syncthreads();
+  }
+
+  // Called by one warp.
+  __device__ __forceinline__ void number_entries(const Pairs& pairs) const {
+    const int lane = threadIdx.x & 31;
+    int total = 0;
+    for (int first = 0; first < pairs.num_experts; first += 32) {
+      const int expert = first + lane, count = expert < pairs.num_experts ? counts[expert] : 0;
+      const int chunks = (count + (1 << pairs.columns_log2) - 1) >> pairs.columns_log2;
+      int end = chunks;
+#pragma unroll
+      for (int delta = 1; delta < 32; delta *= 2) {
+        const int before = __shfl_up_sync(~0u, end, delta);
+        if (lane >= delta) end += before;
+      }
+      for (int chunk = 0; chunk < chunks; chunk++)
+        entries[total + end - chunks + chunk] = expert | chunk << 16;
+      total += __shfl_sync(~0u, end, 31);
+    }
+    if (lane == 0) *num_entries = total;
+  }
+
+  __device__ __forceinline__ Entry entry(int i) const { return {entries[i] & 0xFFFF, entries[i] >> 16}; }
+
+  // Finds the pairs of an entry and their weights. Called by one warp.
+  __device__ __forceinline__ void find_pairs(const Pairs& pairs, const Entry& entry) const {
+    const int lane = threadIdx.x & 31, columns = 1 << pairs.columns_log2;
+    int rank = -entry.chunk * columns;  // of the next pair of the expert
+    for (int first = 0; first < pairs.count && rank < columns; first += 32) {
+      const int pair = first + lane;
+      const bool own = pair < pairs.count && experts[pair] == entry.expert;
+      const u32 owners = __ballot_sync(~0u, own);
+      const int own_rank = rank + __popc(owners & ((1u << lane) - 1));
+      if (own && own_rank >= 0 && own_rank < columns) {
+        own_pairs[own_rank] = pair;
+        own_weights[own_rank] = number_at(pairs.weights, pair, pairs.weights_dtype);
+      }
+      rank += __popc(owners);
+    }
+    if (lane == 0) *num_own = min(rank, columns);
+  }
+};

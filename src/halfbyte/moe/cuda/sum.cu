@@ -1,0 +1,45 @@
+// Adds up the results of a token's experts, which are weighted already, in the order of its ids.
+//
+// Macro: X_BF16, see values.cuh
+
+#include "linear/w4a16/values.cuh"
+#include "moe/cuda/routing.cuh"
+
+#define SUM_THREADS 128
+#define LOADS 8  // in flight
+
+struct Params {
+  const u16* results;  // [pairs, n]; not written for pairs without an expert
+  u16* out;            // [pairs / top_k, n]
+  Pairs pairs;
+  int n;       // a multiple of 4
+  int blocks;  // CTAs per token
+};
+
+// A thread has four columns of a token.
+extern "C" __global__ void __launch_bounds__(SUM_THREADS) moe_sum(const __grid_constant__ Params p) {
+  const int token = blockIdx.x / p.blocks;
+  const int column = (blockIdx.x % p.blocks * SUM_THREADS + threadIdx.x) * 4;
+  const int top_k = p.pairs.top_k;
+  wait_for_previous();
+  allow_next();
+  if (column >= p.n) return;
+  float sum[4] = {};
+  for (int first = 0; first < top_k; first += LOADS) {
+    uint2 x[LOADS];
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+      const int pair = token * top_k + first + i;
+      x[i] = make_uint2(0, 0);
+      if (first + i < top_k && p.pairs.expert(pair) >= 0)
+        x[i] = __ldcg((const uint2*)(p.results + (u64)pair * p.n + column));
+    }
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) {
+      sum[0] += lower_to_float(x[i].x & 0xFFFF), sum[1] += upper_to_float(x[i].x);
+      sum[2] += lower_to_float(x[i].y & 0xFFFF), sum[3] += upper_to_float(x[i].y);
+    }
+  }
+  *(uint2*)(p.out + (u64)token * p.n + column) =
+      make_uint2(pack_pair(sum[0], sum[1]), pack_pair(sum[2], sum[3]));
+}

@@ -1,0 +1,190 @@
+"""The CUDA backend for few tokens per expert: plans, compilation, selection, and runs on a GPU."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from halfbyte.linear.w4a16.gemv.plan import Machine
+from halfbyte.moe import GPT_OSS, SWIGLU, MoeConfig, moe_experts, select_moe_kernel
+from halfbyte.moe.cuda import launcher
+from halfbyte.moe.cuda.kernel import CudaKernel
+from halfbyte.moe.cuda.plan import (
+    MAX_MEAN,
+    Work,
+    is_small,
+    max_entries,
+    product_plan,
+    usual_plans,
+)
+from linear.machines import H200, RTX_3090
+from machine_code import compiled, stack_bytes
+from moe.cases import LIMITED, assert_close_enough, random_experts, random_hidden, random_routing
+from moe.test_moe_triton import on_gpu
+from slow import slow
+
+QWEN = (Work(1536, 2048, 128, "nvfp4", True), Work(2048, 768, 128, "nvfp4", False))
+GPT = (Work(5760, 2880, 32, "mxfp4", True, True), Work(2880, 2880, 32, "mxfp4", False))
+LAYERS = {"qwen3-30b-a3b": (QWEN, 8), "gpt-oss-20b": (GPT, 4)}
+CONFIG = MoeConfig(128, 2048, 768, torch.bfloat16, device_type="cuda", compute_capability=90)
+
+
+@pytest.mark.parametrize("machine", [H200, RTX_3090], ids=["h200", "rtx-3090"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_plans_fit_a_gpu(name: str, machine: Machine) -> None:
+    works, top_k = LAYERS[name]
+    for work in works:
+        assert work.items % work.split == 0  # no warp waits for another
+        for m in (1, 2, 4, 16, 64):
+            plan = product_plan(work, m, top_k, machine)
+            assert plan in usual_plans(work, machine)
+            assert plan.split == work.split
+            taken = plan.shared_bytes(work, m * top_k) + 1024
+            assert plan.ctas * taken <= machine.block_bytes + 1024
+            assert 0 < plan.grid(work, m * top_k, machine.num_sms) <= plan.ctas * machine.num_sms
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_copies_in_flight_cover_the_latency(name: str) -> None:
+    """64 KiB per SM: an H200's bandwidth times about 1.8 µs."""
+    works, top_k = LAYERS[name]
+    for work in works:
+        for m in (1, 4, 16, 64):
+            plan = product_plan(work, m, top_k, H200)
+            assert plan.ctas * plan.split * plan.groups * plan.stages * work.item_bytes >= 2**16
+
+
+def test_a_row_that_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="K = 524288 is too large"):
+        product_plan(Work(64, 2**19, 4, "nvfp4", False), 1, 1, H200)
+
+
+def test_max_entries_is_reached() -> None:
+    assert max_entries(8, 128, 4) == 8
+    assert max_entries(128 + 8, 128, 4) == 128 + 2
+    assert max_entries(5, 1, 4) == 2
+
+
+def test_small_calls() -> None:
+    assert is_small(64 * 8, 128)
+    assert is_small(64 * 4, 32)
+    assert not is_small(65 * 4, 32)
+    assert not is_small(1025, 1024)
+
+
+def test_what_it_can_do() -> None:
+    assert CudaKernel.can_implement(CONFIG)[0]
+    refusals: list[tuple[dict[str, Any], str]] = [
+        ({"device_type": "cpu"}, "tensors are on cpu"),
+        ({"dtype": torch.float32}, "not float32"),
+        ({"dtype": torch.float16, "weight_format": "mxfp4"}, "exceed float16's range"),
+        ({"batch_invariant": True}, "not batch-invariant"),
+        ({"hidden_size": 2064}, "sizes in multiples of 32, not 2064 and 768"),
+        ({"num_experts": 1025}, "up to 1024 experts"),
+    ]
+    for change, reason in refusals:
+        answer = CudaKernel.can_implement(replace(CONFIG, **change))
+        assert not answer[0]
+        assert reason in answer[1]
+    assert CudaKernel.is_supported(75) == (False, "needs compute capability 8.0, this is 7.5")
+
+
+def test_it_is_preferred_on_gpus() -> None:
+    pytest.importorskip("triton")
+    assert select_moe_kernel(CONFIG) is CudaKernel
+    assert select_moe_kernel(replace(CONFIG, dtype=torch.float32)).name == "triton"
+    assert select_moe_kernel(replace(CONFIG, batch_invariant=True)).name == "triton"
+
+
+@pytest.mark.parametrize(
+    ("work", "mean", "dtype", "architecture"),
+    [
+        (QWEN[0], 1, torch.bfloat16, "sm_90a"),
+        slow(QWEN[0], 1, torch.float16, "sm_90a"),
+        slow(QWEN[0], 4, torch.bfloat16, "sm_90a"),
+        slow(QWEN[1], 1, torch.bfloat16, "sm_90a"),
+        slow(QWEN[0], MAX_MEAN, torch.bfloat16, "sm_90a"),
+        (GPT[0], 1, torch.bfloat16, "sm_80"),
+        slow(GPT[0], 1, torch.bfloat16, "sm_90a"),
+        slow(GPT[1], MAX_MEAN, torch.bfloat16, "sm_90a"),
+        slow(GPT[0], 1, torch.bfloat16, "sm_100a"),
+        slow(GPT[0], 1, torch.bfloat16, "sm_120a"),
+    ],
+    ids=str,
+)
+def test_compiles_without_spills(
+    work: Work, mean: int, dtype: torch.dtype, architecture: str
+) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    plan = product_plan(work, 16, mean * work.num_experts // 16, H200)
+    macros = dict((*launcher.dtype_macros(dtype), *plan.macros(work)))
+    cubin = compiled("moe/cuda/experts.cu", macros, architecture)
+    assert stack_bytes(cubin) == 0
+
+
+def test_sum_compiles() -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    assert stack_bytes(compiled("moe/cuda/sum.cu", {"X_BF16": 1}, "sm_90a")) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("weight_format", "activation", "bias", "dtype"),
+    [
+        ("nvfp4", SWIGLU, False, torch.bfloat16),
+        ("nvfp4", LIMITED, True, torch.float16),
+        ("mxfp4", LIMITED, True, torch.bfloat16),
+        ("mxfp4", GPT_OSS, True, torch.bfloat16),
+    ],
+    ids=["swiglu", "limited-fp16", "mxfp4-limited", "gpt-oss"],
+)
+@pytest.mark.parametrize(("h", "i"), [(2048, 768), (608, 96), (96, 544), (2880, 2880)])
+def test_error_on_a_gpu(
+    weight_format: Any, activation: Any, bias: bool, dtype: torch.dtype, h: int, i: int
+) -> None:
+    options: Any = {"weight_format": weight_format, "activation": activation, "bias": bias}
+    experts = on_gpu(random_experts(8, h, i, dtype=dtype, **options))
+    for m, top_k in ((0, 2), (1, 3), (2, 8), (7, 1), (20, 2), (32, 2), (200, 4)):
+        ids, weights = (t.cuda() for t in random_routing(m, top_k, 8))
+        ids[m // 2 :: 7, :1] = -1
+        hidden = random_hidden(m, h, dtype).cuda()
+        out = moe_experts(hidden, experts, ids, weights, backend="cuda")
+        assert_close_enough(out, hidden, experts, ids, weights)
+
+
+@pytest.mark.gpu
+def test_one_expert_takes_all_on_a_gpu() -> None:
+    experts = on_gpu(random_experts(8, 2048, 768, dtype=torch.bfloat16))
+    hidden = random_hidden(60, 2048, torch.bfloat16).cuda()
+    ids, weights = torch.full((60, 1), 5).cuda(), torch.ones(60, 1).cuda()
+    out = moe_experts(hidden, experts, ids, weights, backend="cuda")
+    assert_close_enough(out, hidden, experts, ids, weights)
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph_after_itself() -> None:
+    """Calls that overlap, each on the last one's result; routing changes between replays."""
+    experts = on_gpu(random_experts(8, 2048, 768, dtype=torch.bfloat16))
+    ids, weights = (t.cuda() for t in random_routing(9, 2, 8))
+    hidden = random_hidden(9, 2048, torch.bfloat16).cuda()
+
+    def calls() -> torch.Tensor:
+        x = hidden
+        for _ in range(4):
+            x = moe_experts(x, experts, ids, weights, backend="cuda")
+        return x
+
+    calls()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = calls()
+    for seed in range(3, 23):
+        ids.copy_(random_routing(9, 2, 8, seed=seed)[0])
+        graph.replay()
+        torch.cuda.synchronize()
+        x = hidden
+        for _ in range(4):
+            x = moe_experts(x, experts, ids, weights, backend="cuda")
+            torch.cuda.synchronize()
+        assert torch.equal(out, x)

@@ -1,0 +1,203 @@
+"""The CUDA kernels for few tokens per expert, run on the CPU."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import Structure
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import cuda_on_host
+from cuda_on_host import guarded
+from halfbyte.kernels.runtime import nvrtc
+from halfbyte.linear.w4a16.gemv.plan import Machine
+from halfbyte.moe import SWIGLU, GatedActivation, PackedExperts
+from halfbyte.moe.as_loaded import Matrices
+from halfbyte.moe.cuda import launcher
+from halfbyte.moe.experts import ExpertMatrices, WeightFormat
+from moe.cases import (
+    LIMITED,
+    assert_close_enough,
+    random_experts,
+    random_hidden,
+    random_routing,
+)
+
+pytestmark = cuda_on_host.needs_compiler
+
+BF16, FP16 = torch.bfloat16, torch.float16
+Kind = tuple[WeightFormat, GatedActivation, bool, torch.dtype]
+KINDS: dict[str, Kind] = {
+    "swiglu": ("nvfp4", SWIGLU, False, BF16),
+    "limited-fp16": ("nvfp4", LIMITED, True, FP16),
+    "mxfp4-limited": ("mxfp4", LIMITED, True, BF16),
+}
+SMALL_GPU = Machine(80, 99 * 1024, 3, 0)
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """Let the launcher's kernels run on the CPU; memory that it allocates begins as NaN."""
+
+    def load(name: str, macros: Any, functions: Any, device: Any) -> dict[str, nvrtc.Kernel]:
+        library = cuda_on_host.build(name, dict(macros), capability=80)
+        return {entry: nvrtc.Kernel(getattr(library, entry), size, 0) for entry, size in functions}
+
+    def launch(
+        kernel: nvrtc.Kernel,
+        grid: int,
+        threads: int,
+        arguments: Sequence[Structure],
+        *,
+        overlap: bool,
+    ) -> None:
+        assert overlap
+        shared_bytes = kernel.shared_bytes
+        cuda_on_host.launch(kernel.function, grid, threads, *arguments, shared_bytes=shared_bytes)
+
+    launcher._product_kernel.cache_clear()
+    launcher._plan.cache_clear()
+    with (
+        patch.object(nvrtc, "load", load),
+        patch.object(nvrtc, "launch", launch),
+        patch.object(launcher, "machine_of", lambda device: SMALL_GPU),
+        patch.object(launcher, "allocate", cuda_on_host.allocate),
+    ):
+        yield
+    launcher._product_kernel.cache_clear()
+    launcher._plan.cache_clear()
+
+
+def moved(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with nothing behind it that may be read."""
+    if not tensor.numel():
+        return tensor
+    raw = tensor.contiguous().view(torch.uint8)
+    return guarded(raw.shape, torch.uint8).copy_(raw).view(tensor.dtype)
+
+
+def moved_matrices(matrices: ExpertMatrices) -> Matrices:
+    scale, bias = matrices.global_scale, matrices.bias
+    return Matrices(
+        moved(matrices.weight),
+        moved(matrices.scales),
+        None if scale is None else moved(scale),
+        None if bias is None else moved(bias),
+    )
+
+
+def run(
+    hidden: torch.Tensor, experts: PackedExperts, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The launcher, which finds nothing behind the tensors that it reads and writes."""
+    matrices = moved_matrices(experts.gate_up), moved_matrices(experts.down)
+    with on_host():
+        return launcher.moe_cuda(
+            moved(hidden), *matrices, experts.activation, moved(ids), moved(weights)
+        )
+
+
+def experts_of(kind: Kind, num_experts: int, h: int, i: int) -> PackedExperts:
+    weight_format, activation, bias, dtype = kind
+    return random_experts(
+        num_experts,
+        h,
+        i,
+        weight_format=weight_format,
+        activation=activation,
+        bias=bias,
+        dtype=dtype,
+    )
+
+
+HIDDEN, INTERMEDIATE = 608, 96
+"""HIDDEN ends within an item, and within a word of MXFP4's scales; three warps share it."""
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_error(kind: Kind) -> None:
+    experts = experts_of(kind, 5, HIDDEN, INTERMEDIATE)
+    for m, top_k in ((1, 3), (5, 2), (9, 1)):
+        ids, weights = random_routing(m, top_k, 5)
+        hidden = random_hidden(m, HIDDEN, kind[3])
+        out = run(hidden, experts, ids, weights)
+        assert_close_enough(out, hidden, experts, ids, weights)
+
+
+def test_experts_with_more_tokens_than_a_pass() -> None:
+    """Two tiles of tokens, and several passes; ids of 32 bits, weights of 16."""
+    experts, hidden = experts_of(KINDS["swiglu"], 2, 64, 32), random_hidden(21, 64, BF16)
+    ids, weights = random_routing(21, 1, 2)
+    out = run(hidden, experts, ids.int(), weights.to(BF16))
+    assert_close_enough(out, hidden, experts, ids, weights)
+    ids.fill_(1)
+    out = run(hidden, experts, ids, weights)
+    assert_close_enough(out, hidden, experts, ids, weights)
+
+
+def test_no_tokens() -> None:
+    experts = experts_of(KINDS["swiglu"], 5, HIDDEN, INTERMEDIATE)
+    out = run(random_hidden(0, HIDDEN, BF16), experts, *random_routing(0, 2, 5))
+    assert out.shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("absent", [-1, 5, 2**40])
+def test_ids_of_no_expert(absent: int) -> None:
+    experts, hidden = (
+        experts_of(KINDS["swiglu"], 5, HIDDEN, INTERMEDIATE),
+        random_hidden(5, HIDDEN, BF16),
+    )
+    ids, weights = random_routing(5, 2, 5)
+    ids[1], ids[2, 0] = absent, absent
+    out = run(hidden, experts, ids, weights)
+    assert not out[1].any()
+    assert_close_enough(out, hidden, experts, ids, weights)
+    assert not run(hidden, experts, torch.full_like(ids, absent), weights).any()
+
+
+def test_bits_do_not_depend_on_the_batch() -> None:
+    experts, hidden = (
+        experts_of(KINDS["swiglu"], 5, HIDDEN, INTERMEDIATE),
+        random_hidden(9, HIDDEN, BF16),
+    )
+    ids, weights = random_routing(9, 2, 5)
+    whole = run(hidden, experts, ids, weights)
+    for rows in (slice(0, 1), slice(4, 9)):
+        assert torch.equal(run(hidden[rows], experts, ids[rows], weights[rows]), whole[rows])
+
+
+def test_experts_that_are_not_hit_are_not_read() -> None:
+    experts, hidden = (
+        experts_of(KINDS["swiglu"], 5, HIDDEN, INTERMEDIATE),
+        random_hidden(5, HIDDEN, BF16),
+    )
+    ids, weights = torch.tensor([[0, 2]]).repeat(5, 1), torch.ones(5, 2)
+    expected = run(hidden, experts, ids, weights)
+    for matrices in (experts.gate_up, experts.down):
+        assert matrices.global_scale is not None
+        matrices.global_scale[[1, 3, 4]] = torch.nan
+        matrices.scales.view(torch.uint8)[[1, 3, 4]] = 0x7E
+    assert torch.equal(run(hidden, experts, ids, weights), expected)
+
+
+def test_subnormal_block_scales() -> None:
+    experts, hidden = (
+        experts_of(KINDS["swiglu"], 5, HIDDEN, INTERMEDIATE),
+        random_hidden(5, HIDDEN, BF16),
+    )
+    scales = experts.down.scales.view(torch.uint8)
+    scales.copy_(torch.randint(0, 8, scales.shape, generator=torch.Generator().manual_seed(0)))
+    ids, weights = random_routing(5, 2, 5)
+    assert_close_enough(run(hidden, experts, ids, weights), hidden, experts, ids, weights)
+
+
+@pytest.mark.parametrize("exponent", [20, 139, 140, 170])
+def test_block_scales_of_any_size(exponent: int) -> None:
+    """MXFP4's, around 2^12 too, where bfloat16 would not hold what they become."""
+    experts = experts_of(KINDS["mxfp4-limited"], 5, HIDDEN, INTERMEDIATE)
+    experts.down.scales[:, ::3, 1:] = exponent
+    hidden = random_hidden(5, HIDDEN, BF16)
+    ids, weights = random_routing(5, 2, 5)
+    assert_close_enough(run(hidden, experts, ids, weights), hidden, experts, ids, weights)
