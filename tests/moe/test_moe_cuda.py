@@ -118,7 +118,7 @@ def test_compiles_without_spills(
 ) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     plan = product_plan(work, 16, mean * work.num_experts // 16, H200)
-    macros = dict((*launcher.dtype_macros(dtype), *plan.macros(work)))
+    macros: dict[str, int | None] = dict((*launcher.dtype_macros(dtype), *plan.macros(work)))
     cubin = compiled("moe/cuda/experts.cu", macros, architecture)
     assert stack_bytes(cubin) == 0
 

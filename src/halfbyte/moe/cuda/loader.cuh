@@ -55,6 +55,7 @@ struct Loader {
   int unit, end, group, split, item;
   const u8 *upper, *lower;  // this lane's bytes of rows g and g + 8
   const u8* scale;          // its words of a row of scales
+  int scales_left;          // bytes from there to the end of all scales, or at least as many as are read
 
   __device__ __forceinline__ Loader(const Params& p, const Routing& routing, int begin, int end, int group, int split)
       : p(p), routing(routing), unit(begin), end(end), group(group), split(split) {
@@ -70,6 +71,9 @@ struct Loader {
     lower = p.weight + (first + row_of_tile(tile, lane / 4 + 8)) * (K / 2) + lane % 4 * 16;
     scale = p.scales + (first + row_of_tile(tile, lane & 15)) * ROW_SCALES;
     if (!SCALES_ARE_ALIGNED) scale -= (u64)scale & 3;
+    // Behind a row comes the next one, and nothing behind the last: only there this is less than a row.
+    const u8* const scales_end = p.scales + (u64)p.pairs.num_experts * N * ROW_SCALES;
+    scales_left = (int)min((long long)(scales_end - scale), (long long)ROW_SCALES + ITEM_SCALES + 8);
     item = split;
   }
 
@@ -83,8 +87,8 @@ struct Loader {
         const int at = item * (ITEM_K / 2) + half * 64;
         if (IS_RAGGED) {
           const bool exists = at + lane % 4 * 16 < K / 2;
-          copy16_or_zeros(to + half * 512, exists ? upper + at : upper, exists);
-          copy16_or_zeros(to + half * 512 + 1024, exists ? lower + at : lower, exists);
+          copy16_or_zeros(to + half * 512, upper + at, exists);
+          copy16_or_zeros(to + half * 512 + 1024, lower + at, exists);
         } else {
           copy16(to + half * 512, upper + at);
           copy16(to + half * 512 + 1024, lower + at);
@@ -112,9 +116,7 @@ struct Loader {
       const int at = (i + odd) * 4;
       if (i + odd >= SCALE_WORDS) continue;
       if (IS_RAGGED || !SCALES_ARE_ALIGNED) {
-        // Behind a row comes the next one, and nothing behind the last.
-        const long long left = p.scales + (u64)p.pairs.num_experts * N * ROW_SCALES - (from + at);
-        copy4_or_zeros(to + at, left > 0 ? from + at : from, (int)max(min(left, 4ll), 0ll));
+        copy4_or_zeros(to + at, from + at, max(min(scales_left - item * ITEM_SCALES - at, 4), 0));
       } else {
         copy4(to + at, from + at);
       }

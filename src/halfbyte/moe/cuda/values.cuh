@@ -36,14 +36,14 @@ __device__ __forceinline__ void unpack_word(u32* pairs, u32 w) {
 // register, row g + 8 in the upper one.
 struct Scales {
 #if MX
-  u32 both, excess;  // the scale is their product
-  bool large;        // whether any lane's `excess` is not 1
+  u32 both, excess;  // the scale is their product; `excess` is set only if `large`
+  bool large;        // whether that of any lane is not 1
 
   // `upper` and `lower` rows' bytes.
   __device__ __forceinline__ void unpack(u32 upper, u32 lower) {
     both = field(upper) | field(lower) << 16;
-    excess = rest(upper) | rest(lower) << 16;
     large = __any_sync(~0u, max(upper, lower) > MAX_EXPONENT);
+    if (large) excess = rest(upper) | rest(lower) << 16;
   }
 
   // bfloat16's exponent would overflow above 2^12.
