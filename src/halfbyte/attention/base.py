@@ -1,7 +1,7 @@
 """The interface of attention backends: config, inputs, per-step plans and base classes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
@@ -44,6 +44,9 @@ class AttentionConfig:
     """Whether recent tokens are read from `RecentInputs` instead of the pages."""
     compute_capability: int = CPU
     """Of the machine: 90 for SM90, `dispatch.CPU` without a GPU."""
+    split_off: bool = False
+    """Whether these sequences were split off a batch with prompts, because unpacking their pages
+    would take longer than it saves."""
 
 
 _Prepared = TypeVar("_Prepared")
@@ -92,6 +95,8 @@ class AttentionInputs:
     plans: AttentionPlans
     transform: KVTransform | None = None
     recent: RecentInputs | None = None
+    split_off: bool = False
+    """See `AttentionConfig.split_off`."""
 
     @cached_property
     def out(self) -> torch.Tensor:
@@ -165,12 +170,52 @@ class AttentionInputs:
             segment=0 if self.transform is None else self.transform.shared_tokens,
             recent=self.recent is not None,
             compute_capability=compute_capability_of(self.query.device),
+            split_off=self.split_off,
         )
 
 
 def _aligned(pages: torch.Tensor) -> bool:
     stride = page_stride(pages)
     return (pages.data_ptr() | stride) % 16 == 0 and stride < 2**32
+
+
+@dataclass(frozen=True)
+class SubBatch:
+    """Sequences of a mixed batch, for another backend than the rest."""
+
+    rows: torch.Tensor | None
+    """int64, rows of the query; None for all of them, in order."""
+    sequences: torch.Tensor | None
+    """int64, their numbers in the batch; None for all of them."""
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    plans: AttentionPlans
+    """Of these sequences alone."""
+
+    def inputs_of(self, batch: AttentionInputs) -> AttentionInputs:
+        """The work on these sequences, with outputs of its own unless they are the whole batch."""
+        if self.rows is None:
+            return replace(batch, plans=self.plans, split_off=True)
+        return replace(
+            batch,
+            query=batch.query[self.rows],
+            query_start_loc=self.query_start_loc,
+            seq_lens=self.seq_lens,
+            block_tables=batch.block_tables[self.sequences],
+            given_out=None,
+            lse=None if batch.lse is None else batch.lse[self.rows],
+            plans=self.plans,
+            split_off=True,
+        )
+
+    def copy_results(self, part: AttentionInputs, batch: AttentionInputs) -> None:
+        """Copy the outputs of `inputs_of(batch)` to those of the batch."""
+        if self.rows is None:
+            batch.answer(part.out)
+            return
+        batch.out[self.rows] = part.out
+        if batch.lse is not None and part.lse is not None:
+            batch.lse[self.rows] = part.lse
 
 
 class AttentionBackend(ABC):
@@ -191,6 +236,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:
         """Whether it can do the work."""
+
+    @classmethod
+    def split_off(cls, inputs: AttentionInputs) -> Sequence[SubBatch]:
+        """Sequences that `forward` leaves out, because other backends are faster for them."""
+        return ()
 
     @classmethod
     @abstractmethod

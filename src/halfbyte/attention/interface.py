@@ -1,7 +1,6 @@
-"""`paged_attention`: validates its arguments and dispatches to a backend."""
+"""`paged_attention`: validates its arguments; `router` chooses the backend."""
 
 import os
-from collections.abc import Sequence
 from typing import Literal, overload
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 
 from halfbyte.attention.base import AttentionInputs, AttentionPlans
 from halfbyte.attention.cpu import lengths_fit
-from halfbyte.attention.registry import ATTENTION_BACKENDS
+from halfbyte.attention.router import run
 from halfbyte.kvcache.recent import RecentInputs
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import KVCacheDType, PageLayout
@@ -165,27 +164,6 @@ def paged_attention(
     run(inputs, backend)
     result = inputs.deliver()
     return result if inputs.lse is None else (result, inputs.lse)
-
-
-def run(
-    inputs: AttentionInputs, backend: str | None = None, among: Sequence[str] | None = None
-) -> None:
-    """Run validated work on the named backend, or on the best one (of `among`).
-
-    The choice is cached for all calls that share plans and have the same config.
-    """
-    config = inputs.config()
-    chosen = inputs.plans.get(
-        ("backend", backend, None if among is None else tuple(among), config),
-        lambda: ATTENTION_BACKENDS.select(config, explicit=backend, among=among),
-    )
-    if inputs.recent is None or chosen.takes_recent:
-        chosen.forward(inputs)
-        return
-    # Here, because the import needs Triton.
-    from halfbyte.attention.recent.launcher import attend_with_recent
-
-    attend_with_recent(inputs, chosen)
 
 
 def _window(window: int | None, max_tokens: int) -> int | None:

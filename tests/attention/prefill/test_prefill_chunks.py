@@ -130,7 +130,7 @@ def test_windows_with_heads_of_every_size(
     small = {"workspace_tokens": 2048, "pytorch_from": 1000}
     case = make_small({**lengths, **options, **sizes}, monkeypatch, **small)
     plan = dense_plan.make_plan(inputs_of(case, "cpu"), 16)
-    assert not plan.delegated
+    assert not plan.split_off
     assert not plan.long
     assert_dense(case, "cpu")
 
@@ -212,7 +212,7 @@ def test_what_the_workspace_cannot_hold_goes_to_the_general_kernel() -> None:
         patch.setattr(dense_plan, "workspace_tokens", lambda inputs: 100)
         plan = dense_plan.make_plan(inputs_of(case, "cpu"), 16)
     assert [chunks.keys for chunks in plan.chunks] == [70]
-    assert [part.backends[0] for part in plan.delegated] == ["triton"]
+    assert [part.seq_lens.tolist() for part in plan.split_off] == [[300]]
     assert plan.long == []
 
 
@@ -261,9 +261,12 @@ def test_who_takes_which_sequence(
     )
     plan = dense_plan.make_plan(inputs, 16)
     taken: dict[int, str] = {}
-    for part in plan.delegated:
+    for part in plan.split_off:
         rows = range(sum(queries)) if part.rows is None else part.rows.tolist()
-        taken |= dict.fromkeys(rows, "decode" if part.backends[0] == "cuda" else "general")
+        sizes = {"num_tokens": len(rows), "num_seqs": len(part.seq_lens)}
+        work = config(layout=layout, split_off=True, **sizes)
+        backend = ATTENTION_BACKENDS.select(work, compute_capability=90).name
+        taken |= dict.fromkeys(rows, {"cuda": "decode", "triton": "general"}[backend])
     for chunks in plan.chunks:
         for token, count, *_ in chunks.work.tolist():
             taken |= dict.fromkeys(range(token, token + count), "own")

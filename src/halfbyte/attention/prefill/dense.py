@@ -12,12 +12,11 @@ FlashAttention is used.
 halfbyte's own kernel (`chunks.py`) takes sequences longer than their window, soft-caps, K and V
 of different head sizes, small heads, and shorter prompts.
 
-Mixed batches are split here: sequences with up to 8 new tokens go to the decode backends. Those
-with somewhat more after a long prefix go to the `triton` backend, because unpacking the prefix
-would cost more than it saves.
+Sequences with up to 8 new tokens are split off a batch for other backends. So are those with
+somewhat more after a long prefix, because unpacking the prefix would cost more than it saves.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -26,15 +25,15 @@ from halfbyte.attention.base import (
     AttentionConfig,
     AttentionInputs,
     GpuAttention,
+    SubBatch,
 )
-from halfbyte.attention.interface import run
-from halfbyte.attention.paged.plan import choose_row_tiles, gpu_of
+from halfbyte.attention.paged.plan import Tiles, choose_row_tiles, gpu_of
 from halfbyte.attention.prefill.chunks import attend_chunks, unpacked
 from halfbyte.attention.prefill.plan import (
     MAX_DECODE_QUERIES,
     MAX_PARTS,
     Block,
-    DelegatedSequences,
+    DensePlan,
     LongSequences,
     make_plan,
     queries_at_once,
@@ -66,6 +65,8 @@ class DenseAttention(GpuAttention):
             return False, f"tensors are on {config.device_type}, not on a GPU"
         if config.num_tokens <= MAX_DECODE_QUERIES * config.num_seqs:
             return False, "is for prefill: more than a few query tokens per sequence"
+        if config.split_off:
+            return False, "unpacking the pages of these sequences does not pay off"
         if config.batch_invariant:
             return False, "rounds differently with the batch"
         layout = config.layout
@@ -78,24 +79,36 @@ class DenseAttention(GpuAttention):
         return reason is None, reason or cls.purpose
 
     @classmethod
+    def split_off(cls, inputs: AttentionInputs) -> Sequence[SubBatch]:
+        """See `AttentionBackend.split_off`. The first call of a step reads the lengths back."""
+        return _plan(inputs, _tiles(inputs)).split_off
+
+    @classmethod
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`. The first call of a step reads the lengths back."""
-        layout, device, window = inputs.layout, inputs.query.device, inputs.sliding_window
-        tiles = choose_row_tiles(layout.head_size, layout.head_size_v, window, gpu_of(device))
-        tokens_per_tile = tiles.tokens(inputs.query.shape[1] // layout.num_kv_heads)
-        fit = workspace_tokens(inputs), queries_at_once(inputs), tokens_per_tile
-        sizes = layout.head_size, layout.head_size_v
-        options = window, inputs.softcap is None, inputs.scale > 0
-        key = ("dense", *fit, *sizes, *options, device)
-        plan = inputs.plans.get(key, lambda: make_plan(inputs, tokens_per_tile))
-        for part in plan.delegated:
-            _attend_delegated(inputs, part)
+        tiles = _tiles(inputs)
+        plan = _plan(inputs, tiles)
         if plan.empty is not None:
             _fill_empty(inputs, plan.empty)
         for long in plan.long:
             _attend_long(inputs, long)
         for chunks in plan.chunks:
             attend_chunks(inputs, chunks, tiles)
+
+
+def _tiles(inputs: AttentionInputs) -> Tiles:
+    layout, gpu = inputs.layout, gpu_of(inputs.query.device)
+    return choose_row_tiles(layout.head_size, layout.head_size_v, inputs.sliding_window, gpu)
+
+
+def _plan(inputs: AttentionInputs, tiles: Tiles) -> DensePlan:
+    layout = inputs.layout
+    tokens_per_tile = tiles.tokens(inputs.query.shape[1] // layout.num_kv_heads)
+    fit = workspace_tokens(inputs), queries_at_once(inputs), tokens_per_tile
+    sizes = layout.head_size, layout.head_size_v
+    options = inputs.sliding_window, inputs.softcap is None, inputs.scale > 0
+    key = ("dense", *fit, *sizes, *options, inputs.query.device)
+    return inputs.plans.get(key, lambda: make_plan(inputs, tokens_per_tile))
 
 
 def _fill_empty(inputs: AttentionInputs, rows: torch.Tensor) -> None:
@@ -107,27 +120,6 @@ def _fill_empty(inputs: AttentionInputs, rows: torch.Tensor) -> None:
         inputs.lse.index_fill_(0, rows, -torch.inf)
     else:
         inputs.lse[rows] = inputs.sinks.float()
-
-
-def _attend_delegated(inputs: AttentionInputs, part: DelegatedSequences) -> None:
-    """Run a sub-batch on the best of its backends."""
-    if part.rows is None:
-        run(inputs, among=part.backends)
-        return
-    batch = replace(
-        inputs,
-        query=inputs.query[part.rows],
-        query_start_loc=part.query_start_loc,
-        seq_lens=part.seq_lens,
-        block_tables=inputs.block_tables[part.sequences],
-        given_out=None,
-        lse=None if inputs.lse is None else inputs.lse[part.rows],
-        plans=part.plans,
-    )
-    run(batch, among=part.backends)
-    inputs.out[part.rows] = batch.out
-    if inputs.lse is not None and batch.lse is not None:
-        inputs.lse[part.rows] = batch.lse
 
 
 def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
