@@ -226,6 +226,8 @@ class AttentionBackend(ABC):
     """Whether it reads K that went through a `KVTransform`."""
     takes_recent: ClassVar[bool] = False
     """Whether it reads recent tokens from `RecentInputs`."""
+    takes_every_batch: ClassVar[bool] = False
+    """Whether it takes decode steps and prompts alike, so that batch invariance may choose it."""
 
     @classmethod
     @abstractmethod

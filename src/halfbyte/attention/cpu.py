@@ -156,6 +156,7 @@ class CpuAttention(AttentionBackend):
 
     name: ClassVar[str] = "cpu"
     takes_transforms: ClassVar[bool] = True
+    takes_every_batch: ClassVar[bool] = True
     takes_recent: ClassVar[bool] = True
 
     @classmethod
