@@ -2,9 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -62,13 +62,43 @@ class AttentionPlans:
     """
 
     def __init__(self) -> None:
-        self._prepared: dict[Hashable, Any] = {}
+        self._prepared: dict[tuple[type, Hashable], Any] = {}
 
     def get(self, key: Hashable, prepare: Callable[[], _Prepared]) -> _Prepared:
-        """The value cached for a key; calls `prepare` to make it if there is none."""
-        if key not in self._prepared:
-            self._prepared[key] = prepare()
-        return self._prepared[key]
+        """The value cached for a key; calls `prepare` to make it if there is none.
+
+        Args:
+            key: a named tuple of what the value depends on besides the lengths. Keys of different
+                classes differ, whatever is in them.
+            prepare: makes the value.
+        """
+        typed = (type(key), key)
+        if typed not in self._prepared:
+            self._prepared[typed] = prepare()
+        return self._prepared[typed]
+
+
+class _PackedKey(NamedTuple):
+    """What `AttentionInputs.packed` depends on besides the lengths."""
+
+    recent_tokens: int
+    window: int
+    """0 for none."""
+
+
+class _PackedPart(NamedTuple):
+    """Lengths and window of the tokens that only the pages have, and plans for them."""
+
+    seq_lens: torch.Tensor
+    window: int
+    plans: AttentionPlans
+
+
+@dataclass
+class _Output:
+    """The output tensor of a call, once there is one."""
+
+    tensor: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -97,14 +127,20 @@ class AttentionInputs:
     recent: RecentInputs | None = None
     split_off: bool = False
     """See `AttentionConfig.split_off`."""
+    _output: _Output = field(default_factory=_Output, init=False, repr=False)
 
-    @cached_property
+    @property
     def out(self) -> torch.Tensor:
         """`[tokens, heads, head_size_v]`, to be filled.
 
         On a GPU it has the query's dtype and contiguous rows aligned to 16 bytes: the caller's
         tensor if that fits, else a new one. On a CPU it is the caller's tensor, if given.
         """
+        if self._output.tensor is None:
+            self._output.tensor = self._make_out()
+        return self._output.tensor
+
+    def _make_out(self) -> torch.Tensor:
         given = self.given_out
         if given is not None and (not given.is_cuda or self._suits_kernels(given)):
             return given
@@ -116,7 +152,7 @@ class AttentionInputs:
 
     def answer(self, result: torch.Tensor) -> None:
         """Set the output to a tensor of `out`'s shape; no copy if the caller gave no `out`."""
-        self.__dict__["out"] = result
+        self._output.tensor = result
 
     def deliver(self) -> torch.Tensor:
         """The output, copied to the caller's tensor if there is one."""
@@ -129,17 +165,19 @@ class AttentionInputs:
         """The part of the work that reads pages, without recent tokens; has its own output."""
         if self.recent is None:
             return self
-        tokens, window = self.recent.tokens, self.sliding_window
-        key = ("lengths of what is packed", tokens, window or 0)
-        lengths, packed_window = self.plans.get(
-            key, lambda: packed_part(tokens, self.seq_lens, window or 0)
+        key = _PackedKey(self.recent.tokens, self.sliding_window or 0)
+        part = self.plans.get(
+            key,
+            lambda: _PackedPart(
+                *packed_part(key.recent_tokens, self.seq_lens, key.window), AttentionPlans()
+            ),
         )
         return replace(
             self,
-            seq_lens=lengths,
-            sliding_window=packed_window or None,
+            seq_lens=part.seq_lens,
+            sliding_window=part.window or None,
             given_out=None,
-            plans=self.plans.get(("packed", *key), AttentionPlans),
+            plans=part.plans,
             recent=None,
         )
 
@@ -152,6 +190,10 @@ class AttentionInputs:
 
     def config(self) -> AttentionConfig:
         """Metadata of the work."""
+        return self._config
+
+    @cached_property
+    def _config(self) -> AttentionConfig:
         return AttentionConfig(
             layout=self.layout,
             num_heads=self.query.shape[1],

@@ -1,8 +1,9 @@
 """Chooses backends: one per batch, or per part of a batch that mixes prompts and decode steps."""
 
 from functools import partial
+from typing import NamedTuple
 
-from halfbyte.attention.base import AttentionBackend, AttentionInputs
+from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
 from halfbyte.attention.registry import ATTENTION_BACKENDS
 
 
@@ -27,10 +28,16 @@ def attend(backend: type[AttentionBackend], inputs: AttentionInputs) -> None:
     backend.forward(inputs)
 
 
+class _Choice(NamedTuple):
+    """What a choice of a backend depends on."""
+
+    backend: str | None
+    config: AttentionConfig
+
+
 def _select(inputs: AttentionInputs, backend: str | None = None) -> type[AttentionBackend]:
     """The choice is cached for all calls that share plans and have the same config."""
     config = inputs.config()
     return inputs.plans.get(
-        ("backend", backend, config),
-        lambda: ATTENTION_BACKENDS.select(config, explicit=backend),
+        _Choice(backend, config), lambda: ATTENTION_BACKENDS.select(config, explicit=backend)
     )

@@ -17,7 +17,7 @@ somewhat more after a long prefix, because unpacking the prefix would cost more 
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -101,13 +101,35 @@ def _tiles(inputs: AttentionInputs) -> Tiles:
     return choose_row_tiles(layout.head_size, layout.head_size_v, inputs.sliding_window, gpu)
 
 
+class _PlanKey(NamedTuple):
+    """What a plan depends on besides the lengths."""
+
+    workspace_tokens: int
+    queries_at_once: int
+    tokens_per_tile: int
+    head_size: int
+    head_size_v: int
+    sliding_window: int | None
+    is_uncapped: bool
+    is_positive: bool
+    """The scale."""
+    device: torch.device
+
+
 def _plan(inputs: AttentionInputs, tiles: Tiles) -> DensePlan:
     layout = inputs.layout
     tokens_per_tile = tiles.tokens(inputs.query.shape[1] // layout.num_kv_heads)
-    fit = workspace_tokens(inputs), queries_at_once(inputs), tokens_per_tile
-    sizes = layout.head_size, layout.head_size_v
-    options = inputs.sliding_window, inputs.softcap is None, inputs.scale > 0
-    key = ("dense", *fit, *sizes, *options, inputs.query.device)
+    key = _PlanKey(
+        workspace_tokens(inputs),
+        queries_at_once(inputs),
+        tokens_per_tile,
+        layout.head_size,
+        layout.head_size_v,
+        inputs.sliding_window,
+        inputs.softcap is None,
+        inputs.scale > 0,
+        inputs.query.device,
+    )
     return inputs.plans.get(key, lambda: make_plan(inputs, tokens_per_tile))
 
 
