@@ -28,7 +28,7 @@ from halfbyte.attention.base import (
     SubBatch,
 )
 from halfbyte.attention.paged.plan import Tiles, choose_row_tiles, gpu_of
-from halfbyte.attention.prefill.chunks import attend_chunks, unpacked
+from halfbyte.attention.prefill.chunks import attend_chunks
 from halfbyte.attention.prefill.plan import (
     MAX_DECODE_QUERIES,
     MAX_PARTS,
@@ -152,14 +152,14 @@ def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
     if long.cached:
         query = _padded_rows(inputs.query, long.query_begin, rounded_up(queries))[None]
         for block in long.cached:
-            out, logs = _attend_block(inputs, long, block, query, causal=False)
+            out, logs = _attend_block(inputs, block, query, causal=False)
             parts.append((out[0, :queries], logs[0, :, :queries]))
             if len(parts) == MAX_PARTS:
                 parts = [join(parts)]
     before = last.end - last.begin - queries
     query = _padded_rows(inputs.query, long.query_begin - before, long.count * last.size)
     query = query.unflatten(0, (-1, last.size))
-    out, logs = _attend_block(inputs, long, last, query, causal=True)
+    out, logs = _attend_block(inputs, last, query, causal=True)
     exact = last.size == queries and long.count * queries == inputs.query.shape[0]
     if exact and not parts and inputs.sinks is None and inputs.lse is None:
         inputs.answer(out.flatten(0, 1))
@@ -176,9 +176,9 @@ def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
 
 
 def _attend_block(
-    inputs: AttentionInputs, long: LongSequences, block: Block, query: torch.Tensor, *, causal: bool
+    inputs: AttentionInputs, block: Block, query: torch.Tensor, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    key, value = _unpack(inputs, long, block)
+    key, value = _unpack(inputs, block)
     return _dense(query, key, value, causal, inputs.scale)
 
 
@@ -196,14 +196,13 @@ def _padded_rows(query: torch.Tensor, begin: int, count: int) -> torch.Tensor:
     return rows
 
 
-def _unpack(
-    inputs: AttentionInputs, long: LongSequences, block: Block
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _unpack(inputs: AttentionInputs, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V `[count, size, kv_heads, D]` of a block, zeros where it ends before its size."""
+    # Here, because the import needs Triton.
+    from halfbyte.attention.prefill.unpack import unpack
+
     count = block.end - block.begin
-    where = slice(long.first, long.first + long.count), block.begins, block.ends, block.rows
-    rows = unpacked(inputs, *where, long.count * block.size, count)
-    key, value = (x.unflatten(0, (long.count, block.size)) for x in rows)
+    key, value = (x.unflatten(0, (-1, block.size)) for x in unpack(inputs, block.keys))
     if count < block.size:
         # The rows that are used do not see them, but 0 * NaN is NaN.
         key[:, count:].zero_()

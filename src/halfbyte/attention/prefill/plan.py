@@ -7,6 +7,7 @@ import torch
 
 from halfbyte.attention.base import AttentionInputs, AttentionPlans, SubBatch
 from halfbyte.attention.prefill.chunks import Chunks, make_chunks
+from halfbyte.attention.prefill.key_ranges import KeyRanges
 from halfbyte.layouts import PageLayout
 
 WORKSPACE_BYTES = 256 * 2**20
@@ -49,9 +50,7 @@ class Block:
     begin: int
     end: int
     size: int
-    begins: torch.Tensor
-    ends: torch.Tensor
-    rows: torch.Tensor
+    keys: KeyRanges
 
 
 @dataclass(frozen=True)
@@ -237,7 +236,16 @@ def _long(
         dtype=torch.int32,
         device="cpu",
     ).to(device)
-    blocks = [Block(*sizes, *on_device) for sizes, on_device in zip(ranges, numbers, strict=True)]
+    sequences = slice(first, first + count)
+    blocks = [
+        Block(
+            begin,
+            end,
+            size,
+            KeyRanges(sequences, count * size, end - begin, *on_device),
+        )
+        for (begin, end, size), on_device in zip(ranges, numbers, strict=True)
+    ]
     return LongSequences(first, count, query_begin, queries, blocks[:-1], blocks[-1])
 
 
