@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from halfbyte.engine.core import EngineCore
 from halfbyte.engine.generation import NewToken, TokenStream, run
 from halfbyte.engine.memory import default_num_pages, make_pool, name_memory_options
+from halfbyte.engine.model import context_length, eos_ids, model_and_tokenizer
 from halfbyte.engine.options import (
-    check_batch_invariant,
     check_cache_options,
     check_memory_share,
     check_sizes,
@@ -33,12 +33,7 @@ from halfbyte.engine.sampling_params import SamplingParams
 from halfbyte.engine.threads import warn_shared_cores
 from halfbyte.kvcache import KVRecipe, KVScales, plan_kv_cache
 from halfbyte.kvcache.recent import RecentTokens
-from halfbyte.models import (
-    KVQuantization,
-    LayerDTypes,
-    load_model,
-    load_tokenizer,
-)
+from halfbyte.models import KVQuantization, LayerDTypes
 from halfbyte.models.kv_setup import KVSetup
 from halfbyte.models.loader import device_or_default
 
@@ -133,32 +128,18 @@ class LLM:
             *("max_num_batched_tokens", max_num_batched_tokens),
         )
         check_memory_share(gpu_memory_utilization, num_pages, where)
-        if isinstance(tokenizer, str | Path):
-            tokenizer = load_tokenizer(tokenizer)
-        if isinstance(model, str | Path):
-            tokenizer = tokenizer or load_tokenizer(model)
-            model = load_model(
-                model,
-                dtype=dtype,
-                device=device,
-                linear_backend=linear_backend,
-                quantize_activations=quantize_activations,
-                batch_invariant=batch_invariant,
-            )
-        elif linear_backend is not None or quantize_activations is not None:
-            raise ValueError(
-                "linear_backend, quantize_activations: are for models that are loaded here; "
-                "give them to load_model"
-            )
-        if batch_invariant:
-            check_batch_invariant(model)
+        model, self.tokenizer = model_and_tokenizer(
+            model,
+            tokenizer,
+            dtype=dtype,
+            device=device,
+            linear_backend=linear_backend,
+            quantize_activations=quantize_activations,
+            batch_invariant=batch_invariant,
+        )
+        self.model = model
         warn_shared_cores(model.device)
-        self.model = model.eval()
-        self.tokenizer = tokenizer
-        context = getattr(model.config, "max_position_embeddings", 2**31)
-        if max_model_len is not None and max_model_len > context:
-            raise ValueError(f"max_model_len: expected 1 .. {context}, got {max_model_len}")
-        max_model_len = max_model_len or context
+        max_model_len = context_length(model, max_model_len)
         specs, self.kv_scales, self.recipe = KVSetup.of(
             model,
             kv_cache_dtype,
@@ -167,7 +148,7 @@ class LLM:
             kv_scales=kv_scales,
             kv_recipe=kv_recipe,
             attention_backend=attention_backend,
-            tokenizer=tokenizer,
+            tokenizer=self.tokenizer,
         )
         recipe = self.recipe
         plan = plan_kv_cache(specs)
@@ -184,17 +165,13 @@ class LLM:
             self.pool,
             KVQuantization.of(self.pool, self.kv_scales, recipe),
             max_model_len=max_model_len,
-            max_batched_tokens=_MAX_BATCHED_TOKENS[self.model.device.type]
-            if max_batched_tokens is None
-            else max_batched_tokens,
+            max_batched_tokens=max_batched_tokens or _MAX_BATCHED_TOKENS[model.device.type],
             max_num_seqs=max_num_seqs,
             attention_backend=attention_backend,
             batch_invariant=batch_invariant,
             cuda_graphs=cuda_graphs and not enforce_eager,
             recent=recent,
-            eos_ids=()
-            if getattr(tokenizer, "eos_token_id", None) is None
-            else (tokenizer.eos_token_id,),
+            eos_ids=eos_ids(self.tokenizer),
         )
 
         graphs = self.core.runner.graphs

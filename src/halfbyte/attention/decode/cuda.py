@@ -2,7 +2,7 @@
 
 import ctypes
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -210,15 +210,8 @@ def _kernels(
     prepared: PrepareVariant | None,
     device: int,
 ) -> dict[str, nvrtc.Kernel]:
-    changes: dict[str, Any] = {}
-    if prepared is not None:
-        changes = {
-            "prepared": True,
-            "segment": prepared.segment,
-            "knows_first": prepared.knows_first,
-            "has_initial": prepared.recent > 0,
-        }
-    options = tuple(macros(layout, group, dtype, softcap, variant, **changes).items())
+    changed = {} if prepared is None else prepared.decode_macros()
+    options = tuple((macros(layout, group, dtype, softcap, variant) | changed).items())
     entry = ("decode", variant.cta_bytes(layout))
     return {
         **nvrtc.load(variant.source, options, (entry,), device),

@@ -109,6 +109,15 @@ class PrepareVariant(NamedTuple):
         queries = 2 * _TILE_ROWS * (layout.head_size + 8) + 4 * self.pairs
         return max(4 * sums if self.recent else 0, queries if self.segment else 0)
 
+    def decode_macros(self) -> dict[str, int | None]:
+        """Macros of the attention kernel that reads what `prepare.cu` wrote."""
+        return {
+            "PREPARED": 1,
+            "SEGMENT": self.segment,
+            "KNOWS_FIRST": int(self.knows_first),
+            "INITIAL": int(self.recent > 0),
+        }
+
     def macros(self, layout: PageLayout, dtype: torch.dtype) -> dict[str, int | None]:
         """Macros that `prepare.cu` is compiled with."""
         return {
