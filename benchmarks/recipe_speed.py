@@ -65,12 +65,15 @@ STORES = (64, 8192)
 
 
 def make_transform(tokens: int, device: torch.device, *, accurate: bool = False) -> KVTransform:
-    """Means and angles like a model's: means with half of K's energy, RoPE's frequencies."""
-    rounding: dict[str, torch.Tensor] = {}
+    """Means and angles like a model's: means with half of K's energy, RoPE's frequencies.
+
+    Weights of errors as `balanced` has them, and with `accurate` error feedback.
+    """
+    weights = torch.rand(2, KV_HEADS, HEAD_SIZE, device=device) + 0.5
+    rounding = {"k_weights": weights[0], "v_weights": weights[1]}
     if accurate:
-        factors = torch.randn(KV_HEADS, HEAD_SIZE, HEAD_SIZE, device=device).triu(1) / HEAD_SIZE
-        weights = torch.rand(2, KV_HEADS, HEAD_SIZE, device=device) + 0.5
-        rounding = {"feedback": factors, "k_weights": weights[0], "v_weights": weights[1]}
+        factors = torch.randn(KV_HEADS, HEAD_SIZE, HEAD_SIZE, device=device)
+        rounding["feedback"] = factors.triu(1) / HEAD_SIZE
     frequencies = 500000.0 ** -(torch.arange(HEAD_SIZE // 2) / (HEAD_SIZE // 2))
     starts = torch.arange(-(-tokens // SEGMENT)) * SEGMENT + SEGMENT / 2
     angles = starts[:, None] * frequencies
@@ -153,7 +156,7 @@ def store_calls(tokens: int, device: torch.device) -> dict[str, Call]:
     if not is_step:
         positions = torch.arange(tokens, device=device)
     transform = make_transform(8192, device)
-    weighing = make_transform(8192, device, accurate=True)
+    with_feedback = make_transform(8192, device, accurate=True)
     capacity = tokens if is_step else 2
     rings = RecentTokens([LAYOUT], RECENT, torch.bfloat16, device, capacity)
     rows = torch.arange(tokens, device=device)[-tokens if is_step else -rings.ring :]
@@ -191,7 +194,7 @@ def store_calls(tokens: int, device: torch.device) -> dict[str, Call]:
         "plain": plain,
         "without the last tokens": changed,
         "balanced": partial(with_rings, transform),
-        "accurate": partial(with_rings, weighing),
+        "accurate": partial(with_rings, with_feedback),
     }
 
 

@@ -12,7 +12,10 @@ from halfbyte.kvcache.identity import pages_identity
 from halfbyte.kvcache.recipe import RECIPES
 from halfbyte.layouts import KVCacheDType
 from halfbyte.numerics.hadamard import hadamard
-from kvcache.transforms import make_calibration, make_moment
+from kvcache.transforms import make_calibration, make_moment, without_costs
+
+UNWEIGHTED = replace(RECIPES["balanced"], weighted_scales=False)
+"""`balanced` as it was when calibrations had no costs of errors."""
 
 
 def make_scales(calibration: KVCalibration | None) -> KVScales:
@@ -99,7 +102,11 @@ def test_recipes_that_weigh_errors_take_factors_and_weights() -> None:
     only = calibration.transform(1, KVRecipe(weighted_scales=True))
     assert only.feedback is None
     assert only.k_weights is not None
-    assert not calibration.transform(1, RECIPES["balanced"]).weighs_errors
+    balanced = calibration.transform(1, RECIPES["balanced"])
+    assert balanced.feedback is None
+    assert balanced.k_weights is not None
+    assert torch.equal(balanced.k_weights, costs.k_weights[1])
+    assert not calibration.transform(1, UNWEIGHTED).weighs_errors
     assert calibration.amax(1, accurate) == calibration.amax(1, RECIPES["balanced"])
 
 
@@ -116,21 +123,21 @@ def test_costs_of_rotated_k_are_those_of_rotated_queries() -> None:
     assert not torch.allclose(costs.k_weights[0], costs.k_weights[1])
 
 
-def without_costs(calibration: KVCalibration) -> KVCalibration:
-    """As older versions measured and wrote it."""
-    layers = tuple(replace(layer, costs=None) for layer in calibration.layers)
-    return replace(calibration, layers=layers)
-
-
-def test_older_calibration_is_for_other_recipes(tmp_path: Path) -> None:
+def test_older_calibration_is_refused_by_recipes_that_weigh_errors(tmp_path: Path) -> None:
     path = make_scales(without_costs(make_calibration())).save(tmp_path)
     scales = KVScales.load_file(path)
     assert scales.calibration is not None
     assert not scales.calibration.has_costs
-    assert scales.calibration_for(RECIPES["balanced"]) is scales.calibration
-    message = r"kv_recipe accurate: .* scales from test is older; `halfbyte calibrate` measures"
-    with pytest.raises(ValueError, match=message):
-        scales.calibration_for(RECIPES["accurate"])
+    assert scales.suits(RECIPES["plain"])
+    assert scales.suits(UNWEIGHTED)
+    assert scales.calibration_for(UNWEIGHTED) is scales.calibration
+    for name in ("balanced", "accurate"):
+        assert not scales.suits(RECIPES[name])
+        message = rf"kv_recipe {name}: .* scales from test is older; `halfbyte calibrate` measures"
+        with pytest.raises(ValueError, match=message):
+            scales.calibration_for(RECIPES[name])
+    assert make_scales(make_calibration()).suits(RECIPES["balanced"])
+    assert not make_scales(None).suits(UNWEIGHTED)
     assert scales.calibration.sha256() != make_calibration().sha256()
 
 
@@ -213,8 +220,9 @@ def test_identity_of_pages_knows_recipe_and_calibration() -> None:
         pages_identity("nvfp4", "nvfp4", others, balanced),
         pages_identity("nvfp4", "nvfp4", scales, replace(balanced, rotate=False)),
         pages_identity("nvfp4", "nvfp4", scales, RECIPES["accurate"]),
+        pages_identity("nvfp4", "nvfp4", scales, UNWEIGHTED),
     ]
-    assert len(set(identities)) == 5
+    assert len(set(identities)) == 6
     assert pages_identity("nvfp4", "nvfp4", others) == identities[0]
     assert pages_identity("nvfp4", "nvfp4", make_scales(None), KVRecipe()) == identities[0]
 
@@ -223,6 +231,7 @@ def test_recipes_have_names() -> None:
     for name in RECIPES:
         assert KVRecipe.parse(name).name == name
     assert KVRecipe(center=True, rotate=True).name == "center+rotate"
+    assert RECIPES["balanced"].of_pages.name.endswith("+four_over_six+weighted_scales")
     assert RECIPES["accurate"].of_pages.name.endswith("+four_over_six+feedback+weighted_scales")
     for recipe in (KVRecipe(weighted_scales=True), RECIPES["accurate"]):
         assert recipe.format_of(KVCacheDType.NVFP4) == KVCacheDType.NVFP4_4OVER6

@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
-from halfbyte.kvcache import KVScales
+import pytest
+
+from halfbyte.kvcache import KVRecipe, KVScales, identity
 from halfbyte.kvcache.identity import pages_identity
 
 SCALES = KVScales((1.0, 2.0), (3.0, 0.1), "test")
@@ -25,3 +27,14 @@ def test_pages_identity_is_of_what_decides_values() -> None:
 def test_pages_identity_stays_what_it_is() -> None:
     """It names files of earlier runs."""
     assert pages_identity("nvfp4", "nvfp4", SCALES).startswith("706c626a72a9842e")
+
+
+def test_pages_by_weighted_scales_have_another_identity_with_other_candidates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipes = KVRecipe(rotate=True), KVRecipe(rotate=True, weighted_scales=True)
+    before = [pages_identity("nvfp4", "nvfp4", SCALES, recipe) for recipe in recipes]
+    monkeypatch.setattr(identity, "CANDIDATES", (0, -3, -2, -1, 1, 2, 3, 4, 5))
+    after = [pages_identity("nvfp4", "nvfp4", SCALES, recipe) for recipe in recipes]
+    assert before[0] == after[0]
+    assert before[1] != after[1]

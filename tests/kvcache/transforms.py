@@ -97,3 +97,9 @@ def make_calibration(seed: int = 0, layers: int = 3) -> KVCalibration:
         for layer in range(layers)
     )
     return KVCalibration(64, (1, 17), measured, ropes)
+
+
+def without_costs(calibration: KVCalibration) -> KVCalibration:
+    """As older versions measured and wrote it."""
+    layers = tuple(replace(layer, costs=None) for layer in calibration.layers)
+    return replace(calibration, layers=layers)

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from halfbyte.files import make_private
-from halfbyte.kvcache import KVCacheDType, KVScales
+from halfbyte.kvcache import KVCacheDType, KVRecipe, KVScales
+from halfbyte.kvcache.recipe import RECIPES
 from halfbyte.models import calibrate, find_kv_scales, load_model, resolve_kv_scales
 from halfbyte.models.kv_scales import kept_calibration
+from kvcache.transforms import make_calibration, without_costs
 from models.zoo import make_model, token_ids
 
 NVFP4 = {KVCacheDType.NVFP4}
@@ -155,6 +158,23 @@ def test_find_kv_scales_takes_the_first_that_is_there(
     for given in (other, str(other), other / "kv_scales.json"):
         assert found(given) == (4.0, f"{other}/kv_scales.json (mine)")
     assert found(scales_of(5.0, "user")) == (5.0, "user")
+
+
+def test_a_calibration_that_is_too_old_for_a_recipe_comes_last(folder: Path) -> None:
+    balanced, unweighted = RECIPES["balanced"], replace(RECIPES["balanced"], weighted_scales=False)
+    scales = replace(scales_of(1.0, "new"), calibration=make_calibration(layers=4))
+    older = replace(scales, source="older", calibration=without_costs(make_calibration(layers=4)))
+    config = config_of(folder)
+
+    def found(recipe: KVRecipe) -> str:
+        scales = find_kv_scales(folder, config, recipe=recipe)
+        return "" if scales is None else scales.source
+
+    older.save(folder)
+    assert found(balanced) == found(unweighted) == "kv_scales.json (older)"
+    kept = keep(folder, scales)
+    assert found(balanced) == f"{kept} (new)"
+    assert found(unweighted) == found(RECIPES["plain"]) == "kv_scales.json (older)"
 
 
 def test_find_kv_scales_of_a_config_as_transformers_has_it(folder: Path) -> None:

@@ -8,7 +8,6 @@ import torch
 from halfbyte.numerics import e2m1, e4m3, nvfp4
 from halfbyte.numerics.hadamard import hadamard
 from halfbyte.numerics.weighted_rounding import (
-    CANDIDATES,
     DAMPING,
     channel_weights,
     feedback_factor,
@@ -88,7 +87,7 @@ def by_hand(
         amax = max(float(value.abs()) for value in block)
         start = int(e4m3.encode(f32(amax) / (f32(6.0) * g)))
         best, best_error = 0, f32(math.inf)
-        for step in CANDIDATES:
+        for step in (0, -1, 1, 4):
             byte = min(max(start + step, 1), 126)
             s = e4m3.decode(torch.tensor(byte, dtype=torch.uint8))
             r = 1 / (s * g)
@@ -218,6 +217,30 @@ def test_ties_go_to_the_scale_of_amax6() -> None:
     x[:2] = torch.tensor([6.0, 3.0])
     _, scales = quantize(x, 1.0, torch.ones(16))
     assert float(scales[0]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("block", "step"),
+    [
+        ([6.0, 4.0, 1.5], 0),
+        ([5.81] + [3 * 0.9375] * 15, -1),  # one value is clipped, the others are exact
+        ([6.3] + [3 * 1.125] * 15, 1),
+        ([6.0, 4.5, 1.5, 0.75], 4),  # exact where the maximum maps to 4
+    ],
+)
+def test_a_block_takes_the_candidate_with_the_smallest_error(block: list[float], step: int) -> None:
+    x = torch.zeros(16)
+    x[: len(block)] = torch.tensor(block)
+    _, scales = quantize(x, 1.0, torch.ones(16))
+    assert int(scales.view(torch.uint8)) == 0x38 + step  # amax6 has 1.0
+
+
+def test_no_other_scales_are_chosen() -> None:
+    x = values(500, 64)
+    _, plain = nvfp4.quantize(x, G, "amax6")
+    _, chosen = quantize(x, G, torch.rand(64, generator=torch.Generator().manual_seed(4)))
+    steps = chosen.view(torch.uint8).int() - plain.view(torch.uint8).int()
+    assert steps.unique().tolist() == [-1, 0, 1, 4]
 
 
 def test_what_cannot_be_is_refused() -> None:

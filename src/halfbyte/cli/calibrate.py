@@ -129,9 +129,11 @@ def measure(folder: Path, path: Path, *, is_kept: bool, **measuring: Any) -> "KV
 def _comes_first(folder: Path, *, is_kept: bool) -> str | None:
     """The scales in the folder that take precedence over the written file; None if none do."""
     from halfbyte.kvcache import KV_SCALES_FILE, KVScales
+    from halfbyte.kvcache.recipe import DEFAULT, RECIPES
 
     # Other scales, such as the checkpoint's own, take precedence only for the recipe `plain`.
-    if is_kept and (scales := KVScales.load(folder)) is not None and scales.calibration:
+    scales = KVScales.load(folder) if is_kept else None
+    if scales is not None and scales.suits(RECIPES[DEFAULT]):
         return f"its folder has a {KV_SCALES_FILE} with a calibration, which comes first"
     return None
 

@@ -13,6 +13,7 @@ from halfbyte.kvcache.plan import KVCachePlan
 from halfbyte.kvcache.recipe import KVRecipe
 from halfbyte.kvcache.scales import KVScales
 from halfbyte.layouts import KVCacheDType
+from halfbyte.numerics.weighted_rounding import CANDIDATES
 
 _VERSION = 1
 
@@ -52,4 +53,6 @@ def pages_identity(
     if recipe is not None and recipe.changes_k:
         fields["recipe"] = recipe.of_pages.name
         fields["calibration"] = scales and scales.calibration and scales.calibration.sha256()
+        if recipe.weighted_scales:
+            fields["candidates"] = CANDIDATES
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

@@ -4,11 +4,11 @@ K of a language model is hard to quantize to four bits for three reasons: more t
 energy is a constant per channel, which RoPE rotates with the position; some channels are outliers;
 and the first token is an attention sink: its K differs from all others and gets a third of the
 attention. `balanced` subtracts the constant (a mean per segment of positions, see `transform`),
-applies a Hadamard transform to each head, and keeps the first token and the last 64 in 16 bits
-(`recent`). `accurate` also minimizes weighted errors (`numerics.weighted_rounding`): it moves K's
-rounding errors to directions with little query energy, and chooses block scales by weighted error.
-Bytes per token are the same, and pages of `accurate` are read like those of `balanced`. `plain` is
-what other programs read and write.
+applies a Hadamard transform to each head, chooses block scales by weighted error
+(`numerics.weighted_rounding`), and keeps the first token and the last 64 in 16 bits (`recent`).
+`accurate` also moves K's rounding errors to directions with little query energy. Bytes per token
+are the same, and pages of `accurate` are read like those of `balanced`. `plain` is what other
+programs read and write.
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ class KVRecipe:
         four_over_six: choose each block's scale among two, by squared error.
         feedback: round K channel by channel and propagate each error to the later channels, by the
             second moment of the queries (as in GPTQ).
-        weighted_scales: choose each block's scale of K and V among nine, by squared error weighted
+        weighted_scales: choose each block's scale of K and V among four, by squared error weighted
             by the queries (K) or the output projection (V); overrides `four_over_six`.
         recent_tokens: number of last tokens, up to 256, whose K and V are read in the model's
             dtype. They are packed as well, so that pages do not depend on it.
@@ -93,10 +93,15 @@ class KVRecipe:
 DEFAULT = "balanced"
 """The default recipe, where the scales have a calibration."""
 _BALANCED = KVRecipe(
-    center=True, rotate=True, keep_first_token=True, four_over_six=True, recent_tokens=64
+    center=True,
+    rotate=True,
+    keep_first_token=True,
+    four_over_six=True,
+    weighted_scales=True,
+    recent_tokens=64,
 )
 RECIPES: dict[str, KVRecipe] = {
     "plain": KVRecipe(),
     "balanced": _BALANCED,
-    "accurate": replace(_BALANCED, feedback=True, weighted_scales=True),
+    "accurate": replace(_BALANCED, feedback=True),
 }

@@ -110,18 +110,26 @@ class KVScales:
             raise ValueError(f"KV scales from {self.source}: layer {layer} has none")
         return self.k_amax[layer], self.v_amax[layer]
 
+    def suits(self, recipe: KVRecipe) -> bool:
+        """Whether all that a recipe needs was measured."""
+        if not recipe.changes_k:
+            return True
+        if self.calibration is None:
+            return False
+        return not recipe.weighs_errors or self.calibration.has_costs
+
     def calibration_for(self, recipe: KVRecipe) -> KVCalibration:
         """What a recipe that changes K needs.
 
         Raises:
-            ValueError: these scales have none, or one from before the recipe was known.
+            ValueError: these scales have none, or an older one that does not suit the recipe.
         """
         if self.calibration is None:
             raise ValueError(
                 f"kv_recipe {recipe.name}: needs a calibration of K, and the scales from "
                 f"{self.source} have none; `halfbyte calibrate` measures it"
             )
-        if recipe.weighs_errors and not self.calibration.has_costs:
+        if not self.suits(recipe):
             raise ValueError(
                 f"kv_recipe {recipe.name}: needs a calibration of queries and outputs, and that of "
                 f"the scales from {self.source} is older; `halfbyte calibrate` measures it anew"

@@ -50,7 +50,8 @@ def find_kv_scales(
             in the files are for, and the number of layers.
         given: the user's scales, a file of them, or a folder with a `kv_scales.json`; take
             precedence.
-        recipe: if it transforms K, scales without a calibration are skipped; None accepts any.
+        recipe: if it transforms K, scales without a calibration are skipped, and those with an
+            older one that does not suit it come last; None accepts any.
 
     Returns:
         Scales, with their `source`; None if there are none.
@@ -85,11 +86,24 @@ def _found(
 def _first(
     folder: Path, config: Any, stored: CheckpointKVScales, recipe: KVRecipe | None
 ) -> KVScales | None:
-    return (
-        _fitting(_from_checkpoint(stored, config), recipe)
-        or _fitting(_from_file(folder), recipe)
-        or _fitting(_from_cache(folder), recipe)
+    """The first scales that suit a recipe; else the first with a calibration that is too old, so
+    that `KVScales.calibration_for` refuses it by name."""
+    sources = (
+        lambda: _from_checkpoint(stored, config),
+        lambda: _from_file(folder),
+        lambda: _from_cache(folder),
     )
+    older = None
+    for source in sources:
+        scales = source()
+        if scales is None:
+            continue
+        if recipe is None or scales.suits(recipe):
+            return scales
+        logger.info("KV cache scales from %s: passed over, kv_recipe needs others", scales.source)
+        if older is None and scales.calibration is not None:
+            older = scales
+    return older
 
 
 def resolve_kv_scales(
@@ -146,14 +160,6 @@ def known_kv_scales(
     if folder is None or not folder.is_dir():
         return None
     return _found(folder, model.config, None, recipe)
-
-
-def _fitting(scales: KVScales | None, recipe: KVRecipe | None) -> KVScales | None:
-    """The scales if a recipe can use them: without a calibration they fit untransformed K only."""
-    if scales is None or recipe is None or not recipe.changes_k or scales.calibration is not None:
-        return scales
-    logger.info("KV cache scales from %s: passed over, kv_recipe needs others", scales.source)
-    return None
 
 
 def kept_calibration(folder: Path) -> Path | None:

@@ -1,16 +1,16 @@
-"""NVFP4 with weighted rounding: block scales from nine candidates, and error feedback.
+"""NVFP4 with weighted rounding: block scales from four candidates, and error feedback.
 
 The format and its decoding are those of `nvfp4`. Only the choice of scales and codes differs.
 
 **Scales** minimize the weighted squared error. Per block of 16, in float32:
 
     b     = byte of E4M3(min(amax16 / (6 * g), 448)), at least 1        that of amax6
-    for each of the nine bytes from b - 3 to b + 5, kept within 1 .. 126 (448):
+    for each of b, b - 1, b + 1 and b + 4, kept within 1 .. 126 (448):
         d     = s * g,  r = 1 / d
         t     = |x * r|, 0 if not a number
         error = (sum of w * (E2M1(min(t, 6)) - t)^2) * s * s
 
-The smallest error wins; for equal errors b, then the smallest byte. Products `w * (...)` have the
+The smallest error wins; for equal errors the first in this order. Products `w * (...)` have the
 square first, and the sum is `nvfp4.pairwise_sum`.
 
 **Codes** are `E2M1(min(|x * r|, 6))` with the sign of x. A block of zeros has scale 0 and codes 0;
@@ -39,8 +39,14 @@ from halfbyte.numerics.blocks import block_amax, split_blocks
 
 DAMPING = 0.01
 """Damping, relative to the mean of the diagonal of E[q q^T]."""
-CANDIDATES = (0, -3, -2, -1, 1, 2, 3, 4, 5)
-"""Candidates for the byte of a block scale, relative to amax6; the first of equals wins."""
+CANDIDATES = (0, -1, 1, 4)
+"""Candidates for the byte of a block scale, relative to amax6; the first of equals wins.
+
+Four bytes up is a scale of about 3/2, so that the maximum maps to 4 as in `four_over_six`. More
+candidates fit a block's values better and lose more where no error feedback follows: they clip the
+largest value to win on the small ones. KL divergence of Gemma-3-270M under `balanced`: 0.0052 with
+all nine from -3 to 5, 0.0047 with these four, 0.0057 by `four_over_six`.
+"""
 _LARGEST_BYTE = 126
 
 

@@ -21,14 +21,19 @@ RECIPE_OPTIONS: tuple[dict[str, Any], ...] = (
     {"head_size": 96, "head_size_v": 32},
     {"head_size": 256, "heads": 1, "head_size_v": 16},
 )
+WEIGHTS_ALONE: tuple[dict[str, Any], ...] = (
+    {"weighted": True},
+    {"weighted": True, "head_size": 96, "head_size_v": 32, "heads": 3},
+)
+"""As `balanced` has them."""
 WEIGHTED_OPTIONS: tuple[dict[str, Any], ...] = (
     {"feedback": True, "weighted": True},
     {"feedback": True, "weighted": True, "center": False, "rotate": False, "first_tokens": 0},
     {"feedback": True, "weighted": True, "head_size": 96, "head_size_v": 32, "heads": 3},
     {"feedback": True, "weighted": True, "head_size": 256, "heads": 1, "head_size_v": 16},
     {"feedback": True, "weighted": True, "head_size": 16, "heads": 5, "head_size_v": 128},
-    {"weighted": True},
     {"feedback": True},
+    *WEIGHTS_ALONE,
 )
 """Where errors are weighed."""
 

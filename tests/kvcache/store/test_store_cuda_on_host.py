@@ -47,7 +47,7 @@ def is_taken(case: WeightedCase) -> bool:
 
 
 QUICK = {("128", ROWS), ("128", TILES), ("V in fp8, 64", ROWS), ("sm100", TILES)}
-QUICK |= {("weights alone", TILES), ("feedback, amax6", ROWS), ("64 NHD", ROWS)}
+QUICK |= {("weights alone", TILES), ("feedback, amax6", ROWS), ("64 NHD", ROWS), ("256", ROWS)}
 OF_SCALES = [name for name in CASES if "scale" in name]
 
 
@@ -92,7 +92,7 @@ def test_few_tokens(num_sms: int, count: int) -> None:
         (BOTH, torch.bfloat16, TILES),
         slow({**BOTH, "head_size": 256, "heads": 1, "head_size_v": 16}, torch.float32, TILES),
         slow({**BOTH, "center": False, "rotate": False, "first_tokens": 0}, torch.bfloat16, ROWS),
-        slow({"weighted": True}, torch.bfloat16, ROWS),
+        ({"weighted": True}, torch.bfloat16, ROWS),
         slow({"feedback": True}, torch.bfloat16, TILES),
     ],
     ids=str,

@@ -19,7 +19,11 @@ from halfbyte.kvcache.store import registry
 from halfbyte.kvcache.transform import MARK, MATCH_TOLERANCE
 from halfbyte.layouts import PageLayout
 from kvcache.page_arithmetic import DTYPES, WITH_GLOBAL_SCALE, Geometry
-from kvcache.store.recipe_cases import RECIPE_OPTIONS, assert_stored_as_by_the_reference
+from kvcache.store.recipe_cases import (
+    RECIPE_OPTIONS,
+    WEIGHTS_ALONE,
+    assert_stored_as_by_the_reference,
+)
 from kvcache.store.store_cases import (
     GEOMETRIES,
     INPUT_DTYPES,
@@ -233,6 +237,8 @@ RECIPE_CONSTANTS: dict[str, Any] = {
     "knows_first": True,
     "mark": MARK,
     "tolerance": MATCH_TOLERANCE,
+    "weighted": False,
+    "weighted_v": False,
     "ring_size": 80,
     "pairs": 16,
     "padded": 128,
@@ -247,13 +253,17 @@ def assert_exact(ptx: str) -> None:
         assert inexact not in ptx
 
 
-@pytest.mark.parametrize("architecture", [slow(80), 90, slow(120)])
+@pytest.mark.parametrize(
+    ("architecture", "weighted"),
+    [slow(80, True), (90, True), slow(90, False), slow(120, True)],
+)
 def test_kernel_for_recipes_compiles(
-    architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: int, weighted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     layout = PageLayout("nvfp4_4over6", "nvfp4_4over6", 128, None, 8, 16)
-    kernel = compile_for(architecture, layout, compiled.store_transformed_kernel, RECIPE_CONSTANTS)
+    constants = {**RECIPE_CONSTANTS, "weighted": weighted, "weighted_v": weighted}
+    kernel = compile_for(architecture, layout, compiled.store_transformed_kernel, constants)
     assert kernel.asm["cubin"][:4] == b"\x7fELF"
     ptx = kernel.asm["ptx"]
     assert_exact(ptx)
@@ -263,7 +273,7 @@ def test_kernel_for_recipes_compiles(
 
 
 @pytest.mark.parametrize("tile", [compiled._ROW_FEEDBACK, compiled._LARGE_FEEDBACK])
-def test_kernel_that_weighs_errors_compiles(
+def test_kernel_for_error_feedback_compiles(
     tile: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -277,7 +287,7 @@ def test_kernel_that_weighs_errors_compiles(
         "rows": min(rows, 8 * tokens),
     }
     layout = PageLayout("nvfp4_4over6", "nvfp4_4over6", 128, None, 8, 16)
-    kernel = compile_for(90, layout, compiled.store_weighted_kernel, constants, num_warps)
+    kernel = compile_for(90, layout, compiled.store_feedback_kernel, constants, num_warps)
     assert kernel.asm["cubin"][:4] == b"\x7fELF"
     assert_exact(kernel.asm["ptx"])
     ptx = kernel.asm["ptx"]
@@ -412,7 +422,7 @@ def test_nasty_values_are_nasty() -> None:
     ("options", "input_dtype"),
     [
         (options, dtype) if (i + j) % 3 == 0 else slow(options, dtype)
-        for i, options in enumerate(RECIPE_OPTIONS)
+        for i, options in enumerate((*RECIPE_OPTIONS, *WEIGHTS_ALONE))
         for j, dtype in enumerate(INPUT_DTYPES)
     ],
     ids=str,

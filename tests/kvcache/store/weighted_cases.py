@@ -44,6 +44,14 @@ SMALL = {
     "weights alone, one block": WeightedCase(
         PageLayout("nvfp4_4over6", "nvfp4_4over6", 16, 32, 1, 16), {"weighted": True}
     ),
+    "weights alone, V in fp8": WeightedCase(
+        PageLayout("nvfp4", "fp8_e4m3", 48, 8, 2, 8), {"weighted": True}
+    ),
+    "weights alone, broken scale": WeightedCase(
+        PageLayout("nvfp4_4over6", "nvfp4_4over6", 32, None, 1, 16),
+        {"weighted": True},
+        torch.tensor(-0.01),
+    ),
     "broken scale": WeightedCase(
         PageLayout("nvfp4_4over6", "nvfp4_4over6", 32, None, 1, 16), BOTH, torch.tensor(-0.01)
     ),
@@ -52,6 +60,8 @@ SMALL = {
 CASES: dict[str, WeightedCase] = {
     **{name: WeightedCase(layout, BOTH) for name, layout in LAYOUTS.items()},
     "weights alone": WeightedCase(LAYOUTS["128"], {"weighted": True}),
+    "weights alone, 64 NHD": WeightedCase(LAYOUTS["64 NHD"], {"weighted": True}),
+    "weights alone, scale 1e-20": WeightedCase(LAYOUTS["64 NHD"], {"weighted": True}, 1e-20, 1e-20),
     "feedback alone": WeightedCase(LAYOUTS["64 NHD"], {"feedback": True}),
     "feedback, amax6": WeightedCase(LAYOUTS["amax6"], {"feedback": True}),
     "not rotated": WeightedCase(LAYOUTS["64 NHD"], {**BOTH, "rotate": False, "center": False}),

@@ -17,8 +17,10 @@ from halfbyte.kernels.formats.encode import (
     round_e2m1,
 )
 from halfbyte.kernels.formats.encode_floats import bits_of, float_of
+from halfbyte.numerics import weighted_rounding
 
-_CANDIDATES = tl.constexpr(9)
+_STEPS = tl.constexpr(weighted_rounding.CANDIDATES)
+NUM_CANDIDATES = tl.constexpr(len(weighted_rounding.CANDIDATES))
 
 
 @triton.jit
@@ -46,6 +48,15 @@ def scale_of_byte(byte):
 
 
 @triton.jit
+def candidate_byte(start, n):
+    """The byte of candidate n (int32) for a block scale, `start` being that of amax6."""
+    step = n * 0
+    for i in tl.static_range(NUM_CANDIDATES):
+        step = tl.where(n == i, _STEPS[i], step)
+    return tl.minimum(tl.maximum(start + step, 1), 126)
+
+
+@triton.jit
 def _error(x, weights, r):
     """Sum of `weight * (E2M1(t) - t)^2` over each row of `[rows, 8]`, t = |x * r|."""
     t = ratio_of(x, r[:, None])
@@ -67,9 +78,8 @@ def best_scales(low, high, low_weights, high_weights, g):
     start = encode_e4m3_magnitude(bits_of(tl.where(ratio > 0, tl.minimum(ratio, 448.0), 0.0)))
     best = start
     best_error = tl.zeros_like(ratio)
-    for n in tl.range(0, _CANDIDATES):
-        step = tl.where(n == 0, 0, tl.where(n <= 3, n - 4, n - 3))
-        byte = tl.minimum(tl.maximum(start + step, 1), 126)
+    for n in tl.range(0, NUM_CANDIDATES):
+        byte = candidate_byte(start, n)
         s = scale_of_byte(byte)
         r = tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s * g)
         error = (_error(low, low_weights, r) + _error(high, high_weights, r)) * s * s

@@ -12,7 +12,13 @@ import triton.language as tl
 
 from halfbyte.kernels.formats.encode import encode_e4m3_magnitude
 from halfbyte.kernels.formats.encode_floats import bits_of, float_of
-from halfbyte.kernels.formats.encode_weighted import nearest_e2m1, ratio_of, scale_of_byte
+from halfbyte.kernels.formats.encode_weighted import (
+    NUM_CANDIDATES,
+    candidate_byte,
+    nearest_e2m1,
+    ratio_of,
+    scale_of_byte,
+)
 
 
 @triton.jit
@@ -33,11 +39,10 @@ def _best_scale(xs, amax, weights, g):
     """
     ratio = tl.where(amax == float("inf"), amax, tl.div_rn(amax, 6.0 * g))
     start = encode_e4m3_magnitude(bits_of(tl.where(ratio > 0, tl.minimum(ratio, 448.0), 0.0)))
-    n = tl.arange(0, 16)
-    step = tl.where(n == 0, 0, tl.where(n <= 3, n - 4, n - 3))
-    byte = tl.minimum(tl.maximum(start + step, 1), 126)
+    n = tl.arange(0, NUM_CANDIDATES)
+    byte = candidate_byte(start, n)
     s = scale_of_byte(byte)
-    r = tl.div_rn(tl.full((16,), 1.0, tl.float32), s * g)
+    r = tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s * g)
     sums = ()
     for c in tl.static_range(16):
         t = ratio_of(xs[c], r)
@@ -51,8 +56,7 @@ def _best_scale(xs, amax, weights, g):
     error = sums[0] * s * s
     # Comparisons with NaN are false, so the first candidate stays.
     error = tl.where(error == error, error, tl.where(n == 0, float("-inf"), float("inf")))
-    error = tl.where(n <= 8, error, float("inf"))
-    chosen = tl.min(tl.where(error == tl.min(error, 0), n, 16), 0)
+    chosen = tl.min(tl.where(error == tl.min(error, 0), n, NUM_CANDIDATES), 0)
     best = tl.sum(tl.where(n == chosen, byte, 0), 0)
     return tl.where(ratio == ratio, best, 0x7F)
 

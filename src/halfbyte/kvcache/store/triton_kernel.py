@@ -20,9 +20,9 @@ from halfbyte.kernels.runtime.devices import current_device
 from halfbyte.kernels.runtime.triton_overlap import overlap_options, wait_for_previous
 from halfbyte.kvcache.recent import RingSlots
 from halfbyte.kvcache.store.base import global_scale_on
+from halfbyte.kvcache.store.triton_feedback_kernel import store_feedback_kernel
 from halfbyte.kvcache.store.triton_rows import ROW, Side, side_of, store_side
 from halfbyte.kvcache.store.triton_transform import store_transformed_kernel
-from halfbyte.kvcache.store.triton_weighted import store_weighted_kernel
 from halfbyte.kvcache.transform import MARK, MATCH_TOLERANCE, KVTransform
 from halfbyte.layouts import PageLayout, page_stride
 from halfbyte.numerics.hadamard import block_size
@@ -192,20 +192,20 @@ def store_tokens(
     if transform is not None:
         assert positions is not None
         kernel = store_transformed_kernel
-        tensors, numbers, constants = _transform_arguments(
-            transform, positions, layout.head_size, pages
-        )
+        tensors, numbers, constants = _transform_arguments(transform, positions, layout, pages)
         of_rings = _ring_arguments(recent, layout, rows, pages)
         tensors, numbers = (*tensors, *of_rings[0]), (*numbers, of_rings[1])
         constants |= of_rings[2]
         if recent is not None:
             programs = -(-len(recent.rows) * layout.num_kv_heads // constants["pairs"])
             grid = (max(grid[0], programs), 3)
-        if transform.weighs_errors:
-            weighed = _weighted_arguments(transform, layout, num_slots, pages)
-            kernel, tensors = store_weighted_kernel, (*tensors, *weighed[0])
-            constants |= weighed[1]
-            rows, num_warps, programs = weighed[2]
+        if transform.feedback is not None:
+            kernel = store_feedback_kernel
+            of_feedback = _feedback_arguments(
+                transform.feedback, layout, num_slots, is_weighted=constants["weighted"]
+            )
+            tensors, constants = (*tensors, *of_feedback[0]), constants | of_feedback[1]
+            rows, num_warps, programs = of_feedback[2]
             grid = (max(programs, -(-num_rows // rows), grid[0]), grid[1])
     with current_device(pages.get_device()):
         kernel[grid](
@@ -241,7 +241,7 @@ def store_tokens(
 
 
 def _transform_arguments(
-    transform: KVTransform, positions: torch.Tensor, head_size: int, absent: torch.Tensor
+    transform: KVTransform, positions: torch.Tensor, layout: PageLayout, absent: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, ...], tuple[int, int], dict[str, Any]]:
     """Tensors, numbers and constants of `store_transformed_kernel`; `absent` stands for none."""
     tables, first = transform.mean_tables, transform.first_keys
@@ -250,7 +250,9 @@ def _transform_arguments(
     if first is not None and transform.first_values is not None:
         firsts = first.contiguous(), transform.first_values.contiguous()
     numbers = (0 if first is None else len(first), 0 if tables is None else len(tables.cos))
-    block = block_size(head_size) if transform.rotate else 0
+    v_weights = transform.v_weights if layout.v_dtype.is_nvfp4 else None
+    weights = [absent if w is None else w.contiguous() for w in (transform.k_weights, v_weights)]
+    block = block_size(layout.head_size) if transform.rotate else 0
     constants = {
         "centred": tables is not None,
         "segment": transform.segment,
@@ -259,8 +261,10 @@ def _transform_arguments(
         "knows_first": first is not None,
         "mark": MARK,
         "tolerance": MATCH_TOLERANCE,
+        "weighted": transform.k_weights is not None,
+        "weighted_v": v_weights is not None,
     }
-    return (positions.contiguous(), *means, *firsts), numbers, constants
+    return (positions.contiguous(), *means, *firsts, *weights), numbers, constants
 
 
 def _ring_arguments(
@@ -279,12 +283,15 @@ def _ring_arguments(
     return tuple(recent), len(recent.rows), constants
 
 
-def _weighted_arguments(
-    transform: KVTransform, layout: PageLayout, num_slots: int, absent: torch.Tensor
-) -> tuple[tuple[torch.Tensor, ...], dict[str, Any], tuple[int, int, int]]:
-    """Tensors and constants of `store_weighted_kernel`; its rows, warps and programs for K."""
+def _feedback_arguments(
+    feedback: torch.Tensor, layout: PageLayout, num_slots: int, *, is_weighted: bool
+) -> tuple[tuple[torch.Tensor, ...], dict[str, int], tuple[int, int, int]]:
+    """Further tensors and constants of `store_feedback_kernel`; its rows, warps and programs for K.
+
+    Args:
+        is_weighted: whether K's block scales are chosen by weighted error.
+    """
     heads, size = layout.num_kv_heads, layout.head_size
-    is_weighted = transform.k_weights is not None
     tile = _SMALL_FEEDBACK
     if num_slots * heads >= _LARGE_FEEDBACK_FROM:
         tile = _LARGE_FEEDBACK
@@ -294,22 +301,9 @@ def _weighted_arguments(
     parts = 1 << (size // ROW - 1).bit_length()
     rows = min(max(rows, parts), parts * tokens)
     programs = heads * -(-num_slots // tokens)
-    floats: dict[str, Any] = {"dtype": torch.float32, "device": absent.device}
-    feedback = transform.feedback
-    if feedback is None:  # then no error reaches another channel
-        feedback = torch.zeros(heads, size, size, **floats)
-    weights = [
-        absent if w is None else w.contiguous() for w in (transform.k_weights, transform.v_weights)
-    ]
-    scratch = torch.empty(programs, size, tokens, **floats)
-    constants = {
-        "weighted": is_weighted,
-        "weighted_v": transform.v_weights is not None and layout.v_dtype.is_nvfp4,
-        "parts": parts,
-        "tokens": tokens,
-    }
-    tensors = (feedback.contiguous(), *weights, scratch)
-    return tensors, constants, (rows, num_warps, programs)
+    scratch = torch.empty(programs, size, tokens, dtype=torch.float32, device=feedback.device)
+    tensors = (feedback.contiguous(), scratch)
+    return tensors, {"parts": parts, "tokens": tokens}, (rows, num_warps, programs)
 
 
 class _Geometry(NamedTuple):

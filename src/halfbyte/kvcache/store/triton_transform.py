@@ -3,7 +3,7 @@
 Like `triton_kernel.store_kernel`, bit-equal to the reference (`kvcache/transform.py` has the
 definitions). A thread has 16 values of a head: butterflies with stride up to 8 are in one thread,
 larger strides exchange between two threads. Only programs with a token at position 0 branch to the
-comparison with the constants.
+comparison with the constants. Recipes with error feedback have `triton_feedback_kernel`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -13,6 +13,7 @@ import triton.language as tl
 
 from halfbyte.kernels.formats.encode import encode_nvfp4
 from halfbyte.kernels.formats.encode_floats import bits_of, float_of, to_float32
+from halfbyte.kernels.formats.encode_weighted import encode_weighted
 from halfbyte.kernels.runtime.triton_overlap import wait_for_previous
 from halfbyte.kvcache.recent_kernel import write_heads
 from halfbyte.kvcache.store.triton_rows import (
@@ -200,6 +201,8 @@ def store_transformed_kernel(
     partner_mean,
     first_keys,
     first_values,
+    k_weights,
+    v_weights,
     ring_keys,
     ring_values,
     ring_rows,
@@ -233,6 +236,8 @@ def store_transformed_kernel(
     knows_first: tl.constexpr,
     mark: tl.constexpr,
     tolerance: tl.constexpr,
+    weighted: tl.constexpr,
+    weighted_v: tl.constexpr,
     ring_size: tl.constexpr,
     pairs: tl.constexpr,
     padded: tl.constexpr,
@@ -248,6 +253,8 @@ def store_transformed_kernel(
         mean, partner_mean: float32 `[heads, head_size]`, of each channel and of the one that RoPE
             turns it with.
         first_keys, first_values: `[num_first, heads, size]`, read where `knows_first`.
+        k_weights, v_weights: float32 `[heads, size]` of errors, by which block scales are chosen;
+            read where `weighted` and `weighted_v`.
         ring_keys, ring_values, ring_rows, ring_owners, ring_slots: `RingSlots`, of `num_kept`
             tokens; read where there is a program 2.
         block: of the rotation; 0 for none.
@@ -283,6 +290,7 @@ def store_transformed_kernel(
             v_dense,
             v_scale_on_device,
             rows,
+            v_weights if weighted_v else None,
         )
         return
     token, head, part = place_of_row(rows, k_side)
@@ -311,7 +319,13 @@ def store_transformed_kernel(
     if block > 0:
         low, high = rotate_rows(low, high, block, norm)
     g = tl.load(k_scale) if k_scale_on_device else tl.cast(k_scale, tl.float32)
-    words, scales = encode_nvfp4(low, high, g, k_side.kind == "nvfp4_4over6")
+    if weighted:
+        k_weights += head.to(tl.int64) * k_side.head_size
+        low_weights = load_half(k_weights, part * 16, 1, inside, k_side)
+        high_weights = load_half(k_weights, part * 16 + 8, 1, inside, k_side)
+        words, scales = encode_weighted(low, high, low_weights, high_weights, g)
+    else:
+        words, scales = encode_nvfp4(low, high, g, k_side.kind == "nvfp4_4over6")
     if knows_first:
         at_start = keep & (position == 0)
         if tl.max(at_start.to(tl.int32), 0) > 0:

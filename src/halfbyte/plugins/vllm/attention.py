@@ -90,7 +90,7 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         slots = ring_slots(config, self.recent_tokens)
         # One more for padding (`PADDING_ENTRY`).
         self._ring_shape = config.scheduler_config.max_num_seqs + 1, self.num_kv_heads, slots
-        self._dtype = torch.get_default_dtype()
+        self.dtype = torch.get_default_dtype()
         self.rings: Rings | None = None
         if self.recent_tokens:
             self.rings = self._make_rings(head_size)
@@ -129,12 +129,18 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         key, value = (
             torch.zeros(
                 (*self._ring_shape, size),
-                dtype=self._dtype,
+                dtype=self.dtype,
                 device=torch.get_default_device() if device is None else device,
             )
             for size in (self.head_size, head_size_v)
         )
         return key, value
+
+    def kind(self, head_size_v: int) -> tuple[Any, ...]:
+        """What decides which kernels a layer of this rank runs."""
+        sizes = self.head_size, head_size_v, self.num_heads, self.num_kv_heads
+        options = self.sliding_window, self.softcap, self.sinks is None
+        return (*sizes, *options, self.format, self.transform is None, self.rings is None)
 
     @property
     def max_position(self) -> int | None:
@@ -152,14 +158,32 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         """Quantize K and V of the step's tokens and write them to their slots."""
         if kv_cache.numel() == 0:
             return
-        pages, layout = self._pages(layer, kv_cache)
-        changed: dict[str, Any] = {}
+        metadata: HalfbyteMetadata | None = None
         if self.transform is not None:
             context: Any = get_forward_context().attn_metadata
             if context is None:  # a dummy run: no token has a slot
                 return
-            # Padding slots have no position.
             metadata = context[layer.layer_name]
+        self.store(layer, key, value, kv_cache, slot_mapping, metadata)
+
+    def store(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        metadata: HalfbyteMetadata | None,
+    ) -> None:
+        """`do_kv_cache_update` of a step.
+
+        Args:
+            metadata: of the step; only recipes that change K read it.
+        """
+        pages, layout = self._pages(layer, kv_cache)
+        changed: dict[str, Any] = {}
+        if self.transform is not None and metadata is not None:
+            # Padding slots have no position.
             positions = metadata.queries().positions
             slot_mapping = slot_mapping[: positions.shape[0]]
             changed = {"transform": self.transform, "positions": positions}

@@ -27,7 +27,6 @@ from halfbyte.plugins.vllm.options import Options
 
 logger = logging.getLogger("halfbyte")
 
-_OF_DRAFTS = ("num_hidden_layers", "quantization_config")
 DUMMY_AMAX = 8.0
 """amax of every layer of a model with dummy weights (for benchmarks)."""
 
@@ -101,7 +100,7 @@ def scales_of_model(
         ValueError: no scales, or broken files; one line with what to do.
     """
     if given is None and has_no_weights(load_config):
-        num_layers = model_config.hf_text_config.num_hidden_layers
+        num_layers = _num_layers(model_config.hf_text_config)
         amax = (DUMMY_AMAX,) * num_layers
         logger.warning("dummy weights: KV cache scales for values up to %g", DUMMY_AMAX)
         calibration = None
@@ -132,9 +131,18 @@ def place_of_scales(
     config = model_config.hf_config
     if option != "kv_scales":
         # vLLM changes the type and sizes of a draft's configuration.
-        named = {name: getattr(config, name, None) for name in _OF_DRAFTS}
+        named = {
+            "num_hidden_layers": _num_layers(config),
+            "quantization_config": getattr(config, "quantization_config", None),
+        }
         config = {name: value for name, value in named.items() if value is not None}
     return folder, config
+
+
+def _num_layers(config: Any) -> int:
+    """Layers of a model. A draft inside the target's checkpoint (MTP) has `n_predict` of them; vLLM
+    sets its `num_hidden_layers` to 0 for some models and leaves the target's for others."""
+    return int(getattr(config, "n_predict", None) or config.num_hidden_layers)
 
 
 def _dummy_calibration(model_config: Any) -> KVCalibration:

@@ -89,7 +89,11 @@ FEATURES = (
         (UNTRIED, UNTRIED, TESTED, UNTRIED),
         "test_vllm_slow.py::test_eagle_changes_no_token",
     ),
-    Feature("speculative decoding: MTP", (UNTRIED,) * 4),
+    Feature(
+        "speculative decoding: MTP",
+        (UNTRIED, UNTRIED, TESTED, UNTRIED),
+        "test_vllm_slow.py::test_mtp_changes_no_token",
+    ),
     Feature("batch invariance (`VLLM_BATCH_INVARIANT=1`)", (UNTRIED,) * 4),
     Feature(
         "full and piecewise CUDA graphs, model runners V1 and V2",
@@ -103,10 +107,20 @@ FEATURES = (
     ),
     Feature(
         "tensor parallel",
-        (UNTRIED, UNTRIED, TESTED, UNTRIED),
+        (UNTRIED, SEEN, TESTED, UNTRIED),
         "test_vllm_slow.py::test_tensor_parallel_gives_the_same_tokens",
     ),
-    Feature("pipeline parallel, data parallel, several nodes", (UNTRIED,) * 4),
+    Feature(
+        "pipeline parallel",
+        (UNTRIED, SEEN, UNTRIED, UNTRIED),
+        "test_vllm_gpu.py::test_two_gpus_give_the_same_tokens",
+    ),
+    Feature(
+        "data parallel",
+        (UNTRIED, UNTRIED, TESTED, UNTRIED),
+        "test_vllm_slow.py::test_data_parallel_gives_the_same_tokens",
+    ),
+    Feature("several nodes", (UNTRIED,) * 4),
     Feature(
         "NVFP4 weights: ModelOpt, compressed-tensors; parts with scales of their own",
         (SEEN, PARTLY, TESTED, UNTRIED),

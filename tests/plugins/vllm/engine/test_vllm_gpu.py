@@ -3,7 +3,9 @@
 import os
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from halfbyte.kvcache import KVRecipe
+from halfbyte.plugins.vllm import attention
 from models.zoo import make_model, token_ids
 from plugins.vllm.engine.engines import (
     BUNDLED,
@@ -202,6 +205,55 @@ def test_equals_halfbyte_s_engine_on_the_same_gpu(recipe: str) -> None:
         found = generate(llm, TEXTS)
     differ = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
     assert len(differ) <= 1
+
+
+@pytest.mark.parametrize("recipe", ["plain", "balanced"])
+def test_requests_compile_no_attention_kernel(recipe: str) -> None:
+    """Neither prompts of many lengths nor hits in the prefix cache nor batches beyond graphs."""
+    from triton import knobs
+
+    from halfbyte.kernels.runtime import nvrtc
+
+    options = {**GPU, "kv_recipe": recipe, "max_model_len": 2048, "max_num_seqs": 32}
+    with vllm_engine(dtype="bfloat16", enable_prefix_caching=True, **options) as llm:
+        assert_rings(assert_ours(llm), recipe)
+        compiled: list[str] = []
+        before, cubins = knobs.runtime.jit_post_compile_hook, nvrtc.load.cache_info()
+        knobs.runtime.jit_post_compile_hook = lambda **seen: compiled.append(
+            f"{seen['fn'].module}.{seen['fn'].name}"
+        )
+        try:
+            for lengths in ((9,), (70, 33, 200), (1, 700, 1500), (150,) * 3, (20,) * 24):
+                prompts = [token_ids(n, seed=n).tolist() for n in lengths]
+                generate(llm, prompts, 6)
+                again = [ids + token_ids(40, seed=1).tolist() for ids in prompts]
+                generate(llm, [ids[:2000] for ids in again], 3)
+        finally:
+            knobs.runtime.jit_post_compile_hook = before
+        assert [name for name in compiled if "halfbyte" in name] == []
+        assert nvrtc.load.cache_info().misses == cubins.misses
+
+
+@pytest.mark.parametrize("recipe", ["plain", "balanced"])
+def test_batch_invariance(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's log-probabilities, bit for bit, alone and beside others, in any chunks."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # vLLM replaces the process's matmul
+        first, *others = pool.submit(_scores_of_batches, recipe).result()
+    assert all(scores == first for scores in others)
+    assert varied([[next(iter(step)) for step in steps] for steps in first])
+
+
+def _scores_of_batches(recipe: str) -> list[Any]:
+    prompts = [token_ids(n, seed=n).tolist() for n in (81, 300, 17, 145, 33)]
+    results = []
+    for budget in (2048, 64):
+        options = {**GPU, "kv_recipe": recipe, "max_num_batched_tokens": budget}
+        with vllm_engine(dtype="bfloat16", enable_prefix_caching=False, **options) as llm:
+            assert_rings(assert_ours(llm), recipe)
+            assert attention.batch_invariant()
+            results += [scored(llm, prompts, 24), [scored(llm, [p], 24)[0] for p in prompts]]
+    return results
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -11,6 +11,7 @@ from halfbyte.kvcache import KVRecipe
 from halfbyte.models import find_kv_scales
 from halfbyte.plugins.vllm.checks import check_config
 from halfbyte.plugins.vllm.scales import check_scales
+from halfbyte.plugins.vllm.warmup import warm_up_attention
 from models.zoo import make_model
 from plugins.vllm.engine.engines import (
     BUNDLED,
@@ -67,6 +68,23 @@ def test_balanced_equals_halfbyte_s_engine() -> None:
         assert metrics(llm)["vllm:num_preemptions"] > 4
     with vllm_engine() as llm:
         assert generate(llm, TEXTS) != found
+
+
+def test_warming_up_changes_no_token() -> None:
+    """It writes to pages and rings that no request has yet."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    with vllm_engine(**BALANCED) as llm:
+        expected = generate(llm, TEXTS)
+    assert hasattr(Worker, "halfbyte_warms_up")
+    with vllm_engine(**BALANCED) as llm:
+        [first, *_] = impls = assert_ours(llm)
+        assert first.rings is not None
+        first.rings[0].fill_(1.0)
+        layers = warm_up_attention(llm.llm_engine.vllm_config, torch.device("cpu"))
+        assert layers == len({impl.kind(impl.head_size) for impl in impls}) > 0
+        assert (first.rings[0] != 1.0).any()
+        assert generate(llm, TEXTS) == expected
 
 
 @needs_page_specs  # 0.24 cannot on CPUs: its own sampling kernel refuses an argument

@@ -1,22 +1,29 @@
-"""What takes longer: two ranks, compilation, and EAGLE. `make test-vllm`."""
+"""What takes longer: several ranks, compilation, EAGLE and MTP. `make test-vllm`."""
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from halfbyte.kvcache import KVScales
+from models.zoo import make_model, token_ids
 from plugins.vllm.engine.engines import (
     BUNDLED,
     TEXTS,
     assert_ours,
+    assert_same_tokens,
     generate,
+    halfbyte_tokens,
     run_apart,
+    varied,
     vllm_engine,
 )
+from plugins.vllm.engine.server import Server
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +42,31 @@ def test_tensor_parallel_gives_the_same_tokens(
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     found, _ = run_apart(TEXTS, in_process=False, tensor_parallel_size=2)
     assert found == tokens
+
+
+def test_data_parallel_gives_the_same_tokens(tmp_path: Path) -> None:
+    """Two engines behind one server."""
+    environment: dict[str, str | None] = {
+        "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    ranks = "--data-parallel-size", "2"
+    server = Server(BUNDLED, *ranks, log=tmp_path / "log", environment=environment)
+    try:
+        server.wait_until_up()
+        with ThreadPoolExecutor(len(TEXTS)) as pool:
+            found = list(pool.map(lambda text: server.complete(text, 64), TEXTS))
+        generated = [
+            float(line.split()[-1])
+            for line in server.get("/metrics")[1].splitlines()
+            if line.startswith("vllm:generation_tokens_total")
+        ]
+    finally:
+        server.kill()
+    expected = halfbyte_tokens(BUNDLED, TEXTS, kv_recipe="balanced")
+    assert_same_tokens(found, expected, TEXTS, BUNDLED, kv_recipe="balanced")
+    assert len(generated) == 2
+    assert min(generated) > 0
 
 
 def test_compiled_gives_the_same_tokens(tokens: list[list[int]]) -> None:
@@ -92,3 +124,55 @@ def test_eagle_changes_no_token(tokens: list[list[int]], tmp_path: Path) -> None
     )
     assert found == tokens
     assert counted["vllm:spec_decode_num_draft_tokens"] > 100
+
+
+def make_mimo(folder: Path) -> tuple[Path, Path]:
+    """A random MiMo (Qwen2 with one layer that predicts a second token), and KV scales of each."""
+    model = make_model("qwen2")
+    model.config.architectures = ["MiMoForCausalLM"]
+    model.config.num_nextn_predict_layers = 1
+    model.config.save_pretrained(folder)
+    weights = {name: x.contiguous() for name, x in model.state_dict().items()}
+    hidden, first = model.config.hidden_size, "model.layers.0."
+    for name in [name for name in weights if name.startswith(first)]:
+        weights["model.mtp_layers.0." + name.removeprefix(first)] = weights[name].clone()
+    added = "model.mtp_layers.0."
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        weights[f"{added}{name}.weight"] = torch.ones(hidden)
+    generator = torch.Generator().manual_seed(1)
+    projection = torch.randn((hidden, 2 * hidden), generator=generator)
+    weights[f"{added}input_proj.weight"] = projection * hidden**-0.5
+    save_file(weights, folder / "model.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(BUNDLED) / name, folder)
+    layers = model.config.num_hidden_layers
+    target = KVScales((30.0,) * layers, (30.0,) * layers, "test").save(folder)
+    (folder / "draft").mkdir()
+    return target, KVScales((20.0,), (20.0,), "test").save(folder / "draft")
+
+
+def test_mtp_changes_no_token(tmp_path: Path) -> None:
+    """A layer inside the target's checkpoint, with scales of its own."""
+    target, draft = make_mimo(tmp_path)
+    prompts = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60, 81)]
+    given: dict[str, Any] = {
+        "kv_recipe": "plain",
+        "kv_scales": str(target),
+        "draft_kv_scales": str(draft),
+    }
+    options: dict[str, Any] = {"model": str(tmp_path), "max_model_len": 200}
+    with vllm_engine(**options, additional_config={"halfbyte": given}) as llm:
+        assert_ours(llm, "nvfp4")
+        expected = generate(llm, prompts)
+    assert varied(expected)
+    drafts = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": "CUSTOM"}
+    options |= {"speculative_config": drafts}
+    found, counted = run_apart(prompts, **options, additional_config={"halfbyte": given})
+    assert found == expected
+    assert counted["vllm:spec_decode_num_draft_tokens"] > 100
+    del given["draft_kv_scales"]
+    with (
+        pytest.raises(ValueError, match=r"draft layer 0 of .* has no KV cache scales"),
+        vllm_engine(**options, additional_config={"halfbyte": given}),
+    ):
+        pass

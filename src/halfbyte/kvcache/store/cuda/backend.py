@@ -1,6 +1,7 @@
 """CUDA C++ on NVIDIA GPUs from SM80: recipes that weigh rounding errors, one launch, no sync.
 
-Other recipes go to Triton, which stored 8,192 tokens of them faster on an H200 (`dev/LOG.md`).
+Recipes without weights go to Triton, which stored 8,192 tokens of them faster on an H200
+(`dev/LOG.md`).
 """
 
 from typing import ClassVar
@@ -40,7 +41,7 @@ class CudaStore(StoreBackend):
         """Errors weighed, K in NVFP4, V in NVFP4 or FP8, heads of 64, 128 or 256."""
         layout = config.layout
         if not config.weighs_errors:
-            return False, "stores only by recipes that weigh rounding errors, as `accurate` does"
+            return False, "stores only by recipes that weigh rounding errors, unlike `plain`"
         if layout.k_dtype not in _K_FORMATS:
             return False, f"writes K in NVFP4, not {layout.k_dtype}"
         if layout.head_size not in _HEAD_SIZES or layout.head_size_v % BLOCK_SIZE:

@@ -1,7 +1,7 @@
 // Error feedback for a few tokens: a warp has K of a head of a token.
 //
 // A lane has LANE_CHANNELS channels, next to each other, and takes every error out of those of them that are later.
-// Scales are chosen with a candidate for a lane and half of a block. Eight channels at a time are then known to
+// Scales are chosen with a candidate for four lanes, each with a quarter of the block. Eight channels at a time are then known to
 // all lanes, which all round them one after the other: the steps need no exchange. CTAs are warps of one head, whose
 // factors come through shared memory, a block's rows ahead of the blocks that wait for them.
 //
@@ -16,6 +16,7 @@
 #define BLOCK_LANES (BLOCK / LANE_CHANNELS)
 #define STAGES 4
 #define TURNS 8  // channels that all lanes know
+#define QUARTER (BLOCK / 4)
 
 struct SharedRows {
   float factors[STAGES][BLOCK][HEAD_SIZE];
@@ -54,22 +55,36 @@ __device__ __forceinline__ float amax_of_row(const float* y, int b) {
   return float_of(__reduce_max_sync(~0u, bits_of(own) & 0x7FFFFFFF));
 }
 
-// The scale of block b with the smallest weighted error. Lanes 0 to 8 have candidates for its first half, those 16
-// lanes on for the second.
+// The four channels of quarter q of block b, q being the lane's own.
+__device__ __forceinline__ void fetch_quarter(float* to, const float* y, int b, int q) {
+  if (LANE_CHANNELS <= QUARTER) {
+    fetch<QUARTER>(to, y, b * BLOCK + q * QUARTER);
+  } else {  // a lane has two quarters
+    float both[2 * QUARTER];
+    fetch<2 * QUARTER>(both, y, b * BLOCK + q / 2 * 2 * QUARTER);
+#pragma unroll
+    for (int i = 0; i < QUARTER; i++) to[i] = q % 2 ? both[QUARTER + i] : both[i];
+  }
+}
+
+// The scale of block b with the smallest weighted error. Lanes 4n to 4n + 3 have candidate n for a quarter of the
+// block each, and so have those 16 lanes on.
 template <bool EASY>
 __device__ __forceinline__ Rounding best_of_row(const float* y, int b, const float* weights, float g) {
-  const int lane = threadIdx.x % 32, n = lane % 16, half = b * BLOCK + lane / 16 * (BLOCK / 2);
-  float x[BLOCK / 2], w[BLOCK / 2];
+  static_assert(CANDIDATES == 4, "lanes have four candidates");
+  const int n = threadIdx.x % 16 / 4, quarter = threadIdx.x % 4;
+  float x[QUARTER], w[QUARTER];
   const float amax = amax_of_row(y, b);
-  fetch<BLOCK / 2>(x, y, half);
-  load4(w, weights + half), load4(w + 4, weights + half + 4);
+  fetch_quarter(x, y, b, quarter);
+  load4(w, weights + b * BLOCK + quarter * QUARTER);
   const float ratio = ratio_of_amax<EASY>(amax, g);
-  const Candidate c = Candidate::near<EASY>(ratio == ratio ? byte_of_ratio(ratio) : 0, min(n, CANDIDATES - 1), g);
-  float error = weighted_error<EASY, true, BLOCK / 2>(x, w, c.r);
-  error = add(error, __shfl_xor_sync(~0u, error, 16));
+  const Candidate c = Candidate::near<EASY>(ratio == ratio ? byte_of_ratio(ratio) : 0, n, g);
+  float error = weighted_error<EASY, true, QUARTER>(x, w, c.r);
+  error = add(error, __shfl_xor_sync(~0u, error, 1));
+  error = add(error, __shfl_xor_sync(~0u, error, 2));
   error = mul(mul(error, c.s), c.s);
   // Bits of errors compare as they do. Nothing is smaller than NaN, and NaN is smaller than nothing.
-  const u32 key = n >= CANDIDATES ? ~0u : error == error ? bits_of(error) : n == 0 ? 0 : ~0u;
+  const u32 key = error == error ? bits_of(error) : n == 0 ? 0 : ~0u;
   const int best = __ffs(__ballot_sync(~0u, key == __reduce_min_sync(~0u, key))) - 1;
   const int byte = __shfl_sync(~0u, c.byte, best);
   const float d = __shfl_sync(~0u, c.d, best), r = __shfl_sync(~0u, c.r, best);

@@ -7,10 +7,10 @@
 #pragma once
 #include "kvcache/store/cuda/arithmetic.cuh"
 
-#define CANDIDATES 9
+#define CANDIDATES 4
 
-// Of the byte of candidate n, relative to that of amax6.
-__device__ __forceinline__ int candidate_step(int n) { return n == 0 ? 0 : n <= 3 ? n - 4 : n - 3; }
+// `weighted_rounding.CANDIDATES`, which says why these: the byte of candidate n beside that of amax6, which wins ties.
+__device__ __forceinline__ int candidate_step(int n) { return n == 0 ? 0 : n == 1 ? -1 : n == 2 ? 1 : 4; }
 
 // amax / (6 g), 448 at most; NaN for a block with a NaN.
 template <bool EASY>
@@ -76,8 +76,8 @@ __device__ __forceinline__ int best_scale(const float* x, const float* w, float 
     try_candidates<EASY, true>(x, w, g, start, 0, CANDIDATES, best, best_error);
   else {
     try_candidates<EASY, false>(x, w, g, start, 0, 1, best, best_error);
-    try_candidates<EASY, true>(x, w, g, start, 1, 4, best, best_error);
-    try_candidates<EASY, false>(x, w, g, start, 4, CANDIDATES, best, best_error);
+    try_candidates<EASY, true>(x, w, g, start, 1, 2, best, best_error);  // the smaller scale
+    try_candidates<EASY, false>(x, w, g, start, 2, CANDIDATES, best, best_error);
   }
   return ratio == ratio ? best : NAN_SCALE;
 }

@@ -1,4 +1,4 @@
-"""Store kernel for recipes that weigh errors: K by error feedback, both with weighted scales.
+"""Store kernel for recipes with error feedback of K; scales may be weighted.
 
 Like `triton_transform`, bit-equal to `numerics.weighted_rounding`. A program has K of one head and
 `tokens` tokens. It centres and rotates by rows, then passes them through scratch memory to one
@@ -33,7 +33,7 @@ from halfbyte.kvcache.store.triton_transform import (
 
 
 @triton.jit(do_not_specialize=["num_slots", "capacity", "num_first", "num_segments", "num_kept"])
-def store_weighted_kernel(
+def store_feedback_kernel(
     key,
     value,
     pages,
@@ -47,14 +47,14 @@ def store_weighted_kernel(
     partner_mean,
     first_keys,
     first_values,
+    k_weights,
+    v_weights,
     ring_keys,
     ring_values,
     ring_rows,
     ring_owners,
     ring_slots,
     feedback,
-    k_weights,
-    v_weights,
     scratch,
     num_slots,
     capacity,
@@ -84,12 +84,12 @@ def store_weighted_kernel(
     knows_first: tl.constexpr,
     mark: tl.constexpr,
     tolerance: tl.constexpr,
+    weighted: tl.constexpr,
+    weighted_v: tl.constexpr,
     ring_size: tl.constexpr,
     pairs: tl.constexpr,
     padded: tl.constexpr,
     padded_v: tl.constexpr,
-    weighted: tl.constexpr,
-    weighted_v: tl.constexpr,
     parts: tl.constexpr,
     tokens: tl.constexpr,
     rows: tl.constexpr,
@@ -99,7 +99,6 @@ def store_weighted_kernel(
 
     Args, beside those of that kernel:
         feedback: float32 `[heads, head_size, head_size]`.
-        k_weights, v_weights: float32 `[heads, size]`, read where `weighted` and `weighted_v`.
         scratch: float32 `[programs of K, head_size, tokens]`.
         parts: blocks of a head, up to a power of two.
         tokens: of a program of K; where it is one, K has weights.

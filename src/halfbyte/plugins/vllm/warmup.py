@@ -1,0 +1,190 @@
+"""Compiles the attention kernels of a model when its worker starts, not in the first requests.
+
+vLLM's own warm-up runs attention in captured decode steps only (model runner V1), or on prompts of
+two tokens (V2).
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import wraps
+from itertools import accumulate
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from halfbyte.after_import import after_import
+from halfbyte.kvcache.recent import missing_positions
+from halfbyte.kvcache.recent_step import MissingTokens
+from halfbyte.plugins.vllm.formats import block_size_of
+from halfbyte.plugins.vllm.registry import uses_halfbyte
+from halfbyte.plugins.vllm.ring_entries import ScheduledRings
+from halfbyte.plugins.vllm.ring_step import RingBuffers
+
+_WORKER = "vllm.v1.worker.gpu_worker"
+_IS_WRAPPED = "halfbyte_warms_up"
+"""Attribute of the worker's class, once it is wrapped."""
+
+
+class Tokens(NamedTuple):
+    """A sequence of a batch: its new tokens, and the tokens before them."""
+
+    new: int
+    cached: int
+
+
+_BATCHES = (
+    (Tokens(1, 40),),
+    (Tokens(1, 40), Tokens(1, 700), Tokens(1, 16)),
+    (Tokens(4, 60), Tokens(4, 300)),
+    (Tokens(17, 0),),
+    (Tokens(17, 300),),
+    (Tokens(40, 2000), Tokens(1, 50)),
+    (Tokens(160, 0), Tokens(160, 600)),
+    (Tokens(600, 0), Tokens(300, 900), Tokens(1, 33)),
+    (Tokens(2048, 0),),
+    (Tokens(2048, 0), Tokens(2048, 0)),
+    (Tokens(2048, 4096),),
+)
+"""Decoding, drafts, short and long prompts, behind cached tokens and not, and mixed batches: what
+`halfbyte.attention` has different kernels for."""
+
+
+def install() -> None:
+    """Wrap vLLM's worker for GPUs when it is imported."""
+    after_import(_WORKER, _wrap)
+
+
+def _wrap(module: ModuleType) -> None:
+    worker: Any = vars(module)["Worker"]
+    if hasattr(worker, _IS_WRAPPED):
+        return
+    warm_up = worker.compile_or_warm_up_model
+
+    @wraps(warm_up)
+    def compile_or_warm_up_model(self: Any, *arguments: Any, **options: Any) -> Any:
+        if uses_halfbyte(self.vllm_config) and self.device.type == "cuda":
+            warm_up_attention(self.vllm_config, self.device)
+        return warm_up(self, *arguments, **options)
+
+    worker.compile_or_warm_up_model = compile_or_warm_up_model
+    setattr(worker, _IS_WRAPPED, True)
+
+
+def warm_up_attention(vllm_config: Any, device: torch.device) -> int:
+    """Store K and V of zero and attend to them, in one layer of each kind and batches of all kinds.
+
+    Overwrites pages and rings, so it must run before the first request.
+
+    Args:
+        vllm_config: vLLM's, of a loaded model with an allocated cache.
+        device: of the model.
+
+    Returns:
+        The number of layers that ran.
+    """
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+
+    from halfbyte.plugins.vllm.attention import HalfbyteAttentionImpl
+
+    layers: dict[Any, Any] = {}
+    for layer in get_layers_from_vllm_config(vllm_config, Attention).values():
+        if isinstance(layer.impl, HalfbyteAttentionImpl) and layer.kv_cache.numel():
+            layers.setdefault(layer.impl.kind(layer.head_size_v), layer)
+    for layer in layers.values():
+        block_size = block_size_of(layer.kv_cache)
+        for batch in batches(vllm_config, block_size, len(layer.kv_cache)):
+            _run(layer, batch, block_size, vllm_config, device)
+    return len(layers)
+
+
+def batches(vllm_config: Any, block_size: int, num_pages: int) -> Iterator[list[Tokens]]:
+    """Batches within the engine's limits; sequences that are too long are cut.
+
+    Args:
+        block_size: tokens of a page.
+        num_pages: of the cache.
+    """
+    most = vllm_config.model_config.max_model_len
+    scheduler = vllm_config.scheduler_config
+    seen = []
+    for whole in _BATCHES:
+        batch = [Tokens(min(new, most), cached) for new, cached in whole]
+        batch = [Tokens(new, min(cached, most - new)) for new, cached in batch]
+        sizes = (
+            (len(batch), scheduler.max_num_seqs),
+            (sum(new for new, _ in batch), scheduler.max_num_batched_tokens),
+            (sum(_pages(tokens, block_size) for tokens in batch), num_pages),
+        )
+        if all(size <= limit for size, limit in sizes) and batch not in seen:
+            seen.append(batch)
+            yield batch
+
+
+def _pages(tokens: Tokens, block_size: int) -> int:
+    return -(-sum(tokens) // block_size)
+
+
+def _run(
+    layer: Any,
+    batch: Sequence[Tokens],
+    block_size: int,
+    vllm_config: Any,
+    device: torch.device,
+) -> None:
+    """Store and attend in a layer.
+
+    Q, K and V are as vLLM's models pass them: V is a part of the product of the fused projection.
+    """
+    from halfbyte.plugins.vllm.metadata import HalfbyteMetadata
+
+    impl = layer.impl
+    pages_per_sequence = -(-vllm_config.model_config.max_model_len // block_size)
+    tables = np.zeros((len(batch), pages_per_sequence), np.int32)
+    slots, first_page = [], 0
+    for row, (new, cached) in enumerate(batch):
+        pages = _pages(Tokens(new, cached), block_size)
+        tables[row, :pages] = np.arange(first_page, first_page + pages)
+        slots.append(first_page * block_size + np.arange(cached, cached + new))
+        first_page += pages
+    counts = [new for new, _ in batch]
+    tokens, heads, kv_heads = sum(counts), impl.num_heads, impl.num_kv_heads
+    rings = None
+    if impl.rings is not None:
+        ring = impl.rings[0].shape[2]
+        buffers = RingBuffers(len(batch), impl.recent_tokens, ring, device)
+        rings = buffers.step(_rings(batch, impl.recent_tokens), len(batch), tokens)
+    metadata = HalfbyteMetadata(
+        tokens,
+        torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device),
+        torch.tensor([sum(tokens) for tokens in batch], dtype=torch.int32, device=device),
+        torch.from_numpy(tables).to(device),
+        rings=rings,
+    )
+    head_size, head_size_v = layer.head_size, layer.head_size_v
+    zeros: dict[str, Any] = {"dtype": impl.dtype, "device": device}
+    sizes = [heads * head_size, kv_heads * head_size, kv_heads * head_size_v]
+    fused = torch.zeros((tokens, sum(sizes)), **zeros)
+    query, key, value = (
+        part.view(tokens, -1, size)
+        for part, size in zip(
+            fused.split(sizes, dim=1), (head_size, head_size, head_size_v), strict=True
+        )
+    )
+    query, key = query.contiguous(), key.contiguous()  # as after rotary embedding
+    places = torch.from_numpy(np.concatenate(slots)).to(device)
+    impl.store(layer, key, value, layer.kv_cache, places, metadata)
+    output = torch.zeros((tokens, heads, head_size_v), **zeros)
+    impl.forward(layer, query, key, value, layer.kv_cache, metadata, output)
+
+
+def _rings(batch: Sequence[Tokens], recent_tokens: int) -> ScheduledRings:
+    """As of requests that have just hit the prefix cache."""
+    lacking = [
+        MissingTokens(row, row + 1, missing_positions(cached, cached, recent_tokens), cached)
+        for row, (_, cached) in enumerate(batch)
+        if cached
+    ]
+    entries = np.arange(1, len(batch) + 1, dtype=np.int32)
+    return ScheduledRings(entries, np.array([new for new, _ in batch], np.int64), lacking)
