@@ -111,21 +111,17 @@ class LLM:
         where = device_or_default(device) if isinstance(model, str | Path) else model.device
         # Check options before reading the weights.
         check_cache_options(kv_cache_dtype, v_cache_dtype, kv_scales, attention_backend, where)
-        if kv_recipe is not None:
-            kv_recipe = KVRecipe.parse(kv_recipe)
+        kv_recipe = None if kv_recipe is None else KVRecipe.parse(kv_recipe)
         check_sizes(
-            [
-                ("block_size", block_size),
-                ("num_pages", num_pages),
-                ("max_model_len", max_model_len),
-                ("max_batched_tokens", max_batched_tokens),
-                ("max_num_batched_tokens", max_num_batched_tokens),
-                ("max_num_seqs", max_num_seqs),
-            ]
+            block_size=block_size,
+            num_pages=num_pages,
+            max_model_len=max_model_len,
+            max_batched_tokens=max_batched_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
         )
         max_batched_tokens = one_of(
-            *("max_batched_tokens", max_batched_tokens),
-            *("max_num_batched_tokens", max_num_batched_tokens),
+            max_batched_tokens=max_batched_tokens, max_num_batched_tokens=max_num_batched_tokens
         )
         check_memory_share(gpu_memory_utilization, num_pages, where)
         model, self.tokenizer = model_and_tokenizer(
@@ -150,20 +146,18 @@ class LLM:
             attention_backend=attention_backend,
             tokenizer=self.tokenizer,
         )
-        recipe = self.recipe
         plan = plan_kv_cache(specs)
         # Before the pool, which takes most of the remaining memory.
         with name_memory_options(f"the last tokens of max_num_seqs {max_num_seqs}; give fewer"):
-            recent = RecentTokens.of(plan, recipe, model.dtype, model.device, 1 + max_num_seqs)
-        if num_pages is None:
-            num_pages = default_num_pages(
-                plan, max_model_len, max_num_seqs, model.device, gpu_memory_utilization
-            )
+            recent = RecentTokens.of(plan, self.recipe, model.dtype, model.device, 1 + max_num_seqs)
+        num_pages = num_pages or default_num_pages(
+            plan, max_model_len, max_num_seqs, model.device, gpu_memory_utilization
+        )
         self.pool = make_pool(plan, num_pages, model.device)
         self.core = EngineCore(
             model,
             self.pool,
-            KVQuantization.of(self.pool, self.kv_scales, recipe),
+            KVQuantization.of(self.pool, self.kv_scales, self.recipe),
             max_model_len=max_model_len,
             max_batched_tokens=max_batched_tokens or _MAX_BATCHED_TOKENS[model.device.type],
             max_num_seqs=max_num_seqs,
@@ -173,7 +167,9 @@ class LLM:
             recent=recent,
             eos_ids=eos_ids(self.tokenizer),
         )
+        self._capture_graphs()
 
+    def _capture_graphs(self) -> None:
         graphs = self.core.runner.graphs
         with capture_bar(len(graphs.sizes) if graphs else 0) as progress:
             self.core.runner.capture_graphs(progress)
