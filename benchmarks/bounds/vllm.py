@@ -22,7 +22,7 @@ def of_steps(report: dict[str, Any]) -> Iterator[Bound]:
     ours, bf16 = rows[_OURS], rows["vllm bf16"]
     for case, limit in _MAX_MS.items():
         step = ours[case]["step_ms"]
-        yield bound(f"{case}, ms", step, "<=", limit, known_miss=_WHY.get(case))
+        yield bound(f"{case}, ms", step, "<=", limit, known_miss=_WHY.get(case, ""))
     best = min(row[_LONG]["step_ms"] for name, row in rows.items() if name.startswith("vllm"))
     yield bound(f"{_LONG}, of vLLM's best", ours[_LONG]["step_ms"] / best, "<=", 0.48)
     prefill = ours[_LONG]["prefill_tokens_per_s"] / bf16[_LONG]["prefill_tokens_per_s"]
