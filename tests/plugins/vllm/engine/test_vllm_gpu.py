@@ -154,7 +154,8 @@ def randomize(llm: Any) -> None:
     for name, parameter in sorted(model.named_parameters()):
         if parameter.is_floating_point() and (parameter.dim() >= 2 or name.endswith("sinks")):
             generator = torch.Generator("cuda").manual_seed(len(name) * 1000 + sum(name.encode()))
-            std = 1.5 if name.endswith("sinks") else 0.15
+            # Experts would outweigh attention, so that all prompts gave the same tokens.
+            std = 1.5 if name.endswith("sinks") else 0.02 if ".mlp." in name else 0.15
             parameter.data.normal_(std=std, generator=generator)
 
 
@@ -236,22 +237,35 @@ def test_requests_compile_no_attention_kernel(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["plain", "balanced"])
 def test_batch_invariance(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt's log-probabilities, bit for bit, alone and beside others, in any chunks."""
+    """A prompt's log-probabilities, bit for bit, alone and beside others, in any chunks.
+
+    On Hopper vLLM leaves matmuls to cuBLAS, without parts of K. Where these are not invariant for
+    so small a model, its own attention has other bits, too, and nothing can be said of ours.
+    """
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # vLLM replaces the process's matmul
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # vLLM replaces operators
         first, *others = pool.submit(_scores_of_batches, recipe).result()
-    assert all(scores == first for scores in others)
-    assert varied([[next(iter(step)) for step in steps] for steps in first])
+    if all(scores == first for scores in others):
+        assert varied([[next(iter(step)) for step in steps] for steps in first])
+        return
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        own, *others = pool.submit(_scores_of_batches, None).result()
+    assert any(scores != own for scores in others), "vLLM's own attention is invariant, ours not"
+    pytest.skip("vLLM's own attention is not batch invariant here")
 
 
-def _scores_of_batches(recipe: str) -> list[Any]:
+def _scores_of_batches(recipe: str | None) -> list[Any]:
+    """With halfbyte's attention and a recipe, or vLLM's own on an unquantized cache."""
     prompts = [token_ids(n, seed=n).tolist() for n in (81, 300, 17, 145, 33)]
+    options = {**GPU, "dtype": "bfloat16", "enable_prefix_caching": False, "kv_recipe": recipe}
+    if recipe is None:
+        options |= {"attention_backend": None, "kv_cache_dtype": "auto"}
     results = []
     for budget in (2048, 64):
-        options = {**GPU, "kv_recipe": recipe, "max_num_batched_tokens": budget}
-        with vllm_engine(dtype="bfloat16", enable_prefix_caching=False, **options) as llm:
-            assert_rings(assert_ours(llm), recipe)
-            assert attention.batch_invariant()
+        with vllm_engine(**options, max_num_batched_tokens=budget) as llm:
+            if recipe is not None:
+                assert_rings(assert_ours(llm), recipe)
+                assert attention.batch_invariant()
             results += [scored(llm, prompts, 24), [scored(llm, [p], 24)[0] for p in prompts]]
     return results
 
