@@ -80,12 +80,9 @@ def packed_experts(method: type, moe: Any, layer: Any, is_dummy: bool) -> Packed
     gate_up, down = (read(layer, name, is_dummy) for name in ("w13", "w2"))
     if not moe.has_bias:
         return PackedExperts(gate_up, down, activation)
-    biases = layer.w13_bias.data, layer.w2_bias.data
-    if moe.tp_rank > 0:  # one rank adds it: vLLM sums the ranks' results
-        biases = biases[0], torch.zeros_like(biases[1])
-    gate_up, down = (
-        replace(matrices, bias=bias) for matrices, bias in zip((gate_up, down), biases, strict=True)
-    )
+    gate_up = replace(gate_up, bias=layer.w13_bias.data)
+    # Zeros but on one rank, as vLLM sums the ranks' results.
+    down = replace(down, bias=layer.w2_bias.data)
     return PackedExperts(gate_up, down, activation)
 
 
