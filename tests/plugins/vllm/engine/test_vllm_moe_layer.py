@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import distributed
-from vllm.config import AttentionConfig, LoRAConfig, ParallelConfig, VllmConfig
+from vllm.config import AttentionConfig, LoadConfig, LoRAConfig, VllmConfig
 from vllm.config import set_current_vllm_config as in_config
 from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
@@ -59,13 +59,14 @@ def make_layer(
     Args:
         additional_config: vLLM's.
         backend: of attention.
-        options: `lora`, or arguments of vLLM's function.
+        options: `lora`, `load_format`, or arguments of vLLM's function.
     """
+    load_config = LoadConfig(load_format=options.pop("load_format", "auto"))
     lora = LoRAConfig() if options.pop("lora", False) else None
     config = VllmConfig(
         additional_config=additional_config,
         attention_config=AttentionConfig(backend=backend),
-        parallel_config=ParallelConfig(),
+        load_config=load_config,
     )
     config.lora_config = lora
     config.device_config.device = torch.device("cpu")
@@ -150,6 +151,20 @@ def test_parameters_of_vllm_are_released() -> None:
     names = [name for name, _ in layer.named_parameters()]
     assert names
     assert not [name for name in names if name.startswith("w")]
+
+
+def test_dummy_weights_are_numbers() -> None:
+    """Scales of vLLM's dummies may be NaN, negative or 0."""
+    layer = make_layer(load_format="dummy")
+    for name, parameter in layer.named_parameters():
+        if name.endswith("weight"):
+            parameter.data.random_(0, 256)
+        else:
+            parameter.data.copy_(torch.full(parameter.shape, torch.nan))
+    layer.quant_method.process_weights_after_loading(layer)
+    result = run(layer, random_hidden(9, H), *random_routing(9, 2, E))
+    assert bool(result.isfinite().all())
+    assert bool(result.abs().amax() > 0)
 
 
 def test_router_weights_on_the_input() -> None:
