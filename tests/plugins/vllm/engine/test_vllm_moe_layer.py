@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from vllm import distributed
-from vllm.config import AttentionConfig, LoadConfig, LoRAConfig, VllmConfig
+from vllm.config import AttentionConfig, KernelConfig, LoadConfig, LoRAConfig, VllmConfig
 from vllm.config import set_current_vllm_config as in_config
 from vllm.model_executor.layers import fused_moe
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
@@ -18,7 +18,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import halfbyte.plugins.vllm
 from halfbyte.moe import GatedActivation, PackedExperts, moe_experts
-from halfbyte.plugins.vllm.moe_method import HalfbyteMoeMethod
+from halfbyte.plugins.vllm.moe import _warn_overruled
+from halfbyte.plugins.vllm.moe_method import HalfbyteMoeMethod, _log_choice
 from moe.cases import random_experts, random_hidden, random_routing
 
 E, H, I = 5, 64, 96  # noqa: E741
@@ -59,14 +60,16 @@ def make_layer(
     Args:
         additional_config: vLLM's.
         backend: of attention.
-        options: `lora`, `load_format`, or arguments of vLLM's function.
+        options: `lora`, `load_format`, `moe_backend`, or arguments of vLLM's function.
     """
+    kernels = KernelConfig(moe_backend=options.pop("moe_backend", "auto"))
     load_config = LoadConfig(load_format=options.pop("load_format", "auto"))
     lora = LoRAConfig() if options.pop("lora", False) else None
     config = VllmConfig(
         additional_config=additional_config,
         attention_config=AttentionConfig(backend=backend),
         load_config=load_config,
+        kernel_config=kernels,
     )
     config.lora_config = lora
     config.device_config.device = torch.device("cpu")
@@ -242,3 +245,21 @@ def test_vllm_s_own_methods_stay() -> None:
     for options in ({"additional_config": {"halfbyte": {"moe": "off"}}}, {"backend": None}):
         with pytest.raises(NotImplementedError, match="No NvFp4 MoE backend supports"):
             make_layer(**{"additional_config": {}, **options})
+
+
+def test_moe_backend_overrules(caplog: pytest.LogCaptureFixture) -> None:
+    _warn_overruled.cache_clear()
+    with pytest.raises(ValueError, match="'MARLIN' does not support the deployment"):
+        make_layer(moe_backend="marlin")
+    assert "4-bit experts run on marlin, as --moe-backend says" in caplog.text
+
+
+def test_activations_are_not_quantized(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a W4A4 checkpoint that is said; a format that the user asks for is refused."""
+    _log_choice.cache_clear()
+    config = ModelOptNvFp4Config("NVFP4", True, None, [], 16)
+    assert isinstance(make_layer(quant_config=config).quant_method, HalfbyteMoeMethod)
+    assert "NVFP4 experts run on halfbyte's kernels as W4A16" in caplog.text
+    config.moe_activation_override = "nvfp4_per_token"
+    with pytest.raises(ValueError, match="moe on: an activation format in --quantization-config"):
+        make_layer(quant_config=config)
