@@ -44,21 +44,18 @@ def _wrap_module(module: ModuleType) -> None:
     method: type = vars(module)[_CLASSES[module.__name__]]
 
     def make(cls: type, *args: Any, **kwargs: Any) -> Any:
-        chosen = None
-        if cls is method:
-            arguments = signature(method.__init__).bind(None, *args, **kwargs).arguments  # type: ignore[misc]
-            chosen = _halfbyte_class(method, arguments)
+        chosen = _halfbyte_class(method, args, kwargs) if cls is method else None
         return object.__new__(chosen or cls)
 
     method.__new__ = make  # type: ignore[method-assign, assignment]
 
 
-def _halfbyte_class(method: type, arguments: Mapping[str, Any]) -> type | None:
+def _halfbyte_class(method: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> type | None:
     """halfbyte's subclass of a method for a layer; None if not enabled, or if it cannot run it.
 
     Args:
         method: vLLM's class.
-        arguments: of its constructor, by name.
+        args, kwargs: of its constructor.
 
     Raises:
         ValueError: `Options.moe` is `on`, and the layer is not supported; the message says why.
@@ -74,6 +71,7 @@ def _halfbyte_class(method: type, arguments: Mapping[str, Any]) -> type | None:
     from halfbyte.plugins.vllm.moe_method import halfbyte_method
     from halfbyte.plugins.vllm.moe_weights import moe_config_of
 
+    arguments = signature(method.__init__).bind(None, *args, **kwargs).arguments  # type: ignore[misc]
     moe = moe_config_of(arguments)
     if moe.moe_backend != "auto":
         _warn_overruled(moe.moe_backend)

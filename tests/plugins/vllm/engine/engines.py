@@ -110,6 +110,19 @@ def assert_ours(llm: Any, kv_cache_dtype: str | None = None) -> list[HalfbyteAtt
     return [layer.impl for layer in layers.values()]
 
 
+def assert_our_experts(llm: Any, backend: str, weight_format: str) -> None:
+    """The experts of every layer run on a kernel of halfbyte's."""
+    core = llm.llm_engine.engine_core.engine_core
+    model = core.model_executor.driver_worker.worker.model_runner.model
+    modules = [m for m in model.modules() if type(m).__name__.endswith("RoutedExperts")]
+    assert len(modules) == model.config.num_hidden_layers
+    for method in (module.quant_method for module in modules):
+        assert isinstance(method, HalfbyteMoeMethod)
+        assert method.kernel is not None
+        found = method.kernel.name, method.kernel.config.weight_format
+        assert found == (backend, weight_format)
+
+
 def generate(
     llm: Any, prompts: Sequence[Any], max_tokens: int = 64, temperature: float = 0.0
 ) -> list[list[int]]:

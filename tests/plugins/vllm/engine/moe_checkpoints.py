@@ -14,8 +14,7 @@ from halfbyte.numerics import block_fp4
 from models.nvfp4.test_mxfp4_experts import SECTION, quantize
 from models.zoo import make_model
 
-NUM_LAYERS = 2
-_SIZES: dict[str, Any] = {"num_hidden_layers": NUM_LAYERS, "hidden_size": 128}
+_SIZES: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 128}
 
 
 def make_nvfp4(folder: Path, architecture: str, dialect: Dialect, scheme: Scheme) -> Path:

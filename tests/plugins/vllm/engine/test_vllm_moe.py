@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from halfbyte.plugins.vllm.moe_method import HalfbyteMoeMethod
 from models.zoo import token_ids
 from plugins.vllm.engine.engines import (
     allow_float32,
+    assert_our_experts,
     assert_same_tokens,
     generate,
     halfbyte_tokens,
     run_apart,
     vllm_engine,
 )
-from plugins.vllm.engine.moe_checkpoints import NUM_LAYERS, make_gpt_oss, make_mxfp4, make_nvfp4
+from plugins.vllm.engine.moe_checkpoints import make_gpt_oss, make_mxfp4, make_nvfp4
 
 PROMPTS = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60)]
 PLAIN: dict[str, Any] = {"kv_cache_dtype": "float32"}
@@ -43,17 +43,6 @@ def engine(folder: Path, **options: Any) -> Any:
     return vllm_engine(folder, **ENGINE, **options)
 
 
-def assert_our_experts(llm: Any, weight_format: str) -> None:
-    core = llm.llm_engine.engine_core.engine_core
-    model = core.model_executor.driver_worker.worker.model_runner.model
-    modules = [m for m in model.modules() if type(m).__name__.endswith("RoutedExperts")]
-    assert len(modules) == NUM_LAYERS
-    for method in (module.quant_method for module in modules):
-        assert isinstance(method, HalfbyteMoeMethod)
-        assert method.kernel is not None
-        assert (method.kernel.name, method.kernel.config.weight_format) == ("cpu", weight_format)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -65,7 +54,7 @@ def test_experts_equal_halfbyte_s_engine(tmp_path: Path, name: str) -> None:
     folder = MAKE[name](tmp_path)
     expected = halfbyte_tokens(folder, PROMPTS, 16, **PLAIN)
     with engine(folder) as llm:
-        assert_our_experts(llm, "mxfp4" if name == "gpt-oss" else "nvfp4")
+        assert_our_experts(llm, "cpu", "mxfp4" if name == "gpt-oss" else "nvfp4")
         found = generate(llm, PROMPTS, 16)
     assert_same_tokens(found, expected, PROMPTS, folder, **PLAIN)
 
@@ -75,7 +64,7 @@ def test_mxfp4_of_compressed_tensors_equals_dequantized_experts(tmp_path: Path) 
     folder, plain = make_mxfp4(tmp_path)
     expected = halfbyte_tokens(plain, PROMPTS, 16, **PLAIN)
     with engine(folder) as llm:
-        assert_our_experts(llm, "mxfp4")
+        assert_our_experts(llm, "cpu", "mxfp4")
         found = generate(llm, PROMPTS, 16)
     assert_same_tokens(found, expected, PROMPTS, plain, **PLAIN)
 
@@ -110,7 +99,7 @@ def test_two_ranks_give_the_same_tokens(
 def test_compiled_gives_the_same_tokens(tmp_path: Path) -> None:
     folder = MAKE["qwen3-modelopt"](tmp_path)
     with engine(folder, enforce_eager=False) as llm:
-        assert_our_experts(llm, "nvfp4")
+        assert_our_experts(llm, "cpu", "nvfp4")
         found = generate(llm, PROMPTS, 16)
     expected = halfbyte_tokens(folder, PROMPTS, 16, **PLAIN)
     assert_same_tokens(found, expected, PROMPTS, folder, **PLAIN)
