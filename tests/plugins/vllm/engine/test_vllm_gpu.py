@@ -18,6 +18,8 @@ from models.zoo import make_model, token_ids
 from plugins.vllm.engine.engines import (
     BUNDLED,
     TEXTS,
+    allow_float32,
+    assert_our_experts,
     assert_ours,
     generate,
     halfbyte_tokens,
@@ -26,6 +28,7 @@ from plugins.vllm.engine.engines import (
     varied,
     vllm_engine,
 )
+from plugins.vllm.engine.moe_checkpoints import make_gpt_oss, make_nvfp4
 
 pytestmark = pytest.mark.gpu
 
@@ -143,6 +146,31 @@ def test_sinks_and_windows_in_graphs(architecture: str, tmp_path: Path) -> None:
             randomize(llm)
             # Random weights repeat their likeliest token.
             results.append([generate(llm, prompts[:n], 24, temperature=1.0) for n in (5, 1, 3)])
+    assert results[0] == results[1]
+    assert varied(results[0][0])
+
+
+@pytest.mark.parametrize("name", ["qwen3-modelopt", "gpt-oss"])
+def test_experts_in_graphs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens go to other experts than at capture."""
+    allow_float32(monkeypatch)
+    is_gpt_oss = name == "gpt-oss"
+    if is_gpt_oss:
+        folder = make_gpt_oss(tmp_path)
+    else:
+        folder = make_nvfp4(tmp_path, "qwen3_moe", "modelopt", "nvfp4-a16")
+    prompts = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60)]
+    results = []
+    for eager in (True, False):
+        with vllm_engine(
+            folder,
+            kv_cache_dtype="auto",
+            max_model_len=128,
+            skip_tokenizer_init=True,
+            **{**GPU, "enforce_eager": eager},
+        ) as llm:
+            assert_our_experts(llm, "triton", "mxfp4" if is_gpt_oss else "nvfp4")
+            results.append([generate(llm, prompts[:n], 16) for n in (4, 1, 3)])
     assert results[0] == results[1]
     assert varied(results[0][0])
 
