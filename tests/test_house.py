@@ -42,7 +42,7 @@ FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.stem
 
 FILE_LINES, MEDIAN_LINES = 400, 130
 LONG_FILES = {
-    "kernels/cpu/attention/attend.cpp": "one item of attention: its steps share their buffers",
+    "kernels/cpu/attention/attend.cpp": "one item of attention: all works on the same buffers",
     "attention/decode/decode_wgmma.cu": "one kernel: its warps share registers and barriers",
     "attention/decode/prepare.cu": "one kernel: its warps divide the work by kind",
 }
