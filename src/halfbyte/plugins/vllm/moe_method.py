@@ -58,6 +58,8 @@ class HalfbyteMoeMethod(FusedMoEMethodBase):
     supports_pre_processed_weights = False
     skip_forward_padding = False
     has_unpadded_output = False
+    is_monolithic = False
+    """Whether vLLM calls `apply_monolithic`, which routes, instead of `apply`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = signature(self.vllm_class.__init__).bind(self, *args, **kwargs).arguments  # type: ignore[misc]
@@ -72,12 +74,8 @@ class HalfbyteMoeMethod(FusedMoEMethodBase):
         self._is_dummy = str(getattr(load_config, "load_format", "")).endswith("dummy")
         self.kernel: MoeKernel | None = None
         self._names: tuple[str, ...] = ()
+        self.is_monolithic = _routes()  # an attribute: on CPUs Dynamo traces its readers
         _log_choice(format_of(self.vllm_class), _quantizes_activations(given))
-
-    @property
-    def is_monolithic(self) -> bool:
-        """Whether vLLM calls `apply_monolithic`, which routes, instead of `apply`."""
-        return _routes()
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, *args: Any, **kwargs: Any
