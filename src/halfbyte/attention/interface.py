@@ -117,7 +117,7 @@ def paged_attention(
         batch_invariant: a row is bitwise the same whatever else is in the batch.
         return_lse: also return the log of the softmax denominators.
         backend: a name of `ATTENTION_BACKENDS`, or None to choose.
-        out: where to write, `[tokens, heads, head_size_v]`, every element a place of its own.
+        out: `[tokens, heads, head_size_v]`, written; its elements must not share memory.
         plans: shared by the calls of a step, so that plans, which depend on lengths only, are made
             once.
         transform: how K was changed before it was packed; the one that it was stored with.
@@ -224,7 +224,7 @@ def _check(inputs: AttentionInputs) -> None:
     if out is not None and (tuple(out.shape) != expected_out or not out.is_floating_point()):
         raise ValueError(f"out: expected float {expected_out}, got {out.dtype} {tuple(out.shape)}")
     if out is not None and any(size > 1 and not out.stride(i) for i, size in enumerate(out.shape)):
-        raise ValueError(f"out: expected memory of its own for every element, got {out.stride()}")
+        raise ValueError(f"out: expected elements that share no memory, got strides {out.stride()}")
     if inputs.sinks is not None and tuple(inputs.sinks.shape) != (query.shape[1],):
         raise ValueError(f"sinks: expected [{query.shape[1]}], got {tuple(inputs.sinks.shape)}")
     # On the CPU only: the check must not sync the GPU.
