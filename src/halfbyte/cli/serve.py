@@ -78,7 +78,9 @@ def serve(
     ] = None,
     moe: Annotated[
         str | None,
-        typer.Option(help="NVFP4 and MXFP4 experts on halfbyte's kernels, likewise."),
+        typer.Option(
+            help="NVFP4 and MXFP4 experts on halfbyte's kernels: auto (on CPUs), on or off."
+        ),
     ] = None,
 ) -> None:
     """Serve a model with vLLM on halfbyte's KV cache, with an OpenAI-compatible API.

@@ -73,7 +73,7 @@ def uses_halfbyte(vllm_config: Any) -> bool:
 
 
 def wants_kernels(vllm_config: Any, option: Literal["linear", "moe"]) -> bool:
-    """Whether a run uses halfbyte's kernels for 4-bit weights; see `Options.linear`.
+    """Whether a run uses halfbyte's kernels for 4-bit weights; see `Options`.
 
     Args:
         vllm_config: vLLM's.
@@ -86,8 +86,8 @@ def wants_kernels(vllm_config: Any, option: Literal["linear", "moe"]) -> bool:
         return bool(choice == "on")
     if not uses_halfbyte(vllm_config):
         return False
-    if current_platform.is_cpu():
-        return True
+    if current_platform.is_cpu() or option == "moe":
+        return bool(current_platform.is_cpu())
     capability = current_platform.get_device_capability()
     # On SM100 and SM120 vLLM has kernels for native FP4 arithmetic.
     return current_platform.is_cuda() and capability is not None and 80 <= capability.to_int() <= 90

@@ -167,6 +167,7 @@ def test_experts_in_graphs(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
             kv_cache_dtype="auto",
             max_model_len=128,
             skip_tokenizer_init=True,
+            additional_config={"halfbyte": {"moe": "on"}},
             **{**GPU, "enforce_eager": eager},
         ) as llm:
             assert_our_experts(llm, "triton", "mxfp4" if is_gpt_oss else "nvfp4")
