@@ -17,7 +17,9 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parent))
 
 from attention.cases import Case, assert_close_to_exact, make_case
+from attention.prefill.dense_cases import inputs_of
 from halfbyte.attention import paged_attention
+from halfbyte.attention.prefill.key_ranges import KeyRanges
 from halfbyte.kvcache import read_tokens, reshape_and_cache
 from halfbyte.layouts import PageLayout
 from halfbyte.numerics import nvfp4
@@ -119,7 +121,7 @@ def triton() -> None:
 def prefill() -> None:
     """Our own kernel's, and what PyTorch's attention gets: pages unpacked, and parts joined."""
     from halfbyte.attention.prefill.combine import combine
-    from halfbyte.attention.prefill.unpack import unpack_tokens
+    from halfbyte.attention.prefill.unpack import unpack_into
 
     for name, options in ROWS.items():
         print("prefill", name, flush=True)
@@ -131,9 +133,9 @@ def prefill() -> None:
         layout, scales = case.layout, (case.k_scale, case.v_scale)
         wanted = read_tokens(case.pages, torch.cat(case.slots), layout, *scales)
         key, value = (torch.empty_like(x, device="cuda") for x in wanted)
-        tables = case.block_tables.cuda()
-        rows = (0, 0, 0), lengths, (0, 64, 264)
-        unpack_tokens(case.pages.cuda(), layout, tables, *rows, *scales, key, value)
+        rows = torch.tensor([(0, 0, 0), lengths, (0, 64, 264)], dtype=torch.int32).cuda()
+        ranges = KeyRanges(slice(None), sum(lengths), max(lengths), *rows)
+        unpack_into(key, value, inputs_of(case, "cuda"), ranges)
         assert torch.equal(key.cpu(), wanted[0])
         assert torch.equal(value.cpu(), wanted[1])
     outs, logs = torch.randn(3, 50, 8, 64), torch.randn(3, 8, 50)

@@ -1,10 +1,15 @@
-"""The rules of the house: imports point down, in no circle; nothing heavy happens at import."""
+"""The rules of the house: imports point down, files and functions are short, nothing is hidden."""
 
 import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import pytest
 
@@ -35,6 +40,32 @@ FLOORS = {
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.stem in FLOORS)
 
 
+FILE_LINES, MEDIAN_LINES = 400, 130
+LONG_FILES = {
+    "kernels/cpu/attention/attend.cpp": "one item of attention: all works on the same buffers",
+    "attention/decode/decode_wgmma.cu": "one kernel: its warps share registers and barriers",
+    "attention/decode/prepare.cu": "one kernel: its warps divide the work by kind",
+}
+BODY_LINES = 60
+"""Of a function, without its arguments and docstring; kernels in Triton have no helpers with state
+and may be longer."""
+POSITIONAL = 8
+"""Max parameters that a caller may give by position."""
+MANY_POSITIONAL = {
+    "kernels/cpu/store.py store_tokens_cpu": "below the floor that has `StoreInputs`",
+    "kvcache/quant_methods/base.py quantize_and_store": "SGLang's signature",
+    "models/attention_functions.py engine_attention": "transformers' signature",
+    "models/attention_functions.py generate_attention": "transformers' signature",
+    "plugins/vllm/attention.py __init__": "vLLM's signature",
+    "plugins/vllm/attention.py forward": "vLLM's signature",
+}
+
+
+@cache
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def _room(parts: tuple[str, ...]) -> str:
     return parts[0].removesuffix(".py")
 
@@ -42,7 +73,7 @@ def _room(parts: tuple[str, ...]) -> str:
 def _imported_files(file: Path) -> set[Path]:
     """Of the package, also those that only types need, or that a function imports."""
     found: set[Path] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(_tree(file)):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -113,10 +144,87 @@ def test_new_tensors_name_their_device(file: Path) -> None:
     factories = {"arange", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand"}
     factories |= {"randint", "randn", "randperm", "tensor", "zeros", "tril_indices", "triu_indices"}
     factories |= {"as_tensor", "asarray", "scalar_tensor"}
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(_tree(file)):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         owner = node.func.value
         if isinstance(owner, ast.Name) and owner.id == "torch" and node.func.attr in factories:
             named = {keyword.arg for keyword in node.keywords}
             assert named & {"device", None}, f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_files_are_short() -> None:
+    kinds = {".py", ".cu", ".cuh", ".cpp", ".h", ".inc"}
+    files = [path for path in PACKAGE.rglob("*") if path.suffix in kinds]
+    lines = {path: path.read_text().count("\n") for path in files}
+    long = {str(path.relative_to(PACKAGE)) for path in files if lines[path] > FILE_LINES}
+    assert long == set(LONG_FILES)
+    assert median(lines[path] for path in FILES) < MEDIAN_LINES
+
+
+def test_functions_are_short_and_take_few_arguments() -> None:
+    long, greedy = [], set()
+    for file, node in _nodes(ast.FunctionDef, ast.AsyncFunctionDef):
+        place = f"{file.relative_to(PACKAGE)} {node.name}"
+        decorators = {ast.unparse(decorator).split("(")[0] for decorator in node.decorator_list}
+        if "triton.jit" in decorators:
+            continue
+        body = node.body[1:] if ast.get_docstring(node) else node.body
+        if body and body[-1].end_lineno - body[0].lineno >= BODY_LINES:
+            long.append(place)
+        arguments = [argument.arg for argument in node.args.posonlyargs + node.args.args]
+        count = len(arguments) - (arguments[:1] in (["self"], ["cls"]))
+        # Typer makes options of arguments, and operators of torch take tensors and numbers only.
+        is_flat = place.startswith("cli/") or "linear_op" in decorators
+        if count > POSITIONAL and not is_flat:
+            greedy.add(place)
+    assert long == []
+    assert greedy == set(MANY_POSITIONAL)
+
+
+def test_frozen_dataclasses_are_not_written_once_they_are_made() -> None:
+    makers = {"__init__", "__post_init__"}
+    makers_of_own = {
+        id(node)
+        for _, function in _nodes(ast.FunctionDef)
+        if function.name in makers
+        for node in ast.walk(function)
+    }
+    found = [
+        f"{file}:{node.lineno}"
+        for file, node in _nodes(ast.Call)
+        if ast.unparse(node.func) == "object.__setattr__" and id(node) not in makers_of_own
+    ]
+    found += [
+        f"{file}:{node.lineno}"
+        for file, node in _nodes(ast.Subscript)
+        if isinstance(node.ctx, ast.Store) and ast.unparse(node.value).endswith("__dict__")
+    ]
+    assert found == []
+
+
+def test_backends_are_chosen_by_what_they_can_do() -> None:
+    """Not by names in the code."""
+    found = [
+        f"{file}:{node.lineno}"
+        for file, node in _nodes(ast.Call)
+        if re.search(r"_BACKENDS\.(get|select)$", ast.unparse(node.func))
+        for given in (*node.args, *(keyword.value for keyword in node.keywords))
+        if isinstance(given, ast.Constant) and isinstance(given.value, str)
+    ]
+    assert found == []
+
+
+def test_plans_have_typed_keys() -> None:
+    found = [
+        f"{file}:{node.lineno}"
+        for file, node in _nodes(ast.Call)
+        if ast.unparse(node.func).endswith("plans.get") and isinstance(node.args[0], ast.Tuple)
+    ]
+    assert found == []
+
+
+def _nodes(*kinds: type[ast.AST]) -> Iterator[tuple[Path, Any]]:
+    """Nodes of the package's files."""
+    for file in FILES:
+        yield from ((file, node) for node in ast.walk(_tree(file)) if isinstance(node, kinds))

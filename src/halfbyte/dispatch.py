@@ -5,7 +5,7 @@ can do the work (`can_implement`), always with a reason. An explicit choice that
 an error that names the reason and the usable ones; there is no silent fallback.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -98,7 +98,6 @@ class Registry(Generic[T]):
         config: Any,
         explicit: str | None = None,
         compute_capability: int | None = None,
-        among: Sequence[str] | None = None,
     ) -> type[T]:
         """The explicit choice, or the first candidate that can be used.
 
@@ -106,7 +105,6 @@ class Registry(Generic[T]):
             config: the argument of `can_implement`; None to select by machine only.
             explicit: a registered name, or None to choose.
             compute_capability: of the machine; None for this one.
-            among: names to choose from, best first; by default all.
 
         Raises:
             NoImplementationError: the explicit choice is unknown or unusable, or nothing is usable.
@@ -114,14 +112,14 @@ class Registry(Generic[T]):
         if explicit is not None:
             problem = self._unknown(explicit)
             if explicit in self._targets:
-                verdict = self._judge(explicit, config, compute_capability)
+                verdict = self._judge(explicit, config, compute_capability, named=True)
                 if verdict.usable:
                     return self.get(explicit)
                 problem = f"{self.kind} {explicit!r} cannot be used here: {verdict.reason}"
             usable = [v.name for v in self.explain(config, compute_capability) if v.usable]
             raise NoImplementationError(f"{problem}; usable: {', '.join(usable) or 'none'}")
         verdicts: list[Verdict] = []
-        for name in self._targets if among is None else among:
+        for name in self._targets:
             verdicts.append(self._judge(name, config, compute_capability))
             if verdicts[-1].usable:
                 return self.get(name)
@@ -131,7 +129,10 @@ class Registry(Generic[T]):
     def _unknown(self, name: str) -> str:
         return f"{self.kind}: unknown {name!r}; expected one of {', '.join(self._targets)}"
 
-    def _judge(self, name: str, config: Any, compute_capability: int | None) -> Verdict:
+    def _judge(
+        self, name: str, config: Any, compute_capability: int | None, *, named: bool = False
+    ) -> Verdict:
+        """The verdict on a candidate; `named` if it is the explicit choice."""
         try:
             candidate = self.get(name)
         except ImportError as error:

@@ -262,7 +262,7 @@ def test_paged_attention_in_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -
         ({"seq_lens": None}, "seq_lens: expected a tensor, got NoneType"),
         ({"k_scale": torch.ones(2)}, r"k_scale: expected one element, got \(2,\)"),
         ({"out": torch.zeros(24, 8, 32)}, "out: expected"),
-        ({"out": torch.zeros(1, 8, 64).expand(24, 8, 64)}, "out: expected memory of its own"),
+        ({"out": torch.zeros(1, 8, 64).expand(24, 8, 64)}, "out: expected elements that share"),
         ({"backend": "nonsense"}, "unknown 'nonsense'"),
     ],
     ids=lambda x: x if isinstance(x, str) else next(iter(x)),

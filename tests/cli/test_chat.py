@@ -280,7 +280,10 @@ def test_conversation_in_a_terminal(server: OpenAIServer, terminal: Terminal) ->
     ]
 
 
-def test_ctrl_c_stops_an_answer_then_leaves(server: OpenAIServer, terminal: Terminal) -> None:
+@pytest.mark.parametrize("ends_by_itself", [False, True])
+def test_ctrl_c_stops_an_answer_then_leaves(
+    server: OpenAIServer, terminal: Terminal, ends_by_itself: bool
+) -> None:
     server.replies = [hold(said("Hal")), hold(), stream(said("ok"), end())]
     terminal.type("one\n")
     terminal.read_to("Hal")
@@ -302,7 +305,9 @@ def test_ctrl_c_stops_an_answer_then_leaves(server: OpenAIServer, terminal: Term
         "three",
     ]
     terminal.read_to("> ")
-    assert terminal.status(pressing="\x03") == 130
+    if ends_by_itself:
+        terminal.type("/quit\n")
+    assert terminal.status("" if ends_by_itself else "\x03") == (0 if ends_by_itself else 130)
 
 
 def test_an_error_keeps_the_conversation(server: OpenAIServer, terminal: Terminal) -> None:

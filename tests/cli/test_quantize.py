@@ -65,6 +65,38 @@ main()
     assert list(target.parent.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("number", "then"),
+    [(signal.SIGTERM, "raise RuntimeError('of a library')"), (signal.SIGINT, "pass")],
+)
+def test_a_library_may_catch_what_the_signal_raises(
+    source: Path, tmp_path: Path, number: signal.Signals, then: str
+) -> None:
+    """As native code does that runs when the signal arrives."""
+    target = tmp_path / "out" / "target"
+    program = f"""
+import os, sys
+from halfbyte.checkpoints import output_folder
+from halfbyte.cli import main
+write = output_folder.write_json
+def end(*arguments, **options):
+    try:
+        os.kill(os.getpid(), {int(number)})
+    except BaseException:
+        {then}
+    return write(*arguments, **options)
+output_folder.write_json = end
+sys.argv = ["halfbyte", "quantize", {str(source)!r}, {str(target)!r}, "--format", "modelopt"]
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 128 + number, done.stderr
+    assert "RuntimeError" not in done.stderr
+    assert [path for path in target.parent.iterdir() if path != target] == []
+
+
 def test_quantize_json(halfbyte: Command, source: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     arguments = ("--format", "modelopt", "--weights", "nvfp4-a16", "--json")

@@ -1,10 +1,10 @@
 """The interface of attention backends: config, inputs, per-step plans and base classes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -44,6 +44,9 @@ class AttentionConfig:
     """Whether recent tokens are read from `RecentInputs` instead of the pages."""
     compute_capability: int = CPU
     """Of the machine: 90 for SM90, `dispatch.CPU` without a GPU."""
+    split_off: bool = False
+    """Whether these sequences were split off a batch with prompts, because unpacking their pages
+    would take longer than it saves."""
 
 
 _Prepared = TypeVar("_Prepared")
@@ -59,13 +62,43 @@ class AttentionPlans:
     """
 
     def __init__(self) -> None:
-        self._prepared: dict[Hashable, Any] = {}
+        self._prepared: dict[tuple[type, Hashable], Any] = {}
 
     def get(self, key: Hashable, prepare: Callable[[], _Prepared]) -> _Prepared:
-        """The value cached for a key; calls `prepare` to make it if there is none."""
-        if key not in self._prepared:
-            self._prepared[key] = prepare()
-        return self._prepared[key]
+        """The value cached for a key; calls `prepare` to make it if there is none.
+
+        Args:
+            key: a named tuple of what the value depends on besides the lengths. Keys of different
+                classes differ, whatever is in them.
+            prepare: makes the value.
+        """
+        typed = (type(key), key)
+        if typed not in self._prepared:
+            self._prepared[typed] = prepare()
+        return self._prepared[typed]
+
+
+class _PackedKey(NamedTuple):
+    """What `AttentionInputs.packed` depends on besides the lengths."""
+
+    recent_tokens: int
+    window: int
+    """0 for none."""
+
+
+class _PackedPart(NamedTuple):
+    """Lengths and window of the tokens that only the pages have, and plans for them."""
+
+    seq_lens: torch.Tensor
+    window: int
+    plans: AttentionPlans
+
+
+@dataclass
+class _Output:
+    """The output tensor of a call, once there is one."""
+
+    tensor: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -92,14 +125,22 @@ class AttentionInputs:
     plans: AttentionPlans
     transform: KVTransform | None = None
     recent: RecentInputs | None = None
+    split_off: bool = False
+    """See `AttentionConfig.split_off`."""
+    _output: _Output = field(default_factory=_Output, init=False, repr=False)
 
-    @cached_property
+    @property
     def out(self) -> torch.Tensor:
         """`[tokens, heads, head_size_v]`, to be filled.
 
         On a GPU it has the query's dtype and contiguous rows aligned to 16 bytes: the caller's
         tensor if that fits, else a new one. On a CPU it is the caller's tensor, if given.
         """
+        if self._output.tensor is None:
+            self._output.tensor = self._make_out()
+        return self._output.tensor
+
+    def _make_out(self) -> torch.Tensor:
         given = self.given_out
         if given is not None and (not given.is_cuda or self._suits_kernels(given)):
             return given
@@ -111,7 +152,7 @@ class AttentionInputs:
 
     def answer(self, result: torch.Tensor) -> None:
         """Set the output to a tensor of `out`'s shape; no copy if the caller gave no `out`."""
-        self.__dict__["out"] = result
+        self._output.tensor = result
 
     def deliver(self) -> torch.Tensor:
         """The output, copied to the caller's tensor if there is one."""
@@ -124,17 +165,19 @@ class AttentionInputs:
         """The part of the work that reads pages, without recent tokens; has its own output."""
         if self.recent is None:
             return self
-        tokens, window = self.recent.tokens, self.sliding_window
-        key = ("lengths of what is packed", tokens, window or 0)
-        lengths, packed_window = self.plans.get(
-            key, lambda: packed_part(tokens, self.seq_lens, window or 0)
+        key = _PackedKey(self.recent.tokens, self.sliding_window or 0)
+        part = self.plans.get(
+            key,
+            lambda: _PackedPart(
+                *packed_part(key.recent_tokens, self.seq_lens, key.window), AttentionPlans()
+            ),
         )
         return replace(
             self,
-            seq_lens=lengths,
-            sliding_window=packed_window or None,
+            seq_lens=part.seq_lens,
+            sliding_window=part.window or None,
             given_out=None,
-            plans=self.plans.get(("packed", *key), AttentionPlans),
+            plans=part.plans,
             recent=None,
         )
 
@@ -147,6 +190,10 @@ class AttentionInputs:
 
     def config(self) -> AttentionConfig:
         """Metadata of the work."""
+        return self._config
+
+    @cached_property
+    def _config(self) -> AttentionConfig:
         return AttentionConfig(
             layout=self.layout,
             num_heads=self.query.shape[1],
@@ -165,12 +212,52 @@ class AttentionInputs:
             segment=0 if self.transform is None else self.transform.shared_tokens,
             recent=self.recent is not None,
             compute_capability=compute_capability_of(self.query.device),
+            split_off=self.split_off,
         )
 
 
 def _aligned(pages: torch.Tensor) -> bool:
     stride = page_stride(pages)
     return (pages.data_ptr() | stride) % 16 == 0 and stride < 2**32
+
+
+@dataclass(frozen=True)
+class SubBatch:
+    """Sequences of a mixed batch, for another backend than the rest."""
+
+    rows: torch.Tensor | None
+    """int64, rows of the query; None for all of them, in order."""
+    sequences: torch.Tensor | None
+    """int64, their numbers in the batch; None for all of them."""
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    plans: AttentionPlans
+    """Of these sequences alone."""
+
+    def inputs_of(self, batch: AttentionInputs) -> AttentionInputs:
+        """The work on these sequences, with outputs of its own unless they are the whole batch."""
+        if self.rows is None:
+            return replace(batch, plans=self.plans, split_off=True)
+        return replace(
+            batch,
+            query=batch.query[self.rows],
+            query_start_loc=self.query_start_loc,
+            seq_lens=self.seq_lens,
+            block_tables=batch.block_tables[self.sequences],
+            given_out=None,
+            lse=None if batch.lse is None else batch.lse[self.rows],
+            plans=self.plans,
+            split_off=True,
+        )
+
+    def copy_results(self, part: AttentionInputs, batch: AttentionInputs) -> None:
+        """Copy the outputs of `inputs_of(batch)` to those of the batch."""
+        if self.rows is None:
+            batch.answer(part.out)
+            return
+        batch.out[self.rows] = part.out
+        if batch.lse is not None and part.lse is not None:
+            batch.lse[self.rows] = part.lse
 
 
 class AttentionBackend(ABC):
@@ -181,6 +268,8 @@ class AttentionBackend(ABC):
     """Whether it reads K that went through a `KVTransform`."""
     takes_recent: ClassVar[bool] = False
     """Whether it reads recent tokens from `RecentInputs`."""
+    takes_every_batch: ClassVar[bool] = False
+    """Whether it takes decode steps and prompts alike, so that batch invariance may choose it."""
 
     @classmethod
     @abstractmethod
@@ -191,6 +280,11 @@ class AttentionBackend(ABC):
     @abstractmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:
         """Whether it can do the work."""
+
+    @classmethod
+    def split_off(cls, inputs: AttentionInputs) -> Sequence[SubBatch]:
+        """Sequences that `forward` leaves out, because other backends are faster for them."""
+        return ()
 
     @classmethod
     @abstractmethod

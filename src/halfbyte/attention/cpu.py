@@ -12,9 +12,7 @@ import torch
 from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
 from halfbyte.dispatch import Answer
 from halfbyte.kernels.cpu.library import FLOATS, FORMATS, is_built, library, pack_layout
-from halfbyte.kernels.cpu.transform import CpuTransform
 from halfbyte.kvcache.recent import RecentInputs, packed_part
-from halfbyte.layouts import PageLayout
 
 _CALL = struct.Struct("10P5q8i4f")
 """`Call` of the source."""
@@ -22,56 +20,44 @@ _RECENT = struct.Struct("6P4q4i")
 """`Recent` of the source."""
 
 
-def attention_cpu(
-    query: torch.Tensor,
-    pages: torch.Tensor,
-    layout: PageLayout,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    scale: float,
-    k_scale: float,
-    v_scale: float,
-    sliding_window: int | None,
-    sinks: torch.Tensor | None,
-    softcap: float | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    transform: CpuTransform | None = None,
-    recent: RecentInputs | None = None,
-) -> None:
-    """As `halfbyte.attention.paged_attention`, on arguments already checked, all on the CPU.
+def attend(inputs: AttentionInputs) -> None:
+    """Fill `inputs.out`, and `inputs.lse` where it is not None.
 
     Rows are bitwise the same whatever else is in the batch, however many queries come with them
     and however many threads there are.
+
+    Args:
+        inputs: of `halfbyte.attention.paged_attention`, checked, all on the CPU.
     """
     loaded = library()
     assert loaded is not None
+    query, out, recent, layout = inputs.query, inputs.out, inputs.recent, inputs.layout
     if query.dtype not in FLOATS or query.stride(2) != 1:
         query = query.contiguous() if query.dtype in FLOATS else query.float().contiguous()
     result = out
     if out.dtype not in FLOATS or out.stride(2) != 1:
         result = torch.empty(out.shape, dtype=torch.float32, device="cpu")
     # Assigned to names, so that they outlive the call.
-    tables, starts = block_tables.contiguous(), query_start_loc.contiguous()
-    lengths = seq_lens.contiguous()
-    window = sliding_window or 0
+    tables, starts = inputs.block_tables.contiguous(), inputs.query_start_loc.contiguous()
+    lengths = inputs.seq_lens.contiguous()
+    window = inputs.sliding_window or 0
     recent_call = None if recent is None else _Recent(recent, lengths, window)
     if recent is not None:
         lengths, window = packed_part(recent.tokens, lengths, window)
-    float_sinks = None if sinks is None else sinks.float().contiguous()
+    float_sinks = None if inputs.sinks is None else inputs.sinks.float().contiguous()
+    transform = None if inputs.transform is None else inputs.transform.for_cpu
     call = _CALL.pack(
         query.data_ptr(),
-        pages.data_ptr(),
+        inputs.pages.data_ptr(),
         starts.data_ptr(),
         lengths.data_ptr(),
         tables.data_ptr(),
         0 if float_sinks is None else float_sinks.data_ptr(),
         result.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
+        0 if inputs.lse is None else inputs.lse.data_ptr(),
         0 if transform is None else transform.address,
         0 if recent_call is None else recent_call.address,
-        pages.stride(0),
+        inputs.pages.stride(0),
         *query.stride()[:2],
         *result.stride()[:2],
         FLOATS[query.dtype],
@@ -81,10 +67,10 @@ def attention_cpu(
         window,
         torch.get_num_threads(),
         0,
-        scale,
-        _without_scale(layout.k_dtype.has_global_scale, k_scale),
-        _without_scale(layout.v_dtype.has_global_scale, v_scale),
-        softcap or 0.0,
+        inputs.scale,
+        float(inputs.k_scale) if layout.k_dtype.has_global_scale else 1.0,
+        float(inputs.v_scale) if layout.v_dtype.has_global_scale else 1.0,
+        inputs.softcap or 0.0,
     )
     loaded.halfbyte_attention(pack_layout(layout), call)
     if result is not out:
@@ -147,15 +133,12 @@ def lengths_fit(
     )
 
 
-def _without_scale(has_global_scale: bool, scale: float) -> float:
-    return scale if has_global_scale else 1.0
-
-
 class CpuAttention(AttentionBackend):
-    """`attention_cpu`; built with the package."""
+    """`attend`; built with the package."""
 
     name: ClassVar[str] = "cpu"
     takes_transforms: ClassVar[bool] = True
+    takes_every_batch: ClassVar[bool] = True
     takes_recent: ClassVar[bool] = True
 
     @classmethod
@@ -174,21 +157,4 @@ class CpuAttention(AttentionBackend):
     @classmethod
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`."""
-        attention_cpu(
-            inputs.query,
-            inputs.pages,
-            inputs.layout,
-            inputs.query_start_loc,
-            inputs.seq_lens,
-            inputs.block_tables,
-            inputs.scale,
-            float(inputs.k_scale),
-            float(inputs.v_scale),
-            inputs.sliding_window,
-            inputs.sinks,
-            inputs.softcap,
-            inputs.out,
-            inputs.lse,
-            None if inputs.transform is None else inputs.transform.for_cpu,
-            inputs.recent,
-        )
+        attend(inputs)

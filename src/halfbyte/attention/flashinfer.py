@@ -25,7 +25,7 @@ from functools import lru_cache
 from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -90,7 +90,7 @@ class FlashInferAttention(AttentionBackend):
             ValueError: pages that the kernels cannot read in place, or (trtllm-gen) block scales
                 that they cannot multiply.
         """
-        work = inputs.plans.get(("flashinfer", "work"), lambda: _work(inputs))
+        work = inputs.plans.get(_WorkKey(), lambda: _work(inputs))
         if work.rows is not None:
             inputs.out.zero_()
             if inputs.lse is not None:
@@ -136,6 +136,23 @@ class _Work:
         return tables if self.sequences is None else tables[self.sequences]
 
 
+class _WorkKey(NamedTuple):
+    """`_Work` depends on the lengths alone."""
+
+
+class _PlanKey(NamedTuple):
+    """What a wrapper's plan depends on besides the lengths."""
+
+    layout: PageLayout
+    num_heads: int
+    query_dtype: torch.dtype
+    scale: float
+    softcap: float | None
+    sliding_window: int | None
+    block_tables: tuple[int, torch.Size, tuple[int, ...]]
+    """Address, shape and strides."""
+
+
 def _work(inputs: AttentionInputs) -> _Work:
     starts, lengths = inputs.query_start_loc.tolist(), inputs.seq_lens.tolist()
     counts = [end - begin for begin, end in pairwise(starts)]
@@ -159,9 +176,14 @@ def _run_fa2(inputs: AttentionInputs, work: _Work) -> tuple[torch.Tensor, torch.
     layout, query = inputs.layout, work.query(inputs)
     views = kv_cache_views(inputs.pages, layout)
     tables = inputs.block_tables
-    key = (
-        *("flashinfer", layout, query.shape[1], query.dtype, inputs.scale, inputs.softcap),
-        *(inputs.sliding_window, tables.data_ptr(), tables.shape, tables.stride()),
+    key = _PlanKey(
+        layout,
+        query.shape[1],
+        query.dtype,
+        inputs.scale,
+        inputs.softcap,
+        inputs.sliding_window,
+        (tables.data_ptr(), tables.shape, tables.stride()),
     )
     # The tables are kept with the plan, so that their memory is not reused.
     wrapper, _ = inputs.plans.get(key, lambda: (_planned_fa2(inputs, work, query), tables))

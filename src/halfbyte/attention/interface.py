@@ -1,7 +1,6 @@
-"""`paged_attention`: validates its arguments and dispatches to a backend."""
+"""`paged_attention`: validates its arguments; `router` chooses the backend."""
 
 import os
-from collections.abc import Sequence
 from typing import Literal, overload
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 
 from halfbyte.attention.base import AttentionInputs, AttentionPlans
 from halfbyte.attention.cpu import lengths_fit
-from halfbyte.attention.registry import ATTENTION_BACKENDS
+from halfbyte.attention.router import run
 from halfbyte.kvcache.recent import RecentInputs
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import KVCacheDType, PageLayout
@@ -118,7 +117,7 @@ def paged_attention(
         batch_invariant: a row is bitwise the same whatever else is in the batch.
         return_lse: also return the log of the softmax denominators.
         backend: a name of `ATTENTION_BACKENDS`, or None to choose.
-        out: where to write, `[tokens, heads, head_size_v]`, every element a place of its own.
+        out: `[tokens, heads, head_size_v]`, written; its elements must not share memory.
         plans: shared by the calls of a step, so that plans, which depend on lengths only, are made
             once.
         transform: how K was changed before it was packed; the one that it was stored with.
@@ -165,27 +164,6 @@ def paged_attention(
     run(inputs, backend)
     result = inputs.deliver()
     return result if inputs.lse is None else (result, inputs.lse)
-
-
-def run(
-    inputs: AttentionInputs, backend: str | None = None, among: Sequence[str] | None = None
-) -> None:
-    """Run validated work on the named backend, or on the best one (of `among`).
-
-    The choice is cached for all calls that share plans and have the same config.
-    """
-    config = inputs.config()
-    chosen = inputs.plans.get(
-        ("backend", backend, None if among is None else tuple(among), config),
-        lambda: ATTENTION_BACKENDS.select(config, explicit=backend, among=among),
-    )
-    if inputs.recent is None or chosen.takes_recent:
-        chosen.forward(inputs)
-        return
-    # Here, because the import needs Triton.
-    from halfbyte.attention.recent.launcher import attend_with_recent
-
-    attend_with_recent(inputs, chosen)
 
 
 def _window(window: int | None, max_tokens: int) -> int | None:
@@ -246,7 +224,7 @@ def _check(inputs: AttentionInputs) -> None:
     if out is not None and (tuple(out.shape) != expected_out or not out.is_floating_point()):
         raise ValueError(f"out: expected float {expected_out}, got {out.dtype} {tuple(out.shape)}")
     if out is not None and any(size > 1 and not out.stride(i) for i, size in enumerate(out.shape)):
-        raise ValueError(f"out: expected memory of its own for every element, got {out.stride()}")
+        raise ValueError(f"out: expected elements that share no memory, got strides {out.stride()}")
     if inputs.sinks is not None and tuple(inputs.sinks.shape) != (query.shape[1],):
         raise ValueError(f"sinks: expected [{query.shape[1]}], got {tuple(inputs.sinks.shape)}")
     # On the CPU only: the check must not sync the GPU.

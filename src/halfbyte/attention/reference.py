@@ -23,6 +23,7 @@ class ReferenceAttention(AttentionBackend):
 
     name: ClassVar[str] = "reference"
     takes_transforms: ClassVar[bool] = True
+    takes_every_batch: ClassVar[bool] = True
     takes_recent: ClassVar[bool] = True
 
     @classmethod

@@ -1,7 +1,6 @@
 """The registry of attention backends, and rules that exclude backends from automatic choice."""
 
 import logging
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,63 +11,44 @@ from halfbyte.dispatch import CPU, Registry, Verdict
 
 logger = logging.getLogger("halfbyte")
 
-# Backends that support every batch: the best backend otherwise depends on the rest of the batch.
-_BATCH_INVARIANT = ("triton", "cpu", "reference")
-
 
 class _AttentionBackends(Registry[AttentionBackend]):
-    """With batch invariance, chooses only among backends that support every batch.
+    """Attention backends, with rules that hold for all of them."""
 
-    An explicit name overrides this.
-    """
-
-    def explain(
-        self, config: AttentionConfig | None = None, compute_capability: int | None = None
-    ) -> list[Verdict]:
-        verdicts = super().explain(config, compute_capability)
-        among, why = self._candidates(config)
-        reason = f"runs only if chosen by name; {why}"
-        return [
-            verdict._replace(usable=False, reason=reason)
-            if verdict.usable and verdict.name not in among
-            else verdict
-            for verdict in verdicts
-        ]
-
-    def _judge(self, name: str, config: Any, compute_capability: int | None) -> Verdict:
-        verdict = super()._judge(name, config, compute_capability)
-        transform = config is not None and config.transform
-        if verdict.usable and transform and not self.get(name).takes_transforms:
-            return verdict._replace(usable=False, reason="reads only the recipe plain")
-        recent = config is not None and config.recent and config.device_type != "cuda"
-        if verdict.usable and recent and not self.get(name).takes_recent:
-            return verdict._replace(usable=False, reason="reads all tokens from the pages")
-        return verdict
-
-    def _candidates(self, config: AttentionConfig | None) -> tuple[Sequence[str], str]:
-        """Names to choose from, and why the rest is excluded."""
-        if config is not None and config.batch_invariant:
-            return (
-                _BATCH_INVARIANT,
-                "batch_invariant needs a backend that supports every batch",
-            )
-        return self.names(), ""
+    def _judge(
+        self, name: str, config: Any, compute_capability: int | None, *, named: bool = False
+    ) -> Verdict:
+        verdict = super()._judge(name, config, compute_capability, named=named)
+        if not verdict.usable or config is None:
+            return verdict
+        reason = _refusal(self.get(name), config, named)
+        return verdict if reason is None else verdict._replace(usable=False, reason=reason)
 
     def select(
         self,
         config: AttentionConfig | None,
         explicit: str | None = None,
         compute_capability: int | None = None,
-        among: Sequence[str] | None = None,
     ) -> type[AttentionBackend]:
-        if among is None:
-            among, _ = self._candidates(config)
-        chosen = super().select(config, explicit, compute_capability, among)
+        chosen = super().select(config, explicit, compute_capability)
         on_gpu = config is not None and config.device_type == "cuda"
         if on_gpu and explicit is None and chosen.name == "reference":
             verdicts = {v.name: v for v in self.explain(config, compute_capability)}
             _warn_slow(verdicts["triton"].reason)
         return chosen
+
+
+def _refusal(backend: type[AttentionBackend], config: AttentionConfig, named: bool) -> str | None:
+    """Why a backend that can implement the config is not used for it; None if it is."""
+    if config.transform and not backend.takes_transforms:
+        return "reads only the recipe plain"
+    # On GPUs, `recent` attends to the last tokens for all other backends.
+    if config.recent and config.device_type != "cuda" and not backend.takes_recent:
+        return "reads all tokens from the pages"
+    # The best backend for a batch would otherwise depend on the rest of the batch.
+    if config.batch_invariant and not named and not backend.takes_every_batch:
+        return "runs only if chosen by name; batch_invariant needs a backend that takes every batch"
+    return None
 
 
 @lru_cache(maxsize=256)

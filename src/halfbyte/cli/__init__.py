@@ -6,15 +6,13 @@ are inside the commands, so that `--help` is fast.
 """
 
 import os
-import signal
 import sys
-from contextlib import suppress
-from types import FrameType
 from typing import Annotated
 
 import typer
 
 from halfbyte import __version__
+from halfbyte.cli import signals
 from halfbyte.cli.bench import bench
 from halfbyte.cli.calibrate import calibrate
 from halfbyte.cli.chat import chat
@@ -54,14 +52,9 @@ def _root(
         raise typer.Exit
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
-
-
 def main() -> None:
     """Run the command line."""
-    with suppress(ValueError):  # signals can be set in the main thread only
-        signal.signal(signal.SIGTERM, _end)
+    signals.install()
     remember_users_environment()
     # Before torch is loaded: spinning threads slow down a shared machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -70,7 +63,13 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         sys.exit(130)
+    except SystemExit:
+        if (status := signals.status()) is not None:
+            sys.exit(status)
+        raise
     except Exception as error:
+        if (status := signals.status()) is not None:
+            sys.exit(status)
         if "--verbose" in sys.argv or "-v" in sys.argv:
             raise
         print_error(error)

@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from halfbyte.cli import signals
 from halfbyte.cli.console import err, out, print_error
 from halfbyte.cli.conversation import MAX_CONTINUATION_TOKENS, Conversation
 from halfbyte.cli.openai_client import Client
@@ -153,6 +154,7 @@ def _talk(conversation: Conversation) -> None:
                 try:
                     _answer(conversation, text)
                 except KeyboardInterrupt:
+                    signals.forget()
                     _remark("stopped")
                 except EndpointError as error:
                     print_error(error)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.table import Table
@@ -83,7 +83,7 @@ def evaluate(
     import torch
 
     from halfbyte.assets import bundled_model_path, heldout_texts, read_text
-    from halfbyte.evaluation import evaluate_perplexity, text_windows
+    from halfbyte.evaluation import text_windows
     from halfbyte.layouts import KVCacheDType
     from halfbyte.models import load_model, load_tokenizer
 
@@ -100,15 +100,16 @@ def evaluate(
         linear_backend=linear_backend,
         quantize_activations=quantize_activations,
     )
-    options: dict[str, Any] = {
+    options = {
         "kv_recipes": kv_recipe and [name.strip() for name in kv_recipe.split(",")],
         "tokenizer": tokenizer,
         "attention_backend": attention_backend,
     }
+    work = _Work(loaded, names, chunk_size, as_json, options)
     if (retrieval is not None) + (greedy is not None) + layers > 1:
         raise ValueError("greedy, layers, retrieval: are measured one at a time")
     if retrieval is not None:
-        _look_for_facts(loaded, "\n".join(texts), names, retrieval, chunk_size, as_json, options)
+        _look_for_facts(work, "\n".join(texts), retrieval)
         return
     context = getattr(loaded.config, "max_position_embeddings", window + (greedy or 0))
     if greedy is not None and greedy > context - 2:
@@ -116,30 +117,47 @@ def evaluate(
     window = min(window, context - (greedy or 0))
     windows, num_bytes = text_windows(tokenizer, texts, window, max_tokens)
     if greedy is not None:
-        _continue_greedily(loaded, windows, greedy, names, chunk_size, as_json, options)
+        _continue_greedily(work, windows, greedy)
         return
     if layers:
         if attention_backend is not None:
             raise ValueError("attention_backend: --layers reads K and V back without one")
-        _by_layer(loaded, windows, names, as_json, options)
+        _by_layer(work, windows)
         return
+    _predict(work, windows, window, num_bytes)
+
+
+class _Work(NamedTuple):
+    """What every measurement takes."""
+
+    model: "PreTrainedModel"
+    names: "list[KVCacheDType]"
+    chunk_size: int
+    as_json: bool
+    options: dict[str, Any]
+    """Of the functions of `halfbyte.evaluation`."""
+
+
+def _predict(work: _Work, windows: "Sequence[Sequence[int]]", window: int, num_bytes: int) -> None:
+    from halfbyte.evaluation import evaluate_perplexity
+
     with progress_bar("eval", "tokens") as on_progress:
         results = evaluate_perplexity(
-            loaded,
+            work.model,
             windows,
-            names,
-            chunk_size,
+            work.names,
+            work.chunk_size,
             num_bytes=num_bytes,
             on_progress=on_progress,
-            **options,
+            **work.options,
         )
-    if as_json:
+    if work.as_json:
         print(json.dumps([asdict(result) for result in results]))
         return
     _print_perplexity(results)
     out.print(
         f"{results[0].tokens:,} tokens predicted, read back from the cache in chunks of "
-        f"{chunk_size}, {window} tokens of context"
+        f"{work.chunk_size}, {window} tokens of context"
     )
 
 
@@ -164,19 +182,13 @@ def _print_perplexity(results: Sequence["PerplexityResult"]) -> None:
     _print_table(headings, rows)
 
 
-def _continue_greedily(
-    model: "PreTrainedModel",
-    windows: "Sequence[Sequence[int]]",
-    new_tokens: int,
-    names: list["KVCacheDType"],
-    chunk_size: int,
-    as_json: bool,
-    options: dict[str, Any],
-) -> None:
+def _continue_greedily(work: _Work, windows: "Sequence[Sequence[int]]", new_tokens: int) -> None:
     from halfbyte.evaluation import evaluate_greedy
 
-    results = evaluate_greedy(model, windows, new_tokens, names, chunk_size, **options)
-    if as_json:
+    results = evaluate_greedy(
+        work.model, windows, new_tokens, work.names, work.chunk_size, **work.options
+    )
+    if work.as_json:
         print(json.dumps([asdict(result) for result in results]))
         return
     rows = [
@@ -192,19 +204,13 @@ def _continue_greedily(
     out.print(f"{len(windows)} prompts, continued by {new_tokens} tokens each, greedily")
 
 
-def _by_layer(
-    model: "PreTrainedModel",
-    windows: "Sequence[Sequence[int]]",
-    names: list["KVCacheDType"],
-    as_json: bool,
-    options: dict[str, Any],
-) -> None:
+def _by_layer(work: _Work, windows: "Sequence[Sequence[int]]") -> None:
     from halfbyte.evaluation import evaluate_layers
 
-    kept = {name: options[name] for name in ("kv_recipes", "tokenizer")}
+    kept = {name: work.options[name] for name in ("kv_recipes", "tokenizer")}
     with progress_bar("eval", "windows") as on_progress:
-        results = evaluate_layers(model, windows, names, on_progress=on_progress, **kept)
-    if as_json:
+        results = evaluate_layers(work.model, windows, work.names, on_progress=on_progress, **kept)
+    if work.as_json:
         print(json.dumps([_finite(asdict(result)) for result in results]))
         return
     rows = [
@@ -232,21 +238,13 @@ def _finite(row: dict[str, Any]) -> dict[str, Any]:
     return {name: None if value == math.inf else value for name, value in row.items()}
 
 
-def _look_for_facts(
-    model: "PreTrainedModel",
-    text: str,
-    names: list["KVCacheDType"],
-    tokens: int,
-    chunk_size: int,
-    as_json: bool,
-    options: dict[str, Any],
-) -> None:
+def _look_for_facts(work: _Work, text: str, tokens: int) -> None:
     from halfbyte.evaluation import evaluate_retrieval, make_context
 
     facts = max(1, min(32, tokens // 100))
-    context = make_context(options["tokenizer"], text, tokens, facts, seed=1)
-    results = evaluate_retrieval(model, [context], names, chunk_size, **options)
-    if as_json:
+    context = make_context(work.options["tokenizer"], text, tokens, facts, seed=1)
+    results = evaluate_retrieval(work.model, [context], work.names, work.chunk_size, **work.options)
+    if work.as_json:
         print(json.dumps([asdict(result) for result in results]))
         return
     rows = [
@@ -262,7 +260,7 @@ def _look_for_facts(
     _print_table(("KV cache", "codes", "their tokens", "NLL of the repetition", "top-1"), rows)
     out.print(
         f"{facts} facts and a random segment, twice, in {len(context.ids):,} tokens, read back "
-        f"from the cache in chunks of {chunk_size}"
+        f"from the cache in chunks of {work.chunk_size}"
     )
 
 

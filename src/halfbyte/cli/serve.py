@@ -76,6 +76,12 @@ def serve(
             help="NVFP4 layers on halfbyte's kernels: auto (on CPUs and SM80 to SM90), on or off."
         ),
     ] = None,
+    moe: Annotated[
+        str | None,
+        typer.Option(
+            help="NVFP4 and MXFP4 experts on halfbyte's kernels: auto (on CPUs), on or off."
+        ),
+    ] = None,
 ) -> None:
     """Serve a model with vLLM on halfbyte's KV cache, with an OpenAI-compatible API.
 
@@ -107,6 +113,7 @@ def serve(
             "v_dtype": v_dtype,
             "kv_recipe": kv_recipe,
             "linear": linear,
+            "moe": moe,
         },
     )
     if plan.is_ours:

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from halfbyte.engine.core import EngineCore
 from halfbyte.engine.generation import NewToken, TokenStream, run
 from halfbyte.engine.memory import default_num_pages, make_pool, name_memory_options
+from halfbyte.engine.model import context_length, eos_ids, model_and_tokenizer
 from halfbyte.engine.options import (
-    check_batch_invariant,
     check_cache_options,
     check_memory_share,
     check_sizes,
@@ -33,12 +33,7 @@ from halfbyte.engine.sampling_params import SamplingParams
 from halfbyte.engine.threads import warn_shared_cores
 from halfbyte.kvcache import KVRecipe, KVScales, plan_kv_cache
 from halfbyte.kvcache.recent import RecentTokens
-from halfbyte.models import (
-    KVQuantization,
-    LayerDTypes,
-    load_model,
-    load_tokenizer,
-)
+from halfbyte.models import KVQuantization, LayerDTypes
 from halfbyte.models.kv_setup import KVSetup
 from halfbyte.models.loader import device_or_default
 
@@ -116,49 +111,31 @@ class LLM:
         where = device_or_default(device) if isinstance(model, str | Path) else model.device
         # Check options before reading the weights.
         check_cache_options(kv_cache_dtype, v_cache_dtype, kv_scales, attention_backend, where)
-        if kv_recipe is not None:
-            kv_recipe = KVRecipe.parse(kv_recipe)
+        kv_recipe = None if kv_recipe is None else KVRecipe.parse(kv_recipe)
         check_sizes(
-            [
-                ("block_size", block_size),
-                ("num_pages", num_pages),
-                ("max_model_len", max_model_len),
-                ("max_batched_tokens", max_batched_tokens),
-                ("max_num_batched_tokens", max_num_batched_tokens),
-                ("max_num_seqs", max_num_seqs),
-            ]
+            block_size=block_size,
+            num_pages=num_pages,
+            max_model_len=max_model_len,
+            max_batched_tokens=max_batched_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
         )
         max_batched_tokens = one_of(
-            *("max_batched_tokens", max_batched_tokens),
-            *("max_num_batched_tokens", max_num_batched_tokens),
+            max_batched_tokens=max_batched_tokens, max_num_batched_tokens=max_num_batched_tokens
         )
         check_memory_share(gpu_memory_utilization, num_pages, where)
-        if isinstance(tokenizer, str | Path):
-            tokenizer = load_tokenizer(tokenizer)
-        if isinstance(model, str | Path):
-            tokenizer = tokenizer or load_tokenizer(model)
-            model = load_model(
-                model,
-                dtype=dtype,
-                device=device,
-                linear_backend=linear_backend,
-                quantize_activations=quantize_activations,
-                batch_invariant=batch_invariant,
-            )
-        elif linear_backend is not None or quantize_activations is not None:
-            raise ValueError(
-                "linear_backend, quantize_activations: are for models that are loaded here; "
-                "give them to load_model"
-            )
-        if batch_invariant:
-            check_batch_invariant(model)
+        model, self.tokenizer = model_and_tokenizer(
+            model,
+            tokenizer,
+            dtype=dtype,
+            device=device,
+            linear_backend=linear_backend,
+            quantize_activations=quantize_activations,
+            batch_invariant=batch_invariant,
+        )
+        self.model = model
         warn_shared_cores(model.device)
-        self.model = model.eval()
-        self.tokenizer = tokenizer
-        context = getattr(model.config, "max_position_embeddings", 2**31)
-        if max_model_len is not None and max_model_len > context:
-            raise ValueError(f"max_model_len: expected 1 .. {context}, got {max_model_len}")
-        max_model_len = max_model_len or context
+        max_model_len = context_length(model, max_model_len)
         specs, self.kv_scales, self.recipe = KVSetup.of(
             model,
             kv_cache_dtype,
@@ -167,36 +144,32 @@ class LLM:
             kv_scales=kv_scales,
             kv_recipe=kv_recipe,
             attention_backend=attention_backend,
-            tokenizer=tokenizer,
+            tokenizer=self.tokenizer,
         )
-        recipe = self.recipe
         plan = plan_kv_cache(specs)
         # Before the pool, which takes most of the remaining memory.
         with name_memory_options(f"the last tokens of max_num_seqs {max_num_seqs}; give fewer"):
-            recent = RecentTokens.of(plan, recipe, model.dtype, model.device, 1 + max_num_seqs)
-        if num_pages is None:
-            num_pages = default_num_pages(
-                plan, max_model_len, max_num_seqs, model.device, gpu_memory_utilization
-            )
+            recent = RecentTokens.of(plan, self.recipe, model.dtype, model.device, 1 + max_num_seqs)
+        num_pages = num_pages or default_num_pages(
+            plan, max_model_len, max_num_seqs, model.device, gpu_memory_utilization
+        )
         self.pool = make_pool(plan, num_pages, model.device)
         self.core = EngineCore(
             model,
             self.pool,
-            KVQuantization.of(self.pool, self.kv_scales, recipe),
+            KVQuantization.of(self.pool, self.kv_scales, self.recipe),
             max_model_len=max_model_len,
-            max_batched_tokens=_MAX_BATCHED_TOKENS[self.model.device.type]
-            if max_batched_tokens is None
-            else max_batched_tokens,
+            max_batched_tokens=max_batched_tokens or _MAX_BATCHED_TOKENS[model.device.type],
             max_num_seqs=max_num_seqs,
             attention_backend=attention_backend,
             batch_invariant=batch_invariant,
             cuda_graphs=cuda_graphs and not enforce_eager,
             recent=recent,
-            eos_ids=()
-            if getattr(tokenizer, "eos_token_id", None) is None
-            else (tokenizer.eos_token_id,),
+            eos_ids=eos_ids(self.tokenizer),
         )
+        self._capture_graphs()
 
+    def _capture_graphs(self) -> None:
         graphs = self.core.runner.graphs
         with capture_bar(len(graphs.sizes) if graphs else 0) as progress:
             self.core.runner.capture_graphs(progress)

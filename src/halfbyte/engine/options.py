@@ -1,6 +1,5 @@
 """Checks of `LLM` options that need no loaded model."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -14,9 +13,9 @@ from halfbyte.models import LayerDTypes, check_layer_dtypes
 from halfbyte.moe import ExpertsLayer
 
 
-def check_sizes(sizes: Iterable[tuple[str, int | None]]) -> None:
+def check_sizes(**sizes: int | None) -> None:
     """Raise ValueError unless every size is None or an integer of at least 1."""
-    for name, number in sizes:
+    for name, number in sizes.items():
         if number is not None and integer(name, number) < 1:
             raise ValueError(f"{name}: expected at least 1, got {number}")
 
@@ -65,12 +64,14 @@ def check_batch_invariant(model: PreTrainedModel) -> None:
             )
 
 
-def one_of(name: str, value: int | None, alias: str, other: int | None) -> int | None:
-    """The value of an option that has two names.
+def one_of(**names: int | None) -> int | None:
+    """The value of an option that has several names.
 
     Raises:
-        ValueError: both are given, and differ.
+        ValueError: two values are given, and differ.
     """
-    if value is not None and other is not None and value != other:
-        raise ValueError(f"{name}, {alias}: are one option, got {value} and {other}")
-    return other if value is None else value
+    given = {value for value in names.values() if value is not None}
+    if len(given) > 1:
+        values = " and ".join(str(value) for value in names.values())
+        raise ValueError(f"{', '.join(names)}: are one option, got {values}")
+    return next(iter(given), None)

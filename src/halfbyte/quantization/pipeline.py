@@ -8,6 +8,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,20 +123,12 @@ def quantize_checkpoint(
         if output.needs_calibration:
             calibration = _calibrate(folder, selection, text, calibration_file, on_progress)
             if output.kv_cache_dtype:
-                scales = scales_from_amax(calibration.kv_amax, calibration.source or "", 1.0)
-                kv_amax = tuple(zip(scales.k_amax, scales.v_amax, strict=True))
-                calibration = dataclasses.replace(calibration, kv_amax=kv_amax)
+                calibration = _with_valid_kv_amax(calibration)
         rounded: dict[str, RoundedLayer] = {}
         if method == "gptq":
             ids = _rows_of_text(folder, model_config, text)
-            rounded = round_layers(
-                folder,
-                model_config,
-                ids,
-                selection,
-                output,
-                on_layer=lambda done, total: on_progress("rounding", done, total),
-            )
+            on_layer = partial(on_progress, "rounding")
+            rounded = round_layers(folder, model_config, ids, selection, output, on_layer=on_layer)
             if calibration.source is None:
                 source_of_ids = f"{ids.numel()} tokens of {_name_of_text(calibration_file)}"
                 calibration = dataclasses.replace(calibration, source=source_of_ids)
@@ -146,7 +139,7 @@ def quantize_checkpoint(
             selection,
             output,
             calibration,
-            lambda done, total: on_progress("quantizing", done, total),
+            partial(on_progress, "quantizing"),
             rounded,
         )
         writer.finish()
@@ -198,8 +191,15 @@ def _calibrate(
         token_ids,
         selection.modules,
         f"{token_ids.shape[1]} tokens of {_name_of_text(file)}",
-        lambda done, total: on_progress("calibrating", done, total),
+        partial(on_progress, "calibrating"),
     )
+
+
+def _with_valid_kv_amax(calibration: CalibrationResult) -> CalibrationResult:
+    """With a value for layers that were all zero on the text, see `scales_from_amax`."""
+    scales = scales_from_amax(calibration.kv_amax, calibration.source or "", 1.0)
+    kv_amax = tuple(zip(scales.k_amax, scales.v_amax, strict=True))
+    return dataclasses.replace(calibration, kv_amax=kv_amax)
 
 
 def _rows_of_text(folder: Path, config: Any, text: str) -> torch.Tensor:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 import cuda_on_host
+from halfbyte.attention import AttentionInputs, AttentionPlans
 from halfbyte.attention.decode import cuda, prepare
 from halfbyte.attention.decode import plan as plans
 from halfbyte.attention.decode.plan import Plan
@@ -136,18 +137,33 @@ def _forget_kernels() -> None:
     prepare._kernels.cache_clear()
 
 
+def inputs_of(step: Step, **changes: Any) -> AttentionInputs:
+    """A step's inputs; without changes those that plans need, other tensors are on no device."""
+    heads, max_pages = step.kv_heads * step.group, -(-max(step.lengths) // step.block_size)
+    fields: dict[str, Any] = {
+        "query": torch.zeros(step.starts[-1] + step.padding, heads, step.head_size, device="meta"),
+        "pages": torch.zeros(1, step.layout.page_bytes, dtype=torch.uint8),
+        "layout": step.layout,
+        "query_start_loc": torch.tensor(step.starts, dtype=torch.int32),
+        "seq_lens": torch.tensor(step.lengths, dtype=torch.int32),
+        "block_tables": torch.zeros(len(step.lengths), max_pages, dtype=torch.int32, device="meta"),
+        "scale": 1.0,
+        "k_scale": torch.ones(1),
+        "v_scale": torch.ones(1),
+        "sliding_window": step.window,
+        "sinks": None,
+        "softcap": None,
+        "batch_invariant": step.batch_invariant,
+        "given_out": None,
+        "lse": None,
+        "plans": AttentionPlans(),
+    }
+    return AttentionInputs(**{**fields, **changes})
+
+
 def make_plan(step: Step) -> Plan:
     """As the launcher makes it."""
-    return plans.make_plan(
-        step.layout,
-        step.group * step.kv_heads,
-        step.starts[-1] + step.padding,
-        torch.tensor(step.starts, dtype=torch.int32),
-        torch.tensor(step.lengths, dtype=torch.int32),
-        -(-max(step.lengths) // step.block_size),
-        step.window,
-        step.batch_invariant,
-    )
+    return plans.make_plan(inputs_of(step))
 
 
 class Table(NamedTuple):

@@ -2,14 +2,22 @@
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from attention.decode.decode_plans import Share, Step, make_plan, on_host, random_step, read, shares
+from attention.decode.decode_plans import (
+    Share,
+    Step,
+    inputs_of,
+    make_plan,
+    on_host,
+    random_step,
+    read,
+    shares,
+)
 from cuda_on_host import needs_compiler
-from halfbyte.attention.base import AttentionInputs, AttentionPlans
 from halfbyte.attention.decode import cuda
 from halfbyte.attention.decode.plan import Plan
 
@@ -110,7 +118,14 @@ def assert_merged(
             memory = torch.full((rows, heads + 1, step.head_size + 8), torch.nan, dtype=dtype)
             out = memory[:, :heads, : step.head_size]
             lse = torch.full((rows + 1, heads), torch.nan) if with_lse else None
-            inputs = AttentionInputs(**arguments(step, dtype), sinks=sinks, given_out=out, lse=lse)
+            inputs = inputs_of(
+                step,
+                query=torch.zeros(rows, heads, step.head_size, dtype=dtype),
+                block_tables=torch.zeros(len(step.lengths), 1, dtype=torch.int32),
+                sinks=sinks,
+                given_out=out,
+                lse=lse,
+            )
             cuda.decode(inputs, replace(plan, merge=kernel))
             assert [name for name, _ in launched[-2:]] == ["decode", kernel]
             rtol = 1.01 * ROUNDING[dtype]
@@ -133,26 +148,6 @@ def softmax(sums: Parts, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torc
     out = torch.where(total[..., None] > 0, sums.out / total[..., None], 0)
     out = out.masked_fill(sums.is_one[..., None], torch.nan)
     return out, total.log().masked_fill(sums.is_one, torch.nan)
-
-
-def arguments(step: Step, dtype: torch.dtype) -> dict[str, Any]:
-    """Of `AttentionInputs`, those that the merge does not look at."""
-    heads = step.kv_heads * step.group
-    return {
-        "query_start_loc": torch.tensor(step.starts, dtype=torch.int32),
-        "seq_lens": torch.tensor(step.lengths, dtype=torch.int32),
-        "batch_invariant": step.batch_invariant,
-        "plans": AttentionPlans(),
-        "query": torch.zeros(step.starts[-1] + step.padding, heads, step.head_size, dtype=dtype),
-        "pages": torch.zeros(1, step.layout.page_bytes, dtype=torch.uint8),
-        "layout": step.layout,
-        "block_tables": torch.zeros(len(step.lengths), 1, dtype=torch.int32),
-        "scale": 1.0,
-        "k_scale": torch.ones(1),
-        "v_scale": torch.ones(1),
-        "sliding_window": step.window,
-        "softcap": None,
-    }
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attention.cases import Case, assert_close_to_exact, dense, make_case
-from attention.decode.decode_plans import Step, alone, make_plan, on_host
+from attention.decode.decode_plans import Step, alone, on_host
 from cuda_on_host import guarded, needs_compiler
 from halfbyte.attention.base import AttentionInputs, AttentionPlans
 from halfbyte.attention.decode import cuda
@@ -241,7 +241,6 @@ def attend(step: Step, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     memory = guarded((tokens, heads + 1, case.layout.head_size_v + 8), case.query.dtype)
     out = memory[:, :heads, : case.layout.head_size_v]
     lse = guarded(case.query.shape[:2], torch.float32)
-    has_recent = "recent" in case.options
     options: dict[str, Any] = dict.fromkeys(("sliding_window", "sinks", "softcap"))
     options |= case.arguments()
     options |= {side: torch.tensor(options[side]) for side in ("k_scale", "v_scale")}
@@ -258,7 +257,7 @@ def attend(step: Step, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
         on_host(step, attention=True),
         patch.object(torch, "empty", empty),
     ):
-        cuda.decode(inputs, None if has_recent else make_plan(step))
+        cuda.decode(inputs)
     assert memory[:, heads:].isnan().all()
     assert memory[..., case.layout.head_size_v :].isnan().all()
     return out, lse

@@ -40,8 +40,10 @@ def test_kernels_for_recipes_compile(capability: int, head_size: int, group: int
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
     variant = choose_variant(layout, group, 1.0, False, capability)
     assert variant is not None
-    for changes in ((64, True, True), (0, True, False)):
-        options = macros(layout, group, torch.bfloat16, group >= 16, variant, True, *changes)
+    softcap = group >= 16
+    for recent, segment in ((64, 64), (0, 0)):
+        prepared = PrepareVariant(group, softcap, True, recent, segment, 0, knows_first=True)
+        options = macros(layout, group, torch.bfloat16, softcap, variant) | prepared.decode_macros()
         assert compiled(variant.source, options, architecture)[:4] == b"\x7fELF"
 
 
@@ -73,8 +75,10 @@ def test_kernels_that_copy_whole_pages_compile(head_size: int, block_size: int) 
 
 def spills(variant: Variant, layout: PageLayout, group: int, folder: Path, segment: int = 0) -> int:
     """Number of spill instructions (local loads and stores)."""
-    changes = (segment > 0, segment, segment > 0, segment > 0)
-    options = macros(layout, group, torch.bfloat16, False, variant, *changes)
+    options = macros(layout, group, torch.bfloat16, False, variant)
+    if segment:
+        prepared = PrepareVariant(group, False, True, 64, segment, 0, knows_first=True)
+        options |= prepared.decode_macros()
     code = disassembled(compiled(variant.source, options, "sm_90a"), folder)
     return len(re.findall(r" (?:STL|LDL)[. ]", code))
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from attention.cases import config
 from halfbyte.attention.paged.plan import (
     AttendPlan,
     Gpu,
@@ -20,20 +21,8 @@ NVFP4 = PageLayout("nvfp4", "nvfp4", 128, None, 8, 16)
 
 
 def plan_of(num_tokens: int, num_seqs: int, max_length: int, **changes: Any) -> AttendPlan:
-    arguments: dict[str, Any] = {
-        "layout": NVFP4,
-        "query_dtype": torch.bfloat16,
-        "num_heads": 32,
-        "sliding_window": None,
-        "batch_invariant": False,
-        "gpu": H200,
-    }
-    return make_plan(
-        num_tokens=num_tokens,
-        num_seqs=num_seqs,
-        max_length=max_length,
-        **{**arguments, **changes},
-    )
+    gpu = changes.pop("gpu", H200)
+    return make_plan(config(num_tokens=num_tokens, num_seqs=num_seqs, **changes), max_length, gpu)
 
 
 def test_plan_splits_few_long_sequences_and_not_many_or_short_ones() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attention.cases import Case, assert_close_to_exact, make_case
-from halfbyte.attention import AttentionInputs, AttentionPlans
+from halfbyte.attention import AttentionInputs, AttentionPlans, router
 from halfbyte.attention.prefill import plan as dense_plan
 from halfbyte.attention.prefill.dense import DenseAttention
 from triton_interpreter import interpreted
@@ -149,7 +149,7 @@ def attend(case: Case, device: str, return_lse: bool) -> tuple[torch.Tensor, tor
     """The backend itself: on a CPU the selection would not choose it."""
     lse = torch.empty(case.query.shape[:2], device=device) if return_lse else None
     inputs = inputs_of(case, device, lse)
-    DenseAttention.forward(inputs)
+    router.attend(DenseAttention, inputs)
     return inputs.out.cpu(), None if lse is None else lse.cpu()
 
 

@@ -8,7 +8,7 @@ import torch
 
 from attention.cases import config, dense, make_case
 from attention.prefill.dense_cases import LARGE, SMALL, assert_dense, inputs_of, make_small
-from halfbyte.attention import ATTENTION_BACKENDS
+from halfbyte.attention import ATTENTION_BACKENDS, AttentionInputs, AttentionPlans
 from halfbyte.attention.paged.plan import Gpu, Tiles, choose_row_tiles
 from halfbyte.attention.prefill import plan as dense_plan
 from halfbyte.attention.prefill.chunks import make_chunks
@@ -54,18 +54,19 @@ def test_work_holds_every_query_once(
     seen = []
     device = torch.device("cpu")
     for chunks in make_chunks(sequences, window, max_keys, tokens_per_tile, device):
-        assert chunks.keys <= max_keys
+        keys = chunks.keys
+        assert keys.num_rows <= max_keys
         assert chunks.work.dtype == torch.int32
-        table = torch.arange(5)[chunks.sequences].tolist()
-        counts = (chunks.ends - chunks.begins).tolist()
-        assert (sum(counts), max(counts)) == (chunks.keys, chunks.max_keys)
-        ends = (chunks.rows + chunks.ends - chunks.begins).tolist()
-        assert chunks.rows.tolist() == [0, *ends[:-1]]
+        table = torch.arange(5)[keys.sequences].tolist()
+        counts = (keys.ends - keys.begins).tolist()
+        assert (sum(counts), max(counts)) == (keys.num_rows, keys.max_keys)
+        ends = (keys.rows + keys.ends - keys.begins).tolist()
+        assert keys.rows.tolist() == [0, *ends[:-1]]
         for token, count, row, position in chunks.work.tolist():
             assert 1 <= count <= tokens_per_tile
-            i = chunks.rows.tolist().index(row)
+            i = keys.rows.tolist().index(row)
             assert position + count <= counts[i]
-            begin = int(chunks.begins[i])
+            begin = int(keys.begins[i])
             for j in range(count):
                 own = begin + position + j
                 assert begin <= (0 if window is None else max(0, own - window + 1))
@@ -89,7 +90,26 @@ def test_rows_of_others_are_not_touched(tiles: Tiles, group: int) -> None:
     key[54:], value[54:] = torch.nan, torch.nan
     out, lse = torch.full((30, 2 * group, 32), 7.0), torch.full((30, 2 * group), 7.0)
     sinks = torch.randn(2 * group)
-    attend_rows(query, key, value, chunks.work, tiles, -0.3, None, sinks, None, out, lse)
+    layout = PageLayout("bfloat16", "bfloat16", 16, 32, 2, 16)
+    inputs = AttentionInputs(
+        query=query,
+        pages=torch.zeros((1, layout.page_bytes), dtype=torch.uint8),
+        layout=layout,
+        query_start_loc=torch.tensor([0, 21, 23], dtype=torch.int32),
+        seq_lens=torch.tensor([21, 33], dtype=torch.int32),
+        block_tables=torch.zeros((2, 3), dtype=torch.int32),
+        scale=-0.3,
+        k_scale=1.0,
+        v_scale=1.0,
+        sliding_window=None,
+        sinks=sinks,
+        softcap=None,
+        batch_invariant=False,
+        given_out=out,
+        lse=lse,
+        plans=AttentionPlans(),
+    )
+    attend_rows(inputs, key, value, chunks.work, tiles)
     for _, row, new, length in sequences:
         first = 0 if row == 3 else 21
         k, v = (x[first : first + length].double() for x in (key, value))
@@ -130,7 +150,7 @@ def test_windows_with_heads_of_every_size(
     small = {"workspace_tokens": 2048, "pytorch_from": 1000}
     case = make_small({**lengths, **options, **sizes}, monkeypatch, **small)
     plan = dense_plan.make_plan(inputs_of(case, "cpu"), 16)
-    assert not plan.delegated
+    assert not plan.split_off
     assert not plan.long
     assert_dense(case, "cpu")
 
@@ -211,8 +231,8 @@ def test_what_the_workspace_cannot_hold_goes_to_the_general_kernel() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dense_plan, "workspace_tokens", lambda inputs: 100)
         plan = dense_plan.make_plan(inputs_of(case, "cpu"), 16)
-    assert [chunks.keys for chunks in plan.chunks] == [70]
-    assert [part.backends[0] for part in plan.delegated] == ["triton"]
+    assert [chunks.keys.num_rows for chunks in plan.chunks] == [70]
+    assert [part.seq_lens.tolist() for part in plan.split_off] == [[300]]
     assert plan.long == []
 
 
@@ -261,9 +281,12 @@ def test_who_takes_which_sequence(
     )
     plan = dense_plan.make_plan(inputs, 16)
     taken: dict[int, str] = {}
-    for part in plan.delegated:
+    for part in plan.split_off:
         rows = range(sum(queries)) if part.rows is None else part.rows.tolist()
-        taken |= dict.fromkeys(rows, "decode" if part.backends[0] == "cuda" else "general")
+        sizes = {"num_tokens": len(rows), "num_seqs": len(part.seq_lens)}
+        work = config(layout=layout, split_off=True, **sizes)
+        backend = ATTENTION_BACKENDS.select(work, compute_capability=90).name
+        taken |= dict.fromkeys(rows, {"cuda": "decode", "triton": "general"}[backend])
     for chunks in plan.chunks:
         for token, count, *_ in chunks.work.tolist():
             taken |= dict.fromkeys(range(token, token + count), "own")

@@ -17,7 +17,7 @@ from attention.prefill.dense_cases import (
     make_small,
     prefer_pytorch,
 )
-from halfbyte.attention import ATTENTION_BACKENDS, AttentionPlans
+from halfbyte.attention import ATTENTION_BACKENDS, AttentionPlans, router
 from halfbyte.attention.prefill import dense
 from halfbyte.attention.prefill import plan as dense_plan
 from halfbyte.attention.prefill.dense import DenseAttention, uses_cudnn
@@ -52,6 +52,7 @@ def test_rounding_leaves_few_sizes_and_little_waste() -> None:
     [
         ({"num_tokens": 32}, "is for prefill"),
         ({"batch_invariant": True}, "rounds differently"),
+        ({"split_off": True}, "does not pay off"),
         ({"device_type": "cpu"}, "not on a GPU"),
         ({"query_dtype": torch.float32}, "query in bfloat16 or float16"),
         ({"layout": PageLayout("nvfp4", "nvfp4", 512, None, 8, 16)}, "up to 256"),
@@ -158,7 +159,7 @@ def test_layers_that_differ_share_plans(monkeypatch: pytest.MonkeyPatch) -> None
     ):
         case = make_small({**lengths, **options}, monkeypatch)
         inputs = replace(inputs_of(case, "cpu"), plans=plans)
-        DenseAttention.forward(inputs)
+        router.attend(DenseAttention, inputs)
         assert_close_to_exact(inputs.out, case)
 
 
@@ -169,7 +170,7 @@ def test_scales_that_are_not_positive(scale: float, monkeypatch: pytest.MonkeyPa
     inputs = inputs_of(case, "cpu")
     for used in (inputs.scale, scale):
         inputs = replace(inputs, scale=used)
-        DenseAttention.forward(inputs)
+        router.attend(DenseAttention, inputs)
     turned = replace(case, query=case.query * (-1.0 if scale else 0.0))
     assert_close_to_exact(inputs.out, turned)
 

@@ -1,15 +1,17 @@
 """Unpacking tokens into workspaces: interpreted on a CPU, compiled for GPUs, run on one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from attention.cases import Case, make_case
+from attention.prefill.dense_cases import inputs_of
+from halfbyte.attention.prefill.key_ranges import KeyRanges
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY, read_tokens
 from halfbyte.layouts import PageLayout
-from kvcache.transforms import on
 
 pytest.importorskip("triton")
 
@@ -31,31 +33,28 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def unpack(
-    unpack_tokens: Callable[..., None], case: Case, dtype: torch.dtype, device: str, **changes: Any
+    unpack_into: Callable[..., None],
+    case: Case,
+    dtype: torch.dtype,
+    device: str,
+    max_keys: int = 67,
+    ranges: Mapping[str, tuple[int, ...]] = RANGES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of `RANGES`, one sequence after the other with a row between; K in HND memory."""
     layout = case.layout
-    counts = [e - b for b, e in zip(RANGES["begins"], RANGES["ends"], strict=True)]
+    counts = [max(0, e - b) for b, e in zip(ranges["begins"], ranges["ends"], strict=True)]
     rows = [sum(counts[:i]) + i for i in range(len(counts))]
     total = sum(counts) + len(counts)
     k_out = torch.full((layout.num_kv_heads, total, layout.head_size), 7.0, dtype=dtype).to(device)
     v_out = torch.full((total, layout.num_kv_heads, layout.head_size_v), 7.0, dtype=dtype).to(
         device
     )
-    arguments: dict[str, Any] = {
-        **RANGES,
-        "rows": rows,
-        "k_scale": case.k_scale,
-        "v_scale": torch.tensor(case.v_scale).to(device),
-        **changes,
-    }
-    unpack_tokens(
-        case.pages.to(device),
-        layout,
-        case.block_tables.to(device),
-        k_out=k_out.transpose(0, 1),
-        v_out=v_out,
-        **arguments,
+    numbers = torch.tensor([*ranges.values(), rows], dtype=torch.int32).to(device)
+    unpack_into(
+        k_out.transpose(0, 1),
+        v_out,
+        replace(inputs_of(case, device), v_scale=torch.tensor(case.v_scale).to(device)),
+        KeyRanges(slice(None), total, max_keys, *numbers),
     )
     return k_out.transpose(0, 1).cpu(), v_out.cpu()
 
@@ -82,7 +81,7 @@ def assert_bits(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -
 
 def interpret(case: Case, dtype: torch.dtype, **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return unpack(
-        interpreted("halfbyte.attention.prefill.unpack").unpack_tokens,
+        interpreted("halfbyte.attention.prefill.unpack").unpack_into,
         case,
         dtype,
         "cpu",
@@ -140,40 +139,27 @@ RECIPES: dict[str, dict[str, Any]] = {
 def test_unpack_k_that_a_recipe_changed(options: str, sizes: tuple[int, int]) -> None:
     """Changed back; a first token that is a constant is the constant."""
     case = make_case(head_size=sizes[0], head_size_v=sizes[1], transform=RECIPES[options])
-    key, value = interpret(case, torch.float32, transform=case.options["transform"])
+    key, value = interpret(case, torch.float32)
     keys, values = expected_of_recipe(case)
     torch.testing.assert_close(key, keys, rtol=1e-5, atol=1e-5)
     assert torch.equal(value, values)
 
 
-def test_unpack_ranges_as_tensors_and_bounded() -> None:
+def test_unpack_bounded() -> None:
+    """Programs take 64 tokens each: the bound leaves out the end of the longest range."""
     case = make_case()
-    tensors = {name: torch.tensor(x, dtype=torch.int32) for name, x in RANGES.items()}
-    assert_bits(interpret(case, torch.float32, **tensors), expected(case, torch.float32))
-    # Programs take 64 tokens each: the bound leaves out the end of the longest range.
-    k_out, v_out = interpret(case, torch.float32, max_tokens=64)
+    k_out, v_out = interpret(case, torch.float32, max_keys=64)
     k_want, v_want = expected(case, torch.float32)
     k_want[42 + 64 - 2 : -2], v_want[42 + 64 - 2 : -2] = 7.0, 7.0
     assert_bits((k_out, v_out), (k_want, v_want))
 
 
 def test_unpack_nothing() -> None:
-    case = make_case()
-    k_out, v_out = interpret(case, torch.float32, begins=(5,) * 4, ends=(5, 4, 5, 0))
-    assert (k_out == 7).all()
-    assert (v_out == 7).all()
-
-
-def test_unpack_refuses_workspaces_that_do_not_fit() -> None:
-    from halfbyte.attention.prefill.unpack import unpack_tokens
-
-    case = make_case()
-    k_out = torch.zeros(100, 2, 64)
-    for wrong in (torch.zeros(100, 2, 32), torch.zeros(100, 64, 2).mT):
-        with pytest.raises(ValueError, match=r"v_out: expected \[rows, 2, 64\]"):
-            unpack_tokens(
-                case.pages, case.layout, case.block_tables, [0], [1], [0], 1.0, 1.0, k_out, wrong
-            )
+    ranges = {"begins": (5,) * 4, "ends": (5, 4, 5, 0)}
+    for max_keys in (0, 64):
+        k_out, v_out = interpret(make_case(), torch.float32, ranges=ranges, max_keys=max_keys)
+        assert (k_out == 7).all()
+        assert (v_out == 7).all()
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -189,7 +175,8 @@ def test_unpack_refuses_workspaces_that_do_not_fit() -> None:
     ],
 )
 def test_unpack_kernel_compiles(dtype: str, head_size: int, segment: int, capability: int) -> None:
-    from halfbyte.attention.prefill.unpack import choose_tile, unpack_kernel
+    from halfbyte.attention.prefill.unpack import choose_tile
+    from halfbyte.attention.prefill.unpack_kernel import unpack_kernel
     from halfbyte.kernels.formats.kv_tiles import side_geometry
 
     layout = PageLayout(dtype, dtype, head_size, None, 8, 16)
@@ -231,23 +218,20 @@ def test_unpack_kernel_compiles(dtype: str, head_size: int, segment: int, capabi
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", [*KV_CACHE_QUANT_REGISTRY, *SHAPES])
 def test_unpack_on_a_gpu(name: str, dtype: torch.dtype) -> None:
-    from halfbyte.attention.prefill.unpack import unpack_tokens
+    from halfbyte.attention.prefill.unpack import unpack_into
 
     case = make_case(**SHAPES.get(name, {"k_dtype": name, "head_size": 128}))
-    for ranges in ({}, {n: torch.tensor(x, dtype=torch.int32).cuda() for n, x in RANGES.items()}):
-        got = unpack(unpack_tokens, case, dtype, "cuda", **ranges)
-        assert_bits(got, expected(case, dtype))
+    assert_bits(unpack(unpack_into, case, dtype, "cuda"), expected(case, dtype))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", RECIPES)
 @pytest.mark.parametrize("head_size", [64, 96, 128, 256])
 def test_unpack_k_that_a_recipe_changed_on_a_gpu(options: str, head_size: int) -> None:
-    from halfbyte.attention.prefill.unpack import unpack_tokens
+    from halfbyte.attention.prefill.unpack import unpack_into
 
     case = make_case(head_size=head_size, transform=RECIPES[options])
-    transform = on(case.options["transform"], "cuda")
-    key, value = unpack(unpack_tokens, case, torch.float32, "cuda", transform=transform)
+    key, value = unpack(unpack_into, case, torch.float32, "cuda")
     keys, values = expected_of_recipe(case)
     torch.testing.assert_close(key, keys, rtol=1e-5, atol=1e-5)
     assert torch.equal(value, values)
@@ -256,9 +240,9 @@ def test_unpack_k_that_a_recipe_changed_on_a_gpu(options: str, head_size: int) -
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [d for d in KV_CACHE_QUANT_REGISTRY if "float" not in d])
 def test_unpack_every_byte_on_a_gpu(dtype: str) -> None:
-    from halfbyte.attention.prefill.unpack import unpack_tokens
+    from halfbyte.attention.prefill.unpack import unpack_into
 
     case = make_case(k_dtype=dtype, head_size=128)
     case.pages = torch.randint(0, 256, case.pages.shape, dtype=torch.uint8)
-    got = unpack(unpack_tokens, case, torch.float32, "cuda")
+    got = unpack(unpack_into, case, torch.float32, "cuda")
     assert_bits(got, expected(case, torch.float32))

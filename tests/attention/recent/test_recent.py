@@ -1,6 +1,7 @@
 """Attention to the last tokens as they are, on GPUs: interpreted on a CPU, compiled, run on one."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from attention.cases import DECODE_CASES, RECENT_CASES, assert_close_to_exact, make_case
 from attention.graphs import assert_graph_follows_lengths
 from attention.prefill.dense_cases import inputs_of, make_small
-from halfbyte.attention import AttentionInputs, AttentionPlans, paged_attention
+from halfbyte.attention import AttentionInputs, AttentionPlans, paged_attention, router
 from halfbyte.attention.prefill.dense import DenseAttention
 from halfbyte.layouts import PageLayout
 from slow import CAPABILITIES, slow
@@ -20,12 +21,9 @@ from triton_compiler import SHARED_BYTES, compile_kernel
 from triton_interpreter import interpreted
 
 
-class _Interpreted:
+def attend_packed(inputs: AttentionInputs) -> None:
     """The Triton backend, in the interpreter."""
-
-    @staticmethod
-    def forward(inputs: AttentionInputs) -> None:
-        interpreted("halfbyte.attention.paged.launcher").attend(inputs)
+    interpreted("halfbyte.attention.paged.launcher").attend(inputs)
 
 
 # A tile of 16 rows has three tokens of five heads, and a row that is nobody's.
@@ -47,7 +45,7 @@ def test_in_the_interpreter(name: str) -> None:
     case = make_case(**{**CASES[name], "query_dtype": torch.float32})
     lse = torch.empty(case.query.shape[:2])
     inputs = inputs_of(case, "cpu", lse)
-    interpreted("halfbyte.attention.recent.launcher").attend_with_recent(inputs, _Interpreted)
+    interpreted("halfbyte.attention.recent.launcher").attend_with_recent(inputs, attend_packed)
     exact, exact_lse = case.expected()
     torch.testing.assert_close(inputs.out.double(), exact, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
@@ -67,7 +65,8 @@ def test_prompts_in_the_interpreter(group: int, monkeypatch: pytest.MonkeyPatch)
     case = make_small(options, monkeypatch)
     lse = torch.empty(case.query.shape[:2])
     inputs = inputs_of(case, "cpu", lse)
-    interpreted("halfbyte.attention.recent.launcher").attend_with_recent(inputs, DenseAttention)
+    launcher = interpreted("halfbyte.attention.recent.launcher")
+    launcher.attend_with_recent(inputs, partial(router.attend, DenseAttention))
     assert_close_to_exact(inputs.out, case)
     torch.testing.assert_close(lse.double(), case.expected()[1], rtol=1e-3, atol=0.1)
 
@@ -79,7 +78,7 @@ def test_batch_invariant_rows_are_bitwise_equal() -> None:
     case = make_case(**{**RECENT_CASES["d128"], **lens, "kv_heads": 1, "recent": 20})
     together = replace(inputs_of(case, "cpu"), batch_invariant=True)
     attend = interpreted("halfbyte.attention.recent.launcher").attend_with_recent
-    attend(together, _Interpreted)
+    attend(together, attend_packed)
     recent = together.recent
     assert recent is not None
     first = case.query_lens[0]
@@ -103,7 +102,7 @@ def test_batch_invariant_rows_are_bitwise_equal() -> None:
                 value=recent.value[begin:end],
             ),
         )
-        attend(alone, _Interpreted)
+        attend(alone, attend_packed)
         assert torch.equal(alone.out, together.out[begin:end])
 
 

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 
 from halfbyte.kvcache.recent import RingSlots
-from halfbyte.kvcache.store.reference import ReferenceStore
 from halfbyte.kvcache.transform import MARK
 from halfbyte.layouts import PageLayout
-from kvcache.store.store_cases import nasty_values
+from kvcache.store.store_cases import nasty_values, reference_store
 from kvcache.transforms import make_transform, on
 
 RECIPE_OPTIONS: tuple[dict[str, Any], ...] = (
@@ -48,7 +47,7 @@ def assert_stored_as_by_the_reference(
     """The reference's bytes, the first token's mark, and tokens that are also kept in rings.
 
     Args:
-        store: as `StoreBackend.store`.
+        store: as `reshape_and_cache`.
         options: of `make_transform`.
         count: tokens, of two sequences of as many.
     """
@@ -71,7 +70,7 @@ def assert_stored_as_by_the_reference(
     rows = torch.arange(count - 30, count, 2)
     owners, ring_slots = torch.arange(len(rows)) % 3, torch.arange(len(rows)) + 2
     pages, rings = [], []
-    for write, where in ((ReferenceStore.store, "cpu"), (store, device)):
+    for write, where in ((reference_store, "cpu"), (store, device)):
         rings_of_all = [
             torch.zeros(3, heads, 20, size, dtype=input_dtype, device=where)
             for size in (head_size, head_size_v)

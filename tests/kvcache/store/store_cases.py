@@ -1,11 +1,12 @@
 """Edge-case inputs of store kernels, and the expected pages."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from halfbyte.kvcache.store.base import StoreInputs
 from halfbyte.kvcache.store.reference import ReferenceStore
 from halfbyte.layouts import PageLayout
 from kvcache.page_arithmetic import DTYPES, UNQUANTIZED, Geometry, sentinel
@@ -32,6 +33,18 @@ _SM100 = [
     Geometry("fp8_e4m3", "nvfp4_4over6", 32, 192, HEADS, BLOCK_SIZE, v_scale_layout="sm100"),
 ]
 GEOMETRIES = [replace(g, order=order) for g in _SAME + _MIXED + _SM100 for order in ("HND", "NHD")]
+
+
+def positional(store: Callable[[StoreInputs], None]) -> Callable[..., None]:
+    """A store that takes its arguments as `reshape_and_cache` does."""
+
+    def call(*arguments: Any, **options: Any) -> None:
+        store(StoreInputs(*arguments, **options))
+
+    return call
+
+
+reference_store = positional(ReferenceStore.store)
 
 
 def nasty_values(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
@@ -82,7 +95,7 @@ class StoreCase:
         buffer = self.buffer.clone()
         slots = self.slots.clone()
         slots[slots >= self.num_pages * self.layout.block_size] = -1
-        ReferenceStore.store(
+        reference_store(
             self.key,
             self.value,
             self.pages(buffer),
@@ -90,8 +103,6 @@ class StoreCase:
             self.layout,
             self.k_scale,
             self.v_scale,
-            None,
-            None,
         )
         return buffer
 

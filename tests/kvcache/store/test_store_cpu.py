@@ -27,6 +27,7 @@ from kvcache.store.store_cases import (
     is_unquantized,
     make_case,
     nasty_values,
+    positional,
     values_next_to_ties,
 )
 from kvcache.store.weighted_cases import (
@@ -206,15 +207,15 @@ def test_cpu_store_says_what_it_takes() -> None:
 @pytest.mark.parametrize("options", RECIPE_OPTIONS + WEIGHTED_OPTIONS, ids=str)
 def test_store_of_k_that_a_recipe_changes(options: dict, input_dtype: torch.dtype) -> None:
     """Whatever the instruction set."""
-    assert_stored_as_by_the_reference(CpuStore.store, options, input_dtype)
+    assert_stored_as_by_the_reference(positional(CpuStore.store), options, input_dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_store_by_weighted_error(name: str, dtype: torch.dtype) -> None:
-    assert_stored_by_weights(CpuStore.store, CASES[name], dtype)
+    assert_stored_by_weights(positional(CpuStore.store), CASES[name], dtype)
 
 
 @pytest.mark.parametrize("layout", ["128", "64 NHD", "sm100"])
 def test_store_by_weighted_error_is_of_each_token_alone(layout: str) -> None:
-    assert_tokens_are_stored_alone(CpuStore.store, LAYOUTS[layout])
+    assert_tokens_are_stored_alone(positional(CpuStore.store), LAYOUTS[layout])

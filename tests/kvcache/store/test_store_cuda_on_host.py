@@ -8,13 +8,13 @@ import torch
 
 from cuda_on_host import needs_compiler
 from halfbyte.kvcache.recent import RingSlots
-from halfbyte.kvcache.store.base import StoreConfig
+from halfbyte.kvcache.store.base import StoreConfig, StoreInputs
 from halfbyte.kvcache.store.cuda.backend import CudaStore
-from halfbyte.kvcache.store.reference import ReferenceStore
 from halfbyte.kvcache.store.registry import select_store
 from halfbyte.layouts import PageLayout
 from kvcache.store.cuda_store import on_host
 from kvcache.store.recipe_cases import assert_stored_as_by_the_reference
+from kvcache.store.store_cases import reference_store
 from kvcache.store.weighted_cases import (
     BOTH,
     CASES,
@@ -36,7 +36,7 @@ def on_gpu_of(num_sms: int, capability: int = 90) -> Store:
 
     def store(*arguments: Any, **options: Any) -> None:
         with on_host(num_sms, capability):
-            CudaStore.store(*arguments, **options)
+            CudaStore.store(StoreInputs(*arguments, **options))
 
     return store
 
@@ -118,7 +118,7 @@ def stored(store: Store, key: torch.Tensor, value: torch.Tensor, **options: Any)
     layout = LAYOUTS["64 NHD"]
     buffer = torch.full((4, layout.page_bytes + 7), 0xAB, dtype=torch.uint8)
     slots = torch.tensor([5, -1, 63, 2**40, 64, 17, 0])[: len(key)]
-    if store == ReferenceStore.store:
+    if store is reference_store:
         slots[slots >= 64] = -1
     transform = make_transform(layout.num_kv_heads, 64, **BOTH)
     positions = torch.arange(len(slots)) * 9
@@ -132,7 +132,7 @@ def test_any_strides_and_alignment_and_slots_past_the_last_page() -> None:
     generator = torch.Generator().manual_seed(0)
     key = torch.randn(64, 7, 3, generator=generator).permute(1, 2, 0)
     value = torch.randn(9, 3 * 64 + 5, generator=generator)[1:8, 3:-2].unflatten(1, (3, 64))
-    expected = stored(ReferenceStore.store, key, value)
+    expected = stored(reference_store, key, value)
     assert torch.equal(stored(on_gpu_of(ROWS), key, value), expected)
 
 
@@ -174,7 +174,7 @@ def test_what_is_chosen_on_a_gpu(
     pytest.importorskip("cuda.bindings")
     monkeypatch.setattr("halfbyte.dispatch.current_compute_capability", lambda device=None: 90)
     select_store.cache_clear()
-    dtype, device = torch.bfloat16, torch.device("cuda")
-    store = select_store(layout, dtype, dtype, device, **changed)
+    dtype = torch.bfloat16
+    store = select_store(StoreConfig(layout, dtype, dtype, "cuda", **changed))
     select_store.cache_clear()
     assert store.name == chosen

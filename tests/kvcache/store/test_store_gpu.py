@@ -24,6 +24,7 @@ from kvcache.store.store_cases import (
     is_unquantized,
     make_case,
     nasty_values,
+    positional,
 )
 from kvcache.store.weighted_cases import BOTH, CASES, SMALL, assert_stored_by_weights
 from kvcache.transforms import make_transform, on
@@ -111,7 +112,7 @@ def test_gpu_store_of_every_16_bit_value(dtype: str, input_dtype: torch.dtype) -
     key, value = x.view(-1, 1, 256), x[torch.randperm(len(x))].view(-1, 1, 256)
     for scale in (1.0, 0.0137, 2.0**-24, 77.7, 1e-20, 1e20):
         case = StoreCase(layout, key, value, torch.arange(256), scale, 3 * scale, num_pages=16)
-        case.assert_stored(store_tokens, "cuda")
+        case.assert_stored(positional(store_tokens), "cuda")
 
 
 @pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
@@ -293,7 +294,7 @@ def test_gpu_store_with_a_recipe_in_a_graph_follows_changing_inputs(tokens: int)
 
 
 def store_k(backend: str | None) -> Call:
-    """A store as `StoreBackend.store`, by a backend, or by whichever is chosen."""
+    """A store as `reshape_and_cache`, by a backend, or by whichever is chosen."""
 
     def store(*arguments: Any) -> None:
         options: dict[str, Any] = dict(

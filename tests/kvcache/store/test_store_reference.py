@@ -14,7 +14,6 @@ from halfbyte.kvcache import (
     read_tokens,
     reshape_and_cache,
 )
-from halfbyte.kvcache.store.reference import ReferenceStore
 from kvcache.page_arithmetic import (
     DTYPES,
     WITH_GLOBAL_SCALE,
@@ -23,6 +22,7 @@ from kvcache.page_arithmetic import (
     encode,
     sentinel,
 )
+from kvcache.store.store_cases import reference_store
 from kvcache.store.weighted_cases import LAYOUTS, assert_tokens_are_stored_alone
 
 K_SCALE, V_SCALE = 0.0371, 0.0059
@@ -388,4 +388,4 @@ def test_reshape_and_cache_refuses_pages_off_the_elements_alignment(dtype: str) 
 
 @pytest.mark.parametrize("layout", ["128", "48 and 32"])
 def test_tokens_rounded_by_weighted_error_do_not_depend_on_others(layout: str) -> None:
-    assert_tokens_are_stored_alone(ReferenceStore.store, LAYOUTS[layout])
+    assert_tokens_are_stored_alone(reference_store, LAYOUTS[layout])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from halfbyte.dispatch import NoImplementationError
 from halfbyte.kvcache import reshape_and_cache
-from halfbyte.kvcache.store import registry
+from halfbyte.kvcache.store import StoreConfig, registry
 from halfbyte.kvcache.transform import MARK, MATCH_TOLERANCE
 from halfbyte.layouts import PageLayout
 from kvcache.page_arithmetic import DTYPES, WITH_GLOBAL_SCALE, Geometry
@@ -32,6 +32,7 @@ from kvcache.store.store_cases import (
     is_unquantized,
     make_case,
     nasty_values,
+    positional,
     values_next_to_ties,
 )
 from kvcache.store.weighted_cases import BOTH, SMALL, WeightedCase, assert_stored_by_weights
@@ -61,7 +62,7 @@ def store() -> Any:
 def test_store_writes_the_references_bytes_and_no_others(
     store: Any, seed: int, geometry: Geometry
 ) -> None:
-    make_case(geometry, seed, before=16, after=32).assert_stored(store.store_tokens)
+    make_case(geometry, seed, before=16, after=32).assert_stored(positional(store.store_tokens))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_store_writes_the_references_bytes_and_no_others(
 def test_store_to_pages_of_every_alignment(
     store: Any, geometry: Geometry, before: int, after: int
 ) -> None:
-    make_case(geometry, before=before, after=after).assert_stored(store.store_tokens)
+    make_case(geometry, before=before, after=after).assert_stored(positional(store.store_tokens))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "nvfp4", "mxfp4"])
@@ -93,7 +94,7 @@ def test_store_takes_inputs_of_any_strides(store: Any, dtype: str) -> None:
         "expanded": (case.key[:, :1].expand(-1, 3, -1), case.value[:1].expand(count, -1, -1)),
     }
     for key, value in inputs.values():
-        replace(case, key=key, value=value).assert_stored(store.store_tokens)
+        replace(case, key=key, value=value).assert_stored(positional(store.store_tokens))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "nvfp4"])
@@ -102,10 +103,10 @@ def test_store_skips_slots_past_the_last_page_and_tokens_without_slots(
 ) -> None:
     case = make_case(Geometry(dtype, dtype, 64, 64, 3, 8))
     slots = torch.tensor([[0, 9], [40, 9], [2**40, 9], [39, 9], [41, 9], [-1, 9]])[:, 0]
-    replace(case, slots=slots).assert_stored(store.store_tokens)
+    replace(case, slots=slots).assert_stored(positional(store.store_tokens))
     for none in (slots[:0], torch.tensor([-1, 40])):
         nothing = replace(case, slots=none)
-        assert torch.equal(nothing.stored(store.store_tokens), nothing.buffer)
+        assert torch.equal(nothing.stored(positional(store.store_tokens)), nothing.buffer)
 
 
 @pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
@@ -118,7 +119,7 @@ def test_store_with_global_scales_of_every_size(
     store: Any, dtype: str, scale: float | torch.Tensor
 ) -> None:
     geometry = Geometry(dtype, dtype, 64, 64, 3, 8)
-    make_case(geometry, k_scale=scale, v_scale=0.011).assert_stored(store.store_tokens)
+    make_case(geometry, k_scale=scale, v_scale=0.011).assert_stored(positional(store.store_tokens))
 
 
 @pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
@@ -128,7 +129,7 @@ def test_store_with_a_broken_scale_on_the_device_does_as_the_reference(
 ) -> None:
     geometry = Geometry(dtype, dtype, 64, 64, 3, 8)
     case = make_case(geometry, k_scale=torch.tensor(scale), v_scale=torch.tensor(0.02))
-    case.assert_stored(store.store_tokens)
+    case.assert_stored(positional(store.store_tokens))
 
 
 @pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
@@ -136,14 +137,14 @@ def test_store_with_a_broken_scale_on_the_device_does_as_the_reference(
 def test_store_refuses_bad_scales(store: Any, dtype: str, scale: float | torch.Tensor) -> None:
     case = make_case(Geometry(dtype, "float32", 64, 64, 3, 8), k_scale=scale)
     with pytest.raises(ValueError, match="k_scale"):
-        case.stored(store.store_tokens)
+        case.stored(positional(store.store_tokens))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_store_refuses_pages_off_the_elements_alignment(store: Any, dtype: str) -> None:
     case = make_case(Geometry("nvfp4", dtype, 64, 64, 3, 8), before=1, after=3)
     with pytest.raises(ValueError, match="multiples of"):
-        case.stored(store.store_tokens)
+        case.stored(positional(store.store_tokens))
 
 
 def test_store_to_slots_beyond_32_bits(store: Any, tmp_path: Path) -> None:
@@ -153,7 +154,7 @@ def test_store_to_slots_beyond_32_bits(store: Any, tmp_path: Path) -> None:
     pages = torch.from_numpy(sparse)
     key, value = nasty_values((2, 6, 1, 16))
     slots = torch.tensor([2**31 + 5, 2**31 + 47, 2**31 + 48, 2**32 + 7, 7, -1])
-    store.store_tokens(key, value, pages, slots, layout, 0.02, 0.01)
+    positional(store.store_tokens)(key, value, pages, slots, layout, 0.02, 0.01)
     expected = torch.zeros(4, layout.page_bytes, dtype=torch.uint8)
     near = torch.tensor([16 + 5, 48 + 15, -1, -1, 7, -1])
     reshape_and_cache(key, value, expected, near, layout, 0.02, 0.01, backend="reference")
@@ -173,7 +174,7 @@ def test_store_of_every_16_bit_value(
     x = torch.cat([x, x.new_zeros(-len(x) % 256)])
     torch.manual_seed(3)
     for values in (x, x[torch.randperm(len(x))]):
-        assert_every_value_stored(store.store_tokens, k_dtype, values, 0.0137)
+        assert_every_value_stored(positional(store.store_tokens), k_dtype, values, 0.0137)
 
 
 @pytest.mark.parametrize("k_dtype", ["fp8_e4m3", "nvfp4"])
@@ -182,7 +183,7 @@ def test_store_divides_truly_next_to_ties(
 ) -> None:
     monkeypatch.setattr(store, "_SMALL_TILE", (4096, 4))
     for x, scale in values_next_to_ties(k_dtype, 6):
-        assert_every_value_stored(store.store_tokens, k_dtype, x, scale)
+        assert_every_value_stored(positional(store.store_tokens), k_dtype, x, scale)
 
 
 @settings(max_examples=15, deadline=None)
@@ -195,7 +196,8 @@ def test_store_of_any_float32(dtype: str, data: st.DataObject) -> None:
     layout = PageLayout(dtype, dtype, 32, None, 1, 2)
     key, value = row.reshape(1, 1, 32), row.bfloat16().reshape(1, 1, 32)
     case = StoreCase(layout, key, value, torch.tensor([1]), scale, scale, num_pages=1)
-    case.assert_stored(interpreted("halfbyte.kvcache.store.triton_kernel").store_tokens)
+    kernel = interpreted("halfbyte.kvcache.store.triton_kernel")
+    case.assert_stored(positional(kernel.store_tokens))
 
 
 @pytest.mark.parametrize("architecture", CAPABILITIES)
@@ -366,8 +368,8 @@ def chosen_on_a_gpu(
     dtype: str, key_dtype: torch.dtype, value_dtype: torch.dtype, backend: str | None = None
 ) -> str:
     layout = PageLayout(dtype, dtype, 64, None, 2, 16)
-    device = torch.device("cuda:0")
-    return registry.select_store(layout, key_dtype, value_dtype, device, backend).name
+    config = StoreConfig(layout, key_dtype, value_dtype, "cuda")
+    return registry.select_store(config, backend).name
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
@@ -430,7 +432,9 @@ def test_nasty_values_are_nasty() -> None:
 def test_store_of_k_that_a_recipe_changes(
     store: Any, options: dict[str, Any], input_dtype: torch.dtype
 ) -> None:
-    assert_stored_as_by_the_reference(store.store_tokens, options, input_dtype, count=44)
+    assert_stored_as_by_the_reference(
+        positional(store.store_tokens), options, input_dtype, count=44
+    )
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -439,13 +443,13 @@ def test_store_by_weighted_error(store: Any, monkeypatch: pytest.MonkeyPatch, na
     # Large ones, which are few: what the interpreter is good at.
     monkeypatch.setattr(store, "_SMALL_FEEDBACK", (64, 128, 1))
     monkeypatch.setattr(store, "_SMALL_FEEDBACK_FROM", 0)
-    assert_stored_by_weights(store.store_tokens, SMALL[name], count=40)
+    assert_stored_by_weights(positional(store.store_tokens), SMALL[name], count=40)
 
 
 def test_store_of_few_tokens_by_weighted_error(store: Any) -> None:
     """A warp for each of them."""
     case = WeightedCase(PageLayout("nvfp4_4over6", "nvfp4_4over6", 32, 16, 1, 16), BOTH)
-    assert_stored_by_weights(store.store_tokens, case, count=8)
+    assert_stored_by_weights(positional(store.store_tokens), case, count=8)
 
 
 def test_store_by_weighted_error_marks_first_tokens_and_fills_rings(
@@ -454,4 +458,6 @@ def test_store_by_weighted_error_marks_first_tokens_and_fills_rings(
     monkeypatch.setattr(store, "_SMALL_FEEDBACK", (64, 128, 1))
     monkeypatch.setattr(store, "_SMALL_FEEDBACK_FROM", 0)
     options = {"feedback": True, "weighted": True, "head_size": 32, "heads": 1}
-    assert_stored_as_by_the_reference(store.store_tokens, options, torch.bfloat16, count=36)
+    assert_stored_as_by_the_reference(
+        positional(store.store_tokens), options, torch.bfloat16, count=36
+    )

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfbyte.kvcache.store.reference import ReferenceStore
 from halfbyte.layouts import PageLayout
-from kvcache.store.store_cases import nasty_values
+from kvcache.store.store_cases import nasty_values, reference_store
 from kvcache.transforms import SEGMENT, make_transform, on
 
 Scale = float | torch.Tensor
@@ -86,7 +85,7 @@ def assert_stored_by_weights(
     """The reference's bytes, of usual values and of those that are hard to get right.
 
     Args:
-        store: as `StoreBackend.store`.
+        store: as `reshape_and_cache`.
         count: tokens.
     """
     layout = case.layout
@@ -107,7 +106,7 @@ def assert_stored_by_weights(
     if count > 5:
         slots[5] = -1
     pages = []
-    for write, where in ((ReferenceStore.store, "cpu"), (store, device)):
+    for write, where in ((reference_store, "cpu"), (store, device)):
         page = torch.zeros(
             -(-(count + 30) // layout.block_size),
             layout.page_bytes,

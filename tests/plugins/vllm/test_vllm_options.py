@@ -27,6 +27,7 @@ GIVEN: dict[str, Any] = {
     "k_dtype": "fp8",
     "v_dtype": "nvfp4",
     "linear": "off",
+    "moe": "on",
 }
 
 
@@ -34,6 +35,7 @@ def test_options_are_read() -> None:
     assert Options.parse({"halfbyte": GIVEN}) == Options(**GIVEN)
     for yaml, said in ((True, "on"), (False, "off")):
         assert Options.parse({"halfbyte": {"linear": yaml}}).linear == said
+        assert Options.parse({"halfbyte": {"moe": yaml}}).moe == said
     for nothing in ({}, None, {"other": 1}, {"halfbyte": None}, {"halfbyte": {}}, object()):
         assert Options.parse(nothing) == Options()
 
@@ -51,6 +53,7 @@ EXTRA, FOLDER = "kv_connector_extra_config", "shared_storage_path"
         ({"k_dtype": "fp9"}, "halfbyte.k_dtype: KV cache dtype: unknown 'fp9'"),
         ({"v_dtype": ["nvfp4"]}, "halfbyte.v_dtype: expected a KV cache dtype, got"),
         ({"linear": 1}, "halfbyte.linear: expected one of auto, on, off, got 1"),
+        ({"moe": "yes"}, "halfbyte.moe: expected one of auto, on, off, got 'yes'"),
     ],
     ids=str,
 )

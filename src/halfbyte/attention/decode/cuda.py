@@ -2,12 +2,12 @@
 
 import ctypes
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from halfbyte.attention.base import AttentionConfig, AttentionInputs, GpuAttention
-from halfbyte.attention.decode.plan import MERGE_THREADS, Plan, PlanView, make_plan, slice_ctas
+from halfbyte.attention.decode.plan import MERGE_THREADS, Plan, PlanView, plan_of, slice_ctas
 from halfbyte.attention.decode.prepare import PrepareVariant, Transformed, prepare
 from halfbyte.attention.decode.variant import (
     WARPS,
@@ -109,26 +109,6 @@ class CudaAttention(GpuAttention):
             decode(inputs)
 
 
-def _plan(inputs: AttentionInputs, has_initial: bool) -> Plan:
-    query, layout, window = inputs.query, inputs.layout, inputs.sliding_window
-    max_pages = inputs.block_tables.shape[1]
-    shape = (query.shape[:2], max_pages, window, inputs.batch_invariant, query.device)
-    return inputs.plans.get(
-        ("cuda", layout, *shape, has_initial),
-        lambda: make_plan(
-            layout,
-            query.shape[1],
-            query.shape[0],
-            inputs.query_start_loc.contiguous(),
-            inputs.seq_lens.contiguous(),
-            max_pages,
-            window,
-            inputs.batch_invariant,
-            has_initial,
-        ),
-    )
-
-
 def _on_device(scale: float | torch.Tensor, device: torch.device) -> torch.Tensor:
     if isinstance(scale, torch.Tensor):
         return scale.float()
@@ -146,7 +126,6 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
         ValueError: pages that are not aligned to 16 bytes, or 4 GiB apart.
     """
     pages, layout, out = inputs.pages, inputs.layout, inputs.out
-    num_tokens, num_heads, _ = inputs.query.shape
     stride = page_stride(pages)
     if pages.data_ptr() % 16 or stride % 16 or stride >= 2**32:
         raise ValueError(
@@ -154,7 +133,7 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
             f"stride {stride} (below 2^32) must be multiples of 16"
         )
     # Planned before `prepare`: no launch may come between it and the kernel that overlaps it.
-    plan = plan or _plan(inputs.packed, inputs.recent is not None)
+    plan = plan or plan_of(inputs.packed, inputs.recent is not None)
     block_tables = inputs.block_tables.contiguous()
     k_scale, v_scale = (_on_device(x, pages.device) for x in (inputs.k_scale, inputs.v_scale))
     sinks = None if inputs.sinks is None else inputs.sinks.float().contiguous()
@@ -162,7 +141,7 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
     query = aligned(prepared.query)
     kernels = _kernels(
         layout,
-        num_heads // layout.num_kv_heads,
+        query.shape[1] // layout.num_kv_heads,
         query.dtype,
         bool(inputs.softcap),
         plan.variant,
@@ -198,19 +177,27 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
     if plan.variant.whole_pages:
         arguments.append(_pages_map(pages if len(pages) else plan.data[None], stride, layout))
     nvrtc.launch(kernels["decode"], plan.slots, 32 * WARPS, arguments, overlap=True)
-    merge = _MergeParams(
+    _merge(plan, kernels, params.output, inputs)
+
+
+def _merge(
+    plan: Plan, kernels: dict[str, nvrtc.Kernel], output: _Output, inputs: AttentionInputs
+) -> None:
+    """Merge the partial results of rows that several units work on."""
+    num_tokens, num_heads, _ = inputs.query.shape
+    params = _MergeParams(
         partial_out=plan.partial_out.data_ptr(),
         partial_ml=plan.partial_ml.data_ptr(),
         plan=plan.view,
-        output=params.output,
+        output=output,
         num_tokens=num_tokens,
     )
-    rows = num_tokens * num_heads
+    rows, head_size_v = num_tokens * num_heads, inputs.layout.head_size_v
     if plan.merge in ("merge_8", "merge_32"):
-        grid = slice_ctas(rows, layout.head_size_v)
+        grid = slice_ctas(rows, head_size_v)
     else:
-        grid = rows * (layout.head_size_v // 32)
-    nvrtc.launch(kernels[plan.merge], grid, MERGE_THREADS[plan.merge], [merge], overlap=True)
+        grid = rows * (head_size_v // 32)
+    nvrtc.launch(kernels[plan.merge], grid, MERGE_THREADS[plan.merge], [params], overlap=True)
 
 
 @lru_cache(maxsize=256)
@@ -223,15 +210,8 @@ def _kernels(
     prepared: PrepareVariant | None,
     device: int,
 ) -> dict[str, nvrtc.Kernel]:
-    changes: dict[str, Any] = {}
-    if prepared is not None:
-        changes = {
-            "prepared": True,
-            "segment": prepared.segment,
-            "knows_first": prepared.knows_first,
-            "has_initial": prepared.recent > 0,
-        }
-    options = tuple(macros(layout, group, dtype, softcap, variant, **changes).items())
+    changed = {} if prepared is None else prepared.decode_macros()
+    options = tuple((macros(layout, group, dtype, softcap, variant) | changed).items())
     entry = ("decode", variant.cta_bytes(layout))
     return {
         **nvrtc.load(variant.source, options, (entry,), device),

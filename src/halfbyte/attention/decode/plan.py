@@ -9,9 +9,11 @@ lengths, so layers can share one: see `make_plan`.
 
 import ctypes
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from halfbyte.attention.base import AttentionInputs
 from halfbyte.attention.decode.variant import Variant, choose_variant
 from halfbyte.dispatch import capability_of_gpu
 from halfbyte.kernels.runtime import nvrtc
@@ -67,44 +69,124 @@ class Plan:
     """Name of the merge kernel, chosen by the number of partial results per row."""
 
 
-def make_plan(
-    layout: PageLayout,
-    num_heads: int,
-    num_tokens: int,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_pages: int,
-    sliding_window: int | None,
-    batch_invariant: bool,
-    has_initial: bool = False,
-) -> Plan:
+class _Limits(NamedTuple):
+    """Bounds on a step's work, from shapes alone, so that planning does not sync the GPU."""
+
+    variant: Variant
+    slots: int
+    """CTAs resident at once."""
+    max_units: int
+    max_items: int
+    fixed_span: int
+    """Tiles per unit if batch-invariant, else 0."""
+    rows: int
+    """Of partial results."""
+
+
+class _PlanKey(NamedTuple):
+    """What a plan depends on, beside the step's lengths."""
+
+    layout: PageLayout
+    num_heads: int
+    num_tokens: int
+    max_pages: int
+    sliding_window: int | None
+    batch_invariant: bool
+    has_initial: bool
+    device: torch.device
+
+
+def plan_of(inputs: AttentionInputs, has_initial: bool) -> Plan:
+    """`make_plan`, cached for all layers that share `inputs.plans`."""
+    num_tokens, num_heads, _ = inputs.query.shape
+    key = _PlanKey(
+        inputs.layout,
+        num_heads,
+        num_tokens,
+        inputs.block_tables.shape[1],
+        inputs.sliding_window,
+        inputs.batch_invariant,
+        has_initial,
+        inputs.query.device,
+    )
+    return inputs.plans.get(key, lambda: make_plan(inputs, has_initial))
+
+
+def make_plan(inputs: AttentionInputs, has_initial: bool = False) -> Plan:
     """Split a step's attention into units that just fill the GPU.
 
     The plan serves every call with the same layout, heads, window and lengths, in order on one
     stream. Concurrent streams need a plan each, because calls share its scratch.
 
     Args:
-        layout, query_start_loc, seq_lens, sliding_window, batch_invariant: as for
-            `halfbyte.attention.paged_attention`; tensors contiguous, on the GPU.
-        num_heads: of the query.
-        num_tokens: query tokens in total. Those after the last sequence's pad a captured graph;
-            their rows become 0.
-        max_pages: per sequence.
+        inputs: of `paged_attention`, checked, on one GPU. Query tokens after the last sequence's
+            pad a captured graph; their rows become 0.
         has_initial: `prepare` gives rows an initial state, so that every sequence with queries
             needs a unit, even with no tokens in the pages.
+
+    Raises:
+        ValueError: batch-invariant work whose partial results would take too much memory.
     """
-    device = seq_lens.device
-    num_seqs = seq_lens.shape[0]
+    layout, device = inputs.layout, inputs.seq_lens.device
+    num_tokens, num_heads, _ = inputs.query.shape
+    limits = _limits(inputs)
+    variant = limits.variant
+    units_offset = _rounded_up(_HEADER_INTS + _TOKEN_INTS * num_tokens, 8)
+    items_offset = _rounded_up(units_offset + _UNIT_INTS * limits.max_units, 8)
+    size = items_offset + _ITEM_INTS * limits.max_items
+    data = torch.empty(size, dtype=torch.int32, device=device)
+    # Assigned to names, so that they outlive the launch.
+    seq_lens, query_start_loc = inputs.seq_lens.contiguous(), inputs.query_start_loc.contiguous()
+    params = _PlanParams(
+        plan=data.data_ptr(),
+        seq_lens=seq_lens.data_ptr(),
+        query_start_loc=query_start_loc.data_ptr(),
+        num_seqs=seq_lens.shape[0],
+        num_tokens=num_tokens,
+        group=num_heads // layout.num_kv_heads,
+        columns=variant.columns,
+        tile=variant.tile,
+        window=inputs.sliding_window or 0,
+        max_units=limits.max_units,
+        units_offset=units_offset,
+        items_offset=items_offset,
+        fixed_span=limits.fixed_span,
+        overhead=max(1, _OVERHEAD_TOKENS // variant.tile),
+        min_tiles=int(has_initial),
+    )
+    kernels = nvrtc.load("attention/decode/plan.cu", (), (("plan_work", 0),), device.index)
+    nvrtc.launch(kernels["plan_work"], 1, 1024, [params])
+    merge_ctas = slice_ctas(num_tokens * num_heads, layout.head_size_v)
+    partial_out = (limits.rows, layout.head_size_v)
+    return Plan(
+        variant=variant,
+        data=data,
+        view=PlanView(data.data_ptr(), units_offset, items_offset),
+        partial_out=torch.empty(partial_out, dtype=torch.float32, device=device),
+        partial_ml=torch.empty((limits.rows, 2), dtype=torch.float32, device=device),
+        slots=limits.slots,
+        merge=_merge_kernel(
+            limits.max_units / limits.max_items,
+            merge_ctas <= 2 * num_sms(device.index),
+            inputs.batch_invariant,
+        ),
+    )
+
+
+def _limits(inputs: AttentionInputs) -> _Limits:
+    layout, index = inputs.layout, inputs.seq_lens.device.index
+    num_tokens, num_heads, _ = inputs.query.shape
+    num_seqs, max_pages = inputs.block_tables.shape
     group = num_heads // layout.num_kv_heads
-    capability = capability_of_gpu(device.index)
-    variant = choose_variant(layout, group, num_tokens / num_seqs, batch_invariant, capability)
+    variant = choose_variant(
+        layout, group, num_tokens / num_seqs, inputs.batch_invariant, capability_of_gpu(index)
+    )
     assert variant is not None, "the selection asks first"
-    processors = num_sms(device.index)
-    slots = variant.ctas * processors
+    slots = variant.ctas * num_sms(index)
     max_units = max(1, slots * variant.units_per_cta // layout.num_kv_heads)
     max_items = num_tokens * group // variant.columns + num_seqs
     fixed_span = 0
-    if batch_invariant:
+    if inputs.batch_invariant:
         fixed_span = _BATCH_INVARIANT_SPAN // variant.tile
         longest = -(-max_pages * layout.block_size // _BATCH_INVARIANT_SPAN)
         max_units = longest * max_items
@@ -114,41 +196,7 @@ def make_plan(
             f"batch_invariant: {num_seqs} sequences of up to {max_pages} pages need "
             f"{rows * layout.head_size_v >> 18} MiB for results of parts; ask for backend 'triton'"
         )
-    units_offset = _rounded_up(_HEADER_INTS + _TOKEN_INTS * num_tokens, 8)
-    items_offset = _rounded_up(units_offset + _UNIT_INTS * max_units, 8)
-    data = torch.empty(items_offset + _ITEM_INTS * max_items, dtype=torch.int32, device=device)
-    params = _PlanParams(
-        plan=data.data_ptr(),
-        seq_lens=seq_lens.data_ptr(),
-        query_start_loc=query_start_loc.data_ptr(),
-        num_seqs=num_seqs,
-        num_tokens=num_tokens,
-        group=group,
-        columns=variant.columns,
-        tile=variant.tile,
-        window=sliding_window or 0,
-        max_units=max_units,
-        units_offset=units_offset,
-        items_offset=items_offset,
-        fixed_span=fixed_span,
-        overhead=max(1, _OVERHEAD_TOKENS // variant.tile),
-        min_tiles=int(has_initial),
-    )
-    kernels = nvrtc.load("attention/decode/plan.cu", (), (("plan_work", 0),), device.index)
-    nvrtc.launch(kernels["plan_work"], 1, 1024, [params])
-    return Plan(
-        variant=variant,
-        data=data,
-        view=PlanView(data.data_ptr(), units_offset, items_offset),
-        partial_out=torch.empty((rows, layout.head_size_v), dtype=torch.float32, device=device),
-        partial_ml=torch.empty((rows, 2), dtype=torch.float32, device=device),
-        slots=slots,
-        merge=_merge_kernel(
-            max_units / max_items,
-            slice_ctas(num_tokens * num_heads, layout.head_size_v) <= 2 * processors,
-            batch_invariant,
-        ),
-    )
+    return _Limits(variant, slots, max_units, max_items, fixed_span, rows)
 
 
 def _merge_kernel(max_parts: float, ctas_fit: bool, batch_invariant: bool) -> str:

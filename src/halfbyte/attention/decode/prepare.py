@@ -109,6 +109,15 @@ class PrepareVariant(NamedTuple):
         queries = 2 * _TILE_ROWS * (layout.head_size + 8) + 4 * self.pairs
         return max(4 * sums if self.recent else 0, queries if self.segment else 0)
 
+    def decode_macros(self) -> dict[str, int | None]:
+        """Macros of the attention kernel that reads what `prepare.cu` wrote."""
+        return {
+            "PREPARED": 1,
+            "SEGMENT": self.segment,
+            "KNOWS_FIRST": int(self.knows_first),
+            "INITIAL": int(self.recent > 0),
+        }
+
     def macros(self, layout: PageLayout, dtype: torch.dtype) -> dict[str, int | None]:
         """Macros that `prepare.cu` is compiled with."""
         return {
@@ -248,6 +257,14 @@ def _floats(query: torch.Tensor, *shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float32, device=query.device)
 
 
+class _TokensKey(NamedTuple):
+    """What the `Token` structs depend on besides the lengths."""
+
+    num_tokens: int
+    entries: int | None
+    """Address of the sequences' entries in the rings."""
+
+
 def _tokens(inputs: AttentionInputs, kernel: nvrtc.Kernel) -> torch.Tensor:
     """`Token` structs as int32 `[tokens, 4]`; computed once for all layers that share plans."""
     num_tokens, device = inputs.query.shape[0], inputs.query.device
@@ -267,8 +284,9 @@ def _tokens(inputs: AttentionInputs, kernel: nvrtc.Kernel) -> torch.Tensor:
         nvrtc.launch(kernel, -(-num_tokens // _THREADS), _THREADS, [params])
         return found
 
-    key = ("query tokens", num_tokens, None if entries is None else entries.data_ptr())
-    return inputs.plans.get(key, find)
+    return inputs.plans.get(
+        _TokensKey(num_tokens, None if entries is None else entries.data_ptr()), find
+    )
 
 
 @lru_cache(maxsize=256)

@@ -205,26 +205,20 @@ def macros(
     dtype: torch.dtype,
     softcap: bool,
     variant: Variant,
-    prepared: bool = False,
-    segment: int = 0,
-    knows_first: bool = False,
-    has_initial: bool = False,
 ) -> dict[str, int | None]:
-    """Macros of `decode.cu`, `decode_wgmma.cu` and `merge.cu`.
+    """Macros of `decode.cu`, `decode_wgmma.cu` and `merge.cu`, where `prepare.cu` does not run.
 
-    Args:
-        prepared: whether `prepare.cu` runs before.
-        segment, knows_first, has_initial: SEGMENT, KNOWS_FIRST, INITIAL of `transformed.cuh`.
+    `PrepareVariant.decode_macros` has those that differ where it does.
     """
     return {
         **geometry_macros(layout, group, dtype, softcap),
         "K_KIND": _KINDS[layout.k_dtype],
         "V_KIND": _KINDS[layout.v_dtype],
         "BLOCK_SIZE": layout.block_size,
-        "PREPARED": int(prepared),
-        "SEGMENT": segment,
-        "KNOWS_FIRST": int(knows_first),
-        "INITIAL": int(has_initial),
+        "PREPARED": 0,
+        "SEGMENT": 0,
+        "KNOWS_FIRST": 0,
+        "INITIAL": 0,
         # In HND the tokens of a head are contiguous, so every copy has 16 bytes. The same holds
         # for NHD with a single head.
         "HND": int(layout.order == "HND" or layout.num_kv_heads == 1),

@@ -14,6 +14,7 @@ from halfbyte.attention.base import AttentionInputs
 from halfbyte.attention.paged.kernels import attend_kernel, merge_kernel
 from halfbyte.attention.paged.plan import (
     AttendPlan,
+    Gpu,
     Tiles,
     exponent_factors,
     gpu_of,
@@ -48,120 +49,134 @@ def attend(inputs: AttentionInputs, plan: AttendPlan | None = None) -> None:
     Raises:
         ValueError: pages whose alignment does not suit a 16- or 32-bit format.
     """
-    query, pages, layout, out = inputs.query, inputs.pages, inputs.layout, inputs.out
-    num_tokens, num_heads, _ = query.shape
-    num_seqs, max_pages = inputs.block_tables.shape
+    num_tokens, device = inputs.query.shape[0], inputs.query.device
     if num_tokens == 0:
         return
-    page_stride = page_stride_of(pages, layout)
-    gpu = gpu_of(query.device)
-    plan = plan or make_plan(
-        layout,
-        query.dtype,
-        num_heads,
-        num_tokens,
-        num_seqs,
-        max_pages * layout.block_size,
-        inputs.sliding_window,
-        inputs.batch_invariant,
-        gpu,
-    )
-    kernel = kernel_constants(layout, query.dtype, num_heads, plan.tiles, gpu.capability)
-    query = query if query.stride(2) == 1 else query.contiguous()
-    block_tables = inputs.block_tables
-    block_tables = block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()
-    k_factor, k_global = scale_factor(inputs.k_scale, layout.k_dtype, query.device)
-    v_factor, v_global = scale_factor(inputs.v_scale, layout.v_dtype, query.device)
-    unit = k_factor * 2.0 ** operand_shift(kernel["k"].kind, kernel["casts"])
-    exponents, cap = exponent_factors(inputs.scale, inputs.softcap)
-    out_scale = v_factor * 2.0 ** operand_shift(kernel["v"].kind, kernel["casts"])
-    tokens_per_launch = plan.tokens_per_launch
-    if inputs.transform is not None:
-        tokens_per_launch = min(
-            tokens_per_launch, max(1, _MAX_BIAS_BYTES // max(1, bias_bytes(inputs)))
+    gpu = gpu_of(device)
+    capacity = inputs.block_tables.shape[1] * inputs.layout.block_size
+    launch = _Launch(inputs, plan or make_plan(inputs.config(), capacity, gpu), gpu)
+    with current_device(inputs.query.get_device()):
+        for first in range(0, num_tokens, launch.tokens_per_launch):
+            tokens = slice(first, min(num_tokens, first + launch.tokens_per_launch))
+            launch.attend(tokens)
+            if launch.plan.merges:
+                launch.merge(tokens)
+
+
+class _Launch:
+    """What the launches of a call share."""
+
+    def __init__(self, inputs: AttentionInputs, plan: AttendPlan, gpu: Gpu) -> None:
+        query, layout, tables = inputs.query, inputs.layout, inputs.block_tables
+        self.inputs, self.plan = inputs, plan
+        self.page_stride = page_stride_of(inputs.pages, layout)
+        num_tokens, num_heads, _ = query.shape
+        self.kernel = kernel_constants(layout, query.dtype, num_heads, plan.tiles, gpu.capability)
+        self.query = query if query.stride(2) == 1 else query.contiguous()
+        self.block_tables = tables if tables.stride(1) == 1 else tables.contiguous()
+        k_factor, self.k_global = scale_factor(inputs.k_scale, layout.k_dtype, query.device)
+        v_factor, self.v_global = scale_factor(inputs.v_scale, layout.v_dtype, query.device)
+        casts = self.kernel["casts"]
+        self.unit = k_factor * 2.0 ** operand_shift(self.kernel["k"].kind, casts)
+        self.out_scale = v_factor * 2.0 ** operand_shift(self.kernel["v"].kind, casts)
+        self.exponents, self.cap = exponent_factors(inputs.scale, inputs.softcap)
+        self.tokens_per_launch = plan.tokens_per_launch
+        if inputs.transform is not None:
+            fit = max(1, _MAX_BIAS_BYTES // max(1, bias_bytes(inputs)))
+            self.tokens_per_launch = min(self.tokens_per_launch, fit)
+        rows = (plan.num_splits, min(self.tokens_per_launch, num_tokens), num_heads)
+        if not plan.merges:
+            rows = (0, 0, 0)
+        self.partial_out = query.new_empty((*rows, layout.head_size_v), dtype=torch.float32)
+        self.partial_stats = query.new_empty((*rows, 2), dtype=torch.float32)
+        self.sinks = None if inputs.sinks is None else inputs.sinks.contiguous()
+
+    def _pointer(self, tensor: torch.Tensor | None) -> torch.Tensor:
+        """The tensor; if it is absent, any pointer, which is never read."""
+        return self.partial_stats if tensor is None else tensor
+
+    def _closing(self) -> dict[str, bool]:
+        """Constants of the kernel that writes the output."""
+        return {
+            "v_global_on_device": self.v_global is not None,
+            "has_sinks": self.sinks is not None,
+            "has_lse": self.inputs.lse is not None,
+        }
+
+    def attend(self, tokens: slice) -> None:
+        """Write the output of query tokens, or their partial results."""
+        inputs, plan, kernel = self.inputs, self.plan, self.kernel
+        num_seqs, layout = len(self.block_tables), inputs.layout
+        heads_per_tile = min(kernel["group"], plan.tiles.block_m)
+        head_tiles = layout.num_kv_heads * -(-kernel["group"] // heads_per_tile)
+        count = tokens.stop - tokens.start
+        tiles = count // (plan.tiles.block_m // heads_per_tile) + num_seqs
+        made = TransformedQuery(self.query[tokens])
+        if inputs.transform is not None:
+            made = transform_queries(inputs, self.exponents, tokens)
+        attend_kernel[(tiles, head_tiles, plan.num_splits)](
+            made.query,
+            inputs.pages,
+            self.block_tables,
+            inputs.query_start_loc.contiguous(),
+            inputs.seq_lens.contiguous(),
+            self._pointer(self.k_global),
+            self._pointer(self.v_global),
+            self._pointer(self.sinks),
+            inputs.out,
+            self._pointer(inputs.lse),
+            self.partial_out,
+            self.partial_stats,
+            *(self._pointer(x) for x in made[1:5]),
+            self.exponents * self.unit,
+            self.cap,
+            self.out_scale,
+            inputs.sliding_window or 0,
+            num_seqs,
+            tokens.start,
+            tokens.stop,
+            plan.num_splits,
+            self.block_tables.stride(0),
+            made.num_segments,
+            made.query.stride(0),
+            made.query.stride(1),
+            *inputs.out.stride(),
+            self.page_stride,
+            k_global_on_device=self.k_global is not None,
+            windowed=inputs.sliding_window is not None,
+            capped=bool(inputs.softcap),
+            segment=made.segment,
+            knows_first=made.first_scores is not None,
+            split=plan.merges,
+            split_length=plan.split_length,
+            num_warps=plan.tiles.num_warps,
+            num_stages=plan.tiles.num_stages,
+            **self._closing(),
+            **kernel,
         )
-    merged_rows = (plan.num_splits, min(tokens_per_launch, num_tokens), num_heads)
-    if not plan.merges:
-        merged_rows = (0, 0, 0)
-    partial_out = query.new_empty((*merged_rows, layout.head_size_v), dtype=torch.float32)
-    partial_stats = query.new_empty((*merged_rows, 2), dtype=torch.float32)
-    closing = {
-        "v_global_on_device": v_global is not None,
-        "has_sinks": inputs.sinks is not None,
-        "has_lse": inputs.lse is not None,
-    }
-    # Any pointer stands for what is absent and never read.
-    v_global_pointer = partial_stats if v_global is None else v_global
-    sinks_pointer = partial_stats if inputs.sinks is None else inputs.sinks.contiguous()
-    lse_pointer = partial_stats if inputs.lse is None else inputs.lse
-    heads_per_tile = min(kernel["group"], plan.tiles.block_m)
-    head_tiles = layout.num_kv_heads * -(-kernel["group"] // heads_per_tile)
-    with current_device(query.get_device()):
-        for first in range(0, num_tokens, tokens_per_launch):
-            last = min(num_tokens, first + tokens_per_launch)
-            tiles = (last - first) // (plan.tiles.block_m // heads_per_tile) + num_seqs
-            made = TransformedQuery(query[first:last])
-            if inputs.transform is not None:
-                made = transform_queries(inputs, exponents, slice(first, last))
-            attend_kernel[(tiles, head_tiles, plan.num_splits)](
-                made.query,
-                pages,
-                block_tables,
-                inputs.query_start_loc.contiguous(),
-                inputs.seq_lens.contiguous(),
-                partial_stats if k_global is None else k_global,
-                v_global_pointer,
-                sinks_pointer,
-                out,
-                lse_pointer,
-                partial_out,
-                partial_stats,
-                *(partial_stats if x is None else x for x in made[1:5]),
-                exponents * unit,
-                cap,
-                out_scale,
-                inputs.sliding_window or 0,
-                num_seqs,
-                first,
-                last,
-                plan.num_splits,
-                block_tables.stride(0),
-                made.num_segments,
-                made.query.stride(0),
-                made.query.stride(1),
-                *out.stride(),
-                page_stride,
-                k_global_on_device=k_global is not None,
-                windowed=inputs.sliding_window is not None,
-                capped=bool(inputs.softcap),
-                segment=made.segment,
-                knows_first=made.first_scores is not None,
-                split=plan.merges,
-                split_length=plan.split_length,
-                num_warps=plan.tiles.num_warps,
-                num_stages=plan.tiles.num_stages,
-                **closing,
-                **kernel,
-            )
-            if plan.merges:
-                merge_kernel[(last - first, num_heads)](
-                    partial_out,
-                    partial_stats,
-                    v_global_pointer,
-                    sinks_pointer,
-                    out,
-                    lse_pointer,
-                    out_scale,
-                    plan.num_splits,
-                    first,
-                    last - first,
-                    *out.stride(),
-                    num_heads=num_heads,
-                    head_size_v=layout.head_size_v,
-                    padded_v=1 << (layout.head_size_v - 1).bit_length(),
-                    block=_MERGED_AT_ONCE,
-                    **closing,
-                )
+
+    def merge(self, tokens: slice) -> None:
+        """Merge the partial results of query tokens into the output."""
+        inputs, head_size_v = self.inputs, self.inputs.layout.head_size_v
+        count, num_heads = tokens.stop - tokens.start, inputs.query.shape[1]
+        merge_kernel[(count, num_heads)](
+            self.partial_out,
+            self.partial_stats,
+            self._pointer(self.v_global),
+            self._pointer(self.sinks),
+            inputs.out,
+            self._pointer(inputs.lse),
+            self.out_scale,
+            self.plan.num_splits,
+            tokens.start,
+            count,
+            *inputs.out.stride(),
+            num_heads=num_heads,
+            head_size_v=head_size_v,
+            padded_v=1 << (head_size_v - 1).bit_length(),
+            block=_MERGED_AT_ONCE,
+            **self._closing(),
+        )
 
 
 @lru_cache(maxsize=256)

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import torch
 
+from halfbyte.attention.base import AttentionConfig
 from halfbyte.kernels.formats import FORMATS
 from halfbyte.layouts import KVCacheDType, PageLayout
 
@@ -179,56 +180,50 @@ def choose_row_tiles(
     return Tiles(128, 64, 8, 3 if head_size_v <= 128 else 2)
 
 
-def make_plan(
-    layout: PageLayout,
-    query_dtype: torch.dtype,
-    num_heads: int,
-    num_tokens: int,
-    num_seqs: int,
-    max_length: int,
-    sliding_window: int | None,
-    batch_invariant: bool,
-    gpu: Gpu,
-) -> AttendPlan:
+def make_plan(config: AttentionConfig, max_length: int, gpu: Gpu) -> AttendPlan:
     """The launches for a batch.
 
+    With `config.batch_invariant`, rows depend on nothing but their own sequence: tile sizes depend
+    on the layout, the group and the GPU alone, and splits have a fixed length.
+
     Args:
-        layout: of the pages.
-        query_dtype: of the queries.
-        num_heads: query heads.
-        num_tokens: query tokens of all sequences.
-        num_seqs: sequences, at least 1.
+        config: with at least one sequence.
         max_length: capacity of the block table in tokens; at least the longest sequence.
-        sliding_window: as for `paged_attention`.
-        batch_invariant: whether rows may depend on nothing but their own sequence: then tile sizes
-            depend on the layout, the group and the GPU alone, and splits have a fixed length.
         gpu: the machine.
     """
-    group = num_heads // layout.num_kv_heads
-    rows = group if batch_invariant else -(-num_tokens // num_seqs) * group
-    tiles = choose_tiles(layout, query_dtype, rows, gpu, batch_invariant)
-    split_length = 0
-    if batch_invariant:
+    layout, group = config.layout, config.num_heads // config.layout.num_kv_heads
+    if config.batch_invariant:
+        tiles = choose_tiles(layout, config.query_dtype, group, gpu, True)
         split_length = _BATCH_INVARIANT_SPLIT
         num_splits = max(1, -(-max_length // split_length))
     else:
-        heads_per_tile = min(group, tiles.block_m)
-        tokens_per_tile = tiles.block_m // heads_per_tile
-        programs = max(num_seqs, -(-num_tokens // tokens_per_tile)) * layout.num_kv_heads
-        programs *= -(-group // heads_per_tile)
-        resident = gpu.multiprocessors * _RESIDENT_PROGRAMS * 4 // tiles.num_warps
-        # Several short programs per resident slot balance sequences of different lengths. Prompts
-        # have many programs already, and their partial results would be large.
-        if tiles.block_m > 32:
-            wanted = resident // programs
-        else:
-            wanted = -(-resident * (2 if num_seqs == 1 else 4) // programs)
-        if sliding_window is not None:
-            max_length = min(max_length, sliding_window + tokens_per_tile)
-        longest = min(_MAX_SPLITS, max_length // _MIN_TOKENS_PER_SPLIT)
-        num_splits = max(1, min(wanted, longest))
-    tokens_per_launch = num_tokens
+        rows = -(-config.num_tokens // config.num_seqs) * group
+        tiles = choose_tiles(layout, config.query_dtype, rows, gpu, False)
+        split_length = 0
+        num_splits = _num_splits(config, tiles, max_length, gpu)
+    tokens_per_launch = config.num_tokens
     if split_length or num_splits > 1:
-        bytes_per_token = 4 * num_splits * num_heads * (layout.head_size_v + 2)
-        tokens_per_launch = min(num_tokens, max(1, _PARTIAL_BYTES // bytes_per_token))
+        bytes_per_token = 4 * num_splits * config.num_heads * (layout.head_size_v + 2)
+        tokens_per_launch = min(config.num_tokens, max(1, _PARTIAL_BYTES // bytes_per_token))
     return AttendPlan(tiles, num_splits, split_length, tokens_per_launch)
+
+
+def _num_splits(config: AttentionConfig, tiles: Tiles, max_length: int, gpu: Gpu) -> int:
+    """Splits of a row's keys, so that programs fill the GPU."""
+    kv_heads, num_seqs = config.layout.num_kv_heads, config.num_seqs
+    group = config.num_heads // kv_heads
+    heads_per_tile = min(group, tiles.block_m)
+    tokens_per_tile = tiles.block_m // heads_per_tile
+    programs = max(num_seqs, -(-config.num_tokens // tokens_per_tile)) * kv_heads
+    programs *= -(-group // heads_per_tile)
+    resident = gpu.multiprocessors * _RESIDENT_PROGRAMS * 4 // tiles.num_warps
+    # Several short programs per resident slot balance sequences of different lengths. Prompts
+    # have many programs already, and their partial results would be large.
+    if tiles.block_m > 32:
+        wanted = resident // programs
+    else:
+        wanted = -(-resident * (2 if num_seqs == 1 else 4) // programs)
+    if config.sliding_window is not None:
+        max_length = min(max_length, config.sliding_window + tokens_per_tile)
+    longest = min(_MAX_SPLITS, max_length // _MIN_TOKENS_PER_SPLIT)
+    return max(1, min(wanted, longest))

@@ -15,6 +15,7 @@ class TritonAttention(GpuAttention):
     module_source: ClassVar[str] = "pip install halfbyte[gpu]"
     purpose: ClassVar[str] = "reads packed pages of every format"
     takes_transforms: ClassVar[bool] = True
+    takes_every_batch: ClassVar[bool] = True
 
     @classmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:

@@ -14,6 +14,7 @@ import torch
 
 from halfbyte.attention.base import AttentionInputs
 from halfbyte.attention.paged.plan import Tiles
+from halfbyte.attention.prefill.key_ranges import KeyRanges
 
 _MAX_CHUNKS = 32768
 """Max chunks per unpack launch (CUDA's grid limit is 65,535)."""
@@ -40,16 +41,9 @@ class Chunk(NamedTuple):
 class Chunks:
     """Chunks whose keys are in the workspace together."""
 
-    keys: int
-    max_keys: int
-    """Per chunk."""
-    sequences: torch.Tensor | slice
-    begins: torch.Tensor
-    ends: torch.Tensor
-    rows: torch.Tensor
-    """First row of each chunk's keys in the workspace."""
+    keys: KeyRanges
     work: torch.Tensor
-    """As `kernels.attend_rows` takes it."""
+    """As `rows.attend_rows` takes it."""
 
     @classmethod
     def of(cls, chunks: list[Chunk], tokens_per_tile: int, device: torch.device) -> "Chunks":
@@ -71,15 +65,15 @@ class Chunks:
         sequences, begins, ends, first_rows = of_chunks.view(4, -1)[:, : len(chunks)]
         first, last = chunks[0].sequence, chunks[-1].sequence
         in_a_row = [c.sequence for c in chunks] == list(range(first, last + 1))
-        return cls(
-            sum(keys),
-            max(keys),
+        ranges = KeyRanges(
             slice(first, last + 1) if in_a_row else sequences,
-            begins,
-            ends,
-            first_rows,
-            of_tiles.view(-1, 4),
+            num_rows=sum(keys),
+            max_keys=max(keys),
+            begins=begins,
+            ends=ends,
+            rows=first_rows,
         )
+        return cls(ranges, of_tiles.view(-1, 4))
 
 
 def _work(chunk: Chunk, row: int, tokens_per_tile: int) -> torch.Tensor:
@@ -136,62 +130,11 @@ def _chunks(
             yield Chunk(sequence, row + begin, queries, first, position + queries)
 
 
-def unpacked(
-    inputs: AttentionInputs,
-    sequences: torch.Tensor | slice,
-    begins: torch.Tensor,
-    ends: torch.Tensor,
-    first_rows: torch.Tensor,
-    num_rows: int,
-    max_keys: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of some keys of every sequence, in rows `[num_rows, kv_heads, D]` of the workspace.
-
-    Args:
-        begins, ends: int32 `[sequences]`: positions of the keys.
-        first_rows: int32 `[sequences]`: rows where each sequence's keys begin.
-        max_keys: max keys per sequence.
-    """
-    from halfbyte.attention.prefill.unpack import unpack_tokens
-
-    layout = inputs.layout
-    key, value = (
-        inputs.query.new_empty((num_rows, layout.num_kv_heads, size))
-        for size in (layout.head_size, layout.head_size_v)
-    )
-    unpack_tokens(
-        inputs.pages,
-        layout,
-        inputs.block_tables[sequences],
-        begins,
-        ends,
-        first_rows,
-        inputs.k_scale,
-        inputs.v_scale,
-        key,
-        value,
-        max_tokens=max_keys,
-        transform=inputs.transform,
-    )
-    return key, value
-
-
 def attend_chunks(inputs: AttentionInputs, chunks: Chunks, tiles: Tiles) -> None:
     """Write the chunks' rows of the output, and of the LSE if the inputs have one."""
+    # Here, because the imports need Triton.
     from halfbyte.attention.prefill.rows import attend_rows
+    from halfbyte.attention.prefill.unpack import unpack
 
-    where = chunks.sequences, chunks.begins, chunks.ends, chunks.rows
-    key, value = unpacked(inputs, *where, chunks.keys, chunks.max_keys)
-    attend_rows(
-        inputs.query,
-        key,
-        value,
-        chunks.work,
-        tiles,
-        inputs.scale,
-        inputs.sliding_window,
-        inputs.sinks,
-        inputs.softcap,
-        inputs.out,
-        inputs.lse,
-    )
+    key, value = unpack(inputs, chunks.keys)
+    attend_rows(inputs, key, value, chunks.work, tiles)

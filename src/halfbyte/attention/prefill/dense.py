@@ -12,13 +12,12 @@ FlashAttention is used.
 halfbyte's own kernel (`chunks.py`) takes sequences longer than their window, soft-caps, K and V
 of different head sizes, small heads, and shorter prompts.
 
-Mixed batches are split here: sequences with up to 8 new tokens go to the decode backends. Those
-with somewhat more after a long prefix go to the `triton` backend, because unpacking the prefix
-would cost more than it saves.
+Sequences with up to 8 new tokens are split off a batch for other backends. So are those with
+somewhat more after a long prefix, because unpacking the prefix would cost more than it saves.
 """
 
-from dataclasses import replace
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -26,15 +25,15 @@ from halfbyte.attention.base import (
     AttentionConfig,
     AttentionInputs,
     GpuAttention,
+    SubBatch,
 )
-from halfbyte.attention.interface import run
-from halfbyte.attention.paged.plan import choose_row_tiles, gpu_of
-from halfbyte.attention.prefill.chunks import attend_chunks, unpacked
+from halfbyte.attention.paged.plan import Tiles, choose_row_tiles, gpu_of
+from halfbyte.attention.prefill.chunks import attend_chunks
 from halfbyte.attention.prefill.plan import (
     MAX_DECODE_QUERIES,
     MAX_PARTS,
     Block,
-    DelegatedSequences,
+    DensePlan,
     LongSequences,
     make_plan,
     queries_at_once,
@@ -66,6 +65,8 @@ class DenseAttention(GpuAttention):
             return False, f"tensors are on {config.device_type}, not on a GPU"
         if config.num_tokens <= MAX_DECODE_QUERIES * config.num_seqs:
             return False, "is for prefill: more than a few query tokens per sequence"
+        if config.split_off:
+            return False, "unpacking the pages of these sequences does not pay off"
         if config.batch_invariant:
             return False, "rounds differently with the batch"
         layout = config.layout
@@ -78,24 +79,58 @@ class DenseAttention(GpuAttention):
         return reason is None, reason or cls.purpose
 
     @classmethod
+    def split_off(cls, inputs: AttentionInputs) -> Sequence[SubBatch]:
+        """See `AttentionBackend.split_off`. The first call of a step reads the lengths back."""
+        return _plan(inputs, _tiles(inputs)).split_off
+
+    @classmethod
     def forward(cls, inputs: AttentionInputs) -> None:
         """See `AttentionBackend.forward`. The first call of a step reads the lengths back."""
-        layout, device, window = inputs.layout, inputs.query.device, inputs.sliding_window
-        tiles = choose_row_tiles(layout.head_size, layout.head_size_v, window, gpu_of(device))
-        tokens_per_tile = tiles.tokens(inputs.query.shape[1] // layout.num_kv_heads)
-        fit = workspace_tokens(inputs), queries_at_once(inputs), tokens_per_tile
-        sizes = layout.head_size, layout.head_size_v
-        options = window, inputs.softcap is None, inputs.scale > 0
-        key = ("dense", *fit, *sizes, *options, device)
-        plan = inputs.plans.get(key, lambda: make_plan(inputs, tokens_per_tile))
-        for part in plan.delegated:
-            _attend_delegated(inputs, part)
+        tiles = _tiles(inputs)
+        plan = _plan(inputs, tiles)
         if plan.empty is not None:
             _fill_empty(inputs, plan.empty)
         for long in plan.long:
             _attend_long(inputs, long)
         for chunks in plan.chunks:
             attend_chunks(inputs, chunks, tiles)
+
+
+def _tiles(inputs: AttentionInputs) -> Tiles:
+    layout, gpu = inputs.layout, gpu_of(inputs.query.device)
+    return choose_row_tiles(layout.head_size, layout.head_size_v, inputs.sliding_window, gpu)
+
+
+class _PlanKey(NamedTuple):
+    """What a plan depends on besides the lengths."""
+
+    workspace_tokens: int
+    queries_at_once: int
+    tokens_per_tile: int
+    head_size: int
+    head_size_v: int
+    sliding_window: int | None
+    is_uncapped: bool
+    is_positive: bool
+    """The scale."""
+    device: torch.device
+
+
+def _plan(inputs: AttentionInputs, tiles: Tiles) -> DensePlan:
+    layout = inputs.layout
+    tokens_per_tile = tiles.tokens(inputs.query.shape[1] // layout.num_kv_heads)
+    key = _PlanKey(
+        workspace_tokens(inputs),
+        queries_at_once(inputs),
+        tokens_per_tile,
+        layout.head_size,
+        layout.head_size_v,
+        inputs.sliding_window,
+        inputs.softcap is None,
+        inputs.scale > 0,
+        inputs.query.device,
+    )
+    return inputs.plans.get(key, lambda: make_plan(inputs, tokens_per_tile))
 
 
 def _fill_empty(inputs: AttentionInputs, rows: torch.Tensor) -> None:
@@ -109,27 +144,6 @@ def _fill_empty(inputs: AttentionInputs, rows: torch.Tensor) -> None:
         inputs.lse[rows] = inputs.sinks.float()
 
 
-def _attend_delegated(inputs: AttentionInputs, part: DelegatedSequences) -> None:
-    """Run a sub-batch on the best of its backends."""
-    if part.rows is None:
-        run(inputs, among=part.backends)
-        return
-    batch = replace(
-        inputs,
-        query=inputs.query[part.rows],
-        query_start_loc=part.query_start_loc,
-        seq_lens=part.seq_lens,
-        block_tables=inputs.block_tables[part.sequences],
-        given_out=None,
-        lse=None if inputs.lse is None else inputs.lse[part.rows],
-        plans=part.plans,
-    )
-    run(batch, among=part.backends)
-    inputs.out[part.rows] = batch.out
-    if inputs.lse is not None and batch.lse is not None:
-        inputs.lse[part.rows] = batch.lse
-
-
 def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
     from halfbyte.attention.prefill.combine import combine, join
 
@@ -138,14 +152,14 @@ def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
     if long.cached:
         query = _padded_rows(inputs.query, long.query_begin, rounded_up(queries))[None]
         for block in long.cached:
-            out, logs = _attend_block(inputs, long, block, query, causal=False)
+            out, logs = _attend_block(inputs, block, query, causal=False)
             parts.append((out[0, :queries], logs[0, :, :queries]))
             if len(parts) == MAX_PARTS:
                 parts = [join(parts)]
     before = last.end - last.begin - queries
     query = _padded_rows(inputs.query, long.query_begin - before, long.count * last.size)
     query = query.unflatten(0, (-1, last.size))
-    out, logs = _attend_block(inputs, long, last, query, causal=True)
+    out, logs = _attend_block(inputs, last, query, causal=True)
     exact = last.size == queries and long.count * queries == inputs.query.shape[0]
     if exact and not parts and inputs.sinks is None and inputs.lse is None:
         inputs.answer(out.flatten(0, 1))
@@ -162,9 +176,9 @@ def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
 
 
 def _attend_block(
-    inputs: AttentionInputs, long: LongSequences, block: Block, query: torch.Tensor, *, causal: bool
+    inputs: AttentionInputs, block: Block, query: torch.Tensor, *, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    key, value = _unpack(inputs, long, block)
+    key, value = _unpack(inputs, block)
     return _dense(query, key, value, causal, inputs.scale)
 
 
@@ -182,14 +196,13 @@ def _padded_rows(query: torch.Tensor, begin: int, count: int) -> torch.Tensor:
     return rows
 
 
-def _unpack(
-    inputs: AttentionInputs, long: LongSequences, block: Block
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _unpack(inputs: AttentionInputs, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V `[count, size, kv_heads, D]` of a block, zeros where it ends before its size."""
+    # Here, because the import needs Triton.
+    from halfbyte.attention.prefill.unpack import unpack
+
     count = block.end - block.begin
-    where = slice(long.first, long.first + long.count), block.begins, block.ends, block.rows
-    rows = unpacked(inputs, *where, long.count * block.size, count)
-    key, value = (x.unflatten(0, (long.count, block.size)) for x in rows)
+    key, value = (x.unflatten(0, (-1, block.size)) for x in unpack(inputs, block.keys))
     if count < block.size:
         # The rows that are used do not see them, but 0 * NaN is NaN.
         key[:, count:].zero_()

@@ -5,8 +5,9 @@ from itertools import pairwise
 
 import torch
 
-from halfbyte.attention.base import AttentionInputs, AttentionPlans
+from halfbyte.attention.base import AttentionInputs, AttentionPlans, SubBatch
 from halfbyte.attention.prefill.chunks import Chunks, make_chunks
+from halfbyte.attention.prefill.key_ranges import KeyRanges
 from halfbyte.layouts import PageLayout
 
 WORKSPACE_BYTES = 256 * 2**20
@@ -40,8 +41,6 @@ MAX_DECODE_QUERIES = 8
 """Max new tokens of a sequence for the decode backends."""
 _KEY_BLOCKS = (32768, 16384, 8192, 4096, 2048, 1024)
 """Sizes of blocks of cached tokens."""
-_FOR_DECODING = ("cuda", "triton", "reference")
-_GENERAL = ("triton", "reference")
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,7 @@ class Block:
     begin: int
     end: int
     size: int
-    begins: torch.Tensor
-    ends: torch.Tensor
-    rows: torch.Tensor
+    keys: KeyRanges
 
 
 @dataclass(frozen=True)
@@ -74,25 +71,12 @@ class LongSequences:
 
 
 @dataclass(frozen=True)
-class DelegatedSequences:
-    """A sub-batch for another backend, and its rows in the batch."""
-
-    backends: tuple[str, ...]
-    """Names, best first."""
-    rows: torch.Tensor | None
-    """Rows of the query; None for all of them, in order."""
-    sequences: torch.Tensor | None
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    plans: AttentionPlans
-
-
-@dataclass(frozen=True)
 class DensePlan:
     long: list[LongSequences]
     chunks: list[Chunks]
     """Work of halfbyte's own kernel."""
-    delegated: list[DelegatedSequences]
+    split_off: list[SubBatch]
+    """Decode steps, and sequences whose pages are better not unpacked."""
     empty: torch.Tensor | None = None
     """Rows of the query before the start of their sequence, which attend to nothing."""
 
@@ -138,9 +122,9 @@ def make_plan(inputs: AttentionInputs, tokens_per_tile: int) -> DensePlan:
     decode, general, short, long = _sorted(starts, counts, lengths, inputs)
     device = inputs.query.device
     is_whole = not any(beyond)
-    delegated = [
-        _delegated(inputs, backends, [(i, starts[i], counts[i]) for i in indices], is_whole)
-        for backends, indices in ((_FOR_DECODING, decode), (_GENERAL, general))
+    split_off = [
+        _sub_batch(inputs, [(i, starts[i], counts[i]) for i in indices], is_whole)
+        for indices in (decode, general)
         if indices
     ]
     sequences = [(i, starts[i], counts[i], lengths[i]) for i in short]
@@ -157,14 +141,14 @@ def make_plan(inputs: AttentionInputs, tokens_per_tile: int) -> DensePlan:
         for start, n in zip(starts, beyond, strict=True)
     ]
     empty = None if is_whole else torch.cat(rows).to(device)
-    return DensePlan(steps, chunks, delegated, empty)
+    return DensePlan(steps, chunks, split_off, empty)
 
 
 def _sorted(
     starts: list[int], counts: list[int], lengths: list[int], inputs: AttentionInputs
 ) -> tuple[list[int], list[int], list[int], list[range]]:
-    """Indices of sequences for the decode backends, the `triton` backend and halfbyte's own kernel,
-    and groups of sequences for single calls of PyTorch's attention."""
+    """Indices of decode steps, of further sequences to split off, of those for halfbyte's own
+    kernel, and groups of sequences for single calls of PyTorch's attention."""
     decode: list[int] = []
     general: list[int] = []
     one_tile: list[int] = []
@@ -252,25 +236,30 @@ def _long(
         dtype=torch.int32,
         device="cpu",
     ).to(device)
-    blocks = [Block(*sizes, *on_device) for sizes, on_device in zip(ranges, numbers, strict=True)]
+    sequences = slice(first, first + count)
+    blocks = [
+        Block(
+            begin,
+            end,
+            size,
+            KeyRanges(sequences, count * size, end - begin, *on_device),
+        )
+        for (begin, end, size), on_device in zip(ranges, numbers, strict=True)
+    ]
     return LongSequences(first, count, query_begin, queries, blocks[:-1], blocks[-1])
 
 
-def _delegated(
-    inputs: AttentionInputs,
-    backends: tuple[str, ...],
-    sequences: list[tuple[int, int, int]],
-    is_whole: bool,
-) -> DelegatedSequences:
+def _sub_batch(
+    inputs: AttentionInputs, sequences: list[tuple[int, int, int]], is_whole: bool
+) -> SubBatch:
+    """Sequences given by number, first row of the query and new tokens."""
     if is_whole and len(sequences) == inputs.seq_lens.shape[0]:
-        starts = inputs.query_start_loc
-        return DelegatedSequences(backends, None, None, starts, inputs.seq_lens, AttentionPlans())
+        return SubBatch(None, None, inputs.query_start_loc, inputs.seq_lens, AttentionPlans())
     device = inputs.query.device
     rows = torch.cat([torch.arange(begin, begin + n, device="cpu") for _, begin, n in sequences])
     starts = torch.tensor([0] + [n for _, _, n in sequences], device="cpu").cumsum(0)
     indices = torch.tensor([i for i, _, _ in sequences], device=device)
-    return DelegatedSequences(
-        backends,
+    return SubBatch(
         rows.to(device),
         indices,
         starts.to(device, torch.int32),

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from halfbyte.attention.base import AttentionInputs
 from halfbyte.attention.paged.kernels import finalize_softmax, is_visible, load_sinks, soft_cap
 from halfbyte.attention.paged.plan import Tiles, exponent_factors
 from halfbyte.kernels.runtime.devices import current_device
@@ -215,36 +216,28 @@ def rows_kernel(
 
 
 def attend_rows(
-    query: torch.Tensor,
+    inputs: AttentionInputs,
     key: torch.Tensor,
     value: torch.Tensor,
     work: torch.Tensor,
     tiles: Tiles,
-    scale: float,
-    sliding_window: int | None,
-    sinks: torch.Tensor | None,
-    softcap: float | None,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
 ) -> None:
     """Write the rows of the output, and of the LSE, of the query tokens in `work`.
 
     Does not sync the GPU.
 
     Args:
-        query: bfloat16 or float16 `[tokens, heads, head_size]`.
-        key: of the same dtype, `[rows, kv_heads, head_size]`, contiguous in the last dimension.
+        inputs: of `paged_attention`, checked, in bfloat16 or float16; the pages are not read.
+        key: of the query's dtype, `[rows, kv_heads, head_size]`, contiguous in the last dimension.
         value: likewise, `[rows, kv_heads, head_size_v]`.
         work: int32 `[tiles, 4]`: first query token; number of query tokens, at most
             `tiles.tokens(group)`; row of the first key that may be seen; offset from that row to
             the first query token's own key. Rows from the first key to the last token's own are of
             one sequence. Fastest if sorted by length, longest first.
         tiles: with which `work` was made (`paged.plan.choose_row_tiles`).
-        scale: of the dot products.
-        sliding_window, sinks, softcap: as for `paged_attention`.
-        out: of the query's dtype, `[tokens, heads, head_size_v]`, contiguous in the last dimension.
-        lse: float32 `[tokens, heads]`, contiguous, or None.
     """
+    query, out, lse, sinks = inputs.query, inputs.out, inputs.lse, inputs.sinks
+    scale, sliding_window, softcap = inputs.scale, inputs.sliding_window, inputs.softcap
     _, num_heads, head_size = query.shape
     kv_heads, head_size_v = value.shape[1:]
     group = num_heads // kv_heads

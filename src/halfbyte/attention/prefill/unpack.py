@@ -1,51 +1,17 @@
-"""Unpack tokens of the cache into contiguous workspaces, in Triton, for every format.
+"""Unpacks keys and values into the workspace, for dense kernels."""
 
-For prefill: keys are unpacked once and then read by dense matmuls. The values are those of
-`halfbyte.kvcache.read_tokens`, rounded once. A program unpacks K or V of one head and consecutive
-tokens of one sequence. A thread unpacks eight values at a time and stores 16 bytes, without
-exchange between threads.
-
-Rotated K (`kvcache/transform.py`) is rotated back here: K has fewer heads than the queries, which
-dense kernels can then read unchanged. A byte unpacks to an even and an odd channel, which the first
-butterfly of the Hadamard transform pairs anyway:
-
-    K[2m]     = sum over a of  (even[a] + odd[a]) H[a, m]
-    K[2m + 1] = sum over a of  (even[a] - odd[a]) H[a, m]
-
-where H is the Hadamard matrix (+-1) of half the size. Both values of a pair share a block scale, so
-their sum and difference are exact in float16, and so are products with +-1; H's sums are float32.
-"""
-
-# mypy: disable-error-code="no-untyped-def"
-
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
+from halfbyte.attention.base import AttentionInputs
 from halfbyte.attention.paged.plan import gpu_of
-from halfbyte.kernels.formats.decode import (
-    e2m1_to_float32,
-    e4m3_to_float16,
-    e8m0_to_float32,
-    fp8_to_float16,
-    nvfp4_to_float16,
-    spread,
-)
-from halfbyte.kernels.formats.kv_tiles import (
-    load_fp4_bytes,
-    load_plain_rows,
-    page_stride_of,
-    pinned,
-    scale_factor,
-    side_geometry,
-)
+from halfbyte.attention.prefill.key_ranges import KeyRanges
+from halfbyte.attention.prefill.unpack_kernel import unpack_kernel
+from halfbyte.kernels.formats.kv_tiles import page_stride_of, scale_factor, side_geometry
 from halfbyte.kernels.runtime.devices import current_device
-from halfbyte.kvcache.transform import MARK, KVTransform
-from halfbyte.layouts import PageLayout
+from halfbyte.kvcache.transform import MARK
 from halfbyte.numerics.hadamard import block_size, hadamard
 
 # Powers of two that decoding omits: E2M1 times E4M3 is returned times 2^-7, E4M3 times 2^-8.
@@ -66,233 +32,8 @@ def choose_tile(head_size: int, rotated: bool, capability: int) -> Tile:
     return Tile(32 if rotated and capability != 90 else 64, 4)
 
 
-@triton.jit
-def _mean(tables, segment, head, columns, size: tl.constexpr):
-    """The mean that centring subtracted from K of a head: of one segment, or of one per row."""
-    cos, sin, mean, partner_mean = tables
-    in_segment = segment * size + columns
-    in_head = head * size + columns
-    mask = columns < size
-    direct = tl.load(cos + in_segment, mask=mask, other=0.0) * tl.load(
-        mean + in_head, mask=mask, other=0.0
-    )
-    return direct + tl.load(sin + in_segment, mask=mask, other=0.0) * tl.load(
-        partner_mean + in_head, mask=mask, other=0.0
-    )
-
-
-@triton.jit
-def _unpack_side(
-    out,
-    out_token,
-    out_head,
-    pages,
-    page_stride,
-    page,
-    slots,
-    rows,
-    tokens,
-    head,
-    live,
-    factor,
-    matrix,
-    tables,
-    num_segments,
-    constant,
-    has_constant,
-    side: tl.constexpr,
-    rotated: tl.constexpr,
-    segment: tl.constexpr,
-    knows_first: tl.constexpr,
-    num_tokens: tl.constexpr,
-    ptx: tl.constexpr,
-):
-    """K or V of one head in `slots` of `page`, times `factor`, to `rows` of `out`.
-
-    Args:
-        tokens: positions.
-        matrix: float16 `[side.padded, side.padded]`, see `_half_matrix`; read where `rotated`.
-        tables, num_segments: `MeanTables`, of the means that are added where `segment`.
-        constant: pointer to the values that replace the first token if it `has_constant`; read
-            where `knows_first`.
-    """
-    if side.fp4:
-        packed, scales = load_fp4_bytes(pages, page_stride, page, slots, head, live, side, 4)
-        if side.kind == "nvfp4":
-            factors = spread(e4m3_to_float16(scales) * 32768.0, 8)
-            even, odd = nvfp4_to_float16(packed, factors, ptx)
-            if rotated:
-                # Pinned: Triton would otherwise convert single bytes to the matmul's layout.
-                even, odd = pinned(even, ptx), pinned(odd, ptx)
-                a = tl.arange(0, side.padded)
-                h = tl.load(matrix + a[:, None] * side.padded + a[None, :])
-                even, odd = tl.dot(even + odd, h), tl.dot(even - odd, h)
-            even, odd = even.to(tl.float32), odd.to(tl.float32)
-        else:
-            factors = spread(e8m0_to_float32(scales), 16 if side.kind == "mxfp4" else 8)
-            even = e2m1_to_float32(packed) * factors
-            odd = e2m1_to_float32(packed >> 4) * factors
-        values = tl.reshape(tl.join(even, odd), (num_tokens, 2 * side.padded)) * factor
-    else:
-        values = load_plain_rows(pages, page_stride, page, slots, head, live, side, 8)
-        if side.kind == "fp8_e4m3" or side.kind == "fp8_e5m2":
-            kind: tl.constexpr = side.kind  # a plain string cannot be an argument
-            values = fp8_to_float16(values, kind, ptx).to(tl.float32) * factor
-        values = values.to(tl.float32)
-    columns = tl.arange(0, values.shape[1])
-    if segment > 0:
-        last = num_segments - 1  # later segments use the last mean
-        if segment % num_tokens == 0:
-            turn = tl.minimum(tl.min(tokens, 0) // segment, last)
-            # Pinned: in a matmul's output layout each thread would load many columns.
-            values += pinned(_mean(tables, turn, head, columns, side.head_size), ptx)[None, :]
-        else:
-            turn = tl.minimum(tokens // segment, last)[:, None]
-            values += _mean(tables, turn, head, columns[None, :], side.head_size)
-    inside = columns < side.head_size
-    out += head * out_head + columns
-    if knows_first:
-        place = out + tl.min(rows, 0) * out_token
-        known = tl.load(constant + columns, mask=inside & has_constant, other=0.0)
-        tl.store(place, known.to(out.dtype.element_ty), mask=inside & has_constant)
-        live &= (tokens > 0) | ~has_constant
-    place = out[None, :] + rows[:, None] * out_token
-    tl.store(place, values.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
-
-
-@triton.jit(do_not_specialize=["table_stride", "num_segments"])
-def unpack_kernel(
-    pages,
-    tables,
-    begins,
-    ends,
-    first_rows,
-    k_global,
-    v_global,
-    k_out,
-    v_out,
-    matrix,
-    cos,
-    sin,
-    mean,
-    partner_mean,
-    first_keys,
-    first_values,
-    k_factor,
-    v_factor,
-    page_stride,
-    table_stride,
-    num_segments,
-    k_out_token,
-    k_out_head,
-    v_out_token,
-    v_out_head,
-    k: tl.constexpr,
-    v: tl.constexpr,
-    kv_heads: tl.constexpr,
-    k_global_on_device: tl.constexpr,
-    v_global_on_device: tl.constexpr,
-    rotated: tl.constexpr,
-    segment: tl.constexpr,
-    knows_first: tl.constexpr,
-    mark: tl.constexpr,
-    num_tokens: tl.constexpr,
-    ptx: tl.constexpr,
-):
-    """`num_tokens` tokens of sequence s = `program_id(1)`, from `begins[s]` on or, where K is
-    centred, from the multiple of `num_tokens` before it on.
-
-    Args, beside those of `unpack_tokens`:
-        matrix: see `_half_matrix`; read where K was `rotated`, whose norm is in `k_factor`.
-        cos, sin, mean, partner_mean: `MeanTables`, of `num_segments` means; read where `segment`,
-            the tokens that share one.
-        first_keys, first_values: `[constants, kv_heads, size]`, read where `knows_first`.
-    """
-    sequence = tl.program_id(1)
-    begin = tl.load(begins + sequence)
-    first = tl.program_id(0) * num_tokens
-    # Aligned, so that segments end at tile boundaries.
-    first += begin // num_tokens * num_tokens if segment > 0 else begin
-    end = tl.load(ends + sequence)
-    if first >= end:
-        return
-    tokens = first + tl.arange(0, num_tokens)
-    live = (tokens >= begin) & (tokens < end)
-    tables += sequence.to(tl.int64) * table_stride
-    page = tl.load(tables + tokens // k.block_size, mask=live, other=0).to(tl.int64)
-    slots = tokens % k.block_size
-    rows = (tl.load(first_rows + sequence) + tokens - begin).to(tl.int64)
-    head = tl.program_id(2) % kv_heads
-    has_constant = False
-    constant = 0
-    if knows_first:
-        start = pages + tl.load(tables).to(tl.int64) * page_stride
-        # Only if position 0 is requested: pages before the window may have been reused.
-        has_start = (first == 0) & (begin == 0)
-        scale_byte = tl.load(start + k.scale + head * k.scale_head, mask=has_start, other=0)
-        index = tl.load(start + k.data + head * k.data_head, mask=has_start, other=0)
-        has_constant = has_start & (scale_byte == mark)
-        constant = tl.where(has_constant, index.to(tl.int32), 0) * kv_heads + head
-    if tl.program_id(2) < kv_heads:
-        if k_global_on_device:
-            k_factor *= tl.load(k_global)
-        _unpack_side(
-            k_out,
-            k_out_token,
-            k_out_head,
-            pages,
-            page_stride,
-            page,
-            slots,
-            rows,
-            tokens,
-            head,
-            live,
-            k_factor,
-            matrix,
-            (cos, sin, mean, partner_mean),
-            num_segments,
-            first_keys + constant * k.head_size,
-            has_constant,
-            k,
-            rotated,
-            segment,
-            knows_first,
-            num_tokens,
-            ptx,
-        )
-    else:
-        if v_global_on_device:
-            v_factor *= tl.load(v_global)
-        _unpack_side(
-            v_out,
-            v_out_token,
-            v_out_head,
-            pages,
-            page_stride,
-            page,
-            slots,
-            rows,
-            tokens,
-            head,
-            live,
-            v_factor,
-            matrix,
-            (cos, sin, mean, partner_mean),
-            num_segments,
-            first_values + constant * v.head_size,
-            has_constant,
-            v,
-            False,
-            0,
-            knows_first,
-            num_tokens,
-            ptx,
-        )
-
-
 @lru_cache(maxsize=16)
-def _half_matrix(head_size: int, padded: int, device: torch.device) -> torch.Tensor:
+def half_matrix(head_size: int, padded: int, device: torch.device) -> torch.Tensor:
     """float16 `[padded, padded]` of +1 and -1: the Hadamard matrix of half a head, zeros beyond."""
     half = block_size(head_size) // 2
     signs = hadamard(torch.eye(half, dtype=torch.float32, device="cpu")).sign()
@@ -302,85 +43,63 @@ def _half_matrix(head_size: int, padded: int, device: torch.device) -> torch.Ten
     return matrix.to(device)
 
 
-def unpack_tokens(
-    pages: torch.Tensor,
-    layout: PageLayout,
-    block_tables: torch.Tensor,
-    begins: Sequence[int] | torch.Tensor,
-    ends: Sequence[int] | torch.Tensor,
-    rows: Sequence[int] | torch.Tensor,
-    k_scale: float | torch.Tensor,
-    v_scale: float | torch.Tensor,
-    k_out: torch.Tensor,
-    v_out: torch.Tensor,
-    max_tokens: int | None = None,
-    transform: KVTransform | None = None,
-) -> None:
-    """Dequantize tokens `begins[s] .. ends[s] - 1` of every sequence s to `rows[s]` and following.
+def unpack(inputs: AttentionInputs, ranges: KeyRanges) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of ranges of keys, `[ranges.num_rows, kv_heads, D]` in the query's dtype.
 
-    Does not sync the GPU if `begins`, `ends` and `rows` are on it.
+    Does not sync the GPU. Rows outside of the ranges are undefined.
+    """
+    layout = inputs.layout
+    key, value = (
+        inputs.query.new_empty((ranges.num_rows, layout.num_kv_heads, size))
+        for size in (layout.head_size, layout.head_size_v)
+    )
+    unpack_into(key, value, inputs, ranges)
+    return key, value
+
+
+def unpack_into(
+    k_out: torch.Tensor, v_out: torch.Tensor, inputs: AttentionInputs, ranges: KeyRanges
+) -> None:
+    """`unpack` to given workspaces.
 
     Args:
-        pages: uint8 `[num_pages, page_stride]`.
-        layout: of `pages`.
-        block_tables: int32 `[sequences, max_pages]`.
-        begins, ends: positions in each sequence; numbers, or int32 `[sequences]` on the device.
-        rows: row of the workspaces for token `begins[s]`, likewise.
-        k_scale, v_scale: global scales, floats or float32 tensors of one element; formats
-            without a global scale ignore them.
         k_out: bfloat16, float16 or float32 `[rows, kv_heads, head_size]`; any strides, but
-            contiguous in the last dimension. A transposed `[kv_heads, rows, head_size]` gives HND.
+            contiguous in the last dimension.
         v_out: likewise, `[rows, kv_heads, head_size_v]`.
-        max_tokens: bound on `ends[s] - begins[s]`; by default their max if they are numbers, else
-            the rows of `k_out`. Tokens past it may be skipped.
-        transform: of K in NVFP4; undone here.
-
-    Raises:
-        ValueError: shapes, strides or alignments that do not fit.
+        inputs: of `paged_attention`, checked. Scales may be floats, or float32 tensors of one
+            element; one on the GPU is read there. The transform of K is undone.
+        ranges: of keys.
     """
-    for name, out, head_size in (
-        ("k_out", k_out, layout.head_size),
-        ("v_out", v_out, layout.head_size_v),
-    ):
-        if tuple(out.shape[1:]) != (layout.num_kv_heads, head_size) or out.stride(2) != 1:
-            raise ValueError(
-                f"{name}: expected [rows, {layout.num_kv_heads}, {head_size}], contiguous in the "
-                f"last dimension, got {tuple(out.shape)} with strides {out.stride()}"
-            )
-    if max_tokens is None:
-        max_tokens = k_out.shape[0]
-        if not isinstance(begins, torch.Tensor) and not isinstance(ends, torch.Tensor):
-            counts = (end - begin for begin, end in zip(begins, ends, strict=True))
-            max_tokens = max(counts, default=0)
+    pages, layout, transform = inputs.pages, inputs.layout, inputs.transform
+    block_tables = inputs.block_tables[ranges.sequences]
     num_seqs = block_tables.shape[0]
-    if num_seqs == 0 or max_tokens <= 0:
+    if num_seqs == 0 or ranges.max_keys <= 0:
         return
-    page_stride = page_stride_of(pages, layout)
     if block_tables.stride(1) != 1:
         block_tables = block_tables.contiguous()
     k, v = side_geometry(layout, "k"), side_geometry(layout, "v")
-    k_factor, k_global = scale_factor(k_scale, layout.k_dtype, pages.device)
-    v_factor, v_global = scale_factor(v_scale, layout.v_dtype, pages.device)
+    k_factor, k_global = scale_factor(inputs.k_scale, layout.k_dtype, pages.device)
+    v_factor, v_global = scale_factor(inputs.v_scale, layout.v_dtype, pages.device)
     matrix = tables = first_keys = first_values = None
     if transform is not None:
-        tables, first_keys, first_values = (
-            transform.mean_tables,
-            transform.first_keys,
-            transform.first_values,
-        )
+        tables = transform.mean_tables
+        first_keys, first_values = transform.first_keys, transform.first_values
         if transform.rotate:
-            matrix = _half_matrix(layout.head_size, k.padded, pages.device)
+            matrix = half_matrix(layout.head_size, k.padded, pages.device)
             k_factor *= block_size(layout.head_size) ** -0.5
     capability = gpu_of(pages.device).capability
     tile = choose_tile(layout.head_size, matrix is not None, capability)
-    tiles = -(-max_tokens // tile.num_tokens)
+    tiles = -(-ranges.max_keys // tile.num_tokens)
     if tables is not None:
         tiles += 1  # the first tile may start before the range
+    # Absent tensors get any pointer; it is never read.
     with current_device(pages.get_device()):
         unpack_kernel[tiles, num_seqs, 2 * layout.num_kv_heads](
             pages,
             block_tables,
-            *(_int32(x, pages.device) for x in (begins, ends, rows)),
+            ranges.begins,
+            ranges.ends,
+            ranges.rows,
             pages if k_global is None else k_global,
             pages if v_global is None else v_global,
             k_out,
@@ -391,7 +110,7 @@ def unpack_tokens(
             pages if first_values is None else first_values.contiguous(),
             k_factor * _FACTORS.get(k.kind, 1.0),
             v_factor * _FACTORS.get(v.kind, 1.0),
-            page_stride,
+            page_stride_of(pages, layout),
             block_tables.stride(0),
             0 if tables is None else len(tables.cos),
             *k_out.stride()[:2],
@@ -409,9 +128,3 @@ def unpack_tokens(
             ptx=pages.is_cuda,
             num_warps=tile.num_warps,
         )
-
-
-def _int32(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    if isinstance(numbers, torch.Tensor):
-        return numbers.to(device, torch.int32)
-    return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device, non_blocking=True)

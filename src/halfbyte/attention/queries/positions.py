@@ -7,6 +7,12 @@ import torch
 from halfbyte.attention.base import AttentionPlans
 
 
+class _Key(NamedTuple):
+    """What the positions depend on besides the lengths."""
+
+    num_tokens: int
+
+
 class QueryPositions(NamedTuple):
     """Sequences and positions of the query tokens of a step.
 
@@ -49,6 +55,4 @@ class QueryPositions(NamedTuple):
         num_tokens: int,
     ) -> "QueryPositions":
         """As `of`, cached for all layers that share plans."""
-        return plans.get(
-            ("query positions", num_tokens), lambda: cls.of(query_start_loc, seq_lens, num_tokens)
-        )
+        return plans.get(_Key(num_tokens), lambda: cls.of(query_start_loc, seq_lens, num_tokens))

@@ -1,11 +1,12 @@
 """Attention to recent tokens, merged with attention to the pages."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from halfbyte.attention.base import AttentionBackend, AttentionInputs
+from halfbyte.attention.base import AttentionInputs
 from halfbyte.attention.paged.plan import Tiles, exponent_factors, gpu_of
 from halfbyte.attention.recent.kernel import recent_kernel
 from halfbyte.kernels.formats.dot_operands import dot_operand
@@ -43,14 +44,16 @@ def launch_options(tiles: Tiles, capability: int) -> dict[str, Any]:
     return options
 
 
-def attend_with_recent(inputs: AttentionInputs, backend: type[AttentionBackend]) -> None:
+def attend_with_recent(
+    inputs: AttentionInputs, attend_packed: Callable[[AttentionInputs], None]
+) -> None:
     """Fill `inputs.out`, and `inputs.lse` where it is not None.
 
     Attention to the pages runs first; its result is then merged in place.
 
     Args:
         inputs: of `paged_attention`, checked, all on one GPU, with `recent`.
-        backend: for the pages.
+        attend_packed: attends to the pages.
     """
     recent, window = inputs.recent, inputs.sliding_window
     assert recent is not None
@@ -58,7 +61,7 @@ def attend_with_recent(inputs: AttentionInputs, backend: type[AttentionBackend])
     if window is None or window > recent.tokens:
         packed_lse = inputs.query.new_empty(inputs.query.shape[:2], dtype=torch.float32)
         packed = replace(inputs.packed, sinks=None, lse=packed_lse, given_out=inputs.given_out)
-        backend.forward(packed)
+        attend_packed(packed)
         inputs.answer(packed.out)
     _join(inputs, recent, packed_lse)
 

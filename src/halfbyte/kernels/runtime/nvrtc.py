@@ -182,7 +182,7 @@ def load(
     program = Program.of(name, dict(macros), f"sm_{capability}{suffix}")
     cubin = cubin_cache.cubin(name, program.made_from(), program.compiled)
     with torch.cuda.device(device):
-        torch.cuda.current_stream().synchronize()  # makes sure that the context exists
+        torch.empty(1, device=torch.device("cuda", device))  # makes sure that the context exists
         module = _check(driver.cuModuleLoadData(cubin))
         kernels = {}
         for function_name, shared_bytes in functions:

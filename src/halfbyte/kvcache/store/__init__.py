@@ -1,8 +1,15 @@
 """Writing K and V of new tokens to their slots, by interchangeable backends."""
 
-from halfbyte.kvcache.store.base import StoreBackend, StoreConfig
+from halfbyte.kvcache.store.base import StoreBackend, StoreConfig, StoreInputs
 from halfbyte.kvcache.store.interface import reshape_and_cache
 from halfbyte.kvcache.store.reference import read_tokens
 from halfbyte.kvcache.store.registry import STORE_BACKENDS
 
-__all__ = ["STORE_BACKENDS", "StoreBackend", "StoreConfig", "read_tokens", "reshape_and_cache"]
+__all__ = [
+    "STORE_BACKENDS",
+    "StoreBackend",
+    "StoreConfig",
+    "StoreInputs",
+    "read_tokens",
+    "reshape_and_cache",
+]

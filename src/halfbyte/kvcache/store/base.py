@@ -4,7 +4,7 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -47,6 +47,32 @@ class StoreConfig:
         return reason is None, reason or "every format"
 
 
+class StoreInputs(NamedTuple):
+    """Validated arguments of `reshape_and_cache`; see there for the fields."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    pages: torch.Tensor
+    slot_mapping: torch.Tensor
+    layout: PageLayout
+    k_scale: Scale
+    v_scale: Scale
+    transform: KVTransform | None = None
+    positions: torch.Tensor | None = None
+    recent: RingSlots | None = None
+
+    def config(self) -> StoreConfig:
+        """Metadata of the work."""
+        return StoreConfig(
+            layout=self.layout,
+            key_dtype=self.key.dtype,
+            value_dtype=self.value.dtype,
+            device_type=self.pages.device.type,
+            transform=self.transform is not None,
+            weighs_errors=self.transform is not None and self.transform.weighs_errors,
+        )
+
+
 class StoreBackend(ABC):
     """A backend that encodes K and V and writes them to slots. Stateless; never instantiated."""
 
@@ -64,20 +90,8 @@ class StoreBackend(ABC):
 
     @classmethod
     @abstractmethod
-    def store(
-        cls,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pages: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        layout: PageLayout,
-        k_scale: Scale,
-        v_scale: Scale,
-        transform: KVTransform | None,
-        positions: torch.Tensor | None,
-        recent: RingSlots | None = None,
-    ) -> None:
-        """As `halfbyte.kvcache.reshape_and_cache`, on arguments already checked, on one device.
+    def store(cls, inputs: StoreInputs) -> None:
+        """Quantize and write tokens, whose tensors are all on one device.
 
         The bytes are those of `ReferenceStore`, except for the payload of a NaN stored as a float.
         """
@@ -99,9 +113,10 @@ def global_scale_on(
     return ctypes.c_float(float(checked)).value
 
 
-def check_slots(pages: torch.Tensor, slot_mapping: torch.Tensor, layout: PageLayout) -> None:
+def check_slots(inputs: StoreInputs) -> None:
     """Raise ValueError for a slot past the last page; syncs the device."""
-    capacity = pages.shape[0] * layout.block_size
+    slot_mapping = inputs.slot_mapping
+    capacity = inputs.pages.shape[0] * inputs.layout.block_size
     if slot_mapping.numel() and int(slot_mapping.max()) >= capacity:
         raise ValueError(
             f"slot_mapping: slot {int(slot_mapping.max())} is past the last, {capacity - 1}"

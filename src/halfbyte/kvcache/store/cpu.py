@@ -2,15 +2,10 @@
 
 from typing import ClassVar
 
-import torch
-
 from halfbyte.dispatch import Answer
 from halfbyte.kernels.cpu.library import FORMATS, is_built
 from halfbyte.kernels.cpu.store import store_tokens_cpu
-from halfbyte.kvcache.recent import RingSlots
-from halfbyte.kvcache.store.base import Scale, StoreBackend, StoreConfig
-from halfbyte.kvcache.transform import KVTransform
-from halfbyte.layouts import PageLayout
+from halfbyte.kvcache.store.base import StoreBackend, StoreConfig, StoreInputs
 
 
 class CpuStore(StoreBackend):
@@ -29,23 +24,9 @@ class CpuStore(StoreBackend):
         return config.answer_of("cpu", FORMATS)
 
     @classmethod
-    def store(
-        cls,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pages: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        layout: PageLayout,
-        k_scale: Scale,
-        v_scale: Scale,
-        transform: KVTransform | None,
-        positions: torch.Tensor | None,
-        recent: RingSlots | None = None,
-    ) -> None:
+    def store(cls, inputs: StoreInputs) -> None:
         """See `StoreBackend.store`; raises for slots past the last page."""
-        changed = None if transform is None else transform.for_cpu
-        store_tokens_cpu(
-            key, value, pages, slot_mapping, layout, k_scale, v_scale, changed, positions
-        )
-        if recent is not None:
-            recent.write(key, value)
+        transform = None if inputs.transform is None else inputs.transform.for_cpu
+        store_tokens_cpu(*inputs[:7], transform, inputs.positions)
+        if inputs.recent is not None:
+            inputs.recent.write(inputs.key, inputs.value)

@@ -5,7 +5,7 @@ import os
 import torch
 
 from halfbyte.kvcache.recent import RingSlots
-from halfbyte.kvcache.store.base import Scale, check_positions, check_slots
+from halfbyte.kvcache.store.base import Scale, StoreInputs, check_positions, check_slots
 from halfbyte.kvcache.store.registry import select_store
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
@@ -58,34 +58,22 @@ def reshape_and_cache(
             positive and finite (of those on a GPU the values are not looked at), or a slot past the
             last page where that is checked.
     """
-    _check_write(key, value, pages, slot_mapping, layout)
+    inputs = StoreInputs(
+        key, value, pages, slot_mapping, layout, k_scale, v_scale, transform, positions, recent
+    )
+    _check(inputs)
     layout.k_dtype.check_scale_on_host(k_scale, "k_scale")
     layout.v_dtype.check_scale_on_host(v_scale, "v_scale")
     if transform is not None:
         check_positions(positions, slot_mapping, transform)
-    store = select_store(
-        layout,
-        key.dtype,
-        value.dtype,
-        pages.device,
-        backend,
-        transform is not None,
-        transform is not None and transform.weighs_errors,
-    )
+    store = select_store(inputs.config(), backend)
     if pages.is_cuda and os.environ.get("HALFBYTE_DEBUG") == "1":
-        check_slots(pages, slot_mapping, layout)
-    store.store(
-        key, value, pages, slot_mapping, layout, k_scale, v_scale, transform, positions, recent
-    )
+        check_slots(inputs)
+    store.store(inputs)
 
 
-def _check_write(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pages: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    layout: PageLayout,
-) -> None:
+def _check(inputs: StoreInputs) -> None:
+    key, value, pages, slot_mapping, layout = inputs[:5]
     check_layout(layout)
     check_tensors(key=key, value=value, pages=pages, slot_mapping=slot_mapping)
     layout.check_pages(pages)

@@ -10,8 +10,13 @@ import torch
 
 from halfbyte.dispatch import Answer
 from halfbyte.kvcache.quant_methods import KVCacheQuantMethod, get_kv_cache_quant_method
-from halfbyte.kvcache.recent import RingSlots
-from halfbyte.kvcache.store.base import Scale, StoreBackend, StoreConfig, check_slots
+from halfbyte.kvcache.store.base import (
+    Scale,
+    StoreBackend,
+    StoreConfig,
+    StoreInputs,
+    check_slots,
+)
 from halfbyte.kvcache.transform import MARK, KVTransform
 from halfbyte.layouts import KVCacheDType, PageLayout
 from halfbyte.numerics import nvfp4, weighted_rounding
@@ -33,39 +38,27 @@ class ReferenceStore(StoreBackend):
         return True, "every format and dtype"
 
     @classmethod
-    def store(
-        cls,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pages: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        layout: PageLayout,
-        k_scale: Scale,
-        v_scale: Scale,
-        transform: KVTransform | None,
-        positions: torch.Tensor | None,
-        recent: RingSlots | None = None,
-    ) -> None:
+    def store(cls, inputs: StoreInputs) -> None:
         """See `StoreBackend.store`."""
-        check_slots(pages, slot_mapping, layout)
-        if recent is not None:
-            recent.write(key, value)
-        keep = slot_mapping >= 0
-        slots = slot_mapping[keep]
-        count = slot_mapping.shape[0]
-        key, value = key[:count][keep], value[:count][keep]
+        layout, transform = inputs.layout, inputs.transform
+        check_slots(inputs)
+        if inputs.recent is not None:
+            inputs.recent.write(inputs.key, inputs.value)
+        keep = inputs.slot_mapping >= 0
+        slots = inputs.slot_mapping[keep]
+        key, value = (x[: len(keep)][keep] for x in (inputs.key, inputs.value))
         first: torch.Tensor | None = None
         if transform is not None:
-            assert positions is not None
-            positions = positions[keep]
+            assert inputs.positions is not None
+            positions = inputs.positions[keep]
             at_start = (positions == 0).nonzero().flatten()
             first = transform.match_first(key[at_start], value[at_start])
             key = transform.forward(key, positions)
         page, offset = slots // layout.block_size, slots % layout.block_size
-        views = layout.views(pages)
+        views = layout.views(inputs.pages)
         # Both are encoded before either is written, so that an error leaves no partial token.
-        k_data, k_scales = _quantize_key(key, k_scale, layout.k_dtype, transform)
-        v_data, v_scales = _quantize_value(value, v_scale, layout.v_dtype, transform)
+        k_data, k_scales = _quantize_key(key, inputs.k_scale, layout.k_dtype, transform)
+        v_data, v_scales = _quantize_value(value, inputs.v_scale, layout.v_dtype, transform)
         if first is not None and k_scales is not None:
             heads = (first >= 0).nonzero()
             rows = at_start[heads[:, 0]], heads[:, 1]

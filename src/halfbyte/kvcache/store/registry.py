@@ -3,11 +3,8 @@
 import logging
 from functools import lru_cache
 
-import torch
-
 from halfbyte.dispatch import Registry
 from halfbyte.kvcache.store.base import StoreBackend, StoreConfig
-from halfbyte.layouts import PageLayout
 
 logger = logging.getLogger(__name__)
 
@@ -26,29 +23,20 @@ _OF_DEVICE = {"cuda": "triton", "cpu": "cpu"}
 
 
 @lru_cache(maxsize=256)
-def select_store(
-    layout: PageLayout,
-    key_dtype: torch.dtype,
-    value_dtype: torch.dtype,
-    device: torch.device,
-    backend: str | None = None,
-    transform: bool = False,
-    weighs_errors: bool = False,
-) -> type[StoreBackend]:
-    """The backend for such inputs.
+def select_store(config: StoreConfig, backend: str | None = None) -> type[StoreBackend]:
+    """The backend of a name, or the best that can do the work.
 
     Logs, once per reason, if only the reference can do the work.
 
     Raises:
         NoImplementationError: the backend asked for is unknown or cannot do the work.
     """
-    config = StoreConfig(layout, key_dtype, value_dtype, device.type, transform, weighs_errors)
     chosen = STORE_BACKENDS.select(config, explicit=backend)
-    missed = _OF_DEVICE.get(device.type)
+    missed = _OF_DEVICE.get(config.device_type)
     if backend is None and chosen.name == "reference" and missed is not None:
         verdicts = {verdict.name: verdict for verdict in STORE_BACKENDS.explain(config)}
         # The CPU library logs by itself that it is not built.
-        if device.type == "cuda" or STORE_BACKENDS.get(missed).is_supported()[0]:
+        if config.device_type == "cuda" or STORE_BACKENDS.get(missed).is_supported()[0]:
             _log_slow(verdicts[missed].reason)
     return chosen
 

@@ -2,14 +2,9 @@
 
 from typing import ClassVar
 
-import torch
-
 from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
 from halfbyte.kernels.formats import FORMATS
-from halfbyte.kvcache.recent import RingSlots
-from halfbyte.kvcache.store.base import Scale, StoreBackend, StoreConfig
-from halfbyte.kvcache.transform import KVTransform
-from halfbyte.layouts import PageLayout
+from halfbyte.kvcache.store.base import StoreBackend, StoreConfig, StoreInputs
 
 _OLDEST = 80
 
@@ -35,23 +30,9 @@ class TritonStore(StoreBackend):
         return config.answer_of("cuda", FORMATS)
 
     @classmethod
-    def store(
-        cls,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pages: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        layout: PageLayout,
-        k_scale: Scale,
-        v_scale: Scale,
-        transform: KVTransform | None,
-        positions: torch.Tensor | None,
-        recent: RingSlots | None = None,
-    ) -> None:
+    def store(cls, inputs: StoreInputs) -> None:
         """See `StoreBackend.store`; slots past the last page are skipped."""
         # Here, because the import needs Triton.
         from halfbyte.kvcache.store.triton_kernel import store_tokens
 
-        store_tokens(
-            key, value, pages, slot_mapping, layout, k_scale, v_scale, transform, positions, recent
-        )
+        store_tokens(inputs)

@@ -9,7 +9,9 @@ kernel reads the slots, which may change between replays.
 # mypy: disable-error-code="no-untyped-def"
 
 import ctypes
+from collections.abc import Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ import triton.language as tl
 from halfbyte.kernels.runtime.devices import current_device
 from halfbyte.kernels.runtime.triton_overlap import overlap_options, wait_for_previous
 from halfbyte.kvcache.recent import RingSlots
-from halfbyte.kvcache.store.base import global_scale_on
+from halfbyte.kvcache.store.base import StoreInputs, global_scale_on
 from halfbyte.kvcache.store.triton_feedback_kernel import store_feedback_kernel
 from halfbyte.kvcache.store.triton_rows import ROW, Side, side_of, store_side
 from halfbyte.kvcache.store.triton_transform import store_transformed_kernel
@@ -142,85 +144,55 @@ def store_kernel(
         )
 
 
-def store_tokens(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pages: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    layout: PageLayout,
-    k_scale: float | torch.Tensor,
-    v_scale: float | torch.Tensor,
-    transform: KVTransform | None = None,
-    positions: torch.Tensor | None = None,
-    recent: RingSlots | None = None,
-) -> None:
-    """As `halfbyte.kvcache.reshape_and_cache`, on arguments already checked, all on one GPU.
+class _Launch(NamedTuple):
+    """A kernel with its grid, and arguments besides those that all store kernels take."""
+
+    kernel: Any
+    grid: tuple[int, int]
+    rows: int
+    num_warps: int
+    tensors: tuple[torch.Tensor, ...] = ()
+    numbers: tuple[int, ...] = ()
+    constants: Mapping[str, Any] = MappingProxyType({})
+
+
+def store_tokens(inputs: StoreInputs) -> None:
+    """Quantize and write tokens; all tensors are on one GPU.
 
     Does not sync the GPU; slots past the last page are skipped.
 
     Args:
-        k_scale, v_scale: floats, or float32 tensors of one element; one on a GPU is read there.
-        transform: of K in NVFP4, its tensors on the GPU.
-        positions, recent: see `reshape_and_cache`.
+        inputs: checked. Scales may be floats, or float32 tensors of one element; one on a GPU is
+            read there.
 
     Raises:
         ValueError: a float scale that `KVCacheDType.check_scale` refuses, a scale of several
             elements, or pages whose alignment does not suit a 16- or 32-bit format.
     """
+    key, value, pages, slot_mapping, layout = inputs[:5]
     num_slots = slot_mapping.shape[0]
-    if recent is not None and (transform is None or num_slots == 0):
-        recent.write(key, value)
+    if inputs.recent is not None and (inputs.transform is None or num_slots == 0):
+        inputs.recent.write(key, value)
     if num_slots == 0:
         return
-    stride = page_stride(pages)
-    misaligned = pages.data_ptr() | stride
-    geometry = _geometry(layout, misaligned % 4 == 0)
-    if misaligned % geometry.itemsize:
-        raise ValueError(
-            f"pages: the base {pages.data_ptr():#x} and the stride {stride} must be multiples "
-            f"of {geometry.itemsize} bytes for K in {layout.k_dtype} and V in {layout.v_dtype}"
-        )
-    k_global = global_scale_on(pages.device, "k_scale", k_scale, layout.k_dtype)
-    v_global = global_scale_on(pages.device, "v_scale", v_scale, layout.v_dtype)
-    num_rows = num_slots * geometry.rows_per_token
-    rows, num_warps = _LARGE_TILE if num_rows >= _LARGE_FROM_ROWS else _SMALL_TILE
-    kernel: Any = store_kernel
-    tensors: tuple[torch.Tensor, ...] = ()
-    numbers: tuple[int, ...] = ()
-    constants: dict[str, Any] = {}
-    grid = (-(-num_rows // rows), 2)
-    if transform is not None:
-        assert positions is not None
-        kernel = store_transformed_kernel
-        tensors, numbers, constants = _transform_arguments(transform, positions, layout, pages)
-        of_rings = _ring_arguments(recent, layout, rows, pages)
-        tensors, numbers = (*tensors, *of_rings[0]), (*numbers, of_rings[1])
-        constants |= of_rings[2]
-        if recent is not None:
-            programs = -(-len(recent.rows) * layout.num_kv_heads // constants["pairs"])
-            grid = (max(grid[0], programs), 3)
-        if transform.feedback is not None:
-            kernel = store_feedback_kernel
-            of_feedback = _feedback_arguments(
-                transform.feedback, layout, num_slots, is_weighted=constants["weighted"]
-            )
-            tensors, constants = (*tensors, *of_feedback[0]), constants | of_feedback[1]
-            rows, num_warps, programs = of_feedback[2]
-            grid = (max(programs, -(-num_rows // rows), grid[0]), grid[1])
+    geometry = _aligned_geometry(pages, layout)
+    k_global = global_scale_on(pages.device, "k_scale", inputs.k_scale, layout.k_dtype)
+    v_global = global_scale_on(pages.device, "v_scale", inputs.v_scale, layout.v_dtype)
+    launch = _launch(inputs, num_slots * geometry.rows_per_token)
     with current_device(pages.get_device()):
-        kernel[grid](
+        launch.kernel[launch.grid](
             key,
             value,
             pages,
             slot_mapping,
-            *tensors[:1],
+            *launch.tensors[:1],
             k_global,
             v_global,
-            *tensors[1:],
+            *launch.tensors[1:],
             num_slots,
             pages.shape[0] * layout.block_size,
-            *numbers,
-            stride,
+            *launch.numbers,
+            page_stride(pages),
             slot_mapping.stride(0),
             *key.stride(),
             *value.stride(),
@@ -232,12 +204,54 @@ def store_tokens(
             v_dense=_is_dense(value),
             k_scale_on_device=isinstance(k_global, torch.Tensor),
             v_scale_on_device=isinstance(v_global, torch.Tensor),
-            rows=rows,
-            num_warps=num_warps,
+            rows=launch.rows,
+            num_warps=launch.num_warps,
             enable_fp_fusion=False,
             **overlap_options(pages.get_device()),
-            **constants,
+            **launch.constants,
         )
+
+
+def _aligned_geometry(pages: torch.Tensor, layout: PageLayout) -> "_Geometry":
+    """Raises ValueError for pages whose alignment does not suit the formats."""
+    stride = page_stride(pages)
+    misaligned = pages.data_ptr() | stride
+    geometry = _geometry(layout, misaligned % 4 == 0)
+    if misaligned % geometry.itemsize:
+        raise ValueError(
+            f"pages: the base {pages.data_ptr():#x} and the stride {stride} must be multiples "
+            f"of {geometry.itemsize} bytes for K in {layout.k_dtype} and V in {layout.v_dtype}"
+        )
+    return geometry
+
+
+def _launch(inputs: StoreInputs, num_rows: int) -> _Launch:
+    """The kernel for the inputs' transform; `num_rows` rows of K or V, whichever has more."""
+    transform, layout, recent = inputs.transform, inputs.layout, inputs.recent
+    rows, num_warps = _LARGE_TILE if num_rows >= _LARGE_FROM_ROWS else _SMALL_TILE
+    grid = (-(-num_rows // rows), 2)
+    if transform is None:
+        return _Launch(store_kernel, grid, rows, num_warps)
+    assert inputs.positions is not None
+    tensors, numbers, constants = _transform_arguments(
+        transform, inputs.positions, layout, inputs.pages
+    )
+    of_rings = _ring_arguments(recent, layout, rows, inputs.pages)
+    tensors, constants = (*tensors, *of_rings[0]), constants | of_rings[2]
+    if recent is not None:
+        programs = -(-len(recent.rows) * layout.num_kv_heads // constants["pairs"])
+        grid = (max(grid[0], programs), 3)
+    kernel: Any = store_transformed_kernel
+    if transform.feedback is not None:
+        kernel = store_feedback_kernel
+        num_slots, is_weighted = len(inputs.slot_mapping), constants["weighted"]
+        of_feedback = _feedback_arguments(
+            transform.feedback, layout, num_slots, is_weighted=is_weighted
+        )
+        tensors, constants = (*tensors, *of_feedback[0]), constants | of_feedback[1]
+        rows, num_warps, programs = of_feedback[2]
+        grid = (max(programs, -(-num_rows // rows), grid[0]), grid[1])
+    return _Launch(kernel, grid, rows, num_warps, tensors, (*numbers, of_rings[1]), constants)
 
 
 def _transform_arguments(

@@ -1,4 +1,4 @@
-"""vLLM plug-in: an NVFP4 KV cache and NVFP4 linear layers on CPUs and on GPUs from SM80.
+"""vLLM plug-in: an NVFP4 KV cache, 4-bit linear layers and experts, on CPUs and GPUs from SM80.
 
 vLLM finds `register` through the entry point `vllm.general_plugins` and calls it in every process,
 even if halfbyte is not used. So it changes nothing unless requested:
@@ -18,6 +18,8 @@ even if halfbyte is not used. So it changes nothing unless requested:
 | `ring_entries`, `ring_step` | which request holds which ring; a step's reads and writes of them |
 | `ring_runners` | follows the steps of vLLM's model runners |
 | `linear`, `linear_kernel` | NVFP4 layers on halfbyte's kernels: selection and kernel |
+| `moe`, `moe_method` | 4-bit experts on halfbyte's kernels: selection and vLLM's interface |
+| `moe_weights`, `moe_limits` | reads vLLM's MoE layers; those that are not supported |
 | `compilation` | Inductor options for the code around halfbyte's kernels |
 | `connectors` | names pages that leave the engine by their formats and scales |
 | `part_scales` | a global scale for each part of a fused layer |
@@ -39,7 +41,7 @@ _registered = False
 
 
 def register() -> None:
-    """Register halfbyte's attention and linear layers with vLLM. A second call has no effect.
+    """Register halfbyte's parts with vLLM. A second call has no effect.
 
     In an unsupported vLLM it logs one line and changes nothing.
     """
@@ -53,6 +55,7 @@ def register() -> None:
             connectors,
             cpu_platform,
             linear,
+            moe,
             recent,
             registry,
             warmup,
@@ -65,6 +68,7 @@ def register() -> None:
         checks.install()
         cpu_platform.install()
         linear.install()
+        moe.install()
         connectors.install()
         recent.install()
         warmup.install()

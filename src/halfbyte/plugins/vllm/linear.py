@@ -15,6 +15,7 @@ from typing import Any
 
 from halfbyte.after_import import after_import
 from halfbyte.plugins.vllm.part_scales import keep_part_scales
+from halfbyte.plugins.vllm.registry import wants_kernels
 
 logger = logging.getLogger("halfbyte")
 
@@ -36,27 +37,6 @@ def install() -> None:
     """Wrap vLLM's functions when their modules are imported."""
     after_import(_MODELOPT, _wrap_module)
     after_import(_COMPRESSED_TENSORS, _wrap_module)
-
-
-def wants_halfbyte(vllm_config: Any) -> bool:
-    """Whether NVFP4 layers of a run use halfbyte's kernels; see `Options.linear`."""
-    from vllm.platforms import current_platform
-
-    from halfbyte.plugins.vllm.options import Options
-    from halfbyte.plugins.vllm.registry import uses_halfbyte
-
-    if vllm_config is None:
-        return False
-    option = Options.parse(vllm_config.additional_config).linear
-    if option != "auto":
-        return option == "on"
-    if not uses_halfbyte(vllm_config):
-        return False
-    if current_platform.is_cpu():
-        return True
-    capability = current_platform.get_device_capability()
-    # On SM100 and SM120 vLLM has kernels for native FP4 arithmetic.
-    return current_platform.is_cuda() and capability is not None and 80 <= capability.to_int() <= 90
 
 
 def _wrap_module(module: ModuleType) -> None:
@@ -84,7 +64,7 @@ def _halfbyte_kernel(use_a16: bool) -> Any:
     from vllm.config import get_current_vllm_config_or_none
 
     config = get_current_vllm_config_or_none()
-    if not wants_halfbyte(config):
+    if config is None or not wants_kernels(config, "linear"):
         return None
     asked = _linear_backend(use_a16)
     if asked != "auto":

@@ -82,7 +82,7 @@ class HalfbyteNvFp4LinearKernel(NvFp4LinearKernel):
             vars(layer).pop(name, None)
         weight, weight_scale = layer.weight.data, layer.weight_scale.data
         if self._is_dummy:
-            weight_scale, scales = _sane_scales(weight_scale, scales)
+            weight_scale, scales = sane_scales(weight_scale, scales)
         # Plain parameters, without vLLM's weight loaders.
         for name, tensor in (
             ("weight", weight),
@@ -111,9 +111,14 @@ class HalfbyteNvFp4LinearKernel(NvFp4LinearKernel):
         return self.kernel.apply_weights(layer, x, bias)
 
 
-def _sane_scales(
+def sane_scales(
     weight_scale: torch.Tensor, scales: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replace invalid dummy scales, which may be NaN, negative or nearly 0."""
+    """Replace invalid dummy scales, which may be NaN, negative or nearly 0.
+
+    Args:
+        weight_scale: float8_e4m3fn, block scales.
+        scales: float32, global scales.
+    """
     codes = 0x28 + weight_scale.view(torch.uint8) % 0x20
     return codes.view(torch.float8_e4m3fn), torch.full_like(scales, 1e-3)

@@ -13,7 +13,9 @@ from halfbyte.kvcache.recipe import DEFAULT, RECIPES, KVRecipe
 from halfbyte.layouts import KVCacheDType
 
 SECTION = "halfbyte"
-_LINEAR = ("auto", "on", "off")
+_CHOICES = ("auto", "on", "off")
+_OF_WEIGHTS = ("linear", "moe")
+"""Options with these choices, which do not need halfbyte's attention."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,10 @@ class Options:
     linear: str = "auto"
     """NVFP4 linear layers on halfbyte's kernels: `auto` with halfbyte's attention on CPUs and
     SM80 to SM90, `on` on all supported hardware, `off` never."""
+    moe: str = "auto"
+    """NVFP4 and MXFP4 experts on halfbyte's kernels: `auto` with halfbyte's attention on CPUs, `on`
+    on all supported hardware, `off` never. Layers that these kernels do not support are left to
+    vLLM with `auto`, and are an error with `on`."""
 
     def __post_init__(self) -> None:
         for name in ("kv_scales", "draft_kv_scales"):
@@ -59,10 +65,12 @@ class Options:
             raise ValueError(
                 f"{SECTION}.kv_recipe: expected one of {', '.join(RECIPES)}, got {self.kv_recipe!r}"
             )
-        if self.linear not in _LINEAR:
-            raise ValueError(
-                f"{SECTION}.linear: expected one of {', '.join(_LINEAR)}, got {self.linear!r}"
-            )
+        for name in _OF_WEIGHTS:
+            if getattr(self, name) not in _CHOICES:
+                raise ValueError(
+                    f"{SECTION}.{name}: expected one of {', '.join(_CHOICES)}, got "
+                    f"{getattr(self, name)!r}"
+                )
 
     @property
     def recipe(self) -> KVRecipe:
@@ -80,7 +88,8 @@ class Options:
         return [
             field.name
             for field in fields(self)
-            if field.name != "linear" and getattr(self, field.name) != getattr(defaults, field.name)
+            if field.name not in _OF_WEIGHTS
+            and getattr(self, field.name) != getattr(defaults, field.name)
         ]
 
     @classmethod
@@ -105,8 +114,9 @@ class Options:
                 f"{', '.join(known)}"
             )
         fields_given = dict(section)
-        if isinstance(linear := section.get("linear"), bool):  # YAML's on and off
-            fields_given["linear"] = "on" if linear else "off"
+        for name in _OF_WEIGHTS:
+            if isinstance(choice := section.get(name), bool):  # YAML's on and off
+                fields_given[name] = "on" if choice else "off"
         return cls(**fields_given)
 
 

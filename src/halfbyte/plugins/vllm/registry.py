@@ -1,7 +1,9 @@
-"""Registration in vLLM's registry of attention backends."""
+"""Registration in vLLM's registry of attention backends; whether a run uses halfbyte's parts."""
 
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
+
+from halfbyte.plugins.vllm.options import Options
 
 BACKEND_PATH = "halfbyte.plugins.vllm.backend.HalfbyteAttentionBackend"
 
@@ -68,6 +70,27 @@ def uses_halfbyte(vllm_config: Any) -> bool:
     draft = getattr(vllm_config, "speculative_config", None)
     chosen.append(getattr(draft, "attention_backend", None))
     return any(is_halfbyte(backend) for backend in chosen if backend is not None)
+
+
+def wants_kernels(vllm_config: Any, option: Literal["linear", "moe"]) -> bool:
+    """Whether a run uses halfbyte's kernels for 4-bit weights; see `Options`.
+
+    Args:
+        vllm_config: vLLM's.
+        option: of linear layers, or of experts.
+    """
+    from vllm.platforms import current_platform
+
+    choice = getattr(Options.parse(vllm_config.additional_config), option)
+    if choice != "auto":
+        return bool(choice == "on")
+    if not uses_halfbyte(vllm_config):
+        return False
+    if current_platform.is_cpu() or option == "moe":
+        return bool(current_platform.is_cpu())
+    capability = current_platform.get_device_capability()
+    # On SM100 and SM120 vLLM has kernels for native FP4 arithmetic.
+    return current_platform.is_cuda() and capability is not None and 80 <= capability.to_int() <= 90
 
 
 def has_page_specs() -> bool:

@@ -127,6 +127,16 @@ FEATURES = (
         "test_vllm_weights.py::test_quantized_checkpoints_equal_halfbyte_s_engine",
     ),
     Feature(
+        "4-bit experts: NVFP4 of ModelOpt and compressed-tensors, GPT-OSS's MXFP4 (`moe`)",
+        (SEEN, UNTRIED, TESTED, UNTRIED),
+        "test_vllm_moe.py::test_experts_equal_halfbyte_s_engine",
+    ),
+    Feature(
+        "tensor and expert parallel with 4-bit experts",
+        (SEEN, UNTRIED, TESTED, UNTRIED),
+        "test_vllm_moe.py::test_two_ranks_give_the_same_tokens",
+    ),
+    Feature(
         "KV connectors that move whole blocks (0.24: the offloading ones)",
         (UNTRIED, UNTRIED, TESTED, UNTRIED),
         "test_vllm_equality.py::test_a_connector_brings_back_whole_blocks",

@@ -36,7 +36,7 @@ class Tokens(NamedTuple):
 _BATCHES = (
     (Tokens(1, 40),),
     (Tokens(1, 40), Tokens(1, 700), Tokens(1, 16)),
-    (Tokens(4, 60), Tokens(4, 300)),
+    *((Tokens(new, 60), Tokens(new, 300)) for new in range(2, 9)),
     (Tokens(17, 0),),
     (Tokens(17, 300),),
     (Tokens(40, 2000), Tokens(1, 50)),

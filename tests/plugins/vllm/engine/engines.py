@@ -17,6 +17,7 @@ import halfbyte
 from halfbyte.assets import bundled_model_path
 from halfbyte.engine.prompts import encode
 from halfbyte.plugins.vllm.attention import HalfbyteAttentionImpl
+from halfbyte.plugins.vllm.moe_method import HalfbyteMoeMethod
 from halfbyte.plugins.vllm.registry import has_page_specs
 
 needs_page_specs = pytest.mark.skipif(
@@ -73,6 +74,19 @@ def vllm_engine(
         cleanup_dist_env_and_memory()
 
 
+def allow_float32(patch: pytest.MonkeyPatch) -> None:
+    """vLLM's 4-bit layers take 16 bits only; equality needs float32."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+    from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
+
+    dtypes = [torch.bfloat16, torch.float16, torch.float32]
+    for config in (ModelOptNvFp4Config, CompressedTensorsConfig, GptOssMxfp4Config):
+        patch.setattr(config, "get_supported_act_dtypes", lambda *_: dtypes)
+
+
 def layers_of(llm: Any) -> dict[str, Any]:
     """vLLM's attention layers by name."""
     core = llm.llm_engine.engine_core.engine_core
@@ -94,6 +108,19 @@ def assert_ours(llm: Any, kv_cache_dtype: str | None = None) -> list[HalfbyteAtt
         if kv_cache_dtype is not None:
             assert layer.impl.format.k == layer.impl.format.v == kv_cache_dtype, name
     return [layer.impl for layer in layers.values()]
+
+
+def assert_our_experts(llm: Any, backend: str, weight_format: str) -> None:
+    """The experts of every layer run on a kernel of halfbyte's."""
+    core = llm.llm_engine.engine_core.engine_core
+    model = core.model_executor.driver_worker.worker.model_runner.model
+    modules = [m for m in model.modules() if type(m).__name__.endswith("RoutedExperts")]
+    assert len(modules) == model.config.num_hidden_layers
+    for method in (module.quant_method for module in modules):
+        assert isinstance(method, HalfbyteMoeMethod)
+        assert method.kernel is not None
+        found = method.kernel.name, method.kernel.config.weight_format
+        assert found == (backend, weight_format)
 
 
 def generate(
@@ -128,7 +155,12 @@ def metrics(llm: Any) -> dict[str, float]:
 
 
 def run_apart(
-    prompts: Sequence[Any], *, in_process: bool = True, **options: Any
+    prompts: Sequence[Any],
+    *,
+    in_process: bool = True,
+    max_tokens: int = 64,
+    experts: bool = False,
+    **options: Any,
 ) -> tuple[list[list[int]], dict[str, float]]:
     """Tokens and counters of an engine in a process of its own.
 
@@ -137,30 +169,43 @@ def run_apart(
 
     Args:
         in_process: whether the engine runs in that process, where its layers can be looked at.
+        max_tokens: of each output.
+        experts: whether the model has 4-bit experts, which halfbyte's kernels must run.
+        options: of `vllm_engine`.
     """
+    arguments = list(prompts), in_process, max_tokens, experts, options
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        return pool.submit(_run_apart, list(prompts), in_process, options).result()
+        return pool.submit(_run_apart, *arguments).result()
 
 
 def _run_apart(
-    prompts: list[Any], in_process: bool, options: dict[str, Any]
+    prompts: list[Any], in_process: bool, max_tokens: int, experts: bool, options: dict[str, Any]
 ) -> tuple[list[list[int]], dict[str, float]]:
     # Of a function sent to the workers, pickled: they are ours, and on this machine.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
+    allow_float32(pytest.MonkeyPatch())
+    expected = {HalfbyteAttentionImpl.__name__} | ({_EXPERTS} if experts else set())
     with vllm_engine(**options, disable_log_stats=False) as llm:
         if in_process:
             assert_ours(llm)
         else:
             kinds = llm.collective_rpc(_kinds_of_layers)
-            assert {kind for rank in kinds for kind in rank} == {HalfbyteAttentionImpl.__name__}
-        return generate(llm, prompts), metrics(llm)
+            assert {kind for rank in kinds for kind in rank} == expected
+        return generate(llm, prompts, max_tokens), metrics(llm)
+
+
+_EXPERTS = HalfbyteMoeMethod.__name__
 
 
 def _kinds_of_layers(worker: Any) -> list[str]:
-    context = worker.model_runner.compilation_config.static_forward_context
-    layers = [layer for layer in context.values() if hasattr(layer, "kv_cache_dtype")]
-    return [type(layer.impl).__name__ for layer in layers]
+    layers = worker.model_runner.compilation_config.static_forward_context.values()
+    kinds = [type(layer.impl).__name__ for layer in layers if hasattr(layer, "kv_cache_dtype")]
+    methods = [x.routed_experts.quant_method for x in layers if hasattr(x, "routed_experts")]
+    return kinds + [
+        _EXPERTS if isinstance(method, HalfbyteMoeMethod) else type(method).__name__
+        for method in methods
+    ]
 
 
 def halfbyte_engine(folder: str | Path, **options: Any) -> halfbyte.LLM:

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from halfbyte.plugins.vllm.attention import HalfbyteAttentionImpl
@@ -12,6 +11,7 @@ from halfbyte.quantization import quantize_checkpoint
 from plugins.vllm.engine.engines import (
     BUNDLED,
     TEXTS,
+    allow_float32,
     assert_ours,
     assert_same_tokens,
     generate,
@@ -30,15 +30,7 @@ KINDS = [
 
 @pytest.fixture(autouse=True)
 def _float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's NVFP4 layers take 16 bits only; equality needs float32."""
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
-        CompressedTensorsConfig,
-    )
-    from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
-
-    dtypes = [torch.bfloat16, torch.float16, torch.float32]
-    for config in (ModelOptNvFp4Config, CompressedTensorsConfig):
-        monkeypatch.setattr(config, "get_supported_act_dtypes", lambda *_: dtypes)
+    allow_float32(monkeypatch)
 
 
 def quantized(tmp_path: Path, dialect: str, activations: bool) -> Path:

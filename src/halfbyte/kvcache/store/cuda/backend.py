@@ -6,13 +6,9 @@ Recipes without weights go to Triton, which stored 8,192 tokens of them faster o
 
 from typing import ClassVar
 
-import torch
-
 from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
-from halfbyte.kvcache.recent import RingSlots
-from halfbyte.kvcache.store.base import Scale, StoreBackend, StoreConfig
-from halfbyte.kvcache.transform import KVTransform
-from halfbyte.layouts import KVCacheDType, PageLayout
+from halfbyte.kvcache.store.base import StoreBackend, StoreConfig, StoreInputs
+from halfbyte.layouts import KVCacheDType
 from halfbyte.numerics.nvfp4 import BLOCK_SIZE
 
 _OLDEST = 80
@@ -52,25 +48,9 @@ class CudaStore(StoreBackend):
         return config.answer_of("cuda", _FORMATS)
 
     @classmethod
-    def store(
-        cls,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        pages: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        layout: PageLayout,
-        k_scale: Scale,
-        v_scale: Scale,
-        transform: KVTransform | None,
-        positions: torch.Tensor | None,
-        recent: RingSlots | None = None,
-    ) -> None:
+    def store(cls, inputs: StoreInputs) -> None:
         """See `StoreBackend.store`; slots past the last page are skipped."""
         # Here, so that the registry can be asked without loading it.
         from halfbyte.kvcache.store.cuda.launcher import store_transformed
 
-        assert transform is not None
-        assert positions is not None
-        store_transformed(
-            key, value, pages, slot_mapping, layout, k_scale, v_scale, transform, positions, recent
-        )
+        store_transformed(inputs)

@@ -15,7 +15,7 @@ from halfbyte.kernels.runtime.parameters import (
     region_fields,
 )
 from halfbyte.kvcache.recent import RingSlots
-from halfbyte.kvcache.store.base import Scale, global_scale_on
+from halfbyte.kvcache.store.base import StoreInputs, global_scale_on
 from halfbyte.kvcache.transform import MARK, MATCH_TOLERANCE, KVTransform
 from halfbyte.layouts import KVCacheDType, PageLayout, page_stride
 from halfbyte.numerics.nvfp4 import BLOCK_SIZE
@@ -136,38 +136,32 @@ class Variant(NamedTuple):
 _TOLERANCE_EXPONENT = int(1 / MATCH_TOLERANCE).bit_length() - 1
 
 
-def store_transformed(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pages: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    layout: PageLayout,
-    k_scale: Scale,
-    v_scale: Scale,
-    transform: KVTransform,
-    positions: torch.Tensor,
-    recent: RingSlots | None = None,
-) -> None:
-    """As `halfbyte.kvcache.reshape_and_cache` with a transform, on checked arguments on one GPU.
+def store_transformed(inputs: StoreInputs) -> None:
+    """Quantize and write tokens of a recipe; all tensors are on one GPU.
 
     Does not sync the GPU; slots past the last page are skipped. Inputs whose rows are not aligned
     to 16 bytes are copied first.
 
     Args:
-        k_scale, v_scale: floats, or float32 tensors of one element; one on a GPU is read there.
+        inputs: checked, with a transform and positions. Scales may be floats, or float32 tensors
+            of one element; one on a GPU is read there.
 
     Raises:
         ValueError: a float scale that `KVCacheDType.check_scale` refuses, or a scale of
             several elements.
     """
+    pages, slot_mapping, layout = inputs.pages, inputs.slot_mapping, inputs.layout
+    transform, positions, recent = inputs.transform, inputs.positions, inputs.recent
+    assert transform is not None
+    assert positions is not None
     num_slots = slot_mapping.shape[0]
     arguments = KernelArguments(_Params, num_slots=num_slots, page_stride=page_stride(pages))
     arguments.params.capacity = pages.shape[0] * layout.block_size
     scales = {
-        "k_scale": global_scale_on(pages.device, "k_scale", k_scale, layout.k_dtype),
-        "v_scale": global_scale_on(pages.device, "v_scale", v_scale, layout.v_dtype),
+        "k_scale": global_scale_on(pages.device, "k_scale", inputs.k_scale, layout.k_dtype),
+        "v_scale": global_scale_on(pages.device, "v_scale", inputs.v_scale, layout.v_dtype),
     }
-    key, value = aligned(key), aligned(value)
+    key, value = aligned(inputs.key), aligned(inputs.value)
     ring = recent is not None and num_slots > 0 and _share_dtypes(recent, key, value)
     if recent is not None and not ring:
         recent.write(key, value)

@@ -1,0 +1,41 @@
+"""SIGTERM and Ctrl-C end a command with their own status, wherever they arrive.
+
+A signal may arrive in a library's native code, which turns what the handler raises into an error of
+its own, or drops it. So the status is kept.
+"""
+
+import signal
+import sys
+from contextlib import suppress
+from types import FrameType
+
+
+class _Received:
+    status: int | None = None
+
+
+def install() -> None:
+    """Handle both signals; no effect outside the main thread."""
+    _Received.status = None
+    with suppress(ValueError):  # signals can be set in the main thread only
+        signal.signal(signal.SIGTERM, _end)
+        # A shell lets programs in the background ignore it.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _end)
+
+
+def status() -> int | None:
+    """Exit status of the last signal received, 128 + its number; None if there was none."""
+    return _Received.status
+
+
+def forget() -> None:
+    """For a command that goes on after Ctrl-C."""
+    _Received.status = None
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    _Received.status = 128 + number
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(_Received.status)

@@ -1,0 +1,105 @@
+"""4-bit experts on halfbyte's kernels, through vLLM's own loaders and routers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from models.zoo import token_ids
+from plugins.vllm.engine.engines import (
+    allow_float32,
+    assert_our_experts,
+    assert_same_tokens,
+    generate,
+    halfbyte_tokens,
+    run_apart,
+    vllm_engine,
+)
+from plugins.vllm.engine.moe_checkpoints import make_gpt_oss, make_mxfp4, make_nvfp4
+
+PROMPTS = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60)]
+PLAIN: dict[str, Any] = {"kv_cache_dtype": "float32"}
+ENGINE: dict[str, Any] = {
+    "kv_cache_dtype": "auto",
+    "max_model_len": 128,
+    "block_size": 16,
+    "skip_tokenizer_init": True,
+}
+MAKE: dict[str, Callable[[Path], Path]] = {
+    "qwen3-modelopt": lambda folder: make_nvfp4(folder, "qwen3_moe", "modelopt", "nvfp4-a16"),
+    "mixtral-w4a4": lambda folder: make_nvfp4(folder, "mixtral", "compressed-tensors", "nvfp4"),
+    "gpt-oss": make_gpt_oss,
+    "qwen2-shared-expert": lambda folder: make_nvfp4(folder, "qwen2_moe", "modelopt", "nvfp4"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    allow_float32(monkeypatch)
+
+
+def engine(folder: Path, **options: Any) -> Any:
+    return vllm_engine(folder, **ENGINE, **options)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen3-modelopt", "mixtral-w4a4", "gpt-oss"),
+        pytest.param("qwen2-shared-expert", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_equal_halfbyte_s_engine(tmp_path: Path, name: str) -> None:
+    folder = MAKE[name](tmp_path)
+    expected = halfbyte_tokens(folder, PROMPTS, 16, **PLAIN)
+    with engine(folder) as llm:
+        assert_our_experts(llm, "cpu", "mxfp4" if name == "gpt-oss" else "nvfp4")
+        found = generate(llm, PROMPTS, 16)
+    assert_same_tokens(found, expected, PROMPTS, folder, **PLAIN)
+
+
+@pytest.mark.slow
+def test_mxfp4_of_compressed_tensors_equals_dequantized_experts(tmp_path: Path) -> None:
+    folder, plain = make_mxfp4(tmp_path)
+    expected = halfbyte_tokens(plain, PROMPTS, 16, **PLAIN)
+    with engine(folder) as llm:
+        assert_our_experts(llm, "cpu", "mxfp4")
+        found = generate(llm, PROMPTS, 16)
+    assert_same_tokens(found, expected, PROMPTS, plain, **PLAIN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "expert_parallel"),
+    [("gpt-oss", False), ("qwen2-shared-expert", True)],
+    ids=["tensor", "expert"],
+)
+def test_two_ranks_give_the_same_tokens(
+    tmp_path: Path, name: str, expert_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    folder = MAKE[name](tmp_path)
+    found, _ = run_apart(
+        PROMPTS,
+        in_process=False,
+        max_tokens=16,
+        experts=True,
+        model=str(folder),
+        tensor_parallel_size=2,
+        enable_expert_parallel=expert_parallel,
+        **ENGINE,
+    )
+    expected = halfbyte_tokens(folder, PROMPTS, 16, **PLAIN)
+    assert_same_tokens(found, expected, PROMPTS, folder, **PLAIN)
+
+
+@pytest.mark.slow
+def test_compiled_gives_the_same_tokens(tmp_path: Path) -> None:
+    folder = MAKE["qwen3-modelopt"](tmp_path)
+    with engine(folder, enforce_eager=False) as llm:
+        assert_our_experts(llm, "cpu", "nvfp4")
+        found = generate(llm, PROMPTS, 16)
+    expected = halfbyte_tokens(folder, PROMPTS, 16, **PLAIN)
+    assert_same_tokens(found, expected, PROMPTS, folder, **PLAIN)

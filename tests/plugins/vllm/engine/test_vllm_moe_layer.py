@@ -1,0 +1,265 @@
+"""One of vLLM's MoE layers with halfbyte's kernels: ranks, scales, and what is refused."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from vllm import distributed
+from vllm.config import AttentionConfig, KernelConfig, LoadConfig, LoRAConfig, VllmConfig
+from vllm.config import set_current_vllm_config as in_config
+from vllm.model_executor.layers import fused_moe
+from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+import halfbyte.plugins.vllm
+from halfbyte.moe import GatedActivation, PackedExperts, moe_experts
+from halfbyte.plugins.vllm.moe import _warn_overruled
+from halfbyte.plugins.vllm.moe_method import HalfbyteMoeMethod, _log_choice
+from moe.cases import random_experts, random_hidden, random_routing
+
+E, H, I = 5, 64, 96  # noqa: E741
+ON = {"halfbyte": {"moe": "on"}}
+make_moe = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
+"""vLLM's function, by its names in vLLM 0.32 and 0.24."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The parallel groups of a process that is alone."""
+    halfbyte.plugins.vllm.register()
+    file = tmp_path_factory.mktemp("groups") / "init"
+    with in_config(VllmConfig()):
+        distributed.init_distributed_environment(1, 0, f"file://{file}", 0, "gloo")
+        distributed.initialize_model_parallel(1, 1)
+    yield
+    distributed.cleanup_dist_env_and_memory()
+
+
+@contextmanager
+def ranks_of(monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> Iterator[None]:
+    """Layers are made for a rank, without processes of the others."""
+    alone = FusedMoEParallelConfig.make_no_parallel()
+    with monkeypatch.context() as patch:
+        found = replace(alone, **sizes)
+        patch.setattr(FusedMoEParallelConfig, "make", staticmethod(lambda *_, **__: found))
+        yield
+
+
+def make_layer(
+    additional_config: Any = ON,
+    backend: AttentionBackendEnum | None = AttentionBackendEnum.CUSTOM,
+    **options: Any,
+) -> Any:
+    """vLLM's routed experts with parameters that are not loaded.
+
+    Args:
+        additional_config: vLLM's.
+        backend: of attention.
+        options: `lora`, `load_format`, `moe_backend`, or arguments of vLLM's function.
+    """
+    kernels = KernelConfig(moe_backend=options.pop("moe_backend", "auto"))
+    load_config = LoadConfig(load_format=options.pop("load_format", "auto"))
+    lora = LoRAConfig() if options.pop("lora", False) else None
+    config = VllmConfig(
+        additional_config=additional_config,
+        attention_config=AttentionConfig(backend=backend),
+        load_config=load_config,
+        kernel_config=kernels,
+    )
+    config.lora_config = lora
+    config.device_config.device = torch.device("cpu")
+    defaults = {
+        "num_experts": E,
+        "top_k": 2,
+        "hidden_size": H,
+        "intermediate_size": I,
+        "params_dtype": torch.float32,
+        "quant_config": ModelOptNvFp4Config("W4A16_NVFP4", True, None, [], 16),
+        "prefix": "model.layers.0.mlp.experts",
+    }
+    parallel = {"tp_size": 1, "dp_size": 1, "pcp_size": 1}
+    with in_config(config):
+        return make_moe(**{**defaults, **parallel, **options}).routed_experts
+
+
+def load(layer: Any, experts: PackedExperts) -> None:
+    """By vLLM's loader, which takes this rank's part of each tensor."""
+    half = experts.intermediate_size
+    for expert in range(experts.num_experts):
+        for shard, matrices, rows, part in (
+            ("w1", experts.gate_up, slice(0, half), 0),
+            ("w3", experts.gate_up, slice(half, 2 * half), 1),
+            ("w2", experts.down, slice(None), 0),
+        ):
+            name = "w2" if shard == "w2" else "w13"
+            assert matrices.global_scale is not None
+            for suffix, tensor in (
+                ("weight", matrices.weight[expert, rows]),
+                ("weight_scale", matrices.scales[expert, rows]),
+                ("weight_scale_2", matrices.global_scale[expert, part]),
+            ):
+                parameter = getattr(layer, f"{name}_{suffix}")
+                layer.weight_loader(parameter, tensor, f"{name}_{suffix}", shard, expert)
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def run(layer: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = layer.quant_method.apply(layer, x, weights, ids, None, None)
+    return result
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [{"use_ep": True, "ep_size": 2, "ep_rank": rank} for rank in range(2)],
+        [{"tp_size": 2, "tp_rank": rank} for rank in range(2)],  # 48 features each
+        [{"tp_size": 6, "tp_rank": rank} for rank in range(6)],  # 16 features each
+    ],
+    ids=["expert-parallel", "two-ranks", "six-ranks"],
+)
+def test_ranks_add_up_to_all_experts(
+    sizes: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Global scales differ by expert, and between gate and up."""
+    experts = random_experts(E, H, I)
+    x, (ids, weights) = random_hidden(9, H), random_routing(9, 2, E)
+    ids[3, 1] = -1  # padding of vLLM's routers
+    total = torch.zeros_like(x)
+    for rank in sizes:
+        with ranks_of(monkeypatch, **rank):
+            layer = make_layer()
+        load(layer, experts)
+        assert isinstance(layer.quant_method, HalfbyteMoeMethod)
+        result = run(layer, x, ids.int(), weights)
+        if "ep_rank" in rank:
+            assert layer.local_num_experts == (3 if rank["ep_rank"] == 0 else 2)
+            own = (ids < 3) if rank["ep_rank"] == 0 else (ids >= 3)
+            masked = torch.where(own, ids, -1)
+            alone = moe_experts(x, experts, masked, weights, backend="cpu")
+            assert torch.equal(result, alone)
+        total += result
+    expected = moe_experts(x, experts, ids, weights, backend="reference")
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_of_vllm_are_released() -> None:
+    layer = make_layer()
+    assert layer.w13_weight.shape == (E, 2 * I, H // 2)
+    load(layer, random_experts(E, H, I))
+    names = [name for name, _ in layer.named_parameters()]
+    assert names
+    assert not [name for name in names if name.startswith("w")]
+
+
+def test_dummy_weights_are_numbers() -> None:
+    """Scales of vLLM's dummies may be NaN, negative or 0."""
+    layer = make_layer(load_format="dummy")
+    for name, parameter in layer.named_parameters():
+        if name.endswith("weight"):
+            parameter.data.random_(0, 256)
+        else:
+            parameter.data.copy_(torch.full(parameter.shape, torch.nan))
+    layer.quant_method.process_weights_after_loading(layer)
+    result = run(layer, random_hidden(9, H), *random_routing(9, 2, E))
+    assert bool(result.isfinite().all())
+    assert bool(result.abs().amax() > 0)
+
+
+def test_router_weights_on_the_input() -> None:
+    """Llama 4's: the expert of a token gets the weighted token."""
+    experts = random_experts(E, H, I)
+    x, (ids, _) = random_hidden(7, H), random_routing(7, 1, E)
+    weights = torch.linspace(0.1, 0.9, 7)[:, None]
+    layer = make_layer(top_k=1, apply_router_weight_on_input=True)
+    load(layer, experts)
+    expected = moe_experts(x * weights, experts, ids, torch.ones_like(weights))
+    torch.testing.assert_close(run(layer, x, ids.int(), weights), expected)
+    with pytest.raises(ValueError, match="expected one expert per token, got 2"):
+        run(layer, x, *random_routing(7, 2, E))
+
+
+@pytest.mark.parametrize(
+    ("options", "activation"),
+    [
+        ({"swiglu_limit": 1.5}, GatedActivation(limit=1.5)),
+        (
+            {
+                "activation": "swigluoai_uninterleave",
+                "swiglu_limit": 1.5,
+                "swiglu_alpha": 1.702,
+                "swiglu_beta": 1.0,
+            },
+            GatedActivation(1.702, 1.5, 1.0),
+        ),
+    ],
+    ids=["clamped", "gpt-oss-s"],
+)
+def test_activations(options: dict[str, Any], activation: GatedActivation) -> None:
+    experts = random_experts(E, H, I, activation=activation)
+    x, (ids, weights) = random_hidden(9, H), random_routing(9, 2, E)
+    layer = make_layer(**options)
+    load(layer, experts)
+    expected = moe_experts(x, experts, ids, weights, backend="reference")
+    torch.testing.assert_close(run(layer, x, ids, weights), expected, rtol=1e-5, atol=1e-5)
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"activation": "gelu"}, {}, "the activation gelu"),
+    ({"intermediate_size": 104}, {}, "intermediate_size: expected a positive multiple of 16"),
+    ({"has_bias": True}, {}, "experts with biases"),
+    ({"lora": True}, {}, "LoRA with experts"),
+    ({}, {"enable_eplb": True}, "--enable-eplb"),
+    ({}, {"dp_size": 2, "use_ep": True, "ep_size": 2}, "data-parallel experts"),
+]
+
+
+@pytest.mark.parametrize(("options", "parallel", "reason"), REFUSED, ids=str)
+def test_what_is_not_supported_is_said(
+    options: dict[str, Any],
+    parallel: dict[str, Any],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """By an error if experts are asked for; by a line if vLLM may run them, which it cannot on a
+    CPU."""
+    with ranks_of(monkeypatch, **parallel):
+        with pytest.raises(ValueError, match=f"halfbyte: moe on: .*{reason}.*use moe auto or off"):
+            make_layer(**options)
+        with (
+            caplog.at_level(logging.WARNING, "halfbyte"),
+            pytest.raises(NotImplementedError, match="No NvFp4 MoE backend supports"),
+        ):
+            make_layer({}, **options)
+    assert [r for r in caplog.records if "left to vLLM: halfbyte does not support" in r.message]
+    assert reason in caplog.text
+
+
+def test_vllm_s_own_methods_stay() -> None:
+    """If `off`, and without halfbyte's attention; vLLM has no kernel for CPUs."""
+    for options in ({"additional_config": {"halfbyte": {"moe": "off"}}}, {"backend": None}):
+        with pytest.raises(NotImplementedError, match="No NvFp4 MoE backend supports"):
+            make_layer(**{"additional_config": {}, **options})
+
+
+def test_moe_backend_overrules(caplog: pytest.LogCaptureFixture) -> None:
+    _warn_overruled.cache_clear()
+    with pytest.raises(ValueError, match="'MARLIN' does not support the deployment"):
+        make_layer(moe_backend="marlin")
+    assert "4-bit experts run on marlin, as --moe-backend says" in caplog.text
+
+
+def test_activations_are_not_quantized(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a W4A4 checkpoint that is said; a format that the user asks for is refused."""
+    _log_choice.cache_clear()
+    config = ModelOptNvFp4Config("NVFP4", True, None, [], 16)
+    assert isinstance(make_layer(quant_config=config).quant_method, HalfbyteMoeMethod)
+    assert "NVFP4 experts run on halfbyte's kernels as W4A16" in caplog.text
+    config.moe_activation_override = "nvfp4_per_token"
+    with pytest.raises(ValueError, match="moe on: an activation format in --quantization-config"):
+        make_layer(quant_config=config)
