@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from halfbyte.dispatch import NoImplementationError
 from halfbyte.linear.w4a16.gemv.plan import Machine
 from halfbyte.moe import GPT_OSS, SWIGLU, MoeConfig, moe_experts, select_moe_kernel
 from halfbyte.moe.cuda import launcher
@@ -90,11 +91,13 @@ def test_what_it_can_do() -> None:
     assert CudaKernel.is_supported(75) == (False, "needs compute capability 8.0, this is 7.5")
 
 
-def test_it_is_preferred_on_gpus() -> None:
+def test_it_is_chosen_by_name() -> None:
     pytest.importorskip("triton")
-    assert select_moe_kernel(CONFIG) is CudaKernel
-    assert select_moe_kernel(replace(CONFIG, dtype=torch.float32)).name == "triton"
-    assert select_moe_kernel(replace(CONFIG, batch_invariant=True)).name == "triton"
+    assert select_moe_kernel(CONFIG).name == "triton"
+    assert select_moe_kernel(CONFIG, "cuda") is CudaKernel
+    for refused in ({"dtype": torch.float32}, {"batch_invariant": True}):
+        with pytest.raises(NoImplementationError, match="cuda"):
+            select_moe_kernel(replace(CONFIG, **refused), "cuda")
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ BACKEND_VARIABLE = "HALFBYTE_MOE_BACKEND"
 MOE_BACKENDS: Registry[MoeKernel] = Registry(
     "MoE backend",
     {
-        "cuda": "halfbyte.moe.cuda.kernel:CudaKernel",
         "triton": "halfbyte.moe.triton:TritonKernel",
+        # Behind triton, which takes every layer of a GPU, until it has run on one.
+        "cuda": "halfbyte.moe.cuda.kernel:CudaKernel",
         "cpu": "halfbyte.moe.cpu:CpuKernel",
         "reference": "halfbyte.moe.reference:ReferenceKernel",
     },
