@@ -1,6 +1,7 @@
 """Tables of a run of `kv_recipes.py`, in Markdown."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from halfbyte.kvcache import KVRecipe
@@ -9,6 +10,10 @@ _NAMES = {
     recipe.of_pages.name: f"{recipe.name} without the last 64 tokens"
     for recipe in map(KVRecipe.parse, ("balanced", "accurate"))
 }
+_UNWEIGHED = replace(KVRecipe.parse("balanced"), weighted_scales=False)
+"""`balanced` of runs from before it chose block scales by weighted error."""
+_NAMES[_UNWEIGHED.name] = "balanced with `four_over_six`"
+_NAMES[_UNWEIGHED.of_pages.name] = "the same without the last 64 tokens"
 
 
 def table(report: dict[str, Any]) -> str:

@@ -11,9 +11,8 @@ _MAX_KL = {"SmolLM2-135M-Instruct": (0.6, 0.4), "gemma-3-270m": (0.95, 0.75)}
 """Max KL divergence of `balanced` and of `accurate`, relative to an fp8 cache."""
 _SMALL_CHUNKS = "SmolLM2-135M-Instruct"
 """Also fed in chunks of 16 tokens, with the same bounds."""
-_KNOWN = {
-    "gemma-3-270m, balanced": "1.02: block scales among four by weighted error would give 0.8",
-}
+
+_FADES = "error feedback uses queries' directions of the calibration's positions, up to 3.4k"
 
 
 def of_accuracy(report: dict[str, Any]) -> Iterator[Bound]:
@@ -27,7 +26,7 @@ def of_accuracy(report: dict[str, Any]) -> Iterator[Bound]:
         for recipe, limit in zip(("balanced", "accurate"), _MAX_KL[model], strict=True):
             row, name = rows["nvfp4", recipe], f"{model}, {recipe}{chunks}"
             kl = row["kl_divergence"] / fp8["kl_divergence"]
-            yield bound(f"{name}: KL, of fp8's", kl, "<=", limit, _KNOWN.get(name, ""))
+            yield bound(f"{name}: KL, of fp8's", kl, "<=", limit)
             yield bound(f"{name}: NLL, fp8's", row["nll_increase"], "<", fp8["nll_increase"])
             if model == _SMALL_CHUNKS:
                 yield bound(f"{name}: change in NLL", of_baseline(row), "<=", 0.003)
@@ -38,7 +37,8 @@ def of_accuracy(report: dict[str, Any]) -> Iterator[Bound]:
             kl = rows["nvfp4", recipe]["kl_by_position"]
             first, last = kl[0] / fp8[0], kl[-1] / fp8[-1]
             name = f"{model}, {recipe}: KL, of fp8's, end to start"
-            yield bound(name, last / first, "<=", 1.15)
+            why = _FADES if recipe == "accurate" else ""
+            yield bound(name, last / first, "<=", 1.15, known_miss=why)
 
 
 _SLOWER = {
