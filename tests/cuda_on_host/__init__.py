@@ -6,6 +6,7 @@ from cuda_on_host.build import (
     guarded,
     launch,
     needs_compiler,
+    overlapping_kernels,
     tensor_maps_on_host,
 )
 
@@ -15,5 +16,6 @@ __all__ = [
     "guarded",
     "launch",
     "needs_compiler",
+    "overlapping_kernels",
     "tensor_maps_on_host",
 ]

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import prod
@@ -140,6 +140,37 @@ def launch(
     message = function(clusters_at_once, grid, threads, shared_bytes, pointers)
     if message is not None:
         raise RuntimeError(message.decode())
+
+
+@contextmanager
+def overlapping_kernels(
+    capability: int, is_compiled_in: Callable[[str], bool] = lambda macro: True
+) -> Iterator[None]:
+    """Let `nvrtc.load` build for the host and `nvrtc.launch` run there, whose launches overlap.
+
+    Args:
+        capability: of the GPU that is emulated.
+        is_compiled_in: which macros are given to the compiler; each combination takes a run of it.
+    """
+
+    def load(name: str, macros: Any, functions: Any, device: Any) -> dict[str, nvrtc.Kernel]:
+        kept = {key: value for key, value in macros if is_compiled_in(key)}
+        library = build(name, kept, capability=capability)
+        return {entry: nvrtc.Kernel(getattr(library, entry), size, 0) for entry, size in functions}
+
+    def run(
+        kernel: nvrtc.Kernel,
+        grid: int,
+        threads: int,
+        arguments: Sequence[ctypes.Structure],
+        *,
+        overlap: bool,
+    ) -> None:
+        assert overlap  # `nvrtc.launch` takes it back before SM90
+        launch(kernel.function, grid, threads, *arguments, shared_bytes=kernel.shared_bytes)
+
+    with patch.object(nvrtc, "load", load), patch.object(nvrtc, "launch", run):
+        yield
 
 
 def guarded(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

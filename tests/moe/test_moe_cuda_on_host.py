@@ -1,9 +1,7 @@
 """The CUDA kernels for few tokens per expert, run on the CPU."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import Structure
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 
 import cuda_on_host
 from cuda_on_host import guarded
-from halfbyte.kernels.runtime import nvrtc
 from halfbyte.linear.w4a16.gemv.plan import Machine
 from halfbyte.moe import SWIGLU, GatedActivation, PackedExperts
 from halfbyte.moe.as_loaded import Matrices
@@ -41,28 +38,10 @@ SMALL_GPU = Machine(80, 99 * 1024, 3, 0)
 @contextmanager
 def on_host() -> Iterator[None]:
     """Let the launcher's kernels run on the CPU; memory that it allocates begins as NaN."""
-
-    def load(name: str, macros: Any, functions: Any, device: Any) -> dict[str, nvrtc.Kernel]:
-        library = cuda_on_host.build(name, dict(macros), capability=80)
-        return {entry: nvrtc.Kernel(getattr(library, entry), size, 0) for entry, size in functions}
-
-    def launch(
-        kernel: nvrtc.Kernel,
-        grid: int,
-        threads: int,
-        arguments: Sequence[Structure],
-        *,
-        overlap: bool,
-    ) -> None:
-        assert overlap
-        shared_bytes = kernel.shared_bytes
-        cuda_on_host.launch(kernel.function, grid, threads, *arguments, shared_bytes=shared_bytes)
-
     launcher._product_kernel.cache_clear()
     launcher._plan.cache_clear()
     with (
-        patch.object(nvrtc, "load", load),
-        patch.object(nvrtc, "launch", launch),
+        cuda_on_host.overlapping_kernels(SMALL_GPU.capability),
         patch.object(launcher, "machine_of", lambda device: SMALL_GPU),
         patch.object(launcher, "allocate", cuda_on_host.allocate),
     ):

@@ -232,8 +232,8 @@ def _planned_fa2(inputs: AttentionInputs, work: _Work, query: torch.Tensor) -> A
 
 def workspace_bytes(layout: PageLayout, num_heads: int, device: torch.device) -> int:
     """Bytes for the partial results of split sequences (`PrefillPlanImpl` in `scheduler.cuh`)."""
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    chunks = 2 * multiprocessors // layout.num_kv_heads
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    chunks = 2 * num_sms // layout.num_kv_heads
     rows = num_heads * chunks * _MAX_QUERY_TILE
     return max(_MIN_WORKSPACE, 4 * rows * (layout.head_size_v + 1) + 2**20)
 

@@ -1,10 +1,12 @@
-"""Base of kernels that use the weights as loaded, and a layer's tensors by name."""
+"""Base of kernels that use the weights as loaded, their operators, and tensors by name."""
 
 from collections.abc import Callable, Mapping
 from typing import ClassVar, NamedTuple
 
 import torch
 
+from halfbyte.linear.ops import linear_op
+from halfbyte.linear.runs import matrix_of
 from halfbyte.moe.base import MoeKernel
 from halfbyte.moe.experts import ExpertMatrices, GatedActivation, PackedExperts
 
@@ -52,6 +54,57 @@ def from_tensors(tensors: Mapping[str, torch.Tensor], activation: GatedActivatio
         )
 
     return PackedExperts(matrices("gate_up"), matrices("down"), activation)
+
+
+Product = Callable[
+    [torch.Tensor, Matrices, Matrices, GatedActivation, torch.Tensor, torch.Tensor, bool],
+    torch.Tensor,
+]
+"""(x `[M, H]`, gate_up, down, activation, ids, weights, batch_invariant) -> `[M, H]`; all tensors
+are contiguous, x aligned to 16 bytes."""
+
+
+def as_loaded_op(name: str) -> Callable[[Product], Callable[..., torch.Tensor]]:
+    """Make a product the operator `torch.ops.halfbyte.<name>`, which takes tensors one by one.
+
+    Returns:
+        A decorator; what it returns is an `AsLoadedKernel.product`.
+    """
+
+    def register(product: Product) -> Callable[..., torch.Tensor]:
+        @linear_op(name)
+        def operator(
+            x: torch.Tensor,
+            topk_ids: torch.Tensor,
+            topk_weights: torch.Tensor,
+            gate_up_weight: torch.Tensor,
+            gate_up_scales: torch.Tensor,
+            gate_up_global_scale: torch.Tensor | None,
+            gate_up_bias: torch.Tensor | None,
+            down_weight: torch.Tensor,
+            down_scales: torch.Tensor,
+            down_global_scale: torch.Tensor | None,
+            down_bias: torch.Tensor | None,
+            alpha: float,
+            limit: float | None,
+            up_offset: float,
+            interleaved: bool,
+            n: int,
+            batch_invariant: bool,
+        ) -> torch.Tensor:
+            return product(
+                matrix_of(x),
+                Matrices(gate_up_weight, gate_up_scales, gate_up_global_scale, gate_up_bias),
+                Matrices(down_weight, down_scales, down_global_scale, down_bias),
+                GatedActivation(alpha, limit, up_offset, interleaved),
+                topk_ids.contiguous(),
+                topk_weights.contiguous(),
+                batch_invariant,
+            )
+
+        return operator
+
+    return register
 
 
 class AsLoadedKernel(MoeKernel):

@@ -12,9 +12,8 @@ from typing import ClassVar
 import torch
 
 from halfbyte.dispatch import Answer
-from halfbyte.linear.ops import linear_op
 from halfbyte.linear.reference import product
-from halfbyte.moe.as_loaded import AsLoadedKernel
+from halfbyte.moe.as_loaded import AsLoadedKernel, Matrices, as_loaded_op
 from halfbyte.moe.base import MoeConfig
 from halfbyte.moe.experts import BLOCK_SIZES, ExpertMatrices, GatedActivation, PackedExperts
 from halfbyte.moe.pairs import hit_experts, weighted_sum
@@ -65,31 +64,18 @@ def _values(matrices: ExpertMatrices, expert: int) -> torch.Tensor:
     return (blocks * scales[..., None]).flatten(-2)
 
 
-@linear_op("nvfp4_moe_reference")
+@as_loaded_op("nvfp4_moe_reference")
 def nvfp4_moe_reference(
     x: torch.Tensor,
+    gate_up: Matrices,
+    down: Matrices,
+    activation: GatedActivation,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    gate_up_weight: torch.Tensor,
-    gate_up_scales: torch.Tensor,
-    gate_up_global_scale: torch.Tensor | None,
-    gate_up_bias: torch.Tensor | None,
-    down_weight: torch.Tensor,
-    down_scales: torch.Tensor,
-    down_global_scale: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    alpha: float,
-    limit: float | None,
-    up_offset: float,
-    interleaved: bool,
-    n: int,
     batch_invariant: bool,
 ) -> torch.Tensor:
-    """`moe_reference` as an operator; n is H."""
-    gate_up = ExpertMatrices(gate_up_weight, gate_up_scales, gate_up_global_scale, gate_up_bias)
-    down = ExpertMatrices(down_weight, down_scales, down_global_scale, down_bias)
-    activation = GatedActivation(alpha, limit, up_offset, interleaved)
-    experts = PackedExperts(gate_up, down, activation)
+    """`moe_reference` as an operator."""
+    experts = PackedExperts(ExpertMatrices(*gate_up), ExpertMatrices(*down), activation)
     return moe_reference(x, experts, topk_ids, topk_weights, batch_invariant)
 
 

@@ -5,50 +5,28 @@ from typing import ClassVar
 import torch
 
 from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
-from halfbyte.linear.ops import linear_op
-from halfbyte.linear.runs import matrix_of
-from halfbyte.moe.as_loaded import AsLoadedKernel, Matrices
+from halfbyte.moe.as_loaded import AsLoadedKernel, Matrices, as_loaded_op
 from halfbyte.moe.base import MoeConfig
 from halfbyte.moe.experts import GatedActivation
 
 _OLDEST = 80
 
 
-@linear_op("nvfp4_moe_triton")
+@as_loaded_op("nvfp4_moe_triton")
 def nvfp4_moe_triton(
     x: torch.Tensor,
+    gate_up: Matrices,
+    down: Matrices,
+    activation: GatedActivation,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    gate_up_weight: torch.Tensor,
-    gate_up_scales: torch.Tensor,
-    gate_up_global_scale: torch.Tensor | None,
-    gate_up_bias: torch.Tensor | None,
-    down_weight: torch.Tensor,
-    down_scales: torch.Tensor,
-    down_global_scale: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    alpha: float,
-    limit: float | None,
-    up_offset: float,
-    interleaved: bool,
-    n: int,
     batch_invariant: bool,
 ) -> torch.Tensor:
-    """`moe_triton` as an operator; n is H."""
+    """`moe_triton` as an operator."""
     # Imported here: other backends must not need Triton.
     from halfbyte.moe.triton_launcher import moe_triton
 
-    gate_up = Matrices(gate_up_weight, gate_up_scales, gate_up_global_scale, gate_up_bias)
-    down = Matrices(down_weight, down_scales, down_global_scale, down_bias)
-    return moe_triton(
-        matrix_of(x),
-        gate_up,
-        down,
-        GatedActivation(alpha, limit, up_offset, interleaved),
-        topk_ids.contiguous(),
-        topk_weights.contiguous(),
-        batch_invariant,
-    )
+    return moe_triton(x, gate_up, down, activation, topk_ids, topk_weights, batch_invariant)
 
 
 class TritonKernel(AsLoadedKernel):

@@ -1,11 +1,10 @@
 """The W4A16 GEMV kernel: launcher and CUDA source before SM90, run on the CPU."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import Structure, c_int, c_void_p
 from pathlib import Path
 from random import Random
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 
 import cuda_on_host
 from cuda_on_host import guarded
-from halfbyte.kernels.runtime import nvrtc
 from halfbyte.linear.w4a16.dequant import launcher as linear_unpack
 from halfbyte.linear.w4a16.gemv import launcher as linear
 from halfbyte.linear.w4a16.gemv.plan import GemvPlan, Machine, gemv_plan, k_blocks, row_units
@@ -80,28 +78,12 @@ def on_host(compiled_in: bool = False, machine: Machine = A100) -> Iterator[None
         machine: that the launcher, and the kernels, find.
     """
 
-    def load(name: str, macros: Any, functions: Any, device: Any) -> dict[str, nvrtc.Kernel]:
-        kept = {key: value for key, value in macros if compiled_in or key not in OF_SHAPE}
-        library = cuda_on_host.build(name, kept, capability=machine.capability)
-        return {entry: nvrtc.Kernel(getattr(library, entry), size, 0) for entry, size in functions}
-
-    def launch(
-        kernel: nvrtc.Kernel,
-        grid: int,
-        threads: int,
-        arguments: Sequence[Structure],
-        *,
-        overlap: bool,
-    ) -> None:
-        assert overlap  # `nvrtc.launch` takes it back before SM90
-        shared_bytes = kernel.shared_bytes
-        cuda_on_host.launch(kernel.function, grid, threads, *arguments, shared_bytes=shared_bytes)
-
     linear._gemv_kernels.cache_clear()
     linear.gemv_product.cache_clear()
     with (
-        patch.object(nvrtc, "load", load),
-        patch.object(nvrtc, "launch", launch),
+        cuda_on_host.overlapping_kernels(
+            machine.capability, lambda macro: compiled_in or macro not in OF_SHAPE
+        ),
         cuda_on_host.tensor_maps_on_host(),
         patch.object(linear, "machine_of", lambda device: machine),
         patch.object(linear, "allocate", cuda_on_host.allocate),

@@ -37,7 +37,7 @@ class Gpu:
 
     capability: int
     """90 for SM90; 0 for Triton's interpreter."""
-    multiprocessors: int
+    num_sms: int
 
     @property
     def shared_bytes(self) -> int:
@@ -49,7 +49,7 @@ class Gpu:
 def gpu_of(device: torch.device) -> Gpu:
     """Properties of a device; for the CPU, constants for Triton's interpreter."""
     if device.type == "cpu":
-        return Gpu(capability=0, multiprocessors=2)
+        return Gpu(capability=0, num_sms=2)
     properties = torch.cuda.get_device_properties(device)
     return Gpu(10 * properties.major + properties.minor, properties.multi_processor_count)
 
@@ -216,7 +216,7 @@ def _num_splits(config: AttentionConfig, tiles: Tiles, max_length: int, gpu: Gpu
     tokens_per_tile = tiles.block_m // heads_per_tile
     programs = max(num_seqs, -(-config.num_tokens // tokens_per_tile)) * kv_heads
     programs *= -(-group // heads_per_tile)
-    resident = gpu.multiprocessors * _RESIDENT_PROGRAMS * 4 // tiles.num_warps
+    resident = gpu.num_sms * _RESIDENT_PROGRAMS * 4 // tiles.num_warps
     # Several short programs per resident slot balance sequences of different lengths. Prompts
     # have many programs already, and their partial results would be large.
     if tiles.block_m > 32:

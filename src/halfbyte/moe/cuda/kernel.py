@@ -7,70 +7,32 @@ from typing import ClassVar
 
 import torch
 
-from halfbyte.dispatch import Answer, missing_module, runs_on_gpu
-from halfbyte.linear.ops import linear_op
-from halfbyte.linear.runs import matrix_of
-from halfbyte.moe.as_loaded import AsLoadedKernel, Matrices, matrices_of
+from halfbyte.dispatch import Answer, missing_module
+from halfbyte.moe.as_loaded import AsLoadedKernel, Matrices, as_loaded_op, matrices_of
 from halfbyte.moe.base import MoeConfig
 from halfbyte.moe.cuda.launcher import compile_experts, moe_cuda
 from halfbyte.moe.cuda.plan import MAX_EXPERTS, SIZE_MULTIPLE, is_small
 from halfbyte.moe.experts import GatedActivation, PackedExperts
-from halfbyte.moe.triton import nvfp4_moe_triton
-
-_OLDEST = 80
+from halfbyte.moe.triton import TritonKernel
 
 
-@linear_op("nvfp4_moe_cuda")
+@as_loaded_op("nvfp4_moe_cuda")
 def nvfp4_moe_cuda(
     x: torch.Tensor,
+    gate_up: Matrices,
+    down: Matrices,
+    activation: GatedActivation,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
-    gate_up_weight: torch.Tensor,
-    gate_up_scales: torch.Tensor,
-    gate_up_global_scale: torch.Tensor | None,
-    gate_up_bias: torch.Tensor | None,
-    down_weight: torch.Tensor,
-    down_scales: torch.Tensor,
-    down_global_scale: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    alpha: float,
-    limit: float | None,
-    up_offset: float,
-    interleaved: bool,
-    n: int,
     batch_invariant: bool,
 ) -> torch.Tensor:
-    """`moe_cuda` or `moe_triton` as an operator; n is H."""
-    gate_up = Matrices(gate_up_weight, gate_up_scales, gate_up_global_scale, gate_up_bias)
-    down = Matrices(down_weight, down_scales, down_global_scale, down_bias)
-    if not is_small(topk_ids.numel(), gate_up_weight.shape[0]) or batch_invariant:
-        return nvfp4_moe_triton(
-            x,
-            topk_ids,
-            topk_weights,
-            *gate_up,
-            *down,
-            alpha,
-            limit,
-            up_offset,
-            interleaved,
-            n,
-            batch_invariant,
-        )
-    return moe_cuda(
-        _aligned(x),
-        gate_up,
-        down,
-        GatedActivation(alpha, limit, up_offset, interleaved),
-        topk_ids.contiguous(),
-        topk_weights.contiguous(),
-    )
+    """`moe_cuda` or `moe_triton` as an operator."""
+    if not batch_invariant and is_small(topk_ids.numel(), gate_up.weight.shape[0]):
+        return moe_cuda(x, gate_up, down, activation, topk_ids, topk_weights)
+    # Imported here: the registry must not need Triton.
+    from halfbyte.moe.triton_launcher import moe_triton
 
-
-def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """`[M, K]`, contiguous, from a multiple of 16 bytes."""
-    x = matrix_of(x)
-    return x if x.data_ptr() % 16 == 0 else x.clone()
+    return moe_triton(x, gate_up, down, activation, topk_ids, topk_weights, batch_invariant)
 
 
 class CudaKernel(AsLoadedKernel):
@@ -81,26 +43,22 @@ class CudaKernel(AsLoadedKernel):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        """On SM80 and later; on this machine also where NVRTC and Triton can be reached."""
-        return runs_on_gpu(
-            compute_capability,
-            _OLDEST,
-            lambda: (
-                missing_module("cuda.bindings", "CUDA builds of PyTorch install it")
-                or missing_module("triton", "pip install halfbyte[gpu]")
-            ),
-            "streams weights as loaded",
-        )
+        """Where Triton's is; on this machine also where NVRTC can be reached."""
+        answer = TritonKernel.is_supported(compute_capability)
+        if not answer[0] or compute_capability is not None:
+            return answer
+        missing = missing_module("cuda.bindings", "CUDA builds of PyTorch install it")
+        return not missing, missing or "streams weights as loaded"
 
     @classmethod
     def can_implement(cls, config: MoeConfig) -> Answer:
-        """16-bit activations, sizes in multiples of 32, not batch-invariant."""
-        if config.device_type != "cuda":
-            return False, f"tensors are on {config.device_type}, not on a GPU"
+        """Of what Triton can do: 16-bit activations, sizes in multiples of 32, not
+        batch-invariant."""
+        answer = TritonKernel.can_implement(config)
+        if not answer[0]:
+            return answer
         if config.dtype == torch.float32:
             return False, "takes bfloat16 and float16, not float32"
-        if config.weight_format == "mxfp4" and config.dtype == torch.float16:
-            return False, "MXFP4's powers of two exceed float16's range"
         if config.batch_invariant:
             return False, "not batch-invariant: the number of tokens decides between two kernels"
         if config.hidden_size % SIZE_MULTIPLE or config.intermediate_size % SIZE_MULTIPLE:

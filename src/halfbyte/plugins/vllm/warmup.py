@@ -32,6 +32,15 @@ class Tokens(NamedTuple):
     new: int
     cached: int
 
+    @property
+    def length(self) -> int:
+        """All of them."""
+        return self.new + self.cached
+
+    def pages(self, block_size: int) -> int:
+        """Pages that they need."""
+        return -(-self.length // block_size)
+
 
 _BATCHES = (
     (Tokens(1, 40),),
@@ -110,20 +119,15 @@ def batches(vllm_config: Any, block_size: int, num_pages: int) -> Iterator[list[
     scheduler = vllm_config.scheduler_config
     seen = []
     for whole in _BATCHES:
-        batch = [Tokens(min(new, most), cached) for new, cached in whole]
-        batch = [Tokens(new, min(cached, most - new)) for new, cached in batch]
+        batch = [Tokens(min(x.new, most), min(x.cached, max(0, most - x.new))) for x in whole]
         sizes = (
             (len(batch), scheduler.max_num_seqs),
-            (sum(new for new, _ in batch), scheduler.max_num_batched_tokens),
-            (sum(_pages(tokens, block_size) for tokens in batch), num_pages),
+            (sum(x.new for x in batch), scheduler.max_num_batched_tokens),
+            (sum(x.pages(block_size) for x in batch), num_pages),
         )
         if all(size <= limit for size, limit in sizes) and batch not in seen:
             seen.append(batch)
             yield batch
-
-
-def _pages(tokens: Tokens, block_size: int) -> int:
-    return -(-sum(tokens) // block_size)
 
 
 def _run(
@@ -140,15 +144,15 @@ def _run(
     from halfbyte.plugins.vllm.metadata import HalfbyteMetadata
 
     impl = layer.impl
-    pages_per_sequence = -(-vllm_config.model_config.max_model_len // block_size)
-    tables = np.zeros((len(batch), pages_per_sequence), np.int32)
+    max_pages = Tokens(vllm_config.model_config.max_model_len, 0).pages(block_size)
+    tables = np.zeros((len(batch), max_pages), np.int32)
     slots, first_page = [], 0
-    for row, (new, cached) in enumerate(batch):
-        pages = _pages(Tokens(new, cached), block_size)
+    for row, sequence in enumerate(batch):
+        pages = sequence.pages(block_size)
         tables[row, :pages] = np.arange(first_page, first_page + pages)
-        slots.append(first_page * block_size + np.arange(cached, cached + new))
+        slots.append(first_page * block_size + np.arange(sequence.cached, sequence.length))
         first_page += pages
-    counts = [new for new, _ in batch]
+    counts = [x.new for x in batch]
     tokens, heads, kv_heads = sum(counts), impl.num_heads, impl.num_kv_heads
     rings = None
     if impl.rings is not None:
@@ -158,7 +162,7 @@ def _run(
     metadata = HalfbyteMetadata(
         tokens,
         torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device),
-        torch.tensor([sum(tokens) for tokens in batch], dtype=torch.int32, device=device),
+        torch.tensor([x.length for x in batch], dtype=torch.int32, device=device),
         torch.from_numpy(tables).to(device),
         rings=rings,
     )
@@ -182,9 +186,9 @@ def _run(
 def _rings(batch: Sequence[Tokens], recent_tokens: int) -> ScheduledRings:
     """As of requests that have just hit the prefix cache."""
     lacking = [
-        MissingTokens(row, row + 1, missing_positions(cached, cached, recent_tokens), cached)
-        for row, (_, cached) in enumerate(batch)
-        if cached
+        MissingTokens(row, row + 1, missing_positions(x.cached, x.cached, recent_tokens), x.cached)
+        for row, x in enumerate(batch)
+        if x.cached
     ]
     entries = np.arange(1, len(batch) + 1, dtype=np.int32)
-    return ScheduledRings(entries, np.array([new for new, _ in batch], np.int64), lacking)
+    return ScheduledRings(entries, np.array([x.new for x in batch], np.int64), lacking)

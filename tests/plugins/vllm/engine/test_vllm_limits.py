@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ import halfbyte
 from halfbyte.assets import heldout_texts
 from halfbyte.evaluation.perplexity import evaluate_perplexity, text_windows
 from halfbyte.kvcache import KV_SCALES_FILE
+from halfbyte.plugins.vllm import register
 from halfbyte.plugins.vllm.compilation import OVERLAP
-from halfbyte.plugins.vllm.registry import has_page_specs
+from halfbyte.plugins.vllm.registry import has_page_specs, wants_kernels
 from models.zoo import make_model
 from plugins.vllm.engine.engines import (
     BUNDLED,
@@ -43,6 +45,42 @@ def _own_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def refused(message: str, model: str | Path = BUNDLED, **options: Any) -> None:
     with pytest.raises(Exception, match=message), vllm_engine(model, **options):
         pass
+
+
+@pytest.mark.parametrize(
+    ("capability", "linear", "moe"),
+    [
+        (None, True, True),
+        (75, False, False),
+        (80, True, False),
+        (90, True, False),
+        (100, False, False),
+        (120, False, False),
+    ],
+)
+def test_machines_whose_kernels_auto_takes(
+    capability: int | None, linear: bool, moe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU, and GPUs; on those vLLM's experts are faster."""
+    platform = SimpleNamespace(
+        is_cpu=lambda: capability is None,
+        is_cuda=lambda: capability is not None,
+        get_device_capability=lambda: SimpleNamespace(to_int=lambda: capability),
+    )
+    monkeypatch.setattr("vllm.platforms.current_platform", platform)
+    register()
+    config = SimpleNamespace(
+        additional_config={}, attention_config=SimpleNamespace(backend="CUSTOM")
+    )
+    assert wants_kernels(config, "linear") == linear
+    assert wants_kernels(config, "moe") == moe
+    for choice in ("on", "off"):
+        config.additional_config = {"halfbyte": {"moe": choice}}
+        assert wants_kernels(config, "moe") == (choice == "on")
+    config.additional_config = {}
+    config.attention_config.backend = None
+    assert not wants_kernels(config, "linear")
+    assert not wants_kernels(config, "moe")
 
 
 def test_missing_scales_name_the_command(tmp_path: Path) -> None:
