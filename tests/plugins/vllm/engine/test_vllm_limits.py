@@ -67,8 +67,8 @@ def test_machines_whose_kernels_auto_takes(
         is_cuda=lambda: capability is not None,
         get_device_capability=lambda: SimpleNamespace(to_int=lambda: capability),
     )
+    register()  # for the real platform: a process registers once
     monkeypatch.setattr("vllm.platforms.current_platform", platform)
-    register()
     config = SimpleNamespace(
         additional_config={}, attention_config=SimpleNamespace(backend="CUSTOM")
     )
