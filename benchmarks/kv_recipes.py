@@ -8,7 +8,7 @@ tuned on these.
 
     --only greedy,retrieval       measures these parts anew, and keeps the rest of the JSON
     --model SmolLM2-135M-Instruct the same of one model
-    --recipe accurate             the same of one recipe with and without the last tokens
+    --recipe balanced,accurate    the same of some recipes with and without the last tokens
 """
 
 import argparse
@@ -175,14 +175,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of each text")
     parser.add_argument("--chunk-size", type=int, default=512)
     parser.add_argument("--only", default=",".join(PARTS), help="parts to measure, by commas")
-    parser.add_argument("--recipe", choices=["balanced", "accurate"], help="by default all")
+    parser.add_argument("--recipe", help="recipes, by commas; by default all")
     parser.add_argument("--model", choices=list(MODELS), help="by default all")
     arguments = parser.parse_args()
     folder, parts = arguments.folder, arguments.only.split(",")
     asked = Asked()
     if arguments.recipe is not None:
-        recipe = KVRecipe.parse(arguments.recipe)
-        asked = Asked(("bfloat16", "nvfp4"), (recipe.of_pages, recipe))
+        named = [KVRecipe.parse(name) for name in arguments.recipe.split(",")]
+        recipes = tuple(r for recipe in named for r in (recipe.of_pages, recipe))
+        asked = Asked(("bfloat16", "nvfp4"), recipes)
     models = list(MODELS) if arguments.model is None else [arguments.model]
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "models": lambda: {

@@ -1,6 +1,7 @@
 """What an error in K or V costs: moments of queries, and weights of the output projection."""
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,7 @@ from checkpoints.folders import load_model, make_folder
 from halfbyte.checkpoints import Dialect
 from halfbyte.kvcache.calibration import ErrorCosts
 from halfbyte.linear import NvFp4Linear
-from halfbyte.models import calibrate
+from halfbyte.models import calibrate, key_statistics
 from halfbyte.models.layerwise import calibrate_checkpoint
 from halfbyte.models.output_energy import output_energy
 from halfbyte.numerics import nvfp4
@@ -27,6 +28,19 @@ def costs_of(model: Any, ids: torch.Tensor, **options: Any) -> list[ErrorCosts]:
     assert calibration is not None
     found = [layer.costs for layer in calibration.layers]
     return [costs for costs in found if costs is not None]
+
+
+def rotations_of(model: Any, kind: str | None, count: int) -> torch.Tensor:
+    """R_p, float64 `[count, D, D]`: what the model's own RoPE makes of unit vectors, transposed."""
+    module = sys.modules[type(model.base_model).__module__]
+    size = getattr(model.config, "head_dim", None) or (
+        model.config.hidden_size // model.config.num_attention_heads
+    )
+    positions, units = torch.arange(count), torch.eye(size).expand(1, count, size, size)
+    arguments = () if kind is None else (kind,)
+    cos, sin = model.base_model.rotary_emb(units, positions[None], *arguments)
+    turned, _ = module.apply_rotary_pos_emb(units.transpose(1, 2), units.transpose(1, 2), cos, sin)
+    return turned[0].permute(1, 2, 0).double()
 
 
 def queries_of(model: Any, ids: torch.Tensor) -> dict[int, list[torch.Tensor]]:
@@ -50,7 +64,10 @@ def queries_of(model: Any, ids: torch.Tensor) -> dict[int, list[torch.Tensor]]:
 @pytest.mark.parametrize(
     "architecture", [a for a in ARCHITECTURES if a not in ("gpt_oss", "gemma2")]
 )
-def test_costs_are_those_of_the_models_queries_and_outputs(architecture: str) -> None:
+def test_costs_are_those_of_the_models_queries_and_outputs(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_statistics, "_POSITIONS_OF_QUERIES", 300)
     model = make_model(architecture)
     # Windows take a mask, which that attention is not given: no longer than they are.
     ids = token_ids(2, 9 if architecture in ("mistral", "gemma3_text") else 40)
@@ -59,10 +76,17 @@ def test_costs_are_those_of_the_models_queries_and_outputs(architecture: str) ->
     for layer, rows in queries_of(model, ids).items():
         projection = model.model.layers[layer].self_attn.o_proj.weight.detach().double()
         heads, size = model.config.num_key_value_heads, rows[0].shape[2]
+        kinds = model.config.layer_types if architecture == "gemma3_text" else [None] * 4
+        rotations = rotations_of(model, kinds[layer], 300)
         moment = torch.zeros(heads, size, size, dtype=torch.float64)
         for head in range(heads):
-            q = [x for row in rows for x in row.unflatten(0, (heads, -1))[head][:, 8:]]
-            moment[head] = torch.cat(q).T @ torch.cat(q) / len(torch.cat(q))
+            for row in rows:
+                tokens = row.unflatten(0, (heads, -1))[head].transpose(0, 1)[8:]
+                back = torch.linalg.solve(rotations[8 : row.shape[1]], tokens.transpose(1, 2))
+                everywhere = rotations[:, None] @ back  # [positions, tokens, D, queries]
+                products = torch.einsum("ptdq,pteq->de", everywhere, everywhere)
+                moment[head] += products / (len(rotations) * back.shape[0] * back.shape[2])
+            moment[head] /= len(rows)
         energy = projection.square().sum(0).unflatten(0, (heads, -1, size)).sum(1)
         expected = ErrorCosts.of(moment, energy)
         for name, tensor in vars(expected).items():

@@ -262,7 +262,7 @@ def test_accurate_is_closer_than_balanced_on_the_bundled_model() -> None:
         model, windows, ["nvfp4"], 128, tokenizer=tokenizer, kv_recipes=recipes
     )
     assert accurate.bytes_per_token == balanced.bytes_per_token
-    assert 0 < accurate.kl_divergence < 0.85 * balanced.kl_divergence
+    assert 0 < accurate.kl_divergence < 0.95 * balanced.kl_divergence
 
 
 @pytest.mark.parametrize("name", ["feedback", "weighted_scales"])

@@ -69,7 +69,8 @@ class ErrorCosts:
         """From statistics of what K and V are multiplied by.
 
         Args:
-            moment: float64 `[kv_heads, D, D]`, the queries' E[q q^T] after RoPE.
+            moment: float64 `[kv_heads, D, D]`, the queries' E[q q^T] after RoPE, averaged over
+                positions.
             energy: float64 `[kv_heads, Dv]`, squares of the output projection's weights, summed.
         """
         rotated = hadamard(hadamard(moment).transpose(1, 2))

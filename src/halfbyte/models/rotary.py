@@ -7,6 +7,7 @@ factors on cosine and sine need no special cases.
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,39 @@ from torch import nn
 from halfbyte.kvcache.calibration import RopeAverages
 
 _POSITIONS_AT_ONCE = 2**14
+
+
+@dataclass(frozen=True, eq=False)
+class MomentAverage:
+    """Averages a second moment over the positions that a rotary embedding rotates vectors to.
+
+    Args:
+        cos_cos, cos_sin, sin_sin: float64 `[D, D]`, outer products of `RotaryProbe.factors`,
+            averaged over positions.
+        partner: int64 `[D]`, the channel that each is rotated with.
+    """
+
+    cos_cos: torch.Tensor
+    cos_sin: torch.Tensor
+    sin_sin: torch.Tensor
+    partner: torch.Tensor
+
+    def of(self, moment: torch.Tensor) -> torch.Tensor:
+        """Mean over positions p of `R_p M R_p^T`, with R_p the rotation to p.
+
+        As `(R_p x)[c] = cos_p[c] x[c] + sin_p[c] x[partner(c)]`, an entry of `R_p M R_p^T` is a
+        sum of four entries of M, each times a product of two factors.
+
+        Args:
+            moment: M = E[x x^T] of vectors before the rotation, float64 `[..., D, D]`.
+        """
+        columns = moment[..., self.partner]
+        return (
+            self.cos_cos * moment
+            + self.cos_sin * columns
+            + self.cos_sin.T * moment[..., self.partner, :]
+            + self.sin_sin * columns[..., self.partner, :]
+        )
 
 
 class RotaryProbe:
@@ -64,6 +98,17 @@ class RotaryProbe:
         sin = torch.where(first, other, one)
         return cos, torch.where(self.partner == channels, 0.0, sin)
 
+    def moment_average(self, num_positions: int) -> MomentAverage:
+        """The average of second moments over all positions below `num_positions`."""
+        size = self._head_size
+        products = torch.zeros(3, size, size, dtype=torch.float64, device="cpu")
+        for begin in range(0, num_positions, _POSITIONS_AT_ONCE):
+            end = min(begin + _POSITIONS_AT_ONCE, num_positions)
+            factors = self.factors(torch.arange(begin, end, device="cpu"))
+            cos, sin = (x.double() for x in factors)
+            products += torch.stack([cos.T @ cos, cos.T @ sin, sin.T @ sin])
+        return MomentAverage(*(products / num_positions), self.partner)
+
     def averages(self, num_positions: int, segment: int) -> RopeAverages:
         """Factors averaged over segments, for positions below `num_positions` (rounded up)."""
         segments = -(-num_positions // segment)
@@ -79,15 +124,17 @@ class RotaryProbe:
             raise ValueError("the rotary embedding does more than to turn pairs of channels")
         return averages
 
-    def turned_back(self, key: torch.Tensor) -> torch.Tensor:
-        """Undo RoPE: K before it from K after it, float32 `[n, heads, D]`, positions 0 .. n - 1.
+    def turned_back(self, x: torch.Tensor) -> torch.Tensor:
+        """Undo RoPE: K or Q before it, float32 `[n, heads, D]`, from those after it.
+
+        Args:
+            x: `[n, heads, D]`, at positions 0 .. n - 1.
 
         The rotation of a pair is orthogonal up to a factor that both channels share.
         """
-        positions = torch.arange(key.shape[0], device="cpu")
-        cos, sin = (x[:, None].to(key.device) for x in self.factors(positions))
-        x = key.float()
-        partner = self.partner.to(key.device)
+        positions = torch.arange(x.shape[0], device="cpu")
+        cos, sin = (factor[:, None].to(x.device) for factor in self.factors(positions))
+        x, partner = x.float(), self.partner.to(x.device)
         # Multiply by the transpose, then divide by the squared factor.
         back = cos * x + sin[..., partner] * x[..., partner]
         return back / (cos**2 + sin**2)
