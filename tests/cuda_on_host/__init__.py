@@ -5,10 +5,10 @@ from cuda_on_host.build import (
     build,
     guarded,
     launch,
-    needs_compiler,
     overlapping_kernels,
     tensor_maps_on_host,
 )
+from cuda_on_host.compiler import needs_compiler
 
 __all__ = [
     "allocate",

@@ -1,17 +1,7 @@
-"""CUDA sources on the CPU: compiled by a C++ compiler as they are, but for inline assembly.
-
-`cuda.h` has the part of CUDA that they need. Every `asm` statement becomes the C++ that
-stands for its text in `assembly.py`, most of it in `ptx.h`, `wgmma.h` and `bulk.h`; a source with
-another one is refused.
-"""
+"""CUDA sources on the CPU: kernels of `compiler` are loaded, launched, and put in NVRTC's place."""
 
 import ctypes
 import mmap
-import re
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -20,38 +10,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 
-from cuda_on_host.assembly import ASSEMBLY, HERE
+from cuda_on_host.compiler import SOURCES, library_of
 from halfbyte.kernels.runtime import nvrtc, tensor_maps
 from halfbyte.kernels.runtime.devices import Memory
-
-_SOURCES = Path(nvrtc.__file__).parents[2]
-_HEADER = Path(__file__).with_name("bulk.h")
-_COMPILER = shutil.which("c++") or shutil.which("g++")
-_OPTIONS = (
-    *("-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-ffp-contract=off"),
-    "-fno-strict-aliasing",  # vectors are read from arrays of scalars, as CUDA allows
-    "-fvisibility=hidden",  # keeps apart what several libraries define alike
-    "-U_FORTIFY_SOURCE",  # whose longjmp refuses to go to another stack, as fibers do
-)
-
-needs_compiler = pytest.mark.skipif(
-    _COMPILER is None or sys.platform != "linux", reason="needs a C++ compiler, on Linux"
-)
-
-_STATEMENT = re.compile(
-    r'\basm\s*(?:volatile\s*)?\(\s*((?:(?:"[^"]*"|\w+(?:\(\w*\))?)\s*)+)(.*?)\)\s*;', re.DOTALL
-)
-_TEXT = re.compile(r'"([^"]*)"|(\w+)')
-_OPERAND = re.compile(r'"[=+]?\w"\s*\(((?:[^()]|\((?:[^()]|\([^()]*\))*\))*)\)')
-_SHARED = re.compile(
-    r"\b(extern\s+)?__shared__\s(?:__align__\((\d+)\)\s)?([\w\s]*?)(\w+)\s*((?:\[[^\]]*\]\s*)*);"
-)
-_INCLUDE = re.compile(r'^#include "(.*)"', re.MULTILINE)
-_KERNEL = re.compile(r"__global__ void ([^{;]*?)(\w+)\([\w\s,]*\)\s*\{")
-"""What stands before its name, the size of clusters among it, and the name."""
 
 
 class BoxMap(ctypes.Structure):
@@ -95,7 +58,7 @@ def tensor_maps_on_host() -> Iterator[None]:
 def build(
     name: str,
     macros: dict[str, int | None],
-    folder: Path = _SOURCES,
+    folder: Path = SOURCES,
     capability: int = 90,
 ) -> ctypes.CDLL:
     """The kernels of a source, compiled once per process.
@@ -196,77 +159,11 @@ def allocate(memory: Memory, device: object) -> torch.Tensor:
 
 
 @cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="cuda_on_host_")
-
-
-@cache
 def _build(name: str, macros: tuple[tuple[str, int | None], ...], folder: Path) -> ctypes.CDLL:
-    assert _COMPILER is not None, "tests that come here need a compiler"
-    build_folder = Path(tempfile.mkdtemp(dir=_folder().name))
-    _translate(name, folder, build_folder)
-    kernels = _KERNEL.findall((folder / name).read_text())
-    main, library = build_folder / "main.cpp", build_folder / "library.so"
-    main.write_text(
-        f'#include "{_HEADER}"\n#include "{name}"\n'
-        # Of what stands before a kernel's name, this leaves the size of its clusters, or nothing.
-        "#undef __cluster_dims__\n#define __cluster_dims__(x, y, z) x\n"
-        "inline int cluster_size(int x = 1) { return x; }\n"
-        + "".join(
-            f'extern "C" __attribute__((visibility("default"))) const char* launch_{kernel}'
-            "(int at_once, int grid, int threads, int shared_bytes, const void* const* arguments) {"
-            "\n"
-            f"  const int cluster = cluster_size({' '.join(before.split())});\n"
-            f"  return {HERE}launch({kernel}, cluster, at_once, grid, threads, shared_bytes, "
-            "arguments);\n"
-            "}\n"
-            for before, kernel in kernels
-        )
-    )
-    options = [f"-D{key}" + ("" if value is None else f"={value}") for key, value in macros]
-    command = [_COMPILER, *_OPTIONS, f"-I{build_folder}", *options, str(main), "-o", str(library)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode != 0:
-        raise RuntimeError(f"{name} on the host: {result.stderr}")
-    loaded = ctypes.CDLL(str(library))
-    for _, kernel in kernels:
+    path, kernels = library_of(name, macros, folder)
+    loaded = ctypes.CDLL(str(path))
+    for kernel in kernels:
         function = getattr(loaded, f"launch_{kernel}")
         function.restype = ctypes.c_char_p
         setattr(loaded, kernel, function)
     return loaded
-
-
-def _translate(name: str, folder: Path, to: Path) -> None:
-    """Write what `name` becomes on the host, and what it includes, line by line."""
-    source = folder / name
-    if not source.exists():
-        source = _SOURCES / name
-    text = source.read_text()
-    for included in _INCLUDE.findall(text):
-        if not (to / included).exists():
-            _translate(included, folder, to)
-    text = _STATEMENT.sub(_host_statement, text)
-    if re.search(r"\basm\b\s*(volatile\s*)?\(", text):
-        raise ValueError(f"{name}: an asm statement of an unknown form")
-    text = _SHARED.sub(_host_variable, text)
-    (to / name).parent.mkdir(parents=True, exist_ok=True)
-    (to / name).write_text(f'#line 1 "{source}"\n{text}')
-
-
-def _host_variable(match: re.Match[str]) -> str:
-    is_dynamic, alignment, kind, name = match[1], match[2], match[3], match[4]
-    if is_dynamic:
-        return f"{kind}* const {name} = ({kind}*){HERE}dynamic_shared({alignment});"
-    return f"{match[0]} {HERE}begin_with_garbage(&{name}, sizeof {name});"
-
-
-def _host_statement(match: re.Match[str]) -> str:
-    """Literals that stand side by side are one text, and a macro before them is part of it."""
-    text = "".join(f"{macro} " if macro else part for part, macro in _TEXT.findall(match[1]))
-    text = re.sub(", *", ", ", text)  # with or without a space
-    operands = _OPERAND.findall(match[2])
-    if text in ASSEMBLY:
-        statement = re.sub(r"%(\d)", lambda number: operands[int(number[1])], ASSEMBLY[text])
-    else:
-        raise ValueError(f"inline assembly that has no C++ here: {text}")
-    return f"{statement};" + "\n" * match[0].count("\n")
