@@ -34,7 +34,9 @@ demo: $(VENV)/.installed
 	@echo "==> halfbyte eval: what the formats cost on text the model has not seen"
 	@$(BIN)/halfbyte eval --kv-recipe plain,balanced --max-tokens 2048
 
-test: $(VENV)/.installed-dev check docs $(VLLM_VENV)/.installed
+# The environments beside the checks: most of an installation waits for one core or the network.
+test: $(VENV)/.installed-dev
+	@$(MAKE) --no-print-directory --jobs 2 check docs $(VLLM_VENV)/.installed
 	@echo "==> pytest"
 	@$(BIN)/pytest --numprocesses auto --quiet -m "not slow"
 	@echo "==> pytest inside vLLM"
@@ -82,12 +84,15 @@ VLLM_PIP = $(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-chec
 VLLM_PYTEST = OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --quiet --disable-warnings -p no:cacheprovider \
 	tests/plugins/vllm/engine
 
+# The C++ library lies beside the sources, for both environments: it is compiled once.
+LIBRARY = $(wildcard src/halfbyte/kernels/_cpu*.so)
+
 $(VLLM_VENV)/.installed: $(VLLM_PINS) pyproject.toml
 	@echo "==> installing vLLM into $(VLLM_VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_PIP) torch==$(VLLM_TORCH)
 	@$(VLLM_PIP) --no-deps --requirement $(VLLM_PINS)
-	@$(VLLM_PIP) --no-deps --no-build-isolation --editable .
+	@$(if $(LIBRARY),CC=false CXX=false) $(VLLM_PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)/.venv:
@@ -103,13 +108,13 @@ $(VENV)/.installed: $(VENV)/.venv pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "==> installing what the tests need"
-	@$(PIP) --editable '.[dev]'
+	@$(BIN)/python dev/extra.py dev | $(PIP) --requirement /dev/stdin
 	@touch $@
 
 # The site is built from the sources as they lie there: halfbyte itself need not be installed.
 $(VENV)/.installed-docs: $(VENV)/.venv pyproject.toml constraints.txt
 	@echo "==> installing what the docs need"
-	@$(PIP) $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	@$(BIN)/python dev/extra.py docs | $(PIP) --requirement /dev/stdin
 	@touch $@
 
 clean:

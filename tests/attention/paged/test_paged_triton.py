@@ -63,11 +63,15 @@ def assert_exact(out: torch.Tensor, lse: torch.Tensor, case: Case, tolerance: fl
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", list(KV_CACHE_QUANT_REGISTRY))
+# Queries in 16 bits differ in a few lines, whatever the format.
 @pytest.mark.parametrize(
-    ("query_dtype", "plan"),
-    [(torch.float32, "whole"), (torch.float16, "split"), (torch.bfloat16, "fixed-splits")],
-    ids=["float32", "float16", "bfloat16"],
+    ("dtype", "query_dtype", "plan"),
+    [
+        *((dtype, torch.float32, "whole") for dtype in KV_CACHE_QUANT_REGISTRY),
+        *((dtype, torch.float16, "split") for dtype in ("nvfp4", "fp8_e5m2")),
+        *((dtype, torch.bfloat16, "fixed-splits") for dtype in ("nvfp4_4over6", "mxfp4")),
+    ],
+    ids=str,
 )
 def test_attend_every_format(dtype: str, query_dtype: torch.dtype, plan: str) -> None:
     case = make_case(k_dtype=dtype, query_dtype=query_dtype, kv_heads=1, **SMALL)
@@ -77,11 +81,14 @@ def test_attend_every_format(dtype: str, query_dtype: torch.dtype, plan: str) ->
         assert_exact(out, lse, case)
 
 
+_TAKE_LONG = ("several-queries", "long", "d96", "mqa-32", "page-48", "float32", "fp8-v")
+
+
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
         *(
-            slow(name, plan) if name in {"several-queries", "long"} else (name, plan)
+            slow(name, plan) if name in _TAKE_LONG else (name, plan)
             for name, plan in zip(TRANSFORM_CASES, cycle(("whole", "split")), strict=False)
             if name != "prefill"  # takes half a minute
         ),
