@@ -6,7 +6,7 @@ may be split, Humming's default and its best speed.
 
 import json
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -21,6 +21,15 @@ _COMPUTE = {"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": "
 _TILE_N, _TILE_K = 256, 128
 """Padding for Humming, as vLLM's."""
 _NUM_LOCKS = 2048
+
+
+class _Tuned(NamedTuple):
+    """Humming's choice of a kernel."""
+
+    max_pairs: int
+    block_size: int
+    """Pairs of a block, which are of one expert."""
+    config: str
 
 
 class HummingPeer(MoePeer):
@@ -86,12 +95,13 @@ class _Sorted:
     ) -> None:
         """Write `[pairs, N]` to out; x has a row per token, or with top_k = 1 per pair."""
         pairs = self.ids.numel()
-        sorted_ids, expert_ids, num_padded = self._blocks(
-            next(size for max_pairs, size in matrices["block_sizes"] if pairs <= max_pairs)
-        )
+        tuned = next(tuned for tuned in matrices["tuned"] if pairs <= tuned.max_pairs)
+        sorted_ids, expert_ids, num_padded = self._blocks(tuned.block_size)
         import_module("humming.ops").humming_gemm(
             layer_config=matrices["layer_config"],
             compute_config=json.dumps(_COMPUTE),
+            # One kernel: else Humming compiles those for all numbers of pairs, some 30.
+            tuning_config=tuned.config,
             inputs=x,
             outputs=out,
             sorted_ids=sorted_ids,
@@ -117,7 +127,7 @@ class _Sorted:
 
 
 def _repacked(matrices: ExpertMatrices, dtype: torch.dtype) -> dict[str, Any]:
-    """`layer_config`, `tensors` in Humming's order, and (max pairs, tokens per block) by size."""
+    """`layer_config`, `tensors` in Humming's order, and `tuned`, by number of pairs."""
     dtypes, schema = import_module("humming.dtypes"), import_module("humming.schema")
     enums, transform = import_module("humming.config"), import_module("humming.transform")
     is_nvfp4 = matrices.global_scale is not None
@@ -154,5 +164,5 @@ def _repacked(matrices: ExpertMatrices, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "layer_config": layer_config.to_str(),
         "tensors": tensors,
-        "block_sizes": [(max_pairs, c["block_shape"][0]) for _, max_pairs, c in tuned],
+        "tuned": [_Tuned(end, one["block_shape"][0], json.dumps(one)) for _, end, one in tuned],
     }

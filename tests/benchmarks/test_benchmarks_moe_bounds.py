@@ -149,6 +149,8 @@ def test_what_was_not_measured_does_not_hold() -> None:
     del short["microseconds"][3]
     bounds = {bound.name: bound for bound in of_moe(short)}
     assert check.broken(bounds.values()) == [bounds[f"{QWEN}: cases"]]
+    del short["microseconds"][6:]
+    assert f"{GPT_OSS}: cases" in {bound.name for bound in check.broken(of_moe(short))}
     (value,) = (
         b.value
         for b in of_moe(report(gpt_1={"plain_read": None, "cuda": None, "triton": None}))
