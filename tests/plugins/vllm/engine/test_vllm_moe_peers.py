@@ -54,7 +54,7 @@ def test_marlin(fits: Any, shape: MoeShape) -> None:
         MXFP4: "prepare_moe_mxfp4_layer_for_marlin",
     }
     fits(MARLIN, "marlin_make_workspace_new", torch.zeros(4))
-    prepared = fits(f"{MARLIN}_fp4", f"{names[shape]}_layer_for_marlin", [torch.zeros(1)] * 6)
+    prepared = fits(f"{MARLIN}_fp4", names[shape], [torch.zeros(1)] * 6)
     calls = fits(f"{LAYERS}.fused_moe.experts.marlin_moe", "fused_marlin_moe")
     assert one_call("vllm_marlin", shape).shape == (3, shape.hidden_size)
     assert len(prepared) == len(calls) == 1
