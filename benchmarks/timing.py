@@ -39,6 +39,10 @@ _ROW_REPLAYS = 5
 """Replays per round of a graph of many calls."""
 _HEAD_START_CYCLES = 50 * CYCLES_PER_US
 """GPU busy cycles per queued replay, to keep the host ahead."""
+_LAYER_ROUNDS = {"cuda": 4, "cpu": 2}
+_LAYER_BUDGET_US = {"cuda": 2e5, "cpu": 3e5}
+_HOT_TOKENS, _REST_S = 256, 0.05
+"""From this M on a GPU reaches its power limit, so it idles before every turn."""
 
 
 class Row(NamedTuple):
@@ -120,6 +124,21 @@ def measure_in_turns(
             times["in_graph"] = round(statistics.median(in_graph[name]), 2)
         result[name] = {**times, "graph": contender.captured} if device.type == "cuda" else times
     return result
+
+
+def measure_layers(
+    contenders: Mapping[str, Ready], device: torch.device, tokens: int
+) -> dict[str, Times]:
+    """`measure_in_turns` for calls of a layer with so many tokens."""
+    kind = device.type
+    rest = _REST_S if kind == "cuda" and tokens >= _HOT_TOKENS else 0.0
+    return measure_in_turns(contenders, device, _LAYER_ROUNDS[kind], _LAYER_BUDGET_US[kind], rest)
+
+
+def measure_empty(device: torch.device) -> Times:
+    """Times of a kernel that does nothing, on a GPU."""
+    empty = ready([spacer(device)], device, in_graph=True)
+    return measure_in_turns({"": empty}, device, _LAYER_ROUNDS["cuda"])[""]
 
 
 def waits_for_host(call: Call) -> bool:

@@ -50,15 +50,16 @@ def ratios(row: Row, backends: Iterable[str]) -> Row:
         best, dense = time_of(row, fastest, timing), time_of(row, DENSE, timing)
         result[timing] = {
             "fastest": fastest,
-            "selected_over_fastest": _over(selected, best),
-            "selected_without_hint_over_fastest": _over(without, best),
-            "selected_over_dense": _over(selected, dense),
-            "ours_over_humming": _over(own, time_of(row, "humming", timing)),
-            "ours_over_dense": _over(own, dense),
-            "ours_of_read": _over(time_of(row, READ, timing), own),
+            "selected_over_fastest": over(selected, best),
+            "selected_without_hint_over_fastest": over(without, best),
+            "selected_over_dense": over(selected, dense),
+            "ours_over_humming": over(own, time_of(row, "humming", timing)),
+            "ours_over_dense": over(own, dense),
+            "ours_of_read": over(time_of(row, READ, timing), own),
         }
     return result
 
 
-def _over(numerator: float | None, denominator: float | None) -> float | None:
+def over(numerator: float | None, denominator: float | None) -> float | None:
+    """A ratio of times; None if one is missing."""
     return round(numerator / denominator, 4) if numerator and denominator else None

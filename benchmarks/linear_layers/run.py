@@ -34,7 +34,7 @@ from benchmarks.linear_layers.plain_read import plain_read
 from benchmarks.linear_layers.ratios import DENSE, OURS, READ, judged_by, ratios
 from benchmarks.linear_layers.warm_up import compile_ahead
 from benchmarks.linear_layers.weights import PeerWeights
-from benchmarks.timing import Ready, measure_in_turns, ready, spacer
+from benchmarks.timing import Ready, measure_empty, measure_layers, ready
 from halfbyte.bench import LinearBenchmark
 from halfbyte.bench.report import Row, or_failed
 from halfbyte.bench.timing import Call, Times
@@ -50,13 +50,9 @@ GPU_TOKENS = (
 MAX_TOKENS = {"reference": 16, READ: 16}
 """Max M of backends that are too slow for more (unless requested), and of the plain read, which is
 a bound only where reading the weights dominates."""
-_ROUNDS = {"cuda": 4, "cpu": 2}
-_BUDGET_US = {"cuda": 2e5, "cpu": 3e5}
 _INEXACT = 2.0
 """A peer's error up to this multiple of the allowed one counts as inexact, beyond as wrong."""
 _WRONG = "wrong results"
-_HOT_TOKENS, _REST_S = 256, 0.05
-"""From this M on a GPU reaches its power limit, so it idles before every turn."""
 Maker = Callable[[torch.Tensor], Sequence[Call]]
 """Takes x `[M, K]`; returns calls that multiply it, one per copy of the weights."""
 
@@ -107,8 +103,7 @@ class LinearRun(LinearBenchmark):
             self.report["warm_up"] = compile_ahead(
                 shapes, tokens, self.backends, partial(self._compile, shapes)
             )
-            empty = ready([spacer(self.device)], self.device, in_graph=True)
-            self.report["empty"] = measure_in_turns({"": empty}, self.device, _ROUNDS["cuda"])[""]
+            self.report["empty"] = measure_empty(self.device)
         for shape in shapes:
             weights = PeerWeights(shape, self.device, self.dtype)
             makers = self._makers(weights)
@@ -150,10 +145,7 @@ class LinearRun(LinearBenchmark):
 
         chosen = [name for name in makers if m <= self.max_tokens.get(name, m)]
         entries = {name: or_failed(partial(prepare, name)) for name in chosen}
-        kind = self.device.type
-        rest = _REST_S if kind == "cuda" and m >= _HOT_TOKENS else 0.0
-        times = measure_in_turns(series, self.device, _ROUNDS[kind], _BUDGET_US[kind], rest)
-        for name, found in times.items():
+        for name, found in measure_layers(series, self.device, m).items():
             if name == READ:
                 entries[name] = self._read_entry(found, weights)
             else:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ RATE = {"bytes", "terabytes_per_s", "fraction"}
 
 
 def measure_quickly(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
-    """Few calls, on few copies of the data."""
+    """Few calls, on few copies of the data, without a collection of garbage after each."""
+    monkeypatch.setattr("halfbyte.bench.report.gc", SimpleNamespace(collect=lambda: 0))
     monkeypatch.setattr("halfbyte.bench.timing.SINGLES", calls)
     monkeypatch.setattr("halfbyte.bench.timing.IN_A_ROW", calls)
     monkeypatch.setitem(data._ROTATED_BYTES, "cpu", 300_000)

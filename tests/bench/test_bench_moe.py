@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.shared import RATE, TIMES, measure_quickly
-from halfbyte.bench import MOE_SHAPES, MoeBenchmark, MoeShape
+from halfbyte.bench import MOE_SHAPES, MoeBenchmark, MoeShape, data
 from halfbyte.bench.experts import Experts
 from halfbyte.cli.bench import parse_moe_shapes
 from halfbyte.dispatch import NoImplementationError
@@ -62,6 +62,18 @@ def test_calls_hit_different_experts(shape: MoeShape) -> None:
     x = experts.x(5)
     first, second = (call() for call in experts.calls("reference", x)[:2])
     assert not torch.equal(first, second)
+
+
+def test_copies_exceed_the_caches_by_what_one_token_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = Experts(MoeShape(32, 2, 64, 32), CPU, torch.float32)
+    monkeypatch.setitem(data._ROTATED_BYTES, "cpu", 3 * experts.bytes_hit(1))
+    first, *more = experts.forms("packed", lambda: experts.packed)
+    assert first is experts.packed
+    assert len(more) == 3
+    for copy in more:
+        assert torch.equal(copy.down.weight, first.down.weight)
+        assert copy.down.weight.data_ptr() != first.down.weight.data_ptr()
+    assert experts.forms("packed", lambda: None)[0] is first
 
 
 def test_a_wrong_result_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:

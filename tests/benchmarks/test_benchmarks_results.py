@@ -24,6 +24,13 @@ def test_numbers_show_the_committed_run(name: str) -> None:
     assert table_in(benchmark.PAGE, benchmark.TABLE) == benchmark.table(report)
 
 
+def test_docs_show_the_committed_run_of_experts_and_nothing_without_one() -> None:
+    benchmark = import_module("benchmarks.moe")
+    committed = benchmark.RESULT.is_file()
+    table = benchmark.table(json.loads(benchmark.RESULT.read_text())) if committed else ""
+    assert table_in(benchmark.PAGE, benchmark.TABLE) == table
+
+
 def test_tables_of_the_docs_show_the_committed_runs() -> None:
     tables = import_module("benchmarks.docs_tables")
     for name, (page, make) in tables.TABLES.items():

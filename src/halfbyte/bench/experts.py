@@ -1,7 +1,10 @@
 """Random experts in every backend's format, bfloat16 ones in PyTorch, and the error of results."""
 
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +81,7 @@ class Experts:
         gate_up, down = self._matrices(2 * i, h, 2), self._matrices(h, i, 1)
         self.packed = PackedExperts(gate_up, down, shape.activation)
         self._forms: dict[str, list] = {}
+        self._expected: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def _matrices(self, n: int, k: int, parts: int) -> ExpertMatrices:
         e, is_mxfp4 = self.shape.num_experts, self.shape.weight_format == "mxfp4"
@@ -118,25 +122,31 @@ class Experts:
     def calls(self, backend: str, x: torch.Tensor) -> list[Call]:
         """Calls of a backend, over routings and copies of the weights."""
         kernel = init_moe_kernel(self.shape.config(self.dtype, self.device), backend)
-        if backend not in self._forms:
-            tensors = kernel.prepare(self.packed)
-            count = min(_ROUTINGS, copies(sum(t.nbytes for t in tensors.values()), self.device))
-            more = [{n: t.clone() for n, t in tensors.items()} for _ in range(count - 1)]
-            self._forms[backend] = [tensors, *more]
-        forms = self._forms[backend]
+        forms = self.forms(backend, partial(kernel.prepare, self.packed))
         return [
             partial(kernel.apply, forms[i % len(forms)], x, *routing)
             for i, routing in enumerate(self.routings(x.shape[0]))
         ]
 
+    def forms(self, name: str, prepare: Callable[[], Any]) -> list:
+        """The weights as a contender prepares them, in copies; prepared once per name.
+
+        Calls rotate over so many copies that one token's experts in all of them exceed the caches.
+        """
+        if name not in self._forms:
+            first = prepare()
+            count = min(_ROUTINGS, copies(self.bytes_hit(1), self.device))
+            self._forms[name] = [first, *(deepcopy(first) for _ in range(count - 1))]
+        return self._forms[name]
+
     def dense_calls(self, x: torch.Tensor) -> list[Call]:
         """PyTorch's grouped products with bfloat16 weights."""
-        weights, x = self._dense, x.bfloat16()
+        weights, x = self.dense, x.bfloat16()
         return [partial(self._dense_experts, weights, x, *r) for r in self.routings(x.shape[0])]
 
     @cached_property
-    def _dense(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dequantized weights `[E, N, K]` of gate_up and down."""
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """bfloat16 `[E, N, K]`, the dequantized weights of gate_up and down."""
         gate_up, down = (
             torch.stack([_dequantized(matrices, e) for e in range(matrices.num_experts)])
             for matrices in (self.packed.gate_up, self.packed.down)
@@ -171,12 +181,15 @@ class Experts:
 
     def error(self, x: torch.Tensor, out: torch.Tensor) -> tuple[float, float]:
         """Error of the first call's result for the first tokens, and the allowed error; see
-        `relative_errors`."""
-        ids, weights = (t[:_CHECKED_TOKENS] for t in self.routings(x.shape[0])[0])
-        x, out = x[:_CHECKED_TOKENS], out[:_CHECKED_TOKENS]
-        exact = moe_reference(x.double(), self.packed, ids, weights)
-        baseline = self._dense_experts(self._dense, x.bfloat16(), ids, weights)
-        return relative_errors(exact, out, baseline)
+        `relative_errors`. The bfloat16 baseline also weights experts' results in bfloat16."""
+        if self._expected is None or self._expected[0] is not x:
+            ids, weights = (t[:_CHECKED_TOKENS] for t in self.routings(x.shape[0])[0])
+            rows = x[:_CHECKED_TOKENS]
+            exact = moe_reference(rows.double(), self.packed, ids, weights)
+            baseline = self._dense_experts(self.dense, rows.bfloat16(), ids, weights.bfloat16())
+            self._expected = x, exact, baseline
+        _, exact, baseline = self._expected
+        return relative_errors(exact, out[:_CHECKED_TOKENS], baseline)
 
 
 def _dequantized(matrices: ExpertMatrices, expert: int) -> torch.Tensor:

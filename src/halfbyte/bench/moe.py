@@ -16,7 +16,7 @@ MOE_SHAPES = {
     "gpt-oss-20b": MoeShape(32, 4, 2880, 2880, "mxfp4"),
 }
 _USUAL = {"cuda": tuple(MOE_SHAPES.values()), "cpu": (MoeShape(16, 4, 1024, 512),)}
-_TOKENS = {"cuda": (1, 4, 16, 64, 256, 1024, 8192), "cpu": (1, 4, 16, 64)}
+TOKENS = {"cuda": (1, 4, 16, 64, 256, 1024, 8192), "cpu": (1, 4, 16, 64)}
 
 
 class MoeBenchmark(ProductBenchmark):
@@ -42,7 +42,7 @@ class MoeBenchmark(ProductBenchmark):
         backends: Sequence[str] = (),
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        cases = grid(shapes or _USUAL[device.type], tokens or _TOKENS[device.type])
+        cases = grid(shapes or _USUAL[device.type], tokens or TOKENS[device.type])
         configs = [shape.config(dtype, device) for shape, _ in cases]
         super().__init__(device, cases, MOE_BACKENDS, configs, backends, dtype)
 

@@ -1,0 +1,48 @@
+"""Bounds on mixtures of experts beside peers and a plain read of the experts hit."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.bounds.base import Bound
+from halfbyte.bench.moe import MOE_SHAPES, TOKENS
+
+Row = dict[str, Any]
+_FEW, _MANY = 16, 1024
+"""Max M of the bounds for few tokens, min M of the one for many."""
+_LARGE = 50e6
+"""Min bytes hit from which the read rate is the measure, not a plain read of as many bytes."""
+
+
+def of_moe(report: dict[str, Any]) -> Iterator[Bound]:
+    """Bounds of `moe.json`, each on the worst case of a shape; NaN if a case lacks the ratio."""
+    rows: list[Row] = report["microseconds"]
+    for shape in map(str, MOE_SHAPES.values()):
+        for timing in report["judged_by"]:
+            yield from _of_shape(shape, [row for row in rows if row["shape"] == shape], timing)
+
+
+def _of_shape(shape: str, rows: list[Row], timing: str) -> Iterator[Bound]:
+    few = [row for row in rows if row["m"] <= _FEW]
+    large = [row for row in few if row["bytes_hit"] >= _LARGE]
+    small = [row for row in few if row["bytes_hit"] < _LARGE]
+    many = [row for row in rows if row["m"] >= _MANY]
+    tokens = set(TOKENS["cuda"])
+    measured = tokens & {row["m"] for row in rows}
+    yield Bound("moe", f"{shape}: cases", len(measured), "==", len(tokens))
+    for name, chosen, ratio, comparison, limit in (
+        (f"M <= {_FEW}, from 50 MB: of the read rate", large, "ours_of_read_rate", ">=", 0.65),
+        (f"M <= {_FEW}, below 50 MB: of a plain read", small, "ours_over_read", "<=", 1.5),
+        (f"M <= {_FEW}: of the fastest peer", few, "ours_over_fastest_peer", "<=", 0.7),
+        (f"M >= {_MANY}: of vLLM bf16", many, "ours_over_bf16", "<=", 1.05),
+        ("every M: of the fastest peer", rows, "ours_over_fastest_peer", "<=", 1.05),
+    ):
+        if chosen:
+            values = [row[timing][ratio] for row in chosen]
+            yield Bound("moe", f"{shape}, {name}", _worst(values, comparison), comparison, limit)
+
+
+def _worst(values: list[float | None], comparison: str) -> float:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return float("nan")
+    return min(known) if comparison == ">=" else max(known)

@@ -1,0 +1,1 @@
+"""The benchmark of mixtures of experts with peers: run, ratios and table."""
