@@ -17,7 +17,7 @@ from halfbyte.assets import bundled_model_path
 
 def main(path: str | Path) -> str:
     """Generate with a packed cache; the text."""
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")  # as batches need
     model: Any = AutoModelForCausalLM.from_pretrained(path)
     cache = halfbyte.Cache(model, "nvfp4")  # scales are measured once, on a built-in text
 

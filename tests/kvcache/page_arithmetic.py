@@ -3,46 +3,102 @@
 Nothing here asks `PageLayout` for an address; what the bytes are is asked of `halfbyte.numerics`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from halfbyte.kvcache import get_kv_cache_quant_method
 from halfbyte.layouts import PageLayout
 from halfbyte.layouts.page_layout import Order
 from halfbyte.layouts.scale_layouts import VScaleLayout
 from halfbyte.numerics import block_fp4, fp8, nvfp4
+
+Encoded = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Format(NamedTuple):
+    """What the specification says of a quantized format."""
+
+    bits: int
+    """Per value."""
+    block_size: int | None
+    """Values that share a block scale of a byte."""
+    has_global_scale: bool
+    encode: Callable[[torch.Tensor, float], Encoded] | None = None
+    """Data and block scales of (x, global scale). None: as the format's method does, for formulas
+    that are nowhere else."""
+    decode: Callable[..., torch.Tensor] | None = None
+    """The values of (data, block scales, global scale, dtype)."""
+    has_kernels: bool = True
+    """Whether the kernels for CPUs and those in Triton know it; the reference always does."""
+
+
+def _fp8(name: fp8.Fp8Format) -> Format:
+    return Format(
+        8,
+        None,
+        True,
+        lambda x, scale: (fp8.quantize(x, scale, name), None),
+        lambda data, scales, scale, out: fp8.dequantize(data, scale, name, out),
+    )
+
+
+def _nvfp4(recipe: nvfp4.Recipe) -> Format:
+    def encode(x: torch.Tensor, scale: float) -> Encoded:
+        data, scales = nvfp4.quantize(x, scale, recipe)
+        return data, scales.view(torch.uint8)
+
+    return Format(4, 16, True, encode, nvfp4.dequantize)
+
+
+def _block_fp4(
+    block_size: int,
+    quantize: Callable[[torch.Tensor], Encoded],
+    dequantize: Callable[..., torch.Tensor],
+) -> Format:
+    return Format(
+        4,
+        block_size,
+        False,
+        lambda x, scale: quantize(x),
+        lambda data, scales, scale, out: dequantize(data, scales, out),
+    )
+
 
 UNQUANTIZED = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-DTYPES = (
-    *UNQUANTIZED,
-    "fp8_e4m3",
-    "fp8_e5m2",
-    "nvfp4",
-    "nvfp4_4over6",
-    "fp4_block16",
-    "mxfp4",
-)
-WITH_GLOBAL_SCALE = ("fp8_e4m3", "fp8_e5m2", "nvfp4", "nvfp4_4over6")
+QUANTIZED = {
+    "fp8_e4m3": _fp8("e4m3"),
+    "fp8_e5m2": _fp8("e5m2"),
+    "nvfp4": _nvfp4("amax6"),
+    "nvfp4_4over6": _nvfp4("four_over_six"),
+    "fp4_block16": _block_fp4(16, block_fp4.quantize_fp4_block16, block_fp4.dequantize_fp4_block16),
+    "mxfp4": _block_fp4(32, block_fp4.quantize_mxfp4, block_fp4.dequantize_mxfp4),
+}
+"""All formats, in the order of `KVCacheDType`; most tests of formats take theirs from here."""
+DTYPES = (*UNQUANTIZED, *QUANTIZED)
+KERNEL_DTYPES = (*UNQUANTIZED, *(name for name, row in QUANTIZED.items() if row.has_kernels))
+WITH_GLOBAL_SCALE = tuple(name for name, row in QUANTIZED.items() if row.has_global_scale)
+KERNEL_DTYPES_WITH_GLOBAL_SCALE = tuple(name for name in KERNEL_DTYPES if name in WITH_GLOBAL_SCALE)
+BLOCK_SIZES = {name: row.block_size for name, row in QUANTIZED.items() if row.block_size}
 ALIASES = {"fp8": "fp8_e4m3", "fp4_e2m1": "nvfp4"}
-
-Encoded = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def data_width(dtype: str, head_size: int) -> int:
     """Bytes of one head of one token without block scales."""
     if dtype in UNQUANTIZED:
         return head_size * {"float32": 4, "float16": 2, "bfloat16": 2}[dtype]
-    return head_size if dtype.startswith("fp8") else head_size // 2
+    return head_size * QUANTIZED[dtype].bits // 8
 
 
 def scale_width(dtype: str, head_size: int) -> int:
     """Bytes of the block scales of one head of one token."""
-    block = {"nvfp4": 16, "nvfp4_4over6": 16, "fp4_block16": 16, "mxfp4": 32}.get(dtype)
-    return head_size // block if block else 0
+    return head_size // BLOCK_SIZES[dtype] if dtype in BLOCK_SIZES else 0
 
 
 def head_bytes(dtype: str, head_size: int) -> int:
@@ -55,16 +111,7 @@ def encode(dtype: str, x: torch.Tensor, scale: float) -> Encoded:
         if dtype == "float16" and x.dtype != torch.float16:
             x = x.float().clamp(-65504, 65504)
         return x.to(UNQUANTIZED[dtype]).contiguous().view(torch.uint8), None
-    if dtype == "fp8_e4m3":
-        return fp8.quantize(x, scale, "e4m3"), None
-    if dtype == "fp8_e5m2":
-        return fp8.quantize(x, scale, "e5m2"), None
-    if dtype == "mxfp4":
-        return block_fp4.quantize_mxfp4(x)
-    if dtype == "fp4_block16":
-        return block_fp4.quantize_fp4_block16(x)
-    data, scales = nvfp4.quantize(x, scale, "amax6" if dtype == "nvfp4" else "four_over_six")
-    return data, scales.view(torch.uint8)
+    return (QUANTIZED[dtype].encode or get_kv_cache_quant_method(dtype).quantize)(x, scale)
 
 
 def decode(
@@ -73,16 +120,8 @@ def decode(
     data, scales = encoded
     if dtype in UNQUANTIZED:
         return data.view(UNQUANTIZED[dtype]).to(out)
-    if dtype == "fp8_e4m3":
-        return fp8.dequantize(data, scale, "e4m3", out)
-    if dtype == "fp8_e5m2":
-        return fp8.dequantize(data, scale, "e5m2", out)
-    assert scales is not None
-    if dtype == "mxfp4":
-        return block_fp4.dequantize_mxfp4(data, scales, out)
-    if dtype == "fp4_block16":
-        return block_fp4.dequantize_fp4_block16(data, scales, out)
-    return nvfp4.dequantize(data, scales, scale, out)
+    values = QUANTIZED[dtype].decode or get_kv_cache_quant_method(dtype).dequantize
+    return values(data, scales, scale, out)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from halfbyte.kvcache import (
 from halfbyte.numerics import fp8, nvfp4
 from kvcache.page_arithmetic import (
     ALIASES,
+    BLOCK_SIZES,
     DTYPES,
     UNQUANTIZED,
     WITH_GLOBAL_SCALE,
@@ -29,7 +30,6 @@ from kvcache.page_arithmetic import (
 
 SIZE, HEADS, HEAD_DIM, LAYERS = 11, 3, 64, 2
 K_SCALE, V_SCALE = 0.0371, 0.0059
-BLOCK_SIZES = {"nvfp4": 16, "nvfp4_4over6": 16, "fp4_block16": 16, "mxfp4": 32}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 each_scaled = pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
 each_unscaled = pytest.mark.parametrize(
@@ -95,6 +95,11 @@ def test_needs(dtype: str) -> None:
     assert BLOCK_SIZES.get(dtype, 1) == method.SCALE_BLOCK_SIZE
 
 
+def test_method_whose_blocks_are_not_those_of_its_format_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"SCALE_BLOCK_SIZE: expected 32, .* mxfp4, got 16"):
+        type(get_kv_cache_quant_method("fp4_block16"))(KVCacheDType.MXFP4)
+
+
 @pytest.mark.parametrize(
     ("dtype", "divisor"),
     [("nvfp4", 2688), ("nvfp4_4over6", 1536), ("fp8_e4m3", 448), ("fp8_e5m2", 57344)],
@@ -146,7 +151,7 @@ def test_create_buffers(dtype: str) -> None:
         if dtype not in BLOCK_SIZES:
             assert buffers[name] is None
             continue
-        shape = (SIZE, HEADS, HEAD_DIM // BLOCK_SIZES[dtype])
+        shape = (SIZE, HEADS, scale_width(dtype, HEAD_DIM))
         assert [tuple(b.shape) for b in buffers[name]] == [shape] * LAYERS
         assert {b.dtype for b in buffers[name]} == {torch.uint8}
     assert buffers["store_dtype"] == UNQUANTIZED.get(dtype, torch.uint8)

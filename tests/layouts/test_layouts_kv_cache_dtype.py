@@ -6,22 +6,10 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from halfbyte.layouts import KVCacheDType
+from halfbyte.layouts import KVCacheDType, kv_cache_dtype
+from kvcache.page_arithmetic import ALIASES, DTYPES, QUANTIZED, WITH_GLOBAL_SCALE
 
-NAMES = [
-    "auto",
-    "float32",
-    "float16",
-    "bfloat16",
-    "fp8_e4m3",
-    "fp8_e5m2",
-    "nvfp4",
-    "nvfp4_4over6",
-    "fp4_block16",
-    "mxfp4",
-]
-ALIASES = {"fp8": "fp8_e4m3", "fp4_e2m1": "nvfp4"}
-QUANTIZED = [name for name in NAMES if "fp8" in name or "fp4" in name]
+NAMES = ["auto", *DTYPES]
 
 
 def test_members() -> None:
@@ -58,14 +46,19 @@ def test_is_quantized_and_is_nvfp4(name: str) -> None:
     member = KVCacheDType.parse(name)
     assert member.is_quantized == (name in QUANTIZED)
     assert member.is_nvfp4 == (name in ("nvfp4", "nvfp4_4over6"))
-    is_fp8 = name in ("fp8_e4m3", "fp8_e5m2")
-    assert member.has_global_scale == (member.is_nvfp4 or is_fp8)
+    assert member.has_global_scale == (name in WITH_GLOBAL_SCALE)
 
 
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_storage_dtype(name: str) -> None:
     expected = torch.uint8 if name in QUANTIZED else getattr(torch, name)
     assert KVCacheDType.parse(name).storage_dtype == expected
+
+
+def test_member_without_a_row_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(kv_cache_dtype._QUANTIZED, "mxfp4")
+    with pytest.raises(ValueError, match="'mxfp4' has no row in `_QUANTIZED`"):
+        KVCacheDType.MXFP4.data_bytes(64)
 
 
 def test_storage_dtype_of_auto_is_an_error() -> None:

@@ -1,6 +1,8 @@
 """Random NVFP4 layers, their expected results in float64, and the tolerance of kernels."""
 
+from copy import deepcopy
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,8 @@ from halfbyte.linear import NvFp4Linear
 from halfbyte.numerics import nvfp4
 
 INPUT_AMAX = 6.0
+_AS_MADE: WeakKeyDictionary[nn.Module, NvFp4Linear] = WeakKeyDictionary()
+"""Copies of random layers before their kernel repacked them."""
 
 
 def random_layer(
@@ -38,9 +42,11 @@ def random_layer(
     if bias:
         linear.bias.data = torch.randn(n, generator=generator)
     amax = INPUT_AMAX if options.get("quantize_activations") else None
-    return NvFp4Linear.from_float(
+    layer = NvFp4Linear.from_float(
         linear, input_amax=amax, part_sizes=part_sizes, dtype=dtype, **options
     )
+    _AS_MADE[layer] = deepcopy(layer)
+    return layer
 
 
 def random_input(m: int, k: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> torch.Tensor:
@@ -58,16 +64,24 @@ def effective_input(layer: NvFp4Linear, x: torch.Tensor) -> torch.Tensor:
     return nvfp4.dequantize(*nvfp4.quantize(x, scale), scale, torch.float64)
 
 
+def _weights(layer: NvFp4Linear, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Dequantized, on the device of x."""
+    try:
+        return layer.dequantize(dtype)
+    except RuntimeError:  # the kernel has no `restore_weights`
+        return _AS_MADE[layer].dequantize(dtype).to(x.device)
+
+
 def reference64(layer: NvFp4Linear, x: torch.Tensor) -> torch.Tensor:
     """The product in float64."""
     bias = None if layer.bias is None else layer.bias.double()
-    return F.linear(effective_input(layer, x), layer.dequantize(torch.float64), bias)
+    return F.linear(effective_input(layer, x), _weights(layer, x, torch.float64), bias)
 
 
 def baseline(layer: NvFp4Linear, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """PyTorch's own matmul of that dtype on the dequantized weights."""
     bias = None if layer.bias is None else layer.bias.to(dtype)
-    return F.linear(effective_input(layer, x).to(dtype), layer.dequantize(dtype), bias)
+    return F.linear(effective_input(layer, x).to(dtype), _weights(layer, x, dtype), bias)
 
 
 def assert_close_enough(

@@ -168,11 +168,16 @@ class KVCacheDType(StrEnum):
         """Dtype of the stored elements: uint8 for quantized formats, else the float dtype itself.
 
         Raises:
-            ValueError: `AUTO`, which has no bytes until it is resolved.
+            ValueError: `AUTO`, which has no bytes until it is resolved, or a member whose bytes
+                no table here describes.
         """
         if self is KVCacheDType.AUTO:
             raise ValueError("KV cache dtype 'auto' must be resolved before it is stored")
-        return _UNQUANTIZED.get(self.value, torch.uint8)
+        if self.is_quantized:
+            return torch.uint8
+        if self.value not in _UNQUANTIZED:
+            raise ValueError(f"KV cache dtype {self.value!r} has no row in `_QUANTIZED`")
+        return _UNQUANTIZED[self.value]
 
     def data_bytes(self, head_size: int) -> int:
         """Bytes of one head of one token, without block scales."""

@@ -9,7 +9,7 @@ import torch
 from halfbyte.kvcache.store.base import StoreInputs
 from halfbyte.kvcache.store.reference import ReferenceStore
 from halfbyte.layouts import PageLayout
-from kvcache.page_arithmetic import DTYPES, UNQUANTIZED, Geometry, sentinel
+from kvcache.page_arithmetic import KERNEL_DTYPES, UNQUANTIZED, Geometry, sentinel
 
 Scale = float | torch.Tensor
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -17,7 +17,7 @@ NUM_PAGES, BLOCK_SIZE, HEADS = 5, 8, 3
 SLOTS = (17, -1, 3, 39, -7, 0, 16, 25, -(10**12))
 K_SCALE, V_SCALE = 0.0371, 0.0059
 
-_SAME = [Geometry(dtype, dtype, 64, 64, HEADS, BLOCK_SIZE) for dtype in DTYPES]
+_SAME = [Geometry(dtype, dtype, 64, 64, HEADS, BLOCK_SIZE) for dtype in KERNEL_DTYPES]
 _MIXED = [
     Geometry("fp8_e4m3", "nvfp4", 64, 64, HEADS, BLOCK_SIZE),
     Geometry("nvfp4", "fp8_e5m2", 48, 80, HEADS, BLOCK_SIZE),

@@ -13,7 +13,7 @@ from halfbyte.kernels.cpu.store import store_tokens_cpu
 from halfbyte.kvcache.store import StoreConfig
 from halfbyte.kvcache.store.cpu import CpuStore
 from halfbyte.layouts import PageLayout
-from kvcache.page_arithmetic import DTYPES, WITH_GLOBAL_SCALE, Geometry
+from kvcache.page_arithmetic import KERNEL_DTYPES, KERNEL_DTYPES_WITH_GLOBAL_SCALE, Geometry
 from kvcache.store.recipe_cases import (
     RECIPE_OPTIONS,
     WEIGHTED_OPTIONS,
@@ -57,7 +57,7 @@ def test_store_to_pages_of_every_alignment(geometry: Geometry) -> None:
             make_case(geometry, before=before, after=after).assert_stored(store_tokens_cpu)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("input_dtype", INPUT_DTYPES, ids=str)
 def test_store_takes_inputs_of_every_dtype_and_any_strides(
     dtype: str, input_dtype: torch.dtype
@@ -115,7 +115,7 @@ def test_store_of_many_tokens_on_several_threads(dtype: str, threads: int) -> No
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES_WITH_GLOBAL_SCALE)
 @pytest.mark.parametrize(
     "scale",
     [1.0, 2.0**-40, 2.0**-41, 2.0**41, 1e-20, 3e37, 1e-42, torch.tensor(0.3), torch.tensor([7e-4])],
@@ -126,7 +126,7 @@ def test_store_with_global_scales_of_every_size(dtype: str, scale: float | torch
     make_case(geometry, k_scale=scale, v_scale=0.011).assert_stored(store_tokens_cpu)
 
 
-@pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES_WITH_GLOBAL_SCALE)
 @pytest.mark.parametrize("scale", [0.0, -0.01, math.nan, math.inf])
 def test_store_with_a_broken_scale_in_a_tensor_does_as_the_reference(
     dtype: str, scale: float
@@ -136,7 +136,7 @@ def test_store_with_a_broken_scale_in_a_tensor_does_as_the_reference(
     case.assert_stored(store_tokens_cpu)
 
 
-@pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES_WITH_GLOBAL_SCALE)
 @pytest.mark.parametrize(
     "scale",
     [0.0, -1.0, math.nan, math.inf, 1e39, 1e-46, None, torch.ones(2), torch.tensor(1)],

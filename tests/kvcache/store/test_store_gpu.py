@@ -10,7 +10,7 @@ import torch
 
 from halfbyte.kvcache import reshape_and_cache
 from halfbyte.layouts import PageLayout
-from kvcache.page_arithmetic import DTYPES, WITH_GLOBAL_SCALE, Geometry
+from kvcache.page_arithmetic import KERNEL_DTYPES, KERNEL_DTYPES_WITH_GLOBAL_SCALE, Geometry
 from kvcache.store.recipe_cases import (
     RECIPE_OPTIONS,
     WEIGHTED_OPTIONS,
@@ -72,7 +72,7 @@ def test_gpu_store_writes_the_references_bytes_and_no_others(
     case.assert_stored(without_waiting(reshape_and_cache), "cuda")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("heads", "head_size"), [(8, 128), (3, 96), (1, 512)], ids=str)
 def test_gpu_store_of_many_tokens(
@@ -88,7 +88,7 @@ def test_gpu_store_of_many_tokens(
     case.assert_stored(without_waiting(reshape_and_cache), "cuda")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 def test_gpu_store_of_any_float32(dtype: str) -> None:
     layout = PageLayout(dtype, dtype, 128, None, 8, 16)
     count = 2048
@@ -102,7 +102,7 @@ def test_gpu_store_of_any_float32(dtype: str) -> None:
     case.assert_stored(without_waiting(reshape_and_cache), "cuda")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gpu_store_of_every_16_bit_value(dtype: str, input_dtype: torch.dtype) -> None:
     layout = PageLayout(dtype, dtype, 256, None, 1, 16)
@@ -115,7 +115,7 @@ def test_gpu_store_of_every_16_bit_value(dtype: str, input_dtype: torch.dtype) -
         case.assert_stored(positional(store_tokens), "cuda")
 
 
-@pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES_WITH_GLOBAL_SCALE)
 @pytest.mark.parametrize("scale", [0.0, -0.01, float("nan"), float("inf"), 1e-42, 3e38])
 def test_gpu_store_with_odd_scales_on_the_device(dtype: str, scale: float) -> None:
     geometry = Geometry(dtype, dtype, 64, 64, 3, 8)
@@ -151,7 +151,7 @@ def test_gpu_store_takes_inputs_of_any_strides(dtype: str) -> None:
 
 
 def test_gpu_store_of_a_prompt_equals_the_reference_on_the_gpu() -> None:
-    for dtype in DTYPES:
+    for dtype in KERNEL_DTYPES:
         layout = PageLayout(dtype, dtype, 128, None, 8, 16)
         torch.manual_seed(8)
         key, value = torch.randn(2, 8192, 8, 128, device="cuda").bfloat16()

@@ -1,8 +1,9 @@
 """`reshape_and_cache` and `read_tokens`: every byte at its place, and no other byte touched."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from halfbyte.kvcache import (
     read_tokens,
     reshape_and_cache,
 )
+from halfbyte.kvcache.quant_methods.block_fp4 import MXFP4KVCacheMethod
+from halfbyte.kvcache.store import reference
 from kvcache.page_arithmetic import (
+    BLOCK_SIZES,
     DTYPES,
     WITH_GLOBAL_SCALE,
     Geometry,
@@ -270,9 +274,9 @@ def test_nan_reads_back_as_nan_in_its_own_block(dtype: str) -> None:
     reshape_and_cache(key, value, place.pages, slots, geometry.layout, K_SCALE, V_SCALE)
     k, v = read_tokens(place.pages, slots, geometry.layout, K_SCALE, V_SCALE)
     nan_at = {tuple(index) for index in k.isnan().nonzero().tolist()}
-    block = {"mxfp4": range(32, 64)}.get(dtype, range(32, 48))
-    wide = dtype in ("nvfp4", "nvfp4_4over6", "fp4_block16", "mxfp4")
-    assert nan_at == {(1, 2, d) for d in (block if wide else [40])}
+    size = BLOCK_SIZES.get(dtype, 1)
+    start = 40 // size * size
+    assert nan_at == {(1, 2, d) for d in range(start, start + size)}
     assert not v.isnan().any()
 
 
@@ -287,6 +291,35 @@ def test_float16_pages_saturate_wider_inputs(input_dtype: torch.dtype) -> None:
     expected = torch.tensor([[[65504.0, -65504.0, 65504.0, -65504.0]]])
     assert torch.equal(k, expected)
     assert torch.equal(v, expected)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda data, scales: (data[..., :1], scales), r"data torch.uint8 \[..., 1\].*\[..., 32\]"),
+        (lambda data, scales: (data, scales.float()), r"scales torch.float32 .*uint8 \[..., 2\]"),
+        (lambda data, scales: (data, None), r"scales None, its pages have torch.uint8"),
+    ],
+    ids=["width", "dtype", "missing"],
+)
+def test_method_that_does_not_fit_the_page_is_refused_before_a_byte_is_written(
+    returned: Callable[..., Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong(MXFP4KVCacheMethod):
+        def quantize(self, x: torch.Tensor, global_scale: float | torch.Tensor) -> Any:
+            return returned(*super().quantize(x, global_scale))
+
+    monkeypatch.setattr(reference, "_method", Wrong)
+    geometry = Geometry("mxfp4", "mxfp4", 64, 64, HEADS, BLOCK_SIZE)
+    place = allocate(geometry)
+    before = place.buffer.clone()
+    key, value = random_kv(geometry, 2)
+    slots = torch.tensor([0, 1])
+    with pytest.raises(ValueError, match=f"mxfp4: quantize returned {message}"):
+        reshape_and_cache(
+            key, value, place.pages, slots, geometry.layout, 1.0, 1.0, backend="reference"
+        )
+    assert torch.equal(place.buffer, before)
 
 
 def test_a_write_to_one_layer_touches_no_other_layer_of_the_pool() -> None:

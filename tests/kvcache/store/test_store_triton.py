@@ -18,7 +18,7 @@ from halfbyte.kvcache import reshape_and_cache
 from halfbyte.kvcache.store import StoreConfig, registry
 from halfbyte.kvcache.transform import MARK, MATCH_TOLERANCE
 from halfbyte.layouts import PageLayout
-from kvcache.page_arithmetic import DTYPES, WITH_GLOBAL_SCALE, Geometry
+from kvcache.page_arithmetic import KERNEL_DTYPES, KERNEL_DTYPES_WITH_GLOBAL_SCALE, Geometry
 from kvcache.store.recipe_cases import (
     RECIPE_OPTIONS,
     WEIGHTS_ALONE,
@@ -49,7 +49,7 @@ from slow import CAPABILITIES, slow
 # NumPy, which the interpreter computes with, warns of 0 / 0 and of overflows.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-QUANTIZED = [dtype for dtype in DTYPES if dtype not in ("float32", "float16", "bfloat16")]
+QUANTIZED = [dtype for dtype in KERNEL_DTYPES if dtype not in ("float32", "float16", "bfloat16")]
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_store_skips_slots_past_the_last_page_and_tokens_without_slots(
         assert torch.equal(nothing.stored(positional(store.store_tokens)), nothing.buffer)
 
 
-@pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES_WITH_GLOBAL_SCALE)
 @pytest.mark.parametrize(
     "scale",
     [1.0, 2.0**-40, 2.0**-41, 2.0**41, 1e-20, 3e37, 1e-42, torch.tensor(0.3), torch.tensor([7e-4])],
@@ -122,7 +122,7 @@ def test_store_with_global_scales_of_every_size(
     make_case(geometry, k_scale=scale, v_scale=0.011).assert_stored(positional(store.store_tokens))
 
 
-@pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES_WITH_GLOBAL_SCALE)
 @pytest.mark.parametrize("scale", [0.0, -0.01, math.nan, math.inf])
 def test_store_with_a_broken_scale_on_the_device_does_as_the_reference(
     store: Any, dtype: str, scale: float
@@ -132,7 +132,7 @@ def test_store_with_a_broken_scale_on_the_device_does_as_the_reference(
     case.assert_stored(positional(store.store_tokens))
 
 
-@pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES_WITH_GLOBAL_SCALE)
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, torch.ones(2)], ids=str)
 def test_store_refuses_bad_scales(store: Any, dtype: str, scale: float | torch.Tensor) -> None:
     case = make_case(Geometry(dtype, "float32", 64, 64, 3, 8), k_scale=scale)
@@ -373,7 +373,7 @@ def chosen_on_a_gpu(
 
 
 @pytest.mark.usefixtures("_on_a_gpu")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 def test_kernel_is_chosen_for_every_format(dtype: str) -> None:
     for key_dtype, value_dtype in zip(INPUT_DTYPES, reversed(INPUT_DTYPES), strict=True):
         assert chosen_on_a_gpu(dtype, key_dtype, value_dtype) == "triton"
@@ -398,7 +398,7 @@ def test_without_triton_the_log_says_so_once(
 ) -> None:
     monkeypatch.setattr("halfbyte.dispatch.is_installed", lambda module: module != "triton")
     with caplog.at_level(logging.INFO, "halfbyte"):
-        for dtype in DTYPES:
+        for dtype in KERNEL_DTYPES:
             assert chosen_on_a_gpu(dtype, torch.bfloat16, torch.bfloat16) == "reference"
     assert len(caplog.records) == 1
     assert "needs triton" in caplog.text

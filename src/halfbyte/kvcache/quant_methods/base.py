@@ -23,9 +23,15 @@ class KVCacheQuantMethod(ABC):
     """Base of all cache formats; one subclass per family, one instance per format."""
 
     SCALE_BLOCK_SIZE: ClassVar[int] = 1
-    """Values that share a block scale; 1 where there are no block scales."""
+    """Values that share a block scale, as `dtype.scale_block_size`; 1 where there are none."""
 
     def __init__(self, dtype: KVCacheDType) -> None:
+        block_size = dtype.scale_block_size or 1
+        if block_size != self.SCALE_BLOCK_SIZE:
+            raise ValueError(
+                f"{type(self).__name__}.SCALE_BLOCK_SIZE: expected {block_size}, the block size of "
+                f"{dtype}, got {self.SCALE_BLOCK_SIZE}"
+            )
         self.dtype = dtype
         self.scales: KVScales | None = None
 

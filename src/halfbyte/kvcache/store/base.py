@@ -44,7 +44,7 @@ class StoreConfig:
             if dtype not in _INPUT_DTYPES:
                 return False, f"takes {name} in bfloat16, float16 or float32, not {dtype}"
         reason = self.layout.unknown_format(formats)
-        return reason is None, reason or "every format"
+        return reason is None, reason or "writes the formats of K and V"
 
 
 class StoreInputs(NamedTuple):

@@ -16,7 +16,7 @@ class CpuStore(StoreBackend):
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
         """Wherever the kernel was built; every machine has a CPU."""
-        return is_built("writes packed pages of every format")
+        return is_built("writes packed pages")
 
     @classmethod
     def can_implement(cls, config: StoreConfig) -> Answer:

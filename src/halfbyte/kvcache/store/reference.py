@@ -59,6 +59,8 @@ class ReferenceStore(StoreBackend):
         # Both are encoded before either is written, so that an error leaves no partial token.
         k_data, k_scales = _quantize_key(key, inputs.k_scale, layout.k_dtype, transform)
         v_data, v_scales = _quantize_value(value, inputs.v_scale, layout.v_dtype, transform)
+        _check_packed(layout.k_dtype, (k_data, k_scales), (views.k_data, views.k_scale))
+        _check_packed(layout.v_dtype, (v_data, v_scales), (views.v_data, views.v_scale))
         if first is not None and k_scales is not None:
             heads = (first >= 0).nonzero()
             rows = at_start[heads[:, 0]], heads[:, 1]
@@ -97,6 +99,16 @@ def _quantize_value(
         return _method(dtype).quantize(value, scale)
     data, scales = weighted_rounding.quantize(value, scale, transform.v_weights)
     return data, scales.view(torch.uint8)
+
+
+def _check_packed(dtype: KVCacheDType, packed: _Packed, views: _Packed) -> None:
+    """Raise ValueError unless a method's tensors fit the page; PyTorch would cast and broadcast."""
+    for name, tensor, view in zip(("data", "scales"), packed, views, strict=True):
+        ours, wanted = (
+            None if x is None else f"{x.dtype} [..., {x.shape[-1]}]" for x in (tensor, view)
+        )
+        if ours != wanted:
+            raise ValueError(f"{dtype}: quantize returned {name} {ours}, its pages have {wanted}")
 
 
 def read_tokens(

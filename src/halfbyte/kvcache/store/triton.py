@@ -21,7 +21,7 @@ class TritonStore(StoreBackend):
             compute_capability,
             _OLDEST,
             lambda: missing_module("triton", "pip install halfbyte[gpu]"),
-            "writes packed pages of every format in one launch",
+            "writes packed pages in one launch",
         )
 
     @classmethod
