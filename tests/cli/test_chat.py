@@ -180,7 +180,7 @@ def test_an_encoding_that_lacks_characters(server: OpenAIServer) -> None:
 
 
 class Terminal:
-    """`halfbyte chat` on a terminal of its own."""
+    """`halfbyte chat` on a pseudo-terminal."""
 
     def __init__(self, *arguments: str) -> None:
         self.pid, self._screen = pty.fork()
@@ -193,7 +193,7 @@ class Terminal:
         os.write(self._screen, text.encode())
 
     def read_to(self, mark: str) -> str:
-        """What the screen shows from the last mark to this one, included."""
+        """The output from the last mark up to and including this one."""
         deadline = time.monotonic() + 30
         while mark not in self._text:
             ready, _, _ = select.select([self._screen], [], [], deadline - time.monotonic())

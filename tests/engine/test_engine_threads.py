@@ -1,4 +1,4 @@
-"""What is said of threads on a busy machine."""
+"""The warning about threads on a busy machine."""
 
 import logging
 import os

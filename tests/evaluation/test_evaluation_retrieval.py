@@ -54,7 +54,7 @@ def test_contexts_that_cannot_be(
 
 
 def test_what_is_counted(tokenizer: Any, text: str) -> None:
-    """Against the model itself without a cache; whatever the chunks."""
+    """Counts equal those of the model without a cache, for any chunk size."""
     model = load_model(bundled_model_path(), dtype="float32")
     context = make_context(tokenizer, text, 700, 2, seed=5)
     with torch.inference_mode():

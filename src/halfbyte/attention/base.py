@@ -87,7 +87,7 @@ class _PackedKey(NamedTuple):
 
 
 class _PackedPart(NamedTuple):
-    """Lengths and window of the tokens that only the pages have, and plans for them."""
+    """Lengths and window without the last tokens, which rings have, and plans for them."""
 
     seq_lens: torch.Tensor
     window: int
@@ -155,7 +155,7 @@ class AttentionInputs:
         self._output.tensor = result
 
     def deliver(self) -> torch.Tensor:
-        """The output, copied to the caller's tensor if there is one."""
+        """The output: the caller's tensor if given, into which it is copied if necessary."""
         if self.given_out is None or self.given_out is self.out:
             return self.out
         return self.given_out.copy_(self.out)
@@ -232,7 +232,7 @@ class SubBatch:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     plans: AttentionPlans
-    """Of these sequences alone."""
+    """Of these sequences only."""
 
     def inputs_of(self, batch: AttentionInputs) -> AttentionInputs:
         """The work on these sequences, with outputs of its own unless they are the whole batch."""

@@ -229,10 +229,10 @@ class KVCalibration:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> KVCalibration:
-        """Of `to_bytes`.
+        """The inverse of `to_bytes`.
 
         Raises:
-            ValueError: something else, or numbers that cannot be right.
+            ValueError: another kind of file, or invalid numbers.
         """
         try:
             size = int.from_bytes(data[:8], "little")
@@ -254,7 +254,7 @@ class KVCalibration:
         except (ValueError, safetensors.SafetensorError) as error:
             raise ValueError(f"no calibration: {error}") from None
         if segment < 1 or any(len(layer.first_keys) != len(first_tokens) for layer in layers):
-            raise ValueError("no calibration: its parts do not belong together")
+            raise ValueError("no calibration: segment or number of first tokens is inconsistent")
         return cls(segment, first_tokens, tuple(layers), tuple(ropes))
 
 
@@ -276,7 +276,7 @@ def _layer_of(
         and averages.turns_pairs()
     )
     if not fitting:
-        raise ValueError(f"layer {index} has tensors of sizes that do not fit")
+        raise ValueError(f"layer {index} has tensors of inconsistent shapes")
     numbers = amax.tolist()
     if not (amax.isfinite() & (amax > 0)).all() or not mean.isfinite().all():
         raise ValueError(f"layer {index} has {numbers}, expected numbers above 0")
@@ -301,8 +301,8 @@ def _costs_of(
         and all(x.dtype == torch.float32 for x in (factors, k_weights, v_weights))
     )
     if not fitting:
-        raise ValueError(f"layer {index} has costs of errors of sizes that do not fit")
+        raise ValueError(f"layer {index} has weights of errors of inconsistent shapes")
     weights = torch.cat([k_weights.flatten(), v_weights.flatten()])
     if not factors.isfinite().all() or not (weights.isfinite() & (weights > 0)).all():
-        raise ValueError(f"layer {index} has costs of errors that are no numbers above 0")
+        raise ValueError(f"layer {index} has weights of errors that are not finite or not above 0")
     return ErrorCosts(factors, k_weights, v_weights)

@@ -98,7 +98,7 @@ class ExpertsLayer(QuantizedModule, ABC):
         Raises:
             ValueError: an argument that does not fit.
             CheckpointError: a tensor was never loaded, or a scale is not finite.
-            NoImplementationError: no backend, or not the one asked for, can do the work.
+            NoImplementationError: no backend, or not the requested one, can do the work.
         """
         if self.kernel is None:
             self.process_in_first_call()
@@ -116,7 +116,7 @@ class ExpertsLayer(QuantizedModule, ABC):
         Raises:
             CheckpointError: a tensor was never loaded, or holds a scale that is not finite; one
                 line that names it.
-            NoImplementationError: no backend, or not the one asked for, can do the work.
+            NoImplementationError: no backend, or not the requested one, can do the work.
             ValueError: the backend cannot represent the weights exactly.
         """
         with _PROCESSING:  # first calls may come from several threads

@@ -1,4 +1,4 @@
-"""Mixtures whose experts are quantized."""
+"""MoE models with quantized experts."""
 
 from pathlib import Path
 from typing import Any
@@ -272,7 +272,7 @@ def test_experts_that_calibration_never_reached(
     lost: float,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """ModelOpt leaves their scale out, compressed-tensors writes 1, or once the inverse of 0."""
+    """ModelOpt omits their scale; compressed-tensors writes 1, older versions the inverse of 0."""
     folder = make_folder(tmp_path, "qwen3_moe", dialect, "nvfp4")
     expert, scale = "model.layers.1.mlp.experts.2", TENSOR_NAMES[dialect].input_global_scale
     names = [f"{expert}.{name}.{scale}" for name in ("gate_proj", "up_proj", "down_proj")]

