@@ -1,4 +1,4 @@
-"""CUDA sources on the CPU: compiled by a C++ compiler as they are, but for inline assembly.
+"""CUDA sources on the CPU: compiled unchanged by a C++ compiler, except for inline assembly.
 
 `cuda.h` has the part of CUDA that they need. Every `asm` statement becomes the C++ that
 stands for its text in `assembly.py`, most of it in `ptx.h`, `wgmma.h` and `bulk.h`; a source with
@@ -51,11 +51,11 @@ _SHARED = re.compile(
 )
 _INCLUDE = re.compile(r'^#include "(.*)"', re.MULTILINE)
 _KERNEL = re.compile(r"__global__ void ([^{;]*?)(\w+)\([\w\s,]*\)\s*\{")
-"""What stands before its name, the size of clusters among it, and the name."""
+"""A kernel's declaration: attributes (with the cluster size), then its name."""
 
 
 class BoxMap(ctypes.Structure):
-    """What takes the place of a `TensorMap` of two or three dimensions, the innermost first.
+    """Replaces a `TensorMap` of two or three dimensions, the innermost first.
 
     Sizes and box are values, strides bytes. The swizzle follows from the width of a row; that the
     real map asks for the same one is not checked here.
@@ -73,7 +73,7 @@ class BoxMap(ctypes.Structure):
 
 @contextmanager
 def tensor_maps_on_host() -> Iterator[None]:
-    """Let `tensor_maps` make `BoxMap`s, where there is no driver."""
+    """Make `tensor_maps` return `BoxMap`s; needs no driver."""
 
     def encode(
         address: int,
@@ -174,7 +174,7 @@ def overlapping_kernels(
 
 
 def guarded(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of NaN, with memory right behind it that no kernel may touch."""
+    """A tensor of NaN, directly followed by unmapped memory."""
     count = prod(size)
     pages = -(-count * dtype.itemsize // mmap.PAGESIZE)
     memory = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
@@ -186,9 +186,9 @@ def guarded(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def allocate(memory: Memory, device: object) -> torch.Tensor:
-    """In place of `devices.allocate`: `guarded`.
+    """Replaces `devices.allocate`; returns `guarded` tensors.
 
-    What is asked for must please PyTorch's entrance for compiled code, which takes tuples of ints
+    Arguments must suit PyTorch's allocation for compiled code, which accepts only tuples of ints
     alone and no `torch.Size`; the one for the CPU is as strict as that for GPUs.
     """
     torch._C._dynamo.guards._empty_strided_cpu(*memory)  # type: ignore[attr-defined]
@@ -237,7 +237,7 @@ def _build(name: str, macros: tuple[tuple[str, int | None], ...], folder: Path) 
 
 
 def _translate(name: str, folder: Path, to: Path) -> None:
-    """Write what `name` becomes on the host, and what it includes, line by line."""
+    """Write the host version of a source and of its includes, line by line."""
     source = folder / name
     if not source.exists():
         source = _SOURCES / name
@@ -261,7 +261,7 @@ def _host_variable(match: re.Match[str]) -> str:
 
 
 def _host_statement(match: re.Match[str]) -> str:
-    """Literals that stand side by side are one text, and a macro before them is part of it."""
+    """The C++ of an `asm` statement; adjacent literals, and a macro before them, are one text."""
     text = "".join(f"{macro} " if macro else part for part, macro in _TEXT.findall(match[1]))
     text = re.sub(", *", ", ", text)  # with or without a space
     operands = _OPERAND.findall(match[2])

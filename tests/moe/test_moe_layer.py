@@ -1,4 +1,4 @@
-"""`NvFp4Experts`: loading, kernels, state dicts, moves, and what it refuses."""
+"""`NvFp4Experts`: loading, kernels, state dicts, moving, errors."""
 
 import copy
 from typing import Any

@@ -27,7 +27,7 @@ def test_contiguous_memory(shape: tuple[int, ...]) -> None:
 
 
 def test_memory_comes_from_the_gpu_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Directly where it is the current one."""
+    """Without a context manager if it is the current GPU."""
     empty_strided, asked = torch.empty_strided, []
 
     def elsewhere(shape: Any, stride: Any, *, dtype: torch.dtype, device: Any) -> torch.Tensor:

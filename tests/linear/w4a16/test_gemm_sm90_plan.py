@@ -18,7 +18,7 @@ def test_plans_cover_all_tiles(n: int, k: int, m: int) -> None:
     plan = gemm_plan(n, k, m, PROCESSORS)
     tiles = plan.tile.pairs(n, m)
     assert 0 <= plan.tiles - tiles < plan.clusters
-    # Whole turns of all clusters behind the tiles that are cut.
+    # Full waves of all clusters after the cut tiles.
     assert (plan.tiles - plan.cut_tiles) % plan.clusters == 0
     assert plan.cut_tiles <= tiles
     assert plan.cut_tiles == 0 or plan.cut_tiles * plan.steps(k) >= plan.clusters
@@ -26,19 +26,19 @@ def test_plans_cover_all_tiles(n: int, k: int, m: int) -> None:
 
 
 def test_tiles_are_not_cut_where_x_outgrows_the_cache() -> None:
-    """Clusters at different k read nothing that others have read; see `GemmPlan.microseconds`."""
+    """Clusters at different k do not share x through L2; see `GemmPlan.microseconds`."""
     plan = gemm_plan(4096, 14336, 4096, 132)
     assert plan.cut_tiles == 0
     tiles = 16 * 16
     cut = GemmPlan(tile_named("128x256"), tiles, 66, 66 + tiles % 66, 2)
     assert cut.microseconds(14336, 4096) > 1.05 * plan.microseconds(14336, 4096)
-    # With fewer rows the same cut would be worth it.
+    # With fewer tokens the same split would be faster.
     assert cut.microseconds(14336, 1024) < plan.microseconds(14336, 1024)
     assert gemm_plan(28672, 4096, 512, 132).cut_tiles > 0
 
 
 def test_prompts_of_about_a_length_share_a_plan() -> None:
-    """Serving meets a new length with every prompt."""
+    """In serving, every prompt may have a new length."""
     plans = {gemm_plan(6144, 4096, m, PROCESSORS) for m in range(993, 1009)}
     assert len(plans) == 1
     (plan,) = plans
@@ -59,7 +59,7 @@ def test_sharers_are_clusters_with_steps(cut_tiles: int, clusters: int, crossing
 
 
 def test_tiles_leave_few_rows_idle() -> None:
-    """In the columns of tiles, and in the turns of clusters."""
+    """Little padding of tiles, and few idle clusters in the last wave."""
     for m in range(64, 1025, 16):
         plan = gemm_plan(28672, 4096, m, PROCESSORS)
         tile = plan.tile
@@ -68,7 +68,7 @@ def test_tiles_leave_few_rows_idle() -> None:
 
 
 def test_the_fastest_of_all_plans_is_found() -> None:
-    """Tiles whose plans cannot be faster are passed over."""
+    """Tiles are skipped only if none of their plans can be faster."""
     for n, k in WEIGHTS:
         for m in (16, 80, 272, 1040, 4096):
             plan = gemm_plan(n, k, m, PROCESSORS)
