@@ -127,7 +127,7 @@ def test_the_limit_depends_on_the_shape() -> None:
     assert "ours_over_humming" not in {bound["name"] for bound in other}
 
 
-def test_what_was_not_measured_is_not_said_to_hold() -> None:
+def test_unmeasured_claims_are_not_reported_to_hold() -> None:
     found = verdicts(row(1), row(2, humming=None))
     assert found["ours_over_humming", "M 1 to 16"] is None
     assert found["ours_of_read", "M 1 to 16"] is True

@@ -39,7 +39,7 @@ def write(folder: Path, scales: dict[str, float]) -> Path:
         "outputs",
     ],
 )
-def test_all_are_read_as_decode_multipliers(tmp_path: Path, scales: dict[str, float]) -> None:
+def test_all_are_read_as_decode_scales(tmp_path: Path, scales: dict[str, float]) -> None:
     assert read_kv_scales(write(tmp_path, scales)) == {3: (0.25, 0.5)}
 
 

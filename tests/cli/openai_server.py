@@ -148,9 +148,9 @@ def event(value: object) -> bytes:
     return b"data: %s\n\n" % json.dumps(value, ensure_ascii=False).encode()
 
 
-def said(text: str, **delta: str) -> bytes:
-    """An event of a chat completion."""
-    return event({"choices": [{"index": 0, "delta": {"content": text, **delta}}]})
+def delta(text: str, **fields: str) -> bytes:
+    """An event of a streamed chat completion."""
+    return event({"choices": [{"index": 0, "delta": {"content": text, **fields}}]})
 
 
 def continued(text: str) -> bytes:

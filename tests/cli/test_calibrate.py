@@ -182,7 +182,10 @@ def test_a_file_in_a_folder_that_cannot_be_written_comes_first(
         file.unlink()
     code, out, _ = halfbyte(str(read_only))
     assert code == 0
-    assert "nothing to do: its folder has a kv_scales.json with a calibration, which comes" in out
+    assert (
+        "nothing to do: its folder has a kv_scales.json with a calibration, which takes precedence"
+        in out
+    )
     assert "(--force measures anyway)" in out
     assert not list(cache.glob("kv_scales/*"))
     code, out, _ = halfbyte(str(read_only), "--json")
@@ -255,7 +258,7 @@ def test_usage(halfbyte: Command) -> None:
     assert "--max-tokens" in out
 
 
-def test_a_process_that_is_asked_to_end_leaves_what_was_there(model: Path) -> None:
+def test_a_terminated_process_leaves_what_was_there(model: Path) -> None:
     """SIGTERM while writing."""
     KVScales((1.0,) * 4, (1.0,) * 4, "before").save(model)
     before = {file.name for file in model.iterdir()}

@@ -42,7 +42,7 @@ def small_model(folder: Path, architecture: str = "llama") -> Path:
     return folder
 
 
-def test_a_process_that_is_asked_to_end_leaves_nothing(source: Path, tmp_path: Path) -> None:
+def test_a_terminated_process_leaves_nothing(source: Path, tmp_path: Path) -> None:
     """SIGTERM while writing, as a batch system sends it at the time limit."""
     target = tmp_path / "out" / "target"
     program = f"""

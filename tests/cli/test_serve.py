@@ -86,7 +86,7 @@ def model(tmp_path: Path) -> Path:
     return small_model(tmp_path / "model")
 
 
-def test_fills_in_what_was_not_said(serve: Serve) -> None:
+def test_fills_in_options_that_were_not_given(serve: Serve) -> None:
     result = serve(BUNDLED)
     assert result.arguments == [BUNDLED, *FILLED_IN]
     assert result.status == 0
@@ -184,7 +184,7 @@ def test_files_are_named_for_any_folder(serve: Serve, monkeypatch: pytest.Monkey
     assert result.options == {"kv_scales": SCALES}
 
 
-def test_the_same_said_twice_is_no_contradiction(serve: Serve) -> None:
+def test_the_same_value_given_twice_is_no_contradiction(serve: Serve) -> None:
     given = ["--additional-config", '{"halfbyte": {"linear": "on"}}']
     assert serve(BUNDLED, "--linear", "on", *given).options == {"linear": "on"}
 
@@ -434,20 +434,25 @@ def test_help_is_ours_and_names_vllm_s(serve: Serve) -> None:
     for arguments in (["--help"], [BUNDLED, "--port", "1", "--help"]):
         result = serve(*arguments)
         assert (result.status, result.started) == (0, None)
-        for text in ("--kv-scales", "--linear", "All other options are vLLM's", "--help=all"):
+        for text in (
+            "--kv-scales",
+            "--linear",
+            "All other options are passed to `vllm serve`",
+            "--help=all",
+        ):
             assert text in result.out
     assert serve("--help=all").arguments == ["--help=all"]
 
 
-def test_what_was_said_is_read_as_vllm_reads_it() -> None:
-    said = ServeArguments(
+def test_arguments_are_parsed_as_vllm_parses_them() -> None:
+    parsed = ServeArguments(
         ["m", "--a-long-name", "1", "--a_long_name=2", "-ac.x", "3", "--json.a.b=[4]"]
     )
-    assert said.value("--a-long-name") == "2"
-    assert said.value("--absent") is None
-    assert said.json("--attention", "-ac") == {"x": 3}
-    assert said.json("--json") == {"a": {"b": [4]}}
-    assert said.without("--a-long-name") == ["m", "-ac.x", "3", "--json.a.b=[4]"]
+    assert parsed.value("--a-long-name") == "2"
+    assert parsed.value("--absent") is None
+    assert parsed.json("--attention", "-ac") == {"x": 3}
+    assert parsed.json("--json") == {"a": {"b": [4]}}
+    assert parsed.without("--a-long-name") == ["m", "-ac.x", "3", "--json.a.b=[4]"]
     assert ServeArguments(["m", "--flag"]).value("--flag") == ""
     assert ServeArguments(["--model=x"]).model == "x"
     assert ServeArguments([]).model is None

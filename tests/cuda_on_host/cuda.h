@@ -55,9 +55,9 @@ using std::min;
 
 namespace cuda_on_host {
 
-constexpr int WARP = 32, MOST_THREADS = 1024, MOST_CTAS = 16, STACK_BYTES = 64 * 1024;
-constexpr int MOST_TURNS = 20000;  // of a launch in the tests it takes less than 1000
-constexpr unsigned MOST_SHARED_BYTES = 256 * 1024;
+constexpr int WARP = 32, MAX_THREADS = 1024, MAX_CTAS = 16, STACK_BYTES = 64 * 1024;
+constexpr int MAX_TURNS = 20000;  // of a launch; those of the tests take less than 1000
+constexpr unsigned MAX_SHARED_BYTES = 256 * 1024;
 enum Stop { NOWHERE, AT_WARP, AT_CTA, AT_WAIT, AT_END };
 
 // A value that a lane passes to other lanes of its warp, of any type.
@@ -110,7 +110,7 @@ struct Thread {
   bool has_to_wait;          // there, after the last of them
 };
 
-constexpr int MOST_BYTES_OF_BARRIER = (1 << 20) - 1;  // too many, or too few
+constexpr int MAX_BARRIER_BYTES = (1 << 20) - 1;  // pending, in either direction
 
 // An mbarrier in shared memory. Its phase ends when all threads and all bytes have arrived.
 struct Barrier {
@@ -135,7 +135,7 @@ struct Cta {
   std::map<unsigned, Barrier> barriers;  // by their addresses
   std::map<int, NamedBarrier> named;     // by their numbers
   bool ended, voted;
-  alignas(128) unsigned char shared[MOST_SHARED_BYTES];
+  alignas(128) unsigned char shared[MAX_SHARED_BYTES];
 };
 
 // Pending bytes for a CTA's shared memory, which a barrier there counts.
@@ -146,10 +146,10 @@ struct Delivery {
   Barrier* barrier;
 };
 
-static Cta ctas[MOST_CTAS];  // of clusters that run at the same time
+static Cta ctas[MAX_CTAS];  // of clusters that run at the same time
 static Cta* cta;             // whose turn it is
 static int cluster_size, ctas_at_once;
-static int cluster_phases[MOST_CTAS];  // of clusters' barriers
+static int cluster_phases[MAX_CTAS];  // of clusters' barriers
 static std::vector<Delivery> deliveries;
 static unsigned elected;  // the lane that acts for its warp
 static jmp_buf scheduler;
@@ -332,7 +332,7 @@ inline bool deliver() {
   deliveries.pop_back();
   memcpy(x.at, x.bytes.data(), x.bytes.size());
   x.barrier->bytes -= x.bytes.size();
-  if (x.barrier->bytes < -MOST_BYTES_OF_BARRIER) refuse("so many bytes that no barrier was told of");
+  if (x.barrier->bytes < -MAX_BARRIER_BYTES) refuse("more bytes than the barriers expect");
   return x.barrier->end_phase();
 }
 
@@ -382,8 +382,8 @@ inline bool run_clusters(unsigned first_block) {
   unsigned order = next_random();
   const auto ended = [](const Cta& x) { return x.ended; };
   for (int turn = 0; !std::all_of(ctas, ctas + ctas_at_once, ended); turn++) {
-    if (turn == MOST_TURNS) {
-      say("block %u and those beside it go on for ever", first_block);
+    if (turn == MAX_TURNS) {
+      say("block %u and those beside it never end", first_block);
       return false;
     }
     if (next_random() % 8 == 0) order = next_random();
@@ -420,9 +420,9 @@ inline bool run_grid() {
   mine.sa_flags = SA_SIGINFO | SA_NODEFER;  // nothing returns from it
   sigaction(SIGSEGV, &mine, &before);
   unsigned block = 0;
-  const int most = ctas_at_once;
+  const int at_once = ctas_at_once;
   for (; block < gridDim.x; block += ctas_at_once) {
-    ctas_at_once = min(most, int(gridDim.x - block));
+    ctas_at_once = min(at_once, int(gridDim.x - block));
     if (!run_clusters(block)) break;
   }
   sigaction(SIGSEGV, &before, nullptr);
@@ -435,10 +435,10 @@ inline bool run_grid() {
 template <class... Params>
 const char* launch(void (*kernel)(Params...), int cluster, int clusters_at_once, int grid, int count,
                    int bytes, const void* const* arguments) {
-  if (count % WARP || count > MOST_THREADS) return "threads: whole warps, at most 1024 threads";
-  if (bytes > (int)MOST_SHARED_BYTES) return "dynamic shared memory: at most 256 KiB";
+  if (count % WARP || count > MAX_THREADS) return "threads: whole warps, at most 1024 threads";
+  if (bytes > (int)MAX_SHARED_BYTES) return "dynamic shared memory: at most 256 KiB";
   if (grid % cluster) return "grid: whole clusters";
-  if (cluster * clusters_at_once > MOST_CTAS) return "clusters: at most 16 CTAs at the same time";
+  if (cluster * clusters_at_once > MAX_CTAS) return "clusters: at most 16 CTAs at the same time";
   int i = 0;
   const std::tuple<Params...> params{*(const Params*)arguments[i++]...};
   body = [=] { std::apply(kernel, params); };

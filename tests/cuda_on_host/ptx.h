@@ -109,7 +109,7 @@ inline void arrive_and_expect(Cta& cta, unsigned address, int bytes) {
   Barrier& barrier = barrier_at(cta, address);
   barrier.bytes += bytes;
   if (--barrier.pending < 0) barrier_fails(address, "has an arrival too many");
-  if (barrier.bytes > MOST_BYTES_OF_BARRIER) barrier_fails(address, "cannot count as many bytes");
+  if (barrier.bytes > MAX_BARRIER_BYTES) barrier_fails(address, "cannot count as many bytes");
   barrier.end_phase();
 }
 

@@ -22,7 +22,7 @@ def text() -> str:
     return "\n".join(heldout_texts().values())
 
 
-def test_contexts_hold_what_is_asked_for(tokenizer: Any, text: str) -> None:
+def test_contexts_have_the_requested_length_and_answers(tokenizer: Any, text: str) -> None:
     context = make_context(tokenizer, text, 1500, 4, seed=3)
     assert 1450 < len(context.ids) <= 1500
     assert len(context.repeated) == SEGMENT

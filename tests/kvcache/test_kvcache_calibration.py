@@ -165,7 +165,9 @@ def test_calibration_replaces_no_other_file(tmp_path: Path) -> None:
     other = tmp_path / "model.calibration"
     other.write_bytes(b"weights")
     for name in ("model.json", "model.calibration"):
-        with pytest.raises(ValueError, match=r"model\.calibration: is "):
+        with pytest.raises(
+            ValueError, match=r"model\.calibration: exists and is not a calibration"
+        ):
             scales.save_file(tmp_path / name)
     assert other.read_bytes() == b"weights"
     assert not (tmp_path / "model.json").exists()

@@ -46,7 +46,7 @@ def test_k_and_v_may_have_different_methods(k_scale: float, v_scale: float) -> N
 @pytest.mark.parametrize(
     ("dtype", "reach"), [("nvfp4", 2688), ("nvfp4_4over6", 1536), ("fp8", 448), ("fp8_e5m2", 57344)]
 )
-def test_amax_of_a_multiplier_is_what_the_format_can_reach(dtype: str, reach: int) -> None:
+def test_amax_of_a_scale_is_what_the_format_can_reach(dtype: str, reach: int) -> None:
     scales = KVScales.from_global_scales([0.5], [0.25], get_kv_cache_quant_method(dtype))
     assert scales.amax_of_layer(0) == (reach / 2, reach / 4)
 
@@ -188,7 +188,7 @@ def test_k_and_v_must_have_as_many_layers() -> None:
 
 @each_scaled
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
-def test_multipliers_must_be_positive_and_finite(dtype: str, bad: float) -> None:
+def test_scales_must_be_positive_and_finite(dtype: str, bad: float) -> None:
     method = get_kv_cache_quant_method(dtype)
     with pytest.raises(ValueError, match="k_scale of layer 1"):
         KVScales.from_global_scales([1.0, bad], [1.0, 1.0], method)

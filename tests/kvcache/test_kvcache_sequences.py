@@ -367,7 +367,7 @@ def test_unknown_sequences_are_refused(operation: str, arguments: tuple[object, 
     assert len(tables) == 0
 
 
-def test_taken_names_and_negative_counts_are_refused() -> None:
+def test_names_in_use_and_negative_counts_are_refused() -> None:
     tables = full_tables()
     tables.add("a")
     tables.append("a", 3)

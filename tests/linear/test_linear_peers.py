@@ -125,7 +125,7 @@ def test_parts_of_equal_scale_are_one_call(play: Play, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", W4A4)
-def test_padding_is_said_and_weights_come_back(play: Play, name: str) -> None:
+def test_padding_is_reported_and_weights_come_back(play: Play, name: str) -> None:
     play(name)
     kernel = LINEAR_BACKENDS.get(name)
     assert issubclass(kernel, NativeFp4Kernel)

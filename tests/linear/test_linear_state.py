@@ -234,7 +234,7 @@ def test_tensors_of_two_dialects_or_of_none() -> None:
         empty().load_state_dict({**tensors, "pre_quant_scale": torch.ones(64)})
 
 
-def test_tensors_may_come_in_pieces() -> None:
+def test_tensors_may_be_loaded_in_parts() -> None:
     tensors = file_of(random_layer(32, 64), "compressed-tensors")
     layer = empty("compressed-tensors")
     for name, tensor in tensors.items():

@@ -119,12 +119,14 @@ def test_scales_with_a_calibration_win_over_a_checkpoint_s_own(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("amax", "is_odd"), [(750_000.0, True), (1e-5, True), (448.0, False)])
-def test_scales_of_another_unit_are_said(
+def test_scales_of_another_unit_are_reported(
     amax: float, is_odd: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning for K and one for V, for any number of layers."""
     scales = KVScales((9.0, amax, amax, 9.0), (7.0,) * 4, "user")
     with caplog.at_level(logging.WARNING, logger="halfbyte"):
         Cache(make_model("llama"), "fp8", kv_scales=scales)
-    expected = f"KV scales from user: layer 1 has a scale for |K| up to {amax:g}; is it the inverse"
+    expected = (
+        f"KV scales from user: layer 1 has a scale for |K| up to {amax:g}; is it an encode scale"
+    )
     assert [m.startswith(expected) for m in caplog.messages] == [True] * is_odd

@@ -364,7 +364,9 @@ def test_cache_says_who_may_read_it() -> None:
     model = make_model("llama")
     cache = Cache(model, "nvfp4")
     model.set_attn_implementation("eager")
-    with pytest.raises(AttributeError, match=r"only halfbyte's attention reads a halfbyte\.Cache"):
+    with pytest.raises(
+        AttributeError, match=r"only halfbyte's attention can read a halfbyte\.Cache"
+    ):
         model(token_ids(1, 5), past_key_values=cache)
 
 

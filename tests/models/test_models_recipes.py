@@ -137,7 +137,7 @@ def test_preemption_changes_no_token(prompts: list[list[int]]) -> None:
     assert len(llm.core.tables.recent._free) == llm.core.tables.recent.count - 1
 
 
-def test_more_taken_back_than_the_rings_can_bring_back(prompts: list[list[int]]) -> None:
+def test_more_removed_than_the_rings_can_restore(prompts: list[list[int]]) -> None:
     """Tokens overwritten in the rings are read from the pages after a large crop."""
     model = make_model("llama")
     ids = token_ids(1, 200)
@@ -202,7 +202,7 @@ def test_a_cache_ends_where_the_means_do() -> None:
             model(token_ids(1, 1), past_key_values=cache)
 
 
-def test_rows_of_a_cache_part_ways(prompts: list[list[int]]) -> None:
+def test_sequences_of_a_cache_diverge(prompts: list[list[int]]) -> None:
     """Each copy of a row has its own ring."""
     model = make_model("llama")
     ids = token_ids(2, 90)
@@ -284,7 +284,7 @@ def test_rounding_by_itself_combines_with_k_as_it_is(name: str) -> None:
     assert (other - exact).norm() < 1.05 * (plain - exact).norm()
 
 
-def test_every_format_that_was_asked_for_is_evaluated() -> None:
+def test_every_requested_format_is_evaluated() -> None:
     """Formats without recipes use `plain`, whatever recipes are requested."""
     model = make_model("llama")
     windows = [token_ids(1, 20)[0].tolist()]

@@ -80,7 +80,7 @@ def test_rotary_is_the_models_own(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("segment", [1, 64])
-def test_averages_are_those_of_turned_vectors(segment: int) -> None:
+def test_averages_are_those_of_rotated_vectors(segment: int) -> None:
     model = make_model("llama")
     probe = RotaryProbe(model, None)
     averages = probe.averages(150, segment)

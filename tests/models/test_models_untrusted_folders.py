@@ -162,7 +162,7 @@ def test_calibration_loads_the_tokenizer_the_same_way(folder: Path) -> None:
     assert not (folder.parent / "ran").exists()
 
 
-def test_every_loader_of_a_folder_is_told() -> None:
+def test_every_loader_forbids_remote_code() -> None:
     """All calls of `from_pretrained` and `from_config` in the package forbid remote code."""
     package = Path(halfbyte.__file__).parent
     found = 0

@@ -19,7 +19,7 @@ _MIN_CAPABILITY = 80
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Metadata of the work, which decides whether a backend can do it."""
+    """Metadata of a call, by which backends decide whether they support it."""
 
     layout: PageLayout
     num_heads: int
@@ -189,7 +189,7 @@ class AttentionInputs:
         return -(-self.block_tables.shape[1] * self.layout.block_size // self.transform.segment)
 
     def config(self) -> AttentionConfig:
-        """Metadata of the work."""
+        """Metadata of the call, by which backends decide whether they support it."""
         return self._config
 
     @cached_property
@@ -235,7 +235,7 @@ class SubBatch:
     """Of these sequences only."""
 
     def inputs_of(self, batch: AttentionInputs) -> AttentionInputs:
-        """The work on these sequences, with outputs of its own unless they are the whole batch."""
+        """The inputs of these sequences; writes to new outputs unless they are the whole batch."""
         if self.rows is None:
             return replace(batch, plans=self.plans, split_off=True)
         return replace(
@@ -269,7 +269,7 @@ class AttentionBackend(ABC):
     takes_recent: ClassVar[bool] = False
     """Whether it reads recent tokens from `RecentInputs`."""
     takes_every_batch: ClassVar[bool] = False
-    """Whether it takes decode steps and prompts alike, so that batch invariance may choose it."""
+    """Whether it runs both decode steps and prompts: `auto` requires it for batch invariance."""
 
     @classmethod
     @abstractmethod

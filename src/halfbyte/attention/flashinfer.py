@@ -42,13 +42,13 @@ _TRTLLM_GEN_CAPABILITIES = (100, 103)
 _TRTLLM_GEN_HEAD_SIZES = (128, 256)
 _TRTLLM_GEN_BLOCK_SIZES = (16, 32, 64)
 _TRTLLM_GEN_MAX_DECODE_QUERIES = 8
-"""Query tokens per sequence up to which its decode entry is used, as in FlashInfer's tests."""
+"""Max query tokens per sequence for its decode function, as in FlashInfer's tests."""
 _MAX_SCALE = 0x69
 """E4M3 byte of 72, the largest block scale whose product with 6 does not exceed 448."""
 _NAN_SCALE = 0x7F
 _MAX_QUERY_TILE = 128
 _MIN_WORKSPACE = 128 * 2**20
-"""Bytes; what FlashInfer recommends."""
+"""Workspace bytes that FlashInfer recommends."""
 
 
 class FlashInferAttention(AttentionBackend):

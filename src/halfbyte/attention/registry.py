@@ -47,7 +47,7 @@ def _refusal(backend: type[AttentionBackend], config: AttentionConfig, named: bo
         return "reads all tokens from the pages"
     # The best backend for a batch would otherwise depend on the rest of the batch.
     if config.batch_invariant and not named and not backend.takes_every_batch:
-        return "runs only if chosen by name; batch_invariant needs a backend that takes every batch"
+        return "runs only if chosen by name; batch_invariant needs one backend for all batches"
     return None
 
 

@@ -41,6 +41,7 @@ def info(
     out.print(_backends("attention backend", report["attention_backends"]))
     out.print()
     out.print(_backends("linear backend", report["linear_backends"]))
+    out.print()
     out.print(_backends("MoE backend", report["moe_backends"]))
 
 

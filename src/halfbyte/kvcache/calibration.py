@@ -66,7 +66,7 @@ class ErrorCosts:
 
     @classmethod
     def of(cls, moment: torch.Tensor, energy: torch.Tensor) -> ErrorCosts:
-        """From statistics of what K and V are multiplied by.
+        """From statistics of the queries and of the output projection.
 
         Args:
             moment: float64 `[kv_heads, D, D]`, the queries' E[q q^T] after RoPE.

@@ -63,7 +63,7 @@ class RingSlots(NamedTuple):
     slots: torch.Tensor
 
     def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write tokens to the rings, in a launch of its own; does not sync.
+        """Write tokens to the rings in a separate kernel launch; does not sync.
 
         Args:
             key, value: of the step's tokens, `[tokens, kv_heads, D]` and `[tokens, kv_heads, Dv]`.

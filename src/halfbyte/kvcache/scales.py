@@ -59,10 +59,10 @@ class KVScales:
     """amax of K and of V per layer.
 
     Args:
-        k_amax, v_amax: one finite number above 0 per layer, or `NO_SCALE`. Of a layer that is all
-            zeros nothing is known, and a scale of 1 would be a guess.
+        k_amax, v_amax: one finite number above 0 per layer, or `NO_SCALE`. A layer of zeros is
+            rejected: its scale is unknown.
         source: where they came from, for the log ("checkpoint", "user", "calibration on …").
-        calibration: what recipes other than `plain` need; None where that was not measured.
+        calibration: data for recipes other than `plain`; None if not measured.
         shape: of the model that they were measured on, see `shape_of_model`; empty if not known.
 
     Raises:
@@ -221,17 +221,17 @@ class KVScales:
         )
 
     def save(self, folder: str | Path) -> Path:
-        """Write `kv_scales.json` into a model's folder, see `save_file`; its path."""
+        """Write `kv_scales.json` into a model's folder, see `save_file`; returns its path."""
         return self.save_file(Path(folder) / KV_SCALES_FILE)
 
     def save_file(self, path: str | Path) -> Path:
-        """Write a file of scales, whole or not at all; its path.
+        """Write a file of scales atomically; returns its path.
 
-        A calibration goes into a file beside it, first (`calibration_file`).
+        A calibration is written first, to a file beside it (`calibration_file`).
 
         Raises:
             OSError: its folder is absent or cannot be written.
-            ValueError: the calibration's place is taken by another file; a layer has no scale.
+            ValueError: another file has the name of the calibration's; a layer has no scale.
         """
         path = Path(path)
         for layer in range(self.num_layers):
@@ -297,8 +297,7 @@ def shape_of_model(config: object) -> dict[str, object]:
     """Fingerprint of a model's family and size; fine-tunes have the same.
 
     Args:
-        config: of transformers, or the mapping of a `config.json`; what it does not say is left
-            out.
+        config: of transformers, or the mapping of a `config.json`; absent fields are left out.
     """
     fields = config if isinstance(config, Mapping) else vars(config)
     text = fields.get("text_config")

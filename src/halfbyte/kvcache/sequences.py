@@ -279,7 +279,7 @@ class SequenceTables:
         return table[positions // block_size - first] * block_size + positions % block_size
 
     def pages_of_groups(self) -> list[list[int]]:
-        """Per group, the pages that its sequences hold, as `PagedKVPool.shard` wants them."""
+        """Per group, the pages that its sequences hold, for `PagedKVPool.shard`."""
         pages: list[set[int]] = [set() for _ in self.pool.plan.groups]
         for sequence in self._sequences.values():
             for held, table in zip(pages, sequence.tables, strict=True):

@@ -95,8 +95,8 @@ class RotaryProbe:
     def _partners(self) -> torch.Tensor:
         size = self._head_size
         units = torch.eye(size, dtype=torch.float32, device="cpu")
-        turned = self.rotate(units, torch.ones(size, dtype=torch.int64, device="cpu")).cpu()
-        partners = turned != 0
+        rotated = self.rotate(units, torch.ones(size, dtype=torch.int64, device="cpu")).cpu()
+        partners = rotated != 0
         partners.fill_diagonal_(False)
         if (partners.sum(1) > 1).any():
             raise ValueError("the rotary embedding mixes more than two channels")

@@ -205,7 +205,7 @@ def test_plan_of_random_batches(seed: int) -> None:
         assert_planned(random_step(100 * seed + i))
 
 
-def test_both_ways_to_lay_the_line_are_taken() -> None:
+def test_both_orders_of_the_line_are_used() -> None:
     assert assert_planned(EDGES["same-lengths"]).overhead == 0
     assert assert_planned(EDGES["more-items-than-units"]).overhead == 1
 

@@ -41,7 +41,7 @@ def test_key_blocks_cover_the_cached_tokens(cached: int, max_tokens: int) -> Non
     assert {stop - begin for begin, stop in blocks} <= {2**i for i in range(10, 16)}
 
 
-def test_rounding_leaves_few_sizes_and_little_waste() -> None:
+def test_rounding_gives_few_sizes_and_little_waste() -> None:
     assert [rounded_up(n) for n in (1, 256, 257, 1500, 2048)] == [256, 256, 320, 1536, 2048]
     assert all(n <= rounded_up(n) <= max(256, n * 1.25) for n in range(1, 5000))
     assert len({rounded_up(n) for n in range(1, 2**15)}) <= 30
@@ -133,7 +133,7 @@ def test_dense_attention_on_a_cpu(
     [((256, 256), False), ((256, 256, 20), True), slow((256, 256, 256, 256), True)],
     ids=str,
 )
-def test_prompts_that_are_alike_are_taken_together(
+def test_prompts_that_are_alike_share_a_call(
     lens: tuple[int, ...], sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = {"query_lens": lens, "seq_lens": lens, "sinks": sinks}

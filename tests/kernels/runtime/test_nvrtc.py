@@ -152,7 +152,7 @@ def test_a_threads_first_launch_binds_the_context(
 
 
 @pytest.mark.parametrize(("system", "library"), [("posix", "libcuda.so.1"), ("nt", "nvcuda.dll")])
-def test_the_driver_is_told_addresses(
+def test_the_driver_gets_addresses(
     monkeypatch: pytest.MonkeyPatch, system: str, library: str
 ) -> None:
     libraries = {library: SimpleNamespace(cuLaunchKernelEx=SimpleNamespace())}

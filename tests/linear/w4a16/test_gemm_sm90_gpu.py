@@ -15,7 +15,7 @@ from linear.w4a16.gemm_tiles import DIFFERENT
 pytestmark = pytest.mark.gpu
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-PROCESSORS = H200.num_sms
+NUM_SMS = H200.num_sms
 
 
 class Case(NamedTuple):
@@ -73,7 +73,7 @@ def test_products(n: int, k: int, m: int, dtype: torch.dtype) -> None:
     needs_sm90()
     case = make_case(n, k, m, dtype)
     for tile in (None, *TILES):
-        assert_close(case.product(gemm_plan(n, k, m, PROCESSORS, tile)), case)
+        assert_close(case.product(gemm_plan(n, k, m, NUM_SMS, tile)), case)
 
 
 @DTYPE
@@ -160,7 +160,7 @@ def test_replays_and_streams_give_the_same_bits() -> None:
     needs_sm90()
     n, k, m = 1536, 2048, 100
     case = make_case(n, k, m, torch.bfloat16)
-    assert gemm_plan(n, k, m, PROCESSORS).cut_tiles > 0
+    assert gemm_plan(n, k, m, NUM_SMS).cut_tiles > 0
     wanted = case.product()
     assert_close(wanted, case)
     graph = torch.cuda.CUDAGraph()

@@ -106,7 +106,7 @@ def test_every_split_of_the_work(tiles: int, split: int, dtype: torch.dtype) -> 
 
 
 @DTYPE
-def test_sums_of_many_rows_are_joined_in_pieces(
+def test_sums_of_many_tokens_are_reduced_in_parts(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from halfbyte.linear.w4a16.gemv import launcher as linear

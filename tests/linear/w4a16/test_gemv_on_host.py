@@ -199,7 +199,7 @@ def test_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype, shape: Ge
         assert torch.equal(multiply(x[-m:], packed, None, plan), together[-m:])
 
 
-def test_sums_of_many_rows_are_joined_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_many_tokens_are_reduced_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     dtype, shape = PLANS[2]
     packed = packed_weight(100, 400, dtype)
     plan = shape._replace(groups=2, round_units=2)

@@ -54,7 +54,7 @@ def test_experts_with_quantized_activations_run_one_by_one(
     assert isinstance(load_model(folder.quantized).model.layers[0].mlp.experts, NvFp4Experts)
 
 
-def test_batch_invariance_is_asked_of_experts_too(tmp_path: Path) -> None:
+def test_batch_invariance_holds_for_experts_too(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, "qwen3_moe", is_quantized=lambda name: ".experts." in name)
     with pytest.raises(ValueError, match=r"batch_invariant: model\.layers\.0\.mlp\.experts was"):
         LLM(load_model(folder.quantized), batch_invariant=True)

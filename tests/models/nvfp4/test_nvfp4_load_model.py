@@ -51,7 +51,7 @@ def test_all_architectures_load(tmp_path: Path, architecture: str, dialect: Dial
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_dtype_is_the_checkpoints_or_the_one_asked_for(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_dtype_is_the_checkpoints_or_the_requested_one(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = make_folder(tmp_path, dtype=dtype)
     model = load_model(folder.quantized)
     assert model.dtype == model.config.dtype == dtype
@@ -209,7 +209,7 @@ def test_options_for_nvfp4_layers_need_some(tmp_path: Path) -> None:
         load_model(folder.plain, linear_backend="cpu")
     with pytest.raises(ValueError, match="quantize_activations: got False"):
         load_model(folder.plain, quantize_activations=False)
-    with pytest.raises(ValueError, match="give them to load_model"):
+    with pytest.raises(ValueError, match="pass them to load_model"):
         LLM(load_model(folder.quantized), linear_backend="cpu")
 
 

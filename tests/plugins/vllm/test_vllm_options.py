@@ -322,14 +322,14 @@ def connector(name: str | None, **extra: Any) -> Any:
                 "additional_config": {"halfbyte": {"kv_recipe": "balanced"}},
                 "compilation_config": compilation(use_inductor_graph_partition=True),
             },
-            "kv_recipe balanced with piecewise CUDA graphs that hold.*FULL_DECODE_ONLY or NONE",
+            "kv_recipe balanced with piecewise CUDA graphs that contain.*FULL_DECODE_ONLY or NONE",
         ),
         (
             {
                 "additional_config": {"halfbyte": {"kv_recipe": "balanced"}},
                 "compilation_config": full_graphs(use_inductor_graph_partition=True),
             },
-            "kv_recipe balanced with piecewise CUDA graphs that hold.*FULL_DECODE_ONLY or NONE",
+            "kv_recipe balanced with piecewise CUDA graphs that contain.*FULL_DECODE_ONLY or NONE",
         ),
         (
             {
@@ -338,7 +338,7 @@ def connector(name: str | None, **extra: Any) -> Any:
                     splitting_ops_contain_kv_cache_update=lambda: False
                 ),
             },
-            "kv_recipe balanced with piecewise CUDA graphs that hold",
+            "kv_recipe balanced with piecewise CUDA graphs that contain",
         ),
         (
             {"cache_config": SimpleNamespace(calculate_kv_scales=True)},

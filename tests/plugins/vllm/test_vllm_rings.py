@@ -165,7 +165,7 @@ def test_an_aborted_request_may_come_again_by_its_name() -> None:
     assert missing(entries, "a") == {0: range(9, 16)}
 
 
-def test_tokens_that_are_taken_back_are_filled_where_they_were_overwritten() -> None:
+def test_removed_tokens_are_refilled_where_they_were_overwritten() -> None:
     entries = RingEntries(capacity=1, tokens=8, ring=8)
     entries.begin(scheduled(new={"a": 0}, counts={"a": 20}))
     entries.begin(scheduled(cached={"a": 18}, counts={"a": 1}))
@@ -274,7 +274,7 @@ def install() -> None:
     ring_runners.install(lambda config: RingEntries(config.scheduler_config.max_num_seqs, 8, 8))
 
 
-def test_metadata_is_told_of_the_running_step(runner: Any) -> None:
+def test_metadata_gets_the_running_step(runner: Any) -> None:
     assert not ring_runners.is_wrapped(runner.name)
     install()
     install()

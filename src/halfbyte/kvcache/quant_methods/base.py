@@ -196,7 +196,7 @@ class KVCacheQuantMethod(ABC):
         )
 
     def load_scales_from_model(self, model: nn.Module) -> KVScales | None:
-        """Take the per-layer `k_scale` and `v_scale` that a model's attention modules carry.
+        """Load the per-layer `k_scale` and `v_scale` of a model's attention modules.
 
         Returns:
             The scales, also kept in `self.scales`; None for a format without global scales.

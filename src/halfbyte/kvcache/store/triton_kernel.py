@@ -257,7 +257,7 @@ def _launch(inputs: StoreInputs, num_rows: int) -> _Launch:
 def _transform_arguments(
     transform: KVTransform, positions: torch.Tensor, layout: PageLayout, absent: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, ...], tuple[int, int], dict[str, Any]]:
-    """Tensors, numbers and constants of `store_transformed_kernel`; `absent` stands for none."""
+    """Tensors, numbers and constants of `store_transformed_kernel`; `absent` replaces None."""
     tables, first = transform.mean_tables, transform.first_keys
     means = (absent,) * 4 if tables is None else tables
     firsts = (absent,) * 2

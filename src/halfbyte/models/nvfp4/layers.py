@@ -151,13 +151,13 @@ def log_activation_mode(model: nn.Module, plan: LayerPlan, options: LayerOptions
     if quantized:
         logger.info("%d of %d W4A4 layers quantize their activations", quantized, declared)
     if quantized < declared:
-        asked = options.quantize_activations is False
+        requested = options.quantize_activations is False
         logger.warning(
             "%d of %d W4A4 layers run as W4A16, their activations unquantized (%s)",
             declared - quantized,
             declared,
             "as requested"
-            if asked
+            if requested
             else "no native FP4 here; quantize_activations=True emulates it",
         )
 

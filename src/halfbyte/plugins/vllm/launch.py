@@ -31,7 +31,7 @@ _FILES = ("kv_scales", "draft_kv_scales")
 
 @dataclass(frozen=True)
 class ServePlan:
-    """A `vllm serve` command, and what it needs.
+    """A `vllm serve` command and the settings that it was made from.
 
     Args:
         arguments: those after `vllm serve`.

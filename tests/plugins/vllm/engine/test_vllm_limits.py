@@ -91,7 +91,7 @@ def test_missing_scales_name_the_command(tmp_path: Path) -> None:
         assert_ours(llm)
 
 
-def test_missing_scales_are_said_before_weights_are_read(tmp_path: Path) -> None:
+def test_missing_scales_are_reported_before_weights_are_read(tmp_path: Path) -> None:
     folder = bundled_copy(tmp_path)
     (folder / KV_SCALES_FILE).unlink()
     with pytest.raises(ValueError, match="no KV cache scales for") as caught, vllm_engine(folder):
@@ -217,7 +217,7 @@ def test_models_with_latent_attention_are_refused(tmp_path: Path, dtype: str) ->
     refused("(?i)MLA.*(not supported|use)", tmp_path, kv_cache_dtype=dtype, **NO_TOKENIZER)
 
 
-def test_nothing_changes_until_it_is_asked_for() -> None:
+def test_nothing_changes_until_it_is_enabled() -> None:
     with vllm_engine(attention_backend=None, kv_cache_dtype="auto") as llm:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 

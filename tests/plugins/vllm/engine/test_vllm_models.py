@@ -121,7 +121,7 @@ def capacity(llm: Any) -> int:
     return int(cache.num_gpu_blocks * cache.block_size)
 
 
-def most_running(llm: Any, prompts: list[list[int]]) -> int:
+def max_running(llm: Any, prompts: list[list[int]]) -> int:
     """Max concurrent requests that vLLM has pages for."""
     from vllm import SamplingParams
 
@@ -147,6 +147,6 @@ def test_equal_memory_holds_3_5_times_the_tokens(monkeypatch: pytest.MonkeyPatch
         with vllm_engine(dtype="bfloat16", block_size=16, max_num_seqs=256, **options) as llm:
             assert_ours(llm, "bfloat16" if dtype == "auto" else dtype)
             counted[dtype] = capacity(llm)
-            admitted[dtype] = most_running(llm, prompts)
+            admitted[dtype] = max_running(llm, prompts)
     assert counted["nvfp4"] / counted["auto"] == pytest.approx(32 / 9, rel=0.01)
     assert 3.5 <= admitted["nvfp4"] / admitted["auto"] <= 3.7, admitted

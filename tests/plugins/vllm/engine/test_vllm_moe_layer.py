@@ -219,7 +219,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "parallel", "reason"), REFUSED, ids=str)
-def test_what_is_not_supported_is_said(
+def test_what_is_not_supported_is_reported(
     options: dict[str, Any],
     parallel: dict[str, Any],
     reason: str,

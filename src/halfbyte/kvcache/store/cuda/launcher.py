@@ -21,7 +21,7 @@ from halfbyte.layouts import KVCacheDType, PageLayout, page_stride
 from halfbyte.numerics.nvfp4 import BLOCK_SIZE
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""`KEY_TYPE` and so on."""
+"""Values of the macros `KEY_TYPE`, `VALUE_TYPE` and `FIRST_TYPE`."""
 _V_KINDS = {
     KVCacheDType.NVFP4: 4,
     KVCacheDType.NVFP4_4OVER6: 6,
