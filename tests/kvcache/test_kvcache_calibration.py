@@ -164,10 +164,8 @@ def test_calibration_replaces_no_other_file(tmp_path: Path) -> None:
     scales.save(tmp_path)  # its own again
     other = tmp_path / "model.calibration"
     other.write_bytes(b"weights")
-    for name in ("model.json", "model.calibration"):
-        with pytest.raises(
-            ValueError, match=r"model\.calibration: exists and is not a calibration"
-        ):
+    for name, reason in (("model.json", "exists and is not"), ("model.calibration", "expected a")):
+        with pytest.raises(ValueError, match=rf"model\.calibration: {reason}"):
             scales.save_file(tmp_path / name)
     assert other.read_bytes() == b"weights"
     assert not (tmp_path / "model.json").exists()
