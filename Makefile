@@ -1,13 +1,13 @@
 # Two commands do everything on a fresh machine with Python 3.11 or later:
 #   make demo   install into .venv, generate text, measure accuracy
 #   make test   install what the tests need, check the code, run the tests, also inside vLLM
-# Both are quick the second time. PYTHON chooses another interpreter, VENV and VLLM_VENV other folders.
+# Both are fast the second time. PYTHON sets the interpreter, VENV and VLLM_VENV the folders.
 #   make test-all        also the tests that CI leaves out: more GPUs to compile for, more shapes
-#   make test-vllm       what takes longer inside vLLM: compilation, two ranks, a server
+#   make test-vllm       slow tests inside vLLM: compilation, two ranks, a server
 #   make docs            the pages of docs/ as a site, in site/
 #   make release         a wheel and a source archive in dist/, tried in empty environments
-#   make accuracy        what formats and recipes cost on two real models, which it fetches into MODELS
-#   make test-vllm-0.24  the oldest vLLM that is supported, in an environment of its own (6 GB)
+#   make accuracy        accuracy of formats and recipes on two real models, downloaded into MODELS
+#   make test-vllm-0.24  tests with the oldest supported vLLM, in its own environment (6 GB)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -111,7 +111,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(BIN)/python dev/extra.py dev | $(PIP) --requirement /dev/stdin
 	@touch $@
 
-# The site is built from the sources as they lie there: halfbyte itself need not be installed.
+# The site is built from the source tree: halfbyte need not be installed.
 $(VENV)/.installed-docs: $(VENV)/.venv pyproject.toml constraints.txt
 	@echo "==> installing what the docs need"
 	@$(BIN)/python dev/extra.py docs | $(PIP) --requirement /dev/stdin

@@ -2,13 +2,13 @@
 
     make accuracy
 
-Each model (`real_models`) predicts the texts in windows of 2,048 tokens that are fed in chunks, so
-that everything is read back from packed pages. Calibration is on the built-in text; nothing was
-tuned on these.
+Each model (`real_models`) predicts the texts in windows of 2,048 tokens, run in chunks, so that
+everything is read back from packed pages. Calibration uses the built-in text; nothing was tuned on
+these texts.
 
-    --only greedy,retrieval       measures these parts anew, and keeps the rest of the JSON
-    --model SmolLM2-135M-Instruct the same of one model
-    --recipe balanced,accurate    the same of some recipes with and without the last tokens
+    --only greedy,retrieval       measure only these parts, and keep the rest of the JSON
+    --model SmolLM2-135M-Instruct measure only this model
+    --recipe balanced,accurate    measure only these recipes, with and without the last tokens
 """
 
 import argparse
@@ -51,18 +51,18 @@ WINDOW = 2048
 LONG = {"SmolLM2-135M-Instruct": 8192, "gemma-3-270m": 18432}
 """Tokens of one window of the encyclopedia, for figures by position."""
 PROMPT, NEW_TOKENS, PROMPTS_OF_TEXT = 192, 64, 16
-"""Of greedy continuations."""
+"""Greedy continuations: tokens of a prompt, new tokens, prompts per text."""
 CONTEXTS, CONTEXT_TOKENS, FACTS = 6, 1500, 10
-"""Of retrieval, for the model that answers questions."""
+"""Retrieval, for the model that answers questions."""
 ANSWERS = "SmolLM2-135M-Instruct"
 SMALL_CHUNK = 16
-"""Tokens fed at once, of the same model, to see that results do not depend on it."""
+"""A second chunk size, measured on `ANSWERS`: results must not depend on it."""
 LAYERS_WINDOW = 1024
-"""Tokens of each text that are looked at layer by layer."""
+"""Tokens of each text for the errors by layer."""
 PARTS = ("models", "small_chunks", "layers", "long", "greedy", "retrieval")
 
 
-class Asked(NamedTuple):
+class Selection(NamedTuple):
     """What to measure: by default everything."""
 
     formats: tuple[str, ...] = ("bfloat16", "fp8_e4m3", "nvfp4")
@@ -70,16 +70,16 @@ class Asked(NamedTuple):
 
 
 def measure(
-    folder: Path, name: str, asked: Asked, tokens: int, chunk_size: int
+    folder: Path, name: str, selection: Selection, tokens: int, chunk_size: int
 ) -> list[dict[str, Any]]:
     """Every format and recipe on one model, in step."""
     path = model_folder(folder, name)
     model = load_model(path, dtype="float32")
     tokenizer = load_tokenizer(path)
     windows = windows_of_texts(folder, tokenizer, WINDOW, tokens)
-    recipes = (FOUR_OVER_SIX, *RECIPES) if asked == Asked() else asked.recipes
+    recipes = (FOUR_OVER_SIX, *RECIPES) if selection == Selection() else selection.recipes
     results = evaluate_perplexity(
-        model, windows, asked.formats, chunk_size, tokenizer=tokenizer, kv_recipes=recipes
+        model, windows, selection.formats, chunk_size, tokenizer=tokenizer, kv_recipes=recipes
     )
     rows = [asdict(result) for result in results]
     for row in rows:
@@ -88,7 +88,7 @@ def measure(
     return rows
 
 
-def measure_layers(folder: Path, name: str, asked: Asked) -> list[dict[str, Any]]:
+def measure_layers(folder: Path, name: str, selection: Selection) -> list[dict[str, Any]]:
     """SQNR and errors of attention logits in each layer."""
     path = model_folder(folder, name)
     tokenizer = load_tokenizer(path)
@@ -96,14 +96,14 @@ def measure_layers(folder: Path, name: str, asked: Asked) -> list[dict[str, Any]
     results = evaluate_layers(
         load_model(path, dtype="float32"),
         windows,
-        asked.formats,
+        selection.formats,
         tokenizer=tokenizer,
-        kv_recipes=asked.recipes,
+        kv_recipes=selection.recipes,
     )
     return [asdict(result) for result in results]
 
 
-def measure_long(folder: Path, name: str, asked: Asked) -> list[dict[str, Any]]:
+def measure_long(folder: Path, name: str, selection: Selection) -> list[dict[str, Any]]:
     """By position in one long window."""
     path = model_folder(folder, name)
     model = load_model(path, dtype="float32")
@@ -111,12 +111,17 @@ def measure_long(folder: Path, name: str, asked: Asked) -> list[dict[str, Any]]:
     text, length = texts(folder)["encyclopedia"], LONG[name]
     windows, _ = text_windows(tokenizer, [text], length, length)
     results = evaluate_perplexity(
-        model, windows[:1], asked.formats, 128, tokenizer=tokenizer, kv_recipes=asked.recipes
+        model,
+        windows[:1],
+        selection.formats,
+        128,
+        tokenizer=tokenizer,
+        kv_recipes=selection.recipes,
     )
     return [asdict(result) for result in results]
 
 
-def measure_greedy(folder: Path, name: str, asked: Asked) -> list[dict[str, Any]]:
+def measure_greedy(folder: Path, name: str, selection: Selection) -> list[dict[str, Any]]:
     """Continuations of pieces of all texts."""
     path = model_folder(folder, name)
     tokenizer = load_tokenizer(path)
@@ -128,14 +133,14 @@ def measure_greedy(folder: Path, name: str, asked: Asked) -> list[dict[str, Any]
         load_model(path, dtype="float32"),
         prompts,
         NEW_TOKENS,
-        asked.formats,
+        selection.formats,
         tokenizer=tokenizer,
-        kv_recipes=asked.recipes,
+        kv_recipes=selection.recipes,
     )
     return [asdict(result) for result in results]
 
 
-def measure_retrieval(folder: Path, name: str, asked: Asked) -> list[dict[str, Any]]:
+def measure_retrieval(folder: Path, name: str, selection: Selection) -> list[dict[str, Any]]:
     """Facts in the encyclopedia."""
     path = model_folder(folder, name)
     tokenizer = load_tokenizer(path)
@@ -146,17 +151,17 @@ def measure_retrieval(folder: Path, name: str, asked: Asked) -> list[dict[str, A
     results = evaluate_retrieval(
         load_model(path, dtype="float32"),
         contexts,
-        asked.formats,
+        selection.formats,
         tokenizer=tokenizer,
-        kv_recipes=asked.recipes,
+        kv_recipes=selection.recipes,
     )
     return [asdict(result) for result in results]
 
 
 def _merged(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of NVFP4 in the place of those of the same recipe, or behind all others.
+    """The earlier rows with those of NVFP4 replaced by new ones of the same recipe, or appended.
 
-    That of bfloat16, which others are compared with, is that of the run before.
+    The bfloat16 row, the baseline, is kept from the earlier run.
     """
     new = {_place(row): row for row in rows if row["kv_cache_dtype"] == "nvfp4"}
     kept = [new.pop(_place(row), row) for row in before]
@@ -179,24 +184,24 @@ def main() -> None:
     parser.add_argument("--model", choices=list(MODELS), help="by default all")
     arguments = parser.parse_args()
     folder, parts = arguments.folder, arguments.only.split(",")
-    asked = Asked()
+    selection = Selection()
     if arguments.recipe is not None:
         named = [KVRecipe.parse(name) for name in arguments.recipe.split(",")]
         recipes = tuple(r for recipe in named for r in (recipe.of_pages, recipe))
-        asked = Asked(("bfloat16", "nvfp4"), recipes)
+        selection = Selection(("bfloat16", "nvfp4"), recipes)
     models = list(MODELS) if arguments.model is None else [arguments.model]
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "models": lambda: {
-            name: measure(folder, name, asked, arguments.tokens, arguments.chunk_size)
+            name: measure(folder, name, selection, arguments.tokens, arguments.chunk_size)
             for name in models
         },
         "small_chunks": lambda: {
-            ANSWERS: measure(folder, ANSWERS, asked, arguments.tokens, SMALL_CHUNK)
+            ANSWERS: measure(folder, ANSWERS, selection, arguments.tokens, SMALL_CHUNK)
         },
-        "layers": lambda: {name: measure_layers(folder, name, asked) for name in models},
-        "long": lambda: {name: measure_long(folder, name, asked) for name in models},
-        "greedy": lambda: {name: measure_greedy(folder, name, asked) for name in models},
-        "retrieval": lambda: {ANSWERS: measure_retrieval(folder, ANSWERS, asked)},
+        "layers": lambda: {name: measure_layers(folder, name, selection) for name in models},
+        "long": lambda: {name: measure_long(folder, name, selection) for name in models},
+        "greedy": lambda: {name: measure_greedy(folder, name, selection) for name in models},
+        "retrieval": lambda: {ANSWERS: measure_retrieval(folder, ANSWERS, selection)},
     }
     if unknown := set(parts) - set(ways):
         parser.error(f"--only: unknown {', '.join(sorted(unknown))}; expected {', '.join(PARTS)}")
@@ -207,13 +212,15 @@ def main() -> None:
         "chunk_size": arguments.chunk_size,
         "window": WINDOW,
     }
-    is_whole = set(parts) == set(PARTS) and models == list(MODELS) and asked == Asked()
+    is_whole = set(parts) == set(PARTS) and models == list(MODELS) and selection == Selection()
     if not is_whole:
         report = json.loads(arguments.out.read_text())
     for part in parts:
         of_part = report.setdefault(part, {})
         for name, rows in ways[part]().items():
-            of_part[name] = rows if asked == Asked() else _merged(of_part.get(name, []), rows)
+            of_part[name] = (
+                rows if selection == Selection() else _merged(of_part.get(name, []), rows)
+            )
         if not is_whole:
             chosen = [word for word in (arguments.recipe, arguments.model) if word is not None]
             report.setdefault("measured_apart", {})[" of ".join([part, *chosen])] = now

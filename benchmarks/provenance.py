@@ -1,4 +1,4 @@
-"""What every run says of itself."""
+"""Date, machine and versions, recorded in every run."""
 
 import datetime
 from typing import Any

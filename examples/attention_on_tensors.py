@@ -15,7 +15,7 @@ HEADS, KV_HEADS, HEAD_SIZE, TOKENS, PAGE = 8, 2, 128, 200, 16
 
 
 def main() -> float:
-    """The error of attention on an NVFP4 cache, relative to float32 K and V."""
+    """Returns the error of attention on an NVFP4 cache, relative to float32 K and V."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     random = torch.Generator(device).manual_seed(0)
     key, value = torch.randn(2, TOKENS, KV_HEADS, HEAD_SIZE, generator=random, device=device)

@@ -15,7 +15,7 @@ PROMPTS = ["import os", "def main():", "class Stack:"]
 
 
 def main(path: str | Path) -> list[str]:
-    """Generate for a batch, then stream one prompt; the texts."""
+    """Generate for a batch, then stream one prompt; returns the texts."""
     llm = halfbyte.LLM(path, kv_cache_dtype="nvfp4", max_model_len=512)
     params = [
         halfbyte.SamplingParams(max_tokens=16, temperature=0),

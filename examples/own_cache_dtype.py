@@ -2,7 +2,7 @@
 
     python examples/own_cache_dtype.py
 
-It takes the place of `fp4_block16`, whose bytes it has; docs/guides/format.md adds a new name.
+It replaces `fp4_block16`, which has the same page layout; docs/guides/format.md adds a new name.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Weights to NVFP4, then an OpenAI endpoint on them, with a 4-bit KV cache.
+"""Quantize weights to NVFP4, then serve them with an OpenAI-compatible API and a 4-bit KV cache.
 
     python examples/quantize_and_serve.py MODEL FOLDER [--serve]
 
@@ -14,7 +14,7 @@ import halfbyte
 
 
 def main(model: str | Path, folder: str | Path, serve: bool = False) -> str:
-    """Quantize, then serve or generate; the text that was generated."""
+    """Quantize, then serve or generate; returns the generated text."""
     halfbyte_command = [sys.executable, "-m", "halfbyte"]
     quantize = ["quantize", model, folder, "--format", "modelopt", "--weights", "nvfp4-a16"]
     subprocess.run([*halfbyte_command, *quantize], check=True)

@@ -1,4 +1,4 @@
-"""A transformers model with a 4-bit KV cache: `generate()` as ever, with `halfbyte.Cache`.
+"""A transformers model with a 4-bit KV cache: `generate()` with `halfbyte.Cache`.
 
     python examples/transformers_cache.py [MODEL]
 
@@ -16,7 +16,7 @@ from halfbyte.assets import bundled_model_path
 
 
 def main(path: str | Path) -> str:
-    """Generate with a packed cache; the text."""
+    """Generate with a packed cache; returns the text."""
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")  # as batches need
     model: Any = AutoModelForCausalLM.from_pretrained(path)
     cache = halfbyte.Cache(model, "nvfp4")  # scales are measured once, on a built-in text

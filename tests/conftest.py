@@ -71,7 +71,7 @@ def _poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 @pytest.fixture(autouse=True)
 def _poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever reads memory that nobody wrote gets NaN instead of a lucky zero."""
+    """Fill `torch.empty` with NaN, so that reads of uninitialized memory show."""
     monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", _poisoned(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", _poisoned(torch.Tensor.new_empty))
@@ -82,8 +82,8 @@ def _poison_uninitialised_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product for Triton's interpreter in which a row's sums do not depend on where it stands.
+    """A matmul for Triton's interpreter in which a row's sums do not depend on its position.
 
-    As on a GPU. NumPy's own takes another order for the last rows of a tile, on some CPUs.
+    As on a GPU. On some CPUs, NumPy's sums the last rows of a tile in another order.
     """
     monkeypatch.setattr(np, "matmul", partial(np.einsum, "mk,kn->mn"))

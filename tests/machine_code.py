@@ -1,4 +1,4 @@
-"""Machine code of CUDA kernels as text, and what must not be in it."""
+"""Machine code of CUDA kernels as text, and checks of it."""
 
 import re
 import subprocess
@@ -40,7 +40,7 @@ def stack_bytes(cubin: bytes) -> int:
 
 
 def assert_copies_have_descriptors(code: str) -> None:
-    """ptxas 13.0 has been seen to take them from a register that nothing is ever written to."""
+    """ptxas 13.0 sometimes reads the cache policy from a register that is never written."""
     used = set(re.findall(r"LDGSTS\S* .*desc\[(UR\d+)\]", code))
     written = set(re.findall(r" (?:U[A-Z]|R2UR|S2UR)\S* +(UR\d+),", code))
     assert used

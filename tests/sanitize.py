@@ -101,7 +101,7 @@ def decode() -> None:
 
 
 def wide() -> None:
-    """`decode_wgmma.cu`, on SM90."""
+    """`decode_wgmma.cu`, for many query columns on SM90."""
     for name, options in WIDE.items():
         print("wide", name, flush=True)
         attend(make_case(**options), "cuda")
@@ -119,7 +119,7 @@ def triton() -> None:
 
 
 def prefill() -> None:
-    """Our own kernel's, and what PyTorch's attention gets: pages unpacked, and parts joined."""
+    """Our prefill kernel; and unpacking and merging around PyTorch's attention."""
     from halfbyte.attention.prefill.combine import combine
     from halfbyte.attention.prefill.unpack import unpack_into
 
@@ -192,7 +192,7 @@ def linear() -> None:
 
 
 def unpacked() -> None:
-    """Weights written out by `dequant.cu`, as GPUs other than SM90 have it for many rows."""
+    """Weights dequantized by `dequant.cu`, as for large M on GPUs other than SM90."""
     from halfbyte.linear.w4a16.dequant.launcher import unpack
 
     n, k = 300, 1104
@@ -205,7 +205,7 @@ def unpacked() -> None:
 
 
 def packed_on_gpu(n: int, k: int) -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A layer on the CPU, and its weights as our CUDA kernels want them."""
+    """A layer on the CPU, and its weights packed for our CUDA kernels."""
     options: dict[str, Any] = {"dtype": torch.bfloat16, "bias": True}
     packed = random_layer(n, k, backend="cuda", **options).cuda()
     packed.process_weights_after_loading()

@@ -4,9 +4,9 @@ import pytest
 
 
 def slow(*values: object) -> object:
-    """A set of parameters whose path through the code another one takes, too, in less time."""
+    """Mark a set of parameters as slow: a faster one covers the same code."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 CAPABILITIES = [80, 90, slow(100), slow(120)]
-"""Of GPUs to compile for; between SM90 and the newer ones, sources differ little."""
+"""GPUs to compile for; sources differ little between SM90 and newer GPUs, which are slow."""

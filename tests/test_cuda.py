@@ -1,4 +1,4 @@
-"""The pure PyTorch floors on a GPU: the same bits as on a CPU, the same text within rounding."""
+"""The pure PyTorch packages on a GPU: same bits as on a CPU, same text within rounding."""
 
 from typing import Any
 

@@ -154,7 +154,7 @@ def with_missing(registry: Registry[Any]) -> Registry[Any]:
     return registry
 
 
-def test_targets_are_imported_when_asked_for(with_missing: Registry[Any]) -> None:
+def test_targets_are_imported_when_requested(with_missing: Registry[Any]) -> None:
     assert with_missing.names() == ["blackwell", "portable", "missing"]
     assert with_missing.get("portable") is Portable
     assert with_missing.select("dense", "portable") is Portable

@@ -36,7 +36,7 @@ FLOORS = {
     "assets": 0,
     "after_import": 0,
 }
-# The package's own `__init__` and `__main__` are the door, not a room.
+# The package's own `__init__` and `__main__` may import everything.
 FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.stem in FLOORS)
 
 
@@ -140,7 +140,7 @@ def test_parts_are_imported_when_they_are_used() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
 def test_new_tensors_name_their_device(file: Path) -> None:
-    """Or they would be where the caller's default device is, and read by code that is not."""
+    """Otherwise the caller's default device would apply, which other code does not expect."""
     factories = {"arange", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand"}
     factories |= {"randint", "randn", "randperm", "tensor", "zeros", "tril_indices", "triu_indices"}
     factories |= {"as_tensor", "asarray", "scalar_tensor"}

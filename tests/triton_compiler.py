@@ -1,4 +1,4 @@
-"""Triton kernels compiled for GPUs that this machine need not have, and what they use there."""
+"""Compiles Triton kernels for any GPU, without having it, and reports their resources."""
 
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ def compile_kernel(
 
     Args:
         kernel: a function under `triton.jit`.
-        types: of its arguments, as Triton writes them; `i32` where nothing is said. Pointers and
+        types: of its arguments, in Triton's notation; by default `i32`. Pointers and
             integers count as multiples of 16, as almost all are.
         constants: values of its `constexpr` arguments, or of others that are specialised.
         options: such as `num_warps`.

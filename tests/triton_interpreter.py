@@ -4,7 +4,7 @@ Triton reads `TRITON_INTERPRET` when a function is decorated, and its own librar
 `tl.max`, ...) is decorated when it is imported. So a process that has imported Triton compiles, and
 one test process must do both. `interpreted` makes a second copy of Triton's Python modules and of
 ours, decorated for the interpreter; the C++ extension below them is shared. The modules that
-anybody else imports stay as they were.
+other code imports stay as they were.
 """
 
 import ast
@@ -95,7 +95,7 @@ def interpreted(module_name: str) -> ModuleType:
 
 
 def _rounding(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """The interpreter's conversion of floats: to bfloat16 it cuts off, where GPUs round."""
+    """The interpreter's conversion of floats; to bfloat16 it truncates, but GPUs round."""
 
     def rounding(x: Any, source: Any, target: Any, mode: Any) -> Any:
         if (source.name, target.name) != ("fp32", "bf16"):

@@ -33,7 +33,7 @@ def _call(function: Callable[[ModuleType], None], module: ModuleType) -> None:
         function(module)
     except Exception as error:  # an untested version of the package must still import
         logger.warning(
-            "halfbyte stays out of %s: %s: %s", module.__name__, type(error).__name__, error
+            "halfbyte does not extend %s: %s: %s", module.__name__, type(error).__name__, error
         )
 
 

@@ -63,7 +63,7 @@ class Case:
         return key, value
 
     def exact(self, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a sequence as the model made them, in the query's dtype."""
+        """K and V of a sequence, unquantized, in the query's dtype."""
         first, last = sum(self.seq_lens[:seq]), sum(self.seq_lens[: seq + 1])
         key, value = (x[first:last].to(self.query.dtype) for x in (self.key, self.value))
         return key, value
@@ -90,7 +90,7 @@ class Case:
 
 
 def config(**changes: Any) -> AttentionConfig:
-    """Work for a backend's selection: a decode step of nvfp4 on an SM90, with changes."""
+    """An `AttentionConfig`: by default a decode step on an nvfp4 cache on SM90."""
     fields: dict[str, Any] = {
         "layout": PageLayout("nvfp4", "nvfp4", 128, None, 8, 16),
         "num_heads": 32,
@@ -118,7 +118,7 @@ def dense(
     """Causal attention of one sequence, query by query, written for clarity.
 
     Args:
-        recent: K and V of the sequence that queries less than so many tokens away see.
+        recent: `(K, V, reach)`, unquantized K and V, read by queries less than `reach` tokens away.
     """
     n, heads, _ = query.shape
     kv_heads = key.shape[1]
@@ -252,7 +252,7 @@ def _recent_inputs(
     seq_lens: tuple[int, ...],
     dtype: torch.dtype,
 ) -> RecentInputs:
-    """Of all tokens' K and V, one sequence after the other."""
+    """`RecentInputs` from K and V of all tokens, sequences concatenated."""
     ring, entries = tokens + 16, torch.randperm(len(seq_lens) + 3)[: len(seq_lens)]
     rings, own = [], []
     for x in (key, value):
@@ -439,7 +439,7 @@ RECENT_CASES: dict[str, dict[str, Any]] = {
     "float16": {"head_size": 64, "query_dtype": torch.float16, **_LENGTHS},
     "float32": {"head_size": 64, "query_dtype": torch.float32, **_LENGTHS},
 }
-"""With the last 64 tokens in rings."""
+"""Arguments of `make_case` for the last 64 tokens in rings."""
 RECENT_CASES = {name: {"recent": 64, **case} for name, case in RECENT_CASES.items()}
 
 _ALL: dict[str, Any] = {}
@@ -472,7 +472,7 @@ TRANSFORM_CASES: dict[str, dict[str, Any]] = {
     "float32": {"head_size": 64, "query_dtype": torch.float32, **_LENGTHS},
     "fp8-v": {"head_size": 64, "v_dtype": "fp8_e4m3", **_LENGTHS},
 }
-"""Options of transforms of K; by default all of them."""
+"""Options of `make_transform`; all are on by default."""
 TRANSFORM_CASES = {
     name: {"k_dtype": "nvfp4_4over6", "transform": _ALL, **case}
     for name, case in TRANSFORM_CASES.items()

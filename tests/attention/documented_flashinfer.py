@@ -40,7 +40,7 @@ def tokens_of(
 
 
 class _Wrapper:
-    """What both wrappers share: a plan, and attention that follows it."""
+    """Common part of both wrappers: the plan, and attention by it."""
 
     plans: ClassVar[int] = 0
 

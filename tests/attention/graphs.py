@@ -9,7 +9,7 @@ from halfbyte.attention import paged_attention
 
 
 def assert_graph_follows_lengths(case: Case, scales_on: str = "cuda", **options: Any) -> None:
-    """A captured call gives what the call itself gives, bit for bit, when lengths change.
+    """Replays of a captured call equal eager calls bit for bit, also after lengths change.
 
     Args:
         case: of head size 128; its lengths, shorter ones and no tokens at all are replayed.

@@ -1,4 +1,4 @@
-"""Which backend runs, and what is said about it."""
+"""Selection of attention backends, and its log messages and errors."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def test_calls_that_share_plans_choose_a_backend_once(monkeypatch: pytest.Monkey
     once = attend()
     assert torch.equal(attend(), once)
     assert chosen == [(None, None)]
-    # Other work, and another wish, are other choices.
+    # Other configs and explicit names have their own cached choices.
     attend(softcap=2.0)
     attend(backend="reference")
     assert chosen[1:] == [(2.0, None), (None, "reference")]
@@ -91,7 +91,7 @@ def test_the_reference_on_a_gpu_says_why_it_runs(caplog: pytest.LogCaptureFixtur
 def test_kernels_leave_formats_that_they_do_not_know_to_the_reference(
     side: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As they would a new one: here they forget one that they know."""
+    """As for a new format: here a known format is removed from their lists."""
     known = [dtype for dtype in KVCacheDType if dtype not in ("auto", "mxfp4")]
     for module in (cpu, dense, plan, cpu_store, triton_store):
         monkeypatch.setattr(module, "FORMATS", known)

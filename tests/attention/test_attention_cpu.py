@@ -105,7 +105,7 @@ def test_reference_to_the_last_tokens_as_they_are(name: str) -> None:
 @needs_library
 @pytest.mark.parametrize("name", TRANSFORM_CASES)
 def test_cpu_attention_by_a_recipe_of_bfloat16_queries(level: str, name: str) -> None:
-    """Which are rotated and rounded again."""
+    """bfloat16 queries are rounded again after the rotation."""
     case = make_case(**{**TRANSFORM_CASES[name], "query_dtype": torch.bfloat16})
     out = paged_attention(case.query, case.pages, backend="cpu", **case.arguments())
     assert_close_to_exact(out, case)
@@ -267,7 +267,7 @@ def test_cpu_attention_marks_nan_blocks(level: str) -> None:
 @pytest.mark.parametrize("queries", [1, 40])
 @pytest.mark.parametrize("length", [2**31 - 1, 2**31 - 512, 2**31 - 600])
 def test_cpu_attention_at_lengths_up_to_the_largest_int(length: int, queries: int) -> None:
-    """A window at the end of a sequence all of whose pages are one; so is a short sequence's."""
+    """A window at the end of a sequence whose table repeats one page; likewise a short sequence."""
     layout = PageLayout("nvfp4", "nvfp4", 32, None, 1, 4096)
     pages = torch.randint(
         0, 120, (1, layout.page_bytes), generator=torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""`lengths_fit`: the look at lengths and pages in C++, beside the check that words errors."""
+"""`lengths_fit`, the C++ check of lengths and pages, agrees with the check that raises errors."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The FlashInfer backend: what it refuses, what it hands over, and on a GPU what comes back."""
+"""The FlashInfer backend: refusals, the arguments of its calls, and on a GPU its results."""
 
 from dataclasses import replace
 from importlib import metadata
@@ -26,7 +26,7 @@ def documented(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forward(case: Case, *, lse: bool = False, **changes: Any) -> AttentionInputs:
-    """The backend's work on a case, whatever the device."""
+    """Runs the backend on a case, without checks of the device."""
     inputs = AttentionInputs(
         query=case.query,
         pages=case.pages,
@@ -118,7 +118,7 @@ def test_fa2_plans_once_per_step_and_table() -> None:
 
 
 def coarse_case(**options: Any) -> Case:
-    """A case whose global scales leave block scales at 72 at most, as trtllm-gen needs."""
+    """A case with block scales of at most 72, as trtllm-gen needs."""
     case = make_case(head_size=128, v_scale_layout="sm100", **options)
     case.k_scale = case.v_scale = 8.0 / 448
     slots = torch.cat(case.slots)
@@ -280,7 +280,7 @@ def test_versions_and_compiler(
     usable, why = FlashInferAttention.is_supported()
     flashinfer._missing_package.cache_clear()
     assert usable == (reason is None)
-    assert (reason or "when asked for") in why
+    assert (reason or "if requested") in why
 
 
 def on_gpu(case: Case, **options: Any) -> Any:

@@ -27,7 +27,7 @@ class Mine(ReferenceAttention):
 def test_parts_of_a_mixed_batch_are_selected_by_their_own_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also among backends that another package registered."""
+    """Backends registered by another package are candidates, too."""
     case = make_small(SMALL["with-decoding-sequences"], monkeypatch)
     monkeypatch.setattr(Mine, "seen", [], raising=False)
     monkeypatch.setattr(ATTENTION_BACKENDS, "_targets", {"mine": f"{__name__}:Mine"})

@@ -108,7 +108,7 @@ def test_paged_attention_row_does_not_depend_on_the_batch() -> None:
 
 
 def last_queries(case: Case, count: int, **options: Any) -> torch.Tensor:
-    """The rows of a sequence's last queries, without those in front of them."""
+    """The rows of a sequence's last queries only."""
     arguments = {
         **case.arguments(),
         "query_start_loc": torch.tensor([0, count], dtype=torch.int32),
@@ -129,7 +129,7 @@ def test_rows_do_not_depend_on_the_queries_that_come_with_them(backend: str) -> 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_reference_does_not_see_a_hidden_nan(batch_invariant: bool) -> None:
-    """Neither in tokens that are yet to come nor in front of a window."""
+    """NaN in later tokens, or before the window, has no effect."""
     case = make_case(k_dtype="bfloat16", query_lens=(20,), seq_lens=(40,), sliding_window=5)
     options = {"backend": "reference", "batch_invariant": batch_invariant}
     clean = last_queries(case, 20, **options)
@@ -160,7 +160,7 @@ def test_paged_attention_sees_a_flipped_byte(region: str) -> None:
     view[slot // 16, slot % 16, 0, 0] ^= 0x12
     changed = paged_attention(case.query, case.pages, **case.arguments()) != before
     rows = changed.flatten(1).any(1)
-    # Sequence 1 owns rows 1 to 5; nobody else may notice.
+    # Sequence 1 owns rows 1 to 5; other rows must not change.
     assert rows.tolist() == [False] + [True] * 5 + [False] * 18
 
 

@@ -1,4 +1,4 @@
-"""What tests of `halfbyte.bench` and of `benchmarks/` share."""
+"""Helpers for tests of `halfbyte.bench` and of `benchmarks/`."""
 
 import json
 from dataclasses import asdict, replace
@@ -15,7 +15,7 @@ RATE = {"bytes", "terabytes_per_s", "fraction"}
 
 
 def measure_quickly(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
-    """Few calls, on few copies of the data, without a collection of garbage after each."""
+    """Few calls on few copies of the data, without a garbage collection after each."""
     monkeypatch.setattr("halfbyte.bench.report.gc", SimpleNamespace(collect=lambda: 0))
     monkeypatch.setattr("halfbyte.bench.timing.SINGLES", calls)
     monkeypatch.setattr("halfbyte.bench.timing.IN_A_ROW", calls)
@@ -34,10 +34,10 @@ def assert_sees_causally(case: Any, window: int | None) -> None:
 
 
 def assert_report_of_decode(benchmark: Any, case: Any, *fields_of_ours: str) -> dict[str, Any]:
-    """A run of 2 x 48 tokens of Llama's shape says what was measured, and on what.
+    """The report of a run of 2 x 48 tokens with Llama's heads is complete.
 
     Returns:
-        What it says of our kernel on an nvfp4 cache.
+        The entry of our kernel on an nvfp4 cache.
     """
     row = benchmark.run(case)
     report = json.loads(json.dumps(benchmark.report))

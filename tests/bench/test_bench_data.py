@@ -51,7 +51,7 @@ def test_names_of_formats_in_reports() -> None:
 
 
 def test_a_window_has_only_pages_that_are_read() -> None:
-    """Or what takes turns would lie in a GPU's cache."""
+    """Otherwise all copies together would fit in the GPU's L2."""
     case = replace(decode("llama", 3, 200), sliding_window=20)
     cache = make_cache(case, "nvfp4", CPU)
     live = cache.block_tables[:, (200 - 20) // 16 :]

@@ -33,7 +33,7 @@ def test_error_is_that_of_the_sampled_tokens(case: Case, dtype: str) -> None:
     out = attention_calls(case, cache, queries)[0]()
     error = attention_error(out, queries.query, case, cache, queries.sinks).ours
     assert error < 1e-5
-    # The last query token of the longest sequence is looked at; all others beside it may be wrong.
+    # The last query token of the longest sequence is in the sample; other tokens may be wrong.
     longest = int(case.lengths().argmax())
     row = (longest + 1) * case.query_tokens - 1
     wrong = out.clone()

@@ -155,7 +155,7 @@ def test_benchmark_on_a_gpu() -> None:
 
 
 def test_a_window_has_only_pages_that_are_read() -> None:
-    """Or what takes turns would lie in a GPU's cache."""
+    """Otherwise all copies together would fit in the GPU's L2."""
     case = replace(ragged("llama", 3, 200), sliding_window=20)
     cache = data.make_cache(case, "nvfp4", CPU)
     lengths = case.lengths().tolist()

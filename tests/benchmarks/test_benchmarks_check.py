@@ -1,4 +1,4 @@
-"""The committed runs keep their bounds, and other runs would not."""
+"""The committed runs meet their bounds, and changed runs do not."""
 
 import math
 from collections import Counter
@@ -26,7 +26,7 @@ def test_committed_run_keeps_its_bound(bound: Bound) -> None:
 
 
 def test_every_bound_is_there() -> None:
-    """Nothing was dropped: how many bounds each run has, and which are known to be missed."""
+    """The number of bounds of each run, and the known misses: none was dropped."""
     assert Counter(bound.run for bound in COMMITTED) == {
         "attention_decode": 37,
         "attention_cpu": 2,

@@ -15,7 +15,7 @@ GOOD = {"cuda": 10.0, "humming": 15.0, "triton": 30.0, "dense_bf16": 40.0, "plai
 
 
 def row(m: int = 1, n: int = 4096, k: int = 14336, **changes: float | None) -> dict[str, Any]:
-    """A case; the times that `changes` names are others, or missing (None).
+    """A row of a report; `changes` replaces times, or removes them (None).
 
     In a row, and in a graph, everything takes half as long, so that the ratios are the same;
     `back_to_back_cuda` and `in_graph_cuda` change our kernel's alone.
@@ -127,7 +127,7 @@ def test_the_limit_depends_on_the_shape() -> None:
     assert "ours_over_humming" not in {bound["name"] for bound in other}
 
 
-def test_what_was_not_measured_is_not_said_to_hold() -> None:
+def test_unmeasured_claims_are_not_reported_to_hold() -> None:
     found = verdicts(row(1), row(2, humming=None))
     assert found["ours_over_humming", "M 1 to 16"] is None
     assert found["ours_of_read", "M 1 to 16"] is True
@@ -138,7 +138,7 @@ def test_what_was_not_measured_is_not_said_to_hold() -> None:
 
 
 def test_who_cannot_be_captured_might_be_the_fastest() -> None:
-    """A peer that waits for the host has no time in a graph."""
+    """A peer that syncs with the host has no graph time."""
     case = row(16)
     del case["subjects"]["humming"]["in_graph"]
     case |= ratios(case, BACKENDS)

@@ -60,7 +60,7 @@ def test_readme_is_short_and_has_the_picture_of_steps_in_vllm() -> None:
 
 
 def test_docs_show_the_committed_run_of_recipes() -> None:
-    """And that it was of all models, formats and recipes."""
+    """The run has all models, formats and recipes, and the pages show it."""
     benchmark = import_module("benchmarks.kv_recipes")
     report = json.loads(benchmark.RESULT.read_text())
     assert set(report["models"]) == set(report["long"]) == set(benchmark.MODELS)
@@ -85,7 +85,7 @@ def test_pictures_of_recipes_are_those_of_the_committed_run(tmp_path: Path) -> N
 
 
 def texts_of(svg: str) -> list[str]:
-    """Labels of a picture by matplotlib, and the places of its marks."""
+    """Labels of a matplotlib picture, and the positions of its marks."""
     found: list[str] = re.findall(r"(?<=>)[^<>\n]+(?=</text>)|<use [^>]*>", svg)
     return found
 
@@ -169,7 +169,7 @@ def test_committed_variants_of_prefill_are_of_the_cases_that_the_script_measures
 
 
 def test_variants_of_prefill_are_timed() -> None:
-    """On a CPU, where one backend does them all."""
+    """On a CPU, where one backend runs all variants."""
     variants = import_module("benchmarks.prefill_variants")
     row = variants.measure(
         variants.Prefill(1, 2, 32, 2, 128, 8), torch.device("cpu"), ["own", "pytorch"]

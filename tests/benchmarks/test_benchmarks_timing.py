@@ -30,7 +30,7 @@ def test_repetitions_take_turns() -> None:
     }
     order.clear()
     times = measure_in_turns(contenders, CPU, rounds=2)
-    # Each round: one, one single, two in a row; and every round somebody else begins.
+    # Each round: one to choose the repetitions, one single, two back to back; in turns who begins.
     assert "".join(order) == "aaaabbbbbbbbaaaa"
     assert set(times) == {"a", "b"}
     assert set(times["a"]) == {"single", "back_to_back"}

@@ -23,7 +23,7 @@ KV_SCALE = 0.02
 
 @dataclass
 class Folder:
-    """A checkpoint of NVFP4 weights, and one with the values that they stand for."""
+    """A checkpoint with NVFP4 weights, and one with the dequantized weights."""
 
     quantized: Path
     plain: Path
@@ -48,7 +48,7 @@ class Folder:
 
 
 def load_model(path: Path, **options: Any) -> Any:
-    """`halfbyte.load_model` on the host, where references are computed, also beside a GPU."""
+    """`halfbyte.load_model` on the CPU, where references are computed, even if there is a GPU."""
     return halfbyte.load_model(path, **{"device": "cpu", **options})
 
 
@@ -70,9 +70,9 @@ def make_folder(
         architecture: of the zoo.
         dialect: of the files.
         scheme: of the quantized layers.
-        shards: how many files the tensors are dealt to, one by one.
-        is_quantized: which weights, by their names in the files.
-        dtype: of what is not quantized.
+        shards: number of files; tensors are distributed round-robin.
+        is_quantized: which weights to quantize, by their names in the files.
+        dtype: of unquantized tensors.
         overrides: of the model's config.
     """
     make_model(architecture, dtype, **overrides).save_pretrained(folder / "plain")
@@ -86,7 +86,7 @@ def quantize_folder(
     shards: int = 1,
     is_quantized: Callable[[str], bool] = lambda name: bool(QUANTIZED.search(name)),
 ) -> Folder:
-    """Write `quantized` beside `plain`, and to `plain` the values that its weights stand for."""
+    """Write `quantized` from `plain`, and replace the weights of `plain` by dequantized ones."""
     result = Folder(folder / "quantized", folder / "plain", dialect)
     weights = load_file(result.plain / "model.safetensors")
     tensors: dict[str, torch.Tensor] = {}
@@ -167,7 +167,7 @@ def pack(
 def unpack(
     packed: dict[str, torch.Tensor], dialect: Dialect, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """The values that a layer's tensors stand for."""
+    """A layer's dequantized weight."""
     names = TENSOR_NAMES[dialect]
     decode = packed[names.weight_global_scale].reshape(())
     decode = decode if names.global_scale_is_decode else 1 / decode

@@ -1,4 +1,4 @@
-"""Checkpoint folders with something wrong in them, drawn at random, the same for the same seed."""
+"""Random corruptions of checkpoint folders, reproducible by seed."""
 
 import json
 import os
@@ -74,12 +74,12 @@ BROKEN_TEXTS = (
 
 
 def mutate(folder: Path, random: Random) -> list[str]:
-    """Break a folder in one to three places; what was done, for messages."""
+    """Corrupt a folder in one to three places; returns what was done, for messages."""
     return [random.choice(MUTATIONS)(folder, random) for _ in range(random.choice((1, 1, 2, 3)))]
 
 
 def change_json(folder: Path, random: Random) -> str:
-    """Another value at a random place of a random file, or a key more or less."""
+    """Change a value at a random place of a random JSON file, or add or remove a key."""
     file = folder / random.choice([n for n in JSON_FILES if (folder / n).is_file()] or ["x.json"])
     fields = _read(file)
     if fields is None:
@@ -105,7 +105,7 @@ def change_json(folder: Path, random: Random) -> str:
 
 
 def change_declaration(folder: Path, random: Random) -> str:
-    """Another field of what declares the quantization."""
+    """Change a field of the quantization's declaration."""
     fields = _read(folder / "config.json")
     if fields is None:
         return "nothing"
@@ -138,7 +138,7 @@ def change_declaration(folder: Path, random: Random) -> str:
 
 
 def change_tokenizer(folder: Path, random: Random) -> str:
-    """A part of `tokenizer.json` that its package does not expect."""
+    """Put something unexpected into `tokenizer.json`."""
     file = folder / "tokenizer.json"
     fields = _read(file)
     if fields is None:
@@ -153,7 +153,7 @@ def change_tokenizer(folder: Path, random: Random) -> str:
 
 
 def break_text(folder: Path, random: Random) -> str:
-    """A file with other bytes, cut short, or none at all."""
+    """Change bytes of a file, truncate it, or remove it."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     if not files:
         return "nothing"
@@ -176,7 +176,7 @@ def break_text(folder: Path, random: Random) -> str:
 
 
 def replace_file(folder: Path, random: Random) -> str:
-    """A pipe, folder, or link where a file belongs."""
+    """Replace a file by a pipe, a folder or a link."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     if not files:
         return "nothing"
@@ -193,7 +193,7 @@ def replace_file(folder: Path, random: Random) -> str:
 
 
 def change_header(folder: Path, random: Random) -> str:
-    """Another dtype, shape, place or name of a tensor in a header."""
+    """Change a tensor's dtype, shape, offsets or name in a header."""
     file = _weights(folder, random)
     if file is None:
         return "nothing"
@@ -231,7 +231,7 @@ def change_header(folder: Path, random: Random) -> str:
 
 
 def change_scales(folder: Path, random: Random) -> str:
-    """Numbers that cannot be in tensors named as scales."""
+    """Put invalid numbers into tensors named as scales."""
     file = _weights(folder, random)
     if file is None:
         return "nothing"
@@ -258,7 +258,7 @@ MUTATIONS: tuple[Callable[[Path, Random], str], ...] = (
 
 
 def _value(random: Random, old: Any) -> Any:
-    """One that has nothing to do with the old one, or one that it is easily taken for."""
+    """A new value: unrelated to the old one, or similar enough to be mistaken for it."""
     if random.random() < 0.6:
         return random.choice(VALUES)
     like: list[Any] = [[old], {"value": old}, str(old)]

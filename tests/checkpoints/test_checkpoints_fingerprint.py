@@ -1,4 +1,4 @@
-"""`fingerprint`: which model a folder holds."""
+"""`fingerprint` of the model in a folder."""
 
 import shutil
 from collections.abc import Callable
@@ -102,7 +102,7 @@ def test_small_files_are_read_whole(folder: Path) -> None:
 
 
 def test_a_large_file_is_not_read_whole(folder: Path) -> None:
-    """64 GB, nearly all of it a hole: reading them would take minutes."""
+    """A sparse file of 64 GB: reading all of it would take minutes."""
     header = b'{"a":{"dtype":"U8","shape":[%d],"data_offsets":[0,%d]}}' % (1 << 36, 1 << 36)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)

@@ -136,7 +136,7 @@ def test_a_single_file_beside_an_index_of_others(sharded: Path) -> None:
 
 
 def test_an_index_of_the_single_file(single: Path) -> None:
-    """As some tools write it, whatever the number of files."""
+    """Some tools write an index even for a single file."""
     write_index(single, dict.fromkeys(TENSORS, "model.safetensors"))
     assert set(CheckpointIndex.read(single).tensors) == set(TENSORS)
 

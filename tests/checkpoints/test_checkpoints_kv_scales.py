@@ -1,4 +1,4 @@
-"""KV scales in a checkpoint's files: names and directions of all who write them."""
+"""KV scales in a checkpoint's files: names and directions of all dialects."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def write(folder: Path, scales: dict[str, float]) -> Path:
         "outputs",
     ],
 )
-def test_all_are_read_as_decode_multipliers(tmp_path: Path, scales: dict[str, float]) -> None:
+def test_all_are_read_as_decode_scales(tmp_path: Path, scales: dict[str, float]) -> None:
     assert read_kv_scales(write(tmp_path, scales)) == {3: (0.25, 0.5)}
 
 
@@ -48,7 +48,7 @@ def test_one_scale_may_be_for_both(tmp_path: Path) -> None:
 
 
 def test_names_are_matched_whole(tmp_path: Path) -> None:
-    """A draft or a tower beside the model has layers of the same numbers."""
+    """Drafts and vision towers in the same files have layers with the same numbers."""
     names = {
         "model.layers.0.self_attn.": 1.0,
         "model.language_model.layers.1.self_attn.": 2.0,
@@ -89,7 +89,7 @@ def test_refuses(tmp_path: Path, scales: dict[str, float], message: str) -> None
 def test_affine_caches_are_refused(
     tmp_path: Path, names: tuple[str, str], is_indexed: bool
 ) -> None:
-    """Their declaration is that of a plain FP8 cache, for K and V less their biases."""
+    """They declare a plain FP8 cache, but store K and V minus their biases."""
     write(tmp_path, {f"{name}{kind}": 0.5 for name in names for kind in ("scale", "bias")})
     if is_indexed:
         biases = {f"model.layers.3.self_attn.{name}bias": "model.safetensors" for name in names}
@@ -106,7 +106,7 @@ def test_a_broken_file_is_one_line(tmp_path: Path) -> None:
 
 
 def test_compressed_tensors_has_these_names_for_a_cache_of_4_bits() -> None:
-    """Which scales the package itself has for such a cache, and which way they go."""
+    """The package's own names and directions of the scales of such a cache."""
     package = "compressed_tensors.quantization"
     theirs = pytest.importorskip(package)
     initialize = pytest.importorskip(f"{package}.lifecycle.initialize").initialize_qparams

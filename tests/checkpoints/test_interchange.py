@@ -1,4 +1,4 @@
-"""Checkpoints that the other side's own code wrote, loaded here."""
+"""Checkpoints written by ModelOpt's and compressed-tensors' own code, loaded here."""
 
 import json
 import subprocess
@@ -45,7 +45,7 @@ def as_module(name: str) -> str:
 
 
 def write_compressed(architecture: str, preset: str, folder: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint by the package compressed-tensors; returns what it decompresses it to."""
+    """Write a checkpoint with the compressed-tensors package; returns its decompressed weights."""
     compressors = pytest.importorskip("compressed_tensors.compressors")
     quantization = pytest.importorskip("compressed_tensors.quantization")
     helpers = pytest.importorskip("compressed_tensors.quantization.utils.helpers")
@@ -142,7 +142,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints by ModelOpt's exporter, in a process of its own: its import changes modules."""
+    """Checkpoints by ModelOpt's exporter, in a separate process: its import patches modules."""
     pytest.importorskip("modelopt")
     pytest.importorskip("requests")  # which it needs and does not name
     folder = tmp_path_factory.mktemp("modelopt")

@@ -1,4 +1,4 @@
-"""Folders appear whole or not at all; shards and their index."""
+"""Folders are written atomically; shards and their index."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from halfbyte.quantization import quantize_checkpoint
 
 
 def quantize_in_a_process(destination: Path, before: str) -> str:
-    """Quantize the bundled model elsewhere, `before` having been run there; its stderr."""
+    """Quantize the bundled model in a child process that first runs `before`; returns stderr."""
     code = (
         "import os, resource, signal, sys\n"
         "from halfbyte.quantization import quantize_checkpoint\n"
@@ -137,7 +137,7 @@ def link_to_a_checkpoint(destination: Path) -> None:
 def test_new_folder_replaces_nothing_else(
     tmp_path: Path, make: Callable[[Path], object], found: str, when: str
 ) -> None:
-    """Neither what is there, nor what appears there as the new folder is written."""
+    """Neither existing files, nor files that appear while the new folder is written."""
     destination = tmp_path / "x"
     if when == "before":
         make(destination)
@@ -250,7 +250,7 @@ def test_a_killed_process_leaves_no_destination(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
-    """A limit on the size of files stands in for the disk's: the write itself fails."""
+    """A file size limit (RLIMIT_FSIZE) makes the write fail, as a full disk would."""
     limit = f"resource.setrlimit(resource.RLIMIT_FSIZE, ({2**19}, {resource.RLIM_INFINITY}))"
     stderr = quantize_in_a_process(tmp_path / "x", limit)
     last = stderr.strip().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server for tests: it sends what it is told to and keeps what it was sent."""
+"""An OpenAI-compatible server for tests: sends given replies and records requests."""
 
 import json
 import threading
@@ -113,7 +113,7 @@ def stream(*chunks: bytes, complete: bool = True) -> Reply:
 
 
 def hold(*chunks: bytes, give_up_s: float = 20.0) -> Reply:
-    """An event stream that goes on, with comments, until the client closes the connection."""
+    """An event stream that continues with comments until the client closes the connection."""
 
     def reply(handler: _Handler) -> None:
         handler.start(200, Content_Type="text/event-stream", Transfer_Encoding="chunked")
@@ -148,9 +148,9 @@ def event(value: object) -> bytes:
     return b"data: %s\n\n" % json.dumps(value, ensure_ascii=False).encode()
 
 
-def said(text: str, **delta: str) -> bytes:
-    """An event of a chat completion."""
-    return event({"choices": [{"index": 0, "delta": {"content": text, **delta}}]})
+def delta(text: str, **fields: str) -> bytes:
+    """An event of a streamed chat completion."""
+    return event({"choices": [{"index": 0, "delta": {"content": text, **fields}}]})
 
 
 def continued(text: str) -> bytes:

@@ -1,4 +1,4 @@
-"""`halfbyte calibrate`: what it measures, where it writes, and what it refuses."""
+"""`halfbyte calibrate`: measured scales, output files and errors."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def add_own_scales(model: Path) -> None:
 
 
 def test_writes_into_the_models_folder(halfbyte: Command, model: Path) -> None:
-    """What `calibrate` gives with the whole model, and what is then used."""
+    """The scales equal those of `calibrate` with the whole model, and are used afterwards."""
     code, out, err = halfbyte(str(model), "--device", "cpu")
     assert (code, err) == (0, "")
     loaded = load_model(model, device="cpu")
@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_written(halfbyte: Command, read_only: Path, cac
 def test_a_hub_id(
     halfbyte: Command, model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose snapshot lies in the hub's cache, and is left as it is."""
+    """Its snapshot in the hub's cache is not changed."""
     asked = {}
 
     def download(name: str, *, revision: str, cache_dir: Path, **_: object) -> str:
@@ -145,7 +145,7 @@ def test_a_hub_id(
 
 
 def test_scales_of_its_own_come_first_for_plain_alone(halfbyte: Command, model: Path) -> None:
-    """What is measured beside them is what the default recipe takes."""
+    """The default recipe uses the measured ones."""
     add_own_scales(model)
     loaded = load_model(model)
     assert Cache(loaded, "nvfp4").recipe.name == "plain"
@@ -182,14 +182,17 @@ def test_a_file_in_a_folder_that_cannot_be_written_comes_first(
         file.unlink()
     code, out, _ = halfbyte(str(read_only))
     assert code == 0
-    assert "nothing to do: its folder has a kv_scales.json with a calibration, which comes" in out
-    assert "(--force measures others all the same)" in out
+    assert (
+        "nothing to do: its folder has a kv_scales.json with a calibration, which takes precedence"
+        in out
+    )
+    assert "(--force measures anyway)" in out
     assert not list(cache.glob("kv_scales/*"))
     code, out, _ = halfbyte(str(read_only), "--json")
     assert json.loads(out)["path"] is None
     code, out, _ = halfbyte(str(read_only), "--force")
     assert code == 0
-    assert "used where it is given as kv_scales, because its folder has a kv_scales.json" in out
+    assert "used only if passed as kv_scales, because its folder has a kv_scales.json" in out
 
 
 def test_a_model_without_a_tokenizer(halfbyte: Command, model: Path, tmp_path: Path) -> None:
@@ -255,8 +258,8 @@ def test_usage(halfbyte: Command) -> None:
     assert "--max-tokens" in out
 
 
-def test_a_process_that_is_asked_to_end_leaves_what_was_there(model: Path) -> None:
-    """SIGTERM amid writing."""
+def test_a_terminated_process_leaves_what_was_there(model: Path) -> None:
+    """SIGTERM while writing."""
     KVScales((1.0,) * 4, (1.0,) * 4, "before").save(model)
     before = {file.name for file in model.iterdir()}
     program = f"""

@@ -18,9 +18,9 @@ from cli.openai_server import (
     OpenAIServer,
     as_json,
     continued,
+    delta,
     end,
     hold,
-    said,
     serving,
     stream,
 )
@@ -55,7 +55,7 @@ def chat(
 
 
 def test_prompt_answers_once(server: OpenAIServer, chat: Command) -> None:
-    server.replies = [stream(said("Hel"), said("lo"), end(2))]
+    server.replies = [stream(delta("Hel"), delta("lo"), end(2))]
     options = ("--system", "S", "--temperature", "0", "--max-tokens", "9", "--api-key", "k")
     assert chat("--prompt", "Hi\n", *options) == (0, "Hello\n", "")
     [(path, headers, body)] = server.requests
@@ -70,7 +70,7 @@ def test_prompt_answers_once(server: OpenAIServer, chat: Command) -> None:
 
 
 def test_defaults_are_the_servers(server: OpenAIServer, chat: Command) -> None:
-    server.replies = [stream(said("ok\n"), end())]
+    server.replies = [stream(delta("ok\n"), end())]
     assert chat("--model", "other", "--prompt", "Hi") == (0, "ok\n", "")
     assert server.other_paths == []
     assert set(server.bodies[0]) == {"model", "messages", "stream", "stream_options"}
@@ -82,20 +82,20 @@ def test_key_from_the_environment(
     server: OpenAIServer, chat: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "from-env")
-    server.replies = [stream(said("ok"), end())]
+    server.replies = [stream(delta("ok"), end())]
     assert chat("--prompt", "Hi")[0] == 0
     assert server.requests[0][1]["authorization"] == "Bearer from-env"
 
 
 def test_standard_input_answers_once(server: OpenAIServer, chat: Command) -> None:
-    server.replies = [stream(said("ok"), end())]
+    server.replies = [stream(delta("ok"), end())]
     assert chat(stdin="two\nlines /quit\n") == (0, "ok\n", "")
     assert server.bodies[0]["messages"] == [{"role": "user", "content": "two\nlines /quit"}]
 
 
 def test_output_is_plain_text(server: OpenAIServer, chat: Command) -> None:
     text = "[bold]a[/bold] :smile: \x1b[2J\x1b]0;t\x07\x9b1m\ttab\r\nb\x00\x7f é🙂"
-    server.replies = [stream(said("", reasoning="thinking"), said(text), end(8))]
+    server.replies = [stream(delta("", reasoning="thinking"), delta(text), end(8))]
     expected = "[bold]a[/bold] :smile: [2J]0;t1m\ttab\nb é🙂\n"
     assert chat("--prompt", "Hi") == (0, expected, "")
 
@@ -113,8 +113,8 @@ def test_completions_where_there_is_no_template(server: OpenAIServer, chat: Comm
     assert server.bodies[1]["prompt"] == "import"
 
 
-def test_an_empty_answer_is_said(server: OpenAIServer, chat: Command) -> None:
-    server.replies = [stream(said("", reasoning="Hm"), end(4, "length"))]
+def test_an_empty_answer_is_reported(server: OpenAIServer, chat: Command) -> None:
+    server.replies = [stream(delta("", reasoning="Hm"), end(4, "length"))]
     expected = (0, "", "the answer is empty (finish reason: length)\n")
     assert chat("--prompt", "Hi") == expected
 
@@ -148,7 +148,7 @@ def test_a_server_without_models(server: OpenAIServer, chat: Command) -> None:
 
 
 def test_a_failure_in_the_stream_is_one_line(server: OpenAIServer, chat: Command) -> None:
-    server.replies = [stream(said("Hal"), complete=False)]
+    server.replies = [stream(delta("Hal"), complete=False)]
     code, out, err = chat("--prompt", "x")
     assert (code, out) == (1, "Hal\n")
     assert err == (
@@ -158,21 +158,21 @@ def test_a_failure_in_the_stream_is_one_line(server: OpenAIServer, chat: Command
 
 
 def test_a_reader_that_has_enough(server: OpenAIServer) -> None:
-    server.replies = [hold(*[said("line\n")] * 1000)]
+    server.replies = [hold(*[delta("line\n")] * 1000)]
     command = [sys.executable, "-m", "halfbyte", "chat", "--url", server.url, "--prompt", "x"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout
         assert process.stderr
         assert process.stdout.readline() == b"line\n"
         process.stdout.close()
-        server.replies = [stream(said("line\n" * 9), end())]
+        server.replies = [stream(delta("line\n" * 9), end())]
         assert process.stderr.read() == b""
         assert process.wait(20) == 141
     assert server.given_up.wait(10)
 
 
 def test_an_encoding_that_lacks_characters(server: OpenAIServer) -> None:
-    server.replies = [stream(said("é🙂"), end())]
+    server.replies = [stream(delta("é🙂"), end())]
     command = [sys.executable, "-m", "halfbyte", "chat", "--url", server.url, "--prompt", "x"]
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, capture_output=True, env=environment, check=True)
@@ -180,7 +180,7 @@ def test_an_encoding_that_lacks_characters(server: OpenAIServer) -> None:
 
 
 class Terminal:
-    """`halfbyte chat` on a terminal of its own."""
+    """`halfbyte chat` on a pseudo-terminal."""
 
     def __init__(self, *arguments: str) -> None:
         self.pid, self._screen = pty.fork()
@@ -193,7 +193,7 @@ class Terminal:
         os.write(self._screen, text.encode())
 
     def read_to(self, mark: str) -> str:
-        """What the screen shows from the last mark to this one, included."""
+        """The output from the last mark up to and including this one."""
         deadline = time.monotonic() + 30
         while mark not in self._text:
             ready, _, _ = select.select([self._screen], [], [], deadline - time.monotonic())
@@ -244,7 +244,7 @@ def terminal(server: OpenAIServer) -> Iterator[Terminal]:
 
 
 def test_conversation_in_a_terminal(server: OpenAIServer, terminal: Terminal) -> None:
-    answer = stream(said("", reasoning="Hm\x1b[5m"), said("[b]A\x1b[2J\t"), said("1"), end(5))
+    answer = stream(delta("", reasoning="Hm\x1b[5m"), delta("[b]A\x1b[2J\t"), delta("1"), end(5))
     server.replies = [answer]
     terminal.type("one\\\ntwo\n")
     shown = terminal.read_to("first after")
@@ -284,7 +284,7 @@ def test_conversation_in_a_terminal(server: OpenAIServer, terminal: Terminal) ->
 def test_ctrl_c_stops_an_answer_then_leaves(
     server: OpenAIServer, terminal: Terminal, ends_by_itself: bool
 ) -> None:
-    server.replies = [hold(said("Hal")), hold(), stream(said("ok"), end())]
+    server.replies = [hold(delta("Hal")), hold(), stream(delta("ok"), end())]
     terminal.type("one\n")
     terminal.read_to("Hal")
     terminal.type("\x03")
@@ -313,13 +313,13 @@ def test_ctrl_c_stops_an_answer_then_leaves(
 def test_an_error_keeps_the_conversation(server: OpenAIServer, terminal: Terminal) -> None:
     server.replies = [
         as_json({"error": {"message": "too [b]long\x1b[2J"}}, 400),
-        stream(said("ok")),
+        stream(delta("ok")),
     ]
     terminal.type("one\n")
     shown = terminal.read_to("or the options")
     terminal.read_to("> ")
     assert "/chat/completions: status 400 Bad Request, too [b]long[2J; change" in shown
-    server.replies = [stream(said("ok"), end(1, "length"))]
+    server.replies = [stream(delta("ok"), end(1, "length"))]
     terminal.type("two\n")
     assert "ok\r\n" in terminal.read_to("1 token, first after")
     terminal.read_to("cut at the token limit")
@@ -329,7 +329,7 @@ def test_an_error_keeps_the_conversation(server: OpenAIServer, terminal: Termina
 
 
 def test_ctrl_c_ends_a_single_answer(server: OpenAIServer) -> None:
-    server.replies = [hold(said("Hal"))]
+    server.replies = [hold(delta("Hal"))]
     command = [sys.executable, "-m", "halfbyte", "chat", "--url", server.url, "--prompt", "x"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout

@@ -13,10 +13,10 @@ from cli.openai_server import (
     Reply,
     as_json,
     continued,
+    delta,
     end,
     event,
     hold,
-    said,
     serving,
     silence,
     stream,
@@ -69,7 +69,7 @@ def test_carriage_returns_end_lines_too() -> None:
 
 
 def test_chat_streams_text_tokens_and_reason(server: OpenAIServer) -> None:
-    chunks = ask(server, stream(said("Hel"), said("lo"), end(2)))
+    chunks = ask(server, stream(delta("Hel"), delta("lo"), end(2)))
     assert chunks == [
         Chunk("Hel"),
         Chunk("lo"),
@@ -88,7 +88,7 @@ def test_chat_streams_text_tokens_and_reason(server: OpenAIServer) -> None:
 
 
 def test_bytes_one_by_one(server: OpenAIServer) -> None:
-    content = said("é🙂") + said("\t語\n") + end(3)
+    content = delta("é🙂") + delta("\t語\n") + end(3)
     chunks = ask(server, stream(*(content[i : i + 1] for i in range(len(content)))))
     assert "".join(chunk.text for chunk in chunks) == "é🙂\t語\n"
 
@@ -111,7 +111,7 @@ def test_models(server: OpenAIServer) -> None:
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_reasoning_is_apart(server: OpenAIServer, name: str) -> None:
-    chunks = ask(server, stream(said("", **{name: "Hm"}), said("4"), end()))
+    chunks = ask(server, stream(delta("", **{name: "Hm"}), delta("4"), end()))
     assert chunks[:2] == [Chunk(reasoning="Hm"), Chunk("4")]
 
 
@@ -133,7 +133,7 @@ def test_lone_surrogates_become_replacement_characters(server: OpenAIServer) -> 
 
 def test_stream_without_done_is_whole_once_it_says_why_it_ends(server: OpenAIServer) -> None:
     finish = event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
-    assert ask(server, stream(said("Hi"), finish)) == [Chunk("Hi"), Chunk(finish_reason="stop")]
+    assert ask(server, stream(delta("Hi"), finish)) == [Chunk("Hi"), Chunk(finish_reason="stop")]
 
 
 def test_no_chat_template(server: OpenAIServer) -> None:
@@ -173,7 +173,7 @@ def test_no_chat_template(server: OpenAIServer) -> None:
             "redirects to http://127.0.0.1:9/v1; give that server's URL with --url",
         ),
         (
-            stream(said("Hi"), event({"error": {"message": "out of\npages"}})),
+            stream(delta("Hi"), event({"error": {"message": "out of\npages"}})),
             "the server reports: out of pages; look at its log",
         ),
         (
@@ -185,11 +185,11 @@ def test_no_chat_template(server: OpenAIServer) -> None:
             f"expected JSON, got '{'[' * 40}'; check that an OpenAI-compatible server is there",
         ),
         (
-            stream(said("Hi")),
+            stream(delta("Hi")),
             "the answer broke off; look at the server's log, and try again",
         ),
         (
-            stream(said("Hi"), complete=False),
+            stream(delta("Hi"), complete=False),
             "the answer broke off; look at the server's log, and try again",
         ),
     ],
@@ -213,7 +213,7 @@ def test_errors_say_what_to_do(server: OpenAIServer, reply: Reply, message: str)
     assert len(server.requests) == 1
 
 
-@pytest.mark.parametrize("before", [[], [said("Hi")]], ids=["first", "later"])
+@pytest.mark.parametrize("before", [[], [delta("Hi")]], ids=["first", "later"])
 def test_silence(server: OpenAIServer, before: list[bytes]) -> None:
     message = "the server sent nothing for 0.3 s; look at its log, or raise --timeout"
     assert refusal(server, silence(1.0, *before), timeout_s=0.3) == message
@@ -292,7 +292,7 @@ def test_proxies_are_not_used(server: OpenAIServer, monkeypatch: pytest.MonkeyPa
 
 
 def test_closing_the_stream_closes_the_connection(server: OpenAIServer) -> None:
-    server.replies = [hold(said("Hi"))]
+    server.replies = [hold(delta("Hi"))]
     with closing(Conversation(Client(server.url), "tiny").ask("Q")) as chunks:
         assert next(chunks) == Chunk("Hi")
         assert not server.given_up.is_set()
@@ -304,8 +304,8 @@ def roles(body: dict[str, list[dict[str, str]]]) -> list[tuple[str, str]]:
 
 
 def test_conversation_remembers_answers_that_came(server: OpenAIServer) -> None:
-    answer, late = stream(said("A"), said("1"), end()), as_json({}, 500)
-    server.replies = [answer, late, stream(said("A2"), complete=False), answer]
+    answer, late = stream(delta("A"), delta("1"), end()), as_json({}, 500)
+    server.replies = [answer, late, stream(delta("A2"), complete=False), answer]
     conversation = Conversation(Client(server.url), "tiny", system="S")
     assert "".join(chunk.text for chunk in conversation.ask("Q1")) == "A1"
     for question in ("refused", "Q2"):

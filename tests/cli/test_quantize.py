@@ -1,4 +1,4 @@
-"""`halfbyte quantize`: its options, what it writes, and what it refuses."""
+"""`halfbyte quantize`: options, written files and errors."""
 
 import json
 import re
@@ -42,8 +42,8 @@ def small_model(folder: Path, architecture: str = "llama") -> Path:
     return folder
 
 
-def test_a_process_that_is_asked_to_end_leaves_nothing(source: Path, tmp_path: Path) -> None:
-    """SIGTERM amid writing, as a batch system sends it when time is up."""
+def test_a_terminated_process_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    """SIGTERM while writing, as a batch system sends it at the time limit."""
     target = tmp_path / "out" / "target"
     program = f"""
 import os, sys
@@ -72,7 +72,7 @@ main()
 def test_a_library_may_catch_what_the_signal_raises(
     source: Path, tmp_path: Path, number: signal.Signals, then: str
 ) -> None:
-    """As native code does that runs when the signal arrives."""
+    """As native code may that is running when the signal arrives."""
     target = tmp_path / "out" / "target"
     program = f"""
 import os, sys

@@ -1,4 +1,4 @@
-"""Running what `halfbyte quantize` wrote."""
+"""Running checkpoints that `halfbyte quantize` wrote."""
 
 import json
 import re
@@ -49,7 +49,7 @@ def written(
 def dequantized(
     dialect: Dialect, written: Path, source: Path, folder: Path
 ) -> tuple[Any, dict[str, float]]:
-    """The source model with the weights that a checkpoint stands for, and its input scales.
+    """The source model with a checkpoint's dequantized weights, and its input scales.
 
     `folder` is where the dequantized checkpoint goes.
     """

@@ -1,4 +1,4 @@
-"""`halfbyte serve` without vLLM: the command line that it makes, and what it refuses."""
+"""`halfbyte serve` without vLLM: the resulting command line, and errors."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from cli.test_quantize import small_model
 from halfbyte.assets import bundled_model_path
 from halfbyte.models import find_kv_scales
 from halfbyte.plugins.vllm import launch
-from halfbyte.plugins.vllm.arguments import Said
+from halfbyte.plugins.vllm.arguments import ServeArguments
 
 BUNDLED = str(bundled_model_path())
 FILLED_IN = ["--attention-backend", "CUSTOM", "--kv-cache-dtype", "nvfp4"]
@@ -24,7 +24,7 @@ SCALES = f"{BUNDLED}/kv_scales.json"
 
 
 class Result:
-    """Of a run: exit status, stderr, and what was started in the end."""
+    """Result of a run: exit status, stderr, and the command that replaces the process."""
 
     def __init__(self, status: int, out: str, err: str, started: list[str] | None) -> None:
         self.status, self.out, self.err = status, out, err
@@ -56,7 +56,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def serve(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Serve:
-    """The command, in this process, beside a vLLM that is never started."""
+    """Runs the command in this process, with a vLLM that is never started."""
     started: list[list[str]] = []
     environments: list[dict[str, str]] = []
 
@@ -86,7 +86,7 @@ def model(tmp_path: Path) -> Path:
     return small_model(tmp_path / "model")
 
 
-def test_fills_in_what_was_not_said(serve: Serve) -> None:
+def test_fills_in_options_that_were_not_given(serve: Serve) -> None:
     result = serve(BUNDLED)
     assert result.arguments == [BUNDLED, *FILLED_IN]
     assert result.status == 0
@@ -111,7 +111,7 @@ def test_what_is_vllm_s_stays_in_its_order(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "filled_in"),
+    ("given", "filled_in"),
     [
         (["--kv-cache-dtype", "fp8"], ["--attention-backend", "CUSTOM"]),
         (["--kv_cache_dtype=nvfp4_4over6"], ["--attention-backend", "CUSTOM"]),
@@ -125,11 +125,11 @@ def test_what_is_vllm_s_stays_in_its_order(serve: Serve) -> None:
         (["--attention-backend", "FLASHINFER", "--kv-cache-dtype", "nvfp4"], []),
     ],
 )
-def test_what_was_said_stays(serve: Serve, said: list[str], filled_in: list[str]) -> None:
-    assert serve(BUNDLED, *said).arguments == [BUNDLED, *filled_in, *said]
+def test_given_options_stay(serve: Serve, given: list[str], filled_in: list[str]) -> None:
+    assert serve(BUNDLED, *given).arguments == [BUNDLED, *filled_in, *given]
 
 
-def test_a_config_file_counts_as_said(serve: Serve, tmp_path: Path) -> None:
+def test_options_of_a_config_file_count_as_given(serve: Serve, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
         f"model: {BUNDLED}\nkv_cache_dtype: fp8\nadditional-config:\n  halfbyte: {{linear: 'on'}}\n"
@@ -184,7 +184,7 @@ def test_files_are_named_for_any_folder(serve: Serve, monkeypatch: pytest.Monkey
     assert result.options == {"kv_scales": SCALES}
 
 
-def test_the_same_said_twice_is_no_contradiction(serve: Serve) -> None:
+def test_the_same_value_given_twice_is_no_contradiction(serve: Serve) -> None:
     given = ["--additional-config", '{"halfbyte": {"linear": "on"}}']
     assert serve(BUNDLED, "--linear", "on", *given).options == {"linear": "on"}
 
@@ -277,7 +277,7 @@ def test_options_are_checked_before_anything_heavy_is_imported() -> None:
 
 
 class TestScales:
-    """Measured when they are needed, and not otherwise."""
+    """Scales are measured only if they are needed."""
 
     def test_into_the_models_folder(self, serve: Serve, model: Path, cache: Path) -> None:
         result = serve(str(model))
@@ -381,7 +381,7 @@ class TestScales:
 
 
 class TestCommand:
-    """What is started in the end."""
+    """The command that replaces the process."""
 
     def test_is_shown_as_a_shell_takes_it(self, serve: Serve, tmp_path: Path) -> None:
         rest = ["--chat-template", "{{ 'a' }}\n\\n\tä$x", "--served-model-name", "a 'b' \"c\"", ""]
@@ -399,7 +399,7 @@ class TestCommand:
         assert result.started[:6] == shim
 
     def test_of_vllm(self, serve: Serve, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """By its name where that is this interpreter's, else by the interpreter."""
+        """`vllm` if it belongs to this interpreter, else `python -m`."""
         monkeypatch.setattr(launch, "has_distribution", lambda: True)
         beside = str(Path(sys.executable).parent / "vllm")
         monkeypatch.setattr(shutil, "which", lambda name: beside)
@@ -413,7 +413,7 @@ class TestCommand:
     def test_gets_the_user_s_environment(
         self, serve: Serve, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Not what halfbyte sets for itself."""
+        """Without variables that halfbyte sets for itself."""
         monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
         monkeypatch.setenv("MINE", "1")
         environment = serve(BUNDLED).environment
@@ -434,20 +434,27 @@ def test_help_is_ours_and_names_vllm_s(serve: Serve) -> None:
     for arguments in (["--help"], [BUNDLED, "--port", "1", "--help"]):
         result = serve(*arguments)
         assert (result.status, result.started) == (0, None)
-        for text in ("--kv-scales", "--linear", "All other options are vLLM's", "--help=all"):
+        for text in (
+            "--kv-scales",
+            "--linear",
+            "All other options are passed to `vllm serve`",
+            "--help=all",
+        ):
             assert text in result.out
     assert serve("--help=all").arguments == ["--help=all"]
 
 
-def test_what_was_said_is_read_as_vllm_reads_it() -> None:
-    said = Said(["m", "--a-long-name", "1", "--a_long_name=2", "-ac.x", "3", "--json.a.b=[4]"])
-    assert said.value("--a-long-name") == "2"
-    assert said.value("--absent") is None
-    assert said.json("--attention", "-ac") == {"x": 3}
-    assert said.json("--json") == {"a": {"b": [4]}}
-    assert said.without("--a-long-name") == ["m", "-ac.x", "3", "--json.a.b=[4]"]
-    assert Said(["m", "--flag"]).value("--flag") == ""
-    assert Said(["--model=x"]).model == "x"
-    assert Said([]).model is None
+def test_arguments_are_parsed_as_vllm_parses_them() -> None:
+    parsed = ServeArguments(
+        ["m", "--a-long-name", "1", "--a_long_name=2", "-ac.x", "3", "--json.a.b=[4]"]
+    )
+    assert parsed.value("--a-long-name") == "2"
+    assert parsed.value("--absent") is None
+    assert parsed.json("--attention", "-ac") == {"x": 3}
+    assert parsed.json("--json") == {"a": {"b": [4]}}
+    assert parsed.without("--a-long-name") == ["m", "-ac.x", "3", "--json.a.b=[4]"]
+    assert ServeArguments(["m", "--flag"]).value("--flag") == ""
+    assert ServeArguments(["--model=x"]).model == "x"
+    assert ServeArguments([]).model is None
     with pytest.raises(ValueError, match="was given a value before"):
-        Said(["m", "--json.a", "1", "--json.a.b", "2"]).json("--json")
+        ServeArguments(["m", "--json.a", "1", "--json.a.b", "2"]).json("--json")

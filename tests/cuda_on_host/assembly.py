@@ -1,4 +1,4 @@
-"""What inline assembly becomes on the CPU, for `cuda_on_host.py`: C++ by a statement's text."""
+"""C++ replacements of inline assembly on the CPU, by the statement's text; used by `build`."""
 
 HERE = "cuda_on_host::"
 _MATMULS = {
@@ -11,7 +11,7 @@ _MATMULS = {
         )
     },
 }
-"""Instructions, and what C++ calls their texts."""
+"""Instructions, and the C++ functions that replace them."""
 
 
 def _wgmma(columns: int) -> str:

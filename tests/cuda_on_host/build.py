@@ -1,4 +1,4 @@
-"""CUDA sources on the CPU: kernels of `compiler` are loaded, launched, and put in NVRTC's place."""
+"""CUDA sources on the CPU: loads and launches `compiler`'s libraries, also in place of NVRTC."""
 
 import ctypes
 import mmap
@@ -18,7 +18,7 @@ from halfbyte.kernels.runtime.devices import Memory
 
 
 class BoxMap(ctypes.Structure):
-    """What takes the place of a `TensorMap` of two or three dimensions, the innermost first.
+    """Replaces a `TensorMap` of two or three dimensions, the innermost first.
 
     Sizes and box are values, strides bytes. The swizzle follows from the width of a row; that the
     real map asks for the same one is not checked here.
@@ -36,7 +36,7 @@ class BoxMap(ctypes.Structure):
 
 @contextmanager
 def tensor_maps_on_host() -> Iterator[None]:
-    """Let `tensor_maps` make `BoxMap`s, where there is no driver."""
+    """Make `tensor_maps` return `BoxMap`s; needs no driver."""
 
     def encode(
         address: int,
@@ -137,7 +137,7 @@ def overlapping_kernels(
 
 
 def guarded(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of NaN, with memory right behind it that no kernel may touch."""
+    """A tensor of NaN, directly followed by unmapped memory."""
     count = prod(size)
     pages = -(-count * dtype.itemsize // mmap.PAGESIZE)
     memory = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
@@ -149,9 +149,9 @@ def guarded(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def allocate(memory: Memory, device: object) -> torch.Tensor:
-    """In place of `devices.allocate`: `guarded`.
+    """Replaces `devices.allocate`; returns `guarded` tensors.
 
-    What is asked for must please PyTorch's entrance for compiled code, which takes tuples of ints
+    Arguments must suit PyTorch's allocation for compiled code, which accepts only tuples of ints
     alone and no `torch.Size`; the one for the CPU is as strict as that for GPUs.
     """
     torch._C._dynamo.guards._empty_strided_cpu(*memory)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-// What CUDA C++ has besides the language's own: barriers, shuffles and votes of whole warps, casts of
+// CUDA C++'s built-in functions: barriers, shuffles and votes of whole warps, casts of
 // bits, for build.py.
 
 #pragma once
@@ -8,7 +8,7 @@
 inline void __syncthreads(int line = __builtin_LINE()) {
   cuda_on_host::stop(cuda_on_host::AT_CTA, line);
 }
-// Whether this is so for any thread of the CTA.
+// __syncthreads_or: whether the predicate is true for any thread of the CTA.
 inline bool __syncthreads_or(bool x, int line = __builtin_LINE()) {
   cuda_on_host::this_thread().vote = x;
   cuda_on_host::stop(cuda_on_host::AT_CTA, line);
@@ -112,7 +112,7 @@ inline int atomicAdd(int* to, int x, int line = __builtin_LINE()) {
   return before;
 }
 
-// Bytes of y and x, 0 to 3 being those of x, that the selector's nibbles name.
+// __byte_perm: bytes of x (0 to 3) and y (4 to 7), selected by the selector's nibbles.
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   const unsigned long long bytes = (unsigned long long)y << 32 | x;
   unsigned z = 0;

@@ -1,5 +1,5 @@
-// What SM90 has besides matmuls, for build.py: TMA to both CTAs of a cluster and back to memory, bulk
-// copies, other CTAs' barriers and stores to their memory, barriers with numbers, and flags in memory that
+// SM90 features other than matmuls, for build.py: TMA to both CTAs of a cluster and back to memory, bulk
+// copies, barriers of other CTAs and stores to their memory, named barriers, and flags in memory that
 // clusters wait for.
 
 #pragma once
@@ -9,7 +9,7 @@ namespace cuda_on_host {
 
 inline int cluster_rank() { return (cta - ctas) % cluster_size; }
 
-// The same place in another CTA of the cluster. A CTA's shared memory is smaller than 2^24.
+// The same address in another CTA of the cluster. A CTA's shared memory is smaller than 2^24.
 inline unsigned map_to_rank(unsigned address, unsigned rank) {
   if (rank >= (unsigned)cluster_size) fail("block %u: no CTA has rank %u", blockIdx.x, rank);
   return address | (rank + 1) << 24;
@@ -38,8 +38,8 @@ inline void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned ba
   send(*cta, to, 16, {first, first + bytes}, barrier);
 }
 
-// Chunk `i` of a box of some rows of 128 bytes: where it is in the matrix, or null beyond it, and in the
-// box, by an address with the 128-byte swizzle.
+// Chunk `i` of a box of rows of 128 bytes: its address in the matrix (null beyond it), and in the
+// box, with the 128-byte swizzle.
 inline unsigned char* chunk_in_matrix(const BoxMap& map, int value, int first_row, unsigned i) {
   const unsigned column = value + i % 8 * 16 / map.value_bytes, row = first_row + i / 8;
   if (map.box[0] * map.value_bytes != 128) refuse("boxes of rows that are not of 128 bytes");
@@ -50,7 +50,7 @@ inline unsigned chunk_in_box(unsigned address, unsigned i) {
   return i * 16 ^ (address + i * 16) / 128 % 8 * 16;
 }
 
-// A box to the same place in all CTAs that `mask` names, and counted by barriers in the same place.
+// Multicast: a box to the same address in all CTAs of `mask`, counted by their barriers at one address.
 inline void copy_box(unsigned to, const void* tensor_map, int value, int first_row, unsigned barrier,
                      unsigned mask) {
   const BoxMap& map = *(const BoxMap*)tensor_map;
@@ -64,7 +64,7 @@ inline void copy_box(unsigned to, const void* tensor_map, int value, int first_r
     if (mask >> rank & 1) send(cta_of_rank(rank), to, 128, bytes, barrier);
 }
 
-// A box from shared memory: read at once or when it is waited for, by chance.
+// A box from shared memory; at random it is read at once or when it is waited for.
 inline void store_box(const void* tensor_map, int value, int first_row, unsigned from) {
   const BoxMap map = *(const BoxMap*)tensor_map;
   check_map(map);
@@ -85,7 +85,7 @@ inline void wait_for_stores() {
   this_thread().stores.clear();
 }
 
-// Of so many threads of a CTA. Who only arrives does not wait, but a warp's lanes arrive together.
+// A named barrier of `threads` threads. A thread that only arrives does not wait; a warp's lanes arrive together.
 inline bool meet(int number, int count, bool waits, bool says_so, int line = __builtin_LINE()) {
   if (!waits) stop(AT_WARP, line);
   NamedBarrier& barrier = cta->named[number];
@@ -100,7 +100,7 @@ inline bool meet(int number, int count, bool waits, bool says_so, int line = __b
   return barrier.found;
 }
 
-// A word in shared memory, for others to find.
+// Writes a word to shared memory, for other threads to read.
 inline unsigned exchange(unsigned address, unsigned value, int line = __builtin_LINE()) {
   may_give_way(line);
   const unsigned before = load<unsigned>(address);
@@ -113,7 +113,7 @@ inline void set_flag(unsigned long long* flag, unsigned long long value, int lin
   *flag = value;
 }
 
-// A flag in memory that somebody else may raise. Who finds it as it was the last time gives way until its lower
+// Polls a flag in memory. If it has not changed since the last poll, the thread yields until its lower
 // half changes.
 inline unsigned long long look_at_flag(const unsigned long long* flag, int line = __builtin_LINE()) {
   Thread& thread = this_thread();

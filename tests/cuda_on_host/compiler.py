@@ -1,4 +1,4 @@
-"""CUDA sources as C++, compiled as they are but for inline assembly.
+"""CUDA sources compiled by a C++ compiler, unchanged except for inline assembly.
 
 `cuda.h` has the part of CUDA that they need. Every `asm` statement becomes the C++ that
 stands for its text in `assembly.py`, most of it in `ptx.h`, `wgmma.h` and `bulk.h`; a source with
@@ -52,7 +52,7 @@ _SHARED = re.compile(
 )
 _INCLUDE = re.compile(r'^#include "(.*)"', re.MULTILINE)
 _KERNEL = re.compile(r"__global__ void ([^{;]*?)(\w+)\([\w\s,]*\)\s*\{")
-"""What stands before its name, the size of clusters among it, and the name."""
+"""A kernel's declaration: attributes (with the cluster size), then its name."""
 
 
 def library_of(
@@ -171,7 +171,7 @@ def _host_variable(match: re.Match[str]) -> str:
 
 
 def _host_statement(match: re.Match[str]) -> str:
-    """Literals that stand side by side are one text, and a macro before them is part of it."""
+    """The C++ of an `asm` statement; adjacent literals, and a macro before them, are one text."""
     text = "".join(f"{macro} " if macro else part for part, macro in _TEXT.findall(match[1]))
     text = re.sub(", *", ", ", text)  # with or without a space
     operands = _OPERAND.findall(match[2])

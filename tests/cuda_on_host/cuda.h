@@ -1,13 +1,13 @@
-// Runs CUDA C++ on a CPU, one thread at a time. Some clusters of CTAs are under way together, by default one;
+// Runs CUDA C++ on a CPU, one thread at a time. Several clusters of CTAs may be resident, by default one;
 // most clusters are a single CTA. See build.py.
 //
 // A thread is a fiber that runs until its next barrier or shuffle, or until it has to wait; there
-// it gives way to the next. CTAs, warps and lanes take turns in an order that changes, so that a
-// missing barrier shows. Where not all threads of a warp or of a CTA come to the same line, or all
-// wait for what does not come, the launch ends with a message instead of waiting for ever; CUDA
-// leaves open what happens then.
+// it yields to the next. CTAs, warps and lanes take turns in a changing order, so that a
+// missing barrier shows. If not all threads of a warp or of a CTA reach the same line, or all
+// wait for ever, the launch ends with a message; in CUDA
+// that is undefined behaviour.
 //
-// It has what the sources that run on it need, no more: shuffles of whole warps, grids, clusters
+// It supports only what the sources need: shuffles of whole warps, grids, clusters
 // and CTAs of one dimension. Barriers, shuffles and the like are in builtins.h, what inline
 // assembly does in ptx.h, that of SM90 in wgmma.h and bulk.h.
 
@@ -55,17 +55,17 @@ using std::min;
 
 namespace cuda_on_host {
 
-constexpr int WARP = 32, MOST_THREADS = 1024, MOST_CTAS = 16, STACK_BYTES = 64 * 1024;
-constexpr int MOST_TURNS = 20000;  // of a launch in the tests it takes less than 1000
-constexpr unsigned MOST_SHARED_BYTES = 256 * 1024;
+constexpr int WARP = 32, MAX_THREADS = 1024, MAX_CTAS = 16, STACK_BYTES = 64 * 1024;
+constexpr int MAX_TURNS = 20000;  // of a launch; those of the tests take less than 1000
+constexpr unsigned MAX_SHARED_BYTES = 256 * 1024;
 enum Stop { NOWHERE, AT_WARP, AT_CTA, AT_WAIT, AT_END };
 
-// What a lane gives to the others of its warp, of any type.
+// A value that a lane passes to other lanes of its warp, of any type.
 struct alignas(16) Message {
   unsigned char bytes[48];
 };
 
-// A copy into shared memory that nobody has waited for yet.
+// A pending copy into shared memory.
 struct Copy {
   unsigned to;
   const void* from;
@@ -73,7 +73,7 @@ struct Copy {
   int group;
 };
 
-// A matmul whose sums nobody has waited for yet.
+// A pending matmul.
 struct Matmul {
   float* d;
   const unsigned* a;
@@ -93,26 +93,26 @@ struct Thread {
   jmp_buf here;  // not a ucontext, whose switches ask the kernel to save a signal mask
   Stop stop;
   int line;                  // of the source, where it stopped
-  const int* watched;        // until this is no longer what it has seen, it waits
+  const int* watched;        // waits until this value changes
   int seen;
-  Message value;             // that it brings to an operation of its warp
-  Message received;          // what its lane brought to the last one
+  Message value;             // its argument of an operation of its warp
+  Message received;          // its result of the last one
   std::vector<Copy> copies;  // oldest first
   int groups;                // of copies, committed so far
   std::vector<Matmul> matmuls;                // oldest first
   int matmul_groups;                          // committed so far
   std::map<float*, std::vector<float>> sums;  // of those
-  std::vector<std::function<void()>> stores;  // by TMA, that nobody has waited for yet
-  const unsigned long long* flag;             // that it looked at last
+  std::vector<std::function<void()>> stores;  // pending TMA stores
+  const unsigned long long* flag;             // that it polled last
   unsigned long long seen_flag;
   bool vote;                                  // of the CTA
   int arrivals;              // at the cluster's barrier
   bool has_to_wait;          // there, after the last of them
 };
 
-constexpr int MOST_BYTES_OF_BARRIER = (1 << 20) - 1;  // too many, or too few
+constexpr int MAX_BARRIER_BYTES = (1 << 20) - 1;  // pending, in either direction
 
-// A barrier in shared memory. Its phase ends when all have arrived, and all bytes.
+// An mbarrier in shared memory. Its phase ends when all threads and all bytes have arrived.
 struct Barrier {
   int count, pending, bytes, phase;
 
@@ -124,7 +124,7 @@ struct Barrier {
   }
 };
 
-// Where some threads of a CTA meet; `found` is whether any of them voted yes in the last phase.
+// A named barrier; `found`: whether any thread voted yes in the last phase.
 struct NamedBarrier {
   int arrived = 0, phase = 0;
   bool any = false, found = false;
@@ -135,10 +135,10 @@ struct Cta {
   std::map<unsigned, Barrier> barriers;  // by their addresses
   std::map<int, NamedBarrier> named;     // by their numbers
   bool ended, voted;
-  alignas(128) unsigned char shared[MOST_SHARED_BYTES];
+  alignas(128) unsigned char shared[MAX_SHARED_BYTES];
 };
 
-// Bytes on their way to a CTA's shared memory, that a barrier there counts.
+// Pending bytes for a CTA's shared memory, which a barrier there counts.
 struct Delivery {
   Cta* to;
   unsigned char* at;
@@ -146,10 +146,10 @@ struct Delivery {
   Barrier* barrier;
 };
 
-static Cta ctas[MOST_CTAS];  // of clusters that run at the same time
+static Cta ctas[MAX_CTAS];  // of clusters that run at the same time
 static Cta* cta;             // whose turn it is
 static int cluster_size, ctas_at_once;
-static int cluster_phases[MOST_CTAS];  // of clusters' barriers
+static int cluster_phases[MAX_CTAS];  // of clusters' barriers
 static std::vector<Delivery> deliveries;
 static unsigned elected;  // the lane that acts for its warp
 static jmp_buf scheduler;
@@ -161,7 +161,7 @@ static unsigned random_state;
 
 inline Thread& this_thread() { return cta->threads[threadIdx.x]; }
 
-// Give way to the scheduler, which comes back when all the others have come as far.
+// Yields to the scheduler, which returns after all other threads have reached this point.
 inline void stop(Stop where, int line) {
   Thread& thread = this_thread();
   thread.stop = where;
@@ -169,7 +169,7 @@ inline void stop(Stop where, int line) {
   if (!_setjmp(thread.here)) _longjmp(scheduler, 1);
 }
 
-// Give way until this has changed.
+// Yields until this value has changed.
 inline void wait_while_it_is(const int& watched, int line) {
   this_thread().watched = &watched;
   this_thread().seen = watched;
@@ -181,12 +181,12 @@ inline unsigned next_random() {
   return random_state >> 8;
 }
 
-// Sometimes the others go on first.
+// At random, other threads run first.
 inline void may_give_way(int line) {
   if (next_random() % 16 == 0) stop(NOWHERE, line);
 }
 
-// The first reason counts: what comes after may follow from it.
+// Keeps the first reason: later ones may follow from it.
 template <class... Arguments>
 void say(const char* format, Arguments... arguments) {
   if (!message[0]) snprintf(message, sizeof message, format, arguments...);
@@ -197,7 +197,7 @@ inline void refuse(const char* what) {
   stop(AT_END, 0);
 }
 
-// What a thread reads without having written it is NaN, where the compiler keeps it in memory.
+// Fills the stack with NaN, so that reads of uninitialized variables in memory show.
 __attribute__((noinline)) inline void fill_stack() {
   char below[4096];
   memset(below, 0xFF, sizeof below);
@@ -250,8 +250,8 @@ inline bool any_on_the_way(int first, int count) {
   return std::any_of(begin, begin + count, on_the_way);
 }
 
-// Until all are at a barrier of the CTA, at their end, or wait; or, in `short_turns`, only until
-// some operation of the warp. Whether any has moved.
+// Runs threads until all are at a barrier of the CTA, have ended, or wait; with `short_turns` only until
+// an operation of the warp. Returns whether any thread made progress.
 inline bool run_warp(int first, bool short_turns) {
   bool moved = false;
   for (;;) {
@@ -272,7 +272,7 @@ inline bool run_warp(int first, bool short_turns) {
   }
 }
 
-// The CTA has left: nothing may come to its shared memory any more, and no barrier may wait for it.
+// The CTA has ended: no bytes may arrive in its shared memory any more, and no barrier may wait for it.
 inline void end_cta() {
   cta->ended = true;
   for (const Delivery& delivery : deliveries)
@@ -284,7 +284,7 @@ inline void end_cta() {
           barrier.bytes < 0 ? "more" : "less");
 }
 
-// A turn for every warp, after which they may go on from a barrier where all are.
+// A turn for every warp; then threads at a complete barrier may continue.
 inline bool run_cta(bool short_turns) {
   const int count = blockDim.x;
   const unsigned random = next_random();
@@ -303,11 +303,11 @@ inline bool run_cta(bool short_turns) {
   return true;
 }
 
-// Which of those that run, and the first of its CTAs.
+// Index among the resident clusters, and its first CTA.
 inline int own_cluster() { return (cta - ctas) / cluster_size; }
 inline Cta& cta_of_rank(int rank) { return ctas[own_cluster() * cluster_size + rank]; }
 
-// Who has left the kernel need not arrive.
+// Threads that have ended need not arrive.
 inline bool pass_cluster_barrier(int cluster) {
   int& phase = cluster_phases[cluster];
   for (int rank = 0; rank < cluster_size; rank++)
@@ -325,14 +325,14 @@ inline bool pass_cluster_barriers() {
   return passed;
 }
 
-// Any of what is under way arrives. Whether somebody may have waited for it.
+// Lets one random pending transfer arrive. Returns whether a thread may have waited for it.
 inline bool deliver() {
   std::swap(deliveries[next_random() % deliveries.size()], deliveries.back());
   const Delivery x = std::move(deliveries.back());
   deliveries.pop_back();
   memcpy(x.at, x.bytes.data(), x.bytes.size());
   x.barrier->bytes -= x.bytes.size();
-  if (x.barrier->bytes < -MOST_BYTES_OF_BARRIER) refuse("so many bytes that no barrier was told of");
+  if (x.barrier->bytes < -MAX_BARRIER_BYTES) refuse("more bytes than the barriers expect");
   return x.barrier->end_phase();
 }
 
@@ -375,15 +375,15 @@ inline void say_who_waits(unsigned first_block) {
     }
 }
 
-// For some time one CTA may get ahead of the others, what is under way may arrive before anybody
-// has to wait for it, and warps may take short turns; then it is otherwise.
+// Random phases: one CTA may run ahead of the others, pending transfers may arrive before any thread
+// waits for them, and warps may take short turns.
 inline bool run_clusters(unsigned first_block) {
   begin_clusters();
   unsigned order = next_random();
   const auto ended = [](const Cta& x) { return x.ended; };
   for (int turn = 0; !std::all_of(ctas, ctas + ctas_at_once, ended); turn++) {
-    if (turn == MOST_TURNS) {
-      say("block %u and those beside it go on for ever", first_block);
+    if (turn == MAX_TURNS) {
+      say("block %u and those beside it never end", first_block);
       return false;
     }
     if (next_random() % 8 == 0) order = next_random();
@@ -408,7 +408,7 @@ inline bool run_clusters(unsigned first_block) {
   return true;
 }
 
-// A thread that touches memory that is not there ends the launch, and not the process.
+// A thread that accesses unmapped memory ends the launch, not the process.
 inline void at_fault(int, siginfo_t* info, void*) {
   say("block %u, thread %u: nothing lies at %p", blockIdx.x, threadIdx.x, info->si_addr);
   _longjmp(scheduler, 1);
@@ -420,9 +420,9 @@ inline bool run_grid() {
   mine.sa_flags = SA_SIGINFO | SA_NODEFER;  // nothing returns from it
   sigaction(SIGSEGV, &mine, &before);
   unsigned block = 0;
-  const int most = ctas_at_once;
+  const int at_once = ctas_at_once;
   for (; block < gridDim.x; block += ctas_at_once) {
-    ctas_at_once = min(most, int(gridDim.x - block));
+    ctas_at_once = min(at_once, int(gridDim.x - block));
     if (!run_clusters(block)) break;
   }
   sigaction(SIGSEGV, &before, nullptr);
@@ -431,14 +431,14 @@ inline bool run_grid() {
   return false;
 }
 
-// Nothing, or what went wrong.
+// Null, or the error message.
 template <class... Params>
 const char* launch(void (*kernel)(Params...), int cluster, int clusters_at_once, int grid, int count,
                    int bytes, const void* const* arguments) {
-  if (count % WARP || count > MOST_THREADS) return "threads: whole warps, at most 1024 threads";
-  if (bytes > (int)MOST_SHARED_BYTES) return "dynamic shared memory: at most 256 KiB";
+  if (count % WARP || count > MAX_THREADS) return "threads: whole warps, at most 1024 threads";
+  if (bytes > (int)MAX_SHARED_BYTES) return "dynamic shared memory: at most 256 KiB";
   if (grid % cluster) return "grid: whole clusters";
-  if (cluster * clusters_at_once > MOST_CTAS) return "clusters: at most 16 CTAs at the same time";
+  if (cluster * clusters_at_once > MAX_CTAS) return "clusters: at most 16 CTAs at the same time";
   int i = 0;
   const std::tuple<Params...> params{*(const Params*)arguments[i++]...};
   body = [=] { std::apply(kernel, params); };
@@ -449,14 +449,14 @@ const char* launch(void (*kernel)(Params...), int cluster, int clusters_at_once,
   return run_grid() ? nullptr : message;
 }
 
-// Dynamic shared memory, at a multiple of what a source asks for: an odd one for 128, so that a source that
-// needs more shows.
+// Dynamic shared memory, at an odd multiple of the alignment that a source declares (128), so that a source that
+// needs a larger alignment shows.
 inline unsigned char* dynamic_shared(unsigned alignment) {
   shared_begin = 1024 + alignment;
   return cta->shared;
 }
 
-// Shared memory begins with garbage: all ones are NaN, or -1.
+// Shared memory starts as all ones: NaN, or -1.
 inline void begin_with_garbage(void* variable, size_t bytes) {
   if (ctas_at_once > 1) refuse("variables in shared memory, with CTAs side by side");
   for (void* other : shared_variables)
@@ -465,7 +465,7 @@ inline void begin_with_garbage(void* variable, size_t bytes) {
   memset(variable, 0xFF, bytes);
 }
 
-// An operation of a whole warp: what all lanes bring can be read once all have come.
+// An operation of a whole warp: arguments of all lanes can be read once all have arrived.
 template <class T>
 void bring(const T& x, int line) {
   static_assert(sizeof x <= sizeof(Message));

@@ -1,16 +1,16 @@
-// What inline assembly stands for, for build.py: shared memory by its 32-bit addresses,
+// C++ for inline assembly, for build.py: shared memory by its 32-bit addresses,
 // copies into it, barriers in it, matrices, halves.
 //
-// A copy destroys what it overwrites at once, and arrives when its thread waits for it, or, if a
-// barrier counts it, at any time before that one opens: so both a wait that is missing and a copy
-// that begins too early show. Fences do nothing: what a thread has written is there for all.
+// A copy overwrites its target with garbage at once, and arrives when its thread waits for it, or, if a
+// barrier counts it, at any time before its phase ends: so both a missing wait and a copy
+// that starts too early show. Fences do nothing: writes are visible to all threads at once.
 
 #pragma once
 #include "builtins.h"
 
 namespace cuda_on_host {
 
-// Leaves the kernel, as `refuse` does.
+// Ends the kernel with a message, like `refuse`.
 template <class... Arguments>
 void fail(const char* format, Arguments... arguments) {
   say(format, arguments...);
@@ -23,7 +23,7 @@ inline unsigned to_shared(const void* pointer) {
   return shared_begin + offset;
 }
 
-// Where so many bytes of a CTA lie, if there are as many.
+// Address of `bytes` bytes of a CTA's shared memory; fails if they are out of bounds.
 inline unsigned char* at(Cta& cta, unsigned address, unsigned bytes, unsigned alignment) {
   const unsigned offset = address - shared_begin;
   if (address % alignment || offset >= shared_bytes || bytes > shared_bytes - offset)
@@ -56,7 +56,7 @@ void store(unsigned address, T x) {
   memcpy(at(address, sizeof x), &x, sizeof x);
 }
 
-// So many bytes, of which the first `there` come from memory and the others are zeros.
+// A copy of `bytes` bytes, of which the first `there` come from memory and the rest are zeros.
 inline void copy(unsigned to, const void* from, unsigned bytes, unsigned there) {
   if ((size_t)from % bytes || there > bytes) fail("a copy of %u bytes from %p", there, from);
   memset(at(to, bytes), 0xFF, bytes);
@@ -65,7 +65,7 @@ inline void copy(unsigned to, const void* from, unsigned bytes, unsigned there) 
 
 inline void commit_group() { this_thread().groups++; }
 
-// Until no more than the last `left` groups are under way.
+// Waits until at most the last `left` groups are pending.
 inline void wait_group(int left) {
   Thread& thread = this_thread();
   auto copy = thread.copies.begin();
@@ -82,7 +82,7 @@ inline void wait_all() {
   wait_group(0);
 }
 
-// In the memory of barriers, so that it shows where something else is written there.
+// Written to the memory of barriers, so that other writes there show.
 constexpr unsigned char BARRIER_BYTE = 0xBB;
 
 inline void barrier_fails(unsigned address, const char* why) {
@@ -109,11 +109,11 @@ inline void arrive_and_expect(Cta& cta, unsigned address, int bytes) {
   Barrier& barrier = barrier_at(cta, address);
   barrier.bytes += bytes;
   if (--barrier.pending < 0) barrier_fails(address, "has an arrival too many");
-  if (barrier.bytes > MOST_BYTES_OF_BARRIER) barrier_fails(address, "cannot count as many bytes");
+  if (barrier.bytes > MAX_BARRIER_BYTES) barrier_fails(address, "cannot count as many bytes");
   barrier.end_phase();
 }
 
-// Whether the phase of this parity has ended. If not, others may do something about it.
+// Whether the phase of this parity has ended. If not, other threads get a turn.
 inline bool try_wait(unsigned address, unsigned parity, int line = __builtin_LINE()) {
   const Barrier& barrier = barrier_at(*cta, address);
   if (barrier.phase % 2 != parity) return true;
@@ -121,7 +121,7 @@ inline bool try_wait(unsigned address, unsigned parity, int line = __builtin_LIN
   return false;
 }
 
-// Any lane may be the one, but it is always the same.
+// The elected lane is random, but always the same in a launch.
 inline bool elect(int line = __builtin_LINE()) {
   bring(0, line);
   return threadIdx.x % WARP == elected;
@@ -142,7 +142,7 @@ inline void wait_for_cluster(int line = __builtin_LINE()) {
   thread.has_to_wait = false;
 }
 
-// What is sent is taken at once, and arrives later.
+// st.async: the value is read at once and arrives later.
 inline void send(Cta& to, unsigned address, unsigned alignment, std::vector<unsigned char> bytes,
                  unsigned barrier) {
   if (to.ended) fail("block %u sends to a CTA that has ended", blockIdx.x);
@@ -151,7 +151,7 @@ inline void send(Cta& to, unsigned address, unsigned alignment, std::vector<unsi
   deliveries.push_back({&to, place, std::move(bytes), &barrier_at(to, barrier)});
 }
 
-// What stands here in a tensor map: `BoxMap` of build.py.
+// A tensor map here: `BoxMap` of build.py.
 struct BoxMap {
   unsigned char* memory;
   unsigned long long sizes[3], strides[2];  // values; bytes
@@ -164,8 +164,8 @@ inline void check_map(const BoxMap& map) {
     fail("a tensor map that the driver refuses");
 }
 
-// Boxes of rows of 32, 64 or 128 bytes, which are whole ones, that come one after another; beyond the tensor
-// are zeros. Of more than one row, chunks of 16 bytes are exchanged by what their address says.
+// Consecutive boxes of rows of 32, 64 or 128 bytes; beyond the tensor
+// are zeros. Boxes of more than one row are swizzled in chunks of 16 bytes.
 inline void copy_boxes(unsigned to, const void* tensor_map, int value, int first_row, int first_box,
                        unsigned barrier) {
   const BoxMap& map = *(const BoxMap*)tensor_map;
@@ -240,7 +240,7 @@ inline unsigned of_e4m3x2(unsigned x) {
   return convert(x >> 8) << 16 | convert(x);
 }
 
-// PTX allows an error of one in the last place: any of the two floats around the truth.
+// PTX allows an error of 1 ulp: returns one of the two floats around the exact value, at random.
 inline float approximate_inverse(float x) {
   const double truth = 1 / (double)flush(x);
   const float near = truth, other = std::nextafter(near, near < truth ? INFINITY : -INFINITY);

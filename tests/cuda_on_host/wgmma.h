@@ -1,18 +1,18 @@
-// What matmuls of SM90 stand for, for build.py: `wgmma` with A in registers and B in shared memory,
-// and the way of its results into shared memory. It goes warp by warp: that the four warps of a warpgroup come
-// together, with the same B, is not checked.
+// C++ for SM90's matmuls, for build.py: `wgmma` with A in registers and B in shared memory,
+// and `stmatrix`. It runs warp by warp: it is not checked that the four warps of a warpgroup arrive
+// together, with the same B.
 //
-// A matmul reads B when it is asked for or when it is waited for, by chance: so both B that is not there yet
-// and B that is overwritten too early show. Until it is waited for its sums are NaN, and its A must stay.
+// At random, a matmul reads B when it is issued or when it is waited for: so both B that has not arrived yet
+// and B that is overwritten too early show. Until the wait, its sums are NaN, and A must not change.
 
 #pragma once
 #include "ptx.h"
 
 namespace cuda_on_host {
 
-// The matrix [16, columns] that a descriptor says: 8 x 8 matrices of 128 bytes, a row of 16 bytes per
-// column, and how far they are apart along k and along columns; or, with the 128-byte swizzle, 8 columns of 128
-// bytes each, and how far the next 8 are.
+// The matrix [16, columns] of a descriptor: 8 x 8 matrices of 128 bytes, a row of 16 bytes per
+// column, with strides along k and along columns; or, with the 128-byte swizzle, 8 columns of 128
+// bytes each, with the stride to the next 8.
 inline unsigned operand_b(unsigned long long descriptor, int k, int column) {
   const auto field = [=](int shift) { return (unsigned)(descriptor >> shift & 0x3FFF) * 16; };
   const unsigned columns = field(0) + column / 8 * field(32);
@@ -73,7 +73,7 @@ inline void wgmma(int columns, float* d, const unsigned* a, unsigned long long b
 
 inline void commit_matmuls() { this_thread().matmul_groups++; }
 
-// Until no more than the last `left` groups are under way. A warp's lanes do so together, and sometimes late.
+// Waits until at most the last `left` groups are pending. A warp's lanes do so together, at random late.
 inline void wait_for_matmuls(int left, int line = __builtin_LINE()) {
   bring(next_random() % 64 ? 0 : 40, line);
   for (int turns = *(const int*)brought_by(0); turns > 0; turns--) stop(NOWHERE, line);
@@ -96,8 +96,8 @@ inline void wait_for_matmuls(int left, int line = __builtin_LINE()) {
   }
 }
 
-// Four of 8 x 8 halves, transposed: a lane has rows 2 c and 2 c + 1 of column g of each, and says where row
-// lane % 8 of matrix lane / 8 goes.
+// Stores four 8 x 8 matrices of halves, transposed: a lane has rows 2 c and 2 c + 1 of column g of each, and gives
+// the address of row lane % 8 of matrix lane / 8.
 struct Columns4 {
   unsigned words[4];
 };

@@ -1,4 +1,4 @@
-"""What mkdocs does not check: it has warnings for links, anchors and pages outside the menu."""
+"""Checks of the docs beyond mkdocs' own (links, anchors, pages outside the menu)."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ PAGES = sorted((REPOSITORY / "docs").rglob("*.md"))
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_included_programs_are_there(page: Path) -> None:
-    """A line that is no longer quite an inclusion would be shown as it stands."""
+    """A malformed include line would be shown as text."""
     for line in page.read_text().splitlines():
         if "--8" in line or "8<" in line:
             found = re.fullmatch(r'--8<-- "(examples/\w+\.py)"', line)

@@ -2,9 +2,9 @@
 
     python tests/engine/robustness.py [--seconds 600] [--seed 0]
 
-After every failure the tables agree with what was computed; when all has ended no page is in use,
-and every request has the tokens, bit for bit, that it has alone. Engines are batch invariant, so
-that alone and together are the same. The test suite runs a few rounds of it.
+After every failure the tables agree with the computed tokens; at the end no page is in use,
+and every request has the same tokens as when run alone. Engines are batch invariant, so
+that the batch makes no difference. The test suite runs a few rounds of it.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from models.zoo import make_model, token_ids
 
 
 class InjectedError(Exception):
-    """What is raised where nothing is wrong."""
+    """The injected error."""
 
 
 ERRORS: tuple[type[BaseException], ...] = (InjectedError, KeyboardInterrupt)
@@ -47,7 +47,7 @@ ENGINES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @dataclass
 class Case:
-    """A request and what it comes to alone."""
+    """A request and its tokens when run alone."""
 
     prompt: list[int]
     params: SamplingParams
@@ -85,12 +85,12 @@ class Engine:
         return Case(prompt, params)
 
     def check(self) -> None:
-        """The tables agree with what was computed."""
+        """Check that the tables agree with the computed tokens."""
         self.core.check_integrity()
         self.core.tables.check_integrity()
 
     def check_idle(self) -> None:
-        """Nothing is in use."""
+        """Check that no page and no ring is in use."""
         self.check()
         assert self.core.tables.allocator.num_used == 0
         assert len(self.core.tables) == 0
@@ -99,7 +99,7 @@ class Engine:
 
 @contextmanager
 def failing(owner: Any, name: str, at: int, error: BaseException, after: bool) -> Iterator[None]:
-    """A method raises at its n-th call, before or after its work."""
+    """Make a method raise at its n-th call, before or after its work."""
     function: Callable[..., Any] = getattr(owner, name)
     calls = 0
 
@@ -122,7 +122,7 @@ def failing(owner: Any, name: str, at: int, error: BaseException, after: bool) -
 
 @contextmanager
 def interrupted(seconds: float) -> Iterator[None]:
-    """SIGINT after a while, wherever the engine is then."""
+    """Send SIGINT after a while, wherever the engine is then."""
     previous = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -151,7 +151,7 @@ def injection(engine: Engine, rng: random.Random, counts: Counter[str], interrup
 
 
 def drive_core(engine: Engine, rng: random.Random, counts: Counter[str], interrupts: bool) -> None:
-    """Requests come and go at any step, and any step may fail."""
+    """Steps of the core: requests are added and aborted at any step, and any step may fail."""
     core = engine.core
     waiting = [rng.choice(engine.cases) for _ in range(rng.randint(1, 8))]
     alive: list[tuple[Case, Request]] = []
@@ -218,7 +218,7 @@ def drive_llm(engine: Engine, rng: random.Random, counts: Counter[str], interrup
 
 
 def spoil_a_row(engine: Engine, cases: list[Case], at: int, rng: random.Random) -> None:
-    """The numbers of one request in one step are none: it alone ends."""
+    """Make one request's logits NaN in one step: only that request ends."""
     runner, calls = engine.core.runner, 0
     run, spoiled = runner.run, None
 
@@ -261,11 +261,11 @@ def run(
     cases: int = 12,
     interrupts: bool = True,
 ) -> Counter[str]:
-    """Rounds until the time is over; how often what was done.
+    """Run rounds until the time is over; returns counts of injected failures.
 
     Args:
-        interrupts: whether Ctrl-C comes at any moment, also while PyTorch enters or leaves a mode,
-            which is not whole then: nothing for a process that other tests share.
+        interrupts: whether to inject Ctrl-C at any moment, also while PyTorch enters or leaves a
+            mode, which may leave PyTorch broken: not for a process that other tests share.
     """
     rng, counts = random.Random(seed), Counter[str]()
     engines = [Engine(*description, cases) for description in descriptions]

@@ -1,4 +1,4 @@
-"""Conversations, progress, and what an `LLM` says of itself."""
+"""Conversations, progress bars, and the repr of `LLM`."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""Text from token ids, piece by piece: the same as from all at once, at a constant cost."""
+"""Incremental detokenization equals decoding all ids at once, at a constant cost per token."""
 
 import random
 from collections.abc import Sequence
@@ -89,7 +89,7 @@ TEXT = "the cat sat on a mat. € 日本語 😀, the cat"
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_detokenizer_goes_on_from_the_prompt(kind: str) -> None:
-    """Prompt and text together are the text of all ids, wherever a character ends."""
+    """Prompt plus text is the text of all ids, also if the prompt splits a character."""
     tokenizer = KINDS[kind]()
     ids = tokenizer(TEXT * 3).input_ids
     expected = tokenizer.decode(ids)
@@ -116,7 +116,7 @@ def test_detokenizer_keeps_the_space_of_the_first_word() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(5))
 def test_detokenizer_half_characters_and_specials_in_any_order(kind: str, seed: int) -> None:
-    """Whole characters with special tokens anywhere between their bytes."""
+    """Characters come out whole, with special tokens anywhere between their bytes."""
     tokenizer, rng = KINDS[kind](), random.Random(seed)
     ids: list[int] = []
     for token in tokenizer("".join(rng.choice("a€😀 .日sat") for _ in range(60))).input_ids:

@@ -1,4 +1,4 @@
-"""A step that fails leaves everything as it was: the tokens that follow are the right ones."""
+"""A failed step is rolled back: later tokens are the right ones."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ PARAMS = [
 
 
 class InjectedError(Exception):
-    """What the tests raise."""
+    """The injected error."""
 
 
 class Interrupter:
@@ -50,7 +50,7 @@ class Interrupter:
 
 
 def run(core: EngineCore, requests: list[Request]) -> int:
-    """Step until all have ended, going on after failures; how many steps failed."""
+    """Step until all requests have ended, also after failures; returns the failed steps' number."""
     failures = 0
     while not all(request.is_finished for request in requests):
         before = [(list(request.output), request.num_computed) for request in requests]
@@ -100,7 +100,7 @@ def test_step_that_failed_did_not_happen(
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_failures_at_the_end_of_a_step_leave_nothing_of_finished_requests(after: bool) -> None:
-    """Where tokens are already noted, and requests have ended with them."""
+    """Failures after tokens were appended and requests finished."""
     llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4", num_pages=40)
     expected = [output.token_ids for output in llm.generate(PROMPTS, PARAMS)]
     core = llm.core

@@ -52,7 +52,7 @@ def test_graphs_give_the_tokens_of_eager_steps(
     without, _ = texts(False, **options)
     assert llm.core.runner.graphs is not None
     assert llm.core.runner.graphs._graphs.keys() == {1, 2, 4, 8}
-    # Matrices of another height are rounded otherwise, so text may part late; it must begin alike.
+    # Other batch sizes round differently, so texts may diverge late; they must begin alike.
     for a, b in zip(with_graphs, without, strict=True):
         assert a[:40] == b[:40]
 

@@ -1,4 +1,4 @@
-"""Batch invariance: a request's logits, bit for bit, whatever else runs and however it is cut."""
+"""Batch invariance: a request's logits are bitwise equal for any batch and any chunks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -54,7 +54,7 @@ def assert_invariant(model: Any, **options: Any) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_do_not_depend_on_the_batch_nor_on_chunks(architecture: str) -> None:
-    # Rows of no multiple of a vector's length, where most goes wrong.
+    # Rows that are no multiple of a SIMD vector, where errors are likeliest.
     assert_invariant(make_model(architecture, intermediate_size=100), kv_cache_dtype="nvfp4")
 
 
@@ -72,7 +72,7 @@ def test_logits_of_smaller_floats_on_several_threads(dtype: torch.dtype, threads
 
 
 def test_seeded_tokens_do_not_depend_on_the_batch() -> None:
-    """Long enough for other orders of sums to show, and with chunks and preemption."""
+    """Long enough that another order of summation would show; with chunks and preemption."""
     llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4", batch_invariant=True)
     prompts = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60, 2)]
     params = [
@@ -94,7 +94,7 @@ def test_seeded_tokens_do_not_depend_on_the_batch() -> None:
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
 def test_a_request_of_nan_stays_alone(batch_invariant: bool) -> None:
-    """Weights are finite; its own activations are not."""
+    """Its activations become NaN although weights are finite."""
     model = make_model("llama")
     llm = LLM(model, kv_cache_dtype="nvfp4", batch_invariant=batch_invariant)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""`LLM` against transformers' own greedy generation, and when things run out."""
+"""`LLM` against transformers' own greedy generation, and out of pages or context."""
 
 import logging
 from typing import Any
@@ -119,7 +119,7 @@ def test_llm_stops_at_stop_tokens() -> None:
 
 
 def test_llm_refuses_options_that_cannot_be() -> None:
-    """Before anything is loaded."""
+    """Raised before anything is loaded."""
     with pytest.raises(NoImplementationError, match="attention backend: unknown 'zz'"):
         LLM("/no/such/folder", attention_backend="zz")
     options: list[tuple[dict[str, Any], str]] = [
@@ -268,7 +268,7 @@ def test_llm_tiny_temperatures_are_greedy() -> None:
 def test_the_pool_keeps_to_its_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where not even one sequence of full length fits, which is said."""
+    """Also if not even one sequence of full length fits, which is logged."""
     model = make_model("llama")
     whole = LLM(model, kv_cache_dtype="nvfp4", max_num_seqs=1)
     sequence = (whole.pool.num_pages - 1) * whole.pool.plan.page_bytes

@@ -1,4 +1,4 @@
-"""What sampling parameters do to whole generations."""
+"""Sampling parameters in whole generations."""
 
 import math
 
@@ -71,7 +71,7 @@ def test_min_tokens_delays_the_end(llm: LLM) -> None:
     tokens = llm.generate(PROMPTS[0], later)[0].token_ids
     assert len(tokens) >= 8
     assert stop[0] not in tokens[:8]
-    # Out of the vocabulary: cannot come, and is no error.
+    # Outside the vocabulary: never generated, and no error.
     wide = SamplingParams(max_tokens=3, temperature=0, stop_token_ids=(10**9, -1), min_tokens=2)
     assert len(llm.generate(PROMPTS[0], wide)[0].token_ids) == 3
 

@@ -1,4 +1,4 @@
-"""Memory: how much is taken, and that errors name the options."""
+"""Memory budget, and out-of-memory errors that name the options."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ def test_requests_that_do_not_fit_name_the_options() -> None:
     [(100, 160, None, 80), (100, 160, 0.9, 144 - 60), (160, 160, 1.0, 160)],
 )
 def test_gpu_budget(free: int, total: int, share: float | None, expected: int) -> None:
-    """vLLM's share counts what is in use; ours, by default, is of what is free."""
+    """`gpu_memory_utilization` counts memory in use, as in vLLM; the default only free memory."""
     assert memory.gpu_budget(free, total, share) == expected
 
 

@@ -8,7 +8,7 @@ from halfbyte.engine.token_counts import TokenCounts
 
 
 class Uncopied(list[int]):
-    """A list of which parts may be taken, but which nobody may go through as a whole."""
+    """A list that allows slices but raises when it is iterated or copied as a whole."""
 
     def __add__(self, other: object) -> "Uncopied":  # type: ignore[override]
         raise AssertionError("copied as a whole")

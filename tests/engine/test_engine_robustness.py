@@ -1,4 +1,4 @@
-"""Some rounds of `robustness.py`; by itself it runs for as long as one likes."""
+"""A few rounds of `robustness.py`, which can run for longer by itself."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The batched sampler, against formulas, transformers' processors and rows alone."""
+"""The batched sampler, against formulas, transformers' processors and single rows."""
 
 import math
 from collections import Counter
@@ -36,7 +36,7 @@ def sample_one(request: Request, logits: torch.Tensor) -> Sampled:
 
 
 def draw(count: int, logits: torch.Tensor = LOGITS, **params: Any) -> Counter[int]:
-    """Tokens of so many steps."""
+    """Sampled tokens of `steps` steps."""
     request = make_request(SamplingParams(**params))
     counts: Counter[int] = Counter()
     for _ in range(count):
@@ -144,7 +144,7 @@ def test_rows_without_a_token_say_so_and_leave_the_others(number: float) -> None
 
 
 def test_a_step_asks_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One transfer for the whole batch, whatever its rows ask for."""
+    """One device-to-host transfer for the whole batch, for any parameters."""
 
     class Count(TorchDispatchMode):
         waits = 0
@@ -152,7 +152,7 @@ def test_a_step_asks_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            # What waits for a GPU: its values as Python's numbers, sizes that depend on values.
+            # Operations that sync a GPU: values as Python numbers, shapes that depend on values.
             names = ("_local_scalar_dense", "nonzero", "masked_select", "item")
             self.waits += any(name in func.name() for name in names)
             return func(*args, **(kwargs or {}))
@@ -181,7 +181,7 @@ def test_seeded_tokens_depend_on_seed_and_position_alone() -> None:
         tokens.append(sample_one(request, logits).token)
         request.append(tokens[-1])
     assert len(set(tokens)) > 15
-    # Started over with some of its tokens, as after preemption, and with another prompt.
+    # Restarted with some of its tokens, as after preemption, and with another prompt.
     again = make_request(params, prompt=(9, 9, 9), output=tuple(tokens[:7]))
     assert sample_one(again, logits).token == tokens[7]
     other = make_request(SamplingParams(seed=12), output=tuple(tokens[:7]))
@@ -226,7 +226,7 @@ def test_noise_of_the_kernel_is_the_same() -> None:
 
 
 def test_noise_never_changes() -> None:
-    """Seeded results are kept by people: these numbers stay."""
+    """Users rely on seeded results: these numbers must not change."""
     assert noise_keys(7, 3) == (1767208896, -180737630)
     noise = gumbel_noise(torch.tensor([noise_keys(7, 3)], dtype=torch.int32), 4)[0]
     assert [round(float(x), 4) for x in noise] == [0.5707, -0.2311, -0.5629, 0.1432]

@@ -66,7 +66,7 @@ def test_sampling_params_refuse_further_fields(fields: dict, message: str) -> No
 
 @pytest.mark.parametrize("name", ["logit_bias", "best_of", "bad_words", "structured_outputs"])
 def test_sampling_params_that_only_vllm_has_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}: halfbyte's own engine does not have it"):
+    with pytest.raises(ValueError, match=f"{name}: not supported by halfbyte.LLM"):
         SamplingParams(**{name: None})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=1)  # type: ignore[call-arg]

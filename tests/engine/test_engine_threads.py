@@ -1,4 +1,4 @@
-"""What is said of threads on a busy machine."""
+"""The warning about threads on a busy machine."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ from halfbyte.engine.threads import warn_shared_cores
     ],
     ids=["busy", "idle", "room", "one thread", "told", "not on a CPU"],
 )
-def test_a_busy_machine_is_said_once_with_what_to_do(
+def test_a_busy_machine_is_logged_once_with_what_to_do(
     threads: int,
     load: float,
     policy: str | None,

@@ -1,4 +1,4 @@
-"""Small tokenizers of the field's two kinds."""
+"""Small tokenizers: SentencePiece and byte-level BPE."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Greedy continuations through caches of several formats, beside those with a bfloat16 cache."""
+"""Greedy continuations with caches of several formats, compared with a bfloat16 cache."""
 
 import pytest
 
@@ -11,7 +11,7 @@ TOKENS = 24
 
 
 def continuations(kv_cache_dtype: str, kv_recipe: str) -> list[list[int]]:
-    """By halfbyte's engine."""
+    """Greedy tokens by halfbyte's engine."""
     llm = LLM(make_model("llama"), kv_cache_dtype=kv_cache_dtype, kv_recipe=kv_recipe, num_pages=64)
     params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
     return [output.token_ids for output in llm.generate(PROMPTS, params)]

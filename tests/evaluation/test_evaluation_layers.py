@@ -1,4 +1,4 @@
-"""SQNR and errors of attention logits, layer by layer, beside what eager attention shows."""
+"""SQNR and errors of attention logits by layer, compared with eager attention."""
 
 import math
 import sys

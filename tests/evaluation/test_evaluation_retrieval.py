@@ -22,7 +22,7 @@ def text() -> str:
     return "\n".join(heldout_texts().values())
 
 
-def test_contexts_hold_what_is_asked_for(tokenizer: Any, text: str) -> None:
+def test_contexts_have_the_requested_length_and_answers(tokenizer: Any, text: str) -> None:
     context = make_context(tokenizer, text, 1500, 4, seed=3)
     assert 1450 < len(context.ids) <= 1500
     assert len(context.repeated) == SEGMENT
@@ -54,7 +54,7 @@ def test_contexts_that_cannot_be(
 
 
 def test_what_is_counted(tokenizer: Any, text: str) -> None:
-    """Against the model itself without a cache; whatever the chunks."""
+    """Counts equal those of the model without a cache, for any chunk size."""
     model = load_model(bundled_model_path(), dtype="float32")
     context = make_context(tokenizer, text, 700, 2, seed=5)
     with torch.inference_mode():

@@ -1,6 +1,6 @@
-"""Where the specification puts each byte of a page, by plain arithmetic on flat bytes.
+"""Byte addresses of a page by the specification, in plain arithmetic on flat bytes.
 
-Nothing here asks `PageLayout` for an address; what the bytes are is asked of `halfbyte.numerics`.
+Independent of `PageLayout`; the values of bytes are those of `halfbyte.numerics`.
 """
 
 from collections.abc import Callable

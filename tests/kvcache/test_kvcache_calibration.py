@@ -15,7 +15,7 @@ from halfbyte.numerics.hadamard import hadamard
 from kvcache.transforms import make_calibration, make_moment, without_costs
 
 UNWEIGHTED = replace(RECIPES["balanced"], weighted_scales=False)
-"""`balanced` as it was when calibrations had no costs of errors."""
+"""`balanced` without weighted errors, for calibrations without costs of errors."""
 
 
 def make_scales(calibration: KVCalibration | None) -> KVScales:
@@ -42,7 +42,7 @@ def test_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
 
 
 def test_files_are_read_whatever_the_default_device(tmp_path: Path) -> None:
-    """As where an engine makes a model's layers on a GPU."""
+    """An engine may set the GPU as default device while it makes layers."""
     scales = make_scales(make_calibration())
     path = scales.save(tmp_path)
     (tmp_path / "again").mkdir()
@@ -164,8 +164,8 @@ def test_calibration_replaces_no_other_file(tmp_path: Path) -> None:
     scales.save(tmp_path)  # its own again
     other = tmp_path / "model.calibration"
     other.write_bytes(b"weights")
-    for name in ("model.json", "model.calibration"):
-        with pytest.raises(ValueError, match=r"model\.calibration: is "):
+    for name, reason in (("model.json", "exists and is not"), ("model.calibration", "expected a")):
+        with pytest.raises(ValueError, match=rf"model\.calibration: {reason}"):
             scales.save_file(tmp_path / name)
     assert other.read_bytes() == b"weights"
     assert not (tmp_path / "model.json").exists()

@@ -1,4 +1,4 @@
-"""Pages are interchangeable where formats and scales are alike, and not elsewhere."""
+"""Pages have the same identity only if formats, scales and recipe are the same."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def test_pages_identity_is_of_what_decides_values() -> None:
 
 
 def test_pages_identity_stays_what_it_is() -> None:
-    """It names files of earlier runs."""
+    """Existing files are named by it: it must not change."""
     assert pages_identity("nvfp4", "nvfp4", SCALES).startswith("706c626a72a9842e")
 
 

@@ -1,4 +1,4 @@
-"""Hybrid groups: which layers share pages, where each lies in them, and what is left to pad."""
+"""Hybrid groups: which layers share pages, their offsets, and the padding."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -75,7 +75,7 @@ each_unify = pytest.mark.parametrize("unify", ["block_size", "padding"])
 
 
 def lifetime(spec: KVCacheSpec) -> tuple[int, ...]:
-    """First needed tokens: layers that agree about all of them live and die together."""
+    """First needed tokens for any length: layers in which all agree form a group."""
     return tuple(spec.first_needed_token(n) for n in range(1200))
 
 

@@ -27,7 +27,7 @@ FILE = "kv_scales.json"
 @given(multiplier=positive_float32)
 def test_conversion_to_amax_and_back_is_exact(dtype: str, multiplier: float) -> None:
     method = get_kv_cache_quant_method(dtype)
-    scales = KVScales.from_multipliers([multiplier], [1.0], method)
+    scales = KVScales.from_global_scales([multiplier], [1.0], method)
     k_amax, v_amax = scales.amax_of_layer(0)
     assert method.global_scale_from_amax(k_amax) == multiplier
     assert method.global_scale_from_amax(v_amax) == 1.0
@@ -37,7 +37,7 @@ def test_conversion_to_amax_and_back_is_exact(dtype: str, multiplier: float) -> 
 @given(k_scale=positive_float32, v_scale=positive_float32)
 def test_k_and_v_may_have_different_methods(k_scale: float, v_scale: float) -> None:
     k_method, v_method = get_kv_cache_quant_method("fp8"), get_kv_cache_quant_method("nvfp4")
-    scales = KVScales.from_multipliers([k_scale], [v_scale], k_method, v_method)
+    scales = KVScales.from_global_scales([k_scale], [v_scale], k_method, v_method)
     k_amax, v_amax = scales.amax_of_layer(0)
     assert k_method.global_scale_from_amax(k_amax) == k_scale
     assert v_method.global_scale_from_amax(v_amax) == v_scale
@@ -46,8 +46,8 @@ def test_k_and_v_may_have_different_methods(k_scale: float, v_scale: float) -> N
 @pytest.mark.parametrize(
     ("dtype", "reach"), [("nvfp4", 2688), ("nvfp4_4over6", 1536), ("fp8", 448), ("fp8_e5m2", 57344)]
 )
-def test_amax_of_a_multiplier_is_what_the_format_can_reach(dtype: str, reach: int) -> None:
-    scales = KVScales.from_multipliers([0.5], [0.25], get_kv_cache_quant_method(dtype))
+def test_amax_of_a_scale_is_what_the_format_can_reach(dtype: str, reach: int) -> None:
+    scales = KVScales.from_global_scales([0.5], [0.25], get_kv_cache_quant_method(dtype))
     assert scales.amax_of_layer(0) == (reach / 2, reach / 4)
 
 
@@ -183,17 +183,17 @@ def test_k_and_v_must_have_as_many_layers() -> None:
     with pytest.raises(ValueError, match="2 layers of K, 1 of V"):
         KVScales((1.0, 1.0), (1.0,), "user")
     with pytest.raises(ValueError, match="layers"):
-        KVScales.from_multipliers([1.0], [], get_kv_cache_quant_method("nvfp4"))
+        KVScales.from_global_scales([1.0], [], get_kv_cache_quant_method("nvfp4"))
 
 
 @each_scaled
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
-def test_multipliers_must_be_positive_and_finite(dtype: str, bad: float) -> None:
+def test_scales_must_be_positive_and_finite(dtype: str, bad: float) -> None:
     method = get_kv_cache_quant_method(dtype)
     with pytest.raises(ValueError, match="k_scale of layer 1"):
-        KVScales.from_multipliers([1.0, bad], [1.0, 1.0], method)
+        KVScales.from_global_scales([1.0, bad], [1.0, 1.0], method)
     with pytest.raises(ValueError, match="v_scale of layer 0"):
-        KVScales.from_multipliers([1.0], [bad], method)
+        KVScales.from_global_scales([1.0], [bad], method)
 
 
 @pytest.mark.parametrize("layer", [-1, 2])

@@ -185,7 +185,7 @@ def test_release_dead_pages_frees_those_before_the_window_of_the_next_query() ->
 
 
 def test_release_dead_pages_goes_through_each_page_once() -> None:
-    """A step of a long sequence costs what one of a short sequence does."""
+    """The cost of a step does not grow with the length of the sequence."""
     tables = window_tables(num_pages=400)
     tables.add("a")
     released: list[int] = []
@@ -367,7 +367,7 @@ def test_unknown_sequences_are_refused(operation: str, arguments: tuple[object, 
     assert len(tables) == 0
 
 
-def test_taken_names_and_negative_counts_are_refused() -> None:
+def test_names_in_use_and_negative_counts_are_refused() -> None:
     tables = full_tables()
     tables.add("a")
     tables.append("a", 3)

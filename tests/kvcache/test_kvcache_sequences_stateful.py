@@ -1,4 +1,4 @@
-"""Sequences in random interplay, against a shadow of who holds which page with which tokens.
+"""Random operations on sequences, compared with a model of pages and their tokens.
 
 Shadow pages are plain objects: a fork shares them, a write into a shared partial one replaces it.
 The pool is right when its pages correspond one to one to the shadow's, and when every token of

@@ -71,7 +71,7 @@ def test_what_is_packed_is_nvfp4_of_what_is_left_of_k(
 def test_what_is_packed_is_rounded_by_weighted_error(
     k_dtype: str, weighted: bool, feedback: bool
 ) -> None:
-    """K and V by the oracle, with the factors and weights of each head; read as all others."""
+    """K and V as by the oracle with each head's factors and weights; read back as usual."""
     transform = make_transform(first_tokens=0, weighted=weighted, feedback=feedback)
     key, value = tensors()
     layout, positions = layout_of(k_dtype=k_dtype), torch.arange(TOKENS)
@@ -99,7 +99,7 @@ def test_what_is_read_is_k(dtype: torch.dtype) -> None:
     options = {"transform": transform, "positions": positions}
     k, v = read_tokens(pages, slots, layout, K_SCALE, V_SCALE, dtype, **options)  # type: ignore[arg-type]
     assert k.dtype == v.dtype == dtype
-    # The error is that of the transformed K, which the rotation only spreads.
+    # The error is that of the transformed K: the inverse rotation preserves its norm.
     packed, plain_v = read_tokens(pages, slots, layout, K_SCALE, V_SCALE, dtype)
     error = packed - transform.forward(key, positions).to(dtype)
     torch.testing.assert_close((k - key).norm(dim=-1), error.norm(dim=-1), rtol=1e-3, atol=1e-4)
@@ -131,7 +131,7 @@ def test_first_tokens_that_are_known_are_read_exactly(dtype: torch.dtype) -> Non
 
 
 def test_other_first_tokens_are_packed_like_the_rest() -> None:
-    """Also where only one head, K or V is a constant: heads are told apart."""
+    """Also if only one head, or only K or V, is a constant: heads are marked separately."""
     transform = make_transform()
     assert transform.first_keys is not None
     assert transform.first_values is not None

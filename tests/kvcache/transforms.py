@@ -56,14 +56,14 @@ def make_transform(
 
 
 def make_moment(heads: int, size: int, generator: torch.Generator) -> torch.Tensor:
-    """E[q q^T] of queries that are alike in most directions: float64 `[heads, size, size]`."""
+    """E[q q^T] of correlated queries: float64 `[heads, size, size]`."""
     q = torch.randn(heads, 4 * size, size, generator=generator).double()
     q[..., 1::2] = 0.2 * q[..., 1::2] + 0.8 * q[..., ::2]
     return q.transpose(1, 2) @ q / (4 * size)
 
 
 def on(x: Any, device: torch.device | str) -> Any:
-    """Tensors, also those of a transform or of the last tokens, on a device; else as it is."""
+    """Move tensors, transforms and `RecentInputs` to a device; other objects stay unchanged."""
     if isinstance(x, KVTransform):
         return replace(x, **{field.name: on(getattr(x, field.name), device) for field in fields(x)})
     if isinstance(x, RecentInputs):
@@ -100,6 +100,6 @@ def make_calibration(seed: int = 0, layers: int = 3) -> KVCalibration:
 
 
 def without_costs(calibration: KVCalibration) -> KVCalibration:
-    """As older versions measured and wrote it."""
+    """A calibration as older versions wrote it, without costs of errors."""
     layers = tuple(replace(layer, costs=None) for layer in calibration.layers)
     return replace(calibration, layers=layers)

@@ -52,7 +52,7 @@ def test_interleave_rows_formula() -> None:
 
 
 def test_interleave_rows_table() -> None:
-    """Where the first rows come from: FlashInfer's `srcToDstBlk32RowMap`, inverted."""
+    """Source rows of the first rows: FlashInfer's `srcToDstBlk32RowMap`, inverted."""
     first = interleave_rows(torch.arange(32, dtype=torch.uint8))
     assert first[:10].tolist() == [0, 4, 8, 12, 16, 20, 24, 28, 1, 5]
 

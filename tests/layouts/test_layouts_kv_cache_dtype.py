@@ -195,7 +195,7 @@ def test_from_checkpoint_of_transformers_configs(fields: dict[str, Any], name: s
 
 
 class Declaration:
-    """A quantization config that is an object, as transformers makes of what it knows."""
+    """A quantization config as an object, as transformers makes for methods that it knows."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self.fields = fields

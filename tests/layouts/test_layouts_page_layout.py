@@ -1,4 +1,4 @@
-"""`PageLayout`: every byte of a page belongs to the element that the design says, and to one."""
+"""`PageLayout`: every byte of a page belongs to exactly one element, the specified one."""
 
 import dataclasses
 from typing import Any
@@ -43,7 +43,7 @@ def as_bytes(view: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def expected_offsets(layout: PageLayout, k_dtype: str, v_dtype: str) -> dict[str, torch.Tensor]:
-    """Byte of the page of [token, head, byte] of each region, by the rule of the design."""
+    """Byte in the page of [token, head, byte] of each region, by the specification."""
     n, h = layout.block_size, layout.num_kv_heads
     k_data, k_scale = widths(k_dtype, layout.head_size)
     v_data, v_scale = widths(v_dtype, layout.head_size_v)

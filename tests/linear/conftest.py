@@ -11,7 +11,7 @@ from halfbyte.linear.reference import ReferenceKernel
 
 
 class RowsReversedKernel(ReferenceKernel):
-    """Keeps the rows in reverse order under names of its own, as a repacking kernel would."""
+    """A repacking kernel: reverses the rows and renames the tensors."""
 
     name: ClassVar[str] = "rows_reversed"
 

@@ -1,7 +1,7 @@
 """Peers' FP4 matmuls in plain PyTorch, following their documentation and sources.
 
-They decode exactly the bytes that they are handed, by index formulas of their own, and multiply in
-float64: a wrong order, padding or scale gives a wrong product, or is refused as theirs refuse it.
+They decode exactly the bytes that they get, by independent index formulas, and multiply in
+float64: a wrong order, padding or scale gives a wrong product, or the library's error.
 Versions: PyTorch 2.13, FlashInfer 0.7.0, vLLM 0.20.2 and 0.33.0, fbgemm-gpu-genai 1.9.0 (and the
 older arguments). W4A16 peers are in `documented_weight_only`.
 """
@@ -134,7 +134,7 @@ def _without_interleave(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def install_flashinfer(patch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """`fp4_quantize` and `mm_fp4`; returns what every call of the latter chose."""
+    """`fp4_quantize` and `mm_fp4`; returns the options of every call of the latter."""
     calls: list[dict[str, Any]] = []
 
     def fp4_quantize(
@@ -249,7 +249,7 @@ class _F4F4BF16Operator:
         arguments = self.default._schema.arguments
         known = {argument.name for argument in arguments}
         assert named.keys() <= known
-        # Without these, the operands would be taken for MXFP4.
+        # Without these, the operands would be read as MXFP4.
         assert named["global_scale"] is not None
         assert named.get("use_mx", "use_mx" in known) is False
         a, b, a_scales, b_scales = operands

@@ -1,7 +1,7 @@
 """Humming and vLLM's Marlin in plain PyTorch, following their sources.
 
-Like `documented_peers`: what they are handed is checked, decoded and multiplied in float64. Their
-own orders of repacked weights, which nothing outside them sees, are plain transposes here.
+Like `documented_peers`: arguments are checked, decoded and multiplied in float64. Their
+internal layouts of repacked weights are plain transposes here.
 Versions: vLLM 0.20.2 and 0.33.0, humming-kernels 0.1.19.
 """
 

@@ -158,7 +158,7 @@ def test_grouped_products_of_experts() -> None:
 
 
 def test_functions_at_their_ends() -> None:
-    """Where formulas overflow, the limits are right."""
+    """Large arguments, for which naive formulas overflow, give the limits."""
     x = torch.tensor([-torch.inf, -200.0, -1e-30, 0.0, 1e-30, 200.0, torch.inf, torch.nan])
     for name in ("silu", "sigmoid", "gelu", "softplus"):
         function: Any = getattr(torch.nn.functional, name)

@@ -98,7 +98,7 @@ def test_fused_parts_give_what_the_parts_give(w4a4: bool, backend: str) -> None:
 
 @pytest.mark.parametrize("first", ["modelopt", "compressed-tensors"])
 def test_parts_in_both_dialects_keep_their_values(first: Dialect) -> None:
-    """Whose global scales are each other's inverse, which a float does not always survive."""
+    """Their global scales are reciprocals, and 1/(1/g) is not always g in float32."""
     second: Dialect = "modelopt" if first == "compressed-tensors" else "compressed-tensors"
     for seed in range(40):
         parts = [

@@ -20,7 +20,7 @@ Call = Callable[[], Any]
 
 
 class Seen(TorchDispatchMode):
-    """Names of the operators that pass."""
+    """Records the names of dispatched operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def test_gradients_are_refused(layer: NvFp4Linear, x: torch.Tensor) -> None:
 
 @pytest.fixture
 def on_cpu() -> NvFp4Linear:
-    """With a kernel that reads addresses, which wrapped tensors do not have."""
+    """A kernel that reads addresses, which wrapper tensors do not have."""
     made = random_layer(8, 32, dtype=torch.float32, backend="cpu")
     if not CpuKernel.is_supported()[0]:
         pytest.skip("was not built")

@@ -1,7 +1,7 @@
 """Backends that call other libraries: their arguments, and the layers that they reject.
 
-The libraries are played by `documented_peers` on the CPU; the tests at the end run the real ones on
-a GPU that they are for.
+`documented_peers` replaces the libraries on the CPU; the tests at the end run the real ones on
+a GPU that they support.
 """
 
 from collections.abc import Callable, Iterator
@@ -59,7 +59,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers use the named kernel without the check whether it runs here."""
+    """Make layers use the named kernel, without checking whether it runs here."""
 
     def init(config: NvFp4LinearLayerConfig, backend: str | None) -> NvFp4LinearKernel:
         assert backend is not None
@@ -125,7 +125,7 @@ def test_parts_of_equal_scale_are_one_call(play: Play, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", W4A4)
-def test_padding_is_said_and_weights_come_back(play: Play, name: str) -> None:
+def test_padding_is_reported_and_weights_come_back(play: Play, name: str) -> None:
     play(name)
     kernel = LINEAR_BACKENDS.get(name)
     assert issubclass(kernel, NativeFp4Kernel)
@@ -251,7 +251,7 @@ def test_compiles_as_one_graph(play: Play, name: str) -> None:
 
 
 def assert_near(layer: NvFp4Linear, x: torch.Tensor, out: torch.Tensor) -> None:
-    """For quantizers that may take the other side of a tie: 2 % of each part's norm."""
+    """For quantizers that may round near ties differently: within 2 % of each part's norm."""
     wanted = reference64(layer, x)
     sizes = list(layer.part_sizes)
     for o, w in zip(out.double().split(sizes, -1), wanted.split(sizes, -1), strict=True):
@@ -304,7 +304,7 @@ def test_humming_multiplies_every_scale_and_code_exactly(dtype: torch.dtype) -> 
 
 
 def test_swizzled_scales_are_where_the_documentation_says() -> None:
-    """The formula of the peers' documentation against our swizzle."""
+    """Our swizzle equals the formula of the libraries' documentation."""
     scales = torch.randint(0, 256, (200, 9), dtype=torch.uint8)
     where = documented_peers.positions(200, 9, 128)
     assert torch.equal(swizzle_128x4(scales).flatten()[where], scales)

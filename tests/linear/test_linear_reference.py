@@ -110,7 +110,7 @@ def test_batch_invariance(n: int, k: int, dtype: torch.dtype, quantize_activatio
         for start in {0, 7, 4096 - size}:
             rows = slice(start, start + size)
             assert torch.equal(layer(x[rows]), whole[rows]), (start, size)
-    # For any other tokens: NaN, infinity or a different order.
+    # Other tokens may have NaN, infinity, or another order.
     others = x.flip(0).clone()
     others[1::2] = torch.nan
     assert torch.equal(layer(others)[::2], whole.flip(0)[::2])

@@ -40,7 +40,7 @@ class BlackwellKernel(ReferenceKernel):
 
 @pytest.fixture
 def two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A registry whose best kernel is for Blackwell alone."""
+    """A registry whose best kernel is for Blackwell only."""
     monkeypatch.delenv(VARIABLE, raising=False)
     registry: Registry[NvFp4LinearKernel] = Registry(
         "linear backend",

@@ -1,4 +1,4 @@
-"""The state of `NvFp4Linear`: both dialects in and out, what is refused, layers without memory."""
+"""The state of `NvFp4Linear`: reading and writing both dialects, errors, layers on meta."""
 
 import copy
 from collections.abc import Callable
@@ -115,7 +115,7 @@ def test_scale_written_into_the_layer_is_what_gets_saved() -> None:
 
 @DIALECT
 def test_from_float_survives_its_dialects_file(dialect: Dialect) -> None:
-    """Quantized with the very scale that a reader of the file will have."""
+    """The weight is quantized with exactly the decode scale that a reader of the file computes."""
     layer = random_layer(32, 64, dialect=dialect, quantize_activations=True)
     again = empty(dialect, quantize_activations=True)
     again.load_state_dict(layer.state_dict())
@@ -157,9 +157,9 @@ def test_scale_that_was_never_loaded_is_an_error(dialect: Dialect, role: str) ->
             lambda t: t.fill_(torch.nan),
             "found NaN only: never loaded, or loaded as NaN",
         ),
-        ("weight_scale_2", lambda t: t.fill_(torch.inf), r"found the decode multiplier \[inf\]"),
-        ("weight_scale_2", lambda t: t.fill_(-1), r"found the decode multiplier \[-1.0\]"),
-        ("input_scale", lambda t: t.fill_(0), "found the decode multiplier 0.0"),
+        ("weight_scale_2", lambda t: t.fill_(torch.inf), r"found the decode scale \[inf\]"),
+        ("weight_scale_2", lambda t: t.fill_(-1), r"found the decode scale \[-1.0\]"),
+        ("input_scale", lambda t: t.fill_(0), "found the decode scale 0.0"),
         ("input_scale", lambda t: t.fill_(torch.nan), "found NaN only"),
     ],
 )
@@ -234,7 +234,7 @@ def test_tensors_of_two_dialects_or_of_none() -> None:
         empty().load_state_dict({**tensors, "pre_quant_scale": torch.ones(64)})
 
 
-def test_tensors_may_come_in_pieces() -> None:
+def test_tensors_may_be_loaded_in_parts() -> None:
     tensors = file_of(random_layer(32, 64), "compressed-tensors")
     layer = empty("compressed-tensors")
     for name, tensor in tensors.items():
@@ -271,7 +271,7 @@ def test_meta_device() -> None:
 
 
 def test_weights_that_never_came_are_an_error() -> None:
-    """They would be zeros."""
+    """Otherwise they would be zeros."""
     layer = NvFp4Linear.from_float(torch.nn.Linear(32, 16))
     state = layer.state_dict()
     (weight,) = (name for name in state if name in ("weight", "weight_packed"))

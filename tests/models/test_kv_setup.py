@@ -1,4 +1,4 @@
-"""Which recipe a cache has where nobody says so."""
+"""The default recipe of a cache."""
 
 import logging
 from pathlib import Path
@@ -33,7 +33,9 @@ def test_scales_of_k_as_it_is_mean_plain(tmp_path: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING, logger="halfbyte"):
         assert Cache(model, "nvfp4", kv_scales=PLAIN_SCALES).recipe.name == "plain"
         (message,) = caplog.messages
-        assert message.startswith("KV cache scales from user are for K as it is: kv_recipe plain; ")
+        assert message.startswith(
+            "KV cache scales from user have no calibration, so kv_recipe is plain; "
+        )
         assert "`halfbyte calibrate`" in message
         caplog.clear()
         assert Cache(model, "fp8", kv_scales=PLAIN_SCALES).recipe.name == "plain"
@@ -68,7 +70,7 @@ def test_a_model_whose_k_cannot_be_measured_is_plain(monkeypatch: pytest.MonkeyP
 
 
 def test_a_model_s_folder_stays_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the process goes, and by a hub id as well."""
+    """After `chdir`, and with a hub id."""
     small = make_model("llama")
     small.save_pretrained(tmp_path / "model")
     PLAIN_SCALES.save(tmp_path / "model")
@@ -117,12 +119,14 @@ def test_scales_with_a_calibration_win_over_a_checkpoint_s_own(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("amax", "is_odd"), [(750_000.0, True), (1e-5, True), (448.0, False)])
-def test_scales_of_another_unit_are_said(
+def test_scales_of_another_unit_are_reported(
     amax: float, is_odd: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once for K and once for V, however many layers have them."""
+    """One warning for K and one for V, for any number of layers."""
     scales = KVScales((9.0, amax, amax, 9.0), (7.0,) * 4, "user")
     with caplog.at_level(logging.WARNING, logger="halfbyte"):
         Cache(make_model("llama"), "fp8", kv_scales=scales)
-    expected = f"KV scales from user: layer 1 has a scale for |K| up to {amax:g}; is it the inverse"
+    expected = (
+        f"KV scales from user: layer 1 has a scale for |K| up to {amax:g}; is it an encode scale"
+    )
     assert [m.startswith(expected) for m in caplog.messages] == [True] * is_odd

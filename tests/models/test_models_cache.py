@@ -356,7 +356,7 @@ def test_cache_refuses_other_architectures() -> None:
 
 def test_cache_refuses_what_is_no_model() -> None:
     for other in ("path/to/model", make_model("llama").config):
-        with pytest.raises(ValueError, match="model: expected one of transformers, got"):
+        with pytest.raises(ValueError, match="model: expected a transformers model, got"):
             Cache(other)  # type: ignore[arg-type]
 
 
@@ -364,13 +364,15 @@ def test_cache_says_who_may_read_it() -> None:
     model = make_model("llama")
     cache = Cache(model, "nvfp4")
     model.set_attn_implementation("eager")
-    with pytest.raises(AttributeError, match=r"only halfbyte's attention reads a halfbyte\.Cache"):
+    with pytest.raises(
+        AttributeError, match=r"only halfbyte's attention can read a halfbyte\.Cache"
+    ):
         model(token_ids(1, 5), past_key_values=cache)
 
 
 @pytest.mark.parametrize("trained", ["q_proj", "k_proj", "v_proj"])
 def test_cache_has_no_derivative(trained: str) -> None:
-    """Weights that it would leave without a gradient must not look as if they had none."""
+    """Backward raises: zero gradients would be silently wrong."""
     model = make_model("llama")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained in name)
@@ -405,7 +407,7 @@ def test_hooks_may_change_what_the_cache_gives() -> None:
 def test_cache_after_a_forward_pass_that_failed(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In its second layer: the next pass starts from what every layer had."""
+    """A failure in the second layer: the next pass starts from the state before it."""
     model = make_model("llama")
     expected = through_cache(model, Cache(model, "nvfp4"))
     cache = Cache(model, "nvfp4")
@@ -482,7 +484,7 @@ def test_a_cache_that_is_deleted_frees_its_pool_at_once() -> None:
 
 
 def test_copies_go_on_by_themselves() -> None:
-    """As transformers' documentation reuses the cache of a prompt."""
+    """Copies continue independently, as in transformers' documentation of prefix reuse."""
     model = make_model("llama")
     cache = Cache(model, "nvfp4")
     feed(model, cache, token_ids(1, 70))
@@ -498,6 +500,8 @@ def test_copies_go_on_by_themselves() -> None:
 def test_attention_weights_are_not_to_be_had() -> None:
     model = make_model("llama")
     ids, cache = token_ids(1, 5), Cache(model, "nvfp4")
-    with pytest.raises(ValueError, match=r"output_attentions: .* has no weights to give"):
+    with pytest.raises(
+        ValueError, match=r"output_attentions: .* does not return attention weights"
+    ):
         model(input_ids=ids, past_key_values=cache, output_attentions=True)
     assert model(input_ids=ids, past_key_values=cache).logits.isfinite().all()

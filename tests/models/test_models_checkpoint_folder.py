@@ -128,7 +128,7 @@ class TestOneLine:
         [
             ({"eos_token_id": [[1]]}, "eos_token_id: expected a token id"),
             ({"bos_token_id": {"id": 1}}, "bos_token_id: expected a token id"),
-            ({"hidden_act": "frob"}, "no model can be made of it: unknown name 'frob'"),
+            ({"hidden_act": "frob"}, "cannot build a model from it: unknown name 'frob'"),
             ({"rms_norm_eps": "small"}, "rms_norm_eps"),
             ({"dtype": {"value": "float32"}}, "dtype: expected one of float32, bfloat16, float16"),
             ({"dtype": "float64"}, "dtype: expected one of float32, bfloat16, float16"),
@@ -221,7 +221,7 @@ class TestTokenizers:
         ids=["panics", "panics-too", "aborts", "panics-at-encoding", "cannot-encode"],
     )
     def test_that_cannot_be_used(self, tokenizer: Path, change: dict[str, Any]) -> None:
-        """Some end the process: what is tried is tried in another one."""
+        """Some tokenizer files abort the process: they are tried in a child process."""
         file = tokenizer / "tokenizer.json"
         fields = json.loads(file.read_text())
         padding = {"pad_type_id": 0, "pad_token": "x", "pad_to_multiple_of": None}
@@ -229,7 +229,7 @@ class TestTokenizers:
             whole = fields[key] if key == "model" else padding if key == "padding" else {}
             fields[key] = {**whole, **value}
         file.write_text(json.dumps(fields))
-        with pytest.raises(ModelLoadError, match=r"tokenizer.json: is no tokenizer that") as error:
+        with pytest.raises(ModelLoadError, match=r"tokenizer.json: unusable tokenizer") as error:
             load_tokenizer(tokenizer)
         assert "\n" not in str(error.value)
 
@@ -263,7 +263,7 @@ class TestTokenizers:
             halfbyte.Cache(load_model(tokenizer), "nvfp4")
 
     def test_a_panic_is_an_error_like_others(self, tokenizer: Path) -> None:
-        """Files without a `tokenizer.json` are put together in this process."""
+        """Tokenizers without a `tokenizer.json` are built in this process."""
         (tokenizer / "tokenizer.json").unlink()
         (tokenizer / "vocab.json").write_text('{"a": 0}')
         (tokenizer / "merges.txt").write_text("zz yy\n")

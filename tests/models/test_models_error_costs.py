@@ -1,4 +1,4 @@
-"""What an error in K or V costs: moments of queries, and weights of the output projection."""
+"""Weights of errors in K and V: moments of queries, and the output projection's weights."""
 
 import math
 import sys
@@ -44,8 +44,7 @@ def rotations_of(model: Any, kind: str | None, count: int) -> torch.Tensor:
 
 
 def queries_of(model: Any, ids: torch.Tensor) -> dict[int, list[torch.Tensor]]:
-    """Of each layer and row, `[heads, tokens, D]` after RoPE, as transformers' own attention has
-    them."""
+    """Queries of each layer and row, `[heads, tokens, D]` after RoPE, as in transformers."""
     seen: dict[int, list[torch.Tensor]] = {}
 
     def attention(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +59,7 @@ def queries_of(model: Any, ids: torch.Tensor) -> dict[int, list[torch.Tensor]]:
     return seen
 
 
-# Those without sinks or soft-caps, which that attention leaves out.
+# Without sinks and soft-caps, which that attention does not support.
 @pytest.mark.parametrize(
     "architecture", [a for a in ARCHITECTURES if a not in ("gpt_oss", "gemma2")]
 )
@@ -69,7 +68,7 @@ def test_costs_are_those_of_the_models_queries_and_outputs(
 ) -> None:
     monkeypatch.setattr(key_statistics, "_POSITIONS_OF_QUERIES", 300)
     model = make_model(architecture)
-    # Windows take a mask, which that attention is not given: no longer than they are.
+    # No longer than the windows, because that attention gets no mask.
     ids = token_ids(2, 9 if architecture in ("mistral", "gemma3_text") else 40)
     found = costs_of(model, ids, first_tokens=[5, 7])
     assert len(found) == 4

@@ -1,7 +1,7 @@
-"""Checkpoint folders with something wrong in them: one clear line each, and nothing else happens.
+"""Corrupted checkpoint folders: a one-line error each, without side effects.
 
-A few dozen cases in CI. With `HALFBYTE_FUZZ_CASES=5000` in the environment there are as many as one
-likes, from the seed `HALFBYTE_FUZZ_SEED` on (0). A failure names its seed.
+A few dozen cases in CI. `HALFBYTE_FUZZ_CASES=5000` in the environment runs that many, from the
+seed `HALFBYTE_FUZZ_SEED` (0) on. A failure names its seed.
 """
 
 import json
@@ -48,7 +48,7 @@ CODE = "from pathlib import Path\nPath({marker!r}).write_text('ran')\nclass Evil
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Whole folders, one of each kind."""
+    """Valid folders, one of each kind."""
     root = tmp_path_factory.mktemp("bases")
     plain = make_folder(root / "a", "llama", "modelopt", shards=2, **SMALL)
     moe = make_folder(root / "b", "qwen3_moe", "modelopt", "nvfp4", num_experts=4, **SMALL)
@@ -83,7 +83,7 @@ def kv_scales() -> dict[str, torch.Tensor]:
 
 
 class Watch:
-    """What Python's audit events say was done while `is_on`; hooks cannot be removed."""
+    """Records Python's audit events while `is_on`; audit hooks cannot be removed."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -124,12 +124,12 @@ def watch() -> Iterator[Watch]:
 
 
 class TooSlow(BaseException):
-    """A case took longer than it may."""
+    """A case exceeded its time limit."""
 
 
 @contextmanager
 def bounds(megabytes: int = 8192) -> Iterator[None]:
-    """Stop what takes too long; let allocations fail that a machine might not survive."""
+    """Limit a case's time, and make huge allocations fail."""
 
     def stop(*_: object) -> None:
         raise TooSlow(f"more than {SECONDS} s")
@@ -160,7 +160,7 @@ def forget_peak() -> None:
 
 
 def load_and_use(folder: Path, _: Path) -> None:
-    """As far as it goes."""
+    """Load the folder, and use all that could be loaded."""
     try:
         load_tokenizer(folder)
     except EXPECTED as error:
@@ -180,7 +180,7 @@ USES = (load_and_use, load_and_use, load_and_use, calibrate, quantize)
 
 
 def outcome(use: Callable[[Path, Path], None], folder: Path, out: Path) -> str:
-    """`used`, or the one line that was said."""
+    """`used`, or the error's line."""
     try:
         use(folder, out)
     except EXPECTED as error:

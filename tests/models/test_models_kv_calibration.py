@@ -1,4 +1,4 @@
-"""Largest magnitudes of K and V while a text runs through a model, and scales of them."""
+"""Calibration: max magnitudes of K and V over a text, and scales from them."""
 
 import logging
 import math
@@ -103,7 +103,7 @@ def test_scales_from_amax() -> None:
 
 @pytest.mark.parametrize("row", [0, 1])
 def test_what_is_not_finite_is_an_error(row: int) -> None:
-    """Also if another row is well."""
+    """Also if other rows are finite."""
     model = make_model("llama")
     ids = token_ids(2, 10)
     ids[row, 4] = 1  # no other id is

@@ -1,4 +1,4 @@
-"""Where KV scales are found, and in which order."""
+"""Sources of KV scales, and their precedence."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ from halfbyte.files import make_private
 from halfbyte.kvcache import KVCacheDType, KVRecipe, KVScales
 from halfbyte.kvcache.recipe import RECIPES
 from halfbyte.models import calibrate, find_kv_scales, load_model, resolve_kv_scales
-from halfbyte.models.kv_scales import kept_calibration
+from halfbyte.models.kv_scales import cached_calibration
 from kvcache.transforms import make_calibration, without_costs
 from models.zoo import make_model, token_ids
 
@@ -40,8 +40,8 @@ def scales_of(amax: float, source: str = "test") -> KVScales:
 
 
 def keep(folder: Path, scales: KVScales) -> Path:
-    """As `halfbyte calibrate` does where a folder cannot be written."""
-    file = kept_calibration(folder)
+    """Save scales to the cache folder, as `halfbyte calibrate` does for read-only folders."""
+    file = cached_calibration(folder)
     assert file is not None
     make_private(file.parent)
     return scales.save_file(file)
@@ -197,7 +197,7 @@ def test_find_kv_scales_reads_modelopts_declaration(folder: Path, is_nested: boo
 
 
 def test_find_kv_scales_keeps_calibrations_by_fingerprint(folder: Path, tmp_path: Path) -> None:
-    """Another place is the same model, other weights are another."""
+    """A moved folder is the same model; other weights are another model."""
     keep(folder, scales_of(1.0))
     moved = folder.rename(tmp_path / "moved")
     assert find_kv_scales(moved, config_of(moved)) is not None
@@ -211,7 +211,7 @@ def test_nothing_is_kept_without_a_cache_folder(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HALFBYTE_CACHE_DIR", "")
-    assert kept_calibration(folder) is None
+    assert cached_calibration(folder) is None
     assert find_kv_scales(folder, config_of(folder)) is None
 
 
@@ -285,7 +285,7 @@ def test_resolve_kv_scales_takes_a_file(tmp_path: Path) -> None:
 
 
 def test_scales_of_another_model_with_as_many_layers_are_refused(tmp_path: Path) -> None:
-    """Told apart by family and sizes; scales that do not say of which model are taken."""
+    """Models differ in family or sizes; scales without a model's shape are accepted."""
     path = calibrate(make_model("qwen3"), token_ids(1, 40), "test").save(tmp_path)
     model = make_model("llama")
     assert calibrate(model, token_ids(1, 40), "own").shape["model_type"] == "llama"

@@ -1,4 +1,4 @@
-"""Calibration layer by layer: the same scales as with the whole model, in the memory of a layer."""
+"""Calibration by layers: the same scales as with the whole model, in the memory of one layer."""
 
 import gc
 import json
@@ -38,7 +38,7 @@ def amax_of(model: StreamedModel, ids: torch.Tensor) -> list[tuple[float, float]
 
 
 def assert_same_amax(folder: Path, dtype: str = "auto") -> None:
-    """As of the whole model, bit for bit."""
+    """The amax equals that of the whole model, bit for bit."""
     expected = measure_amax(load_model(folder, dtype=dtype), IDS)
     assert len(expected) == 4
     assert amax_of(streamed(folder, dtype), IDS) == expected
@@ -80,7 +80,7 @@ def test_another_dtype_than_the_files(tmp_path: Path) -> None:
 
 
 def test_a_declared_cache_alone(tmp_path: Path) -> None:
-    """Weights are not quantized, but the section is there."""
+    """The section declares only the cache; weights are not quantized."""
     make_model("llama").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     section = {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8", "quant_algo": None}
@@ -111,7 +111,7 @@ def test_output_embeddings_are_not_read(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def live_bytes() -> int:
-    """Of all tensors on the host that Python knows."""
+    """Bytes of all live tensors on the host, by the garbage collector."""
     storages = {}
     for found in gc.get_objects():
         # Not FakeTensors, which other tests may have left and which hold nothing.

@@ -235,7 +235,7 @@ def test_load_model_refuses_rope_that_depends_on_the_batch(folder: Path) -> None
 def test_options_that_change_the_mask_are_refused(
     tmp_path: Path, architecture: str, option: str, value: object, message: str
 ) -> None:
-    """They would run as causal attention, and give other logits without a word."""
+    """They would silently run as causal attention."""
     model = make_model(architecture)
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"

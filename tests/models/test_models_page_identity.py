@@ -1,4 +1,4 @@
-"""Pages are taken by pools of the same layouts, scales, recipe and calibration alone."""
+"""Pools accept only pages of the same layouts, scales, recipe and calibration."""
 
 from dataclasses import replace
 from typing import Any

@@ -50,7 +50,7 @@ def test_tokens_do_not_depend_on_chunks_or_on_company(
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_tokens_of_accurate_do_not_depend_on_chunks_or_on_company(architecture: str) -> None:
-    """Nor on preemption, and at lengths around multiples of 16, of segments and of rings."""
+    """Also with preemption, at lengths around multiples of 16, of segments and of rings."""
     model = make_model(architecture)
     lengths = (1, 16, 17, 63, 65, 80, 129)
     prompts = [token_ids(1, length, seed=length)[0].tolist() for length in lengths]
@@ -137,8 +137,8 @@ def test_preemption_changes_no_token(prompts: list[list[int]]) -> None:
     assert len(llm.core.tables.recent._free) == llm.core.tables.recent.count - 1
 
 
-def test_more_taken_back_than_the_rings_can_bring_back(prompts: list[list[int]]) -> None:
-    """The tokens that they have overwritten are read from the pages from then on."""
+def test_more_removed_than_the_rings_can_restore(prompts: list[list[int]]) -> None:
+    """Tokens overwritten in the rings are read from the pages after a large crop."""
     model = make_model("llama")
     ids = token_ids(1, 200)
     cache = Cache(model, "nvfp4", kv_recipe="balanced")
@@ -172,7 +172,7 @@ def test_more_taken_back_than_the_rings_can_bring_back(prompts: list[list[int]])
 
 
 def test_a_step_that_fails_leaves_nothing_half_filled() -> None:
-    """Rings that were being filled from the pages are filled again by the next step."""
+    """Rings that were only partly filled from the pages are filled again by the next step."""
     model = make_model("llama")
     ids = token_ids(1, 200)
     scales = calibrate(model, token_ids(1, 200), "test")
@@ -202,8 +202,8 @@ def test_a_cache_ends_where_the_means_do() -> None:
             model(token_ids(1, 1), past_key_values=cache)
 
 
-def test_rows_of_a_cache_part_ways(prompts: list[list[int]]) -> None:
-    """Copies of a row have rings of their own."""
+def test_sequences_of_a_cache_diverge(prompts: list[list[int]]) -> None:
+    """Each copy of a row has its own ring."""
     model = make_model("llama")
     ids = token_ids(2, 90)
     scales = calibrate(model, token_ids(1, 200), "test", first_tokens=ids[:, 0].tolist())
@@ -253,7 +253,7 @@ def test_balanced_is_closer_than_plain_on_the_bundled_model() -> None:
 
 
 def test_accurate_is_closer_than_balanced_on_the_bundled_model() -> None:
-    """As far as pages go: the last tokens in 16 bits are the same for both."""
+    """Compared without the last tokens in 16 bits, which are the same for both."""
     path = bundled_model_path()
     model, tokenizer = load_model(path, dtype="float32"), load_tokenizer(path)
     windows, _ = text_windows(tokenizer, list(heldout_texts().values())[:1], 512, 1024)
@@ -267,7 +267,7 @@ def test_accurate_is_closer_than_balanced_on_the_bundled_model() -> None:
 
 @pytest.mark.parametrize("name", ["feedback", "weighted_scales"])
 def test_rounding_by_itself_combines_with_k_as_it_is(name: str) -> None:
-    """Read as `plain` is: no further from a cache of floats, by other bytes."""
+    """Read like `plain`: other bytes, with an error of at most 1.05 times that of `plain`."""
     model = make_model("llama")
     scales = calibrate(model, token_ids(1, 100), "test")
     logits = []
@@ -284,8 +284,8 @@ def test_rounding_by_itself_combines_with_k_as_it_is(name: str) -> None:
     assert (other - exact).norm() < 1.05 * (plain - exact).norm()
 
 
-def test_every_format_that_was_asked_for_is_evaluated() -> None:
-    """Those without recipes by `plain`, whichever recipes others have."""
+def test_every_requested_format_is_evaluated() -> None:
+    """Formats without recipes use `plain`, whatever recipes are requested."""
     model = make_model("llama")
     windows = [token_ids(1, 20)[0].tolist()]
     results = evaluate_perplexity(
@@ -299,7 +299,7 @@ def test_every_format_that_was_asked_for_is_evaluated() -> None:
 
 
 def test_layers_of_other_formats_stay_as_they_are() -> None:
-    """K in fp8 has no recipe: the very logits of `plain`."""
+    """K in fp8 has no recipe: logits equal those of `plain`."""
     model = make_model("llama")
     scales = calibrate(model, token_ids(1, 100), "test")
     logits = []
@@ -311,7 +311,7 @@ def test_layers_of_other_formats_stay_as_they_are() -> None:
 
 
 def test_first_tokens_are_constants_of_the_model() -> None:
-    """Text that begins with a known token: its K and V read as if there were no cache."""
+    """Text that begins with a known token: K and V at position 0 are read unquantized."""
     model = make_model("llama")
     ids = token_ids(1, 30)
     scales = calibrate(model, token_ids(1, 100), "test", first_tokens=[int(ids[0, 0])])
@@ -349,7 +349,7 @@ def test_scales_without_a_calibration_are_refused(given: KVScales, message: str)
 
 
 def test_an_older_calibration_is_refused_by_name(tmp_path: Path) -> None:
-    """Where it is found, too, with the command that makes a new one."""
+    """Also when it is found by itself; the error has the command that makes a new one."""
     model = make_model("llama")
     model.save_pretrained(tmp_path)
     scales = calibrate(model, token_ids(1, 100), "test")
@@ -384,7 +384,7 @@ def test_stored_scales_without_a_calibration_are_passed_over(
         found = Cache(model, "nvfp4", kv_recipe="balanced").kv_scales
     assert found is not None
     assert found.k_amax[0] < 99.0
-    assert "kv_scales.json (old): passed over, kv_recipe needs others" in caplog.text
+    assert "kv_scales.json (old): not used, kv_recipe needs others" in caplog.text
 
 
 def test_usual_first_tokens_of_a_tokenizer() -> None:

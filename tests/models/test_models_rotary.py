@@ -1,4 +1,4 @@
-"""A rotary embedding as it is read off, against the model's own K before and after it."""
+"""Probed rotary embeddings, against the model's own K before and after RoPE."""
 
 from typing import Any
 
@@ -75,12 +75,12 @@ def test_rotary_is_the_models_own(architecture: str) -> None:
         cos, sin = (x[:, None] for x in probe.factors(positions))
         turned = cos * before[layer] + sin * before[layer][..., probe.partner]
         torch.testing.assert_close(turned, after[layer], rtol=1e-5, atol=1e-5)
-        back = probe.turned_back(after[layer])
+        back = probe.unrotate(after[layer])
         torch.testing.assert_close(back, before[layer], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("segment", [1, 64])
-def test_averages_are_those_of_turned_vectors(segment: int) -> None:
+def test_averages_are_those_of_rotated_vectors(segment: int) -> None:
     model = make_model("llama")
     probe = RotaryProbe(model, None)
     averages = probe.averages(150, segment)
@@ -89,7 +89,7 @@ def test_averages_are_those_of_turned_vectors(segment: int) -> None:
     x = torch.randn(probe.partner.shape[0])
     for s in (0, segments - 1):
         positions = torch.arange(s * segment, (s + 1) * segment)
-        turned = probe.turn(x.expand(segment, -1), positions).double().mean(0)
+        turned = probe.rotate(x.expand(segment, -1), positions).double().mean(0)
         mean = averages.cos[s] * x + averages.sin[s] * x[averages.partner]
         torch.testing.assert_close(mean.double(), turned, rtol=1e-5, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""Folders that would run code or ask a network: refused in one line, and nothing asks."""
+"""Folders that would run code or access a network are refused without doing so."""
 
 import ast
 import builtins
@@ -31,7 +31,7 @@ class Evil(Base):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A supported model, with standard input that says yes and a network that must not be used."""
+    """A supported model; stdin answers yes to prompts, and network access raises."""
     folder = tmp_path / "checkpoint"
     shutil.copytree(bundled_model_path(), folder)
     for name, base in (
@@ -77,7 +77,7 @@ def calls(folder: Path) -> list[Any]:
 @pytest.mark.parametrize("call", range(4), ids=["load_model", "load_tokenizer", "LLM", "quantize"])
 @pytest.mark.parametrize("model_type", ["evil", "detr", None])
 def test_unknown_model_types_run_nothing(folder: Path, model_type: object, call: int) -> None:
-    """DETR's configuration, for one, looks its backbone up on the hub."""
+    """DETR's configuration, for example, looks up its backbone on the hub."""
     edit(
         folder,
         "config.json",
@@ -107,7 +107,7 @@ def test_known_model_types_use_transformers_own_code(folder: Path) -> None:
 def test_unknown_tokenizers_run_nothing(
     folder: Path, reference: str, as_list: bool, with_json: bool
 ) -> None:
-    """What tokenizer.json says is enough without their code."""
+    """`tokenizer.json` is enough; their code does not run."""
     text = "import os"
     expected = load_tokenizer(folder)(text).input_ids
     pair = [reference, reference]
@@ -162,8 +162,8 @@ def test_calibration_loads_the_tokenizer_the_same_way(folder: Path) -> None:
     assert not (folder.parent / "ran").exists()
 
 
-def test_every_loader_of_a_folder_is_told() -> None:
-    """Calls of `from_pretrained` and `from_config` in the package."""
+def test_every_loader_forbids_remote_code() -> None:
+    """All calls of `from_pretrained` and `from_config` in the package forbid remote code."""
     package = Path(halfbyte.__file__).parent
     found = 0
     for file in package.rglob("*.py"):

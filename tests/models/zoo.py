@@ -78,7 +78,7 @@ ARCHITECTURES = tuple(_CONFIGS)
 ALL_EXPERTS = {
     name: {"num_experts_per_tok": 4} for name in ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
 }
-"""Overrides by which a router chooses all, so that no rounding makes it choose others."""
+"""Overrides with which every token has all experts, so that rounding cannot change the choice."""
 
 
 def make_model(architecture: str, dtype: torch.dtype = torch.float32, **overrides: object) -> Any:

@@ -51,7 +51,7 @@ def on_host() -> Iterator[None]:
 
 
 def moved(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with nothing behind it that may be read."""
+    """A copy, directly followed by unmapped memory."""
     if not tensor.numel():
         return tensor
     raw = tensor.contiguous().view(torch.uint8)
@@ -71,7 +71,7 @@ def moved_matrices(matrices: ExpertMatrices) -> Matrices:
 def run(
     hidden: torch.Tensor, experts: PackedExperts, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The launcher, which finds nothing behind the tensors that it reads and writes."""
+    """Run the launcher; memory after all tensors is unmapped."""
     matrices = moved_matrices(experts.gate_up), moved_matrices(experts.down)
     with on_host():
         return launcher.moe_cuda(
@@ -179,7 +179,7 @@ def test_subnormal_block_scales() -> None:
 
 @pytest.mark.parametrize("exponent", [20, 139, 140, 170])
 def test_block_scales_of_any_size(exponent: int) -> None:
-    """MXFP4's, around 2^12 too, where bfloat16 would not hold what they become."""
+    """MXFP4's scales, also around 2^12, where the bfloat16 operand would overflow."""
     experts = experts_of(KINDS["mxfp4-limited"], 5, HIDDEN, INTERMEDIATE)
     experts.down.scales[:, ::3, 1:] = exponent
     hidden = random_hidden(5, HIDDEN, BF16)

@@ -1,4 +1,4 @@
-"""What the values and the interface of MoE layers refuse, and how backends are chosen."""
+"""Errors of the interface of MoE layers, and selection of backends."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""`NvFp4Experts`: loading, kernels, state dicts, moves, and what it refuses."""
+"""`NvFp4Experts`: loading, kernels, state dicts, moving, errors."""
 
 import copy
 from typing import Any
@@ -172,7 +172,7 @@ def test_tensors_that_do_not_fit_are_named() -> None:
         ((0, H, MID), {}, "num_experts"),
         ((NUM, 40, MID), {}, "hidden_size: expected a positive multiple of 16"),
         ((NUM, H, MID), {"dtype": torch.float64}, "dtype"),
-        ((NUM, H, MID), {"activation": GPT_OSS}, "activation: expected gate above up"),
+        ((NUM, H, MID), {"activation": GPT_OSS}, "activation: expected one that is not interl"),
     ],
 )
 def test_options_that_do_not_exist(

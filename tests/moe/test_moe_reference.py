@@ -1,4 +1,4 @@
-"""The oracle of MoE layers, beside a dense calculation in float64."""
+"""The oracle of MoE layers, against a dense computation in float64."""
 
 import pytest
 import torch

@@ -95,7 +95,7 @@ def test_sizes_that_fill_no_tile() -> None:
 
 
 def test_many_tiles_of_one_expert() -> None:
-    """More tiles than share weights, and empty experts around."""
+    """More tiles than are grouped to share weights, between experts without tokens."""
     experts = random_experts(4, 64, 32)
     ids, weights = torch.full((140, 1), 2), torch.full((140, 1), 0.5)
     hidden = random_hidden(140, 64)

@@ -1,4 +1,4 @@
-"""The formats once more, written from the specification alone.
+"""An independent implementation of the formats, written from the specification.
 
 Plain loops over Python and numpy scalars: nothing here calls halfbyte, so that agreement with it
 is evidence. Nearest values are found by exact comparison of rational numbers; float32 arithmetic,
@@ -38,7 +38,7 @@ def e2m1_code(x: float) -> int:
 
 
 def minifloat_value(byte: int, exponent_bits: int, mantissa_bits: int, bias: int) -> Fraction:
-    """Value of a byte `s|exponent|mantissa`, NaN and infinity codes not being asked for."""
+    """Value of a byte `s|exponent|mantissa`; not for codes of NaN and infinity."""
     sign = -1 if byte & 0x80 else 1
     exponent = (byte >> mantissa_bits) & ((1 << exponent_bits) - 1)
     mantissa = Fraction(byte & ((1 << mantissa_bits) - 1), 1 << mantissa_bits)

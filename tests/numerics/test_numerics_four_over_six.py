@@ -1,4 +1,4 @@
-"""The recipe `four_over_six`: which of the two scales a block takes, and never a worse one."""
+"""The recipe `four_over_six`: the scale of each block, never the one with the larger error."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`halfbyte.numerics.nvfp4`, bit for bit: both recipes, the edges, and what is refused."""
+"""`halfbyte.numerics.nvfp4`, bit for bit: both recipes, edge cases and errors."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`e4m3`, `e5m2` and `e8m0`: every byte, every tie, both ends."""
+"""`e4m3`, `e5m2` and `e8m0`: every byte, every tie, the smallest and largest values."""
 
 import math
 from collections.abc import Callable, Sequence

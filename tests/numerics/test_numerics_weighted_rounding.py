@@ -1,4 +1,4 @@
-"""Rounding by weighted error: against float64, by brute force, and what must never happen."""
+"""Rounding by weighted error: against float64 and brute force, and edge cases."""
 
 import math
 
@@ -18,7 +18,7 @@ G = 0.0137
 
 
 def random_moment(size: int, heads: int = 1, seed: int = 0) -> torch.Tensor:
-    """Of queries that lie mostly in a few directions: float64 `[heads, size, size]`."""
+    """E[q q^T] of queries mostly in a few directions: float64 `[heads, size, size]`."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(heads, 4 * size, size, generator=generator, dtype=torch.float64)
     q = q * torch.logspace(0, -2, size, dtype=torch.float64)
@@ -131,7 +131,7 @@ def test_quantize_is_what_its_definition_says(with_feedback: bool) -> None:
 
 
 def test_blocks_do_not_depend_on_who_updates_them_when() -> None:
-    """Errors gathered before a block's turn: the same bits as handed on at once."""
+    """Gathering earlier errors before each block has the same bits as propagating them at once."""
     factor, weights = feedback_factor(random_moment(64)[0])
     x = values(200, 64)
     data, scales = quantize(x, G, weights, factor)

@@ -1,4 +1,4 @@
-"""Largest magnitudes of the inputs of layers, and of K and V, while a model runs."""
+"""Calibration: max magnitudes of layers' inputs, and of K and V."""
 
 import math
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def linears(model: nn.Module) -> list[str]:
 
 @contextmanager
 def watched(model: nn.Module, names: list[str]) -> Iterator[dict[str, float]]:
-    """The same by forward hooks: the largest input of each module."""
+    """The same with forward hooks: the max input of each module."""
     seen = dict.fromkeys(names, 0.0)
     handles = []
     for name in names:
@@ -53,7 +53,7 @@ def test_input_amax_is_what_hooks_see(architecture: str) -> None:
 
 
 def test_input_amax_over_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest of all windows, each read by itself; K and V, too."""
+    """The max over all windows, each run separately; for K and V, too."""
     monkeypatch.setattr(subject, "MAX_TOKENS", 24)
     model = make_model("llama")
     ids = token_ids(1, 60)
@@ -73,7 +73,7 @@ def test_input_amax_over_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_experts_share_their_input_amax() -> None:
-    """gate and up of all experts: what enters the experts; down: what is between them."""
+    """gate and up of all experts share the experts' input, down the intermediate activations."""
     model = make_model("qwen3_moe")
     prefix = "model.layers.1.mlp.experts"
     names = [f"{prefix}.{e}.{x}_proj" for e in range(4) for x in ("gate", "up", "down")]
@@ -128,5 +128,5 @@ def test_calibration_refuses_what_is_not_finite() -> None:
 def test_calibration_names_a_layer_that_was_not_reached() -> None:
     model = make_model("llama")
     model.unused = nn.Linear(16, 16)
-    with pytest.raises(CheckpointError, match=r"^unused: .*the text never reached it"):
+    with pytest.raises(CheckpointError, match=r"^unused: .*no token of the text was routed to it"):
         calibrate_layers(model, token_ids(1, 20), ["unused"], "test")

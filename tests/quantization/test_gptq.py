@@ -1,4 +1,4 @@
-"""Weights rounded with error feedback: what GPTQ does, column by column and layer by layer."""
+"""GPTQ: weights rounded with error feedback, column by column and layer by layer."""
 
 import gc
 import json
@@ -122,7 +122,7 @@ def test_moments_are_of_the_inputs_of_each_layer() -> None:
     shared = moments.factor(layers[0].weight)
     assert moments.factor(layers[1].weight) is shared
     assert moments.factor(layers[2].weight) is not shared
-    assert not moments.factor(layers[3].weight).any()  # nobody watched it
+    assert not moments.factor(layers[3].weight).any()  # no inputs were recorded
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "phi3", "gpt_oss"])
@@ -189,7 +189,7 @@ def test_layers_are_freed_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_scales_are_those_that_codes_were_rounded_with(tmp_path: Path) -> None:
-    """Of a file in float32 whose config says bfloat16, in which layers run."""
+    """For a float32 file whose config says bfloat16, the dtype in which layers run."""
     make_model("llama").save_pretrained(tmp_path / "source")
     config = json.loads((tmp_path / "source" / "config.json").read_text())
     (tmp_path / "source" / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
@@ -264,7 +264,7 @@ def test_a_checkpoint_by_gptq_is_closer_to_its_source(
             model = load_model(target, dtype="float32", device="cpu")
             errors[method] = float((model(ids).logits - logits).square().mean())
     assert errors["gptq"] < 0.9 * errors["rtn"]
-    assert "tokens say little of layers of" in caplog.text
+    assert "calibration tokens are few for layers of" in caplog.text
 
 
 def test_unknown_methods_and_texts_for_nothing_are_refused(source: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that we write, read with the other side's own code on the CPU."""
+"""Checkpoints that we write, read with ModelOpt's and compressed-tensors' own code on the CPU."""
 
 import json
 from collections.abc import Callable
@@ -139,7 +139,7 @@ def test_modelopt_makes_the_same_declaration() -> None:
 
 
 AMAXES = [mantissa / 32 for mantissa in range(128, 256)]
-"""All that a weight in bfloat16 can have, but for powers of two: some make scales next to ties."""
+"""All bfloat16 significands of an amax: some give scales next to ties."""
 
 
 def weight_of(amax: float) -> torch.nn.Linear:
@@ -151,7 +151,7 @@ def weight_of(amax: float) -> torch.nn.Linear:
 
 
 def test_layers_have_the_values_that_modelopt_reads() -> None:
-    """Of its own weights, and of ours."""
+    """For weights quantized by ModelOpt, and by us."""
     qtensor = pytest.importorskip("modelopt.torch.quantization.qtensor").NVFP4QTensor
     for amax in AMAXES:
         linear = weight_of(amax)

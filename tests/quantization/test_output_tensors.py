@@ -63,7 +63,7 @@ def read_by_us(decode: torch.Tensor) -> torch.Tensor:
     return ((codes * scales) * decode).bfloat16()
 
 
-# In each of these a plain amax / 2688, or its reciprocal, is read differently.
+# For each of these, readers disagree about a plain amax / 2688 or its reciprocal.
 UNLUCKY = {"modelopt": 0.32744139432907104, "compressed-tensors": 0.03546142578125}
 READERS = {"modelopt": read_by_modelopt, "compressed-tensors": read_by_compressed_tensors}
 
@@ -189,7 +189,7 @@ def test_declarations_are_read_back(
     ("kv_cache_dtype", "algo"), [(None, None), ("nvfp4", "NVFP4"), ("fp8_e4m3", "FP8")]
 )
 def test_modelopt_file_has_what_vllm_requires(kv_cache_dtype: str, algo: str) -> None:
-    """vLLM refuses files without these fields, and those of another producer."""
+    """vLLM refuses files without these fields, or with another producer."""
     output = OutputFormat("modelopt", True, kv_cache_dtype=kv_cache_dtype)
     fields = get_dialect("modelopt").own_files(output, ["a"])["hf_quant_config.json"]
     assert fields["producer"]["name"] == "modelopt"

@@ -1,4 +1,4 @@
-"""What is written can be loaded, and what could not be is refused before anything is written."""
+"""Written checkpoints can be loaded; unloadable ones are refused before anything is written."""
 
 import os
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_quantize_copies_no_devices(source: Path, what: str) -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_quantize_copies_foreign_tensors(source: Path, dialect: str) -> None:
-    """`load_model` passes over them in the source, and in what is written."""
+    """`load_model` ignores them in the source and in the written checkpoint."""
     weights = load_file(source / "model.safetensors")
     foreign = {"model.norm.bias": torch.ones(3), "other.up_proj.weight": torch.ones(16, 16)}
     write_weights(source, {**weights, **foreign})
@@ -110,7 +110,7 @@ def test_quantize_names_a_link_to_nothing_before_it_begins(source: Path) -> None
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_quantize_foreign_bias_of_a_quantized_layer(source: Path, dialect: str) -> None:
-    """Beside a quantized weight loading refuses it; beside one left alone it is foreign as any."""
+    """In a quantized layer loading refuses it; in an unquantized one it is ignored."""
     weights = load_file(source / "model.safetensors")
     write_weights(source, {**weights, f"{LAYER}.bias": torch.ones(704)})
     target = source.parent / "target"
@@ -140,7 +140,7 @@ def test_quantize_ignoring_the_head_and_routers_changes_nothing(
 def test_quantize_gives_a_silent_layer_the_median_scale(
     source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a layer whose V is zero nothing is known; a stored scale of 0 could not be read."""
+    """V of the layer is zero on the text; a stored scale of 0 would be refused by readers."""
     weights = load_file(source / "model.safetensors")
     weights["model.layers.1.self_attn.v_proj.weight"].zero_()
     write_weights(source, weights)

@@ -43,7 +43,7 @@ def index_of(shapes: Shapes) -> CheckpointIndex:
 def selection_of(
     model: Any, ignore: Sequence[str] = (), shapes: Shapes | None = None
 ) -> LayerSelection:
-    """Of a model's own files, or of others."""
+    """The selection for a model's own files, or for given ones."""
     return select_layers(
         model.config, index_of(stored(model) if shapes is None else shapes), ignore
     )
@@ -260,7 +260,7 @@ def test_selection_names_a_wrong_shape(architecture: str, name: str) -> None:
     ],
 )
 def test_selection_passes_over_foreign_tensors(architecture: str, name: str) -> None:
-    """As loading does."""
+    """Loading ignores them, too."""
     model = make_model(architecture)
     assert selection_of(model, shapes={**stored(model), name: (64, 64)}) == selection_of(model)
 

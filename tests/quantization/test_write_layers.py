@@ -128,7 +128,7 @@ def quantized(
     output: OutputFormat,
     calibration: CalibrationResult | None = None,
 ) -> tuple[dict[str, torch.Tensor], list[LayerReport]]:
-    """What is written for a checkpoint of two shards, q_proj in the second."""
+    """The written tensors of a checkpoint of two shards, with q_proj in the second."""
     source, target = folder / "source", folder / "target"
     source.mkdir()
     target.mkdir()

@@ -19,7 +19,7 @@ _MIN_CAPABILITY = 80
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Metadata of the work, which decides whether a backend can do it."""
+    """Metadata of a call, by which backends decide whether they support it."""
 
     layout: PageLayout
     num_heads: int
@@ -87,7 +87,7 @@ class _PackedKey(NamedTuple):
 
 
 class _PackedPart(NamedTuple):
-    """Lengths and window of the tokens that only the pages have, and plans for them."""
+    """Lengths and window without the last tokens, which rings have, and plans for them."""
 
     seq_lens: torch.Tensor
     window: int
@@ -155,7 +155,7 @@ class AttentionInputs:
         self._output.tensor = result
 
     def deliver(self) -> torch.Tensor:
-        """The output, copied to the caller's tensor if there is one."""
+        """The output: the caller's tensor if given, into which it is copied if necessary."""
         if self.given_out is None or self.given_out is self.out:
             return self.out
         return self.given_out.copy_(self.out)
@@ -189,7 +189,7 @@ class AttentionInputs:
         return -(-self.block_tables.shape[1] * self.layout.block_size // self.transform.segment)
 
     def config(self) -> AttentionConfig:
-        """Metadata of the work."""
+        """Metadata of the call, by which backends decide whether they support it."""
         return self._config
 
     @cached_property
@@ -232,10 +232,10 @@ class SubBatch:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     plans: AttentionPlans
-    """Of these sequences alone."""
+    """Of these sequences only."""
 
     def inputs_of(self, batch: AttentionInputs) -> AttentionInputs:
-        """The work on these sequences, with outputs of its own unless they are the whole batch."""
+        """The inputs of these sequences; writes to new outputs unless they are the whole batch."""
         if self.rows is None:
             return replace(batch, plans=self.plans, split_off=True)
         return replace(
@@ -269,7 +269,7 @@ class AttentionBackend(ABC):
     takes_recent: ClassVar[bool] = False
     """Whether it reads recent tokens from `RecentInputs`."""
     takes_every_batch: ClassVar[bool] = False
-    """Whether it takes decode steps and prompts alike, so that batch invariance may choose it."""
+    """Whether it runs both decode steps and prompts: `auto` requires it for batch invariance."""
 
     @classmethod
     @abstractmethod

@@ -2,8 +2,8 @@
 
 - **fa2**, SM80 and later: 16-bit, FP8 and NVFP4 caches with linear block scales, pages of any
   number of tokens. The prefill wrapper serves decoding as well: both run the same kernels, and it
-  alone knows where split KV must be off (NVFP4 on SM120). It ignores attention sinks without a
-  word, hence they are refused here.
+  alone knows where split KV must be off (NVFP4 on SM120). It silently ignores attention sinks, so
+  they are refused here.
 - **trtllm-gen**, SM100 and SM103: NVFP4 with V scales in the `sm100` order. Its NVFP4 kernels exist
   for FP8 queries and FP8 output only, so both are rounded; and it multiplies codes by block scales
   in E4M3, where a product above 448 saturates. Block scales must therefore not exceed 72, which a
@@ -42,13 +42,13 @@ _TRTLLM_GEN_CAPABILITIES = (100, 103)
 _TRTLLM_GEN_HEAD_SIZES = (128, 256)
 _TRTLLM_GEN_BLOCK_SIZES = (16, 32, 64)
 _TRTLLM_GEN_MAX_DECODE_QUERIES = 8
-"""Query tokens per sequence up to which its decode entry is used, as in FlashInfer's tests."""
+"""Max query tokens per sequence for its decode function, as in FlashInfer's tests."""
 _MAX_SCALE = 0x69
 """E4M3 byte of 72, the largest block scale whose product with 6 does not exceed 448."""
 _NAN_SCALE = 0x7F
 _MAX_QUERY_TILE = 128
 _MIN_WORKSPACE = 128 * 2**20
-"""Bytes; what FlashInfer recommends."""
+"""Workspace bytes that FlashInfer recommends."""
 
 
 class FlashInferAttention(AttentionBackend):
@@ -67,7 +67,7 @@ class FlashInferAttention(AttentionBackend):
         if capability < 80:
             return False, f"needs compute capability 8.0, this is {capability / 10}"
         missing = _missing_package() if here else None
-        return missing is None, missing or "runs when asked for: FlashInfer's kernels on our pages"
+        return missing is None, missing or "runs if requested: FlashInfer's kernels on our pages"
 
     @classmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:

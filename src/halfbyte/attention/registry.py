@@ -41,13 +41,13 @@ class _AttentionBackends(Registry[AttentionBackend]):
 def _refusal(backend: type[AttentionBackend], config: AttentionConfig, named: bool) -> str | None:
     """Why a backend that can implement the config is not used for it; None if it is."""
     if config.transform and not backend.takes_transforms:
-        return "reads only the recipe plain"
+        return "supports only kv_recipe plain"
     # On GPUs, `recent` attends to the last tokens for all other backends.
     if config.recent and config.device_type != "cuda" and not backend.takes_recent:
         return "reads all tokens from the pages"
     # The best backend for a batch would otherwise depend on the rest of the batch.
     if config.batch_invariant and not named and not backend.takes_every_batch:
-        return "runs only if chosen by name; batch_invariant needs a backend that takes every batch"
+        return "runs only if chosen by name; batch_invariant needs one backend for all batches"
     return None
 
 

@@ -88,8 +88,8 @@ class AttentionBenchmark:
         """Max error relative to the max value of the reference, over each sequence's last token."""
         last = queries.start_loc[1:].long() - 1
         starts = torch.arange(len(last) + 1, dtype=torch.int32, device=self.device)
-        asked = queries._replace(query=queries.query[last].float(), start_loc=starts)
-        exact = attention_calls(case, cache, asked, backend="reference")[0]()
+        last_queries = queries._replace(query=queries.query[last].float(), start_loc=starts)
+        exact = attention_calls(case, cache, last_queries, backend="reference")[0]()
         return {"error": float((out[last] - exact).abs().max() / exact.abs().max())}
 
     def store(self, case: Case, dtype: str) -> Row:

@@ -27,8 +27,8 @@ class ProductBenchmark:
         device: of the tensors.
         cases: shape and M of each row.
         registry: of the backends.
-        configs: of the cases, which every backend asked for must be able to run.
-        backends: asked for; by default halfbyte's own that run here. NoImplementationError for an
+        configs: of the cases, which every requested backend must be able to run.
+        backends: to measure; by default halfbyte's own that run here. NoImplementationError for an
             unknown one, or one that cannot run.
         dtype: of x.
     """

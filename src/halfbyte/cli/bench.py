@@ -24,7 +24,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the report as one JS
 Tokens = Annotated[str | None, typer.Option("--m", help="Numbers of tokens, separated by commas.")]
 Backends = Annotated[
     str | None,
-    typer.Option(help="Backends, separated by commas; by default our own that run here."),
+    typer.Option(help="Backends, separated by commas; by default halfbyte's own that run here."),
 ]
 Device = Annotated[str, typer.Option(help="auto, cuda or cpu.")]
 ReportFile = Annotated[
@@ -32,7 +32,7 @@ ReportFile = Annotated[
 ]
 
 bench = typer.Typer(
-    help="Measure halfbyte beside PyTorch on this machine.",
+    help="Compare the speed of halfbyte's kernels with PyTorch's on this machine.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -44,22 +44,23 @@ def attention(
         str, typer.Option(help="Formats of halfbyte's cache, separated by commas.")
     ] = "nvfp4",
     only: Annotated[
-        str | None, typer.Option(help="Cases whose name this regular expression is found in.")
+        str | None, typer.Option(help="Run only cases whose name matches this regular expression.")
     ] = None,
     batch: Annotated[
         str | None,
         typer.Option(
-            help="Sequences, separated by commas: a grid of your own instead of the usual cases. "
-            "Where only context or heads are given, 1."
+            help="Run a grid instead of the default cases: numbers of sequences, separated by "
+            "commas. By default 1 if only context or heads are given."
         ),
     ] = None,
     context: Annotated[
-        str | None, typer.Option(help="Tokens per sequence of that grid, otherwise 8192.")
+        str | None, typer.Option(help="Tokens per sequence of the grid; by default 8192.")
     ] = None,
     heads: Annotated[
         str | None,
         typer.Option(
-            help="Heads of that grid, otherwise llama: gpt-oss, gemma, mistral, gpt-oss-sliding."
+            help="Heads of the grid; by default llama; also gpt-oss, gemma, mistral, "
+            "gpt-oss-sliding."
         ),
     ] = None,
     peers: Annotated[bool, typer.Option(help="Measure PyTorch's SDPA, too.")] = True,
@@ -69,7 +70,7 @@ def attention(
     report: ReportFile = None,
     verbose: Verbose = False,
 ) -> None:
-    """Decode, prefill and store: times, bandwidth, error, and what SDPA takes for the same."""
+    """Decode, prefill and store: times, bandwidth and error, and times of PyTorch's SDPA."""
     from halfbyte.bench import AttentionBenchmark
 
     quiet_libraries(verbose=verbose)
@@ -98,7 +99,7 @@ def linear(
     report: ReportFile = None,
     verbose: Verbose = False,
 ) -> None:
-    """Products with NVFP4 weights: times and errors, and what bfloat16 weights take."""
+    """Products with NVFP4 weights: times and errors, and times with bfloat16 weights."""
     from halfbyte.bench import LinearBenchmark
 
     quiet_libraries(verbose=verbose)
@@ -126,7 +127,7 @@ def moe(
     report: ReportFile = None,
     verbose: Verbose = False,
 ) -> None:
-    """Mixtures of 4-bit experts: times and errors, and what bfloat16 experts take."""
+    """MoE layers with 4-bit experts: times and errors, and times with bfloat16 experts."""
     from halfbyte.bench import MoeBenchmark
 
     quiet_libraries(verbose=verbose)

@@ -26,28 +26,26 @@ def calibrate(
         Path | None,
         typer.Option(
             "--out",
-            help="File to write; by default kv_scales.json in the model's folder, or where that "
-            "cannot be written, and for hub ids, one in the cache folder.",
+            help="File to write; by default kv_scales.json in the model's folder, or a file in the "
+            "cache folder for hub ids and folders that cannot be written.",
         ),
     ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Of the text; by default as many as the model sees at once, up to 2,048."
+            help="Max tokens of the text; by default the model's context length, up to 2,048."
         ),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1 …; by default a GPU if there is one.")
     ] = None,
     dtype: DType = "auto",
-    revision: Annotated[
-        str | None, typer.Option(help="Of a hub id: a branch, tag or commit.")
-    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     download_dir: Annotated[
-        Path | None, typer.Option(help="Where files of a hub id are kept, as vLLM has it.")
+        Path | None, typer.Option(help="Folder for files of a hub id, as in vLLM.")
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Also if the checkpoint has scales of its own.")
+        bool, typer.Option("--force", help="Measure even if the folder's scales take precedence.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     verbose: Verbose = False,
@@ -61,7 +59,7 @@ def calibrate(
     path, is_kept = (file, False) if file is not None else destination(model, folder)
     shadow = _comes_first(folder, is_kept=is_kept)
     if shadow and not force:
-        note = f"{model}: nothing to do: {shadow} (--force measures others all the same)"
+        note = f"{model}: nothing to do: {shadow} (--force measures anyway)"
         if as_json:
             print(json.dumps({"path": None, "note": note}))
         else:
@@ -77,7 +75,7 @@ def calibrate(
     out.print(scales.source, markup=False)
     out.print(f"{path}: written", markup=False)
     if shadow:
-        out.print(f"used where it is given as kv_scales, because {shadow}", markup=False)
+        out.print(f"used only if passed as kv_scales, because {shadow}", markup=False)
 
 
 def destination(model: str, folder: Path) -> tuple[Path, bool]:
@@ -91,11 +89,11 @@ def destination(model: str, folder: Path) -> tuple[Path, bool]:
         ValueError: the folder cannot be written, and there is no cache folder.
     """
     from halfbyte.kvcache import KV_SCALES_FILE
-    from halfbyte.models.kv_scales import kept_calibration
+    from halfbyte.models.kv_scales import cached_calibration
 
     if Path(model).is_dir() and os.access(folder, os.W_OK):
         return folder / KV_SCALES_FILE, False
-    kept = kept_calibration(folder)
+    kept = cached_calibration(folder)
     if kept is None:
         raise ValueError(
             f"{model}: cannot be written, and there is no cache folder (HALFBYTE_CACHE_DIR is "
@@ -134,7 +132,7 @@ def _comes_first(folder: Path, *, is_kept: bool) -> str | None:
     # Other scales, such as the checkpoint's own, take precedence only for the recipe `plain`.
     scales = KVScales.load(folder) if is_kept else None
     if scales is not None and scales.suits(RECIPES[DEFAULT]):
-        return f"its folder has a {KV_SCALES_FILE} with a calibration, which comes first"
+        return f"its folder has a {KV_SCALES_FILE} with a calibration, which takes precedence"
     return None
 
 

@@ -31,10 +31,10 @@ Ctrl-C while an answer comes stops the answer."""
 
 def chat(
     url: Annotated[
-        str, typer.Option(help="Base URL of the API; nothing is sent to any other place.")
+        str, typer.Option(help="Base URL of the API; nothing is sent anywhere else.")
     ] = "http://127.0.0.1:8000/v1",
     model: Annotated[
-        str | None, typer.Option(help="Name the server gives the model; by default its first.")
+        str | None, typer.Option(help="Name of the model on the server; by default its first.")
     ] = None,
     system: Annotated[
         str | None, typer.Option(help="System message: how the model is to behave.")
@@ -45,20 +45,20 @@ def chat(
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of an answer at most; by default as many as the server allows, or "
+            help="Max tokens of an answer; by default the server's limit, or "
             f"{MAX_CONTINUATION_TOKENS} without a chat template.",
         ),
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="OPENAI_API_KEY", help="Key that the server asks for, if any."),
+        typer.Option(envvar="OPENAI_API_KEY", help="API key, if the server requires one."),
     ] = None,
     prompt: Annotated[
         str | None,
         typer.Option(help="Answer this and exit; so does text on standard input."),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(help="Seconds the server may stay silent before it is given up.")
+        float, typer.Option(help="Max seconds without data from the server.")
     ] = 300.0,
 ) -> None:
     """Talk to a model that `vllm serve`, or any OpenAI-compatible server, serves.
@@ -114,9 +114,7 @@ def _stdin() -> str:
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"standard input: expected text, got bytes that are none: {error}"
-        ) from None
+        raise ValueError(f"standard input: expected text, got undecodable bytes: {error}") from None
 
 
 def _first_model(client: Client) -> str:

@@ -40,36 +40,36 @@ def evaluate(
             help="Recipes to measure for NVFP4 formats, separated by commas; by default balanced."
         ),
     ] = None,
-    chunk_size: Annotated[int, typer.Option(help="Tokens fed at once; 1 is true decoding.")] = 512,
-    window: Annotated[int, typer.Option(help="Tokens of context, at most.")] = 1024,
+    chunk_size: Annotated[int, typer.Option(help="Tokens per step; 1 is true decoding.")] = 512,
+    window: Annotated[int, typer.Option(help="Max tokens of context.")] = 1024,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Stop after about so many tokens of text.")
+        int | None, typer.Option(help="Stop after about this many tokens of text.")
     ] = 16384,
     retrieval: Annotated[
         int | None,
         typer.Option(
-            help="Instead, look for facts and a repeated segment in a context of so many tokens of "
-            "the text; for models that answer questions."
+            help="Measure retrieval instead: facts and a repeated segment in a context of this "
+            "many tokens of the text; needs a model that answers questions."
         ),
     ] = None,
     greedy: Annotated[
         int | None,
         typer.Option(
-            help="Instead, continue every window of text by so many tokens, and count those before "
-            "the first that differs from what a bfloat16 cache gives."
+            help="Measure generation instead: continue every window of text by this many tokens, "
+            "and count those before the first that differs from a bfloat16 cache's."
         ),
     ] = None,
     layers: Annotated[
         bool,
         typer.Option(
             "--layers",
-            help="Instead, SQNR of K and V and the error of attention logits, layer by layer.",
+            help="Measure layers instead: SQNR of K and V and the error of attention logits.",
         ),
     ] = False,
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Of weights and computation: auto, float32, bfloat16 or float16; by default "
+            help="Dtype of weights and computation: auto, float32, bfloat16 or float16; by default "
             "float32 on a CPU, so that rounding does not depend on the chunk size, else auto."
         ),
     ] = None,
@@ -79,7 +79,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Perplexity through the packed cache, and its divergence from a bfloat16 cache."""
+    """Measure perplexity with a packed KV cache, and the KL divergence from a bfloat16 cache."""
     import torch
 
     from halfbyte.assets import bundled_model_path, heldout_texts, read_text

@@ -31,31 +31,30 @@ def generate(
         Path | None, typer.Option(help="File with the text to continue, instead of --prompt.")
     ] = None,
     model: Model = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
+    max_tokens: Annotated[int, typer.Option(help="Max tokens to generate.")] = 64,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="Format of the KV cache; `halfbyte info` lists them.")
     ] = "nvfp4",
     v_cache_dtype: Annotated[
-        str | None, typer.Option(help="Format of V, where it differs from that of K.")
+        str | None, typer.Option(help="Format of V, if it differs from that of K.")
     ] = None,
     kv_recipe: Annotated[
         str | None,
         typer.Option(
-            help="What is done to K and V in NVFP4: plain, balanced or accurate; by default "
-            "balanced."
+            help="Recipe for K and V in NVFP4: plain, balanced or accurate; by default balanced."
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample among the k likeliest tokens; 0: all.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0: all.")] = 0,
     top_p: Annotated[
-        float, typer.Option(help="Sample among tokens that together have this probability.")
+        float, typer.Option(help="Sample among the most likely tokens up to this probability.")
     ] = 1.0,
     min_p: Annotated[
         float,
-        typer.Option(help="Sample among tokens with this share of the likeliest's probability."),
+        typer.Option(help="Sample among tokens with at least this share of the max probability."),
     ] = 0.0,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1, tokens that came before become less likely.")
+        float, typer.Option(help="Above 1, tokens of the text so far become less likely.")
     ] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text to stop at; repeatable.")] = None,
@@ -68,7 +67,7 @@ def generate(
         typer.Option(
             "--max-batched-tokens",
             "--max-num-batched-tokens",
-            help="Tokens per step; longer prompts are fed in chunks.",
+            help="Max tokens per step; longer prompts run in chunks.",
         ),
     ] = None,
     num_pages: Annotated[
@@ -76,18 +75,18 @@ def generate(
     ] = None,
     gpu_memory_utilization: Annotated[
         float | None,
-        typer.Option(help="Share of the GPU's memory to use in all, instead of --num-pages."),
+        typer.Option(help="Max share of the GPU's memory in use, instead of --num-pages."),
     ] = None,
     enforce_eager: Annotated[
         bool, typer.Option("--enforce-eager", help="Run without CUDA graphs.")
     ] = False,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Context in tokens; by default the model's.")
+        int | None, typer.Option(help="Context length in tokens; by default the model's.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Continue a prompt, every K and V read back from the cache; then say what the cache cost."""
+    """Continue a prompt on a packed KV cache, then print the cache's size and the timings."""
     from halfbyte.assets import bundled_model_path
     from halfbyte.engine import LLM, SamplingParams
     from halfbyte.layouts import KVCacheDType

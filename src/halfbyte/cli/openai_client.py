@@ -191,9 +191,9 @@ def _refusal(url: str, response: http.client.HTTPResponse) -> EndpointError:
         message = error_message(json.loads(content))
     except (ValueError, RecursionError):
         message = ""
-    said = f"status {status} {response.reason}" + (f", {message}" if message else "")
+    problem = f"status {status} {response.reason}" + (f", {message}" if message else "")
     if re.search("chat.?template", message, re.IGNORECASE):
-        return NoChatTemplateError(url, said, "serve the model with --chat-template")
+        return NoChatTemplateError(url, problem, "serve the model with --chat-template")
     if status in (401, 403):
         advice = "give the server's key with --api-key or in OPENAI_API_KEY"
     elif status == 404 and "model" in message.lower():
@@ -206,4 +206,4 @@ def _refusal(url: str, response: http.client.HTTPResponse) -> EndpointError:
         advice = "look at the server's log"
     else:
         advice = "change the request: the text, /reset, or the options"
-    return EndpointError(url, said, advice)
+    return EndpointError(url, problem, advice)

@@ -19,20 +19,24 @@ Model = Annotated[
     ),
 ]
 DType = Annotated[
-    str, typer.Option(help="Of weights and computation: auto, float32, bfloat16 or float16.")
+    str, typer.Option(help="Dtype of weights and computation: auto, float32, bfloat16 or float16.")
 ]
 AttentionBackend = Annotated[
-    str | None, typer.Option(help="Name of an attention backend; by default the best that runs.")
+    str | None,
+    typer.Option(help="Attention backend, see `halfbyte info`; by default the best that runs."),
 ]
 LinearBackend = Annotated[
     str | None,
-    typer.Option(help="Name of a backend for NVFP4 weights; by default the best for each layer."),
+    typer.Option(
+        help="Linear backend for NVFP4 weights, see `halfbyte info`; by default the best for each "
+        "layer."
+    ),
 ]
 QuantizeActivations = Annotated[
     bool | None,
     typer.Option(
-        help="Whether W4A4 layers quantize their activations, emulated if need be; by default "
-        "where the GPU multiplies FP4 natively."
+        help="Whether W4A4 layers quantize their activations, emulated without native FP4 "
+        "products; by default only with them."
     ),
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what is going on.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also log choices and progress.")]

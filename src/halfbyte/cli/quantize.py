@@ -26,11 +26,11 @@ def quantize(
     source: Annotated[str, typer.Argument(help="Folder or hub id of the checkpoint to quantize.")],
     destination: Annotated[Path, typer.Argument(help="Folder to write.")],
     dialect: Annotated[
-        str, typer.Option("--format", help="Of the files: modelopt or compressed-tensors.")
+        str, typer.Option("--format", help="Dialect to write: modelopt or compressed-tensors.")
     ],
     weights: Annotated[
         str,
-        typer.Option(help="nvfp4 (activations in 4 bits, too) or nvfp4-a16 (weights alone)."),
+        typer.Option(help="nvfp4 (W4A4, calibrated) or nvfp4-a16 (W4A16, weights only)."),
     ] = "nvfp4",
     recipe: Annotated[
         str, typer.Option(help="How block scales are chosen: amax6 or four_over_six.")
@@ -38,8 +38,8 @@ def quantize(
     method: Annotated[
         str,
         typer.Option(
-            help="How weights are rounded: rtn (to nearest) or gptq (by what an error does to a "
-            "layer's output on the calibration text; slower, closer)."
+            help="How weights are rounded: rtn (to nearest) or gptq (slower; minimizes the error "
+            "of a layer's output on the calibration text)."
         ),
     ] = "rtn",
     kv_cache_dtype: Annotated[
@@ -52,12 +52,12 @@ def quantize(
     ignore: Annotated[
         list[str] | None,
         typer.Option(
-            help="Layers to leave as they are: a name, a wildcard, or re: and a regular "
-            "expression; repeatable."
+            help="Layers not to quantize: a name, a wildcard, or re: and a regular expression; "
+            "repeatable."
         ),
     ] = None,
     shard_size: Annotated[
-        float, typer.Option(help="Gigabytes of weights per file, and about the memory needed.")
+        float, typer.Option(help="Max gigabytes per file of weights; memory use is about this.")
     ] = 5.0,
     force: Annotated[
         bool, typer.Option("--force", help="Replace the destination if it is a checkpoint.")
@@ -65,7 +65,7 @@ def quantize(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Quantize a checkpoint's linear layers to NVFP4, in a form that other engines load, too."""
+    """Quantize a checkpoint's linear layers to NVFP4, for halfbyte and other engines."""
     from halfbyte.checkpoints.output_folder import REPORT_FILE
     from halfbyte.quantization import quantize_checkpoint
 

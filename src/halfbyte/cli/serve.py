@@ -47,7 +47,7 @@ def serve(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="MODEL", help="Folder or hub id of a checkpoint; options of vLLM's follow it."
+            metavar="MODEL", help="Folder or hub id of a checkpoint; then options of vLLM."
         ),
     ] = None,
     kv_scales: Annotated[
@@ -58,16 +58,15 @@ def serve(
         str | None, typer.Option(help="The same for a draft model (speculative decoding).")
     ] = None,
     k_dtype: Annotated[
-        str | None, typer.Option(help="Format of K where --kv-cache-dtype is nvfp4.")
+        str | None, typer.Option(help="Format of K if --kv-cache-dtype is nvfp4.")
     ] = None,
     v_dtype: Annotated[
-        str | None, typer.Option(help="Format of V where --kv-cache-dtype is nvfp4.")
+        str | None, typer.Option(help="Format of V if --kv-cache-dtype is nvfp4.")
     ] = None,
     kv_recipe: Annotated[
         str | None,
         typer.Option(
-            help="What is done to K and V in NVFP4: plain, balanced or accurate; by default "
-            "balanced."
+            help="Recipe for K and V in NVFP4: plain, balanced or accurate; by default balanced."
         ),
     ] = None,
     linear: Annotated[
@@ -85,13 +84,13 @@ def serve(
 ) -> None:
     """Serve a model with vLLM on halfbyte's KV cache, with an OpenAI-compatible API.
 
-    All other options are vLLM's and are handed to `vllm serve` as they are; `halfbyte serve
-    --help=all` lists them. Where they do not say otherwise, halfbyte adds
+    All other options are passed to `vllm serve` unchanged; `halfbyte serve --help=all` lists them.
+    Unless they are given, halfbyte adds
 
         --attention-backend CUSTOM --kv-cache-dtype nvfp4
 
     and measures the scales of the KV cache, as `halfbyte calibrate` does, if the model has none.
-    The command line that comes out is shown, and vLLM takes this process's place.
+    It prints the resulting command, and vLLM replaces this process.
     """
     from halfbyte.plugins.vllm import launch
 

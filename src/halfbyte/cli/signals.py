@@ -1,6 +1,6 @@
 """SIGTERM and Ctrl-C end a command with their own status, wherever they arrive.
 
-A signal may arrive in a library's native code, which turns what the handler raises into an error of
+A signal may arrive in a library's native code, which turns the handler's exception into an error of
 its own, or drops it. So the status is kept.
 """
 
@@ -30,7 +30,7 @@ def status() -> int | None:
 
 
 def forget() -> None:
-    """For a command that goes on after Ctrl-C."""
+    """Clear `status`, for a command that handled Ctrl-C and continues."""
     _Received.status = None
 
 

@@ -30,7 +30,7 @@ class EngineCore:
         max_batched_tokens: tokens per step.
         max_num_seqs: requests that run at once.
         attention_backend: name of an attention backend, or None to choose.
-        batch_invariant: ask for bitwise equal results whatever else is in the batch.
+        batch_invariant: require results that are bitwise independent of the batch.
         cuda_graphs: run decode steps on a GPU as CUDA graphs.
         recent: rings for the last tokens of the sequences; None for none.
         eos_ids: ids that end a sequence, besides the model's own.

@@ -40,8 +40,8 @@ def model_and_tokenizer(
         )
     elif linear_backend is not None or quantize_activations is not None:
         raise ValueError(
-            "linear_backend, quantize_activations: are for models that are loaded here; "
-            "give them to load_model"
+            "linear_backend, quantize_activations: have no effect on a loaded model; "
+            "pass them to load_model"
         )
     if batch_invariant:
         check_batch_invariant(model)

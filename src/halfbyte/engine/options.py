@@ -60,7 +60,7 @@ def check_batch_invariant(model: PreTrainedModel) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, NvFp4Linear | ExpertsLayer) and not layer.batch_invariant:
             raise ValueError(
-                f"batch_invariant: {name} was loaded without it; give it to load_model as well"
+                f"batch_invariant: {name} was loaded without it; pass it to load_model as well"
             )
 
 

@@ -83,7 +83,7 @@ class SamplingParams:
         """Raise for a field that only vLLM has; the dataclass raises for unknown ones."""
         for name in fields:
             if name in _ONLY_IN_VLLM:
-                raise ValueError(f"{name}: halfbyte's own engine does not have it; vLLM does")
+                raise ValueError(f"{name}: not supported by halfbyte.LLM; vLLM supports it")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -1,14 +1,13 @@
-"""What a format does to each layer's attention: SQNR of K and V, and the error of its logits.
+"""Accuracy of a format per layer: SQNR of K and V, and the error of attention logits.
 
-SQNR weighs all channels of K alike, and comes out nearly the same in every layer. What counts is
-the error of the logits, `scale * q . (K' - K)`, where a query looks: with `p` the attention weights
-and `d` the errors of a query's logits,
+SQNR weighs all channels of K equally, and is nearly the same in every layer. What counts are the
+errors of the logits, `d = scale * q . (K' - K)`, weighted by the attention weights `p`:
 
     KL(p || weights with K') = Var_p(d) / 2 + O(d^3),    Var_p(d) = sum p d^2 - (sum p d)^2
 
-so that `logit_error` is the root mean of Var_p(d) over queries and heads. An error that all keys
-share costs nothing, as softmax ignores it. Every layer gets the K, V and Q of the model with an
-exact cache, so that its error is its own.
+So `logit_error` is the root mean of Var_p(d) over queries and heads. An error common to all keys
+does not count, because softmax ignores it. Every layer gets the K, V and Q of the model with an
+exact cache, so errors of earlier layers do not count.
 """
 
 import math
@@ -35,9 +34,9 @@ _MAX_SCORES = 2**24
 class LayerResult:
     """One layer's figures with one format and recipe.
 
-    `k_sqnr_db` and `v_sqnr_db` are of K and V as they are read back, in dB, infinite where nothing
-    is lost; `logit_error` is the root mean variance of the attention logits' errors under the
-    attention weights, in nats, with the last tokens that a recipe keeps in 16 bits left out.
+    `k_sqnr_db` and `v_sqnr_db` are of K and V as they are read back, in dB, infinite without any
+    error; `logit_error` is the root mean variance of the attention logits' errors under the
+    attention weights, in nats; the last tokens that a recipe keeps in 16 bits count as exact.
     """
 
     kv_cache_dtype: str
@@ -241,13 +240,13 @@ class _LayerSums:
         recent: int,
         options: dict[str, Any],
     ) -> None:
-        """Of one KV head's causal attention.
+        """Add the variances of one KV head's causal attention.
 
         Args:
             query: float32 `[group, tokens, D]`.
-            key, found: float32 `[tokens, D]`, exact and as it is read back.
+            key, found: float32 `[tokens, D]`, exact and read back.
             sinks: float32 `[group]`, which take part in the softmax; or None.
-            recent: keys nearer than so many tokens are exact.
+            recent: keys of fewer than this many tokens before the query are exact.
             options: as for `PackedCache.attend`.
         """
         group, tokens, _ = query.shape

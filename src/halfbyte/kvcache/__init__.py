@@ -1,4 +1,4 @@
-"""The paged KV cache: how many bytes it needs, what is written in them, and who holds them."""
+"""The paged KV cache: sizes and contents of pages, the pool, and block tables."""
 
 from halfbyte.kvcache.allocator import NULL_PAGE, OutOfPagesError, PageAllocator
 from halfbyte.kvcache.plan import KVCacheGroup, KVCachePlan, plan_kv_cache

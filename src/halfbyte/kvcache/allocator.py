@@ -81,7 +81,7 @@ class PageAllocator:
         real = [page for page in pages if page != NULL_PAGE]
         for page in real:
             if not 0 < page < self.num_pages or not self._holders[page]:
-                raise ValueError(f"page {page} is free or does not exist: nobody holds it")
+                raise ValueError(f"page {page} is free or does not exist")
         return real
 
     def num_holders(self, page: int) -> int:

@@ -66,7 +66,7 @@ class ErrorCosts:
 
     @classmethod
     def of(cls, moment: torch.Tensor, energy: torch.Tensor) -> ErrorCosts:
-        """From statistics of what K and V are multiplied by.
+        """From statistics of the queries and of the output projection.
 
         Args:
             moment: float64 `[kv_heads, D, D]`, the queries' E[q q^T] after RoPE, averaged over
@@ -230,10 +230,10 @@ class KVCalibration:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> KVCalibration:
-        """Of `to_bytes`.
+        """The inverse of `to_bytes`.
 
         Raises:
-            ValueError: something else, or numbers that cannot be right.
+            ValueError: another kind of file, or invalid numbers.
         """
         try:
             size = int.from_bytes(data[:8], "little")
@@ -255,7 +255,7 @@ class KVCalibration:
         except (ValueError, safetensors.SafetensorError) as error:
             raise ValueError(f"no calibration: {error}") from None
         if segment < 1 or any(len(layer.first_keys) != len(first_tokens) for layer in layers):
-            raise ValueError("no calibration: its parts do not belong together")
+            raise ValueError("no calibration: segment or number of first tokens is inconsistent")
         return cls(segment, first_tokens, tuple(layers), tuple(ropes))
 
 
@@ -277,7 +277,7 @@ def _layer_of(
         and averages.turns_pairs()
     )
     if not fitting:
-        raise ValueError(f"layer {index} has tensors of sizes that do not fit")
+        raise ValueError(f"layer {index} has tensors of inconsistent shapes")
     numbers = amax.tolist()
     if not (amax.isfinite() & (amax > 0)).all() or not mean.isfinite().all():
         raise ValueError(f"layer {index} has {numbers}, expected numbers above 0")
@@ -302,8 +302,8 @@ def _costs_of(
         and all(x.dtype == torch.float32 for x in (factors, k_weights, v_weights))
     )
     if not fitting:
-        raise ValueError(f"layer {index} has costs of errors of sizes that do not fit")
+        raise ValueError(f"layer {index} has weights of errors of inconsistent shapes")
     weights = torch.cat([k_weights.flatten(), v_weights.flatten()])
     if not factors.isfinite().all() or not (weights.isfinite() & (weights > 0)).all():
-        raise ValueError(f"layer {index} has costs of errors that are no numbers above 0")
+        raise ValueError(f"layer {index} has weights of errors that are not finite or not above 0")
     return ErrorCosts(factors, k_weights, v_weights)

@@ -1,8 +1,8 @@
 """Identity of pages: what must be equal for one engine to read another's pages.
 
-A page carries its codes and block scales. Its format, the global scales from which codes become
-values, and what a recipe did to K belong to all pages of a layer and are not in it: pages that come
-back with other ones would be read as other values without any error.
+A page has its codes and block scales, but not its format, global scales and the recipe's transform
+of K, which are common to all pages of a layer. Pages read with other ones would decode to wrong
+values without any error.
 """
 
 import hashlib

@@ -12,7 +12,7 @@ from halfbyte.layouts import KVCacheDType
 
 
 class LayerQuantization(NamedTuple):
-    """Of one layer."""
+    """Global scales and transform of one layer."""
 
     k_scale: float
     """Global scale of K; 1 for formats without one."""
@@ -31,13 +31,13 @@ class LayerQuantization(NamedTuple):
         device: torch.device | str = "cpu",
         heads: slice = slice(None),
     ) -> "LayerQuantization":
-        """Of a layer's formats.
+        """The parameters for a layer's formats.
 
         Args:
             scales: of the model; None where no format has a global scale.
             layer: its number.
             k_dtype, v_dtype: formats of K and V.
-            recipe: by default `plain`; one that changes K holds where K is NVFP4.
+            recipe: by default `plain`; one that changes K applies only if K is NVFP4.
             device: for the transform's tensors.
             heads: KV heads that the layer has here, by default all of the model's.
 

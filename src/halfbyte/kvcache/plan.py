@@ -1,9 +1,9 @@
-"""Hybrid models on one pool: layers whose pages live and die together form a group.
+"""Hybrid models on one pool: layers that need the same tokens form a group.
 
 A page of the pool belongs to one group at a time and holds `block_size` tokens of *all* its layers,
 side by side. Layers with full attention, with a window of 128 and with another window are three
-groups. For the groups to share one pool their pages must be of one size, so each group may take a
-multiple of its block size (a page of a light group holds more tokens), and the rest is padding.
+groups. Groups share one pool, so all pages have one size: each group uses a multiple of its block
+size (with fewer or smaller layers a page holds more tokens), and the rest of a page is padding.
 """
 
 from collections.abc import Sequence
@@ -96,9 +96,9 @@ def plan_kv_cache(specs: Sequence[KVCacheSpec], *, unify: str = "block_size") ->
 
     Args:
         specs: one per layer.
-        unify: `block_size` lets groups take multiples of their block size (up to 256 tokens) so
-            that little is left to pad: the smallest page with at most 5 % of waste in any group,
-            else the least waste. `padding` keeps block sizes and only pads.
+        unify: `block_size` uses multiples of the groups' block sizes (up to 256 tokens) that need
+            little padding: the smallest page with at most 5 % of waste in every group, else the
+            min waste. `padding` keeps block sizes and only pads.
 
     Raises:
         ValueError: no layers, or an unknown `unify`.
@@ -122,7 +122,7 @@ def plan_kv_cache(specs: Sequence[KVCacheSpec], *, unify: str = "block_size") ->
 
 
 def _lifetime(spec: KVCacheSpec) -> tuple[object, ...]:
-    """What decides when a page dies, and its size in tokens."""
+    """Layers with equal values release pages at the same time; the last field is the block size."""
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
     chunk = spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None
     return window, chunk, spec.block_size

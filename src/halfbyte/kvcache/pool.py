@@ -1,8 +1,8 @@
 """The bytes of the cache: one uint8 tensor `[num_pages, page_bytes]`, page-major.
 
 A page holds its tokens for all layers of its group in one contiguous range, scales included, so
-copying, swapping, sending or sharing a page is one byte copy and can never lose its scales. Which
-page belongs to whom is the allocator's and the block tables' business.
+copying, swapping, sending or sharing a page is one byte copy and can never lose its scales. The
+pool does not know which sequence holds a page: see `allocator` and `sequences`.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class PagedKVPool:
     Args:
         plan: groups of layers, or the layers' specs, to be grouped.
         num_pages: pages, the null page included.
-        device: where the bytes live.
+        device: of the bytes.
 
     `identity` names formats, scales and recipe (`kvcache.identity`); None until they are known.
     """
@@ -52,7 +52,7 @@ class PagedKVPool:
 
     @property
     def device(self) -> torch.device:
-        """Where the bytes live."""
+        """Device of the bytes."""
         return self.buffer.device
 
     def layout(self, layer: int) -> PageLayout:

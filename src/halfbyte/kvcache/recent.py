@@ -63,7 +63,7 @@ class RingSlots(NamedTuple):
     slots: torch.Tensor
 
     def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Write tokens to the rings, in a launch of its own; does not sync.
+        """Write tokens to the rings in a separate kernel launch; does not sync.
 
         Args:
             key, value: of the step's tokens, `[tokens, kv_heads, D]` and `[tokens, kv_heads, Dv]`.
@@ -115,14 +115,14 @@ def packed_part(tokens: int, seq_lens: torch.Tensor, window: int) -> tuple[torch
 
 
 class RecentTokens:
-    """Rings of all layers that have them, and who holds which entry.
+    """Rings of all layers that have them, and the list of free entries.
 
     Args:
         layouts: per layer, of its pages.
         tokens: R, from 1 to 256.
         dtype: the model's.
-        device: where they lie.
-        capacity: entries to begin with, at least 2; there are always enough.
+        device: of the rings.
+        capacity: initial number of entries, at least 2; grows as needed.
     """
 
     def __init__(
@@ -166,8 +166,8 @@ class RecentTokens:
 
         Args:
             dtype: the model's.
-            device: where they lie.
-            capacity: entries to begin with; with more the rings move to other memory.
+            device: of the rings.
+            capacity: initial number of entries; growing beyond it moves the rings in memory.
         """
         places = [plan.locate(layer) for layer in range(plan.num_layers)]
         layouts = [plan.groups[group].specs[index].layout for group, index in places]
@@ -184,18 +184,18 @@ class RecentTokens:
         """Bytes of all entries."""
         return sum(x.nbytes for pair in self._layers if pair is not None for x in pair)
 
-    def take(self) -> int:
-        """An entry of one's own."""
+    def allocate(self) -> int:
+        """Allocate an entry."""
         if not self._free:
             self._grow(2 * self.count)
         return self._free.pop()
 
-    def give_back(self, entry: int) -> None:
-        """End an entry."""
+    def free(self, entry: int) -> None:
+        """Free an entry."""
         self._free.append(entry)
 
     def copy(self, source: int, target: int) -> None:
-        """All layers' tokens of an entry to another."""
+        """Copy all layers' tokens of an entry to another."""
         for pair in self._layers:
             for x in pair or ():
                 x[target] = x[source]
@@ -205,7 +205,7 @@ class RecentTokens:
         return [x[entry].to("cpu", copy=True) for pair in self._layers for x in pair or ()]
 
     def write(self, entry: int, data: Sequence[torch.Tensor]) -> None:
-        """What `read` gave."""
+        """Restore an entry's tokens from the result of `read`."""
         tensors = [x for pair in self._layers for x in pair or ()]
         for x, rows in zip(tensors, data, strict=True):
             x[entry] = rows.to(x.device)

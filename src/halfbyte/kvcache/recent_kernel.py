@@ -25,7 +25,7 @@ def write_heads(
 
     Args:
         side: K or V of the step's tokens, their three strides, and the ring.
-        places: `RingSlots.rows`, `owners` and `slots`, and how many they are.
+        places: `RingSlots.rows`, `owners` and `slots`, and their length n.
     """
     x, stride_token, stride_head, stride, ring = side
     rows, owners, slots, count = places

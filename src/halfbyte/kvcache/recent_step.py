@@ -14,7 +14,7 @@ from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
 
 _FILLED_AT_ONCE = 4096
-"""Positions; decoding them takes about 100 MB for 8 KV heads of 128."""
+"""Positions decoded at once; that takes about 100 MB for 8 KV heads of 128."""
 
 
 class MissingTokens(NamedTuple):
@@ -31,6 +31,43 @@ class MissingTokens(NamedTuple):
     entry: int
     positions: range
     query: int
+
+
+class LayerPages(NamedTuple):
+    """A layer's pages with the step's block tables and all that decodes them.
+
+    Args:
+        pages: uint8 `[num_pages, page_stride]`.
+        layout, k_scale, v_scale, transform: as for `halfbyte.kvcache.reshape_and_cache`.
+        block_tables: int32 `[sequences, max_pages]`.
+    """
+
+    pages: torch.Tensor
+    layout: PageLayout
+    block_tables: torch.Tensor
+    k_scale: Scale
+    v_scale: Scale
+    transform: KVTransform | None
+
+    def read(
+        self, sequences: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K `[n, kv_heads, D]` and V `[n, kv_heads, Dv]` of tokens, decoded.
+
+        Args:
+            sequences, positions: int64 `[n]`, of the tokens.
+        """
+        size = self.layout.block_size
+        blocks = self.block_tables[sequences, positions // size].long()
+        return read_tokens(
+            self.pages,
+            blocks * size + positions % size,
+            self.layout,
+            self.k_scale,
+            self.v_scale,
+            transform=self.transform,
+            positions=positions,
+        )
 
 
 class _Places(NamedTuple):
@@ -76,21 +113,21 @@ class RecentStep:
         missing: Sequence[range],
         device: torch.device | str = "cpu",
     ) -> "RecentStep":
-        """Of sequences, a number for each.
+        """The step of some sequences.
 
         Args:
             tokens: R.
             ring: slots of an entry, at least R.
-            entries: of the sequences.
-            lengths: tokens of a sequence, the step's included.
-            counts: the step's tokens of a sequence.
-            missing: positions that its ring lacks.
+            entries: per sequence, its entry.
+            lengths: per sequence, its tokens, the step's included.
+            counts: per sequence, the step's tokens.
+            missing: per sequence, positions that its ring lacks.
             device: for the tensors.
         """
         count, length = np.asarray(counts, np.int64), np.asarray(lengths, np.int64)
         kept = np.minimum(count, ring)
         rows = last_rows(count, ring)
-        # A token's position is its row, moved by as much as its sequence.
+        # Position minus row is the same for all tokens of a sequence.
         slots = (rows + np.repeat(length - count.cumsum(), kept)) % ring
         owners = np.repeat(np.asarray(entries, np.int64), kept)
         lacking = [
@@ -120,40 +157,22 @@ class RecentStep:
     def fill(
         self,
         rings: tuple[torch.Tensor, torch.Tensor],
-        pages: torch.Tensor,
-        layout: PageLayout,
-        block_tables: torch.Tensor,
-        k_scale: Scale,
-        v_scale: Scale,
-        transform: KVTransform | None,
+        packed: LayerPages,
         window: int | None = None,
     ) -> None:
         """Fill missing positions of a layer's rings with values decoded from the pages.
 
         Args:
             rings: K and V, `[entries, kv_heads, ring, D]` and `[entries, kv_heads, ring, Dv]`.
-            pages: of the layer, with all tokens before the step's.
-            layout, k_scale, v_scale, transform: as for `halfbyte.kvcache.reshape_and_cache`.
-            block_tables: int32 `[sequences, max_pages]`.
+            packed: of the layer, with all tokens before the step's.
             window: of the layer's attention; pages before it may have been reused.
         """
         if not self.missing:
             return
         if window not in self._places:
-            self._places[window] = _missing_places(self.missing, window, pages.device)
-        size = layout.block_size
+            self._places[window] = _missing_places(self.missing, window, packed.pages.device)
         for numbers, entries, positions in self._places[window]:
-            blocks = block_tables[numbers, positions // size].long()
-            rows = read_tokens(
-                pages,
-                blocks * size + positions % size,
-                layout,
-                k_scale,
-                v_scale,
-                transform=transform,
-                positions=positions,
-            )
-            for ring, x in zip(rings, rows, strict=True):
+            for ring, x in zip(rings, packed.read(numbers, positions), strict=True):
                 ring[entries, :, positions % ring.shape[2]] = x.to(ring.dtype)
 
 

@@ -58,17 +58,17 @@ class KVRecipe:
 
     @property
     def weighs_errors(self) -> bool:
-        """Whether K and V are rounded by what a calibration says of queries and outputs."""
+        """Whether K and V are rounded by an error weighted with a calibration's statistics."""
         return self.feedback or self.weighted_scales
 
     @property
     def of_pages(self) -> "KVRecipe":
-        """What of it the bytes of a page depend on."""
+        """The recipe without the fields that do not change the bytes of a page."""
         return replace(self, recent_tokens=0)
 
     @property
     def name(self) -> str:
-        """Its name, or its fields where it has none."""
+        """Its name in `RECIPES`, else its fields."""
         for name, recipe in RECIPES.items():
             if recipe == self:
                 return name

@@ -59,10 +59,10 @@ class KVScales:
     """amax of K and of V per layer.
 
     Args:
-        k_amax, v_amax: one finite number above 0 per layer, or `NO_SCALE`. Of a layer that is all
-            zeros nothing is known, and a scale of 1 would be a guess.
+        k_amax, v_amax: one finite number above 0 per layer, or `NO_SCALE`. A layer of zeros is
+            rejected: its scale is unknown.
         source: where they came from, for the log ("checkpoint", "user", "calibration on …").
-        calibration: what recipes other than `plain` need; None where that was not measured.
+        calibration: data for recipes other than `plain`; None if not measured.
         shape: of the model that they were measured on, see `shape_of_model`; empty if not known.
 
     Raises:
@@ -137,7 +137,7 @@ class KVScales:
         return self.calibration
 
     @classmethod
-    def from_multipliers(
+    def from_global_scales(
         cls,
         k_scales: Sequence[float],
         v_scales: Sequence[float],
@@ -145,10 +145,10 @@ class KVScales:
         v_method: ScaledFormat | None = None,
         source: str = "user",
     ) -> KVScales:
-        """Of global scales made for given formats (float32 values, one per layer).
+        """From global scales of given formats (decode, float32 values, one per layer).
 
         Raises:
-            ValueError: a multiplier that is not a positive finite number.
+            ValueError: a scale that is not a positive finite number.
         """
         sides = (
             ("k_scale", k_scales, k_method),
@@ -174,7 +174,7 @@ class KVScales:
         method: ScaledFormat,
         v_method: ScaledFormat | None = None,
     ) -> KVScales:
-        """Of the `k_scale` and `v_scale` (global scales) on a model's attention modules.
+        """From the `k_scale` and `v_scale` (global scales) of a model's attention modules.
 
         Attention modules are those with a `layer_idx` and a K projection or a scale; the scales are
         attributes of the module, of its `attn` child, or `k_proj.k_scale` and `v_proj.v_scale`.
@@ -201,37 +201,37 @@ class KVScales:
     @classmethod
     def from_layers(
         cls,
-        multipliers: dict[int, tuple[float, float]],
+        scales: dict[int, tuple[float, float]],
         method: ScaledFormat,
         v_method: ScaledFormat | None = None,
         *,
         source: str,
     ) -> KVScales:
-        """Of `{layer: (k_scale, v_scale)}`.
+        """From `{layer: (k_scale, v_scale)}`.
 
         Raises:
             ValueError: a layer between 0 and the last one is missing.
         """
-        missing = sorted(set(range(max(multipliers) + 1)) - set(multipliers))
+        missing = sorted(set(range(max(scales) + 1)) - set(scales))
         if missing:
             raise ValueError(f"KV scales from {source}: layers {missing} have none")
-        ordered = [multipliers[layer] for layer in range(len(multipliers))]
-        return cls.from_multipliers(
+        ordered = [scales[layer] for layer in range(len(scales))]
+        return cls.from_global_scales(
             [k for k, _ in ordered], [v for _, v in ordered], method, v_method, source=source
         )
 
     def save(self, folder: str | Path) -> Path:
-        """Write `kv_scales.json` into a model's folder, see `save_file`; its path."""
+        """Write `kv_scales.json` into a model's folder, see `save_file`; returns its path."""
         return self.save_file(Path(folder) / KV_SCALES_FILE)
 
     def save_file(self, path: str | Path) -> Path:
-        """Write a file of scales, whole or not at all; its path.
+        """Write a file of scales atomically; returns its path.
 
-        A calibration goes into a file beside it, first (`calibration_file`).
+        A calibration is written first, to a file beside it (`calibration_file`).
 
         Raises:
             OSError: its folder is absent or cannot be written.
-            ValueError: the calibration's place is taken by another file; a layer has no scale.
+            ValueError: another file has the name of the calibration's; a layer has no scale.
         """
         path = Path(path)
         for layer in range(self.num_layers):
@@ -297,8 +297,7 @@ def shape_of_model(config: object) -> dict[str, object]:
     """Fingerprint of a model's family and size; fine-tunes have the same.
 
     Args:
-        config: of transformers, or the mapping of a `config.json`; what it does not say is left
-            out.
+        config: of transformers, or the mapping of a `config.json`; absent fields are left out.
     """
     fields = config if isinstance(config, Mapping) else vars(config)
     text = fields.get("text_config")
@@ -323,28 +322,30 @@ def check_calibration_file(path: Path) -> None:
     """Raise ValueError where a calibration beside a file of scales would replace something else."""
     sibling = calibration_file(path)
     if sibling == path:
-        raise ValueError(f"{path}: is the name of its calibration, expected another, as in *.json")
+        raise ValueError(
+            f"{path}: expected a name such as *.json; *.calibration is the second file"
+        )
     if sibling.exists():
         try:
             KVCalibration.from_bytes(sibling.read_bytes())
         except ValueError:
             raise ValueError(
-                f"{sibling}: is in the calibration's place and is none; move it, or write elsewhere"
+                f"{sibling}: exists and is not a calibration; move it, or write elsewhere"
             ) from None
 
 
 def _load_calibration(path: Path, sha256: object) -> KVCalibration | None:
-    """What belongs to a file of scales that names this hash; None where it names none.
+    """The calibration beside a file of scales that has its hash; None without a hash.
 
-    None also where the sibling is gone, as of a file that was copied alone: its scales are whole
-    without it, and recipes that need it say so.
+    None also if the calibration's file does not exist, such as after copying only the scales: they
+    are valid without it, and recipes that need a calibration raise an error.
     """
     sibling = calibration_file(path)
     if sha256 is None or not sibling.exists():
         return None
     data = sibling.read_bytes()
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise ValueError(f"{sibling.name} beside it is of another calibration")
+        raise ValueError(f"{sibling.name} beside it has another SHA-256 than it names")
     return KVCalibration.from_bytes(data)
 
 

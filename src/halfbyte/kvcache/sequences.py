@@ -91,7 +91,7 @@ class SequenceTables:
         return self._get(seq).tables[group].tolist()
 
     def block_table(self, seqs: Sequence[SequenceId], group: int) -> np.ndarray:
-        """int32 `[sequences, most pages]`: page numbers of a group, zeros after their ends."""
+        """int32 `[sequences, max pages]`: page numbers of a group, padded with zeros."""
         tables = [self._get(seq).tables[group] for seq in seqs]
         rows = np.zeros((len(seqs), max(map(len, tables), default=0)), np.int32)
         for table, row in zip(tables, rows, strict=True):
@@ -203,7 +203,7 @@ class SequenceTables:
         for table in sequence.tables:
             self.allocator.release(table)
         if self.recent is not None:
-            self.recent.give_back(sequence.entry)
+            self.recent.free(sequence.entry)
         del self._sequences[seq]
 
     def move_out(self, seq: SequenceId) -> HostSequence:
@@ -279,7 +279,7 @@ class SequenceTables:
         return table[positions // block_size - first] * block_size + positions % block_size
 
     def pages_of_groups(self) -> list[list[int]]:
-        """Per group, the pages that its sequences hold, as `PagedKVPool.shard` wants them."""
+        """Per group, the pages that its sequences hold, for `PagedKVPool.shard`."""
         pages: list[set[int]] = [set() for _ in self.pool.plan.groups]
         for sequence in self._sequences.values():
             for held, table in zip(pages, sequence.tables, strict=True):
@@ -302,7 +302,7 @@ class SequenceTables:
 
     def _add(self, seq: SequenceId, sequence: _Sequence) -> None:
         if self.recent is not None:
-            sequence.entry = self.recent.take()
+            sequence.entry = self.recent.allocate()
         self._sequences[seq] = sequence
 
     def _get(self, seq: SequenceId) -> _Sequence:

@@ -166,7 +166,7 @@ class KVTransform:
         return None if self.cos is None else self.cos.shape[0] * self.segment
 
     def means(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """What is subtracted from K at positions `[n]`: float32 `[n, kv_heads, D]`, or None."""
+        """Means subtracted from K at positions `[n]`: float32 `[n, kv_heads, D]`, or None."""
         if self.mean is None:
             return None
         assert self.cos is not None
@@ -176,7 +176,7 @@ class KVTransform:
         return cos * self.mean + sin * self.mean[:, self.partner]
 
     def forward(self, key: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """K' of K.
+        """K' from K.
 
         Args:
             key: float `[n, kv_heads, D]`.
@@ -192,7 +192,7 @@ class KVTransform:
         return hadamard(result) if self.rotate else result
 
     def inverse(self, packed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """K of K', in its dtype (float32 or float64)."""
+        """K from K', in its dtype (float32 or float64)."""
         result = hadamard(packed) if self.rotate else packed
         means = self.means(positions)
         return result if means is None else result + means

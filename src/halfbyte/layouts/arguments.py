@@ -1,4 +1,4 @@
-"""Arguments of public functions that are not what they must be: one line that names them."""
+"""Checks of public functions' arguments; errors are one line that names the argument."""
 
 import ctypes
 import math
@@ -8,17 +8,17 @@ import torch
 
 
 def check_tensors(**tensors: object) -> None:
-    """Raise ValueError for one that is no tensor."""
+    """Raise ValueError for an argument that is not a tensor."""
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"{name}: expected a tensor, got {type(x).__name__}")
 
 
 def integer(name: str, x: int) -> int:
-    """An integer of any kind (NumPy's, a tensor of one) as Python's.
+    """An integer of any type (NumPy's, a one-element tensor) as Python's int.
 
     Raises:
-        ValueError: it is none.
+        ValueError: not an integer.
     """
     try:
         return operator.index(x)
@@ -27,10 +27,10 @@ def integer(name: str, x: int) -> int:
 
 
 def finite_number(name: str, x: float, expected: str = "a finite number") -> float:
-    """A number of any kind (NumPy's, a tensor of one) as Python's.
+    """A number of any type (NumPy's, a one-element tensor) as Python's float.
 
     Raises:
-        ValueError: it is none, not even a text that spells one, or is not finite.
+        ValueError: not a number (strings are not converted), or not finite.
     """
     try:
         number = math.nan if isinstance(x, str) else float(x)
@@ -42,10 +42,10 @@ def finite_number(name: str, x: float, expected: str = "a finite number") -> flo
 
 
 def float32_number(name: str, x: float, expected: str = "a finite number in float32") -> float:
-    """A number of any kind as Python's, which float32, that kernels compute in, has as well.
+    """As `finite_number`, also finite in float32, in which kernels compute.
 
     Raises:
-        ValueError: it is none, or is not finite there.
+        ValueError: not a number, or not finite in float32.
     """
     number = finite_number(name, x, expected)
     if not math.isfinite(ctypes.c_float(number).value):

@@ -220,7 +220,7 @@ class NvFp4Linear(LayerState):
         Raises:
             ValueError: x does not fit the layer.
             CheckpointError: a scale was never loaded, or is not finite.
-            NoImplementationError: no backend, or not the one asked for, can do the work.
+            NoImplementationError: no backend, or not the requested one, can do the work.
         """
         if self.kernel is None:
             self.process_in_first_call()
@@ -239,9 +239,9 @@ class NvFp4Linear(LayerState):
         """Select a kernel and let it convert the weights; does nothing if already processed.
 
         Raises:
-            CheckpointError: a tensor was never loaded (a bias: and is still zeros), does not fit,
-                or holds a scale that is not finite; one line that names it.
-            NoImplementationError: no backend, or not the one asked for, can do the work.
+            CheckpointError: a tensor was never loaded (a bias only if it is all zeros), does not
+                fit, or has a scale that is not finite; one line that names it.
+            NoImplementationError: no backend, or not the requested one, can do the work.
         """
         with _PROCESSING:  # first calls may come from several threads
             if self.kernel is not None:

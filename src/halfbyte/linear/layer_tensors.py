@@ -189,7 +189,7 @@ def check_global_scale(scale: torch.Tensor, name: str, *, zero_is_valid: bool) -
     if nan:
         found = _or_never(nan, scale.numel())
     elif bool(((scale < 0) | (scale.isinf())).any()) or not (zero_is_valid or bool(scale.all())):
-        found = f"the decode multiplier {scale.tolist()}"
+        found = f"the decode scale {scale.tolist()}"
     else:
         return
     raise CheckpointError(f"{name}: expected a finite scale above 0, found {found}")

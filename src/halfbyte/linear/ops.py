@@ -56,7 +56,7 @@ def linear_op(name: str, *, mutates_args: Iterable[str] = ()) -> Callable[[Linea
         mutates_args: names of the tensor arguments that the function writes.
 
     Returns:
-        A decorator; what it returns is called with the function's own arguments.
+        A decorator that returns the operator; its arguments are the function's.
 
     Raises:
         TypeError: the function has no first argument `x` or no argument `n`.

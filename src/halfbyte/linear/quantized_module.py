@@ -18,7 +18,7 @@ class QuantizedModule(nn.Module):
     layer_name: str
     """For messages."""
     kernel: Any
-    """What processed the weights; None before."""
+    """The kernel that processed the weights; None before."""
 
     @property
     @abstractmethod

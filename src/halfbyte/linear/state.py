@@ -68,7 +68,7 @@ class LayerState(QuantizedModule):
         """For messages; set by `load_state_dict`."""
         self._stored: dict[Role, StoredScale] = {}
         self._given: set[Role] = set()
-        """Roles that were loaded: a weight that was not could not be told from zeros."""
+        """Roles loaded so far; a missing weight could not be distinguished from zeros."""
         self._make_empty(device, bias)
 
     def _make_empty(self, device: torch.device | str | None, bias: bool) -> None:

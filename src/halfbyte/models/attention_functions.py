@@ -63,8 +63,8 @@ class KVHandle:
     def __getattr__(self, name: str) -> Any:
         """Raise: another attention implementation uses the handle as a tensor."""
         raise AttributeError(
-            f"{name}: only halfbyte's attention reads a halfbyte.Cache: make one for this very "
-            f"model, or call its set_attn_implementation({GENERATE!r})"
+            f"{name}: only halfbyte's attention can read a halfbyte.Cache: make the cache for this "
+            f"model object, or call its set_attn_implementation({GENERATE!r})"
         )
 
 
@@ -112,8 +112,8 @@ def engine_attention(
     if batch is None:
         raise RuntimeError(
             f"{type(module).__name__}: no {BATCH_ARGUMENT} reached the attention function; "
-            f"{ENGINE!r} is for halfbyte.LLM, which has this model while a stream of its is open; "
-            "at other times, make a halfbyte.Cache"
+            f"{ENGINE!r} works only inside halfbyte.LLM (is a stream of an LLM with this model "
+            "unfinished?); to call the model yourself, make a halfbyte.Cache"
         )
     layer = _layer_index(module)
     _check_window(module, layer, sliding_window)
@@ -160,7 +160,7 @@ def generate_attention(
     }
     if kwargs.get("output_attentions"):
         raise ValueError(
-            "output_attentions: halfbyte's attention has no weights to give; for those use "
+            "output_attentions: halfbyte's attention does not return attention weights; use "
             "transformers' own cache and attn_implementation='eager'"
         )
     if attention_mask is not None and attention_mask.dim() != 2:

@@ -16,7 +16,7 @@ from halfbyte.kvcache import (
 from halfbyte.kvcache.identity import plan_identity
 from halfbyte.kvcache.layer import LayerQuantization
 from halfbyte.kvcache.recent import RecentInputs, RecentTokens
-from halfbyte.kvcache.recent_step import RecentStep
+from halfbyte.kvcache.recent_step import LayerPages, RecentStep
 from halfbyte.kvcache.transform import KVTransform
 
 
@@ -63,10 +63,10 @@ class KVQuantization:
             raise ValueError("pool: has pages of other scales or another recipe")
         pool.identity = identity
         transforms = [layer.transform for layer in layers]
-        multipliers = [(layer.k_scale, layer.v_scale) for layer in layers]
+        pairs = [(layer.k_scale, layer.v_scale) for layer in layers]
         if pool.device.type != "cuda":
-            return cls(multipliers, transforms)
-        on_device = torch.tensor(multipliers, dtype=torch.float32, device=pool.device)
+            return cls(pairs, transforms)
+        on_device = torch.tensor(pairs, dtype=torch.float32, device=pool.device)
         return cls([(k_scale, v_scale) for k_scale, v_scale in on_device], transforms)
 
 
@@ -237,9 +237,8 @@ class PagedBatch:
         recent = None
         if self.recent is not None and pair is not None and step is not None:
             tables = self.block_tables[group]
-            step.fill(
-                pair, pages, layout, tables, k_scale, v_scale, transform, window=sliding_window
-            )
+            packed = LayerPages(pages, layout, tables, k_scale, v_scale, transform)
+            step.fill(pair, packed, window=sliding_window)
             recent = RecentInputs(self.recent.tokens.tokens, *pair, step.entries, key, value)
         result = paged_attention(
             query,

@@ -65,7 +65,7 @@ class Cache(transformers.Cache):
     ) -> None:
         # Duck-typed: compiled models and adapters forward these attributes.
         if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
-            raise ValueError(f"model: expected one of transformers, got {type(model).__name__}")
+            raise ValueError(f"model: expected a transformers model, got {type(model).__name__}")
         check_attention_backend(attention_backend, model.device)
         # Sliding-window layers keep every page, so that any crop and beam search work.
         specs, scales, recipe = KVSetup.of(

@@ -105,7 +105,7 @@ class Checkpoint:
         declared = self.declaration
         return declared if declared is not None and declared.quantizes_weights else None
 
-    def stay_with(self, model: nn.Module) -> None:
+    def attach_to(self, model: nn.Module) -> None:
         """Attach to a model, for `checkpoint_of`."""
         setattr(model, _ATTRIBUTE, self)
 

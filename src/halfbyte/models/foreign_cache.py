@@ -51,8 +51,8 @@ def release_cache_hooks(model: nn.Module) -> None:
                 released += 1
     if released:
         logger.warning(
-            "%d attention modules rounded K and V for compressed-tensors; they leave it to the "
-            "cache from now on",
+            "removed compressed-tensors' cache hooks from %d attention modules: K and V are "
+            "quantized by halfbyte's cache only",
             released,
         )
 

@@ -135,8 +135,8 @@ class KVRecorder(AmaxRecorder):
     def _measure(self, layer: int, rows: list[_Row]) -> LayerCalibration:
         texts, firsts = rows[: self._text_rows], rows[self._text_rows :]
         rope = self._rope_of[layer]
-        turned_back = self._probes[rope].turned_back
-        before = torch.cat([turned_back(key)[_FIRST_OF_MEAN:] for key, _ in texts])
+        unrotate = self._probes[rope].unrotate
+        before = torch.cat([unrotate(key)[_FIRST_OF_MEAN:] for key, _ in texts])
         mean = before.double().mean(0).float() if len(before) else texts[0][0][0].float() * 0
         mean, averages = mean.cpu(), self._averages[rope]
         fields = {"cos": averages.cos, "sin": averages.sin, "partner": averages.partner}

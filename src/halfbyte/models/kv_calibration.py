@@ -76,7 +76,7 @@ def kv_scales_of(
     try:
         return replace(scales, calibration=recorder.calibration(headroom))
     except ValueError as error:
-        logger.info("K and V can be stored as they are alone: %s", error)
+        logger.info("no calibration, so only kv_recipe plain can be used: %s", error)
         return scales
 
 

@@ -100,7 +100,7 @@ def _first(
             continue
         if recipe is None or scales.suits(recipe):
             return scales
-        logger.info("KV cache scales from %s: passed over, kv_recipe needs others", scales.source)
+        logger.info("KV cache scales from %s: not used, kv_recipe needs others", scales.source)
         if older is None and scales.calibration is not None:
             older = scales
     return older
@@ -162,7 +162,7 @@ def known_kv_scales(
     return _found(folder, model.config, None, recipe)
 
 
-def kept_calibration(folder: Path) -> Path | None:
+def cached_calibration(folder: Path) -> Path | None:
     """Path of a model's calibration in the user's cache folder.
 
     Neither the file nor its folder need exist.
@@ -213,7 +213,7 @@ def _from_checkpoint(found: CheckpointKVScales, config: Any) -> KVScales | None:
     num_layers = known if isinstance(known, int) else num_layers
     formats = KVCacheDType.layers_from_checkpoint(found.declaring, num_layers)
     if not any(dtype.has_global_scale for layer in stored for dtype in formats[layer]):
-        logger.warning("%s: has KV scales but declares no format; taken as FP8's", folder)
+        logger.warning("%s: has KV scales but declares no format; used as FP8 scales", folder)
     amax = [(NO_SCALE, NO_SCALE)] * num_layers
     names: dict[str, None] = {}
     for layer, (k_scale, v_scale) in stored.items():
@@ -222,7 +222,7 @@ def _from_checkpoint(found: CheckpointKVScales, config: Any) -> KVScales | None:
             for d in formats[layer]
         )
         names |= {k_method.name: None, v_method.name: None}
-        one = KVScales.from_multipliers(
+        one = KVScales.from_global_scales(
             [k_scale], [v_scale], k_method, v_method, f"layer {layer} of {folder}"
         )
         amax[layer] = one.amax_of_layer(0)
@@ -240,7 +240,7 @@ def _from_cache(folder: Path) -> KVScales | None:
     try:
         if cache is None or not (cache / _CACHE_SUBFOLDER).is_dir():
             return None  # skips computing the fingerprint
-        file = kept_calibration(folder)
+        file = cached_calibration(folder)
         if file is None or not file.is_file():
             return None
     except (CheckpointError, OSError) as error:  # no fingerprint, or a folder of another user
@@ -256,8 +256,8 @@ def _check_model(scales: KVScales, config: Any) -> None:
         for layer, value in enumerate(amax):
             if value is not NO_SCALE and not _SMALLEST_AMAX <= value <= _LARGEST_AMAX:
                 logger.warning(
-                    "KV scales from %s: layer %d has a scale for |%s| up to %g; is it the inverse "
-                    "of what is meant, or of another unit?",
+                    "KV scales from %s: layer %d has a scale for |%s| up to %g; is it an encode "
+                    "scale (the reciprocal), or in another unit?",
                     *(scales.source, layer, side, value),
                 )
                 break

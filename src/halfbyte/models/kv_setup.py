@@ -97,7 +97,7 @@ def default_recipe(
     """
     backend = attention_backend and ATTENTION_BACKENDS.get(attention_backend)
     if backend and not backend.takes_transforms:
-        logger.info("attention backend %s reads kv_recipe plain alone", attention_backend)
+        logger.info("attention backend %s supports only kv_recipe plain", attention_backend)
         return RECIPES["plain"]
     scales = calibrated_or_any(lambda recipe: known_kv_scales(model, kv_scales, recipe))
     return RECIPES[recipe_for(scales)]
@@ -118,8 +118,8 @@ def recipe_for(scales: KVScales | None) -> str:
     if scales is None or scales.calibration is not None:
         return DEFAULT
     logger.warning(
-        "KV cache scales from %s are for K as it is: kv_recipe plain; `halfbyte calibrate` "
-        "measures what kv_recipe %s needs, which loses less",
+        "KV cache scales from %s have no calibration, so kv_recipe is plain; `halfbyte calibrate` "
+        "measures one for kv_recipe %s, which is more accurate",
         scales.source,
         DEFAULT,
     )

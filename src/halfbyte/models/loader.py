@@ -99,7 +99,7 @@ def load_model(
         )
     except CheckpointError as error:
         raise ModelLoadError(str(error)) from error
-    checkpoint.stay_with(model)
+    checkpoint.attach_to(model)
     register()
     return model
 

@@ -83,7 +83,7 @@ def empty_model(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> P
             )
     except Exception as error:  # constructors raise errors of any type for odd sizes
         raise CheckpointError(
-            f"{folder}: config.json: no model can be made of it: {one_line(error)}"
+            f"{folder}: config.json: cannot build a model from it: {one_line(error)}"
         ) from error
     return model
 

@@ -80,7 +80,7 @@ class RotaryProbe:
         )
         self.partner = self._partners()
 
-    def turn(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotate vectors `[n, D]` to positions `[n]`: float32 `[n, D]`."""
         x = x.to(self._device, torch.float32)[None, None]
         arguments = () if self._layer_type is None else (self._layer_type,)
@@ -93,7 +93,7 @@ class RotaryProbe:
         channels = torch.arange(size, device="cpu")
         first = channels <= self.partner  # of each pair; also unrotated channels
         probes = torch.stack([first, ~first]).float()
-        one, other = (self.turn(probe.expand(n, size), positions).cpu() for probe in probes)
+        one, other = (self.rotate(probe.expand(n, size), positions).cpu() for probe in probes)
         cos = torch.where(first, one, other)
         sin = torch.where(first, other, one)
         return cos, torch.where(self.partner == channels, 0.0, sin)
@@ -121,10 +121,10 @@ class RotaryProbe:
         cos, sin = (torch.cat(part).float() for part in zip(*parts, strict=True))
         averages = RopeAverages(cos, sin, self.partner)
         if not averages.turns_pairs():
-            raise ValueError("the rotary embedding does more than to turn pairs of channels")
+            raise ValueError("the rotary embedding does more than rotate pairs of channels")
         return averages
 
-    def turned_back(self, x: torch.Tensor) -> torch.Tensor:
+    def unrotate(self, x: torch.Tensor) -> torch.Tensor:
         """Undo RoPE: K or Q before it, float32 `[n, heads, D]`, from those after it.
 
         Args:
@@ -142,10 +142,10 @@ class RotaryProbe:
     def _partners(self) -> torch.Tensor:
         size = self._head_size
         units = torch.eye(size, dtype=torch.float32, device="cpu")
-        turned = self.turn(units, torch.ones(size, dtype=torch.int64, device="cpu")).cpu()
-        partners = turned != 0
+        rotated = self.rotate(units, torch.ones(size, dtype=torch.int64, device="cpu")).cpu()
+        partners = rotated != 0
         partners.fill_diagonal_(False)
         if (partners.sum(1) > 1).any():
-            raise ValueError("the rotary embedding turns more than two channels together")
+            raise ValueError("the rotary embedding mixes more than two channels")
         alone = ~partners.any(1)
         return torch.where(alone, torch.arange(size, device="cpu"), partners.int().argmax(1))

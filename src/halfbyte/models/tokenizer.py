@@ -88,7 +88,7 @@ def _check_files(folder: Path) -> None:
         state = file.stat()
         reason = _reason_against(str(file.absolute()), state.st_size, state.st_mtime_ns)
         if reason:
-            raise ModelLoadError(f"{file}: is no tokenizer that can be used: {reason}")
+            raise ModelLoadError(f"{file}: unusable tokenizer: {reason}")
 
 
 def _check_usable(folder: str | Path, tokenizer: Any) -> None:

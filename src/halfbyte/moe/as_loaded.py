@@ -24,7 +24,7 @@ class Matrices(NamedTuple):
 
 
 def to_tensors(experts: PackedExperts) -> dict[str, torch.Tensor]:
-    """`gate_up_weight`, `down_scales` and so on; contiguous, without those that are None."""
+    """Tensors named `gate_up_weight`, `down_scales` etc.; contiguous; None is left out."""
     matrices = {"gate_up": experts.gate_up, "down": experts.down}
     found = {
         f"{name}_{part}": getattr(value, part)
@@ -68,7 +68,7 @@ def as_loaded_op(name: str) -> Callable[[Product], Callable[..., torch.Tensor]]:
     """Make a product the operator `torch.ops.halfbyte.<name>`, which takes tensors one by one.
 
     Returns:
-        A decorator; what it returns is an `AsLoadedKernel.product`.
+        A decorator that returns an `AsLoadedKernel.product`.
     """
 
     def register(product: Product) -> Callable[..., torch.Tensor]:

@@ -108,7 +108,7 @@ class MoeKernel(ABC):
 
     @abstractmethod
     def prepare(self, experts: PackedExperts) -> dict[str, torch.Tensor]:
-        """The layer's tensors in the kernel's layout, by names of its own; contiguous.
+        """The layer's tensors in the kernel's layout, under the kernel's own names; contiguous.
 
         May return tensors of `experts` themselves.
 

@@ -1,7 +1,7 @@
 """Values that describe the experts of one layer: packed matrices and the activation between them.
 
 An expert is `down(activation(gate_up(x)))`. `gate_up` has the rows of gate and up in one matrix,
-either gate above up (Qwen, Mixtral) or interleaved, gate in the even rows (GPT-OSS).
+either gate's before up's (Qwen, Mixtral) or interleaved, gate in the even rows (GPT-OSS).
 
 Two formats of weights:
 
@@ -114,7 +114,7 @@ class ExpertMatrices:
 
     @property
     def format(self) -> WeightFormat:
-        """The weights' format, which the dtype of block scales tells."""
+        """The weights' format, determined by the dtype of the block scales."""
         return _FORMATS[self.scales.dtype]
 
     @property
@@ -136,7 +136,7 @@ class ExpertMatrices:
         """float32 `[E, N]`, the global scale of every row (1 for mxfp4).
 
         Args:
-            interleaved: the two parts take turns, row by row.
+            interleaved: rows of the two parts alternate.
         """
         if self.global_scale is None:
             shape = self.weight.shape[:2]
@@ -154,7 +154,7 @@ class PackedExperts:
     Args:
         gate_up: N = 2 * I, K = H.
         down: N = H, K = I; one part.
-        activation: between them.
+        activation: applied between them.
 
     Raises:
         ValueError: matrices that do not fit each other.

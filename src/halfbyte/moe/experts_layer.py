@@ -1,8 +1,8 @@
-"""The experts of a mixture as one module, whatever its files look like.
+"""Base of modules that hold all experts of an MoE layer.
 
-Stands in for transformers' modules of fused experts, whose `forward` it has. Life of a layer:
-created empty, filled, processed by a kernel (`process_weights_after_loading`, at the latest in the
-first call), called. The state dict is that of the files, before and after processing. Moving a
+A layer replaces transformers' fused experts and has the signature of their `forward`. It is
+created empty, loaded, processed by a kernel (`process_weights_after_loading`, at the latest in the
+first call) and called. Its state dict has the files' tensors, before and after processing. Moving a
 layer restores the weights; the next call selects a kernel again."""
 
 from abc import ABC, abstractmethod
@@ -32,7 +32,7 @@ class ExpertsLayer(QuantizedModule, ABC):
         hidden_size: H, a multiple of the format's block size.
         intermediate_size: I, a multiple of the format's block size.
         bias: whether projections have biases.
-        activation: between them.
+        activation: applied between the gate_up and down projections.
         dtype: of hidden states, biases and result: float16, bfloat16 or float32; by default
             PyTorch's.
         backend: a name of `MOE_BACKENDS`, or None for the first that supports the layer.
@@ -76,7 +76,7 @@ class ExpertsLayer(QuantizedModule, ABC):
 
     @abstractmethod
     def _loaded_experts(self) -> PackedExperts:
-        """The experts of a layer that is not processed."""
+        """The experts as loaded; only before processing."""
 
     @abstractmethod
     def _keep(self, experts: PackedExperts) -> None:
@@ -96,9 +96,9 @@ class ExpertsLayer(QuantizedModule, ABC):
             `[tokens, H]`.
 
         Raises:
-            ValueError: an argument that does not fit.
+            ValueError: an argument has a wrong shape, dtype or device.
             CheckpointError: a tensor was never loaded, or a scale is not finite.
-            NoImplementationError: no backend, or not the one asked for, can do the work.
+            NoImplementationError: no backend, or not the requested one, can do the work.
         """
         if self.kernel is None:
             self.process_in_first_call()
@@ -116,7 +116,7 @@ class ExpertsLayer(QuantizedModule, ABC):
         Raises:
             CheckpointError: a tensor was never loaded, or holds a scale that is not finite; one
                 line that names it.
-            NoImplementationError: no backend, or not the one asked for, can do the work.
+            NoImplementationError: no backend, or not the requested one, can do the work.
             ValueError: the backend cannot represent the weights exactly.
         """
         with _PROCESSING:  # first calls may come from several threads
@@ -165,7 +165,7 @@ class ExpertsLayer(QuantizedModule, ABC):
         self._make_empty(device)
 
     def extra_repr(self) -> str:
-        """For `print(model)`."""
+        """Arguments and backend, shown by `print(model)`."""
         backend = self.kernel.name if self.kernel else self.backend or "not chosen yet"
         return (
             f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "

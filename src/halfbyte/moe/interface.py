@@ -37,7 +37,7 @@ def moe_experts(
 
     Raises:
         ValueError: an argument that does not fit; the message names it.
-        NoImplementationError: no backend, or not the one asked for, can do the work.
+        NoImplementationError: no backend, or not the requested one, can do the work.
     """
     check_arguments(hidden, experts.hidden_size, experts.device, topk_ids, topk_weights)
     kernel = init_moe_kernel(MoeConfig.of(experts, hidden.dtype, batch_invariant), backend)

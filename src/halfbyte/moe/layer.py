@@ -1,4 +1,4 @@
-"""`NvFp4Experts`: experts with NVFP4 weights, from checkpoints that hold them one by one.
+"""`NvFp4Experts`: experts with NVFP4 weights, from checkpoints with separate tensors per expert.
 
 Files hold gate, up and down projections per expert (`3.gate_proj.weight`, ...), in the names of a
 dialect; the layer holds two stacks of matrices (`PackedExperts`). A file's global scales are kept
@@ -42,7 +42,7 @@ class NvFp4Experts(ExpertsLayer):
     Args:
         num_experts, hidden_size, intermediate_size, bias, dtype, backend, batch_invariant: see
             `ExpertsLayer`.
-        activation: between them; gate above up.
+        activation: applied between the projections; not interleaved.
         device: of the tensors; may be "meta".
         dialect: of the state dict.
 
@@ -77,7 +77,7 @@ class NvFp4Experts(ExpertsLayer):
             batch_invariant,
         )
         if activation.interleaved:
-            raise ValueError("activation: expected gate above up, as files have them apart")
+            raise ValueError("activation: expected one that is not interleaved, got interleaved")
         self.dialect: Dialect = dialect
         self._stored: dict[tuple[Place, Role], StoredScale] = {}
         self._given: set[tuple[Place, Role]] = set()
@@ -148,7 +148,7 @@ class NvFp4Experts(ExpertsLayer):
             dialect: of the names.
 
         Raises:
-            CheckpointError: one that does not fit or that the layer does not know; the message
+            CheckpointError: a tensor of a wrong shape or dtype, or an unknown name; the message
                 names it, what was expected and what was found.
         """
         known = file_names(dialect)

@@ -1,4 +1,4 @@
-"""`MxFp4Experts`: experts with MXFP4 weights, as GPT-OSS's files hold them.
+"""`MxFp4Experts`: experts with MXFP4 weights, loaded from GPT-OSS's files.
 
 All experts of a layer are in one tensor per projection, gate and up interleaved, with biases:
 
@@ -32,7 +32,7 @@ class MxFp4Experts(ExpertsLayer):
     Args:
         num_experts, hidden_size, intermediate_size, dtype, backend, batch_invariant: see
             `ExpertsLayer`.
-        activation: between them; interleaved.
+        activation: applied between the projections; interleaved.
         device: of the tensors; may be "meta".
 
     Raises:
@@ -64,7 +64,7 @@ class MxFp4Experts(ExpertsLayer):
             batch_invariant,
         )
         if not activation.interleaved:
-            raise ValueError("activation: expected gate and up interleaved, as in the files")
+            raise ValueError("activation: expected one that is interleaved, as in the files")
         self._make_empty(device)
 
     def _make_empty(self, device: torch.device | str | None) -> None:

@@ -1,6 +1,6 @@
 """Pairs of a token and one of its experts, numbered `token * top_k + j`: grouping and summing.
 
-For kernels that run one expert after the other on the host's decision; the GPU's is `routing.py`.
+For kernels whose loop over experts runs on the CPU; `triton_routing.py` groups on the GPU.
 """
 
 from collections.abc import Iterator

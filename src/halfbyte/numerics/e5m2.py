@@ -1,7 +1,7 @@
 """E5M2 (`float8_e5m2`): values of the fp8_e5m2 cache.
 
 Bias 15, largest finite 57344, smallest subnormal 2^-16 (OCP 8-bit Floating Point Specification
-v1.0). The format has infinities; ours never writes one: overflow and ±Inf saturate, as they do in
+v1.0). The format has infinities, which halfbyte never writes: overflow and ±Inf saturate, as in
 the other formats of the cache. NaN is written as 0x7F.
 """
 

@@ -1,6 +1,6 @@
 """E8M0, the power-of-two block scale of the MX formats: byte `b` is 2^(b - 127), 0xFF is NaN.
 
-OCP Microscaling Formats v1.0, section 5.4.1. There is no zero: a block of zeros takes the
+OCP Microscaling Formats v1.0, section 5.4.1. There is no zero: a block of zeros has the
 smallest scale, byte 0.
 """
 

@@ -42,5 +42,5 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Values `fp8 * scale` of bytes (uint8, any shape), multiplied in float32."""
-    multiplier = torch.as_tensor(scale, dtype=torch.float32, device=data.device)
-    return (_MODULES[fmt].decode(data) * multiplier).to(dtype)
+    factor = torch.as_tensor(scale, dtype=torch.float32, device=data.device)
+    return (_MODULES[fmt].decode(data) * factor).to(dtype)

@@ -29,7 +29,7 @@ channels or gather those of all earlier ones, with the same bits.
 
 F is the upper Cholesky factor U of the inverse of `C = E[q q^T] + damping * I` (so that
 `inv(C) = U^T U`), each row over its diagonal: `F[i, k] = U[i, k] / U[i, i]`. With R the channels
-after i, `F[i, R] = -inv(C[R, R]) C[R, i]`: what makes `(x - y)^T C (x - y)` smallest.
+after i, `F[i, R] = -inv(C[R, R]) C[R, i]`, which minimizes `(x - y)^T C (x - y)`.
 """
 
 import torch
@@ -104,7 +104,7 @@ def quantize(
         weights: float32, broadcasts against `[..., D]`; None for the block scales of
             `recipe`.
         feedback: F, float32, broadcasts against `[..., D, D]`; None to round each channel alone.
-        recipe: of block scales where there are no weights.
+        recipe: for block scales, if `weights` is None.
 
     Returns:
         `(data, scales)` as of `nvfp4.quantize`.

@@ -101,8 +101,8 @@ class _InputAmax(LinearInputs[tuple[str, str]]):
         for module, key in self._key_of.items():
             if not math.isfinite(amax.get(key, math.nan)):
                 raise CheckpointError(
-                    f"{module}: expected a finite largest input of the calibration, "
-                    f"found {amax.get(key, 'none: the text never reached it')}"
+                    f"{module}: expected a finite amax of its calibration inputs, "
+                    f"found {amax.get(key, 'no input: no token of the text was routed to it')}"
                 )
         return {module: amax[key] for module, key in self._key_of.items()}
 

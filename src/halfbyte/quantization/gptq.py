@@ -1,14 +1,14 @@
-"""Step 2, with `method="gptq"`: weights rounded by what an error does to a layer's output.
+"""Step 2, with `method="gptq"`: rounds weights so that the error of a layer's output is small.
 
 A layer computes W x. Rounding W to Q costs E|(W - Q) x|^2 = tr((W - Q) H (W - Q)^T) with
-H = E[x x^T], its input's second moment on a text. GPTQ (Frantar et al., 2022) rounds the columns of
-W one after the other, and takes what each is off out of the columns to come, in the directions that
-H says are alike: the feedback of `numerics.weighted_rounding`, with rows of W in place of vectors
-of K. A block's scale is chosen when its turn comes.
+H = E[x x^T], the second moment of its inputs on a text. GPTQ (Frantar et al., 2022) rounds the
+columns of W one after the other, and compensates the error of each in the remaining columns that
+are correlated according to H: the feedback of `numerics.weighted_rounding`, with rows of W in place
+of vectors of K. A block's scale is chosen right before its first column is rounded.
 
-The decoder layers are read one by one. Each runs twice over the text: as it is, for H, and rounded,
-so that the next layer sees the inputs that it will have. In memory are one layer with H of each of
-its inputs, the hidden states of the text, and the codes of all layers before.
+The decoder layers are loaded one by one. Each runs twice over the text: unquantized, for H, and
+rounded, so that the next layer is calibrated on the inputs that it will get. Memory holds one layer
+with H of each of its inputs, the hidden states of the text, and the codes of all earlier layers.
 """
 
 import logging
@@ -93,8 +93,8 @@ def round_layers(
 def _warn_of_few_tokens(tokens: int, max_inputs: int) -> None:
     if tokens < _TOKENS_PER_INPUT * max_inputs:
         logger.warning(
-            "gptq: %d tokens say little of layers of %d inputs, and rounding to nearest (rtn) may "
-            "be closer; give a text of %d tokens or more",
+            "gptq: %d calibration tokens are few for layers of %d inputs, and rounding to nearest "
+            "(rtn) may be more accurate; use a text of at least %d tokens",
             tokens,
             max_inputs,
             _TOKENS_PER_INPUT * max_inputs,

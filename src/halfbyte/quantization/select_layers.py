@@ -100,7 +100,7 @@ def select_layers(
     fused = [name for name, entry in index.tensors.items() if len(entry.shape) == 3]
     if fused:
         logger.warning(
-            "%s and its like (%d tensors): left unquantized, the file fuses experts in one tensor",
+            "%s … (%d tensors): not quantized, because the file fuses experts in one tensor",
             fused[0],
             len(fused),
         )

@@ -19,7 +19,7 @@ from halfbyte.kernels.runtime import nvrtc
 from halfbyte.layouts import PageLayout
 
 _MERGE_MACROS = ("HEAD_SIZE_V", "KV_HEADS", "GROUP", "COLS", "Q_BF16", "Q_FP16")
-"""Without those of the attention kernel, which would make many equal libraries."""
+"""Macros given to the compiler; those of the attention kernel would compile equal libraries."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _forget_kernels() -> None:
 
 
 def inputs_of(step: Step, **changes: Any) -> AttentionInputs:
-    """A step's inputs; without changes those that plans need, other tensors are on no device."""
+    """Inputs for a plan of the step; tensors that plans do not read are on the meta device."""
     heads, max_pages = step.kv_heads * step.group, -(-max(step.lengths) // step.block_size)
     fields: dict[str, Any] = {
         "query": torch.zeros(step.starts[-1] + step.padding, heads, step.head_size, device="meta"),
@@ -162,7 +162,7 @@ def inputs_of(step: Step, **changes: Any) -> AttentionInputs:
 
 
 def make_plan(step: Step) -> Plan:
-    """As the launcher makes it."""
+    """The plan by the launcher."""
     return plans.make_plan(inputs_of(step))
 
 
@@ -219,5 +219,5 @@ def shares(table: Table) -> list[Share]:
 
 
 def alone(step: Step, seq: int) -> Step:
-    """The same step with one of its sequences."""
+    """The step with one of its sequences only."""
     return replace(step, lengths=[step.lengths[seq]], queries=[step.queries[seq]])

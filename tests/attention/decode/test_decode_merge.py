@@ -44,7 +44,7 @@ class Parts(NamedTuple):
     """Partial results of the attention kernel, and their expected merge, by (token, head)."""
 
     is_one: torch.Tensor
-    """Bool `[tokens, heads]`: there is one part, and the attention kernel has ended the row."""
+    """Bool `[tokens, heads]`: rows of one part, which the attention kernel has written itself."""
     out: torch.Tensor
     """Float64 `[tokens, heads, head_size_v]`: sums of weighted values."""
     total: torch.Tensor
@@ -96,7 +96,7 @@ def random_parts(step: Step, plan: Plan, generator: torch.Generator) -> Parts:
 
 
 def row_of(share: Share) -> int:
-    """Where `attention/decode/work.cuh` says that a unit's share of a work item lies."""
+    """Row of the partial results of a unit's share of a work item, as in `work.cuh`."""
     return share.unit + share.item
 
 
@@ -143,7 +143,7 @@ def assert_merged(
 
 
 def softmax(sums: Parts, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output, 0 where nothing was seen, and log of the denominators; NaN where it has no say."""
+    """Output and LSE; 0 for rows without keys, NaN for rows that the merge must not write."""
     total = sums.total if sinks is None else sums.total + sinks.double().exp()
     out = torch.where(total[..., None] > 0, sums.out / total[..., None], 0)
     out = out.masked_fill(sums.is_one[..., None], torch.nan)

@@ -178,20 +178,20 @@ BATCHES = (
     *("ragged", "uneven-queries", "batch-invariant", "fp8", "bfloat16", "many-columns"),
     *("wgmma", "wgmma-nhd", "whole-pages", "whole-pages-of-64", "whole-pages-head-size-256"),
 )
-"""Of which random ones are made, with the same kernels."""
+"""Cases that random ones are derived from, with the same kernels."""
 
 
 class Expected(NamedTuple):
-    """Of float64, by (token, head)."""
+    """Results in float64, `[tokens, heads, ...]`."""
 
     out: torch.Tensor
     sizes: torch.Tensor
-    """As `out`, of absolute values of V."""
+    """As `out`, computed with |V|: the scale of rounding errors."""
     lse: torch.Tensor
 
 
 def case_of(step: Step, **options: Any) -> Case:
-    """Tokens of the step on packed pages; NaN where no query looks, so before windows, too."""
+    """The step's tokens on packed pages, with NaN in tokens that no query attends to."""
     if step.window is not None:
         options["sliding_window"] = step.window
     case = make_case(
@@ -216,7 +216,7 @@ def case_of(step: Step, **options: Any) -> Case:
 
 
 def only(case: Case, seq: int) -> Case:
-    """The same with one of its sequences."""
+    """The case with one of its sequences only."""
     first, last = sum(case.query_lens[:seq]), sum(case.query_lens[: seq + 1])
     return replace(
         case,
@@ -229,7 +229,7 @@ def only(case: Case, seq: int) -> Case:
 
 
 def attend(step: Step, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE by the launcher; behind the tensors that it is given, or makes, is nothing."""
+    """Output and LSE by the launcher; memory after its tensors is unmapped."""
 
     def moved(x: torch.Tensor) -> torch.Tensor:
         return guarded(x.shape, x.dtype).copy_(x)
@@ -326,7 +326,7 @@ def test_random_batches(name: str) -> None:
     step, options = CASES[name]
     rng = Random(name)
     for seed in range(6):
-        # The mean of queries, which decides how the kernel is compiled, stays as it is.
+        # The mean number of queries selects the variant: keep it.
         queries = rng.sample(step.queries, len(step.queries))
         lengths = [rng.choice((0, 1, rng.randint(2, 90), rng.randint(2, 600))) for _ in queries]
         batch = replace(
@@ -342,7 +342,7 @@ def test_random_batches(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ragged", "sinks", "fp8", "bfloat16", "wgmma", "whole-pages"])
 def test_large_queries(name: str) -> None:
-    """Large logits make the max grow, so that sums are rescaled in every tile."""
+    """Large logits: the max grows, and sums are rescaled, in every tile."""
     step, options = CASES[name]
     case = case_of(step, **options)
     case.query.mul_(-40)
@@ -366,7 +366,7 @@ def test_queries_of_any_size(name: str, factor: float) -> None:
     [("units-of-many-items", 2, 299), ("many-columns", 2, 321), ("whole-pages", 2, 299)],
 )
 def test_nan_scales_show(name: str, seq: int, position: int) -> None:
-    """In the first 16 dims of the heads and queries that read that block, and nowhere else."""
+    """NaN in the first 16 dims of the heads and queries that read the block, and nowhere else."""
     step, options = CASES[name]
     case = case_of(step, **options)
     page, token = divmod(int(case.slots[seq][position]), step.block_size)

@@ -1,4 +1,4 @@
-"""The plan of a decode step, its CUDA source run on the CPU: all work once, and balanced."""
+"""The plan of a decode step, by its CUDA source run on the CPU: complete, disjoint and balanced."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -49,14 +49,14 @@ EDGES = {
 
 
 class Work(NamedTuple):
-    """A sequence's work, by the definition of attention."""
+    """A sequence's work, computed from the definition of attention."""
 
     tiles: range
     col_tiles: int
 
 
 def work_of(step: Step, seq: int, tile: int, columns: int) -> Work:
-    """Tiles that any query token of the sequence sees, and groups of its query columns."""
+    """Tiles that any query token attends to, and number of blocks of query columns."""
     length, queries = step.lengths[seq], step.queries[seq]
     seen: set[int] = set()
     for position in range(length - queries, length):
@@ -125,7 +125,7 @@ def groups(found: list[Share]) -> dict[int, list[Share]]:
 def smallest_span(
     least: int, units: Callable[[int], int], max_units: int, longest: int
 ) -> int | None:
-    """The smallest span, from `least` on, that takes no more than so many units."""
+    """The smallest span of at least `least` with at most this many units."""
     spans = range(least, max(least, longest) + 1)
     at = bisect_left(spans, True, key=lambda span: units(span) <= max_units)
     return spans[at] if at < len(spans) else None
@@ -205,7 +205,7 @@ def test_plan_of_random_batches(seed: int) -> None:
         assert_planned(random_step(100 * seed + i))
 
 
-def test_both_ways_to_lay_the_line_are_taken() -> None:
+def test_both_orders_of_the_line_are_used() -> None:
     assert assert_planned(EDGES["same-lengths"]).overhead == 0
     assert assert_planned(EDGES["more-items-than-units"]).overhead == 1
 

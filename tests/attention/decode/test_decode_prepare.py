@@ -20,7 +20,7 @@ NAMES = ["d128", "several-queries", "window", "sinks-softcap", "mqa-32"]
 
 
 def made(inputs: AttentionInputs, prepared: Prepared) -> TransformedQuery:
-    """Its tensors."""
+    """The tensors that `prepare` returns."""
     of_address = {tensor.data_ptr(): tensor for tensor in prepared.kept}
     struct = prepared.transformed
     return TransformedQuery(

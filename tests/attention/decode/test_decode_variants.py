@@ -119,18 +119,18 @@ def test_a_single_head_is_side_by_side_in_either_order(
 
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_what_tma_is_told_of_whole_pages(count: int, block_size: int) -> None:
+def test_tensor_map_of_whole_pages(count: int, block_size: int) -> None:
     layout = PageLayout("nvfp4", "nvfp4", 128, None, 1, block_size)
     size = layout.page_bytes
     pages = torch.zeros(count, 2 * size, dtype=torch.uint8)[:, :size]
-    told: list[Any] = []
+    encoded: list[Any] = []
     uncached = tensor_maps.tensor_map_of_pages.__wrapped__
     with (
-        patch.object(tensor_maps, "_encode", lambda *a: told.append(a)),
+        patch.object(tensor_maps, "_encode", lambda *a: encoded.append(a)),
         patch.object(cuda, "tensor_map_of_pages", uncached),
     ):
         cuda._pages_map(pages, page_stride(pages), layout)
-    ((address, sizes, strides, box, dtype),) = told
+    ((address, sizes, strides, box, dtype),) = encoded
     assert (address, sizes, dtype) == (pages.data_ptr(), (64, size // 64, count), torch.uint8)
     assert box == (64, size // 64, 1)
     assert box[1] <= 256

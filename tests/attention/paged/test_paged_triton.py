@@ -1,4 +1,4 @@
-"""The Triton attention kernel, interpreted on a CPU, and where it is chosen."""
+"""The Triton attention kernel in the interpreter on a CPU, and its selection."""
 
 from dataclasses import replace
 from itertools import cycle
@@ -37,7 +37,7 @@ def interpret(
     out: torch.Tensor | None = None,
     **changes: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and LSE by the interpreter, which cannot round to bfloat16: float32 stands in."""
+    """Output and LSE by the interpreter; float32 instead of bfloat16, to which it cannot round."""
     attend = interpreted("halfbyte.attention.paged.launcher").attend
     arguments = {"query": case.query, "pages": case.pages, **case.arguments(), **changes}
     query = arguments["query"]

@@ -146,7 +146,7 @@ def inputs_of(case: Case, device: str, lse: torch.Tensor | None = None) -> Atten
 
 
 def attend(case: Case, device: str, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The backend itself: on a CPU the selection would not choose it."""
+    """Calls the backend directly; on a CPU it would not be selected."""
     lse = torch.empty(case.query.shape[:2], device=device) if return_lse else None
     inputs = inputs_of(case, device, lse)
     router.attend(DenseAttention, inputs)
@@ -166,7 +166,7 @@ def assert_dense(case: Case, device: str) -> None:
 
 
 def prefer_pytorch(monkeypatch: pytest.MonkeyPatch, from_queries: int) -> None:
-    """For every prompt of so many new tokens that it can take."""
+    """Use PyTorch's attention for all prompts with at least this many tokens that it supports."""
     monkeypatch.setattr(dense_plan, "MIN_QUERIES", from_queries)
     monkeypatch.setattr(dense_plan, "MIN_PAIRS", 0)
     monkeypatch.setattr(dense_plan, "MIN_HEAD_SIZE", 16)
@@ -180,12 +180,12 @@ def make_small(
     max_queries: int = 64,
     pytorch_from: int = 16,
 ) -> Case:
-    """A batch for the CPU, where blocks, and memory for them, are of few tokens from now on.
+    """A batch for the CPU; reduces block sizes and memory bounds to few tokens.
 
     Args:
-        workspace_tokens: whose K and V fit, if heads are of 64.
-        max_queries: of a sequence, that PyTorch's attention takes at once.
-        pytorch_from: queries from which it takes what it can.
+        workspace_tokens: capacity of the workspace, for heads of 64.
+        max_queries: max queries per call of PyTorch's attention.
+        pytorch_from: min queries for PyTorch's attention.
     """
     prefer_pytorch(monkeypatch, pytorch_from)
     monkeypatch.setattr(dense_plan, "MIN_CHUNK", 10)

@@ -80,7 +80,7 @@ def test_work_holds_every_query_once(
 @pytest.mark.parametrize("group", [1, 3, 8, 40])
 @pytest.mark.parametrize("tiles", [Tiles(16, 16, 4, 2), Tiles(32, 64, 4, 2)], ids=str)
 def test_rows_of_others_are_not_touched(tiles: Tiles, group: int) -> None:
-    """Nor do keys of others count, NaN among them."""
+    """Rows and keys of other sequences (NaN here) do not matter."""
     attend_rows = interpreted("halfbyte.attention.prefill.rows").attend_rows
     torch.manual_seed(0)
     query = torch.randn(30, 2 * group, 16)
@@ -133,7 +133,7 @@ def test_rows_of_others_are_not_touched(tiles: Tiles, group: int) -> None:
     ],
 )
 def test_short_prompts_without_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where all are shorter than what PyTorch's attention is taken for."""
+    """All prompts are too short for PyTorch's attention."""
     assert_dense(make_small(SMALL[name], monkeypatch, pytorch_from=1000), "cpu")
 
 
@@ -242,12 +242,12 @@ def test_what_the_workspace_cannot_hold_goes_to_the_general_kernel() -> None:
         # Few new tokens; many cached ones for each; fewer.
         ({}, [(3, 400), (12, 4000), (12, 300), (130, 9000)], "decode general own own"),
         ({"sliding_window": 100}, [(12, 4000), (600, 4000), (3, 9)], "own own decode"),
-        # Two dozen sequences that are one tile of the general kernel each, beside longer ones.
+        # Two dozen sequences of one tile of the general kernel each, and longer ones.
         ({}, [(16, 600)] * 23 + [(17, 600)], " ".join(["own"] * 24)),
         ({}, [(16, 600), (17, 600)] * 24, " ".join(["general own"] * 24)),
         ({}, [(16, 271)] * 24, " ".join(["own"] * 24)),
         ({"sliding_window": 300}, [(16, 600)] * 24, " ".join(["own"] * 24)),
-        # PyTorch's own from many queries on, many keys, or prompts that it takes at once.
+        # PyTorch's attention: many queries, many keys, or prompts that fit in one call.
         ({}, [(2048, 2048), (700, 700), (512, 9000)], "pytorch own pytorch"),
         ({}, [(512, 512)] * 16, " ".join(["pytorch"] * 16)),
         ({}, [(512, 512)] * 2, "own own"),
@@ -255,10 +255,10 @@ def test_what_the_workspace_cannot_hold_goes_to_the_general_kernel() -> None:
         ({}, [(513, 513)] * 16, " ".join(["own"] * 16)),
         ({"softcap": 5.0}, [(2048, 2048), (12, 4000)], "own general"),
         ({"head_size": 64}, [(2048, 2048), (12, 4000)], "own general"),
-        # More than the workspace holds.
+        # Larger than the workspace.
         ({}, [(300, 70_000), (30, 70_000)], "pytorch general"),
         ({"softcap": 5.0}, [(300, 70_000)], "general"),
-        # A window that hides nothing, of more than the workspace holds.
+        # A window larger than the workspace that masks nothing.
         ({"sliding_window": 70_000}, [(300, 300), (2048, 2048)], "own pytorch"),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""Prefill through unpacked pages: the way on a CPU in Triton's interpreter, the rest on a GPU."""
+"""Prefill through unpacked pages: in Triton's interpreter on a CPU, and on a GPU."""
 
 import sys
 from dataclasses import replace
@@ -41,7 +41,7 @@ def test_key_blocks_cover_the_cached_tokens(cached: int, max_tokens: int) -> Non
     assert {stop - begin for begin, stop in blocks} <= {2**i for i in range(10, 16)}
 
 
-def test_rounding_leaves_few_sizes_and_little_waste() -> None:
+def test_rounding_gives_few_sizes_and_little_waste() -> None:
     assert [rounded_up(n) for n in (1, 256, 257, 1500, 2048)] == [256, 256, 320, 1536, 2048]
     assert all(n <= rounded_up(n) <= max(256, n * 1.25) for n in range(1, 5000))
     assert len({rounded_up(n) for n in range(1, 2**15)}) <= 30
@@ -72,7 +72,7 @@ def test_every_gpu_from_sm80() -> None:
 
 
 def test_large_heads_go_to_cudnn_on_sm90_alone() -> None:
-    """As PyTorch's own choice has it (`check_cudnn_tensor_shapes`)."""
+    """As PyTorch's own check (`check_cudnn_tensor_shapes`)."""
     assert [uses_cudnn(c, 128) for c in (80, 89, 90, 100, 120)] == [False, False, True, True, True]
     assert [c for c in (80, 90, 100, 103, 120) if uses_cudnn(c, 256)] == [90]
 
@@ -97,7 +97,7 @@ def test_memory_for_results_is_bounded(kv_heads: int, group: int, head_size: int
 
 
 def test_memory_for_results_is_what_joining_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten blocks of cached keys: results are joined three times."""
+    """Ten blocks of cached keys: results are merged three times."""
     lengths = {"query_lens": (30,), "seq_lens": (30 + 10 * 32,)}
     case = make_small(lengths, monkeypatch, workspace_tokens=32)
     combine = sys.modules["halfbyte.attention.prefill.combine"]
@@ -133,7 +133,7 @@ def test_dense_attention_on_a_cpu(
     [((256, 256), False), ((256, 256, 20), True), slow((256, 256, 256, 256), True)],
     ids=str,
 )
-def test_prompts_that_are_alike_are_taken_together(
+def test_prompts_that_are_alike_share_a_call(
     lens: tuple[int, ...], sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = {"query_lens": lens, "seq_lens": lens, "sinks": sinks}
@@ -165,7 +165,7 @@ def test_layers_that_differ_share_plans(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("scale", [-0.125, 0.0])
 def test_scales_that_are_not_positive(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As positive ones with queries that point the other way, though both share plans."""
+    """Scales of 0 or less equal scale 0.125 with queries times 0 or -1; all share plans."""
     case = make_small(SMALL["prefixes"], monkeypatch)
     inputs = inputs_of(case, "cpu")
     for used in (inputs.scale, scale):
@@ -210,7 +210,7 @@ def test_dense_attention_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_flash_attention_on_a_gpu(head_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other GPUs than SM90 take."""
+    """The kernel of GPUs other than SM90."""
     prefer_pytorch(monkeypatch, 512)
     monkeypatch.setattr(dense, "uses_cudnn", lambda *_: False)
     for sizes in LARGE.values():

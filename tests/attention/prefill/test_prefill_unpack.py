@@ -40,7 +40,7 @@ def unpack(
     max_keys: int = 67,
     ranges: Mapping[str, tuple[int, ...]] = RANGES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of `RANGES`, one sequence after the other with a row between; K in HND memory."""
+    """K and V of `RANGES`, with one unused row between sequences; K in HND order."""
     layout = case.layout
     counts = [max(0, e - b) for b, e in zip(ranges["begins"], ranges["ends"], strict=True)]
     rows = [sum(counts[:i]) + i for i in range(len(counts))]
@@ -137,7 +137,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", RECIPES)
 @pytest.mark.parametrize("sizes", [(64, 64), (96, 32), (80, 128), (256, 16)], ids=str)
 def test_unpack_k_that_a_recipe_changed(options: str, sizes: tuple[int, int]) -> None:
-    """Changed back; a first token that is a constant is the constant."""
+    """The transform is undone, and marked first tokens are the constants."""
     case = make_case(head_size=sizes[0], head_size_v=sizes[1], transform=RECIPES[options])
     key, value = interpret(case, torch.float32)
     keys, values = expected_of_recipe(case)
@@ -146,7 +146,7 @@ def test_unpack_k_that_a_recipe_changed(options: str, sizes: tuple[int, int]) ->
 
 
 def test_unpack_bounded() -> None:
-    """Programs take 64 tokens each: the bound leaves out the end of the longest range."""
+    """Programs unpack 64 tokens each: with the bound, the end of the longest range is skipped."""
     case = make_case()
     k_out, v_out = interpret(case, torch.float32, max_keys=64)
     k_want, v_want = expected(case, torch.float32)

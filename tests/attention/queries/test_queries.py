@@ -1,4 +1,4 @@
-"""Queries made ready for K that a recipe changed: interpreted on a CPU, compiled, run on a GPU."""
+"""Transformed queries for recipes: interpreted on a CPU, compiled, run on a GPU."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ NAMES = ["d128", "d96", "several-queries", "window", "sinks-softcap", "mqa-32", 
 
 
 def test_positions_of_queries() -> None:
-    """Padding of two kinds: a sequence shorter than its queries, and tokens past the last one."""
+    """Two kinds of padding: a sequence shorter than its queries, tokens after the last sequence."""
     starts = torch.tensor([0, 1, 1, 4, 6], dtype=torch.int32)
     lengths = torch.tensor([7, 3, 3, 1], dtype=torch.int32)
     sequences, positions = QueryPositions.of(starts, lengths, 8)
@@ -49,7 +49,7 @@ def assert_transformed(
     assert segment == transform.segment
     assert transform.first_values is not None
     assert torch.equal(values, transform.first_values)
-    # Sums of the tensor cores may round to another neighbour.
+    # Tensor cores may round sums differently.
     last_place = torch.finfo(query.dtype).eps * hadamard(case.query.float()).abs().amax()
     distance = (query.float() - hadamard(case.query.float())).abs().max()
     assert distance <= max(float(last_place), 1e-5)
@@ -111,7 +111,7 @@ def test_queries_on_a_gpu(name: str) -> None:
 
 @pytest.mark.gpu
 def test_rows_past_the_large_tile_on_a_gpu() -> None:
-    """As many rows as take the large tile give what single tokens give."""
+    """A batch large enough for the large tile has the results of single tokens."""
     from halfbyte.attention.queries.launcher import transform_queries
 
     lengths = tuple(range(3, 403, 4))

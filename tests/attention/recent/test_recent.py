@@ -1,4 +1,4 @@
-"""Attention to the last tokens as they are, on GPUs: interpreted on a CPU, compiled, run on one."""
+"""Attention to unquantized last tokens on GPUs: interpreted on a CPU, compiled, run on one."""
 
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ def attend_packed(inputs: AttentionInputs) -> None:
     interpreted("halfbyte.attention.paged.launcher").attend(inputs)
 
 
-# A tile of 16 rows has three tokens of five heads, and a row that is nobody's.
+# A tile of 16 rows has three tokens of five heads, and one padding row.
 CASES: dict[str, dict[str, Any]] = {
     **RECENT_CASES,
     "group-5": {**RECENT_CASES["several-queries"], "group": 5},
@@ -53,7 +53,7 @@ def test_in_the_interpreter(name: str) -> None:
 
 @pytest.mark.parametrize("group", [2, 5])
 def test_prompts_in_the_interpreter(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of new sequences, whose first rows find nothing in the pages, and of others."""
+    """New sequences, whose first rows have no keys in the pages, and others."""
     options: dict[str, Any] = {
         "recent": 20,
         "group": group,
@@ -73,7 +73,7 @@ def test_prompts_in_the_interpreter(group: int, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("rows_alike")
 def test_batch_invariant_rows_are_bitwise_equal() -> None:
-    """Of a prompt in one step among others, and alone in two."""
+    """A prompt in one step of a batch, and alone in two steps."""
     lens: dict[str, Any] = {"query_lens": (40, 1, 9), "seq_lens": (140, 70, 9)}
     case = make_case(**{**RECENT_CASES["d128"], **lens, "kv_heads": 1, "recent": 20})
     together = replace(inputs_of(case, "cpu"), batch_invariant=True)
@@ -182,7 +182,7 @@ def test_on_a_gpu(name: str, backend: str | None) -> None:
 
 @pytest.mark.gpu
 def test_decode_on_a_gpu() -> None:
-    """By `decode`, of means of 64 tokens, where `dense` does not take the batch."""
+    """With the `decode` kernel and means of 64 tokens; `dense` does not support the batch."""
     options: dict[str, Any] = {"recent": 64, "transform": {"segment": 64}}
     case = make_case(**DECODE_CASES["ragged"], **options)
     arguments = case.arguments("cuda")

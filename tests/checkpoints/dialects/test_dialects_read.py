@@ -156,7 +156,7 @@ def test_hf_quant_config_wins_where_the_cache_is_chosen_by_the_models_config(
 
 @pytest.mark.parametrize("where", ["hf_quant_config.json", "config.json"])
 def test_modelopt_groups_may_leave_activations_alone(tmp_path: Path, where: str) -> None:
-    """The algorithm's name is that of W4A4 then, too, and the files have no `input_scale`."""
+    """The algorithm's name is that of W4A4, and the files have no `input_scale`: W4A16."""
     weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     group: dict[str, Any] = {"weights": weights, "input_activations": None, "targets": ["Linear"]}
     section = {**declaration("modelopt", "nvfp4"), "config_groups": {"group_0": group}}

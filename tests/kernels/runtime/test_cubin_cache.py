@@ -32,7 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def calls(*parts: list[bytes]) -> int:
-    """How often a compiler runs when cubins of these are asked for in turn."""
+    """Number of compilations when these cubins are requested one after the other."""
     compiler = Compiler()
     for made_from in parts:
         assert cubin("kernel", made_from, compiler) == b"cubin"

@@ -26,12 +26,12 @@ def test_contiguous_memory(shape: tuple[int, ...]) -> None:
     assert memory == (shape, torch.empty(shape).stride(), torch.float16)
 
 
-def test_memory_comes_from_the_gpu_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Directly where it is the current one."""
-    empty_strided, asked = torch.empty_strided, []
+def test_memory_is_allocated_on_the_requested_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a context manager if it is the current GPU."""
+    empty_strided, requested = torch.empty_strided, []
 
     def elsewhere(shape: Any, stride: Any, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
-        asked.append(device)
+        requested.append(device)
         return empty_strided(shape, stride, dtype=dtype)
 
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
@@ -45,10 +45,10 @@ def test_memory_comes_from_the_gpu_that_is_asked(monkeypatch: pytest.MonkeyPatch
     for device in (1, 2):
         made = allocate(memory, device)
         assert (made.shape, made.stride(), made.dtype) == memory
-    assert asked == [torch.device("cuda", 2)]
+    assert requested == [torch.device("cuda", 2)]
     monkeypatch.setattr(devices, "_empty_on_current_gpu", None)
     allocate(memory, 1)
-    assert asked[1:] == [torch.device("cuda", 1)]
+    assert requested[1:] == [torch.device("cuda", 1)]
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Launches without the bindings: what the driver is told, on machines without one."""
+"""Launches through ctypes: the arguments of driver calls, on machines without a driver."""
 
 import ctypes
 import threading
@@ -20,12 +20,12 @@ DEVICE, STREAM, FUNCTION = 1, 0x123456789ABC, 0xABCDEF012345
 
 
 class Driver:
-    """Notes what `cuLaunchKernelEx` is called with, and answers `status`."""
+    """Records calls of `cuLaunchKernelEx`, and returns `status`."""
 
     def __init__(self) -> None:
         self.status = 0
         self.first_statuses: list[int] = []
-        """Answered before `status` is."""
+        """Return codes of the first calls, before `status`."""
         self.configs: list[int] = []
         self.functions: list[int] = []
         self.values: list[int] = []
@@ -121,7 +121,7 @@ def test_a_kernel_runs_on_the_gpu_it_was_loaded_for(
 
 
 def test_launches_alike_share_what_they_tell(driver: Driver) -> None:
-    """Nothing of it is written again, so several threads may launch at once."""
+    """The shared configuration is never written again, so several threads may launch at once."""
     for grid in (10, 10, 11):
         nvrtc.launch(nvrtc.Kernel(FUNCTION, 0, DEVICE), grid, 256, [ctypes.c_int(1)])
     first, again, other = driver.configs
@@ -152,7 +152,7 @@ def test_a_threads_first_launch_binds_the_context(
 
 
 @pytest.mark.parametrize(("system", "library"), [("posix", "libcuda.so.1"), ("nt", "nvcuda.dll")])
-def test_the_driver_is_told_addresses(
+def test_the_driver_gets_addresses(
     monkeypatch: pytest.MonkeyPatch, system: str, library: str
 ) -> None:
     libraries = {library: SimpleNamespace(cuLaunchKernelEx=SimpleNamespace())}

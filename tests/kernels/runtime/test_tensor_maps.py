@@ -64,7 +64,7 @@ def test_rows_that_cannot_be_aligned_are_refused() -> None:
         box_rows(X[:, :44])
 
 
-def test_strides_are_told_in_bytes() -> None:
+def test_strides_are_in_bytes() -> None:
     bf16 = torch.bfloat16
     with patch.object(tensor_maps, "_encode", lambda *told: told):
         matrix = tensor_map(4096, 10, 192, 200, bf16, 32)

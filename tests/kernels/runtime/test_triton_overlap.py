@@ -1,4 +1,4 @@
-"""Which launches of Triton kernels overlap with the kernel in front."""
+"""Which launches of Triton kernels overlap with the previous kernel."""
 
 import pytest
 import torch

@@ -15,7 +15,7 @@ def on_host(num_sms: int, capability: int = 90) -> Iterator[list[int]]:
     """Let the launcher's kernels run on the CPU.
 
     Args:
-        num_sms: of the GPU that the launcher finds, which decides what a warp takes.
+        num_sms: of the emulated GPU; decides between rows and tiles.
         capability: that the kernels are compiled for.
 
     Yields:

@@ -1,4 +1,4 @@
-"""K that a recipe changes: inputs of a store, and what its pages must be."""
+"""Stores of K with a recipe: inputs, and the expected pages."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ WEIGHTS_ALONE: tuple[dict[str, Any], ...] = (
     {"weighted": True},
     {"weighted": True, "head_size": 96, "head_size_v": 32, "heads": 3},
 )
-"""As `balanced` has them."""
+"""Options of `make_transform` as for `balanced`."""
 WEIGHTED_OPTIONS: tuple[dict[str, Any], ...] = (
     {"feedback": True, "weighted": True},
     {"feedback": True, "weighted": True, "center": False, "rotate": False, "first_tokens": 0},
@@ -34,7 +34,7 @@ WEIGHTED_OPTIONS: tuple[dict[str, Any], ...] = (
     {"feedback": True},
     *WEIGHTS_ALONE,
 )
-"""Where errors are weighed."""
+"""Options with weighted errors."""
 
 
 def assert_stored_as_by_the_reference(

@@ -36,7 +36,7 @@ GEOMETRIES = [replace(g, order=order) for g in _SAME + _MIXED + _SM100 for order
 
 
 def positional(store: Callable[[StoreInputs], None]) -> Callable[..., None]:
-    """A store that takes its arguments as `reshape_and_cache` does."""
+    """Adapts a store to the arguments of `reshape_and_cache`."""
 
     def call(*arguments: Any, **options: Any) -> None:
         store(StoreInputs(*arguments, **options))
@@ -167,12 +167,12 @@ def make_case(geometry: Geometry, seed: int = 0, **changes: Any) -> StoreCase:
 
 
 def is_unquantized(geometry: Geometry) -> bool:
-    """Whether K or V is kept as floats, which must be aligned."""
+    """Whether K or V is stored as floats, which must be aligned."""
     return bool({geometry.k_dtype, geometry.v_dtype} & set(UNQUANTIZED))
 
 
 def assert_every_value_stored(store: Any, k_dtype: str, x: torch.Tensor, k_scale: float) -> None:
-    """One store of values `[n * 256]`, as K in one dtype and V in another of like blocks."""
+    """Check one store of values `[n * 256]`, as K in one dtype and as V in another one."""
     v_dtype = {
         "fp8_e4m3": "fp8_e5m2",
         "nvfp4": "nvfp4_4over6",

@@ -40,7 +40,7 @@ from kvcache.store.weighted_cases import (
 pytestmark = [
     pytest.mark.skipif(library() is None, reason="built without a C++ compiler"),
     pytest.mark.usefixtures("level"),
-    # There is nothing more in higher ones.
+    # Higher levels add nothing for the store.
     pytest.mark.parametrize("level", ["portable", "avx2", "avx512"], indirect=True),
 ]
 
@@ -206,7 +206,7 @@ def test_cpu_store_says_what_it_takes() -> None:
 @pytest.mark.parametrize("input_dtype", INPUT_DTYPES, ids=str)
 @pytest.mark.parametrize("options", RECIPE_OPTIONS + WEIGHTED_OPTIONS, ids=str)
 def test_store_of_k_that_a_recipe_changes(options: dict, input_dtype: torch.dtype) -> None:
-    """Whatever the instruction set."""
+    """On every instruction set."""
     assert_stored_as_by_the_reference(positional(CpuStore.store), options, input_dtype)
 
 

@@ -1,4 +1,4 @@
-"""`store.cu` run on the CPU: the reference's bytes, whatever a warp takes."""
+"""`store.cu` run on the CPU: the reference's bytes, by blocks, rows and tiles."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +27,7 @@ from kvcache.transforms import make_transform
 from slow import slow
 
 ROWS, TILES = 1000, 0
-"""SMs of a GPU where error feedback of some tokens goes by rows, or by tiles."""
+"""Numbers of SMs for which error feedback goes by rows, or by tiles."""
 Store = Callable[..., None]
 
 
@@ -105,7 +105,7 @@ def test_k_that_a_recipe_changes(options: dict[str, Any], dtype: torch.dtype, nu
 @needs_compiler
 def test_tokens_are_stored_alone() -> None:
     def store(*arguments: Any) -> None:
-        """A chunk of few tokens by rows, of many by tiles."""
+        """A store that uses rows for small chunks and tiles for large ones."""
         num_sms = TILES if len(arguments[0]) > 16 else ROWS
         transform = arguments[7]
         on_gpu_of(num_sms)(*arguments[:7], transform, arguments[8])
@@ -114,7 +114,7 @@ def test_tokens_are_stored_alone() -> None:
 
 
 def stored(store: Store, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
-    """A buffer with pages from its third byte on, of tokens with some slots that are none."""
+    """A buffer with pages from its third byte on, after a store with some padding slots."""
     layout = LAYOUTS["64 NHD"]
     buffer = torch.full((4, layout.page_bytes + 7), 0xAB, dtype=torch.uint8)
     slots = torch.tensor([5, -1, 63, 2**40, 64, 17, 0])[: len(key)]

@@ -45,7 +45,7 @@ Call = Callable[..., None]
 
 @contextmanager
 def waiting_is_an_error() -> Iterator[None]:
-    """Any PyTorch operation that syncs the GPU raises."""
+    """Make any PyTorch operation that syncs the GPU raise."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -248,7 +248,7 @@ def test_gpu_store_of_k_that_a_recipe_changes(
 @pytest.mark.parametrize("count", [90, 1, 3000])
 @pytest.mark.parametrize("name", [*CASES, *SMALL])
 def test_gpu_store_by_weighted_error(name: str, count: int, backend: str | None) -> None:
-    """By programs of a few and of many tokens."""
+    """With small and with large programs."""
     store = without_waiting(store_k(backend))
     assert_stored_by_weights(store, (CASES | SMALL)[name], torch.bfloat16, "cuda", count)
 
@@ -258,7 +258,7 @@ def test_gpu_store_by_weighted_error(name: str, count: int, backend: str | None)
 def test_gpu_store_by_rows_and_by_tiles(
     name: str, rows_per_sm: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many tokens by a warp for each row, and a few by warps for 32 tokens."""
+    """Many tokens by rows, and few tokens by tiles: the other way than selected."""
     monkeypatch.setattr(launcher, "_ROWS_PER_SM", rows_per_sm)
     for count in (1, 90, 3000):
         assert_stored_by_weights(store_k("cuda"), CASES[name], torch.bfloat16, "cuda", count)
@@ -294,7 +294,7 @@ def test_gpu_store_with_a_recipe_in_a_graph_follows_changing_inputs(tokens: int)
 
 
 def store_k(backend: str | None) -> Call:
-    """A store as `reshape_and_cache`, by a backend, or by whichever is chosen."""
+    """A store by a named backend, or by the selected one."""
 
     def store(*arguments: Any) -> None:
         options: dict[str, Any] = dict(

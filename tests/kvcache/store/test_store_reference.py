@@ -1,4 +1,4 @@
-"""`reshape_and_cache` and `read_tokens`: every byte at its place, and no other byte touched."""
+"""`reshape_and_cache` and `read_tokens`: every byte at the right address, no other byte changed."""
 
 import math
 from collections.abc import Callable

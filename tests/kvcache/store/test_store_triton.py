@@ -166,7 +166,7 @@ def test_store_to_slots_beyond_32_bits(store: Any, tmp_path: Path) -> None:
 def test_store_of_every_16_bit_value(
     store: Any, monkeypatch: pytest.MonkeyPatch, k_dtype: str, input_dtype: torch.dtype
 ) -> None:
-    # Large programs, which are few: what the interpreter is good at.
+    # Few large programs are fastest in the interpreter.
     monkeypatch.setattr(store, "_SMALL_TILE", (4096, 4))
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int16)
     x = bits.view(input_dtype)
@@ -249,7 +249,7 @@ RECIPE_CONSTANTS: dict[str, Any] = {
 
 
 def assert_exact(ptx: str) -> None:
-    """No result but those of first guesses at reciprocals is other than rounded to nearest."""
+    """All float operations round to nearest, except for the approximate reciprocals."""
     ptx = ptx.replace("rcp.approx.ftz.f32", "")
     for inexact in (".ftz", "div.full", "div.approx", "rcp.approx", " mul.f32", " add.f32"):
         assert inexact not in ptx
@@ -355,7 +355,7 @@ def compile_for(
 
 @pytest.fixture
 def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The choice as on a machine with an H100."""
+    """Selection as on a machine with an H100."""
     monkeypatch.setattr("halfbyte.dispatch.current_compute_capability", lambda *device: 90)
     for cached in (registry.select_store, registry._log_slow):
         cached.cache_clear()
@@ -439,15 +439,15 @@ def test_store_of_k_that_a_recipe_changes(
 
 @pytest.mark.parametrize("name", SMALL)
 def test_store_by_weighted_error(store: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """By programs of many tokens."""
-    # Large ones, which are few: what the interpreter is good at.
+    """With large programs."""
+    # Few large programs are fastest in the interpreter.
     monkeypatch.setattr(store, "_SMALL_FEEDBACK", (64, 128, 1))
     monkeypatch.setattr(store, "_SMALL_FEEDBACK_FROM", 0)
     assert_stored_by_weights(positional(store.store_tokens), SMALL[name], count=40)
 
 
 def test_store_of_few_tokens_by_weighted_error(store: Any) -> None:
-    """A warp for each of them."""
+    """One warp per token."""
     case = WeightedCase(PageLayout("nvfp4_4over6", "nvfp4_4over6", 32, 16, 1, 16), BOTH)
     assert_stored_by_weights(positional(store.store_tokens), case, count=8)
 

@@ -55,7 +55,7 @@ SMALL = {
         PageLayout("nvfp4_4over6", "nvfp4_4over6", 32, None, 1, 16), BOTH, torch.tensor(-0.01)
     ),
 }
-"""For Triton's interpreter, which takes its time."""
+"""Fewer cases, for Triton's interpreter, which is slow."""
 CASES: dict[str, WeightedCase] = {
     **{name: WeightedCase(layout, BOTH) for name, layout in LAYOUTS.items()},
     "weights alone": WeightedCase(LAYOUTS["128"], {"weighted": True}),
@@ -82,7 +82,7 @@ def assert_stored_by_weights(
     device: str = "cpu",
     count: int = 90,
 ) -> None:
-    """The reference's bytes, of usual values and of those that are hard to get right.
+    """The reference's bytes, for random values and for edge cases.
 
     Args:
         store: as `reshape_and_cache`.

@@ -18,7 +18,7 @@ from machine_code import compiled
 from slow import slow
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-PROCESSORS = H200.num_sms
+NUM_SMS = H200.num_sms
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_kernel_compiles(tile: Tile, dtype: torch.dtype) -> None:
 def test_kernels_divide_as_plans_do(n: int, k: int, m: int) -> None:
     """Multiplying by rounded inverses (`gemm_sm90/work.cuh`) finds the same tiles and spans."""
     for tile in TILES:
-        plan = gemm_plan(n, k, m, PROCESSORS, tile)
+        plan = gemm_plan(n, k, m, NUM_SMS, tile)
         work = gemm.work(plan, n, k, m)
         line = plan.steps(k) + plan.crossing
         places = plan.cut_tiles * line
@@ -67,7 +67,7 @@ def test_kernels_divide_as_plans_do(n: int, k: int, m: int) -> None:
 
 
 def test_work_that_cannot_be_counted_is_refused() -> None:
-    plan = gemm_plan(4096, 4096, 2**31, PROCESSORS)
+    plan = gemm_plan(4096, 4096, 2**31, NUM_SMS)
     with pytest.raises(ValueError, match="too large"):
         gemm.work(plan, 4096, 4096, 2**31)
     with pytest.raises(ValueError, match="2 steps to share among 24 clusters"):
@@ -105,7 +105,7 @@ def launched(shape: tuple[int, ...], n: int, plan: GemmPlan | None = None) -> La
         patch.object(nvrtc, "launch", launch),
         patch.object(gemm, "tensor_map", lambda *arguments: None),
         patch.object(gemm, "_kernel", lambda *arguments: None),
-        patch.object(gemm, "num_sms", lambda device: PROCESSORS),
+        patch.object(gemm, "num_sms", lambda device: NUM_SMS),
         patch.object(gemm, "allocate", allocate),
     ):
         out = gemm.linear_gemm(x, *inputs, n, plan)
@@ -118,7 +118,7 @@ def launched(shape: tuple[int, ...], n: int, plan: GemmPlan | None = None) -> La
 def test_what_a_launch_is_given(n: int) -> None:
     k, m = 144, 70
     params, grid, inputs, out = launched((2, 35, k), n)
-    plan = gemm_plan(n, k, m, PROCESSORS)
+    plan = gemm_plan(n, k, m, NUM_SMS)
     assert grid == 2 * plan.clusters
     assert (params.work.m, params.work.n) == (m, n)
     assert (params.work.blocks_n, params.work.steps) == (4, plan.steps(k))

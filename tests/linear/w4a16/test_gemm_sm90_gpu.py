@@ -15,7 +15,7 @@ from linear.w4a16.gemm_tiles import DIFFERENT
 pytestmark = pytest.mark.gpu
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-PROCESSORS = H200.num_sms
+NUM_SMS = H200.num_sms
 
 
 class Case(NamedTuple):
@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 
 def make_case(n: int, k: int, m: int, dtype: torch.dtype, offset: int = 0) -> Case:
-    """Of weights in two parts; tokens of x lie `offset` values further apart than they must."""
+    """A case with weights in two parts; rows of x have a stride of K + `offset`."""
     data = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
     scales = torch.randint(0x20, 0x60, (n, k // 16), dtype=torch.uint8, device="cuda")
     common = torch.tensor([0.003, 0.7], device="cuda")
@@ -73,7 +73,7 @@ def test_products(n: int, k: int, m: int, dtype: torch.dtype) -> None:
     needs_sm90()
     case = make_case(n, k, m, dtype)
     for tile in (None, *TILES):
-        assert_close(case.product(gemm_plan(n, k, m, PROCESSORS, tile)), case)
+        assert_close(case.product(gemm_plan(n, k, m, NUM_SMS, tile)), case)
 
 
 @DTYPE
@@ -125,7 +125,7 @@ def test_rows_of_x_may_lie_apart(offset: int) -> None:
 def captured(
     case: Case, plan: GemmPlan, launches: int
 ) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
-    """A graph of launches, each of which may begin before the one in front has ended."""
+    """A graph of launches, each of which may start before the previous one has ended."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outs = [case.product(plan) for _ in range(launches)]
@@ -160,7 +160,7 @@ def test_replays_and_streams_give_the_same_bits() -> None:
     needs_sm90()
     n, k, m = 1536, 2048, 100
     case = make_case(n, k, m, torch.bfloat16)
-    assert gemm_plan(n, k, m, PROCESSORS).cut_tiles > 0
+    assert gemm_plan(n, k, m, NUM_SMS).cut_tiles > 0
     wanted = case.product()
     assert_close(wanted, case)
     graph = torch.cuda.CUDAGraph()

@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 def make_case(n: int, k: int, m: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Case:
-    """Of weights in two parts; behind every tensor is nothing."""
+    """A case with weights in two parts; memory after every tensor is unmapped."""
     torch.manual_seed(seed)
     data = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8)
     scales = torch.randint(0x20, 0x60, (n, k // 16), dtype=torch.uint8)
@@ -97,7 +97,7 @@ def on_host(clusters_at_once: Sequence[int]) -> Iterator[None]:
                 assert not flags_left(arguments[-1], grid, threads)
 
     def flags_left(params: Any, grid: int, threads: int) -> bool:
-        """Flags left raised, which a graph replay would take for its own."""
+        """Flags that are still raised; a graph replay would mistake them for its own."""
         count = grid * (threads // 128 - 1) * MAX_SHARERS
         flags = np.frombuffer(string_at(params.flags, 8 * count), np.uint64)
         return bool(np.isin(flags - np.uint64(params.flag_epoch), [0, 1]).any())
@@ -114,13 +114,13 @@ def on_host(clusters_at_once: Sequence[int]) -> Iterator[None]:
 
 
 def product(case: Case, plan: GemmPlan, *clusters_at_once: int) -> torch.Tensor:
-    """By the launcher; see `on_host`."""
+    """The product by the launcher; see `on_host`."""
     with on_host(clusters_at_once or [1]):
         return gemm.linear_gemm(case.x, *case.weights, case.bias, len(case.bias), plan)
 
 
 def assert_product(out: torch.Tensor, case: Case) -> None:
-    """Operands are exact, and sums float32: one rounding, and those of the sums."""
+    """Tolerance: one rounding of the result, and float32 rounding of sums of exact operands."""
     eps = torch.finfo(out.dtype).eps / 2
     allowed = eps * case.exact.abs() * 1.01 + 2**-18 * case.sizes
     assert out.isfinite().all()
@@ -173,7 +173,7 @@ def test_the_order_of_clusters_changes_no_bit() -> None:
 
 @pytest.mark.parametrize("at_once", [(1, 4, 1, 4), (2, 4, 4), (3, 1, 2, 4), (4, 4, 4, 4)], ids=str)
 def test_replays(at_once: tuple[int, ...]) -> None:
-    """In which clusters may finish what they left to others before, and the other way round."""
+    """In a replay, a cluster may finish a share that it left to the head before, and vice versa."""
     n, k, m = 500, 384, 40
     case = make_case(n, k, m)
     for plan in (GemmPlan(NARROW, 2, 4, 2, 1), GemmPlan(NARROW, 2, 6, 2, 0)):
@@ -181,7 +181,7 @@ def test_replays(at_once: tuple[int, ...]) -> None:
 
 
 def sums_nobody_left(case: Case, plan: GemmPlan, clusters_at_once: int) -> int:
-    """Places for sums that nobody has written to."""
+    """Places for partial sums that were not written."""
     found: list[int] = []
     with on_host([clusters_at_once]):
         on_cpu = nvrtc.launch

@@ -42,7 +42,7 @@ def test_small_m(n: int, k: int, with_bias: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("m", [1, 3, 5, 11, 20])
 def test_what_lies_where_rows_would_be_does_not_matter(m: int) -> None:
-    """Shared memory for tokens that are not there keeps what it had: NaN of the call before."""
+    """Shared memory of absent tokens still has the previous call's contents: NaN here."""
     from halfbyte.linear.w4a16.gemv.launcher import linear_gemv
     from halfbyte.linear.w4a16.machine import machine_of
 
@@ -106,7 +106,7 @@ def test_every_split_of_the_work(tiles: int, split: int, dtype: torch.dtype) -> 
 
 
 @DTYPE
-def test_sums_of_many_rows_are_joined_in_pieces(
+def test_sums_of_many_tokens_are_reduced_in_parts(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from halfbyte.linear.w4a16.gemv import launcher as linear

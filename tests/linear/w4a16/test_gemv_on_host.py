@@ -112,7 +112,7 @@ def multiply(
     compiled_in: bool = False,
     machine: Machine = A100,
 ) -> torch.Tensor:
-    """By the launcher, which finds nothing behind the tensors that it reads and writes."""
+    """The product by the launcher; memory after all tensors is unmapped."""
 
     def moved(t: torch.Tensor) -> torch.Tensor:
         return guarded(t.shape, t.dtype).copy_(t)
@@ -127,7 +127,7 @@ def multiply(
 def assert_product(
     out: torch.Tensor, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None
 ) -> None:
-    """Float32 sums, of 16 k each and of those, rounded once."""
+    """Tolerance: float32 sums of 16 k, float32 sums of these, one rounding of the result."""
     weight = dequantized(packed, torch.float64)
     wanted = x.double() @ weight.t()
     sizes = x.double().abs() @ weight.t().abs()
@@ -147,7 +147,7 @@ def assert_products(
     shapes: tuple[tuple[int, int], ...],
     machine: Machine,
 ) -> None:
-    """Of random weights and cuts, with as many tokens, of some shapes of weights."""
+    """Check products with random weights, plans and shapes, for a number of tokens."""
     rng = Random(repr(shape))
     for seed, m in enumerate(2 * rows):
         n, k = rng.choice([s for s in shapes if k_blocks(s[1]) >= shape.split])
@@ -162,7 +162,7 @@ def assert_products(
 
 @pytest.mark.parametrize(("dtype", "shape"), PLANS, ids=name)
 def test_products_are_right_however_the_work_is_cut(dtype: torch.dtype, shape: GemvPlan) -> None:
-    """Between tokens of x and behind them is NaN, in memory and in shared memory."""
+    """Padding between and after tokens of x is NaN, in global and in shared memory."""
     assert_products(dtype, shape, ROWS, SHAPES, A100)
 
 
@@ -199,7 +199,7 @@ def test_bits_of_a_row_do_not_depend_on_the_others(dtype: torch.dtype, shape: Ge
         assert torch.equal(multiply(x[-m:], packed, None, plan), together[-m:])
 
 
-def test_sums_of_many_rows_are_joined_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_many_tokens_are_reduced_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     dtype, shape = PLANS[2]
     packed = packed_weight(100, 400, dtype)
     plan = shape._replace(groups=2, round_units=2)
@@ -234,7 +234,7 @@ def test_unpacked_weights_are_the_dequantized_ones(dtype: torch.dtype) -> None:
 
 
 def test_quotients_of_large_numbers(tmp_path: Path) -> None:
-    """With reciprocals as inexact as a GPU's may be."""
+    """With reciprocals as inexact as on a GPU."""
     (tmp_path / "divide.cu").write_text(DIVIDE)
     library = cuda_on_host.build("divide.cu", {"X_BF16": 1, **dict(PLANS[0][1].macros())}, tmp_path)
     generator = torch.Generator().manual_seed(0)

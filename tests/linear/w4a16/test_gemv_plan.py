@@ -48,7 +48,7 @@ def test_order_of_sums_does_not_depend_on_the_batch(n: int, k: int, machine: Mac
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_every_unit_has_its_group(n: int, k: int, machine: Machine) -> None:
-    """As `Place` of `linear/w4a16/gemv/loader.cuh` counts."""
+    """Computed as by `Place` of `linear/w4a16/gemv/loader.cuh`."""
     units = linear_plan.row_units(n)
     for m in (1, 16, 64):
         plan = gemv_plan(n, k, m, machine)
@@ -79,7 +79,7 @@ def test_an_h200_is_filled(n: int, k: int, batch_invariant: bool) -> None:
 
 
 def test_a_narrow_matrix_is_split_along_k() -> None:
-    """Where rows are too few for all SMs."""
+    """If rows are too few for all SMs."""
     assert gemv_plan(1024, 4096, 8, H200).split >= 4
     assert gemv_plan(28672, 4096, 1, H200).split == 1
 

@@ -60,7 +60,7 @@ COMPILED_IN = {
     "two-tiles-of-columns": (5, 300, 1024, 16, 3, 4),
     "two-blocks-of-x": (5, 70, 2416, 33, 2, 2),
     "no-cluster": (1, 130, 1296, 33, 2, 2),
-    # Every warp has as many items, of one unit.
+    # Every warp has the same number of items, all of one unit.
     "even": (0, 192, 1024, 1, 6, 1),
     "even-pair": (2, 192, 1024, 8, 3, 2),
     "even-through-memory": (4, 192, 2048, 9, 6, 1),
@@ -154,7 +154,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def exchange(
     library: ctypes.CDLL, made: int = 1, expected: int = 16, synced: int = 1, waits: int = 1
 ) -> torch.Tensor:
-    """What the CTAs of two clusters have been sent: the index of another one."""
+    """The values that the CTAs of two clusters received: the index of the sender."""
     out = torch.zeros(8 * 32)
     parameters = Exchange(out.data_ptr(), made, expected, synced, waits)
     cuda_on_host.launch(library.exchange, 8, 32, parameters, shared_bytes=32)

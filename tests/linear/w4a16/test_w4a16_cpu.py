@@ -106,7 +106,7 @@ def test_no_second_copy_of_the_weights_stays() -> None:
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """Graphs of one `forward` add up over tests, to a limit."""
+    """Reset Dynamo: graphs of one `forward` accumulate over tests, up to a limit."""
     torch.compiler.reset()
     yield
     torch.compiler.reset()

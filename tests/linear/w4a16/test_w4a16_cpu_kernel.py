@@ -33,7 +33,7 @@ def threads() -> Iterator[None]:
 
 
 def random_weight(n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every code, and scales of every size that is not NaN, most of them ordinary."""
+    """Every code, and scales of all magnitudes without NaN, most of them ordinary."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=generator)
     ordinary = torch.randint(0x28, 0x48, (n, k // 16), dtype=torch.uint8, generator=generator)
@@ -43,7 +43,7 @@ def random_weight(n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Te
 
 
 def row_scales(n: int) -> torch.Tensor:
-    """Three parts whose global scales differ a lot."""
+    """Three parts with very different global scales."""
     sizes = torch.tensor([n // 3, n // 2 - n // 3, n - n // 2])
     return torch.tensor([3e-3, 7.7e-6, 0.4]).repeat_interleave(sizes)
 
@@ -174,7 +174,7 @@ def test_batch_invariance(level: str, threads: None, n: int, k: int, dtype: torc
 
 
 def test_work_for_several_threads(level: str, threads: None) -> None:
-    """Enough of it that it is shared out, in every loop."""
+    """Large enough that every loop runs on several threads."""
     weight = packed(700, 512)
     for m in (1, 5, 200):
         x = random_input(m, 512)
@@ -204,7 +204,7 @@ def test_pack_and_back(n: int, k: int) -> None:
     codes, turned = pack_weight(weight, scales)
     assert codes.shape == (-(-n // 16), -(-k // 64), 512)
     assert turned.shape == (-(-n // 16), -(-k // 64), 64)
-    # The very places: the word of columns 8 w .. 8 w + 7 of a chunk, and its row.
+    # The exact position: the word of columns 8 w .. 8 w + 7 of a chunk, and its row.
     row, column = n - 1, k - 2
     byte = column % 64 // 8 * 64 + row % 16 * 4 + column % 8 // 2
     assert codes[row // 16, column // 64, byte] == weight[row, column // 2]
@@ -229,7 +229,7 @@ def test_dequantize_is_the_oracles(level: str, n: int, k: int, dtype: torch.dtyp
 def test_dense_product_of_unpacked_weights(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What large M goes through where PyTorch's dense product is much faster."""
+    """The path of large M on machines where PyTorch's dense product is much faster."""
     monkeypatch.setattr(launcher, "_is_dense_faster", lambda dtype: True)
     monkeypatch.setattr(launcher, "_DENSE_VALUES", 336 * 48)  # three panels, one short
     weight, scales = random_weight(130, 336)
@@ -242,7 +242,7 @@ def test_dense_product_of_unpacked_weights(
         assert_close_enough(out, x, weight64, b, parts)
         invariant = linear_cpu(x, packed_weight, b)
         assert torch.equal(invariant[:3], linear_cpu(x[:3], packed_weight, b))
-        # Few rows never take that path.
+        # Small M never takes that path.
         assert torch.equal(
             linear_cpu(x[:9], packed_weight, b, batch_invariant=False), invariant[:9]
         )

@@ -22,7 +22,7 @@ from slow import slow
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 COMMON_SCALE = 2.0**-9
 ROW_FACTORS = (1.0, 3.0, 0.5)
-"""Of rows in turn."""
+"""Factors of the global scales of rows, repeated."""
 
 
 def random_weight(n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,7 +34,7 @@ def random_weight(n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Te
 
 
 def packed_weight(n: int, k: int, dtype: torch.dtype, device: str = "cpu") -> PackedWeight:
-    """Of one part per row, so that every row has a scale of its own."""
+    """A packed weight with one part per row, so that every row has its own global scale."""
     data, scales = random_weight(n, k)
     common = COMMON_SCALE * torch.tensor(ROW_FACTORS).repeat(n)[:n]
     parts = common.to(device), (1,) * n
@@ -42,7 +42,7 @@ def packed_weight(n: int, k: int, dtype: torch.dtype, device: str = "cpu") -> Pa
 
 
 def dequantized(packed: PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """What a `packed_weight` stands for."""
+    """The dequantized values of a `packed_weight`."""
     data, scales = unpack_weight(packed)
     weight = torch.empty(packed.n, packed.k, dtype=dtype, device=data.device)
     for i, factor in enumerate(ROW_FACTORS):
@@ -66,7 +66,7 @@ def test_weights_come_back_bit_for_bit(n: int, k: int, dtype: torch.dtype) -> No
 
 @DTYPE
 def test_lanes_find_their_operands(dtype: torch.dtype) -> None:
-    """What the kernels do to a word and to a word of scales gives the values, exactly."""
+    """Unpacking words of codes and of scales as the kernels do gives the exact values."""
     n, k = 128, 256
     data, scales = random_weight(n, k)
     packed = pack_weight(data, scales, torch.ones(1), (n,), dtype)

@@ -59,7 +59,7 @@ def compiled() -> Launcher:
 
 
 def arguments(layer: NvFp4Linear) -> tuple[torch.Tensor | None, ...]:
-    """What the launcher takes after x."""
+    """Arguments of the launcher after x."""
     sizes = torch.tensor(layer.part_sizes, device=layer.weight.device)
     row_scale = layer.weight_global_scale.repeat_interleave(sizes)
     return layer.weight, layer.weight_scale, row_scale, layer.bias
@@ -112,7 +112,7 @@ def test_error_is_that_of_a_matmul_in_the_same_dtype(
 
 
 def test_grid_of_many_tiles() -> None:
-    """More tiles of rows than share weights: the last ones have fewer neighbours."""
+    """More tiles of M than are grouped to share weights: the last group is smaller."""
     layer, x = random_layer(50, 32), random_input(200, 32)
     out = interpret()(x, *arguments(layer), tiles=Tiles(16, 16, 16, 4, 2))
     assert_close_enough(layer, x, out, torch.float32)

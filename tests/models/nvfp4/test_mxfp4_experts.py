@@ -147,7 +147,7 @@ def test_sizes_that_blocks_do_not_divide(folder: Folder) -> None:
 
 
 def test_options_that_do_not_exist() -> None:
-    with pytest.raises(ValueError, match="activation: expected gate and up interleaved"):
+    with pytest.raises(ValueError, match="activation: expected one that is interleaved"):
         MxFp4Experts(4, 64, 32, activation=GatedActivation())
     empty = MxFp4Experts(4, 64, 32)
     with pytest.raises(CheckpointError, match="gate_up_proj_scales: expert 0: expected finite"):

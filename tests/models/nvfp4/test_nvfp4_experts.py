@@ -1,4 +1,4 @@
-"""Mixtures whose experts are quantized."""
+"""MoE models with quantized experts."""
 
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def test_experts_with_quantized_activations_run_one_by_one(
     assert isinstance(load_model(folder.quantized).model.layers[0].mlp.experts, NvFp4Experts)
 
 
-def test_batch_invariance_is_asked_of_experts_too(tmp_path: Path) -> None:
+def test_batch_invariance_holds_for_experts_too(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, "qwen3_moe", is_quantized=lambda name: ".experts." in name)
     with pytest.raises(ValueError, match=r"batch_invariant: model\.layers\.0\.mlp\.experts was"):
         LLM(load_model(folder.quantized), batch_invariant=True)
@@ -272,7 +272,7 @@ def test_experts_that_calibration_never_reached(
     lost: float,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """ModelOpt leaves their scale out, compressed-tensors writes 1, or once the inverse of 0."""
+    """ModelOpt omits their scale; compressed-tensors writes 1, older versions the inverse of 0."""
     folder = make_folder(tmp_path, "qwen3_moe", dialect, "nvfp4")
     expert, scale = "model.layers.1.mlp.experts.2", TENSOR_NAMES[dialect].input_global_scale
     names = [f"{expert}.{name}.{scale}" for name in ("gate_proj", "up_proj", "down_proj")]

@@ -155,7 +155,7 @@ def test_a_missing_plain_weight_is_an_error_and_not_random(
 def test_a_surplus_quantized_tensor_is_an_error(
     tmp_path: Path, dialect: Dialect, architecture: str
 ) -> None:
-    """Of a layer that the model does not have, in a place like those that it has."""
+    """Of a layer that the model does not have, with a name like those of its layers."""
     folder = tagged(tmp_path, architecture, dialect)
     name = "model.layers.99.self_attn.q_proj.weight_scale"
     folder.change(lambda tensors: tensors.update({name: torch.ones(64, 4)}))
@@ -176,7 +176,7 @@ def test_unquantized_experts_beside_quantized_attention(tmp_path: Path, dialect:
 
 
 def negate_some(tensors: dict[str, torch.Tensor]) -> None:
-    """Change what is quantized and what is not, so that a mixture would be neither."""
+    """Change quantized and unquantized tensors, so that a mix of both files would show."""
     for name, tensor in tensors.items():
         if tensor.dtype == torch.uint8:
             tensors[name] = tensor ^ 0x88  # the signs of both codes
@@ -229,7 +229,7 @@ def wrong_shard(folder: Path, weight_map: dict[str, str]) -> None:
 
 
 def second_copy(folder: Path, weight_map: dict[str, str]) -> None:
-    """Of a block scale, in the shard that transformers reads last."""
+    """A second copy of a block scale, in the shard that transformers reads last."""
     first, *_, last = sorted(set(weight_map.values()))
     name = next(
         name for name, file in weight_map.items() if file == first and name.endswith("weight_scale")

@@ -34,7 +34,7 @@ def layers(model: Any) -> dict[str, NvFp4Linear]:
 
 
 def assert_same_logits(model: Any, folder: Folder) -> None:
-    """As the dequantized weights give: what differs is the order of float32 sums."""
+    """Logits equal those with dequantized weights, up to the order of float32 sums."""
     expected = logits(load_model(folder.plain))
     assert float((logits(model) - expected).abs().max() / expected.abs().max()) < 2e-5
 
@@ -53,7 +53,7 @@ def test_all_architectures_load(tmp_path: Path, architecture: str, dialect: Dial
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_dtype_is_the_checkpoints_or_the_one_asked_for(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_dtype_is_the_checkpoints_or_the_requested_one(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = make_folder(tmp_path, dtype=dtype)
     model = load_model(folder.quantized)
     assert model.dtype == model.config.dtype == dtype
@@ -167,7 +167,7 @@ class TestActivations:
     def test_groups_that_leave_activations_alone(
         self, tmp_path: Path, has_scales: bool, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """ModelOpt's algorithm has the same name; scales that are there count more."""
+        """ModelOpt's algorithm has the same name; existing activation scales take precedence."""
         folder = make_folder(tmp_path, scheme="nvfp4")
         weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
         group = {"weights": weights, "input_activations": None, "targets": ["Linear"]}
@@ -211,7 +211,7 @@ def test_options_for_nvfp4_layers_need_some(tmp_path: Path) -> None:
         load_model(folder.plain, linear_backend="cpu")
     with pytest.raises(ValueError, match="quantize_activations: got False"):
         load_model(folder.plain, quantize_activations=False)
-    with pytest.raises(ValueError, match="give them to load_model"):
+    with pytest.raises(ValueError, match="pass them to load_model"):
         LLM(load_model(folder.quantized), linear_backend="cpu")
 
 

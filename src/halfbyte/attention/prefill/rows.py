@@ -115,7 +115,7 @@ def rows_kernel(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
 ):
-    """Attention of a tile of queries to all keys that it sees.
+    """Attention of a tile of queries to all keys in its range.
 
     Grid: tiles times KV heads times blocks of their query heads, tiles slowest.
 

@@ -1,8 +1,7 @@
-"""Attention to the last tokens as the model made them, on GPUs, joined with that to the pages.
+"""Attention to the last tokens, unquantized, on GPUs, merged with attention to the pages.
 
 A query at p reads keys after p - R from `RecentInputs`, and older ones from the pages. The pages
-come first, by any backend, for which every sequence is R tokens shorter: its queries stand R
-positions earlier, and a window loses R. Its result and the logs of its softmax denominators are
-then joined with the last tokens by one kernel, in place. `decode` reads them by itself and needs
-none of this.
+come first, on any backend, which gets every sequence R tokens shorter: query positions and windows
+are reduced by R. One kernel then attends to the last tokens and merges its result with that of the
+pages by LSE, in place. `decode` reads the last tokens itself and does not use this package.
 """

@@ -2,7 +2,7 @@
 
 A row is 16 consecutive values of a head in two halves, `low` and `high`, float32 `[rows, 8]`: a
 block of NVFP4, half a block of MXFP4. A thread holds a row, so that block maxima and packing need
-no exchange between threads. What comes out are int32 words in memory order, `[rows, 2]` of 4-bit
+no exchange between threads. The results are int32 words in memory order, `[rows, 2]` of 4-bit
 codes or `[rows, 4]` of bytes, and the byte of the block scale of each row.
 
 How the bits of the oracle are reproduced with few instructions per value:

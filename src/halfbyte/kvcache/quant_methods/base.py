@@ -187,7 +187,7 @@ class KVCacheQuantMethod(ABC):
             k, k_scales, v, v_scales: rows of the four buffers.
             layer_id: whose loaded scales to use, where `k_scale` and `v_scale` are not given.
             dtype: of the result. bfloat16 by default: float8_e4m3fn is lossy for 275 of the 1016
-                code x scale products, so it must be asked for.
+                code x scale products, so it must be requested.
 
         Raises:
             ValueError: the format needs global scales, and neither were given nor loaded.
@@ -202,7 +202,7 @@ class KVCacheQuantMethod(ABC):
         )
 
     def load_scales_from_model(self, model: nn.Module) -> KVScales | None:
-        """Take the per-layer `k_scale` and `v_scale` that a model's attention modules carry.
+        """Load the per-layer `k_scale` and `v_scale` of a model's attention modules.
 
         Returns:
             The scales, also kept in `self.scales`; None for a format without global scales.

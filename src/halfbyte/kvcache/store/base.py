@@ -20,7 +20,7 @@ _INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """Metadata of the work."""
+    """Metadata of the call, by which backends decide whether they support it."""
 
     layout: PageLayout
     key_dtype: torch.dtype
@@ -32,11 +32,11 @@ class StoreConfig:
     """Whether K and V are rounded by weighted error (`numerics.weighted_rounding`)."""
 
     def answer_of(self, device_type: str, formats: Container[KVCacheDType]) -> Answer:
-        """That of a kernel for one kind of device, which takes floats of 16 and 32 bits.
+        """`can_implement` of a kernel for one device type and inputs of 16-bit or 32-bit floats.
 
         Args:
             device_type: of the kernel.
-            formats: that it writes.
+            formats: cache dtypes that it writes.
         """
         if self.device_type != device_type:
             return False, f"tensors are on {self.device_type}, not on {device_type}"
@@ -62,7 +62,7 @@ class StoreInputs(NamedTuple):
     recent: RingSlots | None = None
 
     def config(self) -> StoreConfig:
-        """Metadata of the work."""
+        """Metadata of the call, by which backends decide whether they support it."""
         return StoreConfig(
             layout=self.layout,
             key_dtype=self.key.dtype,
@@ -100,7 +100,7 @@ class StoreBackend(ABC):
 def global_scale_on(
     device: torch.device, name: str, scale: Scale, dtype: KVCacheDType
 ) -> float | torch.Tensor:
-    """A global scale as kernels on a GPU take it: a float32, or a tensor on its device.
+    """A global scale as an argument of GPU kernels: a float, or a tensor on the device.
 
     Raises:
         ValueError: `KVCacheDType.check_scale` refuses it.

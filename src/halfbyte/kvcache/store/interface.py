@@ -46,14 +46,14 @@ def reshape_and_cache(
         k_scale, v_scale: global scales, floats or float32 scalar tensors, which are read on
             their device; formats without a global scale ignore them.
         backend: a name of `STORE_BACKENDS`; by default the best that can do the work.
-        transform: what a recipe does to K first; readers need the same.
+        transform: a recipe's transform of K before packing; readers need the same.
         positions: int64 `[n]`, of each token in its sequence, padding not counted; those of padding
             slots do not matter. A transform needs them.
-        recent: where some of the tokens are also kept as they are; on a GPU with a transform that
-            is part of the same launch.
+        recent: rings to which some of the tokens are also written, unquantized; with a transform on
+            a GPU that is part of the same launch.
 
     Raises:
-        NoImplementationError: the backend asked for is unknown or cannot do the work.
+        NoImplementationError: the requested backend is unknown or cannot do the work.
         ValueError: shapes, dtypes or devices that do not fit the layout, a scale that is not
             positive and finite (of those on a GPU the values are not looked at), or a slot past the
             last page where that is checked.

@@ -29,7 +29,7 @@ def select_store(config: StoreConfig, backend: str | None = None) -> type[StoreB
     Logs, once per reason, if only the reference can do the work.
 
     Raises:
-        NoImplementationError: the backend asked for is unknown or cannot do the work.
+        NoImplementationError: the requested backend is unknown or cannot do the work.
     """
     chosen = STORE_BACKENDS.select(config, explicit=backend)
     missed = _OF_DEVICE.get(config.device_type)

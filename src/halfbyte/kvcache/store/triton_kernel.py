@@ -33,8 +33,8 @@ from halfbyte.numerics.hadamard import block_size
 _SMALL_TILE = (64, 2)
 _LARGE_TILE = (128, 4)
 _LARGE_FROM_ROWS = 2**15
-# The same of K by error feedback: (tokens, rows, warps), from so many heads of tokens on; below, a
-# warp for each.
+# For K with error feedback: (tokens, rows, warps), and the min number of (token, head) pairs. With
+# fewer pairs, one warp per pair.
 _ROW_FEEDBACK = (1, 64, 1)
 _SMALL_FEEDBACK = (32, 64, 1)
 _SMALL_FEEDBACK_FROM = 2**11
@@ -257,7 +257,7 @@ def _launch(inputs: StoreInputs, num_rows: int) -> _Launch:
 def _transform_arguments(
     transform: KVTransform, positions: torch.Tensor, layout: PageLayout, absent: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, ...], tuple[int, int], dict[str, Any]]:
-    """Tensors, numbers and constants of `store_transformed_kernel`; `absent` stands for none."""
+    """Tensors, numbers and constants of `store_transformed_kernel`; `absent` replaces None."""
     tables, first = transform.mean_tables, transform.first_keys
     means = (absent,) * 4 if tables is None else tables
     firsts = (absent,) * 2

@@ -170,7 +170,7 @@ def load_rows(
 
 @triton.jit
 def slot_of_token(slots, slot_stride, token, inside, capacity, side: tl.constexpr):
-    """Page and offset in it of each row's token, and whether it has a place in the cache."""
+    """Page and offset in it of each row's token, and whether its slot is valid."""
     slot = tl.load(slots + token.to(tl.int64) * slot_stride, mask=inside, other=-1).to(tl.uint64)
     keep = slot < capacity
     if capacity.dtype == tl.int32:

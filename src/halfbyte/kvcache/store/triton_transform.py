@@ -179,7 +179,7 @@ def find_first(
 
 @triton.jit
 def mark_first(words, scales, found, part, mark: tl.constexpr):
-    """Words `[rows, 2]` and scales `[rows]` of K, with those that stand for a first token."""
+    """Words `[rows, 2]` and scales `[rows]` of K, with those that mark a first token."""
     marked = found >= 0
     is_word = (part == 0)[:, None] & (tl.arange(0, 2) == 0)[None, :]
     words = tl.where(marked[:, None], tl.where(is_word, found[:, None], 0), words)

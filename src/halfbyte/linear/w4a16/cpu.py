@@ -81,8 +81,8 @@ def unpack_weight(
     strips, chunks = codes.shape[:2]
     words = codes.view(torch.int32).view(strips, chunks, CHUNK // 8, STRIP).permute(0, 3, 1, 2)
     weight = words.reshape(strips * STRIP, chunks * CHUNK // 8)[:n].contiguous()
-    turned = scales.view(torch.uint8).view(strips, chunks, CHUNK // 16, STRIP).permute(0, 3, 1, 2)
-    weight_scale = turned.reshape(strips * STRIP, chunks * CHUNK // 16)[:n, : k // 16]
+    permuted = scales.view(torch.uint8).view(strips, chunks, CHUNK // 16, STRIP).permute(0, 3, 1, 2)
+    weight_scale = permuted.reshape(strips * STRIP, chunks * CHUNK // 16)[:n, : k // 16]
     return (
         weight.view(torch.uint8)[:, : k // 2].contiguous(),
         weight_scale.contiguous().view(torch.float8_e4m3fn),

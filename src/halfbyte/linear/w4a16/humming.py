@@ -103,7 +103,7 @@ class HummingKernel(WeightOnlyKernel):
 
     @classmethod
     def missing(cls) -> str | None:
-        """Humming, without importing it: the import starts compilers."""
+        """Humming, if not installed or too old; not imported, because that starts compilers."""
         needed = f"needs humming-kernels {'.'.join(map(str, _OLDEST))} or later"
         try:
             version = metadata.version("humming-kernels")

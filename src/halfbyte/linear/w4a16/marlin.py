@@ -73,7 +73,7 @@ class MarlinKernel(WeightOnlyKernel):
 
     @classmethod
     def missing(cls) -> str | None:
-        """vLLM."""
+        """vLLM, if it is not installed."""
         return None if is_installed("vllm") else "needs vllm, which is not installed"
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:

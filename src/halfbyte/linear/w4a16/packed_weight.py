@@ -253,8 +253,8 @@ def _unpack_scales(words: torch.Tensor) -> torch.Tensor:
     code = words.new_empty((2, 2, *words.shape), dtype=torch.uint8)
     for step in range(2):
         for half in range(2):
-            turned = _rotate_right(words.long() & _WORD, _SCALE_PLACES[step][half])
-            code[half, step] = (turned & 0xFF).to(torch.uint8)
+            rotated = _rotate_right(words.long() & _WORD, _SCALE_PLACES[step][half])
+            code[half, step] = (rotated & 0xFF).to(torch.uint8)
     codes = code.permute(2, 4, 6, 0, 5, 3, 7, 1).reshape(
         blocks * _SQUARE, steps * _SQUARE // _BLOCK
     )

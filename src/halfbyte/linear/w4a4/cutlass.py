@@ -48,7 +48,7 @@ class CutlassKernel(NativeFp4Kernel):
 
     @classmethod
     def missing(cls) -> str | None:
-        """vLLM."""
+        """vLLM, if it is not installed."""
         return None if is_installed("vllm") else "needs vllm, which is not installed"
 
     def operator(self) -> LinearOp:

@@ -66,7 +66,7 @@ class FbgemmKernel(NativeFp4Kernel):
 
     @classmethod
     def missing(cls) -> str | None:
-        """FBGEMM's GenAI part, without importing it: the import loads its kernels."""
+        """fbgemm-gpu-genai, if not installed; not imported, because that loads its kernels."""
         package = find_spec("fbgemm_gpu")
         folders = package.submodule_search_locations if package else None
         if not any((Path(folder) / "experimental" / "gen_ai").exists() for folder in folders or ()):

@@ -18,7 +18,7 @@ class FlashInferCudnnKernel(FlashInferFp4Kernel):
 
     @classmethod
     def missing(cls) -> str | None:
-        """FlashInfer and cuDNN's Python front end."""
+        """FlashInfer or cuDNN's Python front end, if one is not installed."""
         if not is_installed("cudnn"):
             return "needs nvidia-cudnn-frontend, which is not installed"
         return super().missing()

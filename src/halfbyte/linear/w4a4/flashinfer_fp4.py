@@ -1,7 +1,7 @@
 """Base of the backends that call FlashInfer's `mm_fp4`, which has several backends itself.
 
-FlashInfer compiles its kernels, or loads compiled ones, at the first call; its autotuner runs only
-where a program asks for it (`flashinfer.autotune`).
+FlashInfer compiles its kernels, or loads compiled ones, at the first call. Its autotuner runs only
+inside `flashinfer.autotune`.
 """
 
 import os
@@ -84,7 +84,7 @@ class FlashInferFp4Kernel(NativeFp4Kernel):
 
     @classmethod
     def missing(cls) -> str | None:
-        """FlashInfer, and nvcc or FlashInfer's compiled kernels."""
+        """FlashInfer, or both nvcc and FlashInfer's compiled kernels, if not installed."""
         needed = "needs flashinfer-python 0.7.0 or later"
         try:
             version = metadata.version("flashinfer-python")

@@ -62,7 +62,7 @@ class TorchScaledMMKernel(NativeFp4Kernel):
 
     @classmethod
     def missing(cls) -> str | None:
-        """A PyTorch with FP4 support, built for a CUDA version that supports it."""
+        """PyTorch's FP4 support, if this PyTorch or the CUDA version of its build lacks it."""
         if not hasattr(F, "scaled_mm") or not hasattr(torch, "float4_e2m1fn_x2"):
             return f"needs torch.nn.functional.scaled_mm, torch {torch.__version__} has none"
         cuda = torch.version.cuda

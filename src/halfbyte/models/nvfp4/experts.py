@@ -50,7 +50,7 @@ class FusedExperts(NamedTuple):
 def fused_experts(module: nn.Module) -> FusedExperts | None:
     """A module's fused experts; None for other modules.
 
-    Known are gate above up without biases (Qwen, Mixtral) and GPT-OSS's, which are transposed and
+    Known are gate before up without biases (Qwen, Mixtral) and GPT-OSS's, which are transposed and
     interleaved, with biases and a clamped activation.
     """
     gate_up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
@@ -134,7 +134,7 @@ class Experts(nn.ModuleList):
 
 
 def has_fused_experts(module: nn.Module) -> bool:
-    """Whether a module holds experts as two 3-D parameters, gate above up, without biases."""
+    """Whether a module holds experts as two 3-D parameters, gate before up, without biases."""
     gate_up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
     return (
         isinstance(gate_up, nn.Parameter)

@@ -113,8 +113,8 @@ def _grouped_experts(
     if fused.has_bias:  # GPT-OSS: `Experts` has no biases
         if is_fp8 or (options.quantize_activations and plan.count("nvfp4")):
             raise CheckpointError(
-                f"{name}: expected NVFP4 weights with unquantized activations (W4A16), as experts "
-                f"with biases run so only, found {'FP8 weights' if is_fp8 else 'W4A4 asked for'}"
+                f"{name}: expected NVFP4 weights with unquantized activations (W4A16), the only "
+                f"mode for experts with biases, found {'FP8 weights' if is_fp8 else 'W4A4'}"
             )
     elif is_fp8 or any(_quantizes_activations(layer, options, chosen) for layer in layers):
         return None
@@ -143,7 +143,7 @@ def log_activation_mode(model: nn.Module, plan: LayerPlan, options: LayerOptions
     quantized = sum(layer.quantize_activations for layer in layers)
     if plan.uncalibrated:
         logger.warning(
-            "%s: no activation scale, because calibration never reached the expert; it and %d "
+            "%s: no activation scale, because the expert got no calibration tokens; it and %d "
             "more layers of experts run as W4A16",
             plan.uncalibrated[0],
             len(plan.uncalibrated) - 1,
@@ -151,13 +151,13 @@ def log_activation_mode(model: nn.Module, plan: LayerPlan, options: LayerOptions
     if quantized:
         logger.info("%d of %d W4A4 layers quantize their activations", quantized, declared)
     if quantized < declared:
-        asked = options.quantize_activations is False
+        requested = options.quantize_activations is False
         logger.warning(
             "%d of %d W4A4 layers run as W4A16, their activations unquantized (%s)",
             declared - quantized,
             declared,
-            "as asked for"
-            if asked
+            "as requested"
+            if requested
             else "no native FP4 here; quantize_activations=True emulates it",
         )
 

@@ -5,9 +5,9 @@
 //
 // Bound by memory bandwidth: the weights of the experts that are hit are read once per 8 or 16 of their tokens.
 //
-//   Work       CTAs stay for all of the work, and find out for themselves what it is (routing.cuh). A unit is
+//   Work       The grid is persistent; every CTA lists the experts that are hit (routing.cuh). A unit is
 //              GROUPS tiles of 16 rows of one expert's matrix, for the pairs of an entry; a CTA has a range of
-//              consecutive units. A tile is computed by a group of SPLIT warps, which share its k: warp i has items
+//              consecutive units. A tile is computed by a group of SPLIT warps, which split its k: warp i has items
 //              i, i + SPLIT, ... of 256 k.
 //   Operands   m16n8k16: A = 16 rows of W, unpacked in registers; B = 8 columns, the tokens. In a gated tile, rows
 //              0 to 7 are of gate and rows 8 to 15 the same ones of up: the activation needs no other lane.
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
   u8* const sums = rings + SPLIT * GROUPS * STAGES * ITEM_BYTES;
   const Routing routing(p.pairs, p.max_entries, sums + SPLIT * GROUPS * 2 * SUM_BYTES);
 #if GATED
-  // All CTAs wait before the second product may begin. So that may read what was written before this kernel.
+  // All CTAs wait before the second product may start, so it may also read what was written before this kernel.
   wait_for_previous();
   allow_next();
 #endif
@@ -171,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) moe_product(const __
       load_tokens(shared, p.x, routing, GATED ? p.pairs.top_k : 1);
       __syncthreads();
       count = *routing.num_own;
-      // Columns that do not exist are copies of the last one.
+      // Columns beyond the entry's tokens read the last token again; their results are not written.
 #pragma unroll
       for (int i = 0; i < COLUMN_TILES; i++)
         x_at[i] = shared + min(8 * i + lane / 4, count - 1) * X_ROW_BYTES + lane % 4 * 16;

@@ -55,7 +55,7 @@ struct Loader {
   int unit, end, group, split, item;
   const u8 *upper, *lower;  // this lane's bytes of rows g and g + 8
   const u8* scale;          // its words of a row of scales
-  int scales_left;          // bytes from there to the end of all scales, or at least as many as are read
+  int scales_left;          // bytes from there to the end of all scales; capped at more than a row's copies read
 
   __device__ __forceinline__ Loader(const Params& p, const Routing& routing, int begin, int end, int group, int split)
       : p(p), routing(routing), unit(begin), end(end), group(group), split(split) {
@@ -71,7 +71,7 @@ struct Loader {
     lower = p.weight + (first + row_of_tile(tile, lane / 4 + 8)) * (K / 2) + lane % 4 * 16;
     scale = p.scales + (first + row_of_tile(tile, lane & 15)) * ROW_SCALES;
     if (!SCALES_ARE_ALIGNED) scale -= (u64)scale & 3;
-    // Behind a row comes the next one, and nothing behind the last: only there this is less than a row.
+    // Copies may read past a row into the next one, but not past the last row of the last expert.
     const u8* const scales_end = p.scales + (u64)p.pairs.num_experts * N * ROW_SCALES;
     scales_left = (int)min((long long)(scales_end - scale), (long long)ROW_SCALES + ITEM_SCALES + 8);
     item = split;

@@ -13,8 +13,8 @@
 // Pairs of values times 2^-126 (bfloat16) or 2^-14 (float16).
 __device__ __forceinline__ void unpack_word(u32* pairs, u32 w) {
 #if X_BF16
-  // A nibble, at the top of a half and three bits below the exponent's lowest but one: sign, then magnitude. The
-  // product places both copies at once.
+  // One multiplication makes two shifted copies of each nibble: one with the sign in place (the top of a half), one
+  // with the magnitude in place (the lowest two bits of the exponent and the top bit of the mantissa).
   const u32 keep = 0x81C081C0u, upper = w >> 8;
   pairs[0] = (w & 0x000F000Fu) * 0x1040u & keep;
   pairs[1] = (w & 0x00F000F0u) * 0x0104u & keep;
@@ -36,8 +36,8 @@ __device__ __forceinline__ void unpack_word(u32* pairs, u32 w) {
 // register, row g + 8 in the upper one.
 struct Scales {
 #if MX
-  u32 both, excess;  // the scale is their product; `excess` is set only if `large`
-  bool large;        // whether that of any lane is not 1
+  u32 both, excess;  // the scale is both * excess; `excess` is set only if `large`
+  bool large;        // whether any lane has an excess other than 1
 
   // `upper` and `lower` rows' bytes.
   __device__ __forceinline__ void unpack(u32 upper, u32 lower) {

@@ -75,4 +75,4 @@ def register() -> None:
     except Exception as error:
         # An unsupported vLLM must start as if halfbyte were not installed.
         reason = " ".join(str(error).split())[:300]
-        logger.warning("halfbyte stays out of this vLLM: %s: %s", type(error).__name__, reason)
+        logger.warning("halfbyte is disabled in this vLLM: %s: %s", type(error).__name__, reason)

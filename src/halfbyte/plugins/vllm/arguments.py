@@ -16,7 +16,7 @@ _SHORTEST_CUT = len("--abcd")
 
 
 @dataclass
-class Said:
+class ServeArguments:
     """Options of a command line.
 
     Args:

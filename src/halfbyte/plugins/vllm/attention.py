@@ -16,7 +16,7 @@ from halfbyte.attention import paged_attention
 from halfbyte.kvcache import KVScales, reshape_and_cache
 from halfbyte.kvcache.layer import LayerQuantization
 from halfbyte.kvcache.recent import RecentInputs
-from halfbyte.kvcache.recent_step import RecentStep
+from halfbyte.kvcache.recent_step import LayerPages, RecentStep
 from halfbyte.kvcache.recipe import RECIPES
 from halfbyte.kvcache.transform import KVTransform
 from halfbyte.layouts import PageLayout
@@ -258,16 +258,10 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
         """The last tokens of the step's sequences; None if all are read from the pages."""
         if self.rings is None or step is None:
             return None
-        step.fill(
-            self.rings,
-            pages,
-            layout,
-            metadata.block_tables,
-            self.k_scale,
-            self.v_scale,
-            self.transform,
-            window=self.sliding_window,
+        packed = LayerPages(
+            pages, layout, metadata.block_tables, self.k_scale, self.v_scale, self.transform
         )
+        step.fill(self.rings, packed, window=self.sliding_window)
         own = key[: step.num_tokens], value[: step.num_tokens]
         return RecentInputs(self.recent_tokens, *self.rings, step.entries, *own)
 

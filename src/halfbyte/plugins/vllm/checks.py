@@ -84,13 +84,13 @@ def check_config(vllm_config: Any) -> Options:
         )
     if (options.k_dtype or options.v_dtype) and not has_page_specs():
         raise _refused(
-            "k_dtype and v_dtype with this vLLM, which knows its own cache dtypes alone,",
+            "k_dtype and v_dtype with this vLLM, which supports only its own cache dtypes,",
             "use vLLM 0.32 or later",
         )
     model_config = getattr(vllm_config, "model_config", None)
     if getattr(model_config, "enable_sleep_mode", False) and not has_page_specs():
         raise _refused(
-            "enable_sleep_mode with this vLLM, which loses the scales of the cache asleep,",
+            "enable_sleep_mode with this vLLM, which loses the cache's scales in sleep mode,",
             "use vLLM 0.32 or later",
         )
     if (options.k_dtype or options.v_dtype) and cache.cache_dtype != CARRIER:
@@ -101,12 +101,12 @@ def check_config(vllm_config: Any) -> Options:
     for name in ("kv_scales", "draft_kv_scales"):
         path = getattr(options, name)
         if path is not None and not os.path.exists(path):
-            raise _refused(f"{name}: {path}, which is not there,", "give a file of KV scales")
+            raise ValueError(f"halfbyte: {name}: {path}: no such file; give a file of KV scales")
     options = resolve_options(vllm_config)
     if options.recipe.changes_k and captures_stores(vllm_config):
         raise _refused(
-            f"kv_recipe {options.kv_recipe} with piecewise CUDA graphs that hold the cache's "
-            "update, and would keep the positions of the step that they were captured with,",
+            f"kv_recipe {options.kv_recipe} with piecewise CUDA graphs that contain the cache's "
+            "update, and would replay it with the positions of the captured step,",
             "leave out use_inductor_graph_partition and splitting_ops, or use "
             "cudagraph_mode FULL_DECODE_ONLY or NONE",
         )
@@ -125,13 +125,13 @@ def _check_connector(transfer: Any) -> None:
     extra = getattr(transfer, "kv_connector_extra_config", None) or {}
     if "canonical_layout" in json.dumps(extra, default=str):
         raise _refused(
-            "canonical_layout, which cuts pages by vLLM's own order of K and V,",
+            "canonical_layout, which splits pages by vLLM's own order of K and V,",
             "leave it out",
         )
     if _connectors(transfer) and not connectors.is_installed():
         raise _refused(
-            "a KV connector with this vLLM, whose connectors cannot be told the pages' scales,",
-            "use a vLLM that docs/vllm.md names",
+            "a KV connector with this vLLM, whose block keys cannot include the scales,",
+            "use a version of vLLM listed in docs/vllm.md",
         )
 
 

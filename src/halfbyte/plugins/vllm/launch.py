@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from halfbyte.plugins.vllm.arguments import Said
+from halfbyte.plugins.vllm.arguments import ServeArguments
 from halfbyte.plugins.vllm.distribution import has_distribution
 from halfbyte.plugins.vllm.options import SECTION, Options
 
@@ -31,7 +31,7 @@ _FILES = ("kv_scales", "draft_kv_scales")
 
 @dataclass(frozen=True)
 class ServePlan:
-    """A `vllm serve` command, and what it needs.
+    """A `vllm serve` command and the settings that it was made from.
 
     Args:
         arguments: those after `vllm serve`.
@@ -82,21 +82,21 @@ def plan_serve(arguments: Sequence[str], ours: Mapping[str, str | None]) -> Serv
         ValueError: no model; a halfbyte option that is unknown, invalid, contradictory or without
             effect; one line.
     """
-    said = Said(arguments)
-    model = said.model
+    parsed = ServeArguments(arguments)
+    model = parsed.model
     if not model:
         got = f", got {arguments[0]!r}" if arguments else ""
         raise ValueError(f"MODEL: expected a folder or hub id before vLLM's options{got}")
-    given = _additional_config(said)
+    given = _additional_config(parsed)
     section = _merge(given.get(SECTION), ours)
     options = Options.parse({SECTION: section})
 
     filled = []
-    backend = _attention_backend(said)
+    backend = _attention_backend(parsed)
     if backend is None:
         filled += [BACKEND, OUR_BACKEND]
     is_ours = backend in (None, OUR_BACKEND)
-    cache_dtype = said.value(CACHE_DTYPE)
+    cache_dtype = parsed.value(CACHE_DTYPE)
     # On CPUs, vLLM's own backends accept nvfp4 but do not quantize: default to it only for ours.
     if cache_dtype is None and is_ours:
         filled += [CACHE_DTYPE, OUR_CACHE_DTYPE]
@@ -106,7 +106,7 @@ def plan_serve(arguments: Sequence[str], ours: Mapping[str, str | None]) -> Serv
             raise ValueError(f"{SECTION}.{name}: needs {BACKEND} {OUR_BACKEND}, got {backend}")
     rest = list(arguments)
     if any(value is not None for value in ours.values()):
-        rest = said.without(ADDITIONAL)
+        rest = parsed.without(ADDITIONAL)
         filled += [ADDITIONAL, json.dumps({**given, SECTION: section})]
     head = 1 if rest and not rest[0].startswith("-") else 0
     return ServePlan(
@@ -115,9 +115,9 @@ def plan_serve(arguments: Sequence[str], ours: Mapping[str, str | None]) -> Serv
         options=options,
         cache_dtype=cache_dtype or "auto",
         is_ours=is_ours,
-        revision=said.value("--revision"),
-        download_dir=said.value("--download-dir"),
-        has_weights=not str(said.value("--load-format")).endswith("dummy"),
+        revision=parsed.value("--revision"),
+        download_dir=parsed.value("--download-dir"),
+        has_weights=not str(parsed.value("--load-format")).endswith("dummy"),
     )
 
 
@@ -161,8 +161,8 @@ def _octal(character: str) -> str:
     return "".join(f"\\{byte:03o}" for byte in os.fsencode(character))
 
 
-def _additional_config(said: Said) -> dict[str, Any]:
-    given = said.json(ADDITIONAL)
+def _additional_config(parsed: ServeArguments) -> dict[str, Any]:
+    given = parsed.json(ADDITIONAL)
     if given is None:
         return {}
     if not isinstance(given, dict):
@@ -172,15 +172,15 @@ def _additional_config(said: Said) -> dict[str, Any]:
 
 def _merge(section: Any, ours: Mapping[str, str | None]) -> Any:
     """The section `halfbyte` with the options added; unchanged if there are none."""
-    said = {name: value for name, value in ours.items() if value is not None}
+    given = {name: value for name, value in ours.items() if value is not None}
     for name in _FILES:  # absolute, so that the printed command works in any folder
-        if said.get(name):
-            said[name] = os.path.abspath(said[name])
+        if given.get(name):
+            given[name] = os.path.abspath(given[name])
     if section is None:
-        return said
+        return given
     if not isinstance(section, Mapping):
         return section  # rejected by the schema
-    for name, value in said.items():
+    for name, value in given.items():
         if name not in section or section[name] == value:
             continue
         if name in _FILES and os.path.abspath(str(section[name])) == value:
@@ -189,14 +189,14 @@ def _merge(section: Any, ours: Mapping[str, str | None]) -> Any:
             f"--{name.replace('_', '-')}: got {value!r}, but {ADDITIONAL} says "
             f"{section[name]!r}: give one of them"
         )
-    return {**section, **said}
+    return {**section, **given}
 
 
-def _attention_backend(said: Said) -> str | None:
+def _attention_backend(parsed: ServeArguments) -> str | None:
     """The requested backend's name, in capitals."""
-    backend = said.value(BACKEND)
+    backend = parsed.value(BACKEND)
     if backend is None:
-        config = said.json("--attention-config", "-ac")
+        config = parsed.json("--attention-config", "-ac")
         config = config if isinstance(config, dict) else {}
         backend = config.get("backend")
         if config.get("backend_per_kind"):

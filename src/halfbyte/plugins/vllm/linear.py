@@ -66,9 +66,9 @@ def _halfbyte_kernel(use_a16: bool) -> Any:
     config = get_current_vllm_config_or_none()
     if config is None or not wants_kernels(config, "linear"):
         return None
-    asked = _linear_backend(use_a16)
-    if asked != "auto":
-        _warn_overruled(asked)
+    requested = _linear_backend(use_a16)
+    if requested != "auto":
+        _warn_overruled(requested)
         return None
     from halfbyte.plugins.vllm.linear_kernel import make_kernel
 

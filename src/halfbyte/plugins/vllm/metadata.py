@@ -165,10 +165,10 @@ def _refuse_unread_caches(vllm_config: Any, device: torch.device) -> None:
         stores = not (dtype.startswith("nvfp4") and device.type == "cpu")
         scales = [getattr(layer, f"_{side}_scale_float", 1.0) for side in "kv"]
         if dtype.startswith(("nvfp4", "fp8")) and (not stores or scales == [1.0, 1.0]):
-            why = "has no scales for it" if stores else "cannot store one"
+            why = "without scales" if stores else "which does not support this dtype"
             raise ValueError(
-                f"halfbyte: {name} has a cache of {dtype} and {kind}, which {why}; "
-                'for a draft say "attention_backend": "CUSTOM" in --speculative-config'
+                f"halfbyte: {name} has a cache of {dtype} and runs on {kind}, {why}; "
+                'for a draft set "attention_backend": "CUSTOM" in --speculative-config'
             )
 
 
@@ -183,7 +183,7 @@ def _scales_for(vllm_config: Any, options: Options, place: LayerPlace) -> KVScal
         )
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.draft_model_config is None:
-        raise ValueError(f"halfbyte: layer {place.layer} lies past the model's layers")
+        raise ValueError(f"halfbyte: layer {place.layer} is beyond the model's layers")
     load_config = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
     draft_config, given = speculative.draft_model_config, options.draft_kv_scales
     is_inside = given is None and speculative.method != "draft_model"

@@ -1,9 +1,9 @@
 """Selects halfbyte's kernels for vLLM's MoE layers with NVFP4 or MXFP4 experts.
 
 vLLM has a method class per format and dialect. Its constructor chooses one of vLLM's kernels, and
-raises an error if there is none, as on CPUs. So creating an object of such a class gives one of
-halfbyte's subclass (`moe_method`), if that is enabled and can run the layer. Classes that vLLM
-derives from them are not affected.
+raises an error if there is none, as on CPUs. So `__new__` of such a class is wrapped: it returns an
+object of halfbyte's subclass (`moe_method`) if that is enabled and supports the layer. Classes that
+vLLM derives from them are not affected.
 """
 
 import logging

@@ -33,8 +33,8 @@ def loads_biases(method: type) -> bool:
 def intermediate_size_of(method: type, per_rank: int) -> int:
     """I of a rank as loaded.
 
-    GPT-OSS's loader deals whole blocks to the ranks, and the last ones may get fewer: they are
-    padded with zeros, which add nothing.
+    GPT-OSS's loader distributes whole blocks over the ranks, and the last ranks may get fewer: they
+    are padded with zeros, which add nothing.
 
     Args:
         method: vLLM's class.

@@ -65,7 +65,7 @@ def _default_recipe(vllm_config: Any, target: Any, draft: Any, options: Options)
     if not has_nvfp4_keys(vllm_config, options):
         return "plain"
     if captures_stores(vllm_config):
-        logger.warning("piecewise CUDA graphs that hold the cache's update: kv_recipe plain")
+        logger.warning("kv_recipe plain, because piecewise CUDA graphs contain the cache's update")
         return "plain"
     speculative, load_config = vllm_config.speculative_config, vllm_config.load_config
     found = [_known_scales(target, load_config, options.kv_scales, "kv_scales")]

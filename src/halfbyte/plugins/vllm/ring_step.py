@@ -32,8 +32,8 @@ class RingStep:
     def recent_step(self, queries: QueryPositions) -> RecentStep:
         """With the slot of each token, computed on the device.
 
-        Positions on the device are right where the host does not know yet how many drafts of the
-        step before were accepted.
+        The device has the right positions even if the host does not know yet how many draft tokens
+        of the previous step were accepted.
 
         Args:
             queries: of the step's tokens.
@@ -75,7 +75,7 @@ class RingBuffers:
         """The step's rings; does not sync.
 
         Args:
-            rings: None in a dummy run, whose tokens are nobody's.
+            rings: None in a dummy run, whose tokens belong to no request.
             num_requests, num_tokens: of the step's metadata, padding included.
 
         Raises:

@@ -14,7 +14,7 @@ LEGEND = {
     TESTED: "by `make test` or `make test-vllm`",
     SEEN: "run by hand, by `make test-vllm-0.24` or with the GPU tests",
     PARTLY: "some of it run by hand",
-    UNTRIED: "nothing is known against it",
+    UNTRIED: "no problem is known",
     REFUSED: "an error at start that says so",
 }
 COLUMNS = ("0.24, CPU", "0.24, GPU", "0.32, CPU", "0.32 and 0.33, GPU")

@@ -55,8 +55,8 @@ _BATCHES = (
     (Tokens(2048, 0), Tokens(2048, 0)),
     (Tokens(2048, 4096),),
 )
-"""Decoding, drafts, short and long prompts, behind cached tokens and not, and mixed batches: what
-`halfbyte.attention` has different kernels for."""
+"""One batch for each kernel of `halfbyte.attention`: decoding, drafts, short and long prompts, with
+and without cached tokens, and mixed batches."""
 
 
 def install() -> None:

@@ -1,4 +1,4 @@
-"""Tests that run a real vLLM, in the virtual environment `make` gives it; skipped elsewhere."""
+"""Tests with a real vLLM, in the virtual environment that `make` creates; skipped elsewhere."""
 
 import os
 from collections.abc import Iterator
@@ -24,12 +24,12 @@ os.environ["VLLM_PORT"] = str(29600 + 50 * int(os.environ.get("PYTEST_XDIST_WORK
 
 @pytest.fixture(autouse=True)
 def _poison_uninitialised_memory() -> None:
-    """Not here: vLLM reads memory of its own that nobody wrote (its dummy runs)."""
+    """Disabled here: vLLM's dummy runs read uninitialized memory."""
 
 
 @pytest.fixture(autouse=True)
 def _release_engines() -> Iterator[None]:
-    """One engine at a time: vLLM's parallel state is the process's."""
+    """One engine at a time: vLLM's parallel state is global to the process."""
     yield
     import gc
 

@@ -25,7 +25,7 @@ needs_page_specs = pytest.mark.skipif(
 )
 BUNDLED = str(bundled_model_path())
 
-# Beginnings that the bundled model goes on from without repeating itself.
+# Prompts that the bundled model continues without repeating itself.
 TEXTS = (
     "    def __init__(self, msg=''):\n        self.message = msg\n        Exception.__init__(",
     "    def is_active(self):\n        # True if more progress can be made and False otherwise",
@@ -43,7 +43,7 @@ def vllm_engine(
     """A `vllm.LLM` in this process, eager, float32 and with our backend unless told otherwise.
 
     Args:
-        kv_recipe: where the additional config says none; None leaves it to the plug-in.
+        kv_recipe: unless the additional config has one; None for the plug-in's default.
     """
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -66,7 +66,7 @@ def vllm_engine(
         llm = LLM(str(model), **options)
         yield llm
     finally:
-        # Now, and not when the last reference goes: the parallel groups are the process's.
+        # Shut down now, not with the last reference: the parallel groups are global to the process.
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
         del llm
@@ -75,7 +75,7 @@ def vllm_engine(
 
 
 def allow_float32(patch: pytest.MonkeyPatch) -> None:
-    """vLLM's 4-bit layers take 16 bits only; equality needs float32."""
+    """Let vLLM's 4-bit layers run in float32 (vLLM allows only 16 bits), which equality needs."""
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsConfig,
     )
@@ -96,10 +96,10 @@ def layers_of(llm: Any) -> dict[str, Any]:
 
 
 def assert_ours(llm: Any, kv_cache_dtype: str | None = None) -> list[HalfbyteAttentionImpl]:
-    """Every layer runs on halfbyte's backend, and stores the format that is expected.
+    """Assert that every layer runs on halfbyte's backend and stores the expected format.
 
     Returns:
-        What runs the layers, in their order.
+        The layers' attention implementations, in order.
     """
     layers = layers_of(llm)
     assert layers
@@ -111,7 +111,7 @@ def assert_ours(llm: Any, kv_cache_dtype: str | None = None) -> list[HalfbyteAtt
 
 
 def assert_our_experts(llm: Any, backend: str, weight_format: str) -> None:
-    """The experts of every layer run on a kernel of halfbyte's."""
+    """Assert that the experts of every layer run on halfbyte's kernels."""
     core = llm.llm_engine.engine_core.engine_core
     model = core.model_executor.driver_worker.worker.model_runner.model
     modules = [m for m in model.modules() if type(m).__name__.endswith("RoutedExperts")]
@@ -134,7 +134,7 @@ def generate(
 def outputs_of(
     llm: Any, prompts: Sequence[Any], max_tokens: int = 64, temperature: float = 0.0
 ) -> list[Any]:
-    """The same as vLLM gives them."""
+    """vLLM's outputs for `generate`."""
     from vllm import SamplingParams
 
     params = SamplingParams(
@@ -162,13 +162,13 @@ def run_apart(
     experts: bool = False,
     **options: Any,
 ) -> tuple[list[list[int]], dict[str, float]]:
-    """Tokens and counters of an engine in a process of its own.
+    """Tokens and counters of an engine in a separate process.
 
-    For what leaves a process in which vLLM cannot start another engine, and for engines of several
+    For engines that prevent vLLM from starting another one in the process, and engines of several
     processes.
 
     Args:
-        in_process: whether the engine runs in that process, where its layers can be looked at.
+        in_process: whether the engine runs in that process, so that its layers can be inspected.
         max_tokens: of each output.
         experts: whether the model has 4-bit experts, which halfbyte's kernels must run.
         options: of `vllm_engine`.
@@ -181,7 +181,7 @@ def run_apart(
 def _run_apart(
     prompts: list[Any], in_process: bool, max_tokens: int, experts: bool, options: dict[str, Any]
 ) -> tuple[list[list[int]], dict[str, float]]:
-    # Of a function sent to the workers, pickled: they are ours, and on this machine.
+    # Allows pickled functions for the workers, which are local.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
     allow_float32(pytest.MonkeyPatch())
@@ -220,7 +220,7 @@ def halfbyte_engine(folder: str | Path, **options: Any) -> halfbyte.LLM:
 def halfbyte_tokens(
     model: str | Path, prompts: Sequence[Any], max_tokens: int = 64, **options: Any
 ) -> list[list[int]]:
-    """The same of `halfbyte.LLM`."""
+    """As `generate`, by `halfbyte.LLM`."""
     llm = halfbyte_engine(model, **options)
     params = halfbyte.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     return [output.token_ids for output in llm.generate(list(prompts), params)]
@@ -233,7 +233,7 @@ def assert_same_tokens(
     model: str | Path,
     **options: Any,
 ) -> None:
-    """Token for token, but for at most one sequence that parts at a tie.
+    """Assert equal tokens, except for at most one sequence that diverges at a near-tie of logits.
 
     The two engines' K differ by rounding, which four bits may turn into another code: where
     `halfbyte.LLM` holds two tokens for about as likely, each engine may choose its own, and CPUs
@@ -252,7 +252,7 @@ def assert_same_tokens(
 def halfbyte_logits(
     model: str | Path, prompt: Any, output: list[int], **options: Any
 ) -> torch.Tensor:
-    """Logits after a prompt and some tokens, of `halfbyte.LLM`."""
+    """Logits of `halfbyte.LLM` after a prompt and some tokens."""
     llm = halfbyte_engine(model, **options)
     ids = encode(llm.tokenizer, prompt) + output
     llm.core.tables.add("check")
@@ -263,7 +263,7 @@ def halfbyte_logits(
 def tokens_after_hits(
     model: str | Path, prompts: Sequence[str], hits: Sequence[int], max_tokens: int, **options: Any
 ) -> list[list[int]]:
-    """Greedy tokens of `halfbyte.LLM` where a prompt's first `hits` tokens come as pages alone."""
+    """Greedy tokens of `halfbyte.LLM`; a prompt's first `hits` tokens are in pages only."""
     llm = halfbyte_engine(model, **options)
     tables, run = llm.core.tables, llm.core.runner.run
     results = []
@@ -286,6 +286,6 @@ def tokens_after_hits(
 
 
 def varied(tokens: list[list[int]]) -> bool:
-    """Whether outputs could tell right engines from wrong ones: all different, one loop at most."""
+    """Whether outputs are varied enough for a comparison: all different, at most one in a loop."""
     loops = [t for t in tokens if len(set(t)) <= 6]
     return len({tuple(t) for t in tokens}) == len(tokens) and len(loops) <= 1

@@ -102,7 +102,7 @@ class Server:
         return found
 
     def complete(self, prompt: str | Sequence[int], max_tokens: int) -> list[int]:
-        """Greedy tokens, as many as asked for."""
+        """Greedy tokens of a completion."""
         return [token for chunk in self.stream(prompt, max_tokens) for token in chunk]
 
     def stream(self, prompt: str | Sequence[int], max_tokens: int) -> Iterator[list[int]]:
@@ -152,7 +152,7 @@ class Server:
         return found
 
     def memory_mib(self) -> float:
-        """Memory of all its processes; what they share counts once (PSS)."""
+        """Memory of all its processes; shared memory counts once (PSS)."""
         total = 0
         for pid in self.processes():
             with suppress(OSError):
@@ -162,7 +162,7 @@ class Server:
         return total / 1024
 
     def terminate(self, timeout_s: float = 60) -> int:
-        """Ask the first process to end (SIGTERM); its exit status."""
+        """Send SIGTERM to the first process; returns its exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
 
@@ -174,7 +174,7 @@ class Server:
         self.process.wait()
 
     def wait_until_gone(self, timeout_s: float = 20) -> list[int]:
-        """Processes of the session that are left after a while; waits only while there are some."""
+        """Wait for the session's processes to end, with a time limit; returns those left."""
         end = time.monotonic() + timeout_s
         while self.processes() and time.monotonic() < end:
             time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""lm-eval on vLLM with halfbyte's cache: the scores are those of quantized K and V, and close."""
+"""lm-eval on vLLM with halfbyte's cache: scores show quantized K and V, and are close."""
 
 import json
 import os
@@ -73,13 +73,13 @@ def test_quantized_scores_differ_and_are_close(tmp_path: Path) -> None:
         for choices in zip(exact, quantized, strict=True)
         for a, b in zip(*choices, strict=True)
     ]
-    # They come from other logits,
+    # They come from different logits,
     assert sum(abs(a - b) > 0.01 for a, b in pairs) > 0.9 * len(pairs)
     # all are nearly as likely,
     differences = [abs(a - b) / abs(a) for a, b in pairs]
     assert sum(differences) / len(differences) < 0.03
     assert max(differences) < 0.2
-    # and on the whole what is likely stays so.
+    # and likely choices stay likely.
     sums = [sum(side) for side in zip(*pairs, strict=True)]
     assert sums[1] / sums[0] == pytest.approx(1, abs=0.02)
     assert abs(accuracy - exact_accuracy) <= 3 / 44

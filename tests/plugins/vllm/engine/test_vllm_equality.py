@@ -1,4 +1,4 @@
-"""Token for token as `halfbyte.LLM`, in float32, and as vLLM's own backend without quantization."""
+"""Tokens equal those of `halfbyte.LLM` in float32, and unquantized those of vLLM's own backend."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from plugins.vllm.engine.engines import (
 
 @pytest.fixture(scope="module")
 def tokens() -> list[list[int]]:
-    """Of vLLM with an nvfp4 cache, which is as `halfbyte.LLM`'s."""
+    """Tokens of vLLM with an nvfp4 cache, which equal those of `halfbyte.LLM`."""
     with vllm_engine() as llm:
         assert_ours(llm, "nvfp4")
         tokens = generate(llm, TEXTS)
@@ -99,7 +99,7 @@ def test_drafts_from_the_prompt_change_no_token(tokens: list[list[int]]) -> None
 
 @needs_page_specs
 def test_a_draft_model_has_scales_of_its_own(tokens: list[list[int]], tmp_path: Path) -> None:
-    """The model drafts for itself: with its scales all drafts are right, with wild ones few."""
+    """The model is its own draft: with its scales all drafts are accepted, with wrong ones few."""
     draft = {
         "method": "draft_model",
         "model": BUNDLED,
@@ -137,7 +137,7 @@ def test_prefixes_from_the_cache_change_no_token(tokens: list[list[int]]) -> Non
 
 @needs_page_specs
 def test_a_connector_brings_back_whole_blocks(tmp_path: Path, tokens: list[list[int]]) -> None:
-    """Pages to disk, and a second engine that reads them."""
+    """One engine writes pages to disk, a second one reads them."""
     transfer = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",

@@ -38,7 +38,7 @@ NGRAM: dict[str, Any] = {
     "prompt_lookup_max": 4,
     "prompt_lookup_min": 1,
 }
-# So little memory, and counted, that several tests run beside one another.
+# Little memory, given in bytes, so that several tests can run at the same time.
 GPU: dict[str, Any] = {
     "kv_cache_memory_bytes": 2**28,
     "gpu_memory_utilization": 0.05,
@@ -68,7 +68,7 @@ def scored(llm: Any, prompts: Sequence[Any], max_tokens: int = 48) -> list[list[
 
 
 def assert_alike(found: Any, expected: Any) -> None:
-    """Log-probabilities of the same prefixes: close on average, and nowhere far apart.
+    """Log-probabilities after the same prefixes are close on average, and nowhere far apart.
 
     Compilation rounds bfloat16 elsewhere than eager PyTorch does, which four bits may turn into
     other codes: unquantized they differed by up to 0.19, with an nvfp4 cache by up to 1.44.
@@ -80,7 +80,7 @@ def assert_alike(found: Any, expected: Any) -> None:
             assert shared
             differences += [abs(a[token] - b[token]) for token in shared]
             best, other_best = max(a, key=a.__getitem__), max(b, key=b.__getitem__)
-            if best != other_best:  # other prefixes from here on
+            if best != other_best:  # prefixes differ from here on
                 assert abs(b[other_best] - b.get(best, -1e9)) < 1.5
                 break
     assert len(differences) > 60 * len(found)
@@ -112,7 +112,7 @@ def test_graphs_equal_eager_in_float32(kv_cache_dtype: str, recipe: str) -> None
     [("nvfp4", "plain"), ("nvfp4", "balanced"), ("fp8", "plain"), ("auto", "plain")],
 )
 def test_graphs_are_close_to_eager_in_bfloat16(kv_cache_dtype: str, recipe: str) -> None:
-    """Whose decode kernel is CUDA C++, cut into other parts for other batches."""
+    """The decode kernel is CUDA C++, which splits work differently for other batches."""
     results = []
     for eager in (True, False):
         options = {**GPU, "enforce_eager": eager, "kv_cache_dtype": kv_cache_dtype}
@@ -152,7 +152,7 @@ def test_sinks_and_windows_in_graphs(architecture: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3-modelopt", "gpt-oss"])
 def test_experts_in_graphs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens go to other experts than at capture."""
+    """Tokens are routed to other experts than at capture."""
     allow_float32(monkeypatch)
     is_gpt_oss = name == "gpt-oss"
     if is_gpt_oss:
@@ -177,7 +177,7 @@ def test_experts_in_graphs(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def randomize(llm: Any) -> None:
-    """Weights that matter in place of dummy ones; the same in every engine."""
+    """Replace dummy weights by random ones, the same in every engine."""
     core = llm.llm_engine.engine_core.engine_core
     model = core.model_executor.driver_worker.worker.model_runner.model
     for name, parameter in sorted(model.named_parameters()):
@@ -203,7 +203,7 @@ def test_drafts_from_the_prompt_in_graphs(recipe: str) -> None:
 
 
 def assert_rings(impls: Sequence[Any], recipe: str) -> None:
-    """Whether layers keep their last tokens in 16 bits, as the recipe says."""
+    """Assert that layers keep their last tokens in 16 bits if the recipe does."""
     tokens = KVRecipe.parse(recipe).recent_tokens
     assert {impl.recent_tokens for impl in impls} <= {0, tokens}
     assert any(impl.rings is not None for impl in impls) == any(
@@ -212,7 +212,7 @@ def assert_rings(impls: Sequence[Any], recipe: str) -> None:
 
 
 def test_rings_are_filled_before_a_whole_graph() -> None:
-    """Prompts of which the prefix cache has all tokens but one: a step of single tokens."""
+    """The prefix cache has all tokens of the prompts but one: a step of single tokens."""
     prompts = [token_ids(n, seed=n).tolist() for n in (81, 17, 145, 33)]
     results = []
     for eager in (True, False):
@@ -268,8 +268,8 @@ def test_requests_compile_no_attention_kernel(recipe: str) -> None:
 def test_batch_invariance(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt's log-probabilities, bit for bit, alone and beside others, in any chunks.
 
-    On Hopper vLLM leaves matmuls to cuBLAS, without parts of K. Where these are not invariant for
-    so small a model, its own attention has other bits, too, and nothing can be said of ours.
+    On Hopper vLLM uses cuBLAS without split-K. If that is not invariant for
+    so small a model, vLLM's own attention differs as well, and the test is skipped.
     """
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # vLLM replaces operators
@@ -284,7 +284,7 @@ def test_batch_invariance(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _scores_of_batches(recipe: str | None) -> list[Any]:
-    """With halfbyte's attention and a recipe, or vLLM's own on an unquantized cache."""
+    """Scores with halfbyte's attention and a recipe, or vLLM's own on an unquantized cache."""
     prompts = [token_ids(n, seed=n).tolist() for n in (81, 300, 17, 145, 33)]
     options = {**GPU, "dtype": "bfloat16", "enable_prefix_caching": False, "kv_recipe": recipe}
     if recipe is None:

@@ -1,4 +1,4 @@
-"""What is refused at start, by name; and loss through vLLM beside halfbyte's own."""
+"""Configurations refused at start; and the loss in vLLM compared with halfbyte's own."""
 
 import shutil
 import subprocess
@@ -61,7 +61,7 @@ def refused(message: str, model: str | Path = BUNDLED, **options: Any) -> None:
 def test_machines_whose_kernels_auto_takes(
     capability: int | None, linear: bool, moe: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A CPU, and GPUs; on those vLLM's experts are faster."""
+    """`auto` on a CPU and on GPUs, where vLLM's experts are faster."""
     platform = SimpleNamespace(
         is_cpu=lambda: capability is None,
         is_cuda=lambda: capability is not None,
@@ -87,11 +87,11 @@ def test_missing_scales_name_the_command(tmp_path: Path) -> None:
     folder = bundled_copy(tmp_path)
     (folder / KV_SCALES_FILE).unlink()
     refused(f"no KV cache scales for {folder}: run `halfbyte calibrate {folder}`", folder)
-    with vllm_engine(folder, kv_cache_dtype="auto") as llm:  # which needs none
+    with vllm_engine(folder, kv_cache_dtype="auto") as llm:  # needs no scales
         assert_ours(llm)
 
 
-def test_missing_scales_are_said_before_weights_are_read(tmp_path: Path) -> None:
+def test_missing_scales_are_reported_before_weights_are_read(tmp_path: Path) -> None:
     folder = bundled_copy(tmp_path)
     (folder / KV_SCALES_FILE).unlink()
     with pytest.raises(ValueError, match="no KV cache scales for") as caught, vllm_engine(folder):
@@ -113,7 +113,7 @@ def test_scales_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_scales_that_are_given_are_used(tmp_path: Path) -> None:
-    """Ones with twice the amax: other codes."""
+    """Scales with twice the amax give other codes."""
     stored = halfbyte.kvcache.KVScales.load(BUNDLED)
     assert stored is not None
     twice = halfbyte.kvcache.KVScales(
@@ -197,7 +197,7 @@ def test_models_with_alibi_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["nvfp4", "auto"])
 def test_models_with_latent_attention_are_refused(tmp_path: Path, dtype: str) -> None:
-    """By vLLM itself where the cache is NVFP4."""
+    """By vLLM itself if the cache is NVFP4."""
     config = DeepseekV2Config(
         vocab_size=512,
         hidden_size=64,
@@ -217,7 +217,7 @@ def test_models_with_latent_attention_are_refused(tmp_path: Path, dtype: str) ->
     refused("(?i)MLA.*(not supported|use)", tmp_path, kv_cache_dtype=dtype, **NO_TOKENIZER)
 
 
-def test_nothing_changes_until_it_is_asked_for() -> None:
+def test_nothing_changes_until_it_is_enabled() -> None:
     with vllm_engine(attention_backend=None, kv_cache_dtype="auto") as llm:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
@@ -237,7 +237,7 @@ def test_another_plug_in_s_backend_stays() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.splitlines()[-1] == "other.Backend"
-    assert "stays out of this vLLM: RuntimeError: attention backend CUSTOM is" in result.stderr
+    assert "is disabled in this vLLM: RuntimeError: attention backend CUSTOM is" in result.stderr
 
 
 def test_loss_is_halfbyte_s_own() -> None:
@@ -271,9 +271,9 @@ def test_loss_is_halfbyte_s_own() -> None:
 @needs_page_specs
 @pytest.mark.parametrize("joined", [False, True], ids=["alone", "joined"])
 def test_pages_of_other_scales_are_not_found(tmp_path: Path, joined: bool) -> None:
-    """By a connector that stores them; they would be read as other values.
+    """A connector does not find pages stored with other scales, which would decode to other values.
 
-    Joined, it is one of several, and halfbyte's attention is that of a kind of layers.
+    `joined`: inside a `MultiConnector`, with halfbyte's attention for one kind of layers only.
     """
     stored = halfbyte.kvcache.KVScales.load(BUNDLED)
     assert stored is not None
@@ -334,7 +334,7 @@ def test_launches_overlap_on_hopper(
     expected: bool | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As far as a CPU can show: what vLLM's compiler is told."""
+    """On a CPU, only the options for vLLM's compiler are checked."""
     from vllm.config import ModelConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform

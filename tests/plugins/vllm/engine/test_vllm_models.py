@@ -1,4 +1,4 @@
-"""Hybrid models, sinks, soft-caps: random small ones, against `halfbyte.LLM` and vLLM's own."""
+"""Small random models (hybrid, sinks, soft-caps), against `halfbyte.LLM` and vLLM's attention."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from plugins.vllm.engine.engines import (
     vllm_engine,
 )
 
-# Some are longer than every window.
+# Some prompts are longer than every window.
 PROMPTS = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60, 81)]
 OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma2": {"tie_word_embeddings": True},
@@ -116,13 +116,13 @@ def test_k_and_v_of_different_formats(k: str, v: str) -> None:
 
 
 def capacity(llm: Any) -> int:
-    """Tokens that the cache holds, as vLLM counts."""
+    """Tokens that the cache holds, by vLLM's count."""
     cache = llm.llm_engine.vllm_config.cache_config
     return int(cache.num_gpu_blocks * cache.block_size)
 
 
-def most_running(llm: Any, prompts: list[list[int]]) -> int:
-    """The most requests at once that vLLM has pages for."""
+def max_running(llm: Any, prompts: list[list[int]]) -> int:
+    """Max concurrent requests that vLLM has pages for."""
     from vllm import SamplingParams
 
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False)
@@ -137,7 +137,7 @@ def most_running(llm: Any, prompts: list[list[int]]) -> int:
 
 
 def test_equal_memory_holds_3_5_times_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As vLLM counts them, and as it really admits requests."""
+    """By vLLM's count, and by the requests that it really runs at once."""
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")  # in GiB
     counted, admitted = {}, {}
     prompts = [token_ids(230, seed=n).tolist() for n in range(150)]
@@ -147,6 +147,6 @@ def test_equal_memory_holds_3_5_times_the_tokens(monkeypatch: pytest.MonkeyPatch
         with vllm_engine(dtype="bfloat16", block_size=16, max_num_seqs=256, **options) as llm:
             assert_ours(llm, "bfloat16" if dtype == "auto" else dtype)
             counted[dtype] = capacity(llm)
-            admitted[dtype] = most_running(llm, prompts)
+            admitted[dtype] = max_running(llm, prompts)
     assert counted["nvfp4"] / counted["auto"] == pytest.approx(32 / 9, rel=0.01)
     assert 3.5 <= admitted["nvfp4"] / admitted["auto"] <= 3.7, admitted

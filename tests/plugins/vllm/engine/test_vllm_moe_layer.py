@@ -1,4 +1,4 @@
-"""One of vLLM's MoE layers with halfbyte's kernels: ranks, scales, and what is refused."""
+"""A single vLLM MoE layer on halfbyte's kernels: ranks, scales and errors."""
 
 import logging
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ make_moe = getattr(fused_moe, "FusedMoEFactory", None) or fused_moe.FusedMoE
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The parallel groups of a process that is alone."""
+    """Initialize the parallel groups of a single process."""
     halfbyte.plugins.vllm.register()
     file = tmp_path_factory.mktemp("groups") / "init"
     with in_config(VllmConfig()):
@@ -42,7 +42,7 @@ def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @contextmanager
 def ranks_of(monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> Iterator[None]:
-    """Layers are made for a rank, without processes of the others."""
+    """Make layers for given ranks, without other processes."""
     alone = FusedMoEParallelConfig.make_no_parallel()
     with monkeypatch.context() as patch:
         found = replace(alone, **sizes)
@@ -55,7 +55,7 @@ def make_layer(
     backend: AttentionBackendEnum | None = AttentionBackendEnum.CUSTOM,
     **options: Any,
 ) -> Any:
-    """vLLM's routed experts with parameters that are not loaded.
+    """vLLM's routed experts, with parameters that are not loaded yet.
 
     Args:
         additional_config: vLLM's.
@@ -88,7 +88,7 @@ def make_layer(
 
 
 def load(layer: Any, experts: PackedExperts) -> None:
-    """By vLLM's loader, which takes this rank's part of each tensor."""
+    """Load with vLLM's loader, which slices each tensor for this rank."""
     half = experts.intermediate_size
     for expert in range(experts.num_experts):
         for shard, matrices, rows, part in (
@@ -171,7 +171,7 @@ def test_dummy_weights_are_numbers() -> None:
 
 
 def test_router_weights_on_the_input() -> None:
-    """Llama 4's: the expert of a token gets the weighted token."""
+    """As in Llama 4: the router's weight multiplies the expert's input."""
     experts = random_experts(E, H, I)
     x, (ids, _) = random_hidden(7, H), random_routing(7, 1, E)
     weights = torch.linspace(0.1, 0.9, 7)[:, None]
@@ -219,14 +219,14 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "parallel", "reason"), REFUSED, ids=str)
-def test_what_is_not_supported_is_said(
+def test_what_is_not_supported_is_reported(
     options: dict[str, Any],
     parallel: dict[str, Any],
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """By an error if experts are asked for; by a line if vLLM may run them, which it cannot on a
+    """An error with `moe: on`; with `auto` a log line, and vLLM runs them, which it cannot on a
     CPU."""
     with ranks_of(monkeypatch, **parallel):
         with pytest.raises(ValueError, match=f"halfbyte: moe on: .*{reason}.*use moe auto or off"):
@@ -241,7 +241,7 @@ def test_what_is_not_supported_is_said(
 
 
 def test_vllm_s_own_methods_stay() -> None:
-    """If `off`, and without halfbyte's attention; vLLM has no kernel for CPUs."""
+    """With `off`, and without halfbyte's attention; vLLM has no kernel for CPUs."""
     for options in ({"additional_config": {"halfbyte": {"moe": "off"}}}, {"backend": None}):
         with pytest.raises(NotImplementedError, match="No NvFp4 MoE backend supports"):
             make_layer(**{"additional_config": {}, **options})
@@ -255,7 +255,7 @@ def test_moe_backend_overrules(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_activations_are_not_quantized(caplog: pytest.LogCaptureFixture) -> None:
-    """Of a W4A4 checkpoint that is said; a format that the user asks for is refused."""
+    """A W4A4 checkpoint is logged; a requested activation format is an error."""
     _log_choice.cache_clear()
     config = ModelOptNvFp4Config("NVFP4", True, None, [], 16)
     assert isinstance(make_layer(quant_config=config).quant_method, HalfbyteMoeMethod)

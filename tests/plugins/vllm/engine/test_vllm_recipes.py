@@ -1,4 +1,4 @@
-"""Recipes of K and V inside vLLM: token for token as `halfbyte.LLM`, in float32."""
+"""Recipes of K and V inside vLLM: tokens equal those of `halfbyte.LLM` in float32."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_balanced_equals_halfbyte_s_engine() -> None:
     assert_same_tokens(found, expected, TEXTS, BUNDLED, kv_recipe="balanced")
     of_pages = KVRecipe.parse("balanced").of_pages
     assert halfbyte_tokens(BUNDLED, TEXTS, kv_recipe=of_pages) != found
-    # A ring lacks what came as pages, most of it in the step that writes them.
+    # A ring lacks tokens that were found as pages, often in the same step that writes these pages.
     hits = [output.num_cached_tokens for output in after_hits]
     assert sum(hit >= LAST_TOKENS for hit in hits) >= 5
     expected = tokens_after_hits(BUNDLED, prompts, hits, 24, kv_recipe="balanced")
@@ -71,7 +71,7 @@ def test_balanced_equals_halfbyte_s_engine() -> None:
 
 
 def test_warming_up_changes_no_token() -> None:
-    """It writes to pages and rings that no request has yet."""
+    """It writes only to pages and rings before the first request."""
     from vllm.v1.worker.gpu_worker import Worker
 
     with vllm_engine(**BALANCED) as llm:
@@ -89,7 +89,7 @@ def test_warming_up_changes_no_token() -> None:
 
 @needs_page_specs  # 0.24 cannot on CPUs: its own sampling kernel refuses an argument
 def test_drafts_change_no_token() -> None:
-    """Those that are rejected were in the rings, too."""
+    """Rejected draft tokens were written to the rings, too."""
     ngram: dict[str, Any] = {
         "method": "ngram",
         "num_speculative_tokens": 3,
@@ -105,7 +105,7 @@ def test_drafts_change_no_token() -> None:
 
 
 def test_accurate_equals_halfbyte_s_engine() -> None:
-    """Its last tokens in 16 bits, too, whatever the chunks."""
+    """With its last tokens in 16 bits, for any chunks."""
     recipe = KVRecipe.parse("accurate")
     options: dict[str, Any] = {"additional_config": {"halfbyte": {"kv_recipe": "accurate"}}}
     expected = halfbyte_tokens(BUNDLED, TEXTS, kv_recipe=recipe)
@@ -122,7 +122,7 @@ def test_accurate_equals_halfbyte_s_engine() -> None:
 
 
 def test_balanced_is_the_default(tmp_path: Path) -> None:
-    """Where scales have a calibration; else `plain`."""
+    """If the scales have a calibration; else `plain`."""
     with vllm_engine(kv_recipe=None) as llm:
         for impl in assert_ours(llm, "nvfp4_4over6"):
             assert impl.transform is not None
@@ -140,7 +140,7 @@ def test_balanced_is_the_default(tmp_path: Path) -> None:
 
 
 def test_scales_are_read_while_layers_are_made() -> None:
-    """When vLLM has set the GPU as default device, here `meta`, and the model's dtype."""
+    """vLLM has then set a default device (here `meta`) and the model's dtype."""
     from vllm.engine.arg_utils import EngineArgs
 
     def config() -> Any:
@@ -162,7 +162,7 @@ def test_scales_are_read_while_layers_are_made() -> None:
 
 
 def test_dummy_weights_have_a_calibration(tmp_path: Path) -> None:
-    """For benchmarks, of the model's sizes."""
+    """A dummy calibration of the model's sizes, for benchmarks."""
     make_model("llama").config.save_pretrained(tmp_path)
     options: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 128}
     with vllm_engine(tmp_path, load_format="dummy", **options, **BALANCED) as llm:

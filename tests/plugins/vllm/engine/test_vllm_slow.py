@@ -1,4 +1,4 @@
-"""What takes longer: several ranks, compilation, EAGLE and MTP. `make test-vllm`."""
+"""Slow tests (`make test-vllm`): several ranks, compilation, EAGLE and MTP."""
 
 import json
 import shutil
@@ -109,7 +109,7 @@ def make_eagle(folder: Path) -> KVScales:
 
 
 def test_eagle_changes_no_token(tokens: list[list[int]], tmp_path: Path) -> None:
-    """Its drafts are nearly all rejected, and leave no trace."""
+    """Nearly all of its drafts are rejected, and must have no effect."""
     (tmp_path / "head").mkdir()
     scales = make_eagle(tmp_path / "head").save(tmp_path)
     draft = {

@@ -78,7 +78,7 @@ def test_quantized_checkpoints_equal_halfbyte_s_engine(
 
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
 def test_parts_keep_their_own_global_scales(tmp_path: Path, dialect: str) -> None:
-    """k's differs from q's and v's, up's from gate's; their maximum for all would be wrong."""
+    """k's scale differs from q's and v's, up's from gate's: using their max would be wrong."""
     folder = quantized(tmp_path, dialect, activations=False)
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -96,7 +96,7 @@ def test_parts_keep_their_own_global_scales(tmp_path: Path, dialect: str) -> Non
 
 
 def test_layers_without_our_attention(tmp_path: Path) -> None:
-    """By option; and not at all where it is not asked for (vLLM has no such kernel on CPUs)."""
+    """With `linear: on` only; without it vLLM raises, because it has no such kernel on CPUs."""
     folder = quantized(tmp_path, "compressed-tensors", activations=True)
     expected = halfbyte_tokens(folder, TEXTS, kv_cache_dtype="float32")
     options: dict[str, Any] = {"attention_backend": None, "kv_cache_dtype": "auto"}

@@ -1,4 +1,4 @@
-// One item of attention: from its rows of q and its tokens' bytes to rows of the result.
+// One work item of attention: reads rows of q and the packed tokens, writes rows of the result.
 
 #include <algorithm>
 #include <cmath>
@@ -13,7 +13,7 @@
 namespace halfbyte {
 namespace {
 
-constexpr int kMaxScales = 512;  // of a row of V in the order sm100
+constexpr int kMaxScales = 512;  // max scales of a token and head of V in the sm100 order
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 
 // K or V: position in a page and how to decode it.
@@ -41,12 +41,12 @@ struct LineAllocator {
 
 using Floats = std::vector<float, LineAllocator<float>>;
 
-// Buffers of one thread, kept between calls. Rows are those of all heads of an item.
+// Buffers of one thread, kept between calls. Rows are (head, query row) pairs of an item.
 struct Workspace {
   Floats q, packed_q, scores, sums, tile, rows, parts, merged, ordered;
   Floats raw_q, turned, bias, first_key, first_value;  // for a transform of K
   Floats recent_sums;
-  // The loaded queries: a thread often gets several parts of the same rows.
+  // Which queries are in q: a thread often gets several parts of the same rows, and loads them once.
   uint64_t serial = 0;
   int seq, first_head, heads, first_row, rows_loaded;
   float recent_maximum[kMaxRows], recent_total[kMaxRows];
@@ -88,8 +88,8 @@ Side v_side(const Batch& batch, int rows) {
   return side;
 }
 
-// Addresses of `n` tokens from `first` on, for head 0; for formats without block scales, some for
-// those, too. Hidden tokens before t0, which must not be read, get the address of t0.
+// Addresses of data and scales of `n` tokens from `first` on, for head 0; those of scales are unused if the
+// format has none. Masked tokens before t0, whose pages may be gone, get the address of t0.
 void locate(const Batch& batch, int seq, const Side& side, int first, int t0, int n,
             const uint8_t** data, const uint8_t** scales) {
   const Call& call = batch.call;
@@ -109,8 +109,8 @@ void locate(const Batch& batch, int seq, const Side& side, int first, int t0, in
   std::fill(scales, scales + hidden, scales[hidden]);
 }
 
-// V scales of the sm100 order in linear rows, head by head: scale s of token t lies at row
-// 4 (t / 4) + s / quarter and column 4 (s % quarter) + t % 4 of its page.
+// Copies V scales in the sm100 order to linear rows [head][token][scale]. In a page, scale s of token t is at
+// row 4 (t / 4) + s / quarter and column 4 (s % quarter) + t % 4.
 void gather_sm100(const Batch& batch, const Item& item, int first, int t0, int n, Workspace& w) {
   const int quarter = batch.layout.sm100_quarter, width = 4 * quarter;
   const Region& region = batch.layout.v_scale;
@@ -132,17 +132,17 @@ Rows rows_of(const Side& side, const uint8_t* const* data, const uint8_t* const*
   return {data, scales, head * side.data.head, head * side.scale.head};
 }
 
-// Of the h-th head of an item.
+// V of the h-th head of an item.
 Rows v_rows(const Batch& batch, const Side& side, int head, int h, const Workspace& w) {
   Rows rows = rows_of(side, w.v_data, w.v_scale_rows, head);
   if (batch.layout.sm100_quarter) rows.scale_offset = (int64_t)h * kSpan * side.scale_bytes;
   return rows;
 }
 
-// Tokens unpacked at a time. With few rows, few enough to stay in L1.
+// Tokens unpacked at a time; for up to 8 rows a small tile, which stays in L1.
 int tile_of(const Item& item) { return item.rows <= 8 ? kPad : kTile; }
 
-// scores[t] of up to kTile tokens, unpacked to float.
+// scores[t] of up to kTile tokens: K is unpacked to float and multiplied.
 void score_tile(const Batch& batch, const Item& item, const Side& side, const Rows& k, int count,
                 const float* q, float* scores, Workspace& w) {
   const Kernels& kernels = batch.kernels;
@@ -184,7 +184,7 @@ void score_span(const Batch& batch, const Item& item, const Side& side, const Si
                    w.q.data() + (size_t)h * item.rows * padded(side.size), scores, w);
         continue;
       }
-      // The next tokens of this head, or the first of its values.
+      // To prefetch: the next tokens of K of this head, or else the first tokens of V.
       const Rows next = end < n ? k.from(end) : v_rows(batch, v_side, head, h, w);
       side.packed->score(w.packed_q.data() + (size_t)h * item.rows * packed_size(side.size),
                          item.rows, k.from(t), count, side.size, scores, next,
@@ -209,7 +209,8 @@ void accumulate_span(const Batch& batch, const Item& item, const Side& side, int
     }
 }
 
-// Adds q . mean to the scores of `n` tokens from `first` on, over what they are multiplied by later.
+// Adds q . mean to the scores of `n` tokens from `first` on, divided by score_scale, by which all are
+// multiplied later.
 void add_means(const Batch& batch, const Item& item, int first, int n, float score_scale,
                Workspace& w) {
   const Transform& t = *batch.call.transform;
@@ -230,14 +231,14 @@ void add_means(const Batch& batch, const Item& item, int first, int n, float sco
   }
 }
 
-// Scores of `n` tokens from `first` on, hidden before t0, to weights.
+// Softmax weights from the scores of `n` tokens from `first` on; those before t0 are masked.
 void softmax_span(const Batch& batch, const Item& item, int first, int t0, int n, float score_scale,
                   Workspace& w) {
   const Call& call = batch.call;
   const Kernels& kernels = batch.kernels;
   const int queries = call.query_start_loc[item.seq + 1] - call.query_start_loc[item.seq];
   const int first_position = call.seq_lens[item.seq] - queries;
-  // Position 0 may be a constant of the model, and comes at the end.
+  // Position 0 may be a constant of the model: `finish_row` adds it.
   if (call.transform && call.transform->first_tokens > 0) t0 = std::max(t0, 1);
   for (int i = 0; i < item.heads * item.rows; i++) {
     const int position = first_position + (item.first_row + i % item.rows) / batch.group;
@@ -254,7 +255,7 @@ void softmax_span(const Batch& batch, const Item& item, int first, int t0, int n
   }
 }
 
-// Keeps a copy of a row of q for K that is not rotated, and rotates the row.
+// Copies a row of q for unrotated K (recent tokens, the first token), then rotates it in place.
 void transform_query(const Batch& batch, const Item& item, int h, int r, float* q, Workspace& w) {
   const Transform& t = *batch.call.transform;
   const int size = batch.layout.head_size, rows = item.heads * item.rows;
@@ -274,11 +275,11 @@ void transform_query(const Batch& batch, const Item& item, int h, int r, float* 
   if (!t.rotate) return;
   hadamard(q, size);
   if (batch.call.query_format != kBFloat16) return;
-  // Rounded once to the dtype that the kernels for such queries take.
+  // The kernels for bfloat16 queries need values that are exact in bfloat16.
   for (int d = 0; d < size; d++) q[d] = float_of((uint32_t)to_bfloat16(q[d]) << 16);
 }
 
-// K and V at position 0 of an item's heads: constants of the model, or the packed ones.
+// Loads K and V at position 0 of an item's heads: constants of the model if the page marks them, else unpacked.
 void load_first_token(const Batch& batch, const Item& item, Workspace& w) {
   const Call& call = batch.call;
   const Layout& l = batch.layout;
@@ -311,7 +312,7 @@ void load_first_token(const Batch& batch, const Item& item, Workspace& w) {
     }
     scales = page + l.v_scale.offset + head * l.v_scale.head;
     uint8_t ordered[kMaxScales];
-    if (l.sm100_quarter) {  // token 0's scale s lies at row s / quarter, column 4 (s % quarter)
+    if (l.sm100_quarter) {  // token 0's scale s is at row s / quarter, column 4 (s % quarter)
       for (int s = 0; s < 4 * l.sm100_quarter; s++)
         ordered[s] = scales[s / l.sm100_quarter * l.v_scale.token + 4 * (s % l.sm100_quarter)];
       scales = ordered;
@@ -322,7 +323,7 @@ void load_first_token(const Batch& batch, const Item& item, Workspace& w) {
   }
 }
 
-// The score of position 0 for the r-th row of the h-th head, times log2 e; -inf if it is hidden.
+// The score of position 0 for the r-th row of the h-th head, times log2 e; -inf if it is masked.
 float first_token_score(const Batch& batch, const Item& item, int h, int r, const Workspace& w) {
   const Call& call = batch.call;
   const int queries = call.query_start_loc[item.seq + 1] - call.query_start_loc[item.seq];
@@ -366,8 +367,8 @@ void load_queries(const Batch& batch, const Item& item, const Side& side, Worksp
   }
 }
 
-// Addresses of the tokens `first` .. first + n - 1 of a head, which lie in the ring or are the step's.
-// Hidden tokens before t0, which must not be read, get the address of t0.
+// Addresses of the tokens `first` .. first + n - 1 of a head, in the ring or among the step's new tokens.
+// Masked tokens before t0 get the address of t0.
 void locate_recent(const Batch& batch, const Item& item, int head, int first, int t0, int n,
                    Workspace& w) {
   const Call& call = batch.call;
@@ -390,8 +391,8 @@ void locate_recent(const Batch& batch, const Item& item, int head, int first, in
   }
 }
 
-// Attention of an item's rows to their last tokens, as the model made them. Lanes hold the same tokens
-// for any other rows in the item.
+// Attention of an item's rows to their last tokens, unquantized. The tokens of each SIMD lane do not depend
+// on the other rows of the item, so a row's bits do not either.
 void attend_recent(const Batch& batch, const Item& item, Workspace& w) {
   const Call& call = batch.call;
   const Recent& recent = *call.recent;
@@ -441,7 +442,7 @@ void attend_recent(const Batch& batch, const Item& item, Workspace& w) {
   }
 }
 
-// A row of the result from its parts, `stride` floats apart.
+// Merges a row's parts, `stride` floats apart, the first token, the recent tokens and the sink; writes it.
 void finish_row(const Batch& batch, const Item& item, int h, int r, const float* part, int64_t stride,
                 int sum_stride, float v_scale, Workspace& w) {
   const Call& call = batch.call;
@@ -494,7 +495,7 @@ void finish_row(const Batch& batch, const Item& item, int h, int r, const float*
         total == 0.0f ? kNegInf : (shift + std::log2(total)) * 0.693147181f;
 }
 
-// Tokens t0 .. end, of one part, to its sums, their maximum and their total.
+// Attention to tokens t0 .. end - 1 of one part: weighted sums of V, max score and sum of weights per row.
 void attend_part(const Batch& batch, const Item& item, const Side& k, const Side& v, int t0,
                  int end, int sum_stride, Workspace& w) {
   const int rows = item.heads * item.rows;
@@ -502,7 +503,7 @@ void attend_part(const Batch& batch, const Item& item, const Side& k, const Side
   std::fill(w.maximum, w.maximum + rows, kNegInf);
   std::fill(w.total, w.total + rows, 0.0f);
   if (t0 == end) return;
-  // Lanes hold the same tokens for any start of the window.
+  // Aligned, so that the tokens of each SIMD lane do not depend on the start of the window.
   const int first = t0 / kPad * kPad, n = end - first;
   locate(batch, item.seq, k, first, t0, n, w.k_data, w.k_scales);
   locate(batch, item.seq, v, first, t0, n, w.v_data, w.v_scale_rows);
@@ -516,7 +517,7 @@ void attend_part(const Batch& batch, const Item& item, const Side& k, const Side
   if (v.packed && v.packed->fold) v.packed->fold(w.sums.data(), rows, v.size);
 }
 
-// Rows of all heads to part `part` of `parts`.
+// Copies the sums of all rows to part `part` of `parts`.
 void store_part(const Batch& batch, const Item& item, int part, int sum_stride, float* parts,
                 const Workspace& w) {
   for (int i = 0; i < item.heads * item.rows; i++) {

@@ -34,10 +34,10 @@ int first_key(const Call& call, int first_position) {
   return call.window > 0 ? std::max(0, first_position - call.window + 1) : 0;
 }
 
-// Spans that so many tokens reach into; lengths may be as large as an int.
+// Number of spans of kSpan tokens; int64, because `tokens` may be near the max int.
 int spans_of(int tokens) { return (int)(((int64_t)tokens + kSpan - 1) / kSpan); }
 
-// Rows of an item: whole queries if one fits.
+// Max rows of an item: a multiple of the group, so that queries are not split, if one fits.
 int block_of_rows(const Batch& batch) {
   return std::min(kMaxRows, std::max(1, kMaxRows / batch.group) * batch.group);
 }
@@ -81,7 +81,7 @@ void cut_tokens(Batch& batch, int seq, int max_heads, int64_t& floats) {
   }
 }
 
-// KV heads per item, so that each thread still gets sixteen items. Results do not depend on it.
+// KV heads per item: as many as leave 16 items per thread. Results do not depend on it.
 int heads_per_item(const Batch& batch) {
   const Call& call = batch.call;
   int64_t parts = 0;

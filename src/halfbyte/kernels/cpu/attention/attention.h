@@ -11,17 +11,17 @@ namespace halfbyte {
 
 constexpr int kMaxRows = 64;  // of an item
 
-// K and V of the last tokens as the model made them. Field by field the `_RECENT` of attention/cpu.py;
-// strides are in elements.
+// K and V of the last tokens, unquantized. Field by field the `_RECENT` of attention/cpu.py; strides are in
+// elements.
 struct Recent {
   const uint8_t *keys, *values;  // [entries, kv_heads, ring, size]: position p is in slot p % ring
   const uint8_t *key, *value;    // of the step's tokens, [tokens, kv_heads, size]
   const int32_t* entries;        // [num_seqs]
-  const int32_t* lengths;        // [num_seqs]; `Call::seq_lens` are those of what is read packed
+  const int32_t* lengths;        // [num_seqs], all tokens; `Call::seq_lens` counts those read from pages
   int64_t key_token, key_head, value_token, value_head;
   int32_t tokens;  // a query at p reads keys after p - tokens from here
   int32_t ring, format;
-  int32_t window;  // of the layer; `Call::window` is that of what is read packed
+  int32_t window;  // of the layer; `Call::window` is for tokens read from pages
 };
 
 // Field by field the `_CALL` of attention/cpu.py. Strides are in elements.
@@ -45,10 +45,10 @@ struct Item {
   int seq, first_head, heads;  // KV heads
   int first_row, rows;         // of each head
   int begin, end;              // tokens
-  int part;                    // its first part of the tokens
-  int parts;                   // of all that see these rows; an item has one or all of them
-  int64_t first_part;          // row 0 of part 0 of the first head in `Batch::parts`
-  int counter;                 // of parts still to come; negative if the item has all of them
+  int part;                    // index of its first part (a split of the tokens)
+  int parts;                   // number of parts for these rows; an item has one of them, or all
+  int64_t first_part;          // offset in `Batch::parts` of row 0 of part 0 of the first head
+  int counter;                 // index of the counter of unfinished parts; negative if the item has all
 };
 
 struct Batch {
@@ -58,9 +58,9 @@ struct Batch {
   int group;
   int width;  // floats of a row of `parts`: sums, their maximum (log2), the sum of their weights
   std::vector<Item>& items;
-  std::vector<float>& parts;  // [head][part][row][width] for each sequence in parts
+  std::vector<float>& parts;  // [head][part][row][width] for each sequence that is split into parts
   std::vector<int>& counters;
-  uint64_t serial;  // of the call, which no other has
+  uint64_t serial;  // unique per call
 };
 
 // Batch, index of an item.

@@ -1,4 +1,4 @@
-// The functions that attention needs of each instruction set: generic ones for vectors of any width
+// Functions that attention needs for each instruction set: generic ones for vectors of any width
 // (`tiles_simd.inc`), and hand-written ones for nvfp4.
 #pragma once
 
@@ -17,7 +17,7 @@ constexpr int kPad = 16;    // rows of floats are padded to a multiple of this
 
 inline int padded(int n) { return (n + kPad - 1) / kPad * kPad; }
 
-// Where rows of a head lie, token by token; all heads share the addresses and differ in offsets.
+// Addresses of a head's rows by token: those of head 0, which all heads share, and the head's offset.
 struct Rows {
   const uint8_t* const* data;
   const uint8_t* const* scales;
@@ -32,33 +32,33 @@ struct Rows {
   }
 };
 
-// nvfp4 decoded in registers, for up to `kStep` tokens. Meanwhile the cache lines of `ahead` tokens of
-// `next` are prefetched, a few at a time: a burst would fill the line fill buffers and stall other
-// loads.
+// Kernels that decode nvfp4 in registers, for up to `kStep` tokens. They also prefetch the cache lines of
+// `ahead` tokens of `next`, a few at a time: a burst would fill the line fill buffers and stall other loads.
 struct PackedKernels {
-  // Sums of products of stored values and scales must be multiplied by this.
+  // Scale of the results of `score` and `accumulate`.
   float factor;
-  // With more query rows it is faster to unpack V once and multiply; the result is bitwise the same.
+  // Max query rows for `accumulate`. Beyond, unpacking V once is faster; the result is bitwise the same.
   int max_accumulate_rows;
-  // Query rows (float, `stride` apart) in the order that `score` reads.
+  // Packs query rows (float, `stride` apart) in the order that `score` reads.
   void (*pack)(const float* q, int64_t stride, int rows, int head_size, float* packed);
   // scores[r * kSpan + t] = q[r] . k[t]; columns up to kStep may be written.
   void (*score)(const float* packed, int rows, Rows k, int tokens, int head_size, float* scores,
                 Rows next, int ahead);
-  // sums[r] += weights[r * kSpan + t] * v[t], in an order of its own; rows `sum_size` apart.
+  // sums[r] += weights[r * kSpan + t] * v[t], with the elements of a row permuted; rows `sum_size` apart.
   void (*accumulate)(const float* weights, int rows, Rows v, int tokens, int head_size, float* sums,
                      Rows next, int ahead);
-  // Ends the sums, if that is not null; then element d lies at `position(d)`.
+  // Adds up partial sums in place after the last `accumulate`; may be null.
   void (*fold)(float* sums, int rows, int head_size);
+  // Index of an element in a (folded) row of sums.
   int (*position)(int element);
 };
 
 constexpr int kSumChunk = 128;
 
-// Floats of a row of sums.
+// Floats in a row of sums.
 inline int sum_size(int head_size) { return (head_size + kSumChunk - 1) / kSumChunk * kSumChunk; }
 
-// Floats that a row of packed queries may take.
+// Max floats of a row of packed queries.
 inline int packed_size(int head_size) { return 2 * sum_size(head_size); }
 
 // Calls f with the number of rows (up to four) as a constant. Always inlined: target attributes would

@@ -110,7 +110,7 @@ TARGET inline void complete(const float*, int, int, int, const TurnedChunk<TILES
 
 #include "attention/score_avx512.inc"
 
-// Lanes of V of a chunk of 128 elements, a token at a time: a lane holds a word of eight codes.
+// One token of V per vector, for a chunk of up to 128 elements: a lane holds a word of eight codes.
 struct WholeLanes {
   int blocks;
   __mmask16 words;
@@ -121,7 +121,7 @@ struct WholeLanes {
   TARGET __m512i codes(Rows v, int t, int, int element) const {
     return _mm512_maskz_loadu_epi32(words, v.data_of(t) + element / 2);
   }
-  // Each for the two words of its block.
+  // Each scale in the two lanes of its block.
   TARGET __m512 scales(const float (*of)[8], int t) const {
     const __m512i block = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
     return _mm512_permutexvar_ps(block, _mm512_castps256_ps512(_mm256_load_ps(of[t])));
@@ -137,7 +137,7 @@ struct FullLanes : WholeLanes {
   }
 };
 
-// The same for a chunk of up to 64 elements and two tokens, which take turns in the lanes.
+// Two tokens of V per vector, for a chunk of up to 64 elements: even lanes have one, odd lanes the other.
 struct HalfLanes {
   int blocks;
   __mmask8 words;
@@ -163,7 +163,7 @@ struct HalfLanes {
   }
 };
 
-// Past the last token, up to a multiple of four, the last is repeated.
+// Scales of `tokens` tokens, padded to a multiple of four by repeating the last.
 TARGET inline void token_scales(Rows v, int tokens, int element, int blocks, float (*scales)[8]) {
   const int64_t offset = v.scale_offset + element / 16;
   const int whole = tokens / 4 * 4;
@@ -174,7 +174,7 @@ TARGET inline void token_scales(Rows v, int tokens, int element, int blocks, flo
   unpack_scales(rest, offset, blocks, 4, scales + whole);
 }
 
-// V of up to kStep tokens of a chunk, looked up at each use.
+// V of up to kStep tokens of a chunk; codes are converted at each use.
 template <class LANES>
 struct CodesOfV {
   LANES lanes;
@@ -188,7 +188,7 @@ struct CodesOfV {
     token_scales(v, tokens, element, lanes.blocks, scales);
   }
   TARGET __m512 scale(int t) const { return lanes.scales(scales, t); }
-  // Half of the elements, four per word, of token t and, where two take turns, the next.
+  // Half of the elements (four per word) of token t, with HalfLanes also of token t + 1.
   template <int HALF>
   TARGET void values(int t, __m512* x) const {
     __m512i words = lanes.codes(v, t, t + 1 < tokens ? t + 1 : t, element);
@@ -203,7 +203,7 @@ struct CodesOfV {
   }
 };
 
-// The same, looked up once for many rows.
+// The same, converted once for many rows.
 template <class LANES>
 struct FloatsOfV {
   LANES lanes;
@@ -227,8 +227,8 @@ struct FloatsOfV {
   }
 };
 
-// Half of the look-ups at a time, so that four rows' sums stay in registers over the tokens. The
-// first half stores the weights times block scales for the second.
+// Accumulates half of a chunk's elements, so that the sums of four rows stay in registers over all tokens.
+// The first half stores weights times block scales for the second.
 template <int ROWS, int HALF, class V>
 TARGET void accumulate_half(const V& v, const float* weights, int size, __m512 (*scaled)[ROWS],
                             float* sums, Rows next, int ahead) {

@@ -20,10 +20,10 @@ namespace {
 using Sum = __m512i;
 constexpr int kOperands = 1, kBlockFloats = 9;  // eight pairs and the scale
 
-// Queries: groups of up to four rows, in each [block][pair][row], then the scales, [row]. A pair is
-// elements n and n + 4 of a word of eight. Remainders begin at `sum_size` floats per row, those of
-// a chunk at so many of its 128 elements; how many they are stands in front, the first chunk last.
-// One is a bfloat16, then a byte of its row and one of its element.
+// Packed queries: groups of up to four rows, per block [pair][row] and then the scales [row]. A pair is
+// elements n and n + 4 of a word of eight. From float `sum_size` * rows on: the remainders of each chunk of
+// 128 elements, at 128 * rows floats per chunk. Right before them: their numbers, of the first chunk last.
+// A remainder is a bfloat16, a byte for its row and a byte for its element.
 inline int count_at(int rows, int head_size, int chunk) {
   return rows * sum_size(head_size) - 1 - chunk;
 }
@@ -38,7 +38,7 @@ TARGET inline int pack_block(__m512 x, int row, int rows, int element, float* pa
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __m512 zero = _mm512_setzero_ps();
   const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(_mm512_abs_ps(x)));
-  // Not so small that the unit would be subnormal.
+  // Bounded, so that `unit` is not subnormal.
   const __m512 exponent = _mm512_max_ps(_mm512_getexp_ps(largest), _mm512_set1_ps(-110.0f));
   const __m512 power = _mm512_sub_ps(_mm512_set1_ps(14.0f), exponent);
   const __m512 unit = _mm512_scalef_ps(_mm512_set1_ps(1.0f), _mm512_sub_ps(zero, power));

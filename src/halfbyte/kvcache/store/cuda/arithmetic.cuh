@@ -1,8 +1,8 @@
-// Arithmetic of NVFP4 that stores share, bit for bit as `halfbyte.numerics`.
+// Arithmetic of NVFP4 for the store kernels, bit for bit as `halfbyte.numerics`.
 //
 // Products and sums are rounded one by one, so they are intrinsics that the compiler does not fuse. EASY is for
-// global scales of 2^-40 up to 2^40: then no product of a value's ratio overflows or underflows in a way that
-// matters, and divisions share a reciprocal in two parts (kernels/formats/encode_floats.py has the argument).
+// global scales of 2^-40 up to 2^40, for which no intermediate product overflows or underflows so that a code changes,
+// and divisions share a reciprocal in two parts (proof in kernels/formats/encode_floats.py).
 
 #pragma once
 #include "kernels/runtime/basics.cuh"
@@ -28,7 +28,7 @@ __device__ __forceinline__ float larger(float x, float y) {
   return z;
 }
 
-// 1 / x. What `rcp.rn` does for usual x: an approximation and a Newton step.
+// 1 / x. With EASY, as `rcp.rn` for x in that range: an approximation and a Newton step.
 template <bool EASY>
 __device__ __forceinline__ float inverse(float x) {
   if (!EASY) return __frcp_rn(x);
@@ -61,7 +61,7 @@ __device__ __forceinline__ int byte_of_ratio(float ratio) {
   return bits < 0x3C800000 ? subnormal : normal;
 }
 
-// x * r, 0 if not a number (which with EASY only values in a block with a NaN are, or behind one).
+// x * r; 0 for NaN. With EASY, NaN occurs only in a block with a NaN, or after one, and is kept.
 template <bool EASY>
 __device__ __forceinline__ float ratio_of(float x, float r) {
   const float t = mul(x, r);
@@ -77,7 +77,7 @@ __device__ __forceinline__ float nearest(float t) {
   return CLAMPS ? fminf(v, 6.0f) : v;  // also for infinity, where v is NaN
 }
 
-// 0x4B7FFFFC + the code of a magnitude up to 6 (kernels/formats/encode.py has the argument).
+// 0x4B7FFFFC + the code of a magnitude up to 6 (proof in kernels/formats/encode.py).
 #define FIRST_CODE 0x4B7FFFFCu
 __device__ __forceinline__ u32 code_bits(float t) { return bits_of(fminf(__fmaf_rn(t, 2.0f, TOP - 4.0f), add(t, TOP))); }
 

@@ -1,9 +1,9 @@
-// Error feedback for a few tokens: a warp has K of a head of a token.
+// Error feedback for few tokens: one warp per token and head of K.
 //
-// A lane has LANE_CHANNELS channels, next to each other, and takes every error out of those of them that are later.
-// Scales are chosen with a candidate for four lanes, each with a quarter of the block. Eight channels at a time are then known to
-// all lanes, which all round them one after the other: the steps need no exchange. CTAs are warps of one head, whose
-// factors come through shared memory, a block's rows ahead of the blocks that wait for them.
+// A lane has LANE_CHANNELS adjacent channels and subtracts the errors of all earlier channels from them. For a block's
+// scale, four lanes evaluate each candidate, a quarter of the block per lane. To round a block, TURNS channels at a time
+// are broadcast to all lanes, which all round them one after the other: no exchange per channel. All warps of a CTA have
+// the same head; its factors are prefetched to shared memory, two blocks of rows ahead.
 //
 // Macros:
 //   WARPS         of a CTA
@@ -15,13 +15,13 @@
 #define LANE_CHANNELS (HEAD_SIZE / 32)
 #define BLOCK_LANES (BLOCK / LANE_CHANNELS)
 #define STAGES 4
-#define TURNS 8  // channels that all lanes know
+#define TURNS 8  // channels that are broadcast to all lanes at a time
 #define QUARTER (BLOCK / 4)
 
 struct SharedRows {
   float factors[STAGES][BLOCK][HEAD_SIZE];
   float weights[HEAD_SIZE];
-  float keys[WARPS][HEAD_SIZE];  // first all of a row, then channels at their turns
+  float keys[WARPS][HEAD_SIZE];  // K of a row; then, channel by channel, the values that were rounded
 };
 
 __device__ __forceinline__ void copy16(void* to, const float* from) {
@@ -67,8 +67,8 @@ __device__ __forceinline__ void fetch_quarter(float* to, const float* y, int b, 
   }
 }
 
-// The scale of block b with the smallest weighted error. Lanes 4n to 4n + 3 have candidate n for a quarter of the
-// block each, and so have those 16 lanes on.
+// The scale of block b with the smallest weighted error. Lanes 4n to 4n + 3 evaluate candidate n, a quarter of the
+// block each; lanes 16 to 31 do the same as lanes 0 to 15.
 template <bool EASY>
 __device__ __forceinline__ Rounding best_of_row(const float* y, int b, const float* weights, float g) {
   static_assert(CANDIDATES == 4, "lanes have four candidates");
@@ -83,7 +83,7 @@ __device__ __forceinline__ Rounding best_of_row(const float* y, int b, const flo
   error = add(error, __shfl_xor_sync(~0u, error, 1));
   error = add(error, __shfl_xor_sync(~0u, error, 2));
   error = mul(mul(error, c.s), c.s);
-  // Bits of errors compare as they do. Nothing is smaller than NaN, and NaN is smaller than nothing.
+  // Non-negative floats compare like their bits. NaN never wins, except for candidate 0, which wins if all are NaN.
   const u32 key = error == error ? bits_of(error) : n == 0 ? 0 : ~0u;
   const int best = __ffs(__ballot_sync(~0u, key == __reduce_min_sync(~0u, key))) - 1;
   const int byte = __shfl_sync(~0u, c.byte, best);
@@ -100,7 +100,8 @@ __device__ __forceinline__ Rounding scale_of_row(const float* y, int b, float g)
   return Rounding::of<EASY>(encode_as_format<EASY, FOUR_OVER_SIX>(x, g).scale, amax_of<BLOCK>(x), g);
 }
 
-// TURNS channels of block b from `first` (of the block) on, `x`. Writes them, at their turns, to `turned`.
+// Rounds TURNS channels of block b, `x`, from its channel `first` on, and subtracts their errors from the lanes' later
+// channels `y`. Writes the values that were rounded (errors of earlier channels subtracted) to `turned`.
 template <bool EASY>
 __device__ __forceinline__ void take_turns(float* x, float* y, const Rounding& by, const float (*factors)[HEAD_SIZE],
                                            int b, int first, float* turned) {
@@ -114,7 +115,7 @@ __device__ __forceinline__ void take_turns(float* x, float* y, const Rounding& b
     for (int i = c / 4 * 4; i < TURNS; i += 4) load4(f + i, factor + b * BLOCK + first + i);
 #pragma unroll
     for (int i = c + 1; i < TURNS; i++) x[i] = sub(x[i], mul(error, f[i]));
-    // Of channels before, factors are 0, or not there: they are not used any more.
+    // Factors of earlier channels are 0, or were not copied; those values of y are not used any more.
     if (LANE_CHANNELS == 2) {
       const float2 two = *(const float2*)(factor + lane * 2);
       own[0] = two.x, own[1] = two.y;
@@ -137,7 +138,7 @@ __device__ __forceinline__ void read_channels(float* to, const float* row) {
   for (int i = 0; i < LANE_CHANNELS; i++) to[i] = row[threadIdx.x % 32 * LANE_CHANNELS + i];
 }
 
-// A row's codes and scales; `by` are those of the block that the lane's channels are of.
+// Stores a row's codes and scales; `by` is of the block that has the lane's channels.
 template <bool EASY>
 __device__ __forceinline__ void store_row(const Place& place, u32 head, const float* turned, const Rounding& by,
                                           int first) {
@@ -173,7 +174,7 @@ __device__ __forceinline__ void store_key_row(const Params& p, u32 cta, float g,
   const Place place = Place::of(p, token);
   {
     float x[BLOCK];
-    const u32 part = lane % PARTS;  // several lanes have the same
+    const u32 part = lane % PARTS;  // several lanes load the same block
     load_key(p, x, token, head, part, position);
     if (lane < PARTS)
 #pragma unroll

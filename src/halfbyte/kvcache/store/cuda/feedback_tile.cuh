@@ -1,8 +1,8 @@
-// Error feedback for many tokens: a warp has a head of 32 tokens, whose K and errors are in shared memory.
+// Error feedback for many tokens: one warp per head and 32 tokens, whose K and errors are in shared memory.
 //
-// Block by block. First a lane has four channels of four tokens and takes the errors of all earlier channels out of
-// them, in order: two loads for sixteen products. Then it has all channels of one token, chooses the scale, rounds
-// them one after the other, and writes their errors in their place.
+// Block by block. First, a lane subtracts the errors of all earlier channels, in order, from four channels of four
+// tokens: two loads for sixteen products. Then a lane has all channels of one token: it chooses the scale, rounds
+// the channels one after the other, and overwrites them with their errors.
 //
 // Macros:
 //   WARPS         of a CTA
@@ -12,7 +12,7 @@
 #include "kvcache/store/cuda/turns.cuh"
 
 #define TILE 32                                                // tokens of a warp
-#define TILE_ROWS (TILE / PARTS)                               // of them, that are centred and rotated at once
+#define TILE_ROWS (TILE / PARTS)                               // tokens that are centred and rotated at once
 #define PADDING (TILE_ROWS > 4 ? TILE_ROWS : 4)                // after the channels of a block, against bank conflicts
 #define TILE_FLOATS (PARTS * (BLOCK * TILE + PADDING))
 
@@ -31,7 +31,7 @@ __device__ __forceinline__ void load_tile(const Params& p, float* tile, u32 toke
   __syncwarp();
 }
 
-// Takes the errors of the channels before block b out of it.
+// Subtracts the errors of all earlier blocks from block b.
 __device__ __forceinline__ void gather(float* tile, const float* factor, int b) {
   const int rows = threadIdx.x % 8 * 4, channels = b * BLOCK + threadIdx.x % 32 / 8 * 4;
   float x[4][4];

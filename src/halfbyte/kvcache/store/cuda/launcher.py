@@ -21,7 +21,7 @@ from halfbyte.layouts import KVCacheDType, PageLayout, page_stride
 from halfbyte.numerics.nvfp4 import BLOCK_SIZE
 
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""`KEY_TYPE` and so on."""
+"""Values of the macros `KEY_TYPE`, `VALUE_TYPE` and `FIRST_TYPE`."""
 _V_KINDS = {
     KVCacheDType.NVFP4: 4,
     KVCacheDType.NVFP4_4OVER6: 6,
@@ -35,8 +35,8 @@ _TILE = 32
 _ROW_STAGES = 4
 """Blocks of a factor in shared memory."""
 _ROWS_PER_SM = 32
-"""From so many heads of tokens per SM on, error feedback goes by tiles: a warp per row is faster
-alone, but does six times the work."""
+"""Min (token, head) rows per SM for error feedback by tiles of 32 tokens. With fewer, one warp per
+row is faster, although it does six times the work."""
 
 
 class _Params(ctypes.Structure):
@@ -235,7 +235,7 @@ def _bind_transform(
 
 
 def _unit(transform: KVTransform, rows: int, device: int) -> int:
-    """What of K a warp takes, of so many heads of tokens."""
+    """A warp's part of K: blocks, rows, or tiles of rows; `rows` (token, head) pairs in total."""
     if transform.feedback is None:
         return _BY_BLOCK
     return _BY_TILE if rows >= _ROWS_PER_SM * num_sms(device) else _BY_ROW

@@ -193,7 +193,7 @@ __device__ __forceinline__ int find_first(const Params& p, u32 token, u32 head) 
   return -1;
 }
 
-// Of each thread's head, which `heads` (lanes) are the first of; -1 for tokens that are not at position 0.
+// The constant that each thread's head is, with `lanes_of_head` lanes per head; -1 for tokens not at position 0.
 __device__ __forceinline__ int find_first_of(const Params& p, u32 token, u32 head, bool at_start, u32 lanes_of_head) {
   int found = -1;
   const u32 lane = threadIdx.x % 32, own = lane / lanes_of_head * lanes_of_head;

@@ -9,7 +9,7 @@
 
 #define CANDIDATES 4
 
-// `weighted_rounding.CANDIDATES`, which says why these: the byte of candidate n beside that of amax6, which wins ties.
+// `weighted_rounding.CANDIDATES` (reasons there): the byte of candidate n, relative to that of amax6, which wins ties.
 __device__ __forceinline__ int candidate_step(int n) { return n == 0 ? 0 : n == 1 ? -1 : n == 2 ? 1 : 4; }
 
 // amax / (6 g), 448 at most; NaN for a block with a NaN.

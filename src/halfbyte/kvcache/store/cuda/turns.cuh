@@ -3,7 +3,7 @@
 #pragma once
 #include "kvcache/store/cuda/rows.cuh"
 
-// What the values of a block are rounded with.
+// The scale that a block's values are rounded with.
 struct Rounding {
   int scale;     // byte of the block scale; NAN_SCALE for NaN
   float d, r;    // scale times global scale, and its reciprocal
@@ -17,7 +17,7 @@ struct Rounding {
   }
 };
 
-// condition < limit ? x - y : otherwise, without a selection behind the difference.
+// condition < limit ? x - y : otherwise, as a predicated subtraction: a select would add its latency.
 __device__ __forceinline__ float sub_if_less(float condition, float limit, float x, float y, float otherwise) {
   asm("{.reg .pred p; setp.lt.f32 p, %1, %2; @p sub.rn.f32 %0, %3, %4;}"
       : "+f"(otherwise)
@@ -25,8 +25,8 @@ __device__ __forceinline__ float sub_if_less(float condition, float limit, float
   return otherwise;
 }
 
-// The error of x. With EASY it is finite where x is, and what happens to large x and to what is no number is decided
-// beside the chain of operations from x to its error, which later channels wait for: from 6.5 d on x is rounded to 6 d.
+// The error of x. Later channels wait for it, so with EASY large x and NaN are handled off the critical path from x to
+// its error: |x| of 6.5 d or more is rounded to 6 d. With EASY the error is finite if x is.
 template <bool EASY>
 __device__ __forceinline__ float error_of(float x, const Rounding& by) {
   const float t = ratio_of<EASY>(x, by.r);
@@ -40,7 +40,7 @@ __device__ __forceinline__ float error_of(float x, const Rounding& by) {
   return fabsf(error) < INF ? error : 0.0f;
 }
 
-// The code of x with its sign, x being a channel at its turn; a block of zeros or with a NaN has none.
+// The code of x with its sign. Codes of blocks of zeros, or with a NaN, are set to 0 by the caller.
 template <bool EASY>
 __device__ __forceinline__ u32 code_of(float x, const Rounding& by) {
   const float t = x == x ? ratio_of<EASY>(x, by.r) : 0.0f;

@@ -45,8 +45,8 @@ struct Params {
 #define EVEN_ITEMS (CTA_ITEMS / WARPS)
 #endif
 #endif
-// Items of every warp, where all have as many, and a segment lies within a unit: what there is to count is
-// compiled in as well, and the loop over them unrolled. Otherwise 0.
+// Items per warp, if all warps have the same number and no segment crosses units: then it is a compile-time
+// constant and the loop over items is unrolled. Otherwise 0.
 #if !defined EVEN_ITEMS || EVEN_ITEMS > 8
 #undef EVEN_ITEMS
 #define EVEN_ITEMS 0
@@ -139,7 +139,7 @@ struct Round {
   Segments segments;
   int begin, end;  // of this warp's segment
   int unit;        // that it begins in
-  int turn;        // first item: the segment runs from here to its end, then from its begin to here
+  int turn;        // first item to process: from here to the segment's end, then from its begin to here
 
   __device__ __forceinline__ Round(const Params& p, const Place& place, int first)
       : first(first),
@@ -164,9 +164,9 @@ struct Loader {
   const u8 *item, *item_scale;  // the same, in the item whose second half comes next
   int round;     // its first unit
   int unit;      // of the next item
-  int run;       // items to copy until the unit ends, or the segment
-  int left;      // items of the segment after those, but for
-  int tail;      // those before its turn, which end
+  int run;       // items left to copy in the current unit
+  int left;      // items of the segment after `run`, without the tail
+  int tail;      // items before `Round::turn`, which are copied last
   int tail_unit;
 
   __device__ __forceinline__ Loader(const Params& p, const Place& place, u32 slot)

@@ -15,7 +15,7 @@ FILE = Path(__file__).with_name("continuations.jsonl")
 PER_TEXT = 4
 CONTEXT_LINES = 8
 LINE_CHARACTERS = 24
-"""A line that is asked for has at least as many."""
+"""Min characters of a line that is used in a question."""
 
 
 def samples(name: str, text: str, rng: random.Random) -> list[dict[str, object]]:
