@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from halfbyte.engine import LLM, SamplingParams, memory
+from halfbyte.engine.options import check_memory_share
 from models.zoo import make_model
 
 
@@ -72,7 +73,21 @@ def test_gpu_budget(free: int, total: int, share: float | None, expected: int) -
     assert memory.gpu_budget(free, total, share) == expected
 
 
+def test_shares_of_a_gpu_to_their_ends() -> None:
+    gpu = torch.device("cuda")
+    for share in (1e-6, 1, 1.0, None):
+        check_memory_share(share, None, gpu)
+    for share in (0, -0.5, 1 + 1e-6, float("nan")):
+        with pytest.raises(ValueError, match=r"gpu_memory_utilization: expected a number in \(0"):
+            check_memory_share(share, None, gpu)
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization, num_pages: .*got both"):
+        check_memory_share(0.5, 9, gpu)
+
+
 def test_gpu_budget_that_leaves_nothing() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="leaves no room for the KV cache"):
+        memory.gpu_budget(80, 160, 0.5)
+    assert memory.gpu_budget(82, 160, 0.5) == 2
     with pytest.raises(torch.OutOfMemoryError, match=r"gpu_memory_utilization: 0\.3 of 0\.2 GiB"):
         memory.gpu_budget(1 * 2**27, 2**28, 0.3)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from halfbyte.kvcache import KVScales, get_kv_cache_quant_method
+from halfbyte.kvcache.scales import NO_SCALE
 from kvcache.page_arithmetic import WITH_GLOBAL_SCALE
 
 each_scaled = pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
@@ -138,6 +139,13 @@ def test_files_by_their_path(tmp_path: Path) -> None:
     assert KVScales.load(tmp_path) is None
     with pytest.raises(ValueError, match=r"absent\.json: cannot be read: No such file"):
         KVScales.load_file(tmp_path / "absent.json")
+
+
+def test_scales_that_a_layer_lacks_are_not_saved(tmp_path: Path) -> None:
+    for k_amax, v_amax in (((1.0, NO_SCALE), (1.0, 2.0)), ((1.0, 2.0), (1.0, NO_SCALE))):
+        with pytest.raises(ValueError, match="layer 1 has none"):
+            KVScales(k_amax, v_amax, "test").save(tmp_path)
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_save_replaces_what_was_there(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def positive_products() -> tuple[torch.Tensor, torch.Tensor, np.ndarray, np.ndar
 def test_dequantize_as_stored_rounds_the_scales_first(is_decode: bool, dtype: torch.dtype) -> None:
     data, scales, q, s = positive_products()
     rows = np.random.default_rng(0).uniform(0.001, 1000, (126, 1)).astype(np.float32)
-    for stored in (np.float32([0.37]), rows):
+    for stored in (np.full(1, 0.37, np.float32), rows):
         expected = torch.from_numpy(q * (s * stored if is_decode else s / stored)).to(dtype)
         found = nvfp4.dequantize_as_stored(data, scales, torch.from_numpy(stored), is_decode, dtype)
         assert found.dtype == dtype
