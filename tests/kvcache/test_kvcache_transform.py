@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from halfbyte.kvcache import read_tokens, reshape_and_cache
-from halfbyte.kvcache.transform import MARK
+from halfbyte.kvcache.transform import MARK, MATCH_TOLERANCE, KVTransform
 from halfbyte.layouts import PageLayout
 from halfbyte.numerics import nvfp4, weighted_rounding
 from halfbyte.numerics.hadamard import hadamard
@@ -128,6 +128,27 @@ def test_first_tokens_that_are_known_are_read_exactly(dtype: torch.dtype) -> Non
         page, offset = int(slots[0]) // 16, int(slots[0]) % 16
         assert views.k_scale[page, offset].tolist() == [[MARK, 0, 0, 0]] * HEADS
         assert views.k_data[page, offset].tolist() == [[index] + [0] * 31] * HEADS
+
+
+def test_constants_match_within_the_tolerance() -> None:
+    """K and V of one constant both, each within 2^-6 of its absmax; the first of equals."""
+    keys, values = torch.zeros(3, 2, 16), torch.zeros(3, 2, 16)
+    keys[:2, :, 0], keys[2, :, 0], values[:, :, 1] = 1.0, -4.0, 2.0
+    transform = KVTransform(rotate=False, segment=16, first_keys=keys, first_values=values)
+
+    def found(key: float = 0.0, value: float = 0.0, index: int = 0) -> list[list[int]]:
+        k, v = keys[index].clone(), values[index].clone()
+        k[0, 5] += key
+        v[0, 5] -= value
+        return transform.match_first(k[None], v[None]).tolist()
+
+    unit = MATCH_TOLERANCE
+    assert found() == found(unit, 2 * unit) == found(index=1) == [[0, 0]]
+    assert found(4 * unit, 2 * unit, index=2) == [[2, 2]]
+    assert found(1.01 * unit) == found(value=2.02 * unit) == [[-1, 0]]
+    assert found(4.04 * unit, index=2) == found(float("nan"), index=2) == [[-1, 2]]
+    without = KVTransform(rotate=False, segment=16)
+    assert without.match_first(keys, values).tolist() == [[-1, -1]] * 3
 
 
 def test_other_first_tokens_are_packed_like_the_rest() -> None:
