@@ -7,6 +7,7 @@ import torch
 
 from halfbyte.engine import LLM, SamplingParams, memory
 from halfbyte.engine.options import check_memory_share
+from halfbyte.kvcache import FullAttentionSpec, plan_kv_cache
 from models.zoo import make_model
 
 
@@ -62,6 +63,26 @@ def test_requests_that_do_not_fit_name_the_options() -> None:
     assert output.error.startswith("out of KV cache pages: 4 needed, 2 of 2 free, for 59 tokens")
     assert "num_pages (a larger gpu_memory_utilization)" in output.error
     assert "max_model_len" in output.error
+
+
+@pytest.mark.parametrize(("spare", "warns"), [(0, False), (-1, True)])
+def test_room_for_one_sequence_is_enough(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, spare: int, warns: bool
+) -> None:
+    plan = plan_kv_cache([FullAttentionSpec(16, 1, 32, kv_cache_dtype="nvfp4")] * 2)
+    pages = -(-100 // plan.groups[0].block_size)
+    monkeypatch.setattr(memory, "_CPU_POOL_BYTES", pages * plan.page_bytes + spare)
+    cpu = torch.device("cpu")
+    assert memory.default_num_pages(plan, 100, 5, cpu) == 1 + pages + spare
+    assert ("has room for" in caplog.text) == warns
+    monkeypatch.setattr(memory, "_CPU_POOL_BYTES", 2**30)
+    assert memory.default_num_pages(plan, 100, 5, cpu) == 1 + 5 * pages
+
+
+@pytest.mark.parametrize("option", [{"linear_backend": "cpu"}, {"quantize_activations": False}])
+def test_options_of_loading_are_refused_for_a_loaded_model(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="are for models that are loaded here"):
+        LLM(make_model("llama"), **option)
 
 
 @pytest.mark.parametrize(
