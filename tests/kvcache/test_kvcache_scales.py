@@ -187,6 +187,16 @@ def test_amax_must_be_positive_and_finite(bad: float) -> None:
             KVScales(k_amax, v_amax, "user")
 
 
+@pytest.mark.parametrize("bad", [True, "1.0", None, [1.0]])
+def test_amax_in_a_file_are_numbers(tmp_path: Path, bad: object) -> None:
+    file = KVScales((1.0,), (2.0,), "user").save(tmp_path)
+    fields = json.loads(file.read_text())
+    for name in ("k_amax", "v_amax"):
+        file.write_text(json.dumps({**fields, name: [bad]}))
+        with pytest.raises(ValueError, match="not a file of KV scales: expected numbers, found"):
+            KVScales.load(tmp_path)
+
+
 def test_k_and_v_must_have_as_many_layers() -> None:
     with pytest.raises(ValueError, match="2 layers of K, 1 of V"):
         KVScales((1.0, 1.0), (1.0,), "user")
