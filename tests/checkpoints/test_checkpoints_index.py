@@ -44,8 +44,10 @@ def sharded(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_reads_headers(single: Path) -> None:
-    index = CheckpointIndex.read(single)
+@pytest.mark.parametrize("kind", [str, Path])
+def test_reads_headers(single: Path, kind: type) -> None:
+    index = CheckpointIndex.read(kind(single))
+    assert index.folder == single
     assert {name: str(entry) for name, entry in index.tensors.items()} == {
         "a.weight": "U8 [3, 4]",
         "a.weight_scale": "F8_E4M3 [3, 1]",
@@ -114,6 +116,41 @@ def test_tensors_outside_of_the_index_are_seen(sharded: Path) -> None:
     assert "b.bias" in CheckpointIndex.read(sharded)
 
 
+@pytest.mark.parametrize("chosen", [1, 2])
+def test_of_two_copies_of_a_tensor_the_index_chooses(sharded: Path, chosen: int) -> None:
+    copies = {1: TENSORS["b.bias"], 2: torch.tensor([1.5, 2.5])}
+    second = {n: tensor for n, tensor in TENSORS.items() if SHARDS[n] == 2}
+    save_file({**second, "b.bias": copies[2]}, sharded / shard(2))
+    weight_map = {name: shard(number) for name, number in {**SHARDS, "b.bias": chosen}.items()}
+    write_index(sharded, weight_map)
+    index = CheckpointIndex.read(sharded)
+    assert index.tensors["b.bias"].file == sharded / shard(chosen)
+    assert torch.equal(dict(index.stream(["b.bias"]))["b.bias"], copies[chosen])
+    files = [sharded / shard(1), sharded / shard(2)]
+    if chosen == 2:  # which transformers reads last
+        assert CheckpointIndex.read_chosen(files).tensors == index.tensors
+        return
+    with pytest.raises(CheckpointError, match=rf"b.bias: .*{shard(1)}.*found one in {shard(2)}"):
+        CheckpointIndex.read_chosen(files)
+
+
+def test_chosen_files_other_than_those_of_the_index(sharded: Path) -> None:
+    save_file({"b.bias": torch.ones(3)}, sharded / "model.safetensors")
+    index = CheckpointIndex.read_chosen([sharded / "model.safetensors"])
+    assert {name: entry.shape for name, entry in index.tensors.items()} == {"b.bias": (3,)}
+    (sharded / "elsewhere").mkdir()
+    save_file(TENSORS, sharded / "elsewhere" / shard(2))
+    with pytest.raises(CheckpointError, match=r"files of one folder, found .*elsewhere"):
+        CheckpointIndex.read_chosen([sharded / shard(1), sharded / "elsewhere" / shard(2)])
+
+
+def test_a_file_that_has_changed_since(single: Path) -> None:
+    index = CheckpointIndex.read(single)
+    save_file({"c": torch.ones(3)}, single / "model.safetensors")
+    with pytest.raises(CheckpointError, match="expected a whole safetensors file, found"):
+        list(index.stream(["b.bias"]))
+
+
 def test_index_names_an_absent_shard(sharded: Path) -> None:
     (sharded / shard(2)).unlink()
     expected = rf"expected the shard {shard(2)} with 2 tensors \(a.weight_scale.*found no such file"
@@ -163,7 +200,13 @@ def test_files_that_cannot_be_read(single: Path) -> None:
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "model.bin", "..", 3])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../model.safetensors", "/etc/passwd", "model.bin", "..", 3),
+        *("a\n.safetensors", "a\0.safetensors", "a" * 244 + ".safetensors"),
+    ],
+)
 def test_index_names_files_elsewhere(sharded: Path, name: object) -> None:
     write_index(sharded, {"a.weight": name})
     with pytest.raises(CheckpointError, match="in the same folder, found"):

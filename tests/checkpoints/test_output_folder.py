@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from halfbyte.assets import bundled_model_path
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import INDEX_FILE, CheckpointIndex
-from halfbyte.checkpoints.output_folder import ShardWriter, new_folder, write_json
+from halfbyte.checkpoints.output_folder import ShardWriter, copy_file, new_folder, write_json
 from halfbyte.quantization import quantize_checkpoint
 
 
@@ -215,6 +215,46 @@ def test_shard_writer_writes_shards_and_their_index(tmp_path: Path) -> None:
     assert set(fields["weight_map"]) == set(expected)
     found = dict(CheckpointIndex.read(tmp_path).stream(list(expected)))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kib", "shards"),
+    [([1, 1, 1, 1], [2, 2]), ([4, 1, 1], [1, 2]), ([1, 4, 1], [1, 1, 1]), ([2], [1])],
+)
+def test_shards_are_filled_to_the_byte(tmp_path: Path, kib: list[int], shards: list[int]) -> None:
+    writer = ShardWriter(tmp_path, max_bytes=2048)
+    for i, size in enumerate(kib):
+        writer.add(f"t{i}", torch.zeros(size << 10, dtype=torch.uint8))
+    writer.finish()
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert [len(load_file(file)) for file in files] == shards
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_all_is_flushed_before_the_folder_appears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[tuple[str, int]] = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        size = path.stat().st_size if path.is_file() else len(list(path.iterdir()))
+        flushed.append((path.name.split(".incomplete")[0], size))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    with new_folder(tmp_path / "x") as folder:
+        write_json(folder / "config.json", {})
+        copy_file(folder / "config.json", folder / "copy.json")
+        writer = ShardWriter(folder)
+        writer.add("t", torch.zeros(2))
+        writer.finish()
+    size = (tmp_path / "x" / "model.safetensors").stat().st_size
+    assert flushed == [
+        *[("config.json", 3), ("copy.json", 3), ("shard-00000", size)],
+        *[(".x", 3), (tmp_path.name, 1)],  # the new folder's entries, then its name
+    ]
 
 
 def test_shard_writer_holds_one_shard(tmp_path: Path) -> None:

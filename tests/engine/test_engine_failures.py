@@ -214,6 +214,17 @@ def test_integrity_sees_slots_that_were_never_computed() -> None:
         core.check_integrity()
 
 
+def test_new_requests_run_beside_others_once_a_preemption_is_over() -> None:
+    core = LLM(make_model("llama"), kv_cache_dtype="nvfp4", num_pages=20).core
+    assert core.step() == []  # no work
+    first, second = (core.request(p, q) for p, q in zip(PROMPTS[:2], PARAMS, strict=False))
+    core.add(first)
+    core.step()
+    core.scheduler._preempted = True  # as the last step left it
+    core.add(second)
+    assert {request.id for request, _ in core.step()} == {first.id, second.id}
+
+
 def test_llm_generates_again_after_a_failed_generation() -> None:
     llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4")
     expected = llm.generate(PROMPTS, PARAMS)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from halfbyte.engine import LLM, SamplingParams, memory
+from halfbyte.engine.options import check_memory_share
+from halfbyte.kvcache import FullAttentionSpec, plan_kv_cache
 from models.zoo import make_model
 
 
@@ -63,6 +65,26 @@ def test_requests_that_do_not_fit_name_the_options() -> None:
     assert "max_model_len" in output.error
 
 
+@pytest.mark.parametrize(("spare", "warns"), [(0, False), (-1, True)])
+def test_room_for_one_sequence_is_enough(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, spare: int, warns: bool
+) -> None:
+    plan = plan_kv_cache([FullAttentionSpec(16, 1, 32, kv_cache_dtype="nvfp4")] * 2)
+    pages = -(-100 // plan.groups[0].block_size)
+    monkeypatch.setattr(memory, "_CPU_POOL_BYTES", pages * plan.page_bytes + spare)
+    cpu = torch.device("cpu")
+    assert memory.default_num_pages(plan, 100, 5, cpu) == 1 + pages + spare
+    assert ("has room for" in caplog.text) == warns
+    monkeypatch.setattr(memory, "_CPU_POOL_BYTES", 2**30)
+    assert memory.default_num_pages(plan, 100, 5, cpu) == 1 + 5 * pages
+
+
+@pytest.mark.parametrize("option", [{"linear_backend": "cpu"}, {"quantize_activations": False}])
+def test_options_of_loading_are_refused_for_a_loaded_model(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="are for models that are loaded here"):
+        LLM(make_model("llama"), **option)
+
+
 @pytest.mark.parametrize(
     ("free", "total", "share", "expected"),
     [(100, 160, None, 80), (100, 160, 0.9, 144 - 60), (160, 160, 1.0, 160)],
@@ -72,7 +94,21 @@ def test_gpu_budget(free: int, total: int, share: float | None, expected: int) -
     assert memory.gpu_budget(free, total, share) == expected
 
 
+def test_shares_of_a_gpu_to_their_ends() -> None:
+    gpu = torch.device("cuda")
+    for share in (1e-6, 1, 1.0, None):
+        check_memory_share(share, None, gpu)
+    for share in (0, -0.5, 1 + 1e-6, float("nan")):
+        with pytest.raises(ValueError, match=r"gpu_memory_utilization: expected a number in \(0"):
+            check_memory_share(share, None, gpu)
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization, num_pages: .*got both"):
+        check_memory_share(0.5, 9, gpu)
+
+
 def test_gpu_budget_that_leaves_nothing() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="leaves no room for the KV cache"):
+        memory.gpu_budget(80, 160, 0.5)
+    assert memory.gpu_budget(82, 160, 0.5) == 2
     with pytest.raises(torch.OutOfMemoryError, match=r"gpu_memory_utilization: 0\.3 of 0\.2 GiB"):
         memory.gpu_budget(1 * 2**27, 2**28, 0.3)
 

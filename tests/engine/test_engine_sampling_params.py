@@ -1,6 +1,7 @@
 import copy
 import dataclasses
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +33,47 @@ from halfbyte.engine.sampling_params import SamplingParams
 def test_sampling_params_refuse(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "valid", "invalid"),
+    [
+        ("max_tokens", [None, 1], [0]),
+        ("temperature", [0, 1e-6], [-1e-6]),
+        ("seed", [None, 0, 2**63 - 1], [-1, 2**63]),
+        ("top_k", [-1, 0, 1], [-2]),
+        ("top_p", [1e-6, 1], [0, 1 + 1e-6]),
+        ("n", [1, 2], [0]),
+        ("min_p", [0, 1], [-1e-6, 1 + 1e-6]),
+        ("repetition_penalty", [1e-6], [0, -1e-6]),
+        ("presence_penalty", [-2, 2], [-2 - 1e-6, 2 + 1e-6]),
+        ("frequency_penalty", [-2, 2], [-2 - 1e-6, 2 + 1e-6]),
+        ("min_tokens", [0, 16], [-1, 17]),
+        ("logprobs", [None, -1, 0], [-2]),
+    ],
+)
+def test_ranges_of_sampling_params_to_their_ends(
+    name: str, valid: list[Any], invalid: list[Any]
+) -> None:
+    for value in valid:
+        assert getattr(SamplingParams(**{name: value}), name) == value
+    for value in invalid:
+        with pytest.raises(ValueError, match=f"{name}: expected .*, got {value}"):
+            SamplingParams(**{name: value})
+    assert SamplingParams(max_tokens=None, min_tokens=17).min_tokens == 17
+    assert SamplingParams(n=2, temperature=1e-6).n == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"temperature": 0, "top_p": 0.5, "min_tokens": 3, "logprobs": 2}, False),
+        *[({name: 1.5}, True) for name in ("repetition_penalty", "presence_penalty")],
+        *[({name: -0.5}, True) for name in ("frequency_penalty", "presence_penalty")],
+    ],
+)
+def test_penalties_are_noticed(fields: dict[str, Any], expected: bool) -> None:
+    assert SamplingParams(**fields).has_penalties == expected
 
 
 def test_sampling_params_of_other_kinds() -> None:

@@ -40,6 +40,22 @@ def test_a_page_is_free_when_its_last_holder_releases_it() -> None:
     allocator.check_integrity()
 
 
+def test_max_used_is_the_peak() -> None:
+    allocator = PageAllocator(8)
+    assert allocator.max_used == 0
+    first = allocator.allocate(3)
+    assert allocator.max_used == 3
+    allocator.retain(first)
+    allocator.release(first)
+    allocator.release(first[:2])
+    second = allocator.allocate(1)
+    assert (allocator.num_used, allocator.max_used) == (2, 3)
+    second += allocator.allocate(2)
+    assert (allocator.num_used, allocator.max_used) == (4, 4)
+    allocator.release(second)
+    assert (allocator.num_used, allocator.max_used) == (1, 4)
+
+
 def test_the_null_page_is_nobodys() -> None:
     allocator = PageAllocator(3)
     allocator.retain([NULL_PAGE, NULL_PAGE])

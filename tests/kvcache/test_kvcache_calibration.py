@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfbyte.kvcache import KVRecipe, KVScales
-from halfbyte.kvcache.calibration import ErrorCosts, KVCalibration
+from halfbyte.kvcache.calibration import ErrorCosts, KVCalibration, RopeAverages
 from halfbyte.kvcache.identity import pages_identity
 from halfbyte.kvcache.recipe import RECIPES
 from halfbyte.layouts import KVCacheDType
@@ -192,6 +192,10 @@ COSTS = ErrorCosts.of(torch.eye(32).double().repeat(2, 1, 1), torch.ones(2, 16).
         {"first_values": torch.zeros(2, 3, 16)},
         {"costs": replace(COSTS, factors=COSTS.factors[:, :, 1:])},
         {"costs": replace(COSTS, factors=COSTS.factors / 0)},
+        {"costs": replace(COSTS, factors=COSTS.factors.double())},
+        {"costs": replace(COSTS, k_weights=COSTS.k_weights[:, :, 1:])},
+        {"costs": replace(COSTS, k_weights=COSTS.k_weights / 0)},
+        {"costs": replace(COSTS, v_weights=COSTS.v_weights[:, 1:])},
         {"costs": replace(COSTS, k_weights=0 * COSTS.k_weights)},
         {"costs": replace(COSTS, v_weights=-COSTS.v_weights)},
         {"costs": replace(COSTS, v_weights=COSTS.v_weights.double())},
@@ -204,6 +208,22 @@ def test_numbers_that_cannot_be_are_refused(change: dict) -> None:
     layers = (calibration.layers[0], broken, calibration.layers[2])
     with pytest.raises(ValueError, match="no calibration"):
         KVCalibration.from_bytes(replace(calibration, layers=layers).to_bytes())
+
+
+@pytest.mark.parametrize(
+    ("change", "good"),
+    [
+        ({}, True),
+        ({"partner": torch.tensor([1, 2, 0, 3])}, False),  # no pairs
+        ({"cos": torch.tensor([[0.5, 0.4, 1, 1]])}, False),
+        ({"sin": torch.tensor([[0.5, 0.5, 0, 0]])}, False),
+        ({"sin": torch.tensor([[0.5, -0.5, 0.1, 0]])}, False),  # of a channel without a partner
+    ],
+)
+def test_rotary_embeddings_turn_pairs(change: dict[str, torch.Tensor], good: bool) -> None:
+    cos, sin = torch.tensor([[0.5, 0.5, 1, 1]]), torch.tensor([[0.5, -0.5, 0, 0]])
+    averages = RopeAverages(cos, sin, torch.tensor([1, 0, 2, 3]))
+    assert replace(averages, **change).turns_pairs() == good
 
 
 def test_scales_and_calibration_have_the_same_layers() -> None:

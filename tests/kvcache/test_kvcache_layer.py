@@ -17,7 +17,8 @@ BALANCED = RECIPES["balanced"]
 
 def test_scales_are_those_of_each_format() -> None:
     expected = (1.0, float(torch.tensor(448 / 2688)), None)
-    assert LayerQuantization.of(SCALES, 0, NVFP4, NVFP4) == expected
+    for recipe in (None, RECIPES["plain"]):
+        assert LayerQuantization.of(SCALES, 0, NVFP4, NVFP4, recipe) == expected
     assert LayerQuantization.of(SCALES, 1, FP8, MXFP4) == (2.0, 1.0, None)
     assert LayerQuantization.of(None, 7, BF16, MXFP4) == (1.0, 1.0, None)
 

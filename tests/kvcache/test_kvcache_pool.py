@@ -60,6 +60,12 @@ def test_a_new_pool_is_zeroed_bytes_of_its_plan() -> None:
     assert not pool.buffer.any()
 
 
+def test_pools_of_no_pages_are_refused() -> None:
+    assert PagedKVPool(SPECS, 1).num_pages == 1
+    with pytest.raises(ValueError, match="num_pages: expected at least 1, got 0"):
+        PagedKVPool(SPECS, 0)
+
+
 def test_a_pool_of_specs_plans_them() -> None:
     assert PagedKVPool(SPECS, 2).plan == plan_kv_cache(SPECS)
 

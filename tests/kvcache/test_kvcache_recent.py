@@ -5,6 +5,7 @@ import torch
 
 from halfbyte.kvcache import FullAttentionSpec, PagedKVPool, SequenceTables, plan_kv_cache
 from halfbyte.kvcache.recent import SLACK, RecentTokens, RingSlots, packed_part
+from halfbyte.kvcache.recent_step import MissingTokens, _missing_places
 from halfbyte.kvcache.recipe import KVRecipe
 from triton_interpreter import interpreted
 
@@ -34,8 +35,26 @@ def test_layers_without_four_bits_have_none() -> None:
     assert recent.num_bytes == 2 * key.nbytes
     assert RecentTokens.of(plan_kv_cache([FP8]), KVRecipe(recent_tokens=20), torch.float32) is None
     assert RecentTokens.of(plan_kv_cache([NVFP4]), KVRecipe(), torch.float32) is None
-    with pytest.raises(ValueError, match="tokens: expected 1 to 256, got 300"):
-        RecentTokens([NVFP4.layout], 300, torch.float32)
+    for tokens in (0, 257):
+        with pytest.raises(ValueError, match=f"tokens: expected 1 to 256, got {tokens}"):
+            RecentTokens([NVFP4.layout], tokens, torch.float32)
+    for tokens in (1, 256):
+        assert RecentTokens([NVFP4.layout], tokens, torch.float32).ring == tokens + SLACK
+
+
+@pytest.mark.parametrize(
+    ("window", "seen"),
+    [(None, range(2, 9)), (20, range(2, 9)), (8, range(3, 9)), (3, range(8, 9)), (2, range(0))],
+)
+def test_missing_tokens_that_a_window_reaches(window: int | None, seen: range) -> None:
+    """Of ten tokens before the step's; positions from 9 on are in the ring."""
+    missing = [MissingTokens(1, 5, range(2, 9), query=10)]
+    places = _missing_places(missing, window, torch.device("cpu"))
+    assert len(places) == bool(seen)
+    for numbers, entries, positions in places:
+        assert positions.tolist() == list(seen)
+        assert numbers.tolist() == [1] * len(seen)
+        assert entries.tolist() == [5] * len(seen)
 
 
 def test_sequences_have_entries_of_their_own() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from halfbyte.kvcache import KVScales, get_kv_cache_quant_method
+from halfbyte.kvcache.scales import NO_SCALE
 from kvcache.page_arithmetic import WITH_GLOBAL_SCALE
 
 each_scaled = pytest.mark.parametrize("dtype", WITH_GLOBAL_SCALE)
@@ -140,6 +141,13 @@ def test_files_by_their_path(tmp_path: Path) -> None:
         KVScales.load_file(tmp_path / "absent.json")
 
 
+def test_scales_that_a_layer_lacks_are_not_saved(tmp_path: Path) -> None:
+    for k_amax, v_amax in (((1.0, NO_SCALE), (1.0, 2.0)), ((1.0, 2.0), (1.0, NO_SCALE))):
+        with pytest.raises(ValueError, match="layer 1 has none"):
+            KVScales(k_amax, v_amax, "test").save(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+
 def test_save_replaces_what_was_there(tmp_path: Path) -> None:
     """Also a link, whose target is left alone; the file has the usual permissions."""
     KVScales((1.0,), (2.0,), "first").save_file(tmp_path / "target")
@@ -177,6 +185,16 @@ def test_amax_must_be_positive_and_finite(bad: float) -> None:
     for k_amax, v_amax in (((bad,), (1.0,)), ((1.0,), (bad,))):
         with pytest.raises(ValueError, match="layer 0"):
             KVScales(k_amax, v_amax, "user")
+
+
+@pytest.mark.parametrize("bad", [True, "1.0", None, [1.0]])
+def test_amax_in_a_file_are_numbers(tmp_path: Path, bad: object) -> None:
+    file = KVScales((1.0,), (2.0,), "user").save(tmp_path)
+    fields = json.loads(file.read_text())
+    for name in ("k_amax", "v_amax"):
+        file.write_text(json.dumps({**fields, name: [bad]}))
+        with pytest.raises(ValueError, match="not a file of KV scales: expected numbers, found"):
+            KVScales.load(tmp_path)
 
 
 def test_k_and_v_must_have_as_many_layers() -> None:

@@ -244,6 +244,25 @@ def test_crop_refuses_to_go_back_to_pages_that_were_released() -> None:
     tables.check_integrity()
 
 
+@pytest.mark.parametrize("length", range(24))
+def test_crop_needs_the_pages_that_the_window_reaches(length: int) -> None:
+    """A query at `length` reads the 4 tokens before it, in pages that must be there still."""
+    tables = window_tables(20)
+    tables.add("a")
+    tables.append("a", 23)
+    tables.release_dead_pages("a", 15)
+    assert tables.table("a", group=1).count(NULL_PAGE) == 2  # positions 0 to 7
+    needed = range(max(0, length - WINDOW.sliding_window + 1), length)
+    if any(position < 8 for position in needed):
+        with pytest.raises(ValueError, match="released"):
+            tables.crop("a", length)
+        assert tables.length("a") == 23
+    else:
+        tables.crop("a", length)
+        assert [len(tables.table("a", group)) for group in (0, 1)] == [-(-length // 4)] * 2
+    tables.check_integrity()
+
+
 def test_move_out_frees_and_move_in_brings_back_every_byte() -> None:
     tables = full_tables()
     tables.add("a")

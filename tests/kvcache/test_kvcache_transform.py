@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from halfbyte.kvcache import read_tokens, reshape_and_cache
-from halfbyte.kvcache.transform import MARK
+from halfbyte.kvcache.transform import MARK, MATCH_TOLERANCE, KVTransform
 from halfbyte.layouts import PageLayout
 from halfbyte.numerics import nvfp4, weighted_rounding
 from halfbyte.numerics.hadamard import hadamard
@@ -128,6 +128,57 @@ def test_first_tokens_that_are_known_are_read_exactly(dtype: torch.dtype) -> Non
         page, offset = int(slots[0]) // 16, int(slots[0]) % 16
         assert views.k_scale[page, offset].tolist() == [[MARK, 0, 0, 0]] * HEADS
         assert views.k_data[page, offset].tolist() == [[index] + [0] * 31] * HEADS
+
+
+@pytest.mark.parametrize(
+    ("rotated", "alone", "pairs"), [(2, 0, 16), (32, 0, 16), (34, 0, 32), (64, 0, 32), (32, 17, 64)]
+)
+def test_pair_tables_give_products_with_the_means(rotated: int, alone: int, pairs: int) -> None:
+    """Also of channels without RoPE; padded with zeros to a power of two, at least 16."""
+    generator = torch.Generator().manual_seed(0)
+    size = rotated + alone
+    angles = torch.rand(3, rotated // 2, generator=generator)
+    sin = torch.cat([-angles.sin(), angles.sin(), torch.zeros(3, alone)], 1)
+    cos = torch.cat([angles.cos(), angles.cos(), torch.ones(3, alone)], 1)
+    partner = torch.cat(
+        [torch.arange(rotated).roll(rotated // 2), torch.arange(rotated, rotated + alone)]
+    )
+    mean = torch.randn(2, size, generator=generator)
+    transform = KVTransform(False, 16, mean=mean, partner=partner, cos=cos, sin=sin)
+    tables = transform.pair_tables
+    assert tables is not None
+    assert [table.shape[-1] for table in tables] == [pairs] * 6
+    assert tables.low.dtype == tables.high.dtype == torch.int32
+    q = torch.randn(2, size, generator=generator)
+    low, high = q[:, tables.low], q[:, tables.high]
+    straight = low * tables.low_mean + high * tables.high_mean
+    crossed = low * tables.high_mean - high * tables.low_mean
+    for segment in range(3):
+        found = (tables.cos[segment] * straight + tables.sin[segment] * crossed).sum(-1)
+        means = transform.means(torch.tensor([16 * segment]))
+        assert means is not None
+        torch.testing.assert_close(found, (q * means[0]).sum(-1))
+
+
+def test_constants_match_within_the_tolerance() -> None:
+    """K and V of one constant both, each within 2^-6 of its absmax; the first of equals."""
+    keys, values = torch.zeros(3, 2, 16), torch.zeros(3, 2, 16)
+    keys[:2, :, 0], keys[2, :, 0], values[:, :, 1] = 1.0, -4.0, 2.0
+    transform = KVTransform(rotate=False, segment=16, first_keys=keys, first_values=values)
+
+    def found(key: float = 0.0, value: float = 0.0, index: int = 0) -> list[list[int]]:
+        k, v = keys[index].clone(), values[index].clone()
+        k[0, 5] += key
+        v[0, 5] -= value
+        return transform.match_first(k[None], v[None]).tolist()
+
+    unit = MATCH_TOLERANCE
+    assert found() == found(unit, 2 * unit) == found(index=1) == [[0, 0]]
+    assert found(4 * unit, 2 * unit, index=2) == [[2, 2]]
+    assert found(1.01 * unit) == found(value=2.02 * unit) == [[-1, 0]]
+    assert found(4.04 * unit, index=2) == found(float("nan"), index=2) == [[-1, 2]]
+    without = KVTransform(rotate=False, segment=16)
+    assert without.match_first(keys, values).tolist() == [[-1, -1]] * 3
 
 
 def test_other_first_tokens_are_packed_like_the_rest() -> None:

@@ -71,7 +71,9 @@ def layers(**algos: object) -> dict[str, Any]:
 def test_formats_per_layer() -> None:
     section = {
         "kv_cache_quant_algo": "MIXED_PRECISION",
-        "kv_cache_quantized_layers": layers(_0="FP8", _2="NVFP4", _3="FP8_K_NVFP4_V", _4=None),
+        "kv_cache_quantized_layers": layers(
+            _0="FP8", _1="none", _2="NVFP4", _3="FP8_K_NVFP4_V", _4=None
+        ),
         "kv_cache_schema_version": 1,
     }
     config = {"dtype": "bfloat16", "quantization_config": section}
@@ -96,7 +98,10 @@ def test_one_format_for_some_layers_and_for_all() -> None:
     assert KVCacheDType.from_checkpoint(some).value == "fp8_e4m3"
     found = KVCacheDType.layers_from_checkpoint({"kv_cache_quant_algo": "FP8_K_NVFP4_V"}, 2)
     assert [(k.value, v.value) for k, v in found] == [("fp8_e4m3", "nvfp4")] * 2
-    found = KVCacheDType.layers_from_checkpoint({"dtype": "float16"}, 2)
+    none = {"kv_cache_quant_algo": "None", "kv_cache_scheme": None}
+
+    assert KVCacheDType.from_checkpoint(none).value == "auto"
+    found = KVCacheDType.layers_from_checkpoint({"dtype": "float16", **none}, 2)
     assert [(k.value, v.value) for k, v in found] == [("float16", "float16")] * 2
 
 

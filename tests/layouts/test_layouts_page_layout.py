@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from halfbyte.layouts import PageLayout, PageViews
+from halfbyte.layouts.page_layout import page_stride
 
 ELEMENT_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0}
 BLOCKS = {"nvfp4": 16, "nvfp4_4over6": 16, "fp4_block16": 16, "mxfp4": 32}
@@ -209,6 +210,34 @@ def test_views_of_no_pages(order: str) -> None:
         assert views.k_data.shape[:3] == (0, 4, 3)
 
 
+@each_order
+@pytest.mark.parametrize("stride", [0, 1, 10**6])
+def test_a_single_page_may_have_any_stride(order: str, stride: int) -> None:
+    layout = make(order=order)
+    page = torch.randint(0, 256, (1, layout.page_bytes), dtype=torch.uint8)
+    strided = page.as_strided(page.shape, (stride, 1))
+    assert page_stride(strided) == 0
+    for one, other in zip(layout.views(strided), layout.views(page), strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+
+
+def test_stride_of_several_pages() -> None:
+    pool = torch.zeros(3, 100, dtype=torch.uint8)
+    assert page_stride(pool[:, 20:30]) == page_stride(pool[:2]) == 100
+    assert page_stride(pool[::2]) == 200
+    assert page_stride(pool[:1]) == page_stride(pool[:0]) == 0
+
+
+def test_the_side_of_an_unknown_format_is_named() -> None:
+    layout = make("fp8", "nvfp4")
+    fp8, nvfp4 = layout.k_dtype, layout.v_dtype
+    assert layout.unknown_format({fp8, nvfp4}) is None
+    assert layout.unknown_format({fp8}) == "does not know the format of V, nvfp4"
+    assert layout.unknown_format({nvfp4}) == "does not know the format of K, fp8_e4m3"
+
+
 def test_head_size_v_defaults_to_head_size() -> None:
     layout = PageLayout("nvfp4", "nvfp4", 64, None, 2, 16)
     assert layout.head_size_v == 64
@@ -328,6 +357,9 @@ def test_pages_that_cannot_hold_the_layout_are_refused() -> None:
         torch.zeros(2, size - 1, dtype=torch.uint8),
         torch.zeros(size, 2, dtype=torch.uint8).t(),
         torch.zeros(2, 2 * size, dtype=torch.uint8)[:, ::2],
+        torch.zeros(2 * size, dtype=torch.uint8).as_strided((2, size), (size - 1, 1)),
+        torch.zeros(1, size - 1, dtype=torch.uint8),
+        torch.zeros(1, 2 * size, dtype=torch.uint8)[:, ::2],
     ):
         with pytest.raises(ValueError, match="pages"):
             layout.views(pages)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfbyte.numerics import nvfp4
+from halfbyte.numerics import e2m1, nvfp4
 from numerics import brute_force
 
 NAN_SCALE = 0x7F
@@ -229,6 +229,45 @@ def test_quantize_zeros_stay_zero_under_the_default_scale_of_a_subnormal_tensor(
 def test_quantize_infinity_saturates_under_a_huge_global_scale() -> None:
     data, scales = nvfp4.quantize(torch.tensor([math.inf] + [1.0] * 15), 1e38)
     assert not nvfp4.dequantize(data, scales, 1.0).isnan().any()
+
+
+def positive_products() -> tuple[torch.Tensor, torch.Tensor, np.ndarray, np.ndarray]:
+    """Data and scales of blocks `[126, 16]` with every code and positive scale; both as values."""
+    codes = torch.arange(16, dtype=torch.uint8).expand(126, -1)
+    scales = torch.arange(1, 127, dtype=torch.uint8).view(-1, 1).view(torch.float8_e4m3fn)
+    return e2m1.pack(codes), scales, e2m1.decode(codes).numpy(), scales.float().numpy()
+
+
+@pytest.mark.parametrize("is_decode", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dequantize_as_stored_rounds_the_scales_first(is_decode: bool, dtype: torch.dtype) -> None:
+    data, scales, q, s = positive_products()
+    rows = np.random.default_rng(0).uniform(0.001, 1000, (126, 1)).astype(np.float32)
+    for stored in (np.full(1, 0.37, np.float32), rows):
+        expected = torch.from_numpy(q * (s * stored if is_decode else s / stored)).to(dtype)
+        found = nvfp4.dequantize_as_stored(data, scales, torch.from_numpy(stored), is_decode, dtype)
+        assert found.dtype == dtype
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("is_decode", [True, False])
+def test_readers_agree_where_every_product_does(is_decode: bool) -> None:
+    data, scales, q, s = positive_products()
+    # Products next to ties of bfloat16, one for each mantissa: elsewhere all readers agree.
+    mantissas = np.unique(np.frexp(q[:, 1:8] * s)[0])
+    ties = np.random.default_rng(0).integers(128, 256, (len(mantissas), 16)) + 0.5
+    near = torch.from_numpy(ties / mantissas[:, None]).float()
+    stored = near if is_decode else 1 / near
+    for decode in (near, near.nextafter(torch.tensor(torch.inf))):
+        found = nvfp4.readers_agree(stored, decode, is_decode=is_decode)
+        ours = [nvfp4.dequantize(data, scales, g, torch.bfloat16) for g in decode.flatten()]
+        theirs = [
+            nvfp4.dequantize_as_stored(data, scales, g, is_decode, torch.bfloat16)
+            for g in stored.flatten()
+        ]
+        expected = [torch.equal(x, y) for x, y in zip(ours, theirs, strict=True)]
+        assert found.flatten().tolist() == expected
+        assert 0 < sum(expected) < len(expected)
 
 
 @each_recipe

@@ -37,9 +37,7 @@ class Scheduler:
         max_num_seqs: requests that run at once.
     """
 
-    def __init__(
-        self, tables: SequenceTables, max_batched_tokens: int = 512, max_num_seqs: int = 64
-    ) -> None:
+    def __init__(self, tables: SequenceTables, max_batched_tokens: int, max_num_seqs: int) -> None:
         if max_batched_tokens < 1 or max_num_seqs < 1:
             raise ValueError(
                 "max_batched_tokens and max_num_seqs: expected at least 1, got "

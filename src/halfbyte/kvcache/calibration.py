@@ -37,15 +37,16 @@ class RopeAverages:
     partner: torch.Tensor
 
     def turns_pairs(self) -> bool:
-        """Whether both channels of a pair have the same cosine, and sines of opposite sign."""
+        """Whether both channels of a pair have the same cosine, and sines of opposite sign.
+
+        A channel that is its own partner then has a sine of 0.
+        """
         partner = self.partner
         channels = torch.arange(len(partner), device=partner.device)
-        alone = partner == channels
         return (
             torch.equal(partner[partner], channels)
             and torch.equal(self.cos[:, partner], self.cos)
             and torch.equal(self.sin[:, partner], -self.sin)
-            and not self.sin[:, alone].any()
         )
 
 

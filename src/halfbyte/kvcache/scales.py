@@ -304,7 +304,7 @@ def shape_of_model(config: object) -> dict[str, object]:
     if text is not None:
         fields = text if isinstance(text, Mapping) else vars(text)
     named = {name: fields.get(name) for name in _SHAPE}
-    if not isinstance(config, Mapping) and named["model_type"] is None:
+    if named["model_type"] is None:  # some configs have it as an attribute of the class
         named["model_type"] = getattr(config, "model_type", None)
     return {name: value for name, value in named.items() if isinstance(value, int | str)}
 

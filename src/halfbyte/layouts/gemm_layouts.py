@@ -62,4 +62,4 @@ def _swap_in_tiles(matrix: torch.Tensor, outer: int, inner: int) -> torch.Tensor
     if matrix.shape[0] % _TILE_ROWS:
         raise ValueError(f"rows: expected a multiple of {_TILE_ROWS}, got {matrix.shape[0]}")
     tiles = matrix.view(torch.uint8).unflatten(0, (-1, outer, inner))
-    return tiles.transpose(1, 2).flatten(0, 2).contiguous().view(matrix.dtype)
+    return tiles.transpose(1, 2).flatten(0, 2).view(matrix.dtype)

@@ -208,9 +208,7 @@ class PageLayout:
             (page_stride(pages), region.token_stride, region.head_stride, 1),
             pages.storage_offset() + region.offset,
         )
-        if region.dtype.itemsize > 1 and (
-            raw.storage_offset() % region.dtype.itemsize or raw.stride(0) % region.dtype.itemsize
-        ):
+        if raw.storage_offset() % region.dtype.itemsize or raw.stride(0) % region.dtype.itemsize:
             raise ValueError(
                 f"pages: page stride {raw.stride(0)} and offset {raw.storage_offset()} must be "
                 f"multiples of {region.dtype.itemsize} bytes for {region.name} in {region.dtype}"

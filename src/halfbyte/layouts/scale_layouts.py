@@ -44,7 +44,7 @@ def v_scale_position(
         row, column = t.expand(-1, num_blocks), s.expand(num_tokens, -1)
     else:
         raise ValueError(f"layout: expected 'linear' or 'sm100', got {layout!r}")
-    return row.contiguous(), column.contiguous()
+    return row, column
 
 
 def check_sm100(num_tokens: int, num_blocks: int) -> None:

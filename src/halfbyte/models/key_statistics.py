@@ -102,7 +102,7 @@ class KVRecorder(AmaxRecorder):
         queries, probe = self._queries[layer], self._probes[self._rope_of[layer]]
         before = len(rows) - len(query)
         for row in query[: max(0, self._text_rows - before)]:
-            by_token = probe.turned_back(row.transpose(0, 1))[_FIRST_OF_QUERIES:]
+            by_token = probe.unrotate(row.transpose(0, 1))[_FIRST_OF_QUERIES:]
             queries.add(
                 by_token.transpose(0, 1).unflatten(0, (handle.key.shape[1], -1)).flatten(1, 2)
             )

@@ -21,8 +21,6 @@ def split_blocks(x: torch.Tensor, block_size: int) -> torch.Tensor:
 
 def block_amax(blocks: torch.Tensor) -> torch.Tensor:
     """Largest magnitude of each block `[..., n]` -> `[...]`; NaN if the block holds one."""
-    if blocks.numel() == 0:
-        return blocks.new_zeros(blocks.shape[:-1])
     return blocks.abs().amax(dim=-1)
 
 

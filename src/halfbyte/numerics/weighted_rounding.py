@@ -128,13 +128,14 @@ def quantize(
     parts = []
     for begin in range(0, y.shape[-1], nvfp4.BLOCK_SIZE):
         channels = slice(begin, begin + nvfp4.BLOCK_SIZE)
-        block = y[..., channels].clone()
+        block = y[..., channels]
+        amax = block_amax(block)[..., None]  # before errors are added to the block
         if weights is None:
             scales = nvfp4.quantize(block, g, recipe)[1].view(torch.uint8)
         else:
             scales = _best_scales(block[..., None, :], g, weights[..., None, channels])
         codes = _round_in_turn(y, feedback, channels, scales.clamp(min=1)[..., 0], g)
-        parts.append(_packed(block_amax(block)[..., None], codes[..., None, :], scales))
+        parts.append(_packed(amax, codes[..., None, :], scales))
     data, block_scales = zip(*parts, strict=True)
     return torch.cat(data, -1), torch.cat(block_scales, -1)
 

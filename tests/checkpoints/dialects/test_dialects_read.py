@@ -7,6 +7,8 @@ import pytest
 
 from checkpoints.folders import declaration
 from halfbyte.checkpoints import CheckpointError, Declaration, read_declaration
+from halfbyte.checkpoints.dialects import modelopt
+from halfbyte.checkpoints.dialects.registry import read_config
 from halfbyte.layouts import KVCacheDType
 
 MLP = "model.layers.3.mlp.down_proj"
@@ -96,8 +98,13 @@ def test_modelopt_mixed_precision() -> None:
         "quant_algo": "MIXED_PRECISION",
         "quantized_layers": {
             MLP: {"quant_algo": "NVFP4", "group_size": 16},
-            QUERY: {"quant_algo": "FP8"},
-            "model.layers.0.mlp.experts": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+            QUERY: "FP8",
+            "model.layers.0.mlp.experts": {
+                "quant_algo": "W4A16_NVFP4",
+                "group_size": 16,
+                "pre_quant_scale": False,
+                "awq_block_size": None,
+            },
             "lm_head": {"quant_algo": None},
         },
     }
@@ -164,8 +171,13 @@ def test_modelopt_groups_may_leave_activations_alone(tmp_path: Path, where: str)
         declared = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
         (tmp_path / where).write_text(json.dumps({"quantization": declared}))
     assert read(section, tmp_path).leaves_activations
-    group["input_activations"] = weights
-    assert not read(section, tmp_path).leaves_activations
+    inputs = {**group, "input_activations": weights}
+    unknown = {"input_activations": None, "targets": ["Linear"]}
+    for groups in ([inputs], [group, inputs], [inputs, group]):
+        section["config_groups"] = {str(i): one for i, one in enumerate(groups)}
+        assert not read(section, tmp_path).leaves_activations
+    assert not modelopt._leaves_activations({"config_groups": {"a": group, "b": unknown}})
+    assert not modelopt._leaves_activations({"config_groups": {}})
 
 
 def test_hf_quant_config_may_be_flat(tmp_path: Path) -> None:
@@ -228,6 +240,38 @@ def test_other_methods_are_not_ours(tmp_path: Path, section: dict[str, Any] | No
     assert read_declaration(tmp_path, {"quantization_config": section}) is None
 
 
+def test_quark_without_fp4_weights_is_not_ours(tmp_path: Path) -> None:
+    section = {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": {"dtype": "fp8_e4m3"}},
+        "layer_quant_config": None,
+        "exclude": ["fp4_head"],
+    }
+    assert read_declaration(tmp_path, {"quantization_config": section}) is None
+
+
+@pytest.mark.parametrize("name", ["quantization_config", "quantization"])
+def test_config_whose_declaration_is_no_object(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", name: "NVFP4"}))
+    with pytest.raises(CheckpointError, match=f"{name}: expected an object, found str"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", name: {"a": 1}}))
+    assert read_config(tmp_path) == {"model_type": "llama", name: {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    "extras",
+    [
+        {"sparsity_config": {"format": "dense"}},
+        {"sparsity_config": {}, "transform_config": {}},
+        {"sparsity_config": None, "transform_config": {"config_groups": {}}},
+    ],
+)
+def test_compressed_tensors_without_sparsity_or_transforms(extras: dict[str, Any]) -> None:
+    section = {**declaration("compressed-tensors", "nvfp4"), **extras}
+    assert schemes(section) == ["nvfp4", "nvfp4", "nvfp4", None]
+
+
 def with_group(**fields: object) -> dict[str, Any]:
     section = declaration("compressed-tensors", "nvfp4")
     section["config_groups"]["group_0"].update(fields)
@@ -259,6 +303,29 @@ def with_weights(**fields: object) -> dict[str, Any]:
                 "quantized_layers": {MLP: {"quant_algo": "MXFP8"}},
             },
             f"quantized_layers.*{MLP}.*found 'MXFP8'",
+        ),
+        *[
+            (
+                {
+                    "quant_method": "modelopt",
+                    "quant_algo": "MIXED_PRECISION",
+                    "quantized_layers": layers,
+                },
+                f"quantized_layers.*: expected .*{found}",
+            )
+            for layers, found in [
+                ({}, "found {}"),
+                ([MLP], r"found \['model"),
+                ({MLP: {"quant_algo": "NVFP4", "rotate": True}}, "found rotate True"),
+            ]
+        ],
+        (
+            {**declaration("modelopt"), "config_groups": [MLP]},
+            "config_groups: expected an object",
+        ),
+        (
+            {**declaration("modelopt"), "config_groups": {"a": [MLP]}},
+            "config_groups.a: expected an object",
         ),
         ({"quant_method": "modelopt", "kv_cache_quant_algo": "INT2"}, "'INT2' is not supported"),
         ({**declaration("compressed-tensors"), "format": "nvfp9"}, "format: .*found 'nvfp9'"),
@@ -295,6 +362,17 @@ def with_weights(**fields: object) -> dict[str, Any]:
             {**declaration("compressed-tensors"), "sparsity_config": {"format": "sparse-24"}},
             "sparsity_config.format",
         ),
+        *[
+            ({**declaration("compressed-tensors"), name: [MLP]}, f"{name}: expected an object")
+            for name in ("config_groups", "transform_config", "sparsity_config")
+        ],
+        *[
+            (
+                with_group(weights=None, **{"input_activations": None, name: {"num_bits": 8}}),
+                f"{name}: expected null",
+            )
+            for name in ("input_activations", "output_activations")
+        ],
         (
             {
                 "quant_method": "quark",

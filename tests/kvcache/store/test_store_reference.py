@@ -17,6 +17,7 @@ from halfbyte.kvcache import (
 )
 from halfbyte.kvcache.quant_methods.block_fp4 import MXFP4KVCacheMethod
 from halfbyte.kvcache.store import reference
+from halfbyte.layouts import PageLayout
 from kvcache.page_arithmetic import (
     BLOCK_SIZES,
     DTYPES,
@@ -347,6 +348,20 @@ def test_a_write_to_one_layer_touches_no_other_layer_of_the_pool() -> None:
 LAYOUT = Geometry("nvfp4", "nvfp4", 64, 32, HEADS, BLOCK_SIZE).layout
 KEY, VALUE = torch.ones(2, HEADS, 64), torch.ones(2, HEADS, 32)
 SLOT_MAPPING = torch.tensor([0, 1])
+
+
+def test_slots_end_with_the_last_page() -> None:
+    layout = PageLayout("nvfp4", "nvfp4", 32, 16, 2, 4)
+    pages = torch.zeros(3, layout.page_bytes, dtype=torch.uint8)
+    key, value = torch.ones(1, 2, 32), torch.ones(1, 2, 16)
+    for slot in (-1, 0, 11):
+        reshape_and_cache(
+            key, value, pages, torch.tensor([slot]), layout, 1.0, 1.0, backend="reference"
+        )
+    with pytest.raises(ValueError, match="slot 12 is past the last, 11"):
+        reshape_and_cache(
+            key, value, pages, torch.tensor([12]), layout, 1.0, 1.0, backend="reference"
+        )
 
 
 @pytest.mark.parametrize(
