@@ -107,7 +107,8 @@ class RotaryProbe:
             factors = self.factors(torch.arange(begin, end, device="cpu"))
             cos, sin = (x.double() for x in factors)
             products += torch.stack([cos.T @ cos, cos.T @ sin, sin.T @ sin])
-        return MomentAverage(*(products / num_positions), self.partner)
+        cos_cos, cos_sin, sin_sin = products / num_positions
+        return MomentAverage(cos_cos, cos_sin, sin_sin, self.partner)
 
     def averages(self, num_positions: int, segment: int) -> RopeAverages:
         """Factors averaged over segments, for positions below `num_positions` (rounded up)."""
