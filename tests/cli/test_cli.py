@@ -358,6 +358,21 @@ def test_prompts_from_a_file_and_standard_input(halfbyte: Command, tmp_path: Pat
     assert (code, err) == (1, f"error: --prompt-file {file}: expected text in UTF-8\n")
 
 
+@pytest.mark.parametrize(("arguments", "out"), [(["--version"], "halfbyte "), (["abacus"], "")])
+def test_interrupts_while_leaving_are_silent(arguments: list[str], out: str) -> None:
+    program = """
+import atexit, os, signal
+atexit.register(os.kill, os.getpid(), signal.SIGINT)
+from halfbyte.__main__ import main
+main()
+"""
+    command = [sys.executable, "-c", program, *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 130
+    assert ended.stdout.startswith(out)
+    assert "Traceback" not in ended.stderr
+
+
 @pytest.mark.parametrize("module", ["halfbyte.cli", "typer", "halfbyte.cli.serve"])
 def test_interrupts_while_modules_are_imported_are_silent(module: str) -> None:
     """Each sends itself what Ctrl-C sends."""

@@ -74,3 +74,5 @@ def main() -> None:
             raise
         print_error(error)
         sys.exit(1)
+    finally:
+        signals.end_at_once()

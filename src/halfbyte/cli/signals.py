@@ -4,6 +4,7 @@ A signal may arrive in a library's native code, which turns the handler's except
 its own, or drops it. So the status is kept.
 """
 
+import os
 import signal
 import sys
 from contextlib import suppress
@@ -27,6 +28,14 @@ def install() -> None:
 def status() -> int | None:
     """Exit status of the last signal received, 128 + its number; None if there was none."""
     return _Received.status
+
+
+def end_at_once() -> None:
+    """From now on Ctrl-C ends the process silently: its work is done."""
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        if signal.getsignal(signal.SIGINT) is _end:
+            signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 
 def forget() -> None:
