@@ -12,6 +12,7 @@ from halfbyte.checkpoints import (
     Declaration,
     Dialect,
 )
+from halfbyte.checkpoints.dialects.base import Scheme
 from halfbyte.checkpoints.dialects.modelopt import ModelOpt
 from halfbyte.checkpoints.index import TensorEntry
 from halfbyte.checkpoints.validate import check_layer, check_scales, is_bad_block_scale, is_plain
@@ -53,6 +54,31 @@ def test_fp8_scales_of_other_shapes(shape: tuple[int, ...]) -> None:
     tensors = index(weight=("F8_E4M3", (N, K)), weight_scale=("F32", shape))
     with pytest.raises(CheckpointError, match=r"a.weight_scale: expected .*, found F32 \["):
         check_layer(tensors, Declaration(ModelOpt()), "a", "fp8", N, K, has_bias=False)
+
+
+def nvfp4_layer(shape: tuple[int, ...]) -> CheckpointIndex:
+    return index(
+        weight=("U8", (N, K // 2)),
+        weight_scale=("F8_E4M3", (N, K // 16)),
+        weight_scale_2=("F32", shape),
+        input_scale=("F32", shape),
+    )
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_nvfp4_global_scales_of_one_element(shape: tuple[int, ...]) -> None:
+    names = ("weight", "weight_scale", "weight_scale_2")
+    of_schemes: dict[Scheme, tuple[str, ...]] = {
+        "nvfp4-a16": names,
+        "nvfp4": (*names, "input_scale"),
+    }
+    for scheme, used in of_schemes.items():
+        found = check_layer(
+            nvfp4_layer(shape), Declaration(ModelOpt()), "a", scheme, N, K, has_bias=False
+        )
+        assert found == used
+    with pytest.raises(CheckpointError, match=r"a.weight_scale_2: expected .*, found F32"):
+        check_layer(nvfp4_layer((2,)), Declaration(ModelOpt()), "a", "nvfp4", N, K, has_bias=False)
 
 
 def test_block_scales_are_finite_and_without_a_sign() -> None:

@@ -68,6 +68,11 @@ def layers(**algos: object) -> dict[str, Any]:
     return {f"model.layers.{name[1:]}.self_attn": {"quant_algo": x} for name, x in algos.items()}
 
 
+@pytest.mark.parametrize("dynamic", [None, False, "local"])
+def test_block_scales_may_be_computed_at_run_time(dynamic: object) -> None:
+    assert format_of_scheme({**NVFP4, "dynamic": dynamic}) == "nvfp4"
+
+
 def test_formats_per_layer() -> None:
     section = {
         "kv_cache_quant_algo": "MIXED_PRECISION",
@@ -114,6 +119,8 @@ def test_one_format_for_some_layers_and_for_all() -> None:
         ({"kv_cache_scheme": [FP8]}, "expected a name or an object"),
         ({"kv_cache_quantized_layers": [1]}, "expected an object of layers"),
         ({"kv_cache_quantized_layers": layers(_0="INT8")}, "'INT8' is not supported"),
+        ({"kv_cache_quantized_layers": layers(_0="MIXED_PRECISION")}, "expected one format"),
+        ({"kv_cache_scheme": {**NVFP4, "dynamic": True}}, "kv_cache_scheme: dynamic True"),
         ({"kv_cache_quantized_layers": {"lm_head": "FP8"}}, "expected the names of attention"),
         (
             {"kv_cache_quant_algo": "FP8", "kv_cache_quantized_layers": layers(_0="NVFP4")},

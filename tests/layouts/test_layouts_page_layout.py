@@ -238,6 +238,10 @@ def test_the_side_of_an_unknown_format_is_named() -> None:
     assert layout.unknown_format({nvfp4}) == "does not know the format of K, fp8_e4m3"
 
 
+def test_heads_of_one_value() -> None:
+    assert make("bfloat16", "fp8", head_size=1, head_size_v=1).page_bytes == 4 * 3 * 3
+
+
 def test_head_size_v_defaults_to_head_size() -> None:
     layout = PageLayout("nvfp4", "nvfp4", 64, None, 2, 16)
     assert layout.head_size_v == 64

@@ -24,7 +24,7 @@ from models.zoo import ARCHITECTURES, make_model, token_ids
 def test_calibrate_records_what_passes_through_the_cache() -> None:
     model = make_model("llama")
     ids = token_ids(1, 50)
-    scales = calibrate(model, ids, "test", headroom=2.0)
+    scales = calibrate(model, ids, "test")
     with torch.inference_mode():
         cache = model(input_ids=ids, use_cache=True).past_key_values
     for layer in range(4):

@@ -120,8 +120,10 @@ def test_compressed_tensors_understands_the_declaration(
         assert scheme.input_activations is None
     assert config.ignore == ["lm_head"]
     cache = config.kv_cache_scheme
-    expected = (8, "tensor") if kv_cache_dtype == "fp8_e4m3" else None  # vLLM refuses 4 bits
-    assert (cache and (cache.num_bits, cache.strategy)) == expected
+    is_fp8 = kv_cache_dtype == "fp8_e4m3"
+    expected = (8, "float", "tensor", True, False) if is_fp8 else None  # vLLM refuses 4 bits
+    fields = ("num_bits", "type", "strategy", "symmetric", "dynamic")
+    assert (cache and tuple(getattr(cache, name) for name in fields)) == expected
     assert config.format == scheme.format == "nvfp4-pack-quantized"
 
 

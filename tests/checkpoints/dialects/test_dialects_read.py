@@ -9,6 +9,7 @@ from checkpoints.folders import declaration
 from halfbyte.checkpoints import CheckpointError, Declaration, read_declaration
 from halfbyte.checkpoints.dialects import modelopt
 from halfbyte.checkpoints.dialects.registry import read_config
+from halfbyte.checkpoints.dialects.schemes import is_fp8_input, is_nvfp4_input
 from halfbyte.layouts import KVCacheDType
 
 MLP = "model.layers.3.mlp.down_proj"
@@ -128,6 +129,17 @@ def test_compressed_tensors_mixed_precision() -> None:
         },
     }
     assert schemes(section) == ["nvfp4-a16", "nvfp4-a16", "fp8", None]
+
+
+@pytest.mark.parametrize("dynamic", [None, False, True, "local"])
+def test_activations_whose_scales_are_computed_at_run_time(dynamic: object) -> None:
+    """FP8 may have them or not; of NVFP4 the global scale is in the file."""
+    fp8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": dynamic}
+    nvfp4 = {**fp8, "num_bits": 4, "group_size": 16}
+    assert is_fp8_input({**fp8, "strategy": "tensor"}) == (dynamic != "local")
+    assert is_fp8_input({**fp8, "strategy": "token"}) == (dynamic != "local")
+    assert not is_fp8_input({**fp8, "strategy": "channel"})
+    assert is_nvfp4_input({**nvfp4, "strategy": "tensor_group"}) == (dynamic is not True)
 
 
 def test_hf_quant_config_wins(tmp_path: Path) -> None:
@@ -322,6 +334,10 @@ def with_weights(**fields: object) -> dict[str, Any]:
         (
             {**declaration("modelopt"), "config_groups": [MLP]},
             "config_groups: expected an object",
+        ),
+        (
+            {**declaration("modelopt"), "config_groups": {"a": {"output_activations": {"a": 1}}}},
+            "config_groups.a.output_activations: expected none",
         ),
         (
             {**declaration("modelopt"), "config_groups": {"a": [MLP]}},
