@@ -41,7 +41,6 @@ def test_every_bound_is_there() -> None:
         "vllm_step_tp2": 1,
     }
     assert {bound.name for bound in COMMITTED if bound.known_miss} == {
-        "SmolLM2-135M-Instruct, accurate: KL, of fp8's, end to start",
         "gemma-3-270m, accurate: KL, of fp8's, end to start",
         "decode 64 x 8192: balanced, of plain",
         "64x8192, ms",
