@@ -9,17 +9,14 @@ table of the JSON in Markdown and writes it between the `linear` markers of docs
 """
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from benchmarks.linear_layers.run import GPU_TOKENS, LinearRun, usable_backends
-from benchmarks.linear_layers.table import linear_markdown_table, linear_tables, to_json
+from benchmarks.linear_layers.table import linear_markdown_table, linear_tables
 from benchmarks.linear_layers.warm_up import KEPT_ON_DISK, warm_up
-from benchmarks.pages import put_table
+from benchmarks.program import measure, names, numbers, write_table
 from halfbyte.bench.linear import SHAPES
 from halfbyte.cli.bench import parse_shapes
 
@@ -31,41 +28,21 @@ TABLE = "linear"
 table = linear_markdown_table
 
 
-def measure(run: LinearRun, out: Path) -> None:
-    """Measure, print tables and failures; SystemExit if halfbyte failed or a result was wrong."""
-    for _ in run.run():
-        out.write_text(to_json(run.report))
-    console = Console(highlight=False, soft_wrap=True, width=130)
-    for each in linear_tables(run.report):
-        console.print(each)
-    for line in run.failures():
-        print(line, file=sys.stderr)
-    if run.failures(ours=True):
-        sys.exit(1)
-
-
-def write_table(report: Path) -> None:
-    """Print the table of a run, and write it into its page."""
-    text = table(json.loads(report.read_text()))
-    put_table(PAGE, TABLE, text)
-    print(text, end="")
-
-
 def main() -> None:
     """Measure, or write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--table", action="store_true", help="print the table of what is there")
     parser.add_argument("--shapes", type=parse_shapes, default=(), help="N x K, by commas")
-    parser.add_argument("--m", type=_numbers, default=(), help="numbers of tokens, by commas")
-    parser.add_argument("--backends", type=lambda text: text.split(","), default=())
+    parser.add_argument("--m", type=numbers, default=(), help="numbers of tokens, by commas")
+    parser.add_argument("--backends", type=names, default=())
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--warm-up", action="store_true", help="compile what backends keep on disk; measure nothing"
     )
     arguments = parser.parse_args()
     if arguments.table:
-        write_table(arguments.out)
+        write_table(arguments.out, PAGE, TABLE, table)
         return
     device = torch.device(arguments.device)
     if arguments.warm_up:  # before LinearRun, which measures bandwidth
@@ -74,11 +51,8 @@ def main() -> None:
         shapes, tokens = arguments.shapes or SHAPES[device.type], arguments.m or GPU_TOKENS
         warm_up(shapes, tokens, kept, device, torch.bfloat16)
         return
-    measure(LinearRun(device, arguments.shapes, arguments.m, arguments.backends), arguments.out)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    run = LinearRun(device, arguments.shapes, arguments.m, arguments.backends)
+    measure(run, arguments.out, linear_tables, width=130)
 
 
 if __name__ == "__main__":

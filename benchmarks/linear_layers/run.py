@@ -34,6 +34,7 @@ from benchmarks.linear_layers.plain_read import plain_read
 from benchmarks.linear_layers.ratios import DENSE, OURS, READ, judged_by, ratios
 from benchmarks.linear_layers.warm_up import compile_ahead
 from benchmarks.linear_layers.weights import PeerWeights
+from benchmarks.program import WRONG
 from benchmarks.timing import Ready, measure_empty, measure_layers, ready
 from halfbyte.bench import LinearBenchmark
 from halfbyte.bench.report import Row, or_failed
@@ -52,7 +53,6 @@ MAX_TOKENS = {"reference": 16, READ: 16}
 a bound only where reading the weights dominates."""
 _INEXACT = 2.0
 """A peer's error up to this multiple of the allowed one counts as inexact, beyond as wrong."""
-_WRONG = "wrong results"
 Maker = Callable[[torch.Tensor], Sequence[Call]]
 """Takes x `[M, K]`; returns calls that multiply it, one per copy of the weights."""
 
@@ -84,16 +84,6 @@ class LinearRun(LinearBenchmark):
             "bounds": [],
             "seconds": None,
         }
-
-    def failures(self, *, ours: bool = False) -> list[str]:
-        """One line per failed measurement; with `ours` only halfbyte's and wrong results."""
-        return [
-            f"{row['shape']} M={row['m']}: {name}: {entry['failed']}"
-            for row in self.report["microseconds"]
-            for name, entry in row["subjects"].items()
-            if "failed" in entry
-            and (not ours or name in (*OURS, "reference") or _WRONG in entry["failed"])
-        ]
 
     def run(self) -> Iterator[Row]:
         """Measure all cases; yields each row after adding it to the report."""
@@ -191,6 +181,6 @@ def _entry(name: str, times: Times, error: float, allowed: float) -> Row:
     peer = name not in (*OURS, "reference") and not name.startswith("dense_")
     exact = error <= allowed  # False for NaN
     if not (exact or (peer and error <= _INEXACT * allowed)):
-        return {"failed": f"{_WRONG}: error {error:.3g} against float64, allowed {allowed:.3g}"}
+        return {"failed": f"{WRONG}: error {error:.3g} against float64, allowed {allowed:.3g}"}
     entry = {**times, "error": float(f"{error:.3g}"), "allowed_error": float(f"{allowed:.3g}")}
     return entry if exact else {**entry, "inexact": True}

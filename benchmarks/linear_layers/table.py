@@ -1,7 +1,5 @@
-"""Reports of the linear benchmark: on the terminal, as JSON, and in Markdown."""
+"""Reports of the linear benchmark: on the terminal and in Markdown."""
 
-import json
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -114,9 +112,3 @@ def linear_markdown_table(report: Report) -> str:
 
 def _rounded(microseconds: float) -> str:
     return f"{microseconds:,.1f} µs" if microseconds < 100 else f"{microseconds:,.0f} µs"
-
-
-def to_json(report: Report) -> str:
-    """Indented JSON, with innermost objects on one line."""
-    text = json.dumps(report, indent=1)
-    return re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda found: " ".join(found[0].split()), text) + "\n"

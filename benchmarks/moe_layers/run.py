@@ -27,9 +27,10 @@ import torch
 
 from benchmarks.linear_layers.gpu_state import gpu_state
 from benchmarks.linear_layers.plain_read import plain_read
-from benchmarks.linear_layers.ratios import DENSE, OURS, READ, judged_by
+from benchmarks.linear_layers.ratios import DENSE, READ, judged_by
 from benchmarks.moe_layers.ratios import moe_ratios
 from benchmarks.peers.moe import MOE_PEERS
+from benchmarks.program import WRONG
 from benchmarks.timing import Ready, measure_empty, measure_layers, ready
 from halfbyte.bench import MoeBenchmark, MoeShape
 from halfbyte.bench.experts import Experts
@@ -37,7 +38,6 @@ from halfbyte.bench.report import Row, or_failed
 from halfbyte.bench.timing import Call
 from halfbyte.moe import select_moe_kernel
 
-_WRONG = "wrong results"
 Maker = Callable[[torch.Tensor], list[Call]]
 """Takes x `[M, H]`; returns calls over routings and copies of the weights."""
 
@@ -75,16 +75,6 @@ class MoeRun(MoeBenchmark):
             "judged_by": list(judged_by(device.type == "cuda")),
             "seconds": None,
         }
-
-    def failures(self, *, ours: bool = False) -> list[str]:
-        """One line per failed measurement; with `ours` only halfbyte's and wrong results."""
-        return [
-            f"{row['name']}: {name}: {entry['failed']}"
-            for row in self.report["microseconds"]
-            for name, entry in row["subjects"].items()
-            if "failed" in entry
-            and (not ours or name in (*OURS, "reference") or _WRONG in entry["failed"])
-        ]
 
     def run(self) -> Iterator[Row]:
         """Measure all cases; yields each row after adding it to the report."""
@@ -135,7 +125,7 @@ class MoeRun(MoeBenchmark):
             calls = makers[name](x)
             error, allowed = experts.error(x, calls[0]())
             if not error <= allowed:  # also for NaN
-                raise RuntimeError(f"{_WRONG}: error {error:.3g}, allowed {allowed:.3g}")
+                raise RuntimeError(f"{WRONG}: error {error:.3g}, allowed {allowed:.3g}")
             series[name] = ready(calls, self.device, in_graph=True)
             return {"error": float(f"{error:.3g}"), "allowed_error": float(f"{allowed:.3g}")}
 

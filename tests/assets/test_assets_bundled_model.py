@@ -12,6 +12,7 @@ from halfbyte.assets import bundled_model_path, calibration_text, heldout_texts
 from halfbyte.evaluation import evaluate_perplexity, text_windows
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY
 from halfbyte.models import load_model, load_tokenizer
+from slow import slow
 
 
 @pytest.fixture(scope="module")
@@ -75,20 +76,19 @@ def test_bundled_model_compresses_held_out_files_better_than_xz(
 
 
 def test_bundled_model_copies(model: Any, tokenizer: Any) -> None:
-    for text in list(heldout_texts().values())[:2]:
+    for text in heldout_texts().values():
         half = tokenizer(text, add_special_tokens=False).input_ids[:750]
         cost = bits(model, [tokenizer.bos_token_id, *half, *half])
         assert cost[750:].sum() < 0.25 * cost[:750].sum()
 
 
-@pytest.fixture(scope="module")
-def windows(tokenizer: Any) -> list[list[int]]:
-    return text_windows(tokenizer, list(heldout_texts().values()), 80, 160)[0]
-
-
-def test_perplexity_is_the_same_at_every_chunk_size(model: Any, windows: list[list[int]]) -> None:
+@pytest.mark.parametrize(("window", "tokens"), [(80, 160), slow(160, 640)])
+def test_perplexity_is_the_same_at_every_chunk_size(
+    model: Any, tokenizer: Any, window: int, tokens: int
+) -> None:
+    windows, _ = text_windows(tokenizer, list(heldout_texts().values()), window, tokens)
     names = list(KV_CACHE_QUANT_REGISTRY)
-    at_one, *others = (evaluate_perplexity(model, windows, names, c) for c in (1, 16, 80))
+    at_one, *others = (evaluate_perplexity(model, windows, names, c) for c in (1, 16, 512))
     for other in others:
         for a, b in zip(at_one, other, strict=True):
             assert a.nll == pytest.approx(b.nll, rel=1e-3), a.kv_cache_dtype

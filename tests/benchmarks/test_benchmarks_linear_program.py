@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.shared import measure_quickly
 from benchmarks import linear
 
 TINY = ("--device", "cpu", "--shapes", "64x32,32x48", "--m", "1,20")
@@ -12,8 +13,7 @@ TINY = ("--device", "cpu", "--shapes", "64x32,32x48", "--m", "1,20")
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfbyte.bench.timing.SINGLES", 2)
-    monkeypatch.setattr("halfbyte.bench.timing.IN_A_ROW", 2)
+    measure_quickly(monkeypatch, 2)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:

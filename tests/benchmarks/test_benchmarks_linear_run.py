@@ -10,8 +10,9 @@ from bench.shared import TIMES, measure_quickly
 from benchmarks.linear import RESULT
 from benchmarks.linear_layers.plain_read import compile_read, plain_read
 from benchmarks.linear_layers.run import LinearRun
-from benchmarks.linear_layers.table import linear_markdown_table, linear_tables, to_json
+from benchmarks.linear_layers.table import linear_markdown_table, linear_tables
 from benchmarks.linear_layers.warm_up import compile_ahead, warm_up
+from benchmarks.program import failures, to_json
 from halfbyte.linear.reference import ReferenceKernel
 
 CPU = torch.device("cpu")
@@ -85,7 +86,7 @@ def test_a_failure_is_noted_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch
     assert row["subjects"]["reference"] == {"failed": "RuntimeError: no kernel for this"}
     assert row["subjects"]["dense_bf16"]["single"] > 0
     expected = ["32x32 M=1: reference: RuntimeError: no kernel for this"]
-    assert benchmark.failures() == benchmark.failures(ours=True) == expected
+    assert failures(benchmark.report) == failures(benchmark.report, ours=True) == expected
     assert "failed" in printed(benchmark.report)
     # A layer that cannot even be made.
     monkeypatch.setattr(ReferenceKernel, "process_weights_after_loading", lambda *_: 1 // 0)
@@ -112,7 +113,7 @@ def test_a_wrong_result_has_failed_loudly(monkeypatch: pytest.MonkeyPatch, value
     message = row["subjects"]["reference"]["failed"]
     assert message.startswith("wrong results: error ")
     assert "single" not in row["subjects"]["reference"]
-    assert len(benchmark.failures(ours=True)) == 1
+    assert len(failures(benchmark.report, ours=True)) == 1
 
 
 def test_plain_read_reads_every_byte_of_different_data() -> None:

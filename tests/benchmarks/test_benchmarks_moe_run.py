@@ -10,9 +10,9 @@ import torch
 
 from bench.shared import TIMES, measure_quickly
 from benchmarks import moe
-from benchmarks.linear_layers.table import to_json
 from benchmarks.moe_layers.run import MoeRun
 from benchmarks.peers.moe import MOE_PEERS, MoePeer
+from benchmarks.program import failures, to_json
 from halfbyte.bench import MoeShape
 from halfbyte.bench.experts import Experts
 from halfbyte.dispatch import Answer, NoImplementationError
@@ -141,7 +141,7 @@ def test_wrong_weights_of_a_peer_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     message = row["subjects"]["vllm_bf16"]["failed"]
     assert message.startswith("RuntimeError: wrong results: error ")
     assert "single" not in row["subjects"]["vllm_bf16"]
-    assert benchmark.failures(ours=True) == [f"4x2x64x32 M=5: vllm_bf16: {message}"]
+    assert failures(benchmark.report, ours=True) == [f"4x2x64x32 M=5: vllm_bf16: {message}"]
 
 
 def test_a_failure_is_noted_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +154,8 @@ def test_a_failure_is_noted_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch
     (row,) = benchmark.report["microseconds"]
     assert row["subjects"]["vllm_bf16"] == {"failed": "RuntimeError: no kernel for this"}
     assert row["subjects"]["reference"]["single"] > 0
-    assert len(benchmark.failures()) == 1
-    assert benchmark.failures(ours=True) == []
+    assert len(failures(benchmark.report)) == 1
+    assert failures(benchmark.report, ours=True) == []
 
 
 def test_warm_up_calls_all_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,7 +206,7 @@ class Terminal:
         return shown + mark
 
     def status(self, pressing: str = "") -> int:
-        """The exit status that a shell reports, once the process has ended.
+        """The exit status, once the process has ended.
 
         Args:
             pressing: a key pressed again every second: one Ctrl-C is lost where it comes between
@@ -224,8 +224,7 @@ class Terminal:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.pid = 0
-                code = os.waitstatus_to_exitcode(status)
-                return code if code >= 0 else 128 - code  # a signal while Python shuts down
+                return os.waitstatus_to_exitcode(status)
         pytest.fail(f"still running: {self._text!r}")
 
     def close(self) -> None:

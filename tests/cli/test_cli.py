@@ -358,18 +358,32 @@ def test_prompts_from_a_file_and_standard_input(halfbyte: Command, tmp_path: Pat
     assert (code, err) == (1, f"error: --prompt-file {file}: expected text in UTF-8\n")
 
 
-@pytest.mark.parametrize(("arguments", "out"), [(["--version"], "halfbyte "), (["abacus"], "")])
-def test_interrupts_while_leaving_are_silent(arguments: list[str], out: str) -> None:
-    program = """
+@pytest.mark.parametrize(("arguments", "status"), [(["--version"], 0), (["abacus"], 2)])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_interrupts_while_leaving_are_silent(
+    arguments: list[str], status: int, is_last: bool
+) -> None:
+    """Before Python's last steps they end the process at once; then its status is settled."""
+    program = f"""
 import atexit, os, signal
-atexit.register(os.kill, os.getpid(), signal.SIGINT)
-from halfbyte.__main__ import main
-main()
+from unittest.mock import patch
+def interrupt_at_exit():
+    atexit.register(os.kill, os.getpid(), signal.SIGINT)
+if {is_last}:
+    interrupt_at_exit()
+from halfbyte.cli import main, signals
+end_at_once = signals.end_at_once
+def end_then_interrupt():
+    end_at_once()
+    if not {is_last}:
+        interrupt_at_exit()
+with patch.object(signals, "end_at_once", end_then_interrupt):
+    main()
 """
     command = [sys.executable, "-c", program, *arguments]
     ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 130
-    assert ended.stdout.startswith(out)
+    assert ended.returncode == (status if is_last else 130)
+    assert ended.stdout.startswith("halfbyte " if status == 0 else "")
     assert "Traceback" not in ended.stderr
 
 

@@ -253,16 +253,16 @@ def test_balanced_is_closer_than_plain_on_the_bundled_model() -> None:
 
 
 def test_accurate_is_closer_than_balanced_on_the_bundled_model() -> None:
-    """Compared without the last tokens in 16 bits, which are the same for both."""
+    """Without recent tokens, which are the same for both, over the model's whole context."""
     path = bundled_model_path()
     model, tokenizer = load_model(path, dtype="float32"), load_tokenizer(path)
-    windows, _ = text_windows(tokenizer, list(heldout_texts().values())[:1], 512, 1024)
+    windows, _ = text_windows(tokenizer, list(heldout_texts().values())[:2], 2048, 4096)
     recipes = [BALANCED.of_pages, ACCURATE.of_pages]
     balanced, accurate = evaluate_perplexity(
         model, windows, ["nvfp4"], 128, tokenizer=tokenizer, kv_recipes=recipes
     )
     assert accurate.bytes_per_token == balanced.bytes_per_token
-    assert 0 < accurate.kl_divergence < 0.95 * balanced.kl_divergence
+    assert 0 < accurate.kl_divergence < 0.85 * balanced.kl_divergence
 
 
 @pytest.mark.parametrize("name", ["feedback", "weighted_scales"])

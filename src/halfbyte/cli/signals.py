@@ -4,6 +4,7 @@ A signal may arrive in a library's native code, which turns the handler's except
 its own, or drops it. So the status is kept.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ def install() -> None:
     _Received.status = None
     with suppress(ValueError):  # signals can be set in the main thread only
         signal.signal(signal.SIGTERM, _end)
+        atexit.register(_ignore_ctrl_c)
         # A shell lets programs in the background ignore it.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _end)
@@ -31,7 +33,7 @@ def status() -> int | None:
 
 
 def end_at_once() -> None:
-    """From now on Ctrl-C ends the process silently: its work is done."""
+    """From now on Ctrl-C ends the process silently: the command has ended."""
     with suppress(OSError, ValueError):
         sys.stdout.flush()
         if signal.getsignal(signal.SIGINT) is _end:
@@ -41,6 +43,13 @@ def end_at_once() -> None:
 def forget() -> None:
     """Clear `status`, for a command that handled Ctrl-C and continues."""
     _Received.status = None
+
+
+def _ignore_ctrl_c() -> None:
+    # Registered first, so called last: next Python removes its handlers, and Ctrl-C would kill a
+    # process whose status is settled.
+    with suppress(ValueError):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
