@@ -3,8 +3,8 @@
     python -m benchmarks.vllm_online [--out benchmarks/results/vllm_online.json]
 
 One server per variant of `vllm_step.py` (Llama-3.1-8B's shape, dummy weights), then random prompts
-at each request rate. Reports output tokens per second, time to first token and time per output
-token of vLLM's benchmark.
+at each request rate, after a few that are not counted: the first requests compile kernels. Reports
+output tokens per second, time to first token and time per output token of vLLM's benchmark.
 
     --model FOLDER      a real model instead; variants with NVFP4 weights are left out
     --rates 4,inf       requests per second
@@ -46,6 +46,7 @@ KEPT = (
     "p99_tpot_ms",
 )
 _START_SECONDS = 600
+_WARM_UP_PROMPTS = 16
 
 
 def free_port() -> int:
@@ -86,14 +87,16 @@ def wait_for(server: subprocess.Popen[bytes], port: int) -> None:
     raise RuntimeError(f"the server did not answer in {_START_SECONDS} s")
 
 
-def bench(model: str, port: int, rate: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def bench(
+    model: str, port: int, rate: str, prompts: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Results of vLLM's benchmark for one request rate."""
     with tempfile.TemporaryDirectory() as folder:
         command = [*RUN, "bench", "serve", "--model", model, "--host", "127.0.0.1"]
         command += ["--port", str(port), "--dataset-name", "random", "--ignore-eos"]
         command += ["--random-input-len", str(arguments.input)]
         command += ["--random-output-len", str(arguments.output)]
-        command += ["--num-prompts", str(arguments.prompts), "--request-rate", rate]
+        command += ["--num-prompts", str(prompts), "--request-rate", rate]
         command += ["--save-result", "--result-dir", folder, "--result-filename", "result.json"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         result = json.loads((Path(folder) / "result.json").read_text())
@@ -116,8 +119,10 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         server = subprocess.Popen(serve_command(model, port, options, more))
         try:
             wait_for(server, port)
+            bench(model, port, "inf", _WARM_UP_PROMPTS, arguments)
             return {
-                rate: bench(model, port, rate, arguments) for rate in arguments.rates.split(",")
+                rate: bench(model, port, rate, arguments.prompts, arguments)
+                for rate in arguments.rates.split(",")
             }
         except (RuntimeError, subprocess.CalledProcessError) as error:
             return {"error": str(error)}
@@ -142,9 +147,13 @@ def main() -> None:
     parser.add_argument("--serve", default="")
     arguments = parser.parse_args()
     wanted = arguments.variants.split(";") if arguments.variants else list(VARIANTS)
+    import torch
+    import vllm
+
     report: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "versions": versions(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "versions": {**versions(), "vllm": vllm.__version__},
         "arguments": {k: str(v) for k, v in vars(arguments).items() if k != "out"},
         "results": {},
     }
