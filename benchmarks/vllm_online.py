@@ -7,6 +7,7 @@ at each request rate, after a few that are not counted: the first requests compi
 output tokens per second, time to first token and time per output token of vLLM's benchmark.
 
     --model FOLDER      a real model instead; variants with NVFP4 weights are left out
+    --variants "a;b"    only these; others stay in the file if nothing else has changed
     --rates 4,inf       requests per second
     --input, --output   tokens of a prompt and of an answer
     --prompts           number of prompts
@@ -45,6 +46,8 @@ KEPT = (
     "mean_tpot_ms",
     "p99_tpot_ms",
 )
+_OF_CALL = ("out", "variants")
+"""Options that do not change what is measured."""
 _START_SECONDS = 600
 _WARM_UP_PROMPTS = 16
 
@@ -88,15 +91,20 @@ def wait_for(server: subprocess.Popen[bytes], port: int) -> None:
 
 
 def bench(
-    model: str, port: int, rate: str, prompts: int, arguments: argparse.Namespace
+    model: str, port: int, rate: str, prompts: int, seed: int, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Results of vLLM's benchmark for one request rate."""
+    """Results of vLLM's benchmark for one request rate.
+
+    Args:
+        seed: of the prompts; the prefix cache would hold those of a seed that it has seen.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [*RUN, "bench", "serve", "--model", model, "--host", "127.0.0.1"]
         command += ["--port", str(port), "--dataset-name", "random", "--ignore-eos"]
         command += ["--random-input-len", str(arguments.input)]
         command += ["--random-output-len", str(arguments.output)]
         command += ["--num-prompts", str(prompts), "--request-rate", rate]
+        command += ["--seed", str(seed)]
         command += ["--save-result", "--result-dir", folder, "--result-filename", "result.json"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         result = json.loads((Path(folder) / "result.json").read_text())
@@ -119,10 +127,10 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         server = subprocess.Popen(serve_command(model, port, options, more))
         try:
             wait_for(server, port)
-            bench(model, port, "inf", _WARM_UP_PROMPTS, arguments)
+            bench(model, port, "inf", _WARM_UP_PROMPTS, 0, arguments)
             return {
-                rate: bench(model, port, rate, arguments.prompts, arguments)
-                for rate in arguments.rates.split(",")
+                rate: bench(model, port, rate, arguments.prompts, 1 + i, arguments)
+                for i, rate in enumerate(arguments.rates.split(","))
             }
         except (RuntimeError, subprocess.CalledProcessError) as error:
             return {"error": str(error)}
@@ -154,9 +162,13 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "versions": {**versions(), "vllm": vllm.__version__},
-        "arguments": {k: str(v) for k, v in vars(arguments).items() if k != "out"},
+        "arguments": {k: str(v) for k, v in vars(arguments).items() if k not in _OF_CALL},
         "results": {},
     }
+    if arguments.variants and arguments.out.is_file():
+        before = json.loads(arguments.out.read_text())
+        if all(before[name] == report[name] for name in ("gpu", "versions", "arguments")):
+            report["results"] = before["results"]
     for name in wanted:
         if arguments.model is not None and VARIANTS[name][0]:
             continue

@@ -183,6 +183,8 @@ def load(
     cubin = cubin_cache.cubin(name, program.made_from(), program.compiled)
     with torch.cuda.device(device):
         torch.empty(1, device=torch.device("cuda", device))  # makes sure that the context exists
+        # Memory that PyTorch had kept comes without a CUDA call, the first of this thread.
+        _bind_context(device)
         module = _check(driver.cuModuleLoadData(cubin))
         kernels = {}
         for function_name, shared_bytes in functions:
