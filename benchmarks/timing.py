@@ -17,6 +17,7 @@ launch time, some 3 µs or 2 in a row, is included in the first two. Contenders 
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -157,6 +158,19 @@ def waits_for_host(call: Call) -> bool:
     return False
 
 
+@dataclass(frozen=True)
+class Replay:
+    """A captured graph to call."""
+
+    graph: torch.cuda.CUDAGraph
+    calls: Sequence[Call]
+    """What was captured: the graph reads their tensors at the addresses of the capture."""
+
+    def __call__(self) -> None:
+        """Queue the graph."""
+        self.graph.replay()
+
+
 def capture(calls: Sequence[Call], pool: Any = None) -> Call:
     """Capture calls in one CUDA graph and return its replay; graphs of a pool share memory."""
     calls[0]()
@@ -166,7 +180,7 @@ def capture(calls: Sequence[Call], pool: Any = None) -> Call:
         for call in calls:
             call()
     graph.replay()  # the first replay also uploads the graph to the GPU
-    return graph.replay
+    return Replay(graph, calls)
 
 
 def _captured_row(calls: Sequence[Call], device: torch.device, pool: Any) -> Row:
