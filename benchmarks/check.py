@@ -27,7 +27,6 @@ def committed() -> list[Bound]:
         *recipes.of_accuracy(result("kv_recipes")),
         *recipes.of_speed(result("recipe_speed")),
         *vllm.of_steps(result("vllm_step")),
-        *vllm.of_balanced(result("vllm_step_balanced")),
         *vllm.of_tensor_parallel(result("vllm_step_tp2")),
     ]
 

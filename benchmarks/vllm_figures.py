@@ -1,8 +1,8 @@
-"""Tables and the picture of decode steps inside vLLM, from the committed runs.
+"""Tables and pictures of steps and servers of vLLM, from the committed runs.
 
     python -m benchmarks.vllm_figures
 
-`vllm_step.py` and `recipe_speed.py` measure; this writes docs/.
+`vllm_step.py`, `vllm_online.py` and `recipe_speed.py` measure; this writes docs/.
 """
 
 import json
@@ -13,8 +13,10 @@ from benchmarks.pages import put_table
 
 REPOSITORY = Path(__file__).parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "vllm_step.json"
+ONLINE = REPOSITORY / "benchmarks" / "results" / "vllm_online.json"
 RECIPES = REPOSITORY / "benchmarks" / "results" / "recipe_speed.json"
 PICTURE = REPOSITORY / "docs" / "vllm_step.svg"
+ONLINE_PICTURE = REPOSITORY / "docs" / "vllm_online.svg"
 PAGE = REPOSITORY / "docs" / "numbers" / "vllm.md"
 RECIPES_PAGE = REPOSITORY / "docs" / "recipes.md"
 COLORS = ("#8a96a3", "#5c8fd6", "#3b6fb6", "#f4a261", "#e8590c", "#b23c00")
@@ -42,16 +44,31 @@ def table(report: dict[str, Any]) -> str:
         if "error" in figures:
             continue
         steps = [f"{figures[c]['step_ms']:.2f} ms" if c in figures else "" for c in cases]
-        name += dagger(figures)
         prefill = f"{figures[cases[0]]['prefill_tokens_per_s'] / 1e3:.1f}k/s"
         tokens = f"{figures['kv_cache_tokens'] / 1e3:,.0f}k"
         lines.append("| " + " | ".join((name, *steps, prefill, tokens)) + " |")
     return "\n".join(lines) + "\n"
 
 
-def dagger(figures: dict[str, Any]) -> str:
-    """A mark behind the name of a variant whose prompts came one by one; see the page."""
-    return "" if figures["prompts"] == "at once" else " †"
+ONLINE_COLUMNS = {
+    "mean_tpot_ms": "time per output token, mean",
+    "p99_tpot_ms": "99 %",
+    "mean_ttft_ms": "time to first token, mean",
+    "p99_ttft_ms": "99 %",
+}
+"""Figures of `vllm bench serve` in milliseconds, and their headings."""
+
+
+def online_table(report: dict[str, Any]) -> str:
+    """Milliseconds per token and to the first token, by variant and rate, in Markdown."""
+    heads = ["requests/s", *ONLINE_COLUMNS.values(), "output tokens/s"]
+    lines = ["| | " + " | ".join(heads) + " |", "|---|" + "---:|" * len(heads)]
+    for name, rates in report["results"].items():
+        for rate, row in rates.items():
+            cells = [f"{row[column]:,.1f} ms" for column in ONLINE_COLUMNS]
+            tokens = f"{row['output_throughput']:,.0f}"
+            lines.append("| " + " | ".join((name, rate, *cells, tokens)) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def recipes_table(report: dict[str, Any]) -> str:
@@ -70,37 +87,63 @@ def recipes_table(report: dict[str, Any]) -> str:
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Bars of milliseconds, for light and dark backgrounds."""
+    """Bars of milliseconds of a decode step."""
+    cases = cases_of(report)
+    bars = {
+        name: [figures[case]["step_ms"] if case in figures else None for case in cases]
+        for name, figures in report["results"].items()
+        if "error" not in figures
+    }
+    title = f"ms of a decode step in vLLM, Llama-3.1-8B's shape ({report['gpu']}; less is better)"
+    draw_bars(title, list(map(label, cases)), bars, path)
+
+
+def draw_online(report: dict[str, Any], path: Path) -> None:
+    """Bars of milliseconds per output token of a server."""
+    rates = list(next(iter(report["results"].values())))
+    columns = {"mean_tpot_ms": "mean", "p99_tpot_ms": "99 %"}
+    bars = {
+        name: [rows[rate][column] for rate in rates for column in columns]
+        for name, rows in report["results"].items()
+    }
+    names = [f"{rate} requests/s, {what}" for rate in rates for what in columns.values()]
+    title = f"ms per output token of vllm serve, Llama-3.1-8B's shape ({report['gpu']})"
+    draw_bars(title, names, bars, path)
+
+
+def draw_bars(
+    title: str, groups: list[str], bars: dict[str, list[float | None]], path: Path
+) -> None:
+    """Bars of every variant in groups, for light and dark backgrounds.
+
+    Args:
+        bars: by variant, a value per group; None for no bar.
+    """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    cases = cases_of(report)
-    variants = [pair for pair in report["results"].items() if "error" not in pair[1]]
-    width = 0.84 / len(variants)
+    width = 0.84 / len(bars)
     # Text stays text, and the same report gives the same file.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "halfbyte"}):
         figure = Figure(figsize=(11, 4.2), layout="constrained")
         axes = figure.add_subplot()
-        for i, (name, figures) in enumerate(variants):
-            offset = (i - (len(variants) - 1) / 2) * width
-            known = [x for x, case in enumerate(cases) if case in figures]
-            bars = axes.bar(
-                [x + offset for x in known],
-                [figures[cases[x]]["step_ms"] for x in known],
+        for i, (name, values) in enumerate(bars.items()):
+            offset = (i - (len(bars) - 1) / 2) * width
+            known = [(x, value) for x, value in enumerate(values) if value is not None]
+            drawn = axes.bar(
+                [x + offset for x, _ in known],
+                [value for _, value in known],
                 0.92 * width,
                 color=COLORS[i],
-                label=name + dagger(figures),
+                label=name,
             )
-            axes.bar_label(bars, fmt="%.1f", color=_INK, fontsize=9, padding=1.5)
-        axes.set_xticks(range(len(cases)), map(label, cases), fontsize=9)
+            axes.bar_label(drawn, fmt="%.1f", color=_INK, fontsize=9, padding=1.5)
+        axes.set_xticks(range(len(groups)), groups, fontsize=9)
         axes.tick_params(colors=_INK, length=0, labelsize=9)
         axes.yaxis.grid(True, color=_INK, alpha=0.25, linewidth=0.7)
         axes.set_axisbelow(True)
         axes.spines[:].set_visible(False)
         axes.margins(x=0.01, y=0.08)
-        title = (
-            f"ms of a decode step in vLLM, Llama-3.1-8B's shape ({report['gpu']}; less is better)"
-        )
         axes.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold", pad=44)
         axes.legend(
             frameon=False,
@@ -120,6 +163,9 @@ def main() -> None:
     recipes = json.loads(RECIPES.read_text())
     put_table(RECIPES_PAGE, "recipe-speed", recipes_table(recipes))
     draw(report, PICTURE)
+    online = json.loads(ONLINE.read_text())
+    put_table(PAGE, "vllm-online", online_table(online))
+    draw_online(online, ONLINE_PICTURE)
 
 
 if __name__ == "__main__":

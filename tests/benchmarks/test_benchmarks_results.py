@@ -101,6 +101,12 @@ def test_docs_show_the_committed_runs_inside_vllm() -> None:
     for row in results.values():
         for case in figures.cases_of(report):
             assert case not in row or f">{row[case]['step_ms']:.1f}<" in svg
+    online = json.loads(figures.ONLINE.read_text())
+    assert table_in(figures.PAGE, "vllm-online") == figures.online_table(online)
+    svg = figures.ONLINE_PICTURE.read_text()
+    for rates in online["results"].values():
+        for row in rates.values():
+            assert f">{row['mean_tpot_ms']:.1f}<" in svg
 
 
 @pytest.fixture
