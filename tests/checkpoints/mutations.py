@@ -297,7 +297,7 @@ def _weights(folder: Path, random: Random) -> Path | None:
 def _is_whole(file: Path) -> bool:
     try:
         _read_safetensors(file)
-    except (ValueError, struct.error, AttributeError):
+    except (ValueError, struct.error, AttributeError, RecursionError):
         return False
     return True
 
