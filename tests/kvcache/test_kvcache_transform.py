@@ -181,6 +181,20 @@ def test_constants_match_within_the_tolerance() -> None:
     assert without.match_first(keys, values).tolist() == [[-1, -1]] * 3
 
 
+def test_constants_are_converted_once_per_dtype() -> None:
+    keys, values = torch.randn(2, 3, 16), torch.randn(2, 3, 32).transpose(0, 1).contiguous()
+    transform = KVTransform(False, 16, first_keys=keys, first_values=values.transpose(0, 1))
+    transform.prepare()
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        found = transform.first_tokens(dtype)
+        assert found is not None
+        assert found is transform.first_tokens(dtype)
+        assert all(x.is_contiguous() and x.dtype == dtype for x in found)
+        assert torch.equal(found[0], keys.to(dtype))
+        assert torch.equal(found[1], values.transpose(0, 1).to(dtype))
+    assert KVTransform(rotate=False, segment=16).first_tokens(torch.float16) is None
+
+
 def test_other_first_tokens_are_packed_like_the_rest() -> None:
     """Also if only one head, or only K or V, is a constant: heads are marked separately."""
     transform = make_transform()

@@ -316,3 +316,12 @@ def test_selection_refuses_unsupported_models() -> None:
 
     with pytest.raises(UnsupportedModelError, match="stablelm"):
         select_layers(StableLmConfig(), index_of({}))
+
+
+@pytest.mark.parametrize("section", ["None", 3, {"a": 1}])
+def test_selection_refuses_configs_that_make_no_model(section: object) -> None:
+    model = make_model("qwen3")
+    index = index_of(stored(model))
+    model.config.text_config = section
+    with pytest.raises(CheckpointError, match=r"cannot build a model from it: .*to_dict"):
+        select_layers(model.config, index)

@@ -33,6 +33,7 @@ from halfbyte.numerics.hadamard import hadamard
 
 MARK = 0xFF
 """Block scale of K that marks a slot whose K and V are constants of the model."""
+_QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MATCH_TOLERANCE = 2.0**-6
 """Tolerance, relative to the absmax, for K and V to match a constant.
 
@@ -154,6 +155,24 @@ class KVTransform:
     def prepare(self) -> None:
         """Make the tables of GPU kernels now: it syncs, which cannot be captured in a graph."""
         _ = self.mean_tables, self.pair_tables
+        for dtype in _QUERY_DTYPES:
+            self.first_tokens(dtype)
+
+    def first_tokens(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """`first_keys` and `first_values` in a dtype, contiguous; None where there are none.
+
+        Converted once per dtype: decode reads them in every layer and step.
+        """
+        if self.first_keys is None or self.first_values is None:
+            return None
+        if dtype not in self._converted:
+            keys, values = self.first_keys.to(dtype), self.first_values.to(dtype)
+            self._converted[dtype] = keys.contiguous(), values.contiguous()
+        return self._converted[dtype]
+
+    @cached_property
+    def _converted(self) -> dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]]:
+        return {}
 
     @property
     def shared_tokens(self) -> int:

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 from halfbyte.models.architectures import check_supported
+from halfbyte.models.meta_model import empty_model, resolve_dtype
 from halfbyte.models.nvfp4.experts import PROJECTIONS
 from halfbyte.models.nvfp4.layer_plan import LayerPlan
 from halfbyte.models.nvfp4.weight_stream import check_plain_tensors
@@ -80,13 +80,13 @@ def select_layers(
 
     Raises:
         UnsupportedModelError: an architecture that halfbyte is not tested with.
-        CheckpointError: a weight of the model is absent or does not fit, a tensor could not be
-            loaded beside quantized ones, or there is nothing to quantize.
+        CheckpointError: no model can be built from the config, a weight of the model is absent or
+            does not fit, a tensor could not be loaded beside quantized ones, or there is nothing
+            to quantize.
         ValueError: a pattern without a match, or an invalid regular expression.
     """
     check_supported(config)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    model = empty_model(index.folder, config, resolve_dtype("auto", config, index))
     check_plain_tensors(model, LayerPlan(), index, model.dtype)
     modules = dict(model.named_modules())
     linear = list(_decoder_linears(modules, index))

@@ -222,10 +222,10 @@ def _bind_transform(
         )
         arguments.params.mean_segments = len(tables.cos)
         arguments.params.bias_segments = num_segments
-    if transform.first_keys is not None and transform.first_values is not None:
+    if (first := transform.first_tokens(query.dtype)) is not None:
         arguments.bind(
-            first_keys=transform.first_keys.to(query.dtype).contiguous(),
-            first_values=transform.first_values.to(query.dtype).contiguous(),
+            first_keys=first[0],
+            first_values=first[1],
             first_indices=_floats(query, num_tokens, num_heads).view(torch.int32),
             first_scores=_floats(query, num_tokens, num_heads),
         )
