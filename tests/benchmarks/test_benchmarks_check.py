@@ -34,6 +34,7 @@ def test_every_bound_is_there() -> None:
         "attention_cpu_zen4": 2,
         "decode_step": 2,
         "linear": 15,
+        "moe": 11,
         "kv_recipes": 20,
         "recipe_speed": 2,
         "vllm_step": 8,
@@ -44,6 +45,15 @@ def test_every_bound_is_there() -> None:
         "decode 64 x 8192: balanced, of plain",
         "128x2048, ms",
         "64x8192, balanced of plain",
+        "128x8x2048x768, M <= 16, from 50 MB: of the read rate",
+        "128x8x2048x768, M <= 16, below 50 MB: of a plain read",
+        "128x8x2048x768, M <= 16: of the fastest peer",
+        "128x8x2048x768, M >= 1024: of vLLM bf16",
+        "128x8x2048x768, every M: of the fastest peer",
+        "32x4x2880x2880-mxfp4, M <= 16, from 50 MB: of the read rate",
+        "32x4x2880x2880-mxfp4, M <= 16: of the fastest peer",
+        "32x4x2880x2880-mxfp4, M >= 1024: of vLLM bf16",
+        "32x4x2880x2880-mxfp4, every M: of the fastest peer",
     }
 
 

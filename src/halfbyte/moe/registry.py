@@ -11,9 +11,8 @@ BACKEND_VARIABLE = "HALFBYTE_MOE_BACKEND"
 MOE_BACKENDS: Registry[MoeKernel] = Registry(
     "MoE backend",
     {
-        "triton": "halfbyte.moe.triton:TritonKernel",
-        # Behind triton, which takes every layer of a GPU, until it has run on one.
         "cuda": "halfbyte.moe.cuda.kernel:CudaKernel",
+        "triton": "halfbyte.moe.triton:TritonKernel",
         "cpu": "halfbyte.moe.cpu:CpuKernel",
         "reference": "halfbyte.moe.reference:ReferenceKernel",
     },
