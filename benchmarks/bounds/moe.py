@@ -13,8 +13,8 @@ _LARGE = 50e6
 """Min bytes hit from which the read rate is the measure, not a plain read of as many bytes."""
 
 KNOWN_MISSES = {
-    "of the read rate": "0.54 at 53 MB and 0.60 at 78, where launches and joins weigh most; 0.67 to "
-    "0.74 beyond",
+    "of the read rate": "0.54 at 53 MB and 0.60 at 78, where launches and joins weigh most; 0.67 "
+    "to 0.74 beyond",
     "of a plain read": "one token: two products and a sum, each behind the one before",
     "M <= 16: of the fastest peer": "0.60 for one token, 0.89 for 16",
     "of vLLM bf16": "Triton's grouped kernel unpacks between its matmuls; none by wgmma yet",
