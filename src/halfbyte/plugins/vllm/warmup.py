@@ -48,9 +48,12 @@ _BATCHES = (
     *((Tokens(new, 60), Tokens(new, 300)) for new in range(2, 9)),
     (Tokens(17, 0),),
     (Tokens(17, 300),),
-    (Tokens(40, 2000), Tokens(1, 50)),
+    # Short rests of long prompts, whose beginnings the prefix cache holds.
+    *((Tokens(new, 2000),) for new in (9, 17, 30)),
     (Tokens(160, 0), Tokens(160, 600)),
     (Tokens(600, 0), Tokens(300, 900), Tokens(1, 33)),
+    # Beside prompts, decode steps read their last tokens apart from the pages.
+    *((Tokens(160, 0), Tokens(new, 300)) for new in range(1, 9)),
     (Tokens(2048, 0),),
     (Tokens(2048, 0), Tokens(2048, 0)),
     (Tokens(2048, 4096),),
