@@ -128,7 +128,7 @@ FEATURES = (
     ),
     Feature(
         "4-bit experts: NVFP4 of ModelOpt and compressed-tensors, GPT-OSS's MXFP4 (`moe`)",
-        (SEEN, UNTRIED, TESTED, UNTRIED),
+        (SEEN, SEEN, TESTED, UNTRIED),
         "test_vllm_moe.py::test_experts_equal_halfbyte_s_engine",
     ),
     Feature(
