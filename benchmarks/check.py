@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.bounds import attention, linear, moe, recipes, vllm
+from benchmarks.bounds import attention, engine, linear, moe, recipes, vllm
 from benchmarks.bounds.base import RESULTS, Bound, is_committed, result
 
 
@@ -23,6 +23,7 @@ def committed() -> list[Bound]:
         *attention.of_decode_step(result("decode_step")),
         *linear.of_linear(result("linear")),
         # Until there is a run on a GPU.
+        *(engine.of_steps(result("engine_step")) if is_committed("engine_step") else ()),
         *(moe.of_moe(result("moe")) if is_committed("moe") else ()),
         *recipes.of_accuracy(result("kv_recipes")),
         *recipes.of_speed(result("recipe_speed")),
