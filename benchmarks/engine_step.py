@@ -40,8 +40,11 @@ from halfbyte.kvcache import KVScales
 
 RESULT = Path(__file__).parent / "results" / "engine_step.json"
 RECIPES = ("plain", "balanced")
-VARIANTS: dict[str, dict[str, Any]] = {"eager": {}}
-"""Options of `LLM`, by name."""
+VARIANTS: dict[str, dict[str, Any]] = {
+    "eager": {"torch_compile": False},
+    "compiled": {"torch_compile": True},
+}
+"""Options of `LLM`, by name: the model's code as it is or compiled, both in CUDA graphs."""
 _WARM_UPS = 4
 """Steps before those that count: the sampler compiles its kernel in the first."""
 _REPLAYS = 9
