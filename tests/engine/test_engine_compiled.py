@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch._dynamo import lookup_backend
 
-from halfbyte.engine import LLM, SamplingParams
+from halfbyte.engine import LLM, SamplingParams, compiled
 from halfbyte.engine.compiled import CompiledLayers, decoder_layers
+from halfbyte.kernels.runtime.inductor import OVERLAP
 from halfbyte.linear import NvFp4Linear
 from models.zoo import ALL_EXPERTS, ARCHITECTURES, make_model
 
@@ -30,8 +31,8 @@ class Counting:
 
     def __call__(self, graph: Any, inputs: Any, **options: Any) -> Callable[..., Any]:
         self.count += 1
-        compiled: Callable[..., Any] = self._backend(graph, inputs, **options)
-        return compiled
+        function: Callable[..., Any] = self._backend(graph, inputs, **options)
+        return function
 
 
 def stable_model(architecture: str) -> Any:
@@ -124,19 +125,30 @@ def test_a_model_without_layers_is_an_error_and_stays_as_it_is() -> None:
     assert all(layer._compiled_call_impl is None for layer, _ in decoder_layers(model))
 
 
+@pytest.mark.parametrize(
+    ("architecture", "capability", "expected"),
+    [("llama", 90, {OVERLAP: True}), ("llama", 80, None), ("qwen3_moe", 90, None)],
+)
+def test_launches_of_dense_models_overlap_on_hopper(
+    architecture: str, capability: int, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "compute_capability_of", lambda device: capability)
+    assert compiled._inductor_options(make_model(architecture)) == expected
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "gemma3_text", *EXPERTS])
 def test_compiled_graphs_give_the_tokens_of_eager_ones(architecture: str) -> None:
     torch._dynamo.utils.counters.clear()
     tokens = []
-    for compiled in (True, False):
+    for torch_compile in (True, False):
         model = stable_model(architecture).cuda()
         llm = LLM(
             model,
             kv_cache_dtype="float32",
             max_num_seqs=6,
             max_model_len=64,
-            torch_compile=compiled,
+            torch_compile=torch_compile,
         )
         graphs = llm.core.runner.graphs
         assert graphs is not None
@@ -145,7 +157,7 @@ def test_compiled_graphs_give_the_tokens_of_eager_ones(architecture: str) -> Non
         # Captured at start-up: no request compiles.
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == counts
         if architecture not in EXPERTS:
-            assert (graphs.compiled is not None) == compiled  # and there was no error
+            assert (graphs.compiled is not None) == torch_compile  # and there was no error
             assert graphs._graphs.keys() == set(graphs.sizes)
             assert counts == 2 * KINDS.get(architecture, 1)
     assert tokens[0] == tokens[1]

@@ -23,6 +23,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from halfbyte.dispatch import compute_capability_of
+from halfbyte.kernels.runtime.inductor import OVERLAP, can_overlap
 from halfbyte.models import BATCH_ARGUMENT, PagedBatch
 from halfbyte.models.attention_op import running
 
@@ -41,9 +43,9 @@ class CompiledLayers:
         self._model = model
         # Dynamo limits the compilations of a function; each model has a function of its own.
         code = _run_layer.__code__.replace(co_name=f"run_layer_{next(_numbers)}")
-        self._run = torch.compile(
-            FunctionType(code, _run_layer.__globals__), backend=backend, fullgraph=True
-        )
+        function = FunctionType(code, _run_layer.__globals__)
+        options = _inductor_options(model) if backend == "inductor" else None
+        self._run = torch.compile(function, backend=backend, fullgraph=True, options=options)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -93,6 +95,13 @@ def decoder_layers(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
 def _attention_of(layer: nn.Module) -> nn.Module | None:
     inner = [x for x in layer.modules() if x is not layer and hasattr(x, "layer_idx")]
     return inner[0] if len(inner) == 1 else None
+
+
+def _inductor_options(model: nn.Module) -> dict[str, Any] | None:
+    """For dense models on Hopper, launches that overlap, as halfbyte's own do."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    is_dense = not any(name.endswith(".experts") for name, _ in model.named_modules())
+    return {OVERLAP: True} if is_dense and can_overlap(compute_capability_of(device)) else None
 
 
 def _run_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
