@@ -1,7 +1,8 @@
 """Compiled layers: the tokens of eager ones, and one compilation per kind of layer."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch._dynamo import lookup_backend
 
 from halfbyte.engine import LLM, SamplingParams, compiled
 from halfbyte.engine.compiled import CompiledLayers, decoder_layers
+from halfbyte.engine.graphs import DecodeGraphs
 from halfbyte.kernels.runtime.inductor import OVERLAP
 from halfbyte.linear import NvFp4Linear
 from models.zoo import ALL_EXPERTS, ARCHITECTURES, make_model
@@ -49,12 +51,21 @@ def generate(llm: LLM) -> list[list[int]]:
     return [output.token_ids for output in llm.generate(PROMPTS, PARAMS)]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "gemma3_text", "gpt_oss"])
-def test_compiled_layers_give_the_tokens_of_eager_ones(architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "compiler"),
+    [
+        ("llama", "aot_eager"),
+        ("qwen3", "eager"),
+        ("gemma2", "eager"),
+        ("gemma3_text", "aot_eager"),
+        ("gpt_oss", "eager"),
+    ],
+)
+def test_compiled_layers_give_the_tokens_of_eager_ones(architecture: str, compiler: str) -> None:
     """Prompts as well, whose numbers of tokens need no compilation of their own either."""
     llm = make_llm(architecture)
     expected = generate(llm)
-    backend = Counting("aot_eager")
+    backend = Counting(compiler)
     layers = CompiledLayers(llm.model, backend)
     with layers.in_use():
         assert generate(llm) == expected
@@ -103,6 +114,62 @@ def test_every_model_has_graphs_of_its_own() -> None:
             with CompiledLayers(model, backend).in_use():
                 llm.generate([[1]], params)
             assert backend.count == 1
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[DecodeGraphs]:
+    """Of a sequence of three tokens, on the CPU, where steps run but cannot be captured."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    llm = make_llm("llama")
+    tables = llm.core.tables
+    found = DecodeGraphs(llm.model, tables, llm.core.runner.quantization, 4, 64)
+    tables.add("a")
+    tables.append("a", 3)
+    found._fill([("a", [7])], 4)
+    with llm.core.runner.attached(), torch.inference_mode():
+        yield found
+
+
+def test_a_step_of_graphs_runs_compiled(graphs: DecodeGraphs) -> None:
+    expected = graphs._forward(4)[:1]
+    backend = Counting("eager")
+    graphs.compiled = CompiledLayers(graphs.model, backend)
+    graphs._try_compiled(4)
+    torch.testing.assert_close(graphs._forward(4)[:1], expected)
+    assert graphs.compiled is not None
+    assert backend.count == 1
+    assert graphs.num_captures == len(graphs.sizes) + 1
+
+
+@pytest.mark.parametrize("reason", ["no layers", "a graph break"])
+def test_a_step_of_graphs_runs_as_it_is_after_an_error(
+    reason: str,
+    graphs: DecodeGraphs,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = graphs._forward(4)[:1]
+    if reason == "no layers":
+        graphs.compiled = CompiledLayers(torch.nn.Linear(2, 2), "eager")
+    else:
+        norm = graphs.model.model.layers[1].input_layernorm
+        forward = norm.forward
+
+        def breaks_the_graph(hidden: torch.Tensor) -> Any:
+            torch._dynamo.graph_break()
+            return forward(hidden)
+
+        monkeypatch.setattr(norm, "forward", breaks_the_graph)
+        graphs.compiled = CompiledLayers(graphs.model, "eager")
+    for _ in range(2):
+        graphs._try_compiled(4)
+    assert graphs.compiled is None
+    ours = "halfbyte.engine.graphs"
+    (message,) = [record.getMessage() for record in caplog.records if record.name == ours]
+    assert message.startswith("decoding without torch.compile: ")
+    assert "\n" not in message
+    torch.testing.assert_close(graphs._forward(4)[:1], expected)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
