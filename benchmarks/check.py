@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.bounds import attention, linear, moe, recipes, vllm
-from benchmarks.bounds.base import RESULTS, Bound, result
+from benchmarks.bounds import attention, engine, linear, moe, recipes, vllm
+from benchmarks.bounds.base import RESULTS, Bound, is_committed, result
 
 
 def committed() -> list[Bound]:
@@ -22,6 +22,8 @@ def committed() -> list[Bound]:
         *(bound for run in attention.CPU_RUNS for bound in attention.of_cpu_run(run, result(run))),
         *attention.of_decode_step(result("decode_step")),
         *linear.of_linear(result("linear")),
+        # Until there is a run on a GPU.
+        *(engine.of_steps(result("engine_step")) if is_committed("engine_step") else ()),
         *moe.of_moe(result("moe"), moe.KNOWN_MISSES),
         *recipes.of_accuracy(result("kv_recipes")),
         *recipes.of_speed(result("recipe_speed")),

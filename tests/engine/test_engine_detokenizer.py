@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from engine.tokenizers_zoo import byte_level, sentencepiece
 from halfbyte.assets import bundled_model_path
@@ -136,6 +137,20 @@ class Counting:
         self.count += len(ids)
         text: str = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """A tokenizer of transformers with a `decode` of its own."""
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        return str(super().decode(*args, **kwargs)).upper()
+
+
+def test_detokenizer_uses_a_tokenizer_s_own_decode() -> None:
+    tokenizer = Shouting(tokenizer_object=byte_level().backend_tokenizer)
+    detokenizer = Detokenizer(tokenizer)
+    text = "".join(map(detokenizer.push, tokenizer("cat").input_ids)) + detokenizer.finish()
+    assert text == "CAT"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -78,8 +78,12 @@ def generate(
         typer.Option(help="Max share of the GPU's memory in use, instead of --num-pages."),
     ] = None,
     enforce_eager: Annotated[
-        bool, typer.Option("--enforce-eager", help="Run without CUDA graphs.")
+        bool,
+        typer.Option("--enforce-eager", help="Run without CUDA graphs and torch.compile."),
     ] = False,
+    torch_compile: Annotated[
+        bool, typer.Option(help="Compile the layers of CUDA graphs with torch.compile.")
+    ] = True,
     max_model_len: Annotated[
         int | None, typer.Option(help="Context length in tokens; by default the model's.")
     ] = None,
@@ -117,6 +121,7 @@ def generate(
         max_batched_tokens=max_batched_tokens,
         gpu_memory_utilization=gpu_memory_utilization,
         enforce_eager=enforce_eager,
+        torch_compile=torch_compile,
         attention_backend=attention_backend,
         linear_backend=linear_backend,
         quantize_activations=quantize_activations,

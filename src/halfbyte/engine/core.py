@@ -32,6 +32,7 @@ class EngineCore:
         attention_backend: name of an attention backend, or None to choose.
         batch_invariant: require results that are bitwise independent of the batch.
         cuda_graphs: run decode steps on a GPU as CUDA graphs.
+        torch_compile: compile the layers of these graphs, unless `batch_invariant`.
         recent: rings for the last tokens of the sequences; None for none.
         eos_ids: ids that end a sequence, besides the model's own.
     """
@@ -48,6 +49,7 @@ class EngineCore:
         attention_backend: str | None = None,
         batch_invariant: bool = False,
         cuda_graphs: bool = True,
+        torch_compile: bool = True,
         recent: RecentTokens | None = None,
         eos_ids: Iterable[int] = (),
     ) -> None:
@@ -60,6 +62,7 @@ class EngineCore:
             attention_backend,
             batch_invariant,
             (max_num_seqs, max_model_len) if cuda_graphs else None,
+            torch_compile,
         )
         self.sampler = Sampler()
         self.max_model_len = max_model_len

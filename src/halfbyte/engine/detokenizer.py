@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from halfbyte.engine.stop_strings import StopStrings
 
 _INCOMPLETE = "�"
@@ -33,7 +35,7 @@ class Detokenizer:
         prompt: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._ids_to_text = _decoder(tokenizer)
         self._window = _Window(self._decode, prompt)
         self._stop = StopStrings(stop)
         self._chunks: list[str] = []
@@ -69,17 +71,23 @@ class Detokenizer:
 
     def token_text(self, token: int) -> str:
         """The text of a token alone, special ones included."""
-        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
-        return text
+        return self._ids_to_text([token], skip_special_tokens=False)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+        return self._ids_to_text(ids, skip_special_tokens=True)
 
     def _give(self, chunk: str) -> str:
         if chunk:
             self._chunks.append(chunk)
         return chunk
+
+
+def _decoder(tokenizer: Any) -> Callable[..., str]:
+    """`tokenizer.decode`, of transformers' tokenizers without the search for tensors in its
+    argument, which takes most of the time and is done for every token of every sequence."""
+    own = getattr(type(tokenizer), "decode", None) is not PreTrainedTokenizerBase.decode
+    decode: Callable[..., str] = tokenizer.decode if own else tokenizer._decode
+    return decode
 
 
 class _Window:

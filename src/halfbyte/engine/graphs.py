@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from halfbyte.engine.compiled import CompiledLayers
 from halfbyte.kvcache import OutOfPagesError, SequenceTables
 from halfbyte.kvcache.recent_step import RecentStep
 from halfbyte.linear.invariant.products import InvariantProducts
@@ -39,7 +40,7 @@ class DecodeGraphs:
         quantization: of each layer's K and V, with tensors on the GPU.
         max_num_seqs: max sequences per step.
         max_model_len: max tokens per sequence.
-        attention_backend, batch_invariant: as for `ModelRunner`.
+        attention_backend, batch_invariant, torch_compile: as for `ModelRunner`.
     """
 
     def __init__(
@@ -51,12 +52,16 @@ class DecodeGraphs:
         max_model_len: int,
         attention_backend: str | None = None,
         batch_invariant: bool = False,
+        torch_compile: bool = False,
     ) -> None:
         self.model = model
         self.tables = tables
         self.quantization = quantization
         self.attention_backend = attention_backend
         self.batch_invariant = batch_invariant
+        # Compiled layers round differently from those of prefill.
+        compiles = torch_compile and not batch_invariant
+        self.compiled = CompiledLayers(model) if compiles else None
         self.sizes = graph_sizes(max_num_seqs)
         device, groups = tables.pool.device, tables.pool.plan.groups
         most = self.sizes[-1]
@@ -89,11 +94,16 @@ class DecodeGraphs:
             )
         )
 
+    @property
+    def num_captures(self) -> int:
+        """Calls of `capture_all`'s `progress`: graphs, and the compilation."""
+        return len(self.sizes) + (self.compiled is not None)
+
     def capture_all(self, progress: Callable[[], None]) -> None:
-        """Capture all sizes now, so that no request waits for a capture.
+        """Compile and capture all sizes now, so that no request waits for that.
 
         Args:
-            progress: called after each.
+            progress: called after the compilation and after each capture.
         """
         chunks = [(object(), [0])]  # a dummy sequence of one token, freed below
         seq = chunks[0][0]
@@ -101,6 +111,9 @@ class DecodeGraphs:
         try:
             with suppress(OutOfPagesError), torch.cuda.device(self._seq_lens.device):
                 self.tables.append(seq, 1)
+                if self.compiled is not None:
+                    self._compile(chunks)
+                    progress()
                 # Largest first: smaller graphs reuse its memory.
                 for size in reversed(list(self.sizes)):
                     if size in self.sizes:
@@ -109,6 +122,13 @@ class DecodeGraphs:
                     progress()
         finally:
             self.tables.free(seq)
+
+    def _compile(self, chunks: Sequence[tuple[object, Sequence[int]]]) -> None:
+        """Compile for all sizes: a size of 1 needs another compilation than larger ones."""
+        for size in {self.sizes[-1], self.sizes[0]}:
+            with suppress(torch.OutOfMemoryError):  # `_graph` reports it
+                self._fill(chunks, size)
+                self._try_compiled(size)
 
     def run(self, chunks: Sequence[tuple[object, Sequence[int]]]) -> torch.Tensor | None:
         """Logits `[sequences, vocabulary]`, valid until the next run; None if capturing failed.
@@ -199,9 +219,23 @@ class DecodeGraphs:
             batch_invariant=self.batch_invariant,
         )
 
+    def _try_compiled(self, size: int) -> None:
+        """Run once with compiled layers, if they are used; they are not after an error."""
+        if self.compiled is None:
+            return
+        try:
+            self._forward(size)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0]
+            _LOGGER.warning("decoding without torch.compile: %s: %s", type(error).__name__, reason)
+            self.compiled = None
+
     def _forward(self, size: int) -> torch.Tensor:
         batch = self._batch(size)
-        with InvariantProducts() if self.batch_invariant else nullcontext():
+        products = InvariantProducts() if self.batch_invariant else nullcontext()
+        with products, self.compiled.in_use() if self.compiled else nullcontext():
             output = self.model(
                 input_ids=self._input_ids[:, :size],
                 position_ids=self._positions[:, :size],
@@ -218,6 +252,7 @@ class DecodeGraphs:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
+            self._try_compiled(size)
             for _ in range(_WARM_UPS):
                 self._forward(size)
         torch.cuda.current_stream().wait_stream(stream)

@@ -30,7 +30,6 @@ from halfbyte.engine.prompts import (
 )
 from halfbyte.engine.request import Request
 from halfbyte.engine.sampling_params import SamplingParams
-from halfbyte.engine.threads import warn_shared_cores
 from halfbyte.kvcache import KVRecipe, KVScales, plan_kv_cache
 from halfbyte.kvcache.recent import RecentTokens
 from halfbyte.models import KVQuantization, LayerDTypes
@@ -72,10 +71,13 @@ class LLM:
             every matrix product of the model has a fixed order of summation.
         cuda_graphs: run decode steps on a GPU as CUDA graphs, captured at start-up; models that
             cannot be captured run without them, after one warning.
+        torch_compile: compile the layers of these graphs with `torch.compile` at start-up, unless
+            `batch_invariant`: several times fewer kernels, rounded slightly differently; models
+            that cannot be compiled run without, after one warning.
         gpu_memory_utilization: max share of the GPU's memory in use, including weights and other
             programs, as in vLLM; instead of `num_pages`.
         max_num_batched_tokens: vLLM's name for `max_batched_tokens`.
-        enforce_eager: vLLM's name for no CUDA graphs.
+        enforce_eager: vLLM's name for neither CUDA graphs nor `torch.compile`.
 
     Raises:
         ModelLoadError, UnsupportedModelError: the model cannot be loaded or is not supported.
@@ -104,6 +106,7 @@ class LLM:
         quantize_activations: bool | None = None,
         batch_invariant: bool = False,
         cuda_graphs: bool = True,
+        torch_compile: bool = True,
         gpu_memory_utilization: float | None = None,
         max_num_batched_tokens: int | None = None,
         enforce_eager: bool = False,
@@ -134,7 +137,6 @@ class LLM:
             batch_invariant=batch_invariant,
         )
         self.model = model
-        warn_shared_cores(model.device)
         max_model_len = context_length(model, max_model_len)
         specs, self.kv_scales, self.recipe = KVSetup.of(
             model,
@@ -164,6 +166,7 @@ class LLM:
             attention_backend=attention_backend,
             batch_invariant=batch_invariant,
             cuda_graphs=cuda_graphs and not enforce_eager,
+            torch_compile=torch_compile,
             recent=recent,
             eos_ids=eos_ids(self.tokenizer),
         )
@@ -171,7 +174,7 @@ class LLM:
 
     def _capture_graphs(self) -> None:
         graphs = self.core.runner.graphs
-        with capture_bar(len(graphs.sizes) if graphs else 0) as progress:
+        with capture_bar(graphs.num_captures if graphs else 0) as progress:
             self.core.runner.capture_graphs(progress)
 
     def __repr__(self) -> str:

@@ -61,7 +61,8 @@ def warp(requests: Sequence[Request], scores: torch.Tensor) -> torch.Tensor:
     temperatures = [max(r.params.temperature, _MIN_TEMPERATURE) for r in requests]
     # The max becomes 0 and stays 0, so that tiny temperatures give no NaN.
     scores = scores - scores.amax(-1, keepdim=True)
-    scores /= to_device(temperatures, torch.float32, scores.device)[:, None]
+    if any(temperature != 1 for temperature in temperatures):
+        scores /= to_device(temperatures, torch.float32, scores.device)[:, None]
     cuts: tuple[tuple[Callable[[Request], Any], Any, Callable[[Any], Any]], ...] = (
         (lambda r: max(r.params.top_k, 0), 0, TopKLogitsWarper),
         (lambda r: r.params.top_p, 1, TopPLogitsWarper),

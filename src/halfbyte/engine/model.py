@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from halfbyte.engine.options import check_batch_invariant
+from halfbyte.engine.threads import warn_shared_cores
 from halfbyte.models import load_model, load_tokenizer
 
 
@@ -20,7 +21,7 @@ def model_and_tokenizer(
     quantize_activations: bool | None,
     batch_invariant: bool,
 ) -> tuple[PreTrainedModel, Any]:
-    """Loads what is given as a folder or hub id; arguments as of `LLM`.
+    """Loads what is given as a folder or hub id; arguments as of `LLM`. Warns of few cores.
 
     Raises:
         ModelLoadError, UnsupportedModelError: the model cannot be loaded or is not supported.
@@ -45,6 +46,7 @@ def model_and_tokenizer(
         )
     if batch_invariant:
         check_batch_invariant(model)
+    warn_shared_cores(model.device)
     return model.eval(), tokenizer
 
 

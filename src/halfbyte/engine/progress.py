@@ -9,11 +9,11 @@ from tqdm.auto import tqdm
 
 @contextmanager
 def capture_bar(total: int) -> Iterator[Callable[[], None]]:
-    """Progress of capturing `total` CUDA graphs, shown on a terminal; call after each graph."""
+    """Progress of compiling and capturing CUDA graphs, `total` calls; shown on a terminal."""
     if not total or not sys.stderr.isatty():
         yield lambda: None
         return
-    with tqdm(total=total, desc="CUDA graphs", unit="graph", leave=False) as bar:
+    with tqdm(total=total, desc="CUDA graphs", unit="capture", leave=False) as bar:
         yield lambda: bar.update() and None
 
 

@@ -24,6 +24,8 @@ class ModelRunner:
         batch_invariant: require results that are bitwise independent of the batch.
         graph_limits: max `(sequences, tokens per sequence)` of decode steps that run as CUDA
             graphs on a GPU; None for no graphs.
+        torch_compile: compile the layers of the graphs, unless `batch_invariant`; see
+            `CompiledLayers`.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class ModelRunner:
         attention_backend: str | None = None,
         batch_invariant: bool = False,
         graph_limits: tuple[int, int] | None = None,
+        torch_compile: bool = False,
     ) -> None:
         self.model = model
         self.tables = tables
@@ -44,7 +47,13 @@ class ModelRunner:
         register()
         if tables.pool.device.type == "cuda" and graph_limits is not None:
             self.graphs = DecodeGraphs(
-                model, tables, self.quantization, *graph_limits, attention_backend, batch_invariant
+                model,
+                tables,
+                self.quantization,
+                *graph_limits,
+                attention_backend,
+                batch_invariant,
+                torch_compile,
             )
 
     @contextmanager
@@ -66,10 +75,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self, progress: Callable[[], None]) -> None:
-        """Capture the CUDA graphs, if enabled, before the first request.
+        """Compile and capture the CUDA graphs, if enabled, before the first request.
 
         Args:
-            progress: called after each.
+            progress: as of `DecodeGraphs.capture_all`.
         """
         if self.graphs is not None:
             with self.attached():

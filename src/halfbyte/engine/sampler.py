@@ -44,15 +44,13 @@ class Sampler:
         """
         if not requests:
             return []
-        scores = penalize(requests, logits.float())
-        tokens = scores.argmax(-1)
-        drawing = [i for i, request in enumerate(requests) if request.params.temperature > 0]
-        if drawing:
-            rows = to_device(drawing, torch.int64, logits.device)
-            drawn = _draw([requests[i] for i in drawing], scores[rows])
-            tokens = tokens.index_copy(0, rows, drawn)
+        unchanged = logits.float()
+        scores = penalize(requests, unchanged)
+        tokens = _choose(requests, scores)
         # amax returns NaN if there is one. Token ids are exact in float64.
-        columns = [x.double() for x in (tokens, logits.amax(-1), scores.amax(-1))]
+        largest = logits.amax(-1)
+        largest_allowed = largest if scores is unchanged else scores.amax(-1)
+        columns = [x.double() for x in (tokens, largest, largest_allowed)]
         width, table = len(columns), torch.stack(columns, 1)
         asking = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
         counts = [_count(request, logits.shape[-1]) for request in requests]
@@ -79,6 +77,19 @@ def _sampled(token: float, largest: float, largest_allowed: float) -> Sampled:
     elif not math.isfinite(largest_allowed):
         error = "min_tokens: every token that the model gives a chance would end the text"
     return Sampled(int(token), error)
+
+
+def _choose(requests: Sequence[Request], scores: torch.Tensor) -> torch.Tensor:
+    """Tokens `[requests]`: drawn, or the most likely one at temperature 0."""
+    drawing = [i for i, request in enumerate(requests) if request.params.temperature > 0]
+    if len(drawing) == len(requests):  # a pass over all scores takes a percent of a step
+        return _draw(requests, scores)
+    tokens = scores.argmax(-1)
+    if not drawing:
+        return tokens
+    rows = to_device(drawing, torch.int64, scores.device)
+    drawn = _draw([requests[i] for i in drawing], scores[rows])
+    return tokens.index_copy(0, rows, drawn)
 
 
 def _draw(requests: Sequence[Request], scores: torch.Tensor) -> torch.Tensor:

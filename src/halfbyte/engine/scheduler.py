@@ -79,7 +79,8 @@ class Scheduler:
         for request in list(self.running):
             if budget == 0:
                 break
-            if request not in self.running:  # preempted by an older request in this step
+            # Preempted by an older request in this step.
+            if self._preempted and request not in self.running:
                 continue
             chunk = self._place(request, budget)
             if chunk is not None:

@@ -132,6 +132,9 @@ class SequenceTables:
             for group in range(len(sequence.tables))
             if (tail := self._shared_tail(seq, group, count)) is not None
         }
+        if not shared and not any(missing):  # most tokens of decode steps
+            sequence.length += count
+            return
         pages = self._allocate(sum(missing) + len(shared))
         with self._released_on_error(pages):
             sources = [sequence.tables[group][tail] for group, tail in shared.items()]

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from halfbyte.attention import attend
-from halfbyte.models.architectures import sliding_windows
+from halfbyte.models.attention_op import attend_layer, engine_attention_op
 from halfbyte.models.batch import PagedBatch
 
 ENGINE = "halfbyte_engine"
@@ -108,6 +108,10 @@ def engine_attention(
     Returns:
         `[1, tokens, heads, Dv]` and no weights.
     """
+    inputs = [x[0].transpose(0, 1) for x in (query, key, value)]
+    scale = _scale(query, scaling)
+    if torch.compiler.is_compiling():  # the layer has no batch then
+        return engine_attention_op(*inputs, scale, sliding_window, s_aux, softcap)[None], None
     batch: PagedBatch | None = kwargs.get(BATCH_ARGUMENT)
     if batch is None:
         raise RuntimeError(
@@ -115,14 +119,11 @@ def engine_attention(
             f"{ENGINE!r} works only inside halfbyte.LLM (is a stream of an LLM with this model "
             "unfinished?); to call the model yourself, make a halfbyte.Cache"
         )
-    layer = _layer_index(module)
-    _check_window(module, layer, sliding_window)
-    out = batch.store_and_attend(
-        layer,
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        scale=_scale(query, scaling),
+    out = attend_layer(
+        module,
+        batch,
+        *inputs,
+        scale=scale,
         sliding_window=sliding_window,
         sinks=s_aux,
         softcap=softcap,
@@ -222,20 +223,5 @@ def dense_attention(
     return out
 
 
-def _layer_index(module: nn.Module) -> int:
-    index = module.layer_idx
-    assert isinstance(index, int)
-    return index
-
-
 def _scale(query: torch.Tensor, scaling: float | None) -> float:
     return query.shape[-1] ** -0.5 if scaling is None else scaling
-
-
-def _check_window(module: nn.Module, layer: int, sliding_window: int | None) -> None:
-    """Raise unless attention uses the config's window, by which the pool frees pages."""
-    expected = sliding_windows(module.config)[layer]
-    if expected is not None and expected != sliding_window:
-        raise RuntimeError(
-            f"layer {layer} attends with a window of {sliding_window}, its config says {expected}"
-        )

@@ -13,9 +13,9 @@ from transformers import BloomConfig, BloomForCausalLM, DeepseekV2Config, Deepse
 import halfbyte
 from halfbyte.assets import heldout_texts
 from halfbyte.evaluation.perplexity import evaluate_perplexity, text_windows
+from halfbyte.kernels.runtime.inductor import OVERLAP
 from halfbyte.kvcache import KV_SCALES_FILE
 from halfbyte.plugins.vllm import register
-from halfbyte.plugins.vllm.compilation import OVERLAP
 from halfbyte.plugins.vllm.registry import has_page_specs, wants_kernels
 from models.zoo import make_model
 from plugins.vllm.engine.engines import (
