@@ -108,7 +108,7 @@ def truncated_model(folder: Path) -> Path:
         (["--prompt", "x", "--kv-cache-dtype", "int3"], "unknown 'int3'; expected one of auto"),
         (["--prompt", "x", "--v-cache-dtype", "int3"], "unknown 'int3'; expected one of auto"),
         (["--prompt", ""], "--prompt: is empty"),
-        (["--prompt-file", "/nowhere"], "--prompt-file /nowhere: No such file or directory"),
+        (["--prompt-file", "/nowhere"], "--prompt-file: /nowhere: cannot be read: No such file"),
         (["--prompt", "x " * 20000], "leave no room to generate in a context of"),
         (["--prompt", "x", "--model", "/no/such/model"], "/no/such/model: no such folder"),
         (["--prompt", "x", "--num-pages", "3", "--max-tokens", "99"], "out of KV cache pages"),
@@ -355,7 +355,11 @@ def test_prompts_from_a_file_and_standard_input(halfbyte: Command, tmp_path: Pat
         assert "expected one of --prompt and --prompt-file" in err
     file.write_bytes(b"\xff")
     code, _, err = halfbyte("generate", "--prompt-file", str(file))
-    assert (code, err) == (1, f"error: --prompt-file {file}: expected text in UTF-8\n")
+    assert (code, err) == (
+        1,
+        f"error: --prompt-file: {file}: is not UTF-8 text: 'utf-8' codec can't decode byte 0xff in "
+        "position 0: invalid start byte\n",
+    )
 
 
 @pytest.mark.parametrize(("arguments", "status"), [(["--version"], 0), (["abacus"], 2)])

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from halfbyte.bench import GPU_CASES, Case
 from halfbyte.cli import main
-from halfbyte.cli.bench import choose_cases, grid
+from halfbyte.cli.bench_arguments import choose_cases, grid
 from halfbyte.cli.bench_tables import tables
 
 Command = Callable[..., tuple[int, str, str]]

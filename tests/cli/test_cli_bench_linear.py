@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from halfbyte.cli import main
-from halfbyte.cli.bench import parse_shapes
+from halfbyte.cli.bench_arguments import parse_shapes
 
 Command = Callable[..., tuple[int, str, str]]
 TINY = ("--device", "cpu", "--shapes", "64x32,32x48", "--m", "1,20")

@@ -82,8 +82,9 @@ def evaluate(
     """Measure perplexity with a packed KV cache, and the KL divergence from a bfloat16 cache."""
     import torch
 
-    from halfbyte.assets import bundled_model_path, heldout_texts, read_text
+    from halfbyte.assets import bundled_model_path, heldout_texts
     from halfbyte.evaluation import text_windows
+    from halfbyte.files import read_text
     from halfbyte.layouts import KVCacheDType
     from halfbyte.models import load_model, load_tokenizer
 
