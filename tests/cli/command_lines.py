@@ -16,7 +16,24 @@ from halfbyte.cli import app
 
 CLOSED_PORT = "http://127.0.0.1:9/v1"
 NUMBERS = (
-    *("", "0", "-1", "1", "2", "3", "16", "-0", "0.5", "1.5", "1e3", "1e400", "1e-320", "nan"),
+    *(
+        "",
+        "0",
+        "-1",
+        "1",
+        "2",
+        "3",
+        "16",
+        "100",
+        "5000",
+        "-0",
+        "0.5",
+        "1.5",
+        "1e3",
+        "1e400",
+        "1e-320",
+        "nan",
+    ),
     *("inf", "-inf", "0x10", "1_0", "+5", " 7 ", "\u0663", "1,2", "--3", "x", "true", "None"),
     *(str(2**31), str(2**63), str(-(2**63)), str(2**64), "1" + "0" * 30, "1" * 5000),
 )
@@ -76,6 +93,21 @@ VALID: dict[tuple[str, ...], dict[str, str]] = {
 """Options of a small valid run of each command."""
 
 POSITIONAL = {"quantize": ("model", "new"), "calibrate": ("model",), "serve": ("model",)}
+ENVIRONMENT = {
+    "HALFBYTE_CACHE_DIR": (
+        "",
+        "cache",
+        "text",
+        "absent/cache",
+        "readonly/cache",
+        "null/x",
+        "~x",
+    ),
+    "OPENAI_API_KEY": ("", "key", "a\nb", "é", "\udcff", "x" * 5000),
+    "VLLM_PLUGINS": ("", "halfbyte", "other"),
+    "COLUMNS": ("1", "0", "-5", "x"),
+    "NO_COLOR": ("1",),
+}
 INSTEAD = {"--prompt-file": ("--prompt",)}
 """Options that a run cannot have together with another."""
 
@@ -118,12 +150,15 @@ def make_paths(folder: Path, model: Path) -> list[str]:
     os.mkfifo(folder / "fifo")
     (folder / "loop").symlink_to("loop")
     (folder / "dangling").symlink_to("absent/file")
+    for device in ("null", "zero", "full"):
+        # Links, because a fault may replace what it is given.
+        (folder / device).symlink_to(f"/dev/{device}")
     (folder / "unreadable").touch(mode=0o000)
     return [
         *("model", "broken", "readonly", "no config", "empty", "binary", "text", "text"),
         *("existing.json", "deep.json", "fifo", "loop", "dangling", "unreadable", "absent"),
         *("absent/file", "readonly/new", "text/new", "new.json", "new", ".", "..", "/", "x" * 300),
-        *("model/config.json", "/dev/null", "/dev/zero", "/dev/full", "/dev/stdin", "x/" * 3000),
+        *("model/config.json", "null", "zero", "full", "x/" * 3000),
         *(str(folder / "model"), str(folder / "new 2"), "\udcff", "a\nb", "\x1b[31m", "", "-"),
     ]
 
@@ -139,6 +174,7 @@ class CommandLine:
         faults: names and values that were changed; an error must name one of them.
         stdin: what standard input is: empty, text, binary, closed or none.
         has_vllm: whether vLLM is found.
+        environment: variables that are set, beside those of the test.
     """
 
     path: tuple[str, ...]
@@ -146,6 +182,7 @@ class CommandLine:
     positional: list[str]
     stdin: str = "empty"
     has_vllm: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
     @property
@@ -156,23 +193,30 @@ class CommandLine:
 
 def make_valid(path: tuple[str, ...], server: str) -> CommandLine:
     """A small valid run of a command."""
-    options = [
-        (name, server if value == "SERVER" else value) for name, value in VALID[path].items()
-    ]
-    return CommandLine(path, [*options], [*POSITIONAL.get(path[0], ())], has_vllm=True)
+    values = {**VALID[path], **({"--url": server} if path == ("chat",) else {})}
+    return CommandLine(path, [*values.items()], [*POSITIONAL.get(path[0], ())], has_vllm=True)
 
 
 def make_command_line(random: Random, paths: list[str], server: str) -> CommandLine:
     """A valid command line, with up to three changes."""
     path = random.choice(list(commands()))
     line = make_valid(path, server)
+    if random.random() < 0.03:
+        change_command(line, random)
+        return line
     line.stdin = random.choice(("empty", "empty", "text", "binary", "closed", "none"))
     line.has_vllm = random.random() < 0.7
     has_json = any("--json" in param.opts for param in commands()[path].params)
     if has_json and random.random() < 0.5:
         line.options.append(("--json",))
+    if random.random() < 0.2:
+        name = random.choice(list(ENVIRONMENT))
+        line.environment[name] = random.choice(ENVIRONMENT[name])
+        line.faults += [name, line.environment[name]]
     for _ in range(random.choice((0, 1, 1, 1, 2, 2, 3))):
         random.choice(CHANGES)(line, random, paths)
+    for _ in range(random.choice((0, 0, 1, 2))):
+        set_option(line, random, paths)
     return line
 
 
@@ -192,6 +236,7 @@ def set_option(line: CommandLine, random: Random, paths: list[str]) -> None:
     value = _value(command, param.name, random, paths)
     if random.random() < 0.8:
         others = (*param.opts, *INSTEAD.get(name, ()))
+        line.faults += others
         line.options = [option for option in line.options if option[0] not in others]
     line.options.append((f"{name}={value}",) if random.random() < 0.2 else (name, value))
     line.faults += [name, param.name or "", value]
@@ -240,11 +285,13 @@ def add_unknown(line: CommandLine, random: Random, paths: list[str]) -> None:
         name = name.replace("-", "_")
     value = random.choice(TEXTS)
     line.options.append(random.choice(((name,), (name, value), (f"{name}={value}",))))
-    line.faults += [name, value]
+    line.faults += [name, value, "-="]
 
 
 def change_positional(line: CommandLine, random: Random, paths: list[str]) -> None:
     """Another, a missing or a surplus positional argument, or a separator."""
+    if not line.positional and random.random() < 0.7:
+        return set_option(line, random, paths)
     what = random.randrange(4)
     place = random.randrange(len(line.positional) + 1)
     value = random.choice(random.choice((tuple(paths), tuple(paths), TEXTS)))
@@ -258,13 +305,14 @@ def change_positional(line: CommandLine, random: Random, paths: list[str]) -> No
     elif line.positional:
         line.positional[place - 1] = value
     line.faults += [value, "MODEL", "SOURCE", "DESTINATION", "argument"]
+    return None
 
 
-def change_command(line: CommandLine, random: Random, paths: list[str]) -> None:
+def change_command(line: CommandLine, random: Random) -> None:
     """Another command's name, or one that does not exist."""
     name = random.choice((*TEXTS, *line.path, "benc", "Generate", "bench", "--version"))
     line.path = (*line.path[:-1], name) if random.random() < 0.7 else (name, *line.path)
-    line.faults += [name, "command"]
+    line.faults += [name, "command", "argument", *line.path]
 
 
 def add_option_of_vllm(line: CommandLine, random: Random, paths: list[str]) -> None:

@@ -132,6 +132,7 @@ def _names_fault(message: str, faults: list[str]) -> bool:
     """Whether a message has the start of a name or value that was changed, as is or escaped."""
     forms = (str, lambda x: repr(x)[1:-1], shortened, os.path.normpath, os.path.dirname)
     names = [_plain(form(fault)) for fault in faults for form in forms]
+    names += ["''" for fault in faults if not fault.strip()]
     names += [f"option: {fault[:2]}" for fault in faults if fault[:1] == "-"]
     return any(name[:12] in _plain(message) for name in names if name)
 
@@ -201,6 +202,8 @@ def surroundings(line: CommandLine) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdin", stdin(line.stdin))
         patch.setattr(sys, "argv", sys.argv)
+        for name, value in line.environment.items():
+            patch.setenv(name, value)
         if line.has_vllm:
             patch.setattr(launch, "find_spec", lambda name: name == "vllm")
             patch.setattr(launch, "entry_points", lambda **_: ("halfbyte",))
@@ -234,7 +237,7 @@ def test_one_clear_line(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     logging.getLogger("halfbyte").handlers.clear()  # of other tests, with their standard error
     measure_quickly(monkeypatch, 1)
-    watch.allowed = (str(tmp_path), "/dev/")
+    watch.allowed = (str(tmp_path),)
     watch.hosts = ("127.0.0.1", "localhost")
     for path in VALID:
         valid = make_valid(path, server.url)
@@ -246,7 +249,7 @@ def test_one_clear_line(
         statuses.append(status)
         if found:
             command = shlex.join(x if len(x) < 200 else x[:99] + "…" for x in line.arguments)
-            about = f"stdin {line.stdin}{', vLLM' * line.has_vllm}"
+            about = f"stdin {line.stdin}{', vLLM' * line.has_vllm}, {line.environment!a:.200}"
             failures.append(f"seed {seed}: halfbyte {command!a} ({about}): {found}")
             with capsys.disabled():
                 print(failures[-1][:1500], flush=True)
