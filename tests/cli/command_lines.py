@@ -312,7 +312,7 @@ def change_command(line: CommandLine, random: Random) -> None:
     """Another command's name, or one that does not exist."""
     name = random.choice((*TEXTS, *line.path, "benc", "Generate", "bench", "--version"))
     line.path = (*line.path[:-1], name) if random.random() < 0.7 else (name, *line.path)
-    line.faults += [name, "command", "argument", *line.path]
+    line.faults += [name, "command", "argument", "option", *line.path]
 
 
 def add_option_of_vllm(line: CommandLine, random: Random, paths: list[str]) -> None:

@@ -14,7 +14,6 @@ import shutil
 import signal
 import stat
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,7 +82,8 @@ def halfbyte(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> Result
     sys.argv = ["halfbyte", *arguments]
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("default")
-        warnings.simplefilter("ignore", DeprecationWarning)
+        for hidden in (DeprecationWarning, PendingDeprecationWarning, ResourceWarning):
+            warnings.simplefilter("ignore", hidden)
         try:
             main()
         except SystemExit as stop:
@@ -214,10 +214,15 @@ def surroundings(line: CommandLine) -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def state() -> tuple[Any, ...]:
+def state() -> set[tuple[str, Any]]:
     """What a command must leave as it was."""
-    mode = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.get_num_threads())
-    return (*mode, dict(os.environ), os.getcwd(), torch.is_inference_mode_enabled())
+    return {
+        ("dtype", torch.get_default_dtype()),
+        ("gradients", torch.is_grad_enabled() and not torch.is_inference_mode_enabled()),
+        ("threads", torch.get_num_threads()),
+        ("folder", os.getcwd()),
+        *os.environ.items(),
+    }
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="bounds and peaks are Linux's")
@@ -277,7 +282,6 @@ def case(
         paths = make_paths(folder, model)
         line = line or make_command_line(random, paths, url)
         before, was = snapshot(folder), state()
-        start = time.perf_counter()
         forget_peak()
         used = peak()
         watch.seen, watch.is_on = [], True
@@ -294,11 +298,7 @@ def case(
         found += problems(line, result) if not found else []
         found += [f"{(peak() - used) >> 20} MiB"] if peak() - used > GIB else []
         found += watch.seen + list(surprises(line, folder, before))
-        found += [f"state {was} -> {state()}"] if was != state() else []
-        took = time.perf_counter() - start
-        if took > 3:
-            with capsys.disabled():
-                print(round(took, 1), line.arguments and str(line.arguments)[:300], flush=True)
+        found += [f"changed the state of the process: {was ^ state()}"] if was != state() else []
         with surroundings(CommandLine((), [], [])):
             usual = halfbyte(capsys, ["--version"])
         found += [] if usual.out.startswith("halfbyte ") and not usual.status else [f"then {usual}"]
