@@ -18,7 +18,7 @@ from benchmarks.linear_layers.table import linear_markdown_table, linear_tables
 from benchmarks.linear_layers.warm_up import KEPT_ON_DISK, warm_up
 from benchmarks.program import measure, names, numbers, write_table
 from halfbyte.bench.linear import SHAPES
-from halfbyte.cli.bench import parse_shapes
+from halfbyte.cli.bench_arguments import parse_shapes
 
 REPOSITORY = Path(__file__).parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "linear.json"

@@ -18,7 +18,7 @@ import torch
 from benchmarks.moe_layers.run import MoeRun
 from benchmarks.moe_layers.table import moe_markdown_table, moe_tables
 from benchmarks.program import measure, names, numbers, write_table
-from halfbyte.cli.bench import parse_moe_shapes
+from halfbyte.cli.bench_arguments import parse_moe_shapes
 
 REPOSITORY = Path(__file__).parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "moe.json"

@@ -1,13 +1,17 @@
-"""Reading untrusted JSON, the user's cache folder, and atomic writes."""
+"""Reading untrusted JSON and texts, the user's cache folder, and atomic writes."""
 
+import errno
 import json
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any
 
 _MAX_MESSAGE = 600
 """Max characters of an error message: values from files can have any length."""
+_MAX_STREAM = 64 << 20
+"""Max bytes of a text from a pipe or device, some of which never end."""
 
 
 def shortened(text: str, length: int = _MAX_MESSAGE) -> str:
@@ -42,6 +46,32 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(fields).__name__}")
     return fields
+
+
+def read_text(path: str | Path) -> str:
+    """A user's UTF-8 text, newlines and all.
+
+    A pipe is read until its writer closes it; without a writer it is empty. What is no regular file
+    may have at most 64 MiB.
+
+    Raises:
+        ValueError: it cannot be read, is too long, or is no such text; one line.
+    """
+    try:
+        # Without O_NONBLOCK, opening a pipe waits for a writer.
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with open(descriptor, "rb") as file:
+            os.set_blocking(descriptor, True)
+            is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            content = file.read(-1 if is_regular else _MAX_STREAM + 1)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if len(content) > _MAX_STREAM and not is_regular:
+        raise ValueError(f"{path}: cannot be read: more than {_MAX_STREAM >> 20} MiB")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text: {error}") from None
 
 
 def cache_folder() -> Path | None:
@@ -83,8 +113,10 @@ def replace_file(path: Path, content: bytes) -> None:
     killed process leaves the old file, and at worst a hidden folder.
 
     Raises:
-        OSError: the folder is absent or cannot be written.
+        OSError: the folder is absent or cannot be written; `path` is a device, pipe or folder.
     """
+    if path.exists() and not path.is_file():  # a user who may would replace /dev/null
+        raise FileExistsError(errno.EEXIST, "is no regular file", str(path))
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         temporary = Path(folder) / path.name
         with temporary.open("wb") as file:

@@ -8,7 +8,7 @@ import torch
 from bench.shared import RATE, TIMES, measure_quickly
 from halfbyte.bench import MOE_SHAPES, MoeBenchmark, MoeShape, data
 from halfbyte.bench.experts import Experts
-from halfbyte.cli.bench import parse_moe_shapes
+from halfbyte.cli.bench_arguments import parse_moe_shapes
 from halfbyte.dispatch import NoImplementationError
 from halfbyte.moe.reference import ReferenceKernel
 

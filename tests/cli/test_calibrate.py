@@ -225,6 +225,7 @@ def test_a_model_without_a_tokenizer(halfbyte: Command, model: Path, tmp_path: P
         (["{model}", "--device", "gpu"], "device: "),
         (["{model}", "--dtype", "int8"], "dtype: expected one of auto, float32"),
         (["{model}", "--out", "{tmp}"], "out: {tmp}: is a folder, expected the name of a file"),
+        (["{model}", "--out", "{tmp}/null"], "null: expected the name of a regular file"),
         (["{model}", "--out", "/no/such/file.json"], "out: /no/such: no such folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -233,6 +234,7 @@ def test_refuses_in_one_line(
     halfbyte: Command, model: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "null").symlink_to("/dev/null")
     places = {"model": model, "tmp": tmp_path}
     code, out, err = halfbyte(*(argument.format(**places) for argument in arguments))
     assert (code, out) == (1, "")

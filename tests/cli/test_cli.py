@@ -1,6 +1,7 @@
 """The `halfbyte` command, as a user meets it."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -108,7 +109,7 @@ def truncated_model(folder: Path) -> Path:
         (["--prompt", "x", "--kv-cache-dtype", "int3"], "unknown 'int3'; expected one of auto"),
         (["--prompt", "x", "--v-cache-dtype", "int3"], "unknown 'int3'; expected one of auto"),
         (["--prompt", ""], "--prompt: is empty"),
-        (["--prompt-file", "/nowhere"], "--prompt-file /nowhere: No such file or directory"),
+        (["--prompt-file", "/nowhere"], "--prompt-file: /nowhere: cannot be read: No such file"),
         (["--prompt", "x " * 20000], "leave no room to generate in a context of"),
         (["--prompt", "x", "--model", "/no/such/model"], "/no/such/model: no such folder"),
         (["--prompt", "x", "--num-pages", "3", "--max-tokens", "99"], "out of KV cache pages"),
@@ -224,7 +225,7 @@ def test_eval_layer_by_layer(halfbyte: Command) -> None:
         (["--chunk-size", "0"], "chunk_size: expected at least 1"),
         (["--window", "1"], "window: expected at least 2"),
         (["--max-tokens", "-1"], "max_tokens: expected at least 2, got -1"),
-        (["--retrieval", "100"], "tokens: 100 for 1 facts need"),
+        (["--retrieval", "100"], "retrieval: tokens: 100 for 1 facts need"),
         (["--retrieval", "5000"], "contexts: expected 1 up to 2048 tokens, got"),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else "",
@@ -279,6 +280,61 @@ def test_usage_errors_exit_with_2(halfbyte: Command, arguments: list) -> None:
     code, _, err = halfbyte(*arguments)
     assert code == 2
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["info", "--" + "x" * 5000], "No such option: --xxx"),
+        (["info", "x" * 5000], "unexpected extra argument"),
+        (["info", "\x1b[31m\n\x07"], r"unexpected extra argument(s) (\x1b[31m\x0a\x07)"),
+        (["generate", "--model", " "], "expected a folder or hub id"),
+        (["x\ny" * 5000], "No such command"),
+    ],
+    ids=["option", "argument", "control", "callback", "command"],
+)
+def test_usage_errors_are_short_and_printable(
+    halfbyte: Command, arguments: list[str], message: str
+) -> None:
+    code, _, err = halfbyte(*arguments)
+    last = err.splitlines()[-1]
+    assert code == 2
+    assert last.startswith("Error: ")
+    assert message in last
+    assert last.isprintable()
+    assert len(last) < 800
+
+
+def test_errors_are_short_and_printable(halfbyte: Command) -> None:
+    code, _, err = halfbyte("generate", "--prompt", "x", "--model", "/\x1b[31m" + "x" * 5000)
+    assert code == 1
+    assert err.startswith("error: /\\x1b[31mxxx")
+    assert err.endswith("no such folder\n")
+    assert err[:-1].isprintable()
+    assert len(err) < 700
+
+
+@pytest.mark.parametrize("is_absent", [True, False])
+def test_a_prompt_from_closed_standard_input(
+    halfbyte: Command, monkeypatch: pytest.MonkeyPatch, is_absent: bool
+) -> None:
+    """Python has none if the file descriptor was closed when it started."""
+    with open(os.devnull) as closed:
+        pass
+    monkeypatch.setattr(sys, "stdin", None if is_absent else closed)
+    expected = "standard input: expected text, but it is closed\n"
+    assert halfbyte("generate", "--prompt", "-") == (1, "", f"error: --prompt: {expected}")
+    assert halfbyte("chat") == (1, "", f"error: {expected}")
+
+
+def test_only_the_option_asks_for_a_traceback(
+    halfbyte: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, err = halfbyte("generate", "--prompt", "x", "--model", "/none", "--stop", "-v")
+    assert (code, err) == (1, "error: /none: no such folder\n")
+    with pytest.raises(ValueError, match="/none: no such folder"):
+        halfbyte("generate", "--prompt", "x", "--model", "/none", "-v")
+    assert halfbyte("generate", "--prompt", "x", "--model", "/none")[0] == 1
 
 
 def test_command_in_a_process_of_its_own() -> None:
@@ -355,7 +411,11 @@ def test_prompts_from_a_file_and_standard_input(halfbyte: Command, tmp_path: Pat
         assert "expected one of --prompt and --prompt-file" in err
     file.write_bytes(b"\xff")
     code, _, err = halfbyte("generate", "--prompt-file", str(file))
-    assert (code, err) == (1, f"error: --prompt-file {file}: expected text in UTF-8\n")
+    assert (code, err) == (
+        1,
+        f"error: --prompt-file: {file}: is not UTF-8 text: 'utf-8' codec can't decode byte 0xff in "
+        "position 0: invalid start byte\n",
+    )
 
 
 @pytest.mark.parametrize(("arguments", "status"), [(["--version"], 0), (["abacus"], 2)])

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from halfbyte.bench import GPU_CASES, Case
 from halfbyte.cli import main
-from halfbyte.cli.bench import choose_cases, grid
+from halfbyte.cli.bench_arguments import choose_cases, grid
 from halfbyte.cli.bench_tables import tables
 
 Command = Callable[..., tuple[int, str, str]]
@@ -88,6 +88,11 @@ def test_ours_that_fails_ends_with_1_after_the_rest(
         (["--only", "nothing"], "only: 'nothing' matches none of"),
         (["--batch", "1,x"], "batch: expected numbers separated by commas, got '1,x'"),
         (["--context", "0"], "context: expected at least 1"),
+        (["--context", str(2**40)], "context: expected less than 2^31, got 1099511627776"),
+        (
+            ["--context", str(2**30), "--only", "decode", "--device", "cpu"],
+            "context, batch, heads: decode-llama-1x1073741824 needs at least 1,024.0 GiB, the cpu",
+        ),
         (["--heads", "bloom"], "heads: unknown 'bloom'"),
         (["--kv-cache-dtype", "int3"], "unknown 'int3'"),
         (["--device", "cpu", "--attention-backend", "zz"], "attention backend: unknown 'zz'"),

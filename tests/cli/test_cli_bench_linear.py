@@ -1,6 +1,7 @@
 """`halfbyte bench linear`, as a user meets it on a CPU."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from halfbyte.cli import main
-from halfbyte.cli.bench import parse_shapes
+from halfbyte.cli.bench_arguments import parse_shapes
 
 Command = Callable[..., tuple[int, str, str]]
 TINY = ("--device", "cpu", "--shapes", "64x32,32x48", "--m", "1,20")
@@ -42,6 +43,21 @@ def test_prints_a_table_per_shape_and_writes_json(bench: Command, tmp_path: Path
     assert max(map(len, out.splitlines()[:-1])) <= 90
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("pipe", "expected the name of a regular file"),  # nobody reads it
+        ("full", "cannot be written: No space left on device"),
+    ],
+)
+def test_reports_go_to_files(bench: Command, tmp_path: Path, name: str, reason: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "full").symlink_to("/dev/full")
+    file = tmp_path / name
+    code, _, err = bench(*TINY, "--out", str(file))
+    assert (code, err) == (1, f"error: out: {file}: {reason}\n")
+
+
 def test_prints_json(bench: Command) -> None:
     code, out, err = bench(*TINY, "--json")
     assert (code, err) == (0, "")
@@ -55,6 +71,16 @@ def test_prints_json(bench: Command) -> None:
         (["--shapes", "64x20"], "k a positive multiple of 16, got n=64, k=20"),
         (["--m", "1,x"], "m: expected numbers separated by commas, got '1,x'"),
         (["--m", "0"], "m: expected at least 1, got 0"),
+        (["--m", str(2**31)], "m: expected less than 2^31, got 2147483648"),
+        (["--m", "9" * 5000], "m: expected less than 2^31, got 9999"),
+        (["--shapes", "9" * 5000 + "x16"], "shapes: expected less than 2^31, got 9999"),
+        (["--shapes", "0x16"], "shapes: expected at least 1, got 0"),
+        (
+            ["--shapes", "32x32", "--m", str(2**31 - 1)],
+            "with M=2147483647 needs at least 256.0 GiB",
+        ),
+        (["--out", "/"], "out: /: expected the name of a regular file"),
+        (["--out", "x" * 300], "File name too long"),
         (["--backends", "abacus"], "linear backend: unknown 'abacus'"),
         (["--backends", "cuda"], "linear backend 'cuda' cannot be used here"),
         (["--out", "/no/such/folder/report.json"], "out: [Errno 2]"),

@@ -6,12 +6,9 @@ seed `HALFBYTE_FUZZ_SEED` (0) on. A failure names its seed.
 
 import json
 import os
-import resource
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,11 +27,10 @@ from halfbyte.models.layerwise import calibrate_checkpoint
 from halfbyte.quantization import quantize_checkpoint
 from models.test_models_foreign_cache import write as write_foreign
 from models.zoo import make_model
+from side_effects import GIB, Watch, bounds, forget_peak, peak
 
 CASES = int(os.environ.get("HALFBYTE_FUZZ_CASES", "60"))
 SEED = int(os.environ.get("HALFBYTE_FUZZ_SEED", "0"))
-SECONDS = 20
-GIB = 1 << 30
 LONGEST = 1000
 EXPECTED = (CheckpointError, UnsupportedModelError)
 SMALL: dict[str, Any] = {
@@ -82,81 +78,11 @@ def kv_scales() -> dict[str, torch.Tensor]:
     }
 
 
-class Watch:
-    """Records Python's audit events while `is_on`; audit hooks cannot be removed."""
-
-    def __init__(self) -> None:
-        self.is_on = False
-        self.allowed = ""
-        """Folder that may be written to."""
-        self.seen: list[str] = []
-        sys.addaudithook(self)
-
-    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
-        if not self.is_on:
-            return
-        if event in ("socket.connect", "socket.getaddrinfo", "os.system", "os.exec", "input"):
-            self.seen.append(f"{event} {args}"[:300])
-        elif event == "subprocess.Popen" and list(args[1])[:2] != [sys.executable, "-c"]:
-            self.seen.append(f"{event} {args[:2]}"[:300])
-        elif _is_write(event, args) and not self._may_write(args[0]):
-            self.seen.append(f"{event} {args}"[:300])
-
-    def _may_write(self, path: Any) -> bool:
-        text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
-        is_allowed = bool(self.allowed) and text.startswith(self.allowed)
-        return not text or is_allowed or text == os.devnull or "__pycache__" in text
-
-
-def _is_write(event: str, args: tuple[Any, ...]) -> bool:
-    if event == "open":
-        return bool((args[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
-    if event == "os.remove" and args[1] != -1:  # `shutil.rmtree`, whose own event has the path
-        return False
-    return event in ("os.remove", "os.rename", "os.mkdir", "os.symlink", "shutil.rmtree")
-
-
 @pytest.fixture(scope="module")
 def watch() -> Iterator[Watch]:
     watch = Watch()
     yield watch
     watch.is_on = False
-
-
-class TooSlow(BaseException):
-    """A case exceeded its time limit."""
-
-
-@contextmanager
-def bounds(megabytes: int = 8192) -> Iterator[None]:
-    """Limit a case's time, and make huge allocations fail."""
-
-    def stop(*_: object) -> None:
-        raise TooSlow(f"more than {SECONDS} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(
-        resource.RLIMIT_AS, (pages * resource.getpagesize() + (megabytes << 20), limits[1])
-    )
-    signal.alarm(SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
-def peak() -> int:
-    """The process's largest resident set since `forget_peak`, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
-
-
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def load_and_use(folder: Path, _: Path) -> None:
@@ -210,7 +136,7 @@ def test_one_clear_line(
     for base in bases:
         assert outcome(load_and_use, base, out) == "used", base
     assert outcome(quantize, bases[2], out) == "used"
-    watch.allowed = str(tmp_path)
+    watch.allowed = (str(tmp_path),)
     marker = tmp_path / "ran"
     used, failures = 0, []
     for seed in range(SEED, SEED + CASES):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["bundled_model_path", "calibration_text", "heldout_texts", "read_text"]
+__all__ = ["bundled_model_path", "calibration_text", "heldout_texts"]
 
 _FOLDER = Path(__file__).resolve().parent
 
@@ -33,17 +33,3 @@ def heldout_texts() -> dict[str, str]:
 def calibration_text() -> str:
     """A fixed mixed text (prose, code, data, several languages) to run through a model once."""
     return (_FOLDER / "calibration.txt").read_bytes().decode("utf-8")
-
-
-def read_text(path: str | Path) -> str:
-    """A UTF-8 text of the user's, newlines and all.
-
-    Raises:
-        ValueError: it cannot be read, or is no such text; one line.
-    """
-    try:
-        return Path(path).read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 text: {error}") from None
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror or error}") from None

@@ -12,19 +12,20 @@ from typing import Annotated
 import typer
 
 from halfbyte import __version__
-from halfbyte.cli import signals
+from halfbyte.cli import console, signals
 from halfbyte.cli.bench import bench
 from halfbyte.cli.calibrate import calibrate
 from halfbyte.cli.chat import chat
-from halfbyte.cli.console import print_error
 from halfbyte.cli.environment import remember_users_environment
 from halfbyte.cli.evaluate import evaluate
 from halfbyte.cli.generate import generate
 from halfbyte.cli.info import info
 from halfbyte.cli.quantize import quantize
 from halfbyte.cli.serve import ServeCommand, serve
+from halfbyte.cli.usage import ShortUsageErrors
 
 app = typer.Typer(
+    cls=ShortUsageErrors,
     help="LLMs on an NVFP4 (4-bit) paged KV cache.",
     no_args_is_help=True,
     add_completion=False,
@@ -55,6 +56,7 @@ def _root(
 def main() -> None:
     """Run the command line."""
     signals.install()
+    console.start()
     remember_users_environment()
     # Before torch is loaded: spinning threads slow down a shared machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -70,9 +72,9 @@ def main() -> None:
     except Exception as error:
         if (status := signals.status()) is not None:
             sys.exit(status)
-        if "--verbose" in sys.argv or "-v" in sys.argv:
+        if console.is_verbose():
             raise
-        print_error(error)
+        console.print_error(error)
         sys.exit(1)
     finally:
         signals.end_at_once()

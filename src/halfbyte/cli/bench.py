@@ -1,13 +1,22 @@
 """`halfbyte bench`"""
 
 import json
-import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from halfbyte.cli.bench_arguments import (
+    check_memory,
+    choose_cases,
+    linear_bytes,
+    moe_bytes,
+    numbers,
+    parse_moe_shapes,
+    parse_shapes,
+)
 from halfbyte.cli.bench_tables import failures, tables
 from halfbyte.cli.console import err, out, progress_bar, quiet_libraries
 from halfbyte.cli.options import AttentionBackend, Verbose
@@ -15,7 +24,7 @@ from halfbyte.cli.options import AttentionBackend, Verbose
 if TYPE_CHECKING:
     import torch
 
-    from halfbyte.bench import Case, LinearBenchmark, MoeBenchmark, MoeShape
+    from halfbyte.bench import LinearBenchmark, MoeBenchmark
     from halfbyte.bench.report import Report
 
 _MIN_WIDTH = 90
@@ -77,6 +86,9 @@ def attention(
     where = _device(device)
     cases = choose_cases(where.type, only, batch, context, heads)
     names = [name.strip() for name in kv_cache_dtype.split(",")]
+    # At least K and V of 4 bits each.
+    sizes = ((case.name, case.tokens_read * case.kv_heads * case.head_size) for case in cases)
+    check_memory(where, "context, batch, heads", sizes)
     benchmark = AttentionBenchmark(where, names, with_peers=peers, backend=attention_backend)
     _check_writable(report)
     with progress_bar("bench", "cases") as on_progress:
@@ -108,7 +120,7 @@ def linear(
         parse_shapes(shapes) if shapes else (),
         *_tokens_and_backends(m, backends),
     )
-    _run(benchmark, report, as_json=as_json)
+    _run(benchmark, linear_bytes, report, as_json=as_json)
 
 
 @bench.command("moe")
@@ -136,17 +148,23 @@ def moe(
         parse_moe_shapes(shapes) if shapes else (),
         *_tokens_and_backends(m, backends),
     )
-    _run(benchmark, report, as_json=as_json)
+    _run(benchmark, moe_bytes, report, as_json=as_json)
 
 
 def _tokens_and_backends(m: str | None, backends: str | None) -> tuple[list[int], list[str]]:
     names = [name.strip() for name in backends.split(",")] if backends else []
-    return _numbers("m", m) if m else [], names
+    return numbers("m", m) if m else [], names
 
 
 def _run(
-    benchmark: "LinearBenchmark | MoeBenchmark", report: Path | None, *, as_json: bool
+    benchmark: "LinearBenchmark | MoeBenchmark",
+    num_bytes: Callable[[Any, int], int],
+    report: Path | None,
+    *,
+    as_json: bool,
 ) -> None:
+    needed = ((f"{shape} with M={m}", num_bytes(shape, m)) for shape, m in benchmark.cases)
+    check_memory(benchmark.device, "shapes, m", needed)
     _check_writable(report)
     with progress_bar("bench", "cases") as on_progress:
         on_progress(0, len(benchmark.cases))
@@ -154,38 +172,6 @@ def _run(
             on_progress(done, len(benchmark.cases))
             _write(benchmark.report, report)
     _end(benchmark.report, as_json=as_json)
-
-
-def parse_moe_shapes(text: str) -> "list[MoeShape]":
-    """Shapes by name or sizes; ValueError for something else."""
-    from halfbyte.bench import MOE_SHAPES, MoeShape
-
-    result = []
-    for part in map(str.strip, text.split(",")):
-        sizes = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)", part.lower())
-        if sizes is None and part not in MOE_SHAPES:
-            raise ValueError(
-                f"shapes: expected {', '.join(MOE_SHAPES)}, or experts x top-k x hidden x "
-                f"intermediate size such as 128x8x2048x768, got {part!r}"
-            )
-        if sizes is None:
-            shape = MOE_SHAPES[part]
-        else:
-            num_experts, top_k, hidden, intermediate = map(int, sizes.groups())
-            shape = MoeShape(num_experts, top_k, hidden, intermediate)
-        if not 1 <= shape.top_k <= shape.num_experts:
-            raise ValueError(f"shapes: expected top-k of 1 .. experts, got {part!r}")
-        result.append(shape)
-    return result
-
-
-def parse_shapes(text: str) -> list[tuple[int, int]]:
-    """N and K of `6144x4096,4096x14336`; ValueError for something else."""
-    parts = [re.fullmatch(r"\s*(\d+)\s*[xX]\s*(\d+)\s*", part) for part in text.split(",")]
-    shapes = [(int(part[1]), int(part[2])) for part in parts if part]
-    if len(shapes) != len(parts):
-        raise ValueError(f"shapes: expected N x K such as 6144x4096,4096x14336, got {text!r}")
-    return shapes
 
 
 def _device(name: str) -> "torch.device":
@@ -199,70 +185,27 @@ def _device(name: str) -> "torch.device":
     return torch.device("cuda" if available and name != "cpu" else "cpu")
 
 
-def choose_cases(
-    device_type: str, only: str | None, batch: str | None, context: str | None, heads: str | None
-) -> "list[Case]":
-    """The default cases or a grid, filtered by the regular expression `only`.
-
-    Raises:
-        ValueError: bad numbers, an unknown preset, not a regular expression, or no case is left.
-    """
-    from halfbyte.bench import CPU_CASES, GPU_CASES
-
-    cases = list(GPU_CASES if device_type == "cuda" else CPU_CASES)
-    if batch or context or heads:
-        presets = [name.strip() for name in (heads or "llama").split(",")]
-        cases = grid(
-            presets, _numbers("batch", batch or "1"), _numbers("context", context or "8192")
-        )
-    try:
-        chosen = [case for case in cases if re.search(only or "", case.name)]
-    except re.error as error:
-        raise ValueError(f"only: {only!r} is not a regular expression: {error}") from None
-    if not chosen:
-        names = ", ".join(case.name for case in cases)
-        raise ValueError(f"only: {only!r} matches none of {names}")
-    return chosen
-
-
-def grid(presets: list[str], batches: list[int], contexts: list[int]) -> "list[Case]":
-    """Decode, prefill of whole prompts, and store, for every combination; ValueError for a preset
-    that does not exist."""
-    from halfbyte.bench.cases import PRESETS, decode, prefill, store
-
-    if unknown := [name for name in presets if name not in PRESETS]:
-        raise ValueError(f"heads: unknown {unknown[0]!r}; expected one of {', '.join(PRESETS)}")
-    points = [(p, b, c) for p in presets for b in batches for c in contexts]
-    cases = [
-        *(decode(*point) for point in points),
-        *(prefill(*point) for point in points),
-        *(store(preset, batch * context) for preset, batch, context in points),
-    ]
-    return list(dict.fromkeys(cases))
-
-
-def _numbers(name: str, text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{name}: expected numbers separated by commas, got {text!r}") from None
-    if min(numbers) < 1:
-        raise ValueError(f"{name}: expected at least 1, got {min(numbers)}")
-    return numbers
-
-
 def _check_writable(file: Path | None) -> None:
     """Raise before measuring if the file cannot be written."""
+    if file is None:
+        return
     try:
-        if file is not None:
+        # Opening a pipe would wait for a reader.
+        is_file = not (file.is_dir() or file.is_fifo())
+        if is_file:
             file.touch()
     except OSError as error:
         raise ValueError(f"out: {error}") from None
+    if not is_file:
+        raise ValueError(f"out: {file}: expected the name of a regular file")
 
 
 def _write(report: "Report", file: Path | None) -> None:
-    if file is not None:
-        file.write_text(json.dumps(report, indent=2) + "\n")
+    try:
+        if file is not None:
+            file.write_text(json.dumps(report, indent=2) + "\n")
+    except OSError as error:
+        raise ValueError(f"out: {file}: cannot be written: {error.strerror}") from None
 
 
 def _end(report: "Report", *, as_json: bool) -> None:

@@ -145,6 +145,8 @@ def _check_writable(path: Path, *, is_kept: bool) -> None:
         make_private(path.parent)
     if path.is_dir():
         raise ValueError(f"out: {path}: is a folder, expected the name of a file")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"out: {path}: expected the name of a regular file")
     if not path.parent.is_dir():
         raise ValueError(f"out: {path.parent}: no such folder")
     if not os.access(path.parent, os.W_OK):

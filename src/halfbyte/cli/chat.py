@@ -16,7 +16,7 @@ import typer
 from rich.text import Text
 
 from halfbyte.cli import signals
-from halfbyte.cli.console import err, out, print_error
+from halfbyte.cli.console import err, out, print_error, stdin
 from halfbyte.cli.conversation import MAX_CONTINUATION_TOKENS, Conversation
 from halfbyte.cli.openai_client import Client
 from halfbyte.cli.openai_protocol import EndpointError, replace_surrogates, strip_control
@@ -72,7 +72,7 @@ def chat(
     """
     _check(temperature, max_tokens)
     client = Client(url, api_key, timeout)
-    if prompt is None and not sys.stdin.isatty():
+    if prompt is None and not stdin().isatty():
         prompt = _stdin()
     if prompt is not None and not prompt.strip():
         raise ValueError("prompt: is empty")
@@ -112,7 +112,7 @@ def _check(temperature: float | None, max_tokens: int | None) -> None:
 
 def _stdin() -> str:
     try:
-        return sys.stdin.read().removesuffix("\n")
+        return stdin().read().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"standard input: expected text, got undecodable bytes: {error}") from None
 

@@ -82,8 +82,9 @@ def evaluate(
     """Measure perplexity with a packed KV cache, and the KL divergence from a bfloat16 cache."""
     import torch
 
-    from halfbyte.assets import bundled_model_path, heldout_texts, read_text
+    from halfbyte.assets import bundled_model_path, heldout_texts
     from halfbyte.evaluation import text_windows
+    from halfbyte.files import read_text
     from halfbyte.layouts import KVCacheDType
     from halfbyte.models import load_model, load_tokenizer
 
@@ -242,7 +243,10 @@ def _look_for_facts(work: _Work, text: str, tokens: int) -> None:
     from halfbyte.evaluation import evaluate_retrieval, make_context
 
     facts = max(1, min(32, tokens // 100))
-    context = make_context(work.options["tokenizer"], text, tokens, facts, seed=1)
+    try:
+        context = make_context(work.options["tokenizer"], text, tokens, facts, seed=1)
+    except ValueError as error:
+        raise ValueError(f"retrieval: {error}") from None
     results = evaluate_retrieval(work.model, [context], work.names, work.chunk_size, **work.options)
     if work.as_json:
         print(json.dumps([asdict(result) for result in results]))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from halfbyte.cli.console import out, quiet_libraries
+from halfbyte.cli.console import out, quiet_libraries, stdin
 from halfbyte.cli.options import (
     AttentionBackend,
     DType,
@@ -18,6 +18,7 @@ from halfbyte.cli.options import (
     QuantizeActivations,
     Verbose,
 )
+from halfbyte.files import read_text
 
 if TYPE_CHECKING:
     from halfbyte.engine import LLM, RequestOutput
@@ -145,16 +146,16 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     """
     if (prompt is None) == (file is None):
         raise typer.BadParameter("expected one of --prompt and --prompt-file")
-    name = "--prompt" if file is None else f"--prompt-file {file}"
+    name = "--prompt" if file is None else "--prompt-file"
     try:
         if file is not None:
-            prompt = file.read_bytes().decode()
+            prompt = read_text(file)
         elif prompt == "-":
-            prompt = sys.stdin.buffer.read().decode()
-    except OSError as error:
-        raise ValueError(f"{name}: {error.strerror}") from None
+            prompt = stdin().buffer.read().decode()
     except UnicodeDecodeError:
-        raise ValueError(f"{name}: expected text in UTF-8") from None
+        raise ValueError(f"{name}: expected text in UTF-8 on standard input") from None
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     if not prompt:
         raise ValueError(f"{name}: is empty")
     return prompt

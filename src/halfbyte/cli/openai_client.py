@@ -54,7 +54,7 @@ class Client:
         api_key = (api_key or "").strip()
         # Check it here: http.client's error would contain the key.
         if not (api_key.isascii() and api_key.isprintable()):
-            raise ValueError("api_key: expected printable ASCII characters")
+            raise ValueError("api_key: expected printable ASCII characters (OPENAI_API_KEY)")
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
 

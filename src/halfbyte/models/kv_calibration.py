@@ -10,7 +10,8 @@ import torch
 from transformers import Cache as TransformersCache
 from transformers import PreTrainedModel
 
-from halfbyte.assets import calibration_text, read_text
+from halfbyte.assets import calibration_text
+from halfbyte.files import read_text
 from halfbyte.kvcache import KVScales
 from halfbyte.kvcache.scales import shape_of_model
 from halfbyte.models.amax import AmaxRecorder, without_zeros

@@ -53,7 +53,8 @@ except BaseException as error:
 
 def has_tokenizer(folder: Path) -> bool:
     """Whether a folder has a tokenizer's files."""
-    return any((folder / name).is_file() for name in _ENOUGH)
+    # pathlib's `is_file` raises for names that are too long.
+    return any(os.path.isfile(folder / name) for name in _ENOUGH)
 
 
 def load_tokenizer(path: str | Path) -> Any:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from halfbyte.files import read_text, shortened
+
 _SHORTEST_CUT = len("--abcd")
 """Min characters of an abbreviated name: vLLM rejects shorter ones as ambiguous."""
 
@@ -61,8 +63,8 @@ class ServeArguments:
             return None
         try:
             return json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{names[0]}: expected JSON, got {text!r}: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{names[0]}: expected JSON, got {text[:99]!r}: {error}") from None
 
     def without(self, name: str) -> list[str]:
         """The arguments without an option, its value and its parts."""
@@ -122,7 +124,7 @@ def _parts(arguments: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
             place = inner
         try:
             place[last] = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             place[last] = text
     return found
 
@@ -131,10 +133,9 @@ def _read_config_file(file: Path) -> list[str]:
     import yaml  # type: ignore[import-untyped]
 
     try:
-        options = yaml.safe_load(file.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"--config: {file} cannot be read: {reason}") from None
+        options = yaml.safe_load(read_text(file))
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise ValueError(f"--config: {file} cannot be read: {shortened(str(error))}") from None
     if options is None:
         return []
     if not isinstance(options, Mapping):
