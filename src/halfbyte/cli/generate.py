@@ -83,8 +83,11 @@ def generate(
         typer.Option("--enforce-eager", help="Run without CUDA graphs and torch.compile."),
     ] = False,
     torch_compile: Annotated[
-        bool, typer.Option(help="Compile the layers of CUDA graphs with torch.compile.")
-    ] = True,
+        bool,
+        typer.Option(
+            "--torch-compile", help="Compile the layers of CUDA graphs with torch.compile."
+        ),
+    ] = False,
     max_model_len: Annotated[
         int | None, typer.Option(help="Context length in tokens; by default the model's.")
     ] = None,

@@ -49,7 +49,7 @@ class EngineCore:
         attention_backend: str | None = None,
         batch_invariant: bool = False,
         cuda_graphs: bool = True,
-        torch_compile: bool = True,
+        torch_compile: bool = False,
         recent: RecentTokens | None = None,
         eos_ids: Iterable[int] = (),
     ) -> None:
