@@ -255,7 +255,7 @@ def test_layers_that_cannot_be_compiled_run_in_graphs_as_they_are(
 
     layer.forward = breaks_the_graph
     with caplog.at_level(logging.WARNING):
-        llm = LLM(model, max_num_seqs=2, max_model_len=64)
+        llm = LLM(model, max_num_seqs=2, max_model_len=64, torch_compile=True)
         llm.generate(PROMPTS, PARAMS)
     assert caplog.text.count("decoding without torch.compile") == 1
     assert llm.core.runner.graphs is not None
