@@ -25,7 +25,12 @@ def test_text_of_a_pipe(tmp_path: Path, has_writer: bool) -> None:
         return
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # lets the writer open
     writer = pipe.open("w")
-    threading.Timer(0.05, lambda: (writer.write("late"), writer.close())).start()
+
+    def write() -> None:
+        with writer:
+            writer.write("late")
+
+    threading.Timer(0.05, write).start()
     assert read_text(pipe) == "late"
     os.close(reader)
 

@@ -370,11 +370,22 @@ def test_short_help(halfbyte: Command, arguments: list[str]) -> None:
     assert out.lstrip().startswith("Usage: ")
 
 
-@pytest.mark.parametrize("command", ["generate", "eval"])
-def test_an_empty_name_is_no_model(halfbyte: Command, command: str) -> None:
+@pytest.mark.parametrize("name", ["", " "])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "--prompt", "x", "--model", "{}"),
+        ("eval", "--model", "{}"),
+        ("calibrate", "{}"),
+        ("quantize", "--format", "modelopt", "--", "{}", "new"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_an_empty_name_is_no_model(
+    halfbyte: Command, arguments: tuple[str, ...], name: str
+) -> None:
     """As of a shell's variable that is not set."""
-    more = ("--prompt", "x") if command == "generate" else ()
-    code, out, err = halfbyte(command, "--model", "", *more)
+    code, out, err = halfbyte(*(argument.format(name) for argument in arguments))
     assert (code, out) == (2, "")
     assert "expected a folder or hub id, got an empty name" in err
 

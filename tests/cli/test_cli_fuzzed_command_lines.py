@@ -5,21 +5,18 @@ seed `HALFBYTE_FUZZ_SEED` (0) on. A failure names its seed and the command line.
 """
 
 import io
-import json
 import logging
 import os
-import re
 import shlex
 import shutil
 import signal
-import stat
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
@@ -34,18 +31,15 @@ from cli.command_lines import (
     make_paths,
     make_valid,
 )
+from cli.command_results import Result, problems, snapshot, surprises
 from cli.openai_server import OpenAIServer, delta, end, serving, stream
 from cli.test_quantize import small_model
 from halfbyte.cli import main
-from halfbyte.files import shortened
 from halfbyte.plugins.vllm import launch
 from side_effects import GIB, TooSlow, Watch, bounds, forget_peak, peak
 
 CASES = int(os.environ.get("HALFBYTE_FUZZ_CASES", "40"))
 SEED = int(os.environ.get("HALFBYTE_FUZZ_SEED", "0"))
-LONGEST = 1000
-BESIDE = ("halfbyte: ",)
-"""Starts of lines of the log, which may stand beside an error."""
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +61,6 @@ def server() -> Iterator[OpenAIServer]:
         yield server
 
 
-class Result(NamedTuple):
-    """What a command left: its status, what it wrote, and an error that it raised."""
-
-    status: int
-    out: str
-    err: str
-    raised: BaseException | None
-
-
 def halfbyte(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> Result:
     """Run a command in this process."""
     status, raised = -1, None
@@ -95,63 +80,6 @@ def halfbyte(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> Result
     return Result(status, out, err, raised)
 
 
-def problems(line: CommandLine, result: Result) -> Iterator[str]:
-    """What is wrong with the result of a command line."""
-    arguments = line.arguments
-    if result.raised is not None:
-        if not any(flag in arguments for flag in ("--verbose", "-v")):
-            yield f"raised {result.raised!r:.400}"
-        return
-    if result.status not in (0, 1, 2):
-        yield f"status {result.status}"
-    if "Traceback" in result.err:
-        yield f"a traceback: {result.err[-600:]}"
-    lines = [x for x in result.err.splitlines() if not x.startswith(BESIDE)]
-    if result.status == 0:
-        shows_help = result.out.startswith(("Usage: ", "halfbyte "))
-        if ("--json",) in line.options and line.path in VALID and not shows_help:
-            yield from _not_json(result.out)
-        return
-    if not lines:
-        yield "no error"
-        return
-    if result.status == 1 and len(lines) > 1:
-        yield f"{len(lines)} lines: {result.err[:1000]!r}"
-    last = lines[-1]
-    if not all(x.isprintable() and len(x) <= LONGEST for x in lines):
-        yield f"not printable, or {len(last)} characters: {result.err[:300]!r}"
-    if result.status == 1 and not last.startswith("error: ") and line.path[0] != "bench":
-        yield f"no error: {last}"
-    if len(last) < 20:
-        yield f"not clear: {last}"
-    if "vLLM is not installed" not in last and not _names_fault(last, line.faults):
-        yield f"names no fault of {[fault[:40] for fault in line.faults]}: {last}"
-
-
-def _names_fault(message: str, faults: list[str]) -> bool:
-    """Whether a message has the start of a name or value that was changed, as is or escaped."""
-    forms = (str, lambda x: repr(x)[1:-1], shortened, os.path.normpath, os.path.dirname)
-    names = [_plain(form(fault)) for fault in faults for form in forms]
-    names += ["''" for fault in faults if not fault.strip()]
-    names += [f"option: {fault[:2]}" for fault in faults if fault[:1] == "-"]
-    return any(name[:12] in _plain(message) for name in names if name)
-
-
-def _plain(text: str) -> str:
-    """Without what tells `--some-name`, `some_name` and `some name` apart."""
-    return re.sub(r"(?<=\w)[-_\s]+(?=\w)|^-+(?=\w)", "", text.lower()).strip()
-
-
-def _not_json(text: str) -> Iterator[str]:
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is not JSON")
-
-    try:
-        json.loads(text, parse_constant=refuse)
-    except ValueError as error:
-        yield f"no JSON: {error}: {text[:200]!r}"
-
-
 class Stdin(io.TextIOWrapper):
     """Standard input with given bytes."""
 
@@ -167,32 +95,6 @@ def stdin(kind: str) -> Any:
     if kind == "closed":
         file.close()
     return file
-
-
-def snapshot(folder: Path) -> dict[str, tuple[int, int, int]]:
-    """Mode, size and time of change of everything in a folder."""
-    found = {}
-    for root, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            info = os.lstat(os.path.join(root, name))
-            is_folder = stat.S_ISDIR(info.st_mode)
-            times = (0, 0) if is_folder else (info.st_size, info.st_mtime_ns)
-            found[os.path.join(root, name)] = (info.st_mode, *times)
-    return found
-
-
-def surprises(line: CommandLine, folder: Path, before: dict[str, Any]) -> Iterator[str]:
-    """Files that a command changed although it was not given their names."""
-    after = snapshot(folder)
-    changed = {path for path in {*before, *after} if before.get(path) != after.get(path)}
-    given = [x for argument in line.arguments for x in (argument, argument.partition("=")[2]) if x]
-    # A calibration's tokens are beside its scales, with another suffix.
-    named = tuple(os.path.splitext(os.path.abspath(x))[0] for x in given)
-    for path in sorted(changed):
-        is_scales = os.path.basename(path).startswith("kv_scales.")
-        is_input = "/model/" in path and path not in map(os.path.abspath, given) and not is_scales
-        if not path.startswith(named) or is_input:
-            yield f"changed {path}"
 
 
 @contextmanager

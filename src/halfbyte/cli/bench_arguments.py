@@ -26,7 +26,8 @@ def parse_moe_shapes(text: str) -> "list[MoeShape]":
         if sizes is None:
             shape = MOE_SHAPES[part]
         else:
-            shape = MoeShape(*(_number("shapes", size) for size in sizes.groups()))
+            num_experts, top_k, hidden, inner = (_number("shapes", x) for x in sizes.groups())
+            shape = MoeShape(num_experts, top_k, hidden, inner)
         if not 1 <= shape.top_k <= shape.num_experts:
             raise ValueError(f"shapes: expected top-k of 1 .. experts, got {part!r}")
         result.append(shape)

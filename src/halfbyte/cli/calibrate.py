@@ -10,14 +10,14 @@ import typer
 from rich.table import Table
 
 from halfbyte.cli.console import out, progress_bar, quiet_libraries
-from halfbyte.cli.options import DType, Verbose
+from halfbyte.cli.options import DType, Verbose, named
 
 if TYPE_CHECKING:
     from halfbyte.kvcache import KVScales
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(help="Folder or hub id of a checkpoint.")],
+    model: Annotated[str, typer.Argument(help="Folder or hub id of a checkpoint.", callback=named)],
     text: Annotated[
         Path | None,
         typer.Option(help="UTF-8 text to calibrate on; by default a built-in one."),

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 
-def _named(value: str | None) -> str | None:
+def named(value: str | None) -> str | None:
     """Reject an empty name, such as from an unset shell variable."""
     if value is not None and not value.strip():
         raise typer.BadParameter("expected a folder or hub id, got an empty name")
@@ -15,7 +15,7 @@ def _named(value: str | None) -> str | None:
 Model = Annotated[
     str | None,
     typer.Option(
-        help="Folder or hub id of a checkpoint; by default the bundled model.", callback=_named
+        help="Folder or hub id of a checkpoint; by default the bundled model.", callback=named
     ),
 ]
 DType = Annotated[

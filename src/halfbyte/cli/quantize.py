@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from halfbyte.cli.console import out, progress_bar, quiet_libraries
-from halfbyte.cli.options import Verbose
+from halfbyte.cli.options import Verbose, named
 
 if TYPE_CHECKING:
     from halfbyte.quantization import QuantizationReport
@@ -23,7 +23,10 @@ _GIGABYTE = 1e9
 
 
 def quantize(
-    source: Annotated[str, typer.Argument(help="Folder or hub id of the checkpoint to quantize.")],
+    source: Annotated[
+        str,
+        typer.Argument(help="Folder or hub id of the checkpoint to quantize.", callback=named),
+    ],
     destination: Annotated[Path, typer.Argument(help="Folder to write.")],
     dialect: Annotated[
         str, typer.Option("--format", help="Dialect to write: modelopt or compressed-tensors.")
