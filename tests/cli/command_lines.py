@@ -304,7 +304,7 @@ def change_positional(line: CommandLine, random: Random, paths: list[str]) -> No
         value = line.positional.pop(place - 1)
     elif line.positional:
         line.positional[place - 1] = value
-    line.faults += [value, "MODEL", "SOURCE", "DESTINATION", "argument"]
+    line.faults += [value, *line.positional, "MODEL", "SOURCE", "DESTINATION", "argument"]
     return None
 
 

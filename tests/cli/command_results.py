@@ -29,7 +29,7 @@ def problems(line: CommandLine, result: Result) -> Iterator[str]:
     """What is wrong with the result of a command line."""
     arguments = line.arguments
     if result.raised is not None:
-        if not any(flag in arguments for flag in ("--verbose", "-v")):
+        if not any(re.fullmatch("--verbose|-v+", x) for x in arguments):
             yield f"raised {result.raised!r:.400}"
         return
     if result.status not in (0, 1, 2):
