@@ -473,3 +473,22 @@ main()
 """
     ended = subprocess.run([sys.executable, "-c", program, "info"], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="closes descriptors in a POSIX shell")
+@pytest.mark.parametrize(
+    ("arguments", "closed", "status", "printed"),
+    [
+        ("--version", ">&-", 0, ""),
+        ("--version", "2>&-", 0, f"halfbyte {__version__}\n"),
+        ("generate --prompt x --max-tokens 2 --json", ">&-", 0, ""),
+        ("generate --model /nowhere --prompt x", ">&- 2>&- <&-", 1, ""),
+        ("--nonsense", "2>&-", 2, ""),
+    ],
+)
+def test_closed_streams(arguments: str, closed: str, status: int, printed: str) -> None:
+    command = f'exec "$0" -m halfbyte {arguments} {closed}'
+    ended = subprocess.run(
+        ["sh", "-c", command, sys.executable], capture_output=True, text=True, timeout=300
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (status, printed, "")
