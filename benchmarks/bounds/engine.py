@@ -12,7 +12,7 @@ _MAX_SAMPLED = 1.05
 
 
 def of_steps(report: dict[str, Any]) -> Iterator[Bound]:
-    """Bounds of `engine_step.json`: whole steps of `LLM` with its defaults."""
+    """Bounds of `engine_step.json`: whole steps of `LLM` with compiled layers."""
     bound = partial(Bound, "engine_step")
     for recipe, variants in report["results"].items():
         rows = variants["compiled"]
