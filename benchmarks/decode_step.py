@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
+from benchmarks.llama import llama_8b
 from halfbyte.attention import ATTENTION_BACKENDS, AttentionConfig, AttentionPlans, paged_attention
 from halfbyte.bench.machine import versions
 from halfbyte.dispatch import current_compute_capability
@@ -26,20 +27,10 @@ from halfbyte.models import KVQuantization, layer_specs
 RESULT = Path(__file__).parent / "results" / "decode_step.json"
 
 
-def llama_8b(layers: int) -> Any:
+def random_model(layers: int) -> Any:
     """Random bf16 weights of Llama-3.1-8B's shape, made on the GPU."""
-    config = LlamaConfig(  # type: ignore[call-arg]
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rope_theta=500000.0,
-    )
     with torch.device("cuda"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        return AutoModelForCausalLM.from_config(llama_8b(layers), dtype=torch.bfloat16).eval()
 
 
 def milliseconds(graph: torch.cuda.CUDAGraph, repeats: int = 20) -> float:
@@ -161,7 +152,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--formats", default="nvfp4,fp8,bfloat16")
     arguments = parser.parse_args()
-    model = llama_8b(arguments.layers)
+    model = random_model(arguments.layers)
     report = {**run_of(arguments), "steps": []}
     for kv_cache_dtype in arguments.formats.split(","):
         row = measure(model, kv_cache_dtype, arguments.batch, arguments.context)

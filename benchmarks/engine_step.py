@@ -32,6 +32,8 @@ from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from benchmarks.decode_step import milliseconds
+from benchmarks.llama import llama_8b
 from benchmarks.model_weights import quantize
 from benchmarks.program import names
 from benchmarks.provenance import provenance
@@ -68,20 +70,6 @@ CASES = (
     Case("64x1024 top_p, seed, logprobs", 64, 1024, {"top_p": 0.95, "seed": 1, "logprobs": 5}),
     Case("1x2048 greedy", 1, 2048, {"temperature": 0.0}),
 )
-
-
-def llama_8b(layers: int) -> LlamaConfig:
-    """Llama-3.1-8B's shape with so many layers."""
-    return LlamaConfig(  # type: ignore[call-arg]
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rope_theta=500000.0,
-    )
 
 
 def make_model(config: LlamaConfig, device: torch.device) -> Any:
@@ -161,16 +149,8 @@ def measure_graph(llm: LLM, batch: int) -> dict[str, Any]:
     graph = captured(llm, batch)
     if graph is None:
         return {}
-    times = []
-    for _ in range(_REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
     return {
-        "graph_ms": round(statistics.median(times), 3),
+        "graph_ms": round(milliseconds(graph, _REPLAYS), 3),
         "kernels": sum(kernel["calls"] for kernel in kernels(graph)),
     }
 

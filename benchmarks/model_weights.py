@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.decode_step import llama_8b, measure, run_of
+from benchmarks.decode_step import measure, random_model, run_of
 from benchmarks.timing import Ready, capture, measure_in_turns
 from halfbyte.linear import NvFp4Linear
 
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=16384)
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048, 8192])
     arguments = parser.parse_args()
-    models = {"bfloat16": llama_8b(arguments.layers)}
+    models = {"bfloat16": random_model(arguments.layers)}
     models["nvfp4"] = deepcopy(models["bfloat16"])
     quantize(models["nvfp4"])
     # One prompt, and batches of 8,192 tokens.

@@ -34,27 +34,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.llama import LLAMA_8B
+
 RESULT = Path(__file__).parent / "results" / "vllm_step.json"
 
-LLAMA_8B: dict[str, Any] = {
+CONFIG: dict[str, Any] = {
+    **LLAMA_8B,
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
+"""The model's `config.json`."""
 NVFP4_WEIGHTS: dict[str, Any] = {
     "quant_method": "modelopt",
     "quant_algo": "W4A16_NVFP4",
@@ -90,7 +82,7 @@ _SHORT, _LONG = 2, 66
 
 def make_model(folder: Path, nvfp4_weights: bool) -> None:
     """The configuration of a model without weights."""
-    fields = dict(LLAMA_8B)
+    fields = dict(CONFIG)
     if nvfp4_weights:
         fields["quantization_config"] = NVFP4_WEIGHTS
     (folder / "config.json").write_text(json.dumps(fields))
@@ -244,7 +236,15 @@ def in_process(name: str, arguments: argparse.Namespace, gpu: int | None = None)
     seen = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
-        command = [sys.executable, __file__, "--variants", name, "--one", str(out)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.vllm_step",
+            "--variants",
+            name,
+            "--one",
+            str(out),
+        ]
         command += ["--cases", arguments.cases, "--tp", str(arguments.tp)]
         command += ["--profile", arguments.profile] if arguments.profile else []
         log = Path(folder) / "log"
