@@ -91,13 +91,15 @@ def test_what_it_can_do() -> None:
     assert CudaKernel.is_supported(75) == (False, "needs compute capability 8.0, this is 7.5")
 
 
-def test_it_is_chosen_by_name() -> None:
+def test_it_goes_first_and_leaves_other_layers_to_triton() -> None:
     pytest.importorskip("triton")
-    assert select_moe_kernel(CONFIG).name == "triton"
+    assert select_moe_kernel(CONFIG) is CudaKernel
     assert select_moe_kernel(CONFIG, "cuda") is CudaKernel
     for refused in ({"dtype": torch.float32}, {"batch_invariant": True}):
+        config = replace(CONFIG, **refused)
+        assert select_moe_kernel(config).name == "triton"
         with pytest.raises(NoImplementationError, match="cuda"):
-            select_moe_kernel(replace(CONFIG, **refused), "cuda")
+            select_moe_kernel(config, "cuda")
 
 
 @pytest.mark.parametrize(
