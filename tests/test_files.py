@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from halfbyte.files import read_text, replace_file
+from halfbyte.files import read_text
 
 
 def test_text_keeps_newlines(tmp_path: Path) -> None:
@@ -48,20 +48,3 @@ def test_what_is_no_text(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "binary").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=message):
         read_text(tmp_path / name)
-
-
-@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
-def test_only_files_are_replaced(tmp_path: Path, kind: str) -> None:
-    place = tmp_path / kind
-    match kind:
-        case "pipe":
-            os.mkfifo(place)
-        case "folder":
-            place.mkdir()
-        case "device":
-            place.symlink_to("/dev/null")
-    before = os.lstat(place)
-    with pytest.raises(FileExistsError, match="is no regular file"):
-        replace_file(place, b"new")
-    assert os.lstat(place) == before
-    assert list(tmp_path.iterdir()) == [place]

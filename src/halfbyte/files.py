@@ -1,6 +1,5 @@
 """Reading untrusted JSON and texts, the user's cache folder, and atomic writes."""
 
-import errno
 import json
 import os
 import stat
@@ -113,10 +112,8 @@ def replace_file(path: Path, content: bytes) -> None:
     killed process leaves the old file, and at worst a hidden folder.
 
     Raises:
-        OSError: the folder is absent or cannot be written; `path` is a device, pipe or folder.
+        OSError: the folder is absent or cannot be written.
     """
-    if path.exists() and not path.is_file():  # a user who may would replace /dev/null
-        raise FileExistsError(errno.EEXIST, "is no regular file", str(path))
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         temporary = Path(folder) / path.name
         with temporary.open("wb") as file:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -284,3 +285,21 @@ def test_from_model_refuses_scales_that_are_not_positive(bad: float) -> None:
     model = nn.ModuleList([Attention(0, "module", 1.0, bad)])
     with pytest.raises(ValueError, match="v_scale of layer 0"):
         KVScales.from_model(model, get_kv_cache_quant_method("fp8"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs pipes and devices with names")
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_only_files_are_replaced(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / kind
+    match kind:
+        case "pipe":
+            os.mkfifo(place)
+        case "folder":
+            place.mkdir()
+        case "device":
+            place.symlink_to("/dev/null")
+    before = os.lstat(place)
+    with pytest.raises(FileExistsError, match="is no regular file"):
+        KVScales((1.0,), (2.0,), "here").save_file(place)
+    assert os.lstat(place) == before
+    assert list(tmp_path.iterdir()) == [place]

@@ -11,6 +11,7 @@ depend on the order of requests or on how a prompt was split into chunks.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -230,10 +231,12 @@ class KVScales:
         A calibration is written first, to a file beside it (`calibration_file`).
 
         Raises:
-            OSError: its folder is absent or cannot be written.
+            OSError: its folder is absent or cannot be written; `path` is a device, pipe or folder.
             ValueError: another file has the name of the calibration's; a layer has no scale.
         """
         path = Path(path)
+        if path.exists() and not path.is_file():  # a user who may would replace /dev/null
+            raise FileExistsError(errno.EEXIST, "is no regular file", str(path))
         for layer in range(self.num_layers):
             self.amax_of_layer(layer)
         fields = {

@@ -56,8 +56,6 @@ def _read(path: Path) -> bytes | None:
 def _write(path: Path, made: bytes) -> None:
     try:
         make_private(path.parent)
-        if path.exists() and not path.is_file():
-            path.unlink()  # `replace_file` replaces regular files only
         replace_file(path, sha256(made).digest() + made)
     except OSError as error:
         logger.debug("compiled kernels are not kept: %s", error)

@@ -4,7 +4,7 @@ OVERLAP = "triton.enable_pdl"
 """Inductor's option for programmatic dependent launch (PDL): a kernel may start before the
 previous one has ended. halfbyte's kernels use PDL as well. A step of a small batch is some 350
 kernels of a few µs each, and launch overhead takes a tenth of its time. PDL hides that, and lets
-the next layer's weights be prefetched (docs/vllm.md has figures).
+the next layer's weights be prefetched (docs/numbers/vllm.md has figures).
 
 Inductor lets kernels that only fill memory start without waiting for the previous kernel. Dense
 models have none; mixtures of experts may."""

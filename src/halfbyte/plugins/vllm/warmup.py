@@ -50,6 +50,7 @@ _BATCHES = (
     (Tokens(17, 300),),
     # Short rests of long prompts, whose beginnings the prefix cache holds.
     *((Tokens(new, 2000),) for new in (9, 17, 30)),
+    (Tokens(40, 2000), Tokens(1, 300)),
     (Tokens(160, 0), Tokens(160, 600)),
     (Tokens(600, 0), Tokens(300, 900), Tokens(1, 33)),
     # Beside prompts, decode steps read their last tokens apart from the pages.
