@@ -37,7 +37,7 @@ class InjectedError(Exception):
 
 
 ERRORS: tuple[type[BaseException], ...] = (InjectedError, KeyboardInterrupt)
-PLACES = ("runner.run", "sampler.sample", "tables.append", "scheduler.complete", "layer")
+PLACES = ("runner.run", "sampler.launch", "tables.append", "scheduler.complete", "layer")
 ENGINES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llama", {"kv_cache_dtype": "nvfp4", "num_pages": 14, "max_batched_tokens": 24}),
     ("gemma2", {"kv_cache_dtype": "fp8", "num_pages": 40, "max_batched_tokens": 48}),
@@ -153,6 +153,7 @@ def injection(engine: Engine, rng: random.Random, counts: Counter[str], interrup
 def drive_core(engine: Engine, rng: random.Random, counts: Counter[str], interrupts: bool) -> None:
     """Steps of the core: requests are added and aborted at any step, and any step may fail."""
     core = engine.core
+    core.looks_ahead = rng.random() < 0.7  # the default only on GPUs
     waiting = [rng.choice(engine.cases) for _ in range(rng.randint(1, 8))]
     alive: list[tuple[Case, Request]] = []
     ended: list[tuple[Case, Request]] = []
@@ -188,6 +189,7 @@ def drive_core(engine: Engine, rng: random.Random, counts: Counter[str], interru
 
 def drive_llm(engine: Engine, rng: random.Random, counts: Counter[str], interrupts: bool) -> None:
     """Whole generations that fail, are closed, or are interrupted."""
+    engine.core.looks_ahead = rng.random() < 0.7
     llm, cases = engine.llm, [rng.choice(engine.cases) for _ in range(rng.randint(1, 5))]
     prompts, params = [case.prompt for case in cases], [case.params for case in cases]
     kind = rng.choice(["detokenizer", "close", "nan", *(["interrupt"] if interrupts else [])])

@@ -126,7 +126,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[DecodeGraphs]:
     found = DecodeGraphs(llm.model, tables, llm.core.runner.quantization, 4, 64)
     tables.add("a")
     tables.append("a", 3)
-    found._fill([("a", [7])], 4)
+    found._fill([("a", [7])])
     with llm.core.runner.attached(), torch.inference_mode():
         yield found
 

@@ -25,6 +25,19 @@ PARAMS = [
 ]
 
 
+@pytest.fixture(autouse=True, params=[slow(False), True], ids=["in turn", "ahead"])
+def looks_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether steps are launched before the last one's tokens are read, as on GPUs."""
+    make, ahead = EngineCore.__init__, bool(request.param)
+
+    def make_either(core: EngineCore, *args: Any, **options: Any) -> None:
+        make(core, *args, **options)
+        core.looks_ahead = ahead
+
+    monkeypatch.setattr(EngineCore, "__init__", make_either)
+    return ahead
+
+
 class InjectedError(Exception):
     """The injected error."""
 
@@ -70,7 +83,7 @@ def run(core: EngineCore, requests: list[Request]) -> int:
 @pytest.mark.parametrize("at", [1, 2, 7])
 @pytest.mark.parametrize(
     "where",
-    ["runner.run", "sampler.sample", "tables.append", "tables.pool.layer_pages"],
+    ["runner.run", "sampler.launch", "tables.append", "tables.pool.layer_pages"],
 )
 @pytest.mark.parametrize(
     ("architecture", "num_pages"),
@@ -180,7 +193,7 @@ def test_numbers_of_one_request_do_not_end_the_others(victim: int, number: float
     def spoiled(chunks: Any, **options: Any) -> Any:
         logits = function(chunks, **options).clone()
         for i, (seq, _) in enumerate(chunks):
-            if seq == requests[victim].id and len(requests[victim].output) == 3:
+            if seq == requests[victim].id and core.tables.length(seq) == len(PROMPTS[victim]) + 3:
                 logits[i] = number
         return logits
 
@@ -201,6 +214,7 @@ def test_numbers_of_one_request_do_not_end_the_others(victim: int, number: float
 def test_integrity_sees_slots_that_were_never_computed() -> None:
     core = LLM(make_model("llama"), kv_cache_dtype="nvfp4", num_pages=20).core
     request = core.request(PROMPTS[0], PARAMS[0])
+    core.looks_ahead = False
     core.add(request)
     core.step()
     core.check_integrity()
@@ -216,6 +230,7 @@ def test_integrity_sees_slots_that_were_never_computed() -> None:
 
 def test_new_requests_run_beside_others_once_a_preemption_is_over() -> None:
     core = LLM(make_model("llama"), kv_cache_dtype="nvfp4", num_pages=20).core
+    core.looks_ahead = False
     assert core.step() == []  # no work
     first, second = (core.request(p, q) for p, q in zip(PROMPTS[:2], PARAMS, strict=False))
     core.add(first)
@@ -235,12 +250,12 @@ def test_llm_generates_again_after_a_failed_generation() -> None:
     assert llm.generate(PROMPTS, PARAMS) == expected
 
 
-def test_aborts_between_failed_steps() -> None:
+def test_aborts_between_failed_steps(looks_ahead: bool) -> None:
     core = LLM(make_model("llama"), kv_cache_dtype="nvfp4", num_pages=20).core
     first, second = (core.request(p, q) for p, q in zip(PROMPTS[:2], PARAMS, strict=False))
     core.add(first)
     core.add(second)
-    Interrupter(core.runner, "run", 2, InjectedError(), after=True)
+    Interrupter(core.runner, "run", 2 + looks_ahead, InjectedError(), after=True)
     core.step()
     with pytest.raises(InjectedError):
         core.step()

@@ -85,7 +85,8 @@ def generate(
     torch_compile: Annotated[
         bool,
         typer.Option(
-            "--torch-compile", help="Compile the layers of CUDA graphs with torch.compile."
+            "--torch-compile",
+            help="Compile the layers of CUDA graphs with torch.compile; pays for long texts.",
         ),
     ] = False,
     max_model_len: Annotated[

@@ -1,6 +1,13 @@
-"""One engine step: schedule, run, sample. Works on token ids only; text is handled outside."""
+"""One engine step: schedule, run, sample. Works on token ids only; text is handled outside.
 
-from collections.abc import Iterable
+On a GPU the next step is launched before the tokens of this one are read, where it certainly
+follows: its inputs are tokens that only the GPU knows. So the GPU computes while the host turns
+tokens into text and schedules. A request that ends with a token that was not foreseen is computed
+once too often, and that token is dropped.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from secrets import randbits
 from typing import Any
 
@@ -11,12 +18,32 @@ from halfbyte.engine.interrupts import interrupts_deferred
 from halfbyte.engine.logits import to_device
 from halfbyte.engine.request import FinishReason, Request
 from halfbyte.engine.runner import ModelRunner
-from halfbyte.engine.sampler import Sampler
+from halfbyte.engine.sampler import PendingTokens, Sampler
 from halfbyte.engine.sampling_params import SamplingParams
-from halfbyte.engine.scheduler import Scheduler
+from halfbyte.engine.scheduler import ScheduledChunk, Scheduler
 from halfbyte.kvcache import PagedKVPool, SequenceTables
 from halfbyte.kvcache.recent import RecentTokens
 from halfbyte.models import KVQuantization
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step that has been launched.
+
+    Args:
+        chunks: its tokens.
+        requests: those that sample.
+        sampled: their next tokens.
+    """
+
+    chunks: Sequence[ScheduledChunk]
+    requests: Sequence[Request]
+    sampled: PendingTokens
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether all its requests have ended since."""
+        return all(chunk.request.is_finished for chunk in self.chunks)
 
 
 class EngineCore:
@@ -65,6 +92,10 @@ class EngineCore:
             torch_compile,
         )
         self.sampler = Sampler()
+        self.looks_ahead = self.runner.graphs is not None
+        """Launch the next step before the tokens of a step are read. It pays where launching does
+        not wait for the device."""
+        self._ahead: _Step | None = None
         self.max_model_len = max_model_len
         self._vocab_size = model.config.vocab_size
         self._eos_ids = eos_token_ids(model) | frozenset(eos_ids)
@@ -122,32 +153,60 @@ class EngineCore:
         state before the step, and the next step starts from there.
         """
         try:
-            with interrupts_deferred():
-                chunks = self.scheduler.schedule()
-            if not chunks:
+            step, self._ahead = self._ahead, None
+            if step is None or step.is_stale:
+                step = self._launch()
+            if step is None:
                 return []
-            logits = self.runner.run(
-                [(c.request.id, c.request.tokens(c.start, c.start + c.count)) for c in chunks]
-            )
-            rows = [i for i, chunk in enumerate(chunks) if chunk.completes]
-            requests = [chunks[i].request for i in rows]
-            if len(rows) < len(chunks):
-                logits = logits[to_device(rows, torch.int64, logits.device)]
-            sampled = self.sampler.sample(requests, logits)
+            self._ahead = self._launch_ahead(step) if self.looks_ahead else None
+            sampled = step.sampled.read()
             produced: list[tuple[Request, int]] = []
             with interrupts_deferred():
-                for request, choice in zip(requests, sampled, strict=True):
+                for request, choice in zip(step.requests, sampled, strict=True):
+                    if request.is_finished:  # while this step was computed
+                        continue
                     if choice.error is not None:  # the other requests continue
                         request.finish(FinishReason.ERROR, choice.error)
                     else:
                         request.append(choice.token, choice.logprobs)
                         produced.append((request, choice.token))
-                self.scheduler.complete(chunks)
+                self.scheduler.complete(step.chunks)
         except BaseException:
             with interrupts_deferred():
+                self._ahead = None
                 self.scheduler.rollback()
             raise
         return produced
+
+    def _launch(self) -> _Step | None:
+        """Launch the next step; None if no work is left."""
+        with interrupts_deferred():
+            chunks = self.scheduler.schedule()
+        if not chunks:
+            return None
+        logits = self.runner.run(
+            [(c.request.id, c.request.tokens(c.start, c.start + c.count)) for c in chunks]
+        )
+        rows = [i for i, chunk in enumerate(chunks) if chunk.completes]
+        requests = [chunks[i].request for i in rows]
+        logits = _select(logits, rows)
+        return _Step(chunks, requests, self.sampler.launch(requests, logits))
+
+    def _launch_ahead(self, step: _Step) -> _Step | None:
+        """Launch the step after another one, whose tokens the host does not know; None if that
+        depends on them."""
+        if any(request.params.has_penalties for request in step.requests):
+            return None
+        with interrupts_deferred():
+            chunks = self.scheduler.schedule_ahead(step.chunks)
+        if not chunks:
+            return None
+        requests = [chunk.request for chunk in chunks]
+        going_on = set(requests)
+        rows = [i for i, request in enumerate(step.requests) if request in going_on]
+        tokens = _select(step.sampled.tokens, rows)
+        logits = self.runner.run([(request.id, [0]) for request in requests], tokens=tokens)
+        return _Step(chunks, requests, self.sampler.launch(requests, logits, num_unread=1))
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless requests, tables and pages agree. Call between steps."""
@@ -159,6 +218,14 @@ class EngineCore:
             if not request.is_finished:
                 request.finish(reason)
             self.scheduler.remove(request)
+            if self._ahead is not None and self._ahead.is_stale:
+                self._ahead = None
+
+
+def _select(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    if len(rows) == len(values):
+        return values
+    return values[to_device(rows, torch.int64, values.device)]
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -65,17 +65,18 @@ class DecodeGraphs:
         self.sizes = graph_sizes(max_num_seqs)
         device, groups = tables.pool.device, tables.pool.plan.groups
         most = self.sizes[-1]
-        self._input_ids = torch.zeros((1, most), dtype=torch.int64, device=device)
-        self._positions = torch.zeros((1, most), dtype=torch.int64, device=device)
-        self._seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
+        # One transfer per dtype. Rows: token ids, positions, slots of each group.
+        self._int64 = torch.zeros((2 + len(groups), most), dtype=torch.int64, device=device)
+        self._input_ids, self._positions, *self._slots = self._int64.split(1)
+        # Rows: lengths, entries of the rings.
+        self._int32 = torch.zeros((2, most), dtype=torch.int32, device=device)
+        self._seq_lens, self._entries = self._int32
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
-        self._slots = [torch.full((most,), -1, dtype=torch.int64, device=device) for _ in groups]
         # Pages outside a sliding window keep their table entries: the pool's size is no bound.
         widths = [-(-max_model_len // group.block_size) for group in groups]
         self._block_tables = [
             torch.zeros((most, width), dtype=torch.int32, device=device) for width in widths
         ]
-        self._entries = torch.zeros(most, dtype=torch.int32, device=device)
         self._rows = torch.arange(most, device=device)
         self._rings = 0
         self._graphs: dict[int, _Graph] = {}
@@ -117,7 +118,7 @@ class DecodeGraphs:
                 # Largest first: smaller graphs reuse its memory.
                 for size in reversed(list(self.sizes)):
                     if size in self.sizes:
-                        self._fill(chunks, size)
+                        self._fill(chunks)
                         self._graph(size)
                     progress()
         finally:
@@ -127,21 +128,30 @@ class DecodeGraphs:
         """Compile for all sizes: a size of 1 needs another compilation than larger ones."""
         for size in {self.sizes[-1], self.sizes[0]}:
             with suppress(torch.OutOfMemoryError):  # `_graph` reports it
-                self._fill(chunks, size)
+                self._fill(chunks)
                 self._try_compiled(size)
 
-    def run(self, chunks: Sequence[tuple[object, Sequence[int]]]) -> torch.Tensor | None:
+    def run(
+        self, chunks: Sequence[tuple[object, Sequence[int]]], tokens: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Logits `[sequences, vocabulary]`, valid until the next run; None if capturing failed.
+
+        Does not wait for the GPU, unless it captures.
 
         Args:
             chunks: `(sequence, [token id])`; the slots are already allocated.
+            tokens: int64 `[sequences]` on the GPU, instead of these ids.
         """
         with torch.cuda.device(self._seq_lens.device):
-            return self._run(chunks)
+            return self._run(chunks, tokens)
 
-    def _run(self, chunks: Sequence[tuple[object, Sequence[int]]]) -> torch.Tensor | None:
+    def _run(
+        self, chunks: Sequence[tuple[object, Sequence[int]]], tokens: torch.Tensor | None
+    ) -> torch.Tensor | None:
         size = next(size for size in self.sizes if size >= len(chunks))
-        self._fill(chunks, size)
+        self._fill(chunks)
+        if tokens is not None:
+            self._input_ids[0, : len(chunks)].copy_(tokens)
         graph = self._graph(size)
         if graph is None:
             return None
@@ -174,30 +184,26 @@ class DecodeGraphs:
                 return None
         return self._graphs[size]
 
-    def _fill(self, chunks: Sequence[tuple[object, Sequence[int]]], size: int) -> None:
+    def _fill(self, chunks: Sequence[tuple[object, Sequence[int]]]) -> None:
         count = len(chunks)
-        lengths = [self.tables.length(seq) for seq, _ in chunks]
-        ids, positions = np.zeros(size, np.int64), np.zeros(size, np.int64)
-        seq_lens = np.zeros(size, np.int32)
+        int64 = np.zeros(self._int64.shape, np.int64)
+        int32 = np.zeros(self._int32.shape, np.int32)
+        ids, positions, *all_slots = int64
+        seq_lens, entries = int32
         ids[:count] = [ids[0] for _, ids in chunks]
-        seq_lens[:count] = lengths
-        positions[:count] = seq_lens[:count] - 1
-        _copy(self._input_ids[0, :size], ids)
-        _copy(self._positions[0, :size], positions)
-        _copy(self._seq_lens[:size], seq_lens)
+        seq_lens[:count] = [self.tables.length(seq) for seq, _ in chunks]
+        positions[:count] = last = seq_lens[:count] - 1
         if self.tables.recent is not None:
-            entries = np.zeros(size, np.int32)
             entries[:count] = [self.tables.entry(seq) for seq, _ in chunks]
-            _copy(self._entries[:size], entries)
-        for group, (buffer, slots) in enumerate(zip(self._block_tables, self._slots, strict=True)):
+        for group, (buffer, slots) in enumerate(zip(self._block_tables, all_slots, strict=True)):
             block_size = self.tables.pool.plan.groups[group].block_size
             table = self.tables.block_table([seq for seq, _ in chunks], group)
-            last = positions[:count]
-            own = np.full(size, -1, np.int64)
-            own[:count] = table[np.arange(count), last // block_size] * np.int64(block_size)
-            own[:count] += last % block_size
+            slots[count:] = -1  # of padding
+            slots[:count] = table[np.arange(count), last // block_size] * np.int64(block_size)
+            slots[:count] += last % block_size
             _copy(buffer[:count, : table.shape[1]], table)
-            _copy(slots[:size], own)
+        _copy(self._int64, int64)
+        _copy(self._int32, int32)
 
     def _batch(self, size: int) -> PagedBatch:
         recent, positions = self.tables.recent, self._positions[0, :size]
@@ -212,7 +218,7 @@ class DecodeGraphs:
             query_start_loc=self._starts[: size + 1],
             seq_lens=self._seq_lens[:size],
             block_tables=[table[:size] for table in self._block_tables],
-            slot_mapping=[slots[:size] for slots in self._slots],
+            slot_mapping=[slots[0, :size] for slots in self._slots],
             positions=positions,
             recent=of_recent,
             backend=self.attention_backend,
@@ -283,4 +289,6 @@ def _end_failed_capture(stream: torch.cuda.Stream) -> None:
 
 
 def _copy(target: torch.Tensor, values: np.ndarray) -> None:
-    target.copy_(torch.from_numpy(values))
+    """Copy to the GPU without a sync."""
+    source = torch.from_numpy(values)
+    target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)

@@ -71,9 +71,10 @@ class LLM:
             every matrix product of the model has a fixed order of summation.
         cuda_graphs: run decode steps on a GPU as CUDA graphs, captured at start-up; models that
             cannot be captured run without them, after one warning.
-        torch_compile: compile the layers of these graphs with `torch.compile` at start-up, unless
-            `batch_invariant`: several times fewer kernels, rounded slightly differently; models
-            that cannot be compiled run without, after one warning. Not measured on a GPU yet.
+        torch_compile: compile the layers of these graphs with `torch.compile` at start-up (some 10
+            seconds, less the second time), unless `batch_invariant`: several times fewer kernels,
+            rounded slightly differently; models that cannot be compiled run without, after one
+            warning.
         gpu_memory_utilization: max share of the GPU's memory in use, including weights and other
             programs, as in vLLM; instead of `num_pages`.
         max_num_batched_tokens: vLLM's name for `max_batched_tokens`.
@@ -106,7 +107,7 @@ class LLM:
         quantize_activations: bool | None = None,
         batch_invariant: bool = False,
         cuda_graphs: bool = True,
-        torch_compile: bool = False,
+        torch_compile: bool = True,
         gpu_memory_utilization: float | None = None,
         max_num_batched_tokens: int | None = None,
         enforce_eager: bool = False,

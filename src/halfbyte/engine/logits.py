@@ -30,19 +30,23 @@ def to_device(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Te
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def penalize(requests: Sequence[Request], scores: torch.Tensor) -> torch.Tensor:
+def penalize(
+    requests: Sequence[Request], scores: torch.Tensor, num_unread: int = 0
+) -> torch.Tensor:
     """Apply penalties and `min_tokens`.
 
     Args:
         requests: of the rows.
         scores: float32 `[requests, vocabulary]`; stays as it is.
+        num_unread: tokens per request that are sampled, but not in its output yet. Penalties
+            need these tokens, so then requests must have none.
     """
     for penalty, rows in _groups(r.params.repetition_penalty for r in requests):
         if penalty != 1:
             processor: Any = RepetitionPenaltyLogitsProcessor(penalty)
             table = to_device(_id_table(requests, rows), torch.int64, scores.device)
             scores = _replace(scores, rows, partial(processor, table))
-    amounts = [*_additive_penalties(requests), *_forbidden(requests)]
+    amounts = [*_additive_penalties(requests), *_forbidden(requests, num_unread)]
     if amounts:
         places, subtracted = zip(*amounts, strict=True)
         row, token = to_device(torch.cat(places, 1), torch.int64, scores.device)
@@ -118,10 +122,12 @@ def _additive_penalties(
             yield _places(row, ids), frequency * counts.float() + presence
 
 
-def _forbidden(requests: Sequence[Request]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _forbidden(
+    requests: Sequence[Request], num_unread: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """As `_additive_penalties`: tokens that must not be generated yet."""
     for row, request in enumerate(requests):
-        if request.stop_ids and len(request.output) < request.params.min_tokens:
+        if request.stop_ids and len(request.output) + num_unread < request.params.min_tokens:
             ids = torch.tensor(sorted(request.stop_ids), device="cpu")
             yield _places(row, ids), torch.full((len(ids),), torch.inf, device="cpu")
 

@@ -86,12 +86,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(
-        self, chunks: Sequence[tuple[object, Sequence[int]]], *, all_logits: bool = False
+        self,
+        chunks: Sequence[tuple[object, Sequence[int]]],
+        *,
+        tokens: torch.Tensor | None = None,
+        all_logits: bool = False,
     ) -> torch.Tensor:
         """Run the model on the last tokens of sequences; their slots must be allocated.
 
         Args:
             chunks: `(sequence, token ids)`: the sequence's last tokens.
+            tokens: int64 `[sequences]` on the device, instead of the ids of chunks of one token.
             all_logits: return logits of every token instead of each sequence's last.
 
         Returns:
@@ -102,7 +107,7 @@ class ModelRunner:
         """
         if self.graphs is not None and not all_logits and self.graphs.can_run(chunks):
             with self.attached():
-                logits = self.graphs.run(chunks)
+                logits = self.graphs.run(chunks, tokens)
             if logits is not None:
                 return logits
         device = self.tables.pool.device
@@ -113,7 +118,10 @@ class ModelRunner:
             self.attention_backend,
             self.batch_invariant,
         )
-        input_ids = torch.tensor([[token for _, ids in chunks for token in ids]], device=device)
+        if tokens is None:
+            input_ids = torch.tensor([[token for _, ids in chunks for token in ids]], device=device)
+        else:
+            input_ids = tokens[None]
         # 0 means all tokens.
         keep = 0 if all_logits else batch.query_start_loc[1:].long() - 1
         with self.attached(), self._products():

@@ -1,4 +1,8 @@
-"""Samples tokens from logits: one pass for the whole batch, one transfer from the device."""
+"""Samples tokens from logits: one pass for the whole batch, one transfer from the device.
+
+The transfer need not be waited for at once: the next step can be launched with tokens that only the
+device knows.
+"""
 
 import math
 from collections.abc import Sequence
@@ -34,39 +38,92 @@ class Sampler:
     the batch or on earlier steps. So a failed step needs no rollback here.
     """
 
-    @torch.inference_mode()
     def sample(self, requests: Sequence[Request], logits: torch.Tensor) -> list[Sampled]:
-        """The next token of every request, or the error if its logits give none (such as NaN).
+        """The next token of every request; as `launch`, and waits for the tokens."""
+        return self.launch(requests, logits).read()
+
+    @torch.inference_mode()
+    def launch(
+        self, requests: Sequence[Request], logits: torch.Tensor, num_unread: int = 0
+    ) -> "PendingTokens":
+        """Begin to sample the next token of every request; does not wait for the device.
 
         Args:
             requests: of the rows of `logits`.
-            logits: `[requests, vocabulary]`.
+            logits: `[requests, vocabulary]`; may change once this has returned.
+            num_unread: as of `penalize`.
         """
         if not requests:
-            return []
+            nothing = logits.new_empty(0)
+            return PendingTokens(nothing.long(), Transfer(nothing), 0, [], [])
         unchanged = logits.float()
-        scores = penalize(requests, unchanged)
-        tokens = _choose(requests, scores)
+        scores = penalize(requests, unchanged, num_unread)
+        tokens = _choose(requests, scores, num_unread)
         # amax returns NaN if there is one. Token ids are exact in float64.
         largest = logits.amax(-1)
         largest_allowed = largest if scores is unchanged else scores.amax(-1)
         columns = [x.double() for x in (tokens, largest, largest_allowed)]
-        width, table = len(columns), torch.stack(columns, 1)
+        flat = torch.stack(columns, 1).flatten()
         asking = [i for i, request in enumerate(requests) if request.params.logprobs is not None]
         counts = [_count(request, logits.shape[-1]) for request in requests]
-        flat = table.flatten()
         if asking:
             rows = to_device(asking, torch.int64, logits.device)
             max_count = max(counts[i] for i in asking)
             top = _logprobs(logits[rows].float(), tokens[rows], max_count)
             flat = torch.cat((flat, top.flatten()))
-        numbers = flat.tolist()
+        return PendingTokens(tokens, Transfer(flat), len(columns), asking, counts)
+
+
+class Transfer:
+    """A copy of a tensor to the host that is on its way.
+
+    Args:
+        values: on any device.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values, self._arrived = values, None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(values.device))
+
+    def wait(self) -> torch.Tensor:
+        """The values, on the CPU."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values
+
+
+@dataclass(frozen=True)
+class PendingTokens:
+    """Sampled tokens that the host does not know yet.
+
+    Args:
+        tokens: int64 `[requests]`, on the device; where there was an error, any of the vocabulary.
+        numbers: float64, what `Sampled` needs: `width` numbers per request, then log probabilities.
+        width: see `numbers`.
+        asking: rows that asked for log probabilities.
+        counts: of these per row.
+    """
+
+    tokens: torch.Tensor
+    numbers: Transfer
+    width: int
+    asking: Sequence[int]
+    counts: Sequence[int]
+
+    def read(self) -> list[Sampled]:
+        """Wait for the tokens, or the errors of requests whose logits gave none (such as NaN)."""
+        numbers = self.numbers.wait().tolist()
+        end = self.width * len(self.counts)
         results = [
-            _sampled(*numbers[start : start + width])
-            for start in range(0, width * len(requests), width)
+            _sampled(*numbers[start : start + self.width])
+            for start in (self.width * i for i in range(len(self.counts)))
         ]
-        if asking:
-            _add_logprobs(results, numbers[width * len(requests) :], asking, counts)
+        if self.asking:
+            _add_logprobs(results, numbers[end:], self.asking, self.counts)
         return results
 
 
@@ -79,22 +136,22 @@ def _sampled(token: float, largest: float, largest_allowed: float) -> Sampled:
     return Sampled(int(token), error)
 
 
-def _choose(requests: Sequence[Request], scores: torch.Tensor) -> torch.Tensor:
+def _choose(requests: Sequence[Request], scores: torch.Tensor, num_unread: int) -> torch.Tensor:
     """Tokens `[requests]`: drawn, or the most likely one at temperature 0."""
     drawing = [i for i, request in enumerate(requests) if request.params.temperature > 0]
     if len(drawing) == len(requests):  # a pass over all scores takes a percent of a step
-        return _draw(requests, scores)
+        return _draw(requests, scores, num_unread)
     tokens = scores.argmax(-1)
     if not drawing:
         return tokens
     rows = to_device(drawing, torch.int64, scores.device)
-    drawn = _draw([requests[i] for i in drawing], scores[rows])
+    drawn = _draw([requests[i] for i in drawing], scores[rows], num_unread)
     return tokens.index_copy(0, rows, drawn)
 
 
-def _draw(requests: Sequence[Request], scores: torch.Tensor) -> torch.Tensor:
+def _draw(requests: Sequence[Request], scores: torch.Tensor, num_unread: int) -> torch.Tensor:
     """Tokens `[requests]`, by the Gumbel-max trick."""
-    keys = [noise_keys(request.seed, len(request.output)) for request in requests]
+    keys = [noise_keys(request.seed, len(request.output) + num_unread) for request in requests]
     # A new tensor: `warp` does not modify its input.
     scores = warp(requests, scores).contiguous()
     return add_gumbel_noise(scores, to_device(keys, torch.int32, scores.device)).argmax(-1)

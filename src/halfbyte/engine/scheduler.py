@@ -50,6 +50,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._preempted = False
         self._is_open = False  # a step is scheduled, and neither completed nor rolled back
+        self._ahead: list[ScheduledChunk] = []  # of `schedule_ahead`
 
     @property
     def has_work(self) -> bool:
@@ -107,16 +108,51 @@ class Scheduler:
             return self.schedule()  # every candidate failed; the next ones may fit
         return chunks
 
+    def schedule_ahead(self, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
+        """Choose the tokens of the step after a scheduled one, which has not sampled yet.
+
+        One token for every request that the step will not end by length. A request that ends
+        otherwise is computed once too often; its slot is freed with its other ones.
+
+        Args:
+            chunks: of the step that is scheduled.
+
+        Returns:
+            Empty if the next step may have other work: chunks of prompts, new requests, preemption.
+        """
+        self._ahead = []
+        alive = [chunk for chunk in chunks if not chunk.request.is_finished]
+        if len(alive) < len(self.running) or not all(chunk.completes for chunk in alive):
+            return []
+        going_on = [c for c in alive if len(c.request.output) + 1 < c.request.max_tokens]
+        if self.waiting and len(going_on) < self.max_num_seqs:
+            return []
+        ahead = [ScheduledChunk(c.request, c.start + c.count, 1) for c in going_on]
+        for chunk in ahead:
+            try:
+                self.tables.append(chunk.request.id, 1)
+            except OutOfPagesError:  # the next step will preempt
+                for placed in ahead[: ahead.index(chunk)]:
+                    self.tables.crop(placed.request.id, placed.start)
+                return []
+        self._ahead = ahead
+        return ahead
+
     def complete(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """Mark chunks as computed; free pages of finished requests and outside sliding windows."""
+        """Mark chunks as computed; free pages of finished requests and outside sliding windows.
+
+        Requests that have ended since the step was scheduled are left as they are.
+        """
         for chunk in chunks:
             request = chunk.request
+            if request.id not in self.tables:
+                continue
             request.num_computed = chunk.start + chunk.count
             if request.is_finished:
                 self.remove(request)
             else:
                 self.tables.release_dead_pages(request.id, request.num_computed)
-        self._is_open = False
+        self._is_open = bool(self._ahead)
 
     def rollback(self) -> None:
         """Undo `schedule` after a failed step: free slots whose tokens were not computed.
@@ -132,10 +168,11 @@ class Scheduler:
         for request in self.waiting:
             if request.id in self.tables:
                 self.tables.free(request.id)
-        self._is_open = False
+        self._is_open, self._ahead = False, []
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the tables hold exactly the computed tokens.
+        """Raise AssertionError unless the tables hold exactly the computed tokens, and those of a
+        step that was scheduled ahead.
 
         Valid between steps only: during a step the tables also have slots for its tokens.
         """
@@ -146,10 +183,11 @@ class Scheduler:
         assert len(waiting) == len(self.waiting), "a request waits twice"
         assert not running & waiting, f"requests {running & waiting} both run and wait"
         assert len(self.tables) == len(running), "the tables hold sequences of no running request"
+        ahead = {chunk.request.id: chunk.count for chunk in self._ahead}
         for request in self.running:
             assert request.id in self.tables, f"request {request.id} runs and has no sequence"
             length = self.tables.length(request.id)
-            assert length == request.num_computed, (
+            assert length == request.num_computed + ahead.get(request.id, 0), (
                 f"request {request.id}: slots for {length} tokens, {request.num_computed} computed"
             )
 
