@@ -1,11 +1,22 @@
 """The batches that compile attention's kernels at start reach all of them."""
 
+import random
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from halfbyte.attention.prefill.plan import MAX_DECODE_QUERIES, MAX_KEYS_PER_QUERY, MIN_CHUNK
+from attention.cases import config as attention_config
+from halfbyte.attention.paged.plan import Gpu, make_plan
+from halfbyte.attention.prefill.plan import (
+    MAX_DECODE_QUERIES,
+    MAX_KEYS_PER_QUERY,
+    MIN_CHUNK,
+    key_blocks,
+)
 from halfbyte.kvcache.recent import packed_part
-from halfbyte.plugins.vllm.warmup import _BATCHES
+from halfbyte.layouts import PageLayout
+from halfbyte.plugins.vllm.warmup import _BATCHES, Tokens, batches
 
 
 def parts_of(batch: tuple[tuple[int, int], ...], recent: int) -> tuple[set[int], set[int]]:
@@ -37,3 +48,64 @@ def test_batches_reach_every_kernel_of_mixed_batches(recent: int) -> None:
 @pytest.mark.parametrize("queries", range(1, MAX_DECODE_QUERIES + 1))
 def test_batches_of_decode_steps_have_every_number_of_queries(queries: int) -> None:
     assert any(all(new == queries and cached >= new for new, cached in batch) for batch in _BATCHES)
+
+
+@pytest.mark.parametrize("max_model_len", [8320, 131072])
+def test_batches_merge_every_number_of_results(max_model_len: int) -> None:
+    """A kernel for each number of blocks of cached tokens."""
+    rng, workspace = random.Random(0), 2**17
+    reached = {len(key_blocks(x.cached, workspace)) for x, *_ in engine_batches(max_model_len)}
+    cached = [rng.randrange(max_model_len - 512) for _ in range(2000)]
+    assert reached >= {len(key_blocks(n, workspace)) for n in cached}
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8])
+@pytest.mark.parametrize("num_sms", [108, 132])
+def test_batches_split_keys_and_do_not(num_sms: int, kv_heads: int) -> None:
+    """Sequences of 9 new tokens or more whose pages are read as they are: 4 query heads per KV
+    head, in any number."""
+    gpu, rng = Gpu(90, num_sms), random.Random(0)
+
+    def variant(count: int, tokens: int) -> tuple[int, bool]:
+        layout = PageLayout("nvfp4", "nvfp4", 128, None, kv_heads, 16)
+        config = attention_config(
+            layout=layout, num_heads=4 * kv_heads, num_tokens=tokens, num_seqs=count
+        )
+        plan = make_plan(config, 8320, gpu)
+        return plan.tiles.block_m, plan.merges
+
+    compiled = set()
+    for batch in engine_batches(8320):
+        many = [x.new for x in batch if MAX_DECODE_QUERIES < x.new < MIN_CHUNK]
+        if many and len(many) == len(batch):
+            compiled.add(variant(len(many), sum(many)))
+    for _ in range(2000):
+        counts = [rng.randint(9, MIN_CHUNK - 1) for _ in range(rng.randint(1, 256))]
+        if rng.random() < 0.5:
+            counts = [rng.randint(9, 16)] * len(counts)
+        if sum(counts) <= 8192:
+            assert variant(len(counts), sum(counts)) in compiled, counts
+
+
+def engine_batches(max_model_len: int) -> list[list[Tokens]]:
+    """Of an engine with vLLM's defaults and 2 million tokens."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=max_model_len),
+        scheduler_config=SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=8192),
+    )
+    return list(batches(config, 16, 2**17))
+
+
+def test_batches_are_cut_to_the_engine_s_limits() -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=300),
+        scheduler_config=SimpleNamespace(max_num_seqs=2, max_num_batched_tokens=100),
+    )
+    found = list(batches(config, 16, 30))
+    assert [Tokens(16, 284)] in found
+    assert len({tuple(batch) for batch in found}) == len(found)
+    for batch in found:
+        assert 1 <= len(batch) <= 2
+        assert sum(x.new for x in batch) <= 100
+        assert sum(x.pages(16) for x in batch) <= 30
+        assert all(x.length <= 300 for x in batch)

@@ -18,7 +18,8 @@ from halfbyte.attention.prefill.plan import MAX_PARTS
 from halfbyte.kernels.runtime.devices import current_device
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+# Numbers that change per batch must not trigger recompilation.
+@triton.jit(do_not_specialize=["num_rows", *(f"l{i}_stride_head" for i in range(MAX_PARTS))])
 def _combine(
     out,
     out_stride_row,

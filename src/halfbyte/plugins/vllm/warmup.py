@@ -55,9 +55,13 @@ _BATCHES = (
     (Tokens(600, 0), Tokens(300, 900), Tokens(1, 33)),
     # Beside prompts, decode steps read their last tokens apart from the pages.
     *((Tokens(160, 0), Tokens(new, 300)) for new in range(1, 9)),
+    # So many that nothing needs to be split to fill the GPU.
+    *((Tokens(new, cached),) * 512 for new, cached in ((16, 400), (17, 2000))),
     (Tokens(2048, 0),),
     (Tokens(2048, 0), Tokens(2048, 0)),
-    (Tokens(2048, 4096),),
+    # Results over one to eight blocks of cached tokens are merged.
+    *((Tokens(1024, 1024 * ((1 << blocks) - 1)),) for blocks in range(1, 7)),
+    *((Tokens(1024, 1024 * (63 + 32 * more)),) for more in (1, 2)),
 )
 """One batch for each kernel of `halfbyte.attention`: decoding, drafts, short and long prompts, with
 and without cached tokens, and mixed batches."""
@@ -113,7 +117,7 @@ def warm_up_attention(vllm_config: Any, device: torch.device) -> int:
 
 
 def batches(vllm_config: Any, block_size: int, num_pages: int) -> Iterator[list[Tokens]]:
-    """Batches within the engine's limits; sequences that are too long are cut.
+    """Batches within the engine's limits; what is too long or too much is cut.
 
     Args:
         block_size: tokens of a page.
@@ -123,13 +127,15 @@ def batches(vllm_config: Any, block_size: int, num_pages: int) -> Iterator[list[
     scheduler = vllm_config.scheduler_config
     seen = []
     for whole in _BATCHES:
-        batch = [Tokens(min(x.new, most), min(x.cached, max(0, most - x.new))) for x in whole]
-        sizes = (
-            (len(batch), scheduler.max_num_seqs),
-            (sum(x.new for x in batch), scheduler.max_num_batched_tokens),
-            (sum(x.pages(block_size) for x in batch), num_pages),
-        )
-        if all(size <= limit for size, limit in sizes) and batch not in seen:
+        batch: list[Tokens] = []
+        new, pages = 0, 0
+        for x in whole[: scheduler.max_num_seqs]:
+            cut = Tokens(min(x.new, most), min(x.cached, max(0, most - x.new)))
+            new, pages = new + cut.new, pages + cut.pages(block_size)
+            if new > scheduler.max_num_batched_tokens or pages > num_pages:
+                break
+            batch.append(cut)
+        if batch and batch not in seen:
             seen.append(batch)
             yield batch
 

@@ -67,11 +67,13 @@ def scored(llm: Any, prompts: Sequence[Any], max_tokens: int = 48) -> list[list[
     ]
 
 
-def assert_alike(found: Any, expected: Any) -> None:
-    """Log-probabilities after the same prefixes are close on average, and nowhere far apart.
+def assert_alike(found: Any, expected: Any, mean: float) -> None:
+    """Log-probabilities after the same prefixes differ by less than `mean` on average, and nowhere
+    by much.
 
     Compilation rounds bfloat16 elsewhere than eager PyTorch does, which four bits may turn into
-    other codes: unquantized they differed by up to 0.19, with an nvfp4 cache by up to 1.44.
+    other codes: unquantized they differed by 0.021 on average and up to 0.19, with an nvfp4 cache
+    by 0.13 and up to 1.44.
     """
     differences = []
     for one, other in zip(found, expected, strict=True):
@@ -84,7 +86,7 @@ def assert_alike(found: Any, expected: Any) -> None:
                 assert abs(b[other_best] - b.get(best, -1e9)) < 1.5
                 break
     assert len(differences) > 60 * len(found)
-    assert sum(differences) / len(differences) < 0.06
+    assert sum(differences) / len(differences) < mean
     assert max(differences) < 2.0
 
 
@@ -108,19 +110,26 @@ def test_graphs_equal_eager_in_float32(kv_cache_dtype: str, recipe: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("kv_cache_dtype", "recipe"),
-    [("nvfp4", "plain"), ("nvfp4", "balanced"), ("fp8", "plain"), ("auto", "plain")],
+    ("kv_cache_dtype", "recipe", "mean"),
+    [
+        ("nvfp4", "plain", 0.2),
+        ("nvfp4", "balanced", 0.06),
+        ("fp8", "plain", 0.06),
+        ("auto", "plain", 0.04),
+    ],
 )
-def test_graphs_are_close_to_eager_in_bfloat16(kv_cache_dtype: str, recipe: str) -> None:
-    """The decode kernel is CUDA C++, which splits work differently for other batches."""
+def test_graphs_in_bfloat16(kv_cache_dtype: str, recipe: str, mean: float) -> None:
+    """The decode kernel is CUDA C++. Graphs have the bits of eager steps, unless compilation
+    rounds elsewhere."""
     results = []
-    for eager in (True, False):
-        options = {**GPU, "enforce_eager": eager, "kv_cache_dtype": kv_cache_dtype}
-        options["additional_config"] = {"halfbyte": {"kv_recipe": recipe}}
-        with vllm_engine(dtype="bfloat16", **options) as llm:
+    for more in ({"enforce_eager": True}, {"compilation_config": {"mode": 0}}, {}):
+        options: dict[str, Any] = {**GPU, "kv_cache_dtype": kv_cache_dtype, **more}
+        with vllm_engine(dtype="bfloat16", kv_recipe=recipe, **options) as llm:
             assert_rings(assert_ours(llm), recipe)
             results.append(scored(llm, TEXTS) + scored(llm, [t * 7 for t in TEXTS[:3]]))
-    assert_alike(results[1], results[0])
+    eager, graphs, compiled = results
+    assert graphs == eager
+    assert_alike(compiled, eager, mean)
 
 
 @pytest.mark.parametrize("architecture", ["gpt_oss", "gemma3_text"])
