@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.bounds import attention, engine, linear, moe, recipes, vllm
-from benchmarks.bounds.base import RESULTS, Bound, is_committed, result
+from benchmarks.bounds.base import RESULTS, Bound, result
 
 
 def committed() -> list[Bound]:
@@ -23,7 +23,7 @@ def committed() -> list[Bound]:
         *attention.of_decode_step(result("decode_step")),
         *linear.of_linear(result("linear")),
         # Until there is a run on a GPU.
-        *(engine.of_steps(result("engine_step")) if is_committed("engine_step") else ()),
+        *engine.of_steps(result("engine_step")),
         *moe.of_moe(result("moe"), moe.KNOWN_MISSES),
         *recipes.of_accuracy(result("kv_recipes")),
         *recipes.of_speed(result("recipe_speed")),

@@ -194,11 +194,27 @@ def decode_step() -> str:
     return markdown(["K/V cache", "step", "of which attention"], rows)
 
 
+def engine_step() -> str:
+    """Steps of `LLM`, with layers as they are and compiled."""
+    results = read("engine_step")["results"]
+    columns = [(r, v) for r, variants in results.items() for v in variants]
+    cases = [name for name, row in results["plain"]["compiled"].items() if isinstance(row, dict)]
+    rows = [
+        [
+            case.replace("x", " x "),
+            *(f"{results[r][v][case]['step_ms']:.2f} ms" for r, v in columns),
+        ]
+        for case in cases
+    ]
+    return markdown(["sequences x tokens, sampling", *(f"{r}, {v}" for r, v in columns)], rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "prefill": ("attention.md", prefill),
     "prefill-variants": ("attention.md", prefill_variants),
     "store": ("attention.md", store),
     "decode-step": ("attention.md", decode_step),
+    "engine-step": ("attention.md", engine_step),
     "cpu-attention": ("cpu.md", cpu_attention),
     "cpu-prefill": ("cpu.md", cpu_prefill),
     "cpu-linear": ("cpu.md", cpu_linear),

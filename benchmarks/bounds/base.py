@@ -34,11 +34,6 @@ class Bound(NamedTuple):
         return bool(_COMPARISONS[self.comparison](self.value, self.limit))
 
 
-def is_committed(run: str) -> bool:
-    """Whether there is a committed run of a name."""
-    return (RESULTS / f"{run}.json").is_file()
-
-
 def result(run: str) -> dict[str, Any]:
     """A committed run."""
     report: dict[str, Any] = json.loads((RESULTS / f"{run}.json").read_text())

@@ -77,16 +77,16 @@ def report(step: float, sampled: float, single: float) -> dict[str, Any]:
         "64x1024 default": {"step_ms": sampled},
         "1x2048 greedy": {"step_ms": single},
     }
-    return {"results": {"balanced": {"eager": {}, "compiled": rows}}}
+    return {"results": {"plain": {"eager": {}, "compiled": rows}}}
 
 
 @pytest.mark.parametrize(
     ("times", "missed"),
     [
         ((8.0, 8.4, 3.0), set()),
-        ((8.1, 8.1, 3.0), {"balanced, 64x1024 greedy, ms"}),
-        ((7.0, 7.4, 3.0), {"balanced, 64x1024 default, of greedy"}),
-        ((7.0, 7.0, 3.1), {"balanced, 1x2048 greedy, ms"}),
+        ((8.1, 8.1, 3.0), {"plain, 64x1024 greedy, ms"}),
+        ((7.0, 7.4, 3.0), {"plain, 64x1024 default, of greedy"}),
+        ((7.0, 7.0, 3.1), {"plain, 1x2048 greedy, ms"}),
     ],
 )
 def test_slower_steps_are_found(times: tuple[float, float, float], missed: set[str]) -> None:

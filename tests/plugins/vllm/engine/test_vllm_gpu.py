@@ -275,38 +275,36 @@ def test_requests_compile_no_attention_kernel(recipe: str) -> None:
         assert nvrtc.load.cache_info().misses == cubins.misses
 
 
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
 @pytest.mark.parametrize("recipe", ["plain", "balanced"])
-def test_batch_invariance(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt's log-probabilities, bit for bit, alone and beside others, in any chunks.
+def test_batch_invariance(recipe: str, eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's log-probabilities, bit for bit, alone and beside others.
 
-    On Hopper vLLM uses cuBLAS without split-K. If that is not invariant for
-    so small a model, vLLM's own attention differs as well, and the test is skipped.
+    Without compilation in any chunks, too: an engine compiles for its own sizes, and may round
+    otherwise than another one.
     """
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # vLLM replaces operators
-        first, *others = pool.submit(_scores_of_batches, recipe).result()
-    if all(scores == first for scores in others):
-        assert varied([[next(iter(step)) for step in steps] for steps in first])
-        return
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        own, *others = pool.submit(_scores_of_batches, None).result()
-    assert any(scores != own for scores in others), "vLLM's own attention is invariant, ours not"
-    pytest.skip("vLLM's own attention is not batch invariant here")
+        engines = pool.submit(_scores_of_batches, recipe, eager).result()
+    for together, alone in engines:
+        assert together == alone
+        assert varied([[next(iter(step)) for step in steps] for steps in together])
+    if eager:
+        assert engines[0] == engines[1]
 
 
-def _scores_of_batches(recipe: str | None) -> list[Any]:
-    """Scores with halfbyte's attention and a recipe, or vLLM's own on an unquantized cache."""
+def _scores_of_batches(recipe: str, eager: bool) -> list[tuple[Any, Any]]:
+    """Scores of prompts together and one by one, in engines with large and small chunks."""
     prompts = [token_ids(n, seed=n).tolist() for n in (81, 300, 17, 145, 33)]
     options = {**GPU, "dtype": "bfloat16", "enable_prefix_caching": False, "kv_recipe": recipe}
-    if recipe is None:
-        options |= {"attention_backend": None, "kv_cache_dtype": "auto"}
     results = []
     for budget in (2048, 64):
-        with vllm_engine(**options, max_num_batched_tokens=budget) as llm:
-            if recipe is not None:
-                assert_rings(assert_ours(llm), recipe)
-                assert attention.batch_invariant()
-            results += [scored(llm, prompts, 24), [scored(llm, [p], 24)[0] for p in prompts]]
+        options |= {"max_num_batched_tokens": budget, "enforce_eager": eager}
+        with vllm_engine(**options) as llm:
+            assert_rings(assert_ours(llm), recipe)
+            assert attention.batch_invariant()
+            together = scored(llm, prompts, 24)
+            results.append((together, [scored(llm, [p], 24)[0] for p in prompts]))
     return results
 
 
