@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.utils._device
 
+from each_value import leave_out_combinations
 from halfbyte.kernels.cpu.library import LEVELS, set_level
 from halfbyte.kernels.runtime import devices
 
@@ -32,12 +33,22 @@ torch.utils._device._device_constructors()
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--each-value",
+        action="store_true",
+        help="of a test's combinations of parameters run as few as have every value once",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after `-m`: values that only slow cases have are left to these
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    if config.getoption("--each-value"):
+        leave_out_combinations(config, items)
 
 
 @pytest.fixture(params=LEVELS)
