@@ -2,7 +2,7 @@
 #   make demo   install into .venv, generate text, measure accuracy
 #   make test   install what the tests need, check the code, run the tests, also inside vLLM
 # Both are fast the second time. PYTHON sets the interpreter, VENV and VLLM_VENV the folders.
-#   make test-all        also the tests that CI leaves out: more GPUs to compile for, more shapes
+#   make test-all        also the tests that CI leaves out: all combinations of parameters, more GPUs and shapes
 #   make test-vllm       slow tests inside vLLM: compilation, two ranks, a server
 #   make docs            the pages of docs/ as a site, in site/
 #   make release         a wheel and a source archive in dist/, tried in empty environments
@@ -38,7 +38,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	@$(MAKE) --no-print-directory --jobs 2 check docs $(VLLM_VENV)/.installed
 	@echo "==> pytest"
-	@$(BIN)/pytest --numprocesses auto --quiet -m "not slow"
+	@$(BIN)/pytest --numprocesses auto --quiet -m "not slow" --each-value
 	@echo "==> pytest inside vLLM"
 	@$(VLLM_PYTEST) --numprocesses 2 --dist loadfile -m "not slow"
 

@@ -12,7 +12,6 @@ from halfbyte.assets import bundled_model_path, calibration_text, heldout_texts
 from halfbyte.evaluation import evaluate_perplexity, text_windows
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY
 from halfbyte.models import load_model, load_tokenizer
-from slow import slow
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +81,8 @@ def test_bundled_model_copies(model: Any, tokenizer: Any) -> None:
         assert cost[750:].sum() < 0.25 * cost[:750].sum()
 
 
-@pytest.mark.parametrize(("window", "tokens"), [(80, 160), slow(160, 640)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("window", "tokens"), [(80, 160), (160, 640)])
 def test_perplexity_is_the_same_at_every_chunk_size(
     model: Any, tokenizer: Any, window: int, tokens: int
 ) -> None:
@@ -94,6 +94,7 @@ def test_perplexity_is_the_same_at_every_chunk_size(
             assert a.nll == pytest.approx(b.nll, rel=1e-3), a.kv_cache_dtype
 
 
+@pytest.mark.slow  # of a model that does not change
 def test_nvfp4_costs_less_than_two_percent_of_nll(
     model: Any,
     tokenizer: Any,

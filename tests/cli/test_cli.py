@@ -14,6 +14,7 @@ from halfbyte import __version__
 from halfbyte.assets import bundled_model_path
 from halfbyte.cli import main
 from halfbyte.kernels.cpu.library import level
+from slow import slow
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -481,7 +482,7 @@ main()
     [
         ("--version", ">&-", 0, ""),
         ("--version", "2>&-", 0, f"halfbyte {__version__}\n"),
-        ("generate --prompt x --max-tokens 2 --json", ">&-", 0, ""),
+        slow("generate --prompt x --max-tokens 2 --json", ">&-", 0, ""),
         ("generate --model /nowhere --prompt x", ">&- 2>&- <&-", 1, ""),
         ("--nonsense", "2>&-", 2, ""),
     ],

@@ -19,6 +19,7 @@ from halfbyte.assets import bundled_model_path
 from halfbyte.checkpoints import CheckpointIndex
 from halfbyte.models import load_model
 from models.zoo import make_model
+from slow import slow
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -67,7 +68,7 @@ main()
 
 @pytest.mark.parametrize(
     ("number", "then"),
-    [(signal.SIGTERM, "raise RuntimeError('of a library')"), (signal.SIGINT, "pass")],
+    [(signal.SIGTERM, "raise RuntimeError('of a library')"), slow(signal.SIGINT, "pass")],
 )
 def test_a_library_may_catch_what_the_signal_raises(
     source: Path, tmp_path: Path, number: signal.Signals, then: str

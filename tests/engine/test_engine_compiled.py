@@ -15,6 +15,7 @@ from halfbyte.engine.graphs import DecodeGraphs
 from halfbyte.kernels.runtime.inductor import OVERLAP
 from halfbyte.linear import NvFp4Linear
 from models.zoo import ALL_EXPERTS, ARCHITECTURES, make_model
+from slow import slow
 
 PROMPTS = [[i + 1, 2 * i + 1, 5] * (4 + i) for i in range(6)]
 # Lengths differ, so that batches of all sizes decode.
@@ -55,9 +56,9 @@ def generate(llm: LLM) -> list[list[int]]:
     ("architecture", "compiler"),
     [
         ("llama", "aot_eager"),
-        ("qwen3", "eager"),
-        ("gemma2", "eager"),
-        ("gemma3_text", "aot_eager"),
+        slow("qwen3", "eager"),
+        slow("gemma2", "eager"),
+        slow("gemma3_text", "aot_eager"),
         ("gpt_oss", "eager"),
     ],
 )

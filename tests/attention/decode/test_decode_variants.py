@@ -83,7 +83,9 @@ def spills(variant: Variant, layout: PageLayout, group: int, folder: Path, segme
     return len(re.findall(r" (?:STL|LDL)[. ]", code))
 
 
-@pytest.mark.parametrize(("head_size", "group"), [(64, 8), (128, 1), (128, 4), (128, 8), (128, 16)])
+@pytest.mark.parametrize(
+    ("head_size", "group"), [slow(64, 8), slow(128, 1), (128, 4), slow(128, 8), (128, 16)]
+)
 def test_recipes_spill_nothing(head_size: int, group: int, tmp_path: Path) -> None:
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 8, 16)
     variant = choose_variant(layout, group, 1.0, False, 90)

@@ -13,7 +13,7 @@ from attention.prefill.dense_cases import inputs_of, make_small
 from halfbyte.attention import AttentionInputs, AttentionPlans, paged_attention, router
 from halfbyte.attention.prefill.dense import DenseAttention
 from halfbyte.layouts import PageLayout
-from slow import CAPABILITIES, slow
+from slow import CAPABILITIES, one_in, slow
 
 pytest.importorskip("triton")
 
@@ -35,11 +35,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        slow(name) if name in {"recipe-several-queries", "several-queries", "window"} else name
-        for name in CASES
-        if name != "prefill"
-    ],
+    one_in(
+        2,
+        (
+            slow(name) if name in {"recipe-several-queries", "several-queries", "window"} else name
+            for name in CASES
+            if name != "prefill"
+        ),
+    ),
 )
 def test_in_the_interpreter(name: str) -> None:
     case = make_case(**{**CASES[name], "query_dtype": torch.float32})

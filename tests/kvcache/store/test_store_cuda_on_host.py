@@ -46,8 +46,7 @@ def is_taken(case: WeightedCase) -> bool:
     return CudaStore.can_implement(config)[0]
 
 
-QUICK = {("128", ROWS), ("128", TILES), ("V in fp8, 64", ROWS), ("sm100", TILES)}
-QUICK |= {("weights alone", TILES), ("feedback, amax6", ROWS), ("64 NHD", ROWS), ("256", ROWS)}
+QUICK = {("128", ROWS), ("128", TILES), ("V in fp8, 64", ROWS), ("sm100", TILES), ("256", ROWS)}
 OF_SCALES = [name for name in CASES if "scale" in name]
 
 

@@ -44,7 +44,7 @@ import triton
 
 from halfbyte.kvcache.store import triton_kernel as compiled
 from halfbyte.kvcache.store.triton_rows import side_of
-from slow import CAPABILITIES, slow
+from slow import CAPABILITIES, one_in, slow
 
 # NumPy, which the interpreter computes with, warns of 0 / 0 and of overflows.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -188,7 +188,7 @@ def test_store_divides_truly_next_to_ties(
 
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
-@pytest.mark.parametrize("dtype", ["fp8_e5m2", "nvfp4", "nvfp4_4over6", "fp4_block16"])
+@pytest.mark.parametrize("dtype", one_in(2, ["fp8_e5m2", "nvfp4", "nvfp4_4over6", "fp4_block16"]))
 def test_store_of_any_float32(dtype: str, data: st.DataObject) -> None:
     floats = data.draw(st.sampled_from([st.floats(width=32), st.floats(width=16)]))
     row = torch.tensor(data.draw(st.lists(floats, min_size=32, max_size=32)))
@@ -274,7 +274,7 @@ def test_kernel_for_recipes_compiles(
     assert "st.global.v2.b32" in ptx
 
 
-@pytest.mark.parametrize("tile", [compiled._ROW_FEEDBACK, compiled._LARGE_FEEDBACK])
+@pytest.mark.parametrize("tile", [compiled._ROW_FEEDBACK, slow(compiled._LARGE_FEEDBACK)])
 def test_kernel_for_error_feedback_compiles(
     tile: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,11 +422,14 @@ def test_nasty_values_are_nasty() -> None:
 
 @pytest.mark.parametrize(
     ("options", "input_dtype"),
-    [
-        (options, dtype) if (i + j) % 3 == 0 else slow(options, dtype)
-        for i, options in enumerate((*RECIPE_OPTIONS, *WEIGHTS_ALONE))
-        for j, dtype in enumerate(INPUT_DTYPES)
-    ],
+    one_in(
+        4,
+        (
+            (options, dtype)
+            for options in (*RECIPE_OPTIONS, *WEIGHTS_ALONE)
+            for dtype in INPUT_DTYPES
+        ),
+    ),
     ids=str,
 )
 def test_store_of_k_that_a_recipe_changes(
@@ -437,7 +440,7 @@ def test_store_of_k_that_a_recipe_changes(
     )
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", one_in(2, SMALL))
 def test_store_by_weighted_error(store: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """With large programs."""
     # Few large programs are fastest in the interpreter.
@@ -446,6 +449,7 @@ def test_store_by_weighted_error(store: Any, monkeypatch: pytest.MonkeyPatch, na
     assert_stored_by_weights(positional(store.store_tokens), SMALL[name], count=40)
 
 
+@pytest.mark.slow
 def test_store_of_few_tokens_by_weighted_error(store: Any) -> None:
     """One warp per token."""
     case = WeightedCase(PageLayout("nvfp4_4over6", "nvfp4_4over6", 32, 16, 1, 16), BOTH)

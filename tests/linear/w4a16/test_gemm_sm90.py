@@ -24,7 +24,7 @@ NUM_SMS = H200.num_sms
 @pytest.mark.parametrize(
     ("tile", "dtype"),
     [
-        (tile, dtype) if i % 4 == j else slow(tile, dtype)
+        (tile, dtype) if i % 8 == j else slow(tile, dtype)
         for i, tile in enumerate(TILES)
         for j, dtype in enumerate(DTYPES)
     ],

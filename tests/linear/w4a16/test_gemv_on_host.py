@@ -18,6 +18,7 @@ from halfbyte.linear.w4a16.gemv.plan import GemvPlan, Machine, gemv_plan, k_bloc
 from halfbyte.linear.w4a16.packed_weight import DTYPES, PackedWeight
 from linear.machines import RTX_3090
 from linear.w4a16.test_w4a16_packed_weight import dequantized, packed_weight
+from slow import one_in
 
 pytestmark = cuda_on_host.needs_compiler
 
@@ -160,7 +161,7 @@ def assert_products(
         assert_product(multiply(x, packed, bias, plan, machine=machine), x, packed, bias)
 
 
-@pytest.mark.parametrize(("dtype", "shape"), PLANS, ids=name)
+@pytest.mark.parametrize(("dtype", "shape"), one_in(2, PLANS), ids=name)
 def test_products_are_right_however_the_work_is_cut(dtype: torch.dtype, shape: GemvPlan) -> None:
     """Padding between and after tokens of x is NaN, in global and in shared memory."""
     assert_products(dtype, shape, ROWS, SHAPES, A100)

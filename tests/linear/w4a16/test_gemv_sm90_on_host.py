@@ -21,6 +21,7 @@ from linear.w4a16.test_gemv_on_host import (
     random_x,
 )
 from linear.w4a16.test_w4a16_packed_weight import COMMON_SCALE, packed_weight, random_weight
+from slow import one_in
 
 pytestmark = cuda_on_host.needs_compiler
 
@@ -98,12 +99,14 @@ class Exchange(ctypes.Structure):
     )
 
 
-@pytest.mark.parametrize(("dtype", "shape"), PLANS, ids=name)
+@pytest.mark.parametrize(("dtype", "shape"), one_in(2, PLANS), ids=name)
 def test_products_are_right_however_the_work_is_cut(dtype: torch.dtype, shape: GemvPlan) -> None:
     assert_products(dtype, shape, ROWS, SHAPES, H200)
 
 
-@pytest.mark.parametrize("case", COMPILED_IN.values(), ids=COMPILED_IN)
+@pytest.mark.parametrize(
+    "case", one_in(2, (pytest.param(case, id=name) for name, case in COMPILED_IN.items()))
+)
 def test_shapes_that_are_compiled_in_change_nothing(case: tuple[int, ...]) -> None:
     index, n, k, m, groups, round_units = case
     dtype, shape = PLANS[index]
