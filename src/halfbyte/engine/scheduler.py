@@ -152,6 +152,8 @@ class Scheduler:
                 self.remove(request)
             else:
                 self.tables.release_dead_pages(request.id, request.num_computed)
+        if self._ahead is chunks:
+            self._ahead = []
         self._is_open = bool(self._ahead)
 
     def rollback(self) -> None:

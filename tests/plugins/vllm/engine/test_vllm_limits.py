@@ -246,7 +246,7 @@ def test_loss_is_halfbyte_s_own() -> None:
 
     model = halfbyte.load_model(BUNDLED)
     tokenizer = halfbyte.models.load_tokenizer(BUNDLED)
-    windows, _ = text_windows(tokenizer, list(heldout_texts().values()), 500, 6000)
+    windows, _ = text_windows(tokenizer, list(heldout_texts().values()), 500, 2500)
     windows = [window for window in windows if len(window) > 8]
     found = {}
     for dtype in ("auto", "nvfp4"):

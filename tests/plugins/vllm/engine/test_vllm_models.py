@@ -140,8 +140,8 @@ def test_equal_memory_holds_3_5_times_the_tokens(monkeypatch: pytest.MonkeyPatch
     """By vLLM's count, and by the requests that it really runs at once."""
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")  # in GiB
     counted, admitted = {}, {}
-    prompts = [token_ids(230, seed=n).tolist() for n in range(150)]
-    memory = 40 * 2**20
+    prompts = [token_ids(230, seed=n).tolist() for n in range(45)]
+    memory = 13 * 2**20  # 11 and 39 of them
     for dtype in ("auto", "nvfp4"):
         options: dict[str, Any] = {"kv_cache_dtype": dtype, "kv_cache_memory_bytes": memory}
         with vllm_engine(dtype="bfloat16", block_size=16, max_num_seqs=256, **options) as llm:

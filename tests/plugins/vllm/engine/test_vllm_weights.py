@@ -19,11 +19,12 @@ from plugins.vllm.engine.engines import (
     layers_of,
     vllm_engine,
 )
+from slow import slow
 
 KINDS = [
     ("modelopt", False),
-    ("modelopt", True),
-    ("compressed-tensors", False),
+    slow("modelopt", True),
+    slow("compressed-tensors", False),
     ("compressed-tensors", True),
 ]
 
