@@ -129,6 +129,8 @@ ASSEMBLY = {
     ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;": (
         f"{HERE}copy_box(%0, %1, %2, %3, %4, %5)"
     ),
+    "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+    " [%0], [%1, {%2, %3, %4, %5}], [%6];": f"{HERE}copy_box_4d(%0, %1, %2, %3, %4, %5, %6)",
     "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];": (
         f"{HERE}store_box(%0, %1, %2, %3)"
     ),

@@ -1,0 +1,127 @@
+"""Tiles of `gemm.cu`: how many tokens, stages and slots; decided by shapes alone."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
+
+from halfbyte.moe.cuda.plan import Work
+from halfbyte.moe.experts import BLOCK_SIZES
+
+ROWS = 128
+"""Rows of W in a CTA's tile; a cluster has two."""
+STEP_K = 128
+"""k per step."""
+STRIP = 16
+"""Sorted pairs of an expert begin at a multiple of it."""
+MAX_PAIRS = 2**20
+"""Every CTA of the sort kernel counts all expert ids."""
+SORT_THREADS = 512
+_MAX_STAGES = 12
+_RESERVED_BYTES = 256
+"""For barriers."""
+_STEP_MICROSECONDS = {64: 0.477, 96: 0.589, 128: 0.692, 160: 0.836, 192: 0.982, 256: 1.282}
+"""Of a step by tokens of a tile: those of the dense layer's kernel on an H200."""
+TOKENS = tuple(_STEP_MICROSECONDS)
+"""Max tokens of a tile."""
+_TILE_STEPS = 1.5
+"""What starting and storing a tile costs, in steps. Not timed yet."""
+_WANTED_MICROSECONDS = 2.0
+"""Of stages in flight, against the latency of HBM under load."""
+
+
+class GemmPlan(NamedTuple):
+    """Macros of a launch, named as in `gemm.cu`."""
+
+    tokens: int
+    stages: int
+    """Of 64 k in the ring."""
+    scale_slots: int
+    """Tiles whose block scales have room."""
+
+    def macros(self, work: Work) -> tuple[tuple[str, int], ...]:
+        """Of the source, but for the dtype's."""
+        return (
+            ("MX", int(work.weight_format == "mxfp4")),
+            ("GATED", int(work.gated)),
+            ("INTERLEAVED", int(work.interleaved)),
+            ("TOKENS", self.tokens),
+            ("STAGES", self.stages),
+            ("SCALE_SLOTS", self.scale_slots),
+        )
+
+    def shared_bytes(self, work: Work) -> int:
+        """Dynamic shared memory of a CTA: ring, output, barriers, block scales."""
+        stage = self.tokens * 128 + ROWS * 32
+        out = self.tokens * ROWS * (1 if work.gated else 2)
+        scales = ROWS * work.k // BLOCK_SIZES[work.weight_format]
+        return self.stages * stage + out + _RESERVED_BYTES + self.scale_slots * scales
+
+
+def steps(work: Work) -> int:
+    """Steps in padded K."""
+    return -(-work.k // STEP_K)
+
+
+def row_pairs(work: Work) -> int:
+    """Pairs of tiles of rows: gated, 128 rows of each of gate and up."""
+    return -(-work.n // (2 * ROWS))
+
+
+def plan_of(work: Work, tokens: int, block_bytes: int) -> GemmPlan | None:
+    """The plan of a product with tiles of so many tokens; None if shared memory has no room.
+
+    Args:
+        block_bytes: max shared memory of a CTA.
+    """
+    plans = []
+    for slots in (1, 2):
+        stages = range(4, _MAX_STAGES + 1, 2)
+        fitting = [GemmPlan(tokens, n, slots) for n in stages]
+        plans += [p for p in fitting if p.shared_bytes(work) <= block_bytes][-1:]
+    wanted = 2 * ceil(_WANTED_MICROSECONDS / _STEP_MICROSECONDS[tokens])
+    # A second slot hides the latency of a tile's scales, unless weights would wait instead.
+    return max(plans, key=lambda p: (min(p.stages, wanted), p.scale_slots), default=None)
+
+
+def max_rows(num_pairs: int, num_experts: int) -> int:
+    """Max rows of sorted pairs, with those between experts."""
+    padding = (STRIP - 1) * min(num_pairs, num_experts)
+    return -(-(num_pairs + padding) // STRIP) * STRIP
+
+
+def max_tiles(num_pairs: int, num_experts: int, tokens: int) -> int:
+    """Max tiles of any routing: every expert that is hit may have one that is not full."""
+    partial = min(num_pairs, num_experts)
+    return partial + (num_pairs - partial) // tokens
+
+
+@lru_cache(maxsize=4096)
+def choose_tokens(
+    works: tuple[Work, ...], num_pairs: int, block_bytes: int, num_sms: int
+) -> int | None:
+    """Tokens of a tile for both products, by their estimated time; None if none has room."""
+    possible = [
+        tokens
+        for tokens in TOKENS
+        if all(plan_of(work, tokens, block_bytes) is not None for work in works)
+    ]
+
+    def microseconds(tokens: int) -> float:
+        tiles = _mean_tiles(num_pairs, works[0].num_experts, tokens)
+        waves = [tiles * row_pairs(work) / (num_sms // 2) for work in works]
+        took = sum(
+            max(1.0, wave) * (steps(work) + _TILE_STEPS)
+            for wave, work in zip(waves, works, strict=True)
+        )
+        return took * _STEP_MICROSECONDS[tokens]
+
+    return min(possible, key=microseconds, default=None)
+
+
+def _mean_tiles(num_pairs: int, num_experts: int, tokens: int) -> float:
+    """Tiles of all experts, if their pairs are between half and one and a half times the mean."""
+    hit = min(num_pairs, num_experts)
+    mean = num_pairs / hit
+    samples: Sequence[float] = [mean * (0.5 + (i + 0.5) / 32) for i in range(32)]
+    return hit * sum(-(-sample // tokens) for sample in samples) / len(samples)
