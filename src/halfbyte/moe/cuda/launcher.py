@@ -17,6 +17,7 @@ from halfbyte.moe.cuda.plan import ProductPlan, Work, max_entries, product_plan,
 from halfbyte.moe.cuda.sums import compile_sum, sum_results
 from halfbyte.moe.experts import GatedActivation, WeightFormat
 
+
 class _Params(ctypes.Structure):
     """`Params` of `experts.cu`."""
 

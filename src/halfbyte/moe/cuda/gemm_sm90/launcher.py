@@ -106,7 +106,9 @@ def moe_gemm(
         raise ValueError(f"{works}: no room in shared memory")
     pairs = pairs_of(topk_ids, topk_weights, works[0].num_experts)
     found = _sort(hidden, pairs, tokens, device)
-    middle = allocate(Memory.contiguous((found.x.shape[0], _padded(works[1].k)), hidden.dtype), device)
+    middle = allocate(
+        Memory.contiguous((found.x.shape[0], _padded(works[1].k)), hidden.dtype), device
+    )
     _multiply(found.x, gate_up, activation, works[0], found, tokens, middle)
     # The tokens are no longer needed: down's results take their place.
     results = found.x
@@ -202,9 +204,7 @@ def _padded(k: int) -> int:
 @lru_cache(maxsize=4096)
 def _weight_map(address: int, work: Work, device: int) -> TensorMap:
     parts = 2 if work.gated else 1
-    matrices = ExpertRows(
-        work.k // 2, work.n // parts, parts, work.num_experts, work.interleaved
-    )
+    matrices = ExpertRows(work.k // 2, work.n // parts, parts, work.num_experts, work.interleaved)
     with current_device(device):
         return tensor_map_of_experts(address, matrices, _RUN_ROWS // parts)
 
