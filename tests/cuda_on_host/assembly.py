@@ -74,6 +74,7 @@ ASSEMBLY = {
     "{.reg .u16 x; ld.shared.u16 x, [%1]; cvt.u32.u16 %0, x;}": (
         f"%0 = {HERE}load<unsigned short>(%1)"
     ),
+    "ld.shared.u8 %0, [%1];": f"%0 = {HERE}load<unsigned char>(%1)",
     "st.shared.f32 [%0], %1;": f"{HERE}store<float>(%0, %1)",
     "st.shared.u32 [%0], %1;": f"{HERE}store<unsigned>(%0, %1)",
     "atom.shared.exch.b32 %0, [%1], %2;": f"%0 = {HERE}exchange(%1, %2)",

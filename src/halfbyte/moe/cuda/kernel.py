@@ -10,8 +10,8 @@ from typing import ClassVar, Literal
 import torch
 
 from halfbyte.dispatch import Answer, missing_module
-from halfbyte.moe.as_loaded import AsLoadedKernel, Matrices, as_loaded_op, matrices_of
 from halfbyte.linear.w4a16.machine import machine_of
+from halfbyte.moe.as_loaded import AsLoadedKernel, Matrices, as_loaded_op, matrices_of
 from halfbyte.moe.base import MoeConfig
 from halfbyte.moe.cuda.gemm_sm90.launcher import compile_gemm, moe_gemm
 from halfbyte.moe.cuda.gemm_sm90.plan import MAX_PAIRS, choose_tokens

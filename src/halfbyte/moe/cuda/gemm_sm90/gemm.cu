@@ -22,255 +22,23 @@
 //   STAGES                of 64 k in the ring, an even number, at least 4
 //   SCALE_SLOTS           tiles whose block scales have room: 1 or 2
 
-#include "linear/w4a16/gemm_sm90/ring.cuh"
 #include "linear/w4a16/gemm_sm90/wgmma.cuh"
-#include "moe/cuda/gemm_sm90/work.cuh"
-#include "moe/cuda/routing.cuh"
+#include "moe/cuda/gemm_sm90/loader.cuh"
+#include "moe/cuda/gemm_sm90/store.cuh"
 #include "moe/cuda/values.cuh"
 
-#define GROUPS 2
-#define WORKERS (128 * GROUPS)
-#define THREADS (WORKERS + 128)
-#define VALUES (TOKENS / 2)   // accumulators per thread
-#define STRIPS (TOKENS / 16)  // of 16 tokens, which are stored at a time
-#define X_BYTES (TOKENS * 128)
-#define WEIGHT_BYTES (ROWS * 64)              // 128 k
-#define OUT_ROW_BYTES (GATED ? 64 : 128)      // of a token and a warpgroup
-#define OUT_BYTES (TOKENS * OUT_ROW_BYTES)    // per warpgroup
-#define OFF_OUT (STAGES * X_BYTES)
-#define OFF_WEIGHT (OFF_OUT + GROUPS * OUT_BYTES)
-#define OFF_BARRIERS (OFF_WEIGHT + STAGES / 2 * WEIGHT_BYTES)
-#define OFF_SCALE (OFF_BARRIERS + 256)  // SCALE_SLOTS x 128 rows
-#define MATMULS 4                       // per stage
-#define STEP_SCALES (128 / BLOCK)       // bytes of a row
-#define LOADER_REGISTERS 40
-#define WORKER_REGISTERS 232
-
-struct Barriers {
-  u32 full, empty, scale_full, scale_empty;
-
-  __device__ __forceinline__ Barriers(u32 shared)
-      : full(shared + OFF_BARRIERS),
-        empty(full + 8 * STAGES),
-        scale_full(empty + 8 * STAGES),
-        scale_empty(scale_full + 8 * SCALE_SLOTS) {}
-};
-
-// A slot for block scales, and the parity of its barriers.
-struct ScaleSlot {
-  int slot = 0;
-  u32 parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++slot == SCALE_SLOTS) slot = 0, parity ^= 1;
-  }
-};
-
-// Loads a box of W: k, rows of a part, parts, and expert.
-__device__ __forceinline__ void copy_weights(u32 to, const TensorMap* map, int k, int row, int expert, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
-      "l"(map), "r"(k), "r"(row), "r"(0), "r"(expert), "r"(barrier)
-      : "memory");
+// A lane's block scales of a row and a step: two bytes, or one.
+__device__ __forceinline__ u32 load_scales(u32 address) {
+  u32 y;
+#if MX
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(y) : "r"(address));
+#else
+  asm volatile("{.reg .u16 x; ld.shared.u16 x, [%1]; cvt.u32.u16 %0, x;}" : "=r"(y) : "r"(address));
+#endif
+  return y;
 }
 
-// The producer: one thread each loads W, x and block scales.
-struct Loader {
-  const Params& p;
-  u32 shared;
-  Barriers barriers;
-  int rank;
-
-  // Waits until all workers have read the previous contents of a stage.
-  __device__ __forceinline__ void wait_for_stage(const PipelineState& state) const {
-    barrier_wait(barriers.empty + 8 * state.stage, state.parity ^ 1);
-  }
-
-  // The barriers expect all bytes of their stages, including those of x.
-  __device__ __forceinline__ void load_weights(const TensorMap* map) const {
-    Work work(p);
-    PipelineState state;
-    while (work.next(p)) {
-      const int expert = Tile(work.tile).expert;
-      for (int step = 0; step < p.steps; step++) {
-        wait_for_stage(state);
-        const u32 barrier = barriers.full + 8 * state.stage;
-        const u32 to = shared + OFF_WEIGHT + state.stage / 2 * WEIGHT_BYTES;
-        barrier_expect(barrier, X_BYTES + WEIGHT_BYTES);
-#pragma unroll
-        for (int run = 0; run < RUNS; run++)
-          copy_weights(to + run * (RUN_ROWS * 64), map, step * 64, run_begin(work.row_pair, rank, run), expert,
-                       barrier);
-        state.next();
-        wait_for_stage(state);
-        barrier_expect(barriers.full + 8 * state.stage, X_BYTES);
-        state.next();
-      }
-    }
-  }
-
-  __device__ __forceinline__ void load_x(const TensorMap* map) const {
-    Work work(p);
-    PipelineState state;
-    while (work.next(p)) {
-      const Tile tile(work.tile);
-      // Tokens of another expert may follow; their results are not written. The second half is not needed if the
-      // first one has all: it is loaded again, which is faster than another.
-      const int token = tile.first + (tile.count > TOKENS / 2 ? rank * (TOKENS / 2) : 0);
-      for (int stage = 0; stage < 2 * p.steps; stage++, state.next()) {
-        wait_for_stage(state);
-        copy_x(shared + state.stage * X_BYTES + rank * (X_BYTES / 2), map, stage * 64, token,
-               barriers.full + 8 * state.stage);
-      }
-    }
-    // Waits for the other CTA's last arrivals at barriers here, before this CTA may exit.
-#pragma unroll 1
-    for (int i = 0; i < STAGES; i++, state.next()) wait_for_stage(state);
-    // Not before the last matmul: otherwise all CTAs of the next kernel would start on the few SMs whose CTAs
-    // have ended.
-    allow_next();
-  }
-
-  // Rows lie next to each other, so that copies are aligned though rows need not be.
-  __device__ __forceinline__ void load_scales() const {
-    const u32 row_bytes = p.k / BLOCK;
-    Work work(p);
-    ScaleSlot at;
-    for (; work.next(p); at.next()) {
-      const u32 barrier = barriers.scale_full + 8 * at.slot, to = shared + OFF_SCALE + at.slot * ROWS * row_bytes;
-      const u8* const expert = p.scales + (u64)Tile(work.tile).expert * p.n * row_bytes;
-      const int rows = GATED ? p.n / 2 : p.n;
-      u32 runs = 0;
-#pragma unroll
-      for (int run = 0; run < RUNS; run++) runs += run_begin(work.row_pair, rank, run) < rows;
-      barrier_wait(barriers.scale_empty + 8 * at.slot, at.parity ^ 1);
-      barrier_expect(barrier, runs * RUN_ROWS * row_bytes);
-#pragma unroll
-      for (int run = 0; run < RUNS; run++) {
-        const int row = run_begin(work.row_pair, rank, run);
-        if (row >= rows) continue;
-#if GATED && !INTERLEAVED
-#pragma unroll
-        for (int part = 0; part < 2; part++)
-          copy_bulk(to + (run * RUN_ROWS + part * 16) * row_bytes, expert + (u64)(part * rows + row) * row_bytes,
-                    16 * row_bytes, barrier);
-#else
-        copy_bulk(to + run * RUN_ROWS * row_bytes, expert + (u64)(GATED ? 2 * row : row) * row_bytes,
-                  RUN_ROWS * row_bytes, barrier);
-#endif
-      }
-    }
-  }
-};
-
-// A worker thread's two rows of W, g and g + 8 of its warp's 16.
-struct Place {
-  int group, warp, lane;
-  int channel;        // gated: of both rows, in the pair of tiles; otherwise of the first row
-  int rows[2];        // in shared memory: of weights
-  int scale_rows[2];  // and of block scales
-
-  __device__ __forceinline__ Place(int rank) {
-    group = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
-    lane = threadIdx.x % 32;
-    const int g = lane / 4;
-#if GATED
-    const Channel at(group * 32 + warp * 8 + g);
-    channel = 32 * at.run + 16 * rank + at.place;
-    rows[0] = RUN_ROWS * at.run + at.place, rows[1] = rows[0] + 16;
-    scale_rows[0] = RUN_ROWS * at.run + (INTERLEAVED ? 2 : 1) * at.place;
-    scale_rows[1] = scale_rows[0] + (INTERLEAVED ? 1 : 16);
-#else
-    rows[0] = group * 64 + warp * 16 + g, rows[1] = rows[0] + 8;
-    channel = rank * ROWS + rows[0];
-    scale_rows[0] = rows[0], scale_rows[1] = rows[1];
-#endif
-  }
-
-  // Address of a row's 16 bytes of this lane in a slot of W, 64-byte swizzle.
-  __device__ __forceinline__ u32 weight_offset(int i) const {
-    return rows[i] * 64 + ((lane % 4 ^ rows[i] / 2 % 4) * 16);
-  }
-};
-
-// What results need besides sums, loaded before the sums are there.
-struct Vectors {
-  float scale[2], bias[2];
-  bool exists;  // gated: whether the channel exists
-
-  __device__ __forceinline__ Vectors(const Params& p, int expert, int row_pair, const Place& place) {
-    const int channel = row_pair * (GATED ? 128 : 2 * ROWS) + place.channel;
-    exists = channel < (GATED ? p.n / 2 : p.n);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-#if GATED
-      const int row = INTERLEAVED ? 2 * channel + i : channel + i * (p.n / 2);
-#else
-      const int row = channel + 8 * i;
-#endif
-      scale[i] = OPERAND_SCALE * (p.global_scale ? p.global_scale[expert * p.parts + i * (p.parts - 1)] : 1.0f);
-      bias[i] = p.bias && row < p.n ? number_at(p.bias, (u64)expert * p.n + row, p.bias_dtype) : 0.0f;
-    }
-  }
-};
-
-// Writes strips of the output. Of every 8 tokens a thread has 2c, 2c + 1.
-__device__ __forceinline__ void store(const Params& p, const Tile& tile, int row_pair, int rank, const Vectors& v,
-                                      const Place& place, const TensorMap* map, u32 shared, const float* sums) {
-  const int lane = place.lane, strips = (tile.count + 15) / 16;
-  const u32 out = shared + OFF_OUT + place.group * OUT_BYTES;
-  wait_for_stores();
-  group_sync(place.group);
-#if GATED
-  // Of a token 32 channels, 64 bytes, swizzled. Lanes give the row addresses of four matrices of 8 channels: 32 tokens.
-  const u32 address = out + lane * 64 + ((place.warp ^ lane / 2 % 4) * 16);
-#pragma unroll
-  for (int strip = 0; strip < STRIPS; strip += 2) {
-    if (strip >= strips) continue;
-    u32 pairs[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const float* d = sums + strip * 8 + j * 4;
-      float results[2];
-#pragma unroll
-      for (int i = 0; i < 2; i++)
-        results[i] = p.activation(fmaf(d[i], v.scale[0], v.bias[0]), fmaf(d[2 + i], v.scale[1], v.bias[1]));
-      pairs[j] = v.exists ? pack_pair(results[0], results[1]) : 0;
-    }
-    const u32 to = address + strip * (16 * 64);
-#else
-  // Of a token 64 rows of W, 128 bytes, swizzled. Lanes give the row addresses of four matrices: 8 tokens x 8 rows of
-  // W, 8 more rows, both of 8 more tokens.
-  const u32 token = (lane & 7) + (lane >> 4) * 8, chunk = 2 * place.warp + (lane >> 3 & 1);
-  const u32 address = out + token * 128 + ((chunk ^ (token & 7)) * 16);
-#pragma unroll
-  for (int strip = 0; strip < STRIPS; strip++) {
-    if (strip >= strips) continue;
-    const float* d = sums + strip * 8;
-    u32 pairs[4];
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-      pairs[j] = pack_pair(fmaf(d[2 * j], v.scale[j & 1], v.bias[j & 1]),
-                           fmaf(d[2 * j + 1], v.scale[j & 1], v.bias[j & 1]));
-    const u32 to = address + strip * (16 * 128);
-#endif
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pairs[0]),
-                 "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
-                 : "memory");
-  }
-  fence_async_proxy();
-  group_sync(place.group);
-  const int strip = threadIdx.x % 128;
-  if (strip < strips) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
-                 "r"((2 * row_pair + rank) * (GATED ? 64 : ROWS) + place.group * (GATED ? 32 : 64)),
-                 "r"(tile.first + strip * 16), "r"(out + strip * (16 * OUT_ROW_BYTES))
-                 : "memory");
-    asm volatile("cp.async.bulk.commit_group;");
-  }
-}
-
-__device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap* out_map, const u8* scales, u32 shared,
+__device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap* out_map, u32 shared,
                                                const Barriers& barriers) {
   const int rank = cluster_rank();
   const Place place(rank);
@@ -291,8 +59,9 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
   for (; work.next(p); at.next()) {
     const Tile tile(work.tile);
     const Vectors vectors(p, tile.expert, work.row_pair, place);
-    const u8* const upper_scale = scales + (at.slot * ROWS + place.scale_rows[0]) * row_bytes + lane_scale;
-    const u8* const lower_scale = scales + (at.slot * ROWS + place.scale_rows[1]) * row_bytes + lane_scale;
+    const u32 scales = shared + OFF_SCALE + lane_scale + at.slot * ROWS * row_bytes;
+    const u32 upper_scale = scales + place.scale_rows[0] * row_bytes;
+    const u32 lower_scale = scales + place.scale_rows[1] * row_bytes;
     float sums[VALUES];
     u32 a[2][MATMULS][4];
     uint4 upper, lower;
@@ -303,15 +72,11 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
       barrier_wait(barriers.full + 8 * next.stage, next.parity);
       upper = load16(upper_weight + next.stage / 2 * WEIGHT_BYTES);
       lower = load16(lower_weight + next.stage / 2 * WEIGHT_BYTES);
-      // Beyond K lie other scales, which may be NaN.
+      // Beyond K lie other bytes, which may be NaN.
       const bool exists = step * 128 + place.lane % 4 * 32 < p.k;
-#if MX
-      upper_bytes = exists ? upper_scale[step * STEP_SCALES] : 0;
-      lower_bytes = exists ? lower_scale[step * STEP_SCALES] : 0;
-#else
-      upper_bytes = exists ? *(const u16*)(upper_scale + step * STEP_SCALES) : 0;
-      lower_bytes = exists ? *(const u16*)(lower_scale + step * STEP_SCALES) : 0;
-#endif
+      const u32 above = load_scales(upper_scale + step * STEP_SCALES);
+      const u32 below = load_scales(lower_scale + step * STEP_SCALES);
+      upper_bytes = exists ? above : 0, lower_bytes = exists ? below : 0;
     };
     // Unpacks the operands of half a step, from two words of each row.
     auto unpack = [&](int half) {
@@ -392,6 +157,6 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WORKER_REGISTERS));
     if (!GATED) wait_for_previous();
-    multiply_tiles(p, &out_map, shared + OFF_SCALE, base, barriers);
+    multiply_tiles(p, &out_map, base, barriers);
   }
 }

@@ -21,11 +21,11 @@ from halfbyte.kernels.runtime.tensor_maps import (
 from halfbyte.linear.w4a16.machine import dtype_macros, machine_of
 from halfbyte.moe.as_loaded import Matrices
 from halfbyte.moe.cuda.gemm_sm90.plan import (
-    GemmPlan,
     SORT_THREADS,
     STEP_K,
     STRIP,
     TOKENS,
+    GemmPlan,
     choose_tokens,
     max_rows,
     max_tiles,

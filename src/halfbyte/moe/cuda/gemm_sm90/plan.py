@@ -18,8 +18,8 @@ MAX_PAIRS = 2**20
 """Every CTA of the sort kernel counts all expert ids."""
 SORT_THREADS = 512
 _MAX_STAGES = 12
-_RESERVED_BYTES = 256
-"""For barriers."""
+_RESERVED_BYTES = 256 + 16
+"""For barriers, and behind block scales."""
 _STEP_MICROSECONDS = {64: 0.477, 96: 0.589, 128: 0.692, 160: 0.836, 192: 0.982, 256: 1.282}
 """Of a step by tokens of a tile: those of the dense layer's kernel on an H200."""
 TOKENS = tuple(_STEP_MICROSECONDS)

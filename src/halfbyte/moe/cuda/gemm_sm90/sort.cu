@@ -3,8 +3,6 @@
 // The sorted pairs of an expert begin at a multiple of 16, so that 16 of them never belong to two experts. Every CTA
 // counts all expert ids, as in routing.cuh, which is faster than another kernel; then it places its range of pairs
 // behind those of lower numbers, and copies their tokens.
-//
-// Macro: X_BF16 is not needed: halves of any dtype are only moved.
 
 #include "moe/cuda/gemm_sm90/order.cuh"
 #include "moe/cuda/routing.cuh"
