@@ -111,7 +111,7 @@ ASSEMBLY = {
     },
     **{_wgmma(columns): f"{HERE}wgmma({columns}, &d[0][0], a, b, add)" for columns in (32, 64)},
     # Of linear/w4a16/gemm_sm90/wgmma.cuh, whose macros stand for themselves here.
-    "WGMMA WGMMA_TYPES ": f"{HERE}wgmma(TOKENS, d, a, b, add, X_BF16)",
+    "WGMMA n ": f"{HERE}wgmma(n, d, a, b, add, X_BF16)",
     "wgmma.fence.sync.aligned;": "",
     "wgmma.commit_group.sync.aligned;": f"{HERE}commit_matmuls()",
     "wgmma.wait_group.sync.aligned %0;": f"{HERE}wait_for_matmuls(%0)",

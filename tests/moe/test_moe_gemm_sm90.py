@@ -13,6 +13,7 @@ from halfbyte.moe.cuda.gemm_sm90.plan import (
     MAX_PAIRS,
     SORT_THREADS,
     TOKENS,
+    WIDTHS,
     GemmPlan,
     choose_tokens,
     max_rows,
@@ -65,10 +66,17 @@ def test_large_sizes_leave_less_room() -> None:
 def test_more_tokens_per_expert_make_larger_tiles() -> None:
     for works, top_k in LAYERS.values():
         chosen = [choose_tokens(works, m * top_k, BLOCK_BYTES, NUM_SMS) for m in (128, 1024, 16384)]
-        assert chosen[0] == 64
+        assert chosen[0] in (32, 64)
         assert chosen == sorted(chosen, key=lambda tokens: tokens or 0)
         assert chosen[2] is not None
         assert chosen[2] >= 192
+
+
+def test_widths_are_equally_spaced() -> None:
+    """As the kernel's macros say."""
+    for tokens, widths in WIDTHS.items():
+        step = tokens // len(widths)
+        assert widths == tuple(range(step, tokens + 1, step))
 
 
 def test_sizes_of_any_routing_are_reached() -> None:
@@ -129,8 +137,9 @@ def test_compiles_without_spills(
     assert stack_bytes(cubin) == 0
     code = disassembled(cubin, tmp_path)
     # Eight matmuls in a step, four at a time: ptxas has not serialized them.
-    assert len(re.findall(r"\bHGMMA\b", code)) == 8
-    assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 3
+    loops = len(WIDTHS[tokens])
+    assert len(re.findall(r"\bHGMMA\b", code)) == 8 * loops
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 3 * loops
 
 
 def test_sort_and_sum_compile() -> None:

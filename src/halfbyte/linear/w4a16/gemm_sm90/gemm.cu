@@ -297,7 +297,7 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < GROUP; j++)
-          wgmma(sums, a[parity][j], x + (at + j) / 4 * (TOKENS * 128 / 16) + (at + j) % 4 * 2,
+          wgmma<TOKENS>(sums, a[parity][j], x + (at + j) / 4 * (TOKENS * 128 / 16) + (at + j) % 4 * 2,
                 !first || at + j > 0);
         wgmma_commit();
         unpack(a[1 - parity], next);

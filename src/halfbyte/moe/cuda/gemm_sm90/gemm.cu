@@ -6,8 +6,9 @@
 // Computed transposed, W x^T, as in linear/w4a16/gemm_sm90: W is A of `wgmma`, unpacked in registers, x^T is B, in
 // shared memory. x is sorted by expert (sort.cu), so that tiles of tokens are boxes of TMA.
 //
-//   Tile       64 rows of W for each of two warpgroups x TOKENS tokens of one expert, 128 k at a time. Gated, a warp
-//              has 8 rows of gate and the 8 of up that belong to them: the activation needs no other thread.
+//   Tile       64 rows of W for each of two warpgroups x up to TOKENS tokens of one expert, 128 k at a time. Gated, a
+//              warp has 8 rows of gate and the 8 of up that belong to them: the activation needs no other thread. An
+//              expert's last tile has narrower matmuls if these suffice.
 //   Loads      by a producer warpgroup: x by TMA with 128-byte swizzle to a ring of stages of 64 k, W by TMA with
 //              64-byte swizzle, 128 k for every second stage, block scales of all k of a tile by bulk copies of rows.
 //   Clusters   Two CTAs have the same tokens: each loads half of x for both (multicast).
@@ -18,7 +19,8 @@
 // Macros:
 //   X_BF16, MX            see moe/cuda/values.cuh
 //   GATED, INTERLEAVED    1 for the first product; whether its rows of gate and up take turns
-//   TOKENS                a multiple of 32 from 64 to 256
+//   TOKENS                a multiple of 32 up to 256
+//   WIDTH_STEP            tokens of matmuls are its multiples up to TOKENS
 //   STAGES                of 64 k in the ring, an even number, at least 4
 //   SCALE_SLOTS           tiles whose block scales have room: 1 or 2
 
@@ -38,31 +40,38 @@ __device__ __forceinline__ u32 load_scales(u32 address) {
   return y;
 }
 
-__device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap* out_map, u32 shared,
-                                               const Barriers& barriers) {
-  const int rank = cluster_rank();
-  const Place place(rank);
-  const u32 row_bytes = p.k / BLOCK;
-  const u32 upper_weight = shared + OFF_WEIGHT + place.weight_offset(0);
-  const u32 lower_weight = shared + OFF_WEIGHT + place.weight_offset(1);
-  const u32 lane_scale = place.lane % 4 * (32 / BLOCK);
+// A worker's part of all tiles.
+struct Worker {
+  const Params& p;
+  u32 shared;
+  Barriers barriers;
+  Place place;
+  u32 peer_empty, weights[2], lane_scale;
+  PipelineState state;  // of the next matmuls
+  u32 read;             // byte offset of the last multiplied stage's barrier
+
+  __device__ __forceinline__ Worker(const Params& p, u32 shared, const Barriers& barriers, int rank)
+      : p(p), shared(shared), barriers(barriers), place(rank) {
+    peer_empty = map_to_rank(barriers.empty, rank ^ 1);
+#pragma unroll
+    for (int i = 0; i < 2; i++) weights[i] = shared + OFF_WEIGHT + place.weight_offset(i);
+    lane_scale = shared + OFF_SCALE + place.lane % 4 * (32 / BLOCK);
+  }
+
   // A stage that was read is released by all lanes in this CTA, and by one lane per warp in the other CTA, which
   // writes x here, too (multicast).
-  const u32 peer_empty = map_to_rank(barriers.empty, rank ^ 1);
-  auto release = [&](u32 barrier) {
+  __device__ __forceinline__ void release(u32 barrier) const {
     barrier_arrive(barriers.empty + barrier);
     if (place.lane == 0) barrier_arrive_mapped(peer_empty + barrier);
-  };
-  Work work(p);
-  PipelineState state;  // of the next matmuls
-  ScaleSlot at;
-  for (; work.next(p); at.next()) {
-    const Tile tile(work.tile);
-    const Vectors vectors(p, tile.expert, work.row_pair, place);
-    const u32 scales = shared + OFF_SCALE + lane_scale + at.slot * ROWS * row_bytes;
+  }
+
+  // The sums of a tile with up to WIDTH tokens.
+  template <int WIDTH>
+  __device__ __forceinline__ void multiply_tile(int slot, float* sums) {
+    const u32 row_bytes = p.k / BLOCK;
+    const u32 scales = lane_scale + slot * ROWS * row_bytes;
     const u32 upper_scale = scales + place.scale_rows[0] * row_bytes;
     const u32 lower_scale = scales + place.scale_rows[1] * row_bytes;
-    float sums[VALUES];
     u32 a[2][MATMULS][4];
     uint4 upper, lower;
     u32 upper_bytes, lower_bytes;  // block scales
@@ -70,8 +79,8 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
     // Waits for a step's weights, and for half of its x; `next` is its first stage.
     auto fetch = [&](const PipelineState& next, int step) {
       barrier_wait(barriers.full + 8 * next.stage, next.parity);
-      upper = load16(upper_weight + next.stage / 2 * WEIGHT_BYTES);
-      lower = load16(lower_weight + next.stage / 2 * WEIGHT_BYTES);
+      upper = load16(weights[0] + next.stage / 2 * WEIGHT_BYTES);
+      lower = load16(weights[1] + next.stage / 2 * WEIGHT_BYTES);
       // Beyond K lie other bytes, which may be NaN.
       const bool exists = step * 128 + place.lane % 4 * 32 < p.k;
       const u32 above = load_scales(upper_scale + step * STEP_SCALES);
@@ -84,7 +93,6 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
       factors.operands(a[half], half ? upper.z : upper.x, half ? lower.z : lower.x, 2 * half);
       factors.operands(a[half] + 2, half ? upper.w : upper.y, half ? lower.w : lower.y, 2 * half + 1);
     };
-    u32 read;  // byte offset of the last multiplied stage's barrier
     // The matmuls of half a step. While they run, the operands of the next half are unpacked (two buffers).
     auto multiply = [&](int half, bool first, int next_step) {
       const u32 x = x_descriptor(shared + state.stage * X_BYTES), done = read;
@@ -95,10 +103,9 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
       if (!first) release(done);
       wgmma_fence();
 #pragma unroll
-      for (int j = 0; j < MATMULS; j++) wgmma(sums, a[half][j], x + 2 * j, !first || j > 0);
+      for (int j = 0; j < MATMULS; j++) wgmma<WIDTH>(sums, a[half][j], x + 2 * j, !first || j > 0);
       wgmma_commit();
     };
-    barrier_wait(barriers.scale_full + 8 * at.slot, at.parity);
     fetch(state, 0);
     unpack(0);
     for (int step = 0; step < p.steps; step++) {
@@ -109,13 +116,33 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
       multiply(1, false, step + 1);
       if (!last) unpack(0);
     }
-    barrier_arrive(barriers.scale_empty + 8 * at.slot);
     wgmma_wait();
     release(read);
-    store(p, tile, work.row_pair, rank, vectors, place, out_map, shared, sums);
   }
-  wait_for_stores();
-}
+
+  // The same by the narrowest matmuls that suffice; sums do not depend on their width.
+  template <int WIDTH = WIDTH_STEP>
+  __device__ __forceinline__ void multiply_tile(int count, int slot, float* sums) {
+    if constexpr (WIDTH < TOKENS)
+      if (count > WIDTH) return multiply_tile<WIDTH + WIDTH_STEP>(count, slot, sums);
+    multiply_tile<WIDTH>(slot, sums);
+  }
+
+  __device__ __forceinline__ void multiply_tiles(const TensorMap* out_map, int rank) {
+    Work work(p);
+    ScaleSlot at;
+    for (; work.next(p); at.next()) {
+      const Tile tile(work.tile);
+      const Vectors vectors(p, tile.expert, work.row_pair, place);
+      float sums[VALUES];
+      barrier_wait(barriers.scale_full + 8 * at.slot, at.parity);
+      multiply_tile(tile.count, at.slot, sums);
+      barrier_arrive(barriers.scale_empty + 8 * at.slot);
+      store(p, tile, work.row_pair, rank, vectors, place, out_map, shared, sums);
+    }
+    wait_for_stores();
+  }
+};
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
     moe_gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap x_map,
@@ -157,6 +184,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WORKER_REGISTERS));
     if (!GATED) wait_for_previous();
-    multiply_tiles(p, &out_map, base, barriers);
+    const int rank = cluster_rank();
+    Worker(p, base, barriers, rank).multiply_tiles(&out_map, rank);
   }
 }

@@ -1,6 +1,5 @@
 """Tiles of `gemm.cu`: how many tokens, stages and slots; decided by shapes alone."""
 
-from collections.abc import Sequence
 from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
@@ -20,12 +19,17 @@ SORT_THREADS = 512
 _MAX_STAGES = 12
 _RESERVED_BYTES = 256 + 16
 """For barriers, and behind block scales."""
-_STEP_MICROSECONDS = {64: 0.477, 96: 0.589, 128: 0.692, 160: 0.836, 192: 0.982, 256: 1.282}
-"""Of a step by tokens of a tile: those of the dense layer's kernel on an H200."""
-TOKENS = tuple(_STEP_MICROSECONDS)
+_STEP_MICROSECONDS = {32: 0.42, 64: 0.477, 96: 0.589, 128: 0.692, 192: 0.982, 256: 1.282}
+"""Of a step by the width of its matmuls: from 64 on those of the dense layer's kernel on an H200;
+32 is a guess."""
+WIDTHS = {32: (32,), 64: (32, 64), 128: (32, 64, 96, 128), 192: (64, 128, 192), 256: (128, 256)}
+"""Widths of matmuls, multiples of the first, by max tokens of a tile: an expert's last tile has the
+narrowest that suffices. Registers do not allow all widths for the larger tiles."""
+TOKENS = tuple(WIDTHS)
 """Max tokens of a tile."""
 _TILE_STEPS = 1.5
 """What starting and storing a tile costs, in steps. Not timed yet."""
+_SAMPLES = 32
 _WANTED_MICROSECONDS = 2.0
 """Of stages in flight, against the latency of HBM under load."""
 
@@ -46,6 +50,7 @@ class GemmPlan(NamedTuple):
             ("GATED", int(work.gated)),
             ("INTERLEAVED", int(work.interleaved)),
             ("TOKENS", self.tokens),
+            ("WIDTH_STEP", WIDTHS[self.tokens][0]),
             ("STAGES", self.stages),
             ("SCALE_SLOTS", self.scale_slots),
         )
@@ -108,20 +113,25 @@ def choose_tokens(
     ]
 
     def microseconds(tokens: int) -> float:
-        tiles = _mean_tiles(num_pairs, works[0].num_experts, tokens)
-        waves = [tiles * row_pairs(work) / (num_sms // 2) for work in works]
-        took = sum(
-            max(1.0, wave) * (steps(work) + _TILE_STEPS)
-            for wave, work in zip(waves, works, strict=True)
-        )
-        return took * _STEP_MICROSECONDS[tokens]
+        tiles, column = _mean_tiles(num_pairs, works[0].num_experts, tokens)
+        took = 0.0
+        for work in works:
+            waves = max(1.0, tiles * row_pairs(work) / (num_sms // 2))
+            took += waves * (steps(work) + _TILE_STEPS) * column / tiles
+        return took
 
     return min(possible, key=microseconds, default=None)
 
 
-def _mean_tiles(num_pairs: int, num_experts: int, tokens: int) -> float:
-    """Tiles of all experts, if their pairs are between half and one and a half times the mean."""
+def _mean_tiles(num_pairs: int, num_experts: int, tokens: int) -> tuple[float, float]:
+    """Tiles of all experts, and the sum of their steps' times in µs, if experts have between half
+    and one and a half times the mean number of pairs."""
     hit = min(num_pairs, num_experts)
-    mean = num_pairs / hit
-    samples: Sequence[float] = [mean * (0.5 + (i + 0.5) / 32) for i in range(32)]
-    return hit * sum(-(-sample // tokens) for sample in samples) / len(samples)
+    tiles = microseconds = 0.0
+    for i in range(_SAMPLES):
+        whole, rest = divmod(num_pairs / hit * (0.5 + (i + 0.5) / _SAMPLES), tokens)
+        width = next(width for width in WIDTHS[tokens] if rest <= width)
+        tiles += whole + (rest > 0)
+        microseconds += whole * _STEP_MICROSECONDS[tokens]
+        microseconds += _STEP_MICROSECONDS[width] if rest else 0.0
+    return tiles * hit / _SAMPLES, microseconds * hit / _SAMPLES
