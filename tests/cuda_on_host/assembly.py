@@ -139,6 +139,8 @@ ASSEMBLY = {
     "cp.async.bulk.wait_group.read 0;": f"{HERE}wait_for_stores()",
     "bar.sync %0, %1;": f"{HERE}meet(%0, %1, true, false)",
     "bar.sync %0, 128;": f"{HERE}meet(%0, 128, true, false)",
+    "bar.sync 3, 256;": f"{HERE}meet(3, 256, true, false)",
+    "bar.arrive 3, 256;": f"{HERE}meet(3, 256, false, false)",
     "bar.sync %0, 160;": f"{HERE}meet(%0, 160, true, false)",
     "bar.arrive %0, 160;": f"{HERE}meet(%0, 160, false, false)",
     "{.reg .pred p, q; setp.ne.u32 q, %1, 0; bar.red.or.pred p, %2, 128, q; "
