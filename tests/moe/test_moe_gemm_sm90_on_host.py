@@ -89,11 +89,11 @@ def test_order_of_gate_and_up(weight_format: WeightFormat, interleaved: bool) ->
     assert_close_enough(run(hidden, experts, *routing), hidden, experts, *routing)
 
 
-@pytest.mark.parametrize("tokens", [32, 128, slow(192), slow(256)])
+@pytest.mark.parametrize("tokens", [32, slow(128), slow(192), slow(256)])
 def test_tiles_give_the_same_bits(tokens: int) -> None:
     """Also of one expert with all tokens; ids of 32 bits, weights of 16."""
-    hidden, experts, ids, weights = case("swiglu", 150, 1)
-    ids[:140] = 1
+    hidden, experts, ids, weights = case("swiglu", tokens + 30, 1)
+    ids[: tokens + 20] = 1
     out = run(hidden, experts, ids.int(), weights.to(BF16), tokens)
     assert_close_enough(out, hidden, experts, ids, weights)
     assert torch.equal(out, run(hidden, experts, ids, weights, 64))
@@ -102,14 +102,14 @@ def test_tiles_give_the_same_bits(tokens: int) -> None:
 @pytest.mark.parametrize("slots", [1, 2])
 def test_rings_that_go_round(slots: int) -> None:
     """A stage or a tile's block scales are not overwritten while they are still read."""
-    arguments = case("mxfp4-limited", 70, 2)
+    arguments = case("mxfp4-limited", 40, 2)
 
     def small_plan(work: Work, tokens: int, block_bytes: int) -> GemmPlan:
         return GemmPlan(tokens, 4, slots)
 
     with patch.object(launcher, "plan_of", small_plan):
         for _ in range(2):
-            assert_close_enough(run(*arguments), *arguments)
+            assert_close_enough(run(*arguments, 32), *arguments)
 
 
 def test_no_tokens() -> None:
