@@ -180,7 +180,10 @@ def test_sort(num_experts: int) -> None:
     ids, _ = random_routing(90, 3, num_experts)
     ids[5, 1] = ids[80, 0] = -1
     found, hidden = sorted_pairs(ids, num_experts, 160, 64)
-    positions, tiles = found.positions.clone(), []
+    positions, weights = found.places.view(-1, 2).t().contiguous()
+    assert (weights.view(torch.float32) == 1).all()
+    tiles = []
+    assert (positions[[16, 240]] == -1).all()
     start = 0
     for expert in range(num_experts):
         pairs = (ids.flatten() == expert).nonzero().flatten()

@@ -10,7 +10,8 @@ from halfbyte.kernels.runtime.parameters import KernelArguments
 from halfbyte.linear.w4a16.machine import dtype_macros
 from halfbyte.moe.cuda.pairs import Pairs
 
-_THREADS, _COLUMNS = 128, 4
+_THREADS, _COLUMNS, _SORTED_COLUMNS = 128, 4, 8
+"""Threads of a CTA, and columns of a thread."""
 
 
 class _Params(ctypes.Structure):
@@ -29,33 +30,34 @@ class _SortedParams(ctypes.Structure):
     _fields_ = (
         *_Params._fields_,
         ("stride", ctypes.c_int),
-        ("positions", ctypes.c_void_p),
+        ("places", ctypes.c_void_p),
     )
 
 
 def sum_results(
-    results: torch.Tensor, pairs: Pairs, n: int = 0, positions: torch.Tensor | None = None
+    results: torch.Tensor, pairs: Pairs, n: int = 0, places: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`[M, n]`: each token's results, added in the order of its ids.
 
     Args:
-        results: `[pairs, n]`, already weighted; with `positions` `[rows, at least n]`.
+        results: `[pairs, n]`, already weighted; with `places` `[rows, at least n]`.
         pairs: of which those without an expert have no results.
         n: by default all columns.
-        positions: int32 `[pairs]`, rows of `results`; these are weighted here.
+        places: int32 `[pairs, 2]`, row of `results` or -1, and the bits of the pair's weight.
     """
     n, device = n or results.shape[1], results.get_device()
     m = pairs.count // pairs.top_k
     out = allocate(Memory.contiguous((m, n), results.dtype), device)
-    blocks = -(-n // (_THREADS * _COLUMNS))
-    if positions is None:
+    columns = _COLUMNS if places is None else _SORTED_COLUMNS
+    blocks = -(-n // (_THREADS * columns))
+    if places is None:
         arguments = KernelArguments(_Params, n=n, blocks=blocks)
     else:
         arguments = KernelArguments(_SortedParams, n=n, blocks=blocks, stride=results.shape[1])
-        arguments.bind(positions=positions)
+        arguments.bind(places=places)
     arguments.params.pairs = pairs
     arguments.bind(results=results, out=out)
-    kernel = compile_sum(results.dtype, positions is not None, device)
+    kernel = compile_sum(results.dtype, places is not None, device)
     nvrtc.launch(kernel, m * blocks, _THREADS, (arguments.params,), overlap=True)
     return out
 

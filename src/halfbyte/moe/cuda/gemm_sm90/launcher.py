@@ -49,7 +49,7 @@ class _SortParams(ctypes.Structure):
 
     _fields_ = (
         ("pairs", Pairs),
-        *((name, ctypes.c_void_p) for name in ("x", "sorted", "positions", "tiles", "num_tiles")),
+        *((name, ctypes.c_void_p) for name in ("x", "sorted", "places", "tiles", "num_tiles")),
         *((name, ctypes.c_int) for name in ("h", "chunks", "tokens")),
     )
 
@@ -69,7 +69,7 @@ class _Sorted(NamedTuple):
     """Results of the sort kernel; `[rows, H padded to 128]` and lists."""
 
     x: torch.Tensor
-    positions: torch.Tensor
+    places: torch.Tensor
     tiles: torch.Tensor
     num_tiles: torch.Tensor
     max_tiles: int
@@ -113,19 +113,19 @@ def moe_gemm(
     # The tokens are no longer needed: down's results take their place.
     results = found.x
     _multiply(middle, down, None, works[1], found, tokens, results)
-    return sum_results(results, pairs, hidden.shape[1], found.positions)
+    return sum_results(results, pairs, hidden.shape[1], found.places)
 
 
 def _sort(hidden: torch.Tensor, pairs: Pairs, tokens: int, device: int) -> _Sorted:
     h, num_experts = hidden.shape[1], pairs.num_experts
     tiles = max_tiles(pairs.count, num_experts, tokens)
     x = Memory.contiguous((max_rows(pairs.count, num_experts), _padded(h)), hidden.dtype)
-    lists = allocate(Memory.contiguous((2 * tiles + pairs.count + 1,), torch.int32), device)
+    lists = allocate(Memory.contiguous((2 * (tiles + pairs.count) + 1,), torch.int32), device)
     found = _Sorted(
         allocate(x, device),
-        lists[2 * tiles : 2 * tiles + pairs.count],
+        lists[2 * tiles : -1],
         lists[: 2 * tiles],
-        lists[2 * tiles + pairs.count :],
+        lists[-1:],
         tiles,
     )
     arguments = KernelArguments(_SortParams, h=h, chunks=_padded(h) // STEP_K, tokens=tokens)
@@ -133,7 +133,7 @@ def _sort(hidden: torch.Tensor, pairs: Pairs, tokens: int, device: int) -> _Sort
     arguments.bind(
         x=hidden,
         sorted=found.x,
-        positions=found.positions,
+        places=found.places,
         tiles=found.tiles,
         num_tiles=found.num_tiles,
     )

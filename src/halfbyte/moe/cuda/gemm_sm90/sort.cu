@@ -15,7 +15,7 @@ struct Params {
   Pairs pairs;
   const u16* x;    // [M, h]
   u16* sorted;     // [rows, 128 chunks]: h padded with zeros, permuted as in order.cuh
-  int* positions;  // [count]: row of a pair in `sorted`; not written for pairs without an expert
+  int2* places;    // [count]: row of a pair in `sorted`, -1 for pairs without an expert; bits of its weight
   int2* tiles;     // see Tile in work.cuh
   int* num_tiles;
   int h, chunks;   // a multiple of 32; of 128 values
@@ -138,11 +138,11 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 2) moe_sort(const __g
   // A warp takes one pair after the other; its lanes count the pairs of the same expert before it.
   for (int i = warp; i < end - begin; i += SORT_THREADS / 32) {
     const int expert = counts.own[i];
-    if (expert < 0) continue;
-    int position = counts.from[expert];
-    for (int first = 0; first < i; first += 32)
+    int position = expert < 0 ? -1 : counts.from[expert];
+    for (int first = 0; expert >= 0 && first < i; first += 32)
       position += __popc(__ballot_sync(~0u, first + lane < i && counts.own[first + lane] == expert));
-    if (lane == 0) p.positions[begin + i] = position;
-    copy_token(p, begin + i, position);
+    const float weight = number_at(p.pairs.weights, begin + i, p.pairs.weights_dtype);
+    if (lane == 0) p.places[begin + i] = make_int2(position, __float_as_int(weight));
+    if (expert >= 0) copy_token(p, begin + i, position);
   }
 }
