@@ -8,7 +8,7 @@
 #include "moe/cuda/routing.cuh"
 
 #define SORT_THREADS 512
-#define IDS 8    // in flight, per thread
+#define IDS 16   // in flight, per thread
 #define LOADS 4  // of x
 
 struct Params {
@@ -39,21 +39,23 @@ __device__ __forceinline__ int sum_of_lanes(int x) {
   return x;
 }
 
+template <class Id>
 __device__ __forceinline__ void count_pairs(const Params& p, const Counts& counts, int begin, int end) {
   for (int i = threadIdx.x; i < p.pairs.num_experts; i += SORT_THREADS) counts.before[i] = counts.from[i] = 0;
   __syncthreads();
+  const Id* const ids = (const Id*)p.pairs.ids;
   for (int first = threadIdx.x; first < p.pairs.count; first += SORT_THREADS * IDS) {
-    int experts[IDS];
+    // All ids before the first one is looked at, or the latency of each would be seen.
+    Id own[IDS];
+#pragma unroll
+    for (int i = 0; i < IDS; i++) own[i] = ids[min(first + i * SORT_THREADS, p.pairs.count - 1)];
 #pragma unroll
     for (int i = 0; i < IDS; i++) {
       const int pair = first + i * SORT_THREADS;
-      experts[i] = pair < p.pairs.count ? p.pairs.expert(pair) : -1;
-    }
-#pragma unroll
-    for (int i = 0; i < IDS; i++) {
-      const int pair = first + i * SORT_THREADS;
-      if (pair >= begin && pair < end) counts.own[pair - begin] = experts[i];
-      if (experts[i] >= 0) atomicAdd((pair < begin ? counts.before : counts.from) + experts[i], 1);
+      if (pair >= p.pairs.count) break;
+      const int expert = p.pairs.expert_of(own[i]);
+      if (pair >= begin && pair < end) counts.own[pair - begin] = expert;
+      if (expert >= 0) atomicAdd((pair < begin ? counts.before : counts.from) + expert, 1);
     }
   }
   __syncthreads();
@@ -132,7 +134,10 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS, 2) moe_sort(const __g
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);
   wait_for_previous();
   allow_next();
-  count_pairs(p, counts, begin, end);
+  if (p.pairs.ids_are_64_bit)
+    count_pairs<long long>(p, counts, begin, end);
+  else
+    count_pairs<int>(p, counts, begin, end);
   if (warp == 0) place_experts(p, counts);
   __syncthreads();
   // A warp takes one pair after the other; its lanes count the pairs of the same expert before it.
