@@ -10,6 +10,7 @@ import torch
 from halfbyte.moe.cuda import kernel
 from halfbyte.moe.cuda.gemm_sm90.launcher import _padded
 from halfbyte.moe.cuda.gemm_sm90.plan import (
+    MAX_CTAS,
     MAX_PAIRS,
     SORT_THREADS,
     TOKENS,
@@ -39,7 +40,8 @@ def test_plans_fit_a_gpu(name: str) -> None:
             plan = plan_of(work, tokens, BLOCK_BYTES)
             assert plan is not None
             assert plan.tokens == tokens
-            assert plan.shared_bytes(work) <= BLOCK_BYTES
+            assert plan.ctas * (plan.shared_bytes(work) + 1024) <= BLOCK_BYTES + 1024
+            assert plan.ctas == MAX_CTAS[tokens]
             assert plan.stages % 2 == 0
             assert 16 * plan.stages + 16 * plan.scale_slots <= 256  # barriers
 
@@ -49,7 +51,7 @@ def test_stages_in_flight_cover_the_latency() -> None:
     for work in (*QWEN, *GPT):
         plan = plan_of(work, 64, BLOCK_BYTES)
         assert plan is not None
-        assert plan.stages * 128 * 32 >= 2**15
+        assert plan.ctas * plan.stages * 128 * 32 >= 2**15
         assert plan.scale_slots == 2
 
 

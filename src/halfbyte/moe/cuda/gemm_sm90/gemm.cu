@@ -24,6 +24,7 @@
 //   STAGES                of 64 k in the ring, an even number, at least 4
 //   SKEW                  1: the second warpgroup begins a step after the first, so that one multiplies while the
 //                         other stores
+//   CTAS                  per SM: 1 or 2
 //   SCALE_SLOTS           tiles whose block scales have room: 1 or 2
 
 #include "linear/w4a16/gemm_sm90/wgmma.cuh"
@@ -154,7 +155,7 @@ struct Worker {
   }
 };
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, CTAS)
     moe_gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap x_map,
              const __grid_constant__ TensorMap out_map, const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) u8 shared[];  // period of the swizzle

@@ -193,7 +193,7 @@ def _multiply(
         ),
     )
     kernel = _gemm_kernel(x.dtype, plan.macros(work), plan.shared_bytes(work), device)
-    clusters = min(machine.num_sms // 2, found.max_tiles * row_pairs(work))
+    clusters = min(plan.ctas * machine.num_sms // 2, found.max_tiles * row_pairs(work))
     nvrtc.launch(kernel, 2 * clusters, _THREADS, (*maps, arguments.params), overlap=True)
 
 

@@ -21,8 +21,9 @@
 #define OFF_SCALE (OFF_BARRIERS + 256)  // SCALE_SLOTS x 128 rows, and as many bytes as a lane may read beyond
 #define MATMULS 4                       // per stage
 #define STEP_SCALES (128 / BLOCK)       // bytes of a row
-#define LOADER_REGISTERS 40
-#define WORKER_REGISTERS 232
+// The producer gives registers to the workers. Their sum is that of the threads at the start, 168 or 80 each.
+#define LOADER_REGISTERS (CTAS == 1 ? 40 : 32)
+#define WORKER_REGISTERS (CTAS == 1 ? 232 : 104)
 
 struct Barriers {
   u32 full, empty, scale_full, scale_empty;

@@ -17,14 +17,22 @@ MAX_PAIRS = 2**20
 """Every CTA of the sort kernel counts all expert ids."""
 SORT_THREADS = 512
 _MAX_STAGES = 12
+_MIN_STAGES = {1: 4, 2: 6}
+"""By CTAs per SM."""
+_CTA_BYTES = 1024
+"""Shared memory that CUDA takes from every CTA."""
 _RESERVED_BYTES = 256 + 16
 """For barriers, and behind block scales."""
 _STEP_MICROSECONDS = {32: 0.42, 64: 0.477, 96: 0.589, 128: 0.692, 192: 0.982, 256: 1.282}
 """Of a step by the width of its matmuls: from 64 on those of the dense layer's kernel on an H200;
 32 is a guess."""
-WIDTHS = {32: (32,), 64: (32, 64), 128: (32, 64, 96, 128), 192: (64, 128, 192), 256: (128, 256)}
+WIDTHS = {32: (32,), 64: (64,), 128: (32, 64, 96, 128), 192: (64, 128, 192), 256: (128, 256)}
 """Widths of matmuls, multiples of the first, by max tokens of a tile: an expert's last tile has the
-narrowest that suffices. Registers do not allow all widths for the larger tiles."""
+narrowest that suffices. Registers do not allow all of them."""
+_OF_TWO_CTAS = 0.85
+"""Time of a step with two CTAs per SM, of that with one. A guess."""
+MAX_CTAS = {32: 2, 64: 2, 128: 1, 192: 1, 256: 1}
+"""Max CTAs per SM by tokens of a tile. Two hide each other's latencies, where a step is short."""
 TOKENS = tuple(WIDTHS)
 """Max tokens of a tile."""
 _TILE_STEPS = 1.5
@@ -42,6 +50,8 @@ class GemmPlan(NamedTuple):
     """Of 64 k in the ring."""
     scale_slots: int
     """Tiles whose block scales have room."""
+    ctas: int = 1
+    """Per SM."""
 
     def macros(self, work: Work) -> tuple[tuple[str, int], ...]:
         """Of the source, but for the dtype's."""
@@ -52,6 +62,7 @@ class GemmPlan(NamedTuple):
             ("TOKENS", self.tokens),
             ("WIDTH_STEP", WIDTHS[self.tokens][0]),
             ("STAGES", self.stages),
+            ("CTAS", self.ctas),
             ("SCALE_SLOTS", self.scale_slots),
         )
 
@@ -79,14 +90,18 @@ def plan_of(work: Work, tokens: int, block_bytes: int) -> GemmPlan | None:
     Args:
         block_bytes: max shared memory of a CTA.
     """
-    plans = []
-    for slots in (1, 2):
-        stages = range(4, _MAX_STAGES + 1, 2)
-        fitting = [GemmPlan(tokens, n, slots) for n in stages]
-        plans += [p for p in fitting if p.shared_bytes(work) <= block_bytes][-1:]
-    wanted = 2 * ceil(_WANTED_MICROSECONDS / _STEP_MICROSECONDS[tokens])
-    # A second slot hides the latency of a tile's scales, unless weights would wait instead.
-    return max(plans, key=lambda p: (min(p.stages, wanted), p.scale_slots), default=None)
+    for ctas in range(MAX_CTAS[tokens], 0, -1):
+        room = (block_bytes + _CTA_BYTES) // ctas - _CTA_BYTES
+        plans = []
+        for slots in (1, 2):
+            stages = range(_MIN_STAGES[ctas], _MAX_STAGES + 1, 2)
+            fitting = [GemmPlan(tokens, n, slots, ctas) for n in stages]
+            plans += [plan for plan in fitting if plan.shared_bytes(work) <= room][-1:]
+        if plans:
+            wanted = 2 * ceil(_WANTED_MICROSECONDS / ctas / _STEP_MICROSECONDS[tokens])
+            # A second slot hides the latency of a tile's scales, unless weights would wait instead.
+            return max(plans, key=lambda plan: (min(plan.stages, wanted), plan.scale_slots))
+    return None
 
 
 def max_rows(num_pairs: int, num_experts: int) -> int:
@@ -116,8 +131,11 @@ def choose_tokens(
         tiles, column = _mean_tiles(num_pairs, works[0].num_experts, tokens)
         took = 0.0
         for work in works:
+            plan = plan_of(work, tokens, block_bytes)
+            assert plan is not None, "`possible` has checked it"
             waves = max(1.0, tiles * row_pairs(work) / (num_sms // 2))
-            took += waves * (steps(work) + _TILE_STEPS) * column / tiles
+            factor = 1.0 if plan.ctas == 1 else _OF_TWO_CTAS
+            took += waves * (steps(work) + _TILE_STEPS) * column / tiles * factor
         return took
 
     return min(possible, key=microseconds, default=None)
