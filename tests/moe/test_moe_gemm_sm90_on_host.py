@@ -30,7 +30,7 @@ GPU = Machine(90, 232448, 4, 2)
 @contextmanager
 def on_host() -> Iterator[None]:
     """Let the launcher's kernels run on the CPU; memory that it allocates begins as NaN."""
-    caches = (launcher._gemm_kernel, launcher._map, launcher._weight_map)
+    caches = (launcher._kernel_of, launcher._gemm_kernel, launcher._map, launcher._weight_map)
     for cached in caches:
         cached.cache_clear()
     with (

@@ -1,6 +1,7 @@
 """Launches the kernel that adds up a token's results."""
 
 import ctypes
+from functools import lru_cache
 
 import torch
 
@@ -12,6 +13,9 @@ from halfbyte.moe.cuda.pairs import Pairs
 
 _THREADS, _COLUMNS, _SORTED_COLUMNS = 128, 4, 8
 """Threads of a CTA, and columns of a thread."""
+
+
+_memory = lru_cache(maxsize=4096)(Memory.contiguous)
 
 
 class _Params(ctypes.Structure):
@@ -47,7 +51,7 @@ def sum_results(
     """
     n, device = n or results.shape[1], results.get_device()
     m = pairs.count // pairs.top_k
-    out = allocate(Memory.contiguous((m, n), results.dtype), device)
+    out = allocate(_memory((m, n), results.dtype), device)
     columns = _COLUMNS if places is None else _SORTED_COLUMNS
     blocks = -(-n // (_THREADS * columns))
     if places is None:

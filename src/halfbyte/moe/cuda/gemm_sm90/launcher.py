@@ -44,6 +44,9 @@ _RUN_ROWS = 32
 """Rows of a box of weights."""
 
 
+_memory = lru_cache(maxsize=4096)(Memory.contiguous)
+
+
 class _SortParams(ctypes.Structure):
     """`Params` of `sort.cu`."""
 
@@ -106,9 +109,7 @@ def moe_gemm(
         raise ValueError(f"{works}: no room in shared memory")
     pairs = pairs_of(topk_ids, topk_weights, works[0].num_experts)
     found = _sort(hidden, pairs, tokens, device)
-    middle = allocate(
-        Memory.contiguous((found.x.shape[0], _padded(works[1].k)), hidden.dtype), device
-    )
+    middle = allocate(_memory((found.x.shape[0], _padded(works[1].k)), hidden.dtype), device)
     _multiply(found.x, gate_up, activation, works[0], found, tokens, middle)
     # The tokens are no longer needed: down's results take their place.
     results = found.x
@@ -119,8 +120,8 @@ def moe_gemm(
 def _sort(hidden: torch.Tensor, pairs: Pairs, tokens: int, device: int) -> _Sorted:
     h, num_experts = hidden.shape[1], pairs.num_experts
     tiles = max_tiles(pairs.count, num_experts, tokens)
-    x = Memory.contiguous((max_rows(pairs.count, num_experts), _padded(h)), hidden.dtype)
-    lists = allocate(Memory.contiguous((2 * (tiles + pairs.count) + 1,), torch.int32), device)
+    x = _memory((max_rows(pairs.count, num_experts), _padded(h)), hidden.dtype)
+    lists = allocate(_memory((2 * (tiles + pairs.count) + 1,), torch.int32), device)
     found = _Sorted(
         allocate(x, device),
         lists[2 * tiles : -1],
@@ -155,9 +156,6 @@ def _multiply(
 ) -> None:
     """Write the first product, or without activation the second, to `out` `[rows, columns]`."""
     device = x.get_device()
-    machine = machine_of(device)
-    plan = plan_of(work, tokens, machine.block_bytes)
-    assert plan is not None, "`choose_tokens` has checked it"
     scale, bias = matrices.global_scale, matrices.bias
     gated = activation or GatedActivation()
     arguments = KernelArguments(
@@ -192,9 +190,21 @@ def _multiply(
             device,
         ),
     )
-    kernel = _gemm_kernel(x.dtype, plan.macros(work), plan.shared_bytes(work), device)
-    clusters = min(plan.ctas * machine.num_sms // 2, found.max_tiles * row_pairs(work))
+    kernel, resident = _kernel_of(work, tokens, x.dtype, device)
+    clusters = min(resident, found.max_tiles * row_pairs(work))
     nvrtc.launch(kernel, 2 * clusters, _THREADS, (*maps, arguments.params), overlap=True)
+
+
+@lru_cache(maxsize=4096)
+def _kernel_of(
+    work: Work, tokens: int, dtype: torch.dtype, device: int
+) -> tuple[nvrtc.Kernel, int]:
+    """The kernel of a product, and how many of its clusters are resident."""
+    machine = machine_of(device)
+    plan = plan_of(work, tokens, machine.block_bytes)
+    assert plan is not None, "`choose_tokens` has checked it"
+    kernel = _gemm_kernel(dtype, plan.macros(work), plan.shared_bytes(work), device)
+    return kernel, plan.ctas * machine.num_sms // 2
 
 
 def _padded(k: int) -> int:
