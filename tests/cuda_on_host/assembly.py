@@ -74,6 +74,7 @@ ASSEMBLY = {
     "{.reg .u16 x; ld.shared.u16 x, [%1]; cvt.u32.u16 %0, x;}": (
         f"%0 = {HERE}load<unsigned short>(%1)"
     ),
+    "ld.shared.u8 %0, [%1];": f"%0 = {HERE}load<unsigned char>(%1)",
     "st.shared.f32 [%0], %1;": f"{HERE}store<float>(%0, %1)",
     "st.shared.u32 [%0], %1;": f"{HERE}store<unsigned>(%0, %1)",
     "atom.shared.exch.b32 %0, [%1], %2;": f"%0 = {HERE}exchange(%1, %2)",
@@ -110,7 +111,7 @@ ASSEMBLY = {
     },
     **{_wgmma(columns): f"{HERE}wgmma({columns}, &d[0][0], a, b, add)" for columns in (32, 64)},
     # Of linear/w4a16/gemm_sm90/wgmma.cuh, whose macros stand for themselves here.
-    "WGMMA WGMMA_TYPES ": f"{HERE}wgmma(TOKENS, d, a, b, add, X_BF16)",
+    "WGMMA n ": f"{HERE}wgmma(n, d, a, b, add, X_BF16)",
     "wgmma.fence.sync.aligned;": "",
     "wgmma.commit_group.sync.aligned;": f"{HERE}commit_matmuls()",
     "wgmma.wait_group.sync.aligned %0;": f"{HERE}wait_for_matmuls(%0)",
@@ -129,6 +130,8 @@ ASSEMBLY = {
     ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;": (
         f"{HERE}copy_box(%0, %1, %2, %3, %4, %5)"
     ),
+    "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+    " [%0], [%1, {%2, %3, %4, %5}], [%6];": f"{HERE}copy_box_4d(%0, %1, %2, %3, %4, %5, %6)",
     "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];": (
         f"{HERE}store_box(%0, %1, %2, %3)"
     ),
@@ -136,6 +139,8 @@ ASSEMBLY = {
     "cp.async.bulk.wait_group.read 0;": f"{HERE}wait_for_stores()",
     "bar.sync %0, %1;": f"{HERE}meet(%0, %1, true, false)",
     "bar.sync %0, 128;": f"{HERE}meet(%0, 128, true, false)",
+    "bar.sync 3, 256;": f"{HERE}meet(3, 256, true, false)",
+    "bar.arrive 3, 256;": f"{HERE}meet(3, 256, false, false)",
     "bar.sync %0, 160;": f"{HERE}meet(%0, 160, true, false)",
     "bar.arrive %0, 160;": f"{HERE}meet(%0, 160, false, false)",
     "{.reg .pred p, q; setp.ne.u32 q, %1, 0; bar.red.or.pred p, %2, 128, q; "

@@ -18,7 +18,7 @@ from halfbyte.kernels.runtime.devices import Memory
 
 
 class BoxMap(ctypes.Structure):
-    """Replaces a `TensorMap` of two or three dimensions, the innermost first.
+    """Replaces a `TensorMap` of two to four dimensions, the innermost first.
 
     Sizes and box are values, strides bytes. The swizzle follows from the width of a row; that the
     real map asks for the same one is not checked here.
@@ -26,11 +26,11 @@ class BoxMap(ctypes.Structure):
 
     _fields_ = (
         ("address", ctypes.c_uint64),
-        ("sizes", ctypes.c_uint64 * 3),
-        ("strides", ctypes.c_uint64 * 2),
-        ("box", ctypes.c_uint32 * 3),
+        ("sizes", ctypes.c_uint64 * 4),
+        ("strides", ctypes.c_uint64 * 3),
+        ("box", ctypes.c_uint32 * 4),
         ("value_bytes", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32 * 16),
+        ("unused", ctypes.c_uint32 * 11),
     )
 
 
@@ -45,14 +45,16 @@ def tensor_maps_on_host() -> Iterator[None]:
         box: tuple[int, ...],
         dtype: torch.dtype,
     ) -> BoxMap:
-        missing = 3 - len(sizes)
+        missing = 4 - len(sizes)
         sizes, box = (*sizes, *[1] * missing), (*box, *[1] * missing)
         return BoxMap(address, sizes, (*strides, *[0] * missing), box, dtype.itemsize)
 
     tensor_maps.tensor_map_of_pages.cache_clear()
+    tensor_maps.tensor_map_of_experts.cache_clear()
     with patch.object(tensor_maps, "_encode", encode):
         yield
     tensor_maps.tensor_map_of_pages.cache_clear()
+    tensor_maps.tensor_map_of_experts.cache_clear()
 
 
 def build(

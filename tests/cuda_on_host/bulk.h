@@ -38,16 +38,22 @@ inline void copy_bulk(unsigned to, const void* from, unsigned bytes, unsigned ba
   send(*cta, to, 16, {first, first + bytes}, barrier);
 }
 
-// Chunk `i` of a box of rows of 128 bytes: its address in the matrix (null beyond it), and in the
-// box, with the 128-byte swizzle.
+// Bytes of a row of a box: 64 or 128.
+inline unsigned box_width(const BoxMap& map) {
+  const unsigned width = map.box[0] * map.value_bytes;
+  if (width != 64 && width != 128) refuse("boxes of rows that are of neither 64 nor 128 bytes");
+  return width;
+}
+
+// Chunk `i` of a box: its address in the matrix (null beyond it), and in the box, with the swizzle of its width.
 inline unsigned char* chunk_in_matrix(const BoxMap& map, int value, int first_row, unsigned i) {
-  const unsigned column = value + i % 8 * 16 / map.value_bytes, row = first_row + i / 8;
-  if (map.box[0] * map.value_bytes != 128) refuse("boxes of rows that are not of 128 bytes");
+  const unsigned chunks = box_width(map) / 16;
+  const unsigned column = value + i % chunks * 16 / map.value_bytes, row = first_row + i / chunks;
   if (column >= map.sizes[0] || row >= map.sizes[1]) return nullptr;
   return map.memory + row * map.strides[0] + column * map.value_bytes;
 }
-inline unsigned chunk_in_box(unsigned address, unsigned i) {
-  return i * 16 ^ (address + i * 16) / 128 % 8 * 16;
+inline unsigned chunk_in_box(unsigned address, unsigned i, unsigned width) {
+  return i * 16 ^ (address + i * 16) / 128 % (width / 16) * 16;
 }
 
 // Multicast: a box to the same address in all CTAs of `mask`, counted by their barriers at one address.
@@ -56,23 +62,43 @@ inline void copy_box(unsigned to, const void* tensor_map, int value, int first_r
   const BoxMap& map = *(const BoxMap*)tensor_map;
   check_map(map);
   if (mask >> cluster_size) fail("block %u: a box for CTAs that are not there", blockIdx.x);
-  std::vector<unsigned char> bytes(map.box[1] * 128);
+  std::vector<unsigned char> bytes(map.box[1] * box_width(map));
   for (unsigned i = 0; i < bytes.size() / 16; i++)
     if (const unsigned char* from = chunk_in_matrix(map, value, first_row, i))
-      memcpy(&bytes[chunk_in_box(to, i)], from, 16);
+      memcpy(&bytes[chunk_in_box(to, i, box_width(map))], from, 16);
   for (int rank = 0; rank < cluster_size; rank++)
     if (mask >> rank & 1) send(cta_of_rank(rank), to, 128, bytes, barrier);
+}
+
+// A box of four dimensions, to this CTA.
+inline void copy_box_4d(unsigned to, const void* tensor_map, int value, int row, int plane, int cube,
+                        unsigned barrier) {
+  const BoxMap& map = *(const BoxMap*)tensor_map;
+  check_map(map);
+  if (map.strides[1] % 16 || map.strides[2] % 16) fail("a tensor map that the driver refuses");
+  const unsigned width = box_width(map), chunks = width / 16;
+  std::vector<unsigned char> bytes(map.box[1] * map.box[2] * map.box[3] * width);
+  for (unsigned i = 0; i < bytes.size() / 16; i++) {
+    const unsigned column = value + i % chunks * 16 / map.value_bytes, y = row + i / chunks % map.box[1];
+    const unsigned z = plane + i / chunks / map.box[1] % map.box[2];
+    const unsigned u = cube + i / chunks / map.box[1] / map.box[2];
+    if (column < map.sizes[0] && y < map.sizes[1] && z < map.sizes[2] && u < map.sizes[3])
+      memcpy(&bytes[chunk_in_box(to, i, width)],
+             map.memory + y * map.strides[0] + z * map.strides[1] + u * map.strides[2] + column * map.value_bytes, 16);
+  }
+  send(*cta, to, 128, std::move(bytes), barrier);
 }
 
 // A box from shared memory; at random it is read at once or when it is waited for.
 inline void store_box(const void* tensor_map, int value, int first_row, unsigned from) {
   const BoxMap map = *(const BoxMap*)tensor_map;
   check_map(map);
-  at(*cta, from, map.box[1] * 128, 128);
+  const unsigned width = box_width(map);
+  at(*cta, from, map.box[1] * width, 128);
   const auto store = [=] {
-    for (unsigned i = 0; i < map.box[1] * 8; i++)
+    for (unsigned i = 0; i < map.box[1] * width / 16; i++)
       if (unsigned char* to = chunk_in_matrix(map, value, first_row, i))
-        memcpy(to, at(from + chunk_in_box(from, i), 16), 16);
+        memcpy(to, at(from + chunk_in_box(from, i, width), 16), 16);
   };
   if (next_random() & 1)
     store();

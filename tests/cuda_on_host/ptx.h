@@ -154,8 +154,8 @@ inline void send(Cta& to, unsigned address, unsigned alignment, std::vector<unsi
 // A tensor map here: `BoxMap` of build.py.
 struct BoxMap {
   unsigned char* memory;
-  unsigned long long sizes[3], strides[2];  // values; bytes
-  unsigned box[3];
+  unsigned long long sizes[4], strides[3];  // values; bytes
+  unsigned box[4];
   unsigned value_bytes;
 };
 

@@ -8,30 +8,15 @@ import pytest
 import torch
 
 import cuda_on_host
-from cuda_on_host import guarded
 from halfbyte.linear.w4a16.gemv.plan import Machine
-from halfbyte.moe import SWIGLU, GatedActivation, PackedExperts
-from halfbyte.moe.as_loaded import Matrices
-from halfbyte.moe.cuda import launcher
-from halfbyte.moe.experts import ExpertMatrices, WeightFormat
-from moe.cases import (
-    LIMITED,
-    assert_close_enough,
-    random_experts,
-    random_hidden,
-    random_routing,
-)
+from halfbyte.moe import PackedExperts
+from halfbyte.moe.cuda import launcher, sums
+from moe.cases import assert_close_enough, random_hidden, random_routing
+from moe.on_host import BF16, KINDS, Kind, experts_of, moved, moved_matrices
 from slow import slow
 
 pytestmark = cuda_on_host.needs_compiler
 
-BF16, FP16 = torch.bfloat16, torch.float16
-Kind = tuple[WeightFormat, GatedActivation, bool, torch.dtype]
-KINDS: dict[str, Kind] = {
-    "swiglu": ("nvfp4", SWIGLU, False, BF16),
-    "limited-fp16": ("nvfp4", LIMITED, True, FP16),
-    "mxfp4-limited": ("mxfp4", LIMITED, True, BF16),
-}
 SMALL_GPU = Machine(80, 99 * 1024, 3, 0)
 
 
@@ -44,28 +29,11 @@ def on_host() -> Iterator[None]:
         cuda_on_host.overlapping_kernels(SMALL_GPU.capability),
         patch.object(launcher, "machine_of", lambda device: SMALL_GPU),
         patch.object(launcher, "allocate", cuda_on_host.allocate),
+        patch.object(sums, "allocate", cuda_on_host.allocate),
     ):
         yield
     launcher._product_kernel.cache_clear()
     launcher._plan.cache_clear()
-
-
-def moved(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, directly followed by unmapped memory."""
-    if not tensor.numel():
-        return tensor
-    raw = tensor.contiguous().view(torch.uint8)
-    return guarded(raw.shape, torch.uint8).copy_(raw).view(tensor.dtype)
-
-
-def moved_matrices(matrices: ExpertMatrices) -> Matrices:
-    scale, bias = matrices.global_scale, matrices.bias
-    return Matrices(
-        moved(matrices.weight),
-        moved(matrices.scales),
-        None if scale is None else moved(scale),
-        None if bias is None else moved(bias),
-    )
 
 
 def run(
@@ -77,19 +45,6 @@ def run(
         return launcher.moe_cuda(
             moved(hidden), *matrices, experts.activation, moved(ids), moved(weights)
         )
-
-
-def experts_of(kind: Kind, num_experts: int, h: int, i: int) -> PackedExperts:
-    weight_format, activation, bias, dtype = kind
-    return random_experts(
-        num_experts,
-        h,
-        i,
-        weight_format=weight_format,
-        activation=activation,
-        bias=bias,
-        dtype=dtype,
-    )
 
 
 HIDDEN, INTERMEDIATE = 608, 96

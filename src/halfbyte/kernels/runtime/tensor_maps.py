@@ -2,6 +2,7 @@
 
 import ctypes
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -21,12 +22,18 @@ class TensorMap(ctypes.Structure):
 
 
 def tensor_map(
-    address: int, m: int, k: int, stride: int, dtype: torch.dtype, rows: int
+    address: int,
+    m: int,
+    k: int,
+    stride: int,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int = BOX_K,
 ) -> TensorMap:
     """Tensor map of a matrix `[m, k]` with boxes of `rows` x 64 values.
 
-    Values beyond the matrix are read as zeros and not written. 128-byte swizzle, except for boxes
-    of one row.
+    Values beyond the matrix are read as zeros and not written. The swizzle is that of the width of
+    a box, 128 bytes by default; none for boxes of one row.
 
     Args:
         address: of the first value, a multiple of 16.
@@ -34,11 +41,12 @@ def tensor_map(
         stride: values from row to row, a multiple of 8, at least k.
         dtype: bfloat16 or float16.
         rows: of a box, up to 256.
+        columns: of a box, 16, 32 or 64.
 
     Raises:
         RuntimeError: the driver returned an error.
     """
-    return _encode(address, (k, m), (2 * stride,), (BOX_K, rows), dtype)
+    return _encode(address, (k, m), (2 * stride,), (columns, rows), dtype)
 
 
 def tensor_map_of_boxes(
@@ -77,6 +85,42 @@ def tensor_map_of_pages(
     """
     sizes, box = (row_bytes, rows, pages), (row_bytes, rows, 1)
     return _encode(address, sizes, (row_bytes, stride), box, torch.uint8)
+
+
+class ExpertRows(NamedTuple):
+    """Rows of bytes of the matrices of all experts, for `tensor_map_of_experts`."""
+
+    row_bytes: int
+    """A multiple of 16."""
+    rows: int
+    """Of a part of an expert's matrix."""
+    parts: int
+    """Of an expert's matrix: 2 for gate and up, otherwise 1."""
+    experts: int
+    interleaved: bool = False
+    """Whether rows of the parts take turns."""
+
+
+@lru_cache(maxsize=4096)
+def tensor_map_of_experts(address: int, matrices: ExpertRows, rows: int) -> TensorMap:
+    """Tensor map of `matrices` with boxes of 64 bytes of `rows` rows of each part of one expert.
+
+    Its dimensions are bytes, rows, parts and experts. Bytes beyond them are read as zeros. 64-byte
+    swizzle.
+
+    Args:
+        address: of the first byte, a multiple of 16.
+        rows: of a part in a box.
+
+    Raises:
+        RuntimeError: the driver refuses it.
+    """
+    row_bytes, height, parts, experts, interleaved = matrices
+    row, part = (parts, 1) if interleaved else (1, height)
+    strides = (row * row_bytes, part * row_bytes, parts * height * row_bytes)
+    return _encode(
+        address, (row_bytes, height, parts, experts), strides, (64, rows, parts, 1), torch.uint8
+    )
 
 
 def _encode(

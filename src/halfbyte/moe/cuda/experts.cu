@@ -48,15 +48,6 @@ struct Vectors {
   }
 };
 
-// gate * sigmoid(alpha * gate) * (up + up_offset), clamped; comparisons keep NaN.
-__device__ __forceinline__ float activate(const Params& p, float gate, float up) {
-  if (p.limit > 0.0f) {
-    gate = gate > p.limit ? p.limit : gate;
-    up = up > p.limit ? p.limit : up < -p.limit ? -p.limit : up;
-  }
-  return __fdividef(gate, 1.0f + ex2(gate * p.alpha * -1.44269504f)) * (up + p.up_offset);
-}
-
 // Writes a tile of the result from its sums: columns 2 t and 2 t + 1 of this lane's rows.
 __device__ __forceinline__ void store_tile(const Params& p, const Routing& routing, const Vectors& v, int tile,
                                            int count, const float (*sums)[4]) {
@@ -70,7 +61,7 @@ __device__ __forceinline__ void store_tile(const Params& p, const Routing& routi
       const u64 pair = routing.own_pairs[column];
       const float upper = fmaf(sums[i][j], v.scale[0], v.bias[0]), lower = fmaf(sums[i][2 + j], v.scale[1], v.bias[1]);
 #if GATED
-      p.out[pair * (N / 2) + tile * 8 + lane / 4] = (u16)pack_pair(activate(p, upper, lower), 0.0f);
+      p.out[pair * (N / 2) + tile * 8 + lane / 4] = (u16)pack_pair(p.activation(upper, lower), 0.0f);
 #else
       const float weight = routing.own_weights[column];
       p.out[pair * N + v.rows[0]] = (u16)pack_pair(upper * weight, 0.0f);

@@ -1,17 +1,22 @@
-"""CUDA C++ on NVIDIA GPUs from SM80 for few tokens per expert, Triton for more; weights as loaded.
+"""CUDA C++ on NVIDIA GPUs from SM80 for few tokens per expert, on SM90 also for more, where `wgmma`
+multiplies; otherwise Triton. Weights as loaded.
 
-The number of pairs decides (`plan.is_small`), so that a call can be captured in a CUDA graph. The
-two sum in different orders: a batch-invariant layer is Triton's."""
+The number of pairs decides (`_variant`), so that a call can be captured in a CUDA graph. The
+variants sum in different orders: a batch-invariant layer is Triton's."""
 
-from typing import ClassVar
+from functools import lru_cache
+from typing import ClassVar, Literal
 
 import torch
 
 from halfbyte.dispatch import Answer, missing_module
+from halfbyte.linear.w4a16.machine import machine_of
 from halfbyte.moe.as_loaded import AsLoadedKernel, Matrices, as_loaded_op, matrices_of
 from halfbyte.moe.base import MoeConfig
-from halfbyte.moe.cuda.launcher import compile_experts, moe_cuda
-from halfbyte.moe.cuda.plan import MAX_EXPERTS, SIZE_MULTIPLE, is_small
+from halfbyte.moe.cuda.gemm_sm90.launcher import compile_gemm, moe_gemm
+from halfbyte.moe.cuda.gemm_sm90.plan import MAX_PAIRS, choose_tokens
+from halfbyte.moe.cuda.launcher import compile_experts, moe_cuda, work_of
+from halfbyte.moe.cuda.plan import MAX_EXPERTS, SIZE_MULTIPLE, Work, is_small
 from halfbyte.moe.experts import GatedActivation, PackedExperts
 from halfbyte.moe.triton import TritonKernel
 
@@ -26,17 +31,35 @@ def nvfp4_moe_cuda(
     topk_weights: torch.Tensor,
     batch_invariant: bool,
 ) -> torch.Tensor:
-    """`moe_cuda` or `moe_triton` as an operator."""
-    if not batch_invariant and is_small(topk_ids.numel(), gate_up.weight.shape[0]):
-        return moe_cuda(x, gate_up, down, activation, topk_ids, topk_weights)
+    """`moe_cuda`, `moe_gemm` or `moe_triton` as an operator."""
+    arguments = x, gate_up, down, activation, topk_ids, topk_weights
+    if not batch_invariant:
+        works = work_of(gate_up, activation), work_of(down, None)
+        variant = _variant(topk_ids.numel(), works, x.get_device())
+        if variant != "triton":
+            return (moe_cuda if variant == "few" else moe_gemm)(*arguments)
     # Imported here: the registry must not need Triton.
     from halfbyte.moe.triton_launcher import moe_triton
 
-    return moe_triton(x, gate_up, down, activation, topk_ids, topk_weights, batch_invariant)
+    return moe_triton(*arguments, batch_invariant)
+
+
+@lru_cache(maxsize=4096)
+def _variant(
+    num_pairs: int, works: tuple[Work, Work], device: int
+) -> Literal["few", "gemm", "triton"]:
+    """The kernels for so many pairs: `moe_cuda`, `moe_gemm` or `moe_triton`."""
+    if is_small(num_pairs, works[0].num_experts):
+        return "few"
+    machine = machine_of(device)
+    if machine.capability != 90 or num_pairs > MAX_PAIRS:
+        return "triton"
+    tokens = choose_tokens(works, num_pairs, machine.block_bytes, machine.num_sms)
+    return "triton" if tokens is None else "gemm"
 
 
 class CudaKernel(AsLoadedKernel):
-    """`moe_cuda` for few tokens, `moe_triton` for more."""
+    """`moe_cuda` for few tokens; for more `moe_gemm` on SM90 and `moe_triton` elsewhere."""
 
     name: ClassVar[str] = "cuda"
     product = staticmethod(nvfp4_moe_cuda)
@@ -66,7 +89,7 @@ class CudaKernel(AsLoadedKernel):
             return False, f"sizes in multiples of {SIZE_MULTIPLE}, not {sizes}"
         if config.num_experts > MAX_EXPERTS:
             return False, f"up to {MAX_EXPERTS} experts, not {config.num_experts}"
-        return True, "streams weights once for few tokens per expert, Triton for more"
+        return True, "for few tokens per expert, on SM90 also for more; Triton elsewhere"
 
     def prepare(self, experts: PackedExperts) -> dict[str, torch.Tensor]:
         """The tensors as loaded, and the kernels compiled."""
@@ -78,4 +101,6 @@ class CudaKernel(AsLoadedKernel):
             gate_up, down = matrices_of(tensors, "gate_up"), matrices_of(tensors, "down")
             device = experts.device.index or 0
             compile_experts(gate_up, down, experts.activation, self.config.dtype, device)
+            if machine_of(device).capability == 90:
+                compile_gemm(gate_up, down, experts.activation, self.config.dtype, device)
         return tensors

@@ -3,6 +3,7 @@
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from math import inf
 
 import torch
 
@@ -11,22 +12,10 @@ from halfbyte.kernels.runtime.devices import Memory, allocate
 from halfbyte.kernels.runtime.parameters import KernelArguments
 from halfbyte.linear.w4a16.machine import dtype_macros, machine_of
 from halfbyte.moe.as_loaded import Matrices
+from halfbyte.moe.cuda.pairs import DTYPES, Pairs, pairs_of
 from halfbyte.moe.cuda.plan import ProductPlan, Work, max_entries, product_plan, usual_plans
+from halfbyte.moe.cuda.sums import compile_sum, sum_results
 from halfbyte.moe.experts import GatedActivation, WeightFormat
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Of small vectors, as in `routing.cuh`."""
-_SUM_THREADS, _SUM_COLUMNS = 128, 4
-
-
-class _Pairs(ctypes.Structure):
-    """`Pairs` of `routing.cuh`."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("ids", "weights")),
-        *((name, ctypes.c_int) for name in ("ids_are_64_bit", "weights_dtype", "count", "top_k")),
-        *((name, ctypes.c_int) for name in ("num_experts", "columns_log2")),
-    )
 
 
 class _Params(ctypes.Structure):
@@ -35,19 +24,9 @@ class _Params(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "scales", "global_scale", "bias")),
         *((name, ctypes.c_void_p) for name in ("x", "out")),
-        ("pairs", _Pairs),
+        ("pairs", Pairs),
         *((name, ctypes.c_int) for name in ("parts", "bias_dtype", "max_entries")),
         *((name, ctypes.c_float) for name in ("alpha", "limit", "up_offset")),
-    )
-
-
-class _SumParams(ctypes.Structure):
-    """`Params` of `sum.cu`."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("results", "out")),
-        ("pairs", _Pairs),
-        *((name, ctypes.c_int) for name in ("n", "blocks")),
     )
 
 
@@ -75,36 +54,20 @@ def moe_cuda(
     Returns:
         `[M, H]` of the dtype of `hidden`.
     """
-    (m, top_k), h = topk_ids.shape, hidden.shape[1]
+    m = topk_ids.shape[0]
     if m == 0:
         return torch.empty_like(hidden)
-    pairs = _Pairs(
-        topk_ids.data_ptr(),
-        topk_weights.data_ptr(),
-        topk_ids.dtype == torch.int64,
-        _DTYPES[topk_weights.dtype],
-        m * top_k,
-        top_k,
-        gate_up.weight.shape[0],
-    )
+    pairs = pairs_of(topk_ids, topk_weights, gate_up.weight.shape[0])
     middle = _launch(hidden, gate_up, activation, pairs, m)
     results = _launch(middle, down, None, pairs, m)
-    device = hidden.get_device()
-    out = allocate(Memory.contiguous((m, h), hidden.dtype), device)
-    blocks = -(-h // (_SUM_THREADS * _SUM_COLUMNS))
-    arguments = KernelArguments(_SumParams, n=h, blocks=blocks)
-    arguments.params.pairs = pairs
-    arguments.bind(results=results, out=out)
-    kernel = _sum_kernel(hidden.dtype, device)
-    nvrtc.launch(kernel, m * blocks, _SUM_THREADS, (arguments.params,), overlap=True)
-    return out
+    return sum_results(results, pairs)
 
 
 def _launch(
     x: torch.Tensor,
     matrices: Matrices,
     activation: GatedActivation | None,
-    pairs: _Pairs,
+    pairs: Pairs,
     m: int,
 ) -> torch.Tensor:
     """`[pairs, N/2]` of the first product, or without activation `[pairs, N]` of the second."""
@@ -118,10 +81,10 @@ def _launch(
     arguments = KernelArguments(
         _Params,
         parts=1 if scale is None else scale.shape[1],
-        bias_dtype=0 if bias is None else _DTYPES[bias.dtype],
+        bias_dtype=0 if bias is None else DTYPES[bias.dtype],
         max_entries=max_entries(pairs.count, work.num_experts, plan.columns),
         alpha=gated.alpha,
-        limit=gated.limit or 0.0,
+        limit=inf if gated.limit is None else gated.limit,
         up_offset=gated.up_offset,
     )
     arguments.params.pairs = pairs
@@ -160,7 +123,7 @@ def compile_experts(
 
     with ThreadPoolExecutor(len(variants)) as pool:
         list(pool.map(compile_one, variants))
-    _sum_kernel(dtype, device)
+    compile_sum(dtype, is_sorted=False, device=device)
 
 
 @lru_cache(maxsize=4096)
@@ -175,8 +138,3 @@ def _product_kernel(
     functions = (("moe_product", block_bytes),)
     macros = (*dtype_macros(dtype), *macros)
     return nvrtc.load("moe/cuda/experts.cu", macros, functions, device)["moe_product"]
-
-
-def _sum_kernel(dtype: torch.dtype, device: int) -> nvrtc.Kernel:
-    functions = (("moe_sum", 0),)
-    return nvrtc.load("moe/cuda/sum.cu", dtype_macros(dtype), functions, device)["moe_sum"]

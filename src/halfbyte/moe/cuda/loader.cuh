@@ -4,6 +4,7 @@
 
 #pragma once
 #include "kernels/runtime/copies.cuh"
+#include "moe/cuda/activation.cuh"
 #include "moe/cuda/routing.cuh"
 
 #define THREADS (32 * SPLIT * GROUPS)
@@ -31,7 +32,7 @@ struct Params {
   u16* out;                   // [pairs, N/2], or [pairs, N] if not GATED
   Pairs pairs;
   int parts, bias_dtype, max_entries;
-  float alpha, limit, up_offset;  // limit 0: none
+  Activation activation;
 };
 
 // Row `i` of 16 of a tile. A gated tile has 8 rows of gate and the 8 of up that belong to them.

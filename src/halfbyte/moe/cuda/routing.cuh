@@ -31,9 +31,9 @@ struct Pairs {
 
   // The expert of a pair, or -1.
   __device__ __forceinline__ int expert(int pair) const {
-    const long long id = ids_are_64_bit ? ((const long long*)ids)[pair] : ((const int*)ids)[pair];
-    return id >= 0 && id < num_experts ? (int)id : -1;
+    return expert_of(ids_are_64_bit ? ((const long long*)ids)[pair] : ((const int*)ids)[pair]);
   }
+  __device__ __forceinline__ int expert_of(long long id) const { return id >= 0 && id < num_experts ? (int)id : -1; }
 };
 
 struct Entry {

@@ -1,45 +1,105 @@
-// Adds up the results of a token's experts, which are weighted already, in the order of its ids.
+// Adds up the results of a token's experts in the order of its ids.
 //
-// Macro: X_BF16, see values.cuh
+// Macros:
+//   X_BF16   see values.cuh
+//   SORTED   0: results are weighted already, in the order of pairs; 1: they are sorted by expert
 
 #include "linear/w4a16/values.cuh"
 #include "moe/cuda/routing.cuh"
 
 #define SUM_THREADS 128
-#define LOADS 8  // in flight
+#define LOADS 8              // in flight
+#define WORDS (SORTED ? 4 : 2)  // a thread's pairs of columns: for few tokens fewer, on more threads
 
 struct Params {
-  const u16* results;  // [pairs, n]; not written for pairs without an expert
+  const u16* results;  // [pairs, n], or [rows, stride]; not written for pairs without an expert
   u16* out;            // [pairs / top_k, n]
   Pairs pairs;
-  int n;       // a multiple of 4
+  int n;       // a multiple of 2 WORDS
   int blocks;  // CTAs per token
+#if SORTED
+  int stride;
+  const int2* places;  // [pairs]: row of results, or -1; bits of the weight
+#endif
 };
 
-// A thread has four columns of a token.
+// Two columns per word.
+struct Columns {
+  u32 words[WORDS];
+
+  __device__ __forceinline__ void load(const u16* from) {
+#if SORTED
+    const uint4 x = __ldcg((const uint4*)from);
+    words[0] = x.x, words[1] = x.y, words[2] = x.z, words[3] = x.w;
+#else
+    const uint2 x = __ldcg((const uint2*)from);
+    words[0] = x.x, words[1] = x.y;
+#endif
+  }
+
+  __device__ __forceinline__ void store(u16* to) const {
+#if SORTED
+    *(uint4*)to = make_uint4(words[0], words[1], words[2], words[3]);
+#else
+    *(uint2*)to = make_uint2(words[0], words[1]);
+#endif
+  }
+};
+
+// Where a pair's result is (-1 if it has none), and its weight.
+struct Place {
+  int row = -1;
+  float weight = 1.0f;
+
+  __device__ __forceinline__ void load(const Params& p, int pair) {
+#if SORTED
+    const int2 place = __ldcg(p.places + pair);
+    row = place.x, weight = __int_as_float(place.y);
+#else
+    if (p.pairs.expert(pair) >= 0) row = pair;
+#endif
+  }
+};
+
+__device__ __forceinline__ int stride_of(const Params& p) {
+#if SORTED
+  return p.stride;
+#else
+  return p.n;
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(SUM_THREADS) moe_sum(const __grid_constant__ Params p) {
   const int token = blockIdx.x / p.blocks;
-  const int column = (blockIdx.x % p.blocks * SUM_THREADS + threadIdx.x) * 4;
+  const int column = (blockIdx.x % p.blocks * SUM_THREADS + threadIdx.x) * (2 * WORDS);
   const int top_k = p.pairs.top_k;
   wait_for_previous();
   allow_next();
   if (column >= p.n) return;
-  float sum[4] = {};
+  float sum[2 * WORDS] = {};
   for (int first = 0; first < top_k; first += LOADS) {
-    uint2 x[LOADS];
+    // All places before the first result, whose latency would be seen once for each otherwise.
+    Place places[LOADS];
+#pragma unroll
+    for (int i = 0; i < LOADS; i++)
+      if (first + i < top_k) places[i].load(p, token * top_k + first + i);
+    Columns x[LOADS];
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
-      const int pair = token * top_k + first + i;
-      x[i] = make_uint2(0, 0);
-      if (first + i < top_k && p.pairs.expert(pair) >= 0)
-        x[i] = __ldcg((const uint2*)(p.results + (u64)pair * p.n + column));
+      x[i] = {};
+      if (places[i].row >= 0) x[i].load(p.results + (u64)places[i].row * stride_of(p) + column);
     }
 #pragma unroll
     for (int i = 0; i < LOADS; i++) {
-      sum[0] += lower_to_float(x[i].x & 0xFFFF), sum[1] += upper_to_float(x[i].x);
-      sum[2] += lower_to_float(x[i].y & 0xFFFF), sum[3] += upper_to_float(x[i].y);
+#pragma unroll
+      for (int j = 0; j < WORDS; j++) {
+        sum[2 * j] = fmaf(lower_to_float(x[i].words[j] & 0xFFFF), places[i].weight, sum[2 * j]);
+        sum[2 * j + 1] = fmaf(upper_to_float(x[i].words[j]), places[i].weight, sum[2 * j + 1]);
+      }
     }
   }
-  *(uint2*)(p.out + (u64)token * p.n + column) =
-      make_uint2(pack_pair(sum[0], sum[1]), pack_pair(sum[2], sum[3]));
+  Columns out;
+#pragma unroll
+  for (int j = 0; j < WORDS; j++) out.words[j] = pack_pair(sum[2 * j], sum[2 * j + 1]);
+  out.store(p.out + (u64)token * p.n + column);
 }

@@ -23,6 +23,7 @@
 
 #include "linear/w4a16/values.cuh"
 #include "linear/w4a16/gemm_sm90/join.cuh"
+#include "linear/w4a16/gemm_sm90/ring.cuh"
 #include "linear/w4a16/gemm_sm90/wgmma.cuh"
 
 #define X_BYTES (TOKENS * STEP * 2)
@@ -49,31 +50,6 @@ __device__ __forceinline__ uint2 load_shared8(u32 address) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(y.x), "=r"(y.y) : "r"(address));
   return y;
 }
-
-// Loads a box of x to the same address in both CTAs of the cluster (multicast); both barriers count its bytes.
-__device__ __forceinline__ void copy_x(u32 to, const TensorMap* map, int k, int token, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-      "l"(map), "r"(k), "r"(token), "r"(barrier), "h"((u16)3)
-      : "memory");
-}
-
-// Lower word of the wgmma descriptor of x: rows of 128 bytes with 128-byte swizzle. Addresses count 16 bytes, so
-// that descriptors differ by a constant. The shuffle tells the compiler that it is the same in all lanes, so
-// that descriptors stay in uniform registers.
-__device__ __forceinline__ u32 x_descriptor(u32 address) {
-  return __shfl_sync(~0u, address / 16 | 1u << 16, 0);
-}
-
-// A stage of the ring, and the parity of its barriers.
-struct PipelineState {
-  int stage = 0;
-  u32 parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == STAGES) stage = 0, parity ^= 1;
-  }
-};
 
 // The producer: one thread loads W, another x, so that issuing a step's loads takes less than its matmuls. They
 // compute their first addresses while another warp initializes the barriers.
@@ -191,11 +167,6 @@ struct Worker {
     group = warps / 4 - 1, warp = warps % 4, lane = thread % 32;
   }
 };
-
-// Waits until this thread's TMA stores have read shared memory.
-__device__ __forceinline__ void wait_for_stores() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
 
 // Writes strips of the output. Of every 8 tokens a thread has 2c, 2c + 1. In shared memory a token's 64 rows of W
 // are 128 bytes, swizzled.
@@ -326,7 +297,7 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const TensorMap*
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < GROUP; j++)
-          wgmma(sums, a[parity][j], x + (at + j) / 4 * (TOKENS * 128 / 16) + (at + j) % 4 * 2,
+          wgmma<TOKENS>(sums, a[parity][j], x + (at + j) / 4 * (TOKENS * 128 / 16) + (at + j) % 4 * 2,
                 !first || at + j > 0);
         wgmma_commit();
         unpack(a[1 - parity], next);

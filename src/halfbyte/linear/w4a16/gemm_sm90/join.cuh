@@ -8,6 +8,7 @@
 //              deadlock over SMs.
 
 #pragma once
+#include "linear/w4a16/gemm_sm90/ring.cuh"
 #include "linear/w4a16/gemm_sm90/work.cuh"
 
 #define WORKERS (128 * GROUPS)
@@ -16,12 +17,7 @@
 #define MAX_SHARERS 32  // max clusters per tile: one per lane
 #define ADDED_STRIPS 4  // at a time; registers do not allow more
 
-// Barrier of a warpgroup.
-__device__ __forceinline__ void group_sync(int group) {
-  asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
-}
-
-// The same; returns whether `here` is true for any thread.
+// Barrier of a warpgroup; returns whether `here` is true for any thread.
 __device__ __forceinline__ bool group_any(int group, bool here) {
   u32 any;
   asm volatile(

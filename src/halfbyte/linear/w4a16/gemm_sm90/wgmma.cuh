@@ -1,7 +1,8 @@
-// `wgmma` of gemm.cu, for every tile size: m64nNk16 with N = TOKENS and A in registers. A thread has TOKENS / 2
-// accumulators.
+// `wgmma` of every tile size: m64nNk16 with A in registers. A thread has N / 2 accumulators.
 //
-// Inline assembly has a fixed number of operands, hence a line per size.
+// Inline assembly has a fixed number of operands, hence two lines per size.
+//
+// Macro: X_BF16, see values.cuh
 
 #pragma once
 #include "kernels/runtime/basics.cuh"
@@ -12,9 +13,9 @@
 #define WGMMA_TYPES "f16.f16"
 #endif
 
+#define NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_32 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+  NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_40 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define NAMES_48 NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define NAMES_56 NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
@@ -29,8 +30,8 @@
 #define NAMES_128 NAMES_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
 // Operands: the accumulators, four words of A, B's descriptor, and whether to add to the sums.
-#define WGMMA_OF(tokens, types, sums, a0, a1, a2, a3, b, add) \
-  "{.reg .pred p; setp.ne.b32 p, %" #add ", 0; wgmma.mma_async.sync.aligned.m64n" #tokens "k16.f32." types \
+#define WGMMA_OF(tokens, sums, a0, a1, a2, a3, b, add) \
+  "{.reg .pred p; setp.ne.b32 p, %" #add ", 0; wgmma.mma_async.sync.aligned.m64n" #tokens "k16.f32." WGMMA_TYPES \
   " {" sums "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1, 0;}"
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D8(i) D4(i), D4(i + 4)
@@ -38,52 +39,67 @@
 #define D32(i) D16(i), D16(i + 16)
 #define D64(i) D32(i), D32(i + 32)
 
-#if TOKENS == 64
-#define D D32(0)
-#define WGMMA(types) WGMMA_OF(64, types, NAMES_32, 32, 33, 34, 35, 36, 37)
-#elif TOKENS == 80
-#define D D32(0), D8(32)
-#define WGMMA(types) WGMMA_OF(80, types, NAMES_40, 40, 41, 42, 43, 44, 45)
-#elif TOKENS == 96
-#define D D32(0), D16(32)
-#define WGMMA(types) WGMMA_OF(96, types, NAMES_48, 48, 49, 50, 51, 52, 53)
-#elif TOKENS == 112
-#define D D32(0), D16(32), D8(48)
-#define WGMMA(types) WGMMA_OF(112, types, NAMES_56, 56, 57, 58, 59, 60, 61)
-#elif TOKENS == 128
-#define D D64(0)
-#define WGMMA(types) WGMMA_OF(128, types, NAMES_64, 64, 65, 66, 67, 68, 69)
-#elif TOKENS == 144
-#define D D64(0), D8(64)
-#define WGMMA(types) WGMMA_OF(144, types, NAMES_72, 72, 73, 74, 75, 76, 77)
-#elif TOKENS == 160
-#define D D64(0), D16(64)
-#define WGMMA(types) WGMMA_OF(160, types, NAMES_80, 80, 81, 82, 83, 84, 85)
-#elif TOKENS == 176
-#define D D64(0), D16(64), D8(80)
-#define WGMMA(types) WGMMA_OF(176, types, NAMES_88, 88, 89, 90, 91, 92, 93)
-#elif TOKENS == 192
-#define D D64(0), D32(64)
-#define WGMMA(types) WGMMA_OF(192, types, NAMES_96, 96, 97, 98, 99, 100, 101)
-#elif TOKENS == 208
-#define D D64(0), D32(64), D8(96)
-#define WGMMA(types) WGMMA_OF(208, types, NAMES_104, 104, 105, 106, 107, 108, 109)
-#elif TOKENS == 224
-#define D D64(0), D32(64), D16(96)
-#define WGMMA(types) WGMMA_OF(224, types, NAMES_112, 112, 113, 114, 115, 116, 117)
-#elif TOKENS == 240
-#define D D64(0), D32(64), D16(96), D8(112)
-#define WGMMA(types) WGMMA_OF(240, types, NAMES_120, 120, 121, 122, 123, 124, 125)
-#elif TOKENS == 256
-#define D D64(0), D64(64)
-#define WGMMA(types) WGMMA_OF(256, types, NAMES_128, 128, 129, 130, 131, 132, 133)
-#endif
+#define SUMS_32 D16(0)
+#define WGMMA_32 WGMMA_OF(32, NAMES_16, 16, 17, 18, 19, 20, 21)
+#define SUMS_64 D32(0)
+#define WGMMA_64 WGMMA_OF(64, NAMES_32, 32, 33, 34, 35, 36, 37)
+#define SUMS_80 D32(0), D8(32)
+#define WGMMA_80 WGMMA_OF(80, NAMES_40, 40, 41, 42, 43, 44, 45)
+#define SUMS_96 D32(0), D16(32)
+#define WGMMA_96 WGMMA_OF(96, NAMES_48, 48, 49, 50, 51, 52, 53)
+#define SUMS_112 D32(0), D16(32), D8(48)
+#define WGMMA_112 WGMMA_OF(112, NAMES_56, 56, 57, 58, 59, 60, 61)
+#define SUMS_128 D64(0)
+#define WGMMA_128 WGMMA_OF(128, NAMES_64, 64, 65, 66, 67, 68, 69)
+#define SUMS_144 D64(0), D8(64)
+#define WGMMA_144 WGMMA_OF(144, NAMES_72, 72, 73, 74, 75, 76, 77)
+#define SUMS_160 D64(0), D16(64)
+#define WGMMA_160 WGMMA_OF(160, NAMES_80, 80, 81, 82, 83, 84, 85)
+#define SUMS_176 D64(0), D16(64), D8(80)
+#define WGMMA_176 WGMMA_OF(176, NAMES_88, 88, 89, 90, 91, 92, 93)
+#define SUMS_192 D64(0), D32(64)
+#define WGMMA_192 WGMMA_OF(192, NAMES_96, 96, 97, 98, 99, 100, 101)
+#define SUMS_208 D64(0), D32(64), D8(96)
+#define WGMMA_208 WGMMA_OF(208, NAMES_104, 104, 105, 106, 107, 108, 109)
+#define SUMS_224 D64(0), D32(64), D16(96)
+#define WGMMA_224 WGMMA_OF(224, NAMES_112, 112, 113, 114, 115, 116, 117)
+#define SUMS_240 D64(0), D32(64), D16(96), D8(112)
+#define WGMMA_240 WGMMA_OF(240, NAMES_120, 120, 121, 122, 123, 124, 125)
+#define SUMS_256 D64(0), D64(64)
+#define WGMMA_256 WGMMA_OF(256, NAMES_128, 128, 129, 130, 131, 132, 133)
+
+__device__ __forceinline__ u64 wgmma_descriptor(u32 low) {
+  u64 b;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(b) : "r"(low), "r"(1024u / 16 | 1u << 30));
+  return b;
+}
+
+#define SUMS(n) SUMS_##n
+#define WGMMA(n) WGMMA_##n
 
 // d = a b, or d += a b.
-__device__ __forceinline__ void wgmma(float* d, const u32* a, u32 b_low, bool add) {
-  u64 b;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(b) : "r"(b_low), "r"(1024u / 16 | 1u << 30));
-  asm volatile(WGMMA(WGMMA_TYPES)
-               : D
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));
-}
+template <int N>
+__device__ __forceinline__ void wgmma(float* d, const u32* a, u32 b_low, bool add);
+
+// The asm statement stays on one line.
+#define WGMMA_FUNCTION(n)                                                                                      \
+  template <>                                                                                                  \
+  __device__ __forceinline__ void wgmma<n>(float* d, const u32* a, u32 b_low, bool add) {                      \
+    u64 b = wgmma_descriptor(b_low);                                                                           \
+    asm volatile(WGMMA(n) : SUMS(n) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add)); \
+  }
+
+WGMMA_FUNCTION(32)
+WGMMA_FUNCTION(64)
+WGMMA_FUNCTION(80)
+WGMMA_FUNCTION(96)
+WGMMA_FUNCTION(112)
+WGMMA_FUNCTION(128)
+WGMMA_FUNCTION(144)
+WGMMA_FUNCTION(160)
+WGMMA_FUNCTION(176)
+WGMMA_FUNCTION(192)
+WGMMA_FUNCTION(208)
+WGMMA_FUNCTION(224)
+WGMMA_FUNCTION(240)
+WGMMA_FUNCTION(256)

@@ -1,0 +1,266 @@
+"""Launches the four kernels of a MoE layer for many tokens on SM90: sort with a copy of the tokens,
+gate_up with activation, down, sum."""
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from math import inf
+from typing import NamedTuple
+
+import torch
+
+from halfbyte.kernels.runtime import nvrtc
+from halfbyte.kernels.runtime.devices import Memory, allocate, current_device
+from halfbyte.kernels.runtime.parameters import KernelArguments
+from halfbyte.kernels.runtime.tensor_maps import (
+    ExpertRows,
+    TensorMap,
+    tensor_map,
+    tensor_map_of_experts,
+)
+from halfbyte.linear.w4a16.machine import dtype_macros, machine_of
+from halfbyte.moe.as_loaded import Matrices
+from halfbyte.moe.cuda.gemm_sm90.plan import (
+    SORT_THREADS,
+    STEP_K,
+    STRIP,
+    TOKENS,
+    GemmPlan,
+    choose_tokens,
+    max_rows,
+    max_tiles,
+    plan_of,
+    row_pairs,
+    steps,
+)
+from halfbyte.moe.cuda.launcher import work_of
+from halfbyte.moe.cuda.pairs import DTYPES, Pairs, pairs_of
+from halfbyte.moe.cuda.plan import Work
+from halfbyte.moe.cuda.sums import compile_sum, sum_results
+from halfbyte.moe.experts import GatedActivation
+
+_THREADS = 384
+_RUN_ROWS = 32
+"""Rows of a box of weights."""
+
+
+_memory = lru_cache(maxsize=4096)(Memory.contiguous)
+
+
+class _SortParams(ctypes.Structure):
+    """`Params` of `sort.cu`."""
+
+    _fields_ = (
+        ("pairs", Pairs),
+        *((name, ctypes.c_void_p) for name in ("x", "sorted", "places", "tiles", "num_tiles")),
+        *((name, ctypes.c_int) for name in ("h", "chunks", "tokens")),
+    )
+
+
+class _Params(ctypes.Structure):
+    """`Params` of `work.cuh`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("scales", "global_scale", "bias")),
+        *((name, ctypes.c_void_p) for name in ("tiles", "num_tiles")),
+        *((name, ctypes.c_int) for name in ("parts", "bias_dtype", "n", "k", "steps", "row_pairs")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit", "up_offset")),
+    )
+
+
+class _Sorted(NamedTuple):
+    """Results of the sort kernel; `[rows, H padded to 128]` and lists."""
+
+    x: torch.Tensor
+    places: torch.Tensor
+    tiles: torch.Tensor
+    num_tiles: torch.Tensor
+    max_tiles: int
+
+
+def moe_gemm(
+    hidden: torch.Tensor,
+    gate_up: Matrices,
+    down: Matrices,
+    activation: GatedActivation,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    tokens: int | None = None,
+) -> torch.Tensor:
+    """`moe_experts` on SM90 for many tokens, see `gemm.cu`; arguments as of `moe_cuda`.
+
+    Never syncs the GPU; launches and sizes depend on shapes alone, so that a call can be captured
+    in a CUDA graph, after `compile_gemm` or a first call. A token's bits do not depend on the
+    other tokens.
+
+    Args:
+        tokens: of a tile, one of `TOKENS`; by default from `choose_tokens`.
+
+    Raises:
+        ValueError: sizes that do not fit into shared memory.
+    """
+    device, num_pairs = hidden.get_device(), topk_ids.numel()
+    if num_pairs == 0:
+        return torch.empty_like(hidden)
+    machine = machine_of(device)
+    works = work_of(gate_up, activation), work_of(down, None)
+    tokens = tokens or choose_tokens(works, num_pairs, machine.block_bytes, machine.num_sms)
+    if tokens is None:
+        raise ValueError(f"{works}: no room in shared memory")
+    pairs = pairs_of(topk_ids, topk_weights, works[0].num_experts)
+    found = _sort(hidden, pairs, tokens, device)
+    middle = allocate(_memory((found.x.shape[0], _padded(works[1].k)), hidden.dtype), device)
+    _multiply(found.x, gate_up, activation, works[0], found, tokens, middle)
+    # The tokens are no longer needed: down's results take their place.
+    results = found.x
+    _multiply(middle, down, None, works[1], found, tokens, results)
+    return sum_results(results, pairs, hidden.shape[1], found.places)
+
+
+def _sort(hidden: torch.Tensor, pairs: Pairs, tokens: int, device: int) -> _Sorted:
+    h, num_experts = hidden.shape[1], pairs.num_experts
+    tiles = max_tiles(pairs.count, num_experts, tokens)
+    x = _memory((max_rows(pairs.count, num_experts), _padded(h)), hidden.dtype)
+    lists = allocate(_memory((2 * (tiles + pairs.count) + 1,), torch.int32), device)
+    found = _Sorted(
+        allocate(x, device),
+        lists[2 * tiles : -1],
+        lists[: 2 * tiles],
+        lists[-1:],
+        tiles,
+    )
+    arguments = KernelArguments(_SortParams, h=h, chunks=_padded(h) // STEP_K, tokens=tokens)
+    arguments.params.pairs = pairs
+    arguments.bind(
+        x=hidden,
+        sorted=found.x,
+        places=found.places,
+        tiles=found.tiles,
+        num_tiles=found.num_tiles,
+    )
+    grid = min(2 * machine_of(device).num_sms, -(-pairs.count // (SORT_THREADS // 32)))
+    shared_bytes = 8 * num_experts + 4 * -(-pairs.count // grid)
+    kernel = _sort_kernel(device)._replace(shared_bytes=shared_bytes)
+    nvrtc.launch(kernel, grid, SORT_THREADS, (arguments.params,), overlap=True)
+    return found
+
+
+def _multiply(
+    x: torch.Tensor,
+    matrices: Matrices,
+    activation: GatedActivation | None,
+    work: Work,
+    found: _Sorted,
+    tokens: int,
+    out: torch.Tensor,
+) -> None:
+    """Write the first product, or without activation the second, to `out` `[rows, columns]`."""
+    device = x.get_device()
+    scale, bias = matrices.global_scale, matrices.bias
+    gated = activation or GatedActivation()
+    arguments = KernelArguments(
+        _Params,
+        parts=1 if scale is None else scale.shape[1],
+        bias_dtype=0 if bias is None else DTYPES[bias.dtype],
+        n=work.n,
+        k=work.k,
+        steps=steps(work),
+        row_pairs=row_pairs(work),
+        alpha=gated.alpha,
+        limit=inf if gated.limit is None else gated.limit,
+        up_offset=gated.up_offset,
+    )
+    arguments.bind(scales=matrices.scales, tiles=found.tiles, num_tiles=found.num_tiles)
+    if scale is not None:
+        arguments.bind(global_scale=scale)
+    if bias is not None:
+        arguments.bind(bias=bias)
+    columns = out.shape[1] if work.gated else work.n
+    maps = (
+        _weight_map(matrices.weight.data_ptr(), work, device),
+        _map(x.data_ptr(), *x.shape, x.shape[1], x.dtype, tokens // 2, 64, device),
+        _map(
+            out.data_ptr(),
+            out.shape[0],
+            columns,
+            out.shape[1],
+            out.dtype,
+            STRIP,
+            32 if work.gated else 64,
+            device,
+        ),
+    )
+    kernel, resident = _kernel_of(work, tokens, x.dtype, device)
+    clusters = min(resident, found.max_tiles * row_pairs(work))
+    nvrtc.launch(kernel, 2 * clusters, _THREADS, (*maps, arguments.params), overlap=True)
+
+
+@lru_cache(maxsize=4096)
+def _kernel_of(
+    work: Work, tokens: int, dtype: torch.dtype, device: int
+) -> tuple[nvrtc.Kernel, int]:
+    """The kernel of a product, and how many of its clusters are resident."""
+    machine = machine_of(device)
+    plan = plan_of(work, tokens, machine.block_bytes)
+    assert plan is not None, "`choose_tokens` has checked it"
+    kernel = _gemm_kernel(dtype, plan.macros(work), plan.shared_bytes(work), device)
+    return kernel, plan.ctas * machine.num_sms // 2
+
+
+def _padded(k: int) -> int:
+    return -(-k // STEP_K) * STEP_K
+
+
+@lru_cache(maxsize=4096)
+def _weight_map(address: int, work: Work, device: int) -> TensorMap:
+    parts = 2 if work.gated else 1
+    matrices = ExpertRows(work.k // 2, work.n // parts, parts, work.num_experts, work.interleaved)
+    with current_device(device):
+        return tensor_map_of_experts(address, matrices, _RUN_ROWS // parts)
+
+
+@lru_cache(maxsize=4096)
+def _map(
+    address: int,
+    rows: int,
+    columns: int,
+    stride: int,
+    dtype: torch.dtype,
+    box_rows: int,
+    box_columns: int,
+    device: int,
+) -> TensorMap:
+    with current_device(device):
+        return tensor_map(address, rows, columns, stride, dtype, box_rows, box_columns)
+
+
+def compile_gemm(
+    gate_up: Matrices, down: Matrices, activation: GatedActivation, dtype: torch.dtype, device: int
+) -> None:
+    """Compile every kernel that a layer may need, so that graph capture compiles nothing."""
+    block_bytes = machine_of(device).block_bytes
+    works = work_of(gate_up, activation), work_of(down, None)
+    plans = [(work, plan_of(work, tokens, block_bytes)) for tokens in TOKENS for work in works]
+    possible = [(work, plan) for work, plan in plans if plan is not None]
+
+    def compile_one(item: tuple[Work, GemmPlan]) -> None:
+        work, plan = item
+        _gemm_kernel(dtype, plan.macros(work), plan.shared_bytes(work), device)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(compile_one, possible))
+    _sort_kernel(device)
+    compile_sum(dtype, is_sorted=True, device=device)
+
+
+@lru_cache(maxsize=4096)
+def _gemm_kernel(
+    dtype: torch.dtype, macros: tuple[tuple[str, int], ...], shared_bytes: int, device: int
+) -> nvrtc.Kernel:
+    macros = (*dtype_macros(dtype), *macros)
+    functions = (("moe_gemm", shared_bytes),)
+    return nvrtc.load("moe/cuda/gemm_sm90/gemm.cu", macros, functions, device)["moe_gemm"]
+
+
+def _sort_kernel(device: int) -> nvrtc.Kernel:
+    return nvrtc.load("moe/cuda/gemm_sm90/sort.cu", (), (("moe_sort", 0),), device)["moe_sort"]

@@ -1,0 +1,155 @@
+"""Tiles of `gemm.cu`: how many tokens, stages and slots; decided by shapes alone."""
+
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
+
+from halfbyte.moe.cuda.plan import Work
+from halfbyte.moe.experts import BLOCK_SIZES
+
+ROWS = 128
+"""Rows of W in a CTA's tile; a cluster has two."""
+STEP_K = 128
+"""k per step."""
+STRIP = 16
+"""Sorted pairs of an expert begin at a multiple of it."""
+MAX_PAIRS = 2**20
+"""Every CTA of the sort kernel counts all expert ids."""
+SORT_THREADS = 512
+_MAX_STAGES = 12
+_MIN_STAGES = {1: 4, 2: 6}
+"""By CTAs per SM."""
+_CTA_BYTES = 1024
+"""Shared memory that CUDA takes from every CTA."""
+_RESERVED_BYTES = 256 + 16
+"""For barriers, and behind block scales."""
+_STEP_MICROSECONDS = {32: 0.42, 64: 0.477, 96: 0.589, 128: 0.692, 192: 0.982, 256: 1.282}
+"""Of a step by the width of its matmuls: from 64 on those of the dense layer's kernel on an H200;
+32 is a guess."""
+WIDTHS = {32: (32,), 64: (64,), 128: (32, 64, 96, 128), 192: (64, 128, 192), 256: (128, 256)}
+"""Widths of matmuls, multiples of the first, by max tokens of a tile: an expert's last tile has the
+narrowest that suffices. Registers do not allow all of them."""
+_OF_TWO_CTAS = 0.85
+"""Time of a step with two CTAs per SM, of that with one. A guess."""
+MAX_CTAS = {32: 2, 64: 2, 128: 1, 192: 1, 256: 1}
+"""Max CTAs per SM by tokens of a tile. Two hide each other's latencies, where a step is short."""
+TOKENS = tuple(WIDTHS)
+"""Max tokens of a tile."""
+_TILE_STEPS = 1.5
+"""What starting and storing a tile costs, in steps. Not timed yet."""
+_SAMPLES = 32
+_WANTED_MICROSECONDS = 2.0
+"""Of stages in flight, against the latency of HBM under load."""
+
+
+class GemmPlan(NamedTuple):
+    """Macros of a launch, named as in `gemm.cu`."""
+
+    tokens: int
+    stages: int
+    """Of 64 k in the ring."""
+    scale_slots: int
+    """Tiles whose block scales have room."""
+    ctas: int = 1
+    """Per SM."""
+
+    def macros(self, work: Work) -> tuple[tuple[str, int], ...]:
+        """Of the source, but for the dtype's."""
+        return (
+            ("MX", int(work.weight_format == "mxfp4")),
+            ("GATED", int(work.gated)),
+            ("INTERLEAVED", int(work.interleaved)),
+            ("TOKENS", self.tokens),
+            ("WIDTH_STEP", WIDTHS[self.tokens][0]),
+            ("STAGES", self.stages),
+            ("CTAS", self.ctas),
+            ("SCALE_SLOTS", self.scale_slots),
+        )
+
+    def shared_bytes(self, work: Work) -> int:
+        """Dynamic shared memory of a CTA: ring, output, barriers, block scales."""
+        stage = self.tokens * 128 + ROWS * 32
+        out = self.tokens * ROWS * (1 if work.gated else 2)
+        scales = ROWS * work.k // BLOCK_SIZES[work.weight_format]
+        return self.stages * stage + out + _RESERVED_BYTES + self.scale_slots * scales
+
+
+def steps(work: Work) -> int:
+    """Steps in padded K."""
+    return -(-work.k // STEP_K)
+
+
+def row_pairs(work: Work) -> int:
+    """Pairs of tiles of rows: gated, 128 rows of each of gate and up."""
+    return -(-work.n // (2 * ROWS))
+
+
+def plan_of(work: Work, tokens: int, block_bytes: int) -> GemmPlan | None:
+    """The plan of a product with tiles of so many tokens; None if shared memory has no room.
+
+    Args:
+        block_bytes: max shared memory of a CTA.
+    """
+    for ctas in range(MAX_CTAS[tokens], 0, -1):
+        room = (block_bytes + _CTA_BYTES) // ctas - _CTA_BYTES
+        plans = []
+        for slots in (1, 2):
+            stages = range(_MIN_STAGES[ctas], _MAX_STAGES + 1, 2)
+            fitting = [GemmPlan(tokens, n, slots, ctas) for n in stages]
+            plans += [plan for plan in fitting if plan.shared_bytes(work) <= room][-1:]
+        if plans:
+            wanted = 2 * ceil(_WANTED_MICROSECONDS / ctas / _STEP_MICROSECONDS[tokens])
+            # A second slot hides the latency of a tile's scales, unless weights would wait instead.
+            return max(plans, key=lambda plan: (min(plan.stages, wanted), plan.scale_slots))
+    return None
+
+
+def max_rows(num_pairs: int, num_experts: int) -> int:
+    """Max rows of sorted pairs, with those between experts."""
+    padding = (STRIP - 1) * min(num_pairs, num_experts)
+    return -(-(num_pairs + padding) // STRIP) * STRIP
+
+
+def max_tiles(num_pairs: int, num_experts: int, tokens: int) -> int:
+    """Max tiles of any routing: every expert that is hit may have one that is not full."""
+    partial = min(num_pairs, num_experts)
+    return partial + (num_pairs - partial) // tokens
+
+
+@lru_cache(maxsize=4096)
+def choose_tokens(
+    works: tuple[Work, ...], num_pairs: int, block_bytes: int, num_sms: int
+) -> int | None:
+    """Tokens of a tile for both products, by their estimated time; None if none has room."""
+    possible = [
+        tokens
+        for tokens in TOKENS
+        if all(plan_of(work, tokens, block_bytes) is not None for work in works)
+    ]
+
+    def microseconds(tokens: int) -> float:
+        tiles, column = _mean_tiles(num_pairs, works[0].num_experts, tokens)
+        took = 0.0
+        for work in works:
+            plan = plan_of(work, tokens, block_bytes)
+            assert plan is not None, "`possible` has checked it"
+            waves = max(1.0, tiles * row_pairs(work) / (num_sms // 2))
+            factor = 1.0 if plan.ctas == 1 else _OF_TWO_CTAS
+            took += waves * (steps(work) + _TILE_STEPS) * column / tiles * factor
+        return took
+
+    return min(possible, key=microseconds, default=None)
+
+
+def _mean_tiles(num_pairs: int, num_experts: int, tokens: int) -> tuple[float, float]:
+    """Tiles of all experts, and the sum of their steps' times in µs, if experts have between half
+    and one and a half times the mean number of pairs."""
+    hit = min(num_pairs, num_experts)
+    tiles = microseconds = 0.0
+    for i in range(_SAMPLES):
+        whole, rest = divmod(num_pairs / hit * (0.5 + (i + 0.5) / _SAMPLES), tokens)
+        width = next(width for width in WIDTHS[tokens] if rest <= width)
+        tiles += whole + (rest > 0)
+        microseconds += whole * _STEP_MICROSECONDS[tokens]
+        microseconds += _STEP_MICROSECONDS[width] if rest else 0.0
+    return tiles * hit / _SAMPLES, microseconds * hit / _SAMPLES

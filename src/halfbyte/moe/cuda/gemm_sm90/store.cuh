@@ -1,0 +1,113 @@
+// The epilogue of gemm.cu: from sums to strips of the output.
+
+#pragma once
+#include "moe/cuda/gemm_sm90/memory.cuh"
+#include "moe/cuda/routing.cuh"
+#include "moe/cuda/values.cuh"
+
+// A worker thread's two rows of W, g and g + 8 of its warp's 16.
+struct Place {
+  int group, warp, lane;
+  int channel;        // gated: of both rows, in the pair of tiles; otherwise of the first row
+  int rows[2];        // in shared memory: of weights
+  int scale_rows[2];  // and of block scales
+
+  __device__ __forceinline__ Place(int rank) {
+    group = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+    lane = threadIdx.x % 32;
+    const int g = lane / 4;
+#if GATED
+    const Channel at(group * 32 + warp * 8 + g);
+    channel = 32 * at.run + 16 * rank + at.place;
+    rows[0] = RUN_ROWS * at.run + at.place, rows[1] = rows[0] + 16;
+    scale_rows[0] = RUN_ROWS * at.run + (INTERLEAVED ? 2 : 1) * at.place;
+    scale_rows[1] = scale_rows[0] + (INTERLEAVED ? 1 : 16);
+#else
+    rows[0] = group * 64 + warp * 16 + g, rows[1] = rows[0] + 8;
+    channel = rank * ROWS + rows[0];
+    scale_rows[0] = rows[0], scale_rows[1] = rows[1];
+#endif
+  }
+
+  // Address of a row's 16 bytes of this lane in a slot of W, 64-byte swizzle.
+  __device__ __forceinline__ u32 weight_offset(int i) const {
+    return rows[i] * 64 + ((lane % 4 ^ rows[i] / 2 % 4) * 16);
+  }
+};
+
+// What results need besides sums, loaded before the sums are there.
+struct Vectors {
+  float scale[2], bias[2];
+  bool exists;  // gated: whether the channel exists
+
+  __device__ __forceinline__ Vectors(const Params& p, int expert, int row_pair, const Place& place) {
+    const int channel = row_pair * (GATED ? 128 : 2 * ROWS) + place.channel;
+    exists = channel < (GATED ? p.n / 2 : p.n);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+#if GATED
+      const int row = INTERLEAVED ? 2 * channel + i : channel + i * (p.n / 2);
+#else
+      const int row = channel + 8 * i;
+#endif
+      scale[i] = OPERAND_SCALE * (p.global_scale ? p.global_scale[expert * p.parts + i * (p.parts - 1)] : 1.0f);
+      bias[i] = p.bias && row < p.n ? number_at(p.bias, (u64)expert * p.n + row, p.bias_dtype) : 0.0f;
+    }
+  }
+};
+
+// Writes strips of the output. Of every 8 tokens a thread has 2c, 2c + 1.
+__device__ __forceinline__ void store(const Params& p, const Tile& tile, int row_pair, int rank, const Vectors& v,
+                                      const Place& place, const TensorMap* map, u32 shared, const float* sums) {
+  const int lane = place.lane, strips = (tile.count + 15) / 16;
+  const u32 out = shared + OFF_OUT + place.group * OUT_BYTES;
+  wait_for_stores();
+  group_sync(place.group);
+#if GATED
+  // Of a token 32 channels, 64 bytes, swizzled. Lanes give the row addresses of four matrices of 8 channels: 32 tokens.
+  const u32 address = out + lane * 64 + ((place.warp ^ lane / 2 % 4) * 16);
+#pragma unroll
+  for (int strip = 0; strip < STRIPS; strip += 2) {
+    if (strip >= strips) continue;
+    u32 pairs[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const float* d = sums + strip * 8 + j * 4;
+      float results[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        results[i] = p.activation(fmaf(d[i], v.scale[0], v.bias[0]), fmaf(d[2 + i], v.scale[1], v.bias[1]));
+      pairs[j] = v.exists ? pack_pair(results[0], results[1]) : 0;
+    }
+    const u32 to = address + strip * (16 * 64);
+#else
+  // Of a token 64 rows of W, 128 bytes, swizzled. Lanes give the row addresses of four matrices: 8 tokens x 8 rows of
+  // W, 8 more rows, both of 8 more tokens.
+  const u32 token = (lane & 7) + (lane >> 4) * 8, chunk = 2 * place.warp + (lane >> 3 & 1);
+  const u32 address = out + token * 128 + ((chunk ^ (token & 7)) * 16);
+#pragma unroll
+  for (int strip = 0; strip < STRIPS; strip++) {
+    if (strip >= strips) continue;
+    const float* d = sums + strip * 8;
+    u32 pairs[4];
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      pairs[j] = pack_pair(fmaf(d[2 * j], v.scale[j & 1], v.bias[j & 1]),
+                           fmaf(d[2 * j + 1], v.scale[j & 1], v.bias[j & 1]));
+    const u32 to = address + strip * (16 * 128);
+#endif
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pairs[0]),
+                 "r"(pairs[1]), "r"(pairs[2]), "r"(pairs[3])
+                 : "memory");
+  }
+  fence_async_proxy();
+  group_sync(place.group);
+  const int strip = threadIdx.x % 128;
+  if (strip < strips) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map),
+                 "r"((2 * row_pair + rank) * (GATED ? 64 : ROWS) + place.group * (GATED ? 32 : 64)),
+                 "r"(tile.first + strip * 16), "r"(out + strip * (16 * OUT_ROW_BYTES))
+                 : "memory");
+    asm volatile("cp.async.bulk.commit_group;");
+  }
+}

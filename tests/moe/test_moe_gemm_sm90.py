@@ -1,0 +1,150 @@
+"""The CUDA kernels for many tokens per expert on SM90: plans, compilation, selection."""
+
+import re
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from halfbyte.moe.cuda import kernel
+from halfbyte.moe.cuda.gemm_sm90.launcher import _padded
+from halfbyte.moe.cuda.gemm_sm90.plan import (
+    MAX_CTAS,
+    MAX_PAIRS,
+    SORT_THREADS,
+    TOKENS,
+    WIDTHS,
+    GemmPlan,
+    choose_tokens,
+    max_rows,
+    max_tiles,
+    plan_of,
+    row_pairs,
+)
+from halfbyte.moe.cuda.plan import MAX_EXPERTS, Work
+from linear.machines import H200, RTX_3090
+from machine_code import compiled, disassembled, stack_bytes
+from moe.test_moe_cuda import GPT, LAYERS, QWEN
+from slow import slow
+
+MIXTRAL = Work(2 * 14336, 4096, 8, "nvfp4", True), Work(4096, 14336, 8, "nvfp4", False)
+BLOCK_BYTES, NUM_SMS = H200.block_bytes, H200.num_sms
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_plans_fit_a_gpu(name: str) -> None:
+    works, _ = LAYERS[name]
+    for tokens in TOKENS:
+        for work in works:
+            plan = plan_of(work, tokens, BLOCK_BYTES)
+            assert plan is not None
+            assert plan.tokens == tokens
+            assert plan.ctas * (plan.shared_bytes(work) + 1024) <= BLOCK_BYTES + 1024
+            assert plan.ctas == MAX_CTAS[tokens]
+            assert plan.stages % 2 == 0
+            assert 16 * plan.stages + 16 * plan.scale_slots <= 256  # barriers
+
+
+def test_stages_in_flight_cover_the_latency() -> None:
+    """Where weights are read once: 32 KiB of them per SM."""
+    for work in (*QWEN, *GPT):
+        plan = plan_of(work, 64, BLOCK_BYTES)
+        assert plan is not None
+        assert plan.ctas * plan.stages * 128 * 32 >= 2**15
+        assert plan.scale_slots == 2
+
+
+def test_large_sizes_leave_less_room() -> None:
+    assert plan_of(MIXTRAL[1], 64, BLOCK_BYTES) == GemmPlan(64, 8, 1)
+    assert plan_of(MIXTRAL[1], 256, BLOCK_BYTES) is None
+    tokens = choose_tokens(MIXTRAL, 2**16, BLOCK_BYTES, NUM_SMS)
+    assert tokens is not None
+    assert all(plan_of(work, tokens, BLOCK_BYTES) for work in MIXTRAL)
+    huge = Work(2**17, 64, 8, "nvfp4", True), Work(64, 2**16, 8, "nvfp4", False)
+    assert choose_tokens(huge, 2**16, BLOCK_BYTES, NUM_SMS) is None
+
+
+def test_more_tokens_per_expert_make_larger_tiles() -> None:
+    for works, top_k in LAYERS.values():
+        chosen = [choose_tokens(works, m * top_k, BLOCK_BYTES, NUM_SMS) for m in (128, 1024, 16384)]
+        assert chosen[0] in (32, 64)
+        assert chosen == sorted(chosen, key=lambda tokens: tokens or 0)
+        assert chosen[2] is not None
+        assert chosen[2] >= 192
+
+
+def test_widths_are_equally_spaced() -> None:
+    """As the kernel's macros say."""
+    for tokens, widths in WIDTHS.items():
+        step = tokens // len(widths)
+        assert widths == tuple(range(step, tokens + 1, step))
+
+
+def test_sizes_of_any_routing_are_reached() -> None:
+    """Of an expert with one pair more than whole tiles, and others with one pair."""
+    assert max_tiles(64 + 1 + 3, 4, 64) == 2 + 3 - 1 + 1
+    assert max_tiles(3, 4, 64) == 3
+    assert max_rows(4, 4) == 4 * 16
+    assert max_rows(17, 1) == 32
+
+
+def test_lists_of_the_sort_kernel_fit_without_more_shared_memory() -> None:
+    grid = min(2 * NUM_SMS, -(-MAX_PAIRS // (SORT_THREADS // 32)))
+    assert 8 * MAX_EXPERTS + 4 * -(-MAX_PAIRS // grid) <= 48 * 1024
+
+
+def test_intermediate_channels_fill_their_steps() -> None:
+    """Gate_up writes all channels that down reads."""
+    for gate_up, down in (QWEN, GPT, MIXTRAL):
+        assert row_pairs(gate_up) * 128 == _padded(down.k)
+
+
+def test_the_number_of_pairs_selects() -> None:
+    variant = kernel._variant
+    for machine, many in ((H200, "gemm"), (RTX_3090, "triton")):
+        variant.cache_clear()
+        with patch.object(kernel, "machine_of", lambda device, machine=machine: machine):
+            assert variant(128 * 8, QWEN, 0) == "few"
+            assert variant(129 * 8, QWEN, 0) == many
+            assert variant(MAX_PAIRS, QWEN, 0) == many
+            assert variant(MAX_PAIRS + 1, QWEN, 0) == "triton"
+    variant.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("work", "tokens", "dtype"),
+    [
+        (QWEN[0], 256, torch.bfloat16),
+        (QWEN[1], 64, torch.float16),
+        (GPT[0], 192, torch.bfloat16),
+        *(
+            slow(work, tokens, torch.bfloat16)
+            for work in (*QWEN, *GPT)
+            for tokens in TOKENS
+            if (work, tokens) not in ((QWEN[0], 256), (GPT[0], 192))
+        ),
+        *(slow(work, 256, torch.float16) for work in QWEN),
+    ],
+    ids=str,
+)
+def test_compiles_without_spills(
+    work: Work, tokens: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    plan = plan_of(work, tokens, BLOCK_BYTES)
+    assert plan is not None
+    macros = dict((("X_BF16", int(dtype == torch.bfloat16)), *plan.macros(work)))
+    cubin = compiled("moe/cuda/gemm_sm90/gemm.cu", {**macros}, "sm_90a")
+    assert stack_bytes(cubin) == 0
+    code = disassembled(cubin, tmp_path)
+    # Eight matmuls in a step, four at a time: ptxas has not serialized them.
+    loops = len(WIDTHS[tokens])
+    assert len(re.findall(r"\bHGMMA\b", code)) == 8 * loops
+    assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 3 * loops
+
+
+def test_sort_and_sum_compile() -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    assert stack_bytes(compiled("moe/cuda/gemm_sm90/sort.cu", {}, "sm_90a")) == 0
+    assert stack_bytes(compiled("moe/cuda/sum.cu", {"X_BF16": 1, "SORTED": 1}, "sm_90a")) == 0

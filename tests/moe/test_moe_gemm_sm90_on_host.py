@@ -1,0 +1,201 @@
+"""The CUDA kernels for many tokens per expert on SM90, run on the CPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import cuda_on_host
+from halfbyte.linear.w4a16.gemv.plan import Machine
+from halfbyte.moe import PackedExperts
+from halfbyte.moe.cuda import sums
+from halfbyte.moe.cuda.gemm_sm90 import launcher
+from halfbyte.moe.cuda.gemm_sm90.plan import GemmPlan
+from halfbyte.moe.cuda.pairs import pairs_of
+from halfbyte.moe.cuda.plan import Work
+from halfbyte.moe.experts import WeightFormat
+from moe.cases import LIMITED, assert_close_enough, random_hidden, random_routing
+from moe.on_host import BF16, KINDS, experts_of, moved, moved_matrices
+from slow import slow
+
+pytestmark = cuda_on_host.needs_compiler
+
+GPU = Machine(90, 232448, 4, 2)
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """Let the launcher's kernels run on the CPU; memory that it allocates begins as NaN."""
+    caches = (launcher._kernel_of, launcher._gemm_kernel, launcher._map, launcher._weight_map)
+    for cached in caches:
+        cached.cache_clear()
+    with (
+        cuda_on_host.overlapping_kernels(GPU.capability),
+        cuda_on_host.tensor_maps_on_host(),
+        patch.object(launcher, "machine_of", lambda device: GPU),
+        patch.object(launcher, "allocate", cuda_on_host.allocate),
+        patch.object(sums, "allocate", cuda_on_host.allocate),
+    ):
+        yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+def run(
+    hidden: torch.Tensor,
+    experts: PackedExperts,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    tokens: int | None = None,
+) -> torch.Tensor:
+    """Run the launcher; memory after all tensors is unmapped."""
+    matrices = moved_matrices(experts.gate_up), moved_matrices(experts.down)
+    with on_host():
+        return launcher.moe_gemm(
+            moved(hidden), *matrices, experts.activation, moved(ids), moved(weights), tokens
+        )
+
+
+HIDDEN, INTERMEDIATE = 288, 160
+"""Both end within a step and within a tile of rows; rows of MXFP4's scales begin at odd bytes."""
+
+
+def case(
+    kind: str, m: int, top_k: int, num_experts: int = 3
+) -> tuple[torch.Tensor, PackedExperts, torch.Tensor, torch.Tensor]:
+    """Arguments of `run`."""
+    experts = experts_of(KINDS[kind], num_experts, HIDDEN, INTERMEDIATE)
+    return random_hidden(m, HIDDEN, KINDS[kind][3]), experts, *random_routing(m, top_k, num_experts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_error(kind: str) -> None:
+    arguments = case(kind, 33, 2)
+    assert_close_enough(run(*arguments), *arguments)
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "interleaved"), [("nvfp4", True), ("mxfp4", False)], ids=str
+)
+def test_order_of_gate_and_up(weight_format: WeightFormat, interleaved: bool) -> None:
+    """The other order than in `KINDS`."""
+    kind = weight_format, replace(LIMITED, interleaved=interleaved), False, BF16
+    experts = experts_of(kind, 2, HIDDEN, INTERMEDIATE)
+    hidden, routing = random_hidden(9, HIDDEN, BF16), random_routing(9, 1, 2)
+    assert_close_enough(run(hidden, experts, *routing), hidden, experts, *routing)
+
+
+@pytest.mark.parametrize("tokens", [32, slow(128), slow(192), slow(256)])
+def test_tiles_give_the_same_bits(tokens: int) -> None:
+    """Also of one expert with all tokens; ids of 32 bits, weights of 16."""
+    hidden, experts, ids, weights = case("swiglu", tokens + 30, 1)
+    ids[: tokens + 20] = 1
+    out = run(hidden, experts, ids.int(), weights.to(BF16), tokens)
+    assert_close_enough(out, hidden, experts, ids, weights)
+    assert torch.equal(out, run(hidden, experts, ids, weights, 64))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_rings_that_go_round(slots: int) -> None:
+    """A stage or a tile's block scales are not overwritten while they are still read."""
+    arguments = case("mxfp4-limited", 40, 2)
+
+    def small_plan(work: Work, tokens: int, block_bytes: int) -> GemmPlan:
+        return GemmPlan(tokens, 4, slots)
+
+    with patch.object(launcher, "plan_of", small_plan):
+        for _ in range(2):
+            assert_close_enough(run(*arguments, 32), *arguments)
+
+
+def test_no_tokens() -> None:
+    assert run(*case("swiglu", 0, 2)).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("absent", [-1, 2**40])
+def test_ids_of_no_expert(absent: int) -> None:
+    hidden, experts, ids, weights = case("swiglu", 5, 2)
+    ids[1], ids[2, 0] = absent, absent
+    out = run(hidden, experts, ids, weights)
+    assert not out[1].any()
+    assert_close_enough(out, hidden, experts, ids, weights)
+    assert not run(hidden, experts, torch.full_like(ids, absent), weights).any()
+
+
+def test_bits_do_not_depend_on_the_batch() -> None:
+    hidden, experts, ids, weights = case("swiglu", 40, 2)
+    whole = run(hidden, experts, ids, weights)
+    for rows in (slice(0, 1), slice(4, 39)):
+        assert torch.equal(run(hidden[rows], experts, ids[rows], weights[rows]), whole[rows])
+
+
+def test_experts_that_are_not_hit_are_not_read() -> None:
+    hidden, experts, ids, weights = case("swiglu", 5, 2, 5)
+    ids[:] = torch.tensor([0, 2])
+    expected = run(hidden, experts, ids, weights)
+    for matrices in (experts.gate_up, experts.down):
+        assert matrices.global_scale is not None
+        matrices.global_scale[[1, 3, 4]] = torch.nan
+        matrices.scales.view(torch.uint8)[[1, 3, 4]] = 0x7E
+    assert torch.equal(run(hidden, experts, ids, weights), expected)
+
+
+def test_subnormal_block_scales() -> None:
+    arguments = case("swiglu", 5, 2)
+    scales = arguments[1].down.scales.view(torch.uint8)
+    scales.copy_(torch.randint(0, 8, scales.shape, generator=torch.Generator().manual_seed(0)))
+    assert_close_enough(run(*arguments), *arguments)
+
+
+@pytest.mark.parametrize("exponent", [20, 139, 140, 170])
+def test_block_scales_of_any_size(exponent: int) -> None:
+    """MXFP4's scales, also around 2^12, where the bfloat16 operand would overflow."""
+    arguments = case("mxfp4-limited", 5, 2)
+    arguments[1].down.scales[:, ::3, 1:] = exponent
+    assert_close_enough(run(*arguments), *arguments)
+
+
+def test_sizes_of_whole_tiles() -> None:
+    experts = experts_of(KINDS["swiglu"], 2, 256, 128)
+    hidden, routing = random_hidden(9, 256, BF16), random_routing(9, 1, 2)
+    assert_close_enough(run(hidden, experts, *routing), hidden, experts, *routing)
+
+
+def sorted_pairs(ids: torch.Tensor, num_experts: int, h: int, tokens: int) -> Any:
+    """Results of the sort kernel, and the hidden states that it was given."""
+    hidden = random_hidden(ids.shape[0], h, BF16)
+    weights = torch.ones(ids.shape)
+    with on_host():
+        pairs = pairs_of(ids, weights, num_experts)
+        return launcher._sort(hidden, pairs, tokens, 0), hidden
+
+
+@pytest.mark.parametrize("num_experts", [3, 40])
+def test_sort(num_experts: int) -> None:
+    """Positions of each expert begin at multiples of 16, in ascending order of pairs."""
+    ids, _ = random_routing(90, 3, num_experts)
+    ids[5, 1] = ids[80, 0] = -1
+    found, hidden = sorted_pairs(ids, num_experts, 160, 64)
+    positions, weights = found.places.view(-1, 2).t().contiguous()
+    assert (weights.view(torch.float32) == 1).all()
+    tiles = []
+    assert (positions[[16, 240]] == -1).all()
+    start = 0
+    for expert in range(num_experts):
+        pairs = (ids.flatten() == expert).nonzero().flatten()
+        assert torch.equal(positions[pairs], start + torch.arange(len(pairs), dtype=torch.int32))
+        for first in range(0, len(pairs), 64):
+            tiles.append((start + first, expert << 16 | min(64, len(pairs) - first)))
+        start += -(-len(pairs) // 16) * 16
+    assert start <= found.x.shape[0]
+    assert found.num_tiles.item() == len(tiles) <= found.max_tiles
+    assert found.tiles.view(-1, 2)[: len(tiles)].tolist() == [list(tile) for tile in tiles]
+    # Position 16 (2 j + h) + 8 q + 2 c + b of 128 values has value 32 c + 8 j + 2 h + q + 4 b.
+    value = torch.arange(256).view(2, 4, 4, 2, 2, 2).permute(0, 2, 4, 5, 1, 3).flatten()
+    padded = torch.nn.functional.pad(hidden, (0, 256 - 160))
+    pairs = (ids.flatten() >= 0).nonzero().flatten()
+    assert torch.equal(found.x[positions[pairs].long()], padded[pairs // 3][:, value])
