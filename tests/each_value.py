@@ -38,7 +38,7 @@ def leave_out_combinations(config: pytest.Config, items: list[pytest.Item]) -> N
     groups = defaultdict(list)
     for item in items:
         groups[item.nodeid.partition("[")[0]].append(item)
-    kept = set()
+    kept = set[pytest.Item]()
     for group in groups.values():
         kept.update(group[i] for i in smallest_cover([values_of(item) for item in group]))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])

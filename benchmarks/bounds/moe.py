@@ -17,9 +17,6 @@ KNOWN_MISSES = {
     "to 0.74 beyond",
     "of a plain read": "one token: two products and a sum, each behind the one before",
     "M <= 16: of the fastest peer": "0.60 for one token, 0.89 for 16",
-    "of vLLM bf16": "Triton's grouped kernel unpacks between its matmuls; the run is older "
-    "than the one by wgmma",
-    "every M: of the fastest peer": "from 256 tokens on Humming's grouped kernel is faster",
 }
 """Of the committed run: the end of a bound's name, and the reason."""
 

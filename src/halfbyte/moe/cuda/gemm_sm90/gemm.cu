@@ -22,8 +22,6 @@
 //   TOKENS                a multiple of 32 up to 256
 //   WIDTH_STEP            tokens of matmuls are its multiples up to TOKENS
 //   STAGES                of 64 k in the ring, an even number, at least 4
-//   SKEW                  1: the second warpgroup begins a step after the first, so that one multiplies while the
-//                         other stores
 //   CTAS                  per SM: 1 or 2
 //   SCALE_SLOTS           tiles whose block scales have room: 1 or 2
 
@@ -31,10 +29,6 @@
 #include "moe/cuda/gemm_sm90/loader.cuh"
 #include "moe/cuda/gemm_sm90/store.cuh"
 #include "moe/cuda/values.cuh"
-
-#ifndef SKEW
-#define SKEW 0
-#endif
 
 // A lane's block scales of a row and a step: two bytes, or one.
 __device__ __forceinline__ u32 load_scales(u32 address) {
@@ -56,7 +50,6 @@ struct Worker {
   u32 peer_empty, weights[2], lane_scale;
   PipelineState state;  // of the next matmuls
   u32 read;             // byte offset of the last multiplied stage's barrier
-  bool begins = true;   // before the first tile
 
   __device__ __forceinline__ Worker(const Params& p, u32 shared, const Barriers& barriers, int rank)
       : p(p), shared(shared), barriers(barriers), place(rank) {
@@ -114,7 +107,6 @@ struct Worker {
       for (int j = 0; j < MATMULS; j++) wgmma<WIDTH>(sums, a[half][j], x + 2 * j, !first || j > 0);
       wgmma_commit();
     };
-    if (SKEW && begins && place.group == 1) asm volatile("bar.sync 3, 256;" ::: "memory");
     fetch(state, 0);
     unpack(0);
     for (int step = 0; step < p.steps; step++) {
@@ -123,7 +115,6 @@ struct Worker {
       barrier_wait(barriers.full + 8 * state.stage, state.parity);
       const bool last = step + 1 == p.steps;
       multiply(1, false, step + 1);
-      if (SKEW && begins && place.group == 0 && step == 0) asm volatile("bar.arrive 3, 256;" ::: "memory");
       if (!last) unpack(0);
     }
     wgmma_wait();
@@ -148,7 +139,6 @@ struct Worker {
       barrier_wait(barriers.scale_full + 8 * at.slot, at.parity);
       multiply_tile(tile.count, at.slot, sums);
       barrier_arrive(barriers.scale_empty + 8 * at.slot);
-      begins = false;
       store(p, tile, work.row_pair, rank, vectors, place, out_map, shared, sums);
     }
     wait_for_stores();
