@@ -34,8 +34,9 @@ demo: $(VENV)/.installed
 	@echo "==> halfbyte eval: what the formats cost on text the model has not seen"
 	@$(BIN)/halfbyte eval --kv-recipe plain,balanced --max-tokens 2048
 
-# The environments beside the checks: most of an installation waits for one core or the network.
-test: $(VENV)/.installed-dev
+# The environments side by side: most of an installation waits for one core or the network.
+test:
+	@$(MAKE) --no-print-directory --jobs 2 $(VLLM_VENV)/.dependencies $(VENV)/.installed-dev
 	@$(MAKE) --no-print-directory --jobs 2 check docs $(VLLM_VENV)/.installed
 	@echo "==> pytest"
 	@$(BIN)/pytest --numprocesses auto --quiet -m "not slow" --each-value
@@ -87,11 +88,14 @@ VLLM_PYTEST = OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --quiet --disa
 # The C++ library lies beside the sources, for both environments: it is compiled once.
 LIBRARY = $(wildcard src/halfbyte/kernels/_cpu*.so)
 
-$(VLLM_VENV)/.installed: $(VLLM_PINS) pyproject.toml
+$(VLLM_VENV)/.dependencies: $(VLLM_PINS)
 	@echo "==> installing vLLM into $(VLLM_VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_PIP) torch==$(VLLM_TORCH)
 	@$(VLLM_PIP) --no-deps --requirement $(VLLM_PINS)
+	@touch $@
+
+$(VLLM_VENV)/.installed: $(VLLM_VENV)/.dependencies pyproject.toml
 	@$(if $(LIBRARY),CC=false CXX=false) $(VLLM_PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
