@@ -250,7 +250,7 @@ def hybrid_models(draw: st.DrawFn, block_sizes: tuple[int, ...] = (16, 32)) -> l
     return specs
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(hybrid_models())
 def test_block_sizes_are_the_best_that_brute_force_finds(specs: list[KVCacheSpec]) -> None:
     plan = plan_kv_cache(specs)

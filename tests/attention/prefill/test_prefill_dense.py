@@ -117,7 +117,7 @@ def test_memory_for_results_is_what_joining_holds(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("name", "max_queries"),
     [
-        (name, most) if i % 4 == j else slow(name, most)
+        (name, most) if i % 8 == 3 * j else slow(name, most)
         for i, name in enumerate(SMALL)
         for j, most in enumerate((16, 64))
     ],

@@ -146,7 +146,7 @@ def test_products(tile: Tile, dtype: torch.dtype) -> None:
     assert_product(product(case, gemm_plan(n, k, m, 8, tile)), case)
 
 
-@pytest.mark.parametrize("tile", DIFFERENT, ids=str)
+@pytest.mark.parametrize("tile", one_in(3, DIFFERENT), ids=str)
 def test_a_ring_that_goes_round(tile: Tile) -> None:
     """A stage is not overwritten while a matmul still reads it."""
     n, m, k = 70, tile.tokens + 20, 2 * tile.stages * tile.step
