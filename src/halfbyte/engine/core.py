@@ -158,7 +158,7 @@ class EngineCore:
                 step = self._launch()
             if step is None:
                 return []
-            self._ahead = self._launch_ahead(step) if self.looks_ahead else None
+            ahead = self._launch_ahead(step) if self.looks_ahead else None
             sampled = step.sampled.read()
             produced: list[tuple[Request, int]] = []
             with interrupts_deferred():
@@ -171,6 +171,7 @@ class EngineCore:
                         request.append(choice.token, choice.logprobs)
                         produced.append((request, choice.token))
                 self.scheduler.complete(step.chunks)
+                self._ahead = ahead  # not before, as a second Ctrl-C may come before the rollback
         except BaseException:
             with interrupts_deferred():
                 self._ahead = None
@@ -220,6 +221,7 @@ class EngineCore:
             self.scheduler.remove(request)
             if self._ahead is not None and self._ahead.is_stale:
                 self._ahead = None
+                self.scheduler.rollback()
 
 
 def _select(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -67,11 +67,13 @@ class ModelRunner:
         if before == ENGINE:
             yield
             return
-        self.model.set_attn_implementation(ENGINE)
         try:
+            with interrupts_deferred():
+                self.model.set_attn_implementation(ENGINE)
             yield
         finally:
-            self.model.set_attn_implementation(before)
+            with interrupts_deferred():
+                self.model.set_attn_implementation(before)
 
     @torch.inference_mode()
     def capture_graphs(self, progress: Callable[[], None]) -> None:

@@ -160,13 +160,17 @@ class Scheduler:
         """Undo `schedule` after a failed step: free slots whose tokens were not computed.
 
         Works from the state of requests and tables, not from the chunks, so it also undoes a
-        `schedule` that failed midway. Preempted requests stay preempted.
+        `schedule` that failed midway. Preempted requests stay preempted. A request of whose last
+        tokens the step may have overwritten some in the ring is computed anew: the pages have
+        them in four bits only.
         """
-        for request in list(self.running):
+        for request in list(reversed(self.running)):
             if request.is_finished:  # the step failed after its last token
                 self.remove(request)
             elif self.tables.length(request.id) > request.num_computed:
                 self.tables.crop(request.id, request.num_computed)
+                if self.tables.missing_recent(request.id, request.num_computed):
+                    self._preempt(request)
         for request in self.waiting:
             if request.id in self.tables:
                 self.tables.free(request.id)
