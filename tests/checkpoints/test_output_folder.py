@@ -275,7 +275,9 @@ def test_written_files_are_readable_as_others_are(tmp_path: Path) -> None:
     assert len(modes) == 1
 
 
-def test_a_killed_process_leaves_no_destination(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_no_destination(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     destination = tmp_path / "x"
     stderr = quantize_in_a_process(
         destination,
@@ -285,8 +287,25 @@ def test_a_killed_process_leaves_no_destination(tmp_path: Path) -> None:
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".x.incomplete-"), stderr
     assert list(left.iterdir())  # it was killed in the middle of writing
+    others = [f".x.incomplete-0123456{end}" for end in ("", "7.old", "x")]
+    others.append(".y.incomplete-01234567")
+    for name in others:
+        (tmp_path / name).mkdir()
     quantize_checkpoint(bundled_model_path(), destination, dialect="modelopt", weights="nvfp4-a16")
     assert (destination / "config.json").is_file()
+    assert sorted(os.listdir(tmp_path)) == sorted(["x", *others])
+    assert f"{left}: removed, an earlier run was killed while it wrote it" in caplog.text
+
+
+def test_folders_that_a_process_still_writes_stay(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "x") as first:
+        (first / "file").write_text("1")
+        with new_folder(tmp_path / "x") as second:
+            (second / "file").write_text("2")
+        assert (first / "file").read_text() == "1"
+        (tmp_path / "x").rename(tmp_path / "z")
+    assert (tmp_path / "x" / "file").read_text() == "1"
+    assert sorted(os.listdir(tmp_path)) == ["x", "z"]
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:

@@ -6,13 +6,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 import halfbyte as package
 from halfbyte import __version__
 from halfbyte.assets import bundled_model_path
-from halfbyte.cli import main
+from halfbyte.cli import app, main
 from halfbyte.kernels.cpu.library import level
 from slow import slow
 
@@ -493,3 +495,39 @@ def test_closed_streams(arguments: str, closed: str, status: int, printed: str) 
         ["sh", "-c", command, sys.executable], capture_output=True, text=True, timeout=300
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (status, printed, "")
+
+
+def path_options() -> list[list[str]]:
+    """Command lines with an empty path, one per argument and option that is a path."""
+    found = []
+
+    def walk(command: Any, words: list[str]) -> None:
+        for name, inner in getattr(command, "commands", {}).items():
+            walk(inner, [*words, name])
+        for param in command.params:
+            if param.metavar != "PATH":
+                continue
+            needed = [p for p in command.params if p.required and p is not param]
+            line = [x for p in needed for x in ([p.opts[0], "x"] if p.opts[0][0] == "-" else ["x"])]
+            option = [param.opts[0], ""] if param.opts[0].startswith("-") else [""]
+            found.append([*words, *line, *option])
+
+    walk(typer.main.get_command(app), [])
+    return found
+
+
+def test_there_are_options_that_are_paths() -> None:
+    assert len(path_options()) >= 8
+    assert next(x for x in path_options() if x[0] == "quantize")[:2] == ["quantize", "x"]
+
+
+@pytest.mark.parametrize("line", path_options(), ids=" ".join)
+def test_empty_paths_are_no_folder(
+    halfbyte: Command, line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unset shell variable is not the working directory."""
+    monkeypatch.chdir(tmp_path)
+    status, _, err = halfbyte(*line)
+    assert status == 2
+    assert "expected a path, got an empty one" in err
+    assert list(tmp_path.iterdir()) == []

@@ -2,15 +2,18 @@
 
 Everything is written into a hidden sibling of the destination, flushed to disk, and renamed in one
 step. A killed process leaves the sibling `.NAME.incomplete-…` and no destination; an error removes
-the sibling.
+the sibling. The next run for the same destination removes what killed ones left: the sibling is
+locked as long as its process lives.
 """
 
 import json
+import logging
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,13 @@ from safetensors.torch import save_file
 
 from halfbyte.checkpoints.errors import CheckpointError, one_line
 from halfbyte.checkpoints.index import INDEX_FILE, SINGLE_FILE
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger("halfbyte")
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 REPORT_FILE = "quantization_report.json"
@@ -42,17 +52,56 @@ def new_folder(destination: str | Path, *, replace: bool = False) -> Iterator[Pa
     destination = Path(os.path.abspath(destination))
     _check_free(destination, replace)
     folder = destination.with_name(f".{destination.name}.incomplete-{secrets.token_hex(4)}")
-    try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()
-        yield folder
-        _sync(folder)
-        _check_free(destination, replace)  # again: the block may have taken hours
-        _move(folder, destination)
-    except OSError as error:
-        raise CheckpointError(f"{destination}: cannot be written: {error}") from error
-    finally:
+    with ExitStack() as lock:
+        try:
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(destination)
+            folder.mkdir()
+            lock.callback(_unlock, _lock(folder))
+            yield folder
+            _sync(folder)
+            _check_free(destination, replace)  # again: the block may have taken hours
+            _move(folder, destination)
+        except OSError as error:
+            raise CheckpointError(f"{destination}: cannot be written: {error}") from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_leftovers(destination: Path) -> None:
+    """Remove what killed processes left beside a destination, and say so.
+
+    Folders that a process still writes stay: it holds a lock on them. So does what was moved aside
+    (`.old`): it may be all that is left of a destination.
+    """
+    if fcntl is None:
+        return
+    digits = "[0-9a-f]" * 8
+    left = destination.parent.glob(f".{escape(destination.name)}.incomplete-{digits}")
+    for folder in sorted(left):
+        if folder.is_symlink() or not folder.is_dir() or (held := _lock(folder)) is None:
+            continue
         shutil.rmtree(folder, ignore_errors=True)
+        _unlock(held)
+        logger.warning("%s: removed, an earlier run was killed while it wrote it", folder)
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor with an exclusive lock on a folder; None if another process holds one."""
+    if fcntl is None:
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held, or a file system without locks
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _unlock(descriptor: int | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)
 
 
 def write_json(path: Path, fields: Any) -> None:

@@ -19,7 +19,7 @@ from halfbyte.cli.bench_arguments import (
 )
 from halfbyte.cli.bench_tables import failures, tables
 from halfbyte.cli.console import err, out, progress_bar, quiet_libraries
-from halfbyte.cli.options import AttentionBackend, Verbose
+from halfbyte.cli.options import AttentionBackend, Verbose, given_path
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,13 @@ Backends = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="auto, cuda or cpu.")]
 ReportFile = Annotated[
-    Path | None, typer.Option("--out", help="Write the report there, as JSON, after every case.")
+    Path | None,
+    typer.Option(
+        "--out",
+        parser=given_path,
+        metavar="PATH",
+        help="Write the report there, as JSON, after every case.",
+    ),
 ]
 
 bench = typer.Typer(

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from halfbyte.cli.console import out, progress_bar, quiet_libraries
-from halfbyte.cli.options import DType, Verbose, named
+from halfbyte.cli.options import DType, Verbose, given_path, named
 
 if TYPE_CHECKING:
     from halfbyte.kvcache import KVScales
@@ -20,12 +20,18 @@ def calibrate(
     model: Annotated[str, typer.Argument(help="Folder or hub id of a checkpoint.", callback=named)],
     text: Annotated[
         Path | None,
-        typer.Option(help="UTF-8 text to calibrate on; by default a built-in one."),
+        typer.Option(
+            parser=given_path,
+            metavar="PATH",
+            help="UTF-8 text to calibrate on; by default a built-in one.",
+        ),
     ] = None,
     file: Annotated[
         Path | None,
         typer.Option(
             "--out",
+            parser=given_path,
+            metavar="PATH",
             help="File to write; by default kv_scales.json in the model's folder, or a file in the "
             "cache folder for hub ids and folders that cannot be written.",
         ),
@@ -42,7 +48,10 @@ def calibrate(
     dtype: DType = "auto",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     download_dir: Annotated[
-        Path | None, typer.Option(help="Folder for files of a hub id, as in vLLM.")
+        Path | None,
+        typer.Option(
+            parser=given_path, metavar="PATH", help="Folder for files of a hub id, as in vLLM."
+        ),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Measure even if the folder's scales take precedence.")

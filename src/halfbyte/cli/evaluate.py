@@ -17,6 +17,7 @@ from halfbyte.cli.options import (
     Model,
     QuantizeActivations,
     Verbose,
+    given_path,
 )
 
 if TYPE_CHECKING:
@@ -29,7 +30,12 @@ if TYPE_CHECKING:
 def evaluate(
     model: Model = None,
     text: Annotated[
-        Path | None, typer.Option(help="UTF-8 file to predict; by default the held-out text.")
+        Path | None,
+        typer.Option(
+            parser=given_path,
+            metavar="PATH",
+            help="UTF-8 file to predict; by default the held-out text.",
+        ),
     ] = None,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="Formats to measure, separated by commas.")

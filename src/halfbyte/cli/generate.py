@@ -17,6 +17,7 @@ from halfbyte.cli.options import (
     Model,
     QuantizeActivations,
     Verbose,
+    given_path,
 )
 from halfbyte.files import read_text
 
@@ -29,7 +30,12 @@ def generate(
         str | None, typer.Option(help="Text to continue; - reads it from standard input.")
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="File with the text to continue, instead of --prompt.")
+        Path | None,
+        typer.Option(
+            parser=given_path,
+            metavar="PATH",
+            help="File with the text to continue, instead of --prompt.",
+        ),
     ] = None,
     model: Model = None,
     max_tokens: Annotated[int, typer.Option(help="Max tokens to generate.")] = 64,

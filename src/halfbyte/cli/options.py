@@ -1,5 +1,6 @@
 """Options shared by commands."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,6 +11,13 @@ def named(value: str | None) -> str | None:
     if value is not None and not value.strip():
         raise typer.BadParameter("expected a folder or hub id, got an empty name")
     return value
+
+
+def given_path(text: str) -> Path:
+    """Parse a path; an empty one, such as from an unset shell variable, would be this folder."""
+    if not text.strip():
+        raise typer.BadParameter("expected a path, got an empty one")
+    return Path(text)
 
 
 Model = Annotated[

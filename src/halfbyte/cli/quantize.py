@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from halfbyte.cli.console import out, progress_bar, quiet_libraries
-from halfbyte.cli.options import Verbose, named
+from halfbyte.cli.options import Verbose, given_path, named
 
 if TYPE_CHECKING:
     from halfbyte.quantization import QuantizationReport
@@ -27,7 +27,9 @@ def quantize(
         str,
         typer.Argument(help="Folder or hub id of the checkpoint to quantize.", callback=named),
     ],
-    destination: Annotated[Path, typer.Argument(help="Folder to write.")],
+    destination: Annotated[
+        Path, typer.Argument(parser=given_path, metavar="PATH", help="Folder to write.")
+    ],
     dialect: Annotated[
         str, typer.Option("--format", help="Dialect to write: modelopt or compressed-tensors.")
     ],
@@ -50,7 +52,12 @@ def quantize(
         typer.Option(help="nvfp4 or fp8: calibrate K and V, declare the format."),
     ] = None,
     calibrate: Annotated[
-        Path | None, typer.Option(help="UTF-8 text to calibrate on; by default a built-in one.")
+        Path | None,
+        typer.Option(
+            parser=given_path,
+            metavar="PATH",
+            help="UTF-8 text to calibrate on; by default a built-in one.",
+        ),
     ] = None,
     ignore: Annotated[
         list[str] | None,
