@@ -13,6 +13,7 @@ from halfbyte.engine import LLM, SamplingParams
 from halfbyte.engine.core import EngineCore
 from halfbyte.engine.interrupts import interrupts_deferred
 from halfbyte.engine.request import FinishReason, Request
+from halfbyte.engine.sampler import Transfer
 from models.zoo import make_model, token_ids
 from slow import slow
 
@@ -294,3 +295,80 @@ def test_interrupts_deferred_in_another_thread_changes_nothing() -> None:
     thread.start()
     thread.join()
     assert handlers == [signal.getsignal(signal.SIGINT)]
+
+
+@pytest.mark.parametrize("at", [3, 4], ids=["chunk", "first token"])
+def test_last_tokens_that_a_failed_step_overwrote_are_computed_anew(
+    at: int, looks_ahead: bool
+) -> None:
+    """The pages have them in four bits only, which logits would show."""
+    prompt, params = (
+        token_ids(100, seed=2).tolist(),
+        SamplingParams(max_tokens=4, seed=2, logprobs=5),
+    )
+    llm = LLM(
+        make_model("llama"), kv_recipe="balanced", batch_invariant=True, max_batched_tokens=40
+    )
+    expected = llm.generate([prompt], params)[0]
+    core = llm.core
+    request = core.request(prompt, params)
+    core.add(request)
+    Interrupter(core.runner, "run", at, InjectedError(), after=True)
+    with core.runner.attached():
+        assert run(core, [request]) == 1
+    assert request.output == expected.token_ids
+    found = [{token: x for token, x, _ in step} for step in request.logprobs]
+    wanted = [{t: x.logprob for t, x in step.items()} for step in expected.logprobs or []]
+    assert found == wanted
+
+
+def test_a_second_interrupt_before_the_rollback(
+    looks_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(make_model("llama"), kv_recipe="plain", batch_invariant=True)
+    expected = [output.token_ids for output in llm.generate(PROMPTS, PARAMS)]
+    llm.core.looks_ahead = looks_ahead
+    core_module, waits, is_armed = sys.modules[EngineCore.__module__], 0, False
+    wait, deferred = Transfer.wait, interrupts_deferred
+
+    def wait_and_interrupt(self: Transfer) -> Any:
+        nonlocal waits, is_armed
+        waits += 1
+        if waits == 4:
+            is_armed = True
+            raise KeyboardInterrupt
+        return wait(self)
+
+    def deferred_too_late() -> Any:
+        nonlocal is_armed
+        if is_armed:
+            is_armed = False
+            raise KeyboardInterrupt
+        return deferred()
+
+    monkeypatch.setattr(Transfer, "wait", wait_and_interrupt)
+    monkeypatch.setattr(core_module, "interrupts_deferred", deferred_too_late)
+    requests = [llm.core.request(p, params) for p, params in zip(PROMPTS, PARAMS, strict=True)]
+    for request in requests:
+        llm.core.add(request)
+    interrupts = 0
+    with llm.core.runner.attached():
+        while llm.core.scheduler.has_work:
+            try:
+                llm.core.step()
+            except KeyboardInterrupt:
+                interrupts += 1
+    assert interrupts == 1
+    assert waits > 4
+    assert [request.output for request in requests] == expected
+    llm.core.check_integrity()
+
+
+def test_an_interrupt_while_the_attention_is_set_leaves_the_models_own() -> None:
+    model = make_model("llama")
+    llm = LLM(model, kv_recipe="plain")
+    own = model.config._attn_implementation
+    Interrupter(model, "set_attn_implementation", 1, KeyboardInterrupt(), after=True)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS[:1], PARAMS[0])
+    assert model.config._attn_implementation == own

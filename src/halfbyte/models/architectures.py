@@ -52,6 +52,10 @@ _USUAL_OPTIONS: dict[str, object] = {
 }
 """Config fields that change masks in transformers, with their supported values."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_WITHOUT_WINDOWS = ("granite", "llama", "olmo2")
+"""Architectures whose code in transformers ignores `sliding_window`."""
+_MASKED_WINDOWS = ("qwen2_moe",)
+"""Architectures that mask keys outside a window, but do not pass it to the attention function."""
 
 # transformers picks their frequencies by the longest sequence of a forward pass, so results would
 # depend on the rest of the batch and on how prompts are split into chunks.
@@ -93,6 +97,11 @@ def check_supported(config: Any) -> None:
             f"layer_types: {', '.join(map(str, unknown))} not supported; supported: "
             + ", ".join(_LAYER_TYPES)
         )
+    if config.model_type in _MASKED_WINDOWS and any(sliding_windows(config)):
+        raise UnsupportedModelError(
+            f"sliding windows of {config.model_type} are not supported; use_sliding_window = False "
+            "attends to all tokens"
+        )
 
 
 def _rope_types(parameters: Any) -> list[object]:
@@ -106,6 +115,8 @@ def _rope_types(parameters: Any) -> list[object]:
 def sliding_windows(config: Any) -> list[int | None]:
     """Per layer, the sliding window in tokens, or None for full attention."""
     window = getattr(config, "sliding_window", None)
+    if config.model_type in _WITHOUT_WINDOWS:
+        window = None
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
         return [window] * config.num_hidden_layers
