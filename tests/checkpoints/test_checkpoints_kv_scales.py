@@ -11,6 +11,7 @@ from halfbyte.checkpoints import CheckpointError, read_kv_scales
 from halfbyte.checkpoints.dialects.base import OutputFormat
 from halfbyte.checkpoints.dialects.compressed_tensors import CompressedTensors
 from halfbyte.checkpoints.index import INDEX_FILE, SINGLE_FILE
+from halfbyte.checkpoints.kv_scales import is_kv_scale
 
 
 def write(folder: Path, scales: dict[str, float]) -> Path:
@@ -86,15 +87,49 @@ def test_refuses(tmp_path: Path, scales: dict[str, float], message: str) -> None
 
 @pytest.mark.parametrize("names", [("k_proj.k_", "v_proj.v_"), ("k_", "v_")])
 @pytest.mark.parametrize("is_indexed", [False, True])
+@pytest.mark.parametrize("offset", ["bias", "zero_point"])
 def test_affine_caches_are_refused(
-    tmp_path: Path, names: tuple[str, str], is_indexed: bool
+    tmp_path: Path, names: tuple[str, str], is_indexed: bool, offset: str
 ) -> None:
-    """They declare a plain FP8 cache, but store K and V minus their biases."""
-    write(tmp_path, {f"{name}{kind}": 0.5 for name in names for kind in ("scale", "bias")})
+    """They declare a plain FP8 cache, but store K and V minus their offsets."""
+    write(tmp_path, {f"{name}{kind}": 0.5 for name in names for kind in ("scale", offset)})
     if is_indexed:
-        biases = {f"model.layers.3.self_attn.{name}bias": "model.safetensors" for name in names}
-        (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": biases}))
-    with pytest.raises(CheckpointError, match=r"k_bias: expected .* alone, found a bias of an aff"):
+        offsets = {
+            f"model.layers.3.self_attn.{name}{offset}": "model.safetensors" for name in names
+        }
+        (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": offsets}))
+    with pytest.raises(CheckpointError, match=rf"k_{offset}: expected .* alone, found the offset"):
+        read_kv_scales(tmp_path)
+
+
+OWN = {"model.layers.0.self_attn.k_scale": 0.5, "model.layers.0.self_attn.v_scale": 0.25}
+OTHERS = (
+    *("eagle3.", "eagle.model.", "draft.", "drafter.model.", "speculator.", "medusa.", "mtp_head."),
+    *("nextn.", "encoder.", "model.mtp_block.", "model.vision_tower.encoder.", "audio_tower."),
+)
+
+
+@pytest.mark.parametrize("other", [f"{name}layers.0.self_attn" for name in OTHERS])
+def test_scales_of_other_models_are_not_the_models(tmp_path: Path, other: str) -> None:
+    scales = {**OWN, f"{other}.k_scale": 5.0, f"{other}.v_scale": 7.0}
+    tensors = {name: torch.tensor(value) for name, value in scales.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert read_kv_scales(tmp_path) == {0: (0.5, 0.25)}
+    assert not is_kv_scale(f"{other}.k_scale")
+
+
+def test_scales_inside_a_draft_block_of_a_layer_are_not_the_models(tmp_path: Path) -> None:
+    inner = "model.layers.0.mtp_block.self_attn"
+    scales = {**OWN, f"{inner}.k_scale": 5.0, f"{inner}.v_scale": 7.0}
+    tensors = {name: torch.tensor(value) for name, value in scales.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert read_kv_scales(tmp_path) == {0: (0.5, 0.25)}
+
+
+def test_scales_of_unknown_modules_alone_are_refused(tmp_path: Path) -> None:
+    names = [f"backbone.layers.0.mixer.{side}_scale" for side in "kv"]
+    save_file({name: torch.tensor(0.5) for name in names}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"mixer.k_scale: expected the scales of a language"):
         read_kv_scales(tmp_path)
 
 

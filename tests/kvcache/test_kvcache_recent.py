@@ -130,6 +130,17 @@ def test_a_sequence_from_a_pool_without_rings_misses_all() -> None:
     assert tables.missing_recent("a", 30) == range(11, 30)
 
 
+@pytest.mark.parametrize("tokens", [10, 40])
+def test_a_sequence_from_rings_of_another_size_misses_all(tokens: int) -> None:
+    other = make_tables(tokens)
+    other.add("a")
+    other.append("a", 50)
+    tables = make_tables()
+    tables.move_in("a", other.move_out("a"))
+    assert tables.missing_recent("a", 50) == range(31, 50)
+    tables.check_integrity()
+
+
 def test_lengths_and_window_of_what_is_packed() -> None:
     lengths = torch.tensor([0, 5, 64, 65, 1000], dtype=torch.int32)
     shorter, window = packed_part(64, lengths, 0)

@@ -13,7 +13,7 @@ from halfbyte.assets import bundled_model_path, heldout_texts
 from halfbyte.evaluation import evaluate_perplexity, text_windows
 from halfbyte.kvcache import KVRecipe, KVScales, read_tokens, reshape_and_cache
 from halfbyte.kvcache.recipe import RECIPES
-from halfbyte.models import calibrate, load_tokenizer
+from halfbyte.models import calibrate, key_statistics, load_tokenizer
 from halfbyte.models.kv_calibration import usual_first_tokens
 from kvcache.transforms import without_costs
 from models.zoo import ARCHITECTURES, make_model, token_ids
@@ -191,6 +191,16 @@ def test_a_step_that_fails_leaves_nothing_half_filled() -> None:
                     model(ids[:, 139:140], past_key_values=cache)
             logits.append(model(ids[:, 139:140], past_key_values=cache).logits)
     assert torch.equal(*logits)
+
+
+def test_a_context_of_billions_of_tokens_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calibration averages the rotary embedding over all positions."""
+    monkeypatch.setattr(key_statistics, "_MAX_POSITIONS", 4096)
+    model = make_model("llama", max_position_embeddings=2**31 - 1)
+    with torch.inference_mode():
+        cache = Cache(model, "nvfp4", kv_recipe="balanced")
+        with pytest.raises(ValueError, match=r"means of K for 4096 tokens, a sequence has 4097"):
+            model(token_ids(1, 4097), past_key_values=cache)
 
 
 def test_a_cache_ends_where_the_means_do() -> None:

@@ -21,14 +21,21 @@ from safetensors import SafetensorError, safe_open
 from halfbyte.checkpoints.errors import CheckpointError, one_line
 from halfbyte.checkpoints.index import INDEX_FILE, SINGLE_FILE, read_weight_map
 
-_OTHER_MODELS = r"(?:mtp|eagle_module|draft_model|vision_model|vision_tower|visual|audio_tower)"
-"""Name parts of other models in a language model's files: drafts, vision and audio towers."""
-_LAYER = rf"^(?!(?:\w+\.)*{_OTHER_MODELS}\.)(?:\w+\.)*?layers\.(?P<layer>\d+)\.(?:[\w.]+\.)?"
-_SCALE_NAME = re.compile(
-    _LAYER + r"(?:(?P<side>[kv])_(?P<is_encode>global_)?scale|"
+# Names are matched whole: the files may also have drafts, and vision and audio towers, whose layers
+# have scales of their own.
+_OF_MODEL = r"(?:(?:model|language_model|text_model|base_model|transformer|decoder|module)\.)*"
+_OF_ATTENTION = r"(?:(?:self_attn|self_attention|attention|attn|kv_cache)\.)*"
+_LAYER = rf"^{_OF_MODEL}layers\.(?P<layer>\d+)\.{_OF_ATTENTION}"
+_SCALE = (
+    r"(?:(?:[kv]_proj\.)?(?P<side>[kv])_(?P<is_encode>global_)?scale|"
     r"(?P<projection>[kv])_proj\.output_scale|(?P<both>kv)_scale)$"
 )
-_BIAS_NAME = re.compile(_LAYER + r"[kv]_bias$")
+_SCALE_NAME = re.compile(_LAYER + _SCALE)
+_BIAS_NAME = re.compile(_LAYER + r"(?:[kv]_proj\.)?[kv]_(?:bias|zero_point)$")
+_OTHER_MODELS = re.compile(
+    r"(?:^|[._])(?:mtp|eagle|draft|speculator|medusa|nextn|vision|visual|audio|encoder)"
+)
+_ANY_SCALE = re.compile(r"layers\.\d+\.(?:\w+\.)*" + _SCALE)
 
 
 def is_kv_scale(name: str) -> bool:
@@ -40,14 +47,15 @@ def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
     """`{layer: (k_scale, v_scale)}` of a checkpoint's folder; empty if it stores none.
 
     Encode scales (`k_global_scale`) are converted to decode scales. If a layer has both kinds, the
-    decode scale is used.
+    decode scale is used. Scales of drafts and towers are not the model's.
 
     Raises:
         CheckpointError: a file is absent or broken; a scale has more than one element, occurs
-            twice, or is not a finite number above 0; a layer has only one of the two scales; or
-            there are biases.
+            twice, or is not a finite number above 0; a layer has only one of the two scales; all
+            scales are of unknown modules; or there are biases or zero points.
     """
     found: dict[int, dict[str, float]] = {}
+    unknown: list[str] = []
     encoded: dict[int, dict[str, float]] = {}
     for file in _files_with_scales(Path(folder)):
         if not file.is_file():
@@ -57,11 +65,13 @@ def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
                 for name in tensors.keys():  # noqa: SIM118 - not a dict
                     if _BIAS_NAME.search(name):
                         raise CheckpointError(
-                            f"{folder}: {name}: expected K and V scales alone, found a bias of an "
-                            "affine KV cache, which is not read here"
+                            f"{folder}: {name}: expected K and V scales alone, found the offset "
+                            "of an affine KV cache, which is not read here"
                         )
                     match = _SCALE_NAME.search(name)
                     if match is None:
+                        if _ANY_SCALE.search(name) and not _OTHER_MODELS.search(name):
+                            unknown.append(name)
                         continue
                     kind = encoded if match["is_encode"] else found
                     sides = kind.setdefault(int(match["layer"]), {})
@@ -78,6 +88,11 @@ def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
         except SafetensorError as error:
             reason = one_line(error)
             raise CheckpointError(f"{file}: not a readable safetensors file: {reason}") from None
+    if unknown and not found and not encoded:
+        raise CheckpointError(
+            f"{folder}: {unknown[0]}: expected the scales of a language model's layers, such as "
+            "model.layers.0.self_attn.k_scale"
+        )
     for layer, sides in encoded.items():
         found[layer] = {**sides, **found.get(layer, {})}
     for layer, sides in found.items():

@@ -204,6 +204,11 @@ class RecentTokens:
         """An entry's tokens, on the CPU."""
         return [x[entry].to("cpu", copy=True) for pair in self._layers for x in pair or ()]
 
+    def fits(self, data: Sequence[torch.Tensor]) -> bool:
+        """Whether an entry of these rings can be restored from the result of `read`."""
+        own = [x.shape[1:] for pair in self._layers for x in pair or ()]
+        return [x.shape for x in data] == own
+
     def write(self, entry: int, data: Sequence[torch.Tensor]) -> None:
         """Restore an entry's tokens from the result of `read`."""
         tensors = [x for pair in self._layers for x in pair or ()]

@@ -229,6 +229,9 @@ class SequenceTables:
     def move_in(self, seq: SequenceId, host: HostSequence) -> None:
         """Swap in a sequence from `move_out`, under any unused name.
 
+        Its last tokens in 16 bits come along if the rings have the same size; else they are filled
+        from the pages.
+
         Raises:
             OutOfPagesError: not enough free pages; nothing changes.
             ValueError: the name is taken, or the sequence left a pool of another plan, or one with
@@ -251,6 +254,8 @@ class SequenceTables:
                 taken += 1
             tables.append(table)
         kept, kept_from = host.recent
+        if self.recent is None or not self.recent.fits(kept):
+            kept = []  # filled from the pages
         sequence = _Sequence(host.length, tables, kept_from=kept_from if kept else host.length)
         self._add(seq, sequence)
         if self.recent is not None and kept:

@@ -39,8 +39,8 @@ class KVQuantization:
         limit = min((x for x in limits if x is not None), default=length)
         if length > limit:
             raise ValueError(
-                f"kv_recipe: the calibration has means of K for {limit} tokens, the model's "
-                f"context; a sequence has {length}"
+                f"kv_recipe: the calibration has means of K for {limit} tokens, a sequence has "
+                f"{length}"
             )
 
     @classmethod

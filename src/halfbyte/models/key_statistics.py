@@ -22,6 +22,8 @@ _FIRST_OF_MEAN = 4
 _FIRST_OF_QUERIES = 8
 """Leading tokens whose queries are excluded: they mainly attend to the first token."""
 _DEFAULT_POSITIONS = 2**17
+_MAX_POSITIONS = 2**20
+"""Longer sequences are refused with K centred: a million positions take 1.5 s to average."""
 _POSITIONS_OF_QUERIES = 2**15
 """Positions that the queries' second moment is averaged over, for models of any length: up to 32k
 tokens no position is favoured. Averaged over its own 8,192, SmolLM2 loses the same."""
@@ -62,6 +64,7 @@ class KVRecorder(AmaxRecorder):
         self._probes = [RotaryProbe(model, kind) for kind in different]
         self._rope_of = [different.index(kind) for kind in kinds]
         positions = getattr(config, "max_position_embeddings", None) or _DEFAULT_POSITIONS
+        positions = min(positions, _MAX_POSITIONS)
         self._averages = [probe.averages(positions, segment) for probe in self._probes]
         self._of_moments = [probe.moment_average(_POSITIONS_OF_QUERIES) for probe in self._probes]
         self._first_tokens = tuple(first_tokens)
