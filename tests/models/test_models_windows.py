@@ -1,5 +1,7 @@
 """Sliding windows of a config: those that an architecture's code in transformers applies."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from halfbyte.engine import LLM, SamplingParams
 from halfbyte.models.architectures import UnsupportedModelError
 from models.zoo import ARCHITECTURES, make_model, token_ids
 
-SHORT = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
+SHORT: dict[str, Any] = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
