@@ -348,3 +348,15 @@ def test_launches_overlap_on_hopper(
         monkeypatch.setattr(ModelConfig, "is_moe", property(lambda _: "experts" in backend))
     config = EngineArgs(model=BUNDLED, max_model_len=128, **options).create_engine_config()
     assert config.compilation_config.inductor_compile_config.get(OVERLAP) is expected
+
+
+def test_every_sampling_parameter_is_known() -> None:
+    """`halfbyte.SamplingParams` has it, or refuses it by name."""
+    from vllm import SamplingParams
+
+    own = set(halfbyte.SamplingParams.__dataclass_fields__)
+    others = {x for x in SamplingParams.__struct_fields__ if not x.startswith("_")} - own
+    assert len(others) > 10
+    for name in others:
+        with pytest.raises(ValueError, match=name):
+            halfbyte.SamplingParams(**{name: 1})
