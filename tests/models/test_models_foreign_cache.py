@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import halfbyte
 from checkpoints.folders import load_model
+from halfbyte.checkpoints import CheckpointError
 from models.zoo import make_model, token_ids
 
 pytest.importorskip("compressed_tensors")
@@ -54,14 +55,21 @@ def values(model: Any, cache: Any) -> tuple[torch.Tensor, ...]:
     return (logits, *(layer.values for layer in layers))
 
 
-@pytest.mark.parametrize("is_older", [False, True], ids=["kv_cache_scheme", "output_activations"])
-def test_k_and_v_reach_our_cache_bit_for_bit(tmp_path: Path, is_older: bool) -> None:
+TARGETS = {
+    "two": ["re:.*k_proj", "re:.*v_proj"],
+    "ends": ["re:.*k_proj$", "re:.*v_proj$"],
+    "class": ["re:.*[kv]_proj"],
+    "alternatives": ["re:.*self_attn.(k|v)_proj$"],
+}
+
+
+@pytest.mark.parametrize("targets", [None, *TARGETS.values()], ids=["kv_cache_scheme", *TARGETS])
+def test_k_and_v_reach_our_cache_bit_for_bit(tmp_path: Path, targets: list[str] | None) -> None:
     plain = load_model(write(tmp_path / "plain"))
-    if is_older:
-        group = {"targets": ["re:.*k_proj", "re:.*v_proj"], "weights": FP8}
+    if targets:
+        group = {"targets": targets, "weights": FP8, "output_activations": FP8}
         rest = {"targets": ["Linear"], "weights": FP8}
-        groups = {"kv": {**group, "output_activations": FP8}, "rest": rest}
-        folder = write(tmp_path / "declared", config_groups=groups)
+        folder = write(tmp_path / "declared", config_groups={"kv": group, "rest": rest})
     else:
         folder = write(tmp_path / "declared", kv_cache_scheme=FP8)
     model = load_model(folder)
@@ -75,6 +83,16 @@ def test_k_and_v_reach_our_cache_bit_for_bit(tmp_path: Path, is_older: bool) -> 
     assert cache.pool.layout(0).k_dtype == "fp8_e4m3"
     assert cache.kv_scales is not None
     assert cache.kv_scales.k_amax[3] == pytest.approx(0.05 * 448)
+
+
+@pytest.mark.parametrize("other", [None, {**FP8, "num_bits": 4}], ids=["k alone", "another"])
+def test_k_and_v_in_different_formats_are_refused(tmp_path: Path, other: Any) -> None:
+    k = {"targets": ["re:.*k_proj"], "weights": FP8, "output_activations": FP8}
+    v = {"targets": ["re:.*v_proj"], "weights": FP8, "output_activations": other}
+    rest = {"targets": ["Linear"], "weights": FP8}
+    folder = write(tmp_path, config_groups={"k": k, "v": v, "rest": rest})
+    with pytest.raises(CheckpointError, match="expected the same output_activations for k_proj"):
+        load_model(folder)
 
 
 def test_the_package_s_hooks_go_where_a_cache_is_ours(

@@ -7,16 +7,20 @@ its hooks when it makes a cache for a model that `from_pretrained` loaded.
 """
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+
+from halfbyte.checkpoints.errors import CheckpointError
 
 logger = logging.getLogger("halfbyte")
 
 _HOOKS_OF = "compressed_tensors.modeling."
 _OUTPUTS = ("k_proj", "v_proj")
 """Older files declare the cache as quantized outputs of these layers, before RoPE."""
+_OTHERS = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def without_cache(section: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -25,6 +29,9 @@ def without_cache(section: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     Returns:
         The part for that package, without the cache; and the part that declares the cache, empty
         if none is declared.
+
+    Raises:
+        CheckpointError: K and V are declared in different formats, or one of them alone.
     """
     rest, cache = dict(section), {}
     for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
@@ -33,10 +40,19 @@ def without_cache(section: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     groups = rest.get("config_groups")
     if isinstance(groups, Mapping):
         rest["config_groups"] = groups = dict(groups)
+        outputs: dict[str, Any] = {}
         for name, group in groups.items():
-            if _declares_cache(group):
-                cache.setdefault("kv_cache_scheme", group["output_activations"])
+            if sides := _sides_of_cache(group):
+                outputs.update(dict.fromkeys(sides, group["output_activations"]))
                 groups[name] = {**group, "output_activations": None}
+        if outputs:
+            schemes = [outputs.get(side) for side in _OUTPUTS]
+            if schemes[0] != schemes[1]:
+                raise CheckpointError(
+                    "config_groups: expected the same output_activations for k_proj and v_proj, "
+                    f"found {schemes[0]} and {schemes[1]}"
+                )
+            cache.setdefault("kv_cache_scheme", schemes[0])
     return rest, cache
 
 
@@ -57,9 +73,30 @@ def release_cache_hooks(model: nn.Module) -> None:
         )
 
 
-def _declares_cache(group: Any) -> bool:
+def _sides_of_cache(group: Any) -> set[str]:
+    """Which of `_OUTPUTS` a group quantizes, if it quantizes the outputs of no other layers."""
     if not isinstance(group, Mapping) or not isinstance(group.get("targets"), list):
+        return set()
+    if not isinstance(group.get("output_activations"), Mapping):
+        return set()
+    sides: set[str] = set()
+    for target in group["targets"]:
+        found = {name for name in (*_OUTPUTS, *_OTHERS) if _matches(target, name)}
+        if not found or not found <= set(_OUTPUTS):
+            return set()
+        sides |= found
+    return sides
+
+
+def _matches(target: object, projection: str) -> bool:
+    """Whether a target of compressed-tensors matches layers of a name, in any layer."""
+    if not isinstance(target, str):
         return False
-    targets = group["targets"]
-    is_output = all(isinstance(t, str) and t.endswith(_OUTPUTS) for t in targets)
-    return bool(targets) and is_output and isinstance(group.get("output_activations"), Mapping)
+    if not target.startswith("re:"):
+        return target.rpartition(".")[2] == projection
+    pattern = target.removeprefix("re:")
+    try:
+        matches = re.match(pattern, f"model.layers.0.self_attn.{projection}") is not None
+    except re.error:
+        return False
+    return matches or pattern.removesuffix("$").endswith(projection)

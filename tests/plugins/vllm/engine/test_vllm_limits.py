@@ -359,4 +359,4 @@ def test_every_sampling_parameter_is_known() -> None:
     assert len(others) > 10
     for name in others:
         with pytest.raises(ValueError, match=name):
-            halfbyte.SamplingParams(**{name: 1})
+            halfbyte.SamplingParams(**{name: 1})  # type: ignore[arg-type]
