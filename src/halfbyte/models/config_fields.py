@@ -6,7 +6,7 @@ the weight files, whose size bounds the model.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from halfbyte.checkpoints.errors import CheckpointError
@@ -27,11 +27,18 @@ _SIZES = {
     ),
 }
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_POSITIVE = (
+    *("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("swiglu_limit", "rope_theta", "rope_local_base_freq"),
+)
+_POSITIVE_OF_ROPE = ("rope_theta", "factor")
+_MAX_NUMBER = 1e30
+"""Of float32, with room for products."""
 _LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.(?:(?:\w+\.)*experts\.(\d+)\.)?")
 
 
 def check_fields(where: object, fields: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a size or token id that is out of range or not an integer.
+    """Raise CheckpointError for a size, number or token id that is out of range or of another kind.
 
     Args:
         where: the file, for messages.
@@ -41,6 +48,13 @@ def check_fields(where: object, fields: Mapping[str, Any]) -> None:
         value = fields.get(name)
         if value is not None and not (_is_int(value) and 1 <= value <= largest):
             raise CheckpointError(f"{where}: {name}: expected 1 .. {largest}, found {value!r}")
+    for name, value in _positive_fields(fields):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 < value <= _MAX_NUMBER):
+            raise CheckpointError(
+                f"{where}: {name}: expected a number above 0, up to {_MAX_NUMBER:g}, "
+                f"found {value!r}"
+            )
     for name in _IDS:
         value = fields.get(name)
         ids = value if isinstance(value, list) else [] if value is None else [value]
@@ -48,6 +62,19 @@ def check_fields(where: object, fields: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"{where}: {name}: expected a token id or a list of them, found {value!r}"
             )
+
+
+def _positive_fields(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Names and values of fields that must be above 0, those of RoPE at any depth."""
+    for name in _POSITIVE:
+        yield name, fields.get(name)
+    parts = [fields.get(name) for name in ("rope_parameters", "rope_scaling")]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Mapping):
+            parts += part.values()
+            for name in _POSITIVE_OF_ROPE:
+                yield name, part.get(name)
 
 
 def check_sizes(config: Any, index: CheckpointIndex) -> None:
