@@ -132,3 +132,19 @@ def test_a_pool_without_room_for_another_step_is_left_to_the_next() -> None:
     assert len(first.output) == len(second.output) == 4
     assert False in launches.ahead[1:]
     assert core.tables.allocator.num_used == 0
+
+
+def test_a_step_ahead_of_ended_requests_is_forgotten() -> None:
+    llm = make_llm(num_pages=50)
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    free = llm.generate([PROMPTS[0]], params)[0].token_ids
+    llm.core.looks_ahead = True
+    last = next(token for i, token in enumerate(free) if token not in free[:i] and i > 2)
+    request = add(llm.core, PROMPTS[0], max_tokens=12, ignore_eos=True, stop_token_ids=[last])
+    with llm.core.runner.attached():
+        while llm.core.scheduler.has_work:
+            llm.core.step()
+    assert request.output[-1] == last
+    assert llm.core._ahead is None
+    assert not llm.core.scheduler._ahead
+    assert not llm.core.scheduler._is_open

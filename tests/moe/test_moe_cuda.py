@@ -168,11 +168,12 @@ def test_one_expert_takes_all_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_in_a_cuda_graph_after_itself() -> None:
+@pytest.mark.parametrize("m", [9, 150], ids=["few", "many"])
+def test_in_a_cuda_graph_after_itself(m: int) -> None:
     """Calls that overlap, each on the last one's result; routing changes between replays."""
     experts = on_gpu(random_experts(8, 2048, 768, dtype=torch.bfloat16))
-    ids, weights = (t.cuda() for t in random_routing(9, 2, 8))
-    hidden = random_hidden(9, 2048, torch.bfloat16).cuda()
+    ids, weights = (t.cuda() for t in random_routing(m, 2, 8))
+    hidden = random_hidden(m, 2048, torch.bfloat16).cuda()
 
     def calls() -> torch.Tensor:
         x = hidden
@@ -185,7 +186,7 @@ def test_in_a_cuda_graph_after_itself() -> None:
     with torch.cuda.graph(graph):
         out = calls()
     for seed in range(3, 23):
-        ids.copy_(random_routing(9, 2, 8, seed=seed)[0])
+        ids.copy_(random_routing(m, 2, 8, seed=seed)[0])
         graph.replay()
         torch.cuda.synchronize()
         x = hidden

@@ -154,8 +154,7 @@ class EngineCore:
         """
         try:
             step, self._ahead = self._ahead, None
-            if step is None or step.is_stale:
-                step = self._launch()
+            step = step or self._launch()
             if step is None:
                 return []
             ahead = self._launch_ahead(step) if self.looks_ahead else None
@@ -172,6 +171,7 @@ class EngineCore:
                         produced.append((request, choice.token))
                 self.scheduler.complete(step.chunks)
                 self._ahead = ahead  # not before, as a second Ctrl-C may come before the rollback
+                self._drop_stale()
         except BaseException:
             with interrupts_deferred():
                 self._ahead = None
@@ -219,9 +219,13 @@ class EngineCore:
             if not request.is_finished:
                 request.finish(reason)
             self.scheduler.remove(request)
-            if self._ahead is not None and self._ahead.is_stale:
-                self._ahead = None
-                self.scheduler.rollback()
+            self._drop_stale()
+
+    def _drop_stale(self) -> None:
+        """Forget a step that was launched ahead, if all its requests have ended since."""
+        if self._ahead is not None and self._ahead.is_stale:
+            self._ahead = None
+            self.scheduler.rollback()
 
 
 def _select(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -76,30 +76,50 @@ def _launch(
     machine = machine_of(device)
     plan = _plan(work, m, pairs.top_k, device)
     pairs.columns_log2 = plan.columns.bit_length() - 1
-    scale, bias = matrices.global_scale, matrices.bias
-    gated = activation or GatedActivation()
-    arguments = KernelArguments(
-        _Params,
-        parts=1 if scale is None else scale.shape[1],
-        bias_dtype=0 if bias is None else DTYPES[bias.dtype],
-        max_entries=max_entries(pairs.count, work.num_experts, plan.columns),
-        alpha=gated.alpha,
-        limit=inf if gated.limit is None else gated.limit,
-        up_offset=gated.up_offset,
-    )
+    entries = max_entries(pairs.count, work.num_experts, plan.columns)
+    arguments = product_arguments(_Params, matrices, activation, max_entries=entries)
     arguments.params.pairs = pairs
     columns = work.n if activation is None else work.n // 2
     out = allocate(Memory.contiguous((pairs.count, columns), x.dtype), device)
-    arguments.bind(weight=matrices.weight, scales=matrices.scales, x=x, out=out)
-    if scale is not None:
-        arguments.bind(global_scale=scale)
-    if bias is not None:
-        arguments.bind(bias=bias)
+    arguments.bind(weight=matrices.weight, x=x, out=out)
     kernel = _product_kernel(x.dtype, plan.macros(work), machine.block_bytes, device)
     kernel = kernel._replace(shared_bytes=plan.shared_bytes(work, pairs.count))
     grid = plan.grid(work, pairs.count, machine.num_sms)
     nvrtc.launch(kernel, grid, plan.threads, (arguments.params,), overlap=True)
     return out
+
+
+def product_arguments(
+    params: type[ctypes.Structure],
+    matrices: Matrices,
+    activation: GatedActivation | None,
+    **fields: int,
+) -> KernelArguments:
+    """Arguments of a product: scales, bias and activation.
+
+    Args:
+        params: of the kernel, with these fields.
+        matrices: of the experts.
+        activation: None for the second product.
+        fields: further ones.
+    """
+    scale, bias = matrices.global_scale, matrices.bias
+    gated = activation or GatedActivation()
+    arguments = KernelArguments(
+        params,
+        parts=1 if scale is None else scale.shape[1],
+        bias_dtype=0 if bias is None else DTYPES[bias.dtype],
+        alpha=gated.alpha,
+        limit=inf if gated.limit is None else gated.limit,
+        up_offset=gated.up_offset,
+        **fields,
+    )
+    arguments.bind(scales=matrices.scales)
+    if scale is not None:
+        arguments.bind(global_scale=scale)
+    if bias is not None:
+        arguments.bind(bias=bias)
+    return arguments
 
 
 def work_of(matrices: Matrices, activation: GatedActivation | None) -> Work:

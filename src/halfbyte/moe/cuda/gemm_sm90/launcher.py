@@ -4,7 +4,6 @@ gate_up with activation, down, sum."""
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from math import inf
 from typing import NamedTuple
 
 import torch
@@ -33,8 +32,8 @@ from halfbyte.moe.cuda.gemm_sm90.plan import (
     row_pairs,
     steps,
 )
-from halfbyte.moe.cuda.launcher import work_of
-from halfbyte.moe.cuda.pairs import DTYPES, Pairs, pairs_of
+from halfbyte.moe.cuda.launcher import product_arguments, work_of
+from halfbyte.moe.cuda.pairs import Pairs, pairs_of
 from halfbyte.moe.cuda.plan import Work
 from halfbyte.moe.cuda.sums import compile_sum, sum_results
 from halfbyte.moe.experts import GatedActivation
@@ -156,25 +155,9 @@ def _multiply(
 ) -> None:
     """Write the first product, or without activation the second, to `out` `[rows, columns]`."""
     device = x.get_device()
-    scale, bias = matrices.global_scale, matrices.bias
-    gated = activation or GatedActivation()
-    arguments = KernelArguments(
-        _Params,
-        parts=1 if scale is None else scale.shape[1],
-        bias_dtype=0 if bias is None else DTYPES[bias.dtype],
-        n=work.n,
-        k=work.k,
-        steps=steps(work),
-        row_pairs=row_pairs(work),
-        alpha=gated.alpha,
-        limit=inf if gated.limit is None else gated.limit,
-        up_offset=gated.up_offset,
-    )
-    arguments.bind(scales=matrices.scales, tiles=found.tiles, num_tiles=found.num_tiles)
-    if scale is not None:
-        arguments.bind(global_scale=scale)
-    if bias is not None:
-        arguments.bind(bias=bias)
+    sizes = {"n": work.n, "k": work.k, "steps": steps(work), "row_pairs": row_pairs(work)}
+    arguments = product_arguments(_Params, matrices, activation, **sizes)
+    arguments.bind(tiles=found.tiles, num_tiles=found.num_tiles)
     columns = out.shape[1] if work.gated else work.n
     maps = (
         _weight_map(matrices.weight.data_ptr(), work, device),
