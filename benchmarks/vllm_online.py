@@ -30,7 +30,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from benchmarks.vllm_step import VARIANTS, make_model
+from benchmarks.vllm_models import LLAMA
 from halfbyte.assets import bundled_model_path
 from halfbyte.bench.machine import versions
 
@@ -113,13 +113,13 @@ def bench(
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """All request rates of a variant, on one server."""
-    nvfp4_weights, options = VARIANTS[name]
+    four_bit_weights, options = LLAMA.variants[name]
     more = shlex.split(arguments.serve)
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model
         if model is None:
             model = folder
-            make_model(Path(folder), nvfp4_weights)
+            LLAMA.write(Path(folder), four_bit_weights)
             for file in ("tokenizer.json", "tokenizer_config.json"):
                 shutil.copy(bundled_model_path() / file, folder)
             more += ["--load-format", "dummy", "--max-model-len", "16384"]
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--serve", default="")
     arguments = parser.parse_args()
-    wanted = arguments.variants.split(";") if arguments.variants else list(VARIANTS)
+    wanted = arguments.variants.split(";") if arguments.variants else list(LLAMA.variants)
     import torch
     import vllm
 
@@ -170,7 +170,7 @@ def main() -> None:
         if all(before[name] == report[name] for name in ("gpu", "versions", "arguments")):
             report["results"] = before["results"]
     for name in wanted:
-        if arguments.model is not None and VARIANTS[name][0]:
+        if arguments.model is not None and LLAMA.variants[name][0]:
             continue
         report["results"][name] = measure(name, arguments)
         print(name, json.dumps(report["results"][name]), flush=True)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.vllm_step [--out benchmarks/results/vllm_step.json]
 
-Llama-3.1-8B's shape with dummy weights. Each variant runs in a separate process with vLLM's default
+A model's shape with dummy weights. Each variant runs in a separate process with vLLM's default
 engine (CUDA graphs, torch.compile). Prompts are random token ids; steps of at most 16,384 tokens,
 92 % of the GPU's memory. Prefill is the tokens of new prompts over the time to answer them with 2
 tokens, the better of two. A step is (time of 66 tokens - time of 2) / 64 of prompts that the prefix
@@ -10,6 +10,7 @@ cache holds, the best of three: the difference of two prefills of many seconds w
 scheduler is paused until the engine has all prompts, so that every step has the whole batch:
 otherwise the first ones decode while the others arrive.
 
+    --model qwen3-30b-a3b  another shape of `vllm_models`, into a file of its own
     --variants "a;b"   only these; others stay in the file if GPU and versions are the same
     --cases 64x8192    only these (batch x context)
     --tp 2             tensor parallel
@@ -24,6 +25,7 @@ import datetime
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -34,67 +36,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.llama import LLAMA_8B
+from benchmarks.vllm_models import MODELS, Case
 
-RESULT = Path(__file__).parent / "results" / "vllm_step.json"
-
-CONFIG: dict[str, Any] = {
-    **LLAMA_8B,
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-}
-"""The model's `config.json`."""
-NVFP4_WEIGHTS: dict[str, Any] = {
-    "quant_method": "modelopt",
-    "quant_algo": "W4A16_NVFP4",
-    "kv_cache_quant_algo": None,
-    "group_size": 16,
-    "exclude_modules": ["lm_head"],
-    "ignore": ["lm_head"],
-}
-
-
-def halfbyte(kv_recipe: str) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for halfbyte's cache."""
-    return {
-        "attention_backend": "CUSTOM",
-        "kv_cache_dtype": "nvfp4",
-        "additional_config": {"halfbyte": {"kv_recipe": kv_recipe}},
-    }
-
-
-VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {
-    "vllm bf16": (False, {}),
-    "vllm fp8 cache": (False, {"kv_cache_dtype": "fp8"}),
-    "vllm nvfp4 weights, fp8 cache": (True, {"kv_cache_dtype": "fp8"}),
-    "halfbyte nvfp4 cache": (False, halfbyte("plain")),
-    "halfbyte nvfp4 weights and cache": (True, halfbyte("plain")),
-    "halfbyte nvfp4 weights and cache, balanced": (True, halfbyte("balanced")),
-}
-"""Name: whether weights are NVFP4, and arguments of `vllm.LLM`."""
-
-CASES = ((64, 8192), (128, 2048), (16, 1024), (1, 4096))
+RESULTS = Path(__file__).parent / "results"
+DEFAULT = "llama-3.1-8b"
 _SHORT, _LONG = 2, 66
 
 
-def make_model(folder: Path, nvfp4_weights: bool) -> None:
-    """The configuration of a model without weights."""
-    fields = dict(CONFIG)
-    if nvfp4_weights:
-        fields["quantization_config"] = NVFP4_WEIGHTS
-    (folder / "config.json").write_text(json.dumps(fields))
-
-
-def start_engine(name: str, cases: Sequence[tuple[int, int]], tp: int, **more: Any) -> Any:
+def start_engine(arguments: argparse.Namespace, cases: Sequence[Case]) -> Any:
     """vLLM's engine of a variant."""
     from vllm import LLM
 
-    nvfp4_weights, options = VARIANTS[name]
+    model = MODELS[arguments.model]
+    four_bit_weights, options = model.variants[arguments.variants]
     folder = Path(tempfile.mkdtemp())
-    make_model(folder, nvfp4_weights)
+    model.write(folder, four_bit_weights)
     return LLM(
         str(folder),
         load_format="dummy",
@@ -103,8 +59,8 @@ def start_engine(name: str, cases: Sequence[tuple[int, int]], tp: int, **more: A
         max_num_batched_tokens=16384,
         max_num_seqs=max(batch for batch, _ in cases),
         gpu_memory_utilization=0.92,
-        tensor_parallel_size=tp,
-        **{**options, **more},
+        tensor_parallel_size=arguments.tp,
+        **options,
     )
 
 
@@ -123,11 +79,11 @@ def run_prompts(llm: Any, prompts: list[list[int]], tokens: int) -> float:
 
 
 def random_prompts(batch: int, context: int) -> list[list[int]]:
-    """Token ids that no prefix cache has seen."""
+    """Token ids of every shape that no prefix cache has seen."""
     import numpy as np
 
-    rng = np.random.default_rng()
-    return rng.integers(0, LLAMA_8B["vocab_size"], (batch, context)).tolist()
+    vocabulary = min(model.config["vocab_size"] for model in MODELS.values())
+    return np.random.default_rng().integers(0, vocabulary, (batch, context)).tolist()
 
 
 def measure(llm: Any, batch: int, context: int) -> dict[str, float]:
@@ -194,16 +150,16 @@ def profile(llm: Any, batch: int, context: int, tokens: int = 16) -> dict[str, A
     }
 
 
-def one_variant(name: str, arguments: argparse.Namespace) -> None:
+def one_variant(arguments: argparse.Namespace) -> None:
     """Measure in this process and write JSON to the file that was given, case by case."""
     begin = time.perf_counter()
     cases = parse_cases(arguments.cases)
     if arguments.profile:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        rows = profile(start_engine(name, cases, arguments.tp), *cases[0])
+        rows = profile(start_engine(arguments, cases), *cases[0])
         Path(arguments.one).write_text(json.dumps(rows))
         return
-    llm = start_engine(name, cases, arguments.tp)
+    llm = start_engine(arguments, cases)
     cache = llm.llm_engine.vllm_config.cache_config
     results: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
@@ -216,7 +172,7 @@ def one_variant(name: str, arguments: argparse.Namespace) -> None:
         Path(arguments.one).write_text(json.dumps(results))  # what there is, if time runs out
 
 
-def parse_cases(text: str) -> list[tuple[int, int]]:
+def parse_cases(text: str) -> list[Case]:
     """`64x8192,1x4096`."""
     pairs = [case.split("x") for case in text.split(",")]
     return [(int(batch), int(context)) for batch, context in pairs]
@@ -240,6 +196,8 @@ def in_process(name: str, arguments: argparse.Namespace, gpu: int | None = None)
             sys.executable,
             "-m",
             "benchmarks.vllm_step",
+            "--model",
+            arguments.model,
             "--variants",
             name,
             "--one",
@@ -270,21 +228,25 @@ def in_process(name: str, arguments: argparse.Namespace, gpu: int | None = None)
 def main() -> None:
     """Measure all variants and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--model", choices=MODELS, default=DEFAULT)
     parser.add_argument("--variants", default=None)
-    parser.add_argument("--cases", default=",".join(f"{b}x{c}" for b, c in CASES))
+    parser.add_argument("--cases", default=None)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=None)
     parser.add_argument("--profile", default=None)
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    model = MODELS[arguments.model]
+    arguments.cases = arguments.cases or ",".join(f"{b}x{c}" for b, c in model.cases)
     if arguments.one:
-        one_variant(arguments.variants, arguments)
+        one_variant(arguments)
         return
-    names = [
-        n for n in VARIANTS if arguments.variants is None or n in arguments.variants.split(";")
-    ]
+    name = "" if arguments.model == DEFAULT else "_" + re.sub(r"\W", "_", arguments.model)
+    arguments.out = arguments.out or RESULTS / f"vllm_step{name}.json"
+    only = arguments.variants
+    names = [n for n in model.variants if only is None or n in only.split(";")]
     if arguments.profile:
         rows = {name: in_process(name, arguments) for name in names}
         Path(arguments.profile).write_text(json.dumps(rows, indent=1))
@@ -296,6 +258,7 @@ def main() -> None:
 
     report: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
+        "model": arguments.model,
         "gpu": torch.cuda.get_device_name(),
         "tensor_parallel": arguments.tp,
         "variants_at_a_time": arguments.gpus,
