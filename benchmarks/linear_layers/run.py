@@ -101,7 +101,7 @@ class LinearRun(LinearBenchmark):
                 row = self._row(weights, makers, m)
                 self.report["microseconds"].append(row)
                 self.report["bounds"] = bounds(self.report)
-                self.report["seconds"] = round(time.perf_counter() - self._begin, 1)
+                self.report["seconds"] = round(time.perf_counter() - self._begin, 3)
                 if (shape, m) == self.cases[-1]:
                     self.report["gpu_state"] = gpu_state(self.device)
                 yield row
