@@ -22,12 +22,13 @@ def committed() -> list[Bound]:
         *(bound for run in attention.CPU_RUNS for bound in attention.of_cpu_run(run, result(run))),
         *attention.of_decode_step(result("decode_step")),
         *linear.of_linear(result("linear")),
-        # Until there is a run on a GPU.
         *engine.of_steps(result("engine_step")),
         *moe.of_moe(result("moe"), moe.KNOWN_MISSES),
         *recipes.of_accuracy(result("kv_recipes")),
         *recipes.of_speed(result("recipe_speed")),
         *vllm.of_steps(result("vllm_step")),
+        *vllm.of_qwen3_moe(result("vllm_step_qwen3_30b_a3b")),
+        *vllm.of_gpt_oss(result("vllm_step_gpt_oss_20b")),
         *vllm.of_tensor_parallel(result("vllm_step_tp2")),
     ]
 

@@ -12,9 +12,15 @@ from typing import Any
 from benchmarks.pages import put_table
 
 REPOSITORY = Path(__file__).parents[1]
-RESULT = REPOSITORY / "benchmarks" / "results" / "vllm_step.json"
-ONLINE = REPOSITORY / "benchmarks" / "results" / "vllm_online.json"
-RECIPES = REPOSITORY / "benchmarks" / "results" / "recipe_speed.json"
+RESULTS = REPOSITORY / "benchmarks" / "results"
+RESULT = RESULTS / "vllm_step.json"
+EXPERTS = {
+    "vllm-step-qwen3": RESULTS / "vllm_step_qwen3_30b_a3b.json",
+    "vllm-step-gpt-oss": RESULTS / "vllm_step_gpt_oss_20b.json",
+}
+"""Steps of models with experts, by the name of their table."""
+ONLINE = RESULTS / "vllm_online.json"
+RECIPES = RESULTS / "recipe_speed.json"
 PICTURE = REPOSITORY / "docs" / "vllm_step.svg"
 ONLINE_PICTURE = REPOSITORY / "docs" / "vllm_online.svg"
 PAGE = REPOSITORY / "docs" / "numbers" / "vllm.md"
@@ -160,6 +166,8 @@ def main() -> None:
     """Write all."""
     report = json.loads(RESULT.read_text())
     put_table(PAGE, "vllm-step", table(report))
+    for name, file in EXPERTS.items():
+        put_table(PAGE, name, table(json.loads(file.read_text())))
     recipes = json.loads(RECIPES.read_text())
     put_table(RECIPES_PAGE, "recipe-speed", recipes_table(recipes))
     draw(report, PICTURE)

@@ -36,6 +36,35 @@ def of_steps(report: dict[str, Any]) -> Iterator[Bound]:
     yield bound(f"{_LONG}, balanced of plain", balanced, "<=", 1.06, known_miss=_WHY_BALANCED)
 
 
+_EXPERTS_MAX_MS = {"1x2048": 2.9, "16x1024": 5.5, "64x4096": 8.5, "128x1024": 8.0}
+_WHY_EXPERTS = {
+    "16x1024": "at 16 tokens the experts are read at 0.73 of the read rate (moe)",
+    "64x4096": "at 64 tokens the experts are read at 0.72 of the read rate (moe)",
+    "128x1024": "128 tokens were left to the kernel for few",
+}
+
+
+def of_qwen3_moe(report: dict[str, Any]) -> Iterator[Bound]:
+    """Bounds of `vllm_step_qwen3_30b_a3b.json`: NVFP4 experts."""
+    bound, rows = partial(Bound, "vllm_step_qwen3_30b_a3b"), report["results"]
+    ours, bf16 = rows[_OURS], rows["vllm bf16"]
+    for case, limit in _EXPERTS_MAX_MS.items():
+        step = ours[case]["step_ms"]
+        yield bound(f"{case}, ms", step, "<=", limit, known_miss=_WHY_EXPERTS.get(case, ""))
+    prefill = ours["64x4096"]["prefill_tokens_per_s"] / bf16["64x4096"]["prefill_tokens_per_s"]
+    yield bound("prefill, of vLLM's bf16", prefill, ">=", 0.95)
+
+
+def of_gpt_oss(report: dict[str, Any]) -> Iterator[Bound]:
+    """Bounds of `vllm_step_gpt_oss_20b.json`: faster than vLLM's own variants."""
+    rows = dict(report["results"])
+    ours = rows.pop("halfbyte mxfp4 experts, nvfp4 cache")
+    for case in _EXPERTS_MAX_MS:
+        best = min(row[case]["step_ms"] for row in rows.values())
+        step = ours[case]["step_ms"] / best
+        yield Bound("vllm_step_gpt_oss_20b", f"{case}, of vLLM's best", step, "<", 1.0)
+
+
 def of_tensor_parallel(report: dict[str, Any]) -> Iterator[Bound]:
     """Bounds of `vllm_step_tp2.json`: a step on two GPUs."""
     ours, fp8 = (report["results"][name][_LONG] for name in (_OURS, "vllm fp8 cache"))

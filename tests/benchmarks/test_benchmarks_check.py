@@ -39,6 +39,8 @@ def test_every_bound_is_there() -> None:
         "kv_recipes": 20,
         "recipe_speed": 2,
         "vllm_step": 8,
+        "vllm_step_qwen3_30b_a3b": 5,
+        "vllm_step_gpt_oss_20b": 4,
         "vllm_step_tp2": 1,
     }
     assert {bound.name for bound in COMMITTED if bound.known_miss} == {
@@ -52,6 +54,9 @@ def test_every_bound_is_there() -> None:
         "128x8x2048x768, M <= 16: of the fastest peer",
         "32x4x2880x2880-mxfp4, M <= 16, from 50 MB: of the read rate",
         "32x4x2880x2880-mxfp4, M <= 16: of the fastest peer",
+        "16x1024, ms",
+        "64x4096, ms",
+        "128x1024, ms",
     }
 
 
@@ -134,6 +139,13 @@ def test_other_slower_runs_are_found() -> None:
         "1x4096, ms",
         "64x8192, balanced of plain",
     }
+    report = deepcopy(result("vllm_step_qwen3_30b_a3b"))
+    report["results"]["halfbyte nvfp4 weights and cache"]["1x2048"]["step_ms"] *= 1.1
+    report["results"]["vllm bf16"]["64x4096"]["prefill_tokens_per_s"] *= 1.5
+    assert broken(vllm.of_qwen3_moe(report)) == {"1x2048, ms", "prefill, of vLLM's bf16"}
+    report = deepcopy(result("vllm_step_gpt_oss_20b"))
+    report["results"]["vllm mxfp4 experts"]["16x1024"]["step_ms"] *= 0.7
+    assert broken(vllm.of_gpt_oss(report)) == {"16x1024, of vLLM's best"}
     report = deepcopy(result("decode_step"))
     for step in report["steps"]:
         if step["kv_cache_dtype"] == "nvfp4":
