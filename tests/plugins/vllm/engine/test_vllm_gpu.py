@@ -319,3 +319,36 @@ def test_two_gpus_give_the_same_tokens(parallel: dict[str, Any], recipe: str) ->
         expected = generate(llm, TEXTS)
     found, _ = run_apart(TEXTS, **GPU, **parallel, kv_recipe=recipe, in_process=False)
     assert found == expected
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["TP", "EP"])
+@pytest.mark.parametrize("name", ["qwen3-modelopt", "gpt-oss"])
+def test_two_gpus_share_experts(
+    name: str, expert_parallel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A range of every expert's features on each GPU, or half of the experts."""
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    allow_float32(monkeypatch)
+    is_gpt_oss = name == "gpt-oss"
+    if is_gpt_oss:
+        folder = make_gpt_oss(tmp_path)
+    else:
+        folder = make_nvfp4(tmp_path, "qwen3_moe", "modelopt", "nvfp4-a16")
+    prompts = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60)]
+    options: dict[str, Any] = {
+        **GPU,
+        "kv_cache_dtype": "auto",
+        "max_model_len": 128,
+        "skip_tokenizer_init": True,
+        "additional_config": {"halfbyte": {"moe": "on"}},
+    }
+    with vllm_engine(folder, **options) as llm:
+        assert_our_experts(llm, "triton", "mxfp4" if is_gpt_oss else "nvfp4")
+        expected = generate(llm, prompts, 16)
+    options |= {"tensor_parallel_size": 2, "enable_expert_parallel": expert_parallel}
+    found, _ = run_apart(
+        prompts, in_process=False, max_tokens=16, experts=True, model=str(folder), **options
+    )
+    assert found == expected
+    assert varied(expected)
