@@ -70,10 +70,10 @@ def find_kv_scales(
 def _found(
     folder: Path, config: Any, stored: CheckpointKVScales | None, recipe: KVRecipe | None
 ) -> KVScales | None:
-    """Scales of a checkpoint; its tensors are read unless their scales are known already."""
+    """Scales of a checkpoint; its folder is read unless that was done when it was loaded."""
     try:
         stored = CheckpointKVScales.read(folder, config) if stored is None else stored
-        scales = _first(folder, config, stored, recipe)
+        scales = _first(config, stored, recipe)
         if scales is not None:
             _check_model(scales, config)
         return scales
@@ -83,15 +83,14 @@ def _found(
         raise CheckpointError(str(error)) from None
 
 
-def _first(
-    folder: Path, config: Any, stored: CheckpointKVScales, recipe: KVRecipe | None
-) -> KVScales | None:
+def _first(config: Any, stored: CheckpointKVScales, recipe: KVRecipe | None) -> KVScales | None:
     """The first scales that suit a recipe; else the first with a calibration that is too old, so
     that `KVScales.calibration_for` refuses it by name."""
     sources = (
         lambda: _from_checkpoint(stored, config),
-        lambda: _from_file(folder),
-        lambda: _from_cache(folder),
+        lambda: _from_file(stored),
+        lambda: _from_later_file(stored),
+        lambda: _from_cache(stored),
     )
     older = None
     for source in sources:
@@ -150,14 +149,21 @@ def known_kv_scales(
     given: KVScales | str | Path | None = None,
     recipe: KVRecipe | None = None,
 ) -> KVScales | None:
-    """Scales of a loaded model, without running it; arguments and errors as of `find_kv_scales`."""
+    """Scales of a loaded model, without running it; arguments and errors as of `find_kv_scales`.
+
+    Those that its folder had when it was loaded. For models that transformers loaded without our
+    quantizer, those that the folder has now.
+
+    Raises:
+        ModelLoadError: the folder that transformers loaded the model from is gone.
+    """
     if given is not None:
         return _given(given)
     checkpoint = checkpoint_of(model)
-    if checkpoint is not None:  # tensors are known, even if the folder was moved
+    if checkpoint is not None:  # known since it was loaded, even if the folder was moved
         return _found(checkpoint.folder, model.config, checkpoint.kv_scales, recipe)
     folder = folder_of(model)
-    if folder is None or not folder.is_dir():
+    if folder is None:
         return None
     return _found(folder, model.config, None, recipe)
 
@@ -177,7 +183,7 @@ def cached_calibration(folder: Path) -> Path | None:
         CheckpointError: no fingerprint can be computed for the folder.
     """
     cache = cache_folder()
-    return cache and cache / _CACHE_SUBFOLDER / f"{fingerprint(folder)}.json"
+    return cache and _cached(cache, fingerprint(folder))
 
 
 def declared_format(folder: Path, config: Any) -> KVCacheDType:
@@ -230,24 +236,50 @@ def _from_checkpoint(found: CheckpointKVScales, config: Any) -> KVScales | None:
     return KVScales(k_amax, v_amax, f"checkpoint (for {', '.join(names)})")
 
 
-def _from_file(folder: Path) -> KVScales | None:
-    scales = KVScales.load(folder)
-    return scales and replace(scales, source=f"{KV_SCALES_FILE} ({scales.source})")
+def _from_file(stored: CheckpointKVScales) -> KVScales | None:
+    if isinstance(stored.file, CheckpointError):
+        raise stored.file
+    return stored.file and _named_as_file(stored.file)
 
 
-def _from_cache(folder: Path) -> KVScales | None:
+def _from_later_file(stored: CheckpointKVScales) -> KVScales | None:
+    """`kv_scales.json` that was written or replaced after the model was loaded, for recipes that
+    the scales of then do not suit."""
+    if stored.identity is None:  # not kept from loading, but read just now
+        return None
+    later = KVScales.load(stored.folder)
+    if later is None or later == stored.file:
+        return None
+    if not stored.is_unchanged:
+        logger.warning(
+            "%s: not used, because the folder's checkpoint is not the one that was loaded",
+            stored.folder / KV_SCALES_FILE,
+        )
+        return None
+    return _named_as_file(later)
+
+
+def _named_as_file(scales: KVScales) -> KVScales:
+    return replace(scales, source=f"{KV_SCALES_FILE} ({scales.source})")
+
+
+def _from_cache(stored: CheckpointKVScales) -> KVScales | None:
     cache = cache_folder()
     try:
         if cache is None or not (cache / _CACHE_SUBFOLDER).is_dir():
             return None  # skips computing the fingerprint
-        file = cached_calibration(folder)
-        if file is None or not file.is_file():
+        file = _cached(cache, stored.identity or fingerprint(stored.folder))
+        if not file.is_file():
             return None
     except (CheckpointError, OSError) as error:  # no fingerprint, or a folder of another user
         logger.debug("no calibration is looked for in the cache folder: %s", error)
         return None
     scales = KVScales.load_file(file)
     return replace(scales, source=f"{file} ({scales.source})")
+
+
+def _cached(cache: Path, identity: str) -> Path:
+    return cache / _CACHE_SUBFOLDER / f"{identity}.json"
 
 
 def _check_model(scales: KVScales, config: Any) -> None:
