@@ -5,7 +5,6 @@ and in `kv_scales.json`) are read before any weight. They stay valid if the fold
 or deleted later, or if the process changes its working directory.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from halfbyte.checkpoints.dialects.registry import read_declaration
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.fingerprint import fingerprint
 from halfbyte.checkpoints.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex, read_weight_map
-from halfbyte.checkpoints.kv_scales import read_kv_scales
+from halfbyte.checkpoints.kv_scales import StoredScales, read_stored_scales
 from halfbyte.checkpoints.validate import QUANTIZED_WEIGHT
 from halfbyte.kvcache import KVScales
 from halfbyte.layouts.kv_declarations import read_declared_cache
@@ -35,7 +34,7 @@ class CheckpointKVScales:
     """The KV scales in a checkpoint's folder.
 
     Args:
-        by_layer: `(k_scale, v_scale)` among the tensors, decode scales.
+        stored: among the tensors.
         declaring: source of the declared formats: ModelOpt's file, else the config.
         folder: absolute.
         file: of `kv_scales.json`; the error if it is broken, raised when its scales are needed;
@@ -43,7 +42,7 @@ class CheckpointKVScales:
         identity: fingerprint of the checkpoint; None if it was not computed, or cannot be.
     """
 
-    by_layer: Mapping[int, tuple[float, float]]
+    stored: StoredScales
     declaring: Any
     folder: Path
     file: KVScales | CheckpointError | None = None
@@ -59,11 +58,11 @@ class CheckpointKVScales:
             identify: compute the fingerprint, to recognize the checkpoint later.
 
         Raises:
-            CheckpointError: as `read_kv_scales`; a broken declaration.
+            CheckpointError: as `read_stored_scales`; a broken declaration.
         """
         folder = folder.absolute()
         return cls(
-            read_kv_scales(folder),
+            read_stored_scales(folder),
             declaring(folder, config),
             folder,
             _read_file(folder),

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from halfbyte.assets import calibration_text
 from halfbyte.checkpoints import CheckpointError, fingerprint
+from halfbyte.checkpoints.kv_scales import StoredScale
 from halfbyte.files import cache_folder
 from halfbyte.kvcache import KV_SCALES_FILE, KVRecipe, KVScales, get_kv_cache_quant_method
 from halfbyte.kvcache.scales import NO_SCALE, shape_of_model
@@ -85,23 +86,37 @@ def _found(
 
 def _first(config: Any, stored: CheckpointKVScales, recipe: KVRecipe | None) -> KVScales | None:
     """The first scales that suit a recipe; else the first with a calibration that is too old, so
-    that `KVScales.calibration_for` refuses it by name."""
+    that `KVScales.calibration_for` refuses it by name.
+
+    Raises:
+        ValueError: broken scales; none but those of tensors with unknown names.
+    """
+    unknown = stored.stored.unknown
     sources = (
-        lambda: _from_checkpoint(stored, config),
+        lambda: _from_checkpoint(stored, config) if unknown is None else None,
         lambda: _from_file(stored),
         lambda: _from_later_file(stored),
         lambda: _from_cache(stored),
     )
-    older = None
+    found, older = False, None
     for source in sources:
         scales = source()
         if scales is None:
             continue
+        found = True
         if recipe is None or scales.suits(recipe):
+            if unknown is not None:
+                logger.warning(
+                    "%s: %s: not used, because the meaning of this name is not known; KV scales "
+                    "are from %s",
+                    *(stored.folder, unknown, scales.source),
+                )
             return scales
         logger.info("KV cache scales from %s: not used, kv_recipe needs others", scales.source)
         if older is None and scales.calibration is not None:
             older = scales
+    if not found and unknown is not None:
+        raise stored.stored.refusal()
     return older
 
 
@@ -209,7 +224,7 @@ def _given(given: KVScales | str | Path | None) -> KVScales | None:
 
 
 def _from_checkpoint(found: CheckpointKVScales, config: Any) -> KVScales | None:
-    stored, folder = found.by_layer, found.folder
+    stored, folder = found.stored.by_layer, found.folder
     if not stored:
         return None
     num_layers = max(stored) + 1
@@ -218,22 +233,31 @@ def _from_checkpoint(found: CheckpointKVScales, config: Any) -> KVScales | None:
         raise ValueError(f"KV scales from {folder}: {num_layers} layers, the model has {known}")
     num_layers = known if isinstance(known, int) else num_layers
     formats = KVCacheDType.layers_from_checkpoint(found.declaring, num_layers)
-    if not any(dtype.has_global_scale for layer in stored for dtype in formats[layer]):
+    declares = any(dtype.has_global_scale for layer in stored for dtype in formats[layer])
+    if not declares and not all(scale.is_of_nvfp4 for pair in stored.values() for scale in pair):
         logger.warning("%s: has KV scales but declares no format; used as FP8 scales", folder)
     amax = [(NO_SCALE, NO_SCALE)] * num_layers
     names: dict[str, None] = {}
-    for layer, (k_scale, v_scale) in stored.items():
+    for layer, scales in stored.items():
         k_method, v_method = (
-            get_kv_cache_quant_method(d if d.has_global_scale else KVCacheDType.FP8_E4M3)
-            for d in formats[layer]
+            get_kv_cache_quant_method(_format_of(scale, declared))
+            for scale, declared in zip(scales, formats[layer], strict=True)
         )
         names |= {k_method.name: None, v_method.name: None}
+        (k_scale, v_scale), source = scales, f"layer {layer} of {folder}"
         one = KVScales.from_global_scales(
-            [k_scale], [v_scale], k_method, v_method, f"layer {layer} of {folder}"
+            [k_scale.value], [v_scale.value], k_method, v_method, source
         )
         amax[layer] = one.amax_of_layer(0)
     k_amax, v_amax = zip(*amax, strict=True)
     return KVScales(k_amax, v_amax, f"checkpoint (for {', '.join(names)})")
+
+
+def _format_of(scale: StoredScale, declared: KVCacheDType) -> KVCacheDType:
+    """The format that a scale is for."""
+    if scale.is_of_nvfp4:
+        return KVCacheDType.NVFP4
+    return declared if declared.has_global_scale else KVCacheDType.FP8_E4M3
 
 
 def _from_file(stored: CheckpointKVScales) -> KVScales | None:

@@ -21,6 +21,7 @@ from halfbyte.checkpoints.dialects.base import PROVIDER, Declaration
 from halfbyte.checkpoints.dialects.registry import read_declaration
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
+from halfbyte.checkpoints.kv_scales import is_kv_scale
 from halfbyte.models.checkpoint_folder import Checkpoint, CheckpointKVScales
 from halfbyte.models.file_names import named_as_modules
 from halfbyte.models.nvfp4.layer_plan import LayerPlan, plan_layers
@@ -158,7 +159,9 @@ class NvFp4Quantizer(HfQuantizer):
 
     def _unexpected_names(self) -> Iterator[str]:
         """Patterns of tensors in the files that are not in the model at this point."""
-        yield r"\.[kv]_(global_)?scale$"  # read by `checkpoints.read_kv_scales`
+        assert self._index is not None
+        # Read by `checkpoints.read_stored_scales`.
+        yield from (f"^{re.escape(name)}$" for name in self._index.tensors if is_kv_scale(name))
         for name in {re.sub(r"\d+", "0", name) for name in self._plan.file_names()}:
             yield f"^{re.escape(name).replace('0', '[0-9]+')}$"
         for name in {re.sub(r"\d+", "0", name) for name in self._plan.experts}:
