@@ -34,7 +34,7 @@ def without_cache(section: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         CheckpointError: K and V are declared in different formats, or one of them alone.
     """
     rest, cache = dict(section), {}
-    for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
+    for key in [key for key in rest if key.startswith("kv_cache_")]:
         if rest.get(key) is not None:
             cache[key], rest[key] = rest[key], None
     groups = rest.get("config_groups")
