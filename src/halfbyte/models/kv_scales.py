@@ -24,6 +24,7 @@ from halfbyte.files import cache_folder
 from halfbyte.kvcache import KV_SCALES_FILE, KVRecipe, KVScales, get_kv_cache_quant_method
 from halfbyte.kvcache.scales import NO_SCALE, shape_of_model
 from halfbyte.layouts import KVCacheDType
+from halfbyte.models.architectures import num_draft_layers
 from halfbyte.models.checkpoint_folder import CheckpointKVScales, checkpoint_of, declaring
 from halfbyte.models.kv_calibration import calibrate, calibration_tokens, usual_first_tokens
 from halfbyte.models.local_files import folder_of
@@ -183,6 +184,28 @@ def known_kv_scales(
     return _found(folder, model.config, None, recipe)
 
 
+def find_draft_kv_scales(folder: Path, config: Any) -> KVScales | None:
+    """Scales of a draft that is stored as further layers of its target (MTP), among the tensors.
+
+    Args:
+        folder: of the target's checkpoint.
+        config: of the target.
+
+    Returns:
+        Scales by layer of the draft; None if there are none.
+
+    Raises:
+        CheckpointError: as `find_kv_scales`.
+    """
+    try:
+        found = CheckpointKVScales.read(folder, config)
+        return _from_checkpoint(found, config, of_draft=True)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+
+
 def cached_calibration(folder: Path) -> Path | None:
     """Path of a model's calibration in the user's cache folder.
 
@@ -223,20 +246,31 @@ def _given(given: KVScales | str | Path | None) -> KVScales | None:
     return replace(scales, source=f"{file} ({scales.source})")
 
 
-def _from_checkpoint(found: CheckpointKVScales, config: Any) -> KVScales | None:
+def _from_checkpoint(
+    found: CheckpointKVScales, config: Any, *, of_draft: bool = False
+) -> KVScales | None:
+    """Scales of tensors: the model's, or those of a draft in the layers after the model's."""
     stored, folder = found.stored.by_layer, found.folder
     if not stored:
         return None
-    num_layers = max(stored) + 1
+    num_stored, num_draft = max(stored) + 1, num_draft_layers(config)
     known = shape_of_model(config).get("num_hidden_layers")
-    if isinstance(known, int) and known < num_layers:
-        raise ValueError(f"KV scales from {folder}: {num_layers} layers, the model has {known}")
-    num_layers = known if isinstance(known, int) else num_layers
-    formats = KVCacheDType.layers_from_checkpoint(found.declaring, num_layers)
+    num_layers = known if isinstance(known, int) else num_stored
+    if num_stored > num_layers + num_draft:
+        draft = f" and its draft {num_draft}" if num_draft else ""
+        raise ValueError(
+            f"KV scales from {folder}: {num_stored} layers, the model has {num_layers}{draft}"
+        )
+    first, end = (num_layers, num_layers + num_draft) if of_draft else (0, num_layers)
+    formats = KVCacheDType.layers_from_checkpoint(found.declaring, num_layers + num_draft)
+    formats = formats[first:end]
+    stored = {layer - first: pair for layer, pair in stored.items() if first <= layer < end}
+    if not stored:
+        return None
     declares = any(dtype.has_global_scale for layer in stored for dtype in formats[layer])
     if not declares and not all(scale.is_of_nvfp4 for pair in stored.values() for scale in pair):
         logger.warning("%s: has KV scales but declares no format; used as FP8 scales", folder)
-    amax = [(NO_SCALE, NO_SCALE)] * num_layers
+    amax = [(NO_SCALE, NO_SCALE)] * (end - first)
     names: dict[str, None] = {}
     for layer, scales in stored.items():
         k_method, v_method = (
@@ -244,7 +278,7 @@ def _from_checkpoint(found: CheckpointKVScales, config: Any) -> KVScales | None:
             for scale, declared in zip(scales, formats[layer], strict=True)
         )
         names |= {k_method.name: None, v_method.name: None}
-        (k_scale, v_scale), source = scales, f"layer {layer} of {folder}"
+        (k_scale, v_scale), source = scales, f"layer {first + layer} of {folder}"
         one = KVScales.from_global_scales(
             [k_scale.value], [v_scale.value], k_method, v_method, source
         )
