@@ -285,3 +285,64 @@ def test_a_scale_that_is_not_where_the_index_says(tmp_path: Path) -> None:
     save_file(scales, tmp_path / "model-2.safetensors")  # not where it was said to be
     with pytest.raises(CheckpointError, match=r"k_scale: expected in model-1\.safetensors, as "):
         read_kv_scales(tmp_path)
+
+
+def write_layers(folder: Path, name: str, k: list[float], v: float = 0.05) -> None:
+    names = {f"model.layers.{i}.self_attn.{name.format('k')}": x for i, x in enumerate(k)}
+    names |= {f"model.layers.{i}.self_attn.{name.format('v')}": v for i in range(len(k))}
+    scales = {name: torch.tensor(value) for name, value in names.items()}
+    save_file(scales, folder / "model.safetensors")
+
+
+FP8, NVFP4 = 448, 2688
+
+
+@pytest.mark.parametrize("amax", [0.05, 1.0, 8.0, 40.0, 150.0])
+@pytest.mark.parametrize("unit", [FP8, NVFP4])
+def test_encode_scales_under_a_decode_name_are_reported(
+    tmp_path: Path, amax: float, unit: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For all usual sizes of K: 448 / 40 would be the scale of |K| up to 5018."""
+    write_layers(tmp_path, "{}_scale", [unit / amax, 1.1 * unit / amax, 0.9 * unit / amax])
+    read_kv_scales(tmp_path)
+    assert len(caplog.messages) == 1
+    message = (
+        r"layers\.[012]\.self_attn\.k_scale: as a decode scale, which its name says, it is of "
+    )
+    assert re.search(message + r"\|K\| up to \d.*; is it an encode scale", caplog.text)
+
+
+@pytest.mark.parametrize("amax", [0.05, 1.0, 8.0, 40.0, 400.0])
+def test_decode_scales_under_an_encode_name_are_reported(
+    tmp_path: Path, amax: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_layers(tmp_path, "{}_global_scale", [amax / NVFP4] * 2, NVFP4 / 8.0)
+    read_kv_scales(tmp_path)
+    message = "self_attn.k_global_scale: as an encode scale, which its name says, it is of |K| up"
+    assert [message in text for text in caplog.messages] == [True]
+    assert caplog.messages[0].endswith("is it a decode scale (the reciprocal), or in another unit?")
+
+
+def test_one_unlikely_scale_is_reported_with_its_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for value, amax in ((448 / 40, "5017.6"), (1e-7, "4.48e-05")):
+        caplog.clear()
+        write_layers(tmp_path, "{0}_proj.{0}_scale", [0.05, 0.05, value, 0.05])
+        read_kv_scales(tmp_path)
+        expected = "model.layers.2.self_attn.k_proj.k_scale: as a decode scale, which its name says"
+        assert [expected in text for text in caplog.messages] == [True]
+        assert f"it is of |K| up to {amax};" in caplog.text
+
+
+@pytest.mark.parametrize("amax", [0.02, 1.0, 20.0, 448.0, 900.0])
+@pytest.mark.parametrize("unit", [FP8, NVFP4])
+def test_usual_scales_are_not_reported(
+    tmp_path: Path, amax: float, unit: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ModelOpt raises scales of FP8 caches to 1.0, which is of 448."""
+    write_layers(tmp_path, "{}_scale", [amax / unit, 2 * amax / unit, 0.5 * amax / unit])
+    read_kv_scales(tmp_path)
+    write_layers(tmp_path, "{}_global_scale", [NVFP4 / amax] * 3, NVFP4 / amax)
+    read_kv_scales(tmp_path)
+    assert not caplog.messages

@@ -6,6 +6,7 @@ scales apply to K and V minus the bias. They are rejected, because they declare 
 cache.
 """
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,15 @@ from halfbyte.checkpoints.kv_scale_names import (
     looks_like_kv_scale,
     parse_kv_scale,
 )
+
+logger = logging.getLogger("halfbyte")
+
+_ANY = (2.0**-13, 2.0**12)
+"""Range of amax of K and V of a layer in known models. A decode scale of an NVFP4 cache may be
+amax / 2688 or amax / 448, so as one for FP8 it is of a sixth of amax, or all of it."""
+_USUAL = (2.0**-9, 2.0**10)
+"""Range of the median of all layers. The encode scale 448 / amax under a decode name is of
+448 * 448 / amax, which is above it for any amax below 196."""
 
 
 class StoredScale(NamedTuple):
@@ -90,7 +100,8 @@ def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
 def read_stored_scales(folder: str | Path) -> StoredScales:
     """The scales of a checkpoint's folder, with their names.
 
-    Read are the files that transformers would load, and those that an index leaves out.
+    Read are the files that transformers would load, and those that an index leaves out. Scales that
+    hardly any model can have are logged with a warning.
 
     Raises:
         CheckpointError: a file is absent or broken; a scale is not where the index says, has more
@@ -123,6 +134,7 @@ def read_stored_scales(folder: str | Path) -> StoredScales:
             "such tensor there"
         )
     layers = _merged(folder, by_kind)
+    _warn_of_unlikely(folder, layers)
     refused = unknown.get(True) or (None if layers else unknown.get(False))
     return StoredScales(folder, layers, refused)
 
@@ -155,6 +167,34 @@ def _merged(folder: Path, by_kind: tuple[_Sides, _Sides]) -> dict[int, LayerScal
             raise CheckpointError(f"{folder}: layer {layer} has a {'/'.join(sides)}_scale only")
         layers[layer] = (sides["k"], sides["v"])
     return layers
+
+
+def _warn_of_unlikely(folder: Path, layers: Mapping[int, LayerScales]) -> None:
+    """Warn if a scale of K or V, or the median of all layers, would be of values that are too large
+    or small; once for each side."""
+    for side in range(2):
+        scales = [pair[side] for pair in layers.values()]
+        ordered = sorted(scales, key=_represented)
+        checked = [
+            (ordered[:1] + ordered[-1:], _ANY),
+            ([*ordered[len(ordered) // 2 :][:1]], _USUAL),
+        ]
+        for some, (smallest, largest) in checked:
+            odd = next((x for x in some if not smallest <= _represented(x) <= largest), None)
+            if odd is None:
+                continue
+            own, other = ("an encode", "a decode") if odd.is_of_nvfp4 else ("a decode", "an encode")
+            logger.warning(
+                "%s: %s: as %s scale, which its name says, it is of |%s| up to %g; is it %s scale "
+                "(the reciprocal), or in another unit?",
+                *(folder, odd.name, own, "KV"[side], _represented(odd), other),
+            )
+            break
+
+
+def _represented(scale: StoredScale) -> float:
+    """Magnitude that a scale is for in its format, FP8 where that is not certain."""
+    return scale.value * (2688 if scale.is_of_nvfp4 else 448)
 
 
 def _check_offset(name: str, offset: torch.Tensor) -> None:
