@@ -175,6 +175,18 @@ class TestModelsThatTransformersLoads:
         halfbyte.Cache(model, "float32")
         assert k_amax(model, kv_scales=scales_of(2.0)) == 2.0
 
+    @pytest.mark.parametrize("is_there", [True, False])
+    def test_modelopt_s_file_alone_declares_their_cache(
+        self, tmp_path: Path, is_there: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = self.load(tmp_path, "model", monkeypatch)
+        declared = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+        (tmp_path / "model" / "hf_quant_config.json").write_text(json.dumps(declared))
+        if not is_there:
+            (tmp_path / "model").rename(tmp_path / "moved")
+        cache = halfbyte.Cache(model, "auto")
+        assert cache.pool.layout(0).k_dtype == ("fp8_e4m3" if is_there else "float32")
+
     def test_a_deleted_folder_is_refused(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from halfbyte.assets import calibration_text
 from halfbyte.checkpoints import CheckpointError, fingerprint
+from halfbyte.checkpoints.dialects.modelopt import MODELOPT_FILE
 from halfbyte.checkpoints.kv_scales import StoredScale
 from halfbyte.files import cache_folder
 from halfbyte.kvcache import KV_SCALES_FILE, KVRecipe, KVScales, get_kv_cache_quant_method
@@ -27,7 +28,7 @@ from halfbyte.layouts import KVCacheDType
 from halfbyte.models.architectures import num_draft_layers
 from halfbyte.models.checkpoint_folder import CheckpointKVScales, checkpoint_of, declaring
 from halfbyte.models.kv_calibration import calibrate, calibration_tokens, usual_first_tokens
-from halfbyte.models.local_files import folder_of
+from halfbyte.models.local_files import ModelLoadError, folder_of
 from halfbyte.models.tokenizer import has_tokenizer, load_tokenizer
 
 logger = logging.getLogger("halfbyte")
@@ -151,6 +152,12 @@ def resolve_kv_scales(
     if scales is None:
         checkpoint = checkpoint_of(model)
         folder = folder_of(model) if checkpoint is None else checkpoint.folder
+        if folder is None and model.config.name_or_path:
+            logger.warning(
+                "%s: neither a folder here nor in the hub's cache, so KV scales in its files are "
+                "not known",
+                model.config.name_or_path,
+            )
         if tokenizer is None and folder is not None and has_tokenizer(folder):
             tokenizer = load_tokenizer(folder)
         ids, source = calibration_tokens(tokenizer, model.config, calibration_text())
@@ -235,6 +242,28 @@ def declared_format(folder: Path, config: Any) -> KVCacheDType:
         ValueError: an unsupported format, or several; a broken file.
     """
     return KVCacheDType.from_checkpoint(declaring(folder, config))
+
+
+def adopt_declaration(model: PreTrainedModel) -> None:
+    """Add the cache that ModelOpt's file declares to a model's config, for `auto`.
+
+    transformers does not read that file, so a model that it loaded without our quantizer does not
+    have the declaration.
+
+    Raises:
+        CheckpointError: as `find_kv_scales`.
+    """
+    config: Any = model.config
+    if checkpoint_of(model) is not None or getattr(config, "quantization_config", None):
+        return
+    try:
+        folder = folder_of(model)
+    except ModelLoadError:
+        return  # raised where scales are needed
+    if folder is not None and (folder / MODELOPT_FILE).is_file():
+        section = declaring(folder, config)
+        if section is not config:
+            config.quantization = dict(section)
 
 
 def _given(given: KVScales | str | Path | None) -> KVScales | None:

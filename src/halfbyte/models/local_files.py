@@ -9,7 +9,6 @@ A hub id is first resolved to its local snapshot, so that files beside the weigh
 `hf_quant_config.json`, tokenizer) are found as in a folder.
 """
 
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,6 @@ from halfbyte.checkpoints.errors import CheckpointError, one_line
 from halfbyte.kvcache.scales import shape_of_model
 from halfbyte.models.architectures import UnsupportedModelError, check_model_type
 from halfbyte.models.config_fields import check_fields
-
-logger = logging.getLogger("halfbyte")
 
 LOCAL_FILES: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 """Arguments of every `from_pretrained` that is given a folder."""
@@ -69,11 +66,6 @@ def folder_of(model: nn.Module) -> Path | None:
     try:
         return Path(snapshot_download(name, revision=commit, local_files_only=True))
     except Exception:  # not cached: the type varies by client version
-        logger.warning(
-            "%s: neither a folder here nor in the hub's cache, so KV scales in its files are not "
-            "known",
-            name,
-        )
         return None
 
 
