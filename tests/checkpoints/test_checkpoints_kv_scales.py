@@ -1,6 +1,8 @@
 """KV scales in a checkpoint's files: names and directions of all dialects."""
 
 import json
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -34,18 +36,78 @@ def write(folder: Path, scales: dict[str, float]) -> Path:
         {"k_scale": 0.25, "k_global_scale": 24.0, "v_scale": 0.5, "v_global_scale": 12.0},
         {"k_scale": 0.25, "v_global_scale": 2.0},
         {"k_proj.output_scale": 0.25, "v_proj.output_scale": 0.5, "q_proj.output_scale": 9.0},
+        {"qkv_proj.k_scale": 0.25, "qkv_proj.v_scale": 0.5},
+        {"k_cache.scale": 0.25, "v_cache.scale": 0.5, "q.scale": 9.0},
+        {"k_fake_quantizer.qscale_act": 0.25, "v_fake_quantizer.qscale_act": 0.5},
+        {"k_scale": 0.25, "v_scale": 0.5, "k_proj.output_zero_point": 0.0},
     ],
     ids=[
         *("compressed-tensors", "modelopt", "older", "global", "twice the same", "both", "mixed"),
-        "outputs",
+        *("outputs", "fused", "hunyuan", "mistral", "an offset of zero"),
     ],
 )
 def test_all_are_read_as_decode_scales(tmp_path: Path, scales: dict[str, float]) -> None:
     assert read_kv_scales(write(tmp_path, scales)) == {3: (0.25, 0.5)}
 
 
-def test_one_scale_may_be_for_both(tmp_path: Path) -> None:
-    assert read_kv_scales(write(tmp_path, {"attn.kv_scale": 0.25})) == {3: (0.25, 0.25)}
+@pytest.mark.parametrize("name", ["attn.kv_scale", "kv_scale", "kv_fake_quantizer.qscale_act"])
+def test_one_scale_may_be_for_both(tmp_path: Path, name: str) -> None:
+    assert read_kv_scales(write(tmp_path, {name: 0.25})) == {3: (0.25, 0.25)}
+
+
+UNKNOWN = (
+    *("qkv_proj.output_scale", "attention.qkv.output_scale", "k_proj.output_scale_inv"),
+    *("kv_cache_scaling_factor", "kv_cache_rcp_scaling_factor", "kv_orig_quant_scale"),
+    *("k_cache_scale", "v_cache_scale", "kv_cache.scale", "k_cache.scale_inv", "key_cache_scale"),
+    *("k_scale_inv", "v_scales", "attn._k_scale", "key_scale", "k_descale", "k_quant_scale"),
+    *("k_bmm_quantizer._amax", "v_bmm_quantizer._amax", "v_bmm_quantizer._scale", "v_amax"),
+    *("k_proj.output_quantizer._amax", "qkv_proj.output_quantizer._amax", "scale_v"),
+)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize("beside", [{}, {"k_scale": 0.25, "v_scale": 0.5}], ids=["alone", "beside"])
+def test_scales_under_unknown_names_are_refused(
+    tmp_path: Path, name: str, beside: dict[str, float]
+) -> None:
+    """Their direction or unit is not certain, so that the values could be wrong by any factor."""
+    folder = write(tmp_path, {name: 0.5, **beside})
+    message = rf"layers\.3\.self_attn\.{re.escape(name)}: expected the scales of a language model"
+    with pytest.raises(CheckpointError, match=message) as error:
+        read_kv_scales(folder)
+    assert ("export_hf_checkpoint" in str(error.value)) is ("_quantizer." in name)
+    assert is_kv_scale(f"model.layers.3.self_attn.{name}")
+
+
+INNOCENT = (
+    *("k_proj.weight_scale", "v_proj.weight_scale_inv", "k_proj.weight_scale_2", "k_proj.scale"),
+    *("k_proj.input_scale", "qkv_proj.input_global_scale", "k_proj.pre_quant_scale", "k_proj.bias"),
+    *("k_proj.weight_quantizer._amax", "v_proj.input_quantizer._amax", "v_proj.qweight"),
+    *("q_scale", "q_proj.output_scale", "o_proj.output_scale", "prob_output_scale"),
+    *("q_bmm_quantizer._amax", "o_proj.output_quantizer._amax", "k_proj.activation_scaling_factor"),
+    *("k_norm.scale", "kv_a_layernorm.scale", "kv_b_proj.weight_scale_inv", "attn.scale"),
+    *("indexer.k_scale", "indexer.k_cache.scale", "compressor.kv_scale_inv", "mlp.v_scale_inv"),
+)
+
+
+@pytest.mark.parametrize("name", INNOCENT)
+def test_tensors_that_are_no_scales_of_k_and_v_are_passed_over(tmp_path: Path, name: str) -> None:
+    folder = write(tmp_path, {name: 9.0, "k_scale": 0.25, "v_scale": 0.5})
+    assert read_kv_scales(folder) == {3: (0.25, 0.5)}
+    assert not is_kv_scale(f"model.layers.3.self_attn.{name}")
+
+
+def test_a_scale_outside_the_layers_is_refused(tmp_path: Path) -> None:
+    save_file({"kv_cache_scaling_factor": torch.tensor(0.5)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"kv_cache_scaling_factor: expected the scales of"):
+        read_kv_scales(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["k_cache" + "_a" * 9999, "k" + "_quant" * 9999, "_" * 9999])
+def test_long_names_take_no_time(name: str) -> None:
+    start = time.monotonic()
+    assert not is_kv_scale(f"model.layers.0.{name}!")
+    assert time.monotonic() - start < 1
 
 
 def test_names_are_matched_whole(tmp_path: Path) -> None:
@@ -191,3 +253,96 @@ def test_scales_come_from_the_file_that_the_weights_come_from(tmp_path: Path) ->
     (tmp_path / "model-1.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"expected the shard model-1\.safetensors"):
         read_kv_scales(tmp_path)
+
+
+@pytest.mark.parametrize("names", [OWN, {"model.layers.0.self_attn.kv_scale_inv": 0.5}])
+@pytest.mark.parametrize("file", ["model-1.safetensors", "scales.safetensors"])
+def test_scales_that_an_index_leaves_out(
+    tmp_path: Path, names: dict[str, float], file: str
+) -> None:
+    """In a shard that it lists, which transformers reads whole, or in one that it does not list."""
+    weight = {"model.norm.weight": torch.ones(2)}
+    save_file(weight, tmp_path / "model-1.safetensors")
+    scales = {name: torch.tensor(value) for name, value in names.items()}
+    save_file({**(weight if file[0] == "m" else {}), **scales}, tmp_path / file)
+    weight_map = dict.fromkeys(weight, "model-1.safetensors")
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    if names is OWN:
+        assert read_kv_scales(tmp_path) == {0: (0.5, 0.25)}
+    else:
+        with pytest.raises(CheckpointError, match="kv_scale_inv: expected the scales of"):
+            read_kv_scales(tmp_path)
+
+
+def test_a_scale_that_is_not_where_the_index_says(tmp_path: Path) -> None:
+    save_file({"model.norm.weight": torch.ones(2)}, tmp_path / "model-1.safetensors")
+    names = ["model.norm.weight", *OWN]
+    weight_map = dict.fromkeys(names, "model-1.safetensors")
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=r"k_scale: expected in model-1\.safetensors, as "):
+        read_kv_scales(tmp_path)
+    scales = {name: torch.tensor(value) for name, value in OWN.items()}
+    save_file(scales, tmp_path / "model-2.safetensors")  # not where it was said to be
+    with pytest.raises(CheckpointError, match=r"k_scale: expected in model-1\.safetensors, as "):
+        read_kv_scales(tmp_path)
+
+
+def write_layers(folder: Path, name: str, k: list[float], v: float = 0.05) -> None:
+    names = {f"model.layers.{i}.self_attn.{name.format('k')}": x for i, x in enumerate(k)}
+    names |= {f"model.layers.{i}.self_attn.{name.format('v')}": v for i in range(len(k))}
+    scales = {name: torch.tensor(value) for name, value in names.items()}
+    save_file(scales, folder / "model.safetensors")
+
+
+FP8, NVFP4 = 448, 2688
+
+
+@pytest.mark.parametrize("amax", [0.05, 1.0, 8.0, 40.0, 150.0])
+@pytest.mark.parametrize("unit", [FP8, NVFP4])
+def test_encode_scales_under_a_decode_name_are_reported(
+    tmp_path: Path, amax: float, unit: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For all usual sizes of K: 448 / 40 would be the scale of |K| up to 5018."""
+    write_layers(tmp_path, "{}_scale", [unit / amax, 1.1 * unit / amax, 0.9 * unit / amax])
+    read_kv_scales(tmp_path)
+    assert len(caplog.messages) == 1
+    message = (
+        r"layers\.[012]\.self_attn\.k_scale: as a decode scale, which its name says, it is of "
+    )
+    assert re.search(message + r"\|K\| up to \d.*; is it an encode scale", caplog.text)
+
+
+@pytest.mark.parametrize("amax", [0.05, 1.0, 8.0, 40.0, 400.0])
+def test_decode_scales_under_an_encode_name_are_reported(
+    tmp_path: Path, amax: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_layers(tmp_path, "{}_global_scale", [amax / NVFP4] * 2, NVFP4 / 8.0)
+    read_kv_scales(tmp_path)
+    message = "self_attn.k_global_scale: as an encode scale, which its name says, it is of |K| up"
+    assert [message in text for text in caplog.messages] == [True]
+    assert caplog.messages[0].endswith("is it a decode scale (the reciprocal), or in another unit?")
+
+
+def test_one_unlikely_scale_is_reported_with_its_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for value, amax in ((448 / 40, "5017.6"), (1e-7, "4.48e-05")):
+        caplog.clear()
+        write_layers(tmp_path, "{0}_proj.{0}_scale", [0.05, 0.05, value, 0.05])
+        read_kv_scales(tmp_path)
+        expected = "model.layers.2.self_attn.k_proj.k_scale: as a decode scale, which its name says"
+        assert [expected in text for text in caplog.messages] == [True]
+        assert f"it is of |K| up to {amax};" in caplog.text
+
+
+@pytest.mark.parametrize("amax", [0.02, 1.0, 20.0, 448.0, 900.0])
+@pytest.mark.parametrize("unit", [FP8, NVFP4])
+def test_usual_scales_are_not_reported(
+    tmp_path: Path, amax: float, unit: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ModelOpt raises scales of FP8 caches to 1.0, which is of 448."""
+    write_layers(tmp_path, "{}_scale", [amax / unit, 2 * amax / unit, 0.5 * amax / unit])
+    read_kv_scales(tmp_path)
+    write_layers(tmp_path, "{}_global_scale", [NVFP4 / amax] * 3, NVFP4 / amax)
+    read_kv_scales(tmp_path)
+    assert not caplog.messages

@@ -64,6 +64,12 @@ def test_schemes_that_are_refused_by_the_field(scheme: dict[str, Any], field: st
         KVCacheDType.from_checkpoint({"quantization_config": {"kv_cache_scheme": scheme}})
 
 
+def quark(**fields: object) -> dict[str, Any]:
+    """Quark's description of the cache."""
+    own = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, **fields}
+    return {name: {"output_tensors": own, "weight": {}} for name in ("*k_proj", "*v_proj")}
+
+
 def layers(**algos: object) -> dict[str, Any]:
     return {f"model.layers.{name[1:]}.self_attn": {"quant_algo": x} for name, x in algos.items()}
 
@@ -138,9 +144,67 @@ def test_one_format_for_some_layers_and_for_all() -> None:
             {"kv_cache_quantized_layers": layers(_0="FP8"), "kv_cache_schema_version": 2},
             "kv_cache_schema_version: 2",
         ),
+        ({"kv_cache_quant_algo": "FP8", "kv_cache_schema_version": 2}, "schema_version: 2"),
+        *[
+            ({"kv_cache_quant_algo": "FP8", name: value}, f"{name}: .*not supported")
+            for name, value in {
+                "kv_cache_group_size": 32,
+                "kv_cache_dynamic": True,
+                "kv_cache_rotation": "hadamard",
+                "kv_cache_exclude_layers": ["model.layers.0"],
+                "kv_cache_anything": 0.5,
+            }.items()
+        ],
+        ({"kv_cache_rotation": "hadamard"}, "kv_cache_rotation: 'hadamard'"),
+        ({"kv_cache_scheme": "static"}, "'static' is not supported"),
+        ({"kv_cache_quant_config": ["*k_proj"]}, "kv_cache_quant_config: "),
+        ({"kv_cache_quant_config": {"*k_proj": None}}, "expected fp8_e4m3 per_tensor"),
+        *[
+            ({"kv_cache_quant_config": quark(**{name: x})}, f"'{name}': '?{x}'?.* not supported")
+            for name, x in {
+                "dtype": "int8",
+                "qscheme": "per_channel",
+                "is_dynamic": True,
+            }.items()
+        ],
     ],
 )
 def test_declarations_that_are_refused(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         read_declared_cache(section)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [None, False, [], {}, ""])
+def test_fields_that_are_not_set_are_none(value: object) -> None:
+    section = {"kv_cache_quant_algo": "FP8", "kv_cache_rotation": value}
+    assert read_declared_cache(section) == read_declared_cache({"kv_cache_quant_algo": "FP8"})
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"quant_method": "quark", "kv_cache_quant_config": quark()},
+        {"quant_method": "fp8", "kv_cache_scheme": "static"},
+    ],
+    ids=["Quark", "AutoFP8"],
+)
+def test_declarations_of_other_methods(section: dict[str, Any]) -> None:
+    assert KVCacheDType.from_checkpoint({"quantization_config": section}) == "fp8_e4m3"
+    assert read_declared_cache({"quant_method": "quark", "kv_cache_quant_config": {}}) is None
+
+
+def test_a_model_s_own_fields_are_none_of_the_declaration() -> None:
+    config = {"model_type": "llama", "kv_cache_heads": 8, "quantization_config": None}
+    assert KVCacheDType.from_checkpoint(config) == "auto"
+
+
+@pytest.mark.parametrize("name", ["kv_cache_quant_algo", "kv_cache_scheme"])
+def test_sections_that_contradict_each_other(name: str) -> None:
+    section = {"quantization_config": {"kv_cache_quant_algo": "NVFP4"}}
+    with pytest.raises(ValueError, match="two that differ: nvfp4 and fp8_e4m3"):
+        KVCacheDType.from_checkpoint({**section, name: "FP8"})
+    assert KVCacheDType.from_checkpoint({**section, name: "NVFP4"}) == "nvfp4"
+    nested = {"quantization": {"kv_cache_quant_algo": "NVFP4"}, name: "FP8"}
+    with pytest.raises(ValueError, match="two that differ"):
+        KVCacheDType.from_checkpoint({"quantization_config": nested})

@@ -18,6 +18,7 @@ from halfbyte.assets import bundled_model_path
 from halfbyte.checkpoints import DIALECTS, CheckpointError
 from halfbyte.models import ModelLoadError, UnsupportedModelError, find_kv_scales, load_tokenizer
 from halfbyte.models.kv_calibration import calibrate
+from halfbyte.models.kv_scales import find_draft_kv_scales
 from halfbyte.models.layerwise import calibrate_checkpoint
 from models.zoo import ARCHITECTURES, make_model, token_ids
 
@@ -324,6 +325,43 @@ class TestScales:
         add_scales(folder, range(5))
         with pytest.raises(ValueError, match="5 layers, the model has 4"):
             find_kv_scales(folder, json.loads((folder / "config.json").read_text()))
+
+    @pytest.mark.parametrize("is_declared", [False, True])
+    @pytest.mark.parametrize("field", ["num_nextn_predict_layers", "mtp_num_hidden_layers"])
+    def test_of_a_draft_in_the_layers_after_the_model_s(
+        self, folder: Path, field: str, is_declared: bool
+    ) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        layer = {name: x for name, x in tensors.items() if ".layers.3." in name}
+        draft = {name.replace(".3.", ".4."): x + 1 for name, x in layer.items()}
+        save_file({**tensors, **draft}, folder / "model.safetensors", {"format": "pt"})
+        add_scales(folder, range(4))
+        add_scales(folder, range(4, 5), 0.5)
+        edit(folder, **{field: 1})
+        if is_declared:
+            layers = {f"model.layers.{i}.self_attn": {"quant_algo": "FP8"} for i in range(5)}
+            declared = {"quant_method": "modelopt", "kv_cache_quantized_layers": layers}
+            edit(folder, quantization_config=declared)
+        for load in (load_model, AutoModelForCausalLM.from_pretrained):
+            cache = halfbyte.Cache(load(folder), "auto" if is_declared else "fp8")
+            assert cache.kv_scales is not None
+            assert cache.pool.layout(3).k_dtype == "fp8_e4m3"
+            assert cache.kv_scales.k_amax == pytest.approx((0.05 * 448,) * 4)
+        config = json.loads((folder / "config.json").read_text())
+        scales = find_draft_kv_scales(folder, config)
+        assert scales is not None
+        assert scales.k_amax == pytest.approx((0.5 * 448,))
+        add_scales(folder, range(5, 6))
+        with pytest.raises(ValueError, match="6 layers, the model has 4 and its draft 1"):
+            find_kv_scales(folder, config)
+
+    def test_of_a_draft_alone(self, folder: Path) -> None:
+        add_scales(folder, range(4, 5))
+        edit(folder, num_nextn_predict_layers=1)
+        config = json.loads((folder / "config.json").read_text())
+        assert find_kv_scales(folder, config) is None
+        add_scales(folder, range(4))
+        assert find_draft_kv_scales(folder, {**config, "num_nextn_predict_layers": 2}) is not None
 
     def test_a_layer_measured_as_zero_is_reported(self, caplog: pytest.LogCaptureFixture) -> None:
         model = make_model("llama")

@@ -1,6 +1,7 @@
 """Compressed-tensors checkpoints loaded by the package, with a quantized halfbyte cache."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 import halfbyte
 from checkpoints.folders import load_model
 from halfbyte.checkpoints import CheckpointError
+from halfbyte.models import calibrate
 from models.zoo import make_model, token_ids
 
 pytest.importorskip("compressed_tensors")
@@ -107,6 +109,65 @@ def test_the_package_s_hooks_go_where_a_cache_is_ours(
     assert torch.equal(found[0], values(plain, halfbyte.Cache(plain, "float32"))[0])
     assert "cache hooks from 4 attention modules" in caplog.text
     assert torch.equal(values(model, DynamicCache())[1], expected[1])
+
+
+@pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("first", ["cache", "calibration"])
+def test_rounded_outputs_go_where_a_cache_is_ours(
+    tmp_path: Path, targets: list[str], first: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = load_model(write(tmp_path / "plain"))
+    group = {"targets": targets, "weights": FP8, "output_activations": FP8}
+    rest = {"targets": ["Linear"], "weights": FP8}
+    folder = write(tmp_path / "x", config_groups={"kv": group, "rest": rest})
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if re.search("[kv]_scale$", name)]:
+        stored = re.sub("([kv])_scale$", r"\1_proj.output_scale", name)
+        tensors[stored] = tensors.pop(name)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    expected = values(plain, DynamicCache())
+    rounded = values(model, DynamicCache())
+    assert not any(torch.equal(found, x) for found, x in zip(rounded, expected, strict=True))
+    if first == "cache":
+        found = values(model, halfbyte.Cache(model, "float32"))
+        assert torch.equal(found[0], values(plain, halfbyte.Cache(plain, "float32"))[0])
+    else:
+        measured = [calibrate(one, token_ids(1, 40), "test") for one in (model, plain)]
+        assert measured[0] == measured[1]
+    assert "cache hooks from 4 attention modules" in caplog.text
+    after, expected = values(model, DynamicCache()), values(plain, DynamicCache())
+    assert all(map(torch.equal, after, expected))
+    caplog.clear()
+    cache = halfbyte.Cache(model, "auto")
+    assert not any("cache hooks" in message for message in caplog.messages)
+    assert cache.pool.layout(0).k_dtype == "fp8_e4m3"
+    assert cache.kv_scales is not None
+    assert cache.kv_scales.k_amax[3] == pytest.approx(0.05 * 448)
+
+
+def test_outputs_of_k_alone_are_refused_also_after_from_pretrained(tmp_path: Path) -> None:
+    group = {"targets": ["re:.*k_proj"], "weights": FP8, "output_activations": FP8}
+    rest = {"targets": ["Linear"], "weights": FP8}
+    folder = write(tmp_path, config_groups={"k": group, "rest": rest})
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(4):
+        tensors[f"model.layers.{layer}.self_attn.k_proj.output_scale"] = torch.tensor([0.05])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(CheckpointError, match="expected the same output_activations for k_proj"):
+        halfbyte.Cache(model, "float32")
+
+
+def test_outputs_that_declare_no_cache_stay(tmp_path: Path) -> None:
+    """Those of all layers, as in `load_model`: the checkpoint's own arithmetic."""
+    group = {"targets": ["Linear"], "weights": FP8, "output_activations": {**FP8, "dynamic": True}}
+    folder = write(tmp_path, config_groups={"all": group})
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    before = values(model, DynamicCache())
+    assert all(map(torch.equal, values(load_model(folder), DynamicCache()), before))
+    halfbyte.Cache(model, "float32")
+    assert torch.equal(values(model, DynamicCache())[1], before[1])
 
 
 def test_a_scheme_that_is_not_read_is_refused_also_where_the_package_reads_weights(

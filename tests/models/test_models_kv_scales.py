@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from halfbyte.files import make_private
 from halfbyte.kvcache import KVCacheDType, KVRecipe, KVScales
 from halfbyte.kvcache.recipe import RECIPES
-from halfbyte.models import calibrate, find_kv_scales, load_model, resolve_kv_scales
+from halfbyte.models import Cache, calibrate, find_kv_scales, load_model, resolve_kv_scales
 from halfbyte.models.kv_scales import cached_calibration
 from kvcache.transforms import make_calibration, without_costs
 from models.zoo import make_model, token_ids
@@ -301,3 +302,49 @@ def test_a_fine_tune_takes_its_base_models_scales(tmp_path: Path) -> None:
     scales = calibrate(make_model("llama"), token_ids(1, 40), "test")
     model = make_model("llama", vocab_size=140)
     assert resolve_kv_scales(model, {KVCacheDType.NVFP4}, given=scales) == scales
+
+
+class TestUnknownNames:
+    """Scales in tensors whose names do not tell their direction or unit."""
+
+    NAME = "model.layers.{layer}.self_attn.{side}_scale_inv"
+
+    @pytest.mark.parametrize("load", [load_model, AutoModelForCausalLM.from_pretrained])
+    def test_are_refused_where_scales_are_needed(self, folder: Path, load: Any) -> None:
+        add_scales(folder, self.NAME, {"quantization_config": None})
+        model = load(folder)
+        for recipe in (None, "plain", "balanced"):
+            with pytest.raises(ValueError, match=r"self_attn\.k_scale_inv: expected the scales of"):
+                Cache(model, "nvfp4", kv_recipe=recipe)
+        Cache(model, "float32")
+        given = Cache(model, "fp8", kv_scales=scales_of(2.0)).kv_scales
+        assert given is not None
+        assert given.k_amax[0] == 2.0
+
+    @pytest.mark.parametrize("is_kept", [False, True])
+    def test_are_named_where_a_calibration_is_used(
+        self, folder: Path, is_kept: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        add_scales(folder, self.NAME)
+        if is_kept:
+            keep(folder, scales_of(3.0))
+        else:
+            scales_of(3.0).save(folder)
+        for recipe in (None, "plain"):  # a plain calibration decides the recipe
+            scales = Cache(load_model(folder), "nvfp4", kv_recipe=recipe).kv_scales
+            assert scales is not None
+            assert scales.k_amax[0] == 3.0
+            assert "self_attn.k_scale_inv: not used, because the meaning" in caplog.text
+            caplog.clear()
+
+
+@pytest.mark.parametrize("declared", [None, "FP8", "NVFP4"])
+def test_global_scales_are_of_nvfp4_whatever_is_declared(
+    folder: Path, declared: str | None
+) -> None:
+    """compressed-tensors defines `k_global_scale` as 2688 / amax."""
+    config = {"quantization_config": declared and {"kv_cache_quant_algo": declared}}
+    add_scales(folder, "model.layers.{layer}.self_attn.{side}_global_scale", config)
+    scales = find_kv_scales(folder, config_of(folder))
+    assert scales is not None
+    assert scales.k_amax[1] == pytest.approx(2688 / 0.02, rel=1e-6)

@@ -1,46 +1,85 @@
-"""K and V scales inside a checkpoint's safetensors files.
+"""Reads K and V scales from a checkpoint's safetensors files; `kv_scale_names` has their names.
 
-ModelOpt writes `…self_attn.k_proj.k_scale` and `…v_proj.v_scale`, compressed-tensors and vLLM
-`…self_attn.k_scale` and `…self_attn.v_scale` (older files `…attn.k_scale`, `…k_proj.output_scale`
-and `…v_proj.output_scale`, or one `…attn.kv_scale` for both). All are decode scales with one
-element. For NVFP4 caches, whose block scales are computed at run time, the package
-compressed-tensors has `…self_attn.k_global_scale` and `…v_global_scale`, encode scales
-(2688 / amax); halfbyte writes both kinds. Only headers are read until a name matches.
-
-ModelOpt's affine caches add `…k_proj.k_bias` and `…v_proj.v_bias`; their scales apply to K and V
-minus the bias. They are rejected, because they declare a plain FP8 or NVFP4 cache.
+All scales have one element. Encode scales (`k_global_scale`) are inverted. Only headers are read
+until a name matches. ModelOpt's affine caches add `…k_proj.k_bias` and `…v_proj.v_bias`; their
+scales apply to K and V minus the bias. They are rejected, because they declare a plain FP8 or NVFP4
+cache.
 """
 
+import logging
 import math
-import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from halfbyte.checkpoints.errors import CheckpointError, one_line
 from halfbyte.checkpoints.index import INDEX_FILE, SINGLE_FILE, read_weight_map
+from halfbyte.checkpoints.kv_scale_names import (
+    is_kv_offset,
+    is_of_layers,
+    looks_like_kv_scale,
+    parse_kv_scale,
+)
 
-# Names are matched whole: the files may also have drafts, and vision and audio towers, whose layers
-# have scales of their own.
-_OF_MODEL = r"(?:(?:model|language_model|text_model|base_model|transformer|decoder|module)\.)*"
-_OF_ATTENTION = r"(?:(?:self_attn|self_attention|attention|attn|kv_cache)\.)*"
-_LAYER = rf"^{_OF_MODEL}layers\.(?P<layer>\d+)\.{_OF_ATTENTION}"
-_SCALE = (
-    r"(?:(?:[kv]_proj\.)?(?P<side>[kv])_(?P<is_encode>global_)?scale|"
-    r"(?P<projection>[kv])_proj\.output_scale|(?P<both>kv)_scale)$"
-)
-_SCALE_NAME = re.compile(_LAYER + _SCALE)
-_BIAS_NAME = re.compile(_LAYER + r"(?:[kv]_proj\.)?[kv]_(?:bias|zero_point)$")
-_OTHER_MODELS = re.compile(
-    r"(?:^|[._])(?:mtp|eagle|draft|speculator|medusa|nextn|vision|visual|audio|encoder)"
-)
-_ANY_SCALE = re.compile(r"layers\.\d+\.(?:\w+\.)*" + _SCALE)
+logger = logging.getLogger("halfbyte")
+
+_ANY = (2.0**-13, 2.0**12)
+"""Range of amax of K and V of a layer in known models. A decode scale of an NVFP4 cache may be
+amax / 2688 or amax / 448, so as one for FP8 it is of a sixth of amax, or all of it."""
+_USUAL = (2.0**-9, 2.0**10)
+"""Range of the median of all layers. The encode scale 448 / amax under a decode name is of
+448 * 448 / amax, which is above it for any amax below 196."""
+
+
+class StoredScale(NamedTuple):
+    """A scale of K or V."""
+
+    value: float
+    """Decode: multiplies stored values."""
+    name: str
+    """Of its tensor."""
+    is_of_nvfp4: bool
+    """amax / 2688, whatever format is declared; else by the declared format."""
+
+
+LayerScales = tuple[StoredScale, StoredScale]
+"""Of K and of V."""
+
+
+@dataclass(frozen=True)
+class StoredScales:
+    """All scales of a checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        by_layer: of the model, and of drafts that are stored as further layers.
+        unknown: the first tensor that looks like a scale of the model's K or V by a name whose
+            meaning is not known; None if there is none.
+    """
+
+    folder: Path
+    by_layer: Mapping[int, LayerScales] = field(default_factory=dict)
+    unknown: str | None = None
+
+    def refusal(self) -> CheckpointError:
+        """The error for `unknown`."""
+        unexported = "; ModelOpt's export (`export_hf_checkpoint`) writes such names"
+        return CheckpointError(
+            f"{self.folder}: {self.unknown}: expected the scales of a language model's layers "
+            "under a known name, such as model.layers.0.self_attn.k_scale (decode: amax / 448 for "
+            f"FP8){unexported if '_quantizer.' in str(self.unknown) else ''}; rename it, or "
+            "measure scales with `halfbyte calibrate`, or give kv_scales"
+        )
 
 
 def is_kv_scale(name: str) -> bool:
-    """Whether this is the name of a layer's K or V scale, in any dialect."""
-    return _SCALE_NAME.search(name) is not None
+    """Whether this is the name of a layer's K or V scale, in any dialect or an unknown one."""
+    return parse_kv_scale(name) is not None or (looks_like_kv_scale(name) and is_of_layers(name))
 
 
 def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
@@ -50,55 +89,120 @@ def read_kv_scales(folder: str | Path) -> dict[int, tuple[float, float]]:
     decode scale is used. Scales of drafts and towers are not the model's.
 
     Raises:
-        CheckpointError: a file is absent or broken; a scale has more than one element, occurs
-            twice, or is not a finite number above 0; a layer has only one of the two scales; all
-            scales are of unknown modules; or there are biases or zero points.
+        CheckpointError: as `read_stored_scales`; a scale under an unknown name.
     """
-    found: dict[int, dict[str, float]] = {}
-    unknown: list[str] = []
-    encoded: dict[int, dict[str, float]] = {}
-    for file in _files_with_scales(Path(folder)):
+    stored = read_stored_scales(folder)
+    if stored.unknown is not None:
+        raise stored.refusal()
+    return {layer: (k.value, v.value) for layer, (k, v) in stored.by_layer.items()}
+
+
+def read_stored_scales(folder: str | Path) -> StoredScales:
+    """The scales of a checkpoint's folder, with their names.
+
+    Read are the files that transformers would load, and those that an index leaves out. Scales that
+    hardly any model can have are logged with a warning.
+
+    Raises:
+        CheckpointError: a file is absent or broken; a scale is not where the index says, has more
+            than one element, occurs twice, or is not a finite number above 0; a layer has only one
+            of the two scales; there are biases or zero points.
+    """
+    folder = Path(folder)
+    by_kind: tuple[_Sides, _Sides] = ({}, {})
+    unknown: dict[bool, str] = {}
+    files, indexed = _files_with_scales(folder)
+    missing = set(indexed)
+    for file in files:
         if not file.is_file():
             raise CheckpointError(f"{folder}: expected the shard {file.name}, found no such file")
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a dict
-                    if _BIAS_NAME.search(name):
-                        raise CheckpointError(
-                            f"{folder}: {name}: expected K and V scales alone, found the offset "
-                            "of an affine KV cache, which is not read here"
-                        )
-                    match = _SCALE_NAME.search(name)
-                    if match is None:
-                        if _ANY_SCALE.search(name) and not _OTHER_MODELS.search(name):
-                            unknown.append(name)
-                        continue
-                    kind = encoded if match["is_encode"] else found
-                    sides = kind.setdefault(int(match["layer"]), {})
-                    scale = _decode_scale(
-                        f"{file}: {name}", tensors.get_tensor(name), bool(match["is_encode"])
-                    )
-                    for side in match["side"] or match["projection"] or match["both"]:
-                        other = sides.setdefault(side, scale)
-                        if other != scale:
-                            raise CheckpointError(
-                                f"{folder}: {name}: expected one {side}_scale in the layer, "
-                                f"found {scale} and {other}"
-                            )
-        except SafetensorError as error:
-            reason = one_line(error)
-            raise CheckpointError(f"{file}: not a readable safetensors file: {reason}") from None
-    if unknown and not found and not encoded:
+        with _opened(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a dict
+                place = indexed.get(name, file)
+                if place != file:
+                    continue  # a copy that the index does not name
+                missing.discard(name)
+                if is_kv_offset(name):
+                    _check_offset(f"{folder}: {name}", tensors.get_tensor(name))
+                elif parse_kv_scale(name) is not None:
+                    _add(by_kind, file, name, tensors.get_tensor(name))
+                elif looks_like_kv_scale(name):
+                    unknown.setdefault(is_of_layers(name), name)
+    for name in sorted(missing):
         raise CheckpointError(
-            f"{folder}: {unknown[0]}: expected the scales of a language model's layers, such as "
-            "model.layers.0.self_attn.k_scale"
+            f"{folder}: {name}: expected in {indexed[name].name}, as {INDEX_FILE} says, found no "
+            "such tensor there"
         )
-    for layer, sides in encoded.items():
-        found[layer] = {**sides, **found.get(layer, {})}
-    for layer, sides in found.items():
+    layers = _merged(folder, by_kind)
+    _warn_of_unlikely(folder, layers)
+    refused = unknown.get(True) or (None if layers else unknown.get(False))
+    return StoredScales(folder, layers, refused)
+
+
+_Sides = dict[int, dict[str, StoredScale]]
+"""By layer and side."""
+
+
+def _add(by_kind: tuple[_Sides, _Sides], file: Path, name: str, tensor: torch.Tensor) -> None:
+    parsed = parse_kv_scale(name)
+    assert parsed is not None
+    sides = by_kind[parsed.is_global].setdefault(parsed.layer, {})
+    scale = _decode_scale(f"{file}: {name}", tensor, parsed.is_global)
+    for side in parsed.sides:
+        other = sides.setdefault(side, StoredScale(scale, name, parsed.is_global))
+        if other.value != scale:
+            raise CheckpointError(
+                f"{file.parent}: {name}: expected one {side}_scale in the layer, "
+                f"found {scale} and {other.value}"
+            )
+
+
+def _merged(folder: Path, by_kind: tuple[_Sides, _Sides]) -> dict[int, LayerScales]:
+    """Both kinds in one; decode scales win."""
+    decode, encode = by_kind
+    layers: dict[int, LayerScales] = {}
+    for layer in sorted({*decode, *encode}):
+        sides = {**encode.get(layer, {}), **decode.get(layer, {})}
         if len(sides) != 2:
             raise CheckpointError(f"{folder}: layer {layer} has a {'/'.join(sides)}_scale only")
-    return {layer: (sides["k"], sides["v"]) for layer, sides in sorted(found.items())}
+        layers[layer] = (sides["k"], sides["v"])
+    return layers
+
+
+def _warn_of_unlikely(folder: Path, layers: Mapping[int, LayerScales]) -> None:
+    """Warn if a scale of K or V, or the median of all layers, would be of values that are too large
+    or small; once for each side."""
+    for side in range(2):
+        scales = [pair[side] for pair in layers.values()]
+        ordered = sorted(scales, key=_represented)
+        checked = [
+            (ordered[:1] + ordered[-1:], _ANY),
+            ([*ordered[len(ordered) // 2 :][:1]], _USUAL),
+        ]
+        for some, (smallest, largest) in checked:
+            odd = next((x for x in some if not smallest <= _represented(x) <= largest), None)
+            if odd is None:
+                continue
+            own, other = ("an encode", "a decode") if odd.is_of_nvfp4 else ("a decode", "an encode")
+            logger.warning(
+                "%s: %s: as %s scale, which its name says, it is of |%s| up to %g; is it %s scale "
+                "(the reciprocal), or in another unit?",
+                *(folder, odd.name, own, "KV"[side], _represented(odd), other),
+            )
+            break
+
+
+def _represented(scale: StoredScale) -> float:
+    """Magnitude that a scale is for in its format, FP8 where that is not certain."""
+    return scale.value * (2688 if scale.is_of_nvfp4 else 448)
+
+
+def _check_offset(name: str, offset: torch.Tensor) -> None:
+    if bool((offset != 0).any()):
+        raise CheckpointError(
+            f"{name}: expected K and V scales alone, found the offset of an affine KV cache, which "
+            "is not read here"
+        )
 
 
 def _decode_scale(name: str, scale: torch.Tensor, is_encode: bool) -> float:
@@ -110,22 +214,35 @@ def _decode_scale(name: str, scale: torch.Tensor, is_encode: bool) -> float:
     return 1 / value if is_encode else value
 
 
-def _files_with_scales(folder: Path) -> list[Path]:
-    """The files to open: all, or with an index only those that it lists for KV scales."""
-    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-    if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
     try:
-        weight_map = read_weight_map(folder)
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        reason = one_line(error)
+        raise CheckpointError(f"{file}: not a readable safetensors file: {reason}") from None
+
+
+def _files_with_scales(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+    """The files to open; and the file of each scale by the index.
+
+    All files of the folder, but not those of an index that transformers ignores.
+    """
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    files = set(folder.glob("*.safetensors"))
+    if not index.is_file():
+        return sorted(files), {}
+    try:
+        weight_map = {name: folder / file for name, file in read_weight_map(folder).items()}
     except CheckpointError:
         if not single.is_file():
             raise
         weight_map = {}
-    if single.is_file() and SINGLE_FILE not in weight_map.values():
-        return [single]  # transformers reads this file and ignores the index
-    files = {
-        folder / file
-        for name, file in weight_map.items()
-        if is_kv_scale(name) or _BIAS_NAME.search(name)
+    if single.is_file() and single not in weight_map.values():
+        # transformers reads this file and ignores the index
+        return sorted(files - set(weight_map.values())), {}
+    indexed = {
+        name: file for name, file in weight_map.items() if is_kv_scale(name) or is_kv_offset(name)
     }
-    return sorted(files)
+    return sorted(files | set(indexed.values())), indexed

@@ -245,9 +245,22 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
 
 
 def _declared(config: Any) -> DeclaredCache | None:
-    """The declaration of the most specific section that mentions the cache."""
-    sections = map(read_declared_cache, _quantization_sections(_as_mapping(config)))
-    return next((declared for declared in sections if declared is not None), None)
+    """The declaration of the cache, which several sections may repeat."""
+    read = map(read_declared_cache, _quantization_sections(_as_mapping(config)))
+    found = [declared for declared in read if declared is not None]
+    for other in found[1:]:
+        if other != found[0]:
+            raise ValueError(
+                "KV cache: expected one declaration, found two that differ: "
+                f"{_described(found[0])} and {_described(other)}"
+            )
+    return found[0] if found else None
+
+
+def _described(declared: DeclaredCache) -> str:
+    if declared.formats is None or declared.layers is not None:
+        return "formats by layer"
+    return " and ".join(dict.fromkeys(declared.formats))
 
 
 def _quantization_sections(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -3,6 +3,8 @@
 ModelOpt names an algorithm (`kv_cache_quant_algo`), for all layers or for each
 (`kv_cache_quantized_layers`); compressed-tensors describes one (`kv_cache_scheme`, the fields of
 its `QuantizationArgs`), and ModelOpt's copy in `config.json` has either under the latter's name.
+Quark describes the outputs of K's and V's projections (`kv_cache_quant_config`), and AutoFP8 says
+`static`.
 Every field that affects values is honoured or refused: reading a cache in another format than the
 declared one would silently change logits.
 """
@@ -11,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from halfbyte.layouts.quantization_args import first_misfit
+from halfbyte.layouts.quantization_args import first_misfit, is_set
 
 FP8, NVFP4 = "fp8_e4m3", "nvfp4"
 Formats = tuple[str, str]
@@ -23,6 +25,10 @@ _ALGOS: dict[str, Formats] = {
     "FP8_K_NVFP4_V": (FP8, NVFP4),
 }
 _MIXED = "MIXED_PRECISION"
+_PREFIX = "kv_cache"
+_QUARK = "kv_cache_quant_config"
+_NAMES = ("kv_cache_quant_algo", "kv_cache_scheme", _QUARK)
+_LAYERS, _VERSION = "kv_cache_quantized_layers", "kv_cache_schema_version"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:\w+\.)*\w+$")
 _GROUP_SIZE = 16
 
@@ -49,6 +55,11 @@ _FIELDS: dict[int, dict[str, tuple[object, ...]]] = {
         "scale_dtype": (None, "float8_e4m3fn"),
     },
 }
+_QUARK_FP8: dict[str, tuple[object, ...]] = {
+    "dtype": ("fp8_e4m3",),
+    "qscheme": ("per_tensor",),
+    "is_dynamic": (False, None),
+}
 _EXPECTED = (
     "8 bits per tensor (fp8_e4m3) or 4 bits in groups of 16 with E4M3 scales (nvfp4), float, "
     "symmetric, not dynamic"
@@ -71,12 +82,14 @@ def read_declared_cache(section: Mapping[str, Any]) -> DeclaredCache | None:
         None if it declares none.
 
     Raises:
-        ValueError: a format that is not read here, or two that contradict each other; one line.
+        ValueError: a format that is not read here, or two that contradict each other; an unknown
+            field of the cache that is set; one line.
     """
+    _refuse_unknown(section)
     declared = [
-        (key, _formats(key, section[key]))
-        for key in ("kv_cache_quant_algo", "kv_cache_scheme")
-        if not _is_none(section.get(key))
+        (key, _declared_by(key, section))
+        for key in _NAMES
+        if not _is_none(section.get(key)) and (key != _QUARK or is_set(section[key]))
     ]
     for key, formats in declared[1:]:
         if formats != declared[0][1]:
@@ -87,14 +100,12 @@ def read_declared_cache(section: Mapping[str, Any]) -> DeclaredCache | None:
     layers = _layers(section)
     if not layers:
         if declared and declared[0][1] is None:
-            raise ValueError(
-                f"{declared[0][0]}: {_MIXED} is not supported without kv_cache_quantized_layers"
-            )
+            raise ValueError(f"{declared[0][0]}: {_MIXED} is not supported without {_LAYERS}")
         return DeclaredCache(declared[0][1], None) if declared else None
     same = set(layers.values())
     if declared and declared[0][1] is not None and same - {declared[0][1]}:
         raise ValueError(
-            f"kv_cache_quantized_layers: expected {section[declared[0][0]]} in every layer, as "
+            f"{_LAYERS}: expected {section[declared[0][0]]} in every layer, as "
             f"{declared[0][0]} says, found others"
         )
     return DeclaredCache(same.pop() if len(same) == 1 else None, layers)
@@ -124,8 +135,44 @@ def format_of_scheme(scheme: Mapping[str, Any]) -> str:
     return NVFP4 if bits == 4 else FP8
 
 
+def _refuse_unknown(section: Mapping[str, Any]) -> None:
+    """Raise ValueError for a field of the cache that is set and not read here."""
+    if "model_type" in section:  # a model's whole configuration, which may have fields of any name
+        return
+    for name, value in section.items():
+        is_known = name in (*_NAMES, _LAYERS, _VERSION) or not str(name).startswith(_PREFIX)
+        if not is_known and is_set(value):
+            raise ValueError(f"{name}: {value!r} is not supported; expected no such field")
+    version = section.get(_VERSION)
+    if version not in (None, 1):
+        raise ValueError(f"{_VERSION}: {version!r} is not supported; expected 1")
+
+
 def _is_none(value: object) -> bool:
     return value is None or (isinstance(value, str) and value.upper() == "NONE")
+
+
+def _declared_by(key: str, section: Mapping[str, Any]) -> Formats | None:
+    value = section[key]
+    if key == _QUARK:
+        return _quark_formats(value)
+    if key == "kv_cache_scheme" and value == "static" and section.get("quant_method") == "fp8":
+        return (FP8, FP8)  # vLLM's first FP8 caches, written by AutoFP8
+    return _formats(key, value)
+
+
+def _quark_formats(value: object) -> Formats:
+    """Of Quark's section, which describes the outputs of the K and V projections."""
+    layers = value.values() if isinstance(value, Mapping) else ()
+    outputs = [one.get("output_tensors") if isinstance(one, Mapping) else None for one in layers]
+    for one in outputs:
+        fields = one if isinstance(one, Mapping) else {}
+        found = {name: fields.get(name) for name in _QUARK_FP8}
+        if any(found[name] not in values for name, values in _QUARK_FP8.items()):
+            raise ValueError(f"{_QUARK}: {found} is not supported; expected fp8_e4m3 per_tensor")
+    if not outputs:
+        raise ValueError(f"{_QUARK}: {value!r} is not supported; expected an object of layers")
+    return (FP8, FP8)
 
 
 def _formats(key: str, value: object) -> Formats | None:
@@ -143,13 +190,10 @@ def _formats(key: str, value: object) -> Formats | None:
 
 
 def _layers(section: Mapping[str, Any]) -> dict[int, Formats] | None:
-    key = "kv_cache_quantized_layers"
+    key = _LAYERS
     listed = section.get(key)
     if listed is None:
         return None
-    version = section.get("kv_cache_schema_version", 1)
-    if version != 1:
-        raise ValueError(f"kv_cache_schema_version: {version!r} is not supported; expected 1")
     if not isinstance(listed, Mapping):
         raise ValueError(f"{key}: {listed!r} is not supported; expected an object of layers")
     layers: dict[int, Formats] = {}

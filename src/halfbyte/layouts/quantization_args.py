@@ -39,6 +39,11 @@ def described(args: Mapping[str, object]) -> dict[str, object]:
     return {k: v for k, v in args.items() if k not in _OF_CALIBRATION and v is not None}
 
 
+def is_set(value: object) -> bool:
+    """Whether a field has a value that can change results: not null, false or empty."""
+    return value is not None and value is not False and value not in ("", [], {})
+
+
 def _plain(value: object) -> object:
     """Names in lower case, and dtypes without `torch.`."""
     return value.lower().removeprefix("torch.") if isinstance(value, str) else value

@@ -57,6 +57,13 @@ _WITHOUT_WINDOWS = ("granite", "llama", "olmo2")
 _MASKED_WINDOWS = ("qwen2_moe",)
 """Architectures that mask keys outside a window, but do not pass it to the attention function."""
 
+_DRAFT_LAYERS = (
+    *("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers"),
+    "mtp_num_layers",
+)
+"""Config fields of DeepSeek, GLM, Qwen, MiniMax and Megatron."""
+_MAX_DRAFT_LAYERS = 64
+
 # transformers picks their frequencies by the longest sequence of a forward pass, so results would
 # depend on the rest of the batch and on how prompts are split into chunks.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -112,6 +119,19 @@ def _rope_types(parameters: Any) -> list[object]:
     return own + [one for value in parameters.values() for one in _rope_types(value)]
 
 
+def num_draft_layers(config: Any) -> int:
+    """Layers of a draft (multi-token prediction) that are stored after the model's; often 0.
+
+    Args:
+        config: of transformers, or the mapping of a `config.json`.
+    """
+    fields = config if isinstance(config, Mapping) else vars(config)
+    text = fields.get("text_config") or {}
+    sections = (fields, text if isinstance(text, Mapping) else vars(text))
+    values = (section.get(name) for section in sections for name in _DRAFT_LAYERS)
+    return next((x for x in values if type(x) is int and 0 < x <= _MAX_DRAFT_LAYERS), 0)
+
+
 def sliding_windows(config: Any) -> list[int | None]:
     """Per layer, the sliding window in tokens, or None for full attention."""
     window = getattr(config, "sliding_window", None)
@@ -160,7 +180,8 @@ def layer_specs(
         windows
     )
     if any(KVCacheDType.parse(x) is KVCacheDType.AUTO for x in (*k_names, *v_names)):
-        declared = KVCacheDType.layers_from_checkpoint(config, len(windows))
+        stored = len(windows) + num_draft_layers(config)
+        declared = KVCacheDType.layers_from_checkpoint(config, stored)[: len(windows)]
     specs: list[KVCacheSpec] = []
     layers = zip(windows, k_names, v_names, declared, strict=True)
     for window, k_name, v_name, (k_declared, v_declared) in layers:

@@ -1,11 +1,10 @@
 """A checkpoint's metadata: read once, and kept with the model that was loaded from it.
 
-The folder's path, the index and declarations of its files, and the KV scales among its tensors are
-read before any weight. They stay valid if the folder is moved or deleted later, or if the process
-changes its working directory.
+The folder's path, the index and declarations of its files, and its KV scales (among the tensors,
+and in `kv_scales.json`) are read before any weight. They stay valid if the folder is changed, moved
+or deleted later, or if the process changes its working directory.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,11 @@ from halfbyte.checkpoints.dialects.base import Declaration
 from halfbyte.checkpoints.dialects.modelopt import MODELOPT_FILE, read_modelopt_file
 from halfbyte.checkpoints.dialects.registry import read_declaration
 from halfbyte.checkpoints.errors import CheckpointError
+from halfbyte.checkpoints.fingerprint import fingerprint
 from halfbyte.checkpoints.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex, read_weight_map
-from halfbyte.checkpoints.kv_scales import read_kv_scales
+from halfbyte.checkpoints.kv_scales import StoredScales, read_stored_scales
 from halfbyte.checkpoints.validate import QUANTIZED_WEIGHT
+from halfbyte.kvcache import KVScales
 from halfbyte.layouts.kv_declarations import read_declared_cache
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.config_fields import check_sizes
@@ -30,30 +31,48 @@ _ATTRIBUTE = "_halfbyte_checkpoint"
 
 @dataclass(frozen=True)
 class CheckpointKVScales:
-    """The KV scales among a checkpoint's tensors.
+    """The KV scales in a checkpoint's folder.
 
     Args:
-        by_layer: `(k_scale, v_scale)`, decode scales.
+        stored: among the tensors.
         declaring: source of the declared formats: ModelOpt's file, else the config.
-        folder: for messages.
+        folder: absolute.
+        file: of `kv_scales.json`; the error if it is broken, raised when its scales are needed;
+            None if there is no such file.
+        identity: fingerprint of the checkpoint; None if it was not computed, or cannot be.
     """
 
-    by_layer: Mapping[int, tuple[float, float]]
+    stored: StoredScales
     declaring: Any
     folder: Path
+    file: KVScales | CheckpointError | None = None
+    identity: str | None = None
 
     @classmethod
-    def read(cls, folder: Path, config: Any) -> "CheckpointKVScales":
+    def read(cls, folder: Path, config: Any, *, identify: bool = False) -> "CheckpointKVScales":
         """Read a folder's.
 
         Args:
             folder: of a checkpoint.
             config: transformers config, or the dict of its `config.json`.
+            identify: compute the fingerprint, to recognize the checkpoint later.
 
         Raises:
-            CheckpointError: as `read_kv_scales`; a broken declaration.
+            CheckpointError: as `read_stored_scales`; a broken declaration.
         """
-        return cls(read_kv_scales(folder), declaring(folder, config), folder)
+        folder = folder.absolute()
+        return cls(
+            read_stored_scales(folder),
+            declaring(folder, config),
+            folder,
+            _read_file(folder),
+            _identity(folder) if identify else None,
+        )
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the folder still holds the checkpoint that was read from it."""
+        return self.identity is not None and _identity(self.folder) == self.identity
 
 
 @dataclass(frozen=True)
@@ -66,7 +85,7 @@ class Checkpoint:
         declaration: of quantized weights or a quantized cache; None for neither, or for a method
             that transformers loads.
         index: of the files.
-        kv_scales: among its tensors.
+        kv_scales: in the folder.
     """
 
     folder: Path
@@ -96,7 +115,7 @@ class Checkpoint:
             _refuse_undeclared(index)
         index = named_as_modules(index, config.model_type)
         check_sizes(config, index)
-        scales = CheckpointKVScales.read(folder, config)
+        scales = CheckpointKVScales.read(folder, config, identify=True)
         return cls(folder, config, declaration, index, scales)
 
     @property
@@ -111,7 +130,8 @@ class Checkpoint:
 
 
 def checkpoint_of(model: nn.Module) -> Checkpoint | None:
-    """The checkpoint of a model that `load_model` loaded; else None."""
+    """The checkpoint of a model that halfbyte loaded, or its quantizer in `from_pretrained`; else
+    None."""
     return getattr(model, _ATTRIBUTE, None)
 
 
@@ -126,6 +146,20 @@ def declaring(folder: Path, config: Any) -> Any:
         if read_declared_cache(section) is not None:
             return section
     return config
+
+
+def _read_file(folder: Path) -> KVScales | CheckpointError | None:
+    try:
+        return KVScales.load(folder)
+    except ValueError as error:
+        return CheckpointError(str(error))
+
+
+def _identity(folder: Path) -> str | None:
+    try:
+        return fingerprint(folder)
+    except CheckpointError:
+        return None
 
 
 def _index_as_transformers(folder: Path) -> CheckpointIndex:

@@ -2,8 +2,10 @@
 
 compressed-tensors hooks the attention modules of a checkpoint that declares a quantized cache and
 rounds K and V before they reach any cache; halfbyte's cache would round them a second time, to
-other values. So halfbyte hides the declaration from that package when it loads a model, and removes
-its hooks when it makes a cache for a model that `from_pretrained` loaded.
+other values. Older files declare the cache as quantized outputs of K's and V's projections, which
+the package rounds in the projections' forward pass. So halfbyte hides the declaration from that
+package when it loads a model, and removes both when it makes a cache for a model that
+`from_pretrained` loaded.
 """
 
 import logging
@@ -34,7 +36,7 @@ def without_cache(section: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         CheckpointError: K and V are declared in different formats, or one of them alone.
     """
     rest, cache = dict(section), {}
-    for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
+    for key in [key for key in rest if key.startswith("kv_cache_")]:
         if rest.get(key) is not None:
             cache[key], rest[key] = rest[key], None
     groups = rest.get("config_groups")
@@ -57,20 +59,62 @@ def without_cache(section: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def release_cache_hooks(model: nn.Module) -> None:
-    """Remove compressed-tensors' cache hooks from a model; logged if there were any."""
+    """Keep compressed-tensors from rounding K and V in a model that `from_pretrained` loaded.
+
+    Removes its hooks of the cache, and the quantization of outputs of K's and V's projections where
+    it declares the cache; `auto` then stands for that format. Logged if there was any.
+
+    Raises:
+        CheckpointError: as `without_cache`.
+    """
     released = 0
     for module in model.modules():
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if str(getattr(hook, "__module__", "")).startswith(_HOOKS_OF):
-                del module._forward_pre_hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-                released += 1
+        hooks = module._forward_pre_hooks, module._forward_hooks
+        of_package = [
+            (registry, key)
+            for registry in hooks
+            for key, hook in registry.items()
+            if str(getattr(hook, "__module__", "")).startswith(_HOOKS_OF)
+        ]
+        for registry, key in of_package:
+            del registry[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+            module._forward_hooks_with_kwargs.pop(key, None)
+        released += bool(of_package)
+    released += _release_outputs(model)
     if released:
         logger.warning(
             "removed compressed-tensors' cache hooks from %d attention modules: K and V are "
             "quantized by halfbyte's cache only",
             released,
         )
+
+
+def _release_outputs(model: nn.Module) -> int:
+    """Leave the outputs that declare a cache as they are; returns the number of their layers."""
+    quantized = {
+        name: module
+        for name, module in model.named_modules()
+        if getattr(getattr(module, "quantization_scheme", None), "output_activations", None)
+    }
+    if not quantized:
+        return 0
+    config: Any = model.config
+    declared = config.quantization_config
+    section = declared if isinstance(declared, Mapping) else declared.to_dict()
+    cache = without_cache(section)[1]
+    released = set()
+    for name, module in quantized.items():
+        scheme: Any = module.quantization_scheme
+        group = {"targets": scheme.targets, "output_activations": {}}
+        attention, _, projection = name.rpartition(".")
+        if projection in _sides_of_cache(group):
+            # The package's forward pass looks at the scheme; groups share one object.
+            module.quantization_scheme = scheme.model_copy(update={"output_activations": None})
+            released.add(attention)
+    if released and section.get("kv_cache_scheme") is None:
+        config.quantization = {**(getattr(config, "quantization", None) or {}), **cache}
+    return len(released)
 
 
 def _sides_of_cache(group: Any) -> set[str]:

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from halfbyte.checkpoints.dialects.base import declared_cache
 from halfbyte.checkpoints.validate import QUANTIZED_WEIGHT
 from halfbyte.models.foreign_cache import without_cache
 from halfbyte.models.local_files import LOCAL_FILES, ModelLoadError, or_load_error
@@ -45,6 +46,7 @@ def leave_weights_to_transformers(folder: Path, config: Any) -> None:
 
     Raises:
         ModelLoadError: a method that transformers does not read.
+        CheckpointError: a cache that is not read here.
     """
     section = getattr(config, "quantization_config", None)
     if not isinstance(section, Mapping):
@@ -55,6 +57,7 @@ def leave_weights_to_transformers(folder: Path, config: Any) -> None:
             f"{folder}: quantization_config.quant_method: expected modelopt, compressed-tensors "
             f"or a method that transformers reads, found {method!r}"
         )
+    declared_cache(folder, section)  # raises for fields that transformers would drop
     config.quantization_config, cache = without_cache(section)
     if cache:
         config.quantization = cache

@@ -16,6 +16,7 @@ from halfbyte.kvcache import KVScales
 from halfbyte.kvcache.scales import shape_of_model
 from halfbyte.models.amax import AmaxRecorder, without_zeros
 from halfbyte.models.attention_functions import GENERATE, register
+from halfbyte.models.foreign_cache import release_cache_hooks
 from halfbyte.models.key_statistics import KVRecorder
 
 logger = logging.getLogger("halfbyte")
@@ -39,7 +40,8 @@ def calibrate(
     """Run tokens through a model once and measure K and V of each layer.
 
     Args:
-        model: a transformers model; restored afterwards.
+        model: a transformers model; restored afterwards, but for the hooks of compressed-tensors
+            that round K and V (`release_cache_hooks`).
         input_ids: int64 `[rows, tokens]`; rows are run one after the other.
         source: for the log.
         headroom: factor over the largest magnitude seen.
@@ -49,6 +51,7 @@ def calibrate(
         ValueError: K or V that is not finite, or of every layer zero; ids that the model lacks.
     """
     check_vocabulary(model.config, input_ids, first_tokens)
+    release_cache_hooks(model)
     recorder = KVRecorder(model, first_tokens, input_ids.shape[0])
     firsts = [torch.tensor([[token]], device="cpu") for token in first_tokens]
     run_rows(model, [*input_ids.split(1), *firsts], recorder)

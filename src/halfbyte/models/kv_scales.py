@@ -19,18 +19,19 @@ from transformers import PreTrainedModel
 
 from halfbyte.assets import calibration_text
 from halfbyte.checkpoints import CheckpointError, fingerprint
+from halfbyte.checkpoints.dialects.modelopt import MODELOPT_FILE
 from halfbyte.files import cache_folder
-from halfbyte.kvcache import KV_SCALES_FILE, KVRecipe, KVScales, get_kv_cache_quant_method
+from halfbyte.kvcache import KV_SCALES_FILE, KVRecipe, KVScales
 from halfbyte.kvcache.scales import NO_SCALE, shape_of_model
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models.checkpoint_folder import CheckpointKVScales, checkpoint_of, declaring
 from halfbyte.models.kv_calibration import calibrate, calibration_tokens, usual_first_tokens
-from halfbyte.models.local_files import folder_of
+from halfbyte.models.kv_scale_sources import file_in_cache, first_stored, from_tensors
+from halfbyte.models.local_files import ModelLoadError, folder_of
 from halfbyte.models.tokenizer import has_tokenizer, load_tokenizer
 
 logger = logging.getLogger("halfbyte")
 
-_CACHE_SUBFOLDER = "kv_scales"
 _SMALLEST_AMAX, _LARGEST_AMAX = 2.0**-10, 2.0**16
 """Range of amax of K and V in known models, first tokens included."""
 
@@ -70,10 +71,10 @@ def find_kv_scales(
 def _found(
     folder: Path, config: Any, stored: CheckpointKVScales | None, recipe: KVRecipe | None
 ) -> KVScales | None:
-    """Scales of a checkpoint; its tensors are read unless their scales are known already."""
+    """Scales of a checkpoint; its folder is read unless that was done when it was loaded."""
     try:
         stored = CheckpointKVScales.read(folder, config) if stored is None else stored
-        scales = _first(folder, config, stored, recipe)
+        scales = first_stored(config, stored, recipe)
         if scales is not None:
             _check_model(scales, config)
         return scales
@@ -81,29 +82,6 @@ def _found(
         raise
     except ValueError as error:  # of what is in the folder
         raise CheckpointError(str(error)) from None
-
-
-def _first(
-    folder: Path, config: Any, stored: CheckpointKVScales, recipe: KVRecipe | None
-) -> KVScales | None:
-    """The first scales that suit a recipe; else the first with a calibration that is too old, so
-    that `KVScales.calibration_for` refuses it by name."""
-    sources = (
-        lambda: _from_checkpoint(stored, config),
-        lambda: _from_file(folder),
-        lambda: _from_cache(folder),
-    )
-    older = None
-    for source in sources:
-        scales = source()
-        if scales is None:
-            continue
-        if recipe is None or scales.suits(recipe):
-            return scales
-        logger.info("KV cache scales from %s: not used, kv_recipe needs others", scales.source)
-        if older is None and scales.calibration is not None:
-            older = scales
-    return older
 
 
 def resolve_kv_scales(
@@ -136,6 +114,12 @@ def resolve_kv_scales(
     if scales is None:
         checkpoint = checkpoint_of(model)
         folder = folder_of(model) if checkpoint is None else checkpoint.folder
+        if folder is None and model.config.name_or_path:
+            logger.warning(
+                "%s: neither a folder here nor in the hub's cache, so KV scales in its files are "
+                "not known",
+                model.config.name_or_path,
+            )
         if tokenizer is None and folder is not None and has_tokenizer(folder):
             tokenizer = load_tokenizer(folder)
         ids, source = calibration_tokens(tokenizer, model.config, calibration_text())
@@ -150,16 +134,45 @@ def known_kv_scales(
     given: KVScales | str | Path | None = None,
     recipe: KVRecipe | None = None,
 ) -> KVScales | None:
-    """Scales of a loaded model, without running it; arguments and errors as of `find_kv_scales`."""
+    """Scales of a loaded model, without running it; arguments and errors as of `find_kv_scales`.
+
+    Those that its folder had when it was loaded. For models that transformers loaded without our
+    quantizer, those that the folder has now.
+
+    Raises:
+        ModelLoadError: the folder that transformers loaded the model from is gone.
+    """
     if given is not None:
         return _given(given)
     checkpoint = checkpoint_of(model)
-    if checkpoint is not None:  # tensors are known, even if the folder was moved
+    if checkpoint is not None:  # known since it was loaded, even if the folder was moved
         return _found(checkpoint.folder, model.config, checkpoint.kv_scales, recipe)
     folder = folder_of(model)
-    if folder is None or not folder.is_dir():
+    if folder is None:
         return None
     return _found(folder, model.config, None, recipe)
+
+
+def find_draft_kv_scales(folder: Path, config: Any) -> KVScales | None:
+    """Scales of a draft that is stored as further layers of its target (MTP), among the tensors.
+
+    Args:
+        folder: of the target's checkpoint.
+        config: of the target.
+
+    Returns:
+        Scales by layer of the draft; None if there are none.
+
+    Raises:
+        CheckpointError: as `find_kv_scales`.
+    """
+    try:
+        found = CheckpointKVScales.read(folder, config)
+        return from_tensors(found, config, of_draft=True)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def cached_calibration(folder: Path) -> Path | None:
@@ -177,7 +190,7 @@ def cached_calibration(folder: Path) -> Path | None:
         CheckpointError: no fingerprint can be computed for the folder.
     """
     cache = cache_folder()
-    return cache and cache / _CACHE_SUBFOLDER / f"{fingerprint(folder)}.json"
+    return cache and file_in_cache(cache, fingerprint(folder))
 
 
 def declared_format(folder: Path, config: Any) -> KVCacheDType:
@@ -193,59 +206,33 @@ def declared_format(folder: Path, config: Any) -> KVCacheDType:
     return KVCacheDType.from_checkpoint(declaring(folder, config))
 
 
+def adopt_declaration(model: PreTrainedModel) -> None:
+    """Add the cache that ModelOpt's file declares to a model's config, for `auto`.
+
+    transformers does not read that file, so a model that it loaded without our quantizer does not
+    have the declaration.
+
+    Raises:
+        CheckpointError: as `find_kv_scales`.
+    """
+    config: Any = model.config
+    if checkpoint_of(model) is not None or getattr(config, "quantization_config", None):
+        return
+    try:
+        folder = folder_of(model)
+    except ModelLoadError:
+        return  # raised where scales are needed
+    if folder is not None and (folder / MODELOPT_FILE).is_file():
+        section = declaring(folder, config)
+        if section is not config:
+            config.quantization = dict(section)
+
+
 def _given(given: KVScales | str | Path | None) -> KVScales | None:
     if given is None or isinstance(given, KVScales):
         return given
     path = Path(given)
     file = path / KV_SCALES_FILE if path.is_dir() else path
-    scales = KVScales.load_file(file)
-    return replace(scales, source=f"{file} ({scales.source})")
-
-
-def _from_checkpoint(found: CheckpointKVScales, config: Any) -> KVScales | None:
-    stored, folder = found.by_layer, found.folder
-    if not stored:
-        return None
-    num_layers = max(stored) + 1
-    known = shape_of_model(config).get("num_hidden_layers")
-    if isinstance(known, int) and known < num_layers:
-        raise ValueError(f"KV scales from {folder}: {num_layers} layers, the model has {known}")
-    num_layers = known if isinstance(known, int) else num_layers
-    formats = KVCacheDType.layers_from_checkpoint(found.declaring, num_layers)
-    if not any(dtype.has_global_scale for layer in stored for dtype in formats[layer]):
-        logger.warning("%s: has KV scales but declares no format; used as FP8 scales", folder)
-    amax = [(NO_SCALE, NO_SCALE)] * num_layers
-    names: dict[str, None] = {}
-    for layer, (k_scale, v_scale) in stored.items():
-        k_method, v_method = (
-            get_kv_cache_quant_method(d if d.has_global_scale else KVCacheDType.FP8_E4M3)
-            for d in formats[layer]
-        )
-        names |= {k_method.name: None, v_method.name: None}
-        one = KVScales.from_global_scales(
-            [k_scale], [v_scale], k_method, v_method, f"layer {layer} of {folder}"
-        )
-        amax[layer] = one.amax_of_layer(0)
-    k_amax, v_amax = zip(*amax, strict=True)
-    return KVScales(k_amax, v_amax, f"checkpoint (for {', '.join(names)})")
-
-
-def _from_file(folder: Path) -> KVScales | None:
-    scales = KVScales.load(folder)
-    return scales and replace(scales, source=f"{KV_SCALES_FILE} ({scales.source})")
-
-
-def _from_cache(folder: Path) -> KVScales | None:
-    cache = cache_folder()
-    try:
-        if cache is None or not (cache / _CACHE_SUBFOLDER).is_dir():
-            return None  # skips computing the fingerprint
-        file = cached_calibration(folder)
-        if file is None or not file.is_file():
-            return None
-    except (CheckpointError, OSError) as error:  # no fingerprint, or a folder of another user
-        logger.debug("no calibration is looked for in the cache folder: %s", error)
-        return None
     scales = KVScales.load_file(file)
     return replace(scales, source=f"{file} ({scales.source})")
 

@@ -13,7 +13,7 @@ from halfbyte.kvcache.recipe import DEFAULT, RECIPES
 from halfbyte.kvcache.specs import KVCacheSpec
 from halfbyte.models.architectures import LayerDTypes, layer_specs
 from halfbyte.models.foreign_cache import release_cache_hooks
-from halfbyte.models.kv_scales import known_kv_scales, resolve_kv_scales
+from halfbyte.models.kv_scales import adopt_declaration, known_kv_scales, resolve_kv_scales
 
 logger = logging.getLogger("halfbyte")
 
@@ -65,6 +65,7 @@ class KVSetup(NamedTuple):
             )
 
         release_cache_hooks(model)
+        adopt_declaration(model)
         recipe = KVRecipe.parse("plain" if kv_recipe is None else kv_recipe)
         specs = specs_for(recipe)
         if kv_recipe is None and any(spec.layout.k_dtype.is_nvfp4 for spec in specs):

@@ -19,36 +19,70 @@ from transformers import AutoConfig
 
 from halfbyte.checkpoints.dialects.registry import read_config
 from halfbyte.checkpoints.errors import CheckpointError, one_line
+from halfbyte.kvcache.scales import shape_of_model
 from halfbyte.models.architectures import UnsupportedModelError, check_model_type
 from halfbyte.models.config_fields import check_fields
 
 LOCAL_FILES: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 """Arguments of every `from_pretrained` that is given a folder."""
 
+_GIVE_SCALES = (
+    "load it with halfbyte.load_model, which reads KV scales at once, or from an absolute path, or "
+    "give kv_scales"
+)
 ADAPTER_FILE = "adapter_config.json"
 _SNAPSHOT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+class ModelLoadError(CheckpointError):
+    """A model could not be loaded; one line that names it and says why."""
 
 
 def folder_of(model: nn.Module) -> Path | None:
     """Checkpoint folder of a model that transformers loaded; None if unknown.
 
-    It is the path that was loaded, or a hub id's snapshot in the hub's cache.
+    It is the path that was loaded, or a hub id's snapshot in the hub's cache. transformers keeps
+    only the name that it was given, so a relative path is looked for in the folder that the process
+    works in now.
+
+    Raises:
+        ModelLoadError: a folder that is not there any more, or holds another model's config.json.
     """
     config: Any = getattr(model, "config", None)
     name = getattr(config, "_name_or_path", None) or ""
     if not name:
         return None
-    if Path(name).is_dir():
-        return Path(name)
+    folder = Path(name)
+    if folder.is_dir():
+        if not folder.is_absolute():
+            _check_is_of(config, folder)
+        return folder.absolute()
     commit = getattr(config, "_commit_hash", None)
+    if commit is None and not _is_hub_id(name):
+        raise ModelLoadError(
+            f"{name}: expected the folder that the model was loaded from, found none in "
+            f"{Path.cwd()}; {_GIVE_SCALES}"
+        )
     try:
         return Path(snapshot_download(name, revision=commit, local_files_only=True))
-    except Exception:  # no hub id, or not cached: the type varies by client version
+    except Exception:  # not cached: the type varies by client version
         return None
 
 
-class ModelLoadError(CheckpointError):
-    """A model could not be loaded; one line that names it and says why."""
+def _is_hub_id(name: str) -> bool:
+    """Whether this may be a hub id of a supported model; all of them have an owner."""
+    return not name.startswith((".", "~", "/")) and name.count("/") == 1
+
+
+def _check_is_of(config: Any, folder: Path) -> None:
+    """Raise ModelLoadError if a folder's config.json describes another model."""
+    found, expected = shape_of_model(read_config(folder)), shape_of_model(config)
+    for name in expected:
+        if name in found and found[name] != expected[name]:
+            raise ModelLoadError(
+                f"{folder.absolute()}: expected the folder that the model was loaded from, with "
+                f"{name} {expected[name]}, found {found[name]}; {_GIVE_SCALES}"
+            )
 
 
 def local_folder(

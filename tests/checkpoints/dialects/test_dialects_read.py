@@ -158,6 +158,38 @@ def test_hf_quant_config_wins(tmp_path: Path) -> None:
         assert found.kv_cache_dtype == "fp8_e4m3"
 
 
+@pytest.mark.parametrize("where", ["hf_quant_config.json", "config.json"])
+@pytest.mark.parametrize(
+    ("beside", "message"),
+    [
+        ({"kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo: expected .*'FP8', found 'NVFP4'"),
+        ({"group_size": 32}, "group_size: expected .*16, found 32 beside it"),
+        ({"kv_cache_rotation": "hadamard"}, "kv_cache_rotation"),
+        ({"rotation": "hadamard"}, "rotation: expected no such field, found 'hadamard'"),
+    ],
+)
+def test_fields_beside_modelopts_section_count(
+    tmp_path: Path, where: str, beside: dict[str, Any], message: str
+) -> None:
+    own = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
+    fields = {"producer": {"name": "modelopt"}, "quantization": own}
+    section = {"quant_method": "modelopt"}
+
+    def read_it(fields: dict[str, Any]) -> Any:
+        if where == "config.json":
+            return read({**section, **fields}, tmp_path)
+        (tmp_path / where).write_text(json.dumps(fields))
+        return read(section, tmp_path)
+
+    assert read_it({**fields, "kv_cache_quant_algo": "FP8"}).kv_cache_dtype == "fp8_e4m3"
+    without = {name: value for name, value in own.items() if name != "kv_cache_quant_algo"}
+    outside = {"producer": {}, "quantization": without, "kv_cache_quant_algo": "NVFP4"}
+    assert read_it(outside).kv_cache_dtype == "nvfp4"
+    with pytest.raises(CheckpointError, match=message) as error:
+        read_it({**fields, **beside})
+    assert str(error.value).startswith(str(tmp_path))
+
+
 @pytest.mark.parametrize("algo", [None, "FP8"])
 def test_hf_quant_config_wins_where_the_cache_is_chosen_by_the_models_config(
     tmp_path: Path, algo: str | None
@@ -412,6 +444,17 @@ def with_weights(**fields: object) -> dict[str, Any]:
             {**declaration("modelopt"), "exclude_modules": "lm_head"},
             "exclude_modules: expected a list, found 'lm_head'",
         ),
+        *[
+            ({**declaration(dialect), name: value}, f"{name}: ")
+            for dialect in ("modelopt", "compressed-tensors")
+            for name, value in {
+                "kv_cache_group_size": 32,
+                "kv_cache_rotation": "hadamard",
+                "kv_cache_exclude_layers": ["model.layers.0"],
+                "weight_rotation": "hadamard",
+                "modules_to_not_convert": ["lm_head"],
+            }.items()
+        ],
         ("NVFP4", "quantization_config: expected an object, found str"),
         ([], "quantization_config: expected an object, found list"),
     ],

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
 
 from halfbyte.kvcache import FullAttentionSpec, KVScales
 from halfbyte.kvcache.calibration import KVCalibration, LayerCalibration, RopeAverages
@@ -18,7 +20,7 @@ from halfbyte.plugins.vllm import checks, connectors, support
 from halfbyte.plugins.vllm.formats import LayerFormat, block_size_of, pages_of
 from halfbyte.plugins.vllm.options import Options
 from halfbyte.plugins.vllm.recipes import resolve_options
-from halfbyte.plugins.vllm.scales import LayerPlace, heads_of_rank, place_of
+from halfbyte.plugins.vllm.scales import LayerPlace, heads_of_rank, place_of, scales_of_draft
 
 ROOT = Path(__file__).parents[3]
 GIVEN: dict[str, Any] = {
@@ -260,6 +262,34 @@ def test_a_run_has_one_default_recipe(
         run.additional_config = {"halfbyte": {"kv_scales": str(file)}}
         run.model_config = of_draft
         assert resolve_options(run).kv_recipe == recipe
+
+
+def test_scales_of_a_draft_inside_its_target(tmp_path: Path) -> None:
+    """Tensors of the layers after the target's; a draft of another folder has its own."""
+    target = model_config(tmp_path / "target", 4, calibrated(4))
+    target.hf_config = LlamaConfig(num_hidden_layers=4)
+    target.hf_config.update({"num_nextn_predict_layers": 1})
+    tensors = {f"model.layers.4.self_attn.{x}_scale": torch.tensor(0.5) for x in "kv"}
+    draft = SimpleNamespace(model=target.model, hf_config=SimpleNamespace(num_hidden_layers=1))
+    speculative = SimpleNamespace(draft_model_config=draft, method="mtp")
+    run = config(
+        model_config=target,
+        load_config=SimpleNamespace(load_format="auto"),
+        speculative_config=speculative,
+    )
+    plain, balanced = Options(kv_recipe="plain"), Options(kv_recipe="balanced")
+    with pytest.raises(ValueError, match="has no KV cache scales of its own"):
+        scales_of_draft(run, plain)
+    save_file(tensors, tmp_path / "target" / "model.safetensors")
+    found = scales_of_draft(run, plain)
+    assert (found.k_amax, found.v_amax) == ((0.5 * 448,), (0.5 * 448,))
+    with pytest.raises(ValueError, match="without the calibration that kv_recipe balanced needs"):
+        scales_of_draft(run, balanced)
+    given = calibrated(1).save_file(tmp_path / "given.json")
+    options = Options(kv_recipe="plain", draft_kv_scales=str(given))
+    assert scales_of_draft(run, options).k_amax == (8.0,)
+    speculative.draft_model_config = model_config(tmp_path / "draft", 2, calibrated(2))
+    assert scales_of_draft(run, plain).k_amax == (8.0, 8.0)
 
 
 def compilation(**fields: Any) -> SimpleNamespace:

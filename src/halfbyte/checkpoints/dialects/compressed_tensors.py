@@ -39,6 +39,7 @@ from halfbyte.checkpoints.dialects.schemes import (
 )
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.dispatch import is_installed
+from halfbyte.layouts.quantization_args import is_set
 from halfbyte.numerics import nvfp4
 
 NVFP4_FORMAT = "nvfp4-pack-quantized"
@@ -58,6 +59,14 @@ _FORMATS = (NVFP4_FORMAT, _MIXED_FORMAT, *_OTHER_FORMATS, *_UNPACKED_FORMATS)
 _PRESETS: dict[str, Scheme] = {"NVFP4": "nvfp4", "NVFP4A16": "nvfp4-a16"}
 _SECONDS = 2
 """Max seconds to match a pattern with a name: some patterns backtrack exponentially."""
+_WITHOUT_EFFECT = (
+    *("quant_method", "version", PROVIDER_KEY, "quantization_status", "global_compression_ratio"),
+    *("run_compressed", "dequantize"),
+)
+_FIELDS = (
+    *("config_groups", "format", "ignore", "transform_config", "sparsity_config"),
+    *_WITHOUT_EFFECT,
+)
 _GROUP_FIELDS = ("targets", "weights", "input_activations", "format")
 _WRITTEN_WEIGHTS: dict[str, Any] = {
     "num_bits": 4,
@@ -252,6 +261,9 @@ def _check_pattern(folder: Path, where: str, pattern: str) -> None:
 
 
 def _refuse_extras(folder: Path, section: Mapping[str, Any]) -> None:
+    for name, value in section.items():
+        if name not in _FIELDS and not name.startswith(("_", "kv_cache_")) and is_set(value):
+            raise unknown_scheme(folder, name, repr(value), "no such field")
     for pattern in listed_patterns(folder, section, "ignore"):
         _check_pattern(folder, "ignore", pattern)
     transforms = _object(folder, section, "transform_config").get("config_groups")

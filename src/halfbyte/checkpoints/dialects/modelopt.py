@@ -39,6 +39,7 @@ from halfbyte.checkpoints.dialects.schemes import (
     is_nvfp4_weight,
 )
 from halfbyte.checkpoints.errors import CheckpointError, read_json
+from halfbyte.layouts.quantization_args import is_set
 from halfbyte.numerics import nvfp4
 
 MODELOPT_FILE = "hf_quant_config.json"
@@ -52,11 +53,17 @@ _MIXED = "MIXED_PRECISION"
 _DECLARED = (
     *("quant_algo", "group_size", "quantized_layers", "exclude_modules", "ignore"),
     *("kv_cache_quant_algo", "kv_cache_scheme"),
+    *("kv_cache_quantized_layers", "kv_cache_schema_version"),
 )
 _GROUP_SIZE = 16
 _GROUP_FIELDS = ("targets", "weights", "input_activations")
 _LAYER_FIELDS = ("quant_algo", "group_size", "pre_quant_scale", "has_zero_point", "lora_rank")
 _REFUSED = ("pre_quant_scale", "has_zero_point", "lora_rank")
+_WITHOUT_EFFECT = (
+    *("producer", PROVIDER_KEY, "quant_method", "version"),
+    "smoothquant_val",  # TensorRT-LLM's, of algorithms that are not read here
+)
+_FIELDS = frozenset((*_DECLARED, *_REFUSED, *_WITHOUT_EFFECT, "quantization", "config_groups"))
 _WILD = frozenset("*?[")
 # Readers of the dialect (vLLM, TensorRT-LLM) require this name; the provider key names the writer.
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
@@ -74,12 +81,11 @@ class ModelOpt(CheckpointDialect):
 
     def read(self, folder: Path, section: Mapping[str, Any]) -> Declaration:
         """See `CheckpointDialect.read`; ModelOpt's own file wins over its copy in the config."""
-        file = folder / MODELOPT_FILE
+        file, section = folder / MODELOPT_FILE, _whole_section(folder, section)
         declared = read_modelopt_file(file) if file.is_file() else section
-        nested = declared.get("quantization")
-        declared = nested if isinstance(nested, Mapping) else declared
         algo = declared.get("quant_algo")
         whole = {**_undeclared(section), **declared}
+        _refuse_unknown(folder, whole)
         groups: tuple[LayerGroup, ...] = ()
         if algo == _MIXED:
             groups = tuple(_mixed_groups(folder, declared))
@@ -145,7 +151,8 @@ def read_modelopt_file(file: Path) -> Mapping[str, Any]:
     """The `quantization` object of ModelOpt's `hf_quant_config.json`.
 
     Raises:
-        CheckpointError: not a JSON object, or without `quantization`; one line.
+        CheckpointError: not a JSON object, or without `quantization`; fields beside it that
+            contradict it; one line.
     """
     declared = read_json(file)
     if not {"quantization", "quant_algo"} & declared.keys():
@@ -156,7 +163,33 @@ def read_modelopt_file(file: Path) -> Mapping[str, Any]:
         raise CheckpointError(
             f"{file}: 'quantization': expected an object, found {type(section).__name__}"
         )
-    return section
+    return _whole_section(file, declared)
+
+
+def _whole_section(where: Path, declared: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`quantization` of an object, with the fields of a declaration that are beside it.
+
+    Raises:
+        CheckpointError: a field is in both, with different values.
+    """
+    nested = declared.get("quantization")
+    if not isinstance(nested, Mapping):
+        return declared
+    for name, value in declared.items():
+        if name in nested and nested[name] != value and name not in _WITHOUT_EFFECT:
+            raise CheckpointError(
+                f"{where}: {name}: expected what 'quantization' has, {nested[name]!r}, found "
+                f"{value!r} beside it"
+            )
+    beside = {name: value for name, value in declared.items() if name != "quantization"}
+    return {**beside, **nested}
+
+
+def _refuse_unknown(folder: Path, section: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a field that is set and may change results in unknown ways."""
+    for name, value in section.items():
+        if name not in _FIELDS and not name.startswith("_") and is_set(value):
+            raise unknown_scheme(folder, name, repr(value), "no such field")
 
 
 class _Patterns:

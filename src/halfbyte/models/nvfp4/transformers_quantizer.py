@@ -21,7 +21,8 @@ from halfbyte.checkpoints.dialects.base import PROVIDER, Declaration
 from halfbyte.checkpoints.dialects.registry import read_declaration
 from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
-from halfbyte.checkpoints.kv_scales import read_kv_scales
+from halfbyte.checkpoints.kv_scales import is_kv_scale
+from halfbyte.models.checkpoint_folder import Checkpoint, CheckpointKVScales
 from halfbyte.models.file_names import named_as_modules
 from halfbyte.models.nvfp4.layer_plan import LayerPlan, plan_layers
 from halfbyte.models.nvfp4.layers import LayerOptions, log_activation_mode, put_in_place, untie
@@ -128,16 +129,20 @@ class NvFp4Quantizer(HfQuantizer):
         # The files from which transformers loads the other tensors; the folder may hold more.
         index = named_as_modules(CheckpointIndex.read_chosen(files), model.config.model_type)
         folder, named = index.folder, _named_as_in_files(model, index)
-        read_kv_scales(folder)  # raises for broken scales before weights are read
         section = self.quantization_config.to_dict()
         declaration = read_declaration(folder, {"quantization_config": section})
+        # Broken scales are an error before weights are read; sound ones stay with the model.
+        scales = CheckpointKVScales.read(folder, model.config, identify=True)
+        Checkpoint(scales.folder, model.config, declaration, index, scales).attach_to(model)
+        if declaration is not None:
+            method = section.get("quant_method", declaration.dialect)
+            section = {"quant_method": method, **(declaration.section or {})}
+            self.quantization_config.section = section
         if declaration is None or not declaration.quantizes_weights:
             check_plain_tensors(
                 named, self._plan, index, model.dtype
             )  # nothing packed is left over
             return
-        method = section.get("quant_method", declaration.dialect)
-        self.quantization_config.section = {"quant_method": method, **(declaration.section or {})}
         device_map = kwargs.get("device_map") or {"": "cpu"}
         self._declaration, self._index = declaration, index
         self._options = LayerOptions(model.dtype, torch.device(device_map[""]))
@@ -154,7 +159,9 @@ class NvFp4Quantizer(HfQuantizer):
 
     def _unexpected_names(self) -> Iterator[str]:
         """Patterns of tensors in the files that are not in the model at this point."""
-        yield r"\.[kv]_(global_)?scale$"  # read by `checkpoints.read_kv_scales`
+        assert self._index is not None
+        # Read by `checkpoints.read_stored_scales`.
+        yield from (f"^{re.escape(name)}$" for name in self._index.tensors if is_kv_scale(name))
         for name in {re.sub(r"\d+", "0", name) for name in self._plan.file_names()}:
             yield f"^{re.escape(name).replace('0', '[0-9]+')}$"
         for name in {re.sub(r"\d+", "0", name) for name in self._plan.experts}:

@@ -9,18 +9,20 @@ the folder if there is one, end with the identity of the pages (`kvcache.identit
 import copy
 import hashlib
 import json
+from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from halfbyte.after_import import after_import
+from halfbyte.kvcache import KVScales
 from halfbyte.kvcache.identity import pages_identity
 from halfbyte.plugins.vllm.formats import LayerFormat
 from halfbyte.plugins.vllm.options import Options
 from halfbyte.plugins.vllm.recipes import resolve_options
 from halfbyte.plugins.vllm.registry import uses_halfbyte
-from halfbyte.plugins.vllm.scales import scales_of_model
+from halfbyte.plugins.vllm.scales import scales_of_draft, scales_of_model
 
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 _FOLDER = "shared_storage_path"
@@ -83,16 +85,20 @@ def _identity(vllm_config: Any) -> str:
     draft = vllm_config.speculative_config
     draft_config = getattr(draft, "draft_model_config", None)
     draft_dtype = getattr(draft, "kv_cache_dtype", None) or cache.cache_dtype
-    parts = [
-        _identity_of_model(
-            cache.cache_dtype, vllm_config.model_config, load_config, options, "kv_scales"
-        )
-    ]
+    model_config, given, recipe = vllm_config.model_config, options.kv_scales, options.recipe
+
+    def scales() -> KVScales:
+        return scales_of_model(model_config, load_config, given, "kv_scales", recipe)
+
+    def draft_scales() -> KVScales | None:
+        try:
+            return scales_of_draft(vllm_config, options)
+        except ValueError:
+            return None  # a draft without its own layers; if it needs scales, setting them raises
+
+    parts = [_identity_of_model(cache.cache_dtype, model_config, options, scales)]
     if draft_config is not None:
-        load_config = getattr(draft, "draft_load_config", None) or load_config
-        parts.append(
-            _identity_of_model(draft_dtype, draft_config, load_config, options, "draft_kv_scales")
-        )
+        parts.append(_identity_of_model(draft_dtype, draft_config, options, draft_scales))
     fields = {
         "models": parts,
         "skipped": sorted(map(str, getattr(cache, "kv_cache_dtype_skip_layers", None) or ())),
@@ -103,19 +109,12 @@ def _identity(vllm_config: Any) -> str:
 
 
 def _identity_of_model(
-    cache_dtype: str, model_config: Any, load_config: Any, options: Options, option: str
+    cache_dtype: str, model_config: Any, options: Options, scales: Callable[[], KVScales | None]
 ) -> str:
     formats = LayerFormat.of(cache_dtype, model_config.dtype, options)
-    scales = None
-    if formats.k.has_global_scale or formats.v.has_global_scale:
-        try:
-            given = getattr(options, option)
-            scales = scales_of_model(model_config, load_config, given, option, options.recipe)
-        except ValueError:
-            if option == "kv_scales":
-                raise
-            # A draft without its own layers. If it needs scales, setting them raises.
-    return pages_identity(formats.k, formats.v, scales, options.recipe)
+    needs_scales = formats.k.has_global_scale or formats.v.has_global_scale
+    found = scales() if needs_scales else None
+    return pages_identity(formats.k, formats.v, found, options.recipe)
 
 
 def _wrap_factory(module: ModuleType) -> None:

@@ -18,7 +18,7 @@ from halfbyte.plugins.vllm.recent import ring_slots, ring_tokens
 from halfbyte.plugins.vllm.registry import has_page_specs
 from halfbyte.plugins.vllm.ring_runners import running_rings
 from halfbyte.plugins.vllm.ring_step import RingBuffers, RingStep
-from halfbyte.plugins.vllm.scales import LayerPlace, is_same_folder, place_of, scales_of_model
+from halfbyte.plugins.vllm.scales import LayerPlace, place_of, scales_of_draft, scales_of_model
 
 MAX_CAPTURED_QUERIES = 8
 """Max query tokens per sequence of a step in a full CUDA graph."""
@@ -184,13 +184,4 @@ def _scales_for(vllm_config: Any, options: Options, place: LayerPlace) -> KVScal
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.draft_model_config is None:
         raise ValueError(f"halfbyte: layer {place.layer} is beyond the model's layers")
-    load_config = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
-    draft_config, given = speculative.draft_model_config, options.draft_kv_scales
-    is_inside = given is None and speculative.method != "draft_model"
-    if is_inside and is_same_folder(vllm_config.model_config, draft_config, load_config):
-        raise ValueError(
-            f"halfbyte: draft layer {place.layer} of {draft_config.model} has no KV cache scales "
-            "of its own; give a file of them as draft_kv_scales in --additional-config, or leave "
-            "the draft's cache unquantized"
-        )
-    return scales_of_model(draft_config, load_config, given, "draft_kv_scales", options.recipe)
+    return scales_of_draft(vllm_config, options, place.layer)

@@ -122,6 +122,47 @@ def scales_of_model(
     return scales
 
 
+def scales_of_draft(vllm_config: Any, options: Options, layer: int = 0) -> KVScales:
+    """Find the scales of a run's draft.
+
+    A draft inside its target's checkpoint (MTP) has none but the option's, and those of tensors of
+    the layers after the target's.
+
+    Args:
+        vllm_config: vLLM's, with a draft's configuration.
+        options: of the run.
+        layer: of the draft that needs them, for messages.
+
+    Raises:
+        ValueError: as `scales_of_model`.
+    """
+    speculative, target = vllm_config.speculative_config, vllm_config.model_config
+    load_config = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
+    draft, given, recipe = speculative.draft_model_config, options.draft_kv_scales, options.recipe
+    is_inside = given is None and speculative.method != "draft_model"
+    if not (is_inside and is_same_folder(target, draft, load_config)):
+        return scales_of_model(draft, load_config, given, "draft_kv_scales", recipe)
+    stored = _scales_inside(target, load_config)
+    if stored is not None and stored.suits(recipe):
+        return stored
+    found = "no KV cache scales of its own"
+    if stored is not None:
+        found = f"KV cache scales without the calibration that kv_recipe {options.kv_recipe} needs"
+    raise ValueError(
+        f"halfbyte: draft layer {layer} of {draft.model} has {found}; give a file of them as "
+        "draft_kv_scales in --additional-config, or leave the draft's cache unquantized"
+    )
+
+
+@on_the_host()
+def _scales_inside(target: Any, load_config: Any) -> KVScales | None:
+    if has_no_weights(load_config):
+        return None
+    from halfbyte.models.kv_scales import find_draft_kv_scales
+
+    return find_draft_kv_scales(folder_of(target, load_config), target.hf_config)
+
+
 def place_of_scales(
     model_config: Any, load_config: Any, given: str | None, option: str
 ) -> tuple[Path, Any]:
