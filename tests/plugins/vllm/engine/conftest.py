@@ -1,5 +1,6 @@
 """Tests with a real vLLM, in the virtual environment that `make` creates; skipped elsewhere."""
 
+import gc
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -27,10 +28,23 @@ def _poison_uninitialised_memory() -> None:
     """Disabled here: vLLM's dummy runs read uninitialized memory."""
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _collect_engines_only() -> Iterator[None]:
+    """Keep the objects of imported modules out of garbage collections, which took most of an
+    engine's time: vLLM and these tests collect ten times per engine."""
+    import vllm.v1.engine.llm_engine  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    with pytest.MonkeyPatch.context() as patch:
+        # vLLM freezes its engine's objects, too, and then thaws all.
+        patch.setattr(gc, "freeze", lambda: None)
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _release_engines() -> Iterator[None]:
     """One engine at a time: vLLM's parallel state is global to the process."""
     yield
-    import gc
-
     gc.collect()
