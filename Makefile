@@ -13,7 +13,9 @@ PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+# Python compiles what is imported; pip would compile all modules, in as much time as it takes to install them.
+PIP_INSTALL := -m pip install -qq --disable-pip-version-check --no-compile
+PIP := $(BIN)/python $(PIP_INSTALL) --constraint constraints.txt
 
 define PROMPT
 class Counter:
@@ -80,7 +82,7 @@ check: $(VENV)/.installed-dev
 
 VLLM_TORCH ?= 2.13.0
 VLLM_PINS ?= requirements-vllm.txt
-VLLM_PIP = $(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check
+VLLM_PIP = $(VLLM_VENV)/bin/python $(PIP_INSTALL)
 # One thread: with more, vLLM's and PyTorch's threads wait for one another on a busy machine.
 VLLM_PYTEST = OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest --quiet --disable-warnings -p no:cacheprovider \
 	tests/plugins/vllm/engine
