@@ -61,7 +61,7 @@ FEATURES = (
     ),
     Feature(
         "attention sinks (GPT-OSS)",
-        (UNTRIED, UNTRIED, TESTED, UNTRIED),
+        (SEEN, SEEN, TESTED, UNTRIED),
         "test_vllm_models.py::test_nvfp4_equals_halfbyte_s_engine",
     ),
     Feature(
@@ -94,7 +94,11 @@ FEATURES = (
         (UNTRIED, UNTRIED, TESTED, UNTRIED),
         "test_vllm_slow.py::test_mtp_changes_no_token",
     ),
-    Feature("batch invariance (`VLLM_BATCH_INVARIANT=1`)", (UNTRIED,) * 4),
+    Feature(
+        "batch invariance (`VLLM_BATCH_INVARIANT=1`)",
+        (UNTRIED, SEEN, UNTRIED, UNTRIED),
+        "test_vllm_gpu.py::test_batch_invariance",
+    ),
     Feature(
         "full and piecewise CUDA graphs, model runners V1 and V2",
         ("", SEEN, "", UNTRIED),
@@ -133,7 +137,7 @@ FEATURES = (
     ),
     Feature(
         "tensor and expert parallel with 4-bit experts",
-        (SEEN, UNTRIED, TESTED, UNTRIED),
+        (SEEN, SEEN, TESTED, UNTRIED),
         "test_vllm_moe.py::test_two_ranks_give_the_same_tokens",
     ),
     Feature(
