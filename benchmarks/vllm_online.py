@@ -30,6 +30,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from benchmarks.provenance import earlier_results
 from benchmarks.vllm_models import LLAMA
 from halfbyte.assets import bundled_model_path
 from halfbyte.bench.machine import versions
@@ -165,10 +166,9 @@ def main() -> None:
         "arguments": {k: str(v) for k, v in vars(arguments).items() if k not in _OF_CALL},
         "results": {},
     }
-    if arguments.variants and arguments.out.is_file():
-        before = json.loads(arguments.out.read_text())
-        if all(before[name] == report[name] for name in ("gpu", "versions", "arguments")):
-            report["results"] = before["results"]
+    if arguments.variants:
+        compared = "gpu", "versions", "arguments"
+        report["results"] = earlier_results(arguments.out, report, compared)
     for name in wanted:
         if arguments.model is not None and LLAMA.variants[name][0]:
             continue

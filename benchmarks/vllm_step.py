@@ -36,6 +36,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from benchmarks.provenance import earlier_results
 from benchmarks.vllm_models import MODELS, Case
 
 RESULTS = Path(__file__).parent / "results"
@@ -265,10 +266,9 @@ def main() -> None:
         "versions": {**versions(), "vllm": vllm.__version__},
         "results": {},
     }
-    if arguments.variants is not None and arguments.out.is_file():
-        before = json.loads(arguments.out.read_text())
-        if all(before.get(name) == report[name] for name in ("gpu", "tensor_parallel", "versions")):
-            report["results"] = before["results"]
+    if arguments.variants is not None:
+        compared = "gpu", "tensor_parallel", "versions"
+        report["results"] = earlier_results(arguments.out, report, compared)
     free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     for gpu in range(arguments.gpus):
         free.put(gpu if arguments.gpus > 1 else None)

@@ -1,6 +1,6 @@
 """Bounds on steps inside vLLM."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,13 +19,23 @@ _WHY_BALANCED = (
 )
 
 
+def _steps(
+    bound: Callable[..., Bound],
+    figures: dict[str, Any],
+    limits: dict[str, float],
+    misses: dict[str, str],
+) -> Iterator[Bound]:
+    """Milliseconds of a variant's steps, by case; `misses` has the reasons of known ones."""
+    for case, limit in limits.items():
+        step = figures[case]["step_ms"]
+        yield bound(f"{case}, ms", step, "<=", limit, known_miss=misses.get(case, ""))
+
+
 def of_steps(report: dict[str, Any]) -> Iterator[Bound]:
     """Bounds of `vllm_step.json`: steps and prefill beside vLLM's own variants."""
     bound, rows = partial(Bound, "vllm_step"), report["results"]
     ours, bf16 = rows[_OURS], rows["vllm bf16"]
-    for case, limit in _MAX_MS.items():
-        step = ours[case]["step_ms"]
-        yield bound(f"{case}, ms", step, "<=", limit, known_miss=_WHY.get(case, ""))
+    yield from _steps(bound, ours, _MAX_MS, _WHY)
     best = min(row[_LONG]["step_ms"] for name, row in rows.items() if name.startswith("vllm"))
     yield bound(f"{_LONG}, of vLLM's best", ours[_LONG]["step_ms"] / best, "<=", 0.48)
     prefill = ours[_LONG]["prefill_tokens_per_s"] / bf16[_LONG]["prefill_tokens_per_s"]
@@ -48,9 +58,7 @@ def of_qwen3_moe(report: dict[str, Any]) -> Iterator[Bound]:
     """Bounds of `vllm_step_qwen3_30b_a3b.json`: NVFP4 experts."""
     bound, rows = partial(Bound, "vllm_step_qwen3_30b_a3b"), report["results"]
     ours, bf16 = rows[_OURS], rows["vllm bf16"]
-    for case, limit in _EXPERTS_MAX_MS.items():
-        step = ours[case]["step_ms"]
-        yield bound(f"{case}, ms", step, "<=", limit, known_miss=_WHY_EXPERTS.get(case, ""))
+    yield from _steps(bound, ours, _EXPERTS_MAX_MS, _WHY_EXPERTS)
     prefill = ours["64x4096"]["prefill_tokens_per_s"] / bf16["64x4096"]["prefill_tokens_per_s"]
     yield bound("prefill, of vLLM's bf16", prefill, ">=", 0.95)
 

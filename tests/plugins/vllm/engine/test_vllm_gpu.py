@@ -163,11 +163,7 @@ def test_sinks_and_windows_in_graphs(architecture: str, tmp_path: Path) -> None:
 def test_experts_in_graphs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are routed to other experts than at capture."""
     allow_float32(monkeypatch)
-    is_gpt_oss = name == "gpt-oss"
-    if is_gpt_oss:
-        folder = make_gpt_oss(tmp_path)
-    else:
-        folder = make_nvfp4(tmp_path, "qwen3_moe", "modelopt", "nvfp4-a16")
+    folder, weight_format = make_experts(name, tmp_path)
     prompts = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60)]
     results = []
     for eager in (True, False):
@@ -179,10 +175,17 @@ def test_experts_in_graphs(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
             additional_config={"halfbyte": {"moe": "on"}},
             **{**GPU, "enforce_eager": eager},
         ) as llm:
-            assert_our_experts(llm, "triton", "mxfp4" if is_gpt_oss else "nvfp4")
+            assert_our_experts(llm, "triton", weight_format)
             results.append([generate(llm, prompts[:n], 16) for n in (4, 1, 3)])
     assert results[0] == results[1]
     assert varied(results[0][0])
+
+
+def make_experts(name: str, folder: Path) -> tuple[Path, str]:
+    """A checkpoint with 4-bit experts, and their format."""
+    if name == "gpt-oss":
+        return make_gpt_oss(folder), "mxfp4"
+    return make_nvfp4(folder, "qwen3_moe", "modelopt", "nvfp4-a16"), "nvfp4"
 
 
 def randomize(llm: Any) -> None:
@@ -330,11 +333,7 @@ def test_two_gpus_share_experts(
     """A range of every expert's features on each GPU, or half of the experts."""
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     allow_float32(monkeypatch)
-    is_gpt_oss = name == "gpt-oss"
-    if is_gpt_oss:
-        folder = make_gpt_oss(tmp_path)
-    else:
-        folder = make_nvfp4(tmp_path, "qwen3_moe", "modelopt", "nvfp4-a16")
+    folder, weight_format = make_experts(name, tmp_path)
     prompts = [token_ids(n, seed=n).tolist() for n in (5, 33, 17, 60)]
     options: dict[str, Any] = {
         **GPU,
@@ -344,7 +343,7 @@ def test_two_gpus_share_experts(
         "additional_config": {"halfbyte": {"moe": "on"}},
     }
     with vllm_engine(folder, **options) as llm:
-        assert_our_experts(llm, "triton", "mxfp4" if is_gpt_oss else "nvfp4")
+        assert_our_experts(llm, "triton", weight_format)
         expected = generate(llm, prompts, 16)
     options |= {"tensor_parallel_size": 2, "enable_expert_parallel": expert_parallel}
     found, _ = run_apart(
