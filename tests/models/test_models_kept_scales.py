@@ -22,17 +22,12 @@ from halfbyte.models.kv_scales import cached_calibration
 from kvcache.transforms import make_calibration, without_costs
 from models.zoo import make_model, token_ids
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 LOADERS: dict[str, Any] = {
     "load_model": load_model,
     "from_pretrained": AutoModelForCausalLM.from_pretrained,
 }
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache folder, which does not exist yet."""
-    monkeypatch.setenv("HALFBYTE_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
 
 
 @pytest.fixture
