@@ -16,7 +16,6 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "halfbyte"
 FLOORS = {
     "cli": 9,
-    "server": 8,
     "evaluation": 8,
     "bench": 8,
     "plugins": 8,
@@ -46,6 +45,7 @@ LONG_FILES = {
     "attention/decode/decode_wgmma.cu": "one kernel: its warps share registers and barriers",
     "attention/decode/prepare.cu": "one kernel: its warps divide the work by kind",
 }
+TEST_NAME_LETTERS = 60
 BODY_LINES = 60
 """Of a function, without its arguments and docstring; kernels in Triton have no helpers with state
 and may be longer."""
@@ -111,7 +111,7 @@ def test_files_do_not_import_one_another_in_a_circle() -> None:
 def test_every_room_has_a_floor_and_a_sentence() -> None:
     rooms = {_room(file.relative_to(PACKAGE).parts) for file in FILES}
     structure = (PACKAGE.parents[1] / "docs" / "structure.md").read_text()
-    assert rooms <= set(FLOORS)
+    assert rooms == set(FLOORS)
     assert [room for room in rooms if f"`{room}" not in structure] == []
 
 
@@ -160,6 +160,15 @@ def test_files_are_short() -> None:
     long = {str(path.relative_to(PACKAGE)) for path in files if lines[path] > FILE_LINES}
     assert long == set(LONG_FILES)
     assert median(lines[path] for path in FILES) < MEDIAN_LINES
+
+
+def test_names_of_tests_can_be_grepped() -> None:
+    names = [
+        name
+        for file in Path(__file__).parent.rglob("test_*.py")
+        for name in re.findall(r"^ *(?:async )?def (test_\w+)", file.read_text(), re.MULTILINE)
+    ]
+    assert [name for name in names if len(name) > TEST_NAME_LETTERS] == []
 
 
 def test_functions_are_short_and_take_few_arguments() -> None:

@@ -25,7 +25,7 @@ from halfbyte.layouts import KVCacheDType, PageLayout
 
 
 @pytest.mark.parametrize("capability", [0, 80, 90, 100])
-def test_explanation_says_what_runs_for_rows_that_must_not_depend_on_the_batch(
+def test_explanation_of_batch_invariant_calls(
     capability: int,
 ) -> None:
     case = make_case()
@@ -88,7 +88,7 @@ def test_the_reference_on_a_gpu_says_why_it_runs(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize("side", ["k_dtype", "v_dtype"])
-def test_kernels_leave_formats_that_they_do_not_know_to_the_reference(
+def test_kernels_leave_unknown_formats_to_the_reference(
     side: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As for a new format: here a known format is removed from their lists."""

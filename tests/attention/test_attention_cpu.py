@@ -135,7 +135,7 @@ def test_cpu_attention_rounds_once(level: str, name: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("octaves", [4, 12, 40, 140])
 @pytest.mark.parametrize(("head_size", "group"), [(16, 1), (80, 6), (128, 3), (272, 4)])
-def test_cpu_attention_multiplies_small_elements_beside_large_ones(
+def test_cpu_attention_of_small_elements_beside_large_ones(
     level: str, head_size: int, group: int, octaves: int, dtype: torch.dtype
 ) -> None:
     # The LSE of one token is its score.
@@ -305,7 +305,7 @@ def test_the_kernel_is_chosen_for_all_work_on_the_cpu() -> None:
         assert torch.equal(chosen, asked)
 
 
-def test_without_the_library_the_reference_stands_in_and_one_line_says_so(
+def test_without_the_library_the_reference_runs_and_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     case = make_case(query_dtype=torch.float32)

@@ -164,7 +164,7 @@ def test_paged_attention_sees_a_flipped_byte(region: str) -> None:
     assert rows.tolist() == [False] + [True] * 5 + [False] * 18
 
 
-def test_paged_attention_reads_the_current_chunk_through_the_cache() -> None:
+def test_paged_attention_reads_the_current_chunk_from_pages() -> None:
     case = make_case(query_lens=(4,), seq_lens=(4,), query_dtype=torch.float32)
     before = paged_attention(case.query, case.pages, **case.arguments())
     reshape_and_cache(
@@ -200,7 +200,7 @@ def test_windows_longer_than_any_sequence_hide_nothing(window: int, backend: str
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])
-def test_window_of_any_length_on_a_sequence_shorter_than_its_queries(backend: str | None) -> None:
+def test_windows_on_a_sequence_shorter_than_its_queries(backend: str | None) -> None:
     case = make_case(query_lens=(8,), seq_lens=(8,))
     arguments = {**case.arguments(), "backend": backend}
     arguments["seq_lens"] = torch.tensor([1], dtype=torch.int32)
@@ -297,7 +297,7 @@ def test_a_global_scale_may_be_any_number_or_scalar(backend: str | None) -> None
     assert torch.equal(given, paged_attention(case.query, case.pages, **{**arguments, **floats}))
 
 
-def test_paged_attention_refuses_queries_and_pages_of_another_layout() -> None:
+def test_paged_attention_refuses_another_layout() -> None:
     case = make_case()
     with pytest.raises(ValueError, match="query: expected"):
         paged_attention(case.query[..., :32], case.pages, **case.arguments())

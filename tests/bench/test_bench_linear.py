@@ -88,7 +88,7 @@ def test_errors_are_the_largest_of_all_rows() -> None:
     assert weights.error(x, exact)[1] == pytest.approx(2 * expected + 1e-5)
 
 
-def test_weights_are_the_same_in_every_form_and_in_memory_of_their_own() -> None:
+def test_weights_are_the_same_in_every_form() -> None:
     weights = Weights((32, 48), CPU, torch.float32)
     x = weights.x(5)
     dense = [call.args[1] for call in weights.dense_calls(torch.float64, x)]  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ def test_rows_name_their_cases() -> None:
         assert of_row({**asdict(case), "halfbyte_nvfp4": {}}) == case
 
 
-def test_lengths_are_equal_or_log_uniform_and_the_same_every_time() -> None:
+def test_lengths_are_equal_or_log_uniform_and_reproducible() -> None:
     assert decode("llama", 3, 100).lengths().tolist() == [100] * 3
     case = ragged("llama", 256, 2048)
     lengths = case.lengths()

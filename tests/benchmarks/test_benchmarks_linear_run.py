@@ -68,7 +68,7 @@ def test_report_says_what_was_measured_and_on_what() -> None:
     assert report["seconds"] > 0
 
 
-def test_slow_backends_are_measured_for_few_tokens_unless_requested() -> None:
+def test_slow_backends_are_measured_for_few_tokens() -> None:
     (few, many) = run((32, 32), rows=(16, 17))["microseconds"]
     assert "reference" in few["subjects"]
     assert "reference" not in many["subjects"]

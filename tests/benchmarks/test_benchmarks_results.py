@@ -24,7 +24,7 @@ def test_numbers_show_the_committed_run(name: str) -> None:
     assert table_in(benchmark.PAGE, benchmark.TABLE) == benchmark.table(report)
 
 
-def test_docs_show_the_committed_run_of_experts_and_nothing_without_one() -> None:
+def test_docs_show_the_committed_run_of_experts() -> None:
     benchmark = import_module("benchmarks.moe")
     committed = benchmark.RESULT.is_file()
     table = benchmark.table(json.loads(benchmark.RESULT.read_text())) if committed else ""
@@ -124,7 +124,7 @@ def test_committed_run_says_what_it_was_measured_on(accuracy: Any) -> None:
     assert {row["kv_cache_dtype"] for row in report["results"]} == set(accuracy.FORMATS.split(","))
 
 
-def test_committed_weights_run_is_of_the_cases_that_the_script_measures() -> None:
+def test_committed_weights_run_has_the_script_s_cases() -> None:
     weights = import_module("benchmarks.weights")
     report = json.loads(weights.RESULT.read_text())
     measured = [(row["weights"], row["recipe"]) for row in report["results"]]
@@ -153,7 +153,7 @@ def test_picture_shows_the_committed_run(attention_decode: Any) -> None:
                 assert f">{row[name]['single']:.0f}<" in svg
 
 
-def test_committed_attention_run_is_of_the_cases_that_the_script_measures(
+def test_committed_attention_run_has_the_script_s_cases(
     attention_decode: Any,
 ) -> None:
     report = json.loads(attention_decode.RESULT.read_text())
@@ -165,7 +165,7 @@ def test_committed_attention_run_is_of_the_cases_that_the_script_measures(
     assert report["versions"]["flashinfer"]
 
 
-def test_committed_variants_of_prefill_are_of_the_cases_that_the_script_measures() -> None:
+def test_committed_prefill_variants_have_the_script_s_cases() -> None:
     variants = import_module("benchmarks.prefill_variants")
     report = json.loads(variants.RESULT.read_text())
     assert report["machine"]["gpu"]

@@ -180,7 +180,7 @@ def test_scales_of_other_models_are_not_the_models(tmp_path: Path, other: str) -
     assert not is_kv_scale(f"{other}.k_scale")
 
 
-def test_scales_inside_a_draft_block_of_a_layer_are_not_the_models(tmp_path: Path) -> None:
+def test_scales_in_a_draft_block_are_not_the_models(tmp_path: Path) -> None:
     inner = "model.layers.0.mtp_block.self_attn"
     scales = {**OWN, f"{inner}.k_scale": 5.0, f"{inner}.v_scale": 7.0}
     tensors = {name: torch.tensor(value) for name, value in scales.items()}
@@ -202,7 +202,7 @@ def test_a_broken_file_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_compressed_tensors_has_these_names_for_a_cache_of_4_bits() -> None:
+def test_names_of_4_bit_caches_in_compressed_tensors() -> None:
     """The package's own names and directions of the scales of such a cache."""
     package = "compressed_tensors.quantization"
     theirs = pytest.importorskip(package)

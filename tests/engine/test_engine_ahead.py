@@ -118,7 +118,7 @@ def test_penalties_need_the_tokens_first() -> None:
     assert launches.ahead == [False] * 5
 
 
-def test_a_pool_without_room_for_another_step_is_left_to_the_next() -> None:
+def test_no_step_ahead_in_a_pool_without_room() -> None:
     """Four pages: the second request would need a third one, beside two of the first."""
     core = make_llm(num_pages=5, max_model_len=64).core
     core.looks_ahead = True

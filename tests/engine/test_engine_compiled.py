@@ -232,7 +232,7 @@ def test_compiled_graphs_give_the_tokens_of_eager_ones(architecture: str) -> Non
 
 
 @pytest.mark.gpu
-def test_no_compilation_without_graphs_and_none_in_batch_invariant_mode() -> None:
+def test_no_compilation_without_graphs_or_if_batch_invariant() -> None:
     off: list[dict[str, Any]] = [{"enforce_eager": True}, {"cuda_graphs": False}]
     for options in [*off, {"batch_invariant": True}, {"torch_compile": False}]:
         llm = LLM(make_model("llama").cuda(), max_model_len=64, max_num_seqs=2, **options)
@@ -242,7 +242,7 @@ def test_no_compilation_without_graphs_and_none_in_batch_invariant_mode() -> Non
 
 
 @pytest.mark.gpu
-def test_layers_that_cannot_be_compiled_run_in_graphs_as_they_are(
+def test_layers_that_cannot_be_compiled_run_uncompiled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = make_model("llama").cuda()

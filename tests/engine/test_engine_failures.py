@@ -113,7 +113,7 @@ def test_step_that_failed_did_not_happen(
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_failures_at_the_end_of_a_step_leave_nothing_of_finished_requests(after: bool) -> None:
+def test_late_failures_leave_nothing_of_finished_requests(after: bool) -> None:
     """Failures after tokens were appended and requests finished."""
     llm = LLM(make_model("llama"), kv_cache_dtype="nvfp4", num_pages=40)
     expected = [output.token_ids for output in llm.generate(PROMPTS, PARAMS)]
@@ -229,7 +229,7 @@ def test_integrity_sees_slots_that_were_never_computed() -> None:
         core.check_integrity()
 
 
-def test_new_requests_run_beside_others_once_a_preemption_is_over() -> None:
+def test_new_requests_run_once_a_preemption_is_over() -> None:
     core = LLM(make_model("llama"), kv_cache_dtype="nvfp4", num_pages=20).core
     core.looks_ahead = False
     assert core.step() == []  # no work
@@ -298,9 +298,7 @@ def test_interrupts_deferred_in_another_thread_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("at", [3, 4], ids=["chunk", "first token"])
-def test_last_tokens_that_a_failed_step_overwrote_are_computed_anew(
-    at: int, looks_ahead: bool
-) -> None:
+def test_last_tokens_after_a_failed_step_are_computed_anew(at: int, looks_ahead: bool) -> None:
     """The pages have them in four bits only, which logits would show."""
     prompt, params = (
         token_ids(100, seed=2).tolist(),
@@ -364,7 +362,7 @@ def test_a_second_interrupt_before_the_rollback(
     llm.core.check_integrity()
 
 
-def test_an_interrupt_while_the_attention_is_set_leaves_the_models_own() -> None:
+def test_an_interrupt_while_attention_is_set_restores_it() -> None:
     model = make_model("llama")
     llm = LLM(model, kv_recipe="plain")
     own = model.config._attn_implementation

@@ -123,7 +123,7 @@ def test_costs_of_rotated_k_are_those_of_rotated_queries() -> None:
     assert not torch.allclose(costs.k_weights[0], costs.k_weights[1])
 
 
-def test_older_calibration_is_refused_by_recipes_that_weigh_errors(tmp_path: Path) -> None:
+def test_recipes_that_weigh_errors_refuse_older_calibrations(tmp_path: Path) -> None:
     path = make_scales(without_costs(make_calibration())).save(tmp_path)
     scales = KVScales.load_file(path)
     assert scales.calibration is not None

@@ -29,7 +29,7 @@ def test_pages_identity_stays_what_it_is() -> None:
     assert pages_identity("nvfp4", "nvfp4", SCALES).startswith("706c626a72a9842e")
 
 
-def test_pages_by_weighted_scales_have_another_identity_with_other_candidates(
+def test_candidates_of_weighted_scales_are_in_the_identity(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recipes = KVRecipe(rotate=True), KVRecipe(rotate=True, weighted_scales=True)

@@ -32,7 +32,7 @@ def test_layers_without_scales_are_refused() -> None:
         LayerQuantization.of(SCALES, 0, NVFP4, NVFP4, BALANCED)
 
 
-def test_recipe_brings_its_own_amax_and_a_transform_of_some_heads() -> None:
+def test_recipe_has_its_own_amax_and_transforms_some_heads() -> None:
     calibration = make_calibration()
     scales = KVScales((9.0,) * 3, (9.0,) * 3, "test", calibration)
     found = LayerQuantization.of(

@@ -171,7 +171,7 @@ def test_gemma3_gives_full_attention_longer_pages() -> None:
     assert padded.waste == pytest.approx((0.0, 9 / 11))
 
 
-def test_bfloat16_windows_beside_nvfp4_full_attention_waste_little() -> None:
+def test_bfloat16_windows_beside_nvfp4_layers_waste_little() -> None:
     specs = gpt_oss("bfloat16")
     plan = plan_kv_cache(specs)
     check_plan(plan, specs)
@@ -274,7 +274,7 @@ def test_group_num_dead_pages_is_its_specs() -> None:
     assert [group.num_dead_pages(n) for n in (0, 7, 8, 11, 12)] == [0, 0, 1, 1, 2]
 
 
-def test_layers_of_a_pool_lie_at_their_offsets_and_do_not_overlap() -> None:
+def test_layers_of_a_pool_do_not_overlap() -> None:
     pool = PagedKVPool(mixed_formats(), num_pages=2)
     for group in pool.plan.groups:
         covered = torch.zeros(pool.plan.page_bytes, dtype=torch.int)

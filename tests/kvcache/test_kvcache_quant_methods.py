@@ -95,7 +95,7 @@ def test_needs(dtype: str) -> None:
     assert BLOCK_SIZES.get(dtype, 1) == method.SCALE_BLOCK_SIZE
 
 
-def test_method_whose_blocks_are_not_those_of_its_format_is_an_error() -> None:
+def test_method_with_blocks_of_another_format_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"SCALE_BLOCK_SIZE: expected 32, .* mxfp4, got 16"):
         type(get_kv_cache_quant_method("fp4_block16"))(KVCacheDType.MXFP4)
 
@@ -230,9 +230,7 @@ def test_quantize_and_store_round_trip(dtype: str, loc_dtype: torch.dtype) -> No
 
 @each_scaled
 @pytest.mark.parametrize("given", ["k_scale", "v_scale", None])
-def test_quantize_and_store_without_a_scale_is_an_error_and_stores_nothing(
-    dtype: str, given: str | None
-) -> None:
+def test_quantize_and_store_without_a_scale_stores_nothing(dtype: str, given: str | None) -> None:
     method = get_kv_cache_quant_method(dtype)
     buffers = method.create_buffers(SIZE, HEADS, HEAD_DIM, 1, "cpu")
     k, v, k_scales, v_scales = layer_buffers(buffers, 0)
@@ -258,7 +256,7 @@ def test_dequantize_prev_kv_without_a_scale_is_an_error(dtype: str) -> None:
 
 
 @each_unscaled
-def test_formats_without_a_global_scale_store_and_read_without_one(dtype: str) -> None:
+def test_formats_without_a_global_scale_need_none(dtype: str) -> None:
     method = get_kv_cache_quant_method(dtype)
     buffers = method.create_buffers(2, HEADS, HEAD_DIM, 1, "cpu")
     k, v, k_scales, v_scales = layer_buffers(buffers, 0)
@@ -298,7 +296,7 @@ def test_a_given_scale_wins_over_a_loaded_one(dtype: str) -> None:
 
 
 @each_scaled
-def test_dequantize_prev_kv_of_a_layer_without_scales_is_an_error(dtype: str) -> None:
+def test_dequantize_prev_kv_without_scales_is_an_error(dtype: str) -> None:
     method = get_kv_cache_quant_method(dtype)
     method.load_scales_from_model(model_with_scales((0.5, 0.25)))
     data, scales = encode(dtype, torch.randn(1, HEADS, HEAD_DIM), 0.1)

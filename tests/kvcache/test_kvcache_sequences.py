@@ -105,7 +105,7 @@ def test_out_of_pages_by_the_copy_of_a_shared_page_alone() -> None:
     tables.check_integrity()
 
 
-def test_fork_shares_until_a_write_and_copies_only_the_partial_page() -> None:
+def test_fork_copies_only_the_partial_page_and_at_a_write() -> None:
     tables = full_tables()
     tables.add("a")
     tables.append("a", 6)
@@ -171,7 +171,7 @@ def test_crop_refuses_lengths_that_the_sequence_never_had(length: int) -> None:
     assert tables.length("a") == 9
 
 
-def test_release_dead_pages_frees_those_before_the_window_of_the_next_query() -> None:
+def test_release_dead_pages_frees_those_before_the_window() -> None:
     tables = window_tables()
     tables.add("a")
     tables.append("a", 13)
@@ -218,7 +218,7 @@ def test_release_dead_pages_of_a_fork_keeps_the_parents() -> None:
     tables.check_integrity()
 
 
-def test_release_dead_pages_never_gives_up_the_page_of_the_next_token() -> None:
+def test_release_dead_pages_keeps_the_page_of_the_next_token() -> None:
     tables = window_tables()
     tables.add("a")
     tables.append("a", 2)
@@ -325,7 +325,7 @@ def test_move_in_without_room_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("specs", [[replace(FULL, head_size=32)], [FULL, WINDOW]])
-def test_move_in_from_another_pool_is_refused_and_changes_nothing(
+def test_move_in_from_another_pool_is_refused(
     specs: list[FullAttentionSpec],
 ) -> None:
     elsewhere = SequenceTables(PagedKVPool(specs, 8))

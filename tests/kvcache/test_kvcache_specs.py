@@ -108,7 +108,7 @@ def test_explicit_unquantized_format_wins_over_the_models_dtype(
 
 
 @each_attention
-def test_page_size_padded_counts_in_the_page_and_not_in_the_content(make: SpecMaker) -> None:
+def test_padding_counts_in_the_page_and_not_in_the_content(make: SpecMaker) -> None:
     spec = make(16, 4, 64, kv_cache_dtype="nvfp4", page_size_padded=8192)
     assert (spec.real_page_size_bytes, spec.page_size_bytes) == (4608, 8192)
     exact = make(16, 4, 64, kv_cache_dtype="nvfp4", page_size_padded=4608)
@@ -116,7 +116,7 @@ def test_page_size_padded_counts_in_the_page_and_not_in_the_content(make: SpecMa
 
 
 @each_attention
-def test_other_block_sizes_and_heads_keep_everything_but_the_padding(make: SpecMaker) -> None:
+def test_other_block_sizes_and_heads_keep_all_but_the_padding(make: SpecMaker) -> None:
     spec = make(
         16, 4, 64, 32, kv_cache_dtype="fp8", v_cache_dtype="nvfp4", page_size_padded=1 << 16
     )
@@ -198,7 +198,7 @@ def needed_from(spec: KVCacheSpec, computed: int) -> list[int]:
 
 
 @each_lifetime
-def test_first_needed_token_is_the_oldest_that_a_later_query_attends_to(spec: KVCacheSpec) -> None:
+def test_first_needed_token_is_the_oldest_of_later_queries(spec: KVCacheSpec) -> None:
     for computed in range(HORIZON):
         assert spec.first_needed_token(computed) == min(needed_from(spec, computed))
 

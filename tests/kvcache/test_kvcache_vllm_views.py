@@ -212,7 +212,7 @@ def test_dequant_sm100_undoes_the_interleave(head_size: int, block_size: int) ->
         assert torch.equal(values, expected)
 
 
-def test_dequant_sm100_reads_an_hnd_cache_written_with_that_layout() -> None:
+def test_dequant_sm100_reads_an_hnd_cache() -> None:
     block_size, heads, head_size = 8, 2, 128
     buffer, cache = paged("HND", block_size, heads, head_size)
     geometry = Geometry("nvfp4", "nvfp4", head_size, head_size, heads, block_size, "HND", "sm100")

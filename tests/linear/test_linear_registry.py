@@ -77,7 +77,7 @@ def test_best_kernel_for_any_machine(config: NvFp4LinearLayerConfig, expected: s
 
 
 @pytest.mark.usefixtures("two_kernels")
-def test_explicit_choice_that_cannot_run_names_reason_and_alternatives() -> None:
+def test_choice_that_cannot_run_names_reason_and_alternatives() -> None:
     with pytest.raises(NoImplementationError) as error:
         init_nvfp4_linear_kernel(CONFIG, "blackwell")
     assert str(error.value) == (

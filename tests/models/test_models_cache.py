@@ -455,7 +455,7 @@ def test_cache_after_a_forward_pass_that_failed(
     assert [cache.tables.length(row) for row in cache._rows] == mask[:, : start - 8].sum(1).tolist()
 
 
-def test_cache_takes_another_batch_after_a_first_pass_that_failed(
+def test_cache_takes_another_batch_after_a_failed_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = make_model("llama")

@@ -146,7 +146,7 @@ def test_rounded_outputs_go_where_a_cache_is_ours(
     assert cache.kv_scales.k_amax[3] == pytest.approx(0.05 * 448)
 
 
-def test_outputs_of_k_alone_are_refused_also_after_from_pretrained(tmp_path: Path) -> None:
+def test_outputs_of_k_alone_are_refused_after_from_pretrained(tmp_path: Path) -> None:
     group = {"targets": ["re:.*k_proj"], "weights": FP8, "output_activations": FP8}
     rest = {"targets": ["Linear"], "weights": FP8}
     folder = write(tmp_path, config_groups={"k": group, "rest": rest})
@@ -170,7 +170,7 @@ def test_outputs_that_declare_no_cache_stay(tmp_path: Path) -> None:
     assert torch.equal(values(model, DynamicCache())[1], before[1])
 
 
-def test_a_scheme_that_is_not_read_is_refused_also_where_the_package_reads_weights(
+def test_unread_schemes_are_refused_for_package_weights(
     tmp_path: Path,
 ) -> None:
     folder = write(tmp_path, kv_cache_scheme={**FP8, "strategy": "attn_head"})

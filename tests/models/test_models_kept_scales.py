@@ -81,7 +81,7 @@ def test_a_later_file_is_the_loaded_checkpoint_s_or_passed_over(
     assert "kv_scales.json: not used, because the folder's checkpoint is not" in caplog.text
 
 
-def test_a_later_calibration_serves_recipes_that_the_first_file_does_not(quantized: Path) -> None:
+def test_a_later_calibration_serves_other_recipes(quantized: Path) -> None:
     whole = replace(scales_of(3.0), calibration=make_calibration(layers=4))
     assert whole.calibration is not None
     replace(whole, calibration=without_costs(whole.calibration)).save(quantized)
@@ -94,9 +94,7 @@ def test_a_later_calibration_serves_recipes_that_the_first_file_does_not(quantiz
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_a_calibration_in_the_cache_folder_is_the_loaded_checkpoint_s(
-    quantized: Path, loader: str
-) -> None:
+def test_a_cached_calibration_is_the_loaded_checkpoint_s(quantized: Path, loader: str) -> None:
     file = cached_calibration(quantized)
     assert file is not None
     make_private(file.parent)
@@ -190,7 +188,7 @@ class TestModelsThatTransformersLoads:
         with pytest.raises(ModelLoadError, match="absolute: expected the folder that the model"):
             halfbyte.Cache(model, "fp8")
 
-    def test_a_folder_that_may_be_a_hub_id_is_named_before_a_calibration(
+    def test_a_folder_that_may_be_a_hub_id_is_named(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         model = self.load(tmp_path, "models/llama", monkeypatch)

@@ -176,7 +176,7 @@ def test_load_model_refuses_quantized_weights_that_nobody_reads(folder: Path, su
     ],
     ids=["modelopt", "compressed-tensors-fp8", "compressed-tensors-nvfp4"],
 )
-def test_load_model_of_a_checkpoint_that_quantizes_only_its_cache(
+def test_load_model_where_only_the_cache_is_quantized(
     folder: Path, quantization_config: dict, expected: str
 ) -> None:
     add_tensors(folder, "model.layers.{layer}.self_attn.{side}_scale")

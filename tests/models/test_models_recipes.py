@@ -49,7 +49,7 @@ def test_tokens_do_not_depend_on_chunks_or_on_company(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
-def test_tokens_of_accurate_do_not_depend_on_chunks_or_on_company(architecture: str) -> None:
+def test_tokens_of_accurate_do_not_depend_on_chunks_or_batch(architecture: str) -> None:
     """Also with preemption, at lengths around multiples of 16, of segments and of rings."""
     model = make_model(architecture)
     lengths = (1, 16, 17, 63, 65, 80, 129)

@@ -48,7 +48,7 @@ def test_four_over_six_is_decided_for_each_block_alone() -> None:
     assert scales.float().tolist() == [[1.0, 1.5], [1.5, 1.0]]
 
 
-def test_four_over_six_default_scale_leaves_headroom_for_the_larger_scale() -> None:
+def test_four_over_six_default_scale_leaves_headroom() -> None:
     x = torch.tensor([8.0, 6.0] * 8)
     g = nvfp4.global_scale_from_amax(8.0, "four_over_six")
     _, scales = nvfp4.quantize(x, g, "four_over_six")
@@ -75,7 +75,7 @@ def test_four_over_six_is_often_better_on_normal_values() -> None:
     assert 0.2 < share < 0.8
 
 
-def test_four_over_six_errors_are_rounded_in_the_order_of_the_specification() -> None:
+def test_four_over_six_errors_are_rounded_in_order() -> None:
     """Nearly equal errors, which another order of operations decides differently."""
     generator = np.random.default_rng(0)
     for g in generator.uniform(0.5, 2, 60).astype(np.float32):

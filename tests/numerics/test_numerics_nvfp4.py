@@ -212,13 +212,13 @@ def test_quantize_scale_is_clamped_before_the_cast() -> None:
     assert codes[:3] == [7, 15, 5]
 
 
-def test_quantize_zeros_stay_zero_where_scale_times_global_scale_underflows() -> None:
+def test_quantized_zeros_stay_zero_where_scales_underflow() -> None:
     codes, scale = codes_and_scale([2.0**-149, 0.0, -(2.0**-149), -0.0], g=2.0**-141)
     assert scale == 1
     assert codes[:4] == [7, 0, 15, 0]
 
 
-def test_quantize_zeros_stay_zero_under_the_default_scale_of_a_subnormal_tensor() -> None:
+def test_quantized_zeros_of_a_subnormal_tensor_stay_zero() -> None:
     x = torch.zeros(32)
     x[0], x[16] = 2.0**-137, 2.0**-149
     g = nvfp4.global_scale_from_amax(x.max())
@@ -418,7 +418,7 @@ def test_global_scale_from_amax_of_mixed_rows() -> None:
     assert scale.tolist() == [[1.0], [1.0], [float(np.float32(1) / np.float32(2688))]]
 
 
-def test_global_scale_from_amax_does_not_depend_on_the_default_dtype() -> None:
+def test_global_scale_does_not_depend_on_the_default_dtype() -> None:
     expected = nvfp4.global_scale_from_amax(1.1)
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -463,7 +463,7 @@ def test_quantize_refuses_integers(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("g", [0.0, -1.0, math.nan, math.inf, 1e-60, 1e60])
-def test_quantize_refuses_global_scales_that_are_not_positive_float32(g: float) -> None:
+def test_quantize_refuses_wrong_global_scales(g: float) -> None:
     with pytest.raises(ValueError, match="global_scale"):
         nvfp4.quantize(torch.ones(16), g)
 

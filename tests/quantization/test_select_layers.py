@@ -297,7 +297,7 @@ def test_selection_refuses_surplus_tensors(architecture: str, name: str, message
         selection_of(model, shapes={**stored(model), name: (48, 64)})
 
 
-def test_selection_passes_over_a_foreign_bias_of_an_ignored_layer() -> None:
+def test_selection_ignores_a_foreign_bias_of_an_ignored_layer() -> None:
     model = make_model("llama")
     layer = "model.layers.1.mlp.up_proj"
     found = selection_of(model, [layer], {**stored(model), f"{layer}.bias": (96,)})

@@ -83,7 +83,7 @@ def test_quantize_weight_without_error(value: float) -> None:
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-22, 1e19, 1e30])
-def test_quantize_weight_reports_the_error_of_values_whose_squares_are_no_floats(
+def test_quantize_weight_reports_errors_of_huge_values(
     size: float,
 ) -> None:
     weight = random_weight(64, 64).float()
@@ -205,9 +205,7 @@ def test_write_layers_refuses_dtypes(tmp_path: Path, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_written_tensors_are_those_that_vllm_makes_parameters_for(
-    tmp_path: Path, dialect: Dialect
-) -> None:
+def test_written_tensors_are_vllm_s_parameters(tmp_path: Path, dialect: Dialect) -> None:
     """As `ModelOptNvFp4LinearMethod` and `CompressedTensorsW4A4Nvfp4` create them: [N, K/2] codes,
     [N, K/16] block scales, one float32 per layer for each global scale, and nothing else."""
     amax = dict.fromkeys(SELECTION.modules, 1.0)

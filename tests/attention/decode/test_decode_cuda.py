@@ -231,7 +231,7 @@ def test_cuda_attention_without_pages(group: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [4, 32])
-def test_cuda_attention_in_a_graph_where_rows_come_to_have_parts_and_lose_them(group: int) -> None:
+def test_cuda_attention_in_a_graph_with_changing_parts(group: int) -> None:
     """Rows of a single unit and rows of several units are written by different code."""
     count, pages = 300, 512
     case = make_case(

@@ -220,7 +220,7 @@ def test_variants_of_other_formats(
     assert choose_variant(layout, group, 1.0, False, capability) == expected
 
 
-def test_variant_does_not_depend_on_the_batch_where_rows_must_not() -> None:
+def test_variant_of_invariant_calls_ignores_the_batch() -> None:
     layout = PageLayout("nvfp4", "nvfp4", 128, None, 2, 16)
     assert len({choose_variant(layout, 4, queries, True, 90) for queries in (1.0, 2.0, 8.0)}) == 1
 

@@ -25,7 +25,7 @@ def plan_of(num_tokens: int, num_seqs: int, max_length: int, **changes: Any) -> 
     return make_plan(config(num_tokens=num_tokens, num_seqs=num_seqs, **changes), max_length, gpu)
 
 
-def test_plan_splits_few_long_sequences_and_not_many_or_short_ones() -> None:
+def test_plan_splits_few_long_sequences_only() -> None:
     one = plan_of(1, 1, 131072)
     assert 8 * one.num_splits >= 132
     assert 1 < plan_of(64, 64, 8192).num_splits < one.num_splits
@@ -42,7 +42,7 @@ def test_plan_bounds_the_memory_of_partial_results() -> None:
 
 
 @pytest.mark.parametrize("group", [1, 4, 16, 128])
-def test_batch_invariant_plan_depends_on_the_layout_and_the_group_alone(group: int) -> None:
+def test_batch_invariant_plan_depends_on_layout_and_group(group: int) -> None:
     plans = [
         plan_of(*batch, num_heads=8 * group, batch_invariant=True)
         for batch in ((1, 1, 100), (4096, 3, 131072), (64, 64, 8192))

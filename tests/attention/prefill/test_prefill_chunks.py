@@ -226,7 +226,7 @@ def test_is_chosen_for_prefill(options: dict[str, Any]) -> None:
     assert ATTENTION_BACKENDS.select(work, compute_capability=90).name == "dense"
 
 
-def test_what_the_workspace_cannot_hold_goes_to_the_general_kernel() -> None:
+def test_calls_beyond_the_workspace_take_the_general_kernel() -> None:
     case = make_case(head_size=64, query_lens=(70, 70), seq_lens=(70, 300), softcap=5.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dense_plan, "workspace_tokens", lambda inputs: 100)

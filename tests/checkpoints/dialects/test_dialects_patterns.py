@@ -16,7 +16,7 @@ from halfbyte.checkpoints.dialects.modelopt import ModelOpt
 KINDS: tuple[Scheme, ...] = ("nvfp4", "nvfp4-a16", "fp8")
 
 
-def test_of_overlapping_targets_the_one_wins_that_the_package_takes() -> None:
+def test_of_overlapping_targets_the_package_s_choice_wins() -> None:
     match = pytest.importorskip("compressed_tensors.utils.match")
     rng = Random(0)
     targets = [

@@ -191,7 +191,7 @@ def test_fields_beside_modelopts_section_count(
 
 
 @pytest.mark.parametrize("algo", [None, "FP8"])
-def test_hf_quant_config_wins_where_the_cache_is_chosen_by_the_models_config(
+def test_hf_quant_config_wins_over_config_json_for_the_cache(
     tmp_path: Path, algo: str | None
 ) -> None:
     declared = {"quant_algo": "W4A16_NVFP4", "kv_cache_quant_algo": algo, "group_size": 16}
@@ -468,7 +468,7 @@ def test_unknown_schemes_are_named(section: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["int-quantized", "float-quantized", "pack-quantized"])
-def test_other_formats_of_compressed_tensors_are_left_to_its_package(
+def test_other_compressed_tensors_formats_are_the_package_s(
     form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     section = {**with_weights(type="int"), "format": form}

@@ -128,9 +128,7 @@ def test_store_with_global_scales_of_every_size(dtype: str, scale: float | torch
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES_WITH_GLOBAL_SCALE)
 @pytest.mark.parametrize("scale", [0.0, -0.01, math.nan, math.inf])
-def test_store_with_a_broken_scale_in_a_tensor_does_as_the_reference(
-    dtype: str, scale: float
-) -> None:
+def test_store_with_a_broken_scale_equals_the_reference(dtype: str, scale: float) -> None:
     geometry = Geometry(dtype, dtype, 64, 64, 3, 8)
     case = make_case(geometry, k_scale=torch.tensor(scale), v_scale=torch.tensor(0.02))
     case.assert_stored(store_tokens_cpu)

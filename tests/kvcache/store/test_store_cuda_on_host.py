@@ -136,7 +136,7 @@ def test_any_strides_and_alignment_and_slots_past_the_last_page() -> None:
 
 
 @needs_compiler
-def test_an_empty_batch_writes_nothing_and_rings_of_another_dtype_are_written() -> None:
+def test_empty_batches_and_rings_of_another_dtype() -> None:
     key, value = torch.randn(2, 7, 3, 64, generator=torch.Generator().manual_seed(0))
     none = stored(on_gpu_of(ROWS), key[:0], value[:0])
     assert (none == 0xAB).all()

@@ -115,7 +115,7 @@ def check_write(
 @pytest.mark.parametrize(
     ("before", "after"), [(0, 0), (0, 48), (64, 32)], ids=["exact", "padded", "pool_slice"]
 )
-def test_reshape_and_cache_writes_the_oracles_bytes_and_no_others(
+def test_reshape_and_cache_writes_the_oracles_bytes_only(
     geometry: Geometry, before: int, after: int
 ) -> None:
     key, value = random_kv(geometry, len(SLOTS))
@@ -303,7 +303,7 @@ def test_float16_pages_saturate_wider_inputs(input_dtype: torch.dtype) -> None:
     ],
     ids=["width", "dtype", "missing"],
 )
-def test_method_that_does_not_fit_the_page_is_refused_before_a_byte_is_written(
+def test_method_that_does_not_fit_the_page_writes_nothing(
     returned: Callable[..., Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Wrong(MXFP4KVCacheMethod):
@@ -427,7 +427,7 @@ def test_reshape_and_cache_refuses_and_leaves_the_pages(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_reshape_and_cache_refuses_pages_off_the_elements_alignment(dtype: str) -> None:
+def test_reshape_and_cache_refuses_misaligned_pages(dtype: str) -> None:
     geometry = Geometry(dtype, dtype, 64, 32, HEADS, BLOCK_SIZE)
     pages = allocate(geometry, before=1, after=3).pages
     with pytest.raises(ValueError, match="multiple"):
@@ -435,5 +435,5 @@ def test_reshape_and_cache_refuses_pages_off_the_elements_alignment(dtype: str) 
 
 
 @pytest.mark.parametrize("layout", ["128", "48 and 32"])
-def test_tokens_rounded_by_weighted_error_do_not_depend_on_others(layout: str) -> None:
+def test_tokens_by_weighted_error_do_not_depend_on_others(layout: str) -> None:
     assert_tokens_are_stored_alone(reference_store, LAYOUTS[layout])

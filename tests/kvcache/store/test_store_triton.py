@@ -101,9 +101,7 @@ def test_store_takes_inputs_of_any_strides(store: Any, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "nvfp4"])
-def test_store_skips_slots_past_the_last_page_and_tokens_without_slots(
-    store: Any, dtype: str
-) -> None:
+def test_store_skips_slots_past_the_last_page_and_no_slots(store: Any, dtype: str) -> None:
     case = make_case(Geometry(dtype, dtype, 64, 64, 3, 8))
     slots = torch.tensor([[0, 9], [40, 9], [2**40, 9], [39, 9], [41, 9], [-1, 9]])[:, 0]
     replace(case, slots=slots).assert_stored(positional(store.store_tokens))
@@ -127,9 +125,7 @@ def test_store_with_global_scales_of_every_size(
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES_WITH_GLOBAL_SCALE)
 @pytest.mark.parametrize("scale", [0.0, -0.01, math.nan, math.inf])
-def test_store_with_a_broken_scale_on_the_device_does_as_the_reference(
-    store: Any, dtype: str, scale: float
-) -> None:
+def test_store_with_a_broken_scale_on_the_device(store: Any, dtype: str, scale: float) -> None:
     geometry = Geometry(dtype, dtype, 64, 64, 3, 8)
     case = make_case(geometry, k_scale=torch.tensor(scale), v_scale=torch.tensor(0.02))
     case.assert_stored(positional(store.store_tokens))
@@ -459,7 +455,7 @@ def test_store_of_few_tokens_by_weighted_error(store: Any) -> None:
     assert_stored_by_weights(positional(store.store_tokens), case, count=8)
 
 
-def test_store_by_weighted_error_marks_first_tokens_and_fills_rings(
+def test_store_by_weighted_error_with_first_tokens_and_rings(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "_SMALL_FEEDBACK", (64, 128, 1))

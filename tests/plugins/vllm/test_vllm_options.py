@@ -440,7 +440,7 @@ def test_what_needs_pages_of_the_backend_s_own(
 
 @pytest.mark.parametrize("option", ["k_dtype", "v_dtype"])
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
-def test_formats_of_their_own_need_the_cache_dtype_that_carries_them(
+def test_k_and_v_dtypes_need_the_cache_dtype_nvfp4(
     option: str, cache_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "has_page_specs", lambda: True)

@@ -178,7 +178,7 @@ def test_what_needs_pages_of_our_own_is_refused(options: dict[str, Any], message
 
 
 @needs_page_specs
-def test_a_draft_whose_attention_cannot_store_the_cache_is_refused() -> None:
+def test_a_draft_that_cannot_store_the_cache_is_refused() -> None:
     draft = {"method": "draft_model", "model": BUNDLED, "num_speculative_tokens": 2}
     with pytest.raises(ValueError, match=r'draft_model\.model.*set "attention_backend": "CUSTOM"'):
         run_apart(TEXTS, speculative_config=draft)
