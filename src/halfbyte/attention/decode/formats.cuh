@@ -131,13 +131,6 @@ __device__ __forceinline__ u32 max_half2(u32 a, u32 b) {
   return y;
 }
 
-// (a & mask) | (b & ~mask)
-__device__ __forceinline__ u32 select_bits(u32 a, u32 b, u32 mask) {
-  u32 y;
-  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(y) : "r"(a), "r"(b), "r"(mask));
-  return y;
-}
-
 // Eight nibbles to four pairs of halves, each value times 2^-14. Byte b holds elements 2b (low
 // nibble) and 2b + 1: h0 = (3, 7), h1 = (1, 5), h2 = (2, 6), h3 = (0, 4).
 __device__ __forceinline__ void unpack_e2m1(u32* h, u32 w) {

@@ -30,6 +30,13 @@ __device__ __forceinline__ float ex2(float x) {
   return y;
 }
 
+// (a & mask) | (b & ~mask), as one instruction.
+__device__ __forceinline__ u32 select_bits(u32 a, u32 b, u32 mask) {
+  u32 y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(y) : "r"(a), "r"(b), "r"(mask));
+  return y;
+}
+
 // Broadcasts one half. In this form ptxas folds it into the multiplication (`.H0_H0`, `.H1_H1`).
 __device__ __forceinline__ u32 both_low(u32 x) {
   u32 y;

@@ -13,18 +13,19 @@
 // Pairs of values times 2^-126 (bfloat16) or 2^-14 (float16).
 __device__ __forceinline__ void unpack_word(u32* pairs, u32 w) {
 #if X_BF16
-  // One multiplication makes two shifted copies of each nibble: one with the sign in place (the top of a half), one
-  // with the magnitude in place (the lowest two bits of the exponent and the top bit of the mantissa).
-  const u32 keep = 0x81C081C0u, upper = w >> 8;
-  pairs[0] = (w & 0x000F000Fu) * 0x1040u & keep;
-  pairs[1] = (w & 0x00F000F0u) * 0x0104u & keep;
-  pairs[2] = (upper & 0x000F000Fu) * 0x1040u & keep;
-  pairs[3] = (upper & 0x00F000F0u) * 0x0104u & keep;
+  // Of each half, the sign of two nibbles in place (bits 15 and 11), and their magnitudes six bits lower (bits 8 to 6,
+  // the lowest two bits of the exponent and the top bit of the mantissa, and 4 to 2).
+  const u32 keep = 0x81C081C0u, sign = 0x88008800u;
+  const u32 odd = select_bits(w, w >> 6, sign);
+  const u32 even = select_bits(w << 8, w << 2, sign);
+  pairs[0] = even << 4 & keep;
+  pairs[1] = even & keep;
+  pairs[2] = odd << 4 & keep;
+  pairs[3] = odd & keep;
 #else
   // As bytes of E5M2: sign in bit 7, magnitude in bits 3 to 1.
   const u32 keep = 0x8E008E00u, magnitude = 0x0E0E0E0Eu;
-  const u32 odd = (w & ~magnitude) | (w >> 3 & magnitude);
-  const u32 even = (w << 4 & ~magnitude) | (w << 1 & magnitude);
+  const u32 odd = select_bits(w >> 3, w, magnitude), even = select_bits(w << 1, w << 4, magnitude);
   pairs[0] = even << 8 & keep;
   pairs[1] = odd << 8 & keep;
   pairs[2] = even & keep;
