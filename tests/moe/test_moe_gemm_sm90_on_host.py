@@ -89,7 +89,7 @@ def test_order_of_gate_and_up(weight_format: WeightFormat, interleaved: bool) ->
     assert_close_enough(run(hidden, experts, *routing), hidden, experts, *routing)
 
 
-@pytest.mark.parametrize("tokens", [32, slow(128), slow(192), slow(256)])
+@pytest.mark.parametrize("tokens", [16, 32, slow(128), slow(192), slow(256)])
 def test_tiles_give_the_same_bits(tokens: int) -> None:
     """Also of one expert with all tokens; ids of 32 bits, weights of 16."""
     hidden, experts, ids, weights = case("swiglu", tokens + 30, 1)

@@ -13,7 +13,8 @@
 #define WGMMA_TYPES "f16.f16"
 #endif
 
-#define NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NAMES_32 \
   NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NAMES_40 NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
@@ -39,6 +40,8 @@
 #define D32(i) D16(i), D16(i + 16)
 #define D64(i) D32(i), D32(i + 32)
 
+#define SUMS_16 D8(0)
+#define WGMMA_16 WGMMA_OF(16, NAMES_8, 8, 9, 10, 11, 12, 13)
 #define SUMS_32 D16(0)
 #define WGMMA_32 WGMMA_OF(32, NAMES_16, 16, 17, 18, 19, 20, 21)
 #define SUMS_64 D32(0)
@@ -89,6 +92,7 @@ __device__ __forceinline__ void wgmma(float* d, const u32* a, u32 b_low, bool ad
     asm volatile(WGMMA(n) : SUMS(n) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add)); \
   }
 
+WGMMA_FUNCTION(16)
 WGMMA_FUNCTION(32)
 WGMMA_FUNCTION(64)
 WGMMA_FUNCTION(80)

@@ -19,10 +19,10 @@
 // Macros:
 //   X_BF16, MX            see moe/cuda/values.cuh
 //   GATED, INTERLEAVED    1 for the first product; whether its rows of gate and up take turns
-//   TOKENS                a multiple of 32 up to 256
+//   TOKENS                16, or a multiple of 32 up to 256
 //   WIDTH_STEP            tokens of matmuls are its multiples up to TOKENS
 //   STAGES                of 64 k in the ring, an even number, at least 4
-//   CTAS                  per SM: 1 or 2
+//   CTAS                  per SM: 1, 2 or 3
 //   SCALE_SLOTS           tiles whose block scales have room: 1 or 2
 
 #include "linear/w4a16/gemm_sm90/wgmma.cuh"

@@ -14,16 +14,16 @@
 #define X_BYTES (TOKENS * 128)
 #define WEIGHT_BYTES (ROWS * 64)              // 128 k
 #define OUT_ROW_BYTES (GATED ? 64 : 128)      // of a token and a warpgroup
-#define OUT_BYTES (TOKENS * OUT_ROW_BYTES)    // per warpgroup
+#define OUT_BYTES ((GATED && TOKENS < 32 ? 32 : TOKENS) * OUT_ROW_BYTES)  // per warpgroup; gated, it is written 32 tokens at a time
 #define OFF_OUT (STAGES * X_BYTES)
 #define OFF_WEIGHT (OFF_OUT + GROUPS * OUT_BYTES)
 #define OFF_BARRIERS (OFF_WEIGHT + STAGES / 2 * WEIGHT_BYTES)
 #define OFF_SCALE (OFF_BARRIERS + 256)  // SCALE_SLOTS x 128 rows, and as many bytes as a lane may read beyond
 #define MATMULS 4                       // per stage
 #define STEP_SCALES (128 / BLOCK)       // bytes of a row
-// The producer gives registers to the workers. Their sum is that of the threads at the start, 168 or 80 each.
-#define LOADER_REGISTERS (CTAS == 1 ? 40 : 32)
-#define WORKER_REGISTERS (CTAS == 1 ? 232 : 104)
+// The producer gives registers to the workers. Their sum is that of the threads at the start, 168, 80 or 56 each.
+#define LOADER_REGISTERS (CTAS == 1 ? 40 : CTAS == 2 ? 32 : 24)
+#define WORKER_REGISTERS (CTAS == 1 ? 232 : CTAS == 2 ? 104 : 72)
 
 struct Barriers {
   u32 full, empty, scale_full, scale_empty;

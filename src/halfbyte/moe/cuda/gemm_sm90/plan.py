@@ -17,21 +17,28 @@ MAX_PAIRS = 2**20
 """Every CTA of the sort kernel counts all expert ids."""
 SORT_THREADS = 512
 _MAX_STAGES = 12
-_MIN_STAGES = {1: 4, 2: 6}
+_MIN_STAGES = {1: 4, 2: 6, 3: 6}
 """By CTAs per SM."""
 _CTA_BYTES = 1024
 """Shared memory that CUDA takes from every CTA."""
 _RESERVED_BYTES = 256 + 16
 """For barriers, and behind block scales."""
-_STEP_MICROSECONDS = {32: 0.42, 64: 0.477, 96: 0.589, 128: 0.692, 192: 0.982, 256: 1.282}
+_STEP_MICROSECONDS = {16: 0.43, 32: 0.42, 64: 0.477, 96: 0.589, 128: 0.692, 192: 0.982, 256: 1.282}
 """Of a step by the width of its matmuls: from 64 on those of the dense layer's kernel on an H200;
-32 is a guess."""
-WIDTHS = {32: (32,), 64: (64,), 128: (32, 64, 96, 128), 192: (64, 128, 192), 256: (128, 256)}
+32 is a guess, and 16 so that it is not chosen before it is timed."""
+WIDTHS = {
+    16: (16,),
+    32: (32,),
+    64: (64,),
+    128: (32, 64, 96, 128),
+    192: (64, 128, 192),
+    256: (128, 256),
+}
 """Widths of matmuls, multiples of the first, by max tokens of a tile: an expert's last tile has the
 narrowest that suffices. Registers do not allow all of them."""
 _OF_TWO_CTAS = 0.85
 """Time of a step with two CTAs per SM, of that with one. A guess."""
-MAX_CTAS = {32: 2, 64: 2, 128: 1, 192: 1, 256: 1}
+MAX_CTAS = {16: 3, 32: 2, 64: 2, 128: 1, 192: 1, 256: 1}
 """Max CTAs per SM by tokens of a tile. Two hide each other's latencies, where a step is short."""
 TOKENS = tuple(WIDTHS)
 """Max tokens of a tile."""
@@ -69,7 +76,7 @@ class GemmPlan(NamedTuple):
     def shared_bytes(self, work: Work) -> int:
         """Dynamic shared memory of a CTA: ring, output, barriers, block scales."""
         stage = self.tokens * 128 + ROWS * 32
-        out = self.tokens * ROWS * (1 if work.gated else 2)
+        out = ROWS * max(32, self.tokens * (1 if work.gated else 2))
         scales = ROWS * work.k // BLOCK_SIZES[work.weight_format]
         return self.stages * stage + out + _RESERVED_BYTES + self.scale_slots * scales
 
@@ -114,6 +121,17 @@ def max_tiles(num_pairs: int, num_experts: int, tokens: int) -> int:
     """Max tiles of any routing: every expert that is hit may have one that is not full."""
     partial = min(num_pairs, num_experts)
     return partial + (num_pairs - partial) // tokens
+
+
+def padding(work: Work, num_pairs: int, tokens: int, block_bytes: int, num_sms: int) -> float:
+    """Time of a product for few tokens per expert, relative to one whose rows and k fill their
+    tiles, and whose tiles fill the GPU."""
+    plan = plan_of(work, tokens, block_bytes)
+    assert plan is not None, "the caller has checked it"
+    clusters = min(num_pairs, work.num_experts) * row_pairs(work)
+    resident = plan.ctas * num_sms // 2
+    waves = ceil(clusters / resident) / (clusters / resident)
+    return row_pairs(work) * 2 * ROWS / work.n * steps(work) * STEP_K / work.k * waves
 
 
 @lru_cache(maxsize=4096)

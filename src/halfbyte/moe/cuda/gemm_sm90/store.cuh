@@ -72,12 +72,14 @@ __device__ __forceinline__ void store(const Params& p, const Tile& tile, int row
     u32 pairs[4];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
+      pairs[j] = 0;
+      if (strip * 16 + j * 8 >= TOKENS) continue;
       const float* d = sums + strip * 8 + j * 4;
       float results[2];
 #pragma unroll
       for (int i = 0; i < 2; i++)
         results[i] = p.activation(fmaf(d[i], v.scale[0], v.bias[0]), fmaf(d[2 + i], v.scale[1], v.bias[1]));
-      pairs[j] = v.exists ? pack_pair(results[0], results[1]) : 0;
+      if (v.exists) pairs[j] = pack_pair(results[0], results[1]);
     }
     const u32 to = address + strip * (16 * 64);
 #else
