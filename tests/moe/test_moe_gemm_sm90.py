@@ -68,10 +68,25 @@ def test_large_sizes_leave_less_room() -> None:
 def test_more_tokens_per_expert_make_larger_tiles() -> None:
     for works, top_k in LAYERS.values():
         chosen = [choose_tokens(works, m * top_k, BLOCK_BYTES, NUM_SMS) for m in (128, 1024, 16384)]
-        assert chosen[0] in (32, 64)
+        assert chosen[0] in (16, 32)
         assert chosen == sorted(chosen, key=lambda tokens: tokens or 0)
         assert chosen[2] is not None
         assert chosen[2] >= 192
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "fastest"),
+    [
+        *(("qwen", m, 16) for m in (64, 96, 128)),
+        *(("qwen", m, 32) for m in (192, 256)),
+        ("gpt", 64, 16),
+        *(("gpt", m, 32) for m in (96, 128, 192)),
+        ("gpt", 256, 64),
+    ],
+)
+def test_tiles_are_those_that_were_fastest_on_a_gpu(name: str, m: int, fastest: int) -> None:
+    works, top_k = (QWEN, 8) if name == "qwen" else (GPT, 4)
+    assert choose_tokens(works, m * top_k, BLOCK_BYTES, NUM_SMS) == fastest
 
 
 def test_widths_are_equally_spaced() -> None:
@@ -105,7 +120,11 @@ def test_the_number_of_pairs_selects() -> None:
     for machine, many in ((H200, "gemm"), (RTX_3090, "triton")):
         variant.cache_clear()
         with patch.object(kernel, "machine_of", lambda device, machine=machine: machine):
-            assert variant(128 * 8, QWEN, 0) == "few"
+            assert variant(64 * 8, QWEN, 0) == "few"
+            assert variant(32 * 4, GPT, 0) == "few"
+            assert variant(65 * 8, QWEN, 0) == ("gemm" if machine is H200 else "few")
+            assert variant(33 * 4, GPT, 0) == ("gemm" if machine is H200 else "few")
+            assert variant(128 * 8, QWEN, 0) == ("gemm" if machine is H200 else "few")
             assert variant(129 * 8, QWEN, 0) == many
             assert variant(MAX_PAIRS, QWEN, 0) == many
             assert variant(MAX_PAIRS + 1, QWEN, 0) == "triton"

@@ -6,7 +6,7 @@ from halfbyte.linear.w4a16.gemv.plan import Machine
 from halfbyte.moe.experts import BLOCK_SIZES, WeightFormat
 
 MAX_MEAN = 8
-"""Max tokens per expert in the mean: more are Triton's. Not timed yet."""
+"""Max tokens per expert in the mean: more are Triton's."""
 MAX_PAIRS = 1024
 """Max pairs: every CTA reads all expert ids."""
 MAX_EXPERTS = 1024
