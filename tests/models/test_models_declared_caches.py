@@ -38,8 +38,8 @@ def edit(folder: Path, **fields: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
-def write_modelopt_file(folder: Path, algo: str | None) -> None:
-    declared = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": algo}}
+def write_modelopt_file(folder: Path, **cache: object) -> None:
+    declared = {"quantization": {"quant_algo": None, **cache}}
     (folder / "hf_quant_config.json").write_text(json.dumps(declared))
 
 
@@ -54,7 +54,7 @@ def check_fp8(model: Any) -> None:
 def test_the_copy_declares_what_modelopts_file_leaves_out(folder: Path, loader: str) -> None:
     scheme = {"type": "float", "num_bits": 8, "dynamic": False}
     edit(folder, quantization_config={"quant_method": "modelopt", "kv_cache_scheme": scheme})
-    write_modelopt_file(folder, None)
+    write_modelopt_file(folder)
     check_fp8(LOADERS[loader](folder))
 
 
@@ -69,7 +69,7 @@ def test_the_key_of_older_compressed_tensors(folder: Path, loader: str, is_neste
 @pytest.mark.parametrize("scheme", [None, FP8])
 def test_two_files_that_contradict_each_other(folder: Path, scheme: object) -> None:
     edit(folder, quantization_config={**CT, "kv_cache_scheme": scheme})
-    write_modelopt_file(folder, "NVFP4")
+    write_modelopt_file(folder, kv_cache_quant_algo="NVFP4")
     message = "hf_quant_config.json: expected the KV cache that config.json declares"
     with pytest.raises(CheckpointError, match=message):
         load_model(folder)

@@ -88,8 +88,8 @@ class ModelOpt(CheckpointDialect):
         declared = read_modelopt_file(file) if file.is_file() else section
         algo = declared.get("quant_algo")
         whole = {**_undeclared(section), **declared}
-        if declared_cache(folder, declared) is None:  # the copy may declare one all the same
-            whole |= {name: section[name] for name in _OF_CACHE if section.get(name) is not None}
+        if not declared.keys() & set(_OF_CACHE):  # null says that there is none
+            whole |= {name: section[name] for name in _OF_CACHE if name in section}
         _refuse_unknown(folder, whole)
         groups: tuple[LayerGroup, ...] = ()
         if algo == _MIXED:
