@@ -62,6 +62,8 @@ UNKNOWN = (
     *("k_scale_inv", "v_scales", "attn._k_scale", "key_scale", "k_descale", "k_quant_scale"),
     *("k_bmm_quantizer._amax", "v_bmm_quantizer._amax", "v_bmm_quantizer._scale", "v_amax"),
     *("k_proj.output_quantizer._amax", "qkv_proj.output_quantizer._amax", "scale_v"),
+    *("kscale", "K_scale", "keyScale", "k_scale.weight", "cache_k_scale", "past_key_scale"),
+    *("k_per_tensor_scale", "k_inv_scale", "k_observer.scale", "v_quant.amax", "quant_v.scales"),
 )
 
 
@@ -86,6 +88,8 @@ INNOCENT = (
     *("q_scale", "q_proj.output_scale", "o_proj.output_scale", "prob_output_scale"),
     *("q_bmm_quantizer._amax", "o_proj.output_quantizer._amax", "k_proj.activation_scaling_factor"),
     *("k_norm.scale", "kv_a_layernorm.scale", "kv_b_proj.weight_scale_inv", "attn.scale"),
+    *("k_proj.lora_scaling", "v_proj.scales", "qk_scale", "q_k_scale", "k_ln.scale"),
+    *("v_residual_scale", "k_norm_scale", "k_weight_scale", "value_bias_scale", "k_norm.weight"),
     *("indexer.k_scale", "indexer.k_cache.scale", "compressor.kv_scale_inv", "mlp.v_scale_inv"),
 )
 
@@ -95,6 +99,24 @@ def test_tensors_that_are_no_scales_of_k_and_v_are_passed_over(tmp_path: Path, n
     folder = write(tmp_path, {name: 9.0, "k_scale": 0.25, "v_scale": 0.5})
     assert read_kv_scales(folder) == {3: (0.25, 0.5)}
     assert not is_kv_scale(f"model.layers.3.self_attn.{name}")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.bool, torch.complex64])
+def test_integers_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A byte may be the exponent of an E8M0 scale."""
+    name = "model.layers.0.self_attn.{}_scale"
+    tensors = {name.format(side): torch.ones(1, dtype=dtype) for side in "kv"}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="_scale: expected a floating-point number, found"):
+        read_kv_scales(tmp_path)
+
+
+def test_small_floats_are_read(tmp_path: Path) -> None:
+    name = "model.layers.0.self_attn.{}_scale"
+    dtypes = {"k": torch.float8_e8m0fnu, "v": torch.bfloat16}
+    tensors = {name.format(side): torch.tensor([0.0625]).to(x) for side, x in dtypes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert read_kv_scales(tmp_path) == {0: (0.0625, 0.0625)}
 
 
 def test_a_scale_outside_the_layers_is_refused(tmp_path: Path) -> None:

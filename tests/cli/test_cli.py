@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -476,6 +478,37 @@ main()
 """
     ended = subprocess.run([sys.executable, "-c", program, "info"], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("handles", [False, True])
+def test_signals_that_a_library_drops_end_the_command(number: int, handles: bool) -> None:
+    """As torch does while it imports NumPy. What handles the exception is not interrupted."""
+    program = f"""
+import os, sys, time
+class Library:
+    def find_spec(self, name, *_):
+        if name != "torch":
+            return
+        sys.meta_path.remove(self)
+        try:
+            os.kill(os.getpid(), {int(number)})
+        except BaseException:
+            if {handles}:
+                time.sleep(1.2)
+                print("removed", flush=True)
+                raise
+        time.sleep(50)
+        os._exit(99)
+sys.meta_path.insert(0, Library())
+from halfbyte.__main__ import main
+main()
+"""
+    start = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", program, "info"], capture_output=True, text=True)
+    assert time.monotonic() - start < 40
+    assert (ended.returncode, ended.stderr) == (128 + number, "")
+    assert ended.stdout == ("removed\n" if handles else "")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="closes descriptors in a POSIX shell")

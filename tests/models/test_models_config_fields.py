@@ -15,6 +15,7 @@ from models.zoo import ARCHITECTURES, make_model
         ({"query_pre_attn_scalar": -1}, "query_pre_attn_scalar: .* above 0, .* found -1"),
         ({"attn_logit_softcapping": 0.0}, "attn_logit_softcapping: .* found 0.0"),
         ({"swiglu_limit": 1e40}, r"swiglu_limit: .* found 1e\+40"),
+        ({"num_labels": 10**7}, r"num_labels: expected 1 \.\. 65536, found 10000000"),
         ({"rope_theta": 0}, "rope_theta: .* found 0"),
         ({"rope_theta": "10000"}, "rope_theta: .* found '10000'"),
         ({"rope_theta": True}, "rope_theta: .* found True"),

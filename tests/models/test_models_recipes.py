@@ -403,3 +403,17 @@ def test_usual_first_tokens_of_a_tokenizer() -> None:
     assert tokenizer.bos_token_id is None or tokenizer.bos_token_id in found
     assert len(found) == len(set(found))
     assert usual_first_tokens(None) == []
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ raise_exception('needs a system message') }}", "{{ 1 / 0 }}", "{% for", "{{ a.b.c }}"],
+)
+def test_usual_first_tokens_where_the_template_refuses(template: str) -> None:
+    tokenizer = load_tokenizer(bundled_model_path())
+    expected = usual_first_tokens(tokenizer)
+    tokenizer.chat_template = template
+    assert usual_first_tokens(tokenizer) == expected
+    tokenizer.chat_template = "x{{ messages[0]['content'] }}"
+    first = tokenizer.encode("xa", add_special_tokens=False)[0]
+    assert first in usual_first_tokens(tokenizer)

@@ -14,7 +14,8 @@ Known, after `model.layers.N.self_attn.`:
 
 Other names that look like scales of K and V are recognized, so that they are refused and not passed
 over: `kv_cache_scaling_factor` (TensorRT-LLM; FP8 or INT8), `k_scale_inv`, `qkv_proj.output_scale`
-(of Q, too), `k_bmm_quantizer._amax` (ModelOpt's state, which its export converts) and the like.
+(of Q, too), `k_bmm_quantizer._amax` (ModelOpt's state, which its export converts) and the like, and
+any other tensor of a layer's attention whose words say `scale` (or `amax`) and K or V.
 Scales of weights, activations and Q, and those of indexers, drafts and towers are none of them.
 """
 
@@ -58,6 +59,20 @@ _PROJECTION = (
 _OUTPUT = rf"{_PROJECTION}\.(?:output_(?:[a-z0-9]+_)?{_SCALING}(?:_\w+)?|output_quantizer\.\w+)"
 _QUANTIZER = rf"{_SIDE}_(?:bmm_|fake_|cache_|output_)?quantizer\.\w+"
 _LOOKS_LIKE = re.compile(rf"(?:^|\.)(?:{_LEAF}|{_REVERSED}|{_OF_CACHE}|{_OUTPUT}|{_QUANTIZER})$")
+_IN_LAYER = re.compile(rf"{_LAYER}{_OF_ATTENTION}(?P<own>.+)$")
+_WORD = re.compile(r"[._]|(?<=[a-z])(?=[A-Z])")
+_SCALE_WORD = re.compile(rf"^(?:{_SIDE})?{_SCALING}$")
+_SIDE_WORDS = frozenset(
+    ["k", "key", "keys", "v", "value", "values", "kv", "cache", "kscale", "vscale", "kvscale"]
+)
+_OTHER_WORDS = frozenset(
+    (
+        *("input", "pre", "smooth", "smoothquant", "norm", "layernorm", "ln", "lora", "bias"),
+        *("q", "query", "queries", "qk", "rotary", "residual"),
+    )
+)
+"""Scales of activations, queries and normalization, and learned ones."""
+_LINEAR = re.compile(rf"(?:^|\.)(?:\w*proj|{_PROJECTION})\.")
 _OWN = re.compile(rf"^{_OF_MODEL}(?:layers\.\d+\.|(?!.*\.\d+\.))")
 
 
@@ -89,7 +104,22 @@ def looks_like_kv_scale(name: str) -> bool:
     """Whether this is a scale of K or V by a name that is not known, not that of another model."""
     if parse_kv_scale(name) is not None or _OTHER_MODELS.search(name):
         return False
-    return _OTHER_MODULES.search(name) is None and _LOOKS_LIKE.search(name) is not None
+    if _OTHER_MODULES.search(name) is not None:
+        return False
+    return _LOOKS_LIKE.search(name) is not None or _says_so(name)
+
+
+def _says_so(name: str) -> bool:
+    """Whether a tensor of a layer's attention says that it is a scale, and of K or V.
+
+    By its words, in any order; scales of projections' weights and inputs are none.
+    """
+    match = _IN_LAYER.search(name)
+    if match is None or _LINEAR.search(match["own"]) or "weight_" in match["own"]:
+        return False
+    words = {word.lower() for word in _WORD.split(match["own"])}
+    is_scale = any(_SCALE_WORD.match(word) for word in words)
+    return is_scale and bool(words & _SIDE_WORDS) and not words & _OTHER_WORDS
 
 
 def is_of_layers(name: str) -> bool:

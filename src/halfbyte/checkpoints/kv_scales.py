@@ -105,8 +105,8 @@ def read_stored_scales(folder: str | Path) -> StoredScales:
 
     Raises:
         CheckpointError: a file is absent or broken; a scale is not where the index says, has more
-            than one element, occurs twice, or is not a finite number above 0; a layer has only one
-            of the two scales; there are biases or zero points.
+            than one element, is an integer, occurs twice, or is not a finite number above 0; a
+            layer has only one of the two scales; there are biases or zero points.
     """
     folder = Path(folder)
     by_kind: tuple[_Sides, _Sides] = ({}, {})
@@ -208,6 +208,9 @@ def _check_offset(name: str, offset: torch.Tensor) -> None:
 def _decode_scale(name: str, scale: torch.Tensor, is_encode: bool) -> float:
     if scale.numel() != 1:
         raise CheckpointError(f"{name}: expected one element, found {list(scale.shape)}")
+    if not scale.is_floating_point():  # bytes may be exponents
+        dtype = str(scale.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{name}: expected a floating-point number, found {dtype}")
     value = float(scale)
     if not 0 < value < math.inf:
         raise CheckpointError(f"{name}: expected a finite number above 0, found {value}")

@@ -1,24 +1,33 @@
 """SIGTERM and Ctrl-C end a command with their own status, wherever they arrive.
 
 A signal may arrive in a library's native code, which turns the handler's exception into an error of
-its own, or drops it. So the status is kept.
+its own, or drops it: torch drops what is raised while it imports NumPy. So the status is kept, and
+the exception is raised again as long as the command neither handles it nor ends.
 """
 
 import atexit
 import os
 import signal
 import sys
+import threading
 from contextlib import suppress
 from types import FrameType
+
+_SECONDS = 0.5
+"""Between looks whether an exception was dropped."""
 
 
 class _Received:
     status: int | None = None
+    error: BaseException | None = None
+    """Last raised."""
+    is_look: bool = False
+    """Whether the next signal is ours, to look whether the exception was dropped."""
 
 
 def install() -> None:
     """Handle both signals; no effect outside the main thread."""
-    _Received.status = None
+    forget()
     with suppress(ValueError):  # signals can be set in the main thread only
         signal.signal(signal.SIGTERM, _end)
         atexit.register(_ignore_ctrl_c)
@@ -34,6 +43,7 @@ def status() -> int | None:
 
 def end_at_once() -> None:
     """From now on Ctrl-C ends the process silently: the command has ended."""
+    _Received.error = None
     with suppress(OSError, ValueError):
         sys.stdout.flush()
         if signal.getsignal(signal.SIGINT) is _end:
@@ -42,7 +52,7 @@ def end_at_once() -> None:
 
 def forget() -> None:
     """Clear `status`, for a command that handled Ctrl-C and continues."""
-    _Received.status = None
+    _Received.status = _Received.error = None
 
 
 def _ignore_ctrl_c() -> None:
@@ -53,7 +63,44 @@ def _ignore_ctrl_c() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
+    if _Received.is_look:
+        _Received.is_look = False
+        if _Received.error is None:
+            return
+        if _is_handled(_Received.error):  # files are being removed, for example
+            _look_later(number)
+            return
     _Received.status = 128 + number
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    sys.exit(_Received.status)
+    is_ctrl_c = number == signal.SIGINT
+    _Received.error = KeyboardInterrupt() if is_ctrl_c else SystemExit(_Received.status)
+    _look_later(number)
+    raise _Received.error
+
+
+def _look_later(number: int) -> None:
+    """Call `_end` in the main thread after a while."""
+
+    def look() -> None:
+        if _Received.error is not None:
+            _Received.is_look = True
+            if hasattr(signal, "pthread_kill"):  # also ends what the main thread waits for
+                signal.pthread_kill(threading.main_thread().ident or 0, number)
+            else:
+                signal.raise_signal(number)
+
+    timer = threading.Timer(_SECONDS, look)
+    timer.daemon = True
+    with suppress(RuntimeError):  # no thread can be started, or Python is ending
+        timer.start()
+
+
+def _is_handled(error: BaseException) -> bool:
+    """Whether the code that was interrupted handles an exception, or another that it led to."""
+    chain = [sys.exc_info()[1]]
+    while chain:
+        handled = chain.pop()
+        if handled is error:
+            return True
+        if handled is not None:
+            chain += (handled.__cause__, handled.__context__)
+    return False

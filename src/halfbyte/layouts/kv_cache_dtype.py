@@ -93,7 +93,7 @@ class KVCacheDType(StrEnum):
             ValueError: the checkpoint declares a format that halfbyte does not have, or several,
                 which `layers_from_checkpoint` tells apart.
         """
-        declared = _declared(config)
+        declared = declared_cache_of(config)
         if declared is None:
             return cls._unquantized(config)
         if declared.formats is None or len(set(declared.formats)) > 1:
@@ -114,7 +114,7 @@ class KVCacheDType(StrEnum):
             ValueError: a format that halfbyte does not have, or one for a layer that the model does
                 not have.
         """
-        declared = _declared(config)
+        declared = declared_cache_of(config)
         plain = cls._unquantized(config)
         if declared is None:
             return [(plain, plain)] * num_layers
@@ -244,8 +244,18 @@ def _as_mapping(config: Any) -> Mapping[str, Any]:
     raise TypeError(f"config: expected a mapping or a transformers config, got {type(config)}")
 
 
-def _declared(config: Any) -> DeclaredCache | None:
-    """The declaration of the cache, which several sections may repeat."""
+def declared_cache_of(config: Any) -> DeclaredCache | None:
+    """The declaration of the cache, which several sections may repeat.
+
+    Args:
+        config: as for `KVCacheDType.from_checkpoint`.
+
+    Returns:
+        None if there is none.
+
+    Raises:
+        ValueError: two that differ; a format that is not read here.
+    """
     read = map(read_declared_cache, _quantization_sections(_as_mapping(config)))
     found = [declared for declared in read if declared is not None]
     for other in found[1:]:
@@ -268,6 +278,9 @@ def _quantization_sections(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]
     sections = [_section(fields, "quantization_config"), fields]
     text_config = _section(fields, "text_config")
     sections.append(_section(text_config, "quantization_config"))
+    # Older versions of compressed-tensors; vLLM reads it as well.
+    older = _section(fields, "compression_config")
+    sections += [older, _section(older, "quantization_config")]
     # hf_quant_config.json nests everything under "quantization".
     return sections + [_section(section, "quantization") for section in sections]
 

@@ -5,6 +5,7 @@ and in `kv_scales.json`) are read before any weight. They stay valid if the fold
 or deleted later, or if the process changes its working directory.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from halfbyte.checkpoints.dialects.base import Declaration
+from halfbyte.checkpoints.dialects.compressed_tensors import CompressedTensors
 from halfbyte.checkpoints.dialects.modelopt import MODELOPT_FILE, read_modelopt_file
 from halfbyte.checkpoints.dialects.registry import read_declaration
 from halfbyte.checkpoints.errors import CheckpointError
@@ -20,6 +22,7 @@ from halfbyte.checkpoints.index import INDEX_FILE, SINGLE_FILE, CheckpointIndex,
 from halfbyte.checkpoints.kv_scales import StoredScales, read_stored_scales
 from halfbyte.checkpoints.validate import QUANTIZED_WEIGHT
 from halfbyte.kvcache import KVScales
+from halfbyte.layouts.kv_cache_dtype import declared_cache_of
 from halfbyte.layouts.kv_declarations import read_declared_cache
 from halfbyte.models.architectures import check_supported
 from halfbyte.models.config_fields import check_sizes
@@ -136,16 +139,35 @@ def checkpoint_of(model: nn.Module) -> Checkpoint | None:
 
 
 def declaring(folder: Path, config: Any) -> Any:
-    """Source of the cache's declared format: ModelOpt's file, else its copy in the config.
+    """Source of the cache's declared format: ModelOpt's file, else the config.
 
     Raises:
-        ValueError: a format that halfbyte does not have; a broken file.
+        ValueError: a format that halfbyte does not have; a broken file, or one that contradicts
+            the section of compressed-tensors.
     """
-    if (folder / MODELOPT_FILE).is_file():
-        section = read_modelopt_file(folder / MODELOPT_FILE)
-        if read_declared_cache(section) is not None:
-            return section
+    file = folder / MODELOPT_FILE
+    if not file.is_file():
+        return config
+    section = read_modelopt_file(file)
+    declared = read_declared_cache(section)
+    if declared is None:
+        return config
+    if _method(config) != CompressedTensors.name:
+        return section
+    if declared_cache_of(config) != declared:
+        raise CheckpointError(
+            f"{file}: expected the KV cache that config.json declares, found another one"
+        )
     return config
+
+
+def _method(config: Any) -> object:
+    """`quant_method` of a config, or of the dict of its file."""
+    fields = config if isinstance(config, Mapping) else vars(config)
+    section = fields.get("quantization_config")
+    if isinstance(section, Mapping):
+        return section.get("quant_method")
+    return getattr(section, "quant_method", None)
 
 
 def _read_file(folder: Path) -> KVScales | CheckpointError | None:

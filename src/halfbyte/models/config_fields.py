@@ -13,9 +13,12 @@ from halfbyte.checkpoints.errors import CheckpointError
 from halfbyte.checkpoints.index import CheckpointIndex
 
 _MAX_LAYERS = 10_000
+_MAX_LABELS = 2**16
+"""Of a classifier; transformers makes a name for each."""
 _MAX_SIZE = 2**31
 _SIZES = {
     "num_hidden_layers": _MAX_LAYERS,
+    "num_labels": _MAX_LABELS,
     **dict.fromkeys(
         (
             *("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size"),

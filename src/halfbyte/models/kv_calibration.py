@@ -11,6 +11,7 @@ from transformers import Cache as TransformersCache
 from transformers import PreTrainedModel
 
 from halfbyte.assets import calibration_text
+from halfbyte.checkpoints.errors import one_line
 from halfbyte.files import read_text
 from halfbyte.kvcache import KVScales
 from halfbyte.kvcache.scales import shape_of_model
@@ -85,14 +86,20 @@ def kv_scales_of(
 
 
 def usual_first_tokens(tokenizer: Any) -> list[int]:
-    """Ids that sequences of a tokenizer begin with: BOS, and the chat template's first token."""
+    """Ids that sequences of a tokenizer begin with: BOS, and the chat template's first token.
+
+    Templates run for each conversation, and may refuse this one.
+    """
     if tokenizer is None:
         return []
     found = [getattr(tokenizer, "bos_token_id", None)]
     found += list(tokenizer("a").input_ids[: len(tokenizer("").input_ids)])[:1]
     if getattr(tokenizer, "chat_template", None):
         message = [{"role": "user", "content": "a"}]
-        found += tokenizer.apply_chat_template(message, tokenize=True, return_dict=False)[:1]
+        try:
+            found += tokenizer.apply_chat_template(message, tokenize=True, return_dict=False)[:1]
+        except Exception as error:  # of any type, as in `LLM.chat`
+            logger.info("the chat template's first token is not known: %s", one_line(error))
     return list(dict.fromkeys(int(token) for token in found if token is not None))
 
 

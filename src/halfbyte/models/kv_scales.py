@@ -216,7 +216,7 @@ def adopt_declaration(model: PreTrainedModel) -> None:
         CheckpointError: as `find_kv_scales`.
     """
     config: Any = model.config
-    if checkpoint_of(model) is not None or getattr(config, "quantization_config", None):
+    if checkpoint_of(model) is not None:
         return
     try:
         folder = folder_of(model)

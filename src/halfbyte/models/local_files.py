@@ -132,6 +132,7 @@ def read_model_config(folder: Path) -> Any:
     config = or_load_error(folder, AutoConfig.from_pretrained, folder, **LOCAL_FILES)
     # transformers would download kernels that these name; ours are set on use.
     config._attn_implementation = config._experts_implementation = None
+    config.return_dict = True  # models read their own results by name
     return config
 
 

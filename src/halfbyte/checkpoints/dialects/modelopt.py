@@ -50,10 +50,13 @@ _MIXED_SCHEMES: dict[str, Scheme] = {
     "FP8_PER_CHANNEL_PER_TOKEN": "fp8",
 }
 _MIXED = "MIXED_PRECISION"
-_DECLARED = (
-    *("quant_algo", "group_size", "quantized_layers", "exclude_modules", "ignore"),
+_OF_CACHE = (
     *("kv_cache_quant_algo", "kv_cache_scheme"),
     *("kv_cache_quantized_layers", "kv_cache_schema_version"),
+)
+_DECLARED = (
+    *("quant_algo", "group_size", "quantized_layers", "exclude_modules", "ignore"),
+    *_OF_CACHE,
 )
 _GROUP_SIZE = 16
 _GROUP_FIELDS = ("targets", "weights", "input_activations")
@@ -85,6 +88,8 @@ class ModelOpt(CheckpointDialect):
         declared = read_modelopt_file(file) if file.is_file() else section
         algo = declared.get("quant_algo")
         whole = {**_undeclared(section), **declared}
+        if not declared.keys() & set(_OF_CACHE):  # null says that there is none
+            whole |= {name: section[name] for name in _OF_CACHE if name in section}
         _refuse_unknown(folder, whole)
         groups: tuple[LayerGroup, ...] = ()
         if algo == _MIXED:
@@ -97,7 +102,7 @@ class ModelOpt(CheckpointDialect):
             self,
             groups=groups,
             ignore=listed_patterns(folder, declared, where),
-            kv_cache_dtype=declared_cache(folder, declared),
+            kv_cache_dtype=declared_cache(folder, whole),
             leaves_activations=_leaves_activations(whole),
             section=whole,
         )
