@@ -235,6 +235,49 @@ class TestTokenizers:
         assert "\n" not in str(error.value)
 
     @pytest.mark.parametrize(
+        ("template", "reason"),
+        [
+            ("{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3, "takes more than 2 s"),
+            ("{{ 'a' * 10**10 }}", "MemoryError"),
+        ],
+        ids=["endless", "huge"],
+    )
+    @pytest.mark.parametrize("in_config", [True, False])
+    def test_templates_that_never_end(
+        self,
+        tokenizer: Path,
+        template: str,
+        reason: str,
+        in_config: bool,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr("halfbyte.models.tokenizer._SECONDS", 2)
+        if in_config:
+            file = tokenizer / "tokenizer_config.json"
+            file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+        else:
+            (tokenizer / "chat_template.jinja").write_text(template)
+        message = f"unusable tokenizer: the chat template.* {reason}$"
+        with pytest.raises(ModelLoadError, match=message):
+            load_tokenizer(tokenizer)
+
+    @pytest.mark.parametrize(
+        "template",
+        [
+            "{{ raise_exception('no') }}",
+            "{% generation %}{{ messages[0].content }}{% endgeneration %}",
+            "{% broken",
+            "{{ messages[5].content }}",
+            [{"name": "default", "template": "{{ messages[0].role }}"}],
+        ],
+        ids=["refuses", "marks", "broken", "needs-more", "named"],
+    )
+    def test_templates_that_refuse_a_message(self, tokenizer: Path, template: Any) -> None:
+        file = tokenizer / "tokenizer_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+        assert load_tokenizer(tokenizer)("a").input_ids
+
+    @pytest.mark.parametrize(
         ("field", "value"),
         [
             ("model_max_length", {"a": 1}),

@@ -22,12 +22,14 @@ _TORCH_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.floa
 
 def named_as_model(index: CheckpointIndex, model: PreTrainedModel) -> CheckpointIndex:
     """The index with the model's names: files of headless models may lack the prefix."""
-    prefix = f"{model.base_model_prefix}."
-    if prefix == "." or any(name.startswith(prefix) for name in index.tensors):
+    prefix, base = f"{model.base_model_prefix}.", model.base_model
+    if base is model or any(name.startswith(prefix) for name in index.tensors):
         return index
-    wanted = model.state_dict().keys()
-    names = (name for name in index.tensors if name not in wanted)
-    return index.renamed({name: prefix + name for name in names if prefix + name in wanted})
+    # Not by the names of weights, which quantized layers store under others.
+    of_base = {name for name, _ in base.named_children()}
+    of_base -= {name for name, _ in model.named_children()}
+    names = [name for name in index.tensors if name.partition(".")[0] in of_base]
+    return index.renamed({name: prefix + name for name in names})
 
 
 def check_bytes(model: PreTrainedModel, index: CheckpointIndex) -> None:

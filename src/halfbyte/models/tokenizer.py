@@ -1,8 +1,9 @@
 """Loads the tokenizer of a checkpoint after a trial in a separate process.
 
 The `tokenizers` package checks little when it reads `tokenizer.json`: invalid files panic,
-sometimes only when a text is encoded, and a huge size aborts the process. So a subprocess with
-bounds on time and memory tries the file first.
+sometimes only when a text is encoded, and a huge size aborts the process. A chat template is a
+program that may never end. So a subprocess with bounds on time and memory (`tokenizer_trial`) tries
+them first.
 """
 
 import os
@@ -23,32 +24,16 @@ from halfbyte.models.local_files import (
     local_folder,
     or_load_error,
 )
+from halfbyte.models.tokenizer_trial import TEXT, UNUSABLE
 
 _FILE = "tokenizer.json"
 _ENOUGH = (_FILE, "tokenizer_config.json")
 _OTHER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-_TEXT = "A text: 12 words, x = f(y)\\n\\ttabs, é and 漢字."
+_TEMPLATES = ("chat_template.jinja", "additional_chat_templates/*.jinja")
 _SECONDS = 15
-"""Time limit of the trial, plus 1 s per MiB of the file."""
+"""Time limit of the trial, plus 1 s per MiB of the files."""
 _MEMORY = 1 << 30
-_TRY = f"""
-import sys
-try:
-    import resource
-    limit = int(sys.argv[2])
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-except (ImportError, ValueError, OSError):
-    pass  # on Windows, or under a limit that is lower still
-from tokenizers import Tokenizer
-try:
-    tokenizer = Tokenizer.from_file(sys.argv[1])
-    for text in ("", "a", {_TEXT!r}):
-        tokenizer.decode(tokenizer.encode(text).ids)
-except BaseException as error:
-    print(type(error).__name__, str(error)[:2000])
-    sys.exit(3)
-"""
+_TRIAL = Path(__file__).with_name("tokenizer_trial.py")
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -84,12 +69,15 @@ def _check_files(folder: Path) -> None:
             raise ModelLoadError(f"{file}: expected a file")
         if name != _FILE:  # that file may be large; the subprocess reads it
             or_load_error(folder, read_json, file)
-    file = folder / _FILE
-    if file.is_file():
-        state = file.stat()
-        reason = _reason_against(str(file.absolute()), state.st_size, state.st_mtime_ns)
+    templates = [file for pattern in _TEMPLATES for file in sorted(folder.glob(pattern))]
+    tried = [folder / _FILE, folder / "tokenizer_config.json", *templates]
+    files = [(str(file.absolute()), file.stat()) for file in tried if file.is_file()]
+    if files:
+        reason = _reason_against(
+            *((file, state.st_size, state.st_mtime_ns) for file, state in files)
+        )
         if reason:
-            raise ModelLoadError(f"{file}: unusable tokenizer: {reason}")
+            raise ModelLoadError(f"{folder / _FILE}: unusable tokenizer: {reason}")
 
 
 def _check_usable(folder: str | Path, tokenizer: Any) -> None:
@@ -101,7 +89,7 @@ def _check_usable(folder: str | Path, tokenizer: Any) -> None:
 
 
 def _encode(tokenizer: Any) -> None:
-    ids = tokenizer(_TEXT).input_ids
+    ids = tokenizer(TEXT).input_ids
     tokenizer.decode(ids)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(tokenizer, name)
@@ -110,11 +98,18 @@ def _encode(tokenizer: Any) -> None:
 
 
 @lru_cache(maxsize=64)
-def _reason_against(file: str, size: int, mtime_ns: int) -> str | None:
-    """Why a `tokenizer.json` is unusable; None if it is usable, or no process can be started."""
+def _reason_against(*files: tuple[str, int, int]) -> str | None:
+    """Why a tokenizer is unusable; None if it is usable, or no process can be started.
+
+    Args:
+        files: path, size and time of modification of `tokenizer.json` and of files with templates.
+    """
     if not sys.executable:
         return None
-    command = [sys.executable, "-c", _TRY, file, str(_MEMORY + 64 * size)]
+    size = sum(size for _, size, _ in files)
+    paths = [path for path, _, _ in files]
+    tokenizer = paths.pop(0) if Path(paths[0]).name == _FILE else "-"
+    command = [sys.executable, "-P", str(_TRIAL), str(_MEMORY + 64 * size), tokenizer, *paths]
     seconds = _SECONDS + (size >> 20)
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
     try:
@@ -127,12 +122,13 @@ def _reason_against(file: str, size: int, mtime_ns: int) -> str | None:
             timeout=seconds,
             env=environment,
         )
-    except subprocess.TimeoutExpired:
-        return f"encoding a short text takes more than {seconds} s"
+    except subprocess.TimeoutExpired as error:
+        stages = (error.stdout or b"").decode(errors="replace").split("\n")[:-1]
+        return f"{stages[-1] if stages else 'its start'} takes more than {seconds} s"
     except OSError:
         return None
     if result.returncode == 0:
         return None
-    if result.returncode == 3:
-        return shortened(result.stdout, 300)
+    if result.returncode == UNUSABLE:
+        return shortened(": ".join(result.stdout.splitlines()[-2:]), 300)
     return shortened(result.stderr.splitlines()[0] if result.stderr else "the process ended", 300)

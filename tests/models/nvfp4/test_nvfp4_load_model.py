@@ -52,6 +52,16 @@ def test_all_architectures_load(tmp_path: Path, architecture: str, dialect: Dial
     assert_same_logits(model, folder)
 
 
+def test_names_without_the_model_s_prefix(tmp_path: Path, dialect: Dialect) -> None:
+    """As files of a model without a head have them."""
+    folder = make_folder(tmp_path, "llama", dialect)
+    expected = logits(load_model(folder.quantized))
+    file = folder.quantized / "model.safetensors"
+    tensors = {name.removeprefix("model."): x for name, x in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert torch.equal(logits(load_model(folder.quantized)), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dtype_is_the_checkpoints_or_the_requested_one(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = make_folder(tmp_path, dtype=dtype)
