@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--each-value",
         action="store_true",
-        help="of a test's combinations of parameters run as few as have every value once",
+        help="run a small set of a test's parameter combinations in which every value occurs",
     )
 
 

@@ -1,4 +1,4 @@
-"""`--each-value`: of a test's combinations of parameters, as few as have every value once."""
+"""`--each-value`: a small set of a test's parameter combinations in which every value occurs."""
 
 from collections import defaultdict
 from collections.abc import Sequence

@@ -52,7 +52,7 @@ and may be longer."""
 POSITIONAL = 8
 """Max parameters that a caller may give by position."""
 MANY_POSITIONAL = {
-    "kernels/cpu/store.py store_tokens_cpu": "below the floor that has `StoreInputs`",
+    "kernels/cpu/store.py store_tokens_cpu": "below the layer that has `StoreInputs`",
     "kvcache/quant_methods/base.py quantize_and_store": "SGLang's signature",
     "models/attention_functions.py engine_attention": "transformers' signature",
     "models/attention_functions.py generate_attention": "transformers' signature",
@@ -108,7 +108,7 @@ def test_files_do_not_import_one_another_in_a_circle() -> None:
     TopologicalSorter({file: _imported_files(file) for file in FILES}).prepare()
 
 
-def test_every_room_has_a_floor_and_a_sentence() -> None:
+def test_every_package_has_a_layer_and_a_sentence() -> None:
     rooms = {_room(file.relative_to(PACKAGE).parts) for file in FILES}
     structure = (PACKAGE.parents[1] / "docs" / "structure.md").read_text()
     assert rooms == set(FLOORS)

@@ -150,11 +150,11 @@ class AttentionInputs:
         aligned = not any(x % 8 for x in (out.storage_offset(), *out.stride()[:2]))
         return out.dtype == self.query.dtype and out.stride(2) == 1 and aligned
 
-    def answer(self, result: torch.Tensor) -> None:
+    def set_output(self, result: torch.Tensor) -> None:
         """Set the output to a tensor of `out`'s shape; no copy if the caller gave no `out`."""
         self._output.tensor = result
 
-    def deliver(self) -> torch.Tensor:
+    def copy_to_out(self) -> torch.Tensor:
         """The output: the caller's tensor if given, into which it is copied if necessary."""
         if self.given_out is None or self.given_out is self.out:
             return self.out
@@ -253,7 +253,7 @@ class SubBatch:
     def copy_results(self, part: AttentionInputs, batch: AttentionInputs) -> None:
         """Copy the outputs of `inputs_of(batch)` to those of the batch."""
         if self.rows is None:
-            batch.answer(part.out)
+            batch.set_output(part.out)
             return
         batch.out[self.rows] = part.out
         if batch.lse is not None and part.lse is not None:

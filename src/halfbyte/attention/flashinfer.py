@@ -102,7 +102,7 @@ class FlashInferAttention(AttentionBackend):
         if work.rows is not None:
             inputs.out[work.rows] = out.to(inputs.out.dtype)
         elif out is not inputs.out:
-            inputs.answer(out.to(inputs.query.dtype))
+            inputs.set_output(out.to(inputs.query.dtype))
         if inputs.lse is not None:
             assert lse is not None
             # FlashInfer's logarithms are to base 2.

@@ -162,7 +162,7 @@ def paged_attention(
     )
     _check(inputs)
     run(inputs, backend)
-    result = inputs.deliver()
+    result = inputs.copy_to_out()
     return result if inputs.lse is None else (result, inputs.lse)
 
 

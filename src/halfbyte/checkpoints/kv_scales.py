@@ -29,11 +29,11 @@ from halfbyte.checkpoints.kv_scale_names import (
 logger = logging.getLogger("halfbyte")
 
 _ANY = (2.0**-13, 2.0**12)
-"""Range of amax of K and V of a layer in known models. A decode scale of an NVFP4 cache may be
-amax / 2688 or amax / 448, so as one for FP8 it is of a sixth of amax, or all of it."""
+"""Plausible amax of K and V of a layer. Writers store amax / 2688 or amax / 448; multiplied by 448,
+as an FP8 scale, the former gives a sixth of amax."""
 _USUAL = (2.0**-9, 2.0**10)
-"""Range of the median of all layers. The encode scale 448 / amax under a decode name is of
-448 * 448 / amax, which is above it for any amax below 196."""
+"""Plausible median amax of all layers. An encode scale (448 / amax) under a decode name implies
+448 * 448 / amax, which is above this range if amax is below 196."""
 
 
 class StoredScale(NamedTuple):

@@ -78,7 +78,7 @@ def serve(
     moe: Annotated[
         str | None,
         typer.Option(
-            help="NVFP4 and MXFP4 experts on halfbyte's kernels: auto (on CPUs), on or off."
+            help="4-bit experts on halfbyte's kernels: auto (on CPUs and SM90), on or off."
         ),
     ] = None,
 ) -> None:

@@ -160,9 +160,9 @@ class Scheduler:
         """Undo `schedule` after a failed step: free slots whose tokens were not computed.
 
         Works from the state of requests and tables, not from the chunks, so it also undoes a
-        `schedule` that failed midway. Preempted requests stay preempted. A request of whose last
-        tokens the step may have overwritten some in the ring is computed anew: the pages have
-        them in four bits only.
+        `schedule` that failed midway. Preempted requests stay preempted. If the step
+        may have overwritten some of a request's last tokens in its ring, the request is preempted
+        and recomputed, because the pages hold them in four bits only.
         """
         for request in list(reversed(self.running)):
             if request.is_finished:  # the step failed after its last token

@@ -88,8 +88,9 @@ class RecentStep:
         owners, slots: entry and slot of each, int64 `[n]` and `[n]`.
         missing: of the sequences that lack tokens.
         num_tokens: of the step.
-        is_short: whether the step's tokens may be written before its attention: no sequence has
-            more of them than its ring has slots that these queries do not read.
+        write_first: whether the step's tokens may be written to the rings before attention: no
+            sequence has more than `ring - R + 1` new tokens, so that none overwrites a slot that
+            the step's queries read.
     """
 
     entries: torch.Tensor
@@ -98,7 +99,7 @@ class RecentStep:
     slots: torch.Tensor
     num_tokens: int
     missing: Sequence[MissingTokens] = ()
-    is_short: bool = True
+    write_first: bool = True
     _places: dict[int | None, list[_Places]] = field(default_factory=dict, init=False)
     """By window, for all layers."""
 
@@ -147,7 +148,7 @@ class RecentStep:
             slots=of_slots,
             num_tokens=sum(counts),
             missing=lacking,
-            is_short=max(counts, default=0) <= ring - tokens + 1,
+            write_first=max(counts, default=0) <= ring - tokens + 1,
         )
 
     def slots_in(self, rings: tuple[torch.Tensor, torch.Tensor]) -> RingSlots:

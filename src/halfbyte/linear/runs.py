@@ -49,7 +49,7 @@ def runs_of(config: NvFp4LinearLayerConfig, layer: nn.Module) -> list[Run]:
     return runs
 
 
-def side_by_side(outputs: Sequence[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+def concat_outputs(outputs: Sequence[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
     """Concatenate the results of the runs, `[..., rows]` each, to `[..., N]`, and add the bias."""
     result = outputs[0] if len(outputs) == 1 else torch.cat(list(outputs), dim=-1)
     return result if bias is None else result + bias

@@ -2,7 +2,7 @@
 
 `halfbyte::engine_attention` stores K and V and attends. The step's `PagedBatch` and the layer's
 module cannot be arguments of an operator, and an index of the layer would be a constant, so that
-every layer needed a graph of its own: `running` provides batch and module.
+every layer would need a graph of its own: `running` provides batch and module.
 """
 
 from collections.abc import Iterator

@@ -221,7 +221,7 @@ class PagedBatch:
         step = None if self.recent is None else self.recent.step
         rings = None if pair is None or step is None else step.slots_in(pair)
         # Prompt tokens overwrite ring entries that the prompt's own queries read: write them after.
-        early = step is not None and step.is_short
+        early = step is not None and step.write_first
         reshape_and_cache(
             key,
             value,

@@ -135,8 +135,8 @@ def _from_file(stored: CheckpointKVScales) -> KVScales | None:
 
 
 def _from_later_file(stored: CheckpointKVScales) -> KVScales | None:
-    """`kv_scales.json` that was written or replaced after the model was loaded, for recipes that
-    the scales of then do not suit."""
+    """A `kv_scales.json` written or replaced after the model was loaded; used for recipes that the
+    scales read at loading do not support."""
     if stored.identity is None:  # not kept from loading, but read just now
         return None
     later = KVScales.load(stored.folder)

@@ -40,7 +40,7 @@ from halfbyte.models.local_files import ModelLoadError, local_folder, read_model
 from halfbyte.models.meta_model import empty_model, make_buffers, resolve_dtype
 from halfbyte.models.nvfp4.layer_plan import LayerPlan, plan_layers
 from halfbyte.models.nvfp4.layer_sink import Sink
-from halfbyte.models.nvfp4.layers import LayerOptions, put_in_place
+from halfbyte.models.nvfp4.layers import LayerOptions, replace_layers
 from halfbyte.models.nvfp4.weight_stream import weight_sinks
 from halfbyte.models.tokenizer import has_tokenizer, load_tokenizer
 
@@ -135,7 +135,7 @@ class StreamedModel:
         plan = LayerPlan()
         if declaration is not None and declaration.quantizes_weights:
             plan = plan_layers(model, declaration, self._index)
-            put_in_place(model, plan, declaration, LayerOptions(resolved, device))
+            replace_layers(model, plan, declaration, LayerOptions(resolved, device))
         sinks, absent = weight_sinks(model, plan, declaration, self._index, resolved)
         base: Any = model.base_model
         prefix = f"{model.base_model_prefix}."

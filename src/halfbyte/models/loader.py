@@ -30,7 +30,7 @@ from halfbyte.models.meta_model import (
     resolve_dtype,
 )
 from halfbyte.models.nvfp4.layer_plan import LayerPlan, plan_layers
-from halfbyte.models.nvfp4.layers import LayerOptions, log_activation_mode, put_in_place
+from halfbyte.models.nvfp4.layers import LayerOptions, log_activation_mode, replace_layers
 from halfbyte.models.nvfp4.mxfp4_experts import holds_mxfp4_experts, put_mxfp4_experts_in_place
 from halfbyte.models.nvfp4.transformers_quantizer import mark_as_quantized
 from halfbyte.models.nvfp4.weight_stream import stream_into, weight_sinks
@@ -159,7 +159,7 @@ def _load_streamed(checkpoint: Checkpoint, options: LayerOptions) -> PreTrainedM
     index = named_as_model(checkpoint.index, model)
     if declaration is not None:
         plan = plan_layers(model, declaration, index)
-        put_in_place(model, plan, declaration, options)
+        replace_layers(model, plan, declaration, options)
     mxfp4 = holds_mxfp4_experts(checkpoint.config)
     if mxfp4:
         put_mxfp4_experts_in_place(model, options)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 _MIN_BINS = 32
-"""A bin per thread of a warp, which not every Triton pads to."""
+"""`tl.histogram` needs a bin per thread of a warp; some versions of Triton do not pad to it."""
 _SMALL_CHUNK, _CHUNK = 512, 2048
 """Pairs that a program reads at once: all of a small batch, or part of a large one."""
 

@@ -74,13 +74,13 @@ def test_tokens_go_to_the_rings_of_their_requests() -> None:
     entries.begin(scheduled(new={"a": 0, "b": 0}, counts={"a": 3, "b": 10}))
     step = recent_step(entries, "ba", [0, 10, 13], [10, 3])  # the runner's order
     assert step.entries.tolist() == [2, 1]
-    assert (step.num_tokens, step.is_short, step.missing) == (13, False, [])
+    assert (step.num_tokens, step.write_first, step.missing) == (13, False, [])
     assert step.rows.tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
     assert step.owners.tolist() == [2] * 8 + [1] * 3
     assert step.slots.tolist() == [2, 3, 4, 5, 6, 7, 0, 1, 0, 1, 2]
     entries.begin(scheduled(cached={"a": 3, "b": 10}, counts={"a": 1, "b": 1}))
     step = recent_step(entries, "ab", [0, 1, 2], [4, 11])
-    assert (step.is_short, step.missing) == (True, [])
+    assert (step.write_first, step.missing) == (True, [])
     assert step.slots.tolist() == [3, 2]
 
 
@@ -119,7 +119,7 @@ def test_rejected_drafts_leave_what_queries_read() -> None:
     for accepted in (0, 3, 1, 0, 0, 2, 3, 0):
         entries.begin(scheduled(cached={"a": computed}, counts={"a": 4}))
         step = recent_step(entries, "a", [0, 4], [length + 4])
-        assert (step.is_short, step.missing) == (True, [])
+        assert (step.write_first, step.missing) == (True, [])
         assert step.slots.tolist() == [(length + i) % entries.ring for i in range(4)]
         for i, slot in enumerate(step.slots.tolist()):
             ring[slot] = length + i

@@ -162,7 +162,7 @@ def _attend_long(inputs: AttentionInputs, long: LongSequences) -> None:
     out, logs = _attend_block(inputs, last, query, causal=True)
     exact = last.size == queries and long.count * queries == inputs.query.shape[0]
     if exact and not parts and inputs.sinks is None and inputs.lse is None:
-        inputs.answer(out.flatten(0, 1))
+        inputs.set_output(out.flatten(0, 1))
         return
     own = slice(before, before + queries)
     for i in range(long.count):

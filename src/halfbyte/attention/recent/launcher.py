@@ -62,7 +62,7 @@ def attend_with_recent(
         packed_lse = inputs.query.new_empty(inputs.query.shape[:2], dtype=torch.float32)
         packed = replace(inputs.packed, sinks=None, lse=packed_lse, given_out=inputs.given_out)
         attend_packed(packed)
-        inputs.answer(packed.out)
+        inputs.set_output(packed.out)
     _join(inputs, recent, packed_lse)
 
 

@@ -27,7 +27,7 @@ from torch import nn
 from halfbyte.layouts.gemm_layouts import BLOCK_SIZE, pad_weight
 from halfbyte.linear.base import NvFp4LinearLayerConfig
 from halfbyte.linear.ops import linear_op
-from halfbyte.linear.runs import matrix_of, runs_of, set_tensor, side_by_side, tensor_of
+from halfbyte.linear.runs import concat_outputs, matrix_of, runs_of, set_tensor, tensor_of
 from halfbyte.linear.w4a16.weight_only import WeightOnlyKernel
 
 _OLDEST = (0, 1, 19)
@@ -151,7 +151,7 @@ class HummingKernel(WeightOnlyKernel):
             )
             for run, layer_config in zip(self.runs, self.layer_configs, strict=True)
         ]
-        return side_by_side(outputs, bias)
+        return concat_outputs(outputs, bias)
 
 
 def _transform(

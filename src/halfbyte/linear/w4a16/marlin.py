@@ -20,7 +20,7 @@ from halfbyte.dispatch import is_installed
 from halfbyte.layouts.gemm_layouts import pad_weight
 from halfbyte.linear.base import NvFp4LinearLayerConfig
 from halfbyte.linear.ops import linear_op
-from halfbyte.linear.runs import matrix_of, runs_of, set_tensor, side_by_side, tensor_of
+from halfbyte.linear.runs import concat_outputs, matrix_of, runs_of, set_tensor, tensor_of
 from halfbyte.linear.w4a16.weight_only import WeightOnlyKernel
 
 _SMALLEST_SCALE = 2.0**-6
@@ -121,7 +121,7 @@ class MarlinKernel(WeightOnlyKernel):
             )
             for run, (size_n, size_k) in zip(self.runs, self.sizes, strict=True)
         ]
-        return side_by_side(outputs, bias)
+        return concat_outputs(outputs, bias)
 
 
 def _tile(n: int, k: int) -> tuple[int, int]:

@@ -27,11 +27,11 @@ from halfbyte.linear.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from halfbyte.linear.ops import LinearOp, linear_op
 from halfbyte.linear.runs import (
     Run,
+    concat_outputs,
     concatenate,
     matrix_of,
     runs_of,
     set_tensor,
-    side_by_side,
     tensor_of,
 )
 
@@ -95,7 +95,7 @@ def native_fp4_op(
             multiply(left, right, x.dtype, b) for right, b in zip(rights, biases, strict=True)
         ]
         wanted = [out[:, :count] for out, count in zip(outputs, rows, strict=True)]
-        result = side_by_side(wanted, None if multiply_adds_bias else bias)
+        result = concat_outputs(wanted, None if multiply_adds_bias else bias)
         return result.contiguous().view(*x.shape[:-1], n)
 
     return native_fp4_linear

@@ -1,7 +1,7 @@
 """Replaces linear layers of a transformers model by quantized ones.
 
 The model is on the meta device, and `plan_layers` has compared it with the files' headers.
-`put_in_place` replaces the modules; `weight_stream` fills them.
+`replace_layers` replaces the modules; `weight_stream` fills them.
 """
 
 import logging
@@ -47,7 +47,7 @@ class LayerOptions:
     moe_backend: str | None = None
 
 
-def put_in_place(
+def replace_layers(
     model: PreTrainedModel, plan: LayerPlan, declaration: Declaration, options: LayerOptions
 ) -> None:
     """Replace the layers of a plan by `NvFp4Linear`, empty and on the meta device.

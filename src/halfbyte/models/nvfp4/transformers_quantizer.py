@@ -25,7 +25,7 @@ from halfbyte.checkpoints.kv_scales import is_kv_scale
 from halfbyte.models.checkpoint_folder import Checkpoint, CheckpointKVScales
 from halfbyte.models.file_names import named_as_modules
 from halfbyte.models.nvfp4.layer_plan import LayerPlan, plan_layers
-from halfbyte.models.nvfp4.layers import LayerOptions, log_activation_mode, put_in_place, untie
+from halfbyte.models.nvfp4.layers import LayerOptions, log_activation_mode, replace_layers, untie
 from halfbyte.models.nvfp4.weight_stream import check_plain_tensors, stream_weights
 
 METHOD = PROVIDER
@@ -177,7 +177,7 @@ class NvFp4Quantizer(HfQuantizer):
         for name, module in self._pending.items():
             named.set_submodule(name, module)
         self._pending.clear()
-        put_in_place(named, self._plan, self._declaration, self._options)
+        replace_layers(named, self._plan, self._declaration, self._options)
         options = self._options
         stream_weights(
             named, self._plan, self._declaration, self._index, options.device, options.dtype

@@ -15,7 +15,8 @@
 #define BLOCK (MX ? 32 : 16)
 #define ROW_SCALES (K / BLOCK)        // bytes
 #define ITEM_SCALES (ITEM_K / BLOCK)  // bytes of a row
-// Rows of scales begin at any even byte (NVFP4) or any byte (MXFP4), copies at multiples of four: another word then.
+// cp.async copies from multiples of 4 bytes, but a row of scales begins at any even byte (NVFP4) or any byte (MXFP4): a
+// row that is not aligned takes one more word.
 #define SCALES_ARE_ALIGNED (ROW_SCALES % 4 == 0)
 #define SCALE_WORDS (ITEM_SCALES / 4 + !SCALES_ARE_ALIGNED)
 #define SCALE_ROW_BYTES (4 * SCALE_WORDS)

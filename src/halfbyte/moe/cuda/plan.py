@@ -6,7 +6,8 @@ from halfbyte.linear.w4a16.gemv.plan import Machine
 from halfbyte.moe.experts import BLOCK_SIZES, WeightFormat
 
 MAX_MEAN = 8
-"""Max tokens per expert in the mean: more are Triton's."""
+"""Max mean number of pairs per expert. Above it Triton runs, or on SM90 the GEMM by `wgmma`, which
+takes over earlier (`kernel._MAX_MEAN_BESIDE_GEMM`)."""
 MAX_PAIRS = 1024
 """Max pairs: every CTA reads all expert ids."""
 MAX_EXPERTS = 1024

@@ -189,7 +189,7 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
             changed = {"transform": self.transform, "positions": positions}
             if self.rings is not None:
                 step = metadata.recent_step()
-                if step is not None and step.is_short:
+                if step is not None and step.write_first:
                     changed["recent"] = step.slots_in(self.rings)
         reshape_and_cache(
             key, value, pages, slot_mapping, layout, self.k_scale, self.v_scale, **changed
@@ -242,7 +242,7 @@ class HalfbyteAttentionImpl(AttentionImpl[HalfbyteMetadata]):
             transform=self.transform,
             recent=recent,
         )
-        if self.rings is not None and step is not None and not step.is_short:
+        if self.rings is not None and step is not None and not step.write_first:
             step.slots_in(self.rings).write(key, value)
         return output
 

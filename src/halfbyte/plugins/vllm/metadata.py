@@ -80,7 +80,7 @@ class HalfbyteMetadataBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, *more, **options)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
-        give_scales(vllm_config, layer_names, device)
+        set_layer_scales(vllm_config, layer_names, device)
         self._rings: RingBuffers | None = None
         if tokens := ring_tokens(vllm_config):
             capacity = vllm_config.scheduler_config.max_num_seqs
@@ -116,7 +116,7 @@ class HalfbyteMetadataBuilder(AttentionMetadataBuilder[HalfbyteMetadata]):
         )
 
 
-def give_scales(vllm_config: Any, layer_names: list[str], device: torch.device) -> None:
+def set_layer_scales(vllm_config: Any, layer_names: list[str], device: torch.device) -> None:
     """Set the scales of a group's layers, after loading and before the first step.
 
     Raises:

@@ -42,9 +42,9 @@ class Options:
     """NVFP4 linear layers on halfbyte's kernels: `auto` with halfbyte's attention on CPUs and
     SM80 to SM90, `on` on all supported hardware, `off` never."""
     moe: str = "auto"
-    """NVFP4 and MXFP4 experts on halfbyte's kernels: `auto` with halfbyte's attention on CPUs, `on`
-    on all supported hardware, `off` never. Layers that these kernels do not support are left to
-    vLLM with `auto`, and are an error with `on`."""
+    """NVFP4 and MXFP4 experts on halfbyte's kernels: `auto` with halfbyte's attention on CPUs and
+    SM90, `on` on all supported hardware, `off` never. Layers that these kernels do not support are
+    left to vLLM with `auto`, and are an error with `on`."""
 
     def __post_init__(self) -> None:
         for name in ("kv_scales", "draft_kv_scales"):

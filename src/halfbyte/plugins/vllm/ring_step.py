@@ -52,7 +52,7 @@ class RingStep:
             slots=positions.clamp(min=0) % self.ring,
             num_tokens=len(queries.positions),
             missing=self.missing,
-            is_short=self.rows is None,
+            write_first=self.rows is None,
         )
 
 
