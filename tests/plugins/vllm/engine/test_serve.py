@@ -67,9 +67,9 @@ def tokens(server: Server, model: Path, cache: Path) -> list[list[int]]:
     """The server's tokens for each text alone, which equal those of `halfbyte.LLM`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HALFBYTE_CACHE_DIR", str(cache))
-        expected = halfbyte_tokens(str(model), TEXTS)
+        expected = halfbyte_tokens(str(model), TEXTS, kv_recipe="balanced")  # the default
         found = [server.complete(text, 64) for text in TEXTS]
-        assert_same_tokens(found, expected, TEXTS, str(model))
+        assert_same_tokens(found, expected, TEXTS, str(model), kv_recipe="balanced")
     return found
 
 
