@@ -3,6 +3,9 @@
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +19,8 @@ from halfbyte.evaluation.perplexity import evaluate_perplexity, text_windows
 from halfbyte.kernels.runtime.inductor import OVERLAP
 from halfbyte.kvcache import KV_SCALES_FILE
 from halfbyte.plugins.vllm import register
+from halfbyte.plugins.vllm.arguments import check_names
+from halfbyte.plugins.vllm.options import Options
 from halfbyte.plugins.vllm.registry import has_page_specs, wants_kernels
 from models.zoo import make_model
 from plugins.vllm.engine.engines import (
@@ -225,6 +230,20 @@ def test_nothing_changes_until_it_is_enabled() -> None:
 
         assert {type(layer.impl) for layer in layers_of(llm).values()} == {CPUAttentionBackendImpl}
         assert generate(llm, TEXTS[:1], 4)
+
+
+def test_no_option_of_vllm_s_counts_as_misspelled() -> None:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    places = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
+    place = next(name for name in places if find_spec(name) is not None)
+    parser = import_module(place).make_arg_parser(FlexibleArgumentParser())
+    names = [name for action in parser._actions for name in action.option_strings]
+    assert len(names) > 100
+    ours = [f"--{field.name.replace('_', '-')}" for field in fields(Options)]
+    check_names(names, ours)
+    with pytest.raises(ValueError, match="--k-dtpe: unknown option; did you mean --k-dtype"):
+        check_names([*names, "--k-dtpe"], ours)
 
 
 def test_another_plug_in_s_backend_stays() -> None:
