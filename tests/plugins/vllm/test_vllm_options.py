@@ -84,9 +84,7 @@ def test_formats_of_a_layer(cache_dtype: str, options: Any, k: str, v: str) -> N
 
 
 def test_formats_refuse_what_the_cache_dtype_cannot_carry() -> None:
-    with pytest.raises(
-        ValueError, match=r"\.k_dtype: needs --kv-cache-dtype nvfp4, got fp8"
-    ):
+    with pytest.raises(ValueError, match=r"\.k_dtype: needs --kv-cache-dtype nvfp4, got fp8"):
         LayerFormat.of("fp8", torch.bfloat16, Options(k_dtype="mxfp4"))
     with pytest.raises(ValueError, match="nvfp4_4over6, got 'turboquant'"):
         LayerFormat.of("turboquant", torch.bfloat16, Options())

@@ -35,16 +35,16 @@ class LayerFormat:
             OptionError: `k_dtype` or `v_dtype` with a cache dtype other than nvfp4.
         """
         if cache_dtype not in (*CACHE_DTYPES, *NEWER_CACHE_DTYPES):
-            names = ", ".join((*CACHE_DTYPES, *NEWER_CACHE_DTYPES))
-            raise ValueError(f"--kv-cache-dtype: expected one of {names}, got {cache_dtype!r}")
+            valid = ", ".join((*CACHE_DTYPES, *NEWER_CACHE_DTYPES))
+            raise ValueError(f"--kv-cache-dtype: expected one of {valid}, got {cache_dtype!r}")
         both = KVCacheDType.parse(model_dtype if cache_dtype == "auto" else cache_dtype)
         both = options.recipe.format_of(both)
         if cache_dtype != CARRIER:
             # Skipped layers (kv_cache_dtype_skip_layers) stay unquantized.
             if both.is_quantized and (options.k_dtype or options.v_dtype):
-                given = [x for x in ("k_dtype", "v_dtype") if getattr(options, x)]
-                need = "needs" if len(given) == 1 else "need"
-                raise OptionError(given, f"{need} --kv-cache-dtype {CARRIER}, got {cache_dtype}")
+                names = [x for x in ("k_dtype", "v_dtype") if getattr(options, x)]
+                need = "needs" if len(names) == 1 else "need"
+                raise OptionError(names, f"{need} --kv-cache-dtype {CARRIER}, got {cache_dtype}")
             return cls(both, both)
         given = (
             both
