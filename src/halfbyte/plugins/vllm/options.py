@@ -151,5 +151,7 @@ class LastModel:
     """Its vLLM configuration, additional configuration, and result of `resolve_options`."""
     without_rings: Any = None
     """vLLM's configuration of the model for which the reason has been logged."""
+    logged: Any = None
+    """vLLM's configuration of the last model whose cache was logged."""
     with_scales: Any = None
     """vLLM's configuration of the last model for which scales were found."""
