@@ -1,6 +1,7 @@
 """`halfbyte calibrate`: measured scales, output files and errors."""
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -101,6 +102,28 @@ def test_text_and_max_tokens(halfbyte: Command, model: Path, tmp_path: Path) -> 
     }
     assert KVScales.load(model) == expected
     assert json.loads(halfbyte(*arguments)[1])["source"].startswith("calibration on 256 tokens")
+
+
+def test_few_tokens(halfbyte: Command, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are said to be few; statistics of earlier runs do not outlive their scales."""
+    # Handlers of earlier tests have their standard error.
+    monkeypatch.setattr(logging.getLogger("halfbyte"), "handlers", [])
+    sibling = model / "kv_scales.calibration"
+    assert halfbyte(str(model))[0] == 0
+    assert sibling.is_file()
+    code, out, err = halfbyte(str(model), "--max-tokens", "5")
+    assert (code, err.count("\n")) == (0, 1)
+    assert "calibration on only 5 tokens: K and V of other text may exceed" in err
+    assert "only for kv_recipe plain" not in out + err
+    assert sibling.is_file()
+    code, out, err = halfbyte(str(model), "--max-tokens", "1")
+    assert code == 0
+    assert "calibration on only 1 tokens: " in err
+    assert "no recipe statistics, so only for kv_recipe plain: " in err
+    assert not sibling.exists()
+    scales = KVScales.load(model)
+    assert scales is not None
+    assert scales.calibration is None
 
 
 def test_out(halfbyte: Command, model: Path, tmp_path: Path) -> None:

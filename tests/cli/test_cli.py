@@ -46,7 +46,7 @@ def test_generate_json(halfbyte: Command) -> None:
     result = json.loads(out)
     assert len(result["tokens"]) == 8
     assert result["text"]
-    assert result["kv_cache"]["dtype"] == "nvfp4_4over6"
+    assert result["kv_cache"]["dtype"] == "nvfp4"
     assert result["kv_cache"]["recipe"] == "balanced"
     page = 16 * result["kv_cache"]["bytes_per_token"]
     assert result["kv_cache"]["bytes_used"] == page
@@ -89,6 +89,21 @@ def test_generate_dtypes(halfbyte: Command, dtype: str) -> None:
     assert json.loads(out)["kv_cache"]["recipe"] == "plain"
     expected = {"auto": "bfloat16", "fp8": "fp8_e4m3", "fp4_e2m1": "nvfp4"}.get(dtype, dtype)
     assert json.loads(out)["kv_cache"]["dtype"] == expected
+
+
+def test_generate_names_the_chosen_formats(halfbyte: Command) -> None:
+    """Also if the recipe chooses their block scales otherwise."""
+    arguments = ("generate", "--prompt", "x = [", "--max-tokens", "4")
+    for k, v, expected in (
+        ("nvfp4", "nvfp4", "nvfp4"),
+        ("nvfp4", "nvfp4_4over6", "nvfp4+nvfp4_4over6"),
+        ("nvfp4_4over6", "nvfp4_4over6", "nvfp4_4over6"),
+    ):
+        code, out, _ = halfbyte(*arguments, "--kv-cache-dtype", k, "--v-cache-dtype", v)
+        assert code == 0
+        lines = [line.split() for line in out.splitlines()]
+        assert ["KV", "cache", expected] in lines
+        assert ["recipe", "balanced"] in lines
 
 
 def test_generate_with_another_format_for_v(halfbyte: Command) -> None:

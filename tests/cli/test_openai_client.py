@@ -225,8 +225,8 @@ def test_no_server() -> None:
     with pytest.raises(EndpointError) as caught:
         Client(url).models()
     assert str(caught.value) == (
-        f"{url}/models: no server listens there; start a server (vllm serve MODEL), or name "
-        "another with --url"
+        f"{url}/models: no server listens there; start a server (halfbyte serve MODEL), or "
+        "name another with --url"
     )
 
 

@@ -150,7 +150,7 @@ def test_generate_runs_on_a_written_checkpoint(
     assert code == 0
     result = json.loads(out)
     assert len(result["tokens"]) == 8
-    assert result["kv_cache"]["dtype"] == "nvfp4_4over6"
+    assert result["kv_cache"]["dtype"] == "nvfp4"
     assert result["kv_cache"]["scales"].startswith("kv_scales.json")
     code, out, _ = run(capsys, monkeypatch, *command, "--kv-recipe", "plain")
     assert code == 0

@@ -205,11 +205,32 @@ CONFIG = "--additional-config"
         ([BUNDLED, CONFIG, '{"halfbyte": 3}', "--linear", "on"], "expected an object, got 3"),
         ([BUNDLED, CONFIG, "[]"], "--additional-config: expected a JSON object, got []"),
         ([BUNDLED, CONFIG, "{"], "--additional-config: expected JSON, got '{': "),
-        ([BUNDLED, "--linear", "maybe"], "halfbyte.linear: expected one of auto, on, off"),
-        ([BUNDLED, "--k-dtype", "int3"], "halfbyte.k_dtype: "),
-        ([BUNDLED, "--k-dtype", "fp8", "--kv-cache-dtype", "fp8"], "need --kv-cache-dtype nvfp4"),
-        ([BUNDLED, "--kv-cache-dtype", "int3"], "int3"),
-        ([BUNDLED, "--kv-scales", ""], "halfbyte.kv_scales: expected a path, got ''"),
+        ([BUNDLED, "--linear", "maybe"], "error: --linear: expected one of auto, on, off, got 'm"),
+        ([BUNDLED, "--moe=maybe"], "error: --moe: expected one of auto, on, off, got 'maybe'"),
+        (
+            [BUNDLED, "--kv_recipe", "plian"],
+            "error: --kv-recipe: expected one of plain, balanced, accurate, got 'plian'",
+        ),
+        (
+            [BUNDLED, CONFIG, '{"halfbyte": {"kv_recipe": "plian"}}', "--linear", "on"],
+            "error: halfbyte.kv_recipe: expected one of plain, balanced, accurate, got 'plian'",
+        ),
+        (
+            [BUNDLED, "--k-dtype", "nvfp5"],
+            "error: --k-dtype: expected one of auto, bfloat16, float16, fp8, fp8_e4m3, fp8_e5m2, "
+            "nvfp4, nvfp4_4over6, mxfp4, fp4_block16, got 'nvfp5'",
+        ),
+        ([BUNDLED, "--v-dtype", ""], "error: --v-dtype: expected one of auto, bfloat16,"),
+        (
+            [BUNDLED, "--k-dtype", "fp8", "--kv-cache-dtype", "fp8"],
+            "error: --k-dtype: needs --kv-cache-dtype nvfp4, got fp8",
+        ),
+        (
+            [BUNDLED, "--kv-cache-dtype", "int8"],
+            "error: --kv-cache-dtype: expected one of auto, bfloat16, float16, fp8, fp8_e4m3, "
+            "fp8_e5m2, nvfp4, nvfp4_4over6, got 'int8'",
+        ),
+        ([BUNDLED, "--kv-scales", ""], "error: --kv-scales: expected a path, got ''"),
         ([BUNDLED, "--kv-scales", "/no/such.json"], "/no/such.json: cannot be read"),
         ([BUNDLED, "--draft-kv-scales", "/no/such.json"], "/no/such.json: cannot be read"),
         (
@@ -218,7 +239,7 @@ CONFIG = "--additional-config"
         ),
         (
             [BUNDLED, "--v-dtype", "fp8", "--attention-backend", "FLASHINFER"],
-            "halfbyte.v_dtype: needs --attention-backend CUSTOM, got FLASHINFER",
+            "error: --v-dtype: needs --attention-backend CUSTOM, got FLASHINFER",
         ),
         (["/no/such/folder"], "/no/such/folder: no such folder"),
         ([BUNDLED, "--config", "/no/such.yaml"], "--config: /no/such.yaml cannot be read"),
@@ -230,6 +251,27 @@ def test_mistakes_end_in_one_line(serve: Serve, arguments: list[str], message: s
     assert (result.status, result.out) == (1, "")
     assert message in result.err
     assert result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--kv-recpe", "--kv-recipe"),
+        ("--kv_recpie=plain", "--kv-recipe"),
+        ("--kv-scale", "--kv-scales"),
+        ("--liner", "--linear"),
+        ("--kdtype", "--k-dtype"),
+    ],
+)
+def test_misspelled_names_are_refused_first(
+    serve: Serve, model: Path, typed: str, meant: str
+) -> None:
+    """Before scales are measured."""
+    result = serve(str(model), typed, "plain")
+    assert (result.status, result.started) == (1, None)
+    name = typed.partition("=")[0]
+    assert result.err == f"error: {name}: unknown option; did you mean {meant}?\n"
+    assert not (model / "kv_scales.json").exists()
 
 
 def test_an_option_without_its_value(serve: Serve) -> None:

@@ -156,6 +156,12 @@ def test_file_with_another_sibling_is_refused(tmp_path: Path) -> None:
     sibling.write_bytes((other / sibling.name).read_bytes())
     make_scales(None).save(tmp_path)  # names no sibling, and needs none
     assert KVScales.load_file(path).calibration is None
+    assert not sibling.exists()
+    sibling.write_bytes(b"weights")
+    make_scales(None).save(tmp_path)
+    assert sibling.read_bytes() == b"weights"
+    alone.save_file(other / sibling.name)  # its own name is no sibling's
+    assert KVScales.load_file(other / sibling.name).calibration is None
 
 
 def test_calibration_replaces_no_other_file(tmp_path: Path) -> None:

@@ -34,9 +34,10 @@ def test_scales_of_k_as_it_is_mean_plain(tmp_path: Path, caplog: pytest.LogCaptu
         assert Cache(model, "nvfp4", kv_scales=PLAIN_SCALES).recipe.name == "plain"
         (message,) = caplog.messages
         assert message.startswith(
-            "KV cache scales from user have no calibration, so kv_recipe is plain; "
+            "KV cache scales from user have no recipe statistics (means of K, first tokens, error "
+            "weights), so kv_recipe is plain; "
         )
-        assert "`halfbyte calibrate`" in message
+        assert "`halfbyte calibrate MODEL`" in message
         caplog.clear()
         assert Cache(model, "fp8", kv_scales=PLAIN_SCALES).recipe.name == "plain"
         assert not caplog.messages  # nothing was lost

@@ -61,7 +61,7 @@ def chat(
         float, typer.Option(help="Max seconds without data from the server.")
     ] = 300.0,
 ) -> None:
-    """Talk to a model that `vllm serve`, or any OpenAI-compatible server, serves.
+    """Talk to a model that `halfbyte serve`, or any OpenAI-compatible server, serves.
 
     In a terminal, it is a conversation: /help lists what you can type, Ctrl-C stops an answer,
     Ctrl-D leaves. With --prompt, or with text on standard input, it is one answer:

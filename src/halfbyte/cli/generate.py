@@ -139,12 +139,13 @@ def generate(
     )
     timings: dict[str, float | None] = {"load_s": time.perf_counter() - started}
     output = _run(llm, text, params, timings, show=not as_json)
+    formats = _formats(llm, kv_cache_dtype, v_cache_dtype)
     if output.error:
         raise RuntimeError(output.error)
     if as_json:
-        print(json.dumps(_report(llm, output, timings)))
+        print(json.dumps(_report(llm, output, formats, timings)))
     else:
-        _print_table(llm, output, timings)
+        _print_table(llm, output, formats, timings)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -206,7 +207,7 @@ def _run(
 
 
 def _report(
-    llm: "LLM", output: "RequestOutput", timings: dict[str, float | None]
+    llm: "LLM", output: "RequestOutput", formats: str, timings: dict[str, float | None]
 ) -> dict[str, Any]:
     plan = llm.pool.plan
     return {
@@ -215,7 +216,7 @@ def _report(
         "prompt_tokens": len(output.prompt_token_ids),
         "finish_reason": output.finish_reason.value,
         "kv_cache": {
-            "dtype": _formats(llm),
+            "dtype": formats,
             "recipe": llm.recipe.name,
             "bytes_per_token": plan.bytes_per_token,
             "bytes_used": llm.core.tables.allocator.max_used * plan.page_bytes,
@@ -225,13 +226,29 @@ def _report(
     }
 
 
-def _formats(llm: "LLM") -> str:
-    """The cache formats of all layers, K and V, in order of first use."""
-    layouts = [llm.pool.layout(layer) for layer in range(llm.pool.plan.num_layers)]
-    return "+".join(dict.fromkeys(d.value for x in layouts for d in (x.k_dtype, x.v_dtype)))
+def _formats(llm: "LLM", k_chosen: str, v_chosen: str | None) -> str:
+    """The cache formats of all layers, K and V, in order of first use.
+
+    Args:
+        llm: that ran.
+        k_chosen, v_chosen: formats of the command line. `nvfp4` is named so, even if the recipe
+            chooses its block scales as `nvfp4_4over6` does.
+    """
+    from halfbyte.layouts import KVCacheDType
+
+    four_over_six = KVCacheDType.NVFP4_4OVER6
+    names = []
+    for layer in range(llm.pool.plan.num_layers):
+        layout = llm.pool.layout(layer)
+        for dtype, chosen in ((layout.k_dtype, k_chosen), (layout.v_dtype, v_chosen or k_chosen)):
+            is_recipe_s = dtype == four_over_six != chosen
+            names.append(KVCacheDType.NVFP4.value if is_recipe_s else dtype.value)
+    return "+".join(dict.fromkeys(names))
 
 
-def _print_table(llm: "LLM", output: "RequestOutput", timings: dict[str, float | None]) -> None:
+def _print_table(
+    llm: "LLM", output: "RequestOutput", formats: str, timings: dict[str, float | None]
+) -> None:
     from halfbyte.kvcache import plan_kv_cache
     from halfbyte.models import layer_specs
 
@@ -240,7 +257,7 @@ def _print_table(llm: "LLM", output: "RequestOutput", timings: dict[str, float |
     bf16 = plan_kv_cache(specs).bytes_per_token
     rate = timings["decode_tokens_per_s"]
     table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_row("KV cache", _formats(llm))
+    table.add_row("KV cache", formats)
     if llm.recipe.name != "plain":
         table.add_row("  recipe", llm.recipe.name)
     table.add_row("  per token", f"{ours:,.0f} bytes (bfloat16: {bf16:,.0f}, {bf16 / ours:.2f}x)")

@@ -142,7 +142,7 @@ class Client:
                 problem = f"the server sent nothing for {self._timeout_s:g} s"
                 return EndpointError(url, problem, "look at its log, or raise --timeout")
             case ConnectionRefusedError():
-                advice = "start a server (vllm serve MODEL), or name another with --url"
+                advice = "start a server (halfbyte serve MODEL), or name another with --url"
                 return EndpointError(url, "no server listens there", advice)
             case socket.gaierror():
                 return EndpointError(url, "no such host", "check --url")

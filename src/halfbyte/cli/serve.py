@@ -135,11 +135,13 @@ def _provide_scales(plan: "ServePlan") -> None:
     from halfbyte.models.kv_scales import declared_format, find_kv_scales
     from halfbyte.models.local_files import local_folder
     from halfbyte.plugins.vllm.formats import LayerFormat
+    from halfbyte.plugins.vllm.launch import named_as_typed
 
     quiet_libraries(verbose=False)
     options = plan.options
     # Any unquantized dtype will do here: such formats have no scales.
-    formats = LayerFormat.of(plan.cache_dtype, torch.bfloat16, options)
+    with named_as_typed(plan.typed):
+        formats = LayerFormat.of(plan.cache_dtype, torch.bfloat16, options)
     for given in (options.kv_scales, options.draft_kv_scales):
         if given is not None:
             find_kv_scales(Path(), {}, given=given)

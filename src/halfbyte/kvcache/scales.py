@@ -228,7 +228,8 @@ class KVScales:
     def save_file(self, path: str | Path) -> Path:
         """Write a file of scales atomically; returns its path.
 
-        A calibration is written first, to a file beside it (`calibration_file`).
+        A calibration is written first, to a file beside it (`calibration_file`). Scales without
+        one remove an earlier calibration there.
 
         Raises:
             OSError: its folder is absent or cannot be written; `path` is a device, pipe or folder.
@@ -252,6 +253,8 @@ class KVScales:
             replace_file(calibration_file(path), data)
             fields["calibration"] = hashlib.sha256(data).hexdigest()
         replace_file(path, (json.dumps(fields, indent=2) + "\n").encode())
+        if self.calibration is None:
+            _remove_calibration(path)
         return path
 
     @classmethod
@@ -335,6 +338,18 @@ def check_calibration_file(path: Path) -> None:
             raise ValueError(
                 f"{sibling}: exists and is not a calibration; move it, or write elsewhere"
             ) from None
+
+
+def _remove_calibration(path: Path) -> None:
+    """Remove the calibration beside a file of scales; another file of that name stays."""
+    sibling = calibration_file(path)
+    if sibling == path or not sibling.is_file():
+        return
+    try:
+        KVCalibration.from_bytes(sibling.read_bytes())
+    except ValueError:
+        return
+    sibling.unlink()
 
 
 def _load_calibration(path: Path, sha256: object) -> KVCalibration | None:

@@ -27,6 +27,8 @@ HEADROOM = 2.0
 relative precision over a range of 28672, so a factor of two costs nothing; saturation would."""
 MAX_TOKENS = 2048
 """Max tokens per row, and default number of calibration tokens."""
+MIN_TOKENS = 256
+"""Calibration on fewer tokens logs a warning."""
 _FIXED_IDS = 512
 
 
@@ -81,7 +83,7 @@ def kv_scales_of(
     try:
         return replace(scales, calibration=recorder.calibration(headroom))
     except ValueError as error:
-        logger.info("no calibration, so only kv_recipe plain can be used: %s", error)
+        logger.warning("%s: no recipe statistics, so only for kv_recipe plain: %s", source, error)
         return scales
 
 
@@ -230,7 +232,7 @@ def calibration_tokens(
     """
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens: expected a number above 0, got {max_tokens}")
-    window = min(MAX_TOKENS, getattr(config, "max_position_embeddings", None) or MAX_TOKENS)
+    window = _window(config)
     limit = max_tokens or window
     if tokenizer is None:
         generator = torch.Generator().manual_seed(0)
@@ -242,3 +244,24 @@ def calibration_tokens(
     rows = -(-ids.shape[1] // window)
     ids = ids[:, : ids.shape[1] // rows * rows].reshape(rows, -1)
     return ids, f"calibration on {ids.numel()} tokens of {name}"
+
+
+def warn_of_few_tokens(count: int, config: Any) -> None:
+    """Log a warning for fewer calibration tokens than `MIN_TOKENS`, or than a shorter context.
+
+    Args:
+        count: of tokens.
+        config: as for `calibration_tokens`.
+    """
+    if count < min(MIN_TOKENS, _window(config)):
+        logger.warning(
+            "calibration on only %d tokens: K and V of other text may exceed scales measured on "
+            "fewer than %d, and recipes would subtract the means of these few",
+            count,
+            MIN_TOKENS,
+        )
+
+
+def _window(config: Any) -> int:
+    """Max tokens per row."""
+    return min(MAX_TOKENS, getattr(config, "max_position_embeddings", None) or MAX_TOKENS)

@@ -119,8 +119,9 @@ def recipe_for(scales: KVScales | None) -> str:
     if scales is None or scales.calibration is not None:
         return DEFAULT
     logger.warning(
-        "KV cache scales from %s have no calibration, so kv_recipe is plain; `halfbyte calibrate` "
-        "measures one for kv_recipe %s, which is more accurate",
+        "KV cache scales from %s have no recipe statistics (means of K, first tokens, error "
+        "weights), so kv_recipe is plain; `halfbyte calibrate MODEL` measures them for kv_recipe "
+        "%s, which is more accurate",
         scales.source,
         DEFAULT,
     )

@@ -34,6 +34,7 @@ from halfbyte.models.kv_calibration import (
     kv_scales_of,
     read_calibration_text,
     usual_first_tokens,
+    warn_of_few_tokens,
 )
 from halfbyte.models.loader import device_or_default, load_model
 from halfbyte.models.local_files import ModelLoadError, local_folder, read_model_config
@@ -65,7 +66,8 @@ def calibrate_checkpoint(
     """Measure the KV scales of a checkpoint, even if it has some.
 
     The result equals `calibrate` with the whole model, on the CPU bit for bit. A checkpoint that
-    cannot be streamed layer by layer is loaded whole, with a log message.
+    cannot be streamed layer by layer is loaded whole, with a log message. A text of
+    few tokens logs a warning, see `warn_of_few_tokens`.
 
     Args:
         path: folder or hub id.
@@ -90,6 +92,7 @@ def calibrate_checkpoint(
     if tokenizer is None and text_file is not None:
         raise ModelLoadError(f"{folder}: has no tokenizer, which a text needs")
     ids, source = calibration_tokens(tokenizer, config, text, name, max_tokens)
+    warn_of_few_tokens(ids.numel(), config)
     first_tokens = usual_first_tokens(tokenizer)
     check_vocabulary(config, ids, first_tokens)
     try:

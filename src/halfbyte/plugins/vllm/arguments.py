@@ -8,6 +8,7 @@ line overrides them.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,33 @@ from halfbyte.files import read_text, shortened
 
 _SHORTEST_CUT = len("--abcd")
 """Min characters of an abbreviated name: vLLM rejects shorter ones as ambiguous."""
+
+
+_LIKENESS = 0.8
+"""Min `difflib` ratio of a misspelled name to an option's, both without dashes in front."""
+_LIKE_OURS = ("--dtype",)
+"""vLLM's options with such a likeness to one of halfbyte's."""
+
+
+def check_names(arguments: Sequence[str], own: Sequence[str]) -> None:
+    """Raise ValueError for a name that is nearly one of halfbyte's options, before anything is
+    done for it; all other names are left to vLLM.
+
+    Args:
+        arguments: without halfbyte's options; from `--` on they are not looked at.
+        own: halfbyte's options, as `--kv-recipe`.
+    """
+    for argument in arguments:
+        if argument == "--":
+            return
+        key, _ = _split(argument)
+        if not key.startswith("--") or "." in key or key in _LIKE_OURS:
+            continue
+        names = [name[2:] for name in own]
+        close = get_close_matches(key[2:], names, n=1, cutoff=_LIKENESS)
+        if close:
+            name = shortened(argument.partition("=")[0])
+            raise ValueError(f"{name}: unknown option; did you mean --{close[0]}?")
 
 
 @dataclass

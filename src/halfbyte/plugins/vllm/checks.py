@@ -10,8 +10,9 @@ from typing import Any
 from halfbyte.plugins.vllm import connectors
 from halfbyte.plugins.vllm.compilation import overlap_launches
 from halfbyte.plugins.vllm.formats import CARRIER
+from halfbyte.plugins.vllm.log import follow_vllm
 from halfbyte.plugins.vllm.options import SECTION, Options
-from halfbyte.plugins.vllm.recipes import captures_stores, resolve_options
+from halfbyte.plugins.vllm.recipes import captures_stores, check_local_scales, resolve_options
 from halfbyte.plugins.vllm.registry import has_page_specs, uses_halfbyte
 
 WHOLE_BLOCK_CONNECTORS = (
@@ -47,10 +48,17 @@ def install() -> None:
 
 
 def _check_options(vllm_config: Any) -> None:
-    """Raise ValueError for unknown, invalid or ineffective options."""
+    """Raise ValueError for unknown, invalid or ineffective options, and scales that are missing.
+
+    Here the error is vLLM's last line; in a worker it would precede pages of traceback.
+    """
     options = Options.parse(vllm_config.additional_config)
+    if uses_halfbyte(vllm_config):
+        follow_vllm()
+        _check_files(options)
+        check_local_scales(vllm_config, options)
     # A draft's configuration, derived from the run's, may have another backend.
-    if vllm_config.speculative_config is None and not uses_halfbyte(vllm_config):
+    elif vllm_config.speculative_config is None:
         for name in options.of_attention():
             raise ValueError(f"{SECTION}.{name}: needs --attention-backend CUSTOM")
 
@@ -64,6 +72,7 @@ def check_config(vllm_config: Any) -> Options:
     Raises:
         ValueError: one line with what is not supported and what to do instead.
     """
+    follow_vllm()
     options = Options.parse(vllm_config.additional_config)
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -98,10 +107,7 @@ def check_config(vllm_config: Any) -> Options:
             f"k_dtype or v_dtype with the cache dtype {cache.cache_dtype}",
             f"use --kv-cache-dtype {CARRIER}",
         )
-    for name in ("kv_scales", "draft_kv_scales"):
-        path = getattr(options, name)
-        if path is not None and not os.path.exists(path):
-            raise ValueError(f"halfbyte: {name}: {path}: no such file; give a file of KV scales")
+    _check_files(options)
     options = resolve_options(vllm_config)
     if options.recipe.changes_k and captures_stores(vllm_config):
         raise _refused(
@@ -112,6 +118,13 @@ def check_config(vllm_config: Any) -> Options:
         )
     _check_connector(getattr(vllm_config, "kv_transfer_config", None))
     return options
+
+
+def _check_files(options: Options) -> None:
+    for name in ("kv_scales", "draft_kv_scales"):
+        path = getattr(options, name)
+        if path is not None and not os.path.exists(path):
+            raise ValueError(f"halfbyte: {name}: {path}: no such file; give a file of KV scales")
 
 
 def _check_connector(transfer: Any) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from halfbyte.layouts import KVCacheDType, PageLayout
-from halfbyte.plugins.vllm.options import Options
+from halfbyte.plugins.vllm.options import OptionError, Options
 
 CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
 """vLLM's cache dtypes that halfbyte's attention supports."""
@@ -31,18 +31,20 @@ class LayerFormat:
         """From vLLM's cache dtype for the layer; `auto` means the model's dtype here.
 
         Raises:
-            ValueError: an unsupported cache dtype, or `k_dtype` or `v_dtype` with a cache dtype
-                other than nvfp4.
+            ValueError: an unsupported cache dtype.
+            OptionError: `k_dtype` or `v_dtype` with a cache dtype other than nvfp4.
         """
+        if cache_dtype not in (*CACHE_DTYPES, *NEWER_CACHE_DTYPES):
+            valid = ", ".join((*CACHE_DTYPES, *NEWER_CACHE_DTYPES))
+            raise ValueError(f"--kv-cache-dtype: expected one of {valid}, got {cache_dtype!r}")
         both = KVCacheDType.parse(model_dtype if cache_dtype == "auto" else cache_dtype)
         both = options.recipe.format_of(both)
         if cache_dtype != CARRIER:
             # Skipped layers (kv_cache_dtype_skip_layers) stay unquantized.
             if both.is_quantized and (options.k_dtype or options.v_dtype):
-                raise ValueError(
-                    f"halfbyte.k_dtype, halfbyte.v_dtype: need --kv-cache-dtype {CARRIER}, "
-                    f"got {cache_dtype}"
-                )
+                names = [x for x in ("k_dtype", "v_dtype") if getattr(options, x)]
+                need = "needs" if len(names) == 1 else "need"
+                raise OptionError(names, f"{need} --kv-cache-dtype {CARRIER}, got {cache_dtype}")
             return cls(both, both)
         given = (
             both

@@ -9,16 +9,17 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from halfbyte.plugins.vllm.arguments import ServeArguments
+from halfbyte.plugins.vllm.arguments import ServeArguments, check_names
 from halfbyte.plugins.vllm.distribution import has_distribution
-from halfbyte.plugins.vllm.options import SECTION, Options
+from halfbyte.plugins.vllm.options import SECTION, OptionError, Options
 
 BACKEND, CACHE_DTYPE, ADDITIONAL = "--attention-backend", "--kv-cache-dtype", "--additional-config"
 OUR_BACKEND, OUR_CACHE_DTYPE = "CUSTOM", "nvfp4"
@@ -41,6 +42,7 @@ class ServePlan:
         is_ours: whether halfbyte's attention was chosen.
         revision, download_dir: of a hub id.
         has_weights: False for dummy weights, which get dummy scales.
+        typed: fields of `options` that were given as options of `halfbyte serve`.
     """
 
     arguments: list[str]
@@ -51,6 +53,7 @@ class ServePlan:
     revision: str | None = None
     download_dir: str | None = None
     has_weights: bool = True
+    typed: frozenset[str] = frozenset()
 
 
 def check_vllm() -> None:
@@ -79,9 +82,10 @@ def plan_serve(arguments: Sequence[str], ours: Mapping[str, str | None]) -> Serv
         ours: fields of `Options`; None for options that were not given.
 
     Raises:
-        ValueError: no model; a halfbyte option that is unknown, invalid, contradictory or without
-            effect; one line.
+        ValueError: no model; a halfbyte option that is misspelled, unknown, invalid, contradictory
+            or without effect; one line.
     """
+    check_names(arguments, [_option(name) for name in ours])
     parsed = ServeArguments(arguments)
     model = parsed.model
     if not model:
@@ -89,7 +93,9 @@ def plan_serve(arguments: Sequence[str], ours: Mapping[str, str | None]) -> Serv
         raise ValueError(f"MODEL: expected a folder or hub id before vLLM's options{got}")
     given = _additional_config(parsed)
     section = _merge(given.get(SECTION), ours)
-    options = Options.parse({SECTION: section})
+    typed = frozenset(name for name, value in ours.items() if value is not None)
+    with named_as_typed(typed):
+        options = Options.parse({SECTION: section})
 
     filled = []
     backend = _attention_backend(parsed)
@@ -103,7 +109,8 @@ def plan_serve(arguments: Sequence[str], ours: Mapping[str, str | None]) -> Serv
         cache_dtype = OUR_CACHE_DTYPE
     if not is_ours:
         for name in options.of_attention():
-            raise ValueError(f"{SECTION}.{name}: needs {BACKEND} {OUR_BACKEND}, got {backend}")
+            with named_as_typed(typed):
+                raise OptionError([name], f"needs {BACKEND} {OUR_BACKEND}, got {backend}")
     rest = list(arguments)
     if any(value is not None for value in ours.values()):
         rest = parsed.without(ADDITIONAL)
@@ -117,8 +124,29 @@ def plan_serve(arguments: Sequence[str], ours: Mapping[str, str | None]) -> Serv
         is_ours=is_ours,
         revision=parsed.value("--revision"),
         download_dir=parsed.value("--download-dir"),
+        typed=typed,
         has_weights=not str(parsed.value("--load-format")).endswith("dummy"),
     )
+
+
+@contextmanager
+def named_as_typed(typed: Collection[str]) -> Iterator[None]:
+    """Let errors of options name `--kv-recipe` if it was typed so, not `halfbyte.kv_recipe`.
+
+    Args:
+        typed: fields of `Options`.
+    """
+    try:
+        yield
+    except OptionError as error:
+        if not set(error.names) <= set(typed):
+            raise
+        names = ", ".join(map(_option, error.names))
+        raise ValueError(f"{names}: {error.problem}") from None
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def vllm_command(arguments: Sequence[str]) -> list[str]:
@@ -186,7 +214,7 @@ def _merge(section: Any, ours: Mapping[str, str | None]) -> Any:
         if name in _FILES and os.path.abspath(str(section[name])) == value:
             continue
         raise ValueError(
-            f"--{name.replace('_', '-')}: got {value!r}, but {ADDITIONAL} says "
+            f"{_option(name)}: got {value!r}, but {ADDITIONAL} says "
             f"{section[name]!r}: give one of them"
         )
     return {**section, **given}

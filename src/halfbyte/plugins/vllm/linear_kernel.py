@@ -12,6 +12,7 @@ from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvF
 from halfbyte.linear import NvFp4LinearLayerConfig as LayerConfig
 from halfbyte.linear import init_nvfp4_linear_kernel
 from halfbyte.plugins.vllm.attention import batch_invariant
+from halfbyte.plugins.vllm.log import follow_vllm
 from halfbyte.plugins.vllm.part_scales import part_scales
 
 logger = logging.getLogger("halfbyte")
@@ -28,6 +29,7 @@ def make_kernel(use_a16: bool) -> "HalfbyteNvFp4LinearKernel":
 
 @cache
 def _log_choice(use_a16: bool) -> None:
+    follow_vllm()
     if use_a16:
         logger.info("NVFP4 linear layers run on halfbyte's kernels")
     else:

@@ -13,6 +13,7 @@ from halfbyte.attention.queries import QueryPositions
 from halfbyte.kvcache import KVScales
 from halfbyte.kvcache.recent_step import RecentStep
 from halfbyte.plugins.vllm.checks import check_config
+from halfbyte.plugins.vllm.log import log_cache
 from halfbyte.plugins.vllm.options import Options
 from halfbyte.plugins.vllm.recent import ring_slots, ring_tokens
 from halfbyte.plugins.vllm.registry import has_page_specs
@@ -150,6 +151,17 @@ def set_layer_scales(vllm_config: Any, layer_names: list[str], device: torch.dev
                 f"halfbyte: kv_recipe {options.kv_recipe}: the calibration has means of K for "
                 f"{limit} tokens; use --max-model-len {limit}, or kv_recipe plain"
             )
+    _log_target(vllm_config, options, found.get(False))
+
+
+def _log_target(vllm_config: Any, options: Options, scales: KVScales | None) -> None:
+    """Log how the target stores K and V, with the first of its groups that has scales."""
+    layers = get_layers_from_vllm_config(vllm_config, Attention).values()
+    impls = [layer.impl for layer in layers if hasattr(layer.impl, "needs_scales")]
+    scaled = [impl for impl in impls if impl.needs_scales]
+    if scales is not None or not scaled:
+        source = None if scales is None else scales.source
+        log_cache(vllm_config.model_config, (scaled or impls)[0], options, source)
 
 
 def _refuse_unread_caches(vllm_config: Any, device: torch.device) -> None:

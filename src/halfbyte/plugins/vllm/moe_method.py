@@ -21,6 +21,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from halfbyte.moe import MoeConfig, MoeKernel, init_moe_kernel
 from halfbyte.moe.experts import WeightFormat
 from halfbyte.plugins.vllm.attention import batch_invariant
+from halfbyte.plugins.vllm.log import follow_vllm
 from halfbyte.plugins.vllm.moe_weights import (
     GPT_OSS_METHOD,
     format_of,
@@ -217,6 +218,7 @@ def _quantizes_activations(arguments: Mapping[str, Any]) -> bool:
 
 @cache
 def _log_choice(weight_format: WeightFormat, quantizes_activations: bool) -> None:
+    follow_vllm()
     name = weight_format.upper()
     if quantizes_activations:
         logger.warning(

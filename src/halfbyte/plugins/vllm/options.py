@@ -3,7 +3,7 @@
 They are part of vLLM's configuration, which is sent to every worker on every node.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,6 +16,24 @@ SECTION = "halfbyte"
 _CHOICES = ("auto", "on", "off")
 _OF_WEIGHTS = ("linear", "moe")
 """Options with these choices, which do not need halfbyte's attention."""
+_SIDE_DTYPES = (
+    *("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"),
+    *("nvfp4", "nvfp4_4over6", "mxfp4", "fp4_block16"),
+)
+"""Values of `k_dtype` and `v_dtype`, for messages."""
+
+
+class OptionError(ValueError):
+    """An invalid option.
+
+    Args:
+        names: fields of `Options`.
+        problem: what was expected and given.
+    """
+
+    def __init__(self, names: Sequence[str], problem: str) -> None:
+        super().__init__(f"{', '.join(f'{SECTION}.{name}' for name in names)}: {problem}")
+        self.names, self.problem = names, problem
 
 
 @dataclass(frozen=True)
@@ -23,7 +41,7 @@ class Options:
     """The section `halfbyte` of vLLM's additional config.
 
     Raises:
-        ValueError: an invalid value; the message names the option.
+        OptionError: an invalid value.
     """
 
     kv_scales: str | None = None
@@ -50,27 +68,16 @@ class Options:
         for name in ("kv_scales", "draft_kv_scales"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise ValueError(f"{SECTION}.{name}: expected a path, got {value!r}")
+                raise OptionError([name], f"expected a path, got {value!r}")
         for name in ("k_dtype", "v_dtype"):
             value = getattr(self, name)
-            if value is None:
-                continue
-            if not isinstance(value, str):
-                raise ValueError(f"{SECTION}.{name}: expected a KV cache dtype, got {value!r}")
-            try:
-                KVCacheDType.parse(value)
-            except ValueError as error:
-                raise ValueError(f"{SECTION}.{name}: {error}") from None
+            if value is not None and not _is_cache_dtype(value):
+                raise _not_among(name, _SIDE_DTYPES, value)
         if self.kv_recipe is not None and self.kv_recipe not in RECIPES:
-            raise ValueError(
-                f"{SECTION}.kv_recipe: expected one of {', '.join(RECIPES)}, got {self.kv_recipe!r}"
-            )
+            raise _not_among("kv_recipe", RECIPES, self.kv_recipe)
         for name in _OF_WEIGHTS:
             if getattr(self, name) not in _CHOICES:
-                raise ValueError(
-                    f"{SECTION}.{name}: expected one of {', '.join(_CHOICES)}, got "
-                    f"{getattr(self, name)!r}"
-                )
+                raise _not_among(name, _CHOICES, getattr(self, name))
 
     @property
     def recipe(self) -> KVRecipe:
@@ -120,6 +127,17 @@ class Options:
         return cls(**fields_given)
 
 
+def _is_cache_dtype(value: object) -> bool:
+    try:
+        return isinstance(value, str) and bool(KVCacheDType.parse(value))
+    except ValueError:
+        return False
+
+
+def _not_among(name: str, choices: Iterable[str], got: object) -> OptionError:
+    return OptionError([name], f"expected one of {', '.join(choices)}, got {got!r}")
+
+
 class LastModel:
     """Options and dtype of the last model created in this process.
 
@@ -133,5 +151,7 @@ class LastModel:
     """Its vLLM configuration, additional configuration, and result of `resolve_options`."""
     without_rings: Any = None
     """vLLM's configuration of the model for which the reason has been logged."""
+    logged: Any = None
+    """vLLM's configuration of the last model whose cache was logged."""
     with_scales: Any = None
     """vLLM's configuration of the last model for which scales were found."""

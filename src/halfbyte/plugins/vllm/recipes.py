@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from halfbyte.kvcache import KVScales
 from halfbyte.kvcache.recipe import DEFAULT
 from halfbyte.plugins.vllm.formats import LayerFormat
 from halfbyte.plugins.vllm.options import LastModel, Options
+from halfbyte.plugins.vllm.registry import is_halfbyte
 from halfbyte.plugins.vllm.scales import (
     has_no_weights,
     is_same_folder,
+    no_scales,
     on_the_host,
     place_of_scales,
 )
@@ -106,6 +109,41 @@ def _known_scales(
     return calibrated_or_any(
         lambda recipe: find_kv_scales(folder, config, given=given, recipe=recipe)
     )
+
+
+def check_local_scales(vllm_config: Any, options: Options) -> None:
+    """Raise ValueError if the folder of a run's target has no scales and its cache needs some.
+
+    Only where no layer can differ, and with the folder's own `config.json`, since vLLM changes its
+    configuration for parts of a model. Workers check again: this neither chooses nor keeps scales.
+
+    Args:
+        vllm_config: vLLM's.
+        options: of the run.
+    """
+    from halfbyte.checkpoints.dialects.registry import read_config
+    from halfbyte.models import find_kv_scales
+
+    target, load_config = vllm_config.model_config, vllm_config.load_config
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if target is None or target is draft or options.kv_scales is not None:
+        return
+    folder = Path(str(target.model))
+    is_uniform = is_halfbyte(vllm_config.attention_config.backend) and not getattr(
+        vllm_config.cache_config, "kv_cache_dtype_skip_layers", None
+    )
+    if has_no_weights(load_config) or not is_uniform or not (folder / "config.json").is_file():
+        return
+    # Any scales decide the default recipe.
+    as_given = replace(options, kv_recipe=options.kv_recipe or "plain")
+    try:
+        formats = LayerFormat.of(vllm_config.cache_config.cache_dtype, torch.bfloat16, as_given)
+    except ValueError:  # rejected later, by name
+        return
+    if not (formats.k.has_global_scale or formats.v.has_global_scale):
+        return
+    if find_kv_scales(folder, read_config(folder), recipe=as_given.recipe) is None:
+        raise no_scales(target, load_config, "kv_scales")
 
 
 def has_nvfp4_keys(vllm_config: Any, options: Options) -> bool:

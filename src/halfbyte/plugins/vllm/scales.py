@@ -112,14 +112,18 @@ def scales_of_model(
     folder, config = place_of_scales(model_config, load_config, given, option)
     scales = find_kv_scales(folder, config, given=given, recipe=recipe)
     if scales is None:
-        raise ValueError(
-            f"halfbyte: no KV cache scales for {model_config.model}: run "
-            f"`{_calibrate_command(model_config, load_config)}`, or give a file with "
-            "--additional-config "
-            f'\'{{"halfbyte": {{"{option}": "PATH"}}}}\''
-        )
-    logger.info("KV cache scales: %s", scales.source)
+        raise no_scales(model_config, load_config, option)
     return scales
+
+
+def no_scales(model_config: Any, load_config: Any, option: str) -> ValueError:
+    """The error for a model without scales; arguments as of `scales_of_model`."""
+    return ValueError(
+        f"halfbyte: no KV cache scales for {model_config.model}: run "
+        f"`{_calibrate_command(model_config, load_config)}`, or give a file with "
+        "--additional-config "
+        f'\'{{"halfbyte": {{"{option}": "PATH"}}}}\''
+    )
 
 
 def scales_of_draft(vllm_config: Any, options: Options, layer: int = 0) -> KVScales:

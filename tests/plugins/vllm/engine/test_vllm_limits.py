@@ -1,8 +1,12 @@
 """Configurations refused at start; and the loss in vLLM compared with halfbyte's own."""
 
+import os
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +20,8 @@ from halfbyte.evaluation.perplexity import evaluate_perplexity, text_windows
 from halfbyte.kernels.runtime.inductor import OVERLAP
 from halfbyte.kvcache import KV_SCALES_FILE
 from halfbyte.plugins.vllm import register
+from halfbyte.plugins.vllm.arguments import check_names
+from halfbyte.plugins.vllm.options import Options
 from halfbyte.plugins.vllm.registry import has_page_specs, wants_kernels
 from models.zoo import make_model
 from plugins.vllm.engine.engines import (
@@ -91,14 +97,70 @@ def test_missing_scales_name_the_command(tmp_path: Path) -> None:
         assert_ours(llm)
 
 
-def test_missing_scales_are_reported_before_weights_are_read(tmp_path: Path) -> None:
+def test_missing_scales_are_reported_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = bundled_copy(tmp_path)
     (folder / KV_SCALES_FILE).unlink()
     with pytest.raises(ValueError, match="no KV cache scales for") as caught, vllm_engine(folder):
         pass
     functions = {entry.name for entry in caught.traceback}
+    assert "create_engine_config" in functions
+    assert not functions & {"initialize_model", "load_weights"}
+    with monkeypatch.context() as patch:  # as for models that are not in a local folder
+        patch.setattr("halfbyte.plugins.vllm.checks.check_local_scales", lambda *_: None)
+        with pytest.raises(ValueError, match="no KV cache scales") as caught, vllm_engine(folder):
+            pass
+    functions = {entry.name for entry in caught.traceback}
     assert "initialize_model" in functions
     assert "load_weights" not in functions
+
+
+def output_of_engine(model: str | Path, **options: Any) -> list[str]:
+    """All lines of an engine with vLLM's log, in processes of its own as vLLM starts them."""
+    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128, **options}
+    code = f"from vllm import LLM; LLM({str(model)!r}, **{settings!r})"
+    ours = ("VLLM_LOGGING_LEVEL", "VLLM_ENABLE_V1_MULTIPROCESSING")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+    return result.stdout.strip().splitlines()
+
+
+def test_scales_that_are_missing_are_the_last_message(tmp_path: Path) -> None:
+    folder = bundled_copy(tmp_path)
+    absent = tmp_path / "absent.json"
+    options = {"attention_backend": "CUSTOM", "kv_cache_dtype": "nvfp4"}
+    given = {"halfbyte": {"kv_scales": str(absent)}}
+    lines = output_of_engine(folder, **options, additional_config=given)
+    assert any(f"{absent}: no such file" in line for line in lines[-3:])
+    (folder / KV_SCALES_FILE).unlink()
+    lines = output_of_engine(folder, **options)
+    assert any(f"no KV cache scales for {folder}: run " in line for line in lines[-3:])
+    assert not any("Engine core initialization failed" in line for line in lines)
+
+
+def test_one_line_of_the_log_says_how_k_and_v_are_stored(tmp_path: Path) -> None:
+    folder = bundled_copy(tmp_path)
+    ours = {"attention_backend": "CUSTOM", "kv_cache_dtype": "nvfp4"}
+    lines = [line for line in output_of_engine(folder, **ours) if "halfbyte: " in line]
+    source = halfbyte.models.find_kv_scales(folder, {}).source  # type: ignore[union-attr]
+    recent = ", last 64 tokens in 16 bits" if has_page_specs() else ""
+    assert len(lines) == 1, lines
+    assert " INFO " in lines[0]
+    expected = f"halfbyte: K and V nvfp4, recipe balanced{recent}, scales from {source}"
+    assert lines[0].endswith(expected)
+
+
+def test_the_log_says_nothing_until_it_is_enabled(tmp_path: Path) -> None:
+    lines = output_of_engine(bundled_copy(tmp_path))
+    assert any(" INFO " in line for line in lines)
+    assert not any("halfbyte: " in line for line in lines)
 
 
 def test_scales_of_another_model_are_refused(tmp_path: Path) -> None:
@@ -225,6 +287,20 @@ def test_nothing_changes_until_it_is_enabled() -> None:
 
         assert {type(layer.impl) for layer in layers_of(llm).values()} == {CPUAttentionBackendImpl}
         assert generate(llm, TEXTS[:1], 4)
+
+
+def test_no_option_of_vllm_s_counts_as_misspelled() -> None:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    places = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
+    place = next(name for name in places if find_spec(name) is not None)
+    parser = import_module(place).make_arg_parser(FlexibleArgumentParser())
+    names = [name for action in parser._actions for name in action.option_strings]
+    assert len(names) > 100
+    ours = [f"--{field.name.replace('_', '-')}" for field in fields(Options)]
+    check_names(names, ours)
+    with pytest.raises(ValueError, match="--k-dtpe: unknown option; did you mean --k-dtype"):
+        check_names([*names, "--k-dtpe"], ours)
 
 
 def test_another_plug_in_s_backend_stays() -> None:
