@@ -115,7 +115,7 @@ def test_registered_names_and_order() -> None:
         "triton",
         "cpu",
         "reference",
-    ]
+    ], "a new backend? name it here, and in a row of docs/linear.md"
 
 
 @pytest.mark.parametrize("capability", [None, 0, 75, 80, 90, 100, 120])
