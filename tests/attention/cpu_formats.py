@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY
+from kvcache.page_arithmetic import KERNEL_DTYPES
 
 FORMATS: dict[str, dict[str, Any]] = {
-    **{dtype: {"k_dtype": dtype} for dtype in KV_CACHE_QUANT_REGISTRY},
+    **{dtype: {"k_dtype": dtype} for dtype in KERNEL_DTYPES},
     "fp8-nvfp4": {"k_dtype": "fp8", "v_dtype": "nvfp4", "head_size_v": 128},
     "nvfp4-fp8": {"k_dtype": "nvfp4", "v_dtype": "fp8_e5m2"},
     "nvfp4-bfloat16": {"k_dtype": "nvfp4", "v_dtype": "bfloat16", "head_size_v": 40},

@@ -1,5 +1,6 @@
 """Selection of attention backends, and its log messages and errors."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_calls_that_share_plans_choose_a_backend_once(monkeypatch: pytest.Monkey
 
 def test_the_reference_on_a_gpu_says_why_it_runs(caplog: pytest.LogCaptureFixture) -> None:
     odd = config(layout=PageLayout("bfloat16", "bfloat16", 40, None, 8, 16))
-    registry._warn_slow.cache_clear()
+    registry._log_slow.cache_clear()
     for _ in range(2):
         chosen = ATTENTION_BACKENDS.select(odd, compute_capability=90)
         assert chosen.name == "reference"
@@ -85,6 +86,26 @@ def test_the_reference_on_a_gpu_says_why_it_runs(caplog: pytest.LogCaptureFixtur
     (message,) = (record.message for record in caplog.records if record.name == "halfbyte")
     assert message.startswith("attention: the reference runs, slowly")
     assert "40" in message
+
+
+def test_the_reference_on_a_cpu_says_why_it_runs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {name: number for name, number in cpu.FORMATS.items() if name != "mxfp4"}
+    monkeypatch.setattr(cpu, "FORMATS", known)
+    odd = config(layout=PageLayout("mxfp4", "bfloat16", 64, None, 8, 16), device_type="cpu")
+    registry._log_slow.cache_clear()
+    with caplog.at_level(logging.INFO, "halfbyte"):
+        assert ATTENTION_BACKENDS.select(odd, "reference").name == "reference"
+        usual = config(layout=PageLayout("nvfp4", "nvfp4", 64, None, 8, 16), device_type="cpu")
+        assert ATTENTION_BACKENDS.select(usual).name == "cpu"
+        assert not caplog.messages
+        for _ in range(2):
+            assert ATTENTION_BACKENDS.select(odd).name == "reference"
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    assert record.message.startswith("attention runs by PyTorch operators: ")
+    assert "mxfp4" in record.message
 
 
 @pytest.mark.parametrize("side", ["k_dtype", "v_dtype"])

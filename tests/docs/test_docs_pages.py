@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -25,3 +26,11 @@ def test_pages_to_read_are_short(folder: str) -> None:
     assert len(pages) >= 3
     for page in pages:
         assert len(page.read_text().splitlines()) <= 150, page
+
+
+@pytest.mark.parametrize("tab", ["transformers", "Python"])
+def test_tabs_of_the_first_page_run(tab: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (REPOSITORY / "docs" / "index.md").read_text()
+    (code,) = re.findall(rf'^=== "{tab}"\n\n    ```python\n(.*?)^    ```$', text, re.M | re.S)
+    exec(dedent(code), {})
+    assert capsys.readouterr().out.strip()

@@ -24,7 +24,7 @@ class Format(NamedTuple):
     bits: int
     """Per value."""
     block_size: int | None
-    """Values that share a block scale of a byte."""
+    """Values that share a block scale."""
     has_global_scale: bool
     encode: Callable[[torch.Tensor, float], Encoded] | None = None
     """Data and block scales of (x, global scale). None: as the format's method does, for formulas
@@ -33,6 +33,8 @@ class Format(NamedTuple):
     """The values of (data, block scales, global scale, dtype)."""
     has_kernels: bool = True
     """Whether the kernels for CPUs and those in Triton know it; the reference always does."""
+    scale_itemsize: int = 1
+    """Bytes of a block scale."""
 
 
 def _fp8(name: fp8.Fp8Format) -> Format:
@@ -98,7 +100,9 @@ def data_width(dtype: str, head_size: int) -> int:
 
 def scale_width(dtype: str, head_size: int) -> int:
     """Bytes of the block scales of one head of one token."""
-    return head_size // BLOCK_SIZES[dtype] if dtype in BLOCK_SIZES else 0
+    if dtype not in BLOCK_SIZES:
+        return 0
+    return head_size // BLOCK_SIZES[dtype] * QUANTIZED[dtype].scale_itemsize
 
 
 def head_bytes(dtype: str, head_size: int) -> int:

@@ -115,7 +115,7 @@ def test_registered_names_and_order() -> None:
         "triton",
         "cpu",
         "reference",
-    ]
+    ], "a new backend? name it here, and in a row of docs/linear.md"
 
 
 @pytest.mark.parametrize("capability", [None, 0, 75, 80, 90, 100, 120])
@@ -123,7 +123,7 @@ def test_every_backend_answers_for_every_machine(capability: int | None) -> None
     verdicts = LINEAR_BACKENDS.explain(gpu(W4A4, capability or 0), capability)
     assert [v.name for v in verdicts] == LINEAR_BACKENDS.names()
     assert all(v.reason for v in verdicts)
-    assert verdicts[-1].usable
+    assert next(v for v in verdicts if v.name == "reference").usable
 
 
 def test_kernel_knows_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:

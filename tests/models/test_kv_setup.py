@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from halfbyte import LLM, Cache, load_model
+from halfbyte.evaluation import evaluate_perplexity
 from halfbyte.kvcache import KV_SCALES_FILE, KVScales
 from halfbyte.models import calibrate, local_files
 from halfbyte.models.key_statistics import KVRecorder
@@ -26,6 +27,29 @@ def test_nvfp4_is_balanced_and_other_formats_have_no_recipe() -> None:
         assert Cache(model, dtype).recipe.name == "plain"
     assert Cache(model, "fp8", v_cache_dtype="nvfp4").recipe.name == "plain"
     assert Cache(model, ["bfloat16"] * 3 + ["nvfp4"]).recipe.center
+
+
+def test_a_recipe_is_plain_for_formats_that_it_does_not_change(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = make_model("llama")
+    with caplog.at_level(logging.WARNING, logger="halfbyte"):
+        llm = LLM(model, kv_cache_dtype="fp4_block16", kv_recipe="balanced", num_pages=8)
+        assert llm.recipe.name == "plain"
+        expected = "kv_recipe balanced changes NVFP4 only, so kv_recipe is plain for fp4_block16"
+        assert caplog.messages == [expected]
+        caplog.clear()
+        results = evaluate_perplexity(
+            model, [token_ids(40).tolist()], ["fp8"], 512, kv_recipes=["plain", "balanced"]
+        )
+        assert [result.kv_recipe for result in results] == ["plain"]
+        assert caplog.messages == [expected.replace("fp4_block16", "fp8_e4m3")]
+        caplog.clear()
+        assert Cache(model, "fp4_block16", kv_recipe="plain").recipe.name == "plain"
+        # Block scales of V in NVFP4 are chosen by the recipe.
+        mixed = Cache(model, "bfloat16", v_cache_dtype="nvfp4", kv_recipe="balanced")
+        assert mixed.recipe.name == "balanced"
+        assert not caplog.messages
 
 
 def test_scales_of_k_as_it_is_mean_plain(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

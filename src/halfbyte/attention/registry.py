@@ -10,6 +10,8 @@ from halfbyte.attention.base import AttentionBackend, AttentionConfig
 from halfbyte.dispatch import CPU, Registry, Verdict
 
 logger = logging.getLogger("halfbyte")
+_OF_DEVICE = {"cuda": "triton", "cpu": "cpu"}
+"""The fast backend per device type; logged if the reference replaces it."""
 
 
 class _AttentionBackends(Registry[AttentionBackend]):
@@ -31,10 +33,12 @@ class _AttentionBackends(Registry[AttentionBackend]):
         compute_capability: int | None = None,
     ) -> type[AttentionBackend]:
         chosen = super().select(config, explicit, compute_capability)
-        on_gpu = config is not None and config.device_type == "cuda"
-        if on_gpu and explicit is None and chosen.name == "reference":
+        fast = None if config is None else _OF_DEVICE.get(config.device_type)
+        if fast is not None and explicit is None and chosen.name == "reference":
             verdicts = {v.name: v for v in self.explain(config, compute_capability)}
-            _warn_slow(verdicts["triton"].reason)
+            # The CPU library logs by itself that it is not built.
+            if fast != "cpu" or self.get(fast).is_supported()[0]:
+                _log_slow(fast, verdicts[fast].reason)
         return chosen
 
 
@@ -52,9 +56,12 @@ def _refusal(backend: type[AttentionBackend], config: AttentionConfig, named: bo
 
 
 @lru_cache(maxsize=256)
-def _warn_slow(reason: str) -> None:
-    """Warn once per reason."""
-    logger.warning("attention: the reference runs, slowly, and syncs the GPU: %s", reason)
+def _log_slow(fast: str, reason: str) -> None:
+    """Log once per reason why the reference runs."""
+    if fast == "cpu":
+        logger.info("attention runs by PyTorch operators: %s", reason)
+    else:
+        logger.warning("attention: the reference runs, slowly, and syncs the GPU: %s", reason)
 
 
 ATTENTION_BACKENDS = _AttentionBackends(

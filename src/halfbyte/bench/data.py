@@ -2,7 +2,7 @@
 
 Zeros, and data that fit into L2, give times that are too good. So codes are random, block scales
 are between 0.25 and 4, pages are in random order, and every cache has copies that together exceed
-L2 or a CPU's caches.
+L2 or a CPU's caches. Formats whose scales are not known here hold quantized normal values.
 """
 
 from dataclasses import dataclass
@@ -11,11 +11,22 @@ import torch
 
 from halfbyte.bench.cases import Case
 from halfbyte.bench.machine import bytes_beyond_caches
+from halfbyte.kvcache import get_kv_cache_quant_method
 from halfbyte.layouts import KVCacheDType, PageLayout
 
 _ROTATED_BYTES = {"cuda": 400_000_000, "cpu": bytes_beyond_caches()}
 _MAX_COPIES = {"cuda": 256, "cpu": 64}
+_PAGES_AT_ONCE = 1024
 GLOBAL_SCALE = 0.02
+_ONE_BYTE_FLOATS = (KVCacheDType.FP8_E4M3, KVCacheDType.FP8_E5M2)
+_E4M3, _E8M0 = (0x28, 0x48), (125, 130)  # 1/4 .. 4
+_SCALE_BYTES = {
+    KVCacheDType.NVFP4: _E4M3,
+    KVCacheDType.NVFP4_4OVER6: _E4M3,
+    KVCacheDType.FP4_BLOCK16: _E8M0,
+    KVCacheDType.MXFP4: _E8M0,
+}
+"""The range of random bytes of block scales."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +102,24 @@ def _fill(pages: torch.Tensor, layout: PageLayout, generator: torch.Generator) -
     ):
         if not dtype.is_quantized:
             data.normal_(generator=generator)
-        elif scale is None:
+        elif dtype in _ONE_BYTE_FLOATS:
             # One-byte floats between 0.25 and 4 (in E4M3) of either sign: neither NaN nor infinity.
             data.random_(0x28, 0x48, generator=generator)
             data.bitwise_or_(torch.empty_like(data).random_(0, 2, generator=generator) << 7)
-        else:
+        elif scale is not None and dtype in _SCALE_BYTES:
             data.random_(0, 256, generator=generator)
-            low, high = (0x28, 0x48) if dtype.is_nvfp4 else (125, 130)  # E4M3, or E8M0: 1/4 .. 4
-            scale.random_(low, high, generator=generator)
+            scale.random_(*_SCALE_BYTES[dtype], generator=generator)
+        else:
+            head_size = layout.head_size if data is views.k_data else layout.head_size_v
+            method = get_kv_cache_quant_method(dtype)
+            for start in range(0, len(data), _PAGES_AT_ONCE):
+                some = slice(start, start + _PAGES_AT_ONCE)
+                values = torch.empty((*data[some].shape[:-1], head_size), device=data.device)
+                codes, scales = method.quantize(values.normal_(generator=generator), GLOBAL_SCALE)
+                data[some] = codes
+                if scale is not None:
+                    assert scales is not None
+                    scale[some] = scales
 
 
 def short_name(dtype: str) -> str:

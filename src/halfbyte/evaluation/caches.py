@@ -11,7 +11,7 @@ from halfbyte.kvcache import KVRecipe, KVScales, PagedKVPool, SequenceTables, pl
 from halfbyte.kvcache.recent import RecentTokens
 from halfbyte.layouts import KVCacheDType
 from halfbyte.models import KVQuantization, layer_specs, resolve_kv_scales
-from halfbyte.models.kv_setup import KVSetup
+from halfbyte.models.kv_setup import KVSetup, applicable_recipe
 
 CacheName = tuple[KVCacheDType, KVRecipe]
 
@@ -28,7 +28,7 @@ def names_and_scales(
 
     Args:
         kv_cache_dtypes: formats.
-        kv_recipes: None for the default of `KVSetup.of`.
+        kv_recipes: None for the default of `KVSetup.of`; see also `applicable_recipe`.
         kv_scales, tokenizer: as for `resolve_kv_scales`, called once for all recipes with the same
             scales.
         attention_backend: name of an attention backend, or None to choose.
@@ -57,6 +57,8 @@ def names_and_scales(
     recipes = [KVRecipe.parse(r) for r in (["plain"] if kv_recipes is None else kv_recipes)]
     if not recipes:
         raise ValueError("kv_recipes: expected one or more")
+    for recipe in recipes:
+        applicable_recipe(recipe, set(formats))  # warns
     names = [
         (name, recipe)
         for name in formats

@@ -27,9 +27,11 @@ class _Quantized(NamedTuple):
     bits: int
     """Per value."""
     block_size: int | None
-    """Values that share one block scale of a byte; None where there are no block scales."""
+    """Values that share one block scale; None where there are no block scales."""
     has_global_scale: bool
     """Whether K and V have a float32 scale per layer."""
+    scale_itemsize: int = 1
+    """Bytes of a block scale."""
 
 
 _QUANTIZED = {
@@ -187,7 +189,9 @@ class KVCacheDType(StrEnum):
 
     def scale_bytes(self, head_size: int) -> int:
         """Bytes of the block scales of one head of one token."""
-        return head_size // self.scale_block_size if self.scale_block_size else 0
+        if not self.scale_block_size:
+            return 0
+        return head_size // self.scale_block_size * _QUANTIZED[self.value].scale_itemsize
 
     def check_head_size(self, head_size: int, name: str = "head_size") -> None:
         """Raise ValueError unless heads of this size can be stored."""

@@ -1,7 +1,7 @@
 """Setup of a model's cache: specs of its layers, scales and recipe."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from halfbyte.attention.registry import ATTENTION_BACKENDS
 from halfbyte.kvcache import KVRecipe, KVScales
 from halfbyte.kvcache.recipe import DEFAULT, RECIPES
 from halfbyte.kvcache.specs import KVCacheSpec
+from halfbyte.layouts import KVCacheDType
 from halfbyte.models.architectures import LayerDTypes, layer_specs
 from halfbyte.models.foreign_cache import release_cache_hooks
 from halfbyte.models.kv_scales import adopt_declaration, known_kv_scales, resolve_kv_scales
@@ -46,7 +47,7 @@ class KVSetup(NamedTuple):
             model: a loaded transformers model.
             kv_cache_dtype, block_size, v_cache_dtype, keep_all: as for `layer_specs`.
             kv_scales, tokenizer: as for `resolve_kv_scales`.
-            kv_recipe: by default see `default_recipe`.
+            kv_recipe: by default see `default_recipe`; see also `applicable_recipe`.
             attention_backend: the requested one, if any.
 
         Raises:
@@ -72,6 +73,7 @@ class KVSetup(NamedTuple):
             recipe = default_recipe(model, kv_scales, attention_backend)
             specs = specs_for(recipe)
         formats = {d for s in specs for d in (s.layout.k_dtype, s.layout.v_dtype)}
+        recipe = applicable_recipe(recipe, formats)
         scales = resolve_kv_scales(
             model, formats, given=kv_scales, tokenizer=tokenizer, recipe=recipe
         )
@@ -80,6 +82,23 @@ class KVSetup(NamedTuple):
             recipe = RECIPES["plain"]  # calibration failed, as logged
             specs = specs_for(recipe)
         return cls(specs, scales, recipe)
+
+
+def applicable_recipe(recipe: KVRecipe, formats: Collection[KVCacheDType]) -> KVRecipe:
+    """The recipe; `plain`, with a warning, if no format is NVFP4, as recipes change no other.
+
+    Args:
+        formats: of K and V of all layers.
+    """
+    plain = RECIPES["plain"]
+    if recipe == plain or any(name.is_nvfp4 for name in formats):
+        return recipe
+    logger.warning(
+        "kv_recipe %s changes NVFP4 only, so kv_recipe is plain for %s",
+        recipe.name,
+        ", ".join(sorted(formats)),
+    )
+    return plain
 
 
 def default_recipe(

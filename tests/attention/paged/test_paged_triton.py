@@ -12,8 +12,8 @@ from attention.cases import config as attention_config
 from halfbyte.attention import ATTENTION_BACKENDS
 from halfbyte.attention.base import AttentionConfig, AttentionInputs, AttentionPlans
 from halfbyte.attention.paged.plan import AttendPlan, Tiles
-from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY
 from halfbyte.layouts import PageLayout
+from kvcache.page_arithmetic import KERNEL_DTYPES
 
 pytest.importorskip("triton")
 
@@ -65,7 +65,7 @@ def assert_exact(out: torch.Tensor, lse: torch.Tensor, case: Case, tolerance: fl
 
 def every_format(query_dtype: torch.dtype, plan: str, *not_slow: str) -> list[Any]:
     """Parameters for all formats: queries in 16 bits differ in a few lines, whatever the format."""
-    cases = [(dtype, query_dtype, plan) for dtype in KV_CACHE_QUANT_REGISTRY]
+    cases = [(dtype, query_dtype, plan) for dtype in KERNEL_DTYPES]
     return [slow(*case) if not_slow and case[0] not in not_slow else case for case in cases]
 
 

@@ -15,7 +15,7 @@ from attention.cases import (
 from attention.graphs import assert_graph_follows_lengths
 from halfbyte.attention import paged_attention
 from halfbyte.attention.paged.plan import operand_dtype
-from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY
+from kvcache.page_arithmetic import KERNEL_DTYPES
 from kvcache.transforms import on
 
 pytest.importorskip("triton")
@@ -62,7 +62,7 @@ FORMAT_CASES: dict[str, dict[str, Any]] = {
         "query_lens": (1, 1, 2),
         "seq_lens": (1, 40, 300),
     }
-    for dtype in KV_CACHE_QUANT_REGISTRY
+    for dtype in KERNEL_DTYPES
     for query_dtype in (torch.bfloat16, torch.float16, torch.float32)
 }
 SHAPE_CASES: dict[str, dict[str, Any]] = {

@@ -10,8 +10,9 @@ import torch
 from attention.cases import Case, make_case
 from attention.prefill.dense_cases import inputs_of
 from halfbyte.attention.prefill.key_ranges import KeyRanges
-from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY, read_tokens
+from halfbyte.kvcache import read_tokens
 from halfbyte.layouts import PageLayout
+from kvcache.page_arithmetic import KERNEL_DTYPES
 
 pytest.importorskip("triton")
 
@@ -89,7 +90,7 @@ def interpret(case: Case, dtype: torch.dtype, **changes: Any) -> tuple[torch.Ten
     )
 
 
-@pytest.mark.parametrize("dtype", [d for d in KV_CACHE_QUANT_REGISTRY if "float" not in d])
+@pytest.mark.parametrize("dtype", [d for d in KERNEL_DTYPES if "float" not in d])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_unpack_every_byte_of_every_format(dtype: str) -> None:
     case = make_case(k_dtype=dtype)
@@ -97,7 +98,7 @@ def test_unpack_every_byte_of_every_format(dtype: str) -> None:
     assert_bits(interpret(case, torch.float32), expected(case, torch.float32))
 
 
-@pytest.mark.parametrize("dtype", list(KV_CACHE_QUANT_REGISTRY))
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 def test_unpack_rounds_once(dtype: str) -> None:
     case = make_case(k_dtype=dtype)
     assert_bits(interpret(case, torch.float16), expected(case, torch.float16))
@@ -216,7 +217,7 @@ def test_unpack_kernel_compiles(dtype: str, head_size: int, segment: int, capabi
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", [*KV_CACHE_QUANT_REGISTRY, *SHAPES])
+@pytest.mark.parametrize("name", [*KERNEL_DTYPES, *SHAPES])
 def test_unpack_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     from halfbyte.attention.prefill.unpack import unpack_into
 
@@ -238,7 +239,7 @@ def test_unpack_k_that_a_recipe_changed_on_a_gpu(options: str, head_size: int) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [d for d in KV_CACHE_QUANT_REGISTRY if "float" not in d])
+@pytest.mark.parametrize("dtype", [d for d in KERNEL_DTYPES if "float" not in d])
 def test_unpack_every_byte_on_a_gpu(dtype: str) -> None:
     from halfbyte.attention.prefill.unpack import unpack_into
 

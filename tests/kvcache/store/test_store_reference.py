@@ -21,8 +21,10 @@ from halfbyte.layouts import PageLayout
 from kvcache.page_arithmetic import (
     BLOCK_SIZES,
     DTYPES,
+    QUANTIZED,
     WITH_GLOBAL_SCALE,
     Geometry,
+    data_width,
     decode,
     encode,
     sentinel,
@@ -255,11 +257,12 @@ def test_nan_and_inf_change_no_byte_of_other_blocks(geometry: Geometry, bad: flo
     ):
         start = geometry.address(f"{side}_data", 6, 0)
         scales = geometry.scale_addresses(side, 6, 0)
-        per_block = encode(dtype, torch.zeros(head_size), 1.0)[0].numel() // max(1, len(scales))
         if scales:
-            allowed.update([*range(start, start + per_block), scales[0]])
+            itemsize = QUANTIZED[dtype].scale_itemsize
+            per_block = data_width(dtype, head_size) * itemsize // len(scales)
+            allowed.update([*range(start, start + per_block), *scales[:itemsize]])
         else:
-            width = per_block // head_size
+            width = data_width(dtype, head_size) // head_size
             allowed.update(range(start + 3 * width, start + 4 * width))
     assert touched
     assert set(touched) <= allowed

@@ -52,8 +52,9 @@ class KVCacheQuantMethod(ABC):
                 ignore it.
 
         Returns:
-            `(data, scales)`: data of `dtype.storage_dtype` (`[..., D]`, or `[..., D/2]` for 4-bit
-            formats), scales uint8 `[..., D/SCALE_BLOCK_SIZE]` or None.
+            `(data, scales)`: data of `dtype.storage_dtype` (`[..., D * bits / 8]` of uint8 for
+            quantized formats, else `[..., D]`); bytes of block scales, uint8
+            `[..., dtype.scale_bytes(D)]`, or None.
         """
 
     @abstractmethod
@@ -110,7 +111,7 @@ class KVCacheQuantMethod(ABC):
         Returns:
             A dict of per-layer lists of zero-copy views: `k_buffer`, `v_buffer`
             (`[size, head_num, bytes or values]`), `k_scale_buffer`, `v_scale_buffer`
-            (uint8 `[size, head_num, head_dim / SCALE_BLOCK_SIZE]`, or None), `pages` (the bytes
+            (uint8 `[size, head_num, scale bytes]`, or None), `pages` (the bytes
             they view: uint8 `[size, page_bytes]`), and `layout`, `store_dtype`, `dq_k_buffer` and
             `dq_v_buffer` (None: no workspace).
         """

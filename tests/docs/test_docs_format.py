@@ -1,0 +1,100 @@
+"""The guide to new cache dtypes: its example passes its tests in a copy of the package."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import halfbyte
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGE = Path(halfbyte.__file__).parent
+GUIDE = (REPOSITORY / "docs" / "guides" / "format.md").read_text()
+NAME = "int8_block32"
+
+
+def blocks(language: str) -> list[str]:
+    """The guide's code blocks of a language ("" for commands)."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+
+
+def append_row(path: Path, table: str, row: str) -> None:
+    """Add a line at the end of a dict that is assigned at the top of a module."""
+    text, count = re.subn(
+        rf"^({table}\b[^\n]*\{{\n.*?)^\}}$",
+        lambda found: f"{found[1]}    {row}\n}}",
+        path.read_text(),
+        count=1,
+        flags=re.MULTILINE | re.DOTALL,
+    )
+    assert count == 1, (path, table)
+    path.write_text(text)
+
+
+def line_with(start: str, block: str) -> str:
+    (line,) = (line.strip() for line in block.splitlines() if line.strip().startswith(start))
+    return line
+
+
+def apply_example(package: Path, tests: Path) -> None:
+    """Steps 1, 2, 3 and 5 of the guide."""
+    row, method, name, test_row = blocks("python")
+    dtypes = package / "layouts" / "kv_cache_dtype.py"
+    append_row(dtypes, "_QUANTIZED", line_with(f'"{NAME}"', row))
+    last_member = '    MXFP4 = "mxfp4"\n'
+    text = dtypes.read_text()
+    assert text.count(last_member) == 1
+    member = line_with(f"{NAME.upper()} =", row)
+    dtypes.write_text(text.replace(last_member, f"{last_member}    {member}\n"))
+    methods = package / "kvcache" / "quant_methods"
+    (methods / "int8.py").write_text(method)
+    registry = methods / "__init__.py"
+    append_row(registry, "KV_CACHE_QUANT_REGISTRY", line_with(f'"{NAME}"', name))
+    text = registry.read_text()
+    first = "from halfbyte.kvcache.quant_methods.base"
+    registry.write_text(text.replace(first, f"{line_with('from', name)}\n{first}"))
+    append_row(
+        tests / "kvcache" / "page_arithmetic.py", "QUANTIZED", line_with(f'"{NAME}"', test_row)
+    )
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of package and tests with the guide's example."""
+    folder = tmp_path_factory.mktemp("checkout")
+    skip = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE, folder / "src" / "halfbyte", ignore=skip)
+    shutil.copytree(REPOSITORY / "tests", folder / "tests", ignore=skip)
+    shutil.copy(REPOSITORY / "pyproject.toml", folder)
+    apply_example(folder / "src" / "halfbyte", folder / "tests")
+    return folder
+
+
+def run_tests(checkout: Path, *arguments: str) -> None:
+    paths = os.pathsep.join(str(checkout / name) for name in ("src", "tests"))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=checkout,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def test_example_passes_tests_of_formats(checkout: Path) -> None:
+    files = ("kvcache/test_kvcache_quant_methods.py", "bench/test_bench_data.py")
+    run_tests(checkout, *(f"tests/{name}" for name in files), "-k", f"{NAME} or registry_has")
+
+
+@pytest.mark.slow
+def test_example_passes_the_tests_that_the_guide_names(checkout: Path) -> None:
+    (command,) = (block for block in blocks("") if block.startswith("pytest "))
+    run_tests(checkout, *shlex.split(command)[1:])
