@@ -34,7 +34,7 @@ class _AttentionBackends(Registry[AttentionBackend]):
     ) -> type[AttentionBackend]:
         chosen = super().select(config, explicit, compute_capability)
         fast = None if config is None else _OF_DEVICE.get(config.device_type)
-        if fast is not None and explicit is None and chosen.name == "reference":
+        if fast in self._targets and explicit is None and chosen.name == "reference":
             verdicts = {v.name: v for v in self.explain(config, compute_capability)}
             # The CPU library logs by itself that it is not built.
             if fast != "cpu" or self.get(fast).is_supported()[0]:

@@ -274,7 +274,7 @@ def test_an_index_counts_as_for_load_model(
     [
         ({"kv_cache_quant_algo": "FP8"}, "fp8_e4m3"),
         ({"kv_cache_quant_algo": None}, "float32"),
-        ({}, "float32"),
+        ({}, "nvfp4"),  # the copy's
     ],
     ids=["fp8", "null", "none"],
 )
