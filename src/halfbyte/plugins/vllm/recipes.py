@@ -114,15 +114,16 @@ def _known_scales(
 def check_local_scales(vllm_config: Any, options: Options) -> None:
     """Raise ValueError if the folder of a run's target has no scales and its cache needs some.
 
-    Only where no layer can differ, and with the folder's own `config.json`, since vLLM changes its
-    configuration for parts of a model. Workers check again: this neither chooses nor keeps scales.
+    Only where no layer can differ, for models that `halfbyte calibrate` takes, and with the
+    folder's own `config.json`, since vLLM changes its configuration for parts of a model. Workers
+    check again: this neither chooses nor keeps scales.
 
     Args:
         vllm_config: vLLM's.
         options: of the run.
     """
     from halfbyte.checkpoints.dialects.registry import read_config
-    from halfbyte.models import find_kv_scales
+    from halfbyte.models import SUPPORTED_MODEL_TYPES, find_kv_scales
 
     target, load_config = vllm_config.model_config, vllm_config.load_config
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
@@ -133,6 +134,10 @@ def check_local_scales(vllm_config: Any, options: Options) -> None:
         vllm_config.cache_config, "kv_cache_dtype_skip_layers", None
     )
     if has_no_weights(load_config) or not is_uniform or not (folder / "config.json").is_file():
+        return
+    # Others are refused for what they are, by workers.
+    model_type = getattr(target.hf_text_config, "model_type", None)
+    if model_type not in SUPPORTED_MODEL_TYPES or target.get_head_size() % 16:
         return
     # Any scales decide the default recipe.
     as_given = replace(options, kv_recipe=options.kv_recipe or "plain")

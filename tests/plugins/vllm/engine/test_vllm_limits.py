@@ -157,6 +157,7 @@ def test_one_line_of_the_log_says_how_k_and_v_are_stored(tmp_path: Path) -> None
     assert lines[0].endswith(expected)
 
 
+@pytest.mark.slow
 def test_the_log_says_nothing_until_it_is_enabled(tmp_path: Path) -> None:
     lines = output_of_engine(bundled_copy(tmp_path))
     assert any(" INFO " in line for line in lines)
