@@ -257,7 +257,8 @@ class TestTokenizers:
             file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
         else:
             (tokenizer / "chat_template.jinja").write_text(template)
-        message = f"unusable tokenizer: the chat template.* {reason}$"
+        name = "tokenizer_config.json" if in_config else "chat_template.jinja"
+        message = rf"{name}: unusable chat template: .*{reason}$"
         with pytest.raises(ModelLoadError, match=message):
             load_tokenizer(tokenizer)
 

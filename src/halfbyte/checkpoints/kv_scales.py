@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -183,13 +184,19 @@ def _warn_of_unlikely(folder: Path, layers: Mapping[int, LayerScales]) -> None:
             odd = next((x for x in some if not smallest <= _represented(x) <= largest), None)
             if odd is None:
                 continue
-            own, other = ("an encode", "a decode") if odd.is_of_nvfp4 else ("a decode", "an encode")
-            logger.warning(
-                "%s: %s: as %s scale, which its name says, it is of |%s| up to %g; is it %s scale "
-                "(the reciprocal), or in another unit?",
-                *(folder, odd.name, own, "KV"[side], _represented(odd), other),
-            )
+            _warn_of(folder, odd, "KV"[side])
             break
+
+
+@lru_cache(maxsize=256)
+def _warn_of(folder: Path, odd: StoredScale, side: str) -> None:
+    """Warn once of a scale, however often its folder is read."""
+    own, other = ("an encode", "a decode") if odd.is_of_nvfp4 else ("a decode", "an encode")
+    logger.warning(
+        "%s: %s: as %s scale, which its name says, it is of |%s| up to %g; is it %s scale "
+        "(the reciprocal), or in another unit?",
+        *(folder, odd.name, own, side, _represented(odd), other),
+    )
 
 
 def _represented(scale: StoredScale) -> float:

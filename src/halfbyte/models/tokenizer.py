@@ -73,11 +73,9 @@ def _check_files(folder: Path) -> None:
     tried = [folder / _FILE, folder / "tokenizer_config.json", *templates]
     files = [(str(file.absolute()), file.stat()) for file in tried if file.is_file()]
     if files:
-        reason = _reason_against(
-            *((file, state.st_size, state.st_mtime_ns) for file, state in files)
-        )
-        if reason:
-            raise ModelLoadError(f"{folder / _FILE}: unusable tokenizer: {reason}")
+        problem = _problem_of(*((file, state.st_size, state.st_mtime_ns) for file, state in files))
+        if problem:
+            raise ModelLoadError(problem)
 
 
 def _check_usable(folder: str | Path, tokenizer: Any) -> None:
@@ -98,8 +96,9 @@ def _encode(tokenizer: Any) -> None:
 
 
 @lru_cache(maxsize=64)
-def _reason_against(*files: tuple[str, int, int]) -> str | None:
-    """Why a tokenizer is unusable; None if it is usable, or no process can be started.
+def _problem_of(*files: tuple[str, int, int]) -> str | None:
+    """Which file of a tokenizer is unusable, and why; None if all are usable, or no process can be
+    started.
 
     Args:
         files: path, size and time of modification of `tokenizer.json` and of files with templates.
@@ -123,12 +122,18 @@ def _reason_against(*files: tuple[str, int, int]) -> str | None:
             env=environment,
         )
     except subprocess.TimeoutExpired as error:
-        stages = (error.stdout or b"").decode(errors="replace").split("\n")[:-1]
-        return f"{stages[-1] if stages else 'its start'} takes more than {seconds} s"
+        printed = (error.stdout or b"").decode(errors="replace").splitlines()
+        reason = f"a short text takes more than {seconds} s"
     except OSError:
         return None
-    if result.returncode == 0:
-        return None
-    if result.returncode == UNUSABLE:
-        return shortened(": ".join(result.stdout.splitlines()[-2:]), 300)
-    return shortened(result.stderr.splitlines()[0] if result.stderr else "the process ended", 300)
+    else:
+        if result.returncode == 0:
+            return None
+        printed, reason = result.stdout.splitlines(), "the process ended"
+        if result.returncode == UNUSABLE:
+            reason = printed.pop()
+        elif result.stderr:
+            reason = result.stderr.splitlines()[0]
+    file = printed[-1] if printed else paths[0] if tokenizer == "-" else tokenizer
+    kind = "tokenizer" if file == tokenizer else "chat template"
+    return f"{file}: unusable {kind}: {shortened(reason, 300)}"

@@ -2,8 +2,8 @@
 
     python -P tokenizer_trial.py BYTES tokenizer.json|- [TEMPLATES ...]
 
-Limits its own memory. Prints what it tries; if a file cannot be used, it prints the reason and ends
-with status 3. A template may refuse the one message that it gets.
+Limits its own memory. Prints the path of each file before it tries it; if a file cannot be used, it
+prints the reason and ends with status 3. A template may refuse the one message that it gets.
 """
 
 import json
@@ -20,22 +20,22 @@ _GENERATION_TAGS = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 def main() -> None:
     """Try the files on the command line."""
     limit_memory(int(sys.argv[1]))
-    begin("encoding a short text")
     if sys.argv[2] != "-":
+        begin(sys.argv[2])
         try_tokenizer(sys.argv[2])
-    begin("the chat template")
     for path in sys.argv[3:]:
+        begin(path)
         try_templates(path)
 
 
-def begin(stage: str) -> None:
+def begin(path: str) -> None:
     """Print what is tried now: it is the last line if the process is killed."""
-    print(stage, flush=True)
+    print(path, flush=True)
 
 
 def end(reason: str) -> None:
-    """Exit, because a file cannot be used."""
-    print(reason)
+    """Exit, because a file cannot be used; the reason becomes one line."""
+    print(" ".join(reason.split()))
     sys.exit(UNUSABLE)
 
 

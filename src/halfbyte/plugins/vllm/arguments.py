@@ -32,13 +32,13 @@ def check_names(arguments: Sequence[str], own: Sequence[str]) -> None:
         arguments: without halfbyte's options; from `--` on they are not looked at.
         own: halfbyte's options, as `--kv-recipe`.
     """
+    names = [name[2:] for name in own]
     for argument in arguments:
         if argument == "--":
             return
         key, _ = _split(argument)
         if not key.startswith("--") or "." in key or key in _LIKE_OURS:
             continue
-        names = [name[2:] for name in own]
         close = get_close_matches(key[2:], names, n=1, cutoff=_LIKENESS)
         if close:
             name = shortened(argument.partition("=")[0])

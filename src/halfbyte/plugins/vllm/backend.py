@@ -12,13 +12,8 @@ import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 
 from halfbyte.kvcache import nvfp4_kv_cache_full_dim
-from halfbyte.plugins.vllm.formats import (
-    CACHE_DTYPES,
-    CARRIER,
-    NEWER_CACHE_DTYPES,
-    LayerFormat,
-)
-from halfbyte.plugins.vllm.options import LastModel
+from halfbyte.plugins.vllm.formats import CARRIER, LayerFormat
+from halfbyte.plugins.vllm.options import CACHE_DTYPES, NEWER_CACHE_DTYPES, LastModel
 
 _OLDEST_GPU = 80
 _INSTEAD = {

@@ -9,12 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from halfbyte.layouts import KVCacheDType, PageLayout
-from halfbyte.plugins.vllm.options import OptionError, Options
+from halfbyte.plugins.vllm.options import CACHE_DTYPES, NEWER_CACHE_DTYPES, OptionError, Options
 
-CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
-"""vLLM's cache dtypes that halfbyte's attention supports."""
-NEWER_CACHE_DTYPES = ("nvfp4_4over6",)
-"""Further ones, in vLLM from 0.32 on."""
 CARRIER = "nvfp4"
 """vLLM's cache dtype for which `k_dtype` and `v_dtype` apply: vLLM treats its pages as bytes."""
 

@@ -16,10 +16,11 @@ SECTION = "halfbyte"
 _CHOICES = ("auto", "on", "off")
 _OF_WEIGHTS = ("linear", "moe")
 """Options with these choices, which do not need halfbyte's attention."""
-_SIDE_DTYPES = (
-    *("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"),
-    *("nvfp4", "nvfp4_4over6", "mxfp4", "fp4_block16"),
-)
+CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "nvfp4")
+"""vLLM's cache dtypes that halfbyte's attention supports."""
+NEWER_CACHE_DTYPES = ("nvfp4_4over6",)
+"""Further ones, in vLLM from 0.32 on."""
+_SIDE_DTYPES = (*CACHE_DTYPES, *NEWER_CACHE_DTYPES, "mxfp4", "fp4_block16")
 """Values of `k_dtype` and `v_dtype`, for messages."""
 
 
