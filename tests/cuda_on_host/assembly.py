@@ -80,6 +80,8 @@ ASSEMBLY = {
     "atom.shared.exch.b32 %0, [%1], %2;": f"%0 = {HERE}exchange(%1, %2)",
     "atom.shared.or.b32 %0, [%1], 0;": f"%0 = {HERE}load<unsigned>(%1)",
     "st.shared.v2.u32 [%0], {%1, %2};": f"{HERE}store<uint2>(%0, {{%1, %2}})",
+    "st.shared.v2.f32 [%0], {%1, %2};": f"{HERE}store<float2>(%0, {{%1, %2}})",
+    "st.shared.v4.u32 [%0], {%1, %2, %3, %4};": f"{HERE}store<uint4>(%0, {{%1, %2, %3, %4}})",
     "st.shared.v4.f32 [%0], {%1, %2, %3, %4};": f"{HERE}store<float4>(%0, {{%1, %2, %3, %4}})",
     "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;": f"{HERE}copy(%0, %1, 16, 16)",
     "cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;": f"{HERE}copy(%0, %1, 4, 4)",

@@ -40,6 +40,8 @@ class AttentionConfig:
     """Whether K was changed before it was packed (`KVTransform`)."""
     segment: int = 0
     """Tokens that share a mean of K; 0 where K is not centred."""
+    pairs: int = 0
+    """Channel pairs of the means (`PairTables`); 0 where K is not centred, and on CPUs."""
     recent: bool = False
     """Whether recent tokens are read from `RecentInputs` instead of the pages."""
     compute_capability: int = CPU
@@ -188,6 +190,13 @@ class AttentionInputs:
             return 0
         return -(-self.block_tables.shape[1] * self.layout.block_size // self.transform.segment)
 
+    @property
+    def _num_pairs(self) -> int:
+        if self.transform is None or not self.query.is_cuda:
+            return 0
+        tables = self.transform.pair_tables
+        return 0 if tables is None else tables.cos.shape[1]
+
     def config(self) -> AttentionConfig:
         """Metadata of the call, by which backends decide whether they support it."""
         return self._config
@@ -210,6 +219,7 @@ class AttentionInputs:
             aligned_pages=_aligned(self.pages),
             transform=self.transform is not None,
             segment=0 if self.transform is None else self.transform.shared_tokens,
+            pairs=self._num_pairs,
             recent=self.recent is not None,
             compute_capability=compute_capability_of(self.query.device),
             split_off=self.split_off,

@@ -146,6 +146,14 @@ class KVTransform:
         channels = [F.pad(x.int(), (0, padding)).to(self.mean.device) for x in (low, high)]
         return PairTables(*channels, *(F.pad(x.float(), (0, padding)) for x in columns))
 
+    @cached_property
+    def pairs_are_halves(self) -> bool:
+        """Whether RoPE pairs channel i with channel D/2 + i, and all channels. Syncs."""
+        if self.partner is None:
+            return False
+        partner = self.partner.cpu()
+        return torch.equal(partner, torch.arange(len(partner)).roll(len(partner) // 2))
+
     @property
     def is_on_gpu(self) -> bool:
         """Whether kernels on a GPU read it."""
@@ -154,7 +162,7 @@ class KVTransform:
 
     def prepare(self) -> None:
         """Make the tables of GPU kernels now: it syncs, which cannot be captured in a graph."""
-        _ = self.mean_tables, self.pair_tables
+        _ = self.mean_tables, self.pair_tables, self.pairs_are_halves
         for dtype in _QUERY_DTYPES:
             self.first_tokens(dtype)
 

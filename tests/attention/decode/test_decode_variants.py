@@ -16,6 +16,7 @@ pytest.importorskip("cuda.bindings.nvrtc")
 
 from halfbyte.attention.decode import cuda
 from halfbyte.attention.decode.prepare import PrepareVariant
+from halfbyte.attention.decode.recipe import RecipeVariant
 from halfbyte.attention.decode.variant import Variant, choose_variant, macros
 from halfbyte.kernels.runtime import nvrtc, tensor_maps
 
@@ -38,13 +39,17 @@ def test_kernels_compile(capability: int, head_size: int, group: int) -> None:
 def test_kernels_for_recipes_compile(capability: int, head_size: int, group: int) -> None:
     architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
-    variant = choose_variant(layout, group, 1.0, False, capability)
+    softcap, pairs = group >= 16, head_size // 2
+    variant = choose_variant(layout, group, 1.0, False, capability, pairs)
     assert variant is not None
-    softcap = group >= 16
-    for recent, segment in ((64, 64), (0, 0)):
-        prepared = PrepareVariant(group, softcap, True, recent, segment, 0, knows_first=True)
-        options = macros(layout, group, torch.bfloat16, softcap, variant) | prepared.decode_macros()
+    for recipe in (RecipeVariant(True, 64, 64, pairs, True, True), RecipeVariant(True, knows_first=True)):
+        options = macros(layout, group, torch.bfloat16, softcap, variant)
+        options |= _before_wgmma(group, recipe).macros() if variant.wgmma else recipe.macros()
         assert compiled(variant.source, options, architecture)[:4] == b"\x7fELF"
+
+
+def _before_wgmma(group: int, recipe: RecipeVariant) -> PrepareVariant:
+    return PrepareVariant(group, group >= 16, *recipe[:5])
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -56,7 +61,7 @@ def test_what_stands_in_front_compiles(
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
     variant = PrepareVariant(group, group >= 16, True, 64, 64, head_size // 2, True)
     for dtype in (torch.bfloat16, torch.float16):
-        options = variant.macros(layout, dtype)
+        options = variant.own_macros(layout, dtype)
         cubin = compiled("attention/decode/prepare.cu", options, architecture)
         assert not re.search(r" (?:STL|LDL)[. ]", disassembled(cubin, tmp_path))
 
@@ -73,12 +78,16 @@ def test_kernels_that_copy_whole_pages_compile(head_size: int, block_size: int) 
         assert compiled(variant.source, options, "sm_90a")[:4] == b"\x7fELF"
 
 
-def spills(variant: Variant, layout: PageLayout, group: int, folder: Path, segment: int = 0) -> int:
+def spills(
+    variant: Variant,
+    layout: PageLayout,
+    group: int,
+    folder: Path,
+    recipe: RecipeVariant | None = None,
+) -> int:
     """Number of spill instructions (local loads and stores)."""
     options = macros(layout, group, torch.bfloat16, False, variant)
-    if segment:
-        prepared = PrepareVariant(group, False, True, 64, segment, 0, knows_first=True)
-        options |= prepared.decode_macros()
+    options |= {} if recipe is None else recipe.macros()
     code = disassembled(compiled(variant.source, options, "sm_90a"), folder)
     return len(re.findall(r" (?:STL|LDL)[. ]", code))
 
@@ -88,9 +97,10 @@ def spills(variant: Variant, layout: PageLayout, group: int, folder: Path, segme
 )
 def test_recipes_spill_nothing(head_size: int, group: int, tmp_path: Path) -> None:
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 8, 16)
-    variant = choose_variant(layout, group, 1.0, False, 90)
+    recipe = RecipeVariant(True, 64, 64, head_size // 2, True, True)
+    variant = choose_variant(layout, group, 1.0, False, 90, recipe.pairs)
     assert variant is not None
-    assert spills(variant, layout, group, tmp_path, segment=64) == 0
+    assert spills(variant, layout, group, tmp_path, recipe) == 0
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import torch
 
 from halfbyte.attention.base import AttentionConfig, AttentionInputs, GpuAttention
 from halfbyte.attention.decode.plan import MERGE_THREADS, Plan, PlanView, plan_of, slice_ctas
-from halfbyte.attention.decode.prepare import PrepareVariant, Transformed, prepare
+from halfbyte.attention.decode.prepare import Prepared, PrepareVariant, Transformed, prepare
+from halfbyte.attention.decode.recipe import Recipe, RecipeVariant, bind_recipe
 from halfbyte.attention.decode.variant import (
     WARPS,
     Variant,
@@ -55,6 +56,7 @@ class _Params(ctypes.Structure):
         ("window", ctypes.c_int),
         ("output", _Output),
         ("transformed", Transformed),
+        ("recipe", Recipe),
     )
 
 
@@ -97,7 +99,7 @@ class CudaAttention(GpuAttention):
         mean_queries = config.num_tokens / max(1, config.num_seqs)
         machine = config.compute_capability
         if reason is None and not choose_variant(
-            layout, group, mean_queries, config.batch_invariant, machine
+            layout, group, mean_queries, config.batch_invariant, machine, config.pairs
         ):
             reason = "needs more shared memory than this GPU has"
         return reason is None, reason or "reads packed pages"
@@ -133,11 +135,12 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
             f"stride {stride} (below 2^32) must be multiples of 16"
         )
     # Planned before `prepare`: no launch may come between it and the kernel that overlaps it.
-    plan = plan or plan_of(inputs.packed, inputs.recent is not None)
+    recipe = bind_recipe(inputs)
+    plan = plan or plan_of(inputs.packed, recipe.variant)
     block_tables = inputs.block_tables.contiguous()
     k_scale, v_scale = (_on_device(x, pages.device) for x in (inputs.k_scale, inputs.v_scale))
     sinks = None if inputs.sinks is None else inputs.sinks.float().contiguous()
-    prepared = prepare(inputs)
+    prepared = prepare(inputs) if plan.variant.wgmma else Prepared(inputs.query)
     query = aligned(prepared.query)
     kernels = _kernels(
         layout,
@@ -145,7 +148,7 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
         query.dtype,
         bool(inputs.softcap),
         plan.variant,
-        prepared.variant,
+        prepared.variant or recipe.variant,
         query.device.index,
     )
     params = _Params(
@@ -172,6 +175,7 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
             out.stride(1),
         ),
         transformed=prepared.transformed,
+        recipe=recipe.struct,
     )
     arguments: list[nvrtc.Argument] = [params]
     if plan.variant.whole_pages:
@@ -207,11 +211,10 @@ def _kernels(
     dtype: torch.dtype,
     softcap: bool,
     variant: Variant,
-    prepared: PrepareVariant | None,
+    recipe: PrepareVariant | RecipeVariant,
     device: int,
 ) -> dict[str, nvrtc.Kernel]:
-    changed = {} if prepared is None else prepared.decode_macros()
-    options = tuple((macros(layout, group, dtype, softcap, variant) | changed).items())
+    options = tuple((macros(layout, group, dtype, softcap, variant) | recipe.macros()).items())
     entry = ("decode", variant.cta_bytes(layout))
     return {
         **nvrtc.load(variant.source, options, (entry,), device),

@@ -30,8 +30,9 @@
 //   N_TILES                  matmul columns / 8
 //   DUPLICATE                1 for work items of four columns of nvfp4 (N_TILES 1), see below
 //   COLS                     columns of a work item: 4 with DUPLICATE, else 8 * N_TILES
-//   PREPARED                 1 if prepare.cu was launched before, and may still run
-//   SEGMENT, KNOWS_FIRST, INITIAL  for K that a recipe changed (transformed.cuh), else 0
+//   ROTATE                   1 if K was rotated before it was packed
+//   SEGMENT, PAIRS, PAIRS_ARE_HALVES  for means that were subtracted from K (means.cuh), else 0
+//   RECENT, KNOWS_FIRST, MARK  for keys that are not in the pages (recent.cuh), else 0
 //   Q_SHARED                 1 to keep q in shared memory, after the ring: for many columns
 //
 // A register of unpacked nvfp4 holds values of one of two neighbouring scale blocks, depending on the
@@ -39,7 +40,7 @@
 // Scales then multiply the sums (K) and probabilities (V) of their blocks instead of every value of A,
 // which is fewer products. Without DUPLICATE they multiply A.
 
-#include "attention/decode/softmax.cuh"
+#include "attention/decode/recent.cuh"
 
 // Computes only half of a sequence's last tile if the rest is empty. In other variants the branch costs
 // the other tiles more than it saves: head size 64 with eight columns took 5 % longer.
@@ -64,20 +65,26 @@ __device__ __forceinline__ void attend_tile(const Params& p, const WorkItem& ite
 
 // A unit's share of a work item: its tiles come through the loader's ring.
 __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, int head, u32 row,
-                                       Share share, const QueryWords& words, Loader& loader,
-                                       u32& tile) {
-  const Query query(p, item, words, loader.ring + STAGES * STAGE_BYTES);
-  const Visible visible(p, item, head, share.first);
-  Bias bias(p, item, head, share.first * TILE);
+                                       Share share, QueryWords& words, const MeanInputs& means,
+                                       Loader& loader, u32& tile) {
+  const u32 behind_ring = loader.ring + STAGES * STAGE_BYTES;
+  const int constant = find_constant(p, item, head, share.first);
+  const Visible visible(p, item, constant >= 0);
+  Bias bias(p, means, behind_ring + Q_BYTES);
   Sums sums;
-  if (has_initial_state(item, share.first, visible.constant)) sums.init_from(p, item, head);
+#if HAS_INITIAL
+  if (share.first == item.first_tile)
+    attend_to_recent(p, item, RecentRows(p, item, head, constant), words, sums);
+#endif
+  words.rotate();
+  const Query query(p, item, words, behind_ring);
   for (int t = share.first; t < share.stop; t++) {
     asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
     __syncwarp();
     loader.step();
 
     const int position = t * TILE;
-    bias.step(p, min(t + 1, share.stop - 1) * TILE);
+    bias.step(p, position);
     if (visible.has_hidden_rows(position)) {
       clear_rows(tile, visible.length - position, TILE);
       clear_rows(tile, 0, visible.first - position);
@@ -98,39 +105,32 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
 extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) {
   extern __shared__ __align__(128) u8 shared[];
   const int warp = threadIdx.x / 32;
-  const u32 ring = shared_address(shared) + warp * (STAGES * STAGE_BYTES + Q_BYTES);
-#if !PREPARED
+  const u32 ring =
+      shared_address(shared) + warp * (STAGES * STAGE_BYTES + Q_BYTES + COEFFICIENT_BYTES + BIAS_BYTES);
   wait_for_previous();  // for the plan, too
-#endif
   allow_next();  // the merge may take its place, and wait
   const PlanHeader header = p.plan.header();
   // The heads of a unit run next to each other: their bytes are in the same pages.
-  for (int i = blockIdx.x * WARPS + warp; i < header.units * KV_HEADS; i += gridDim.x * WARPS) {
+  // Loaded again: kept in a register, the number would cost the loop over tiles one.
+  for (int i = blockIdx.x * WARPS + warp; i < p.plan.header().units * KV_HEADS; i += gridDim.x * WARPS) {
     const int number = i / KV_HEADS, head = i % KV_HEADS;
     const Unit unit = p.plan.unit(number);
-#if PREPARED
-    // Pages are complete; all other inputs come from prepare.cu, which may still run.
-    Loader loader(p, header, unit, head, number, ring);
-    wait_for_previous();
-    QueryWords words(p, unit.item, head);
-#else
     // Loaded before the first tiles, because it would queue behind their bytes.
     QueryWords words(p, unit.item, head);
+    MeanInputs means(p, unit.item, head, share_of(header, unit.item, number));
     Loader loader(p, header, unit, head, number, ring);
-#endif
     u32 tile = ring;
     WorkItem item = unit.item;
     int index = unit.index;
     for (;;) {
       const Share share = share_of(header, item, number);
       if (share.first < share.stop)
-        attend(p, item, head, number + index, share, words, loader, tile);
+        attend(p, item, head, number + index, share, words, means, loader, tile);
       if (!next_item_in_unit(p, header, ++index, number, item)) break;
       words = QueryWords(p, item, head);
+      means = MeanInputs(p, item, head, share_of(header, item, number));
     }
     asm volatile("cp.async.wait_all;");
     __syncwarp();
   }
-  // One CTA always waits: this kernel must not end before the previous one.
-  if (PREPARED && blockIdx.x == 0) wait_for_previous();
 }

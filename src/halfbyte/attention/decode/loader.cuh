@@ -20,6 +20,24 @@ struct Transformed {
   u64 bias_stride;
 };
 
+// What a kernel with RECIPE reads beside the pages.
+struct Recipe {
+  // Means of K (kvcache/transform.py, PairTables): int32 [PAIRS], float32 [segments, PAIRS], and
+  // float32 [KV_HEADS, PAIRS].
+  const int *low, *high;
+  const float *cosines, *sines, *low_mean, *high_mean;
+  // First tokens that are constants: [constants, KV_HEADS, HEAD_SIZE], [constants, KV_HEADS, HEAD_SIZE_V].
+  const u16 *first_keys, *first_values;
+  // Recent tokens: rings [entries, KV_HEADS, ring, HEAD_SIZE or HEAD_SIZE_V], and K and V of this step.
+  const u16 *ring_keys, *ring_values, *new_keys, *new_values;
+  const int* entries;   // of the sequences in the rings
+  const int* seq_lens;  // with the recent tokens, which the plan leaves out
+  u64 key_stride_token, key_stride_head, value_stride_token, value_stride_head;  // elements
+  u32 ring;
+  int reach;  // min(RECENT, window)
+  int mean_segments;
+};
+
 struct Params {
   const void* query;      // [tokens, heads, HEAD_SIZE]
   const u8* pages;
@@ -36,6 +54,7 @@ struct Params {
   int window;
   Output output;  // for work items covered by a single unit
   Transformed transformed;
+  Recipe recipe;
 };
 
 #define ROW_K (HEAD_SIZE * BITS(K_KIND) / 8)
@@ -63,6 +82,10 @@ struct Params {
 #define OFF_SF_V (OFF_V + SPAN * ROW_V)
 #define STAGE_BYTES (TILE / SPAN * SPAN_BYTES)
 #define Q_BYTES (Q_SHARED ? N_TILES * STEPS_K * 256 : 0)
+// For means of K (means.cuh), per warp of decode.cu.
+#define MEAN_LANES (COLS < 8 ? 4 * COLS : 32)
+#define COEFFICIENT_BYTES (SEGMENT ? N_TILES * (PAIRS / 8) * MEAN_LANES * 16 : 0)
+#define BIAS_BYTES (SEGMENT ? 16 * COLS * 4 : 0)
 #define HALVES (TILE / 16)
 #ifndef RING_WARPS
 #define RING_WARPS 1

@@ -20,7 +20,8 @@ struct PlanParams {
   int units_offset, items_offset;
   int fixed_span;  // tiles per unit if batch-invariant, else 0
   int overhead;    // cost of starting a work item, in tiles
-  int min_tiles;  // of a sequence with queries: 1 if rows have an initial state
+  int recent;      // further cost, in tiles, of the unit with a work item's first tile: its recent tokens
+  int min_tiles;  // of a sequence with queries: 1 if it may have keys that are not in the pages
 };
 
 struct Work {
@@ -81,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(1024) plan_work(PlanParams p) {
     const int smallest = max(1, MIN_SPAN_TOKENS / p.tile);
     const int even = max(smallest, (total.x + p.max_units - 1) / p.max_units);
     const int continuous =
-        max(smallest, (total.x + p.overhead * total.y + p.max_units - 1) / p.max_units);
+        max(smallest, (total.x + (p.overhead + p.recent) * total.y + p.max_units - 1) / p.max_units);
     // Each warp tries one span of aligned chunks. The smallest that fits wins, unless the continuous
     // layout is faster even though its units may start one more work item.
     const int candidate = even + warp;
@@ -96,9 +97,9 @@ extern "C" __global__ void __launch_bounds__(1024) plan_work(PlanParams p) {
     int winner = warps;
     for (int w = warps - 1; w >= 0; w--)
       if (warp_sums[w].x) winner = w;
-    const bool aligned = winner < warps && even + winner <= continuous + p.overhead;
+    const bool aligned = winner < warps && even + winner + p.recent <= continuous + p.overhead;
     span = aligned ? even + winner : continuous;
-    overhead = aligned ? 0 : p.overhead;
+    overhead = aligned ? 0 : p.overhead + p.recent;
     __syncthreads();
   }
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.attention.base import AttentionInputs
-from halfbyte.attention.decode.variant import Variant, choose_variant
+from halfbyte.attention.decode.recipe import RecipeVariant
+from halfbyte.attention.decode.variant import Variant, choose_variant, stage_bytes
 from halfbyte.dispatch import capability_of_gpu
 from halfbyte.kernels.runtime import nvrtc
 from halfbyte.kernels.runtime.devices import num_sms
@@ -24,6 +25,7 @@ _BATCH_INVARIANT_SPAN = 512
 """Tokens per unit where results must not depend on the batch."""
 _OVERHEAD_TOKENS = 64
 """Cost of starting a work item, in tokens."""
+_NO_RECIPE = RecipeVariant()
 _MAX_PARTIAL_BYTES = 2**31
 _HEADER_INTS = 4
 _TOKEN_INTS = 8
@@ -40,7 +42,7 @@ class _PlanParams(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("num_seqs", "num_tokens", "group", "columns")),
         *((name, ctypes.c_int) for name in ("tile", "window")),
         *((name, ctypes.c_int) for name in ("max_units", "units_offset", "items_offset")),
-        *((name, ctypes.c_int) for name in ("fixed_span", "overhead", "min_tiles")),
+        *((name, ctypes.c_int) for name in ("fixed_span", "overhead", "recent", "min_tiles")),
     )
 
 
@@ -92,11 +94,12 @@ class _PlanKey(NamedTuple):
     max_pages: int
     sliding_window: int | None
     batch_invariant: bool
-    has_initial: bool
+    recent_tokens: int
+    pairs: int
     device: torch.device
 
 
-def plan_of(inputs: AttentionInputs, has_initial: bool) -> Plan:
+def plan_of(inputs: AttentionInputs, recipe: RecipeVariant) -> Plan:
     """`make_plan`, cached for all layers that share `inputs.plans`."""
     num_tokens, num_heads, _ = inputs.query.shape
     key = _PlanKey(
@@ -106,13 +109,14 @@ def plan_of(inputs: AttentionInputs, has_initial: bool) -> Plan:
         inputs.block_tables.shape[1],
         inputs.sliding_window,
         inputs.batch_invariant,
-        has_initial,
+        recipe.recent,
+        recipe.pairs,
         inputs.query.device,
     )
-    return inputs.plans.get(key, lambda: make_plan(inputs, has_initial))
+    return inputs.plans.get(key, lambda: make_plan(inputs, recipe))
 
 
-def make_plan(inputs: AttentionInputs, has_initial: bool = False) -> Plan:
+def make_plan(inputs: AttentionInputs, recipe: RecipeVariant = _NO_RECIPE) -> Plan:
     """Split a step's attention into units that just fill the GPU.
 
     The plan serves every call with the same layout, heads, window and lengths, in order on one
@@ -121,16 +125,18 @@ def make_plan(inputs: AttentionInputs, has_initial: bool = False) -> Plan:
     Args:
         inputs: of `paged_attention`, checked, on one GPU. Query tokens after the last sequence's
             pad a captured graph; their rows become 0.
-        has_initial: `prepare` gives rows an initial state, so that every sequence with queries
-            needs a unit, even with no tokens in the pages.
+        recipe: with recent tokens every sequence with queries needs a unit, even if the pages have
+            none of its tokens.
 
     Raises:
         ValueError: batch-invariant work whose partial results would take too much memory.
     """
     layout, device = inputs.layout, inputs.seq_lens.device
     num_tokens, num_heads, _ = inputs.query.shape
-    limits = _limits(inputs)
+    limits = _limits(inputs, recipe.pairs)
     variant = limits.variant
+    recent_bytes = 2 * recipe.recent * (layout.head_size + layout.head_size_v)
+    recent_tiles = 0 if variant.wgmma else recent_bytes / stage_bytes(layout, variant.tile)
     units_offset = _rounded_up(_HEADER_INTS + _TOKEN_INTS * num_tokens, 8)
     items_offset = _rounded_up(units_offset + _UNIT_INTS * limits.max_units, 8)
     size = items_offset + _ITEM_INTS * limits.max_items
@@ -152,7 +158,8 @@ def make_plan(inputs: AttentionInputs, has_initial: bool = False) -> Plan:
         items_offset=items_offset,
         fixed_span=limits.fixed_span,
         overhead=max(1, _OVERHEAD_TOKENS // variant.tile),
-        min_tiles=int(has_initial),
+        recent=round(recent_tiles),
+        min_tiles=int(recipe.recent > 0),
     )
     kernels = nvrtc.load("attention/decode/plan.cu", (), (("plan_work", 0),), device.index)
     nvrtc.launch(kernels["plan_work"], 1, 1024, [params])
@@ -173,13 +180,14 @@ def make_plan(inputs: AttentionInputs, has_initial: bool = False) -> Plan:
     )
 
 
-def _limits(inputs: AttentionInputs) -> _Limits:
+def _limits(inputs: AttentionInputs, pairs: int) -> _Limits:
     layout, index = inputs.layout, inputs.seq_lens.device.index
     num_tokens, num_heads, _ = inputs.query.shape
     num_seqs, max_pages = inputs.block_tables.shape
     group = num_heads // layout.num_kv_heads
+    capability = capability_of_gpu(index)
     variant = choose_variant(
-        layout, group, num_tokens / num_seqs, inputs.batch_invariant, capability_of_gpu(index)
+        layout, group, num_tokens / num_seqs, inputs.batch_invariant, capability, pairs
     )
     assert variant is not None, "the selection asks first"
     slots = variant.ctas * num_sms(index)

@@ -109,7 +109,7 @@ class PrepareVariant(NamedTuple):
         queries = 2 * _TILE_ROWS * (layout.head_size + 8) + 4 * self.pairs
         return max(4 * sums if self.recent else 0, queries if self.segment else 0)
 
-    def decode_macros(self) -> dict[str, int | None]:
+    def macros(self) -> dict[str, int]:
         """Macros of the attention kernel that reads what `prepare.cu` wrote."""
         return {
             "PREPARED": 1,
@@ -118,7 +118,7 @@ class PrepareVariant(NamedTuple):
             "INITIAL": int(self.recent > 0),
         }
 
-    def macros(self, layout: PageLayout, dtype: torch.dtype) -> dict[str, int | None]:
+    def own_macros(self, layout: PageLayout, dtype: torch.dtype) -> dict[str, int | None]:
         """Macros that `prepare.cu` is compiled with."""
         return {
             **geometry_macros(layout, self.group, dtype, self.softcap),
@@ -139,8 +139,8 @@ class Prepared(NamedTuple):
     """Inputs of the attention kernel, in addition to the pages."""
 
     query: torch.Tensor
-    transformed: Transformed
-    variant: PrepareVariant | None
+    transformed: Transformed = Transformed()
+    variant: PrepareVariant | None = None
     """None without a transform or recent tokens: no kernel was launched."""
     kept: tuple[torch.Tensor, ...] = ()
     """Keeps the launch's tensors alive."""
@@ -156,7 +156,7 @@ def prepare(inputs: AttentionInputs) -> Prepared:
     """
     transform, recent, layout = inputs.transform, inputs.recent, inputs.layout
     if transform is None and recent is None:
-        return Prepared(inputs.query, Transformed(), None)
+        return Prepared(inputs.query)
     query = rotated = aligned(inputs.query)
     num_tokens, num_heads, _ = query.shape
     block_tables = inputs.block_tables.contiguous()
@@ -293,6 +293,6 @@ def _tokens(inputs: AttentionInputs, kernel: nvrtc.Kernel) -> torch.Tensor:
 def _kernels(
     layout: PageLayout, dtype: torch.dtype, variant: PrepareVariant, device: int
 ) -> dict[str, nvrtc.Kernel]:
-    macros = tuple(variant.macros(layout, dtype).items())
+    macros = tuple(variant.own_macros(layout, dtype).items())
     entries = (("prepare", variant.shared_bytes(layout)), ("find_tokens", 0))
     return nvrtc.load("attention/decode/prepare.cu", macros, entries, device)

@@ -3,7 +3,7 @@
 // The macros are those of decode.cu.
 
 #pragma once
-#include "attention/decode/transformed.cuh"
+#include "attention/decode/values.cuh"
 
 // A warp's words of q for a work item, as loaded from memory, and K's global scale.
 struct QueryWords {
@@ -18,6 +18,14 @@ struct QueryWords {
       load_query(of[n], p.query, query_row(p, item, head, column), c);
     }
     asm volatile("ld.global.f32 %0, [%1];" : "=f"(k_scale) : "l"(p.k_scale));
+  }
+
+  // Rotates q as K was rotated before it was packed.
+  __device__ __forceinline__ void rotate() {
+#if ROTATE
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) rotate_query(of[n]);
+#endif
   }
 };
 

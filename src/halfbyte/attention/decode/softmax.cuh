@@ -3,60 +3,12 @@
 // The macros are those of decode.cu.
 
 #pragma once
-#include "attention/decode/scores.cuh"
+#include "attention/decode/means.cuh"
 
 // With DUPLICATE, P is multiplied by scales of up to 448 before it enters the matmul.
 #define P_SHIFT (DUPLICATE ? 3.0f : 11.0f)
 #define RESCALE_STEP 4.0f
 #define INITIAL_SHIFT 1e30f
-
-// Bias (q . mean) of a lane's columns for the current tile, prefetched one tile ahead.
-struct Bias {
-#if SEGMENT
-  u64 rows[N_TILES][2];
-  float of[N_TILES][2], next[N_TILES][2];
-
-  __device__ __forceinline__ Bias(const Params& p, const WorkItem& item, int head, int position) {
-    const int c = threadIdx.x & 3;
-#pragma unroll
-    for (int n = 0; n < N_TILES; n++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int column = item.col_tile * COLS + 8 * n + (2 * c + i) % COLS;
-        rows[n][i] = item_row(item, head, column) * p.transformed.bias_stride;
-      }
-    prefetch(p, position);
-  }
-
-  __device__ __forceinline__ void prefetch(const Params& p, int position) {
-#pragma unroll
-    for (int n = 0; n < N_TILES; n++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) next[n][i] = load_bias(p, rows[n][i], position / SEGMENT);
-  }
-
-  // Moves to the next tile and prefetches the bias of the tile at `position`.
-  __device__ __forceinline__ void step(const Params& p, int position) {
-#pragma unroll
-    for (int n = 0; n < N_TILES; n++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) of[n][i] = next[n][i];
-    prefetch(p, position);
-  }
-
-  // Adds the bias to a logit that is not yet scaled to base 2.
-  __device__ __forceinline__ float plus(float logit, int n, int i) const { return logit + of[n][i]; }
-  // Shift from logits of the tile to exponents; with a soft-cap the logits include the bias already.
-  __device__ __forceinline__ float shifted(float shift, int n, int i) const {
-    return SOFTCAP ? shift : shift + of[n][i];
-  }
-#else
-  __device__ __forceinline__ Bias(const Params&, const WorkItem&, int, int) {}
-  __device__ __forceinline__ void step(const Params&, int) {}
-  __device__ __forceinline__ float plus(float logit, int, int) const { return logit; }
-  __device__ __forceinline__ float shifted(float shift, int, int) const { return shift; }
-#endif
-};
 
 template <int COUNT>
 __device__ __forceinline__ void cap(float (*s)[N_TILES][4], const Params& p, const Query& query,
@@ -79,10 +31,8 @@ struct Visible {
   int first;             // first position that any column attends to
   bool constant;         // the first token is visible and a constant of the model, not in the page
 
-  // `first_tile`: first tile of the unit's share.
-  __device__ __forceinline__ Visible(const Params& p, const WorkItem& item, int head, int first_tile)
-      : length(item.length), queries(item.queries), columns(GROUP * item.queries) {
-    constant = has_constant(p, item, head, item.col_tile * COLS, first_tile);
+  __device__ __forceinline__ Visible(const Params& p, const WorkItem& item, bool constant)
+      : length(item.length), queries(item.queries), columns(GROUP * item.queries), constant(constant) {
     all_from = p.window > 0 ? length - p.window : 0;
     if (constant) all_from = max(all_from, 1);
     all_to = length - queries;
@@ -141,26 +91,10 @@ struct Sums {
     }
   }
 
-  // Starts from the rows' initial state.
-  __device__ __forceinline__ void init_from(const Params& p, const WorkItem& item, int head) {
-    const int g = (threadIdx.x & 31) >> 2, c = threadIdx.x & 3;
-    const float unscale = (V_KIND < 16 ? *p.v_scale : 1.0f) * Operands<V_KIND>::UNIT;
-#pragma unroll
-    for (int n = 0; n < N_TILES; n++)
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const InitialState before(p, item, head, item.col_tile * COLS + 8 * n + (2 * c + i) % COLS);
-        if (before.lse == NEG_INF) continue;
-        shift[n][i] = P_SHIFT - before.lse;
-        if (g == 0) sum[n][i] = ex2(P_SHIFT);  // one lane only: sums are added across lanes
-        load_row(out[n], before.value, i, g, ex2(P_SHIFT) / unscale);
-      }
-  }
-
   // Rescales columns whose max has grown by more than RESCALE_STEP.
-  template <int COUNT>
-  __device__ __forceinline__ void rescale(const float (*s)[N_TILES][4], const Query& query,
-                                          const Bias& bias) {
+  template <int COUNT, class Scales, class Shifts>
+  __device__ __forceinline__ void rescale(const float (*s)[N_TILES][4], const Scales& query,
+                                          const Shifts& bias) {
     float top[N_TILES][2];
     bool grown = false;
 #pragma unroll
@@ -200,8 +134,9 @@ struct Sums {
   }
 
   // Computes P of 16 tokens as operand B and adds it to the sums.
-  __device__ __forceinline__ void weigh(u32* p0, u32* p1, const float (*s)[4], const Query& query,
-                                        const Bias& bias) {
+  template <bool BF16, class Scales, class Shifts>
+  __device__ __forceinline__ void weigh(u32* p0, u32* p1, const float (*s)[4], const Scales& query,
+                                        const Shifts& bias) {
 #pragma unroll
     for (int n = 0; n < N_TILES; n++) {
       float e[4];
@@ -210,8 +145,8 @@ struct Sums {
         e[i] = ex2(fmaf(s[n][i], query.scale_of(n, i & 1), bias.shifted(shift[n][i & 1], n, i & 1)));
         sum[n][i & 1] += e[i];
       }
-      p0[n] = movmatrix(pack<V_KIND == 17>(e[0], e[1]));
-      p1[n] = movmatrix(pack<V_KIND == 17>(e[2], e[3]));
+      p0[n] = movmatrix(pack<BF16>(e[0], e[1]));
+      p1[n] = movmatrix(pack<BF16>(e[2], e[3]));
     }
   }
 
@@ -223,7 +158,7 @@ struct Sums {
 #pragma unroll
     for (int half = 0; half < COUNT; half++) {
       u32 p0[N_TILES], p1[N_TILES];
-      weigh(p0, p1, s[half], query, bias);
+      weigh<V_KIND == 17>(p0, p1, s[half], query, bias);
 #if V_KIND == 4
       const int g = lane >> 2, c = lane & 3;
       const u32 parity = (g >> 2) ? 0x7351u : 0x6240u;  // bytes of this lane's scale blocks

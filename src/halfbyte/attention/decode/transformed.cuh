@@ -76,24 +76,3 @@ __device__ __forceinline__ bool has_initial_state(const WorkItem& item, int firs
   return false;
 #endif
 }
-
-// Loads a row of values, times a factor, into column i of the accumulators: the inverse of store_row.
-template <class Value>
-__device__ __forceinline__ void load_row(float (*out)[4], const Value* row, int i, int g, float factor) {
-#pragma unroll
-  for (int j = 0; j < STEPS_V; j++) {
-    if (V_KIND == 4) {
-      if (j % 2 == 0) {
-        const Value* at = row + 16 * j + 4 * g;
-        out[j + 1][2 + i] = value_of(at[0]) * factor;
-        out[j][2 + i] = value_of(at[1]) * factor;
-        out[j + 1][i] = value_of(at[2]) * factor;
-        out[j][i] = value_of(at[3]) * factor;
-      }
-    } else {
-      const int low = V_KIND < 16 ? 16 * j + 2 * g : 16 * j + g;
-      out[j][i] = value_of(row[low]) * factor;
-      out[j][2 + i] = value_of(row[V_KIND < 16 ? low + 1 : low + 8]) * factor;
-    }
-  }
-}

@@ -39,6 +39,38 @@ __device__ __forceinline__ void load_query(u32 (*w)[2], const void* query, u64 b
   }
 }
 
+// Multiplies a row of q by the Hadamard matrix (numerics/hadamard.py); four lanes hold a row.
+__device__ __forceinline__ void rotate_query(u32 (*w)[2]) {
+  // A lane has runs of consecutive dims; the next dims are those of the group's other lanes.
+  constexpr int RUN = K_KIND == 4 ? 8 : K_KIND < 16 ? 4 : 2, DIMS = HEAD_SIZE / 4;
+  const int c = threadIdx.x & 3;
+  float x[DIMS];
+#pragma unroll
+  for (int i = 0; i < DIMS; i++) x[i] = query_value((u16)(w[i / 4][i / 2 % 2] >> 16 * (i & 1)));
+  auto butterflies = [&](int h) {
+#pragma unroll
+    for (int i = 0; i < DIMS; i++)
+      if (!(i & h)) {
+        const float a = x[i], b = x[i + h];
+        x[i] = a + b, x[i + h] = a - b;
+      }
+  };
+#pragma unroll
+  for (int h = 1; h < RUN; h *= 2) butterflies(h);
+#pragma unroll
+  for (int h = 1; h < 4; h *= 2)
+#pragma unroll
+    for (int i = 0; i < DIMS; i++) {
+      const float y = __shfl_xor_sync(~0u, x[i], h);
+      x[i] = c & h ? y - x[i] : x[i] + y;
+    }
+#pragma unroll
+  for (int h = RUN; h < DIMS; h *= 2) butterflies(h);
+  constexpr float NORM = HEAD_SIZE == 64 ? 0.125f : HEAD_SIZE == 256 ? 0.0625f : 0.08838834764831845f;
+#pragma unroll
+  for (int i = 0; i < DIMS; i += 2) w[i / 4][i / 2 % 2] = pack_output(x[i] * NORM, x[i + 1] * NORM);
+}
+
 // Unpacks the words to floats for every k step, in the order of dims of Operands::of_k.
 __device__ __forceinline__ void query_values(float (*x)[4], const u32 (*w)[2]) {
 #pragma unroll

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from halfbyte.attention.decode.recipe import RecipeVariant
 from halfbyte.kernels.runtime.parameters import region_fields
 from halfbyte.layouts import KVCacheDType, PageLayout
 
@@ -49,6 +50,8 @@ class Variant(NamedTuple):
     """`decode_wgmma.cu`: all warps of a CTA work on one unit, instead of one unit each."""
     whole_pages: bool = False
     """`pages.cuh`: TMA copies whole pages (one KV head per page)."""
+    pairs: int = 0
+    """Channel pairs whose coefficients `means.cuh` keeps in shared memory; 0 for none."""
 
     @property
     def source(self) -> str:
@@ -75,7 +78,8 @@ class Variant(NamedTuple):
             barriers = 8 * self.stages if self.whole_pages else 0
             barriers += self.columns * self.tile // 16  # biases, see transformed.cuh
             return ring + q + self.columns * (2 * self.tile + 4 * WARPS + 8) + scales + barriers
-        return WARPS * (ring + q)
+        means = self.columns * (8 * self.pairs + 64) if self.pairs else 0
+        return WARPS * (ring + q + means)
 
     def fits(self, layout: PageLayout, compute_capability: int) -> bool:
         """Whether `ctas` CTAs fit in the shared memory of an SM."""
@@ -108,6 +112,7 @@ def choose_variant(
     mean_queries: float,
     batch_invariant: bool,
     compute_capability: int,
+    pairs: int = 0,
 ) -> Variant | None:
     """The fastest known variant for the work on a GPU; None if shared memory is too small.
 
@@ -122,6 +127,7 @@ def choose_variant(
         mean_queries: query tokens per sequence.
         batch_invariant: ignore `mean_queries`, which depends on the batch.
         compute_capability: as `dispatch` counts, such as 90.
+        pairs: channel pairs of K's means; 0 where K is not centred.
     """
     columns = group if batch_invariant else group * max(1.0, mean_queries)
     nvfp4 = layout.k_dtype.is_nvfp4 and layout.v_dtype.is_nvfp4
@@ -132,7 +138,7 @@ def choose_variant(
     if compute_capability == 90 and nvfp4 and columns > 16:
         return _wgmma_variant(layout, columns, head_size)
     variants = [
-        Variant(tile, n, duplicate, _shares_q(n, head_size), stages, ctas)
+        Variant(tile, n, duplicate, _shares_q(n, head_size), stages, ctas, pairs=pairs)
         for ctas in (2, 1)
         for n in (wanted, 2, 1)
         for tile, stages in (_NVFP4_RINGS if nvfp4 else _RINGS)
@@ -206,9 +212,9 @@ def macros(
     softcap: bool,
     variant: Variant,
 ) -> dict[str, int | None]:
-    """Macros of `decode.cu`, `decode_wgmma.cu` and `merge.cu`, where `prepare.cu` does not run.
+    """Macros of `decode.cu`, `decode_wgmma.cu` and `merge.cu`, without a recipe.
 
-    `PrepareVariant.decode_macros` has those that differ where it does.
+    `RecipeVariant.macros` and `PrepareVariant.decode_macros` have those that differ with one.
     """
     return {
         **geometry_macros(layout, group, dtype, softcap),
@@ -216,8 +222,7 @@ def macros(
         "V_KIND": _KINDS[layout.v_dtype],
         "BLOCK_SIZE": layout.block_size,
         "PREPARED": 0,
-        "SEGMENT": 0,
-        "KNOWS_FIRST": 0,
+        **RecipeVariant().macros(),
         "INITIAL": 0,
         # In HND the tokens of a head are contiguous, so every copy has 16 bytes. The same holds
         # for NHD with a single head.

@@ -1,0 +1,131 @@
+"""What `decode.cu` reads beside the pages if a recipe changed K, or keeps recent tokens in 16 bits."""
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+
+from halfbyte.attention.base import AttentionInputs
+from halfbyte.kernels.runtime.parameters import KernelArguments, aligned
+from halfbyte.kvcache.recent import RecentInputs
+from halfbyte.kvcache.transform import MARK, KVTransform
+
+
+class Recipe(ctypes.Structure):
+    """`Recipe` of `loader.cuh`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("low", "high", "cosines", "sines")),
+        *((name, ctypes.c_void_p) for name in ("low_mean", "high_mean")),
+        *((name, ctypes.c_void_p) for name in ("first_keys", "first_values")),
+        *((name, ctypes.c_void_p) for name in ("ring_keys", "ring_values")),
+        *((name, ctypes.c_void_p) for name in ("new_keys", "new_values", "entries", "seq_lens")),
+        ("key_stride_token", ctypes.c_uint64),
+        ("key_stride_head", ctypes.c_uint64),
+        ("value_stride_token", ctypes.c_uint64),
+        ("value_stride_head", ctypes.c_uint64),
+        ("ring", ctypes.c_uint32),
+        *((name, ctypes.c_int) for name in ("reach", "mean_segments")),
+    )
+
+
+class RecipeVariant(NamedTuple):
+    """Compile-time options of the kernels for a recipe."""
+
+    rotate: bool = False
+    recent: int = 0
+    """Recent tokens read from rings; 0 for none."""
+    segment: int = 0
+    """Tokens that share a mean; 0 where K is not centred."""
+    pairs: int = 0
+    """Channel pairs of `PairTables`; 0 where K is not centred."""
+    knows_first: bool = False
+    """Whether pages may mark the first token."""
+    halves: bool = False
+    """Whether pair i is channels i and `pairs` + i, as RoPE pairs them in most models."""
+
+    def macros(self) -> dict[str, int]:
+        """Macros of `decode.cu`."""
+        return {
+            "ROTATE": int(self.rotate),
+            "RECENT": self.recent,
+            "SEGMENT": self.segment,
+            "PAIRS": self.pairs,
+            "PAIRS_ARE_HALVES": int(self.halves),
+            "KNOWS_FIRST": int(self.knows_first),
+            "MARK": MARK,
+        }
+
+
+class BoundRecipe(NamedTuple):
+    """A recipe's inputs of a call."""
+
+    variant: RecipeVariant
+    struct: Recipe
+    kept: tuple[torch.Tensor, ...]
+    """Keeps the tensors alive that the struct points to."""
+
+
+def variant_of(inputs: AttentionInputs) -> RecipeVariant:
+    """Compile-time options for a call."""
+    transform, recent = inputs.transform, inputs.recent
+    variant = RecipeVariant(recent=0 if recent is None else recent.tokens)
+    if transform is None:
+        return variant
+    tables = transform.pair_tables if inputs.num_segments else None
+    return variant._replace(
+        rotate=transform.rotate,
+        segment=0 if tables is None else transform.segment,
+        pairs=0 if tables is None else tables.cos.shape[1],
+        knows_first=transform.first_keys is not None,
+        halves=transform.pairs_are_halves,
+    )
+
+
+def bind_recipe(inputs: AttentionInputs) -> BoundRecipe:
+    """Bind the tensors of a call's recipe.
+
+    Does not sync the GPU, except in the first call with a transform.
+
+    Args:
+        inputs: of `paged_attention`, checked, all on one GPU.
+    """
+    variant = variant_of(inputs)
+    arguments = KernelArguments(Recipe)
+    if inputs.transform is not None:
+        _bind_transform(arguments, inputs.transform, variant, inputs.query.dtype)
+    if inputs.recent is not None:
+        _bind_recent(arguments, inputs.recent, inputs)
+    return BoundRecipe(variant, arguments.params, tuple(arguments.tensors))
+
+
+def _bind_transform(
+    arguments: KernelArguments, transform: KVTransform, variant: RecipeVariant, dtype: torch.dtype
+) -> None:
+    tables = transform.pair_tables
+    if variant.segment and tables is not None:
+        names = ("low", "high", "cosines", "sines", "low_mean", "high_mean")
+        arguments.bind(**dict(zip(names, tables, strict=True)))
+        arguments.params.mean_segments = len(tables.cos)
+    if (first := transform.first_tokens(dtype)) is not None:
+        arguments.bind(first_keys=first[0], first_values=first[1])
+
+
+def _bind_recent(
+    arguments: KernelArguments, recent: RecentInputs, inputs: AttentionInputs
+) -> None:
+    dtype = inputs.query.dtype
+    key, value = (aligned(x.to(dtype)) for x in (recent.key, recent.value))
+    arguments.bind(
+        ring_keys=recent.keys.to(dtype),
+        ring_values=recent.values.to(dtype),
+        new_keys=key,
+        new_values=value,
+        entries=recent.entries.contiguous(),
+        seq_lens=inputs.seq_lens.contiguous(),
+    )
+    params = arguments.params
+    params.key_stride_token, params.key_stride_head = key.stride()[:2]
+    params.value_stride_token, params.value_stride_head = value.stride()[:2]
+    params.ring = recent.keys.shape[2]
+    params.reach = min(inputs.sliding_window or recent.tokens, recent.tokens)
