@@ -12,7 +12,7 @@ import torch
 
 import cuda_on_host
 from halfbyte.attention import AttentionInputs, AttentionPlans
-from halfbyte.attention.decode import cuda, prepare
+from halfbyte.attention.decode import cuda
 from halfbyte.attention.decode import plan as plans
 from halfbyte.attention.decode.plan import Plan
 from halfbyte.kernels.runtime import nvrtc
@@ -104,9 +104,7 @@ def on_host(step: Step, attention: bool = False) -> Iterator[list[tuple[str, Any
     launched: list[tuple[str, Any]] = []
 
     def load(name: str, options: Any, functions: Any, device: Any) -> dict[str, Any]:
-        if name.endswith("/prepare.cu"):
-            library = cuda_on_host.build(name, dict(options), capability=step.capability)
-        elif not name.endswith(("/decode.cu", "/decode_wgmma.cu")):
+        if not name.endswith(("/decode.cu", "/decode_wgmma.cu")):
             library = cuda_on_host.build(name, {k: v for k, v in options if k in _MERGE_MACROS})
         elif attention:
             library = cuda_on_host.build(name, dict(options), capability=step.capability)
@@ -120,7 +118,7 @@ def on_host(step: Step, attention: bool = False) -> Iterator[list[tuple[str, Any
         if function is not None:
             cuda_on_host.launch(function, grid, threads, *arguments, shared_bytes=size)
 
-    _forget_kernels()
+    cuda._kernels.cache_clear()
     with (
         patch.object(nvrtc, "load", load),
         patch.object(nvrtc, "launch", launch),
@@ -129,12 +127,7 @@ def on_host(step: Step, attention: bool = False) -> Iterator[list[tuple[str, Any
         cuda_on_host.tensor_maps_on_host(),
     ):
         yield launched
-    _forget_kernels()
-
-
-def _forget_kernels() -> None:
     cuda._kernels.cache_clear()
-    prepare._kernels.cache_clear()
 
 
 def inputs_of(step: Step, **changes: Any) -> AttentionInputs:

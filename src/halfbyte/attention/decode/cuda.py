@@ -8,7 +8,6 @@ import torch
 
 from halfbyte.attention.base import AttentionConfig, AttentionInputs, GpuAttention
 from halfbyte.attention.decode.plan import MERGE_THREADS, Plan, PlanView, plan_of, slice_ctas
-from halfbyte.attention.decode.prepare import Prepared, PrepareVariant, Transformed, prepare
 from halfbyte.attention.decode.recipe import Recipe, RecipeVariant, bind_recipe
 from halfbyte.attention.decode.variant import (
     WARPS,
@@ -55,7 +54,6 @@ class _Params(ctypes.Structure):
         ("softcap", ctypes.c_float),
         ("window", ctypes.c_int),
         ("output", _Output),
-        ("transformed", Transformed),
         ("recipe", Recipe),
     )
 
@@ -134,21 +132,19 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
             f"pages: the kernel copies 16 bytes at a time; the base {pages.data_ptr():#x} and the "
             f"stride {stride} (below 2^32) must be multiples of 16"
         )
-    # Planned before `prepare`: no launch may come between it and the kernel that overlaps it.
     recipe = bind_recipe(inputs)
     plan = plan or plan_of(inputs.packed, recipe.variant)
     block_tables = inputs.block_tables.contiguous()
     k_scale, v_scale = (_on_device(x, pages.device) for x in (inputs.k_scale, inputs.v_scale))
     sinks = None if inputs.sinks is None else inputs.sinks.float().contiguous()
-    prepared = prepare(inputs) if plan.variant.wgmma else Prepared(inputs.query)
-    query = aligned(prepared.query)
+    query = aligned(inputs.query)
     kernels = _kernels(
         layout,
         query.shape[1] // layout.num_kv_heads,
         query.dtype,
         bool(inputs.softcap),
         plan.variant,
-        prepared.variant or recipe.variant,
+        recipe.variant,
         query.device.index,
     )
     params = _Params(
@@ -174,7 +170,6 @@ def decode(inputs: AttentionInputs, plan: Plan | None = None) -> None:
             out.stride(0),
             out.stride(1),
         ),
-        transformed=prepared.transformed,
         recipe=recipe.struct,
     )
     arguments: list[nvrtc.Argument] = [params]
@@ -211,7 +206,7 @@ def _kernels(
     dtype: torch.dtype,
     softcap: bool,
     variant: Variant,
-    recipe: PrepareVariant | RecipeVariant,
+    recipe: RecipeVariant,
     device: int,
 ) -> dict[str, nvrtc.Kernel]:
     options = tuple((macros(layout, group, dtype, softcap, variant) | recipe.macros()).items())

@@ -74,7 +74,7 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
   Sums sums;
 #if HAS_INITIAL
   if (share.first == item.first_tile)
-    attend_to_recent(p, item, RecentRows(p, item, head, constant), words, sums);
+    add_keys(RecentRows(p, item, head, constant), words, sums);
 #endif
   words.rotate();
   const Query query(p, item, words, behind_ring);

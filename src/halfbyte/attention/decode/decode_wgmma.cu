@@ -18,9 +18,10 @@
 //                pages.cuh
 
 #define RING_WARPS 4
-#include "attention/decode/wgmma_operands.cuh"
-
 #define P_SHIFT 11.0f
+#include "attention/decode/means_wgmma.cuh"
+#include "attention/decode/recent_wgmma.cuh"
+
 #define INITIAL_SHIFT 1e30f
 #define MAX_P 0x7800u  // 2^(P_SHIFT + 4) as fp16
 #define MAX_E 32784.0f  // largest float that rounds to MAX_P: halfway to the next fp16, ties to even
@@ -63,6 +64,9 @@ __device__ __forceinline__ void stage_query(const Params& p, const WorkItem& ite
     const bool valid = column < GROUP * item.queries;
     u32 words[STEPS_K][2];
     load_query(words, p.query, query_row(p, item, head, column), c);
+#if ROTATE
+    rotate_query(words);
+#endif
     float x[STEPS_K][4];
     query_values(x, words);
     const int exponent = fp16_exponent(x);
@@ -127,88 +131,6 @@ __device__ __forceinline__ void store_column(Value* row, const float (*out)[N_TI
     }
   }
 }
-
-// The inverse of `store_column`: loads a row, times a factor.
-template <class Value>
-__device__ __forceinline__ void load_column(const Value* row, float (*out)[N_TILES][4], int n, int i,
-                                            int warp, int g, float factor) {
-#pragma unroll
-  for (int m = 0; m < TILES_V; m += PARTS_V) {
-    if (PARTS_V == 1) {
-      const Value* const at = row + (warp >> 1) * 32 + 4 * g + !(warp & 1);
-      out[m][n][2 + i] = value_of(at[0]) * factor;
-      out[m][n][i] = value_of(at[2]) * factor;
-    } else {
-      const Value* const at = row + (warp + 4 * (m / 2)) * 32 + 4 * g;
-      out[m + 1][n][2 + i] = value_of(at[0]) * factor;
-      out[m][n][2 + i] = value_of(at[1]) * factor;
-      out[m + 1][n][i] = value_of(at[2]) * factor;
-      out[m][n][i] = value_of(at[3]) * factor;
-    }
-  }
-}
-
-// Starts a work item from its rows' initial state.
-__device__ __forceinline__ void init_from(const Params& p, const WorkItem& item, int head,
-                                                    u32 columns_at, float (*out)[N_TILES][4],
-                                                    float (*sum)[2]) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int g = lane >> 2, c = lane & 3;
-  const float unscale = *p.v_scale * Operands<V_KIND>::UNIT;
-#pragma unroll
-  for (int n = 0; n < N_TILES; n++)
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const InitialState before(p, item, head, item.col_tile * COLS + 8 * n + 2 * c + i);
-      if (before.lse == NEG_INF) continue;
-      load_column(before.value, out, n, i, warp, g, ex2(P_SHIFT) / unscale);
-      if (warp == 0 && g == 0) {  // one lane only: sums are added across lanes
-        store_float(columns_at + 64 * n + 8 + 4 * i, P_SHIFT - before.lse);
-        sum[n][i] = ex2(P_SHIFT);
-      }
-    }
-}
-
-// Bias (q . mean) of the columns for a tile's subtiles. Each thread prefetches one of them, a tile ahead,
-// and publishes it in shared memory.
-struct Bias {
-#if SEGMENT
-  u64 row;
-  int last;  // last segment of the sequence
-  float next;
-
-  __device__ __forceinline__ Bias(const Params& p, const WorkItem& item, int head, int position)
-      : row(item_row(item, head, item.col_tile * COLS + threadIdx.x % COLS) *
-            p.transformed.bias_stride),
-        last((item.length - 1) / SEGMENT) {
-    prefetch(p, position);
-  }
-
-  __device__ __forceinline__ void prefetch(const Params& p, int position) {
-    const int subtile = threadIdx.x / COLS;
-    if (subtile < SUBTILES)
-      next = load_bias(p, row, min((position + 64 * subtile) / SEGMENT, last));
-  }
-
-  __device__ __forceinline__ void publish() const {
-    if (threadIdx.x < SUBTILES * COLS) store_float(ring_address() + OFF_BIAS + 4 * threadIdx.x, next);
-  }
-
-  __device__ __forceinline__ static float2 of(int subtile, int n, int c) {
-    float2 y;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-                 : "=f"(y.x), "=f"(y.y)
-                 : "r"(ring_address() + OFF_BIAS + 4 * (subtile * COLS + 8 * n + 2 * c))
-                 : "memory");
-    return y;
-  }
-#else
-  __device__ __forceinline__ Bias(const Params&, const WorkItem&, int, int) {}
-  __device__ __forceinline__ void prefetch(const Params&, int) {}
-  __device__ __forceinline__ void publish() const {}
-  __device__ __forceinline__ static float2 of(int, int, int) { return make_float2(0.0f, 0.0f); }
-#endif
-};
 
 // Sums a work item over all warps. Writes the output if the unit has all of its tiles, else a row of the
 // partial results.
@@ -288,9 +210,14 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
   const int length = item.length, queries = item.queries;
   const int columns = GROUP * queries;
   const u32 ring = ring_address();
+  const int constant_index = find_constant(p, item, head, share.first);
+#if HAS_INITIAL
+  const RecentRows rows(p, item, head, constant_index);
+  if (share.first == item.first_tile && rows.begin < rows.stop) prefetch_recent(rows);
+#endif
   stage_query(p, item, head, ring);
 
-  const bool constant = has_constant(p, item, head, item.col_tile * COLS, share.first);
+  const bool constant = constant_index >= 0;
   // Every column attends to all_from <= position <= all_to.
   const int all_from = max(p.window > 0 ? length - p.window : 0, (int)constant);
   const int all_to = length - queries;
@@ -327,15 +254,16 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
     shift[1] = BIAS_IN_SHIFT ? x.shift[1] + bias_of.y : x.shift[1];
   };
 
-  if (has_initial_state(item, share.first, constant))
-    init_from(p, item, head, columns_at, out, sum);
-  Bias bias(p, item, head, share.first * TILE);
+#if HAS_INITIAL
+  if (share.first == item.first_tile)
+    add_keys(rows, p_at, columns_at, out, sum, [&](float (*top)[2]) { share_maxima(top, warp, g, c); });
+#endif
+  Bias bias(p);
   int from_inner = share.first * TILE - inner_from;
   for (int left = share.stop - share.first; left > 0; left--, from_inner += TILE) {
     reader.wait();
-    bias.publish();
+    bias.publish(p, item, head, from_inner + inner_from);
     __syncthreads();
-    bias.prefetch(p, from_inner + inner_from + TILE);
     const u32 tile = reader.tile();
     RawK raw_k[2];
     fetch_k(raw_k[0], tile, places, 0, 0);
@@ -525,9 +453,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode(Params p M
   make_barriers(ring + OFF_READY);
   RingReader reader(ring, ring + OFF_READY);
 #endif
-#if !PREPARED
   wait_for_previous();  // see decode.cu
-#endif
   allow_next();  // the merge may take its place, and wait
   const PlanHeader header = p.plan.header();
   for (int x = blockIdx.x; x < header.units * KV_HEADS; x += gridDim.x) {
@@ -539,7 +465,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode(Params p M
     Loader loader(p, header, unit, head, number, ring);
     RingReader reader(ring);
 #endif
-    if (PREPARED) wait_for_previous();  // see decode.cu
     WorkItem item = unit.item;
     int index = unit.index;
     do {
@@ -551,5 +476,4 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, CTAS) decode(Params p M
 #endif
     __syncthreads();
   }
-  if (PREPARED && blockIdx.x == 0) wait_for_previous();  // see decode.cu
 }

@@ -9,18 +9,7 @@
 #include "attention/decode/formats.cuh"
 #include "attention/decode/output.cuh"
 
-// Results of prepare.cu, for K that a recipe changed.
-struct Transformed {
-  const float* bias;         // [tokens, heads, bias_stride], in units of logits
-  const float* first_scores; // [tokens, heads]
-  const int* first_indices;
-  const void* first_values;  // [constants, KV_HEADS, HEAD_SIZE_V] in the query's dtype
-  const float* initial_out;  // [tokens, heads, HEAD_SIZE_V]
-  const float* initial_lse;  // [tokens, heads], in base 2
-  u64 bias_stride;
-};
-
-// What a kernel with RECIPE reads beside the pages.
+// What the kernels read beside the pages if a recipe changed K or keeps recent tokens in 16 bits.
 struct Recipe {
   // Means of K (kvcache/transform.py, PairTables): int32 [PAIRS], float32 [segments, PAIRS], and
   // float32 [KV_HEADS, PAIRS].
@@ -35,6 +24,7 @@ struct Recipe {
   u64 key_stride_token, key_stride_head, value_stride_token, value_stride_head;  // elements
   u32 ring;
   int reach;  // min(RECENT, window)
+  int align;  // recent tokens are read in rounds that start at a multiple of this power of two
   int mean_segments;
 };
 
@@ -53,7 +43,6 @@ struct Params {
   float softmax_scale, softcap;
   int window;
   Output output;  // for work items covered by a single unit
-  Transformed transformed;
   Recipe recipe;
 };
 

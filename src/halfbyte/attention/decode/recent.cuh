@@ -1,30 +1,17 @@
-// Attention to keys that are not in the pages, for decode.cu: the recent tokens, in 16 bits, and a first token
-// that the page marks as a constant of the model. The unit with a work item's first tile starts its sums with
-// them.
+// Attention to the keys of keys.cuh, for decode.cu.
 //
-// Tokens are taken in rounds of ROUND, at multiples of ROUND, so that a row's sums do not depend on other rows.
+// Tokens are taken in rounds of ROUND.
 // K and V go from memory to the operands of the matmuls that pages go to, in the order of dims of Query and Sums.
-//
-// Macros:
-//   RECENT       recent tokens, read in 16 bits; 0 for none
-//   KNOWS_FIRST  1 if pages may mark the first token
-//   MARK         block scale of K at position 0 that marks a constant, whose index is K's first byte
 
 #pragma once
+#include "attention/decode/keys.cuh"
 #include "attention/decode/softmax.cuh"
 
-#define HAS_INITIAL (RECENT || KNOWS_FIRST)
 // Groups of 16 tokens per round: more hide more latency, and take more registers.
 #define ROUND_GROUPS (N_TILES == 1 && HEAD_SIZE <= 128 && HEAD_SIZE_V <= 128 ? 2 : 1)
 #define ROUND (16 * ROUND_GROUPS)
 // Whether registers suffice for K or for V of a round, but not for both.
 #define LATE_VALUES (HEAD_SIZE + HEAD_SIZE_V > 256)
-
-#if defined(Q_BF16)
-#define OF_BF16 true
-#else
-#define OF_BF16 false
-#endif
 
 #if HAS_INITIAL
 // Logits of these keys are in base 2 already, and no mean was subtracted.
@@ -33,71 +20,24 @@ struct Unscaled {
   __device__ __forceinline__ static float shifted(float shift, int, int) { return shift; }
 };
 
-// Whether a column attends to position 0 in the pages.
-__device__ __forceinline__ bool sees_first(const Params& p, const WorkItem& item, int column) {
-  const int limit = item.length - item.queries + column / GROUP;
-  return limit >= 0 && (p.window == 0 || limit < p.window);
+// Adds a row of values, times a weight, to column i of the accumulators, in the order of store_row.
+__device__ __forceinline__ void add_row(float (*out)[4], const u16* row, int i, int g, float weight) {
+#pragma unroll
+  for (int j = 0; j < STEPS_V; j++) {
+    if (V_KIND == 4) {
+      if (j % 2) continue;
+      const uint2 x = *(const uint2*)(row + 16 * j + 4 * g);
+      out[j + 1][2 + i] += query_value((u16)x.x) * weight;
+      out[j][2 + i] += query_value((u16)(x.x >> 16)) * weight;
+      out[j + 1][i] += query_value((u16)x.y) * weight;
+      out[j][i] += query_value((u16)(x.y >> 16)) * weight;
+    } else {
+      const int low = V_KIND < 16 ? 16 * j + 2 * g : 16 * j + g;
+      out[j][i] += query_value(row[low]) * weight;
+      out[j][2 + i] += query_value(row[V_KIND < 16 ? low + 1 : low + 8]) * weight;
+    }
+  }
 }
-#endif
-
-// Index of the constant that the page marks at position 0, if any column attends to it; else -1.
-__device__ __forceinline__ int find_constant(const Params& p, const WorkItem& item, int head, int first_tile) {
-#if KNOWS_FIRST
-  // Of the columns whose query position is >= 0, the first one's window reaches back the furthest.
-  const int columns = GROUP * item.queries, first = max(item.col_tile * COLS, (item.queries - item.length) * GROUP);
-  if (first_tile > 0 || first >= min((item.col_tile + 1) * COLS, columns) || !sees_first(p, item, first)) return -1;
-  const u32 page = p.block_tables[(u64)item.seq * p.max_pages];
-  const u8* start = (const u8*)page_address((u64)p.pages, page, p.page_stride);
-  const int mark = start[K_SCALE + head * K_SCALE_HEAD], index = start[K_DATA + head * K_DATA_HEAD];
-  return mark == MARK ? index : -1;
-#else
-  return -1;
-#endif
-}
-
-#if HAS_INITIAL
-// Rows of K and V of a work item's recent tokens.
-struct RecentRows {
-  const Params& p;
-  const WorkItem& item;
-  int head, begin, stop;  // positions that any column sees: begin <= position < stop
-  int first_query;        // position of the sequence's first query token
-  int constant;           // index of the first token's constant; -1 for none
-  u64 ring_row;
-
-  __device__ __forceinline__ RecentRows(const Params& p, const WorkItem& item, int head, int constant)
-      : p(p), item(item), head(head), begin(0), stop(0), first_query(0), constant(constant), ring_row(0) {
-#if RECENT
-    first_query = p.recipe.seq_lens[item.seq] - item.queries;
-    const int columns = GROUP * item.queries, column = item.col_tile * COLS;
-    begin = max(0, position_of(column) - p.recipe.reach + 1);
-    stop = position_of(min(column + COLS, columns) - 1) + 1;
-    ring_row = ((u64)p.recipe.entries[item.seq] * KV_HEADS + head) * p.recipe.ring;
-#endif
-  }
-
-  // Position of a column's query token.
-  __device__ __forceinline__ int position_of(int column) const { return first_query + column / GROUP; }
-
-  // Row of K or V of the token at a position; of the constant at `stop` rounded up; else null.
-  __device__ __forceinline__ const u16* row(int position, bool is_constant, const u16* constants, const u16* ring,
-                                            const u16* news, u64 stride_token, u64 stride_head, int size) const {
-    if (is_constant) return position == 0 ? constants + ((u64)constant * KV_HEADS + head) * size : nullptr;
-    if (position < begin || position >= stop) return nullptr;
-    if (position < first_query) return ring + (ring_row + position % p.recipe.ring) * size;
-    return news + (u64)(item.q_begin + position - first_query) * stride_token + head * stride_head;
-  }
-  __device__ __forceinline__ const u16* key(int position, bool is_constant) const {
-    const Recipe& r = p.recipe;
-    return row(position, is_constant, r.first_keys, r.ring_keys, r.new_keys, r.key_stride_token, r.key_stride_head,
-               HEAD_SIZE);
-  }
-  __device__ __forceinline__ const u16* value(int position, bool is_constant) const {
-    const Recipe& r = p.recipe;
-    return row(position, is_constant, r.first_values, r.ring_values, r.new_values, r.value_stride_token,
-               r.value_stride_head, HEAD_SIZE_V);
-  }
-};
 
 // A lane's words of V for 16 tokens: of tokens 2c, 2c + 1, 2c + 8 and 2c + 9, in the order of Operands::of_v.
 struct ValueWords {
@@ -105,9 +45,6 @@ struct ValueWords {
 
   __device__ __forceinline__ void load(int token, const u16* row) {
     const int g = (threadIdx.x & 31) >> 2;
-#pragma unroll
-    for (int j = 0; j < STEPS_V; j++) of[token][j] = 0;
-    if (!row) return;
 #pragma unroll
     for (int j = 0; j < STEPS_V; j++) {
       if (V_KIND == 4) {
@@ -136,31 +73,23 @@ struct ValueWords {
   }
 };
 
-// Adds attention to these keys to empty sums.
-__device__ __forceinline__ void attend_to_recent(const Params& p, const WorkItem& item, const RecentRows& rows,
-                                                 const QueryWords& words, Sums& sums) {
+// Adds the recent tokens to empty sums.
+__device__ __forceinline__ void add_recent(const RecentRows& rows, const QueryWords& words, Sums& sums) {
   const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  for (int start = rows.begin / ROUND * ROUND;; start += ROUND) {
-    const bool is_constant = start >= rows.stop;
-    if (is_constant && rows.constant < 0) break;
-    const int from = is_constant ? 0 : start;
+#pragma unroll 1
+  for (int start = rows.first_round(); start < rows.stop; start += ROUND) {
     u32 k[ROUND_GROUPS][2][STEPS_K][2];
     ValueWords v[ROUND_GROUPS];
 #pragma unroll
     for (int group = 0; group < ROUND_GROUPS; group++)
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const u16* row = rows.key(from + 16 * group + 8 * i + g, is_constant);
-#pragma unroll
-        for (int j = 0; j < STEPS_K; j++) k[group][i][j][0] = k[group][i][j][1] = 0;
-        if (row) load_query(k[group][i], row, 0, c);
-      }
+      for (int i = 0; i < 2; i++) load_query(k[group][i], rows.key(start + 16 * group + 8 * i + g), 0, c);
     auto load_values = [&]() {
 #pragma unroll
       for (int group = 0; group < ROUND_GROUPS; group++)
 #pragma unroll
         for (int i = 0; i < 4; i++)
-          v[group].load(i, rows.value(from + 16 * group + 2 * c + i % 2 + i / 2 * 8, is_constant));
+          v[group].load(i, rows.value(start + 16 * group + 2 * c + i % 2 + i / 2 * 8));
     };
     if (!LATE_VALUES) load_values();
 
@@ -181,19 +110,13 @@ __device__ __forceinline__ void attend_to_recent(const Params& p, const WorkItem
     for (int n = 0; n < N_TILES; n++)
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const int column = min(item.col_tile * COLS + 8 * n + (2 * c + i) % COLS, GROUP * item.queries - 1);
-        const int position = rows.position_of(column);
+        const int2 visible = rows.visible(8 * n + (2 * c + i) % COLS);
 #pragma unroll
         for (int group = 0; group < ROUND_GROUPS; group++)
 #pragma unroll
           for (int half = 0; half < 2; half++) {
-            const int at = from + 16 * group + 8 * half + g;
-            const bool sees = is_constant ? at == 0 && sees_first(p, item, column)
-                                          : at >= max(rows.begin, position - p.recipe.reach + 1) && at <= position;
             float& y = s[group][n][2 * half + i];
-            y *= p.softmax_scale;
-            if (SOFTCAP) y = p.softcap * tanhf(y / p.softcap);
-            y = sees ? y * LOG2E : NEG_INF;
+            y = rows.logit(y, start + 16 * group + 8 * half + g, visible);
           }
       }
     if (LATE_VALUES) load_values();
@@ -210,10 +133,45 @@ __device__ __forceinline__ void attend_to_recent(const Params& p, const WorkItem
         for (int n = 0; n < N_TILES; n++) mma<OF_BF16>(sums.out[n][j], a, p0[n], p1[n]);
       }
     }
-    if (is_constant) break;
   }
+}
+
+// Adds the constant. All rows of A are its key, so that every lane has the logits of its columns.
+__device__ __forceinline__ void add_constant(const RecentRows& rows, const QueryWords& words, Sums& sums) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+  u32 k[STEPS_K][2];
+  load_query(k, rows.constant_key(), 0, c);
+  const u16* row = rows.constant_value();
+  float s[1][N_TILES][4];
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[0][n][i] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < STEPS_K; j++) {
+      const u32 a[4] = {k[j][0], k[j][0], k[j][1], k[j][1]};
+      mma<OF_BF16>(s[0][n], a, words.of[n][j][0], words.of[n][j][1]);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[0][n][i] = rows.constant_logit(s[0][n][i], 8 * n + (2 * c + i % 2) % COLS);
+  }
+  sums.rescale<1>(s, Unscaled(), Unscaled());
+#pragma unroll
+  for (int n = 0; n < N_TILES; n++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const float e = ex2(s[0][n][i] + sums.shift[n][i]);
+      if (g == 0) sums.sum[n][i] += e;  // one lane only: sums are added across lanes
+      add_row(sums.out[n], row, i, g, e);
+    }
+}
+
+// Adds these keys to empty sums.
+__device__ __forceinline__ void add_keys(const RecentRows& rows, const QueryWords& words, Sums& sums) {
+  if (RECENT) add_recent(rows, words, sums);
+  if (rows.constant >= 0) add_constant(rows, words, sums);
   // The sums are in units of the stored V.
-  const float unit = 1.0f / ((V_KIND < 16 ? *p.v_scale : 1.0f) * Operands<V_KIND>::UNIT);
+  const float unit = 1.0f / ((V_KIND < 16 ? *rows.p.v_scale : 1.0f) * Operands<V_KIND>::UNIT);
 #pragma unroll
   for (int n = 0; n < N_TILES; n++)
 #pragma unroll

@@ -1,4 +1,4 @@
-"""What `decode.cu` reads beside the pages if a recipe changed K, or keeps recent tokens in 16 bits."""
+"""What decode reads beside the pages: a recipe's means, first tokens and recent tokens."""
 
 import ctypes
 from typing import NamedTuple
@@ -9,6 +9,9 @@ from halfbyte.attention.base import AttentionInputs
 from halfbyte.kernels.runtime.parameters import KernelArguments, aligned
 from halfbyte.kvcache.recent import RecentInputs
 from halfbyte.kvcache.transform import MARK, KVTransform
+
+_ROUND = 64
+"""A multiple of the tokens of a round of `recent.cuh` and of `recent_wgmma.cuh`."""
 
 
 class Recipe(ctypes.Structure):
@@ -25,7 +28,7 @@ class Recipe(ctypes.Structure):
         ("value_stride_token", ctypes.c_uint64),
         ("value_stride_head", ctypes.c_uint64),
         ("ring", ctypes.c_uint32),
-        *((name, ctypes.c_int) for name in ("reach", "mean_segments")),
+        *((name, ctypes.c_int) for name in ("reach", "align", "mean_segments")),
     )
 
 
@@ -45,7 +48,7 @@ class RecipeVariant(NamedTuple):
     """Whether pair i is channels i and `pairs` + i, as RoPE pairs them in most models."""
 
     def macros(self) -> dict[str, int]:
-        """Macros of `decode.cu`."""
+        """Macros of `decode.cu` and `decode_wgmma.cu`."""
         return {
             "ROTATE": int(self.rotate),
             "RECENT": self.recent,
@@ -111,9 +114,7 @@ def _bind_transform(
         arguments.bind(first_keys=first[0], first_values=first[1])
 
 
-def _bind_recent(
-    arguments: KernelArguments, recent: RecentInputs, inputs: AttentionInputs
-) -> None:
+def _bind_recent(arguments: KernelArguments, recent: RecentInputs, inputs: AttentionInputs) -> None:
     dtype = inputs.query.dtype
     key, value = (aligned(x.to(dtype)) for x in (recent.key, recent.value))
     arguments.bind(
@@ -129,3 +130,5 @@ def _bind_recent(
     params.value_stride_token, params.value_stride_head = value.stride()[:2]
     params.ring = recent.keys.shape[2]
     params.reach = min(inputs.sliding_window or recent.tokens, recent.tokens)
+    # Where a round starts must not depend on a work item's other rows if those may not matter.
+    params.align = _ROUND if inputs.batch_invariant else 1

@@ -76,8 +76,9 @@ class Variant(NamedTuple):
             chunks = max(1, layout.head_size_v // 128)  # of 32 dims, per warp
             scales = WARPS * chunks * self.tile * 4
             barriers = 8 * self.stages if self.whole_pages else 0
-            barriers += self.columns * self.tile // 16  # biases, see transformed.cuh
-            return ring + q + self.columns * (2 * self.tile + 4 * WARPS + 8) + scales + barriers
+            biases = self.columns * (self.tile // 16 + (64 if self.pairs else 0))
+            exchange = self.columns * (2 * self.tile + 4 * WARPS + 8)
+            return ring + q + exchange + scales + biases + barriers
         means = self.columns * (8 * self.pairs + 64) if self.pairs else 0
         return WARPS * (ring + q + means)
 
@@ -136,7 +137,7 @@ def choose_variant(
     # More columns share the unpacking; registers and shared memory limit their number.
     wanted = 1 if columns <= 8 else 2 if columns <= 16 or head_size > 128 else 4
     if compute_capability == 90 and nvfp4 and columns > 16:
-        return _wgmma_variant(layout, columns, head_size)
+        return _wgmma_variant(layout, columns, head_size, pairs)
     variants = [
         Variant(tile, n, duplicate, _shares_q(n, head_size), stages, ctas, pairs=pairs)
         for ctas in (2, 1)
@@ -165,13 +166,13 @@ def _max_tile_tokens(n_tiles: int, head_size: int, nvfp4: bool) -> int:
     return 16 if nvfp4 and _shares_q(n_tiles, head_size) else 32
 
 
-def _wgmma_variant(layout: PageLayout, columns: float, head_size: int) -> Variant:
+def _wgmma_variant(layout: PageLayout, columns: float, head_size: int, pairs: int) -> Variant:
     """The `wgmma` variant, with as many CTAs per SM as its accumulators leave registers for."""
     n_tiles = 4 if columns <= 32 else 8
     max_ctas = 3 if n_tiles == 4 and head_size <= 128 else 2
     whole = _pages_like_tiles(layout)
     variants = (
-        Variant(tile, n_tiles, False, True, stages, ctas, wgmma=True, whole_pages=whole)
+        Variant(tile, n_tiles, False, True, stages, ctas, True, whole, pairs)
         for ctas in range(max_ctas, 0, -1)
         for tile, stages in ((128, 2), (64, 3))
     )
@@ -214,16 +215,14 @@ def macros(
 ) -> dict[str, int | None]:
     """Macros of `decode.cu`, `decode_wgmma.cu` and `merge.cu`, without a recipe.
 
-    `RecipeVariant.macros` and `PrepareVariant.decode_macros` have those that differ with one.
+    `RecipeVariant.macros` has those that differ with one.
     """
     return {
         **geometry_macros(layout, group, dtype, softcap),
         "K_KIND": _KINDS[layout.k_dtype],
         "V_KIND": _KINDS[layout.v_dtype],
         "BLOCK_SIZE": layout.block_size,
-        "PREPARED": 0,
         **RecipeVariant().macros(),
-        "INITIAL": 0,
         # In HND the tokens of a head are contiguous, so every copy has 16 bytes. The same holds
         # for NHD with a single head.
         "HND": int(layout.order == "HND" or layout.num_kv_heads == 1),

@@ -1,7 +1,7 @@
 // Operands of decode_wgmma.cu: their layout in shared memory, unpacking, and matmuls.
 
 #pragma once
-#include "attention/decode/transformed.cuh"
+#include "attention/decode/values.cuh"
 #if WHOLE_PAGES
 #include "attention/decode/pages.cuh"
 #endif
@@ -24,8 +24,9 @@
 
 #define SCALES_CHUNK (TILE * 4)  // bytes: scales of its two blocks for all tokens
 #define SCALES_WARP (CHUNKS_PER_WARP * SCALES_CHUNK)
-#define OFF_BIAS (OFF_SCALES + WARPS * SCALES_WARP)    // floats [SUBTILES, COLS], see transformed.cuh
-#define OFF_READY (OFF_BIAS + COLS * TILE / 16)  // mbarriers of the ring, with WHOLE_PAGES
+#define OFF_BIAS (OFF_SCALES + WARPS * SCALES_WARP)    // floats [SUBTILES, COLS], see means_wgmma.cuh
+#define OFF_TABLE (OFF_BIAS + COLS * TILE / 16)        // floats [16, COLS]: biases of 16 segments
+#define OFF_READY (OFF_TABLE + BIAS_BYTES)             // mbarriers of the ring, with WHOLE_PAGES
 
 #define V_OPERANDS (2 * PARTS_V * CHUNKS_PER_WARP)  // per 32 tokens
 #define K_STEPS 4                                   // unpacked at a time

@@ -1,0 +1,99 @@
+// The matmul that gives the bias q . mean(s), which the means of K add to the logits of segment s:
+//
+//   q . mean(s) = sum over pairs of  cosines[s] (q[low] m[low] + q[high] m[high])
+//                                  + sines[s] (q[low] m[high] - q[high] m[low])
+//
+// A has cosines and sines, with 16 segments as M; B has coefficients that depend on the work item, with its columns
+// as N. Both are split into two bf16 numbers, so that three products give 16 bits.
+//
+// Macros:
+//   SEGMENT           tokens that share a mean, a multiple of 64; 0 where K is not centred
+//   PAIRS             channel pairs, a multiple of 16
+//   PAIRS_ARE_HALVES  1 if pair i is channels i and PAIRS + i
+
+#pragma once
+#include "attention/decode/values.cuh"
+
+#if SEGMENT
+// Splits x and y into sums of two bf16 numbers, packed as pairs.
+__device__ __forceinline__ void split(u32& high, u32& low, float x, float y) {
+  high = pack_bf162(x, y);
+  low = pack_bf162(x - __int_as_float(high << 16), y - __int_as_float(high & 0xFFFF0000u));
+}
+
+__device__ __forceinline__ void load4(float* to, const float* from) {
+  const float4 x = *(const float4*)from;
+  to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+}
+
+// Of every 16 pairs a lane has four: 4 c .. 4 c + 3. Two of them make a k step, k values 2 c and 2 c + 1 being
+// the cosine and the sine of one pair.
+__device__ __forceinline__ int first_pair(int sixteen) { return sixteen * 16 + (threadIdx.x & 3) * 4; }
+
+// A lane's cosines and sines for segments g and g + 8 of 16, and COUNT of the pairs.
+template <int COUNT>
+struct Angles {
+  float cosine[2][COUNT / 4], sine[2][COUNT / 4];
+
+  __device__ __forceinline__ void load(const Params& p, int first_segment, int first) {
+    const int g = (threadIdx.x & 31) >> 2;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      // After the last mean, the last one applies, as in the store.
+      const u32 row = min(first_segment + g + 8 * i, p.recipe.mean_segments - 1) * PAIRS + first;
+#pragma unroll
+      for (int j = 0; j < COUNT / 16; j++) {
+        load4(cosine[i] + 4 * j, p.recipe.cosines + row + first_pair(j));
+        load4(sine[i] + 4 * j, p.recipe.sines + row + first_pair(j));
+      }
+    }
+  }
+
+  // Operand A of a k step, as sums of two numbers.
+  __device__ __forceinline__ void operands(u32* high, u32* low, int step) const {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      split(high[i], low[i], cosine[i % 2][2 * step + i / 2], sine[i % 2][2 * step + i / 2]);
+  }
+};
+
+// A lane's q and means for four pairs of 16.
+struct Pairs {
+  u32 low[2], high[2];  // of q: two channels each
+  float low_mean[4], high_mean[4];
+
+  // `q`: row of the query, in elements; `pair`: the first of four.
+  __device__ __forceinline__ void load_query(const Params& p, u64 row, int pair) {
+    const u16* q = (const u16*)p.query + row;
+#if PAIRS_ARE_HALVES
+    const uint2 x = *(const uint2*)(q + pair), y = *(const uint2*)(q + PAIRS + pair);
+    low[0] = x.x, low[1] = x.y, high[0] = y.x, high[1] = y.y;
+#else
+    const int4 x = *(const int4*)(p.recipe.low + pair), y = *(const int4*)(p.recipe.high + pair);
+    low[0] = q[x.x] | (u32)q[x.y] << 16, low[1] = q[x.z] | (u32)q[x.w] << 16;
+    high[0] = q[y.x] | (u32)q[y.y] << 16, high[1] = q[y.z] | (u32)q[y.w] << 16;
+#endif
+  }
+  __device__ __forceinline__ void load_means(const Params& p, int head, int pair) {
+    load4(low_mean, p.recipe.low_mean + head * PAIRS + pair);
+    load4(high_mean, p.recipe.high_mean + head * PAIRS + pair);
+  }
+
+  // Operand B of one of two k steps: two words, then two words of the lower parts.
+  __device__ __forceinline__ void coefficients(u32* words, int step) const {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const float x = query_value((u16)(low[step] >> 16 * i)), y = query_value((u16)(high[step] >> 16 * i));
+      const float m = low_mean[2 * step + i], n = high_mean[2 * step + i];
+      split(words[i], words[2 + i], x * m + y * n, x * n - y * m);
+    }
+  }
+};
+
+// sums += A B, with both operands split.
+__device__ __forceinline__ void add_product(float* sums, const u32* high, const u32* low, const u32* b) {
+  mma<true>(sums, low, b[0], b[1]);
+  mma<true>(sums, high, b[2], b[3]);
+  mma<true>(sums, high, b[0], b[1]);
+}
+#endif

@@ -1,0 +1,76 @@
+// Biases by K's means (mean_operands.cuh) for decode_wgmma.cu: the warps compute those of 16 segments at a time, and
+// keep them in shared memory.
+
+#pragma once
+#include "attention/decode/mean_operands.cuh"
+#include "attention/decode/wgmma_operands.cuh"
+
+struct Bias {
+#if SEGMENT
+  int first = -16;  // segment
+  float scale;      // from q . mean to a logit
+
+  __device__ __forceinline__ explicit Bias(const Params& p) : scale(p.softmax_scale * (SOFTCAP ? 1.0f : LOG2E)) {}
+
+  // Copies the biases of a tile's subtiles to where `of` reads them. All threads call it, and wait afterwards.
+  __device__ __forceinline__ void publish(const Params& p, const WorkItem& item, int head, int position) {
+    const int segment = position / SEGMENT, last = (position + TILE - 64) / SEGMENT;
+    if (segment < first || last >= first + 16) {
+      first = segment;
+      fill(p, item, head);
+    }
+    const int subtile = threadIdx.x / COLS;
+    if (subtile >= SUBTILES) return;
+    const int row = (position + 64 * subtile) / SEGMENT - first;
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];"
+                 : "=f"(x)
+                 : "r"(ring_address() + OFF_TABLE + (row * COLS + threadIdx.x % COLS) * 4)
+                 : "memory");
+    store_float(ring_address() + OFF_BIAS + 4 * threadIdx.x, x);
+  }
+
+  // Computes the biases of 16 segments; a warp has every fourth group of eight columns.
+  __device__ __forceinline__ void fill(const Params& p, const WorkItem& item, int head) {
+    constexpr int LOADED = 32;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
+    __syncthreads();  // all have read the earlier ones
+#pragma unroll 1
+    for (int n = warp; n < N_TILES; n += WARPS) {
+      const u64 row = query_row(p, item, head, item.col_tile * COLS + 8 * n + g);
+      float sums[4] = {};
+#pragma unroll 1
+      for (int pair = 0; pair < PAIRS; pair += LOADED) {
+        Angles<PAIRS < LOADED ? PAIRS : LOADED> angles;
+        angles.load(p, first, pair);
+#pragma unroll
+        for (int j = 0; j < (PAIRS < LOADED ? PAIRS : LOADED) / 16; j++) {
+          Pairs pairs;
+          pairs.load_query(p, row, pair + first_pair(j));
+          pairs.load_means(p, head, pair + first_pair(j));
+#pragma unroll
+          for (int step = 0; step < 2; step++) {
+            u32 high[4], low[4], b[4];
+            angles.operands(high, low, 2 * j + step);
+            pairs.coefficients(b, step);
+            add_product(sums, high, low, b);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+        store_floats(ring_address() + OFF_TABLE + ((g + 8 * i) * COLS + 8 * n + 2 * c) * 4, sums[2 * i] * scale,
+                     sums[2 * i + 1] * scale);
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ static float2 of(int subtile, int n, int c) {
+    return load_floats(ring_address() + OFF_BIAS + 4 * (subtile * COLS + 8 * n + 2 * c));
+  }
+#else
+  __device__ __forceinline__ explicit Bias(const Params&) {}
+  __device__ __forceinline__ void publish(const Params&, const WorkItem&, int, int) {}
+  __device__ __forceinline__ static float2 of(int, int, int) { return make_float2(0.0f, 0.0f); }
+#endif
+};
