@@ -34,6 +34,10 @@ ASSEMBLY = {
     "{.reg .pred p; setp.lt.f32 p, %1, %2; @p sub.rn.f32 %0, %3, %4;}": (
         "%0 = %1 < %2 ? %3 - %4 : %0"
     ),
+    "{.reg .pred p; setp.ge.f32 p, %1, %2; @p sub.rn.f32 %0, %3, %4;}": (
+        "%0 = %1 >= %2 ? %3 - %4 : %0"
+    ),
+    "cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;": f"%0 = {HERE}to_e4m3(%1) << 8 | {HERE}to_e4m3(%2)",
     "cvt.rn.bf16x2.f32 %0, %1, %2;": f"%0 = {HERE}to_bfloat16(%1) << 16 | {HERE}to_bfloat16(%2)",
     "cvt.rn.f16x2.f32 %0, %1, %2;": f"%0 = {HERE}to_float16(%1) << 16 | {HERE}to_float16(%2)",
     "cvt.f32.f16 %0, %1;": f"%0 = {HERE}of_float16(%1)",

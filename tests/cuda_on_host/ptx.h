@@ -240,6 +240,15 @@ inline unsigned of_e4m3x2(unsigned x) {
   return convert(x >> 8) << 16 | convert(x);
 }
 
+// The nearest E4M3 byte, ties to even; larger values saturate.
+inline unsigned to_e4m3(float x) {
+  if (std::isnan(x)) return 0x7F;
+  const double size = std::fmin(std::fabs(x), 448.0);
+  const double step = std::ldexp(1.0, size < 0x1p-6 ? -9 : std::ilogb(size) - 3);
+  const float rounded = std::nearbyint(size / step) * step;
+  return __float_as_uint(rounded * 0x1p-120f) >> 20 | (std::signbit(x) ? 0x80 : 0);
+}
+
 // PTX allows an error of 1 ulp: returns one of the two floats around the exact value, at random.
 inline float approximate_inverse(float x) {
   const double truth = 1 / (double)flush(x);

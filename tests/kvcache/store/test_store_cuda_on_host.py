@@ -12,6 +12,7 @@ from halfbyte.kvcache.store.base import StoreConfig, StoreInputs
 from halfbyte.kvcache.store.cuda.backend import CudaStore
 from halfbyte.kvcache.store.registry import select_store
 from halfbyte.layouts import PageLayout
+from kvcache.store.close_calls import CLOSE_CALLS, assert_close_calls_are_stored
 from kvcache.store.cuda_store import on_host
 from kvcache.store.recipe_cases import assert_stored_as_by_the_reference
 from kvcache.store.store_cases import reference_store
@@ -99,6 +100,19 @@ def test_few_tokens(num_sms: int, count: int) -> None:
 def test_k_that_a_recipe_changes(options: dict[str, Any], dtype: torch.dtype, num_sms: int) -> None:
     """With first tokens, padding, and tokens kept in rings."""
     assert_stored_as_by_the_reference(on_gpu_of(num_sms), options, dtype, count=150)
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_sms", [ROWS, TILES])
+@pytest.mark.parametrize("name", CLOSE_CALLS)
+def test_what_hangs_on_the_last_bit(name: str, num_sms: int) -> None:
+    assert_close_calls_are_stored(on_gpu_of(num_sms), name)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["128", "weights alone"])
+def test_gpus_without_a_conversion_to_e4m3(name: str) -> None:
+    assert_stored_by_weights(on_gpu_of(ROWS, capability=80), CASES[name], count=20)
 
 
 @needs_compiler

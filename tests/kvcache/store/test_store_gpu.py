@@ -11,6 +11,7 @@ import torch
 from halfbyte.kvcache import reshape_and_cache
 from halfbyte.layouts import PageLayout
 from kvcache.page_arithmetic import KERNEL_DTYPES, KERNEL_DTYPES_WITH_GLOBAL_SCALE, Geometry
+from kvcache.store.close_calls import CLOSE_CALLS, assert_close_calls_are_stored
 from kvcache.store.recipe_cases import (
     RECIPE_OPTIONS,
     WEIGHTED_OPTIONS,
@@ -262,6 +263,15 @@ def test_gpu_store_by_rows_and_by_tiles(
     monkeypatch.setattr(launcher, "_ROWS_PER_SM", rows_per_sm)
     for count in (1, 90, 3000):
         assert_stored_by_weights(store_k("cuda"), CASES[name], torch.bfloat16, "cuda", count)
+
+
+@pytest.mark.parametrize("rows_per_sm", [0, 10**6])
+@pytest.mark.parametrize("name", CLOSE_CALLS)
+def test_gpu_store_of_what_hangs_on_the_last_bit(
+    name: str, rows_per_sm: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "_ROWS_PER_SM", rows_per_sm)
+    assert_close_calls_are_stored(store_k("cuda"), name, "cuda")
 
 
 @pytest.mark.parametrize("tokens", [64, 2048])

@@ -53,12 +53,28 @@ struct Inverse {
 // The block scale of its byte, 0 up to 126.
 __device__ __forceinline__ float scale_of_byte(int byte) { return mul(float_of((u32)byte << 20), 0x1p120f); }
 
+// The byte of a ratio of 2^-6 up to 464, to nearest even; more for larger ones and NaN.
+__device__ __forceinline__ int byte_of_normal(float ratio) {
+  const u32 bits = bits_of(ratio);
+  return ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3);
+}
+
 // The byte of a ratio of 0 up to 448, to nearest even.
 __device__ __forceinline__ int byte_of_ratio(float ratio) {
   const u32 bits = bits_of(ratio);
-  const u32 normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3);
   const u32 subnormal = bits_of(add(ratio, 16384.0f)) - 0x46800000;  // the last place of 2^14 is 2^-9
-  return bits < 0x3C800000 ? subnormal : normal;
+  return bits < 0x3C800000 ? subnormal : byte_of_normal(ratio);
+}
+
+// The same in one instruction, where there is one.
+__device__ __forceinline__ int byte_of_ratio_fast(float ratio) {
+#if __CUDA_ARCH__ >= 890
+  u16 bytes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bytes) : "f"(0.0f), "f"(ratio));
+  return bytes;
+#else
+  return byte_of_ratio(ratio);
+#endif
 }
 
 // x * r; 0 for NaN. With EASY, NaN occurs only in a block with a NaN, or after one, and is kept.
@@ -79,7 +95,9 @@ __device__ __forceinline__ float nearest(float t) {
 
 // 0x4B7FFFFC + the code of a magnitude up to 6 (proof in kernels/formats/encode.py).
 #define FIRST_CODE 0x4B7FFFFCu
-__device__ __forceinline__ u32 code_bits(float t) { return bits_of(fminf(__fmaf_rn(t, 2.0f, TOP - 4.0f), add(t, TOP))); }
+__device__ __forceinline__ u32 code_bits(float t) {
+  return bits_of(fminf(__fmaf_rn(t, 2.0f, TOP - 4.0f), add(t, TOP)));
+}
 
 // Two words of codes. The constant bits of eight codes sum to 0x3F3BBBBC, modulo 2^32.
 __device__ __forceinline__ uint2 pack(const u32* codes, const float* x) {
@@ -87,6 +105,18 @@ __device__ __forceinline__ uint2 pack(const u32* codes, const float* x) {
 #pragma unroll
   for (int i = 0; i < BLOCK; i++) words[i / 8] += (codes[i] + (x[i] < 0.0f ? 8 : 0)) << 4 * (i % 8);
   return make_uint2(words[0], words[1]);
+}
+
+// Two words of the codes of x * r, which is below 7 in size. The ratio has the sign of x, also where it underflows;
+// adding 0 makes -0 positive. Signs and codes are shifted in, the last value first.
+__device__ __forceinline__ uint2 words_of_ratios(const float* x, float r) {
+  u32 words[2] = {0, 0};
+#pragma unroll
+  for (int i = BLOCK; i--;) {
+    const float t = __fmaf_rn(x[i], r, 0.0f);
+    words[i / 8] = (__funnelshift_r(bits_of(t), words[i / 8], 31) << 3) + code_bits(fabsf(t));
+  }
+  return make_uint2(words[0] - 0x3F3BBBBCu, words[1] - 0x3F3BBBBCu);
 }
 
 // The sum of `COUNT` values, neighbours first.

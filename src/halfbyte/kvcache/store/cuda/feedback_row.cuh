@@ -1,215 +1,268 @@
 // Error feedback for few tokens: one warp per token and head of K.
 //
-// A lane has LANE_CHANNELS adjacent channels and subtracts the errors of all earlier channels from them. For a block's
-// scale, four lanes evaluate each candidate, a quarter of the block per lane. To round a block, TURNS channels at a time
-// are broadcast to all lanes, which all round them one after the other: no exchange per channel. All warps of a CTA have
-// the same head; its factors are prefetched to shared memory, two blocks of rows ahead.
+// A lane has LANE_CHANNELS adjacent channels and subtracts the errors of all earlier channels from them. For a
+// block's scale, four lanes evaluate each candidate, a quarter of the block per lane. To round a block, TURNS channels
+// at a time are broadcast to all lanes, which all round them one after the other: no exchange per channel. All warps
+// of a CTA have the same head; its factors are copied to shared memory, all at once if they fit.
+//
+// The chain of operations from one channel to the next sets the time, so it is kept short: x * r is not rounded to
+// float32 before it is rounded to E2M1, and nothing is checked. Afterwards `is_exact` finds the few rows where this
+// may change bits. They are rounded again by `slow_row.cuh`, like those with values that are not finite.
 //
 // Macros:
 //   WARPS         of a CTA
+//   STAGES        blocks of the factor in shared memory: PARTS, or fewer, but two at least
 //   K_WEIGHTED    1 if K's block scales are chosen by weighted error
 
 #pragma once
-#include "kvcache/store/cuda/turns.cuh"
+#include "kvcache/store/cuda/slow_row.cuh"
 
-#define LANE_CHANNELS (HEAD_SIZE / 32)
-#define BLOCK_LANES (BLOCK / LANE_CHANNELS)
-#define STAGES 4
 #define TURNS 8  // channels that are broadcast to all lanes at a time
 #define QUARTER (BLOCK / 4)
+#define ENTRIES 132
 
 struct SharedRows {
   float factors[STAGES][BLOCK][HEAD_SIZE];
   float weights[HEAD_SIZE];
-  float keys[WARPS][HEAD_SIZE];  // K of a row; then, channel by channel, the values that were rounded
+  float4 scales[ENTRIES];             // `Scale`s of bytes from -1 on
+  float keys[WARPS][HEAD_SIZE];       // K of a row; then, channel by channel, the values that were rounded
+  float errors[WARPS][CANDIDATES * 4];  // of a block's quarters
 };
+
+// A block scale, as one vector: d (times the global scale), its reciprocal, the scale, and 2^22 times the reciprocal.
+__device__ __forceinline__ float4 scale_entry(int byte, float g) {
+  const float s = scale_of_byte(min(max(byte, 1), 126)), d = mul(s, g), r = inverse<true>(d);
+  return make_float4(d, r, s, mul(r, 0x1p22f));
+}
 
 __device__ __forceinline__ void copy16(void* to, const float* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from));
 }
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;"); }
 
-// Rows of block b of the factor, from its own channels on; one group of copies, which may be empty.
+// Rows of block b of the factor, from its own channels on.
 __device__ __forceinline__ void copy_factors(SharedRows& shared, const float* factor, int b) {
   constexpr int LANES = 32 * WARPS / BLOCK;  // of a row
   const int row = threadIdx.x / LANES, channel = threadIdx.x % LANES * 4;
   const float* from = factor + (b * BLOCK + row) * HEAD_SIZE + channel;
   float* to = &shared.factors[b % STAGES][row][channel];
-  if (b < PARTS)
 #pragma unroll
-    for (int i = 0; i < HEAD_SIZE; i += LANES * 4)
-      if (channel + i >= b * BLOCK) copy16(to + i, from + i);
-  asm volatile("cp.async.commit_group;");
+  for (int i = 0; i < HEAD_SIZE; i += LANES * 4)
+    if (channel + i >= b * BLOCK) copy16(to + i, from + i);
 }
 
-// Values of COUNT channels of a row from `first` on, a multiple of LANE_CHANNELS.
-template <int COUNT>
-__device__ __forceinline__ void fetch(float* to, const float* y, int first) {
-#pragma unroll
-  for (int j = 0; j < COUNT; j++)
-    to[j] = __shfl_sync(~0u, y[j % LANE_CHANNELS], first / LANE_CHANNELS + j / LANE_CHANNELS);
-}
+// Copies are in groups: with all factors in shared memory those of blocks 0, 1, 2 to 3, and 4 to 7; else one per block.
+#define AT_ONCE (STAGES == PARTS)
+#define GROUPS (!AT_ONCE ? STAGES - 1 : PARTS == 4 ? 3 : 4)
 
-// The largest magnitude of block b; NaN if it holds one, whose bits are larger than those of numbers.
-__device__ __forceinline__ float amax_of_row(const float* y, int b) {
-  const float own = threadIdx.x % 32 / BLOCK_LANES == b ? amax_of<LANE_CHANNELS>(y) : 0.0f;
-  return float_of(__reduce_max_sync(~0u, bits_of(own) & 0x7FFFFFFF));
-}
-
-// The four channels of quarter q of block b, q being the lane's own.
-__device__ __forceinline__ void fetch_quarter(float* to, const float* y, int b, int q) {
-  if (LANE_CHANNELS <= QUARTER) {
-    fetch<QUARTER>(to, y, b * BLOCK + q * QUARTER);
-  } else {  // a lane has two quarters
-    float both[2 * QUARTER];
-    fetch<2 * QUARTER>(both, y, b * BLOCK + q / 2 * 2 * QUARTER);
+__device__ __forceinline__ void copy_first_factors(SharedRows& shared, const float* factor) {
 #pragma unroll
-    for (int i = 0; i < QUARTER; i++) to[i] = q % 2 ? both[QUARTER + i] : both[i];
+  for (int b = 0; b < (AT_ONCE ? PARTS : STAGES - 1); b++) {
+    copy_factors(shared, factor, b);
+    if (!AT_ONCE || !(b & (b + 1))) end_copies();
   }
 }
 
+// Waits for the factors of block b. All warps are done with block b - 1.
+__device__ __forceinline__ void wait_for_factors(SharedRows& shared, const float* factor, int b) {
+  if (AT_ONCE && b & (b - 1)) return;
+  asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS - 1));
+  __syncthreads();
+  if (!AT_ONCE && b + STAGES - 1 < PARTS) copy_factors(shared, factor, b + STAGES - 1);
+  end_copies();  // may be empty, so that the number of later groups stays the same
+}
+
+// The scale that a block's values are rounded with, and multiples of d.
+struct Steps {
+  float d, r;
+  float fourfold, limit;  // values from these on are rounded with steps of 2, and to 6
+  float zero;             // -d 2^24
+
+  __device__ __forceinline__ Steps(float d, float r) : d(d), r(r) {
+    fourfold = mul(d, 4.0f), limit = mul(d, 6.5f), zero = mul(d, -0x1p24f);
+  }
+};
+
+// Floats next to t + SMALL_SHIFT are 1/2 apart for t below 2, then 1; next to t + LARGE_SHIFT they are 2 apart. For a
+// t of 3.5 to 4.5 either will do: the nearest value is 4. Ties go to the even code.
+#define SMALL_SHIFT (0x1p23f - 2.0f)
+#define LARGE_SHIFT 0x1p24f
+
+// condition >= limit ? x - y : otherwise, as a predicated subtraction: a select would add its latency.
+__device__ __forceinline__ float sub_if_not_less(float condition, float limit, float x, float y, float otherwise) {
+  asm("{.reg .pred p; setp.ge.f32 p, %1, %2; @p sub.rn.f32 %0, %3, %4;}"
+      : "+f"(otherwise)
+      : "f"(condition), "f"(limit), "f"(x), "f"(y));
+  return otherwise;
+}
+
+// |x| less its rounded value.
+__device__ __forceinline__ float size_of_error(float x, const Steps& by) {
+  const float size = fabsf(x), shifted = __fmaf_rn(fminf(size, by.limit), by.r, LARGE_SHIFT);
+  const float small = mul(sub(__fmaf_rn(size, by.r, SMALL_SHIFT), SMALL_SHIFT), by.d);
+  const float large = __fmaf_rn(shifted, by.d, by.zero);  // d 2^24 is a float, so this is rounded once
+  return sub_if_not_less(size, by.fourfold, size, large, sub(size, small));
+}
+
+// Whether rounding |x| r to float32 first, as defined, gives the same value.
+__device__ __forceinline__ bool is_exact(float x, const Steps& by) {
+  const float size = fminf(fabsf(x), by.limit), shift = size >= by.fourfold ? LARGE_SHIFT : SMALL_SHIFT;
+  return __fmaf_rn(size, by.r, shift) == add(mul(size, by.r), shift);
+}
+
+// The largest magnitude of block b. A mask is sooner there than a predicate would be.
+__device__ __forceinline__ float amax_of_row(const float* y, int b) {
+  const int mask = ((int)(threadIdx.x % 32 / BLOCK_LANES ^ b) - 1) >> 31;
+  return float_of(__reduce_max_sync(~0u, bits_of(amax_of<LANE_CHANNELS>(y)) & mask & 0x7FFFFFFF));
+}
+
 // The scale of block b with the smallest weighted error. Lanes 4n to 4n + 3 evaluate candidate n, a quarter of the
-// block each; lanes 16 to 31 do the same as lanes 0 to 15.
-template <bool EASY>
-__device__ __forceinline__ Rounding best_of_row(const float* y, int b, const float* weights, float g) {
+// block each; lanes 16 to 31 do the same as lanes 0 to 15. `mine` is the candidate's scale for a byte of 0.
+__device__ __forceinline__ Rounding best_of_row(SharedRows& shared, const float* y, const float* row, int b,
+                                                const float4* mine, const Inverse& unit, float limit) {
   static_assert(CANDIDATES == 4, "lanes have four candidates");
-  const int n = threadIdx.x % 16 / 4, quarter = threadIdx.x % 4;
-  float x[QUARTER], w[QUARTER];
+  const int warp = threadIdx.x / 32, quarter = threadIdx.x % 4;
+  float x[QUARTER], w[QUARTER], sums[QUARTER], errors[CANDIDATES];
+  load4(x, row + b * BLOCK + quarter * QUARTER), load4(w, shared.weights + b * BLOCK + quarter * QUARTER);
   const float amax = amax_of_row(y, b);
-  fetch_quarter(x, y, b, quarter);
-  load4(w, weights + b * BLOCK + quarter * QUARTER);
-  const float ratio = ratio_of_amax<EASY>(amax, g);
-  const Candidate c = Candidate::near<EASY>(ratio == ratio ? byte_of_ratio(ratio) : 0, n, g);
-  float error = weighted_error<EASY, true, QUARTER>(x, w, c.r);
-  error = add(error, __shfl_xor_sync(~0u, error, 1));
-  error = add(error, __shfl_xor_sync(~0u, error, 2));
-  error = mul(mul(error, c.s), c.s);
-  // Non-negative floats compare like their bits. NaN never wins, except for candidate 0, which wins if all are NaN.
-  const u32 key = error == error ? bits_of(error) : n == 0 ? 0 : ~0u;
-  const int best = __ffs(__ballot_sync(~0u, key == __reduce_min_sync(~0u, key))) - 1;
-  const int byte = __shfl_sync(~0u, c.byte, best);
-  const float d = __shfl_sync(~0u, c.d, best), r = __shfl_sync(~0u, c.r, best);
-  if (ratio == ratio) return {byte, d, r, amax == 0.0f};
-  return Rounding::of<EASY>(NAN_SCALE, amax, g);
+  const int byte = byte_of_ratio_fast(unit.of(fminf(amax, limit)));
+  const float4 own = mine[byte];
+  float4 scales[CANDIDATES];
+#pragma unroll
+  for (int i = 0; i < CANDIDATES; i++) scales[i] = shared.scales[1 + byte + candidate_step(i)];
+#pragma unroll
+  for (int i = 0; i < QUARTER; i++) {
+    // As `distance`, for any t, which is rounded here.
+    const float t = mul(fabsf(x[i]), own.y), shift = fmaxf(mul(fabsf(x[i]), own.w), MIN_SHIFT);
+    const float off = sub(fminf(sub(shift, sub(shift, t)), 6.0f), t);
+    sums[i] = mul(mul(off, off), w[i]);
+  }
+  shared.errors[warp][threadIdx.x % 16] = pairwise_sum<QUARTER>(sums);
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < CANDIDATES; i++) {
+    float quarters[4];
+    load4(quarters, shared.errors[warp] + 4 * i);
+    errors[i] = mul(mul(pairwise_sum<4>(quarters), scales[i].z), scales[i].z);
+  }
+  // NaN never wins, except for candidate 0, which wins if its error is NaN.
+  const bool second = errors[1] < errors[0];
+  const float first_two = second ? errors[1] : errors[0], last_two = fminf(errors[2], errors[3]);
+  const bool last = last_two < first_two, third = errors[2] == last_two;
+  const float4 low = second ? scales[1] : scales[0], high = third ? scales[2] : scales[3];
+  const int low_step = second ? candidate_step(1) : candidate_step(0);
+  const int high_step = third ? candidate_step(2) : candidate_step(3);
+  const int best = min(max(byte + (last ? high_step : low_step), 1), 126);
+  return {best, last ? high.x : low.x, last ? high.y : low.y, amax == 0.0f};
 }
 
 // The scale of block b as the format chooses it.
-template <bool EASY>
-__device__ __forceinline__ Rounding scale_of_row(const float* y, int b, float g) {
+__device__ __forceinline__ Rounding scale_of_row(const float* row, int b, float g) {
   float x[BLOCK];
-  fetch<BLOCK>(x, y, b * BLOCK);
-  return Rounding::of<EASY>(encode_as_format<EASY, FOUR_OVER_SIX>(x, g).scale, amax_of<BLOCK>(x), g);
+  load_floats(x, row + b * BLOCK);
+  return Rounding::of<true>(encode_as_format<true, FOUR_OVER_SIX>(x, g).scale, amax_of<BLOCK>(x), g);
 }
 
-// Rounds TURNS channels of block b, `x`, from its channel `first` on, and subtracts their errors from the lanes' later
-// channels `y`. Writes the values that were rounded (errors of earlier channels subtracted) to `turned`.
-template <bool EASY>
-__device__ __forceinline__ void take_turns(float* x, float* y, const Rounding& by, const float (*factors)[HEAD_SIZE],
-                                           int b, int first, float* turned) {
+// Rounds TURNS channels of block b from its channel `first` on, and subtracts their errors from the lanes' later
+// channels `y`. Leaves the values that were rounded (errors of earlier channels subtracted) in `row`.
+__device__ __forceinline__ void take_turns(float* y, const Steps& by, const float (*factors)[HEAD_SIZE], int b,
+                                           int first, float* row) {
   const int lane = threadIdx.x % 32;
+  float x[TURNS];
+#pragma unroll
+  for (int i = 0; i < TURNS; i += 4) load4(x + i, row + b * BLOCK + first + i);
 #pragma unroll
   for (int c = 0; c < TURNS; c++) {
     const float* factor = factors[first + c];
-    const float error = error_of<EASY>(x[c], by);
+    const float error = size_of_error(x[c], by);
+    const float sign = copysignf(1.0f, x[c]);
     float f[TURNS], own[LANE_CHANNELS];
 #pragma unroll
     for (int i = c / 4 * 4; i < TURNS; i += 4) load4(f + i, factor + b * BLOCK + first + i);
 #pragma unroll
-    for (int i = c + 1; i < TURNS; i++) x[i] = sub(x[i], mul(error, f[i]));
+    for (int i = c + 1; i < TURNS; i++) x[i] = __fmaf_rn(-mul(error, f[i]), sign, x[i]);
     // Factors of earlier channels are 0, or were not copied; those values of y are not used any more.
-    if (LANE_CHANNELS == 2) {
-      const float2 two = *(const float2*)(factor + lane * 2);
-      own[0] = two.x, own[1] = two.y;
-    } else {
+    read_channels(own, factor + lane * LANE_CHANNELS);
 #pragma unroll
-      for (int i = 0; i < LANE_CHANNELS; i += 4) load4(own + i, factor + lane * LANE_CHANNELS + i);
-    }
-#pragma unroll
-    for (int i = 0; i < LANE_CHANNELS; i++) y[i] = sub(y[i], mul(error, own[i]));
+    for (int i = 0; i < LANE_CHANNELS; i++) y[i] = __fmaf_rn(-mul(error, own[i]), sign, y[i]);
   }
+  __syncwarp();
   if (lane == 0)
 #pragma unroll
     for (int i = 0; i < TURNS; i += 4)
-      *(float4*)(turned + b * BLOCK + first + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+      *(float4*)(row + b * BLOCK + first + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
 }
 
-// A lane's channels.
-__device__ __forceinline__ void read_channels(float* to, const float* row) {
-#pragma unroll
-  for (int i = 0; i < LANE_CHANNELS; i++) to[i] = row[threadIdx.x % 32 * LANE_CHANNELS + i];
-}
-
-// Stores a row's codes and scales; `by` is of the block that has the lane's channels.
-template <bool EASY>
-__device__ __forceinline__ void store_row(const Place& place, u32 head, const float* turned, const Rounding& by,
-                                          int first) {
-  const int lane = threadIdx.x % 32, part = lane / BLOCK_LANES;
-  float x[LANE_CHANNELS];
-  read_channels(x, turned);
-  u32 codes = 0;
-#pragma unroll
-  for (int i = 0; i < LANE_CHANNELS; i++) codes |= code_of<EASY>(x[i], by) << 4 * i;
-  int scale = by.is_zero ? 0 : by.scale;
-  if (by.is_zero || by.scale == NAN_SCALE) codes = 0;
-  if (first >= 0) codes = lane ? 0 : first, scale = part ? 0 : MARK;
-  if (!place.keep) return;
-  u8* to = key_codes(place, head, 0) + lane * (LANE_CHANNELS / 2);
-#pragma unroll
-  for (int i = 0; i < LANE_CHANNELS / 2; i++) to[i] = codes >> 8 * i;
-  if (lane % BLOCK_LANES == 0) *key_scale(place, head, part) = scale;
-}
-
-template <bool EASY>
-__device__ __forceinline__ void store_key_row(const Params& p, u32 cta, float g, SharedRows& shared) {
-  const u32 tiles = (p.num_slots + WARPS - 1) / WARPS, head = cta / tiles;
-  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = cta % tiles * WARPS + warp;
-  const float* factor = p.feedback + (u64)head * HEAD_SIZE * HEAD_SIZE;
+// Rounds a row that is in `row`, and in lanes' `y`. Leaves the values that were rounded in `row`; returns the scale of
+// the block that has the lane's channels. The whole CTA comes here.
+__device__ __forceinline__ Rounding round_row(SharedRows& shared, const float* factor, float* row, float* y, float g) {
+  const int lane = threadIdx.x % 32;
+  const Inverse unit(mul(6.0f, g));
+  const float limit = mul(448.0f, mul(6.0f, g));
+  const float4* mine = shared.scales + 1 + candidate_step(lane % 16 / 4);
+  static_assert(32 * WARPS == 128, "a thread for each byte from -1 on");
+  shared.scales[threadIdx.x] = scale_entry(threadIdx.x - 1, g);
+  if (threadIdx.x < ENTRIES - 128) shared.scales[128 + threadIdx.x] = scale_entry(126, g);
+  Rounding own = {};
+#pragma unroll 1
+  for (int b = 0; b < PARTS; b++) {
+    wait_for_factors(shared, factor, b);
 #if K_WEIGHTED
-  if (threadIdx.x < HEAD_SIZE / 4) copy16(shared.weights + 4 * threadIdx.x, p.k_weights + head * HEAD_SIZE + 4 * threadIdx.x);
+    const Rounding by = best_of_row(shared, y, row, b, mine, unit, limit);
+#else
+    const Rounding by = scale_of_row(row, b, g);
 #endif
-  copy_factors(shared, factor, 0);
-  copy_factors(shared, factor, 1);
-  float* row = shared.keys[warp];
-  float y[LANE_CHANNELS];
+    if (lane / BLOCK_LANES == b) own = by;
+    const Steps steps(by.d, by.r);
+#pragma unroll
+    for (int i = 0; i < BLOCK; i += TURNS) {
+      take_turns(y, steps, shared.factors[b % STAGES], b, i, row);
+      // Channels of the next turns have all errors of earlier ones subtracted.
+      const int next = b * BLOCK + i + TURNS;
+      const int end = next + (i + TURNS < BLOCK ? BLOCK - TURNS : BLOCK), channel = lane * LANE_CHANNELS;
+      if (channel >= next && channel < end) write_channels(row + channel, y);
+      __syncwarp();
+    }
+  }
+  return own;
+}
+
+__device__ __forceinline__ void store_key_row(const Params& p, u32 cta, SharedRows& shared) {
+  const u32 head = cta % KV_HEADS, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const u32 token = cta / KV_HEADS * WARPS + warp;
+  const float* factor = p.feedback + (u64)head * HEAD_SIZE * HEAD_SIZE;
+  const float g = p.k_scale ? *p.k_scale : p.k_scale_number;
   const i64 position = position_of(p, token);
   const Place place = Place::of(p, token);
-  {
-    float x[BLOCK];
-    const u32 part = lane % PARTS;  // several lanes load the same block
-    load_key(p, x, token, head, part, position);
-    if (lane < PARTS)
-#pragma unroll
-      for (int i = 0; i < BLOCK; i += 4)
-        *(float4*)(row + part * BLOCK + i) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
-  }
+#if K_WEIGHTED
+  const u32 weight = 4 * threadIdx.x;
+  if (weight < HEAD_SIZE) copy16(shared.weights + weight, p.k_weights + head * HEAD_SIZE + weight);
+#endif
+  copy_first_factors(shared, factor);
+  float *row = shared.keys[warp], *own = row + lane * LANE_CHANNELS, x[LANE_CHANNELS];
+  load_channels(p, x, token, head, position);
+  write_channels(own, x);
   __syncwarp();
-  read_channels(y, row);
   int first = -1;
 #if FIRST_TYPE >= 0
   first = find_first_of(p, token, head, place.keep && position == 0, 32);
 #endif
-  asm volatile("cp.async.wait_group %0;" ::"n"(1));
-  __syncthreads();
-  Rounding own = {};
-#pragma unroll 1
-  for (int b = 0; b < PARTS; b++) {
-    float x[TURNS];
-    fetch<TURNS>(x, y, b * BLOCK);
-#if K_WEIGHTED
-    const Rounding by = best_of_row<EASY>(y, b, shared.weights, g);
-#else
-    const Rounding by = scale_of_row<EASY>(y, b, g);
-#endif
-    if (lane / BLOCK_LANES == b) own = by;
-    copy_factors(shared, factor, b + 2);
-    const float(*factors)[HEAD_SIZE] = shared.factors[b % STAGES];
+  if (is_easy(g)) {
+    const Rounding by = round_row(shared, factor, row, x, g);
+    read_channels(x, own);
+    const Steps steps(by.d, by.r);
+    // Errors that are not finite make the last channel so, whatever comes between.
+    bool is_done = fabsf(row[HEAD_SIZE - 1]) < INF;
 #pragma unroll
-    for (int i = 0; i < BLOCK; i += TURNS) {
-      if (i) fetch<TURNS>(x, y, b * BLOCK + i);
-      take_turns<EASY>(x, y, by, factors, b, i, row);
+    for (int i = 0; i < LANE_CHANNELS; i++) is_done = is_done && is_exact(x[i], steps);
+    if (!__any_sync(~0u, !is_done)) {
+      store_row<true>(place, head, row, by, first);
+      return;
     }
-    asm volatile("cp.async.wait_group %0;" ::"n"(1));
-    __syncthreads();  // the next block's factors are there, and all warps are done with this block's
+    __syncwarp();
+    load_channels(p, x, token, head, position);
+    write_channels(own, x);
+    __syncwarp();
   }
-  __syncwarp();
-  store_row<EASY>(place, head, row, own, first);
+  store_row<false>(place, head, row, round_row_slowly(p, row, head, g), first);
 }

@@ -21,10 +21,11 @@ __device__ __forceinline__ int at(int channel, int row) { return channel * TILE 
 // Centres and rotates the tile.
 __device__ __forceinline__ void load_tile(const Params& p, float* tile, u32 token, u32 head, i64 position) {
   const u32 lane = threadIdx.x % 32, part = lane % PARTS, begin = token - lane;
+  Mean mean;
 #pragma unroll 1
   for (u32 row = lane / PARTS; row < TILE; row += TILE_ROWS) {
     float x[BLOCK];
-    load_key(p, x, begin + row, head, part, __shfl_sync(~0u, position, row));
+    load_key(p, x, mean, begin + row, head, part, __shfl_sync(~0u, position, row));
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) tile[at(part * BLOCK + i, row)] = x[i];
   }
@@ -97,9 +98,7 @@ __device__ __forceinline__ void store_key_tile(const Params& p, u32 number, floa
     for (int i = 0; i < BLOCK; i++) x[i] = column[i * TILE];
     const float amax = amax_of<BLOCK>(x);
 #if K_WEIGHTED
-    float w[BLOCK];
-    load_floats(w, p.k_weights + head * HEAD_SIZE + b * BLOCK);
-    const int scale = best_scale<EASY>(x, w, amax, g);
+    const int scale = best_scale<EASY>(x, Weights(p.k_weights + head * HEAD_SIZE + b * BLOCK), amax, g);
 #else
     const int scale = encode_as_format<EASY, FOUR_OVER_SIX>(x, g).scale;
 #endif

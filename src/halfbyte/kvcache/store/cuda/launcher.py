@@ -32,11 +32,16 @@ _BY_BLOCK, _BY_ROW, _BY_TILE = 1, 2, 3
 _WARPS = {_BY_BLOCK: 4, _BY_ROW: 4, _BY_TILE: 2}
 _TILE = 32
 """Tokens of a warp's tile."""
-_ROW_STAGES = 4
-"""Blocks of a factor in shared memory."""
+_SCALE_ENTRIES = 132
+"""Block scales with their reciprocals in shared memory, for error feedback by rows."""
 _ROWS_PER_SM = 32
 """Min (token, head) rows per SM for error feedback by tiles of 32 tokens. With fewer, one warp per
 row is faster, although it does six times the work."""
+
+_MAX_TOKENS = 4
+"""Tokens that a thread takes a block of, for long prompts."""
+_BLOCKS_PER_SM = 1024
+"""Min blocks of 16 values per SM and token of a thread: more threads than are resident."""
 
 
 class _Params(ctypes.Structure):
@@ -58,7 +63,8 @@ class _Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("ring_rows", "ring_owners", "ring_slots")),
         *((name, ctypes.c_float) for name in ("k_scale_number", "v_scale_number")),
         *((name, ctypes.c_uint32) for name in ("num_slots", "num_first", "num_segments")),
-        *((name, ctypes.c_uint32) for name in ("num_kept", "ring", "k_ctas", "v_ctas")),
+        *((name, ctypes.c_uint32) for name in ("num_kept", "ring", "tokens")),
+        *((name, ctypes.c_uint32) for name in ("k_ctas", "v_ctas")),
     )
 
 
@@ -88,25 +94,34 @@ class Variant(NamedTuple):
         """Dynamic shared memory: `SharedRows`, or a tile for each warp."""
         size, warps = layout.head_size, _WARPS[self.by]
         if self.by == _BY_ROW:
-            return 4 * size * (_ROW_STAGES * BLOCK_SIZE + 1 + warps)
+            factors = size * (_stages(layout) * BLOCK_SIZE + 1)
+            return 4 * (factors + 4 * _SCALE_ENTRIES + warps * (size + BLOCK_SIZE))
         if self.by == _BY_TILE:
             parts = size // BLOCK_SIZE
             return 4 * warps * parts * (BLOCK_SIZE * _TILE + max(4, _TILE // parts))
         return 0
 
-    def k_ctas(self, layout: PageLayout, num_slots: int) -> int:
-        """CTAs that take K."""
+    def k_ctas(self, layout: PageLayout, num_slots: int, tokens: int) -> int:
+        """CTAs that take K; by blocks, a thread has a block of so many tokens."""
         heads, warps = layout.num_kv_heads, _WARPS[self.by]
         if self.by == _BY_ROW:
             return heads * -(-num_slots // warps)
         if self.by == _BY_TILE:
             return -(-heads * -(-num_slots // _TILE) // warps)
-        return -(-num_slots * heads * (layout.head_size // BLOCK_SIZE) // self.threads)
+        return -(
+            -_groups(num_slots, tokens) * heads * (layout.head_size // BLOCK_SIZE) // self.threads
+        )
+
+    def v_ctas(self, layout: PageLayout, num_slots: int, tokens: int) -> int:
+        """CTAs that take V."""
+        blocks = layout.num_kv_heads * (layout.head_size_v // BLOCK_SIZE)
+        return -(-_groups(num_slots, tokens) * blocks // self.threads)
 
     def macros(self, layout: PageLayout) -> dict[str, int | None]:
         """Macros that `store.cu` is compiled with."""
         of_regions = region_fields(layout)
-        ctas_per_sm = {_BY_BLOCK: 4, _BY_ROW: 2, _BY_TILE: 6}[self.by]
+        by_block = 5 if self.k_weighted else 4
+        ctas_per_sm = {_BY_BLOCK: by_block, _BY_ROW: 2, _BY_TILE: 6}[self.by]
         return {
             "HEAD_SIZE": layout.head_size,
             "HEAD_SIZE_V": layout.head_size_v,
@@ -129,8 +144,15 @@ class Variant(NamedTuple):
             "RING": int(self.ring),
             "IN_WORDS": int(self.in_words),
             "WARPS": _WARPS[self.by],
+            "STAGES": _stages(layout),
             "CTAS_PER_SM": ctas_per_sm,
         }
+
+
+def _stages(layout: PageLayout) -> int:
+    """Blocks of a factor in shared memory: all of them, up to 64 KiB."""
+    parts = layout.head_size // BLOCK_SIZE
+    return parts if parts <= 8 else 4
 
 
 _TOLERANCE_EXPONENT = int(1 / MATCH_TOLERANCE).bit_length() - 1
@@ -186,9 +208,9 @@ def store_transformed(inputs: StoreInputs) -> None:
         ring=ring,
         in_words=(pages.data_ptr() | params.page_stride) % 4 == 0,
     )
-    params.k_ctas = variant.k_ctas(layout, num_slots)
-    blocks = num_slots * layout.num_kv_heads * (layout.head_size_v // BLOCK_SIZE)
-    params.v_ctas = -(-blocks // variant.threads)
+    params.tokens = tokens = _tokens_of_thread(layout, num_slots, pages.get_device())
+    params.k_ctas = variant.k_ctas(layout, num_slots, tokens)
+    params.v_ctas = variant.v_ctas(layout, num_slots, tokens)
     ctas = params.k_ctas + params.v_ctas
     if recent is not None and ring:
         arguments.bind(**dict(zip(_RING_NAMES, recent, strict=True)))
@@ -239,6 +261,16 @@ def _unit(transform: KVTransform, rows: int, device: int) -> int:
     if transform.feedback is None:
         return _BY_BLOCK
     return _BY_TILE if rows >= _ROWS_PER_SM * num_sms(device) else _BY_ROW
+
+
+def _groups(num_slots: int, tokens: int) -> int:
+    return -(-num_slots // tokens)
+
+
+def _tokens_of_thread(layout: PageLayout, num_slots: int, device: int) -> int:
+    """Tokens that a thread takes a block of: more share means and weights, in fewer threads."""
+    blocks = num_slots * layout.num_kv_heads * (layout.head_size + layout.head_size_v) // BLOCK_SIZE
+    return max(1, min(_MAX_TOKENS, blocks // max(1, _BLOCKS_PER_SM * num_sms(device))))
 
 
 def _share_dtypes(recent: RingSlots, key: torch.Tensor, value: torch.Tensor) -> bool:

@@ -37,6 +37,7 @@ struct Params {
   const i64 *ring_rows, *ring_owners, *ring_slots;
   float k_scale_number, v_scale_number;
   u32 num_slots, num_first, num_segments, num_kept, ring;
+  u32 tokens;                                               // that a thread takes a block of
   u32 k_ctas, v_ctas;                                       // the grid: CTAs for K, for V, then for rings
 };
 
@@ -55,6 +56,16 @@ __device__ __forceinline__ void load4(float* to, const float* from) {
   to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
 }
 
+// Two values of 16 bits.
+template <int TYPE>
+__device__ __forceinline__ void widen(float& low, float& high, u32 word) {
+  low = float_of(word << 16), high = float_of(word & 0xFFFF0000u);
+  if (TYPE == 1) {
+    asm("cvt.f32.f16 %0, %1;" : "=f"(low) : "h"((u16)word));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(high) : "h"((u16)(word >> 16)));
+  }
+}
+
 // A block at value i, a multiple of 16 bytes.
 template <int TYPE>
 __device__ __forceinline__ void load_block(float* to, const void* x, u64 i) {
@@ -68,14 +79,7 @@ __device__ __forceinline__ void load_block(float* to, const void* x, u64 i) {
     const uint4 y = *(const uint4*)((const u16*)x + i + 8 * j);
     const u32 words[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      float low = float_of(words[k] << 16), high = float_of(words[k] & 0xFFFF0000u);
-      if (TYPE == 1) {
-        asm("cvt.f32.f16 %0, %1;" : "=f"(low) : "h"((u16)words[k]));
-        asm("cvt.f32.f16 %0, %1;" : "=f"(high) : "h"((u16)(words[k] >> 16)));
-      }
-      to[8 * j + 2 * k] = low, to[8 * j + 2 * k + 1] = high;
-    }
+    for (int k = 0; k < 4; k++) widen<TYPE>(to[8 * j + 2 * k], to[8 * j + 2 * k + 1], words[k]);
   }
 }
 
@@ -104,55 +108,69 @@ __device__ __forceinline__ u32 segment_of(const Params& p, i64 position) {
 #endif
 }
 
+// The mean of a block's channels in the segment of the last token that was loaded.
+struct Mean {
 #if SEGMENT
-__device__ __forceinline__ void subtract_mean(const Params& p, float* x, u32 head, u32 part, i64 position) {
-  const u32 of_head = head * HEAD_SIZE + part * BLOCK;
-  const u64 of_segment = (u64)segment_of(p, position) * HEAD_SIZE + part * BLOCK;
-#pragma unroll
-  for (int i = 0; i < BLOCK; i += 4) {
-    float cos[4], sin[4], mean[4], partner[4];
-    load4(cos, p.cos + of_segment + i), load4(sin, p.sin + of_segment + i);
-    load4(mean, p.mean + of_head + i), load4(partner, p.partner_mean + of_head + i);
-#pragma unroll
-    for (int j = 0; j < 4; j++) x[i + j] = sub(x[i + j], add(mul(cos[j], mean[j]), mul(sin[j], partner[j])));
-  }
-}
-#endif
+  float x[BLOCK];
+  u32 segment = ~0u;
 
-// Multiplies heads by the Hadamard matrix (numerics/hadamard.py).
+  __device__ __forceinline__ void move_to(const Params& p, u32 head, u32 part, u32 to) {
+    if (segment == to) return;
+    segment = to;
+    const u32 of_head = head * HEAD_SIZE + part * BLOCK;
+    const u64 of_segment = (u64)segment * HEAD_SIZE + part * BLOCK;
+#pragma unroll
+    for (int i = 0; i < BLOCK; i += 4) {
+      float cos[4], sin[4], mean[4], partner[4];
+      load4(cos, p.cos + of_segment + i), load4(sin, p.sin + of_segment + i);
+      load4(mean, p.mean + of_head + i), load4(partner, p.partner_mean + of_head + i);
+#pragma unroll
+      for (int j = 0; j < 4; j++) x[i + j] = add(mul(cos[j], mean[j]), mul(sin[j], partner[j]));
+    }
+  }
+#endif
+};
+
+// Multiplies heads by the Hadamard matrix (numerics/hadamard.py). LANES lanes side by side have a head, COUNT values
+// each; this is lane `part` of them.
+template <int COUNT, int LANES>
 __device__ __forceinline__ void rotate(float* x, u32 part) {
+  static_assert(COUNT * LANES == HEAD_SIZE, "lanes have a head");
 #pragma unroll
-  for (int h = 1; h < BLOCK; h *= 2)
+  for (int h = 1; h < COUNT; h *= 2)
 #pragma unroll
-    for (int i = 0; i < BLOCK; i++)
+    for (int i = 0; i < COUNT; i++)
       if (!(i & h)) {
         const float a = x[i], b = x[i + h];
         x[i] = add(a, b), x[i + h] = sub(a, b);
       }
 #pragma unroll
-  for (int h = 1; h < PARTS; h *= 2) {
+  for (int h = 1; h < LANES; h *= 2) {
     const float sign = part & h ? -1.0f : 1.0f;
 #pragma unroll
-    for (int i = 0; i < BLOCK; i++) x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(~0u, x[i], h));
+    for (int i = 0; i < COUNT; i++) x[i] = __fmaf_rn(x[i], sign, __shfl_xor_sync(~0u, x[i], h));
   }
   constexpr float NORM = HEAD_SIZE == 64 ? 0.125f : HEAD_SIZE == 256 ? 0.0625f : 0.08838834764831845f;
 #pragma unroll
-  for (int i = 0; i < BLOCK; i++) x[i] = mul(x[i], NORM);
+  for (int i = 0; i < COUNT; i++) x[i] = mul(x[i], NORM);
 }
 
-// K' of a block; zeros for a token that is not there. A whole warp comes here.
-__device__ __forceinline__ void load_key(const Params& p, float* x, u32 token, u32 head, u32 part, i64 position) {
+// K' of a block; zeros for a token that is not there. A whole warp comes here. `mean` is of the same head and part.
+__device__ __forceinline__ void load_key(const Params& p, float* x, Mean& mean, u32 token, u32 head, u32 part,
+                                         i64 position) {
   if (token < p.num_slots) {
     load_block<KEY_TYPE>(x, p.key, token * p.key_token + head * p.key_head + part * BLOCK);
 #if SEGMENT
-    subtract_mean(p, x, head, part, position);
+    mean.move_to(p, head, part, segment_of(p, position));
+#pragma unroll
+    for (int i = 0; i < BLOCK; i++) x[i] = sub(x[i], mean.x[i]);
 #endif
   } else {
 #pragma unroll
     for (int i = 0; i < BLOCK; i++) x[i] = 0.0f;
   }
 #if ROTATE
-  rotate(x, part);
+  rotate<BLOCK, PARTS>(x, part);
 #endif
 }
 

@@ -52,34 +52,104 @@ struct Candidate {
   }
 };
 
-template <bool EASY, bool CLAMPS>
-__device__ __forceinline__ void try_candidates(const float* x, const float* w, float g, int start, int from, int to,
-                                               int& best, float& best_error) {
-#pragma unroll 1
-  for (int n = from; n < to; n++) {
-    const Candidate c = Candidate::near<EASY>(start, n, g);
-    const float error = mul(mul(weighted_error<EASY, CLAMPS, BLOCK>(x, w, c.r), c.s), c.s);
-    if (n == 0 || error < best_error) best = c.byte, best_error = error;
+// Weights of a block's channels, used for several tokens.
+struct Weights {
+  float w[BLOCK];
+  float sum;  // NaN if `likely_scale` does not take them: negative, not finite, or very small
+
+  __device__ __forceinline__ explicit Weights(const float* from) {
+    float sizes[BLOCK];
+#pragma unroll
+    for (int i = 0; i < BLOCK; i += 4) {
+      const float4 x = *(const float4*)(from + i);
+      w[i] = x.x, w[i + 1] = x.y, w[i + 2] = x.z, w[i + 3] = x.w;
+    }
+#pragma unroll
+    for (int i = 0; i < BLOCK; i++) sizes[i] = fabsf(w[i]);
+    sum = pairwise_sum<BLOCK>(w);
+    if (!(sum == pairwise_sum<BLOCK>(sizes) && sum >= 0x1p-12f && sum <= 0x1p20f)) sum = NOT_A_NUMBER;
   }
+};
+
+#define MIN_SHIFT 4194308.0f  // 2^22 and more than any t below 1.75
+
+// The nearest product of d and an E2M1 value, less |x|; r is 1 / d. Floats next to `shift` are as far apart as E2M1
+// values next to t = |x| r, so subtracting t from it rounds t, without regard to ties. The shift is |x| times a
+// factor, but MIN_SHIFT at least. The value nearest to a t of 1.75 to 2.25 is 2, and to a t of 3.5 to 4.5 it is 4, with
+// the steps of either side: so any factor is right with which the shift passes 2^23 at a t of 1.75 to 2.25.
+template <bool CLAMPS>
+__device__ __forceinline__ float distance(float x, float d, float r, float shift) {
+  const float nearest = sub(shift, __fmaf_rn(fabsf(x), -r, shift));
+  return __fmaf_rn(CLAMPS ? fminf(nearest, 6.0f) : nearest, d, -fabsf(x));
 }
 
-// The byte with the smallest error; NAN_SCALE for NaN. A whole warp comes here.
+// The step from `start` to the byte of the candidate with the smallest error, for a `start` of 9 to 122, and EASY;
+// `is_sure` is false if another one comes so close that rounding may decide.
+//
+// In the definition an error is the sum of w (v - t)^2 s^2, with t rounded to float32. Here t is not rounded, and
+// distances are multiplied by d. t is below 8, so a distance over d differs from |v - t| by u = 2^-20 at most, and its
+// square by 2^-18 of itself and 2^18 u^2 = 2^-22. Rounding changes each sum by less than 2^-19 of itself. So errors
+// that differ by 2^-15 of themselves, and by 2^-19 d^2 times the sum of weights, are in the definition's order (d is
+// that of amax6; others are up to 1.5 times as large).
+__device__ __forceinline__ int likely_step(const float* x, const Weights& weights, float g, int start, bool& is_sure) {
+  const u32 bits = ((u32)start << 20) + 0x3C000000u;  // of a normal scale
+  float d[CANDIDATES], r[CANDIDATES], errors[CANDIDATES] = {};
+#pragma unroll
+  for (int n = 0; n < CANDIDATES; n++) {
+    d[n] = mul(float_of(bits + ((u32)candidate_step(n) << 20)), g);
+    r[n] = inverse<true>(d[n]);
+  }
+  // The first three have the same shift. It passes 2^23 at a t of 1.984 for the first, of 2.116 to 2.233 for the
+  // smaller scale, and of 1.763 to 1.861 for the larger one.
+  const float near = mul(r[0], 0x1p23f / 1.984375f), far = mul(r[3], 0x1p22f);
+#pragma unroll
+  for (int i = 0; i < BLOCK; i++) {
+    const float shift = fmaxf(mul(fabsf(x[i]), near), MIN_SHIFT);
+    const float far_shift = fmaxf(mul(fabsf(x[i]), far), MIN_SHIFT);
+    const float off[CANDIDATES] = {
+        distance<false>(x[i], d[0], r[0], shift),
+        distance<true>(x[i], d[1], r[1], shift),  // t is up to 7.125; the others are below 7
+        distance<false>(x[i], d[2], r[2], shift),
+        distance<false>(x[i], d[3], r[3], far_shift),
+    };
+#pragma unroll
+    for (int n = 0; n < CANDIDATES; n++) errors[n] = __fmaf_rn(mul(off[n], off[n]), weights.w[i], errors[n]);
+  }
+  const float low = fminf(errors[0], errors[1]), high = fminf(errors[2], errors[3]), least = fminf(low, high);
+  const float second = fminf(fmaxf(low, high), fminf(fmaxf(errors[0], errors[1]), fmaxf(errors[2], errors[3])));
+  is_sure = second > __fmaf_rn(least, 1.0f + 0x1p-15f, mul(mul(weights.sum, 0x1p-19f), mul(d[0], d[0])));
+  int step = candidate_step(3);
+#pragma unroll
+  for (int n = 0; n < CANDIDATES - 1; n++) step = errors[n] == least ? candidate_step(n) : step;
+  return step;
+}
+
+// The byte with the smallest error, by its definition.
 template <bool EASY>
-__device__ __forceinline__ int best_scale(const float* x, const float* w, float amax, float g) {
+__device__ __forceinline__ int exact_scale(const float* x, const Weights& weights, float amax, float g) {
   const float ratio = ratio_of_amax<EASY>(amax, g);
   const int start = ratio == ratio ? byte_of_ratio(ratio) : 0;
   int best = 0;
   float best_error = 0.0f;
-  // Next to a normal scale of amax6 magnitudes are below 6.4, and lower for larger scales.
-  const bool clamps = !EASY || (amax > 0.0f && (start < 8 || start > 125));
-  if (__any_sync(~0u, clamps))
-    try_candidates<EASY, true>(x, w, g, start, 0, CANDIDATES, best, best_error);
-  else {
-    try_candidates<EASY, false>(x, w, g, start, 0, 1, best, best_error);
-    try_candidates<EASY, true>(x, w, g, start, 1, 2, best, best_error);  // the smaller scale
-    try_candidates<EASY, false>(x, w, g, start, 2, CANDIDATES, best, best_error);
+#pragma unroll 1
+  for (int n = 0; n < CANDIDATES; n++) {
+    const Candidate c = Candidate::near<EASY>(start, n, g);
+    const float error = mul(mul(weighted_error<EASY, true, BLOCK>(x, weights.w, c.r), c.s), c.s);
+    if (n == 0 || error < best_error) best = c.byte, best_error = error;
   }
   return ratio == ratio ? best : NAN_SCALE;
+}
+
+// The byte with the smallest error; NAN_SCALE for NaN. A whole warp comes here.
+template <bool EASY>
+__device__ __forceinline__ int best_scale(const float* x, const Weights& weights, float amax, float g) {
+  if (!EASY) return exact_scale<EASY>(x, weights, amax, g);
+  const int start = byte_of_normal(Inverse(mul(6.0f, g)).of(amax));
+  bool is_sure;
+  int best = start + likely_step(x, weights, g, start, is_sure);
+  is_sure = is_sure && (u32)start - 9 <= 122 - 9;
+  if (__any_sync(~0u, !is_sure && amax > 0.0f)) best = exact_scale<EASY>(x, weights, amax, g);
+  return amax == amax ? best : NAN_SCALE;
 }
 
 // A block's scale that maps amax to `target`, and codes with it.
@@ -152,14 +222,19 @@ __device__ __forceinline__ Encoded encode_as_format(const float* x, float g) {
 
 // A block with the scale of smallest weighted error, each value rounded alone. A whole warp comes here.
 template <bool EASY>
-__device__ __forceinline__ Encoded encode_weighted(const float* x, const float* w, float g) {
+__device__ __forceinline__ Encoded encode_weighted(const float* x, const Weights& weights, float g) {
   const float amax = amax_of<BLOCK>(x);
-  const int scale = best_scale<EASY>(x, w, amax, g);
-  if (amax == 0.0f) return {make_uint2(0, 0), 0};
-  if (scale == NAN_SCALE) return {make_uint2(0, 0), NAN_SCALE};
+  const int scale = best_scale<EASY>(x, weights, amax, g);
   const float r = inverse<EASY>(mul(scale_of_byte(scale), g));
-  u32 codes[BLOCK];
+  uint2 words;
+  if (EASY && !__any_sync(~0u, mul(amax, r) >= 6.5f)) {
+    words = words_of_ratios(x, r);
+  } else {
+    u32 codes[BLOCK];
 #pragma unroll
-  for (int i = 0; i < BLOCK; i++) codes[i] = code_bits(fminf(fabsf(ratio_of<EASY>(x[i], r)), 6.0f));
-  return {pack(codes, x), scale};
+    for (int i = 0; i < BLOCK; i++) codes[i] = code_bits(fminf(fabsf(ratio_of<EASY>(x[i], r)), 6.0f));
+    words = pack(codes, x);
+  }
+  if (!(amax > 0.0f)) words = make_uint2(0, 0);
+  return {words, amax == 0.0f ? 0 : scale};
 }

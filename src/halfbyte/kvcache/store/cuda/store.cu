@@ -4,7 +4,7 @@
 // K is centred (segment means), rotated (Hadamard), and rounded to NVFP4; tokens at position 0 that are constants of
 // the model are marked. How K is rounded decides what a warp takes:
 //
-//   BY_BLOCK   values alone: a thread takes a block of 16
+//   BY_BLOCK   values alone: a thread takes a block of 16 of some tokens
 //   BY_ROW     error feedback, few tokens: a warp takes a head of a token (feedback_row.cuh)
 //   BY_TILE    error feedback, many tokens: a warp takes a head of 32 tokens (feedback_tile.cuh)
 //
@@ -16,43 +16,68 @@
 #define BY_ROW 2
 #define BY_TILE 3
 
-#include "kvcache/store/cuda/feedback_row.cuh"
-#include "kvcache/store/cuda/feedback_tile.cuh"
 #include "kvcache/store/cuda/values.cuh"
+
+#if BY == BY_ROW
+#include "kvcache/store/cuda/feedback_row.cuh"
+#elif BY == BY_TILE
+#include "kvcache/store/cuda/feedback_tile.cuh"
+#endif
 
 #define THREADS (32 * WARPS)
 
-// A block of K without error feedback.
+// Blocks of K of `p.tokens` tokens, without error feedback. `position` and `place` are the first one's.
 template <bool EASY>
-__device__ __forceinline__ void store_key_block(const Params& p, u32 number, float g) {
-  const u32 part = number % PARTS, head = number / PARTS % KV_HEADS, token = number / (PARTS * KV_HEADS);
-  const i64 position = position_of(p, token);
-  const Place place = Place::of(p, token);
-  float x[BLOCK];
-  load_key(p, x, token, head, part, position);
+__device__ __forceinline__ void store_key_blocks(const Params& p, u32 part, u32 head, u32 begin, i64 position,
+                                                 Place place, float g) {
 #if K_WEIGHTED
-  float w[BLOCK];
-  load_floats(w, p.k_weights + head * HEAD_SIZE + part * BLOCK);
-  const Encoded encoded = encode_weighted<EASY>(x, w, g);
-#else
-  const Encoded encoded = encode_as_format<EASY, FOUR_OVER_SIX>(x, g);
+  const Weights weights(p.k_weights + head * HEAD_SIZE + part * BLOCK);
 #endif
-  int first = -1;
+  Mean mean;
+#pragma unroll 1
+  for (u32 token = begin; token < begin + p.tokens; token++) {
+    int first = -1;
 #if FIRST_TYPE >= 0
-  first = find_first_of(p, token, head, place.keep && position == 0, PARTS);
+    first = find_first_of(p, token, head, place.keep && position == 0, PARTS);
 #endif
-  store_key(place, head, part, encoded, first);
+    float x[BLOCK];
+    load_key(p, x, mean, token, head, part, position);
+#if K_WEIGHTED
+    const Encoded encoded = encode_weighted<EASY>(x, weights, g);
+#else
+    const Encoded encoded = encode_as_format<EASY, FOUR_OVER_SIX>(x, g);
+#endif
+    u32 column = part;
+    asm volatile("" : "+r"(column));  // or what depends on it takes registers throughout the loop
+    store_key(place, head, column, encoded, first);
+    position = position_of(p, token + 1), place = Place::of(p, token + 1);
+  }
 }
 
-template <bool EASY>
-__device__ __forceinline__ void store_keys(const Params& p, float g, unsigned char* memory) {
-#if BY == BY_BLOCK
-  store_key_block<EASY>(p, blockIdx.x * THREADS + threadIdx.x, g);
-#elif BY == BY_ROW
-  store_key_row<EASY>(p, blockIdx.x, g, *(SharedRows*)memory);
+__device__ __forceinline__ void store_keys(const Params& p, unsigned char* memory) {
+#if BY == BY_ROW
+  store_key_row(p, blockIdx.x, *(SharedRows*)memory);
 #else
-  const u32 warp = threadIdx.x / 32;
-  store_key_tile<EASY>(p, blockIdx.x * WARPS + warp, g, (float*)memory + warp * TILE_FLOATS);
+  const float g = p.k_scale ? *p.k_scale : p.k_scale_number;
+#if BY == BY_BLOCK
+  const u32 number = blockIdx.x * THREADS + threadIdx.x;
+  const u32 part = number % PARTS, head = number / PARTS % KV_HEADS;
+  const u32 begin = number / (PARTS * KV_HEADS) * p.tokens;
+  // Loaded together with g.
+  const i64 position = position_of(p, begin);
+  const Place place = Place::of(p, begin);
+  if (is_easy(g))
+    store_key_blocks<true>(p, part, head, begin, position, place, g);
+  else
+    store_key_blocks<false>(p, part, head, begin, position, place, g);
+#else
+  const u32 warp = threadIdx.x / 32, number = blockIdx.x * WARPS + warp;
+  float* tile = (float*)memory + warp * TILE_FLOATS;
+  if (is_easy(g))
+    store_key_tile<true>(p, number, g, tile);
+  else
+    store_key_tile<false>(p, number, g, tile);
+#endif
 #endif
 }
 
@@ -60,13 +85,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) store(const _
   extern __shared__ __align__(16) unsigned char memory[];
   wait_for_previous();
   allow_next();
-  if (blockIdx.x < p.k_ctas) {
-    const float g = p.k_scale ? *p.k_scale : p.k_scale_number;
-    if (is_easy(g))
-      store_keys<true>(p, g, memory);
-    else
-      store_keys<false>(p, g, memory);
-  } else if (blockIdx.x < p.k_ctas + p.v_ctas)
+  if (blockIdx.x < p.k_ctas)
+    store_keys(p, memory);
+  else if (blockIdx.x < p.k_ctas + p.v_ctas)
     store_values(p, (blockIdx.x - p.k_ctas) * THREADS + threadIdx.x);
 #if RING
   else

@@ -41,48 +41,53 @@ __device__ __forceinline__ void encode_fp8(u32* words, const float* x, float g) 
   }
 }
 
-// A whole warp comes here.
+// Blocks of `p.tokens` tokens. A whole warp comes here.
 template <bool EASY>
-__device__ __forceinline__ void store_value(const Params& p, u32 block, float g) {
-  const u32 part = block % PARTS_V, head = block / PARTS_V % KV_HEADS, token = block / (PARTS_V * KV_HEADS);
-  float x[BLOCK];
-  const bool is_there = token < p.num_slots;
+__device__ __forceinline__ void store_value_blocks(const Params& p, u32 number, float g) {
+  const u32 part = number % PARTS_V, head = number / PARTS_V % KV_HEADS;
+  const u32 begin = number / (PARTS_V * KV_HEADS) * p.tokens;
+#if V_WEIGHTED
+  const Weights weights(p.v_weights + head * HEAD_SIZE_V + part * BLOCK);
+#endif
+#pragma unroll 1
+  for (u32 token = begin; token < begin + p.tokens; token++) {
+    float x[BLOCK];
 #pragma unroll
-  for (int i = 0; i < BLOCK; i++) x[i] = 0.0f;
-  if (is_there) load_block<VALUE_TYPE>(x, p.value, token * p.value_token + head * p.value_head + part * BLOCK);
-  const Place place = Place::of(p, token);
-  u8* data = place.page + (V_DATA + place.offset * V_DATA_TOKEN + head * V_DATA_HEAD);
+    for (int i = 0; i < BLOCK; i++) x[i] = 0.0f;
+    if (token < p.num_slots)
+      load_block<VALUE_TYPE>(x, p.value, token * p.value_token + head * p.value_head + part * BLOCK);
+    const Place place = Place::of(p, token);
+    u8* data = place.page + (V_DATA + place.offset * V_DATA_TOKEN + head * V_DATA_HEAD);
 #if V_KIND >= 8
-  u32 words[4];
-  encode_fp8<EASY>(words, x, g);
-  if (!place.keep) return;
-  store_codes(data + part * BLOCK, make_uint2(words[0], words[1]));
-  store_codes(data + part * BLOCK + 8, make_uint2(words[2], words[3]));
+    u32 words[4];
+    encode_fp8<EASY>(words, x, g);
+    if (!place.keep) continue;
+    store_codes(data + part * BLOCK, make_uint2(words[0], words[1]));
+    store_codes(data + part * BLOCK + 8, make_uint2(words[2], words[3]));
 #else
 #if V_WEIGHTED
-  float w[BLOCK];
-  load_floats(w, p.v_weights + head * HEAD_SIZE_V + part * BLOCK);
-  const Encoded encoded = encode_weighted<EASY>(x, w, g);
+    const Encoded encoded = encode_weighted<EASY>(x, weights, g);
 #else
-  const Encoded encoded = encode_as_format<EASY, V_KIND == 6>(x, g);
+    const Encoded encoded = encode_as_format<EASY, V_KIND == 6>(x, g);
 #endif
-  if (!place.keep) return;
-  store_codes(data + part * (BLOCK / 2), encoded.words);
-  u32 line = place.offset, column = part;
+    if (!place.keep) continue;
+    store_codes(data + part * (BLOCK / 2), encoded.words);
+    u32 line = place.offset, column = part;
 #if SM100
-  line = place.offset / 4 * 4 + part / (PARTS_V / 4);
-  column = part % (PARTS_V / 4) * 4 + place.offset % 4;
+    line = place.offset / 4 * 4 + part / (PARTS_V / 4);
+    column = part % (PARTS_V / 4) * 4 + place.offset % 4;
 #endif
-  place.page[V_SCALE + line * V_SCALE_TOKEN + head * V_SCALE_HEAD + column] = encoded.scale;
+    place.page[V_SCALE + line * V_SCALE_TOKEN + head * V_SCALE_HEAD + column] = encoded.scale;
 #endif
+  }
 }
 
-__device__ __forceinline__ void store_values(const Params& p, u32 block) {
+__device__ __forceinline__ void store_values(const Params& p, u32 number) {
   const float g = p.v_scale ? *p.v_scale : p.v_scale_number;
   if (is_easy(g))
-    store_value<true>(p, block, g);
+    store_value_blocks<true>(p, number, g);
   else
-    store_value<false>(p, block, g);
+    store_value_blocks<false>(p, number, g);
 }
 
 #if RING
