@@ -39,7 +39,7 @@ def test_kernels_for_recipes_compile(capability: int, head_size: int, group: int
     architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
     softcap, pairs = group >= 16, head_size // 2
-    variant = choose_variant(layout, group, 1.0, False, capability, pairs)
+    variant = choose_variant(layout, group, 1.0, False, capability, _recipe(pairs))
     assert variant is not None
     for recipe in (_recipe(pairs), RecipeVariant(True, knows_first=True)):
         options = macros(layout, group, torch.bfloat16, softcap, variant) | recipe.macros()
@@ -89,7 +89,7 @@ def test_recipes_spill_nothing_in_tiles(head_size: int, group: int, tmp_path: Pa
     """Inputs of a recipe may spill, once per work item, but not between the matmuls of tiles."""
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 8, 16)
     recipe = _recipe(head_size // 2)
-    variant = choose_variant(layout, group, 1.0, False, 90, recipe.pairs)
+    variant = choose_variant(layout, group, 1.0, False, 90, recipe)
     assert variant is not None
     code = _code(variant, layout, group, tmp_path, recipe)
     plain = _code(variant, layout, group, tmp_path, RecipeVariant())

@@ -96,8 +96,11 @@ class CudaAttention(GpuAttention):
         group = config.num_heads // layout.num_kv_heads
         mean_queries = config.num_tokens / max(1, config.num_seqs)
         machine = config.compute_capability
+        recipe = RecipeVariant(
+            recent=int(config.recent), pairs=config.pairs, knows_first=config.transform
+        )
         if reason is None and not choose_variant(
-            layout, group, mean_queries, config.batch_invariant, machine, config.pairs
+            layout, group, mean_queries, config.batch_invariant, machine, recipe
         ):
             reason = "needs more shared memory than this GPU has"
         return reason is None, reason or "reads packed pages"

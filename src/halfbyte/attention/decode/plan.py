@@ -94,8 +94,7 @@ class _PlanKey(NamedTuple):
     max_pages: int
     sliding_window: int | None
     batch_invariant: bool
-    recent_tokens: int
-    pairs: int
+    recipe: RecipeVariant
     device: torch.device
 
 
@@ -109,8 +108,7 @@ def plan_of(inputs: AttentionInputs, recipe: RecipeVariant) -> Plan:
         inputs.block_tables.shape[1],
         inputs.sliding_window,
         inputs.batch_invariant,
-        recipe.recent,
-        recipe.pairs,
+        recipe,
         inputs.query.device,
     )
     return inputs.plans.get(key, lambda: make_plan(inputs, recipe))
@@ -133,7 +131,7 @@ def make_plan(inputs: AttentionInputs, recipe: RecipeVariant = _NO_RECIPE) -> Pl
     """
     layout, device = inputs.layout, inputs.seq_lens.device
     num_tokens, num_heads, _ = inputs.query.shape
-    limits = _limits(inputs, recipe.pairs)
+    limits = _limits(inputs, recipe)
     variant = limits.variant
     recent_bytes = 2 * recipe.recent * (layout.head_size + layout.head_size_v)
     recent_tiles = recent_bytes / stage_bytes(layout, variant.tile)
@@ -180,14 +178,14 @@ def make_plan(inputs: AttentionInputs, recipe: RecipeVariant = _NO_RECIPE) -> Pl
     )
 
 
-def _limits(inputs: AttentionInputs, pairs: int) -> _Limits:
+def _limits(inputs: AttentionInputs, recipe: RecipeVariant) -> _Limits:
     layout, index = inputs.layout, inputs.seq_lens.device.index
     num_tokens, num_heads, _ = inputs.query.shape
     num_seqs, max_pages = inputs.block_tables.shape
     group = num_heads // layout.num_kv_heads
     capability = capability_of_gpu(index)
     variant = choose_variant(
-        layout, group, num_tokens / num_seqs, inputs.batch_invariant, capability, pairs
+        layout, group, num_tokens / num_seqs, inputs.batch_invariant, capability, recipe
     )
     assert variant is not None, "the selection asks first"
     slots = variant.ctas * num_sms(index)

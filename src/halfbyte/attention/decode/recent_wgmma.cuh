@@ -60,14 +60,14 @@ __device__ __forceinline__ void add_keys(const RecentRows& rows, u32 p_at, u32 c
 #pragma unroll
   for (int n = 0; n < N_TILES; n++) top[n][0] = top[n][1] = NEG_INF;
   auto scores = [&](float* s, const u32 (*upper)[2], const u32 (*lower)[2], int n) {
-    u32 q[STEPS_K][2];
-    load_query(q, p.query, query_row(p, item, rows.head, item.col_tile * COLS + 8 * n + g), c);
 #pragma unroll
     for (int i = 0; i < 4; i++) s[i] = 0.0f;
+    u32 q[4];
 #pragma unroll
     for (int j = 0; j < STEPS_K; j++) {
+      if (j % 2 == 0) load_words<4>(q, raw_query(n, j));
       const u32 a[4] = {upper[j][0], lower[j][0], upper[j][1], lower[j][1]};
-      mma<OF_BF16>(s, a, q[j][0], q[j][1]);
+      mma<OF_BF16>(s, a, q[j % 2 * 2], q[j % 2 * 2 + 1]);
     }
   };
   // Moves a column to a new max, and returns what to subtract from its logits.
@@ -89,12 +89,14 @@ __device__ __forceinline__ void add_keys(const RecentRows& rows, u32 p_at, u32 c
     for (int i = 0; i < 2; i++) load_query(k[i], rows.key(start + 16 * warp + 8 * i + g), 0, c);
 #pragma unroll
     for (int n = 0; n < N_TILES; n++) scores(s[n], k[0], k[1], n);
-    ValueWords v[4];
-#pragma unroll
-    for (int group = 0; group < 4; group++)
+    ValueWords v[2];
+    auto load_values = [&](int group) {
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        v[group].load(i, rows.value(start + 16 * group + 2 * c + i % 2 + i / 2 * 8), warp, g);
+        v[group % 2].load(i, rows.value(start + 16 * group + 2 * c + i % 2 + i / 2 * 8), warp, g);
+    };
+    load_values(0);
+    load_values(1);
 #pragma unroll
     for (int n = 0; n < N_TILES; n++)
 #pragma unroll
@@ -127,7 +129,8 @@ __device__ __forceinline__ void add_keys(const RecentRows& rows, u32 p_at, u32 c
     for (int group = 0; group < 4; group++) {
       u32 a[TILES_V][4];
 #pragma unroll
-      for (int m = 0; m < TILES_V; m++) v[group].operand(a[m], m, warp);
+      for (int m = 0; m < TILES_V; m++) v[group % 2].operand(a[m], m, warp);
+      if (group + 2 < 4) load_values(group + 2);
 #pragma unroll
       for (int n = 0; n < N_TILES; n++) {
         // A row of P is a column of the work item: 8 tokens.

@@ -47,6 +47,11 @@ class RecipeVariant(NamedTuple):
     halves: bool = False
     """Whether pair i is channels i and `pairs` + i, as RoPE pairs them in most models."""
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether there may be keys that are not in the pages."""
+        return self.recent > 0 or self.knows_first
+
     def macros(self) -> dict[str, int]:
         """Macros of `decode.cu` and `decode_wgmma.cu`."""
         return {

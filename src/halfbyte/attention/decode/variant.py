@@ -33,6 +33,7 @@ _RING_BYTES = 27 * 1024
 _NVFP4_RINGS = ((64, 2), (32, 2), (16, 2))
 _RINGS = ((64, 4), (64, 3), (32, 4), (32, 3), (16, 3), (32, 2), (16, 2))
 """(tokens per tile, tiles per ring), best first."""
+_NO_RECIPE = RecipeVariant()
 WARPS = 4
 """Per CTA."""
 
@@ -52,6 +53,8 @@ class Variant(NamedTuple):
     """`pages.cuh`: TMA copies whole pages (one KV head per page)."""
     pairs: int = 0
     """Channel pairs whose coefficients `means.cuh` keeps in shared memory; 0 for none."""
+    raw_query: bool = False
+    """`keys.cuh` may have keys that are not in the pages; `wgmma` keeps q for them."""
 
     @property
     def source(self) -> str:
@@ -78,7 +81,7 @@ class Variant(NamedTuple):
             barriers = 8 * self.stages if self.whole_pages else 0
             biases = self.columns * (self.tile // 16 + (64 if self.pairs else 0))
             exchange = self.columns * (2 * self.tile + 4 * WARPS + 8)
-            return ring + q + exchange + scales + biases + barriers
+            return ring + q * (1 + self.raw_query) + exchange + scales + biases + barriers
         means = self.columns * (8 * self.pairs + 64) if self.pairs else 0
         return WARPS * (ring + q + means)
 
@@ -113,7 +116,7 @@ def choose_variant(
     mean_queries: float,
     batch_invariant: bool,
     compute_capability: int,
-    pairs: int = 0,
+    recipe: RecipeVariant = _NO_RECIPE,
 ) -> Variant | None:
     """The fastest known variant for the work on a GPU; None if shared memory is too small.
 
@@ -128,7 +131,7 @@ def choose_variant(
         mean_queries: query tokens per sequence.
         batch_invariant: ignore `mean_queries`, which depends on the batch.
         compute_capability: as `dispatch` counts, such as 90.
-        pairs: channel pairs of K's means; 0 where K is not centred.
+        recipe: some need shared memory for coefficients of means, or for q as it was loaded.
     """
     columns = group if batch_invariant else group * max(1.0, mean_queries)
     nvfp4 = layout.k_dtype.is_nvfp4 and layout.v_dtype.is_nvfp4
@@ -137,9 +140,9 @@ def choose_variant(
     # More columns share the unpacking; registers and shared memory limit their number.
     wanted = 1 if columns <= 8 else 2 if columns <= 16 or head_size > 128 else 4
     if compute_capability == 90 and nvfp4 and columns > 16:
-        return _wgmma_variant(layout, columns, head_size, pairs)
+        return _wgmma_variant(layout, columns, head_size, recipe)
     variants = [
-        Variant(tile, n, duplicate, _shares_q(n, head_size), stages, ctas, pairs=pairs)
+        Variant(tile, n, duplicate, _shares_q(n, head_size), stages, ctas, pairs=recipe.pairs)
         for ctas in (2, 1)
         for n in (wanted, 2, 1)
         for tile, stages in (_NVFP4_RINGS if nvfp4 else _RINGS)
@@ -166,13 +169,19 @@ def _max_tile_tokens(n_tiles: int, head_size: int, nvfp4: bool) -> int:
     return 16 if nvfp4 and _shares_q(n_tiles, head_size) else 32
 
 
-def _wgmma_variant(layout: PageLayout, columns: float, head_size: int, pairs: int) -> Variant:
+def _wgmma_variant(
+    layout: PageLayout, columns: float, head_size: int, recipe: RecipeVariant
+) -> Variant:
     """The `wgmma` variant, with as many CTAs per SM as its accumulators leave registers for."""
     n_tiles = 4 if columns <= 32 else 8
     max_ctas = 3 if n_tiles == 4 and head_size <= 128 else 2
     whole = _pages_like_tiles(layout)
     variants = (
-        Variant(tile, n_tiles, False, True, stages, ctas, True, whole, pairs)
+        Variant(
+            *(tile, n_tiles, False, True, stages, ctas, True, whole),
+            pairs=recipe.pairs,
+            raw_query=recipe.has_keys,
+        )
         for ctas in range(max_ctas, 0, -1)
         for tile, stages in ((128, 2), (64, 3))
     )
@@ -222,7 +231,7 @@ def macros(
         "K_KIND": _KINDS[layout.k_dtype],
         "V_KIND": _KINDS[layout.v_dtype],
         "BLOCK_SIZE": layout.block_size,
-        **RecipeVariant().macros(),
+        **_NO_RECIPE.macros(),
         # In HND the tokens of a head are contiguous, so every copy has 16 bytes. The same holds
         # for NHD with a single head.
         "HND": int(layout.order == "HND" or layout.num_kv_heads == 1),

@@ -26,7 +26,9 @@
 #define SCALES_WARP (CHUNKS_PER_WARP * SCALES_CHUNK)
 #define OFF_BIAS (OFF_SCALES + WARPS * SCALES_WARP)    // floats [SUBTILES, COLS], see means_wgmma.cuh
 #define OFF_TABLE (OFF_BIAS + COLS * TILE / 16)        // floats [16, COLS]: biases of 16 segments
-#define OFF_READY (OFF_TABLE + BIAS_BYTES)             // mbarriers of the ring, with WHOLE_PAGES
+#define OFF_RAW (OFF_TABLE + BIAS_BYTES)               // q as it was loaded, for the keys of keys.cuh
+#define RAW_BYTES (RECENT || KNOWS_FIRST ? COLS * HEAD_SIZE * 2 : 0)
+#define OFF_READY (OFF_RAW + RAW_BYTES)                // mbarriers of the ring, with WHOLE_PAGES
 
 #define V_OPERANDS (2 * PARTS_V * CHUNKS_PER_WARP)  // per 32 tokens
 #define K_STEPS 4                                   // unpacked at a time
@@ -39,6 +41,11 @@ __device__ __forceinline__ u8* shared_memory() {
 }
 
 __device__ __forceinline__ u32 ring_address() { return shared_address(shared_memory()); }
+
+// Address of a lane's words of q, as operand B of k steps j and j + 1 and eight columns.
+__device__ __forceinline__ u32 raw_query(int n, int j) {
+  return ring_address() + OFF_RAW + (n * (STEPS_K / 2) + j / 2) * 512 + (threadIdx.x & 31) * 16;
+}
 
 // wgmma descriptor of the matrix `offset` bytes after the ring's start, with the strides along k and
 // columns. Takes `ring / 16`, the descriptor's unit, so that one addition makes the lower word.
