@@ -220,7 +220,6 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
   const int constant_index = find_constant(p, item, head, share.first);
 #if HAS_INITIAL
   const RecentRows rows(p, item, head, constant_index);
-  if (share.first == item.first_tile && rows.begin < rows.stop) prefetch_recent(rows);
 #endif
   stage_query(p, item, head, ring);
 

@@ -33,20 +33,6 @@ struct ValueWords {
   }
 };
 
-// Prefetches the recent tokens' rows into L2; a thread has 128 bytes of one of 64 rows at a time.
-__device__ __forceinline__ void prefetch_recent(const RecentRows& rows) {
-#if RECENT
-  constexpr int LINES = HEAD_SIZE / 64, LINES_V = HEAD_SIZE_V / 64;
-#pragma unroll
-  for (int i = 0; i < 64 * (LINES + LINES_V); i += 32 * WARPS) {
-    const int x = i + threadIdx.x, line = x / 64, position = rows.begin + x % 64;
-    const u16* row = line < LINES ? rows.key(position) + 64 * line
-                                  : rows.value(position) + 64 * (line - LINES);
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(row));
-  }
-#endif
-}
-
 // Adds these keys to empty sums. Uses the shared memory of P and of the exchange between warps.
 //
 // `p_at`: as store_matrices takes it. `share_maxima`: max of each column over all warps.
@@ -87,16 +73,15 @@ __device__ __forceinline__ void add_keys(const RecentRows& rows, u32 p_at, u32 c
     u32 k[2][STEPS_K][2];
 #pragma unroll
     for (int i = 0; i < 2; i++) load_query(k[i], rows.key(start + 16 * warp + 8 * i + g), 0, c);
+    // With K, because every load waits for the tiles in flight.
+    ValueWords v[4];
 #pragma unroll
-    for (int n = 0; n < N_TILES; n++) scores(s[n], k[0], k[1], n);
-    ValueWords v[2];
-    auto load_values = [&](int group) {
+    for (int group = 0; group < 4; group++)
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        v[group % 2].load(i, rows.value(start + 16 * group + 2 * c + i % 2 + i / 2 * 8), warp, g);
-    };
-    load_values(0);
-    load_values(1);
+        v[group].load(i, rows.value(start + 16 * group + 2 * c + i % 2 + i / 2 * 8), warp, g);
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) scores(s[n], k[0], k[1], n);
 #pragma unroll
     for (int n = 0; n < N_TILES; n++)
 #pragma unroll
@@ -129,8 +114,7 @@ __device__ __forceinline__ void add_keys(const RecentRows& rows, u32 p_at, u32 c
     for (int group = 0; group < 4; group++) {
       u32 a[TILES_V][4];
 #pragma unroll
-      for (int m = 0; m < TILES_V; m++) v[group % 2].operand(a[m], m, warp);
-      if (group + 2 < 4) load_values(group + 2);
+      for (int m = 0; m < TILES_V; m++) v[group].operand(a[m], m, warp);
 #pragma unroll
       for (int n = 0; n < N_TILES; n++) {
         // A row of P is a column of the work item: 8 tokens.

@@ -38,8 +38,8 @@ _ROWS_PER_SM = 32
 """Min (token, head) rows per SM for error feedback by tiles of 32 tokens. With fewer, one warp per
 row is faster, although it does six times the work."""
 
-_MAX_TOKENS = 4
-"""Tokens that a thread takes a block of, for long prompts."""
+_MAX_TOKENS = 2
+"""Max tokens that a thread takes a block of: they share means and weights, in fewer threads."""
 _BLOCKS_PER_SM = 1024
 """Min blocks of 16 values per SM and token of a thread: more threads than are resident."""
 
@@ -84,6 +84,9 @@ class Variant(NamedTuple):
     ring: bool
     in_words: bool
     """Whether codes begin at multiples of four bytes."""
+    few: bool = False
+    """Whether threads are fewer than resident at once: then every block is rounded by the definition,
+    because the launch would wait for the first warp that has to."""
 
     @property
     def threads(self) -> int:
@@ -146,6 +149,7 @@ class Variant(NamedTuple):
             "WARPS": _WARPS[self.by],
             "STAGES": _stages(layout),
             "CTAS_PER_SM": ctas_per_sm,
+            "FEW": int(self.few),
         }
 
 
@@ -200,6 +204,7 @@ def store_transformed(inputs: StoreInputs) -> None:
             arguments.bind(**{name: scale})
         else:
             setattr(params, f"{name}_number", scale)
+    fill = _blocks(layout, num_slots) / (_BLOCKS_PER_SM * num_sms(pages.get_device()) or 1)
     variant = Variant(
         key.dtype,
         value.dtype,
@@ -207,8 +212,9 @@ def store_transformed(inputs: StoreInputs) -> None:
         by=_unit(transform, num_slots * layout.num_kv_heads, pages.get_device()),
         ring=ring,
         in_words=(pages.data_ptr() | params.page_stride) % 4 == 0,
+        few=fill < 1,
     )
-    params.tokens = tokens = _tokens_of_thread(layout, num_slots, pages.get_device())
+    params.tokens = tokens = max(1, min(_MAX_TOKENS, int(fill)))
     params.k_ctas = variant.k_ctas(layout, num_slots, tokens)
     params.v_ctas = variant.v_ctas(layout, num_slots, tokens)
     ctas = params.k_ctas + params.v_ctas
@@ -267,10 +273,8 @@ def _groups(num_slots: int, tokens: int) -> int:
     return -(-num_slots // tokens)
 
 
-def _tokens_of_thread(layout: PageLayout, num_slots: int, device: int) -> int:
-    """Tokens that a thread takes a block of: more share means and weights, in fewer threads."""
-    blocks = num_slots * layout.num_kv_heads * (layout.head_size + layout.head_size_v) // BLOCK_SIZE
-    return max(1, min(_MAX_TOKENS, blocks // max(1, _BLOCKS_PER_SM * num_sms(device))))
+def _blocks(layout: PageLayout, num_slots: int) -> int:
+    return num_slots * layout.num_kv_heads * (layout.head_size + layout.head_size_v) // BLOCK_SIZE
 
 
 def _share_dtypes(recent: RingSlots, key: torch.Tensor, value: torch.Tensor) -> bool:

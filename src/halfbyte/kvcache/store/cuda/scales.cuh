@@ -131,7 +131,7 @@ __device__ __forceinline__ int exact_scale(const float* x, const Weights& weight
   const int start = ratio == ratio ? byte_of_ratio(ratio) : 0;
   int best = 0;
   float best_error = 0.0f;
-#pragma unroll 1
+#pragma unroll FEW ? CANDIDATES : 1
   for (int n = 0; n < CANDIDATES; n++) {
     const Candidate c = Candidate::near<EASY>(start, n, g);
     const float error = mul(mul(weighted_error<EASY, true, BLOCK>(x, weights.w, c.r), c.s), c.s);
@@ -143,7 +143,7 @@ __device__ __forceinline__ int exact_scale(const float* x, const Weights& weight
 // The byte with the smallest error; NAN_SCALE for NaN. A whole warp comes here.
 template <bool EASY>
 __device__ __forceinline__ int best_scale(const float* x, const Weights& weights, float amax, float g) {
-  if (!EASY) return exact_scale<EASY>(x, weights, amax, g);
+  if (FEW || !EASY) return exact_scale<EASY>(x, weights, amax, g);
   const int start = byte_of_normal(Inverse(mul(6.0f, g)).of(amax));
   bool is_sure;
   int best = start + likely_step(x, weights, g, start, is_sure);
