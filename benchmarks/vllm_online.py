@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks.provenance import earlier_results
 from benchmarks.vllm_models import LLAMA
 from halfbyte.assets import bundled_model_path
-from halfbyte.bench.machine import versions
+from halfbyte.measure.machine import versions
 
 RESULT = Path(__file__).parent / "results" / "vllm_online.json"
 RUN = [sys.executable, "-m", "halfbyte.plugins.vllm.run", "vllm"]

@@ -255,7 +255,7 @@ def main() -> None:
     import torch
     import vllm
 
-    from halfbyte.bench.machine import versions
+    from halfbyte.measure.machine import versions
 
     report: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks.bounds.base import Bound
-from halfbyte.bench.moe import MOE_SHAPES, TOKENS
+from halfbyte.bench.moe import MOE_SHAPES, MoeBenchmark
 
 Row = dict[str, Any]
 _FEW, _MANY = 16, 1024
@@ -44,7 +44,7 @@ def _of_shape(shape: str, rows: list[Row], timing: str) -> Iterator[Bound]:
     large = [row for row in few if row["bytes_hit"] >= _LARGE]
     small = [row for row in few if row["bytes_hit"] < _LARGE]
     many = [row for row in rows if row["m"] >= _MANY]
-    tokens = set(TOKENS["cuda"])
+    tokens = set(MoeBenchmark.tokens["cuda"])
     measured = tokens & {row["m"] for row in rows}
     yield Bound("moe", f"{shape}: cases", len(measured), "==", len(tokens))
     for name, chosen, ratio, comparison, limit in (

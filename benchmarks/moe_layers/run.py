@@ -33,9 +33,9 @@ from benchmarks.peers.moe import MOE_PEERS
 from benchmarks.program import WRONG
 from benchmarks.timing import Ready, measure_empty, measure_layers, ready
 from halfbyte.bench import MoeBenchmark, MoeShape
-from halfbyte.bench.experts import Experts
-from halfbyte.bench.report import Row, or_failed
-from halfbyte.bench.timing import Call
+from halfbyte.bench.moe import Experts
+from halfbyte.measure.report import Row, or_failed
+from halfbyte.measure.timing import Call
 from halfbyte.moe import select_moe_kernel
 
 Maker = Callable[[torch.Tensor], list[Call]]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from benchmarks.peers.moe import MoePeer, one_scale_per_expert, takes_bf16, vllm_activation
-from halfbyte.bench.experts import Experts
+from halfbyte.bench.moe import Experts
 from halfbyte.dispatch import Answer
 from halfbyte.linear.w4a16.humming import HummingKernel
 from halfbyte.moe import ExpertMatrices, MoeConfig

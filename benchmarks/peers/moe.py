@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from halfbyte.bench.experts import Experts
-from halfbyte.bench.timing import Call
+from halfbyte.bench.moe import Experts
 from halfbyte.dispatch import Answer, Registry, missing_module, runs_on_gpu
+from halfbyte.measure.timing import Call
 from halfbyte.moe import GPT_OSS, SWIGLU, GatedActivation, MoeConfig
 
 

@@ -14,7 +14,7 @@ import torch
 from benchmarks.peers import humming_moe
 from benchmarks.peers.moe import MOE_PEERS
 from halfbyte.bench import MoeShape
-from halfbyte.bench.experts import Experts
+from halfbyte.bench.moe import Experts
 
 CPU = torch.device("cpu")
 NVFP4, MXFP4 = MoeShape(4, 2, 128, 64), MoeShape(3, 2, 192, 96, "mxfp4")
