@@ -7,10 +7,10 @@ before anything runs or is written.
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -139,7 +139,8 @@ def quantize_checkpoint(
     return report
 
 
-class _Source(NamedTuple):
+@dataclass(frozen=True)
+class _Source:
     """A checkpoint whose declaration and headers were checked."""
 
     folder: Path
