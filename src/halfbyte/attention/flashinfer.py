@@ -98,17 +98,17 @@ class FlashInferAttention(AttentionBackend):
 
 @dataclass(frozen=True)
 class _Work:
-    """Lengths on the host, without sequences and query tokens that attend to nothing."""
+    """Lengths on the host; sequences and query tokens that attend to nothing are dropped."""
 
     query_lens: list[int]
     seq_lens: list[int]
     rows: torch.Tensor | None
-    """int64: rows of the query that are left; None where all are."""
+    """int64: rows of the query that are kept; None for all."""
     sequences: torch.Tensor | None
-    """int64: sequences that are left; None where all are."""
+    """int64: sequences that are kept; None for all."""
 
     def query(self, inputs: AttentionInputs) -> torch.Tensor:
-        """The rows that are left, with strides that 16-byte loads can have."""
+        """The kept rows, with strides for aligned 16-byte loads."""
         query = inputs.query
         if self.rows is not None:
             return query[self.rows]
@@ -118,7 +118,7 @@ class _Work:
         return query
 
     def block_tables(self, inputs: AttentionInputs) -> torch.Tensor:
-        """The tables of the sequences that are left."""
+        """The tables of the kept sequences."""
         tables = inputs.block_tables
         return tables if self.sequences is None else tables[self.sequences]
 
