@@ -97,7 +97,7 @@ def bench(
     """Results of vLLM's benchmark for one request rate.
 
     Args:
-        seed: of the prompts; the prefix cache would hold those of a seed that it has seen.
+        seed: of the prompts; another one per call, because the prefix cache holds earlier prompts.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [*RUN, "bench", "serve", "--model", model, "--host", "127.0.0.1"]

@@ -10,7 +10,7 @@ Row = dict[str, Any]
 _FEW, _MANY = 16, 1024
 """Max M of the bounds for few tokens, min M of the one for many."""
 _LARGE = 50e6
-"""Min bytes hit from which the read rate is the measure, not a plain read of as many bytes."""
+"""From this many bytes on the bound is on the read rate, below on the time of a plain read."""
 
 KNOWN_MISSES = {
     "of the read rate": "0.54 at 53 MB and 0.60 at 78, where launches and joins weigh most; 0.67 "

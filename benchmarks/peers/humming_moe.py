@@ -100,7 +100,7 @@ class _Sorted:
         import_module("humming.ops").humming_gemm(
             layer_config=matrices["layer_config"],
             compute_config=json.dumps(_COMPUTE),
-            # One kernel: else Humming compiles those for all numbers of pairs, some 30.
+            # Without it, Humming compiles some 30 kernels, for all numbers of pairs.
             tuning_config=tuned.config,
             inputs=x,
             outputs=out,

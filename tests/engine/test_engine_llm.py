@@ -175,7 +175,7 @@ def test_llm_stops_at_the_end_of_the_context() -> None:
         ([None], "prompt: expected a text or a list of token ids, got NoneType"),
         (
             BatchEncoding({"input_ids": [[1]]}),
-            "got BatchEncoding .of a tokenizer's result pass inp",
+            "got BatchEncoding .of a tokenizer's result pass in",
         ),
         ([{"prompt_token_ids": [1]}], "prompt: expected a text or a list of token ids, got dict"),
     ],
