@@ -104,7 +104,7 @@ def measure_layers(folder: Path, name: str, selection: Selection) -> list[dict[s
 
 
 def measure_long(folder: Path, name: str, selection: Selection) -> list[dict[str, Any]]:
-    """By position in one long window."""
+    """Results by position in one long window."""
     path = model_folder(folder, name)
     model = load_model(path, dtype="float32")
     tokenizer = load_tokenizer(path)

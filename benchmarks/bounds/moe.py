@@ -18,7 +18,7 @@ KNOWN_MISSES = {
     "of a plain read": "one token: two products and a sum, each behind the one before",
     "M <= 16: of the fastest peer": "0.60 for one token, 0.89 for 16",
 }
-"""Of the committed run: the end of a bound's name, and the reason."""
+"""Known misses of the committed run: the end of a bound's name, and the reason."""
 
 
 def of_moe(report: dict[str, Any], known: Mapping[str, str] | None = None) -> Iterator[Bound]:

@@ -19,7 +19,7 @@ from halfbyte.measure.timing import Call, copies
 
 _THREADS = 512
 _CTAS = (1, 2, 4)
-"""Per SM."""
+"""Candidates of CTAs per SM."""
 _SOURCE = r"""
 extern "C" __global__ void __launch_bounds__(512)
 read_all(const uint4* data, unsigned long long count, unsigned* out) {

@@ -84,7 +84,7 @@ MOE_PEERS: Registry[MoePeer] = Registry(
 
 
 def takes_bf16(config: MoeConfig) -> Answer:
-    """Of peers that are timed with bfloat16 activations, and SwiGLU or GPT-OSS's activation."""
+    """`can_implement` of peers timed with bfloat16, and SwiGLU or GPT-OSS's activation."""
     if config.dtype != torch.bfloat16:
         return False, f"timed with bfloat16 only, not {config.dtype}"
     if config.activation not in (SWIGLU, GPT_OSS):

@@ -43,7 +43,7 @@ class AttentionConfig:
     recent: bool = False
     """Whether recent tokens are read from `RecentInputs` instead of the pages."""
     compute_capability: int = CPU
-    """Of the machine: 90 for SM90, `dispatch.CPU` without a GPU."""
+    """The machine's: 90 for SM90, `dispatch.CPU` without a GPU."""
     split_off: bool = False
     """Whether these sequences were split off a batch with prompts, because unpacking their pages
     would take longer than it saves."""
@@ -232,7 +232,7 @@ class SubBatch:
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     plans: AttentionPlans
-    """For these lengths."""
+    """Plans of these sequences."""
 
     def inputs_of(self, batch: AttentionInputs) -> AttentionInputs:
         """The inputs of these sequences; writes to new outputs unless they are the whole batch."""

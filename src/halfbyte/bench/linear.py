@@ -71,7 +71,7 @@ class LinearBenchmark(ProductBenchmark):
     def config(
         shape: Shape, dtype: torch.dtype, device: torch.device, m: int | None = None
     ) -> NvFp4LinearLayerConfig:
-        """Of a layer; `m` is a hint."""
+        """The config of a layer; `m` is a hint."""
         kind, capability = device.type, compute_capability_of(device)
         return NvFp4LinearLayerConfig(
             *shape, dtype, m_hint=m, device_type=kind, compute_capability=capability

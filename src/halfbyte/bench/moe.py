@@ -38,7 +38,7 @@ class MoeShape:
         return "x".join(map(str, sizes)) + ("-mxfp4" if self.weight_format == "mxfp4" else "")
 
     def config(self, dtype: torch.dtype, device: torch.device) -> MoeConfig:
-        """Of a layer on a device; MXFP4 comes with GPT-OSS's activation and biases."""
+        """The config of a layer; MXFP4 has GPT-OSS's activation and biases."""
         is_mxfp4 = self.weight_format == "mxfp4"
         return MoeConfig(
             self.num_experts,
@@ -143,7 +143,7 @@ class Experts(RandomWeights):
         return results.sum(1).to(x.dtype)
 
     def expected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the first tokens; bfloat16 also weights experts' results in bfloat16."""
+        """For the first tokens. In bfloat16 the router's weights are rounded, too."""
         ids, weights = (t[:_CHECKED_TOKENS] for t in self.routings(x.shape[0])[0])
         x = x[:_CHECKED_TOKENS]
         exact = moe_reference(x.double(), self.packed, ids, weights)
@@ -162,7 +162,7 @@ class MoeBenchmark(ProductBenchmark):
     def config(
         shape: MoeShape, dtype: torch.dtype, device: torch.device, m: int | None = None
     ) -> MoeConfig:
-        """Of a layer, for any number of tokens."""
+        """The config of a layer, for any number of tokens."""
         return shape.config(dtype, device)
 
     def entry(

@@ -43,13 +43,13 @@ class StoredScale(NamedTuple):
     value: float
     """Decode: multiplies stored values."""
     name: str
-    """Of its tensor."""
+    """Name of its tensor."""
     is_of_nvfp4: bool
     """amax / 2688, whatever format is declared; else by the declared format."""
 
 
 LayerScales = tuple[StoredScale, StoredScale]
-"""Of K and of V."""
+"""Scales of K and of V."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def read_stored_scales(folder: str | Path) -> StoredScales:
 
 
 _Sides = dict[int, dict[str, StoredScale]]
-"""By layer and side."""
+"""Scales by layer and side (`k`, `v`)."""
 
 
 def _add(by_kind: tuple[_Sides, _Sides], file: Path, name: str, tensor: torch.Tensor) -> None:

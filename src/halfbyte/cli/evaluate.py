@@ -138,7 +138,7 @@ class _Work(NamedTuple):
     chunk_size: int
     as_json: bool
     options: dict[str, Any]
-    """Of the functions of `halfbyte.evaluation`."""
+    """Options that the functions of `halfbyte.evaluation` share."""
 
 
 def _fitting_window(config: Any, window: int, new_tokens: int | None) -> int:

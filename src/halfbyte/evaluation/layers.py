@@ -150,7 +150,7 @@ class _RoundTrip:
         value: torch.Tensor,
         options: dict[str, Any],
     ) -> None:
-        """Of one window.
+        """Add one window.
 
         Args:
             query: `[heads, tokens, D]`.
@@ -176,7 +176,7 @@ class _RoundTrip:
             )
 
     def results(self) -> list[LayerResult]:
-        """Of all layers."""
+        """Results of all layers."""
         dtype, recipe = self.name
         return [
             LayerResult(

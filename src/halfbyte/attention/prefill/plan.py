@@ -11,9 +11,9 @@ from halfbyte.attention.prefill.key_ranges import KeyRanges
 from halfbyte.layouts import PageLayout
 
 WORKSPACE_BYTES = 256 * 2**20
-"""For unpacked K and V, one block at a time."""
+"""Max memory for unpacked K and V, one block at a time."""
 RESULT_BYTES = 640 * 2**20
-"""For the results of blocks and the queries."""
+"""Max memory for the results of blocks and the queries."""
 MAX_PARTS = 4
 """Max results of blocks merged per launch."""
 ROWS_HELD = MAX_PARTS + 4

@@ -81,7 +81,7 @@ class CudaKernel(AsLoadedKernel):
 
     @classmethod
     def can_implement(cls, config: MoeConfig) -> Answer:
-        """Of what Triton can do: 16-bit activations, sizes in multiples of 32, not
+        """What Triton can do, with 16-bit activations and sizes in multiples of 32, and not
         batch-invariant."""
         answer = TritonKernel.can_implement(config)
         if not answer[0]:

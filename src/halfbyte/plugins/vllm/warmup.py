@@ -194,7 +194,7 @@ def _run(
 
 
 def _rings(batch: Sequence[Tokens], recent_tokens: int) -> ScheduledRings:
-    """As of requests that have just hit the prefix cache."""
+    """Rings as for requests that have just hit the prefix cache."""
     lacking = [
         MissingTokens(row, row + 1, missing_positions(x.cached, x.cached, recent_tokens), x.cached)
         for row, x in enumerate(batch)

@@ -74,7 +74,7 @@ class _Costs(NamedTuple):
     tile: float = 0.0162
     """To multiply an item by 8 columns."""
     wait: float = 0.025
-    """The same per item of one warp: the part that other warps do not hide."""
+    """Per item of one warp and 8 columns: the part of its time that other warps do not hide."""
     x: float = 2.56e-6
     """Per byte of x that a CTA loads before it can multiply."""
     ahead: float = 0.0291
@@ -84,7 +84,7 @@ class _Costs(NamedTuple):
     round: float = 0.883
     """Per round (units that are joined together)."""
     cluster: float = 0.248
-    """The same, added where the join is a cluster's."""
+    """Added per round where the join is a cluster's."""
     second: float = 0.28
     """Of the second kernel, where the join goes through memory."""
     partial: float = 14.3e-6
