@@ -42,7 +42,7 @@ def random_problem(n: int, k: int, rank: int) -> tuple[torch.Tensor, torch.Tenso
 def column_by_column(
     weight: torch.Tensor, scale: torch.Tensor, moment: torch.Tensor, recipe: nvfp4.Recipe
 ) -> torch.Tensor:
-    """The paper's loop in float64, with the damping of the package; values, dequantized."""
+    """Dequantized values by the paper's loop in float64, damped as in the package."""
     k = weight.shape[1]
     damped = moment + 0.01 * moment.diagonal().mean() * torch.eye(k, dtype=torch.float64)
     upper = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)

@@ -24,7 +24,7 @@ MARLIN = f"{LAYERS}.quantization.utils.marlin_utils"
 
 @pytest.fixture
 def fits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
-    """Replaces a function by one with its parameters, which returns what it is told to."""
+    """Replaces a function by one with its signature, and returns the arguments of all calls."""
 
     def replace(module: str, name: str, result: Any = None) -> list[dict[str, Any]]:
         signature, calls = inspect.signature(getattr(import_module(module), name)), []
