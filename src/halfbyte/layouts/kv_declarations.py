@@ -2,8 +2,8 @@
 
 ModelOpt names an algorithm (`kv_cache_quant_algo`), for all layers or for each
 (`kv_cache_quantized_layers`); compressed-tensors describes one (`kv_cache_scheme`, the fields of
-its `QuantizationArgs`), and ModelOpt's copy in `config.json` has either under the latter's name.
-Quark describes the outputs of K's and V's projections (`kv_cache_quant_config`), and AutoFP8 says
+its `QuantizationArgs`). ModelOpt's copy in `config.json` has either under that name. Quark
+describes the outputs of K's and V's projections (`kv_cache_quant_config`), and AutoFP8 says
 `static`.
 Every field that affects values is honoured or refused: reading a cache in another format than the
 declared one would silently change logits.
