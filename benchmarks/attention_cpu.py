@@ -19,6 +19,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,14 @@ import torch
 from benchmarks.provenance import provenance
 from halfbyte.bench.attention_calls import (
     attention_calls,
-    make_queries,
     sdpa_calls,
     sdpa_dtypes,
 )
 from halfbyte.bench.cases import Case, decode
-from halfbyte.bench.data import make_cache, short_name
-from halfbyte.bench.timing import Call
+from halfbyte.bench.data import make_inputs
 from halfbyte.kernels.cpu.library import LEVELS, set_level
+from halfbyte.measure.report import short_name
+from halfbyte.measure.timing import Call
 
 RESULT = Path(__file__).parent / "results" / "attention_cpu.json"
 CPU = torch.device("cpu")
@@ -47,14 +48,13 @@ Turns = Iterator[Call]
 
 def turns_of(case: Case, levels: list[str]) -> dict[str, Turns]:
     """Calls by name, each on the next copy of the data."""
-    cache = make_cache(case, "nvfp4", CPU)
+    inputs = make_inputs(case, "nvfp4", CPU, torch.float32)
     turns: dict[str, Turns] = {}
     for level in levels:
         dtype = torch.bfloat16 if level in WITH_DOT_PRODUCTS else torch.float32
-        queries = make_queries(case, CPU, dtype)
-        turns[f"halfbyte_{level}"] = itertools.cycle(
-            attention_calls(case, cache, queries, backend="cpu")
-        )
+        of_dtype = replace(inputs, query=inputs.query.to(dtype))
+        calls = attention_calls(case, of_dtype, backend="cpu")
+        turns[f"halfbyte_{level}"] = itertools.cycle(calls)
     for dtype in sdpa_dtypes(case, CPU):
         name = f"sdpa_{short_name(str(dtype).removeprefix('torch.'))}"
         turns[name] = itertools.cycle(sdpa_calls(case, dtype, CPU))

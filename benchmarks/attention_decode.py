@@ -19,7 +19,7 @@ from benchmarks.attention.picture import draw
 from benchmarks.attention.run import AttentionRun
 from benchmarks.attention.table import markdown_table
 from benchmarks.pages import put_table
-from halfbyte.bench.report import contenders
+from halfbyte.measure.report import contenders
 
 REPOSITORY = Path(__file__).parents[1]
 RESULT = REPOSITORY / "benchmarks" / "results" / "attention_decode.json"

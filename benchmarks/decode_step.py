@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.llama import llama_8b
 from halfbyte.attention import ATTENTION_BACKENDS, AttentionConfig, AttentionPlans, paged_attention
-from halfbyte.bench.machine import versions
 from halfbyte.dispatch import current_compute_capability
 from halfbyte.engine.runner import ModelRunner
 from halfbyte.kvcache import KVScales, PagedKVPool, SequenceTables, plan_kv_cache
+from halfbyte.measure.machine import versions
 from halfbyte.models import KVQuantization, layer_specs
 
 RESULT = Path(__file__).parent / "results" / "decode_step.json"

@@ -99,14 +99,14 @@ def step_times(llm: LLM, case: Case, steps: int) -> Generator[float, None, None]
     generator = torch.Generator().manual_seed(0)
     shape = (case.batch, case.context)
     prompts = torch.randint(0, llm.model.config.vocab_size, shape, generator=generator).tolist()
-    # Sequences whose prefill comes first have decoded by then; none may end before the last step.
+    # The first sequences decode while others are prefilled; none may end before the last step.
     params = SamplingParams(**case.sampling, ignore_eos=True, max_tokens=None)
     started: set[int] = set()
     with closing(llm.stream(prompts, params)) as stream:
         while len(started) < case.batch:
             started.add(next(stream).index)
-        # The remaining tokens of the step in which the last sequence began: it is the youngest, and
-        # a step's tokens come in order of arrival.
+        # No tokens of this step remain: they come in the order of requests, and the sequence that
+        # began last is the last request.
         last = time.perf_counter()
         for step in range(_WARM_UPS + steps):
             indices = [next(stream).index for _ in range(case.batch)]

@@ -3,9 +3,10 @@
     python -m benchmarks.kv_peers FOLDER [--model SmolLM2-135M-Instruct] [--tokens 1024]
 
 Each scheme of `peers/kv_schemes.py` rounds K and V of every layer in the model's own attention, in
-float32; loss and KL divergence are relative to the unrounded model. A window is one forward pass:
-schemes round a token using only earlier tokens, or groups for which they would wait. halfbyte's
-own recipes, measured with packed pages, are in `kv_recipes.json`.
+float32; loss and KL divergence are relative to the unrounded model. A window is one forward pass.
+A scheme rounds a token by earlier tokens only, or together with its group of tokens, which in
+decoding it would keep unquantized until the group is full. halfbyte's own recipes, measured with
+packed pages, are in `kv_recipes.json`.
 """
 
 import argparse

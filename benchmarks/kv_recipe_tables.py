@@ -117,7 +117,7 @@ def of_baseline(row: dict[str, Any], field: str = "nll_increase") -> float:
 
 
 def label(row: dict[str, Any]) -> str:
-    """Of a row's format and recipe."""
+    """Name of a row's format and recipe."""
     recipe = _NAMES.get(row["kv_recipe"], row["kv_recipe"])
     return f"`{row['kv_cache_dtype']}`" + ("" if recipe == "plain" else f", {recipe}")
 
@@ -129,4 +129,4 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "by-position": table_by_position,
     "text": table_of_text,
 }
-"""By the markers between which they stand in the pages."""
+"""Functions that write tables, by the names of their markers in the pages."""

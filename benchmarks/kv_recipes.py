@@ -46,7 +46,7 @@ FORMATS = ("bfloat16", "fp8_e4m3", "nvfp4_4over6", "nvfp4")
 BALANCED, ACCURATE = KVRecipe.parse("balanced"), KVRecipe.parse("accurate")
 RECIPES = ("plain", BALANCED.of_pages, BALANCED, ACCURATE.of_pages, ACCURATE)
 FOUR_OVER_SIX = KVRecipe(four_over_six=True)
-"""`nvfp4` with this recipe is `nvfp4_4over6` with `plain`, which is not measured with others."""
+"""`nvfp4` with this recipe is `nvfp4_4over6` with `plain`; its rows are renamed so."""
 WINDOW = 2048
 LONG = {"SmolLM2-135M-Instruct": 8192, "gemma-3-270m": 18432}
 """Tokens of one window of the encyclopedia, for figures by position."""
@@ -72,7 +72,7 @@ class Selection(NamedTuple):
 def measure(
     folder: Path, name: str, selection: Selection, tokens: int, chunk_size: int
 ) -> list[dict[str, Any]]:
-    """Every format and recipe on one model, in step."""
+    """Every format and recipe on one model, on the same tokens."""
     path = model_folder(folder, name)
     model = load_model(path, dtype="float32")
     tokenizer = load_tokenizer(path)
@@ -104,7 +104,7 @@ def measure_layers(folder: Path, name: str, selection: Selection) -> list[dict[s
 
 
 def measure_long(folder: Path, name: str, selection: Selection) -> list[dict[str, Any]]:
-    """By position in one long window."""
+    """Results by position in one long window."""
     path = model_folder(folder, name)
     model = load_model(path, dtype="float32")
     tokenizer = load_tokenizer(path)

@@ -17,7 +17,6 @@ from benchmarks.linear_layers.run import GPU_TOKENS, LinearRun, usable_backends
 from benchmarks.linear_layers.table import linear_markdown_table, linear_tables
 from benchmarks.linear_layers.warm_up import KEPT_ON_DISK, warm_up
 from benchmarks.program import measure, names, numbers, write_table
-from halfbyte.bench.linear import SHAPES
 from halfbyte.cli.bench_arguments import parse_shapes
 
 REPOSITORY = Path(__file__).parents[1]
@@ -48,7 +47,10 @@ def main() -> None:
     if arguments.warm_up:  # before LinearRun, which measures bandwidth
         backends = arguments.backends or usable_backends(device)
         kept = [name for name in KEPT_ON_DISK if name in backends]
-        shapes, tokens = arguments.shapes or SHAPES[device.type], arguments.m or GPU_TOKENS
+        shapes, tokens = (
+            arguments.shapes or LinearRun.shapes[device.type],
+            arguments.m or GPU_TOKENS,
+        )
         warm_up(shapes, tokens, kept, device, torch.bfloat16)
         return
     run = LinearRun(device, arguments.shapes, arguments.m, arguments.backends)

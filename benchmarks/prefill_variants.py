@@ -19,9 +19,9 @@ import torch
 from benchmarks.provenance import provenance
 from benchmarks.timing import measure_in_turns, ready
 from halfbyte.attention.prefill import plan as dense_plan
-from halfbyte.bench.attention_calls import attention_calls, make_queries
+from halfbyte.bench.attention_calls import attention_calls
 from halfbyte.bench.cases import Case
-from halfbyte.bench.data import make_cache
+from halfbyte.bench.data import make_inputs
 
 RESULT = Path(__file__).parent / "results" / "prefill_variants.json"
 ALWAYS = 2**60
@@ -103,14 +103,12 @@ def measure(case: Prefill, device: torch.device, variants: Sequence[str]) -> dic
         block_size=16,
         sliding_window=case.window,
     )
-    cache, queries = make_cache(sizes, "nvfp4", device), make_queries(sizes, device)
+    inputs = make_inputs(sizes, "nvfp4", device)
     calls, contenders = {}, {}
     for variant in variants:
         backend = "triton" if variant == "general" else None
         # Keep the calls: graphs use the plans' tensors without a reference to them.
-        calls[variant] = attention_calls(
-            sizes, cache, queries, backend=backend, softcap=case.softcap
-        )[:2]
+        calls[variant] = attention_calls(sizes, inputs, backend=backend, softcap=case.softcap)[:2]
         with patch.dict(vars(dense_plan), VARIANTS[variant]):
             contenders[variant] = ready(calls[variant], device)
     times = measure_in_turns(contenders, device, rounds=2, budget_us=_BUDGET_US)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from halfbyte.bench.machine import machine, versions
+from halfbyte.measure.machine import machine, versions
 
 
 def provenance(device: torch.device) -> dict[str, Any]:

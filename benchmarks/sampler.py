@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from halfbyte.bench.machine import versions
 from halfbyte.engine import Request, SamplingParams
 from halfbyte.engine.sampler import Sampler
+from halfbyte.measure.machine import versions
 
 RESULT = Path(__file__).parent / "results" / "sampler.json"
 CASES: dict[str, dict[str, Any]] = {

@@ -22,9 +22,9 @@ import torch
 import triton
 
 from benchmarks.timing import measure
-from halfbyte.bench.timing import bandwidths
 from halfbyte.kvcache import reshape_and_cache
 from halfbyte.layouts import PageLayout
+from halfbyte.measure.timing import bandwidths
 
 RESULT = Path(__file__).parent / "results" / "store.json"
 FORMATS = ("bfloat16", "fp8_e4m3", "nvfp4", "nvfp4_4over6")

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from halfbyte.bench import timing
-from halfbyte.bench.timing import (
+from halfbyte.measure import timing
+from halfbyte.measure.timing import (
     BUDGET_US,
     CYCLES_PER_US,
     Call,

@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks.provenance import earlier_results
 from benchmarks.vllm_models import LLAMA
 from halfbyte.assets import bundled_model_path
-from halfbyte.bench.machine import versions
+from halfbyte.measure.machine import versions
 
 RESULT = Path(__file__).parent / "results" / "vllm_online.json"
 RUN = [sys.executable, "-m", "halfbyte.plugins.vllm.run", "vllm"]
@@ -97,7 +97,7 @@ def bench(
     """Results of vLLM's benchmark for one request rate.
 
     Args:
-        seed: of the prompts; the prefix cache would hold those of a seed that it has seen.
+        seed: of the prompts; another one per call, because the prefix cache holds earlier prompts.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [*RUN, "bench", "serve", "--model", model, "--host", "127.0.0.1"]

@@ -5,8 +5,8 @@
 A model's shape with dummy weights. Each variant runs in a separate process with vLLM's default
 engine (CUDA graphs, torch.compile). Prompts are random token ids; steps of at most 16,384 tokens,
 92 % of the GPU's memory. Prefill is the tokens of new prompts over the time to answer them with 2
-tokens, the better of two. A step is (time of 66 tokens - time of 2) / 64 of prompts that the prefix
-cache holds, the best of three: the difference of two prefills of many seconds would drown it. The
+tokens, the better of two. A step is (time of 66 tokens - time of 2) / 64, the best of three, with
+prompts that the prefix cache holds: prefills of many seconds vary by more than 64 steps take. The
 scheduler is paused until the engine has all prompts, so that every step has the whole batch:
 otherwise the first ones decode while the others arrive.
 
@@ -255,7 +255,7 @@ def main() -> None:
     import torch
     import vllm
 
-    from halfbyte.bench.machine import versions
+    from halfbyte.measure.machine import versions
 
     report: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),

@@ -147,7 +147,7 @@ def prefill() -> None:
 
 
 def store() -> None:
-    """The store of every kind of format and order; slots are skipped among those that are not."""
+    """The store of every format and order; some slots are padding."""
     orders = [(dtype, *ORDERS[0]) for dtype in FORMATS] + [
         ("nvfp4", *order) for order in ORDERS[1:]
     ]

@@ -27,6 +27,7 @@ FLOORS = {
     "linear": 4,
     "kvcache": 3,
     "checkpoints": 3,
+    "measure": 3,
     "kernels": 2,
     "layouts": 1,
     "dispatch": 1,
@@ -45,6 +46,7 @@ LONG_FILES = {
     "attention/decode/decode_wgmma.cu": "one kernel: its warps share registers and barriers",
     "attention/decode/prepare.cu": "one kernel: its warps divide the work by kind",
 }
+BENCH_LINES = 800
 TEST_NAME_LETTERS = 60
 BODY_LINES = 60
 """Of a function, without its arguments and docstring; kernels in Triton have no helpers with state
@@ -160,6 +162,12 @@ def test_files_are_short() -> None:
     long = {str(path.relative_to(PACKAGE)) for path in files if lines[path] > FILE_LINES}
     assert long == set(LONG_FILES)
     assert median(lines[path] for path in FILES) < MEDIAN_LINES
+
+
+def test_bench_is_small() -> None:
+    """Peers, bounds, tables and pictures are in `benchmarks/`."""
+    files = (PACKAGE / "bench").rglob("*.py")
+    assert sum(file.read_text().count("\n") for file in files) <= BENCH_LINES
 
 
 def test_names_of_tests_can_be_grepped() -> None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.bench import Case
-from halfbyte.bench.data import Cache
+from halfbyte.bench.data import Inputs
 from halfbyte.kvcache import read_tokens
 
 
@@ -17,33 +17,25 @@ class Error(NamedTuple):
     """Error of attention in bfloat16 on the same cache; tests allow twice as much."""
 
 
-def attention_error(
-    out: torch.Tensor,
-    query: torch.Tensor,
-    case: Case,
-    cache: Cache,
-    sinks: torch.Tensor | None,
-) -> Error:
+def attention_error(out: torch.Tensor, case: Case, inputs: Inputs) -> Error:
     """Error against float64, on a sample of query tokens.
 
     Samples the first, the longest and the shortest sequence, and the first, middle and last query
     token of each.
 
     Args:
-        out: `[tokens, heads, head_size]`, the output of attention to the cache's first pool.
-        query: of the same shape.
-        sinks: `[heads]`, or None if not used.
+        out: `[tokens, heads, head_size]`, the output of attention to the first pool.
     """
     lengths = case.lengths()
     errors, baselines, values = [], [], []
     for s in {0, int(lengths.argmax()), int(lengths.argmin())}:
         length = int(lengths[s])
-        key, value = _sequence(cache, s, length)
+        key, value = _sequence(inputs, s, length)
         for i in {0, case.query_tokens // 2, case.query_tokens - 1}:
             seen = length - case.query_tokens + i + 1
             row = s * case.query_tokens + i
-            first = 0 if cache.window is None else max(0, seen - cache.window)
-            work = query[row], key[first:seen], value[first:seen], case, sinks
+            first = 0 if inputs.window is None else max(0, seen - inputs.window)
+            work = inputs.query[row], key[first:seen], value[first:seen], case, inputs.sinks
             exact = _attend(*work, torch.float64)
             rounded = _attend(*work, torch.bfloat16)
             errors.append((out[row].double() - exact).abs().max())
@@ -56,17 +48,17 @@ def attention_error(
     )
 
 
-def _sequence(cache: Cache, s: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _sequence(inputs: Inputs, s: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 K and V `[length, kv_heads, head_size]`."""
-    block_size = cache.layout.block_size
-    positions = torch.arange(length, device=cache.block_tables.device)
-    slots = cache.block_tables[s].long()[positions // block_size] * block_size
+    block_size = inputs.layout.block_size
+    positions = torch.arange(length, device=inputs.block_tables.device)
+    slots = inputs.block_tables[s].long()[positions // block_size] * block_size
     return read_tokens(
-        cache.pools[0],
+        inputs.pools[0],
         slots + positions % block_size,
-        cache.layout,
-        cache.scale,
-        cache.scale,
+        inputs.layout,
+        inputs.scale,
+        inputs.scale,
         torch.float64,
     )
 

@@ -12,6 +12,7 @@ Beyond `halfbyte.bench.AttentionBenchmark`, and timed in CUDA graphs (`benchmark
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,11 +26,11 @@ from halfbyte.attention import ATTENTION_BACKENDS
 from halfbyte.attention.base import AttentionConfig
 from halfbyte.bench import AttentionBenchmark
 from halfbyte.bench import Case as UsualCase
-from halfbyte.bench.attention_calls import Queries, attention_calls, make_queries
-from halfbyte.bench.data import Cache, make_cache
-from halfbyte.bench.report import Row
-from halfbyte.bench.timing import Call
+from halfbyte.bench.attention_calls import attention_calls
+from halfbyte.bench.data import Inputs, make_inputs
 from halfbyte.dispatch import CPU, current_compute_capability
+from halfbyte.measure.report import Row
+from halfbyte.measure.timing import Call
 
 
 class AttentionRun(AttentionBenchmark):
@@ -42,6 +43,8 @@ class AttentionRun(AttentionBenchmark):
     def contenders(self, case: UsualCase) -> dict[str, Callable[[], Row]]:
         """halfbyte, FlashInfer, SDPA."""
         found = super().contenders(case)
+        if isinstance(case, Case) and case.ragged:
+            found = {name: found[name] for name in found if not name.startswith("sdpa_")}
         if not self.with_peers or case.name in WITHOUT_PEERS:
             return {name: found[name] for name in found if name.startswith("halfbyte_")}
         for dtype in flashinfer.formats(case) if self.with_flashinfer else ():
@@ -52,34 +55,30 @@ class AttentionRun(AttentionBenchmark):
     def halfbyte(self, case: UsualCase, dtype: str) -> Row:
         """Times, errors and memory of halfbyte's attention."""
         entry = super().halfbyte(case, dtype)
-        cache = make_cache(case, dtype, self.device)
-        queries = make_queries(case, self.device, self.query_dtype)
-        planning = attention_calls(case, cache, queries, share_plan=False, backend=self.backend)
+        inputs = make_inputs(case, dtype, self.device, self.query_dtype)
+        planning = attention_calls(case, inputs, plans=None, backend=self.backend)
         if self.device.type == "cuda" and case.kind == "decode":
             entry["single_with_plan"] = measure(planning, self.device)["single"]
         if isinstance(case, Case) and case.ragged:
             entry["evened_out"] = self._evened_out(case, dtype)
         if self.device.type == "cuda":
             entry["workspace_bytes"] = _max_allocated(planning[0])
-        return {"backend": backend_of(case, cache, queries, self.backend), **entry}
+        return {"backend": backend_of(case, inputs, self.backend), **entry}
 
-    def errors(self, out: torch.Tensor, case: UsualCase, cache: Cache, queries: Queries) -> Row:
+    def errors(self, out: torch.Tensor, case: UsualCase, inputs: Inputs) -> Row:
         """Against float64, and of bfloat16."""
-        error = attention_error(out, queries.query, case, cache, queries.sinks)
+        error = attention_error(out, case, inputs)
         return {"error": error.ours, "bfloat16_error": error.bfloat16}
 
-    def flashinfer(
-        self, case: UsualCase, dtype: str, make: Callable[[Cache, Queries], list[Call]]
-    ) -> Row:
+    def flashinfer(self, case: UsualCase, dtype: str, make: Callable[[Inputs], list[Call]]) -> Row:
         """Times and error of FlashInfer, without sinks and V's global scale."""
-        cache = make_cache(case, dtype, self.device)
-        queries = make_queries(case, self.device, self.query_dtype)
-        calls = make(cache, queries)
-        entry = self.times(case, calls, cache.num_bytes)
+        inputs = make_inputs(case, dtype, self.device, self.query_dtype)
+        calls = make(inputs)
+        entry = self.times(case, calls, inputs.num_bytes)
         out: Any = calls[0]()
-        if cache.layout.v_dtype.has_global_scale:
-            out = out.double() * cache.scale
-        entry["error"] = attention_error(out, queries.query, case, cache, None).ours
+        if inputs.layout.v_dtype.has_global_scale:
+            out = out.double() * inputs.scale
+        entry["error"] = attention_error(out, case, replace(inputs, sinks=None)).ours
         return entry
 
     def times(self, case: UsualCase, calls: Sequence[Call], num_bytes: int | None = None) -> Row:
@@ -91,23 +90,22 @@ class AttentionRun(AttentionBenchmark):
     def _evened_out(self, case: Case, dtype: str) -> Row:
         """Times of a batch with as many sequences and tokens, but equal lengths."""
         even = case.evened_out()
-        cache = make_cache(even, dtype, self.device)
-        queries = make_queries(even, self.device, self.query_dtype)
-        calls = attention_calls(even, cache, queries, backend=self.backend)
-        return {**measure(calls, self.device, in_graph=True), "bytes": cache.num_bytes}
+        inputs = make_inputs(even, dtype, self.device, self.query_dtype)
+        calls = attention_calls(even, inputs, backend=self.backend)
+        return {**measure(calls, self.device, in_graph=True), "bytes": inputs.num_bytes}
 
 
-def backend_of(case: UsualCase, cache: Cache, queries: Queries, backend: str | None) -> str:
+def backend_of(case: UsualCase, inputs: Inputs, backend: str | None) -> str:
     """Name of the backend that `attention_calls` uses."""
-    query = queries.query
+    query = inputs.query
     config = AttentionConfig(
-        layout=cache.layout,
+        layout=inputs.layout,
         num_heads=case.heads,
         query_dtype=query.dtype,
         device_type=query.device.type,
         num_tokens=query.shape[0],
         num_seqs=case.batch,
-        sliding_window=cache.window,
+        sliding_window=inputs.window,
         has_sinks=case.sinks,
         compute_capability=current_compute_capability() if query.is_cuda else CPU,
     )

@@ -44,7 +44,7 @@ def _rate(row: dict[str, Any]) -> float:
 
 
 def _of_shapes(rows: Rows) -> Iterator[Bound]:
-    """Variants that read as many bytes: larger heads or pages, one KV head, more queries, all."""
+    """Variants that read as many bytes: larger heads, larger pages, one KV head, more queries."""
     base, bound = rows[_FIRST], partial(Bound, "attention_decode")
     size = base["halfbyte_nvfp4"]["bytes"]
     for name in ("wide", "long-pages", "mqa", "speculative", "gemma"):

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from benchmarks.bounds.base import Bound
-from halfbyte.bench.moe import MOE_SHAPES, TOKENS
+from halfbyte.bench.moe import MOE_SHAPES, MoeBenchmark
 
 Row = dict[str, Any]
 _FEW, _MANY = 16, 1024
 """Max M of the bounds for few tokens, min M of the one for many."""
 _LARGE = 50e6
-"""Min bytes hit from which the read rate is the measure, not a plain read of as many bytes."""
+"""From this many bytes on the bound is on the read rate, below on the time of a plain read."""
 
 KNOWN_MISSES = {
     "of the read rate": "0.54 at 53 MB and 0.60 at 78, where launches and joins weigh most; 0.67 "
@@ -18,7 +18,7 @@ KNOWN_MISSES = {
     "of a plain read": "one token: two products and a sum, each behind the one before",
     "M <= 16: of the fastest peer": "0.60 for one token, 0.89 for 16",
 }
-"""Of the committed run: the end of a bound's name, and the reason."""
+"""Known misses of the committed run: the end of a bound's name, and the reason."""
 
 
 def of_moe(report: dict[str, Any], known: Mapping[str, str] | None = None) -> Iterator[Bound]:
@@ -44,7 +44,7 @@ def _of_shape(shape: str, rows: list[Row], timing: str) -> Iterator[Bound]:
     large = [row for row in few if row["bytes_hit"] >= _LARGE]
     small = [row for row in few if row["bytes_hit"] < _LARGE]
     many = [row for row in rows if row["m"] >= _MANY]
-    tokens = set(TOKENS["cuda"])
+    tokens = set(MoeBenchmark.tokens["cuda"])
     measured = tokens & {row["m"] for row in rows}
     yield Bound("moe", f"{shape}: cases", len(measured), "==", len(tokens))
     for name, chosen, ratio, comparison, limit in (

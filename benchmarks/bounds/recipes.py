@@ -10,7 +10,7 @@ from benchmarks.kv_recipe_tables import of_baseline
 _MAX_KL = {"SmolLM2-135M-Instruct": (0.6, 0.4), "gemma-3-270m": (0.95, 0.75)}
 """Max KL divergence of `balanced` and of `accurate`, relative to an fp8 cache."""
 _SMALL_CHUNKS = "SmolLM2-135M-Instruct"
-"""Also fed in chunks of 16 tokens, with the same bounds."""
+"""Model that is also measured in chunks of 16 tokens, with the same bounds."""
 
 _UNEVEN = {
     "gemma-3-270m, accurate": "the last 2,048 tokens alone; 0.87 for those before, 1.0 for pages"

@@ -13,14 +13,13 @@ import torch
 
 from benchmarks.linear_layers.ratios import judged_by
 from benchmarks.timing import measure_in_turns, ready
-from halfbyte.bench.data import copies
-from halfbyte.bench.timing import Call
 from halfbyte.dispatch import is_installed
 from halfbyte.kernels.runtime import nvrtc
+from halfbyte.measure.timing import Call, copies
 
 _THREADS = 512
 _CTAS = (1, 2, 4)
-"""Per SM."""
+"""Candidates of CTAs per SM."""
 _SOURCE = r"""
 extern "C" __global__ void __launch_bounds__(512)
 read_all(const uint4* data, unsigned long long count, unsigned* out) {

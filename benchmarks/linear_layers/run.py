@@ -37,11 +37,10 @@ from benchmarks.linear_layers.weights import PeerWeights
 from benchmarks.program import WRONG
 from benchmarks.timing import Ready, measure_empty, measure_layers, ready
 from halfbyte.bench import LinearBenchmark
-from halfbyte.bench.report import Row, or_failed
-from halfbyte.bench.timing import Call, Times
-from halfbyte.bench.weights import Shape
-from halfbyte.dispatch import CPU, current_compute_capability
-from halfbyte.linear import LINEAR_BACKENDS, NvFp4LinearLayerConfig, select_nvfp4_linear_kernel
+from halfbyte.bench.linear import Shape
+from halfbyte.linear import LINEAR_BACKENDS, select_nvfp4_linear_kernel
+from halfbyte.measure.report import Row, or_failed
+from halfbyte.measure.timing import Call, Times
 
 GPU_TOKENS = (
     *(1, 2, 4, 8, 16, 32, 64, 128, 256, 257, 300, 384, 512, 513, 640, 768, 1024),
@@ -72,10 +71,13 @@ class LinearRun(LinearBenchmark):
         on_gpu = device.type == "cuda"
         if on_gpu:
             device, tokens = torch.device("cuda", torch.cuda.current_device()), tokens or GPU_TOKENS
-        super().__init__(device, shapes, tokens, backends or usable_backends(device, dtype), dtype)
-        verdicts = LINEAR_BACKENDS.explain(_config((64, 64), dtype, device))
+        super().__init__(device, shapes, tokens, backends, dtype)
+        if not backends:
+            self.backends = usable_backends(device, dtype)
+        verdicts = LINEAR_BACKENDS.explain(LinearBenchmark.config((64, 64), dtype, device))
         self.max_tokens = {READ: MAX_TOKENS[READ]} if backends else MAX_TOKENS
         self.report |= {
+            "backends": self.backends,
             "gpu_state": None,
             "unusable": {v.name: v.reason for v in verdicts if not v.usable},
             "warm_up": None,
@@ -117,8 +119,8 @@ class LinearRun(LinearBenchmark):
         dense = {DENSE: torch.bfloat16}
         if self.device.type == "cpu":
             dense["dense_fp32"] = torch.float32  # can be faster on CPUs
-        makers: dict[str, Maker] = {x: partial(weights.layer_calls, x) for x in self.backends}
-        makers |= {x: partial(weights.dense_calls, dtype) for x, dtype in dense.items()}
+        makers: dict[str, Maker] = {x: partial(weights.calls, x) for x in self.backends}
+        makers |= {x: partial(weights.dense_calls, dtype=dtype) for x, dtype in dense.items()}
         self._read_by, reads = plain_read(weights.codes.nbytes + weights.scales.nbytes, self.device)
         return {**makers, READ: lambda x: reads}
 
@@ -153,7 +155,7 @@ class LinearRun(LinearBenchmark):
         return {**row, **ratios(row, self.backends)}
 
     def _selected(self, shape: Shape, m: int | None) -> str:
-        return select_nvfp4_linear_kernel(_config(shape, self.dtype, self.device, m)).name
+        return select_nvfp4_linear_kernel(self.config(shape, self.dtype, self.device, m)).name
 
     def _read_entry(self, times: Times, weights: PeerWeights) -> Row:
         num_bytes = weights.codes.nbytes + weights.scales.nbytes
@@ -164,17 +166,8 @@ class LinearRun(LinearBenchmark):
 
 def usable_backends(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> list[str]:
     """Names of the backends that can run here, in order of preference."""
-    verdicts = LINEAR_BACKENDS.explain(_config((64, 64), dtype, device))
+    verdicts = LINEAR_BACKENDS.explain(LinearBenchmark.config((64, 64), dtype, device))
     return [verdict.name for verdict in verdicts if verdict.usable]
-
-
-def _config(
-    shape: Shape, dtype: torch.dtype, device: torch.device, m: int | None = None
-) -> NvFp4LinearLayerConfig:
-    capability = current_compute_capability(device) if device.type == "cuda" else CPU
-    return NvFp4LinearLayerConfig(
-        *shape, dtype, m_hint=m, device_type=device.type, compute_capability=capability
-    )
 
 
 def _entry(name: str, times: Times, error: float, allowed: float) -> Row:

@@ -16,7 +16,7 @@ import torch
 
 import halfbyte
 from benchmarks.linear_layers.weights import PeerWeights
-from halfbyte.bench.weights import Shape
+from halfbyte.bench.linear import Shape
 
 KEPT_ON_DISK = ("humming", "triton")
 _MAX_PROCESSES = 4

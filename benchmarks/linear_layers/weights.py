@@ -1,6 +1,6 @@
 """Random weights, also in peers' formats."""
 
-from halfbyte.bench.weights import Weights
+from halfbyte.bench.linear import Weights
 from halfbyte.linear import NvFp4Linear
 from halfbyte.linear.w4a16.humming import HummingKernel
 

@@ -8,7 +8,7 @@ from benchmarks.peers.moe import MOE_PEERS
 Row = dict[str, Any]
 MARLIN, BF16 = "vllm_marlin", "vllm_bf16"
 NEEDED = (MARLIN, BF16)
-"""Peers without whose time no other one counts as the fastest."""
+"""Peers that must have been measured before one is called the fastest."""
 
 
 def fastest_peer(row: Row, timing: str) -> str | None:

@@ -33,9 +33,9 @@ from benchmarks.peers.moe import MOE_PEERS
 from benchmarks.program import WRONG
 from benchmarks.timing import Ready, measure_empty, measure_layers, ready
 from halfbyte.bench import MoeBenchmark, MoeShape
-from halfbyte.bench.experts import Experts
-from halfbyte.bench.report import Row, or_failed
-from halfbyte.bench.timing import Call
+from halfbyte.bench.moe import Experts
+from halfbyte.measure.report import Row, or_failed
+from halfbyte.measure.timing import Call
 from halfbyte.moe import select_moe_kernel
 
 Maker = Callable[[torch.Tensor], list[Call]]
@@ -147,7 +147,7 @@ class MoeRun(MoeBenchmark):
         return {**row, **moe_ratios(row, self.report["read_terabytes_per_s"])}
 
     def _read(self, num_bytes: int) -> tuple[str, list[Call]]:
-        """`plain_read` of as many bytes; kept while the number stays."""
+        """`plain_read` of as many bytes; cached until another number is asked for."""
         num_bytes -= num_bytes % 16
         if num_bytes not in self._reads:
             self._reads.clear()

@@ -12,9 +12,9 @@ import torch
 from halfbyte.attention.flashinfer import FlashInferAttention, workspace_bytes
 from halfbyte.attention.flashinfer_views import flashinfer_dtype, kv_cache_views, page_table
 from halfbyte.bench import Case
-from halfbyte.bench.attention_calls import Queries
-from halfbyte.bench.data import Cache, short_name
-from halfbyte.bench.timing import Call
+from halfbyte.bench.data import Inputs
+from halfbyte.measure.report import short_name
+from halfbyte.measure.timing import Call
 
 _WORKSPACE_BYTES = 512 * 2**20
 
@@ -37,7 +37,7 @@ def formats(case: Case) -> tuple[str, ...]:
     return ("bfloat16",)
 
 
-def makers(case: Case, dtype: str) -> dict[str, Callable[[Cache, Queries], list[Call]]]:
+def makers(case: Case, dtype: str) -> dict[str, Callable[[Inputs], list[Call]]]:
     """Functions that make calls on a cache in one format, by name in the report."""
     name = short_name(dtype)
     if case.kind == "decode":
@@ -50,19 +50,19 @@ def makers(case: Case, dtype: str) -> dict[str, Callable[[Cache, Queries], list[
     }
 
 
-def _workspace(case: Case, cache: Cache, device: torch.device) -> torch.Tensor:
-    num_bytes = max(_WORKSPACE_BYTES, workspace_bytes(cache.layout, case.heads, device))
+def _workspace(case: Case, inputs: Inputs, device: torch.device) -> torch.Tensor:
+    num_bytes = max(_WORKSPACE_BYTES, workspace_bytes(inputs.layout, case.heads, device))
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
-def _decode(case: Case, cache: Cache, queries: Queries) -> list[Call]:
+def _decode(case: Case, inputs: Inputs) -> list[Call]:
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
-    query, layout = queries.query, cache.layout
-    table = page_table(cache.block_tables, case.lengths().tolist(), case.block_size)
+    query, layout = inputs.query, inputs.layout
+    table = page_table(inputs.block_tables, case.lengths().tolist(), case.block_size)
     tables = [part.to(query.device) for part in table]
     wrapper = BatchDecodeWithPagedKVCacheWrapper(
-        _workspace(case, cache, query.device),
+        _workspace(case, inputs, query.device),
         layout.order,
         use_cuda_graph=True,
         use_tensor_cores=True,
@@ -80,24 +80,24 @@ def _decode(case: Case, cache: Cache, queries: Queries) -> list[Call]:
         case.block_size,
         q_data_type=query.dtype,
         kv_data_type=flashinfer_dtype(layout),
-        window_left=_window_left(cache),
+        window_left=_window_left(inputs),
         q_len_per_req=case.query_tokens,
         # Splitting corrupts NVFP4 on SM120; only FlashInfer's prefill wrapper avoids it.
         disable_split_kv=nvfp4_sm120,
     )
-    return _runs(wrapper, cache, query)
+    return _runs(wrapper, inputs)
 
 
-def _prefill(case: Case, backend: str, cache: Cache, queries: Queries) -> list[Call]:
+def _prefill(case: Case, backend: str, inputs: Inputs) -> list[Call]:
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-    query, layout = queries.query, cache.layout
-    table = page_table(cache.block_tables, case.lengths().tolist(), case.block_size)
+    query, layout = inputs.query, inputs.layout
+    table = page_table(inputs.block_tables, case.lengths().tolist(), case.block_size)
     wrapper = BatchPrefillWithPagedKVCacheWrapper(
-        _workspace(case, cache, query.device), layout.order, backend=backend
+        _workspace(case, inputs, query.device), layout.order, backend=backend
     )
     wrapper.plan(
-        queries.start_loc.cpu(),
+        inputs.query_start_loc.cpu(),
         table.indptr,
         table.indices,
         table.last_page_len,
@@ -106,24 +106,24 @@ def _prefill(case: Case, backend: str, cache: Cache, queries: Queries) -> list[C
         case.head_size,
         case.block_size,
         causal=True,
-        window_left=_window_left(cache),
+        window_left=_window_left(inputs),
         q_data_type=query.dtype,
         kv_data_type=flashinfer_dtype(layout),
     )
-    return _runs(wrapper, cache, query)
+    return _runs(wrapper, inputs)
 
 
-def _window_left(cache: Cache) -> int:
+def _window_left(inputs: Inputs) -> int:
     """FlashInfer counts the tokens before the query's own; -1 for no window."""
-    return -1 if cache.window is None else cache.window - 1
+    return -1 if inputs.window is None else inputs.window - 1
 
 
-def _runs(wrapper, cache: Cache, query: torch.Tensor) -> list[Call]:  # type: ignore[no-untyped-def]
-    out = torch.empty_like(query)
-    k_scale = float(cache.scale) if cache.layout.k_dtype.has_global_scale else None
+def _runs(wrapper, inputs: Inputs) -> list[Call]:  # type: ignore[no-untyped-def]
+    query, out = inputs.query, torch.empty_like(inputs.query)
+    k_scale = float(inputs.scale) if inputs.layout.k_dtype.has_global_scale else None
 
     def call(pages: torch.Tensor) -> torch.Tensor:
-        views = kv_cache_views(pages, cache.layout)
+        views = kv_cache_views(pages, inputs.layout)
         return wrapper.run(query, views.data, out=out, k_scale=k_scale, kv_cache_sf=views.scales)
 
-    return [partial(call, pages) for pages in cache.pools]
+    return [partial(call, pages) for pages in inputs.pools]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from benchmarks.peers.moe import MoePeer, one_scale_per_expert, takes_bf16, vllm_activation
-from halfbyte.bench.experts import Experts
+from halfbyte.bench.moe import Experts
 from halfbyte.dispatch import Answer
 from halfbyte.linear.w4a16.humming import HummingKernel
 from halfbyte.moe import ExpertMatrices, MoeConfig
@@ -100,7 +100,7 @@ class _Sorted:
         import_module("humming.ops").humming_gemm(
             layer_config=matrices["layer_config"],
             compute_config=json.dumps(_COMPUTE),
-            # One kernel: else Humming compiles those for all numbers of pairs, some 30.
+            # Without it, Humming compiles some 30 kernels, for all numbers of pairs.
             tuning_config=tuned.config,
             inputs=x,
             outputs=out,

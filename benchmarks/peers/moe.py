@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from halfbyte.bench.experts import Experts
-from halfbyte.bench.timing import Call
+from halfbyte.bench.moe import Experts
 from halfbyte.dispatch import Answer, Registry, missing_module, runs_on_gpu
+from halfbyte.measure.timing import Call
 from halfbyte.moe import GPT_OSS, SWIGLU, GatedActivation, MoeConfig
 
 
@@ -84,7 +84,7 @@ MOE_PEERS: Registry[MoePeer] = Registry(
 
 
 def takes_bf16(config: MoeConfig) -> Answer:
-    """Of peers that are timed with bfloat16 activations, and SwiGLU or GPT-OSS's activation."""
+    """`can_implement` of peers timed with bfloat16, and SwiGLU or GPT-OSS's activation."""
     if config.dtype != torch.bfloat16:
         return False, f"timed with bfloat16 only, not {config.dtype}"
     if config.activation not in (SWIGLU, GPT_OSS):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from benchmarks.peers.moe import MoePeer, takes_bf16, vllm_activation
-from halfbyte.bench.experts import Experts
+from halfbyte.bench.moe import Experts
 from halfbyte.dispatch import Answer
 from halfbyte.moe import GPT_OSS, ExpertMatrices, MoeConfig
 

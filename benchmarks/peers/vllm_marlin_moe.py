@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.peers.moe import MoePeer, one_scale_per_expert, takes_bf16, vllm_activation
 from benchmarks.peers.moe_padding import padded_experts, padded_tokens
-from halfbyte.bench.experts import Experts
+from halfbyte.bench.moe import Experts
 from halfbyte.dispatch import Answer
 from halfbyte.moe import MoeConfig, PackedExperts
 

@@ -5,9 +5,10 @@ can do the work (`can_implement`), always with a reason. An explicit choice that
 an error that names the reason and the usable ones; there is no silent fallback.
 """
 
+import re
 from collections.abc import Callable
 from functools import cache, lru_cache
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
@@ -200,3 +201,15 @@ def runs_on_gpu(
 def missing_module(module: str, source: str) -> str | None:
     """Why a module cannot be used, and how to install it; None if it is installed."""
     return None if is_installed(module) else f"needs {module} ({source})"
+
+
+def missing_version(package: str, oldest: tuple[int, ...]) -> str | None:
+    """Why a package, by its name on PyPI, cannot be used; None if a version from `oldest` on is
+    installed. It is not imported."""
+    needed = f"needs {package} {'.'.join(map(str, oldest))} or later"
+    try:
+        version = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return f"{needed}, which is not installed"
+    found = tuple(int(part) for part in re.findall(r"\d+", version))
+    return f"{needed}, this is {version}" if found[: len(oldest)] < oldest else None

@@ -325,7 +325,7 @@ def test_without_the_library_the_reference_runs_and_is_logged(
     exact, _ = case.expected()
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
     assert [record.message for record in caplog.records] == [
-        "the CPU kernels were not built (no C++ compiler?): the reference stands in"
+        "the CPU kernels were not built (no C++ compiler?): the reference runs instead"
     ]
     with pytest.raises(ValueError, match="without a C\\+\\+ compiler"):
         paged_attention(case.query, case.pages, backend="cpu", **case.arguments())

@@ -9,10 +9,11 @@ import torch
 
 from attention.cases import DECODE_CASES, Case, assert_close_to_exact, config, make_case
 from attention.documented_flashinfer import PrefillWrapper, install
-from halfbyte.attention import ATTENTION_BACKENDS, flashinfer, paged_attention
+from halfbyte.attention import ATTENTION_BACKENDS, paged_attention
 from halfbyte.attention.base import AttentionInputs, AttentionPlans
 from halfbyte.attention.flashinfer import FlashInferAttention
 from halfbyte.dispatch import NoImplementationError
+from halfbyte.kernels.runtime.flashinfer_package import missing_flashinfer
 from halfbyte.kvcache import reshape_and_cache
 from halfbyte.layouts import PageLayout
 
@@ -270,15 +271,16 @@ def test_versions_and_compiler(
             raise metadata.PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(flashinfer, "current_compute_capability", lambda: 90)
-    monkeypatch.setattr(flashinfer.metadata, "version", installed)
-    monkeypatch.setattr(flashinfer.shutil, "which", lambda name: "/bin/nvcc" if nvcc else None)
-    monkeypatch.setattr(flashinfer.Path, "exists", lambda self: False)
+    monkeypatch.setattr("halfbyte.dispatch.current_compute_capability", lambda: 90)
+    monkeypatch.setattr(metadata, "version", installed)
+    package = "halfbyte.kernels.runtime.flashinfer_package"
+    monkeypatch.setattr(f"{package}.shutil.which", lambda name: "/bin/nvcc" if nvcc else None)
+    monkeypatch.setattr(f"{package}.Path.exists", lambda self: False)
     for name in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
-    flashinfer._missing_package.cache_clear()
+    missing_flashinfer.cache_clear()
     usable, why = FlashInferAttention.is_supported()
-    flashinfer._missing_package.cache_clear()
+    missing_flashinfer.cache_clear()
     assert usable == (reason is None)
     assert (reason or "if requested") in why
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfbyte.bench import data
+from halfbyte.measure import timing
 
 TIMES = {"single", "back_to_back"}
 RATE = {"bytes", "terabytes_per_s", "fraction"}
@@ -16,10 +16,10 @@ RATE = {"bytes", "terabytes_per_s", "fraction"}
 
 def measure_quickly(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
     """Few calls on few copies of the data, without a garbage collection after each."""
-    monkeypatch.setattr("halfbyte.bench.report.gc", SimpleNamespace(collect=lambda: 0))
-    monkeypatch.setattr("halfbyte.bench.timing.SINGLES", calls)
-    monkeypatch.setattr("halfbyte.bench.timing.IN_A_ROW", calls)
-    monkeypatch.setitem(data._ROTATED_BYTES, "cpu", 300_000)
+    monkeypatch.setattr("halfbyte.measure.report.gc", SimpleNamespace(collect=lambda: 0))
+    monkeypatch.setattr("halfbyte.measure.timing.SINGLES", calls)
+    monkeypatch.setattr("halfbyte.measure.timing.IN_A_ROW", calls)
+    monkeypatch.setitem(timing._ROTATED_BYTES, "cpu", 300_000)
 
 
 def assert_sees_causally(case: Any, window: int | None) -> None:

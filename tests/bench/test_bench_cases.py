@@ -3,12 +3,14 @@ from dataclasses import replace
 import pytest
 
 from bench.shared import assert_sees_causally
-from halfbyte.bench import CPU_CASES, GPU_CASES, Case
+from halfbyte.bench import Case
 from halfbyte.bench.cases import decode, prefill, store
+from halfbyte.cli.bench_arguments import default_cases
 
 
-@pytest.mark.parametrize("cases", [GPU_CASES, CPU_CASES], ids=["gpu", "cpu"])
-def test_usual_cases_have_names_of_their_own_and_all_kinds(cases: tuple) -> None:
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_usual_cases_have_names_of_their_own_and_all_kinds(device_type: str) -> None:
+    cases = default_cases(device_type)
     assert len({case.name for case in cases}) == len(cases)
     assert {case.kind for case in cases} == {"decode", "prefill", "store"}
     assert all(case.name.startswith(case.kind) for case in cases)

@@ -1,20 +1,26 @@
 """Random caches, and the store that is measured on them."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 from halfbyte.bench.attention_calls import store_calls
-from halfbyte.bench.cases import decode, store
-from halfbyte.bench.data import copies, make_cache, random_tables, short_name
+from halfbyte.bench.cases import Case, decode, store
+from halfbyte.bench.data import make_inputs, random_tables
 from halfbyte.kvcache import KV_CACHE_QUANT_REGISTRY, read_tokens
+from halfbyte.measure.report import short_name
+from halfbyte.measure.timing import copies
 
 CPU = torch.device("cpu")
 
 
 def test_tables_name_every_page_once_in_random_order() -> None:
-    table, num_pages = random_tables(torch.tensor([1, 33, 16, 200]), 16)
+    class Ragged(Case):
+        def lengths(self) -> torch.Tensor:
+            return torch.tensor([1, 33, 16, 200], dtype=torch.int32)
+
+    table, num_pages = random_tables(Ragged(**asdict(decode("llama", 4, 200))))
     counts = [1, 3, 1, 13]
     used = torch.cat([row[:count] for row, count in zip(table, counts, strict=True)])
     assert num_pages == sum(counts)
@@ -26,15 +32,15 @@ def test_tables_name_every_page_once_in_random_order() -> None:
 @pytest.mark.parametrize("dtype", list(KV_CACHE_QUANT_REGISTRY))
 def test_caches_hold_finite_values_of_both_signs_and_sane_size(dtype: str) -> None:
     case = decode("gpt-oss", 2, 100)
-    cache = make_cache(case, dtype, CPU)
-    slots = torch.arange(cache.pools[0].shape[0] * case.block_size)
-    for pages in cache.pools[:2]:
-        for values in read_tokens(pages, slots, cache.layout, cache.scale, cache.scale):
+    inputs = make_inputs(case, dtype, CPU)
+    slots = torch.arange(inputs.pools[0].shape[0] * case.block_size)
+    for pages in inputs.pools[:2]:
+        for values in read_tokens(pages, slots, inputs.layout, inputs.scale, inputs.scale):
             assert values.isfinite().all()
             assert 0.01 < values.abs().mean() < 10
             assert 0.4 < (values < 0).sum() / (values != 0).sum() < 0.6
-    assert not torch.equal(cache.pools[0], cache.pools[1])
-    assert cache.num_bytes == 200 * cache.layout.bytes_per_token
+    assert not torch.equal(inputs.pools[0], inputs.pools[1])
+    assert inputs.num_bytes == 200 * inputs.layout.bytes_per_token
 
 
 def test_copies_leave_the_caches_within_reason() -> None:
@@ -53,10 +59,10 @@ def test_names_of_formats_in_reports() -> None:
 def test_a_window_has_only_pages_that_are_read() -> None:
     """Otherwise all copies together would fit in the GPU's L2."""
     case = replace(decode("llama", 3, 200), sliding_window=20)
-    cache = make_cache(case, "nvfp4", CPU)
-    live = cache.block_tables[:, (200 - 20) // 16 :]
-    assert sorted(live.flatten().tolist()) == list(range(len(cache.pools[0])))
-    assert cache.num_bytes == 3 * 20 * cache.layout.bytes_per_token
+    inputs = make_inputs(case, "nvfp4", CPU)
+    live = inputs.block_tables[:, (200 - 20) // 16 :]
+    assert sorted(live.flatten().tolist()) == list(range(len(inputs.pools[0])))
+    assert inputs.num_bytes == 3 * 20 * inputs.layout.bytes_per_token
 
 
 def test_store_writes_every_copy_once() -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from bench.shared import TIMES, measure_quickly
 from halfbyte.bench import LinearBenchmark
-from halfbyte.bench.weights import Weights
+from halfbyte.bench.linear import Weights
 from halfbyte.dispatch import NoImplementationError
 from halfbyte.linear.reference import ReferenceKernel
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     measure_quickly(monkeypatch, 2)
-    monkeypatch.setattr("halfbyte.bench.report.bandwidths", lambda device: (0.02, 0.01))
+    monkeypatch.setattr("halfbyte.measure.report.bandwidths", lambda device: (0.02, 0.01))
 
 
 def test_report_says_what_was_measured() -> None:
@@ -91,8 +91,8 @@ def test_errors_are_the_largest_of_all_rows() -> None:
 def test_weights_are_the_same_in_every_form() -> None:
     weights = Weights((32, 48), CPU, torch.float32)
     x = weights.x(5)
-    dense = [call.args[1] for call in weights.dense_calls(torch.float64, x)]  # type: ignore[attr-defined]
-    layers = [call.func for call in weights.layer_calls("reference", x)]  # type: ignore[attr-defined]
+    dense = [call.args[1] for call in weights.dense_calls(x, torch.float64)]  # type: ignore[attr-defined]
+    layers = [call.func for call in weights.calls("reference", x)]  # type: ignore[attr-defined]
     assert len(layers) > 1
     for layer in layers:
         assert torch.equal(layer.dequantize(torch.float64), dense[0])

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from bench.shared import RATE, TIMES, measure_quickly
-from halfbyte.bench import MOE_SHAPES, MoeBenchmark, MoeShape, data
-from halfbyte.bench.experts import Experts
+from halfbyte.bench import MOE_SHAPES, MoeBenchmark, MoeShape
+from halfbyte.bench.moe import Experts
 from halfbyte.cli.bench_arguments import parse_moe_shapes
 from halfbyte.dispatch import NoImplementationError
+from halfbyte.measure import timing
 from halfbyte.moe.reference import ReferenceKernel
 
 CPU = torch.device("cpu")
@@ -19,7 +20,7 @@ SMALL = [MoeShape(4, 2, 64, 32), MoeShape(3, 1, 64, 32, "mxfp4")]
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     measure_quickly(monkeypatch, 2)
-    monkeypatch.setattr("halfbyte.bench.report.bandwidths", lambda device: (0.02, 0.01))
+    monkeypatch.setattr("halfbyte.measure.report.bandwidths", lambda device: (0.02, 0.01))
 
 
 def test_report_says_what_was_measured() -> None:
@@ -66,7 +67,7 @@ def test_calls_hit_different_experts(shape: MoeShape) -> None:
 
 def test_copies_exceed_the_caches_by_what_one_token_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     experts = Experts(MoeShape(32, 2, 64, 32), CPU, torch.float32)
-    monkeypatch.setitem(data._ROTATED_BYTES, "cpu", 3 * experts.bytes_hit(1))
+    monkeypatch.setitem(timing._ROTATED_BYTES, "cpu", 3 * experts.bytes_hit(1))
     first, *more = experts.forms("packed", lambda: experts.packed)
     assert first is experts.packed
     assert len(more) == 3

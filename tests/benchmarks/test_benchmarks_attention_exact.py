@@ -1,6 +1,7 @@
 """The error of attention against float64."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from attention.cases import dense
 from benchmarks.attention.cases import ragged
 from benchmarks.attention.exact import attention_error
 from halfbyte.bench import Case
-from halfbyte.bench.attention_calls import attention_calls, make_queries
+from halfbyte.bench.attention_calls import attention_calls
 from halfbyte.bench.cases import decode, prefill
-from halfbyte.bench.data import make_cache
+from halfbyte.bench.data import make_inputs
 from halfbyte.kvcache import read_tokens
 
 CPU = torch.device("cpu")
@@ -29,30 +30,30 @@ CPU = torch.device("cpu")
 )
 @pytest.mark.parametrize("dtype", ["nvfp4", "fp8", "bfloat16"])
 def test_error_is_that_of_the_sampled_tokens(case: Case, dtype: str) -> None:
-    cache, queries = make_cache(case, dtype, CPU), make_queries(case, CPU, torch.float32)
-    out = attention_calls(case, cache, queries)[0]()
-    error = attention_error(out, queries.query, case, cache, queries.sinks).ours
+    inputs = make_inputs(case, dtype, CPU, torch.float32)
+    out = attention_calls(case, inputs)[0]()
+    error = attention_error(out, case, inputs).ours
     assert error < 1e-5
     # The last query token of the longest sequence is in the sample; other tokens may be wrong.
     longest = int(case.lengths().argmax())
     row = (longest + 1) * case.query_tokens - 1
     wrong = out.clone()
     wrong[row, 0] *= 1.5
-    assert attention_error(wrong, queries.query, case, cache, queries.sinks).ours > 1e-3
+    assert attention_error(wrong, case, inputs).ours > 1e-3
     wrong[row, 0] = torch.nan
-    assert math.isnan(attention_error(wrong, queries.query, case, cache, queries.sinks).ours)
+    assert math.isnan(attention_error(wrong, case, inputs).ours)
     if case.sinks:
-        assert attention_error(out, queries.query, case, cache, None).ours > 1e-3
+        assert attention_error(out, case, replace(inputs, sinks=None)).ours > 1e-3
 
 
 def test_error_agrees_with_plain_attention() -> None:
     case = decode("gemma", 1, 40)
-    cache, queries = make_cache(case, "nvfp4", CPU), make_queries(case, CPU)
-    slots = cache.block_tables[0, 0] * case.block_size + torch.arange(40)
+    inputs = make_inputs(case, "nvfp4", CPU)
+    slots = inputs.block_tables[0, 0] * case.block_size + torch.arange(40)
     key, value = read_tokens(
-        cache.pools[0], slots, cache.layout, cache.scale, cache.scale, torch.float64
+        inputs.pools[0], slots, inputs.layout, inputs.scale, inputs.scale, torch.float64
     )
-    exact, _ = dense(queries.query, key, value, 40, case.head_size**-0.5, torch.float64)
-    error = attention_error(exact, queries.query, case, cache, None)
+    exact, _ = dense(inputs.query, key, value, 40, case.head_size**-0.5, torch.float64)
+    error = attention_error(exact, case, inputs)
     assert error.ours < 1e-12
     assert 1e-4 < error.bfloat16 < 3e-2

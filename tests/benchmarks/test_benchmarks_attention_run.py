@@ -157,7 +157,7 @@ def test_benchmark_on_a_gpu() -> None:
 def test_a_window_has_only_pages_that_are_read() -> None:
     """Otherwise all copies together would fit in the GPU's L2."""
     case = replace(ragged("llama", 3, 200), sliding_window=20)
-    cache = data.make_cache(case, "nvfp4", CPU)
+    cache = data.make_inputs(case, "nvfp4", CPU)
     lengths = case.lengths().tolist()
     firsts = [max(0, length - 20) // 16 for length in lengths]
     live = {

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     measure_quickly(monkeypatch, 2)
-    monkeypatch.setattr("halfbyte.bench.report.bandwidths", lambda device: (0.02, 0.01))
+    monkeypatch.setattr("halfbyte.measure.report.bandwidths", lambda device: (0.02, 0.01))
 
 
 def run(*shapes: tuple[int, int], rows: tuple[int, ...] = (1, 20), **options: Any) -> dict:

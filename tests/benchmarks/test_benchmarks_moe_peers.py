@@ -8,7 +8,7 @@ import torch
 from benchmarks.peers.moe import MOE_PEERS, MoePeer, one_scale_per_expert
 from benchmarks.peers.moe_padding import padded_experts, padded_tokens
 from halfbyte.bench import MOE_SHAPES, MoeShape
-from halfbyte.bench.experts import Experts
+from halfbyte.bench.moe import Experts
 from halfbyte.dispatch import is_installed
 from halfbyte.moe import GatedActivation, MoeConfig
 from halfbyte.moe.reference import moe_reference

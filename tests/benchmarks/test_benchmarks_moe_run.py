@@ -14,7 +14,7 @@ from benchmarks.moe_layers.run import MoeRun
 from benchmarks.peers.moe import MOE_PEERS, MoePeer
 from benchmarks.program import failures, to_json
 from halfbyte.bench import MoeShape
-from halfbyte.bench.experts import Experts
+from halfbyte.bench.moe import Experts
 from halfbyte.dispatch import Answer, NoImplementationError
 from halfbyte.moe import MoeConfig
 from halfbyte.moe.reference import ReferenceKernel
@@ -58,7 +58,7 @@ class DensePeer(MoePeer):
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     measure_quickly(monkeypatch, 2)
-    monkeypatch.setattr("halfbyte.bench.report.bandwidths", lambda device: (0.02, 0.01))
+    monkeypatch.setattr("halfbyte.measure.report.bandwidths", lambda device: (0.02, 0.01))
 
 
 def run(shapes: list[MoeShape], tokens: tuple[int, ...] = (1, 20), **options: Any) -> MoeRun:

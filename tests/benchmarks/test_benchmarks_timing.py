@@ -17,8 +17,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def two_repetitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfbyte.bench.timing.SINGLES", 2)
-    monkeypatch.setattr("halfbyte.bench.timing.IN_A_ROW", 2)
+    monkeypatch.setattr("halfbyte.measure.timing.SINGLES", 2)
+    monkeypatch.setattr("halfbyte.measure.timing.IN_A_ROW", 2)
 
 
 @pytest.mark.usefixtures("two_repetitions")

@@ -328,10 +328,8 @@ def test_encode_scales_under_a_decode_name_are_reported(
     write_layers(tmp_path, "{}_scale", [unit / amax, 1.1 * unit / amax, 0.9 * unit / amax])
     read_kv_scales(tmp_path)
     assert len(caplog.messages) == 1
-    message = (
-        r"layers\.[012]\.self_attn\.k_scale: as a decode scale, which its name says, it is of "
-    )
-    assert re.search(message + r"\|K\| up to \d.*; is it an encode scale", caplog.text)
+    message = r"layers\.[012]\.self_attn\.k_scale: its name means a decode scale, so that "
+    assert re.search(message + r"\|K\| is at most \d.*; is it an encode scale", caplog.text)
 
 
 @pytest.mark.parametrize("amax", [0.05, 1.0, 8.0, 40.0, 400.0])
@@ -340,7 +338,7 @@ def test_decode_scales_under_an_encode_name_are_reported(
 ) -> None:
     write_layers(tmp_path, "{}_global_scale", [amax / NVFP4] * 2, NVFP4 / 8.0)
     read_kv_scales(tmp_path)
-    message = "self_attn.k_global_scale: as an encode scale, which its name says, it is of |K| up"
+    message = "self_attn.k_global_scale: its name means an encode scale, so that |K| is at most"
     assert [message in text for text in caplog.messages] == [True]
     assert caplog.messages[0].endswith("is it a decode scale (the reciprocal), or in another unit?")
 
@@ -352,9 +350,9 @@ def test_one_unlikely_scale_is_reported_with_its_name(
         caplog.clear()
         write_layers(tmp_path, "{0}_proj.{0}_scale", [0.05, 0.05, value, 0.05])
         read_kv_scales(tmp_path)
-        expected = "model.layers.2.self_attn.k_proj.k_scale: as a decode scale, which its name says"
+        expected = "model.layers.2.self_attn.k_proj.k_scale: its name means a decode scale"
         assert [expected in text for text in caplog.messages] == [True]
-        assert f"it is of |K| up to {amax};" in caplog.text
+        assert f"so that |K| is at most {amax};" in caplog.text
 
 
 @pytest.mark.parametrize("amax", [0.02, 1.0, 20.0, 448.0, 900.0])

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from halfbyte.bench import GPU_CASES, Case
+from halfbyte.bench import Case
 from halfbyte.cli import main
-from halfbyte.cli.bench_arguments import choose_cases, grid
+from halfbyte.cli.bench_arguments import choose_cases, default_cases, grid
 from halfbyte.cli.bench_tables import tables
 
 Command = Callable[..., tuple[int, str, str]]
@@ -20,8 +20,8 @@ TINY = ("--device", "cpu", "--batch", "1,2", "--context", "40")
 @pytest.fixture
 def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     """Runs `halfbyte bench attention`: exit status, stdout, stderr."""
-    monkeypatch.setattr("halfbyte.bench.timing.SINGLES", 2)
-    monkeypatch.setattr("halfbyte.bench.timing.IN_A_ROW", 2)
+    monkeypatch.setattr("halfbyte.measure.timing.SINGLES", 2)
+    monkeypatch.setattr("halfbyte.measure.timing.IN_A_ROW", 2)
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["halfbyte", "bench", "attention", *arguments])
@@ -145,7 +145,7 @@ def test_select_by_regular_expression() -> None:
     def select(only: str | None) -> list[Case]:
         return choose_cases("cuda", only, None, None, None)
 
-    assert select(None) == list(GPU_CASES)
+    assert select(None) == default_cases("cuda")
     assert [case.name for case in select("gpt-oss-6|^store.*64$")] == [
         "decode-gpt-oss-64x8192",
         "store-llama-64",
@@ -157,7 +157,7 @@ def test_select_by_regular_expression() -> None:
 
 
 def test_widest_rows_fit_90_columns() -> None:
-    names = [case.name for case in GPU_CASES]
+    names = [case.name for case in default_cases("cuda")]
     entry = {"single": 1e4, "back_to_back": 1e4, "terabytes_per_s": 4.0, "fraction": 1.0}
     rows = [
         {"name": name, "kind": name.split("-")[0], "halfbyte_nvfp4": {**entry, "error": 3e-3}}

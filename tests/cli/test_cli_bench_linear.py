@@ -18,8 +18,8 @@ TINY = ("--device", "cpu", "--shapes", "64x32,32x48", "--m", "1,20")
 @pytest.fixture
 def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     """Runs `halfbyte bench linear`: exit status, stdout, stderr."""
-    monkeypatch.setattr("halfbyte.bench.timing.SINGLES", 2)
-    monkeypatch.setattr("halfbyte.bench.timing.IN_A_ROW", 2)
+    monkeypatch.setattr("halfbyte.measure.timing.SINGLES", 2)
+    monkeypatch.setattr("halfbyte.measure.timing.IN_A_ROW", 2)
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["halfbyte", "bench", "linear", *arguments])
@@ -95,7 +95,7 @@ def test_bad_input_is_one_line(bench: Command, arguments: list, message: str) ->
 
 
 def test_wrong_results_end_with_1(bench: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("halfbyte.bench.weights.Weights.error", lambda *_: (0.1, 0.01))
+    monkeypatch.setattr("halfbyte.bench.linear.Weights.error", lambda *_: (0.1, 0.01))
     code, out, err = bench(*TINY, "--backends", "reference")
     assert code == 1
     assert "64x32 M=1: reference: RuntimeError: wrong results: error 0.1, allowed 0.01" in err

@@ -173,7 +173,10 @@ def test_llm_stops_at_the_end_of_the_context() -> None:
         (None, "prompts: expected texts or lists of token ids, got NoneType"),
         ([torch.tensor(1)], "prompt: expected a text or a list of token ids, got int"),
         ([None], "prompt: expected a text or a list of token ids, got NoneType"),
-        (BatchEncoding({"input_ids": [[1]]}), "got BatchEncoding .of a tokenizer's result its inp"),
+        (
+            BatchEncoding({"input_ids": [[1]]}),
+            "got BatchEncoding .of a tokenizer's result pass in",
+        ),
         ([{"prompt_token_ids": [1]}], "prompt: expected a text or a list of token ids, got dict"),
     ],
 )

@@ -39,8 +39,8 @@ def expected(
 ) -> dict[int, tuple[float, ...]]:
     """SQNR of K and V in dB and error of logits, by layer, from weights of eager attention.
 
-    The logarithm of weights with other keys over those with the exact ones is the error of a logit
-    but for a constant, the sink's included, and the variance does not see constants.
+    The log of the ratio of weights, with rounded and with exact keys, is the error of a logit plus
+    a constant of the row (also with a sink), which does not change the variance.
     """
     variances: dict[int, list[torch.Tensor]] = {}
     energies: dict[int, torch.Tensor] = {}

@@ -36,7 +36,7 @@ def paged(
 
 
 def expected_strides(order: Order, block_size: int, heads: int, width: int) -> tuple[int, ...]:
-    """Strides of dim_1 and dim_2 as DESIGN gives them for a region of `width` bytes a head."""
+    """Strides of dim_1 and dim_2 of a region with `width` bytes per token and head."""
     return (heads * width, width) if order == "NHD" else (block_size * width, width)
 
 

@@ -118,7 +118,7 @@ def test_humming_versions(
     monkeypatch: pytest.MonkeyPatch, version: str, reason: str | None
 ) -> None:
     monkeypatch.setattr("halfbyte.dispatch.current_compute_capability", lambda: 90)
-    monkeypatch.setattr(humming.metadata, "version", lambda name: version)
+    monkeypatch.setattr("halfbyte.dispatch.metadata.version", lambda name: version)
     usable, why = humming.HummingKernel.is_supported()
     assert usable == (reason is None)
     assert (reason or "Humming") in why

@@ -170,7 +170,7 @@ def test_one_expert_takes_all_on_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [9, 150], ids=["few", "many"])
 def test_in_a_cuda_graph_after_itself(m: int) -> None:
-    """Calls that overlap, each on the last one's result; routing changes between replays."""
+    """Each call takes the previous one's result and overlaps with it; routing changes."""
     experts = on_gpu(random_experts(8, 2048, 768, dtype=torch.bfloat16))
     ids, weights = (t.cuda() for t in random_routing(m, 2, 8))
     hidden = random_hidden(m, 2048, torch.bfloat16).cuda()

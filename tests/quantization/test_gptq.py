@@ -42,7 +42,7 @@ def random_problem(n: int, k: int, rank: int) -> tuple[torch.Tensor, torch.Tenso
 def column_by_column(
     weight: torch.Tensor, scale: torch.Tensor, moment: torch.Tensor, recipe: nvfp4.Recipe
 ) -> torch.Tensor:
-    """The paper's loop in float64, with the damping of the package; values, dequantized."""
+    """Dequantized values by the paper's loop in float64, damped as in the package."""
     k = weight.shape[1]
     damped = moment + 0.01 * moment.diagonal().mean() * torch.eye(k, dtype=torch.float64)
     upper = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
@@ -214,7 +214,7 @@ def test_scales_are_those_that_codes_were_rounded_with(tmp_path: Path) -> None:
 def test_experts_are_refused_by_name(tmp_path: Path) -> None:
     make_model("qwen3_moe").save_pretrained(tmp_path)
     config, index = read_model_config(tmp_path), CheckpointIndex.read(tmp_path)
-    with pytest.raises(ValueError, match=r"gptq rounds linear layers alone, and .*experts\.0\."):
+    with pytest.raises(ValueError, match=r"gptq cannot round experts, such as .*experts\.0\."):
         round_layers(tmp_path, config, token_ids(1, 8), select_layers(config, index), OUTPUT)
 
 

@@ -45,7 +45,7 @@ class AttentionConfig:
     recent: bool = False
     """Whether recent tokens are read from `RecentInputs` instead of the pages."""
     compute_capability: int = CPU
-    """Of the machine: 90 for SM90, `dispatch.CPU` without a GPU."""
+    """The machine's: 90 for SM90, `dispatch.CPU` without a GPU."""
     split_off: bool = False
     """Whether these sequences were split off a batch with prompts, because unpacking their pages
     would take longer than it saves."""
@@ -89,7 +89,7 @@ class _PackedKey(NamedTuple):
 
 
 class _PackedPart(NamedTuple):
-    """Lengths and window without the last tokens, which rings have, and plans for them."""
+    """Of attention to the pages only: lengths and window less the last tokens, and its plans."""
 
     seq_lens: torch.Tensor
     window: int
@@ -157,7 +157,7 @@ class AttentionInputs:
         self._output.tensor = result
 
     def copy_to_out(self) -> torch.Tensor:
-        """The output: the caller's tensor if given, into which it is copied if necessary."""
+        """The output; copied to the caller's `out` if that was given and not written directly."""
         if self.given_out is None or self.given_out is self.out:
             return self.out
         return self.given_out.copy_(self.out)
@@ -236,13 +236,13 @@ class SubBatch:
     """Sequences of a mixed batch, for another backend than the rest."""
 
     rows: torch.Tensor | None
-    """int64, rows of the query; None for all of them, in order."""
+    """int64, rows of the query; None if the sequences are the whole batch."""
     sequences: torch.Tensor | None
-    """int64, their numbers in the batch; None for all of them."""
+    """int64, their numbers in the batch; None if they are the whole batch."""
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     plans: AttentionPlans
-    """Of these sequences only."""
+    """Plans of these sequences."""
 
     def inputs_of(self, batch: AttentionInputs) -> AttentionInputs:
         """The inputs of these sequences; writes to new outputs unless they are the whole batch."""

@@ -103,7 +103,7 @@ class _Recent:
         self._kept = tensors
         self._buffer = ctypes.create_string_buffer(packed, len(packed))
         self.address = ctypes.addressof(self._buffer)
-        """Of the C++ struct, as long as this lives."""
+        """Address of the C++ struct, valid as long as this object."""
 
 
 def lengths_fit(

@@ -17,14 +17,8 @@ default, only by name.
 """
 
 import math
-import os
-import re
-import shutil
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib import metadata
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -32,10 +26,10 @@ import torch
 
 from halfbyte.attention.base import AttentionBackend, AttentionConfig, AttentionInputs
 from halfbyte.attention.flashinfer_views import flashinfer_dtype, kv_cache_views, page_table
-from halfbyte.dispatch import CPU, Answer, current_compute_capability, is_installed
+from halfbyte.dispatch import Answer, runs_on_gpu
+from halfbyte.kernels.runtime.flashinfer_package import missing_flashinfer
 from halfbyte.layouts import PageLayout
 
-_OLDEST = (0, 7)
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 _FA2_HEAD_SIZES = (64, 128, 256)
 _TRTLLM_GEN_CAPABILITIES = (100, 103)
@@ -59,15 +53,8 @@ class FlashInferAttention(AttentionBackend):
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
         """On SM80 and later; on this machine also where FlashInfer and a compiler are installed."""
-        here = compute_capability is None
-        capability = current_compute_capability() if here else compute_capability
-        assert capability is not None
-        if capability == CPU:
-            return False, "needs an NVIDIA GPU"
-        if capability < 80:
-            return False, f"needs compute capability 8.0, this is {capability / 10}"
-        missing = _missing_package() if here else None
-        return missing is None, missing or "runs if requested: FlashInfer's kernels on our pages"
+        purpose = "runs if requested: FlashInfer's kernels on our pages"
+        return runs_on_gpu(compute_capability, 80, missing_flashinfer, purpose)
 
     @classmethod
     def can_implement(cls, config: AttentionConfig) -> Answer:
@@ -111,17 +98,17 @@ class FlashInferAttention(AttentionBackend):
 
 @dataclass(frozen=True)
 class _Work:
-    """Lengths on the host, without sequences and query tokens that attend to nothing."""
+    """Lengths on the host; sequences and query tokens that attend to nothing are dropped."""
 
     query_lens: list[int]
     seq_lens: list[int]
     rows: torch.Tensor | None
-    """int64: rows of the query that are left; None where all are."""
+    """int64: rows of the query that are kept; None for all."""
     sequences: torch.Tensor | None
-    """int64: sequences that are left; None where all are."""
+    """int64: sequences that are kept; None for all."""
 
     def query(self, inputs: AttentionInputs) -> torch.Tensor:
-        """The rows that are left, with strides that 16-byte loads can have."""
+        """The kept rows, with strides for aligned 16-byte loads."""
         query = inputs.query
         if self.rows is not None:
             return query[self.rows]
@@ -131,7 +118,7 @@ class _Work:
         return query
 
     def block_tables(self, inputs: AttentionInputs) -> torch.Tensor:
-        """The tables of the sequences that are left."""
+        """The tables of the kept sequences."""
         tables = inputs.block_tables
         return tables if self.sequences is None else tables[self.sequences]
 
@@ -351,21 +338,4 @@ def _trtllm_gen_reason(config: AttentionConfig) -> str | None:
         return "trtllm-gen has no softcap"
     if config.return_lse:
         return "trtllm-gen does not promise a log-sum-exp of FP8 queries"
-    return None
-
-
-@lru_cache(maxsize=1)
-def _missing_package() -> str | None:
-    """What this machine lacks, without importing FlashInfer, which takes seconds."""
-    needed = "needs flashinfer-python 0.7.0 or later"
-    try:
-        version = metadata.version("flashinfer-python")
-    except metadata.PackageNotFoundError:
-        return f"{needed}, which is not installed"
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _OLDEST:
-        return f"{needed}, this is {version}"
-    # Where FlashInfer itself looks for nvcc (`get_cuda_path` in its `jit/cpp_ext.py`).
-    nvcc = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or shutil.which("nvcc")
-    if not (nvcc or Path("/usr/local/cuda").exists() or is_installed("flashinfer_jit_cache")):
-        return "needs nvcc (or flashinfer-jit-cache): FlashInfer compiles its kernels at first use"
     return None

@@ -1,25 +1,18 @@
 """The attention benchmark: halfbyte's decode, prefill and store, and PyTorch's SDPA."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
 
 from halfbyte.attention import check_attention_backend
-from halfbyte.bench.attention_calls import (
-    Queries,
-    attention_calls,
-    make_queries,
-    sdpa_calls,
-    sdpa_dtypes,
-    store_calls,
-)
+from halfbyte.bench.attention_calls import attention_calls, sdpa_calls, sdpa_dtypes, store_calls
 from halfbyte.bench.cases import Case
-from halfbyte.bench.data import Cache, make_cache, short_name
-from halfbyte.bench.report import Row, new_report, or_failed
-from halfbyte.bench.timing import Call, Times, measure
+from halfbyte.bench.data import Inputs, make_inputs
 from halfbyte.layouts import KVCacheDType
+from halfbyte.measure.report import Row, bandwidth, new_report, or_failed, short_name
+from halfbyte.measure.timing import Call, Times, measure
 
 _MAX_ERROR = 0.05  # far above rounding: bfloat16 gives about 0.003
 
@@ -75,21 +68,20 @@ class AttentionBenchmark:
 
     def halfbyte(self, case: Case, dtype: str) -> Row:
         """Times and error of halfbyte's attention."""
-        cache = make_cache(case, dtype, self.device)
-        queries = make_queries(case, self.device, self.query_dtype)
-        calls = attention_calls(case, cache, queries, backend=self.backend)
-        entry = self.times(case, calls, cache.num_bytes)
-        entry |= self.errors(calls[0](), case, cache, queries)
+        inputs = make_inputs(case, dtype, self.device, self.query_dtype)
+        calls = attention_calls(case, inputs, backend=self.backend)
+        entry = self.times(case, calls, inputs.num_bytes)
+        entry |= self.errors(calls[0](), case, inputs)
         if not entry["error"] < _MAX_ERROR:
             raise RuntimeError(f"wrong results: error {entry['error']:.3g}")
         return entry
 
-    def errors(self, out: torch.Tensor, case: Case, cache: Cache, queries: Queries) -> Row:
+    def errors(self, out: torch.Tensor, case: Case, inputs: Inputs) -> Row:
         """Max error relative to the max value of the reference, over each sequence's last token."""
-        last = queries.start_loc[1:].long() - 1
+        last = inputs.query_start_loc[1:].long() - 1
         starts = torch.arange(len(last) + 1, dtype=torch.int32, device=self.device)
-        last_queries = queries._replace(query=queries.query[last].float(), start_loc=starts)
-        exact = attention_calls(case, cache, last_queries, backend="reference")[0]()
+        of_last = replace(inputs, query=inputs.query[last].float(), query_start_loc=starts)
+        exact = attention_calls(case, of_last, backend="reference")[0]()
         return {"error": float((out[last] - exact).abs().max() / exact.abs().max())}
 
     def store(self, case: Case, dtype: str) -> Row:
@@ -107,8 +99,6 @@ class AttentionBenchmark:
             operations = 4 * case.heads * case.head_size * case.pairs
             entry["teraflops_per_s"] = round(operations / entry["back_to_back"] / 1e6, 2)
         elif num_bytes is not None:
-            rate = num_bytes / entry["back_to_back"] / 1e6
             peak = self.report[f"{'copy' if case.kind == 'store' else 'read'}_terabytes_per_s"]
-            entry |= {"bytes": num_bytes, "terabytes_per_s": round(rate, 4)}
-            entry["fraction"] = round(rate / peak, 3)
+            entry |= bandwidth(num_bytes, entry["back_to_back"], peak)
         return entry

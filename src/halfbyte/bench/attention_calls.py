@@ -1,7 +1,7 @@
 """Calls of halfbyte's attention and store, and of PyTorch's SDPA on dense K and V."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,77 +9,54 @@ from torch.nn.attention.bias import causal_lower_right
 
 from halfbyte.attention import AttentionPlans, paged_attention
 from halfbyte.bench.cases import Case
-from halfbyte.bench.data import Cache, copies, make_cache
-from halfbyte.bench.timing import Call
+from halfbyte.bench.data import Inputs, make_inputs
 from halfbyte.kvcache import reshape_and_cache
+from halfbyte.measure.timing import Call, copied, copies
 
 
-class Queries(NamedTuple):
-    """Queries of a case, the same for every format and contender."""
-
-    query: torch.Tensor
-    """`[batch * query_tokens, heads, head_size]`."""
-    start_loc: torch.Tensor
-    sinks: torch.Tensor | None
-
-
-def make_queries(case: Case, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Queries:
-    """Random queries (and sinks) of a case."""
-    generator = torch.Generator(device).manual_seed(1)
-    tokens = case.batch * case.query_tokens
-    query = torch.randn(tokens, case.heads, case.head_size, generator=generator, device=device)
-    sinks = torch.randn(case.heads, generator=generator, device=device) if case.sinks else None
-    starts = torch.arange(0, tokens + 1, case.query_tokens, dtype=torch.int32, device=device)
-    return Queries(query.to(dtype), starts, sinks)
-
-
-def attention_calls(
-    case: Case, cache: Cache, queries: Queries, *, share_plan: bool = True, **options: Any
-) -> list[Call]:
+def attention_calls(case: Case, inputs: Inputs, **options: Any) -> list[Call]:
     """Calls of `paged_attention`, one per pool; each returns its output.
 
     Args:
-        share_plan: whether calls share the first call's plan, like the layers of a step.
-        options: further arguments, such as `backend`.
+        options: further arguments, such as `backend`. By default calls share a plan, like the
+            layers of a step.
     """
     attend = partial(
         paged_attention,
-        queries.query,
-        layout=cache.layout,
-        query_start_loc=queries.start_loc,
-        seq_lens=cache.seq_lens,
-        block_tables=cache.block_tables,
+        inputs.query,
+        layout=inputs.layout,
+        query_start_loc=inputs.query_start_loc,
+        seq_lens=inputs.seq_lens,
+        block_tables=inputs.block_tables,
         scale=case.head_size**-0.5,
-        k_scale=cache.scale,
-        v_scale=cache.scale,
-        sliding_window=cache.window,
-        sinks=queries.sinks,
-        plans=AttentionPlans() if share_plan else None,
-        **options,
+        k_scale=inputs.scale,
+        v_scale=inputs.scale,
+        sliding_window=inputs.window,
+        sinks=inputs.sinks,
+        **{"plans": AttentionPlans(), **options},
     )
-    return [partial(attend, pages) for pages in cache.pools]
+    return [partial(attend, pages) for pages in inputs.pools]
 
 
 def store_calls(case: Case, dtype: str, device: torch.device) -> tuple[list[Call], int]:
     """Calls of `reshape_and_cache` on different tokens and pages, and bytes moved per call."""
-    cache, size = make_cache(case, dtype, device), case.block_size
+    inputs, size = make_inputs(case, dtype, device), case.block_size
     tokens = torch.arange(case.context, device=device)
-    slots = cache.block_tables[0].long()[tokens // size] * size + tokens % size
+    slots = inputs.block_tables[0].long()[tokens // size] * size + tokens % size
     generator = torch.Generator(device).manual_seed(2)
     shape = (2, case.context, case.kv_heads, case.head_size)
     calls: list[Call] = []
-    for pages in cache.pools:
+    for pages in inputs.pools:
         key, value = torch.randn(shape, generator=generator, device=device).bfloat16()
-        store = (key, value, pages, slots, cache.layout, cache.scale, cache.scale)
+        store = (key, value, pages, slots, inputs.layout, inputs.scale, inputs.scale)
         calls.append(partial(reshape_and_cache, *store))
-    return calls, 2 * key.nbytes + slots.nbytes + cache.num_bytes
+    return calls, 2 * key.nbytes + slots.nbytes + inputs.num_bytes
 
 
 def sdpa_dtypes(case: Case, device: torch.device) -> tuple[torch.dtype, ...]:
-    """Dtypes to measure SDPA in; empty if it does not support the case: ragged, sinks, window."""
+    """Dtypes to measure SDPA in; empty if it does not support the case: sinks, window."""
     plain = case.kind == "prefill" or (case.kind == "decode" and case.query_tokens == 1)
-    ragged = bool((case.lengths() != case.context).any())
-    if ragged or case.sinks or case.sliding_window or not plain:
+    if case.sinks or case.sliding_window or not plain:
         return ()
     # On a CPU also float32, which can be faster.
     return (torch.bfloat16, torch.float32)[: 1 if device.type == "cuda" else 2]
@@ -100,5 +77,5 @@ def sdpa_calls(case: Case, dtype: torch.dtype, device: torch.device) -> list[Cal
     mask = causal_lower_right(case.query_tokens, case.context)
     options: dict[str, Any] = {} if fold else {"enable_gqa": repeat == 1, "attn_mask": mask}
     attend = partial(F.scaled_dot_product_attention, query, **options)
-    key_values = [first, *(first.clone() for _ in range(copies(first.nbytes, device) - 1))]
+    key_values = copied(first, copies(first.nbytes, device))
     return [partial(attend, *key_value) for key_value in key_values]

@@ -1,33 +1,20 @@
 """Cases of the attention benchmark: head shapes, batches and context lengths."""
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
-Kind = Literal["decode", "prefill", "store"]
-
-
-class Heads(NamedTuple):
-    """The model's part of a case."""
-
-    kv_heads: int
-    group: int
-    head_size: int
-    block_size: int = 16
-    sinks: bool = False
-    sliding_window: int | None = None
-    query_tokens: int = 1
-    """Query tokens per sequence and decode step: more than one for speculative decoding."""
-
-
-PRESETS = {
-    "llama": Heads(8, 4, 128),
-    "gpt-oss": Heads(8, 8, 64, block_size=64, sinks=True),
-    "gemma": Heads(1, 4, 256, block_size=64, query_tokens=4),
-    "mistral": Heads(8, 4, 128, sliding_window=4096),
-    "gpt-oss-sliding": Heads(8, 8, 64, block_size=64, sinks=True, sliding_window=128),
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama": {"kv_heads": 8, "group": 4, "head_size": 128},
+    "gpt-oss": {"kv_heads": 8, "group": 8, "head_size": 64, "block_size": 64, "sinks": True},
+    "gemma": {"kv_heads": 1, "group": 4, "head_size": 256, "block_size": 64},
 }
+PRESETS["mistral"] = {**PRESETS["llama"], "sliding_window": 4096}
+PRESETS["gpt-oss-sliding"] = {**PRESETS["gpt-oss"], "sliding_window": 128}
+"""Fields of a case that depend on the model."""
+_SPECULATIVE = {"gemma": 4}
+"""Query tokens per sequence and decode step, of models that do not decode one by one here."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +26,14 @@ class Case:
     """
 
     name: str
-    kind: Kind
+    kind: Literal["decode", "prefill", "store"]
     batch: int
     context: int
     query_tokens: int
     kv_heads: int
     group: int
     head_size: int
-    block_size: int
+    block_size: int = 16
     sinks: bool = False
     sliding_window: int | None = None
 
@@ -83,36 +70,17 @@ class Case:
 
 def decode(preset: str, batch: int, context: int) -> Case:
     """A decode step; ValueError for a batch or context below 1."""
-    queries = min(PRESETS[preset].query_tokens, context)
-    return _case(f"decode-{preset}-{batch}x{context}", "decode", preset, batch, context, queries)
+    name, queries = f"decode-{preset}-{batch}x{context}", min(_SPECULATIVE.get(preset, 1), context)
+    return Case(name, "decode", batch, context, queries, **PRESETS[preset])
 
 
 def prefill(preset: str, batch: int, new: int, cached: int = 0) -> Case:
     """Prefill of `new` tokens per sequence, after `cached` earlier ones."""
     name = f"prefill-{preset}-{batch}x{new}-on-{cached}"
-    return _case(name, "prefill", preset, batch, cached + new, new)
+    return Case(name, "prefill", batch, cached + new, new, **PRESETS[preset])
 
 
 def store(preset: str, tokens: int) -> Case:
     """Writing `tokens` tokens to the cache."""
-    return _case(f"store-{preset}-{tokens}", "store", preset, 1, tokens, tokens)
-
-
-def _case(name: str, kind: Kind, preset: str, batch: int, context: int, queries: int) -> Case:
-    heads, attends = PRESETS[preset], kind != "store"
-    sinks, window = attends and heads.sinks, heads.sliding_window if attends else None
-    return Case(name, kind, batch, context, queries, *heads[:4], sinks, window)
-
-
-GPU_CASES = (
-    *(decode("llama", *sizes) for sizes in ((64, 8192), (8, 32768), (1, 131072), (128, 1024))),
-    *(decode(preset, 64, 8192) for preset in ("gpt-oss", "gemma", "mistral", "gpt-oss-sliding")),
-    *(store("llama", tokens) for tokens in (8192, 64)),
-    *(prefill("llama", 4, 2048, cached) for cached in (0, 32768)),
-)
-CPU_CASES = (
-    *(decode("llama", *sizes) for sizes in ((1, 8192), (8, 2048))),
-    *(decode(preset, 1, 4096) for preset in ("gpt-oss", "gemma", "gpt-oss-sliding")),
-    store("llama", 256),
-    *(prefill("llama", 1, 256, cached) for cached in (0, 2048)),
-)
+    case = Case(f"store-{preset}-{tokens}", "store", 1, tokens, tokens, **PRESETS[preset])
+    return replace(case, sinks=False, sliding_window=None)

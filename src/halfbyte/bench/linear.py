@@ -1,63 +1,83 @@
 """The linear benchmark: NVFP4 weights on halfbyte's kernels, bfloat16 weights on PyTorch's."""
 
-from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 
-from halfbyte.bench.products import ProductBenchmark, grid
-from halfbyte.bench.report import Row, or_failed
-from halfbyte.bench.weights import Shape, Weights
-from halfbyte.dispatch import CPU, current_compute_capability
-from halfbyte.linear import LINEAR_BACKENDS, NvFp4LinearLayerConfig
+from halfbyte.bench.products import GLOBAL_SCALE, ProductBenchmark, RandomWeights
+from halfbyte.dispatch import compute_capability_of
+from halfbyte.linear import LINEAR_BACKENDS, NvFp4Linear, NvFp4LinearLayerConfig
+from halfbyte.measure.report import Row
+from halfbyte.measure.timing import Call, copies
 
-SHAPES: dict[str, Sequence[Shape]] = {
-    "cuda": ((6144, 4096), (28672, 4096), (4096, 14336)),  # qkv, gate_up, down of Llama-3.1-8B
-    "cpu": ((2048, 2048), (1024, 4096)),
-}
-TOKENS = {"cuda": (1, 16, 64, 256, 1024, 4096), "cpu": (1, 4, 16, 64)}
+Shape = tuple[int, int]
+"""N output and K input features."""
+
+
+class Weights(RandomWeights):
+    """A random NVFP4 weight of a `Shape`."""
+
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(shape, shape[1], device, dtype)
+        self.codes, self.scales = self.random_weight(*shape)
+
+    def layer(self, backend: str) -> NvFp4Linear:
+        """A layer with its weights in a backend's format."""
+        n, k = self.shape
+        layer = NvFp4Linear(k, n, bias=False, dtype=self.dtype, device=self.device, backend=backend)
+        scale = torch.tensor(GLOBAL_SCALE, device=self.device)
+        # Clones, because a backend may repack in place.
+        tensors = {"weight": self.codes.clone(), "weight_scale": self.scales.clone()}
+        layer.load_tensors({**tensors, "weight_scale_2": scale}, "modelopt")
+        layer.process_weights_after_loading()
+        return layer
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """The dequantized weight `[N, K]`."""
+        return self.dequantized(self.codes, self.scales, dtype)
+
+    def calls(self, backend: str, x: torch.Tensor) -> list[Call]:
+        """One call per copy of the layer."""
+        count = copies(self.codes.nbytes + self.scales.nbytes, self.device)
+        layers = self.prepared(backend, partial(self.layer, backend), count)
+        return [partial(layer, x) for layer in layers]
+
+    def dense_calls(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> list[Call]:
+        """PyTorch's product with each copy of the dequantized weight: on a GPU, cuBLAS."""
+        count = copies(2 * self.codes.numel() * dtype.itemsize, self.device)
+        weights = self.prepared(str(dtype), partial(self.dense, dtype), count)
+        return [partial(F.linear, x.to(dtype), weight) for weight in weights]
+
+    def expected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The product in float64, and with bfloat16 weights and x."""
+        (exact,) = self.prepared("exact", partial(self.dense, torch.float64), 1)
+        return x.double() @ exact.t(), F.linear(x.bfloat16(), self.dense(torch.bfloat16))
 
 
 class LinearBenchmark(ProductBenchmark):
-    """Measures every shape with every number of tokens, and collects `report`.
+    """NVFP4 weights `(N, K)`, by `LINEAR_BACKENDS`; a row also has `n` and `k`."""
 
-    A row has `name`, `shape`, `n`, `k`, `m` and under `subjects` by name: times, `error` and
-    `allowed_error`, see `Weights.error`.
+    registry, weights = LINEAR_BACKENDS, Weights
+    # On a GPU qkv, gate_up and down of Llama-3.1-8B.
+    shapes: ClassVar = {
+        "cuda": ((6144, 4096), (28672, 4096), (4096, 14336)),
+        "cpu": ((2048, 2048), (1024, 4096)),
+    }
+    tokens: ClassVar = {"cuda": (1, 16, 64, 256, 1024, 4096), "cpu": (1, 4, 16, 64)}
 
-    Args:
-        shapes: of weights, N x K; ValueError for an invalid one.
-        tokens: M, each at least 1.
-        backends: names of `LINEAR_BACKENDS`, by default halfbyte's own that run here;
-            NoImplementationError for an unknown one, or one that cannot run.
-        dtype: of x.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        shapes: Sequence[Shape] = (),
-        tokens: Sequence[int] = (),
-        backends: Sequence[str] = (),
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
-        cases = grid(shapes or SHAPES[device.type], tokens or TOKENS[device.type])
-        capability = current_compute_capability() if device.type == "cuda" else CPU
-        (n, k), m = cases[-1]
-        config = NvFp4LinearLayerConfig(
-            n, k, dtype, m_hint=m, device_type=device.type, compute_capability=capability
+    @staticmethod
+    def config(
+        shape: Shape, dtype: torch.dtype, device: torch.device, m: int | None = None
+    ) -> NvFp4LinearLayerConfig:
+        """The config of a layer; `m` is a hint."""
+        kind, capability = device.type, compute_capability_of(device)
+        return NvFp4LinearLayerConfig(
+            *shape, dtype, m_hint=m, device_type=kind, compute_capability=capability
         )
-        super().__init__(device, cases, LINEAR_BACKENDS, [config], backends, dtype)
 
-    def run(self) -> Iterator[Row]:
-        """Measure all cases; yields each row after adding it to the report."""
-        weights = None
-        for (n, k), m in self.cases:
-            if weights is None or weights.shape != (n, k):
-                weights = Weights((n, k), self.device, self.dtype)
-            x, shape = weights.x(m), f"{n}x{k}"
-            calls = {b: partial(weights.layer_calls, b, x) for b in self.backends}
-            calls["dense_bf16"] = partial(weights.dense_calls, torch.bfloat16, x)
-            subjects = {b: or_failed(partial(self.checked, weights, x, calls[b])) for b in calls}
-            row = {"name": f"{shape} M={m}", "shape": shape, "n": n, "k": k, "m": m}
-            self.report["microseconds"].append(row := {**row, "subjects": subjects})
-            yield row
+    def fields(self, shape: Shape) -> Row:
+        """`shape`, `n` and `k`."""
+        n, k = shape
+        return {"shape": f"{n}x{k}", "n": n, "k": k}

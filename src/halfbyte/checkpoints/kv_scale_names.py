@@ -110,9 +110,9 @@ def looks_like_kv_scale(name: str) -> bool:
 
 
 def _says_so(name: str) -> bool:
-    """Whether a tensor of a layer's attention says that it is a scale, and of K or V.
+    """Whether the name of an attention module's tensor has words for a scale and for K or V.
 
-    By its words, in any order; scales of projections' weights and inputs are none.
+    In any order; scales of projections' weights and inputs do not count.
     """
     match = _IN_LAYER.search(name)
     if match is None or _LINEAR.search(match["own"]) or "weight_" in match["own"]:

@@ -30,8 +30,8 @@ from halfbyte.checkpoints.kv_scale_names import (
 logger = logging.getLogger("halfbyte")
 
 _ANY = (2.0**-13, 2.0**12)
-"""Plausible amax of K and V of a layer. Writers store amax / 2688 or amax / 448; multiplied by 448,
-as an FP8 scale, the former gives a sixth of amax."""
+"""Range of a plausible amax of K or V in a layer. It allows for scales of amax / 2688 that are read
+as FP8 scales (amax / 448), which gives a sixth of the amax."""
 _USUAL = (2.0**-9, 2.0**10)
 """Plausible median amax of all layers. An encode scale (448 / amax) under a decode name implies
 448 * 448 / amax, which is above this range if amax is below 196."""
@@ -43,13 +43,13 @@ class StoredScale(NamedTuple):
     value: float
     """Decode: multiplies stored values."""
     name: str
-    """Of its tensor."""
+    """Name of its tensor."""
     is_of_nvfp4: bool
     """amax / 2688, whatever format is declared; else by the declared format."""
 
 
 LayerScales = tuple[StoredScale, StoredScale]
-"""Of K and of V."""
+"""Scales of K and of V."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def read_stored_scales(folder: str | Path) -> StoredScales:
 
 
 _Sides = dict[int, dict[str, StoredScale]]
-"""By layer and side."""
+"""Scales by layer and side (`k`, `v`)."""
 
 
 def _add(by_kind: tuple[_Sides, _Sides], file: Path, name: str, tensor: torch.Tensor) -> None:
@@ -159,7 +159,7 @@ def _add(by_kind: tuple[_Sides, _Sides], file: Path, name: str, tensor: torch.Te
 
 
 def _merged(folder: Path, by_kind: tuple[_Sides, _Sides]) -> dict[int, LayerScales]:
-    """Both kinds in one; decode scales win."""
+    """Scales by layer; where both kinds are stored, the decode scales."""
     decode, encode = by_kind
     layers: dict[int, LayerScales] = {}
     for layer in sorted({*decode, *encode}):
@@ -171,8 +171,7 @@ def _merged(folder: Path, by_kind: tuple[_Sides, _Sides]) -> dict[int, LayerScal
 
 
 def _warn_of_unlikely(folder: Path, layers: Mapping[int, LayerScales]) -> None:
-    """Warn if a scale of K or V, or the median of all layers, would be of values that are too large
-    or small; once for each side."""
+    """Warn of implausible scales: of one layer, or the median of all; once for K and once for V."""
     for side in range(2):
         scales = [pair[side] for pair in layers.values()]
         ordered = sorted(scales, key=_represented)
@@ -193,14 +192,14 @@ def _warn_of(folder: Path, odd: StoredScale, side: str) -> None:
     """Warn once of a scale, however often its folder is read."""
     own, other = ("an encode", "a decode") if odd.is_of_nvfp4 else ("a decode", "an encode")
     logger.warning(
-        "%s: %s: as %s scale, which its name says, it is of |%s| up to %g; is it %s scale "
+        "%s: %s: its name means %s scale, so that |%s| is at most %g; is it %s scale "
         "(the reciprocal), or in another unit?",
         *(folder, odd.name, own, side, _represented(odd), other),
     )
 
 
 def _represented(scale: StoredScale) -> float:
-    """Magnitude that a scale is for in its format, FP8 where that is not certain."""
+    """The amax that a scale implies; as an FP8 scale if its format is not certain."""
     return scale.value * (2688 if scale.is_of_nvfp4 else 448)
 
 

@@ -48,7 +48,7 @@ def check_unquantized_layer(
         if entry is not None and entry.dtype in PACKED:
             expected = f"{'/'.join(FLOATS)} [{n}, {k}]"
             if name != "weight":
-                expected = "no tensor of quantized weights there"
+                expected = "no tensor of quantized weights in this layer"
             raise CheckpointError(
                 f"{index.folder}: {layer}.{name}: expected {expected}, as the declaration leaves "
                 f"the layer out, found {entry}"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from halfbyte.bench import LinearBenchmark, MoeBenchmark
-    from halfbyte.bench.report import Report
+    from halfbyte.measure.report import Report
 
 _MIN_WIDTH = 90
 

@@ -51,9 +51,7 @@ def choose_cases(
     Raises:
         ValueError: bad numbers, an unknown preset, not a regular expression, or no case is left.
     """
-    from halfbyte.bench import CPU_CASES, GPU_CASES
-
-    cases = list(GPU_CASES if device_type == "cuda" else CPU_CASES)
+    cases = default_cases(device_type)
     if batch or context or heads:
         presets = [name.strip() for name in (heads or "llama").split(",")]
         cases = grid(presets, numbers("batch", batch or "1"), numbers("context", context or "8192"))
@@ -65,6 +63,27 @@ def choose_cases(
         names = ", ".join(case.name for case in cases)
         raise ValueError(f"only: {only!r} matches none of {names}")
     return chosen
+
+
+def default_cases(device_type: str) -> "list[Case]":
+    """Cases for a GPU, and fewer and smaller ones for a CPU."""
+    from halfbyte.bench.cases import decode, prefill, store
+
+    if device_type == "cuda":
+        sizes = ((64, 8192), (8, 32768), (1, 131072), (128, 1024))
+        presets = ("gpt-oss", "gemma", "mistral", "gpt-oss-sliding")
+        return [
+            *(decode("llama", *size) for size in sizes),
+            *(decode(preset, 64, 8192) for preset in presets),
+            *(store("llama", tokens) for tokens in (8192, 64)),
+            *(prefill("llama", 4, 2048, cached) for cached in (0, 32768)),
+        ]
+    return [
+        *(decode("llama", *size) for size in ((1, 8192), (8, 2048))),
+        *(decode(preset, 1, 4096) for preset in ("gpt-oss", "gemma", "gpt-oss-sliding")),
+        store("llama", 256),
+        *(prefill("llama", 1, 256, cached) for cached in (0, 2048)),
+    ]
 
 
 def grid(presets: list[str], batches: list[int], contexts: list[int]) -> "list[Case]":

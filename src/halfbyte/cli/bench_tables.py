@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from halfbyte.bench.report import Report, Row
+    from halfbyte.measure.report import Report, Row
 
 _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "single": ("single µs", "{:,.1f}".format),
@@ -21,7 +21,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 
 def tables(report: "Report") -> Iterator[Table]:
     """One table per kind of case, or per shape of weights; a column where any row has a value."""
-    from halfbyte.bench.report import contenders
+    from halfbyte.measure.report import contenders
 
     kinds: dict[str, list[Row]] = {}
     for row in report["microseconds"]:
@@ -43,7 +43,7 @@ def tables(report: "Report") -> Iterator[Table]:
 
 def failures(report: "Report") -> dict[tuple[str, str], str]:
     """Errors of failed measurements, by row and contender."""
-    from halfbyte.bench.report import contenders
+    from halfbyte.measure.report import contenders
 
     return {
         (row["name"], name): entry["failed"]

@@ -98,6 +98,10 @@ def evaluate(
     names = [KVCacheDType.parse(name.strip()) for name in kv_cache_dtype.split(",")]
     if window < 2:
         raise ValueError(f"window: expected at least 2 tokens, got {window}")
+    if (retrieval is not None) + (greedy is not None) + layers > 1:
+        raise ValueError("greedy, layers, retrieval: are measured one at a time")
+    if layers and attention_backend is not None:
+        raise ValueError("attention_backend: --layers reads K and V back without one")
     texts = [read_text(text)] if text else list(heldout_texts().values())
     path = model or bundled_model_path()
     tokenizer = load_tokenizer(path)
@@ -113,25 +117,17 @@ def evaluate(
         "attention_backend": attention_backend,
     }
     work = _Work(loaded, names, chunk_size, as_json, options)
-    if (retrieval is not None) + (greedy is not None) + layers > 1:
-        raise ValueError("greedy, layers, retrieval: are measured one at a time")
     if retrieval is not None:
         _look_for_facts(work, "\n".join(texts), retrieval)
         return
-    context = getattr(loaded.config, "max_position_embeddings", window + (greedy or 0))
-    if greedy is not None and greedy > context - 2:
-        raise ValueError(f"greedy: {greedy} tokens leave no room in a context of {context}")
-    window = min(window, context - (greedy or 0))
+    window = _fitting_window(loaded.config, window, greedy)
     windows, num_bytes = text_windows(tokenizer, texts, window, max_tokens)
     if greedy is not None:
         _continue_greedily(work, windows, greedy)
-        return
-    if layers:
-        if attention_backend is not None:
-            raise ValueError("attention_backend: --layers reads K and V back without one")
+    elif layers:
         _by_layer(work, windows)
-        return
-    _predict(work, windows, window, num_bytes)
+    else:
+        _predict(work, windows, window, num_bytes)
 
 
 class _Work(NamedTuple):
@@ -142,7 +138,16 @@ class _Work(NamedTuple):
     chunk_size: int
     as_json: bool
     options: dict[str, Any]
-    """Of the functions of `halfbyte.evaluation`."""
+    """Options that the functions of `halfbyte.evaluation` share."""
+
+
+def _fitting_window(config: Any, window: int, new_tokens: int | None) -> int:
+    """Tokens of a window that, with so many new ones, fits the model's context."""
+    new_tokens = new_tokens or 0
+    context = getattr(config, "max_position_embeddings", window + new_tokens)
+    if new_tokens > context - 2:
+        raise ValueError(f"greedy: {new_tokens} tokens leave no room in a context of {context}")
+    return min(window, context - new_tokens)
 
 
 def _predict(work: _Work, windows: "Sequence[Sequence[int]]", window: int, num_bytes: int) -> None:

@@ -1,8 +1,6 @@
 """`halfbyte info`"""
 
 import json
-import platform
-from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -57,22 +55,15 @@ def _collect() -> dict[str, Any]:
 
     from halfbyte.attention import ATTENTION_BACKENDS
     from halfbyte.dispatch import current_compute_capability
-    from halfbyte.kernels.cpu.library import level
     from halfbyte.kvcache import STORE_BACKENDS
     from halfbyte.linear import LINEAR_BACKENDS
+    from halfbyte.measure.machine import machine, package_version
     from halfbyte.moe import MOE_BACKENDS
 
-    capability = current_compute_capability()
+    found = machine(torch.device("cuda" if current_compute_capability() else "cpu"))
     return {
-        "machine": {
-            "system": f"{platform.system()} {platform.machine()}",
-            "python": platform.python_version(),
-            "threads": torch.get_num_threads(),
-            "cpu_kernels": level() or "not built",
-            "gpu": torch.cuda.get_device_name() if capability else None,
-            "compute_capability": capability or None,
-        },
-        "versions": {"halfbyte": __version__, **{name: _version(name) for name in _PACKAGES}},
+        "machine": found | {"cpu_kernels": found["cpu_kernels"] or "not built"},
+        "versions": {"halfbyte": __version__, **{x: package_version(x) for x in _PACKAGES}},
         "kv_cache_dtypes": _formats(),
         "store_backends": _verdicts(STORE_BACKENDS.explain()),
         "attention_backends": _verdicts(ATTENTION_BACKENDS.explain()),
@@ -100,10 +91,3 @@ def _formats() -> list[dict[str, Any]]:
             {"name": dtype.value, "bits_per_value": bits, "scales": ", ".join(scales) or "none"}
         )
     return rows
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -1,8 +1,8 @@
 """SIGTERM and Ctrl-C end a command with their own status, wherever they arrive.
 
-A signal may arrive in a library's native code, which turns the handler's exception into an error of
-its own, or drops it: torch drops what is raised while it imports NumPy. So the status is kept, and
-the exception is raised again as long as the command neither handles it nor ends.
+A signal may arrive while a library's native code runs, which replaces the handler's exception by
+its own, or drops it (as torch does while it imports NumPy). So the exit status is kept, and the
+exception is raised again every half second until the command handles it or ends.
 """
 
 import atexit
@@ -14,15 +14,15 @@ from contextlib import suppress
 from types import FrameType
 
 _SECONDS = 0.5
-"""Between looks whether an exception was dropped."""
+"""Seconds until an exception that was dropped is raised again."""
 
 
 class _Received:
     status: int | None = None
     error: BaseException | None = None
-    """Last raised."""
+    """The exception that was raised last."""
     is_look: bool = False
-    """Whether the next signal is ours, to look whether the exception was dropped."""
+    """Whether the next signal is sent by `_look_later`."""
 
 
 def install() -> None:
@@ -78,7 +78,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _look_later(number: int) -> None:
-    """Call `_end` in the main thread after a while."""
+    """Send the signal to the main thread after `_SECONDS`, so that `_end` runs there again."""
 
     def look() -> None:
         if _Received.error is not None:

@@ -1,9 +1,9 @@
 """One engine step: schedule, run, sample. Works on token ids only; text is handled outside.
 
-On a GPU the next step is launched before the tokens of this one are read, where it certainly
-follows: its inputs are tokens that only the GPU knows. So the GPU computes while the host turns
-tokens into text and schedules. A request that ends with a token that was not foreseen is computed
-once too often, and that token is dropped.
+On a GPU the next step is launched before the host has read the tokens of this one, if it does not
+depend on them (no prompt waits, no penalties): they stay on the GPU as its input. So the GPU
+computes while the host turns tokens into text and schedules. A request that ends with a stop token
+or string runs one step too many, whose token is dropped.
 """
 
 from collections.abc import Iterable, Sequence
@@ -93,8 +93,8 @@ class EngineCore:
         )
         self.sampler = Sampler()
         self.looks_ahead = self.runner.graphs is not None
-        """Launch the next step before the tokens of a step are read. It pays where launching does
-        not wait for the device."""
+        """Whether the next step is launched before the tokens of a step are read. Only with CUDA
+        graphs: they are launched without waiting for the device."""
         self._ahead: _Step | None = None
         self.max_model_len = max_model_len
         self._vocab_size = model.config.vocab_size
@@ -194,8 +194,8 @@ class EngineCore:
         return _Step(chunks, requests, self.sampler.launch(requests, logits))
 
     def _launch_ahead(self, step: _Step) -> _Step | None:
-        """Launch the step after another one, whose tokens the host does not know; None if that
-        depends on them."""
+        """Launch the step after `step`, whose tokens the host has not read; None if it needs
+        them."""
         if any(request.params.has_penalties for request in step.requests):
             return None
         with interrupts_deferred():

@@ -72,7 +72,7 @@ class DecodeGraphs:
         self._int32 = torch.zeros((2, most), dtype=torch.int32, device=device)
         self._seq_lens, self._entries = self._int32
         self._starts = torch.arange(most + 1, dtype=torch.int32, device=device)
-        # Pages outside a sliding window keep their table entries: the pool's size is no bound.
+        # Tables keep entries of pages before a sliding window, so they may exceed the pool's size.
         widths = [-(-max_model_len // group.block_size) for group in groups]
         self._block_tables = [
             torch.zeros((most, width), dtype=torch.int32, device=device) for width in widths

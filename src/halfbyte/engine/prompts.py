@@ -21,7 +21,7 @@ def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
         raise ValueError(
             "prompts: expected texts or lists of token ids, got "
-            f"{type(prompts).__name__} (of a tokenizer's result its input_ids)"
+            f"{type(prompts).__name__} (of a tokenizer's result pass input_ids)"
         )
     if isinstance(prompts, str):
         return [prompts]

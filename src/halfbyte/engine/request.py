@@ -42,7 +42,7 @@ class Request:
     max_tokens: int = 16
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Per output token, if requested."""
+    """Log probabilities of each output token, if requested."""
     num_computed: int = 0
     """Tokens whose K and V are in the cache."""
     finish_reason: FinishReason | None = None

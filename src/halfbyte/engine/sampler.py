@@ -75,7 +75,7 @@ class Sampler:
 
 
 class Transfer:
-    """A copy of a tensor to the host that is on its way.
+    """An asynchronous copy of a tensor to the host.
 
     Args:
         values: on any device.
@@ -103,11 +103,11 @@ class PendingTokens:
     """Sampled tokens that the host does not know yet.
 
     Args:
-        tokens: int64 `[requests]`, on the device; where there was an error, any of the vocabulary.
-        numbers: float64, what `Sampled` needs: `width` numbers per request, then log probabilities.
+        tokens: int64 `[requests]`, on the device; arbitrary valid ids for requests with an error.
+        numbers: float64: `width` numbers per request for its `Sampled`, then log probabilities.
         width: see `numbers`.
-        asking: rows that asked for log probabilities.
-        counts: of these per row.
+        asking: rows whose requests want log probabilities.
+        counts: how many of the most likely tokens each of them wants.
     """
 
     tokens: torch.Tensor

@@ -109,13 +109,14 @@ class Scheduler:
         return chunks
 
     def schedule_ahead(self, chunks: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
-        """Choose the tokens of the step after a scheduled one, which has not sampled yet.
+        """Choose the tokens of the next step before this one's are known.
 
-        One token for every request that the step will not end by length. A request that ends
-        otherwise is computed once too often; its slot is freed with its other ones.
+        One token for every request that this step does not finish by length. A request that
+        finishes by a stop token or string runs one step too many; that slot is freed with its
+        others.
 
         Args:
-            chunks: of the step that is scheduled.
+            chunks: of this step.
 
         Returns:
             Empty if the next step may have other work: chunks of prompts, new requests, preemption.

@@ -150,7 +150,7 @@ class _RoundTrip:
         value: torch.Tensor,
         options: dict[str, Any],
     ) -> None:
-        """Of one window.
+        """Add one window.
 
         Args:
             query: `[heads, tokens, D]`.
@@ -176,7 +176,7 @@ class _RoundTrip:
             )
 
     def results(self) -> list[LayerResult]:
-        """Of all layers."""
+        """Results of all layers."""
         dtype, recipe = self.name
         return [
             LayerResult(
@@ -201,26 +201,26 @@ class _RoundTrip:
 
 
 class _Noise:
-    """Energies of a signal and of what is wrong with it."""
+    """Energies of a signal and of its error."""
 
     def __init__(self) -> None:
         self._signal = self._noise = 0.0
 
     def add(self, exact: torch.Tensor, found: torch.Tensor) -> None:
-        """Tensors of one shape."""
+        """Add a tensor and its erroneous copy, of one shape."""
         exact = exact.double()
         self._signal += float(exact.square().sum())
         self._noise += float((found.double() - exact).square().sum())
 
     def db(self) -> float:
-        """10 log10 of their ratio."""
+        """10 log10 of the ratio of the energies."""
         if self._noise == 0:
             return math.inf
         return 10 * math.log10(self._signal / self._noise) if self._signal else -math.inf
 
 
 class _LayerSums:
-    """What one layer has lost so far."""
+    """Sums of one layer's errors."""
 
     def __init__(self) -> None:
         self.key, self.value = _Noise(), _Noise()

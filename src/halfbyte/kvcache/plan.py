@@ -122,7 +122,7 @@ def plan_kv_cache(specs: Sequence[KVCacheSpec], *, unify: str = "block_size") ->
 
 
 def _lifetime(spec: KVCacheSpec) -> tuple[object, ...]:
-    """Layers with equal values release pages at the same time; the last field is the block size."""
+    """What decides when a layer's pages are released: window, chunk size and block size."""
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
     chunk = spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None
     return window, chunk, spec.block_size

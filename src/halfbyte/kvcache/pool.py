@@ -103,8 +103,8 @@ class PagedKVPool:
 
         Args:
             rank, world_size: which share, of how many.
-            pages: per group, its pages (`SequenceTables.pages_of_groups`). A page can be cut only
-                by the layout of the group that it belongs to; with one group all are its.
+            pages: per group, the pages that belong to it (`SequenceTables.pages_of_groups`),
+                because the layouts of groups differ; not needed with one group.
 
         Raises:
             ValueError: a layer's heads cannot be divided by `world_size`, or there are several

@@ -101,7 +101,7 @@ class RecentStep:
     missing: Sequence[MissingTokens] = ()
     write_first: bool = True
     _places: dict[int | None, list[_Places]] = field(default_factory=dict, init=False)
-    """By window, for all layers."""
+    """Places of missing positions, by the layer's window."""
 
     @classmethod
     def of(

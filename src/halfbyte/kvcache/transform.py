@@ -50,7 +50,7 @@ class MeanTables(NamedTuple):
     mean: torch.Tensor
     """`[kv_heads, D]`, of each channel."""
     partner_mean: torch.Tensor
-    """Of the channel that RoPE pairs with it."""
+    """`mean` of the channel that RoPE pairs with each."""
 
 
 class PairTables(NamedTuple):
@@ -110,7 +110,7 @@ class KVTransform:
 
     @cached_property
     def for_cpu(self) -> CpuTransform:
-        """As the C++ kernels read it."""
+        """The transform as the C++ kernels read it."""
         centring, first = None, None
         if self.mean is not None:
             assert self.cos is not None
@@ -124,7 +124,7 @@ class KVTransform:
 
     @cached_property
     def mean_tables(self) -> MeanTables | None:
-        """For kernels that store or unpack; None where K is not centred."""
+        """Means for kernels that store or unpack; None where K is not centred."""
         if self.mean is None or self.cos is None or self.sin is None:
             return None
         tables = self.cos, self.sin, self.mean, self.mean[:, self.partner]
@@ -132,7 +132,7 @@ class KVTransform:
 
     @cached_property
     def pair_tables(self) -> PairTables | None:
-        """For kernels that score; None where K is not centred."""
+        """Means for kernels that compute scores; None where K is not centred."""
         if self.mean is None or self.cos is None or self.sin is None:
             return None
         assert self.partner is not None

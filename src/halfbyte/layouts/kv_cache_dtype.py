@@ -25,7 +25,7 @@ class _Quantized(NamedTuple):
     """Properties of a quantized format."""
 
     bits: int
-    """Per value."""
+    """Bits per value."""
     block_size: int | None
     """Values that share one block scale; None where there are no block scales."""
     has_global_scale: bool

@@ -2,8 +2,8 @@
 
 ModelOpt names an algorithm (`kv_cache_quant_algo`), for all layers or for each
 (`kv_cache_quantized_layers`); compressed-tensors describes one (`kv_cache_scheme`, the fields of
-its `QuantizationArgs`), and ModelOpt's copy in `config.json` has either under the latter's name.
-Quark describes the outputs of K's and V's projections (`kv_cache_quant_config`), and AutoFP8 says
+its `QuantizationArgs`). ModelOpt's copy in `config.json` has either under that name. Quark
+describes the outputs of K's and V's projections (`kv_cache_quant_config`), and AutoFP8 says
 `static`.
 Every field that affects values is honoured or refused: reading a cache in another format than the
 declared one would silently change logits.
@@ -70,9 +70,9 @@ class DeclaredCache(NamedTuple):
     """The declaration of one section of a configuration."""
 
     formats: Formats | None
-    """Of K and V where all quantized layers have the same, else None."""
+    """Formats of K and V if all quantized layers have the same, else None."""
     layers: Mapping[int, Formats] | None
-    """By layer, where the section lists them; layers that it leaves out are not quantized."""
+    """Formats by layer, if the section lists layers; others are not quantized."""
 
 
 def read_declared_cache(section: Mapping[str, Any]) -> DeclaredCache | None:
@@ -162,7 +162,7 @@ def _declared_by(key: str, section: Mapping[str, Any]) -> Formats | None:
 
 
 def _quark_formats(value: object) -> Formats:
-    """Of Quark's section, which describes the outputs of the K and V projections."""
+    """Formats of Quark's section, which describes the outputs of the K and V projections."""
     layers = value.values() if isinstance(value, Mapping) else ()
     outputs = [one.get("output_tensors") if isinstance(one, Mapping) else None for one in layers]
     for one in outputs:
@@ -176,7 +176,7 @@ def _quark_formats(value: object) -> Formats:
 
 
 def _formats(key: str, value: object) -> Formats | None:
-    """Of K and V; None for `MIXED_PRECISION`."""
+    """Formats of K and V; None for `MIXED_PRECISION`."""
     if isinstance(value, Mapping):
         name = format_of_scheme(value)
         return (name, name)

@@ -69,7 +69,7 @@ class NvFp4LinearLayerConfig:
     """Rows of each fused part; () is one part of n rows."""
     device_type: str = "cpu"
     compute_capability: int = CPU
-    """Of the target GPU, as in `dispatch`, such as 90."""
+    """The target GPU's, as in `dispatch`, such as 90."""
 
     def __post_init__(self) -> None:
         if self.n < 1 or self.k < 1 or self.k % 16:

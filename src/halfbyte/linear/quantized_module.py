@@ -14,9 +14,9 @@ class QuantizedModule(nn.Module):
     """Packed weights that a kernel may repack, and biases in the module's dtype."""
 
     dtype: torch.dtype
-    """Of activations and biases."""
+    """Dtype of activations and biases."""
     layer_name: str
-    """For messages."""
+    """Name in error messages."""
     kernel: Any
     """The kernel that processed the weights; None before."""
 

@@ -25,7 +25,7 @@ LINEAR_BACKENDS: Registry[NvFp4LinearKernel] = Registry(
         "reference": "halfbyte.linear.reference:ReferenceKernel",
     },
 )
-"""In order of preference."""
+"""Backends in order of preference."""
 
 
 def init_nvfp4_linear_kernel(

@@ -65,7 +65,7 @@ class LayerState(QuantizedModule):
         NvFp4LinearLayerConfig(out_features, in_features, self.dtype, part_sizes=self.part_sizes)
         self.dialect: Dialect = dialect
         self.layer_name = ""
-        """For messages; set by `load_state_dict`."""
+        """Name in error messages; set by `load_state_dict`."""
         self._stored: dict[Role, StoredScale] = {}
         self._given: set[Role] = set()
         """Roles loaded so far; a missing weight could not be distinguished from zeros."""

@@ -268,7 +268,7 @@ class _PagedLayer(CacheLayerMixin):
     def _cache(self) -> Cache:
         cache = self._owner()
         if cache is None:
-            raise ReferenceError("halfbyte.Cache: its layers live no longer than it does")
+            raise ReferenceError("halfbyte.Cache: was deleted; keep a reference to it")
         return cache
 
     def belong_to(self, cache: Cache) -> None:

@@ -14,7 +14,7 @@ from halfbyte.checkpoints.index import CheckpointIndex
 
 _MAX_LAYERS = 10_000
 _MAX_LABELS = 2**16
-"""Of a classifier; transformers makes a name for each."""
+"""Max labels of a classifier; transformers makes a name for each."""
 _MAX_SIZE = 2**31
 _SIZES = {
     "num_hidden_layers": _MAX_LAYERS,
@@ -36,7 +36,7 @@ _POSITIVE = (
 )
 _POSITIVE_OF_ROPE = ("rope_theta", "factor")
 _MAX_NUMBER = 1e30
-"""Of float32, with room for products."""
+"""Max magnitude of a number: products must not overflow float32."""
 _LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.(?:(?:\w+\.)*experts\.(\d+)\.)?")
 
 

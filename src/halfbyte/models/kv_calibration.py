@@ -100,7 +100,7 @@ def usual_first_tokens(tokenizer: Any) -> list[int]:
         message = [{"role": "user", "content": "a"}]
         try:
             found += tokenizer.apply_chat_template(message, tokenize=True, return_dict=False)[:1]
-        except Exception as error:  # of any type, as in `LLM.chat`
+        except Exception as error:  # templates raise errors of any type
             logger.info("the chat template's first token is not known: %s", one_line(error))
     return list(dict.fromkeys(int(token) for token in found if token is not None))
 

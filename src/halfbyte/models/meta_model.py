@@ -94,7 +94,7 @@ def make_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Compute buffers that files do not hold (rotary frequencies, embedding scales).
 
     transformers does so in `_init_weights`, which skips parameters marked as initialized. On the
-    host, as in `from_pretrained`: a GPU's powers differ in the last bit.
+    CPU, as in `from_pretrained`: `pow` on a GPU differs in the last bit.
     """
     buffers = dict(model.named_non_persistent_buffers())
     for name, buffer in buffers.items():

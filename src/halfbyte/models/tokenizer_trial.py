@@ -14,7 +14,7 @@ from contextlib import suppress
 TEXT = "A text: 12 words, x = f(y)\n\ttabs, é and 漢字."
 UNUSABLE = 3
 _GENERATION_TAGS = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
-"""Of transformers' own extension; they mark a part of the text."""
+"""Tags of transformers' extension of Jinja; they mark a part of the text."""
 
 
 def main() -> None:

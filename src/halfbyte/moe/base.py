@@ -46,7 +46,7 @@ class MoeConfig:
     """A token's result must be bitwise the same for any batch."""
     device_type: str = "cpu"
     compute_capability: int = CPU
-    """Of the target GPU, as in `dispatch`, such as 90."""
+    """The target GPU's, as in `dispatch`, such as 90."""
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)

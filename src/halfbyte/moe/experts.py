@@ -17,7 +17,7 @@ import torch
 WeightFormat = Literal["nvfp4", "mxfp4"]
 BLOCK_SIZES: dict[WeightFormat, int] = {"nvfp4": 16, "mxfp4": 32}
 _FORMATS: dict[torch.dtype, WeightFormat] = {torch.float8_e4m3fn: "nvfp4", torch.uint8: "mxfp4"}
-"""By dtype of block scales."""
+"""Formats by the dtype of their block scales."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class ExpertsLayer(QuantizedModule, ABC):
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.backend, self.batch_invariant = backend, batch_invariant
         self.layer_name = ""
-        """For messages."""
+        """Name in error messages."""
         self.kernel: MoeKernel | None = None
 
     @abstractmethod

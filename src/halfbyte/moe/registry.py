@@ -17,7 +17,7 @@ MOE_BACKENDS: Registry[MoeKernel] = Registry(
         "reference": "halfbyte.moe.reference:ReferenceKernel",
     },
 )
-"""In order of preference."""
+"""Backends in order of preference."""
 
 
 def init_moe_kernel(config: MoeConfig, backend: str | None = None) -> MoeKernel:

@@ -66,7 +66,7 @@ def round_layers(
     check_linear(selection)
     model = StreamedModel(folder, config, device_or_default(device), "auto")
     wanted = set(selection.modules)
-    # Each is dropped after its layer: what this holds, the model cannot free.
+    # Each is removed once rounded: a reference here would keep its weight in memory.
     modules = {name: x for name, x in model.model.named_modules() if name in wanted}
     _warn_of_few_tokens(token_ids.numel(), max(_weight(x).shape[1] for x in modules.values()))
     rounded: dict[str, RoundedLayer] = {}
@@ -106,8 +106,8 @@ def check_linear(selection: LayerSelection) -> None:
     for name in selection.modules:
         if experts_projection(name) is not None:
             raise ValueError(
-                f"method: gptq rounds linear layers alone, and {name} is an expert; expected "
-                "rtn, or such layers in ignore"
+                f"method: gptq cannot round experts, such as {name}; use rtn, or leave experts "
+                "unquantized with ignore"
             )
 
 

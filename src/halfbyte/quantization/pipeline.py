@@ -7,7 +7,7 @@ before anything runs or is written.
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,52 +106,60 @@ def quantize_checkpoint(
             "quantized KV cache"
         )
     text = read_calibration_text(calibration_file, "calibrate")
+    name_of_text = "the built-in text" if calibration_file is None else Path(calibration_file).name
     folder = local_folder(source)
     check_destination(folder, Path(destination))
-    config = read_unquantized_config(folder)
-    model_config = read_model_config(folder)
-    index = named_as_modules(CheckpointIndex.read(folder), model_config.model_type)
-    check_sizes(model_config, index)
-    selection = select_layers(model_config, index, ignore)
+    checked = _read_source(folder, ignore)
     if method == "gptq":
-        check_linear(selection)
-    other_files = files_to_copy(folder)
+        check_linear(checked.selection)
     if not output.kv_cache_dtype:
         read_kv_scales(folder)  # they are copied: raise for broken ones
     with new_folder(destination, replace=replace) as target:
         calibration = CalibrationResult()
         if output.needs_calibration:
-            calibration = _calibrate(folder, selection, text, calibration_file, on_progress)
-            if output.kv_cache_dtype:
-                calibration = _with_valid_kv_amax(calibration)
+            calibration = _calibrate(checked, text, name_of_text, output, on_progress)
         rounded: dict[str, RoundedLayer] = {}
         if method == "gptq":
-            ids = _rows_of_text(folder, model_config, text)
-            on_layer = partial(on_progress, "rounding")
-            rounded = round_layers(folder, model_config, ids, selection, output, on_layer=on_layer)
+            rounded, num_tokens = _round(checked, text, output, on_progress)
             if calibration.source is None:
-                source_of_ids = f"{ids.numel()} tokens of {_name_of_text(calibration_file)}"
+                source_of_ids = f"{num_tokens} tokens of {name_of_text}"
                 calibration = dataclasses.replace(calibration, source=source_of_ids)
+        index, selection = checked.index, checked.selection
         writer = ShardWriter(target, max_shard_bytes, index.stored_module)
-        layers = write_layers(
-            index,
-            writer,
-            selection,
-            output,
-            calibration,
-            partial(on_progress, "quantizing"),
-            rounded,
-        )
+        on_layer = partial(on_progress, "quantizing")
+        layers = write_layers(index, writer, selection, output, calibration, on_layer, rounded)
         writer.finish()
         report = QuantizationReport.of(
             output, weights, method, selection, calibration, layers, index, target
         )
-        for file in other_files:
+        for file in checked.other_files:
             copy_file(file, target / file.name)
         write_json(target / REPORT_FILE, asdict(report))
-        stored_ignore = [index.stored_module(module) for module in selection.ignore]
-        _write_declaration(target, config, output, stored_ignore)
+        _write_declaration(target, checked, output)
     return report
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint whose declaration and headers were checked."""
+
+    folder: Path
+    config: dict[str, Any]
+    """As in config.json."""
+    model_config: Any
+    """transformers'."""
+    index: CheckpointIndex
+    selection: LayerSelection
+    other_files: list[Path]
+
+
+def _read_source(folder: Path, ignore: Sequence[str]) -> _Source:
+    config = read_unquantized_config(folder)
+    model_config = read_model_config(folder)
+    index = named_as_modules(CheckpointIndex.read(folder), model_config.model_type)
+    check_sizes(model_config, index)
+    selection = select_layers(model_config, index, ignore)
+    return _Source(folder, config, model_config, index, selection, files_to_copy(folder))
 
 
 def _output_format(
@@ -177,22 +185,18 @@ def _check_name(argument: str, value: str, valid: Sequence[str]) -> None:
 
 
 def _calibrate(
-    folder: Path,
-    selection: LayerSelection,
-    text: str,
-    file: str | Path | None,
-    on_progress: OnProgress,
+    source: _Source, text: str, name_of_text: str, output: OutputFormat, on_progress: OnProgress
 ) -> CalibrationResult:
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_tokenizer(source.folder)
     token_ids: torch.Tensor = tokenizer(text, return_tensors="pt").input_ids
-    model = load_model(folder)
-    return calibrate_layers(
-        model,
+    calibration = calibrate_layers(
+        load_model(source.folder),
         token_ids,
-        selection.modules,
-        f"{token_ids.shape[1]} tokens of {_name_of_text(file)}",
+        source.selection.modules,
+        f"{token_ids.shape[1]} tokens of {name_of_text}",
         partial(on_progress, "calibrating"),
     )
+    return _with_valid_kv_amax(calibration) if output.kv_cache_dtype else calibration
 
 
 def _with_valid_kv_amax(calibration: CalibrationResult) -> CalibrationResult:
@@ -202,25 +206,25 @@ def _with_valid_kv_amax(calibration: CalibrationResult) -> CalibrationResult:
     return dataclasses.replace(calibration, kv_amax=kv_amax)
 
 
-def _rows_of_text(folder: Path, config: Any, text: str) -> torch.Tensor:
-    """All of a text, int64 `[rows, tokens]`."""
+def _round(
+    source: _Source, text: str, output: OutputFormat, on_progress: OnProgress
+) -> tuple[dict[str, RoundedLayer], int]:
+    """Weights rounded by GPTQ on all of a text, and the text's number of tokens."""
+    folder, config = source.folder, source.model_config
     ids, _ = calibration_tokens(load_tokenizer(folder), config, text, max_tokens=sys.maxsize)
     check_vocabulary(config, ids)
-    return ids
+    on_layer = partial(on_progress, "rounding")
+    rounded = round_layers(folder, config, ids, source.selection, output, on_layer=on_layer)
+    return rounded, ids.numel()
 
 
-def _name_of_text(file: str | Path | None) -> str:
-    return "the built-in text" if file is None else Path(file).name
-
-
-def _write_declaration(
-    target: Path, config: dict[str, Any], output: OutputFormat, ignore: Sequence[str]
-) -> None:
+def _write_declaration(target: Path, source: _Source, output: OutputFormat) -> None:
     dialect = get_dialect(output.dialect)
+    ignore = [source.index.stored_module(module) for module in source.selection.ignore]
     section = dialect.config_section(output, ignore)
     files = {
         **dialect.own_files(output, ignore),
-        "config.json": {**config, "quantization_config": section},
+        "config.json": {**source.config, "quantization_config": section},
     }
     for name, fields in files.items():
         write_json(target / name, fields)

@@ -177,7 +177,7 @@ def test_the_order_of_clusters_changes_no_bit() -> None:
 
 @pytest.mark.parametrize("at_once", [(1, 4, 1, 4), (2, 4, 4), (3, 1, 2, 4), (4, 4, 4, 4)], ids=str)
 def test_replays(at_once: tuple[int, ...]) -> None:
-    """In a replay, a cluster may finish a share that it left to the head before, and vice versa."""
+    """Per replay, a cluster may finish its tokens or leave them to the tile's head (`join.cuh`)."""
     n, k, m = 500, 384, 40
     case = make_case(n, k, m)
     for plan in (GemmPlan(NARROW, 2, 4, 2, 1), GemmPlan(NARROW, 2, 6, 2, 0)):

@@ -109,7 +109,9 @@ def test_quantized_but_not_declared(folder: Folder) -> None:
     folder.declare(ignore=["lm_head", LAYER])
     packed = TENSOR_NAMES[folder.dialect].weight
     is_weight = packed == "weight"
-    expected = r"BF16/F16/F32 \[96, 64\]" if is_weight else "no tensor of quantized weights there"
+    expected = (
+        r"BF16/F16/F32 \[96, 64\]" if is_weight else "no tensor of quantized weights in this layer"
+    )
     left_out = "as the declaration leaves the layer out"
     refuses(folder, rf"{LAYER}.{packed}: expected {expected}, {left_out}, found U8 \[96, 32\]")
 
@@ -121,7 +123,7 @@ def test_scales_beside_a_plain_weight(folder: Folder) -> None:
         tensors[f"{LAYER}.weight"] = torch.ones(96, 64)
 
     folder.change(make_plain)
-    refuses(folder, rf"{LAYER}.\w+: expected no tensor of quantized weights there")
+    refuses(folder, rf"{LAYER}.\w+: expected no tensor of quantized weights in this layer")
 
 
 def test_missing_plain_weight(folder: Folder) -> None:

@@ -20,8 +20,8 @@ from halfbyte.plugins.vllm.warmup import _BATCHES, Tokens, batches
 
 
 def parts_of(batch: tuple[tuple[int, int], ...], recent: int) -> tuple[set[int], set[int]]:
-    """Query tokens of sequences that prefill leaves to the decode kernel: of decode steps, and of
-    prompts with many cached tokens per token."""
+    """Query tokens per sequence that `dense` splits off a batch: of decode steps, and of prompts
+    with many cached tokens per new one."""
     few, many = set(), set()
     lengths, _ = packed_part(recent, torch.tensor([sum(x) for x in batch], dtype=torch.int32), 0)
     for (new, _cached), length in zip(batch, lengths.tolist(), strict=True):
@@ -62,8 +62,8 @@ def test_batches_merge_every_number_of_results(max_model_len: int) -> None:
 @pytest.mark.parametrize("kv_heads", [1, 8])
 @pytest.mark.parametrize("num_sms", [108, 132])
 def test_batches_split_keys_and_do_not(num_sms: int, kv_heads: int) -> None:
-    """Sequences of 9 new tokens or more whose pages are read as they are: 4 query heads per KV
-    head, in any number."""
+    """Random batches need no other variants than the compiled ones. All sequences have 9 or more
+    new tokens, so that the general Triton kernel runs; the group is 4."""
     gpu, rng = Gpu(90, num_sms), random.Random(0)
 
     def variant(count: int, tokens: int) -> tuple[int, bool]:

@@ -55,7 +55,8 @@ def finalize_softmax(reference, total, sink):
     """Final scale of rows, and the natural log of their denominators (LSE).
 
     Args:
-        reference: log2 of the unit of the weights; -inf for rows without keys.
+        reference: subtracted from a row's scores in base 2, so that its weights are
+            `2^(score - reference)`; -inf for rows without keys.
         total: sum of the weights.
         sink: a logit times log2(e) that is added to the denominator; -inf for none.
     """
@@ -142,8 +143,8 @@ def attend_kernel(
         tables, starts, lengths: `block_tables`, `query_start_loc` and `seq_lens`.
         k_global, v_global: float32 scalars, read where `k_global_on_device`, `v_global_on_device`.
         partial_out: float32 `[splits, tokens, heads, head_size_v]`, written where `split`.
-        partial_stats: float32 `[splits, tokens, heads, 2]`: log2 of the unit of a row's weights,
-            and their sum in it.
+        partial_stats: float32 `[splits, tokens, heads, 2]`: a row's `reference` and `total`, see
+            `finalize_softmax`.
         bias, first_scores, first_indices, first_values: of `TransformedQuery`, for the tokens of
             this launch; the first is read where `segment`, the others where `knows_first`.
         bias_stride: segments of a row of `bias`.

@@ -112,7 +112,7 @@ class _PlanKey(NamedTuple):
     sliding_window: int | None
     is_uncapped: bool
     is_positive: bool
-    """The scale."""
+    """Whether the scale is positive."""
     device: torch.device
 
 

@@ -11,22 +11,22 @@ from halfbyte.attention.prefill.key_ranges import KeyRanges
 from halfbyte.layouts import PageLayout
 
 WORKSPACE_BYTES = 256 * 2**20
-"""For unpacked K and V, one block at a time."""
+"""Max memory for unpacked K and V, one block at a time."""
 RESULT_BYTES = 640 * 2**20
-"""For the results of blocks and the queries."""
+"""Max memory for the results of blocks and the queries."""
 MAX_PARTS = 4
 """Max results of blocks merged per launch."""
 ROWS_HELD = MAX_PARTS + 4
-"""Peak memory per query row, in rows of 16 bits: two merged results in float32, the other parts in
-16 bits, and the query."""
+"""Peak memory per query row, in multiples of a row of the output in 16 bits: two merged results in
+float32 (4), the other parts (3), and the query (1)."""
 MIN_QUERIES = 512
 """Min new tokens of a sequence for PyTorch's attention (measured with cuDNN). It is also slower for
 heads below `MIN_HEAD_SIZE` and fewer than `MIN_PAIRS` (query, visible key) pairs."""
 MIN_HEAD_SIZE = 80
 MIN_PAIRS = 2**21
 PAIRS_PER_TOKEN = 1300
-"""PyTorch's attention has a higher fixed cost than halfbyte's kernel and a lower one per token:
-without padding, each token counts as this many pairs more, whatever the length."""
+"""Added to a sequence's pairs for every new token, if nothing must be padded, before the comparison
+with `MIN_PAIRS`: PyTorch's attention takes less time per token than halfbyte's kernel."""
 MIN_CHUNK = 128
 """Min new tokens for which unpacking all keys of a sequence pays off, whatever their number."""
 MAX_KEYS_PER_QUERY = 64

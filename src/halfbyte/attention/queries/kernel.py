@@ -166,7 +166,7 @@ def transform_kernel(
             oldest = tl.min(nearest, 0) - window + 1
         if (first * segment <= latest) & ((first + segments) * segment > oldest):
             number = first + tl.arange(0, segments)
-            # Past the last mean the last one holds, as for what is stored.
+            # Later segments have the last mean, as in the store kernels.
             of_table = tl.minimum(number, num_segments - 1)
             mask = inside[:, None]
             score = tl.full((rows, segments), 0.0, tl.float32)

@@ -91,7 +91,7 @@ def _load(path: Path) -> ctypes.CDLL:
 @lru_cache(maxsize=1)
 def warn_not_built() -> None:
     """Log once that the C++ kernels were not built."""
-    logger.warning("the CPU kernels were not built (no C++ compiler?): the reference stands in")
+    logger.warning("the CPU kernels were not built (no C++ compiler?): the reference runs instead")
 
 
 def is_built(purpose: str) -> Answer:

@@ -33,7 +33,8 @@ from halfbyte.kernels.formats.encode_floats import (
     set_sign,
 )
 
-TOP = tl.constexpr(2.0**24)  # launches check such names one by one: there is one here, one there
+# A single global: Triton checks each global that a kernel uses in every launch.
+TOP = tl.constexpr(2.0**24)
 
 
 @triton.jit

@@ -93,9 +93,9 @@ class ExpertRows(NamedTuple):
     row_bytes: int
     """A multiple of 16."""
     rows: int
-    """Of a part of an expert's matrix."""
+    """Rows of a part of an expert's matrix."""
     parts: int
-    """Of an expert's matrix: 2 for gate and up, otherwise 1."""
+    """Parts of an expert's matrix: 2 for gate and up, otherwise 1."""
     experts: int
     interleaved: bool = False
     """Whether rows of the parts take turns."""

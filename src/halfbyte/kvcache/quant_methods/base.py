@@ -88,7 +88,7 @@ class KVCacheQuantMethod(ABC):
             head_num: KV heads.
             head_dim: values per head.
             num_layers: layers that have a cache.
-            kv_size: bytes of a stored element in SGLang's interface; the format itself knows.
+            kv_size: ignored, because the format determines it; part of SGLang's interface.
         """
         per_head = self.dtype.data_bytes(head_dim) + self.dtype.scale_bytes(head_dim)
         return 2 * head_num * per_head * num_layers

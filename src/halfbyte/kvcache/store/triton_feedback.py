@@ -35,7 +35,7 @@ def eight_columns(column, tokens: tl.constexpr):
 
 @triton.jit
 def _column_of(x, c: tl.constexpr):
-    """A column of `[tokens, 8]`; by bits, so that the compiler removes all other columns."""
+    """Column `c` of `[tokens, 8]`. The XOR of its bits with zeros compiles to a selection."""
     is_it = (tl.arange(0, 8) == c)[None, :]
     return float_of(tl.xor_sum(tl.where(is_it, bits_of(x), 0), axis=1))
 

@@ -100,10 +100,10 @@ def store_feedback_kernel(
     Args, beside those of that kernel:
         feedback: float32 `[heads, head_size, head_size]`.
         scratch: float32 `[programs of K, head_size, tokens]`.
-        parts: blocks of a head, up to a power of two.
-        tokens: of a program of K; where it is one, K has weights.
-        rows: of 16 values that are centred and rotated at once, no more than `parts * tokens`; of a
-            program of V.
+        parts: blocks of a head, rounded up to a power of two.
+        tokens: per program of K; 1 only where K is weighted.
+        rows: of 16 values: of K that are centred and rotated at once, at most `parts * tokens`;
+            of V per program.
     """
     wait_for_previous(overlaps)
     if ring_size > 0:  # noqa: SIM102 - known at compile time

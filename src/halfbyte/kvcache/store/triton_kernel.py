@@ -329,7 +329,7 @@ class _Geometry(NamedTuple):
     itemsize: int
     """Bytes of the largest stored float; 1 where there is none."""
     rows_per_token: int
-    """Of K or V, whichever has more."""
+    """Rows of K or V, whichever has more."""
 
 
 @lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ from halfbyte.kernels.formats.encode_weighted import encode_weighted
 from halfbyte.layouts import PageLayout
 
 ROW = 16
-"""Values of a row; written out in the functions, since launches check global names one by one."""
+"""Values of a row; a literal in kernels, because Triton checks every global in each launch."""
 
 
 class Side(NamedTuple):

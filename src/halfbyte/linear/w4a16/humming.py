@@ -15,15 +15,15 @@ weights that it repacked.
 """
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from halfbyte.dispatch import missing_version
 from halfbyte.layouts.gemm_layouts import BLOCK_SIZE, pad_weight
 from halfbyte.linear.base import NvFp4LinearLayerConfig
 from halfbyte.linear.ops import linear_op
@@ -104,14 +104,7 @@ class HummingKernel(WeightOnlyKernel):
     @classmethod
     def missing(cls) -> str | None:
         """Humming, if not installed or too old; not imported, because that starts compilers."""
-        needed = f"needs humming-kernels {'.'.join(map(str, _OLDEST))} or later"
-        try:
-            version = metadata.version("humming-kernels")
-        except metadata.PackageNotFoundError:
-            return f"{needed}, which is not installed"
-        if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < _OLDEST:
-            return f"{needed}, this is {version}"
-        return None
+        return missing_version("humming-kernels", _OLDEST)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Let Humming repack the weights and compile its kernels for every M."""

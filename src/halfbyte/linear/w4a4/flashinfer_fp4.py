@@ -4,20 +4,14 @@ FlashInfer compiles its kernels, or loads compiled ones, at the first call. Its 
 inside `flashinfer.autotune`.
 """
 
-import os
-import re
-import shutil
 from collections.abc import Collection
-from importlib import import_module, metadata
-from pathlib import Path
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
 
-from halfbyte.dispatch import is_installed
+from halfbyte.kernels.runtime.flashinfer_package import missing_flashinfer
 from halfbyte.linear.w4a4.native_fp4 import Multiply, NativeFp4Kernel, Operand, Quantize
-
-_OLDEST = (0, 7)
 
 MM_FP4_CAPABILITIES = frozenset({100, 103, 107, 110, 120, 121})
 """Compute capabilities that `mm_fp4` supports, from FlashInfer's own list (0.7.0)."""
@@ -85,15 +79,4 @@ class FlashInferFp4Kernel(NativeFp4Kernel):
     @classmethod
     def missing(cls) -> str | None:
         """FlashInfer, or both nvcc and FlashInfer's compiled kernels, if not installed."""
-        needed = "needs flashinfer-python 0.7.0 or later"
-        try:
-            version = metadata.version("flashinfer-python")
-        except metadata.PackageNotFoundError:
-            return f"{needed}, which is not installed"
-        if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _OLDEST:
-            return f"{needed}, this is {version}"
-        # Where FlashInfer itself looks for nvcc (`get_cuda_path` in its `jit/cpp_ext.py`).
-        nvcc = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or shutil.which("nvcc")
-        if not (nvcc or Path("/usr/local/cuda").exists() or is_installed("flashinfer_jit_cache")):
-            return "needs nvcc (or flashinfer-jit-cache): FlashInfer compiles kernels at first use"
-        return None
+        return missing_flashinfer()

@@ -45,7 +45,7 @@ class Operand(NamedTuple):
     codes: torch.Tensor
     """uint8 `[rows, K/2]`."""
     block_scales: torch.Tensor
-    """In the library's layout."""
+    """Block scales in the library's layout."""
     global_scale: torch.Tensor
     """float32 `[1]`; its meaning depends on the backend's `scale_names`."""
 

@@ -143,8 +143,8 @@ def _check_experts(model: PreTrainedModel, index: CheckpointIndex) -> None:
         for tensor, entry in index.tensors.items():
             if tensor.startswith(f"{name}.") and entry.dtype in PACKED:
                 raise CheckpointError(
-                    f"{index.folder}: {tensor}: expected {'/'.join(FLOATS)}, as experts of the "
-                    f"kind {type(module).__name__} are not read in four bits, found {entry}"
+                    f"{index.folder}: {tensor}: expected {'/'.join(FLOATS)}, because 4-bit weights "
+                    f"of {type(module).__name__} are not supported, found {entry}"
                 )
 
 

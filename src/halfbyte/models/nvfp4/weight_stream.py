@@ -208,6 +208,6 @@ def _check_all_read(
             continue  # checked with its layer already
         if not any(pattern.search(name) for pattern in ignored):
             raise CheckpointError(
-                f"{index.folder}: {name}: expected no tensor of quantized weights there by what "
-                f"the checkpoint declares, found {entry}"
+                f"{index.folder}: {name}: expected no tensor of quantized weights in this layer, "
+                f"found {entry}"
             )

@@ -21,8 +21,9 @@ from halfbyte.moe.experts import GatedActivation, PackedExperts
 from halfbyte.moe.triton import TritonKernel
 
 _MAX_MEAN_BESIDE_GEMM = 4
-"""Tokens per expert in the mean up to which `moe_cuda` was at least as fast as `moe_gemm` on an
-H100, with Qwen3-30B-A3B's and GPT-OSS-20B's experts; with 6 it took 5 to 10 % longer."""
+"""Max mean of tokens per expert for which `moe_cuda` runs on SM90. Up to this it was at least as
+fast as `moe_gemm` on an H100, with Qwen3-30B-A3B's and GPT-OSS-20B's experts; with 6 it took 5 to
+10 % longer."""
 
 
 @as_loaded_op("nvfp4_moe_cuda")
@@ -80,7 +81,7 @@ class CudaKernel(AsLoadedKernel):
 
     @classmethod
     def can_implement(cls, config: MoeConfig) -> Answer:
-        """Of what Triton can do: 16-bit activations, sizes in multiples of 32, not
+        """What Triton can do, with 16-bit activations and sizes in multiples of 32, and not
         batch-invariant."""
         answer = TritonKernel.can_implement(config)
         if not answer[0]:

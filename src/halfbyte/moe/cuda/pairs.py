@@ -5,7 +5,7 @@ import ctypes
 import torch
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Of small vectors, as in `routing.cuh`."""
+"""Codes of the dtypes of weights and biases, as in `routing.cuh`."""
 
 
 class Pairs(ctypes.Structure):

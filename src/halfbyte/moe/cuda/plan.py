@@ -12,13 +12,14 @@ MAX_PAIRS = 1024
 """Max pairs: every CTA reads all expert ids."""
 MAX_EXPERTS = 1024
 SIZE_MULTIPLE = 32
-"""Of H and I: rows of codes begin at multiples of 16 bytes."""
+"""H and I must be multiples of this, so that rows of codes begin at multiples of 16 bytes."""
 ITEM_K = 256
 _TILE_ROWS, _TILE_COLUMNS = 16, 8
 _MAX_SPLIT = 4
 _COLUMNS = {1: 4, 4: 8, MAX_MEAN: 16}
-"""Max tokens per pass over an expert's weights, by max tokens per expert in the mean. An expert
-with more is read again, from L2; more room for tokens leaves less for copies of weights."""
+"""Max tokens per pass over an expert's weights, by the max mean of tokens per expert. Weights of an
+expert with more tokens are read again, from L2. Shared memory holds these tokens and the rings of
+weights, so more tokens leave smaller rings."""
 _OPTIONS = (
     (8, 3, 2),
     (8, 2, 4),
@@ -60,14 +61,14 @@ class Work(NamedTuple):
 
     @property
     def item_bytes(self) -> int:
-        """Of 16 rows x 256 k in shared memory."""
+        """Bytes of 16 rows x 256 k in shared memory."""
         block = BLOCK_SIZES[self.weight_format]
         words = ITEM_K // block // 4 + (self.k // block % 4 > 0)
         return _TILE_ROWS * (ITEM_K // 2 + 4 * words)
 
     @property
     def x_row_bytes(self) -> int:
-        """Of a token in shared memory."""
+        """Bytes of a token in shared memory."""
         return self.items * ITEM_K * 2 + 64
 
 
@@ -88,11 +89,11 @@ class ProductPlan(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Of a CTA."""
+        """Threads of a CTA."""
         return 32 * self.split * self.groups
 
     def macros(self, work: Work) -> tuple[tuple[str, int], ...]:
-        """Of the source, but for the dtype's."""
+        """Macros of the source except those of the dtype."""
         return (
             ("MX", int(work.weight_format == "mxfp4")),
             ("GATED", int(work.gated)),
@@ -116,7 +117,7 @@ class ProductPlan(NamedTuple):
         return self.columns * work.x_row_bytes + rings + sums + lists
 
     def grid(self, work: Work, num_pairs: int, num_sms: int) -> int:
-        """CTAs: as many as are resident, or as may find work."""
+        """CTAs: as many as can be resident, but no more than there can be work for."""
         units = -(-work.n // _TILE_ROWS // self.groups)
         entries = max_entries(num_pairs, work.num_experts, self.columns)
         return min(num_sms * self.ctas, entries * units)

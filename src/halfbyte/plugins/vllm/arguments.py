@@ -21,15 +21,16 @@ _SHORTEST_CUT = len("--abcd")
 _LIKENESS = 0.8
 """Min `difflib` ratio of a misspelled name to an option's, both without dashes in front."""
 _LIKE_OURS = ("--dtype",)
-"""vLLM's options with such a likeness to one of halfbyte's."""
+"""vLLM's options that are similar to one of halfbyte's."""
 
 
 def check_names(arguments: Sequence[str], own: Sequence[str]) -> None:
-    """Raise ValueError for a name that is nearly one of halfbyte's options, before anything is
-    done for it; all other names are left to vLLM.
+    """Raise ValueError for a probable misspelling of one of halfbyte's options.
+
+    All other names are left to vLLM.
 
     Args:
-        arguments: without halfbyte's options; from `--` on they are not looked at.
+        arguments: without halfbyte's options; those after `--` are not checked.
         own: halfbyte's options, as `--kv-recipe`.
     """
     names = [name[2:] for name in own]

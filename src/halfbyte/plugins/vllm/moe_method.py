@@ -39,7 +39,7 @@ _ATTRIBUTES: dict[str, dict[str, Any]] = {
     "CompressedTensorsW4A4Nvfp4MoEMethod": {"group_size": 16, "use_global_sf": False},
     "CompressedTensorsW4A4Mxfp4MoEMethod": {"group_size": 32},
 }
-"""What vLLM's constructors set, and its code that creates and loads parameters reads."""
+"""Attributes that vLLM's constructors set, and that its creation and loading of parameters read."""
 
 
 @cache

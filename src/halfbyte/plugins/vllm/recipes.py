@@ -135,11 +135,11 @@ def check_local_scales(vllm_config: Any, options: Options) -> None:
     )
     if has_no_weights(load_config) or not is_uniform or not (folder / "config.json").is_file():
         return
-    # Others are refused for what they are, by workers.
+    # For other models a worker's error gives the actual reason.
     model_type = getattr(target.hf_text_config, "model_type", None)
     if model_type not in SUPPORTED_MODEL_TYPES or target.get_head_size() % 16:
         return
-    # Any scales decide the default recipe.
+    # Without a requested recipe any scales suffice: they decide which recipe is the default.
     as_given = replace(options, kv_recipe=options.kv_recipe or "plain")
     try:
         formats = LayerFormat.of(vllm_config.cache_config.cache_dtype, torch.bfloat16, as_given)

@@ -37,14 +37,14 @@ _SCHEDULED = {
 
 
 class _Dispatch(NamedTuple):
-    """What chooses the CUDA graph of a step."""
+    """The object of a model runner that chooses the CUDA graph of a step."""
 
     attribute: str
-    """Of a runner."""
+    """Its name in the runner."""
     module: str
     class_name: str
     argument: str
-    """Of its `dispatch`, which keeps a step from full graphs."""
+    """Argument of its `dispatch` that can exclude full graphs."""
 
 
 _DISPATCHERS = {
@@ -64,7 +64,7 @@ _DISPATCHERS = {
 _ENTRIES = "halfbyte_ring_entries"
 """Attribute of a model runner."""
 _IS_WRAPPED = "halfbyte_follows_steps"
-"""Attribute of a runner's class, and of what chooses its graphs, once they are wrapped."""
+"""Attribute that marks wrapped classes, of runners and of `_DISPATCHERS`."""
 
 
 class _Running:

@@ -34,11 +34,11 @@ class Tokens(NamedTuple):
 
     @property
     def length(self) -> int:
-        """All of them."""
+        """New and earlier tokens."""
         return self.new + self.cached
 
     def pages(self, block_size: int) -> int:
-        """Pages that they need."""
+        """Pages for all tokens."""
         return -(-self.length // block_size)
 
 
@@ -55,7 +55,7 @@ _BATCHES = (
     (Tokens(600, 0), Tokens(300, 900), Tokens(1, 33)),
     # Beside prompts, decode steps read their last tokens apart from the pages.
     *((Tokens(160, 0), Tokens(new, 300)) for new in range(1, 9)),
-    # So many that nothing needs to be split to fill the GPU.
+    # Enough sequences to fill the GPU without splitting any.
     *((Tokens(new, cached),) * 512 for new, cached in ((16, 400), (17, 2000))),
     (Tokens(2048, 0),),
     (Tokens(2048, 0), Tokens(2048, 0)),
@@ -117,7 +117,7 @@ def warm_up_attention(vllm_config: Any, device: torch.device) -> int:
 
 
 def batches(vllm_config: Any, block_size: int, num_pages: int) -> Iterator[list[Tokens]]:
-    """Batches within the engine's limits; what is too long or too much is cut.
+    """`_BATCHES`, shortened where they exceed the engine's limits.
 
     Args:
         block_size: tokens of a page.
@@ -194,7 +194,7 @@ def _run(
 
 
 def _rings(batch: Sequence[Tokens], recent_tokens: int) -> ScheduledRings:
-    """As of requests that have just hit the prefix cache."""
+    """Rings as for requests that have just hit the prefix cache."""
     lacking = [
         MissingTokens(row, row + 1, missing_positions(x.cached, x.cached, recent_tokens), x.cached)
         for row, x in enumerate(batch)

@@ -235,9 +235,9 @@ def assert_same_tokens(
 ) -> None:
     """Assert equal tokens, except for at most one sequence that diverges at a near-tie of logits.
 
-    The two engines' K differ by rounding, which four bits may turn into another code: where
-    `halfbyte.LLM` holds two tokens for about as likely, each engine may choose its own, and CPUs
-    differ in which. A wrong cache parts in most sequences, and not at ties.
+    K of the two engines differs by rounding, so it may get other codes. If two tokens are about as
+    likely for `halfbyte.LLM`, each engine may choose another one, depending on the CPU. With a
+    wrong cache most sequences would diverge, and not at ties.
     """
     assert varied(expected), "an output that could not tell right from wrong"
     differ = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]

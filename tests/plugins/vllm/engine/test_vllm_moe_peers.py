@@ -14,7 +14,7 @@ import torch
 from benchmarks.peers import humming_moe
 from benchmarks.peers.moe import MOE_PEERS
 from halfbyte.bench import MoeShape
-from halfbyte.bench.experts import Experts
+from halfbyte.bench.moe import Experts
 
 CPU = torch.device("cpu")
 NVFP4, MXFP4 = MoeShape(4, 2, 128, 64), MoeShape(3, 2, 192, 96, "mxfp4")
@@ -24,7 +24,7 @@ MARLIN = f"{LAYERS}.quantization.utils.marlin_utils"
 
 @pytest.fixture
 def fits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]]:
-    """Replaces a function by one with its parameters, which returns what it is told to."""
+    """Replaces a function by one with its signature, and returns the arguments of all calls."""
 
     def replace(module: str, name: str, result: Any = None) -> list[dict[str, Any]]:
         signature, calls = inspect.signature(getattr(import_module(module), name)), []

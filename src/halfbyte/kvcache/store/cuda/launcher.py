@@ -85,8 +85,8 @@ class Variant(NamedTuple):
     in_words: bool
     """Whether codes begin at multiples of four bytes."""
     few: bool = False
-    """Whether threads are fewer than resident at once: then every block is rounded by the definition,
-    because the launch would wait for the first warp that has to."""
+    """Whether fewer threads are needed than an SM can hold: then every block is rounded by the
+    definition, because the launch would wait for the first warp that has to."""
 
     @property
     def threads(self) -> int:

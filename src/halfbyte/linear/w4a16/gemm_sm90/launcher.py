@@ -133,7 +133,7 @@ class GemmProduct:
         row_scale: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """As `linear_gemm`."""
+        """The product, as `linear_gemm`."""
         address, stride = x.data_ptr(), self._k
         if address % 16 or not x.is_contiguous():
             x = box_rows(x)

@@ -76,7 +76,7 @@ TILES = tuple(Tile(*numbers) for numbers in _TILES)
 STRIP = 16
 """Tokens that a cluster finishes at a time; tiles have a multiple of it."""
 _CROSSING_K = 128
-"""Cost of switching to another tile (storing sums, starting anew), as the k done meanwhile."""
+"""Cost of switching to another tile (storing sums, starting anew), in k that take as long."""
 _EXCHANGE_MICROSECONDS = 0.8
 """Fixed cost of a join: to store sums, raise flags and see those of the other clusters."""
 _SHARER_MICROSECONDS = 0.33
@@ -146,7 +146,7 @@ class GemmPlan(NamedTuple):
         return took
 
     def _bytes_of_cut_tiles(self, k: int) -> float:
-        """Bytes of W and x that the cut tiles read, reads of the same data counted each."""
+        """Bytes of W and x that the cut tiles read, counted once for every tile that reads them."""
         return self.cut_tiles * k * (2 * self.tile.tokens + 2 * self.tile.rows * 9 / 16)
 
 

@@ -131,7 +131,7 @@ class GemvProduct:
         row_scale: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """As `linear_gemv`."""
+        """The product, as `linear_gemv`."""
         if self._pad:
             x = torch.nn.functional.pad(x, (0, self._pad))
         address, stride = x.data_ptr(), self._k

@@ -57,9 +57,9 @@ class _Costs(NamedTuple):
 
     Fitted to times of CUDA graphs with many calls and rotated weights on one H200: 270 plans for
     eight weight shapes (N = 1,024 to 28,672, K = 4,096 to 28,672) and M = 1, 8 and 16, so that the
-    fastest plans are ranked correctly. (Pairs with 16 warps and M up to 8 entered with 0.14 µs
-    less, what a later change saved.) In 18 of 20 cases the chosen plan is within 1.3 % of the best;
-    in the others it takes 3 and 6 % longer.
+    fastest plans are ranked correctly. (For pairs with 16 warps and M up to 8, 0.14 µs were
+    subtracted, which a later change of the kernel saved.) In 18 of 20 cases the chosen plan is
+    within 1.3 % of the best; in the others it takes 3 and 6 % longer.
     """
 
     launch: float = 1.41
@@ -74,7 +74,7 @@ class _Costs(NamedTuple):
     tile: float = 0.0162
     """To multiply an item by 8 columns."""
     wait: float = 0.025
-    """The same per item of one warp: the part that other warps do not hide."""
+    """Per item of one warp and 8 columns: the part of its time that other warps do not hide."""
     x: float = 2.56e-6
     """Per byte of x that a CTA loads before it can multiply."""
     ahead: float = 0.0291
@@ -84,7 +84,7 @@ class _Costs(NamedTuple):
     round: float = 0.883
     """Per round (units that are joined together)."""
     cluster: float = 0.248
-    """The same, added where the join is a cluster's."""
+    """Added per round where the join is a cluster's."""
     second: float = 0.28
     """Of the second kernel, where the join goes through memory."""
     partial: float = 14.3e-6
@@ -310,7 +310,7 @@ def _plans_of(
 
 
 def _even_groups(n: int, max_groups: int) -> int:
-    """The fewest groups with as many units each as `max_groups` would have: evenly filled."""
+    """The min number of groups whose fullest has no more units than with `max_groups`."""
     units = row_units(n)
     return -(-units // -(-units // max_groups))
 

@@ -12,21 +12,21 @@ ROWS = 128
 STEP_K = 128
 """k per step."""
 STRIP = 16
-"""Sorted pairs of an expert begin at a multiple of it."""
+"""The sorted pairs of each expert begin at a multiple of this."""
 MAX_PAIRS = 2**20
-"""Every CTA of the sort kernel counts all expert ids."""
+"""Max pairs, because every CTA of the sort kernel counts all expert ids."""
 SORT_THREADS = 512
 _MAX_STAGES = 12
 _MIN_STAGES = {1: 4, 2: 6, 3: 6}
-"""By CTAs per SM."""
+"""Min stages of the ring, by CTAs per SM."""
 _CTA_BYTES = 1024
 """Shared memory that CUDA takes from every CTA."""
 _RESERVED_BYTES = 256 + 16
-"""For barriers, and behind block scales."""
+"""Shared memory for barriers, and padding after the block scales."""
 _STEP_MICROSECONDS = {16: 0.56, 32: 0.61, 64: 0.74, 96: 0.97, 128: 1.14, 192: 1.61, 256: 2.1}
-"""Of a step by the width of its matmuls, with one CTA per SM: fitted to times of both products on
-an H100, within 4 %, for 16 to 256 tokens and experts of Qwen3-30B-A3B and GPT-OSS-20B. Above 128
-they have the dense layer's ratios to 128."""
+"""Time of a step by the width of its matmuls, with one CTA per SM: fitted to times of both products
+on an H100, within 4 %, for 16 to 256 tokens and experts of Qwen3-30B-A3B and GPT-OSS-20B. Those of
+192 and 256 are that of 128 times ratios measured for dense layers."""
 WIDTHS = {
     16: (16,),
     32: (32,),
@@ -38,16 +38,16 @@ WIDTHS = {
 """Widths of matmuls, multiples of the first, by max tokens of a tile: an expert's last tile has the
 narrowest that suffices. Registers do not allow all of them."""
 _OF_MORE_CTAS = 0.79
-"""Time of a step with two or three CTAs per SM, of that with one; from the same fit."""
+"""Factor of a step's time with two or three CTAs per SM, relative to one; from the same fit."""
 MAX_CTAS = {16: 3, 32: 2, 64: 2, 128: 1, 192: 1, 256: 1}
-"""Max CTAs per SM by tokens of a tile. Two hide each other's latencies, where a step is short."""
+"""Max CTAs per SM, by tokens of a tile. Where steps are short, two hide each other's latency."""
 TOKENS = tuple(WIDTHS)
 """Max tokens of a tile."""
 _TILE_STEPS = 1.1
-"""What starting and storing a tile costs, in steps; from the same fit."""
+"""Cost of starting and storing a tile, in steps; from the same fit."""
 _SAMPLES = 32
 _WANTED_MICROSECONDS = 3.3
-"""Of stages in flight, against the latency of HBM under load."""
+"""Time that the stages in flight should cover: the latency of HBM under load."""
 
 
 class GemmPlan(NamedTuple):
@@ -55,14 +55,14 @@ class GemmPlan(NamedTuple):
 
     tokens: int
     stages: int
-    """Of 64 k in the ring."""
+    """Stages of the ring, 64 k each."""
     scale_slots: int
-    """Tiles whose block scales have room."""
+    """Tiles whose block scales fit into shared memory at a time."""
     ctas: int = 1
-    """Per SM."""
+    """CTAs per SM."""
 
     def macros(self, work: Work) -> tuple[tuple[str, int], ...]:
-        """Of the source, but for the dtype's."""
+        """Macros of the source except those of the dtype."""
         return (
             ("MX", int(work.weight_format == "mxfp4")),
             ("GATED", int(work.gated)),

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from halfbyte.bench.timing import bandwidths, measure
+from halfbyte.measure.timing import bandwidths, measure
 
 CPU = torch.device("cpu")
 

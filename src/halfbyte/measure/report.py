@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from halfbyte.bench.machine import machine, versions
-from halfbyte.bench.timing import bandwidths
+from halfbyte.layouts import KVCacheDType
+from halfbyte.measure.machine import machine, versions
+from halfbyte.measure.timing import bandwidths
 
 Row = dict[str, Any]
 Report = dict[str, Any]
@@ -41,7 +42,24 @@ def or_failed(measured: Callable[[], Row]) -> Row:
             torch.cuda.empty_cache()
 
 
+def bandwidth(num_bytes: int, microseconds: float, peak: float) -> Row:
+    """Fields of a measurement: bytes moved, TB/s, and their fraction of `peak` TB/s."""
+    rate = num_bytes / microseconds / 1e6
+    return {
+        "bytes": num_bytes,
+        "terabytes_per_s": round(rate, 4),
+        "fraction": round(rate / peak, 3),
+    }
+
+
 def contenders(row: Row) -> dict[str, Row]:
     """Measurements or errors of a row, by contender."""
     entries: Row = row.get("subjects") or row
     return {name: entry for name, entry in entries.items() if isinstance(entry, dict)}
+
+
+def short_name(dtype: str) -> str:
+    """A format's name in reports: `nvfp4`, `fp8`, `bf16`."""
+    name = KVCacheDType.parse(dtype).value
+    names = {"fp8_e4m3": "fp8", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    return names.get(name, name)

@@ -1,4 +1,4 @@
-"""The machine and versions of a benchmark run."""
+"""The machine and installed versions, for `halfbyte info` and reports of benchmarks."""
 
 import platform
 from importlib import metadata
@@ -11,7 +11,7 @@ from halfbyte import __version__
 from halfbyte.dispatch import current_compute_capability
 from halfbyte.kernels.cpu.library import level
 
-_PACKAGES = {"flashinfer": "flashinfer-python", "humming": "humming-kernels"}
+_DISTRIBUTIONS = {"flashinfer": "flashinfer-python", "humming": "humming-kernels"}
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cpu_kernels": level(),
         "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
-        "compute_capability": current_compute_capability() if on_gpu else None,
+        "compute_capability": current_compute_capability(device) if on_gpu else None,
     }
 
 
@@ -32,7 +32,7 @@ def versions() -> dict[str, str | None]:
     """Versions of halfbyte, torch, CUDA and optional packages; None if not installed."""
     known = {"halfbyte": __version__, "torch": str(torch.__version__), "cuda": torch.version.cuda}
     optional = ("triton", "transformers", "flashinfer", "humming", "vllm")
-    return known | {name: _version(_PACKAGES.get(name, name)) for name in optional}
+    return known | {name: package_version(name) for name in optional}
 
 
 def processor_name() -> str:
@@ -49,8 +49,9 @@ def bytes_beyond_caches() -> int:
     return 2 * max((int(file.read_text().strip(" \nK")) << 10 for file in sizes), default=1 << 25)
 
 
-def _version(package: str) -> str | None:
+def package_version(name: str) -> str | None:
+    """Version of a package by its import name, or None if it is not installed."""
     try:
-        return metadata.version(package)
+        return metadata.version(_DISTRIBUTIONS.get(name, name))
     except metadata.PackageNotFoundError:
         return None

@@ -1,19 +1,24 @@
 """Timing of calls, and the machine's memory bandwidth. All times are in µs.
 
 `single` is the median of calls timed one by one, `back_to_back` the mean of consecutive calls.
-Calls rotate over copies of the data that together exceed the caches. On a GPU they are queued
-behind a kernel that runs until the host has launched them all, so that times exclude the host.
+Data that fit into the caches give times that are too good, so calls rotate over `copies`. On a GPU
+they are queued behind a kernel that runs until the host has launched them all, so that times
+exclude the host.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from functools import partial
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from halfbyte.measure.machine import bytes_beyond_caches
+
+T = TypeVar("T")
 Call = Callable[[], Any]
 Times = dict[str, float | bool]
 Stopwatch = Callable[[Sequence[Call]], float]
@@ -21,6 +26,18 @@ SINGLES, IN_A_ROW = 40, 20
 BUDGET_US = {"cuda": 1e6, "cpu": 3e5}
 """Max µs per series: slow calls are repeated less often, but at least three times."""
 CYCLES_PER_US = 2000  # max GPU clock
+_ROTATED_BYTES = {"cuda": 400_000_000, "cpu": bytes_beyond_caches()}
+_MAX_COPIES = {"cuda": 256, "cpu": 64}
+
+
+def copies(num_bytes: int, device: torch.device) -> int:
+    """Number of copies of data that together exceed L2 or a CPU's caches."""
+    return min(_MAX_COPIES[device.type], 1 + _ROTATED_BYTES[device.type] // max(num_bytes, 1))
+
+
+def copied(data: T, count: int) -> list[T]:
+    """The data and `count - 1` deep copies."""
+    return [data, *(deepcopy(data) for _ in range(count - 1))]
 
 
 def measure(calls: Sequence[Call], device: torch.device) -> Times:

@@ -1,0 +1,1 @@
+"""Measuring: times of calls, memory bandwidth, the machine, and reports of runs."""
