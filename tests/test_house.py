@@ -44,7 +44,6 @@ FILE_LINES, MEDIAN_LINES = 400, 130
 LONG_FILES = {
     "kernels/cpu/attention/attend.cpp": "one item of attention: all works on the same buffers",
     "attention/decode/decode_wgmma.cu": "one kernel: its warps share registers and barriers",
-    "attention/decode/prepare.cu": "one kernel: its warps divide the work by kind",
 }
 BENCH_LINES = 800
 TEST_NAME_LETTERS = 60

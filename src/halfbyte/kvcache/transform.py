@@ -152,7 +152,8 @@ class KVTransform:
         if self.partner is None:
             return False
         partner = self.partner.cpu()
-        return torch.equal(partner, torch.arange(len(partner)).roll(len(partner) // 2))
+        swapped = torch.arange(len(partner), device="cpu").roll(len(partner) // 2)
+        return torch.equal(partner, swapped)
 
     @property
     def is_on_gpu(self) -> bool:

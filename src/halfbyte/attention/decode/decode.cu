@@ -66,15 +66,15 @@ __device__ __forceinline__ void attend_tile(const Params& p, const WorkItem& ite
 // A unit's share of a work item: its tiles come through the loader's ring.
 __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, int head, u32 row,
                                        Share share, QueryWords& words, const MeanInputs& means,
-                                       Loader& loader, u32& tile) {
+                                       const KeyInputs& keys, Loader& loader, u32& tile) {
   const u32 behind_ring = loader.ring + STAGES * STAGE_BYTES;
-  const int constant = find_constant(p, item, head, share.first);
+  const int constant = find_constant(p, item, keys, head, share.first);
   const Visible visible(p, item, constant >= 0);
   Bias bias(p, means, behind_ring + Q_BYTES);
   Sums sums;
 #if HAS_INITIAL
   if (share.first == item.first_tile)
-    add_keys(RecentRows(p, item, head, constant), words, sums);
+    add_keys(RecentRows(p, item, keys, head, constant), words, sums);
 #endif
   words.rotate();
   const Query query(p, item, words, behind_ring);
@@ -118,6 +118,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) 
     // Loaded before the first tiles, because it would queue behind their bytes.
     QueryWords words(p, unit.item, head);
     MeanInputs means(p, unit.item, head, share_of(header, unit.item, number));
+    KeyInputs keys(p, unit.item, share_of(header, unit.item, number));
     Loader loader(p, header, unit, head, number, ring);
     u32 tile = ring;
     WorkItem item = unit.item;
@@ -125,10 +126,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) 
     for (;;) {
       const Share share = share_of(header, item, number);
       if (share.first < share.stop)
-        attend(p, item, head, number + index, share, words, means, loader, tile);
+        attend(p, item, head, number + index, share, words, means, keys, loader, tile);
       if (!next_item_in_unit(p, header, ++index, number, item)) break;
       words = QueryWords(p, item, head);
       means = MeanInputs(p, item, head, share_of(header, item, number));
+      keys = KeyInputs(p, item, share_of(header, item, number));
     }
     asm volatile("cp.async.wait_all;");
     __syncwarp();

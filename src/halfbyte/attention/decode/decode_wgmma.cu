@@ -217,9 +217,10 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
   const int length = item.length, queries = item.queries;
   const int columns = GROUP * queries;
   const u32 ring = ring_address();
-  const int constant_index = find_constant(p, item, head, share.first);
+  const KeyInputs keys(p, item, share);  // not earlier: registers would not suffice
+  const int constant_index = find_constant(p, item, keys, head, share.first);
 #if HAS_INITIAL
-  const RecentRows rows(p, item, head, constant_index);
+  const RecentRows rows(p, item, keys, head, constant_index);
 #endif
   stage_query(p, item, head, ring);
 

@@ -25,14 +25,30 @@ __device__ __forceinline__ bool sees_first(const Params& p, const WorkItem& item
 }
 #endif
 
+// What the addresses of these keys depend on, loaded early to hide its latency.
+struct KeyInputs {
+  u32 page;           // of position 0
+  int entry, length;  // of the sequence in the rings; with the recent tokens
+
+  __device__ __forceinline__ KeyInputs(const Params& p, const WorkItem& item, Share share) : page(0), entry(0), length(0) {
+    if (share.first != item.first_tile) return;
+#if KNOWS_FIRST
+    if (item.length > 0) page = p.block_tables[(u64)item.seq * p.max_pages];
+#endif
+#if RECENT
+    entry = p.recipe.entries[item.seq], length = p.recipe.seq_lens[item.seq];
+#endif
+  }
+};
+
 // Index of the constant that the page marks at position 0, if any column attends to it; else -1.
-__device__ __forceinline__ int find_constant(const Params& p, const WorkItem& item, int head, int first_tile) {
+__device__ __forceinline__ int find_constant(const Params& p, const WorkItem& item, const KeyInputs& from, int head,
+                                             int first_tile) {
 #if KNOWS_FIRST
   // Of the columns whose query position is >= 0, the first one's window reaches back the furthest.
   const int columns = GROUP * item.queries, first = max(item.col_tile * COLS, (item.queries - item.length) * GROUP);
   if (first_tile > 0 || first >= min((item.col_tile + 1) * COLS, columns) || !sees_first(p, item, first)) return -1;
-  const u32 page = p.block_tables[(u64)item.seq * p.max_pages];
-  const u8* start = (const u8*)page_address((u64)p.pages, page, p.page_stride);
+  const u8* start = (const u8*)page_address((u64)p.pages, from.page, p.page_stride);
   const int mark = start[K_SCALE + head * K_SCALE_HEAD], index = start[K_DATA + head * K_DATA_HEAD];
   return mark == MARK ? index : -1;
 #else
@@ -50,14 +66,15 @@ struct RecentRows {
   int constant;           // index of the first token's constant; -1 for none
   u32 ring_row, slot;     // first row of this head's ring, and in it the slot of `begin`
 
-  __device__ __forceinline__ RecentRows(const Params& p, const WorkItem& item, int head, int constant)
+  __device__ __forceinline__ RecentRows(const Params& p, const WorkItem& item, const KeyInputs& from, int head,
+                                        int constant)
       : p(p), item(item), head(head), begin(0), stop(0), first_query(0), constant(constant), ring_row(0), slot(0) {
 #if RECENT
-    first_query = p.recipe.seq_lens[item.seq] - item.queries;
+    first_query = from.length - item.queries;
     const int columns = GROUP * item.queries, column = item.col_tile * COLS;
     begin = max(0, position_of(column) - p.recipe.reach + 1);
     stop = position_of(min(column + COLS, columns) - 1) + 1;
-    ring_row = (p.recipe.entries[item.seq] * KV_HEADS + head) * p.recipe.ring;
+    ring_row = (from.entry * KV_HEADS + head) * p.recipe.ring;
     slot = (u32)begin % p.recipe.ring;
 #endif
   }

@@ -100,7 +100,7 @@ struct Bias {
       for (int n = 0; n < N_TILES; n++)
 #pragma unroll
         for (int i = 0; i < 2; i++)
-          store_floats(table + ((g + 8 * i) * COLS + 8 * n + 2 * c) * 4, sums[n][2 * i] * scale,
+          store_float2(table + ((g + 8 * i) * COLS + 8 * n + 2 * c) * 4, sums[n][2 * i] * scale,
                        sums[n][2 * i + 1] * scale);
     __syncwarp();
   }
@@ -131,7 +131,7 @@ struct Bias {
     const u32 row = table + ((segment - first) * COLS + 2 * (threadIdx.x & 3) % COLS) * 4;
 #pragma unroll
     for (int n = 0; n < N_TILES; n++) {
-      const float2 x = load_floats(row + 32 * n);
+      const float2 x = load_float2(row + 32 * n);
       of[n][0] = x.x, of[n][1] = x.y;
     }
   }

@@ -59,14 +59,14 @@ struct Bias {
       }
 #pragma unroll
       for (int i = 0; i < 2; i++)
-        store_floats(ring_address() + OFF_TABLE + ((g + 8 * i) * COLS + 8 * n + 2 * c) * 4, sums[2 * i] * scale,
+        store_float2(ring_address() + OFF_TABLE + ((g + 8 * i) * COLS + 8 * n + 2 * c) * 4, sums[2 * i] * scale,
                      sums[2 * i + 1] * scale);
     }
     __syncthreads();
   }
 
   __device__ __forceinline__ static float2 of(int subtile, int n, int c) {
-    return load_floats(ring_address() + OFF_BIAS + 4 * (subtile * COLS + 8 * n + 2 * c));
+    return load_float2(ring_address() + OFF_BIAS + 4 * (subtile * COLS + 8 * n + 2 * c));
   }
 #else
   __device__ __forceinline__ explicit Bias(const Params&) {}

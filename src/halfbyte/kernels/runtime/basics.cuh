@@ -24,11 +24,11 @@ __device__ __forceinline__ void store_float(u32 address, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
 }
 
-__device__ __forceinline__ void store_floats(u32 address, float x, float y) {
+__device__ __forceinline__ void store_float2(u32 address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
-__device__ __forceinline__ float2 load_floats(u32 address) {
+__device__ __forceinline__ float2 load_float2(u32 address) {
   float2 y;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(y.x), "=f"(y.y) : "r"(address) : "memory");
   return y;

@@ -94,7 +94,11 @@ FEATURES = (
         (UNTRIED, UNTRIED, TESTED, UNTRIED),
         "test_vllm_slow.py::test_mtp_changes_no_token",
     ),
-    Feature("batch invariance (`VLLM_BATCH_INVARIANT=1`)", (UNTRIED,) * 4),
+    Feature(
+        "batch invariance (`VLLM_BATCH_INVARIANT=1`)",
+        (UNTRIED, SEEN, UNTRIED, UNTRIED),
+        "test_vllm_gpu.py::test_batch_invariance",
+    ),
     Feature(
         "full and piecewise CUDA graphs, model runners V1 and V2",
         ("", SEEN, "", UNTRIED),

@@ -123,7 +123,7 @@ class Variant(NamedTuple):
     def macros(self, layout: PageLayout) -> dict[str, int | None]:
         """Macros that `store.cu` is compiled with."""
         of_regions = region_fields(layout)
-        by_block = 5 if self.k_weighted else 4
+        by_block = 5 if self.k_weighted and not self.few else 4
         ctas_per_sm = {_BY_BLOCK: by_block, _BY_ROW: 2, _BY_TILE: 6}[self.by]
         return {
             "HEAD_SIZE": layout.head_size,
