@@ -108,10 +108,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, CTAS) decode(Params p) 
   const u32 ring =
       shared_address(shared) + warp * (STAGES * STAGE_BYTES + Q_BYTES + COEFFICIENT_BYTES + BIAS_BYTES);
   wait_for_previous();  // for the plan, too
-  allow_next();  // the merge may take its place, and wait
+  allow_next();  // the merge kernel may launch now: it waits for the results
   const PlanHeader header = p.plan.header();
   // The heads of a unit run next to each other: their bytes are in the same pages.
-  // Loaded again: kept in a register, the number would cost the loop over tiles one.
+  // The number of units is loaded in every iteration: keeping it would cost the tile loop a register.
   for (int i = blockIdx.x * WARPS + warp; i < p.plan.header().units * KV_HEADS; i += gridDim.x * WARPS) {
     const int number = i / KV_HEADS, head = i % KV_HEADS;
     const Unit unit = p.plan.unit(number);

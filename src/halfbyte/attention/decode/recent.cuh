@@ -1,7 +1,7 @@
 // Attention to the keys of keys.cuh, for decode.cu.
 //
-// Tokens are taken in rounds of ROUND.
-// K and V go from memory to the operands of the matmuls that pages go to, in the order of dims of Query and Sums.
+// Tokens are processed in rounds of ROUND. K and V go from global memory straight to operands of `mma`, with the dims
+// in the order that Query and Sums have for pages.
 
 #pragma once
 #include "attention/decode/keys.cuh"

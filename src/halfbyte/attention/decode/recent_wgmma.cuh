@@ -1,8 +1,7 @@
 // Attention to the keys of keys.cuh, for decode_wgmma.cu.
 //
-// Tokens are taken in rounds of 64. In
-// S = K q^T a warp has 16 of the tokens; P goes through shared memory, as for pages; in O^T = V^T P^T a warp has
-// the dims that it has for pages. All matmuls are `mma`: they are few.
+// Tokens are processed in rounds of 64. In S = K q^T a warp has 16 of the tokens; P goes through shared memory, as for
+// pages; in O^T = V^T P^T a warp has the same dims as for pages. `mma` suffices for so few matmuls.
 
 #pragma once
 #include "attention/decode/keys.cuh"

@@ -135,5 +135,5 @@ def _bind_recent(arguments: KernelArguments, recent: RecentInputs, inputs: Atten
     params.value_stride_token, params.value_stride_head = value.stride()[:2]
     params.ring = recent.keys.shape[2]
     params.reach = min(inputs.sliding_window or recent.tokens, recent.tokens)
-    # Where a round starts must not depend on a work item's other rows if those may not matter.
+    # Batch-invariant: rounds start at fixed positions, so that a row does not depend on other rows.
     params.align = _ROUND if inputs.batch_invariant else 1

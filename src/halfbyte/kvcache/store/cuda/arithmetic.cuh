@@ -1,8 +1,8 @@
 // Arithmetic of NVFP4 for the store kernels, bit for bit as `halfbyte.numerics`.
 //
-// Products and sums are rounded one by one, so they are intrinsics that the compiler does not fuse. EASY is for
-// global scales of 2^-40 up to 2^40, for which no intermediate product overflows or underflows so that a code changes,
-// and divisions share a reciprocal in two parts (proof in kernels/formats/encode_floats.py).
+// Products and sums are rounded one by one, so they are intrinsics that the compiler does not fuse. EASY: the global
+// scale is in 2^-40 .. 2^40. There overflow or underflow of a product cannot change a code, so divisions use one shared
+// reciprocal in two parts (proof in kernels/formats/encode_floats.py).
 
 #pragma once
 #include "kernels/runtime/basics.cuh"

@@ -110,7 +110,7 @@ __device__ __forceinline__ bool is_exact(float x, const Steps& by) {
   return __fmaf_rn(size, by.r, shift) == add(mul(size, by.r), shift);
 }
 
-// The largest magnitude of block b. A mask is sooner there than a predicate would be.
+// The largest magnitude of block b. A mask has lower latency than a predicate.
 __device__ __forceinline__ float amax_of_row(const float* y, int b) {
   const int mask = ((int)(threadIdx.x % 32 / BLOCK_LANES ^ b) - 1) >> 31;
   return float_of(__reduce_max_sync(~0u, bits_of(amax_of<LANE_CHANNELS>(y)) & mask & 0x7FFFFFFF));
@@ -251,7 +251,7 @@ __device__ __forceinline__ void store_key_row(const Params& p, u32 cta, SharedRo
     const Rounding by = round_row(shared, factor, row, x, g);
     read_channels(x, own);
     const Steps steps(by.d, by.r);
-    // Errors that are not finite make the last channel so, whatever comes between.
+    // NaN or infinity in any error propagates to the last channel, so checking that one suffices.
     bool is_done = fabsf(row[HEAD_SIZE - 1]) < INF;
 #pragma unroll
     for (int i = 0; i < LANE_CHANNELS; i++) is_done = is_done && is_exact(x[i], steps);

@@ -39,10 +39,9 @@ _ROWS_PER_SM = 32
 row is faster, although it does six times the work."""
 
 _MAX_TOKENS = 2
-"""Max tokens that a thread takes a block of: they share means and weights, in fewer threads."""
+"""Max tokens per thread: it loads means and weights once for all of its tokens."""
 _BLOCKS_PER_SM = 1024
-"""Min blocks of 16 values per SM and token of a thread: more threads than are resident."""
-
+"""Min blocks of 16 values per SM before a thread takes another token, so that the GPU stays full."""
 
 class _Params(ctypes.Structure):
     """`Params` of `rows.cuh`."""
@@ -85,8 +84,8 @@ class Variant(NamedTuple):
     in_words: bool
     """Whether codes begin at multiples of four bytes."""
     few: bool = False
-    """Whether fewer threads are needed than an SM can hold: then every block is rounded by the
-    definition, because the launch would wait for the first warp that has to."""
+    """Whether the launch does not fill the GPU. All blocks are then rounded by the slow definition,
+    because one warp that needed it would delay the whole launch."""
 
     @property
     def threads(self) -> int:

@@ -73,10 +73,11 @@ struct Weights {
 
 #define MIN_SHIFT 4194308.0f  // 2^22 and more than any t below 1.75
 
-// The nearest product of d and an E2M1 value, less |x|; r is 1 / d. Floats next to `shift` are as far apart as E2M1
-// values next to t = |x| r, so subtracting t from it rounds t, without regard to ties. The shift is |x| times a
-// factor, but MIN_SHIFT at least. The value nearest to a t of 1.75 to 2.25 is 2, and to a t of 3.5 to 4.5 it is 4, with
-// the steps of either side: so any factor is right with which the shift passes 2^23 at a t of 1.75 to 2.25.
+// The distance from |x| to the nearest E2M1 value times d; r is 1 / d. Near `shift` the step between floats equals the
+// step between E2M1 values near t = |x| r, so subtracting t from `shift` rounds t (ties may go either way). The shift is
+// |x| times a factor, and at least MIN_SHIFT. E2M1's step doubles at 2 and at 4; for t in 1.75 .. 2.25 both steps round
+// to 2, and for t in 3.5 .. 4.5 both round to 4. So the shift may cross 2^23, where the floats' step doubles, anywhere
+// in t = 1.75 .. 2.25.
 template <bool CLAMPS>
 __device__ __forceinline__ float distance(float x, float d, float r, float shift) {
   const float nearest = sub(shift, __fmaf_rn(fabsf(x), -r, shift));

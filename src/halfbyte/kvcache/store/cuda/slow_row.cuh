@@ -26,7 +26,7 @@ __device__ __forceinline__ void write_channels(float* to, const float* from) {
       *(float4*)(to + i) = make_float4(from[i], from[i + 1], from[i + 2], from[i + 3]);
 }
 
-// Of an input, value i on.
+// Reads a lane's values of an input, from value i on.
 template <int TYPE>
 __device__ __forceinline__ void read_inputs(float* to, const void* x, u64 i) {
   if constexpr (TYPE == 0) {
