@@ -41,7 +41,8 @@ row is faster, although it does six times the work."""
 _MAX_TOKENS = 2
 """Max tokens per thread: it loads means and weights once for all of its tokens."""
 _BLOCKS_PER_SM = 1024
-"""Min blocks of 16 values per SM before a thread takes another token, so that the GPU stays full."""
+"""Min blocks of 16 values per SM before a thread takes another token: the GPU stays full."""
+
 
 class _Params(ctypes.Structure):
     """`Params` of `rows.cuh`."""
