@@ -31,10 +31,16 @@ def make_transform(
     dtype: torch.dtype = torch.float32,
     feedback: bool = False,
     weighted: bool = False,
+    interleaved: bool = False,
 ) -> KVTransform:
+    """Random; RoPE pairs channels i and i + D/2, or interleaved, i and i ^ 1."""
     generator = torch.Generator().manual_seed(3)
     angles = torch.rand(segments, head_size // 2, generator=generator) * 6
-    partner = torch.arange(head_size).roll(head_size // 2)
+    channels = torch.arange(head_size)
+    partner = channels ^ 1 if interleaved else channels.roll(head_size // 2)
+    cos, sin = angles.cos().repeat(1, 2), torch.cat([-angles.sin(), angles.sin()], 1)
+    if interleaved:
+        cos, sin = (x.unflatten(1, (2, -1)).mT.flatten(1) for x in (cos, sin))
     mean = 3 * torch.randn(heads, head_size, generator=generator)
     firsts = 9 * torch.randn(first_tokens, heads, head_size, generator=generator)
     values = torch.randn(first_tokens, heads, head_size_v or head_size, generator=generator)
@@ -45,8 +51,8 @@ def make_transform(
         segment,
         mean=mean if center else None,
         partner=partner if center else None,
-        cos=angles.cos().repeat(1, 2) if center else None,
-        sin=torch.cat([-angles.sin(), angles.sin()], 1) if center else None,
+        cos=cos if center else None,
+        sin=sin if center else None,
         first_keys=firsts.to(dtype) if first_tokens else None,
         first_values=values.to(dtype) if first_tokens else None,
         feedback=factor if feedback else None,

@@ -214,7 +214,7 @@ class AttentionInputs:
             has_sinks=self.sinks is not None,
             softcap=self.softcap,
             batch_invariant=self.batch_invariant,
-            # On a GPU, attention to recent tokens is merged by LSE.
+            # On a GPU most backends merge attention to recent tokens by LSE.
             return_lse=self.lse is not None or (self.recent is not None and self.query.is_cuda),
             aligned_pages=_aligned(self.pages),
             transform=self.transform is not None,

@@ -35,6 +35,8 @@ MANY_COLUMNS = Step(
 )
 WGMMA = Step([], [], group=32, kv_heads=2, multiprocessors=1)
 WGMMA_64 = replace(WGMMA, group=64)
+GEMMA = Step([], [], group=12, head_size=256, capability=89, multiprocessors=2)
+WGMMA_256 = replace(WGMMA_64, head_size=256)
 WIDE_NHD = replace(WGMMA, head_size=64, order="NHD", block_size=48)
 WHOLE_PAGES = Step([], [], group=32, kv_heads=1, multiprocessors=1)
 WHOLE_PAGES_64 = replace(WHOLE_PAGES, group=8, head_size=64, block_size=64)
@@ -167,6 +169,38 @@ CHANGED: dict[str, tuple[Step, dict[str, Any]]] = {
         replace(WIDE_NHD, lengths=[3, 140, 300, 0], queries=[1] * 4),
         {**RECIPE, "recent": 64, "softcap": 3.0},
     ),
+    "interleaved-pairs-of-channels": (
+        replace(NVFP4, lengths=[1, 40, 300, 129], queries=[1] * 4),
+        {"transform": {"segment": 64, "interleaved": True}, "recent": 64},
+    ),
+    "wgmma-interleaved-pairs": (
+        replace(WGMMA, lengths=[1, 300, 129], queries=[1] * 3),
+        {"transform": {"segment": 64, "interleaved": True}, "recent": 64},
+    ),
+    "more-than-16-segments": (
+        replace(NVFP4, lengths=[2500, 70, 1400], queries=[1] * 3, multiprocessors=1),
+        {"transform": {"segment": 64}, "recent": 64},
+    ),
+    "wgmma-more-than-16-segments": (
+        replace(WGMMA, lengths=[2300, 140], queries=[1] * 2),
+        {"transform": {"segment": 64}},
+    ),
+    "segments-of-two-tiles": (
+        replace(NVFP4, lengths=[300, 700], queries=[1] * 2),
+        {"transform": {"segment": 128}, "recent": 100},
+    ),
+    "coefficients-that-do-not-fit": (
+        replace(GEMMA, lengths=[40, 1300, 300], queries=[1] * 3),
+        {"transform": {"segment": 64}, "recent": 64},
+    ),
+    "wgmma-queries-that-do-not-fit": (
+        replace(WGMMA_256, lengths=[40, 300], queries=[1] * 2),
+        {**RECIPE, "recent": 64},
+    ),
+    "batch-invariant": (
+        replace(NVFP4, lengths=[100, 3, 700, 65], queries=[4, 3, 1, 2], batch_invariant=True),
+        {**RECIPE, "recent": 64},
+    ),
     "recent-whole-pages": (
         replace(WHOLE_PAGES_256, lengths=[1, 47, 200, 0], queries=[1] * 4),
         {**RECIPE, "recent": 64},
@@ -218,8 +252,16 @@ def case_of(step: Step, **options: Any) -> Case:
 def only(case: Case, seq: int) -> Case:
     """The case with one of its sequences only."""
     first, last = sum(case.query_lens[:seq]), sum(case.query_lens[: seq + 1])
+    options = dict(case.options)
+    if (recent := options.get("recent")) is not None:
+        options["recent"] = recent._replace(
+            entries=recent.entries[seq : seq + 1],
+            key=recent.key[first:last],
+            value=recent.value[first:last],
+        )
     return replace(
         case,
+        options=options,
         query=case.query[first:last],
         query_lens=[case.query_lens[seq]],
         seq_lens=[case.seq_lens[seq]],
@@ -380,8 +422,9 @@ def test_nan_scales_show(name: str, seq: int, position: int) -> None:
     assert not lse.isnan().any()
 
 
-def test_rows_do_not_depend_on_the_batch() -> None:
-    step, options = CASES["batch-invariant"]
+@pytest.mark.parametrize("recipe", [False, True])
+def test_rows_do_not_depend_on_the_batch(recipe: bool) -> None:
+    step, options = (CHANGED if recipe else CASES)["batch-invariant"]
     case = case_of(step, **options)
     together = attend(step, case)
     for seq in (0, 3):

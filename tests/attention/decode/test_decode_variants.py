@@ -1,6 +1,7 @@
 """Variants of the CUDA decode kernel: which are chosen, and that they compile, without a GPU."""
 
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -38,12 +39,25 @@ def test_kernels_compile(capability: int, head_size: int, group: int) -> None:
 def test_kernels_for_recipes_compile(capability: int, head_size: int, group: int) -> None:
     architecture = f"sm_{capability}" + ("a" if capability >= 90 else "")
     layout = PageLayout("nvfp4", "nvfp4", head_size, None, 2, 16)
-    softcap, pairs = group >= 16, head_size // 2
-    variant = choose_variant(layout, group, 1.0, False, capability, _recipe(pairs))
-    assert variant is not None
-    for recipe in (_recipe(pairs), RecipeVariant(True, knows_first=True)):
+    softcap = group >= 16
+    for recipe in (_recipe(head_size // 2), RecipeVariant(True, knows_first=True)):
+        variant = choose_variant(layout, group, 1.0, False, capability, recipe)
+        assert variant is not None
         options = macros(layout, group, torch.bfloat16, softcap, variant) | recipe.macros()
         assert compiled(variant.source, options, architecture)[:4] == b"\x7fELF"
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("group", [1, 4, 5, 8, 16, 64])
+def test_recipes_are_taken_where_plain_is(capability: int, group: int) -> None:
+    """Also with as many pairs as channels, where RoPE turns a few of them only."""
+    for k_dtype, v_dtype in (("nvfp4", "nvfp4"), ("nvfp4", "fp8"), ("bfloat16", "bfloat16")):
+        for head_size, invariant in product((64, 128, 256), (False, True)):
+            layout = PageLayout(k_dtype, v_dtype, head_size, None, 2, 16)
+            arguments = (layout, group, 1.0, invariant, capability)
+            plain = choose_variant(*arguments)
+            changed = choose_variant(*arguments, _recipe(head_size))
+            assert (plain is None) == (changed is None)
 
 
 @pytest.mark.parametrize("head_size", [slow(64), 128, slow(256)])

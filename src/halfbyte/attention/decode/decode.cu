@@ -31,7 +31,7 @@
 //   DUPLICATE                1 for work items of four columns of nvfp4 (N_TILES 1), see below
 //   COLS                     columns of a work item: 4 with DUPLICATE, else 8 * N_TILES
 //   ROTATE                   1 if K was rotated before it was packed
-//   SEGMENT, PAIRS, PAIRS_ARE_HALVES  for means that were subtracted from K (means.cuh), else 0
+//   SEGMENT, PAIRS, PAIRS_ARE_HALVES, KEEPS_COEFFICIENTS  for means that were subtracted from K (means.cuh), else 0
 //   RECENT, KNOWS_FIRST, MARK  for keys that are not in the pages (recent.cuh), else 0
 //   Q_SHARED                 1 to keep q in shared memory, after the ring: for many columns
 //
@@ -70,7 +70,7 @@ __device__ __forceinline__ void attend(const Params& p, const WorkItem& item, in
   const u32 behind_ring = loader.ring + STAGES * STAGE_BYTES;
   const int constant = find_constant(p, item, keys, head, share.first);
   const Visible visible(p, item, constant >= 0);
-  Bias bias(p, means, behind_ring + Q_BYTES);
+  Bias bias(p, item, head, means, behind_ring + Q_BYTES);
   Sums sums;
 #if HAS_INITIAL
   if (share.first == item.first_tile)

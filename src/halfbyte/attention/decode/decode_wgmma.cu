@@ -14,6 +14,7 @@
 // other's latency. Both K and V are nvfp4.
 //
 // Macros: those of decode.cu but DUPLICATE and Q_SHARED; TILE is 64 or 128, WARPS 4, COLS = 8 * N_TILES.
+//   KEEPS_QUERY  1 to keep q in shared memory as it was loaded, for the keys of keys.cuh
 //   WHOLE_PAGES  1 if a page has one KV head, equal row sizes of K and V, and divides 64 tokens: see
 //                pages.cuh
 
@@ -64,7 +65,7 @@ __device__ __forceinline__ void stage_query(const Params& p, const WorkItem& ite
     const bool valid = column < GROUP * item.queries;
     u32 words[STEPS_K][2];
     load_query(words, p.query, query_row(p, item, head, column), c);
-#if HAS_INITIAL
+#if KEEPS_QUERY
 #pragma unroll
     for (int j = 0; j < STEPS_K; j += 2)
       asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(raw_query(n, j)), "r"(words[j][0]),

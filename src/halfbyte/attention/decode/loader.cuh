@@ -73,7 +73,7 @@ struct Params {
 #define Q_BYTES (Q_SHARED ? N_TILES * STEPS_K * 256 : 0)
 // For means of K (means.cuh), per warp of decode.cu.
 #define MEAN_LANES (COLS < 8 ? 4 * COLS : 32)
-#define COEFFICIENT_BYTES (SEGMENT ? N_TILES * (PAIRS / 8) * MEAN_LANES * 16 : 0)
+#define COEFFICIENT_BYTES (KEEPS_COEFFICIENTS ? N_TILES * (PAIRS / 8) * MEAN_LANES * 16 : 0)
 #define BIAS_BYTES (SEGMENT ? 16 * COLS * 4 : 0)
 #define HALVES (TILE / 16)
 #ifndef RING_WARPS
@@ -162,7 +162,7 @@ struct Tiles {
     tile = share.first;
     stop = share.stop;
     table = p.block_tables + (u64)item.seq * p.max_pages;
-    // A work item with initial states has a tile even if its length is 0.
+    // A work item with recent tokens has a tile even if its length is 0.
     last_page = (u32)max(item.length - 1, 0) / BLOCK_SIZE;
   }
 

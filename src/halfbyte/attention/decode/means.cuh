@@ -1,23 +1,30 @@
-// Biases by K's means (mean_operands.cuh) for decode.cu: a warp computes those of 16 segments at a time and keeps
-// them in shared memory, and so the coefficients of its work item.
+// Biases by K's means (mean_operands.cuh) for decode.cu: a warp computes those of 16 segments at a time, and keeps them
+// in shared memory.
+//
+// Macros: those of mean_operands.cuh.
+//   KEEPS_COEFFICIENTS  1 to compute the coefficients once per work item and keep them in shared memory, too
 
 #pragma once
 #include "attention/decode/mean_operands.cuh"
 #include "attention/decode/scores.cuh"
 
-#define LOADED (PAIRS < 64 ? PAIRS : 64)
+// Pairs whose angles a lane has at a time, and whether it has the first ones early.
+#define LOADED (!KEEPS_COEFFICIENTS ? 16 : PAIRS < 64 ? PAIRS : 64)
+#define EARLY_ANGLES (DUPLICATE && KEEPS_COEFFICIENTS)
 
 // What the coefficients and the first biases are computed from, loaded early to hide its latency.
 struct MeanInputs {
-#if SEGMENT
+  int first;  // segment
+#if KEEPS_COEFFICIENTS
   Pairs pairs[N_TILES][PAIRS / 16];  // their means are in the first row
-#if DUPLICATE
+#if EARLY_ANGLES
   Angles<LOADED> angles;  // of the first pairs; other kernels have no registers left for them
 #endif
-  int first;  // segment
+#endif
 
   __device__ __forceinline__ MeanInputs(const Params& p, const WorkItem& item, int head, Share share)
-      : first(share.first * TILE / SEGMENT) {
+      : first(SEGMENT ? share.first * TILE / max(SEGMENT, 1) : 0) {
+#if KEEPS_COEFFICIENTS
     const int g = (threadIdx.x & 31) >> 2;
 #pragma unroll
     for (int j = 0; j < PAIRS / 16; j++) {
@@ -28,18 +35,18 @@ struct MeanInputs {
         pairs[n][j].load_query(p, row, first_pair(j));
       }
     }
-#if DUPLICATE
+#if EARLY_ANGLES
     angles.load(p, first, 0);
 #endif
-  }
-#else
-  __device__ __forceinline__ MeanInputs(const Params&, const WorkItem&, int, Share) {}
 #endif
+  }
 };
 
 // Biases of a lane's columns for the current tile.
 struct Bias {
 #if SEGMENT
+  const WorkItem& item;
+  int head;
   u32 coefficients;  // address of this lane's
   u32 table;         // floats [16, COLS]: biases of the segments from `first` on
   int first;
@@ -47,11 +54,13 @@ struct Bias {
   float of[N_TILES][2];
 
   // `behind_query`: shared-memory address of COEFFICIENT_BYTES + BIAS_BYTES.
-  __device__ __forceinline__ Bias(const Params& p, const MeanInputs& from, u32 behind_query)
-      : first(from.first), scale(p.softmax_scale * (SOFTCAP ? 1.0f : LOG2E)) {
+  __device__ __forceinline__ Bias(const Params& p, const WorkItem& item, int head, const MeanInputs& from,
+                                  u32 behind_query)
+      : item(item), head(head), first(-16), scale(p.softmax_scale * (SOFTCAP ? 1.0f : LOG2E)) {
     const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
     coefficients = behind_query + (g % COLS * 4 + c) * 16;
     table = behind_query + COEFFICIENT_BYTES;
+#if KEEPS_COEFFICIENTS
 #pragma unroll
     for (int n = 0; n < N_TILES; n++)
 #pragma unroll
@@ -72,10 +81,10 @@ struct Bias {
         }
       }
     __syncwarp();
-#if DUPLICATE
+#endif
+#if EARLY_ANGLES
+    first = from.first;
     fill(p, from.angles);
-#else
-    first = -16;
 #endif
   }
 
@@ -87,12 +96,12 @@ struct Bias {
   __device__ __forceinline__ void fill(const Params& p, const Angles<LOADED>& angles) {
     const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
     float sums[N_TILES][4] = {};
-    add(sums, angles, 0);
+    add(p, sums, angles, 0);
 #pragma unroll 1
     for (int pair = LOADED; pair < PAIRS; pair += LOADED) {
       Angles<LOADED> next;
       next.load(p, first, pair);
-      add(sums, next, pair / 8);
+      add(p, sums, next, pair / 8);
     }
     __syncwarp();  // all lanes have read the earlier ones
     if (2 * c < COLS)
@@ -105,7 +114,8 @@ struct Bias {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void add(float (*sums)[4], const Angles<LOADED>& angles, int first_step) const {
+  __device__ __forceinline__ void add(const Params& p, float (*sums)[4], const Angles<LOADED>& angles, int first_step) {
+#if KEEPS_COEFFICIENTS
 #pragma unroll
     for (int step = 0; step < LOADED / 8; step++) {
       u32 high[4], low[4];
@@ -117,6 +127,22 @@ struct Bias {
         add_product(sums[n], high, low, b);
       }
     }
+#else
+    const int g = (threadIdx.x & 31) >> 2, pair = first_step * 8 + first_pair(0);
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) {
+      Pairs pairs;
+      pairs.load_query(p, query_row(p, item, head, item.col_tile * COLS + 8 * n + g % COLS), pair);
+      pairs.load_means(p, head, pair);
+#pragma unroll
+      for (int step = 0; step < 2; step++) {
+        u32 high[4], low[4], b[4];
+        angles.operands(high, low, step);
+        pairs.coefficients(b, step);
+        add_product(sums[n], high, low, b);
+      }
+    }
+#endif
   }
 
   // Moves to the tile at a position.
@@ -143,7 +169,7 @@ struct Bias {
     return SOFTCAP ? shift : shift + of[n][i];
   }
 #else
-  __device__ __forceinline__ Bias(const Params&, const MeanInputs&, u32) {}
+  __device__ __forceinline__ Bias(const Params&, const WorkItem&, int, const MeanInputs&, u32) {}
   __device__ __forceinline__ void step(const Params&, int) {}
   __device__ __forceinline__ float plus(float logit, int, int) const { return logit; }
   __device__ __forceinline__ float shifted(float shift, int, int) const { return shift; }

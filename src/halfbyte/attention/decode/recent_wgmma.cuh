@@ -47,12 +47,23 @@ __device__ __forceinline__ void add_keys(const RecentRows& rows, u32 p_at, u32 c
   auto scores = [&](float* s, const u32 (*upper)[2], const u32 (*lower)[2], int n) {
 #pragma unroll
     for (int i = 0; i < 4; i++) s[i] = 0.0f;
-    u32 q[4];
+#if !KEEPS_QUERY
+    u32 q[STEPS_K][2];
+    load_query(q, p.query, query_row(p, item, rows.head, item.col_tile * COLS + 8 * n + g), c);
+#endif
 #pragma unroll
-    for (int j = 0; j < STEPS_K; j++) {
-      if (j % 2 == 0) load_words<4>(q, raw_query(n, j));
-      const u32 a[4] = {upper[j][0], lower[j][0], upper[j][1], lower[j][1]};
-      mma<OF_BF16>(s, a, q[j % 2 * 2], q[j % 2 * 2 + 1]);
+    for (int j = 0; j < STEPS_K; j += 2) {
+      u32 b[4];
+#if KEEPS_QUERY
+      load_words<4>(b, raw_query(n, j));
+#else
+      b[0] = q[j][0], b[1] = q[j][1], b[2] = q[j + 1][0], b[3] = q[j + 1][1];
+#endif
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const u32 a[4] = {upper[j + i][0], lower[j + i][0], upper[j + i][1], lower[j + i][1]};
+        mma<OF_BF16>(s, a, b[2 * i], b[2 * i + 1]);
+      }
     }
   };
   // Moves a column to a new max, and returns what to subtract from its logits.

@@ -85,7 +85,8 @@ def variant_of(inputs: AttentionInputs) -> RecipeVariant:
         rotate=transform.rotate,
         segment=0 if tables is None else transform.segment,
         pairs=0 if tables is None else tables.cos.shape[1],
-        knows_first=transform.first_keys is not None,
+        # Only the block scales of nvfp4 can mark it.
+        knows_first=transform.first_keys is not None and inputs.layout.k_dtype.is_nvfp4,
         halves=transform.pairs_are_halves,
     )
 

@@ -51,10 +51,12 @@ class Variant(NamedTuple):
     """`decode_wgmma.cu`: all warps of a CTA work on one unit, instead of one unit each."""
     whole_pages: bool = False
     """`pages.cuh`: TMA copies whole pages (one KV head per page)."""
-    pairs: int = 0
+    means: bool = False
+    """K is centred: shared memory has biases."""
+    kept_pairs: int = 0
     """Channel pairs whose coefficients `means.cuh` keeps in shared memory; 0 for none."""
-    raw_query: bool = False
-    """`keys.cuh` may have keys that are not in the pages; `wgmma` keeps q for them."""
+    keeps_query: bool = False
+    """`decode_wgmma.cu` keeps q as it was loaded, for the keys of `keys.cuh`."""
 
     @property
     def source(self) -> str:
@@ -79,10 +81,10 @@ class Variant(NamedTuple):
             chunks = max(1, layout.head_size_v // 128)  # of 32 dims, per warp
             scales = WARPS * chunks * self.tile * 4
             barriers = 8 * self.stages if self.whole_pages else 0
-            biases = self.columns * (self.tile // 16 + (64 if self.pairs else 0))
+            biases = self.columns * (self.tile // 16 + 64 * self.means)
             exchange = self.columns * (2 * self.tile + 4 * WARPS + 8)
-            return ring + q * (1 + self.raw_query) + exchange + scales + biases + barriers
-        means = self.columns * (8 * self.pairs + 64) if self.pairs else 0
+            return ring + q * (1 + self.keeps_query) + exchange + scales + biases + barriers
+        means = self.columns * (8 * self.kept_pairs + 64 * self.means)
         return WARPS * (ring + q + means)
 
     def fits(self, layout: PageLayout, compute_capability: int) -> bool:
@@ -142,11 +144,17 @@ def choose_variant(
     if compute_capability == 90 and nvfp4 and columns > 16:
         return _wgmma_variant(layout, columns, head_size, recipe)
     variants = [
-        Variant(tile, n, duplicate, _shares_q(n, head_size), stages, ctas, pairs=recipe.pairs)
+        Variant(
+            *(tile, n, duplicate, _shares_q(n, head_size), stages, ctas),
+            means=recipe.pairs > 0,
+            kept_pairs=pairs,
+        )
         for ctas in (2, 1)
         for n in (wanted, 2, 1)
         for tile, stages in (_NVFP4_RINGS if nvfp4 else _RINGS)
         if tile <= _max_tile_tokens(n, head_size, nvfp4)
+        # Coefficients that are computed again cost less than a smaller tile.
+        for pairs in dict.fromkeys((recipe.pairs, 0))
     ]
     for variant in variants:
         ring_fits = (
@@ -179,11 +187,12 @@ def _wgmma_variant(
     variants = (
         Variant(
             *(tile, n_tiles, False, True, stages, ctas, True, whole),
-            pairs=recipe.pairs,
-            raw_query=recipe.has_keys,
+            means=recipe.pairs > 0,
+            keeps_query=keeps,
         )
         for ctas in range(max_ctas, 0, -1)
         for tile, stages in ((128, 2), (64, 3))
+        for keeps in dict.fromkeys((recipe.has_keys, False))
     )
     return next(variant for variant in variants if variant.fits(layout, 90))
 
@@ -244,4 +253,6 @@ def macros(
         "DUPLICATE": int(variant.duplicate),
         "COLS": variant.columns,
         "Q_SHARED": int(variant.q_shared),
+        "KEEPS_COEFFICIENTS": int(variant.kept_pairs > 0),
+        "KEEPS_QUERY": int(variant.keeps_query),
     }

@@ -27,7 +27,7 @@
 #define OFF_BIAS (OFF_SCALES + WARPS * SCALES_WARP)    // floats [SUBTILES, COLS], see means_wgmma.cuh
 #define OFF_TABLE (OFF_BIAS + COLS * TILE / 16)        // floats [16, COLS]: biases of 16 segments
 #define OFF_RAW (OFF_TABLE + BIAS_BYTES)               // q as it was loaded, for the keys of keys.cuh
-#define RAW_BYTES (RECENT || KNOWS_FIRST ? COLS * HEAD_SIZE * 2 : 0)
+#define RAW_BYTES (KEEPS_QUERY ? COLS * HEAD_SIZE * 2 : 0)
 #define OFF_READY (OFF_RAW + RAW_BYTES)                // mbarriers of the ring, with WHOLE_PAGES
 
 #define V_OPERANDS (2 * PARTS_V * CHUNKS_PER_WARP)  // per 32 tokens
