@@ -35,7 +35,7 @@ class AttentionConfig:
     """Neither a row nor the choice of a backend may depend on the rest of the batch."""
     return_lse: bool = False
     aligned_pages: bool = True
-    """Whether pages begin at multiples of 16 bytes, less than 4 GiB apart."""
+    """Whether pages are aligned to 16 bytes, less than 4 GiB apart."""
     transform: bool = False
     """Whether K was changed before it was packed (`KVTransform`)."""
     segment: int = 0
